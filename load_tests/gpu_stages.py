@@ -132,7 +132,7 @@ def run_together(stage: Stage, out: Path) -> list[Outcome]:
     running: list[tuple[Part, subprocess.Popen[bytes], IO[bytes]]] = []
     started = time.monotonic()
     for part in stage.parts:
-        log = (out / _log_name(part)).open("wb")
+        log: IO[bytes] = (out / _log_name(part)).open("wb")
         paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
         environment = {"PYTHONUNBUFFERED": "1", "PYTHONPATH": os.pathsep.join(paths), **part.environment}
         process = subprocess.Popen(

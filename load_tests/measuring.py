@@ -14,7 +14,7 @@ import os
 import platform
 import statistics
 import subprocess
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
@@ -41,12 +41,11 @@ def spread(values: Sequence[float]) -> Spread:
     return Spread(statistics.median(values), min(values), max(values))
 
 
-def rounds(measurements: dict[KeyT, Callable[[], float]], num_rounds: int) -> dict[KeyT, list[float]]:
+def rounds(measurements: Mapping[KeyT, Callable[[], float]], num_rounds: int) -> dict[KeyT, list[float]]:
     """Take every measurement once per round, forwards and backwards in turn; values in order of rounds."""
     values: dict[KeyT, list[float]] = {key: [] for key in measurements}
     for number in range(num_rounds):
-        order = list(measurements) if number % 2 == 0 else list(reversed(measurements))
-        for key in order:
+        for key in list(measurements)[:: 1 if number % 2 == 0 else -1]:
             values[key].append(measurements[key]())
     return values
 

@@ -7,7 +7,7 @@ role, from /proc (Linux). What has ended is not counted: read it while the servi
 from __future__ import annotations
 
 import os
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -57,7 +57,7 @@ def processes(*session_ids: int) -> Mapping[str, list[int]]:
 
 def cpu_seconds(session_id: int) -> Mapping[str, float]:
     """User and system time by role."""
-    seconds: Counter[str] = Counter()
+    seconds: defaultdict[str, float] = defaultdict(float)
     for name, pids in processes(session_id).items():
         for pid in pids:
             with suppress(FileNotFoundError, ProcessLookupError):

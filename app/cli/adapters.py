@@ -11,6 +11,7 @@ import argparse
 import math
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -51,10 +52,16 @@ def add_base_options(parser: argparse.ArgumentParser) -> None:
 
 
 def base_spec_of(arguments: argparse.Namespace) -> ModelSpec:
-    """The base model that the options name."""
+    """The base model that the options name; its `name` is as people call it, with its file's where that differs."""
     from app.cli.settings_file import read_settings
 
-    return _base_spec(arguments.base or read_settings(arguments.config).model.uri)
+    if arguments.base:
+        spec = _base_spec(arguments.base)
+        is_fetched = "://" in arguments.base  # into a folder whose name says little
+        return replace(spec, name=arguments.base) if is_fetched else spec
+    model = read_settings(arguments.config).model
+    spec = _base_spec(model.uri)
+    return spec if model.name == spec.name else replace(spec, name=f"{model.name} ({spec.name})")
 
 
 def add_commands(commands: Any) -> None:

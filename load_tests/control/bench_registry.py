@@ -71,14 +71,14 @@ class _NoBytes:
 
     counts = TierCounts()
 
-    async def fetch(self, ref: AdapterRef) -> None:
+    async def fetch_soon(self, ref: AdapterRef, wait_s: float, *, again: bool = False) -> None:
         raise NotImplementedError(ref.name)
 
     async def expect(self, ref: AdapterRef) -> None: ...
 
     def lost(self, digest: str) -> None: ...
 
-    def failure(self, digest: str) -> None: ...
+    def failure(self, ref: AdapterRef) -> None: ...
 
 
 class _Here:
@@ -196,7 +196,7 @@ async def measure(url: str, num_adapters: int, num_samples: int) -> list[tuple[s
     for what, call in _database_calls(registry, name, num_adapters).items():
         results.append((f"the database: {what}", await _timed(partial(asyncio.to_thread, call), num_samples)))
 
-    store = StoreService(
+    store: StoreService[None] = StoreService(
         StoreParts(registry, lifecycle, _NoBytes(), (), UnreadNames(registry, lifecycle, Quarantine())), lambda: None
     )
     rates = Rates(Prices({}, "base"), "base", MemoryPrices({}, "base", Sizes(0, 0)))
@@ -281,7 +281,7 @@ async def _follow(lifecycle: Lifecycle, view: RegistryView, held: Version, apply
         apply_us.append(1e6 * (time.perf_counter() - started_s))
 
 
-async def _timed(work: Callable[[], Awaitable[None]], num_samples: int) -> str:
+async def _timed(work: Callable[[], Awaitable[object]], num_samples: int) -> str:
     seconds = []
     for _ in range(num_samples):
         started_s = time.perf_counter()

@@ -81,12 +81,13 @@ class Settings:
 
 def write_model(settings: Settings, folder: Path) -> Path:
     """A Qwen3-MoE of random weights as transformers saves it."""
+    head_dim: dict[str, Any] = {"head_dim": 64}  # transformers takes it without naming it
     config = Qwen3MoeConfig(
         vocab_size=4096, hidden_size=settings.hidden, intermediate_size=settings.expert_size,
         moe_intermediate_size=settings.expert_size, num_hidden_layers=settings.layers,
         num_attention_heads=max(settings.hidden // 64, 1), num_key_value_heads=max(settings.hidden // 256, 1),
-        head_dim=64, num_experts=settings.experts, num_experts_per_tok=settings.top_k, norm_topk_prob=True,
-        max_position_embeddings=1024, initializer_range=0.05,
+        num_experts=settings.experts, num_experts_per_tok=settings.top_k, norm_topk_prob=True,
+        max_position_embeddings=1024, initializer_range=0.05, **head_dim,
     )  # fmt: skip
     torch.manual_seed(settings.seed)
     AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
@@ -183,7 +184,7 @@ class _CountingDecoder(TransformersDecoder):
 
 def _bytes_of(spec: ModelSpec, num_experts: float) -> float:
     """Of one step in float32 with so many experts of each layer, without caches."""
-    total = spec.vocab_size * spec.hidden_size
+    total: float = spec.vocab_size * spec.hidden_size
     for layer in range(len(spec.layers)):
         for product in layer_products(spec, layer):
             total += product.d_in * product.width() * (1 if product.num_experts is None else num_experts)

@@ -16,14 +16,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from app.engine.adapters.card import AdapterRef
 from app.engine.adapters.chats import encode_chat
 from app.engine.adapters.formats.reading import read_adapter
 from app.engine.adapters.lora import LoraAdapter
 from app.engine.adapters.text import AdapterText
-from app.engine.config import CpuConfig, EngineConfig, Speculation
+from app.engine.config import CpuConfig, EngineConfig
 from app.engine.engine import Engine
 from app.engine.models.checkpoint import load_checkpoint
 from app.engine.models.sources import DEFAULT_MODEL_URI, resolve_model
@@ -174,7 +174,7 @@ def run(settings: Settings) -> str:
     adapter = read_adapter(settings.adapter, checkpoint.spec)
     found: dict[str, Answering] = {}
     engines = []
-    settings_of: tuple[Speculation, ...] = ("off", "auto")
+    settings_of: tuple[Literal["off", "auto"], ...] = ("off", "auto")
     for speculation in settings_of:
         config = EngineConfig(
             cpu=CpuConfig(num_threads=settings.num_threads),

@@ -77,7 +77,7 @@ class Streams:
         settings, left = self._settings, list(attacks)
         live = {self.submit(grammar, settings.num_tokens) for _ in range(settings.num_streams)}
         attackers: set[str] = set()
-        seconds, begun = [], set[str]()
+        seconds, begun = list[float](), set[str]()
         while live:
             if left and len(seconds) % 3 == 2:
                 attackers.add(self.submit(left.pop(), 8))

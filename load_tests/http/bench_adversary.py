@@ -16,7 +16,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 
@@ -159,7 +159,10 @@ def main() -> None:
     if (given.url is None) != (given.model is None):
         parser.error("--url and --model go together")
     machine = environment()
-    with nullcontext((given.url, {}, given.model)) if given.url else keyed_service(given.config) as asked:
+    service: AbstractContextManager[tuple[str, Mapping[str, str], str]] = (
+        nullcontext((given.url, {}, given.model)) if given.url else keyed_service(given.config)
+    )
+    with service as asked:
         bench = Bench(*asked, given.streams, given.adversary_factor, given.requests)
         bench.measure(ALONE)
         bench.seen[ALONE].clear()

@@ -141,8 +141,8 @@ def run(bench: Bench, streams: Sequence[int], num_rounds: int, log: Callable[[di
         lines += ["", "| CPU per token, microseconds | " + " | ".join(f"{n} streams" for n in streams) + " |"]
         lines.append("|---|" + "---:|" * len(streams))
         for role in roles:
-            used = [spread(bench.cpu_us[n][role]).median for n in streams]
-            lines.append(f"| {role} | " + " | ".join(f"{value:.0f}" for value in used) + " |")
+            medians = [spread(bench.cpu_us[n][role]).median for n in streams]
+            lines.append(f"| {role} | " + " | ".join(f"{value:.0f}" for value in medians) + " |")
     return "\n".join(lines)
 
 

@@ -136,13 +136,21 @@ def time_linear(num_rows: int, width: int, depth: int) -> Iterator[Line]:
     x = torch.randn(num_rows, depth, device=DEVICE).to(BF16)
     weight = torch.randn(layers, width, depth, device=DEVICE).to(BF16)
     out = torch.empty(num_rows, width, device=DEVICE, dtype=BF16)
+
+    def deterministic() -> None:
+        for i in range(layers):
+            matmul.linear(x, weight[i], out)
+
+    def timed(form: Callable[[], object]) -> Line:
+        return {"seconds": graph_seconds(form) / layers}
+
     forms: dict[str, Callable[[], object]] = {
-        "deterministic": lambda: [matmul.linear(x, weight[i], out) for i in range(layers)],
+        "deterministic": deterministic,
         "torch": lambda: [torch.mm(x, weight[i].T, out=out) for i in range(layers)],
     }
     for name, form in forms.items():
         line: Line = {"kind": "linear", "form": name, "rows": num_rows, "width": width, "depth": depth}
-        yield attempt(line, lambda form=form: {"seconds": graph_seconds(form) / layers})
+        yield attempt(line, partial(timed, form))
 
 
 def cells(rates: Ceilings) -> Iterator[tuple[str, Callable[[], Iterator[Line]]]]:
@@ -172,7 +180,7 @@ def measure(clock: Clock, lines: list[Line]) -> None:
     rates = ceilings()
     versions = {"torch": torch.__version__, "triton": triton.__version__}
     lines.append({"kind": "machine", "device": torch.cuda.get_device_name(), **versions, **rates._asdict()})
-    longest_s, skipped = 0.0, []
+    longest_s, skipped = 0.0, list[str]()
     for name, cell in cells(rates):
         if skipped or clock.left_s < 10 + longest_s:
             skipped.append(name)

@@ -50,7 +50,7 @@ def event_seconds(call: Callable[[], object], num_repeats: int = 15) -> float:
     """Median time of `call` between two events, after three calls to warm up."""
     for _ in range(3):
         call()
-    times = []
+    times: list[float] = []
     for _ in range(num_repeats):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()

@@ -39,7 +39,7 @@ def checks(device: torch.device) -> Iterator[Line]:
     for dtype, num_rows in product(dtypes, (1, rows)):
         workload = Workload(Sizes(depth, width, (8, 1, 64, 20), num_rows, min(num_rows, 5)), 1, dtype, device)
         for name in lora_forms.FORMS:
-            line = {"kind": "check", "form": name, "dtype": str(dtype), "sizes": workload.sizes.name}
+            line: Line = {"kind": "check", "form": name, "dtype": str(dtype), "sizes": workload.sizes.name}
             yield attempt(line, partial(_lora, workload, name))
     for dtype, deterministic in product(dtypes, (False, True)):
         line = {"kind": "check", "form": "attention", "dtype": str(dtype), "deterministic": deterministic}
@@ -49,7 +49,7 @@ def checks(device: torch.device) -> Iterator[Line]:
             dtypes, {"LoRA": _lora_bits, "attention": _attention_bits, "product": _product_bits}.items()
         ):
             line = {"kind": "check", "form": f"bits of {name}", "dtype": str(dtype)}
-            yield attempt(line, lambda bits=bits, dtype=dtype: _none_different(bits(dtype, device)))
+            yield attempt(line, partial(_none_different, bits, dtype, device))
 
 
 def attention_case(
@@ -95,7 +95,10 @@ def _attention(dtype: torch.dtype, device: torch.device, small: bool, determinis
     return {"error": error, "passed": error < TOLERANCE[dtype]}
 
 
-def _none_different(num_different: int) -> Line:
+def _none_different(
+    count_different: Callable[[torch.dtype, torch.device], int], dtype: torch.dtype, device: torch.device
+) -> Line:
+    num_different = count_different(dtype, device)
     return {"error": float(num_different), "passed": num_different == 0}
 
 

@@ -226,6 +226,7 @@ def peft(w: Workload) -> tuple[Form, torch.nn.Module]:
     The form writes y instead of adding to it: y has to be the base product.
     """
     from peft import LoraConfig, get_peft_model
+    from peft.tuners.lora import Linear
 
     model = torch.nn.Sequential()
     model.add_module("proj", torch.nn.Linear(w.sizes.depth, w.sizes.width, bias=False).to(w.x.device, w.x.dtype))
@@ -239,10 +240,11 @@ def peft(w: Workload) -> tuple[Form, torch.nn.Module]:
             wrapped.add_adapter(str(i), config, autocast_adapter_dtype=False)
     assert wrapped is not None
     wrapped.to(w.x.device, w.x.dtype).eval().requires_grad_(False)
-    layer = wrapped.base_model.model.proj
+    layer = wrapped.get_submodule("base_model.model.proj")
+    assert isinstance(layer, Linear)
     for i, (_, ranks) in enumerate(w.groups):
-        layer.lora_A[str(i)].weight.data.copy_(w.a[0, 0, ranks])
-        layer.lora_B[str(i)].weight.data.copy_(w.b[0, ranks].T)
+        layer.lora_A[str(i)].get_parameter("weight").data.copy_(w.a[0, 0, ranks])
+        layer.lora_B[str(i)].get_parameter("weight").data.copy_(w.b[0, ranks].T)
     names = [str(i) for i in np.unique(w.slots, return_inverse=True)[1].tolist()]
 
     def add(_layer: int, y: torch.Tensor) -> None:

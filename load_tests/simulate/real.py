@@ -102,7 +102,7 @@ class _Watched:
         self.release_adapter, self.close = backend.release_adapter, backend.close
         self._rank_of: dict[int, int] = {}
         self._num_written = 0
-        self.step = (0,) * (len(Step._fields) - 1)  # the last one, as in `Step`
+        self.step = Step(0, 0, 0, 0, 0, 0.0)  # the last one, without its seconds
 
     def write_adapter(self, adapter_slot: int, row_start: int, adapter: LoraAdapter) -> None:
         self._backend.write_adapter(adapter_slot, row_start, adapter)
@@ -116,7 +116,7 @@ class _Watched:
         is_prompt = np.repeat(counts > 1, counts)
         num_looks = int((batch.positions[is_prompt] + 1).sum())
         num_prompt = len(batch.token_ids) - num_decoding
-        self.step = (num_decoding, num_rows, num_prompt, num_looks, self._num_written)
+        self.step = Step(num_decoding, num_rows, num_prompt, num_looks, self._num_written, 0.0)
         self._num_written = 0
         return self._backend.forward(batch)
 
@@ -149,7 +149,7 @@ class SteppedEngine:
             spent_s = self._spent_s() - self._began_s
             self._began_s = None
             if self.engine.stats().num_steps > num_before:
-                self.steps.append(Step(*self._backend.step, spent_s))
+                self.steps.append(self._backend.step._replace(seconds=spent_s))
             await asyncio.sleep(spent_s)
             if chunks:
                 service.on_step(chunks)

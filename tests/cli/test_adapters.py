@@ -38,7 +38,7 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.fixture(autouse=True)
 def _tiny_base(monkeypatch: pytest.MonkeyPatch) -> None:
-    specs: dict[str, ModelSpec] = {"tiny": SPEC, "other": tiny_spec(1)}
+    specs: dict[str, ModelSpec] = {"tiny": SPEC, "hf://org/tiny@main": SPEC, "other": tiny_spec(1)}
     monkeypatch.setattr(commands, "_base_spec", specs.__getitem__)
 
 
@@ -106,6 +106,8 @@ def test_rounding_is_reported(folder: Path, tmp_path: Path, capsys: pytest.Captu
 def test_check_says_yes_or_why_not(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert _run("check", folder, "--base", "tiny") == 0
     assert read_peft(folder, SPEC).card.digest in capsys.readouterr().out
+    assert _run("check", folder, "--base", "hf://org/tiny@main") == 0
+    assert "yes: 4 modules of 'hf://org/tiny@main'" in capsys.readouterr().out
     assert _run("check", folder, "--base", "other") == 1
     assert "no: " in (text := capsys.readouterr().out)
     assert "2 layers), and this base is 'tiny' (width 24, 1 layers)" in text
@@ -122,6 +124,9 @@ def test_without_a_base_it_is_that_of_the_settings(
 ) -> None:
     config = tmp_path / "serve.yaml"
     config.write_text("applications: [{import_path: 'app.main:build', args: {model: {uri: tiny}}}]")
+    assert _run("check", folder, "--config", config) == 0
+    assert "yes: 4 modules of 'smollm2-135m-instruct (tiny)'" in capsys.readouterr().out
+    config.write_text("applications: [{import_path: 'app.main:build', args: {model: {uri: tiny, name: tiny}}}]")
     assert _run("check", folder, "--config", config) == 0
     assert "yes: 4 modules of 'tiny'" in capsys.readouterr().out
     small = (

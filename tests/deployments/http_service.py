@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import json
 import time
 import uuid
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -53,8 +54,10 @@ class Letters:
         messages: Sequence[Mapping[str, Any]],
         text: str = "",
         tools: Sequence[Mapping[str, Any]] | None = None,  # noqa: ARG002
+        extra: Mapping[str, Any] | None = None,
     ) -> list[int]:
-        return self.encode(text + "".join(f"{message['role']}:{message['content']}|" for message in messages))
+        written = json.dumps(extra) if extra else ""
+        return self.encode(written + text + "".join(f"{message['role']}:{message['content']}|" for message in messages))
 
     def tool_format(self, text: str = "") -> ToolFormat:
         return tool_format(text)

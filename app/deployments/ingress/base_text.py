@@ -61,12 +61,14 @@ class BaseText:
         messages: Sequence[Mapping[str, Any]],
         text: str = "",
         tools: Sequence[Mapping[str, Any]] | None = None,
+        extra: Mapping[str, Any] | None = None,
     ) -> Sequence[int]:
         """The conversation as the model's template writes it, or the adapter's own, up to where the assistant answers.
 
-        text: what of the adapter's text is its own (`AdapterCard.text`); it may take `TemplateProcess`'s time.
+        text: what of the adapter's text is its own (`AdapterCard.text`); it may take `TemplateProcess`'s time. extra:
+        further variables of the template.
         """
-        return encode_chat(self._tokenizer, messages, AdapterText.parsed(text), self._templates, tools)
+        return encode_chat(self._tokenizer, messages, AdapterText.parsed(text), self._templates, tools, extra)
 
     def tool_format(self, text: str = "") -> ToolFormat:
         """How the model has learnt to call tools, by its template or the adapter's own. Raises InvalidRequest."""

@@ -46,11 +46,18 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 
 #: Why some of them stay so.
 REASONS: Mapping[str, str] = {
+    "chat_template_kwargs": "it is for /v1/chat/completions and /tokenize",
     "suffix": "the models here continue a text and have not learnt to fill a gap in one",
     "functions": "use tools",
     "function_call": "use tool_choice",
     "tools": "tools are for /v1/chat/completions, /v1/responses and /v1/messages",
 }
+
+
+#: What other servers call the adapter of a request.
+ADAPTER_WORDS = frozenset(
+    {"lora_name", "lora", "lora_id", "lora_adapter", "lora_request", "adapter", "adapter_name", "adapter_id"}
+)
 
 
 T = TypeVar("T")
@@ -124,6 +131,9 @@ def _refusal(kind: type[Body], name: str) -> str:
         reason = f": {REASONS[name]}" if name in REASONS else ""
         return f"{name!r} is not implemented here{reason}; leave it out or send {allowed}"
     guess = did_you_mean(name, kind.model_fields)
+    if kind.asks and name in ADAPTER_WORDS:
+        field = "model" if "model" in kind.model_fields else "lora_path"
+        guess = f"; an adapter is asked for by its name, in {field!r}"
     if kind.asks:
         return f"unknown field {name[:80]!r}; it could change the answer, so it is refused rather than ignored{guess}"
     return f"unknown field {name[:80]!r}; this route takes {', '.join(kind.model_fields)}{guess}"

@@ -63,8 +63,8 @@ class Ingress(AsgiIngress):
         self._log_requests = config.logs.requests
         ingress_id = context.replica_id.unique_id
         route_in_this_loop(engines)
-        store = StoreClient(store_actor(config))
-        owner = TenantsClient(TenantsCallee(store_actor(config)))
+        actor = store_actor(config)
+        store, owner = StoreClient(actor), TenantsClient(TenantsCallee(actor))
         placement = PlacementClient(placement_actor(config, context.app_name))
         metrics = IngressMetrics(time.time)
         registry = WatchedRegistry(store.watch, ingress_id, metrics.adapters)
@@ -80,7 +80,7 @@ class Ingress(AsgiIngress):
             registry=registry.view,
             tenancy=Tenancy(tenants.view, owner, rates, holder, time.time, open_journal(usage_folder(config), holder)),
             store=store,
-            kept=KeptClient(KeptCallee(store_actor(config))),
+            kept=KeptClient(KeptCallee(actor)),
             placer=ServePlacer(placement, placed, ingress_id),
             policy=make_policy(config.placement),
             loads=loads,

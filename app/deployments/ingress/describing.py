@@ -30,7 +30,7 @@ async def described(management: Management, activity: AdapterActivity, name: str
     is_project = caller.kind == "project"
     await activity.tell()  # so that whoever asks after a request sees it, if it was of this ingress
     seen = await activity.owner.seen(entry.ref, tenant_id=caller.tenant_id if is_project else None)
-    told = {"since": seen.since_s} | activity_body(seen.activity)
+    told = {"since": int(seen.since_s)} | activity_body(seen.activity)
     if is_project:
         body = description_body(name, description, ())
         return {field: value for field, value in body.items() if field not in SHARED_FACTS} | {"activity": told}

@@ -192,9 +192,10 @@ class Frontend:
         messages, tools = told_messages(body.messages), told_tools(body)
         num_chars = sum(len(message["content"]) + CHARS_PER_MESSAGE for message in messages)
         num_chars += len(json.dumps(tools)) if tools else 0
+        encode = partial(self._model.encode_chat, messages, text, tools, body.chat_template_kwargs)
         if text:  # an adapter's own template may take its time
-            return await asyncio.to_thread(self._model.encode_chat, messages, text, tools)
-        return await beside_if_long(num_chars, lambda: self._model.encode_chat(messages, "", tools))
+            return await asyncio.to_thread(encode)
+        return await beside_if_long(num_chars, encode)
 
     async def conversation_ids(
         self,

@@ -1,8 +1,8 @@
 """Adapters, jobs and aliases as the management routes and the Python handle show them.
 
 In: entries of the registry. Out: plain dictionaries, the bodies of answers. Their values are of Python's own types: a
-Ray job that gets one need not have this package. Times are Unix seconds, `created` and `updated`; what
-something is in is its `state`. Nothing is asked or decided here.
+Ray job that gets one need not have this package. Times are whole Unix seconds, as OpenAI's: `created`, `updated`,
+`last_used`, `since`; what something is in is its `state`. Nothing is asked or decided here.
 """
 
 from __future__ import annotations
@@ -60,11 +60,12 @@ def description_body(name: str, description: Description, replicas: Sequence[Rep
     entry, job = description.entry, description.job
     body: dict[str, Any] = {"id": name, "object": "lora"}
     if entry is not None:
-        residency = {"host": description.is_on_host, "replicas": [replica._asdict() for replica in replicas]}
+        held = [replica._asdict() | {"last_used": _second(replica.last_used)} for replica in replicas]
+        residency = {"host": description.is_on_host, "replicas": held}
         body |= adapter_body(entry) | {
             "reason": None,
             "last_error": description.last_error,
-            "last_used": entry.last_used_s,
+            "last_used": _second(entry.last_used_s),
             "residency": residency,
         }
     elif job is not None:
@@ -113,4 +114,8 @@ def record_body(record: Event | AuditRecord) -> dict[str, Any]:
     if isinstance(detail, str) and detail.startswith("{"):
         with suppress(ValueError):  # an event's may be anybody's text
             body["detail"] = json.loads(detail)
-    return body | {"created": body.pop("time_s")}
+    return body | {"created": int(body.pop("time_s"))}
+
+
+def _second(time_s: float | None) -> int | None:
+    return None if time_s is None else int(time_s)

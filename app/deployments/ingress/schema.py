@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal, Self, cast
 from pydantic import Field, field_validator, model_validator
 
 from app.deployments.ingress.body import Body, Items
+from app.deployments.ingress.template_variables import TemplateVariables
 from app.engine.adapters.composing.composition import MAX_PARTS
 
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
@@ -254,6 +255,7 @@ class ChatCompletionRequest(_OpenAIFields):
     tools: Items[ToolBody] | None = Field(default=None, max_length=128)
     tool_choice: Literal["none", "auto", "required"] | NamedTool = "auto"
     parallel_tool_calls: bool = True
+    chat_template_kwargs: TemplateVariables = Field(default_factory=dict)
     prediction: Prediction | None = None
 
     @model_validator(mode="after")

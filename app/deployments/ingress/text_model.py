@@ -43,6 +43,7 @@ class TextModel(Protocol):
         messages: Sequence[Mapping[str, Any]],
         text: str = "",
         tools: Sequence[Mapping[str, Any]] | None = None,
+        extra: Mapping[str, Any] | None = None,
     ) -> Sequence[int]: ...
 
     def tool_format(self, text: str = "") -> ToolFormat: ...

@@ -8,6 +8,7 @@ from pydantic import Field, model_validator
 
 from app.deployments.ingress.body import Body, Items
 from app.deployments.ingress.schema import ChatMessage, TokenId, ToolBody
+from app.deployments.ingress.template_variables import TemplateVariables
 
 
 class TokenizeRequest(Body):
@@ -17,6 +18,7 @@ class TokenizeRequest(Body):
     prompt: str | None = None
     messages: Items[ChatMessage] = Field(default_factory=list)
     tools: Items[ToolBody] | None = Field(default=None, max_length=128)
+    chat_template_kwargs: TemplateVariables = Field(default_factory=dict)
     return_token_strs: bool = False
     lora_path: str | None = None
 
@@ -24,6 +26,8 @@ class TokenizeRequest(Body):
     def _one_of_both(self) -> Self:
         if (self.prompt is None) == (not self.messages):
             raise ValueError("give a prompt or messages")
+        if self.prompt is not None and self.chat_template_kwargs:
+            raise ValueError("chat_template_kwargs are for messages; no template writes a prompt")
         return self
 
 

@@ -28,6 +28,9 @@ class ChatFields(Protocol):
     @property
     def tools(self) -> Sequence[ToolBody] | None: ...
 
+    @property
+    def chat_template_kwargs(self) -> Mapping[str, Any]: ...
+
 
 class Forms(Protocol):
     """How a model calls tools (`TextModel`)."""

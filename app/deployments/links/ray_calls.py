@@ -16,9 +16,9 @@ from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 import ray
 from ray.exceptions import ActorUnavailableError, RayError, RayTaskError
 
+from app.deployments.links.away import Absence, ActorAway
 from app.deployments.links.protocol import PROTOCOL
 from app.deployments.links.tasks import Tasks
-from app.engine.errors import NotReady
 
 T = TypeVar("T")
 P = ParamSpec("P")
@@ -33,10 +33,6 @@ MAX_CALLS = 20_000
 RESTART_S = 2.0
 #: A caller waits this long for an actor to be looked up, or made. The question goes on; nobody else asks it meanwhile.
 LOOK_UP_TIMEOUT_S = 5.0
-
-
-class ActorAway(NotReady):
-    """A named actor, or what it answered, is lost for now; ask again."""
 
 
 async def unwrapped(call: Awaitable[T]) -> T:
@@ -87,6 +83,7 @@ class NamedActor:
         self._handle: Any = None
         self._looking: asyncio.Task[Any] | None = None
         self._tasks = Tasks()
+        self._absence = Absence(self._name)
 
     def start(self) -> Any:
         """Have the actor made now if it is not there; nobody waits for it. Not for an event loop.
@@ -97,10 +94,22 @@ class NamedActor:
         return self._handle.__ray_ready__.remote()
 
     async def call(self, method: Callable[Concatenate[Any, P], Awaitable[T]], *args: P.args, **options: P.kwargs) -> T:
-        """Call a method of the actor's class, by its name. Raises ActorAway while the actor is away.
+        """Call a method of the actor's class, by its name. Raises ActorAway while the actor is away."""
+        try:
+            answer = await self._answer(method, *args, **options)
+        except ActorAway as error:
+            self._absence.met(error)
+            raise
+        except Exception:  # the actor's own
+            self._absence.over()
+            raise
+        self._absence.over()
+        return answer
 
-        Ray has a dozen errors for that, by what died (the actor, its node, the raylet, the memory of its answer).
-        """
+    async def _answer(
+        self, method: Callable[Concatenate[Any, P], Awaitable[T]], *args: P.args, **options: P.kwargs
+    ) -> T:
+        """Ray has a dozen errors for an actor that is away, by what died (it, its node, the raylet, its memory)."""
         try:
             answer: T = await getattr(await self._actor(), method.__name__).remote(*args, **options)
         except RayTaskError as error:

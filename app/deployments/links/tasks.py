@@ -15,6 +15,7 @@ from collections.abc import Callable, Coroutine, Iterator
 from functools import partial
 from typing import Any, Generic, TypeVar
 
+from app.deployments.links.away import ActorAway
 from app.engine.errors import PolyloraError
 
 logger = logging.getLogger(__name__)
@@ -34,8 +35,11 @@ class Troubles:
         self._told: set[type[BaseException]] = set()
 
     def met(self, error: Exception) -> None:
-        """Log an error of a new kind: with its trace unless it is one of ours, which say all there is to know."""
-        if type(error) in self._told:
+        """Log an error of a new kind: with its trace unless it is one of ours, which say all there is to know.
+
+        That an actor is away is told once for all who call it (`away.Absence`).
+        """
+        if type(error) in self._told or isinstance(error, ActorAway):
             return
         self._told.add(type(error))
         trace = None if isinstance(error, PolyloraError) else error

@@ -36,12 +36,12 @@ from app.deployments.registry.journal import MoveWriter
 from app.deployments.registry.loading import Loads, Reader
 from app.deployments.registry.publishing import PublishedRegistry
 from app.deployments.registry.tier_events import TierEvents
-from app.deployments.registry.unloading import HostCopies, Unloads
+from app.deployments.registry.unloading import Unloads
 from app.deployments.registry.use import UseBook
 from app.engine.errors import InvalidRequest, NotFound, NotReady
 
 
-class Store(Reader, HostCopies, Protocol):
+class Store(Reader, Protocol):
     """What the registry needs of the adapter store."""
 
     @property

@@ -64,6 +64,9 @@ class Reader(Protocol):
     def host(self, source: str) -> str:
         """What may be slow together: sources of one host."""
 
+    def forget(self, digest: str) -> None:
+        """No name means these contents, or none any more."""
+
 
 class Loads:
     """One event loop; the database is called in threads."""
@@ -82,6 +85,7 @@ class Loads:
         self._jobs: dict[str, RegistryJob] = {}  # being worked on
         self._of_source: defaultdict[str, set[str]] = defaultdict(set)  # source -> ids of these
         self._passed: dict[str, list[tuple[State, float]]] = {}  # of these: written down with their last state
+        self._has_read: dict[str, str] = {}  # of these: the digest that was read, once it was
         self._tasks: dict[str, asyncio.Task[RegistryJob]] = {}
         self._cancelled: dict[str, asyncio.Future[None]] = {}  # per load: done when an unload has cancelled it
         self._left: dict[
@@ -173,6 +177,7 @@ class Loads:
 
         def end(task: asyncio.Task[RegistryJob]) -> None:
             del self._jobs[job.id], self._passed[job.id], self._tasks[job.id], self._cancelled[job.id]
+            self._has_read.pop(job.id, None)
             self._of_source[job.source].discard(job.id)
             if not self._of_source[job.source]:
                 del self._of_source[job.source]
@@ -189,6 +194,7 @@ class Loads:
         try:
             self.reached(job.source, State.DOWNLOADING, job_id)
             uri, card = await self._read(job) if read is None else read
+            self._has_read[job_id] = card.digest
             self.reached(job.source, State.ON_HOST, job_id)
             if before is not None:
                 await asyncio.wait([before])
@@ -220,7 +226,16 @@ class Loads:
                 logger.exception("loading %s failed", job.name)
             reason = str(error) if is_ours else f"internal error ({type(error).__name__}); the store's log has it"
             await self._end(job_id, State.FAILED, reason=reason)
+            if (refused := self._has_read.pop(job_id, None)) is not None:
+                await self._let_go(refused)
             raise
+
+    async def _let_go(self, digest: str) -> None:
+        """Free the host's copy of what was read and refused, unless a name means it or another load has read it."""
+        with contextlib.suppress(NotReady):  # nobody knows: it goes when others need its room
+            is_used = await asyncio.to_thread(self._registry.catalog.is_used, digest)
+            if not is_used and digest not in self._has_read.values():
+                self._store.forget(digest)
 
     async def _in_turn(self, register: Callable[[], CatalogEntry]) -> CatalogEntry:
         """Wait for loads of the name that other processes work on and that were asked for before."""

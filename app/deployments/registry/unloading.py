@@ -12,7 +12,6 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Collection
-from typing import Protocol
 
 from sqlalchemy import select
 
@@ -20,7 +19,7 @@ from app.deployments.registry.books import Registry
 from app.deployments.registry.catalog import Drained
 from app.deployments.registry.database import Database
 from app.deployments.registry.entries import CatalogEntry, RegistryJob, State, Unload
-from app.deployments.registry.loading import Loads
+from app.deployments.registry.loading import Loads, Reader
 from app.deployments.registry.publishing import PublishedRegistry
 from app.deployments.registry.tables import adapters, generations
 from app.logs import Happened
@@ -31,20 +30,13 @@ logger = logging.getLogger(__name__)
 UNSEEN_S = 35.0
 
 
-class HostCopies(Protocol):
-    """The part of the adapter store that is used here."""
-
-    def forget(self, digest: str) -> None:
-        """No name means these contents any more."""
-
-
 class Unloads:
     """One event loop; the database is called in threads."""
 
     def __init__(
         self,
         registry: Registry,
-        store: HostCopies,
+        store: Reader,
         published: PublishedRegistry,
         loads: Loads,
         clock: Callable[[], float] = time.time,

@@ -66,12 +66,13 @@ class EngineReplica:
         replica_id = self._replica_id = context.replica_id.unique_id
         start_log(config.logs, f"engine {replica_id}")
         started_s = time.monotonic()
-        store = StoreClient(store_actor(config))
+        actor = store_actor(config)
+        store = StoreClient(actor)
         self._placement = PlacementClient(placement_actor(config, context.app_name))
         origin = Origin(store_name(config), config.placement.model_dump_json(), time.time())
         adapters = AdapterFetcher(store, time.monotonic)
         writer_id = f"{replica_id}-{uuid.uuid4().hex[:8]}"
-        owner = TenantsClient(TenantsCallee(store_actor(config)))
+        owner = TenantsClient(TenantsCallee(actor))
         metering = self._metering = Metering(owner.record, writer_id, open_journal(usage_folder(config), writer_id))
         counting = Counting(metering, Prices(config.tenants.prices, config.model.name), config.model.name, time.time)
         service = self._service = EngineService(

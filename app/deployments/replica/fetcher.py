@@ -12,7 +12,8 @@ import logging
 from collections.abc import Callable
 from typing import Protocol
 
-from app.deployments.links.ray_calls import ActorAway, held
+from app.deployments.links.away import ActorAway
+from app.deployments.links.ray_calls import held
 from app.deployments.store.shared import SharedAdapter
 from app.engine.adapters.card import AdapterRef
 from app.engine.adapters.isolation.packing import unpack_adapter

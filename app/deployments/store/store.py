@@ -33,7 +33,14 @@ from app.engine.adapters.composing.composition import Composition, is_compositio
 from app.engine.adapters.isolation.packing import PackedAdapter
 from app.engine.adapters.signing.trusted_keys import TrustedKeys
 from app.engine.config import EvictionPolicy
-from app.engine.errors import AdapterMismatch, AdapterQuarantined, AdapterTooLarge, CompositionRefused, PolyloraError
+from app.engine.errors import (
+    AdapterMismatch,
+    AdapterQuarantined,
+    AdapterTooLarge,
+    AdapterUntrusted,
+    CompositionRefused,
+    PolyloraError,
+)
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -76,6 +83,7 @@ class _Kept(NamedTuple, Generic[T]):
     card: AdapterCard
     handle: T
     signer: str | None
+    is_new: bool = False  # it was not here before
 
 
 #: Makes a composition's adapter of its parts' handles, in their order; it blocks. Raises CompositionRefused.
@@ -148,9 +156,15 @@ class AdapterStore(Generic[T]):
         Raises whatever reading raises, and AdapterUntrusted for a tenant that does not trust who signed it.
         """
         with self._waits_for(source):
-            uri, card, _, signer = await self._from_source(source, tenant_id)
+            kept = await self._from_source(source, tenant_id)
+        uri, card = kept.uri, kept.card
         if self._trusted.matter and not is_composition(source):  # its parts were registered, so they are trusted
-            self._trusted.check(tenant_id, signer, f"the adapter at {uri}")
+            try:
+                self._trusted.check(tenant_id, kept.signer, f"the adapter at {uri}")
+            except AdapterUntrusted:
+                if kept.is_new:
+                    self.forget(card.digest)
+                raise
         self._quarantine.clear(_place(card.digest, uri))
         return ReadAdapter(uri, card)
 
@@ -380,7 +394,7 @@ class AdapterStore(Generic[T]):
 
     async def _keep(self, located: LocatedAdapter, load_s: float, tenant_id: str) -> _Kept[T]:
         """Put an adapter into host memory unless it is there, and let others go for it."""
-        card = located.packed.card
+        card, is_new = located.packed.card, False
         if card.digest not in self._handles:
             if card.size_bytes > self._kept.max_bytes:
                 raise AdapterTooLarge(
@@ -396,14 +410,14 @@ class AdapterStore(Generic[T]):
                         f"{self._kept.pinned_bytes} of adapters.host_cache_bytes {self._kept.max_bytes}; raise it, or "
                         "unpin an adapter"
                     )
-                self._handles[card.digest] = handle
+                self._handles[card.digest], is_new = handle, True
                 for digest in evicted:
                     del self._handles[digest]
                     self._ahead.discard(digest)
                     self._events.moved("deleted from host", digest)
                 self.counts.evicted("host", len(evicted))
                 self._report()
-        return _Kept(located.uri, card, self._handles[card.digest], located.signer)
+        return _Kept(located.uri, card, self._handles[card.digest], located.signer, is_new)
 
     async def _in_lane(self, lane: str, work: Callable[[], R], host: str = "") -> R:
         """Run blocking work in a thread, with at most a few at a time of one lane, and of one host."""

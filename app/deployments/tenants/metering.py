@@ -14,6 +14,7 @@ import logging
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from typing import Literal, NamedTuple, Protocol
 
+from app.deployments.links.away import ActorAway
 from app.engine.errors import InvalidRequest, NotReady
 from app.engine.message import message
 
@@ -129,6 +130,8 @@ class Metering:
                     self._number += 1
                 try:
                     await self._written(self._writer_id, self._number, self._sent)
+                except ActorAway:  # it is told for all who call the ledger
+                    return False
                 except NotReady as error:
                     logger.warning("usage of %d kinds waits to be written down: %s", len(self._sent), error)
                     return False

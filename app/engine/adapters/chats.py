@@ -16,6 +16,7 @@ from app.engine.adapters.isolation.packing import PackedAdapter
 from app.engine.adapters.strict_json import short
 from app.engine.adapters.text import AdapterText
 from app.engine.errors import AdapterMismatch, InvalidRequest
+from app.engine.models.chat import check_variables
 from app.engine.models.template_process import TemplateProcess
 from app.engine.models.tokenizer import Tokenizer
 from app.engine.models.tool_formats import knows_tools, with_tools
@@ -27,23 +28,24 @@ def encode_chat(
     own: AdapterText,
     process: TemplateProcess,
     tools: Sequence[Mapping[str, Any]] | None = None,
+    extra: Mapping[str, Any] | None = None,
 ) -> list[int]:
-    """`tools`: None for a conversation that knows none, [] for one that has called some before.
+    """`tools`: None for a conversation that knows none, [] for one that has called some before. `extra`: further
+    variables of the template.
 
-    Raises InvalidRequest where there is no template, or it refuses the messages.
+    Raises InvalidRequest where there is no template, it refuses the messages, or a variable is not a client's to set.
     """
+    special = {name: token for name, token in (tokenizer.special_tokens | dict(own.special_tokens)).items() if token}
+    check_variables(extra or (), special)
     if tools is not None and not knows_tools(tool_template(tokenizer, own) or ""):
         messages, tools = with_tools(messages, tools), None
     if own.chat_template is None and not own.special_tokens:
-        prompt = tokenizer.render_chat(messages, tools=tools)
+        prompt = tokenizer.render_chat(messages, tools=tools, extra=extra)
     else:
         source = own.chat_template or (tokenizer.chat_template if tools is None else tokenizer.tool_template)
         if source is None:
             raise InvalidRequest("neither model nor adapter has a chat template; use /v1/completions", param="messages")
-        special = {
-            name: token for name, token in (tokenizer.special_tokens | dict(own.special_tokens)).items() if token
-        }
-        prompt = process.render(source, special, messages, tools)
+        prompt = process.render(source, special, messages, tools, extra)
     return tokenizer.encode(prompt, add_special_tokens=False)
 
 

@@ -8,17 +8,37 @@ is an `InvalidRequest`; a template that does not parse is a `CheckpointError`.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import datetime
 from typing import Any, NoReturn
 
 import jinja2
+import jinja2.defaults
 import jinja2.ext
 import jinja2.nodes
 import jinja2.parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from app.engine.errors import CheckpointError, InvalidRequest
+
+#: Variables that are no client's to set, beside the model's special tokens and what templates can call: what templates
+#: are told here, and what the function of transformers that renders them takes itself.
+_OURS = frozenset({
+    "messages", "conversation", "tools", "documents", "add_generation_prompt", "continue_final_message",
+    "chat_template", "tokenize", "padding", "truncation", "max_length", "return_tensors", "return_dict",
+    "return_assistant_tokens_mask", "tokenizer_kwargs",
+    "bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token",
+})  # fmt: skip
+
+
+def check_variables(variables: Collection[str], special_tokens: Collection[str]) -> None:
+    """Raises InvalidRequest for a name that is no client's to set; `special_tokens` are the names of the model's."""
+    for name in variables:
+        if name in _OURS or name in special_tokens or name in _FUNCTIONS or name in jinja2.defaults.DEFAULT_NAMESPACE:
+            raise InvalidRequest(
+                f"chat_template_kwargs has {name!r}, which is not a request's to set: chat templates find it set",
+                param="chat_template_kwargs",
+            )
 
 
 class ChatTemplate:
@@ -40,7 +60,7 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]] | None = None,
         extra: Mapping[str, Any] | None = None,
     ) -> str:
-        """The prompt. `extra` are further template variables (`enable_thinking` and the like)."""
+        """The prompt. `extra` are further template variables (`enable_thinking` and the like; `check_variables`)."""
         variables = {
             **self._special_tokens,
             **(extra or {}),
@@ -52,7 +72,9 @@ class ChatTemplate:
         }
         try:
             return self._template.render(variables)
-        except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
+        except (
+            jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError,
+        ) as error:  # fmt: skip
             raise InvalidRequest(
                 f"the model's chat template refuses these messages: {error}", param="messages"
             ) from error
@@ -92,13 +114,7 @@ def _environment() -> ImmutableSandboxedEnvironment:
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
     )
-    functions: dict[str, Callable[..., Any]] = {
-        "raise_exception": _raise_exception,
-        "strftime_now": lambda pattern: datetime.now().strftime(pattern),
-        "dict": _to_dict,
-        "namespace": _Namespace,
-    }
-    environment.globals.update(functions)
+    environment.globals.update(_FUNCTIONS)
     environment.filters["tojson"] = _to_json
     return environment
 
@@ -121,3 +137,12 @@ def _to_json(
 ) -> str:
     """Unlike Jinja's own filter, without HTML escapes."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+#: What templates can call, beside what Jinja has.
+_FUNCTIONS: Mapping[str, Callable[..., Any]] = {
+    "raise_exception": _raise_exception,
+    "strftime_now": lambda pattern: datetime.now().strftime(pattern),
+    "dict": _to_dict,
+    "namespace": _Namespace,
+}

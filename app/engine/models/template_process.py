@@ -53,12 +53,15 @@ class TemplateProcess:
         special_tokens: Mapping[str, str],
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]] | None = None,
+        extra: Mapping[str, Any] | None = None,
     ) -> str:
-        """The prompt, up to where the assistant answers. Raises InvalidRequest, and NotReady if there is no process."""
+        """The prompt, up to where the assistant answers; `extra` as `ChatTemplate.render` has it.
+
+        Raises InvalidRequest, and NotReady if there is no process.
+        """
         key = hashlib.sha256(source.encode()).hexdigest()
-        question = json.dumps(
-            {"source": source, "special": dict(special_tokens), "messages": list(messages), "tools": tools}
-        )
+        told = {"source": source, "special": dict(special_tokens), "messages": list(messages)}
+        question = json.dumps(told | {"tools": tools, "extra": dict(extra or {})})
         with self._lock:
             if self._clock() < self._refused.get(key, 0.0):
                 raise _too_much(self._timeout_s)
@@ -149,7 +152,7 @@ def _answer(line: bytes) -> dict[str, str]:
     question = json.loads(line)
     try:
         template = _compiled(question["source"], tuple(sorted(question["special"].items())))
-        text = template.render(question["messages"], tools=question["tools"])
+        text = template.render(question["messages"], tools=question["tools"], extra=question["extra"])
     except (InvalidRequest, CheckpointError) as error:
         return {"error": str(error)}
     except (MemoryError, RecursionError) as error:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import jsonschema
@@ -18,6 +19,9 @@ from tests.deployments.http_service import WRITING_SPEC, Service, writing_text
 from tests.deployments.managed import ManagedStore, wanted
 from tests.engine.structured.tokens import tiny_vocabulary
 from tests.fakes import fake_adapter
+
+#: What answers call their times, beside whatever ends with `_at`.
+TIMES = ("created", "updated", "last_used", "since", "time", "start_time", "end_time")
 
 
 @pytest_asyncio.fixture
@@ -50,9 +54,11 @@ async def writing(tmp_path: Path) -> AsyncIterator[Service]:
 
 @pytest_asyncio.fixture
 async def writer(writing: Service) -> AsyncIterator[httpx.AsyncClient]:
-    """A client of it."""
-    transport = httpx.ASGITransport(make_app(writing, DoorRules()), raise_app_exceptions=False)
-    async with httpx.AsyncClient(transport=transport, base_url="http://test", timeout=20) as client:
+    """A client of it, which looks at answers as `http` does."""
+    app = make_app(writing, DoorRules())
+    transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+    hooks = {"response": [as_described(app)]}
+    async with httpx.AsyncClient(transport=transport, base_url="http://test", timeout=20, event_hooks=hooks) as client:
         yield client
 
 
@@ -61,16 +67,16 @@ async def http(service: Service) -> AsyncIterator[httpx.AsyncClient]:
     """A client; what it is answered has to be as it is described."""
     app = make_app(service, DoorRules())
     transport = httpx.ASGITransport(app, raise_app_exceptions=False)
-    hooks = {"response": [_as_described(app)]}
+    hooks = {"response": [as_described(app)]}
     async with httpx.AsyncClient(transport=transport, base_url="http://test", timeout=20, event_hooks=hooks) as client:
         yield client
 
 
-def _as_described(app: FastAPI) -> Callable[[httpx.Response], Awaitable[None]]:
-    """Looks at each answer of a route that there is: its media type, and the shape of an error."""
+def as_described(app: FastAPI) -> Callable[[Any], Awaitable[None]]:
+    """Looks at each answer of a route that there is: its media type, its schema, the spelling of its times."""
     routes, document = list(api_routes(app.routes)), openapi(app.routes)
 
-    async def look(response: httpx.Response) -> None:
+    async def look(response: Any) -> None:
         request = response.request
         path, method = request.url.path, request.method
         found = next((item for item in routes if item.path_regex.match(path) and method in item.methods), None)
@@ -79,9 +85,25 @@ def _as_described(app: FastAPI) -> Callable[[httpx.Response], Awaitable[None]]:
         told = document["paths"][found.path][method.lower()]["responses"]["2XX" if response.is_success else "default"]
         media_type = response.headers.get("content-type", "").partition(";")[0]
         assert media_type in told["content"], f"{method} {path}: {media_type} is not in /openapi.json"
-        if not response.is_success:
-            await response.aread()
-            schema = told["content"][media_type]["schema"] | {"components": document["components"]}
-            jsonschema.validate(response.json(), schema)
+        if media_type != "application/json":
+            return
+        await response.aread()
+        answer = response.json()
+        jsonschema.validate(answer, {**told["content"][media_type]["schema"], "components": document["components"]})
+        for name, time_s in _times(answer):
+            assert time_s is None or isinstance(time_s, int), f"{method} {path}: {name} is {time_s!r}, no whole second"
 
     return look
+
+
+def _times(value: Any) -> Iterator[tuple[str, Any]]:
+    """What an answer calls by the name of a time, at any depth, but in what clients have said themselves."""
+    if isinstance(value, list):
+        for item in value:
+            yield from _times(item)
+    elif isinstance(value, dict):
+        for name, item in value.items():
+            if name in TIMES or name.endswith("_at"):
+                yield name, item
+            elif name not in ("metadata", "detail", "targets", "components"):
+                yield from _times(item)

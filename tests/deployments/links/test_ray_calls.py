@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+import re
 import threading
 from typing import Any
 
@@ -10,9 +12,10 @@ import pytest
 from ray.exceptions import ActorUnavailableError, ObjectStoreFullError, OwnerDiedError
 
 from app.deployments.links import ray_calls
+from app.deployments.links.away import Absence, ActorAway
 from app.deployments.links.protocol import PROTOCOL
 from app.deployments.links.published import Version
-from app.deployments.links.ray_calls import ActorAway, FoundActor, held
+from app.deployments.links.ray_calls import FoundActor, held
 from app.deployments.links.watched import Watched
 from app.engine.errors import ConfigError, NotReady
 from tests.deployments.scripted_actor import LOST, Scripted, raised
@@ -25,6 +28,54 @@ async def test_whatever_is_lost_the_next_call_looks_for_the_actor_again(error: E
         await actor.ask()
     assert await actor.ask() == "here"
     assert actor.num_handles == (1 if isinstance(error, ActorUnavailableError) else 2), "out of reach is not gone"
+
+
+async def test_an_absence_is_told_once_however_many_meet_it(caplog: pytest.LogCaptureFixture) -> None:
+    away = ActorUnavailableError("away", None)
+    actor = Scripted(away, away, away, None, None)
+
+    async def watch(*_: object) -> None:
+        await actor.ask()
+
+    with caplog.at_level(logging.INFO):
+        tasks = [asyncio.create_task(Watched(watch, "me", 0).follow()) for _ in range(2)]
+        async with asyncio.timeout(60):
+            while actor.answers:
+                await asyncio.sleep(0.01)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+    first, second = caplog.messages
+    assert re.match(r"scripted\S* does not answer \(ActorUnavailableError\)", first)
+    assert re.match(r"scripted\S* answers again, after \d", second)
+
+
+def test_an_absence_that_comes_back_at_once_is_the_same(caplog: pytest.LogCaptureFixture) -> None:
+    now_s = 0.0
+    absence = Absence("store", lambda: now_s)
+
+    def lines() -> list[str]:
+        found = [record.getMessage().partition(";")[0] for record in caplog.records]
+        caplog.clear()
+        return found
+
+    with caplog.at_level(logging.INFO):
+        absence.over()
+        now_s = 1.0
+        absence.met(ActorAway("store is away"))
+        absence.met(ActorAway("store is away"))
+        now_s = 3.0
+        absence.over()
+        assert lines() == ["store is away", "store answers again, after 2.0 s"]
+        absence.met(ActorAway("store is away"))
+        absence.over()
+        assert lines() == [], "a call that ended late"
+        absence.met(ActorAway("store is away"))
+        now_s = 11.0
+        absence.met(ActorAway("store is away"))
+        assert lines() == ["store is away"], "it goes on"
+        absence.over()
+        assert lines() == ["store answers again, after 8.0 s"]
 
 
 class Slow(Scripted):

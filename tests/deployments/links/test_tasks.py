@@ -10,6 +10,7 @@ from functools import partial
 
 import pytest
 
+from app.deployments.links.away import ActorAway
 from app.deployments.links.tasks import OncePerKey, Tasks, Troubles
 from app.engine.errors import ConfigError, NotFound
 
@@ -130,6 +131,7 @@ def test_a_trouble_is_news_again_once_it_was_over(caplog: pytest.LogCaptureFixtu
             troubles.met(ValueError("1"))
         troubles.over()
         troubles.met(ValueError("2"))
+        troubles.met(ActorAway("away"))  # its absence is told by who called it
     assert [record.getMessage()[-19:] for record in caplog.records] == [f"Error: {n}; trying again"[-19:] for n in "12"]
 
 

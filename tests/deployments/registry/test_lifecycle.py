@@ -21,11 +21,12 @@ from app.deployments.registry import loading as loading_module
 from app.deployments.registry import unloading as unloading_module
 from app.deployments.registry.books import Registry
 from app.deployments.registry.entries import DEFAULT_TENANT, RegistryJob, State
-from app.deployments.registry.pins import Pins
+from app.deployments.registry.pins import EngineRoom, PinLimits, Pins
 from app.deployments.registry.stores import Beat
 from app.engine.errors import (
     AdapterBusy,
     AdapterFormatError,
+    AdapterTooLarge,
     AdapterUnloaded,
     EngineFailure,
     InvalidRequest,
@@ -98,6 +99,49 @@ async def test_a_failed_load_keeps_its_reason_and_the_old_meaning(managed: Manag
     described = await managed.client.describe("sql", **MINE)
     assert described.job is not None
     assert "secret" not in str(described.job.reason)
+
+
+async def test_what_is_refused_after_it_was_read_leaves_host_memory(managed: ManagedStore) -> None:
+    catalog = managed.registry.catalog
+    catalog.pin_limits = PinLimits(alone=EngineRoom(rank=4))
+    assert isinstance(await fails(managed.client.load_and_wait(wanted("sql", "one"))), AdapterTooLarge)
+    assert managed.store.cached_digests == set()
+    catalog.pin_limits = PinLimits(adapter_slots=0)
+    await managed.client.load_and_wait(wanted("sql", "one"))
+    assert isinstance(await fails(managed.client.load_and_wait(wanted("other", "same", pinned=True))), AdapterTooLarge)
+    assert managed.store.cached_digests == {"d1"}, "a name means it"
+
+
+async def test_what_is_refused_stays_for_a_load_that_has_read_it_too(
+    managed: ManagedStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    managed.registry.catalog.pin_limits = PinLimits(adapter_slots=0)
+    written, go_on = threading.Event(), threading.Event()
+    register = managed.registry.catalog.register
+
+    def slow(name: str, *args: Any, **options: Any) -> Any:
+        if name == "slow":
+            written.set()
+            go_on.wait(600)
+        return register(name, *args, **options)
+
+    monkeypatch.setattr(managed.registry.catalog, "register", slow)
+    job = await managed.client.load(wanted("slow", "one"))
+    await until(written.is_set)
+    assert isinstance(await fails(managed.client.load_and_wait(wanted("pinned", "same", pinned=True))), AdapterTooLarge)
+    assert managed.store.cached_digests == {"d1"}
+    go_on.set()
+    assert (await end_of(managed, job)).state is State.LOADED
+    assert managed.store.cached_digests == {"d1"}
+
+
+async def test_what_is_refused_stays_while_nobody_can_say_whether_a_name_means_it(
+    managed: ManagedStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    managed.registry.catalog.pin_limits = PinLimits(alone=EngineRoom(rank=4))
+    monkeypatch.setattr(managed.registry.catalog, "is_used", _away)
+    assert isinstance(await fails(managed.client.load_and_wait(wanted("sql", "one"))), AdapterTooLarge)
+    assert managed.store.cached_digests == {"d1"}
 
 
 async def test_names_that_cannot_be(managed: ManagedStore) -> None:

@@ -8,7 +8,7 @@ import time
 import pytest
 from ray.exceptions import ObjectLostError, OwnerDiedError
 
-from app.deployments.links.ray_calls import ActorAway
+from app.deployments.links.away import ActorAway
 from app.deployments.replica.fetcher import AdapterFetcher
 from app.deployments.store.shared import SharedAdapter
 from app.engine.adapters.card import AdapterRef

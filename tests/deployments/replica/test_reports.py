@@ -10,7 +10,7 @@ import pytest
 import pytest_asyncio
 
 from app.deployments.ingress.heads import Heads
-from app.deployments.links.ray_calls import ActorAway
+from app.deployments.links.away import ActorAway
 from app.deployments.placement.table import ReplicaNews
 from app.deployments.placement.telling import Telling
 from app.deployments.replica import reports as module

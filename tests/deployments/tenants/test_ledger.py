@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from app.config import PriceConfig
+from app.deployments.links.away import ActorAway
 from app.deployments.registry.database import Database, sqlite_url
 from app.deployments.tenants.counting import Counting
 from app.deployments.tenants.ledger import Ledger
@@ -85,6 +86,20 @@ async def test_the_name_of_several_adapters_at_once_fits() -> None:
     keys = [key for key, _ in batches[0]]
     assert [each.digest for each in keys] == [ref.digest] * 2
     assert max(len(each.model) for each in keys) == vars(ledger_table.c.model.type)["length"]
+
+
+async def test_a_ledger_that_is_away_is_told_of_by_who_called_it(caplog: pytest.LogCaptureFixture) -> None:
+    errors = [ActorAway("the store restarts"), NotReady("the database is locked")]
+
+    async def write(_: str, __: int, ___: Sequence[Row]) -> None:
+        raise errors.pop(0)
+
+    metering = Metering(write, "a")
+    metering.add(key(), Charge(1, 10))
+    assert not await metering.flush()
+    assert caplog.messages == []
+    assert not await metering.flush()
+    assert caplog.messages == ["usage of 1 kinds waits to be written down: the database is locked"]
 
 
 async def test_what_the_ledger_does_not_acknowledge_is_sent_again_as_it_was() -> None:

@@ -10,9 +10,10 @@ import ray
 
 from app.config import AppConfig
 from app.deployments.links import attendance
+from app.deployments.links.away import ActorAway
 from app.deployments.links.protocol import PROTOCOL
 from app.deployments.links.published import Version
-from app.deployments.links.ray_calls import NAMESPACE, ActorAway, NamedActor
+from app.deployments.links.ray_calls import NAMESPACE, NamedActor
 from app.deployments.placement.actor import PlacementActor
 
 NAME = "a-named-actor"

@@ -64,13 +64,16 @@ def test_killed_under_load_and_started_again(tmp_path: Path) -> None:
         assert "would take 16 rank rows and may take 8" in refused.text
         http.put("/v1/aliases/app", json={"targets": {"a": 1}}).raise_for_status()
         http.post("/v1/loras", json={"name": "bad", "path": "absent", "wait": True})
-        texts = {name: complete(http, name) for name in ("tiny", "c", "a", "b")}  # b is the hottest, c is pinned
+        texts: dict[str, str] = {}
+        for name in ("tiny", "c", "a", "b"):  # b is the hottest, c is pinned
+            texts[name] = complete(http, name)
+            time.sleep(1.1)  # times of use are whole seconds
         until(lambda: [residents(http, name) for name in "abc"] == [0, 1, 1])
 
-        def used() -> list[float]:
-            return [http.get(f"/v1/loras/{name}").json()["last_used"] or 0.0 for name in "cab"]
+        def used() -> list[int]:
+            return [http.get(f"/v1/loras/{name}").json()["last_used"] or 0 for name in "cab"]
 
-        until(lambda: 0.0 < used()[0] < used()[1] < used()[2])
+        until(lambda: 0 < used()[0] < used()[1] < used()[2])
         before: dict[str, Any] = http.get("/v1/loras").json()
         num_tokens = 0
 

@@ -102,6 +102,26 @@ def test_a_prompt_is_the_one_that_transformers_makes_with_the_adapters_tokenizer
     assert encode_chat(base, CHAT, AdapterText(None, {}, {}), process) != theirs["input_ids"]
 
 
+@pytest.mark.parametrize("is_own", [False, True])
+def test_a_requests_variables_reach_the_template_as_in_transformers(
+    base: Tokenizer, process: TemplateProcess, is_own: bool
+) -> None:
+    template = BASE + "{% if enable_thinking is false %}<{{ tone | tojson }}>{% endif %}"
+    variables = {"enable_thinking": False, "tone": ["dry", {"of": None}], "unheard_of": 1}
+    tokenizer = fast()
+    tokenizer.chat_template = template
+    theirs = tokenizer.apply_chat_template(CHAT, add_generation_prompt=True, return_dict=True, **variables)
+    if is_own:
+        served, own = base, AdapterText(template, {}, {})
+    else:
+        named = {"bos_token": "<s>", "eos_token": "</s>"}
+        served, own = Tokenizer(tokenizer.backend_tokenizer, named, {"default": template}), AdapterText(None, {}, {})
+    assert encode_chat(served, CHAT, own, process, extra=variables) == theirs["input_ids"]
+    assert encode_chat(served, CHAT, own, process) != theirs["input_ids"]
+    with pytest.raises(InvalidRequest, match="'eos_token'"):
+        encode_chat(served, CHAT, own, process, extra={"eos_token": "<pad>"})
+
+
 @pytest.mark.parametrize(
     "files",
     [

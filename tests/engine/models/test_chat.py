@@ -9,7 +9,7 @@ import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from app.engine.errors import CheckpointError, InvalidRequest
-from app.engine.models.chat import ChatTemplate
+from app.engine.models.chat import ChatTemplate, check_variables
 
 TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}
 MESSAGES: list[dict[str, Any]] = [
@@ -47,6 +47,17 @@ def test_text_equals_transformers(name: str) -> None:
     assert ours
 
 
+@pytest.mark.parametrize(
+    "name",
+    ["messages", "tools", "add_generation_prompt", "chat_template", "pad_token", "image_token", "dict", "range"],
+)
+def test_what_templates_find_set_is_not_a_requests_to_set(name: str) -> None:
+    with pytest.raises(InvalidRequest, match=f"chat_template_kwargs has '{name}'") as caught:
+        check_variables(["enable_thinking", name], {"image_token": "<image>"})
+    assert caught.value.param == "chat_template_kwargs"
+    check_variables(["enable_thinking"], TOKENS)
+
+
 def test_today_is_available() -> None:
     assert ChatTemplate("{{ strftime_now('%Y') }}", {}).render([]) == str(datetime.now().year)
 
@@ -65,6 +76,7 @@ def test_today_is_available() -> None:
         "{{ namespace(__init__=1) }}",
         "{% set ns = namespace() %}{% set ns.__x__ = 1 %}",
         "{{ range(10000000) | list }}",
+        "{% macro again(n) %}{{ again(n + 1) }}{% endmacro %}{{ again(0) }}",
     ],
 )
 def test_what_a_template_refuses_is_the_callers_mistake(template: str) -> None:

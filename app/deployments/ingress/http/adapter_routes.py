@@ -102,12 +102,12 @@ def add_adapter_routes(routes: APIRouter, service: ManagedService) -> None:
 def _add_registering_routes(routes: APIRouter, service: ManagedService) -> None:
     """The list, and what makes it longer."""
 
-    @routes.get("/v1/loras", openapi_extra=takes(None, "limit", "after"))
+    @routes.get("/v1/loras", openapi_extra=takes(None, "limit", "after", told="LoraList"))
     async def adapters(request: Request) -> Response:
         """The adapters: what each name means."""
         return page_of(request, service, CatalogEntry, adapter_body)
 
-    @routes.post("/v1/loras", openapi_extra=takes(RegisterAdapterBody, "wait"))
+    @routes.post("/v1/loras", openapi_extra=takes(RegisterAdapterBody, "wait", told="LoraState"))
     async def register(request: Request) -> Response:
         """Load an adapter: 202 and a job, or with wait=true the adapter."""
         body = await body_of(RegisterAdapterBody, request, service)
@@ -139,19 +139,19 @@ def _add_registering_routes(routes: APIRouter, service: ManagedService) -> None:
 def _add_named_routes(routes: APIRouter, service: ManagedService) -> None:
     """What is said of one adapter, and done with it."""
 
-    @routes.post("/v1/loras/{name}/read", openapi_extra=takes())
+    @routes.post("/v1/loras/{name}/read", openapi_extra=takes(told="Lora"))
     async def read(name: str, request: Request) -> Response:
         """Have a registered adapter read before a request needs it; answers when it is served."""
         caller = http_caller(request)
         job, entry = await service.management.store.read(name, tenant_id=caller.tenant_id, who=caller.who)
         return JSONResponse(adapter_body(entry) | {"job": None if job is None else job_body(job)})
 
-    @routes.get("/v1/loras/{name}")
+    @routes.get("/v1/loras/{name}", openapi_extra=takes(told="LoraState"))
     async def adapter(name: str, request: Request) -> Response:
         """One adapter: its state, where it is, why its last load failed, and what was seen of its requests."""
         return JSONResponse(await described(service.management, service.activity, name, http_caller(request)))
 
-    @routes.patch("/v1/loras/{name}", openapi_extra=takes(ConfigureAdapterBody))
+    @routes.patch("/v1/loras/{name}", openapi_extra=takes(ConfigureAdapterBody, told="Lora"))
     async def configure(name: str, request: Request) -> Response:
         """Change an adapter's pin, traffic weight or description."""
         body = await body_of(ConfigureAdapterBody, request, service)
@@ -167,12 +167,12 @@ def _add_named_routes(routes: APIRouter, service: ManagedService) -> None:
         )
         return JSONResponse(adapter_body(entry))
 
-    @routes.delete("/v1/loras/{name}", openapi_extra=takes(None, "wait"))
+    @routes.delete("/v1/loras/{name}", openapi_extra=takes(None, "wait", told="LoraState"))
     async def delete(name: str, request: Request) -> Response:
         """Unload an adapter; answers when running requests have ended."""
         return await unloaded_answer(request, service, name)
 
-    @routes.get("/v1/loras/{name}/generations")
+    @routes.get("/v1/loras/{name}/generations", openapi_extra=takes(told="LoraGenerationList"))
     async def generations(name: str, request: Request) -> Response:
         """Everything a name has meant."""
         tenant_id = http_caller(request).tenant_id

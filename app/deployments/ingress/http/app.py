@@ -120,7 +120,7 @@ def make_app(service: HttpService, rules: DoorRules, *, log_requests: bool = Fal
 
 
 def _add_openai_routes(app: FastAPI, service: HttpService) -> None:
-    @app.get("/v1/models", openapi_extra=takes(None, "limit", "after"))
+    @app.get("/v1/models", openapi_extra=takes(None, "limit", "after", told="ModelList"))
     async def models(request: Request) -> Response:
         """The base model, adapters and aliases: all of them, or a page."""
         caller = http_caller(request)
@@ -129,7 +129,7 @@ def _add_openai_routes(app: FastAPI, service: HttpService) -> None:
         pages = all_models(service, request.query_params.get("after"), caller)
         return StreamingResponse(pages, media_type="application/json")
 
-    @app.get("/v1/models/{name}")
+    @app.get("/v1/models/{name}", openapi_extra=takes(told="Model"))
     async def model(request: Request, name: str) -> Response:
         """One of them."""
         entry = visible(service.registry, http_caller(request), name.removeprefix(f"{service.base_name}:"))
@@ -139,14 +139,17 @@ def _add_openai_routes(app: FastAPI, service: HttpService) -> None:
             return JSONResponse(base_model(service))
         raise NotFound(f"there is no model or adapter {name[:80]!r}; GET /v1/models lists what there is")
 
-    @app.post("/v1/chat/completions", openapi_extra=takes(ChatCompletionRequest, answers=(JSON, EVENTS)))
+    @app.post(
+        "/v1/chat/completions",
+        openapi_extra=takes(ChatCompletionRequest, answers=(JSON, EVENTS), told="ChatCompletion"),
+    )
     async def chat(request: Request) -> Response:
         """Answer a conversation, whole or as a stream."""
         body = parse_body(ChatCompletionRequest, await read_json(request, service.frontend.limits.max_body_bytes))
         job = await service.frontend.chat(body, inference_caller(request), request_id_of(request))
         return await _respond(request, service, body, job)
 
-    @app.post("/v1/completions", openapi_extra=takes(CompletionRequest, answers=(JSON, EVENTS)))
+    @app.post("/v1/completions", openapi_extra=takes(CompletionRequest, answers=(JSON, EVENTS), told="Completion"))
     async def completions(request: Request) -> Response:
         """Continue one text or several, whole or as a stream."""
         body = parse_body(CompletionRequest, await read_json(request, service.frontend.limits.max_body_bytes))
@@ -174,7 +177,7 @@ async def _respond(
 
 
 def _add_embeddings_route(app: FastAPI, service: HttpService) -> None:
-    @app.post("/v1/embeddings", openapi_extra=takes(EmbeddingsRequest))
+    @app.post("/v1/embeddings", openapi_extra=takes(EmbeddingsRequest, told="Embeddings"))
     async def embeddings(request: Request) -> Response:
         body = parse_body(EmbeddingsRequest, await read_json(request, service.frontend.limits.max_body_bytes))
         caller, request_id = inference_caller(request), request_id_of(request)
@@ -226,7 +229,7 @@ async def _events(job: Job, form: AnswerFormat) -> AsyncGenerator[bytes]:
 
 
 def _add_generate_route(app: FastAPI, service: HttpService) -> None:
-    @app.post("/generate", openapi_extra=takes(GenerateBody))
+    @app.post("/generate", openapi_extra=takes(GenerateBody, told="Results"))
     async def generate(request: Request) -> Response:
         """Continue texts, each with an adapter of its own or none."""
         body = parse_body(GenerateBody, await read_json(request, service.frontend.limits.max_body_bytes))
@@ -341,6 +344,17 @@ class _HeadAsGet:
         await self._app({**scope, "method": "GET"}, receive, without_body)
 
 
+_WHAT_THERE_IS = (
+    "requests go to POST /v1/chat/completions, /v1/completions, /v1/embeddings or /generate, GET /v1/models lists "
+    "models and adapters, GET /openapi.json has every route"
+)
+#: What other servers have here.
+_ELSEWHERE = {
+    "/metrics": "Prometheus finds metrics on the port of Ray's agent, on every node: docs/architecture.md says which; "
+    "GET /v1/status has counts of the moment"
+}
+
+
 async def _http_exception(request: Request, error: Exception) -> Response:
     """Starlette's own refusals (no such route, wrong method) in the shape of every other error."""
     assert isinstance(error, HTTPException), "registered for it"
@@ -349,8 +363,7 @@ async def _http_exception(request: Request, error: Exception) -> Response:
     if error.status_code == 405:  # Starlette names the methods of the first route of this path alone
         headers["Allow"] = ", ".join(_methods(request))
     message = {
-        404: f"there is nothing at {path!r}; requests go to POST /v1/chat/completions, /v1/completions, "
-        "/v1/embeddings or /generate, GET /v1/models lists models and adapters, GET /openapi.json has every route",
+        404: f"there is nothing at {path!r}; {_ELSEWHERE.get(path, _WHAT_THERE_IS)}",
         405: f"{path!r} does not take {request.method}, only {headers.get('Allow')}",
     }.get(error.status_code, error.detail)
     body = {"error": {"message": message, "type": "invalid_request_error", "param": None, "code": "no_route"}}

@@ -38,7 +38,7 @@ def add_journal_routes(routes: APIRouter, service: ManagedService) -> None:
         """The service as its operator sees it: replicas, tiers, what failed lately. A project is told that it lives."""
         return JSONResponse(await service.status(http_caller(request)))
 
-    @routes.get("/v1/jobs/{job_id}")
+    @routes.get("/v1/jobs/{job_id}", openapi_extra=takes(told="LoraJob"))
     async def job(job_id: str, request: Request) -> Response:
         """A load or an unload: its state and its reason."""
         tenant_id = http_caller(request).tenant_id

@@ -2,7 +2,8 @@
 
 In: the application's routes; those with a body say its kind, those with a query its names, and those that answer
 anything but JSON how, in `takes`. Out: an OpenAPI 3.1 document. Rule: every route is in it, and every field that a body
-may have; what it lacks is refused. Of answers it has the media types, and the shape of errors.
+may have; what it lacks is refused. Of answers it has the media types, the shape of errors, and for the routes that
+clients are generated for what is always there (`answer_schemas`).
 """
 
 from __future__ import annotations
@@ -16,11 +17,12 @@ from pydantic import BaseModel
 from starlette.routing import BaseRoute
 
 from app.deployments.ingress.body import Body, accepted_in_vain
+from app.deployments.ingress.http.answer_schemas import ANSWERS, named
 from app.deployments.ingress.http.messages_answers import is_messages
 from app.release import version
 
 JSON, EVENTS, TEXT, BYTES = "application/json", "text/event-stream", "text/plain", "application/octet-stream"
-_BODY, _QUERY, _MEDIA, _ANSWERS = "x-body", "x-query", "x-media", "x-answers"
+_BODY, _QUERY, _MEDIA, _ANSWERS, _TOLD = "x-body", "x-query", "x-media", "x-answers", "x-told"
 _SCHEMAS = "#/components/schemas/{model}"
 _ERROR = {
     "type": "object",
@@ -53,10 +55,12 @@ _MESSAGES_ERROR = {
 }
 
 
-def takes(body: type[Body] | None = None, *query: str, answers: Sequence[str] = (JSON,)) -> dict[str, Any]:
-    """For a route's `openapi_extra`: the kind of its body, the names that its query may have, and the media types in
-    which it does what it was asked for."""
-    return {_BODY: body, _QUERY: query, _ANSWERS: answers}
+def takes(
+    body: type[Body] | None = None, *query: str, answers: Sequence[str] = (JSON,), told: str | None = None
+) -> dict[str, Any]:
+    """For a route's `openapi_extra`: the kind of its body, the names that its query may have, the media types in which
+    it does what it was asked for, and which of `ANSWERS` its JSON is."""
+    return {_BODY: body, _QUERY: query, _ANSWERS: answers, _TOLD: told}
 
 
 def takes_bytes(media_type: str, *query: str) -> dict[str, Any]:
@@ -66,7 +70,7 @@ def takes_bytes(media_type: str, *query: str) -> dict[str, Any]:
 
 def openapi(routes: Iterable[BaseRoute]) -> dict[str, Any]:
     """The document."""
-    schemas: dict[str, Any] = {"Error": _ERROR, "MessagesError": _MESSAGES_ERROR}
+    schemas: dict[str, Any] = {"Error": _ERROR, "MessagesError": _MESSAGES_ERROR, **ANSWERS}
     paths: dict[str, dict[str, Any]] = {}
     for route in api_routes(routes):
         for method in sorted(route.methods or ()):
@@ -152,7 +156,8 @@ def _operation(route: APIRoute, method: str, schemas: dict[str, Any]) -> dict[st
 def _content(route: APIRoute) -> dict[str, Any]:
     """What it answers who asks for what it does."""
     answers: Sequence[str] = (route.openapi_extra or {}).get(_ANSWERS, (JSON,))
-    schemas = {JSON: {"type": "object"}, BYTES: {"type": "string", "format": "binary"}}
+    told: str | None = (route.openapi_extra or {}).get(_TOLD)
+    schemas = {JSON: {"type": "object"} if told is None else named(told), BYTES: {"type": "string", "format": "binary"}}
     return {kind: {"schema": schemas.get(kind, {"type": "string"})} for kind in answers}
 
 

@@ -35,7 +35,7 @@ _RETRIEVE_QUERY = ("include", "include_obfuscation", "starting_after", "stream")
 def add_response_routes(app: FastAPI, service: KeepingService) -> None:
     """Add them."""
 
-    @app.post("/v1/responses", openapi_extra=takes(ResponsesRequest, answers=(JSON, EVENTS)))
+    @app.post("/v1/responses", openapi_extra=takes(ResponsesRequest, answers=(JSON, EVENTS), told="Response"))
     async def responses(request: Request) -> Response:
         """Answer a conversation, as OpenAI's newer interface does."""
         body = parse_body(ResponsesRequest, await read_json(request, service.frontend.limits.max_body_bytes))
@@ -66,7 +66,7 @@ def add_response_routes(app: FastAPI, service: KeepingService) -> None:
         token_ids = await service.frontend.conversation_ids(chat, caller, chat.model, chat.lora_path, chat.adapters)
         return JSONResponse({"object": "response.input_tokens", "input_tokens": len(token_ids)})
 
-    @app.get("/v1/responses/{response_id}", openapi_extra=takes(None, *_RETRIEVE_QUERY))
+    @app.get("/v1/responses/{response_id}", openapi_extra=takes(None, *_RETRIEVE_QUERY, told="Response"))
     async def response(request: Request, response_id: str) -> Response:
         """A stored response."""
         found = await service.kept.response(response_id, tenant_id=inference_caller(request).tenant_id)

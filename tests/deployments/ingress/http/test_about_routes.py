@@ -12,9 +12,10 @@ import pytest
 from fastapi.routing import APIRoute
 
 from app.deployments.ingress.body import INERT, NEUTRAL
+from app.deployments.ingress.http.answer_schemas import ANSWERS
 from app.deployments.ingress.http.app import make_app
 from app.deployments.ingress.http.guard import DoorRules
-from app.deployments.ingress.http.openapi import api_routes, body_of, openapi, says_its_body
+from app.deployments.ingress.http.openapi import JSON, api_routes, body_of, openapi, says_its_body
 from app.deployments.store.quarantine import Failure
 from app.release import version
 from tests.cli.test_status import STATUS
@@ -94,6 +95,31 @@ async def test_what_is_described_is_accepted(http: httpx.AsyncClient) -> None:
         for value in field.get("enum", ["x"] if name in INERT else []):
             answer = await http.post("/v1/chat/completions", json=base | {name: value})
             assert answer.status_code == 200, (name, value, answer.text)
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "name"),
+    [
+        ("post", "/v1/chat/completions", "ChatCompletion"),
+        ("post", "/v1/completions", "Completion"),
+        ("post", "/v1/embeddings", "Embeddings"),
+        ("post", "/v1/responses", "Response"),
+        ("get", "/v1/models", "ModelList"),
+        ("get", "/v1/models/{name}", "Model"),
+        ("get", "/v1/loras", "LoraList"),
+        ("get", "/v1/loras/{name}", "LoraState"),
+        ("patch", "/v1/loras/{name}", "Lora"),
+    ],
+)
+def test_answers_have_schemas(service: Service, method: str, path: str, name: str) -> None:
+    told = openapi(routes_of(service))["paths"][path][method]["responses"]["2XX"]["content"][JSON]["schema"]
+    assert told == {"$ref": f"#/components/schemas/{name}"}
+
+
+def test_an_answers_schema_is_no_bodys(service: Service) -> None:
+    bodies = [kind for route in routes_of(service) if (kind := body_of(route)) is not None]
+    names = {name for kind in bodies for name in (kind.__name__, *kind.model_json_schema().get("$defs", {}))}
+    assert not ANSWERS.keys() & names
 
 
 def test_references_lead_somewhere(service: Service) -> None:

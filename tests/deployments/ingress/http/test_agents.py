@@ -18,7 +18,9 @@ import pytest_asyncio
 from app.deployments.ingress import text_model
 from app.deployments.ingress.http.app import make_app
 from app.deployments.ingress.http.guard import DoorRules
-from tests.deployments.http_service import Service
+from app.deployments.ingress.template_variables import MAX_CHARS
+from tests.deployments.http_service import Service, writing_text
+from tests.deployments.ingress.conftest import as_described
 
 CITY = {
     "type": "object",
@@ -41,8 +43,10 @@ FORMAT: Any = {"format": {"type": "json_schema", "name": "city", "schema": CITY,
 
 @pytest_asyncio.fixture
 async def wire(writing: Service) -> AsyncIterator[httpx2.AsyncClient]:
-    transport = httpx2.ASGITransport(make_app(writing, DoorRules()), raise_app_exceptions=False)
-    async with httpx2.AsyncClient(transport=transport, base_url="http://test", timeout=20) as client:
+    app = make_app(writing, DoorRules())
+    transport = httpx2.ASGITransport(app, raise_app_exceptions=False)
+    hooks = {"response": [as_described(app)]}
+    async with httpx2.AsyncClient(transport=transport, base_url="http://test", timeout=20, event_hooks=hooks) as client:
         yield client
 
 
@@ -255,6 +259,37 @@ async def test_many_tokens_hold_nobody_up(
     assert (await writer.post("/v1/completions", json=echo)).json()["error"]["code"] == "context_length_exceeded"
     assert threads
     assert threading.get_ident() not in threads
+
+
+async def test_variables_reach_the_chat_template(writing: Service, writer: httpx.AsyncClient) -> None:
+    template = "{% for m in messages %}{{ m.content }}{% endfor %}{% if tone is defined %}{{ tone }}{% endif %}"
+    writing.frontend.text_model._tokenizer = writing_text(template)._tokenizer
+    body = {"model": "base", "messages": USER}
+
+    async def tokens(**variables: Any) -> list[int]:
+        asked = body | {"chat_template_kwargs": variables}
+        found: list[int] = (await writer.post("/tokenize", json=asked)).json()["tokens"]
+        answer = (await writer.post("/v1/chat/completions", json=asked | {"max_tokens": 1})).json()
+        assert answer["usage"]["prompt_tokens"] == len(found)
+        return found
+
+    plain, prompt = await tokens(), {"model": "base", "prompt": "dry"}
+    assert await tokens(tone="dry") == plain + (await writer.post("/tokenize", json=prompt)).json()["tokens"]
+    assert await tokens(unheard_of=1) == plain
+    for variables, message in (
+        ({"messages": []}, "has 'messages', which is not a request's to set"),
+        ({"eos_token": "x"}, "has 'eos_token'"),
+        ({"a b": 1}, "'a b' is no name"),
+        ({"tone": "x" * MAX_CHARS}, f"at most {MAX_CHARS}"),
+        ([], "Input should be an object"),
+    ):
+        for route in ("/tokenize", "/v1/chat/completions"):
+            refused = await writer.post(route, json=body | {"chat_template_kwargs": variables})
+            error = refused.json()["error"]
+            assert (refused.status_code, error["param"]) == (400, "chat_template_kwargs"), message
+            assert message in error["message"]
+    refused = await writer.post("/tokenize", json=prompt | {"chat_template_kwargs": {"tone": "dry"}})
+    assert "are for messages" in refused.json()["error"]["message"]
 
 
 async def test_tokens_of_texts_and_back(writer: httpx.AsyncClient) -> None:

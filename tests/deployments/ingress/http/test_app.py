@@ -137,6 +137,15 @@ async def test_inert_fields_are_accepted_and_unknown_ones_named(http: httpx.Asyn
     assert re.search(r"messages.0.nam: unknown field.*; did you mean 'name'\?", error["message"])
     status, error = await error_of(http, "/v1/completions", LEGACY | {"max_token": 3})
     assert error["message"].endswith("refused rather than ignored; did you mean 'max_tokens'?")
+    for route, body, field in (
+        ("/v1/chat/completions", CHAT, "model"),
+        ("/v1/completions", LEGACY, "model"),
+        ("/generate", {"text": "x"}, "lora_path"),
+    ):
+        for name in ("lora_name", "adapter_id"):
+            status, error = await error_of(http, route, body | {name: "sql"})
+            assert (status, error["param"]) == (400, name)
+            assert error["message"].endswith(f"; an adapter is asked for by its name, in {field!r}")
     status, error = await error_of(http, "/v1/load_lora_adapter", {"name": "x", "lora_path": "sql"})
     takes = "this route takes lora_name, lora_path, load_inplace"
     assert error["message"] == f"unknown field 'name'; {takes}; did you mean 'lora_name'?"
@@ -449,6 +458,7 @@ async def test_what_is_not_served_says_what_is(http: httpx.AsyncClient) -> None:
     for answer, status, says in (
         (await http.post("/v1/images", json={}), 404, "nothing at '/v1/images'.*POST /v1/chat/completions"),
         (await http.get("/v2/models"), 404, "GET /v1/models lists"),
+        (await http.get("/metrics"), 404, "'/metrics'; Prometheus finds metrics on the port of Ray's agent"),
         (await http.get("/v1/completions"), 405, "'/v1/completions' does not take GET, only POST"),
     ):
         assert answer.status_code == status

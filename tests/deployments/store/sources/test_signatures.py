@@ -47,6 +47,7 @@ async def test_only_what_a_trusted_key_signed_is_registered(
     folder = tmp_path / "original"
     with pytest.raises(AdapterUntrusted, match="not signed"):
         await store.register("a", "original")
+    assert store.cached_digests == (), "what is refused takes no host memory"
     signature_path(folder).write_text(sign(card.digest, Ed25519PrivateKey.generate()))
     with pytest.raises(AdapterUntrusted, match="no trusted key of tenant 'default'"):
         await store.register("a", "original")
@@ -55,6 +56,7 @@ async def test_only_what_a_trusted_key_signed_is_registered(
     assert (await store.register("a", "original")).ref.digest == card.digest
     with pytest.raises(AdapterUntrusted, match="'other'"):
         await store.register("a", "original", "other")
+    assert store.cached_digests == (card.digest,), "others have it"
     new_adapter(folder)  # other weights under the old signature
     with pytest.raises(AdapterUntrusted, match="altered"):
         await store.register("a", "original")
