@@ -13,9 +13,10 @@ from collections.abc import Mapping
 from functools import cache
 from typing import Annotated, Any, ClassVar, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from app.engine.errors import InvalidRequest, UnsupportedField
+from app.redaction import holds_key
 from app.spelling import did_you_mean, fields_at
 
 #: Accepted and ignored: none of these can change the answer's tokens.
@@ -65,6 +66,16 @@ T = TypeVar("T")
 
 #: Checked up to its first mistake: a complaint about each of a million items is gigabytes of them.
 Items = Annotated[list[T], Field(fail_fast=True)]
+
+
+def _without_keys(words: dict[str, str]) -> dict[str, str]:
+    if any(holds_key(text) for pair in words.items() for text in pair):
+        raise ValueError("it holds an API key, and is kept and told again; leave the key out")
+    return words
+
+
+#: A client's own words that are kept for it.
+Metadata = Annotated[dict[str, str], AfterValidator(_without_keys)]
 
 
 class Body(BaseModel):

@@ -197,16 +197,8 @@ class Frontend:
             return await asyncio.to_thread(encode)
         return await beside_if_long(num_chars, encode)
 
-    async def conversation_ids(
-        self,
-        body: ChatFields,
-        caller: Caller,
-        model: str,
-        lora_path: str | None = None,
-        adapters: Sequence[WeightedAdapter] | None = None,
-    ) -> Sequence[int]:
-        """What `chat` computes for a conversation. Raises NotFound, InvalidRequest."""
-        ref = await self.find_adapter(model, caller, lora_path, adapters=adapters)
+    async def conversation_ids(self, body: ChatFields, ref: AdapterRef | None) -> Sequence[int]:
+        """What `chat` computes for a conversation with this adapter, or none. Raises InvalidRequest."""
         return await self.chat_ids(body, "" if ref is None else self._names.text(ref))
 
     async def completion(self, body: CompletionRequest, caller: Caller, request_id: str | None = None) -> Job:

@@ -11,7 +11,7 @@ from typing import Any, Literal, Self
 
 from pydantic import Field
 
-from app.deployments.ingress.body import Body, Items, parse_body
+from app.deployments.ingress.body import Body, Items, Metadata, parse_body
 from app.deployments.ingress.schema import ChatCompletionRequest, Count, FunctionName, WeightedAdapters, as_fields
 
 
@@ -148,7 +148,7 @@ class ResponsesRequest(InputTokensRequest):
     user: str | None = None
     store: bool | None = None  # None: as the service's settings say
     previous_response_id: str | None = Field(default=None, max_length=128)
-    metadata: dict[str, str] | None = None  # inert, and told again
+    metadata: Metadata | None = None  # inert, and told again
     service_tier: str | None = None  # inert
     prompt_cache_key: str | None = None  # inert
     safety_identifier: str | None = None  # inert

@@ -11,7 +11,8 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from typing import NamedTuple
 
 from app.deployments.ingress.job import Job
@@ -29,7 +30,8 @@ from app.deployments.tenants.memory_prices import MemoryPrices
 from app.deployments.tenants.metering import Metering
 from app.deployments.tenants.prices import Prices, paid_models
 from app.deployments.tenants.view import TenantView
-from app.engine.errors import NotReady
+from app.engine.adapters.card import AdapterRef
+from app.engine.errors import InvalidRequest, NotFound, NotReady
 from app.engine.request import GenerateRequest, Usage
 
 logger = logging.getLogger(__name__)
@@ -111,6 +113,27 @@ class Tenancy:
             need = Need((base_name,), num_tokens, self._rates.prices.at_most((base_name,), num_tokens, 0))
             reservation = await self.limiter.reserve(caller.tenant, needs_of(caller.tenant, base_name, [need]))
         return Held(*reservation.parted(("tokens", "spend")))
+
+    @asynccontextmanager
+    async def one_request(self, caller: Caller, ref: AdapterRef | None) -> AsyncIterator[None]:
+        """Reserve one request of a model that no engine is asked for, while the block runs. Raises LimitReached.
+
+        It has no tokens and costs nothing, so only what counts requests may refuse it. What the block refuses as
+        malformed takes nothing.
+        """
+        reservation = Reservation({}, settled=True)
+        if caller.tenant.limits != _NO_LIMITS:
+            base_name = self._rates.base_name
+            needs = needs_of(caller.tenant, base_name, [Need(paid_models(ref, base_name), 0, 0)])
+            counted = {meter: amount for meter, amount in needs.items() if amount}
+            reservation = await self.limiter.reserve(caller.tenant, counted)
+        try:
+            yield
+        except (InvalidRequest, NotFound):
+            self.limiter.settle(reservation, dict.fromkeys(reservation.units, 0))
+            raise
+        finally:
+            self.limiter.settle(reservation, {})
 
     def end_choice(self, held: Held) -> None:
         """It is decided: all of its tokens are used."""

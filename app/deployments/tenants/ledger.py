@@ -7,9 +7,9 @@ last is known already.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
-from sqlalchemy import Connection, and_, bindparam, delete, func, insert, select, update
+from sqlalchemy import ColumnElement, Connection, and_, bindparam, delete, func, insert, select, update
 
 from app.deployments.registry.database import Database
 from app.deployments.tenants.limits import month_start_s
@@ -27,6 +27,8 @@ _ADD = (
 _BEGIN = insert(ledger)
 #: A writer that has been silent for this long sends no batch again.
 _WRITER_LIFE_S = 7 * 86_400.0
+#: Of more projects than this all are summed: databases bound how many values a statement has.
+_MAX_NAMED = 1000
 
 
 class Ledger:
@@ -84,14 +86,19 @@ class Ledger:
         with self._database.read() as connection:
             return self.spent_in(connection, project_id, now_s)
 
+    def spent_by(self, project_ids: Collection[str], now_s: float) -> dict[str, int]:
+        """The same of several projects."""
+        sums = func.sum(ledger.c.cost_nanos)
+        query = select(ledger.c.project_id, sums).where(self._since_month(now_s)).group_by(ledger.c.project_id)
+        if len(project_ids) <= _MAX_NAMED:
+            query = query.where(ledger.c.project_id.in_(project_ids))
+        with self._database.read() as connection:
+            found = {project_id: int(spent) for project_id, spent in connection.execute(query)}
+        return {project_id: found.get(project_id, 0) for project_id in project_ids}
+
     def spent_in(self, connection: Connection, project_id: str, now_s: float) -> int:
         """The same in the caller's transaction."""
-        first = int(month_start_s(now_s)) // 60
-        place = (
-            ledger.c.base_digest == self._base,
-            ledger.c.project_id == project_id,
-            ledger.c.minute >= first,
-        )
+        place = (self._since_month(now_s), ledger.c.project_id == project_id)
         return int(connection.scalar(select(func.sum(ledger.c.cost_nanos)).where(*place)) or 0)
 
     def total(self) -> Charge:
@@ -100,6 +107,9 @@ class Ledger:
         with self._database.read() as connection:
             row = connection.execute(select(*sums).where(ledger.c.base_digest == self._base)).one()
         return Charge(*(int(value or 0) for value in row))
+
+    def _since_month(self, now_s: float) -> ColumnElement[bool]:
+        return and_(ledger.c.base_digest == self._base, ledger.c.minute >= int(month_start_s(now_s)) // 60)
 
     def _add(self, connection: Connection, key: LedgerKey, charge: Charge) -> None:
         place = {"base_digest": self._base, **key._asdict()}

@@ -77,6 +77,7 @@ class Lender:
         self._counters: dict[Meter, Counter] = {}
         self._heard_s: dict[str, float] = {}
         self._month = ""
+        self.buried_s = 0.0  # when an ingress was found to be gone
 
     def lend(self, holder: str, wants: Sequence[Want], now_s: float) -> list[Grant]:
         """Take what comes back, then give what is needed, meter by meter. An empty list of wants says: still here."""
@@ -116,15 +117,33 @@ class Lender:
         self._heard_s[holder] = now_s
 
     def bury(self, now_s: float) -> list[str]:
-        """Ingresses that have not been heard of for too long hold nothing any more; returns which those are."""
+        """Ingresses that have not been heard of for too long hold nothing any more; returns which those are.
+
+        Money that they may have spent without a word is not free before the ledger has been asked (`reckon`).
+        """
         gone = [holder for holder, heard_s in self._heard_s.items() if now_s - heard_s > HOLDER_SILENCE_S]
         for holder in gone:
             del self._heard_s[holder]
         if gone:
+            self.buried_s = now_s
             for counter in self._counters.values():
                 if isinstance(counter, CountCounter):
                     counter.forget(gone)
         return gone
+
+    def left_behind(self) -> list[str]:
+        """Tenants of whose money ingresses that are gone held some."""
+        counters = self._counters.items()
+        return [meter.tenant_id for meter, each in counters if isinstance(each, CountCounter) and each.left]
+
+    def reckon(self, in_ledger: Mapping[str, int], now_s: float) -> None:
+        """So much has each tenant spent in the month of that time, as the ledger has it."""
+        if month_of(now_s) != self._month:
+            return
+        for tenant_id, spent in in_ledger.items():
+            counter = self._counters.get(Meter(tenant_id, "spend"))
+            if isinstance(counter, CountCounter):
+                counter.reckon(spent)
 
     def hand_over(self, now_s: float) -> dict[Meter, Counter]:
         """All that was counted here; from here on nothing is."""

@@ -190,6 +190,10 @@ class CountCounter:
     Holders report totals, not changes: one that is heard twice, or not at all, changes nothing for good. `used_by` is
     what each has reported so far; also who is forgotten may report more, so it is kept while this counts. Where nothing
     is used up (not `is_spent`) it stays empty.
+
+    Who is forgotten may have used up what it held (`left`) without a word. `booked` of it counts as used: all of it
+    until the ledger has been asked (`reckon`), then what the ledger has beyond `used`. It is reckoned anew and never
+    added to `used`: what the ledger knows of others' use before they report it is not counted twice when they do.
     """
 
     def __init__(self, limit: int, used: int = 0, *, is_spent: bool) -> None:
@@ -198,16 +202,20 @@ class CountCounter:
         self.is_spent = is_spent
         self.held: dict[str, int] = {}
         self.used_by: dict[str, int] = {}
+        self.left: dict[str, int] = {}
+        self.booked = 0
 
     def remaining(self) -> int:
         """What may be taken now."""
-        return max(0, self.limit - self.used - sum(self.held.values()))
+        return max(0, self.limit - self.used - self.booked - sum(self.held.values()))
 
     def report(self, holder: str, holding: int, used: int) -> None:
         """A holder holds so much now, and has used up so much since it began (before it was first heard: unknown)."""
         if self.is_spent:
             self.used += used - self.used_by.get(holder, used)
             self.used_by[holder] = used
+        if self.left.pop(holder, 0):
+            self.booked = min(self.booked, sum(self.left.values()))
         self.held[holder] = holding
 
     def take(self, holder: str, amount: int) -> int:
@@ -217,9 +225,19 @@ class CountCounter:
         return amount
 
     def forget(self, holders: Iterable[str]) -> None:
-        """These are not heard any more: what they held is free; what they used, also what they tell later, is used."""
+        """These are not heard any more: what they held is free, unless it may be used up.
+
+        What they used, also what they tell later, is used.
+        """
         for holder in holders:
-            self.held.pop(holder, None)
+            units = self.held.pop(holder, 0)
+            if self.is_spent and units:
+                self.left[holder] = units
+                self.booked += units
+
+    def reckon(self, in_ledger: int) -> None:
+        """So much is used up in all, as the ledger has it now."""
+        self.booked = min(max(0, in_ledger - self.used), sum(self.left.values()))
 
 
 def steadied(clock: Callable[[], float], monotonic: Callable[[], float]) -> Callable[[], float]:

@@ -10,7 +10,7 @@ the bounds of `limiter`. Where is counted changes however long that takes.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
@@ -33,6 +33,8 @@ DATABASE_PATIENCE_S = 0.5
 #: Of ingresses that are gone so many are looked for at a time, and of so many rows they are removed at a time: a small
 #: part of `DATABASE_PATIENCE_S`.
 SWEPT_HOLDERS, SWEPT_ROWS = 50, 200
+#: The ledger is asked what ingresses that are gone had spent whenever this part more time has passed since they are.
+RECKON_PART = 1 / 8
 
 
 class LimitOwner:
@@ -57,12 +59,16 @@ class LimitOwner:
         self._seen_s = 0.0  # when another owner was there
         self._brought: dict[Meter, Counter] = {}  # counted here, and not in the database yet
         self._gone: set[str] = set()  # ingresses that the database does not know to be gone
+        self._lost_s = 0.0  # when ingresses may have gone with another owner
+        self._reckoned_s = 0.0
         self._turn = asyncio.Lock()  # of calls to the database, and of what changes where is counted
         self._tasks = Tasks()
 
     async def follow(self, now_s: float) -> None:
         """See who else lives; called every few seconds. Raises NotReady, and then everything stays as it was."""
-        self._owners = await asyncio.to_thread(self._look)
+        before, self._owners = self._owners, await asyncio.to_thread(self._look)
+        if before.living - self._owners.living:
+            self._lost_s = now_s
         if len(self._owners.living) > 1:
             self._seen_s = now_s
             if not self._is_shared:
@@ -73,6 +79,7 @@ class LimitOwner:
             self._gone.update(self._lender.bury(now_s))
             await self._in_turn(lambda _: self._tell(now_s))
             await self._sweep(now_s)
+        await self._reckon(now_s)
 
     async def lend(self, holder: str, wants: Sequence[Want], now_s: float) -> list[Grant]:
         """As `Lender.lend`. Raises NotReady while what all owners count together cannot be had."""
@@ -130,6 +137,28 @@ class LimitOwner:
             await self._in_turn(partial(self._forget, batch, now_s))
         self._gone.difference_update(gone)
 
+    async def _reckon(self, now_s: float) -> None:
+        """Learn from the ledger what ingresses that are gone had spent without a word.
+
+        What replicas still compute for them, and what waits to be written, comes later: it is asked again, until the
+        month is over, less and less often.
+        """
+        gone_s = max(self._lost_s, self._lender.buried_s)
+        if not gone_s or now_s - self._reckoned_s < (self._reckoned_s - gone_s) * RECKON_PART:
+            return
+        if self._is_shared:
+            tenant_ids = await asyncio.to_thread(self._shared.left_behind, self._all_owners(), now_s)
+        else:
+            tenant_ids = self._lender.left_behind()
+        in_ledger = await asyncio.to_thread(self._ledger.spent_by, tenant_ids, now_s) if tenant_ids else {}
+        if not self._is_shared:
+            self._lender.reckon(in_ledger, now_s)
+        else:
+            for batch in (tenant_ids[start : start + SWEPT_ROWS] for start in range(0, len(tenant_ids), SWEPT_ROWS)):
+                spent = {tenant_id: in_ledger[tenant_id] for tenant_id in batch}
+                await self._in_turn(partial(self._book, spent, now_s))
+        self._reckoned_s = now_s
+
     def _all_owners(self) -> Owners:
         return self._owners._replace(gone=frozenset(self._gone))
 
@@ -153,7 +182,7 @@ class LimitOwner:
             raise NotReady("the registry's database has not answered in time for limits; ask again") from error
 
     async def _share(self, now_s: float) -> None:
-        self._is_shared = True
+        self._is_shared, self._lost_s = True, now_s
         self._brought |= self._lender.hand_over(now_s)
         await self._tell(now_s)
 
@@ -167,13 +196,17 @@ class LimitOwner:
         if self._is_shared:  # still, since it waits
             await asyncio.to_thread(self._shared.forget, self._all_owners(), meters, now_s)
 
+    async def _book(self, in_ledger: Mapping[str, int], now_s: float, _: float) -> None:
+        if self._is_shared:  # still, since it waits
+            await asyncio.to_thread(self._shared.reckon, self._all_owners(), in_ledger, now_s)
+
     async def _count_alone(self, now_s: float) -> None:
         await self._tell(now_s)
         counters = await asyncio.to_thread(self._shared.take, self._all_owners(), now_s)
         self._gone.clear()
         self._spent.clear()  # of what others have spent since
         self._lender.take_over(counters, now_s)
-        self._is_shared = False
+        self._is_shared, self._lost_s = False, now_s
 
     async def _lend(self, holder: str, wants: Sequence[Want], now_s: float, deadline_s: float) -> list[Grant]:
         if not self._is_shared:  # since it waits

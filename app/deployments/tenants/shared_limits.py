@@ -18,7 +18,7 @@ from sqlalchemy import Connection, and_, bindparam, delete, false, insert, or_, 
 
 from app.deployments.registry.database import Database
 from app.deployments.tenants.lending import Asked, Counter, Grant, Owners, Want, lend, new_counter
-from app.deployments.tenants.limits import PERIOD_S, CountCounter, Meter, RateCounter, month_of
+from app.deployments.tenants.limits import PERIOD_S, CountCounter, Meter, MeterKind, RateCounter, month_of
 from app.deployments.tenants.tables import shared_limits
 from app.engine.errors import NotReady
 
@@ -100,6 +100,8 @@ class SharedLimits:
                 row.counter.used = max(row.counter.used, brought.used, spent)
                 row.counter.used_by |= brought.used_by
                 row.counter.held |= brought.held
+                row.counter.left |= brought.left
+                row.counter.reckon(spent)
                 row.owner_of |= dict.fromkeys(brought.held, owners.mine)
             self._write(connection, rows, now)
 
@@ -118,6 +120,24 @@ class SharedLimits:
             now = self._now(connection, now_s)
             kept = self._kept(connection, sorted({meter.tenant_id for meter in meters}))
             its = {meter: _read(meter, kept[meter], owners, 0, now) for meter in meters if meter in kept}
+            self._write(connection, its, now)
+
+    def left_behind(self, owners: Owners, now_s: float) -> list[str]:
+        """Tenants of whose money ingresses that are gone held some, whosever they were. Nobody waits for it."""
+        with self._database.read() as connection:
+            now, kept = self._now(connection, now_s), self._kept(connection, None, "spend")
+        rows = {meter.tenant_id: _read(meter, state, owners, 0, now) for meter, state in kept.items()}
+        return [tenant_id for tenant_id, row in rows.items() if _count(row).left and row.month == month_of(now_s)]
+
+    def reckon(self, owners: Owners, in_ledger: Mapping[str, int], now_s: float) -> None:
+        """So much has each tenant spent in the month of that time, as the ledger has it."""
+        with self._database.write() as connection:
+            now, kept = self._now(connection, now_s), self._kept(connection, sorted(in_ledger), "spend")
+            rows = {meter: _read(meter, state, owners, 0, now) for meter, state in kept.items()}
+            its = {meter: row for meter, row in rows.items() if row.month == month_of(now_s)}
+            for meter, row in its.items():
+                if meter.tenant_id in in_ledger:
+                    _count(row).reckon(in_ledger[meter.tenant_id])
             self._write(connection, its, now)
 
     def take(self, owners: Owners, now_s: float) -> dict[Meter, Counter]:
@@ -161,12 +181,16 @@ class SharedLimits:
             rows[meter] = row
         return rows
 
-    def _kept(self, connection: Connection, tenant_ids: Sequence[str] | None) -> dict[Meter, str]:
+    def _kept(
+        self, connection: Connection, tenant_ids: Sequence[str] | None, kind: MeterKind | None = None
+    ) -> dict[Meter, str]:
         columns = shared_limits.c
         query = select(columns.project_id, columns.kind, columns.model, columns.state)
         query = query.where(columns.base_digest == self._database.base_digest)
         if tenant_ids is not None and len(tenant_ids) <= _MAX_NAMED:
             query = query.where(columns.project_id.in_(tenant_ids))
+        if kind is not None:
+            query = query.where(columns.kind == kind)
         return {Meter(*place): state for *place, state in connection.execute(query)}
 
     def _write(self, connection: Connection, rows: Mapping[Meter, _Row], now: _Now) -> None:
@@ -191,9 +215,10 @@ def _meters(wants: Sequence[Want]) -> list[Meter]:
 
 
 def _read(meter: Meter, state: str, owners: Owners, limit: int, now: _Now) -> _Row:
-    """A row without what dead owners' ingresses held, and those that are gone. A rate is by the owner's clock.
+    """A row whose counter has forgotten the ingresses of dead owners and those that are gone.
 
-    Where the database's clock was set back no time has passed; what is owed is paid from then on.
+    A rate is by the owner's clock. Where the database's clock was set back no time has passed; what is owed is paid
+    from then on.
     """
     kept: dict[str, Any] = json.loads(state)
     if meter.kind in PERIOD_S:
@@ -201,11 +226,16 @@ def _read(meter: Meter, state: str, owners: Owners, limit: int, now: _Now) -> _R
         rate.charge(kept["owed"], now.owner_s - max(0.0, now.database_s - kept["at_s"]))
         return _Row(rate, state=state)
     counter = CountCounter(limit, kept["used"], is_spent=meter.kind == "spend")
-    counter.used_by = kept["used_by"]
-    places = kept["held"].items()
-    held = {holder: place for holder, place in places if place[0] in owners.living and holder not in owners.gone}
-    counter.held = {holder: units for holder, (_, units) in held.items()}
-    return _Row(counter, {holder: owner for holder, (owner, _) in held.items()}, kept["month"], state)
+    counter.used_by, counter.left, counter.booked = kept["used_by"], kept.get("left", {}), kept.get("booked", 0)
+    counter.held = {holder: units for holder, (_, units) in kept["held"].items()}
+    owner_of = {holder: owner for holder, (owner, _) in kept["held"].items()}
+    counter.forget(each for each, owner in owner_of.items() if owner not in owners.living or each in owners.gone)
+    return _Row(counter, {holder: owner_of[holder] for holder in counter.held}, kept["month"], state)
+
+
+def _count(row: _Row) -> CountCounter:
+    assert isinstance(row.counter, CountCounter), "its kind says what a meter counts"
+    return row.counter
 
 
 def _state(row: _Row, now: _Now) -> str:
@@ -217,4 +247,6 @@ def _state(row: _Row, now: _Now) -> str:
         held = {holder: [row.owner_of[holder], units] for holder, units in counter.held.items() if units}
         # Of money also who has used none is kept: what the first report says counts as known.
         kept = {"month": row.month, "used": counter.used, "used_by": counter.used_by, "held": held}
+        if counter.left:
+            kept |= {"left": counter.left, "booked": counter.booked}
     return json.dumps(kept, sort_keys=True)

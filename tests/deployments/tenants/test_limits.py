@@ -100,6 +100,8 @@ def test_a_count_believes_totals_however_often_they_are_told() -> None:
     counter.report("a", 1, 4)
     assert (counter.used, counter.remaining()) == (1, 10 - 1 - 1 - 4)
     counter.forget(["b"])
+    assert counter.remaining() == 4, "it may have used what it held"
+    counter.reckon(1)
     assert counter.remaining() == 8
 
 

@@ -153,6 +153,76 @@ async def test_an_owner_that_died_holds_nothing(database: Database) -> None:
     assert await num_admitted(services, "b", {CONCURRENT: 1, SPEND: 5_000_000}, 3) == 2
 
 
+@pytest.mark.parametrize("names", ["a", "ab"])
+async def test_what_an_ingress_that_died_had_spent_without_a_word_is_learnt_from_the_ledger(
+    database: Database, names: str
+) -> None:
+    services = Services(database, spend_cents=1)
+    await services.start(*names)
+    owner = services.owners["a"]
+    (grant,) = await owner.lend("dead", [Want(SPEND, 6_000_000, 6_000_000)], services.now_s)
+    services.now_s += HOLDER_SILENCE_S + 1
+    await owner.lend("alive", [Want(SPEND, used=1)], services.now_s)
+    assert await owner.remaining_spend("t", services.now_s) == 10_000_000 - grant.granted
+    services.spend(2_000_000, 1)
+    for name in names:
+        await services.look()
+        assert await services.owners[name].remaining_spend("t", services.now_s) == 8_000_000
+    services.spend(3_000_000, 2)  # a replica went on for it, and for another, which says so
+    services.now_s += 2.0
+    await services.look()
+    await owner.lend("alive", [Want(SPEND, used=1_000_001)], services.now_s)
+    assert await owner.remaining_spend("t", services.now_s) == 4_000_000
+    services.now_s += 2.0
+    await services.look()
+    for name in names:
+        assert await services.owners[name].remaining_spend("t", services.now_s) == 5_000_000
+    await owner.lend("dead", [Want(SPEND, holding=500_000, used=4_000_000)], services.now_s)  # it was silent, not dead
+    assert await owner.remaining_spend("t", services.now_s) == 4_500_000
+
+
+async def test_what_the_ingresses_of_an_owner_that_died_had_spent_is_learnt_from_the_ledger(database: Database) -> None:
+    services = Services(database, spend_cents=1)
+    await services.start("a", "b", "c")
+    assert await num_admitted(services, "a", {SPEND: 2_000_000}, 2) == 2
+    services.spend(3_000_000, 1)
+    services.stop("a")
+    await services.look()
+    assert await num_admitted(services, "b", {SPEND: 1_000_000}, 9) == 7
+    services.stop("c")
+    services.now_s += ALONE_S
+    await services.tell()
+    await services.look()  # it counts by itself from here on
+    services.spend(500_000, 2)
+    services.now_s += 2.0
+    await services.look()
+    assert await services.owners["b"].remaining_spend("t", services.now_s) == 0
+
+
+async def test_the_ledger_is_asked_less_and_less_often(database: Database, monkeypatch: pytest.MonkeyPatch) -> None:
+    services = Services(database, spend_cents=1)
+    await services.start("a")
+    owner, ledger, asked_s = services.owners["a"], services.books.ledger, list[float]()
+    spent_by = ledger.spent_by
+
+    def noting(project_ids: Collection[str], now_s: float) -> dict[str, int]:
+        asked_s.append(now_s)
+        return spent_by(project_ids, now_s)
+
+    monkeypatch.setattr(ledger, "spent_by", noting)
+    for ingress in ("one", "two"):
+        await owner.lend(ingress, [Want(SPEND, 1, 1)], services.now_s)
+        for _ in range(1800):
+            services.now_s += 2.0
+            await owner.lend("alive", [], services.now_s)
+            await owner.follow(services.now_s)
+    first = [each for each in asked_s if each < asked_s[0] + 3590.0]
+    assert 20 < len(first) < 60
+    assert first[8] - first[0] < 20.0
+    assert asked_s[-1] - asked_s[-2] < 500.0
+    assert abs(len(asked_s) - 2 * len(first)) < 5, "each death is followed up"
+
+
 async def test_an_ingress_that_died_holds_nothing_whosever_it_was(database: Database) -> None:
     services = Services(database, max_concurrent=2)
     await services.start("a", "b")

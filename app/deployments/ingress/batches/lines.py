@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from app.deployments.ingress.status import error_answer
 from app.deployments.kept.entries import LineAnswer
+from app.redaction import holds_key, without_keys
 
 #: Errors that are told of a file.
 MAX_ERRORS = 100
@@ -111,7 +112,7 @@ def parsed(number: int, text: bytes, endpoint: str, max_bytes: int) -> Line | Fi
     """The request in a line, or what is wrong with it."""
 
     def wrong(code: str, message: str, param: str | None = None) -> FileError:
-        return FileError(code, message, number + 1, param)
+        return FileError(code, without_keys(message), number + 1, None if param is None else without_keys(param))
 
     if len(text) > max_bytes:
         return wrong("line_too_long", f"the line is longer than limits.max_body_bytes {max_bytes}")
@@ -126,6 +127,8 @@ def parsed(number: int, text: bytes, endpoint: str, max_bytes: int) -> Line | Fi
     custom_id = line.get("custom_id")
     if not isinstance(custom_id, str) or not 1 <= len(custom_id) <= 512:
         return wrong("invalid_custom_id", "custom_id is a text of 1 to 512 characters", "custom_id")
+    if holds_key(custom_id):
+        return wrong("invalid_custom_id", "custom_id holds an API key, and answers have it; leave it out", "custom_id")
     if line.get("method") != "POST":
         return wrong("invalid_method", "method is POST", "method")
     if line.get("url") != endpoint:

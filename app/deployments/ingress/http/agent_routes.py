@@ -1,10 +1,13 @@
 """Routes for agents beside chat completions: Anthropic's messages, OpenAI's responses, tokens of a text.
 
 In: an `HttpService`. Out: routes. Rule: an answer is a chat completion in other words: it goes through the same
-frontend, and is let in, limited, counted and metered as one.
+frontend, and is let in, limited, counted and metered as one. What only counts or spells tokens asks no engine: it takes
+one request of its caller's limits.
 """
 
 from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
 
 from fastapi import FastAPI, Request
 from pydantic_core import to_json
@@ -48,10 +51,11 @@ def _add_messages(app: FastAPI, service: RunningService) -> None:
     async def count_tokens(request: Request) -> Response:
         """How many tokens a conversation's prompt has."""
         body = parse_body(CountTokensRequest, await read_json(request, service.frontend.limits.max_body_bytes))
-        chat = body.chat()
-        caller = inference_caller(request)
-        token_ids = await service.frontend.conversation_ids(chat, caller, chat.model, adapters=chat.adapters)
-        return JSONResponse({"input_tokens": len(token_ids)})
+        chat, caller = body.chat(), inference_caller(request)
+        ref = await service.frontend.find_adapter(chat.model, caller, adapters=chat.adapters)
+        async with service.tenancy.one_request(caller, ref):
+            token_ids = await service.frontend.conversation_ids(chat, ref)
+        return JSONResponse({"input_tokens": len(token_ids)}, headers=service.tenancy.headers(caller))
 
 
 def _add_tokens(app: FastAPI, service: RunningService) -> None:
@@ -60,29 +64,33 @@ def _add_tokens(app: FastAPI, service: RunningService) -> None:
         """Token ids of a text, or of a conversation as an answer's prompt has them."""
         body = parse_body(TokenizeRequest, await read_json(request, service.frontend.limits.max_body_bytes))
         frontend, caller = service.frontend, inference_caller(request)
-        if body.prompt is None:
-            token_ids = await frontend.conversation_ids(body, caller, body.model, body.lora_path)
-        else:
-            await frontend.find_adapter(body.model, caller, body.lora_path)
-            (token_ids,) = await frontend.prompt_ids([body.prompt], "prompt")
 
-        def told() -> bytes:
+        def told(token_ids: Sequence[int]) -> bytes:
             text_of = frontend.text_model.token_text
             strings = [text_of(token_id) for token_id in token_ids] if body.return_token_strs else None
             fields = {"count": len(token_ids), "max_model_len": frontend.max_context, "tokens": list(token_ids)}
             return to_json(fields | {"token_strs": strings})
 
-        return _json(await beside_if_long(len(token_ids), told))
+        ref = await frontend.find_adapter(body.model, caller, body.lora_path)
+        async with service.tenancy.one_request(caller, ref):
+            if body.prompt is None:
+                token_ids = await frontend.conversation_ids(body, ref)
+            else:
+                (token_ids,) = await frontend.prompt_ids([body.prompt], "prompt")
+            content = await beside_if_long(len(token_ids), lambda: told(token_ids))
+        return _json(content, service.tenancy.headers(caller))
 
     @app.post("/detokenize", openapi_extra=takes(DetokenizeRequest))
     async def detokenize(request: Request) -> Response:
         """The text of token ids."""
         body = parse_body(DetokenizeRequest, await read_json(request, service.frontend.limits.max_body_bytes))
-        await service.frontend.find_adapter(body.model, inference_caller(request))
-        (token_ids,) = await service.frontend.prompt_ids([body.tokens], "tokens")
-        text_of = service.frontend.text_of
-        return _json(await beside_if_long(len(token_ids), lambda: to_json({"prompt": text_of(token_ids)})))
+        frontend, caller = service.frontend, inference_caller(request)
+        ref = await frontend.find_adapter(body.model, caller)
+        async with service.tenancy.one_request(caller, ref):
+            (token_ids,) = await frontend.prompt_ids([body.tokens], "tokens")
+            content = await beside_if_long(len(token_ids), lambda: to_json({"prompt": frontend.text_of(token_ids)}))
+        return _json(content, service.tenancy.headers(caller))
 
 
-def _json(content: bytes) -> Response:
-    return Response(content, media_type="application/json")
+def _json(content: bytes, headers: Mapping[str, str]) -> Response:
+    return Response(content, media_type="application/json", headers=headers)

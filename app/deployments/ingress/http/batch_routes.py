@@ -14,7 +14,7 @@ from pydantic import Field
 from starlette.responses import JSONResponse, Response
 
 from app.config import KeptConfig
-from app.deployments.ingress.body import Body, parse_body
+from app.deployments.ingress.body import Body, Metadata, parse_body
 from app.deployments.ingress.http.bodies import page_body, page_query, read_json
 from app.deployments.ingress.http.openapi import takes
 from app.deployments.ingress.http.running import RunningService
@@ -52,7 +52,7 @@ class BatchBody(Body):
     endpoint: Literal["/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses"]
     input_file_id: str = Field(max_length=64)
     completion_window: Literal["24h"]
-    metadata: dict[str, str] | None = Field(default=None, max_length=16)
+    metadata: Metadata | None = Field(default=None, max_length=16)
     output_expires_after: ExpiresAfter | None = None
 
 

@@ -22,6 +22,7 @@ from app.deployments.ingress.status import BodyTooLarge, ClientGone, UnknownCont
 from app.deployments.ingress.tenants import inference_caller
 from app.deployments.kept.entries import KeptFile, no_purpose
 from app.engine.errors import InvalidRequest, QueueFull
+from app.redaction import holds_key
 
 #: Bytes that go to the database in one call.
 PART_BYTES = 1 << 20
@@ -138,9 +139,11 @@ async def _kept(form: FormData, service: KeepingService, tenant_id: str) -> Kept
     if upload.size > config.max_file_bytes:
         raise BodyTooLarge(f"the file has {upload.size} bytes; kept.max_file_bytes is {config.max_file_bytes}")
     life_s = min(config.days * DAY_S, _life_s(form))
-    name = (upload.filename or "upload.jsonl")[-256:]
+    name = upload.filename or "upload.jsonl"
+    if holds_key(name):
+        raise InvalidRequest("the file's name holds an API key, and lists have it; give it another", param="file")
     file = await service.kept.begin_file(
-        name, "batch", upload.size, tenant_id=tenant_id, life_s=life_s, max_bytes=config.max_tenant_bytes
+        name[-256:], "batch", upload.size, tenant_id=tenant_id, life_s=life_s, max_bytes=config.max_tenant_bytes
     )
     number = 0
     while content := await upload.read(PART_BYTES):

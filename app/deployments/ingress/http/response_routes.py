@@ -61,10 +61,12 @@ def add_response_routes(app: FastAPI, service: KeepingService) -> None:
     async def input_tokens(request: Request) -> Response:
         """How many tokens the prompt of a response has."""
         body = parse_body(InputTokensRequest, await read_json(request, service.frontend.limits.max_body_bytes))
-        chat = body.chat()
-        caller = inference_caller(request)
-        token_ids = await service.frontend.conversation_ids(chat, caller, chat.model, chat.lora_path, chat.adapters)
-        return JSONResponse({"object": "response.input_tokens", "input_tokens": len(token_ids)})
+        chat, caller = body.chat(), inference_caller(request)
+        ref = await service.frontend.find_adapter(chat.model, caller, chat.lora_path, adapters=chat.adapters)
+        async with service.tenancy.one_request(caller, ref):
+            token_ids = await service.frontend.conversation_ids(chat, ref)
+        told = {"object": "response.input_tokens", "input_tokens": len(token_ids)}
+        return JSONResponse(told, headers=service.tenancy.headers(caller))
 
     @app.get("/v1/responses/{response_id}", openapi_extra=takes(None, *_RETRIEVE_QUERY, told="Response"))
     async def response(request: Request, response_id: str) -> Response:

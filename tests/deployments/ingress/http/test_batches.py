@@ -28,6 +28,7 @@ from app.deployments.ingress.http.guard import DoorRules
 from app.deployments.ingress.tenants import Caller
 from app.deployments.kept.batches import LEASE_S
 from app.deployments.kept.entries import LeaseLost, LineAnswer
+from app.deployments.tenants.key_material import new_key
 from app.engine.errors import QueueFull
 from app.engine.request import GenerateRequest, TokenChunk
 from tests.deployments.http_service import Service
@@ -431,6 +432,38 @@ async def test_what_a_project_keeps_is_its_own(org: Org) -> None:
     assert (await org.ask("bob", "GET", "/v1/files")).json()["data"] == []
     assert (await org.ask("bob", "GET", "/v1/batches")).json()["data"] == []
     assert (await org.ask("ada", "GET", f"/v1/batches/{batch_id}")).json()["status"] == "validating"
+
+
+async def test_a_file_s_name_and_a_batch_s_metadata_hold_no_key(org: Org) -> None:
+    key = org.keys["ada"]
+    for name in (f"{key}.jsonl", f"{key}{'x' * 250}.jsonl"):  # of the longer, only its end would be kept
+        form: Any = {"files": {"file": (name, jsonl([BODIES[CHAT]]))}, "data": {"purpose": "batch"}}
+        refused = await org.ask("ada", "POST", "/v1/files", **form)
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "file")
+        assert key not in refused.text
+    assert (await org.ask("ada", "GET", "/v1/files")).json()["data"] == []
+    form = {"files": {"file": ("in.jsonl", jsonl([BODIES[CHAT]]))}, "data": {"purpose": "batch"}}
+    file_id = (await org.ask("ada", "POST", "/v1/files", **form)).json()["id"]
+    wanted = {"input_file_id": file_id, "endpoint": CHAT, "completion_window": "24h"}
+    for metadata in ({"job": f"with {key}"}, {key: "job"}):
+        refused = await org.ask("ada", "POST", "/v1/batches", json=wanted | {"metadata": metadata})
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "metadata")
+        assert "holds an API key" in refused.json()["error"]["message"]
+        assert key not in refused.text
+    assert (await org.ask("ada", "GET", "/v1/batches")).json()["data"] == []
+
+
+@pytest.mark.usefixtures("works")
+async def test_what_is_told_of_a_file_s_lines_holds_no_key(gpt: openai.AsyncOpenAI, writing: Service) -> None:
+    key, fields = new_key(is_admin=False).value, {"endpoint": CHAT, "completion_window": "24h"}
+    for field, param in (("custom_id", "custom_id"), (key, "sk-poly-...")):
+        line = json.loads(jsonl([BODIES[CHAT]])) | {field: key}
+        batch: Any = await gpt.batches.create(input_file_id=await upload(gpt, json.dumps(line).encode()), **fields)  # type: ignore[call-overload]
+        batch = await ended(gpt, batch.id)
+        assert batch.status == "failed"
+        assert [each.param for each in batch.errors.data] == [param]
+        kept = await writing.kept.batch(batch.id, tenant_id="default")
+        assert key not in repr(kept)
 
 
 async def org_batch(org: Org, num_lines: int) -> dict[str, Any]:

@@ -40,6 +40,15 @@ GENERATING: dict[str, dict[str, Any]] = {
 }
 
 
+#: A body for every route that counts or spells tokens, and asks no engine.
+COUNTING: dict[str, dict[str, Any]] = {
+    "/tokenize": {"model": "sql", "prompt": "abc"},
+    "/detokenize": {"model": "sql", "tokens": [1, 2, 3]},
+    "/v1/messages/count_tokens": {"model": "sql", "messages": CHAT["messages"]},
+    "/v1/responses/input_tokens": {"model": "sql", "input": "abc"},
+}
+
+
 async def describe(org: Org) -> None:
     """Something to choose among. The base's own sentences are embedded now, for nobody."""
     answer = await org.ask("admin", "PATCH", "/v1/loras/sql", json={"description": "writes queries"})
@@ -71,10 +80,9 @@ def test_every_route_that_takes_a_body_is_known(service_routes: set[str]) -> Non
     """Whoever adds a route that generates has to say so: it is not managing, so it is metered."""
     managing = ("/v1/organization", "/v1/tenants", "/v1/loras", "/v1/aliases")
     keeping = ("/v1/files", "/v1/batches")  # `test_batches` has the tokens of what is computed for them later
-    counting = {"/tokenize", "/detokenize", "/v1/messages/count_tokens", "/v1/responses/input_tokens"}  # no engine
     spellings = {"/v1/load_lora", "/v1/unload_lora", "/v1/load_lora_adapter", "/v1/unload_lora_adapter"}
-    asking = {path for path in service_routes if not path.startswith(managing + keeping)} - spellings - counting
-    assert asking == set(GENERATING)
+    asking = {path for path in service_routes if not path.startswith(managing + keeping)} - spellings
+    assert asking == set(GENERATING) | set(COUNTING)
 
 
 @pytest_asyncio.fixture
@@ -107,6 +115,69 @@ async def test_every_route_is_limited(org: Org, path: str) -> None:
     assert first.headers["x-ratelimit-remaining-requests"] == "0"
     await owner.limit_rates(org.ids["ada"], "base", {"requests_per_min": 9, "tokens_per_min": 1}, actor="test")
     assert (await org.ask("ada", "POST", path, json=GENERATING[path])).status_code == 429
+
+
+@pytest.mark.parametrize("path", sorted(COUNTING))
+async def test_counting_tokens_takes_one_request_and_nothing_else(org: Org, path: str) -> None:
+    owner = org.service.tenancy.owner
+    no_tokens = {"requests_per_min": 2, "requests_per_day": 9, "tokens_per_min": 0}
+    await owner.limit_rates(org.ids["ada"], "base", no_tokens, actor="test")
+    await owner.limit_spend(org.ids["ada"], 0, actor="test")
+    await owner.configure_project(org.ids["ada"], {"max_concurrent": 1}, actor="test")
+    first, second, third = [await org.ask("ada", "POST", path, json=COUNTING[path]) for _ in range(3)]
+    assert [each.status_code for each in (first, second, third)] == [200, 200, 429], third.text
+    assert [each.headers["x-ratelimit-remaining-requests"] for each in (first, second, third)] == ["1", "0", "0"]
+    error = third.json()["error"]
+    assert "requests per minute" in error["message"]
+    if path.startswith("/v1/messages"):
+        assert (third.json()["type"], error["type"]) == ("error", "rate_limit_error")
+    else:
+        assert (error["type"], error["code"]) == ("requests", "rate_limit_exceeded")
+    assert 28 <= int(third.headers["Retry-After"]) <= 30
+    assert "retry-after-ms" in third.headers
+    assert (await org.ask("bob", "POST", path, json=COUNTING[path])).status_code == 200
+    assert await used(org.service) == await engines(org.service) == Charge(), "no engine is asked"
+
+
+@pytest.mark.parametrize("path", sorted(COUNTING))
+async def test_counting_tokens_takes_a_request_of_the_adapter_that_is_named(org: Org, path: str) -> None:
+    await org.service.tenancy.owner.limit_rates(org.ids["ada"], "sql", {"requests_per_min": 1}, actor="test")
+    models = ("sql", "sql", "base")
+    answers = [await org.ask("ada", "POST", path, json=COUNTING[path] | {"model": model}) for model in models]
+    assert [each.status_code for each in answers] == [200, 429, 200]
+
+
+@pytest.mark.parametrize("path", sorted(COUNTING))
+async def test_counting_tokens_of_what_is_refused_takes_nothing(org: Org, path: str) -> None:
+    owner = org.service.tenancy.owner
+    await owner.limit_rates(org.ids["ada"], "base", {"requests_per_min": 1}, actor="test")
+    wrong: list[dict[str, Any]] = [{"model": "nobody"}]
+    if path == "/detokenize":
+        wrong.append({"tokens": [99]})  # is found out when the request is already held
+    for change in wrong:
+        refused = await org.ask("ada", "POST", path, json=COUNTING[path] | change)
+        assert refused.status_code in (400, 404), refused.text
+    assert (await org.ask("ada", "POST", path, json=COUNTING[path])).status_code == 200
+
+
+async def test_counting_tokens_holds_one_concurrent_request_until_its_client_leaves(
+    org: Org, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await org.service.tenancy.owner.configure_project(org.ids["ada"], {"max_concurrent": 1}, actor="test")
+    counting = asyncio.Event()
+
+    async def prompt_ids(*_: Any) -> Any:
+        counting.set()
+        await asyncio.Event().wait()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(org.service.frontend, "prompt_ids", prompt_ids)
+        asking = asyncio.create_task(org.ask("ada", "POST", "/tokenize", json=COUNTING["/tokenize"]))
+        await counting.wait()
+    assert (await org.ask("ada", "POST", "/tokenize", json=COUNTING["/tokenize"])).status_code == 429
+    asking.cancel()
+    await asyncio.gather(asking, return_exceptions=True)
+    assert (await org.ask("ada", "POST", "/tokenize", json=COUNTING["/tokenize"])).status_code == 200
 
 
 AUTO: dict[str, Any] = {"model": "auto", "prompt": "query", "max_tokens": 3, "routing": {"threshold": -1}}

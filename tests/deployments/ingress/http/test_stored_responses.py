@@ -116,6 +116,18 @@ async def test_they_are_bounded_and_expire(gpt: openai.AsyncOpenAI, writing: Ser
         await gpt.responses.retrieve(first.id)
 
 
+@pytest.mark.parametrize("store", [False, True])
+async def test_a_response_s_metadata_holds_no_key(org: Org, store: bool) -> None:
+    body = {"model": "base", "input": "hi", "max_output_tokens": 16, "store": store}
+    key = org.keys["ada"]
+    for metadata in ({"by": key}, {f"by {key}": "me"}):
+        refused = await org.ask("ada", "POST", "/v1/responses", json=body | {"metadata": metadata})
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "metadata")
+        assert key not in refused.text
+    answer = await org.ask("ada", "POST", "/v1/responses", json=body | {"metadata": {"by": "me"}})
+    assert answer.json()["metadata"] == {"by": "me"}
+
+
 async def test_a_project_s_responses_are_its_own(org: Org) -> None:
     body = {"model": "base", "input": "hi", "max_output_tokens": 16, "store": True}
     response_id = (await org.ask("ada", "POST", "/v1/responses", json=body)).json()["id"]

@@ -7,13 +7,18 @@ import json
 from typing import Any
 
 import httpx
+import pytest
 
+from app.deployments.ingress.body import parse_body
+from app.deployments.ingress.compositions import ComposeBody
 from app.deployments.ingress.http.app import make_app
 from app.deployments.ingress.http.batch_answers import BatchAnswers
 from app.deployments.ingress.http.guard import DoorRules
 from app.deployments.ingress.http.openapi import api_routes
+from app.deployments.ingress.tenants import handle_caller
 from app.deployments.registry.journal import NewEvent, record_events
 from tests.deployments.ingress.http.test_door import CHAT, Org, org
+from tests.deployments.managed import wanted
 
 __all__ = ["org"]
 
@@ -183,6 +188,35 @@ async def test_pages_of_events_do_not_tell_of_what_others_caused(org: Org) -> No
     assert await pages() == before
 
 
+@pytest.mark.parametrize("path", ["/v1/events", "/v1/audit"])
+async def test_ids_of_records_do_not_tell_how_much_others_do(org: Org, path: str) -> None:
+    """They are the reader's own; pages go on behind them, and nobody else's mean anything."""
+    for name, alias in (("ada", "one"), ("bob", "others"), ("bob", "others-too"), ("ada", "two")):
+        answer = await org.ask(name, "PUT", f"/v1/aliases/{alias}", json={"targets": {"base": 1}})
+        assert answer.status_code == 200, answer.text
+    whole = (await org.ask("ada", "GET", path)).json()
+    ids = [record["id"] for record in whole["data"]]
+    assert [record["name"] for record in whole["data"]][:2] == ["two", "one"]
+    assert whole["first_id"] == ids[0]
+    assert all(isinstance(each, str) and len(each) == 48 for each in ids)
+    assert len(set(ids)) == len(ids)
+    paged, before = [], ""
+    while True:
+        page = (await org.ask("ada", "GET", f"{path}?limit=1{before}")).json()
+        paged += [record["id"] for record in page["data"]]
+        if not page["has_more"]:
+            break
+        before = f"&before={page['last_id']}"
+    assert paged == ids
+    other = "/v1/audit" if path == "/v1/events" else "/v1/events"
+    for who, where, known in (("bob", path, ids[0]), ("ada", other, ids[0]), ("ada", path, "7"), ("ada", path, "é")):
+        refused = await org.ask(who, "GET", f"{where}?before={known}")
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "before")
+    project = {"OpenAI-Project": org.ids["ada"]}
+    numbers = [each["id"] for each in (await org.ask("admin", "GET", path, headers=project)).json()["data"]]
+    assert all(isinstance(each, int) for each in numbers), "operators see the numbers"
+
+
 async def test_a_shared_alias_does_not_say_in_lists_what_it_stands_for(org: Org) -> None:
     await org.ask("ada", "PUT", "/v1/aliases/prod", json={"targets": {"secret": 1}})
     share = f"/v1/tenants/{org.ids['ada']}/shares/prod"
@@ -210,6 +244,41 @@ async def test_what_is_denied_is_denied_under_every_name(org: Org) -> None:
     assert await statuses() == [404, 404, 404, 404, 200]
     await owner.permit_models(ada, "allow_list", ["sql-prod", "mine"], actor="test")
     assert await statuses() == [404, 404, 200, 404, 404], "an allowed alias of the operator's allows what it stands for"
+
+
+@pytest.mark.parametrize(
+    ("mode", "names", "expected"),
+    [
+        (None, [], [200, 200, 200, 200, 200, 200]),
+        ("deny_list", ["mix"], [200, 200, 404, 404, 200, 404]),
+        ("deny_list", ["two"], [200, 404, 404, 404, 404, 404]),
+        ("deny_list", ["base"], [200, 200, 200, 200, 200, 200]),
+        ("allow_list", ["sql", "two", "secret"], [200, 200, 404, 404, 200, 404]),
+        ("allow_list", ["mix"], [404, 404, 200, 404, 404, 404]),
+        ("allow_list", ["mixed", "secret"], [404, 404, 404, 200, 404, 404]),
+    ],
+)
+async def test_a_combination_is_denied_by_its_own_name_and_by_those_of_its_parts(
+    org: Org, mode: str | None, names: list[str], expected: list[int]
+) -> None:
+    """One that is registered is not allowed because all that it is made of is."""
+    service, store = org.service, org.service.managed.store
+    await service.managed.client.load_and_wait(wanted("two", "two"))
+    compose = {"adapters": [{"name": "sql"}, {"name": "two"}]}
+    made = service.frontend.combined(parse_body(ComposeBody, compose).adapters, handle_caller())
+    store.contents[made.source] = made.digest
+    answer = await org.ask("admin", "POST", "/v1/loras", json={"name": "mix", "compose": compose, "wait": True})
+    assert answer.status_code == 201, answer.text
+    answer = await org.ask("admin", "PUT", "/v1/aliases/mixed", json={"targets": {"mix": 1}})
+    assert answer.status_code == 200, answer.text
+    await service.tenancy.owner.permit_models(org.ids["ada"], mode, names, actor="test")
+    asked: list[dict[str, Any]] = [{"model": name} for name in ("sql", "two", "mix", "mixed")]
+    asked += [{"model": "base"} | compose, {"model": "base", "adapters": [{"name": "mix"}, {"name": "secret"}]}]
+    statuses = []
+    for body in asked:
+        answer = await org.ask("ada", "POST", "/v1/messages/count_tokens", json=body | {"messages": MESSAGES})
+        statuses.append(answer.status_code)
+    assert statuses == expected
 
 
 async def test_no_description_holds_a_key(org: Org) -> None:
