@@ -57,7 +57,8 @@ class Result(NamedTuple):
     finish_reason: str | None
 
 
-def _spec() -> ModelSpec:
+def dense_spec() -> ModelSpec:
+    """Biases, and a window in every other layer."""
     rope = RopeSpec(tuple((10000.0 ** -(np.arange(0, 24, 2) / 24)).tolist()))
     whole = AttentionSpec(6, 2, 24, 24**-0.5, rope, qkv_bias=True)
     windowed = dataclasses.replace(whole, window=21)
@@ -80,7 +81,7 @@ def gemma_spec(model_type: str) -> ModelSpec:
 
 def mixture_spec() -> ModelSpec:
     """A dense layer, then experts beside a shared one, then experts alone; norms over all heads together."""
-    dense = _spec()
+    dense = dense_spec()
     whole = dataclasses.replace(dense.layers[0].attention, qkv_bias=False, qk_norm=True, whole_qk_norm=True)
     router = RouterSpec(6, 2, normalised=True)
     shared = SharedExpertSpec("shared_expert", MlpSpec(24), is_gated=True)
@@ -91,7 +92,7 @@ def mixture_spec() -> ModelSpec:
 
 def latent_spec() -> ModelSpec:
     """Latent attention with latents of queries, a dense layer, then experts in groups beside a shared one."""
-    dense = _spec()
+    dense = dense_spec()
     rope = RopeSpec((1.0, 0.1, 0.01), attention_factor=0.9)
     latent = LatentSpec(kv_rank=32, key_size=16, rope_size=6, value_size=32, query_rank=20, norm_eps=1e-6)
     attention = AttentionSpec(3, 3, 22, 22**-0.5, rope, latent=latent)
@@ -103,7 +104,7 @@ def latent_spec() -> ModelSpec:
 
 def sinks_spec() -> ModelSpec:
     """Sinks, windows in every other layer, and clamped experts with biases."""
-    dense = _spec()
+    dense = dense_spec()
     whole, windowed = (dataclasses.replace(layer.attention, o_bias=True, sinks=True) for layer in dense.layers)
     experts = ExpertsSpec(RouterSpec(6, 2, normalised=True, name="router", has_bias=True), alternates=True)
     mlp = MlpSpec(40, bias=True, limit=2.0, alpha=1.702)
@@ -111,7 +112,7 @@ def sinks_spec() -> ModelSpec:
     return dataclasses.replace(dense, family="gpt_oss", layers=layers)
 
 
-def _tensors(spec: ModelSpec, seed: int) -> Iterator[tuple[str, np.ndarray]]:
+def company_tensors(spec: ModelSpec, seed: int) -> Iterator[tuple[str, np.ndarray]]:
     generator = np.random.default_rng(seed)
 
     def weight(*shape: int, centre: float = 0.0) -> np.ndarray:
@@ -304,8 +305,8 @@ def disturbed(
     """
     seed = any_seed()
     generator = np.random.default_rng(seed)
-    spec = spec or _spec()
-    weights = tensors or (lambda: _tensors(spec, seed))
+    spec = spec or dense_spec()
+    weights = tensors or (lambda: company_tensors(spec, seed))
     cases = _cases(generator, adapters or _adapters(generator, spec), 40, structured)
     one_thread = device.model_copy(update={"num_threads": 1}) if isinstance(device, CpuConfig) else device
     roomy = EngineConfig(num_kv_blocks=64, adapter_rank_rows=256, prefix_cache=False, speculation="off").on(one_thread)

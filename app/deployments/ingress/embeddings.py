@@ -107,7 +107,7 @@ class Embedder:
             raise InvalidRequest(f"input has {len(texts)} texts; from 1 to {MAX_TEXTS} are embedded", param="input")
         pooling = self._pooling(body)
         token_ids = await self._frontend.prompt_ids(texts, "input")
-        self._check_lengths(token_ids)
+        self._check_lengths(texts, token_ids)
         given = "" if request_id is None else f"{request_id}."
         request_id = f"embd-{given}{secrets.token_hex(12)}"
         requests = tuple(
@@ -140,10 +140,11 @@ class Embedder:
             )
         return PoolingParams(body.pooling or spec.pooling, body.dimensions)
 
-    def _check_lengths(self, texts: Sequence[Sequence[int]]) -> None:
+    def _check_lengths(self, texts: Sequence[str | list[int]], token_ids: Sequence[Sequence[int]]) -> None:
+        """An empty text is refused as at OpenAI, also where the model would begin and end it with tokens of its own."""
         most = self._frontend.text_model.max_context
-        for index, ids in enumerate(texts):
-            if not ids:
+        for index, (text, ids) in enumerate(zip(texts, token_ids, strict=True)):
+            if not text or not ids:
                 raise InvalidRequest(f"text {index} of input has no tokens; at least one is needed", param="input")
             if len(ids) > most:
                 raise ContextOverflow(

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import math
 from bisect import bisect_left, bisect_right, insort
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, KeysView, Sequence
 from heapq import merge
 from itertools import islice
 from typing import NamedTuple
@@ -102,6 +102,10 @@ class RegistryView:
             else:
                 names += new
                 names.sort()
+
+    def names(self, tenant_id: str) -> KeysView[str]:
+        """All that a tenant's adapters and aliases are called; it changes with the registry."""
+        return self._held.get(tenant_id, {}).keys()
 
     def find(self, name: str, tenant_id: str) -> Entry | None:
         held = self._held.get(tenant_id, {}).get(name)

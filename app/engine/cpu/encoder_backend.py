@@ -70,7 +70,7 @@ class EncoderBackend(AdaptedBackend):
         runs = adapter_runs(batch.run_starts, batch.run_adapter_slots)
         step = encoder.EncoderStep(
             token_ids=batch.token_ids,
-            positions=batch.positions + np.int32(self._first_place),
+            positions=_places(batch.token_ids, batch.query_starts, self._first_place),
             query_starts=batch.query_starts,
             longest=int(np.diff(batch.query_starts).max()),
             runs=runs,
@@ -94,6 +94,18 @@ class EncoderBackend(AdaptedBackend):
         for name in ("_weights", "_rows", "_extras", "_work"):
             if hasattr(self, name):
                 delattr(self, name)
+
+
+def _places(token_ids: NDArray[np.int32], query_starts: NDArray[np.int32], first_place: int) -> NDArray[np.int32]:
+    """[T] rows of the table of places: of whole texts, which begin at query_starts, each from `first_place` on.
+
+    Where that is not 0, the row before it and the token of the same number are padding's, as transformers'
+    `create_position_ids_from_input_ids` has it: such a token in a text takes that row, and none of the text's own.
+    """
+    counts = token_ids != first_place - 1  # [T]
+    places = np.cumsum(counts)
+    places -= np.repeat((places - counts)[query_starts[:-1]], np.diff(query_starts))  # from 1 in each text
+    return (places * counts + (first_place - 1)).astype(np.int32)
 
 
 def _packed(

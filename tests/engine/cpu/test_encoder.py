@@ -63,6 +63,18 @@ def test_embeddings_equal_transformers_and_peft_and_keep_their_bits_in_company(k
         np.testing.assert_array_equal(llm.embed("ab c")[0], llm.embed([2, 4, 31, 6, 3])[0])
 
 
+@pytest.mark.parametrize("kind", MODELS)
+def test_padding_s_token_in_a_text_takes_no_place_of_the_text_s_own(kind: str, tmp_path: Path) -> None:
+    """Who writes "<pad>" gets transformers' embedding: RoBERTa's positions count the other tokens."""
+    model = tiny_encoder(kind)
+    generator = rng()
+    texts = [[1], [1, 1, 5], [5, 1, 6, 7], [4, 5, 1], [0, 1, 0], [9, 8, 7], *generator.integers(0, 4, (4, 30)).tolist()]
+    with LLM(save_encoder(model, tmp_path), CONFIG) as llm:
+        for method in ("mean", "last"):
+            for text, vector in zip(texts, llm.embed(texts, None, PoolingParams(method)), strict=True):
+                assert np.abs(vector - reference_embedding(model, None, text, method)).max() < 1e-5, text
+
+
 @pytest.mark.parametrize("kind", ["xlm-roberta", "camembert"])
 def test_texts_are_embedded_by_the_kind_s_own_tokens(kind: str, tmp_path: Path) -> None:
     """SentencePiece with scores: nothing but config.json says which class of transformers' reads it."""

@@ -7,7 +7,7 @@ waited for, not passed over. Weights are not looked at: an adapter may win that 
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence, Set
 from itertools import islice
 
 import numpy as np
@@ -94,12 +94,15 @@ class Candidates:
         else:
             owned.pending[name] = text
 
-    def num_of(self, owner_id: str, names: Collection[str] | None) -> int:
-        """Candidates of an owner, embedded or not, that have these names; None: all."""
+    def num_of(self, owner_id: str) -> int:
+        """An owner's candidates, embedded or not."""
         owned = self._of(owner_id)
-        if names is not None:
-            return sum(name in owned.rows or name in owned.pending for name in names)
         return len(owned.rows) + sum(name not in owned.rows for name in owned.pending)
+
+    def among(self, owner_id: str, names: Set[str]) -> set[str]:
+        """Those of these names that are an owner's candidates, embedded or not; the fewer of the two are looked at."""
+        owned = self._of(owner_id)
+        return (owned.rows.keys() & names) | (owned.pending.keys() & names)
 
     def is_pending(self, owner_id: str, names: Collection[str] | None) -> bool:
         """Whether any of these has yet to be embedded."""

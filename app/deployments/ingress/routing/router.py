@@ -8,7 +8,7 @@ equal prompts of a tenant are decided equally while the registry stays as it is.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from functools import partial
 from typing import Protocol
 
@@ -80,17 +80,23 @@ class Router:
         await self._tasks.close()
 
     def _num_usable(self, visible: Visible, tenant: Tenant) -> int:
-        """Candidates that the tenant sees and may use."""
+        """Candidates that the tenant sees, may use, and gets under their names."""
         number = 0
+        before: list[Set[str]] = []  # the names of the owners that are asked first
         for owner_id, names in visible.items():
-            listed = tenant.model_ids if names is None else names & tenant.model_ids
-            num_listed = 0 if tenant.model_mode is None else self._candidates.num_of(owner_id, listed)
-            number += (
-                num_listed
-                if tenant.model_mode == "allow_list"
-                else self._candidates.num_of(owner_id, names) - num_listed
-            )
+            hidden = {name for others in before for name in self._candidates.among(owner_id, others)}
+            number += self._num_allowed(owner_id, names, tenant)
+            number -= sum(map(tenant.may_use, hidden if names is None else hidden & names))
+            held = self._registry.names(owner_id)
+            before.append(held if names is None else held & names)
         return number
+
+    def _num_allowed(self, owner_id: str, names: frozenset[str] | None, tenant: Tenant) -> int:
+        """An owner's candidates of these names (None: all of them) that the tenant may use."""
+        if names is not None:
+            return sum(map(tenant.may_use, self._candidates.among(owner_id, names)))
+        listed = self._candidates.among(owner_id, tenant.model_ids) if tenant.model_mode else set()
+        return len(listed) if tenant.model_mode == "allow_list" else self._candidates.num_of(owner_id) - len(listed)
 
     def _is_meant(self, caller: Caller, owner_id: str, name: str) -> bool:
         """Whether it is this owner's adapter that the caller gets under the name, and not one of an owner before it."""

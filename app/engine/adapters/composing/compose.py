@@ -33,6 +33,8 @@ K = TypeVar("K", bound=Hashable)
 _SUMMED = frozenset({"lora_bias", "embedding LoRA", "lm_head LoRA"})
 #: Lora_bias is added with the delta: only a sum of deltas has it. PEFT drops it.
 _WITHOUT_BIAS = _SUMMED - {"lora_bias"}
+#: They let A's and B's values elect a sign before they weigh them by what the scale makes of them.
+_ELECTING = frozenset({"ties", "dare_ties"})
 
 
 class _Weighted(NamedTuple):
@@ -52,6 +54,8 @@ def compose(composition: Composition, adapters: Sequence[LoraAdapter], spec: Mod
             raise CompositionRefused(
                 f"adapter {name!r} has {' and '.join(beyond)}, of which {recipe.method!r} makes no sum; use it alone"
             )
+        if recipe.method in _ELECTING:
+            _check_votes(name, adapter, recipe.method)
     if len({adapter.card.text for adapter in adapters}) > 1:
         raise CompositionRefused(
             f"adapters {', '.join(names)} write prompts differently: their chat templates or special tokens are not "
@@ -74,6 +78,16 @@ def compose(composition: Composition, adapters: Sequence[LoraAdapter], spec: Mod
         outer=MappingProxyType(outer),
     )
     return replace(derived, card=replace(derived.card, extra_bytes=extra_bytes(derived, spec)))
+
+
+def _check_votes(name: str, adapter: LoraAdapter, method: str) -> None:
+    """Of a scale of zero b has nothing left to elect a sign with."""
+    for key, scale in (*adapter.scales.items(), *adapter.outer_scales.items()):
+        if scale == 0:
+            raise CompositionRefused(
+                f"adapter {name!r} has lora_alpha 0 for {_said(key)}, which says nothing and yet has a vote with "
+                f"{method!r}; leave the adapter out, or use {method + '_svd'!r}"
+            )
 
 
 class _Combiner:

@@ -52,8 +52,9 @@ class Part(NamedTuple):
 class Recipe:
     """How parts are combined. Fields beside the method are None where it has no use for them.
 
-    density: the share of values that pruning keeps, from 0 to 1. svd_rank: None for the largest rank of the parts.
-    seed: of what `dare` drops.
+    density: the share of values that pruning keeps, from 0 to 1. svd_rank: None for the largest rank of
+    any module of the parts (PEFT's is the largest that a configuration names, be it no module's). seed: of what `dare`
+    drops.
     """
 
     method: Method = "cat"

@@ -105,6 +105,20 @@ async def test_what_cannot_be_embedded_is_refused_by_name(
     assert words in error["message"]
 
 
+@pytest.mark.parametrize("empty", ["", [""], ["a", ""], [[]], [[3], []]], ids=str)
+async def test_an_empty_text_is_refused_also_where_the_model_adds_tokens(
+    http: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch, empty: Any
+) -> None:
+    """An encoder's tokenizer puts two around any text, and a base's often one before it."""
+    monkeypatch.setattr(Letters, "encode", lambda _, text: [1, *(ord(character) % 61 for character in text), 2])
+    answer = await http.post("/v1/embeddings", json={"model": "base", "input": empty})
+    index = 0 if len(empty) < 2 else 1
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "input")
+    assert f"text {index} of input has no tokens" in answer.json()["error"]["message"]
+    told = await http.post("/v1/embeddings", json={"model": "base", "input": " "})
+    assert told.json()["usage"]["prompt_tokens"] == 3
+
+
 async def test_the_handle_gives_the_same_numbers_and_is_counted(service: Service) -> None:
     assert await python_calls.embed(service, "text", "sql", None, None) == expected("text", "sql")
     assert await python_calls.embed(service, ["a", "b"], None, "mean", 3) == [

@@ -109,6 +109,25 @@ async def test_a_name_is_chosen_for_what_the_caller_gets_under_it(own: Any) -> N
     assert await names(router, "sql", Caller("stranger", "key", PUBLIC), top_k=2) == ["one", "two"]
 
 
+async def test_those_that_the_caller_does_not_get_under_their_names_are_not_counted() -> None:
+    """Own names stand before those that others share, and these before everybody's."""
+    router, view, _ = router_of(
+        entry("one", "sql"), AliasEntry("two", (), 1, 0.0, tenant_id="ada"), entry("shared", ""),
+        entry("shared", "sql", "zed"), entry("three", "sql", "zed"),
+        *(entry(name, "sql", "default") for name in ("one", "two", "three", "shared", "four")),
+    )  # fmt: skip
+    assert (await router.decide("sql", ADA)).num_candidates == 3  # its own "one"; everybody's "three" and "four"
+    view.apply([(("ada", "shared"), None)])
+    assert (await router.decide("sql", ADA)).num_candidates == 4  # and the one that zed shares
+    for mode, ids, number in (("allow_list", ("one", "shared", "two"), 2), ("deny_list", ("one", "four"), 2)):
+        tenant = replace(ADA.tenant, model_mode=mode, model_ids=frozenset(ids))
+        assert (await router.decide("sql", ADA._replace(tenant=tenant))).num_candidates == number
+    assert (await router.decide("sql", Caller("stranger", "key", PUBLIC))).num_candidates == 5
+    view.apply([(("default", "three"), None), (("default", "four"), None), (("ada", "one"), None)])
+    view.apply([(("ada", "one"), entry("one", "")), (("zed", "shared"), None), (("default", "shared"), None)])
+    assert router.num_tokens("sql", ADA) == 0, "nothing that it gets under a name has a description"
+
+
 async def test_what_the_caller_may_not_use_is_neither_counted_nor_waited_for() -> None:
     router, _, bags = router_of(
         entry("own", "sql"), entry("hidden", "sql", "zed"), entry("shared", "sql", "zed"),

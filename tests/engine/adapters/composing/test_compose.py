@@ -135,6 +135,50 @@ def test_an_rslora_in_front_makes_the_sum_no_larger(method: Any, num_adapters: i
     np.testing.assert_allclose(derived, expected, atol=TOLERANCE, rtol=TOLERANCE)
 
 
+@pytest.mark.parametrize("method", ["svd", "ties_svd", "magnitude_prune_svd"])
+def test_without_a_rank_an_svd_has_the_largest_of_any_module(method: Any, tmp_path: Path) -> None:
+    """PEFT's is the largest of the configurations, which may be no module's and is then no part of an identity."""
+    torch.manual_seed(7)
+    model = tiny_model("llama", tie_word_embeddings=False)
+    spec, tokens = spec_of(model), random_tokens(model)
+    options = {"sql": {"target_modules": ["q_proj"], "r": 12, "rank_pattern": {"q_proj": 3}}}
+    options["tone"] = {"target_modules": ["q_proj", "v_proj"], "r": 5}
+    folders = saved(model, tmp_path, options)
+    adapters = {name: read_peft(folder, spec) for name, folder in folders.items()}
+    asked = {} if method == "svd" else {"density": 0.6}
+    found = {}
+    for rank, peft_rank in ((None, 5), (12, None)):
+        derived = mixed_by_us(adapters, spec, Recipe(method, svd_rank=rank, **asked))
+        found[rank] = our_logits(model, derived, tokens)
+        expected = peft_mix(model, folders, tokens, combination_type=method, svd_rank=peft_rank, **asked)
+        np.testing.assert_allclose(found[rank], expected, atol=TOLERANCE, rtol=TOLERANCE)
+    assert np.abs(found[None] - found[12]).max() > 100 * TOLERANCE
+
+
+@pytest.mark.parametrize("method", [method for method in METHODS if method != "cat"])
+def test_an_alpha_of_zero_adds_nothing_and_is_refused_where_it_would_vote(
+    method: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In PEFT the B of such an adapter elects signs and is counted in means, though no product ever uses it."""
+    torch.manual_seed(7)
+    model = tiny_model("llama", tie_word_embeddings=False)
+    spec, tokens = spec_of(model), random_tokens(model)
+    folders = saved(model, tmp_path, EQUAL_RANKS | {"law": EQUAL_RANKS["law"] | {"lora_alpha": 0}})
+    adapters = {name: read_peft(folder, spec) for name, folder in folders.items()}
+    asked: dict[str, Any] = {} if method in ("linear", "svd") else {"density": 0.6}
+    recipe = Recipe(method, **asked)
+    if method in ("ties", "dare_ties"):
+        said = rf"adapter 'law' has lora_alpha 0 for \w+ of layer 0, which .* a vote with '{method}'; .* '{method}_svd'"
+        with pytest.raises(CompositionRefused, match=said):
+            mixed_by_us(adapters, spec, recipe)
+        return
+    monkeypatch.setattr(peft.utils.merge_utils, "random_pruning", kept_columns)
+    monkeypatch.setattr(pruning, "randomly_pruned", kept_columns)
+    expected = peft_mix(model, folders, tokens, combination_type=method, **asked)
+    derived = mixed_by_us(adapters, spec, recipe)
+    np.testing.assert_allclose(our_logits(model, derived, tokens), expected, atol=TOLERANCE, rtol=TOLERANCE)
+
+
 def test_a_weighted_sum_is_side_by_side_and_exact() -> None:
     spec = tiny_spec()
     first, second = random_adapter(spec, 3, seed=1), random_adapter(spec, 8, ["q_proj"], seed=2)
