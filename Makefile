@@ -40,7 +40,7 @@ test: $(VENV)/.installed-test
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadscope --no-loadscope-reorder --durations 25 --durations-min 10 --max-worker-restart 1 $(PYTEST_ARGS)
 
 test-long:
-	@$(MAKE) test PYTEST_ARGS="--long $(PYTEST_ARGS)"
+	@$(MAKE) test PYTEST_ARGS="--long -o timeout=7200 -o faulthandler_timeout=7260 $(PYTEST_ARGS)"
 	$(BIN)/python -m pytest tests/e2e/service --engine xla
 
 lint: $(VENV)/.installed-test
