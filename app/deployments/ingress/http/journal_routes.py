@@ -1,6 +1,7 @@
 """The routes that tell what happens: status, jobs, events, audit.
 
-In: `Management`. Out: routes. Rule: a tenant reads what its own calls caused, an operator everything.
+In: `Management`. Out: routes. Rule: a tenant reads what its own calls caused, an operator everything; to a project
+records have ids of its own, as their numbers would tell how much happens to others.
 """
 
 from __future__ import annotations
@@ -15,9 +16,11 @@ from app.deployments.ingress.http.bodies import MAX_PAGE, int_query, page_body
 from app.deployments.ingress.http.managed import ManagedService
 from app.deployments.ingress.http.openapi import takes
 from app.deployments.ingress.management_bodies import job_body, record_body
-from app.deployments.ingress.tenants import http_caller
+from app.deployments.ingress.opaque_ids import OpaqueIds
+from app.deployments.ingress.tenants import Caller, http_caller
 from app.deployments.registry.entries import AuditRecord, Event
 from app.deployments.store.client import StoreClient
+from app.engine.errors import InvalidRequest
 
 #: Numbers of events and audit records.
 _MAX_ID = 2**53
@@ -47,20 +50,24 @@ def add_journal_routes(routes: APIRouter, service: ManagedService) -> None:
     @routes.get("/v1/events", openapi_extra=takes(None, "name", "limit", "before"))
     async def events(request: Request) -> Response:
         """What happened, the newest first."""
-        query, caller, store = _journal_query(request), http_caller(request), service.management.store
+        caller, store = http_caller(request), service.management.store
+        ids = _ids(caller, "event")
+        query = _journal_query(request, ids)
         if caller.kind == "project":
-            return _journal_page(await _own_events(store, query, caller.tenant_id), query.limit)
+            return _journal_page(await _own_events(store, query, caller.tenant_id), query.limit, ids)
         records = await store.events(query.name, limit=query.limit + 1, before=query.before, tenant_id=caller.tenant_id)
-        return _journal_page(records, query.limit)
+        return _journal_page(records, query.limit, ids)
 
     @routes.get("/v1/audit", openapi_extra=takes(None, "name", "limit", "before"))
     async def audit(request: Request) -> Response:
         """Who asked for what, the newest first."""
-        query = _journal_query(request)
+        caller = http_caller(request)
+        ids = _ids(caller, "audit")
+        query = _journal_query(request, ids)
         records = await service.management.store.audit(
-            query.name, limit=query.limit + 1, before=query.before, tenant_id=http_caller(request).tenant_id
+            query.name, limit=query.limit + 1, before=query.before, tenant_id=caller.tenant_id
         )
-        return _journal_page(records, query.limit)
+        return _journal_page(records, query.limit, ids)
 
 
 async def _own_events(store: StoreClient, query: _JournalQuery, tenant_id: str) -> list[Event]:
@@ -77,18 +84,32 @@ async def _own_events(store: StoreClient, query: _JournalQuery, tenant_id: str) 
 
 
 class _JournalQuery(NamedTuple):
-    """`before` is the id of the last record that is known."""
+    """`before` is the number of the last record that is known."""
 
     limit: int
     name: str | None
     before: int | None
 
 
-def _journal_query(request: Request) -> _JournalQuery:
+def _ids(caller: Caller, kind: str) -> OpaqueIds | None:
+    """What a caller knows records by; None: by their numbers."""
+    return OpaqueIds(caller.tenant.salt, kind) if caller.kind == "project" else None
+
+
+def _journal_query(request: Request, ids: OpaqueIds | None) -> _JournalQuery:
     """`?name=&limit=&before=`: the newest first."""
-    before = int_query(request, "before", 0, _MAX_ID) or None
-    return _JournalQuery(int_query(request, "limit", 100), request.query_params.get("name"), before)
+    limit, name = int_query(request, "limit", 100), request.query_params.get("name")
+    known = request.query_params.get("before")
+    if ids is None or known is None:
+        return _JournalQuery(limit, name, int_query(request, "before", 0, _MAX_ID) or None)
+    before = ids.number_of(known)
+    if before is None:
+        raise InvalidRequest(f"before is {known[:40]!r}; it is the id of a record of this list", param="before")
+    return _JournalQuery(limit, name, before)
 
 
-def _journal_page(records: Sequence[Event] | Sequence[AuditRecord], limit: int) -> Response:
-    return JSONResponse(page_body([record_body(record) for record in records[:limit]], has_more=len(records) > limit))
+def _journal_page(records: Sequence[Event] | Sequence[AuditRecord], limit: int, ids: OpaqueIds | None) -> Response:
+    told = [record_body(record) for record in records[:limit]]
+    if ids is not None:
+        told = [body | {"id": ids.id_of(body["id"])} for body in told]
+    return JSONResponse(page_body(told, has_more=len(records) > limit))

@@ -188,6 +188,35 @@ async def test_pages_of_events_do_not_tell_of_what_others_caused(org: Org) -> No
     assert await pages() == before
 
 
+@pytest.mark.parametrize("path", ["/v1/events", "/v1/audit"])
+async def test_ids_of_records_do_not_tell_how_much_others_do(org: Org, path: str) -> None:
+    """They are the reader's own; pages go on behind them, and nobody else's mean anything."""
+    for name, alias in (("ada", "one"), ("bob", "others"), ("bob", "others-too"), ("ada", "two")):
+        answer = await org.ask(name, "PUT", f"/v1/aliases/{alias}", json={"targets": {"base": 1}})
+        assert answer.status_code == 200, answer.text
+    whole = (await org.ask("ada", "GET", path)).json()
+    ids = [record["id"] for record in whole["data"]]
+    assert [record["name"] for record in whole["data"]][:2] == ["two", "one"]
+    assert whole["first_id"] == ids[0]
+    assert all(isinstance(each, str) and len(each) == 48 for each in ids)
+    assert len(set(ids)) == len(ids)
+    paged, before = [], ""
+    while True:
+        page = (await org.ask("ada", "GET", f"{path}?limit=1{before}")).json()
+        paged += [record["id"] for record in page["data"]]
+        if not page["has_more"]:
+            break
+        before = f"&before={page['last_id']}"
+    assert paged == ids
+    other = "/v1/audit" if path == "/v1/events" else "/v1/events"
+    for who, where, known in (("bob", path, ids[0]), ("ada", other, ids[0]), ("ada", path, "7"), ("ada", path, "é")):
+        refused = await org.ask(who, "GET", f"{where}?before={known}")
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "before")
+    project = {"OpenAI-Project": org.ids["ada"]}
+    numbers = [each["id"] for each in (await org.ask("admin", "GET", path, headers=project)).json()["data"]]
+    assert all(isinstance(each, int) for each in numbers), "operators see the numbers"
+
+
 async def test_a_shared_alias_does_not_say_in_lists_what_it_stands_for(org: Org) -> None:
     await org.ask("ada", "PUT", "/v1/aliases/prod", json={"targets": {"secret": 1}})
     share = f"/v1/tenants/{org.ids['ada']}/shares/prod"
