@@ -193,8 +193,25 @@ def _ask_everything(http: httpx.Client, headers: Mapping[str, str], made: Made) 
         *(f"/v1/tenants/{made.project_id}", f"{project}/api_keys/{key}"),
     ):
         http.get(path, headers=headers)
+    _keep_everything(http, headers, key)
     http.post("/v1/load_lora_adapter", headers=headers, json={"lora_name": "mine", "lora_path": f"/nowhere/{key}"})
     http.delete(f"/v1/loras/{key}", headers=headers)
+
+
+def _keep_everything(http: httpx.Client, headers: Mapping[str, str], key: str) -> None:
+    """What clients call what is kept for them."""
+    endpoint, body = "/v1/completions", {"model": "tiny", "prompt": "x", "max_tokens": 2}
+    line = json.dumps({"custom_id": "c", "method": "POST", "url": endpoint, "body": body})
+    for name in (f"{key}.jsonl", "in.jsonl"):
+        files = {"file": (name, line)}
+        answer = http.post("/v1/files", headers=headers, files=files, data={"purpose": "batch", "expires_after": key})
+        answer = http.post("/v1/files", headers=headers, files=files, data={"purpose": "batch"})
+    wanted = {"input_file_id": answer.json().get("id", "none"), "endpoint": endpoint, "completion_window": "24h"}
+    for metadata in ({key: "x"}, {"x": key}):
+        http.post("/v1/batches", headers=headers, json=wanted | {"metadata": metadata})
+        stored = {"model": "tiny", "input": "x", "max_output_tokens": 16, "store": True, "metadata": metadata}
+        http.post("/v1/responses", headers=headers, json=stored)
+    http.post("/v1/batches", headers=headers, json=wanted | {"input_file_id": key})
 
 
 def _no_http(keyed: Keyed, key: str) -> bytes:
