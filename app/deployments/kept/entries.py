@@ -11,6 +11,7 @@ from typing import Literal, NamedTuple
 
 from app.engine.errors import InvalidRequest, NotFound, PolyloraError
 from app.engine.message import message
+from app.redaction import without_keys
 
 BatchStatus = Literal[
     "validating", "in_progress", "finalizing", "completed", "failed", "expired", "cancelling", "cancelled"
@@ -119,8 +120,8 @@ class BatchPage(NamedTuple):
 
 
 def absent(what: str, id_: str) -> NotFound:
-    """For one that is not there, and for another tenant's."""
-    return NotFound(f"there is no {what} {id_[:80]!r}")
+    """For one that is not there, and for another tenant's. Ray keeps what is raised in an actor, and shows it."""
+    return NotFound(f"there is no {what} {without_keys(id_)[:80]!r}")
 
 
 def no_purpose(purpose: str) -> InvalidRequest:

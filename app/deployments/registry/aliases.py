@@ -20,6 +20,7 @@ from app.deployments.registry.journal import NewEvent, record_audit, record_even
 from app.deployments.registry.tables import adapters, alias_targets, aliases, named
 from app.deployments.registry.view import Entry, Key
 from app.engine.errors import InvalidRequest, NotFound
+from app.redaction import without_keys
 
 MAX_TARGETS = 16
 
@@ -56,7 +57,7 @@ class Aliases:
             if all(item.name != target for item in targets):
                 known = ", ".join(repr(item.name) for item in targets)
                 raise InvalidRequest(
-                    f"{target[:80]!r} is no target of alias {name!r}, which has {known}", param="target"
+                    f"{without_keys(target)[:80]!r} is no target of alias {name!r}, which has {known}", param="target"
                 )
             return self._put(connection, name, {target: 1.0}, tenant_id, who)
 
@@ -172,7 +173,8 @@ class Aliases:
         absent = set(targets) - self.base_names - _living(connection, self._base, tenant_id, list(targets))
         if absent:
             raise NotFound(
-                f"no adapter is registered as {min(absent)[:80]!r}; register it before an alias points to it"
+                f"no adapter is registered as {without_keys(min(absent))[:80]!r}; register it before an alias points "
+                "to it"
             )
 
     def _record(
@@ -260,4 +262,4 @@ def _alias(row: Mapping[Any, Any], targets: tuple[AliasTarget, ...]) -> AliasEnt
 
 
 def _absent(name: str) -> NotFound:
-    return NotFound(f"there is no alias {name[:80]!r}; GET /v1/aliases lists them")
+    return NotFound(f"there is no alias {without_keys(name)[:80]!r}; GET /v1/aliases lists them")

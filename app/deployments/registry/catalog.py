@@ -29,6 +29,7 @@ from app.deployments.registry.tier_events import Move
 from app.deployments.registry.use import forget_use, note_uses
 from app.engine.adapters.composing.composition import shown_source
 from app.engine.errors import AdapterBusy, InvalidRequest, NotFound
+from app.redaction import without_keys
 
 #: A new replica is offered the last used of so many contents.
 MAX_HOT = 1024
@@ -377,7 +378,7 @@ def _note_generation(connection: Connection, base_digest: str, entry: CatalogEnt
 
 def not_registered(name: str) -> NotFound:
     """What to raise for a name that means nothing."""
-    return NotFound(f"no adapter is registered as {name[:80]!r}; GET /v1/loras lists the registered ones")
+    return NotFound(f"no adapter is registered as {without_keys(name)[:80]!r}; GET /v1/loras lists the registered ones")
 
 
 def _quotient(number: float, weight: float) -> float:

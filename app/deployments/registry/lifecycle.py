@@ -39,6 +39,7 @@ from app.deployments.registry.tier_events import TierEvents
 from app.deployments.registry.unloading import Unloads
 from app.deployments.registry.use import UseBook
 from app.engine.errors import InvalidRequest, NotFound, NotReady
+from app.redaction import without_keys
 
 
 class Store(Reader, Protocol):
@@ -189,7 +190,7 @@ class Lifecycle:
             return running
         job = await asyncio.to_thread(self._registry.jobs.get, job_id, tenant_id=tenant_id)
         if job is None:
-            raise NotFound(f"there is no job {job_id[:80]!r}")
+            raise NotFound(f"there is no job {without_keys(job_id)[:80]!r}")
         return job
 
     def check_name(self, name: str) -> None:

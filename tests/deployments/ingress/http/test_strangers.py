@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import httpx
@@ -16,7 +17,10 @@ from app.deployments.ingress.http.batch_answers import BatchAnswers
 from app.deployments.ingress.http.guard import DoorRules
 from app.deployments.ingress.http.openapi import api_routes
 from app.deployments.ingress.tenants import handle_caller
+from app.deployments.kept.entries import NewBatch
 from app.deployments.registry.journal import NewEvent, record_events
+from app.engine.errors import PolyloraError
+from app.redaction import holds_key
 from tests.deployments.ingress.http.test_door import CHAT, Org, org
 from tests.deployments.managed import wanted
 
@@ -279,6 +283,34 @@ async def test_a_combination_is_denied_by_its_own_name_and_by_those_of_its_parts
         answer = await org.ask("ada", "POST", "/v1/messages/count_tokens", json=body | {"messages": MESSAGES})
         statuses.append(answer.status_code)
     assert statuses == expected
+
+
+async def test_what_actors_raise_holds_no_key(org: Org) -> None:
+    """Ray keeps it, and its dashboard shows it."""
+    service, key, its = org.service, org.keys["ada"], {"tenant_id": org.ids["ada"]}
+    kept, store, mine = service.kept, service.management.store, its | {"who": "test"}
+    await store.put_alias("prod", {"base": 1.0}, **mine)
+    asked: list[Callable[[], Awaitable[object]]] = [
+        lambda: kept.file(key, **its),
+        lambda: kept.batch(key, **its),
+        lambda: kept.response(key, **its),
+        lambda: kept.file_page(limit=1, after=key, purpose=None, newest=True, **its),
+        lambda: kept.create_batch(NewBatch(its["tenant_id"], "", "/v1/completions", key, 1.0, 1.0, 1, "{}")),
+        lambda: store.put_alias("prod", {key: 1.0}, **mine),
+        lambda: store.put_alias(key, {"base": 1.0}, **mine),
+        lambda: store.promote_alias("prod", key, **mine),
+        lambda: store.promote_alias(key, "base", **mine),
+        lambda: store.alias_versions(key, **its),
+        lambda: store.remove_alias(key, **mine),
+        lambda: store.begin_unload(key, **mine),
+        lambda: store.describe(key, **its),
+        lambda: store.read(key, **mine),
+        lambda: store.job(key, **its),
+    ]
+    for ask in asked:
+        with pytest.raises(PolyloraError) as caught:
+            await ask()
+        assert not holds_key(str(caught.value))
 
 
 async def test_no_description_holds_a_key(org: Org) -> None:
