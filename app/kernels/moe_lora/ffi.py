@@ -43,29 +43,57 @@ _operands, _results = reader(_Operands), reader(_Results, after=_Operands)
 _quantised_operands, _quantised_results = reader(_QuantisedOperands), reader(_Results, after=_QuantisedOperands)
 
 
+#: Where the first phase leaves for the second, among its counters, panels of a piece and groups that have rows.
+_SIZE, _NUM_BUSY = 9, 10
+
+
 @compiled
 def _multiply_busy(team, phase, x, starts, stack, at, out):
-    """out[i] = stack[at + g] applied to x[i] for the rows i of each group g. One phase, a piece being a few panels of
-    one group: pieces are counted as if every group that could have rows had some."""
-    num_groups, num_panels, num_rows, done = starts.shape[0] - 1, out.shape[1] // PANEL, starts[-1], 0
-    busy = np.empty(num_groups, np.int64)
+    """out[i] = stack[at + g] applied to x[i] for the rows i of each group g. Two phases: one thread counts the pieces,
+    which are a few panels of one group; then all compute them.
+
+    How many there are is told by the call's own record: whoever comes late may find in `starts`, which decides it, what
+    XLA has put there since. So nobody reads `starts` who has not a piece, for which the call waits.
+    """
+    num_groups, num_panels, done = starts.shape[0] - 1, out.shape[1] // PANEL, 0
+    if take(team, phase) == 0:
+        num_busy = np.int64(0)
+        for group in range(num_groups):
+            num_busy += starts[group + 1] > starts[group]
+        num_rows = np.int64(starts[num_groups])
+        team[phase, _SIZE] = min(panels_per_piece(2 * num_rows // max(num_busy, 1), num_panels), num_panels)
+        team[phase, _NUM_BUSY] = num_busy
+        done = 1
+    leave(team, phase, 1, done)
+    size = team[phase, _SIZE]
+    count = -(-num_panels // size)
+    num_pieces, done = team[phase, _NUM_BUSY] * count, 0
+    phase += 1
+    index = take(team, phase)
+    if index < num_pieces:
+        busy = _busy_groups(starts)
+        while index < num_pieces:
+            group, panel = busy[index // count], index % count * size
+            low, high = starts[group], starts[group + 1]
+            end = min(panel + size, num_panels)
+            multiply_any_panels(
+                x[low:high], layer_panels(stack, at + group), panel, end, out[low:high], False, NO_FETCH
+            )
+            done += 1
+            index = take(team, phase)
+    return leave(team, phase, num_pieces, done)
+
+
+@compiled
+def _busy_groups(starts):
+    """Those that have rows, in their order."""
+    busy = np.empty(starts.shape[0] - 1, np.int64)
     num_busy = 0
-    for group in range(num_groups):
+    for group in range(starts.shape[0] - 1):
         if starts[group + 1] > starts[group]:
             busy[num_busy] = group
             num_busy += 1
-    size = min(panels_per_piece(2 * num_rows // max(num_busy, 1), num_panels), num_panels)
-    count = -(-num_panels // size)
-    num_pieces = num_busy * count
-    index = take(team, phase)
-    while index < num_pieces:
-        group, panel = busy[index // count], index % count * size
-        low, high = starts[group], starts[group + 1]
-        end = min(panel + size, num_panels)
-        multiply_any_panels(x[low:high], layer_panels(stack, at + group), panel, end, out[low:high], False, NO_FETCH)
-        done += 1
-        index = take(team, phase)
-    return leave(team, phase, num_pieces, done)
+    return busy[:num_busy]
 
 
 def _multiply(record: int) -> None:
