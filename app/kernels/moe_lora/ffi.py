@@ -57,11 +57,11 @@ def _multiply_busy(team, phase, x, starts, stack, at, out):
     """
     num_groups, num_panels, done = starts.shape[0] - 1, out.shape[1] // PANEL, 0
     if take(team, phase) == 0:
-        num_busy = np.int64(0)
+        num_busy = 0
         for group in range(num_groups):
-            num_busy += starts[group + 1] > starts[group]
-        num_rows = np.int64(starts[num_groups])
-        team[phase, _SIZE] = min(panels_per_piece(2 * num_rows // max(num_busy, 1), num_panels), num_panels)
+            if starts[group + 1] > starts[group]:
+                num_busy += 1
+        team[phase, _SIZE] = min(panels_per_piece(2 * starts[num_groups] // max(num_busy, 1), num_panels), num_panels)
         team[phase, _NUM_BUSY] = num_busy
         done = 1
     leave(team, phase, 1, done)
