@@ -55,13 +55,10 @@ def _multiply_busy(team, phase, x, starts, stack, at, out):
     How many there are is told by the call's own record: whoever comes late may find in `starts`, which decides it, what
     XLA has put there since. So nobody reads `starts` who has not a piece, for which the call waits.
     """
-    num_groups, num_panels, done = starts.shape[0] - 1, out.shape[1] // PANEL, 0
+    num_panels, done = out.shape[1] // PANEL, 0
     if take(team, phase) == 0:
-        num_busy = 0
-        for group in range(num_groups):
-            if starts[group + 1] > starts[group]:
-                num_busy += 1
-        team[phase, _SIZE] = min(panels_per_piece(2 * starts[num_groups] // max(num_busy, 1), num_panels), num_panels)
+        num_busy = len(_busy_groups(starts))
+        team[phase, _SIZE] = min(panels_per_piece(2 * starts[-1] // max(num_busy, 1), num_panels), num_panels)
         team[phase, _NUM_BUSY] = num_busy
         done = 1
     leave(team, phase, 1, done)
