@@ -11,7 +11,6 @@ not asked uses next to no CPU. Prompts are fresh in every round.
 from __future__ import annotations
 
 import argparse
-import asyncio
 from collections import defaultdict
 from contextlib import ExitStack
 from functools import partial
@@ -22,9 +21,8 @@ import numpy as np
 
 from app.cli.settings_file import read_settings
 from app.config import AppConfig
-from load_tests.http.client import Endpoint, closed_loop
+from load_tests.http.client import Endpoint, answers_s
 from load_tests.http.lengths import words
-from load_tests.http.workload import PlannedRequest
 from load_tests.measuring import environment, numbers, ratios, rounds, spread
 from load_tests.process_tree import cpu_seconds
 from load_tests.service import ROOT, Service, free_port, serve_arguments
@@ -58,21 +56,15 @@ class Bench:
         """Tokens per second over the whole run. Raises RuntimeError when a request fails."""
         url, session_id = self._services[case.side]
         models = self._models if case.with_adapters else [self._base]
-        requests = [
-            PlannedRequest(
-                index, 0.0, models[index % len(models)], "bench", words(self._num_words, self._rng), self._num_tokens
-            )
-            for index in range(case.num_streams * self._per_stream)
-        ]
+        num_requests = case.num_streams * self._per_stream
+        prompts = [words(self._num_words, self._rng) for _ in range(num_requests)]
         before = sum(cpu_seconds(session_id).values())
+        asked = [models[index % len(models)] for index in range(num_requests)]
         endpoint = Endpoint(url, extra_body={"ignore_eos": True})
-        outcomes = asyncio.run(closed_loop(endpoint, requests, case.num_streams))
-        for outcome in outcomes:
-            if outcome.error is not None or outcome.completion_tokens != self._num_tokens:
-                raise RuntimeError(f"{case}: {outcome.model}: {outcome.error or outcome.completion_tokens}")
-        num_tokens = len(requests) * self._num_tokens
+        seconds = answers_s(endpoint, asked, prompts, self._num_tokens, case.num_streams)
+        num_tokens = num_requests * self._num_tokens
         self.cpu_us[case].append((sum(cpu_seconds(session_id).values()) - before) / num_tokens * 1e6)
-        return num_tokens / max(outcome.done_s for outcome in outcomes)
+        return num_tokens / seconds
 
 
 def table(bench: Bench, streams: tuple[int, ...], num_rounds: int) -> str:

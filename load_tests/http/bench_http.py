@@ -12,7 +12,6 @@ of each of the service's processes. With `--url` the service is one that runs al
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
 import time
 from collections import defaultdict
@@ -33,9 +32,8 @@ from app.engine.models.sources import resolve_model
 from app.engine.models.tokenizer import load_tokenizer
 from app.engine.open import load_backend
 from load_tests.decoding import EngineDecoder
-from load_tests.http.client import Endpoint, closed_loop
+from load_tests.http.client import Endpoint, answers_s
 from load_tests.http.lengths import words
-from load_tests.http.workload import PlannedRequest
 from load_tests.measuring import environment, numbers, ratios, rounds, spread
 from load_tests.process_tree import cpu_seconds
 from load_tests.service import Service, free_port, serve_arguments
@@ -82,7 +80,8 @@ class Bench:
         num_tokens = case.num_streams * self._num_tokens
         if case.over_http:
             before = self._cpu_seconds()
-            seconds = self._http_s(prompts, adapters)
+            models = [self._base_name if adapter is None else self._names[adapter] for adapter in adapters]
+            seconds = answers_s(self._endpoint, models, prompts, self._num_tokens, case.num_streams)
             for role, used in self._cpu_seconds().items():
                 self.cpu_us[case.num_streams][role].append((used - before.get(role, 0.0)) / num_tokens * 1e6)
             return num_tokens / seconds
@@ -92,24 +91,6 @@ class Bench:
 
     def _cpu_seconds(self) -> Mapping[str, float]:
         return {} if self._session_id is None else cpu_seconds(self._session_id)
-
-    def _http_s(self, prompts: Sequence[str], adapters: Sequence[int | None]) -> float:
-        requests = [
-            PlannedRequest(
-                index=i,
-                arrival_s=0.0,
-                model=self._base_name if adapter is None else self._names[adapter],
-                tenant="bench",
-                prompt=prompt,
-                max_tokens=self._num_tokens,
-            )
-            for i, (prompt, adapter) in enumerate(zip(prompts, adapters, strict=True))
-        ]
-        outcomes = asyncio.run(closed_loop(self._endpoint, requests, len(requests)))
-        for outcome in outcomes:
-            if outcome.error is not None or outcome.completion_tokens != self._num_tokens:
-                raise RuntimeError(f"{outcome.model}: {outcome.error or f'{outcome.completion_tokens} tokens'}")
-        return max(outcome.done_s for outcome in outcomes) - min(outcome.due_s for outcome in outcomes)
 
 
 def run(bench: Bench, streams: Sequence[int], num_rounds: int, log: Callable[[dict[str, object]], None]) -> str:

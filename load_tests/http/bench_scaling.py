@@ -265,9 +265,8 @@ def main() -> None:
                 for index in range(fleet.num_pinned):
                     body = {"base_model": MODEL, "lora_model": f"a{index}", "pin_lora": True}
                     httpx.post(f"{url}/v1/load_lora", json=body, timeout=300).raise_for_status()
-                while (
-                    num_writes(url, fleet.num_pinned) < fleet.num_pinned
-                ):  # what the first replica has written is told
+                # What the first replica has written is told.
+                while num_writes(url, fleet.num_pinned) < fleet.num_pinned:
                     time.sleep(1.0)
                 for name, lines in rows.items():
                     while len(processes(service.process.pid)["engine"]) > 1:

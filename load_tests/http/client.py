@@ -124,6 +124,24 @@ async def closed_loop(
     return sorted((outcome for task in tasks for outcome in task.result()), key=lambda outcome: outcome.index)
 
 
+def answers_s(
+    endpoint: Endpoint, models: Sequence[str], prompts: Sequence[str], num_tokens: int, num_streams: int
+) -> float:
+    """Seconds from the first request to the last token: each prompt to its model, `num_streams` at a time.
+
+    Raises RuntimeError when a request fails, or its answer has not `num_tokens`.
+    """
+    requests = [
+        PlannedRequest(index, 0.0, model, "bench", prompt, num_tokens)
+        for index, (model, prompt) in enumerate(zip(models, prompts, strict=True))
+    ]
+    outcomes = asyncio.run(closed_loop(endpoint, requests, num_streams))
+    for outcome in outcomes:
+        if outcome.error is not None or outcome.completion_tokens != num_tokens:
+            raise RuntimeError(f"{outcome.model}: {outcome.error or f'{outcome.completion_tokens} tokens'}")
+    return max(outcome.done_s for outcome in outcomes) - min(outcome.due_s for outcome in outcomes)
+
+
 def _session(endpoint: Endpoint) -> aiohttp.ClientSession:
     # By default aiohttp rounds a timeout above five seconds up, to a whole second of the loop's clock.
     timeout = aiohttp.ClientTimeout(total=endpoint.timeout_s, ceil_threshold=math.inf)

@@ -90,11 +90,17 @@ def kept_columns(tensor: Any, density: float, *_: Any, **__: Any) -> Any:
     return tensor * (torch.from_numpy(mask) if isinstance(tensor, torch.Tensor) else mask) / density
 
 
+@pytest.fixture
+def agreed_pruning(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is dropped at random is the same on both sides."""
+    monkeypatch.setattr(peft.utils.merge_utils, "random_pruning", kept_columns)
+    monkeypatch.setattr(pruning, "randomly_pruned", kept_columns)
+
+
+@pytest.mark.usefixtures("agreed_pruning")
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("layout", ["equal ranks", "mixed ranks", "fused"])
-def test_combinations_are_those_of_peft(
-    method: Any, layout: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_combinations_are_those_of_peft(method: Any, layout: str, tmp_path: Path) -> None:
     options = {"equal ranks": EQUAL_RANKS, "mixed ranks": MIXED_RANKS, "fused": FUSED}[layout]
     torch.manual_seed(7)  # which of two values is larger must not hang on a last bit
     model = tiny_model("phi3" if layout == "fused" else "llama", tie_word_embeddings=False)
@@ -107,8 +113,6 @@ def test_combinations_are_those_of_peft(
         with pytest.raises(CompositionRefused, match=r"ranks \[.*\] differ, and .* needs equal ones; use 'cat'"):
             mixed_by_us(adapters, spec, recipe)
         return
-    monkeypatch.setattr(peft.utils.merge_utils, "random_pruning", kept_columns)
-    monkeypatch.setattr(pruning, "randomly_pruned", kept_columns)
     expected = peft_mix(model, folders, tokens, combination_type=method, **asked)
     derived = mixed_by_us(adapters, spec, recipe)
     np.testing.assert_allclose(our_logits(model, derived, tokens), expected, atol=TOLERANCE, rtol=TOLERANCE)
@@ -155,10 +159,9 @@ def test_without_a_rank_an_svd_has_the_largest_of_any_module(method: Any, tmp_pa
     assert np.abs(found[None] - found[12]).max() > 100 * TOLERANCE
 
 
+@pytest.mark.usefixtures("agreed_pruning")
 @pytest.mark.parametrize("method", [method for method in METHODS if method != "cat"])
-def test_an_alpha_of_zero_adds_nothing_and_is_refused_where_it_would_vote(
-    method: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_alpha_of_zero_adds_nothing_and_is_refused_where_it_would_vote(method: Any, tmp_path: Path) -> None:
     """In PEFT the B of such an adapter elects signs and is counted in means, though no product ever uses it."""
     torch.manual_seed(7)
     model = tiny_model("llama", tie_word_embeddings=False)
@@ -172,8 +175,6 @@ def test_an_alpha_of_zero_adds_nothing_and_is_refused_where_it_would_vote(
         with pytest.raises(CompositionRefused, match=said):
             mixed_by_us(adapters, spec, recipe)
         return
-    monkeypatch.setattr(peft.utils.merge_utils, "random_pruning", kept_columns)
-    monkeypatch.setattr(pruning, "randomly_pruned", kept_columns)
     expected = peft_mix(model, folders, tokens, combination_type=method, **asked)
     derived = mixed_by_us(adapters, spec, recipe)
     np.testing.assert_allclose(our_logits(model, derived, tokens), expected, atol=TOLERANCE, rtol=TOLERANCE)
