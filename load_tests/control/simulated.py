@@ -14,7 +14,7 @@ from typing import Generic, TypeVar
 
 from app.config import LimitsConfig, PlacementConfig
 from app.deployments.ingress.assigner import Assigner
-from app.deployments.ingress.cold import ColdRequests
+from app.deployments.ingress.cold_start_limiter import ColdStartLimiter
 from app.deployments.ingress.dispatcher import Dispatcher
 from app.deployments.ingress.heads import Heads
 from app.deployments.ingress.links import Links
@@ -103,7 +103,7 @@ class SimulatedIngress(Generic[T]):
         self.assigner = Assigner(
             self.links, self.placer, policy, clock, random.Random(seed), limits.replica_wait_s, heads.of
         )
-        self.cold = ColdRequests(self.placer, limits)
+        self.cold = ColdStartLimiter(self.placer, limits)
         self.dispatcher = Dispatcher(_AtOnce(self.assigner), self.links, self.cold)
         watched_loads = WatchedLoads(service.watch_loads, ingress_id, self.loads.take)
         self.followers = [asyncio.create_task(follow()) for follow in (self.watched.follow, watched_loads.follow)]

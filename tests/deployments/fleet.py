@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from app.config import LimitsConfig, PlacementConfig
 from app.deployments.ingress.assigner import Assigner
-from app.deployments.ingress.cold import ColdRequests
+from app.deployments.ingress.cold_start_limiter import ColdStartLimiter
 from app.deployments.ingress.dispatcher import Dispatcher
 from app.deployments.ingress.heads import Heads
 from app.deployments.ingress.links import Links
@@ -110,7 +110,7 @@ class FleetDispatcher(Dispatcher):
         links = Links(fleet, fleet, Loads(clock))
         heads = Heads((fleet.spec or fake_spec()).digest, LIMITS.block_size)
         self.assigner = Assigner(links, fleet, fleet.policy, clock, random.Random(0), replica_wait_s, heads.of)
-        super().__init__(Unbatched(self.assigner), links, ColdRequests(fleet, LimitsConfig()))
+        super().__init__(Unbatched(self.assigner), links, ColdStartLimiter(fleet, LimitsConfig()))
 
     async def close(self) -> None:
         await self.assigner.close()

@@ -1,8 +1,8 @@
-"""What the names of adapters mean now.
+"""What an ingress does with an adapter that a request names: it has the store read it ahead, and reads its card.
 
-In: a tenant and a name or alias. Out: the adapter that a request for it goes to. An adapter that is on no device is
-read ahead by the store, while its request is tokenized and given to a replica. Rule: what was asked for a moment ago is
-not asked for again, and of many cold adapters only so many are: a replica asks for the others when it needs them.
+An adapter that is on no device is read by the store while its request is tokenized and given to a replica. An adapter
+that was asked for a moment ago is not asked for again, and at most `MAX_EXPECTED` are read at a time: a replica asks
+for the others when it needs them.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 from app.deployments.links.tasks import Tasks
 from app.deployments.placement.placer import Placer
 from app.deployments.registry.view import RegistryView
+from app.deployments.store.client import StoreClient
 from app.engine.adapters.card import AdapterRef
 from app.engine.adapters.composing.composition import is_composition, read_composition
 from app.engine.adapters.invocation import is_activated
@@ -26,24 +26,14 @@ logger = logging.getLogger(__name__)
 AGAIN_AFTER_S = 5.0
 #: Adapters that are read ahead at a time.
 MAX_EXPECTED = 256
-
-
 #: The store is told at most this often that an adapter will be asked for.
 EXPECTED_S = 1.0
-
-
-class ReadAhead(Protocol):
-    """The part of `StoreClient` that is used here."""
-
-    async def expect(self, ref: AdapterRef) -> None:
-        """Read this adapter: a replica will ask for it soon."""
-        ...
 
 
 class AdapterNames:
     """One per ingress, over its copy of the registry and of placement's table. `clock` gives seconds."""
 
-    def __init__(self, registry: RegistryView, placer: Placer, store: ReadAhead, clock: Callable[[], float]) -> None:
+    def __init__(self, registry: RegistryView, placer: Placer, store: StoreClient, clock: Callable[[], float]) -> None:
         self._registry = registry
         self._placer = placer
         self._store = store
@@ -51,14 +41,6 @@ class AdapterNames:
         self._asking: set[str] = set()  # digests that the store is being asked to read
         self._asked_s: dict[str, float] = {}  # those that it was asked for, and when, in that order
         self._tasks = Tasks()
-
-    def means_base(self, name: str, base_name: str, sticky_key: str, tenant_id: str) -> bool:
-        """Whether a name is an alias, and equal keys choose the base of it."""
-        return self._registry.means_base(name, base_name, sticky_key, tenant_id)
-
-    def resolve(self, name: str, sticky_key: str, tenant_id: str) -> AdapterRef | None:
-        """The adapter; equal keys choose the same one of an alias's. None: there is no such name."""
-        return self._registry.resolve(name, sticky_key, tenant_id)
 
     def expect(self, ref: AdapterRef) -> None:
         """A request with this adapter is on its way: have it read unless it is on a device.
@@ -68,8 +50,10 @@ class AdapterNames:
         if not self._placer.view.is_resident(ref.digest) and not self._registry.invocation(ref):
             self._read_ahead(ref)
 
-    def needed(self, ref: AdapterRef, prompts: Sequence[Sequence[int]]) -> list[bool]:
-        """Of each prompt, in token ids, whether its answer needs the adapter (`app.engine.adapters.invocation`)."""
+    def needed(self, ref: AdapterRef | None, prompts: Sequence[Sequence[int]]) -> list[bool]:
+        """For each prompt, in token ids, whether its answer needs the adapter (`app.engine.adapters.invocation`)."""
+        if ref is None:
+            return [False] * len(prompts)
         invocation = self._registry.invocation(ref)
         if not invocation:
             return [True] * len(prompts)
@@ -78,11 +62,13 @@ class AdapterNames:
             self._read_ahead(ref)
         return found
 
-    def text(self, ref: AdapterRef) -> str:
-        """What of the adapter's chat template and special tokens is its own (`AdapterCard.text`).
+    def text(self, ref: AdapterRef | None) -> str:
+        """The chat template and special tokens that are the adapter's own (`AdapterCard.text`); "" for the base.
 
         Several at once have one between them, or the store refuses to combine them.
         """
+        if ref is None:
+            return ""
         if not is_composition(ref.uri):
             return self._registry.text(ref)
         return next(filter(None, (self.text(part.ref) for part in read_composition(ref.uri).parts)), "")

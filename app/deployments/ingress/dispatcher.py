@@ -15,7 +15,7 @@ from collections.abc import AsyncGenerator, Callable
 from dataclasses import replace
 from typing import Protocol
 
-from app.deployments.ingress.cold import ColdRequests
+from app.deployments.ingress.cold_start_limiter import ColdStartLimiter
 from app.deployments.ingress.links import Links
 from app.deployments.ingress.streams import ReplicaFull, Stream
 from app.engine.errors import EngineFailure, PolyloraError
@@ -41,7 +41,7 @@ class Batcher(Protocol):
 class Dispatcher:
     """All streams of one ingress process, on one event loop."""
 
-    def __init__(self, batcher: Batcher, links: Links, cold: ColdRequests, count: CountEnded | None = None) -> None:
+    def __init__(self, batcher: Batcher, links: Links, cold: ColdStartLimiter, count: CountEnded | None = None) -> None:
         """`count` is told what replicas have computed that died, of requests that no other goes on with."""
         self._count = count
         self._batcher = batcher

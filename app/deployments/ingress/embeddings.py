@@ -11,21 +11,19 @@ import base64
 import secrets
 from collections.abc import Callable, Sequence
 from contextlib import aclosing
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import numpy as np
 from pydantic_core import to_json
 
 from app.deployments.ingress.body import Body
-from app.deployments.ingress.frontend import Admit
+from app.deployments.ingress.frontend import Admit, Frontend
 from app.deployments.ingress.job import Job, StreamSource
 from app.deployments.ingress.results import usage_body
-from app.deployments.ingress.schema import Count, Texts, WeightedAdapter, WeightedAdapters, entries
+from app.deployments.ingress.schema import Count, Texts, WeightedAdapters, entries
 from app.deployments.ingress.tenants import Caller
-from app.deployments.ingress.text import Decoder
-from app.engine.adapters.card import AdapterRef
 from app.engine.errors import ContextOverflow, EngineFailure, InvalidRequest
-from app.engine.models.spec import ModelSpec, Pooling
+from app.engine.models.spec import Pooling
 from app.engine.request import GenerateRequest, PoolingParams, SamplingParams
 
 #: Texts of one request, as at OpenAI.
@@ -52,47 +50,10 @@ class EmbeddingsRequest(Body):
         return entries(self.input)
 
 
-class EmbeddedModel(Protocol):
-    """The base model as far as embeddings are concerned (`TextModel`)."""
-
-    @property
-    def spec(self) -> ModelSpec: ...
-
-    @property
-    def max_context(self) -> int: ...
-
-    def decoder(self) -> Decoder: ...
-
-
-class EmbeddingNames(Protocol):
-    """What of the frontend is used here."""
-
-    @property
-    def text_model(self) -> EmbeddedModel: ...
-
-    @property
-    def request_timeout_s(self) -> float: ...
-
-    async def find_adapter(
-        self,
-        model: str,
-        caller: Caller,
-        lora_path: str | None = None,
-        user: str | None = None,
-        adapters: Sequence[WeightedAdapter] | None = None,
-    ) -> AdapterRef | None: ...
-
-    def needed(self, ref: AdapterRef | None, prompts: Sequence[Sequence[int]]) -> list[bool]: ...
-
-    async def prompt_ids(self, prompts: Sequence[str | list[int]], param: str) -> list[Sequence[int]]: ...
-
-
 class Embedder:
     """One per ingress process. `clock` gives Unix time."""
 
-    def __init__(
-        self, frontend: EmbeddingNames, source: StreamSource, admit: Admit, clock: Callable[[], float]
-    ) -> None:
+    def __init__(self, frontend: Frontend, source: StreamSource, admit: Admit, clock: Callable[[], float]) -> None:
         self._frontend = frontend
         self._source = source
         self._admit = admit
@@ -101,7 +62,7 @@ class Embedder:
     async def job(self, body: EmbeddingsRequest, caller: Caller, request_id: str | None = None) -> Job:
         """request_id: as its sender calls it. Raises NotFound, InvalidRequest, ContextOverflow, LimitReached."""
         arrival_s = self._clock()
-        ref = await self._frontend.find_adapter(body.model, caller, body.lora_path, body.user, body.adapters)
+        ref = await self._frontend.finder.find(body.model, caller, body.lora_path, body.user, body.adapters)
         texts = body.texts
         if not 1 <= len(texts) <= MAX_TEXTS:
             raise InvalidRequest(f"input has {len(texts)} texts; from 1 to {MAX_TEXTS} are embedded", param="input")
@@ -125,7 +86,9 @@ class Embedder:
                 key_id=caller.key_id,
                 is_batch=caller.is_batch,
             )
-            for index, (ids, is_needed) in enumerate(zip(token_ids, self._frontend.needed(ref, token_ids), strict=True))
+            for index, (ids, is_needed) in enumerate(
+                zip(token_ids, self._frontend.names.needed(ref, token_ids), strict=True)
+            )
         )
         deadline_s = asyncio.get_running_loop().time() + self._frontend.request_timeout_s
         decoder = self._frontend.text_model.decoder

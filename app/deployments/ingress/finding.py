@@ -2,63 +2,25 @@
 
 In: `model`, `lora_path` and `adapters` of a request, and its caller. Out: an adapter reference, or None for the base.
 Rule: a name that there is not, another tenant's, and one that the caller may not use are the same 404 in the same
-words. Before a name is a 404 the store may know where its adapter is (`unregistered`); one that is registered and has
-not been read is read first (`first_reads`).
+words. Before a name is a 404 the store may know where its adapter is, and one that is registered and has not been read
+is read first (`LazyAdapterLoader`).
 """
 
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterable, Sequence
-from typing import Protocol
+from collections.abc import Sequence
 
+from app.deployments.ingress.adapter_names import AdapterNames
 from app.deployments.ingress.compositions import combined
+from app.deployments.ingress.lazy_adapter_loader import LazyAdapterLoader
 from app.deployments.ingress.schema import WeightedAdapter
 from app.deployments.ingress.tenants import Caller
+from app.deployments.registry.view import RegistryView
 from app.deployments.tenants.prices import paid_models
 from app.engine.adapters.card import AdapterRef
 from app.engine.adapters.composing.composition import Composition, Recipe
 from app.engine.errors import InvalidRequest, NotFound, NotReady
-
-
-class Names(Protocol):
-    """What the names of adapters mean (`AdapterNames`)."""
-
-    def means_base(self, name: str, base_name: str, sticky_key: str, tenant_id: str) -> bool:
-        """Whether a name is an alias, and equal keys choose the base of it."""
-        ...
-
-    def resolve(self, name: str, sticky_key: str, tenant_id: str) -> AdapterRef | None:
-        """The adapter; equal keys choose the same one of an alias's. None: there is no such name."""
-        ...
-
-    def expect(self, ref: AdapterRef) -> None:
-        """A request with this adapter is on its way."""
-        ...
-
-    def needed(self, ref: AdapterRef, prompts: Sequence[Sequence[int]]) -> list[bool]:
-        """Of each prompt, in token ids, whether the adapter is needed to answer it."""
-        ...
-
-    def text(self, ref: AdapterRef) -> str:
-        """What of the adapter's chat template and special tokens is its own (`AdapterCard.text`)."""
-        ...
-
-
-class Asks(Protocol):
-    """`Unregistered`."""
-
-    async def ask(self, names: Iterable[str], caller: Caller) -> bool:
-        """Whether any of these names is served now that nobody had registered."""
-        ...
-
-
-class Reads(Protocol):
-    """`FirstReads`."""
-
-    async def read(self, name: str, owner_id: str, caller: Caller) -> None:
-        """Returns when a registered name's adapter has been read."""
-        ...
 
 
 class _Unread(Exception):
@@ -72,11 +34,13 @@ class _Unread(Exception):
 class AdapterFinder:
     """One per ingress."""
 
-    def __init__(self, base_name: str, names: Names, unregistered: Asks, first_reads: Reads) -> None:
+    def __init__(
+        self, base_name: str, registry: RegistryView, names: AdapterNames, lazy_loader: LazyAdapterLoader
+    ) -> None:
         self._base_name = base_name
+        self._registry = registry
         self._names = names
-        self._unregistered = unregistered
-        self._first_reads = first_reads
+        self._lazy_loader = lazy_loader
 
     async def find(
         self,
@@ -91,8 +55,8 @@ class AdapterFinder:
         `lora_path` is a registered name or alias, never a path. An alias of several adapters sends equal users to
         the same one, and a request without a user to any. `adapters` are several at once, on the base. None is the
         base. Raises InvalidRequest, and NotFound in the same words for a name that there is not, another tenant's, and
-        one that the caller may not use; for a name that nobody has registered what `Unregistered.ask` raises, for one
-        that is not read yet what `FirstReads.read` raises.
+        one that the caller may not use; for a name that nobody has registered, and for one that is not read yet, what
+        `LazyAdapterLoader` raises.
         """
         sticky_key = _sticky_key(user)
         try:
@@ -100,7 +64,7 @@ class AdapterFinder:
         except NotFound:
             chosen = self._chosen_name(model, lora_path)
             names = [one.name for one in adapters] if adapters is not None else [chosen] if chosen is not None else []
-            if not await self._unregistered.ask(names, caller):
+            if not await self._lazy_loader.register(names, caller):
                 raise
             ref = await self._read(model, caller, lora_path, sticky_key, adapters)
         if ref is not None:
@@ -146,7 +110,7 @@ class AdapterFinder:
             if (ref.tenant_id, ref.name) in seen:  # registered anew meanwhile, or this copy is behind
                 raise NotReady(f"adapter {ref.name!r} is being registered; send the request again", retry_after_s=1)
             seen.add((ref.tenant_id, ref.name))
-            await self._first_reads.read(ref.name, ref.tenant_id, caller)
+            await self._lazy_loader.read(ref.name, ref.tenant_id, caller)
 
     def _found(
         self,
@@ -187,11 +151,11 @@ class AdapterFinder:
     def _named(self, name: str, caller: Caller, sticky_key: str, shown: str) -> AdapterRef | None:
         """An adapter or alias; None is the base. `shown`: what the client has called it. Raises NotFound, _Unread."""
         for owner_id in caller.owners(name):
-            if self._names.means_base(name, self._base_name, sticky_key, owner_id):
+            if self._registry.means_base(name, self._base_name, sticky_key, owner_id):
                 if not self._may_mean(None, owner_id, caller):
                     break
                 return None
-            if (ref := self._names.resolve(name, sticky_key, owner_id)) is not None:
+            if (ref := self._registry.resolve(name, sticky_key, owner_id)) is not None:
                 if not self._may_mean(ref, owner_id, caller):
                     break
                 if not ref.digest:

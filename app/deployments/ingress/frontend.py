@@ -14,7 +14,8 @@ from functools import partial
 from typing import NamedTuple, Protocol
 
 from app.config import LimitsConfig
-from app.deployments.ingress.finding import AdapterFinder, Asks, Names, Reads
+from app.deployments.ingress.adapter_names import AdapterNames
+from app.deployments.ingress.finding import AdapterFinder
 from app.deployments.ingress.job import Job, StreamSource
 from app.deployments.ingress.requests import FieldNames, RequestBuilder, RequestIds, request_ids
 from app.deployments.ingress.routing.choosing import Chooser
@@ -25,7 +26,6 @@ from app.deployments.ingress.schema import (
     CompletionRequest,
     GenerateBody,
     SamplingFields,
-    WeightedAdapter,
 )
 from app.deployments.ingress.structured import AskedGrammar, asked
 from app.deployments.ingress.tenants import Caller
@@ -36,7 +36,6 @@ from app.deployments.ingress.tool_use import ChatFields, chat_grammar, told_mess
 from app.deployments.registry.entries import AUTO
 from app.deployments.tenants.limiter import Reservation
 from app.engine.adapters.card import AdapterRef
-from app.engine.adapters.composing.composition import Composition, Recipe
 from app.engine.errors import InvalidRequest
 from app.engine.request import GenerateRequest
 
@@ -67,9 +66,8 @@ class Frontend:
         self,
         model: TextModel,
         base_name: str,
-        names: Names,
-        unregistered: Asks,
-        first_reads: Reads,
+        names: AdapterNames,
+        finder: AdapterFinder,
         source: StreamSource,
         limits: LimitsConfig,
         admit: Admit,
@@ -79,11 +77,11 @@ class Frontend:
     ) -> None:
         self._model = model
         self._base_name = base_name
-        self._names = names
-        self._finder = AdapterFinder(base_name, names, unregistered, first_reads)
+        self.names = names
+        self.finder = finder
         self._source = source
         self.limits = limits
-        self._requests = RequestBuilder(model, lambda: self.limits, lambda: self.max_context, self.needed)
+        self._requests = RequestBuilder(model, lambda: self.limits, lambda: self.max_context, names.needed)
         self._admit = admit
         self._clock = clock
         self.chooser = chooser
@@ -102,21 +100,6 @@ class Frontend:
     def request_timeout_s(self) -> float:
         return self.limits.request_timeout_s
 
-    async def find_adapter(
-        self,
-        model: str,
-        caller: Caller,
-        lora_path: str | None = None,
-        user: str | None = None,
-        adapters: Sequence[WeightedAdapter] | None = None,
-    ) -> AdapterRef | None:
-        """`AdapterFinder.find`."""
-        return await self._finder.find(model, caller, lora_path, user, adapters)
-
-    def needed(self, ref: AdapterRef | None, prompts: Sequence[Sequence[int]]) -> list[bool]:
-        """Of each prompt, in token ids, whether it needs what was found for it; nobody needs no adapter."""
-        return [False] * len(prompts) if ref is None else self._names.needed(ref, prompts)
-
     @asynccontextmanager
     async def _found(
         self, body: ChatCompletionRequest | CompletionRequest, caller: Caller, question: str
@@ -125,28 +108,18 @@ class Frontend:
         if body.model != AUTO:
             if body.routing is not None:
                 raise InvalidRequest(f"routing says how to choose, which only model {AUTO!r} does", param="routing")
-            yield _Found(await self.find_adapter(body.model, caller, body.lora_path, body.user, body.adapters))
+            yield _Found(await self.finder.find(body.model, caller, body.lora_path, body.user, body.adapters))
             return
         if body.lora_path is not None or body.adapters is not None:
             raise InvalidRequest(f"model {AUTO!r} chooses the adapter; name none", param="model")
         async with self.chooser.choosing(question, caller, body.routing) as (decision, held):
             if not decision.chosen:
-                ref = await self.find_adapter(self._base_name, caller)
+                ref = await self.finder.find(self._base_name, caller)
             elif len(decision.chosen) == 1:
-                ref = await self.find_adapter(decision.chosen[0].name, caller, user=body.user)
+                ref = await self.finder.find(decision.chosen[0].name, caller, user=body.user)
             else:
-                ref = await self.find_adapter(self._base_name, caller, user=body.user, adapters=decision.adapters)
+                ref = await self.finder.find(self._base_name, caller, user=body.user, adapters=decision.adapters)
             yield _Found(ref, decision, held)
-
-    def combined(
-        self,
-        adapters: Sequence[WeightedAdapter],
-        caller: Caller,
-        user: str | None = None,
-        recipe: Recipe | None = None,
-    ) -> Composition:
-        """`AdapterFinder.combined`."""
-        return self._finder.combined(adapters, caller, user, recipe)
 
     async def chat(self, body: ChatCompletionRequest, caller: Caller, request_id: str | None = None) -> Job:
         """request_id: as its sender calls it. Raises NotFound, InvalidRequest, ContextOverflow, LimitReached."""
@@ -154,9 +127,8 @@ class Frontend:
         arrival_s = self._clock()
         question = "" if body.model != AUTO else last_words(body.messages)
         async with self._found(body, caller, question) as found:
-            text = "" if found.ref is None else self._names.text(found.ref)
-            token_ids = await self.chat_ids(body, text)
-            wanted, tools = chat_grammar(body, self._model, text)
+            token_ids = await self.chat_ids(body, found.ref)
+            wanted, tools = chat_grammar(body, self._model, self.names.text(found.ref))
             num_logprobs = (body.top_logprobs or 0) if body.logprobs else None
             names = FieldNames("messages", body.limit_field, "top_logprobs")
             return await self._job(
@@ -187,8 +159,9 @@ class Frontend:
             )
         return tuple(token_ids)
 
-    async def chat_ids(self, body: ChatFields, text: str) -> Sequence[int]:
-        """The token ids of a conversation, up to where the assistant answers; `text` is what the adapter says of it."""
+    async def chat_ids(self, body: ChatFields, ref: AdapterRef | None) -> Sequence[int]:
+        """Token ids of a conversation with this adapter, up to where the assistant answers. Raises InvalidRequest."""
+        text = self.names.text(ref)
         messages, tools = told_messages(body.messages), told_tools(body)
         num_chars = sum(len(message["content"]) + CHARS_PER_MESSAGE for message in messages)
         num_chars += len(json.dumps(tools)) if tools else 0
@@ -196,10 +169,6 @@ class Frontend:
         if text:  # an adapter's own template may take its time
             return await asyncio.to_thread(encode)
         return await beside_if_long(num_chars, encode)
-
-    async def conversation_ids(self, body: ChatFields, ref: AdapterRef | None) -> Sequence[int]:
-        """What `chat` computes for a conversation with this adapter, or none. Raises InvalidRequest."""
-        return await self.chat_ids(body, "" if ref is None else self._names.text(ref))
 
     async def completion(self, body: CompletionRequest, caller: Caller, request_id: str | None = None) -> Job:
         """As `chat`."""
@@ -245,7 +214,7 @@ class Frontend:
         params = body.sampling_params
         names = FieldNames("text", params.limit_field, "logprobs", "sampling_params.n")
         self._requests.check_sequences(len(body.names), params.n, names)
-        refs = [await self.find_adapter(self._base_name, caller, name, adapters=body.adapters) for name in body.names]
+        refs = [await self.finder.find(self._base_name, caller, name, adapters=body.adapters) for name in body.names]
         token_ids = await self.prompt_ids(body.texts, "text")
         return await self._job(
             request_ids("gen", request_id), caller, arrival_s, params, token_ids, refs, params.token_limit, None, names

@@ -16,13 +16,14 @@ from app.deployments.ingress.adapter_activity import AdapterActivity
 from app.deployments.ingress.adapter_names import AdapterNames
 from app.deployments.ingress.assigner import Assigner
 from app.deployments.ingress.batches.runner import WRITE_S, AnswerLine, BatchRunner
-from app.deployments.ingress.cold import ColdRequests
+from app.deployments.ingress.cold_start_limiter import ColdStartLimiter
 from app.deployments.ingress.dispatcher import Batcher, Dispatcher
 from app.deployments.ingress.embeddings import Embedder
-from app.deployments.ingress.first_reads import FirstReads
+from app.deployments.ingress.finding import AdapterFinder
 from app.deployments.ingress.frontend import Frontend
 from app.deployments.ingress.heads import Heads
 from app.deployments.ingress.job import Job
+from app.deployments.ingress.lazy_adapter_loader import LazyAdapterLoader
 from app.deployments.ingress.links import Links
 from app.deployments.ingress.loads import Loads
 from app.deployments.ingress.management import AdapterDropper, Management
@@ -34,7 +35,6 @@ from app.deployments.ingress.status import TABLE, ClientGone
 from app.deployments.ingress.tenancy import Tenancy
 from app.deployments.ingress.tenants import Caller, batch_caller
 from app.deployments.ingress.text_model import TextModel
-from app.deployments.ingress.unregistered import Unregistered
 from app.deployments.kept.client import KeptClient
 from app.deployments.kept.entries import Batch
 from app.deployments.links.transport import Transport
@@ -111,13 +111,13 @@ class IngressService:
             self._links, parts.placer, parts.policy, parts.steady_clock, random.Random(), config.limits.replica_wait_s,
             Heads(parts.text.spec.digest, config.engine.block_size).of,
         )  # fmt: skip
-        self._cold = ColdRequests(parts.placer, config.limits)
+        self._cold = ColdStartLimiter(parts.placer, config.limits)
         count = parts.tenancy.counting.ended
         dispatcher = Dispatcher(parts.make_batcher(self._assigner), self._links, self._cold, count)
         self._names = AdapterNames(parts.registry, parts.placer, parts.store, parts.steady_clock)
-        is_on = bool(config.adapters.resolvers)
-        self._unregistered = Unregistered(parts.registry, parts.store, config.limits, is_on=is_on)
-        self._first_reads = FirstReads(parts.store, config.limits)
+        self._lazy_loader = LazyAdapterLoader(
+            parts.registry, parts.store, config.limits, has_resolvers=bool(config.adapters.resolvers)
+        )
         wait_s = config.limits.adapter_wait_s
         embedder: TextEmbedder = BaseEmbedder(self.base_name, parts.text, dispatcher, wait_s, parts.clock)
         if config.routing.embedder is not None:
@@ -127,8 +127,7 @@ class IngressService:
             parts.text,
             self.base_name,
             self._names,
-            self._unregistered,
-            self._first_reads,
+            AdapterFinder(self.base_name, parts.registry, self._names, self._lazy_loader),
             dispatcher,
             config.limits,
             parts.tenancy.admit,
@@ -164,7 +163,7 @@ class IngressService:
     def reconfigure(self, changes: dict[str, Any]) -> None:
         """Take new limits without a restart: those that differ from the configuration's. Raises ValueError."""
         limits = LimitsConfig.model_validate(self._config.limits.model_dump() | changes)
-        self.frontend.limits = self._cold.limits = self._unregistered.limits = self._first_reads.limits = limits
+        self.frontend.limits = self._cold.limits = self._lazy_loader.limits = limits
         self._assigner.replica_wait_s = limits.replica_wait_s
 
     def is_ready(self) -> bool:
@@ -223,7 +222,7 @@ class IngressService:
         """End what goes on in the background; streams that are still open are left to their callers."""
         if self._batches is not None:
             await self._batches.close()
-        asking = (self.management, self._router, self._unregistered, self._first_reads, self._names)
+        asking = (self.management, self._router, self._lazy_loader, self._names)
         for part in (*asking, self._assigner, self._links, self.activity, self.tenancy):
             await part.close()
 

@@ -64,7 +64,7 @@ async def test_one_derived_adapter_answers_on_every_route(served: Service, http:
         if path not in ("/generate", "/v1/responses/input_tokens", "/v1/messages/count_tokens"):
             assert answer.headers["X-Polylora-Adapter"] == "sql*0.7+two*1@1"
     assert served.registry.num_adapters == 2, "nothing was registered for it"
-    ref = await served.frontend.find_adapter(
+    ref = await served.frontend.finder.find(
         "base", handle_caller(), adapters=[WeightedAdapter(name="sql", weight=0.7), WeightedAdapter(name="two")]
     )
     assert ref == derived
@@ -96,18 +96,19 @@ async def test_mistakes_are_named(http: httpx.AsyncClient, change: Any, status: 
 async def test_nobody_combines_what_they_may_not_use(service: Service) -> None:
     adapters = [WeightedAdapter(name="sql"), WeightedAdapter(name="two")]
     stranger = Caller("zed", "key", PUBLIC)
-    ref = await service.frontend.find_adapter("base", stranger, adapters=adapters)
+    ref = await service.frontend.finder.find("base", stranger, adapters=adapters)
     assert ref is not None
     assert ref.tenant_id == "zed", "public adapters are everybody's, and their sum is the caller's"
     await service.managed.client.load_and_wait(replace(wanted("hers", "new"), tenant_id="ada"))
     with pytest.raises(NotFound, match="'hers'"):
-        await service.frontend.find_adapter("base", stranger, adapters=[*adapters, WeightedAdapter(name="hers")])
+        await service.frontend.finder.find("base", stranger, adapters=[*adapters, WeightedAdapter(name="hers")])
 
 
 async def test_a_combination_is_registered_under_a_name(service: Service, http: httpx.AsyncClient) -> None:
     compose = {"adapters": BOTH, "method": "svd", "svd_rank": 4}
     recipe = parse_body(ComposeBody, compose).recipe
-    composition = service.frontend.combined(parse_body(ComposeBody, compose).adapters, handle_caller(), recipe=recipe)
+    adapters = parse_body(ComposeBody, compose).adapters
+    composition = service.frontend.finder.combined(adapters, handle_caller(), recipe=recipe)
     service.managed.store.contents[composition.source] = composition.digest
     answer = await http.post("/v1/loras", json={"name": "mix", "compose": compose, "wait": True})
     assert answer.status_code == 201, answer.text

@@ -80,16 +80,16 @@ async def test_an_adapter_that_is_on_no_device_is_read_ahead_once(
 
     monkeypatch.setattr(service.managed.client, "expect", expect)
     caller = handle_caller()
-    refs = {await service.frontend.find_adapter("sql", caller) for _ in range(3)}
+    refs = {await service.frontend.finder.find("sql", caller) for _ in range(3)}
     await until(lambda: bool(expected))
     assert refs == set(expected)
     assert len(expected) == 1, "one read is enough for three requests"
     gate.set()
     await until(lambda: not service._names._asking)
-    assert await service.frontend.find_adapter("sql", caller) in refs
+    assert await service.frontend.finder.find("sql", caller) in refs
     assert not service._names._asking, "it was asked for a moment ago"
     monkeypatch.setattr(adapter_names, "AGAIN_AFTER_S", 0.0)
-    assert await service.frontend.find_adapter("sql", caller) in refs
+    assert await service.frontend.finder.find("sql", caller) in refs
     await until(lambda: len(expected) == 2)
 
 
@@ -101,12 +101,12 @@ async def test_an_adapter_that_is_on_a_device_is_not_read_ahead(
     assert ref is not None
     replica = service.fleet.replicas["replica-0"]
     await asyncio.wrap_future(replica.thread.bring_adapter(service.fleet.adapters[ref.digest], ref))
-    assert await service.frontend.find_adapter("sql", handle_caller()) == ref
+    assert await service.frontend.finder.find("sql", handle_caller()) == ref
 
 
 async def test_an_adapter_of_one_tenant_is_nothing_to_another(service: Service) -> None:
-    assert service._names.resolve("sql", "", handle_caller().tenant_id) is not None
-    assert service._names.resolve("sql", "", "another") is None
+    assert service.registry.resolve("sql", "", handle_caller().tenant_id) is not None
+    assert service.registry.resolve("sql", "", "another") is None
 
 
 async def test_a_request_is_its_caller_s(service: Service) -> None:

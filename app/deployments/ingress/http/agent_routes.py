@@ -52,9 +52,9 @@ def _add_messages(app: FastAPI, service: RunningService) -> None:
         """How many tokens a conversation's prompt has."""
         body = parse_body(CountTokensRequest, await read_json(request, service.frontend.limits.max_body_bytes))
         chat, caller = body.chat(), inference_caller(request)
-        ref = await service.frontend.find_adapter(chat.model, caller, adapters=chat.adapters)
+        ref = await service.frontend.finder.find(chat.model, caller, adapters=chat.adapters)
         async with service.tenancy.one_request(caller, ref):
-            token_ids = await service.frontend.conversation_ids(chat, ref)
+            token_ids = await service.frontend.chat_ids(chat, ref)
         return JSONResponse({"input_tokens": len(token_ids)}, headers=service.tenancy.headers(caller))
 
 
@@ -71,10 +71,10 @@ def _add_tokens(app: FastAPI, service: RunningService) -> None:
             fields = {"count": len(token_ids), "max_model_len": frontend.max_context, "tokens": list(token_ids)}
             return to_json(fields | {"token_strs": strings})
 
-        ref = await frontend.find_adapter(body.model, caller, body.lora_path)
+        ref = await frontend.finder.find(body.model, caller, body.lora_path)
         async with service.tenancy.one_request(caller, ref):
             if body.prompt is None:
-                token_ids = await frontend.conversation_ids(body, ref)
+                token_ids = await frontend.chat_ids(body, ref)
             else:
                 (token_ids,) = await frontend.prompt_ids([body.prompt], "prompt")
             content = await beside_if_long(len(token_ids), lambda: told(token_ids))
@@ -85,7 +85,7 @@ def _add_tokens(app: FastAPI, service: RunningService) -> None:
         """The text of token ids."""
         body = parse_body(DetokenizeRequest, await read_json(request, service.frontend.limits.max_body_bytes))
         frontend, caller = service.frontend, inference_caller(request)
-        ref = await frontend.find_adapter(body.model, caller)
+        ref = await frontend.finder.find(body.model, caller)
         async with service.tenancy.one_request(caller, ref):
             (token_ids,) = await frontend.prompt_ids([body.tokens], "tokens")
             content = await beside_if_long(len(token_ids), lambda: to_json({"prompt": frontend.text_of(token_ids)}))

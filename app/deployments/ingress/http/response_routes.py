@@ -62,9 +62,9 @@ def add_response_routes(app: FastAPI, service: KeepingService) -> None:
         """How many tokens the prompt of a response has."""
         body = parse_body(InputTokensRequest, await read_json(request, service.frontend.limits.max_body_bytes))
         chat, caller = body.chat(), inference_caller(request)
-        ref = await service.frontend.find_adapter(chat.model, caller, chat.lora_path, adapters=chat.adapters)
+        ref = await service.frontend.finder.find(chat.model, caller, chat.lora_path, adapters=chat.adapters)
         async with service.tenancy.one_request(caller, ref):
-            token_ids = await service.frontend.conversation_ids(chat, ref)
+            token_ids = await service.frontend.chat_ids(chat, ref)
         told = {"object": "response.input_tokens", "input_tokens": len(token_ids)}
         return JSONResponse(told, headers=service.tenancy.headers(caller))
 

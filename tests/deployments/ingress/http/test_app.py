@@ -379,7 +379,7 @@ async def test_a_full_queue_is_429_also_for_a_stream(http: httpx.AsyncClient, se
 async def test_a_bug_is_a_500_that_tells_nothing(
     http: httpx.AsyncClient, service: Service, caplog: pytest.LogCaptureFixture
 ) -> None:
-    service.frontend._finder._names = None  # type: ignore[assignment]
+    service.frontend.finder._registry = None  # type: ignore[assignment]
     answer = await http.post("/v1/completions", json=LEGACY | {"model": "sql"})
     assert answer.status_code == 500
     assert "NoneType" not in answer.text

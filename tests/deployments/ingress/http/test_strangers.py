@@ -269,7 +269,7 @@ async def test_a_combination_is_denied_by_its_own_name_and_by_those_of_its_parts
     service, store = org.service, org.service.managed.store
     await service.managed.client.load_and_wait(wanted("two", "two"))
     compose = {"adapters": [{"name": "sql"}, {"name": "two"}]}
-    made = service.frontend.combined(parse_body(ComposeBody, compose).adapters, handle_caller())
+    made = service.frontend.finder.combined(parse_body(ComposeBody, compose).adapters, handle_caller())
     store.contents[made.source] = made.digest
     answer = await org.ask("admin", "POST", "/v1/loras", json={"name": "mix", "compose": compose, "wait": True})
     assert answer.status_code == 201, answer.text

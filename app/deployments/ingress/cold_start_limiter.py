@@ -1,9 +1,9 @@
-"""How many requests wait for adapters that are on no device.
+"""Limit on requests that wait for adapters which are on no device.
 
-In: requests that begin, and that get their first token or end. Out: room, or a refusal. Rule: those that wait for one
-adapter, or for any, are bounded, so that a source that hangs cannot take up the whole ingress; and none waits for its
-adapter longer than `adapter_wait_s`, which is less than a source may take. Where there is no room, the tenant of which
-most wait gives way: its last is refused for one of a tenant of which fewer wait.
+A request waits from its beginning to its first token, and at most `limits.adapter_wait_s`, which is less than a source
+may take. How many wait is bounded per adapter and in all, so that a source that hangs cannot occupy the whole ingress.
+When the limit is reached, the tenant with the most waiting requests gives way: its last one is refused in favour of a
+tenant with fewer.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from app.deployments.placement.placer import Placer
 from app.engine.errors import NotReady, QueueFull
 
 
-def not_read_in_time(name: str, limits: LimitsConfig) -> NotReady:
+def adapter_wait_timeout(name: str, limits: LimitsConfig) -> NotReady:
     """For a request that has waited for its adapter as long as one may."""
     return NotReady(
         f"adapter {name!r} was not read in limits.adapter_wait_s ({limits.adapter_wait_s:g} s); "
@@ -27,7 +27,7 @@ def not_read_in_time(name: str, limits: LimitsConfig) -> NotReady:
     )
 
 
-class ColdRequests:
+class ColdStartLimiter:
     """One per ingress, on its event loop."""
 
     def __init__(self, placer: Placer, limits: LimitsConfig) -> None:
@@ -88,4 +88,4 @@ class ColdRequests:
         ref = stream.request.adapter
         self.leave(stream)
         if ref is not None and not self._placer.view.is_resident(ref.digest):  # else it waits for its turn
-            stream.inbox.put(not_read_in_time(ref.name, self.limits))
+            stream.inbox.put(adapter_wait_timeout(ref.name, self.limits))

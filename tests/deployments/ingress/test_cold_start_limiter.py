@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from app.config import LimitsConfig
-from app.deployments.ingress.cold import ColdRequests
+from app.deployments.ingress.cold_start_limiter import ColdStartLimiter
 from app.deployments.ingress.streams import Stream
 from app.engine.errors import QueueFull
 from tests.fakes import fake_adapter, fake_request
@@ -30,7 +30,7 @@ LIMITS = LimitsConfig(max_waiting_per_adapter=6, max_waiting_for_adapters=10)
 NAMES = iter(range(10_000))
 
 
-def enter(cold: ColdRequests, tenant: str, adapter: str) -> Stream:
+def enter(cold: ColdStartLimiter, tenant: str, adapter: str) -> Stream:
     stream = Stream(fake_request(f"r{next(NAMES)}", [1], fake_adapter(adapter, 8), tenant_id=tenant))
     cold.enter(stream)
     return stream
@@ -49,7 +49,7 @@ async def _has_refusal(stream: Stream) -> bool:
 
 
 async def test_who_has_most_waiting_makes_room_for_others() -> None:
-    cold = ColdRequests(PLACER, LIMITS)
+    cold = ColdStartLimiter(PLACER, LIMITS)
     flood = [enter(cold, "flood", f"a{index}") for index in range(10)]
     with pytest.raises(QueueFull, match="max_waiting_for_adapters is 10"):
         enter(cold, "flood", "another")
@@ -67,7 +67,7 @@ async def test_who_has_most_waiting_makes_room_for_others() -> None:
 
 
 async def test_one_adapter_s_waiters_are_shared_too() -> None:
-    cold = ColdRequests(PLACER, LIMITS)
+    cold = ColdStartLimiter(PLACER, LIMITS)
     flood = [enter(cold, "flood", "public") for _ in range(6)]
     with pytest.raises(QueueFull, match="max_waiting_per_adapter is 6"):
         enter(cold, "flood", "public")
