@@ -17,14 +17,9 @@ from typing import Protocol
 
 from app.deployments.ingress.cold_start_limiter import ColdStartLimiter
 from app.deployments.ingress.links import Links
-from app.deployments.ingress.streams import ReplicaFull, Stream
-from app.engine.errors import EngineFailure, PolyloraError
+from app.deployments.ingress.streams import Stream
+from app.engine.errors import PolyloraError
 from app.engine.request import Consumption, GenerateRequest, TokenChunk
-
-#: A request that was on this many replicas when they died is blamed for it. Those that drain do not count, nor do those
-#: whose engine failed: who is to blame for that is found out (`trials`).
-MAX_LOSSES = 4
-
 
 #: (request, what was consumed): a request has ended (`Counting.ended`).
 CountEnded = Callable[[GenerateRequest, Consumption], None]
@@ -65,16 +60,11 @@ class Dispatcher:
                 item = await stream.inbox.get()
                 if isinstance(item, TokenChunk):
                     self.cold.leave(stream)
-                    stream.received.extend(item.token_ids)
-                    stream.closed = item.finish_reason is not None
+                    stream.take_chunk(item)
                     yield item
                 elif isinstance(item, PolyloraError):
                     raise item
-                elif item.attempt == stream.attempt:
-                    if isinstance(item, ReplicaFull):
-                        stream.refusals[item.replica_id] = item.error
-                    else:
-                        stream.take_loss(item)
+                elif stream.take_loss(item):
                     await self._attempt(stream)
         finally:
             self.cold.leave(stream)
@@ -89,11 +79,7 @@ class Dispatcher:
         await self.links.close()
 
     async def _attempt(self, stream: Stream) -> None:
-        if stream.num_losses >= MAX_LOSSES:
-            raise EngineFailure(
-                f"request {stream.request.request_id} lost {MAX_LOSSES} replicas, which died with it; giving up on it"
-            )
-        stream.attempt += 1
+        stream.begin_attempt()
         try:
             async with asyncio.timeout_at(stream.deadline_s if stream.deadline_s < math.inf else None):
                 await self._batcher.assign(stream)

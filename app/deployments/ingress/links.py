@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
 from app.deployments.ingress.loads import Loads
-from app.deployments.ingress.streams import Link, Stream
+from app.deployments.ingress.streams import Link, Loss, Stream
 from app.deployments.links.tasks import Tasks
 from app.deployments.links.transport import (
     EngineFailed,
@@ -114,7 +114,7 @@ class Links:
             if await self._transport.submit(replica_id, link.link_id, requests):
                 self._num_failures.pop(replica_id, None)
             else:
-                self._drop(link)
+                self._drop(link, Loss.LINK_ENDED)
                 _lose(group)
         except EngineFailed:
             # The link's reader hears it, too, behind the tokens that came before, from which the others go on.
@@ -166,9 +166,9 @@ class Links:
             # Not a death we know. The streams are moved all the same; the bug must be seen.
             logger.exception("reading frames of replica %s failed", link.replica_id)
             self._avoid(link.replica_id, ReplicaUnreachable(str(error)))
-            self._drop(link, died=True)
+            self._drop(link, Loss.READER_FAILED)
         finally:
-            self._drop(link)
+            self._drop(link, Loss.LINK_ENDED)
 
     def _avoid(self, replica_id: str, error: ReplicaGone | ReplicaUnreachable) -> None:
         """Leave a replica alone that takes no requests.
@@ -177,8 +177,8 @@ class Links:
         """
         link = self._links.get(replica_id)
         if link is not None and isinstance(error, ReplicaGone):
-            failure = error if isinstance(error, EngineFailed) else None
-            self._drop(link, died=failure is None and not link.draining, failure=failure, is_gone=True)
+            end = Loss.REPLICA_STOPPED if link.draining else Loss.REPLICA_DIED
+            self._drop(link, error if isinstance(error, EngineFailed) else end)
         elif link is not None:
             link.draining = True
         logger.info("replica %s: %s", replica_id, error)
@@ -228,15 +228,13 @@ class Links:
         finally:
             self._telling = False
 
-    def _drop(
-        self, link: Link, *, died: bool = False, failure: EngineFailed | None = None, is_gone: bool = False
-    ) -> None:
+    def _drop(self, link: Link, loss: Loss | EngineFailed) -> None:
         """End a link, once: nobody submits to it any more, and all its streams are lost."""
         if self._links.get(link.replica_id) is not link:
             return
         del self._links[link.replica_id]
         link.settled.set()
-        link.lose_all(died=died, failure=failure, is_gone=is_gone)
+        link.lose_all(loss)
         if link.reader is not None and link.reader is not asyncio.current_task():
             link.reader.cancel()
 
@@ -247,4 +245,4 @@ class Links:
 
 def _lose(group: Sequence[tuple[Stream, int]]) -> None:
     for stream, attempt in group:
-        stream.lose(attempt)
+        stream.lose(attempt, Loss.LINK_ENDED)

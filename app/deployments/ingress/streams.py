@@ -1,8 +1,9 @@
-"""One request on its way to its tokens, and the link to the replica that computes it.
+"""State of one request on its way to its tokens, over all attempts to compute it, and the link to its replica.
 
-In: chunks and losses, put into a stream's inbox. Out: whoever reads the stream takes them from there, in order. Rule:
-every attempt at a stream is a new request to the engine, so nothing that an old replica still does can reach the
-stream. All of it is used on one event loop.
+An attempt begins (`begin_attempt`), is taken by a link (`Link.take`) and ends with its last chunk, with a `Loss`, or
+because the replica has no room for it. Chunks and losses come through the stream's inbox, in order; whoever reads the
+inbox hands them back (`take_chunk`, `take_loss`). Every attempt is a new request to the engine, so nothing that an old
+replica still does can reach the stream. All of it is used on one event loop.
 """
 
 from __future__ import annotations
@@ -10,27 +11,49 @@ from __future__ import annotations
 import asyncio
 import math
 import uuid
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from enum import Enum, auto
+from typing import Generic, TypeVar
 
-from app.deployments.ingress.inbox import Inbox
 from app.deployments.links.transport import EngineFailed
 from app.engine.errors import AdapterKeptOut, DeadlineExceeded, EngineFailure, Overloaded, PolyloraError, QueueFull
 from app.engine.request import Consumption, GenerateRequest, TokenChunk
 
+T = TypeVar("T")
+
+#: A request that was on this many replicas when they died is blamed for it. Replicas that were stopped do not count,
+#: nor do failed engines: which request is to blame for those is found out by the replica (`trials`).
+MAX_LOSSES = 4
+
+
+class Loss(Enum):
+    """Why an attempt at a stream came to nothing."""
+
+    LINK_ENDED = auto()  # the replica lives, and bills what it has computed
+    READER_FAILED = auto()  # reading its frames raised an unexpected error; it lives and bills all the same
+    REPLICA_DIED = auto()
+    REPLICA_STOPPED = auto()  # it was draining, or its engine failed in a step without this stream
+    ENGINE_FAILED = auto()  # in a step that computed this stream
+
+    @property
+    def is_replica_death(self) -> bool:
+        """Whether the stream may be to blame. A reader that fails counts too, so that no stream is moved for ever."""
+        return self in (Loss.REPLICA_DIED, Loss.READER_FAILED)
+
+    @property
+    def is_billed(self) -> bool:
+        """Whether the replica bills what it has computed of the stream."""
+        return self in (Loss.LINK_ENDED, Loss.READER_FAILED)
+
 
 @dataclass(frozen=True, slots=True)
-class Lost:
-    """Put in a stream's inbox in place of a chunk: this attempt came to nothing, and there must be another.
-
-    `died`: the replica died with the stream on it. `failed`: its engine failed in a step that computed the stream.
-    `is_charged`: the replica lives, and counts what it has computed of the stream.
-    """
+class AttemptLost:
+    """Put in a stream's inbox in place of a chunk: there must be another attempt."""
 
     attempt: int
-    died: bool
-    failed: bool
-    is_charged: bool = False
+    loss: Loss
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +63,31 @@ class ReplicaFull:
     attempt: int
     replica_id: str
     error: Overloaded
+
+
+class Inbox(Generic[T]):
+    """An unbounded queue with one reader. An `asyncio.Queue`, which takes many readers, costs three times as much."""
+
+    __slots__ = ("_items", "_news")
+
+    def __init__(self) -> None:
+        self._items: deque[T] = deque()
+        self._news: asyncio.Future[None] | None = None
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def put(self, item: T) -> None:
+        self._items.append(item)
+        if self._news is not None and not self._news.done():  # done: its reader is on its way, or was cancelled
+            self._news.set_result(None)
+
+    async def get(self) -> T:
+        """Take the first item that is left; waits for one."""
+        while not self._items:
+            self._news = asyncio.get_running_loop().create_future()
+            await self._news
+        return self._items.popleft()
 
 
 @dataclass(eq=False, slots=True)
@@ -55,7 +103,7 @@ class Stream:
 
     request: GenerateRequest
     deadline_s: float = math.inf
-    inbox: Inbox[TokenChunk | Lost | ReplicaFull | PolyloraError] = field(default_factory=Inbox)
+    inbox: Inbox[TokenChunk | AttemptLost | ReplicaFull | PolyloraError] = field(default_factory=Inbox)
     received: list[int] = field(default_factory=list)
     link: Link | None = None
     attempt: int = 0
@@ -83,14 +131,33 @@ class Stream:
             num_charged=self.num_charged,
         )
 
-    def take_loss(self, lost: Lost) -> None:
-        """The present attempt is lost, and all it has sent was received."""
-        self.num_losses += lost.died
-        self.num_failures += lost.failed
+    def begin_attempt(self) -> None:
+        """Another attempt begins. Raises EngineFailure if too many replicas have died with the stream."""
+        if self.num_losses >= MAX_LOSSES:
+            raise EngineFailure(
+                f"request {self.request.request_id} lost {MAX_LOSSES} replicas, which died with it; giving up on it"
+            )
+        self.attempt += 1
+
+    def take_chunk(self, chunk: TokenChunk) -> None:
+        """The reader has a chunk from the inbox."""
+        self.received.extend(chunk.token_ids)
+        self.closed = chunk.finish_reason is not None
+
+    def take_loss(self, item: AttemptLost | ReplicaFull) -> bool:
+        """The reader has this from the inbox. True if it ends the present attempt: then another one is due."""
+        if item.attempt != self.attempt:
+            return False
+        if isinstance(item, ReplicaFull):
+            self.refusals[item.replica_id] = item.error
+            return True
+        self.num_losses += item.loss.is_replica_death
+        self.num_failures += item.loss is Loss.ENGINE_FAILED
         self.refusals.clear()
-        if lost.is_charged and len(self.received) > self.num_before:
+        if item.loss.is_billed and len(self.received) > self.num_before:
             self.num_charged = len(self.request.resume_token_ids) + len(self.received)
         self.num_before = len(self.received)
+        return True
 
     def unclaimed(self) -> Consumption | None:
         """What replicas that died have computed, of a stream that ends without another: nobody else counts it."""
@@ -111,23 +178,24 @@ class Stream:
                 self.link.count(-1)
             self.link = None
 
-    def lose(
-        self, attempt: int, *, died: bool = False, failure: EngineFailed | None = None, is_gone: bool = False
-    ) -> None:
-        """Ask for another attempt, unless one has begun since, or this request is to blame for an engine's failure."""
-        if self.attempt != attempt:
-            return
-        if failure is not None and failure.culprit == self.attempt_id:
+    def lose(self, attempt: int, loss: Loss) -> None:
+        """Ask for another attempt, unless one has begun since."""
+        if self.attempt == attempt:
+            self.inbox.put(AttemptLost(attempt, loss))
+            self.leave_link()
+
+    def lose_engine(self, failure: EngineFailed) -> None:
+        """The engine of the present attempt has failed: ask for another attempt, unless this request is to blame."""
+        if failure.culprit == self.attempt_id:
             self.fail(
                 EngineFailure(
                     f"request {self.request.request_id} was being computed when {self.num_failures + 1} engines "
                     "failed, the last time as the only suspect; giving up on it"
                 )
             )
-            return
-        failed = failure is not None and self.attempt_id in failure.suspects
-        self.inbox.put(Lost(attempt, died and self.link is not None, failed, not is_gone))
-        self.leave_link()
+        else:
+            is_suspect = self.attempt_id in failure.suspects
+            self.lose(self.attempt, Loss.ENGINE_FAILED if is_suspect else Loss.REPLICA_STOPPED)
 
     def fail(self, error: Exception) -> None:
         """End the stream with an error."""
@@ -176,7 +244,10 @@ class Link:
         if chunk.finish_reason is not None:
             stream.leave_link()
 
-    def lose_all(self, *, died: bool, failure: EngineFailed | None, is_gone: bool) -> None:
-        """Ask for another attempt at every stream. `is_gone`: the replica, or its engine, has ended."""
+    def lose_all(self, loss: Loss | EngineFailed) -> None:
+        """Ask for another attempt at every stream."""
         for stream in list(self.streams.values()):
-            stream.lose(stream.attempt, died=died, failure=failure, is_gone=is_gone)
+            if isinstance(loss, EngineFailed):
+                stream.lose_engine(loss)
+            else:
+                stream.lose(stream.attempt, loss)

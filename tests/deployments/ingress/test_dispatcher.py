@@ -13,8 +13,8 @@ import pytest
 import pytest_asyncio
 
 from app.config import PlacementConfig
-from app.deployments.ingress.dispatcher import MAX_LOSSES, Dispatcher
-from app.deployments.ingress.streams import Stream
+from app.deployments.ingress.dispatcher import Dispatcher
+from app.deployments.ingress.streams import MAX_LOSSES, Loss, Stream
 from app.deployments.links.transport import EngineFailed
 from app.deployments.placement.choosing import make_policy
 from app.engine.adapters.card import AdapterRef
@@ -204,7 +204,7 @@ async def test_a_stream_that_leaves_a_replica_alive_is_counted_by_both_and_once(
     arrived: list[int] = []
     task = asyncio.ensure_future(collect(dispatcher, request, arrived))
     await until(lambda: len(arrived) == 20)
-    dispatcher.links._drop(dispatcher.links._links[replica.replica_id])
+    dispatcher.links._drop(dispatcher.links._links[replica.replica_id], Loss.LINK_ENDED)
     replica.backend.max_steps = None
     replica.backend.resumed.set()
     tokens, _ = await task
@@ -664,7 +664,7 @@ async def test_nothing_is_submitted_for_a_link_that_nobody_reads(
     await until(lambda: bool(dispatcher.links._links))
     (ended,) = dispatcher.links._links.values()
     ended.attached()
-    dispatcher.links._drop(ended)
+    dispatcher.links._drop(ended, Loss.LINK_ENDED)
     replica.attaches.set()
     await until(lambda: len(stream.inbox) > 0)
     (living,) = dispatcher.links._links.values()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 
-from app.deployments.ingress.inbox import Inbox
+from app.deployments.ingress.streams import Inbox
 
 
 async def test_everything_arrives_once_and_in_order() -> None:
