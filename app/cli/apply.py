@@ -17,7 +17,7 @@ from typing import Annotated, Any, NamedTuple, Self
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from app.cli.client import DEFAULT_URL, Service, ServiceRefused
+from app.cli.api_client import DEFAULT_URL, ApiClient, ApiError
 from app.cli.settings_file import yaml_problem
 from app.config import NAME_PATTERN, TrafficWeight
 from app.engine.errors import ConfigError
@@ -81,7 +81,7 @@ def add_apply(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
 
 def _apply(arguments: argparse.Namespace) -> int:
     wanted = read_wanted(arguments.file)
-    service = Service(arguments.url)
+    service = ApiClient(arguments.url)
     adapters = {item["id"]: item for item in service.everything("/v1/loras")}
     aliases = {item["id"]: item for item in service.everything("/v1/aliases")}
     changes = difference(wanted, adapters, aliases, prune=arguments.prune, reload=arguments.reload)
@@ -150,7 +150,7 @@ def carry_out(changes: Sequence[Change], call: Callable[..., Any], *, dry_run: b
             continue
         try:
             call(*change.request)
-        except ServiceRefused as error:
+        except ApiError as error:
             print(f"! {change.name}  {error}")
             num_failed += 1
         else:

@@ -16,7 +16,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from app.cli.client import DEFAULT_URL, Service, ServiceRefused
+from app.cli.api_client import DEFAULT_URL, ApiClient, ApiError
 from app.engine.errors import ConfigError
 
 #: Adapters that one call registers: well below what the service takes at once and below 4 MiB of body.
@@ -33,14 +33,14 @@ def add_register(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def _register(arguments: argparse.Namespace) -> int:
-    service = Service(arguments.url)
+    service = ApiClient(arguments.url)
     num_new = num_same = 0
     with sys.stdin if str(arguments.file) == "-" else _opened(arguments.file) as lines:
         adapters = adapters_of(lines, str(arguments.file))
         while some := list(islice(adapters, BATCH)):
             try:
                 done = service.call("POST", "/v1/loras/manifest", {"adapters": [adapter for _, adapter in some]})
-            except ServiceRefused as error:
+            except ApiError as error:
                 raise ConfigError(_by_line(str(error), [number for number, _ in some], str(arguments.file))) from error
             num_new += int(done["num_registered"])
             num_same += int(done["num_unchanged"])

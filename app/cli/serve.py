@@ -25,8 +25,15 @@ from app.cli.checks import check_device, check_folders, check_ha_proxy_ports, ch
 from app.cli.keys import OPEN_NOTICE, check_open_door, is_open, keep_digests
 from app.cli.ray_switches import ha_proxy_folder, set_ray_switches
 from app.cli.settings_file import IMPORT_PATH, address_in, read_document, settings_of
-from app.cli.waiting import StartFailed, check_actors, check_ha_proxy, reason_in, wait_until_ready
-from app.cli.watching import ReplicaWatch, deployments_of
+from app.cli.startup import (
+    ReplicaWatch,
+    StartFailed,
+    check_actors,
+    check_ha_proxy,
+    deployments_of,
+    reason_in,
+    wait_until_ready,
+)
 from app.config import AppConfig
 from app.deployments.placement.choosing import make_policy
 from app.logs import Happened, start_log

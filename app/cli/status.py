@@ -15,8 +15,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from app.cli.client import DEFAULT_URL, Service, ServiceRefused
-from app.cli.watching import replica_counts
+from app.cli.api_client import DEFAULT_URL, ApiClient, ApiError
+from app.cli.startup import replica_counts
 from app.engine.errors import PolyloraError
 
 _MIB = 1 << 20
@@ -66,10 +66,10 @@ def ray_lines(applications: Mapping[str, Any]) -> list[str]:
 
 
 def _status(arguments: argparse.Namespace) -> int:
-    service = Service(arguments.url)
+    service = ApiClient(arguments.url)
     try:
         status = service.call("GET", "/v1/status")
-    except ServiceRefused as error:
+    except ApiError as error:
         if error.answered:
             raise
         print(f"{error}\nasking Ray on this machine:")

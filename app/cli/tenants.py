@@ -12,16 +12,14 @@ import json
 import os
 import sys
 import time
-import urllib.error
 import urllib.parse
-import urllib.request
 from collections.abc import Mapping
 from typing import Any
 
+from app.cli.api_client import DEFAULT_URL, ApiClient, ApiError
 from app.config import ADMIN_KEY
-from app.engine.errors import ConfigError, PolyloraError
+from app.engine.errors import ConfigError
 
-DEFAULT_URL = "http://127.0.0.1:8000"
 _TIMEOUT_S = 60.0
 #: What OpenAI's limits call the arguments of `tenants limit`.
 _RATES = {
@@ -30,10 +28,6 @@ _RATES = {
     "requests_per_day": "max_requests_per_1_day",
 }
 _SETTINGS = ("weight", "max_concurrent", "max_adapters", "max_adapter_bytes")
-
-
-class TenantsRefused(PolyloraError):
-    """The service's own words for why it did not do what was asked."""
 
 
 def add_tenants(commands: Any) -> None:
@@ -83,33 +77,10 @@ def _add_common(parser: argparse.ArgumentParser, url: str, as_json: bool | str) 
     parser.add_argument("--json", action="store_true", default=as_json, help="print the service's answer as it is")
 
 
-class Service:
-    """Calls of a running service with the admin key of the environment."""
-
-    def __init__(self, url: str, environ: Mapping[str, str]) -> None:
-        """Raises ConfigError without a key."""
-        self._url = url.rstrip("/").removesuffix("/v1")
-        self._key = environ.get(ADMIN_KEY) or ""
-        if not self._key:
-            raise ConfigError(f"{ADMIN_KEY} is not set; `polylora keygen --admin` makes an admin key")
-
-    def call(self, method: str, path: str, body: object = None) -> Any:
-        """The answer, decoded. Raises TenantsRefused."""
-        headers = {"Authorization": f"Bearer {self._key}", "Content-Type": "application/json"}
-        data = None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(f"{self._url}/v1{path}", data, headers, method=method)
-        try:
-            with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as answer:
-                return json.load(answer)
-        except urllib.error.HTTPError as error:
-            raise TenantsRefused(_message(error)) from error
-        except (OSError, ValueError) as error:
-            reason = getattr(error, "reason", error)
-            raise TenantsRefused(f"no service answers at {self._url}: {reason}; --url names it") from error
-
-
 def _run(arguments: argparse.Namespace) -> int:
-    service = Service(arguments.url, os.environ)
+    if not os.environ.get(ADMIN_KEY):
+        raise ConfigError(f"{ADMIN_KEY} is not set; `polylora keygen --admin` makes an admin key")
+    service = ApiClient(arguments.url, _TIMEOUT_S)
     answer, lines = _ACTIONS[arguments.action](service, arguments)
     print(json.dumps(answer, indent=2) if arguments.json else "\n".join(lines))
     return 0
@@ -118,21 +89,14 @@ def _run(arguments: argparse.Namespace) -> int:
 Result = tuple[Any, list[str]]
 
 
-def _list(service: Service, _: argparse.Namespace) -> Result:
-    projects: list[dict[str, Any]] = []
-    after = ""
-    while True:
-        page = service.call("GET", f"/organization/projects?limit=100&include_archived=true{after}")
-        projects += page["data"]
-        if not page["has_more"]:
-            break
-        after = f"&after={page['last_id']}"
+def _list(service: ApiClient, _: argparse.Namespace) -> Result:
+    projects = list(service.everything("/v1/organization/projects", "limit=100&include_archived=true"))
     return projects, [f"{each['id']}  {each['status']:<8}  {each['name']}" for each in projects]
 
 
-def _create(service: Service, arguments: argparse.Namespace) -> Result:
-    project = service.call("POST", "/organization/projects", {"name": arguments.name})
-    path = f"/organization/projects/{project['id']}/service_accounts"
+def _create(service: ApiClient, arguments: argparse.Namespace) -> Result:
+    project = service.call("POST", "/v1/organization/projects", {"name": arguments.name})
+    path = f"/v1/organization/projects/{project['id']}/service_accounts"
     account = service.call("POST", path, {"name": arguments.name})
     return {"project": project, "service_account": account}, _made(
         project=project["id"], key=account["api_key"]["value"]
@@ -146,10 +110,10 @@ def _made(**values: str) -> list[str]:
     return [*(f"{name:<{width}}  {value}" for name, value in values.items()), "the key is not shown again"]
 
 
-def _show(service: Service, arguments: argparse.Namespace) -> Result:
-    project = f"/organization/projects/{_quoted(arguments.project)}"
+def _show(service: ApiClient, arguments: argparse.Namespace) -> Result:
+    project = f"/v1/organization/projects/{_quoted(arguments.project)}"
     answer = {
-        "tenant": service.call("GET", f"/tenants/{_quoted(arguments.project)}"),
+        "tenant": service.call("GET", f"/v1/tenants/{_quoted(arguments.project)}"),
         "rate_limits": service.call("GET", f"{project}/rate_limits")["data"],
         "api_keys": service.call("GET", f"{project}/api_keys?limit=100")["data"],
     }
@@ -161,24 +125,24 @@ def _show(service: Service, arguments: argparse.Namespace) -> Result:
     return answer, lines
 
 
-def _limit(service: Service, arguments: argparse.Namespace) -> Result:
+def _limit(service: ApiClient, arguments: argparse.Namespace) -> Result:
     given, project = vars(arguments), _quoted(arguments.project)
     answer: dict[str, Any] = {}
     rates = {long: given[short] for short, long in _RATES.items() if given[short] is not None}
     if rates:
-        listed = service.call("GET", f"/organization/projects/{project}/rate_limits")["data"]
+        listed = service.call("GET", f"/v1/organization/projects/{project}/rate_limits")["data"]
         model = arguments.model or listed[0]["model"]  # the base's is the first
         body = {name: 2**31 - 1 if value < 0 else value for name, value in rates.items()}
         answer["rate_limit"] = service.call(
-            "POST", f"/organization/projects/{project}/rate_limits/rl-{_quoted(model)}", body
+            "POST", f"/v1/organization/projects/{project}/rate_limits/rl-{_quoted(model)}", body
         )
     settings = {name: given[name] for name in _SETTINGS if given[name] is not None}
     if arguments.enforce is not None:
         settings["enforce"] = arguments.enforce == "true"
     if settings:
-        answer["tenant"] = service.call("PATCH", f"/tenants/{project}", settings)
+        answer["tenant"] = service.call("PATCH", f"/v1/tenants/{project}", settings)
     if arguments.spend_cents is not None:
-        path = f"/organization/projects/{project}/spend_limit"
+        path = f"/v1/organization/projects/{project}/spend_limit"
         if arguments.spend_cents < 0:
             answer["spend_limit"] = service.call("DELETE", path)
         else:
@@ -189,17 +153,17 @@ def _limit(service: Service, arguments: argparse.Namespace) -> Result:
     return answer, [f"changed {', '.join(answer)}"]
 
 
-def _key(service: Service, arguments: argparse.Namespace) -> Result:
-    accounts = f"/organization/projects/{_quoted(arguments.project)}/service_accounts"
+def _key(service: ApiClient, arguments: argparse.Namespace) -> Result:
+    accounts = f"/v1/organization/projects/{_quoted(arguments.project)}/service_accounts"
     found = service.call("GET", f"{accounts}?limit=1")["data"]
     if not found:
-        raise TenantsRefused("the project has no service account; create one with OpenAI's admin client")
+        raise ApiError("the project has no service account; create one with OpenAI's admin client")
     body = {} if arguments.expires_in_s is None else {"expires_in_seconds": arguments.expires_in_s}
     answer = service.call("POST", f"{accounts}/{found[0]['id']}/api_keys", body)
     return answer, _made(id=answer["id"], key=answer["value"])
 
 
-def _usage(service: Service, arguments: argparse.Namespace) -> Result:
+def _usage(service: ApiClient, arguments: argparse.Namespace) -> Result:
     query = urllib.parse.urlencode(
         {
             "start_time": int(time.time()) - 86_400,
@@ -209,7 +173,7 @@ def _usage(service: Service, arguments: argparse.Namespace) -> Result:
             "group_by[]": "model",
         }
     )
-    answer = service.call("GET", f"/organization/usage/completions?{query}")
+    answer = service.call("GET", f"/v1/organization/usage/completions?{query}")
     lines = [
         f"{time.strftime('%H:%M', time.gmtime(bucket['start_time']))}  {result['model']}: "
         f"{result['num_model_requests']} requests, {result['input_tokens']} tokens in "
@@ -220,16 +184,16 @@ def _usage(service: Service, arguments: argparse.Namespace) -> Result:
     return answer, lines or ["nothing was used"]
 
 
-def _one(method: str, path: str, words: str, body: object = None) -> Any:
-    def act(service: Service, arguments: argparse.Namespace) -> Result:
+def _one(method: str, path: str, words: str, body: Mapping[str, Any] | None = None) -> Any:
+    def act(service: ApiClient, arguments: argparse.Namespace) -> Result:
         names = {name: _quoted(value) for name, value in vars(arguments).items() if isinstance(value, str)}
         return service.call(method, path.format(**names), body), [words.format(**names)]
 
     return act
 
 
-def _share(service: Service, arguments: argparse.Namespace) -> Result:
-    path = f"/tenants/{_quoted(arguments.project)}/shares/{_quoted(arguments.adapter)}"
+def _share(service: ApiClient, arguments: argparse.Namespace) -> Result:
+    path = f"/v1/tenants/{_quoted(arguments.project)}/shares/{_quoted(arguments.adapter)}"
     answer = service.call("PUT", path, {"project_ids": arguments.with_projects})
     return answer, [f"{arguments.adapter}: {', '.join(arguments.with_projects) or 'nobody else'}"]
 
@@ -238,11 +202,11 @@ _ACTIONS: Mapping[str, Any] = {
     "list": _list,
     "create": _create,
     "show": _show,
-    "archive": _one("POST", "/organization/projects/{project}/archive", "archived {project}", {}),
-    "rotate-salt": _one("POST", "/tenants/{project}/rotate_salt", "{project} starts with an empty cache", {}),
+    "archive": _one("POST", "/v1/organization/projects/{project}/archive", "archived {project}", {}),
+    "rotate-salt": _one("POST", "/v1/tenants/{project}/rotate_salt", "{project} starts with an empty cache", {}),
     "limit": _limit,
     "key": _key,
-    "revoke": _one("DELETE", "/organization/projects/{project}/api_keys/{key}", "revoked {key}"),
+    "revoke": _one("DELETE", "/v1/organization/projects/{project}/api_keys/{key}", "revoked {key}"),
     "usage": _usage,
     "share": _share,
 }
@@ -250,10 +214,3 @@ _ACTIONS: Mapping[str, Any] = {
 
 def _quoted(text: str) -> str:
     return urllib.parse.quote(text, safe="")
-
-
-def _message(error: urllib.error.HTTPError) -> str:
-    try:
-        return str(json.load(error)["error"]["message"])
-    except (ValueError, KeyError, TypeError):
-        return f"status {error.code}, in a shape that is not this service's; --url names the service"

@@ -14,7 +14,7 @@ from urllib.parse import parse_qs, urlsplit
 
 import pytest
 
-from app.cli.apply import ServiceRefused, difference, read_wanted
+from app.cli.apply import ApiError, difference, read_wanted
 from app.cli.main import main
 from app.engine.errors import ConfigError
 
@@ -208,7 +208,7 @@ def test_without_a_service_it_is_one_line(tmp_path: Path, capsys: pytest.Capture
         assert main(["apply", str(tmp_path / "f.yaml"), "--url", url]) == 1
         assert capsys.readouterr().err.startswith(f"polylora apply: no answer from {url}: ")
     assert main(["apply", str(tmp_path / "absent.yaml")]) == 1
-    assert issubclass(ServiceRefused, Exception)
+    assert issubclass(ApiError, Exception)
 
 
 def test_a_service_with_keys_says_where_one_goes(capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from app.cli.client import DEFAULT_URL
+from app.cli.api_client import DEFAULT_URL
 from app.cli.main import ProgressLine, main, make_parser
 from app.cli.settings_file import read_settings
 from app.config import DEFAULT_MODEL_URI, load_config

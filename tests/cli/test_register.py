@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from app.cli import register
-from app.cli.client import Service, ServiceRefused
+from app.cli.api_client import ApiClient, ApiError
 from app.cli.main import main
 
 
@@ -18,11 +18,11 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str, Any]]:
     """What the service is asked; it knows one adapter of each call already."""
     made: list[tuple[str, str, Any]] = []
 
-    def call(self: Service, method: str, route: str, body: Any = None) -> dict[str, Any]:  # noqa: ARG001
+    def call(self: ApiClient, method: str, route: str, body: Any = None) -> dict[str, Any]:  # noqa: ARG001
         made.append((method, route, body))
         return {"num_registered": len(body["adapters"]) - 1, "num_unchanged": 1}
 
-    monkeypatch.setattr(Service, "call", call)
+    monkeypatch.setattr(ApiClient, "call", call)
     monkeypatch.setattr(register, "BATCH", 2)
     return made
 
@@ -58,12 +58,12 @@ def test_what_the_service_says_of_one_is_said_of_its_line(
     file.write_text('{"name": "a", "path": "a"}\n\n{"name": "b", "path": "b"}\n{"nam": "c"}\n', encoding="utf-8")
     refusals = iter(["adapters.1.name: Field required", "the database is away"])
 
-    def call(self: Service, method: str, route: str, body: Any = None) -> dict[str, Any]:  # noqa: ARG001
+    def call(self: ApiClient, method: str, route: str, body: Any = None) -> dict[str, Any]:  # noqa: ARG001
         if {"nam": "c"} in body["adapters"]:
-            raise ServiceRefused(next(refusals))
+            raise ApiError(next(refusals))
         return {"num_registered": 1, "num_unchanged": 0}
 
-    monkeypatch.setattr(Service, "call", call)
+    monkeypatch.setattr(ApiClient, "call", call)
     monkeypatch.setattr(register, "BATCH", 3)
     assert main(["register", str(file)]) == 1
     assert f"polylora register: {file}, line 3: name: Field required" in capsys.readouterr().err

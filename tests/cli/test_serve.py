@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import yaml
 
-from app.cli import checks, ray_switches, waiting
+from app.cli import checks, ray_switches, startup
 from app.cli import serve as serving
 from app.cli.main import main
 from app.cli.ray_switches import (
@@ -175,12 +175,12 @@ def test_only_a_200_is_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
         thread.start()
         try:
             url = f"http://127.0.0.1:{server.server_port}/health"
-            assert not waiting.answers(url)
-            assert waiting.answers(url)
+            assert not startup.answers(url)
+            assert startup.answers(url)
         finally:
             server.shutdown()
             thread.join()
-    assert not waiting.answers(url)
+    assert not startup.answers(url)
 
 
 @pytest.mark.parametrize(

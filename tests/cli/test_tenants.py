@@ -74,7 +74,7 @@ def test_a_service_that_is_not_there_is_said_in_words(
     url = f"http://127.0.0.1:{free_port()}"
     assert main(["tenants", "--url", url, "list"]) == 1
     said = capsys.readouterr().err
-    assert f"no service answers at {url}: [Errno " in said
+    assert f"no answer from {url}: [Errno " in said
     assert "urlopen" not in said
 
 

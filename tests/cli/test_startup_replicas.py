@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from app.cli.watching import ReplicaWatch, deployments_of
+from app.cli.startup import ReplicaWatch, deployments_of
 
 
 def test_a_loss_and_its_end_are_a_line_each() -> None:

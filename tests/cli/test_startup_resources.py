@@ -6,7 +6,7 @@ import warnings
 
 import pytest
 
-from app.cli.room import PATIENCE_S, Actor, RoomWatch, no_room
+from app.cli.startup import PATIENCE_S, Actor, RoomWatch, no_room
 from app.engine.errors import EngineFailure
 
 with warnings.catch_warnings():

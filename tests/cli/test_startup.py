@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from app.cli.waiting import MAX_HA_PROXY_FAILURES, StartFailed, check_ha_proxy, reason_in
+from app.cli.startup import MAX_HA_PROXY_FAILURES, StartFailed, check_ha_proxy, reason_in
 
 #: As Serve says that an ingress's constructor failed, shortened in its middle.
 CONSTRUCTOR = """Deploying app 'polylora' failed: ...

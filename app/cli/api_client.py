@@ -1,8 +1,7 @@
-"""A running service, as a command asks it over HTTP.
+"""HTTP client for a running service: what every command asks it.
 
-In: its URL, routes and bodies. Out: decoded answers, or ServiceRefused with the service's own words. Rule: a URL with
-`/v1` at its end is the same service as one without. `POLYLORA_ADMIN_KEY` or `POLYLORA_MANAGEMENT_TOKEN` is sent along
-where it is set.
+A URL may end in /v1, as OpenAI's clients are given it. `POLYLORA_ADMIN_KEY` or `POLYLORA_MANAGEMENT_TOKEN` is sent with
+each request if it is set.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ DEFAULT_URL = "http://127.0.0.1:8000"
 TIMEOUT_S = 600.0
 
 
-class ServiceRefused(PolyloraError):
+class ApiError(PolyloraError):
     """The service answered with an error, or did not answer (`answered`)."""
 
     def __init__(self, message: str, *, answered: bool = True) -> None:
@@ -32,46 +31,42 @@ class ServiceRefused(PolyloraError):
         self.answered = answered
 
 
-class Service:
-    """A running service, by its HTTP routes."""
+class ApiClient:
+    """Calls of a service's routes. `timeout_s` is the longest wait for one answer."""
 
-    def __init__(self, url: str) -> None:
-        """url: with or without the /v1 that OpenAI's clients are given."""
+    def __init__(self, url: str, timeout_s: float = TIMEOUT_S) -> None:
+        self._timeout_s = timeout_s
         self._url = url.rstrip("/").removesuffix("/v1")
 
     def call(self, method: str, route: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """Raises ServiceRefused."""
+        """Raises ApiError."""
         data = None if body is None else json.dumps(body).encode()
         headers = {"Content-Type": "application/json"}
         if token := os.environ.get(ADMIN_KEY) or os.environ.get(MANAGEMENT_TOKEN):
             headers["Authorization"] = f"Bearer {token}"
         try:
             request = urllib.request.Request(self._url + route, data=data, headers=headers, method=method)
-            with urllib.request.urlopen(request, timeout=TIMEOUT_S) as answer:
+            with urllib.request.urlopen(request, timeout=self._timeout_s) as answer:
                 decoded: dict[str, Any] = json.load(answer)
                 return decoded
         except urllib.error.HTTPError as error:
             with error:
                 way_out = f"; set {ADMIN_KEY} to an admin key" if error.code == 401 else ""
-                raise ServiceRefused(_error_message(error) + way_out) from error
+                raise ApiError(_error_message(error) + way_out) from error
         # ValueError: no URL, or an answer that is no JSON; HTTPException: one that is no HTTP, or half of it.
         except (OSError, ValueError, http.client.HTTPException) as error:
             reason = " ".join(str(getattr(error, "reason", error)).split())  # it may quote lines of the answer
-            raise ServiceRefused(
-                f"no answer from {self._url}: {reason}; --url names the service", answered=False
-            ) from error
+            raise ApiError(f"no answer from {self._url}: {reason}; --url names the service", answered=False) from error
 
-    def everything(self, route: str) -> Iterator[dict[str, Any]]:
-        """All pages of a list."""
+    def everything(self, route: str, query: str = "limit=1000") -> Iterator[dict[str, Any]]:
+        """The rows of all pages of a list. Raises ApiError."""
         after = ""
         while True:
-            page = self.call("GET", f"{route}?limit=1000{after}")
+            page = self.call("GET", f"{route}?{query}{after}")
             try:
                 rows, has_more, last_id = page["data"], page["has_more"], page["last_id"]
             except (KeyError, TypeError) as error:
-                raise ServiceRefused(
-                    f"{self._url}{route} is no list of this service's; --url names the service"
-                ) from error
+                raise ApiError(f"{self._url}{route} is no list of this service's; --url names the service") from error
             yield from rows
             if not has_more:
                 return
