@@ -13,10 +13,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Generic, TypeVar
 
 from app.config import LimitsConfig, PlacementConfig
-from app.deployments.ingress.assigner import Assigner
+from app.deployments.ingress.assigner import Assigner, PrefixHasher
 from app.deployments.ingress.cold_start_limiter import ColdStartLimiter
 from app.deployments.ingress.dispatcher import Dispatcher
-from app.deployments.ingress.heads import Heads
 from app.deployments.ingress.links import Links
 from app.deployments.ingress.loads import Loads
 from app.deployments.ingress.streams import Stream
@@ -99,7 +98,7 @@ class SimulatedIngress(Generic[T]):
         self.placer = SimulatedPlacer(service, self.watched, ingress_id)
         self.links = Links(replicas, self.placer, self.loads)
         policy = make_policy(PlacementConfig())
-        heads = Heads("no base", 16)
+        heads = PrefixHasher("no base", 16)
         self.assigner = Assigner(
             self.links, self.placer, policy, clock, random.Random(seed), limits.replica_wait_s, heads.of
         )

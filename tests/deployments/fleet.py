@@ -10,10 +10,9 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
 
 from app.config import LimitsConfig, PlacementConfig
-from app.deployments.ingress.assigner import Assigner
+from app.deployments.ingress.assigner import Assigner, PrefixHasher
 from app.deployments.ingress.cold_start_limiter import ColdStartLimiter
 from app.deployments.ingress.dispatcher import Dispatcher
-from app.deployments.ingress.heads import Heads
 from app.deployments.ingress.links import Links
 from app.deployments.ingress.loads import Loads
 from app.deployments.ingress.streams import Stream
@@ -108,7 +107,7 @@ class FleetDispatcher(Dispatcher):
     def __init__(self, fleet: Fleet, replica_wait_s: float) -> None:
         clock = asyncio.get_running_loop().time
         links = Links(fleet, fleet, Loads(clock))
-        heads = Heads((fleet.spec or fake_spec()).digest, LIMITS.block_size)
+        heads = PrefixHasher((fleet.spec or fake_spec()).digest, LIMITS.block_size)
         self.assigner = Assigner(links, fleet, fleet.policy, clock, random.Random(0), replica_wait_s, heads.of)
         super().__init__(Unbatched(self.assigner), links, ColdStartLimiter(fleet, LimitsConfig()))
 

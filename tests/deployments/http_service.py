@@ -13,13 +13,12 @@ from typing import Any
 import tokenizers
 
 from app.config import AppConfig, PriceConfig
-from app.deployments.ingress.base_text import BaseText
 from app.deployments.ingress.job import Job
 from app.deployments.ingress.loads import Loads
 from app.deployments.ingress.service import IngressService, Parts
 from app.deployments.ingress.structured import AskedGrammar
 from app.deployments.ingress.tenancy import Rates, Tenancy
-from app.deployments.ingress.text_model import TextModel
+from app.deployments.ingress.tokenizer_service import TokenizerService
 from app.deployments.links.transport import Frame
 from app.deployments.tenants.memory_prices import MemoryPrices, Sizes
 from app.deployments.tenants.prices import Prices
@@ -127,7 +126,7 @@ class RecordedMetrics:
 class Service(IngressService):
     """The service over a fleet of one; it takes a note of each request that has ended."""
 
-    def __init__(self, fleet: Fleet, managed: ManagedStore, text: TextModel | None = None) -> None:
+    def __init__(self, fleet: Fleet, managed: ManagedStore, text: TokenizerService | None = None) -> None:
         self.fleet = fleet
         self.managed = managed
         self.metrics = RecordedMetrics()
@@ -173,6 +172,6 @@ TEMPLATE = (
 WRITING_SPEC = dataclasses.replace(fake_spec(max_positions=1024), vocab_size=120, eos_token_ids=(2,))
 
 
-def writing_text(template: str = TEMPLATE) -> BaseText:
+def writing_text(template: str = TEMPLATE) -> TokenizerService:
     backend = tokenizers.Tokenizer.from_str(tiny_tokenizer())
-    return BaseText(Tokenizer(backend, {"eos_token": "</s>"}, {"default": template}), WRITING_SPEC, 1024)
+    return TokenizerService(Tokenizer(backend, {"eos_token": "</s>"}, {"default": template}), WRITING_SPEC, 1024)

@@ -14,6 +14,8 @@ import random
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
+from ray import serve
+
 from app.deployments.ingress.links import Links
 from app.deployments.ingress.streams import Stream
 from app.deployments.links.tasks import Tasks
@@ -21,6 +23,7 @@ from app.deployments.placement.choosing import choose
 from app.deployments.placement.placer import Placer
 from app.deployments.placement.policy import PlacementPolicy
 from app.engine.errors import NotReady
+from app.engine.pools.prompt_heads import prompt_head
 from app.engine.request import GenerateRequest
 
 #: Streams that no replica can take are tried again at least this often.
@@ -30,7 +33,7 @@ RETRY_S = 0.25
 class Assigner:
     """One per ingress. `replica_wait_s` is how long streams wait for the first replica that can be used.
 
-    `draw` decides between equal replicas. `head_of` names what a request's prompt begins with (`prompt_heads`).
+    `draw` decides between equal replicas. `head_of` names what a request's prompt begins with (`PrefixHasher`).
     """
 
     def __init__(
@@ -141,6 +144,44 @@ class Assigner:
         if not self._waiting:
             self._waiting = True
             self._tasks.start(self._find_replicas())
+
+
+class ServeBatcher:
+    """The dispatcher's `Batcher`: streams that arrive within a couple of milliseconds are assigned together.
+
+    The batching is Serve's. A batch only assigns, which takes no time; no stream waits for another's tokens.
+    """
+
+    def __init__(self, assigner: Assigner) -> None:
+        self._assigner = assigner
+
+    async def assign(self, stream: Stream) -> None:
+        await self._assign_together(stream)
+
+    @serve.batch(max_batch_size=64, batch_wait_timeout_s=0.002, max_concurrent_batches=8)
+    async def _assign_together(self, streams: list[Stream]) -> list[None]:
+        self._assigner.assign(streams)
+        return [None for _ in streams]
+
+
+class PrefixHasher:
+    """Names what a request's prompt begins with as engines name what they have cached (`prompt_head`).
+
+    The names are hexadecimal digits, as placement's table has them, for one base model; `block_size` is that of the
+    engines' KV blocks.
+    """
+
+    def __init__(self, base_digest: str, block_size: int) -> None:
+        self._base_digest = base_digest
+        self._block_size = block_size
+
+    def of(self, request: GenerateRequest) -> str | None:
+        """None for a prompt that is too short, and for texts to embed: they are alike seldom."""
+        if request.pooling is not None:
+            return None
+        digest = None if request.adapter is None else request.adapter.digest
+        head = prompt_head(self._base_digest, digest, request.cache_salt, request.token_ids, self._block_size)
+        return None if head is None else head.hex()
 
 
 def _digest(stream: Stream) -> str | None:

@@ -11,7 +11,7 @@ import asyncio
 import os
 import time
 import uuid
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from functools import partial
 from typing import Any
@@ -21,27 +21,29 @@ from ray.serve.handle import DeploymentHandle
 from starlette.types import ASGIApp
 
 from app.config import AppConfig, usage_folder
-from app.deployments.ingress import python_calls
-from app.deployments.ingress.base_text import open_text
-from app.deployments.ingress.batcher import ServeBatcher
+from app.deployments.ingress import handle_api
+from app.deployments.ingress.assigner import ServeBatcher
+from app.deployments.ingress.handle_api import plain_errors
 from app.deployments.ingress.http.app import make_app
 from app.deployments.ingress.http.batch_answers import BatchAnswers
 from app.deployments.ingress.http.guard import DoorRules
 from app.deployments.ingress.loads import Loads
 from app.deployments.ingress.metrics import IngressMetrics
-from app.deployments.ingress.plain_errors import plain_errors
 from app.deployments.ingress.service import IngressService, Parts
 from app.deployments.ingress.tenancy import Rates, Tenancy, WatchedTenants
-from app.deployments.ingress.watching import WatchedRegistry
+from app.deployments.ingress.tokenizer_service import open_text
 from app.deployments.kept.client import KeptClient
 from app.deployments.links.gauges import repeat_gauges
+from app.deployments.links.published import Changes, Version
 from app.deployments.links.ray_private import AsgiIngress, route_in_this_loop
 from app.deployments.links.serve_transport import ServeTransport
 from app.deployments.links.tasks import Tasks
+from app.deployments.links.watched import Follower, Watch
 from app.deployments.placement.actor import placement_actor
 from app.deployments.placement.choosing import make_policy
 from app.deployments.placement.client import PlacementClient
 from app.deployments.placement.placer import ServePlacer, WatchedLoads, WatchedPlacement
+from app.deployments.registry.view import Entry, Key, RegistryView
 from app.deployments.store.actor import KeptCallee, TenantsCallee, store_actor, store_settings
 from app.deployments.store.client import StoreClient
 from app.deployments.tenants.client import TenantsClient
@@ -50,6 +52,9 @@ from app.deployments.tenants.memory_prices import MemoryPrices, sizes_of
 from app.deployments.tenants.metrics import RefusalCounters
 from app.deployments.tenants.prices import Prices
 from app.logs import start_log
+
+#: An ingress asks so often, news or none: one that has ended is waited for no longer than it takes to miss that.
+HEARTBEAT_S = 1.0
 
 
 @serve.ingress()
@@ -130,14 +135,14 @@ class Ingress(AsgiIngress):
     ) -> dict[str, Any] | list[dict[str, Any]]:
         """As POST /generate: one result for one text, a list for a list."""
         with plain_errors():
-            return await python_calls.generate(self._service, text, sampling_params, adapter)
+            return await handle_api.generate(self._service, text, sampling_params, adapter)
 
     async def stream(
         self, text: str, sampling_params: dict[str, Any] | None = None, adapter: str | None = None
     ) -> AsyncGenerator[str]:
         """Pieces of one answer's text as they come (`handle.options(stream=True).stream.remote(...)`)."""
         with plain_errors():
-            async with aclosing(python_calls.stream(self._service, text, sampling_params, adapter)) as pieces:
+            async with aclosing(handle_api.stream(self._service, text, sampling_params, adapter)) as pieces:
                 async for piece in pieces:
                     yield piece
 
@@ -149,18 +154,18 @@ class Ingress(AsgiIngress):
         dimensions: int | None = None,
     ) -> list[float] | list[list[float]]:
         """As POST /v1/embeddings: one vector for one text, a list for a list."""
-        return await python_calls.embed(self._service, text, adapter, pooling, dimensions)
+        return await handle_api.embed(self._service, text, adapter, pooling, dimensions)
 
     async def list_adapters(self) -> list[dict[str, Any]]:
-        return python_calls.list_adapters(self._service)
+        return handle_api.list_adapters(self._service)
 
     async def load(self, name: str, path: str) -> dict[str, Any]:
         with plain_errors():
-            return await python_calls.load(self._service, name, path)
+            return await handle_api.load(self._service, name, path)
 
     async def unload(self, name: str) -> dict[str, Any]:
         with plain_errors():
-            return await python_calls.unload(self._service, name)
+            return await handle_api.unload(self._service, name)
 
     async def replica_stats(self) -> list[dict[str, Any]]:
         """Counts of every engine replica on the table: for tests and operators."""
@@ -169,3 +174,24 @@ class Ingress(AsgiIngress):
     async def __del__(self) -> None:
         await self._tasks.close()
         await self._service.close()
+
+
+class WatchedRegistry(Follower[Changes[Key, Entry]]):
+    """A copy of the registry's table, in `view`, kept up with its changes; it stays as it is while the store is away.
+
+    `complete` is set when the copy is complete for the first time. `on_number` gets the number of adapters after each
+    change.
+    """
+
+    def __init__(self, watch: Watch[Changes[Key, Entry]], watcher_id: str, on_number: Callable[[int], None]) -> None:
+        super().__init__(watch, watcher_id, HEARTBEAT_S)
+        self._on_number = on_number
+        self.view = RegistryView()
+        self.complete = asyncio.Event()
+
+    def _take(self, version: Version, news: Changes[Key, Entry]) -> None:
+        self._held = version
+        self.view.take(news)
+        self._on_number(self.view.num_adapters)
+        if news.is_last:
+            self.complete.set()

@@ -17,10 +17,12 @@ import numpy as np
 from pydantic_core import to_json
 
 from app.deployments.ingress.body import Body
-from app.deployments.ingress.frontend import Admit, Frontend
-from app.deployments.ingress.job import Job, StreamSource
+from app.deployments.ingress.dispatcher import Dispatcher
+from app.deployments.ingress.frontend import Frontend
+from app.deployments.ingress.job import Job
 from app.deployments.ingress.results import usage_body
 from app.deployments.ingress.schema import Count, Texts, WeightedAdapters, entries
+from app.deployments.ingress.tenancy import Tenancy
 from app.deployments.ingress.tenants import Caller
 from app.engine.errors import ContextOverflow, EngineFailure, InvalidRequest
 from app.engine.models.spec import Pooling
@@ -53,10 +55,10 @@ class EmbeddingsRequest(Body):
 class Embedder:
     """One per ingress process. `clock` gives Unix time."""
 
-    def __init__(self, frontend: Frontend, source: StreamSource, admit: Admit, clock: Callable[[], float]) -> None:
+    def __init__(self, frontend: Frontend, source: Dispatcher, tenancy: Tenancy, clock: Callable[[], float]) -> None:
         self._frontend = frontend
         self._source = source
-        self._admit = admit
+        self._tenancy = tenancy
         self._clock = clock
 
     async def job(self, body: EmbeddingsRequest, caller: Caller, request_id: str | None = None) -> Job:
@@ -92,7 +94,7 @@ class Embedder:
         )
         deadline_s = asyncio.get_running_loop().time() + self._frontend.request_timeout_s
         decoder = self._frontend.text_model.decoder
-        reservation = await self._admit(caller, requests)
+        reservation = await self._tenancy.admit(caller, requests)
         return Job(request_id, requests, caller, reservation, (), 1, deadline_s, self._source, decoder, self._clock)
 
     def _pooling(self, body: EmbeddingsRequest) -> PoolingParams:

@@ -11,12 +11,13 @@ import json
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from app.config import LimitsConfig
 from app.deployments.ingress.adapter_names import AdapterNames
+from app.deployments.ingress.dispatcher import Dispatcher
 from app.deployments.ingress.finding import AdapterFinder
-from app.deployments.ingress.job import Job, StreamSource
+from app.deployments.ingress.job import Job
 from app.deployments.ingress.requests import FieldNames, RequestBuilder, RequestIds, request_ids
 from app.deployments.ingress.routing.choosing import Chooser
 from app.deployments.ingress.routing.decision import Decision
@@ -28,27 +29,19 @@ from app.deployments.ingress.schema import (
     SamplingFields,
 )
 from app.deployments.ingress.structured import AskedGrammar, asked
+from app.deployments.ingress.tenancy import Tenancy
 from app.deployments.ingress.tenants import Caller
-from app.deployments.ingress.text_model import TextModel, beside_if_long
 from app.deployments.ingress.token_answers import in_token_ids
+from app.deployments.ingress.tokenizer_service import TokenizerService, beside_if_long
 from app.deployments.ingress.tool_calls import ToolUse
 from app.deployments.ingress.tool_use import ChatFields, chat_grammar, told_messages, told_tools
 from app.deployments.registry.entries import AUTO
 from app.deployments.tenants.limiter import Reservation
 from app.engine.adapters.card import AdapterRef
 from app.engine.errors import InvalidRequest
-from app.engine.request import GenerateRequest
 
 #: A message without text takes as long as so many characters: its role is written by the template and tokenized too.
 CHARS_PER_MESSAGE = 32
-
-
-class Admit(Protocol):
-    """Reserves what sequences may take of their caller's limits; see `Tenancy.admit`. Raises LimitReached."""
-
-    async def __call__(
-        self, caller: Caller, requests: Sequence[GenerateRequest], held: Reservation | None = None
-    ) -> Reservation: ...
 
 
 class _Found(NamedTuple):
@@ -64,13 +57,13 @@ class Frontend:
 
     def __init__(
         self,
-        model: TextModel,
+        model: TokenizerService,
         base_name: str,
         names: AdapterNames,
         finder: AdapterFinder,
-        source: StreamSource,
+        source: Dispatcher,
         limits: LimitsConfig,
-        admit: Admit,
+        tenancy: Tenancy,
         clock: Callable[[], float],
         chooser: Chooser,
         num_kv_tokens: Callable[[], int],
@@ -82,13 +75,13 @@ class Frontend:
         self._source = source
         self.limits = limits
         self._requests = RequestBuilder(model, lambda: self.limits, lambda: self.max_context, names.needed)
-        self._admit = admit
+        self._tenancy = tenancy
         self._clock = clock
         self.chooser = chooser
         self._num_kv_tokens = num_kv_tokens
 
     @property
-    def text_model(self) -> TextModel:
+    def text_model(self) -> TokenizerService:
         return self._model
 
     @property
@@ -269,7 +262,7 @@ class Frontend:
             "" if wanted is None else wanted.grammar, prediction,
         )  # fmt: skip
         deadline_s = asyncio.get_running_loop().time() + self.limits.request_timeout_s
-        reservation = await self._admit(caller, requests, None if found is None else found.held)
+        reservation = await self._tenancy.admit(caller, requests, None if found is None else found.held)
         return Job(
             ids.shown,
             requests,

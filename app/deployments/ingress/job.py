@@ -10,14 +10,15 @@ import asyncio
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
+from app.deployments.ingress.dispatcher import Dispatcher
 from app.deployments.ingress.routing.decision import Decision
 from app.deployments.ingress.tenants import Caller
 from app.deployments.ingress.text import Decoder, TextDelta, text_deltas
 from app.deployments.ingress.tool_calls import ToolUse
 from app.deployments.tenants.limiter import Reservation
-from app.engine.request import GenerateRequest, TokenChunk, TokenLogprobs, Usage
+from app.engine.request import GenerateRequest, TokenLogprobs, Usage
 from app.engine.speculation.lookup import num_predicted
 
 
@@ -37,14 +38,6 @@ class Answer:
         self.logprobs += delta.logprobs
         self.finish_reason = delta.finish_reason or self.finish_reason
         self.usage = delta.usage or self.usage
-
-
-class StreamSource(Protocol):
-    """Where the tokens of a request come from (`Dispatcher`)."""
-
-    def stream(self, request: GenerateRequest, deadline_s: float) -> AsyncGenerator[TokenChunk]:
-        """Its chunks; closing the generator aborts it. `deadline_s` is a time of the event loop's clock."""
-        ...
 
 
 class Foretold(NamedTuple):
@@ -82,7 +75,7 @@ class Job:
     stops: tuple[str, ...]
     num_per_prompt: int
     deadline_s: float
-    source: StreamSource
+    source: Dispatcher
     new_decoder: Callable[[], Decoder]
     clock: Callable[[], float]
     progress: Progress = field(default_factory=Progress)

@@ -9,12 +9,11 @@ from __future__ import annotations
 import asyncio
 import logging
 from contextlib import suppress
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from app.deployments.links.tasks import Tasks, Troubles
-from app.deployments.links.transport import ReplicaGone, ReplicaUnreachable
-from app.deployments.placement.table import Residency
-from app.deployments.placement.view import PlacementView
+from app.deployments.links.transport import ReplicaClient, ReplicaGone, ReplicaUnreachable
+from app.deployments.placement.placer import Placer
 from app.deployments.registry.entries import CatalogEntry, RegistryJob, Unload
 from app.deployments.store.client import StoreClient
 from app.engine.errors import EngineFailure, NotReady
@@ -25,21 +24,6 @@ logger = logging.getLogger(__name__)
 TAKE_UP_INTERVAL_S = 10.0
 #: How often a drain asks whether a name means the contents again: then their rows need not become free.
 USED_AGAIN_INTERVAL_S = 1.0
-
-
-class AdapterDropper(Protocol):
-    """`ServeTransport`: free an adapter's rows on a replica when no sequence uses them."""
-
-    async def drop_adapter(self, replica_id: str, digest: str) -> int: ...
-
-
-class PlacedAdapters(Protocol):
-    """The part of `Placer` that is used here."""
-
-    @property
-    def view(self) -> PlacementView: ...
-
-    async def residency(self, digest: str) -> list[Residency]: ...
 
 
 class ReplicaResidency(NamedTuple):
@@ -53,7 +37,7 @@ class ReplicaResidency(NamedTuple):
 class Management:
     """One per ingress. Every method raises NotReady while the store restarts, and what its counterpart raises."""
 
-    def __init__(self, store: StoreClient, replicas: AdapterDropper, placer: PlacedAdapters) -> None:
+    def __init__(self, store: StoreClient, replicas: ReplicaClient, placer: Placer) -> None:
         self.store = store
         self._replicas = replicas
         self._placer = placer

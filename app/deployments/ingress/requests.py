@@ -14,7 +14,7 @@ from typing import NamedTuple
 from app.config import LimitsConfig
 from app.deployments.ingress.schema import SamplingFields
 from app.deployments.ingress.tenants import Caller
-from app.deployments.ingress.text_model import TextModel
+from app.deployments.ingress.tokenizer_service import TokenizerService
 from app.engine.adapters.card import AdapterRef
 from app.engine.errors import ContextOverflow, InvalidRequest
 from app.engine.request import GenerateRequest, SamplingParams
@@ -43,7 +43,7 @@ class RequestBuilder:
 
     def __init__(
         self,
-        model: TextModel,
+        model: TokenizerService,
         limits: Callable[[], LimitsConfig],
         max_context: Callable[[], int],
         needed: Callable[[AdapterRef | None, Sequence[Sequence[int]]], list[bool]],

@@ -1,6 +1,6 @@
-"""What an ingress is, without Ray: everything that its HTTP routes and Python callers use.
+"""What an ingress is, without Serve: everything that its HTTP routes and Python callers use.
 
-In: the parts that the deployment has opened. Out: `HttpService` and `CalledService`. A request goes straight down from
+The deployment opens its parts, in `Parts`. A request goes straight down from
 here: frontend, dispatcher, batcher, assigner, links. Rule: nothing here knows how the parts reach other processes.
 """
 
@@ -8,70 +8,46 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 from app.config import AppConfig, LimitsConfig
 from app.deployments.ingress.adapter_activity import AdapterActivity
 from app.deployments.ingress.adapter_names import AdapterNames
-from app.deployments.ingress.assigner import Assigner
+from app.deployments.ingress.assigner import Assigner, PrefixHasher
 from app.deployments.ingress.batches.runner import WRITE_S, AnswerLine, BatchRunner
 from app.deployments.ingress.cold_start_limiter import ColdStartLimiter
 from app.deployments.ingress.dispatcher import Batcher, Dispatcher
 from app.deployments.ingress.embeddings import Embedder
 from app.deployments.ingress.finding import AdapterFinder
 from app.deployments.ingress.frontend import Frontend
-from app.deployments.ingress.heads import Heads
 from app.deployments.ingress.job import Job
 from app.deployments.ingress.lazy_adapter_loader import LazyAdapterLoader
 from app.deployments.ingress.links import Links
 from app.deployments.ingress.loads import Loads
-from app.deployments.ingress.management import AdapterDropper, Management
+from app.deployments.ingress.management import Management
 from app.deployments.ingress.management_bodies import record_body
+from app.deployments.ingress.metrics import IngressMetrics
 from app.deployments.ingress.routing.choosing import Chooser
 from app.deployments.ingress.routing.embedders import BaseEmbedder, EncoderEmbedder
 from app.deployments.ingress.routing.router import Router, TextEmbedder
 from app.deployments.ingress.status import TABLE, ClientGone
 from app.deployments.ingress.tenancy import Tenancy
 from app.deployments.ingress.tenants import Caller, batch_caller
-from app.deployments.ingress.text_model import TextModel
+from app.deployments.ingress.tokenizer_service import TokenizerService
 from app.deployments.kept.client import KeptClient
 from app.deployments.kept.entries import Batch
-from app.deployments.links.transport import Transport
+from app.deployments.links.transport import ReplicaClient
 from app.deployments.placement.placer import Placer
 from app.deployments.placement.policy import PlacementPolicy
 from app.deployments.registry.entries import DEFAULT_TENANT
 from app.deployments.registry.view import RegistryView
 from app.deployments.store.client import StoreClient
 from app.deployments.tenants.entries import PUBLIC
-from app.engine.request import Usage
 from app.release import version
 
 #: `status` looks for failures among so many events, and tells so many of them.
 MAX_EVENTS, MAX_FAILURES = 200, 10
-
-
-class Replicas(Transport, AdapterDropper, Protocol):
-    """How an ingress talks to replicas (`ServeTransport`)."""
-
-    async def stats(self, replica_id: str) -> dict[str, Any]:
-        """Counts, for tests and operators."""
-        ...
-
-
-class RequestMetrics(Protocol):
-    """Where finished requests are counted (`IngressMetrics`)."""
-
-    def request(
-        self,
-        route: str,
-        status: int,
-        *,
-        arrival_s: float | None,
-        first_s: float | None,
-        is_adapter: bool,
-        usages: Sequence[Usage | None],
-    ) -> None: ...
 
 
 class Parts(NamedTuple):
@@ -80,7 +56,7 @@ class Parts(NamedTuple):
     `clock` gives Unix time, `steady_clock` seconds that never go back; `loads` is told what replicas report.
     """
 
-    text: TextModel
+    text: TokenizerService
     registry: RegistryView
     tenancy: Tenancy
     store: StoreClient
@@ -88,9 +64,9 @@ class Parts(NamedTuple):
     placer: Placer
     policy: PlacementPolicy
     loads: Loads
-    replicas: Replicas
+    replicas: ReplicaClient
     make_batcher: Callable[[Assigner], Batcher]
-    metrics: RequestMetrics
+    metrics: IngressMetrics
     clock: Callable[[], float]
     steady_clock: Callable[[], float]
 
@@ -109,7 +85,7 @@ class IngressService:
         self._links = Links(parts.replicas, parts.placer, parts.loads)
         self._assigner = Assigner(
             self._links, parts.placer, parts.policy, parts.steady_clock, random.Random(), config.limits.replica_wait_s,
-            Heads(parts.text.spec.digest, config.engine.block_size).of,
+            PrefixHasher(parts.text.spec.digest, config.engine.block_size).of,
         )  # fmt: skip
         self._cold = ColdStartLimiter(parts.placer, config.limits)
         count = parts.tenancy.counting.ended
@@ -130,12 +106,12 @@ class IngressService:
             AdapterFinder(self.base_name, parts.registry, self._names, self._lazy_loader),
             dispatcher,
             config.limits,
-            parts.tenancy.admit,
+            parts.tenancy,
             parts.clock,
             Chooser(self._router, parts.tenancy),
             lambda: parts.placer.view.num_kv_tokens,
         )
-        self.embedder = Embedder(self.frontend, dispatcher, parts.tenancy.admit, parts.clock)
+        self.embedder = Embedder(self.frontend, dispatcher, parts.tenancy, parts.clock)
         self.management = Management(parts.store, parts.replicas, parts.placer)
         self.activity = AdapterActivity(parts.tenancy.owner)
         self.kept, self.kept_config = parts.kept, config.kept

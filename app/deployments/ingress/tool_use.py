@@ -13,10 +13,10 @@ from typing import Any, Protocol
 
 from app.deployments.ingress.schema import ChatCompletionRequest, ChatMessage, NamedTool, ToolBody
 from app.deployments.ingress.structured import AskedGrammar, asked
+from app.deployments.ingress.tokenizer_service import TokenizerService
 from app.deployments.ingress.tool_calls import ToolUse
 from app.deployments.ingress.tool_grammar import Tool, tool_grammar
 from app.engine.errors import InvalidRequest
-from app.engine.models.tool_formats import ToolFormat
 
 
 class ChatFields(Protocol):
@@ -30,14 +30,6 @@ class ChatFields(Protocol):
 
     @property
     def chat_template_kwargs(self) -> Mapping[str, Any]: ...
-
-
-class Forms(Protocol):
-    """How a model calls tools (`TextModel`)."""
-
-    def tool_format(self, text: str = "") -> ToolFormat: ...
-
-    def specials(self, form: ToolFormat) -> Mapping[str, int]: ...
 
 
 def told_messages(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
@@ -82,7 +74,9 @@ def told_tools(body: ChatFields) -> list[dict[str, Any]] | None:
     return [] if any(message.tool_calls or message.role == "tool" for message in body.messages) else None
 
 
-def chat_grammar(body: ChatCompletionRequest, forms: Forms, text: str) -> tuple[AskedGrammar | None, ToolUse | None]:
+def chat_grammar(
+    body: ChatCompletionRequest, tokenizer: TokenizerService, text: str
+) -> tuple[AskedGrammar | None, ToolUse | None]:
     """What the answer has to follow, and how it calls tools if it may. `text`: what the adapter says of its template.
 
     Raises InvalidRequest.
@@ -90,8 +84,8 @@ def chat_grammar(body: ChatCompletionRequest, forms: Forms, text: str) -> tuple[
     wanted, choice = asked(body), body.tool_choice
     if not body.tools or choice == "none":
         return wanted, None
-    form = forms.tool_format(text)
-    specials = forms.specials(form)
+    form = tokenizer.tool_format(text)
+    specials = tokenizer.specials(form)
     tools = [
         Tool(
             tool.function.name,

@@ -7,7 +7,7 @@ but the protocol here: `serve_transport` implements it over Ray.
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from app.engine.request import GenerateRequest, TokenChunk
 
@@ -53,4 +53,16 @@ class Transport(Protocol):
 
     async def wake(self) -> None:
         """Have a replica started where there is none and there may be; returns when one answers."""
+        ...
+
+
+class ReplicaClient(Transport, Protocol):
+    """A transport with the calls that carry no request (`ServeTransport`)."""
+
+    async def drop_adapter(self, replica_id: str, digest: str) -> int:
+        """Free an adapter's rows when no sequence uses them; returns how many rows were freed."""
+        ...
+
+    async def stats(self, replica_id: str) -> dict[str, Any]:
+        """Counts, for tests and operators."""
         ...

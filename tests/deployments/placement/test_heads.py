@@ -7,7 +7,7 @@ import random
 from dataclasses import replace
 
 from app.config import PlacementConfig
-from app.deployments.ingress.heads import Heads
+from app.deployments.ingress.assigner import PrefixHasher
 from app.deployments.placement.choosing import HEAD_FACTOR, HEAD_MARGIN, choose
 from app.deployments.placement.policy import PlacementPolicy
 from app.deployments.placement.table import ReplicaNews, ReplicaReport
@@ -105,7 +105,7 @@ def test_nothing_is_computed_of_a_prompt_where_it_makes_no_difference() -> None:
 
 
 def test_a_tenant_is_not_sent_where_another_s_equal_prompt_is_cached() -> None:
-    heads = Heads("base", 16)
+    heads = PrefixHasher("base", 16)
     prompt = fake_request("r", [7] * 300, cache_salt=b"one")
     mine, other = heads.of(prompt), heads.of(replace(prompt, cache_salt=b"two"))
     assert mine is not None

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 import pytest
 import pytest_asyncio
 
-from app.deployments.ingress.heads import Heads
+from app.deployments.ingress.assigner import PrefixHasher
 from app.deployments.links.away import ActorAway
 from app.deployments.placement.table import ReplicaNews
 from app.deployments.placement.telling import Telling
@@ -140,7 +140,7 @@ async def test_placement_hears_what_prompts_began_with_if_it_wants_to(bench: Ben
     count = len(heard)
     await until(lambda: len(heard) > count + 1)  # the last of them was begun after the answer's end
     told = {head.hex() for news in heard for head in news.cached_heads}
-    assert told == ({Heads("fake-base", LIMITS.block_size).of(request)} if tells_heads else set())
+    assert told == ({PrefixHasher("fake-base", LIMITS.block_size).of(request)} if tells_heads else set())
 
 
 async def test_placement_hears_where_an_adapter_is_before_its_interval_is_over(

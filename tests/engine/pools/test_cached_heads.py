@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from app.deployments.ingress.heads import Heads
+from app.deployments.ingress.assigner import PrefixHasher
 from app.engine.config import EngineConfig
 from app.engine.engine import Engine
 from app.engine.pools.cached_heads import HEAD_BYTES, MAX_HEADS, CachedHeads
@@ -53,7 +53,7 @@ def test_a_head_is_named_as_the_engine_names_its_blocks(block_size: int, adapter
 
 
 def test_what_an_ingress_computes_is_what_an_engine_tells() -> None:
-    heads = Heads(fake_spec().digest, LIMITS.block_size)
+    heads = PrefixHasher(fake_spec().digest, LIMITS.block_size)
     base, other = fake_request("base", prompt(1)), fake_request("other", prompt(1), ADAPTER)
     salted = replace(fake_request("salted", prompt(1)), cache_salt=b"another tenant")
     told = heads_of(new_engine(), base, other, salted)
@@ -62,7 +62,7 @@ def test_what_an_ingress_computes_is_what_an_engine_tells() -> None:
 
 
 def test_equal_heads_have_one_name_whatever_follows_and_short_prompts_have_none() -> None:
-    heads = Heads(fake_spec().digest, LIMITS.block_size)
+    heads = PrefixHasher(fake_spec().digest, LIMITS.block_size)
     assert heads.of(fake_request("a", prompt(1))) == heads.of(fake_request("b", prompt(1)[:-20] + [3] * 9))
     assert heads.of(fake_request("c", prompt(2))) != heads.of(fake_request("a", prompt(1)))
     assert heads.of(fake_request("d", prompt(1, HEAD_TOKENS))) is None
@@ -72,7 +72,7 @@ def test_equal_heads_have_one_name_whatever_follows_and_short_prompts_have_none(
 
 def test_a_head_that_is_found_again_is_the_last_used() -> None:
     one, two = fake_request("one", prompt(1)), fake_request("two", prompt(2))
-    heads = Heads(fake_spec().digest, LIMITS.block_size)
+    heads = PrefixHasher(fake_spec().digest, LIMITS.block_size)
     told = heads_of(new_engine(), one, two, replace(one, request_id="again"))
     assert [name.hex() for name in told] == [heads.of(two), heads.of(one)]
 
@@ -82,7 +82,7 @@ def test_a_head_whose_blocks_hold_something_else_is_told_no_more() -> None:
     one, two = fake_request("one", prompt(1)), fake_request("two", prompt(2))
     assert len(heads_of(engine, one)) == 1
     told = heads_of(engine, two)
-    assert [name.hex() for name in told] == [Heads(fake_spec().digest, LIMITS.block_size).of(two)]
+    assert [name.hex() for name in told] == [PrefixHasher(fake_spec().digest, LIMITS.block_size).of(two)]
 
 
 def test_nothing_is_told_where_nothing_is_shared() -> None:

@@ -24,8 +24,8 @@ from app.deployments.ingress.http.response_routes import add_response_routes
 from app.deployments.ingress.http.running import RunningService, counted_if_cancelled, while_connected
 from app.deployments.ingress.messages_schema import CountTokensRequest, MessagesRequest
 from app.deployments.ingress.tenants import inference_caller
-from app.deployments.ingress.text_model import beside_if_long
 from app.deployments.ingress.tokenize_schema import DetokenizeRequest, TokenizeRequest
+from app.deployments.ingress.tokenizer_service import beside_if_long
 
 
 def add_agent_routes(app: FastAPI, service: KeepingService) -> None:

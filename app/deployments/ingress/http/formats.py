@@ -8,11 +8,11 @@ from __future__ import annotations
 from app.deployments.ingress.http.answers import AnswerFormat
 from app.deployments.ingress.job import Job
 from app.deployments.ingress.schema import ChatCompletionRequest, CompletionRequest
-from app.deployments.ingress.text_model import TextModel
 from app.deployments.ingress.token_answers import token_answers
+from app.deployments.ingress.tokenizer_service import TokenizerService
 
 
-def answer_format(model: TextModel, body: ChatCompletionRequest | CompletionRequest, job: Job) -> AnswerFormat:
+def answer_format(model: TokenizerService, body: ChatCompletionRequest | CompletionRequest, job: Job) -> AnswerFormat:
     """Of one request's answers."""
     is_chat = isinstance(body, ChatCompletionRequest)
     return AnswerFormat(

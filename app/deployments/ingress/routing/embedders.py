@@ -11,16 +11,15 @@ import secrets
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
-from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from app.deployments.ingress.job import StreamSource
+from app.deployments.ingress.dispatcher import Dispatcher
 from app.deployments.ingress.tenants import Caller
+from app.deployments.ingress.tokenizer_service import TokenizerService
 from app.deployments.registry.entries import DEFAULT_TENANT
 from app.engine.errors import EngineFailure
-from app.engine.models.spec import ModelSpec
 from app.engine.request import GenerateRequest, PoolingParams, SamplingParams
 
 Floats = NDArray[np.float32]
@@ -52,23 +51,11 @@ NEUTRAL = (
 )
 
 
-class EmbeddingModel(Protocol):
-    """The base model as far as it is used here (`TextModel`)."""
-
-    @property
-    def spec(self) -> ModelSpec: ...
-
-    @property
-    def max_context(self) -> int: ...
-
-    def encode(self, text: str) -> Sequence[int]: ...
-
-
 class BaseEmbedder:
     """The base model on the service's own replicas, pooled over all tokens. `clock` gives Unix time."""
 
     def __init__(
-        self, name: str, model: EmbeddingModel, source: StreamSource, wait_s: float, clock: Callable[[], float]
+        self, name: str, model: TokenizerService, source: Dispatcher, wait_s: float, clock: Callable[[], float]
     ) -> None:
         self.name = name
         self._model = model

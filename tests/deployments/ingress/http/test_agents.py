@@ -15,7 +15,7 @@ import openai
 import pytest
 import pytest_asyncio
 
-from app.deployments.ingress import text_model
+from app.deployments.ingress import tokenizer_service
 from app.deployments.ingress.http.app import make_app
 from app.deployments.ingress.http.guard import DoorRules
 from app.deployments.ingress.template_variables import MAX_CHARS
@@ -244,7 +244,7 @@ async def test_many_tokens_hold_nobody_up(
 
     few = (await writer.post("/tokenize", json={"model": "base", "prompt": "Hello you"})).json()["tokens"]
     copies = 1100 // len(few) + 1  # more than the context holds
-    monkeypatch.setattr(text_model, "MAX_INLINE_CHARS", 1000)
+    monkeypatch.setattr(tokenizer_service, "MAX_INLINE_CHARS", 1000)
     for name in ("encode", "decoder", "token_text"):
         watched(name)
     asked = {"model": "base", "prompt": "Hello you" * copies, "return_token_strs": True}

@@ -12,7 +12,7 @@ import numpy as np
 import openai
 import pytest
 
-from app.deployments.ingress import embeddings, python_calls
+from app.deployments.ingress import embeddings, handle_api
 from app.engine.errors import InvalidRequest
 from app.engine.models.spec import EncoderSpec
 from app.engine.request import PoolingParams
@@ -120,12 +120,12 @@ async def test_an_empty_text_is_refused_also_where_the_model_adds_tokens(
 
 
 async def test_the_handle_gives_the_same_numbers_and_is_counted(service: Service) -> None:
-    assert await python_calls.embed(service, "text", "sql", None, None) == expected("text", "sql")
-    assert await python_calls.embed(service, ["a", "b"], None, "mean", 3) == [
+    assert await handle_api.embed(service, "text", "sql", None, None) == expected("text", "sql")
+    assert await handle_api.embed(service, ["a", "b"], None, "mean", 3) == [
         expected(text, method="mean", num_dimensions=3) for text in "ab"
     ]
     with pytest.raises(InvalidRequest, match="no tokens"):
-        await python_calls.embed(service, "", None, None, None)
+        await handle_api.embed(service, "", None, None, None)
     assert service.observed == [("handle", 200), ("handle", 200), ("handle", 400)]
 
 

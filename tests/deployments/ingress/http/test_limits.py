@@ -12,7 +12,7 @@ import pytest_asyncio
 from openai import AsyncOpenAI
 
 from app.config import AppConfig, PriceConfig
-from app.deployments.ingress import python_calls
+from app.deployments.ingress import handle_api
 from app.deployments.ingress.http.app import make_app
 from app.deployments.ingress.http.guard import DoorRules
 from app.deployments.ingress.tenancy import duration
@@ -234,7 +234,7 @@ async def test_a_choice_of_a_tenant_whose_limits_are_not_enforced_goes_on(org: O
 
 
 async def test_python_callers_are_in_the_ledger_too(service: Service) -> None:
-    await python_calls.generate(service, "abc", {"max_tokens": 3}, "sql")
+    await handle_api.generate(service, "abc", {"max_tokens": 3}, "sql")
     assert (await used(service))[:4] == (1, *(await engines(service))[1:4])
 
 

@@ -1,13 +1,15 @@
-"""The base model's text side: words into token ids and back.
+"""Tokenizer and chat templates of the base model: text to token ids and back.
 
-In: the configuration. Out: a `BaseText`. The model's description is read, its weights are not.
+The model's description is read, its weights are not. Long texts are worked on in a thread (`beside_if_long`): on the
+event loop they would hold up every stream of the process.
 """
 
 from __future__ import annotations
 
+import asyncio
 import threading
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
 from app.config import AppConfig
 from app.deployments.ingress.structured import AskedGrammar
@@ -23,21 +25,26 @@ from app.engine.models.tool_formats import ToolFormat, fixed_texts, tool_format
 from app.engine.structured.grammars import json_grammar
 from app.engine.structured.guidance import Vocabulary, place_of
 
+T = TypeVar("T")
+
+#: Grammars that are remembered as checked.
 _NUM_CHECKED = 256
+#: Requests with more characters or token ids are worked on in a thread.
+MAX_INLINE_CHARS = 20_000
 
 
-def open_text(config: AppConfig) -> BaseText:
+def open_text(config: AppConfig) -> TokenizerService:
     """The text side of the configured base model. Raises SourceError, CheckpointError."""
     checkpoint = open_model(config.model.uri, config.model.name)
     has_memory = checkpoint.spec.encoder is None
     kv_tokens = has_memory * config.engine.num_kv_blocks * config.engine.block_size
     positions = checkpoint.spec.max_positions
     max_context = min(config.engine.max_context or positions, kv_tokens or positions)  # 0 blocks: as many as fit
-    return BaseText(load_tokenizer(checkpoint.tokenizer_source), checkpoint.spec, max_context)
+    return TokenizerService(load_tokenizer(checkpoint.tokenizer_source), checkpoint.spec, max_context)
 
 
-class BaseText:
-    """`TextModel` over a tokenizer. `max_context` is the longest prompt plus answer the engines take."""
+class TokenizerService:
+    """One per ingress process. `max_context` is the longest prompt plus answer the engines take."""
 
     def __init__(self, tokenizer: Tokenizer, spec: ModelSpec, max_context: int) -> None:
         self._tokenizer = tokenizer
@@ -111,3 +118,8 @@ class BaseText:
     def text_bytes(self, token_id: int) -> bytes:
         """The bytes that the token adds to an answer; a special token adds none."""
         return b"" if token_id in self._tokenizer.special_ids else self._tokenizer.token_bytes(token_id)
+
+
+async def beside_if_long(length: int, work: Callable[[], T]) -> T:
+    """The result of work on so many characters or token ids, in a thread if they are many."""
+    return await asyncio.to_thread(work) if length > MAX_INLINE_CHARS else work()

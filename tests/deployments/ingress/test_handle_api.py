@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
-from app.deployments.ingress import python_calls
+from app.deployments.ingress import handle_api
 from app.deployments.ingress.management_bodies import adapter_body, job_body, unloaded_body
 from app.engine.errors import InvalidRequest, NotFound, QueueFull
 from tests.deployments.http_service import Service
@@ -22,11 +22,11 @@ async def test_results_are_those_of_the_route(service: Service, http: httpx.Asyn
     for text, adapter in (("a", None), ("a", "sql"), (["a", "b"], [None, "sql"])):
         body = {"text": text, "sampling_params": SAMPLING, "lora_path": adapter}
         by_route = (await http.post("/generate", json=body)).json()
-        by_call = await python_calls.generate(service, text, SAMPLING, adapter)
+        by_call = await handle_api.generate(service, text, SAMPLING, adapter)
         assert texts(by_call) == texts(by_route)
-    pieces = [piece async for piece in python_calls.stream(service, "a", SAMPLING, "sql")]
+    pieces = [piece async for piece in handle_api.stream(service, "a", SAMPLING, "sql")]
     assert len(pieces) > 1
-    assert ["".join(pieces)] == texts(await python_calls.generate(service, "a", SAMPLING, "sql"))
+    assert ["".join(pieces)] == texts(await handle_api.generate(service, "a", SAMPLING, "sql"))
     assert [item for item in service.observed if item[0] == "handle"] == [("handle", 200)] * 5
     assert [usage.completion_tokens for usage in service.counted[-2][1] if usage] == [60]
 
@@ -38,7 +38,7 @@ def texts(results: object) -> list[str]:
 async def test_a_caller_that_leaves_a_stream_is_counted(service: Service) -> None:
     (replica,) = service.fleet.replicas.values()
     replica.backend.max_steps = 20
-    async with aclosing(python_calls.stream(service, "a", SAMPLING, "sql")) as pieces:
+    async with aclosing(handle_api.stream(service, "a", SAMPLING, "sql")) as pieces:
         await anext(pieces)
     assert service.observed == [("handle", 499)]
     assert service.counted[0][1]
@@ -53,7 +53,7 @@ async def test_a_caller_that_leaves_a_stream_is_counted(service: Service) -> Non
 )
 async def test_a_stream_has_one_answer(service: Service, text: Any, sampling: dict[str, Any], param: str) -> None:
     with pytest.raises(InvalidRequest, match="2 answers") as caught:
-        _ = [piece async for piece in python_calls.stream(service, text, sampling, None)]
+        _ = [piece async for piece in handle_api.stream(service, text, sampling, None)]
     assert caught.value.param == param
     assert service.observed == [("handle", 400)]
 
@@ -68,7 +68,7 @@ async def test_what_other_jobs_get_is_made_of_python_s_own_types(service: Servic
     loading, entry = await service.managed.client.load_and_wait(wanted("new", "new"))
     unloading, _ = await service.management.unload("new", **ADA)
     results = [
-        await python_calls.generate(service, ["a", "b"], SAMPLING, ["sql", None]),
+        await handle_api.generate(service, ["a", "b"], SAMPLING, ["sql", None]),
         adapter_body(entry) | {"job": job_body(loading)},
         unloaded_body(entry, unloading),
     ]
@@ -78,13 +78,13 @@ async def test_what_other_jobs_get_is_made_of_python_s_own_types(service: Servic
 
 async def test_calls_that_fail_are_counted(service: Service) -> None:
     with pytest.raises(NotFound):
-        await python_calls.generate(service, "a", None, "nobody")
+        await handle_api.generate(service, "a", None, "nobody")
     with pytest.raises(InvalidRequest):
-        await python_calls.generate(service, "a", {"temperature": -1}, None)
+        await handle_api.generate(service, "a", {"temperature": -1}, None)
     (replica,) = service.fleet.replicas.values()
     replica.engine._max_waiting = 0
     with pytest.raises(QueueFull):
-        _ = [piece async for piece in python_calls.stream(service, "a", SAMPLING, "sql")]
+        _ = [piece async for piece in handle_api.stream(service, "a", SAMPLING, "sql")]
     assert service.observed == [("handle", 404), ("handle", 400), ("handle", 429)]
     job, _ = service.counted[-1]
     assert job is not None

@@ -7,7 +7,7 @@ import pickle
 
 import pytest
 
-from app.deployments.ingress.plain_errors import plain_errors
+from app.deployments.ingress.handle_api import plain_errors
 from app.engine.errors import (
     AdapterUntrusted,
     DeadlineExceeded,

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from app.deployments.ingress.base_text import BaseText
 from app.deployments.ingress.http.answers import TokenOffsets
+from app.deployments.ingress.tokenizer_service import TokenizerService
 from app.engine.models.checkpoint import load_checkpoint
 from app.engine.models.tokenizer import load_tokenizer
 
 
 def test_special_tokens_have_bytes_and_no_text(demo_gguf: Path) -> None:
-    text = BaseText(load_tokenizer(demo_gguf), load_checkpoint(demo_gguf).spec, 100)
+    text = TokenizerService(load_tokenizer(demo_gguf), load_checkpoint(demo_gguf).spec, 100)
     token_ids = [*text.encode("Hello"), *text.encode("<|im_end|>"), *text.encode(" world")]
     decoder = text.decoder()
     assert decoder.push(token_ids) + decoder.flush() == "Hello world"
