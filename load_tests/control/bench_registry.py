@@ -205,7 +205,7 @@ async def measure(url: str, num_adapters: int, num_samples: int) -> list[tuple[s
         registry=view,
         tenancy=Tenancy(TenantView(), TenantsClient(_Here(store)), rates, "bench", time.time),
         activity=AdapterActivity(TenantsClient(_Here(_Activities()))),
-        management=Management(StoreClient(_Here(store)), _Dropper(), _Nowhere()),
+        management=Management(StoreClient(_Here(store)), cast(Any, _Dropper()), cast(Any, _Nowhere())),
         frontend=SimpleNamespace(limits=SimpleNamespace(max_body_bytes=4 << 20), max_context=2048),
         observe=lambda *_: None,
     )

@@ -92,7 +92,7 @@ class Embedder:
                 zip(token_ids, self._frontend.names.needed(ref, token_ids), strict=True)
             )
         )
-        deadline_s = asyncio.get_running_loop().time() + self._frontend.request_timeout_s
+        deadline_s = asyncio.get_running_loop().time() + self._frontend.limits.request_timeout_s
         decoder = self._frontend.text_model.decoder
         reservation = await self._tenancy.admit(caller, requests)
         return Job(request_id, requests, caller, reservation, (), 1, deadline_s, self._source, decoder, self._clock)

@@ -68,7 +68,7 @@ class Frontend:
         chooser: Chooser,
         num_kv_tokens: Callable[[], int],
     ) -> None:
-        self._model = model
+        self.text_model = model
         self._base_name = base_name
         self.names = names
         self.finder = finder
@@ -81,17 +81,9 @@ class Frontend:
         self._num_kv_tokens = num_kv_tokens
 
     @property
-    def text_model(self) -> TokenizerService:
-        return self._model
-
-    @property
     def max_context(self) -> int:
         """The longest prompt plus answer that every engine takes, as far as engines have said what they hold."""
-        return min(self._model.max_context, self._num_kv_tokens() or self._model.max_context)
-
-    @property
-    def request_timeout_s(self) -> float:
-        return self.limits.request_timeout_s
+        return min(self.text_model.max_context, self._num_kv_tokens() or self.text_model.max_context)
 
     @asynccontextmanager
     async def _found(
@@ -121,7 +113,7 @@ class Frontend:
         question = "" if body.model != AUTO else last_words(body.messages)
         async with self._found(body, caller, question) as found:
             token_ids = await self.chat_ids(body, found.ref)
-            wanted, tools = chat_grammar(body, self._model, self.names.text(found.ref))
+            wanted, tools = chat_grammar(body, self.text_model, self.names.text(found.ref))
             num_logprobs = (body.top_logprobs or 0) if body.logprobs else None
             names = FieldNames("messages", body.limit_field, "top_logprobs")
             return await self._job(
@@ -143,8 +135,8 @@ class Frontend:
     async def _predicted(self, body: ChatCompletionRequest) -> tuple[int, ...]:
         if body.prediction is None:
             return ()
-        text, max_context = body.prediction.text, self._model.max_context
-        token_ids = await beside_if_long(len(text), lambda: self._model.encode_answer(text))
+        text, max_context = body.prediction.text, self.text_model.max_context
+        token_ids = await beside_if_long(len(text), lambda: self.text_model.encode_answer(text))
         if len(token_ids) > max_context:
             raise InvalidRequest(
                 f"the prediction has {len(token_ids)} tokens but the context holds {max_context}; shorten it",
@@ -158,7 +150,7 @@ class Frontend:
         messages, tools = told_messages(body.messages), told_tools(body)
         num_chars = sum(len(message["content"]) + CHARS_PER_MESSAGE for message in messages)
         num_chars += len(json.dumps(tools)) if tools else 0
-        encode = partial(self._model.encode_chat, messages, text, tools, body.chat_template_kwargs)
+        encode = partial(self.text_model.encode_chat, messages, text, tools, body.chat_template_kwargs)
         if text:  # an adapter's own template may take its time
             return await asyncio.to_thread(encode)
         return await beside_if_long(num_chars, encode)
@@ -195,7 +187,7 @@ class Frontend:
 
     def text_of(self, token_ids: Sequence[int]) -> str:
         """The text of tokens, without special ones."""
-        decoder = self._model.decoder()
+        decoder = self.text_model.decoder()
         return decoder.push(token_ids) + decoder.flush()
 
     async def generate(self, body: GenerateBody, caller: Caller, request_id: str | None = None) -> Job:
@@ -214,7 +206,7 @@ class Frontend:
         )
 
     def _check_generates(self) -> None:
-        if self._model.spec.encoder is not None:
+        if self.text_model.spec.encoder is not None:
             raise InvalidRequest(
                 f"{self._base_name!r} is an encoder: it writes no text; POST /v1/embeddings has its vectors",
                 param="model",
@@ -227,11 +219,11 @@ class Frontend:
 
     def _ids_of(self, prompt: str | list[int], param: str) -> Sequence[int]:
         if isinstance(prompt, str):
-            return self._model.encode(prompt)
+            return self.text_model.encode(prompt)
         for token_id in prompt:
-            if token_id >= self._model.vocab_size:
+            if token_id >= self.text_model.vocab_size:
                 raise InvalidRequest(
-                    f"{param} has token id {token_id} but the vocabulary ends at {self._model.vocab_size - 1}",
+                    f"{param} has token id {token_id} but the vocabulary ends at {self.text_model.vocab_size - 1}",
                     param=param,
                 )
         return prompt
@@ -256,7 +248,7 @@ class Frontend:
     ) -> Job:
         wanted = wanted or asked(fields)
         if wanted is not None:
-            await asyncio.to_thread(self._model.check_grammar, wanted)
+            await asyncio.to_thread(self.text_model.check_grammar, wanted)
         requests = self._requests.build(
             ids, caller, arrival_s, fields, prompts, refs, max_tokens, num_logprobs, names,
             "" if wanted is None else wanted.grammar, prediction,
@@ -272,7 +264,7 @@ class Frontend:
             fields.n,
             deadline_s,
             self._source,
-            self._model.decoder if tools is None else partial(self._model.decoder, tools.shown_ids),
+            self.text_model.decoder if tools is None else partial(self.text_model.decoder, tools.shown_ids),
             self._clock,
             tools=tools,
             echoes=tuple(echo for echo in echoes for _ in range(fields.n)),

@@ -1,7 +1,7 @@
 """What an ingress is, without Serve: everything that its HTTP routes and Python callers use.
 
-The deployment opens its parts, in `Parts`. A request goes straight down from
-here: frontend, dispatcher, batcher, assigner, links. Rule: nothing here knows how the parts reach other processes.
+The deployment opens the parts; nothing here knows how they reach other processes. A request goes straight down from
+here: frontend, dispatcher, batcher, assigner, links.
 """
 
 from __future__ import annotations

@@ -16,7 +16,6 @@ from contextlib import asynccontextmanager
 from typing import NamedTuple
 
 from app.deployments.ingress.job import Job
-from app.deployments.ingress.routing.choosing import Held
 from app.deployments.ingress.tenants import Caller
 from app.deployments.links.published import Changes, Version
 from app.deployments.links.watched import Follower
@@ -54,6 +53,13 @@ class WatchedTenants(Follower[Changes[TenantKey, TenantRow]]):
         self.view.take(news)
         if news.is_last:
             self.complete.set()
+
+
+class Held(NamedTuple):
+    """What a request holds while its adapter is chosen: one request, and the tokens of choosing."""
+
+    request: Reservation
+    tokens: Reservation
 
 
 class Rates(NamedTuple):

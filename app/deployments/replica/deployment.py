@@ -10,11 +10,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import resource
+import sys
 import time
 import uuid
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from ray import serve
@@ -33,7 +36,6 @@ from app.deployments.registry.pins import Pins
 from app.deployments.replica.demand import DEMAND_S, DemandMeter
 from app.deployments.replica.fetcher import AdapterFetcher
 from app.deployments.replica.leftovers import Leftovers
-from app.deployments.replica.memory import resident_bytes
 from app.deployments.replica.metrics import DeviceMetrics, EngineMetrics
 from app.deployments.replica.pins import PinKeeper
 from app.deployments.replica.reports import Reports
@@ -164,7 +166,7 @@ class EngineReplica:
     async def stats(self, target_replica_id: str | None = None) -> dict[str, Any]:
         """Counts, for tests and operators."""
         self._must_be(target_replica_id)
-        process = {"replica_id": self._replica_id, "pid": os.getpid(), "memory_bytes": resident_bytes()}
+        process = {"replica_id": self._replica_id, "pid": os.getpid(), "memory_bytes": _resident_bytes()}
         return process | {"num_socket_links": self._socket.num_connections} | self._service.counts()
 
     def record_autoscaling_stats(self) -> dict[str, float]:
@@ -192,3 +194,13 @@ class EngineReplica:
     def _must_be(self, target_replica_id: str | None) -> None:
         if target_replica_id is not None and target_replica_id != self._replica_id:
             raise NotReady(f"meant for replica {target_replica_id} but reached {self._replica_id}")
+
+
+def _resident_bytes() -> int:
+    """Resident memory of this process; its maximum where there is no /proc. Shared memory counts if it is mapped."""
+    status = Path("/proc/self/status")
+    if status.exists():
+        line = next(line for line in status.read_text().splitlines() if line.startswith("VmRSS:"))
+        return int(line.split()[1]) * 1024
+    largest = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return largest if sys.platform == "darwin" else largest * 1024
