@@ -9,11 +9,11 @@ from __future__ import annotations
 import asyncio
 import logging
 from contextlib import suppress
-from typing import NamedTuple
 
 from app.deployments.links.tasks import Tasks, Troubles
 from app.deployments.links.transport import ReplicaClient, ReplicaGone, ReplicaUnreachable
 from app.deployments.placement.placer import Placer
+from app.deployments.placement.table import Residency
 from app.deployments.registry.entries import CatalogEntry, RegistryJob, Unload
 from app.deployments.store.client import StoreClient
 from app.engine.errors import EngineFailure, NotReady
@@ -24,14 +24,6 @@ logger = logging.getLogger(__name__)
 TAKE_UP_INTERVAL_S = 10.0
 #: How often a drain asks whether a name means the contents again: then their rows need not become free.
 USED_AGAIN_INTERVAL_S = 1.0
-
-
-class ReplicaResidency(NamedTuple):
-    """Contents on one replica's device: requests that use them, and when one last began to (Unix time)."""
-
-    id: str
-    num_requests: int
-    last_used: float | None
 
 
 class Management:
@@ -77,9 +69,9 @@ class Management:
         """Leave what is not finished to other ingresses."""
         await self._tasks.close()
 
-    async def residency(self, digest: str) -> list[ReplicaResidency]:
+    async def residency(self, digest: str) -> list[Residency]:
         """Replicas whose device holds these contents, as they last said. Raises NotReady while placement is away."""
-        return [ReplicaResidency(*each) for each in await self._placer.residency(digest)]
+        return await self._placer.residency(digest)
 
     async def _drain_begun(self, begin: asyncio.Task[tuple[Unload, CatalogEntry | None]]) -> RegistryJob:
         return await self._drain((await begin)[0])
