@@ -14,8 +14,6 @@ import random
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
-from ray import serve
-
 from app.deployments.ingress.links import Links
 from app.deployments.ingress.streams import Stream
 from app.deployments.links.tasks import Tasks
@@ -144,24 +142,6 @@ class Assigner:
         if not self._waiting:
             self._waiting = True
             self._tasks.start(self._find_replicas())
-
-
-class ServeBatcher:
-    """The dispatcher's `Batcher`: streams that arrive within a couple of milliseconds are assigned together.
-
-    The batching is Serve's. A batch only assigns, which takes no time; no stream waits for another's tokens.
-    """
-
-    def __init__(self, assigner: Assigner) -> None:
-        self._assigner = assigner
-
-    async def assign(self, stream: Stream) -> None:
-        await self._assign_together(stream)
-
-    @serve.batch(max_batch_size=64, batch_wait_timeout_s=0.002, max_concurrent_batches=8)
-    async def _assign_together(self, streams: list[Stream]) -> list[None]:
-        self._assigner.assign(streams)
-        return [None for _ in streams]
 
 
 class PrefixHasher:

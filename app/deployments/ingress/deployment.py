@@ -22,7 +22,7 @@ from starlette.types import ASGIApp
 
 from app.config import AppConfig, usage_folder
 from app.deployments.ingress import handle_api
-from app.deployments.ingress.assigner import ServeBatcher
+from app.deployments.ingress.assigner import Assigner
 from app.deployments.ingress.handle_api import plain_errors
 from app.deployments.ingress.http.app import make_app
 from app.deployments.ingress.http.batch_answers import BatchAnswers
@@ -30,6 +30,7 @@ from app.deployments.ingress.http.guard import DoorRules
 from app.deployments.ingress.loads import Loads
 from app.deployments.ingress.metrics import IngressMetrics
 from app.deployments.ingress.service import IngressService, Parts
+from app.deployments.ingress.streams import Stream
 from app.deployments.ingress.tenancy import Rates, Tenancy, WatchedTenants
 from app.deployments.ingress.tokenizer_service import open_text
 from app.deployments.kept.client import KeptClient
@@ -174,6 +175,24 @@ class Ingress(AsgiIngress):
     async def __del__(self) -> None:
         await self._tasks.close()
         await self._service.close()
+
+
+class ServeBatcher:
+    """The dispatcher's `Batcher`: streams that arrive within a couple of milliseconds are assigned together.
+
+    The batching is Serve's. A batch only assigns, which takes no time; no stream waits for another's tokens.
+    """
+
+    def __init__(self, assigner: Assigner) -> None:
+        self._assigner = assigner
+
+    async def assign(self, stream: Stream) -> None:
+        await self._assign_together(stream)
+
+    @serve.batch(max_batch_size=64, batch_wait_timeout_s=0.002, max_concurrent_batches=8)
+    async def _assign_together(self, streams: list[Stream]) -> list[None]:
+        self._assigner.assign(streams)
+        return [None for _ in streams]
 
 
 class WatchedRegistry(Follower[Changes[Key, Entry]]):

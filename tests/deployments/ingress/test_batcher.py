@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 from ray import serve
 
-from app.deployments.ingress.assigner import ServeBatcher
+from app.deployments.ingress.deployment import ServeBatcher
 from app.deployments.ingress.streams import Stream
 from tests.fakes import fake_request
 
