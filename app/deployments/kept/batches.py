@@ -31,8 +31,8 @@ from app.deployments.kept.entries import (
     no_purpose,
 )
 from app.deployments.kept.files import PART_LINES, FileBooks, beyond
-from app.deployments.kept.tables import batch_lines, batches, files
 from app.deployments.registry.database import Database
+from app.deployments.registry.kept_tables import batch_lines, batches, files
 
 #: How long a batch is left to a process of which nothing is heard.
 LEASE_S = 30.0

@@ -21,11 +21,11 @@ from alembic.migration import MigrationContext
 from sqlalchemy import event, inspect, text
 from sqlalchemy.dialects import postgresql
 
-from app.deployments.kept.tables import metadata as kept_metadata
+from app.deployments.registry.kept_tables import metadata as kept_metadata
 from app.deployments.registry import database as database_module
 from app.deployments.registry.books import Registry
 from app.deployments.registry.database import Database, sqlite_url
-from app.deployments.tenants.tables import metadata
+from app.deployments.registry.tenant_tables import metadata
 from app.engine.errors import ConfigError, NotReady
 from tests.deployments.managed import ADA, MINE
 from tests.postgres import PostgresServer
