@@ -240,7 +240,7 @@ class BatchBooks:
         return [batch_id for batch_id, row in seen.items() if asked_s - row.since_s >= LEASE_S]
 
     def _renewed(self) -> float:
-        """Other than before, which is all that counts; to processes of older releases, when the lease runs out."""
+        """Other than before, which is all that counts."""
         return self._database.clock() + LEASE_S
 
     def _held(self, connection: Connection, batch_id: str, holder: str) -> RowMapping:

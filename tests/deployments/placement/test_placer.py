@@ -18,7 +18,7 @@ async def unused(*_: object) -> tuple[Version, Changes[Key, Row]] | None:
 
 def placer_over(*answers: object) -> ServePlacer:
     placer = ServePlacer(PlacementClient(Scripted(*answers)), WatchedPlacement(unused, "me"), "me")  # type: ignore[arg-type]
-    placer.view.apply({("replica", "r0"): (), ("home", "known"): ("r0",)})
+    placer.view.apply({("replica", "r0"): ("0.0", "0", "0"), ("home", "known"): ("r0",)})
     return placer
 
 
