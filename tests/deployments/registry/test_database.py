@@ -26,7 +26,7 @@ from app.deployments.registry.kept_tables import metadata as kept_metadata
 from app.deployments.registry.tables import SCHEMA_VERSION
 from app.deployments.registry.tenant_tables import metadata
 from app.engine.errors import ConfigError, NotReady
-from tests.deployments.managed import ADA, MINE
+from tests.deployments.managed import ADA, MINE, register
 from tests.postgres import PostgresServer
 
 ROOT = Path(__file__).parents[3]
@@ -63,9 +63,12 @@ def test_an_empty_database_gets_all_tables(empty_url: str) -> None:
 def test_processes_that_start_together_make_the_schema_once(empty_url: str) -> None:
     code = (
         "import sys; from app.deployments.registry.books import Registry\n"
+        "from app.deployments.registry.entries import LoadRequest\n"
+        "from app.engine.adapters.card import AdapterCard\n"
         "sys.stdin.readline()\n"
         "registry = Registry(sys.argv[1], 'base')\n"
-        "registry.catalog.register(sys.argv[2], 'uri', 'd' * 64, max_rank=1, size_bytes=1, tenant_id='t', who='w')\n"
+        "card = AdapterCard('d' * 64, 'base', 1, ('q_proj',), 'float32', 1)\n"
+        "registry.catalog.register(LoadRequest('t', sys.argv[2], 'uri', 'w'), 'uri', card)\n"
         "registry.close()"
     )
     starters = [
@@ -189,12 +192,12 @@ def test_a_full_disk_is_said_and_ends_when_there_is_room(tmp_path: Path, caplog:
     registry.database.close()  # so that the limit is set on every connection
     event.listen(registry.database._engine, "connect", limit)
     with pytest.raises(NotReady, match=SENTENCE):
-        registry.catalog.register("big", "u" * 100_000, "d", max_rank=1, size_bytes=1, **ADA)
+        register(registry.catalog, "big", "u" * 100_000, "d", max_rank=1, size_bytes=1, **ADA)
     assert "database or disk is full" in caplog.text
     assert registry.catalog.entries() == []
     del limits[0]
     registry.database.close()
-    registry.catalog.register("big", "u" * 100_000, "d", max_rank=1, size_bytes=1, **ADA)
+    register(registry.catalog, "big", "u" * 100_000, "d", max_rank=1, size_bytes=1, **ADA)
     assert [entry.name for entry in registry.catalog.entries()] == ["big"]
     registry.close()
 
@@ -204,7 +207,7 @@ def test_a_database_that_can_only_be_read_serves_and_takes_no_change(
 ) -> None:
     """As a PostgreSQL standby, or a file on a disk that was mounted anew."""
     registry = Registry(empty_url, "base")
-    registry.catalog.register("sql", "/sql", "d", max_rank=1, size_bytes=1, **ADA)
+    register(registry.catalog, "sql", "/sql", "d", max_rank=1, size_bytes=1, **ADA)
 
     def read_only(connection: Any, _: object) -> None:
         is_sqlite = isinstance(connection, sqlite3.Connection)
@@ -226,7 +229,7 @@ def test_a_damaged_file_is_said(tmp_path: Path, contents: bytes | None) -> None:
     """At start it is what the operator must mend; later changes have to wait, and nothing else."""
     file = tmp_path / "registry.sqlite"
     registry = Registry(sqlite_url(file), "base")
-    registry.catalog.register("sql", "/sql", "d", max_rank=1, size_bytes=1, **ADA)
+    register(registry.catalog, "sql", "/sql", "d", max_rank=1, size_bytes=1, **ADA)
     registry.close()
     file.write_bytes(file.read_bytes()[:9000] if contents is None else contents)
     with pytest.raises(NotReady, match="the registry's database is damaged; its log says how"):
@@ -269,15 +272,15 @@ def test_transactions_share_the_connections_that_are_kept(shared_url: str) -> No
 def test_a_file_that_was_replaced_while_it_was_open_is_met_as_it_is_now(tmp_path: Path) -> None:
     """No kept connection writes into a file that nobody can find any more."""
     registry, other = (Registry(sqlite_url(tmp_path / f"{name}.sqlite"), "base") for name in ("kept", "other"))
-    registry.catalog.register("old", "/old", "d", max_rank=1, size_bytes=1, **ADA)
-    other.catalog.register("new", "/new", "d", max_rank=1, size_bytes=1, **ADA)
+    register(registry.catalog, "old", "/old", "d", max_rank=1, size_bytes=1, **ADA)
+    register(other.catalog, "new", "/new", "d", max_rank=1, size_bytes=1, **ADA)
     other.close()
     registry_files = [tmp_path / f"kept.sqlite{end}" for end in ("-wal", "-shm")]
     for file in registry_files:
         file.unlink()
     (tmp_path / "other.sqlite").rename(tmp_path / "kept.sqlite")
     assert [entry.name for entry in registry.catalog.entries()] == ["new"]
-    registry.catalog.register("newer", "/newer", "d", max_rank=1, size_bytes=1, **ADA)
+    register(registry.catalog, "newer", "/newer", "d", max_rank=1, size_bytes=1, **ADA)
     registry.close()
     (tmp_path / "kept.sqlite").unlink()
     with pytest.raises(NotReady, match=SENTENCE):
@@ -405,13 +408,13 @@ def test_every_number_that_counts_up_has_64_bits() -> None:
 @pytest.mark.parametrize("table", ["events", "audit"])
 def test_numbers_go_on_after_two_billion(empty_url: str, table: str) -> None:
     registry = Registry(empty_url, "base")
-    registry.catalog.register("a", "/a", "d", max_rank=1, size_bytes=1, **ADA)
+    register(registry.catalog, "a", "/a", "d", max_rank=1, size_bytes=1, **ADA)
     with registry.database.write() as connection:
         if empty_url.startswith("sqlite"):
             connection.execute(text(f"UPDATE sqlite_sequence SET seq = {2**31 - 1} WHERE name = '{table}'"))
         else:
             connection.execute(text(f"SELECT setval(pg_get_serial_sequence('{table}', 'id'), {2**31 - 1})"))
-    registry.catalog.register("b", "/b", "d", max_rank=1, size_bytes=1, **ADA)
+    register(registry.catalog, "b", "/b", "d", max_rank=1, size_bytes=1, **ADA)
     page = registry.journal.events(**MINE) if table == "events" else registry.journal.audit(**MINE)
     assert page[0].id == 2**31
     registry.close()
