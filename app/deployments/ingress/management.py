@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from contextlib import suppress
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from app.deployments.links.tasks import Tasks, Troubles
 from app.deployments.links.transport import ReplicaGone, ReplicaUnreachable
@@ -40,14 +40,6 @@ class PlacedAdapters(Protocol):
     def view(self) -> PlacementView: ...
 
     async def residency(self, digest: str) -> list[Residency]: ...
-
-
-class ReplicaResidency(NamedTuple):
-    """Contents on one replica's device: requests that use them, and when one last began to (Unix time)."""
-
-    id: str
-    num_requests: int
-    last_used: float | None
 
 
 class Management:
@@ -93,9 +85,9 @@ class Management:
         """Leave what is not finished to other ingresses."""
         await self._tasks.close()
 
-    async def residency(self, digest: str) -> list[ReplicaResidency]:
+    async def residency(self, digest: str) -> list[Residency]:
         """Replicas whose device holds these contents, as they last said. Raises NotReady while placement is away."""
-        return [ReplicaResidency(*each) for each in await self._placer.residency(digest)]
+        return await self._placer.residency(digest)
 
     async def _drain_begun(self, begin: asyncio.Task[tuple[Unload, CatalogEntry | None]]) -> RegistryJob:
         return await self._drain((await begin)[0])

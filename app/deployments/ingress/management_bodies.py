@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import asdict
 from typing import Any
 
-from app.deployments.ingress.management import ReplicaResidency
+from app.deployments.placement.table import Residency
 from app.deployments.registry.entries import (
     AliasEntry,
     AliasVersion,
@@ -55,12 +55,15 @@ def unloaded_body(entry: CatalogEntry | None, job: RegistryJob) -> dict[str, Any
     return body | {"state": job.state.value, "job": job_body(job)}
 
 
-def description_body(name: str, description: Description, replicas: Sequence[ReplicaResidency]) -> dict[str, Any]:
+def description_body(name: str, description: Description, replicas: Sequence[Residency]) -> dict[str, Any]:
     """`state` and `reason` are the name's: those of its last job if it is not being served."""
     entry, job = description.entry, description.job
     body: dict[str, Any] = {"id": name, "object": "lora"}
     if entry is not None:
-        held = [replica._asdict() | {"last_used": _second(replica.last_used)} for replica in replicas]
+        held = [
+            {"id": each.replica_id, "num_requests": each.num_requests, "last_used": _second(each.last_used_s)}
+            for each in replicas
+        ]
         residency = {"host": description.is_on_host, "replicas": held}
         body |= adapter_body(entry) | {
             "reason": None,

@@ -216,7 +216,7 @@ async def test_an_unload_drains_then_frees(managed: ManagedStore) -> None:
     management = Management(managed.client, managed, managed.placement)
     await managed.client.load_and_wait(wanted("sql", "one"))
     await managed.client.load_and_wait(wanted("twin", "same"))
-    assert [replica.id for replica in await management.residency("d1")] == ["r1", "r2"]
+    assert [replica.replica_id for replica in await management.residency("d1")] == ["r1", "r2"]
     job, _ = await management.unload("twin", **ADA)
     assert job.state is State.REMOVED
     assert managed.dropped == [], "another name means the same contents"
