@@ -68,7 +68,7 @@ class PlacementView:
 
     @property
     def num_kv_tokens(self) -> int:
-        """What the KV memory of each replica holds at least; 0 if none said so, or the model has no such memory."""
+        """What the KV memory of each replica holds at least; 0 if the model has no such memory."""
         if self._num_kv_tokens is None:
             known = [int(row[2]) for row in self._replicas.values()]
             self._num_kv_tokens = min(filter(None, known), default=0)

@@ -38,7 +38,7 @@ async def test_placement_that_is_lost_costs_no_request(error: Exception) -> None
 
 def test_what_every_replica_holds_is_the_least_that_any_says() -> None:
     view = placer_over().view
-    assert view.num_kv_tokens == 0, "another release did not say"
+    assert view.num_kv_tokens == 0, "the only one has no such memory"
     view.apply({("replica", "r1"): ("0.0", "64", "4096"), ("replica", "r2"): ("0.0", "64", "1024")})
     view.apply({("replica", "r3"): ("0.0", "64", "0")})
     assert view.num_kv_tokens == 1024
