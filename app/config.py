@@ -24,7 +24,7 @@ from app.engine.adapters.signing.trusted_keys import PUBLIC_KEY_PATTERN, Trusted
 from app.engine.config import EngineConfig, EvictionPolicy
 from app.engine.errors import ConfigError
 from app.engine.models import sources
-from app.spelling import did_you_mean, fields_at
+from app.spelling import did_you_mean, settings_at
 
 #: One line of letters, digits, dot, dash and underscore: no path, no colon, nothing to escape with.
 NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$"
@@ -418,7 +418,7 @@ def load_config(values: Mapping[str, Any], *, environ: Mapping[str, str] | None 
 def _complaint(place: tuple[int | str, ...], kind: str, message: str) -> str:
     where = ".".join(map(str, place)) or "args"
     if kind == "extra_forbidden":
-        return f"{where} is an unknown key{did_you_mean(str(place[-1]), fields_at(AppConfig, place[:-1]))}"
+        return f"{where} is an unknown key{did_you_mean(str(place[-1]), settings_at(AppConfig, place[:-1]))}"
     return f"{where}: {message}"
 
 

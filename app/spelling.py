@@ -24,6 +24,9 @@ _MIN_CHARS_OF_A_PART = 4
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """'; did you mean ...?', or an empty string."""
     names = sorted(known)
+    same = [name for name in names if name.rpartition(".")[2] == word]  # in another section
+    if same:
+        return f"; did you mean {' or '.join(map(repr, same))}?"
     near = difflib.get_close_matches(word[:_MAX_CHARS], names, n=1, cutoff=_ALIKE)
     part_of = [name for name in names if word in name.split("_")]
     if not near and len(part_of) == 1:
@@ -32,6 +35,12 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     if not near and len(last) >= _MIN_CHARS_OF_A_PART and last in names:  # other servers' lora_name and lora_path
         near = [last]
     return f"; did you mean {near[0]!r}?" if near else ""
+
+
+def settings_at(model: type[BaseModel], path: Sequence[int | str]) -> set[str]:
+    """The fields of what lies at `path` inside a model, and with dots between them the fields of these."""
+    here = fields_at(model, path)
+    return here | {f"{field}.{inner}" for field in here for inner in fields_at(model, (*path, field))}
 
 
 def fields_at(model: type[BaseModel], path: Sequence[int | str]) -> set[str]:

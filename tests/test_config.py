@@ -17,6 +17,15 @@ from app.engine.errors import ConfigError
     ("values", "message"),
     [
         ({"modle": {}}, "modle is an unknown key; did you mean 'model'"),
+        ({"engine": {"jax": {}}}, "engine.jax is an unknown key$"),
+        (
+            {"engine": {"memory_fraction": 0.5}},
+            r"engine.memory_fraction is an unknown key; did you mean 'cuda\.memory_fraction'\?",
+        ),
+        (
+            {"engine": {"weight_storage": "int8"}},
+            r"weight_storage is an unknown key; did you mean 'cpu\.weight_storage' or 'xla\.weight_storage'\?",
+        ),
         ({"engine": {"max_lora_rank": 8}}, r"engine\.max_lora_rank"),
         ({"engine": {"block_size": 7}}, r"engine\.block_size"),
         ({"placement": {"silence_s": 1.5}}, "at least twice report_interval_s"),

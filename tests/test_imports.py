@@ -204,7 +204,7 @@ def test_the_walk_sees_what_it_should() -> None:
 #: Up to seconds each, in processes that have to be up before the service answers.
 HEAVY = {
     *("torch", "numba", "triton", "jax", "transformers", "scipy", "pandas", "pyarrow"),
-    *("sqlalchemy", "alembic", "cryptography", "huggingface_hub", "fsspec"),
+    *("sqlalchemy", "cryptography", "huggingface_hub", "fsspec"),
 }
 
 

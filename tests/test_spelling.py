@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from app.config import AppConfig
-from app.spelling import did_you_mean, fields_at
+from app.spelling import did_you_mean, fields_at, settings_at
 
 
 @pytest.mark.parametrize(
@@ -34,4 +34,7 @@ def test_fields_are_found_where_they_lie() -> None:
     assert "uri" in fields_at(AppConfig, ["model"])
     assert "path" in fields_at(AppConfig, ["adapters", "preload", 0])
     assert "num_threads" in fields_at(AppConfig, ["engine", "cpu"])
+    assert {"cpu", "cpu.num_threads", "xla.num_threads"} & settings_at(AppConfig, ["engine"]) == {
+        "cpu", "cpu.num_threads",
+    }  # fmt: skip
     assert fields_at(AppConfig, ["model", "uri"]) == fields_at(AppConfig, ["nothing", "here"]) == set()

@@ -1,8 +1,8 @@
 """The engine's settings: what all engines share, and one section for the device that computes.
 
 In: a mapping (YAML) or keyword arguments; `cpu`, `cuda` or `xla` is the section, and without any of them it is `cpu`
-with its defaults. Out: a frozen `EngineConfig`, checked before anything is loaded. An unknown key is an error, two
-sections are one, and so is a key where it stood in earlier versions.
+with its defaults. Out: a frozen `EngineConfig`, checked before anything is loaded. An unknown key is an error, and
+so are two sections.
 """
 
 from __future__ import annotations
@@ -127,22 +127,6 @@ DeviceConfig = CpuConfig | CudaConfig | XlaConfig
 _SectionT = TypeVar("_SectionT", CpuConfig, CudaConfig, XlaConfig)
 _SECTIONS = ("cpu", "cuda", "xla")
 
-#: Where the keys of earlier versions, which had one flat list, are now.
-_MOVED = {
-    "backend": "the section that is set: engine.cpu, engine.cuda or engine.xla (before: torch, torch with a GPU, jax)",
-    "device": "the section that is set: engine.cpu, engine.cuda (with its index) or engine.xla (with its platform)",
-    "cuda_dtype": "engine.cuda.dtype",
-    "memory_fraction": "engine.cuda.memory_fraction",
-    "memory_bytes": "engine.cuda.memory_bytes",
-    "deterministic": "engine.cuda.deterministic",
-    "num_threads": "engine.cpu.num_threads",
-    "weight_storage": "engine.cpu.weight_storage or engine.xla.weight_storage",
-    "tensor_parallel": "engine.xla.tensor_parallel",
-    "jax_form": "engine.xla.form",
-    "skip_precompile": "engine.cuda.skip_precompile or engine.xla.skip_precompile",
-    "compilation_cache_dir": "engine.xla.compilation_cache_dir",
-}
-
 
 class EngineConfig(BaseModel):
     """Settings of one engine replica."""
@@ -264,9 +248,6 @@ class EngineConfig(BaseModel):
     def _one_section(cls, values: Any) -> Any:
         if not isinstance(values, Mapping):
             return values
-        moved = [f"engine.{key} is now {_MOVED[key]}" for key in values if key in _MOVED]
-        if moved:
-            raise ValueError("; ".join(moved))
         found = [key for key in _SECTIONS if key in values]
         for key in found:
             if values[key] is None:

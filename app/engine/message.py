@@ -1,19 +1,18 @@
 """Values that travel between processes are pickled by the names of their fields.
 
-In: classes of frozen values (dataclasses, named tuples). Out: the same classes, whose pickles processes of another
-release read: a field that only the sender knows is dropped, and one that only the reader knows takes its default.
-Python pickles a dataclass with slots, and a named tuple, by position: there a new field shifts the others. Rule: a
-message keeps its module, its name and the names of its fields, a new field has a default, and a required field stays.
+In: classes of frozen values (dataclasses, named tuples). Out: the same classes, whose pickles hold values by name.
+Python pickles a dataclass with slots, and a named tuple, by position: a process whose class has other fields would take
+one for another. Here it raises TypeError, and a field that its sender does not have takes its default. Processes that
+could not understand each other have different numbers (`app.deployments.links.protocol`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any, TypeVar
 
 C = TypeVar("C", bound=type)
-T = TypeVar("T")
 
 
 def message(cls: C) -> C:
@@ -35,14 +34,6 @@ def message_fields(cls: type) -> tuple[str, ...]:
     return names
 
 
-def with_known(cls: Callable[..., T], names: Collection[str], values: Mapping[str, Any]) -> T:
-    """`cls` made with those of `values` that it knows: others are of a newer release. Raises TypeError for too few."""
-    return cls(**{name: value for name, value in values.items() if name in names})
-
-
 def _restore(cls: type, values: Mapping[str, Any]) -> Any:
-    """The message, from what its sender knew of it. The name of this function is in every pickle: it stays."""
-    try:
-        return cls(**values)
-    except TypeError:  # the sender is of another release
-        return with_known(cls, message_fields(cls), values)
+    """The message. The name of this function is in every pickle: it stays."""
+    return cls(**values)

@@ -24,8 +24,8 @@ from sqlalchemy import create_engine, insert, select
 
 from app.cli.settings_file import read_settings
 from app.config import ADMIN_KEY
+from app.deployments.registry.tenant_tables import api_keys
 from app.deployments.tenants.key_material import new_key
-from app.deployments.tenants.tables import api_keys
 from load_tests.http.bench_adversary import project_key, projects_of
 from load_tests.http.client import Endpoint, closed_loop
 from load_tests.http.lengths import words

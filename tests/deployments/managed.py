@@ -14,8 +14,17 @@ from app.deployments.kept.client import KeptClient
 from app.deployments.kept.service import KeptService
 from app.deployments.links.published import Version
 from app.deployments.registry.books import Registry
+from app.deployments.registry.catalog import Catalog
 from app.deployments.registry.database import sqlite_url
-from app.deployments.registry.entries import DEFAULT_TENANT, UPLOADED, LoadRequest, ReadAdapter, State
+from app.deployments.registry.entries import (
+    DEFAULT_TENANT,
+    UPLOADED,
+    CatalogEntry,
+    LoadRequest,
+    ReadAdapter,
+    RegistryJob,
+    State,
+)
 from app.deployments.registry.lifecycle import Lifecycle
 from app.deployments.registry.resolving import NameResolution, Places
 from app.deployments.registry.tier_events import TierEvents
@@ -48,6 +57,25 @@ ADA = MINE | {"who": "ada"}
 
 def wanted(name: str, source: str, pinned: bool | None = None, traffic_weight: float | None = None) -> LoadRequest:
     return LoadRequest(DEFAULT_TENANT, name, source, "ada", pinned, traffic_weight)
+
+
+def register(
+    catalog: Catalog,
+    name: str,
+    uri: str,
+    digest: str,
+    *,
+    tenant_id: str,
+    who: str,
+    pinned: bool | None = None,
+    traffic_weight: float | None = None,
+    source: str | None = None,
+    job: RegistryJob | None = None,
+    **facts: Any,
+) -> CatalogEntry:
+    """`Catalog.register` of contents with these facts."""
+    request = LoadRequest(tenant_id, name, uri if source is None else source, who, pinned, traffic_weight)
+    return catalog.register(request, uri, replace(card(digest), **facts), job)
 
 
 class Here:

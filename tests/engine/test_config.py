@@ -62,30 +62,3 @@ def test_a_section_is_set_by_its_key_and_survives_being_written(device: DeviceCo
 def test_a_section_has_its_own_keys_and_no_others(values: dict[str, Any], message: str) -> None:
     with pytest.raises(ValidationError, match=message):
         EngineConfig.model_validate(values)
-
-
-@pytest.mark.parametrize(
-    ("key", "value", "place"),
-    [
-        ("backend", "torch", "engine.cpu, engine.cuda or engine.xla"),
-        ("device", "cuda:1", r"engine.cuda \(with its index\)"),
-        ("cuda_dtype", "float32", "engine.cuda.dtype"),
-        ("memory_fraction", 0.5, "engine.cuda.memory_fraction"),
-        ("memory_bytes", 1, "engine.cuda.memory_bytes"),
-        ("deterministic", True, "engine.cuda.deterministic"),
-        ("num_threads", 2, "engine.cpu.num_threads"),
-        ("weight_storage", "int8", "engine.cpu.weight_storage or engine.xla.weight_storage"),
-        ("tensor_parallel", 2, "engine.xla.tensor_parallel"),
-        ("jax_form", "xla", "engine.xla.form"),
-        ("skip_precompile", True, "engine.cuda.skip_precompile or engine.xla.skip_precompile"),
-        ("compilation_cache_dir", "x", "engine.xla.compilation_cache_dir"),
-    ],
-)
-def test_a_key_of_earlier_versions_is_refused_with_its_new_place(key: str, value: object, place: str) -> None:
-    with pytest.raises(ValidationError, match=f"engine.{key} is now .*{place}"):
-        EngineConfig.model_validate({key: value})
-
-
-def test_all_moved_keys_are_named_at_once() -> None:
-    with pytest.raises(ValidationError, match=r"engine\.backend is now .*; engine\.jax_form is now engine\.xla\.form"):
-        EngineConfig.model_validate({"backend": "jax", "jax_form": "xla"})

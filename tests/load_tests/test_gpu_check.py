@@ -85,7 +85,7 @@ def test_every_stage_fits_a_call_and_names_files_that_are_there(tmp_path: Path) 
 def test_all_of_it_starts_without_a_gpu_and_without_ray(tmp_path: Path) -> None:
     """Ray and the service's own packages cannot be imported: the machine it is for lacks them."""
     absent = tmp_path / "absent"
-    for name in ("ray", "fastapi", "sqlalchemy", "alembic", "cryptography", "psycopg", "openai", "pytest_asyncio"):
+    for name in ("ray", "fastapi", "sqlalchemy", "cryptography", "psycopg", "openai", "pytest_asyncio"):
         (absent / name).mkdir(parents=True)
         (absent / name / "__init__.py").write_text(f"raise ImportError({name!r})")
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(absent)])}

@@ -31,8 +31,8 @@ from app.deployments.kept.entries import (
     no_purpose,
 )
 from app.deployments.kept.files import PART_LINES, FileBooks, beyond
-from app.deployments.kept.tables import batch_lines, batches, files
 from app.deployments.registry.database import Database
+from app.deployments.registry.kept_tables import batch_lines, batches, files
 
 #: How long a batch is left to a process of which nothing is heard.
 LEASE_S = 30.0
@@ -240,7 +240,7 @@ class BatchBooks:
         return [batch_id for batch_id, row in seen.items() if asked_s - row.since_s >= LEASE_S]
 
     def _renewed(self) -> float:
-        """Other than before, which is all that counts; to processes of older releases, when the lease runs out."""
+        """Other than before, which is all that counts."""
         return self._database.clock() + LEASE_S
 
     def _held(self, connection: Connection, batch_id: str, holder: str) -> RowMapping:

@@ -13,8 +13,8 @@ from sqlalchemy import Column, ColumnElement, Connection, and_, delete, func, in
 from sqlalchemy.engine import RowMapping
 
 from app.deployments.kept.entries import OPEN, FilePage, KeptFile, KeptQuotaReached, absent
-from app.deployments.kept.tables import batch_lines, batches, file_parts, files
 from app.deployments.registry.database import Database
+from app.deployments.registry.kept_tables import batch_lines, batches, file_parts, files
 from app.engine.errors import InvalidRequest
 
 #: Bytes of a part of a file, and lines of a part of a batch's answers.

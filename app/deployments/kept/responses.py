@@ -9,8 +9,8 @@ from __future__ import annotations
 from sqlalchemy import ColumnElement, Connection, delete, func, insert, select
 
 from app.deployments.kept.entries import KeptResponse, absent
-from app.deployments.kept.tables import responses
 from app.deployments.registry.database import Database
+from app.deployments.registry.kept_tables import responses
 
 
 class ResponseBooks:

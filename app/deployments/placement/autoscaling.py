@@ -191,9 +191,8 @@ class AdapterDemand:
 def latest_demands(series: Mapping[str, Mapping[Any, Sequence[Any]]]) -> list[Demand]:
     """The last word of each replica that has said anything; the others are still starting.
 
-    What one has not said (another release does not know the name), or what is no number to count with, counts as 0: the
-    rest of it counts. series: name -> replica -> points with a value, the oldest first, as Serve keeps what replicas
-    record.
+    What one has not said, or what is no number to count with, counts as 0: the rest of it counts. series: name ->
+    replica -> points with a value, the oldest first, as Serve keeps what replicas record.
     """
     names = [field.name for field in fields(Demand)]
     replicas = {replica for name in names for replica, points in series.get(name, {}).items() if points}

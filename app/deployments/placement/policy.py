@@ -62,7 +62,7 @@ class PlacementFleet(Protocol):
         ...
 
     def num_rank_rows(self, replica_id: str) -> int:
-        """Rank rows that the replica has; 0 if it did not say."""
+        """Rank rows that the replica has."""
         ...
 
     def started_s(self, replica_id: str) -> float:

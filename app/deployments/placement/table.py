@@ -85,7 +85,7 @@ class ReplicaNews:
 #: ("home", digest) -> the replicas that serve the adapter, those that were started first coming first.
 #: ("resident", digest, id) -> (rank rows,): the adapter is on the replica's device.
 #: ("heads", id) -> names in hexadecimal digits: what prompts began with that the replica has cached.
-#: Numbers are written out. Another release may leave them out: then they are not known.
+#: Numbers are written out.
 Key = tuple[str, ...]
 Row = tuple[str, ...]
 

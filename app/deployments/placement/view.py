@@ -59,20 +59,18 @@ class PlacementView:
         return self._at_home.get(replica_id, set())
 
     def started_s(self, replica_id: str) -> float:
-        """When the replica was started (Unix time); 0 if it did not say."""
-        row = self._replicas[replica_id]
-        return float(row[0]) if row else 0.0
+        """When the replica was started (Unix time)."""
+        return float(self._replicas[replica_id][0])
 
     def num_rank_rows(self, replica_id: str) -> int:
-        """Rank rows that the replica has; 0 if it did not say."""
-        row = self._replicas[replica_id]
-        return int(row[1]) if row else 0
+        """Rank rows that the replica has."""
+        return int(self._replicas[replica_id][1])
 
     @property
     def num_kv_tokens(self) -> int:
-        """What the KV memory of each replica holds at least; 0 if none said so, or the model has no such memory."""
+        """What the KV memory of each replica holds at least; 0 if the model has no such memory."""
         if self._num_kv_tokens is None:
-            known = [int(row[2]) for row in self._replicas.values() if len(row) > 2]  # another release's are shorter
+            known = [int(row[2]) for row in self._replicas.values()]
             self._num_kv_tokens = min(filter(None, known), default=0)
         return self._num_kv_tokens
 

@@ -11,10 +11,10 @@ from typing import Any
 
 from sqlalchemy import ColumnElement, Connection, select
 
-from app.deployments.registry.entries import MEANT_STATES, CatalogEntry, State
+from app.deployments.registry.entries import MEANT_STATES, CatalogEntry, LoadRequest, State
 from app.deployments.registry.tables import adapters
 from app.deployments.registry.view import Entry, Key
-from app.engine.adapters.card import AdapterRef
+from app.engine.adapters.card import AdapterCard, AdapterRef
 
 #: Rows fetched at a time: a server ends a transaction whose client says nothing while it makes entries of a million.
 _READ_AT_ONCE = 5_000
@@ -52,13 +52,26 @@ def next_generation(old: Mapping[Any, Any] | None, digest: str) -> int:
     return int(old["generation"] + (old["digest"] != digest or old["state"] != State.LOADED))
 
 
-def treatment(
-    old: Mapping[Any, Any] | None, who: str, pinned: bool | None, traffic_weight: float | None
-) -> dict[str, Any]:
+def card_values(card: AdapterCard) -> dict[str, Any]:
+    """What a row of `adapters` has of a card."""
+    return {
+        "digest": card.digest,
+        "max_rank": card.max_rank,
+        "size_bytes": card.size_bytes,
+        "extra_bytes": card.extra_bytes,
+        "text": card.text,
+        "description": card.description,
+        "invocation_tokens": " ".join(map(str, card.invocation_tokens)),
+        "metadata": card.metadata,
+    }
+
+
+def treatment(old: Mapping[Any, Any] | None, request: LoadRequest) -> dict[str, Any]:
     """How a name is treated from now on: as asked, or as it was while it meant something, or as a new one."""
     before: Mapping[Any, Any] = {} if old is None or old["state"] not in MEANT_STATES else old
+    pinned, traffic_weight = request.pinned, request.traffic_weight
     return {
-        "owner": before.get("owner", who),
+        "owner": before.get("owner", request.who),
         "pinned": before.get("pinned", False) if pinned is None else pinned,
         "traffic_weight": before.get("traffic_weight", 1.0) if traffic_weight is None else traffic_weight,
     }

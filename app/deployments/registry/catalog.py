@@ -17,16 +17,26 @@ from typing import Any, NamedTuple
 
 from sqlalchemy import ColumnElement, Connection, Table, and_, insert, select, update
 
-from app.deployments.registry.adapter_rows import entry_of, next_generation, ref_of, treatment
+from app.config import MAX_DESCRIPTION_CHARS
+from app.deployments.registry.adapter_rows import card_values, entry_of, next_generation, ref_of, treatment
 from app.deployments.registry.aliases import aliases_to, is_alias
 from app.deployments.registry.database import Database
-from app.deployments.registry.entries import MEANT_STATES, CatalogEntry, Generation, RegistryJob, State, cannot_pin
+from app.deployments.registry.entries import (
+    MEANT_STATES,
+    CatalogEntry,
+    Generation,
+    LoadRequest,
+    RegistryJob,
+    State,
+    cannot_pin,
+)
 from app.deployments.registry.jobs import cancel_loads, check_turn, insert_job, update_job
 from app.deployments.registry.journal import NewEvent, record_audit, record_events
 from app.deployments.registry.pins import PinLimits
 from app.deployments.registry.tables import adapters, generations, named, uses
 from app.deployments.registry.tier_events import Move
 from app.deployments.registry.use import forget_use, note_uses
+from app.engine.adapters.card import AdapterCard
 from app.engine.adapters.composing.composition import shown_source
 from app.engine.errors import AdapterBusy, InvalidRequest, NotFound
 from app.redaction import without_keys
@@ -65,33 +75,18 @@ class Catalog:
         self.check_quota = check_quota
 
     def register(
-        self,
-        name: str,
-        uri: str,
-        digest: str,
-        *,
-        max_rank: int,
-        size_bytes: int,
-        extra_bytes: int = 0,
-        text: str = "",
-        description: str = "",
-        invocation_tokens: Sequence[int] = (),
-        card_metadata: str = "",
-        tenant_id: str,
-        who: str,
-        pinned: bool | None = None,
-        traffic_weight: float | None = None,
-        source: str | None = None,
-        job: RegistryJob | None = None,
+        self, request: LoadRequest, uri: str, card: AdapterCard, job: RegistryJob | None = None
     ) -> CatalogEntry:
         """Give a name its meaning. The generation rises if the contents differ from the name's last ones.
 
-        `pinned` and `traffic_weight` None: as they were. `source` is how the caller called the place. Raises
-        InvalidRequest if an alias has the name, AdapterTooLarge if no engine could hold it or if it would be pinned and
-        does not fit, AdapterUnloaded if `job`, the load that it is for, was cancelled, LoadsAhead if another comes
-        before it, NotReady if another process works on it by now.
+        `card` is of what was found at `uri`, the canonical form of the request's source. Raises InvalidRequest if an
+        alias has the name, AdapterTooLarge if no engine could hold it or if it would be pinned and does not fit,
+        AdapterUnloaded if `job`, the load that it is for, was cancelled, LoadsAhead if another comes before it,
+        NotReady if another process works on it by now.
         """
-        self.pin_limits.alone.check(name, max_rank, extra_bytes)
+        name, tenant_id, who = request.name, request.tenant_id, request.who
+        self.pin_limits.alone.check(name, card.max_rank, card.extra_bytes)
+        description = card.description[:MAX_DESCRIPTION_CHARS] if request.description is None else request.description
         with self._database.write() as connection:
             if job is not None:
                 check_turn(connection, self._base, job)
@@ -100,20 +95,14 @@ class Catalog:
             old = connection.execute(select(adapters).where(*self._named(adapters, tenant_id, name))).mappings().first()
             values = {
                 "state": State.LOADED,
-                "generation": next_generation(old, digest),
-                "digest": digest,
+                "generation": next_generation(old, card.digest),
                 "uri": uri,
-                "source": uri if source is None else source,
-                "max_rank": max_rank,
-                "size_bytes": size_bytes,
-                "extra_bytes": extra_bytes,
-                "text": text,
-                "description": description,
-                "invocation_tokens": " ".join(map(str, invocation_tokens)),
-                "metadata": card_metadata,
+                "source": request.source,
                 "registered_s": self._database.clock(),
                 "revision": self._database.next_revision(connection),
-                **treatment(old, who, pinned, traffic_weight),
+                **card_values(card),
+                "description": description,
+                **treatment(old, request),
             }
             entry = self._write(connection, tenant_id, name, values, is_new=old is None)
             if old is None or entry.ref.generation != old["generation"]:
@@ -121,7 +110,7 @@ class Catalog:
             self._record_load(connection, entry, who)
             self._check_pins(connection, name, entry.pinned)
             self.check_quota(connection, tenant_id)
-            if old is not None and old["digest"] != digest:
+            if old is not None and old["digest"] != card.digest:
                 forget_use(connection, self._base, old["digest"])
         return entry
 

@@ -2,9 +2,10 @@
 
 In: a URL (a file of SQLite, or PostgreSQL) and the base model whose registry this is. Out: transactions. Writers take
 turns in every database, so that what one has read is still true when it writes; readers wait for nobody, and everything
-ends in bounded time. Missing revisions are applied when the object is made, in one transaction, once however many
-processes start together. Whatever a database does that we did not ask for is `NotReady` in a fixed sentence: its own
-words, which may name hosts and users, are for the log. What the rows mean is left to the modules beside this one.
+ends in bounded time. In an empty database the tables are made with the object, in one transaction, once however many
+processes start together; those of another version are refused and left as they are. Whatever a database does that we
+did not ask for is `NotReady` in a fixed sentence: its own words, which may name hosts and users, are for the log. What
+the rows mean is left to the modules beside this one.
 """
 
 from __future__ import annotations
@@ -21,10 +22,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from alembic import command
-from alembic.config import Config
-from alembic.migration import MigrationContext
-from alembic.script import ScriptDirectory
 from sqlalchemy import Connection, create_engine, event, insert, inspect, select, update
 from sqlalchemy.engine import URL, make_url
 from sqlalchemy.exc import (
@@ -37,7 +34,8 @@ from sqlalchemy.exc import (
 )
 from sqlalchemy.pool import ConnectionPoolEntry
 
-from app.deployments.registry.tables import adapters, registries
+from app.deployments.registry import kept_tables, tenant_tables  # noqa: F401  (their tables are in `metadata`)
+from app.deployments.registry.tables import SCHEMA_VERSION, metadata, registries, schema_versions
 from app.engine.errors import ConfigError, InvalidRequest, NotReady
 
 logger = logging.getLogger(__name__)
@@ -110,7 +108,7 @@ class Database:
             event.listen(self._engine, "connect", _write_ahead)
             event.listen(self._engine, "checkout", _must_be_at(Path(parsed.database or "")))
         try:
-            self._upgrade()
+            self._create_schema()
             self.origin = self._enter()
         except _Damaged as error:
             self.close()
@@ -158,14 +156,24 @@ class Database:
             self._idle.wait_for(lambda: self._num_open == 0, STATEMENT_TIMEOUT_S)
         self._engine.dispose()
 
-    def _upgrade(self) -> None:
-        config = Config()
-        folder = Path(__file__).with_name("migrations")
-        config.set_main_option("script_location", str(folder).replace("%", "%%"))
+    def _create_schema(self) -> None:
+        """Make the tables in an empty database. Raises ConfigError if it has those of another version."""
         with self._transaction(lock="schema") as connection:
-            self._check_revision(connection, config)
-            config.attributes["connection"] = connection
-            command.upgrade(config, "head")
+            present = set(inspect(connection).get_table_names()) & metadata.tables.keys()
+            found: int | None = None
+            if schema_versions.name in present:
+                found = connection.scalar(select(schema_versions.c.version))
+            if not present:
+                metadata.create_all(connection, checkfirst=False)
+                connection.execute(insert(schema_versions).values(version=SCHEMA_VERSION))
+            elif found != SCHEMA_VERSION:
+                has = "no schema version" if found is None else f"schema version {found}"
+                raise ConfigError(
+                    f"the registry at {self.address} has {has}, but this version of polylora works with schema version "
+                    f"{SCHEMA_VERSION} only: a newer version made it, or one from before the first release; run the "
+                    "version that made it, or give adapters.registry_url (or adapters.state_dir) an empty place and "
+                    "load the adapters again"
+                )
 
     def _enter(self) -> str:
         """What tells this registry from every other, one at the same place included: drawn when it was new."""
@@ -176,20 +184,6 @@ class Database:
                 origin = uuid.uuid4().hex
                 connection.execute(insert(registries).values(base_digest=self.base_digest, id=origin, revision=0))
             return origin
-
-    def _check_revision(self, connection: Connection, config: Config) -> None:
-        """Raises ConfigError for a schema that no revision of ours made: it is left as it is."""
-        present = MigrationContext.configure(connection).get_current_revision()
-        if present is None and inspect(connection).has_table(adapters.name):
-            present = "none"  # made before there were revisions
-        known = {script.revision for script in ScriptDirectory.from_config(config).walk_revisions()}
-        if present is not None and present not in known:
-            raise ConfigError(
-                f"the registry at {self.address} has schema revision {present!r}, but this version of polylora knows "
-                f"{', '.join(sorted(known))} only: a newer version made it, or one from before the first release; run "
-                "the version that made it, or give adapters.registry_url (or adapters.state_dir) an empty place and "
-                "load the adapters again"
-            )
 
     @contextmanager
     def _transaction(self, *, lock: str | None) -> Iterator[Connection]:

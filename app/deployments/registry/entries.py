@@ -222,6 +222,14 @@ class RegistryJob:
     def is_done(self) -> bool:
         return self.state in FINAL_STATES
 
+    @property
+    def request(self) -> LoadRequest:
+        """What a load was asked for."""
+        return LoadRequest(
+            self.tenant_id, self.name, self.source, self.requested_by, self.pinned, self.traffic_weight,
+            self.description,
+        )  # fmt: skip
+
 
 @message
 @dataclass(frozen=True, slots=True)

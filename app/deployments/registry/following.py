@@ -16,8 +16,7 @@ from app.deployments.registry.books import Registry
 from app.deployments.registry.loading import Loads
 from app.deployments.registry.publishing import POLL_INTERVAL_S, PublishedRegistry
 from app.deployments.registry.stores import BEAT_INTERVAL_S, Beat
-from app.deployments.registry.trimming import trim
-from app.deployments.registry.uploaded import uploads_in_use
+from app.deployments.registry.trimming import trim, uploads_in_use
 from app.deployments.registry.use import WRITE_INTERVAL_S, UseBook
 
 #: How long ingresses have to take over what others have changed before the beat says that they do not hold it.

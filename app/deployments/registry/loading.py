@@ -18,7 +18,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol
 
-from app.config import MAX_DESCRIPTION_CHARS
 from app.deployments.links.tasks import Tasks
 from app.deployments.registry.books import Registry
 from app.deployments.registry.entries import (
@@ -198,25 +197,8 @@ class Loads:
             self.reached(job.source, State.ON_HOST, job_id)
             if before is not None:
                 await asyncio.wait([before])
-            register = partial(
-                self._registry.catalog.register,
-                job.name,
-                uri,
-                card.digest,
-                max_rank=card.max_rank,
-                size_bytes=card.size_bytes,
-                extra_bytes=card.extra_bytes,
-                text=card.text,
-                invocation_tokens=card.invocation_tokens,
-                card_metadata=_kept_metadata(job.name, card),
-                description=card.description[:MAX_DESCRIPTION_CHARS] if job.description is None else job.description,
-                tenant_id=job.tenant_id,
-                who=job.requested_by,
-                pinned=job.pinned,
-                traffic_weight=job.traffic_weight,
-                source=job.source,
-                job=job,
-            )
+            shown = replace(card, metadata=_kept_metadata(job.name, card))
+            register = partial(self._registry.catalog.register, job.request, uri, shown, job)
             entry = await self._in_turn(register)
             generation, digest = entry.ref.generation, entry.ref.digest
             return await self._end(job_id, State.LOADED, generation=generation, digest=digest)

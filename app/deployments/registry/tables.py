@@ -1,8 +1,7 @@
 """The registry's tables as they are now.
 
-The schema is made and changed by `migrations/` alone; a test holds the two equal. Every row belongs to
-one base model, so that services of different bases may share a database. Times are Unix seconds. A `revision` is the
-number of the change that wrote a row (`revisions`).
+`Database` makes them in an empty database. Every row belongs to one base model, so that services of different bases may
+share a database. Times are Unix seconds. A `revision` is the number of the change that wrote a row (`revisions`).
 """
 
 from __future__ import annotations
@@ -23,6 +22,9 @@ from sqlalchemy import (
 
 metadata = MetaData()
 
+#: Of all tables in `metadata`. Raise it with every change of one: there are no migrations before the first release.
+SCHEMA_VERSION = 1
+
 #: The type of ids that count up: 64 bits in every database. SQLite counts up in a column of this very type only.
 COUNTER = BigInteger().with_variant(Integer, "sqlite")
 
@@ -35,6 +37,9 @@ def _name_key() -> tuple[Column[str], Column[str], Column[str]]:
         Column("name", String(128), primary_key=True),
     )
 
+
+#: One row: the `SCHEMA_VERSION` of whoever made the tables.
+schema_versions = Table("schema_versions", metadata, Column("version", Integer, primary_key=True, autoincrement=False))
 
 #: One row per base model: `id` is drawn when the database is new, `revision` rises with every change of a name or
 #: alias.

@@ -1,6 +1,6 @@
-"""What a registry forgets, so that it never grows without bound.
+"""What a registry forgets, so that it never grows without bound, and which uploads it still needs.
 
-In: events, records of the audit, and jobs of names that nothing is registered under. Out: fewer of them. Each name
+`trim` deletes events, records of the audit, and jobs of names that nothing is registered under. Each name
 keeps its last ones, so that a busy adapter erases nobody else's history; beyond that age and a total count. Rule: what
 is to go is looked for without holding anybody up, and deleted a few thousand rows at a time.
 """
@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from sqlalchemy import ColumnElement, Select, Table, delete, func, or_, select
+from sqlalchemy import ColumnElement, Select, Table, delete, func, or_, select, union
 
 from app.deployments.registry.database import Database
-from app.deployments.registry.entries import FINAL_STATES
+from app.deployments.registry.entries import FINAL_STATES, UPLOADED, State
 from app.deployments.registry.tables import adapters, audit, events, jobs
 
 _DAY_S = 86_400.0
@@ -49,6 +49,25 @@ def trim(database: Database) -> int:
             jobs.c.state.in_(FINAL_STATES), ~is_known.exists(),
         )
     )  # fmt: skip
+
+
+def uploads_in_use(database: Database) -> frozenset[str]:
+    """The sources of uploads that a name means, or that a load which is not over will read; the others may be removed.
+
+    What a name has meant before is not among them.
+    """
+    meant = select(adapters.c.uri).where(
+        adapters.c.base_digest == database.base_digest,
+        adapters.c.state != State.REMOVED,
+        adapters.c.uri.startswith(UPLOADED),
+    )
+    loading = select(jobs.c.source).where(
+        jobs.c.base_digest == database.base_digest,
+        jobs.c.state.not_in(FINAL_STATES),
+        jobs.c.source.startswith(UPLOADED),
+    )
+    with database.read() as connection:
+        return frozenset(connection.scalars(union(meant, loading)))
 
 
 def _trim(

@@ -161,7 +161,7 @@ class Reports:
         try:
             async with asyncio.timeout(REPORT_TIMEOUT_S):
                 served = await self._placement.served_elsewhere(self._replica_id, tenant_ids)
-        except Exception as error:  # placement of another release, or none: each replica is fair by itself
+        except Exception as error:  # nothing that placement does may end a replica: without it each is fair by itself
             self._hearing_troubles.met(error)
             self._is_listening = False
             return

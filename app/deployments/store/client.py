@@ -33,7 +33,7 @@ from app.deployments.store.service import StoreService
 from app.deployments.store.shared import SharedAdapter
 from app.engine.adapters.card import AdapterRef
 
-#: Between two questions for an adapter that is being read. The longest is well below `store.ABANDON_S`.
+#: Between two questions for an adapter that is being read. The longest is well below `reads.ABANDON_S`.
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 5.0
 
 #: The service as it runs in the actor.

@@ -11,6 +11,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Generic, TypeVar
 
@@ -24,7 +25,6 @@ from app.deployments.registry.resolving import NameResolution, Places
 from app.deployments.registry.tier_events import TierEvents
 from app.deployments.registry.unread import UnreadNames
 from app.deployments.store.counts import TierCounts
-from app.deployments.store.derived import DerivedAdapters
 from app.deployments.store.library import AdapterLibrary, open_library
 from app.deployments.store.quarantine import Quarantine
 from app.deployments.store.service import StoreParts
@@ -32,8 +32,11 @@ from app.deployments.store.sources.resolvers import open_resolvers
 from app.deployments.store.store import AdapterStore
 from app.deployments.store.uploads import Uploads
 from app.deployments.tenants.quota import AdapterQuota
-from app.engine.adapters.isolation.packing import PackedAdapter
+from app.engine.adapters.composing.compose import compose
+from app.engine.adapters.composing.composition import Composition
+from app.engine.adapters.isolation.packing import PackedAdapter, pack_adapter, unpack_adapter
 from app.engine.models.checkpoint import open_model
+from app.engine.models.spec import ModelSpec
 from app.engine.open import served_features
 
 logger = logging.getLogger(__name__)
@@ -79,7 +82,7 @@ class OpenedStore(Generic[H]):
             policy=adapters.host_eviction,
             counts=counts,
             trusted=adapters.signing.trusted,
-            compose=DerivedAdapters(self._checkpoint.spec, held),
+            compose=partial(merge_adapters, self._checkpoint.spec, held),
         )
         names = (config.model.name,)
         self._lifecycle = Lifecycle(
@@ -160,3 +163,15 @@ def _told(settings: str | None) -> AppConfig | None:
     except ValidationError as error:  # of another version of the code
         logger.warning("the settings that this store was told before are not understood: %s", error)
         return None
+
+
+def merge_adapters(
+    spec: ModelSpec, held: Callable[[H], PackedAdapter], composition: Composition, parts: Sequence[H]
+) -> PackedAdapter:
+    """A `store.Compose` once it has its first two arguments: the parts' combination, for this base.
+
+    `held` gives what `put` has put. Nothing is read, and the parts stay as they are. Raises CompositionRefused.
+    """
+    packed = [held(part) for part in parts]
+    adapters = [unpack_adapter(one.header, one.arrays) for one in packed]
+    return pack_adapter(compose(composition, adapters, spec))

@@ -15,11 +15,8 @@ import contextlib
 import contextvars
 import math
 import time
-from collections import Counter
-from collections.abc import Callable, Collection, Coroutine, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Collection, Coroutine, Sequence
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
-from weakref import WeakValueDictionary
 
 from app.deployments.links.tasks import Tasks
 from app.deployments.registry.entries import ReadAdapter
@@ -28,6 +25,7 @@ from app.deployments.store.bounded_set import BoundedSet
 from app.deployments.store.counts import TierCounts
 from app.deployments.store.library import LocatedAdapter
 from app.deployments.store.quarantine import Failure, Quarantine
+from app.deployments.store.reads import ReadDemand, ReaderPool
 from app.engine.adapters.card import AdapterCard, AdapterRef
 from app.engine.adapters.composing.composition import Composition, is_composition, read_composition
 from app.engine.adapters.isolation.packing import PackedAdapter
@@ -43,19 +41,9 @@ from app.engine.errors import (
 )
 
 T = TypeVar("T")
-R = TypeVar("R")
 
-#: Adapters read at the same time: from one lane (`Library.lane`), from one host with all its lanes, from all hosts.
-MAX_READERS_PER_LANE = 4
-MAX_READERS_PER_HOST = 16
-MAX_READERS = 128
-#: A read that nobody has asked about for so long is given up.
-ABANDON_S = 20.0
 #: Contents whose last failure is remembered as it was.
 MAX_ERRORS = 1024
-_CHECK_INTERVAL_S = 1.0
-#: Lanes that need no network have threads of their own, however many sources hang.
-_NEAR_LANES = ("local", "disk", "put", "compose")
 
 
 class Library(Protocol):
@@ -117,21 +105,15 @@ class AdapterStore(Generic[T]):
         self._library = library
         self._put = put
         self._compose = compose
-        self._far = ThreadPoolExecutor(MAX_READERS, thread_name_prefix="adapter-fetcher")
-        self._near = ThreadPoolExecutor(len(_NEAR_LANES) * MAX_READERS_PER_LANE, thread_name_prefix="adapter-reader")
-        self._lanes: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
-        self._hosts: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
+        self._readers = ReaderPool()
+        self._demand = ReadDemand(clock, self._abandon)
         self._kept = BoundedSet(max_bytes, policy)
         self._handles: dict[str, T] = {}
         self._pending: dict[str, asyncio.Task[_Kept[T]]] = {}
         self._begun_s: dict[str, float] = {}  # when the reads that are pending began
         self._wanted: dict[str, str] = {}  # what is being read that somebody asked for (`_place`), and its source
         self._errors: dict[str, Exception] = {}  # what made it fail, for the first who asks again
-        self._reading: Counter[str] = Counter()  # sources that are being read, or wait for their turn
-        self._waiting: Counter[str] = Counter()  # sources, and how many calls wait for what is read from them
-        self._asked_s: dict[str, float] = {}  # of sources that are being read: when one that does not wait last asked
         self._tasks = Tasks()
-        self._giving_up: asyncio.Task[None] | None = None
         self._ahead: set[str] = set()  # digests that were read before anybody wanted them
         self._quarantine = quarantine or Quarantine(clock)
         self._trusted = trusted
@@ -155,7 +137,7 @@ class AdapterStore(Generic[T]):
 
         Raises whatever reading raises, and AdapterUntrusted for a tenant that does not trust who signed it.
         """
-        with self._waits_for(source):
+        with self._demand.waits_for(source):
             kept = await self._from_source(source, tenant_id)
         uri, card = kept.uri, kept.card
         if self._trusted.matter and not is_composition(source):  # its parts were registered, so they are trusted
@@ -193,7 +175,7 @@ class AdapterStore(Generic[T]):
         Raises AdapterMismatch if its source now holds something else, whatever reading raises, and
         AdapterQuarantined for a while after either.
         """
-        with self._waits_for(ref.uri):
+        with self._demand.waits_for(ref.uri):
             handle = self._found(ref)
             return (await asyncio.shield(self._begin(ref))).handle if handle is None else handle
 
@@ -210,7 +192,7 @@ class AdapterStore(Generic[T]):
             if again and (error := self._errors.pop(_place(ref.digest, ref.uri), None)) is not None:
                 raise error from None  # it waited for this very read; one says why
             raise
-        self._asked_s[ref.uri] = self._clock()
+        self._demand.ask(ref.uri)
         await asyncio.wait([task], timeout=wait_s)
         return task.result().handle if task.done() else None
 
@@ -218,7 +200,7 @@ class AdapterStore(Generic[T]):
         """Begin what `fetch` will ask for soon. Neither counts nor fails: what goes wrong is for `fetch` to meet."""
         if ref.digest in self._handles or self.failure(ref) is not None:
             return
-        self._asked_s[ref.uri] = self._clock()
+        self._demand.ask(ref.uri)
         with contextlib.suppress(Exception):
             await asyncio.shield(self._read_once(ref))
 
@@ -236,8 +218,8 @@ class AdapterStore(Generic[T]):
 
     def close(self) -> None:
         self._tasks.cancel()
-        for threads in (self._far, self._near):
-            threads.shutdown(wait=False, cancel_futures=True)
+        self._demand.close()
+        self._readers.close()
 
     def _found(self, ref: AdapterRef, *, is_counted: bool = True) -> T | None:
         """What is here, as a use of it; None, as a miss, if it is not."""
@@ -265,36 +247,15 @@ class AdapterStore(Generic[T]):
     def _read_once(self, ref: AdapterRef) -> asyncio.Task[_Kept[T]]:
         return self._once(f"digest:{_place(ref.digest, ref.uri)}", lambda: self._load(ref))
 
-    @contextlib.contextmanager
-    def _waits_for(self, source: str) -> Iterator[None]:
-        self._waiting[source] += 1
-        try:
-            yield
-        finally:
-            self._waiting[source] -= 1
-            if not self._waiting[source]:
-                del self._waiting[source]
-            if source in self._reading:
-                self._asked_s.setdefault(source, self._clock())
-
     def _remember(self, place: str, error: Exception) -> None:
         self._errors[place] = error
         if len(self._errors) > MAX_ERRORS:
             del self._errors[next(iter(self._errors))]
 
-    def _is_asked_about(self, source: str) -> bool:
-        asked_s = self._asked_s.get(source, self._clock())
-        return source in self._waiting or self._clock() - asked_s <= ABANDON_S
-
-    async def _give_up_unwanted(self) -> None:
-        """Have reads end that nobody asks about any more, for as long as anything is read."""
-        while self._reading:
-            await asyncio.sleep(_CHECK_INTERVAL_S)
-            self._asked_s = {source: at_s for source, at_s in self._asked_s.items() if source in self._reading}
-            for source in self._asked_s:
-                if not self._is_asked_about(source):  # and what comes of it is nobody's failure
-                    self._wanted = {place: uri for place, uri in self._wanted.items() if uri != source}
-                    self._library.abandon(source)
+    def _abandon(self, source: str) -> None:
+        """Nobody asks about a read any more: it is to end, and what comes of it is nobody's failure."""
+        self._wanted = {place: uri for place, uri in self._wanted.items() if uri != source}
+        self._library.abandon(source)
 
     async def _close_when_idle(self, library: Library, reads: Sequence[asyncio.Task[_Kept[T]]]) -> None:
         if reads:
@@ -322,7 +283,7 @@ class AdapterStore(Generic[T]):
         try:
             packed = None
             if not is_composition(ref.uri):  # made again rather than kept on disk
-                packed = await self._in_lane("disk", lambda: self._library.from_disk(ref.digest, ref.uri))
+                packed = await self._readers.run("disk", lambda: self._library.from_disk(ref.digest, ref.uri))
             if packed is not None:
                 kept = await self._keep(LocatedAdapter(ref.uri, packed), self._clock() - started_s, ref.tenant_id)
             else:
@@ -342,7 +303,7 @@ class AdapterStore(Generic[T]):
             raise
         finally:
             is_wanted = self._wanted.pop(place, None) is not None
-            self._asked_s.pop(ref.uri, None)
+            self._demand.forget(ref.uri)
         if not is_wanted:
             self._ahead.add(ref.digest)
         self._quarantine.clear(place)
@@ -359,7 +320,7 @@ class AdapterStore(Generic[T]):
             return await asyncio.shield(self._once(f"source::{source}", lambda: self._made(source, tenant_id)))
         asked_s = self._clock()
         lane = self._library.lane(source)
-        version = await self._in_lane(lane, lambda: self._library.version(source))
+        version = await self._readers.run(lane, lambda: self._library.version(source))
         key = f"source:{version}:{source}"
         while not version and key in self._pending and self._begun_s.get(key, math.inf) <= asked_s:
             await asyncio.wait([self._pending[key]])
@@ -369,7 +330,7 @@ class AdapterStore(Generic[T]):
         """A derived adapter, of parts that are fetched like any other. Raises what fetching one raises."""
         started_s, composition = self._clock(), read_composition(source)
         parts = await asyncio.gather(*(self.fetch(part.ref) for part in composition.parts))
-        packed = await self._in_lane("compose", lambda: self._compose(composition, parts))
+        packed = await self._readers.run("compose", lambda: self._compose(composition, parts))
         return await self._keep(LocatedAdapter(source, packed), self._clock() - started_s, tenant_id)
 
     async def _read_and_keep(self, key: str, lane: str, source: str, tenant_id: str) -> _Kept[T]:
@@ -380,16 +341,8 @@ class AdapterStore(Generic[T]):
             return library.from_source(source)
 
         started_s = self._clock()
-        self._reading[source] += 1
-        if self._giving_up is None or self._giving_up.done():
-            self._giving_up = self._tasks.start(self._give_up_unwanted())
-        try:
-            located = await self._in_lane(lane, read, self._library.host(source))
-        finally:
-            self._reading[source] -= 1
-            if not self._reading[source]:
-                del self._reading[source]
-                self._asked_s.pop(source, None)
+        with self._demand.reads(source):
+            located = await self._readers.run(lane, read, self._library.host(source))
         return await self._keep(located, self._clock() - started_s, tenant_id)
 
     async def _keep(self, located: LocatedAdapter, load_s: float, tenant_id: str) -> _Kept[T]:
@@ -401,7 +354,7 @@ class AdapterStore(Generic[T]):
                     f"the adapter at {located.uri} has {card.size_bytes} bytes but adapters.host_cache_bytes is "
                     f"{self._kept.max_bytes}; raise it"
                 )
-            handle = await self._in_lane("put", lambda: self._put(located.packed))
+            handle = await self._readers.run("put", lambda: self._put(located.packed))
             if card.digest not in self._handles:
                 evicted = self._kept.add(card.digest, card.size_bytes, load_s, tenant_id)
                 if evicted is None:
@@ -418,14 +371,6 @@ class AdapterStore(Generic[T]):
                 self.counts.evicted("host", len(evicted))
                 self._report()
         return _Kept(located.uri, card, self._handles[card.digest], located.signer, is_new)
-
-    async def _in_lane(self, lane: str, work: Callable[[], R], host: str = "") -> R:
-        """Run blocking work in a thread, with at most a few at a time of one lane, and of one host."""
-        limit = self._lanes.setdefault(lane, asyncio.Semaphore(MAX_READERS_PER_LANE))
-        share = self._hosts.setdefault(host or lane, asyncio.Semaphore(MAX_READERS_PER_HOST))
-        threads = self._near if lane in _NEAR_LANES else self._far
-        async with limit, share:
-            return await asyncio.get_running_loop().run_in_executor(threads, work)
 
     def _report(self) -> None:
         self.counts.holds("host", self._kept.total_bytes, len(self._kept))

@@ -11,12 +11,12 @@ from typing import NamedTuple
 from sqlalchemy import select
 
 from app.deployments.registry.database import Database
+from app.deployments.registry.tenant_tables import tenant_audit, tenant_revisions
 from app.deployments.tenants.entries import ApiKey, Tenant, TenantChange
 from app.deployments.tenants.key_books import KeyBooks
 from app.deployments.tenants.ledger import Ledger
 from app.deployments.tenants.project_books import ProjectBooks
 from app.deployments.tenants.shared_limits import SharedLimits
-from app.deployments.tenants.tables import tenant_audit, tenant_revisions
 
 
 class TenantNews(NamedTuple):

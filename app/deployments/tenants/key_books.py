@@ -13,9 +13,9 @@ from typing import Any
 from sqlalchemy import ColumnElement, Connection, Table, and_, or_, select, update
 
 from app.deployments.registry.database import Database
+from app.deployments.registry.tenant_tables import api_keys, projects, service_accounts
 from app.deployments.tenants.entries import ApiKey, IssuedKey, ServiceAccount
 from app.deployments.tenants.key_material import key_digest, new_key, redacted
-from app.deployments.tenants.tables import api_keys, projects, service_accounts
 from app.deployments.tenants.writing import Writing, absent, checked_name, new_id, writing
 from app.engine.errors import InvalidRequest
 

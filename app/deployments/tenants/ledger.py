@@ -12,9 +12,9 @@ from collections.abc import Collection, Mapping, Sequence
 from sqlalchemy import ColumnElement, Connection, and_, bindparam, delete, func, insert, select, update
 
 from app.deployments.registry.database import Database
+from app.deployments.registry.tenant_tables import ledger, ledger_writers
 from app.deployments.tenants.limits import month_start_s
 from app.deployments.tenants.metering import Charge, LedgerKey, Row
-from app.deployments.tenants.tables import ledger, ledger_writers
 from app.deployments.tenants.usage import Bucket, UsageQuery
 
 _AMOUNTS = Charge._fields

@@ -18,9 +18,9 @@ from sqlalchemy import Connection, and_, delete, insert, or_, select
 
 from app.deployments.registry.database import Database
 from app.deployments.registry.entries import check_name
+from app.deployments.registry.tenant_tables import adapter_shares, projects, rate_limits
 from app.deployments.tenants.entries import RateLimit, Tenant, TenantLimits
 from app.deployments.tenants.key_material import derived_salt
-from app.deployments.tenants.tables import adapter_shares, projects, rate_limits
 from app.deployments.tenants.writing import absent, checked_name, new_id, writing
 from app.engine.errors import InvalidRequest
 

@@ -10,8 +10,8 @@ from sqlalchemy import Connection, func, select
 
 from app.deployments.registry.entries import MEANT_STATES
 from app.deployments.registry.tables import adapters
+from app.deployments.registry.tenant_tables import projects
 from app.deployments.tenants.limits import AdapterQuotaReached
-from app.deployments.tenants.tables import projects
 
 
 class AdapterQuota:

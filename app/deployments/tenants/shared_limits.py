@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 from sqlalchemy import Connection, and_, bindparam, delete, false, insert, or_, select, update
 
 from app.deployments.registry.database import Database
+from app.deployments.registry.tenant_tables import shared_limits
 from app.deployments.tenants.lending import Asked, Counter, Grant, Owners, Want, lend, new_counter
 from app.deployments.tenants.limits import PERIOD_S, CountCounter, Meter, MeterKind, RateCounter, month_of
-from app.deployments.tenants.tables import shared_limits
 from app.engine.errors import NotReady
 
 _PLACE = and_(*(column == bindparam(f"its_{column.name}") for column in shared_limits.primary_key))

@@ -16,7 +16,7 @@ from typing import Any
 from sqlalchemy import ColumnElement, Connection, Table, insert, select, update
 
 from app.deployments.registry.database import Database
-from app.deployments.tenants.tables import projects, tenant_audit, tenant_revisions
+from app.deployments.registry.tenant_tables import projects, tenant_audit, tenant_revisions
 from app.engine.errors import InvalidRequest, NotFound
 from app.redaction import holds_key, without_keys
 

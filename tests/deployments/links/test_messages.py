@@ -1,90 +1,136 @@
-"""Processes of two releases understand each other: each reads what the other sends, and calls what the other has."""
+"""Whatever travels between processes is pickled by the names of its fields."""
 
 from __future__ import annotations
 
-import base64
-import json
+import enum
+import inspect
 import pickle
-import subprocess
-import sys
-from dataclasses import dataclass, field, make_dataclass
+import types
+import typing
+from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, is_dataclass
 from typing import Any, NamedTuple
 
 import pytest
 
-from app.deployments.links.frames import pack_frame, unpack_frame
-from app.deployments.links.protocol import PROTOCOL
-from app.engine.adapters.card import AdapterRef
-from app.engine.message import message, message_fields, with_known
-from app.engine.request import GenerateRequest, SamplingParams, TokenChunk, Usage
-from tests.deployments.links.released import keep
+from app.deployments.placement.service import PlacementService
+from app.deployments.replica.deployment import EngineReplica
+from app.deployments.store.service import StoreService
+from app.deployments.store.shared import SharedAdapter
+from app.deployments.tenants.service import TenantsService
+from app.engine.errors import NotReady
+from app.engine.message import message, message_fields
+from app.engine.request import TokenChunk
 
-LAST: dict[str, Any] = json.loads(keep.KEPT.read_text())
-WHAT_TO_DO = (
-    "processes of the last release would not understand this one; raise app.deployments.links.protocol.PROTOCOL, and "
-    "run python -m tests.deployments.links.released.keep (that alone, if no release was made since it last ran)"
-)
-
-
-def test_what_was_kept_is_of_this_protocol() -> None:
-    assert LAST["protocol"] == PROTOCOL, "run python -m tests.deployments.links.released.keep"
+#: Whose methods other processes call.
+SERVICES = (StoreService, TenantsService, PlacementService, EngineReplica)
+#: What no method names: frames are bytes, and a store answers with what its actor makes of weights.
+UNNAMED = (TokenChunk, SharedAdapter)
 
 
-@pytest.mark.parametrize("kind", keep.messages().values(), ids=lambda kind: kind.__qualname__)
+def travelling() -> list[type]:
+    """Every class of values, and every enumeration, that a call takes or answers with, by its name."""
+    found: dict[str, type] = {}
+    for service in SERVICES:
+        for _, method in _public(service):
+            for hint in typing.get_type_hints(method).values():
+                _collect(hint, found)
+    for kind in UNNAMED:
+        _collect(kind, found)
+    return [found[name] for name in sorted(found)]
+
+
+def name_of(kind: type) -> str:
+    return f"{kind.__module__}:{kind.__qualname__}"
+
+
+def sample(kind: type) -> Any:
+    """One value of a message."""
+    hints = typing.get_type_hints(kind)
+    return kind(**{name: _sample(name, hints[name]) for name in message_fields(kind)})
+
+
+def _sample(name: str, hint: Any) -> Any:
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if isinstance(hint, type) and (is_dataclass(hint) or hasattr(hint, "_fields")):
+        return sample(hint)
+    if isinstance(origin, type) and hasattr(origin, "_fields"):
+        return sample(origin)
+    if isinstance(hint, type) and issubclass(hint, enum.Enum):
+        return next(iter(hint))
+    if isinstance(hint, type) and issubclass(hint, Exception):
+        return NotReady(f"a {name}")
+    if origin is typing.Literal:
+        return args[0]
+    if origin in (typing.Union, types.UnionType):
+        return _sample(name, next(arg for arg in args if arg is not type(None)))
+    if origin is tuple:
+        return tuple(_sample(name, arg) for arg in args if arg is not Ellipsis)
+    if isinstance(origin, type) and issubclass(origin, Mapping):
+        return {_sample(name, args[0]): _sample(name, args[1])}
+    if isinstance(origin, type) and issubclass(origin, AbstractSet):
+        return frozenset([_sample(name, args[0])])
+    if isinstance(origin, type) and issubclass(origin, Sequence):
+        return [_sample(name, args[0])]
+    plain: dict[Any, Any] = {str: f"a {name}", int: 3, float: 2.5, bool: True, bytes: b"\x00salt"}
+    return plain.get(hint, f"any {name}")
+
+
+def _public(service: type) -> Iterator[tuple[str, Any]]:
+    for name, method in vars(service).items():
+        if not name.startswith("_") and (inspect.iscoroutinefunction(method) or inspect.isasyncgenfunction(method)):
+            yield name, method
+
+
+def _collect(hint: Any, found: dict[str, type]) -> None:
+    origin = typing.get_origin(hint)
+    for part in (origin, *typing.get_args(hint)):
+        if part is not None:
+            _collect(part, found)
+    if not isinstance(hint, type) or origin is not None or name_of(hint) in found:
+        return
+    if issubclass(hint, enum.Enum):
+        found[name_of(hint)] = hint
+    elif is_dataclass(hint) or hasattr(hint, "_fields"):
+        found[name_of(hint)] = hint
+        for inner in typing.get_type_hints(hint).values():
+            _collect(inner, found)
+
+
+MESSAGES = [kind for kind in travelling() if not issubclass(kind, enum.Enum)]
+
+
+def test_the_walk_sees_what_it_should() -> None:
+    assert {"GenerateRequest", "AdapterRef", "TokenChunk", "SharedAdapter", "CatalogEntry"} <= {
+        kind.__name__ for kind in MESSAGES
+    }
+
+
+@pytest.mark.parametrize("kind", MESSAGES, ids=lambda kind: kind.__qualname__)
 def test_whatever_travels_is_pickled_by_name(kind: type) -> None:
-    value = keep.sample(kind)
+    value = sample(kind)
     assert kind.__reduce__.__module__ == message.__module__, f"{kind.__qualname__} travels and is no @message"
     again = pickle.loads(pickle.dumps(value))
     assert again == value
     assert type(again) is kind
 
 
-@pytest.mark.parametrize("name", LAST["messages"])
-def test_this_release_reads_what_the_last_one_sends(name: str) -> None:
-    kept = LAST["messages"][name]
-    assert name in keep.messages(), WHAT_TO_DO
-    kind = keep.messages()[name]
-    assert set(keep.required(kind)) <= set(kept["fields"].split()), WHAT_TO_DO
-    assert pickle.loads(base64.b64decode(kept["pickle"])) == keep.sample(kind, kept["fields"].split()), WHAT_TO_DO
-
-
-@pytest.mark.parametrize("name", LAST["messages"])
-def test_the_last_release_reads_what_this_one_sends(name: str) -> None:
-    kept, kind = LAST["messages"][name], keep.messages()[name]
-    known, required = kept["fields"].split(), kept["required"].split()
-    old = make_dataclass(
-        "Old", [(name, object, field() if name in required else field(default=None)) for name in known], kw_only=True
-    )
-    value = keep.sample(kind)
-    sent = {name: getattr(value, name) for name in message_fields(kind)}
-    assert set(required) <= set(sent), WHAT_TO_DO
-    read = with_known(old, known, sent)
-    assert {name: getattr(read, name) for name in known if name in sent} == {
-        name: sent[name] for name in sent if name in known
-    }
-
-
-@pytest.mark.parametrize("part", ["calls", "enums"])
-def test_calls_and_enumerations_are_those_of_the_last_release(part: str) -> None:
-    today = keep.keep()[part]
-    for name, kept in LAST[part].items():
-        assert today.get(name) == kept, f"{name}: {WHAT_TO_DO}"
-
-
-def test_a_field_of_another_release_is_dropped_and_a_missing_one_has_its_default() -> None:
+def test_a_missing_field_has_its_default_and_an_unknown_one_is_refused() -> None:
     @message
     class Point(NamedTuple):
         x: int
         y: int = 7
 
     rebuild, (kind, values) = Point(1, 2).__reduce__()  # type: ignore[misc]
-    assert rebuild(kind, values | {"z": 3}) == Point(1, 2)
     assert rebuild(kind, {"x": 1}) == Point(1, 7)
+    with pytest.raises(TypeError, match="'z'"):
+        rebuild(kind, values | {"z": 3})
     with pytest.raises(TypeError, match="'x'"):
         rebuild(kind, {"y": 1})
 
 
-def test_a_mistake_in_a_message_is_not_taken_for_another_release() -> None:
+def test_a_mistake_in_a_message_is_said() -> None:
     @message
     @dataclass(frozen=True, slots=True)
     class Checked:
@@ -97,45 +143,3 @@ def test_a_mistake_in_a_message_is_not_taken_for_another_release() -> None:
     rebuild, (kind, _) = Checked(1).__reduce__()
     with pytest.raises(TypeError, match="negative"):
         rebuild(kind, {"x": -1})
-
-
-#: Another release: requests have one field more, in their middle, and chunks lack one; it answers a request and a frame
-#: with its own, and says what it has read.
-OTHER_RELEASE = """
-import base64, pickle, sys
-from dataclasses import MISSING, field, fields, make_dataclass
-import app.engine.request as module
-from app.engine.message import message
-
-def changed(kind, drop=(), add=()):
-    old = [(f.name, f.type, field(default=f.default) if f.default is not MISSING else field()) for f in fields(kind)]
-    old = [item for item in old if item[0] not in drop]
-    new = old[:4] + [(name, object, field(default=value)) for name, value in add] + old[4:]
-    made = make_dataclass(kind.__name__, new, frozen=True, slots=True)
-    made.__module__ = kind.__module__
-    setattr(module, kind.__name__, message(made))
-    return made
-
-Request = changed(module.GenerateRequest, add=[("quota", 5)])
-Chunk = changed(module.TokenChunk, drop=["matched_stop"], add=[("energy_j", 0.5)])
-request, frame = pickle.loads(base64.b64decode(sys.argv[1]))
-assert type(request) is Request and request.quota == 5, request
-(chunk,) = frame
-assert type(chunk) is Chunk and chunk.energy_j == 0.5, chunk
-print(base64.b64encode(pickle.dumps([request, [chunk]])).decode())
-"""
-
-
-def test_two_processes_of_different_releases_talk() -> None:
-    request = GenerateRequest(
-        "r/1", "t", (1, 2), SamplingParams(seed=3), AdapterRef("a", "d" * 64, "t"), cache_salt=b"salt", arrival_s=2.0
-    )
-    chunk = TokenChunk("r/1", (4,), finish_reason="stop", matched_stop=4, usage=Usage(2, 0, 1))
-    sent = base64.b64encode(pickle.dumps([request, unpack_frame(pack_frame([chunk]))])).decode()
-    done = subprocess.run(
-        [sys.executable, "-c", OTHER_RELEASE, sent], capture_output=True, text=True, timeout=120, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    came_request, (came_chunk,) = pickle.loads(base64.b64decode(done.stdout))
-    assert came_request == request
-    assert came_chunk == TokenChunk("r/1", (4,), finish_reason="stop", usage=Usage(2, 0, 1)), "it knows no matched_stop"

@@ -165,14 +165,14 @@ def test_who_was_woken_is_not_sent_away_before_its_work_has_reached_it() -> None
 
 
 def test_a_replica_counts_with_what_it_has_said() -> None:
-    """One of another release does not know all names; one whose numbers are none says nothing by them."""
+    """One that has not said a number yet counts by the others; one whose numbers are none says nothing by them."""
     points = [SimpleNamespace(value=1.0)]
     series = {name: {"a": points, "b": points} for name in Demand.__dataclass_fields__}
     series["kv_used"] = {"a": points, "b": []}
     series["adapter_rows"] = {"a": [SimpleNamespace(value=math.nan)]}
     assert latest_demands(series) == [Demand(1.0, 1.0, 0.0, 1.0, 1.0), Demand(1.0, 1.0, 0.0, 1.0, 0.0)]
     assert latest_demands({}) == []
-    assert latest_demands({"work_tokens": {"a": []}, "of another release": {"a": points}}) == []
+    assert latest_demands({"work_tokens": {"a": []}, "not ours": {"a": points}}) == []
 
 
 def test_no_replica_is_sent_away_while_one_says_nothing() -> None:

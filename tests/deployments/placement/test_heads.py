@@ -6,14 +6,12 @@ import pickle
 import random
 from dataclasses import replace
 
-from app.config import PlacementConfig
 from app.deployments.ingress.assigner import PrefixHasher
 from app.deployments.placement.choosing import HEAD_FACTOR, HEAD_MARGIN, choose
 from app.deployments.placement.policy import PlacementPolicy
 from app.deployments.placement.table import ReplicaNews, ReplicaReport
 from app.deployments.placement.telling import Telling
 from app.deployments.placement.view import PlacementView
-from app.engine.message import message_fields, with_known
 from app.engine.pools.cached_heads import MAX_HEADS
 from tests.deployments.placed import ORIGIN
 from tests.deployments.placement.said import LEAST_LOADED, STICKY, ToldBooks
@@ -151,24 +149,9 @@ def test_a_message_is_no_longer_than_the_heads_that_are_told() -> None:
     assert len(pickle.dumps(telling.news(ReplicaReport("r0", cached_heads=two)))) < none + 2 * MAX_HEADS * 12
 
 
-def test_a_release_that_does_not_tell_of_heads_is_a_replica_like_others() -> None:
-    books = fleet(r0=(ONE,))
-    names = [name for name in message_fields(ReplicaNews) if not name.endswith("_heads")]
-    news = Telling(ORIGIN).news(ReplicaReport("old", cached_heads=(TWO,)))
-    assert books.report(with_known(ReplicaNews, names, {name: getattr(news, name) for name in names}), 0.0)
-    assert chosen(books, TWO) == {"r0", "old"}
-    assert chosen(books, ONE) == {"r0"}
-
-
 def test_a_copy_of_the_table_forgets_what_is_no_more() -> None:
     books, view = fleet(r0=(ONE,), r1=(TWO,)), PlacementView()
     view.apply({("heads", "gone"): (ONE.hex(),), ("heads", "r1"): (ONE.hex(),)})
     view.apply(dict(books.take_changes()) | {("heads", "gone"): None})
     assert [*view.with_head(ONE.hex())] == ["r0"]
     assert [*view.with_head(TWO.hex())] == ["r1"]
-
-
-def test_an_older_table_of_settings_does_not_stop_a_newer_process() -> None:
-    settings = PlacementConfig(prefix_aware=False).model_dump()
-    del settings["prefix_aware"]
-    assert PlacementConfig.model_validate(settings).prefix_aware

@@ -18,7 +18,7 @@ async def unused(*_: object) -> tuple[Version, Changes[Key, Row]] | None:
 
 def placer_over(*answers: object) -> ServePlacer:
     placer = ServePlacer(PlacementClient(Scripted(*answers)), WatchedPlacement(unused, "me"), "me")  # type: ignore[arg-type]
-    placer.view.apply({("replica", "r0"): (), ("home", "known"): ("r0",)})
+    placer.view.apply({("replica", "r0"): ("0.0", "0", "0"), ("home", "known"): ("r0",)})
     return placer
 
 
@@ -38,7 +38,7 @@ async def test_placement_that_is_lost_costs_no_request(error: Exception) -> None
 
 def test_what_every_replica_holds_is_the_least_that_any_says() -> None:
     view = placer_over().view
-    assert view.num_kv_tokens == 0, "another release did not say"
+    assert view.num_kv_tokens == 0, "the only one has no such memory"
     view.apply({("replica", "r1"): ("0.0", "64", "4096"), ("replica", "r2"): ("0.0", "64", "1024")})
     view.apply({("replica", "r3"): ("0.0", "64", "0")})
     assert view.num_kv_tokens == 1024

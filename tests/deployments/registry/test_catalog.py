@@ -24,11 +24,11 @@ from app.deployments.registry.pins import EngineRoom, PinLimits
 from app.engine.adapters.card import AdapterRef
 from app.engine.errors import AdapterBusy, AdapterTooLarge, InvalidRequest, NotFound
 from tests.budgets import examples
-from tests.deployments.managed import ADA, MINE
+from tests.deployments.managed import ADA, MINE, register
 
 
 def add(registry: Registry, name: str, digest: str = "d", **options: object) -> CatalogEntry:
-    return registry.catalog.register(name, f"/{name}", digest, max_rank=8, size_bytes=5_000_000_000, **(ADA | options))  # type: ignore[arg-type]
+    return register(registry.catalog, name, f"/{name}", digest, max_rank=8, size_bytes=5_000_000_000, **(ADA | options))
 
 
 def test_a_view_is_read_in_pages_and_its_transaction_is_never_idle_for_long(
@@ -81,7 +81,7 @@ def test_generations_rise_exactly_when_a_name_changes_its_meaning(
                 with pytest.raises(NotFound):
                     catalog.drain(name, **ADA)
             continue
-        entry = catalog.register(name, "uri", digest, max_rank=8, size_bytes=1, **ADA)
+        entry = register(catalog, name, "uri", digest, max_rank=8, size_bytes=1, **ADA)
         generation = 1 if old is None else old[0] + (old[1] != digest or not old[2])
         model[name] = (generation, digest, True)
         assert entry.ref == AdapterRef(name, digest, "default", generation, "uri")
@@ -270,9 +270,9 @@ def test_a_heavier_adapter_is_warmed_before_a_later_used_one(registry: Registry)
 def test_a_name_is_not_given_to_what_no_engine_could_hold(registry: Registry) -> None:
     catalog = Catalog(registry.database, PinLimits(alone=EngineRoom(rank=8)))
     with pytest.raises(AdapterTooLarge, match="'a' has rank 9 and an engine holds at most rank 8"):
-        catalog.register("a", "/", "digest", max_rank=9, size_bytes=1, **ADA)
+        register(catalog, "a", "/", "digest", max_rank=9, size_bytes=1, **ADA)
     assert catalog.get("a", **MINE) is None
-    catalog.register("a", "/", "digest", max_rank=8, size_bytes=1, **ADA)
+    register(catalog, "a", "/", "digest", max_rank=8, size_bytes=1, **ADA)
 
 
 def test_pins_that_do_not_fit_are_refused_with_numbers_and_change_nothing(
@@ -280,23 +280,23 @@ def test_pins_that_do_not_fit_are_refused_with_numbers_and_change_nothing(
 ) -> None:
     catalog = Catalog(registry.database, PinLimits(rank_rows=40, adapter_slots=3, extra_bytes=100, host_bytes=1000))
 
-    def register(name: str, *, rank: int = 8, size: int = 10, extra: int = 0, pinned: bool | None = None) -> None:
+    def add_of(name: str, *, rank: int = 8, size: int = 10, extra: int = 0, pinned: bool | None = None) -> None:
         digest = f"digest-{name[0]}"
-        catalog.register(name, "/", digest, max_rank=rank, size_bytes=size, extra_bytes=extra, pinned=pinned, **ADA)
+        register(catalog, name, "/", digest, max_rank=rank, size_bytes=size, extra_bytes=extra, pinned=pinned, **ADA)
 
-    register("a", rank=9, extra=60, pinned=True)
-    register("a-too", rank=9, extra=60, pinned=True)
+    add_of("a", rank=9, extra=60, pinned=True)
+    add_of("a-too", rank=9, extra=60, pinned=True)
     for values, words in (
         ({"rank": 17}, "take 48 rank rows and may take 40; unpin another, or raise engine.adapter_rank_rows"),
         ({"extra": 41}, "take 101 bytes and may take 100.*engine.adapter_extra_bytes or adapters.pinned_share"),
         ({"size": 991}, "take 1001 bytes of host memory and may take 1000.*adapters.host_cache_bytes"),
     ):
         with pytest.raises(AdapterTooLarge, match=f"'b' cannot be pinned: 2 pinned adapters would {words}"):
-            register("b", **values, pinned=True)
+            add_of("b", **values, pinned=True)
         assert catalog.get("b", **MINE) is None
-    register("b")
-    register("c", pinned=True)
-    register("d", pinned=True)
+    add_of("b")
+    add_of("c", pinned=True)
+    add_of("d", pinned=True)
     with pytest.raises(AdapterTooLarge, match="4 pinned adapters would take 4 adapter slots and may take 3"):
         catalog.configure("b", pinned=True, **ADA)
     entry = catalog.get("b", **MINE)
@@ -306,7 +306,7 @@ def test_pins_that_do_not_fit_are_refused_with_numbers_and_change_nothing(
     catalog.configure("c", pinned=False, **ADA)
     assert catalog.configure("b", pinned=True, **ADA).pinned
     with pytest.raises(AdapterTooLarge, match="'a' cannot be pinned: 4 pinned"):  # as it was, and so with new contents
-        catalog.register("a", "/", "digest-new", max_rank=8, size_bytes=1, **ADA)
+        register(catalog, "a", "/", "digest-new", max_rank=8, size_bytes=1, **ADA)
     assert sorted(entry.name for entry in catalog.pinned()) == ["a", "a-too", "b", "d"]
     events = [event.event for event in reversed(registry.journal.events("b", **MINE))]
     assert events == ["registered", "pinned"]

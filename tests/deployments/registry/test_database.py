@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import secrets
 import signal
 import sqlite3
@@ -14,20 +15,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from alembic import command
-from alembic.autogenerate import compare_metadata
-from alembic.config import Config
-from alembic.migration import MigrationContext
 from sqlalchemy import event, inspect, text
 from sqlalchemy.dialects import postgresql
+from sqlalchemy.schema import CreateIndex, CreateTable
 
-from app.deployments.kept.tables import metadata as kept_metadata
 from app.deployments.registry import database as database_module
 from app.deployments.registry.books import Registry
 from app.deployments.registry.database import Database, sqlite_url
-from app.deployments.tenants.tables import metadata
+from app.deployments.registry.kept_tables import metadata as kept_metadata
+from app.deployments.registry.tables import SCHEMA_VERSION
+from app.deployments.registry.tenant_tables import metadata
 from app.engine.errors import ConfigError, NotReady
-from tests.deployments.managed import ADA, MINE
+from tests.deployments.managed import ADA, MINE, register
 from tests.postgres import PostgresServer
 
 ROOT = Path(__file__).parents[3]
@@ -35,23 +34,41 @@ ROOT = Path(__file__).parents[3]
 SENTENCE = "^the registry's database does not answer as it should; ask again$"
 
 
-def test_the_revisions_make_exactly_the_tables(empty_url: str) -> None:
-    database = Database(empty_url, "base")
-    with database.read() as connection:
-        context = MigrationContext.configure(connection, opts={"compare_type": True})
-        assert kept_metadata is metadata, "the tables of what is kept are among them"
-        differences = [item for item in compare_metadata(context, metadata) if "alembic_version" not in str(item)]
-        assert differences == []
-        assert context.get_current_revision() == "v0001"
-    database.close()
+#: A schema version, and a digest of its columns, keys and indices.
+SCHEMA = (1, "b4b98de09f36eb65")
+
+
+def test_a_change_of_a_table_is_another_schema_version() -> None:
+    assert kept_metadata is metadata, "the tables of what is kept are among them"
+    made = [CreateTable(table) for table in metadata.sorted_tables]
+    made += [
+        CreateIndex(index)
+        for table in metadata.sorted_tables
+        for index in sorted(table.indexes, key=lambda index: str(index.name))
+    ]
+    statements = "\n".join(str(statement.compile(dialect=postgresql.dialect())) for statement in made)
+    fingerprint = hashlib.sha256(statements.encode()).hexdigest()[:16]
+    assert (SCHEMA_VERSION, fingerprint) == SCHEMA, "a table has changed: raise SCHEMA_VERSION, and write both here"
+
+
+def test_an_empty_database_gets_all_tables(empty_url: str) -> None:
+    for _ in range(2):
+        database = Database(empty_url, "base")
+        with database.read() as connection:
+            assert set(inspect(connection).get_table_names()) - {"sqlite_sequence"} == set(metadata.tables)
+            assert connection.execute(text("SELECT version FROM schema_versions")).scalars().all() == [SCHEMA_VERSION]
+        database.close()
 
 
 def test_processes_that_start_together_make_the_schema_once(empty_url: str) -> None:
     code = (
         "import sys; from app.deployments.registry.books import Registry\n"
+        "from app.deployments.registry.entries import LoadRequest\n"
+        "from app.engine.adapters.card import AdapterCard\n"
         "sys.stdin.readline()\n"
         "registry = Registry(sys.argv[1], 'base')\n"
-        "registry.catalog.register(sys.argv[2], 'uri', 'd' * 64, max_rank=1, size_bytes=1, tenant_id='t', who='w')\n"
+        "card = AdapterCard('d' * 64, 'base', 1, ('q_proj',), 'float32', 1)\n"
+        "registry.catalog.register(LoadRequest('t', sys.argv[2], 'uri', 'w'), 'uri', card)\n"
         "registry.close()"
     )
     starters = [
@@ -90,15 +107,15 @@ def test_a_file_that_another_process_is_making_is_waited_for(tmp_path: Path) -> 
     maker.close()
 
 
-def test_a_revision_that_fails_leaves_nothing_behind(empty_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = command.upgrade
+def test_a_schema_that_is_half_made_leaves_nothing_behind(empty_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = metadata.create_all
 
-    def upgrade_then_die(config: Config, revision: str) -> None:
-        real(config, revision)
+    def create_then_die(*arguments: Any, **options: Any) -> None:
+        real(*arguments, **options)
         raise RuntimeError("the power goes")
 
     with monkeypatch.context() as patch:
-        patch.setattr(command, "upgrade", upgrade_then_die)
+        patch.setattr(metadata, "create_all", create_then_die)
         with pytest.raises(RuntimeError, match="power"):
             Database(empty_url, "base")
     database = Database(empty_url, "base")
@@ -107,29 +124,30 @@ def test_a_revision_that_fails_leaves_nothing_behind(empty_url: str, monkeypatch
     database.close()
 
 
-@pytest.mark.parametrize("revision", ["0001", "r0001", "r0007", "v9999"])
-def test_a_registry_that_another_version_made_is_refused_and_left_as_it_is(empty_url: str, revision: str) -> None:
+@pytest.mark.parametrize("version", [0, SCHEMA_VERSION + 1])
+def test_a_registry_that_another_version_made_is_refused_and_left_as_it_is(empty_url: str, version: int) -> None:
     database = Database(empty_url, "base")
     with database.write() as connection:
-        connection.execute(text("UPDATE alembic_version SET version_num = :revision").bindparams(revision=revision))
-        connection.execute(text("DROP TABLE uses"))  # an upgrade would make it, or end over the others
+        connection.execute(text("UPDATE schema_versions SET version = :version").bindparams(version=version))
+        connection.execute(text("DROP TABLE uses"))  # to make what is missing would bring it back
     for _ in range(2):
         with pytest.raises(
-            ConfigError, match=rf"has schema revision '{revision}', but .* knows v0001 only.* empty place"
+            ConfigError,
+            match=rf"has schema version {version}, but .* schema version {SCHEMA_VERSION} only.* empty place",
         ):
             Database(empty_url, "base")
     with database.read() as connection:
-        assert connection.scalar(text("SELECT version_num FROM alembic_version")) == revision
+        assert connection.scalar(text("SELECT version FROM schema_versions")) == version
         assert not inspect(connection).has_table("uses")
     database.close()
 
 
-def test_a_registry_made_before_revisions_is_refused_and_left_as_it_is(tmp_path: Path) -> None:
+def test_a_registry_made_before_schema_versions_is_refused_and_left_as_it_is(tmp_path: Path) -> None:
     path = tmp_path / "catalog.sqlite"
     with sqlite3.connect(path) as old:
         old.execute("CREATE TABLE adapters (tenant_id VARCHAR NOT NULL, name VARCHAR NOT NULL)")
         old.execute("INSERT INTO adapters VALUES ('default', 'sql')")
-    with pytest.raises(ConfigError, match="has schema revision 'none'"):
+    with pytest.raises(ConfigError, match=r"has no schema version, but .* empty place"):
         Registry(sqlite_url(path), "base")
     assert old.execute("SELECT * FROM adapters").fetchall() == [("default", "sql")]
     assert old.execute("SELECT name FROM sqlite_master").fetchall() == [("adapters",)]
@@ -174,12 +192,12 @@ def test_a_full_disk_is_said_and_ends_when_there_is_room(tmp_path: Path, caplog:
     registry.database.close()  # so that the limit is set on every connection
     event.listen(registry.database._engine, "connect", limit)
     with pytest.raises(NotReady, match=SENTENCE):
-        registry.catalog.register("big", "u" * 100_000, "d", max_rank=1, size_bytes=1, **ADA)
+        register(registry.catalog, "big", "u" * 100_000, "d", max_rank=1, size_bytes=1, **ADA)
     assert "database or disk is full" in caplog.text
     assert registry.catalog.entries() == []
     del limits[0]
     registry.database.close()
-    registry.catalog.register("big", "u" * 100_000, "d", max_rank=1, size_bytes=1, **ADA)
+    register(registry.catalog, "big", "u" * 100_000, "d", max_rank=1, size_bytes=1, **ADA)
     assert [entry.name for entry in registry.catalog.entries()] == ["big"]
     registry.close()
 
@@ -189,7 +207,7 @@ def test_a_database_that_can_only_be_read_serves_and_takes_no_change(
 ) -> None:
     """As a PostgreSQL standby, or a file on a disk that was mounted anew."""
     registry = Registry(empty_url, "base")
-    registry.catalog.register("sql", "/sql", "d", max_rank=1, size_bytes=1, **ADA)
+    register(registry.catalog, "sql", "/sql", "d", max_rank=1, size_bytes=1, **ADA)
 
     def read_only(connection: Any, _: object) -> None:
         is_sqlite = isinstance(connection, sqlite3.Connection)
@@ -211,7 +229,7 @@ def test_a_damaged_file_is_said(tmp_path: Path, contents: bytes | None) -> None:
     """At start it is what the operator must mend; later changes have to wait, and nothing else."""
     file = tmp_path / "registry.sqlite"
     registry = Registry(sqlite_url(file), "base")
-    registry.catalog.register("sql", "/sql", "d", max_rank=1, size_bytes=1, **ADA)
+    register(registry.catalog, "sql", "/sql", "d", max_rank=1, size_bytes=1, **ADA)
     registry.close()
     file.write_bytes(file.read_bytes()[:9000] if contents is None else contents)
     with pytest.raises(NotReady, match="the registry's database is damaged; its log says how"):
@@ -254,15 +272,15 @@ def test_transactions_share_the_connections_that_are_kept(shared_url: str) -> No
 def test_a_file_that_was_replaced_while_it_was_open_is_met_as_it_is_now(tmp_path: Path) -> None:
     """No kept connection writes into a file that nobody can find any more."""
     registry, other = (Registry(sqlite_url(tmp_path / f"{name}.sqlite"), "base") for name in ("kept", "other"))
-    registry.catalog.register("old", "/old", "d", max_rank=1, size_bytes=1, **ADA)
-    other.catalog.register("new", "/new", "d", max_rank=1, size_bytes=1, **ADA)
+    register(registry.catalog, "old", "/old", "d", max_rank=1, size_bytes=1, **ADA)
+    register(other.catalog, "new", "/new", "d", max_rank=1, size_bytes=1, **ADA)
     other.close()
     registry_files = [tmp_path / f"kept.sqlite{end}" for end in ("-wal", "-shm")]
     for file in registry_files:
         file.unlink()
     (tmp_path / "other.sqlite").rename(tmp_path / "kept.sqlite")
     assert [entry.name for entry in registry.catalog.entries()] == ["new"]
-    registry.catalog.register("newer", "/newer", "d", max_rank=1, size_bytes=1, **ADA)
+    register(registry.catalog, "newer", "/newer", "d", max_rank=1, size_bytes=1, **ADA)
     registry.close()
     (tmp_path / "kept.sqlite").unlink()
     with pytest.raises(NotReady, match=SENTENCE):
@@ -378,7 +396,7 @@ def test_postgresql_is_asked_with_limits_for_everything(shared_url: str) -> None
 
 
 def test_every_number_that_counts_up_has_64_bits() -> None:
-    """As PostgreSQL is told; the revisions make exactly these columns."""
+    """As PostgreSQL is told."""
     counters = {
         table.name: column for table in metadata.sorted_tables if (column := table.autoincrement_column) is not None
     }
@@ -390,13 +408,13 @@ def test_every_number_that_counts_up_has_64_bits() -> None:
 @pytest.mark.parametrize("table", ["events", "audit"])
 def test_numbers_go_on_after_two_billion(empty_url: str, table: str) -> None:
     registry = Registry(empty_url, "base")
-    registry.catalog.register("a", "/a", "d", max_rank=1, size_bytes=1, **ADA)
+    register(registry.catalog, "a", "/a", "d", max_rank=1, size_bytes=1, **ADA)
     with registry.database.write() as connection:
         if empty_url.startswith("sqlite"):
             connection.execute(text(f"UPDATE sqlite_sequence SET seq = {2**31 - 1} WHERE name = '{table}'"))
         else:
             connection.execute(text(f"SELECT setval(pg_get_serial_sequence('{table}', 'id'), {2**31 - 1})"))
-    registry.catalog.register("b", "/b", "d", max_rank=1, size_bytes=1, **ADA)
+    register(registry.catalog, "b", "/b", "d", max_rank=1, size_bytes=1, **ADA)
     page = registry.journal.events(**MINE) if table == "events" else registry.journal.audit(**MINE)
     assert page[0].id == 2**31
     registry.close()

@@ -10,7 +10,7 @@ from app.deployments.registry.books import Registry
 from app.deployments.registry.entries import State
 from app.deployments.registry.jobs import MAX_JOBS_PER_NAME
 from app.engine.errors import InvalidRequest
-from tests.deployments.managed import MINE, wanted
+from tests.deployments.managed import MINE, register, wanted
 
 
 def test_a_job_is_found_again_as_it_was_left(registry: Registry, open_again: Callable[[], Registry]) -> None:
@@ -48,7 +48,7 @@ def test_the_journal_tells_what_happened_and_who_asked(registry: Registry) -> No
     job = registry.jobs.create(wanted("a", "/a"))
     for state in (State.DOWNLOADING, State.VALIDATING, State.ON_DISK, State.ON_HOST):
         job = registry.jobs.advance(job, state)
-    registry.catalog.register("a", "/a", "d", max_rank=1, size_bytes=1, who="ada", **MINE)
+    register(registry.catalog, "a", "/a", "d", max_rank=1, size_bytes=1, who="ada", **MINE)
     registry.jobs.advance(job, State.LOADED, generation=1, digest="d")
     registry.catalog.configure("a", pinned=True, who="bob", **MINE)
     registry.aliases.put("x", {"a": 1}, who="bob", **MINE)

@@ -20,7 +20,7 @@ from app.deployments.registry import following as following_module
 from app.deployments.registry import loading as loading_module
 from app.deployments.registry import unloading as unloading_module
 from app.deployments.registry.books import Registry
-from app.deployments.registry.entries import DEFAULT_TENANT, RegistryJob, State
+from app.deployments.registry.entries import DEFAULT_TENANT, LoadRequest, RegistryJob, State
 from app.deployments.registry.pins import EngineRoom, PinLimits, Pins
 from app.deployments.registry.stores import Beat
 from app.engine.errors import (
@@ -119,11 +119,11 @@ async def test_what_is_refused_stays_for_a_load_that_has_read_it_too(
     written, go_on = threading.Event(), threading.Event()
     register = managed.registry.catalog.register
 
-    def slow(name: str, *args: Any, **options: Any) -> Any:
-        if name == "slow":
+    def slow(request: LoadRequest, *args: Any) -> Any:
+        if request.name == "slow":
             written.set()
             go_on.wait(600)
-        return register(name, *args, **options)
+        return register(request, *args)
 
     monkeypatch.setattr(managed.registry.catalog, "register", slow)
     job = await managed.client.load(wanted("slow", "one"))

@@ -11,7 +11,7 @@ from app.deployments.registry.books import Registry
 from app.deployments.registry.entries import DEFAULT_TENANT, State
 from app.deployments.registry.journal import NewEvent, record_audit, record_events
 from app.deployments.registry.trimming import Limits, trim
-from tests.deployments.managed import ADA, MINE, wanted
+from tests.deployments.managed import ADA, MINE, register, wanted
 
 DAY_S = 86_400.0
 
@@ -67,7 +67,7 @@ def test_jobs_of_names_that_never_were_go_and_no_others(
     registry: Registry, monkeypatch: pytest.MonkeyPatch, now_s: list[float]
 ) -> None:
     monkeypatch.setattr(trimming, "UNKNOWN_JOBS", Limits(per_name=20, total=3, age_s=DAY_S))
-    registry.catalog.register("real", "/", "d", max_rank=1, size_bytes=1, **ADA)
+    register(registry.catalog, "real", "/", "d", max_rank=1, size_bytes=1, **ADA)
     kept = registry.jobs.advance(registry.jobs.create(wanted("real", "/a")), State.FAILED)
     unfinished = registry.jobs.create(wanted("tried", "/a"))
     failed = [

@@ -11,7 +11,7 @@ from app.deployments.registry import use
 from app.deployments.registry.books import Registry
 from app.deployments.registry.use import UseBook
 from app.engine.errors import NotReady
-from tests.deployments.managed import ADA, MINE
+from tests.deployments.managed import ADA, MINE, register
 
 
 async def test_what_many_replicas_tell_is_one_write() -> None:
@@ -59,7 +59,7 @@ def test_an_outage_does_not_make_it_grow(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_what_is_written_is_proportional_to_what_was_used(registry: Registry, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(use, "_MAX_ASKED", 7)
     for index in range(20):
-        registry.catalog.register(f"n{index}", "/", f"d{index}", max_rank=1, size_bytes=1, **ADA)
+        register(registry.catalog, f"n{index}", "/", f"d{index}", max_rank=1, size_bytes=1, **ADA)
     statements = []
     event.listen(
         registry.database._engine, "before_cursor_execute", lambda *args: statements.append((args[2], args[3]))
@@ -72,7 +72,7 @@ def test_what_is_written_is_proportional_to_what_was_used(registry: Registry, mo
 
 def test_contents_that_no_name_means_are_forgotten(registry: Registry) -> None:
     for name, digest in (("a", "d1"), ("twin", "d1"), ("b", "d2")):
-        registry.catalog.register(name, "/", digest, max_rank=1, size_bytes=1, **ADA)
+        register(registry.catalog, name, "/", digest, max_rank=1, size_bytes=1, **ADA)
     registry.catalog.note_use({"d1": 1.0, "d2": 2.0})
 
     def kept() -> set[str]:
@@ -82,7 +82,7 @@ def test_contents_that_no_name_means_are_forgotten(registry: Registry) -> None:
 
     registry.catalog.drained(registry.catalog.drain("a", **ADA).job)
     assert kept() == {"d1", "d2"}
-    registry.catalog.register("b", "/", "d3", max_rank=1, size_bytes=1, **ADA)
+    register(registry.catalog, "b", "/", "d3", max_rank=1, size_bytes=1, **ADA)
     assert kept() == {"d1"}
     registry.catalog.drained(registry.catalog.drain("twin", **ADA).job)
     assert kept() == set()

@@ -316,7 +316,7 @@ async def test_where_tenants_wait_placement_is_asked_what_they_were_served_elsew
     bench.listeners.elsewhere = {"a": 5.0, "c": 1.0}
     await until(lambda: len(heard) >= 3)
     assert heard[:2] == [({"a": 5.0, "b": 0.0}, False), ({"a": 5.0, "b": 0.0}, True)]
-    bench.listeners.elsewhere_error = AttributeError("an older release")
+    bench.listeners.elsewhere_error = AttributeError("a mistake")
     num_asked, num_reports = len(bench.listeners.asked), len(bench.listeners.reports)
     await until(lambda: len(bench.listeners.asked) > num_asked and len(bench.listeners.reports) > num_reports + 2)
     num_heard = len(heard)

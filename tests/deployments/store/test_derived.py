@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from app.deployments.store.derived import DerivedAdapters
+from app.deployments.store.opening import merge_adapters
 from app.deployments.store.store import AdapterStore
 from app.engine.adapters.card import AdapterRef
 from app.engine.adapters.composing.composition import Part, Recipe, composition_of
@@ -38,14 +39,18 @@ def put(sources: Sources, name: str, adapter: LoraAdapter) -> None:
     sources.contents[name] = sources.contents[f"/canonical/{name}"] = adapter
 
 
-def opened(sources: Sources, **options: Any) -> AdapterStore[PackedAdapter]:
-    compose: DerivedAdapters[PackedAdapter] = DerivedAdapters(SPEC, lambda packed: packed)
+def _same(packed: PackedAdapter) -> PackedAdapter:
+    return packed
 
+
+def opened(sources: Sources, **options: Any) -> AdapterStore[PackedAdapter]:
     def keep(packed: PackedAdapter) -> PackedAdapter:
         sources.puts.append(packed.card.digest)
         return packed
 
-    return AdapterStore(sources, keep, Told(), compose=compose, **({"max_bytes": 1 << 20} | options))
+    return AdapterStore(
+        sources, keep, Told(), compose=partial(merge_adapters, SPEC, _same), **({"max_bytes": 1 << 20} | options)
+    )
 
 
 @pytest.fixture

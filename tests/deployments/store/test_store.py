@@ -8,16 +8,11 @@ from collections.abc import Collection, Iterator
 
 import pytest
 
-from app.deployments.store import store as store_module
+from app.deployments.store import reads as reads_module
 from app.deployments.store.library import LocatedAdapter
 from app.deployments.store.quarantine import FIRST_S, Quarantine
-from app.deployments.store.store import (
-    ABANDON_S,
-    MAX_READERS,
-    MAX_READERS_PER_HOST,
-    MAX_READERS_PER_LANE,
-    AdapterStore,
-)
+from app.deployments.store.reads import ABANDON_S, MAX_READERS, MAX_READERS_PER_HOST, MAX_READERS_PER_LANE
+from app.deployments.store.store import AdapterStore
 from app.engine.adapters.card import AdapterRef
 from app.engine.adapters.isolation.packing import PackedAdapter, pack_adapter
 from app.engine.adapters.lora import LoraAdapter
@@ -431,7 +426,7 @@ async def test_one_hanging_host_leaves_threads_for_others(
 
 
 async def test_a_read_that_nobody_asks_about_is_given_up(sources: Sources, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(store_module, "_CHECK_INTERVAL_S", 0.001)
+    monkeypatch.setattr(reads_module, "_CHECK_INTERVAL_S", 0.001)
     now_s = [0.0]
     store = AdapterStore(sources, sources.put, Told(), max_bytes=100, clock=lambda: now_s[0])
     refs = [AdapterRef(name, name * 64, "t", uri=f"{name}/x") for name in "abc"]
@@ -454,7 +449,7 @@ async def test_a_read_that_nobody_asks_about_is_given_up(sources: Sources, monke
         await asyncio.sleep(0.001)
     assert sorted(sources.abandoned) == ["a/x", "d"]
     assert not waiting.done()
-    while store._reading.keys() != {"b/x", "c/x"}:
+    while store._demand.sources != {"b/x", "c/x"}:
         await asyncio.sleep(0.001)
     sources.abandoned.clear()
     with pytest.raises(AdapterMismatch):  # it is read again, not remembered as a failure
@@ -462,7 +457,7 @@ async def test_a_read_that_nobody_asks_about_is_given_up(sources: Sources, monke
     for ref in refs[1:]:
         sources.gates[ref.uri].set()
     await asyncio.gather(waiting, return_exceptions=True)
-    while store._reading:
+    while store._demand.sources:
         await asyncio.sleep(0.001)
     store.close()
 

@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from app.config import PriceConfig
 from app.deployments.links.away import ActorAway
 from app.deployments.registry.database import Database, sqlite_url
+from app.deployments.registry.tenant_tables import ledger as ledger_table
 from app.deployments.tenants.counting import Counting
 from app.deployments.tenants.ledger import Ledger
 from app.deployments.tenants.metering import Charge, LedgerKey, Metering, Row
 from app.deployments.tenants.prices import Prices, paid_models
-from app.deployments.tenants.tables import ledger as ledger_table
 from app.deployments.tenants.usage import WIDTHS, UsageQuery, next_page, usage_query
 from app.engine.adapters.card import AdapterRef
 from app.engine.adapters.composing.composition import MAX_PARTS, Part, composition_of

@@ -12,6 +12,7 @@ from sqlalchemy import insert, select, text
 from app.deployments.ingress.tenancy import Tenancy
 from app.deployments.links.published import Changes, Version
 from app.deployments.registry.database import Database, sqlite_url
+from app.deployments.registry.tenant_tables import api_keys
 from app.deployments.tenants import key_books, project_books
 from app.deployments.tenants.books import TenantBooks, TenantNews
 from app.deployments.tenants.client import TenantsClient
@@ -23,7 +24,6 @@ from app.deployments.tenants.limits import NANOS_PER_CENT, Meter
 from app.deployments.tenants.metering import Charge, LedgerKey, Row
 from app.deployments.tenants.project_books import NO_LIMIT
 from app.deployments.tenants.service import TenantsService
-from app.deployments.tenants.tables import api_keys
 from app.deployments.tenants.view import TenantView
 from app.engine.errors import InvalidRequest
 from tests.deployments.http_service import RATES

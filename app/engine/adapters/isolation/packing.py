@@ -20,7 +20,6 @@ from numpy.typing import NDArray
 
 from app.engine.adapters.card import AdapterCard
 from app.engine.adapters.lora import BFLOAT16, LoraAdapter, LoraKey, LoraPair, Matrix, TokenRows
-from app.engine.message import message_fields, with_known
 
 #: Every matrix starts at a multiple of so many bytes: a cache line, and what the widest vectors want.
 _ALIGNMENT = 64
@@ -35,11 +34,9 @@ class PackedAdapter(NamedTuple):
 
     @property
     def card(self) -> AdapterCard:
-        """Of a store of a newer release it may have facts that are not known here."""
         card = self.header["card"]
-        tuples = {name: tuple(card[name]) for name in ("targets", "invocation_tokens") if name in card}
-        values = card | tuples
-        return with_known(AdapterCard, message_fields(AdapterCard), values)
+        tuples = {name: tuple(card[name]) for name in ("targets", "invocation_tokens")}
+        return AdapterCard(**card | tuples)
 
 
 def _zeros(num_bytes: int) -> NDArray[np.uint8]:
@@ -85,8 +82,8 @@ def unpack_adapter(header: Mapping[str, Any], arrays: Sequence[NDArray[np.uint8]
         MappingProxyType({name: LoraPair(view(a), view(b)) for name, a, b in header["outer"]}),
         MappingProxyType({name: view(place) for name, place in header["replaced"]}),
         MappingProxyType({name: TokenRows(tuple(ids), view(place)) for name, ids, place in header["token_rows"]}),
-        MappingProxyType({LoraKey(*key): scale for *key, scale in header.get("scales", ())}),  # none of older releases
-        MappingProxyType(dict(header.get("outer_scales", {}))),
+        MappingProxyType({LoraKey(*key): scale for *key, scale in header["scales"]}),
+        MappingProxyType(dict(header["outer_scales"])),
     )
 
 

@@ -8,7 +8,7 @@ import httpx
 import pytest
 
 from app.deployments.registry.entries import UPLOADED
-from app.deployments.registry.uploaded import uploads_in_use
+from app.deployments.registry.trimming import uploads_in_use
 from tests.deployments.http_service import Service
 from tests.deployments.ingress.http.test_door import Org, org
 

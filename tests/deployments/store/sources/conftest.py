@@ -10,7 +10,7 @@ import pytest_asyncio
 
 from app.deployments.registry.catalog import Catalog
 from app.deployments.registry.database import Database, sqlite_url
-from app.deployments.registry.entries import DEFAULT_TENANT, CatalogEntry, check_name
+from app.deployments.registry.entries import DEFAULT_TENANT, CatalogEntry, LoadRequest, check_name
 from app.deployments.store.counts import TierCounts
 from app.deployments.store.disk_tier import DiskTier
 from app.deployments.store.library import AdapterLibrary
@@ -36,8 +36,7 @@ class Store(AdapterStore[PackedAdapter]):
     async def register(self, name: str, source: str, tenant_id: str = DEFAULT_TENANT) -> CatalogEntry:
         check_name(name)
         uri, card = await self.load(source, tenant_id)
-        facts = {"max_rank": card.max_rank, "size_bytes": card.size_bytes}
-        return self.catalog.register(name, uri, card.digest, tenant_id=tenant_id, who="ada", **facts)
+        return self.catalog.register(LoadRequest(tenant_id, name, source, "ada"), uri, card)
 
     def entries(self) -> list[CatalogEntry]:
         return self.catalog.entries()

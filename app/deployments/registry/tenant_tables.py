@@ -1,7 +1,7 @@
 """The tables of tenants, beside the registry's and in the same schema.
 
-In: nothing. Out: SQLAlchemy's tables, which the books read and write. Rule: the schema is made and changed by the
-registry's `migrations/` alone; a test holds the two equal. Every row belongs to one base model. Times are Unix seconds.
+In: nothing. Out: SQLAlchemy's tables, which the books read and write; a change of one raises the registry's
+`SCHEMA_VERSION`. Every row belongs to one base model. Times are Unix seconds.
 A key that is revoked keeps its row: the audit and usage name it, and a service that ever had keys never opens again.
 The `revision` of a row is the number of the last change of what is published of it: who has seen a change reads what is
 newer.

@@ -1,8 +1,7 @@
 """The tables of what is kept for clients, beside the registry's and in the same schema.
 
-In: nothing. Out: SQLAlchemy's tables, which the books read and write. Rule: the schema is made and changed by the
-registry's `migrations/` alone; a test holds the two equal. Every row belongs to one base model and one tenant. Times
-are Unix seconds.
+In: nothing. Out: SQLAlchemy's tables, which the books read and write; a change of one raises the registry's
+`SCHEMA_VERSION`. Every row belongs to one base model and one tenant. Times are Unix seconds.
 """
 
 from __future__ import annotations

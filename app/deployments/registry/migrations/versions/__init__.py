@@ -1,1 +1,0 @@
-"""Revisions, oldest first. One that was released is never edited."""
