@@ -159,7 +159,7 @@ class RateCounter:
         """What was taken is not needed."""
         self._owe(max(0.0, self.owed(now_s) - amount), now_s)
 
-    def charge(self, amount: float, now_s: float) -> None:
+    def charge(self, amount: int, now_s: float) -> None:
         """So much was used, whether or not it was there."""
         self._owe(self.owed(now_s) + amount, now_s)
 

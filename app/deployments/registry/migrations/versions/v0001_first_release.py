@@ -229,14 +229,6 @@ def _tenant_rights() -> None:
         sa.Column("requests_per_day", sa.BigInteger),
     )
     op.create_table(
-        "shared_limits",
-        sa.Column("base_digest", sa.String(64), primary_key=True),
-        sa.Column("project_id", sa.String(64), primary_key=True),
-        sa.Column("kind", sa.String(16), primary_key=True),
-        sa.Column("model", sa.String(128), primary_key=True),
-        sa.Column("state", sa.Text, nullable=False),
-    )
-    op.create_table(
         "adapter_shares",
         sa.Column("base_digest", sa.String(64), primary_key=True),
         sa.Column("owner_id", sa.String(64), primary_key=True),
