@@ -54,7 +54,6 @@ from app.deployments.store.service import StoreParts, StoreService
 from app.deployments.tenants.activity import Activity, ActivityKey, Seen
 from app.deployments.tenants.adapter_book import AdapterBook
 from app.deployments.tenants.client import TenantsClient
-from app.deployments.tenants.memory_prices import MemoryPrices, Sizes
 from app.deployments.tenants.prices import Prices
 from app.deployments.tenants.view import TenantView
 from app.engine.adapters.card import AdapterRef
@@ -199,7 +198,7 @@ async def measure(url: str, num_adapters: int, num_samples: int) -> list[tuple[s
     store: StoreService[None] = StoreService(
         StoreParts(registry, lifecycle, _NoBytes(), (), UnreadNames(registry, lifecycle, Quarantine())), lambda: None
     )
-    rates = Rates(Prices({}, "base"), "base", MemoryPrices({}, "base", Sizes(0, 0)))
+    rates = Rates(Prices({}, "base"), "base")
     service = SimpleNamespace(
         base_name="base",
         registry=view,
