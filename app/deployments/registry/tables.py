@@ -7,6 +7,8 @@ number of the change that wrote a row (`revisions`).
 
 from __future__ import annotations
 
+import secrets
+
 from sqlalchemy import (
     BigInteger,
     Boolean,
@@ -34,6 +36,11 @@ def _name_key() -> tuple[Column[str], Column[str], Column[str]]:
         Column("tenant_id", String(128), primary_key=True),
         Column("name", String(128), primary_key=True),
     )
+
+
+def _public_id(prefix: str) -> Column[str]:
+    """A random id, which tells nothing of how many rows there are; `id` is their order."""
+    return Column("public_id", String(48), nullable=False, default=lambda: f"{prefix}_{secrets.token_hex(12)}")
 
 
 #: One row per base model: `id` is drawn when the database is new, `revision` rises with every change of a name or
@@ -166,6 +173,8 @@ events = Table(
     Column("detail", Text),
     Column("replica_id", String(128)),
     Column("time_s", Double, nullable=False),
+    _public_id("evt"),
+    Index("events_by_public_id", "base_digest", "public_id", unique=True),
     Index("events_by_name", "base_digest", "tenant_id", "name", "id"),
     Index("events_by_tenant", "base_digest", "tenant_id", "id"),
     sqlite_autoincrement=True,
@@ -183,6 +192,8 @@ audit = Table(
     Column("name", String(128), nullable=False),
     Column("detail", Text, nullable=False),
     Column("time_s", Double, nullable=False),
+    _public_id("audit"),
+    Index("audit_by_public_id", "base_digest", "public_id", unique=True),
     Index("audit_by_name", "base_digest", "tenant_id", "name", "id"),
     Index("audit_by_tenant", "base_digest", "tenant_id", "id"),
     sqlite_autoincrement=True,

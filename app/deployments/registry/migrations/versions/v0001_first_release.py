@@ -135,8 +135,10 @@ def _journal() -> None:
         sa.Column("detail", sa.Text),
         sa.Column("replica_id", sa.String(128)),
         sa.Column("time_s", sa.Double, nullable=False),
+        sa.Column("public_id", sa.String(48), nullable=False),
         sqlite_autoincrement=True,
     )
+    op.create_index("events_by_public_id", "events", ["base_digest", "public_id"], unique=True)
     op.create_index("events_by_name", "events", ["base_digest", "tenant_id", "name", "id"])
     op.create_index("events_by_tenant", "events", ["base_digest", "tenant_id", "id"])
     op.create_table(
@@ -148,8 +150,10 @@ def _journal() -> None:
         sa.Column("name", sa.String(128), nullable=False),
         sa.Column("detail", sa.Text, nullable=False),
         sa.Column("time_s", sa.Double, nullable=False),
+        sa.Column("public_id", sa.String(48), nullable=False),
         sqlite_autoincrement=True,
     )
+    op.create_index("audit_by_public_id", "audit", ["base_digest", "public_id"], unique=True)
     op.create_index("audit_by_name", "audit", ["base_digest", "tenant_id", "name", "id"])
     op.create_index("audit_by_tenant", "audit", ["base_digest", "tenant_id", "id"])
 
