@@ -51,8 +51,7 @@ from app.deployments.store.client import StoreClient
 from app.deployments.store.counts import TierCounts
 from app.deployments.store.quarantine import Quarantine
 from app.deployments.store.service import StoreParts, StoreService
-from app.deployments.tenants.activity import Activity, ActivityKey, Seen
-from app.deployments.tenants.adapter_book import AdapterBook
+from app.deployments.tenants.adapter_book import Activity, ActivityKey, AdapterBook, Seen
 from app.deployments.tenants.client import TenantsClient
 from app.deployments.tenants.prices import Prices
 from app.deployments.tenants.view import TenantView

@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from app.deployments.links.published import Changes, PublishedTable, Version
 from app.deployments.links.tasks import Tasks
-from app.deployments.tenants.activity import Activity, ActivityKey, Seen
-from app.deployments.tenants.adapter_book import AdapterBook
+from app.deployments.tenants.adapter_book import Activity, ActivityKey, AdapterBook, Seen
 from app.deployments.tenants.attained import Attained
 from app.deployments.tenants.entries import (
     ApiKey,
