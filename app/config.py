@@ -294,19 +294,13 @@ class LogsConfig(_Settings):
 
 
 class PriceConfig(_Settings):
-    """What tokens cost, in dollars per million, and what memory does, in dollars per GiB and hour."""
+    """What tokens cost, in dollars per million."""
 
     input: float = Field(default=0.0, ge=0, le=1e6, allow_inf_nan=False, description="Prompt tokens.")
     cached_input: float = Field(
         default=0.0, ge=0, le=1e6, allow_inf_nan=False, description="Prompt tokens found in the cache."
     )
     output: float = Field(default=0.0, ge=0, le=1e6, allow_inf_nan=False, description="Generated tokens.")
-    rank_rows: float = Field(
-        default=0.0, ge=0, le=1e6, allow_inf_nan=False, description="Rank rows that requests hold, per GiB and hour."
-    )
-    kv_blocks: float = Field(
-        default=0.0, ge=0, le=1e6, allow_inf_nan=False, description="KV blocks that requests hold, per GiB and hour."
-    )
 
 
 class TenantsConfig(_Settings):

@@ -28,7 +28,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import httpx
-from sqlalchemy import Connection, Table, insert
+from sqlalchemy import Connection, Table, func, insert, select
 
 from app.cli.register import BATCH
 from app.deployments.ingress.adapter_activity import AdapterActivity
@@ -51,10 +51,8 @@ from app.deployments.store.client import StoreClient
 from app.deployments.store.counts import TierCounts
 from app.deployments.store.quarantine import Quarantine
 from app.deployments.store.service import StoreParts, StoreService
-from app.deployments.tenants.activity import Activity, ActivityKey, Seen
-from app.deployments.tenants.adapter_book import AdapterBook
+from app.deployments.tenants.adapter_book import Activity, ActivityKey, AdapterBook, Seen
 from app.deployments.tenants.client import TenantsClient
-from app.deployments.tenants.memory_prices import MemoryPrices, Sizes
 from app.deployments.tenants.prices import Prices
 from app.deployments.tenants.view import TenantView
 from app.engine.adapters.card import AdapterRef
@@ -193,13 +191,13 @@ async def measure(url: str, num_adapters: int, num_samples: int) -> list[tuple[s
     def name() -> str:
         return f"a{draw.randrange(num_adapters):06d}"
 
-    for what, call in _database_calls(registry, name, num_adapters).items():
+    for what, call in _database_calls(registry, name).items():
         results.append((f"the database: {what}", await _timed(partial(asyncio.to_thread, call), num_samples)))
 
     store: StoreService[None] = StoreService(
         StoreParts(registry, lifecycle, _NoBytes(), (), UnreadNames(registry, lifecycle, Quarantine())), lambda: None
     )
-    rates = Rates(Prices({}, "base"), "base", MemoryPrices({}, "base", Sizes(0, 0)))
+    rates = Rates(Prices({}, "base"), "base")
     service = SimpleNamespace(
         base_name="base",
         registry=view,
@@ -255,15 +253,18 @@ async def measure(url: str, num_adapters: int, num_samples: int) -> list[tuple[s
     return results
 
 
-def _database_calls(registry: Registry, name: Callable[[], str], num_events: int) -> dict[str, Callable[[], object]]:
+def _database_calls(registry: Registry, name: Callable[[], str]) -> dict[str, Callable[[], object]]:
     """What of the registry's routes is asked of the database itself."""
     catalog, journal = registry.catalog, registry.journal
+    with registry.database.read() as connection:
+        sample = select(events.c.public_id).order_by(func.random()).limit(1000)
+        event_ids = connection.scalars(sample).all()
     return {
         "one name": lambda: catalog.get(name(), tenant_id="default"),
         "the events of one name": lambda: journal.events(name(), tenant_id="default"),
-        "a page of 100 events": lambda: journal.events(before=random.randrange(num_events), tenant_id="default"),
+        "a page of 100 events": lambda: journal.events(before=random.choice(event_ids), tenant_id="default"),
         "a page of 1,000 events": lambda: journal.events(
-            before=random.randrange(num_events), limit=1000, tenant_id="default"
+            before=random.choice(event_ids), limit=1000, tenant_id="default"
         ),
         "a page of a tenant without events": lambda: journal.events(tenant_id="quiet"),
     }

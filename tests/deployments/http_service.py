@@ -20,7 +20,6 @@ from app.deployments.ingress.structured import AskedGrammar
 from app.deployments.ingress.tenancy import Rates, Tenancy
 from app.deployments.ingress.tokenizer_service import TokenizerService
 from app.deployments.links.transport import Frame
-from app.deployments.tenants.memory_prices import MemoryPrices, Sizes
 from app.deployments.tenants.prices import Prices
 from app.engine.models.tokenizer import Tokenizer
 from app.engine.models.tool_formats import ToolFormat, tool_format
@@ -32,7 +31,7 @@ from tests.fakes import fake_spec
 
 #: A dollar per million prompt tokens, ten cents for cached ones, four dollars for generated ones.
 _PRICES = {"base": PriceConfig(input=1, cached_input=0.1, output=4)}
-RATES = Rates(Prices(_PRICES, "base"), "base", MemoryPrices(_PRICES, "base", Sizes(0, 0)))
+RATES = Rates(Prices(_PRICES, "base"), "base")
 
 
 class Letters:

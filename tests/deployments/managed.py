@@ -37,7 +37,7 @@ from app.deployments.store.service import StoreParts, StoreService
 from app.deployments.store.uploads import Uploads
 from app.deployments.tenants.books import TenantBooks
 from app.deployments.tenants.client import TenantsClient
-from app.deployments.tenants.quota import AdapterQuota
+from app.deployments.tenants.project_books import AdapterQuota
 from app.deployments.tenants.service import TenantsService
 from app.deployments.tenants.view import TenantView
 from app.engine.adapters.card import AdapterCard, AdapterRef

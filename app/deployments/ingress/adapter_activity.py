@@ -14,7 +14,7 @@ from http import HTTPStatus
 from app.deployments.ingress.job import Job
 from app.deployments.ingress.status import TABLE, ClientGone
 from app.deployments.links.tasks import Troubles
-from app.deployments.tenants.activity import Activity, ActivityKey, first_token
+from app.deployments.tenants.adapter_book import Activity, ActivityKey, first_token
 from app.deployments.tenants.client import TenantsClient
 from app.engine.errors import NotReady
 from app.engine.request import Usage

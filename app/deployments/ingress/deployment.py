@@ -49,7 +49,6 @@ from app.deployments.store.actor import KeptCallee, TenantsCallee, store_actor, 
 from app.deployments.store.client import StoreClient
 from app.deployments.tenants.client import TenantsClient
 from app.deployments.tenants.journal import open_journal
-from app.deployments.tenants.memory_prices import MemoryPrices, sizes_of
 from app.deployments.tenants.metrics import RefusalCounters
 from app.deployments.tenants.prices import Prices
 from app.logs import start_log
@@ -79,8 +78,7 @@ class Ingress(AsgiIngress):
         holder = f"{ingress_id}-{uuid.uuid4().hex[:8]}"
         text = await asyncio.to_thread(open_text, config)
         prices, base_name = config.tenants.prices, config.model.name
-        memory_prices = MemoryPrices(prices, base_name, sizes_of(text.spec, config))
-        rates = Rates(Prices(prices, base_name), base_name, memory_prices)
+        rates = Rates(Prices(prices, base_name), base_name)
         parts = Parts(
             text=text,
             registry=registry.view,

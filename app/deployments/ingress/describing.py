@@ -13,7 +13,7 @@ from app.deployments.ingress.adapter_activity import AdapterActivity
 from app.deployments.ingress.management import Management
 from app.deployments.ingress.management_bodies import description_body
 from app.deployments.ingress.tenants import Caller
-from app.deployments.tenants.activity import Activity
+from app.deployments.tenants.adapter_book import Activity
 
 #: What a description says of memory; loads, too, are caused by whoever has the same contents.
 SHARED_FACTS = ("last_used", "residency")

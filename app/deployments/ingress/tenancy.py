@@ -25,7 +25,6 @@ from app.deployments.tenants.entries import TenantKey, TenantLimits, TenantRow
 from app.deployments.tenants.journal import Journal
 from app.deployments.tenants.limiter import Limiter, Reservation
 from app.deployments.tenants.limits import Meter, MeterKind, Need, needs_of
-from app.deployments.tenants.memory_prices import MemoryPrices
 from app.deployments.tenants.metering import Metering
 from app.deployments.tenants.prices import Prices, paid_models
 from app.deployments.tenants.view import TenantView
@@ -63,11 +62,10 @@ class Held(NamedTuple):
 
 
 class Rates(NamedTuple):
-    """What a request's tokens and memory cost, and the base model's name, under which limits hold for all of them."""
+    """What a request's tokens cost, and the base model's name, under which limits hold for all of them."""
 
     prices: Prices
     base_name: str
-    memory_prices: MemoryPrices
 
 
 class Tenancy:
@@ -91,7 +89,6 @@ class Tenancy:
         self.metering = Metering(owner.record, holder, journal)
         self.counting = Counting(self.metering, rates.prices, rates.base_name, clock)
         self._rates = rates
-        self.memory_prices = rates.memory_prices
         self._used_s: dict[str, float] = {}
 
     async def admit(

@@ -131,12 +131,6 @@ class Database:
         with self._transaction(lock=self.base_digest) as connection:
             yield connection
 
-    def now_s(self, connection: Connection) -> float:
-        """Unix time by one clock for all who use this database: PostgreSQL's; SQLite's users are on one machine."""
-        if self._is_sqlite:
-            return self.clock()
-        return float(connection.exec_driver_sql("SELECT extract(epoch FROM clock_timestamp())").scalar_one())
-
     def next_revision(self, connection: Connection) -> int:
         """The number of a change that the caller's transaction makes (`revisions`).
 

@@ -236,7 +236,7 @@ class RegistryJob:
 class Event:
     """Something happened to an adapter; `replica_id` saw it, if it happened on a device."""
 
-    id: int
+    id: str
     name: str
     event: str
     time_s: float
@@ -251,7 +251,7 @@ class Event:
 class AuditRecord:
     """Somebody asked for something."""
 
-    id: int
+    id: str
     who: str
     action: str
     name: str

@@ -19,7 +19,7 @@ from app.deployments.registry.database import Database, storable
 from app.deployments.registry.entries import AuditRecord, Event
 from app.deployments.registry.tables import audit, events
 from app.deployments.registry.tier_events import Move
-from app.engine.errors import NotReady
+from app.engine.errors import InvalidRequest, NotReady
 
 logger = logging.getLogger(__name__)
 
@@ -81,17 +81,21 @@ def record_audit(
 
 
 class Journal:
-    """Reads both. `before` is the id of the last record of the page that was read last."""
+    """Reads both. `before` is the id of the last record of the page that was read last.
+
+    Raises InvalidRequest if the tenant has no such record. Ids are random: numbers would tell a tenant how much happens
+    to others.
+    """
 
     def __init__(self, database: Database) -> None:
         self._database = database
 
     def events(
-        self, name: str | None = None, *, limit: int = 100, before: int | None = None, tenant_id: str
+        self, name: str | None = None, *, limit: int = 100, before: str | None = None, tenant_id: str
     ) -> list[Event]:
         return [
             Event(
-                row["id"],
+                row["public_id"],
                 row["name"],
                 row["event"],
                 row["time_s"],
@@ -104,23 +108,30 @@ class Journal:
         ]
 
     def audit(
-        self, name: str | None = None, *, limit: int = 100, before: int | None = None, tenant_id: str
+        self, name: str | None = None, *, limit: int = 100, before: str | None = None, tenant_id: str
     ) -> list[AuditRecord]:
         return [
-            AuditRecord(row["id"], row["who"], row["action"], row["name"], row["detail"], row["time_s"])
+            AuditRecord(row["public_id"], row["who"], row["action"], row["name"], row["detail"], row["time_s"])
             for row in self._page(audit, name, limit, before, tenant_id)
         ]
 
     def _page(
-        self, table: Table, name: str | None, limit: int, before: int | None, tenant_id: str
+        self, table: Table, name: str | None, limit: int, before: str | None, tenant_id: str
     ) -> Sequence[Mapping[Any, Any]]:
         query = select(table).where(table.c.base_digest == self._database.base_digest, table.c.tenant_id == tenant_id)
         if name is not None:
             query = query.where(table.c.name == name)
-        if before is not None:
-            query = query.where(table.c.id < before)
         with self._database.read() as connection:
+            if before is not None:
+                query = query.where(table.c.id < self._number(connection, table, before, tenant_id))
             return connection.execute(query.order_by(table.c.id.desc()).limit(limit)).mappings().all()
+
+    def _number(self, connection: Connection, table: Table, public_id: str, tenant_id: str) -> int:
+        is_it = (table.c.base_digest == self._database.base_digest, table.c.public_id == public_id)
+        number: int | None = connection.scalar(select(table.c.id).where(*is_it, table.c.tenant_id == tenant_id))
+        if number is None:
+            raise InvalidRequest(f"before is {public_id[:40]!r}; it is the id of a record of this list", param="before")
+        return number
 
 
 class MoveWriter:

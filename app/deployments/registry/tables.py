@@ -6,6 +6,8 @@ share a database. Times are Unix seconds. A `revision` is the number of the chan
 
 from __future__ import annotations
 
+import secrets
+
 from sqlalchemy import (
     BigInteger,
     Boolean,
@@ -40,6 +42,10 @@ def _name_key() -> tuple[Column[str], Column[str], Column[str]]:
 
 #: One row: the `SCHEMA_VERSION` of whoever made the tables.
 schema_versions = Table("schema_versions", metadata, Column("version", Integer, primary_key=True, autoincrement=False))
+def _public_id(prefix: str) -> Column[str]:
+    """A random id, which tells nothing of how many rows there are; `id` is their order."""
+    return Column("public_id", String(48), nullable=False, default=lambda: f"{prefix}_{secrets.token_hex(12)}")
+
 
 #: One row per base model: `id` is drawn when the database is new, `revision` rises with every change of a name or
 #: alias.
@@ -171,6 +177,8 @@ events = Table(
     Column("detail", Text),
     Column("replica_id", String(128)),
     Column("time_s", Double, nullable=False),
+    _public_id("evt"),
+    Index("events_by_public_id", "base_digest", "public_id", unique=True),
     Index("events_by_name", "base_digest", "tenant_id", "name", "id"),
     Index("events_by_tenant", "base_digest", "tenant_id", "id"),
     sqlite_autoincrement=True,
@@ -188,6 +196,8 @@ audit = Table(
     Column("name", String(128), nullable=False),
     Column("detail", Text, nullable=False),
     Column("time_s", Double, nullable=False),
+    _public_id("audit"),
+    Index("audit_by_public_id", "base_digest", "public_id", unique=True),
     Index("audit_by_name", "base_digest", "tenant_id", "name", "id"),
     Index("audit_by_tenant", "base_digest", "tenant_id", "id"),
     sqlite_autoincrement=True,

@@ -121,17 +121,6 @@ tenant_revisions = Table(
     Column("number", BigInteger, nullable=False),
 )
 
-#: What is taken of a limit while several processes lend it (`shared_limits`); `state` is JSON.
-shared_limits = Table(
-    "shared_limits",
-    metadata,
-    Column("base_digest", String(64), primary_key=True),
-    Column("project_id", String(64), primary_key=True),
-    Column("kind", String(16), primary_key=True),
-    Column("model", String(128), primary_key=True),
-    Column("state", Text, nullable=False),
-)
-
 #: What was used: a row per minute, project, key, model and contents. `route_kind` is completions or embeddings.
 ledger = Table(
     "ledger",

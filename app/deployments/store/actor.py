@@ -23,7 +23,6 @@ from app.deployments.store.metrics import TierMetrics
 from app.deployments.store.service import StoreService
 from app.deployments.store.shared import SharedAdapter
 from app.deployments.tenants.adapter_book import AdapterBook
-from app.deployments.tenants.lending import Owners
 from app.deployments.tenants.service import TenantsService
 from app.engine.adapters.isolation.packing import PackedAdapter
 from app.logs import start_log
@@ -50,14 +49,7 @@ class AdapterStoreActor(StoreService[SharedAdapter]):
         actor_id = ray.get_runtime_context().get_actor_id() or ""
         parts = OpenedStore(AppConfig.model_validate_json(config_json), _put, _held, counts, actor=actor_id).parts
         super().__init__(parts, self._stay)
-        stores = parts.registry.stores
-
-        def owners() -> Owners:
-            return Owners(stores.id, frozenset({stores.id, *stores.others()}))
-
-        self._tenants = TenantsService(
-            TenantBooks(parts.registry.database), self._stay, owners=owners, adapters=adapters
-        )
+        self._tenants = TenantsService(TenantBooks(parts.registry.database), self._stay, adapters=adapters)
         self._kept = KeptService(lambda: KeptBooks(parts.registry.database))
         self._attendance = Attendance(leave)
         self._gauges = (*counts.gauges, TenantGauges(self._tenants.attained), AdapterGauges(adapters))

@@ -155,11 +155,11 @@ class StoreClient:
         """Everything a name has meant, newest first."""
         return await self._actor.call(_Service.generations, name, tenant_id=tenant_id)
 
-    async def events(self, name: str | None, *, limit: int, before: int | None, tenant_id: str) -> list[Event]:
+    async def events(self, name: str | None, *, limit: int, before: str | None, tenant_id: str) -> list[Event]:
         """What happened, newest first; `before` is the id of the last record of the page before this one."""
         return await self._actor.call(_Service.events, name, limit=limit, before=before, tenant_id=tenant_id)
 
-    async def audit(self, name: str | None, *, limit: int, before: int | None, tenant_id: str) -> list[AuditRecord]:
+    async def audit(self, name: str | None, *, limit: int, before: str | None, tenant_id: str) -> list[AuditRecord]:
         """Who asked for what, newest first; `before` as with `events`."""
         return await self._actor.call(_Service.audit, name, limit=limit, before=before, tenant_id=tenant_id)
 

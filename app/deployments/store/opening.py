@@ -31,7 +31,7 @@ from app.deployments.store.service import StoreParts
 from app.deployments.store.sources.resolvers import open_resolvers
 from app.deployments.store.store import AdapterStore
 from app.deployments.store.uploads import Uploads
-from app.deployments.tenants.quota import AdapterQuota
+from app.deployments.tenants.project_books import AdapterQuota
 from app.engine.adapters.composing.compose import compose
 from app.engine.adapters.composing.composition import Composition
 from app.engine.adapters.isolation.packing import PackedAdapter, pack_adapter, unpack_adapter

@@ -237,12 +237,12 @@ class StoreService(Generic[H]):
         self._called()
         return await asyncio.to_thread(self._registry.catalog.generations, name, tenant_id=tenant_id)
 
-    async def events(self, name: str | None, *, limit: int, before: int | None, tenant_id: str) -> list[Event]:
+    async def events(self, name: str | None, *, limit: int, before: str | None, tenant_id: str) -> list[Event]:
         self._called()
         journal = self._registry.journal
         return await asyncio.to_thread(journal.events, name, limit=limit, before=before, tenant_id=tenant_id)
 
-    async def audit(self, name: str | None, *, limit: int, before: int | None, tenant_id: str) -> list[AuditRecord]:
+    async def audit(self, name: str | None, *, limit: int, before: str | None, tenant_id: str) -> list[AuditRecord]:
         self._called()
         journal = self._registry.journal
         return await asyncio.to_thread(journal.audit, name, limit=limit, before=before, tenant_id=tenant_id)

@@ -16,7 +16,6 @@ from app.deployments.tenants.entries import ApiKey, Tenant, TenantChange
 from app.deployments.tenants.key_books import KeyBooks
 from app.deployments.tenants.ledger import Ledger
 from app.deployments.tenants.project_books import ProjectBooks
-from app.deployments.tenants.shared_limits import SharedLimits
 
 
 class TenantNews(NamedTuple):
@@ -35,7 +34,6 @@ class TenantBooks:
         self.projects = ProjectBooks(database)
         self.keys = KeyBooks(database)
         self.ledger = Ledger(database)
-        self.shared_limits = SharedLimits(database, self.ledger.spent_in)
 
     def revision(self) -> int:
         """Rises with each change, whichever process makes it."""

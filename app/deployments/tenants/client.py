@@ -12,7 +12,7 @@ from typing import Any
 
 from app.deployments.links.published import Changes, Version
 from app.deployments.links.ray_calls import Callee
-from app.deployments.tenants.activity import Activity, ActivityKey, Seen
+from app.deployments.tenants.adapter_book import Activity, ActivityKey, Seen
 from app.deployments.tenants.entries import (
     ApiKey,
     IssuedKey,

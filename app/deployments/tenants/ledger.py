@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 
-from sqlalchemy import ColumnElement, Connection, and_, bindparam, delete, func, insert, select, update
+from sqlalchemy import Connection, and_, bindparam, delete, func, insert, select, update
 
 from app.deployments.registry.database import Database
 from app.deployments.registry.tenant_tables import ledger, ledger_writers
@@ -83,23 +83,18 @@ class Ledger:
 
     def spent(self, project_id: str, now_s: float) -> int:
         """What a project has spent since the month of that time began, in nanos."""
-        with self._database.read() as connection:
-            return self.spent_in(connection, project_id, now_s)
+        return self.spent_by([project_id], now_s)[project_id]
 
     def spent_by(self, project_ids: Collection[str], now_s: float) -> dict[str, int]:
         """The same of several projects."""
         sums = func.sum(ledger.c.cost_nanos)
-        query = select(ledger.c.project_id, sums).where(self._since_month(now_s)).group_by(ledger.c.project_id)
+        since_month = (ledger.c.base_digest == self._base, ledger.c.minute >= int(month_start_s(now_s)) // 60)
+        query = select(ledger.c.project_id, sums).where(*since_month).group_by(ledger.c.project_id)
         if len(project_ids) <= _MAX_NAMED:
             query = query.where(ledger.c.project_id.in_(project_ids))
         with self._database.read() as connection:
             found = {project_id: int(spent) for project_id, spent in connection.execute(query)}
         return {project_id: found.get(project_id, 0) for project_id in project_ids}
-
-    def spent_in(self, connection: Connection, project_id: str, now_s: float) -> int:
-        """The same in the caller's transaction."""
-        place = (self._since_month(now_s), ledger.c.project_id == project_id)
-        return int(connection.scalar(select(func.sum(ledger.c.cost_nanos)).where(*place)) or 0)
 
     def total(self) -> Charge:
         """Everything that was ever used."""
@@ -107,9 +102,6 @@ class Ledger:
         with self._database.read() as connection:
             row = connection.execute(select(*sums).where(ledger.c.base_digest == self._base)).one()
         return Charge(*(int(value or 0) for value in row))
-
-    def _since_month(self, now_s: float) -> ColumnElement[bool]:
-        return and_(ledger.c.base_digest == self._base, ledger.c.minute >= int(month_start_s(now_s)) // 60)
 
     def _add(self, connection: Connection, key: LedgerKey, charge: Charge) -> None:
         place = {"base_digest": self._base, **key._asdict()}

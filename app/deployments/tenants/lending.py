@@ -3,17 +3,22 @@
 In: what ingresses need, give back and have used. Out: what each gets. Units are lent in small lots, somewhat more than
 are needed now while much is left and exactly as many when little is, so that few requests wait for an answer and none
 is refused while another ingress sits on units. Rule: what all ingresses hold and have used is never above a limit.
-Where several processes own the limits of one database they count there instead (`shared_limits`), by the same rules.
+The counts are in memory; `QuotaService` reads the ledger for money. Each service has one owner and enforces limits by
+itself, also where several services use one database.
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from app.deployments.tenants.entries import Tenant
 from app.deployments.tenants.limits import PERIOD_S, CountCounter, Meter, RateCounter, limit_of, meters_of, month_of
 from app.engine.message import message
+
+if TYPE_CHECKING:  # a database: a process that only calls the owner starts without
+    from app.deployments.tenants.ledger import Ledger
 
 Counter = RateCounter | CountCounter
 
@@ -21,6 +26,8 @@ Counter = RateCounter | CountCounter
 AHEAD = 1 / 64
 #: An ingress that has not been heard of for this long is gone: what it held of counts is free.
 HOLDER_SILENCE_S = 15.0
+#: After an ingress was lost, the ledger is read again when the time since then has grown by this part.
+RECONCILE_PART = 1 / 8
 
 
 @message
@@ -49,23 +56,50 @@ class Grant(NamedTuple):
     remaining: int
 
 
-class Owners(NamedTuple):
-    """This process, and all that live and own the limits of this registry, this one among them.
+class QuotaService:
+    """A `Lender` that knows from the ledger what tenants have spent. One event loop; the ledger is called in threads.
 
-    `gone`: ingresses of this process that hold nothing any more, whatever the database says.
+    Every method raises NotReady while the ledger does not answer.
     """
 
-    mine: str = ""
-    living: frozenset[str] = frozenset({""})
-    gone: frozenset[str] = frozenset()
+    def __init__(self, tenant: Callable[[str], Tenant | None], ledger: Ledger) -> None:
+        self._lender = Lender(tenant, lambda tenant_id, month: self._spent[month][tenant_id])
+        self._ledger = ledger
+        self._spent: dict[str, dict[str, int]] = {}  # month -> tenant -> nanos in the ledger when it was first read
+        self._reconciled_s = 0.0
 
+    async def lend(self, holder: str, wants: Sequence[Want], now_s: float) -> list[Grant]:
+        await self._read_spent([want.meter for want in wants], now_s)
+        return self._lender.lend(holder, wants, now_s)
 
-class Asked(NamedTuple):
-    """What an ingress wants of meters that have limits: the limits, in the same order."""
+    async def left(self, tenant_id: str, now_s: float) -> list[tuple[Meter, int, int]]:
+        await self._read_spent(self._lender.meters(tenant_id), now_s)
+        return self._lender.left(tenant_id, now_s)
 
-    holder: str
-    wants: Sequence[Want]
-    limits: Sequence[int]
+    def remaining_spend(self, tenant_id: str) -> int | None:
+        return self._lender.remaining_spend(tenant_id)
+
+    async def reconcile(self, now_s: float) -> None:
+        """Read from the ledger what lost ingresses had spent without reporting it; call this every few seconds.
+
+        Replicas write later what they still compute for a lost ingress, so the ledger is read again until the month
+        ends, at growing intervals.
+        """
+        lost_s = self._lender.buried_s
+        if not lost_s or now_s - self._reconciled_s < (self._reconciled_s - lost_s) * RECONCILE_PART:
+            return
+        if tenant_ids := self._lender.left_behind():
+            self._lender.reckon(await asyncio.to_thread(self._ledger.spent_by, tenant_ids, now_s), now_s)
+        self._reconciled_s = now_s
+
+    async def _read_spent(self, meters: Sequence[Meter], now_s: float) -> None:
+        month = month_of(now_s)
+        if month not in self._spent:  # keep the month before: calls that began in it may not have ended
+            self._spent = {each: self._spent[each] for each in sorted(self._spent)[-1:]} | {month: {}}
+        spent = self._spent[month]
+        for tenant_id in (meter.tenant_id for meter in meters if meter.kind == "spend"):
+            if tenant_id not in spent:
+                spent[tenant_id] = await asyncio.to_thread(self._ledger.spent, tenant_id, now_s)
 
 
 class Lender:
@@ -81,13 +115,13 @@ class Lender:
 
     def lend(self, holder: str, wants: Sequence[Want], now_s: float) -> list[Grant]:
         """Take what comes back, then give what is needed, meter by meter. An empty list of wants says: still here."""
-        self.bury(now_s)
-        self.hear(holder, now_s)
+        self._bury(now_s)
+        self._heard_s[holder] = now_s
         self._turn_month(now_s)
         return [
             Grant(want.need, 0)
-            if (limit := self.limit(want.meter)) is None
-            else lend(self._counter(want.meter, limit), holder, want, limit, now_s)
+            if (limit := self._limit(want.meter)) is None
+            else _lend(self._counter(want.meter, limit), holder, want, limit, now_s)
             for want in wants
         ]
 
@@ -95,41 +129,17 @@ class Lender:
         """Each limit of a tenant, and how much of it is neither used nor lent to an ingress."""
         meters = self.meters(tenant_id)
         grants = self.lend("", [Want(meter) for meter in meters], now_s)
-        return [(meter, self.limit(meter) or 0, grant.remaining) for meter, grant in zip(meters, grants, strict=True)]
+        return [(meter, self._limit(meter) or 0, grant.remaining) for meter, grant in zip(meters, grants, strict=True)]
 
     def remaining_spend(self, tenant_id: str) -> int | None:
         """Nanos that a tenant has left this month, as far as anybody has asked."""
         counter = self._counters.get(Meter(tenant_id, "spend"))
         return counter.remaining() if isinstance(counter, CountCounter) else None
 
-    def limit(self, meter: Meter) -> int | None:
-        """The limit that a meter is for; None: there is none."""
-        tenant = self._tenant(meter.tenant_id)
-        return None if tenant is None else limit_of(tenant.limits, meter)
-
     def meters(self, tenant_id: str) -> list[Meter]:
         """All that a tenant has limits of."""
         tenant = self._tenant(tenant_id)
         return [] if tenant is None else meters_of(tenant)
-
-    def hear(self, holder: str, now_s: float) -> None:
-        """An ingress lives."""
-        self._heard_s[holder] = now_s
-
-    def bury(self, now_s: float) -> list[str]:
-        """Ingresses that have not been heard of for too long hold nothing any more; returns which those are.
-
-        Money that they may have spent without a word is not free before the ledger has been asked (`reckon`).
-        """
-        gone = [holder for holder, heard_s in self._heard_s.items() if now_s - heard_s > HOLDER_SILENCE_S]
-        for holder in gone:
-            del self._heard_s[holder]
-        if gone:
-            self.buried_s = now_s
-            for counter in self._counters.values():
-                if isinstance(counter, CountCounter):
-                    counter.forget(gone)
-        return gone
 
     def left_behind(self) -> list[str]:
         """Tenants of whose money ingresses that are gone held some."""
@@ -145,20 +155,23 @@ class Lender:
             if isinstance(counter, CountCounter):
                 counter.reckon(spent)
 
-    def hand_over(self, now_s: float) -> dict[Meter, Counter]:
-        """All that was counted here; from here on nothing is."""
-        self._turn_month(now_s)
-        counters, self._counters = self._counters, {}
-        return counters
+    def _limit(self, meter: Meter) -> int | None:
+        tenant = self._tenant(meter.tenant_id)
+        return None if tenant is None else limit_of(tenant.limits, meter)
 
-    def take_over(self, counters: Mapping[Meter, Counter], now_s: float) -> None:
-        """Count on from there. Spend is of the month of that time."""
-        self._turn_month(now_s)
-        for meter, counter in counters.items():
-            if (limit := self.limit(meter)) is not None:
+    def _bury(self, now_s: float) -> None:
+        """Ingresses that have not been heard of for too long hold nothing any more.
+
+        Money that they may have spent without a word is not free before the ledger has been asked (`reckon`).
+        """
+        gone = [holder for holder, heard_s in self._heard_s.items() if now_s - heard_s > HOLDER_SILENCE_S]
+        for holder in gone:
+            del self._heard_s[holder]
+        if gone:
+            self.buried_s = now_s
+            for counter in self._counters.values():
                 if isinstance(counter, CountCounter):
-                    counter.limit = limit
-                self._counters[meter] = counter
+                    counter.forget(gone)
 
     def _turn_month(self, now_s: float) -> None:
         if self._month != (month := month_of(now_s)):
@@ -168,20 +181,19 @@ class Lender:
     def _counter(self, meter: Meter, limit: int) -> Counter:
         counter = self._counters.get(meter)
         if counter is None:
-            used = self._spent(meter.tenant_id, self._month) if meter.kind == "spend" else 0
-            counter = self._counters[meter] = new_counter(meter, limit, used)
+            counter = self._counters[meter] = self._new_counter(meter, limit)
         return counter
 
+    def _new_counter(self, meter: Meter, limit: int) -> Counter:
+        period_s = PERIOD_S.get(meter.kind)
+        if period_s is not None:
+            return RateCounter(limit, period_s)
+        if meter.kind == "spend":
+            return CountCounter(limit, self._spent(meter.tenant_id, self._month), is_spent=True)
+        return CountCounter(limit, is_spent=False)
 
-def new_counter(meter: Meter, limit: int, used: int = 0) -> Counter:
-    """Of a meter that nobody has taken of; `used`: what of its money is gone."""
-    period_s = PERIOD_S.get(meter.kind)
-    if period_s is not None:
-        return RateCounter(limit, period_s)
-    return CountCounter(limit, used, is_spent=meter.kind == "spend")
 
-
-def lend(counter: Counter, holder: str, want: Want, limit: int, now_s: float) -> Grant:
+def _lend(counter: Counter, holder: str, want: Want, limit: int, now_s: float) -> Grant:
     """Take what comes back to one meter, then give what is needed."""
     if isinstance(counter, RateCounter):
         return _lend_rate(counter, want, limit, now_s)

@@ -159,15 +159,9 @@ class RateCounter:
         """What was taken is not needed."""
         self._owe(max(0.0, self.owed(now_s) - amount), now_s)
 
-    def charge(self, amount: float, now_s: float) -> None:
+    def charge(self, amount: int, now_s: float) -> None:
         """So much was used, whether or not it was there."""
         self._owe(self.owed(now_s) + amount, now_s)
-
-    def wait_s(self, amount: int, now_s: float) -> float:
-        """Until so much could be taken, if nobody else takes; infinite for more than the limit."""
-        if amount > self.limit:
-            return math.inf
-        return max(0.0, (self.owed(now_s) + amount - self.limit) * self._period_s / self.limit) if amount else 0.0
 
     def set_limit(self, limit: int, now_s: float) -> None:
         """What is used stays used, up to the new limit."""

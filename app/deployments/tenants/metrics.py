@@ -12,9 +12,8 @@ from collections import Counter as Counts
 from ray.util.metrics import Counter, Gauge
 
 from app.deployments.tenants.adapter_book import SHORT_DIGEST, AdapterBook, Busy
-from app.deployments.tenants.attained import Attained
+from app.deployments.tenants.attained import WINDOW_S, Attained
 from app.deployments.tenants.limiter import Limiter, Refused
-from app.deployments.tenants.recent import WINDOW_S
 
 
 class TenantGauges:

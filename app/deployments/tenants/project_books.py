@@ -14,13 +14,15 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from sqlalchemy import Connection, and_, delete, insert, or_, select
+from sqlalchemy import Connection, and_, delete, func, insert, or_, select
 
 from app.deployments.registry.database import Database
-from app.deployments.registry.entries import check_name
+from app.deployments.registry.entries import MEANT_STATES, check_name
+from app.deployments.registry.tables import adapters
 from app.deployments.registry.tenant_tables import adapter_shares, projects, rate_limits
 from app.deployments.tenants.entries import RateLimit, Tenant, TenantLimits
 from app.deployments.tenants.key_material import derived_salt
+from app.deployments.tenants.limits import AdapterQuotaReached
 from app.deployments.tenants.writing import absent, checked_name, new_id, writing
 from app.engine.errors import InvalidRequest
 
@@ -231,6 +233,32 @@ class ProjectBooks:
         return [_tenant(row, rates[row["id"]], frozenset(shares[row["id"]])) for row in rows]
 
 
+class AdapterQuota:
+    """The catalog's check when it registers an adapter: how many a project may have, and how large together.
+
+    It is called inside the transaction and after the change, so that loads at the same time cannot pass together.
+    """
+
+    def __init__(self, base_digest: str) -> None:
+        self._base = base_digest
+
+    def __call__(self, connection: Connection, tenant_id: str) -> None:
+        """Raises AdapterQuotaReached. What is no project has no limit, nor has one whose limits are not enforced."""
+        columns = projects.c
+        query = select(columns.max_adapters, columns.max_adapter_bytes).where(
+            columns.base_digest == self._base, columns.id == tenant_id, columns.enforce.is_(True)
+        )
+        row = connection.execute(query).first()
+        if row is None or (row.max_adapters is None and row.max_adapter_bytes is None):
+            return
+        held = select(func.count(), func.coalesce(func.sum(adapters.c.size_bytes), 0)).where(
+            adapters.c.base_digest == self._base, adapters.c.tenant_id == tenant_id, adapters.c.state.in_(MEANT_STATES)
+        )
+        number, size_bytes = connection.execute(held).one()
+        _check_quota("max_adapters", "adapters", number, row.max_adapters)
+        _check_quota("max_adapter_bytes", "bytes of adapters", size_bytes, row.max_adapter_bytes)
+
+
 def _rate(row: Mapping[Any, Any]) -> RateLimit:
     return RateLimit(row["requests_per_min"], row["tokens_per_min"], row["requests_per_day"])
 
@@ -257,3 +285,12 @@ def _tenant(row: Mapping[Any, Any], rates: Mapping[str, RateLimit], shared: froz
 def _check_limit(name: str, value: int | None) -> None:
     if value is not None and value < 0:
         raise InvalidRequest(f"{name} is {value}; a limit is 0 or more", param=name)
+
+
+def _check_quota(setting: str, what: str, would_have: int, may_have: int | None) -> None:
+    if may_have is not None and would_have > may_have:
+        raise AdapterQuotaReached(
+            f"the project would have {would_have} {what} and may have {may_have}; unload one, or raise {setting}",
+            "adapters",
+            None,
+        )

@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from app.deployments.links.published import Changes, PublishedTable, Version
 from app.deployments.links.tasks import Tasks
-from app.deployments.tenants.activity import Activity, ActivityKey, Seen
-from app.deployments.tenants.adapter_book import AdapterBook
+from app.deployments.tenants.adapter_book import Activity, ActivityKey, AdapterBook, Seen
 from app.deployments.tenants.attained import Attained
 from app.deployments.tenants.entries import (
     ApiKey,
@@ -27,10 +26,9 @@ from app.deployments.tenants.entries import (
     TenantKey,
     TenantRow,
 )
-from app.deployments.tenants.lending import Grant, Owners, Want
+from app.deployments.tenants.lending import Grant, QuotaService, Want
 from app.deployments.tenants.limits import Meter, steadied
 from app.deployments.tenants.metering import Row
-from app.deployments.tenants.owning import LimitOwner
 from app.deployments.tenants.usage import Bucket, UsageQuery
 from app.engine.adapters.card import AdapterRef
 from app.engine.errors import NotReady
@@ -51,8 +49,7 @@ class TenantsService:
     """One event loop; the database is called in threads.
 
     `watched` is called whenever a process asks for the table; `clock` gives Unix time, `monotonic` seconds that no
-    change of the time moves. `owners` says which processes own the limits of this registry. `adapters`: where more than
-    requests is told of adapters, if so.
+    change of the time moves. `adapters`: where more than requests is told of adapters, if so.
     """
 
     def __init__(
@@ -60,7 +57,6 @@ class TenantsService:
         books: TenantBooks,
         watched: Callable[[], None],
         clock: Callable[[], float] = time.time,
-        owners: Callable[[], Owners] = Owners,
         adapters: AdapterBook | None = None,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -68,7 +64,7 @@ class TenantsService:
         self.attained = Attained(self._weight, monotonic)
         self._books = books
         self._clock = steadied(clock, monotonic)
-        self._limits = LimitOwner(self._tenant, books.ledger, books.shared_limits, owners)
+        self._limits = QuotaService(self._tenant, books.ledger)
         self._watched = watched
         self._changing = asyncio.Lock()  # the database and the table change in the same order
         self._revision = -1
@@ -83,7 +79,6 @@ class TenantsService:
         if self._revision < 0:
             async with self._changing:
                 await self._look()
-            await self._limits.follow(self._clock())
         if not len(self._tasks):
             self._tasks.start(self._keep_looking())
         return await self.table.newer(held, watcher_id, timeout_s)
@@ -200,7 +195,7 @@ class TenantsService:
         return await self._limits.left(project_id, self._clock())
 
     async def remaining_spend(self, project_id: str) -> int | None:
-        return await self._limits.remaining_spend(project_id, self._clock())
+        return self._limits.remaining_spend(project_id)
 
     async def record(self, writer_id: str, number: int, rows: Sequence[Row]) -> None:
         if await asyncio.to_thread(self._books.ledger.record, writer_id, number, rows):
@@ -285,7 +280,7 @@ class TenantsService:
             try:
                 async with self._changing:
                     await self._look()
-                await self._limits.follow(self._clock())
+                await self._limits.reconcile(self._clock())
             except NotReady as error:
                 logger.warning("%s; tenants stay as they were", error)
 

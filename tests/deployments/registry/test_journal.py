@@ -11,9 +11,7 @@ from sqlalchemy import Engine, event
 
 from app.deployments.registry.books import Registry
 from app.deployments.registry.database import Database, sqlite_url
-
-#: A page of everything, one that goes on, one of a name.
-PAGES: tuple[dict[str, Any], ...] = ({}, {"before": 40}, {"name": "a"}, {"name": "a", "before": 40})
+from app.deployments.registry.journal import NewEvent, record_audit, record_events
 
 
 @contextmanager
@@ -32,16 +30,26 @@ def selected() -> Iterator[list[tuple[str, Any]]]:
         event.remove(Engine, "before_cursor_execute", note)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=str)
+@pytest.mark.parametrize("goes_on", [False, True])
+@pytest.mark.parametrize("name", [None, "a"])
 @pytest.mark.parametrize("what", ["events", "audit"])
-def test_a_page_is_read_in_the_order_of_an_index(tmp_path: Any, what: str, page: dict[str, Any]) -> None:
+def test_a_page_is_read_in_the_order_of_an_index(tmp_path: Any, what: str, name: str | None, goes_on: bool) -> None:
     """Sorting would cost as much as there is; SQLite says how it means to answer."""
     registry = Registry(sqlite_url(tmp_path / "r.sqlite"), "base")
+    with registry.database.write() as connection:
+        for action in ("requested", "registered"):
+            record_events(connection, registry.database, [NewEvent(action, "a", "t")])
+            record_audit(connection, registry.database, "ada", action, "a", "t", {})
+    read = getattr(registry.journal, what)
+    newest, oldest = read(tenant_id="t")
     with selected() as asked:
-        assert getattr(registry.journal, what)(tenant_id="t", **page) == []
-    ((statement, parameters),) = asked
-    plan = _plan(registry.database, statement, parameters)
-    (step,) = plan
+        assert read(name, before=newest.id if goes_on else None, tenant_id="t") == [newest, oldest][goes_on:]
+    *look_ups, (statement, parameters) = asked
+    assert len(look_ups) == goes_on
+    for look_up in look_ups:
+        (step,) = _plan(registry.database, *look_up)
+        assert step.startswith(f"SEARCH {what} USING INDEX {what}_by_public_id")
+    (step,) = _plan(registry.database, statement, parameters)
     assert step.startswith(f"SEARCH {what} USING"), "nothing is sorted, and other tenants' are passed over"
     assert "tenant_id=?" in step
     registry.close()

@@ -13,10 +13,17 @@ from hypothesis import strategies as st
 
 from app.deployments.store.metrics import TierMetrics
 from app.deployments.tenants import metrics as exported
-from app.deployments.tenants.activity import SHORTEST_S, Activity, ActivityKey, Seen, first_token
-from app.deployments.tenants.adapter_book import REST, Adapter, AdapterBook
-from app.deployments.tenants.attained import MAX_NAMED
-from app.deployments.tenants.recent import WINDOW_S
+from app.deployments.tenants.adapter_book import (
+    REST,
+    SHORTEST_S,
+    Activity,
+    ActivityKey,
+    Adapter,
+    AdapterBook,
+    Seen,
+    first_token,
+)
+from app.deployments.tenants.attained import MAX_NAMED, WINDOW_S
 from app.engine.adapters.card import AdapterRef
 from tests.budgets import examples
 

@@ -67,16 +67,6 @@ def test_at_a_steady_load_of_the_limit_nothing_is_refused(limit: int) -> None:
     assert refused <= 0.01 * 10 * limit
 
 
-def test_the_wait_is_until_it_fits() -> None:
-    counter = RateCounter(10, 60.0)
-    assert counter.take(10, 0.0) == 10
-    wait_s = counter.wait_s(3, 0.0)
-    assert wait_s == pytest.approx(18.0)
-    assert counter.remaining(wait_s - 0.01) == 2
-    assert counter.remaining(wait_s) == 3
-    assert counter.wait_s(11, 0.0) == math.inf
-
-
 def test_a_new_limit_keeps_what_is_used() -> None:
     counter = RateCounter(10, 60.0)
     counter.take(8, 0.0)

@@ -20,7 +20,6 @@ from app.deployments.ingress.http.openapi import takes
 from app.deployments.ingress.tenancy import Tenancy
 from app.deployments.ingress.tenants import admin_caller
 from app.deployments.tenants.limits import NANOS_PER_CENT
-from app.deployments.tenants.memory_prices import GIBIBYTE_HOUR, MemoryPrices, model_of
 from app.deployments.tenants.metering import Charge, RouteKind
 from app.deployments.tenants.usage import WIDTHS, UsageQuery, Width, next_page, usage_query
 from app.engine.errors import InvalidRequest, NotFound
@@ -54,11 +53,10 @@ def add_usage_routes(routes: APIRouter, tenancy: Tenancy) -> None:
             raise InvalidRequest("costs come in buckets of 1d only", param="bucket_width")
         asked = list_query(request, "group_by")
         others = [name for name in asked if name not in ("line_item", "model")]
-        query = _query(request, tenancy, _COST_WIDTH, None, [*others, "model"])  # prices are by model
-        lines = frozenset(list_query(request, "line_items"))
-        if lines:
-            query = _with_only(query, "model", sorted(lines | {model_of(line) for line in lines}))
-        return await _page(tenancy, query, lambda results: _costs(results, tenancy.memory_prices, asked, lines))
+        query = _query(request, tenancy, _COST_WIDTH, None, [*others, "model"])
+        if lines := list_query(request, "line_items"):
+            query = _with_only(query, "model", lines)
+        return await _page(tenancy, query, lambda results: _costs(results, asked))
 
 
 def add_spend_routes(routes: APIRouter, tenancy: Tenancy, max_body_bytes: int) -> None:
@@ -169,14 +167,6 @@ def _embeddings(sums: Sequence[Sum]) -> list[dict[str, Any]]:
     ]
 
 
-class _Paid(NamedTuple):
-    """Of one line item: `cost` in nanos / GIBIBYTE_HOUR, `quantity` in tokens, or of memory in bytes times ms."""
-
-    cost: int = 0
-    quantity: int = 0
-    is_memory: bool = False
-
-
 class _Cost(NamedTuple):
     """What a result of costs is of; None of what is not grouped by."""
 
@@ -186,44 +176,29 @@ class _Cost(NamedTuple):
     line_item: str | None
 
 
-def _costs(
-    sums: Sequence[Sum], memory_prices: MemoryPrices, asked: Collection[str], lines: Collection[str]
-) -> list[dict[str, Any]]:
-    """A line item is the tokens of a model or an adapter, or memory that its requests held.
-
-    `asked`: what is grouped by; a quantity is said of line items. `lines`: those that count; all if there are none.
-    """
-    totals: dict[_Cost, _Paid] = {}
+def _costs(sums: Sequence[Sum], asked: Collection[str]) -> list[dict[str, Any]]:
+    """A line item is the tokens of a model or an adapter, and has a quantity. `asked`: what is grouped by."""
+    totals: dict[_Cost, Charge] = {}
     for group, charge in sums:
         model = group["model"]
-        tokens = _Paid(charge.cost_nanos * GIBIBYTE_HOUR, charge.prompt_tokens + charge.completion_tokens)
-        paid = {model: tokens} | {
-            line.name: _Paid(line.cost, line.byte_ms, is_memory=True) for line in memory_prices.lines(model, charge)
-        }
-        for name, more in paid.items():
-            if lines and name not in lines:
-                continue
-            place = _Cost(
-                group.get("project_id"),
-                group.get("key_id"),
-                model if "model" in asked else None,
-                name if "line_item" in asked else None,
-            )
-            held = totals.get(place, _Paid())
-            totals[place] = _Paid(held.cost + more.cost, held.quantity + more.quantity, more.is_memory)
+        place = _Cost(
+            group.get("project_id"),
+            group.get("key_id"),
+            model if "model" in asked else None,
+            model if "line_item" in asked else None,
+        )
+        totals[place] = totals.get(place, Charge()).plus(charge)
     return [_cost(place, total) for place, total in totals.items()]
 
 
-def _cost(place: _Cost, total: _Paid) -> dict[str, Any]:
-    quantity = total.quantity / GIBIBYTE_HOUR if total.is_memory else total.quantity
-    unit = "gibibyte_hours" if total.is_memory else "tokens"
+def _cost(place: _Cost, total: Charge) -> dict[str, Any]:
     is_line = place.line_item is not None
     return {
         "object": "organization.costs.result",
-        "amount": {"value": total.cost / (GIBIBYTE_HOUR * 10**9), "currency": "usd"},
+        "amount": {"value": total.cost_nanos / 10**9, "currency": "usd"},
         "line_item": place.line_item,
-        "quantity": quantity if is_line else None,
-        "quantity_unit": unit if is_line else None,
+        "quantity": total.prompt_tokens + total.completion_tokens if is_line else None,
+        "quantity_unit": "tokens" if is_line else None,
         "project_id": place.project_id,
         "api_key_id": place.key_id,
     }

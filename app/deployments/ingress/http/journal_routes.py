@@ -1,7 +1,6 @@
 """The routes that tell what happens: status, jobs, events, audit.
 
-In: `Management`. Out: routes. Rule: a tenant reads what its own calls caused, an operator everything; to a project
-records have ids of its own, as their numbers would tell how much happens to others.
+In: `Management`. Out: routes. Rule: a tenant reads what its own calls caused, an operator everything.
 """
 
 from __future__ import annotations
@@ -16,15 +15,9 @@ from app.deployments.ingress.http.bodies import MAX_PAGE, int_query, page_body
 from app.deployments.ingress.http.managed import ManagedService
 from app.deployments.ingress.http.openapi import takes
 from app.deployments.ingress.management_bodies import job_body, record_body
-from app.deployments.ingress.opaque_ids import OpaqueIds
-from app.deployments.ingress.tenants import Caller, http_caller
+from app.deployments.ingress.tenants import http_caller
 from app.deployments.registry.entries import AuditRecord, Event
 from app.deployments.store.client import StoreClient
-from app.engine.errors import InvalidRequest
-
-#: Numbers of events and audit records.
-_MAX_ID = 2**53
-
 
 #: Events that a tenant's own calls cause. Others may be caused by whoever has the same contents.
 OWN_EVENTS = frozenset({
@@ -51,23 +44,21 @@ def add_journal_routes(routes: APIRouter, service: ManagedService) -> None:
     async def events(request: Request) -> Response:
         """What happened, the newest first."""
         caller, store = http_caller(request), service.management.store
-        ids = _ids(caller, "event")
-        query = _journal_query(request, ids)
+        query = _journal_query(request)
         if caller.kind == "project":
-            return _journal_page(await _own_events(store, query, caller.tenant_id), query.limit, ids)
+            return _journal_page(await _own_events(store, query, caller.tenant_id), query.limit)
         records = await store.events(query.name, limit=query.limit + 1, before=query.before, tenant_id=caller.tenant_id)
-        return _journal_page(records, query.limit, ids)
+        return _journal_page(records, query.limit)
 
     @routes.get("/v1/audit", openapi_extra=takes(None, "name", "limit", "before"))
     async def audit(request: Request) -> Response:
         """Who asked for what, the newest first."""
         caller = http_caller(request)
-        ids = _ids(caller, "audit")
-        query = _journal_query(request, ids)
+        query = _journal_query(request)
         records = await service.management.store.audit(
             query.name, limit=query.limit + 1, before=query.before, tenant_id=caller.tenant_id
         )
-        return _journal_page(records, query.limit, ids)
+        return _journal_page(records, query.limit)
 
 
 async def _own_events(store: StoreClient, query: _JournalQuery, tenant_id: str) -> list[Event]:
@@ -84,32 +75,19 @@ async def _own_events(store: StoreClient, query: _JournalQuery, tenant_id: str) 
 
 
 class _JournalQuery(NamedTuple):
-    """`before` is the number of the last record that is known."""
+    """`before` is the id of the last record that is known."""
 
     limit: int
     name: str | None
-    before: int | None
+    before: str | None
 
 
-def _ids(caller: Caller, kind: str) -> OpaqueIds | None:
-    """What a caller knows records by; None: by their numbers."""
-    return OpaqueIds(caller.tenant.salt, kind) if caller.kind == "project" else None
-
-
-def _journal_query(request: Request, ids: OpaqueIds | None) -> _JournalQuery:
+def _journal_query(request: Request) -> _JournalQuery:
     """`?name=&limit=&before=`: the newest first."""
-    limit, name = int_query(request, "limit", 100), request.query_params.get("name")
-    known = request.query_params.get("before")
-    if ids is None or known is None:
-        return _JournalQuery(limit, name, int_query(request, "before", 0, _MAX_ID) or None)
-    before = ids.number_of(known)
-    if before is None:
-        raise InvalidRequest(f"before is {known[:40]!r}; it is the id of a record of this list", param="before")
-    return _JournalQuery(limit, name, before)
+    query = request.query_params
+    return _JournalQuery(int_query(request, "limit", 100), query.get("name"), query.get("before"))
 
 
-def _journal_page(records: Sequence[Event] | Sequence[AuditRecord], limit: int, ids: OpaqueIds | None) -> Response:
+def _journal_page(records: Sequence[Event] | Sequence[AuditRecord], limit: int) -> Response:
     told = [record_body(record) for record in records[:limit]]
-    if ids is not None:
-        told = [body | {"id": ids.id_of(body["id"])} for body in told]
     return JSONResponse(page_body(told, has_more=len(records) > limit))

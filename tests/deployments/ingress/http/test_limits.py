@@ -11,20 +11,17 @@ import pytest
 import pytest_asyncio
 from openai import AsyncOpenAI
 
-from app.config import AppConfig, PriceConfig
 from app.deployments.ingress import handle_api
 from app.deployments.ingress.http.app import make_app
 from app.deployments.ingress.http.guard import DoorRules
 from app.deployments.ingress.tenancy import duration
 from app.deployments.tenants.limiter import Refused
 from app.deployments.tenants.limits import NANOS_PER_CENT, Meter
-from app.deployments.tenants.memory_prices import MemoryPrices, Sizes, sizes_of
-from app.deployments.tenants.metering import Charge, LedgerKey
+from app.deployments.tenants.metering import Charge
 from tests.deployments.http_service import Service
 from tests.deployments.ingress.http.test_admin_routes import client_with
 from tests.deployments.ingress.http.test_door import CHAT, Org, org
 from tests.deployments.ingress.test_dispatcher import until
-from tests.fakes import fake_spec
 
 __all__ = ["org"]
 
@@ -449,19 +446,11 @@ async def test_usage_and_costs_by_the_official_client(org: Org) -> None:
             await admin.usage.completions(start_time=start, **wrong)
 
 
-async def test_what_memory_costs_adds_up_to_what_engines_held(org: Org) -> None:
-    """By line item, by project and in all, and beside it nothing changes of what tokens cost."""
+async def test_costs_by_line_item_and_by_project_add_up(org: Org) -> None:
     admin, tenancy = client_with(org.http, admin_key=org.admin).admin.organization, org.service.tenancy
-    prices = {"base": PriceConfig(rank_rows=2e5, kv_blocks=1e5), "sql": PriceConfig(rank_rows=3e5, kv_blocks=1e5)}
-    tenancy.memory_prices = MemoryPrices(prices, "base", Sizes(rank_row=1 << 20, kv_block=1 << 19))
     for who, model in (("ada", "base"), ("ada", "sql"), ("bob", "base")):
         assert (await org.ask(who, "POST", "/v1/chat/completions", json=CHAT | {"model": model})).status_code == 200
     await until(lambda: org.service.fleet.replicas["replica-0"].thread.stats().num_running == 0)
-    # The fake engine is done in less than a millisecond: what it would have held for a while is written down here.
-    minute = int(tenancy.clock()) // 60
-    for index, (who, model) in enumerate([("ada", "sql"), ("bob", "sql"), ("bob", "base")]):
-        key = LedgerKey(minute, org.ids[who], f"key-{index}", model, "", "completions")
-        tenancy.metering.add(key, Charge(rank_row_ms=1_000_003 * index * (model == "sql"), kv_block_ms=700_001 + index))
     start = int(tenancy.clock()) - 60
 
     async def lines(**asked: Any) -> list[Any]:
@@ -470,48 +459,17 @@ async def test_what_memory_costs_adds_up_to_what_engines_held(org: Org) -> None:
 
     by_line = await lines(group_by=["project_id", "line_item"])
     total = await used(org.service)
-    memory = [line for line in by_line if line.quantity_unit == "gibibyte_hours"]
-    held = {kind: [line for line in memory if line.line_item.endswith(kind)] for kind in (", rank rows", ", KV blocks")}
-    hour_ms = 3_600_000
-    assert sum(line.quantity for line in held[", rank rows"]) == pytest.approx(total.rank_row_ms / 1024 / hour_ms)
-    assert sum(line.quantity for line in held[", KV blocks"]) == pytest.approx(total.kv_block_ms / 2048 / hour_ms)
-    price = {"base, rank rows": 2e5, "sql, rank rows": 3e5, "base, KV blocks": 1e5, "sql, KV blocks": 1e5}
-    for line in memory:
-        assert line.amount.value == pytest.approx(line.quantity * price[line.line_item])
-    assert {line.line_item for line in memory} == {"sql, rank rows", "sql, KV blocks", "base, KV blocks"}
+    assert {line.line_item for line in by_line} == {"base", "sql"}
+    assert {line.quantity_unit for line in by_line} == {"tokens"}
+    assert sum(line.quantity for line in by_line) == total.prompt_tokens + total.completion_tokens
     (all_,) = await lines()
+    assert all_.amount.value == pytest.approx(total.cost_nanos / 1e9)
     assert all_.amount.value == pytest.approx(sum(line.amount.value for line in by_line))
     assert all_.quantity is all_.quantity_unit is None
     by_project = await lines(group_by=["project_id"])
     assert sum(line.amount.value for line in by_project) == pytest.approx(all_.amount.value)
-    tokens = [line for line in by_line if line.quantity_unit == "tokens"]
-    assert sum(line.amount.value for line in tokens) == pytest.approx(total.cost_nanos / 1e9)
-    (only,) = await lines(line_items=["base, KV blocks"], group_by=["line_item"])
-    of_base = [line.quantity for line in memory if line.line_item == "base, KV blocks"]
-    assert only.quantity == pytest.approx(sum(of_base))
     (only,) = await lines(line_items=["base"], group_by=["line_item"])
-    assert only.quantity_unit == "tokens"
-
-
-def test_memory_without_a_price_has_no_line() -> None:
-    memory_prices = MemoryPrices(
-        {"base": PriceConfig(rank_rows=1), "sql": PriceConfig(kv_blocks=2)}, "base", Sizes(8, 16)
-    )
-    charge = Charge(rank_row_ms=3, kv_block_ms=5)
-    assert memory_prices.lines("sql", charge) == [("sql, KV blocks", 5 * 16, 5 * 16 * 2_000_000_000)]
-    assert memory_prices.lines("extract", charge) == [("extract, rank rows", 3 * 8, 3 * 8 * 1_000_000_000)], (
-        "the base's price"
-    )
-    assert memory_prices.lines("extract", Charge(prompt_tokens=7)) == []
-
-
-def test_sizes_are_those_of_the_numbers_that_are_held() -> None:
-    spec = fake_spec()
-    wide = sizes_of(spec, AppConfig())
-    assert wide.kv_block == 2 * 4 * 4 * AppConfig().engine.block_size, "keys and values of one head of 4 in float32"
-    half = sizes_of(spec, AppConfig.model_validate({"engine": {"cuda": {}}}))
-    assert (2 * half.rank_row, 2 * half.kv_block) == (wide.rank_row, wide.kv_block)
-    assert sizes_of(spec, AppConfig.model_validate({"engine": {"cuda": {"dtype": "float32"}}})) == wide
+    assert only.quantity == sum(line.quantity for line in by_line if line.line_item == "base")
 
 
 async def test_spend_limits_by_the_official_client(org: Org) -> None:
