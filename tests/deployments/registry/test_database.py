@@ -34,7 +34,7 @@ SENTENCE = "^the registry's database does not answer as it should; ask again$"
 
 
 #: A schema version, and a digest of its columns, keys and indices.
-SCHEMA = (1, "b4b98de09f36eb65")
+SCHEMA = (1, "13690543066ce7db")
 
 
 def test_a_change_of_a_table_is_another_schema_version() -> None:
