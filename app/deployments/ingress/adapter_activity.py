@@ -15,7 +15,7 @@ from app.deployments.ingress.job import Job
 from app.deployments.ingress.status import TABLE, ClientGone
 from app.deployments.links.tasks import Troubles
 from app.deployments.tenants.activity import Activity, ActivityKey, first_token
-from app.deployments.tenants.client import TenantsClient
+from app.deployments.tenants.service import TenantsService
 from app.engine.errors import NotReady
 from app.engine.request import Usage
 
@@ -27,7 +27,7 @@ TELL_INTERVAL_S = 2.0
 class AdapterActivity:
     """One per ingress, on its event loop. What waits to be told is of adapters that the registry's copy here has."""
 
-    def __init__(self, owner: TenantsClient) -> None:
+    def __init__(self, owner: TenantsService) -> None:
         self.owner = owner
         self._untold: dict[ActivityKey, Activity] = {}
 

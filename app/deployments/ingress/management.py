@@ -16,7 +16,8 @@ from app.deployments.links.transport import ReplicaGone, ReplicaUnreachable
 from app.deployments.placement.table import Residency
 from app.deployments.placement.view import PlacementView
 from app.deployments.registry.entries import CatalogEntry, RegistryJob, Unload
-from app.deployments.store.client import StoreClient
+from app.deployments.store.service import StoreService
+from app.deployments.store.shared import SharedAdapter
 from app.engine.errors import EngineFailure, NotReady
 
 logger = logging.getLogger(__name__)
@@ -53,7 +54,7 @@ class ReplicaResidency(NamedTuple):
 class Management:
     """One per ingress. Every method raises NotReady while the store restarts, and what its counterpart raises."""
 
-    def __init__(self, store: StoreClient, replicas: AdapterDropper, placer: PlacedAdapters) -> None:
+    def __init__(self, store: StoreService[SharedAdapter], replicas: AdapterDropper, placer: PlacedAdapters) -> None:
         self.store = store
         self._replicas = replicas
         self._placer = placer

@@ -29,8 +29,8 @@ from app.deployments.ingress.batches.lines import (
     unanswered,
 )
 from app.deployments.ingress.tenants import Caller
-from app.deployments.kept.client import KeptClient
 from app.deployments.kept.entries import Batch, BatchStatus, LeaseLost, LineAnswer
+from app.deployments.kept.service import KeptService
 from app.deployments.links.tasks import Tasks
 from app.deployments.links.waiting import comes
 from app.deployments.tenants.limits import LimitReached
@@ -68,7 +68,7 @@ class BatchRunner:
 
     def __init__(
         self,
-        kept: KeptClient,
+        kept: KeptService,
         answer: AnswerLine,
         caller_of: Callable[[Batch], Caller | None],
         holder: str,
