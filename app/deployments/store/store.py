@@ -18,15 +18,15 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Coroutine, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 from weakref import WeakValueDictionary
 
 from app.deployments.links.tasks import Tasks
 from app.deployments.registry.entries import ReadAdapter
-from app.deployments.registry.tier_events import StoreEvents
+from app.deployments.registry.tier_events import TierEvents
 from app.deployments.store.bounded_set import BoundedSet
 from app.deployments.store.counts import TierCounts
-from app.deployments.store.library import LocatedAdapter
+from app.deployments.store.library import AdapterLibrary, LocatedAdapter
 from app.deployments.store.quarantine import Failure, Quarantine
 from app.engine.adapters.card import AdapterCard, AdapterRef
 from app.engine.adapters.composing.composition import Composition, is_composition, read_composition
@@ -45,7 +45,8 @@ from app.engine.errors import (
 T = TypeVar("T")
 R = TypeVar("R")
 
-#: Adapters read at the same time: from one lane (`Library.lane`), from one host with all its lanes, from all hosts.
+#: Adapters read at the same time: from one lane (`AdapterLibrary.lane`), from one host with all its lanes, from all
+#: hosts.
 MAX_READERS_PER_LANE = 4
 MAX_READERS_PER_HOST = 16
 MAX_READERS = 128
@@ -56,26 +57,6 @@ MAX_ERRORS = 1024
 _CHECK_INTERVAL_S = 1.0
 #: Lanes that need no network have threads of their own, however many sources hang.
 _NEAR_LANES = ("local", "disk", "put", "compose")
-
-
-class Library(Protocol):
-    """The part of `AdapterLibrary` that is used here; its methods block."""
-
-    def lane(self, source: str) -> str: ...
-
-    def host(self, source: str) -> str: ...
-
-    def abandon(self, source: str) -> None: ...
-
-    def version(self, source: str) -> str: ...
-
-    def from_source(self, source: str) -> LocatedAdapter: ...
-
-    def from_disk(self, digest: str, source: str) -> PackedAdapter | None: ...
-
-    def pin(self, digests: Collection[str]) -> None: ...
-
-    def close(self) -> None: ...
 
 
 class _Kept(NamedTuple, Generic[T]):
@@ -100,9 +81,9 @@ class AdapterStore(Generic[T]):
 
     def __init__(
         self,
-        library: Library,
+        library: AdapterLibrary,
         put: Callable[[PackedAdapter], T],
-        events: StoreEvents,
+        events: TierEvents,
         *,
         max_bytes: int,
         policy: EvictionPolicy = "lru",
@@ -173,7 +154,7 @@ class AdapterStore(Generic[T]):
         self._kept.pin(digests)
         self._library.pin(digests)
 
-    def use(self, library: Library, *, max_bytes: int, policy: EvictionPolicy, trusted: TrustedKeys) -> None:
+    def use(self, library: AdapterLibrary, *, max_bytes: int, policy: EvictionPolicy, trusted: TrustedKeys) -> None:
         """Read with another library, and keep within other limits, from now on; reads under way end as they began."""
         former, self._library, self._trusted = self._library, library, trusted
         for digest in self._kept.limit(max_bytes, policy):
@@ -296,7 +277,7 @@ class AdapterStore(Generic[T]):
                     self._wanted = {place: uri for place, uri in self._wanted.items() if uri != source}
                     self._library.abandon(source)
 
-    async def _close_when_idle(self, library: Library, reads: Sequence[asyncio.Task[_Kept[T]]]) -> None:
+    async def _close_when_idle(self, library: AdapterLibrary, reads: Sequence[asyncio.Task[_Kept[T]]]) -> None:
         if reads:
             await asyncio.wait(reads)
         await asyncio.to_thread(library.close)
