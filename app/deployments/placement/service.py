@@ -17,7 +17,7 @@ from app.config import PlacementConfig
 from app.deployments.links.actor_proxy import remote_method
 from app.deployments.links.published import Changes, PublishedTable, Version
 from app.deployments.links.tasks import Tasks
-from app.deployments.links.watched import Follower, Watch
+from app.deployments.links.watched import Follower, TableSync, Watch
 from app.deployments.placement.books import PlacementBooks
 from app.deployments.placement.choosing import make_policy
 from app.deployments.placement.served import ServedElsewhere
@@ -197,16 +197,10 @@ class _SharesFollower(Follower[ShareChanges]):
         super().__init__(watch, watcher_id)
         self._steer = steer
         self._present: set[str] = set()
-        self._unconfirmed: set[str] = set()
+        self._sync: TableSync[str, float] = TableSync()
 
     def _take(self, version: Version, news: ShareChanges) -> None:
         self._held = version
-        if news.is_first:
-            self._unconfirmed = set(self._present)
-        changes = dict(news.rows)
-        self._unconfirmed.difference_update(changes)
-        if news.is_last:
-            changes |= dict.fromkeys(self._unconfirmed)
-            self._unconfirmed = set()
+        changes = self._sync.changes(news, lambda: self._present)
         self._present = {*self._present, *changes} - {digest for digest, share in changes.items() if share is None}
         self._steer(changes)
