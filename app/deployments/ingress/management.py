@@ -11,7 +11,7 @@ import logging
 from contextlib import suppress
 from typing import NamedTuple, Protocol
 
-from app.deployments.links.tasks import Tasks, Troubles
+from app.deployments.links.tasks import Tasks, repeat
 from app.deployments.links.transport import ReplicaGone, ReplicaUnreachable
 from app.deployments.placement.table import Residency
 from app.deployments.placement.view import PlacementView
@@ -75,15 +75,8 @@ class Management:
 
     async def keep_taking_up(self) -> None:
         """`take_up` until cancelled, whatever the store does."""
-        troubles = Troubles("asking for unloads that nobody sees to")
-        while True:
-            await asyncio.sleep(TAKE_UP_INTERVAL_S)  # first: a new ingress does not know the replicas yet
-            try:
-                await self.take_up()
-            except Exception as error:
-                troubles.met(error)
-            else:
-                troubles.over()
+        await asyncio.sleep(TAKE_UP_INTERVAL_S)  # first: a new ingress does not know the replicas yet
+        await repeat(self.take_up, TAKE_UP_INTERVAL_S, "asking for unloads that nobody sees to")
 
     async def take_up(self) -> None:
         """Go on with unloads whose ingress has ended, and with those that could not be ended."""

@@ -13,6 +13,7 @@ from collections.abc import Callable
 
 from app.deployments.links.away import ActorAway
 from app.deployments.links.ray_calls import held
+from app.deployments.links.tasks import backoff_s
 from app.deployments.store.service import StoreService
 from app.deployments.store.shared import SharedAdapter
 from app.engine.adapters.card import AdapterRef
@@ -37,11 +38,10 @@ async def fetch_packed(store: StoreService[SharedAdapter], ref: AdapterRef) -> S
     No call waits in the store for an adapter to be read, since calls that wait would keep others out: the store is
     asked again and again. When this is cancelled the questions stop, and so does reading.
     """
-    pause_s = FIRST_PAUSE_S
+    pauses_s = backoff_s(FIRST_PAUSE_S, LONGEST_PAUSE_S, factor=1.5)
     packed = await store.fetch(ref)
     while packed is None:
-        await asyncio.sleep(pause_s)
-        pause_s = min(1.5 * pause_s, LONGEST_PAUSE_S)
+        await asyncio.sleep(next(pauses_s))
         packed = await store.fetch(ref, again=True)
     return packed
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 
-from app.deployments.links.tasks import Tasks, Troubles
+from app.deployments.links.tasks import Tasks, repeat
 from app.deployments.replica.service import EngineService
 from app.deployments.store.service import StoreService
 from app.deployments.store.shared import SharedAdapter
@@ -31,18 +31,11 @@ class Leftovers:
         self._store = store
         self._dropping: set[str] = set()
         self._drops = Tasks()
-        self._troubles = Troubles("asking the registry which adapters are gone")
 
     async def run(self) -> None:
         """Look at intervals until cancelled, whatever the registry does."""
-        while True:
-            await asyncio.sleep(LOOK_INTERVAL_S)
-            try:
-                await self.look()
-            except Exception as error:  # nothing that the registry does may end a replica; it is asked again
-                self._troubles.met(error)
-            else:
-                self._troubles.over()
+        await asyncio.sleep(LOOK_INTERVAL_S)
+        await repeat(self.look, LOOK_INTERVAL_S, "asking the registry which adapters are gone")
 
     async def look(self) -> None:
         """Begin to free what is gone. Raises what asking raises."""
