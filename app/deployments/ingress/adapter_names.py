@@ -14,7 +14,8 @@ from collections.abc import Callable, Sequence
 from app.deployments.links.tasks import Tasks
 from app.deployments.placement.placer import Placer
 from app.deployments.registry.view import RegistryView
-from app.deployments.store.client import StoreClient
+from app.deployments.store.service import StoreService
+from app.deployments.store.shared import SharedAdapter
 from app.engine.adapters.card import AdapterRef
 from app.engine.adapters.composing.composition import is_composition, read_composition
 from app.engine.adapters.invocation import is_activated
@@ -33,7 +34,9 @@ EXPECTED_S = 1.0
 class AdapterNames:
     """One per ingress, over its copy of the registry and of placement's table. `clock` gives seconds."""
 
-    def __init__(self, registry: RegistryView, placer: Placer, store: StoreClient, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, registry: RegistryView, placer: Placer, store: StoreService[SharedAdapter], clock: Callable[[], float]
+    ) -> None:
         self._registry = registry
         self._placer = placer
         self._store = store

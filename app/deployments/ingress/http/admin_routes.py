@@ -20,7 +20,6 @@ from app.deployments.ingress.http.bodies import int_query, list_query, page_body
 from app.deployments.ingress.http.openapi import takes
 from app.deployments.ingress.tenancy import Tenancy
 from app.deployments.ingress.tenants import admin_caller
-from app.deployments.tenants.client import TenantsClient
 from app.deployments.tenants.entries import (
     DEFAULT_PAGE,
     LARGEST_PAGE,
@@ -30,6 +29,7 @@ from app.deployments.tenants.entries import (
     Tenant,
     TenantChange,
 )
+from app.deployments.tenants.service import TenantsService
 from app.engine.errors import InvalidRequest, NotFound
 
 #: Before a rate limit's id comes this; behind it the model's name.
@@ -213,7 +213,7 @@ def _add_key_routes(routes: APIRouter, service: AdministeredService) -> None:
         return _deleted("organization.project.api_key.deleted", key_id)
 
 
-async def _key_body(owner: TenantsClient, key: ApiKey) -> dict[str, Any]:
+async def _key_body(owner: TenantsService, key: ApiKey) -> dict[str, Any]:
     assert key.project_id is not None, "it is a project's key"
     assert key.service_account_id is not None, "so it has a service account"
     return bodies.key_body(key, await owner.account(key.project_id, key.service_account_id))

@@ -19,8 +19,8 @@ from app.deployments.ingress.http.bodies import page_body, page_query, read_json
 from app.deployments.ingress.http.openapi import takes
 from app.deployments.ingress.http.running import RunningService
 from app.deployments.ingress.tenants import inference_caller
-from app.deployments.kept.client import KeptClient
 from app.deployments.kept.entries import Batch, NewBatch
+from app.deployments.kept.service import KeptService
 
 DAY_S = 86_400.0
 #: From an hour to 30 days, as OpenAI has it.
@@ -31,7 +31,7 @@ class KeepingService(RunningService, Protocol):
     """What routes of kept things need of the ingress."""
 
     @property
-    def kept(self) -> KeptClient: ...
+    def kept(self) -> KeptService: ...
 
     @property
     def kept_config(self) -> KeptConfig: ...

@@ -17,7 +17,8 @@ from app.deployments.ingress.http.openapi import takes
 from app.deployments.ingress.management_bodies import job_body, record_body
 from app.deployments.ingress.tenants import http_caller
 from app.deployments.registry.entries import AuditRecord, Event
-from app.deployments.store.client import StoreClient
+from app.deployments.store.service import StoreService
+from app.deployments.store.shared import SharedAdapter
 
 #: Events that a tenant's own calls cause. Others may be caused by whoever has the same contents.
 OWN_EVENTS = frozenset({
@@ -61,7 +62,7 @@ def add_journal_routes(routes: APIRouter, service: ManagedService) -> None:
         return _journal_page(records, query.limit)
 
 
-async def _own_events(store: StoreClient, query: _JournalQuery, tenant_id: str) -> list[Event]:
+async def _own_events(store: StoreService[SharedAdapter], query: _JournalQuery, tenant_id: str) -> list[Event]:
     """A page and one more. Events that others caused are read over: a page that they shorten would tell of them."""
     found: list[Event] = []
     before = query.before
