@@ -97,10 +97,10 @@ class XlaConfig(_Section):
     extra = "jax"
 
     platform: Literal["cpu", "gpu", "tpu"] = Field("cpu", description="Which of JAX's platforms computes.")
-    form: Literal["auto", "cpu", "xla"] = Field(
-        "auto",
-        description="Who computes products, adapters' deltas and attention: cpu, the project's CPU kernels, called by "
-        "the XLA program; xla, XLA itself. auto takes cpu on CPUs, else xla.",
+    kernel_backend: Literal["xla", "pallas"] = Field(
+        "xla",
+        description="Who computes adapters' deltas: xla, loops that XLA compiles, or pallas, a kernel for TPUs; on a "
+        "CPU Pallas interprets it, which is slow and for tests.",
     )
     tensor_parallel: int = Field(
         1, ge=1, description="Devices that share one model; with expert_parallel, devices that share each expert."
@@ -110,9 +110,6 @@ class XlaConfig(_Section):
         ge=1,
         description="Of a mixture of experts: into how many parts its experts fall. A model takes as many "
         "times tensor_parallel devices, and what is no expert is divided over all of them.",
-    )
-    weight_storage: WeightStorage = Field(
-        "auto", description="As in the section cpu, with form cpu; the form xla keeps float32."
     )
     skip_precompile: bool = Field(
         False,
@@ -136,9 +133,9 @@ _MOVED = {
     "memory_bytes": "engine.cuda.memory_bytes",
     "deterministic": "engine.cuda.deterministic",
     "num_threads": "engine.cpu.num_threads",
-    "weight_storage": "engine.cpu.weight_storage or engine.xla.weight_storage",
+    "weight_storage": "engine.cpu.weight_storage",
     "tensor_parallel": "engine.xla.tensor_parallel",
-    "jax_form": "engine.xla.form",
+    "jax_form": "engine.xla.kernel_backend",
     "skip_precompile": "engine.cuda.skip_precompile or engine.xla.skip_precompile",
     "compilation_cache_dir": "engine.xla.compilation_cache_dir",
 }

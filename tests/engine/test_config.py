@@ -74,9 +74,9 @@ def test_a_section_has_its_own_keys_and_no_others(values: dict[str, Any], messag
         ("memory_bytes", 1, "engine.cuda.memory_bytes"),
         ("deterministic", True, "engine.cuda.deterministic"),
         ("num_threads", 2, "engine.cpu.num_threads"),
-        ("weight_storage", "int8", "engine.cpu.weight_storage or engine.xla.weight_storage"),
+        ("weight_storage", "int8", "engine.cpu.weight_storage"),
         ("tensor_parallel", 2, "engine.xla.tensor_parallel"),
-        ("jax_form", "xla", "engine.xla.form"),
+        ("jax_form", "xla", "engine.xla.kernel_backend"),
         ("skip_precompile", True, "engine.cuda.skip_precompile or engine.xla.skip_precompile"),
         ("compilation_cache_dir", "x", "engine.xla.compilation_cache_dir"),
     ],
@@ -87,5 +87,7 @@ def test_a_key_of_earlier_versions_is_refused_with_its_new_place(key: str, value
 
 
 def test_all_moved_keys_are_named_at_once() -> None:
-    with pytest.raises(ValidationError, match=r"engine\.backend is now .*; engine\.jax_form is now engine\.xla\.form"):
+    with pytest.raises(
+        ValidationError, match=r"engine\.backend is now .*; engine\.jax_form is now engine\.xla\.kernel_backend"
+    ):
         EngineConfig.model_validate({"backend": "jax", "jax_form": "xla"})

@@ -59,6 +59,7 @@ def _deltas(
     """
     num_segments, tile, d_in = tiles.shape
     d_out = b.shape[1]
+    row_starts = jnp.where(num_chunks > 0, row_starts, 0)  # a run of no rows may begin behind the last one
 
     def kernel(_starts: Array, counts: Array, x: Array, a_rows: Array, b_rows: Array, out: Array) -> None:
         segment, chunk = pl.program_id(0), pl.program_id(1)
