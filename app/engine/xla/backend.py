@@ -20,10 +20,11 @@ from jax.sharding import Mesh, NamedSharding
 from numpy.typing import NDArray
 
 from app.engine.adapters.lora import LoraAdapter
-from app.engine.backend import BackendLimits
+from app.engine.backend import Backend, BackendLimits
 from app.engine.batch import ForwardBatch, ForwardOutput
 from app.engine.config import EngineConfig, XlaConfig
 from app.engine.errors import ConfigError
+from app.engine.models.checkpoint import Checkpoint
 from app.engine.models.spec import ModelSpec
 from app.engine.xla import sharding
 from app.engine.xla.adapters import XlaAdapters, base_tables, rank_classes, write_rows
@@ -206,6 +207,19 @@ class JaxBackend:
 
     def _put(self, tree: Any, specs: Any) -> Any:
         return jax.tree.map(lambda array, spec: jax.device_put(array, NamedSharding(self._mesh, spec)), tree, specs)
+
+
+def load_backend(checkpoint: Checkpoint, config: EngineConfig) -> Backend:
+    """Read the weights, allocate memory and compile. ConfigError for a device or setting that is not to be had."""
+    xla = config.section(XlaConfig)
+    try:
+        devices = jax.devices(xla.platform)
+    except RuntimeError as error:
+        raise ConfigError(
+            f"engine.xla.platform is {xla.platform!r} but JAX has no such device here: {error}"
+        ) from error
+    mesh = sharding.make_mesh(devices, xla.tensor_parallel, xla.expert_parallel)
+    return JaxBackend(checkpoint.spec, checkpoint.tensors(), config, mesh)
 
 
 def _shape_of(array: jax.Array) -> jax.ShapeDtypeStruct:
