@@ -97,10 +97,10 @@ class XlaConfig(_Section):
     extra = "jax"
 
     platform: Literal["cpu", "gpu", "tpu"] = Field("cpu", description="Which of JAX's platforms computes.")
-    form: Literal["auto", "cpu", "xla"] = Field(
-        "auto",
-        description="Who computes products, adapters' deltas and attention: cpu, the project's CPU kernels, called by "
-        "the XLA program; xla, XLA itself. auto takes cpu on CPUs, else xla.",
+    kernel_backend: Literal["xla", "pallas"] = Field(
+        "xla",
+        description="Who computes adapters' deltas: xla, loops that XLA compiles, or pallas, a kernel for TPUs; on a "
+        "CPU Pallas interprets it, which is slow and for tests.",
     )
     tensor_parallel: int = Field(
         1, ge=1, description="Devices that share one model; with expert_parallel, devices that share each expert."
@@ -110,9 +110,6 @@ class XlaConfig(_Section):
         ge=1,
         description="Of a mixture of experts: into how many parts its experts fall. A model takes as many "
         "times tensor_parallel devices, and what is no expert is divided over all of them.",
-    )
-    weight_storage: WeightStorage = Field(
-        "auto", description="As in the section cpu, with form cpu; the form xla keeps float32."
     )
     skip_precompile: bool = Field(
         False,

@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from app.kernels.activation import cpu, reference, triton
-from app.kernels.activation import torch as plain
 from app.kernels.activation.reference import Activation
 from tests.engine.cuda.exact_operations import ExactOperations
 from tests.kernels.cases import normal
 from tests.kernels.tensors import FORMS, TOLERANCE, assert_poison_left, device_of, error, numpy, poisoned, tensor
+from tests.kernels.torch_forms import activation as plain
 from tests.seeds import rng
 
 ACTIVATIONS: tuple[Activation, ...] = ("silu", "gelu_tanh")

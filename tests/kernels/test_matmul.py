@@ -11,10 +11,10 @@ import torch
 
 from app.kernels.machine.team import Team
 from app.kernels.matmul import cpu, reference, triton
-from app.kernels.matmul import torch as plain
 from tests.kernels import tensors
 from tests.kernels.cases import TOLERANCE, normal, relative_error
 from tests.kernels.tensors import DEVICE, DTYPES, assert_poison_left, error, numpy, poisoned, tensor
+from tests.kernels.torch_forms import matmul as plain
 from tests.seeds import rng
 
 SHAPES = [(1, 1), (16, 8), (17, 5), (35, 48), (100, 130), (192, 576)]

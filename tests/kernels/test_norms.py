@@ -8,9 +8,9 @@ import torch
 
 from app.kernels.machine.team import Team
 from app.kernels.norms import cpu, reference, triton
-from app.kernels.norms import torch as plain
 from tests.kernels.cases import normal
 from tests.kernels.tensors import FORMS, TOLERANCE, assert_poison_left, device_of, error, numpy, poisoned, tensor
+from tests.kernels.torch_forms import norms as plain
 from tests.seeds import rng
 
 EPS = 1e-5

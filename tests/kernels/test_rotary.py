@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 
 from app.kernels.machine.team import Team
 from app.kernels.rotary import cpu, reference, triton
-from app.kernels.rotary import torch as plain
 from tests.kernels.cases import normal
 from tests.kernels.tensors import FORMS, TOLERANCE, device_of, error, numpy, tensor
+from tests.kernels.torch_forms import rotary as plain
 from tests.seeds import rng
 
 EPS, POSITIONS, BLOCKS, BLOCK_SIZE = 1e-6, 40, 3, 16

@@ -28,7 +28,7 @@ from tests.engine.adapters.moe_parity import (
 )
 from tests.engine.company import latent_spec, mixture_spec, sinks_spec
 from tests.engine.cuda.exact_operations import ExactOperations
-from tests.engine.cuda.gpu import FORM, gpu_backend, gpu_backend_of_checkpoint, gpu_config
+from tests.engine.cuda.gpu import FORM, TORCH, gpu_backend, gpu_backend_of_checkpoint, gpu_config
 from tests.engine.cuda.simulated_cuda import DEVICE, simulated_cuda
 from tests.seeds import rng
 
@@ -150,7 +150,7 @@ def test_on_a_device_writes_and_steps_are_in_order(piece_bytes: int, monkeypatch
 
     config = gpu_config(max_batch_sequences=2, adapter_rank_rows=64, max_batch_tokens=16, deterministic=True)
     with simulated_cuda(monkeypatch) as simulated:
-        backend = CudaBackend(SPEC, iter(tensors), config, DEVICE, "torch")
+        backend = CudaBackend(SPEC, iter(tensors), config, DEVICE, TORCH)
         in_order = answers(backend)
         assert simulated.races == []
         backend.close()
@@ -166,7 +166,7 @@ def test_an_adapter_that_the_device_has_no_room_for_is_refused_alone(monkeypatch
     large, small = (random_mixture_adapter(SPEC, rank, generator) for rank in (24, 2))
     config = gpu_config(max_batch_sequences=2, adapter_rank_rows=32, max_batch_tokens=16)
     with simulated_cuda(monkeypatch) as simulated:
-        backend = CudaBackend(SPEC, iter(tensors), config, DEVICE, "torch")
+        backend = CudaBackend(SPEC, iter(tensors), config, DEVICE, TORCH)
         simulated.limit_bytes = simulated.num_allocated + large.card.extra_bytes // 4
         with pytest.raises(AdapterTooLarge, match=re.escape(f"holds {large.card.extra_bytes} bytes beside")):
             backend.write_adapter(1, 0, large)

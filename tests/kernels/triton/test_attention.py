@@ -12,9 +12,9 @@ import torch
 from numpy.typing import NDArray
 
 from app.kernels.paged_attention import reference, triton
-from app.kernels.paged_attention import torch as plain
 from tests.kernels.cases import normal
 from tests.kernels.tensors import DEVICE, DTYPES, TOLERANCE, error, numpy, tensor
+from tests.kernels.torch_forms import paged_attention as plain
 from tests.seeds import rng
 
 

@@ -14,13 +14,13 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from app.kernels.bgmv import torch as plain_bgmv
 from app.kernels.bgmv import triton as bgmv
 from app.kernels.rank_rows import RankRows
-from app.kernels.sgmv import torch as plain_sgmv
 from app.kernels.sgmv import triton as sgmv
 from tests.kernels.cases import normal
 from tests.kernels.tensors import DEVICE, DTYPES, TOLERANCE, error, tensor
+from tests.kernels.torch_forms import bgmv as plain_bgmv
+from tests.kernels.torch_forms import sgmv as plain_sgmv
 from tests.kernels.triton.tables import MAX_RANK, NUM_SLOTS, random_tables
 from tests.seeds import rng
 

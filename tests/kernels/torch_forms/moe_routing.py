@@ -1,7 +1,7 @@
-"""Routing in plain torch: the form for devices without Triton.
+"""Routing in plain torch.
 
 In and out: the tensors that the forms of `triton.py` take. Sums and exponentials have one fixed order
-(`app.kernels.machine.torch_order`). Tiles are whole experts, and none is unused.
+(`fixed_order`). Tiles are whole experts, and none is unused.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from app.kernels.machine.torch_order import exponential, folded_sum
 from app.kernels.moe_routing.pairs import SortedPairs
+from tests.kernels.torch_forms.fixed_order import exponential, folded_sum
 
 
 def route(

@@ -1,7 +1,7 @@
 """Experts' products and their LoRA deltas in plain torch, one expert at a time.
 
 The signatures are those of `triton.py`; what differs is that this one reads tiles and addresses on the host, so it is
-for a device that is the host. Sums have one fixed order (`app.kernels.machine.torch_order`).
+for a device that is the host. Sums have one fixed order (`fixed_order`).
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ import ctypes
 import torch
 from torch import Tensor
 
-from app.kernels.machine.torch_order import product as fixed_product
 from app.kernels.moe_lora.expert_rows import ExpertRows, check_operands
 from app.kernels.moe_routing.pairs import SortedPairs
+from tests.kernels.torch_forms.fixed_order import product as fixed_product
 
 
 def product(

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from app.kernels.norms.torch import normalised
+from tests.kernels.torch_forms.norms import normalised
 
 
 def rotate_and_write(

@@ -1,14 +1,14 @@
-"""Base products in plain torch, in one fixed order: the form for devices without Triton.
+"""Base products in plain torch, in one fixed order.
 
 In: rows and a weight. Out: their product. A row's bits depend on its own values only, on every machine
-(`app.kernels.machine.torch_order`). It is there to be right, not fast.
+(`fixed_order`). It is there to be right, not fast.
 """
 
 from __future__ import annotations
 
 from torch import Tensor
 
-from app.kernels.machine.torch_order import product
+from tests.kernels.torch_forms.fixed_order import product
 
 
 def linear(x: Tensor, weight: Tensor, out: Tensor, bias: Tensor | None = None, *, accumulate: bool = False) -> None:

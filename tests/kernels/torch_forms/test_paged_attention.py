@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 import torch
 
-from app.kernels.machine import torch_order
 from app.kernels.paged_attention import reference
-from app.kernels.paged_attention.torch import paged_attention
 from tests.engine.cuda.exact_operations import ExactOperations
 from tests.kernels.cases import TOLERANCE, normal, relative_error
+from tests.kernels.torch_forms import fixed_order
+from tests.kernels.torch_forms.paged_attention import paged_attention
 from tests.seeds import rng
 
 HEADS, KV_HEADS, DIM, BLOCK_SIZE, BLOCKS = 6, 2, 24, 16, 12
@@ -58,11 +58,11 @@ def test_equals_the_definition(
 
 
 @pytest.mark.parametrize("window", [None, 7])
-@pytest.mark.parametrize("most_terms", [1, 40_000, torch_order.MOST_TERMS])
+@pytest.mark.parametrize("most_terms", [1, 40_000, fixed_order.MOST_TERMS])
 def test_a_query_has_the_same_bits_however_it_is_chunked_and_batched(
     window: int | None, most_terms: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("app.kernels.paged_attention.torch.MOST_TERMS", most_terms)
+    monkeypatch.setattr("tests.kernels.torch_forms.paged_attention.MOST_TERMS", most_terms)
     generator, memory, length = rng(), _memory(), 45
     tables = generator.permutation(BLOCKS)[:6].reshape(2, 3).astype(np.int32)
     q = torch.from_numpy(normal(generator, length, HEADS, DIM))

@@ -1,6 +1,6 @@
 """Gated activations in plain torch.
 
-In and out: the tensors that the form of `triton.py` takes. Exponentials are `app.kernels.machine.torch_order`'s:
+In and out: the tensors that the form of `triton.py` takes. Exponentials are `fixed_order`'s:
 torch's own depend on where in an array they stand.
 """
 
@@ -10,7 +10,7 @@ import math
 
 from torch import Tensor
 
-from app.kernels.machine.torch_order import exponential
+from tests.kernels.torch_forms.fixed_order import exponential
 
 
 def gated(gate_up: Tensor, out: Tensor, activation: str, limit: float | None = None, alpha: float = 1.0) -> None:

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 import torch
 
-from app.kernels.machine import torch_order
-from app.kernels.machine.torch_order import exponential, folded_sum, product
 from app.kernels.matmul import reference
 from tests.engine.cuda.exact_operations import ExactOperations
 from tests.kernels.cases import TOLERANCE, normal, relative_error
+from tests.kernels.torch_forms import fixed_order
+from tests.kernels.torch_forms.fixed_order import exponential, folded_sum, product
 from tests.seeds import rng
 
 
@@ -33,14 +33,14 @@ def test_a_sum_of_negative_zeros_is_zero() -> None:
 
 
 @pytest.mark.parametrize("shape", [(0, 3, 4), (1, 1, 1), (3, 5, 0), (7, 33, 70), (9, 130, 200)])
-@pytest.mark.parametrize("most_terms", [1, 700, torch_order.MOST_TERMS])
+@pytest.mark.parametrize("most_terms", [1, 700, fixed_order.MOST_TERMS])
 def test_a_product_is_the_definitions_and_a_row_is_what_it_is_alone(
     shape: tuple[int, int, int], most_terms: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (num_rows, width, depth), generator = shape, rng()
     x, weight = normal(generator, num_rows, depth), normal(generator, width, depth)
     alone = [product(torch.from_numpy(row[None]), torch.from_numpy(weight))[0] for row in x]
-    monkeypatch.setattr(torch_order, "MOST_TERMS", most_terms)
+    monkeypatch.setattr(fixed_order, "MOST_TERMS", most_terms)
     with ExactOperations():
         found = product(torch.from_numpy(x), torch.from_numpy(weight))
     assert relative_error(found.numpy(), reference.matmul(x, weight)) < TOLERANCE["float32"]

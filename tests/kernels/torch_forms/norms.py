@@ -1,7 +1,7 @@
 """RMS norm in plain torch.
 
 In and out: the tensors that the form of `triton.py` takes. Arithmetic is float32 whatever the tensors hold. A row's
-bits depend on that row alone, on every machine (`app.kernels.machine.torch_order`).
+bits depend on that row alone, on every machine (`fixed_order`).
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from app.kernels.machine.torch_order import folded_sum
+from tests.kernels.torch_forms.fixed_order import folded_sum
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, out: Tensor, residual: Tensor | None = None) -> None:

@@ -1,7 +1,7 @@
 """Latent attention in plain torch, over latents as they are.
 
 The signatures are those of `triton.py`. Arithmetic is float32 whatever the tensors hold; in deterministic mode sums
-have one fixed order (`app.kernels.paged_attention.torch`; the first numbers of a key are its value).
+have one fixed order (`paged_attention`; the first numbers of a key are its value).
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from app.kernels.paged_attention.torch import paged_attention
+from tests.kernels.torch_forms.paged_attention import paged_attention
 
 
 def rotate_and_store(

@@ -2,7 +2,7 @@
 
 In: queries, KV memory and block tables. Out: the attended values, in place. In deterministic mode a query's bits depend
 on the keys it sees alone, on every machine: sums over a head and over keys have one fixed order that counts keys from
-the sequence's beginning (`app.kernels.machine.torch_order`), so neither the chunk a query comes in nor keys behind it
+the sequence's beginning (`fixed_order`), so neither the chunk a query comes in nor keys behind it
 change a bit. Otherwise products and softmax are torch's own.
 """
 
@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from app.kernels.machine.torch_order import MOST_TERMS, exponential, folded_sum
+from tests.kernels.torch_forms.fixed_order import MOST_TERMS, exponential, folded_sum
 
 
 def paged_attention(

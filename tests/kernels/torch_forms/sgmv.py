@@ -1,7 +1,7 @@
 """Deltas of runs of tokens, one run of one adapter at a time, in plain torch.
 
 The signatures are those of `triton.py`, so that either form can stand behind a decoder; what differs is that this
-one reads run bounds on the host. In deterministic mode sums have one fixed order (`app.kernels.machine.torch_order`).
+one reads run bounds on the host. In deterministic mode sums have one fixed order (`fixed_order`).
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from app.kernels.machine.torch_order import product
 from app.kernels.rank_rows import RankRows
+from tests.kernels.torch_forms.fixed_order import product
 
 
 def block_tokens(num_tokens: int, *, deterministic: bool) -> int:  # noqa: ARG001  (the Triton form's signature)
