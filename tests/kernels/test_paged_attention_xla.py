@@ -15,6 +15,7 @@ from app.kernels.paged_attention import ffi, reference, xla
 from app.kernels.paged_attention.xla import Queries
 from tests.kernels.cases import TOLERANCE, normal, relative_error
 from tests.kernels.test_paged_attention import CASES, Case
+from tests.pairwise import pairwise
 from tests.seeds import rng
 
 Floats = NDArray[np.float32]
@@ -108,8 +109,7 @@ def _in_call(
 
 
 @pytest.mark.parametrize("form", ["xla", "ffi"])
-@pytest.mark.parametrize("counts", COUNTS, ids=str)
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pairwise({"counts": COUNTS, "case": CASES}, strength=1)
 def test_every_form_is_the_definition_and_stores_what_is_new(case: Case, counts: list[int], form: str) -> None:
     tile = 1 if counts and max(counts) == 1 else 16
     setting = _setting(case, counts, tile)

@@ -17,6 +17,7 @@ from app.engine.xla.forms import operations_of
 from app.engine.xla.operations import Operations
 from app.engine.xla.xla_operations import XlaOperations
 from app.kernels.machine.team import Team
+from tests.pairwise import pairwise
 from tests.seeds import rng
 
 Stack = tuple[np.ndarray, object]
@@ -61,8 +62,7 @@ def test_single_columns_are_the_stored_weights(form: tuple[Operations, WeightSto
         np.testing.assert_allclose(found, weights[layer][np.asarray(ids)], rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("counts", [(0, 0, 0), (9, 0, 0), (0, 1, 8), (3, 2, 1), (0, 0, 5)])
-@pytest.mark.parametrize("first", [0, 2])
+@pairwise({"counts": [(0, 0, 0), (9, 0, 0), (0, 1, 8), (3, 2, 1), (0, 0, 5)], "first": [0, 2]}, strength=1)
 def test_rows_meet_the_weights_of_their_own_group(
     form: tuple[Operations, WeightStorage], counts: tuple[int, ...], first: int
 ) -> None:
@@ -77,8 +77,7 @@ def test_rows_meet_the_weights_of_their_own_group(
         np.testing.assert_allclose(found[start:end], expected, rtol=1e-5, atol=1e-4)
 
 
-@pytest.mark.parametrize("num_rows", [0, 1, 4, 7])
-@pytest.mark.parametrize("first", [0, 3])
+@pairwise({"num_rows": [0, 1, 4, 7], "first": [0, 3]}, strength=1)
 def test_every_head_meets_its_own_weights(form: tuple[Operations, WeightStorage], num_rows: int, first: int) -> None:
     operations = form[0]
     weights, stack = stack_of(form, 6, 32, 40)
