@@ -103,7 +103,7 @@ def file_of(test: str) -> str:
 
 
 class OwnTime:
-    """In the process that runs tests: what a test takes by itself, written into its reports (`own_s`), and with what is shared (`all_s`)."""
+    """In the process that runs tests: writes into reports what one takes by itself (`own_s`), and in all (`all_s`)."""
 
     def __init__(self) -> None:
         self._not_own_s = 0.0

@@ -12,6 +12,9 @@ from typing import Any
 
 import pytest
 
+#: What is longer is named by its type and place.
+MOST_CHARS = 60
+
 
 def pairwise(values: Mapping[str, Iterable[Any]], *, strength: int = 2) -> pytest.MarkDecorator:
     """As one `pytest.mark.parametrize` for every item, with each combination that the cover lacks marked `nightly`.
@@ -27,8 +30,9 @@ def pairwise(values: Mapping[str, Iterable[Any]], *, strength: int = 2) -> pytes
     for indices in product(*(range(len(column)) for column in columns)):
         parts = [column[index] for column, index in zip(columns, indices, strict=True)]
         case = [one for part, count in zip(parts, num_names, strict=True) for one in (part if count > 1 else [part])]
+        at = [index for index, count in zip(indices, num_names, strict=True) for _ in range(count)]
         marks = () if indices in cover else pytest.mark.nightly
-        cases.append(pytest.param(*case, id="-".join(map(_id, case)), marks=marks))
+        cases.append(pytest.param(*case, id="-".join(map(_id, case, at)), marks=marks))
     return pytest.mark.parametrize(names, cases)
 
 
@@ -49,6 +53,7 @@ def cover_of(sizes: Sequence[int], strength: int = 2) -> list[tuple[int, ...]]:
     return cover
 
 
-def _id(value: Any) -> str:
+def _id(value: Any, index: int) -> str:
     """A value's part of the test's name: the same in every process."""
-    return value.__name__ if hasattr(value, "__name__") else str(value)
+    name = value.__name__ if hasattr(value, "__name__") else str(value)
+    return name if len(name) <= MOST_CHARS and " at 0x" not in name else f"{type(value).__name__}{index}"

@@ -29,6 +29,11 @@ def test_with_a_strength_of_one_each_value_is_there_once(sizes: tuple[int, ...])
     assert len(cover) == max(sizes)
 
 
+def test_what_has_no_short_name_is_named_by_its_place() -> None:
+    ids = [case.id for case in pairwise({"a": ["x" * 99, object(), len]}).args[1]]
+    assert ids == ["str0", "object1", "len"]
+
+
 def test_combinations_outside_the_cover_are_nightly() -> None:
     names, cases = pairwise({"a, b": [(1, 2), (3, 4)], "c": ["x", [0]], "d": [float, None]}).args
     assert names == ["a", "b", "c", "d"]

@@ -273,6 +273,7 @@ def test_every_other_type_is_read_as_the_package_reads_it(kind: Kind, num_rows: 
     np.testing.assert_array_equal(values, wanted)
 
 
+@pytest.mark.nightly  # tiny files of every kind of tensor are compared by day
 def test_the_demo_models_tensors_equal_transformers(demo_gguf: Path, demo_transformers: PreTrainedModel) -> None:
     theirs = dict(demo_transformers.named_parameters())
     names = set()
