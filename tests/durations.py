@@ -2,7 +2,7 @@
 
 - Groups of files are balanced over the workers by it (`tests/workers.py`), nightly tests over the days.
 - A run says at its start how long it will take, and every half minute how far it is.
-- A whole run fails where a test takes more than `MAX_S` and is not marked `nightly`.
+- A whole run fails where a test takes more than `MAX_S` (end to end: `MAX_E2E_S`) and is not marked `nightly`.
 - `pytest --write-durations` writes the file again, from the tests that it ran.
 
 A test's own time is its call and what is set up for it alone, less the time in which the test's thread could run and
@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 import time
 from collections import defaultdict
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
@@ -29,9 +29,9 @@ FILE = Path(__file__).parent.parent / ".ci" / "durations.json"
 #: A test that takes less is in its file's sum only.
 LISTED_S = 1.0
 #: What a test may take that is not nightly, on a machine as fast as the one that wrote the file.
-MAX_S = 10.0
-#: Other work on the machine may come and go while one test runs: so much more is let pass, of `MAX_S` and of what the
-#: file says of a test.
+MAX_S, MAX_E2E_S = 10.0, 60.0
+#: Other work on the machine may come and go while one test runs: so much more is let pass, of the limit and of what
+#: the file says of a test.
 TOLERANCE_OF_MAX, TOLERANCE_OF_LISTED = 1.5, 3.0
 #: Fewer listed tests do not tell how fast the machine is: then no test is too slow.
 MIN_LISTED = 20
@@ -85,16 +85,19 @@ class Durations:
             files |= {name: max(seconds - listed[name], 0.0) for name, seconds in all_s.items()}
         return Durations(kept | measured, files)
 
-    def too_slow(self, own_s: dict[str, float]) -> dict[str, float]:
-        """Tests (not nightly) that took too long, and what they might have taken, as fast as this machine is now."""
+    def too_slow(self, own_s: dict[str, float], e2e: Collection[str] = ()) -> dict[str, float]:
+        """Tests (not nightly) that took too long, and what they might have taken, as fast as this machine is now.
+
+        `e2e` names those that run end to end.
+        """
         ratios = [own_s[name] / seconds for name, seconds in self.tests.items() if name in own_s]
         if len(ratios) < MIN_LISTED:
             return {}
         slowness = max(median(ratios), 1.0)
-        allowed = {
-            name: slowness * max(TOLERANCE_OF_MAX * MAX_S, TOLERANCE_OF_LISTED * self.tests.get(name, 0.0))
-            for name in own_s
-        }
+        allowed = {}
+        for name in own_s:
+            limit_s = TOLERANCE_OF_MAX * (MAX_E2E_S if name in e2e else MAX_S)
+            allowed[name] = slowness * max(limit_s, TOLERANCE_OF_LISTED * self.tests.get(name, 0.0))
         return {name: allowed[name] for name, seconds in own_s.items() if seconds > allowed[name]}
 
 
@@ -163,6 +166,7 @@ class Run:
         self._own_s: dict[str, float] = defaultdict(float)
         self._all_s: dict[str, float] = defaultdict(float)
         self._nightly: set[str] = set()
+        self._e2e: set[str] = set()
         self._too_slow: dict[str, float] = {}
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
@@ -188,6 +192,8 @@ class Run:
         self._all_s[file_of(test)] += getattr(report, "all_s", 0.0)
         if "nightly" in report.keywords:
             self._nightly.add(test)
+        if "e2e" in report.keywords:
+            self._e2e.add(test)
         if report.when != "teardown" or test not in self._expected:
             return
         seconds = self._expected[test]
@@ -212,7 +218,7 @@ class Run:
             self._durations.updated(self._own_s, self._all_s, with_files=with_files).write()
             return
         limited = {name: seconds for name, seconds in self._own_s.items() if name not in self._nightly}
-        self._too_slow = {} if self._config.getoption("--long") else self._durations.too_slow(limited)
+        self._too_slow = {} if self._config.getoption("--long") else self._durations.too_slow(limited, self._e2e)
         if self._too_slow and session.exitstatus == pytest.ExitCode.OK:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.durations import FILE, MAX_S, MIN_LISTED, Durations
+from tests.durations import FILE, MAX_E2E_S, MAX_S, MIN_LISTED, Durations
 from tests.nightly import parsed_share, shares
 
 LISTED = {f"tests/a.py::t{index}": 1.0 + index % 3 for index in range(MIN_LISTED)}
@@ -17,6 +17,12 @@ LISTED = {f"tests/a.py::t{index}": 1.0 + index % 3 for index in range(MIN_LISTED
 def test_a_new_test_of_twenty_seconds_is_too_slow() -> None:
     assert Durations(LISTED).too_slow({**LISTED, "tests/b.py::new": 20.0}) == {"tests/b.py::new": 15.0}
     assert Durations(LISTED).too_slow({**LISTED, "tests/b.py::new": 9.0}) == {}
+
+
+def test_a_test_end_to_end_may_take_a_minute() -> None:
+    found = {**LISTED, "tests/e2e/b.py::new": 80.0, "tests/e2e/b.py::longer": 100.0}
+    e2e = ("tests/e2e/b.py::new", "tests/e2e/b.py::longer")
+    assert Durations(LISTED).too_slow(found, e2e) == {"tests/e2e/b.py::longer": 90.0}
 
 
 def test_a_machine_that_is_slower_may_take_longer() -> None:
@@ -75,5 +81,9 @@ def test_a_share_that_is_none_is_refused(text: str) -> None:
 
 def test_no_test_of_every_commit_is_listed_as_slower_than_it_may_be(request: pytest.FixtureRequest) -> None:
     listed = json.loads(FILE.read_text())["tests"]
-    by_day = {item.nodeid for item in request.session.items if item.get_closest_marker("nightly") is None}
-    assert {name: seconds for name, seconds in listed.items() if seconds > MAX_S and name in by_day} == {}
+    limits = {
+        item.nodeid: MAX_E2E_S if item.get_closest_marker("e2e") else MAX_S
+        for item in request.session.items
+        if item.get_closest_marker("nightly") is None
+    }
+    assert {name: seconds for name, seconds in listed.items() if seconds > limits.get(name, seconds)} == {}

@@ -11,8 +11,9 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import numpy as np
@@ -33,7 +34,7 @@ from app.engine.xla.sizes import sizes_of
 from app.kernels.matmul.quantised import Quantised
 from tests.engine.adapters.making import random_adapter, random_tensors
 from tests.fakes import fake_request
-from tests.seeds import rng
+from tests.seeds import any_seed
 
 ROOT = Path(__file__).parents[3]
 COLLECTIVE = re.compile(r"= [^=]*\b(all-reduce|all-gather|all-to-all|reduce-scatter|collective-permute)(-start)?\(")
@@ -112,20 +113,35 @@ def _in_8_bits(stack: object) -> bool:
     return isinstance(stack, Quantised)
 
 
-@pytest.mark.parametrize("form", ["cpu", "xla"])
-def test_the_same_tokens_and_no_more_communication_on_1_2_4_and_8_devices(form: str) -> None:
+def observed_with_8_devices(cases: Sequence[tuple[Any, ...]]) -> list[dict[str, Any]]:
+    """What `observe` finds in a process that takes its CPU for eight devices."""
     code = (
         "import json, sys; from tests.engine.xla.test_tensor_parallel import observe; "
         "print(json.dumps([observe(*case) for case in json.loads(sys.argv[1])]))"
     )
-    seed = int(rng().integers(1 << 30))
-    shapes = [(1, 48, "float32"), (2, 48, "auto"), (4, 48, "float32"), (8, 48, "auto"), (8, 0, "float32")]
-    cases = [(form, shards, rows, seed, storage) for shards, rows, storage in shapes]
     flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=8", "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-c", code, json.dumps(cases)]
     process = subprocess.run(command, cwd=ROOT, env=os.environ | flags, capture_output=True, text=True, check=False)
     assert process.returncode == 0, process.stderr
-    found = json.loads(process.stdout.splitlines()[-1])
+    found: list[dict[str, Any]] = json.loads(process.stdout.splitlines()[-1])
+    return found
+
+
+def test_two_devices_exchange_two_sums_and_the_logits() -> None:
+    """By day, where test_sharding.py has each device's part of every product; compiling takes seconds an engine."""
+    (found,) = observed_with_8_devices([("xla", 2, 48, any_seed(), "float32")])
+    assert found["collectives"] == ["all-gather", "all-reduce", "all-reduce"]
+    assert len(found["lines"]) == 5
+    assert all(len(lines) == 4 for lines in found["lines"].values())
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("form", ["cpu", "xla"])
+def test_the_same_tokens_and_no_more_communication_on_1_2_4_and_8_devices(form: str) -> None:
+    seed = any_seed()
+    shapes = [(1, 48, "float32"), (2, 48, "auto"), (4, 48, "float32"), (8, 48, "auto"), (8, 0, "float32")]
+    cases = [(form, shards, rows, seed, storage) for shards, rows, storage in shapes]
+    found = observed_with_8_devices(cases)
     whole = found[0]
     for (*_, storage), observed in zip(cases, found, strict=True):
         products = ["qkv", "o", "gate_up", "down", "head"] if (form, storage) == ("cpu", "auto") else []
