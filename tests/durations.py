@@ -5,9 +5,10 @@
 - A whole run fails where a test takes more than `MAX_S` (end to end: `MAX_E2E_S`) and is not marked `nightly`.
 - `pytest --write-durations` writes the file again, from the tests that it ran.
 
-A test's own time is its call and what is set up for it alone, less the time in which the test's thread could run and
-had no core. What tests share (a cluster, a loaded model) and what Numba compiles for the first time is the file's, and
-has no limit.
+A test takes its call and what is set up for it alone. What tests share (a cluster, a loaded model) and what Numba
+compiles for the first time is the file's, and has no limit. Against the limit counts what is left without the time in
+which the test's thread could run and had no core (`own_s`); processes that a test starts wait for cores, too, so that
+the limit grows with what listed tests take longer than the file says.
 """
 
 from __future__ import annotations
@@ -69,13 +70,13 @@ class Durations:
             expected.update({test: self.tests.get(test, each) for test in tests})
         return expected
 
-    def updated(self, own_s: dict[str, float], all_s: dict[str, float], *, with_files: bool) -> Durations:
-        """With what a run measured: each test's own time, and all time by file. Tests that are gone are left out."""
-        measured = {name: seconds for name, seconds in own_s.items() if seconds >= LISTED_S}
+    def updated(self, wall_s: dict[str, float], all_s: dict[str, float], *, with_files: bool) -> Durations:
+        """With what a run measured, of each test and of each file. Tests that are gone are left out."""
+        measured = {name: seconds for name, seconds in wall_s.items() if seconds >= LISTED_S}
         kept = {
             name: s
             for name, s in self.tests.items()
-            if name not in own_s and (FILE.parent.parent / file_of(name)).exists()
+            if name not in wall_s and (FILE.parent.parent / file_of(name)).exists()
         }
         files = {name: s for name, s in self.files.items() if (FILE.parent.parent / name).exists()}
         if with_files:
@@ -85,12 +86,14 @@ class Durations:
             files |= {name: max(seconds - listed[name], 0.0) for name, seconds in all_s.items()}
         return Durations(kept | measured, files)
 
-    def too_slow(self, own_s: dict[str, float], e2e: Collection[str] = ()) -> dict[str, float]:
+    def too_slow(
+        self, own_s: dict[str, float], wall_s: dict[str, float], e2e: Collection[str] = ()
+    ) -> dict[str, float]:
         """Tests (not nightly) that took too long, and what they might have taken, as fast as this machine is now.
 
         `e2e` names those that run end to end.
         """
-        ratios = [own_s[name] / seconds for name, seconds in self.tests.items() if name in own_s]
+        ratios = [wall_s[name] / seconds for name, seconds in self.tests.items() if name in wall_s]
         if len(ratios) < MIN_LISTED:
             return {}
         slowness = max(median(ratios), 1.0)
@@ -106,12 +109,11 @@ def file_of(test: str) -> str:
 
 
 class OwnTime:
-    """In the process that runs tests: writes into reports what one takes by itself (`own_s`), and in all (`all_s`)."""
+    """In the process that runs tests: writes into reports what one takes (`own_s`, `wall_s`; with what is shared `all_s`)."""
 
     def __init__(self) -> None:
-        self._not_own_s = 0.0
-        self._depth = 0
-        self._compiled_s = self._waited_s = 0.0
+        self._depth = 0  # of shared fixtures that are set up for one another
+        self._begin_phase()
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self) -> Generator[None, object, object]:
@@ -127,21 +129,22 @@ class OwnTime:
             return (yield)
         finally:
             self._depth -= is_shared
-            if is_shared and not self._depth:  # what is compiled and waited is subtracted from the whole phase
-                took_s = time.perf_counter() - began_s
-                self._not_own_s += took_s - (compile_seconds() - compiled_s) - (_waited_s() - waited_s)
+            if is_shared and not self._depth:
+                self._shared_s += time.perf_counter() - began_s - (compile_seconds() - compiled_s)
+                self._shared_waited_s += _waited_s() - waited_s
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(self) -> Generator[None, pytest.TestReport, pytest.TestReport]:
         report = yield
-        lost_s = compile_seconds() - self._compiled_s + _waited_s() - self._waited_s
-        report.all_s = max(report.duration - lost_s, 0.0)
-        report.own_s = max(report.all_s - self._not_own_s, 0.0) if report.when != "teardown" else 0.0
+        report.all_s = max(report.duration - (compile_seconds() - self._compiled_s), 0.0)
+        report.wall_s = max(report.all_s - self._shared_s, 0.0) if report.when != "teardown" else 0.0
+        report.own_s = max(report.wall_s - (_waited_s() - self._waited_s - self._shared_waited_s), 0.0)
         self._begin_phase()
         return report
 
     def _begin_phase(self) -> None:
-        self._not_own_s, self._compiled_s, self._waited_s = 0.0, compile_seconds(), _waited_s()
+        self._shared_s, self._shared_waited_s = 0.0, 0.0
+        self._compiled_s, self._waited_s = compile_seconds(), _waited_s()
 
 
 def _waited_s() -> float:
@@ -164,6 +167,7 @@ class Run:
         self._done_s = 0.0
         self._began_s = self._shown_s = time.monotonic()
         self._own_s: dict[str, float] = defaultdict(float)
+        self._wall_s: dict[str, float] = defaultdict(float)
         self._all_s: dict[str, float] = defaultdict(float)
         self._nightly: set[str] = set()
         self._e2e: set[str] = set()
@@ -183,12 +187,13 @@ class Run:
         for test, seconds in self._expected.items():
             self._left[self._group_of(file_of(test))] += seconds
         self._began_s = self._shown_s = time.monotonic()
-        if sum(self._left.values()) > 2 * PROGRESS_S:
+        if sum(self._left.values()) > 2 * PROGRESS_S and not self._config.option.collectonly:
             self._write(f"{len(ids)} tests, expected to take {_minutes(self._left_s())}")
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         test = report.nodeid
         self._own_s[test] += getattr(report, "own_s", 0.0)
+        self._wall_s[test] += getattr(report, "wall_s", 0.0)
         self._all_s[file_of(test)] += getattr(report, "all_s", 0.0)
         if "nightly" in report.keywords:
             self._nightly.add(test)
@@ -215,10 +220,12 @@ class Run:
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
         if self._config.getoption("--write-durations"):
             with_files = not self._config.getoption("--long")
-            self._durations.updated(self._own_s, self._all_s, with_files=with_files).write()
+            self._durations.updated(self._wall_s, self._all_s, with_files=with_files).write()
             return
         limited = {name: seconds for name, seconds in self._own_s.items() if name not in self._nightly}
-        self._too_slow = {} if self._config.getoption("--long") else self._durations.too_slow(limited, self._e2e)
+        self._too_slow = (
+            {} if self._config.getoption("--long") else self._durations.too_slow(limited, self._wall_s, self._e2e)
+        )
         if self._too_slow and session.exitstatus == pytest.ExitCode.OK:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
 

@@ -14,37 +14,49 @@ from tests.nightly import parsed_share, shares
 LISTED = {f"tests/a.py::t{index}": 1.0 + index % 3 for index in range(MIN_LISTED)}
 
 
+def too_slow(found: dict[str, float], e2e: tuple[str, ...] = (), listed: dict[str, float] = LISTED) -> dict[str, float]:
+    """On a machine where no thread waits for a core."""
+    return Durations(listed).too_slow(found, found, e2e)
+
+
 def test_a_new_test_of_twenty_seconds_is_too_slow() -> None:
-    assert Durations(LISTED).too_slow({**LISTED, "tests/b.py::new": 20.0}) == {"tests/b.py::new": 15.0}
-    assert Durations(LISTED).too_slow({**LISTED, "tests/b.py::new": 9.0}) == {}
+    assert too_slow({**LISTED, "tests/b.py::new": 20.0}) == {"tests/b.py::new": 15.0}
+    assert too_slow({**LISTED, "tests/b.py::new": 9.0}) == {}
 
 
 def test_a_test_end_to_end_may_take_a_minute() -> None:
     found = {**LISTED, "tests/e2e/b.py::new": 80.0, "tests/e2e/b.py::longer": 100.0}
     e2e = ("tests/e2e/b.py::new", "tests/e2e/b.py::longer")
-    assert Durations(LISTED).too_slow(found, e2e) == {"tests/e2e/b.py::longer": 90.0}
+    assert too_slow(found, e2e) == {"tests/e2e/b.py::longer": 90.0}
 
 
 def test_a_machine_that_is_slower_may_take_longer() -> None:
     slow = {name: 3 * seconds for name, seconds in LISTED.items()}
-    assert Durations(LISTED).too_slow({**slow, "tests/b.py::new": 40.0}) == {}
-    assert Durations(LISTED).too_slow({**slow, "tests/b.py::new": 60.0}) == {"tests/b.py::new": 45.0}
+    assert too_slow({**slow, "tests/b.py::new": 40.0}) == {}
+    assert too_slow({**slow, "tests/b.py::new": 60.0}) == {"tests/b.py::new": 45.0}
 
 
 def test_a_listed_test_may_have_a_bad_day_and_must_not_become_slow() -> None:
-    durations = Durations(LISTED | {"tests/b.py::listed": 9.0})
-    assert durations.too_slow({**LISTED, "tests/b.py::listed": 25.0}) == {}
-    assert durations.too_slow({**LISTED, "tests/b.py::listed": 28.0}) == {"tests/b.py::listed": 27.0}
+    listed = LISTED | {"tests/b.py::listed": 9.0}
+    assert too_slow({**LISTED, "tests/b.py::listed": 25.0}, listed=listed) == {}
+    assert too_slow({**LISTED, "tests/b.py::listed": 28.0}, listed=listed) == {"tests/b.py::listed": 27.0}
+
+
+def test_what_a_test_waits_for_a_core_does_not_count_and_its_processes_may_wait_as_well() -> None:
+    wall = {name: 4 * seconds for name, seconds in LISTED.items()}
+    name = "tests/b.py::new"
+    assert Durations(LISTED).too_slow({**LISTED, name: 50.0}, {**wall, name: 50.0}) == {}
+    assert Durations(LISTED).too_slow({**LISTED, name: 5.0}, {**LISTED, name: 50.0}) == {}
 
 
 def test_a_faster_machine_gives_nobody_less_time() -> None:
     fast = {name: seconds / 4 for name, seconds in LISTED.items()}
-    assert Durations(LISTED).too_slow({**fast, "tests/b.py::new": 14.0}) == {}
+    assert too_slow({**fast, "tests/b.py::new": 14.0}) == {}
 
 
 def test_a_few_tests_do_not_tell_how_fast_the_machine_is() -> None:
     few = dict(list(LISTED.items())[: MIN_LISTED - 1])
-    assert Durations(LISTED).too_slow({**few, "tests/b.py::new": 60.0}) == {}
+    assert too_slow({**few, "tests/b.py::new": 60.0}) == {}
 
 
 def test_tests_that_are_not_listed_share_what_their_file_takes() -> None:
