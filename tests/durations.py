@@ -29,6 +29,8 @@ from app.kernels.machine.compiled import compile_seconds
 FILE = Path(__file__).parent.parent / ".ci" / "durations.json"
 #: A test that takes less is in its file's sum only.
 LISTED_S = 1.0
+#: What any test takes at least.
+LEAST_S = 0.01
 #: What a test may take that is not nightly, on a machine as fast as the one that wrote the file.
 MAX_S, MAX_E2E_S = 10.0, 60.0
 #: Other work on the machine may come and go while one test runs: so much more is let pass, of the limit and of what
@@ -66,7 +68,7 @@ class Durations:
         expected = {}
         for file, tests in by_file.items():
             unlisted = [test for test in tests if test not in self.tests]
-            each = self.files.get(file, 0.1) / max(len(unlisted), 1)
+            each = max(self.files.get(file, 0.0) / max(len(unlisted), 1), LEAST_S)
             expected.update({test: self.tests.get(test, each) for test in tests})
         return expected
 
@@ -109,7 +111,10 @@ def file_of(test: str) -> str:
 
 
 class OwnTime:
-    """In the process that runs tests: writes into reports what one takes (`own_s`, `wall_s`; with what is shared `all_s`)."""
+    """In the process that runs tests: writes what a test took into its reports.
+
+    `own_s` and `wall_s` without and with the time for which it waited for a core, `all_s` with what tests share.
+    """
 
     def __init__(self) -> None:
         self._depth = 0  # of shared fixtures that are set up for one another
