@@ -8,13 +8,13 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 from numpy.typing import NDArray
 
 from app.kernels.paged_attention import reference, xla
 from app.kernels.paged_attention.xla import Queries
 from tests.kernels.cases import TOLERANCE, normal, relative_error
 from tests.kernels.test_paged_attention import CASES, Case
+from tests.pairwise import pairwise
 from tests.seeds import rng
 
 Floats = NDArray[np.float32]
@@ -97,8 +97,7 @@ def _in_xla(
     return xla.store_and_attend(*setting, tiles, jnp.int32(LAYER), scale, window, sinks)
 
 
-@pytest.mark.parametrize("counts", COUNTS, ids=str)
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pairwise({"counts": COUNTS, "case": CASES}, strength=1)
 def test_it_is_the_definition_and_stores_what_is_new(case: Case, counts: list[int]) -> None:
     tile = 1 if counts and max(counts) == 1 else 16
     setting = _setting(case, counts, tile)

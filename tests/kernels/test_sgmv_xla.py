@@ -15,6 +15,7 @@ from app.kernels.sgmv import pallas, reference, xla
 from app.kernels.sgmv.xla import Segments
 from tests.kernels.cases import TOLERANCE, normal, relative_error
 from tests.kernels.test_sgmv import CASES, DEPTH, PLACES, ROWS, WIDTH
+from tests.pairwise import pairwise
 from tests.seeds import rng
 
 Floats = NDArray[np.float32]
@@ -70,8 +71,7 @@ def _deltas(name: str, x: Floats, modules: list[tuple[Floats, Floats]]) -> Float
 
 
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("num_modules", [1, 2, 3])
-@pytest.mark.parametrize("name", CASES)
+@pairwise({"num_modules": [1, 2, 3], "name": CASES}, strength=1)
 def test_deltas_of_every_form_are_the_definitions_and_base_rows_untouched(
     name: str, num_modules: int, form: str
 ) -> None:

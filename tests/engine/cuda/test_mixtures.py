@@ -30,6 +30,7 @@ from tests.engine.company import latent_spec, mixture_spec, sinks_spec
 from tests.engine.cuda.exact_operations import ExactOperations
 from tests.engine.cuda.gpu import FORM, TORCH, gpu_backend, gpu_backend_of_checkpoint, gpu_config
 from tests.engine.cuda.simulated_cuda import DEVICE, simulated_cuda
+from tests.pairwise import pairwise
 from tests.seeds import rng
 
 SPEC = mixture_spec()
@@ -72,9 +73,7 @@ def _answers(backend: CudaBackend, slots: list[int], ends: tuple[int, ...] = (5,
     return found
 
 
-@pytest.mark.parametrize(
-    ("spec", "dtype"), list(itertools.product((SPEC, sinks_spec(), latent_spec()), ("float32", "bfloat16")))
-)
+@pairwise({"spec": (SPEC, sinks_spec(), latent_spec()), "dtype": ("float32", "bfloat16")}, strength=1)
 def test_a_sequence_has_the_same_bits_alone_and_in_company(spec: ModelSpec, dtype: str) -> None:
     """Prompts, and captured steps of another size; without a GPU no order of sums is a library's, either."""
     generator = rng()

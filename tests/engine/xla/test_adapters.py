@@ -23,6 +23,7 @@ from app.engine.xla.weights import read_weights
 from load_tests.engine.steps import Piece, forward_batch
 from tests.engine.adapters.making import random_adapter, random_mixture_adapter, random_tensors, tiny_spec
 from tests.engine.company import mixture_spec
+from tests.pairwise import pairwise
 from tests.seeds import rng
 
 NUM_SLOTS, NUM_ROWS = 5, 64
@@ -36,8 +37,7 @@ def made(spec: ModelSpec, shards: int = 1, extra_bytes: int = 0) -> tuple[XlaSiz
     return sizes, XlaAdapters(sizes, weights, NUM_SLOTS, NUM_ROWS, extra_bytes, mesh)
 
 
-@pytest.mark.parametrize("shards", [1, 2, 4])
-@pytest.mark.parametrize(("rank", "num_rows"), [(1, 8), (8, 8), (11, 16)])
+@pairwise({"shards": [1, 2, 4], "rank, num_rows": [(1, 8), (8, 8), (11, 16)]})
 def test_the_shards_rows_give_the_adapters_own_delta(shards: int, rank: int, num_rows: int) -> None:
     spec = tiny_spec()
     sizes, adapters = made(spec, shards)

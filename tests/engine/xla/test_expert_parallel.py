@@ -115,6 +115,7 @@ def observe(kernel_backend: str, experts: int, tensor: int, rank_rows: int, seed
     return {"lines": lines, "collectives": sorted(match[1] for match in COLLECTIVE.finditer(text))}
 
 
+@pytest.mark.nightly  # by day test_sharding.py and test_expert_adapters.py have the parts of each device
 def test_the_same_tokens_and_no_more_communication_by_experts_columns_and_both() -> None:
     code = (
         "import json, sys; from tests.engine.xla.test_expert_parallel import observe; "

@@ -11,7 +11,9 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -31,7 +33,7 @@ from app.engine.xla.sharding import make_mesh
 from app.engine.xla.sizes import sizes_of
 from tests.engine.adapters.making import random_adapter, random_tensors
 from tests.fakes import fake_request
-from tests.seeds import rng
+from tests.seeds import any_seed
 
 ROOT = Path(__file__).parents[3]
 COLLECTIVE = re.compile(r"= [^=]*\b(all-reduce|all-gather|all-to-all|reduce-scatter|collective-permute)(-start)?\(")
@@ -94,19 +96,34 @@ def observe(kernel_backend: str, shards: int, rank_rows: int, seed: int) -> dict
     return {"lines": lines, "collectives": sorted(match[1] for match in COLLECTIVE.finditer(text))}
 
 
-@pytest.mark.parametrize("kernel_backend", ["xla", "pallas"])
-def test_the_same_tokens_and_no_more_communication_on_1_2_4_and_8_devices(kernel_backend: str) -> None:
+def observed_with_8_devices(cases: Sequence[tuple[Any, ...]]) -> list[dict[str, Any]]:
+    """What `observe` finds in a process that takes its CPU for eight devices."""
     code = (
         "import json, sys; from tests.engine.xla.test_tensor_parallel import observe; "
         "print(json.dumps([observe(*case) for case in json.loads(sys.argv[1])]))"
     )
-    seed = int(rng().integers(1 << 30))
-    cases = [(kernel_backend, shards, rows, seed) for shards, rows in ((1, 48), (2, 48), (4, 48), (8, 48), (8, 0))]
     flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=8", "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-c", code, json.dumps(cases)]
     process = subprocess.run(command, cwd=ROOT, env=os.environ | flags, capture_output=True, text=True, check=False)
     assert process.returncode == 0, process.stderr
-    found = json.loads(process.stdout.splitlines()[-1])
+    found: list[dict[str, Any]] = json.loads(process.stdout.splitlines()[-1])
+    return found
+
+
+def test_two_devices_exchange_two_sums_and_the_logits() -> None:
+    """By day, where test_sharding.py has each device's part of every product; compiling takes seconds an engine."""
+    (found,) = observed_with_8_devices([("xla", 2, 48, any_seed())])
+    assert found["collectives"] == ["all-gather", "all-reduce", "all-reduce"]
+    assert len(found["lines"]) == 5
+    assert all(len(lines) == 4 for lines in found["lines"].values())
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("kernel_backend", ["xla", "pallas"])
+def test_the_same_tokens_and_no_more_communication_on_1_2_4_and_8_devices(kernel_backend: str) -> None:
+    seed = any_seed()
+    cases = [(kernel_backend, shards, rows, seed) for shards, rows in ((1, 48), (2, 48), (4, 48), (8, 48), (8, 0))]
+    found = observed_with_8_devices(cases)
     whole = found[0]
     assert len(whole["lines"]) == 5
     for split in found[1:4]:

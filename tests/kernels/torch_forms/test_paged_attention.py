@@ -11,6 +11,7 @@ from tests.engine.cuda.exact_operations import ExactOperations
 from tests.kernels.cases import TOLERANCE, normal, relative_error
 from tests.kernels.torch_forms import fixed_order
 from tests.kernels.torch_forms.paged_attention import paged_attention
+from tests.pairwise import pairwise
 from tests.seeds import rng
 
 HEADS, KV_HEADS, DIM, BLOCK_SIZE, BLOCKS = 6, 2, 24, 16, 12
@@ -34,9 +35,13 @@ def _memory() -> tuple[torch.Tensor, torch.Tensor]:
     return torch.from_numpy(normal(rng(), *shape)), torch.from_numpy(normal(rng(), *shape))
 
 
-@pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize(("window", "softcap"), [(None, None), (1, None), (9, 5.0), (None, 3.0)])
-@pytest.mark.parametrize("counts", [[], [1], [1, 1, 1], [33, 1, 0, 5]])
+@pairwise(
+    {
+        "deterministic": [False, True],
+        "window, softcap": [(None, None), (1, None), (9, 5.0), (None, 3.0)],
+        "counts": [[], [1], [1, 1, 1], [33, 1, 0, 5]],
+    }
+)
 def test_equals_the_definition(
     counts: list[int], window: int | None, softcap: float | None, deterministic: bool
 ) -> None:

@@ -22,6 +22,7 @@ from tests.kernels.tensors import DEVICE, DTYPES, TOLERANCE, error, tensor
 from tests.kernels.torch_forms import bgmv as plain_bgmv
 from tests.kernels.torch_forms import sgmv as plain_sgmv
 from tests.kernels.triton.tables import MAX_RANK, NUM_SLOTS, random_tables
+from tests.pairwise import pairwise
 from tests.seeds import rng
 
 #: No multiple of a tile, and enough for more than one split.
@@ -80,8 +81,7 @@ ALL_FORMS = FORMS | {
 }
 
 
-@pytest.mark.parametrize("form", ALL_FORMS)
-@pytest.mark.parametrize("name", CASES)
+@pairwise({"form": ALL_FORMS, "name": CASES}, strength=1)
 def test_equals_the_definition(form: str, name: str) -> None:
     """Type and slices are drawn: all of them together take minutes in the interpreter."""
     generator = rng()

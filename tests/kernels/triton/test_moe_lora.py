@@ -19,6 +19,7 @@ from tests.kernels.cases import normal
 from tests.kernels.tensors import DEVICE, DTYPES, TOLERANCE, error, numpy, tensor
 from tests.kernels.torch_forms import moe_lora as torch_lora
 from tests.kernels.torch_forms import moe_routing as torch_routing
+from tests.pairwise import pairwise
 from tests.seeds import rng
 
 Ranks = NDArray[np.int64]
@@ -258,8 +259,7 @@ def test_every_pair_is_in_one_tile_of_its_expert(form: Form, block_rows: int) ->
         assert at == num_tokens * top_k
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shared", [None, "added", "gated"])
+@pairwise({"dtype": DTYPES, "shared": [None, "added", "gated"]}, strength=1)
 def test_outputs_are_added_by_their_shares(form: Form, dtype: torch.dtype, shared: str | None) -> None:
     generator = rng()
     outputs, hidden, whole = (tensor(normal(generator, n, 20), dtype) for n in (21, 7, 7))

@@ -42,6 +42,7 @@ from tests.engine.adapters.parity import (
     spec_of,
     tiny_model,
 )
+from tests.pairwise import pairwise
 
 pytestmark = PEFT_WARNINGS
 TOLERANCE = 1e-5
@@ -98,8 +99,7 @@ def agreed_pruning(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("agreed_pruning")
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("layout", ["equal ranks", "mixed ranks", "fused"])
+@pairwise({"method": METHODS, "layout": ["equal ranks", "mixed ranks", "fused"]}, strength=1)
 def test_combinations_are_those_of_peft(method: Any, layout: str, tmp_path: Path) -> None:
     options = {"equal ranks": EQUAL_RANKS, "mixed ranks": MIXED_RANKS, "fused": FUSED}[layout]
     torch.manual_seed(7)  # which of two values is larger must not hang on a last bit
