@@ -53,11 +53,6 @@ from app.kernels.matmul.storing import dequantise
 Floats = NDArray[np.float32]
 
 
-def padded(size: int) -> int:
-    """The next multiple of a panel's width."""
-    return -(-size // PANEL) * PANEL
-
-
 def decoder_sizes(spec: ModelSpec) -> cpu_decoder.Sizes:
     """Raises CheckpointError for layers whose attention is of unequal size."""
     first, qkv = spec.layers[0], stacked_products(spec)[0].product
