@@ -16,9 +16,7 @@ from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 
-from app.engine.adapter_check import AdapterCheck
-from app.engine.adapters.card import AdapterCard, AdapterRef
-from app.engine.adapters.invocation import is_activated
+from app.engine.adapters.card import AdapterCard, AdapterRef, is_activated
 from app.engine.adapters.lora import LoraAdapter
 from app.engine.backend import Backend
 from app.engine.batch import ForwardOutput
@@ -39,15 +37,14 @@ from app.engine.pools.adapter_pool import AdapterPool
 from app.engine.pools.adapter_writer import AdapterWriter
 from app.engine.pools.kv_blocks import BlockPool
 from app.engine.request import GenerateRequest, TokenChunk
-from app.engine.sampling_check import validate_request
+from app.engine.sampling_check import AdapterCheck, validate_request
 from app.engine.schedule import Schedule
 from app.engine.scheduling.isolation import Isolation
 from app.engine.scheduling.prefill import PrefillPace
 from app.engine.scheduling.scheduler import Scheduler
 from app.engine.sequence import Sequence
 from app.engine.speculation.speculator import Speculator
-from app.engine.stats import EngineMeter, EngineStats, ResidentAdapter, TenantService
-from app.engine.step_split import StepSplit
+from app.engine.stats import EngineMeter, EngineStats, ResidentAdapter, StepSplit, TenantService
 from app.engine.structured.compiler import GrammarCompiler, Grammars
 
 

@@ -15,9 +15,8 @@ from typing import Protocol
 from app.deployments.links.tasks import Tasks
 from app.deployments.placement.placer import Placer
 from app.deployments.registry.view import RegistryView
-from app.engine.adapters.card import AdapterRef
+from app.engine.adapters.card import AdapterRef, is_activated
 from app.engine.adapters.composing.composition import is_composition, read_composition
-from app.engine.adapters.invocation import is_activated
 from app.engine.errors import NotReady
 
 logger = logging.getLogger(__name__)
@@ -69,7 +68,7 @@ class AdapterNames:
             self._read_ahead(ref)
 
     def needed(self, ref: AdapterRef, prompts: Sequence[Sequence[int]]) -> list[bool]:
-        """Of each prompt, in token ids, whether its answer needs the adapter (`app.engine.adapters.invocation`)."""
+        """Of each prompt, in token ids, whether its answer needs the adapter (`app.engine.adapters.card`)."""
         invocation = self._registry.invocation(ref)
         if not invocation:
             return [True] * len(prompts)

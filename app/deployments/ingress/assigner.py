@@ -30,7 +30,7 @@ RETRY_S = 0.25
 class Assigner:
     """One per ingress. `replica_wait_s` is how long streams wait for the first replica that can be used.
 
-    `draw` decides between equal replicas. `head_of` names what a request's prompt begins with (`prompt_heads`).
+    `draw` decides between equal replicas. `head_of` names what a request's prompt begins with (`prompt_head`).
     """
 
     def __init__(

@@ -6,7 +6,7 @@ adapter's digest and the tenant's salt as well, by the function that the engine'
 
 from __future__ import annotations
 
-from app.engine.pools.prompt_heads import prompt_head
+from app.engine.pools.kv_blocks import prompt_head
 from app.engine.request import GenerateRequest
 
 

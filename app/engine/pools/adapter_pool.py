@@ -16,9 +16,8 @@ from typing import NamedTuple
 
 from app.engine.config import EvictionPolicy
 from app.engine.errors import AdapterKeptOut, AdapterTooLarge
-from app.engine.pools.eviction import NEVER, EvictionOrder, Priority
+from app.engine.pools.eviction import NEVER, EvictionOrder, Priority, Shares
 from app.engine.pools.row_runs import RowRuns, Run, length_of
-from app.engine.pools.shares import Shares
 from app.engine.stats import ResidentAdapter
 
 

@@ -13,8 +13,7 @@ from collections.abc import Mapping
 
 from app.engine.batch import ForwardOutput
 from app.engine.pools.adapter_pool import AdapterPool
-from app.engine.pools.kv_blocks import BlockPool
-from app.engine.pools.prompt_heads import num_head_blocks
+from app.engine.pools.kv_blocks import BlockPool, num_head_blocks
 from app.engine.request import FinishReason, TokenChunk, TokenLogprobs
 from app.engine.schedule import AdapterWrite, Refusal, Schedule
 from app.engine.scheduling.admission import Admission
