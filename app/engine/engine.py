@@ -16,6 +16,7 @@ from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 
+from app.engine.adapter_writer import AdapterWriter
 from app.engine.adapters.card import AdapterCard, AdapterRef, is_activated
 from app.engine.adapters.lora import LoraAdapter
 from app.engine.backend import Backend
@@ -34,7 +35,6 @@ from app.engine.errors import (
 from app.engine.models.spec import ModelSpec
 from app.engine.pools.adapter_orders import AdapterOrders, Bring, Drop, refuse
 from app.engine.pools.adapter_pool import AdapterPool
-from app.engine.pools.adapter_writer import AdapterWriter
 from app.engine.pools.kv_blocks import BlockPool
 from app.engine.request import GenerateRequest, TokenChunk
 from app.engine.sampling_check import AdapterCheck, validate_request
@@ -158,7 +158,7 @@ class Engine:
         self._inbox: deque[_Submit | _Refuse | _Abort | _Pin | _Elsewhere | Drop | Bring] = deque()
         self._live_ids: dict[str, object] = {}  # submitted and not ended; single operations only, they are atomic
         self._orders = AdapterOrders(self._adapters, limits.extra_bytes_of, limits.rank_rows_of)
-        self._writer = AdapterWriter(backend, self._adapters, self._orders, self._scheduler, self._meter, clock)
+        self._writer = AdapterWriter(backend, self._adapters, self._orders, self._scheduler.live, self._meter, clock)
         self.merged = merged
         self._failure: EngineFailure | None = None
         self._plan: Schedule | None = None  # of the present step, or of the last one
@@ -379,14 +379,14 @@ class Engine:
                     chunk = self._abort(request_id)
                 case _Pin(digests):
                     self._adapters.pin(digests)
-                    self._scheduler.reopen()
+                    self._scheduler.live.reopen()
                 case _Elsewhere(served, continues):
                     self._scheduler.hear_elsewhere(served, continues=continues)
                 case Drop() | Bring():
                     self._orders.take(message)
             if chunk is not None:
                 chunks.append(chunk)
-        self._orders.settle(self._scheduler.num_live_of)
+        self._orders.settle(self._scheduler.live.num_of)
         return chunks
 
     def _compiled(self, sequence: Sequence, error: PolyloraError | None) -> None:
@@ -397,7 +397,7 @@ class Engine:
     def _abort(self, request_id: str) -> TokenChunk | None:
         if self._compiler is not None and self._compiler.take_back(request_id) is not None:
             return TokenChunk(request_id, finish_reason="abort")
-        return self._scheduler.end(request_id, "abort")
+        return self._scheduler.live.end(request_id, "abort")
 
     def _forward(self, plan: Schedule) -> ForwardOutput | None:
         """Compute the step.

@@ -17,10 +17,10 @@ from numpy.typing import NDArray
 from app.engine.adapters.card import invocation_start
 from app.engine.adapters.lora import LoraAdapter
 from app.engine.batch import Bias
+from app.engine.constraint import Constraint
 from app.engine.models.spec import ModelSpec
 from app.engine.pools.kv_blocks import activation_hash, block_hash, root_hash
 from app.engine.request import Consumption, FinishReason, GenerateRequest, Usage
-from app.engine.structured.masks import Constraint
 
 #: Of a sequence's first guess, and of any.
 FIRST_LENGTH, MAX_LENGTH = 3, 7
