@@ -12,12 +12,12 @@ from dataclasses import replace
 
 from app.engine.backend import Backend
 from app.engine.errors import AdapterError, PolyloraError
+from app.engine.meter import EngineMeter
 from app.engine.pools.adapter_orders import AdapterOrders
 from app.engine.pools.adapter_pool import AdapterPool
 from app.engine.request import TokenChunk
 from app.engine.schedule import AdapterWrite, Schedule
 from app.engine.scheduling.live_sequences import LiveSequences
-from app.engine.stats import EngineMeter
 
 
 class AdapterWriter:

@@ -6,12 +6,12 @@ its adapter's rows; both are given back when it ends or is preempted, and then w
 
 from __future__ import annotations
 
+from app.engine.meter import EngineMeter
 from app.engine.pools.adapter_pool import AdapterPool
 from app.engine.pools.kv_blocks import BlockPool
 from app.engine.request import FinishReason, TokenChunk, TokenLogprobs
 from app.engine.scheduling.admission import Admission
 from app.engine.sequence import Sequence, Status
-from app.engine.stats import EngineMeter
 
 
 class LiveSequences:

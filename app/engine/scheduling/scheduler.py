@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from app.engine.batch import ForwardOutput
+from app.engine.meter import EngineMeter
 from app.engine.pools.adapter_pool import AdapterPool
 from app.engine.pools.kv_blocks import BlockPool, num_head_blocks
 from app.engine.request import TokenChunk
@@ -24,7 +25,7 @@ from app.engine.scheduling.outputs import logprobs_of, overflow_error, pooled
 from app.engine.scheduling.prefill import PrefillPace, keep_room, spend_rest, split_prefill
 from app.engine.sequence import Sequence, Status
 from app.engine.speculation.speculator import Speculator
-from app.engine.stats import EngineMeter, TenantService
+from app.engine.stats import TenantService
 
 
 class Scheduler:
@@ -151,6 +152,15 @@ class Scheduler:
         items = self._speculator.plan(items, len(running))
         items.sort(key=_adapter_slot)
         return Schedule(items, writes, displaced + preempted, refusals)
+
+    def observe(self, plan: Schedule, took_s: float) -> None:
+        """Learn from how long computing a planned step took."""
+        if any(sequence.num_drafted for sequence, _ in plan.items):
+            return  # such a step says nothing about how long one of prompts, or of single tokens, takes
+        prompt_counts = [count for _, count in plan.items if count > 1]
+        num_decoding = len(plan.items) - len(prompt_counts)
+        self._pace.observe(num_decoding, sum(prompt_counts), took_s)
+        self._isolation.observe(num_decoding + sum(prompt_counts), took_s)
 
     def commit(self, plan: Schedule, output: ForwardOutput | None) -> list[TokenChunk]:
         """Book a computed step: tokens, full blocks, charges, ends. One chunk per sequence that drew a token, or was
