@@ -1,7 +1,8 @@
-"""Sequences whose grammar is being compiled: beside the engine's steps, before a sequence queues.
+"""Grammars compiled, and masks made, beside the engine's steps.
 
-In: sequences with a grammar, from any thread. Out: each once, with its constraint or the reason why it has none. Rule:
-a sequence that is taken back meanwhile does not come out. No step waits for a compilation.
+A sequence with a grammar comes out once, with its constraint or the reason why it has none, and queues then. One that
+is taken back meanwhile does not come out. No step waits for a compilation. A step's masks are made while its forward
+pass runs, and are there when its logits are.
 """
 
 from __future__ import annotations
