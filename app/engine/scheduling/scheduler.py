@@ -104,7 +104,7 @@ class Scheduler:
             places = self._max_sequences - len(running)
             favoured, displaced = self._isolation.make_places(running, queue, room_of, places, self._displace)
         preempted: list[Sequence] = []
-        left_out = self._isolation.take_turns(running, room_of) if room_of else ()
+        left_out = self._isolation.take_turns(running, room_of)
         index = 0
         while index < len(running):
             sequence = running[index]
