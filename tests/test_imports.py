@@ -136,6 +136,13 @@ def test_what_is_known_of_models_and_adapters_decides_nothing_and_has_no_device(
             assert not reaches(module, (place,)), f"{module} reaches {place}"
 
 
+def test_sequences_are_below_whoever_works_on_them() -> None:
+    above = ("app.engine.scheduling", "app.engine.speculation", "app.engine.structured")
+    assert not reaches("app.engine.sequence", above)
+    for module in folder("app.engine.pools"):
+        assert not reaches(module, ("app.engine.sequence", "app.engine.schedule")), module
+
+
 def test_policy_knows_nobody_who_uses_it() -> None:
     """Nothing below scheduling knows of it; pools are below it; and neither has a device."""
     for module in folder("app.engine.pools"):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from app.engine.speculation.pace import FIRST_LENGTH, MAX_LENGTH, MAX_REST, Pace
+from app.engine.sequence import FIRST_LENGTH, MAX_LENGTH, MAX_REST, Pace
 
 
 def rests(pace: Pace) -> int:

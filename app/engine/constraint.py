@@ -1,19 +1,16 @@
-"""Masks for the rows of a step that follow a grammar, made while the step's forward pass runs.
+"""The grammar that one sequence's answer follows, and the masks of the tokens that may come next.
 
-In: the sequences that draw a token in this step. Out: a `TokenMasks`, whose words are there when the logits are. Rule:
-a mask is a function of a sequence's grammar and its own tokens; one that fails ends its own sequence alone.
+A mask is a function of the grammar and the sequence's own tokens. One that cannot be made ends its own sequence alone.
+Compiling grammars and computing masks beside the engine's steps is left to `structured`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from app.engine.batch import TokenMasks
 from app.engine.errors import InvalidRequest
 
 _ALL = np.uint32(0xFFFFFFFF)
@@ -95,56 +92,3 @@ def _fill(matcher: Matcher, words: NDArray[np.uint32]) -> None:
     matcher.fill(words)
     if not words.any():
         raise InvalidRequest("the model has no token for what the grammar asks for here")
-
-
-class Drawing(Protocol):
-    """A sequence that draws a token (`app.engine.sequence.Sequence`)."""
-
-    constraint: Constraint | None
-    num_drafted: int
-
-    @property
-    def output_ids(self) -> NDArray[np.int32]: ...
-
-    @property
-    def drafted_ids(self) -> NDArray[np.int32]: ...
-
-
-class MaskMaker:
-    """Makes masks on a thread of its own, which waits beside the engine's."""
-
-    def __init__(self, num_words: int) -> None:
-        self._num_words = num_words
-        self._thread = ThreadPoolExecutor(1, "masks")
-        self._pending: Future[NDArray[np.uint32]] | None = None
-
-    def start(self, drawing: Sequence[Drawing]) -> TokenMasks | None:
-        """Begin with the masks of a step, a row for each sequence and then one for each of its guesses.
-
-        None if none of the sequences has a grammar.
-        """
-        work = [(s.constraint, s.output_ids, s.drafted_ids) for s in drawing if s.constraint is not None]
-        if not work:
-            return None
-        nums_rows = [1 + sequence.num_drafted for sequence in drawing]
-        has_mask = np.repeat([sequence.constraint is not None for sequence in drawing], nums_rows)  # [P]
-        of_row = np.where(has_mask, np.cumsum(has_mask) - 1, -1).astype(np.int32)
-        self._pending = self._thread.submit(self._fill, work)
-        return TokenMasks(of_row, self._pending.result)
-
-    def wait(self) -> None:
-        """Until no mask is being made: a forward pass that failed has not asked for its masks."""
-        if self._pending is not None:
-            self._pending.exception()
-            self._pending = None
-
-    def close(self) -> None:
-        self._thread.shutdown()
-
-    def _fill(self, work: list[tuple[Constraint, NDArray[np.int32], NDArray[np.int32]]]) -> NDArray[np.uint32]:
-        words = np.empty((sum(1 + len(drafted_ids) for _, _, drafted_ids in work), self._num_words), np.uint32)
-        end = 0
-        for constraint, output_ids, drafted_ids in work:
-            first, end = end, end + 1 + len(drafted_ids)
-            constraint.fill(output_ids, drafted_ids, words[first:end])
-        return words

@@ -9,23 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Protocol
 
 from app.engine.backend import Backend
 from app.engine.errors import AdapterError, PolyloraError
+from app.engine.meter import EngineMeter
 from app.engine.pools.adapter_orders import AdapterOrders
 from app.engine.pools.adapter_pool import AdapterPool
 from app.engine.request import TokenChunk
 from app.engine.schedule import AdapterWrite, Schedule
-from app.engine.stats import EngineMeter
-
-
-class LiveSequences(Protocol):
-    """What the writer asks of the scheduler."""
-
-    def end_adapter(self, digest: str, error: Exception) -> list[TokenChunk]: ...
-
-    def reopen(self) -> None: ...
+from app.engine.scheduling.live_sequences import LiveSequences
 
 
 class AdapterWriter:
@@ -61,9 +53,11 @@ class AdapterWriter:
             self._backend.release_adapter(adapter_slot)
         refused: dict[str, PolyloraError] = dict(plan.refusals)
         if (granted := self._orders.granted) is not None:
-            error = self._write(granted.write)
+            bring = granted.bring
+            write = AdapterWrite(granted.adapter_slot, granted.row_start, bring.adapter, bring.ref.tenant_id)
+            error = self._write(write)
             if error is not None:
-                refused[granted.bring.digest] = error
+                refused[bring.digest] = error
             self._orders.finish(error)
             self._sequences.reopen()
         for write in plan.adapter_writes:

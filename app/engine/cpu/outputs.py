@@ -1,17 +1,20 @@
-"""From logits to tokens: penalties, biases, masks, the draw, log-probabilities.
+"""The output of a step on the CPU: tokens drawn from logits, and hidden states added up for embeddings.
 
-In: logits [P, V] float32 and a `SamplingBatch`. Out: a `ForwardOutput`. Log-probabilities are the model's
-own, before penalties and temperature. Everything is per row: no row can see another.
+Log-probabilities are the model's own, before penalties and temperature. Every logits row is computed alone, and pooled
+rows are added in their order, so no sequence changes another's output.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 from numpy.typing import NDArray
 
-from app.engine.batch import ForwardOutput, SamplingBatch
+from app.engine.batch import ForwardOutput, PoolingBatch, SamplingBatch
 from app.engine.logits import adjust, is_changed, largest, overflowed
 from app.kernels.machine.team import Team
+from app.kernels.pooling.cpu import add_rows
 from app.kernels.sampling.cpu import log_sum_exp, row_maximum, sample_rows
 
 
@@ -44,3 +47,30 @@ def sample(logits: NDArray[np.float32], sampling: SamplingBatch, team: Team) -> 
         if count:
             top[p] = largest(row, count, normaliser)
     return ForwardOutput(tokens, logprobs, tuple(top), overflowed(logits, tokens))
+
+
+def rows_of(pooling: PoolingBatch | None) -> NDArray[np.int32]:
+    """[N] int32: the rows of all ranges, one range after the other."""
+    if pooling is None:
+        return np.zeros(0, np.int32)
+    return np.concatenate([np.arange(first, end, dtype=np.int32) for first, end in pooling.ranges])
+
+
+def with_sums(
+    output: ForwardOutput, states: NDArray[np.float32], pooling: PoolingBatch | None, team: Team
+) -> ForwardOutput:
+    """`output` and the sums of states [N, H], the rows that `rows_of` names."""
+    if pooling is None:
+        return output
+    ends = np.cumsum(pooling.ranges[:, 1] - pooling.ranges[:, 0])
+    starts = np.concatenate([np.zeros(1, np.int64), ends[:-1]])
+    return replace(output, sums=added(states, np.stack([starts, ends], axis=1), pooling.sums, team))
+
+
+def added(
+    states: NDArray[np.float32], ranges: NDArray[np.int64], sums: NDArray[np.float64], team: Team
+) -> NDArray[np.float64]:
+    """The sums [Q, H] with the rows of their ranges [Q, 2] of states [N, H]."""
+    total = sums.copy()
+    team.run(add_rows, 1, states, ranges, total)
+    return total
