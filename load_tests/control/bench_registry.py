@@ -33,7 +33,7 @@ from sqlalchemy import Connection, Table, insert
 from app.cli.register import BATCH
 from app.deployments.ingress.adapter_activity import AdapterActivity
 from app.deployments.ingress.http.app import HttpService, make_app
-from app.deployments.ingress.http.guard import DoorRules
+from app.deployments.ingress.http.middleware.origin_check import DoorRules
 from app.deployments.ingress.management import Management
 from app.deployments.ingress.tenancy import Rates, Tenancy
 from app.deployments.links.published import Version

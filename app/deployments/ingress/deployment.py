@@ -25,8 +25,8 @@ from app.deployments.ingress import python_calls
 from app.deployments.ingress.base_text import open_text
 from app.deployments.ingress.batcher import ServeBatcher
 from app.deployments.ingress.http.app import make_app
-from app.deployments.ingress.http.batch_answers import BatchAnswers
-from app.deployments.ingress.http.guard import DoorRules
+from app.deployments.ingress.http.batch_executor import BatchAnswers
+from app.deployments.ingress.http.middleware.origin_check import DoorRules
 from app.deployments.ingress.loads import Loads
 from app.deployments.ingress.metrics import IngressMetrics
 from app.deployments.ingress.plain_errors import plain_errors

@@ -16,11 +16,11 @@ from typing import Any, Literal, Protocol
 import numpy as np
 from pydantic_core import to_json
 
-from app.deployments.ingress.body import Body
 from app.deployments.ingress.frontend import Admit
 from app.deployments.ingress.job import Job, StreamSource
 from app.deployments.ingress.results import usage_body
-from app.deployments.ingress.schema import Count, Texts, WeightedAdapter, WeightedAdapters, entries
+from app.deployments.ingress.schemas.openai import Count, Texts, WeightedAdapter, WeightedAdapters, entries
+from app.deployments.ingress.schemas.request_model import Body
 from app.deployments.ingress.tenants import Caller
 from app.deployments.ingress.text import Decoder
 from app.engine.adapters.card import AdapterRef

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 from app.deployments.ingress.compositions import combined
-from app.deployments.ingress.schema import WeightedAdapter
+from app.deployments.ingress.schemas.openai import WeightedAdapter
 from app.deployments.ingress.tenants import Caller
 from app.deployments.tenants.prices import paid_models
 from app.engine.adapters.card import AdapterRef

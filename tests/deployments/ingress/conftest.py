@@ -12,7 +12,7 @@ import pytest_asyncio
 from fastapi import FastAPI
 
 from app.deployments.ingress.http.app import make_app
-from app.deployments.ingress.http.guard import DoorRules
+from app.deployments.ingress.http.middleware.origin_check import DoorRules
 from app.deployments.ingress.http.openapi import api_routes, openapi
 from tests.deployments.fleet import Fleet
 from tests.deployments.http_service import WRITING_SPEC, Service, writing_text

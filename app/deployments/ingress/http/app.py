@@ -20,32 +20,37 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from app.deployments.ingress.body import parse_body
 from app.deployments.ingress.embeddings import Embedder, EmbeddingsRequest, answer, vectors
 from app.deployments.ingress.frontend import last_words
-from app.deployments.ingress.http.about_routes import AboutService, add_about_routes
-from app.deployments.ingress.http.admin_routes import admin_router
-from app.deployments.ingress.http.agent_routes import add_agent_routes
-from app.deployments.ingress.http.answers import AnswerFormat, TokenOffsets
-from app.deployments.ingress.http.batch_routes import KeepingService, add_batch_routes
-from app.deployments.ingress.http.bodies import MAX_PAGE, PageQuery, page_body, page_query, read_json
-from app.deployments.ingress.http.door import Door, Gate
 from app.deployments.ingress.http.event_stream import EventStream, sse
-from app.deployments.ingress.http.file_routes import add_file_routes
 from app.deployments.ingress.http.formats import answer_format
-from app.deployments.ingress.http.guard import DoorRules, Guard
-from app.deployments.ingress.http.managed import ManagedService
 from app.deployments.ingress.http.management_routes import add_management_routes
-from app.deployments.ingress.http.messages_answers import body_told
+from app.deployments.ingress.http.middleware.auth import Door, Gate
+from app.deployments.ingress.http.middleware.origin_check import DoorRules, Guard
+from app.deployments.ingress.http.middleware.request_log import RequestLog, note_failure, request_id_of
 from app.deployments.ingress.http.openapi import EVENTS, JSON, api_routes, takes
 from app.deployments.ingress.http.query import check_query
-from app.deployments.ingress.http.request_log import RequestLog, note_failure, request_id_of
-from app.deployments.ingress.http.running import adapter_header, counted_if_cancelled, first_event, while_connected
-from app.deployments.ingress.http.upload_routes import add_upload_route
+from app.deployments.ingress.http.request_lifecycle import (
+    adapter_header,
+    counted_if_cancelled,
+    first_event,
+    while_connected,
+)
+from app.deployments.ingress.http.request_parsing import MAX_PAGE, PageQuery, page_body, page_query, read_json
+from app.deployments.ingress.http.routes.admin import admin_router
+from app.deployments.ingress.http.routes.batches import KeepingService, add_batch_routes
+from app.deployments.ingress.http.routes.files import add_file_routes
+from app.deployments.ingress.http.routes.health import AboutService, add_about_routes
+from app.deployments.ingress.http.routes.management import ManagedService
+from app.deployments.ingress.http.routes.messages import add_agent_routes
+from app.deployments.ingress.http.routes.uploads import add_upload_route
 from app.deployments.ingress.job import Job
 from app.deployments.ingress.results import generate_result
 from app.deployments.ingress.routing.decision import ROUTE_HEADER
-from app.deployments.ingress.schema import ChatCompletionRequest, CompletionRequest, GenerateBody, RouteBody
+from app.deployments.ingress.schemas.openai import ChatCompletionRequest, CompletionRequest, GenerateBody, RouteBody
+from app.deployments.ingress.schemas.request_model import parse_body
+from app.deployments.ingress.serializers.messages import body_told
+from app.deployments.ingress.serializers.openai import AnswerFormat, TokenOffsets
 from app.deployments.ingress.status import ErrorAnswer, error_answer
 from app.deployments.ingress.tenancy import Tenancy
 from app.deployments.ingress.tenants import Caller, http_caller, inference_caller, visible, visible_page

@@ -5,9 +5,9 @@ In: a request's body and its job. Out: its `AnswerFormat`. Rule: nothing is deci
 
 from __future__ import annotations
 
-from app.deployments.ingress.http.answers import AnswerFormat
 from app.deployments.ingress.job import Job
-from app.deployments.ingress.schema import ChatCompletionRequest, CompletionRequest
+from app.deployments.ingress.schemas.openai import ChatCompletionRequest, CompletionRequest
+from app.deployments.ingress.serializers.openai import AnswerFormat
 from app.deployments.ingress.text_model import TextModel
 from app.deployments.ingress.token_answers import token_answers
 

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from fastapi import APIRouter
 
-from app.deployments.ingress.http.adapter_routes import add_adapter_routes
-from app.deployments.ingress.http.alias_routes import add_alias_routes
-from app.deployments.ingress.http.journal_routes import add_journal_routes
-from app.deployments.ingress.http.load_routes import add_load_routes
-from app.deployments.ingress.http.managed import ManagedService
+from app.deployments.ingress.http.routes.aliases import add_alias_routes
+from app.deployments.ingress.http.routes.audit import add_journal_routes
+from app.deployments.ingress.http.routes.compat import add_load_routes
+from app.deployments.ingress.http.routes.loras import add_adapter_routes
+from app.deployments.ingress.http.routes.management import ManagedService
 
 
 def add_management_routes(routes: APIRouter, service: ManagedService) -> None:

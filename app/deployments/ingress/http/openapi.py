@@ -16,9 +16,9 @@ from fastapi.routing import APIRoute, APIRouter
 from pydantic import BaseModel
 from starlette.routing import BaseRoute
 
-from app.deployments.ingress.body import Body, accepted_in_vain
 from app.deployments.ingress.http.answer_schemas import ANSWERS, named
-from app.deployments.ingress.http.messages_answers import is_messages
+from app.deployments.ingress.schemas.request_model import Body, accepted_in_vain
+from app.deployments.ingress.serializers.messages import is_messages
 from app.release import version
 
 JSON, EVENTS, TEXT, BYTES = "application/json", "text/event-stream", "text/plain", "application/octet-stream"

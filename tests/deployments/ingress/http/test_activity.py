@@ -8,10 +8,10 @@ import httpx
 import pytest
 
 from app.deployments.ingress.http.app import make_app
-from app.deployments.ingress.http.guard import DoorRules
+from app.deployments.ingress.http.middleware.origin_check import DoorRules
 from app.engine.errors import AdapterUnreadable, NotReady
 from tests.deployments.http_service import Service
-from tests.deployments.ingress.http.test_door import CHAT, Org, org
+from tests.deployments.ingress.http.middleware.test_auth import CHAT, Org, org
 
 __all__ = ["org"]
 

@@ -14,10 +14,15 @@ import pytest
 from pydantic_core import to_json
 
 from app.config import LimitsConfig
-from app.deployments.ingress.body import INERT, NEUTRAL
-from app.deployments.ingress.http.answers import AnswerFormat
 from app.deployments.ingress.requests import derived_seed
-from app.deployments.ingress.schema import ChatCompletionRequest, CompletionRequest, GenerateBody, GenerateSampling
+from app.deployments.ingress.schemas.openai import (
+    ChatCompletionRequest,
+    CompletionRequest,
+    GenerateBody,
+    GenerateSampling,
+)
+from app.deployments.ingress.schemas.request_model import INERT, NEUTRAL
+from app.deployments.ingress.serializers.openai import AnswerFormat
 from app.deployments.ingress.tenants import handle_caller
 from app.deployments.ingress.text import TextDelta
 from tests.deployments.http_service import Service

@@ -15,7 +15,7 @@ import httpx
 import pytest_asyncio
 
 from app.deployments.ingress.http.app import make_app
-from app.deployments.ingress.http.guard import DoorRules
+from app.deployments.ingress.http.middleware.origin_check import DoorRules
 from app.deployments.tenants.key_material import key_digest, new_key
 from tests.deployments.http_service import Service
 

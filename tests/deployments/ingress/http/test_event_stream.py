@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from app.deployments.ingress.http.app import make_app
-from app.deployments.ingress.http.guard import DoorRules
+from app.deployments.ingress.http.middleware.origin_check import DoorRules
 from app.deployments.ingress.job import Job
-from app.deployments.ingress.schema import CompletionRequest
+from app.deployments.ingress.schemas.openai import CompletionRequest
 from app.deployments.ingress.tenants import Caller
 from app.engine.errors import AdapterWriteFailed
 from tests.deployments.http_service import Service

@@ -15,7 +15,7 @@ from typing import Any
 import httpx
 
 from app.deployments.ingress.http.app import make_app
-from app.deployments.ingress.http.guard import DoorRules
+from app.deployments.ingress.http.middleware.origin_check import DoorRules
 from tests.budgets import examples
 from tests.deployments.fleet import Fleet
 from tests.deployments.http_service import WRITING_SPEC, Service, writing_text

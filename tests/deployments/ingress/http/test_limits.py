@@ -14,15 +14,15 @@ from openai import AsyncOpenAI
 from app.config import AppConfig, PriceConfig
 from app.deployments.ingress import python_calls
 from app.deployments.ingress.http.app import make_app
-from app.deployments.ingress.http.guard import DoorRules
+from app.deployments.ingress.http.middleware.origin_check import DoorRules
 from app.deployments.ingress.tenancy import duration
 from app.deployments.tenants.limiter import Refused
 from app.deployments.tenants.limits import NANOS_PER_CENT, Meter
 from app.deployments.tenants.memory_prices import MemoryPrices, Sizes, sizes_of
 from app.deployments.tenants.metering import Charge, LedgerKey
 from tests.deployments.http_service import Service
-from tests.deployments.ingress.http.test_admin_routes import client_with
-from tests.deployments.ingress.http.test_door import CHAT, Org, org
+from tests.deployments.ingress.http.middleware.test_auth import CHAT, Org, org
+from tests.deployments.ingress.http.routes.test_admin import client_with
 from tests.deployments.ingress.test_dispatcher import until
 from tests.fakes import fake_spec
 

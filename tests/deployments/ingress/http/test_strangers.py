@@ -10,18 +10,18 @@ from typing import Any
 import httpx
 import pytest
 
-from app.deployments.ingress.body import parse_body
 from app.deployments.ingress.compositions import ComposeBody
 from app.deployments.ingress.http.app import make_app
-from app.deployments.ingress.http.batch_answers import BatchAnswers
-from app.deployments.ingress.http.guard import DoorRules
+from app.deployments.ingress.http.batch_executor import BatchAnswers
+from app.deployments.ingress.http.middleware.origin_check import DoorRules
 from app.deployments.ingress.http.openapi import api_routes
+from app.deployments.ingress.schemas.request_model import parse_body
 from app.deployments.ingress.tenants import handle_caller
 from app.deployments.kept.entries import NewBatch
 from app.deployments.registry.journal import NewEvent, record_events
 from app.engine.errors import PolyloraError
 from app.redaction import holds_key
-from tests.deployments.ingress.http.test_door import CHAT, Org, org
+from tests.deployments.ingress.http.middleware.test_auth import CHAT, Org, org
 from tests.deployments.managed import wanted
 
 __all__ = ["org"]

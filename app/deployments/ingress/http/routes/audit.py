@@ -1,0 +1,115 @@
+"""The routes that tell what happens: status, jobs, events, audit.
+
+In: `Management`. Out: routes. Rule: a tenant reads what its own calls caused, an operator everything; to a project
+records have ids of its own, as their numbers would tell how much happens to others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from fastapi import APIRouter, Request
+from starlette.responses import JSONResponse, Response
+
+from app.deployments.ingress.http.openapi import takes
+from app.deployments.ingress.http.request_parsing import MAX_PAGE, int_query, page_body
+from app.deployments.ingress.http.routes.management import ManagedService
+from app.deployments.ingress.opaque_ids import OpaqueIds
+from app.deployments.ingress.serializers.loras import job_body, record_body
+from app.deployments.ingress.tenants import Caller, http_caller
+from app.deployments.registry.entries import AuditRecord, Event
+from app.deployments.store.client import StoreClient
+from app.engine.errors import InvalidRequest
+
+#: Numbers of events and audit records.
+_MAX_ID = 2**53
+
+
+#: Events that a tenant's own calls cause. Others may be caused by whoever has the same contents.
+OWN_EVENTS = frozenset({
+    "requested", "routable", "failed", "registered", "registered unread", "draining", "removed",
+    "put alias", "promote alias", "roll back alias", "remove alias",
+})  # fmt: skip
+
+
+def add_journal_routes(routes: APIRouter, service: ManagedService) -> None:
+    """Status, jobs, events and the audit."""
+
+    @routes.get("/v1/status")
+    async def status(request: Request) -> Response:
+        """The service as its operator sees it: replicas, tiers, what failed lately. A project is told that it lives."""
+        return JSONResponse(await service.status(http_caller(request)))
+
+    @routes.get("/v1/jobs/{job_id}", openapi_extra=takes(told="LoraJob"))
+    async def job(job_id: str, request: Request) -> Response:
+        """A load or an unload: its state and its reason."""
+        tenant_id = http_caller(request).tenant_id
+        return JSONResponse(job_body(await service.management.store.job(job_id, tenant_id=tenant_id)))
+
+    @routes.get("/v1/events", openapi_extra=takes(None, "name", "limit", "before"))
+    async def events(request: Request) -> Response:
+        """What happened, the newest first."""
+        caller, store = http_caller(request), service.management.store
+        ids = _ids(caller, "event")
+        query = _journal_query(request, ids)
+        if caller.kind == "project":
+            return _journal_page(await _own_events(store, query, caller.tenant_id), query.limit, ids)
+        records = await store.events(query.name, limit=query.limit + 1, before=query.before, tenant_id=caller.tenant_id)
+        return _journal_page(records, query.limit, ids)
+
+    @routes.get("/v1/audit", openapi_extra=takes(None, "name", "limit", "before"))
+    async def audit(request: Request) -> Response:
+        """Who asked for what, the newest first."""
+        caller = http_caller(request)
+        ids = _ids(caller, "audit")
+        query = _journal_query(request, ids)
+        records = await service.management.store.audit(
+            query.name, limit=query.limit + 1, before=query.before, tenant_id=caller.tenant_id
+        )
+        return _journal_page(records, query.limit, ids)
+
+
+async def _own_events(store: StoreClient, query: _JournalQuery, tenant_id: str) -> list[Event]:
+    """A page and one more. Events that others caused are read over: a page that they shorten would tell of them."""
+    found: list[Event] = []
+    before = query.before
+    while len(found) <= query.limit:
+        records = await store.events(query.name, limit=MAX_PAGE, before=before, tenant_id=tenant_id)
+        found += [record for record in records if record.event in OWN_EVENTS]
+        if len(records) < MAX_PAGE:
+            break
+        before = records[-1].id
+    return found[: query.limit + 1]
+
+
+class _JournalQuery(NamedTuple):
+    """`before` is the number of the last record that is known."""
+
+    limit: int
+    name: str | None
+    before: int | None
+
+
+def _ids(caller: Caller, kind: str) -> OpaqueIds | None:
+    """What a caller knows records by; None: by their numbers."""
+    return OpaqueIds(caller.tenant.salt, kind) if caller.kind == "project" else None
+
+
+def _journal_query(request: Request, ids: OpaqueIds | None) -> _JournalQuery:
+    """`?name=&limit=&before=`: the newest first."""
+    limit, name = int_query(request, "limit", 100), request.query_params.get("name")
+    known = request.query_params.get("before")
+    if ids is None or known is None:
+        return _JournalQuery(limit, name, int_query(request, "before", 0, _MAX_ID) or None)
+    before = ids.number_of(known)
+    if before is None:
+        raise InvalidRequest(f"before is {known[:40]!r}; it is the id of a record of this list", param="before")
+    return _JournalQuery(limit, name, before)
+
+
+def _journal_page(records: Sequence[Event] | Sequence[AuditRecord], limit: int, ids: OpaqueIds | None) -> Response:
+    told = [record_body(record) for record in records[:limit]]
+    if ids is not None:
+        told = [body | {"id": ids.id_of(body["id"])} for body in told]
+    return JSONResponse(page_body(told, has_more=len(records) > limit))

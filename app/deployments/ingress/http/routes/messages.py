@@ -1,0 +1,96 @@
+"""Routes for agents beside chat completions: Anthropic's messages, OpenAI's responses, tokens of a text.
+
+In: an `HttpService`. Out: routes. Rule: an answer is a chat completion in other words: it goes through the same
+frontend, and is let in, limited, counted and metered as one. What only counts or spells tokens asks no engine: it takes
+one request of its caller's limits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from fastapi import FastAPI, Request
+from pydantic_core import to_json
+from starlette.responses import JSONResponse, Response
+
+from app.deployments.ingress.blocks import finished
+from app.deployments.ingress.http.chat_responses import answered, begun, streamed
+from app.deployments.ingress.http.openapi import EVENTS, JSON, takes
+from app.deployments.ingress.http.request_lifecycle import RunningService, counted_if_cancelled, while_connected
+from app.deployments.ingress.http.request_parsing import read_json
+from app.deployments.ingress.http.routes.batches import KeepingService
+from app.deployments.ingress.http.routes.responses import add_response_routes
+from app.deployments.ingress.schemas.messages import CountTokensRequest, MessagesRequest
+from app.deployments.ingress.schemas.request_model import parse_body
+from app.deployments.ingress.schemas.tokenize import DetokenizeRequest, TokenizeRequest
+from app.deployments.ingress.serializers.messages import message_body, message_events
+from app.deployments.ingress.tenants import inference_caller
+from app.deployments.ingress.text_model import beside_if_long
+
+
+def add_agent_routes(app: FastAPI, service: KeepingService) -> None:
+    """Add them."""
+    _add_messages(app, service)
+    add_response_routes(app, service)
+    _add_tokens(app, service)
+
+
+def _add_messages(app: FastAPI, service: RunningService) -> None:
+    @app.post("/v1/messages", openapi_extra=takes(MessagesRequest, answers=(JSON, EVENTS)))
+    async def messages(request: Request) -> Response:
+        """Answer a conversation, as Anthropic does."""
+        body = parse_body(MessagesRequest, await read_json(request, service.frontend.limits.max_body_bytes))
+        job = await begun(request, service, body.chat())
+        if body.stream:
+            return await streamed(request, service, job, "messages", message_events(job, body.model))
+        with counted_if_cancelled(service, "messages", job):
+            blocks, end = await while_connected(request, finished(job))
+        return answered(service, job, "messages", message_body(job, body.model, blocks, end))
+
+    @app.post("/v1/messages/count_tokens", openapi_extra=takes(CountTokensRequest))
+    async def count_tokens(request: Request) -> Response:
+        """How many tokens a conversation's prompt has."""
+        body = parse_body(CountTokensRequest, await read_json(request, service.frontend.limits.max_body_bytes))
+        chat, caller = body.chat(), inference_caller(request)
+        ref = await service.frontend.find_adapter(chat.model, caller, adapters=chat.adapters)
+        async with service.tenancy.one_request(caller, ref):
+            token_ids = await service.frontend.conversation_ids(chat, ref)
+        return JSONResponse({"input_tokens": len(token_ids)}, headers=service.tenancy.headers(caller))
+
+
+def _add_tokens(app: FastAPI, service: RunningService) -> None:
+    @app.post("/tokenize", openapi_extra=takes(TokenizeRequest))
+    async def tokenize(request: Request) -> Response:
+        """Token ids of a text, or of a conversation as an answer's prompt has them."""
+        body = parse_body(TokenizeRequest, await read_json(request, service.frontend.limits.max_body_bytes))
+        frontend, caller = service.frontend, inference_caller(request)
+
+        def told(token_ids: Sequence[int]) -> bytes:
+            text_of = frontend.text_model.token_text
+            strings = [text_of(token_id) for token_id in token_ids] if body.return_token_strs else None
+            fields = {"count": len(token_ids), "max_model_len": frontend.max_context, "tokens": list(token_ids)}
+            return to_json(fields | {"token_strs": strings})
+
+        ref = await frontend.find_adapter(body.model, caller, body.lora_path)
+        async with service.tenancy.one_request(caller, ref):
+            if body.prompt is None:
+                token_ids = await frontend.conversation_ids(body, ref)
+            else:
+                (token_ids,) = await frontend.prompt_ids([body.prompt], "prompt")
+            content = await beside_if_long(len(token_ids), lambda: told(token_ids))
+        return _json(content, service.tenancy.headers(caller))
+
+    @app.post("/detokenize", openapi_extra=takes(DetokenizeRequest))
+    async def detokenize(request: Request) -> Response:
+        """The text of token ids."""
+        body = parse_body(DetokenizeRequest, await read_json(request, service.frontend.limits.max_body_bytes))
+        frontend, caller = service.frontend, inference_caller(request)
+        ref = await frontend.find_adapter(body.model, caller)
+        async with service.tenancy.one_request(caller, ref):
+            (token_ids,) = await frontend.prompt_ids([body.tokens], "tokens")
+            content = await beside_if_long(len(token_ids), lambda: to_json({"prompt": frontend.text_of(token_ids)}))
+        return _json(content, service.tenancy.headers(caller))
+
+
+def _json(content: bytes, headers: Mapping[str, str]) -> Response:
+    return Response(content, media_type="application/json", headers=headers)

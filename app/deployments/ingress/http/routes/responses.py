@@ -1,0 +1,119 @@
+"""/v1/responses: answered, stored where that is asked for, looked up again.
+
+In: a service that keeps responses. Out: routes. Rule: a response is stored when its request says `store`, with the
+whole conversation that it answers, so that `previous_response_id` needs no other; it belongs to the tenant of the key
+that asked, and another tenant's is as if it were not there. `instructions` are a request's own and are not handed on.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Mapping
+from typing import Any
+
+from fastapi import FastAPI, Request
+from starlette.responses import JSONResponse, Response
+
+from app.deployments.ingress.blocks import finished
+from app.deployments.ingress.http.chat_responses import answered, begun, streamed
+from app.deployments.ingress.http.openapi import EVENTS, JSON, takes
+from app.deployments.ingress.http.request_lifecycle import counted_if_cancelled, while_connected
+from app.deployments.ingress.http.request_parsing import page_body, page_query, read_json
+from app.deployments.ingress.http.routes.batches import DAY_S, KeepingService
+from app.deployments.ingress.schemas.request_model import parse_body
+from app.deployments.ingress.schemas.responses import InputTokensRequest, ResponsesRequest
+from app.deployments.ingress.serializers.responses import Keep, response_body, response_events
+from app.deployments.ingress.tenants import inference_caller
+from app.deployments.kept.entries import KeptResponse, absent
+from app.engine.errors import InvalidRequest
+
+#: What OpenAI's client may ask of a stored response. It is told whole, whatever these say.
+_RETRIEVE_QUERY = ("include", "include_obfuscation", "starting_after", "stream")
+
+
+def add_response_routes(app: FastAPI, service: KeepingService) -> None:
+    """Add them."""
+
+    @app.post("/v1/responses", openapi_extra=takes(ResponsesRequest, answers=(JSON, EVENTS), told="Response"))
+    async def responses(request: Request) -> Response:
+        """Answer a conversation, as OpenAI's newer interface does."""
+        body = parse_body(ResponsesRequest, await read_json(request, service.frontend.limits.max_body_bytes))
+        caller = inference_caller(request)
+        if body.previous_response_id is not None:
+            body = body.after(
+                _items(await service.kept.response(body.previous_response_id, tenant_id=caller.tenant_id))
+            )
+        is_stored = service.kept_config.store_responses if body.store is None else body.store
+        stored_id = f"resp_{secrets.token_hex(16)}" if is_stored else None
+        keep = None if stored_id is None else _keep(service, caller.tenant_id, body, stored_id)
+        job = await begun(request, service, body.chat())
+        if body.stream:
+            return await streamed(request, service, job, "responses", response_events(job, body, stored_id, keep))
+        with counted_if_cancelled(service, "responses", job):
+            blocks, end = await while_connected(request, finished(job))
+            told = response_body(job, body, blocks, end, stored_id)
+            if keep is not None:
+                await keep(told)
+        return answered(service, job, "responses", told)
+
+    @app.post("/v1/responses/input_tokens", openapi_extra=takes(InputTokensRequest))
+    async def input_tokens(request: Request) -> Response:
+        """How many tokens the prompt of a response has."""
+        body = parse_body(InputTokensRequest, await read_json(request, service.frontend.limits.max_body_bytes))
+        chat, caller = body.chat(), inference_caller(request)
+        ref = await service.frontend.find_adapter(chat.model, caller, chat.lora_path, adapters=chat.adapters)
+        async with service.tenancy.one_request(caller, ref):
+            token_ids = await service.frontend.conversation_ids(chat, ref)
+        told = {"object": "response.input_tokens", "input_tokens": len(token_ids)}
+        return JSONResponse(told, headers=service.tenancy.headers(caller))
+
+    @app.get("/v1/responses/{response_id}", openapi_extra=takes(None, *_RETRIEVE_QUERY, told="Response"))
+    async def response(request: Request, response_id: str) -> Response:
+        """A stored response."""
+        found = await service.kept.response(response_id, tenant_id=inference_caller(request).tenant_id)
+        return Response(found.body, media_type="application/json")
+
+    @app.delete("/v1/responses/{response_id}")
+    async def delete(request: Request, response_id: str) -> Response:
+        """Forget it."""
+        await service.kept.delete_response(response_id, tenant_id=inference_caller(request).tenant_id)
+        return JSONResponse({"id": response_id, "object": "response", "deleted": True})
+
+    @app.get("/v1/responses/{response_id}/input_items", openapi_extra=takes(None, "limit", "after", "order", "include"))
+    async def input_items(request: Request, response_id: str) -> Response:
+        """The conversation that it answers, newest first unless `order` is asc."""
+        page, order = page_query(request), request.query_params.get("order", "desc")
+        if order not in ("asc", "desc"):
+            raise InvalidRequest(f"order is {order[:20]!r}; it is asc or desc", param="order")
+        found = await service.kept.response(response_id, tenant_id=inference_caller(request).tenant_id)
+        items = json.loads(found.items)[:: 1 if order == "asc" else -1]
+        if page.after is not None:
+            ids = [item["id"] for item in items]
+            if page.after not in ids:
+                raise absent("item", page.after)
+            items = items[ids.index(page.after) + 1 :]
+        return JSONResponse(page_body(items[: page.limit], has_more=len(items) > page.limit))
+
+
+def _items(kept: KeptResponse) -> list[dict[str, Any]]:
+    """A conversation with its answer."""
+    items: list[dict[str, Any]] = json.loads(kept.items)
+    output: list[dict[str, Any]] = json.loads(kept.body)["output"]
+    return items + output
+
+
+def _keep(service: KeepingService, tenant_id: str, body: ResponsesRequest, stored_id: str) -> Keep:
+    config = service.kept_config
+    items = [{"id": f"item_{stored_id}_{number}"} | item for number, item in enumerate(body.items())]
+
+    async def keep(told: Mapping[str, Any]) -> None:
+        await service.kept.keep_response(
+            KeptResponse(stored_id, json.dumps(items), json.dumps(told)),
+            tenant_id=tenant_id,
+            life_s=config.days * DAY_S,
+            max_count=config.max_responses,
+            max_bytes=config.max_response_bytes,
+        )
+
+    return keep
