@@ -25,8 +25,8 @@ from app.deployments.ingress import python_calls
 from app.deployments.ingress.base_text import open_text
 from app.deployments.ingress.batcher import ServeBatcher
 from app.deployments.ingress.http.app import make_app
-from app.deployments.ingress.http.batch_executor import BatchAnswers
-from app.deployments.ingress.http.middleware.origin_check import DoorRules
+from app.deployments.ingress.http.batch_executor import BatchExecutor
+from app.deployments.ingress.http.middleware.origin_check import HttpPolicy
 from app.deployments.ingress.loads import Loads
 from app.deployments.ingress.metrics import IngressMetrics
 from app.deployments.ingress.plain_errors import plain_errors
@@ -91,7 +91,7 @@ class Ingress(AsgiIngress):
             steady_clock=time.monotonic,
         )
         self._service = IngressService(config, parts)
-        self._rules = DoorRules.of(config.http, os.environ)
+        self._rules = HttpPolicy.of(config.http, os.environ)
         self._tasks = Tasks()
         self._tasks.run_forever(
             registry.follow,
@@ -104,7 +104,7 @@ class Ingress(AsgiIngress):
             partial(repeat_gauges, (*metrics.gauges, RefusalCounters(parts.tenancy.limiter))),
             self._service.management.keep_taking_up,
             self._service.activity.keep_telling,
-            self._service.batch_runner(BatchAnswers(self._service).answer, holder).run,
+            self._service.batch_runner(BatchExecutor(self._service).answer, holder).run,
         )
         await store.preload(store_settings(config))
         await registry.complete.wait()  # or the first requests would find no adapter

@@ -8,42 +8,19 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing, contextmanager
-from typing import Any, Protocol
+from typing import Any
 
-from app.deployments.ingress.embeddings import Embedder, EmbeddingsRequest, as_floats, vectors
-from app.deployments.ingress.frontend import Frontend
+from app.deployments.ingress.embeddings import EmbeddingsRequest, as_floats, vectors
 from app.deployments.ingress.job import Job
-from app.deployments.ingress.management import Management
 from app.deployments.ingress.results import generate_result
 from app.deployments.ingress.schemas.openai import GenerateBody
 from app.deployments.ingress.schemas.request_model import parse_body
 from app.deployments.ingress.serializers.loras import adapter_body, unloaded_body
+from app.deployments.ingress.service import IngressService
 from app.deployments.ingress.status import TABLE, ClientGone, error_answer
 from app.deployments.ingress.tenants import handle_caller, load_request
 from app.deployments.registry.entries import CatalogEntry
-from app.deployments.registry.view import RegistryView
 from app.engine.errors import InvalidRequest
-
-
-class CalledService(Protocol):
-    """What these calls need of the ingress."""
-
-    @property
-    def frontend(self) -> Frontend: ...
-
-    @property
-    def embedder(self) -> Embedder: ...
-
-    @property
-    def base_name(self) -> str: ...
-
-    @property
-    def registry(self) -> RegistryView: ...
-
-    @property
-    def management(self) -> Management: ...
-
-    def observe(self, route: str, status: int, job: Job | None) -> None: ...
 
 
 class _Call:
@@ -53,7 +30,7 @@ class _Call:
 
 
 async def generate(
-    service: CalledService,
+    service: IngressService,
     text: str | list[str],
     sampling_params: dict[str, Any] | None,
     adapter: str | list[str | None] | None,
@@ -67,7 +44,7 @@ async def generate(
 
 
 async def stream(
-    service: CalledService, text: str, sampling_params: dict[str, Any] | None, adapter: str | None
+    service: IngressService, text: str, sampling_params: dict[str, Any] | None, adapter: str | None
 ) -> AsyncGenerator[str]:
     """Pieces of one answer's text as they come. Raises as `generate`; InvalidRequest for several answers."""
     with _counted(service) as call:
@@ -84,7 +61,7 @@ async def stream(
 
 
 async def embed(
-    service: CalledService, text: str | list[str], adapter: str | None, pooling: str | None, dimensions: int | None
+    service: IngressService, text: str | list[str], adapter: str | None, pooling: str | None, dimensions: int | None
 ) -> list[float] | list[list[float]]:
     """One vector of length 1 for one text, a list for a list. Raises what `Embedder.job` and the engine raise."""
     fields = {
@@ -96,20 +73,20 @@ async def embed(
     return found[0] if isinstance(text, str) else found
 
 
-def list_adapters(service: CalledService) -> list[dict[str, Any]]:
+def list_adapters(service: IngressService) -> list[dict[str, Any]]:
     """The caller's adapters as this ingress knows them, by name."""
     tenant_id, registry = handle_caller().tenant_id, service.registry
     found = registry.page((CatalogEntry,), limit=max(1, registry.num_adapters), tenant_id=tenant_id)
     return [adapter_body(entry) for entry in found.entries if isinstance(entry, CatalogEntry)]
 
 
-async def load(service: CalledService, name: str, path: str) -> dict[str, Any]:
+async def load(service: IngressService, name: str, path: str) -> dict[str, Any]:
     """Load an adapter; when this returns every ingress serves it. Raises what made it fail."""
     caller = handle_caller()
     return adapter_body((await service.management.store.load_and_wait(load_request(caller, name, path)))[1])
 
 
-async def unload(service: CalledService, name: str) -> dict[str, Any]:
+async def unload(service: IngressService, name: str) -> dict[str, Any]:
     """Unload an adapter; when this returns its rows are free. Raises NotFound, AdapterBusy."""
     caller = handle_caller()
     job, entry = await service.management.unload(name, tenant_id=caller.tenant_id, who=caller.who)
@@ -117,7 +94,7 @@ async def unload(service: CalledService, name: str) -> dict[str, Any]:
 
 
 async def _job(
-    service: CalledService,
+    service: IngressService,
     text: str | list[str],
     sampling_params: dict[str, Any] | None,
     adapter: str | list[str | None] | None,
@@ -127,7 +104,7 @@ async def _job(
 
 
 @contextmanager
-def _counted(service: CalledService) -> Iterator[_Call]:
+def _counted(service: IngressService) -> Iterator[_Call]:
     call, status = _Call(), TABLE[ClientGone].status
     try:
         yield call

@@ -12,7 +12,7 @@ import pytest_asyncio
 from fastapi import FastAPI
 
 from app.deployments.ingress.http.app import make_app
-from app.deployments.ingress.http.middleware.origin_check import DoorRules
+from app.deployments.ingress.http.middleware.origin_check import HttpPolicy
 from app.deployments.ingress.http.openapi import api_routes, openapi
 from tests.deployments.fleet import Fleet
 from tests.deployments.http_service import WRITING_SPEC, Service, writing_text
@@ -55,7 +55,7 @@ async def writing(tmp_path: Path) -> AsyncIterator[Service]:
 @pytest_asyncio.fixture
 async def writer(writing: Service) -> AsyncIterator[httpx.AsyncClient]:
     """A client of it, which looks at answers as `http` does."""
-    app = make_app(writing, DoorRules())
+    app = make_app(writing, HttpPolicy())
     transport = httpx.ASGITransport(app, raise_app_exceptions=False)
     hooks = {"response": [as_described(app)]}
     async with httpx.AsyncClient(transport=transport, base_url="http://test", timeout=20, event_hooks=hooks) as client:
@@ -65,7 +65,7 @@ async def writer(writing: Service) -> AsyncIterator[httpx.AsyncClient]:
 @pytest_asyncio.fixture
 async def http(service: Service) -> AsyncIterator[httpx.AsyncClient]:
     """A client; what it is answered has to be as it is described."""
-    app = make_app(service, DoorRules())
+    app = make_app(service, HttpPolicy())
     transport = httpx.ASGITransport(app, raise_app_exceptions=False)
     hooks = {"response": [as_described(app)]}
     async with httpx.AsyncClient(transport=transport, base_url="http://test", timeout=20, event_hooks=hooks) as client:

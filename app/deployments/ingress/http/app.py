@@ -1,6 +1,6 @@
 """The HTTP surface: routes, bodies, streams and nothing else.
 
-In: an `HttpService` (the ingress). Out: a FastAPI application. Bodies are read with a limit and parsed
+In: an `IngressService` (the ingress). Out: a FastAPI application. Bodies are read with a limit and parsed
 strictly; every error leaves through `status`. The first event of a stream is waited for before
 the status line is sent, so that a refused request has its proper code. A client that goes away cancels
 its work, streaming or not.
@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from typing import Any, Protocol
+from typing import Any
 
 from fastapi import APIRouter, Depends, FastAPI, Request
 from pydantic_core import to_json
@@ -20,28 +20,27 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from app.deployments.ingress.embeddings import Embedder, EmbeddingsRequest, answer, vectors
+from app.deployments.ingress.embeddings import EmbeddingsRequest, answer, vectors
 from app.deployments.ingress.frontend import last_words
 from app.deployments.ingress.http.event_stream import EventStream, sse
 from app.deployments.ingress.http.formats import answer_format
 from app.deployments.ingress.http.management_routes import add_management_routes
-from app.deployments.ingress.http.middleware.auth import Door, Gate
-from app.deployments.ingress.http.middleware.origin_check import DoorRules, Guard
-from app.deployments.ingress.http.middleware.request_log import RequestLog, note_failure, request_id_of
+from app.deployments.ingress.http.middleware.auth import Authenticator, AuthMiddleware
+from app.deployments.ingress.http.middleware.origin_check import HttpPolicy, OriginCheckMiddleware
+from app.deployments.ingress.http.middleware.request_log import RequestLogMiddleware, note_failure, request_id_of
 from app.deployments.ingress.http.openapi import EVENTS, JSON, api_routes, takes
 from app.deployments.ingress.http.query import check_query
 from app.deployments.ingress.http.request_lifecycle import (
     adapter_header,
     counted_if_cancelled,
     first_event,
-    while_connected,
+    run_until_disconnect,
 )
 from app.deployments.ingress.http.request_parsing import MAX_PAGE, PageQuery, page_body, page_query, read_json
 from app.deployments.ingress.http.routes.admin import admin_router
-from app.deployments.ingress.http.routes.batches import KeepingService, add_batch_routes
+from app.deployments.ingress.http.routes.batches import add_batch_routes
 from app.deployments.ingress.http.routes.files import add_file_routes
-from app.deployments.ingress.http.routes.health import AboutService, add_about_routes
-from app.deployments.ingress.http.routes.management import ManagedService
+from app.deployments.ingress.http.routes.health import add_about_routes
 from app.deployments.ingress.http.routes.messages import add_agent_routes
 from app.deployments.ingress.http.routes.uploads import add_upload_route
 from app.deployments.ingress.job import Job
@@ -50,9 +49,9 @@ from app.deployments.ingress.routing.decision import ROUTE_HEADER
 from app.deployments.ingress.schemas.openai import ChatCompletionRequest, CompletionRequest, GenerateBody, RouteBody
 from app.deployments.ingress.schemas.request_model import parse_body
 from app.deployments.ingress.serializers.messages import body_told
-from app.deployments.ingress.serializers.openai import AnswerFormat, TokenOffsets
+from app.deployments.ingress.serializers.openai import ChatSerializer, TokenOffsets
+from app.deployments.ingress.service import IngressService
 from app.deployments.ingress.status import ErrorAnswer, error_answer
-from app.deployments.ingress.tenancy import Tenancy
 from app.deployments.ingress.tenants import Caller, http_caller, inference_caller, visible, visible_page
 from app.deployments.registry.entries import DEFAULT_TENANT, AliasEntry
 from app.deployments.registry.view import Entry
@@ -62,19 +61,7 @@ from app.engine.errors import InvalidRequest, NotFound, PolyloraError
 from app.redaction import without_keys
 
 
-class HttpService(ManagedService, AboutService, KeepingService, Protocol):
-    """What the routes need of the ingress."""
-
-    @property
-    def tenancy(self) -> Tenancy: ...
-
-    @property
-    def embedder(self) -> Embedder: ...
-
-    def observe(self, route: str, status: int, job: Job | None) -> None: ...
-
-
-def make_app(service: HttpService, rules: DoorRules, *, log_requests: bool = False) -> FastAPI:
+def make_app(service: IngressService, rules: HttpPolicy, *, log_requests: bool = False) -> FastAPI:
     """All routes over one service, for those whom the rules let in. log_requests: write each request down."""
     app = FastAPI(
         title="polylora",
@@ -84,15 +71,17 @@ def make_app(service: HttpService, rules: DoorRules, *, log_requests: bool = Fal
         redirect_slashes=False,
         dependencies=[Depends(check_query)],
     )
-    app.add_middleware(Door, gate=Gate(service.tenancy, rules))  # innermost: the last one added is the first asked
+    app.add_middleware(
+        AuthMiddleware, gate=Authenticator(service.tenancy, rules)
+    )  # innermost: the last one added is the first asked
     app.add_middleware(_WithoutLastSlash)
     app.add_middleware(_HeadAsGet)
     if rules.allowed_origins:
         app.add_middleware(
             CORSMiddleware, allow_origins=rules.allowed_origins, allow_methods=["*"], allow_headers=["*"]
         )
-    app.add_middleware(Guard, rules=rules)
-    app.add_middleware(RequestLog, every=log_requests)
+    app.add_middleware(OriginCheckMiddleware, rules=rules)
+    app.add_middleware(RequestLogMiddleware, every=log_requests)
 
     async def refuse(request: Request, error: Exception) -> Response:
         answer = error_answer(error)
@@ -124,7 +113,7 @@ def make_app(service: HttpService, rules: DoorRules, *, log_requests: bool = Fal
     return app
 
 
-def _add_openai_routes(app: FastAPI, service: HttpService) -> None:
+def _add_openai_routes(app: FastAPI, service: IngressService) -> None:
     @app.get("/v1/models", openapi_extra=takes(None, "limit", "after", told="ModelList"))
     async def models(request: Request) -> Response:
         """The base model, adapters and aliases: all of them, or a page."""
@@ -163,7 +152,7 @@ def _add_openai_routes(app: FastAPI, service: HttpService) -> None:
 
 
 async def _respond(
-    request: Request, service: HttpService, body: ChatCompletionRequest | CompletionRequest, job: Job
+    request: Request, service: IngressService, body: ChatCompletionRequest | CompletionRequest, job: Job
 ) -> Response:
     request.state.job = job
     request.state.model = body.model[:160]
@@ -172,7 +161,7 @@ async def _respond(
     headers = adapter_header(job) | service.tenancy.headers(job.caller)
     if not body.stream:
         with counted_if_cancelled(service, route, job):
-            answers = await while_connected(request, job.answers())
+            answers = await run_until_disconnect(request, job.answers())
         service.observe(route, 200, job)
         return JSONResponse(form.body(answers, job.num_per_prompt), headers=headers)
     events = _events(job, form)
@@ -181,20 +170,20 @@ async def _respond(
     return EventStream(first, events, lambda status: service.observe(route, status, job), headers)
 
 
-def _add_embeddings_route(app: FastAPI, service: HttpService) -> None:
+def _add_embeddings_route(app: FastAPI, service: IngressService) -> None:
     @app.post("/v1/embeddings", openapi_extra=takes(EmbeddingsRequest, told="Embeddings"))
     async def embeddings(request: Request) -> Response:
         body = parse_body(EmbeddingsRequest, await read_json(request, service.frontend.limits.max_body_bytes))
         caller, request_id = inference_caller(request), request_id_of(request)
         job = request.state.job = await service.embedder.job(body, caller, request_id)
         with counted_if_cancelled(service, "embeddings", job):
-            found = await while_connected(request, vectors(job))
+            found = await run_until_disconnect(request, vectors(job))
         service.observe("embeddings", 200, job)
         headers = adapter_header(job) | service.tenancy.headers(caller)
         return Response(answer(job, body, found), media_type="application/json", headers=headers)
 
 
-def _add_choice_route(app: FastAPI, service: HttpService) -> None:
+def _add_choice_route(app: FastAPI, service: IngressService) -> None:
     @app.post("/v1/route", openapi_extra=takes(RouteBody))
     async def route(request: Request) -> Response:
         """Which adapters model "auto" would choose, and how near each is; nothing is generated."""
@@ -203,13 +192,13 @@ def _add_choice_route(app: FastAPI, service: HttpService) -> None:
             raise InvalidRequest("give either messages, a conversation, or prompt", param="prompt")
         asked = body.prompt or "" if body.messages is None else last_words(body.messages)
         caller = inference_caller(request)
-        decision = await while_connected(request, service.frontend.chooser.choose(asked, caller, body.routing))
+        decision = await run_until_disconnect(request, service.frontend.chooser.choose(asked, caller, body.routing))
         service.observe("route", 200, None)
         headers = {ROUTE_HEADER: decision.header} | service.tenancy.headers(caller)
         return JSONResponse({"object": "route"} | decision.body(), headers=headers)
 
 
-async def _events(job: Job, form: AnswerFormat) -> AsyncGenerator[bytes]:
+async def _events(job: Job, form: ChatSerializer) -> AsyncGenerator[bytes]:
     offsets = [TokenOffsets(form.text_bytes) for _ in job.requests]
     started = [not form.is_chat] * len(job.requests)
     readers = [form.reader(index) for index in range(len(job.requests))]
@@ -233,7 +222,7 @@ async def _events(job: Job, form: AnswerFormat) -> AsyncGenerator[bytes]:
         yield sse(form.usage_event(job.usages, job.num_per_prompt))
 
 
-def _add_generate_route(app: FastAPI, service: HttpService) -> None:
+def _add_generate_route(app: FastAPI, service: IngressService) -> None:
     @app.post("/generate", openapi_extra=takes(GenerateBody, told="Results"))
     async def generate(request: Request) -> Response:
         """Continue texts, each with an adapter of its own or none."""
@@ -241,14 +230,14 @@ def _add_generate_route(app: FastAPI, service: HttpService) -> None:
         caller, request_id = inference_caller(request), request_id_of(request)
         job = request.state.job = await service.frontend.generate(body, caller, request_id)
         with counted_if_cancelled(service, "generate", job):
-            answers = await while_connected(request, job.answers())
+            answers = await run_until_disconnect(request, job.answers())
         service.observe("generate", 200, job)
         results = [generate_result(job, index, answer) for index, answer in enumerate(answers)]
         is_single = isinstance(body.text, str) and body.sampling_params.n == 1
         return JSONResponse(results[0] if is_single else results, headers=service.tenancy.headers(caller))
 
 
-def model_page(service: HttpService, page: PageQuery, caller: Caller) -> dict[str, Any]:
+def model_page(service: IngressService, page: PageQuery, caller: Caller) -> dict[str, Any]:
     """The base, then adapters and aliases by name: those that the caller may use."""
     data = [base_model(service)] if page.after is None and caller.tenant.may_use(service.base_name) else []
     after = None if page.after == service.base_name else page.after
@@ -257,7 +246,7 @@ def model_page(service: HttpService, page: PageQuery, caller: Caller) -> dict[st
     return page_body(data, has_more=found.has_more)
 
 
-async def all_models(service: HttpService, after: str | None, caller: Caller) -> AsyncGenerator[bytes]:
+async def all_models(service: IngressService, after: str | None, caller: Caller) -> AsyncGenerator[bytes]:
     """The JSON of `model_page`'s list without an end: the official client takes one page for all there are.
 
     Other requests go on between its parts.
@@ -279,7 +268,7 @@ async def all_models(service: HttpService, after: str | None, caller: Caller) ->
     )
 
 
-def base_model(service: HttpService) -> dict[str, Any]:
+def base_model(service: IngressService) -> dict[str, Any]:
     return {
         "id": service.base_name,
         "object": "model",
@@ -291,7 +280,7 @@ def base_model(service: HttpService) -> dict[str, Any]:
     }
 
 
-def model_of(service: HttpService, entry: Entry, caller: Caller) -> dict[str, Any]:
+def model_of(service: IngressService, entry: Entry, caller: Caller) -> dict[str, Any]:
     """As vLLM lists them: `parent` is the base; `root` is an alias's main target, or where an adapter comes from.
 
     An adapter that is activated says by which tokens. A place on this server is no client's business, nor is where

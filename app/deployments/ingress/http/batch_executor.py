@@ -8,18 +8,19 @@ from __future__ import annotations
 
 import json
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 from app.deployments.ingress.batches.runner import is_passing
 from app.deployments.ingress.blocks import finished
-from app.deployments.ingress.embeddings import Embedder, EmbeddingsRequest, answer, vectors
+from app.deployments.ingress.embeddings import EmbeddingsRequest, answer, vectors
 from app.deployments.ingress.http.formats import answer_format
-from app.deployments.ingress.http.request_lifecycle import RunningService, counted_if_cancelled
+from app.deployments.ingress.http.request_lifecycle import counted_if_cancelled
 from app.deployments.ingress.job import Job
 from app.deployments.ingress.schemas.openai import ChatCompletionRequest, CompletionRequest
 from app.deployments.ingress.schemas.request_model import parse_body
 from app.deployments.ingress.schemas.responses import ResponsesRequest
 from app.deployments.ingress.serializers.responses import response_body
+from app.deployments.ingress.service import IngressService
 from app.deployments.ingress.status import error_answer
 from app.deployments.ingress.tenants import Caller
 from app.engine.errors import InvalidRequest
@@ -28,17 +29,10 @@ from app.engine.errors import InvalidRequest
 _Begun: TypeAlias = tuple[Job, Callable[[], Awaitable[dict[str, Any]]]]
 
 
-class AnsweringService(RunningService, Protocol):
-    """What requests of batches need of the ingress."""
-
-    @property
-    def embedder(self) -> Embedder: ...
-
-
-class BatchAnswers:
+class BatchExecutor:
     """One per ingress."""
 
-    def __init__(self, service: AnsweringService) -> None:
+    def __init__(self, service: IngressService) -> None:
         self._service = service
 
     async def answer(

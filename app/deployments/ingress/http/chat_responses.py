@@ -15,7 +15,6 @@ from starlette.responses import JSONResponse, Response
 from app.deployments.ingress.http.event_stream import EventStream
 from app.deployments.ingress.http.middleware.request_log import request_id_of
 from app.deployments.ingress.http.request_lifecycle import (
-    RunningService,
     adapter_header,
     counted_if_cancelled,
     first_event,
@@ -23,11 +22,12 @@ from app.deployments.ingress.http.request_lifecycle import (
 from app.deployments.ingress.job import Job
 from app.deployments.ingress.schemas.openai import ChatCompletionRequest
 from app.deployments.ingress.serializers.messages import error_event
+from app.deployments.ingress.service import IngressService
 from app.deployments.ingress.tenants import inference_caller
 from app.engine.errors import InvalidRequest
 
 
-async def begun(request: Request, service: RunningService, chat: ChatCompletionRequest) -> Job:
+async def start_task(request: Request, service: IngressService, chat: ChatCompletionRequest) -> Job:
     """The job of a conversation. Raises what `Frontend.chat` does, with fields as this route's clients call them."""
     try:
         job = await service.frontend.chat(chat, inference_caller(request), request_id_of(request))
@@ -47,14 +47,14 @@ _RESPONSES_NAMES = {
 }
 
 
-def answered(service: RunningService, job: Job, route: str, body: dict[str, Any]) -> Response:
+def json_response(service: IngressService, job: Job, route: str, body: dict[str, Any]) -> Response:
     """A whole answer, counted."""
     service.observe(route, 200, job)
     return JSONResponse(body, headers=adapter_header(job) | service.tenancy.headers(job.caller))
 
 
-async def streamed(
-    request: Request, service: RunningService, job: Job, route: str, events: AsyncGenerator[bytes]
+async def stream_response(
+    request: Request, service: IngressService, job: Job, route: str, events: AsyncGenerator[bytes]
 ) -> Response:
     """A stream; what is refused before its first event is raised."""
     with counted_if_cancelled(service, route, job):

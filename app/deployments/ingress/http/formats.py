@@ -1,21 +1,21 @@
 """The envelope of a completion's answer, from its request.
 
-In: a request's body and its job. Out: its `AnswerFormat`. Rule: nothing is decided here.
+In: a request's body and its job. Out: its `ChatSerializer`. Rule: nothing is decided here.
 """
 
 from __future__ import annotations
 
 from app.deployments.ingress.job import Job
 from app.deployments.ingress.schemas.openai import ChatCompletionRequest, CompletionRequest
-from app.deployments.ingress.serializers.openai import AnswerFormat
+from app.deployments.ingress.serializers.openai import ChatSerializer
 from app.deployments.ingress.text_model import TextModel
 from app.deployments.ingress.token_answers import token_answers
 
 
-def answer_format(model: TextModel, body: ChatCompletionRequest | CompletionRequest, job: Job) -> AnswerFormat:
+def answer_format(model: TextModel, body: ChatCompletionRequest | CompletionRequest, job: Job) -> ChatSerializer:
     """Of one request's answers."""
     is_chat = isinstance(body, ChatCompletionRequest)
-    return AnswerFormat(
+    return ChatSerializer(
         is_chat=is_chat,
         request_id=job.request_id,
         created=int(job.requests[0].arrival_s),

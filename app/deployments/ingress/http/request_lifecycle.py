@@ -9,32 +9,19 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Iterator
 from contextlib import contextmanager
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from fastapi import Request
 
-from app.deployments.ingress.frontend import Frontend
 from app.deployments.ingress.job import Job
 from app.deployments.ingress.routing.decision import ROUTE_HEADER
+from app.deployments.ingress.service import IngressService
 from app.deployments.ingress.status import TABLE, ClientGone
-from app.deployments.ingress.tenancy import Tenancy
 
 T = TypeVar("T")
 
 #: Which adapter answered, "name@generation": an alias may have chosen it; and the digest of its contents.
 ADAPTER_HEADER, DIGEST_HEADER = "X-Polylora-Adapter", "X-Polylora-Adapter-Digest"
-
-
-class RunningService(Protocol):
-    """What routes that generate need of the ingress."""
-
-    @property
-    def frontend(self) -> Frontend: ...
-
-    @property
-    def tenancy(self) -> Tenancy: ...
-
-    def observe(self, route: str, status: int, job: Job | None) -> None: ...
 
 
 def adapter_header(job: Job) -> dict[str, str]:
@@ -47,7 +34,7 @@ def adapter_header(job: Job) -> dict[str, str]:
 
 
 @contextmanager
-def counted_if_cancelled(service: RunningService, route: str, job: Job) -> Iterator[None]:
+def counted_if_cancelled(service: IngressService, route: str, job: Job) -> Iterator[None]:
     """Serve cancels the task of a client that has left: no error handler hears of that, and the job has ended."""
     try:
         yield
@@ -56,7 +43,7 @@ def counted_if_cancelled(service: RunningService, route: str, job: Job) -> Itera
         raise
 
 
-async def while_connected(request: Request, work: Awaitable[T]) -> T:
+async def run_until_disconnect(request: Request, work: Awaitable[T]) -> T:
     """The result of `work`; if the client goes away first, cancels it and raises ClientGone."""
     task = asyncio.ensure_future(work)
     leaving = asyncio.ensure_future(_disconnected(request))
@@ -73,12 +60,12 @@ async def while_connected(request: Request, work: Awaitable[T]) -> T:
 
 
 async def first_event(request: Request, events: AsyncGenerator[bytes]) -> bytes:
-    """The first event, `while_connected`; if nobody gets it the events are closed, and with them what computes them.
+    """The first event, unless the client leaves before it: then the events are closed, and what computes them.
 
     It may have come in the very moment in which its task is cancelled: then nobody would ask for the next one.
     """
     try:
-        return await while_connected(request, anext(events))
+        return await run_until_disconnect(request, anext(events))
     except BaseException:
         await events.aclose()
         raise

@@ -43,7 +43,7 @@ class TokenOffsets:
 
 
 @dataclass(frozen=True, slots=True)
-class AnswerFormat:
+class ChatSerializer:
     """The envelope of one request's answers: /v1/chat/completions or /v1/completions."""
 
     is_chat: bool

@@ -15,7 +15,7 @@ import httpx
 import pytest_asyncio
 
 from app.deployments.ingress.http.app import make_app
-from app.deployments.ingress.http.middleware.origin_check import DoorRules
+from app.deployments.ingress.http.middleware.origin_check import HttpPolicy
 from app.deployments.tenants.key_material import key_digest, new_key
 from tests.deployments.http_service import Service
 
@@ -154,13 +154,13 @@ class Clients(NamedTuple):
 
 @pytest_asyncio.fixture
 async def clients(service: Service) -> AsyncIterator[Clients]:
-    def client(rules: DoorRules) -> httpx.AsyncClient:
+    def client(rules: HttpPolicy) -> httpx.AsyncClient:
         transport = httpx.ASGITransport(make_app(service, rules), raise_app_exceptions=False)
         return httpx.AsyncClient(transport=transport, base_url="http://test", timeout=20)
 
     async with (
-        client(DoorRules(auth="open")) as free,
-        client(DoorRules(auth="keys", admin_digest=key_digest(ADMIN_KEY))) as keyed,
+        client(HttpPolicy(auth="open")) as free,
+        client(HttpPolicy(auth="keys", admin_digest=key_digest(ADMIN_KEY))) as keyed,
     ):
         project = (await keyed.post(f"{ORG}/projects", json={"name": "p"}, headers=ADMIN)).json()
         path = f"{ORG}/projects/{project['id']}/service_accounts"

@@ -14,7 +14,7 @@ from openai import AsyncOpenAI
 from app.config import AppConfig, PriceConfig
 from app.deployments.ingress import python_calls
 from app.deployments.ingress.http.app import make_app
-from app.deployments.ingress.http.middleware.origin_check import DoorRules
+from app.deployments.ingress.http.middleware.origin_check import HttpPolicy
 from app.deployments.ingress.tenancy import duration
 from app.deployments.tenants.limiter import Refused
 from app.deployments.tenants.limits import NANOS_PER_CENT, Meter
@@ -87,7 +87,7 @@ def test_every_route_that_takes_a_body_is_known(service_routes: set[str]) -> Non
 
 @pytest_asyncio.fixture
 async def service_routes(service: Service) -> set[str]:
-    app: Any = make_app(service, DoorRules())
+    app: Any = make_app(service, HttpPolicy())
     return {route.path for route in app.routes if {"POST", "PUT"} & getattr(route, "methods", set())}
 
 

@@ -16,7 +16,7 @@ from openai.resources.admin.organization import admin_api_keys, audit_logs, proj
 from openai.resources.admin.organization.projects import api_keys, rate_limits, service_accounts, spend_limit
 
 from app.deployments.ingress.http.app import make_app
-from app.deployments.ingress.http.middleware.origin_check import DoorRules
+from app.deployments.ingress.http.middleware.origin_check import HttpPolicy
 from app.deployments.ingress.http.openapi import api_routes, query_of
 from app.deployments.ingress.http.query import ASKING_PATHS
 from tests.deployments.http_service import Service
@@ -114,7 +114,7 @@ async def test_what_the_official_client_writes_is_taken(transport: httpx.AsyncCl
 
 
 def routes_of(service: Service) -> list[APIRoute]:
-    return list(api_routes(make_app(service, DoorRules()).routes))
+    return list(api_routes(make_app(service, HttpPolicy()).routes))
 
 
 def _queries() -> Iterator[tuple[str, list[str]]]:

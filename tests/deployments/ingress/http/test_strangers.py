@@ -12,8 +12,8 @@ import pytest
 
 from app.deployments.ingress.compositions import ComposeBody
 from app.deployments.ingress.http.app import make_app
-from app.deployments.ingress.http.batch_executor import BatchAnswers
-from app.deployments.ingress.http.middleware.origin_check import DoorRules
+from app.deployments.ingress.http.batch_executor import BatchExecutor
+from app.deployments.ingress.http.middleware.origin_check import HttpPolicy
 from app.deployments.ingress.http.openapi import api_routes
 from app.deployments.ingress.schemas.request_model import parse_body
 from app.deployments.ingress.tenants import handle_caller
@@ -81,7 +81,7 @@ ELSEWHERE = {
 
 
 def test_every_route_with_a_name_in_its_path_is_asked(service: Any) -> None:
-    routes: Any = make_app(service, DoorRules()).routes
+    routes: Any = make_app(service, HttpPolicy()).routes
     named = {route.path for route in api_routes(routes) if "{" in route.path}
     managing = {path for path in named if path.startswith(("/v1/organization", "/v1/tenants"))}
     asked = {path.replace("NAME", "{name}") for _, path, _ in ASKED}
@@ -107,7 +107,7 @@ async def test_anothers_name_is_as_one_that_nobody_has(org: Org) -> None:
 
 
 async def test_in_a_batch_anothers_name_is_as_one_that_nobody_has(org: Org) -> None:
-    runner = org.service.batch_runner(BatchAnswers(org.service).answer, "here", write_s=0.01)
+    runner = org.service.batch_runner(BatchExecutor(org.service).answer, "here", write_s=0.01)
     working = asyncio.create_task(runner.run())
     url, said = "/v1/chat/completions", []
     for name in ("secret", "nobody"):

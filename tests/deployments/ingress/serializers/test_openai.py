@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from app.deployments.ingress.job import Answer
-from app.deployments.ingress.serializers.openai import AnswerFormat, TokenOffsets
+from app.deployments.ingress.serializers.openai import ChatSerializer, TokenOffsets
 from app.deployments.ingress.text import TextDelta
 from app.engine.request import TokenLogprobs
 
@@ -17,8 +17,8 @@ TOKENS = (b"See ", b"\xe6", b"\xbc", b"\xa2", b"\xe5", b"!", b"<|im_end|>")
 SPECIAL = 6
 
 
-def answer_format(*, is_chat: bool = False) -> AnswerFormat:
-    return AnswerFormat(
+def answer_format(*, is_chat: bool = False) -> ChatSerializer:
+    return ChatSerializer(
         is_chat=is_chat,
         request_id="cmpl-1",
         created=0,
@@ -76,7 +76,7 @@ def test_a_stream_has_the_same_offsets_wherever_it_is_cut(cut: int) -> None:
 
 def test_the_likeliest_of_tokens_with_one_text_is_told_and_the_drawn_one_always() -> None:
     """Two token ids may have the same text; a dictionary has it once."""
-    form = AnswerFormat(
+    form = ChatSerializer(
         is_chat=False,
         request_id="cmpl-1",
         created=0,

@@ -13,7 +13,7 @@ from starlette.requests import HTTPConnection
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from app.deployments.ingress.http.middleware.origin_check import DoorRules
+from app.deployments.ingress.http.middleware.origin_check import HttpPolicy
 from app.deployments.ingress.serializers.messages import body_told, is_messages
 from app.deployments.ingress.status import InvalidApiKey, error_answer
 from app.deployments.ingress.tenancy import Tenancy
@@ -31,10 +31,10 @@ FREE_PATHS = frozenset({"/health", "/readyz", "/livez"})
 ENVIRONMENT_KEY = "key_environment"
 
 
-class Gate:
+class Authenticator:
     """Says who a request's sender is."""
 
-    def __init__(self, tenancy: Tenancy, rules: DoorRules) -> None:
+    def __init__(self, tenancy: Tenancy, rules: HttpPolicy) -> None:
         self._tenancy = tenancy
         self._rules = rules
 
@@ -121,10 +121,10 @@ def _operator(request: HTTPConnection) -> Caller:
     return Caller(DEFAULT_TENANT, f"management token, {address_of(request)}", PUBLIC, "", "operator")
 
 
-class Door:
+class AuthMiddleware:
     """ASGI middleware: every request behind it has a caller in its state."""
 
-    def __init__(self, app: ASGIApp, gate: Gate) -> None:
+    def __init__(self, app: ASGIApp, gate: Authenticator) -> None:
         self._app = app
         self._gate = gate
 

@@ -43,7 +43,7 @@ _READING = ("GET", "HEAD", "OPTIONS")
 
 
 @dataclass(frozen=True, slots=True)
-class DoorRules:
+class HttpPolicy:
     """`allowed_origins`, `allowed_hosts`: beside the service's own. `auth`: when a request needs an API key.
 
     `token_digest`, `admin_digest`: the SHA-256 of what management asks for, and of the environment's admin key.
@@ -60,7 +60,7 @@ class DoorRules:
     admin_digest: str | None = None
 
     @classmethod
-    def of(cls, config: HttpConfig, environ: Mapping[str, str]) -> DoorRules:
+    def of(cls, config: HttpConfig, environ: Mapping[str, str]) -> HttpPolicy:
         """Raises ConfigError if a token is asked for and none is set, or for an admin key that is none."""
         token_digest = environment_digest(environ, MANAGEMENT_TOKEN)
         if config.management == "token" and token_digest is None:
@@ -131,10 +131,10 @@ class DoorRules:
         return _is_loopback(scope.get("client")) and (self.sees_clients or _is_loopback(scope.get("server")))
 
 
-class Guard:
+class OriginCheckMiddleware:
     """ASGI middleware: refuses what `check_site` refuses, in the shape of every other error."""
 
-    def __init__(self, app: ASGIApp, rules: DoorRules) -> None:
+    def __init__(self, app: ASGIApp, rules: HttpPolicy) -> None:
         self._app = app
         self._rules = rules
 

@@ -36,7 +36,7 @@ def note_failure(request: Request, message: str) -> None:
     request.state.failure = message
 
 
-class RequestLog:
+class RequestLogMiddleware:
     """ASGI middleware, the outermost. `every`: also requests that went well. `clock` gives seconds."""
 
     def __init__(self, app: ASGIApp, every: bool, clock: Callable[[], float] = time.monotonic) -> None:

@@ -7,18 +7,17 @@ OpenAI's specification (`client.admin.organization`). Rule: every route here ask
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from fastapi import APIRouter, Depends, Request
 from starlette.responses import JSONResponse, Response
 
-from app.deployments.ingress.frontend import Frontend
 from app.deployments.ingress.http.openapi import takes
 from app.deployments.ingress.http.request_parsing import int_query, list_query, page_body, read_json
 from app.deployments.ingress.http.routes.usage import add_spend_routes, add_usage_routes
 from app.deployments.ingress.schemas import admin as bodies
 from app.deployments.ingress.schemas.request_model import BodyT, parse_body
-from app.deployments.ingress.tenancy import Tenancy
+from app.deployments.ingress.service import IngressService
 from app.deployments.ingress.tenants import admin_caller
 from app.deployments.tenants.client import TenantsClient
 from app.deployments.tenants.entries import (
@@ -41,20 +40,7 @@ _AUDIT_QUERY = (
 )  # fmt: skip
 
 
-class AdministeredService(Protocol):
-    """What these routes need of the ingress."""
-
-    @property
-    def frontend(self) -> Frontend: ...
-
-    @property
-    def base_name(self) -> str: ...
-
-    @property
-    def tenancy(self) -> Tenancy: ...
-
-
-def admin_router(service: AdministeredService) -> APIRouter:
+def admin_router(service: IngressService) -> APIRouter:
     """All of them."""
     routes = APIRouter(prefix="/v1/organization", dependencies=[Depends(admin_caller)])
     _add_project_routes(routes, service)
@@ -73,7 +59,7 @@ def admin_router(service: AdministeredService) -> APIRouter:
     return both
 
 
-async def _body(kind: type[BodyT], request: Request, service: AdministeredService) -> BodyT:
+async def _body(kind: type[BodyT], request: Request, service: IngressService) -> BodyT:
     return parse_body(kind, await read_json(request, service.frontend.limits.max_body_bytes))
 
 
@@ -101,7 +87,7 @@ async def _page(
     return JSONResponse(page_body([body(item) for item in found[:limit]], has_more=len(found) > limit))
 
 
-def _add_project_routes(routes: APIRouter, service: AdministeredService) -> None:
+def _add_project_routes(routes: APIRouter, service: IngressService) -> None:
     owner = service.tenancy.owner
 
     @routes.get("/projects", openapi_extra=takes(None, "limit", "after", "include_archived"))
@@ -133,7 +119,7 @@ def _add_project_routes(routes: APIRouter, service: AdministeredService) -> None
         return JSONResponse(bodies.project_body(await owner.archive_project(project_id, actor=_actor(request))))
 
 
-def _add_account_routes(routes: APIRouter, service: AdministeredService) -> None:
+def _add_account_routes(routes: APIRouter, service: IngressService) -> None:
     owner = service.tenancy.owner
 
     @routes.get("/projects/{project_id}/service_accounts", openapi_extra=takes(None, "limit", "after"))
@@ -184,7 +170,7 @@ def _add_account_routes(routes: APIRouter, service: AdministeredService) -> None
         return JSONResponse(bodies.issued_body(issued), headers={"Cache-Control": "no-store"})
 
 
-def _add_key_routes(routes: APIRouter, service: AdministeredService) -> None:
+def _add_key_routes(routes: APIRouter, service: IngressService) -> None:
     owner = service.tenancy.owner
 
     @routes.get("/projects/{project_id}/api_keys", openapi_extra=takes(None, "limit", "after", "owner_project_access"))
@@ -219,7 +205,7 @@ async def _key_body(owner: TenantsClient, key: ApiKey) -> dict[str, Any]:
     return bodies.key_body(key, await owner.account(key.project_id, key.service_account_id))
 
 
-def _add_right_routes(routes: APIRouter, service: AdministeredService) -> None:
+def _add_right_routes(routes: APIRouter, service: IngressService) -> None:
     owner = service.tenancy.owner
 
     @routes.get("/projects/{project_id}/model_permissions")
@@ -265,7 +251,7 @@ def _add_right_routes(routes: APIRouter, service: AdministeredService) -> None:
         return JSONResponse(bodies.rate_limit_body(model, tenant.limits.rates.get(model, RateLimit())))
 
 
-def _add_admin_key_routes(routes: APIRouter, service: AdministeredService) -> None:
+def _add_admin_key_routes(routes: APIRouter, service: IngressService) -> None:
     owner = service.tenancy.owner
 
     @routes.get("/admin_api_keys", openapi_extra=takes(None, "limit", "after", "order"))
@@ -296,7 +282,7 @@ def _add_admin_key_routes(routes: APIRouter, service: AdministeredService) -> No
         return _deleted("organization.admin_api_key.deleted", key_id)
 
 
-def _add_audit_routes(routes: APIRouter, service: AdministeredService) -> None:
+def _add_audit_routes(routes: APIRouter, service: IngressService) -> None:
     owner = service.tenancy.owner
 
     @routes.get("/audit_logs", openapi_extra=takes(None, *_AUDIT_QUERY))
@@ -323,7 +309,7 @@ def _audit_id(request: Request, name: str) -> int | None:
     return int(number)
 
 
-def _add_tenant_routes(routes: APIRouter, service: AdministeredService) -> None:
+def _add_tenant_routes(routes: APIRouter, service: IngressService) -> None:
     owner = service.tenancy.owner
 
     async def answer(tenant: Tenant) -> Response:

@@ -12,9 +12,10 @@ from starlette.responses import JSONResponse, Response
 
 from app.deployments.ingress.http.openapi import takes
 from app.deployments.ingress.http.request_parsing import page_body
-from app.deployments.ingress.http.routes.management import ManagedService, body_of, page_of
+from app.deployments.ingress.http.routes.management import body_of, page_of
 from app.deployments.ingress.schemas.request_model import Body
 from app.deployments.ingress.serializers.loras import alias_body, alias_version_body
+from app.deployments.ingress.service import IngressService
 from app.deployments.ingress.tenants import http_caller
 from app.deployments.registry.entries import AliasEntry
 from app.engine.errors import NotFound
@@ -34,7 +35,7 @@ class RollbackBody(Body):
     version: int | None = Field(default=None, ge=1, lt=2**31)
 
 
-def add_alias_routes(routes: APIRouter, service: ManagedService) -> None:
+def add_alias_routes(routes: APIRouter, service: IngressService) -> None:
     """All of /v1/aliases."""
 
     @routes.get("/v1/aliases", openapi_extra=takes(None, "limit", "after"))

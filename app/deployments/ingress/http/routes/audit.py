@@ -14,9 +14,9 @@ from starlette.responses import JSONResponse, Response
 
 from app.deployments.ingress.http.openapi import takes
 from app.deployments.ingress.http.request_parsing import MAX_PAGE, int_query, page_body
-from app.deployments.ingress.http.routes.management import ManagedService
 from app.deployments.ingress.opaque_ids import OpaqueIds
 from app.deployments.ingress.serializers.loras import job_body, record_body
+from app.deployments.ingress.service import IngressService
 from app.deployments.ingress.tenants import Caller, http_caller
 from app.deployments.registry.entries import AuditRecord, Event
 from app.deployments.store.client import StoreClient
@@ -33,7 +33,7 @@ OWN_EVENTS = frozenset({
 })  # fmt: skip
 
 
-def add_journal_routes(routes: APIRouter, service: ManagedService) -> None:
+def add_journal_routes(routes: APIRouter, service: IngressService) -> None:
     """Status, jobs, events and the audit."""
 
     @routes.get("/v1/status")

@@ -7,38 +7,22 @@ tenant's is as if it were not there. Who works on batches is another's business 
 from __future__ import annotations
 
 import json
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from fastapi import FastAPI, Request
 from pydantic import Field
 from starlette.responses import JSONResponse, Response
 
-from app.config import KeptConfig
 from app.deployments.ingress.http.openapi import takes
-from app.deployments.ingress.http.request_lifecycle import RunningService
 from app.deployments.ingress.http.request_parsing import page_body, page_query, read_json
 from app.deployments.ingress.schemas.request_model import Body, Metadata, parse_body
+from app.deployments.ingress.service import IngressService
 from app.deployments.ingress.tenants import inference_caller
-from app.deployments.kept.client import KeptClient
 from app.deployments.kept.entries import Batch, NewBatch
 
 DAY_S = 86_400.0
 #: From an hour to 30 days, as OpenAI has it.
 MIN_LIFE_S, MAX_LIFE_S = 3600, 2_592_000
-
-
-class KeepingService(RunningService, Protocol):
-    """What routes of kept things need of the ingress."""
-
-    @property
-    def kept(self) -> KeptClient: ...
-
-    @property
-    def kept_config(self) -> KeptConfig: ...
-
-    def wake_batches(self) -> None:
-        """A new batch is there to be worked on."""
-        ...
 
 
 class ExpiresAfter(Body):
@@ -56,7 +40,7 @@ class BatchBody(Body):
     output_expires_after: ExpiresAfter | None = None
 
 
-def add_batch_routes(app: FastAPI, service: KeepingService) -> None:
+def add_batch_routes(app: FastAPI, service: IngressService) -> None:
     """Add them."""
 
     @app.post("/v1/batches", openapi_extra=takes(BatchBody))

@@ -12,9 +12,10 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 from app.config import TrafficWeight
 from app.deployments.ingress.http.openapi import TEXT, takes
-from app.deployments.ingress.http.routes.management import ManagedService, body_of, unloaded_answer
+from app.deployments.ingress.http.routes.management import body_of, unloaded_answer
 from app.deployments.ingress.schemas.request_model import Body
 from app.deployments.ingress.serializers.loras import adapter_body, job_body
+from app.deployments.ingress.service import IngressService
 from app.deployments.ingress.tenants import Caller, http_caller, load_request
 from app.engine.errors import InvalidRequest, NotFound
 
@@ -52,7 +53,7 @@ class UnloadLoraBody(Body):
     base_model: str | None = None
 
 
-def add_load_routes(routes: APIRouter, service: ManagedService) -> None:
+def add_load_routes(routes: APIRouter, service: IngressService) -> None:
     """Spellings of other servers: they answer when the work is done."""
 
     @routes.post("/v1/load_lora_adapter", openapi_extra=takes(LoadAdapterBody, answers=(TEXT,)))
@@ -98,7 +99,7 @@ def add_load_routes(routes: APIRouter, service: ManagedService) -> None:
         return await unloaded_answer(request, service, body.lora_model, done)
 
 
-def _is_loaded(service: ManagedService, name: str, caller: Caller) -> bool:
+def _is_loaded(service: IngressService, name: str, caller: Caller) -> bool:
     entry = service.registry.adapter(name, caller.tenant_id)
     return entry is not None and entry.is_read
 
@@ -110,6 +111,6 @@ def _dynamo_source(body: LoadLoraBody, caller: Caller) -> str:
     return f"hf://{body.lora_path}" if _ON_HUB.fullmatch(body.lora_path) else body.lora_path
 
 
-def _check_base(service: ManagedService, base_model: str | None) -> None:
+def _check_base(service: IngressService, base_model: str | None) -> None:
     if base_model not in (None, service.base_name):
         raise NotFound(f"there is no base model {base_model[:80]!r} here; this server's is {service.base_name!r}")

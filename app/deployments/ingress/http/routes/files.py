@@ -17,7 +17,8 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from app.deployments.ingress.http.openapi import BYTES, takes, takes_bytes
 from app.deployments.ingress.http.request_parsing import page_body, page_query
-from app.deployments.ingress.http.routes.batches import DAY_S, MAX_LIFE_S, MIN_LIFE_S, KeepingService
+from app.deployments.ingress.http.routes.batches import DAY_S, MAX_LIFE_S, MIN_LIFE_S
+from app.deployments.ingress.service import IngressService
 from app.deployments.ingress.status import BodyTooLarge, ClientGone, UnknownContentType
 from app.deployments.ingress.tenants import inference_caller
 from app.deployments.kept.entries import KeptFile, no_purpose
@@ -31,7 +32,7 @@ MAX_UPLOADS = 8
 FORM_BYTES = 64 << 10
 
 
-def add_file_routes(app: FastAPI, service: KeepingService) -> None:
+def add_file_routes(app: FastAPI, service: IngressService) -> None:
     """Add them."""
     num_running = 0
 
@@ -127,7 +128,7 @@ async def _form(request: Request, max_bytes: int) -> FormData:
         raise ClientGone("the client went away before its file was here") from None
 
 
-async def _kept(form: FormData, service: KeepingService, tenant_id: str) -> KeptFile:
+async def _kept(form: FormData, service: IngressService, tenant_id: str) -> KeptFile:
     config = service.kept_config
     upload, purpose = form.get("file"), form.get("purpose")
     if unknown := sorted(set(form) - {"file", "purpose", "expires_after[anchor]", "expires_after[seconds]"}):
@@ -165,7 +166,7 @@ def _life_s(form: FormData) -> float:
     return float(text)
 
 
-async def _parts(service: KeepingService, file_id: str, tenant_id: str) -> AsyncGenerator[bytes]:
+async def _parts(service: IngressService, file_id: str, tenant_id: str) -> AsyncGenerator[bytes]:
     number = 0
     while (part := await service.kept.file_part(file_id, number, tenant_id=tenant_id)) is not None:
         if part:

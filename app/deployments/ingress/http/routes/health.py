@@ -11,12 +11,11 @@ it is not there.
 
 from __future__ import annotations
 
-from typing import Protocol
-
 from fastapi import FastAPI
 from starlette.responses import JSONResponse, Response
 
 from app.deployments.ingress.http.openapi import openapi
+from app.deployments.ingress.service import IngressService
 from app.engine.errors import NotReady
 from app.release import version
 
@@ -24,19 +23,7 @@ from app.release import version
 RETRY_AFTER_S = 2.0
 
 
-class AboutService(Protocol):
-    """What these routes need of the ingress."""
-
-    @property
-    def base_name(self) -> str: ...
-
-    def is_ready(self) -> bool: ...
-
-    @property
-    def may_sleep(self) -> bool: ...
-
-
-def add_about_routes(app: FastAPI, service: AboutService) -> None:
+def add_about_routes(app: FastAPI, service: IngressService) -> None:
     """All of them; `/openapi.json` tells of every route that the application has when it is asked."""
 
     @app.get("/")

@@ -15,7 +15,6 @@ from app.deployments.ingress.describing import described
 from app.deployments.ingress.http.openapi import takes
 from app.deployments.ingress.http.request_parsing import page_body
 from app.deployments.ingress.http.routes.management import (
-    ManagedService,
     body_of,
     page_of,
     unloaded_answer,
@@ -23,6 +22,7 @@ from app.deployments.ingress.http.routes.management import (
 )
 from app.deployments.ingress.schemas.request_model import Body, Items
 from app.deployments.ingress.serializers.loras import adapter_body, description_body, job_body
+from app.deployments.ingress.service import IngressService
 from app.deployments.ingress.tenants import Caller, check_settings, compose_request, http_caller, load_request
 from app.deployments.registry.entries import MAX_REGISTRATIONS, CatalogEntry, LoadRequest, Registration, cannot_pin
 from app.engine.adapters.composing.composition import shown_source
@@ -67,7 +67,7 @@ class ConfigureAdapterBody(Body):
     description: str | None = None
 
 
-def _load_of(body: RegisterAdapterBody, caller: Caller, service: ManagedService) -> LoadRequest:
+def _load_of(body: RegisterAdapterBody, caller: Caller, service: IngressService) -> LoadRequest:
     """Raises InvalidRequest, NotFound, UnsafeSource, ManagementRefused."""
     if body.compose is None and body.path is not None:
         return load_request(caller, body.name, body.path, body.pinned, body.traffic_weight, body.description)
@@ -86,7 +86,7 @@ def _registration(load: LoadRequest) -> Registration:
 
 
 async def _register_unread(
-    body: RegisterAdapterBody, load: LoadRequest, caller: Caller, service: ManagedService
+    body: RegisterAdapterBody, load: LoadRequest, caller: Caller, service: IngressService
 ) -> Response:
     """Raises InvalidRequest for what only contents that are known can have."""
     if body.compose is not None:
@@ -99,13 +99,13 @@ async def _register_unread(
     return JSONResponse(description_body(load.name, described, ()), status_code=201)
 
 
-def add_adapter_routes(routes: APIRouter, service: ManagedService) -> None:
+def add_adapter_routes(routes: APIRouter, service: IngressService) -> None:
     """All of /v1/loras."""
     _add_registering_routes(routes, service)
     _add_named_routes(routes, service)
 
 
-def _add_registering_routes(routes: APIRouter, service: ManagedService) -> None:
+def _add_registering_routes(routes: APIRouter, service: IngressService) -> None:
     """The list, and what makes it longer."""
 
     @routes.get("/v1/loras", openapi_extra=takes(None, "limit", "after", told="LoraList"))
@@ -142,7 +142,7 @@ def _add_registering_routes(routes: APIRouter, service: ManagedService) -> None:
         return JSONResponse({"object": "manifest"} | counts)
 
 
-def _add_named_routes(routes: APIRouter, service: ManagedService) -> None:
+def _add_named_routes(routes: APIRouter, service: IngressService) -> None:
     """What is said of one adapter, and done with it."""
 
     @routes.post("/v1/loras/{name}/read", openapi_extra=takes(told="Lora"))

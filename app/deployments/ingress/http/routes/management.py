@@ -8,47 +8,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from fastapi import Request
 from starlette.responses import JSONResponse, Response
 
-from app.deployments.ingress.adapter_activity import AdapterActivity
-from app.deployments.ingress.frontend import Frontend
 from app.deployments.ingress.http.request_parsing import page_body, page_query, read_json
-from app.deployments.ingress.management import Management
 from app.deployments.ingress.schemas.request_model import BodyT, parse_body
 from app.deployments.ingress.serializers.loras import unloaded_body
-from app.deployments.ingress.tenants import Caller, http_caller
+from app.deployments.ingress.service import IngressService
+from app.deployments.ingress.tenants import http_caller
 from app.deployments.registry.entries import AliasEntry, CatalogEntry
-from app.deployments.registry.view import RegistryView
 from app.engine.errors import InvalidRequest
 
 EntryT = TypeVar("EntryT", CatalogEntry, AliasEntry)
 
 
-class ManagedService(Protocol):
-    """What these routes need of the ingress."""
-
-    @property
-    def frontend(self) -> Frontend: ...
-
-    @property
-    def base_name(self) -> str: ...
-
-    @property
-    def registry(self) -> RegistryView: ...
-
-    @property
-    def management(self) -> Management: ...
-
-    @property
-    def activity(self) -> AdapterActivity: ...
-
-    async def status(self, caller: Caller) -> dict[str, Any]: ...
-
-
-async def body_of(kind: type[BodyT], request: Request, service: ManagedService) -> BodyT:
+async def body_of(kind: type[BodyT], request: Request, service: IngressService) -> BodyT:
     """The request's body. Raises as `read_json` and `parse_body` do."""
     return parse_body(kind, await read_json(request, service.frontend.limits.max_body_bytes))
 
@@ -63,7 +39,7 @@ def wants_to_wait(request: Request, default: bool) -> bool:
 
 
 def page_of(
-    request: Request, service: ManagedService, kind: type[EntryT], body: Callable[[EntryT], dict[str, Any]]
+    request: Request, service: IngressService, kind: type[EntryT], body: Callable[[EntryT], dict[str, Any]]
 ) -> Response:
     """The page of names of one kind that the query asks for."""
     page = page_query(request)
@@ -73,7 +49,7 @@ def page_of(
 
 
 async def unloaded_answer(
-    request: Request, service: ManagedService, name: str, besides: Mapping[str, str] = MappingProxyType({})
+    request: Request, service: IngressService, name: str, besides: Mapping[str, str] = MappingProxyType({})
 ) -> Response:
     """Unload what a name means to the caller; `besides` goes into the answer. Raises as `Management.unload` does."""
     wait = wants_to_wait(request, True)

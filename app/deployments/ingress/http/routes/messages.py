@@ -1,6 +1,6 @@
 """Routes for agents beside chat completions: Anthropic's messages, OpenAI's responses, tokens of a text.
 
-In: an `HttpService`. Out: routes. Rule: an answer is a chat completion in other words: it goes through the same
+In: an `IngressService`. Out: routes. Rule: an answer is a chat completion in other words: it goes through the same
 frontend, and is let in, limited, counted and metered as one. What only counts or spells tokens asks no engine: it takes
 one request of its caller's limits.
 """
@@ -14,38 +14,38 @@ from pydantic_core import to_json
 from starlette.responses import JSONResponse, Response
 
 from app.deployments.ingress.blocks import finished
-from app.deployments.ingress.http.chat_responses import answered, begun, streamed
+from app.deployments.ingress.http.chat_responses import json_response, start_task, stream_response
 from app.deployments.ingress.http.openapi import EVENTS, JSON, takes
-from app.deployments.ingress.http.request_lifecycle import RunningService, counted_if_cancelled, while_connected
+from app.deployments.ingress.http.request_lifecycle import counted_if_cancelled, run_until_disconnect
 from app.deployments.ingress.http.request_parsing import read_json
-from app.deployments.ingress.http.routes.batches import KeepingService
 from app.deployments.ingress.http.routes.responses import add_response_routes
 from app.deployments.ingress.schemas.messages import CountTokensRequest, MessagesRequest
 from app.deployments.ingress.schemas.request_model import parse_body
 from app.deployments.ingress.schemas.tokenize import DetokenizeRequest, TokenizeRequest
 from app.deployments.ingress.serializers.messages import message_body, message_events
+from app.deployments.ingress.service import IngressService
 from app.deployments.ingress.tenants import inference_caller
 from app.deployments.ingress.text_model import beside_if_long
 
 
-def add_agent_routes(app: FastAPI, service: KeepingService) -> None:
+def add_agent_routes(app: FastAPI, service: IngressService) -> None:
     """Add them."""
     _add_messages(app, service)
     add_response_routes(app, service)
     _add_tokens(app, service)
 
 
-def _add_messages(app: FastAPI, service: RunningService) -> None:
+def _add_messages(app: FastAPI, service: IngressService) -> None:
     @app.post("/v1/messages", openapi_extra=takes(MessagesRequest, answers=(JSON, EVENTS)))
     async def messages(request: Request) -> Response:
         """Answer a conversation, as Anthropic does."""
         body = parse_body(MessagesRequest, await read_json(request, service.frontend.limits.max_body_bytes))
-        job = await begun(request, service, body.chat())
+        job = await start_task(request, service, body.chat())
         if body.stream:
-            return await streamed(request, service, job, "messages", message_events(job, body.model))
+            return await stream_response(request, service, job, "messages", message_events(job, body.model))
         with counted_if_cancelled(service, "messages", job):
-            blocks, end = await while_connected(request, finished(job))
-        return answered(service, job, "messages", message_body(job, body.model, blocks, end))
+            blocks, end = await run_until_disconnect(request, finished(job))
+        return json_response(service, job, "messages", message_body(job, body.model, blocks, end))
 
     @app.post("/v1/messages/count_tokens", openapi_extra=takes(CountTokensRequest))
     async def count_tokens(request: Request) -> Response:
@@ -58,7 +58,7 @@ def _add_messages(app: FastAPI, service: RunningService) -> None:
         return JSONResponse({"input_tokens": len(token_ids)}, headers=service.tenancy.headers(caller))
 
 
-def _add_tokens(app: FastAPI, service: RunningService) -> None:
+def _add_tokens(app: FastAPI, service: IngressService) -> None:
     @app.post("/tokenize", openapi_extra=takes(TokenizeRequest))
     async def tokenize(request: Request) -> Response:
         """Token ids of a text, or of a conversation as an answer's prompt has them."""

@@ -1,4 +1,4 @@
-"""/v1/responses: answered, stored where that is asked for, looked up again.
+"""/v1/responses: json_response, stored where that is asked for, looked up again.
 
 In: a service that keeps responses. Out: routes. Rule: a response is stored when its request says `store`, with the
 whole conversation that it answers, so that `previous_response_id` needs no other; it belongs to the tenant of the key
@@ -16,14 +16,15 @@ from fastapi import FastAPI, Request
 from starlette.responses import JSONResponse, Response
 
 from app.deployments.ingress.blocks import finished
-from app.deployments.ingress.http.chat_responses import answered, begun, streamed
+from app.deployments.ingress.http.chat_responses import json_response, start_task, stream_response
 from app.deployments.ingress.http.openapi import EVENTS, JSON, takes
-from app.deployments.ingress.http.request_lifecycle import counted_if_cancelled, while_connected
+from app.deployments.ingress.http.request_lifecycle import counted_if_cancelled, run_until_disconnect
 from app.deployments.ingress.http.request_parsing import page_body, page_query, read_json
-from app.deployments.ingress.http.routes.batches import DAY_S, KeepingService
+from app.deployments.ingress.http.routes.batches import DAY_S
 from app.deployments.ingress.schemas.request_model import parse_body
 from app.deployments.ingress.schemas.responses import InputTokensRequest, ResponsesRequest
 from app.deployments.ingress.serializers.responses import Keep, response_body, response_events
+from app.deployments.ingress.service import IngressService
 from app.deployments.ingress.tenants import inference_caller
 from app.deployments.kept.entries import KeptResponse, absent
 from app.engine.errors import InvalidRequest
@@ -32,7 +33,7 @@ from app.engine.errors import InvalidRequest
 _RETRIEVE_QUERY = ("include", "include_obfuscation", "starting_after", "stream")
 
 
-def add_response_routes(app: FastAPI, service: KeepingService) -> None:
+def add_response_routes(app: FastAPI, service: IngressService) -> None:
     """Add them."""
 
     @app.post("/v1/responses", openapi_extra=takes(ResponsesRequest, answers=(JSON, EVENTS), told="Response"))
@@ -47,15 +48,17 @@ def add_response_routes(app: FastAPI, service: KeepingService) -> None:
         is_stored = service.kept_config.store_responses if body.store is None else body.store
         stored_id = f"resp_{secrets.token_hex(16)}" if is_stored else None
         keep = None if stored_id is None else _keep(service, caller.tenant_id, body, stored_id)
-        job = await begun(request, service, body.chat())
+        job = await start_task(request, service, body.chat())
         if body.stream:
-            return await streamed(request, service, job, "responses", response_events(job, body, stored_id, keep))
+            return await stream_response(
+                request, service, job, "responses", response_events(job, body, stored_id, keep)
+            )
         with counted_if_cancelled(service, "responses", job):
-            blocks, end = await while_connected(request, finished(job))
+            blocks, end = await run_until_disconnect(request, finished(job))
             told = response_body(job, body, blocks, end, stored_id)
             if keep is not None:
                 await keep(told)
-        return answered(service, job, "responses", told)
+        return json_response(service, job, "responses", told)
 
     @app.post("/v1/responses/input_tokens", openapi_extra=takes(InputTokensRequest))
     async def input_tokens(request: Request) -> Response:
@@ -103,7 +106,7 @@ def _items(kept: KeptResponse) -> list[dict[str, Any]]:
     return items + output
 
 
-def _keep(service: KeepingService, tenant_id: str, body: ResponsesRequest, stored_id: str) -> Keep:
+def _keep(service: IngressService, tenant_id: str, body: ResponsesRequest, stored_id: str) -> Keep:
     config = service.kept_config
     items = [{"id": f"item_{stored_id}_{number}"} | item for number, item in enumerate(body.items())]
 

@@ -12,8 +12,8 @@ from starlette.responses import JSONResponse, Response
 
 from app.deployments.ingress.http.openapi import takes_bytes
 from app.deployments.ingress.http.request_parsing import read_bytes
-from app.deployments.ingress.http.routes.management import ManagedService
 from app.deployments.ingress.serializers.loras import adapter_body, job_body
+from app.deployments.ingress.service import IngressService
 from app.deployments.ingress.tenants import http_caller
 from app.deployments.registry.entries import UPLOADED, LoadRequest
 from app.engine.errors import InvalidRequest, QueueFull
@@ -24,7 +24,7 @@ CONFIG_HEADER = "X-Adapter-Config"
 MAX_UPLOADS = 4
 
 
-def add_upload_route(routes: APIRouter, service: ManagedService) -> None:
+def add_upload_route(routes: APIRouter, service: IngressService) -> None:
     """Add it."""
     num_running = 0
 

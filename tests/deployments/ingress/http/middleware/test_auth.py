@@ -14,7 +14,7 @@ import pytest_asyncio
 from app.config import ADMIN_KEY, DIGEST, MANAGEMENT_TOKEN, HttpConfig
 from app.deployments.ingress.http.app import make_app
 from app.deployments.ingress.http.middleware.auth import FREE_PATHS
-from app.deployments.ingress.http.middleware.origin_check import DoorRules
+from app.deployments.ingress.http.middleware.origin_check import HttpPolicy
 from app.deployments.ingress.http.openapi import api_routes
 from app.deployments.registry.entries import LoadRequest
 from app.deployments.tenants.key_material import key_digest, new_key
@@ -59,7 +59,7 @@ class Org:
 
 @pytest_asyncio.fixture
 async def org(service: Service) -> AsyncIterator[Org]:
-    transport = httpx.ASGITransport(make_app(service, DoorRules()), raise_app_exceptions=False)
+    transport = httpx.ASGITransport(make_app(service, HttpPolicy()), raise_app_exceptions=False)
     async with httpx.AsyncClient(transport=transport, base_url="http://test", timeout=20) as http:
         found = Org(service, http)
         await found.set_up()
@@ -67,26 +67,26 @@ async def org(service: Service) -> AsyncIterator[Org]:
 
 
 async def test_without_keys_this_machine_is_let_in_and_no_other(service: Service) -> None:
-    async with client_of(service, DoorRules(), client="10.0.0.9", host="models.example") as http:
+    async with client_of(service, HttpPolicy(), client="10.0.0.9", host="models.example") as http:
         refused = await http.post("/v1/chat/completions", json=CHAT)
         assert (refused.status_code, refused.json()["error"]["code"]) == (401, "invalid_api_key")
         assert "keygen --admin" in refused.json()["error"]["message"]
         assert (await http.get("/health")).status_code == 200
-    async with client_of(service, DoorRules(auth="open"), client="10.0.0.9", host="models.example") as http:
+    async with client_of(service, HttpPolicy(auth="open"), client="10.0.0.9", host="models.example") as http:
         assert (await http.post("/v1/chat/completions", json=CHAT)).status_code == 200
-    async with client_of(service, DoorRules()) as http:
+    async with client_of(service, HttpPolicy()) as http:
         for headers in ({}, bearer("unused"), bearer("sk-proj-of-another-service")):
             assert (await http.post("/v1/chat/completions", json=CHAT, headers=headers)).status_code == 200
 
 
 async def test_with_the_first_key_the_door_closes_for_good(service: Service) -> None:
     owner = service.tenancy.owner
-    async with client_of(service, DoorRules()) as http:
+    async with client_of(service, HttpPolicy()) as http:
         issued = await owner.create_admin_key("first", None, actor="test")
         assert (await http.post("/v1/chat/completions", json=CHAT)).status_code == 401
         await owner.revoke_key(None, issued.key.id, actor="test")
         assert (await http.post("/v1/chat/completions", json=CHAT)).status_code == 401
-    async with client_of(service, DoorRules(auth="open")) as http:
+    async with client_of(service, HttpPolicy(auth="open")) as http:
         assert (await http.post("/v1/chat/completions", json=CHAT)).status_code == 200
         wrong = new_key(is_admin=False).value
         assert (await http.post("/v1/chat/completions", json=CHAT, headers=bearer(wrong))).status_code == 401
@@ -209,25 +209,25 @@ async def test_a_project_s_header_must_be_its_own(org: Org) -> None:
 
 async def test_the_key_of_the_environment_administers(service: Service) -> None:
     key = new_key(is_admin=True).value
-    rules = DoorRules.of(HttpConfig(), {ADMIN_KEY: key})
+    rules = HttpPolicy.of(HttpConfig(), {ADMIN_KEY: key})
     assert rules.admin_digest == key_digest(key)
     async with client_of(service, rules) as http:
         assert (await http.get("/v1/models")).status_code == 401, "there is a key now"
         assert (await http.get("/v1/organization/projects", headers=bearer(key))).status_code == 200
     with pytest.raises(ConfigError, match="keygen --admin") as caught:
-        DoorRules.of(HttpConfig(), {ADMIN_KEY: "hunter2"})
+        HttpPolicy.of(HttpConfig(), {ADMIN_KEY: "hunter2"})
     assert "hunter2" not in str(caught.value)
 
 
 def test_the_environment_may_hold_a_hash_instead() -> None:
     key = new_key(is_admin=True).value
     environ = {f"{ADMIN_KEY}{DIGEST}": key_digest(key), f"{MANAGEMENT_TOKEN}{DIGEST}": key_digest("s3cret")}
-    rules = DoorRules.of(HttpConfig(management="token"), environ)
-    assert rules == DoorRules.of(HttpConfig(management="token"), {ADMIN_KEY: key, MANAGEMENT_TOKEN: "s3cret"})
+    rules = HttpPolicy.of(HttpConfig(management="token"), environ)
+    assert rules == HttpPolicy.of(HttpConfig(management="token"), {ADMIN_KEY: key, MANAGEMENT_TOKEN: "s3cret"})
     assert rules.is_management_token("s3cret")
     assert not rules.is_management_token(key_digest("s3cret")), "whoever reads the environment has not the token"
     with pytest.raises(ConfigError, match="64 digits"):
-        DoorRules.of(HttpConfig(), {f"{ADMIN_KEY}{DIGEST}": "hunter2"})
+        HttpPolicy.of(HttpConfig(), {f"{ADMIN_KEY}{DIGEST}": "hunter2"})
 
 
 async def test_admin_keys_infer_nothing_and_inference_keys_administer_nothing(org: Org) -> None:
@@ -254,7 +254,7 @@ async def test_admin_keys_infer_nothing_and_inference_keys_administer_nothing(or
 
 
 def _routes(org: Org) -> list[Any]:
-    app: Any = make_app(org.service, DoorRules())
+    app: Any = make_app(org.service, HttpPolicy())
     return list(api_routes(app.routes))
 
 

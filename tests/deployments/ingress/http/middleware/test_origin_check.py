@@ -11,7 +11,7 @@ import pytest
 
 from app.config import HttpConfig
 from app.deployments.ingress.http.app import make_app
-from app.deployments.ingress.http.middleware.origin_check import DoorRules
+from app.deployments.ingress.http.middleware.origin_check import HttpPolicy
 from app.deployments.registry.entries import DEFAULT_TENANT
 from app.engine.errors import ConfigError
 from tests.deployments.http_service import Service
@@ -24,7 +24,7 @@ LOAD: dict[str, Any] = {
 
 @asynccontextmanager
 async def client_of(
-    service: Service, rules: DoorRules, *, host: str = "127.0.0.1:8000", client: str = "127.0.0.1"
+    service: Service, rules: HttpPolicy, *, host: str = "127.0.0.1:8000", client: str = "127.0.0.1"
 ) -> AsyncIterator[httpx.AsyncClient]:
     """Requests that arrive at the address `host`, as from `client`."""
     transport = httpx.ASGITransport(make_app(service, rules), raise_app_exceptions=False, client=(client, 5))
@@ -59,7 +59,7 @@ async def test_what_another_site_can_send_changes_nothing(
     service: Service, headers: dict[str, str], status: int
 ) -> None:
     before = digest_of_sql(service)
-    async with client_of(service, DoorRules()) as http:
+    async with client_of(service, HttpPolicy()) as http:
         for request in (LOAD, {"url": "/v1/unload_lora", "content": '{"lora_model": "sql"}'}):
             answer = await http.post(**request, headers=headers)
             assert answer.status_code == status, answer.text
@@ -81,21 +81,21 @@ async def test_what_another_site_can_send_changes_nothing(
 )
 async def test_the_operator_s_own_requests_pass(service: Service, headers: dict[str, str]) -> None:
     before = digest_of_sql(service)
-    async with client_of(service, DoorRules()) as http:
+    async with client_of(service, HttpPolicy()) as http:
         answer = await http.post(**LOAD, headers=headers)
         assert answer.status_code == 200, answer.text
     assert digest_of_sql(service) != before
 
 
 async def test_a_service_for_a_network_is_asked_by_any_name(service: Service) -> None:
-    async with client_of(service, DoorRules(), host="models.example") as http:
+    async with client_of(service, HttpPolicy(), host="models.example") as http:
         assert (await http.get("/v1/models")).status_code == 200
-    async with client_of(service, DoorRules(allowed_hosts=("models.example",))) as http:
+    async with client_of(service, HttpPolicy(allowed_hosts=("models.example",))) as http:
         assert (await http.get("/v1/models", headers={"Host": "models.example:8000"})).status_code == 200
 
 
 async def test_an_origin_that_is_listed_gets_cors_and_no_other_does(service: Service) -> None:
-    rules = DoorRules(allowed_origins=("https://app.example",))
+    rules = HttpPolicy(allowed_origins=("https://app.example",))
     asked = {"Origin": "https://app.example", "Access-Control-Request-Method": "POST"}
     async with client_of(service, rules) as http:
         before = await http.options("/v1/chat/completions", headers=asked)
@@ -114,12 +114,12 @@ MANAGED = ("/v1/loras", "/v1/events", "/v1/audit", "/v1/aliases", "/v1/loras/sql
 async def test_adapters_are_managed_from_this_machine_unless_told_otherwise(
     service: Service, client: str, status: int
 ) -> None:
-    async with client_of(service, DoorRules(auth="open"), host="models.example", client=client) as http:
+    async with client_of(service, HttpPolicy(auth="open"), host="models.example", client=client) as http:
         for path in MANAGED:
             assert (await http.get(path)).status_code == status
         assert (await http.post(**LOAD)).status_code == status
         assert (await http.get("/v1/models")).status_code == 200, "inference is open"
-    rules = DoorRules(management="open", auth="open")
+    rules = HttpPolicy(management="open", auth="open")
     async with client_of(service, rules, host="models.example", client=client) as http:
         assert (await http.get("/v1/loras")).status_code == 200
 
@@ -128,13 +128,13 @@ async def test_behind_a_proxy_that_is_not_ours_nobody_is_known_to_be_local(servi
     """HAProxy without our program: everybody's address is 127.0.0.1, or what they write."""
     environ = {"RAY_SERVE_ENABLE_HA_PROXY": "1"}
     config = HttpConfig(auth="open")
-    rules = DoorRules.of(config, environ)
+    rules = HttpPolicy.of(config, environ)
     async with client_of(service, rules, host="models.example") as http:
         assert (await http.get("/v1/loras")).status_code == 403
     async with client_of(service, rules) as http:  # it listens on loopback: who reaches it is local
         assert (await http.get("/v1/loras")).status_code == 200
     ours = environ | {"RAY_SERVE_HAPROXY_BINARY_PATH": "/x/bin/polylora-haproxy"}
-    async with client_of(service, DoorRules.of(config, ours), host="models.example") as http:
+    async with client_of(service, HttpPolicy.of(config, ours), host="models.example") as http:
         assert (await http.get("/v1/loras")).status_code == 200
 
 
@@ -153,7 +153,7 @@ async def test_behind_a_proxy_that_is_not_ours_nobody_is_known_to_be_local(servi
 async def test_a_token_is_asked_for_also_on_this_machine(
     service: Service, authorization: str | None, status: int
 ) -> None:
-    rules = DoorRules.of(HttpConfig(management="token"), {"POLYLORA_MANAGEMENT_TOKEN": "right-token"})
+    rules = HttpPolicy.of(HttpConfig(management="token"), {"POLYLORA_MANAGEMENT_TOKEN": "right-token"})
     headers = {} if authorization is None else {"Authorization": authorization.encode("latin-1")}
     async with client_of(service, rules) as http:
         for path in MANAGED:
@@ -164,7 +164,7 @@ async def test_a_token_is_asked_for_also_on_this_machine(
 
 
 async def test_with_the_token_adapters_are_managed_from_elsewhere_and_nothing_is_asked(service: Service) -> None:
-    rules = DoorRules.of(HttpConfig(management="token"), {"POLYLORA_MANAGEMENT_TOKEN": "right-token"})
+    rules = HttpPolicy.of(HttpConfig(management="token"), {"POLYLORA_MANAGEMENT_TOKEN": "right-token"})
     headers = {"Authorization": "Bearer right-token"}
     async with client_of(service, rules, host="models.example", client="10.0.0.9") as http:
         assert (await http.get("/v1/loras", headers=headers)).status_code == 200
@@ -175,11 +175,11 @@ async def test_with_the_token_adapters_are_managed_from_elsewhere_and_nothing_is
 
 def test_a_token_that_is_not_set_is_named() -> None:
     with pytest.raises(ConfigError, match="POLYLORA_MANAGEMENT_TOKEN is not set"):
-        DoorRules.of(HttpConfig(management="token"), {})
+        HttpPolicy.of(HttpConfig(management="token"), {})
 
 
 async def test_the_audit_names_addresses_and_nothing_else(service: Service) -> None:
-    rules = DoorRules(management="open", auth="open")
+    rules = HttpPolicy(management="open", auth="open")
     async with client_of(service, rules, host="h", client="10.0.0.1 approved by the CISO") as http:
         assert (await http.post(**LOAD)).status_code == 200
         who = {record["who"] for record in (await http.get("/v1/audit")).json()["data"]}

@@ -10,7 +10,7 @@ import pytest
 import pytest_asyncio
 
 from app.deployments.ingress.http.app import make_app
-from app.deployments.ingress.http.middleware.origin_check import DoorRules
+from app.deployments.ingress.http.middleware.origin_check import HttpPolicy
 from app.logs import Happened
 from tests.deployments.http_service import Service
 
@@ -20,7 +20,7 @@ BODY = {"model": "sql", "prompt": "secret words", "max_tokens": 2, "ignore_eos":
 @pytest_asyncio.fixture
 async def logged(service: Service) -> AsyncIterator[httpx.AsyncClient]:
     """A client of an application that writes every request down."""
-    transport = httpx.ASGITransport(make_app(service, DoorRules(), log_requests=True), raise_app_exceptions=False)
+    transport = httpx.ASGITransport(make_app(service, HttpPolicy(), log_requests=True), raise_app_exceptions=False)
     async with httpx.AsyncClient(transport=transport, base_url="http://test", timeout=20) as client:
         yield client
 

@@ -15,7 +15,7 @@ from openai import AsyncOpenAI
 from openai._base_client import BasePage
 
 from app.deployments.ingress.http.app import make_app
-from app.deployments.ingress.http.middleware.origin_check import DoorRules
+from app.deployments.ingress.http.middleware.origin_check import HttpPolicy
 from app.deployments.tenants.key_material import key_digest, new_key
 from tests.deployments.http_service import Service
 
@@ -25,7 +25,7 @@ ADMIN_KEY = new_key(is_admin=True).value
 
 @pytest_asyncio.fixture
 async def transport(service: Service) -> AsyncIterator[httpx.AsyncClient]:
-    rules = DoorRules(admin_digest=key_digest(ADMIN_KEY))
+    rules = HttpPolicy(admin_digest=key_digest(ADMIN_KEY))
     application = httpx.ASGITransport(make_app(service, rules), raise_app_exceptions=False)
     async with httpx.AsyncClient(transport=application, timeout=20) as client:
         yield client

@@ -15,7 +15,7 @@ import uvicorn
 
 from app.cli.main import main
 from app.deployments.ingress.http.app import make_app
-from app.deployments.ingress.http.middleware.origin_check import DoorRules
+from app.deployments.ingress.http.middleware.origin_check import HttpPolicy
 from app.deployments.tenants.key_material import key_digest
 from app.engine.errors import AdapterFormatError
 from tests.deployments.http_service import Service
@@ -33,7 +33,7 @@ aliases:
 
 
 @asynccontextmanager
-async def served(service: Service, rules: DoorRules) -> AsyncIterator[str]:
+async def served(service: Service, rules: HttpPolicy) -> AsyncIterator[str]:
     """The service on a port of its own; its URL."""
     listening = socket.create_server(("127.0.0.1", 0))
     server = uvicorn.Server(uvicorn.Config(make_app(service, rules), lifespan="off", ws="none", log_level="warning"))
@@ -54,12 +54,12 @@ async def apply(service: Service, tmp_path: Path, capsys: pytest.CaptureFixture[
         status = await asyncio.to_thread(main, ["apply", str(file), "--url", url, *options])
         return status, capsys.readouterr().out.splitlines()
 
-    async with served(service, DoorRules()) as url:
+    async with served(service, HttpPolicy()) as url:
         yield run
 
 
 async def test_the_token_is_sent_along(service: Service, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    rules = DoorRules(management="token", token_digest=key_digest("right"))
+    rules = HttpPolicy(management="token", token_digest=key_digest("right"))
     async with served(service, rules) as url:
         file = tmp_path / "adapters.yaml"
         file.write_text(WANTED)

@@ -22,8 +22,8 @@ from app.deployments.ingress.batches import runner as runner_module
 from app.deployments.ingress.batches.lines import NumberedLine, Splitter
 from app.deployments.ingress.batches.runner import BatchRunner
 from app.deployments.ingress.http.app import make_app
-from app.deployments.ingress.http.batch_executor import BatchAnswers
-from app.deployments.ingress.http.middleware.origin_check import DoorRules
+from app.deployments.ingress.http.batch_executor import BatchExecutor
+from app.deployments.ingress.http.middleware.origin_check import HttpPolicy
 from app.deployments.ingress.http.routes import files as file_routes
 from app.deployments.ingress.tenants import Caller
 from app.deployments.kept.batches import LEASE_S
@@ -52,7 +52,7 @@ def jsonl(bodies: Sequence[Mapping[str, Any]], url: str = CHAT) -> bytes:
 
 @pytest_asyncio.fixture
 async def gpt(writing: Service) -> AsyncIterator[openai.AsyncOpenAI]:
-    transport = httpx2.ASGITransport(make_app(writing, DoorRules()), raise_app_exceptions=False)
+    transport = httpx2.ASGITransport(make_app(writing, HttpPolicy()), raise_app_exceptions=False)
     async with httpx2.AsyncClient(transport=transport, base_url="http://test", timeout=20) as client:
         yield openai.AsyncOpenAI(api_key="none", base_url="http://test/v1", http_client=client, max_retries=0)
 
@@ -60,7 +60,7 @@ async def gpt(writing: Service) -> AsyncIterator[openai.AsyncOpenAI]:
 @pytest_asyncio.fixture
 async def works(writing: Service) -> AsyncIterator[None]:
     """The service works on batches."""
-    runner = writing.batch_runner(BatchAnswers(writing).answer, "here", write_s=0.01)
+    runner = writing.batch_runner(BatchExecutor(writing).answer, "here", write_s=0.01)
     task = asyncio.create_task(runner.run())
     yield
     task.cancel()
@@ -252,7 +252,7 @@ class Held:
     """Answers lines when it is told to; it counts who was asked for what."""
 
     def __init__(self, service: Service) -> None:
-        self._answers = BatchAnswers(service)
+        self._answers = BatchExecutor(service)
         self.asked: list[str] = []
         self.num_open = 0  # lines that may be answered
         self.errors: list[Exception] = []  # raised first
@@ -505,7 +505,7 @@ async def test_a_line_is_one_request_however_often_it_is_tried(org: Org, monkeyp
             yield chunk
 
     monkeypatch.setattr(dispatcher, "stream", full)
-    runner = service.batch_runner(BatchAnswers(service).answer, "here", write_s=0.01)
+    runner = service.batch_runner(BatchExecutor(service).answer, "here", write_s=0.01)
     task = asyncio.create_task(runner.run())
     batch = await org_ended(org, (await org_batch(org, 2))["id"])
     assert batch["request_counts"] == {"total": 2, "completed": 2, "failed": 0}
@@ -519,7 +519,7 @@ async def test_a_line_is_one_request_however_often_it_is_tried(org: Org, monkeyp
 async def test_a_batch_goes_by_what_its_project_may_now(org: Org) -> None:
     """Rights and limits that change while a batch runs are in force for the lines that follow."""
     owner, service, ada = org.service.tenancy.owner, org.service, org.ids["ada"]
-    answers, asked = BatchAnswers(service), list[Caller]()
+    answers, asked = BatchExecutor(service), list[Caller]()
 
     async def answer(endpoint: str, body: Mapping[str, Any], caller: Caller, request_id: str) -> Mapping[str, Any]:
         asked.append(caller)

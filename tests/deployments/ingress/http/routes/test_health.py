@@ -13,7 +13,7 @@ from fastapi.routing import APIRoute
 
 from app.deployments.ingress.http.answer_schemas import ANSWERS
 from app.deployments.ingress.http.app import make_app
-from app.deployments.ingress.http.middleware.origin_check import DoorRules
+from app.deployments.ingress.http.middleware.origin_check import HttpPolicy
 from app.deployments.ingress.http.openapi import JSON, api_routes, body_of, openapi, says_its_body
 from app.deployments.ingress.schemas.request_model import INERT, NEUTRAL
 from app.deployments.store.quarantine import Failure
@@ -53,7 +53,7 @@ async def test_head_is_get_without_its_body(http: httpx.AsyncClient) -> None:
 
 
 def routes_of(service: Service) -> list[APIRoute]:
-    return list(api_routes(make_app(service, DoorRules()).routes))
+    return list(api_routes(make_app(service, HttpPolicy()).routes))
 
 
 async def test_every_route_is_described(service: Service, http: httpx.AsyncClient) -> None:

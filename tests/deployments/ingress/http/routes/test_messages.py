@@ -17,7 +17,7 @@ import pytest_asyncio
 
 from app.deployments.ingress import text_model
 from app.deployments.ingress.http.app import make_app
-from app.deployments.ingress.http.middleware.origin_check import DoorRules
+from app.deployments.ingress.http.middleware.origin_check import HttpPolicy
 from app.deployments.ingress.template_variables import MAX_CHARS
 from tests.deployments.http_service import Service, writing_text
 from tests.deployments.ingress.conftest import as_described
@@ -43,7 +43,7 @@ FORMAT: Any = {"format": {"type": "json_schema", "name": "city", "schema": CITY,
 
 @pytest_asyncio.fixture
 async def wire(writing: Service) -> AsyncIterator[httpx2.AsyncClient]:
-    app = make_app(writing, DoorRules())
+    app = make_app(writing, HttpPolicy())
     transport = httpx2.ASGITransport(app, raise_app_exceptions=False)
     hooks = {"response": [as_described(app)]}
     async with httpx2.AsyncClient(transport=transport, base_url="http://test", timeout=20, event_hooks=hooks) as client:

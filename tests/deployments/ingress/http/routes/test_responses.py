@@ -12,7 +12,7 @@ import pytest_asyncio
 
 from app.config import AppConfig
 from app.deployments.ingress.http.app import make_app
-from app.deployments.ingress.http.middleware.origin_check import DoorRules
+from app.deployments.ingress.http.middleware.origin_check import HttpPolicy
 from tests.deployments.http_service import Service
 from tests.deployments.ingress.http.middleware.test_auth import Org, org
 from tests.deployments.ingress.http.routes.test_messages import GPT, GPT_TOOLS
@@ -24,7 +24,7 @@ FIXED: Any = GPT | {"max_output_tokens": 16, "temperature": 0}
 
 @pytest_asyncio.fixture
 async def gpt(writing: Service) -> AsyncIterator[openai.AsyncOpenAI]:
-    transport = httpx2.ASGITransport(make_app(writing, DoorRules()), raise_app_exceptions=False)
+    transport = httpx2.ASGITransport(make_app(writing, HttpPolicy()), raise_app_exceptions=False)
     async with httpx2.AsyncClient(transport=transport, base_url="http://test", timeout=20) as client:
         yield openai.AsyncOpenAI(api_key="none", base_url="http://test/v1", http_client=client, max_retries=0)
 
