@@ -10,9 +10,10 @@ from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing, contextmanager
 from typing import Any
 
-from app.deployments.ingress.embeddings import EmbeddingsRequest, as_floats, vectors
+from app.deployments.ingress.embeddings import as_floats, vectors
 from app.deployments.ingress.job import Job
 from app.deployments.ingress.results import generate_result
+from app.deployments.ingress.schemas.embeddings import EmbeddingsRequest
 from app.deployments.ingress.schemas.openai import GenerateBody
 from app.deployments.ingress.schemas.request_model import parse_body
 from app.deployments.ingress.serializers.loras import adapter_body, unloaded_body

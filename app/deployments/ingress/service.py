@@ -1,6 +1,7 @@
 """What an ingress is, without Ray: everything that its HTTP routes and Python callers use.
 
-In: the parts that the deployment has opened. Out: `IngressService`. A request goes straight down from here: frontend, dispatcher, batcher, assigner, links. Rule: nothing here knows how the parts reach other processes.
+In: the parts that the deployment has opened. Out: `IngressService`. A request goes straight down from here: frontend,
+dispatcher, batcher, assigner, links. Rule: nothing here knows how the parts reach other processes.
 """
 
 from __future__ import annotations

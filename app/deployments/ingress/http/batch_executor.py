@@ -12,13 +12,14 @@ from typing import Any, TypeAlias
 
 from app.deployments.ingress.batches.runner import is_passing
 from app.deployments.ingress.blocks import finished
-from app.deployments.ingress.embeddings import EmbeddingsRequest, answer, vectors
-from app.deployments.ingress.http.formats import answer_format
+from app.deployments.ingress.embeddings import answer, vectors
 from app.deployments.ingress.http.request_lifecycle import counted_if_cancelled
 from app.deployments.ingress.job import Job
+from app.deployments.ingress.schemas.embeddings import EmbeddingsRequest
 from app.deployments.ingress.schemas.openai import ChatCompletionRequest, CompletionRequest
 from app.deployments.ingress.schemas.request_model import parse_body
 from app.deployments.ingress.schemas.responses import ResponsesRequest
+from app.deployments.ingress.serializers.openai import chat_serializer
 from app.deployments.ingress.serializers.responses import response_body
 from app.deployments.ingress.service import IngressService
 from app.deployments.ingress.status import error_answer
@@ -75,7 +76,7 @@ class BatchExecutor:
 
     def _completion(self, body: ChatCompletionRequest | CompletionRequest, job: Job) -> _Begun:
         async def told() -> dict[str, Any]:
-            form = answer_format(self._service.frontend.text_model, body, job)
+            form = chat_serializer(self._service.frontend.text_model, body, job)
             return form.body(await job.answers(), job.num_per_prompt)
 
         return job, told

@@ -20,6 +20,7 @@ from app.deployments.ingress.schemas.openai import (
     as_fields,
 )
 from app.deployments.ingress.schemas.request_model import Body, Items, parse_body
+from app.deployments.ingress.schemas.response_model import ResponseModel
 
 
 class CacheMark(Body):
@@ -151,6 +152,42 @@ class MessagesRequest(CountTokensRequest):
         if self.stop_sequences:
             fields["stop"] = self.stop_sequences
         return parse_body(ChatCompletionRequest, fields | self._conversation())
+
+
+class AnswerText(ResponseModel):
+    type: Literal["text"]
+    text: str
+
+
+class AnswerToolUse(ResponseModel):
+    type: Literal["tool_use"]
+    id: str
+    name: str
+    input: Any
+
+
+class MessagesUsage(ResponseModel):
+    """`input_tokens`: those that were not cached."""
+
+    input_tokens: int
+    cache_creation_input_tokens: int
+    cache_read_input_tokens: int
+    output_tokens: int
+
+
+class MessageResponse(ResponseModel):
+    id: str
+    type: Literal["message"]
+    role: Literal["assistant"]
+    model: str
+    content: list[AnswerText | AnswerToolUse]
+    stop_reason: Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
+    stop_sequence: str | None
+    usage: MessagesUsage
+
+
+class TokenCount(ResponseModel):
+    input_tokens: int
 
 
 def _told(message: Message) -> list[dict[str, Any]]:

@@ -84,6 +84,8 @@ class Body(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
     #: Whether it asks for an answer: then `INERT` and `NEUTRAL` are accepted.
     asks: ClassVar[bool] = False
+    #: Whether a request without a body means the body without fields.
+    may_be_empty: ClassVar[bool] = False
 
     @model_validator(mode="before")
     @classmethod

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, Self
 
-from pydantic import Field
+from pydantic import ConfigDict, Field
 
 from app.deployments.ingress.schemas.openai import (
     ChatCompletionRequest,
@@ -19,6 +19,7 @@ from app.deployments.ingress.schemas.openai import (
     as_fields,
 )
 from app.deployments.ingress.schemas.request_model import Body, Items, Metadata, parse_body
+from app.deployments.ingress.schemas.response_model import ResponseModel, Seconds
 
 
 class MessagePart(Body):
@@ -182,6 +183,93 @@ class ResponsesRequest(InputTokensRequest):
         """The same request behind a conversation. Raises InvalidRequest."""
         whole = parse_body(InputTokensRequest, {"model": self.model, "input": [*items, *self.items()]})
         return self.model_copy(update={"input": whole.input})
+
+
+class IncompleteDetails(ResponseModel):
+    reason: str
+
+
+class OutputText(ResponseModel):
+    type: Literal["output_text"]
+    text: str
+    annotations: list[Any]
+    logprobs: list[Any]
+
+
+class OutputMessage(ResponseModel):
+    type: Literal["message"]
+    id: str
+    status: str
+    role: Literal["assistant"]
+    content: list[OutputText]
+
+
+class OutputFunctionCall(ResponseModel):
+    """`arguments` is JSON."""
+
+    type: Literal["function_call"]
+    id: str
+    status: str
+    call_id: str
+    name: str
+    arguments: str
+
+
+class InputTokensDetails(ResponseModel):
+    cached_tokens: int
+
+
+class OutputTokensDetails(ResponseModel):
+    reasoning_tokens: int
+
+
+class ResponseUsage(ResponseModel):
+    input_tokens: int
+    input_tokens_details: InputTokensDetails
+    output_tokens: int
+    output_tokens_details: OutputTokensDetails
+    total_tokens: int
+
+
+class Response(ResponseModel):
+    """An answer, and the fields of its request that it depends on."""
+
+    id: str
+    object: Literal["response"]
+    created_at: Seconds
+    status: Literal["in_progress", "incomplete", "completed"]
+    error: None
+    incomplete_details: IncompleteDetails | None
+    model: str
+    instructions: str | None
+    max_output_tokens: int | None
+    temperature: float
+    top_p: float
+    parallel_tool_calls: bool
+    tool_choice: str | dict[str, Any]
+    tools: list[dict[str, Any]]
+    output: list[OutputMessage | OutputFunctionCall]
+    previous_response_id: str | None
+    reasoning: dict[str, None]
+    store: bool
+    text: dict[str, Any]
+    truncation: Literal["disabled"]
+    metadata: dict[str, str]
+    usage: ResponseUsage | None
+
+
+class InputItem(ResponseModel):
+    """Part of a stored conversation; beside these fields it has those of its type."""
+
+    model_config = ConfigDict(extra="allow")
+
+    id: str
+    type: str
+
+
+class InputTokens(ResponseModel):
+    object: Literal["response.input_tokens"]
+    input_tokens: int
 
 
 def _tool(tool: ResponsesTool) -> dict[str, Any]:

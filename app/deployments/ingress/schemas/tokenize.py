@@ -1,4 +1,4 @@
-"""Bodies of /tokenize and /detokenize, as vLLM has them."""
+"""Bodies of /tokenize and /detokenize, in vLLM's format."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pydantic import Field, model_validator
 
 from app.deployments.ingress.schemas.openai import ChatMessage, TokenId, ToolBody
 from app.deployments.ingress.schemas.request_model import Body, Items
+from app.deployments.ingress.schemas.response_model import ResponseModel
 from app.deployments.ingress.template_variables import TemplateVariables
 
 
@@ -34,3 +35,16 @@ class TokenizeRequest(Body):
 class DetokenizeRequest(Body):
     model: str
     tokens: Items[TokenId] = Field(max_length=1_000_000)
+
+
+class Tokens(ResponseModel):
+    """`token_strs`: where they are asked for."""
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None
+
+
+class Detokenized(ResponseModel):
+    prompt: str

@@ -12,10 +12,12 @@ from typing import Any
 
 from pydantic_core import to_json
 
-from app.deployments.ingress.job import Answer, Foretold
+from app.deployments.ingress.job import Answer, Foretold, Job
 from app.deployments.ingress.results import usage_body
+from app.deployments.ingress.schemas.openai import ChatCompletionRequest, CompletionRequest
 from app.deployments.ingress.text import TextDelta
-from app.deployments.ingress.token_answers import TokenAnswers, finite, lean_logprobs
+from app.deployments.ingress.text_model import TextModel
+from app.deployments.ingress.token_answers import TokenAnswers, finite, lean_logprobs, token_answers
 from app.deployments.ingress.tool_calls import CallBegin, Piece, ToolAnswer, ToolCall, ToolCallReader, ToolUse
 from app.engine.request import TokenLogprobs, Usage
 
@@ -200,6 +202,26 @@ class ChatSerializer:
             return text
         raw = self.token_bytes(token_id)
         return text if raw == text.encode() else "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
+
+
+def chat_serializer(model: TextModel, body: ChatCompletionRequest | CompletionRequest, job: Job) -> ChatSerializer:
+    """Of one request's answers."""
+    is_chat = isinstance(body, ChatCompletionRequest)
+    return ChatSerializer(
+        is_chat=is_chat,
+        request_id=job.request_id,
+        created=int(job.requests[0].arrival_s),
+        model=body.model,
+        token_text=model.token_text,
+        token_bytes=model.token_bytes,
+        text_bytes=model.text_bytes,
+        want_logprobs=body.logprobs if isinstance(body, ChatCompletionRequest) else body.logprobs is not None,
+        include_usage=body.stream_options is not None and body.stream_options.include_usage,
+        tools=job.tools,
+        foretold=job.progress.foretold,
+        routing=None if job.decision is None else job.decision.body(),
+        ids=token_answers(job, has_text=not isinstance(body, CompletionRequest) or body.detokenize),
+    )
 
 
 def reason_of(finish_reason: str | None, num_calls: int) -> str | None:

@@ -17,8 +17,8 @@ from openai.resources.admin.organization.projects import api_keys, rate_limits, 
 
 from app.deployments.ingress.http.app import make_app
 from app.deployments.ingress.http.middleware.origin_check import HttpPolicy
-from app.deployments.ingress.http.openapi import api_routes, query_of
-from app.deployments.ingress.http.query import ASKING_PATHS
+from app.deployments.ingress.http.openapi import api_routes
+from app.deployments.ingress.http.request_parsing import ASKING_PATHS, query_names
 from tests.deployments.http_service import Service
 from tests.deployments.ingress.http.routes.test_admin import ADMIN_KEY, client_with, transport
 
@@ -91,7 +91,7 @@ def test_everything_that_the_official_client_can_send_is_known(service: Service)
     sent = {(path, name) for path, names in _queries() for name in names}
     served = {(path, name) for path, name in sent if path in routes}
     assert {path for path, _ in served} >= {"/v1/files", "/v1/batches", "/v1/organization/costs"}
-    assert {(path, name) for path, name in served if name not in query_of(routes[path])} == set()
+    assert {(path, name) for path, name in served if name not in query_names(routes[path])} == set()
 
 
 @pytest.mark.parametrize(

@@ -11,9 +11,9 @@ from openai.types.chat.completion_create_params import CompletionCreateParamsNon
 from openai.types.completion_create_params import CompletionCreateParamsNonStreaming as LegacyParams
 from pydantic import BaseModel
 
-from app.deployments.ingress.http.routes.aliases import RollbackBody
 from app.deployments.ingress.http.routes.compat import LoadLoraBody
 from app.deployments.ingress.http.routes.loras import ConfigureAdapterBody, RegisterAdapterBody
+from app.deployments.ingress.schemas.aliases import RollbackBody
 from app.deployments.ingress.schemas.openai import (
     MAX_MESSAGES,
     ChatCompletionRequest,

@@ -7,14 +7,17 @@ records have ids of its own, as their numbers would tell how much happens to oth
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Annotated
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter, Query, Request
 from starlette.responses import JSONResponse, Response
 
-from app.deployments.ingress.http.openapi import takes
-from app.deployments.ingress.http.request_parsing import MAX_PAGE, int_query, page_body
+from app.deployments.ingress.http.request_parsing import MAX_PAGE, Limit, QueryParams, WholeNumber, page_body
 from app.deployments.ingress.opaque_ids import OpaqueIds
+from app.deployments.ingress.schemas import loras as schemas
+from app.deployments.ingress.schemas.health import ServiceStatus
+from app.deployments.ingress.schemas.loras import LoraJob
+from app.deployments.ingress.schemas.response_model import Page
 from app.deployments.ingress.serializers.loras import job_body, record_body
 from app.deployments.ingress.service import IngressService
 from app.deployments.ingress.tenants import Caller, http_caller
@@ -23,7 +26,7 @@ from app.deployments.store.client import StoreClient
 from app.engine.errors import InvalidRequest
 
 #: Numbers of events and audit records.
-_MAX_ID = 2**53
+_RECORD_NUMBER = WholeNumber(1, 2**53)
 
 
 #: Events that a tenant's own calls cause. Others may be caused by whoever has the same contents.
@@ -33,47 +36,54 @@ OWN_EVENTS = frozenset({
 })  # fmt: skip
 
 
+class JournalQuery(QueryParams):
+    """The newest first. `before` is the id of the last record that is known."""
+
+    name: str | None = None
+    limit: Limit = 100
+    before: str | None = None
+
+
 def add_journal_routes(routes: APIRouter, service: IngressService) -> None:
     """Status, jobs, events and the audit."""
 
-    @routes.get("/v1/status")
+    @routes.get("/v1/status", response_model=ServiceStatus)
     async def status(request: Request) -> Response:
         """The service as its operator sees it: replicas, tiers, what failed lately. A project is told that it lives."""
         return JSONResponse(await service.status(http_caller(request)))
 
-    @routes.get("/v1/jobs/{job_id}", openapi_extra=takes(told="LoraJob"))
+    @routes.get("/v1/jobs/{job_id}", response_model=LoraJob)
     async def job(job_id: str, request: Request) -> Response:
         """A load or an unload: its state and its reason."""
         tenant_id = http_caller(request).tenant_id
         return JSONResponse(job_body(await service.management.store.job(job_id, tenant_id=tenant_id)))
 
-    @routes.get("/v1/events", openapi_extra=takes(None, "name", "limit", "before"))
-    async def events(request: Request) -> Response:
+    @routes.get("/v1/events", response_model=Page[schemas.Event])
+    async def events(request: Request, query: Annotated[JournalQuery, Query()]) -> Response:
         """What happened, the newest first."""
         caller, store = http_caller(request), service.management.store
         ids = _ids(caller, "event")
-        query = _journal_query(request, ids)
+        before = _before(query.before, ids)
         if caller.kind == "project":
-            return _journal_page(await _own_events(store, query, caller.tenant_id), query.limit, ids)
-        records = await store.events(query.name, limit=query.limit + 1, before=query.before, tenant_id=caller.tenant_id)
+            return _journal_page(await _own_events(store, query, before, caller.tenant_id), query.limit, ids)
+        records = await store.events(query.name, limit=query.limit + 1, before=before, tenant_id=caller.tenant_id)
         return _journal_page(records, query.limit, ids)
 
-    @routes.get("/v1/audit", openapi_extra=takes(None, "name", "limit", "before"))
-    async def audit(request: Request) -> Response:
+    @routes.get("/v1/audit", response_model=Page[schemas.AuditRecord])
+    async def audit(request: Request, query: Annotated[JournalQuery, Query()]) -> Response:
         """Who asked for what, the newest first."""
         caller = http_caller(request)
         ids = _ids(caller, "audit")
-        query = _journal_query(request, ids)
+        before = _before(query.before, ids)
         records = await service.management.store.audit(
-            query.name, limit=query.limit + 1, before=query.before, tenant_id=caller.tenant_id
+            query.name, limit=query.limit + 1, before=before, tenant_id=caller.tenant_id
         )
         return _journal_page(records, query.limit, ids)
 
 
-async def _own_events(store: StoreClient, query: _JournalQuery, tenant_id: str) -> list[Event]:
+async def _own_events(store: StoreClient, query: JournalQuery, before: int | None, tenant_id: str) -> list[Event]:
     """A page and one more. Events that others caused are read over: a page that they shorten would tell of them."""
     found: list[Event] = []
-    before = query.before
     while len(found) <= query.limit:
         records = await store.events(query.name, limit=MAX_PAGE, before=before, tenant_id=tenant_id)
         found += [record for record in records if record.event in OWN_EVENTS]
@@ -83,29 +93,22 @@ async def _own_events(store: StoreClient, query: _JournalQuery, tenant_id: str) 
     return found[: query.limit + 1]
 
 
-class _JournalQuery(NamedTuple):
-    """`before` is the number of the last record that is known."""
-
-    limit: int
-    name: str | None
-    before: int | None
-
-
 def _ids(caller: Caller, kind: str) -> OpaqueIds | None:
     """What a caller knows records by; None: by their numbers."""
     return OpaqueIds(caller.tenant.salt, kind) if caller.kind == "project" else None
 
 
-def _journal_query(request: Request, ids: OpaqueIds | None) -> _JournalQuery:
-    """`?name=&limit=&before=`: the newest first."""
-    limit, name = int_query(request, "limit", 100), request.query_params.get("name")
-    known = request.query_params.get("before")
-    if ids is None or known is None:
-        return _JournalQuery(limit, name, int_query(request, "before", 0, _MAX_ID) or None)
-    before = ids.number_of(known)
+def _before(known: str | None, ids: OpaqueIds | None) -> int | None:
+    """The number of a record that a caller knows. Raises InvalidRequest."""
+    if known is None:
+        return None
+    try:
+        before = _RECORD_NUMBER.number(known) if ids is None else ids.number_of(known)
+    except ValueError as error:
+        raise InvalidRequest(f"before is {known[:40]!r}; {error}", param="before") from None
     if before is None:
         raise InvalidRequest(f"before is {known[:40]!r}; it is the id of a record of this list", param="before")
-    return _JournalQuery(limit, name, before)
+    return before
 
 
 def _journal_page(records: Sequence[Event] | Sequence[AuditRecord], limit: int, ids: OpaqueIds | None) -> Response:

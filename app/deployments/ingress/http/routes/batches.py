@@ -7,46 +7,28 @@ tenant's is as if it were not there. Who works on batches is another's business 
 from __future__ import annotations
 
 import json
-from typing import Any, Literal
+from typing import Annotated, Any
 
-from fastapi import FastAPI, Request
-from pydantic import Field
+from fastapi import FastAPI, Query, Request
 from starlette.responses import JSONResponse, Response
 
-from app.deployments.ingress.http.openapi import takes
-from app.deployments.ingress.http.request_parsing import page_body, page_query, read_json
-from app.deployments.ingress.schemas.request_model import Body, Metadata, parse_body
+from app.deployments.ingress.http.request_parsing import JsonBody, PageQuery, page_body
+from app.deployments.ingress.schemas import batches as schemas
+from app.deployments.ingress.schemas.batches import BatchBody
+from app.deployments.ingress.schemas.response_model import Page
 from app.deployments.ingress.service import IngressService
 from app.deployments.ingress.tenants import inference_caller
 from app.deployments.kept.entries import Batch, NewBatch
 
 DAY_S = 86_400.0
-#: From an hour to 30 days, as OpenAI has it.
-MIN_LIFE_S, MAX_LIFE_S = 3600, 2_592_000
-
-
-class ExpiresAfter(Body):
-    anchor: Literal["created_at"]
-    seconds: int = Field(ge=MIN_LIFE_S, le=MAX_LIFE_S)
-
-
-class BatchBody(Body):
-    """`metadata`: up to 16 of the client's own words."""
-
-    endpoint: Literal["/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses"]
-    input_file_id: str = Field(max_length=64)
-    completion_window: Literal["24h"]
-    metadata: Metadata | None = Field(default=None, max_length=16)
-    output_expires_after: ExpiresAfter | None = None
 
 
 def add_batch_routes(app: FastAPI, service: IngressService) -> None:
     """Add them."""
 
-    @app.post("/v1/batches", openapi_extra=takes(BatchBody))
-    async def create(request: Request) -> Response:
+    @app.post("/v1/batches", response_model=schemas.Batch)
+    async def create(request: Request, body: JsonBody[BatchBody]) -> Response:
         """Have the requests of a file computed when nobody else wants the engines, within a day."""
-        body = parse_body(BatchBody, await read_json(request, service.frontend.limits.max_body_bytes))
         caller, config = inference_caller(request), service.kept_config
         life_s = config.days * DAY_S
         if body.output_expires_after is not None:
@@ -65,20 +47,20 @@ def add_batch_routes(app: FastAPI, service: IngressService) -> None:
         service.wake_batches()
         return JSONResponse(batch_body(batch))
 
-    @app.get("/v1/batches", openapi_extra=takes(None, "limit", "after"))
-    async def batches(request: Request) -> Response:
+    @app.get("/v1/batches", response_model=Page[schemas.Batch])
+    async def batches(request: Request, query: Annotated[PageQuery, Query()]) -> Response:
         """The caller's batches, newest first."""
-        page, tenant_id = page_query(request), inference_caller(request).tenant_id
-        found = await service.kept.batch_page(tenant_id=tenant_id, limit=page.limit, after=page.after)
+        tenant_id = inference_caller(request).tenant_id
+        found = await service.kept.batch_page(tenant_id=tenant_id, limit=query.limit, after=query.after)
         return JSONResponse(page_body([batch_body(batch) for batch in found.batches], has_more=found.has_more))
 
-    @app.get("/v1/batches/{batch_id}")
+    @app.get("/v1/batches/{batch_id}", response_model=schemas.Batch)
     async def batch(request: Request, batch_id: str) -> Response:
         """One of them."""
         tenant_id = inference_caller(request).tenant_id
         return JSONResponse(batch_body(await service.kept.batch(batch_id, tenant_id=tenant_id)))
 
-    @app.post("/v1/batches/{batch_id}/cancel", openapi_extra=takes())
+    @app.post("/v1/batches/{batch_id}/cancel", response_model=schemas.Batch)
     async def cancel(request: Request, batch_id: str) -> Response:
         """End it; what has been answered stays."""
         tenant_id = inference_caller(request).tenant_id

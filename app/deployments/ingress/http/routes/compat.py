@@ -6,14 +6,22 @@ In: vLLM's and Dynamo's bodies. Out: their answers. Rule: these routes answer wh
 from __future__ import annotations
 
 import re
+from typing import Annotated
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter, Query, Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
-from app.config import TrafficWeight
-from app.deployments.ingress.http.openapi import TEXT, takes
-from app.deployments.ingress.http.routes.management import body_of, unloaded_answer
-from app.deployments.ingress.schemas.request_model import Body
+from app.deployments.ingress.http.openapi import JSON_ERROR
+from app.deployments.ingress.http.request_parsing import JsonBody
+from app.deployments.ingress.http.routes.management import WaitQuery, unloaded_answer
+from app.deployments.ingress.schemas.loras import (
+    LoadAdapterBody,
+    LoadedLora,
+    LoadLoraBody,
+    UnloadAdapterBody,
+    UnloadedLora,
+    UnloadLoraBody,
+)
 from app.deployments.ingress.serializers.loras import adapter_body, job_body
 from app.deployments.ingress.service import IngressService
 from app.deployments.ingress.tenants import Caller, http_caller, load_request
@@ -23,43 +31,12 @@ from app.engine.errors import InvalidRequest, NotFound
 _ON_HUB = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*@\w[\w./-]*", re.ASCII)
 
 
-class LoadAdapterBody(Body):
-    """vLLM's spelling. `load_inplace`: a name that means an adapter already is to mean this one."""
-
-    lora_name: str
-    lora_path: str
-    load_inplace: bool = False
-
-
-class UnloadAdapterBody(Body):
-    lora_name: str
-
-
-class LoadLoraBody(Body):
-    """`/v1/load_lora`, as Dynamo spells it. `base_model` may be left out; otherwise it is the served base's name.
-
-    lora_path: a path, a URI, or `org/repo@revision` of the hub; without it the folder of the adapter's name.
-    """
-
-    lora_model: str
-    lora_path: str | None = None
-    base_model: str | None = None
-    pin_lora: bool | None = None
-    traffic_weight: TrafficWeight | None = None
-
-
-class UnloadLoraBody(Body):
-    lora_model: str
-    base_model: str | None = None
-
-
 def add_load_routes(routes: APIRouter, service: IngressService) -> None:
     """Spellings of other servers: they answer when the work is done."""
 
-    @routes.post("/v1/load_lora_adapter", openapi_extra=takes(LoadAdapterBody, answers=(TEXT,)))
-    async def load_adapter(request: Request) -> Response:
+    @routes.post("/v1/load_lora_adapter", response_class=PlainTextResponse, responses=JSON_ERROR)
+    async def load_adapter(request: Request, body: JsonBody[LoadAdapterBody]) -> Response:
         """Load an adapter, as vLLM spells it; answers when it is served."""
-        body = await body_of(LoadAdapterBody, request, service)
         caller = http_caller(request)
         load = load_request(caller, body.lora_name, body.lora_path)
         if not body.load_inplace and _is_loaded(service, body.lora_name, caller):
@@ -71,17 +48,17 @@ def add_load_routes(routes: APIRouter, service: IngressService) -> None:
         await service.management.store.load_and_wait(load)
         return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
 
-    @routes.post("/v1/unload_lora_adapter", openapi_extra=takes(UnloadAdapterBody, "wait", answers=(TEXT,)))
-    async def unload_adapter(request: Request) -> Response:
+    @routes.post("/v1/unload_lora_adapter", response_class=PlainTextResponse, responses=JSON_ERROR)
+    async def unload_adapter(
+        request: Request, body: JsonBody[UnloadAdapterBody], query: Annotated[WaitQuery, Query()]
+    ) -> Response:
         """Unload an adapter, as vLLM spells it."""
-        body = await body_of(UnloadAdapterBody, request, service)
-        await unloaded_answer(request, service, body.lora_name)
+        await unloaded_answer(request, service, query, body.lora_name)
         return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
 
-    @routes.post("/v1/load_lora", openapi_extra=takes(LoadLoraBody))
-    async def load(request: Request) -> Response:
+    @routes.post("/v1/load_lora", response_model=LoadedLora)
+    async def load(request: Request, body: JsonBody[LoadLoraBody]) -> Response:
         """Load an adapter, as Dynamo spells it; answers when it is served."""
-        body = await body_of(LoadLoraBody, request, service)
         _check_base(service, body.base_model)
         caller = http_caller(request)
         source = _dynamo_source(body, caller)
@@ -90,13 +67,14 @@ def add_load_routes(routes: APIRouter, service: IngressService) -> None:
         done = {"lora_model": body.lora_model, "status": "success"}
         return JSONResponse(adapter_body(entry) | done | {"job": job_body(job)})
 
-    @routes.post("/v1/unload_lora", openapi_extra=takes(UnloadLoraBody, "wait"))
-    async def unload(request: Request) -> Response:
+    @routes.post("/v1/unload_lora", response_model=UnloadedLora, responses={202: {"model": UnloadedLora}})
+    async def unload(
+        request: Request, body: JsonBody[UnloadLoraBody], query: Annotated[WaitQuery, Query()]
+    ) -> Response:
         """Unload an adapter, as Dynamo spells it."""
-        body = await body_of(UnloadLoraBody, request, service)
         _check_base(service, body.base_model)
         done = {"lora_model": body.lora_model, "status": "success"}
-        return await unloaded_answer(request, service, body.lora_model, done)
+        return await unloaded_answer(request, service, query, body.lora_model, done)
 
 
 def _is_loaded(service: IngressService, name: str, caller: Caller) -> bool:

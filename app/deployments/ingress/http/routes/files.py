@@ -7,17 +7,20 @@ tenant's is as if it were not there. Files pass through this process part by par
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator
-from typing import Any
+from typing import Annotated, Any
 
-from fastapi import FastAPI, Request
+from fastapi import FastAPI, Query, Request
 from starlette.datastructures import FormData, UploadFile
 from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
-from app.deployments.ingress.http.openapi import BYTES, takes, takes_bytes
-from app.deployments.ingress.http.request_parsing import page_body, page_query
-from app.deployments.ingress.http.routes.batches import DAY_S, MAX_LIFE_S, MIN_LIFE_S
+from app.deployments.ingress.http.openapi import BYTES, JSON_ERROR, takes_content
+from app.deployments.ingress.http.request_parsing import Order, PageQuery, page_body
+from app.deployments.ingress.http.routes.batches import DAY_S
+from app.deployments.ingress.schemas.batches import MAX_LIFE_S, MIN_LIFE_S
+from app.deployments.ingress.schemas.files import FileObject
+from app.deployments.ingress.schemas.response_model import Deleted, Page
 from app.deployments.ingress.service import IngressService
 from app.deployments.ingress.status import BodyTooLarge, ClientGone, UnknownContentType
 from app.deployments.ingress.tenants import inference_caller
@@ -32,11 +35,29 @@ MAX_UPLOADS = 8
 FORM_BYTES = 64 << 10
 
 
+#: For `/openapi.json`: the form of an upload.
+_FORM = {
+    "type": "object",
+    "required": ["file", "purpose"],
+    "properties": {
+        "file": {"type": "string", "format": "binary"},
+        "purpose": {"const": "batch"},
+        "expires_after[anchor]": {"const": "created_at"},
+        "expires_after[seconds]": {"type": "integer", "minimum": MIN_LIFE_S, "maximum": MAX_LIFE_S},
+    },
+}
+
+
+class FileQuery(PageQuery):
+    purpose: str | None = None
+    order: Order = "desc"
+
+
 def add_file_routes(app: FastAPI, service: IngressService) -> None:
     """Add them."""
     num_running = 0
 
-    @app.post("/v1/files", openapi_extra=takes_bytes("multipart/form-data"))
+    @app.post("/v1/files", response_model=FileObject, openapi_extra=takes_content("multipart/form-data", _FORM))
     async def create(request: Request) -> Response:
         """Keep a file of requests, one JSON object a line, for a batch."""
         nonlocal num_running
@@ -54,29 +75,25 @@ def add_file_routes(app: FastAPI, service: IngressService) -> None:
             num_running -= 1
         return JSONResponse(file_body(file))
 
-    @app.get("/v1/files", openapi_extra=takes(None, "limit", "after", "purpose", "order"))
-    async def files(request: Request) -> Response:
+    @app.get("/v1/files", response_model=Page[FileObject])
+    async def files(request: Request, query: Annotated[FileQuery, Query()]) -> Response:
         """The caller's files, newest first unless `order` is asc."""
-        page, tenant_id = page_query(request), inference_caller(request).tenant_id
-        order = request.query_params.get("order", "desc")
-        if order not in ("asc", "desc"):
-            raise InvalidRequest(f"order is {order[:20]!r}; it is asc or desc", param="order")
         found = await service.kept.file_page(
-            tenant_id=tenant_id,
-            limit=page.limit,
-            after=page.after,
-            purpose=request.query_params.get("purpose"),
-            newest=order == "desc",
+            tenant_id=inference_caller(request).tenant_id,
+            limit=query.limit,
+            after=query.after,
+            purpose=query.purpose,
+            newest=query.order == "desc",
         )
         return JSONResponse(page_body([file_body(file) for file in found.files], has_more=found.has_more))
 
-    @app.get("/v1/files/{file_id}")
+    @app.get("/v1/files/{file_id}", response_model=FileObject)
     async def file(request: Request, file_id: str) -> Response:
         """One of them."""
         tenant_id = inference_caller(request).tenant_id
         return JSONResponse(file_body(await service.kept.file(file_id, tenant_id=tenant_id)))
 
-    @app.get("/v1/files/{file_id}/content", openapi_extra=takes(answers=(BYTES,)))
+    @app.get("/v1/files/{file_id}/content", response_class=StreamingResponse, responses=BYTES | JSON_ERROR)
     async def content(request: Request, file_id: str) -> Response:
         """Its bytes."""
         tenant_id = inference_caller(request).tenant_id
@@ -85,7 +102,7 @@ def add_file_routes(app: FastAPI, service: IngressService) -> None:
         parts = _parts(service, file_id, tenant_id)
         return StreamingResponse(parts, media_type="application/octet-stream", headers=headers)
 
-    @app.delete("/v1/files/{file_id}")
+    @app.delete("/v1/files/{file_id}", response_model=Deleted)
     async def delete(request: Request, file_id: str) -> Response:
         """Forget it."""
         await service.kept.delete_file(file_id, tenant_id=inference_caller(request).tenant_id)

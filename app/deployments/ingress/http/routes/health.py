@@ -14,7 +14,7 @@ from __future__ import annotations
 from fastapi import FastAPI
 from starlette.responses import JSONResponse, Response
 
-from app.deployments.ingress.http.openapi import openapi
+from app.deployments.ingress.schemas.health import Health, Liveness, Release, ServiceInfo
 from app.deployments.ingress.service import IngressService
 from app.engine.errors import NotReady
 from app.release import version
@@ -24,26 +24,21 @@ RETRY_AFTER_S = 2.0
 
 
 def add_about_routes(app: FastAPI, service: IngressService) -> None:
-    """All of them; `/openapi.json` tells of every route that the application has when it is asked."""
+    """All of them."""
 
-    @app.get("/")
+    @app.get("/", response_model=ServiceInfo)
     async def root() -> Response:
         """The service in a few words: version, base model, where to go on."""
         links = {"openapi": "/openapi.json", "models": "/v1/models", "health": "/health"}
         body = {"name": "polylora", "version": version(), "model": service.base_name, "links": links}
         return JSONResponse(body)
 
-    @app.get("/version")
+    @app.get("/version", response_model=Release)
     async def release() -> Response:
         """The release of polylora that answers."""
         return JSONResponse({"version": version()})
 
-    @app.get("/openapi.json")
-    async def document() -> Response:
-        """This description."""
-        return JSONResponse(openapi(app.routes))
-
-    @app.get("/livez")
+    @app.get("/livez", response_model=Liveness)
     async def livez() -> Response:
         """200 while the process answers."""
         return JSONResponse({"status": "alive"})
@@ -57,4 +52,4 @@ def add_about_routes(app: FastAPI, service: IngressService) -> None:
         raise NotReady("no engine replica is ready", retry_after_s=RETRY_AFTER_S)
 
     for path in ("/health", "/readyz"):
-        app.get(path)(health)
+        app.get(path, response_model=Health)(health)

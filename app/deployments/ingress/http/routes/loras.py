@@ -5,66 +5,31 @@ In: `Management`. Out: routes under /v1/loras. Rule: what a route changes is cha
 
 from __future__ import annotations
 
-from fastapi import APIRouter, Request
-from pydantic import Field
+from typing import Annotated
+
+from fastapi import APIRouter, Query, Request
 from starlette.responses import JSONResponse, Response
 
-from app.config import TrafficWeight
-from app.deployments.ingress.compositions import ComposeBody
 from app.deployments.ingress.describing import described
-from app.deployments.ingress.http.openapi import takes
-from app.deployments.ingress.http.request_parsing import page_body
-from app.deployments.ingress.http.routes.management import (
-    body_of,
-    page_of,
-    unloaded_answer,
-    wants_to_wait,
+from app.deployments.ingress.http.request_parsing import JsonBody, PageQuery, page_body
+from app.deployments.ingress.http.routes.management import WaitQuery, page_of, unloaded_answer
+from app.deployments.ingress.schemas.loras import (
+    ConfigureAdapterBody,
+    Lora,
+    LoraGeneration,
+    LoraStatus,
+    ManifestBody,
+    ManifestEntry,
+    ManifestResult,
+    RegisterAdapterBody,
 )
-from app.deployments.ingress.schemas.request_model import Body, Items
+from app.deployments.ingress.schemas.response_model import Page
 from app.deployments.ingress.serializers.loras import adapter_body, description_body, job_body
 from app.deployments.ingress.service import IngressService
 from app.deployments.ingress.tenants import Caller, check_settings, compose_request, http_caller, load_request
-from app.deployments.registry.entries import MAX_REGISTRATIONS, CatalogEntry, LoadRequest, Registration, cannot_pin
+from app.deployments.registry.entries import CatalogEntry, LoadRequest, Registration, cannot_pin
 from app.engine.adapters.composing.composition import shown_source
 from app.engine.errors import InvalidRequest
-
-
-class RegisterAdapterBody(Body):
-    """`path`: where the adapter is; or `compose`: the registered adapters that it is made of.
-
-    `wait`: answer when the adapter is served, or with what made it fail, instead of at once. `read` false: only know
-    the name and its place; the first request for it has it read.
-    """
-
-    name: str
-    path: str | None = None
-    compose: ComposeBody | None = None
-    wait: bool = False
-    read: bool = True
-    pinned: bool | None = None
-    traffic_weight: TrafficWeight | None = None
-    description: str | None = None
-
-
-class ManifestEntry(Body):
-    """As in `RegisterAdapterBody`."""
-
-    name: str
-    path: str
-    traffic_weight: TrafficWeight | None = None
-    description: str | None = None
-
-
-class ManifestBody(Body):
-    """Names and places, to be known without being read: all of them, or none if one cannot be."""
-
-    adapters: Items[ManifestEntry] = Field(min_length=1, max_length=MAX_REGISTRATIONS)
-
-
-class ConfigureAdapterBody(Body):
-    pinned: bool | None = None
-    traffic_weight: TrafficWeight | None = None
-    description: str | None = None
 
 
 def _load_of(body: RegisterAdapterBody, caller: Caller, service: IngressService) -> LoadRequest:
@@ -108,20 +73,21 @@ def add_adapter_routes(routes: APIRouter, service: IngressService) -> None:
 def _add_registering_routes(routes: APIRouter, service: IngressService) -> None:
     """The list, and what makes it longer."""
 
-    @routes.get("/v1/loras", openapi_extra=takes(None, "limit", "after", told="LoraList"))
-    async def adapters(request: Request) -> Response:
+    @routes.get("/v1/loras", response_model=Page[Lora])
+    async def adapters(request: Request, query: Annotated[PageQuery, Query()]) -> Response:
         """The adapters: what each name means."""
-        return page_of(request, service, CatalogEntry, adapter_body)
+        return page_of(request, service, query, CatalogEntry, adapter_body)
 
-    @routes.post("/v1/loras", openapi_extra=takes(RegisterAdapterBody, "wait", told="LoraState"))
-    async def register(request: Request) -> Response:
+    @routes.post("/v1/loras", response_model=LoraStatus, status_code=202, responses={201: {"model": LoraStatus}})
+    async def register(
+        request: Request, body: JsonBody[RegisterAdapterBody], query: Annotated[WaitQuery, Query()]
+    ) -> Response:
         """Load an adapter: 202 and a job, or with wait=true the adapter."""
-        body = await body_of(RegisterAdapterBody, request, service)
         caller = http_caller(request)
         load = _load_of(body, caller, service)
         if not body.read:
             return await _register_unread(body, load, caller, service)
-        if wants_to_wait(request, body.wait):
+        if body.wait if query.wait is None else query.wait:
             job, entry = await service.management.store.load_and_wait(load)
             return JSONResponse(adapter_body(entry) | {"job": job_body(job)}, status_code=201)
         job = await service.management.store.load(load)
@@ -131,10 +97,9 @@ def _add_registering_routes(routes: APIRouter, service: IngressService) -> None:
             headers={"Location": f"/v1/jobs/{job.id}"},
         )
 
-    @routes.post("/v1/loras/manifest", openapi_extra=takes(ManifestBody))
-    async def manifest(request: Request) -> Response:
+    @routes.post("/v1/loras/manifest", response_model=ManifestResult)
+    async def manifest(request: Request, body: JsonBody[ManifestBody]) -> Response:
         """Register many adapters without reading them; answers when requests for them are taken."""
-        body = await body_of(ManifestBody, request, service)
         caller = http_caller(request)
         known = [_registration(load_request(caller, *_fields(entry))) for entry in body.adapters]
         done = await service.management.store.register(known, tenant_id=caller.tenant_id, who=caller.who)
@@ -145,22 +110,21 @@ def _add_registering_routes(routes: APIRouter, service: IngressService) -> None:
 def _add_named_routes(routes: APIRouter, service: IngressService) -> None:
     """What is said of one adapter, and done with it."""
 
-    @routes.post("/v1/loras/{name}/read", openapi_extra=takes(told="Lora"))
+    @routes.post("/v1/loras/{name}/read", response_model=Lora)
     async def read(name: str, request: Request) -> Response:
         """Have a registered adapter read before a request needs it; answers when it is served."""
         caller = http_caller(request)
         job, entry = await service.management.store.read(name, tenant_id=caller.tenant_id, who=caller.who)
         return JSONResponse(adapter_body(entry) | {"job": None if job is None else job_body(job)})
 
-    @routes.get("/v1/loras/{name}", openapi_extra=takes(told="LoraState"))
+    @routes.get("/v1/loras/{name}", response_model=LoraStatus)
     async def adapter(name: str, request: Request) -> Response:
         """One adapter: its state, where it is, why its last load failed, and what was seen of its requests."""
         return JSONResponse(await described(service.management, service.activity, name, http_caller(request)))
 
-    @routes.patch("/v1/loras/{name}", openapi_extra=takes(ConfigureAdapterBody, told="Lora"))
-    async def configure(name: str, request: Request) -> Response:
+    @routes.patch("/v1/loras/{name}", response_model=Lora)
+    async def configure(name: str, request: Request, body: JsonBody[ConfigureAdapterBody]) -> Response:
         """Change an adapter's pin, traffic weight or description."""
-        body = await body_of(ConfigureAdapterBody, request, service)
         caller = http_caller(request)
         check_settings(caller, body.pinned, body.traffic_weight, body.description)
         entry = await service.management.store.configure(
@@ -173,12 +137,12 @@ def _add_named_routes(routes: APIRouter, service: IngressService) -> None:
         )
         return JSONResponse(adapter_body(entry))
 
-    @routes.delete("/v1/loras/{name}", openapi_extra=takes(None, "wait", told="LoraState"))
-    async def delete(name: str, request: Request) -> Response:
+    @routes.delete("/v1/loras/{name}", response_model=LoraStatus, responses={202: {"model": LoraStatus}})
+    async def delete(name: str, request: Request, query: Annotated[WaitQuery, Query()]) -> Response:
         """Unload an adapter; answers when running requests have ended."""
-        return await unloaded_answer(request, service, name)
+        return await unloaded_answer(request, service, query, name)
 
-    @routes.get("/v1/loras/{name}/generations", openapi_extra=takes(told="LoraGenerationList"))
+    @routes.get("/v1/loras/{name}/generations", response_model=Page[LoraGeneration])
     async def generations(name: str, request: Request) -> Response:
         """Everything a name has meant."""
         tenant_id = http_caller(request).tenant_id

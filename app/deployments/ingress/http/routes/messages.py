@@ -15,13 +15,12 @@ from starlette.responses import JSONResponse, Response
 
 from app.deployments.ingress.blocks import finished
 from app.deployments.ingress.http.chat_responses import json_response, start_task, stream_response
-from app.deployments.ingress.http.openapi import EVENTS, JSON, takes
+from app.deployments.ingress.http.openapi import EVENT_STREAM, MESSAGES_ERROR
 from app.deployments.ingress.http.request_lifecycle import counted_if_cancelled, run_until_disconnect
-from app.deployments.ingress.http.request_parsing import read_json
+from app.deployments.ingress.http.request_parsing import JsonBody
 from app.deployments.ingress.http.routes.responses import add_response_routes
-from app.deployments.ingress.schemas.messages import CountTokensRequest, MessagesRequest
-from app.deployments.ingress.schemas.request_model import parse_body
-from app.deployments.ingress.schemas.tokenize import DetokenizeRequest, TokenizeRequest
+from app.deployments.ingress.schemas.messages import CountTokensRequest, MessageResponse, MessagesRequest, TokenCount
+from app.deployments.ingress.schemas.tokenize import Detokenized, DetokenizeRequest, TokenizeRequest, Tokens
 from app.deployments.ingress.serializers.messages import message_body, message_events
 from app.deployments.ingress.service import IngressService
 from app.deployments.ingress.tenants import inference_caller
@@ -36,10 +35,9 @@ def add_agent_routes(app: FastAPI, service: IngressService) -> None:
 
 
 def _add_messages(app: FastAPI, service: IngressService) -> None:
-    @app.post("/v1/messages", openapi_extra=takes(MessagesRequest, answers=(JSON, EVENTS)))
-    async def messages(request: Request) -> Response:
+    @app.post("/v1/messages", response_model=MessageResponse, responses=EVENT_STREAM | MESSAGES_ERROR)
+    async def messages(request: Request, body: JsonBody[MessagesRequest]) -> Response:
         """Answer a conversation, as Anthropic does."""
-        body = parse_body(MessagesRequest, await read_json(request, service.frontend.limits.max_body_bytes))
         job = await start_task(request, service, body.chat())
         if body.stream:
             return await stream_response(request, service, job, "messages", message_events(job, body.model))
@@ -47,10 +45,9 @@ def _add_messages(app: FastAPI, service: IngressService) -> None:
             blocks, end = await run_until_disconnect(request, finished(job))
         return json_response(service, job, "messages", message_body(job, body.model, blocks, end))
 
-    @app.post("/v1/messages/count_tokens", openapi_extra=takes(CountTokensRequest))
-    async def count_tokens(request: Request) -> Response:
+    @app.post("/v1/messages/count_tokens", response_model=TokenCount, responses=MESSAGES_ERROR)
+    async def count_tokens(request: Request, body: JsonBody[CountTokensRequest]) -> Response:
         """How many tokens a conversation's prompt has."""
-        body = parse_body(CountTokensRequest, await read_json(request, service.frontend.limits.max_body_bytes))
         chat, caller = body.chat(), inference_caller(request)
         ref = await service.frontend.find_adapter(chat.model, caller, adapters=chat.adapters)
         async with service.tenancy.one_request(caller, ref):
@@ -59,10 +56,9 @@ def _add_messages(app: FastAPI, service: IngressService) -> None:
 
 
 def _add_tokens(app: FastAPI, service: IngressService) -> None:
-    @app.post("/tokenize", openapi_extra=takes(TokenizeRequest))
-    async def tokenize(request: Request) -> Response:
+    @app.post("/tokenize", response_model=Tokens)
+    async def tokenize(request: Request, body: JsonBody[TokenizeRequest]) -> Response:
         """Token ids of a text, or of a conversation as an answer's prompt has them."""
-        body = parse_body(TokenizeRequest, await read_json(request, service.frontend.limits.max_body_bytes))
         frontend, caller = service.frontend, inference_caller(request)
 
         def told(token_ids: Sequence[int]) -> bytes:
@@ -80,10 +76,9 @@ def _add_tokens(app: FastAPI, service: IngressService) -> None:
             content = await beside_if_long(len(token_ids), lambda: told(token_ids))
         return _json(content, service.tenancy.headers(caller))
 
-    @app.post("/detokenize", openapi_extra=takes(DetokenizeRequest))
-    async def detokenize(request: Request) -> Response:
+    @app.post("/detokenize", response_model=Detokenized)
+    async def detokenize(request: Request, body: JsonBody[DetokenizeRequest]) -> Response:
         """The text of token ids."""
-        body = parse_body(DetokenizeRequest, await read_json(request, service.frontend.limits.max_body_bytes))
         frontend, caller = service.frontend, inference_caller(request)
         ref = await frontend.find_adapter(body.model, caller)
         async with service.tenancy.one_request(caller, ref):

@@ -10,36 +10,49 @@ from __future__ import annotations
 import json
 import secrets
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any
 
-from fastapi import FastAPI, Request
+from fastapi import FastAPI, Query, Request
+from pydantic import Field
 from starlette.responses import JSONResponse, Response
 
 from app.deployments.ingress.blocks import finished
 from app.deployments.ingress.http.chat_responses import json_response, start_task, stream_response
-from app.deployments.ingress.http.openapi import EVENTS, JSON, takes
+from app.deployments.ingress.http.openapi import EVENT_STREAM
 from app.deployments.ingress.http.request_lifecycle import counted_if_cancelled, run_until_disconnect
-from app.deployments.ingress.http.request_parsing import page_body, page_query, read_json
+from app.deployments.ingress.http.request_parsing import JsonBody, Order, PageQuery, QueryParams, page_body
 from app.deployments.ingress.http.routes.batches import DAY_S
-from app.deployments.ingress.schemas.request_model import parse_body
-from app.deployments.ingress.schemas.responses import InputTokensRequest, ResponsesRequest
+from app.deployments.ingress.schemas import responses as schemas
+from app.deployments.ingress.schemas.response_model import Deleted, Page
+from app.deployments.ingress.schemas.responses import InputItem, InputTokens, InputTokensRequest, ResponsesRequest
 from app.deployments.ingress.serializers.responses import Keep, response_body, response_events
 from app.deployments.ingress.service import IngressService
 from app.deployments.ingress.tenants import inference_caller
 from app.deployments.kept.entries import KeptResponse, absent
-from app.engine.errors import InvalidRequest
 
-#: What OpenAI's client may ask of a stored response. It is told whole, whatever these say.
-_RETRIEVE_QUERY = ("include", "include_obfuscation", "starting_after", "stream")
+
+class RetrieveQuery(QueryParams):
+    """What OpenAI's client may ask of a stored response. It is answered whole, whatever these say."""
+
+    include: list[str] = Field(default_factory=list)
+    include_obfuscation: str | None = None
+    starting_after: str | None = None
+    stream: str | None = None
+
+
+class ItemQuery(PageQuery):
+    """`include` changes nothing."""
+
+    order: Order = "desc"
+    include: list[str] = Field(default_factory=list)
 
 
 def add_response_routes(app: FastAPI, service: IngressService) -> None:
     """Add them."""
 
-    @app.post("/v1/responses", openapi_extra=takes(ResponsesRequest, answers=(JSON, EVENTS), told="Response"))
-    async def responses(request: Request) -> Response:
+    @app.post("/v1/responses", response_model=schemas.Response, responses=EVENT_STREAM)
+    async def responses(request: Request, body: JsonBody[ResponsesRequest]) -> Response:
         """Answer a conversation, as OpenAI's newer interface does."""
-        body = parse_body(ResponsesRequest, await read_json(request, service.frontend.limits.max_body_bytes))
         caller = inference_caller(request)
         if body.previous_response_id is not None:
             body = body.after(
@@ -60,10 +73,9 @@ def add_response_routes(app: FastAPI, service: IngressService) -> None:
                 await keep(told)
         return json_response(service, job, "responses", told)
 
-    @app.post("/v1/responses/input_tokens", openapi_extra=takes(InputTokensRequest))
-    async def input_tokens(request: Request) -> Response:
+    @app.post("/v1/responses/input_tokens", response_model=InputTokens)
+    async def input_tokens(request: Request, body: JsonBody[InputTokensRequest]) -> Response:
         """How many tokens the prompt of a response has."""
-        body = parse_body(InputTokensRequest, await read_json(request, service.frontend.limits.max_body_bytes))
         chat, caller = body.chat(), inference_caller(request)
         ref = await service.frontend.find_adapter(chat.model, caller, chat.lora_path, adapters=chat.adapters)
         async with service.tenancy.one_request(caller, ref):
@@ -71,32 +83,33 @@ def add_response_routes(app: FastAPI, service: IngressService) -> None:
         told = {"object": "response.input_tokens", "input_tokens": len(token_ids)}
         return JSONResponse(told, headers=service.tenancy.headers(caller))
 
-    @app.get("/v1/responses/{response_id}", openapi_extra=takes(None, *_RETRIEVE_QUERY, told="Response"))
-    async def response(request: Request, response_id: str) -> Response:
+    @app.get("/v1/responses/{response_id}", response_model=schemas.Response)
+    async def response(
+        request: Request,
+        response_id: str,
+        query: Annotated[RetrieveQuery, Query()],  # noqa: ARG001
+    ) -> Response:
         """A stored response."""
         found = await service.kept.response(response_id, tenant_id=inference_caller(request).tenant_id)
         return Response(found.body, media_type="application/json")
 
-    @app.delete("/v1/responses/{response_id}")
+    @app.delete("/v1/responses/{response_id}", response_model=Deleted)
     async def delete(request: Request, response_id: str) -> Response:
         """Forget it."""
         await service.kept.delete_response(response_id, tenant_id=inference_caller(request).tenant_id)
         return JSONResponse({"id": response_id, "object": "response", "deleted": True})
 
-    @app.get("/v1/responses/{response_id}/input_items", openapi_extra=takes(None, "limit", "after", "order", "include"))
-    async def input_items(request: Request, response_id: str) -> Response:
+    @app.get("/v1/responses/{response_id}/input_items", response_model=Page[InputItem])
+    async def input_items(request: Request, response_id: str, query: Annotated[ItemQuery, Query()]) -> Response:
         """The conversation that it answers, newest first unless `order` is asc."""
-        page, order = page_query(request), request.query_params.get("order", "desc")
-        if order not in ("asc", "desc"):
-            raise InvalidRequest(f"order is {order[:20]!r}; it is asc or desc", param="order")
         found = await service.kept.response(response_id, tenant_id=inference_caller(request).tenant_id)
-        items = json.loads(found.items)[:: 1 if order == "asc" else -1]
-        if page.after is not None:
+        items = json.loads(found.items)[:: 1 if query.order == "asc" else -1]
+        if query.after is not None:
             ids = [item["id"] for item in items]
-            if page.after not in ids:
-                raise absent("item", page.after)
-            items = items[ids.index(page.after) + 1 :]
-        return JSONResponse(page_body(items[: page.limit], has_more=len(items) > page.limit))
+            if query.after not in ids:
+                raise absent("item", query.after)
+            items = items[ids.index(query.after) + 1 :]
+        return JSONResponse(page_body(items[: query.limit], has_more=len(items) > query.limit))
 
 
 def _items(kept: KeptResponse) -> list[dict[str, Any]]:

@@ -10,8 +10,9 @@ from __future__ import annotations
 from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, Response
 
-from app.deployments.ingress.http.openapi import takes_bytes
+from app.deployments.ingress.http.openapi import takes_content
 from app.deployments.ingress.http.request_parsing import read_bytes
+from app.deployments.ingress.schemas.loras import Lora
 from app.deployments.ingress.serializers.loras import adapter_body, job_body
 from app.deployments.ingress.service import IngressService
 from app.deployments.ingress.tenants import http_caller
@@ -20,6 +21,8 @@ from app.engine.errors import InvalidRequest, QueueFull
 from app.redaction import holds_key
 
 CONFIG_HEADER = "X-Adapter-Config"
+#: For `/openapi.json`: a safetensors file.
+_WEIGHTS = {"type": "string", "format": "binary"}
 #: Uploads that one ingress takes at a time.
 MAX_UPLOADS = 4
 
@@ -28,7 +31,11 @@ def add_upload_route(routes: APIRouter, service: IngressService) -> None:
     """Add it."""
     num_running = 0
 
-    @routes.put("/v1/loras/{name}/weights", openapi_extra=takes_bytes("application/octet-stream"))
+    @routes.put(
+        "/v1/loras/{name}/weights",
+        response_model=Lora,
+        openapi_extra=takes_content("application/octet-stream", _WEIGHTS),
+    )
     async def put_weights(name: str, request: Request) -> Response:
         """Load an adapter from the bytes of its weights; answers when it is served."""
         nonlocal num_running

@@ -8,15 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter, Query, Request
+from pydantic import Field
 from starlette.responses import JSONResponse, Response
 
-from app.deployments.ingress.http.openapi import takes
-from app.deployments.ingress.http.request_parsing import list_query, read_json
-from app.deployments.ingress.schemas import admin as bodies
-from app.deployments.ingress.schemas.request_model import parse_body
+from app.deployments.ingress.http.request_parsing import JsonBody, QueryParams, WholeNumber
+from app.deployments.ingress.schemas import admin as schemas
+from app.deployments.ingress.schemas.admin import Cleared, SpendLimit
+from app.deployments.ingress.schemas.usage import BucketPage, CompletionsUsage, Costs, EmbeddingsUsage
+from app.deployments.ingress.serializers import admin as serializers
 from app.deployments.ingress.tenancy import Tenancy
 from app.deployments.ingress.tenants import admin_caller
 from app.deployments.tenants.limits import NANOS_PER_CENT
@@ -25,43 +27,70 @@ from app.deployments.tenants.metering import Charge, RouteKind
 from app.deployments.tenants.usage import WIDTHS, UsageQuery, Width, next_page, usage_query
 from app.engine.errors import InvalidRequest, NotFound
 
-#: What both usage and costs are asked for.
-_QUERY = ("start_time", "end_time", "bucket_width", "limit", "page", "group_by", "project_ids", "api_key_ids")
 #: One group's sum.
 Sum = tuple[Mapping[str, str], Charge]
 #: What is made of the sums of a bucket.
 Results = Callable[[Sequence[Sum]], list[dict[str, Any]]]
 #: Costs come by the day, and more of them at once than usage does.
 _COST_WIDTH = Width(86_400, 7, 180)
-#: What may be asked of a time: up to the year 5138.
-_MAX_TIME_S = 10**11
+#: Up to the year 5138.
+_Time = Annotated[int, WholeNumber(0, 10**11)]
+
+
+class BucketQuery(QueryParams):
+    """What both usage and costs are asked for; times are Unix seconds."""
+
+    start_time: _Time
+    end_time: _Time | None = None
+    limit: Annotated[int, WholeNumber(0, 10_000)] | None = None
+    page: str | None = None
+    group_by: list[str] = Field(default_factory=list)
+    project_ids: list[str] = Field(default_factory=list)
+    api_key_ids: list[str] = Field(default_factory=list)
+
+
+class ModelUsageQuery(BucketQuery):
+    """Usage is not counted by user."""
+
+    bucket_width: Literal["1m", "1h", "1d"] = "1d"
+    models: list[str] = Field(default_factory=list)
+    user_ids: list[str] = Field(default_factory=list)
+
+
+class CompletionsUsageQuery(ModelUsageQuery):
+    """Nor is it counted by batch."""
+
+    batch: str | None = None
+
+
+class CostQuery(BucketQuery):
+    bucket_width: Literal["1d"] = "1d"
+    line_items: list[str] = Field(default_factory=list)
 
 
 def add_usage_routes(routes: APIRouter, tenancy: Tenancy) -> None:
     """`/usage/completions`, `/usage/embeddings`, `/costs`."""
 
-    @routes.get("/usage/completions", openapi_extra=takes(None, *_QUERY, "models", "user_ids", "batch"))
-    async def completions(request: Request) -> Response:
-        return await _usage(request, tenancy, "completions", _completions)
+    @routes.get("/usage/completions", response_model=BucketPage[CompletionsUsage])
+    async def completions(query: Annotated[CompletionsUsageQuery, Query()]) -> Response:
+        return await _usage(query, tenancy, "completions", _completions)
 
-    @routes.get("/usage/embeddings", openapi_extra=takes(None, *_QUERY, "models", "user_ids"))
-    async def embeddings(request: Request) -> Response:
-        return await _usage(request, tenancy, "embeddings", _embeddings)
+    @routes.get("/usage/embeddings", response_model=BucketPage[EmbeddingsUsage])
+    async def embeddings(query: Annotated[ModelUsageQuery, Query()]) -> Response:
+        return await _usage(query, tenancy, "embeddings", _embeddings)
 
-    @routes.get("/costs", openapi_extra=takes(None, *_QUERY, "line_items"))
-    async def costs(request: Request) -> Response:
-        if request.query_params.get("bucket_width", "1d") != "1d":
-            raise InvalidRequest("costs come in buckets of 1d only", param="bucket_width")
-        asked = list_query(request, "group_by")
+    @routes.get("/costs", response_model=BucketPage[Costs])
+    async def costs(query: Annotated[CostQuery, Query()]) -> Response:
+        asked = query.group_by
         others = [name for name in asked if name not in ("line_item", "model")]
-        query = _query(request, tenancy, _COST_WIDTH, None, [*others, "model"])  # prices are by model
-        lines = frozenset(list_query(request, "line_items"))
+        wanted = _query(query, tenancy, _COST_WIDTH, None, [*others, "model"])  # prices are by model
+        lines = frozenset(query.line_items)
         if lines:
-            query = _with_only(query, "model", sorted(lines | {model_of(line) for line in lines}))
-        return await _page(tenancy, query, lambda results: _costs(results, tenancy.memory_prices, asked, lines))
+            wanted = _with_only(wanted, "model", sorted(lines | {model_of(line) for line in lines}))
+        return await _page(tenancy, wanted, lambda results: _costs(results, tenancy.memory_prices, asked, lines))
 
 
-def add_spend_routes(routes: APIRouter, tenancy: Tenancy, max_body_bytes: int) -> None:
+def add_spend_routes(routes: APIRouter, tenancy: Tenancy) -> None:
     """`/projects/{id}/spend_limit`."""
     owner, path = tenancy.owner, "/projects/{project_id}/spend_limit"
 
@@ -71,34 +100,30 @@ def add_spend_routes(routes: APIRouter, tenancy: Tenancy, max_body_bytes: int) -
             raise NotFound(f"project {project_id[:64]!r} has no spend limit")
         remaining = await owner.remaining_spend(project_id)
         is_reached = remaining is not None and remaining < NANOS_PER_CENT
-        return JSONResponse(bodies.spend_limit_body(cents, is_reached=is_reached))
+        return JSONResponse(serializers.spend_limit_body(cents, is_reached=is_reached))
 
-    @routes.get(path)
+    @routes.get(path, response_model=SpendLimit)
     async def retrieve(project_id: str) -> Response:
         return await answer(project_id)
 
-    @routes.post(path, openapi_extra=takes(bodies.SpendLimitBody))
-    async def update(project_id: str, request: Request) -> Response:
-        body = parse_body(bodies.SpendLimitBody, await read_json(request, max_body_bytes))
+    @routes.post(path, response_model=SpendLimit)
+    async def update(project_id: str, request: Request, body: JsonBody[schemas.SpendLimitBody]) -> Response:
         await owner.limit_spend(project_id, body.threshold_amount, actor=admin_caller(request).key_id)
         return await answer(project_id)
 
-    @routes.delete(path)
+    @routes.delete(path, response_model=Cleared)
     async def delete(project_id: str, request: Request) -> Response:
         await owner.limit_spend(project_id, None, actor=admin_caller(request).key_id)
         return JSONResponse({"object": "project.spend_limit.deleted", "deleted": True})
 
 
-async def _usage(request: Request, tenancy: Tenancy, kind: RouteKind, results: Results) -> Response:
-    width = WIDTHS.get(request.query_params.get("bucket_width", "1d"))
-    if width is None:
-        raise InvalidRequest("bucket_width is 1m, 1h or 1d", param="bucket_width")
-    if request.query_params.get("batch") == "true" or list_query(request, "user_ids"):
+async def _usage(query: ModelUsageQuery, tenancy: Tenancy, kind: RouteKind, results: Results) -> Response:
+    if query.user_ids or (isinstance(query, CompletionsUsageQuery) and query.batch == "true"):
         raise InvalidRequest("usage is not counted by batch or user; ask by project, key or model", param="batch")
-    query = _query(request, tenancy, width, kind, list_query(request, "group_by"))
-    if models := list_query(request, "models"):
-        query = _with_only(query, "model", models)
-    return await _page(tenancy, query, results)
+    wanted = _query(query, tenancy, WIDTHS[query.bucket_width], kind, query.group_by)
+    if query.models:
+        wanted = _with_only(wanted, "model", query.models)
+    return await _page(tenancy, wanted, results)
 
 
 async def _page(tenancy: Tenancy, query: UsageQuery, results: Results) -> Response:
@@ -117,19 +142,15 @@ async def _page(tenancy: Tenancy, query: UsageQuery, results: Results) -> Respon
 
 
 def _query(
-    request: Request, tenancy: Tenancy, width: Width, kind: RouteKind | None, group_by: Sequence[str]
+    query: BucketQuery, tenancy: Tenancy, width: Width, kind: RouteKind | None, group_by: Sequence[str]
 ) -> UsageQuery:
-    start_s = _time(request, "start_time")
-    if start_s is None:
-        raise InvalidRequest("start_time is needed: Unix seconds", param="start_time")
-    end_s = _time(request, "end_time")
-    only = {"project_id": list_query(request, "project_ids"), "key_id": list_query(request, "api_key_ids")}
+    only = {"project_id": query.project_ids, "key_id": query.api_key_ids}
     return usage_query(
-        start_s,
-        int(tenancy.clock()) + 1 if end_s is None else end_s,
+        query.start_time,
+        int(tenancy.clock()) + 1 if query.end_time is None else query.end_time,
         width,
-        _number(request, "limit"),
-        request.query_params.get("page"),
+        query.limit,
+        query.page,
         {column: values for column, values in only.items() if values},
         group_by,
         kind,
@@ -236,16 +257,3 @@ def _group(group: Mapping[str, str]) -> dict[str, Any]:
         "model": group.get("model"),
         "user_id": None,
     }
-
-
-def _time(request: Request, name: str) -> int | None:
-    return _number(request, name, _MAX_TIME_S)
-
-
-def _number(request: Request, name: str, highest: int = 10_000) -> int | None:
-    text = request.query_params.get(name)
-    if text is None:
-        return None
-    if not (text.isascii() and text.isdigit() and len(text) < 13 and int(text) <= highest):
-        raise InvalidRequest(f"{name} is {text[:40]!r}; it is a whole number up to {highest}", param=name)
-    return int(text)
