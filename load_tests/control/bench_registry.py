@@ -32,9 +32,10 @@ from sqlalchemy import Connection, Table, func, insert, select
 
 from app.cli.register import BATCH
 from app.deployments.ingress.adapter_activity import AdapterActivity
-from app.deployments.ingress.http.app import HttpService, make_app
-from app.deployments.ingress.http.guard import DoorRules
+from app.deployments.ingress.http.app import make_app
+from app.deployments.ingress.http.middleware.origin_check import HttpPolicy
 from app.deployments.ingress.management import Management
+from app.deployments.ingress.service import IngressService
 from app.deployments.ingress.tenancy import Rates, Tenancy
 from app.deployments.links.published import Version
 from app.deployments.placement.table import Residency
@@ -207,7 +208,7 @@ async def measure(url: str, num_adapters: int, num_samples: int) -> list[tuple[s
         frontend=SimpleNamespace(limits=SimpleNamespace(max_body_bytes=4 << 20), max_context=2048),
         observe=lambda *_: None,
     )
-    transport = httpx.ASGITransport(make_app(cast(HttpService, service), DoorRules()))
+    transport = httpx.ASGITransport(make_app(cast(IngressService, service), HttpPolicy()))
     async with httpx.AsyncClient(transport=transport, base_url="http://registry") as http:
 
         async def get(path: str) -> None:

@@ -25,8 +25,8 @@ from app.deployments.ingress import handle_api
 from app.deployments.ingress.assigner import Assigner
 from app.deployments.ingress.handle_api import plain_errors
 from app.deployments.ingress.http.app import make_app
-from app.deployments.ingress.http.batch_answers import BatchAnswers
-from app.deployments.ingress.http.guard import DoorRules
+from app.deployments.ingress.http.batch_executor import BatchExecutor
+from app.deployments.ingress.http.middleware.origin_check import HttpPolicy
 from app.deployments.ingress.loads import Loads
 from app.deployments.ingress.metrics import IngressMetrics
 from app.deployments.ingress.service import IngressService, Parts
@@ -97,7 +97,7 @@ class Ingress(AsgiIngress):
             steady_clock=time.monotonic,
         )
         self._service = IngressService(config, parts)
-        self._rules = DoorRules.of(config.http, os.environ)
+        self._rules = HttpPolicy.of(config.http, os.environ)
         self._tasks = Tasks()
         self._tasks.run_forever(
             registry.follow,
@@ -110,7 +110,7 @@ class Ingress(AsgiIngress):
             partial(repeat_gauges, (*metrics.gauges, RefusalCounters(parts.tenancy.limiter))),
             self._service.management.keep_taking_up,
             self._service.activity.keep_telling,
-            self._service.batch_runner(BatchAnswers(self._service).answer, holder).run,
+            self._service.batch_runner(BatchExecutor(self._service).answer, holder).run,
         )
         await store.preload(store_settings(config))
         await registry.complete.wait()  # or the first requests would find no adapter

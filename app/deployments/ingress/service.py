@@ -26,11 +26,11 @@ from app.deployments.ingress.lazy_adapter_loader import LazyAdapterLoader
 from app.deployments.ingress.links import Links
 from app.deployments.ingress.loads import Loads
 from app.deployments.ingress.management import Management
-from app.deployments.ingress.management_bodies import record_body
 from app.deployments.ingress.metrics import IngressMetrics
 from app.deployments.ingress.routing.choosing import Chooser
 from app.deployments.ingress.routing.embedders import BaseEmbedder, EncoderEmbedder
 from app.deployments.ingress.routing.router import Router, TextEmbedder
+from app.deployments.ingress.serializers.loras import record_body
 from app.deployments.ingress.status import TABLE, ClientGone
 from app.deployments.ingress.tenancy import Tenancy
 from app.deployments.ingress.tenants import Caller, batch_caller
