@@ -69,7 +69,8 @@ def openapi(app: FastAPI) -> dict[str, Any]:
 
 def operation_id(route: APIRoute) -> str:
     """The method and the path."""
-    (method,) = route.methods or ()
+    assert route.methods is not None, "an APIRoute has methods"
+    (method,) = route.methods
     return f"{method.lower()}{re.sub(r'[^A-Za-z0-9]+', '_', route.path).rstrip('_')}"
 
 
