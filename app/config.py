@@ -23,8 +23,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from app.engine.adapters.signing.trusted_keys import PUBLIC_KEY_PATTERN, TrustedKeys
 from app.engine.config import EngineConfig, EvictionPolicy
 from app.engine.errors import ConfigError
-from app.engine.models import sources
-from app.spelling import did_you_mean, settings_at
+from app.engine.models.download import model_download
+from app.suggestions import did_you_mean, settings_at
 
 #: One line of letters, digits, dot, dash and underscore: no path, no colon, nothing to escape with.
 NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$"
@@ -36,7 +36,7 @@ RESOLVER_PATTERN = r"^(.*\{name\}.*|[A-Za-z_][\w.]*:[A-Za-z_]\w*)$"
 #: How much traffic to expect for an adapter, 1 being the usual. Bounded, so that sums over all adapters are numbers.
 TrafficWeight = Annotated[float, Field(ge=0, le=1_000_000, allow_inf_nan=False)]
 
-DEFAULT_MODEL_URI = sources.DEFAULT_MODEL_URI
+DEFAULT_MODEL_URI = model_download.DEFAULT_MODEL_URI
 
 #: The environment variable that holds the token of `http.management: token`.
 MANAGEMENT_TOKEN = "POLYLORA_MANAGEMENT_TOKEN"
@@ -51,7 +51,7 @@ ManagementAccess = Literal["loopback", "token", "open"]
 AuthMode = Literal["auto", "keys", "open"]
 
 #: Engine settings that the adapter store depends on, beside the kind of device.
-_STORE_ENGINE_FIELDS = ("adapter_rank_rows", "max_adapter_slots", "adapter_extra_bytes")
+_STORE_ENGINE_FIELDS = ("lora_pool_rows", "max_loras", "extra_weights_bytes")
 
 
 class _Settings(BaseModel):
@@ -109,7 +109,7 @@ class AdaptersConfig(_Settings):
     url_options: dict[str, dict[str, Any]] = Field(
         default_factory=dict, description="fsspec's arguments by scheme, such as s3: {endpoint_url: ...}; no secrets."
     )
-    downloader: str | None = Field(
+    custom_fetcher: str | None = Field(
         default=None, description="module:function that fetches other URIs instead of the hub's downloader."
     )
     resolvers: tuple[Annotated[str, Field(pattern=RESOLVER_PATTERN)], ...] | None = Field(
@@ -117,22 +117,22 @@ class AdaptersConfig(_Settings):
         description="Where a name is looked for that nobody has registered: paths or URIs with {name}, or "
         "module:function. By default <LORA_PATH>/{name} where LORA_PATH is set; [] is nowhere.",
     )
-    resolve_again_s: float = Field(
+    negative_cache_ttl_s: float = Field(
         default=30.0, gt=0, description="A name that was not found is looked for again after this long."
     )
     source_timeout_s: float = Field(default=300.0, gt=0, description="Longest download of one adapter.")
     max_adapter_bytes: int = Field(default=8 << 30, ge=1 << 10, description="Largest file of weights that is read.")
     max_rank: int = Field(default=4096, ge=1, description="Highest rank that is read.")
-    reading_memory_bytes: int = Field(
+    parser_memory_bytes: int = Field(
         default=1 << 30, ge=256 << 20, description="Memory for reading one adapter, beside eight times its size."
     )
-    reading_timeout_s: float = Field(
+    parser_timeout_s: float = Field(
         default=20.0, gt=0, description="Time for reading one adapter, beside a second per 20 MB."
     )
     host_cache_bytes: int = Field(
         default=512 << 20, ge=1 << 20, description="Adapters kept in the object store, in bytes."
     )
-    pinned_share: float = Field(
+    max_pinned_fraction: float = Field(
         default=0.5,
         ge=0,
         le=1,
@@ -180,22 +180,24 @@ class PlacementConfig(_Settings):
     policy_options: dict[str, Any] = Field(
         default_factory=dict, description="The policy's own settings; they stand in the policy's file."
     )
-    min_homes: int = Field(
+    min_replicas_per_adapter: int = Field(
         default=1, ge=1, description="Replicas that serve each adapter: with 2, losing one costs no adapter its place."
     )
-    prefix_aware: bool = Field(
+    prefix_affinity: bool = Field(
         default=True,
         description="Requests for the base, and for adapters with several homes, prefer a replica that has the first "
         "128 tokens of their prompt cached, unless it has much more to do than others (docs/fleet.md).",
     )
     report_interval_s: float = Field(default=1.0, gt=0, description="How often a replica reports when nothing changes.")
-    silence_s: float = Field(default=10.0, gt=0, description="A replica silent for this long is taken off the table.")
+    heartbeat_timeout_s: float = Field(
+        default=10.0, gt=0, description="A replica silent for this long is taken off the table."
+    )
 
     @model_validator(mode="after")
     def _silence_is_longer(self) -> Self:
-        if self.silence_s < 2 * self.report_interval_s:
+        if self.heartbeat_timeout_s < 2 * self.report_interval_s:
             raise ValueError(
-                f"silence_s {self.silence_s} must be at least twice report_interval_s {self.report_interval_s}"
+                f"heartbeat_timeout_s {self.heartbeat_timeout_s} must be at least twice report_interval_s {self.report_interval_s}"
             )
         return self
 
@@ -211,28 +213,28 @@ class LimitsConfig(_Settings):
     max_logprobs: int = Field(default=20, ge=0, description="Most likely tokens reported per position.")
     max_stop_strings: int = Field(default=16, ge=0, description="Stop strings of one request.")
     request_timeout_s: float = Field(default=600.0, gt=0, description="A request older than this is aborted (504).")
-    replica_wait_s: float = Field(
+    replica_timeout_s: float = Field(
         default=30.0, gt=0, description="How long a request waits for any replica (503 beyond)."
     )
-    max_waiting_per_adapter: int = Field(
+    max_pending_requests_per_adapter: int = Field(
         default=128, ge=1, description="Requests of one ingress that wait for one adapter to be read (429 beyond)."
     )
-    max_waiting_for_adapters: int = Field(
+    max_pending_cold_requests: int = Field(
         default=512, ge=1, description="Requests of one ingress that wait for adapters to be read (429 beyond)."
     )
-    adapter_wait_s: float = Field(
+    adapter_load_timeout_s: float = Field(
         default=60.0, gt=0, description="How long a request waits for its adapter to be read (503 beyond)."
     )
 
 
-class KeptConfig(_Settings):
+class StorageConfig(_Settings):
     """What is kept for clients: files, batches, responses. Bytes and counts are each tenant's."""
 
     max_file_bytes: int = Field(default=100 << 20, ge=1024, description="Largest file that is uploaded (413 beyond).")
     max_tenant_bytes: int = Field(default=1 << 30, ge=1024, description="A tenant's files together (403 beyond).")
     max_batch_lines: int = Field(default=50_000, ge=1, description="Requests of one batch.")
     max_open_batches: int = Field(default=50, ge=1, description="A tenant's batches that have not ended.")
-    batch_streams: int = Field(
+    batch_concurrency: int = Field(
         default=16, ge=1, description="Requests of batches that one ingress has computed at a time."
     )
     store_responses: bool = Field(
@@ -243,7 +245,7 @@ class KeptConfig(_Settings):
     days: float = Field(default=30.0, gt=0, le=365, description="How long files and responses are kept at most.")
 
 
-class RoutingConfig(_Settings):
+class SemanticRouterConfig(_Settings):
     """How an adapter is chosen for requests whose model is "auto"."""
 
     embedder: str | None = Field(
@@ -275,10 +277,10 @@ class HttpConfig(_Settings):
     allowed_hosts: tuple[str, ...] = Field(
         default=(), description="Names, beside localhost, by which a service that listens on loopback may be asked."
     )
-    ready_while_asleep: bool = Field(
+    ready_at_zero_replicas: bool = Field(
         default=False,
         description="/readyz and /health are 200 while no engine replica runs: for EngineReplica's min_replicas 0, "
-        "where the first request has one started and waits for it, limits.replica_wait_s at most.",
+        "where the first request has one started and waits for it, limits.replica_timeout_s at most.",
     )
 
 
@@ -319,8 +321,8 @@ class AppConfig(_Settings):
     adapters: AdaptersConfig = Field(default_factory=AdaptersConfig)
     placement: PlacementConfig = Field(default_factory=PlacementConfig)
     limits: LimitsConfig = Field(default_factory=LimitsConfig)
-    kept: KeptConfig = Field(default_factory=KeptConfig)
-    routing: RoutingConfig = Field(default_factory=RoutingConfig)
+    storage: StorageConfig = Field(default_factory=StorageConfig)
+    semantic_router: SemanticRouterConfig = Field(default_factory=SemanticRouterConfig)
     http: HttpConfig = Field(default_factory=HttpConfig)
     logs: LogsConfig = Field(default_factory=LogsConfig)
     tenants: TenantsConfig = Field(default_factory=TenantsConfig)

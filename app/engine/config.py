@@ -27,7 +27,7 @@ from app.engine.errors import ConfigError
 #: Who leaves a full tier first; `app.engine.pools.eviction` says what the names mean.
 EvictionPolicy = Literal["lru", "lfu", "cost"]
 
-WeightStorage = Literal["auto", "float32", "int8"]
+WeightDtype = Literal["auto", "float32", "int8"]
 
 
 #: The most tokens that a sequence may guess in a step.
@@ -56,7 +56,7 @@ class CpuConfig(_Section):
     rank_alignment = 8
 
     num_threads: int = Field(0, ge=0, description="Threads for arithmetic; 0 takes every core allowed.")
-    weight_storage: WeightStorage = Field(
+    weight_dtype: WeightDtype = Field(
         "auto",
         description="How base weights lie in memory: auto takes 8 bits for the projections that lose nothing by it, "
         "float32 for the others; int8 (groups of 32) is always 8 bits, a third of the bytes.",
@@ -73,11 +73,11 @@ class CudaConfig(_Section):
 
     index: int = Field(0, ge=0, description="Which of the GPUs that the process sees.")
     dtype: Literal["bfloat16", "float32"] = Field("bfloat16", description="Type of weights, KV blocks and rank rows.")
-    memory_fraction: float = Field(
+    gpu_memory_utilization: float = Field(
         0.9, gt=0, le=1, description="Part of the device's memory for weights, KV blocks and adapters together."
     )
-    memory_bytes: int = Field(0, ge=0, description="The same in bytes; 0 takes memory_fraction.")
-    deterministic: bool = Field(
+    memory_bytes: int = Field(0, ge=0, description="The same in bytes; 0 takes gpu_memory_utilization.")
+    batch_invariant: bool = Field(
         False,
         description="Fixed tiles everywhere, so that a request's bits are the same alone and in any company, as with "
         "cpu they always are; slower.",
@@ -139,38 +139,40 @@ class EngineConfig(BaseModel):
         ge=0,
         description="KV blocks: num_kv_blocks * block_size tokens fit in the cache; 0, cuda only: as many as fit.",
     )
-    adapter_rank_rows: int = Field(
+    lora_pool_rows: int = Field(
         512,
         ge=0,
         description="Rank rows for adapters. One takes as many as its own modules fill, rounded up to a power of two; "
         "with cpu half where it was saved in bfloat16; with xla as many as its largest rank.",
     )
-    adapter_extra_bytes: int = Field(
+    extra_weights_bytes: int = Field(
         256 << 20,
         ge=0,
         description="Memory for what resident adapters hold beside rank rows: DoRA scales, biases, norms, token rows, "
         "whole modules, experts' rows; taken as needed. xla takes all of it at start for experts' rows, else it serves "
         "DoRA and biases only, in tables that are as large as its rank rows want them; 0 refuses such adapters.",
     )
-    adapter_eviction: EvictionPolicy = Field(
+    lora_eviction_policy: EvictionPolicy = Field(
         "lru",
         description="Who leaves the rank rows: lru, lfu or cost (fewest bytes to write again per row held, by use).",
     )
-    max_adapter_slots: int = Field(256, ge=1, description="Adapters resident at once, the base included.")
+    max_loras: int = Field(256, ge=1, description="Adapters resident at once, the base included.")
     merged_adapter: str = Field(
         "",
         description="Path of an adapter (PEFT folder or card) to merge into the weights when an engine starts: it "
         "serves this adapter and refuses everything else, the base included. For a service of one adapter; whether it "
         "pays is in docs/performance.md.",
     )
-    max_batch_tokens: int = Field(256, ge=8, description="Tokens computed per step: decode tokens plus prefill chunks.")
-    prefill_step_ms: int = Field(
+    max_num_batched_tokens: int = Field(
+        256, ge=8, description="Tokens computed per step: decode tokens plus prefill chunks."
+    )
+    target_step_ms: int = Field(
         100,
         ge=0,
         description="While sequences decode, a step takes in as many prompt tokens as let it end in about this time, "
-        "or in twice the time that it takes without, if that is longer. 0: as many as max_batch_tokens allows.",
+        "or in twice the time that it takes without, if that is longer. 0: as many as max_num_batched_tokens allows.",
     )
-    tenant_slowdown: float = Field(
+    max_tenant_slowdown: float = Field(
         0.0,
         ge=0,
         le=100,
@@ -179,10 +181,12 @@ class EngineConfig(BaseModel):
         "tenants that run most, which get no fewer tokens than the others all the same. It costs the wide ones "
         "throughput. 0: whoever runs is computed in every step; else at least 1.",
     )
-    max_batch_sequences: int = Field(64, ge=1, description="Sequences running at once.")
-    max_waiting: int = Field(512, ge=1, description="Requests waiting for a turn before new ones are refused with 429.")
-    max_context: int = Field(0, ge=0, description="Longest prompt plus answer; 0 takes the model's own limit.")
-    adapter_write_bytes_per_step: int = Field(
+    max_num_seqs: int = Field(64, ge=1, description="Sequences running at once.")
+    max_queued_requests: int = Field(
+        512, ge=1, description="Requests waiting for a turn before new ones are refused with 429."
+    )
+    max_model_len: int = Field(0, ge=0, description="Longest prompt plus answer; 0 takes the model's own limit.")
+    lora_load_bytes_per_step: int = Field(
         16 << 20,
         ge=1,
         description="Adapter bytes written per step while sequences run: a burst of cold ones cannot stall streams.",
@@ -193,8 +197,10 @@ class EngineConfig(BaseModel):
         description="A step that lasts longer than this, and 50 times longer than usual, hangs: its replica is "
         "replaced. Not with skip_precompile, where a step may compile.",
     )
-    prefix_cache: bool = Field(True, description="Reuse KV blocks of equal prefixes (same adapter, same tenant salt).")
-    speculation: Speculation = Field(
+    enable_prefix_caching: bool = Field(
+        True, description="Reuse KV blocks of equal prefixes (same adapter, same tenant salt)."
+    )
+    speculative_decoding: Speculation = Field(
         "auto",
         description="Verify guessed tokens (from the prompt and the answer so far, a grammar, a `prediction`) where "
         "the next one is drawn; answers keep their bits. auto: with cpu, while few sequences run and guesses are "
@@ -253,7 +259,7 @@ class EngineConfig(BaseModel):
             raise ValueError(f"an engine computes on one device, but engine.{' and engine.'.join(found)} are set")
         return values if found else {**values, "cpu": {}}
 
-    @field_validator("speculation", mode="before")
+    @field_validator("speculative_decoding", mode="before")
     @classmethod
     def _off_in_yaml(cls, value: Any) -> Any:
         return "off" if value is False else value  # what YAML makes of off
@@ -271,18 +277,18 @@ class EngineConfig(BaseModel):
 
     @model_validator(mode="after")
     def _guesses_can_be_verified(self) -> Self:
-        if isinstance(self.speculation, int) and self.cpu is None:
+        if isinstance(self.speculative_decoding, int) and self.cpu is None:
             raise ValueError(
-                f"engine.speculation is {self.speculation}, but engine.{self.device.name} cannot verify guessed tokens "
+                f"engine.speculative_decoding is {self.speculative_decoding}, but engine.{self.device.name} cannot verify guessed tokens "
                 "with the bits of drawing them one by one; set auto or off, or use engine.cpu"
             )
         return self
 
     @model_validator(mode="after")
     def _a_slowdown_slows(self) -> Self:
-        if 0 < self.tenant_slowdown < 1:
+        if 0 < self.max_tenant_slowdown < 1:
             raise ValueError(
-                f"engine.tenant_slowdown is {self.tenant_slowdown}: no step is faster for others being in it; "
+                f"engine.max_tenant_slowdown is {self.max_tenant_slowdown}: no step is faster for others being in it; "
                 "say at least 1, or 0 for no bound"
             )
         return self
