@@ -61,7 +61,7 @@ def add_batch_routes(app: FastAPI, service: KeepingService) -> None:
 
     @app.post("/v1/batches", openapi_extra=takes(BatchBody))
     async def create(request: Request) -> Response:
-        """Have the requests of a file computed when nobody else wants the engines, within a day."""
+        """Have the requests of a file computed when no interactive request wants the engines, within a day."""
         body = parse_body(BatchBody, await read_json(request, service.frontend.limits.max_body_bytes))
         caller, config = inference_caller(request), service.kept_config
         life_s = config.days * DAY_S

@@ -31,7 +31,7 @@ def add_journal_routes(routes: APIRouter, service: ManagedService) -> None:
 
     @routes.get("/v1/status")
     async def status(request: Request) -> Response:
-        """The service as its operator sees it: replicas, tiers, what failed lately. A project is told that it lives."""
+        """Replicas, tiers and recent failures, for operators; a project sees only that the service is up."""
         return JSONResponse(await service.status(http_caller(request)))
 
     @routes.get("/v1/jobs/{job_id}", openapi_extra=takes(told="LoraJob"))
@@ -52,7 +52,7 @@ def add_journal_routes(routes: APIRouter, service: ManagedService) -> None:
 
     @routes.get("/v1/audit", openapi_extra=takes(None, "name", "limit", "before"))
     async def audit(request: Request) -> Response:
-        """Who asked for what, the newest first."""
+        """Requests to change something and who sent them, newest first."""
         caller = http_caller(request)
         query = _journal_query(request)
         records = await service.management.store.audit(
