@@ -20,7 +20,7 @@ from tests.engine.xla.making import tiny_backend
 from tests.engine.xla.test_adapter_extras import jax_backend, jax_config
 
 PRODUCTS = {"head", "qkv", "o", "gate_up", "down"}
-#: What docs/jax.md says of the two engines. Adapters are large here: their deltas outweigh the base.
+#: What docs/explanation/engines.md says of the two engines. Adapters are large here: their deltas outweigh the base.
 TOLERANCE = 1e-4
 
 
