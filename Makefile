@@ -1,6 +1,6 @@
 # make serve       install, fetch the demo model, serve it        PORT= HOST= CONFIG= LORA_PATH= DASHBOARD=1
-# make test        the whole suite, side by side on the cores     PYTEST_ARGS= WORKERS=
-# make test-long   the same for longer: property and fuzz tests twenty times, the nightly ones too
+# make test        the tests of every commit, side by side on the cores: ten minutes on two   PYTEST_ARGS= WORKERS=
+# make test-nightly   what those leave out, and property and fuzz tests twenty times as long: hours
 # make lint        ruff, mypy and the links of the documentation
 # make docs        the generated pages of docs/reference, and the site in build/site
 #
@@ -23,7 +23,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 MKDOCS := NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 TORCH := $(shell sed -n 's/^ *"\(torch==[^"]*\)".*/\1/p' pyproject.toml)
 
-.PHONY: serve fetch install test test-long lint docs clean
+.PHONY: serve fetch install test test-nightly lint docs clean
 
 # A configuration whose engine has a section `cuda:` or `xla:` needs what computes there, too.
 has_section = $(shell grep -sE '(^|[{,]) *$(1) *:' $(CONFIG))
@@ -42,8 +42,8 @@ test: $(VENV)/.installed-test
 	@$(BIN)/polylora fetch --config $(CONFIG)
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadscope --no-loadscope-reorder --durations 25 --durations-min 10 --max-worker-restart 1 $(PYTEST_ARGS)
 
-test-long:
-	@$(MAKE) test PYTEST_ARGS="--long -o timeout=7200 -o faulthandler_timeout=7260 $(PYTEST_ARGS)"
+test-nightly:
+	@$(MAKE) test PYTEST_ARGS="--nightly -o timeout=7200 -o faulthandler_timeout=7260 $(PYTEST_ARGS)"
 	$(BIN)/python -m pytest tests/e2e/service --engine xla
 
 lint: $(VENV)/.installed-test

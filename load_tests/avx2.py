@@ -1,7 +1,7 @@
 """A measurement as on a machine without AVX-512: `python -m load_tests.avx2 engine.bench_engine --streams 32 ...`.
 
 In: the name of a module of `load_tests` and its arguments. Out: what it prints, with Numba, torch, oneDNN, MKL and vLLM
-limited to AVX2, each by the setting it has for that. XLA is not: the JAX engine's CPU form multiplies with Numba.
+limited to AVX2, each by the setting it has for that.
 """
 
 from __future__ import annotations

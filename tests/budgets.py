@@ -1,4 +1,4 @@
-"""How much a test that could go on for ever does: a little in `make test`, twenty times as much in `make test-long`.
+"""How much a test that could go on for ever does: a little in `make test`, twenty times as much in `make test-nightly`.
 
 In: what is enough before every commit. Out: what this run shall do. `--long` sets the factor before tests are imported.
 """

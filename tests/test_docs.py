@@ -20,7 +20,7 @@ from pydantic import BaseModel
 
 from app.cli.main import make_parser
 from app.config import AppConfig
-from app.deployments.ingress.schema import GenerateBody, GenerateSampling
+from app.deployments.ingress.schemas.openai import GenerateBody, GenerateSampling
 from app.engine.api import LLM
 from docs.generate import pages
 from docs.generators.results import RESULTS

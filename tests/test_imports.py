@@ -6,6 +6,7 @@ import ast
 import functools
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -61,9 +62,8 @@ MODULES = {
 }
 
 
-@pytest.mark.parametrize("module", MODULES)
-def test_imports_point_down(module: str) -> None:
-    for imported in imports(MODULES[module]):
+def test_imports_point_down() -> None:
+    for module, imported in every_import():
         for place, own in MAY_IMPORT.items():
             if is_in(module, place) and is_in(imported, "app"):
                 assert any(is_in(imported, each) for each in own), f"{module} imports {imported}"
@@ -72,6 +72,11 @@ def test_imports_point_down(module: str) -> None:
                 allowed = any(is_in(module, a) and is_in(imported, b) for a, b in EXCEPT)
                 wrong = is_in(module, place) and is_in(imported, prefix) and not allowed
                 assert not wrong, f"{module} imports {imported}"
+
+
+def every_import() -> Iterator[tuple[str, str]]:
+    """Each module with each of its imports."""
+    return ((module, imported) for module, path in MODULES.items() for imported in imports(path))
 
 
 @functools.cache
@@ -131,6 +136,13 @@ def test_what_is_known_of_models_and_adapters_decides_nothing_and_has_no_device(
             assert not reaches(module, (place,)), f"{module} reaches {place}"
 
 
+def test_sequences_are_below_whoever_works_on_them() -> None:
+    above = ("app.engine.scheduling", "app.engine.speculation", "app.engine.structured")
+    assert not reaches("app.engine.sequence", above)
+    for module in folder("app.engine.pools"):
+        assert not reaches(module, ("app.engine.sequence", "app.engine.schedule")), module
+
+
 def test_policy_knows_nobody_who_uses_it() -> None:
     """Nothing below scheduling knows of it; pools are below it; and neither has a device."""
     for module in folder("app.engine.pools"):
@@ -157,14 +169,11 @@ def test_every_folder_of_the_deployments_has_a_layer() -> None:
     assert folders == {name for layer in LAYERS for name in layer}
 
 
-@pytest.mark.parametrize("module", [module for module in MODULES if deployment_of(module)])
-def test_a_deployment_imports_only_what_is_below_it(module: str) -> None:
+def test_a_deployment_imports_only_what_is_below_it() -> None:
     layer_of = {name: number for number, layer in enumerate(LAYERS) for name in layer}
-    home = deployment_of(module)
-    assert home is not None
-    for imported in imports(MODULES[module]):
-        other = deployment_of(imported)
-        if other is not None and other != home:
+    for module, imported in every_import():
+        home, other = deployment_of(module), deployment_of(imported)
+        if home is not None and other is not None and other != home:
             assert layer_of[other] < layer_of[home], f"{module} imports {imported}"
 
 
@@ -185,11 +194,11 @@ def test_a_device_brings_in_no_other_ones_libraries(device: str, libraries: tupl
             assert not reaches(module, (library,)), f"{module} reaches {library}"
 
 
-@pytest.mark.parametrize("module", MODULES)
-def test_no_module_comes_back_to_itself(module: str) -> None:
-    imported = {module_of(name) for name in imports(MODULES[module])} - {None, module}
-    back = [name for name in imported if name is not None and module in reached(name)]
-    assert not back, f"{module} imports {back}, which import it again"
+def test_no_module_comes_back_to_itself() -> None:
+    for module, path in MODULES.items():
+        imported = {module_of(name) for name in imports(path)} - {None, module}
+        back = [name for name in imported if name is not None and module in reached(name)]
+        assert not back, f"{module} imports {back}, which import it again"
 
 
 def test_the_walk_sees_what_it_should() -> None:

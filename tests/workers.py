@@ -7,10 +7,14 @@ order in which groups are begun. Nothing here decides what a test sees but which
 from __future__ import annotations
 
 import os
+from collections import defaultdict
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 
 from xdist.scheduler import LoadScopeScheduling
+
+from tests.durations import Durations
 
 #: As xdist counts them; 1 where pytest runs alone.
 NUM_WORKERS = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
@@ -21,9 +25,8 @@ _TESTS = Path(__file__).parent
 CLUSTERS = "e2e"
 #: Files that compare with the demo model in transformers: it is loaded once, in 15 s.
 DEMO_MODEL = "demo model"
-#: What is begun first, the longest in front. The clusters compile the CPU's kernels before anybody else needs them;
-#: meanwhile the others run what needs none.
-_FIRST = (CLUSTERS, "deployments", "cli", "load_tests", "examples", DEMO_MODEL, "parity", "engine/xla")
+#: Folders that need none of the CPU's kernels: the clusters compile those meanwhile.
+_FIRST = ("deployments", "cli", "load_tests", "simulation", "examples")
 
 
 class GroupScheduling(LoadScopeScheduling):  # type: ignore[misc]
@@ -42,9 +45,15 @@ def group_of(file: Path) -> str:
     return DEMO_MODEL if "demo_transformers" in file.read_text(encoding="utf-8") else name
 
 
-def turn_of(group: str) -> int:
-    """The place of a group in the order of beginning; those of one place keep the order of collection."""
-    for turn, name in enumerate(_FIRST):
-        if group == name or group.startswith(f"{name}/"):
-            return turn
-    return len(_FIRST)
+def turn_of(group_of_test: Mapping[str, str], durations: Durations) -> dict[str, tuple[int, float, str]]:
+    """The place of each group in the order of beginning: clusters, those of `_FIRST`, others; the longest in front."""
+    seconds: dict[str, float] = defaultdict(float)
+    for test, expected_s in durations.of_tests(group_of_test).items():
+        seconds[group_of_test[test]] += expected_s
+    return {group: (_tier(group), -total_s, group) for group, total_s in seconds.items()}
+
+
+def _tier(group: str) -> int:
+    if group == CLUSTERS:
+        return 0
+    return 1 if group.partition("/")[0] in _FIRST else 2

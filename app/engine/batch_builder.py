@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from app.engine.batch import ForwardBatch, PoolingBatch, SamplingBatch, TokenMasks
-from app.engine.pooling import pooled_range
+from app.engine.models.spec import Pooling
 from app.engine.sequence import Sequence
 
 _NO_HISTORY: NDArray[np.int32] = np.empty(0, np.int32)
@@ -172,3 +172,14 @@ class _SamplingConstants:
         self.any_bias = any(p.logit_bias or p.min_tokens for p in params)
         self.any_history = any(sequence.wants_history for sequence in sampled)
         self.no_history = (_NO_HISTORY,) * len(sampled)
+
+
+def pooled_range(method: Pooling, num_tokens: int, start: int, end: int) -> tuple[int, int]:
+    """Which of tokens `start` to `end` of a sequence of `num_tokens` count: first and end, equal for none."""
+    match method:
+        case "mean":
+            return start, end
+        case "last":
+            return max(start, num_tokens - 1), max(end, num_tokens - 1)
+        case "cls":
+            return start, max(start, min(end, 1))

@@ -97,10 +97,10 @@ class XlaConfig(_Section):
     extra = "jax"
 
     platform: Literal["cpu", "gpu", "tpu"] = Field("cpu", description="JAX platform.")
-    form: Literal["auto", "cpu", "xla"] = Field(
-        "auto",
-        description="Who computes products, adapters' deltas and attention: cpu, the project's CPU kernels, called by "
-        "the XLA program; xla, XLA itself. auto takes cpu on CPUs, else xla.",
+    kernel_backend: Literal["xla", "pallas"] = Field(
+        "xla",
+        description="Kernels of adapters' deltas: xla, loops that XLA compiles; pallas, a Pallas kernel for TPUs, "
+        "which a CPU interprets slowly, for tests, and a GPU rejects.",
     )
     tensor_parallel: int = Field(
         1, ge=1, description="Devices that share one model; with expert_parallel, devices that share each expert."
@@ -110,9 +110,6 @@ class XlaConfig(_Section):
         ge=1,
         description="Parts into which the experts of a mixture are divided. A model takes expert_parallel times "
         "tensor_parallel devices; everything but experts is divided over all of them.",
-    )
-    weight_storage: WeightStorage = Field(
-        "auto", description="As in the section cpu, with form cpu; the form xla keeps float32."
     )
     skip_precompile: bool = Field(
         False,

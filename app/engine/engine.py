@@ -16,11 +16,10 @@ from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 
-from app.engine.adapter_check import AdapterCheck
-from app.engine.adapters.card import AdapterCard, AdapterRef
-from app.engine.adapters.invocation import is_activated
+from app.engine.adapter_writer import AdapterWriter
+from app.engine.adapters.card import AdapterCard, AdapterRef, is_activated
 from app.engine.adapters.lora import LoraAdapter
-from app.engine.backend import Backend
+from app.engine.backend import Backend, BackendLimits
 from app.engine.batch import ForwardOutput
 from app.engine.batch_builder import BatchBuilder
 from app.engine.config import EngineConfig
@@ -31,23 +30,21 @@ from app.engine.errors import (
     InvalidRequest,
     PolyloraError,
     QueueFull,
-    UnsupportedField,
 )
+from app.engine.meter import EngineMeter, StepSplit
 from app.engine.models.spec import ModelSpec
 from app.engine.pools.adapter_orders import AdapterOrders, Bring, Drop, refuse
 from app.engine.pools.adapter_pool import AdapterPool
-from app.engine.pools.adapter_writer import AdapterWriter
 from app.engine.pools.kv_blocks import BlockPool
 from app.engine.request import GenerateRequest, TokenChunk
-from app.engine.sampling_check import validate_request
+from app.engine.sampling_check import RequestCheck
 from app.engine.schedule import Schedule
 from app.engine.scheduling.isolation import Isolation
 from app.engine.scheduling.prefill import PrefillPace
 from app.engine.scheduling.scheduler import Scheduler
 from app.engine.sequence import Sequence
 from app.engine.speculation.speculator import Speculator
-from app.engine.stats import EngineMeter, EngineStats, ResidentAdapter, TenantService
-from app.engine.step_split import StepSplit
+from app.engine.stats import EngineStats, TenantService
 from app.engine.structured.compiler import GrammarCompiler, Grammars
 
 
@@ -102,6 +99,29 @@ def _check_speculation(config: EngineConfig, backend: Backend) -> None:
         )
 
 
+def _scheduler(
+    config: EngineConfig, limits: BackendLimits, blocks: BlockPool, adapters: AdapterPool, meter: EngineMeter
+) -> Scheduler:
+    speculator = Speculator(
+        config.speculation,
+        blocks,
+        meter,
+        max_batch_tokens=config.max_batch_tokens,
+        num_draft_rows=limits.num_draft_rows,
+    )
+    return Scheduler(
+        blocks,
+        adapters,
+        meter,
+        max_batch_tokens=config.max_batch_tokens,
+        max_batch_sequences=config.max_batch_sequences,
+        max_write_bytes=config.adapter_write_bytes_per_step,
+        pace=PrefillPace(config.prefill_step_ms / 1000),
+        isolation=Isolation(config.tenant_slowdown),
+        speculator=speculator,
+    )
+
+
 class Engine:
     """One base model, its KV memory and adapter tables, and the requests that share them."""
 
@@ -121,7 +141,6 @@ class Engine:
         _check_speculation(config, backend)
         self.max_context = context_of(config, self.spec)
         self._max_waiting = config.max_waiting
-        self._kv_capacity = limits.num_kv_blocks * limits.block_size
         self._meter = EngineMeter()
         self._split = StepSplit()
         self._blocks = BlockPool(limits.num_kv_blocks, limits.block_size, share=config.prefix_cache)
@@ -132,28 +151,11 @@ class Engine:
             limits.adapter_extra_bytes,
             config.adapter_eviction,
         )
-        self._check = AdapterCheck(self.spec, self._adapters, limits, merged)
-        self._pace = PrefillPace(config.prefill_step_ms / 1000)
-        self._isolation = Isolation(config.tenant_slowdown)
+        self._check = RequestCheck(
+            self.spec, self._adapters.limits, limits, merged, self.max_context, has_grammars=grammars is not None
+        )
         self._clock = clock
-        speculator = Speculator(
-            config.speculation,
-            self._blocks,
-            self._meter,
-            max_batch_tokens=config.max_batch_tokens,
-            num_draft_rows=limits.num_draft_rows,
-        )
-        self._scheduler = Scheduler(
-            self._blocks,
-            self._adapters,
-            self._meter,
-            max_batch_tokens=config.max_batch_tokens,
-            max_batch_sequences=config.max_batch_sequences,
-            max_write_bytes=config.adapter_write_bytes_per_step,
-            pace=self._pace,
-            isolation=self._isolation,
-            speculator=speculator,
-        )
+        self._scheduler = _scheduler(config, limits, self._blocks, self._adapters, self._meter)
         self._compiler = GrammarCompiler(grammars, self._compiled) if grammars is not None else None
         self._builder = BatchBuilder(limits.block_size, self._compiler.masks if self._compiler is not None else None)
         #: Called on any thread when the engine has work that no submit has announced.
@@ -161,7 +163,7 @@ class Engine:
         self._inbox: deque[_Submit | _Refuse | _Abort | _Pin | _Elsewhere | Drop | Bring] = deque()
         self._live_ids: dict[str, object] = {}  # submitted and not ended; single operations only, they are atomic
         self._orders = AdapterOrders(self._adapters, limits.extra_bytes_of, limits.rank_rows_of)
-        self._writer = AdapterWriter(backend, self._adapters, self._orders, self._scheduler, self._meter, clock)
+        self._writer = AdapterWriter(backend, self._adapters, self._orders, self._scheduler.live, self._meter, clock)
         self.merged = merged
         self._failure: EngineFailure | None = None
         self._plan: Schedule | None = None  # of the present step, or of the last one
@@ -177,11 +179,6 @@ class Engine:
         """
         if self._failure is not None:
             raise self._failure
-        validate_request(request, self.spec, self.max_context, self._kv_capacity)
-        if request.pooling is not None and not self.can_embed:
-            raise UnsupportedField("this engine computes no embeddings; serve them with engine.cpu", param="pooling")
-        if request.sampling.grammar and self._compiler is None:
-            raise UnsupportedField("this engine knows no grammars", param="structured_outputs")
         self._check.request(request, adapter)
         if self.merged is not None:
             adapter = None  # it is in the weights
@@ -266,7 +263,7 @@ class Engine:
     @property
     def max_rank(self) -> int:
         """The largest rank that any adapter may have here, whichever modules it changes; 0 if there is no room."""
-        return self._adapters.max_rank
+        return self._adapters.limits.max_rank
 
     @property
     def can_embed(self) -> bool:
@@ -286,48 +283,16 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """What the engine holds and has done, as of about now."""
-        meter, blocks, adapters = self._meter, self._blocks, self._adapters
-        num_running = self._scheduler.num_running
-        return EngineStats(
-            num_waiting=max(0, len(self._live_ids) - num_running),
-            num_running=num_running,
-            num_blocks=blocks.num_blocks,
-            num_blocks_free=blocks.num_free,
-            num_blocks_cached=blocks.num_cached,
-            num_rank_rows=adapters.num_rows,
-            num_rank_rows_free=adapters.num_rows_free,
-            residents=adapters.residents() + self._merged_resident(),
-            num_steps=meter.num_steps,
-            num_tokens_computed=meter.num_tokens_computed,
-            num_tokens_generated=meter.num_tokens_generated,
-            num_prompt_tokens=meter.num_prompt_tokens,
-            num_cached_tokens=meter.num_cached_tokens,
-            num_preemptions=meter.num_preemptions,
-            num_adapter_hits=meter.num_adapter_hits,
-            num_adapter_misses=meter.num_adapter_misses,
-            num_adapter_writes=meter.num_adapter_writes,
-            num_adapter_write_bytes=meter.num_adapter_write_bytes,
-            adapter_write_s=meter.adapter_write_s,
-            num_adapter_evictions=adapters.num_evictions,
-            num_finished=meter.num_finished,
-            num_aborted=meter.num_aborted,
-            tenants=meter.tenants(),
-            rank_row_ms=meter.rank_row_ms,
-            kv_block_ms=meter.kv_block_ms,
+        return self._meter.stats(
+            self._blocks,
+            self._adapters,
+            self._split,
+            num_live=len(self._live_ids),
+            num_running=self._scheduler.num_running,
+            merged=self.merged,
             service_gap=self._scheduler.service_gap(),
-            num_kv_tokens=self._kv_capacity,
-            num_guessed=meter.num_guessed,
-            num_guessed_right=meter.num_guessed_right,
-            base_s=self._split.base_s,
-            deltas_s=self._split.deltas_s,
             compile_s=self._backend.compile_s,
-            cached_heads=blocks.cached_heads,
         )
-
-    def _merged_resident(self) -> tuple[ResidentAdapter, ...]:
-        """What is merged is here for good: whoever places requests finds it, without rows."""
-        card = self.merged
-        return () if card is None else (ResidentAdapter(card.digest, card.max_rank, 0, 0, 0),)
 
     # -- the engine's thread ------------------------------------------------------------------
 
@@ -382,14 +347,14 @@ class Engine:
                     chunk = self._abort(request_id)
                 case _Pin(digests):
                     self._adapters.pin(digests)
-                    self._scheduler.reopen()
+                    self._scheduler.live.reopen()
                 case _Elsewhere(served, continues):
                     self._scheduler.hear_elsewhere(served, continues=continues)
                 case Drop() | Bring():
                     self._orders.take(message)
             if chunk is not None:
                 chunks.append(chunk)
-        self._orders.settle(self._scheduler.num_live_of)
+        self._orders.settle(self._scheduler.live.num_of)
         return chunks
 
     def _compiled(self, sequence: Sequence, error: PolyloraError | None) -> None:
@@ -400,7 +365,7 @@ class Engine:
     def _abort(self, request_id: str) -> TokenChunk | None:
         if self._compiler is not None and self._compiler.take_back(request_id) is not None:
             return TokenChunk(request_id, finish_reason="abort")
-        return self._scheduler.end(request_id, "abort")
+        return self._scheduler.live.end(request_id, "abort")
 
     def _forward(self, plan: Schedule) -> ForwardOutput | None:
         """Compute the step.
@@ -421,15 +386,9 @@ class Engine:
         took_s = self._clock() - started_s
         ranks = {sequence.adapter_slot: sequence.rank for sequence, _ in plan.items}
         num_tokens = sum(count for _, count in plan.items)
-        self._split.observe(
-            num_tokens, sum(ranks.values()), sum(count * sequence.rank for sequence, count in plan.items), took_s
-        )
-        if any(sequence.num_drafted for sequence, _ in plan.items):
-            return output  # such a step says nothing about how long one of prompts, or of single tokens, takes
-        prompt_counts = [count for _, count in plan.items if count > 1]
-        num_decoding = len(plan.items) - len(prompt_counts)
-        self._pace.observe(num_decoding, sum(prompt_counts), took_s)
-        self._isolation.observe(num_decoding + sum(prompt_counts), took_s)
+        num_token_rows = sum(count * sequence.rank for sequence, count in plan.items)
+        self._split.observe(num_tokens, sum(ranks.values()), num_token_rows, took_s)
+        self._scheduler.observe(plan, took_s)
         return output
 
     def _fail(self, error: Exception) -> list[TokenChunk]:

@@ -98,6 +98,6 @@ def load_backend(checkpoint: Checkpoint, config: EngineConfig) -> Backend:
 
             return cuda_loading.load_backend(checkpoint, config)
         case XlaConfig():
-            from app.engine.xla import loading as xla_loading
+            from app.engine.xla import backend as xla_backend
 
-            return xla_loading.load_backend(checkpoint, config)
+            return xla_backend.load_backend(checkpoint, config)

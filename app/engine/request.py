@@ -76,7 +76,7 @@ class GenerateRequest:
     they change nothing of it.
     `is_batch`: nobody waits for it; it is computed after everything that somebody waits for.
     `unactivated`: the adapter that was asked for where it changes nothing, because the prompt has not its invocation
-    (`app.engine.adapters.invocation`): the base computes, `adapter` is None, and what it takes is the adapter's.
+    (`app.engine.adapters.card`): the base computes, `adapter` is None, and what it takes is the adapter's.
     """
 
     request_id: str

@@ -1,7 +1,8 @@
-"""Whether a request can be computed as written: ranges of sampling parameters, token ids, lengths.
+"""Whether this engine can compute a request as written, with the adapter that comes with it.
 
-In: values from outside. Out: nothing, or an InvalidRequest that names the field, the value and the
-limit. Runs in the caller's thread, so the engine's thread only ever sees sound requests.
+In: values from outside. Out: nothing, or an error that names the field, the value and the limit: ranges of sampling
+parameters, token ids, lengths, and adapters that do not fit the tables when nothing else is in them. Runs in the
+caller's thread, so the engine's thread only ever sees sound requests.
 """
 
 from __future__ import annotations
@@ -10,8 +11,12 @@ import sys
 
 import numpy as np
 
-from app.engine.errors import ContextOverflow, InvalidRequest
+from app.engine.adapters.card import AdapterCard, AdapterRef
+from app.engine.adapters.lora import LoraAdapter
+from app.engine.backend import BackendLimits
+from app.engine.errors import AdapterMergedAway, AdapterMismatch, ContextOverflow, InvalidRequest, UnsupportedField
 from app.engine.models.spec import ModelSpec
+from app.engine.pools.table_limits import TableLimits
 from app.engine.request import GenerateRequest, PoolingParams, SamplingParams
 
 MAX_LOGPROBS = 20
@@ -19,6 +24,67 @@ MAX_LOGPROBS = 20
 MIN_TEMPERATURE = 1e-30
 MAX_STOP_TOKEN_IDS = 256
 MAX_BIASES = 1024
+
+
+class RequestCheck:
+    """What one engine can compute. `merged`: the adapter that the backend's weights hold, and that alone is served."""
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        tables: TableLimits,
+        limits: BackendLimits,
+        merged: AdapterCard | None,
+        max_context: int,
+        *,
+        has_grammars: bool,
+    ) -> None:
+        self._spec, self._tables, self._limits, self._merged = spec, tables, limits, merged
+        self._max_context = max_context
+        self._has_grammars = has_grammars
+
+    def request(self, request: GenerateRequest, adapter: LoraAdapter | None) -> None:
+        """Raises InvalidRequest (ContextOverflow), UnsupportedField, AdapterMergedAway, and as `adapter`."""
+        capacity = self._limits.num_kv_blocks * self._limits.block_size
+        validate_request(request, self._spec, self._max_context, capacity)
+        if request.pooling is not None and not self._limits.can_embed:
+            raise UnsupportedField("this engine computes no embeddings; serve them with engine.cpu", param="pooling")
+        if request.sampling.grammar and not self._has_grammars:
+            raise UnsupportedField("this engine knows no grammars", param="structured_outputs")
+        ref = request.adapter
+        if self._merged is not None:
+            self._is_merged(self._merged, ref)
+        elif ref is not None and adapter is not None and ref.digest == adapter.card.digest:
+            self.adapter(adapter, ref.name)
+        elif ref is not None or adapter is not None:
+            named = ref.digest if ref is not None else "none"
+            given = adapter.card.digest if adapter is not None else "none"
+            raise InvalidRequest(
+                f"the request names adapter digest {named} but the weights given are {given}", param="adapter"
+            )
+
+    def adapter(self, adapter: LoraAdapter, name: str) -> None:
+        """Raises AdapterMismatch, AdapterTooLarge, AdapterMergedAway."""
+        card = adapter.card
+        if self._merged is not None:
+            self._is_merged(self._merged, AdapterRef(name, card.digest, ""))
+            return
+        if card.base_digest != self._spec.digest:
+            raise AdapterMismatch(
+                f"adapter {name!r} was read for base model {card.base_digest} "
+                f"but this engine serves {self._spec.digest}; register it for this base"
+            )
+        self._tables.check_rows(name, self._limits.rank_rows_of(adapter))
+        self._tables.check_extras(name, self._limits.extra_bytes_of(adapter))
+
+    @staticmethod
+    def _is_merged(merged: AdapterCard, ref: AdapterRef | None) -> None:
+        if ref is None or ref.digest != merged.digest:
+            asked = "the base" if ref is None else f"adapter {ref.name!r}"
+            raise AdapterMergedAway(
+                f"{asked} was asked for, but engine.merged_adapter has merged the adapter with digest "
+                f"{merged.digest[:12]}… into its weights and serves nothing else; ask a service without it"
+            )
 
 
 def validate_sampling(params: SamplingParams, spec: ModelSpec) -> None:

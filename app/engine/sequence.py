@@ -14,14 +14,18 @@ from enum import Enum
 import numpy as np
 from numpy.typing import NDArray
 
-from app.engine.adapters.invocation import invocation_start
+from app.engine.adapters.card import invocation_start
 from app.engine.adapters.lora import LoraAdapter
 from app.engine.batch import Bias
+from app.engine.constraint import Constraint
 from app.engine.models.spec import ModelSpec
 from app.engine.pools.kv_blocks import activation_hash, block_hash, root_hash
 from app.engine.request import Consumption, FinishReason, GenerateRequest, Usage
-from app.engine.speculation.pace import Pace
-from app.engine.structured.masks import Constraint
+
+#: Of a sequence's first guess, and of any.
+FIRST_LENGTH, MAX_LENGTH = 3, 7
+#: The longest time without a guess, in steps.
+MAX_REST = 128
 
 
 class Status(Enum):
@@ -280,6 +284,37 @@ class Sequence:
         self.adapter_slot = 0
         self.num_rows = 0
         self.pooled_sums = np.zeros_like(self.pooled_sums)
+
+
+class Pace:
+    """How many tokens a sequence's next guess of one kind has; 0 for no guess.
+
+    Guesses grow while they are right and shrink to what was right of them. After one that was all wrong none is made
+    for a while, and that time doubles.
+    """
+
+    __slots__ = ("_length", "_num_wrong", "_rest")
+
+    def __init__(self) -> None:
+        self._length = FIRST_LENGTH
+        self._num_wrong = self._rest = 0
+
+    def length(self) -> int:
+        """For the present step; called once in each."""
+        if self._rest:
+            self._rest -= 1
+            return 0
+        return self._length
+
+    def told(self, num_guessed: int, num_right: int) -> None:
+        """What became of a guess of at least one token."""
+        if not num_right:
+            self._num_wrong += 1
+            self._rest = min(1 << self._num_wrong, MAX_REST)
+            self._length = 1
+            return
+        self._num_wrong = 0
+        self._length = min(2 * num_guessed + 1, MAX_LENGTH) if num_right == num_guessed else num_right + 1
 
 
 def _bias(amounts: dict[int, float]) -> Bias:

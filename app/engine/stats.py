@@ -1,20 +1,13 @@
-"""What an engine has done and holds: counters while it runs, and one frozen snapshot of them.
+"""What an engine has done and holds: one frozen snapshot of it.
 
-In: events, from the engine's thread. Out: `EngineStats`, which any thread may ask for; its numbers
-are each true, and true together when the engine is idle. Tenants beyond `MAX_TENANTS` are counted
-together under `OTHER_TENANTS`, so the sums over tenants are always the totals.
-Turning them into metrics is left to whoever serves.
+Any thread may ask an engine for its `EngineStats`; the numbers are each true, and true together when the engine is
+idle. Counting is `meter`'s. Turning them into metrics is left to whoever serves.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import NamedTuple
-
-from app.engine.request import Consumption
-
-MAX_TENANTS = 256
-OTHER_TENANTS = "~other"
 
 
 class ResidentAdapter(NamedTuple):
@@ -61,9 +54,9 @@ class EngineStats:
     `service_gap`: how far the service of tenants that wait is apart, by weight and in prompt tokens.
     An engine that holds adapters in another form than rank rows has none: `num_rank_rows` is 0.
     `num_kv_tokens`: what all KV blocks together hold, and no request may exceed; 0 for a model without KV memory.
-    Steps took `base_s + deltas_s` without their writes: what the base and what adapters took of it (`step_split`).
+    Steps took `base_s + deltas_s` without their writes: what the base and what adapters took of it (`StepSplit`).
     `compile_s`: what making kernels, programs or graphs took until now (`Backend.compile_s`).
-    `cached_heads`: names of what prompts began with that is cached (`prompt_heads`), the last used at the end.
+    `cached_heads`: names of what prompts began with that is cached (`prompt_head`), the last used at the end.
     """
 
     num_waiting: int
@@ -99,95 +92,3 @@ class EngineStats:
     deltas_s: float = 0.0
     compile_s: float = 0.0
     cached_heads: tuple[bytes, ...] = ()
-
-
-class _Tenant:
-    __slots__ = (
-        "adapter_write_bytes", "cached_tokens", "completion_tokens", "kv_block_ms", "prompt_tokens", "rank_row_ms"
-    )  # fmt: skip
-
-    def __init__(self) -> None:
-        self.prompt_tokens = self.cached_tokens = self.completion_tokens = self.adapter_write_bytes = 0
-        self.rank_row_ms = self.kv_block_ms = 0
-
-
-class EngineMeter:
-    """Counters, written by the engine's thread only. `now_s` is when its present step began, by the engine's clock."""
-
-    def __init__(self) -> None:
-        self.now_s = 0.0
-        self.rank_row_ms = 0
-        self.kv_block_ms = 0
-        self.num_steps = 0
-        self.num_tokens_computed = 0
-        self.num_tokens_generated = 0
-        self.num_prompt_tokens = 0
-        self.num_cached_tokens = 0
-        self.num_preemptions = 0
-        self.num_adapter_hits = 0
-        self.num_adapter_misses = 0
-        self.num_adapter_writes = 0
-        self.num_adapter_write_bytes = 0
-        self.adapter_write_s = 0.0
-        self.num_finished = 0
-        self.num_aborted = 0
-        self.num_guessed = self.num_guessed_right = 0
-        self._tenants: dict[str, _Tenant] = {}
-
-    def admitted(self, tenant_id: str, num_prompt: int, num_cached: int) -> None:
-        """A request starts for the first time."""
-        self.num_prompt_tokens += num_prompt
-        self.num_cached_tokens += num_cached
-        tenant = self._tenant(tenant_id)
-        tenant.prompt_tokens += num_prompt
-        tenant.cached_tokens += num_cached
-
-    def adapter_granted(self, *, is_hit: bool) -> None:
-        """A sequence starts with an adapter that was on the device, or has to be written first."""
-        self.num_adapter_hits += is_hit
-        self.num_adapter_misses += not is_hit
-
-    def adapter_written(self, tenant_id: str, size_bytes: int) -> None:
-        self.num_adapter_writes += 1
-        self.num_adapter_write_bytes += size_bytes
-        self._tenant(tenant_id).adapter_write_bytes += size_bytes
-
-    def generated(self, tenant_id: str) -> None:
-        """One token was produced and sent."""
-        self.num_tokens_generated += 1
-        self._tenant(tenant_id).completion_tokens += 1
-
-    def guessed(self, num_guessed: int, num_right: int) -> None:
-        """Guesses were verified, and so many of them were right."""
-        self.num_guessed += num_guessed
-        self.num_guessed_right += num_right
-
-    def ended(self, tenant_id: str, consumption: Consumption) -> None:
-        """A request has ended: what it held counts now."""
-        self.rank_row_ms += consumption.rank_row_ms
-        self.kv_block_ms += consumption.kv_block_ms
-        tenant = self._tenant(tenant_id)
-        tenant.rank_row_ms += consumption.rank_row_ms
-        tenant.kv_block_ms += consumption.kv_block_ms
-
-    def tenants(self) -> dict[str, TenantStats]:
-        return {tenant_id: _told(t) for tenant_id, t in self._tenants.copy().items()}
-
-    def _tenant(self, tenant_id: str) -> _Tenant:
-        tenant = self._tenants.get(tenant_id)
-        if tenant is None:
-            if len(self._tenants) >= MAX_TENANTS:
-                tenant_id = OTHER_TENANTS
-            tenant = self._tenants.setdefault(tenant_id, _Tenant())
-        return tenant
-
-
-def _told(tenant: _Tenant) -> TenantStats:
-    return TenantStats(
-        tenant.prompt_tokens,
-        tenant.cached_tokens,
-        tenant.completion_tokens,
-        tenant.adapter_write_bytes,
-        tenant.rank_row_ms,
-        tenant.kv_block_ms,
-    )

@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future
+from statistics import median
 
 from app.engine.adapters.card import AdapterRef
 from app.engine.adapters.lora import LoraAdapter
@@ -20,11 +22,14 @@ from app.engine.errors import EngineFailure
 from app.engine.interface import OnChunks, OnFailure
 from app.engine.request import GenerateRequest
 from app.engine.stats import EngineStats, TenantService
-from app.engine.step_clock import StepClock
 from app.engine.warm_up import warm_up
 
 #: A step that takes this many times as long as usual may have hung.
 HUNG_FACTOR = 50
+#: So many steps say what is usual.
+NUM_STEPS = 64
+#: More time than this between two looks is time in which this process did not run; looks are a second apart.
+LONGEST_GAP_S = 2.0
 
 
 class EngineThread:
@@ -163,3 +168,49 @@ class EngineThread:
         if self._on_failure is not None:
             self._on_failure(failure)
         return True
+
+
+class StepClock:
+    """How long the present step has lasted, and how long steps usually last; `clock` gives seconds and never goes back.
+
+    The age is the time between looks that saw the same step, so a process that was stopped, or whose machine slept,
+    does not look like a step that hangs.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._num_begun = 0
+        self._present: int | None = None
+        self._began_s = 0.0
+        self._lasted_s: deque[float] = deque(maxlen=NUM_STEPS)
+        self._seen: int | None = None
+        self._looked_s = 0.0
+        self._age_s = 0.0
+
+    # -- the thread that steps ------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        self._num_begun += 1
+        self._began_s = self._clock()
+        self._present = self._num_begun
+
+    def end(self) -> None:
+        self._present = None
+        self._lasted_s.append(self._clock() - self._began_s)
+
+    # -- whoever looks, one thread --------------------------------------------------------------------
+
+    @property
+    def usual_s(self) -> float:
+        """The median of the last steps; 0 before the first has ended."""
+        return median(list(self._lasted_s)) if self._lasted_s else 0.0
+
+    def age_s(self) -> float:
+        """How long the present step has been seen; 0 at the first look at it, or when there is none."""
+        now_s, present = self._clock(), self._present
+        if present is None or present != self._seen:
+            self._age_s = 0.0
+        else:
+            self._age_s += min(now_s - self._looked_s, LONGEST_GAP_S)
+        self._seen, self._looked_s = present, now_s
+        return self._age_s

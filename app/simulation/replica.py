@@ -19,7 +19,7 @@ from typing import Any
 
 from app.engine.config import EvictionPolicy
 from app.engine.pools.adapter_pool import AdapterPool
-from app.engine.pools.cached_heads import MAX_HEADS
+from app.engine.pools.kv_blocks import MAX_HEADS
 from app.engine.scheduling.admission import MAX_BLOCK_REFUSALS, MAX_BYPASSES, MAX_URGENT
 from app.engine.scheduling.fair_queue import (
     HELD_BLOCK_PRICE,

@@ -9,8 +9,7 @@ from typing import Any
 from unittest.mock import MagicMock
 
 from app.deployments.ingress.http.app import make_app
-from app.deployments.ingress.http.guard import DoorRules
-from app.deployments.ingress.http.openapi import openapi
+from app.deployments.ingress.http.middleware.origin_check import HttpPolicy
 from docs.generators.markdown import table
 
 _GROUPS = (
@@ -46,12 +45,12 @@ that would change the answer and is not implemented is rejected by name. A field
 
 def _openapi() -> dict[str, Any]:
     service: Any = MagicMock()  # routes are described, not called
-    return openapi(make_app(service, DoorRules()).routes)
+    return make_app(service, HttpPolicy()).openapi()
 
 
 def _route(path: str, method: str, operation: Mapping[str, Any], schemas: Mapping[str, Any]) -> str:
-    says = operation.get("summary", "").rstrip(".")
-    text = f"### {method.upper()} {path}\n\n{says}.\n\n"
+    says = operation.get("description", "").strip().partition("\n")[0]
+    text = f"### {method.upper()} {path}\n\n" + (f"{says}\n\n" if says else "")
     query = [each["name"] for each in operation.get("parameters", ()) if each["in"] == "query"]
     if query:
         text += "Query: " + ", ".join(f"`{name}`" for name in query) + ".\n\n"

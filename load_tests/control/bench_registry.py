@@ -32,9 +32,10 @@ from sqlalchemy import Connection, Table, func, insert, select
 
 from app.cli.register import BATCH
 from app.deployments.ingress.adapter_activity import AdapterActivity
-from app.deployments.ingress.http.app import HttpService, make_app
-from app.deployments.ingress.http.guard import DoorRules
+from app.deployments.ingress.http.app import make_app
+from app.deployments.ingress.http.middleware.origin_check import HttpPolicy
 from app.deployments.ingress.management import Management
+from app.deployments.ingress.service import IngressService
 from app.deployments.ingress.tenancy import Rates, Tenancy
 from app.deployments.links.published import Version
 from app.deployments.placement.table import Residency
@@ -47,13 +48,14 @@ from app.deployments.registry.tables import adapters, events
 from app.deployments.registry.tier_events import TierEvents
 from app.deployments.registry.unread import UnreadNames
 from app.deployments.registry.view import RegistryView
-from app.deployments.store.client import StoreClient
 from app.deployments.store.counts import TierCounts
 from app.deployments.store.quarantine import Quarantine
 from app.deployments.store.service import StoreParts, StoreService
+from app.deployments.store.shared import SharedAdapter
+from app.deployments.store.store import AdapterStore
 from app.deployments.tenants.adapter_book import Activity, ActivityKey, AdapterBook, Seen
-from app.deployments.tenants.client import TenantsClient
 from app.deployments.tenants.prices import Prices
+from app.deployments.tenants.service import TenantsService
 from app.deployments.tenants.view import TenantView
 from app.engine.adapters.card import AdapterRef
 from load_tests.control.bench_store_start import InstantStore
@@ -64,10 +66,11 @@ _BATCH = 10_000
 MAX_UNREAD = 100_000
 
 
-class _NoBytes:
+class _NoBytes(AdapterStore[None]):
     """Nobody asks for an adapter's bytes here."""
 
-    counts = TierCounts()
+    def __init__(self) -> None:
+        self.counts = TierCounts()
 
     async def fetch_soon(self, ref: AdapterRef, wait_s: float, *, again: bool = False) -> None:
         raise NotImplementedError(ref.name)
@@ -79,17 +82,7 @@ class _NoBytes:
     def failure(self, ref: AdapterRef) -> None: ...
 
 
-class _Here:
-    """`Callee` in this process."""
-
-    def __init__(self, callee: object) -> None:
-        self._callee = callee
-
-    async def call(self, method: Callable[..., Any], *args: Any, **options: Any) -> Any:
-        return await getattr(self._callee, method.__name__)(*args, **options)
-
-
-class _Activities:
+class _Activities(TenantsService):
     """The owner's part that knows what was seen of adapters."""
 
     def __init__(self) -> None:
@@ -195,19 +188,27 @@ async def measure(url: str, num_adapters: int, num_samples: int) -> list[tuple[s
         results.append((f"the database: {what}", await _timed(partial(asyncio.to_thread, call), num_samples)))
 
     store: StoreService[None] = StoreService(
-        StoreParts(registry, lifecycle, _NoBytes(), (), UnreadNames(registry, lifecycle, Quarantine())), lambda: None
+        StoreParts(
+            registry,
+            lifecycle,
+            _NoBytes(),
+            (),
+            UnreadNames(registry, lifecycle, Quarantine()),
+        ),
+        lambda: None,
     )
+    activities = _Activities()
     rates = Rates(Prices({}, "base"), "base")
     service = SimpleNamespace(
         base_name="base",
         registry=view,
-        tenancy=Tenancy(TenantView(), TenantsClient(_Here(store)), rates, "bench", time.time),
-        activity=AdapterActivity(TenantsClient(_Here(_Activities()))),
-        management=Management(StoreClient(_Here(store)), cast(Any, _Dropper()), cast(Any, _Nowhere())),
+        tenancy=Tenancy(TenantView(), activities, rates, "bench", time.time),
+        activity=AdapterActivity(activities),
+        management=Management(cast(StoreService[SharedAdapter], store), cast(Any, _Dropper()), cast(Any, _Nowhere())),
         frontend=SimpleNamespace(limits=SimpleNamespace(max_body_bytes=4 << 20), max_context=2048),
         observe=lambda *_: None,
     )
-    transport = httpx.ASGITransport(make_app(cast(HttpService, service), DoorRules()))
+    transport = httpx.ASGITransport(make_app(cast(IngressService, service), HttpPolicy()))
     async with httpx.AsyncClient(transport=transport, base_url="http://registry") as http:
 
         async def get(path: str) -> None:

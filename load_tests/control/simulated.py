@@ -22,11 +22,10 @@ from app.deployments.ingress.streams import Stream
 from app.deployments.links.published import Changes, Version
 from app.deployments.links.transport import Transport
 from app.deployments.placement.choosing import make_policy
-from app.deployments.placement.placer import WatchedLoads, WatchedPlacement
+from app.deployments.placement.placer import Placer, WatchedLoads, WatchedPlacement
 from app.deployments.placement.service import PlacementService
-from app.deployments.placement.table import Origin, ReplicaReport, Residency
+from app.deployments.placement.table import Origin, ReplicaReport
 from app.deployments.placement.telling import Telling
-from app.deployments.placement.view import PlacementView
 from app.engine.adapters.card import AdapterRef
 from app.engine.request import GenerateRequest, SamplingParams
 from load_tests.control.instant import InstantReplicas
@@ -43,33 +42,21 @@ async def _no_shares(*_: object) -> tuple[Version, Changes[str, float]] | None:
     return None
 
 
-class SimulatedPlacer:
-    """`Placer` over placement's service in this process. `delay_s` is what a question takes."""
+class SimulatedPlacer(Placer):
+    """A placer over placement's service in this process. `delay_s` is what a question takes."""
 
     def __init__(self, service: PlacementService, watched: WatchedPlacement, ingress_id: str) -> None:
-        self._service = service
-        self._watched = watched
-        self._ingress_id = ingress_id
+        super().__init__(service, watched, ingress_id)
         self.delay_s = 0.0
         self.questions: list[Sequence[str]] = []
-
-    @property
-    def view(self) -> PlacementView:
-        return self._watched.view
 
     async def assign(self, digests: Sequence[str]) -> None:
         self.questions.append(digests)
         await asyncio.sleep(self.delay_s)
-        self.view.answer(await self._service.assign(digests))
-
-    async def changed(self, timeout_s: float) -> None:
-        await self._watched.changed(timeout_s)
+        self.view.answer(await self._placement.assign(digests))
 
     async def unreached(self, replica_ids: Sequence[str]) -> None:
-        await self._service.unreached(self._ingress_id, replica_ids)
-
-    async def residency(self, digest: str) -> list[Residency]:
-        return await self._service.residency(digest)
+        await self._placement.unreached(self._ingress_id, replica_ids)
 
 
 class _AtOnce:

@@ -26,6 +26,7 @@ from app.engine.batch import ForwardBatch
 from app.engine.config import CudaConfig, EngineConfig
 from app.engine.cuda.backend import CudaBackend
 from app.engine.cuda.graphs import Bucket
+from app.engine.cuda.kernels import TRITON, Kernels
 from app.engine.models.footprint import kv_block_bytes, rank_row_bytes
 from app.engine.models.products import DENSE_TARGETS, target_shape
 from app.kernels import tuning
@@ -60,11 +61,11 @@ class Sizes(NamedTuple):
 class Bench:
     """Backends of one shape and what is asked of them."""
 
-    def __init__(self, name: str, device: torch.device, sizes: Sizes, form: Any = "triton") -> None:
+    def __init__(self, name: str, device: torch.device, sizes: Sizes, kernels: Kernels = TRITON) -> None:
         self.spec = model_spec(name, SHAPES[name])
         self.sizes = sizes
         self.device = device
-        self._form = form
+        self._kernels = kernels
         self._table_width = -(-max(sizes.num_prompt + 64, sizes.prefill_tokens) // BLOCK_SIZE)
         self.found: dict[str, Any] = {"shape": name, "sizes": sizes._asdict()}
         self._adapters = RandomAdapters(self.spec)
@@ -100,7 +101,7 @@ class Bench:
         )
         started = time.perf_counter()
         tensors = random_tensors(self.spec, self.device)
-        backend = CudaBackend(self.spec, tensors, config, self.device, self._form)
+        backend = CudaBackend(self.spec, tensors, config, self.device, self._kernels)
         self.found[f"{title}: start s"] = round(time.perf_counter() - started, 2)
         self.found[f"{title}: memory"] = str(backend.plan)
         return backend
@@ -265,12 +266,12 @@ def run(
     name: str,
     device: torch.device,
     sizes: Sizes,
-    form: Any = "triton",
+    kernels: Kernels = TRITON,
     save: Callable[[dict[str, Any]], None] = lambda _: None,
 ) -> dict[str, Any]:
     """Measure everything; a part that fails is noted with its error, and the others go on. `save` is given what there
     is after each part."""
-    bench = Bench(name, device, sizes, form)
+    bench = Bench(name, device, sizes, kernels)
     bench.found["device"] = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     for part in (bench.decoding, bench.prefill, bench.loading, bench.deterministic):
         started = time.perf_counter()
@@ -350,7 +351,6 @@ def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description="Steps of the GPU engine on Llama-shaped models of random weights.")
     parser.add_argument("--shape", choices=list(SHAPES), default="1b")
-    parser.add_argument("--device", default="cuda", help="cpu: kernels are plain torch, and times mean nothing")
     parser.add_argument("--streams", type=int, default=64)
     parser.add_argument("--prompt", type=int, default=512, help="tokens before the one that is decoded")
     parser.add_argument("--adapters", type=int, default=64)
@@ -367,14 +367,12 @@ def main() -> None:
         given.streams, given.prompt, given.adapters, given.prefill, min(8, given.adapters), given.rounds, given.steps,
         given.loads,
     )  # fmt: skip
-    device = torch.device(given.device)
-    form = "triton" if device.type == "cuda" else "torch"
     given.out.parent.mkdir(parents=True, exist_ok=True)
 
     def save(found: dict[str, Any]) -> None:
         given.out.write_text(json.dumps(found, indent=1))
 
-    print(table(run(given.shape, device, sizes, form, save=save)))
+    print(table(run(given.shape, torch.device("cuda"), sizes, save=save)))
 
 
 if __name__ == "__main__":

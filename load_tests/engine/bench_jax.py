@@ -22,18 +22,17 @@ from typing import NamedTuple
 import numpy as np
 
 from app.engine.adapters.formats.peft import read_peft
-from app.engine.config import CpuConfig, EngineConfig, WeightStorage, XlaConfig
+from app.engine.config import EngineConfig, XlaConfig
 from app.engine.engine import Engine
 from app.engine.models.checkpoint import Checkpoint, load_checkpoint
 from app.engine.models.sources import DEFAULT_MODEL_URI, resolve_model
 from app.engine.open import load_backend
 from app.engine.xla.backend import JaxBackend
-from app.engine.xla.operations import FormName
 from load_tests.decoding import Decoder, EngineDecoder
 from load_tests.measuring import environment, numbers, ratios, rounds, spread
 from load_tests.random_adapters import write_random_adapters
 
-TORCH, TRANSFORMERS, PEFT = "CPU engine", "transformers", "PEFT mixed batch"
+CPU, JAX, TRANSFORMERS, PEFT = "CPU engine", "JAX engine", "transformers", "PEFT mixed batch"
 REFERENCES = (TRANSFORMERS, PEFT)
 
 
@@ -58,24 +57,17 @@ class Settings:
     num_reference_tokens: int
     num_rounds: int
     seed: int
-    forms: tuple[FormName, ...]
     with_reference: bool
-    weight_storage: WeightStorage = "auto"
 
 
-def jax_name(form: FormName) -> str:
-    return f"JAX engine ({form})"
-
-
-def decoders(settings: Settings, checkpoint: Checkpoint, folder: Path) -> tuple[dict[str, Decoder], list[str]]:
-    """Everybody who is measured, loaded; and a line about each form's compilation."""
+def decoders(settings: Settings, checkpoint: Checkpoint, folder: Path) -> tuple[dict[str, Decoder], str]:
+    """Everybody who is measured, loaded; and a line about compilation."""
     folders = write_random_adapters(
         folder, checkpoint.spec, settings.num_adapters, settings.ranks, settings.seed, bf16=True
     )
     adapters = [read_peft(path, checkpoint.spec) for path in folders]
     most, length = max(settings.streams), settings.num_prompt_tokens + settings.num_tokens
     config = EngineConfig(
-        cpu=CpuConfig(weight_storage=settings.weight_storage),
         adapter_rank_rows=max(64, 2 * sum(max(8, adapter.card.max_rank) for adapter in adapters)),
         num_kv_blocks=max(8, most * (-(-length // 16) + 1)),
         max_batch_sequences=most,
@@ -83,18 +75,16 @@ def decoders(settings: Settings, checkpoint: Checkpoint, folder: Path) -> tuple[
         prefix_cache=False,
         speculation="off",
     )
-    found: dict[str, Decoder] = {TORCH: EngineDecoder(Engine(load_backend(checkpoint, config), config), adapters)}
-    compiling = []
-    for form in settings.forms:
-        own = config.on(XlaConfig(form=form, weight_storage=settings.weight_storage))
-        backend = load_backend(checkpoint, own)
-        assert isinstance(backend, JaxBackend)
-        backend.programs.wait()
-        times = ", ".join(f"{b.tokens} x {b.sequences} in {s:.1f} s" for b, s in backend.programs.compile_s.items())
-        compiling.append(
-            f"{jax_name(form)} compiled tokens x sequences: {times}; writers {backend.writers_compile_s:.1f} s."
-        )
-        found[jax_name(form)] = EngineDecoder(Engine(backend, own), adapters)
+    own = config.on(XlaConfig())
+    backend = load_backend(checkpoint, own)
+    assert isinstance(backend, JaxBackend)
+    backend.programs.wait()
+    times = ", ".join(f"{b.tokens} x {b.sequences} in {s:.1f} s" for b, s in backend.programs.compile_s.items())
+    compiling = f"{JAX} compiled tokens x sequences: {times}; writers {backend.writers_compile_s:.1f} s."
+    found: dict[str, Decoder] = {
+        CPU: EngineDecoder(Engine(load_backend(checkpoint, config), config), adapters),
+        JAX: EngineDecoder(Engine(backend, own), adapters),
+    }
     if settings.with_reference:
         from load_tests.engine.reference import PeftDecoder, TransformersDecoder, load_transformers
 
@@ -137,10 +127,9 @@ def run(settings: Settings) -> str:
         f"{before['cpu']}, {before['num_cpus']} CPUs, commit {before['commit']}; load average before "
         f"{before['load_average']}, after {environment()['load_average']}. {settings.num_prompt_tokens} prompt tokens, "
         f"{settings.num_tokens} tokens ({settings.num_reference_tokens} of the references), ranks "
-        f"{', '.join(map(str, settings.ranks))} in turn, weight_storage {settings.weight_storage}, "
-        f"{settings.num_rounds} interleaved rounds."
+        f"{', '.join(map(str, settings.ranks))} in turn, {settings.num_rounds} interleaved rounds."
     )
-    parts = [header, "\n".join(compiling), _rates(settings, values), _ratios(settings, values)]
+    parts = [header, compiling, _rates(settings, values), _ratios(settings, values)]
     return "\n\n".join([*parts, _agreement(tokens)])
 
 
@@ -161,15 +150,13 @@ def _ratios(settings: Settings, values: dict[Case, list[float]]) -> str:
         cells = [str(ratios(values[Case(*one, n)], values[Case(*other, n)])) for n in settings.streams]
         lines.append(f"| {title} | " + " | ".join(cells) + " |")
 
-    for form in settings.forms:
-        jax = jax_name(form)
-        line(f"{jax} / CPU engine, base", (jax, 0), (TORCH, 0))
-        line(f"{jax} / CPU engine, {a} adapters", (jax, a), (TORCH, a))
-        line(f"{jax}, {a} adapters / its base", (jax, a), (jax, 0))
-        if settings.with_reference:
-            line(f"{jax} / transformers, base", (jax, 0), (TRANSFORMERS, 0))
-            line(f"{jax} / PEFT, {a} adapters", (jax, a), (PEFT, a))
-    line(f"CPU engine, {a} adapters / its base", (TORCH, a), (TORCH, 0))
+    line(f"{JAX} / CPU engine, base", (JAX, 0), (CPU, 0))
+    line(f"{JAX} / CPU engine, {a} adapters", (JAX, a), (CPU, a))
+    line(f"{JAX}, {a} adapters / its base", (JAX, a), (JAX, 0))
+    if settings.with_reference:
+        line(f"{JAX} / transformers, base", (JAX, 0), (TRANSFORMERS, 0))
+        line(f"{JAX} / PEFT, {a} adapters", (JAX, a), (PEFT, a))
+    line(f"CPU engine, {a} adapters / its base", (CPU, a), (CPU, 0))
     return "\n".join(lines)
 
 
@@ -182,8 +169,8 @@ def _agreement(tokens: dict[Case, tuple[tuple[int, ...], ...]]) -> str:
     """How many streams of each system have the CPU engine's tokens, over as many as both generated."""
     same: dict[str, list[bool]] = {}
     for case, streams in tokens.items():
-        if case.system != TORCH:
-            ours = tokens[case._replace(system=TORCH)]
+        if case.system != CPU:
+            ours = tokens[case._replace(system=CPU)]
             pairs: Sequence[tuple[tuple[int, ...], tuple[int, ...]]] = list(zip(streams, ours, strict=True))
             same.setdefault(case.system, []).extend(a[: len(b)] == b[: len(a)] for a, b in pairs)
     found = ", ".join(f"{system} {sum(values)} of {len(values)}" for system, values in same.items())
@@ -202,9 +189,7 @@ def main() -> None:
     parser.add_argument("--reference-tokens", type=int, default=5, help="fewer, because the references are slow")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--forms", default="cpu", help="forms of the JAX engine: cpu, xla")
     parser.add_argument("--no-reference", action="store_true", help="without transformers and PEFT")
-    parser.add_argument("--weight-storage", choices=("auto", "float32", "int8"), default="auto")
     given = parser.parse_args()
     settings = Settings(
         model=resolve_model(given.model),
@@ -216,9 +201,7 @@ def main() -> None:
         num_reference_tokens=given.reference_tokens,
         num_rounds=given.rounds,
         seed=given.seed,
-        forms=tuple(given.forms.split(",")),
         with_reference=not given.no_reference,
-        weight_storage=given.weight_storage,
     )
     print(run(settings))
 

@@ -28,8 +28,11 @@ from app.deployments.links.transport import Frame
 from app.deployments.placement.service import PlacementService
 from app.deployments.placement.table import Origin
 from app.deployments.placement.telling import Telling
+from app.deployments.replica.fetcher import AdapterFetcher
 from app.deployments.replica.reports import Reports
 from app.deployments.replica.service import EngineService
+from app.deployments.store.service import StoreService
+from app.deployments.store.shared import SharedAdapter
 from app.engine.adapters.card import AdapterRef
 from app.engine.adapters.formats.peft import read_peft
 from app.engine.adapters.lora import LoraAdapter
@@ -199,8 +202,8 @@ class SteppedEngine:
         self._wake.set()
 
 
-class _HostMemory:
-    """Adapters on the host: `AdapterSource` of every replica."""
+class _HostMemory(AdapterFetcher):
+    """Adapters on the host, for every replica."""
 
     def __init__(self, adapters: Mapping[str, LoraAdapter]) -> None:
         self._adapters = adapters
@@ -209,8 +212,10 @@ class _HostMemory:
         return self._adapters[ref.digest]
 
 
-class _NoRegistry:
+class _NoRegistry(StoreService[SharedAdapter]):
     """Nobody keeps the names here."""
+
+    def __init__(self) -> None: ...
 
     async def observe(self, *_: object) -> None:
         return None

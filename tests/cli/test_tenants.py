@@ -19,7 +19,7 @@ import pytest_asyncio
 from app.cli.main import main
 from app.config import ADMIN_KEY
 from app.deployments.ingress.http.app import make_app
-from app.deployments.ingress.http.guard import DoorRules
+from app.deployments.ingress.http.middleware.origin_check import HttpPolicy
 from app.deployments.tenants.key_material import is_key, key_digest, new_key
 from load_tests.service import free_port
 from tests.deployments.http_service import Service
@@ -34,7 +34,7 @@ Run = Callable[..., Any]
 @pytest_asyncio.fixture
 async def run(service: Service, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Run]:
     """Runs the command in a thread; what it sends goes to the application on this loop."""
-    application = make_app(service, DoorRules(admin_digest=key_digest(KEY)))
+    application = make_app(service, HttpPolicy(admin_digest=key_digest(KEY)))
     transport = httpx.ASGITransport(application, raise_app_exceptions=False)
     loop = asyncio.get_running_loop()
 

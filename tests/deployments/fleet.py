@@ -23,7 +23,8 @@ from app.deployments.placement.policy import PlacementPolicy
 from app.deployments.placement.table import ReplicaReport, Residency, Row
 from app.deployments.placement.telling import Telling
 from app.deployments.placement.view import PlacementView
-from app.deployments.replica.service import Counted, EngineService
+from app.deployments.replica.service import EngineService
+from app.deployments.tenants.counting import Counting
 from app.engine.adapters.card import AdapterRef
 from app.engine.adapters.lora import LoraAdapter
 from app.engine.backend import BackendLimits
@@ -135,7 +136,7 @@ class Fleet:
         self.adapters: dict[str, LoraAdapter] = {}
         self.fetches: list[str] = []
         self.fetch_delay_s = 0.0
-        self.counting: Counted | None = None  # told what replicas count, too
+        self.counting: Counting | None = None  # told what replicas count, too
         self.consumed: dict[str, Consumption] = {}  # by attempt
         self.where: dict[str, str] = {}  # replica by attempt
         self.fetch_gate = asyncio.Event()

@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from app.deployments.kept.books import KeptBooks
-from app.deployments.kept.client import KeptClient
 from app.deployments.kept.service import KeptService
+from app.deployments.links.actor_proxy import actor_proxy
 from app.deployments.links.published import Version
+from app.deployments.links.ray_calls import NamedActor
 from app.deployments.registry.books import Registry
 from app.deployments.registry.catalog import Catalog
 from app.deployments.registry.database import sqlite_url
@@ -30,13 +31,11 @@ from app.deployments.registry.resolving import NameResolution, Places
 from app.deployments.registry.tier_events import TierEvents
 from app.deployments.registry.unread import UnreadNames
 from app.deployments.registry.view import RegistryView
-from app.deployments.store.client import StoreClient
 from app.deployments.store.counts import TierCounts
 from app.deployments.store.quarantine import Failure, Quarantine
 from app.deployments.store.service import StoreParts, StoreService
 from app.deployments.store.uploads import Uploads
 from app.deployments.tenants.books import TenantBooks
-from app.deployments.tenants.client import TenantsClient
 from app.deployments.tenants.project_books import AdapterQuota
 from app.deployments.tenants.service import TenantsService
 from app.deployments.tenants.view import TenantView
@@ -78,10 +77,11 @@ def register(
     return catalog.register(request, uri, replace(card(digest), **facts), job)
 
 
-class Here:
-    """`Callee` in this process."""
+class Here(NamedActor):
+    """An actor in this process."""
 
     def __init__(self, callee: object) -> None:
+        super().__init__("here", type(callee))
         self._callee = callee
 
     async def call(self, method: Callable[..., Any], *args: Any, **options: Any) -> Any:
@@ -162,14 +162,14 @@ class ManagedStore:
         parts = StoreParts(
             registry, self.lifecycle, store, (), self.unread, resolution=self.resolution, uploads=uploads
         )
-        self.client = StoreClient(Here(StoreService(parts, lambda: None)))
+        self.client = actor_proxy(StoreService[Any], Here(StoreService(parts, lambda: None)))
         self.view = RegistryView()
         self.lifecycle.start()
         self.clock = clock
         self.books = TenantBooks(registry.database)
-        self.tenants_client = TenantsClient(Here(TenantsService(self.books, lambda: None, clock)))
+        self.tenants_client = actor_proxy(TenantsService, Here(TenantsService(self.books, lambda: None, clock)))
         self.monotonic: Callable[[], float] = time.monotonic  # asked for when something is first kept
-        self.kept = KeptClient(Here(KeptService(lambda: KeptBooks(registry.database, self.monotonic))))
+        self.kept = actor_proxy(KeptService, Here(KeptService(lambda: KeptBooks(registry.database, self.monotonic))))
         self.tenants = TenantView()
         self.followers = [asyncio.create_task(work) for work in (self._follow(), self._follow_tenants())]
         self.dropped: list[tuple[str, str]] = []

@@ -8,12 +8,13 @@ import numpy as np
 import pytest
 
 from app.engine.backend import BackendLimits
+from app.engine.batch_builder import pooled_range
 from app.engine.config import EngineConfig
 from app.engine.engine import Engine
 from app.engine.errors import AdapterOverflow, ContextOverflow, InvalidRequest, UnsupportedField
 from app.engine.models.spec import Pooling
-from app.engine.pooling import embedding, pooled_range
 from app.engine.request import PoolingParams, SamplingParams
+from app.engine.scheduling.outputs import embedding
 from tests.engine.driving import ADAPTERS, make_engine, run
 from tests.fakes import FakeBackend, fake_embedding, fake_request
 from tests.seeds import rng

@@ -42,7 +42,6 @@ def test_the_configured_backend_is_loaded(device: DeviceConfig) -> None:
 @pytest.mark.parametrize(
     ("xla", "message"),
     [
-        ({"form": "xla", "weight_storage": "int8"}, "engine.xla.weight_storage is 'int8' .* form 'xla' keeps"),
         ({"platform": "tpu"}, "engine.xla.platform is 'tpu' but JAX has no such device here"),
         ({"tensor_parallel": 3}, "engine.xla.tensor_parallel is 3 but JAX sees"),
     ],

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from app.engine.stats import MAX_TENANTS, OTHER_TENANTS, EngineMeter
+from app.engine.meter import MAX_TENANTS, OTHER_TENANTS, EngineMeter
 
 
 def test_tenants_beyond_the_limit_are_counted_together() -> None:

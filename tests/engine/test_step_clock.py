@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from app.engine.step_clock import LONGEST_GAP_S, StepClock
+from app.engine.worker import LONGEST_GAP_S, StepClock
 
 
 class Time:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from app.engine.step_split import StepSplit
+from app.engine.meter import StepSplit
 
 
 def test_what_adapters_take_is_found_from_steps_that_differ() -> None:

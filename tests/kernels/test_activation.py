@@ -7,11 +7,12 @@ import pytest
 import torch
 
 from app.kernels.activation import cpu, reference, triton
-from app.kernels.activation import torch as plain
 from app.kernels.activation.reference import Activation
 from tests.engine.cuda.exact_operations import ExactOperations
 from tests.kernels.cases import normal
 from tests.kernels.tensors import FORMS, TOLERANCE, assert_poison_left, device_of, error, numpy, poisoned, tensor
+from tests.kernels.torch_forms import activation as plain
+from tests.pairwise import pairwise
 from tests.seeds import rng
 
 ACTIVATIONS: tuple[Activation, ...] = ("silu", "gelu_tanh")
@@ -58,9 +59,7 @@ def test_a_clamped_activation_of_tensors_is_the_definition_too(form: str, dtype:
     assert_poison_left(memory, 7, 37)
 
 
-@pytest.mark.parametrize("activation", ACTIVATIONS)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize(("form", "dtype"), FORMS, ids=str)
+@pairwise({"activation": ACTIVATIONS, "shape": SHAPES, "form, dtype": FORMS})
 def test_equals_the_definition(form: str, dtype: torch.dtype, shape: tuple[int, int], activation: Activation) -> None:
     device, (num_rows, width) = device_of(form), shape
     gate_up = tensor(normal(rng(), num_rows, 2 * width) * 4, dtype, device)

@@ -10,13 +10,14 @@ import torch
 from numpy.typing import NDArray
 
 from app.kernels.dora import cpu, reference
-from app.kernels.dora import torch as plain
+from app.kernels.dora.torch import dora_scale as dora_scale_of_gpu
 from app.kernels.machine.team import Team
 from app.kernels.matmul.cpu import pack
 from tests import seeds
 from tests.engine.cuda.exact_operations import ExactOperations
 from tests.kernels.cases import normal
 from tests.kernels.tensors import DTYPES, numpy, tensor
+from tests.kernels.torch_forms import dora as fixed
 
 Floats = NDArray[np.float32]
 Form = Callable[[Floats, Floats, Floats, Floats], Floats]
@@ -30,14 +31,21 @@ def on_cpu(magnitude: Floats, weight: Floats, a: Floats, b: Floats, threads: int
         team.close()
 
 
-def on_tensors(magnitude: Floats, weight: Floats, a: Floats, b: Floats) -> Floats:
-    scale = plain.dora_scale(*(tensor(values) for values in (magnitude, weight, a, b)))
-    assert scale.dtype == torch.float32
-    found: Floats = scale.cpu().numpy()
-    return found
+def on_tensors(dora_scale: Callable[..., torch.Tensor]) -> Form:
+    def run(*given: Floats) -> Floats:
+        scale = dora_scale(*map(tensor, given))
+        assert scale.dtype == torch.float32
+        found: Floats = scale.cpu().numpy()
+        return found
+
+    return run
 
 
-FORMS: dict[str, Form] = {"cpu": on_cpu, "torch": on_tensors}
+FORMS: dict[str, Form] = {
+    "cpu": on_cpu,
+    "torch": on_tensors(dora_scale_of_gpu),
+    "torch in a fixed order": on_tensors(fixed.dora_scale),
+}
 
 
 def operands(d_out: int, d_in: int, rank: int) -> tuple[Floats, Floats, Floats, Floats]:
@@ -119,9 +127,9 @@ def test_the_bits_do_not_depend_on_how_many_rows_exist_at_once(
 ) -> None:
     tensors = [torch.from_numpy(values) for values in operands(50, 70, 5)]
     with ExactOperations():
-        whole = plain.dora_scale(*tensors)
-    monkeypatch.setattr(plain, "_ROWS", rows_at_once)
-    assert torch.equal(plain.dora_scale(*tensors), whole)
+        whole = fixed.dora_scale(*tensors)
+    monkeypatch.setattr(fixed, "_ROWS", rows_at_once)
+    assert torch.equal(fixed.dora_scale(*tensors), whole)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -130,4 +138,5 @@ def test_weights_of_any_type_are_widened_before_they_are_squared(dtype: torch.dt
     magnitude, *rest = operands(12, 40, 3)
     tensors = [tensor(values * 300, dtype) for values in rest]
     expected = reference.dora_scale(magnitude, *(numpy(values).astype(np.float32) for values in tensors))
-    np.testing.assert_allclose(plain.dora_scale(tensor(magnitude), *tensors).cpu().numpy(), expected, rtol=1e-6)
+    for form in (dora_scale_of_gpu, fixed.dora_scale):
+        np.testing.assert_allclose(form(tensor(magnitude), *tensors).cpu().numpy(), expected, rtol=1e-6)

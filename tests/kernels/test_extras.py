@@ -15,6 +15,7 @@ from app.kernels.matmul.cpu import PANEL, pack
 from app.kernels.norms.cpu import rms_norm
 from app.kernels.rotary.cpu import rotate_and_store
 from tests.kernels.cases import TOLERANCE, normal, relative_error
+from tests.pairwise import pairwise
 from tests.seeds import rng
 
 
@@ -71,9 +72,9 @@ def test_a_module_is_the_definitions_in_its_runs_only(parts: str, residual: bool
     np.testing.assert_array_equal(out[:, column + width :], before[:, column + width :])
 
 
-@pytest.mark.parametrize("num_threads", [1, 2])
-@pytest.mark.parametrize("with_weight", [False, True])
-@pytest.mark.parametrize(("num_ids", "rank"), [(0, 0), (1, 0), (0, 1), (17, 5), (40, 33)])
+@pairwise(
+    {"num_threads": [1, 2], "with_weight": [False, True], "num_ids, rank": [(0, 0), (1, 0), (0, 1), (17, 5), (40, 33)]}
+)
 def test_a_head_is_the_definitions_in_its_runs_only(
     num_threads: int, with_weight: bool, num_ids: int, rank: int
 ) -> None:

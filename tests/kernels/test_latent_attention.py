@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from app.kernels.latent_attention import cpu, ffi, reference, xla
+from app.kernels.latent_attention import cpu, reference, xla
 from app.kernels.machine.team import Team
 from app.kernels.paged_attention.cpu import attention_tasks
 from app.kernels.paged_attention.xla import Queries, tiles_of
@@ -98,8 +98,7 @@ def test_equal_to_the_definition_in_one_piece_and_in_chunks_beside_others(num_he
         at = end
 
 
-@pytest.mark.parametrize("form", ["xla", "ffi"])
-def test_programs_equal_the_definition_and_store_what_is_new(form: str) -> None:
+def test_programs_equal_the_definition_and_store_what_is_new() -> None:
     """Two sequences with 40 and 5 keys of which 20 and 1 are new, beside padding, in the second of two layers."""
     generator, num_heads, scale, padded = rng(), 3, 0.2, 24
     keys, values = normal(generator, num_heads, OWN, RANK), normal(generator, num_heads, VALUE, RANK)
@@ -123,28 +122,24 @@ def test_programs_equal_the_definition_and_store_what_is_new(form: str) -> None:
     q, rows = (np.concatenate([one, np.full((padded - at, *one.shape[1:]), np.nan, np.float32)]) for one in new)
     tasks, starts = np.array([[0, 0], [0, 16], [1, 0], [0, 0]], np.int32), np.array([0, 20, 21], np.int32)
     step = Queries(
-        jnp.array(slots), jnp.int32(at), jnp.array(tasks), jnp.int32(3), jnp.array(starts),
-        jnp.array(lengths, jnp.int32), jnp.array(tables),
+        jnp.array(slots), jnp.array(tasks), jnp.int32(3), jnp.array(starts), jnp.array(lengths, jnp.int32),
+        jnp.array(tables),
     )  # fmt: skip
-    given = np.zeros((2, 5, 1, BLOCK, 48), np.float32) if form == "ffi" else memory.copy()
-    given[..., : RANK + TURNED] = memory
 
     @jax.jit
     def run(absorbed: jax.Array, memory: jax.Array) -> tuple[jax.Array, jax.Array]:
         layer, turned, number = jnp.int32(1), jnp.array(q[..., OWN:]), jnp.float32(scale)
-        if form == "ffi":
-            return ffi.store_and_attend(absorbed, turned, jnp.array(rows), memory, step, layer, number)
         tiles = tiles_of(step, padded, 16)
         return xla.store_and_attend(absorbed, turned, jnp.array(rows), memory, step, tiles, layer, number)
 
-    attended, after = map(np.asarray, run(jnp.array(np.einsum("tnp,npr->tnr", q[..., :OWN], keys)), given))
+    attended, after = map(np.asarray, run(jnp.array(np.einsum("tnp,npr->tnr", q[..., :OWN], keys)), memory))
     found = np.einsum("tnr,nvr->tnv", attended.astype(np.float64), values)
     first = 0
     for table, own, of_query, count in zip(tables, latents, queries, counts, strict=False):
         wanted = reference.latent_attention(of_query, own[:, :RANK], own[:, RANK:], keys, values, scale)[-count:]
         assert relative_error(found[first : first + count], wanted) < 2e-6
         places = np.arange(len(own))
-        np.testing.assert_array_equal(after[1, table[places // BLOCK], 0, places % BLOCK, : RANK + TURNED], own)
+        np.testing.assert_array_equal(after[1, table[places // BLOCK], 0, places % BLOCK], own)
         first += count
 
 

@@ -20,6 +20,7 @@ from app.kernels.sgmv.cpu import ModuleRows, adapter_runs, shrink, shrink_tasks
 from app.kernels.sgmv.fetching import NextShrink
 from tests.kernels.cases import TOLERANCE, normal, relative_error
 from tests.kernels.test_sgmv import CASES, NARROW, PLACES, no_rows, write
+from tests.pairwise import pairwise
 from tests.seeds import rng
 
 Floats = NDArray[np.float32]
@@ -161,8 +162,9 @@ def test_a_product_is_added_to_the_residual_which_no_extra_scales(case: str, wit
     assert relative_error(out[:, : sum(QKV)], expected, start) < TOLERANCE["float32"]
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize(("activation", "with_extras"), [("silu", False), ("silu", True), ("gelu_tanh", True)])
+@pairwise(
+    {"case": CASES, "activation, with_extras": [("silu", False), ("silu", True), ("gelu_tanh", True)]}, strength=1
+)
 def test_gate_and_up_are_the_definition_row_by_row(case: str, activation: Activation, with_extras: bool) -> None:
     made = modules(GATE_AND_UP, with_extras=with_extras)
     runs, slots = runs_of(CASES[case])

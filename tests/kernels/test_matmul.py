@@ -11,18 +11,17 @@ import torch
 
 from app.kernels.machine.team import Team
 from app.kernels.matmul import cpu, reference, triton
-from app.kernels.matmul import torch as plain
 from tests.kernels import tensors
 from tests.kernels.cases import TOLERANCE, normal, relative_error
 from tests.kernels.tensors import DEVICE, DTYPES, assert_poison_left, error, numpy, poisoned, tensor
+from tests.kernels.torch_forms import matmul as plain
+from tests.pairwise import pairwise
 from tests.seeds import rng
 
 SHAPES = [(1, 1), (16, 8), (17, 5), (35, 48), (100, 130), (192, 576)]
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("num_rows", [0, 1, 2, 3, 4, 5, 6, 7, 8, 11, 19, 64])
-@pytest.mark.parametrize("accumulate", [False, True])
+@pairwise({"shape": SHAPES, "num_rows": [0, 1, 2, 3, 4, 5, 6, 7, 8, 11, 19, 64], "accumulate": [False, True]})
 def test_equals_the_definition(shape: tuple[int, int], num_rows: int, accumulate: bool) -> None:
     generator = rng()
     num_columns, depth = shape
@@ -68,10 +67,14 @@ def test_reads_and_writes_only_its_own_rows_of_wider_arrays() -> None:
 TENSOR_FORMS = {"torch": plain.linear, "triton": triton.linear}
 
 
-@pytest.mark.parametrize("form", TENSOR_FORMS)
-@pytest.mark.parametrize(("num_rows", "width", "depth"), [(0, 8, 8), (1, 1, 1), (3, 100, 70), (70, 130, 200)])
-@pytest.mark.parametrize("accumulate", [False, True])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pairwise(
+    {
+        "form": TENSOR_FORMS,
+        "num_rows, width, depth": [(0, 8, 8), (1, 1, 1), (3, 100, 70), (70, 130, 200)],
+        "accumulate": [False, True],
+        "dtype": DTYPES,
+    }
+)
 def test_tensors_equal_the_definition(
     form: str, num_rows: int, width: int, depth: int, accumulate: bool, dtype: torch.dtype
 ) -> None:

@@ -8,9 +8,10 @@ import torch
 
 from app.kernels.machine.team import Team
 from app.kernels.norms import cpu, reference, triton
-from app.kernels.norms import torch as plain
 from tests.kernels.cases import normal
 from tests.kernels.tensors import FORMS, TOLERANCE, assert_poison_left, device_of, error, numpy, poisoned, tensor
+from tests.kernels.torch_forms import norms as plain
+from tests.pairwise import pairwise
 from tests.seeds import rng
 
 EPS = 1e-5
@@ -27,8 +28,7 @@ def run(form: str, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, thr
         (plain if form == "torch" else triton).rms_norm(x, weight, EPS, out)
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize(("form", "dtype"), FORMS, ids=str)
+@pairwise({"shape": SHAPES, "form, dtype": FORMS}, strength=1)
 def test_equals_the_definition(form: str, dtype: torch.dtype, shape: tuple[int, int]) -> None:
     generator, device = rng(), device_of(form)
     x, weight = tensor(normal(generator, *shape), dtype, device), tensor(normal(generator, shape[1]), None, device)
@@ -65,8 +65,7 @@ def test_a_row_has_the_same_bits_alone_and_among_others(form: str, dtype: torch.
         assert torch.equal(alone[0], together[row]), row
 
 
-@pytest.mark.parametrize(("form", "dtype"), [case for case in FORMS if case[0] != "cpu"], ids=str)
-@pytest.mark.parametrize("num_rows", [0, 1, 5])
+@pairwise({"form, dtype": [case for case in FORMS if case[0] != "cpu"], "num_rows": [0, 1, 5]}, strength=1)
 def test_a_residual_takes_the_sum_and_its_norm_is_returned(form: str, dtype: torch.dtype, num_rows: int) -> None:
     generator, width = rng(), int(rng().integers(1, 80))
     x, residual = (tensor(normal(generator, num_rows, width), dtype) for _ in range(2))

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from app.kernels.machine.team import Team
 from app.kernels.paged_attention import cpu, reference
 from tests.kernels.cases import TOLERANCE, normal, relative_error
+from tests.pairwise import pairwise
 from tests.seeds import rng
 
 
@@ -79,8 +80,7 @@ def _starts(counts: list[int]) -> NDArray[np.int32]:
     return np.cumsum([0, *counts]).astype(np.int32)
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("counts", [[1], [1, 1, 1], [16, 1, 17], [5, 40], [33, 1]])
+@pairwise({"case": CASES, "counts": [[1], [1, 1, 1], [16, 1, 17], [5, 40], [33, 1]]}, strength=1)
 def test_equals_the_definition_and_never_reads_unwritten_memory(case: Case, counts: list[int]) -> None:
     generator = rng()
     seq_lens = np.array([n + int(generator.integers(0, 60)) for n in counts], np.int32)

@@ -15,9 +15,9 @@ from numpy.typing import NDArray
 
 from app.kernels.machine.team import Team
 from app.kernels.paged_attention import cpu, reference, triton
-from app.kernels.paged_attention import torch as plain
 from tests.kernels.cases import TOLERANCE, normal, relative_error
 from tests.kernels.tensors import DEVICE
+from tests.kernels.torch_forms import paged_attention as plain
 from tests.seeds import rng
 
 Floats = NDArray[np.float32]

@@ -1,4 +1,4 @@
-"""Attention in JAX programs, in XLA and as a call of the CPU's kernel: the definition's, memory written in place."""
+"""Attention in JAX programs: the definition's, and memory is written where the step's keys and values belong."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 from numpy.typing import NDArray
 
-from app.kernels.paged_attention import ffi, reference, xla
+from app.kernels.paged_attention import reference, xla
 from app.kernels.paged_attention.xla import Queries
 from tests.kernels.cases import TOLERANCE, normal, relative_error
 from tests.kernels.test_paged_attention import CASES, Case
+from tests.pairwise import pairwise
 from tests.seeds import rng
 
 Floats = NDArray[np.float32]
@@ -35,7 +35,7 @@ class Setting(NamedTuple):
 
 def _setting(case: Case, counts: list[int], tile: int) -> Setting:
     """Sequences of these many new tokens; what no sequence holds in memory is NaN."""
-    generator, total = rng(), sum(counts)
+    generator = rng()
     seq_lens = np.array([n + int(generator.integers(0, 60)) for n in counts], np.int32)
     per_group = xla.blocks_per_group(case.block_size)
     width = -(-int(seq_lens.max(initial=1)) // (case.block_size * per_group)) * per_group
@@ -65,8 +65,8 @@ def _setting(case: Case, counts: list[int], tile: int) -> Setting:
     all_tables = np.zeros((8, width), np.int32)
     all_tables[: len(tables)] = tables
     queries = Queries(
-        jnp.array(kv_slots), jnp.int32(total), jnp.array(tasks), jnp.int32(len(found)), padded(starts, 9),
-        padded(seq_lens, 8), jnp.array(all_tables),
+        jnp.array(kv_slots), jnp.array(tasks), jnp.int32(len(found)), padded(starts, 9), padded(seq_lens, 8),
+        jnp.array(all_tables),
     )  # fmt: skip
     sizes = case.heads * case.head_dim, case.kv_heads * case.head_dim
     q, k, v = (normal(generator, TOKENS, size) for size in (sizes[0], sizes[1], sizes[1]))
@@ -97,47 +97,14 @@ def _in_xla(
     return xla.store_and_attend(*setting, tiles, jnp.int32(LAYER), scale, window, sinks)
 
 
-def _in_call(
-    setting: Setting,
-    scale: jax.Array,
-    window: jax.Array,
-    sinks: jax.Array,
-    tile: int,  # noqa: ARG001
-) -> tuple[jax.Array, ...]:
-    return ffi.store_and_attend(*setting, jnp.int32(LAYER), scale, window, sinks)
-
-
-@pytest.mark.parametrize("form", ["xla", "ffi"])
-@pytest.mark.parametrize("counts", COUNTS, ids=str)
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_every_form_is_the_definition_and_stores_what_is_new(case: Case, counts: list[int], form: str) -> None:
+@pairwise({"counts": COUNTS, "case": CASES}, strength=1)
+def test_it_is_the_definition_and_stores_what_is_new(case: Case, counts: list[int]) -> None:
     tile = 1 if counts and max(counts) == 1 else 16
     setting = _setting(case, counts, tile)
     keys, values, attended = _expected(setting, case, counts)
     scale, window = jnp.float32(case.head_dim**-0.5), jnp.int32(case.window or 0)
-    given, width = setting, -(-case.head_dim // 16) * 16
-    if form == "ffi":  # as the CPU's kernels keep them: heads in whole panels, keys turned
-        wide = np.zeros((*setting.keys.shape[:-1], width), np.float32)
-        wide_values = wide.copy()
-        wide[..., : case.head_dim], wide_values[..., : case.head_dim] = setting.keys, setting.values
-        given = setting._replace(keys=wide.swapaxes(3, 4).copy(), values=wide_values)
-    run = jax.jit(partial(_in_xla if form == "xla" else _in_call, tile=tile))
-    out, new_keys, new_values = map(np.asarray, run(given, scale, window, jnp.array(case.sinks)))
-    if form == "ffi":
-        new_keys, new_values = new_keys.swapaxes(3, 4)[..., : case.head_dim], new_values[..., : case.head_dim]
+    run = jax.jit(partial(_in_xla, tile=tile))
+    out, new_keys, new_values = map(np.asarray, run(setting, scale, window, jnp.array(case.sinks)))
     np.testing.assert_array_equal(new_keys, keys)
     np.testing.assert_array_equal(new_values, values)
     assert relative_error(out[: len(attended)], attended) < 4 * TOLERANCE["float32"]
-
-
-def test_a_call_gives_memory_back_where_it_was() -> None:
-    case = CASES[1]
-    setting = _setting(case, [3, 5], 16)
-    keys, values = jnp.array(setting.keys.swapaxes(3, 4)), jnp.array(setting.values)
-    places = [array.unsafe_buffer_pointer() for array in (keys, values)]
-
-    def program(keys: jax.Array, values: jax.Array) -> tuple[jax.Array, ...]:
-        return _in_call(setting._replace(keys=keys, values=values), jnp.float32(0.3), jnp.int32(0), jnp.zeros(0), 16)
-
-    _, new_keys, new_values = jax.jit(program, donate_argnums=(0, 1))(keys, values)
-    assert [array.unsafe_buffer_pointer() for array in (new_keys, new_values)] == places

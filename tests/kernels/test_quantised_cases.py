@@ -12,6 +12,7 @@ from app.kernels.machine.team import Team
 from app.kernels.matmul import cpu, quantised, reference, storing
 from app.kernels.matmul.quantised import GROUP
 from tests.kernels.cases import normal, relative_error
+from tests.pairwise import pairwise
 from tests.seeds import rng
 
 Floats = NDArray[np.float32]
@@ -33,8 +34,7 @@ def read_back(w: quantised.Quantised, num_columns: int) -> Floats:
     return np.ascontiguousarray(panels.transpose(0, 2, 1).reshape(-1, panels.shape[1])[:num_columns])
 
 
-@pytest.mark.parametrize("num_columns", [1, 15, 16, 17, 70])
-@pytest.mark.parametrize("depth", [1, GROUP - 1, GROUP, GROUP + 1, 5 * GROUP + 7])
+@pairwise({"num_columns": [1, 15, 16, 17, 70], "depth": [1, GROUP - 1, GROUP, GROUP + 1, 5 * GROUP + 7]}, strength=1)
 def test_products_are_those_of_the_weights_that_are_read_back(num_columns: int, depth: int) -> None:
     generator = rng()
     w = normal(generator, num_columns, depth)

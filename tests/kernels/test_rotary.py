@@ -11,9 +11,10 @@ from numpy.typing import NDArray
 
 from app.kernels.machine.team import Team
 from app.kernels.rotary import cpu, reference, triton
-from app.kernels.rotary import torch as plain
 from tests.kernels.cases import normal
 from tests.kernels.tensors import FORMS, TOLERANCE, device_of, error, numpy, tensor
+from tests.kernels.torch_forms import rotary as plain
+from tests.pairwise import pairwise
 from tests.seeds import rng
 
 EPS, POSITIONS, BLOCKS, BLOCK_SIZE = 1e-6, 40, 3, 16
@@ -117,18 +118,20 @@ def check(given: Operands, form: str) -> None:
     assert written.sum() == (given.kv_slots < BLOCKS * BLOCK_SIZE).sum() * num_kv * dim
 
 
-@pytest.mark.parametrize("with_norm", [False, True])
-@pytest.mark.parametrize(("num_tokens", "heads"), [(0, (4, 2, 16)), (1, (1, 1, 2)), (5, (9, 3, 24)), (7, (4, 4, 40))])
-@pytest.mark.parametrize(("form", "dtype"), FORMS, ids=str)
+@pairwise(
+    {
+        "with_norm": [False, True],
+        "num_tokens, heads": [(0, (4, 2, 16)), (1, (1, 1, 2)), (5, (9, 3, 24)), (7, (4, 4, 40))],
+        "form, dtype": FORMS,
+    }
+)
 def test_equals_the_definition(
     form: str, dtype: torch.dtype, num_tokens: int, heads: tuple[int, int, int], with_norm: bool
 ) -> None:
     check(operands(num_tokens, Heads(*heads), heads[2] // 2, dtype, device_of(form), with_norm=with_norm), form)
 
 
-@pytest.mark.parametrize(("form", "dtype"), FORMS, ids=str)
-@pytest.mark.parametrize("half", [1, 5])
-@pytest.mark.parametrize("with_norm", [False, True])
+@pairwise({"form, dtype": FORMS, "half": [1, 5], "with_norm": [False, True]})
 def test_what_lies_behind_the_rotated_part_of_a_head_stays(
     form: str, dtype: torch.dtype, half: int, with_norm: bool
 ) -> None:

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from app.kernels.sampling import cpu, reference
 from tests.kernels.cases import normal
 from tests.kernels.test_sampling import PLAIN, draw, sample
+from tests.pairwise import pairwise
 from tests.seeds import rng
 
 Floats = NDArray[np.float32]
@@ -69,8 +70,7 @@ SETTINGS: dict[str, dict[str, float]] = {
 }
 
 
-@pytest.mark.parametrize("name", SETTINGS)
-@pytest.mark.parametrize("vocab", [1, 2, 17, 200])
+@pairwise({"name": SETTINGS, "vocab": [1, 2, 17, 200]}, strength=1)
 def test_every_draw_is_the_definitions(name: str, vocab: int) -> None:
     generator, settings = rng(), PLAIN | SETTINGS[name]
     num_rows = 60

@@ -1,4 +1,4 @@
-"""LoRA deltas in JAX programs, in XLA, as a call of the CPU's kernels, and in Pallas: equal to the loop over rows."""
+"""LoRA deltas in JAX programs, in XLA and in Pallas: equal to the loop over rows."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from app.kernels.sgmv import ffi, pallas, reference, xla
+from app.kernels.sgmv import pallas, reference, xla
 from app.kernels.sgmv.xla import Segments
 from tests.kernels.cases import TOLERANCE, normal, relative_error
 from tests.kernels.test_sgmv import CASES, DEPTH, PLACES, ROWS, WIDTH
+from tests.pairwise import pairwise
 from tests.seeds import rng
 
 Floats = NDArray[np.float32]
@@ -24,9 +25,10 @@ RANKS = np.array([rank for _, rank in PLACES], np.int32)
 #: One shape for every case, as in a program: nothing below compiles twice.
 TOKENS, SEGMENTS, LAYER = 112, 24, 1
 
-MAX_RANK = -(-int(RANKS.max()) // 8) * 8
-FORMS = {"xla": jax.jit(xla.add_deltas), "ffi": jax.jit(functools.partial(ffi.add_deltas, max_rank=MAX_RANK))}
-_lora_delta = jax.jit(pallas.lora_delta, static_argnames=("max_chunks", "interpret"))
+FORMS = {
+    "xla": jax.jit(xla.add_deltas),
+    "pallas": jax.jit(functools.partial(pallas.add_deltas, interpret=True)),
+}
 
 
 def _rows(generator: np.random.Generator, *shape: int) -> Floats:
@@ -36,18 +38,6 @@ def _rows(generator: np.random.Generator, *shape: int) -> Floats:
         rows[start : start - (-rank // 8) * 8] = 0
         rows[start : start + rank] = normal(generator, rank, *shape)
     return rows
-
-
-def _packed(a: Floats, b: Floats) -> tuple[Floats, Floats]:
-    """The same as the CPU's kernels read them, adapter by adapter."""
-    packed_a, packed_b = np.full_like(a, np.nan), np.full_like(b, np.nan)
-    for start, rank in PLACES[1:]:
-        whole = -(-rank // 8) * 8
-        panels = a[start : start + whole].reshape(-1, 8, a.shape[1]).swapaxes(1, 2)
-        packed_a[start : start + whole] = panels.reshape(whole, -1)
-        columns = b[start : start + rank].reshape(rank, -1, 16).swapaxes(0, 1)
-        packed_b[start : start + rank] = columns.reshape(rank, -1)
-    return packed_a, packed_b
 
 
 def _layers(rows: Floats) -> Floats:
@@ -81,8 +71,7 @@ def _deltas(name: str, x: Floats, modules: list[tuple[Floats, Floats]]) -> Float
 
 
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("num_modules", [1, 2, 3])
-@pytest.mark.parametrize("name", CASES)
+@pairwise({"num_modules": [1, 2, 3], "name": CASES}, strength=1)
 def test_deltas_of_every_form_are_the_definitions_and_base_rows_untouched(
     name: str, num_modules: int, form: str
 ) -> None:
@@ -92,8 +81,7 @@ def test_deltas_of_every_form_are_the_definitions_and_base_rows_untouched(
     count = int(run_starts[-1])
     x, y = normal(generator, TOKENS, DEPTH), normal(generator, TOKENS, sum(b.shape[1] for _, b in modules))
     x[count:] = np.nan  # padding
-    given = [_packed(*module) for module in modules] if form == "ffi" else modules
-    a, b = ([_layers(module[part]) for module in given] for part in (0, 1))
+    a, b = ([_layers(module[part]) for module in modules] for part in (0, 1))
     ranks = np.broadcast_to(RANKS[:, None], (2, len(RANKS), num_modules)).copy()
     out = np.asarray(FORMS[form](x, y, a, b, jnp.int32(LAYER), _segments(name), STARTS, ranks))
     assert relative_error(out[:count], y[:count] + _deltas(name, x, modules)) < TOLERANCE["float32"]
@@ -109,8 +97,7 @@ def test_modules_that_an_adapter_leaves_alone_are_left_alone(form: str) -> None:
     x, y = normal(generator, TOKENS, DEPTH), normal(generator, TOKENS, 2 * WIDTH)
     ranks = np.zeros((2, len(RANKS), 2), np.int32)
     ranks[LAYER, :, 1] = RANKS
-    given = [_packed(*module) for module in modules] if form == "ffi" else modules
-    given = [(np.zeros_like(given[0][0]), np.zeros_like(given[0][1])), given[1]]
+    given = [(np.zeros_like(modules[0][0]), np.zeros_like(modules[0][1])), modules[1]]
     a, b = ([_layers(module[part]) for module in given] for part in (0, 1))
     out = np.asarray(FORMS[form](x, y, a, b, jnp.int32(LAYER), _segments(name), STARTS, ranks))
     assert np.array_equal(out[:, :WIDTH], y[:, :WIDTH])
@@ -127,33 +114,23 @@ def test_without_rank_rows_nothing_is_added(form: Callable[..., jax.Array]) -> N
     assert np.array_equal(found, y)
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_deltas_in_pallas_are_the_definitions(name: str) -> None:
-    generator = rng()
-    a, b = _rows(generator, DEPTH), _rows(generator, WIDTH)
-    x, count = normal(generator, TOKENS, DEPTH), int(_runs(name)[0][-1])
-    found = np.asarray(_lora_delta(x, a, b, _segments(name), STARTS, RANKS, max_chunks=16, interpret=True))
-    expected = _deltas(name, x, [(a, b)])
-    assert relative_error(found[:count], expected) < TOLERANCE["float32"]
-    assert not found[:count][~expected.any(axis=1)].any()
-    assert not found[count:].any()
+def test_an_adapter_without_rank_rows_changes_nothing() -> None:
+    """It has segments all the same: the step's largest rank is 0."""
+    x, y = normal(rng(), TOKENS, DEPTH), normal(rng(), TOKENS, WIDTH)
+    a, b = _layers(_rows(rng(), DEPTH)), _layers(_rows(rng(), WIDTH))
+    segments = _segments("a different adapter each")._replace(widest=jnp.int32(0))
+    for form in FORMS.values():
+        found = form(x, y, [a], [b], jnp.int32(LAYER), segments, STARTS, np.zeros((2, len(RANKS), 1), np.int32))
+        assert np.array_equal(found, y)
 
 
 def test_pallas_lowers_for_tpu() -> None:
     """Lowered, not run: no TPU here. Shapes of the demo model's q projection."""
     segments = Segments(jnp.zeros((8, 3), jnp.int32), jnp.int32(1), jnp.int32(8))
     slots = jnp.zeros(4, jnp.int32)
-    shapes = (jnp.zeros((64, 640)), jnp.zeros((64, 640)), jnp.zeros((64, 640)))
-    exported = jax.export.export(_lora_delta, platforms=["tpu"])(
-        *shapes, segments, slots, slots, max_chunks=2, interpret=False
+    x, rows = jnp.zeros((64, 640)), jnp.zeros((2, 64, 640))
+    lowered = jax.jit(functools.partial(pallas.add_deltas, interpret=False))
+    exported = jax.export.export(lowered, platforms=["tpu"])(
+        x, x, [rows], [rows], jnp.int32(1), segments, slots, jnp.zeros((2, 4, 1), jnp.int32)
     )
-    assert exported.mlir_module().count("tpu_custom_call") == 2
-
-
-def test_a_late_helper_believes_no_slot_that_there_is_not() -> None:
-    """It may read segments that are another call's memory by then: it must not write by them."""
-    tables = tuple(normal(rng(), 32, 64) for _ in range(3))
-    segments = np.array([[0, 4, 1], [4, 8, 1 << 30], [8, 9, -(1 << 30)], [9, 11, -1], [11, 12, 3]], np.int32)
-    addresses, panels = ffi._addresses(tables, np.ones((3, 3), np.int32), segments, np.array([0, 8, 16], np.int32))
-    assert addresses.tolist() == [[0] * 3, [table.ctypes.data + 8 * 64 * 4 for table in tables], [0] * 3]
-    assert panels.tolist() == [4, 4, 4]
+    assert exported.mlir_module().count("tpu_custom_call") == 1

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import ml_dtypes
 import numpy as np
-import pytest
 from numpy.typing import NDArray
 
 from app.kernels.machine.team import Team
 from app.kernels.sgmv.writing import PLAN_WIDTH, TO_A, TO_B, matrices, packing, write_plan
 from tests.kernels.cases import normal
+from tests.pairwise import pairwise
 from tests.seeds import rng
 
 #: (d_in, d_out) of modules: whole panels, parts of panels, less than one.
@@ -25,9 +25,7 @@ def _taken(memory: NDArray[np.uint8], first: int, shape: tuple[int, ...], in_bf1
     return values
 
 
-@pytest.mark.parametrize("num_threads", [1, 3])
-@pytest.mark.parametrize("kind", ["wide", "narrow", "too fine", "saved narrow"])
-@pytest.mark.parametrize("rank", [1, 7, 8, 9, 16, 40])
+@pairwise({"num_threads": [1, 3], "kind": ["wide", "narrow", "too fine", "saved narrow"], "rank": [1, 7, 8, 9, 16, 40]})
 def test_every_value_has_its_place(rank: int, kind: str, num_threads: int) -> None:
     """Too fine: one value that needs more than bfloat16's bits, anywhere, takes all rows to float32.
 

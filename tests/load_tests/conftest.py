@@ -5,10 +5,21 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from tests.load_tests.fake_server import FakeServer, serving
+
+#: What every benchmark stands on. The benchmarks themselves serve those who measure, and are tested nightly.
+BY_DAY = ("test_report", "test_run", "test_workload", "test_arrivals", "test_popularity", "test_chaos")
+
+
+@pytest.hookimpl(tryfirst=True)  # before nightly tests are left out
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if Path(__file__).parent in item.path.parents and item.path.stem not in BY_DAY:
+            item.add_marker(pytest.mark.nightly)
 
 
 @pytest.fixture

@@ -22,8 +22,11 @@ from examples.training.task import examples
 from tests import budgets
 from tests.engine.adapters.formats.test_peft_parity import BEYOND, OPTIONS
 
-# PEFT 0.21 still asks transformers 5.23 for a name it has renamed.
-pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+pytestmark = [
+    pytest.mark.nightly,  # by day tests/engine/adapters/formats/test_peft_parity.py has each option on tiny models
+    # PEFT 0.21 still asks transformers 5.23 for a name it has renamed.
+    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),
+]
 
 DEMO_FOLDER = Path("examples/adapters")
 RANDOM_RANKS = (1, 8, 16, 64)
@@ -160,7 +163,6 @@ def test_adapters_beyond_plain_lora_answer_as_under_peft_in_one_batch(
             _assert_equal_but_for_ties(reference, prompt, a, b)
 
 
-@pytest.mark.nightly
 @pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to True:UserWarning")
 @pytest.mark.filterwarnings("ignore:`lora_bias=True` was passed but the targeted layer")
 @pytest.mark.filterwarnings("ignore:Adapter 'default'. [0-9]* LoRA tensor")

@@ -17,6 +17,9 @@ from load_tests.random_adapters import write_random_adapter
 from tests.parity.test_peft import DEMO_FOLDER
 from tests.seeds import rng
 
+#: By day tests/engine/cpu and tests/engine/xla compare with transformers and PEFT, each on tiny models.
+pytestmark = pytest.mark.nightly
+
 TOLERANCE = 1e-4
 RANDOM_RANKS = (1, 8, 16, 64)
 #: A float32 tie: the first engine hardly prefers its own token. Twice the logits' tolerance.

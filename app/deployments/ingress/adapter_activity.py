@@ -13,9 +13,9 @@ from http import HTTPStatus
 
 from app.deployments.ingress.job import Job
 from app.deployments.ingress.status import TABLE, ClientGone
-from app.deployments.links.tasks import Troubles
+from app.deployments.links.tasks import repeat
 from app.deployments.tenants.adapter_book import Activity, ActivityKey, first_token
-from app.deployments.tenants.client import TenantsClient
+from app.deployments.tenants.service import TenantsService
 from app.engine.errors import NotReady
 from app.engine.request import Usage
 
@@ -27,7 +27,7 @@ TELL_INTERVAL_S = 2.0
 class AdapterActivity:
     """One per ingress, on its event loop. What waits to be told is of adapters that the registry's copy here has."""
 
-    def __init__(self, owner: TenantsClient) -> None:
+    def __init__(self, owner: TenantsService) -> None:
         self.owner = owner
         self._untold: dict[ActivityKey, Activity] = {}
 
@@ -64,15 +64,8 @@ class AdapterActivity:
 
     async def keep_telling(self) -> None:
         """`tell` until cancelled, whatever the owner does."""
-        troubles = Troubles("telling what is seen of adapters")
-        while True:
-            await asyncio.sleep(TELL_INTERVAL_S)
-            try:
-                await self.tell()
-            except Exception as error:
-                troubles.met(error)
-            else:
-                troubles.over()
+        await asyncio.sleep(TELL_INTERVAL_S)
+        await repeat(self.tell, TELL_INTERVAL_S, "telling what is seen of adapters")
 
     def _add(self, seen: dict[ActivityKey, Activity]) -> None:
         for key, activity in seen.items():

@@ -14,10 +14,10 @@ from collections.abc import Callable, Sequence
 from app.deployments.links.tasks import Tasks
 from app.deployments.placement.placer import Placer
 from app.deployments.registry.view import RegistryView
-from app.deployments.store.client import StoreClient
-from app.engine.adapters.card import AdapterRef
+from app.deployments.store.service import StoreService
+from app.deployments.store.shared import SharedAdapter
+from app.engine.adapters.card import AdapterRef, is_activated
 from app.engine.adapters.composing.composition import is_composition, read_composition
-from app.engine.adapters.invocation import is_activated
 from app.engine.errors import NotReady
 
 logger = logging.getLogger(__name__)
@@ -33,7 +33,9 @@ EXPECTED_S = 1.0
 class AdapterNames:
     """One per ingress, over its copy of the registry and of placement's table. `clock` gives seconds."""
 
-    def __init__(self, registry: RegistryView, placer: Placer, store: StoreClient, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, registry: RegistryView, placer: Placer, store: StoreService[SharedAdapter], clock: Callable[[], float]
+    ) -> None:
         self._registry = registry
         self._placer = placer
         self._store = store
@@ -51,7 +53,7 @@ class AdapterNames:
             self._read_ahead(ref)
 
     def needed(self, ref: AdapterRef | None, prompts: Sequence[Sequence[int]]) -> list[bool]:
-        """For each prompt, in token ids, whether its answer needs the adapter (`app.engine.adapters.invocation`)."""
+        """For each prompt, in token ids, whether its answer needs the adapter (`app.engine.adapters.card`)."""
         if ref is None:
             return [False] * len(prompts)
         invocation = self._registry.invocation(ref)

@@ -21,7 +21,7 @@ from app.deployments.placement.choosing import choose
 from app.deployments.placement.placer import Placer
 from app.deployments.placement.policy import PlacementPolicy
 from app.engine.errors import NotReady
-from app.engine.pools.prompt_heads import prompt_head
+from app.engine.pools.kv_blocks import prompt_head
 from app.engine.request import GenerateRequest
 
 #: Streams that no replica can take are tried again at least this often.

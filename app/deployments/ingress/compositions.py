@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 
 from pydantic import Field, model_validator
 
-from app.deployments.ingress.body import Body, Items
-from app.deployments.ingress.schema import WeightedAdapter
+from app.deployments.ingress.schemas.openai import WeightedAdapter
+from app.deployments.ingress.schemas.request_model import Body, Items
 from app.engine.adapters.card import AdapterRef
 from app.engine.adapters.composing.composition import (
     MAX_PARTS,

@@ -25,29 +25,31 @@ from app.deployments.ingress import handle_api
 from app.deployments.ingress.assigner import Assigner
 from app.deployments.ingress.handle_api import plain_errors
 from app.deployments.ingress.http.app import make_app
-from app.deployments.ingress.http.batch_answers import BatchAnswers
-from app.deployments.ingress.http.guard import DoorRules
+from app.deployments.ingress.http.batch_executor import BatchExecutor
+from app.deployments.ingress.http.middleware.origin_check import HttpPolicy
 from app.deployments.ingress.loads import Loads
 from app.deployments.ingress.metrics import IngressMetrics
 from app.deployments.ingress.service import IngressService, Parts
 from app.deployments.ingress.streams import Stream
 from app.deployments.ingress.tenancy import Rates, Tenancy, WatchedTenants
 from app.deployments.ingress.tokenizer_service import open_text
-from app.deployments.kept.client import KeptClient
 from app.deployments.links.gauges import repeat_gauges
 from app.deployments.links.published import Changes, Version
 from app.deployments.links.ray_private import AsgiIngress, route_in_this_loop
 from app.deployments.links.serve_transport import ServeTransport
 from app.deployments.links.tasks import Tasks
 from app.deployments.links.watched import Follower, Watch
-from app.deployments.placement.actor import placement_actor
+from app.deployments.placement.actor import placement_service
 from app.deployments.placement.choosing import make_policy
-from app.deployments.placement.client import PlacementClient
-from app.deployments.placement.placer import ServePlacer, WatchedLoads, WatchedPlacement
+from app.deployments.placement.placer import Placer, WatchedLoads, WatchedPlacement
 from app.deployments.registry.view import Entry, Key, RegistryView
-from app.deployments.store.actor import KeptCallee, TenantsCallee, store_actor, store_settings
-from app.deployments.store.client import StoreClient
-from app.deployments.tenants.client import TenantsClient
+from app.deployments.store.actor import (
+    kept_service,
+    store_actor,
+    store_service,
+    store_settings,
+    tenants_service,
+)
 from app.deployments.tenants.journal import open_journal
 from app.deployments.tenants.metrics import RefusalCounters
 from app.deployments.tenants.prices import Prices
@@ -69,8 +71,8 @@ class Ingress(AsgiIngress):
         ingress_id = context.replica_id.unique_id
         route_in_this_loop(engines)
         actor = store_actor(config)
-        store, owner = StoreClient(actor), TenantsClient(TenantsCallee(actor))
-        placement = PlacementClient(placement_actor(config, context.app_name))
+        store, owner = store_service(actor), tenants_service(actor)
+        placement = placement_service(config, context.app_name)
         metrics = IngressMetrics(time.time)
         registry = WatchedRegistry(store.watch, ingress_id, metrics.adapters)
         tenants = WatchedTenants(owner, ingress_id)
@@ -84,8 +86,8 @@ class Ingress(AsgiIngress):
             registry=registry.view,
             tenancy=Tenancy(tenants.view, owner, rates, holder, time.time, open_journal(usage_folder(config), holder)),
             store=store,
-            kept=KeptClient(KeptCallee(actor)),
-            placer=ServePlacer(placement, placed, ingress_id),
+            kept=kept_service(actor),
+            placer=Placer(placement, placed, ingress_id),
             policy=make_policy(config.placement),
             loads=loads,
             replicas=ServeTransport(engines),
@@ -95,7 +97,7 @@ class Ingress(AsgiIngress):
             steady_clock=time.monotonic,
         )
         self._service = IngressService(config, parts)
-        self._rules = DoorRules.of(config.http, os.environ)
+        self._rules = HttpPolicy.of(config.http, os.environ)
         self._tasks = Tasks()
         self._tasks.run_forever(
             registry.follow,
@@ -108,7 +110,7 @@ class Ingress(AsgiIngress):
             partial(repeat_gauges, (*metrics.gauges, RefusalCounters(parts.tenancy.limiter))),
             self._service.management.keep_taking_up,
             self._service.activity.keep_telling,
-            self._service.batch_runner(BatchAnswers(self._service).answer, holder).run,
+            self._service.batch_runner(BatchExecutor(self._service).answer, holder).run,
         )
         await store.preload(store_settings(config))
         await registry.complete.wait()  # or the first requests would find no adapter

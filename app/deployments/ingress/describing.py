@@ -11,7 +11,7 @@ from typing import Any
 
 from app.deployments.ingress.adapter_activity import AdapterActivity
 from app.deployments.ingress.management import Management
-from app.deployments.ingress.management_bodies import description_body
+from app.deployments.ingress.serializers.loras import description_body
 from app.deployments.ingress.tenants import Caller
 from app.deployments.tenants.adapter_book import Activity
 

@@ -11,45 +11,25 @@ import base64
 import secrets
 from collections.abc import Callable, Sequence
 from contextlib import aclosing
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from pydantic_core import to_json
 
-from app.deployments.ingress.body import Body
 from app.deployments.ingress.dispatcher import Dispatcher
 from app.deployments.ingress.frontend import Frontend
 from app.deployments.ingress.job import Job
 from app.deployments.ingress.results import usage_body
-from app.deployments.ingress.schema import Count, Texts, WeightedAdapters, entries
+from app.deployments.ingress.schemas.embeddings import EmbeddingsRequest
 from app.deployments.ingress.tenancy import Tenancy
 from app.deployments.ingress.tenants import Caller
 from app.engine.errors import ContextOverflow, EngineFailure, InvalidRequest
-from app.engine.models.spec import Pooling
 from app.engine.request import GenerateRequest, PoolingParams, SamplingParams
 
 #: Texts of one request, as at OpenAI.
 MAX_TEXTS = 2048
 #: Of which so many are under way at a time: the rest waits here, not in an engine's queue.
 MAX_OPEN = 64
-
-
-class EmbeddingsRequest(Body):
-    """OpenAI's body, and beside it `pooling` (the model's own by default), `lora_path` and `adapters`."""
-
-    model: str
-    input: Texts
-    encoding_format: Literal["float", "base64"] = "float"
-    dimensions: Count | None = None
-    pooling: Pooling | None = None
-    lora_path: str | None = None
-    adapters: WeightedAdapters = None
-    user: str | None = None  # an alias sends equal users to the same adapter; changes nothing else
-
-    @property
-    def texts(self) -> list[str | list[int]]:
-        """One entry per text: characters, or token ids."""
-        return entries(self.input)
 
 
 class Embedder:

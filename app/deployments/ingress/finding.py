@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from app.deployments.ingress.adapter_names import AdapterNames
 from app.deployments.ingress.compositions import combined
 from app.deployments.ingress.lazy_adapter_loader import LazyAdapterLoader
-from app.deployments.ingress.schema import WeightedAdapter
+from app.deployments.ingress.schemas.openai import WeightedAdapter
 from app.deployments.ingress.tenants import Caller
 from app.deployments.registry.view import RegistryView
 from app.deployments.tenants.prices import paid_models

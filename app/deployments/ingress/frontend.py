@@ -21,7 +21,7 @@ from app.deployments.ingress.job import Job
 from app.deployments.ingress.requests import FieldNames, RequestBuilder, RequestIds, request_ids
 from app.deployments.ingress.routing.choosing import Chooser
 from app.deployments.ingress.routing.decision import Decision
-from app.deployments.ingress.schema import (
+from app.deployments.ingress.schemas.openai import (
     ChatCompletionRequest,
     ChatMessage,
     CompletionRequest,

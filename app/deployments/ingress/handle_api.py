@@ -12,12 +12,13 @@ from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing, contextmanager
 from typing import Any
 
-from app.deployments.ingress.body import parse_body
-from app.deployments.ingress.embeddings import EmbeddingsRequest, as_floats, vectors
+from app.deployments.ingress.embeddings import as_floats, vectors
 from app.deployments.ingress.job import Job
-from app.deployments.ingress.management_bodies import adapter_body, unloaded_body
 from app.deployments.ingress.results import generate_result
-from app.deployments.ingress.schema import GenerateBody
+from app.deployments.ingress.schemas.embeddings import EmbeddingsRequest
+from app.deployments.ingress.schemas.openai import GenerateBody
+from app.deployments.ingress.schemas.request_model import parse_body
+from app.deployments.ingress.serializers.loras import adapter_body, unloaded_body
 from app.deployments.ingress.service import IngressService
 from app.deployments.ingress.status import TABLE, ClientGone, error_answer
 from app.deployments.ingress.tenants import handle_caller, load_request

@@ -21,7 +21,8 @@ from app.deployments.ingress.tenants import Caller, visible
 from app.deployments.links.tasks import OncePerKey, Tasks
 from app.deployments.registry.entries import AUTO, is_name
 from app.deployments.registry.view import Key, RegistryView
-from app.deployments.store.client import StoreClient
+from app.deployments.store.service import StoreService
+from app.deployments.store.shared import SharedAdapter
 from app.engine.errors import QueueFull
 
 K = TypeVar("K")
@@ -35,7 +36,7 @@ class LazyAdapterLoader:
     """One per ingress, on its event loop. `limits` may be replaced while it runs."""
 
     def __init__(
-        self, registry: RegistryView, store: StoreClient, limits: LimitsConfig, *, has_resolvers: bool
+        self, registry: RegistryView, store: StoreService[SharedAdapter], limits: LimitsConfig, *, has_resolvers: bool
     ) -> None:
         self._registry = registry
         self._store = store

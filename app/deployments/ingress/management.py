@@ -10,12 +10,13 @@ import asyncio
 import logging
 from contextlib import suppress
 
-from app.deployments.links.tasks import Tasks, Troubles
+from app.deployments.links.tasks import Tasks, repeat
 from app.deployments.links.transport import ReplicaClient, ReplicaGone, ReplicaUnreachable
 from app.deployments.placement.placer import Placer
 from app.deployments.placement.table import Residency
 from app.deployments.registry.entries import CatalogEntry, RegistryJob, Unload
-from app.deployments.store.client import StoreClient
+from app.deployments.store.service import StoreService
+from app.deployments.store.shared import SharedAdapter
 from app.engine.errors import EngineFailure, NotReady
 
 logger = logging.getLogger(__name__)
@@ -29,7 +30,7 @@ USED_AGAIN_INTERVAL_S = 1.0
 class Management:
     """One per ingress. Every method raises NotReady while the store restarts, and what its counterpart raises."""
 
-    def __init__(self, store: StoreClient, replicas: ReplicaClient, placer: Placer) -> None:
+    def __init__(self, store: StoreService[SharedAdapter], replicas: ReplicaClient, placer: Placer) -> None:
         self.store = store
         self._replicas = replicas
         self._placer = placer
@@ -50,15 +51,8 @@ class Management:
 
     async def keep_taking_up(self) -> None:
         """`take_up` until cancelled, whatever the store does."""
-        troubles = Troubles("asking for unloads that nobody sees to")
-        while True:
-            await asyncio.sleep(TAKE_UP_INTERVAL_S)  # first: a new ingress does not know the replicas yet
-            try:
-                await self.take_up()
-            except Exception as error:
-                troubles.met(error)
-            else:
-                troubles.over()
+        await asyncio.sleep(TAKE_UP_INTERVAL_S)  # first: a new ingress does not know the replicas yet
+        await repeat(self.take_up, TAKE_UP_INTERVAL_S, "asking for unloads that nobody sees to")
 
     async def take_up(self) -> None:
         """Go on with unloads whose ingress has ended, and with those that could not be ended."""

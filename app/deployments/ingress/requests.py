@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from app.config import LimitsConfig
-from app.deployments.ingress.schema import SamplingFields
+from app.deployments.ingress.schemas.openai import SamplingFields
 from app.deployments.ingress.tenants import Caller
 from app.deployments.ingress.tokenizer_service import TokenizerService
 from app.engine.adapters.card import AdapterRef

@@ -26,23 +26,24 @@ from app.deployments.ingress.lazy_adapter_loader import LazyAdapterLoader
 from app.deployments.ingress.links import Links
 from app.deployments.ingress.loads import Loads
 from app.deployments.ingress.management import Management
-from app.deployments.ingress.management_bodies import record_body
 from app.deployments.ingress.metrics import IngressMetrics
 from app.deployments.ingress.routing.choosing import Chooser
 from app.deployments.ingress.routing.embedders import BaseEmbedder, EncoderEmbedder
 from app.deployments.ingress.routing.router import Router, TextEmbedder
+from app.deployments.ingress.serializers.loras import record_body
 from app.deployments.ingress.status import TABLE, ClientGone
 from app.deployments.ingress.tenancy import Tenancy
 from app.deployments.ingress.tenants import Caller, batch_caller
 from app.deployments.ingress.tokenizer_service import TokenizerService
-from app.deployments.kept.client import KeptClient
 from app.deployments.kept.entries import Batch
+from app.deployments.kept.service import KeptService
 from app.deployments.links.transport import ReplicaClient
 from app.deployments.placement.placer import Placer
 from app.deployments.placement.policy import PlacementPolicy
 from app.deployments.registry.entries import DEFAULT_TENANT
 from app.deployments.registry.view import RegistryView
-from app.deployments.store.client import StoreClient
+from app.deployments.store.service import StoreService
+from app.deployments.store.shared import SharedAdapter
 from app.deployments.tenants.entries import PUBLIC
 from app.release import version
 
@@ -59,8 +60,8 @@ class Parts(NamedTuple):
     text: TokenizerService
     registry: RegistryView
     tenancy: Tenancy
-    store: StoreClient
-    kept: KeptClient
+    store: StoreService[SharedAdapter]
+    kept: KeptService
     placer: Placer
     policy: PlacementPolicy
     loads: Loads

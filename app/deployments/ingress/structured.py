@@ -10,7 +10,7 @@ import json
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from app.deployments.ingress.schema import SamplingFields
+from app.deployments.ingress.schemas.openai import SamplingFields
 from app.engine.errors import InvalidRequest
 from app.engine.structured.grammars import (
     choice_grammar,

@@ -19,7 +19,6 @@ from app.deployments.ingress.job import Job
 from app.deployments.ingress.tenants import Caller
 from app.deployments.links.published import Changes, Version
 from app.deployments.links.watched import Follower
-from app.deployments.tenants.client import TenantsClient
 from app.deployments.tenants.counting import Counting
 from app.deployments.tenants.entries import TenantKey, TenantLimits, TenantRow
 from app.deployments.tenants.journal import Journal
@@ -27,6 +26,7 @@ from app.deployments.tenants.limiter import Limiter, Reservation
 from app.deployments.tenants.limits import Meter, MeterKind, Need, needs_of
 from app.deployments.tenants.metering import Metering
 from app.deployments.tenants.prices import Prices, paid_models
+from app.deployments.tenants.service import TenantsService
 from app.deployments.tenants.view import TenantView
 from app.engine.adapters.card import AdapterRef
 from app.engine.errors import InvalidRequest, NotFound, NotReady
@@ -42,7 +42,7 @@ _NO_LIMITS = TenantLimits()
 class WatchedTenants(Follower[Changes[TenantKey, TenantRow]]):
     """The owner's table, copied by its changes into `view`. `complete` is set when there is nothing to catch up."""
 
-    def __init__(self, owner: TenantsClient, watcher_id: str) -> None:
+    def __init__(self, owner: TenantsService, watcher_id: str) -> None:
         super().__init__(owner.watch, watcher_id)
         self.view = TenantView()
         self.complete = asyncio.Event()
@@ -75,7 +75,7 @@ class Tenancy:
     def __init__(
         self,
         view: TenantView,
-        owner: TenantsClient,
+        owner: TenantsService,
         rates: Rates,
         holder: str,
         clock: Callable[[], float],

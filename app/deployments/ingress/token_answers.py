@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from app.deployments.ingress.job import Job
-from app.deployments.ingress.schema import CompletionRequest
+from app.deployments.ingress.schemas.openai import CompletionRequest
 from app.engine.adapters.card import AdapterRef
 from app.engine.request import TokenLogprobs
 

@@ -11,7 +11,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
-from app.deployments.ingress.schema import ChatCompletionRequest, ChatMessage, NamedTool, ToolBody
+from app.deployments.ingress.schemas.openai import ChatCompletionRequest, ChatMessage, NamedTool, ToolBody
 from app.deployments.ingress.structured import AskedGrammar, asked
 from app.deployments.ingress.tokenizer_service import TokenizerService
 from app.deployments.ingress.tool_calls import ToolUse

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import ray
 from ray.exceptions import ActorUnavailableError, RayError, RayTaskError
@@ -58,14 +58,6 @@ def _own(error: RayTaskError) -> Exception:
 def leave() -> None:
     """Called in an actor: it ends, for good."""
     ray.kill(ray.get_runtime_context().current_actor, no_restart=True)
-
-
-class Callee(Protocol):
-    """An object in another process whose methods can be called."""
-
-    async def call(self, method: Callable[Concatenate[Any, P], Awaitable[T]], *args: P.args, **options: P.kwargs) -> T:
-        """Call a method of the object's class. Raises what it raises, and ActorAway while the object is away."""
-        ...
 
 
 class NamedActor:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import logging
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from functools import partial
 from typing import Any, Generic, TypeVar
 
@@ -52,9 +52,30 @@ class Troubles:
             logger.info("%s: all is well again", self._what)
 
 
+def backoff_s(first_s: float, max_s: float, factor: float = 2.0) -> Iterator[float]:
+    """The seconds to wait before each new try, without end: longer each time, up to `max_s`."""
+    wait_s = first_s
+    while True:
+        yield wait_s
+        wait_s = min(factor * wait_s, max_s)
+
+
+async def repeat(turn: Callable[[], Awaitable[object]], interval_s: float, what: str) -> None:
+    """Call `turn` at intervals until cancelled, whatever it raises; `what` names it in the log."""
+    troubles = Troubles(what)
+    while True:
+        try:
+            await turn()
+        except Exception as error:  # an error of another process must not end this one
+            troubles.met(error)
+        else:
+            troubles.over()
+        await asyncio.sleep(interval_s)
+
+
 async def persist(work: Callable[[], Coroutine[Any, Any, None]]) -> None:
     """Run work that should not end, and begin it again whenever it raises. Returns when it returns, or is cancelled."""
-    troubles, pause_s = Troubles(_work_name(work)), FIRST_PAUSE_S
+    troubles, pauses_s = Troubles(_work_name(work)), backoff_s(FIRST_PAUSE_S, LONGEST_PAUSE_S)
     loop = asyncio.get_running_loop()
     while True:
         began_s = loop.time()
@@ -63,10 +84,9 @@ async def persist(work: Callable[[], Coroutine[Any, Any, None]]) -> None:
         except Exception as error:
             if loop.time() - began_s > LONGEST_PAUSE_S:
                 troubles.over()
-                pause_s = FIRST_PAUSE_S
+                pauses_s = backoff_s(FIRST_PAUSE_S, LONGEST_PAUSE_S)
             troubles.met(error)
-        await asyncio.sleep(pause_s)
-        pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+        await asyncio.sleep(next(pauses_s))
 
 
 class Tasks:

@@ -7,14 +7,16 @@ away the last value stands: that costs freshness, never an answer.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from typing import Generic, TypeVar
 
-from app.deployments.links.published import Version
+from app.deployments.links.published import Changes, Version
 from app.deployments.links.tasks import Troubles
 from app.deployments.links.waiting import comes
 
 T = TypeVar("T")
+K = TypeVar("K")
+V = TypeVar("V")
 
 #: (version that is held, who asks, longest wait in seconds) -> news, or None when nothing came in time. It may raise
 #: anything: the owner may be away, or its database, or it may be of another version.
@@ -81,3 +83,26 @@ class Watched(Follower[T]):
 
     def _take(self, version: Version, news: T) -> None:
         self.take(version, news)
+
+
+class TableSync(Generic[K, V]):
+    """Turns the pages of a `PublishedTable` into changes of a copy of it.
+
+    A new snapshot does not list the rows that were removed meanwhile. They stay in the copy until the snapshot's last
+    page, because a row that no page has listed so far may still come.
+    """
+
+    def __init__(self) -> None:
+        self._unlisted: set[K] | None = None  # rows of the copy that the snapshot has not listed; None: no snapshot
+
+    def changes(self, page: Changes[K, V], held: Callable[[], Iterable[K]]) -> dict[K, V | None]:
+        """The changes to apply for this page; None removes a row. `held` lists the keys of the copy."""
+        if page.is_first:
+            self._unlisted = set(held())
+        changes = dict(page.rows)
+        if self._unlisted is not None:
+            self._unlisted.difference_update(changes)
+            if page.is_last:
+                changes |= dict.fromkeys(self._unlisted)
+                self._unlisted = None
+        return changes

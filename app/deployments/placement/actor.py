@@ -9,11 +9,13 @@ from __future__ import annotations
 import time
 
 from app.config import AppConfig
+from app.deployments.links.actor_proxy import actor_proxy
 from app.deployments.links.attendance import Attendance
 from app.deployments.links.ray_calls import FoundActor, NamedActor, leave
 from app.deployments.links.watched import Watch
 from app.deployments.placement.service import PlacementService, ShareChanges
-from app.deployments.store.client import StoreClient
+from app.deployments.store.service import StoreService
+from app.deployments.store.shared import SharedAdapter
 from app.logs import start_log
 
 
@@ -35,5 +37,10 @@ def placement_actor(config: AppConfig, app_name: str) -> NamedActor:
     return NamedActor(f"placement-{app_name}", PlacementActor, config.model_dump_json())
 
 
+def placement_service(config: AppConfig, app_name: str) -> PlacementService:
+    """The placement of an application, as its ingresses and replicas call it."""
+    return actor_proxy(PlacementService, placement_actor(config, app_name))
+
+
 def _watch_shares(store: str) -> Watch[ShareChanges]:
-    return StoreClient(FoundActor(store)).watch_shares
+    return actor_proxy(StoreService[SharedAdapter], FoundActor(store)).watch_shares

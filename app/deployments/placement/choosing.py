@@ -56,7 +56,7 @@ def choose(
 ) -> str:
     """The replica for one request, by the digest of its adapter (None: the base). usable and anywhere: not empty.
 
-    `head` names what its prompt begins with (`prompt_heads`); it is asked only if that can make a difference.
+    `head` names what its prompt begins with (`prompt_head`); it is asked only if that can make a difference.
     """
     candidates: Sequence[str] = ()
     if digest is not None:

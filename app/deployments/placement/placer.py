@@ -1,51 +1,24 @@
 """What one process knows of placement, and how it asks for homes.
 
 In: adapters that need a home, replicas that cannot be reached. Out: where adapters are, read from this process's
-memory. `Placer` is all that a dispatcher needs; `ServePlacer` is one over the placement actor. Rule: an actor that is
-away costs freshness, never an answer.
+memory. Rule: a placement actor that is away costs freshness, never an answer.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
 
 from app.deployments.links.published import Changes, Version
 from app.deployments.links.tasks import Troubles
 from app.deployments.links.waiting import comes
 from app.deployments.links.watched import Follower, Watch
-from app.deployments.placement.client import PlacementClient
+from app.deployments.placement.service import PlacementService
 from app.deployments.placement.table import Key, LoadNews, ReplicaLoad, Residency, Row
 from app.deployments.placement.view import PlacementView
 
 #: Longest wait for placement's answer before the ingress decides by itself.
 ASSIGN_TIMEOUT_S = 0.5
-
-
-class Placer(Protocol):
-    """What an ingress asks of placement."""
-
-    @property
-    def view(self) -> PlacementView:
-        """Where adapters are, as far as this process knows."""
-        ...
-
-    async def assign(self, digests: Sequence[str]) -> None:
-        """Find homes for these adapters; returns (not raises) when nobody can be asked."""
-        ...
-
-    async def changed(self, timeout_s: float) -> None:
-        """Wait for news of the table, at most this long."""
-        ...
-
-    async def unreached(self, replica_ids: Sequence[str]) -> None:
-        """Say which replicas this process cannot reach now: all of them; returns when nobody can be told."""
-        ...
-
-    async def residency(self, digest: str) -> list[Residency]:
-        """The replicas whose device holds an adapter, and how it is used there. Raises NotReady."""
-        ...
 
 
 class WatchedPlacement(Follower[Changes[Key, Row]]):
@@ -84,36 +57,41 @@ class WatchedLoads(Follower[LoadNews]):
         self._take_rows(dict(news.changes.rows), news.now_s)
 
 
-class ServePlacer:
-    """`Placer` over the placement actor, for the ingress of this id."""
+class Placer:
+    """What the ingress of this id knows of placement, and how it asks."""
 
-    def __init__(self, client: PlacementClient, watched: WatchedPlacement, ingress_id: str) -> None:
-        self._client = client
+    def __init__(self, placement: PlacementService, watched: WatchedPlacement, ingress_id: str) -> None:
+        self._placement = placement
         self._watched = watched
         self._ingress_id = ingress_id
         self._troubles = Troubles("asking placement")
 
     @property
     def view(self) -> PlacementView:
+        """Where adapters are, as far as this process knows."""
         return self._watched.view
 
     async def assign(self, digests: Sequence[str]) -> None:
+        """Find homes for these adapters; returns (not raises) when placement cannot be asked."""
         try:
             async with asyncio.timeout(ASSIGN_TIMEOUT_S):
-                self.view.answer(await self._client.assign(digests))
+                self.view.answer(await self._placement.assign(digests))
         except Exception as error:  # away, too late, of another version: the last table decides
             self._troubles.met(error)
         else:
             self._troubles.over()
 
     async def changed(self, timeout_s: float) -> None:
+        """Wait for news of the table, at most this long."""
         await self._watched.changed(timeout_s)
 
     async def unreached(self, replica_ids: Sequence[str]) -> None:
+        """Tell placement all replicas that this process cannot reach now; returns also when placement is away."""
         try:
-            await self._client.unreached(self._ingress_id, replica_ids)
+            await self._placement.unreached(self._ingress_id, replica_ids)
         except Exception as error:  # it will miss the replicas' reports, if they are gone
             self._troubles.met(error)
 
     async def residency(self, digest: str) -> list[Residency]:
-        return await self._client.residency(digest)
+        """The replicas whose device holds an adapter, and how it is used there. Raises NotReady."""
+        return await self._placement.residency(digest)

@@ -14,9 +14,10 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 
 from app.config import PlacementConfig
+from app.deployments.links.actor_proxy import remote_method
 from app.deployments.links.published import Changes, PublishedTable, Version
 from app.deployments.links.tasks import Tasks
-from app.deployments.links.watched import Follower, Watch
+from app.deployments.links.watched import Follower, TableSync, Watch
 from app.deployments.placement.books import PlacementBooks
 from app.deployments.placement.choosing import make_policy
 from app.deployments.placement.served import ServedElsewhere
@@ -61,6 +62,7 @@ class PlacementService:
         self._origins: dict[str, Origin] = {}
         self._followed: tuple[str, asyncio.Task[None]] | None = None
 
+    @remote_method
     async def report(self, news: ReplicaNews) -> bool:
         """A replica speaks. False if its news cannot be understood without a whole message, which is wanted then."""
         self._be_called()
@@ -75,10 +77,12 @@ class PlacementService:
         self._publish()
         return is_understood
 
+    @remote_method
     async def unreached(self, ingress_id: str, replica_ids: Sequence[str]) -> None:
         """An ingress names all replicas that it cannot reach, and does so again while there are any."""
         self._books.unreached(ingress_id, replica_ids, self._now_s())
 
+    @remote_method
     async def assign(self, digests: Sequence[str]) -> Mapping[str, Row]:
         """The homes of these adapters; those without one are given one.
 
@@ -90,14 +94,17 @@ class PlacementService:
         self._publish()
         return homes
 
+    @remote_method
     async def residency(self, digest: str) -> list[Residency]:
         """The replicas whose device holds an adapter, and how it is used there."""
         return self._books.residency(digest)
 
+    @remote_method
     async def served_elsewhere(self, replica_id: str, tenant_ids: Sequence[str]) -> Mapping[str, float]:
         """What these tenants were served on other replicas than this one, as far as those have said."""
         return self._served.elsewhere(replica_id, tenant_ids)
 
+    @remote_method
     async def watch(
         self, held: Version | None, watcher_id: str, timeout_s: float
     ) -> tuple[Version, Changes[Key, Row]] | None:
@@ -107,6 +114,7 @@ class PlacementService:
             await asyncio.sleep(self._settled_s - self._now_s())
         return await self._table.newer(held, watcher_id, timeout_s)
 
+    @remote_method
     async def watch_loads(
         self, held: Version | None, watcher_id: str, timeout_s: float
     ) -> tuple[Version, LoadNews] | None:
@@ -189,16 +197,10 @@ class _SharesFollower(Follower[ShareChanges]):
         super().__init__(watch, watcher_id)
         self._steer = steer
         self._present: set[str] = set()
-        self._unconfirmed: set[str] = set()
+        self._sync: TableSync[str, float] = TableSync()
 
     def _take(self, version: Version, news: ShareChanges) -> None:
         self._held = version
-        if news.is_first:
-            self._unconfirmed = set(self._present)
-        changes = dict(news.rows)
-        self._unconfirmed.difference_update(changes)
-        if news.is_last:
-            changes |= dict.fromkeys(self._unconfirmed)
-            self._unconfirmed = set()
+        changes = self._sync.changes(news, lambda: self._present)
         self._present = {*self._present, *changes} - {digest for digest, share in changes.items() if share is None}
         self._steer(changes)

@@ -20,7 +20,7 @@ class ReplicaReport:
 
     `last_used_s`: when a request last entered with each of the resident (Unix time); absent if none did. `num_rows`:
     rank rows that each of the resident takes; `num_rank_rows`: those that the replica has; `num_kv_tokens`: tokens that
-    its KV memory holds. `cached_heads`: names of what prompts began with that is cached (`prompt_heads`).
+    its KV memory holds. `cached_heads`: names of what prompts began with that is cached (`prompt_head`).
     `served`: what its fair queue has counted of each tenant.
     """
 

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, KeysView, Mapping, Sequence, Set
 
 from app.deployments.links.published import Changes
+from app.deployments.links.watched import TableSync
 from app.deployments.placement.rendezvous import Rendezvous
 from app.deployments.placement.table import Key, Row
 
@@ -33,7 +34,7 @@ class PlacementView:
         self._heads: dict[str, Row] = {}  # by replica
         self._with_head: dict[str, list[str]] = {}
         self._rendezvous: Rendezvous | None = None
-        self._unconfirmed: set[Key] | None = None  # of a copy that is coming: what it has not mentioned so far
+        self._sync: TableSync[Key, Row] = TableSync()
         self.num_replica_changes = 0
         self._num_kv_tokens: int | None = None  # to be computed from the replicas' rows
 
@@ -112,15 +113,8 @@ class PlacementView:
         return self._rendezvous.preferred(digest)
 
     def take(self, news: Changes[Key, Row]) -> None:
-        """Take over a page. Of a new copy what is no more goes with the last page: until then it may be yet to come."""
-        if news.is_first:
-            self._unconfirmed = set(self._keys())
-        self.apply(dict(news.rows))
-        if self._unconfirmed is not None:
-            self._unconfirmed.difference_update(key for key, _ in news.rows)
-            if news.is_last:
-                self.apply(dict.fromkeys(self._unconfirmed))
-                self._unconfirmed = None
+        """Take over a page of the table."""
+        self.apply(self._sync.changes(news, self._keys))
 
     def answer(self, homes: Mapping[str, Row]) -> None:
         """Homes that placement has given on a question; the table's own row follows, and counts instead."""

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Callable, Collection
 
-from app.deployments.links.tasks import Troubles
+from app.deployments.links.tasks import repeat
 from app.deployments.registry.books import Registry
 from app.deployments.registry.loading import Loads
 from app.deployments.registry.publishing import POLL_INTERVAL_S, PublishedRegistry
@@ -39,7 +39,7 @@ async def keep_up(registry: Registry, published: PublishedRegistry, loads: Loads
             beat = await _to_its_end(registry.stores.beat, max(held, 0))
             await loads.take_up(beat.adopted)
 
-    await _repeat(turn, POLL_INTERVAL_S, "following the registry's database")
+    await repeat(turn, POLL_INTERVAL_S, "following the registry's database")
 
 
 async def keep_books(registry: Registry, use: UseBook, sweep: Callable[[Collection[str]], object]) -> None:
@@ -55,7 +55,7 @@ async def keep_books(registry: Registry, use: UseBook, sweep: Callable[[Collecti
             await asyncio.to_thread(trim, registry.database)
 
     await asyncio.sleep(WRITE_INTERVAL_S)
-    await _repeat(turn, WRITE_INTERVAL_S, "keeping the registry's books")
+    await repeat(turn, WRITE_INTERVAL_S, "keeping the registry's books")
 
 
 async def _to_its_end(beat: Callable[[int], Beat], revision: int) -> Beat:
@@ -66,15 +66,3 @@ async def _to_its_end(beat: Callable[[int], Beat], revision: int) -> Beat:
     except asyncio.CancelledError:
         await asyncio.wait([beating])
         raise
-
-
-async def _repeat(turn: Callable[[], Awaitable[None]], interval_s: float, what: str) -> None:
-    troubles = Troubles(what)
-    while True:
-        try:
-            await turn()
-        except Exception as error:  # nothing that the database or we do wrong may end it
-            troubles.met(error)
-        else:
-            troubles.over()
-        await asyncio.sleep(interval_s)

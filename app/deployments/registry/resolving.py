@@ -19,7 +19,8 @@ from weakref import WeakValueDictionary
 
 from app.deployments.links.tasks import OncePerKey, Tasks
 from app.deployments.registry.books import Registry
-from app.deployments.registry.entries import AUTO, CatalogEntry, LoadRequest, ReadAdapter, RegistryJob, State, is_name
+from app.deployments.registry.entries import AUTO, LoadRequest, State, is_name
+from app.deployments.registry.lifecycle import Lifecycle
 from app.deployments.registry.loading import Reader
 from app.deployments.registry.view import Key
 from app.engine.errors import AdapterQuarantined, NotFound, Overloaded, PolyloraError, SourceError
@@ -36,17 +37,6 @@ class Resolver(Protocol):
 
     def source(self, name: str, tenant_id: str) -> str | None:
         """Where the adapter would be; None: not here. Raises SourceError."""
-
-
-class Registers(Protocol):
-    """The part of `Lifecycle` that is used here."""
-
-    @property
-    def reserved_names(self) -> frozenset[str]: ...
-
-    async def load_and_wait(
-        self, request: LoadRequest, read: ReadAdapter | None = None
-    ) -> tuple[RegistryJob, CatalogEntry]: ...
 
 
 class Failures(Protocol):
@@ -75,7 +65,7 @@ class NameResolution:
         self,
         registry: Registry,
         store: Reader,
-        names: Registers,
+        names: Lifecycle,
         failures: Failures,
         places: Places,
         clock: Callable[[], float] = time.monotonic,

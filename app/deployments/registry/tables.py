@@ -42,6 +42,8 @@ def _name_key() -> tuple[Column[str], Column[str], Column[str]]:
 
 #: One row: the `SCHEMA_VERSION` of whoever made the tables.
 schema_versions = Table("schema_versions", metadata, Column("version", Integer, primary_key=True, autoincrement=False))
+
+
 def _public_id(prefix: str) -> Column[str]:
     """A random id, which tells nothing of how many rows there are; `id` is their order."""
     return Column("public_id", String(48), nullable=False, default=lambda: f"{prefix}_{secrets.token_hex(12)}")

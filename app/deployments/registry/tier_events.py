@@ -11,7 +11,7 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from app.deployments.registry.entries import State
 
@@ -24,18 +24,8 @@ class Move(NamedTuple):
     time_s: float
 
 
-class StoreEvents(Protocol):
-    """What a tier needs to tell of itself; called from any thread."""
-
-    def reached(self, source: str, state: State) -> None:
-        """Reading a source has come this far."""
-
-    def moved(self, event: str, digest: str) -> None:
-        """Contents came to or left a tier."""
-
-
 class TierEvents:
-    """`StoreEvents` for one follower. `clock` gives Unix seconds."""
+    """What the tiers tell, for one follower. `clock` gives Unix seconds."""
 
     def __init__(self, clock: Callable[[], float] = time.time) -> None:
         self._clock = clock
@@ -58,9 +48,11 @@ class TierEvents:
             self._waiting.clear()
 
     def reached(self, source: str, state: State) -> None:
+        """Reading a source has come this far. Called from any thread."""
         self._tell((source, state))
 
     def moved(self, event: str, digest: str) -> None:
+        """Contents came to or left a tier. Called from any thread."""
         self._tell(Move(event, digest, self._clock()))
 
     def _tell(self, item: Move | tuple[str, State]) -> None:

@@ -10,12 +10,13 @@ from __future__ import annotations
 import hashlib
 import math
 from bisect import bisect_left, bisect_right, insort
-from collections.abc import Callable, Iterable, KeysView, Sequence
+from collections.abc import Callable, Iterable, Iterator, KeysView, Sequence
 from heapq import merge
 from itertools import islice
 from typing import NamedTuple
 
 from app.deployments.links.published import Changes
+from app.deployments.links.watched import TableSync
 from app.deployments.registry.compact import pack_entry, unpack_entry, unpack_ref
 from app.deployments.registry.entries import AliasEntry, CatalogEntry
 from app.engine.adapters.card import AdapterRef
@@ -47,7 +48,7 @@ class RegistryView:
         self._held: dict[str, dict[str, bytes | AliasEntry]] = {}  # tenant -> name -> an adapter, packed, or an alias
         self._names: dict[tuple[str, type], list[str]] = {}
         self._followers: list[Callable[[Key, Entry | None], None]] = []
-        self._unconfirmed: set[Key] | None = None  # of a copy that is coming: what it has not mentioned so far
+        self._sync: TableSync[Key, Entry] = TableSync()
         coming = iter(entries)
         while some := list(islice(coming, _MANY)):
             self.apply([((entry.tenant_id, entry.name), entry) for entry in some])
@@ -64,17 +65,10 @@ class RegistryView:
                 note((tenant_id, name), self.find(name, tenant_id))
 
     def take(self, news: Changes[Key, Entry]) -> None:
-        """Take over a page. Of a new copy what is no more goes with the last page: until then it may be yet to come."""
-        if news.is_first:
-            self._unconfirmed = {(tenant_id, name) for tenant_id, held in self._held.items() for name in held}
-        self.apply(news.rows)
-        if self._unconfirmed is not None:
-            self._unconfirmed.difference_update(key for key, _ in news.rows)
-            if news.is_last:
-                self.apply([(key, None) for key in self._unconfirmed])
-                self._unconfirmed = None
+        """Take over a page of the table."""
+        self.apply(self._sync.changes(news, self._keys).items())
 
-    def apply(self, rows: Sequence[tuple[Key, Entry | None]]) -> None:
+    def apply(self, rows: Iterable[tuple[Key, Entry | None]]) -> None:
         """Take over changes."""
         added: dict[tuple[str, type], list[str]] = {}
         for (tenant_id, name), entry in dict(rows).items():
@@ -138,6 +132,9 @@ class RegistryView:
         """The tokens that activate the adapter; none once its name means other contents."""
         entry = self._entry_of(ref)
         return () if entry is None else entry.invocation_tokens
+
+    def _keys(self) -> Iterator[Key]:
+        return ((tenant_id, name) for tenant_id, held in self._held.items() for name in held)
 
     def _entry_of(self, ref: AdapterRef) -> CatalogEntry | None:
         entry = self.adapter(ref.name, ref.tenant_id)

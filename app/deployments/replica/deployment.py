@@ -28,8 +28,7 @@ from app.deployments.links.ray_private import serve_ends_us
 from app.deployments.links.sockets import FrameSocket
 from app.deployments.links.tasks import Tasks
 from app.deployments.links.watched import Watched
-from app.deployments.placement.actor import placement_actor
-from app.deployments.placement.client import PlacementClient
+from app.deployments.placement.actor import placement_service
 from app.deployments.placement.table import Origin
 from app.deployments.placement.telling import Telling
 from app.deployments.registry.pins import Pins
@@ -41,10 +40,8 @@ from app.deployments.replica.pins import PinKeeper
 from app.deployments.replica.reports import Reports
 from app.deployments.replica.service import EngineService
 from app.deployments.replica.warm_up import WarmUp, first_pins
-from app.deployments.store.actor import TenantsCallee, store_actor, store_name
-from app.deployments.store.client import StoreClient
+from app.deployments.store.actor import store_actor, store_name, store_service, tenants_service
 from app.deployments.store.metrics import TierMetrics
-from app.deployments.tenants.client import TenantsClient
 from app.deployments.tenants.counting import Counting
 from app.deployments.tenants.journal import open_journal
 from app.deployments.tenants.metering import Metering
@@ -69,12 +66,12 @@ class EngineReplica:
         start_log(config.logs, f"engine {replica_id}")
         started_s = time.monotonic()
         actor = store_actor(config)
-        store = StoreClient(actor)
-        self._placement = PlacementClient(placement_actor(config, context.app_name))
+        store = store_service(actor)
+        self._placement = placement_service(config, context.app_name)
         origin = Origin(store_name(config), config.placement.model_dump_json(), time.time())
         adapters = AdapterFetcher(store, time.monotonic)
         writer_id = f"{replica_id}-{uuid.uuid4().hex[:8]}"
-        owner = TenantsClient(TenantsCallee(actor))
+        owner = tenants_service(actor)
         metering = self._metering = Metering(owner.record, writer_id, open_journal(usage_folder(config), writer_id))
         counting = Counting(metering, Prices(config.tenants.prices, config.model.name), config.model.name, time.time)
         service = self._service = EngineService(

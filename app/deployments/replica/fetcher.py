@@ -10,10 +10,11 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
-from typing import Protocol
 
 from app.deployments.links.away import ActorAway
 from app.deployments.links.ray_calls import held
+from app.deployments.links.tasks import backoff_s
+from app.deployments.store.service import StoreService
 from app.deployments.store.shared import SharedAdapter
 from app.engine.adapters.card import AdapterRef
 from app.engine.adapters.isolation.packing import unpack_adapter
@@ -27,12 +28,22 @@ AGAIN_AFTER_S = 1.0
 STORE_WAIT_S = 60.0
 
 
-class SharedAdapters(Protocol):
-    """The part of `StoreClient` that is used here."""
+#: Between two questions for an adapter that is being read. The longest is well below `store.ABANDON_S`.
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 5.0
 
-    async def fetch(self, ref: AdapterRef) -> SharedAdapter: ...
 
-    async def lost(self, digest: str) -> None: ...
+async def fetch_packed(store: StoreService[SharedAdapter], ref: AdapterRef) -> SharedAdapter:
+    """The packed adapter. Raises what `StoreService.fetch` raises.
+
+    No call waits in the store for an adapter to be read, since calls that wait would keep others out: the store is
+    asked again and again. When this is cancelled the questions stop, and so does reading.
+    """
+    pauses_s = backoff_s(FIRST_PAUSE_S, LONGEST_PAUSE_S, factor=1.5)
+    packed = await store.fetch(ref)
+    while packed is None:
+        await asyncio.sleep(next(pauses_s))
+        packed = await store.fetch(ref, again=True)
+    return packed
 
 
 class AdapterFetcher:
@@ -40,7 +51,7 @@ class AdapterFetcher:
 
     def __init__(
         self,
-        store: SharedAdapters,
+        store: StoreService[SharedAdapter],
         clock: Callable[[], float],
         *,
         again_after_s: float = AGAIN_AFTER_S,
@@ -73,6 +84,6 @@ class AdapterFetcher:
             await asyncio.sleep(self._again_after_s)
 
     async def _fetch_once(self, ref: AdapterRef) -> LoraAdapter:
-        shared = await self._store.fetch(ref)
+        shared = await fetch_packed(self._store, ref)
         arrays = [await held(array) for array in shared.arrays]
         return unpack_adapter(shared.header, arrays)

@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Collection
-from typing import Protocol
 
-from app.deployments.links.tasks import Tasks, Troubles
+from app.deployments.links.tasks import Tasks, repeat
 from app.deployments.replica.service import EngineService
+from app.deployments.store.service import StoreService
+from app.deployments.store.shared import SharedAdapter
 from app.engine.errors import EngineFailure
 
 logger = logging.getLogger(__name__)
@@ -23,37 +23,24 @@ logger = logging.getLogger(__name__)
 LOOK_INTERVAL_S = 30.0
 
 
-class GoneContents(Protocol):
-    """The part of `StoreClient` that is used here."""
-
-    async def gone(self, digests: Collection[str]) -> list[str]: ...
-
-
 class Leftovers:
     """One per replica, on its event loop."""
 
-    def __init__(self, service: EngineService, registry: GoneContents) -> None:
+    def __init__(self, service: EngineService, store: StoreService[SharedAdapter]) -> None:
         self._service = service
-        self._registry = registry
+        self._store = store
         self._dropping: set[str] = set()
         self._drops = Tasks()
-        self._troubles = Troubles("asking the registry which adapters are gone")
 
     async def run(self) -> None:
         """Look at intervals until cancelled, whatever the registry does."""
-        while True:
-            await asyncio.sleep(LOOK_INTERVAL_S)
-            try:
-                await self.look()
-            except Exception as error:  # nothing that the registry does may end a replica; it is asked again
-                self._troubles.met(error)
-            else:
-                self._troubles.over()
+        await asyncio.sleep(LOOK_INTERVAL_S)
+        await repeat(self.look, LOOK_INTERVAL_S, "asking the registry which adapters are gone")
 
     async def look(self) -> None:
         """Begin to free what is gone. Raises what asking raises."""
         held = self._service.held() - self._dropping
-        for digest in await self._registry.gone(sorted(held)) if held else ():
+        for digest in await self._store.gone(sorted(held)) if held else ():
             self._dropping.add(digest)
             self._drops.start(self._drop(digest))
 

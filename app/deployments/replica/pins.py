@@ -14,7 +14,8 @@ from app.deployments.links.tasks import Tasks
 from app.deployments.links.watched import Watched
 from app.deployments.registry.entries import CatalogEntry
 from app.deployments.registry.pins import Pins
-from app.deployments.replica.service import AdapterSource, EngineService
+from app.deployments.replica.fetcher import AdapterFetcher
+from app.deployments.replica.service import EngineService
 from app.engine.interface import RunningEngine
 
 logger = logging.getLogger(__name__)
@@ -30,7 +31,7 @@ class PinKeeper:
     def __init__(
         self,
         engine: RunningEngine,
-        adapters: AdapterSource,
+        adapters: AdapterFetcher,
         service: EngineService,
     ) -> None:
         self._engine = engine

@@ -10,15 +10,17 @@ Serve ends this replica, placement is told that it takes nothing more: its adapt
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Protocol
 
 from app.deployments.links.tasks import Tasks, Troubles
 from app.deployments.links.waiting import comes
-from app.deployments.placement.table import ReplicaNews
+from app.deployments.placement.service import PlacementService
 from app.deployments.placement.telling import Telling
 from app.deployments.replica.service import EngineService
+from app.deployments.store.service import StoreService
+from app.deployments.store.shared import SharedAdapter
 from app.engine.interface import RunningEngine
 from app.engine.stats import EngineStats, TenantService
 
@@ -32,22 +34,6 @@ REPORT_TIMEOUT_S = 5.0
 MAX_TENANTS = 64
 #: So many adapters' use is remembered for a registry that is away, the last that were used.
 MAX_UNTOLD = 4096
-
-
-class Placement(Protocol):
-    """The part of `PlacementClient` that is used here."""
-
-    async def report(self, news: ReplicaNews) -> bool: ...
-
-    async def served_elsewhere(self, replica_id: str, tenant_ids: Sequence[str]) -> Mapping[str, float]: ...
-
-
-class Observer(Protocol):
-    """The part of `StoreClient` that is used here."""
-
-    async def observe(
-        self, replica_id: str, loaded: Sequence[str], unloaded: Sequence[str], used_s: Mapping[str, float]
-    ) -> None: ...
 
 
 class StatsMetrics(Protocol):
@@ -68,8 +54,8 @@ class Reports:
         replica_id: str,
         engine: RunningEngine,
         service: EngineService,
-        placement: Placement,
-        registry: Observer,
+        placement: PlacementService,
+        store: StoreService[SharedAdapter],
         metrics: Sequence[StatsMetrics],
         *,
         telling: Telling,
@@ -83,7 +69,7 @@ class Reports:
         self._engine = engine
         self._service = service
         self._placement = placement
-        self._registry = registry
+        self._store = store
         self._metrics = metrics
         self._telling = telling
         self._is_leaving = is_leaving
@@ -179,7 +165,7 @@ class Reports:
             return
         loaded, unloaded = sorted(resident - self._known_resident), sorted(self._known_resident - resident)
         try:
-            await self._registry.observe(self._replica_id, loaded, unloaded, self._untold_s)
+            await self._store.observe(self._replica_id, loaded, unloaded, self._untold_s)
         except Exception as error:  # nothing that the registry does may end a replica; it is told later
             self._registry_troubles.met(error)
         else:

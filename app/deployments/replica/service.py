@@ -15,19 +15,21 @@ from collections import Counter, OrderedDict
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from app.deployments.links.frames import FrameHub, pack_frame
 from app.deployments.links.sockets import FrameSocket
 from app.deployments.links.tasks import Tasks
 from app.deployments.links.transport import EngineFailed, ReplicaGone
 from app.deployments.placement.table import ReplicaReport
+from app.deployments.replica.fetcher import AdapterFetcher
 from app.deployments.replica.trials import Trials
+from app.deployments.tenants.counting import Counting
 from app.engine.adapters.card import AdapterRef
 from app.engine.adapters.lora import LoraAdapter
 from app.engine.errors import EngineFailure, PolyloraError, QueueFull
 from app.engine.interface import RunningEngine
-from app.engine.request import Consumption, GenerateRequest, TokenChunk
+from app.engine.request import GenerateRequest, TokenChunk
 
 logger = logging.getLogger(__name__)
 
@@ -41,22 +43,6 @@ LOOK_INTERVAL_S = 1.0
 IDLE_S = 2.0
 
 
-class AdapterSource(Protocol):
-    """Where the weights of adapters come from (`AdapterFetcher`)."""
-
-    async def fetch(self, ref: AdapterRef) -> LoraAdapter:
-        """The adapter. Raises what reading it raises."""
-        ...
-
-
-class Counted(Protocol):
-    """Where what requests have taken is counted (`Counting`)."""
-
-    def ended(self, request: GenerateRequest, consumption: Consumption) -> None: ...
-
-    def loaded(self, ref: AdapterRef, size_bytes: int) -> None: ...
-
-
 class EngineService:
     """Made and used on one event loop; `on_step` may be called from the engine's thread.
 
@@ -66,11 +52,11 @@ class EngineService:
 
     def __init__(
         self,
-        adapters: AdapterSource,
+        adapters: AdapterFetcher,
         clock: Callable[[], float],
         *,
         max_waiting: int,
-        counting: Counted | None = None,
+        counting: Counting | None = None,
         idle_s: float = IDLE_S,
     ) -> None:
         self._adapters = adapters

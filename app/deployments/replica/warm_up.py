@@ -11,13 +11,13 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
-from app.deployments.links.published import Version
 from app.deployments.links.watched import WATCH_TIMEOUT_S, Watched
 from app.deployments.registry.entries import CatalogEntry
 from app.deployments.registry.pins import Pins
-from app.deployments.replica.service import AdapterSource
+from app.deployments.replica.fetcher import AdapterFetcher
+from app.deployments.store.service import StoreService
+from app.deployments.store.shared import SharedAdapter
 from app.engine.adapters.card import AdapterRef
 from app.engine.adapters.lora import LoraAdapter
 from app.engine.config import EngineConfig
@@ -37,20 +37,6 @@ REGISTRY_TIMEOUT_S, REGISTRY_AWAY_S = 30.0, 0.5
 CountLoad = Callable[[AdapterRef, int], None]
 
 
-class PinWatch(Protocol):
-    """The part of `StoreClient` that says what is pinned."""
-
-    async def watch_pins(
-        self, held: Version | None, watcher_id: str, timeout_s: float
-    ) -> tuple[Version, Pins] | None: ...
-
-
-class HotSet(Protocol):
-    """The part of `StoreClient` that is used here."""
-
-    async def hot(self, limit: int) -> list[CatalogEntry]: ...
-
-
 class WarmUp:
     """Fills one engine's device. `timeout_s` is how long it waits for the sources of adapters."""
 
@@ -58,8 +44,8 @@ class WarmUp:
         self,
         engine: RunningEngine,
         config: EngineConfig,
-        adapters: AdapterSource,
-        store: HotSet,
+        adapters: AdapterFetcher,
+        store: StoreService[SharedAdapter],
         *,
         count_load: CountLoad | None = None,
         timeout_s: float = WARM_TIMEOUT_S,
@@ -116,7 +102,7 @@ class WarmUp:
         return read
 
 
-async def first_pins(store: PinWatch, pinned: Watched[Pins], replica_id: str) -> None:
+async def first_pins(store: StoreService[SharedAdapter], pinned: Watched[Pins], replica_id: str) -> None:
     """Let `pinned` have what is pinned, or leave it empty where the registry does not say so in time."""
     reason: object = "no answer"
     try:

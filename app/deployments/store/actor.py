@@ -9,16 +9,17 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Mapping
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from collections.abc import Mapping
+from typing import Any
 
 import ray
 
 from app.config import AppConfig, LogsConfig, registry_place
 from app.deployments.kept.service import KeptService
+from app.deployments.links.actor_proxy import actor_proxy, find_remote_method
 from app.deployments.links.attendance import Attendance
 from app.deployments.links.gauges import repeat_gauges
-from app.deployments.links.ray_calls import Callee, NamedActor, leave
+from app.deployments.links.ray_calls import NamedActor, leave
 from app.deployments.store.metrics import TierMetrics
 from app.deployments.store.service import StoreService
 from app.deployments.store.shared import SharedAdapter
@@ -29,9 +30,6 @@ from app.logs import start_log
 
 #: The resource that Ray gives to the node of its head, and to no other.
 HEAD_NODE = "node:__internal_head__"
-
-T = TypeVar("T")
-P = ParamSpec("P")
 
 
 class AdapterStoreActor(StoreService[SharedAdapter]):
@@ -57,11 +55,11 @@ class AdapterStoreActor(StoreService[SharedAdapter]):
 
     async def tenants(self, method: str, args: tuple[Any, ...], options: Mapping[str, Any]) -> Any:
         """A call of `TenantsService`, which lives here beside the registry and its database."""
-        return await getattr(self._tenants, method)(*args, **options)
+        return await find_remote_method(self._tenants, method)(*args, **options)
 
     async def kept(self, method: str, args: tuple[Any, ...], options: Mapping[str, Any]) -> Any:
         """A call of `KeptService`, which lives here beside the registry and its database."""
-        return await getattr(self._kept, method)(*args, **options)
+        return await find_remote_method(self._kept, method)(*args, **options)
 
     def _stay(self) -> None:
         self._attendance.here()
@@ -69,38 +67,29 @@ class AdapterStoreActor(StoreService[SharedAdapter]):
             self._repeating = asyncio.create_task(repeat_gauges(self._gauges))
 
 
-class TenantsCallee:
-    """`TenantsService` as it is called: through the actor that it lives in."""
-
-    def __init__(self, actor: Callee) -> None:
-        self._actor = actor
-
-    async def call(self, method: Callable[Concatenate[Any, P], Awaitable[T]], *args: P.args, **options: P.kwargs) -> T:
-        """Raises what the method raises, and ActorAway while the actor is away."""
-        answer: T = await self._actor.call(AdapterStoreActor.tenants, method.__name__, args, options)
-        return answer
-
-
-class KeptCallee:
-    """`KeptService` as it is called: through the actor that it lives in."""
-
-    def __init__(self, actor: Callee) -> None:
-        self._actor = actor
-
-    async def call(self, method: Callable[Concatenate[Any, P], Awaitable[T]], *args: P.args, **options: P.kwargs) -> T:
-        """Raises what the method raises, and ActorAway while the actor is away."""
-        answer: T = await self._actor.call(AdapterStoreActor.kept, method.__name__, args, options)
-        return answer
-
-
 def store_actor(config: AppConfig) -> NamedActor:
-    """One per cluster and registry; a service with other settings tells it those (`StoreClient.preload`).
+    """One per cluster and registry; a service with other settings tells it those (`StoreService.preload`).
 
     A registry in a file is on one machine: the store runs on the head node, wherever it was asked for.
     """
     resources = {HEAD_NODE: 0.001} if registry_place(config.adapters).startswith("file ") else {}
     logs = config.logs.model_dump_json()
     return NamedActor(store_name(config), AdapterStoreActor, store_settings(config), logs, resources=resources)
+
+
+def store_service(actor: NamedActor) -> StoreService[SharedAdapter]:
+    """The store, as other processes call it."""
+    return actor_proxy(StoreService[SharedAdapter], actor)
+
+
+def tenants_service(actor: NamedActor) -> TenantsService:
+    """The owner of tenants, which lives in the store's actor."""
+    return actor_proxy(TenantsService, actor, AdapterStoreActor.tenants)
+
+
+def kept_service(actor: NamedActor) -> KeptService:
+    """What is kept for clients, which lives in the store's actor."""
+    return actor_proxy(KeptService, actor, AdapterStoreActor.kept)
 
 
 def store_settings(config: AppConfig) -> str:

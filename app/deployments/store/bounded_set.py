@@ -12,8 +12,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from app.engine.config import EvictionPolicy
-from app.engine.pools.eviction import NEVER, EvictionOrder, Priority
-from app.engine.pools.shares import Shares
+from app.engine.pools.eviction import NEVER, EvictionOrder, Priority, Shares
 
 #: Below this a load time is noise.
 _MIN_LOAD_S = 1e-4
@@ -71,7 +70,7 @@ class BoundedSet:
     def add(self, key: str, size_bytes: int, load_s: float, tenant_id: str = "") -> list[str] | None:
         """Take in a new thing, used once: what goes for it, or None (and nothing changes) if it cannot fit.
 
-        What others keep of their share (`app.engine.pools.shares`) goes when there is nothing else.
+        What others keep of their share (`app.engine.pools.eviction`) goes when there is nothing else.
         """
         assert key not in self._kept
         if self._fixed_bytes + size_bytes > self.max_bytes:

@@ -22,7 +22,7 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from app.deployments.registry.tier_events import StoreEvents
+from app.deployments.registry.tier_events import TierEvents
 from app.deployments.store.bounded_set import BoundedSet
 from app.deployments.store.counts import TierCounts
 from app.engine.config import EvictionPolicy
@@ -42,7 +42,7 @@ class DiskTier:
         max_bytes: int,
         policy: EvictionPolicy,
         counts: TierCounts,
-        events: StoreEvents,
+        events: TierEvents,
         *,
         pinned: Collection[str] = (),
     ) -> None:

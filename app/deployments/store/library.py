@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from app.config import AdaptersConfig
 from app.deployments.registry.entries import State
-from app.deployments.registry.tier_events import StoreEvents
+from app.deployments.registry.tier_events import TierEvents
 from app.deployments.store.counts import TierCounts
 from app.deployments.store.disk_tier import DiskTier
 from app.deployments.store.sources.opening import open_sources
@@ -54,7 +54,7 @@ class AdapterLibrary:
         validator: Validator,
         spec: ModelSpec,
         counts: TierCounts,
-        events: StoreEvents,
+        events: TierEvents,
         *,
         signatures: bool = False,
         base_copies: BaseCopies | None = None,
@@ -173,7 +173,7 @@ def open_library(
     checkpoint: Checkpoint,
     served: frozenset[str],
     counts: TierCounts,
-    events: StoreEvents,
+    events: TierEvents,
     *,
     pinned: Collection[str] = (),
     uploads: Path | None = None,

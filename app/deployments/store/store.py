@@ -16,14 +16,14 @@ import contextvars
 import math
 import time
 from collections.abc import Callable, Collection, Coroutine, Sequence
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from app.deployments.links.tasks import Tasks
 from app.deployments.registry.entries import ReadAdapter
-from app.deployments.registry.tier_events import StoreEvents
+from app.deployments.registry.tier_events import TierEvents
 from app.deployments.store.bounded_set import BoundedSet
 from app.deployments.store.counts import TierCounts
-from app.deployments.store.library import LocatedAdapter
+from app.deployments.store.library import AdapterLibrary, LocatedAdapter
 from app.deployments.store.quarantine import Failure, Quarantine
 from app.deployments.store.reads import ReadDemand, ReaderPool
 from app.engine.adapters.card import AdapterCard, AdapterRef
@@ -44,26 +44,6 @@ T = TypeVar("T")
 
 #: Contents whose last failure is remembered as it was.
 MAX_ERRORS = 1024
-
-
-class Library(Protocol):
-    """The part of `AdapterLibrary` that is used here; its methods block."""
-
-    def lane(self, source: str) -> str: ...
-
-    def host(self, source: str) -> str: ...
-
-    def abandon(self, source: str) -> None: ...
-
-    def version(self, source: str) -> str: ...
-
-    def from_source(self, source: str) -> LocatedAdapter: ...
-
-    def from_disk(self, digest: str, source: str) -> PackedAdapter | None: ...
-
-    def pin(self, digests: Collection[str]) -> None: ...
-
-    def close(self) -> None: ...
 
 
 class _Kept(NamedTuple, Generic[T]):
@@ -88,9 +68,9 @@ class AdapterStore(Generic[T]):
 
     def __init__(
         self,
-        library: Library,
+        library: AdapterLibrary,
         put: Callable[[PackedAdapter], T],
-        events: StoreEvents,
+        events: TierEvents,
         *,
         max_bytes: int,
         policy: EvictionPolicy = "lru",
@@ -155,7 +135,7 @@ class AdapterStore(Generic[T]):
         self._kept.pin(digests)
         self._library.pin(digests)
 
-    def use(self, library: Library, *, max_bytes: int, policy: EvictionPolicy, trusted: TrustedKeys) -> None:
+    def use(self, library: AdapterLibrary, *, max_bytes: int, policy: EvictionPolicy, trusted: TrustedKeys) -> None:
         """Read with another library, and keep within other limits, from now on; reads under way end as they began."""
         former, self._library, self._trusted = self._library, library, trusted
         for digest in self._kept.limit(max_bytes, policy):
@@ -257,7 +237,7 @@ class AdapterStore(Generic[T]):
         self._wanted = {place: uri for place, uri in self._wanted.items() if uri != source}
         self._library.abandon(source)
 
-    async def _close_when_idle(self, library: Library, reads: Sequence[asyncio.Task[_Kept[T]]]) -> None:
+    async def _close_when_idle(self, library: AdapterLibrary, reads: Sequence[asyncio.Task[_Kept[T]]]) -> None:
         if reads:
             await asyncio.wait(reads)
         await asyncio.to_thread(library.close)

@@ -1,8 +1,8 @@
 """All that is asked of the owner of tenants: one class without Ray, beside the registry's in the store's process.
 
-In: the calls of ingresses, one method each; `client.TenantsClient` has the same methods with the same signatures. Out:
-tenants and keys, and a published table of both, so that no request waits for this process. What a call changes every
-ingress knows when the call returns. What others change in the same database is seen within `LOOK_INTERVAL_S`.
+In: the calls of ingresses, which hold it as an `actor_proxy`. Out: tenants and keys, and a published table of both, so
+that no request waits for this process. What a call changes every ingress knows when the call returns. What others
+change in the same database is seen within `LOOK_INTERVAL_S`.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from app.deployments.links.actor_proxy import remote_method
 from app.deployments.links.published import Changes, PublishedTable, Version
 from app.deployments.links.tasks import Tasks
 from app.deployments.tenants.adapter_book import Activity, ActivityKey, AdapterBook, Seen
@@ -72,6 +73,7 @@ class TenantsService:
         self._tasks = Tasks()
         self.table: PublishedTable[TenantKey, TenantRow] = PublishedTable(time.monotonic)
 
+    @remote_method
     async def watch(
         self, held: Version | None, watcher_id: str, timeout_s: float
     ) -> tuple[Version, Changes[TenantKey, TenantRow]] | None:
@@ -85,44 +87,57 @@ class TenantsService:
 
     # -- projects -----------------------------------------------------------------------------------
 
+    @remote_method
     async def create_project(self, name: str, *, actor: str) -> Tenant:
         return await self._change(lambda: self._books.projects.create(name, actor=actor))
 
+    @remote_method
     async def rename_project(self, project_id: str, name: str, *, actor: str) -> Tenant:
         return await self._change(lambda: self._books.projects.rename(project_id, name, actor=actor))
 
+    @remote_method
     async def archive_project(self, project_id: str, *, actor: str) -> Tenant:
         return await self._change(lambda: self._books.projects.archive(project_id, actor=actor))
 
+    @remote_method
     async def configure_project(self, project_id: str, settings: Mapping[str, Any], *, actor: str) -> Tenant:
         return await self._change(lambda: self._books.projects.configure(project_id, settings, actor=actor))
 
+    @remote_method
     async def rotate_salt(self, project_id: str, *, actor: str) -> Tenant:
         return await self._change(lambda: self._books.projects.rotate_salt(project_id, actor=actor))
 
+    @remote_method
     async def permit_models(self, project_id: str, mode: str | None, model_ids: Sequence[str], *, actor: str) -> Tenant:
         return await self._change(lambda: self._books.projects.permit_models(project_id, mode, model_ids, actor=actor))
 
+    @remote_method
     async def limit_rates(self, project_id: str, model: str, changes: Mapping[str, int], *, actor: str) -> Tenant:
         return await self._change(lambda: self._books.projects.limit_rates(project_id, model, changes, actor=actor))
 
+    @remote_method
     async def limit_spend(self, project_id: str, cents: int | None, *, actor: str) -> Tenant:
         return await self._change(lambda: self._books.projects.limit_spend(project_id, cents, actor=actor))
 
+    @remote_method
     async def share(self, owner_id: str, name: str, project_ids: Sequence[str], *, actor: str) -> None:
         await self._change(lambda: self._books.projects.share(owner_id, name, project_ids, actor=actor))
 
+    @remote_method
     async def shares(self, owner_id: str) -> dict[str, list[str]]:
         return await asyncio.to_thread(self._books.projects.shares, owner_id)
 
+    @remote_method
     async def project(self, project_id: str) -> Tenant:
         return await asyncio.to_thread(self._books.projects.get, project_id)
 
+    @remote_method
     async def projects(self, limit: int, after: str | None, *, with_archived: bool) -> list[Tenant]:
         return await asyncio.to_thread(self._books.projects.page, limit, after, with_archived=with_archived)
 
     # -- service accounts and keys --------------------------------------------------------------------
 
+    @remote_method
     async def create_account(
         self, project_id: str, name: str, *, with_key: bool, expires_in_s: int | None, actor: str
     ) -> tuple[ServiceAccount, IssuedKey | None]:
@@ -131,47 +146,59 @@ class TenantsService:
             lambda: create(project_id, name, with_key=with_key, expires_in_s=expires_in_s, actor=actor)
         )
 
+    @remote_method
     async def update_account(self, project_id: str, account_id: str, *, name: str, actor: str) -> ServiceAccount:
         return await self._change(
             lambda: self._books.keys.update_account(project_id, account_id, name=name, actor=actor)
         )
 
+    @remote_method
     async def delete_account(self, project_id: str, account_id: str, *, actor: str) -> None:
         await self._change(lambda: self._books.keys.delete_account(project_id, account_id, actor=actor))
 
+    @remote_method
     async def account(self, project_id: str, account_id: str) -> ServiceAccount:
         return await asyncio.to_thread(self._books.keys.account, project_id, account_id)
 
+    @remote_method
     async def accounts(self, project_id: str, limit: int, after: str | None) -> list[ServiceAccount]:
         return await asyncio.to_thread(self._books.keys.accounts, project_id, limit, after)
 
+    @remote_method
     async def create_key(
         self, project_id: str, account_id: str, name: str, expires_in_s: int | None, *, actor: str
     ) -> IssuedKey:
         create = self._books.keys.create_key
         return await self._change(lambda: create(project_id, account_id, name, expires_in_s, actor=actor))
 
+    @remote_method
     async def create_admin_key(self, name: str, expires_in_s: int | None, *, actor: str) -> IssuedKey:
         return await self._change(lambda: self._books.keys.create_admin_key(name, expires_in_s, actor=actor))
 
+    @remote_method
     async def expire_key(self, project_id: str, key_id: str, expires_in_s: int, *, actor: str) -> ApiKey:
         return await self._change(lambda: self._books.keys.expire_key(project_id, key_id, expires_in_s, actor=actor))
 
+    @remote_method
     async def revoke_key(self, project_id: str | None, key_id: str, *, actor: str) -> ApiKey:
         return await self._change(lambda: self._books.keys.revoke_key(project_id, key_id, actor=actor))
 
+    @remote_method
     async def key(self, project_id: str | None, key_id: str) -> ApiKey:
         return await asyncio.to_thread(self._books.keys.key, project_id, key_id)
 
+    @remote_method
     async def keys(
         self, project_id: str | None, limit: int, after: str | None, *, is_newest_first: bool = False
     ) -> list[ApiKey]:
         keys = self._books.keys.keys
         return await asyncio.to_thread(keys, project_id, limit, after, is_newest_first=is_newest_first)
 
+    @remote_method
     async def note_use(self, used_s: Mapping[str, float]) -> None:
         await asyncio.to_thread(self._books.keys.note_use, used_s)
 
+    @remote_method
     async def changes(
         self,
         limit: int,
@@ -188,29 +215,43 @@ class TenantsService:
 
     # -- limits and usage -------------------------------------------------------------------------------
 
+    @remote_method
     async def lend(self, holder: str, wants: Sequence[Want]) -> list[Grant]:
+        """Tell what an ingress holds of limits, and get what the owner lends it: a grant for each want."""
         return await self._limits.lend(holder, wants, self._clock())
 
+    @remote_method
     async def left(self, project_id: str) -> list[tuple[Meter, int, int]]:
+        """Each limit of a project, and how much of it is neither used nor lent to an ingress."""
         return await self._limits.left(project_id, self._clock())
 
+    @remote_method
     async def remaining_spend(self, project_id: str) -> int | None:
+        """Nanos that a project has left this month; None if nobody has asked for any since the owner began."""
         return self._limits.remaining_spend(project_id)
 
+    @remote_method
     async def record(self, writer_id: str, number: int, rows: Sequence[Row]) -> None:
+        """Write a batch of usage down, once however often it is sent."""
         if await asyncio.to_thread(self._books.ledger.record, writer_id, number, rows):
             self.attained.add(rows)
             for key, charge in rows:
                 if charge.num_loads:
                     self._adapters.loaded("device", key.digest, charge.num_loads)
 
+    @remote_method
     async def note_activity(self, rows: Sequence[tuple[ActivityKey, Activity]]) -> None:
+        """What an ingress has seen of adapters' requests since it last told."""
         self._adapters.add(rows)
 
+    @remote_method
     async def seen(self, ref: AdapterRef, *, tenant_id: str | None) -> Seen:
+        """What is known of an adapter: of one tenant's requests for it, or (None) of everybody's."""
         return self._adapters.seen(ref, tenant_id=tenant_id)
 
+    @remote_method
     async def usage(self, query: UsageQuery) -> list[Bucket]:
+        """What was used, by buckets of time."""
         return await asyncio.to_thread(self._books.ledger.buckets, query)
 
     def _weight(self, tenant_id: str) -> float:

@@ -8,9 +8,11 @@ constant time.
 from __future__ import annotations
 
 import hmac
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from app.deployments.links.published import Changes
+from app.deployments.links.watched import TableSync
 from app.deployments.tenants.entries import ApiKey, Tenant, TenantKey, TenantRow
 from app.deployments.tenants.key_material import key_digest
 
@@ -28,7 +30,7 @@ class TenantView:
     def __init__(self) -> None:
         self._tenants: dict[str, Tenant] = {}
         self._keys: dict[str, ApiKey] = {}
-        self._unconfirmed: set[TenantKey] | None = None  # of a copy that is coming: what it has not mentioned so far
+        self._sync: TableSync[TenantKey, TenantRow] = TableSync()
         self.has_keys = False  # once true, for as long as the process lives: losing the table opens no door
 
     @property
@@ -36,17 +38,9 @@ class TenantView:
         return len(self._tenants)
 
     def take(self, news: Changes[TenantKey, TenantRow]) -> None:
-        """Take over a page. Of a new copy what is no more goes with the last page: until then it may be yet to come."""
-        if news.is_first:
-            self._unconfirmed = {("tenant", each) for each in self._tenants} | {("key", each) for each in self._keys}
-        for place, row in news.rows:
+        """Take over a page of the table."""
+        for place, row in self._sync.changes(news, self._places).items():
             self._apply(place, row)
-        if self._unconfirmed is not None:
-            self._unconfirmed.difference_update(place for place, _ in news.rows)
-            if news.is_last:
-                for place in self._unconfirmed:
-                    self._apply(place, None)
-                self._unconfirmed = None
 
     def tenant(self, tenant_id: str) -> Tenant | None:
         return self._tenants.get(tenant_id)
@@ -61,6 +55,10 @@ class TenantView:
             return KnownKey(key, None)
         tenant = self._tenants.get(key.project_id)
         return None if tenant is None or tenant.archived_s is not None else KnownKey(key, tenant)
+
+    def _places(self) -> Iterator[TenantKey]:
+        yield from (("tenant", each) for each in self._tenants)
+        yield from (("key", each) for each in self._keys)
 
     def _apply(self, place: TenantKey, row: TenantRow | None) -> None:
         kind, name = place

@@ -61,7 +61,7 @@ class TokenRows(NamedTuple):
     rows: NDArray[np.float32]
 
 
-#: It changes tokens from its invocation on (`app.engine.adapters.invocation`): a matter of runs, not of other products.
+#: It changes tokens from its invocation on (`app.engine.adapters.card`): a matter of runs, not of other products.
 ACTIVATED = "activated LoRA"
 
 #: What an adapter may do beyond plain LoRA on the layers, in the words of its error messages.

@@ -17,14 +17,14 @@ from app.engine.batch import ForwardBatch, ForwardOutput, SamplingBatch
 from app.engine.config import CpuConfig, EngineConfig
 from app.engine.cpu import decoder as cpu_decoder
 from app.engine.cpu.adapted import AdaptedBackend, limits_of
-from app.engine.cpu.expert_work import expert_workspace
+from app.engine.cpu.experts import expert_workspace
 from app.engine.cpu.extras import AdapterExtras, sample_runs, token_slots
-from app.engine.cpu.latent_work import latent_workspace
-from app.engine.cpu.pooling import rows_of, with_sums
+from app.engine.cpu.latents import latent_workspace
+from app.engine.cpu.outputs import rows_of, sample, with_sums
+from app.engine.cpu.product_rows import padded
 from app.engine.cpu.rows import PreparedRows
-from app.engine.cpu.sampling import sample
 from app.engine.cpu.tables import RankRowMemory
-from app.engine.cpu.weights import PackedModules, WeightPacker, decoder_sizes, padded
+from app.engine.cpu.weights import PackedModules, WeightPacker, decoder_sizes
 from app.engine.models.products import stacked_products
 from app.engine.models.spec import ModelSpec
 from app.kernels.machine.memory_pages import PageTaker

@@ -18,10 +18,11 @@ from app.engine.config import CpuConfig, EngineConfig, WeightStorage
 from app.engine.cpu import encoder
 from app.engine.cpu.adapted import AdaptedBackend, limits_of
 from app.engine.cpu.extras import AdapterExtras
-from app.engine.cpu.pooling import added
+from app.engine.cpu.outputs import added
+from app.engine.cpu.product_rows import padded
 from app.engine.cpu.rows import PreparedRows
 from app.engine.cpu.tables import RankRowMemory
-from app.engine.cpu.weights import PackedModules, padded
+from app.engine.cpu.weights import PackedModules
 from app.engine.errors import CheckpointError
 from app.engine.models import encoder_names as names
 from app.engine.models.products import uniform_products

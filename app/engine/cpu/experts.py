@@ -1,4 +1,4 @@
-"""A mixture of experts on the CPU, as one layer of `decoder.forward` computes it.
+"""A mixture of experts on the CPU, as one layer of `decoder.forward` computes it, and its scratch memory.
 
 In: hidden states, the layer's router, experts and shared expert, and where adapters' rows of them lie. Out: hidden
 states with the token's experts added. Tokens are sorted by expert, so a layer reads the weights of the experts that
@@ -12,14 +12,15 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from app.engine.cpu.product_rows import ProductRows, rows_at, upcoming_of
-from app.engine.cpu.single_product import rows_of_layer, single_product
+from app.engine.cpu.product_rows import ProductRows, padded, rows_at, rows_of_layer, single_product, upcoming_of
+from app.engine.models.products import stacked_products
+from app.engine.models.spec import ModelSpec
 from app.kernels.extras.cpu import MLP_NORM, rms_norm_with_extras
 from app.kernels.linear.cpu import ProductExtras, gate_and_up
 from app.kernels.machine.compiled import compiled
 from app.kernels.matmul.quantised import Stack, layer_panels
 from app.kernels.moe_lora.cpu import ExpertRows, experts_down, experts_gate_and_up, shrink_pairs
-from app.kernels.moe_lora.routing import Pairs, combine, gather_pairs, route, sort_pairs
+from app.kernels.moe_lora.routing import Pairs, combine, empty_pairs, gather_pairs, route, sort_pairs
 from app.kernels.sgmv.cpu import shrink
 
 Floats = NDArray[np.float32]
@@ -149,3 +150,31 @@ def _shared_expert(team, phase, layer, place, weights, sizes, tables, extras, st
         team, phase, layer, place, gated, mixture.shared_down, mixture.no_bias, tables.experts.shared_down, extras,
         step, work, scratch.shared[:num_tokens],
     )  # fmt: skip
+
+
+def expert_workspace(spec: ModelSpec, num_tokens: int) -> ExpertWork | None:
+    """All layers with experts share it."""
+    products = {product.name: product for product, _ in stacked_products(spec)}
+    mixture = next((layer.experts for layer in spec.layers if layer.experts is not None), None)
+    if mixture is None:
+        return None
+    router = mixture.router
+    num_pairs, expert_size = num_tokens * router.top_k, products["experts_down"].d_in
+    shared_size = products["shared_down"].d_in if "shared_down" in products else 0
+
+    def rows(count: int, width: int) -> NDArray[np.float32]:
+        return np.zeros((count, width), np.float32)
+
+    return ExpertWork(
+        pairs=empty_pairs(num_tokens, router.top_k, router.num_experts),
+        logits=rows(num_tokens, padded(router.num_experts)),
+        inputs=rows(num_pairs, spec.hidden_size),
+        gate_up=rows(num_pairs, 2 * padded(expert_size)),
+        gated=rows(num_pairs, expert_size),
+        outputs=rows(num_pairs, padded(spec.hidden_size)),
+        shrunk=np.zeros((num_pairs, 2, 16), np.float32),
+        gates=rows(num_tokens if "shared_gate" in products else 0, padded(1)),
+        shared_gate_up=rows(num_tokens if shared_size else 0, 2 * padded(shared_size)),
+        shared_gated=rows(num_tokens if shared_size else 0, shared_size),
+        shared=rows(num_tokens if shared_size else 0, padded(spec.hidden_size)),
+    )

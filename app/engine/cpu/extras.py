@@ -8,13 +8,14 @@ business (`AdapterCard.extra_bytes`).
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from app.engine.adapters.extras import ExtraPart, plan
 from app.engine.adapters.lora import LoraAdapter, LoraKey, LoraPair, widened
+from app.engine.cpu.weights import PackedModules
 from app.engine.models.products import single_products, stacked_products, target_shape, targets_of
 from app.engine.models.spec import ModelSpec
 from app.kernels.dora.cpu import dora_scale
@@ -29,22 +30,10 @@ _NORMS = {"attention_norm": ATTENTION_NORM, "mlp_norm": MLP_NORM, "q_norm": Q_NO
 _NORMS |= {"query_latent_norm": Q_NORM, "latent_norm": K_NORM}
 
 
-class BaseModules(Protocol):
-    """The base's linear modules, as an engine keeps them."""
-
-    def panels(self, key: LoraKey) -> Floats:
-        """A module's weight as float32 panels [P, d_in, 16]."""
-        ...
-
-    def bias(self, key: LoraKey) -> Floats | None:
-        """Its bias [d_out], if it has one."""
-        ...
-
-
 class AdapterExtras:
     """Arrays by adapter slot, and their addresses in tables."""
 
-    def __init__(self, spec: ModelSpec, base: BaseModules, max_adapter_slots: int, team: Team) -> None:
+    def __init__(self, spec: ModelSpec, base: PackedModules, max_adapter_slots: int, team: Team) -> None:
         self._spec, self._base, self._team = spec, base, team
         self._targets = targets_of(single_products(stacked_products(spec)))
         self._held: dict[int, list[NDArray[np.generic]]] = {}

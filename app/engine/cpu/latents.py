@@ -1,4 +1,4 @@
-"""Latent attention on the CPU, as one layer of `decoder.forward` computes it.
+"""Latent attention on the CPU, as one layer of `decoder.forward` computes it, and its scratch memory.
 
 In: hidden states, a layer's projections, and where adapters' rows of them lie. Out: hidden states with attention
 added, and the latents of the step's tokens in memory. `kv_b_proj` is never applied to a latent: its rows of keys are
@@ -13,15 +13,15 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from app.engine.cpu.product_rows import ProductRows, rows_at, upcoming_of
-from app.engine.cpu.single_product import rows_of_layer, single_product
+from app.engine.cpu.product_rows import ProductRows, padded, rows_at, rows_of_layer, single_product, upcoming_of
+from app.engine.models.spec import ModelSpec
 from app.kernels.extras.cpu import ATTENTION_NORM, K_NORM, Q_NORM, rms_norm_with_extras
 from app.kernels.latent_attention.cpu import bring_heads_together, latent_attention, rotate_and_store
 from app.kernels.linear.cpu import ProductExtras, project
 from app.kernels.machine.compiled import compiled
 from app.kernels.matmul.quantised import Stack, layer_panels
 from app.kernels.moe_lora.cpu import ExpertRows, experts_down, shrink_pairs
-from app.kernels.moe_lora.routing import Pairs, sort_pairs
+from app.kernels.moe_lora.routing import Pairs, empty_pairs, sort_pairs
 from app.kernels.sgmv.cpu import shrink
 
 Floats = NDArray[np.float32]
@@ -175,3 +175,30 @@ def _output(team, phase, layer, attended, weights, tables, extras, step, work):
         team, phase, attended, layer_panels(weights.o, layer), weights.o_bias[layer], True, shrunk, own, runs,
         upcoming_of(rows, layer), ProductExtras(extras, layer, rows.first, step.extra_runs, kept), hidden,
     )  # fmt: skip
+
+
+def latent_workspace(spec: ModelSpec, num_tokens: int) -> LatentWork | None:
+    """All layers share it."""
+    attention = spec.layers[0].attention
+    latent, heads = attention.latent, attention.num_heads
+    if latent is None:
+        return None
+
+    def rows(count: int, width: int) -> NDArray[np.float32]:
+        return np.zeros((count, width), np.float32)
+
+    pairs = empty_pairs(num_tokens, heads, heads)
+    pairs.experts[:] = np.arange(heads)
+    rank = latent.query_rank
+    with_rank = 0 if rank is None else num_tokens
+    return LatentWork(
+        pairs=pairs,
+        queries=rows(num_tokens, padded(heads * attention.head_dim)),
+        query_latents=rows(with_rank, padded(rank or 0)),
+        normed_query_latents=rows(with_rank, rank or 0),
+        latents=rows(num_tokens, padded(latent.width)),
+        own=rows(num_tokens * heads, latent.key_size),
+        absorbed=rows(num_tokens * heads, latent.kv_rank),
+        values=rows(num_tokens * heads, latent.value_size),
+        shrunk=np.zeros((num_tokens * heads, 1, 16), np.float32),
+    )

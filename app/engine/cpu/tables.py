@@ -3,7 +3,8 @@
 In: the base's products, and what `PreparedRows` has worked out of an adapter. Out: `decoder.AdapterTables`. A rank row
 is as much memory as one row of every module takes in float32. An adapter's matrices lie one after the other from its
 first row on, and tables of addresses say where each is. All targets lie in one order (`targets_of` the products), and a
-product's part of the tables is that of its targets.
+product's part of the tables is that of its targets. Rows of experts, and of heads of latents, lie in memory that is
+allocated when their adapter is written and freed when its slot is released; `AdapterCard.extra_bytes` counts them.
 """
 
 from __future__ import annotations
@@ -16,15 +17,15 @@ from numpy.typing import NDArray
 
 from app.engine.cpu.decoder import AdapterTables
 from app.engine.cpu.encoder import EncoderTables
-from app.engine.cpu.expert_rows import ExpertRowMemory
 from app.engine.cpu.experts import ExpertTables
 from app.engine.cpu.latents import LatentTables
 from app.engine.cpu.product_rows import ProductRows
-from app.engine.cpu.rows import AdapterRows, row_bytes
+from app.engine.cpu.rows import AdapterRows, ExpertMatrices, row_bytes
 from app.engine.models.products import (
     LATENT_KEYS,
     LATENT_VALUES,
     Product,
+    Stacked,
     paged_products,
     stacked_products,
     targets_of,
@@ -32,8 +33,9 @@ from app.engine.models.products import (
 from app.engine.models.spec import ModelSpec
 from app.kernels.machine.team import Team
 from app.kernels.matmul.cpu import PANEL
+from app.kernels.moe_lora.cpu import ExpertRows
 from app.kernels.sgmv.fetching import NextShrink
-from app.kernels.sgmv.writing import TO_A, TO_B, Packing, matrices, packing, write_plan
+from app.kernels.sgmv.writing import RANK, TO_A, TO_B, Packing, matrices, packing, write_plan
 
 #: Product -> the targets whose shrinks come next, which it asks memory for on its way: at most three, side by side in
 #: the order of targets. o is the smallest product and gate's and up's the largest shrinks: gate is asked for before o.
@@ -164,3 +166,53 @@ class RankRowMemory:
             self._experts.tables[LATENT_KEYS.name],
             self._experts.tables[LATENT_VALUES.name],
         )
+
+
+class ExpertRowMemory:
+    """Rank rows of experts, and of heads of latents (`paged_products`), by layer, slot and expert."""
+
+    def __init__(self, stacked: tuple[Stacked, ...], num_slots: int) -> None:
+        """stacked: the products that have experts, in the order of `ExpertMatrices.products`."""
+        in_bf16 = np.zeros(num_slots, np.bool_)
+        #: By the product's name.
+        self.tables: dict[str, ExpertRows] = {}
+        for product, layers in stacked:
+            shape = (len(layers), num_slots, len(product.experts), len(product.targets))
+            at = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
+            self.tables[product.name] = ExpertRows(*at, np.zeros(shape, np.int32), in_bf16)
+        self._in_bf16 = in_bf16
+        self._held: dict[int, NDArray[np.uint8]] = {}
+        self._widest = np.zeros(num_slots, np.int64)
+
+    def held_bytes(self, adapter_slot: int) -> int:
+        """Bytes of the slot's rows."""
+        return self._held[adapter_slot].nbytes if adapter_slot in self._held else 0
+
+    def widest(self, adapter_slots: NDArray[np.int64]) -> int:
+        """The largest rank of these slots' experts; 0 where none changes an expert."""
+        return int(self._widest[adapter_slots].max(initial=0))
+
+    def release(self, adapter_slot: int) -> None:
+        """Forget the slot's rows and free their memory."""
+        if self._held.pop(adapter_slot, None) is not None:
+            self._widest[adapter_slot] = 0
+            for rows in self.tables.values():
+                rows.ranks[:, adapter_slot] = 0
+
+    def write(self, team: Team, adapter_slot: int, source: ExpertMatrices | None) -> None:
+        """Take the slot's rows from `source`, dropping what was there."""
+        self.release(adapter_slot)
+        if source is None:
+            return
+        memory = np.empty(source.packing.num_bytes, np.uint8)
+        plan, in_bf16 = source.packing.at(memory.ctypes.data), source.packing.in_bf16
+        too_fine = np.array([not in_bf16])
+        team.run(write_plan, 2, plan, too_fine)
+        assert too_fine[0] != in_bf16, "what is saved in bfloat16 fits two bytes"
+        self._held[adapter_slot] = memory
+        self._in_bf16[adapter_slot] = in_bf16
+        self._widest[adapter_slot] = plan[:, RANK].max()
+        for index, rows in enumerate(self.tables.values()):
+            mine = source.products == index
+            where = (source.places[mine], adapter_slot, source.experts[mine], source.modules[mine])
+            rows.a[where], rows.b[where], rows.ranks[where] = plan[mine][:, [TO_A, TO_B, RANK]].T

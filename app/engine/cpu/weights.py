@@ -53,11 +53,6 @@ from app.kernels.matmul.storing import dequantise
 Floats = NDArray[np.float32]
 
 
-def padded(size: int) -> int:
-    """The next multiple of a panel's width."""
-    return -(-size // PANEL) * PANEL
-
-
 def decoder_sizes(spec: ModelSpec) -> cpu_decoder.Sizes:
     """Raises CheckpointError for layers whose attention is of unequal size."""
     first, qkv = spec.layers[0], stacked_products(spec)[0].product
@@ -86,7 +81,7 @@ def decoder_sizes(spec: ModelSpec) -> cpu_decoder.Sizes:
 
 
 class PackedModules:
-    """The base's modules for `AdapterExtras`."""
+    """The base's linear modules, for `AdapterExtras`."""
 
     def __init__(self, spec: ModelSpec, weights: cpu_decoder.Weights | EncoderWeights) -> None:
         stacked = stacked_products(spec)
@@ -94,6 +89,7 @@ class PackedModules:
         self._layers = {product.name: layers for product, layers in stacked}
 
     def panels(self, key: LoraKey) -> Floats:
+        """A module's weight as float32 panels [P, d_in, 16]."""
         product = product_of(self._products, key.target)
         own = product.columns(key.target, PANEL)
         columns = slice(own.start // PANEL, -(-own.stop // PANEL))
@@ -104,6 +100,7 @@ class PackedModules:
         return stack[place, columns]
 
     def bias(self, key: LoraKey) -> Floats | None:
+        """A module's bias [d_out], if it has one."""
         product = product_of(self._products, key.target)
         if not product.has_bias:
             return None

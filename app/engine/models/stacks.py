@@ -2,7 +2,7 @@
 
 In: weights [N, K], in any order. Out: a `Stack` per product. With "auto" a stack is in 8 bits exactly where the
 products are those of float32 weights to the bit, for all its layers alike; one that turns out not to be is taken back
-to float32. Whoever calls these kernels stores weights by this: the CPU engine, and JAX on CPUs.
+to float32.
 """
 
 from __future__ import annotations

@@ -17,7 +17,6 @@ from app.engine.adapters.card import AdapterRef
 from app.engine.adapters.lora import LoraAdapter
 from app.engine.errors import AdapterError, EngineFailure, NotReady
 from app.engine.pools.adapter_pool import AdapterPool
-from app.engine.schedule import AdapterWrite
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,10 +41,11 @@ class Bring:
 
 
 class Granted(NamedTuple):
-    """A bring that has its rows, and the write that it takes."""
+    """A bring that has its slot and rows, which are yet to be written."""
 
     bring: Bring
-    write: AdapterWrite
+    adapter_slot: int
+    row_start: int
 
 
 class AdapterOrders:
@@ -131,7 +131,7 @@ class AdapterOrders:
             self._adapters.release(digest)
             self._answer(digest, None)
             return None
-        return Granted(first, AdapterWrite(grant.adapter_slot, grant.row_start, first.adapter, first.ref.tenant_id))
+        return Granted(first, grant.adapter_slot, grant.row_start)
 
     def _answer(self, digest: str, error: Exception | None, written_bytes: int = 0) -> None:
         """What was written is told once, to the first who asked for it."""

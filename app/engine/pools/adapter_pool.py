@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from app.engine.config import EvictionPolicy
-from app.engine.errors import AdapterKeptOut, AdapterTooLarge
-from app.engine.pools.eviction import NEVER, EvictionOrder, Priority
+from app.engine.errors import AdapterKeptOut
+from app.engine.pools.eviction import NEVER, EvictionOrder, Priority, Shares
 from app.engine.pools.row_runs import RowRuns, Run, length_of
-from app.engine.pools.shares import Shares
+from app.engine.pools.table_limits import TableLimits
 from app.engine.stats import ResidentAdapter
 
 
@@ -62,10 +62,15 @@ class AdapterPool:
         max_extra_bytes: int = 0,
         policy: EvictionPolicy = "lru",
     ) -> None:
-        self.max_extra_bytes = max_extra_bytes
-        self.rank_alignment = rank_alignment
-        self.max_adapter_slots = max_adapter_slots
         self._runs: RowRuns[_Resident] = RowRuns(adapter_rank_rows // rank_alignment)
+        self._alignment = rank_alignment
+        self.limits = TableLimits(
+            num_rows=self._runs.num_units * rank_alignment,
+            rank_alignment=rank_alignment,
+            max_adapter_slots=max_adapter_slots,
+            max_extra_bytes=max_extra_bytes,
+            max_rank=self._runs.max_length * rank_alignment if max_adapter_slots > 1 else 0,
+        )
         self._residents: dict[str, _Resident] = {}
         self._free_slots = list(range(max_adapter_slots - 1, 0, -1))
         self._order = EvictionOrder(policy)
@@ -76,18 +81,11 @@ class AdapterPool:
         self.num_evictions = 0
 
     @property
-    def max_rank(self) -> int:
-        """The largest rank that fits an empty pool, whichever modules have it."""
-        return self._runs.max_length * self.rank_alignment if self.max_adapter_slots > 1 else 0
-
-    @property
-    def num_rows(self) -> int:
-        return self._runs.num_units * self.rank_alignment
-
-    @property
     def num_rows_free(self) -> int:
         """Rows held by no adapter, idle ones counted as held."""
-        return self.num_rows - sum(entry.run.length for entry in self._residents.copy().values()) * self.rank_alignment
+        return (
+            self.limits.num_rows - sum(entry.run.length for entry in self._residents.copy().values()) * self._alignment
+        )
 
     @property
     def extra_bytes(self) -> int:
@@ -108,24 +106,6 @@ class AdapterPool:
     def reserved_for(self) -> str | None:
         return self._reservation.digest if self._reservation is not None else None
 
-    def check_extras(self, name: str, extra_bytes: int) -> None:
-        """Raise AdapterTooLarge if an adapter with this many bytes of extras can never be held."""
-        if extra_bytes > self.max_extra_bytes:
-            raise AdapterTooLarge(
-                f"adapter {name!r} holds {extra_bytes} bytes beside its rank rows (DoRA, biases, norms, whole modules "
-                f"or token rows) but this engine keeps at most {self.max_extra_bytes}; raise "
-                "engine.adapter_extra_bytes or train fewer whole modules"
-            )
-
-    def check_rows(self, name: str, num_needed: int) -> None:
-        """Raise AdapterTooLarge if an adapter that needs so many rank rows can never be held."""
-        if num_needed > self.max_rank:
-            raise AdapterTooLarge(
-                f"adapter {name!r} needs {num_needed} rank rows but this model's pool gives it at most {self.max_rank} "
-                f"({self.num_rows} rank rows, {self.max_adapter_slots - 1} adapter slots "
-                "beside the base); raise engine.adapter_rank_rows or register an adapter of lower rank"
-            )
-
     def check_room(self, name: str, digest: str, num_needed: int, extra_bytes: int = 0) -> None:
         """Raise AdapterKeptOut if pinned adapters leave no room for this adapter, whatever else leaves."""
         if digest in self._residents:
@@ -133,17 +113,17 @@ class AdapterPool:
         length = self._length(num_needed)
         pinned = [entry for entry in self._residents.values() if entry.digest in self._pinned]
         held_bytes = sum(entry.extra_bytes for entry in pinned)
-        if len(pinned) >= self.max_adapter_slots - 1:
+        if len(pinned) >= self.limits.max_adapter_slots - 1:
             lack = f"an adapter slot: all {len(pinned)} are taken; raise engine.max_adapter_slots"
-        elif extra_bytes and held_bytes + extra_bytes > self.max_extra_bytes:
+        elif extra_bytes and held_bytes + extra_bytes > self.limits.max_extra_bytes:
             lack = (
-                f"{extra_bytes} bytes: {held_bytes} of {self.max_extra_bytes} are taken; "
+                f"{extra_bytes} bytes: {held_bytes} of {self.limits.max_extra_bytes} are taken; "
                 "raise engine.adapter_extra_bytes"
             )
         elif all(map(self._has_pinned, self._runs.places(length))):
-            taken = sum(entry.run.length for entry in pinned) * self.rank_alignment
+            taken = sum(entry.run.length for entry in pinned) * self._alignment
             lack = (
-                f"a run of {length * self.rank_alignment} rank rows: {taken} of {self.num_rows} are taken; "
+                f"a run of {length * self._alignment} rank rows: {taken} of {self.limits.num_rows} are taken; "
                 "raise engine.adapter_rank_rows"
             )
         else:
@@ -178,8 +158,8 @@ class AdapterPool:
         resident = self._residents.get(digest)
         if resident is not None:
             return self._reference(resident, tenant_id)
-        self.check_rows(digest, num_needed)
-        self.check_extras(digest, extra_bytes)
+        self.limits.check_rows(digest, num_needed)
+        self.limits.check_extras(digest, extra_bytes)
         if not self._may_take_adapter_slot(digest) or not self._may_hold(digest, extra_bytes):
             return None
         run = self._find_run(digest, self._length(num_needed), tenant_id)
@@ -212,7 +192,7 @@ class AdapterPool:
         if resident is None or resident.num_refs > 0:
             return 0
         self._evict(resident)
-        return resident.run.length * self.rank_alignment
+        return resident.run.length * self._alignment
 
     def take_vacated(self) -> list[int]:
         """Slots whose adapters have gone and whose extras are to be released; each is told once."""
@@ -229,7 +209,7 @@ class AdapterPool:
         """
         if self._reservation is not None or digest in self._residents:
             return
-        self.check_rows(digest, num_needed)
+        self.limits.check_rows(digest, num_needed)
         slot_is_short = not self._free_slots and not any(map(self._may_go, self._residents.values()))
 
         def pressure(entries: list[_Resident]) -> tuple[bool, int, Priority] | None:
@@ -249,7 +229,7 @@ class AdapterPool:
 
     def residents(self) -> tuple[ResidentAdapter, ...]:
         """Who is in the tables, by row."""
-        alignment = self.rank_alignment
+        alignment = self._alignment
         entries = sorted(self._residents.copy().values(), key=lambda entry: entry.run.start)
         return tuple(
             ResidentAdapter(
@@ -261,10 +241,10 @@ class AdapterPool:
     def check(self) -> None:
         """Assert that every row and slot is accounted for; for tests."""
         self._runs.check((entry.run, entry) for entry in self._residents.values())
-        assert all(entry.run.length * self.rank_alignment >= entry.num_needed for entry in self._residents.values())
+        assert all(entry.run.length * self._alignment >= entry.num_needed for entry in self._residents.values())
         used = [entry.adapter_slot for entry in self._residents.values()]
-        assert sorted(used + self._free_slots) == list(range(1, self.max_adapter_slots))
-        assert self.extra_bytes <= self.max_extra_bytes
+        assert sorted(used + self._free_slots) == list(range(1, self.limits.max_adapter_slots))
+        assert self.extra_bytes <= self.limits.max_extra_bytes
 
     def _reference(self, resident: _Resident, tenant_id: str) -> AdapterGrant | None:
         if resident.run.overlaps(self._closed_to(resident.digest)):
@@ -281,11 +261,11 @@ class AdapterPool:
         return self._grant(resident, needs_write=False, evicted=())
 
     def _grant(self, resident: _Resident, *, needs_write: bool, evicted: tuple[str, ...]) -> AdapterGrant:
-        alignment, run = self.rank_alignment, resident.run
+        alignment, run = self._alignment, resident.run
         return AdapterGrant(resident.adapter_slot, run.start * alignment, run.length * alignment, needs_write, evicted)
 
     def _length(self, num_needed: int) -> int:
-        return length_of(num_needed, self.rank_alignment)
+        return length_of(num_needed, self._alignment)
 
     def _may_go(self, entry: _Resident) -> bool:
         return entry.num_refs == 0 and entry.digest not in self._pinned
@@ -311,7 +291,7 @@ class AdapterPool:
         held = self._reservation
         reserved = 0 if held is None or held.digest == digest else held.extra_bytes
         stays = sum(e.extra_bytes for e in self._residents.values() if e.digest != digest and not self._may_go(e))
-        return stays + reserved + extra_bytes <= self.max_extra_bytes
+        return stays + reserved + extra_bytes <= self.limits.max_extra_bytes
 
     def _find_run(self, digest: str, length: int, tenant_id: str) -> Run | None:
         """A free run, or else the one whose dearest adapter is the cheapest to give up, others' share being dearest.
@@ -349,7 +329,7 @@ class AdapterPool:
         if not self._free_slots:
             idle = min((e for e in self._residents.values() if self._may_go(e)), key=price)
             evicted.append(self._give_up(idle))
-        while extra_bytes and self.extra_bytes + extra_bytes > self.max_extra_bytes:
+        while extra_bytes and self.extra_bytes + extra_bytes > self.limits.max_extra_bytes:
             idle = min((e for e in self._residents.values() if self._may_go(e) and e.extra_bytes), key=price)
             evicted.append(self._give_up(idle))
         return evicted

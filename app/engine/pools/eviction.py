@@ -1,13 +1,15 @@
 """Which of the things that may leave a tier leaves first: one rule for files, host memory and rank rows.
 
-In: uses, each with what it would cost per unit of room to get the thing again. Out: priorities; the lowest leaves
-first, and of equals the one used longest ago:
+Each use has a cost, per unit of room, of getting the thing again. The lowest priority leaves first, and of equals the
+one used longest ago:
 
     lru    the time of its last use
     lfu    age + uses                                  (LFU with dynamic ageing)
     cost   age + uses * cost / room                    (GreedyDual-Size-Frequency, Cherkasova 1998)
 
-The age is the priority of the last thing that left, so that what was popular once grows old. Each tier says itself
+The age is the priority of the last thing that left, so that what was popular once grows old. `Shares` keeps tenants
+from pushing each other out: the tenants that have something in a tier share its room equally, what a tenant uses stays
+while it has no more than its share there, and a tenant that has more makes room with its own. Each tier says itself
 what may not leave (because it is pinned or in use), and makes the room: `adapter_pool` for rank rows, the store's
 `bounded_set` for files and host memory.
 """
@@ -52,3 +54,51 @@ class EvictionOrder:
     def gave_up(self, priority: Priority) -> None:
         """A thing of this priority has left to make room."""
         self._age = max(self._age, priority.value)
+
+
+#: Users of one thing that are remembered: the first so many.
+MAX_USERS = 8
+
+
+class Shares:
+    """The books of one tier. Not for several threads at once."""
+
+    def __init__(self) -> None:
+        self._amounts: dict[str, int] = {}  # by tenant
+        self._users: dict[str, set[str]] = {}  # by thing
+        self._sizes: dict[str, int] = {}  # by thing
+
+    def used(self, key: str, size: int, tenant_id: str) -> None:
+        """A tenant uses a thing that is here, or comes now."""
+        users = self._users.setdefault(key, set())
+        self._sizes[key] = size
+        if tenant_id not in users and len(users) < MAX_USERS:
+            users.add(tenant_id)
+            self._amounts[tenant_id] = self._amounts.get(tenant_id, 0) + size
+
+    def left(self, key: str) -> None:
+        """A thing is no longer here."""
+        size = self._sizes.pop(key, 0)
+        for tenant_id in self._users.pop(key, ()):
+            self._amounts[tenant_id] -= size
+            if not self._amounts[tenant_id]:
+                del self._amounts[tenant_id]
+
+    def is_kept(self, key: str, tenant_id: str, capacity: int) -> bool:
+        """Whether a thing is to stay as long as anything else can make room for this tenant."""
+        if len(self._amounts) < 2 and tenant_id in self._amounts:
+            return False  # nobody else has anything here
+        share = self.share(tenant_id, capacity)
+        return any(user != tenant_id and self._amounts[user] <= share for user in self._users.get(key, ()))
+
+    def has_room(self, tenant_id: str, size: int, capacity: int) -> bool:
+        """Whether a tenant would still be within its share with so much more."""
+        return self._amounts.get(tenant_id, 0) + size <= self.share(tenant_id, capacity)
+
+    def share(self, tenant_id: str, capacity: int) -> float:
+        """What everybody who has something here, and this tenant, may have."""
+        return capacity / (len(self._amounts) + (tenant_id not in self._amounts))
+
+    def amount(self, tenant_id: str) -> int:
+        """What a tenant has here."""
+        return self._amounts.get(tenant_id, 0)

@@ -5,15 +5,25 @@ hold: identity is the hash chain, whose root names base model, adapter contents 
 nothing is shared across any of the three. Every block is either free or counted; a free block may
 still hold a published prefix, and the one used longest ago is handed out first. Only full blocks are
 shared. K and V themselves belong to the backend.
+
+A prompt's head is its first `HEAD_TOKENS` tokens. Its name, the same in an engine and where requests are placed, is the
+beginning of the hash of its last block. The chain's root contains the adapter's digest and the tenant's salt, so equal
+texts of two tenants have different names, and a name says nothing about tokens.
 """
 
 from __future__ import annotations
 
 import hashlib
+from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 
-from app.engine.pools.cached_heads import CachedHeads
+#: Prompt heads that a pool reports, the last used ones.
+MAX_HEADS = 32
+#: Bytes of a hash that name a head: enough that no two heads of one service are confused.
+HEAD_BYTES = 8
+#: Tokens of a head, rounded up to whole blocks. A shorter prompt is computed sooner than a replica is waited for.
+HEAD_TOKENS = 128
 
 
 def root_hash(base_digest: str, adapter_digest: str | None, cache_salt: bytes) -> bytes:
@@ -46,6 +56,28 @@ def block_hash(parent: bytes, token_bytes: bytes) -> bytes:
     return hashlib.sha256(parent + token_bytes).digest()
 
 
+def num_head_blocks(block_size: int) -> int:
+    """Blocks that make a head."""
+    return -(-HEAD_TOKENS // block_size)
+
+
+def prompt_head(
+    base_digest: str, adapter_digest: str | None, cache_salt: bytes, token_ids: Sequence[int], block_size: int
+) -> bytes | None:
+    """The name of a prompt's head, `HEAD_BYTES` long; None if nothing of the prompt comes behind a head.
+
+    Blocks of an activated LoRA have the base's names as far as they are the base's: heads of it are not found.
+    """
+    num_tokens = num_head_blocks(block_size) * block_size
+    if len(token_ids) <= num_tokens:  # the last token is always computed: its output is wanted
+        return None
+    tokens = array("i", token_ids[:num_tokens])
+    key = root_hash(base_digest, adapter_digest, cache_salt)
+    for start in range(0, num_tokens, block_size):
+        key = block_hash(key, tokens[start : start + block_size].tobytes())
+    return key[:HEAD_BYTES]
+
+
 class BlockPool:
     """Reference-counted blocks with an LRU of published, unreferenced ones.
 
@@ -75,7 +107,7 @@ class BlockPool:
 
     @property
     def cached_heads(self) -> tuple[bytes, ...]:
-        """Names of published heads (`prompt_heads`), the one that was used last at the end. Any thread may ask."""
+        """Names of published heads (`prompt_head`), the one that was used last at the end. Any thread may ask."""
         return self._heads.told
 
     def find(self, hashes: Iterable[bytes], block_bytes: Callable[[int], bytes]) -> list[int]:
@@ -161,3 +193,37 @@ class BlockPool:
             assert published is None or self._by_hash[published[0]] == block
         assert len(self._by_hash) == sum(1 for entry in self._published if entry is not None)
         assert self._num_cached == sum(1 for block in self._free if self._published[block] is not None)
+
+
+class CachedHeads:
+    """Prompt heads that one pool has cached, by the block that ends each. Any thread may read `told`."""
+
+    def __init__(self) -> None:
+        self._of_block: dict[int, bytes] = {}
+        self._last: dict[bytes, None] = {}  # those that were used last, the very last one at the end
+
+    @property
+    def told(self) -> tuple[bytes, ...]:
+        """Names, each `HEAD_BYTES` long, in order of their last use."""
+        return tuple(self._last.copy())
+
+    def add(self, block: int, key: bytes) -> None:
+        """A head is cached: `key` [32] is the hash of its last block."""
+        self._of_block[block] = key[:HEAD_BYTES]
+        self.use(block)
+
+    def use(self, block: int) -> None:
+        """A block was found in the cache; nothing happens if no head ends with it."""
+        name = self._of_block.get(block)
+        if name is None:
+            return
+        self._last.pop(name, None)
+        self._last[name] = None
+        if len(self._last) > MAX_HEADS:
+            del self._last[next(iter(self._last))]
+
+    def drop(self, block: int) -> None:
+        """A block holds something else from now on."""
+        name = self._of_block.pop(block, None)
+        if name is not None:
+            self._last.pop(name, None)

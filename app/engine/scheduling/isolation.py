@@ -17,7 +17,7 @@ from collections.abc import Callable, Container, Iterable
 from collections.abc import Sequence as SequenceOf
 from typing import NamedTuple
 
-from app.engine.scheduling.fair_queue import MAX_LEAD
+from app.engine.scheduling.fair_queue import MAX_LEAD, FairQueue
 from app.engine.sequence import Sequence
 
 #: The median of so many steps of one width is what such a step takes.
@@ -137,6 +137,49 @@ class Isolation:
             behind = max(0.0, served - counter_of(tenant_id) - _UNEVEN)
             rooms[tenant_id] = max(1, round((max(share, equal) + behind / _CATCH_UP) * weights[tenant_id]))
         return rooms
+
+    def make_places(
+        self,
+        running: list[Sequence],
+        queue: FairQueue,
+        wide: Container[str],
+        num_free: int,
+        displace: Callable[[Sequence], None],
+    ) -> tuple[list[Sequence], list[Sequence]]:
+        """Where all places are taken, wide tenants' youngest give theirs to the first request of each other tenant.
+
+        `displace` takes a sequence out of `running` and queues it again. What it had computed mostly stays in the
+        prefix cache, and it goes on when a place is free. Returns for whom there is a place now, and who gave it.
+        """
+        favoured: list[Sequence] = []
+        displaced: list[Sequence] = []
+        least = queue.least_waiting()
+        for asking in queue.first_of_each():
+            num_free -= 1
+            if num_free >= 0:
+                continue
+            giver = self.giver(running, asking, wide, queue.counter_of, least)
+            if giver is None:
+                continue
+            displace(giver)
+            displaced.append(giver)
+            favoured.append(asking)
+        return favoured, displaced
+
+    def take_turns(self, running: SequenceOf[Sequence], room_of: dict[str, int]) -> set[str]:
+        """Request ids of wide tenants' streams that wait for another step; what is left of the room goes to prompts.
+
+        `room_of`, tokens by tenant, is written in place. While a tenant has prompts to compute they keep half of it.
+        """
+        left_out: set[str] = set()
+        for tenant_id, room in room_of.items():
+            mine = [sequence for sequence in running if sequence.tenant_id == tenant_id]
+            decoding = [each for each in mine if each.num_tokens - each.num_computed == 1]
+            number = min(len(decoding), room if len(decoding) == len(mine) else max(room // 2, 1))
+            chosen = self.turn(decoding, number)
+            left_out |= {each.request_id for each in decoding} - {each.request_id for each in chosen}
+            room_of[tenant_id] = max(room - number, int(number == 0))
+        return left_out
 
     def _linger(self, widths: Counter[str], weights: dict[str, float], waiting: Iterable[Sequence]) -> None:
         """Add those that wait, or ran a moment ago, to those that run; both are written in place."""

@@ -6,10 +6,14 @@ except that an embedding's sums are kept with their sequence.
 
 from __future__ import annotations
 
+import math
+
+import numpy as np
+from numpy.typing import NDArray
+
 from app.engine.batch import ForwardOutput
 from app.engine.errors import AdapterOverflow, EngineFailure
-from app.engine.pooling import embedding
-from app.engine.request import TokenLogprobs
+from app.engine.request import PoolingParams, TokenLogprobs
 from app.engine.sequence import Sequence
 
 
@@ -39,3 +43,16 @@ def logprobs_of(output: ForwardOutput, first_row: int, token_ids: tuple[int, ...
         pairs = () if top is None else tuple(zip(top[0].tolist(), top[1].tolist(), strict=True))
         lines.append(TokenLogprobs(token_id, float(output.logprobs[row]), pairs))
     return tuple(lines)
+
+
+def embedding(sums: NDArray[np.float64], num_tokens: int, params: PoolingParams) -> bytes | None:
+    """The embedding of a text of `num_tokens`, as little-endian float32, from the sums [H] over its pooled rows.
+
+    None if one of its numbers is not finite. A vector of zeros, which has no direction, stays as it is. The
+    length is an exact sum, rounded once.
+    """
+    kept = sums[: params.num_dimensions] / (num_tokens if params.method == "mean" else 1)
+    if not np.isfinite(kept).all():
+        return None
+    length = math.sqrt(math.fsum((kept * kept).tolist()))
+    return (kept / length if length > 0 else kept).astype("<f4").tobytes()

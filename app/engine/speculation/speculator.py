@@ -14,11 +14,10 @@ import numpy as np
 
 from app.engine.batch import ForwardOutput
 from app.engine.config import Speculation
+from app.engine.meter import EngineMeter
 from app.engine.pools.kv_blocks import BlockPool
-from app.engine.sequence import Sequence
+from app.engine.sequence import Pace, Sequence
 from app.engine.speculation.lookup import Ids, looked_up, predicted
-from app.engine.speculation.pace import Pace
-from app.engine.stats import EngineMeter
 
 #: Rows of a step, those of decoding included, up to which "auto" guesses. On two cores with AVX-512 a step of 8 rows
 #: takes twice as long as one of a single row, and each row beyond that as much as the first.

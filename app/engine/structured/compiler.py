@@ -1,19 +1,23 @@
-"""Sequences whose grammar is being compiled: beside the engine's steps, before a sequence queues.
+"""Grammars compiled, and masks made, beside the engine's steps.
 
-In: sequences with a grammar, from any thread. Out: each once, with its constraint or the reason why it has none. Rule:
-a sequence that is taken back meanwhile does not come out. No step waits for a compilation.
+A sequence with a grammar comes out once, with its constraint or the reason why it has none, and queues then. One that
+is taken back meanwhile does not come out. No step waits for a compilation. A step's masks are made while its forward
+pass runs, and are there when its logits are.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Protocol
 
+import numpy as np
+from numpy.typing import NDArray
+
 from app.engine.batch import TokenMasks
+from app.engine.constraint import Constraint, Matcher
 from app.engine.errors import EngineFailure, PolyloraError
 from app.engine.sequence import Sequence
-from app.engine.structured.masks import Constraint, MaskMaker, Matcher
 
 
 class Grammars(Protocol):
@@ -82,3 +86,43 @@ class GrammarCompiler:
             error = EngineFailure(f"the grammar could not be compiled: {type(found).__name__}: {found}")
         if self._waiting.pop(sequence.request_id, None) is sequence:
             self._on_compiled(sequence, error)
+
+
+class MaskMaker:
+    """Makes masks on a thread of its own, which waits beside the engine's."""
+
+    def __init__(self, num_words: int) -> None:
+        self._num_words = num_words
+        self._thread = ThreadPoolExecutor(1, "masks")
+        self._pending: Future[NDArray[np.uint32]] | None = None
+
+    def start(self, drawing: list[Sequence]) -> TokenMasks | None:
+        """Begin with the masks of a step, a row for each sequence and then one for each of its guesses.
+
+        None if none of the sequences has a grammar.
+        """
+        work = [(s.constraint, s.output_ids, s.drafted_ids) for s in drawing if s.constraint is not None]
+        if not work:
+            return None
+        nums_rows = [1 + sequence.num_drafted for sequence in drawing]
+        has_mask = np.repeat([sequence.constraint is not None for sequence in drawing], nums_rows)  # [P]
+        of_row = np.where(has_mask, np.cumsum(has_mask) - 1, -1).astype(np.int32)
+        self._pending = self._thread.submit(self._fill, work)
+        return TokenMasks(of_row, self._pending.result)
+
+    def wait(self) -> None:
+        """Until no mask is being made: a forward pass that failed has not asked for its masks."""
+        if self._pending is not None:
+            self._pending.exception()
+            self._pending = None
+
+    def close(self) -> None:
+        self._thread.shutdown()
+
+    def _fill(self, work: list[tuple[Constraint, NDArray[np.int32], NDArray[np.int32]]]) -> NDArray[np.uint32]:
+        words = np.empty((sum(1 + len(drafted_ids) for _, _, drafted_ids in work), self._num_words), np.uint32)
+        end = 0
+        for constraint, output_ids, drafted_ids in work:
+            first, end = end, end + 1 + len(drafted_ids)
+            constraint.fill(output_ids, drafted_ids, words[first:end])
+        return words

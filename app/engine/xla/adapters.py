@@ -20,13 +20,12 @@ from app.engine.adapters.extras import ExtraPart, plan
 from app.engine.adapters.lora import ACTIVATED, LoraAdapter, LoraKey, LoraPair, widened
 from app.engine.batch import ForwardBatch
 from app.engine.errors import AdapterMismatch
-from app.engine.models.products import LATENT_B, product_of
+from app.engine.models.products import product_of
 from app.engine.models.sharding import shard_columns
-from app.engine.xla.arrays import SHARD_AXES, AdapterPlaces, ExpertPages, RankTables, XlaWeights
+from app.engine.xla.arrays import SHARD_AXES, AdapterPlaces, ExpertPages, Floats, RankTables, XlaWeights
 from app.engine.xla.base_values import XlaBaseValues
 from app.engine.xla.expert_rows import XlaExpertRows
 from app.engine.xla.features import SERVED
-from app.engine.xla.operations import Floats, Operations, PackedRows
 from app.engine.xla.sizes import XlaSizes
 from app.engine.xla.step import StepAdapters
 from app.kernels.sgmv.xla import RANK_CHUNK
@@ -41,15 +40,14 @@ class XlaAdapters:
     """What the programs are told of resident adapters."""
 
     def __init__(
-        self, sizes: XlaSizes, operations: Operations, weights: XlaWeights, num_slots: int, num_rows: int,
-        extra_bytes: int, mesh: Mesh,
-    ) -> None:  # fmt: skip
+        self, sizes: XlaSizes, weights: XlaWeights, num_slots: int, num_rows: int, extra_bytes: int, mesh: Mesh
+    ) -> None:
         """extra_bytes: of what adapters may hold beside rank rows; with 0, those that have scales, shifts or deltas of
         experts are refused."""
-        self._sizes, self._operations, self._num_rows = sizes, operations, num_rows
+        self._sizes, self._num_rows = sizes, num_rows
         self._columns = {product.name: shard_columns(product, sizes.shards_of(product)) for product in sizes.whole}
-        self._base = XlaBaseValues(sizes, operations, weights.layers, mesh) if extra_bytes and num_rows else None
-        self.experts = XlaExpertRows(sizes, operations, num_slots, extra_bytes)
+        self._base = XlaBaseValues(sizes, weights.layers, mesh) if extra_bytes and num_rows else None
+        self.experts = XlaExpertRows(sizes, num_slots, extra_bytes)
         self._plans: WeakKeyDictionary[LoraAdapter, tuple[ExtraPart, ...]] = WeakKeyDictionary()
         self._starts, self._max_ranks = (np.zeros(num_slots, np.int32) for _ in range(2))
         self._has_extras = np.zeros(num_slots, np.bool_)
@@ -82,7 +80,7 @@ class XlaAdapters:
             is_input, count = product.kind.split == "input", len(sizes.layers_of(product.name))
             if product.has_rank_rows:
                 extras[product.name] = (count, num_extra_rows, sizes.total_width(product))
-            for target, width in zip(product.targets, product.padded_widths(sizes.column_multiple), strict=True):
+            for target, width in zip(product.targets, product.widths, strict=True):
                 a[target] = (count, num_rows, product.d_in * (sizes.num_shards if is_input else 1))
                 b[target] = (count, num_rows, width * (1 if is_input else sizes.num_shards))
         if self._base is None:
@@ -136,17 +134,11 @@ class XlaAdapters:
         for (layer, target, _), pair in _single(adapter):
             product = product_of(sizes.single, target)
             place = sizes.place(product.name, layer)
-            mine, index = self._columns[product.name][target], product.targets.index(target)
-            width = product.padded_widths(sizes.column_multiple)[index]
             wide_a, wide_b = widened(pair.a), widened(pair.b)
-            for shard, columns in enumerate(mine):
+            for shard, columns in enumerate(self._columns[product.name][target]):
                 own_a = wide_a[:, columns] if product.kind.split == "input" else wide_a
                 own_b = wide_b[:, columns] if product.kind.split == "output" else wide_b
-                padded_b = np.zeros((pair.rank, width), np.float32)
-                padded_b[:, : own_b.shape[1]] = own_b
-                is_plain = product.kind is LATENT_B  # its rows are read head by head, in plain JAX
-                packed = PackedRows(own_a, padded_b) if is_plain else self._operations.pack_rows(own_a, padded_b)
-                for whole, rows in ((a[target], packed.a), (b[target], packed.b)):
+                for whole, rows in ((a[target], own_a), (b[target], own_b)):
                     whole[place, min(shard, whole.shape[1] - 1), : rows.size] = rows.reshape(-1)
         whole_a, whole_b = (
             {target: _side_by_side(part, num_rows) for target, part in table.items()} for table in (a, b)
@@ -215,7 +207,7 @@ class XlaAdapters:
             assert layer is not None
             product = product_of(self._sizes.single, target)
             table = (scales if kind == "scale" else shifts)[product.name][self._sizes.place(product.name, layer), 0]
-            columns = product.columns(target, self._sizes.column_multiple)
+            columns = product.columns(target)
             if product.kind.split == "input":
                 table[columns] = values
             else:

@@ -9,6 +9,11 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float32]
+
 #: Names of the mesh axes that experts, and columns of an expert, lie along.
 EXPERT_AXIS, TENSOR_AXIS = "expert", "tensor"
 #: The axes that everything else is divided over, as one.
@@ -18,11 +23,11 @@ SHARD_AXES = (EXPERT_AXIS, TENSOR_AXIS)
 class XlaLayers(NamedTuple):
     """Weights of all layers. What a model does not have is None.
 
-    products: by name, a stack as the form stores it: [L, shards * columns, d_in, ...] of a product that is split on its
-    output, [L, columns, shards * d_in, ...] of one that is split on its input, L counting the layers that have it; of
-    experts, L is (expert shards) * layers * (experts of a shard). biases: by name, [L, shards * columns] and
-    [L, columns], of experts with the same L. Norms: [L, H]; q_norm, k_norm: [L, D], or of all heads together
-    [L, shards * heads * D]. rope, window: [L] int32, index into the rope tables and keys visible (0 is all).
+    products: by name, [L, shards * columns, d_in] of a product that is split on its output, [L, columns, shards * d_in]
+    of one that is split on its input, L counting the layers that have it; of experts, L is (expert shards) * layers *
+    (experts of a shard). biases: by name, [L, shards * columns] and [L, columns], of experts with the same L. Norms:
+    [L, H]; q_norm, k_norm: [L, D], or of all heads together [L, shards * heads * D]. rope, window: [L] int32, index
+    into the rope tables and keys visible (0 is all).
     scale: [L]. sinks: [L, shards * heads]. query_latent_norm, latent_norm: [L, their widths]. Heads
     of latents lie like experts: (shards) * layers * (heads of a shard).
     """
@@ -42,7 +47,8 @@ class XlaLayers(NamedTuple):
 
 
 class XlaWeights(NamedTuple):
-    """embedding: [V, H], or None where its rows are read from the head (tied, one shard). head: a stack of one layer.
+    """embedding: [V, H], or None where its rows are read from the head (tied, one shard). head: [1, V rounded up to
+    all shards', H].
 
     final_norm: [H]. cos, sin: [ropes, positions, D / 2].
     """
@@ -56,7 +62,7 @@ class XlaWeights(NamedTuple):
 
 
 class ExpertPages(NamedTuple):
-    """Rank rows of experts. a, b: by target, [pages * 8, d_in] and [pages * 8, columns], as the form reads them."""
+    """Rank rows of experts. a, b: by target, [pages * 8, d_in] and [pages * 8, columns]."""
 
     a: dict[str, Any]
     b: dict[str, Any]
@@ -64,7 +70,7 @@ class ExpertPages(NamedTuple):
 
 class RankTables(NamedTuple):
     """What resident adapters hold. a, b: by target, [L, R, d_in] and [L, R, columns], an adapter's rows one after the
-    other, packed as the form reads them. scales, shifts: by product, [L, R / 8 + 1, columns], empty where adapters may
+    other. scales, shifts: by product, [L, R / 8 + 1, columns], empty where adapters may
     have none; an adapter's at its first rank row / 8, the base's (1 and 0) at the end.
     """
 
@@ -97,8 +103,8 @@ class AdapterPlaces(NamedTuple):
 
 
 class KvMemory(NamedTuple):
-    """keys, values: [L, blocks, shards * kv_heads, ., .]; the last two axes are the form's. Of latent attention keys
-    are [L, blocks, 1, ., .] latents with what is rotated, on every device, and values are None."""
+    """keys, values: [L, blocks, shards * kv_heads, block_size, D]. Of latent attention keys are
+    [L, blocks, 1, block_size, width]: latents with what is rotated, on every device, and values are None."""
 
     keys: Any
     values: Any

@@ -20,17 +20,18 @@ from jax.sharding import Mesh, NamedSharding
 from numpy.typing import NDArray
 
 from app.engine.adapters.lora import LoraAdapter
-from app.engine.backend import BackendLimits
+from app.engine.backend import Backend, BackendLimits
 from app.engine.batch import ForwardBatch, ForwardOutput
 from app.engine.config import EngineConfig, XlaConfig
 from app.engine.errors import ConfigError
+from app.engine.models.checkpoint import Checkpoint
 from app.engine.models.spec import ModelSpec
 from app.engine.xla import sharding
 from app.engine.xla.adapters import XlaAdapters, base_tables, rank_classes, write_rows
 from app.engine.xla.arrays import EXPERT_AXIS, TENSOR_AXIS, KvMemory, StepResult
 from app.engine.xla.decoder import forward
 from app.engine.xla.expert_rows import PAGES_AT_ONCE, write_pages
-from app.engine.xla.forms import operations_of
+from app.engine.xla.kernels import lora_kernel
 from app.engine.xla.programs import Programs, ladder
 from app.engine.xla.sampling import sample
 from app.engine.xla.sizes import sizes_of
@@ -47,12 +48,11 @@ class JaxBackend:
         self, spec: ModelSpec, tensors: Iterable[tuple[str, NDArray[Any]]], config: EngineConfig, mesh: Mesh
     ) -> None:
         """Raises CheckpointError for tensors that do not fit the spec, ConfigError for sizes that do not fit `mesh` and
-        for a weight storage that the form does not have."""
+        for a kernel backend that its devices do not have."""
         xla = config.section(XlaConfig)
         self.spec, self._mesh = spec, mesh
-        self._operations = operations_of(xla.form, mesh.devices.flat[0].platform)
-        self._operations.check_storage(xla.weight_storage)
-        self._sizes = sizes_of(spec, mesh.shape[TENSOR_AXIS], self._operations.column_multiple, mesh.shape[EXPERT_AXIS])
+        self._add_deltas = lora_kernel(xla.kernel_backend, mesh.devices.flat[0].platform)
+        self._sizes = sizes_of(spec, mesh.shape[TENSOR_AXIS], mesh.shape[EXPERT_AXIS])
         self.limits = BackendLimits(
             num_kv_blocks=config.num_kv_blocks,
             block_size=config.block_size,
@@ -68,11 +68,11 @@ class JaxBackend:
         if xla.compilation_cache_dir:
             _use_cache(xla.compilation_cache_dir)
         max_positions = min(spec.max_positions, config.max_context or spec.max_positions)
-        weights = read_weights(self._sizes, self._operations, tensors, max_positions, xla.weight_storage)
+        weights = read_weights(self._sizes, tensors, max_positions)
         self._weights = self._put(weights, sharding.weight_specs(weights, self._sizes))
         self._kv = self._new_kv_memory(config)
         self._adapters = XlaAdapters(
-            self._sizes, self._operations, self._weights, config.max_adapter_slots, self.limits.adapter_rank_rows,
+            self._sizes, self._weights, config.max_adapter_slots, self.limits.adapter_rank_rows,
             config.adapter_extra_bytes, mesh,
         )  # fmt: skip
         self.limits = replace(self.limits, extra_bytes_of=self._adapters.experts.extra_bytes)
@@ -135,9 +135,7 @@ class JaxBackend:
         num_tokens, num_sequences = len(batch.token_ids), len(batch.seq_lens)
         bucket, program = self.programs.find(num_tokens, num_sequences, decode=num_tokens == num_sequences)
         flat = pack(batch, bucket, self._num_kv_slots, self._adapters.of_step(batch))
-        with self._operations.step():
-            self._kv, self._last = program(self._weights, self._tables, self._adapters.places(), self._kv, flat)
-            jax.block_until_ready(self._last.token_ids)
+        self._kv, self._last = program(self._weights, self._tables, self._adapters.places(), self._kv, flat)
         return sample(self._last, batch.sampling)
 
     def logits(self, num_rows: int) -> NDArray[np.float32]:
@@ -152,15 +150,14 @@ class JaxBackend:
         return text
 
     def close(self) -> None:
-        """Stop compiling, end the threads and drop every array."""
+        """Stop compiling and drop every array."""
         self.programs.stop()
-        self._operations.close()
         for name in ("_weights", "_kv", "_tables", "_last", "_writers", "_adapters"):
             if hasattr(self, name):
                 delattr(self, name)
 
     def _compile(self, bucket: Bucket) -> Any:
-        step = partial(forward, bucket=bucket, sizes=self._sizes, operations=self._operations)
+        step = partial(forward, bucket=bucket, sizes=self._sizes, add_deltas=self._add_deltas)
         weights, tables, places, kv = self._given
         run = sharding.over_shards(step, self._mesh, weights, self._row_specs, self._sizes)
         replicated = NamedSharding(self._mesh, sharding.REPLICATED)
@@ -199,11 +196,10 @@ class JaxBackend:
         sizes, attention = self._sizes, self._sizes.attention
         blocks = (sizes.num_layers, config.num_kv_blocks)
         if attention.latent is not None:
-            shape = self._operations.latent_shape(blocks, config.block_size, attention.latent.width)
-            shapes = KvMemory(shape, None)
+            shapes = KvMemory((*blocks, 1, config.block_size, attention.latent.width), None)
         else:
-            heads = sizes.num_shards * sizes.kv_heads
-            shapes = self._operations.memory_shapes((*blocks, heads), config.block_size, attention.head_dim)
+            shape = (*blocks, sizes.num_shards * sizes.kv_heads, config.block_size, attention.head_dim)
+            shapes = KvMemory(shape, shape)
         memory: KvMemory = self._put(
             KvMemory(*(shape and np.zeros(shape, np.float32) for shape in shapes)), sharding.kv_specs(sizes)
         )
@@ -211,6 +207,19 @@ class JaxBackend:
 
     def _put(self, tree: Any, specs: Any) -> Any:
         return jax.tree.map(lambda array, spec: jax.device_put(array, NamedSharding(self._mesh, spec)), tree, specs)
+
+
+def load_backend(checkpoint: Checkpoint, config: EngineConfig) -> Backend:
+    """Read the weights, allocate memory and compile. ConfigError for a device or setting that is not to be had."""
+    xla = config.section(XlaConfig)
+    try:
+        devices = jax.devices(xla.platform)
+    except RuntimeError as error:
+        raise ConfigError(
+            f"engine.xla.platform is {xla.platform!r} but JAX has no such device here: {error}"
+        ) from error
+    mesh = sharding.make_mesh(devices, xla.tensor_parallel, xla.expert_parallel)
+    return JaxBackend(checkpoint.spec, checkpoint.tensors(), config, mesh)
 
 
 def _shape_of(array: jax.Array) -> jax.ShapeDtypeStruct:

@@ -21,8 +21,7 @@ from numpy.typing import NDArray
 from app.engine.adapters.lora import LoraKey, LoraPair, widened
 from app.engine.models.products import Product, product_of
 from app.engine.models.sharding import shard_columns, whole_output
-from app.engine.xla.arrays import SHARD_AXES, XlaLayers
-from app.engine.xla.operations import Floats, Operations
+from app.engine.xla.arrays import SHARD_AXES, Floats, XlaLayers
 from app.engine.xla.sizes import XlaSizes
 
 #: Rank rows that a program multiplies at a time.
@@ -32,8 +31,8 @@ _ROWS = 32
 class XlaBaseValues:
     """`app.engine.adapters.extras.BaseValues`. Any thread."""
 
-    def __init__(self, sizes: XlaSizes, operations: Operations, layers: XlaLayers, mesh: Mesh) -> None:
-        self._sizes, self._operations, self._layers, self._mesh = sizes, operations, layers, mesh
+    def __init__(self, sizes: XlaSizes, layers: XlaLayers, mesh: Mesh) -> None:
+        self._sizes, self._layers, self._mesh = sizes, layers, mesh
         self._whole_products = tuple(product for product in sizes.whole if product.has_rank_rows)
         self._columns = {product.name: shard_columns(product, sizes.num_shards) for product in self._whole_products}
         self._programs = {product.name: self._compiled(product) for product in sizes.single if product.has_rank_rows}
@@ -73,7 +72,7 @@ class XlaBaseValues:
             if product.kind.split == "input":
                 rows = rows[:, self._columns[product.name][target].reshape(-1)]
             program, place = self._programs[product.name], np.int32(self._sizes.place(product.name, layer))
-            lines = np.asarray(program(self._layers.products[product.name], rows, place, np.int32(count)))
+            lines = np.asarray(program(self._layers.products[product.name], rows, place))
             whole = np.stack([self._whole(line, product, target) for line in [*lines[:count], lines[-1]]])
             found.append(whole)
         products = np.concatenate([whole[:-1] for whole in found]).astype(np.float64)
@@ -83,19 +82,18 @@ class XlaBaseValues:
         """One module's [d_out] of a value per column of the product."""
         if product.kind.split == "input":
             return line[: product.widths[0]]
-        return whole_output(line, product, target, self._sizes.num_shards, self._sizes.column_multiple)
+        return whole_output(line, product, target, self._sizes.num_shards)
 
     def _compiled(self, product: Product) -> Any:
-        """(stack, rows, layer, count) -> the products of the rows, and at the end the squares: one line each."""
+        """(weights of all layers, rows, layer) -> the products of the rows, then the squares: one line each."""
         stack, splits_input = self._layers.products[product.name], product.kind.split == "input"
-        run: Any = partial(_products_and_squares, self._operations, self._sizes.width(product))
+        run: Any = _products_and_squares
         num_shards = self._sizes.num_shards
         if num_shards > 1:
-            specs = jax.tree.map(lambda array: array.sharding.spec, stack)
             run = jax.shard_map(
                 partial(_summed, run) if splits_input else run,
                 mesh=self._mesh,
-                in_specs=(specs, P(None, SHARD_AXES) if splits_input else P(), P(), P()),
+                in_specs=(stack.sharding.spec, P(None, SHARD_AXES) if splits_input else P(), P()),
                 out_specs=P() if splits_input else P(None, SHARD_AXES),
                 check_vma=False,
             )
@@ -105,17 +103,14 @@ class XlaBaseValues:
 
         d_in = product.d_in * (num_shards if splits_input else 1)
         rows = described((_ROWS, d_in), np.float32, P(None, SHARD_AXES) if splits_input else P())
-        shapes = jax.tree.map(lambda array: described(array.shape, array.dtype, array.sharding.spec), stack)
-        number = described((), np.int32, P())
-        return jax.jit(run).lower(shapes, rows, number, number).compile()
+        weights = described(stack.shape, stack.dtype, stack.sharding.spec)
+        return jax.jit(run).lower(weights, rows, described((), np.int32, P())).compile()
 
 
-def _products_and_squares(
-    operations: Operations, width: int, stack: Any, rows: Array, layer: Array, count: Array
-) -> Array:
+def _products_and_squares(stack: Array, rows: Array, layer: Array) -> Array:
     """[rows + 1, columns]."""
-    products = operations.product(rows, stack, layer, count)
-    weights = operations.columns(stack, layer, jnp.arange(width, dtype=jnp.int32))
+    weights = stack[layer]
+    products = lax.dot_general(rows, weights, (((1,), (1,)), ((), ())), precision=lax.Precision.HIGHEST)
     return jnp.concatenate([products, (weights * weights).sum(axis=1)[None]])
 
 

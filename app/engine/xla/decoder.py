@@ -2,8 +2,8 @@
 
 In: weights, adapter tables, KV memory and a packed step, all arguments. Out: the KV memory (donated, so written in
 place), the most likely token and the logits of each sampled row. Layers run under `lax.scan`: a program's size and
-compile time do not grow with depth. Products, deltas and attention are a form's (`operations`); KV memory and tables
-are indexed by layer, never sliced or copied.
+compile time do not grow with depth. Attention and products of experts are `app.kernels.*.xla`; adapters' deltas are
+added by the kernel of `kernel_backend`. KV memory and tables are indexed by layer, never sliced or copied.
 
 Layers may differ in their feed-forward: arrays of a product count the layers that have it (`XlaSizes.place`).
 
@@ -34,21 +34,23 @@ from app.engine.xla.arrays import (
     StepResult,
     XlaWeights,
 )
-from app.engine.xla.operations import Operations
+from app.engine.xla.kernels import AddDeltas
 from app.engine.xla.routing import PageRuns, combine, page_runs, route, sort_pairs
 from app.engine.xla.sizes import XlaSizes
 from app.engine.xla.step import Bucket, XlaStep, unpack
-from app.kernels.latent_attention.xla import add_deltas
+from app.kernels.latent_attention import xla as latent_attention
+from app.kernels.moe_lora.xla import multiply_groups
+from app.kernels.paged_attention.xla import store_and_attend, tiles_of
 from app.kernels.sgmv.xla import RANK_CHUNK, Segments
 
 
 def forward(
     weights: XlaWeights, tables: RankTables, places: AdapterPlaces, kv: KvMemory, flat: Array, *, bucket: Bucket,
-    sizes: XlaSizes, operations: Operations,
+    sizes: XlaSizes, add_deltas: AddDeltas,
 ) -> tuple[KvMemory, StepResult]:  # fmt: skip
     """Run every layer over a packed step. With several shards, call it inside `shard_map` over `SHARD_AXES`."""
     step = unpack(flat, bucket)
-    decoder = _Decoder(weights, tables, places, step, bucket, sizes, operations)
+    decoder = _Decoder(weights, tables, places, step, bucket, sizes, add_deltas)
 
     def run_layer(state: tuple[Array, KvMemory], layer: Array) -> tuple[Any, None]:
         hidden, kv = state
@@ -69,11 +71,11 @@ class _Decoder:
 
     def __init__(
         self, weights: XlaWeights, tables: RankTables, places: AdapterPlaces, step: XlaStep, bucket: Bucket,
-        sizes: XlaSizes, operations: Operations,
+        sizes: XlaSizes, add_deltas: AddDeltas,
     ) -> None:  # fmt: skip
         self._weights, self._tables, self._places, self._step = weights, tables, places, step
-        self._sizes, self._operations = sizes, operations
-        self._plan = operations.plan_attention(step.queries, bucket.tokens, bucket.tile)
+        self._sizes, self._add_deltas = sizes, add_deltas
+        self._tiles = tiles_of(step.queries, bucket.tokens, bucket.tile)
         self._whole_heads = (sizes.attention.num_heads, sizes.attention.num_kv_heads)
         self._cos, self._sin = weights.cos[:, step.positions], weights.sin[:, step.positions]  # [ropes, T, D / 2]
 
@@ -81,9 +83,8 @@ class _Decoder:
         """[T, H]."""
         weights, token_ids = self._weights, self._step.token_ids
         if weights.embedding is None:
-            return self._operations.columns(weights.head, 0, token_ids)
-        rows: Array = weights.embedding[token_ids]
-        return rows
+            return weights.head[0, token_ids]
+        return weights.embedding[token_ids]
 
     def attend(self, hidden: Array, kv: KvMemory, layer: Array) -> tuple[Array, KvMemory]:
         """[T, H] -> what was attended [T, heads * D], and the memory with the rows' keys and values."""
@@ -98,9 +99,10 @@ class _Decoder:
             q_norm = k_norm = None
         q, k = (self._rotated(rows, norm, layer) for rows, norm in ((q, q_norm), (k, k_norm)))
         sinks = jnp.zeros(0, jnp.float32) if layers.sinks is None else layers.sinks[layer]
-        return self._operations.store_and_attend(
-            q, k, v, kv, step.queries, self._plan, layer, layers.scale[layer], layers.window[layer], sinks
+        attended, keys, values = store_and_attend(
+            q, k, v, *kv, step.queries, self._tiles, layer, layers.scale[layer], layers.window[layer], sinks
         )
+        return attended, KvMemory(keys, values)
 
     def _attend_latents(self, x: Array, kv: KvMemory, layer: Array, latent: LatentSpec) -> tuple[Array, KvMemory]:
         """Normed rows [T, H] -> values that were attended [T, heads * V] (DeepSeek-AI 2024), and the memory.
@@ -117,18 +119,18 @@ class _Decoder:
         (rows,) = self.linear(x, layer, "latent_a")
         normed = self._norm(rows[:, :rank], layers.latent_norm[layer], latent.norm_eps)
         rows = jnp.concatenate([normed, self._turned(rows[:, None, rank:], layer)[:, 0]], axis=1)
-        attended, kv = self._operations.store_and_attend_latents(
-            self._by_head(own, layer, latent, LATENT_KEYS), rotated, rows, kv, step.queries, self._plan, layer,
+        attended, latents = latent_attention.store_and_attend(
+            self._by_head(own, layer, latent, LATENT_KEYS), rotated, rows, kv.keys, step.queries, self._tiles, layer,
             layers.scale[layer],
         )  # fmt: skip
-        return self._by_head(attended, layer, latent, LATENT_VALUES).reshape(len(x), -1), kv
+        return self._by_head(attended, layer, latent, LATENT_VALUES).reshape(len(x), -1), KvMemory(latents, None)
 
     def _by_head(self, x: Array, layer: Array, latent: LatentSpec, kind: ProductKind) -> Array:
         """Rows by head [T, N, D] times each head's part of `kv_b_proj`, with the deltas: [T, N, columns]."""
         (target,) = LATENT_B.targets
         first = layer * self._sizes.group_size(self._sizes.absorbed[0])
-        y = self._operations.product_by_head(x, self._weights.layers.products[kind.name], first, self._step.num_tokens)
-        return add_deltas(
+        y = latent_attention.multiply_heads(x, self._weights.layers.products[kind.name], first)
+        return latent_attention.add_deltas(
             x, y, self._tables.a[target], self._tables.b[target], layer, self._step.segments, self._places.starts,
             self._places.ranks[LATENT_B.name], latent.key_size, of_keys=kind is LATENT_KEYS,
         )  # fmt: skip
@@ -155,7 +157,7 @@ class _Decoder:
     def logits(self, hidden: Array) -> Array:
         """[T, H] -> [B, V] of the sampled rows."""
         rows = self._norm(hidden[self._step.sample_rows], self._weights.final_norm)
-        logits = self._operations.product(rows, self._weights.head, 0, self._step.num_samples)
+        logits = _multiply(rows, self._weights.head[0])
         if self._sizes.num_shards > 1:
             logits = lax.all_gather(logits, SHARD_AXES, axis=1, tiled=True)
         return logits[:, : self._sizes.spec.vocab_size]
@@ -166,11 +168,9 @@ class _Decoder:
         layer: among those that have the product.
         """
         layers, step, product = self._weights.layers, self._step, self._sizes.product(name)
-        y = self._operations.product(x, layers.products[name], layer, step.num_tokens)
+        y = _multiply(x, layers.products[name][layer])
         a, b = ([table[target] for target in product.targets] for table in (self._tables.a, self._tables.b))
-        y = self._operations.add_deltas(
-            x, y, a, b, layer, step.segments, self._places.starts, self._places.ranks[name], a[0].shape[1]
-        )
+        y = self._add_deltas(x, y, a, b, layer, step.segments, self._places.starts, self._places.ranks[name])
         if product.kind.split == "input" and self._sizes.num_shards > 1:
             y = lax.psum(y, SHARD_AXES)
         if layers.biases[name] is not None:
@@ -193,7 +193,7 @@ class _Decoder:
             runs = page_runs(pairs.keys, heads, len(pages.following) - 1)
 
         def linear(x: Array, name: str) -> tuple[Array, ...]:
-            y = self._operations.product_by_group(x, products[name], place * count, pairs.starts)
+            y = multiply_groups(x, products[name], place * count, pairs.starts)
             if runs is not None:
                 y = self._expert_deltas(x, y, name, runs)
             bias = self._weights.layers.biases[name]
@@ -228,7 +228,7 @@ class _Decoder:
             lines = jnp.concatenate([runs.bounds, page[:, None]], axis=1)
             segments = Segments(lines, runs.num_runs, jnp.int32(RANK_CHUNK))
             ranks = pages.ranks[name][None]
-            y = self._operations.add_deltas(x, y, a, b, jnp.int32(0), segments, starts, ranks, RANK_CHUNK)
+            y = self._add_deltas(x, y, a, b, jnp.int32(0), segments, starts, ranks)
             return y, pages.following[page]
 
         added: Array = lax.fori_loop(0, self._step.most_pages, add_page, (y, runs.pages))[0]
@@ -256,7 +256,7 @@ class _Decoder:
     def _columns(self, y: Array, name: str) -> tuple[Array, ...]:
         """Each target's own columns of a product."""
         product = self._sizes.product(name)
-        return tuple(y[:, product.columns(target, self._sizes.column_multiple)] for target in product.targets)
+        return tuple(y[:, product.columns(target)] for target in product.targets)
 
     def _scaled(self, y: Array, layer: Array, product: Product) -> Array:
         """scale * y + shift, with each row's adapter's own; y itself in a step without such adapters."""
@@ -308,3 +308,8 @@ class _Decoder:
         """x / rms(x) * weight over the last axis (Zhang & Sennrich 2019). eps: the model's if None."""
         eps = self._sizes.spec.norm_eps if eps is None else eps
         return x * lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + eps) * weight
+
+
+def _multiply(x: Array, weights: Array) -> Array:
+    """x [T, K] times weights [N, K]: [T, N]."""
+    return lax.dot_general(x, weights, (((1,), (1,)), ((), ())), precision=lax.Precision.HIGHEST)

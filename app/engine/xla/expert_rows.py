@@ -21,8 +21,7 @@ from app.engine.adapters.lora import LoraAdapter, LoraPair, widened
 from app.engine.errors import AdapterMismatch
 from app.engine.models.products import Product, product_of
 from app.engine.models.sharding import shard_columns
-from app.engine.xla.arrays import TENSOR_AXIS, ExpertPages, ExpertPlaces
-from app.engine.xla.operations import Floats, Operations
+from app.engine.xla.arrays import TENSOR_AXIS, ExpertPages, ExpertPlaces, Floats
 from app.engine.xla.sizes import XlaSizes
 from app.kernels.sgmv.xla import RANK_CHUNK
 
@@ -33,8 +32,8 @@ PAGES_AT_ONCE = 32
 class XlaExpertRows:
     """The books of a model's pages; for a model without experts, or with room for nothing, there are none."""
 
-    def __init__(self, sizes: XlaSizes, operations: Operations, num_slots: int, max_bytes: int) -> None:
-        self._sizes, self._operations, self._num_slots = sizes, operations, num_slots
+    def __init__(self, sizes: XlaSizes, num_slots: int, max_bytes: int) -> None:
+        self._sizes, self._num_slots = sizes, num_slots
         self._products = tuple(one for one in sizes.products if one.num_experts is not None)
         self._columns = {
             one.name: shard_columns(one, sizes.tensor_shards) for one in sizes.whole if one.num_experts is not None
@@ -70,8 +69,7 @@ class XlaExpertRows:
         a, b = {}, {}
         for product in self._products:
             is_input, shards = product.kind.split == "input", self._sizes.tensor_shards
-            widths = product.padded_widths(self._sizes.column_multiple)
-            for target, width in zip(product.targets, widths, strict=True):
+            for target, width in zip(product.targets, product.widths, strict=True):
                 a[target] = (num_pages * RANK_CHUNK, product.d_in * (shards if is_input else 1))
                 b[target] = (num_pages * RANK_CHUNK, width * (1 if is_input else shards))
         return ExpertPages(a, b)
@@ -130,7 +128,7 @@ class XlaExpertRows:
         )
 
     def _packed(self, filled: list[tuple[int, dict[str, LoraPair]]]) -> tuple[ExpertPages, NDArray[np.int32]]:
-        """Pages as the form reads them, and their numbers; a number that is nobody's for what is left over."""
+        """Pages, and their numbers; a number that is nobody's for what is left over."""
         shapes = self.shapes(PAGES_AT_ONCE)
         a, b = ({name: np.zeros(shape, np.float32) for name, shape in table.items()} for table in shapes)
         pages = np.full(PAGES_AT_ONCE, self.num_pages, np.int32)
@@ -144,16 +142,11 @@ class XlaExpertRows:
 
     def _page(self, product: Product, target: str, pair: LoraPair) -> tuple[Floats, Floats]:
         """Eight rows of a and of b, shards one after the other."""
-        width = product.padded_widths(self._sizes.column_multiple)[product.targets.index(target)]
         is_input, wide_a, wide_b = product.kind.split == "input", widened(pair.a), widened(pair.b)
         of_a, of_b = [], []
         for columns in self._columns[product.name][target]:
-            own_a, own_b = (wide_a[:, columns], wide_b) if is_input else (wide_a, wide_b[:, columns])
-            padded = np.zeros((pair.rank, width), np.float32)
-            padded[:, : own_b.shape[1]] = own_b
-            packed = self._operations.pack_rows(own_a, padded)
-            of_a.append(_eight_rows(packed.a, product.d_in))
-            of_b.append(_eight_rows(packed.b, width))
+            of_a.append(_eight_rows(wide_a[:, columns] if is_input else wide_a))
+            of_b.append(_eight_rows(wide_b if is_input else wide_b[:, columns]))
         if is_input:
             return np.concatenate(of_a, axis=1), of_b[0]
         return of_a[0], np.concatenate(of_b, axis=1)
@@ -182,8 +175,8 @@ def _num_pages(pairs: Iterable[LoraPair]) -> int:
     return -(-max(pair.rank for pair in pairs) // RANK_CHUNK)
 
 
-def _eight_rows(packed: Floats, width: int) -> Floats:
-    """Up to eight rows, however packed, at the beginning of memory of eight."""
-    whole = np.zeros(RANK_CHUNK * width, np.float32)
-    whole[: packed.size] = packed.reshape(-1)
-    return whole.reshape(RANK_CHUNK, width)
+def _eight_rows(rows: Floats) -> Floats:
+    """Up to eight rows, and zeros after them."""
+    whole = np.zeros((RANK_CHUNK, rows.shape[1]), np.float32)
+    whole[: len(rows)] = rows
+    return whole

@@ -40,7 +40,7 @@ def make_mesh(devices: Sequence[jax.Device], tensor_parallel: int, expert_parall
 
 
 def weight_specs(weights: XlaWeights, sizes: XlaSizes) -> XlaWeights:
-    """A PartitionSpec for each array of `weights`; None stays None. All arrays of a stack are split alike."""
+    """A PartitionSpec for each array of `weights`; None stays None."""
     specs: XlaWeights = jax.tree.map(lambda _: REPLICATED, weights)
     products, biases = dict(specs.layers.products), dict(specs.layers.biases)
     for product in sizes.products:

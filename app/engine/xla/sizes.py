@@ -1,6 +1,6 @@
 """What one device computes of a model that several devices share.
 
-In: a `ModelSpec`, numbers of shards, and to what a form rounds columns. Out: `XlaSizes`. Which columns a shard holds
+In: a `ModelSpec` and numbers of shards. Out: `XlaSizes`. Which columns a shard holds
 is said by `app.engine.models.sharding`; everything here follows from it. Experts are divided twice: each device has
 some of them (expert parallel), and of these some columns (tensor parallel). Everything else is divided over all
 devices alike.
@@ -22,14 +22,11 @@ class XlaSizes:
     the layers that have it: an array of a product's counts only these.
 
     absorbed: what is computed in place of the product of latents, by head; heads are divided over all devices.
-
-    column_multiple: what the columns of each target, and the logits of a shard, are rounded up to.
     """
 
     spec: ModelSpec
     tensor_shards: int
     expert_shards: int
-    column_multiple: int
     whole: tuple[Product, ...]
     products: tuple[Product, ...]
     layers: tuple[tuple[int, ...], ...]
@@ -62,8 +59,7 @@ class XlaSizes:
     @property
     def vocab_per_shard(self) -> int:
         """Logits that a shard computes."""
-        per_shard = -(-self.spec.vocab_size // self.num_shards)
-        return -(-per_shard // self.column_multiple) * self.column_multiple
+        return -(-self.spec.vocab_size // self.num_shards)
 
     @property
     def single(self) -> tuple[Product, ...]:
@@ -105,16 +101,12 @@ class XlaSizes:
             return 1
         return self.num_shards if product.num_experts is None else self.tensor_shards
 
-    def width(self, product: Product) -> int:
-        """Columns that one shard computes for a product."""
-        return product.width(self.column_multiple)
-
     def total_width(self, product: Product) -> int:
         """Columns of all shards of a product that is split on its output; else those of any shard."""
-        return self.width(product) * (self.shards_of(product) if product.kind.split == "output" else 1)
+        return product.width() * (self.shards_of(product) if product.kind.split == "output" else 1)
 
 
-def sizes_of(spec: ModelSpec, tensor_shards: int, column_multiple: int, expert_shards: int = 1) -> XlaSizes:
+def sizes_of(spec: ModelSpec, tensor_shards: int, expert_shards: int = 1) -> XlaSizes:
     """CheckpointError for what this engine does not compute; ConfigError if the model does not divide so."""
     _check_served(spec)
     stacked = stacked_products(spec)
@@ -136,7 +128,7 @@ def sizes_of(spec: ModelSpec, tensor_shards: int, column_multiple: int, expert_s
     )
     layers = tuple(layers for _, layers in stacked)
     absorbed = absorbed_products(spec.layers[0].attention)
-    return XlaSizes(spec, tensor_shards, expert_shards, column_multiple, whole, products, layers, absorbed)
+    return XlaSizes(spec, tensor_shards, expert_shards, whole, products, layers, absorbed)
 
 
 def _check_served(spec: ModelSpec) -> None:

@@ -61,7 +61,7 @@ class Bucket:
             "tasks": (self.num_tasks, 2),
             "lines": (max_segments(self.tokens, self.sequences), 3),
             **dict.fromkeys(
-                ("num_tokens", "num_samples", "num_tasks", "num_segments", "widest", "num_extra_tokens", "most_pages"),
+                ("num_tokens", "num_tasks", "num_segments", "widest", "num_extra_tokens", "most_pages"),
                 (),
             ),
         }
@@ -85,8 +85,7 @@ class StepAdapters(NamedTuple):
 
 
 class XlaStep(NamedTuple):
-    """token_ids, positions, extra_rows, expert_slots: [T], of which num_tokens are real. sample_rows: [B], of which
-    num_samples."""
+    """token_ids, positions, extra_rows, expert_slots: [T], of which num_tokens are real. sample_rows: [B]."""
 
     token_ids: Array
     positions: Array
@@ -94,7 +93,6 @@ class XlaStep(NamedTuple):
     expert_slots: Array
     sample_rows: Array
     num_tokens: Array
-    num_samples: Array
     num_extra_tokens: Array
     most_pages: Array
     queries: Queries
@@ -124,7 +122,6 @@ def pack(batch: ForwardBatch, bucket: Bucket, num_kv_slots: int, adapters: StepA
     views["block_tables"][:num_sequences, :table_width] = batch.block_tables
     numbers = {
         "num_tokens": len(batch.token_ids),
-        "num_samples": len(batch.sample_rows),
         "num_tasks": len(lists["tasks"]),
         "num_segments": len(lists["lines"]),
         "widest": adapters.widest,
@@ -141,8 +138,8 @@ def unpack(flat: Array, bucket: Bucket) -> XlaStep:
     views = _views(flat, bucket)
     segments = Segments(views["lines"], views["num_segments"], views["widest"])
     queries = Queries(
-        views["kv_slots"], views["num_tokens"], views["tasks"], views["num_tasks"], views["query_starts"],
-        views["seq_lens"], views["block_tables"],
+        views["kv_slots"], views["tasks"], views["num_tasks"], views["query_starts"], views["seq_lens"],
+        views["block_tables"],
     )  # fmt: skip
     own = XlaStep._fields[: -len(("queries", "segments"))]
     return XlaStep(**{name: views[name] for name in own}, queries=queries, segments=segments)

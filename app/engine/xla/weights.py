@@ -1,22 +1,18 @@
 """A checkpoint as the stacked arrays that `lax.scan` walks over, shard by shard.
 
 In: a checkpoint's tensors, one at a time. Out: `XlaWeights`, a pytree of NumPy arrays ready to be put on devices. Which
-columns a shard holds says `app.engine.models.sharding`, how a product's weights lie in memory the form. Each shard's
-part of a matrix is stored by itself.
+columns a shard holds says `app.engine.models.sharding`. Weights keep the checkpoint's orientation [d_out, d_in], in
+float32; each shard's part of a matrix is stored by itself.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable
-from contextlib import closing
 from typing import Any
 
-import jax
 import numpy as np
 from numpy.typing import NDArray
 
-from app.engine.config import WeightStorage
 from app.engine.errors import CheckpointError
 from app.engine.models.names import (
     EMBEDDING,
@@ -32,11 +28,8 @@ from app.engine.models.names import (
 )
 from app.engine.models.products import LATENT_B, Product
 from app.engine.models.sharding import shard_columns
-from app.engine.models.stacks import log_storage
-from app.engine.xla.arrays import XlaLayers, XlaWeights
-from app.engine.xla.operations import Floats, Operations
+from app.engine.xla.arrays import Floats, XlaLayers, XlaWeights
 from app.engine.xla.sizes import XlaSizes
-from app.kernels.machine.team import Team
 
 _NORMS: dict[str, LayerNorm | LatentNorm] = {
     "input_layernorm": "attention_norm",
@@ -49,39 +42,35 @@ _NORMS: dict[str, LayerNorm | LatentNorm] = {
 _QK_NORMS: dict[LayerNorm, str] = {"q_norm": "q_proj", "k_norm": "k_proj"}
 
 
-def read_weights(
-    sizes: XlaSizes, operations: Operations, tensors: Iterable[tuple[str, NDArray[Any]]], max_positions: int,
-    storage: WeightStorage,
-) -> XlaWeights:  # fmt: skip
+def read_weights(sizes: XlaSizes, tensors: Iterable[tuple[str, NDArray[Any]]], max_positions: int) -> XlaWeights:
     """Consume every tensor, as float32. CheckpointError for one that has no place, or is missing."""
-    with closing(Team(len(os.sched_getaffinity(0)))) as team:
-        filling = _Filling(sizes, operations, storage, team)
-        missing = set(expected_tensors(sizes.spec))
-        for name, stored in tensors:
-            if name not in missing:
-                raise CheckpointError(f"tensor {name!r} has no place in {sizes.spec.name}")
-            missing.discard(name)
-            filling.place(name, np.asarray(stored).astype(np.float32, copy=False))
-        if missing:
-            raise CheckpointError(f"{sizes.spec.name} lacks {len(missing)} tensors, the first: {min(missing)!r}")
-        return filling.finish(max_positions)
+    filling = _Filling(sizes)
+    missing = set(expected_tensors(sizes.spec))
+    for name, stored in tensors:
+        if name not in missing:
+            raise CheckpointError(f"tensor {name!r} has no place in {sizes.spec.name}")
+        missing.discard(name)
+        filling.place(name, np.asarray(stored).astype(np.float32, copy=False))
+    if missing:
+        raise CheckpointError(f"{sizes.spec.name} lacks {len(missing)} tensors, the first: {min(missing)!r}")
+    return filling.finish(max_positions)
 
 
 class _Filling:
     """The arrays while tensors come in."""
 
-    def __init__(self, sizes: XlaSizes, operations: Operations, storage: WeightStorage, team: Team) -> None:
-        self._sizes, self._operations, self._storage, self._team = sizes, operations, storage, team
+    def __init__(self, sizes: XlaSizes) -> None:
+        self._sizes = sizes
         count, hidden = sizes.num_layers, sizes.spec.hidden_size
         self._columns = {product.name: shard_columns(product, sizes.shards_of(product)) for product in sizes.whole}
         self._places = {product.kind.path(target, expert): (product, target, expert) for product in sizes.products
                         for target in product.targets for expert in product.experts
                         if product.kind is not LATENT_B}  # fmt: skip
-        self._stacks, self._biases = {}, dict[str, Floats | None]()
+        self._stacks, self._biases = dict[str, Floats](), dict[str, Floats | None]()
         for product in sizes.stored:
             matrices = len(sizes.layers_of(product.name)) * len(product.experts)
-            shape = (matrices * sizes.shards_of(product), sizes.width(product), product.d_in)
-            self._stacks[product.name] = operations.new_stack(shape, storage, team)
+            shape = (matrices * sizes.shards_of(product), product.width(), product.d_in)
+            self._stacks[product.name] = np.zeros(shape, np.float32)
             bias = np.zeros((matrices, sizes.total_width(product)), np.float32) if product.has_bias else None
             self._biases[product.name] = bias
         has_sinks, heads = sizes.attention.sinks, sizes.attention.num_heads
@@ -127,7 +116,7 @@ class _Filling:
         product, target, expert = self._places[path]
         layer = self._sizes.place(product.name, layer)
         mine, is_output = self._columns[product.name][target], product.kind.split == "output"
-        columns = product.columns(target, self._sizes.column_multiple)
+        columns = product.columns(target)
         if kind == "bias":
             bias = self._biases[product.name]
             assert bias is not None
@@ -138,8 +127,8 @@ class _Filling:
                 bias[matrix, columns] = tensor
             return
         for shard, part in enumerate(mine):
-            w = np.ascontiguousarray(tensor[part] if is_output else tensor[:, part])
-            self._stacks[product.name].store(self._matrix(product, layer, expert) * len(mine) + shard, columns.start, w)
+            matrix = self._matrix(product, layer, expert) * len(mine) + shard
+            self._stacks[product.name][matrix, columns] = tensor[part] if is_output else tensor[:, part]
 
     def _place_heads(self, layer: int, tensor: Floats) -> None:
         """kv_b_proj's rows, head by head: those of keys the other way round, those of values as they are."""
@@ -147,9 +136,8 @@ class _Filling:
         assert attention.latent is not None, "only latent attention has this module"
         key_size = attention.latent.key_size
         for head, rows in enumerate(tensor.reshape(attention.num_heads, -1, attention.latent.kv_rank)):
-            parts = (np.ascontiguousarray(rows[:key_size].T), rows[key_size:])
-            for product, part in zip(self._sizes.absorbed, parts, strict=True):
-                self._stacks[product.name].store(self._matrix(product, layer, head), 0, part)
+            for product, part in zip(self._sizes.absorbed, (rows[:key_size].T, rows[key_size:]), strict=True):
+                self._stacks[product.name][self._matrix(product, layer, head)] = part
 
     def _matrix(self, product: Product, place: int, expert: int | None) -> int:
         """A matrix's index in its product's stack: expert shards, then layers, then experts of a shard; or heads."""
@@ -169,12 +157,10 @@ class _Filling:
         factors = [np.float32(rope.attention_factor) for rope in ropes]
         products = {
             product.name: _joined(
-                self._stacks[product.name].stack, self._sizes.shards_of(product), product.kind.split == "input"
+                self._stacks[product.name], self._sizes.shards_of(product), product.kind.split == "input"
             )
             for product in self._sizes.stored
         }
-        head = self._head(self._top[EMBEDDING if spec.tie_embeddings else LM_HEAD])
-        log_storage(spec.name, {"head": head, **products})
         layers = XlaLayers(
             products, self._biases, **self._norms,
             rope=np.array([ropes.index(attention.rope) for attention in attentions], np.int32),
@@ -184,33 +170,24 @@ class _Filling:
         )  # fmt: skip
         return XlaWeights(
             embedding=None if spec.tie_embeddings and shards == 1 else self._top[EMBEDDING],
-            head=head,
+            head=self._head(self._top[EMBEDDING if spec.tie_embeddings else LM_HEAD]),
             final_norm=self._top[FINAL_NORM],
             cos=np.stack([np.cos(a) * f for a, f in zip(angles, factors, strict=True)]),
             sin=np.stack([np.sin(a) * f for a, f in zip(angles, factors, strict=True)]),
             layers=layers,
         )
 
-    def _head(self, rows: Floats) -> Any:
-        """[V, H] as a stack of one layer, zeros beyond V."""
-        shards, per_shard = self._sizes.num_shards, self._sizes.vocab_per_shard
-        padded = np.zeros((shards * per_shard, rows.shape[1]), np.float32)
-        padded[: len(rows)] = rows
-        builder = self._operations.new_stack((shards, per_shard, rows.shape[1]), self._storage, self._team)
-        for shard, part in enumerate(np.split(padded, shards)):
-            builder.store(shard, 0, part)
-        return _joined(builder.stack, shards, splits_input=False)
+    def _head(self, rows: Floats) -> Floats:
+        """[V, H] -> [1, shards * columns, H], zeros beyond V."""
+        padded = np.zeros((1, self._sizes.num_shards * self._sizes.vocab_per_shard, rows.shape[1]), np.float32)
+        padded[0, : len(rows)] = rows
+        return padded
 
 
-def _joined(stack: Any, num_shards: int, splits_input: bool) -> Any:
-    """[L * shards, columns, d_in, ...] -> [L, shards * columns, d_in, ...], or [L, columns, shards * d_in, ...]."""
-
-    def join(array: NDArray[Any]) -> NDArray[Any]:
-        split = array.reshape(-1, num_shards, *array.shape[1:])
-        if not splits_input:
-            return split.reshape(len(split), -1, *array.shape[2:])
-        columns, depth, *rest = array.shape[1:]
-        moved = np.ascontiguousarray(split.swapaxes(1, 2))  # [L, columns, shards, d_in, ...]
-        return moved.reshape(-1, columns, num_shards * depth, *rest)
-
-    return jax.tree.map(join, stack)
+def _joined(stack: Floats, num_shards: int, splits_input: bool) -> Floats:
+    """[L * shards, columns, d_in] -> [L, shards * columns, d_in], or [L, columns, shards * d_in]."""
+    _, columns, depth = stack.shape
+    if not splits_input:
+        return stack.reshape(-1, num_shards * columns, depth)
+    split = stack.reshape(-1, num_shards, columns, depth)
+    return np.ascontiguousarray(split.swapaxes(1, 2)).reshape(-1, columns, num_shards * depth)

@@ -162,15 +162,11 @@ class Team:
         piece taken and touches nothing. Raises RuntimeError if a helper has died.
         """
         team: NDArray[np.int64] = np.zeros((num_phases, 16), np.int64)
-        self.lend(function, team, 0, *args)
-        function(team, 0, *args)
-
-    def lend(self, function: Callable[..., Any], *args: Any) -> None:
-        """Call function(*args) on every helper, and return at once. Raises RuntimeError if a helper has died."""
         for helper in self._helpers:
             if not helper.is_alive():
                 raise RuntimeError(f"thread {helper.name} has ended; its traceback is on standard error")
-            self._calls.put((function, args))
+            self._calls.put((function, (team, 0, *args)))
+        function(team, 0, *args)
 
     def close(self) -> None:
         """End the helpers. The team must not be used afterwards."""

@@ -161,22 +161,6 @@ def paged_attention(
 
 
 @compiled
-def store_rows(team, phase, k, v, kv_slots, head_dim, k_memory, v_memory):
-    """Write k, v [T, kv_heads * head_dim] to the tokens' places in memory; kv_slots: [T]. One phase."""
-    num_tokens, done, block_size = k.shape[0], 0, v_memory.shape[2]
-    t = take(team, phase)
-    while t < num_tokens:
-        block, offset = kv_slots[t] // block_size, kv_slots[t] % block_size
-        for head in range(k.shape[1] // head_dim):
-            for i in range(head_dim):
-                k_memory[block, head, i, offset] = k[t, head * head_dim + i]
-                v_memory[block, head, offset, i] = v[t, head * head_dim + i]
-        done += 1
-        t = take(team, phase)
-    return leave(team, phase, num_tokens, done)
-
-
-@compiled
 def _task(job, num_kv_heads, tasks, query_starts, seq_lens):
     """KV head, sequence, first row of q, and what `_attend` calls first_visible."""
     b = tasks[job // num_kv_heads, 0]

@@ -23,14 +23,13 @@ _LOW = -1e30  # a maximum before any key: finite, so that the first rescaling is
 
 
 class Queries(NamedTuple):
-    """A step's queries, int32. T tokens, of which num_rows are real; J tasks, of which num_tasks are.
+    """A step's queries, int32. T tokens; J tasks, of which num_tasks are real.
 
     kv_slots: [T], beyond the memory for padding. tasks: [J, 2] (sequence, first query of it), each for as many queries
     as a tile has. query_starts: [B + 1]. seq_lens: [B]. block_tables: [B, N], N a multiple of `blocks_per_group`.
     """
 
     kv_slots: Array
-    num_rows: Array
     tasks: Array
     num_tasks: Array
     query_starts: Array

@@ -12,8 +12,8 @@ import pytest_asyncio
 from fastapi import FastAPI
 
 from app.deployments.ingress.http.app import make_app
-from app.deployments.ingress.http.guard import DoorRules
-from app.deployments.ingress.http.openapi import api_routes, openapi
+from app.deployments.ingress.http.middleware.origin_check import HttpPolicy
+from app.deployments.ingress.http.openapi import api_routes
 from tests.deployments.fleet import Fleet
 from tests.deployments.http_service import WRITING_SPEC, Service, writing_text
 from tests.deployments.managed import ManagedStore, wanted
@@ -55,7 +55,7 @@ async def writing(tmp_path: Path) -> AsyncIterator[Service]:
 @pytest_asyncio.fixture
 async def writer(writing: Service) -> AsyncIterator[httpx.AsyncClient]:
     """A client of it, which looks at answers as `http` does."""
-    app = make_app(writing, DoorRules())
+    app = make_app(writing, HttpPolicy())
     transport = httpx.ASGITransport(app, raise_app_exceptions=False)
     hooks = {"response": [as_described(app)]}
     async with httpx.AsyncClient(transport=transport, base_url="http://test", timeout=20, event_hooks=hooks) as client:
@@ -65,7 +65,7 @@ async def writer(writing: Service) -> AsyncIterator[httpx.AsyncClient]:
 @pytest_asyncio.fixture
 async def http(service: Service) -> AsyncIterator[httpx.AsyncClient]:
     """A client; what it is answered has to be as it is described."""
-    app = make_app(service, DoorRules())
+    app = make_app(service, HttpPolicy())
     transport = httpx.ASGITransport(app, raise_app_exceptions=False)
     hooks = {"response": [as_described(app)]}
     async with httpx.AsyncClient(transport=transport, base_url="http://test", timeout=20, event_hooks=hooks) as client:
@@ -73,8 +73,8 @@ async def http(service: Service) -> AsyncIterator[httpx.AsyncClient]:
 
 
 def as_described(app: FastAPI) -> Callable[[Any], Awaitable[None]]:
-    """Looks at each answer of a route that there is: its media type, its schema, the spelling of its times."""
-    routes, document = list(api_routes(app.routes)), openapi(app.routes)
+    """Looks at each answer of a route that there is: its media type, its fields, the spelling of its times."""
+    routes, document = list(api_routes(app.routes)), closed(app.openapi())
 
     async def look(response: Any) -> None:
         request = response.request
@@ -82,18 +82,29 @@ def as_described(app: FastAPI) -> Callable[[Any], Awaitable[None]]:
         found = next((item for item in routes if item.path_regex.match(path) and method in item.methods), None)
         if found is None:
             return
-        told = document["paths"][found.path][method.lower()]["responses"]["2XX" if response.is_success else "default"]
+        told = document["paths"][found.path][method.lower()]["responses"]
+        content = told[str(response.status_code) if response.is_success else "default"]["content"]
         media_type = response.headers.get("content-type", "").partition(";")[0]
-        assert media_type in told["content"], f"{method} {path}: {media_type} is not in /openapi.json"
+        assert media_type in content, f"{method} {path}: {media_type} is not in /openapi.json"
         if media_type != "application/json":
             return
         await response.aread()
         answer = response.json()
-        jsonschema.validate(answer, {**told["content"][media_type]["schema"], "components": document["components"]})
+        jsonschema.validate(answer, {**content[media_type]["schema"], "components": document["components"]})
         for name, time_s in _times(answer):
             assert time_s is None or isinstance(time_s, int), f"{method} {path}: {name} is {time_s!r}, no whole second"
 
     return look
+
+
+def closed(schema: Any) -> Any:
+    """The same schemas without room for a field that they do not name."""
+    if isinstance(schema, list):
+        return [closed(item) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    items = {name: closed(item) for name, item in schema.items()}
+    return {"additionalProperties": False, **items} if isinstance(schema.get("properties"), dict) else items
 
 
 def _times(value: Any) -> Iterator[tuple[str, Any]]:

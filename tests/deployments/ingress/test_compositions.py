@@ -9,9 +9,9 @@ import httpx
 import pytest
 import pytest_asyncio
 
-from app.deployments.ingress.body import parse_body
 from app.deployments.ingress.compositions import ComposeBody
-from app.deployments.ingress.schema import CompletionRequest, GenerateBody, WeightedAdapter
+from app.deployments.ingress.schemas.openai import CompletionRequest, GenerateBody, WeightedAdapter
+from app.deployments.ingress.schemas.request_model import parse_body
 from app.deployments.ingress.tenants import Caller, handle_caller
 from app.deployments.tenants.entries import PUBLIC
 from app.engine.adapters.composing.composition import Part, composition_of

@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from app.deployments.ingress import handle_api
-from app.deployments.ingress.management_bodies import adapter_body, job_body, unloaded_body
+from app.deployments.ingress.serializers.loras import adapter_body, job_body, unloaded_body
 from app.engine.errors import InvalidRequest, NotFound, QueueFull
 from tests.deployments.http_service import Service
 from tests.deployments.ingress.test_dispatcher import until

@@ -52,7 +52,7 @@ async def test_every_route_finds_it(finding: Service, http: httpx.AsyncClient, p
 
 
 async def test_several_adapters_are_found_together(finding: Service) -> None:
-    from app.deployments.ingress.schema import WeightedAdapter
+    from app.deployments.ingress.schemas.openai import WeightedAdapter
 
     adapters = [WeightedAdapter(name="two"), WeightedAdapter(name="new")]
     assert await finding.frontend.finder.find("base", handle_caller(), adapters=adapters) is not None

@@ -9,7 +9,7 @@ import pytest
 
 from app.config import HttpConfig
 from app.deployments.ingress import adapter_names
-from app.deployments.ingress.schema import ChatCompletionRequest
+from app.deployments.ingress.schemas.openai import ChatCompletionRequest
 from app.deployments.ingress.tenants import handle_caller
 from app.engine.adapters.card import AdapterRef
 from app.engine.errors import NotReady
@@ -110,7 +110,7 @@ async def test_an_adapter_of_one_tenant_is_nothing_to_another(service: Service) 
 
 
 async def test_a_request_is_its_caller_s(service: Service) -> None:
-    from app.deployments.ingress.schema import CompletionRequest
+    from app.deployments.ingress.schemas.openai import CompletionRequest
     from app.deployments.ingress.tenants import Caller
 
     caller = Caller("acme", "ada")

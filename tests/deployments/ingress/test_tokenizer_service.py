@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from app.deployments.ingress.http.answers import TokenOffsets
+from app.deployments.ingress.serializers.openai import TokenOffsets
 from app.deployments.ingress.tokenizer_service import TokenizerService
 from app.engine.models.checkpoint import load_checkpoint
 from app.engine.models.tokenizer import load_tokenizer

@@ -12,7 +12,7 @@ from app.deployments.placement.policy import PlacementPolicy
 from app.deployments.placement.table import ReplicaNews, ReplicaReport
 from app.deployments.placement.telling import Telling
 from app.deployments.placement.view import PlacementView
-from app.engine.pools.cached_heads import MAX_HEADS
+from app.engine.pools.kv_blocks import MAX_HEADS
 from tests.deployments.placed import ORIGIN
 from tests.deployments.placement.said import LEAST_LOADED, STICKY, ToldBooks
 from tests.fakes import fake_request

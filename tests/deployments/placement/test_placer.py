@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from app.deployments.links.actor_proxy import actor_proxy
 from app.deployments.links.published import Changes, Version
-from app.deployments.placement.client import PlacementClient
-from app.deployments.placement.placer import ServePlacer, WatchedPlacement
+from app.deployments.placement.placer import Placer, WatchedPlacement
+from app.deployments.placement.service import PlacementService
 from app.deployments.placement.table import Key, Row
 from app.engine.errors import NotReady
 from tests.deployments.scripted_actor import LOST, Scripted, raised
@@ -16,8 +17,8 @@ async def unused(*_: object) -> tuple[Version, Changes[Key, Row]] | None:
     raise AssertionError("nobody follows")
 
 
-def placer_over(*answers: object) -> ServePlacer:
-    placer = ServePlacer(PlacementClient(Scripted(*answers)), WatchedPlacement(unused, "me"), "me")  # type: ignore[arg-type]
+def placer_over(*answers: object) -> Placer:
+    placer = Placer(actor_proxy(PlacementService, Scripted(*answers)), WatchedPlacement(unused, "me"), "me")  # type: ignore[arg-type]
     placer.view.apply({("replica", "r0"): ("0.0", "0", "0"), ("home", "known"): ("r0",)})
     return placer
 

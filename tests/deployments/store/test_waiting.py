@@ -8,13 +8,11 @@ from typing import Any, cast
 
 import pytest
 
-from app.deployments.store import client as client_module
+from app.deployments.replica import fetcher
 from app.deployments.store import service as service_module
-from app.deployments.store.client import StoreClient
 from app.deployments.store.service import HOLD_S, MAX_HELD, StoreParts, StoreService
 from app.engine.adapters.card import AdapterRef
 from app.engine.errors import AdapterFormatError
-from tests.deployments.managed import Here
 
 
 class Bytes:
@@ -77,8 +75,8 @@ async def test_expecting_returns_at_once_and_is_bounded(monkeypatch: pytest.Monk
     store.gate.set()
 
 
-async def test_the_client_asks_until_it_is_there_or_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client_module, "FIRST_PAUSE_S", 0.001)
+async def test_a_replica_asks_until_it_is_there_or_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fetcher, "FIRST_PAUSE_S", 0.001)
     asked: list[bool] = []
     answers: list[Any] = [None, None, "handle", None, AdapterFormatError("is broken")]
 
@@ -89,8 +87,8 @@ async def test_the_client_asks_until_it_is_there_or_has_failed(monkeypatch: pyte
             raise answer
         return answer
 
-    client = StoreClient(Here(SimpleNamespace(fetch=fetch)))
-    assert await client.fetch(ref("d")) == cast(Any, "handle")
+    store = cast(Any, SimpleNamespace(fetch=fetch))
+    assert await fetcher.fetch_packed(store, ref("d")) == cast(Any, "handle")
     with pytest.raises(AdapterFormatError):
-        await client.fetch(ref("d"))
+        await fetcher.fetch_packed(store, ref("d"))
     assert asked == [False, True, True, False, True]

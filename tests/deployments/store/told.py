@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from app.deployments.registry.entries import State
+from app.deployments.registry.tier_events import TierEvents
 
 
-class Told:
-    """`StoreEvents` that remembers everything."""
+class Told(TierEvents):
+    """Events that are remembered, all of them."""
 
     def __init__(self) -> None:
         self.reads: list[tuple[str, State]] = []

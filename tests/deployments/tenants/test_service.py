@@ -10,12 +10,12 @@ import pytest
 from sqlalchemy import insert, select, text
 
 from app.deployments.ingress.tenancy import Tenancy
+from app.deployments.links.actor_proxy import actor_proxy
 from app.deployments.links.published import Changes, Version
 from app.deployments.registry.database import Database, sqlite_url
 from app.deployments.registry.tenant_tables import api_keys
 from app.deployments.tenants import key_books, project_books
 from app.deployments.tenants.books import TenantBooks, TenantNews
-from app.deployments.tenants.client import TenantsClient
 from app.deployments.tenants.entries import ApiKey, Tenant, TenantKey, TenantRow
 from app.deployments.tenants.key_material import derived_salt, is_key, key_digest, new_key
 from app.deployments.tenants.lending import Want
@@ -196,7 +196,7 @@ async def test_what_an_ingress_does_not_need_goes_back_though_its_clock_is_set(
     wall, passed = Clock(), Clock()
     service, project_id = await owner_of_a_project(database, wall, passed)
     tenant = await service.limit_rates(project_id, "base", {"requests_per_day": 1000}, actor="test")
-    owner, rates = TenantsClient(Here(service)), RATES
+    owner, rates = actor_proxy(TenantsService, Here(service)), RATES
     tenancy = Tenancy(TenantView(), owner, rates, "ingress", wall, monotonic=passed)
     await tenancy.limiter.reserve(tenant, {Meter(project_id, "day", "base"): 1})
     assert (await service.left(project_id))[0][2] < 999, "it holds some more than it needs"

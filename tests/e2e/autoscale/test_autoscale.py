@@ -16,7 +16,8 @@ from load_tests.service import free_port
 from tests.e2e.process import ServiceProcess, serve_run, tiny_document
 from tests.e2e.tiny import save_tiny_model
 
-pytestmark = pytest.mark.e2e
+#: By day tests/deployments/placement/test_autoscaling.py decides; tests/simulation/test_scaling.py scales like Serve.
+pytestmark = [pytest.mark.e2e, pytest.mark.nightly]
 
 SCALING = {
     "min_replicas": 0,

@@ -33,10 +33,13 @@ RANKS = {"r8": 8, "r16": 16}
 INGRESS_TIMEOUT_S = 120.0
 
 
+@pytest.hookimpl(tryfirst=True)  # before nightly tests are left out
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Nightly: by day tests/e2e/service has two ingresses and replicas, one of which is killed, on one node."""
     for item in items:
         if Path(__file__).parent in item.path.parents:
             item.add_marker(pytest.mark.e2e)
+            item.add_marker(pytest.mark.nightly)
 
 
 @dataclass(frozen=True)

@@ -15,22 +15,22 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from app.config import load_config
-from app.deployments.replica.fetcher import AdapterFetcher
-from app.deployments.store.actor import store_actor
-from app.deployments.store.client import StoreClient
+from app.deployments.replica.fetcher import AdapterFetcher, fetch_packed
+from app.deployments.store.actor import store_actor, store_service
+from app.deployments.store.service import StoreService
 from app.deployments.store.shared import SharedAdapter
 from app.engine.adapters.card import AdapterRef
 
 TIMEOUT_S = 60.0
 
 
-class Answered:
+class Answered(StoreService[SharedAdapter]):
     """The store's answer, kept."""
 
     def __init__(self, shared: SharedAdapter) -> None:
         self._shared = shared
 
-    async def fetch(self, ref: AdapterRef) -> SharedAdapter:  # noqa: ARG002
+    async def fetch(self, ref: AdapterRef, again: bool = False) -> SharedAdapter:  # noqa: ARG002
         return self._shared
 
     async def lost(self, digest: str) -> None:
@@ -41,13 +41,13 @@ class Reader:
     """An actor that reads adapters as an engine replica does."""
 
     def __init__(self, settings: dict[str, Any]) -> None:
-        self._store = StoreClient(store_actor(load_config(settings)))
+        self._store = store_service(store_actor(load_config(settings)))
 
     async def ask(self, name: str) -> None:
         """Have the store's answer, and none of the bytes."""
         entry = (await self._store.describe(name, tenant_id="default")).entry
         assert entry is not None
-        self._ref, self._answer = entry.ref, Answered(await self._store.fetch(entry.ref))
+        self._ref, self._answer = entry.ref, Answered(await fetch_packed(self._store, entry.ref))
 
     async def read(self) -> tuple[str, int]:
         """Have the bytes: the file that is mapped, by its device and inode, and the place of the first matrix in it."""

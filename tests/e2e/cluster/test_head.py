@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 
 import httpx
-import pytest
 
 from tests.e2e.cluster.conftest import NodesOfOneMachine
 from tests.e2e.cluster.test_nodes import MODELS, ask, body, others, register, returned, traffic
@@ -24,7 +23,6 @@ async def register_at_last(url: str, name: str, path: str) -> None:
             await asyncio.sleep(1)
 
 
-@pytest.mark.nightly
 async def test_the_head_dies_and_returns_while_tokens_flow(lasting_cluster: NodesOfOneMachine) -> None:
     """First its GCS, which everything of Ray asks; then the whole node, with whatever ran there."""
     cluster = lasting_cluster

@@ -7,7 +7,6 @@ import signal
 from collections.abc import Sequence
 
 import httpx
-import pytest
 
 from load_tests.process_tree import processes
 from tests.e2e.cluster.conftest import NodesOfOneMachine
@@ -44,7 +43,6 @@ async def served(url: str) -> set[str]:
         return {model["id"] for model in answer.json()["data"]}
 
 
-@pytest.mark.nightly
 async def test_the_store_s_node_is_lost_and_then_the_head_while_tokens_flow(lasting_cluster: NodesOfOneMachine) -> None:
     cluster = lasting_cluster
     head, lost = cluster.nodes[0], cluster.node_of("store")

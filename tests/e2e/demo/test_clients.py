@@ -28,6 +28,8 @@ pytestmark = pytest.mark.e2e
 
 BASE, ADAPTER = "smollm2-135m-instruct", "extract"
 MODELS = (BASE, ADAPTER)
+#: What a client gets wrong it gets wrong with an adapter, too: the base is asked nightly.
+BY_DAY_AND_NIGHT = (pytest.param(BASE, marks=pytest.mark.nightly), ADAPTER)
 QUESTION, RESULT = "What are 570 euros worth in USD?", "524.17 USD"
 ORDER = "Hello, my name is Clara Sato. I would like nine desk lamps sent to Cork on Friday."
 
@@ -45,7 +47,7 @@ PARAMETERS = Order.model_json_schema()
 USER: Any = [{"role": "user", "content": ORDER}]
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", BY_DAY_AND_NIGHT)
 def test_openai_s_client(demo: ServiceProcess, model: str) -> None:
     """Chat, streamed and parsed; responses that go on from a stored one; tools of both; a batch."""
     function = {"name": "order", "parameters": PARAMETERS, "strict": True}
@@ -96,7 +98,7 @@ def test_openai_s_client(demo: ServiceProcess, model: str) -> None:
         assert answered == whole.choices[0].message.content, "the same bits in a batch"
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", BY_DAY_AND_NIGHT)
 def test_anthropic_s_client(demo: ServiceProcess, model: str) -> None:
     fields: Any = {"model": model, "messages": USER}
     with anthropic.Anthropic(base_url=demo.url, api_key="none", max_retries=0, timeout=300) as client:
@@ -122,7 +124,7 @@ def test_anthropic_s_client(demo: ServiceProcess, model: str) -> None:
             client.messages.create(model="nobody", messages=USER, max_tokens=4)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", BY_DAY_AND_NIGHT)
 async def test_pydantic_ai(demo: ServiceProcess, name: str) -> None:
     """Answers of a type: by a schema, and by a tool of the answer; text as a stream; over both of OpenAI's APIs."""
     async with openai.AsyncOpenAI(base_url=f"{demo.url}/v1", api_key="none", max_retries=0, timeout=300) as client:
@@ -164,7 +166,7 @@ async def test_a_tool_is_called_and_what_it_answers_is_passed_on(demo: ServicePr
     assert answer.output
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", BY_DAY_AND_NIGHT)
 def test_langchain(demo: ServiceProcess, model: str) -> None:
     chat = ChatOpenAI(
         model=model, base_url=f"{demo.url}/v1", api_key=SecretStr("none"), temperature=0, max_retries=0, timeout=300

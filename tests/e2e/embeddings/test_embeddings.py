@@ -16,7 +16,8 @@ from load_tests.random_adapters import write_random_adapter
 from load_tests.service import ROOT, free_port
 from tests.e2e.process import ServiceProcess
 
-pytestmark = pytest.mark.e2e
+#: By day tests/deployments/ingress/http/test_embeddings.py has the route, tests/engine/test_embeddings.py the vectors.
+pytestmark = [pytest.mark.e2e, pytest.mark.nightly]
 
 #: The second is about what the first is, the third is not.
 TEXTS = ["A man is eating food.", "Someone has a meal.", "The stock market fell by two percent."]

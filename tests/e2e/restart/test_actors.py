@@ -10,7 +10,8 @@ import pytest
 
 from load_tests.service import end_session, start_session
 
-pytestmark = pytest.mark.e2e
+#: By day tests/e2e/service/test_failures.py kills both named actors, which come back.
+pytestmark = [pytest.mark.e2e, pytest.mark.nightly]
 
 
 def test_an_actor_is_killed_deserted_and_called_again() -> None:

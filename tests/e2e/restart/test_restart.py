@@ -16,7 +16,9 @@ from load_tests.service import free_port
 from tests.e2e.process import ServiceProcess, serve_run, tiny_document
 from tests.e2e.tiny import save_adapter, save_tiny_model
 
-pytestmark = pytest.mark.e2e
+#: By day tests/e2e/service/test_failures.py kills the store, whose registry is on disk, and
+#: tests/deployments/replica/test_warm_up.py warms a replica with the pinned and the hottest.
+pytestmark = [pytest.mark.e2e, pytest.mark.nightly]
 
 PROMPT = {"prompt": "the quick", "max_tokens": 12, "temperature": 0, "ignore_eos": True}
 

@@ -14,7 +14,8 @@ from load_tests.service import free_port
 from tests.e2e.process import ServiceProcess, tiny_document
 from tests.e2e.tiny import save_tiny_model
 
-pytestmark = pytest.mark.e2e
+#: By day tests/cli/test_room.py has what is said of engines without room.
+pytestmark = [pytest.mark.e2e, pytest.mark.nightly]
 
 #: Whatever this machine has.
 TWO_CORES = {"RAY_OVERRIDE_RESOURCES": '{"CPU": 2}'}

@@ -16,10 +16,13 @@ from load_tests.service import ROOT
 from tests.e2e.service.conftest import Service, running_service
 
 
+@pytest.hookimpl(tryfirst=True)  # before nightly tests are left out
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Nightly: by day tests/engine/xla has the engine, and tests/e2e/service the service on another one."""
     for item in items:
         if Path(__file__).parent in item.path.parents:
             item.add_marker(pytest.mark.e2e)
+            item.add_marker(pytest.mark.nightly)
 
 
 @pytest.fixture(scope="package")

@@ -13,13 +13,12 @@ import torch
 from peft import LoraConfig, PeftModel
 from peft.tuners.lora.variants import calculate_alora_offsets
 
-from app.engine.adapters.card import AdapterRef
+from app.engine.adapters.card import AdapterRef, invocation_start
 from app.engine.adapters.composing.compose import compose
 from app.engine.adapters.composing.composition import Composition, Part, Recipe
 from app.engine.adapters.formats.arrow import ArrowCard, read_card, write_card
 from app.engine.adapters.formats.convert import write_peft_folder
 from app.engine.adapters.formats.reading import read_adapter, read_stored
-from app.engine.adapters.invocation import invocation_start
 from app.engine.adapters.isolation.packing import pack_adapter, unpack_adapter
 from app.engine.adapters.lora import FEATURES
 from app.engine.adapters.merging import MERGED

@@ -28,8 +28,9 @@ from tests.engine.adapters.moe_parity import (
 )
 from tests.engine.company import latent_spec, mixture_spec, sinks_spec
 from tests.engine.cuda.exact_operations import ExactOperations
-from tests.engine.cuda.gpu import FORM, gpu_backend, gpu_backend_of_checkpoint, gpu_config
+from tests.engine.cuda.gpu import FORM, TORCH, gpu_backend, gpu_backend_of_checkpoint, gpu_config
 from tests.engine.cuda.simulated_cuda import DEVICE, simulated_cuda
+from tests.pairwise import pairwise
 from tests.seeds import rng
 
 SPEC = mixture_spec()
@@ -72,9 +73,7 @@ def _answers(backend: CudaBackend, slots: list[int], ends: tuple[int, ...] = (5,
     return found
 
 
-@pytest.mark.parametrize(
-    ("spec", "dtype"), list(itertools.product((SPEC, sinks_spec(), latent_spec()), ("float32", "bfloat16")))
-)
+@pairwise({"spec": (SPEC, sinks_spec(), latent_spec()), "dtype": ("float32", "bfloat16")}, strength=1)
 def test_a_sequence_has_the_same_bits_alone_and_in_company(spec: ModelSpec, dtype: str) -> None:
     """Prompts, and captured steps of another size; without a GPU no order of sums is a library's, either."""
     generator = rng()
@@ -150,7 +149,7 @@ def test_on_a_device_writes_and_steps_are_in_order(piece_bytes: int, monkeypatch
 
     config = gpu_config(max_batch_sequences=2, adapter_rank_rows=64, max_batch_tokens=16, deterministic=True)
     with simulated_cuda(monkeypatch) as simulated:
-        backend = CudaBackend(SPEC, iter(tensors), config, DEVICE, "torch")
+        backend = CudaBackend(SPEC, iter(tensors), config, DEVICE, TORCH)
         in_order = answers(backend)
         assert simulated.races == []
         backend.close()
@@ -166,7 +165,7 @@ def test_an_adapter_that_the_device_has_no_room_for_is_refused_alone(monkeypatch
     large, small = (random_mixture_adapter(SPEC, rank, generator) for rank in (24, 2))
     config = gpu_config(max_batch_sequences=2, adapter_rank_rows=32, max_batch_tokens=16)
     with simulated_cuda(monkeypatch) as simulated:
-        backend = CudaBackend(SPEC, iter(tensors), config, DEVICE, "torch")
+        backend = CudaBackend(SPEC, iter(tensors), config, DEVICE, TORCH)
         simulated.limit_bytes = simulated.num_allocated + large.card.extra_bytes // 4
         with pytest.raises(AdapterTooLarge, match=re.escape(f"holds {large.card.extra_bytes} bytes beside")):
             backend.write_adapter(1, 0, large)

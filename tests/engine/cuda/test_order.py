@@ -18,7 +18,7 @@ from app.engine.cuda.backend import CudaBackend
 from app.engine.errors import OutOfDeviceMemory
 from load_tests.engine.steps import Piece, forward_batch
 from tests.engine.adapters.making import random_adapter, random_tensors, tiny_spec
-from tests.engine.cuda.gpu import gpu_backend, gpu_config
+from tests.engine.cuda.gpu import TORCH, gpu_backend, gpu_config
 from tests.engine.cuda.simulated_cuda import DEFAULT, DEVICE, Simulated, simulated_cuda
 
 SPEC = tiny_spec()
@@ -31,7 +31,7 @@ def _backend(patch: pytest.MonkeyPatch, **settings: object) -> Iterator[tuple[Cu
     patch.setattr(gpu_adapters, "_PIECE_BYTES", 1000)
     config = gpu_config(max_batch_sequences=2, adapter_rank_rows=64, **settings)
     with simulated_cuda(patch) as simulated:
-        backend = CudaBackend(SPEC, iter(TENSORS.items()), config, DEVICE, "torch")
+        backend = CudaBackend(SPEC, iter(TENSORS.items()), config, DEVICE, TORCH)
         yield backend, simulated
         backend.close()
 
@@ -102,8 +102,8 @@ def test_a_device_that_runs_out_at_the_start_is_an_error_with_the_numbers(monkey
     with simulated_cuda(monkeypatch, free_bytes=3 << 30) as simulated:
         simulated.limit_bytes = 100_000  # somebody else was faster
         with pytest.raises(OutOfDeviceMemory, match=r"cuda:0 ran out of memory .*tried to allocate") as caught:
-            CudaBackend(SPEC, iter(TENSORS.items()), config, DEVICE, "torch")
+            CudaBackend(SPEC, iter(TENSORS.items()), config, DEVICE, TORCH)
         assert re.search(r"256 KV blocks .* of 2.00 GiB; lower engine.cuda.memory_fraction", str(caught.value))
     numbers = r"budget is 2.00 GiB but 1.00 GiB"
     with simulated_cuda(monkeypatch, free_bytes=1 << 30), pytest.raises(OutOfDeviceMemory, match=numbers):
-        CudaBackend(SPEC, iter(TENSORS.items()), config, DEVICE, "torch")
+        CudaBackend(SPEC, iter(TENSORS.items()), config, DEVICE, TORCH)

@@ -8,7 +8,6 @@ import torch
 
 from app.engine.adapters.lora import LoraAdapter, LoraKey, LoraPair
 from app.engine.cuda.backend import CudaBackend
-from app.engine.cuda.kernels import KernelForm
 from app.engine.engine import Engine
 from app.engine.errors import AdapterMismatch, AdapterTooLarge
 from app.engine.models.spec import ModelSpec
@@ -17,7 +16,7 @@ from app.kernels.rank_rows import START_MULTIPLE
 from tests.engine.adapters.making import random_adapter, random_mixture_adapter, random_tensors, tiny_spec
 from tests.engine.company import latent_spec, mixture_spec
 from tests.engine.cpu.test_rank_rows import request
-from tests.engine.cuda.gpu import FORM, gpu_backend, gpu_config
+from tests.engine.cuda.gpu import FORM, KernelForm, gpu_backend, gpu_config
 from tests.engine.driving import run, tokens_of
 from tests.engine.served import served_logits
 from tests.seeds import rng

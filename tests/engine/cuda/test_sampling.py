@@ -8,15 +8,19 @@ import numpy as np
 import pytest
 import torch
 
-from app.engine.batch import Bias, SamplingBatch, TokenMasks
-from app.engine.cuda.sampling import sample
+from app.engine.batch import Bias, ForwardOutput, SamplingBatch, TokenMasks
+from app.engine.cuda.sampling import sample as sample_with
 from app.engine.logits import adjust, allowed_tokens, largest
 from app.kernels.sampling.reference import draw, log_sum_exp
 from load_tests.engine.steps import greedy
-from tests.engine.cuda.gpu import DEVICE
+from tests.engine.cuda.gpu import DEVICE, FORM, KERNELS
 from tests.seeds import rng
 
 VOCAB = 1500
+
+
+def sample(logits: torch.Tensor, batch: SamplingBatch) -> ForwardOutput:
+    return sample_with(logits, batch, KERNELS[FORM].exp)
 
 
 def _batch(generator: np.random.Generator, count: int) -> SamplingBatch:

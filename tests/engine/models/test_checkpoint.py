@@ -25,6 +25,7 @@ from transformers import (
 from app.engine.errors import CheckpointError
 from app.engine.models import digest as digest_module
 from app.engine.models.checkpoint import load_checkpoint
+from tests.pairwise import pairwise
 from tests.seeds import any_seed
 
 SIZES: dict[str, Any] = {
@@ -57,9 +58,7 @@ def write(
     return dict(model.named_parameters())
 
 
-@pytest.mark.parametrize("name", CONFIGS)
-@pytest.mark.parametrize("max_shard_size", ["1GB", "40KB"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pairwise({"name": CONFIGS, "max_shard_size": ["1GB", "40KB"], "dtype": [torch.float32, torch.bfloat16, torch.float16]})
 def test_tensors_are_those_transformers_saved(
     name: str, max_shard_size: str, dtype: torch.dtype, tmp_path: Path
 ) -> None:

@@ -30,6 +30,7 @@ from app.engine.models.checkpoint import load_checkpoint
 from app.engine.models.gguf import spec_from_gguf
 from app.engine.models.gguf_file import GgufFile, read_gguf
 from app.engine.models.hf_config import spec_from_config
+from tests.pairwise import pairwise
 from tests.seeds import any_seed, rng
 
 SIZES: dict[str, Any] = {
@@ -256,8 +257,7 @@ def test_every_stored_type_comes_back_as_the_package_reads_it(kind: Kind, tmp_pa
 READ_ONLY = [Kind.Q2_K, Kind.Q3_K, Kind.Q4_K, Kind.Q5_K, Kind.Q6_K, Kind.IQ4_NL, Kind.IQ4_XS, Kind.IQ3_S, Kind.IQ2_XS]
 
 
-@pytest.mark.parametrize("kind", READ_ONLY)
-@pytest.mark.parametrize("num_rows", [1, 3, 48])
+@pairwise({"kind": READ_ONLY, "num_rows": [1, 3, 48]}, strength=1)
 def test_every_other_type_is_read_as_the_package_reads_it(kind: Kind, num_rows: int, tmp_path: Path) -> None:
     block, block_bytes = gguf.GGML_QUANT_SIZES[kind]
     raw = rng().integers(0, 256, (num_rows, 512 // block * block_bytes)).astype(np.uint8)
@@ -273,6 +273,7 @@ def test_every_other_type_is_read_as_the_package_reads_it(kind: Kind, num_rows: 
     np.testing.assert_array_equal(values, wanted)
 
 
+@pytest.mark.nightly  # tiny files of every kind of tensor are compared by day
 def test_the_demo_models_tensors_equal_transformers(demo_gguf: Path, demo_transformers: PreTrainedModel) -> None:
     theirs = dict(demo_transformers.named_parameters())
     names = set()
@@ -380,8 +381,7 @@ def header(**replaced: Any) -> GgufFile:
     return GgufFile(Path("tiny.gguf"), metadata, {}, np.zeros(0, np.uint8))
 
 
-@pytest.mark.parametrize("value", ["<s>", 1.0, -1, 96, 1 << 63, True, [1]])
-@pytest.mark.parametrize("key", ["bos", "eos", "eot", "eom"])
+@pairwise({"value": ["<s>", 1.0, -1, 96, 1 << 63, True, [1]], "key": ["bos", "eos", "eot", "eom"]}, strength=1)
 def test_token_ids_that_are_none_are_refused(key: str, value: object) -> None:
     assert spec_from_gguf(header(), "tiny", "00").eos_token_ids == (2,)
     name = f"tokenizer.ggml.{key}_token_id"
@@ -389,18 +389,20 @@ def test_token_ids_that_are_none_are_refused(key: str, value: object) -> None:
         spec_from_gguf(header(**{name: value}), "tiny", "00")
 
 
-@pytest.mark.parametrize("value", [1 << 40, 1 << 63])
-@pytest.mark.parametrize(
-    "key",
-    [
-        "embedding_length",
-        "context_length",
-        "feed_forward_length",
-        "vocab_size",
-        "attention.head_count",
-        "attention.head_count_kv",
-        "attention.key_length",
-    ],
+@pairwise(
+    {
+        "value": [1 << 40, 1 << 63],
+        "key": [
+            "embedding_length",
+            "context_length",
+            "feed_forward_length",
+            "vocab_size",
+            "attention.head_count",
+            "attention.head_count_kv",
+            "attention.key_length",
+        ],
+    },
+    strength=1,
 )
 def test_sizes_no_model_has_are_refused_before_anything_is_made_of_them(key: str, value: int) -> None:
     with pytest.raises(CheckpointError, match=rf"'{key}' is {value}; .* 2147483647"):

@@ -16,6 +16,7 @@ from app.engine.models.hf_config import spec_from_config
 from app.engine.models.products import target_shape
 from app.engine.models.rope import rope_spec
 from app.engine.models.spec import ModelSpec
+from tests.pairwise import pairwise
 
 SIZES: dict[str, Any] = {
     "vocab_size": 96,
@@ -70,8 +71,7 @@ ROPES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", ROPES)
-@pytest.mark.parametrize("head_dim", [12, 64, 128])
+@pairwise({"name": ROPES, "head_dim": [12, 64, 128]}, strength=1)
 def test_frequencies_equal_transformers(name: str, head_dim: int) -> None:
     config = LlamaConfig(**SIZES, head_dim=head_dim, rope_parameters=dict(ROPES[name]))
     rope = read(config).layers[0].attention.rope
@@ -319,21 +319,23 @@ def test_layer_types_that_are_no_list_are_refused(kind: type[Any], value: object
         spec_from_config({**saved(kind(**SIZES)), "layer_types": value}, "tiny", "00")
 
 
-@pytest.mark.parametrize(
-    "key",
-    [
-        "rope_type",
-        "rope_theta",
-        "factor",
-        "original_max_position_embeddings",
-        "attention_factor",
-        "beta_fast",
-        "beta_slow",
-        "mscale",
-        "truncate",
-    ],
+@pairwise(
+    {
+        "key": [
+            "rope_type",
+            "rope_theta",
+            "factor",
+            "original_max_position_embeddings",
+            "attention_factor",
+            "beta_fast",
+            "beta_slow",
+            "mscale",
+            "truncate",
+        ],
+        "value": ["x", [1], {"a": 1}, True, -1, nan, inf, 10**400],
+    },
+    strength=1,
 )
-@pytest.mark.parametrize("value", ["x", [1], {"a": 1}, True, -1, nan, inf, 10**400])
 def test_a_rope_parameter_of_another_kind_is_refused_by_name(key: str, value: object) -> None:
     if key == "truncate" and value is True:
         value = 1
@@ -356,8 +358,9 @@ def test_more_layers_than_memory_holds_are_refused_at_once() -> None:
         spec_from_config({**saved(LlamaConfig(**SIZES)), "num_hidden_layers": (1 << 31) - 1}, "tiny", "00")
 
 
-@pytest.mark.parametrize("value", [10**30, 10**400, 1 << 31], ids=["1e30", "1e400", "2**31"])
-@pytest.mark.parametrize("key", [*SIZES, "head_dim", "bos_token_id", "eos_token_id"])
+@pairwise(
+    {"value": [10**30, 10**400, 1 << 31], "key": [*SIZES, "head_dim", "bos_token_id", "eos_token_id"]}, strength=1
+)
 def test_sizes_no_model_has_are_refused_before_anything_is_made_of_them(key: str, value: int) -> None:
     with pytest.raises(CheckpointError, match=rf"{key}.* is {value}; .* 2147483647"):
         spec_from_config(saved(LlamaConfig(**SIZES)) | {key: value}, "tiny", "00")

@@ -25,11 +25,11 @@ def rows_for(rank: int, alignment: int) -> int:
 
 def must_succeed(pool: AdapterPool, rank: int, pinned: frozenset[str]) -> bool:
     """By brute force: some aligned window holds no referenced or pinned row, and a slot is free or idle."""
-    rows = rows_for(rank, pool.rank_alignment)
-    total = pool.num_rows
+    rows = rows_for(rank, pool.limits.rank_alignment)
+    total = pool.limits.num_rows
     residents = pool.residents()
     stays = [(r.row_start, r.row_start + r.num_rows) for r in residents if r.num_refs or r.digest in pinned]
-    if len(stays) == pool.max_adapter_slots - 1:
+    if len(stays) == pool.limits.max_adapter_slots - 1:
         return False
     starts = range(0, total - rows + 1, rows)
     return any(all(end <= start or start + rows <= first for first, end in stays) for start in starts)
@@ -69,7 +69,7 @@ def test_every_row_slot_and_reference_is_accounted_for(
             assert pool.num_rows_free == before + freed
             if freed:
                 del where[digest]
-        elif action == "acquire" and rank > pool.max_rank:
+        elif action == "acquire" and rank > pool.limits.max_rank:
             with pytest.raises(AdapterTooLarge, match=f"needs {rank} rank rows "):
                 pool.acquire(digest, rank)
         elif action == "acquire":
@@ -270,7 +270,7 @@ def test_the_last_slot_is_kept_for_the_holder_of_a_reservation() -> None:
 def test_a_pool_without_rows_or_slots_says_so() -> None:
     for pool in (AdapterPool(0, 8, 4), AdapterPool(64, 8, 1), AdapterPool(7, 8, 4)):
         with pytest.raises(AdapterTooLarge, match="raise engine"):
-            pool.check_rows("acme/legal", 8)
+            pool.limits.check_rows("acme/legal", 8)
 
 
 @settings(max_examples=examples(100), deadline=None)

@@ -9,9 +9,15 @@ import pytest
 from app.deployments.ingress.assigner import PrefixHasher
 from app.engine.config import EngineConfig
 from app.engine.engine import Engine
-from app.engine.pools.cached_heads import HEAD_BYTES, MAX_HEADS, CachedHeads
-from app.engine.pools.kv_blocks import BlockPool
-from app.engine.pools.prompt_heads import HEAD_TOKENS, num_head_blocks, prompt_head
+from app.engine.pools.kv_blocks import (
+    HEAD_BYTES,
+    HEAD_TOKENS,
+    MAX_HEADS,
+    BlockPool,
+    CachedHeads,
+    num_head_blocks,
+    prompt_head,
+)
 from app.engine.request import GenerateRequest, PoolingParams
 from app.engine.sequence import Sequence
 from tests.deployments.fleet import LIMITS

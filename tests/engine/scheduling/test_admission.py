@@ -11,13 +11,13 @@ from app.engine.adapters.lora import LoraAdapter
 from app.engine.backend import BackendLimits
 from app.engine.config import EngineConfig
 from app.engine.engine import Engine
+from app.engine.meter import EngineMeter
 from app.engine.pools.adapter_pool import AdapterPool
 from app.engine.pools.kv_blocks import BlockPool
 from app.engine.request import SamplingParams
 from app.engine.scheduling.admission import MAX_BYPASSES, Admission
 from app.engine.scheduling.fair_queue import FairQueue
 from app.engine.sequence import Sequence
-from app.engine.stats import EngineMeter
 from tests.fakes import FakeBackend, fake_adapter, fake_request, fake_spec
 
 

@@ -1,4 +1,4 @@
-"""DoRA and biases on the JAX engine: PEFT's logits in both forms; whatever else adapters may do is refused by name."""
+"""DoRA and biases on the JAX engine: PEFT's logits; whatever else adapters may do is refused by name."""
 
 from __future__ import annotations
 
@@ -20,15 +20,12 @@ from app.engine.open import served_features
 from app.engine.xla.backend import JaxBackend
 from app.engine.xla.base_values import XlaBaseValues
 from app.engine.xla.features import SERVED
-from app.engine.xla.operations import FormName
 from app.engine.xla.sharding import make_mesh
 from app.kernels.dora.reference import dora_scale
-from app.kernels.matmul.quantised import Quantised
 from tests.engine.adapters.formats.test_peft_parity import BEYOND, OPTIONS, PEFT_WARNINGS, TOLERANCE
 from tests.engine.adapters.making import random_adapter, random_tensors, tiny_spec
 from tests.engine.adapters.parity import peft_logits, random_tokens, save_random_adapter, spec_of, tiny_model
 from tests.engine.cpu.test_extras import _read
-from tests.engine.cuda.grids import put_on_grids
 from tests.engine.served import CONFIG, backend_of, served_logits
 from tests.engine.xla.making import tiny_backend
 from tests.seeds import rng
@@ -41,10 +38,10 @@ OWN = {name: settings for name, (settings, features) in BEYOND.items() if featur
 }
 
 
-def jax_config(form: FormName) -> EngineConfig:
+def jax_config() -> EngineConfig:
     """One shape of step, whatever is in it."""
     shared = CONFIG.model_copy(update={"max_batch_tokens": 512, "max_batch_sequences": 512})
-    return shared.on(XlaConfig(form=form, skip_precompile=True))
+    return shared.on(XlaConfig(skip_precompile=True))
 
 
 def jax_backend(folder: Path, config: EngineConfig) -> JaxBackend:
@@ -55,13 +52,11 @@ def jax_backend(folder: Path, config: EngineConfig) -> JaxBackend:
     return backend
 
 
-@pytest.mark.parametrize(("form", "in_8_bits"), [("cpu", False), ("cpu", True), ("xla", False)])
 @pytest.mark.parametrize("tied", [True, False])
-def test_all_kinds_in_one_batch_are_pefts(tmp_path: Path, tied: bool, form: FormName, in_8_bits: bool) -> None:
+def test_all_kinds_in_one_batch_are_pefts(tmp_path: Path, tied: bool) -> None:
     model = tiny_model("qwen2", tie_word_embeddings=tied)
-    reader = backend_of(put_on_grids(model) if in_8_bits else model, tmp_path / "model")
-    backend = jax_backend(tmp_path / "model", jax_config(form))
-    assert isinstance(backend._weights.layers.products["down"], Quantised) == in_8_bits
+    reader = backend_of(model, tmp_path / "model")
+    backend = jax_backend(tmp_path / "model", jax_config())
     options = OWN | {"plain": OPTIONS["plain LoRA"]}
     assert len(options) >= 6
     names = [str(name) for name in rng().permutation(list(options))]
@@ -79,12 +74,11 @@ def test_all_kinds_in_one_batch_are_pefts(tmp_path: Path, tied: bool, form: Form
     backend.close()
 
 
-@pytest.mark.parametrize("form", ["cpu", "xla"])
 @pytest.mark.parametrize("rank", [1, 5, 40])
-def test_dora_scales_are_the_definitions(form: FormName, rank: int) -> None:
+def test_dora_scales_are_the_definitions(rank: int) -> None:
     spec = tiny_spec()
     tensors = dict(random_tensors(spec, 3))
-    config = EngineConfig(num_kv_blocks=8, adapter_rank_rows=8, xla=XlaConfig(form=form, skip_precompile=True))
+    config = EngineConfig(num_kv_blocks=8, adapter_rank_rows=8, xla=XlaConfig(skip_precompile=True))
     backend = JaxBackend(spec, list(tensors.items()), config, make_mesh(jax.devices("cpu"), 1))
     base = backend._adapters._base
     assert isinstance(base, XlaBaseValues)

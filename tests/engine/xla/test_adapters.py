@@ -17,44 +17,36 @@ from app.engine.models.products import DENSE_TARGETS
 from app.engine.models.sharding import shard_columns
 from app.engine.models.spec import ModelSpec
 from app.engine.xla.adapters import XlaAdapters, base_tables, rank_classes, write_rows
-from app.engine.xla.forms import operations_of
-from app.engine.xla.operations import FormName
 from app.engine.xla.sharding import make_mesh
 from app.engine.xla.sizes import XlaSizes, sizes_of
 from app.engine.xla.weights import read_weights
 from load_tests.engine.steps import Piece, forward_batch
 from tests.engine.adapters.making import random_adapter, random_mixture_adapter, random_tensors, tiny_spec
 from tests.engine.company import mixture_spec
+from tests.pairwise import pairwise
 from tests.seeds import rng
 
 NUM_SLOTS, NUM_ROWS = 5, 64
 
 
-def made(
-    spec: ModelSpec, form: FormName = "xla", shards: int = 1, extra_bytes: int = 0
-) -> tuple[XlaSizes, XlaAdapters]:
-    operations = operations_of(form, "cpu")
-    sizes = sizes_of(spec, shards, operations.column_multiple)
-    weights = read_weights(sizes, operations, random_tensors(spec, 3), 16, "float32")
+def made(spec: ModelSpec, shards: int = 1, extra_bytes: int = 0) -> tuple[XlaSizes, XlaAdapters]:
+    sizes = sizes_of(spec, shards)
+    weights = read_weights(sizes, random_tensors(spec, 3), 16)
     mesh = make_mesh(jax.devices("cpu"), 1)
     weights = jax.device_put(weights, NamedSharding(mesh, PartitionSpec()))
-    adapters = XlaAdapters(sizes, operations, weights, NUM_SLOTS, NUM_ROWS, extra_bytes, mesh)
-    operations.close()
-    return sizes, adapters
+    return sizes, XlaAdapters(sizes, weights, NUM_SLOTS, NUM_ROWS, extra_bytes, mesh)
 
 
-@pytest.mark.parametrize("form", ["cpu", "xla"])
-@pytest.mark.parametrize("shards", [1, 2, 4])
-@pytest.mark.parametrize(("rank", "num_rows"), [(1, 8), (8, 8), (11, 16)])
-def test_the_shards_rows_give_the_adapters_own_delta(form: FormName, shards: int, rank: int, num_rows: int) -> None:
+@pairwise({"shards": [1, 2, 4], "rank, num_rows": [(1, 8), (8, 8), (11, 16)]})
+def test_the_shards_rows_give_the_adapters_own_delta(shards: int, rank: int, num_rows: int) -> None:
     spec = tiny_spec()
-    sizes, adapters = made(spec, form, shards)
+    sizes, adapters = made(spec, shards)
     adapter = random_adapter(spec, rank, ["q_proj", "v_proj", "o_proj", "up_proj", "down_proj"], dtype="BF16")
     rows = adapters.rows_of(adapter, num_rows)
     generator = rng()
     for whole, product in zip(sizes.whole, sizes.products, strict=True):
         is_output = product.kind.split == "output"
-        for target, width in zip(product.targets, product.padded_widths(sizes.column_multiple), strict=True):
+        for target in product.targets:
             mine = shard_columns(whole, shards)[target]
             for layer in range(2):
                 pair = adapter.weights.get((layer, target, None))  # type: ignore[call-overload]
@@ -63,11 +55,7 @@ def test_the_shards_rows_give_the_adapters_own_delta(form: FormName, shards: int
                 for shard in range(shards):
                     a = np.split(rows.a[target], 1 if is_output else shards, axis=2)[0 if is_output else shard][layer]
                     b = np.split(rows.b[target], shards if is_output else 1, axis=2)[shard if is_output else 0][layer]
-                    if form == "cpu":  # panels of eight rows, and of sixteen columns
-                        a = a.reshape(-1, a.shape[1], 8).swapaxes(1, 2).reshape(num_rows, -1)
-                        b = b.reshape(-1)[: rank * width].reshape(-1, rank, 16).swapaxes(0, 1).reshape(rank, -1)
                     own = b[:rank].T @ (a[:rank] @ (x if is_output else x[mine[shard]]))
-                    own = own[: product.widths[product.targets.index(target)]]
                     if is_output:
                         found[mine[shard]] = own
                     else:

@@ -25,13 +25,13 @@ CONFIG = EngineConfig(num_kv_blocks=4, adapter_rank_rows=8, max_batch_tokens=8, 
 PATHS = {"q_proj": "self_attn", "v_proj": "self_attn", "o_proj": "self_attn", "gate_proj": "mlp", "down_proj": "mlp"}
 
 
-@pytest.fixture(scope="module", params=["cpu", "xla"])
-def base(request: pytest.FixtureRequest) -> Iterator[Base]:
+@pytest.fixture(scope="module")
+def base() -> Iterator[Base]:
     """A model with a bias on every module, and its tensors."""
     spec = eight_heads()
     tensors = dict(random_tensors(spec, 3))
     tensors["model.layers.0.mlp.down_proj.weight"][5] = 0
-    config = CONFIG.on(XlaConfig(form=request.param, skip_precompile=True))
+    config = CONFIG.on(XlaConfig(skip_precompile=True))
     backend = JaxBackend(spec, list(tensors.items()), config, make_mesh(jax.devices("cpu"), 1))
     values = backend._adapters._base
     assert values is not None
@@ -81,7 +81,7 @@ def test_layers_without_a_product_do_not_shift_the_others() -> None:
     spec = divisible_mixture()
     spec = dataclasses.replace(spec, layers=(spec.layers[1], spec.layers[0], spec.layers[2]))
     tensors = dict(random_tensors(spec, 5))
-    config = CONFIG.on(XlaConfig(form="xla", skip_precompile=True))
+    config = CONFIG.on(XlaConfig(skip_precompile=True))
     backend = JaxBackend(spec, list(tensors.items()), config, make_mesh(jax.devices("cpu"), 1))
     values = backend._adapters._base
     assert values is not None

@@ -16,11 +16,11 @@ from app.engine.xla.adapters import XlaAdapters, base_tables
 from app.engine.xla.arrays import KvMemory
 from app.engine.xla.backend import JaxBackend
 from app.engine.xla.decoder import forward
+from app.engine.xla.kernels import lora_kernel
 from app.engine.xla.sharding import make_mesh
 from app.engine.xla.sizes import sizes_of
 from app.engine.xla.step import PREFILL_TILE, Bucket
 from app.engine.xla.weights import read_weights
-from app.engine.xla.xla_operations import XlaOperations
 from tests.engine.adapters.making import tiny_spec
 from tests.engine.checkpoints import FAMILIES, MIXTURES, save, tiny_model
 from tests.engine.logits_check import NUM_BLOCKS, check_family
@@ -28,19 +28,14 @@ from tests.engine.xla.making import random_tensors
 
 CONFIG = EngineConfig(num_kv_blocks=NUM_BLOCKS, adapter_rank_rows=8, max_batch_tokens=64, max_batch_sequences=8)
 LENGTHS = (1, 20, 41)
-#: The forms share the rope tables, in which the other families differ.
-FOR_XLA = ("llama tied, biased", "llama one kv head", "mistral window", "qwen2 window on upper layers", "qwen3")
-FOR_XLA += ("qwen2_moe", "olmoe")
 #: What is refused, and what for.
 REFUSED = {"gemma2": "soft caps and norms behind each block"}
 SERVED = (*FAMILIES, *MIXTURES)
 
 
-@pytest.mark.parametrize(
-    ("family", "form"), [*((family, "cpu") for family in SERVED), *((family, "xla") for family in FOR_XLA)]
-)
-def test_logits_equal_transformers_in_one_piece_and_in_chunks(family: str, form: str, tmp_path: Path) -> None:
-    config = CONFIG.on(XlaConfig(form=form, skip_precompile=True))
+@pytest.mark.parametrize("family", SERVED)
+def test_logits_equal_transformers_in_one_piece_and_in_chunks(family: str, tmp_path: Path) -> None:
+    config = CONFIG.on(XlaConfig(skip_precompile=True))
 
     def make_backend(checkpoint: Checkpoint) -> JaxBackend:
         return JaxBackend(checkpoint.spec, checkpoint.tensors(), config, make_mesh(jax.devices("cpu"), 1))
@@ -62,27 +57,30 @@ def test_what_is_not_computed_is_refused_by_name(family: str, tmp_path: Path) ->
         JaxBackend(checkpoint.spec, checkpoint.tensors(), CONFIG.on(XlaConfig()), make_mesh(jax.devices("cpu"), 1))
 
 
-def test_a_whole_step_lowers_for_tpus() -> None:
+@pytest.mark.parametrize("kernel_backend", ["xla", "pallas"])
+def test_a_whole_step_lowers_for_tpus(kernel_backend: str) -> None:
     """Lowered, not run: there is no TPU here."""
-    spec, operations = tiny_spec(), XlaOperations()
-    sizes = sizes_of(spec, 1, operations.column_multiple)
-    weights = read_weights(sizes, operations, random_tensors(spec), 64, "float32")
+    spec = tiny_spec()
+    sizes = sizes_of(spec, 1)
+    weights = read_weights(sizes, random_tensors(spec), 64)
     mesh = make_mesh(jax.devices("cpu"), 1)
-    adapters = XlaAdapters(sizes, operations, weights, 2, 32, 0, mesh)
+    adapters = XlaAdapters(sizes, weights, 2, 32, 0, mesh)
     tables = base_tables(adapters.table_shapes())
     kv = jax.ShapeDtypeStruct((2, NUM_BLOCKS, 2, 16, 8), np.float32)
     bucket = Bucket(64, 8, PREFILL_TILE, 8)
-    step = jax.jit(partial(forward, bucket=bucket, sizes=sizes, operations=operations), donate_argnums=(3,))
+    add_deltas = lora_kernel(kernel_backend, "tpu")
+    step = jax.jit(partial(forward, bucket=bucket, sizes=sizes, add_deltas=add_deltas), donate_argnums=(3,))
     flat = jax.ShapeDtypeStruct((bucket.size,), np.int32)
     traced = step.trace(weights, tables, adapters.places(), KvMemory(kv, kv), flat)
     lowered = traced.lower(lowering_platforms=("tpu",)).as_text()
     assert lowered.count("stablehlo.while") >= 1
-    assert "custom_call @polylora" not in lowered
+    kernels = 7 if kernel_backend == "pallas" else 0  # one for each target of a layer, in the layers' one loop body
+    assert lowered.count("custom_call @tpu_custom_call") == kernels
 
 
 def test_what_one_shard_computes_follows_from_the_table_of_products() -> None:
-    sizes = sizes_of(tiny_spec(), 2, 16)
-    assert [sizes.width(product) for product in sizes.products] == [16 + 16 + 16, 32, 32 + 32, 32]
-    assert [sizes.total_width(product) for product in sizes.products] == [96, 32, 128, 32]
+    sizes = sizes_of(tiny_spec(), 2)
+    assert [product.width() for product in sizes.products] == [16 + 8 + 8, 24, 20 + 20, 24]
+    assert [sizes.total_width(product) for product in sizes.products] == [64, 24, 80, 24]
     assert [product.d_in for product in sizes.products] == [24, 16, 24, 20]
     assert (sizes.kv_heads, sizes.vocab_per_shard, sizes.num_layers) == (1, 32, 2)

@@ -34,8 +34,8 @@ from app.engine.request import SamplingParams
 from app.engine.xla.backend import JaxBackend
 from app.engine.xla.sharding import make_mesh
 from app.engine.xla.sizes import sizes_of
-from tests.engine.adapters.making import random_mixture_adapter, tiny_spec
-from tests.engine.xla.test_tensor_parallel import COLLECTIVE, ROOT, tensors_on_a_grid
+from tests.engine.adapters.making import random_mixture_adapter, random_tensors, tiny_spec
+from tests.engine.xla.test_tensor_parallel import COLLECTIVE, ROOT
 from tests.fakes import fake_request
 from tests.seeds import any_seed
 
@@ -78,18 +78,23 @@ def latent_spec() -> ModelSpec:
 MODELS = {"shared": spec, "mixed": partial(spec, is_mixed=True), "sinks": sinks_spec, "latent": latent_spec}
 
 
-def observe(form: str, experts: int, tensor: int, rank_rows: int, seed: int, name: str) -> dict[str, object]:
+def observe(kernel_backend: str, experts: int, tensor: int, rank_rows: int, seed: int, name: str) -> dict[str, object]:
     """Tokens and log-probabilities of a few requests, and the collectives in the program that computed them."""
     model = MODELS[name]()
     xla = XlaConfig.model_validate(
-        {"form": form, "tensor_parallel": tensor, "expert_parallel": experts, "skip_precompile": True}
+        {
+            "kernel_backend": kernel_backend,
+            "tensor_parallel": tensor,
+            "expert_parallel": experts,
+            "skip_precompile": True,
+        }
     )
     config = EngineConfig(
         num_kv_blocks=16, adapter_rank_rows=rank_rows, max_adapter_slots=5, max_batch_tokens=32, max_batch_sequences=8,
         adapter_extra_bytes=1 << 22 if rank_rows else 0, xla=xla,
     )  # fmt: skip
     mesh = make_mesh(jax.devices("cpu"), tensor, experts)
-    backend = JaxBackend(model, tensors_on_a_grid(model, seed), config, mesh)
+    backend = JaxBackend(model, random_tensors(model, seed), config, mesh)
     engine = Engine(backend, config)
     sampling = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True, num_logprobs=0)
     adapters: list[LoraAdapter | None] = [None]
@@ -110,18 +115,19 @@ def observe(form: str, experts: int, tensor: int, rank_rows: int, seed: int, nam
     return {"lines": lines, "collectives": sorted(match[1] for match in COLLECTIVE.finditer(text))}
 
 
+@pytest.mark.nightly  # by day test_sharding.py and test_expert_adapters.py have the parts of each device
 def test_the_same_tokens_and_no_more_communication_by_experts_columns_and_both() -> None:
     code = (
         "import json, sys; from tests.engine.xla.test_expert_parallel import observe; "
         "print(json.dumps([observe(*case) for case in json.loads(sys.argv[1])]))"
     )
     seed = any_seed()
-    #: Form, expert parallel, tensor parallel, rank rows, seed, model.
-    cases = [("cpu", experts, tensor, 48, seed, "shared") for experts, tensor in ((1, 1), (2, 1), (1, 4), (4, 2))]
-    cases += [("cpu", 4, 2, 0, seed, "shared"), ("xla", 8, 1, 48, seed, "shared")]
-    cases += [("cpu", 1, 1, 48, seed, "mixed"), ("cpu", 2, 2, 48, seed, "mixed")]
-    cases += [("cpu", 1, 1, 48, seed, "sinks"), ("cpu", 2, 2, 48, seed, "sinks"), ("xla", 4, 2, 48, seed, "sinks")]
-    cases += [("cpu", 1, 1, 48, seed, "latent"), ("cpu", 2, 1, 48, seed, "latent"), ("xla", 2, 4, 48, seed, "latent")]
+    #: Kernel backend, expert parallel, tensor parallel, rank rows, seed, model.
+    cases = [("xla", experts, tensor, 48, seed, "shared") for experts, tensor in ((1, 1), (2, 1), (1, 4), (4, 2))]
+    cases += [("xla", 4, 2, 0, seed, "shared"), ("pallas", 8, 1, 48, seed, "shared")]
+    cases += [("xla", 1, 1, 48, seed, "mixed"), ("xla", 2, 2, 48, seed, "mixed")]
+    cases += [("xla", 1, 1, 48, seed, "sinks"), ("xla", 2, 2, 48, seed, "sinks"), ("xla", 4, 2, 48, seed, "sinks")]
+    cases += [("xla", 1, 1, 48, seed, "latent"), ("xla", 2, 1, 48, seed, "latent"), ("xla", 2, 4, 48, seed, "latent")]
     flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=8", "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-c", code, json.dumps(cases)]
     process = subprocess.run(command, cwd=ROOT, env=os.environ | flags, capture_output=True, text=True, check=False)
@@ -154,8 +160,8 @@ def test_the_same_tokens_and_no_more_communication_by_experts_columns_and_both()
 
 def test_what_does_not_divide_is_refused_with_its_numbers() -> None:
     with pytest.raises(ConfigError, match=r"expert_parallel 3 does not divide tiny: layers have 8 experts"):
-        sizes_of(spec(), 1, 1, 3)
+        sizes_of(spec(), 1, 3)
     with pytest.raises(ConfigError, match=r"expert_parallel is 2 but tiny has no experts"):
-        sizes_of(tiny_spec(), 1, 1, 2)
+        sizes_of(tiny_spec(), 1, 2)
     with pytest.raises(ConfigError, match=r"tensor_parallel times expert_parallel, 16 does not divide tiny: o_proj"):
-        sizes_of(spec(), 2, 1, 8)
+        sizes_of(spec(), 2, 8)

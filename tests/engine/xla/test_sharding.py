@@ -19,7 +19,6 @@ from app.engine.xla.arrays import EXPERT_AXIS, TENSOR_AXIS, KvMemory
 from app.engine.xla.sharding import kv_specs, make_mesh, over_shards, weight_specs
 from app.engine.xla.sizes import XlaSizes, sizes_of
 from app.engine.xla.weights import read_weights
-from app.engine.xla.xla_operations import XlaOperations
 from tests.engine.adapters.making import random_tensors, tiny_spec
 from tests.engine.company import latent_spec, sinks_spec
 from tests.engine.xla.making import divisible_mixture
@@ -53,10 +52,9 @@ def cut(array: Any, spec: P, expert: int, tensor: int, sizes: XlaSizes) -> Any:
 
 @pytest.mark.parametrize(("spec", "tensor", "expert"), DIVIDED)
 def test_a_device_has_its_own_part_of_the_checkpoint(spec: ModelSpec, tensor: int, expert: int) -> None:
-    operations = XlaOperations()
-    sizes = sizes_of(spec, tensor, operations.column_multiple, expert)
+    sizes = sizes_of(spec, tensor, expert)
     tensors = dict(random_tensors(spec, 7))
-    weights = read_weights(sizes, operations, list(tensors.items()), 16, "float32")
+    weights = read_weights(sizes, list(tensors.items()), 16)
     specs = weight_specs(weights, sizes)
     for e, t in np.ndindex(expert, tensor):
         device = e * tensor + t
@@ -88,12 +86,12 @@ def test_a_device_has_its_own_part_of_the_checkpoint(spec: ModelSpec, tensor: in
 
 
 def test_heads_of_latents_lie_with_the_devices_that_attend_with_them() -> None:
-    spec, operations = latent_spec(), XlaOperations()
-    sizes = sizes_of(spec, 1, 1, 3)
+    spec = latent_spec()
+    sizes = sizes_of(spec, 1, 3)
     latent = sizes.attention.latent
     assert latent is not None
     tensors = dict(random_tensors(spec, 7))
-    weights = read_weights(sizes, operations, list(tensors.items()), 16, "float32")
+    weights = read_weights(sizes, list(tensors.items()), 16)
     specs = weight_specs(weights, sizes)
     keys, values = (product.name for product in sizes.absorbed)
     for layer, head in np.ndindex(sizes.num_layers, 3):
@@ -106,10 +104,9 @@ def test_heads_of_latents_lie_with_the_devices_that_attend_with_them() -> None:
 
 @pytest.mark.parametrize(("spec", "tensor", "expert"), DIVIDED)
 def test_adapter_tables_are_cut_like_what_they_are_added_to(spec: ModelSpec, tensor: int, expert: int) -> None:
-    operations = XlaOperations()
-    sizes = sizes_of(spec, tensor, 1, expert)
-    weights = read_weights(sizes, operations, random_tensors(spec, 7), 16, "float32")
-    adapters = XlaAdapters(sizes, operations, weights, 4, 32, 0, make_mesh(jax.devices("cpu"), 1))
+    sizes = sizes_of(spec, tensor, expert)
+    weights = read_weights(sizes, random_tensors(spec, 7), 16)
+    adapters = XlaAdapters(sizes, weights, 4, 32, 0, make_mesh(jax.devices("cpu"), 1))
     specs, shapes = adapters.specs(), adapters.table_shapes()
     for product in sizes.single:
         for target, width in zip(product.targets, product.widths, strict=True):
@@ -121,18 +118,18 @@ def test_adapter_tables_are_cut_like_what_they_are_added_to(spec: ModelSpec, ten
 
 
 def test_keys_are_divided_by_head_and_latents_are_everybodys() -> None:
-    by_head = kv_specs(sizes_of(tiny_spec(), 2, 1))
+    by_head = kv_specs(sizes_of(tiny_spec(), 2))
     assert by_head.keys == by_head.values == P(None, None, (EXPERT_AXIS, TENSOR_AXIS))
-    assert kv_specs(sizes_of(latent_spec(), 1, 1, 3)) == KvMemory(P(), None)
+    assert kv_specs(sizes_of(latent_spec(), 1, 3)) == KvMemory(P(), None)
 
 
 def test_one_device_runs_the_step_as_it_is() -> None:
-    spec, operations = tiny_spec(), XlaOperations()
-    sizes = sizes_of(spec, 1, 1)
-    weights = read_weights(sizes, operations, random_tensors(spec), 16, "float32")
+    spec = tiny_spec()
+    sizes = sizes_of(spec, 1)
+    weights = read_weights(sizes, random_tensors(spec), 16)
     mesh = make_mesh(jax.devices("cpu"), 1)
     assert (mesh.axis_names, mesh.devices.shape) == (("data", EXPERT_AXIS, TENSOR_AXIS), (1, 1, 1))
-    tables = XlaAdapters(sizes, operations, weights, 2, 8, 0, mesh).specs()
+    tables = XlaAdapters(sizes, weights, 2, 8, 0, mesh).specs()
     assert over_shards(print, mesh, weights, tables, sizes) is print
 
 

@@ -15,6 +15,7 @@ from tests.engine.adapters.making import tiny_spec
 from tests.engine.company import latent_spec, mixture_spec, sinks_spec
 from tests.engine.xla.making import divisible_mixture
 from tests.engine.xla.test_tensor_parallel import spec as eight_heads
+from tests.pairwise import pairwise
 
 #: (model, tensor shards, expert shards)
 DIVIDED = [
@@ -27,8 +28,7 @@ DIVIDED = [
 ]
 
 
-@pytest.mark.parametrize(("spec", "tensor", "expert"), DIVIDED)
-@pytest.mark.parametrize("multiple", [1, 16])
+@pairwise({"spec, tensor, expert": DIVIDED, "multiple": [1, 16]}, strength=1)
 def test_devices_together_compute_every_column_and_pad_none_in_vain(
     spec: ModelSpec, tensor: int, expert: int, multiple: int
 ) -> None:

@@ -39,7 +39,7 @@ def test_any_division_of_tokens_fits_its_bucket_and_comes_back() -> None:
         np.testing.assert_array_equal(step.extra_rows[:count], rows)
         np.testing.assert_array_equal(step.expert_slots[:count], own)
         assert int(step.most_pages) == 2
-        np.testing.assert_array_equal(step.sample_rows[: step.num_samples], batch.sample_rows)
+        np.testing.assert_array_equal(step.sample_rows[: len(batch.sample_rows)], batch.sample_rows)
         assert (step.num_tokens, step.num_extra_tokens, step.segments.widest) == (count, 3, 37)
         queries, lines = step.queries, np.asarray(step.segments.lines[: step.segments.num_segments])
         np.testing.assert_array_equal(queries.kv_slots[:count], batch.kv_slots)

@@ -27,6 +27,7 @@ from app.kernels.machine.simd import (
     multiply_wide_tile,
 )
 from tests.kernels.cases import normal
+from tests.pairwise import pairwise
 from tests.seeds import rng
 
 Floats = NDArray[np.float32]
@@ -125,8 +126,7 @@ def surrounded(values: Floats, rows: int, columns: int) -> Floats:
     return memory
 
 
-@pytest.mark.parametrize("depth", DEPTHS)
-@pytest.mark.parametrize("name", SHAPES)
+@pairwise({"depth": DEPTHS, "name": SHAPES}, strength=1)
 def test_a_tile_is_its_definition_in_every_bit(name: str, depth: int) -> None:
     """Any number of rows that it takes, from zero and from what is there, with weights of four bytes and of two."""
     (most_rows, panels, width, run), generator = SHAPES[name], rng()

@@ -12,9 +12,10 @@ import torch
 from numpy.typing import NDArray
 
 from app.kernels.paged_attention import reference, triton
-from app.kernels.paged_attention import torch as plain
 from tests.kernels.cases import normal
 from tests.kernels.tensors import DEVICE, DTYPES, TOLERANCE, error, numpy, tensor
+from tests.kernels.torch_forms import paged_attention as plain
+from tests.pairwise import pairwise
 from tests.seeds import rng
 
 
@@ -106,9 +107,7 @@ def run(
 
 
 @FORMS
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("counts", [[1, 1, 1], [33, 1, 5]])
-@pytest.mark.parametrize("deterministic", [False, True])
+@pairwise({"case": CASES, "counts": [[1, 1, 1], [33, 1, 5]], "deterministic": [False, True]})
 def test_equals_the_definition(form: ModuleType, case: Case, counts: list[int], deterministic: bool) -> None:
     dtype = DTYPES[int(rng().integers(len(DTYPES)))]
     longest = 290 if counts[0] == 1 else 90  # while decoding, one sequence has more than one split

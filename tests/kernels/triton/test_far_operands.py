@@ -31,6 +31,7 @@ from tests.kernels.triton.test_moe_lora import (
     form_of,
     sorted_pairs,
 )
+from tests.pairwise import pairwise
 from tests.seeds import rng
 
 DTYPE = torch.float16
@@ -82,18 +83,19 @@ def test_experts(operand: str) -> None:
         assert error(one, numpy(other)) < TOLERANCE[DTYPE]
 
 
-@pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize("counts", [[1, 1, 1], [3, 1, 5]])
-@pytest.mark.parametrize(
-    ("operand", "dim"),
-    [
-        ("q", 0),
-        ("q", 1),
-        ("out", 0),
-        ("out", 1),
-        ("tables", 0),
-        *((n, d) for n in ("keys", "values") for d in range(3)),
-    ],
+@pairwise(
+    {
+        "deterministic": [False, True],
+        "counts": [[1, 1, 1], [3, 1, 5]],
+        "operand, dim": [
+            ("q", 0),
+            ("q", 1),
+            ("out", 0),
+            ("out", 1),
+            ("tables", 0),
+            *((n, d) for n in ("keys", "values") for d in range(3)),
+        ],
+    }
 )
 def test_attention(
     operand: str, dim: int, counts: list[int], deterministic: bool, monkeypatch: pytest.MonkeyPatch
@@ -150,10 +152,17 @@ def test_gated(operand: str) -> None:
     assert error(given["out"], numpy(torch.nn.functional.silu(gate) * up)) < TOLERANCE[DTYPE]
 
 
-@pytest.mark.parametrize("with_norm", [False, True])
-@pytest.mark.parametrize(
-    ("operand", "dim"),
-    [("qkv", 0), ("cos", 0), ("sin", 0), *((name, d) for name in ("k_cache", "v_cache") for d in range(3))],
+@pairwise(
+    {
+        "with_norm": [False, True],
+        "operand, dim": [
+            ("qkv", 0),
+            ("cos", 0),
+            ("sin", 0),
+            *((name, d) for name in ("k_cache", "v_cache") for d in range(3)),
+        ],
+    },
+    strength=1,
 )
 def test_rotate_and_write(operand: str, dim: int, with_norm: bool) -> None:
     """Beside the same operands laid out densely, which are compared with the formula elsewhere."""

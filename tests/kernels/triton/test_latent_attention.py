@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from app.kernels.latent_attention import reference, triton
-from app.kernels.latent_attention import torch as plain
 from tests.kernels.cases import normal
 from tests.kernels.tensors import DEVICE, DTYPES, TOLERANCE, error, numpy, tensor
+from tests.kernels.torch_forms import latent_attention as plain
 from tests.seeds import rng
 
 RANK, OWN, TURNED, BLOCK, BLOCKS = 48, 16, 6, 16, 16

@@ -14,14 +14,15 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from app.kernels.bgmv import torch as plain_bgmv
 from app.kernels.bgmv import triton as bgmv
 from app.kernels.rank_rows import RankRows
-from app.kernels.sgmv import torch as plain_sgmv
 from app.kernels.sgmv import triton as sgmv
 from tests.kernels.cases import normal
 from tests.kernels.tensors import DEVICE, DTYPES, TOLERANCE, error, tensor
+from tests.kernels.torch_forms import bgmv as plain_bgmv
+from tests.kernels.torch_forms import sgmv as plain_sgmv
 from tests.kernels.triton.tables import MAX_RANK, NUM_SLOTS, random_tables
+from tests.pairwise import pairwise
 from tests.seeds import rng
 
 #: No multiple of a tile, and enough for more than one split.
@@ -80,8 +81,7 @@ ALL_FORMS = FORMS | {
 }
 
 
-@pytest.mark.parametrize("form", ALL_FORMS)
-@pytest.mark.parametrize("name", CASES)
+@pairwise({"form": ALL_FORMS, "name": CASES}, strength=1)
 def test_equals_the_definition(form: str, name: str) -> None:
     """Type and slices are drawn: all of them together take minutes in the interpreter."""
     generator = rng()

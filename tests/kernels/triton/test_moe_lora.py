@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -11,11 +10,16 @@ import torch
 from numpy.typing import NDArray
 
 from app.kernels.moe_lora import reference
+from app.kernels.moe_lora import triton as triton_lora
 from app.kernels.moe_lora.expert_rows import ExpertRows
 from app.kernels.moe_routing import reference as routing
+from app.kernels.moe_routing import triton as triton_routing
 from app.kernels.moe_routing.pairs import SortedPairs
 from tests.kernels.cases import normal
 from tests.kernels.tensors import DEVICE, DTYPES, TOLERANCE, error, numpy, tensor
+from tests.kernels.torch_forms import moe_lora as torch_lora
+from tests.kernels.torch_forms import moe_routing as torch_routing
+from tests.pairwise import pairwise
 from tests.seeds import rng
 
 Ranks = NDArray[np.int64]
@@ -37,7 +41,7 @@ def form(request: pytest.FixtureRequest) -> Form:
 
 
 def form_of(name: str) -> Form:
-    return Form(*(import_module(f"app.kernels.{folder}.{name}") for folder in ("moe_lora", "moe_routing")))
+    return Form(triton_lora, triton_routing) if name == "triton" else Form(torch_lora, torch_routing)
 
 
 class Addressed(NamedTuple):
@@ -249,14 +253,13 @@ def test_every_pair_is_in_one_tile_of_its_expert(form: Form, block_rows: int) ->
         at = 0
         for first, count, expert in [tile for tile in tiles.tolist() if tile[1]]:
             assert first == at
-            assert count <= block_rows or form.routing.__name__.endswith("torch")
+            assert count <= block_rows or form.routing is torch_routing
             assert (experts.flatten()[order[first : first + count].long()] == expert).all()
             at += count
         assert at == num_tokens * top_k
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shared", [None, "added", "gated"])
+@pairwise({"dtype": DTYPES, "shared": [None, "added", "gated"]}, strength=1)
 def test_outputs_are_added_by_their_shares(form: Form, dtype: torch.dtype, shared: str | None) -> None:
     generator = rng()
     outputs, hidden, whole = (tensor(normal(generator, n, 20), dtype) for n in (21, 7, 7))

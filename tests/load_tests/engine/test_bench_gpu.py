@@ -5,11 +5,12 @@ from __future__ import annotations
 import torch
 
 from load_tests.engine import bench_gpu, llama_shapes
+from tests.engine.cuda.gpu import TORCH
 
 
 def test_every_part_is_measured() -> None:
     sizes = bench_gpu.Sizes(4, 20, 4, 64, 2, 2, 2, 3)
-    found = bench_gpu.run("tiny", torch.device("cpu"), sizes, "torch")
+    found = bench_gpu.run("tiny", torch.device("cpu"), sizes, TORCH)
     assert not [value for key, value in found.items() if key.endswith("failed")]
     text = bench_gpu.table(found)
     assert "not measured" not in text

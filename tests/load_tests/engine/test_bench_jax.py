@@ -25,12 +25,11 @@ def test_everybody_is_given_the_same_work(tmp_path: Path) -> None:
         num_reference_tokens=6,
         num_rounds=2,
         seed=1,
-        forms=("cpu",),
         with_reference=True,
     )
     text = run(settings)
     # The base and three adapters, with one and five streams.
-    assert "tokens: JAX engine (cpu) 12 of 12, transformers 6 of 6, PEFT mixed batch 6 of 6." in text
+    assert "tokens: JAX engine 12 of 12, transformers 6 of 6, PEFT mixed batch 6 of 6." in text
     rates = re.findall(r"\| ([\d.]+) \| ([\d.]+) \|\n", text)
     assert len(rates) == 6
     assert all(float(rate) > 0 for pair in rates for rate in pair)

@@ -29,9 +29,9 @@ from app.deployments.ingress.batches.lines import (
     unanswered,
 )
 from app.deployments.ingress.tenants import Caller
-from app.deployments.kept.client import KeptClient
 from app.deployments.kept.entries import Batch, BatchStatus, LeaseLost, LineAnswer
-from app.deployments.links.tasks import Tasks
+from app.deployments.kept.service import KeptService
+from app.deployments.links.tasks import Tasks, backoff_s
 from app.deployments.links.waiting import comes
 from app.deployments.tenants.limits import LimitReached
 from app.engine.errors import (
@@ -68,7 +68,7 @@ class BatchRunner:
 
     def __init__(
         self,
-        kept: KeptClient,
+        kept: KeptService,
         answer: AnswerLine,
         caller_of: Callable[[Batch], Caller | None],
         holder: str,
@@ -217,7 +217,7 @@ class _Work:
 
     async def _answer(self, line: Line) -> LineAnswer:
         request_id = f"{self._batch.id}-{line.number}"
-        pause_s, num_tries = FIRST_PAUSE_S, 0
+        pauses_s, num_tries = backoff_s(FIRST_PAUSE_S, LONGEST_PAUSE_S), 0
         while True:
             try:
                 async with self._runner.places:
@@ -231,8 +231,7 @@ class _Work:
                 if not is_passing(error) or (isinstance(error, ADAPTER_ERRORS) and num_tries >= MAX_TRIES):
                     return failed(line, request_id, error)
                 told_s = getattr(error, "retry_after_s", None) or 0.0
-                await asyncio.sleep(min(max(pause_s, told_s), LONGEST_PAUSE_S))
-                pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+                await asyncio.sleep(min(max(next(pauses_s), told_s), LONGEST_PAUSE_S))
 
     async def _write(self) -> None:
         """Write down what there is, some of it, and renew the lease. While the database is away nothing is lost."""

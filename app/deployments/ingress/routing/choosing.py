@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from app.deployments.ingress.routing.decision import Decision
 from app.deployments.ingress.routing.router import Router
-from app.deployments.ingress.schema import RoutingFields
+from app.deployments.ingress.schemas.openai import RoutingFields
 from app.deployments.ingress.tenancy import Tenancy
 from app.deployments.ingress.tenants import Caller
 from app.deployments.tenants.limiter import Reservation

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from app.deployments.ingress.schema import WeightedAdapter
+from app.deployments.ingress.schemas.openai import WeightedAdapter
 
 #: The chosen adapters and their scores: "sql=0.8300,tone=0.6400", or "base".
 ROUTE_HEADER = "X-Polylora-Route"

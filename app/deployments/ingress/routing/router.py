@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from app.config import RoutingConfig
 from app.deployments.ingress.routing.candidates import Candidates, Visible
 from app.deployments.ingress.routing.decision import Decision, Scored
-from app.deployments.ingress.schema import RoutingFields
+from app.deployments.ingress.schemas.openai import RoutingFields
 from app.deployments.ingress.tenants import Caller
 from app.deployments.links.tasks import OncePerKey, Tasks
 from app.deployments.registry.entries import DEFAULT_TENANT

@@ -21,7 +21,7 @@ from app.engine.adapters.formats.arrow import CARD_SUFFIX
 from app.engine.adapters.formats.peft_config import CONFIG_NAME
 from app.engine.adapters.formats.peft_file import WEIGHTS_NAME
 from app.engine.adapters.paths import resolve_adapter_path
-from app.engine.adapters.signing.signature_names import SIGNATURE_NAME, SIGNATURE_SUFFIX
+from app.engine.adapters.signing.trusted_keys import SIGNATURE_NAME, SIGNATURE_SUFFIX
 from app.engine.adapters.strict_json import short
 from app.engine.adapters.text import TEXT_FILES
 from app.engine.errors import AdapterFormatError, NotFound, UnsafeSource

@@ -20,7 +20,7 @@ from fsspec import AbstractFileSystem, filesystem
 from fsspec.callbacks import Callback
 
 from app.deployments.store.sources.places import Reserve, signature_name, unbounded, wanted_files
-from app.engine.adapters.signing.signature_names import SIGNATURE_SUFFIX
+from app.engine.adapters.signing.trusted_keys import SIGNATURE_SUFFIX
 from app.engine.adapters.strict_json import short
 from app.engine.adapters.text import TEXT_FILES
 from app.engine.errors import AdapterTooLarge, NotFound, PolyloraError, SourceError, UnsafeSource

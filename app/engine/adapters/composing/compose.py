@@ -2,8 +2,10 @@
 
 In: adapters on one base, in the order of a `Composition`'s parts. Out: one `LoraAdapter` with the composition's digest.
 "cat" is the weighted sum itself: ranks side by side, weights folded into b. "svd" is its best approximation of a given
-rank. The other methods combine A with A and B with B, or whole deltas ("_svd"), and are defined by PEFT alone. Rule:
-what an adapter does beyond low-rank deltas and has no weighted sum is refused by name.
+rank. The other methods combine A with A and B with B, or whole deltas ("_svd"), and are defined by PEFT alone
+(`peft.utils.merge_utils`): TIES (Yadav et al. 2023), DARE (Yu et al. 2024), task arithmetic (Ilharco et al. 2023). What
+an adapter does beyond low-rank deltas and has no weighted sum is refused by name. Values that are dropped at random are
+drawn from a given generator, so the same composition is the same numbers on every machine.
 """
 
 from __future__ import annotations
@@ -19,7 +21,6 @@ from numpy.typing import NDArray
 
 from app.engine.adapters.card import AdapterCard
 from app.engine.adapters.composing.composition import Composition, Recipe
-from app.engine.adapters.composing.pruning import merged
 from app.engine.adapters.extras import extra_bytes
 from app.engine.adapters.lora import BFLOAT16, LoraAdapter, LoraKey, LoraPair, Matrix, widened
 from app.engine.errors import CompositionRefused
@@ -218,3 +219,48 @@ def _order(key: LoraKey) -> tuple[int, str, int]:
 
 def _said(key: object) -> str:
     return f"{key.target} of layer {key.layer}" if isinstance(key, LoraKey) else str(key)
+
+
+def merged(tensors: Sequence[Floats], weights: Sequence[float], recipe: Recipe, rng: np.random.Generator) -> Floats:
+    """One tensor of N equal shapes, by the recipe's method; "_svd" at its end changes nothing here."""
+    method = recipe.method.removesuffix("_svd")
+    if method.startswith("dare"):
+        tensors = [randomly_pruned(tensor, recipe.density or 0.0, rng) for tensor in tensors]
+    elif method in ("ties", "magnitude_prune"):
+        tensors = [pruned(tensor, recipe.density or 0.0) for tensor in tensors]
+    stacked = np.stack(tensors)  # [N, ...]
+    factors = np.array(weights, np.float32).reshape(-1, *[1] * (stacked.ndim - 1))
+    if method.endswith("ties"):
+        return _disjoint(stacked, stacked * factors, recipe.majority_sign or "total")
+    summed: Floats = (stacked * factors).sum(axis=0)
+    return summed
+
+
+def pruned(tensor: Floats, density: float) -> Floats:
+    """The largest `density` of the values by magnitude; zeros in place of the others."""
+    if density >= 1:
+        return tensor
+    count = int(density * tensor.size)
+    flat, kept = tensor.reshape(-1), np.zeros(tensor.size, np.float32)
+    if count:
+        largest = np.argpartition(-np.abs(flat), count - 1)[:count]
+        kept[largest] = flat[largest]
+    return kept.reshape(tensor.shape)
+
+
+def randomly_pruned(tensor: Floats, density: float, rng: np.random.Generator) -> Floats:
+    """Each value with probability `density`, divided by it; zeros in place of the others."""
+    if density >= 1:
+        return tensor
+    keeps = rng.random(tensor.shape) < density
+    kept: Floats = np.where(keeps, tensor, np.float32(0))
+    return kept / np.float32(density) if density > 0 else kept
+
+
+def _disjoint(tensors: Floats, weighted: Floats, majority_sign: str) -> Floats:
+    """Per place the mean of those weighted values whose sign is the majority's. PEFT elects it before the weights."""
+    signs = np.sign(tensors)
+    votes = (tensors if majority_sign == "total" else signs).sum(axis=0)
+    agrees = signs == np.where(votes >= 0, 1, -1)  # [N, ...]
+    mean: Floats = (weighted * agrees).sum(axis=0) / np.maximum(agrees.sum(axis=0), 1).astype(np.float32)
+    return mean

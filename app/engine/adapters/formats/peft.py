@@ -8,10 +8,11 @@ be there: PEFT would leave it at zero in silence. Pickle is never opened.
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
 from pathlib import Path
 
 from app.engine.adapters.build import build_adapter
-from app.engine.adapters.formats.base_check import check_base
 from app.engine.adapters.formats.patterns import first_matching
 from app.engine.adapters.formats.peft_config import CONFIG_NAME, PeftConfig, parse_config
 from app.engine.adapters.formats.peft_experts import check_options, expert_modules, is_fused, selects_parameter
@@ -27,7 +28,7 @@ from app.engine.adapters.formats.targets import (
 from app.engine.adapters.limits import DEFAULT_LIMITS, ReadLimits, read_bounded
 from app.engine.adapters.lora import LoraAdapter
 from app.engine.adapters.modules import OUTER_MODULES, UNREAD_MODULE, Module, assumed_modules, layer_modules
-from app.engine.adapters.stored import StoredAdapter, StoredModule, StoredRows
+from app.engine.adapters.stored import StoredAdapter, StoredModule, StoredRows, StoredTensor
 from app.engine.adapters.strict_json import short
 from app.engine.adapters.text import read_text
 from app.engine.errors import AdapterFormatError, AdapterMismatch, AdapterTooLarge
@@ -37,6 +38,10 @@ from app.engine.models.names import expected_tensors
 from app.engine.models.spec import ModelSpec
 
 _PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
+_LAYER = re.compile(r"model\.layers\.(\d{1,4})\.(\w+\.\w+)")
+#: Modules whose input, or output, is as wide as the model.
+_READ_HIDDEN = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj")
+_WRITE_HIDDEN = ("self_attn.o_proj", "mlp.down_proj")
 
 
 def read_peft(
@@ -61,7 +66,7 @@ def read_peft_stored(folder: Path, spec: ModelSpec | None, limits: ReadLimits = 
         is_plain = isinstance(names, tuple) and not config.exclude_modules and not any("." in name for name in names)
         is_alike = all(layer.experts is None for layer in spec.layers)  # else a name need not be in every layer
         is_every_layer = is_plain and is_alike and config.layers_to_transform is None
-        check_base(found.modules, spec, trained_on=config.trained_on, is_every_layer=is_every_layer)
+        _check_base(found.modules, spec, trained_on=config.trained_on, is_every_layer=is_every_layer)
     check_options(config)
     experts = expert_modules(config, found.modules, spec)
     for path in [path for path in found.modules if is_fused(path)]:
@@ -160,3 +165,47 @@ def _modules(config: PeftConfig, found: PeftTensors) -> list[StoredModule]:
         extra = parts.get("magnitude"), parts.get("bias")
         modules.append(StoredModule(canonical_module(path), a, b, alpha, config.use_rslora, *extra))
     return modules
+
+
+def _check_base(
+    modules: Mapping[str, Mapping[str, StoredTensor]], spec: ModelSpec, *, trained_on: str | None, is_every_layer: bool
+) -> None:
+    """Raise AdapterMismatch, with both models' names, widths and layers, for an adapter of another base model.
+
+    modules: path -> part ("lora_A", "lora_B") -> tensor. is_every_layer: whether its configuration names modules and
+    leaves no layer out. Only what cannot fit is refused: a name alone proves nothing, copies of a model have many.
+    """
+    layers: set[int] = set()
+    widths: set[int] = set()
+    for path, parts in modules.items():
+        match = _LAYER.fullmatch(path)
+        if match is None:
+            continue
+        layers.add(int(match[1]))
+        shapes = (parts["lora_A"].shape, parts["lora_B"].shape)
+        if any(len(shape) != 2 for shape in shapes):
+            continue
+        if match[2] in _READ_HIDDEN:
+            widths.add(shapes[0][1])
+        elif match[2] in _WRITE_HIDDEN:
+            widths.add(shapes[1][0])
+    if not layers:
+        return
+    num_layers, here = 1 + max(layers), len(spec.layers)
+    is_whole = layers == set(range(num_layers))  # else one module or another is wrong, and named by who looks at it
+    is_another_depth = is_whole and (
+        num_layers > len(spec.layers) or (is_every_layer and num_layers < len(spec.layers))
+    )
+    is_another_width = len(widths) == 1 and widths != {spec.hidden_size}
+    if not is_another_width and not is_another_depth:
+        return
+    lacks = ""
+    if not is_another_width and num_layers < here:
+        missing = f"its file has nothing for layers {num_layers} to {here - 1}"
+        lacks = f", or save it again if it was trained on this one: {missing}"
+    width = " or ".join(map(str, sorted(widths))) or "unknown"
+    raise AdapterMismatch(
+        f"the adapter was trained on {short(trained_on) if trained_on else 'another model'} (width {width}, "
+        f"{'' if is_every_layer else 'at least '}{num_layers} layers), and this base is '{spec.name}' (width "
+        f"{spec.hidden_size}, {here} layers); load it where the model that it was trained on is served{lacks}"
+    )

@@ -1,4 +1,4 @@
-"""Whose signature counts, for whom.
+"""Whose signature counts, for whom, and what the file is called that holds it.
 
 In: the configured keys, a tenant, and who signed an adapter (`signing.signer_of`). Out: nothing, or
 `AdapterUntrusted`. Checking that a signature fits the contents is left to `signing`.
@@ -36,3 +36,9 @@ class TrustedKeys(NamedTuple):
                 f"{what} is signed by {signer}, which is no trusted key of tenant {tenant_id!r}; "
                 "add it to adapters.signing.trusted_keys, or have it signed by another"
             )
+
+
+#: In a PEFT folder.
+SIGNATURE_NAME = "adapter.sig"
+#: After the name of a card.
+SIGNATURE_SUFFIX = ".sig"

@@ -17,8 +17,8 @@ import pytest_asyncio
 from app.deployments.tenants.usage import UsageQuery
 from app.engine.adapters.card import AdapterRef
 from tests.deployments.http_service import Letters, Service
+from tests.deployments.ingress.http.middleware.test_auth import Org, org
 from tests.deployments.ingress.http.test_activity import seen
-from tests.deployments.ingress.http.test_door import Org, org
 from tests.deployments.managed import wanted
 from tests.fakes import fake_adapter
 

@@ -8,10 +8,10 @@ import httpx
 import pytest
 
 from app.deployments.ingress.http.app import make_app
-from app.deployments.ingress.http.guard import DoorRules
+from app.deployments.ingress.http.middleware.origin_check import HttpPolicy
 from app.engine.errors import AdapterUnreadable, NotReady
 from tests.deployments.http_service import Service
-from tests.deployments.ingress.http.test_door import CHAT, Org, org
+from tests.deployments.ingress.http.middleware.test_auth import CHAT, Org, org
 
 __all__ = ["org"]
 
@@ -130,6 +130,6 @@ async def test_a_project_sees_its_own_requests_and_nobody_s_loads(org: Org) -> N
     by_admin = await org.ask("admin", "GET", "/v1/loras/secret", headers={"OpenAI-Project": ada})
     assert by_admin.json()["activity"]["requests"] == 3, "everybody's, for this name"
     assert "loads" in by_admin.json()["activity"]
-    transport = httpx.ASGITransport(make_app(service, DoorRules()), raise_app_exceptions=False)
+    transport = httpx.ASGITransport(make_app(service, HttpPolicy()), raise_app_exceptions=False)
     async with httpx.AsyncClient(transport=transport, base_url="http://test") as without_key:
         assert (await without_key.get("/v1/loras/secret")).status_code == 401

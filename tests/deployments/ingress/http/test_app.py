@@ -14,10 +14,15 @@ import pytest
 from pydantic_core import to_json
 
 from app.config import LimitsConfig
-from app.deployments.ingress.body import INERT, NEUTRAL
-from app.deployments.ingress.http.answers import AnswerFormat
 from app.deployments.ingress.requests import derived_seed
-from app.deployments.ingress.schema import ChatCompletionRequest, CompletionRequest, GenerateBody, GenerateSampling
+from app.deployments.ingress.schemas.openai import (
+    ChatCompletionRequest,
+    CompletionRequest,
+    GenerateBody,
+    GenerateSampling,
+)
+from app.deployments.ingress.schemas.request_model import INERT, NEUTRAL
+from app.deployments.ingress.serializers.openai import ChatSerializer
 from app.deployments.ingress.tenants import handle_caller
 from app.deployments.ingress.text import TextDelta
 from tests.deployments.http_service import Service
@@ -72,7 +77,7 @@ def test_an_event_of_text_alone_is_the_event_of_its_delta(is_chat: bool, include
         raise AssertionError("only logprobs need it")
 
     for model in ("base", "\0", 'a "\0" b', "\\u0000"):
-        answer_format = AnswerFormat(is_chat, "r-0", 0, model, no_text, no_text, no_text, False, include_usage)
+        answer_format = ChatSerializer(is_chat, "r-0", 0, model, no_text, no_text, no_text, False, include_usage)
         before, behind = answer_format.text_event(3)
         for text in ("a", '"\\', "\0", "\n\t\x7f\x1b", "é漢🎉", "\u2028</script>"):
             assert before + to_json(text) + behind == to_json(answer_format.event(3, TextDelta(text), 7))

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from app.deployments.ingress.http.app import make_app
-from app.deployments.ingress.http.guard import DoorRules
+from app.deployments.ingress.http.middleware.origin_check import HttpPolicy
 from app.deployments.ingress.job import Job
-from app.deployments.ingress.schema import CompletionRequest
+from app.deployments.ingress.schemas.openai import CompletionRequest
 from app.deployments.ingress.tenants import Caller
 from app.engine.errors import AdapterWriteFailed
 from tests.deployments.http_service import Service
@@ -46,7 +46,7 @@ class Client:
             "path": route, "raw_path": route.encode(), "query_string": b"", "root_path": "", "scheme": "http",
             "headers": [], "client": ("127.0.0.1", 1), "server": ("127.0.0.1", 2), "state": {},
         }  # fmt: skip
-        self.answered = asyncio.ensure_future(make_app(service, DoorRules())(scope, self._receive, self._send))
+        self.answered = asyncio.ensure_future(make_app(service, HttpPolicy())(scope, self._receive, self._send))
 
     async def _receive(self) -> MutableMapping[str, Any]:
         if self._messages:

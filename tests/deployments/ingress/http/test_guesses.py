@@ -15,7 +15,7 @@ from typing import Any
 import httpx
 
 from app.deployments.ingress.http.app import make_app
-from app.deployments.ingress.http.guard import DoorRules
+from app.deployments.ingress.http.middleware.origin_check import HttpPolicy
 from tests.budgets import examples
 from tests.deployments.fleet import Fleet
 from tests.deployments.http_service import WRITING_SPEC, Service, writing_text
@@ -31,7 +31,7 @@ async def served(folder: Path, num_guesses: int) -> AsyncIterator[tuple[httpx.As
     fleet = Fleet(1, spec=WRITING_SPEC, grammars=tiny_vocabulary, num_guesses=num_guesses)
     managed = ManagedStore.at(folder)
     service = Service(fleet, managed, writing_text())
-    transport = httpx.ASGITransport(make_app(service, DoorRules()), raise_app_exceptions=False)
+    transport = httpx.ASGITransport(make_app(service, HttpPolicy()), raise_app_exceptions=False)
     async with httpx.AsyncClient(transport=transport, base_url="http://test", timeout=60) as client:
         yield client, fleet
     await service.close()

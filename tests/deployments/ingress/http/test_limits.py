@@ -13,14 +13,14 @@ from openai import AsyncOpenAI
 
 from app.deployments.ingress import handle_api
 from app.deployments.ingress.http.app import make_app
-from app.deployments.ingress.http.guard import DoorRules
+from app.deployments.ingress.http.middleware.origin_check import HttpPolicy
 from app.deployments.ingress.tenancy import duration
 from app.deployments.tenants.limiter import Refused
 from app.deployments.tenants.limits import NANOS_PER_CENT, Meter
 from app.deployments.tenants.metering import Charge
 from tests.deployments.http_service import Service
-from tests.deployments.ingress.http.test_admin_routes import client_with
-from tests.deployments.ingress.http.test_door import CHAT, Org, org
+from tests.deployments.ingress.http.middleware.test_auth import CHAT, Org, org
+from tests.deployments.ingress.http.routes.test_admin import client_with
 from tests.deployments.ingress.test_dispatcher import until
 
 __all__ = ["org"]
@@ -84,7 +84,7 @@ def test_every_route_that_takes_a_body_is_known(service_routes: set[str]) -> Non
 
 @pytest_asyncio.fixture
 async def service_routes(service: Service) -> set[str]:
-    app: Any = make_app(service, DoorRules())
+    app: Any = make_app(service, HttpPolicy())
     return {route.path for route in app.routes if {"POST", "PUT"} & getattr(route, "methods", set())}
 
 

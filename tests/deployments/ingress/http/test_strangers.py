@@ -11,18 +11,18 @@ from typing import Any
 import httpx
 import pytest
 
-from app.deployments.ingress.body import parse_body
 from app.deployments.ingress.compositions import ComposeBody
 from app.deployments.ingress.http.app import make_app
-from app.deployments.ingress.http.batch_answers import BatchAnswers
-from app.deployments.ingress.http.guard import DoorRules
+from app.deployments.ingress.http.batch_executor import BatchExecutor
+from app.deployments.ingress.http.middleware.origin_check import HttpPolicy
 from app.deployments.ingress.http.openapi import api_routes
+from app.deployments.ingress.schemas.request_model import parse_body
 from app.deployments.ingress.tenants import handle_caller
 from app.deployments.kept.entries import NewBatch
 from app.deployments.registry.journal import NewEvent, record_events
 from app.engine.errors import PolyloraError
 from app.redaction import holds_key
-from tests.deployments.ingress.http.test_door import CHAT, Org, org
+from tests.deployments.ingress.http.middleware.test_auth import CHAT, Org, org
 from tests.deployments.managed import wanted
 
 __all__ = ["org"]
@@ -82,7 +82,7 @@ ELSEWHERE = {
 
 
 def test_every_route_with_a_name_in_its_path_is_asked(service: Any) -> None:
-    routes: Any = make_app(service, DoorRules()).routes
+    routes: Any = make_app(service, HttpPolicy()).routes
     named = {route.path for route in api_routes(routes) if "{" in route.path}
     managing = {path for path in named if path.startswith(("/v1/organization", "/v1/tenants"))}
     asked = {path.replace("NAME", "{name}") for _, path, _ in ASKED}
@@ -108,7 +108,7 @@ async def test_anothers_name_is_as_one_that_nobody_has(org: Org) -> None:
 
 
 async def test_in_a_batch_anothers_name_is_as_one_that_nobody_has(org: Org) -> None:
-    runner = org.service.batch_runner(BatchAnswers(org.service).answer, "here", write_s=0.01)
+    runner = org.service.batch_runner(BatchExecutor(org.service).answer, "here", write_s=0.01)
     working = asyncio.create_task(runner.run())
     url, said = "/v1/chat/completions", []
     for name in ("secret", "nobody"):

@@ -20,7 +20,7 @@ from app.deployments.ingress.routing.candidates import Candidates
 from app.deployments.ingress.routing.decision import Decision, Scored
 from app.deployments.ingress.routing.embedders import BaseEmbedder
 from app.deployments.ingress.routing.router import Router
-from app.deployments.ingress.schema import RoutingFields
+from app.deployments.ingress.schemas.openai import RoutingFields
 from app.deployments.ingress.tenants import Caller
 from app.deployments.registry.entries import AliasEntry, CatalogEntry
 from app.deployments.registry.view import RegistryView

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from peft import LoraConfig, PeftModel
 
 from app.engine.adapters.card import AdapterRef
-from app.engine.adapters.composing import pruning
+from app.engine.adapters.composing import compose as composing
 from app.engine.adapters.composing.compose import compose
 from app.engine.adapters.composing.composition import (
     MAX_PARTS,
@@ -42,6 +42,7 @@ from tests.engine.adapters.parity import (
     spec_of,
     tiny_model,
 )
+from tests.pairwise import pairwise
 
 pytestmark = PEFT_WARNINGS
 TOLERANCE = 1e-5
@@ -94,12 +95,11 @@ def kept_columns(tensor: Any, density: float, *_: Any, **__: Any) -> Any:
 def agreed_pruning(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is dropped at random is the same on both sides."""
     monkeypatch.setattr(peft.utils.merge_utils, "random_pruning", kept_columns)
-    monkeypatch.setattr(pruning, "randomly_pruned", kept_columns)
+    monkeypatch.setattr(composing, "randomly_pruned", kept_columns)
 
 
 @pytest.mark.usefixtures("agreed_pruning")
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("layout", ["equal ranks", "mixed ranks", "fused"])
+@pairwise({"method": METHODS, "layout": ["equal ranks", "mixed ranks", "fused"]}, strength=1)
 def test_combinations_are_those_of_peft(method: Any, layout: str, tmp_path: Path) -> None:
     options = {"equal ranks": EQUAL_RANKS, "mixed ranks": MIXED_RANKS, "fused": FUSED}[layout]
     torch.manual_seed(7)  # which of two values is larger must not hang on a last bit
@@ -290,7 +290,7 @@ def test_mistakes_are_named(make: Any, said: str) -> None:
 
 def test_what_is_dropped_at_random_is_the_same_everywhere() -> None:
     ones = np.ones((100, 100), np.float32)
-    first = pruning.randomly_pruned(ones, 0.25, np.random.default_rng(3))
-    np.testing.assert_array_equal(first, pruning.randomly_pruned(ones, 0.25, np.random.default_rng(3)))
+    first = composing.randomly_pruned(ones, 0.25, np.random.default_rng(3))
+    np.testing.assert_array_equal(first, composing.randomly_pruned(ones, 0.25, np.random.default_rng(3)))
     assert set(np.unique(first)) == {0.0, 4.0}
     assert 0.22 < (first > 0).mean() < 0.28

@@ -41,6 +41,7 @@ from app.engine.models.products import DENSE_TARGETS, target_shape
 from tests import seeds
 from tests.budgets import examples
 from tests.engine.adapters.making import DTYPES, module_path, random_arrays, stored_tensor, tiny_spec
+from tests.pairwise import pairwise
 
 SPEC = tiny_spec()
 
@@ -169,8 +170,7 @@ def test_a_card_serves_the_same_adapter_as_its_folder(tmp_path: Path) -> None:
         read_adapter(tmp_path / "peft" / "adapter_config.json", SPEC)
 
 
-@pytest.mark.parametrize("num_modules", [1, 2, 6, 7, 8, 14])
-@pytest.mark.parametrize("dtype", ["F32", "BF16"])
+@pairwise({"num_modules": [1, 2, 6, 7, 8, 14], "dtype": ["F32", "BF16"]}, strength=1)
 def test_tensors_lie_in_the_mapped_file_at_multiples_of_64(tmp_path: Path, num_modules: int, dtype: str) -> None:
     stored = random_stored(3, dtype)
     path = _write(tmp_path, StoredAdapter(stored.modules[:num_modules]))

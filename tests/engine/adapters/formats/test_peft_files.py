@@ -29,6 +29,7 @@ from app.engine.models.names import LM_HEAD
 from app.engine.xla.features import SERVED as XLA
 from tests.engine.adapters.formats.test_peft_parity import PEFT_WARNINGS, TOLERANCE
 from tests.engine.adapters.parity import our_logits, peft_logits, random_tokens, spec_of, tiny_model
+from tests.pairwise import pairwise
 
 pytestmark = [
     *PEFT_WARNINGS,
@@ -76,21 +77,22 @@ def assert_pefts(kind: str, folder: Path) -> None:
     np.testing.assert_allclose(ours, theirs, rtol=0, atol=TOLERANCE)
 
 
-@pytest.mark.parametrize("kind", ["tied", "untied"])
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"modules_to_save": ["lm_head"]},
-        {"modules_to_save": ["embed_tokens"]},
-        {"modules_to_save": ["embed_tokens", "lm_head"]},
-        {"trainable_token_indices": [9, 5]},
-        {"target_modules": ["q_proj", "embed_tokens"]},
-        {"target_modules": ["q_proj", "lm_head"]},
-    ],
-    ids=str,
+@pairwise(
+    {
+        "kind": ["tied", "untied"],
+        "options": [
+            {},
+            {"modules_to_save": ["lm_head"]},
+            {"modules_to_save": ["embed_tokens"]},
+            {"modules_to_save": ["embed_tokens", "lm_head"]},
+            {"trainable_token_indices": [9, 5]},
+            {"target_modules": ["q_proj", "embed_tokens"]},
+            {"target_modules": ["q_proj", "lm_head"]},
+        ],
+        "factor": [1.0, 1.5],
+    },
+    strength=1,
 )
-@pytest.mark.parametrize("factor", [1.0, 1.5])
 def test_embeddings_that_are_saved_along_are_what_peft_makes_of_them(
     tmp_path: Path, kind: str, options: dict[str, Any], factor: float
 ) -> None:

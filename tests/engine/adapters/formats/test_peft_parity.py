@@ -30,6 +30,7 @@ from tests.engine.adapters.parity import (
     tiny_model,
 )
 from tests.engine.served import backend_of, served_logits
+from tests.pairwise import pairwise
 
 ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 TOLERANCE = 1e-5
@@ -175,8 +176,7 @@ def _check(family: str, folder: Path) -> float:
     return float(np.abs(expected - base).max())
 
 
-@pytest.mark.parametrize("family", ["qwen2", "tied"])
-@pytest.mark.parametrize("option", BEYOND)
+@pairwise({"family": ["qwen2", "tied"], "option": BEYOND}, strength=1)
 def test_option_beyond_plain_lora_gives_pefts_logits(tmp_path: Path, family: str, option: str) -> None:
     options, features = BEYOND[option]
     folder = tmp_path / "peft"
@@ -216,8 +216,7 @@ def _config(options: dict[str, Any]) -> LoraConfig:
     return LoraConfig(**({"task_type": "CAUSAL_LM", "r": 4, "lora_alpha": 2} | options))
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2"])
-@pytest.mark.parametrize("option", OPTIONS)
+@pairwise({"family": ["llama", "qwen2"], "option": OPTIONS}, strength=1)
 def test_option_gives_pefts_logits(tmp_path: Path, family: str, option: str) -> None:
     save_random_adapter(_model(family), tmp_path, _config(OPTIONS[option]))
     moved = _check(family, tmp_path)

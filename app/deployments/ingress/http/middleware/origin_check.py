@@ -1,0 +1,175 @@
+"""Who may ask at all, before anybody looks at keys: no page of another site, and management only where it is allowed.
+
+In: requests, before any route sees them, and the rules (`http:` of the settings). Out: the same requests, or a refusal.
+Rule: what a browser sends by itself, without asking first, changes nothing here. Whose adapter a request may use is
+another question, and not asked here.
+
+A page that is open in an operator's browser can send requests to 127.0.0.1. Browsers say where they come from
+(`Origin`, `Sec-Fetch-Site`) and cannot send JSON elsewhere without asking; a page whose name was made to point to this
+machine ("DNS rebinding") is told by the Host that it asks for.
+"""
+
+from __future__ import annotations
+
+import hmac
+import ipaddress
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from urllib.parse import urlsplit
+
+from starlette.datastructures import Headers
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from app.config import ADMIN_KEY, MANAGEMENT_TOKEN, AuthMode, HttpConfig, ManagementAccess
+from app.deployments.ingress.serializers.messages import body_told
+from app.deployments.ingress.status import (
+    CrossSite,
+    ManagementRefused,
+    NotAuthenticated,
+    UnknownContentType,
+    error_answer,
+)
+from app.deployments.ingress.tenants import http_caller
+from app.deployments.tenants.key_material import environment_digest, key_digest
+from app.engine.errors import ConfigError, PolyloraError
+
+#: What a browser sends to another site without asking it first (Fetch standard, "CORS-safelisted").
+_FORM_TYPES = ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data")
+#: Where a file comes as a form, and changes nothing that is served. Browsers say where such a request is from (Origin).
+_UPLOAD_PATHS = ("/v1/files",)
+_READING = ("GET", "HEAD", "OPTIONS")
+
+
+@dataclass(frozen=True, slots=True)
+class HttpPolicy:
+    """`allowed_origins`, `allowed_hosts`: beside the service's own. `auth`: when a request needs an API key.
+
+    `token_digest`, `admin_digest`: the SHA-256 of what management asks for, and of the environment's admin key.
+    `sees_clients`: whether a client's address is what our own proxy, or this process, has seen. It is not behind a
+    HAProxy that was started without `polylora-haproxy`: everybody comes from this machine then.
+    """
+
+    management: ManagementAccess = "loopback"
+    allowed_origins: Sequence[str] = ()
+    allowed_hosts: Sequence[str] = ()
+    token_digest: str | None = None
+    sees_clients: bool = True
+    auth: AuthMode = "auto"
+    admin_digest: str | None = None
+
+    @classmethod
+    def of(cls, config: HttpConfig, environ: Mapping[str, str]) -> HttpPolicy:
+        """Raises ConfigError if a token is asked for and none is set, or for an admin key that is none."""
+        token_digest = environment_digest(environ, MANAGEMENT_TOKEN)
+        if config.management == "token" and token_digest is None:
+            raise ConfigError(f"http.management is 'token' but {MANAGEMENT_TOKEN} is not set where an ingress runs")
+        has_ha_proxy = environ.get("RAY_SERVE_ENABLE_HA_PROXY") == "1"
+        is_ours = environ.get("RAY_SERVE_HAPROXY_BINARY_PATH", "").endswith("polylora-haproxy")
+        hosts = tuple(host.lower() for host in config.allowed_hosts)
+        return cls(
+            config.management,
+            config.allowed_origins,
+            hosts,
+            token_digest,
+            is_ours or not has_ha_proxy,
+            config.auth,
+            environment_digest(environ, ADMIN_KEY),
+        )
+
+    def check_site(self, scope: Scope) -> None:
+        """Raises CrossSite, or UnknownContentType for a body that a page of another site could have sent."""
+        headers = Headers(scope=scope)
+        host = headers.get("host", "").lower()
+        is_known = not host or _is_own_name(host) or _without_port(host) in self.allowed_hosts  # browsers send one
+        if not is_known and _is_loopback(scope.get("server")):
+            raise CrossSite(
+                f"this service listens on this machine only and is not called {host[:80]!r}; use 127.0.0.1 or "
+                "localhost, or add the name to http.allowed_hosts"
+            )
+        origin = headers.get("origin")
+        if origin is not None and origin not in self.allowed_origins and urlsplit(origin).netloc.lower() != host:
+            raise CrossSite(f"requests of pages of {origin[:80]!r} are refused; http.allowed_origins may list it")
+        if scope["method"] in _READING:
+            return
+        if origin is None and headers.get("sec-fetch-site") in ("cross-site", "same-site"):
+            raise CrossSite("requests of other sites' pages are refused")
+        kind = headers.get("content-type", "").partition(";")[0].strip().lower()
+        is_upload = kind == "multipart/form-data" and scope["path"].rstrip("/") in _UPLOAD_PATHS
+        if kind in _FORM_TYPES and not is_upload:
+            raise UnknownContentType(
+                f"the body's Content-Type is {kind!r}; send Content-Type: application/json "
+                "(curl: --json in place of -d)"
+            )
+
+    def check_management(self, request: Request) -> None:
+        """Raises ManagementRefused or NotAuthenticated if this client may not manage adapters.
+
+        Whoever has a key manages what is its own.
+        """
+        if http_caller(request).kind != "open":
+            return
+        if self.management == "loopback" and not self.is_local(request.scope):
+            raise ManagementRefused(
+                "adapters are managed from the service's own machine only; http.management: token "
+                f"(with {MANAGEMENT_TOKEN}) or open lets others do it"
+            )
+        if self.management == "token":
+            kind, _, given = request.headers.get("authorization", "").partition(" ")
+            if kind.lower() != "bearer" or not self.is_management_token(given.strip()):
+                raise NotAuthenticated("managing adapters needs the header Authorization: Bearer <management token>")
+
+    def is_management_token(self, value: str) -> bool:
+        """Whether this is the token of `http.management: token`."""
+        if self.management != "token" or self.token_digest is None:
+            return False
+        return hmac.compare_digest(key_digest(value), self.token_digest)
+
+    def is_local(self, scope: Scope) -> bool:
+        """Whether a request comes from the service's own machine."""
+        return _is_loopback(scope.get("client")) and (self.sees_clients or _is_loopback(scope.get("server")))
+
+
+class OriginCheckMiddleware:
+    """ASGI middleware: refuses what `check_site` refuses, in the shape of every other error."""
+
+    def __init__(self, app: ASGIApp, rules: HttpPolicy) -> None:
+        self._app = app
+        self._rules = rules
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            try:
+                self._rules.check_site(scope)
+            except PolyloraError as error:
+                answer = error_answer(error)
+                refusal = JSONResponse(
+                    body_told(answer, scope["path"]), status_code=answer.status, headers=answer.headers
+                )
+                await refusal(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+
+def _is_loopback(address: Sequence[object] | None) -> bool:
+    """address: (host, port), or None where the server does not say."""
+    if not address:
+        return False
+    try:
+        found = ipaddress.ip_address(str(address[0]))
+    except ValueError:
+        return address[0] == "localhost"
+    mapped = found.ipv4_mapped if isinstance(found, ipaddress.IPv6Address) else None
+    return (mapped or found).is_loopback
+
+
+def _is_own_name(host: str) -> bool:
+    name = _without_port(host)
+    return name == "localhost" or name.endswith(".localhost") or _is_loopback((name.strip("[]"), 0))
+
+
+def _without_port(host: str) -> str:
+    if host.startswith("["):
+        return host.partition("]")[0] + "]"
+    return host.partition(":")[0]

@@ -1,0 +1,79 @@
+"""What is written down of HTTP requests: each of them if that is asked for, failures of the service's own always.
+
+In: requests and their answers, on their way through. Out: lines in the service's log. Rule: what a client sent, names
+aside, is never written: no prompt, no key, no query.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import time
+from collections.abc import Callable
+
+from starlette.requests import HTTPConnection, Request
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from app.logs import Happened
+from app.redaction import holds_key
+
+logger = logging.getLogger(__name__)
+
+#: That these answer 503 for a while is no failure: they are asked for it.
+PROBES = frozenset({"/health", "/readyz", "/livez"})
+#: An id that a client, or a proxy before us, gave to its request, and that is written down and answered as it is.
+_PLAIN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+
+
+def request_id_of(connection: HTTPConnection) -> str | None:
+    """The request's id: the client's `X-Request-ID`, or the one that Serve or HAProxy gave it."""
+    given = connection.headers.get("x-request-id", "")
+    return given if _PLAIN_ID.fullmatch(given) and not holds_key(given) else None
+
+
+def note_failure(request: Request, message: str) -> None:
+    """Remember why a request failed, for its line."""
+    request.state.failure = message
+
+
+class RequestLogMiddleware:
+    """ASGI middleware, the outermost. `every`: also requests that went well. `clock` gives seconds."""
+
+    def __init__(self, app: ASGIApp, every: bool, clock: Callable[[], float] = time.monotonic) -> None:
+        self._app = app
+        self._every = every
+        self._clock = clock
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        began_s = self._clock()
+        state = scope.setdefault("state", {})
+        status = 0  # nothing was answered: the client left before
+
+        async def watched(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        try:
+            await self._app(scope, receive, watched)
+        finally:
+            failure = state.get("failure")
+            is_failure = (status >= 500 or failure is not None) and scope["path"] not in PROBES
+            if is_failure or self._every:
+                client = scope.get("client")
+                line = Happened(
+                    "request failed" if is_failure else "request",
+                    id=request_id_of(HTTPConnection(scope)),
+                    method=scope["method"],
+                    path=scope["path"][:200],
+                    status=status or None,
+                    client=client[0] if client else None,
+                    model=state.get("model"),
+                    seconds=self._clock() - began_s,
+                    reason=failure,
+                )
+                logger.log(logging.WARNING if is_failure else logging.INFO, line)

@@ -1,0 +1,226 @@
+"""Reading what clients send: bodies with a limit, strict JSON, queries.
+
+A route declares its body as `JsonBody[Model]` and its query as a `QueryParams`. FastAPI's own body parameters have no
+limit, take a key that is given twice, and would not name a misspelt field.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
+
+from fastapi import Depends, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.routing import APIRoute
+from pydantic import BaseModel, BeforeValidator, GetCoreSchemaHandler, model_validator
+from pydantic_core import CoreSchema, core_schema
+from starlette.requests import ClientDisconnect
+
+from app.deployments.ingress.schemas.request_model import Body, BodyT, parse_body
+from app.deployments.ingress.service import IngressService
+from app.deployments.ingress.status import BodyTooLarge, ClientGone, InvalidJson, UnknownEncoding
+from app.engine.errors import InvalidRequest
+from app.spelling import did_you_mean
+
+#: Entries of a page: unless the client says how many, and at most.
+MAX_PAGE = 1000
+#: What asks the models. None of these has a query of its own, and gateways send theirs: it changes nothing.
+ASKING_PATHS = frozenset({
+    "/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses", "/v1/responses/input_tokens",
+    "/v1/messages", "/v1/messages/count_tokens", "/v1/route",
+})  # fmt: skip
+_MAX_CHARS = 40
+
+
+# -- bodies --
+
+
+class _BodyReader:
+    """The dependency behind `JsonBody`."""
+
+    def __init__(self, model: type[Body]) -> None:
+        self.model = model
+
+    async def read(self, request: Request) -> Body:
+        """Raises what `read_json` and `parse_body` do."""
+        if self.model.may_be_empty and _is_empty(request):
+            return self.model()
+        service: IngressService = request.app.state.service
+        return parse_body(self.model, await read_json(request, service.frontend.limits.max_body_bytes))
+
+
+if TYPE_CHECKING:
+    JsonBody: TypeAlias = Annotated[BodyT, "the request's body"]
+else:
+
+    class JsonBody:
+        """`JsonBody[Model]`: the type of a route's parameter that is the request's body, read and checked."""
+
+        def __class_getitem__(cls, model: type[Body]) -> Any:
+            return Annotated[model, Depends(_BodyReader(model).read)]
+
+
+def body_model(route: APIRoute) -> type[Body] | None:
+    """The model of a route's JSON body; None if it takes none."""
+    readers = (getattr(each.call, "__self__", None) for each in route.dependant.dependencies)
+    return next((reader.model for reader in readers if isinstance(reader, _BodyReader)), None)
+
+
+async def read_bytes(request: Request, max_bytes: int, limit: str = "limits.max_body_bytes") -> bytes:
+    """The body. Raises UnknownEncoding, BodyTooLarge once the limit is passed, ClientGone."""
+    encoding = request.headers.get("content-encoding", "identity")
+    if encoding.lower() not in ("", "identity"):
+        raise UnknownEncoding(f"the body's Content-Encoding is {encoding[:40]!r}; send it without")
+    body = bytearray()
+    try:
+        async for part in request.stream():
+            body += part
+            if len(body) > max_bytes:
+                raise BodyTooLarge(f"the body is longer than {limit} {max_bytes}")
+    except ClientDisconnect:
+        raise ClientGone(f"the client went away after {len(body)} bytes of its request") from None
+    return bytes(body)
+
+
+async def read_json(request: Request, max_bytes: int) -> object:
+    """The body, decoded. Raises what `read_bytes` does, and InvalidJson."""
+    body = await read_bytes(request, max_bytes)
+    if not body:
+        raise InvalidJson("the body is empty; send a JSON object")
+    try:
+        return json.loads(body.decode("utf-8"), parse_constant=_refuse_constant, object_pairs_hook=_unique)
+    except (ValueError, RecursionError) as error:  # JSONDecodeError and UnicodeDecodeError are ValueErrors
+        raise InvalidJson(f"the body is not JSON: {str(error)[:200] or type(error).__name__}") from error
+
+
+def _is_empty(request: Request) -> bool:
+    return request.headers.get("content-length", "0") == "0" and "transfer-encoding" not in request.headers
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is not JSON")
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> Mapping[str, Any]:
+    values = dict(pairs)
+    if len(values) != len(pairs):
+        twice = next(name for name, number in Counter(name for name, _ in pairs).items() if number > 1)
+        raise ValueError(f"the key {twice[:80]!r} is given twice")
+    return values
+
+
+# -- queries --
+
+
+class WholeNumber:
+    """Marks an integer of a query: digits alone, from `lowest` to `highest`."""
+
+    def __init__(self, lowest: int, highest: int) -> None:
+        self.lowest, self.highest = lowest, highest
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        number = core_schema.int_schema(ge=self.lowest, le=self.highest)
+        return core_schema.no_info_before_validator_function(self.number, number)
+
+    def number(self, text: object) -> int:
+        """Raises ValueError."""
+        if isinstance(text, int):
+            return text
+        is_number = isinstance(text, str) and text.isascii() and text.isdigit() and len(text) < 17
+        if not is_number or not self.lowest <= (found := int(str(text))) <= self.highest:
+            raise ValueError(f"it is a whole number from {self.lowest} to {self.highest}")
+        return found
+
+
+def _flag(text: object) -> object:
+    if not isinstance(text, str):
+        return text
+    found = {"true": True, "1": True, "false": False, "0": False}.get(text.lower())
+    if found is None:
+        raise ValueError("it is true or false")
+    return found
+
+
+Flag = Annotated[bool, BeforeValidator(_flag)]
+Limit = Annotated[int, WholeNumber(1, MAX_PAGE)]
+Order = Literal["asc", "desc"]
+
+
+class QueryParams(BaseModel):
+    """A route's query. A list is sent as `name[]=` and an object as `name[key]=`; both are called `name`.
+
+    Other names are refused by `check_query`.
+    """
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_brackets(cls, given: dict[str, Any]) -> dict[str, Any]:
+        values: dict[str, Any] = {}
+        for name, value in given.items():
+            plain = name.partition("[")[0]
+            if name != plain and plain in values:
+                values[plain] = [*_as_list(value), *_as_list(values[plain])]
+            else:
+                values[plain] = _as_list(value) if name != plain else value
+        return values
+
+
+class PageQuery(QueryParams):
+    """`after` is the id of the last entry that is known, as in OpenAI's lists."""
+
+    limit: Limit = MAX_PAGE
+    after: str | None = None
+
+
+def query_names(route: APIRoute) -> tuple[str, ...]:
+    """The names that a route's query may have."""
+    models = (each.field_info.annotation for each in route.dependant.query_params)
+    return tuple(name for model in models if model is not None for name in model.model_fields)
+
+
+async def check_query(request: Request) -> None:
+    """Raises InvalidRequest for a name that the route does not take: nothing that a list is asked for is ignored."""
+    route = request.scope.get("route")
+    if not request.query_params or not isinstance(route, APIRoute):
+        return
+    if not route.path.startswith("/v1/") or (request.method == "POST" and route.path in ASKING_PATHS):
+        return
+    known = query_names(route)
+    for name in request.query_params:
+        if name.partition("[")[0] not in known:
+            shown = name[:_MAX_CHARS]
+            its_own = f"it takes {', '.join(known)}" if known else "it takes none"
+            raise InvalidRequest(
+                f"the query has {shown!r}, which {request.method} {route.path} does not know; "
+                f"{its_own}{did_you_mean(name, known)}",
+                param=shown,
+            )
+
+
+def invalid_query(error: RequestValidationError) -> InvalidRequest:
+    """FastAPI's refusal of a query in the words of ours: the name, its value, and what it should be."""
+    first = error.errors()[0]
+    name = str(first["loc"][1])
+    if first["type"] == "missing":
+        return InvalidRequest(f"the query lacks {name}", param=name)
+    wanted = first["msg"].removeprefix("Value error, ")
+    if first["type"] == "literal_error":
+        wanted = f"it is {first['ctx']['expected'].replace(chr(39), '')}"
+    return InvalidRequest(f"{name} is {str(first['input'])[:_MAX_CHARS]!r}; {wanted}", param=name)
+
+
+def page_body(data: Sequence[Mapping[str, Any]], *, has_more: bool) -> dict[str, Any]:
+    """A list in OpenAI's shape; `last_id` is what the next page comes after."""
+    return {
+        "object": "list",
+        "data": data,
+        "first_id": data[0]["id"] if data else None,
+        "last_id": data[-1]["id"] if data else None,
+        "has_more": has_more,
+    }
+
+
+def _as_list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]

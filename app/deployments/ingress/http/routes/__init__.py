@@ -1,0 +1,1 @@
+"""Routes of the HTTP application, a module for each group."""

@@ -1,0 +1,354 @@
+"""The routes by which OpenAI's admin client manages tenants, and `/v1/tenants` for what its objects cannot say.
+
+In: requests with an admin key, and the tenants' owner. Out: routes. Paths, parameters, objects and pages are those of
+OpenAI's specification (`client.admin.organization`). Rule: every route here asks for an admin key first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Depends, Query, Request
+from pydantic import Field
+from starlette.responses import JSONResponse, Response
+
+from app.deployments.ingress.http.request_parsing import Flag, JsonBody, Order, QueryParams, WholeNumber, page_body
+from app.deployments.ingress.http.routes.usage import add_spend_routes, add_usage_routes
+from app.deployments.ingress.schemas import admin as schemas
+from app.deployments.ingress.schemas.response_model import Deleted, Page
+from app.deployments.ingress.serializers import admin as serializers
+from app.deployments.ingress.service import IngressService
+from app.deployments.ingress.tenants import admin_caller
+from app.deployments.tenants.entries import (
+    DEFAULT_PAGE,
+    LARGEST_PAGE,
+    ApiKey,
+    RateLimit,
+    ServiceAccount,
+    Tenant,
+    TenantChange,
+)
+from app.deployments.tenants.service import TenantsService
+from app.engine.errors import InvalidRequest, NotFound
+
+#: Before a rate limit's id comes this; behind it the model's name.
+_RATE_PREFIX = "rl-"
+AdminLimit = Annotated[int, WholeNumber(1, LARGEST_PAGE)]
+
+
+class AdminPageQuery(QueryParams):
+    """`after` is the id of the last entry that is known."""
+
+    limit: AdminLimit = DEFAULT_PAGE
+    after: str | None = None
+
+
+class ProjectQuery(AdminPageQuery):
+    include_archived: Flag = False
+
+
+class KeyQuery(AdminPageQuery):
+    """A revoked key is in no list: none is "inactive"."""
+
+    owner_project_access: str | None = None
+
+
+class RateLimitQuery(AdminPageQuery):
+    """`before` changes nothing."""
+
+    limit: AdminLimit = LARGEST_PAGE
+    before: str | None = None
+
+
+class AdminKeyQuery(AdminPageQuery):
+    order: Order = "asc"
+
+
+class AuditLogQuery(AdminPageQuery):
+    """Entries are chosen by id, project and event; the other names of OpenAI's client change nothing."""
+
+    before: str | None = None
+    project_ids: list[str] = Field(default_factory=list)
+    event_types: list[str] = Field(default_factory=list)
+    actor_emails: Any = None
+    actor_ids: Any = None
+    effective_at: Any = None
+    resource_ids: Any = None
+    tenant_only: Any = None
+
+
+def admin_router(service: IngressService) -> APIRouter:
+    """All of them."""
+    routes = APIRouter(prefix="/v1/organization", dependencies=[Depends(admin_caller)])
+    _add_project_routes(routes, service)
+    _add_account_routes(routes, service)
+    _add_key_routes(routes, service)
+    _add_right_routes(routes, service)
+    _add_admin_key_routes(routes, service)
+    _add_audit_routes(routes, service)
+    add_usage_routes(routes, service.tenancy)
+    add_spend_routes(routes, service.tenancy)
+    own = APIRouter(prefix="/v1/tenants", dependencies=[Depends(admin_caller)])
+    _add_tenant_routes(own, service)
+    both = APIRouter()
+    both.include_router(routes)
+    both.include_router(own)
+    return both
+
+
+def _actor(request: Request) -> str:
+    return admin_caller(request).key_id
+
+
+async def _page(
+    query: AdminPageQuery,
+    read: Callable[[int, str | None], Awaitable[Sequence[Any]]],
+    body: Callable[[Any], dict[str, Any]],
+) -> Response:
+    """One entry more than is shown is read, to know whether there are more."""
+    found = await read(query.limit + 1, query.after)
+    return JSONResponse(page_body([body(item) for item in found[: query.limit]], has_more=len(found) > query.limit))
+
+
+def _add_project_routes(routes: APIRouter, service: IngressService) -> None:
+    owner = service.tenancy.owner
+
+    @routes.get("/projects", response_model=Page[schemas.Project])
+    async def projects(query: Annotated[ProjectQuery, Query()]) -> Response:
+        async def read(limit: int, after: str | None) -> Sequence[Tenant]:
+            return await owner.projects(limit, after, with_archived=query.include_archived)
+
+        return await _page(query, read, serializers.project_body)
+
+    @routes.post("/projects", response_model=schemas.Project)
+    async def create(request: Request, body: JsonBody[schemas.ProjectBody]) -> Response:
+        return JSONResponse(serializers.project_body(await owner.create_project(body.name, actor=_actor(request))))
+
+    @routes.get("/projects/{project_id}", response_model=schemas.Project)
+    async def project(project_id: str) -> Response:
+        return JSONResponse(serializers.project_body(await owner.project(project_id)))
+
+    @routes.post("/projects/{project_id}", response_model=schemas.Project)
+    async def rename(project_id: str, request: Request, body: JsonBody[schemas.ProjectBody]) -> Response:
+        tenant = await owner.rename_project(project_id, body.name, actor=_actor(request))
+        return JSONResponse(serializers.project_body(tenant))
+
+    @routes.post("/projects/{project_id}/archive", response_model=schemas.Project)
+    async def archive(project_id: str, request: Request) -> Response:
+        return JSONResponse(serializers.project_body(await owner.archive_project(project_id, actor=_actor(request))))
+
+
+def _add_account_routes(routes: APIRouter, service: IngressService) -> None:
+    owner = service.tenancy.owner
+
+    @routes.get("/projects/{project_id}/service_accounts", response_model=Page[schemas.ServiceAccount])
+    async def accounts(project_id: str, query: Annotated[AdminPageQuery, Query()]) -> Response:
+        async def read(limit: int, after: str | None) -> Sequence[ServiceAccount]:
+            return await owner.accounts(project_id, limit, after)
+
+        return await _page(query, read, serializers.account_body)
+
+    @routes.post("/projects/{project_id}/service_accounts", response_model=schemas.NewServiceAccount)
+    async def create(project_id: str, request: Request, body: JsonBody[schemas.AccountBody]) -> Response:
+        if body.create_service_account_only and body.expires_in_seconds is not None:
+            raise InvalidRequest(
+                "expires_in_seconds is a key's, and create_service_account_only makes none", param="expires_in_seconds"
+            )
+        account, issued = await owner.create_account(
+            project_id,
+            body.name,
+            with_key=not body.create_service_account_only,
+            expires_in_s=body.expires_in_seconds,
+            actor=_actor(request),
+        )
+        key = None if issued is None else serializers.issued_body(issued)
+        return JSONResponse(serializers.account_body(account) | {"api_key": key}, headers={"Cache-Control": "no-store"})
+
+    @routes.get("/projects/{project_id}/service_accounts/{account_id}", response_model=schemas.ServiceAccount)
+    async def account(project_id: str, account_id: str) -> Response:
+        return JSONResponse(serializers.account_body(await owner.account(project_id, account_id)))
+
+    @routes.post("/projects/{project_id}/service_accounts/{account_id}", response_model=schemas.ServiceAccount)
+    async def update(
+        project_id: str, account_id: str, request: Request, body: JsonBody[schemas.AccountUpdateBody]
+    ) -> Response:
+        changed = await owner.update_account(project_id, account_id, name=body.name, actor=_actor(request))
+        return JSONResponse(serializers.account_body(changed))
+
+    @routes.delete("/projects/{project_id}/service_accounts/{account_id}", response_model=Deleted)
+    async def delete(project_id: str, account_id: str, request: Request) -> Response:
+        await owner.delete_account(project_id, account_id, actor=_actor(request))
+        return _deleted("organization.project.service_account.deleted", account_id)
+
+    @routes.post("/projects/{project_id}/service_accounts/{account_id}/api_keys", response_model=schemas.IssuedKey)
+    async def create_key(
+        project_id: str, account_id: str, request: Request, body: JsonBody[schemas.KeyBody]
+    ) -> Response:
+        issued = await owner.create_key(
+            project_id, account_id, body.name, body.expires_in_seconds, actor=_actor(request)
+        )
+        return JSONResponse(serializers.issued_body(issued), headers={"Cache-Control": "no-store"})
+
+
+def _add_key_routes(routes: APIRouter, service: IngressService) -> None:
+    owner = service.tenancy.owner
+
+    @routes.get("/projects/{project_id}/api_keys", response_model=Page[schemas.ApiKey])
+    async def keys(project_id: str, query: Annotated[KeyQuery, Query()]) -> Response:
+        async def read(limit: int, after: str | None) -> Sequence[dict[str, Any]]:
+            found = await owner.keys(project_id, limit, after)
+            if query.owner_project_access == "inactive":  # a revoked key is in no list
+                return []
+            return [await _key_body(owner, key) for key in found]
+
+        return await _page(query, read, dict)
+
+    @routes.get("/projects/{project_id}/api_keys/{key_id}", response_model=schemas.ApiKey)
+    async def key(project_id: str, key_id: str) -> Response:
+        return JSONResponse(await _key_body(owner, await owner.key(project_id, key_id)))
+
+    @routes.post("/projects/{project_id}/api_keys/{key_id}", response_model=schemas.ApiKey)
+    async def update(project_id: str, key_id: str, request: Request, body: JsonBody[schemas.KeyUpdateBody]) -> Response:
+        changed = await owner.expire_key(project_id, key_id, body.expires_in_seconds, actor=_actor(request))
+        return JSONResponse(await _key_body(owner, changed))
+
+    @routes.delete("/projects/{project_id}/api_keys/{key_id}", response_model=Deleted)
+    async def delete(project_id: str, key_id: str, request: Request) -> Response:
+        await owner.revoke_key(project_id, key_id, actor=_actor(request))
+        return _deleted("organization.project.api_key.deleted", key_id)
+
+
+async def _key_body(owner: TenantsService, key: ApiKey) -> dict[str, Any]:
+    assert key.project_id is not None, "it is a project's key"
+    assert key.service_account_id is not None, "so it has a service account"
+    return serializers.key_body(key, await owner.account(key.project_id, key.service_account_id))
+
+
+def _add_right_routes(routes: APIRouter, service: IngressService) -> None:
+    owner = service.tenancy.owner
+
+    @routes.get("/projects/{project_id}/model_permissions", response_model=schemas.ModelPermissions)
+    async def models(project_id: str) -> Response:
+        return JSONResponse(serializers.models_body(await owner.project(project_id)))
+
+    @routes.post("/projects/{project_id}/model_permissions", response_model=schemas.ModelPermissions)
+    async def permit(project_id: str, request: Request, body: JsonBody[schemas.ModelsBody]) -> Response:
+        tenant = await owner.permit_models(project_id, body.mode, body.model_ids, actor=_actor(request))
+        return JSONResponse(serializers.models_body(tenant))
+
+    @routes.delete("/projects/{project_id}/model_permissions", response_model=schemas.Cleared)
+    async def permit_all(project_id: str, request: Request) -> Response:
+        await owner.permit_models(project_id, None, (), actor=_actor(request))
+        return JSONResponse({"object": "project.model_permissions.deleted", "deleted": True})
+
+    @routes.get("/projects/{project_id}/rate_limits", response_model=Page[schemas.ProjectRateLimit])
+    async def rate_limits(project_id: str, query: Annotated[RateLimitQuery, Query()]) -> Response:
+        limit, after = query.limit, query.after
+        rates = {service.base_name: RateLimit(), **(await owner.project(project_id)).limits.rates}
+        ordered = sorted(rates, key=lambda model: (model != service.base_name, model))
+        if after is not None:
+            if after.removeprefix(_RATE_PREFIX) not in ordered:
+                raise NotFound(f"there is no rate limit {after[:80]!r}")
+            ordered = ordered[ordered.index(after.removeprefix(_RATE_PREFIX)) + 1 :]
+        data = [serializers.rate_limit_body(model, rates[model]) for model in ordered[:limit]]
+        return JSONResponse(page_body(data, has_more=len(ordered) > limit))
+
+    @routes.post("/projects/{project_id}/rate_limits/{rate_limit_id}", response_model=schemas.ProjectRateLimit)
+    async def limit_rate(
+        project_id: str, rate_limit_id: str, request: Request, body: JsonBody[schemas.RateLimitBody]
+    ) -> Response:
+        if not rate_limit_id.startswith(_RATE_PREFIX):
+            raise NotFound(f"there is no rate limit {rate_limit_id[:80]!r}; that of a model is {_RATE_PREFIX}<model>")
+        model = rate_limit_id.removeprefix(_RATE_PREFIX)
+        asked = {
+            "requests_per_min": body.max_requests_per_1_minute,
+            "tokens_per_min": body.max_tokens_per_1_minute,
+            "requests_per_day": body.max_requests_per_1_day,
+        }
+        changes = {name: value for name, value in asked.items() if value is not None}
+        tenant = await owner.limit_rates(project_id, model, changes, actor=_actor(request))
+        return JSONResponse(serializers.rate_limit_body(model, tenant.limits.rates.get(model, RateLimit())))
+
+
+def _add_admin_key_routes(routes: APIRouter, service: IngressService) -> None:
+    owner = service.tenancy.owner
+
+    @routes.get("/admin_api_keys", response_model=Page[schemas.AdminKey])
+    async def keys(query: Annotated[AdminKeyQuery, Query()]) -> Response:
+        async def read(limit: int, after: str | None) -> Sequence[ApiKey]:
+            return await owner.keys(None, limit, after, is_newest_first=query.order == "desc")
+
+        return await _page(query, read, serializers.admin_key_body)
+
+    @routes.post("/admin_api_keys", response_model=schemas.NewAdminKey)
+    async def create(request: Request, body: JsonBody[schemas.AdminKeyBody]) -> Response:
+        issued = await owner.create_admin_key(body.name, body.expires_in_seconds, actor=_actor(request))
+        answer = serializers.admin_key_body(issued.key) | {"value": issued.value}
+        return JSONResponse(answer, headers={"Cache-Control": "no-store"})
+
+    @routes.get("/admin_api_keys/{key_id}", response_model=schemas.AdminKey)
+    async def key(key_id: str) -> Response:
+        return JSONResponse(serializers.admin_key_body(await owner.key(None, key_id)))
+
+    @routes.delete("/admin_api_keys/{key_id}", response_model=Deleted)
+    async def delete(key_id: str, request: Request) -> Response:
+        await owner.revoke_key(None, key_id, actor=_actor(request))
+        return _deleted("organization.admin_api_key.deleted", key_id)
+
+
+def _add_audit_routes(routes: APIRouter, service: IngressService) -> None:
+    owner = service.tenancy.owner
+
+    @routes.get("/audit_logs", response_model=Page[schemas.AuditLog])
+    async def audit_logs(query: Annotated[AuditLogQuery, Query()]) -> Response:
+        async def read(limit: int, _: str | None) -> Sequence[TenantChange]:
+            return await owner.changes(
+                limit,
+                before=_audit_number("after", query.after),  # newest first: what comes after is older
+                after=_audit_number("before", query.before),
+                project_ids=query.project_ids,
+                events=query.event_types,
+            )
+
+        return await _page(query, read, serializers.audit_body)
+
+
+def _audit_number(name: str, text: str | None) -> int | None:
+    """Raises InvalidRequest."""
+    if text is None:
+        return None
+    number = text.removeprefix("audit_log-")
+    if not (number.isascii() and number.isdigit() and len(number) < 16):
+        raise InvalidRequest(f"{name} is {text[:40]!r}; it is the id of an audit log", param=name)
+    return int(number)
+
+
+def _add_tenant_routes(routes: APIRouter, service: IngressService) -> None:
+    owner = service.tenancy.owner
+
+    async def answer(tenant: Tenant) -> Response:
+        return JSONResponse(serializers.tenant_body(tenant, await owner.shares(tenant.id), await owner.left(tenant.id)))
+
+    @routes.get("/{tenant_id}", response_model=schemas.TenantDetails)
+    async def tenant(tenant_id: str) -> Response:
+        return await answer(await owner.project(tenant_id))
+
+    @routes.patch("/{tenant_id}", response_model=schemas.TenantDetails)
+    async def configure(tenant_id: str, request: Request, body: JsonBody[schemas.TenantBody]) -> Response:
+        given = {name: value for name, value in body.model_dump().items() if value is not None}
+        settings = {name: None if name.startswith("max_") and value < 0 else value for name, value in given.items()}
+        return await answer(await owner.configure_project(tenant_id, settings, actor=_actor(request)))
+
+    @routes.post("/{tenant_id}/rotate_salt", response_model=schemas.TenantDetails)
+    async def rotate_salt(tenant_id: str, request: Request) -> Response:
+        return await answer(await owner.rotate_salt(tenant_id, actor=_actor(request)))
+
+    @routes.put("/{tenant_id}/shares/{name}", response_model=schemas.TenantDetails)
+    async def share(tenant_id: str, name: str, request: Request, body: JsonBody[schemas.ShareBody]) -> Response:
+        await owner.share(tenant_id, name, body.project_ids, actor=_actor(request))
+        return await answer(await owner.project(tenant_id))
+
+
+def _deleted(kind: str, row_id: str) -> Response:
+    return JSONResponse({"object": kind, "id": row_id, "deleted": True})

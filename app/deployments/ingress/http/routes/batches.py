@@ -1,0 +1,103 @@
+"""/v1/batches as OpenAI's client uses them: asked for, looked at, cancelled.
+
+In: a service that keeps batches. Out: routes. Rule: a batch belongs to the tenant of the key that asked for it; another
+tenant's is as if it were not there. Who works on batches is another's business (`batches.runner`).
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any
+
+from fastapi import FastAPI, Query, Request
+from starlette.responses import JSONResponse, Response
+
+from app.deployments.ingress.http.request_parsing import JsonBody, PageQuery, page_body
+from app.deployments.ingress.schemas import batches as schemas
+from app.deployments.ingress.schemas.batches import BatchBody
+from app.deployments.ingress.schemas.response_model import Page
+from app.deployments.ingress.service import IngressService
+from app.deployments.ingress.tenants import inference_caller
+from app.deployments.kept.entries import Batch, NewBatch
+
+DAY_S = 86_400.0
+
+
+def add_batch_routes(app: FastAPI, service: IngressService) -> None:
+    """Add them."""
+
+    @app.post("/v1/batches", response_model=schemas.Batch)
+    async def create(request: Request, body: JsonBody[BatchBody]) -> Response:
+        """Have the requests of a file computed when no interactive request wants the engines, within a day."""
+        caller, config = inference_caller(request), service.kept_config
+        life_s = config.days * DAY_S
+        if body.output_expires_after is not None:
+            life_s = min(life_s, body.output_expires_after.seconds)
+        wanted = NewBatch(
+            tenant_id=caller.tenant_id,
+            key_id=caller.key_id,
+            endpoint=body.endpoint,
+            input_file_id=body.input_file_id,
+            window_s=DAY_S,
+            output_life_s=life_s,
+            max_open=config.max_open_batches,
+            note=json.dumps(body.metadata or {}),
+        )
+        batch = await service.kept.create_batch(wanted)
+        service.wake_batches()
+        return JSONResponse(batch_body(batch))
+
+    @app.get("/v1/batches", response_model=Page[schemas.Batch])
+    async def batches(request: Request, query: Annotated[PageQuery, Query()]) -> Response:
+        """The caller's batches, newest first."""
+        tenant_id = inference_caller(request).tenant_id
+        found = await service.kept.batch_page(tenant_id=tenant_id, limit=query.limit, after=query.after)
+        return JSONResponse(page_body([batch_body(batch) for batch in found.batches], has_more=found.has_more))
+
+    @app.get("/v1/batches/{batch_id}", response_model=schemas.Batch)
+    async def batch(request: Request, batch_id: str) -> Response:
+        """One of them."""
+        tenant_id = inference_caller(request).tenant_id
+        return JSONResponse(batch_body(await service.kept.batch(batch_id, tenant_id=tenant_id)))
+
+    @app.post("/v1/batches/{batch_id}/cancel", response_model=schemas.Batch)
+    async def cancel(request: Request, batch_id: str) -> Response:
+        """End it; what has been answered stays."""
+        tenant_id = inference_caller(request).tenant_id
+        found = await service.kept.cancel_batch(batch_id, tenant_id=tenant_id)
+        service.wake_batches()
+        return JSONResponse(batch_body(found))
+
+
+def batch_body(batch: Batch) -> dict[str, Any]:
+    """As OpenAI tells it."""
+    ended = dict.fromkeys(("completed", "failed", "expired", "cancelled"))
+    times = {f"{status}_at": _second(batch.ended_s if batch.status == status else None) for status in ended}
+    errors = json.loads(batch.errors)
+    return {
+        "id": batch.id,
+        "object": "batch",
+        "endpoint": batch.endpoint,
+        "errors": {"object": "list", "data": errors} if errors else None,
+        "input_file_id": batch.input_file_id,
+        "completion_window": "24h",
+        "status": batch.status,
+        "output_file_id": batch.output_file_id,
+        "error_file_id": batch.error_file_id,
+        "created_at": _second(batch.created_s),
+        "in_progress_at": _second(batch.began_s),
+        "expires_at": _second(batch.expires_s),
+        "finalizing_at": None if batch.status == "failed" else _second(batch.ended_s),
+        "cancelling_at": _second(batch.cancelling_s),
+        **times,
+        "request_counts": {
+            "total": batch.num_lines,
+            "completed": batch.num_completed,
+            "failed": batch.num_failed,
+        },
+        "metadata": json.loads(batch.note) or None,
+    }
+
+
+def _second(time_s: float | None) -> int | None:
+    return None if time_s is None else int(time_s)

@@ -1,0 +1,94 @@
+"""The routes that load and unload adapters in the spellings of other servers.
+
+In: vLLM's and Dynamo's bodies. Out: their answers. Rule: these routes answer when the work is done.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated
+
+from fastapi import APIRouter, Query, Request
+from starlette.responses import JSONResponse, PlainTextResponse, Response
+
+from app.deployments.ingress.http.openapi import JSON_ERROR
+from app.deployments.ingress.http.request_parsing import JsonBody
+from app.deployments.ingress.http.routes.management import WaitQuery, unloaded_answer
+from app.deployments.ingress.schemas.loras import (
+    LoadAdapterBody,
+    LoadedLora,
+    LoadLoraBody,
+    UnloadAdapterBody,
+    UnloadedLora,
+    UnloadLoraBody,
+)
+from app.deployments.ingress.serializers.loras import adapter_body, job_body
+from app.deployments.ingress.service import IngressService
+from app.deployments.ingress.tenants import Caller, http_caller, load_request
+from app.engine.errors import InvalidRequest, NotFound
+
+#: `org/repo@revision`: a repository of the hub, as Dynamo writes it.
+_ON_HUB = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*@\w[\w./-]*", re.ASCII)
+
+
+def add_load_routes(routes: APIRouter, service: IngressService) -> None:
+    """Spellings of other servers: they answer when the work is done."""
+
+    @routes.post("/v1/load_lora_adapter", response_class=PlainTextResponse, responses=JSON_ERROR)
+    async def load_adapter(request: Request, body: JsonBody[LoadAdapterBody]) -> Response:
+        """Load an adapter, as vLLM spells it; answers when it is served."""
+        caller = http_caller(request)
+        load = load_request(caller, body.lora_name, body.lora_path)
+        if not body.load_inplace and _is_loaded(service, body.lora_name, caller):
+            raise InvalidRequest(
+                f"The lora adapter {body.lora_name[:80]!r} has already been loaded. If you want to load the adapter in "
+                "place, set 'load_inplace' to True.",
+                param="load_inplace",
+            )
+        await service.management.store.load_and_wait(load)
+        return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
+
+    @routes.post("/v1/unload_lora_adapter", response_class=PlainTextResponse, responses=JSON_ERROR)
+    async def unload_adapter(
+        request: Request, body: JsonBody[UnloadAdapterBody], query: Annotated[WaitQuery, Query()]
+    ) -> Response:
+        """Unload an adapter, as vLLM spells it."""
+        await unloaded_answer(request, service, query, body.lora_name)
+        return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
+
+    @routes.post("/v1/load_lora", response_model=LoadedLora)
+    async def load(request: Request, body: JsonBody[LoadLoraBody]) -> Response:
+        """Load an adapter, as Dynamo spells it; answers when it is served."""
+        _check_base(service, body.base_model)
+        caller = http_caller(request)
+        source = _dynamo_source(body, caller)
+        load = load_request(caller, body.lora_model, source, body.pin_lora, body.traffic_weight)
+        job, entry = await service.management.store.load_and_wait(load)
+        done = {"lora_model": body.lora_model, "status": "success"}
+        return JSONResponse(adapter_body(entry) | done | {"job": job_body(job)})
+
+    @routes.post("/v1/unload_lora", response_model=UnloadedLora, responses={202: {"model": UnloadedLora}})
+    async def unload(
+        request: Request, body: JsonBody[UnloadLoraBody], query: Annotated[WaitQuery, Query()]
+    ) -> Response:
+        """Unload an adapter, as Dynamo spells it."""
+        _check_base(service, body.base_model)
+        done = {"lora_model": body.lora_model, "status": "success"}
+        return await unloaded_answer(request, service, query, body.lora_model, done)
+
+
+def _is_loaded(service: IngressService, name: str, caller: Caller) -> bool:
+    entry = service.registry.adapter(name, caller.tenant_id)
+    return entry is not None and entry.is_read
+
+
+def _dynamo_source(body: LoadLoraBody, caller: Caller) -> str:
+    """Where an adapter is that is named as Dynamo names it."""
+    if body.lora_path is None:
+        return f"{caller.tenant_id}/{body.lora_model}" if caller.kind == "project" else body.lora_model
+    return f"hf://{body.lora_path}" if _ON_HUB.fullmatch(body.lora_path) else body.lora_path
+
+
+def _check_base(service: IngressService, base_model: str | None) -> None:
+    if base_model not in (None, service.base_name):
+        raise NotFound(f"there is no base model {base_model[:80]!r} here; this server's is {service.base_name!r}")

@@ -1,0 +1,191 @@
+"""/v1/files as OpenAI's client uses them: uploaded for batches, listed, read, deleted.
+
+In: a service that keeps files. Out: routes. Rule: a file belongs to the tenant of the key that sent it; another
+tenant's is as if it were not there. Files pass through this process part by part: neither way is one whole in memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from typing import Annotated, Any
+
+from fastapi import FastAPI, Query, Request
+from starlette.datastructures import FormData, UploadFile
+from starlette.formparsers import MultiPartException, MultiPartParser
+from starlette.requests import ClientDisconnect
+from starlette.responses import JSONResponse, Response, StreamingResponse
+
+from app.deployments.ingress.http.openapi import BYTES, JSON_ERROR, takes_content
+from app.deployments.ingress.http.request_parsing import Order, PageQuery, page_body
+from app.deployments.ingress.http.routes.batches import DAY_S
+from app.deployments.ingress.schemas.batches import MAX_LIFE_S, MIN_LIFE_S
+from app.deployments.ingress.schemas.files import FileObject
+from app.deployments.ingress.schemas.response_model import Deleted, Page
+from app.deployments.ingress.service import IngressService
+from app.deployments.ingress.status import BodyTooLarge, ClientGone, UnknownContentType
+from app.deployments.ingress.tenants import inference_caller
+from app.deployments.kept.entries import KeptFile, no_purpose
+from app.engine.errors import InvalidRequest, QueueFull
+from app.redaction import holds_key
+
+#: Bytes that go to the database in one call.
+PART_BYTES = 1 << 20
+#: Uploads that one ingress takes at a time, and how much a form has beside its file.
+MAX_UPLOADS = 8
+FORM_BYTES = 64 << 10
+
+
+#: For `/openapi.json`: the form of an upload.
+_FORM = {
+    "type": "object",
+    "required": ["file", "purpose"],
+    "properties": {
+        "file": {"type": "string", "format": "binary"},
+        "purpose": {"const": "batch"},
+        "expires_after[anchor]": {"const": "created_at"},
+        "expires_after[seconds]": {"type": "integer", "minimum": MIN_LIFE_S, "maximum": MAX_LIFE_S},
+    },
+}
+
+
+class FileQuery(PageQuery):
+    purpose: str | None = None
+    order: Order = "desc"
+
+
+def add_file_routes(app: FastAPI, service: IngressService) -> None:
+    """Add them."""
+    num_running = 0
+
+    @app.post("/v1/files", response_model=FileObject, openapi_extra=takes_content("multipart/form-data", _FORM))
+    async def create(request: Request) -> Response:
+        """Keep a file of requests, one JSON object a line, for a batch."""
+        nonlocal num_running
+        caller = inference_caller(request)
+        if num_running >= MAX_UPLOADS:
+            raise QueueFull(f"{num_running} files are being uploaded here; ask again when some are", retry_after_s=1)
+        num_running += 1
+        try:
+            form = await _form(request, service.kept_config.max_file_bytes)
+            try:
+                file = await _kept(form, service, caller.tenant_id)
+            finally:
+                await form.close()
+        finally:
+            num_running -= 1
+        return JSONResponse(file_body(file))
+
+    @app.get("/v1/files", response_model=Page[FileObject])
+    async def files(request: Request, query: Annotated[FileQuery, Query()]) -> Response:
+        """The caller's files, newest first unless `order` is asc."""
+        found = await service.kept.file_page(
+            tenant_id=inference_caller(request).tenant_id,
+            limit=query.limit,
+            after=query.after,
+            purpose=query.purpose,
+            newest=query.order == "desc",
+        )
+        return JSONResponse(page_body([file_body(file) for file in found.files], has_more=found.has_more))
+
+    @app.get("/v1/files/{file_id}", response_model=FileObject)
+    async def file(request: Request, file_id: str) -> Response:
+        """One of them."""
+        tenant_id = inference_caller(request).tenant_id
+        return JSONResponse(file_body(await service.kept.file(file_id, tenant_id=tenant_id)))
+
+    @app.get("/v1/files/{file_id}/content", response_class=StreamingResponse, responses=BYTES | JSON_ERROR)
+    async def content(request: Request, file_id: str) -> Response:
+        """Its bytes."""
+        tenant_id = inference_caller(request).tenant_id
+        found = await service.kept.file(file_id, tenant_id=tenant_id)
+        headers = {"Content-Length": str(found.size_bytes)}
+        parts = _parts(service, file_id, tenant_id)
+        return StreamingResponse(parts, media_type="application/octet-stream", headers=headers)
+
+    @app.delete("/v1/files/{file_id}", response_model=Deleted)
+    async def delete(request: Request, file_id: str) -> Response:
+        """Forget it."""
+        await service.kept.delete_file(file_id, tenant_id=inference_caller(request).tenant_id)
+        return JSONResponse({"id": file_id, "object": "file", "deleted": True})
+
+
+def file_body(file: KeptFile) -> dict[str, Any]:
+    """As OpenAI tells it."""
+    return {
+        "id": file.id,
+        "object": "file",
+        "bytes": file.size_bytes,
+        "created_at": int(file.created_s),
+        "expires_at": int(file.expires_s),
+        "filename": file.filename,
+        "purpose": file.purpose,
+        "status": "processed",
+    }
+
+
+async def _form(request: Request, max_bytes: int) -> FormData:
+    """The form of an upload; the file in it is on disk. Raises UnknownContentType, BodyTooLarge, ClientGone."""
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "multipart/form-data":
+        raise UnknownContentType(f"the body's Content-Type is {kind[:80]!r}; a file comes as multipart/form-data")
+
+    async def counted() -> AsyncGenerator[bytes]:
+        num_bytes = 0
+        async for part in request.stream():
+            num_bytes += len(part)
+            if num_bytes > max_bytes + FORM_BYTES:
+                raise BodyTooLarge(f"the file is longer than kept.max_file_bytes {max_bytes}")
+            yield part
+
+    try:
+        return await MultiPartParser(request.headers, counted(), max_files=1, max_fields=16).parse()
+    except MultiPartException as error:
+        raise InvalidRequest(f"the body is no form with one file: {error.message[:200]}", param="file") from error
+    except ClientDisconnect:
+        raise ClientGone("the client went away before its file was here") from None
+
+
+async def _kept(form: FormData, service: IngressService, tenant_id: str) -> KeptFile:
+    config = service.kept_config
+    upload, purpose = form.get("file"), form.get("purpose")
+    if unknown := sorted(set(form) - {"file", "purpose", "expires_after[anchor]", "expires_after[seconds]"}):
+        raise InvalidRequest(f"{unknown[0][:80]!r} is no field of a file", param=unknown[0][:80])
+    if purpose != "batch":
+        raise no_purpose(str(purpose))
+    if not isinstance(upload, UploadFile) or not upload.size:
+        raise InvalidRequest("file is missing or empty: a file with one request a line", param="file")
+    if upload.size > config.max_file_bytes:
+        raise BodyTooLarge(f"the file has {upload.size} bytes; kept.max_file_bytes is {config.max_file_bytes}")
+    life_s = min(config.days * DAY_S, _life_s(form))
+    name = upload.filename or "upload.jsonl"
+    if holds_key(name):
+        raise InvalidRequest("the file's name holds an API key, and lists have it; give it another", param="file")
+    file = await service.kept.begin_file(
+        name[-256:], "batch", upload.size, tenant_id=tenant_id, life_s=life_s, max_bytes=config.max_tenant_bytes
+    )
+    number = 0
+    while content := await upload.read(PART_BYTES):
+        await service.kept.add_part(file.id, number, content)
+        number += 1
+    await service.kept.end_file(file.id, number, tenant_id=tenant_id)
+    return file
+
+
+def _life_s(form: FormData) -> float:
+    seconds = form.get("expires_after[seconds]")
+    if seconds is None:
+        return float(MAX_LIFE_S)
+    text = str(seconds)
+    if not (text.isascii() and text.isdigit() and MIN_LIFE_S <= int(text[:12]) <= MAX_LIFE_S):
+        raise InvalidRequest(
+            f"expires_after.seconds is {text[:40]!r}; it is from {MIN_LIFE_S} to {MAX_LIFE_S}", param="expires_after"
+        )
+    return float(text)
+
+
+async def _parts(service: IngressService, file_id: str, tenant_id: str) -> AsyncGenerator[bytes]:
+    number = 0
+    while (part := await service.kept.file_part(file_id, number, tenant_id=tenant_id)) is not None:
+        if part:
+            yield part
+        number += 1

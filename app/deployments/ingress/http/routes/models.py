@@ -1,0 +1,121 @@
+"""The list of models: the base, adapters and aliases, as vLLM lists them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from typing import Annotated, Any
+
+from fastapi import FastAPI, Query, Request
+from pydantic_core import to_json
+from starlette.responses import JSONResponse, Response, StreamingResponse
+
+from app.deployments.ingress.http.request_parsing import MAX_PAGE, Limit, PageQuery, QueryParams, page_body
+from app.deployments.ingress.schemas.completions import Model
+from app.deployments.ingress.schemas.response_model import Page
+from app.deployments.ingress.service import IngressService
+from app.deployments.ingress.tenants import Caller, http_caller, visible, visible_page
+from app.deployments.registry.entries import DEFAULT_TENANT, AliasEntry
+from app.deployments.registry.view import Entry
+from app.engine.adapters.composing.composition import is_composition
+from app.engine.errors import NotFound
+
+
+class ModelQuery(QueryParams):
+    """Without a limit all models are listed."""
+
+    limit: Limit | None = None
+    after: str | None = None
+
+
+def add_model_routes(app: FastAPI, service: IngressService) -> None:
+    """Add them."""
+
+    @app.get("/v1/models", response_model=Page[Model])
+    async def models(request: Request, query: Annotated[ModelQuery, Query()]) -> Response:
+        """The base model, adapters and aliases: all of them, or a page."""
+        caller = http_caller(request)
+        if query.limit is not None:
+            return JSONResponse(model_page(service, PageQuery(limit=query.limit, after=query.after), caller))
+        pages = all_models(service, query.after, caller)
+        return StreamingResponse(pages, media_type="application/json")
+
+    @app.get("/v1/models/{name}", response_model=Model)
+    async def model(request: Request, name: str) -> Response:
+        """One of them."""
+        entry = visible(service.registry, http_caller(request), name.removeprefix(f"{service.base_name}:"))
+        if entry is not None:
+            return JSONResponse(model_of(service, entry, http_caller(request)))
+        if name == service.base_name and http_caller(request).tenant.may_use(name):
+            return JSONResponse(base_model(service))
+        raise NotFound(f"there is no model or adapter {name[:80]!r}; GET /v1/models lists what there is")
+
+
+def model_page(service: IngressService, page: PageQuery, caller: Caller) -> dict[str, Any]:
+    """The base, then adapters and aliases by name: those that the caller may use."""
+    data = [base_model(service)] if page.after is None and caller.tenant.may_use(service.base_name) else []
+    after = None if page.after == service.base_name else page.after
+    found = visible_page(service.registry, caller, limit=page.limit - len(data), after=after)
+    data += [model_of(service, entry, caller) for entry in found.entries]
+    return page_body(data, has_more=found.has_more)
+
+
+async def all_models(service: IngressService, after: str | None, caller: Caller) -> AsyncGenerator[bytes]:
+    """The JSON of `model_page`'s list without an end: the official client takes one page for all there are.
+
+    Other requests go on between its parts.
+    """
+    begin, last_id, first_id = b'{"object":"list","data":[', None, None
+    while True:
+        page = model_page(service, PageQuery(limit=MAX_PAGE, after=after), caller)
+        if page["data"]:
+            first_id, last_id = first_id or page["first_id"], page["last_id"]
+            yield begin + to_json(page["data"])[1:-1]
+            begin = b","
+        if not page["has_more"]:
+            break
+        after = last_id
+        await asyncio.sleep(0)
+    yield (b"" if last_id else begin) + b'],"first_id":%b,"last_id":%b,"has_more":false}' % (
+        to_json(first_id),
+        to_json(last_id),
+    )
+
+
+def base_model(service: IngressService) -> dict[str, Any]:
+    return {
+        "id": service.base_name,
+        "object": "model",
+        "created": 0,
+        "owned_by": "polylora",
+        "root": service.base_name,
+        "parent": None,
+        "max_model_len": service.frontend.max_context,
+    }
+
+
+def model_of(service: IngressService, entry: Entry, caller: Caller) -> dict[str, Any]:
+    """As vLLM lists them: `parent` is the base; `root` is an alias's main target, or where an adapter comes from.
+
+    An adapter that is activated says by which tokens. A place on this server is no client's business, nor is where
+    another tenant's adapter comes from, or what its alias stands for: their root is their name.
+    """
+    activation = {}
+    if isinstance(entry, AliasEntry):
+        created, root = entry.updated_s, entry.name
+        if entry.tenant_id in (caller.tenant_id, DEFAULT_TENANT):
+            root = max(entry.targets, key=lambda target: target.weight).name
+    else:
+        is_told = "://" in entry.source and not is_composition(entry.source) and entry.tenant_id == caller.tenant_id
+        created, root = entry.registered_s, entry.source if is_told else entry.name
+        if entry.invocation_tokens:
+            activation = {"alora_invocation_tokens": [*entry.invocation_tokens]}
+    return {
+        "id": entry.name,
+        "object": "model",
+        "created": int(created),
+        "owned_by": "polylora",
+        "root": root,
+        "parent": service.base_name,
+        **activation,
+    }

@@ -1,0 +1,147 @@
+"""The routes that generate, embed or choose, in the formats of OpenAI and SGLang.
+
+The first event of a stream is awaited before the status line is sent, so that a refused request has its proper code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+
+from fastapi import FastAPI, Request
+from pydantic_core import to_json
+from starlette.responses import JSONResponse, Response
+
+from app.deployments.ingress.embeddings import answer, vectors
+from app.deployments.ingress.frontend import last_words
+from app.deployments.ingress.http.event_stream import EventStream, sse
+from app.deployments.ingress.http.middleware.request_log import request_id_of
+from app.deployments.ingress.http.openapi import EVENT_STREAM
+from app.deployments.ingress.http.request_lifecycle import (
+    adapter_header,
+    counted_if_cancelled,
+    first_event,
+    run_until_disconnect,
+)
+from app.deployments.ingress.http.request_parsing import JsonBody
+from app.deployments.ingress.job import Job
+from app.deployments.ingress.results import generate_result
+from app.deployments.ingress.routing.decision import ROUTE_HEADER
+from app.deployments.ingress.schemas.completions import (
+    ChatCompletion,
+    Completion,
+    EmbeddingList,
+    GenerateResult,
+    RouteDecision,
+)
+from app.deployments.ingress.schemas.embeddings import EmbeddingsRequest
+from app.deployments.ingress.schemas.openai import ChatCompletionRequest, CompletionRequest, GenerateBody, RouteBody
+from app.deployments.ingress.serializers.openai import ChatSerializer, TokenOffsets, chat_serializer
+from app.deployments.ingress.service import IngressService
+from app.deployments.ingress.tenants import inference_caller
+from app.engine.errors import InvalidRequest
+
+
+def add_openai_routes(app: FastAPI, service: IngressService) -> None:
+    """Add them."""
+    _add_completion_routes(app, service)
+    _add_generate_route(app, service)
+    _add_embeddings_route(app, service)
+    _add_choice_route(app, service)
+
+
+def _add_completion_routes(app: FastAPI, service: IngressService) -> None:
+    @app.post("/v1/chat/completions", response_model=ChatCompletion, responses=EVENT_STREAM)
+    async def chat(request: Request, body: JsonBody[ChatCompletionRequest]) -> Response:
+        """Answer a conversation, whole or as a stream."""
+        job = await service.frontend.chat(body, inference_caller(request), request_id_of(request))
+        return await _respond(request, service, body, job)
+
+    @app.post("/v1/completions", response_model=Completion, responses=EVENT_STREAM)
+    async def completions(request: Request, body: JsonBody[CompletionRequest]) -> Response:
+        """Continue one text or several, whole or as a stream."""
+        job = await service.frontend.completion(body, inference_caller(request), request_id_of(request))
+        return await _respond(request, service, body, job)
+
+
+async def _respond(
+    request: Request, service: IngressService, body: ChatCompletionRequest | CompletionRequest, job: Job
+) -> Response:
+    request.state.job = job
+    request.state.model = body.model[:160]
+    route = "chat" if isinstance(body, ChatCompletionRequest) else "completions"
+    form = chat_serializer(service.frontend.text_model, body, job)
+    headers = adapter_header(job) | service.tenancy.headers(job.caller)
+    if not body.stream:
+        with counted_if_cancelled(service, route, job):
+            answers = await run_until_disconnect(request, job.answers())
+        service.observe(route, 200, job)
+        return JSONResponse(form.body(answers, job.num_per_prompt), headers=headers)
+    events = _events(job, form)
+    with counted_if_cancelled(service, route, job):
+        first = await first_event(request, events)
+    return EventStream(first, events, lambda status: service.observe(route, status, job), headers)
+
+
+def _add_embeddings_route(app: FastAPI, service: IngressService) -> None:
+    @app.post("/v1/embeddings", response_model=EmbeddingList)
+    async def embeddings(request: Request, body: JsonBody[EmbeddingsRequest]) -> Response:
+        caller, request_id = inference_caller(request), request_id_of(request)
+        job = request.state.job = await service.embedder.job(body, caller, request_id)
+        with counted_if_cancelled(service, "embeddings", job):
+            found = await run_until_disconnect(request, vectors(job))
+        service.observe("embeddings", 200, job)
+        headers = adapter_header(job) | service.tenancy.headers(caller)
+        return Response(answer(job, body, found), media_type="application/json", headers=headers)
+
+
+def _add_choice_route(app: FastAPI, service: IngressService) -> None:
+    @app.post("/v1/route", response_model=RouteDecision)
+    async def route(request: Request, body: JsonBody[RouteBody]) -> Response:
+        """Which adapters model "auto" would choose, and how near each is; nothing is generated."""
+        if (body.messages is None) == (body.prompt is None):
+            raise InvalidRequest("give either messages, a conversation, or prompt", param="prompt")
+        asked = body.prompt or "" if body.messages is None else last_words(body.messages)
+        caller = inference_caller(request)
+        decision = await run_until_disconnect(request, service.frontend.chooser.choose(asked, caller, body.routing))
+        service.observe("route", 200, None)
+        headers = {ROUTE_HEADER: decision.header} | service.tenancy.headers(caller)
+        return JSONResponse({"object": "route"} | decision.body(), headers=headers)
+
+
+async def _events(job: Job, form: ChatSerializer) -> AsyncGenerator[bytes]:
+    offsets = [TokenOffsets(form.text_bytes) for _ in job.requests]
+    started = [not form.is_chat] * len(job.requests)
+    readers = [form.reader(index) for index in range(len(job.requests))]
+    texts = [form.text_event(index) for index in range(len(job.requests))]
+    async with aclosing(job.deltas()) as deltas:
+        async for index, delta in deltas:
+            reader = readers[index]
+            if reader is not None:
+                event = b"".join(map(sse, form.tool_events(index, delta, offsets[index], reader)))
+            elif started[index] and delta.finish_reason is None and form.is_plain:
+                before, behind = texts[index]  # nearly every event: only its text is new
+                event = b"data: %b%b%b\n\n" % (before, to_json(delta.text), behind)
+            else:
+                event = sse(form.event(index, delta, offsets[index]))
+            if not started[index]:
+                started[index] = True
+                event = sse(form.role_event(index)) + event
+            if event:
+                yield event
+    if form.include_usage:
+        yield sse(form.usage_event(job.usages, job.num_per_prompt))
+
+
+def _add_generate_route(app: FastAPI, service: IngressService) -> None:
+    @app.post("/generate", response_model=GenerateResult | list[GenerateResult])
+    async def generate(request: Request, body: JsonBody[GenerateBody]) -> Response:
+        """Continue texts, each with an adapter of its own or none."""
+        caller, request_id = inference_caller(request), request_id_of(request)
+        job = request.state.job = await service.frontend.generate(body, caller, request_id)
+        with counted_if_cancelled(service, "generate", job):
+            answers = await run_until_disconnect(request, job.answers())
+        service.observe("generate", 200, job)
+        results = [generate_result(job, index, answer) for index, answer in enumerate(answers)]
+        is_single = isinstance(body.text, str) and body.sampling_params.n == 1
+        return JSONResponse(results[0] if is_single else results, headers=service.tenancy.headers(caller))

@@ -1,0 +1,234 @@
+"""Usage, costs and spend limits, by which OpenAI's admin client accounts for tenants.
+
+In: requests with an admin key, and the tenants' owner. Out: routes. Buckets, groups and pages are those of OpenAI's
+specification; what it groups by that is not here (users, batches, tiers) is null. Sums are the ledger's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
+from typing import Annotated, Any, Literal, NamedTuple
+
+from fastapi import APIRouter, Query, Request
+from pydantic import Field
+from starlette.responses import JSONResponse, Response
+
+from app.deployments.ingress.http.request_parsing import JsonBody, QueryParams, WholeNumber
+from app.deployments.ingress.schemas import admin as schemas
+from app.deployments.ingress.schemas.admin import Cleared, SpendLimit
+from app.deployments.ingress.schemas.usage import BucketPage, CompletionsUsage, Costs, EmbeddingsUsage
+from app.deployments.ingress.serializers import admin as serializers
+from app.deployments.ingress.tenancy import Tenancy
+from app.deployments.ingress.tenants import admin_caller
+from app.deployments.tenants.limits import NANOS_PER_CENT
+from app.deployments.tenants.metering import Charge, RouteKind
+from app.deployments.tenants.usage import WIDTHS, UsageQuery, Width, next_page, usage_query
+from app.engine.errors import InvalidRequest, NotFound
+
+#: One group's sum.
+Sum = tuple[Mapping[str, str], Charge]
+#: What is made of the sums of a bucket.
+Results = Callable[[Sequence[Sum]], list[dict[str, Any]]]
+#: Costs come by the day, and more of them at once than usage does.
+_COST_WIDTH = Width(86_400, 7, 180)
+#: Up to the year 5138.
+_Time = Annotated[int, WholeNumber(0, 10**11)]
+
+
+class BucketQuery(QueryParams):
+    """What both usage and costs are asked for; times are Unix seconds."""
+
+    start_time: _Time
+    end_time: _Time | None = None
+    limit: Annotated[int, WholeNumber(0, 10_000)] | None = None
+    page: str | None = None
+    group_by: list[str] = Field(default_factory=list)
+    project_ids: list[str] = Field(default_factory=list)
+    api_key_ids: list[str] = Field(default_factory=list)
+
+
+class ModelUsageQuery(BucketQuery):
+    """Usage is not counted by user."""
+
+    bucket_width: Literal["1m", "1h", "1d"] = "1d"
+    models: list[str] = Field(default_factory=list)
+    user_ids: list[str] = Field(default_factory=list)
+
+
+class CompletionsUsageQuery(ModelUsageQuery):
+    """Nor is it counted by batch."""
+
+    batch: str | None = None
+
+
+class CostQuery(BucketQuery):
+    bucket_width: Literal["1d"] = "1d"
+    line_items: list[str] = Field(default_factory=list)
+
+
+def add_usage_routes(routes: APIRouter, tenancy: Tenancy) -> None:
+    """`/usage/completions`, `/usage/embeddings`, `/costs`."""
+
+    @routes.get("/usage/completions", response_model=BucketPage[CompletionsUsage])
+    async def completions(query: Annotated[CompletionsUsageQuery, Query()]) -> Response:
+        return await _usage(query, tenancy, "completions", _completions)
+
+    @routes.get("/usage/embeddings", response_model=BucketPage[EmbeddingsUsage])
+    async def embeddings(query: Annotated[ModelUsageQuery, Query()]) -> Response:
+        return await _usage(query, tenancy, "embeddings", _embeddings)
+
+    @routes.get("/costs", response_model=BucketPage[Costs])
+    async def costs(query: Annotated[CostQuery, Query()]) -> Response:
+        asked = query.group_by
+        others = [name for name in asked if name not in ("line_item", "model")]
+        wanted = _query(query, tenancy, _COST_WIDTH, None, [*others, "model"])  # prices are by model
+        if query.line_items:
+            wanted = _with_only(wanted, "model", query.line_items)
+        return await _page(tenancy, wanted, lambda results: _costs(results, asked))
+
+
+def add_spend_routes(routes: APIRouter, tenancy: Tenancy) -> None:
+    """`/projects/{id}/spend_limit`."""
+    owner, path = tenancy.owner, "/projects/{project_id}/spend_limit"
+
+    async def answer(project_id: str) -> Response:
+        cents = (await owner.project(project_id)).limits.spend_cents
+        if cents is None:
+            raise NotFound(f"project {project_id[:64]!r} has no spend limit")
+        remaining = await owner.remaining_spend(project_id)
+        is_reached = remaining is not None and remaining < NANOS_PER_CENT
+        return JSONResponse(serializers.spend_limit_body(cents, is_reached=is_reached))
+
+    @routes.get(path, response_model=SpendLimit)
+    async def retrieve(project_id: str) -> Response:
+        return await answer(project_id)
+
+    @routes.post(path, response_model=SpendLimit)
+    async def update(project_id: str, request: Request, body: JsonBody[schemas.SpendLimitBody]) -> Response:
+        await owner.limit_spend(project_id, body.threshold_amount, actor=admin_caller(request).key_id)
+        return await answer(project_id)
+
+    @routes.delete(path, response_model=Cleared)
+    async def delete(project_id: str, request: Request) -> Response:
+        await owner.limit_spend(project_id, None, actor=admin_caller(request).key_id)
+        return JSONResponse({"object": "project.spend_limit.deleted", "deleted": True})
+
+
+async def _usage(query: ModelUsageQuery, tenancy: Tenancy, kind: RouteKind, results: Results) -> Response:
+    if query.user_ids or (isinstance(query, CompletionsUsageQuery) and query.batch == "true"):
+        raise InvalidRequest("usage is not counted by batch or user; ask by project, key or model", param="batch")
+    wanted = _query(query, tenancy, WIDTHS[query.bucket_width], kind, query.group_by)
+    if query.models:
+        wanted = _with_only(wanted, "model", query.models)
+    return await _page(tenancy, wanted, results)
+
+
+async def _page(tenancy: Tenancy, query: UsageQuery, results: Results) -> Response:
+    await tenancy.metering.flush()  # so that whoever asks after a request sees it, if it was of this ingress
+    data = [
+        {
+            "object": "bucket",
+            "start_time": bucket.start_s,
+            "end_time": bucket.end_s,
+            "results": results(bucket.results),
+        }
+        for bucket in await tenancy.owner.usage(query)
+    ]
+    page = next_page(query)
+    return JSONResponse({"object": "page", "data": data, "has_more": page is not None, "next_page": page})
+
+
+def _query(
+    query: BucketQuery, tenancy: Tenancy, width: Width, kind: RouteKind | None, group_by: Sequence[str]
+) -> UsageQuery:
+    only = {"project_id": query.project_ids, "key_id": query.api_key_ids}
+    return usage_query(
+        query.start_time,
+        int(tenancy.clock()) + 1 if query.end_time is None else query.end_time,
+        width,
+        query.limit,
+        query.page,
+        {column: values for column, values in only.items() if values},
+        group_by,
+        kind,
+    )
+
+
+def _with_only(query: UsageQuery, column: str, values: Sequence[str]) -> UsageQuery:
+    return replace(query, only={**query.only, column: values})
+
+
+def _completions(sums: Sequence[Sum]) -> list[dict[str, Any]]:
+    return [
+        _group(group)
+        | {
+            "object": "organization.usage.completions.result",
+            "input_tokens": charge.prompt_tokens,
+            "input_cached_tokens": charge.cached_tokens,
+            "input_uncached_tokens": charge.prompt_tokens - charge.cached_tokens,
+            "output_tokens": charge.completion_tokens,
+            "num_model_requests": charge.num_requests,
+            "batch": None,
+            "service_tier": None,
+        }
+        for group, charge in sums
+    ]
+
+
+def _embeddings(sums: Sequence[Sum]) -> list[dict[str, Any]]:
+    return [
+        _group(group)
+        | {
+            "object": "organization.usage.embeddings.result",
+            "input_tokens": charge.prompt_tokens,
+            "num_model_requests": charge.num_requests,
+        }
+        for group, charge in sums
+    ]
+
+
+class _Cost(NamedTuple):
+    """What a result of costs is of; None of what is not grouped by."""
+
+    project_id: str | None
+    key_id: str | None
+    model: str | None
+    line_item: str | None
+
+
+def _costs(sums: Sequence[Sum], asked: Collection[str]) -> list[dict[str, Any]]:
+    """A line item is the tokens of a model or an adapter, and has a quantity. `asked`: what is grouped by."""
+    totals: dict[_Cost, Charge] = {}
+    for group, charge in sums:
+        model = group["model"]
+        place = _Cost(
+            group.get("project_id"),
+            group.get("key_id"),
+            model if "model" in asked else None,
+            model if "line_item" in asked else None,
+        )
+        totals[place] = totals.get(place, Charge()).plus(charge)
+    return [_cost(place, total) for place, total in totals.items()]
+
+
+def _cost(place: _Cost, total: Charge) -> dict[str, Any]:
+    is_line = place.line_item is not None
+    return {
+        "object": "organization.costs.result",
+        "amount": {"value": total.cost_nanos / 10**9, "currency": "usd"},
+        "line_item": place.line_item,
+        "quantity": total.prompt_tokens + total.completion_tokens if is_line else None,
+        "quantity_unit": "tokens" if is_line else None,
+        "project_id": place.project_id,
+        "api_key_id": place.key_id,
+    }
+
+
+def _group(group: Mapping[str, str]) -> dict[str, Any]:
+    return {
+        "project_id": group.get("project_id"),
+        "api_key_id": group.get("key_id"),
+        "model": group.get("model"),
+        "user_id": None,
+    }

@@ -1,0 +1,256 @@
+"""Bodies of the routes that administer tenants, as OpenAI's admin client sends and reads them, and of /v1/tenants."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import ConfigDict, Field
+
+from app.deployments.ingress.schemas.openai import Count
+from app.deployments.ingress.schemas.request_model import Body
+from app.deployments.ingress.schemas.response_model import ResponseModel, Seconds
+
+
+class ProjectBody(Body):
+    """`external_key_id`, `geography` and `residency` ask for what is not here; their null is fine."""
+
+    name: str
+
+
+class AccountBody(Body):
+    """A service account, made with a first key unless only the account is asked for."""
+
+    name: str
+    create_service_account_only: bool = False
+    expires_in_seconds: Count | None = None
+
+
+class AccountUpdateBody(Body):
+    """An account's new name."""
+
+    name: str
+
+
+class KeyBody(Body):
+    """Another key of an account; null: it does not expire."""
+
+    name: str = "Secret Key"
+    expires_in_seconds: Count | None = None
+
+
+class KeyUpdateBody(Body):
+    """When a key ends, from now on: how it is rotated out."""
+
+    expires_in_seconds: Count
+
+
+class AdminKeyBody(Body):
+    """A key that administers; null: it does not expire."""
+
+    name: str
+    expires_in_seconds: Count | None = None
+
+
+class ModelsBody(Body):
+    """The models, adapters and aliases that a project may use, or may not."""
+
+    mode: Literal["allow_list", "deny_list"]
+    model_ids: list[str]
+
+
+class RateLimitBody(Body):
+    """What is left out stays as it is. Images, audio and batches are not served here, nor limited."""
+
+    max_requests_per_1_minute: int | None = Field(default=None, ge=0)
+    max_tokens_per_1_minute: int | None = Field(default=None, ge=0)
+    max_requests_per_1_day: int | None = Field(default=None, ge=0)
+
+
+class SpendLimitBody(Body):
+    """What a project may spend in a calendar month (UTC); `threshold_amount` is in cents."""
+
+    threshold_amount: int = Field(ge=0, lt=2**53)
+    currency: Literal["USD"]
+    interval: Literal["month"]
+
+
+class TenantBody(Body):
+    """What OpenAI's objects cannot say of a project; what is left out stays, and -1 lifts a limit."""
+
+    weight: float | None = None
+    enforce: bool | None = None
+    max_concurrent: int | None = Field(default=None, ge=-1, lt=2**31)
+    max_adapters: int | None = Field(default=None, ge=-1, lt=2**31)
+    max_adapter_bytes: int | None = Field(default=None, ge=-1, lt=2**53)
+
+
+class ShareBody(Body):
+    """The projects that may use a name of this one's; exactly these."""
+
+    project_ids: list[str] = Field(max_length=1000)
+
+
+class Project(ResponseModel):
+    object: Literal["organization.project"]
+    id: str
+    name: str
+    created_at: Seconds
+    archived_at: Seconds | None
+    status: Literal["active", "archived"]
+    external_key_id: None
+
+
+class ServiceAccount(ResponseModel):
+    object: Literal["organization.project.service_account"]
+    id: str
+    name: str
+    role: str
+    created_at: Seconds
+
+
+class IssuedKey(ResponseModel):
+    """A new key; its value is in no other answer."""
+
+    object: Literal["organization.project.service_account.api_key"]
+    id: str
+    name: str
+    value: str
+    created_at: Seconds
+    expires_at: Seconds | None
+
+
+class NewServiceAccount(ServiceAccount):
+    api_key: IssuedKey | None
+
+
+class KeyAccount(ResponseModel):
+    id: str
+    name: str
+    role: str
+    created_at: Seconds
+
+
+class KeyOwner(ResponseModel):
+    type: Literal["service_account"]
+    service_account: KeyAccount | None
+
+
+class ApiKey(ResponseModel):
+    object: Literal["organization.project.api_key"]
+    id: str
+    name: str
+    redacted_value: str
+    created_at: Seconds
+    expires_at: Seconds | None
+    last_used_at: Seconds | None
+    owner: KeyOwner
+    owner_project_access: Literal["active"]
+
+
+class AdminKeyOwner(ResponseModel):
+    type: Literal["user"]
+    object: Literal["organization.user"]
+    id: str
+    name: str
+    role: str
+
+
+class AdminKey(ResponseModel):
+    object: Literal["organization.admin_api_key"]
+    id: str
+    name: str
+    redacted_value: str
+    created_at: Seconds
+    expires_at: Seconds | None
+    last_used_at: Seconds | None
+    owner: AdminKeyOwner
+
+
+class NewAdminKey(AdminKey):
+    value: str
+
+
+class ModelPermissions(ResponseModel):
+    object: Literal["project.model_permissions"]
+    mode: Literal["allow_list", "deny_list"]
+    model_ids: list[str]
+
+
+class Cleared(ResponseModel):
+    """What a project no longer has: its model permissions, or its spend limit."""
+
+    object: str
+    deleted: Literal[True]
+
+
+class ProjectRateLimit(ResponseModel):
+    """2147483647 stands for no limit."""
+
+    object: Literal["project.rate_limit"]
+    id: str
+    model: str
+    max_requests_per_1_minute: int
+    max_tokens_per_1_minute: int
+    max_requests_per_1_day: int
+
+
+class Enforcement(ResponseModel):
+    status: Literal["enforcing", "inactive"]
+
+
+class SpendLimit(ResponseModel):
+    object: Literal["project.spend_limit"]
+    threshold_amount: int
+    currency: Literal["USD"]
+    interval: Literal["month"]
+    enforcement: Enforcement
+
+
+class TenantLimit(ResponseModel):
+    """`model`: null for a limit of all models together."""
+
+    kind: str
+    model: str | None
+    limit: int
+    remaining: int
+
+
+class TenantDetails(ResponseModel):
+    object: Literal["polylora.tenant"]
+    id: str
+    name: str
+    weight: float
+    enforce: bool
+    max_concurrent: int | None
+    max_adapters: int | None
+    max_adapter_bytes: int | None
+    shares: dict[str, list[str]]
+    limits: list[TenantLimit]
+
+
+class AuditActorKey(ResponseModel):
+    id: str
+    type: Literal["user"]
+
+
+class AuditActor(ResponseModel):
+    type: Literal["api_key"]
+    api_key: AuditActorKey
+
+
+class AuditProject(ResponseModel):
+    id: str
+    name: str
+
+
+class AuditLog(ResponseModel):
+    """Beside these fields there is one that is named as the event's type, with what was changed."""
+
+    model_config = ConfigDict(extra="allow")
+
+    object: Literal["organization.audit_log"]
+    id: str
+    type: str
+    effective_at: Seconds
+    actor: AuditActor
+    project: AuditProject | None

@@ -1,0 +1,49 @@
+"""Responses of the probes, the root and /v1/status."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from app.deployments.ingress.schemas.loras import Event
+from app.deployments.ingress.schemas.response_model import Omittable, ResponseModel
+
+
+class RootLinks(ResponseModel):
+    openapi: str
+    models: str
+    health: str
+
+
+class ServiceInfo(ResponseModel):
+    name: Literal["polylora"]
+    version: str
+    model: str
+    links: RootLinks
+
+
+class Release(ResponseModel):
+    version: str
+
+
+class Liveness(ResponseModel):
+    status: Literal["alive"]
+
+
+class Health(ResponseModel):
+    """`asleep`: there is no replica, and a request starts one."""
+
+    status: Literal["ok", "asleep"]
+
+
+class ServiceStatus(ResponseModel):
+    """A project sees the first fields alone; `replicas` are their counts, `tiers` those of the store."""
+
+    object: Literal["status"]
+    version: str
+    model: str
+    is_ready: bool
+    num_adapters: Omittable[int] = None
+    num_open_requests: Omittable[int] = None
+    replicas: Omittable[list[dict[str, Any]]] = None
+    tiers: Omittable[dict[str, Any]] = None
+    failures: Omittable[list[Event]] = None

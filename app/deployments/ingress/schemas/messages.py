@@ -1,0 +1,221 @@
+"""Anthropic's Messages API: its bodies, as conversations of ours.
+
+In: a decoded body of /v1/messages. Out: a `ChatCompletionRequest` that means the same. Rule: what would change the
+answer and is not implemented (images, thinking, the provider's own tools) is refused by name; cache marks change
+nothing here, where prefixes are shared anyway.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any, Literal, Self
+
+from pydantic import Field, model_validator
+
+from app.deployments.ingress.schemas.openai import (
+    ChatCompletionRequest,
+    Count,
+    FunctionName,
+    WeightedAdapters,
+    as_fields,
+)
+from app.deployments.ingress.schemas.request_model import Body, Items, parse_body
+from app.deployments.ingress.schemas.response_model import ResponseModel
+
+
+class CacheMark(Body):
+    type: Literal["ephemeral"]
+    ttl: str | None = None
+
+
+class TextBlock(Body):
+    type: Literal["text"]
+    text: str
+    cache_control: CacheMark | None = None
+    citations: list[Any] = Field(default_factory=list, max_length=0)
+
+
+class ToolUseBlock(Body):
+    type: Literal["tool_use"]
+    id: str = Field(max_length=256)
+    name: FunctionName
+    input: dict[str, Any]
+    cache_control: CacheMark | None = None
+    caller: Any = None
+
+
+class ToolResultBlock(Body):
+    type: Literal["tool_result"]
+    tool_use_id: str = Field(max_length=256)
+    content: str | Items[TextBlock] = ""
+    is_error: bool = False
+    cache_control: CacheMark | None = None
+
+
+class Message(Body):
+    role: Literal["user", "assistant"]
+    content: str | Items[TextBlock | ToolUseBlock | ToolResultBlock]
+
+    @model_validator(mode="after")
+    def _blocks_are_of_their_role(self) -> Self:
+        wrong = ToolUseBlock if self.role == "user" else ToolResultBlock
+        if not isinstance(self.content, str) and any(isinstance(block, wrong) for block in self.content):
+            raise ValueError(f"a message of role {self.role} has no {wrong.model_fields['type'].annotation}")
+        return self
+
+
+class MessagesTool(Body):
+    name: FunctionName
+    input_schema: dict[str, Any]
+    description: str | None = None
+    type: Literal["custom"] = "custom"
+    strict: bool = False
+    cache_control: CacheMark | None = None
+
+
+class ToolChoice(Body):
+    type: Literal["auto", "any", "tool", "none"]
+    name: FunctionName | None = None
+    disable_parallel_tool_use: bool = False
+
+
+class NoThinking(Body):
+    type: Literal["disabled"]
+
+
+class OutputSchema(Body):
+    type: Literal["json_schema"]
+    schema_: dict[str, Any] = Field(alias="schema")
+
+
+class OutputConfig(Body):
+    """`format`: what the answer follows."""
+
+    format: OutputSchema | None = None
+
+
+class CountTokensRequest(Body):
+    """What a conversation is made of."""
+
+    model: str
+    messages: Items[Message] = Field(min_length=1)
+    system: str | Items[TextBlock] | None = None
+    tools: Items[MessagesTool] | None = Field(default=None, max_length=128)
+    tool_choice: ToolChoice | None = None
+    thinking: NoThinking | None = None
+    output_config: OutputConfig | None = None
+    adapters: WeightedAdapters = None
+
+    def chat(self) -> ChatCompletionRequest:
+        """The same request in OpenAI's words. Raises InvalidRequest."""
+        return parse_body(ChatCompletionRequest, {"model": self.model, **self._conversation()})
+
+    def _conversation(self) -> dict[str, Any]:
+        messages = [] if self.system is None else [{"role": "system", "content": _text(self.system)}]
+        for message in self.messages:
+            messages += _told(message)
+        fields: dict[str, Any] = {"messages": messages, "adapters": as_fields(self.adapters)}
+        if self.tools:
+            fields["tools"] = [_tool(tool) for tool in self.tools]
+        if self.output_config is not None and self.output_config.format is not None:
+            schema = {"name": "answer", "schema": self.output_config.format.schema_}
+            fields["response_format"] = {"type": "json_schema", "json_schema": schema}
+        choice = self.tool_choice
+        if choice is not None:
+            named = {"type": "function", "function": {"name": choice.name}}
+            known = {"any": "required", "tool": named, "auto": "auto", "none": "none"}
+            fields["tool_choice"] = known[choice.type]
+            fields["parallel_tool_calls"] = not choice.disable_parallel_tool_use
+        return fields
+
+
+class MessagesRequest(CountTokensRequest):
+    max_tokens: Count
+    temperature: float = Field(default=1.0, ge=0, le=1)
+    top_p: float = Field(default=1.0, ge=0, le=1)
+    top_k: int = Field(default=0, ge=-1, lt=2**31)
+    stop_sequences: Items[str] | None = None
+    stream: bool = False
+    metadata: dict[str, Any] | None = None  # inert
+    service_tier: str | None = None  # inert
+
+    def chat(self) -> ChatCompletionRequest:
+        """The same request in OpenAI's words. Raises InvalidRequest."""
+        fields: dict[str, Any] = {
+            "model": self.model,
+            "max_tokens": self.max_tokens,
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "top_k": self.top_k,
+            "stream": self.stream,
+        }
+        if self.stop_sequences:
+            fields["stop"] = self.stop_sequences
+        return parse_body(ChatCompletionRequest, fields | self._conversation())
+
+
+class AnswerText(ResponseModel):
+    type: Literal["text"]
+    text: str
+
+
+class AnswerToolUse(ResponseModel):
+    type: Literal["tool_use"]
+    id: str
+    name: str
+    input: Any
+
+
+class MessagesUsage(ResponseModel):
+    """`input_tokens`: those that were not cached."""
+
+    input_tokens: int
+    cache_creation_input_tokens: int
+    cache_read_input_tokens: int
+    output_tokens: int
+
+
+class MessageResponse(ResponseModel):
+    id: str
+    type: Literal["message"]
+    role: Literal["assistant"]
+    model: str
+    content: list[AnswerText | AnswerToolUse]
+    stop_reason: Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
+    stop_sequence: str | None
+    usage: MessagesUsage
+
+
+class TokenCount(ResponseModel):
+    input_tokens: int
+
+
+def _told(message: Message) -> list[dict[str, Any]]:
+    """One message as those of ours: results of tools are messages of their own, before what else the user says."""
+    if isinstance(message.content, str):
+        return [{"role": message.role, "content": message.content}]
+    results = [
+        {"role": "tool", "tool_call_id": block.tool_use_id, "content": _text(block.content)}
+        for block in message.content
+        if isinstance(block, ToolResultBlock)
+    ]
+    text = "".join(block.text for block in message.content if isinstance(block, TextBlock))
+    calls = [
+        {"id": block.id, "type": "function", "function": {"name": block.name, "arguments": json.dumps(block.input)}}
+        for block in message.content
+        if isinstance(block, ToolUseBlock)
+    ]
+    if message.role == "assistant":
+        return [{"role": "assistant", "content": text} | ({"tool_calls": calls} if calls else {})]
+    return [*results, {"role": "user", "content": text}] if text or not results else list(results)
+
+
+def _text(content: str | list[TextBlock]) -> str:
+    return content if isinstance(content, str) else "".join(block.text for block in content)
+
+
+def _tool(tool: MessagesTool) -> dict[str, Any]:
+    function: dict[str, Any] = {"name": tool.name, "parameters": tool.input_schema, "strict": tool.strict}
+    if tool.description is not None:
+        function["description"] = tool.description
+    return {"type": "function", "function": function}

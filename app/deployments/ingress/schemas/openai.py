@@ -1,0 +1,388 @@
+"""What clients may say: request bodies of the OpenAI routes and of /generate.
+
+In: fields, with their bounds and what they have to do with each other. Out: models that `parse_body` checks. Rule: a
+field stands here only if it is honoured. Answers are assembled in `serializers`.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, Self, cast
+
+from pydantic import Field, field_validator, model_validator
+
+from app.deployments.ingress.schemas.request_model import Body, Items
+from app.deployments.ingress.template_variables import TemplateVariables
+from app.engine.adapters.composing.composition import MAX_PARTS
+
+TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+#: Of tokens, or answers. Python does not write integers of thousands of digits, so a message could not name them.
+Count = Annotated[int, Field(ge=1, lt=2**31)]
+
+#: Of a conversation: to check 100,000 would stop every stream of this process for half a second.
+MAX_MESSAGES = 16_384
+#: What to continue or embed, one or several: characters, or token ids.
+Texts = str | Items[str] | Items[TokenId] | Items[Items[TokenId]]
+
+
+def entries(texts: Texts) -> list[str | list[int]]:
+    """One entry per text: characters, or token ids."""
+    if isinstance(texts, str):
+        return [texts]
+    if texts and isinstance(texts[0], int):
+        return [texts]  # checked: all of them are, or none; they may be a million
+    return cast(list[str | list[int]], texts)
+
+
+class StreamOptions(Body):
+    include_usage: bool = False
+    include_obfuscation: bool = False  # inert: OpenAI's padding against traffic analysis
+
+
+class JsonSchemaFormat(Body):
+    """`strict: false` is enforced like true."""
+
+    name: str = Field(min_length=1, max_length=64)
+    description: str | None = None
+    schema_: dict[str, Any] | None = Field(default=None, alias="schema")
+    strict: bool = True
+
+
+class ResponseFormat(Body):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchemaFormat | None = None
+
+    @model_validator(mode="after")
+    def _a_schema_goes_with_its_type(self) -> Self:
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise ValueError("json_schema is needed with type json_schema, and with no other")
+        return self
+
+
+class StructuredOutputs(Body):
+    """vLLM's."""
+
+    json_: dict[str, Any] | str | None = Field(default=None, alias="json")
+    regex: str | None = None
+    choice: Items[str] | None = None
+    grammar: str | None = None
+    json_object: bool = False
+
+
+class SamplingFields(Body):
+    """Fields every generating route shares. Beyond OpenAI's: top_k, min_p, repetition_penalty, ignore_eos."""
+
+    asks = True
+
+    temperature: float = Field(default=1.0, ge=0, le=2)
+    top_p: float = Field(default=1.0, ge=0, le=1)
+    top_k: int = Field(default=0, ge=-1, lt=2**31)
+    min_p: float = Field(default=0.0, ge=0, le=1)
+    seed: int | None = Field(default=None, ge=-(2**63), lt=2**64)
+    stop: str | Items[str] | None = None
+    stop_token_ids: Items[TokenId] | None = Field(default=None, max_length=64)
+    ignore_eos: bool = False
+    presence_penalty: float = Field(default=0.0, ge=-2, le=2)
+    frequency_penalty: float = Field(default=0.0, ge=-2, le=2)
+    repetition_penalty: float = Field(default=1.0, gt=0, le=10)
+    logit_bias: dict[str, float] | None = Field(default=None, max_length=1024)
+    min_tokens: int = Field(default=0, ge=0, lt=2**31)
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = None
+    guided_choice: Items[str] | None = None
+    guided_grammar: str | None = None
+    n: Count = 1
+
+    @field_validator("logit_bias")
+    @classmethod
+    def _biases_are_of_tokens(cls, biases: dict[str, float] | None) -> dict[str, float] | None:
+        for token, amount in (biases or {}).items():
+            if not (token.isascii() and token.isdigit() and len(token) < 10):
+                raise ValueError(f"{token[:40]!r} is no token id")
+            if not -100 <= amount <= 100:
+                raise ValueError(f"token {token} has {amount}; a bias is a number from -100 to 100")
+        return biases
+
+    @field_validator("stop")
+    @classmethod
+    def _stop_is_not_empty(cls, stop: str | list[str] | None) -> str | list[str] | None:
+        if stop == "" or (isinstance(stop, list) and "" in stop):
+            raise ValueError("an empty stop string would end every answer at once")
+        return stop
+
+    @property
+    def biases(self) -> tuple[tuple[int, float], ...]:
+        """(token id, amount) pairs."""
+        return tuple((int(token), amount) for token, amount in (self.logit_bias or {}).items())
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+
+
+class WeightedAdapter(Body):
+    """One of several adapters in a request, and its factor."""
+
+    name: str
+    weight: float = 1.0
+
+
+#: Adapters whose weighted sum answers (`app.engine.adapters.composing`).
+WeightedAdapters = Annotated[Items[WeightedAdapter] | None, Field(min_length=1, max_length=MAX_PARTS)]
+
+
+def as_fields(adapters: list[WeightedAdapter] | None) -> list[dict[str, Any]] | None:
+    """As a body has them."""
+    return None if adapters is None else [adapter.model_dump() for adapter in adapters]
+
+
+class RoutingFields(Body):
+    """How the service chooses, where `model` is "auto"; None: as it is configured."""
+
+    top_k: int | None = Field(default=None, ge=1, le=MAX_PARTS)
+    threshold: float | None = Field(default=None, ge=-1, le=1)
+
+
+class _OpenAIFields(SamplingFields):
+    model: str
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    lora_path: str | None = None
+    adapters: WeightedAdapters = None
+    routing: RoutingFields | None = None
+    user: str | None = None  # an alias sends equal users to the same adapter; changes nothing else
+
+    @model_validator(mode="after")
+    def _options_need_a_stream(self) -> Self:
+        if self.stream_options is not None and not self.stream:
+            raise ValueError("stream_options is allowed only with stream: true")
+        return self
+
+
+class TextPart(Body):
+    type: Literal["text"]
+    text: str
+
+
+#: As OpenAI names functions.
+FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
+
+
+class FunctionCall(Body):
+    name: FunctionName
+    arguments: str
+
+
+class ToolCallBody(Body):
+    """A call that an assistant has made. `index` is there when somebody has kept pieces of a stream."""
+
+    id: str = Field(max_length=256)
+    type: Literal["function"] = "function"
+    function: FunctionCall
+    index: int | None = None
+
+
+class Function(Body):
+    name: FunctionName
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool = False
+
+
+class ToolBody(Body):
+    type: Literal["function"]
+    function: Function
+
+
+class NamedFunction(Body):
+    name: FunctionName
+
+
+class NamedTool(Body):
+    type: Literal["function"]
+    function: NamedFunction
+
+
+class ChatMessage(Body):
+    """`developer` is OpenAI's newer word for `system` and is treated as such.
+
+    Answers come back as clients got them: with `annotations`, which no prompt shows, and with tool calls; one that
+    said nothing may come with `content: null`. A `name` is for the model's template, which may leave it out.
+    """
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | Items[TextPart] | None = None
+    name: str | None = Field(default=None, max_length=256)
+    annotations: list[Any] = Field(default_factory=list)
+    tool_calls: Items[ToolCallBody] = Field(default_factory=list, max_length=128)
+    tool_call_id: str | None = Field(default=None, max_length=256)
+
+    @model_validator(mode="after")
+    def _who_asks_says_something(self) -> Self:
+        if self.content is None and self.role != "assistant":
+            raise ValueError(f"content is null; only an assistant's message may be empty, not a {self.role}'s")
+        if self.tool_calls and self.role != "assistant":
+            raise ValueError(f"tool_calls are an assistant's, not a {self.role}'s")
+        if (self.tool_call_id is not None) != (self.role == "tool"):
+            raise ValueError("tool_call_id is needed in a message of role tool, and in no other")
+        return self
+
+    @property
+    def text(self) -> str:
+        if self.content is None:
+            return ""
+        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+
+
+class Prediction(Body):
+    """What the client expects as the answer."""
+
+    type: Literal["content"]
+    content: str | Items[TextPart]
+
+    @property
+    def text(self) -> str:
+        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+
+
+class ChatCompletionRequest(_OpenAIFields):
+    messages: Items[ChatMessage] = Field(min_length=1, max_length=MAX_MESSAGES)
+    max_tokens: Count | None = None
+    max_completion_tokens: Count | None = None
+    logprobs: bool = False
+    top_logprobs: int | None = Field(default=None, ge=0, lt=2**31)
+    tools: Items[ToolBody] | None = Field(default=None, max_length=128)
+    tool_choice: Literal["none", "auto", "required"] | NamedTool = "auto"
+    parallel_tool_calls: bool = True
+    chat_template_kwargs: TemplateVariables = Field(default_factory=dict)
+    prediction: Prediction | None = None
+
+    @model_validator(mode="after")
+    def _tools_agree(self) -> Self:
+        names = [tool.function.name for tool in self.tools or ()]
+        if len(set(names)) < len(names):
+            raise ValueError("two tools have the same name")
+        choice = self.tool_choice
+        if isinstance(choice, NamedTool) and choice.function.name not in names:
+            raise ValueError(f"tool_choice names {choice.function.name!r}, which is not among the tools")
+        if choice == "required" and not names:
+            raise ValueError("tool_choice is required, and there are no tools")
+        return self
+
+    @model_validator(mode="after")
+    def _fields_agree(self) -> Self:
+        if self.top_logprobs is not None and not self.logprobs:
+            raise ValueError("top_logprobs is allowed only with logprobs: true")
+        if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
+            raise ValueError(
+                f"max_tokens {self.max_tokens} and max_completion_tokens {self.max_completion_tokens} disagree"
+            )
+        return self
+
+    @property
+    def token_limit(self) -> int | None:
+        return self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
+
+    @property
+    def limit_field(self) -> str:
+        """What the client calls it."""
+        return "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
+
+
+class CompletionRequest(_OpenAIFields):
+    prompt: Texts
+    max_tokens: Count = 16
+    logprobs: int | None = Field(default=None, ge=0, lt=2**31)
+    echo: bool = False
+
+    return_token_ids: bool = False
+    detokenize: bool = True
+
+    @model_validator(mode="after")
+    def _an_echo_is_text_alone(self) -> Self:
+        if self.echo and self.logprobs is not None:
+            raise ValueError("echo shows the prompt without log-probabilities; leave logprobs out")
+        if self.echo and self.wants_token_ids:
+            raise ValueError("echo shows the prompt as text; with token ids prompt_token_ids has it")
+        if self.stop_strings and not self.detokenize:
+            raise ValueError("detokenize: false writes no text, where stop strings are; use stop_token_ids")
+        return self
+
+    @property
+    def wants_token_ids(self) -> bool:
+        return self.return_token_ids or not self.detokenize
+
+    @property
+    def prompts(self) -> list[str | list[int]]:
+        """One entry per prompt: text, or token ids."""
+        return entries(self.prompt)
+
+
+class RouteBody(Body):
+    """What POST /v1/route decides: a conversation, or a prompt."""
+
+    messages: Items[ChatMessage] | None = Field(default=None, min_length=1)
+    prompt: str | None = None
+    routing: RoutingFields | None = None
+
+
+class GenerateSampling(SamplingFields):
+    max_new_tokens: Count | None = None
+    max_tokens: Count | None = None
+
+    @model_validator(mode="after")
+    def _limits_agree(self) -> Self:
+        if None not in (self.max_tokens, self.max_new_tokens) and self.max_tokens != self.max_new_tokens:
+            raise ValueError(f"max_tokens {self.max_tokens} and max_new_tokens {self.max_new_tokens} disagree")
+        return self
+
+    @property
+    def token_limit(self) -> int:
+        return self.max_new_tokens or self.max_tokens or 128
+
+    @property
+    def limit_field(self) -> str:
+        """What the client calls it."""
+        return f"sampling_params.{'max_new_tokens' if self.max_tokens is None else 'max_tokens'}"
+
+
+class GenerateBody(Body):
+    """`/generate`: one text or a list; `lora_path` is one name for all, or a list as long as the texts.
+
+    `adapters` is for all texts, in place of `lora_path`.
+    """
+
+    asks = True
+
+    text: str | Items[str]
+    sampling_params: GenerateSampling = Field(default_factory=GenerateSampling)
+    lora_path: str | Items[str | None] | None = None
+    adapters: WeightedAdapters = None
+    stream: bool = False
+
+    @field_validator("stream")
+    @classmethod
+    def _answers_are_whole(cls, stream: bool) -> bool:
+        if stream:
+            raise ValueError("answers come whole here; POST /v1/completions streams")
+        return stream
+
+    @model_validator(mode="after")
+    def _lengths_match(self) -> Self:
+        if isinstance(self.lora_path, list):
+            num_texts = len(self.text) if isinstance(self.text, list) else 1
+            if len(self.lora_path) != num_texts:
+                raise ValueError(
+                    f"lora_path has {len(self.lora_path)} entries but text has {num_texts}; give one per text"
+                )
+        return self
+
+    @property
+    def texts(self) -> list[str]:
+        return [self.text] if isinstance(self.text, str) else self.text
+
+    @property
+    def names(self) -> list[str | None]:
+        """The adapter of each text."""
+        return self.lora_path if isinstance(self.lora_path, list) else [self.lora_path] * len(self.texts)

@@ -1,0 +1,281 @@
+"""OpenAI's Responses API: its bodies, as conversations of ours.
+
+In: a decoded body of /v1/responses. Out: a `ChatCompletionRequest` that means the same. Rule: what a request refers to
+(`previous_response_id`) is put before its own input by whoever keeps it; `background` is refused by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, Self
+
+from pydantic import ConfigDict, Field
+
+from app.deployments.ingress.schemas.openai import (
+    ChatCompletionRequest,
+    Count,
+    FunctionName,
+    WeightedAdapters,
+    as_fields,
+)
+from app.deployments.ingress.schemas.request_model import Body, Items, Metadata, parse_body
+from app.deployments.ingress.schemas.response_model import ResponseModel, Seconds
+
+
+class MessagePart(Body):
+    """Of a message; an answer's come back as clients got them."""
+
+    type: Literal["input_text", "output_text"]
+    text: str
+    annotations: list[Any] = Field(default_factory=list)
+    logprobs: list[Any] = Field(default_factory=list)
+
+
+class InputMessage(Body):
+    role: Literal["user", "assistant", "system", "developer"]
+    content: str | Items[MessagePart]
+    type: Literal["message"] = "message"
+    id: str | None = None
+    status: str | None = None
+    phase: str | None = None
+
+
+class FunctionCallItem(Body):
+    type: Literal["function_call"]
+    call_id: str = Field(max_length=256)
+    name: FunctionName
+    arguments: str
+    id: str | None = None
+    status: str | None = None
+    namespace: None = None
+
+
+class FunctionOutputItem(Body):
+    type: Literal["function_call_output"]
+    call_id: str = Field(max_length=256)
+    output: str
+    id: str | None = None
+    status: str | None = None
+
+
+class ResponsesTool(Body):
+    type: Literal["function"]
+    name: FunctionName
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool = True
+
+
+class ChosenTool(Body):
+    type: Literal["function"]
+    name: FunctionName
+
+
+class TextFormat(Body):
+    type: Literal["text", "json_object", "json_schema"]
+    name: str = "answer"
+    description: str | None = None
+    schema_: dict[str, Any] | None = Field(default=None, alias="schema")
+    strict: bool = True
+
+
+class TextField(Body):
+    format: TextFormat | None = None
+
+
+class InputTokensRequest(Body):
+    """What the prompt of a response is made of."""
+
+    model: str
+    input: str | Items[InputMessage | FunctionCallItem | FunctionOutputItem]
+    instructions: str | None = None
+    text: TextField | None = None
+    tools: Items[ResponsesTool] | None = Field(default=None, max_length=128)
+    tool_choice: Literal["none", "auto", "required"] | ChosenTool = "auto"
+    parallel_tool_calls: bool = True
+    truncation: Literal["disabled"] = "disabled"
+    lora_path: str | None = None
+    adapters: WeightedAdapters = None
+
+    def chat(self) -> ChatCompletionRequest:
+        """The same request in OpenAI's older words. Raises InvalidRequest."""
+        return parse_body(ChatCompletionRequest, self._conversation())
+
+    def _conversation(self) -> dict[str, Any]:
+        messages = [] if self.instructions is None else [{"role": "system", "content": self.instructions}]
+        fields: dict[str, Any] = {
+            "model": self.model,
+            "messages": messages + self._told(),
+            "lora_path": self.lora_path,
+            "adapters": as_fields(self.adapters),
+        }
+        if self.text is not None and self.text.format is not None:
+            form = self.text.format
+            schema = {"name": form.name, "schema": form.schema_, "strict": form.strict}
+            fields["response_format"] = {"type": form.type} | (
+                {"json_schema": schema} if form.type == "json_schema" else {}
+            )
+        if self.tools:
+            fields["tools"] = [_tool(tool) for tool in self.tools]
+            fields["parallel_tool_calls"] = self.parallel_tool_calls
+        choice = self.tool_choice
+        if self.tools or choice != "auto":
+            fields["tool_choice"] = (
+                {"type": "function", "function": {"name": choice.name}} if isinstance(choice, ChosenTool) else choice
+            )
+        return fields
+
+    def _told(self) -> list[dict[str, Any]]:
+        if isinstance(self.input, str):
+            return [{"role": "user", "content": self.input}]
+        told: list[dict[str, Any]] = []
+        for item in self.input:
+            if isinstance(item, InputMessage):
+                parts = item.content
+                text = parts if isinstance(parts, str) else "".join(part.text for part in parts)
+                told.append({"role": item.role, "content": text})
+            elif isinstance(item, FunctionOutputItem):
+                told.append({"role": "tool", "tool_call_id": item.call_id, "content": item.output})
+            else:
+                function = {"name": item.name, "arguments": item.arguments}
+                call = {"id": item.call_id, "type": "function", "function": function}
+                if told and told[-1]["role"] == "assistant":  # one turn's words and calls are one message
+                    told[-1].setdefault("tool_calls", []).append(call)
+                else:
+                    told.append({"role": "assistant", "content": "", "tool_calls": [call]})
+        return told
+
+
+class ResponsesRequest(InputTokensRequest):
+    max_output_tokens: Count | None = None
+    temperature: float = Field(default=1.0, ge=0, le=2)
+    top_p: float = Field(default=1.0, ge=0, le=1)
+    stream: bool = False
+    seed: int | None = Field(default=None, ge=-(2**63), lt=2**64)
+    user: str | None = None
+    store: bool | None = None  # None: as the service's settings say
+    previous_response_id: str | None = Field(default=None, max_length=128)
+    metadata: Metadata | None = None  # inert, and told again
+    service_tier: str | None = None  # inert
+    prompt_cache_key: str | None = None  # inert
+    safety_identifier: str | None = None  # inert
+
+    def chat(self) -> ChatCompletionRequest:
+        """The same request in OpenAI's older words. Raises InvalidRequest."""
+        fields: dict[str, Any] = {
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "max_tokens": self.max_output_tokens,
+            "seed": self.seed,
+            "user": self.user,
+            "stream": self.stream,
+        }
+        return parse_body(ChatCompletionRequest, fields | self._conversation())
+
+    def items(self) -> list[dict[str, Any]]:
+        """The input as a list of items, as JSON has them."""
+        if isinstance(self.input, str):
+            text = {"type": "input_text", "text": self.input}
+            return [{"type": "message", "role": "user", "content": [text]}]
+        return [item.model_dump(mode="json", exclude_none=True) for item in self.input]
+
+    def after(self, items: Sequence[Mapping[str, Any]]) -> Self:
+        """The same request behind a conversation. Raises InvalidRequest."""
+        whole = parse_body(InputTokensRequest, {"model": self.model, "input": [*items, *self.items()]})
+        return self.model_copy(update={"input": whole.input})
+
+
+class IncompleteDetails(ResponseModel):
+    reason: str
+
+
+class OutputText(ResponseModel):
+    type: Literal["output_text"]
+    text: str
+    annotations: list[Any]
+    logprobs: list[Any]
+
+
+class OutputMessage(ResponseModel):
+    type: Literal["message"]
+    id: str
+    status: str
+    role: Literal["assistant"]
+    content: list[OutputText]
+
+
+class OutputFunctionCall(ResponseModel):
+    """`arguments` is JSON."""
+
+    type: Literal["function_call"]
+    id: str
+    status: str
+    call_id: str
+    name: str
+    arguments: str
+
+
+class InputTokensDetails(ResponseModel):
+    cached_tokens: int
+
+
+class OutputTokensDetails(ResponseModel):
+    reasoning_tokens: int
+
+
+class ResponseUsage(ResponseModel):
+    input_tokens: int
+    input_tokens_details: InputTokensDetails
+    output_tokens: int
+    output_tokens_details: OutputTokensDetails
+    total_tokens: int
+
+
+class Response(ResponseModel):
+    """An answer, and the fields of its request that it depends on."""
+
+    id: str
+    object: Literal["response"]
+    created_at: Seconds
+    status: Literal["in_progress", "incomplete", "completed"]
+    error: None
+    incomplete_details: IncompleteDetails | None
+    model: str
+    instructions: str | None
+    max_output_tokens: int | None
+    temperature: float
+    top_p: float
+    parallel_tool_calls: bool
+    tool_choice: str | dict[str, Any]
+    tools: list[dict[str, Any]]
+    output: list[OutputMessage | OutputFunctionCall]
+    previous_response_id: str | None
+    reasoning: dict[str, None]
+    store: bool
+    text: dict[str, Any]
+    truncation: Literal["disabled"]
+    metadata: dict[str, str]
+    usage: ResponseUsage | None
+
+
+class InputItem(ResponseModel):
+    """Part of a stored conversation; beside these fields it has those of its type."""
+
+    model_config = ConfigDict(extra="allow")
+
+    id: str
+    type: str
+
+
+class InputTokens(ResponseModel):
+    object: Literal["response.input_tokens"]
+    input_tokens: int
+
+
+def _tool(tool: ResponsesTool) -> dict[str, Any]:
+    function: dict[str, Any] = {"name": tool.name, "strict": tool.strict}
+    if tool.parameters is not None:
+        function["parameters"] = tool.parameters
+    if tool.description is not None:
+        function["description"] = tool.description
+    return {"type": "function", "function": function}

@@ -1,0 +1,1 @@
+"""Results of the service as JSON bodies and stream events."""

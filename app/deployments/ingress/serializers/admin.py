@@ -1,0 +1,158 @@
+"""Tenants as JSON objects, as OpenAI's admin client expects them. A key's value is in the answer that made it alone."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from app.deployments.tenants.entries import (
+    ApiKey,
+    IssuedKey,
+    RateLimit,
+    ServiceAccount,
+    Tenant,
+    TenantChange,
+)
+from app.deployments.tenants.limits import Meter
+
+#: OpenAI's objects have no way to say "as much as you like": this number does.
+NO_LIMIT = 2**31 - 1
+
+
+def project_body(tenant: Tenant) -> dict[str, Any]:
+    return {
+        "object": "organization.project",
+        "id": tenant.id,
+        "name": tenant.name,
+        "created_at": int(tenant.created_s),
+        "archived_at": _seconds(tenant.archived_s),
+        "status": "active" if tenant.archived_s is None else "archived",
+        "external_key_id": None,
+    }
+
+
+def account_body(account: ServiceAccount) -> dict[str, Any]:
+    return {
+        "object": "organization.project.service_account",
+        "id": account.id,
+        "name": account.name,
+        "role": account.role,
+        "created_at": int(account.created_s),
+    }
+
+
+def issued_body(issued: IssuedKey) -> dict[str, Any]:
+    """A service account's new key: the only answer that ever holds its value."""
+    return {
+        "object": "organization.project.service_account.api_key",
+        "id": issued.key.id,
+        "name": issued.key.name,
+        "value": issued.value,
+        "created_at": int(issued.key.created_s),
+        "expires_at": _seconds(issued.key.expires_s),
+    }
+
+
+def key_body(key: ApiKey, account: ServiceAccount | None) -> dict[str, Any]:
+    owner = None
+    if account is not None:
+        owner = {
+            name: value for name, value in account_body(account).items() if name != "object"
+        }  # as OpenAI's has none
+    return {
+        "object": "organization.project.api_key",
+        "id": key.id,
+        "name": key.name,
+        "redacted_value": key.redacted,
+        "created_at": int(key.created_s),
+        "expires_at": _seconds(key.expires_s),
+        "last_used_at": _seconds(key.last_used_s),
+        "owner": {"type": "service_account", "service_account": owner},
+        "owner_project_access": "active",
+    }
+
+
+def admin_key_body(key: ApiKey) -> dict[str, Any]:
+    return {
+        "object": "organization.admin_api_key",
+        "id": key.id,
+        "name": key.name,
+        "redacted_value": key.redacted,
+        "created_at": int(key.created_s),
+        "expires_at": _seconds(key.expires_s),
+        "last_used_at": _seconds(key.last_used_s),
+        "owner": {"type": "user", "object": "organization.user", "id": "operator", "name": "operator", "role": "owner"},
+    }
+
+
+def models_body(tenant: Tenant) -> dict[str, Any]:
+    """Without permissions of its own a project may use everything that it can see: nothing is denied."""
+    return {
+        "object": "project.model_permissions",
+        "mode": tenant.model_mode or "deny_list",
+        "model_ids": sorted(tenant.model_ids),
+    }
+
+
+def rate_limit_body(model: str, rate: RateLimit) -> dict[str, Any]:
+    def shown(limit: int | None) -> int:
+        return NO_LIMIT if limit is None else limit
+
+    return {
+        "object": "project.rate_limit",
+        "id": f"rl-{model}",
+        "model": model,
+        "max_requests_per_1_minute": shown(rate.requests_per_min),
+        "max_tokens_per_1_minute": shown(rate.tokens_per_min),
+        "max_requests_per_1_day": shown(rate.requests_per_day),
+    }
+
+
+def spend_limit_body(cents: int, *, is_reached: bool) -> dict[str, Any]:
+    return {
+        "object": "project.spend_limit",
+        "threshold_amount": cents,
+        "currency": "USD",
+        "interval": "month",
+        "enforcement": {"status": "enforcing" if is_reached else "inactive"},
+    }
+
+
+def tenant_body(tenant: Tenant, shares: dict[str, list[str]], left: Sequence[tuple[Meter, int, int]]) -> dict[str, Any]:
+    """`limits`: each with what is left of it; the rest is used, or reserved by requests and ingresses."""
+    limits = [
+        {"kind": meter.kind, "model": meter.model or None, "limit": limit, "remaining": remaining}
+        for meter, limit, remaining in left
+    ]
+    return {
+        "object": "polylora.tenant",
+        "id": tenant.id,
+        "name": tenant.name,
+        "weight": tenant.weight,
+        "enforce": tenant.enforce,
+        "max_concurrent": tenant.limits.max_concurrent,
+        "max_adapters": tenant.limits.max_adapters,
+        "max_adapter_bytes": tenant.limits.max_adapter_bytes,
+        "shares": shares,
+        "limits": limits,
+    }
+
+
+def audit_body(change: TenantChange) -> dict[str, Any]:
+    """A line of the audit. What was changed is in the field that is named as the event, as OpenAI has it."""
+    detail = json.loads(change.detail)
+    project = None if change.project_id is None else {"id": change.project_id, "name": change.project_id}
+    return {
+        "object": "organization.audit_log",
+        "id": f"audit_log-{change.id}",
+        "type": change.event,
+        "effective_at": int(change.time_s),
+        "actor": {"type": "api_key", "api_key": {"id": change.actor, "type": "user"}},
+        "project": project,
+        change.event: {"id": change.target, "changes_requested": detail},
+    }
+
+
+def _seconds(time_s: float | None) -> int | None:
+    return None if time_s is None else int(time_s)

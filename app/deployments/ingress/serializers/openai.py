@@ -1,0 +1,246 @@
+"""Answers in OpenAI's format: JSON bodies and stream events, made from text deltas.
+
+In: `TextDelta`s of one or more sequences. Out: plain dictionaries. Rule: nothing is decided here.
+"""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from pydantic_core import to_json
+
+from app.deployments.ingress.job import Answer, Foretold, Job
+from app.deployments.ingress.results import usage_body
+from app.deployments.ingress.schemas.openai import ChatCompletionRequest, CompletionRequest
+from app.deployments.ingress.text import TextDelta
+from app.deployments.ingress.token_answers import TokenAnswers, finite, lean_logprobs, token_answers
+from app.deployments.ingress.tokenizer_service import TokenizerService
+from app.deployments.ingress.tool_calls import CallBegin, Piece, ToolAnswer, ToolCall, ToolCallReader, ToolUse
+from app.engine.request import TokenLogprobs, Usage
+
+#: The text of a single token id, alone; half a character is U+FFFD.
+TokenText = Callable[[int], str]
+#: The bytes of a single token id, or what it adds to an answer's text: a special token has the former only.
+TokenBytes = Callable[[int], bytes]
+
+
+class TokenOffsets:
+    """Where the tokens of one answer begin in its text, in characters, though a token may be part of a character
+    and a piece of an answer may hold back some of its text."""
+
+    def __init__(self, text_bytes: TokenBytes) -> None:
+        self._text_bytes = text_bytes
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._offset = 0
+        self.is_first = True  # nothing of the answer has been told
+
+    def push(self, token_id: int) -> int:
+        """Where the next token begins; one in the middle of a character begins where the character does."""
+        offset = self._offset
+        self._offset += len(self._decoder.decode(self._text_bytes(token_id)))
+        return offset
+
+
+@dataclass(frozen=True, slots=True)
+class ChatSerializer:
+    """The envelope of one request's answers: /v1/chat/completions or /v1/completions."""
+
+    is_chat: bool
+    request_id: str
+    created: int  # Unix time
+    model: str
+    token_text: TokenText
+    token_bytes: TokenBytes
+    text_bytes: TokenBytes
+    want_logprobs: bool
+    include_usage: bool = False  # a stream that ends with usage: until then it is null
+    tools: ToolUse | None = None  # how answers call tools, if they may
+    routing: Mapping[str, Any] | None = None  # how the service has chosen the adapter, if it was to
+    foretold: Mapping[int, Foretold] | None = None  # what has become of predictions, once answers have ended
+    ids: TokenAnswers | None = None  # what answers have beside text, if token ids are asked for
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether nearly every event of a stream has nothing new but its text."""
+        return not self.want_logprobs and self.ids is None
+
+    def body(self, answers: Sequence[Answer], num_per_prompt: int) -> dict[str, Any]:
+        """The answer of a request that does not stream."""
+        kind = "chat.completion" if self.is_chat else "text_completion"
+        choices = [self._choice(index, answer) for index, answer in enumerate(answers)]
+        usage = usage_body([answer.usage for answer in answers], num_per_prompt, self.foretold)
+        return self._envelope(kind) | {"choices": choices, "usage": usage} | self._routing()
+
+    def role_event(self, index: int) -> dict[str, Any]:
+        """A chat stream's first event for a choice."""
+        choice = {
+            "index": index,
+            "delta": {"role": "assistant", "content": ""},
+            "logprobs": None,
+            "finish_reason": None,
+        }
+        return self._event("chat.completion.chunk", choice) | self._routing()
+
+    def event(self, index: int, delta: TextDelta, offsets: TokenOffsets) -> dict[str, Any]:
+        """A stream event; `offsets` is this choice's, the same one for all of its events."""
+        logprobs = self._logprobs(delta.logprobs, offsets)
+        choice: dict[str, Any] = {"index": index, "logprobs": logprobs, "finish_reason": delta.finish_reason}
+        if self.is_chat:
+            choice["delta"] = {"content": delta.text} if delta.text else {}
+            return self._event("chat.completion.chunk", choice)
+        choice["text"] = delta.text
+        if self.ids is not None:
+            choice |= self.ids.choice(index, delta.token_ids, is_first=offsets.is_first)
+            offsets.is_first = False
+        return self._event("text_completion", choice)
+
+    def reader(self, index: int) -> ToolCallReader | None:
+        """What finds the calls of a choice; None where there can be none."""
+        return None if self.tools is None else self.tools.reader(f"{self.request_id}/{index}")
+
+    def tool_events(
+        self, index: int, delta: TextDelta, offsets: TokenOffsets, reader: ToolCallReader
+    ) -> list[dict[str, Any]]:
+        """The events of a delta whose text may be part of calls: one per piece; the last has all but the text."""
+        pieces = reader.push(delta.text, is_last=delta.finish_reason is not None)
+        found = [piece_delta(piece) for piece in pieces]
+        last = self.event(index, replace(delta, text=""), offsets)
+        choice = last["choices"][0]
+        choice["finish_reason"] = reason_of(delta.finish_reason, reader.num_calls)
+        if found:
+            choice["delta"] = found.pop()
+        elif delta.finish_reason is None and not choice["logprobs"]:
+            return []
+        plain = {"index": index, "logprobs": None, "finish_reason": None}
+        return [self._event("chat.completion.chunk", plain | {"delta": each}) for each in found] + [last]
+
+    def text_event(self, index: int) -> tuple[bytes, bytes]:
+        """JSON of `event` for a delta with only text: what is before the text, and what is behind it."""
+        before, _, behind = to_json(self.event(index, TextDelta("\0"), TokenOffsets(self.text_bytes))).rpartition(
+            to_json("\0")
+        )
+        return before, behind
+
+    def usage_event(self, usages: Sequence[Usage | None], num_per_prompt: int) -> dict[str, Any]:
+        """The last event when the client asked for usage: no choices."""
+        kind = "chat.completion.chunk" if self.is_chat else "text_completion"
+        return self._envelope(kind) | {"choices": [], "usage": usage_body(usages, num_per_prompt, self.foretold)}
+
+    def _choice(self, index: int, answer: Answer) -> dict[str, Any]:
+        choice: dict[str, Any] = {
+            "index": index,
+            "finish_reason": answer.finish_reason,
+            "logprobs": self._logprobs(answer.logprobs, TokenOffsets(self.text_bytes)),
+        }
+        reader = self.reader(index)
+        if reader is not None:
+            found = ToolAnswer()
+            found.add(reader.push(answer.text, is_last=True))
+            message: dict[str, Any] = {"role": "assistant", "content": found.text or None, "refusal": None}
+            if found.calls:
+                message["tool_calls"] = [call_body(call) for call in found.calls]
+            return choice | {"message": message, "finish_reason": reason_of(answer.finish_reason, len(found.calls))}
+        if self.is_chat:
+            return choice | {"message": {"role": "assistant", "content": answer.text, "refusal": None}}
+        ids = {} if self.ids is None else self.ids.choice(index, answer.token_ids, is_first=True)
+        return choice | {"text": answer.text} | ids
+
+    def _event(self, kind: str, choice: dict[str, Any]) -> dict[str, Any]:
+        usage = {"usage": None} if self.include_usage else {}
+        return self._envelope(kind) | {"choices": [choice]} | usage
+
+    def _routing(self) -> dict[str, Any]:
+        return {} if self.routing is None else {"routing": self.routing}
+
+    def _envelope(self, kind: str) -> dict[str, Any]:
+        adapter = {} if self.ids is None else self.ids.adapter
+        return {"id": self.request_id, "object": kind, "created": self.created, "model": self.model, **adapter}
+
+    def _logprobs(self, logprobs: Sequence[TokenLogprobs], offsets: TokenOffsets) -> dict[str, Any] | None:
+        if not self.want_logprobs:
+            return None
+        if self.ids is not None and not self.ids.has_text:
+            return lean_logprobs(logprobs)
+        return self._chat_logprobs(logprobs) if self.is_chat else self._legacy_logprobs(logprobs, offsets)
+
+    def _chat_logprobs(self, logprobs: Sequence[TokenLogprobs]) -> dict[str, Any]:
+        def entry(token_id: int, logprob: float) -> dict[str, Any]:
+            return {
+                "token": self.token_text(token_id),
+                "logprob": finite(logprob),
+                "bytes": list(self.token_bytes(token_id)),
+            }
+
+        content = [
+            entry(item.token_id, item.logprob) | {"top_logprobs": [entry(*top) for top in item.top]}
+            for item in logprobs
+        ]
+        return {"content": content, "refusal": None}
+
+    def _legacy_logprobs(self, logprobs: Sequence[TokenLogprobs], offsets: TokenOffsets) -> dict[str, Any]:
+        tops: list[dict[str, float]] = []
+        for item in logprobs:
+            top: dict[str, float] = {}
+            for token_id, logprob in item.top:
+                top.setdefault(self._legacy_token(token_id), finite(logprob))
+            top[self._legacy_token(item.token_id)] = finite(item.logprob)
+            tops.append(top)
+        return {
+            "tokens": [self._legacy_token(item.token_id) for item in logprobs],
+            "token_logprobs": [finite(item.logprob) for item in logprobs],
+            "top_logprobs": tops,
+            "text_offset": [offsets.push(item.token_id) for item in logprobs],
+        }
+
+    def _legacy_token(self, token_id: int) -> str:
+        """Its text; the bytes of part of a character are written as OpenAI writes them, so that two such differ."""
+        text = self.token_text(token_id)
+        if "\ufffd" not in text:
+            return text
+        raw = self.token_bytes(token_id)
+        return text if raw == text.encode() else "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
+
+
+def chat_serializer(
+    model: TokenizerService, body: ChatCompletionRequest | CompletionRequest, job: Job
+) -> ChatSerializer:
+    """Of one request's answers."""
+    is_chat = isinstance(body, ChatCompletionRequest)
+    return ChatSerializer(
+        is_chat=is_chat,
+        request_id=job.request_id,
+        created=int(job.requests[0].arrival_s),
+        model=body.model,
+        token_text=model.token_text,
+        token_bytes=model.token_bytes,
+        text_bytes=model.text_bytes,
+        want_logprobs=body.logprobs if isinstance(body, ChatCompletionRequest) else body.logprobs is not None,
+        include_usage=body.stream_options is not None and body.stream_options.include_usage,
+        tools=job.tools,
+        foretold=job.progress.foretold,
+        routing=None if job.decision is None else job.decision.body(),
+        ids=token_answers(job, has_text=not isinstance(body, CompletionRequest) or body.detokenize),
+    )
+
+
+def reason_of(finish_reason: str | None, num_calls: int) -> str | None:
+    """Why an answer ended, as clients that act on calls look for it."""
+    return "tool_calls" if num_calls and finish_reason == "stop" else finish_reason
+
+
+def call_body(call: ToolCall) -> dict[str, Any]:
+    """A whole call."""
+    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+
+
+def piece_delta(piece: Piece) -> dict[str, Any]:
+    """A piece of an answer with calls, as a stream tells it."""
+    if isinstance(piece, str):
+        return {"content": piece}
+    if isinstance(piece, CallBegin):
+        call = {"id": piece.id, "type": "function", "function": {"name": piece.name, "arguments": ""}}
+        return {"tool_calls": [{"index": piece.index} | call]}
+    return {"tool_calls": [{"index": piece.index, "function": {"arguments": piece.piece}}]}

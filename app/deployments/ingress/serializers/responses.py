@@ -1,0 +1,131 @@
+"""Answers as OpenAI's Responses API tells them: JSON bodies and stream events, made from blocks.
+
+In: what happens to an answer's blocks. Out: plain dictionaries, and events as bytes. Rule: nothing is decided here.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import aclosing
+from typing import Any, TypeAlias
+
+from app.deployments.ingress.blocks import Block, Change, End, changes
+from app.deployments.ingress.job import Job
+from app.deployments.ingress.schemas.responses import ResponsesRequest
+from app.deployments.ingress.serializers.messages import named_event
+from app.engine.request import Usage
+
+#: Takes a stored response as it is told, before its client hears of its end.
+Keep: TypeAlias = Callable[[Mapping[str, Any]], Awaitable[None]]
+
+
+def response_body(
+    job: Job, body: ResponsesRequest, blocks: Sequence[Block], end: End | None, stored_id: str | None = None
+) -> dict[str, Any]:
+    """A response; without an end it is in progress. `stored_id`: what it is stored as, if it is."""
+    is_cut = end is not None and end.reason == "length"
+    status = "in_progress" if end is None else "incomplete" if is_cut else "completed"
+    told = body.model_dump(mode="json", by_alias=True)
+    same = ("model", "instructions", "max_output_tokens", "temperature", "top_p", "parallel_tool_calls", "tool_choice")
+    return {name: told[name] for name in same} | {
+        "id": stored_id or job.request_id,
+        "object": "response",
+        "created_at": int(job.requests[0].arrival_s),
+        "status": status,
+        "error": None,
+        "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
+        "output": [
+            _item(job, block, "incomplete" if is_cut and block is blocks[-1] else "completed") for block in blocks
+        ],
+        "previous_response_id": body.previous_response_id,
+        "reasoning": {"effort": None, "summary": None},
+        "store": stored_id is not None,
+        "text": {"format": {"type": "text"}} if told["text"] is None else told["text"],
+        "tools": told["tools"] or [],
+        "truncation": "disabled",
+        "metadata": body.metadata or {},
+        "usage": None if end is None else _usage(end.usage),
+    }
+
+
+async def response_events(
+    job: Job, body: ResponsesRequest, stored_id: str | None = None, keep: Keep | None = None
+) -> AsyncGenerator[bytes]:
+    """The events of a stream. `keep` stores the response."""
+    blocks: list[Block] = []
+    numbers, is_begun = itertools.count(), False
+    async with aclosing(changes(job)) as source:
+        async for change in source:
+            begin = b""
+            if not is_begun:
+                is_begun, started = True, response_body(job, body, [], None, stored_id)
+                for kind in ("response.created", "response.in_progress"):
+                    begin += _event(numbers, kind, response=started)
+            if isinstance(change, End):
+                ended = response_body(job, body, blocks, change, stored_id)
+                if keep is not None:
+                    await keep(ended)
+                yield begin + _event(numbers, f"response.{ended['status']}", response=ended)
+            else:
+                if change.what == "open":
+                    blocks.append(change.block)
+                yield begin + b"".join(_changed(job, change, numbers))
+
+
+def _changed(job: Job, change: Change, numbers: Iterator[int]) -> Iterator[bytes]:
+    block = change.block
+    where: dict[str, Any] = {"output_index": block.index}
+    inside = where | {"item_id": _id(job, block)} | ({"content_index": 0} if block.kind == "text" else {})
+    logprobs: dict[str, Any] = {"logprobs": []} if block.kind == "text" else {}
+    what = "output_text" if block.kind == "text" else "function_call_arguments"
+    if change.what == "open":
+        empty = Block(block.index, block.kind, block.id, block.name)
+        item = _item(job, empty, "in_progress") | ({"content": []} if block.kind == "text" else {})
+        yield _event(numbers, "response.output_item.added", **where, item=item)
+        if block.kind == "text":
+            yield _event(numbers, "response.content_part.added", **inside, part=_part(""))
+    elif change.what == "grow":
+        yield _event(numbers, f"response.{what}.delta", **inside, delta=change.piece, **logprobs)
+    else:
+        if block.kind == "text":
+            yield _event(numbers, "response.output_text.done", **inside, text=block.text, **logprobs)
+            yield _event(numbers, "response.content_part.done", **inside, part=_part(block.text))
+        else:
+            done = {"arguments": block.text, "name": block.name}
+            yield _event(numbers, "response.function_call_arguments.done", **inside, **done)
+        yield _event(numbers, "response.output_item.done", **where, item=_item(job, block, "completed"))
+
+
+def _event(numbers: Iterator[int], kind: str, **fields: Any) -> bytes:
+    return named_event(kind, {"sequence_number": next(numbers), **fields})
+
+
+def _item(job: Job, block: Block, status: str) -> dict[str, Any]:
+    if block.kind == "text":
+        kind = {"type": "message", "role": "assistant", "content": [_part(block.text)]}
+    else:
+        kind = {"type": "function_call", "call_id": block.id, "name": block.name, "arguments": block.text}
+    return {"id": _id(job, block), "status": status} | kind
+
+
+def _id(job: Job, block: Block) -> str:
+    prefix = "msg" if block.kind == "text" else "fc"
+    return f"{prefix}_{job.request_id}_{block.index}"
+
+
+def _part(text: str) -> dict[str, Any]:
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+
+
+def _usage(usage: Usage | None) -> dict[str, Any]:
+    prompt, cached, completion = (0, 0, 0) if usage is None else (
+        usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens
+    )  # fmt: skip
+    return {
+        "input_tokens": prompt,
+        "input_tokens_details": {"cached_tokens": cached},
+        "output_tokens": completion,
+        "output_tokens_details": {"reasoning_tokens": 0},
+        "total_tokens": prompt + completion,
+    }

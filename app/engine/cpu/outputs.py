@@ -1,0 +1,76 @@
+"""The output of a step on the CPU: tokens drawn from logits, and hidden states added up for embeddings.
+
+Log-probabilities are the model's own, before penalties and temperature. Every logits row is computed alone, and pooled
+rows are added in their order, so no sequence changes another's output.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from app.engine.batch import ForwardOutput, PoolingBatch, SamplingBatch
+from app.engine.logits import adjust, is_changed, largest, overflowed
+from app.kernels.machine.team import Team
+from app.kernels.pooling.cpu import add_rows
+from app.kernels.sampling.cpu import log_sum_exp, row_maximum, sample_rows
+
+
+def sample(logits: NDArray[np.float32], sampling: SamplingBatch, team: Team) -> ForwardOutput:
+    """Draw one token per row. logits: [P, V] float32, overwritten where a row has penalties, a bias or a mask."""
+    num_rows = logits.shape[0]
+    tokens, normalisers = np.zeros(num_rows, np.int32), np.zeros(num_rows, np.float64)
+    logprobs = np.zeros(num_rows, np.float32)
+    wanted = sampling.num_logprobs >= 0
+    changed = [p for p in range(num_rows) if is_changed(sampling, p)]
+    originals = {p: logits[p].copy() for p in changed if wanted[p]}
+    for p in changed:
+        adjust(logits[p], sampling, p)
+    if num_rows:
+        masks = sampling.masks
+        of_row = np.full(num_rows, -1, np.int32) if masks is None else masks.of_row
+        words = np.zeros((0, 0), np.uint32) if masks is None else masks.words()
+        team.run(
+            sample_rows, 1, logits, sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p,
+            sampling.seeds, sampling.positions, wanted, of_row, words, tokens, normalisers,
+        )  # fmt: skip
+    top: list[tuple[NDArray[np.int32], NDArray[np.float32]] | None] = [None] * num_rows
+    for p in np.flatnonzero(wanted).tolist():
+        row, normaliser = logits[p], float(normalisers[p])
+        if p in originals:
+            row = originals[p]
+            normaliser = float(log_sum_exp(row, row_maximum(row)[0]))
+        logprobs[p] = np.float64(row[tokens[p]]) - normaliser
+        count = int(sampling.num_logprobs[p])
+        if count:
+            top[p] = largest(row, count, normaliser)
+    return ForwardOutput(tokens, logprobs, tuple(top), overflowed(logits, tokens))
+
+
+def rows_of(pooling: PoolingBatch | None) -> NDArray[np.int32]:
+    """[N] int32: the rows of all ranges, one range after the other."""
+    if pooling is None:
+        return np.zeros(0, np.int32)
+    return np.concatenate([np.arange(first, end, dtype=np.int32) for first, end in pooling.ranges])
+
+
+def with_sums(
+    output: ForwardOutput, states: NDArray[np.float32], pooling: PoolingBatch | None, team: Team
+) -> ForwardOutput:
+    """`output` and the sums of states [N, H], the rows that `rows_of` names."""
+    if pooling is None:
+        return output
+    ends = np.cumsum(pooling.ranges[:, 1] - pooling.ranges[:, 0])
+    starts = np.concatenate([np.zeros(1, np.int64), ends[:-1]])
+    return replace(output, sums=added(states, np.stack([starts, ends], axis=1), pooling.sums, team))
+
+
+def added(
+    states: NDArray[np.float32], ranges: NDArray[np.int64], sums: NDArray[np.float64], team: Team
+) -> NDArray[np.float64]:
+    """The sums [Q, H] with the rows of their ranges [Q, 2] of states [N, H]."""
+    total = sums.copy()
+    team.run(add_rows, 1, states, ranges, total)
+    return total

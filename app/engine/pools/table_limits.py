@@ -1,0 +1,39 @@
+"""How large a device's adapter tables are, and so which adapters can never be held there.
+
+Whether an adapter has room now is for `adapter_pool` to say.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from app.engine.errors import AdapterTooLarge
+
+
+@dataclass(frozen=True, slots=True)
+class TableLimits:
+    """Sizes of one device's tables. max_rank: the largest rank that fits empty tables, whichever modules have it."""
+
+    num_rows: int
+    rank_alignment: int
+    max_adapter_slots: int
+    max_extra_bytes: int
+    max_rank: int
+
+    def check_extras(self, name: str, extra_bytes: int) -> None:
+        """Raise AdapterTooLarge if an adapter with this many bytes of extras can never be held."""
+        if extra_bytes > self.max_extra_bytes:
+            raise AdapterTooLarge(
+                f"adapter {name!r} holds {extra_bytes} bytes beside its rank rows (DoRA, biases, norms, whole modules "
+                f"or token rows) but this engine keeps at most {self.max_extra_bytes}; raise "
+                "engine.adapter_extra_bytes or train fewer whole modules"
+            )
+
+    def check_rows(self, name: str, num_needed: int) -> None:
+        """Raise AdapterTooLarge if an adapter that needs so many rank rows can never be held."""
+        if num_needed > self.max_rank:
+            raise AdapterTooLarge(
+                f"adapter {name!r} needs {num_needed} rank rows but this model's pool gives it at most {self.max_rank} "
+                f"({self.num_rows} rank rows, {self.max_adapter_slots - 1} adapter slots "
+                "beside the base); raise engine.adapter_rank_rows or register an adapter of lower rank"
+            )

@@ -1,0 +1,438 @@
+"""API keys at the door: who is let in, as whom, and what a key of the wrong kind may not do."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx
+import pytest
+import pytest_asyncio
+
+from app.config import ADMIN_KEY, DIGEST, MANAGEMENT_TOKEN, HttpConfig
+from app.deployments.ingress.http.app import make_app
+from app.deployments.ingress.http.middleware.auth import FREE_PATHS
+from app.deployments.ingress.http.middleware.origin_check import HttpPolicy
+from app.deployments.ingress.http.openapi import api_routes
+from app.deployments.registry.entries import LoadRequest
+from app.deployments.tenants.key_material import key_digest, new_key
+from app.engine.errors import ConfigError
+from tests.deployments.http_service import Service
+from tests.deployments.ingress.http.middleware.test_origin_check import client_of
+from tests.fakes import fake_adapter
+
+CHAT = {"model": "base", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 4, "temperature": 0}
+
+
+def bearer(value: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {value}"}
+
+
+class Org:
+    """Two projects with a key each, an admin key, and an adapter of the first's that only it may use."""
+
+    def __init__(self, service: Service, http: httpx.AsyncClient) -> None:
+        self.service, self.http = service, http
+        self.ids: dict[str, str] = {}
+        self.keys: dict[str, str] = {}
+        self.admin = ""
+
+    async def set_up(self) -> None:
+        owner = self.service.tenancy.owner
+        self.admin = (await owner.create_admin_key("first", None, actor="test")).value
+        for name in ("ada", "bob"):
+            project = await owner.create_project(name, actor="test")
+            _, issued = await owner.create_account(project.id, "app", with_key=True, expires_in_s=None, actor="test")
+            assert issued is not None
+            self.ids[name], self.keys[name] = project.id, issued.value
+        adapter = fake_adapter("secret", 8)
+        self.service.fleet.adapters[adapter.card.digest] = adapter
+        self.service.managed.store.contents["secret"] = adapter.card.digest
+        await self.service.managed.client.load_and_wait(LoadRequest(self.ids["ada"], "secret", "secret", "test"))
+
+    async def ask(self, who: str, method: str, path: str, **what: Any) -> httpx.Response:
+        headers = bearer(self.admin if who == "admin" else self.keys[who]) | what.pop("headers", {})
+        return await self.http.request(method, path, headers=headers, **what)
+
+
+@pytest_asyncio.fixture
+async def org(service: Service) -> AsyncIterator[Org]:
+    transport = httpx.ASGITransport(make_app(service, HttpPolicy()), raise_app_exceptions=False)
+    async with httpx.AsyncClient(transport=transport, base_url="http://test", timeout=20) as http:
+        found = Org(service, http)
+        await found.set_up()
+        yield found
+
+
+async def test_without_keys_this_machine_is_let_in_and_no_other(service: Service) -> None:
+    async with client_of(service, HttpPolicy(), client="10.0.0.9", host="models.example") as http:
+        refused = await http.post("/v1/chat/completions", json=CHAT)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (401, "invalid_api_key")
+        assert "keygen --admin" in refused.json()["error"]["message"]
+        assert (await http.get("/health")).status_code == 200
+    async with client_of(service, HttpPolicy(auth="open"), client="10.0.0.9", host="models.example") as http:
+        assert (await http.post("/v1/chat/completions", json=CHAT)).status_code == 200
+    async with client_of(service, HttpPolicy()) as http:
+        for headers in ({}, bearer("unused"), bearer("sk-proj-of-another-service")):
+            assert (await http.post("/v1/chat/completions", json=CHAT, headers=headers)).status_code == 200
+
+
+async def test_with_the_first_key_the_door_closes_for_good(service: Service) -> None:
+    owner = service.tenancy.owner
+    async with client_of(service, HttpPolicy()) as http:
+        issued = await owner.create_admin_key("first", None, actor="test")
+        assert (await http.post("/v1/chat/completions", json=CHAT)).status_code == 401
+        await owner.revoke_key(None, issued.key.id, actor="test")
+        assert (await http.post("/v1/chat/completions", json=CHAT)).status_code == 401
+    async with client_of(service, HttpPolicy(auth="open")) as http:
+        assert (await http.post("/v1/chat/completions", json=CHAT)).status_code == 200
+        wrong = new_key(is_admin=False).value
+        assert (await http.post("/v1/chat/completions", json=CHAT, headers=bearer(wrong))).status_code == 401
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {},
+        {"Authorization": "Bearer"},
+        {"Authorization": "Bearer "},
+        {"Authorization": "Basic YTpi"},
+        {"Authorization": "Bearer \xff\xfe"},
+        bearer("sk-poly-" + 43 * "A"),
+        bearer("sk-poly-" + 100_000 * "A"),
+        {"X-Api-Key": "here"},
+    ],
+)
+async def test_what_is_no_key_is_a_401_in_openai_s_shape(org: Org, headers: dict[str, str]) -> None:
+    encoded = {name: value.encode("latin-1") for name, value in headers.items()}
+    answer = await org.http.post("/v1/chat/completions", json=CHAT, headers=encoded)
+    assert answer.status_code == 401
+    assert answer.headers["WWW-Authenticate"] == "Bearer"
+    assert answer.json()["error"]["code"] == "invalid_api_key"
+
+
+async def test_a_key_in_a_query_or_another_header_is_none(org: Org) -> None:
+    for where in ({"params": {"api_key": org.keys["ada"]}}, {"headers": {"X-Api-Key": org.keys["ada"]}}):
+        assert (await org.http.get("/v1/models", **where)).status_code == 401
+
+
+async def test_anthropic_s_routes_take_the_key_as_its_clients_send_it(org: Org) -> None:
+    body = {"model": "base", "max_tokens": 2, "messages": [{"role": "user", "content": "hi"}]}
+    submitted = org.service.fleet.replicas["replica-0"].submitted
+    key = {"x-api-key": org.keys["ada"]}
+    assert (await org.http.post("/v1/messages", json=body, headers=key)).status_code == 200
+    assert submitted[-1].tenant_id == org.ids["ada"]
+    count = {name: body[name] for name in ("model", "messages")}
+    assert (await org.http.post("/v1/messages/count_tokens", json=count, headers=key)).status_code == 200
+    both = bearer(org.keys["bob"]) | key
+    assert (await org.http.post("/v1/messages", json=body, headers=both)).status_code == 200
+    assert submitted[-1].tenant_id == org.ids["bob"], "Authorization is what every route reads"
+    for wrong in ({}, {"x-api-key": "sk-poly-wrong"}, bearer("sk-poly-wrong") | key):
+        answer = await org.http.post("/v1/messages", json=body, headers=wrong)
+        assert (answer.status_code, answer.json()["type"]) == (401, "error")
+        assert answer.json()["error"]["type"] == "authentication_error"
+    for path in ("/v1/chat/completions", "/v1/messages_not", "/v1/responses"):
+        assert (await org.http.post(path, json=body, headers=key)).status_code == 401
+
+
+async def test_a_request_is_its_project_s(org: Org) -> None:
+    answer = await org.ask("ada", "POST", "/v1/chat/completions", json=CHAT)
+    assert answer.status_code == 200, answer.text
+    owner = org.service.tenancy.owner
+    await owner.configure_project(org.ids["bob"], {"weight": 3.0}, actor="test")
+    await org.ask("bob", "POST", "/v1/chat/completions", json=CHAT)
+    submitted = org.service.fleet.replicas["replica-0"].submitted
+    assert [each.tenant_id for each in submitted] == [org.ids["ada"], org.ids["bob"]]
+    assert [each.weight for each in submitted] == [1.0, 3.0]
+    salts = {each.cache_salt for each in submitted}
+    assert len(salts) == 2
+    assert b"" not in salts
+    await owner.rotate_salt(org.ids["ada"], actor="test")
+    await org.ask("ada", "POST", "/v1/chat/completions", json=CHAT)
+    assert submitted[-1].cache_salt not in salts
+
+
+async def test_prefixes_are_not_shared_between_projects(org: Org) -> None:
+    body = CHAT | {"messages": [{"role": "user", "content": "x" * 40}]}
+    cached = []
+    for who in ("ada", "ada", "bob", "bob"):
+        usage = (await org.ask(who, "POST", "/v1/chat/completions", json=body)).json()["usage"]
+        cached.append(usage["prompt_tokens_details"]["cached_tokens"])
+    assert cached[0] == cached[2] == 0
+    assert cached[1] == cached[3] > 0
+
+
+async def test_no_request_chooses_its_salt_tenant_weight_or_key(org: Org) -> None:
+    """Through no field of a body, no header and no query; the server derives them all."""
+    submitted = org.service.fleet.replicas["replica-0"].submitted
+    await org.ask("bob", "POST", "/v1/chat/completions", json=CHAT)
+    true = submitted[-1]
+    forged = {"cache_salt": "x", "tenant_id": org.ids["ada"], "weight": 100, "key_id": "k", "num_charged": 1000}
+    for field, value in forged.items():
+        for where in ({field: value}, {"extra_body": {field: value}}, {"metadata": {field: str(value)}}):
+            answer = await org.ask("bob", "POST", "/v1/chat/completions", json=CHAT | where)
+            assert answer.status_code in (200, 400), answer.text
+        headers = bearer(org.keys["bob"]) | {field.replace("_", "-"): str(value), "X-Tenant-Id": org.ids["ada"]}
+        path = f"/v1/chat/completions?{field}={value}"
+        assert (await org.http.request("POST", path, headers=headers, json=CHAT)).status_code == 200
+    for each in submitted[submitted.index(true) :]:
+        assert (each.cache_salt, each.tenant_id, each.weight) == (true.cache_salt, true.tenant_id, true.weight)
+        assert (each.key_id, each.num_charged) == (true.key_id, None)
+
+
+async def test_expiry_revocation_rotation_and_archiving(org: Org) -> None:
+    owner, view = org.service.tenancy.owner, org.service.tenancy.view
+    project_id = org.ids["ada"]
+    account = (await owner.accounts(project_id, 10, None))[0]
+    (old,) = await owner.keys(project_id, 10, None)
+    new = await owner.create_key(project_id, account.id, "next", None, actor="test")
+    expiring = await owner.expire_key(project_id, old.id, 60, actor="test")
+    for value in (org.keys["ada"], new.value):
+        assert (await org.http.get("/v1/models", headers=bearer(value))).status_code == 200, "both, for a while"
+    assert expiring.expires_s is not None
+    assert view.find(org.keys["ada"], expiring.expires_s - 1) is not None
+    assert view.find(org.keys["ada"], expiring.expires_s) is None
+    await owner.revoke_key(project_id, new.key.id, actor="test")
+    assert (await org.http.get("/v1/models", headers=bearer(new.value))).status_code == 401
+    assert (await org.ask("bob", "GET", "/v1/models")).status_code == 200
+    await owner.archive_project(org.ids["bob"], actor="test")
+    assert (await org.ask("bob", "GET", "/v1/models")).status_code == 401
+
+
+async def test_a_project_s_header_must_be_its_own(org: Org) -> None:
+    same = await org.ask("ada", "GET", "/v1/models", headers={"OpenAI-Project": org.ids["ada"]})
+    other = await org.ask("ada", "GET", "/v1/models", headers={"OpenAI-Project": org.ids["bob"]})
+    assert (same.status_code, other.status_code) == (200, 401)
+
+
+async def test_the_key_of_the_environment_administers(service: Service) -> None:
+    key = new_key(is_admin=True).value
+    rules = HttpPolicy.of(HttpConfig(), {ADMIN_KEY: key})
+    assert rules.admin_digest == key_digest(key)
+    async with client_of(service, rules) as http:
+        assert (await http.get("/v1/models")).status_code == 401, "there is a key now"
+        assert (await http.get("/v1/organization/projects", headers=bearer(key))).status_code == 200
+    with pytest.raises(ConfigError, match="keygen --admin") as caught:
+        HttpPolicy.of(HttpConfig(), {ADMIN_KEY: "hunter2"})
+    assert "hunter2" not in str(caught.value)
+
+
+def test_the_environment_may_hold_a_hash_instead() -> None:
+    key = new_key(is_admin=True).value
+    environ = {f"{ADMIN_KEY}{DIGEST}": key_digest(key), f"{MANAGEMENT_TOKEN}{DIGEST}": key_digest("s3cret")}
+    rules = HttpPolicy.of(HttpConfig(management="token"), environ)
+    assert rules == HttpPolicy.of(HttpConfig(management="token"), {ADMIN_KEY: key, MANAGEMENT_TOKEN: "s3cret"})
+    assert rules.is_management_token("s3cret")
+    assert not rules.is_management_token(key_digest("s3cret")), "whoever reads the environment has not the token"
+    with pytest.raises(ConfigError, match="64 digits"):
+        HttpPolicy.of(HttpConfig(), {f"{ADMIN_KEY}{DIGEST}": "hunter2"})
+
+
+async def test_admin_keys_infer_nothing_and_inference_keys_administer_nothing(org: Org) -> None:
+    """Every route: a generating one refuses admin keys, an administering one all others, before it reads a body."""
+    generating = {"/v1/chat/completions", "/v1/completions", "/generate"}
+    bodies = {
+        "/v1/chat/completions": CHAT,
+        "/v1/completions": {"model": "base", "prompt": "a"},
+        "/generate": {"text": "a"},
+    }
+    paths = {(method, route.path) for route in _routes(org) for method in route.methods - {"HEAD"}}
+    assert {path for _, path in paths} >= generating
+    for method, path in sorted(paths):
+        filled = path.replace("{", "").replace("}", "")
+        if path in generating:
+            answer = await org.ask("admin", method, filled, json=bodies[path])
+            assert answer.status_code == 403, path
+            assert answer.json()["error"]["type"] == "insufficient_permissions"
+        elif path.startswith(("/v1/organization", "/v1/tenants")):
+            answer = await org.ask("ada", method, filled, json={})
+            assert answer.status_code == 403, path
+        if path not in FREE_PATHS:
+            assert (await org.http.request(method, filled)).status_code == 401, path
+
+
+def _routes(org: Org) -> list[Any]:
+    app: Any = make_app(org.service, HttpPolicy())
+    return list(api_routes(app.routes))
+
+
+async def test_another_project_s_adapter_does_not_exist(org: Org) -> None:
+    """The same status, bytes and headers as for a name that nobody has, through every field and route."""
+    name, nobody = "secret", "nobody"
+    asked: list[tuple[str, str, dict[str, Any] | None]] = [
+        ("POST", "/v1/chat/completions", CHAT | {"model": "NAME"}),
+        ("POST", "/v1/chat/completions", CHAT | {"model": "base:NAME"}),
+        ("POST", "/v1/chat/completions", CHAT | {"lora_path": "NAME"}),
+        ("POST", "/v1/chat/completions", CHAT | {"model": "NAME", "stream": True}),
+        ("POST", "/v1/completions", {"model": "NAME", "prompt": "a"}),
+        ("POST", "/generate", {"text": "a", "lora_path": "NAME"}),
+        ("POST", "/generate", {"text": ["a", "b"], "lora_path": [None, "NAME"]}),
+        ("GET", "/v1/models/NAME", None),
+        ("GET", "/v1/models/base:NAME", None),
+        ("GET", "/v1/loras/NAME", None),
+        ("GET", "/v1/loras/NAME/generations", None),
+        ("PATCH", "/v1/loras/NAME", {"pinned": False}),
+        ("DELETE", "/v1/loras/NAME", None),
+        ("POST", "/v1/unload_lora", {"lora_model": "NAME"}),
+        ("POST", "/v1/unload_lora_adapter", {"lora_name": "NAME"}),
+        ("GET", "/v1/events?name=NAME", None),
+        ("GET", "/v1/audit?name=NAME", None),
+        ("GET", "/v1/aliases/NAME", None),
+        ("PUT", "/v1/aliases/mine", {"targets": {"NAME": 1}}),
+        ("POST", "/v1/aliases/NAME/rollback", {}),
+        ("DELETE", "/v1/aliases/NAME", None),
+    ]
+    for method, path, body in asked:
+        seen = []
+        for word in (name, nobody):
+            text = None if body is None else httpx.Request("POST", "http://x", json=body).content.decode()
+            content = None if text is None else text.replace("NAME", word)
+            answer = await org.ask("bob", method, path.replace("NAME", word), content=content)
+            headers = {key: value for key, value in answer.headers.items() if key not in ("content-length", "date")}
+            seen.append((answer.status_code, answer.text.replace(word, "NAME"), headers))
+        assert seen[0] == seen[1], path
+    listed = [await org.ask("bob", "GET", path) for path in ("/v1/models", "/v1/loras", "/v1/aliases", "/v1/events")]
+    assert all("secret" not in answer.text for answer in listed)
+    mine = await org.ask("ada", "POST", "/v1/chat/completions", json=CHAT | {"model": "secret"})
+    assert mine.status_code == 200
+
+
+async def test_shared_and_public_adapters_are_used_and_not_managed(org: Org) -> None:
+    assert [each["id"] for each in (await org.ask("bob", "GET", "/v1/models")).json()["data"]] == ["base", "sql"]
+    await org.service.tenancy.owner.share(org.ids["ada"], "secret", [org.ids["bob"]], actor="test")
+    listed = (await org.ask("bob", "GET", "/v1/models")).json()["data"]
+    assert [each["id"] for each in listed] == ["base", "secret", "sql"]
+    for model in ("secret", "sql"):
+        answer = await org.ask("bob", "POST", "/v1/chat/completions", json=CHAT | {"model": model})
+        assert answer.status_code == 200
+        assert (await org.ask("bob", "DELETE", f"/v1/loras/{model}")).status_code == 404, "it is another's"
+    submitted = org.service.fleet.replicas["replica-0"].submitted[-1]
+    assert submitted.tenant_id == org.ids["bob"], "who asks pays"
+    await org.service.tenancy.owner.share(org.ids["ada"], "secret", [], actor="test")
+    gone = await org.ask("bob", "POST", "/v1/chat/completions", json=CHAT | {"model": "secret"})
+    assert gone.status_code == 404
+
+
+async def test_pages_of_models_are_in_order_and_whole(org: Org) -> None:
+    await org.service.tenancy.owner.share(org.ids["ada"], "secret", [org.ids["bob"]], actor="test")
+    for name in ("a", "m", "z", "sql"):
+        await org.service.managed.client.load_and_wait(LoadRequest(org.ids["bob"], name, "two", "test"))
+    whole, after = [], None
+    while True:
+        params = {"limit": "2"} | ({"after": after} if after else {})
+        page = (await org.ask("bob", "GET", "/v1/models", params=params)).json()
+        whole += [each["id"] for each in page["data"]]
+        if not page["has_more"]:
+            break
+        after = page["last_id"]
+    assert whole == ["base", "a", "m", "secret", "sql", "z"]
+
+
+async def test_models_that_are_not_allowed_do_not_exist(org: Org) -> None:
+    owner = org.service.tenancy.owner
+    await owner.permit_models(org.ids["bob"], "allow_list", ["sql"], actor="test")
+    assert [each["id"] for each in (await org.ask("bob", "GET", "/v1/models")).json()["data"]] == ["sql"]
+    for model, status in (("base", 404), ("sql", 200), ("base:sql", 200)):
+        answer = await org.ask("bob", "POST", "/v1/chat/completions", json=CHAT | {"model": model})
+        assert answer.status_code == status, model
+    await owner.permit_models(org.ids["bob"], "deny_list", ["sql"], actor="test")
+    assert [each["id"] for each in (await org.ask("bob", "GET", "/v1/models")).json()["data"]] == ["base"]
+
+
+async def test_a_project_manages_its_own_adapters_from_its_own_folders(org: Org) -> None:
+    store, mine = org.service.managed.store, f"{org.ids['bob']}/two"
+    store.contents[mine] = store.contents["two"]
+    load = {"lora_name": "mine", "lora_path": mine}
+    assert (await org.ask("bob", "POST", "/v1/load_lora_adapter", json=load)).status_code == 200
+    assert (await org.ask("ada", "GET", "/v1/loras/mine")).status_code == 404
+    described = (await org.ask("bob", "GET", "/v1/loras/mine")).json()
+    assert not {"residency", "last_used"} & described.keys(), "others may have the same contents"
+    events = (await org.ask("bob", "GET", "/v1/events")).json()["data"]
+    assert {each["event"] for each in events} <= {"requested", "registered", "routable"}
+    for path in ("two", f"{org.ids['ada']}/two", "/etc", f"{org.ids['bob']}/../two"):
+        refused = await org.ask("bob", "POST", "/v1/load_lora_adapter", json={"lora_name": "n", "lora_path": path})
+        assert (refused.status_code, refused.json()["error"]["code"]) == (403, "unsafe_source"), path
+    assert (await org.ask("bob", "PATCH", "/v1/loras/mine", json={"pinned": True})).status_code == 403
+    assert (await org.ask("admin", "PATCH", "/v1/loras/sql", json={"pinned": True})).status_code == 200
+    by_admin = await org.ask("admin", "GET", "/v1/loras/mine", headers={"OpenAI-Project": org.ids["bob"]})
+    assert by_admin.status_code == 200
+    assert (await org.ask("bob", "DELETE", "/v1/loras/mine")).status_code == 200
+
+
+async def test_loads_at_the_same_time_do_not_pass_the_quota_together(org: Org) -> None:
+    store, project_id = org.service.managed.store, org.ids["bob"]
+    store.contents[f"{project_id}/a"] = store.contents["two"]
+    await org.service.tenancy.owner.configure_project(project_id, {"max_adapters": 3}, actor="test")
+    loads = [
+        org.ask("bob", "POST", "/v1/load_lora_adapter", json={"lora_name": f"n{i}", "lora_path": f"{project_id}/a"})
+        for i in range(8)
+    ]
+    answers = await asyncio.gather(*loads)
+    assert sorted(answer.status_code for answer in answers) == 3 * [200] + 5 * [403]
+    refused = next(answer for answer in answers if answer.status_code == 403)
+    assert refused.json()["error"]["code"] == "adapter_quota_reached"
+    assert refused.headers["X-Should-Retry"] == "false"
+    assert "may have 3" in refused.json()["error"]["message"]
+    listed = (await org.ask("bob", "GET", "/v1/loras")).json()["data"]
+    assert len(listed) == 3
+    again = {"lora_name": listed[0]["id"], "lora_path": f"{project_id}/a", "load_inplace": True}
+    assert (await org.ask("bob", "POST", "/v1/load_lora_adapter", json=again)).status_code == 200, "it is no more"
+    await org.service.tenancy.owner.configure_project(
+        project_id, {"max_adapters": None, "max_adapter_bytes": 3 * listed[0]["size_bytes"]}, actor="test"
+    )
+    one_more = {"lora_name": "more", "lora_path": f"{project_id}/a"}
+    assert (await org.ask("bob", "POST", "/v1/load_lora_adapter", json=one_more)).status_code == 403
+    await org.service.tenancy.owner.configure_project(project_id, {"enforce": False}, actor="test")
+    assert (await org.ask("bob", "POST", "/v1/load_lora_adapter", json=one_more)).status_code == 200
+
+
+async def test_uses_of_keys_are_told_once_a_minute(org: Org) -> None:
+    owner = org.service.tenancy.owner
+    for _ in range(3):
+        await org.ask("ada", "GET", "/v1/models")
+    (before,) = await owner.keys(org.ids["ada"], 10, None)
+    await org.service.tenancy.tell()
+    (after,) = await owner.keys(org.ids["ada"], 10, None)
+    assert before.last_used_s is None
+    assert after.last_used_s is not None
+
+
+async def test_a_key_in_the_url_of_whoever_has_one_is_refused_and_not_repeated(org: Org) -> None:
+    key = org.keys["ada"]
+    for path, query in ((f"/v1/models/{key}", {}), (f"/v1/loras/{key[:30]}", {}), ("/v1/models", {"api_key": key})):
+        answer = await org.ask("ada", "GET", path, params=query)
+        assert answer.status_code == 400, path
+        assert "Authorization: Bearer" in answer.json()["error"]["message"]
+        assert key[:30] not in answer.text
+
+
+async def test_a_key_in_a_body_is_not_repeated_and_names_nothing(org: Org) -> None:
+    key = org.keys["ada"]
+    load = {"lora_name": key, "lora_path": f"{org.ids['ada']}/x"}
+    for path, body in (
+        ("/v1/completions", {"model": key, "prompt": "x"}),
+        ("/v1/completions", {"model": "tiny", "prompt": "x", key: 1}),
+        ("/v1/load_lora_adapter", load),
+        ("/v1/load_lora_adapter", {"lora_name": "mine", "lora_path": f"{org.ids['ada']}/{key}"}),
+    ):
+        answer = await org.ask("ada", "POST", path, json=body)
+        assert 400 <= answer.status_code < 500, body
+        assert key[12:-6] not in answer.text
+    renamed = await org.ask("admin", "POST", "/v1/organization/projects", json={"name": f"of {key}"})
+    assert renamed.status_code == 400
+    assert key[12:-6] not in renamed.text
+
+
+async def test_no_key_is_written_anywhere(org: Org, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG)
+    answers = [
+        await org.ask("ada", "POST", "/v1/chat/completions", json={"model": "nobody", "messages": [], "x": 1}),
+        await org.ask("ada", "POST", "/v1/organization/projects", json={}),
+        await org.ask("admin", "GET", "/v1/organization/audit_logs"),
+        await org.ask("admin", "GET", f"/v1/organization/projects/{org.ids['ada']}/api_keys"),
+        await org.http.get("/v1/models", headers=bearer(org.keys["ada"][:-1] + "!")),
+    ]
+    told = caplog.text + "".join(answer.text + str(answer.headers) for answer in answers)
+    assert not [key for key in (*org.keys.values(), org.admin) if key[12:-6] in told]

@@ -1,0 +1,548 @@
+"""/v1/files and /v1/batches, as the official client uses them: every line once, whoever dies."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import itertools
+import json
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from typing import Any
+
+import httpx
+import httpx2
+import openai
+import pytest
+import pytest_asyncio
+from hypothesis import given
+from hypothesis import strategies as st
+
+from app.config import AppConfig
+from app.deployments.ingress.batches import runner as runner_module
+from app.deployments.ingress.batches.lines import NumberedLine, Splitter
+from app.deployments.ingress.batches.runner import BatchRunner
+from app.deployments.ingress.http.app import make_app
+from app.deployments.ingress.http.batch_executor import BatchExecutor
+from app.deployments.ingress.http.middleware.origin_check import HttpPolicy
+from app.deployments.ingress.http.routes import files as file_routes
+from app.deployments.ingress.tenants import Caller
+from app.deployments.kept.batches import LEASE_S
+from app.deployments.kept.entries import LeaseLost, LineAnswer
+from app.deployments.tenants.key_material import new_key
+from app.engine.errors import QueueFull
+from app.engine.request import GenerateRequest, TokenChunk
+from tests.deployments.http_service import Service
+from tests.deployments.ingress.http.middleware.test_auth import Org, org
+
+__all__ = ["org"]
+
+CHAT = "/v1/chat/completions"
+BODIES: dict[str, dict[str, Any]] = {
+    CHAT: {"model": "base", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 4, "temperature": 0},
+    "/v1/completions": {"model": "base", "prompt": "hi", "max_tokens": 4, "temperature": 0},
+    "/v1/embeddings": {"model": "base", "input": "hi"},
+    "/v1/responses": {"model": "base", "input": "hi", "max_output_tokens": 16, "temperature": 0},
+}
+
+
+def jsonl(bodies: Sequence[Mapping[str, Any]], url: str = CHAT) -> bytes:
+    lines = [{"custom_id": f"c{i}", "method": "POST", "url": url, "body": body} for i, body in enumerate(bodies)]
+    return "\n".join(map(json.dumps, lines)).encode()
+
+
+@pytest_asyncio.fixture
+async def gpt(writing: Service) -> AsyncIterator[openai.AsyncOpenAI]:
+    transport = httpx2.ASGITransport(make_app(writing, HttpPolicy()), raise_app_exceptions=False)
+    async with httpx2.AsyncClient(transport=transport, base_url="http://test", timeout=20) as client:
+        yield openai.AsyncOpenAI(api_key="none", base_url="http://test/v1", http_client=client, max_retries=0)
+
+
+@pytest_asyncio.fixture
+async def works(writing: Service) -> AsyncIterator[None]:
+    """The service works on batches."""
+    runner = writing.batch_runner(BatchExecutor(writing).answer, "here", write_s=0.01)
+    task = asyncio.create_task(runner.run())
+    yield
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+
+
+async def upload(gpt: openai.AsyncOpenAI, content: bytes) -> str:
+    return (await gpt.files.create(file=("in.jsonl", io.BytesIO(content)), purpose="batch")).id
+
+
+async def ended(gpt: openai.AsyncOpenAI, batch_id: str) -> openai.types.Batch:
+    while True:
+        batch = await gpt.batches.retrieve(batch_id)
+        if batch.status not in ("validating", "in_progress", "cancelling"):
+            return batch
+        await asyncio.sleep(0.01)
+
+
+async def lines_of(gpt: openai.AsyncOpenAI, file_id: str | None) -> list[dict[str, Any]]:
+    if file_id is None:
+        return []
+    return [json.loads(line) for line in (await gpt.files.content(file_id)).text.splitlines()]
+
+
+@given(content=st.lists(st.sampled_from([b"\n", b"a", b"bc", b"  "]), max_size=40).map(b"".join), data=st.data())
+def test_lines_are_the_same_whatever_parts_a_file_comes_in(content: bytes, data: st.DataObject) -> None:
+    places = sorted(data.draw(st.lists(st.integers(0, len(content)), max_size=6)))
+    splitter, found = Splitter(4), list[NumberedLine]()
+    for begin, end in itertools.pairwise([0, *places, len(content)]):
+        found += splitter.push(content[begin:end])
+    whole = [NumberedLine(number, text[:5]) for number, text in enumerate(content.split(b"\n"))]
+    assert found + splitter.end() == whole
+
+
+async def test_a_file_is_read_as_its_lines_are_wanted(
+    writing: Service, gpt: openai.AsyncOpenAI, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once part by part to check it, and once more no further than requests have come."""
+    monkeypatch.setattr(file_routes, "PART_BYTES", 300)
+    content = jsonl([BODIES[CHAT]] * 120)
+    num_parts, line_bytes = -(-len(content) // 300), len(content) // 120
+    reads: list[int] = []
+    file_part = writing.kept.file_part
+
+    async def read(file_id: str, number: int, *, tenant_id: str) -> bytes | None:
+        reads.append(number)
+        return await file_part(file_id, number, tenant_id=tenant_id)
+
+    async def answer(*given: Any) -> Mapping[str, Any]:
+        wanted = int(given[3].rpartition("-")[2]) + runner.num_streams
+        ahead.append(reads[num_parts + 1 :][-1] * 300 - (wanted + 1) * (line_bytes + 8))
+        return {}
+
+    ahead: list[int] = []
+    fields: Any = {"endpoint": CHAT, "input_file_id": await upload(gpt, content), "completion_window": "24h"}
+    batch = await gpt.batches.create(**fields)
+    monkeypatch.setattr(writing.kept, "file_part", read)
+    runner = writing.batch_runner(answer, "here", write_s=0.01)
+    task = asyncio.create_task(runner.run())
+    batch = await ended(gpt, batch.id)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    told = await lines_of(gpt, batch.output_file_id)
+    assert [one["custom_id"] for one in told] == [f"c{i}" for i in range(120)]
+    assert reads[: num_parts + 1] == list(range(num_parts + 1))
+    assert len(ahead) == 120
+    assert max(ahead) <= 0, "bytes beyond what the requests that have come and their workers can have asked for"
+
+
+@pytest.mark.usefixtures("works")
+@pytest.mark.parametrize("endpoint", BODIES)
+async def test_a_batch_answers_as_its_route_does(gpt: openai.AsyncOpenAI, endpoint: Any) -> None:
+    wrong = BODIES[endpoint] | {"model": "nobody"}
+    file_id = await upload(gpt, jsonl([BODIES[endpoint], wrong, BODIES[endpoint]], endpoint))
+    fields: Any = {"input_file_id": file_id, "completion_window": "24h", "metadata": {"job": "mine"}}
+    batch = await gpt.batches.create(endpoint=endpoint, **fields)
+    assert (batch.object, batch.status, batch.metadata) == ("batch", "validating", {"job": "mine"})
+    batch = await ended(gpt, batch.id)
+    assert batch.status == "completed"
+    assert batch.request_counts is not None
+    assert batch.request_counts.to_dict() == {"total": 3, "completed": 2, "failed": 1}
+    good, bad = await lines_of(gpt, batch.output_file_id), await lines_of(gpt, batch.error_file_id)
+    assert [line["custom_id"] for line in good] == ["c0", "c2"]
+    assert [(line["custom_id"], line["response"]["status_code"]) for line in bad] == [("c1", 404)]
+    direct = await gpt.post(endpoint.removeprefix("/v1"), body=BODIES[endpoint], cast_to=object)
+    told, changing = good[0]["response"]["body"], {"id", "created", "created_at", "output", "usage"}
+    assert isinstance(direct, dict)
+    assert told.keys() == direct.keys()
+    assert {k: v for k, v in told.items() if k not in changing} == {
+        k: v for k, v in direct.items() if k not in changing
+    }
+    assert told["usage"]["total_tokens"] == direct["usage"]["total_tokens"]
+    listed = [each.id async for each in gpt.batches.list(limit=1)]
+    assert listed == [batch.id]
+    names = [each.filename async for each in gpt.files.list(purpose="batch_output")]
+    assert sorted(names) == [f"{batch.id}_error.jsonl", f"{batch.id}_output.jsonl"]
+
+
+async def test_files_are_listed_read_and_deleted(gpt: openai.AsyncOpenAI) -> None:
+    content = jsonl([BODIES[CHAT]] * 3)
+    expires: Any = {"anchor": "created_at", "seconds": 3600}
+    first = await gpt.files.create(file=("a.jsonl", io.BytesIO(content)), purpose="batch", expires_after=expires)
+    assert first.expires_at == first.created_at + 3600
+    ids = [first.id] + [await upload(gpt, content + b"\n" * i) for i in range(4)]
+    assert [each.id async for each in gpt.files.list(limit=2, order="asc")] == ids
+    assert [each.id async for each in gpt.files.list(limit=2)] == ids[::-1]
+    found = await gpt.files.retrieve(ids[0])
+    assert (found.bytes, found.filename, found.purpose, found.status) == (len(content), "a.jsonl", "batch", "processed")
+    assert (await gpt.files.content(ids[0])).content == content
+    assert (await gpt.files.delete(ids[0])).deleted
+    for ask in (gpt.files.retrieve(ids[0]), gpt.files.delete(ids[0]), gpt.batches.retrieve(ids[0])):
+        with pytest.raises(openai.NotFoundError):
+            await ask
+
+
+async def test_large_files_go_and_come_in_parts(gpt: openai.AsyncOpenAI) -> None:
+    content = bytes(range(256)) * (10 << 10)
+    assert (await gpt.files.content(await upload(gpt, content))).content == content
+
+
+@pytest.mark.usefixtures("works")
+@pytest.mark.parametrize(
+    ("content", "code", "line"),
+    [
+        (b"\n\n", "empty_file", None),
+        (b"{}x", "invalid_json_line", 1),
+        (jsonl([BODIES[CHAT]], "/v1/embeddings"), "mismatched_endpoint", 1),
+        (jsonl([BODIES[CHAT]]) + b"\n" + jsonl([BODIES[CHAT]]), "duplicate_custom_id", 2),
+        (jsonl([BODIES[CHAT] | {"stream": True}]), "invalid_request", 1),
+        (jsonl([BODIES[CHAT]]).replace(b"POST", b"GET"), "invalid_method", 1),
+        (jsonl([BODIES[CHAT]]).replace(b'"custom_id"', b'"name"'), "invalid_request", 1),
+        (jsonl([BODIES[CHAT] | {"x": "y" * 21_000}]), "line_too_long", 1),
+    ],
+)
+async def test_a_file_that_is_wrong_is_told_by_line(
+    gpt: openai.AsyncOpenAI, content: bytes, code: str, line: int | None
+) -> None:
+    fields: Any = {"endpoint": CHAT, "completion_window": "24h"}
+    batch = await gpt.batches.create(input_file_id=await upload(gpt, content), **fields)
+    batch = await ended(gpt, batch.id)
+    assert (batch.status, batch.output_file_id) == ("failed", None)
+    assert batch.errors is not None
+    assert batch.errors.data is not None
+    assert [(each.code, each.line) for each in batch.errors.data] == [(code, line)]
+
+
+async def test_what_cannot_be_is_refused_when_it_is_asked_for(
+    gpt: openai.AsyncOpenAI, writer: httpx.AsyncClient
+) -> None:
+    fields: Any = {"endpoint": CHAT, "completion_window": "24h"}
+    with pytest.raises(openai.NotFoundError):
+        await gpt.batches.create(input_file_id="file-none", **fields)
+    file_id = await upload(gpt, b"{}")
+    for wrong in ({"endpoint": "/v1/moderations"}, {"completion_window": "1h"}):
+        with pytest.raises(openai.BadRequestError):
+            await gpt.batches.create(**{"input_file_id": file_id} | fields | wrong)
+    with pytest.raises(openai.BadRequestError) as caught:
+        await gpt.files.create(file=io.BytesIO(b"{}"), purpose="fine-tune")
+    assert caught.value.param == "purpose"
+    with pytest.raises(openai.BadRequestError):
+        await gpt.files.create(file=io.BytesIO(b""), purpose="batch")
+    assert (await writer.post("/v1/files", json={})).status_code == 415
+    form = {"files": {"file": b"{}"}, "data": {"purpose": "batch"}}
+    foreign = await writer.post("/v1/files", **form, headers={"Origin": "http://evil.example"})
+    assert foreign.status_code == 403, "no page of another site"
+    assert (await writer.post("/v1/route", **form)).status_code == 415, "and no form anywhere else"
+
+
+async def test_bytes_and_batches_are_bounded(gpt: openai.AsyncOpenAI, writing: Service) -> None:
+    small = {"max_file_bytes": 2000, "max_tenant_bytes": 3000, "max_open_batches": 2}
+    writing.kept_config = AppConfig.model_validate({"kept": small}).kept
+    file_id = await upload(gpt, bytes(2000))
+    with pytest.raises(openai.APIStatusError) as caught:
+        await upload(gpt, bytes(2001))
+    assert caught.value.status_code == 413
+    with pytest.raises(openai.PermissionDeniedError) as denied:
+        await upload(gpt, bytes(1001))
+    assert denied.value.code == "kept_quota_reached"
+    await upload(gpt, bytes(1000))
+    fields: Any = {"endpoint": CHAT, "completion_window": "24h", "input_file_id": file_id}
+    batches = [await gpt.batches.create(**fields) for _ in range(2)]
+    with pytest.raises(openai.PermissionDeniedError):
+        await gpt.batches.create(**fields)
+    with pytest.raises(openai.BadRequestError, match=batches[0].id):
+        await gpt.files.delete(file_id)
+
+
+class Held:
+    """Answers lines when it is told to; it counts who was asked for what."""
+
+    def __init__(self, service: Service) -> None:
+        self._answers = BatchExecutor(service)
+        self.asked: list[str] = []
+        self.num_open = 0  # lines that may be answered
+        self.errors: list[Exception] = []  # raised first
+
+    async def answer(self, endpoint: str, body: Mapping[str, Any], caller: Any, request_id: str) -> Mapping[str, Any]:
+        assert caller.is_batch
+        while self.num_open == 0:
+            await asyncio.sleep(0.001)
+        self.num_open -= 1
+        if self.errors:
+            raise self.errors.pop()
+        self.asked.append(request_id)
+        return await self._answers.answer(endpoint, body, caller, request_id)
+
+
+def runner_of(service: Service, held: Held, holder: str, now_s: list[float]) -> BatchRunner:
+    service.managed.registry.database.clock = service.managed.monotonic = lambda: now_s[0]
+    return BatchRunner(
+        service.kept, held.answer, service._caller_of, holder, service._config, lambda: now_s[0], write_s=0.005
+    )
+
+
+async def counted(gpt: openai.AsyncOpenAI, batch_id: str, num_completed: int) -> None:
+    while (counts := (await gpt.batches.retrieve(batch_id)).request_counts) is None or counts.completed < num_completed:
+        await asyncio.sleep(0.005)
+
+
+async def test_another_goes_on_with_what_a_dead_ingress_left(gpt: openai.AsyncOpenAI, writing: Service) -> None:
+    held, now_s = Held(writing), [1000.0]
+    first = runner_of(writing, held, "first", now_s)
+    task = asyncio.create_task(first.run())
+    fields: Any = {"endpoint": CHAT, "completion_window": "24h"}
+    batch = await gpt.batches.create(input_file_id=await upload(gpt, jsonl([BODIES[CHAT]] * 10)), **fields)
+    first.wake()
+    held.num_open = 4
+    await counted(gpt, batch.id, 4)
+    task.cancel()
+    await first._tasks.close()  # it is gone, and has released nothing
+    second = runner_of(writing, held, "second", now_s)
+    assert await second.kept.claim("second") is None, "its lease holds"
+    now_s[0] += LEASE_S
+    task = asyncio.create_task(second.run())
+    held.num_open = 100
+    batch = await ended(gpt, batch.id)
+    task.cancel()
+    good = await lines_of(gpt, batch.output_file_id)
+    assert [line["custom_id"] for line in good] == [f"c{i}" for i in range(10)], "each line once"
+    assert len(held.asked) == 10
+    await asyncio.gather(task, return_exceptions=True)
+    await second.close()
+
+
+async def test_what_two_write_is_kept_once(gpt: openai.AsyncOpenAI, writing: Service) -> None:
+    """The first process was only slow: what it writes after its lease has ended is refused."""
+    held, now_s = Held(writing), [1000.0]
+    runner_of(writing, held, "x", now_s)
+    fields: Any = {"endpoint": CHAT, "completion_window": "24h"}
+    batch = await gpt.batches.create(input_file_id=await upload(gpt, jsonl([BODIES[CHAT]])), **fields)
+    kept = writing.kept
+    assert await kept.claim("slow") is not None
+    await kept.begin_batch(batch.id, "slow", 1)
+    assert await kept.claim("fast") is None, "its lease holds"
+    now_s[0] += LEASE_S
+    assert await kept.claim("fast") is not None
+    with pytest.raises(LeaseLost):
+        await kept.answer(batch.id, "slow", [LineAnswer(0, False, "slow")])
+    for text in ("first", "second"):
+        told = await kept.answer(batch.id, "fast", [LineAnswer(0, False, text)])
+        assert told.num_completed == 1
+    done = await kept.finish(batch.id, "fast", "completed")
+    assert done.output_file_id is not None
+    assert await kept.file_part(done.output_file_id, 0, tenant_id="default") == b"first\n"
+
+
+async def test_a_cancelled_batch_keeps_what_was_answered(gpt: openai.AsyncOpenAI, writing: Service) -> None:
+    held, now_s = Held(writing), [1000.0]
+    runner = runner_of(writing, held, "here", now_s)
+    task = asyncio.create_task(runner.run())
+    fields: Any = {"endpoint": CHAT, "completion_window": "24h"}
+    batch = await gpt.batches.create(input_file_id=await upload(gpt, jsonl([BODIES[CHAT]] * 6)), **fields)
+    runner.wake()
+    held.num_open = 2
+    await counted(gpt, batch.id, 2)
+    assert (await gpt.batches.cancel(batch.id)).status == "cancelling"
+    batch = await ended(gpt, batch.id)
+    assert (batch.status, batch.error_file_id) == ("cancelled", None)
+    assert len(await lines_of(gpt, batch.output_file_id)) == 2
+    assert (await gpt.batches.cancel(batch.id)).status == "cancelled", "it has ended"
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    await runner.close()
+
+
+async def test_what_is_not_answered_in_time_is_told(gpt: openai.AsyncOpenAI, writing: Service) -> None:
+    held, now_s = Held(writing), [1000.0]
+    runner = runner_of(writing, held, "here", now_s)
+    task = asyncio.create_task(runner.run())
+    fields: Any = {"endpoint": CHAT, "completion_window": "24h"}
+    batch = await gpt.batches.create(input_file_id=await upload(gpt, jsonl([BODIES[CHAT]] * 4)), **fields)
+    runner.wake()
+    held.num_open = 1
+    await counted(gpt, batch.id, 1)
+    now_s[0] += 86_400
+    batch = await ended(gpt, batch.id)
+    assert batch.status == "expired"
+    late = await lines_of(gpt, batch.error_file_id)
+    assert [line["error"]["code"] for line in late] == ["batch_expired"] * 3
+    assert all(line["response"] is None for line in late)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    await runner.close()
+    now_s[0] += 31 * 86_400
+    with pytest.raises(openai.NotFoundError):
+        await gpt.files.retrieve(batch.error_file_id or "")
+    await asyncio.to_thread(writing.kept._actor._callee._books.sweep)  # type: ignore[attr-defined]
+    assert await asyncio.to_thread(_num_rows, writing, "file_parts") == 0
+
+
+def _num_rows(service: Service, table: str) -> int:
+    with service.managed.registry.database.read() as connection:
+        return int(connection.exec_driver_sql(f"SELECT count(*) FROM {table}").scalar_one())
+
+
+async def test_what_is_refused_for_now_is_tried_again(gpt: openai.AsyncOpenAI, writing: Service) -> None:
+    held, now_s = Held(writing), [1000.0]
+    held.num_open, held.errors = 100, [QueueFull("full", retry_after_s=0.01)] * 2
+    runner = runner_of(writing, held, "here", now_s)
+    task = asyncio.create_task(runner.run())
+    fields: Any = {"endpoint": CHAT, "completion_window": "24h"}
+    batch = await gpt.batches.create(input_file_id=await upload(gpt, jsonl([BODIES[CHAT]] * 2)), **fields)
+    runner.wake()
+    batch = await ended(gpt, batch.id)
+    assert batch.request_counts is not None
+    assert batch.request_counts.completed == 2
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    await runner.close()
+
+
+@pytest.mark.usefixtures("works")
+async def test_batches_are_of_the_lowest_class_and_metered(gpt: openai.AsyncOpenAI, writing: Service) -> None:
+    fields: Any = {"endpoint": CHAT, "completion_window": "24h"}
+    batch = await gpt.batches.create(input_file_id=await upload(gpt, jsonl([BODIES[CHAT]] * 3)), **fields)
+    await ended(gpt, batch.id)
+    (replica,) = writing.fleet.replicas.values()
+    assert len(replica.submitted) == 3
+    assert all(request.is_batch for request in replica.submitted)
+    assert writing.observed.count(("chat", 200)) == 3
+    assert all(job is not None and job.reservation.settled for job, _ in writing.counted)
+    await gpt.chat.completions.create(**BODIES[CHAT])
+    assert not replica.submitted[-1].is_batch
+
+
+async def test_what_a_project_keeps_is_its_own(org: Org) -> None:
+    form: Any = {"files": {"file": ("f.jsonl", jsonl([BODIES[CHAT]]))}, "data": {"purpose": "batch"}}
+    sent = await org.ask("ada", "POST", "/v1/files", **form)
+    assert sent.status_code == 200, sent.text
+    file_id = sent.json()["id"]
+    wanted = {"input_file_id": file_id, "endpoint": CHAT, "completion_window": "24h"}
+    batch_id = (await org.ask("ada", "POST", "/v1/batches", json=wanted)).json()["id"]
+    asked = [
+        ("GET", f"/v1/files/{file_id}"),
+        ("GET", f"/v1/files/{file_id}/content"),
+        ("DELETE", f"/v1/files/{file_id}"),
+        ("GET", f"/v1/batches/{batch_id}"),
+        ("POST", f"/v1/batches/{batch_id}/cancel"),
+        ("GET", f"/v1/files?after={file_id}"),
+        ("GET", f"/v1/batches?after={batch_id}"),
+    ]
+    for method, path in asked:
+        theirs = await org.ask("bob", method, path)
+        nobodys = await org.ask("bob", method, path.replace(file_id, "file-0").replace(batch_id, "batch_0"))
+        assert theirs.status_code == nobodys.status_code == 404
+        told = theirs.json()["error"]["message"].replace(file_id, "file-0").replace(batch_id, "batch_0")
+        assert told == nobodys.json()["error"]["message"]
+    assert (await org.ask("bob", "POST", "/v1/batches", json=wanted)).status_code == 404
+    assert (await org.ask("bob", "GET", "/v1/files")).json()["data"] == []
+    assert (await org.ask("bob", "GET", "/v1/batches")).json()["data"] == []
+    assert (await org.ask("ada", "GET", f"/v1/batches/{batch_id}")).json()["status"] == "validating"
+
+
+async def test_a_file_s_name_and_a_batch_s_metadata_hold_no_key(org: Org) -> None:
+    key = org.keys["ada"]
+    for name in (f"{key}.jsonl", f"{key}{'x' * 250}.jsonl"):  # of the longer, only its end would be kept
+        form: Any = {"files": {"file": (name, jsonl([BODIES[CHAT]]))}, "data": {"purpose": "batch"}}
+        refused = await org.ask("ada", "POST", "/v1/files", **form)
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "file")
+        assert key not in refused.text
+    assert (await org.ask("ada", "GET", "/v1/files")).json()["data"] == []
+    form = {"files": {"file": ("in.jsonl", jsonl([BODIES[CHAT]]))}, "data": {"purpose": "batch"}}
+    file_id = (await org.ask("ada", "POST", "/v1/files", **form)).json()["id"]
+    wanted = {"input_file_id": file_id, "endpoint": CHAT, "completion_window": "24h"}
+    for metadata in ({"job": f"with {key}"}, {key: "job"}):
+        refused = await org.ask("ada", "POST", "/v1/batches", json=wanted | {"metadata": metadata})
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "metadata")
+        assert "holds an API key" in refused.json()["error"]["message"]
+        assert key not in refused.text
+    assert (await org.ask("ada", "GET", "/v1/batches")).json()["data"] == []
+
+
+@pytest.mark.usefixtures("works")
+async def test_what_is_told_of_a_file_s_lines_holds_no_key(gpt: openai.AsyncOpenAI, writing: Service) -> None:
+    key, fields = new_key(is_admin=False).value, {"endpoint": CHAT, "completion_window": "24h"}
+    for field, param in (("custom_id", "custom_id"), (key, "sk-poly-...")):
+        line = json.loads(jsonl([BODIES[CHAT]])) | {field: key}
+        batch: Any = await gpt.batches.create(input_file_id=await upload(gpt, json.dumps(line).encode()), **fields)  # type: ignore[call-overload]
+        batch = await ended(gpt, batch.id)
+        assert batch.status == "failed"
+        assert [each.param for each in batch.errors.data] == [param]
+        kept = await writing.kept.batch(batch.id, tenant_id="default")
+        assert key not in repr(kept)
+
+
+async def org_batch(org: Org, num_lines: int) -> dict[str, Any]:
+    uploaded = await org.ask(
+        "ada",
+        "POST",
+        "/v1/files",
+        files={"file": ("in.jsonl", jsonl([BODIES[CHAT]] * num_lines))},
+        data={"purpose": "batch"},
+    )
+    wanted = {"input_file_id": uploaded.json()["id"], "endpoint": CHAT, "completion_window": "24h"}
+    made: dict[str, Any] = (await org.ask("ada", "POST", "/v1/batches", json=wanted)).json()
+    return made
+
+
+async def org_ended(org: Org, batch_id: str) -> dict[str, Any]:
+    async with asyncio.timeout(60):
+        while True:
+            batch: dict[str, Any] = (await org.ask("ada", "GET", f"/v1/batches/{batch_id}")).json()
+            if batch["status"] not in ("validating", "in_progress", "cancelling"):
+                return batch
+            await asyncio.sleep(0.01)
+
+
+async def test_a_line_is_one_request_however_often_it_is_tried(org: Org, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor does a try that came to nothing take of the day's requests."""
+    monkeypatch.setattr(runner_module, "FIRST_PAUSE_S", 0.01)
+    owner, service = org.service.tenancy.owner, org.service
+    await owner.limit_rates(org.ids["ada"], "base", {"requests_per_day": 2}, actor="test")
+    dispatcher, num_refused = service.frontend._source, 0
+    stream = dispatcher.stream
+
+    async def full(request: GenerateRequest, deadline_s: float) -> AsyncGenerator[TokenChunk]:
+        nonlocal num_refused
+        if num_refused < 5:
+            num_refused += 1
+            raise QueueFull("full", retry_after_s=0.01)
+        async for chunk in stream(request, deadline_s):
+            yield chunk
+
+    monkeypatch.setattr(dispatcher, "stream", full)
+    runner = service.batch_runner(BatchExecutor(service).answer, "here", write_s=0.01)
+    task = asyncio.create_task(runner.run())
+    batch = await org_ended(org, (await org_batch(org, 2))["id"])
+    assert batch["request_counts"] == {"total": 2, "completed": 2, "failed": 0}
+    assert num_refused == 5
+    assert await service.tenancy.metering.flush()
+    assert (await asyncio.to_thread(service.managed.books.ledger.total)).num_requests == 2
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+
+
+async def test_a_batch_goes_by_what_its_project_may_now(org: Org) -> None:
+    """Rights and limits that change while a batch runs are in force for the lines that follow."""
+    owner, service, ada = org.service.tenancy.owner, org.service, org.ids["ada"]
+    answers, asked = BatchExecutor(service), list[Caller]()
+
+    async def answer(endpoint: str, body: Mapping[str, Any], caller: Caller, request_id: str) -> Mapping[str, Any]:
+        asked.append(caller)
+        if len(asked) == 2:
+            await owner.permit_models(ada, "deny_list", ["base"], actor="test")
+        elif len(asked) == 3:
+            await owner.archive_project(ada, actor="test")
+        while service.tenancy.view.tenant(ada) != await owner.project(ada):
+            await asyncio.sleep(0.001)
+        return await answers.answer(endpoint, body, caller, request_id)
+
+    runner = service.batch_runner(answer, "here", write_s=0.01)
+    runner.num_streams = 1
+    batch_id = (await org_batch(org, 5))["id"]
+    task = asyncio.create_task(runner.run())
+    while (batch := await service.kept.batch(batch_id, tenant_id=ada)).status in ("validating", "in_progress"):
+        await asyncio.sleep(0.01)
+    assert (batch.num_completed, batch.num_failed, len(asked)) == (2, 3, 3)
+    assert batch.error_file_id is not None
+    told = await service.kept.file_part(batch.error_file_id, 0, tenant_id=ada)
+    assert told is not None
+    lines = [json.loads(line) for line in told.splitlines()]
+    assert lines[0]["response"]["status_code"] == 404
+    assert [line["error"]["code"] for line in lines[1:]] == ["project_archived"] * 2
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)

@@ -1,0 +1,146 @@
+"""Stored responses, as the official client uses them: `store`, `previous_response_id`, looking up and forgetting."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx2
+import openai
+import pytest
+import pytest_asyncio
+
+from app.config import AppConfig
+from app.deployments.ingress.http.app import make_app
+from app.deployments.ingress.http.middleware.origin_check import HttpPolicy
+from tests.deployments.http_service import Service
+from tests.deployments.ingress.http.middleware.test_auth import Org, org
+from tests.deployments.ingress.http.routes.test_messages import GPT, GPT_TOOLS
+
+__all__ = ["org"]
+
+FIXED: Any = GPT | {"max_output_tokens": 16, "temperature": 0}
+
+
+@pytest_asyncio.fixture
+async def gpt(writing: Service) -> AsyncIterator[openai.AsyncOpenAI]:
+    transport = httpx2.ASGITransport(make_app(writing, HttpPolicy()), raise_app_exceptions=False)
+    async with httpx2.AsyncClient(transport=transport, base_url="http://test", timeout=20) as client:
+        yield openai.AsyncOpenAI(api_key="none", base_url="http://test/v1", http_client=client, max_retries=0)
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+async def test_a_conversation_goes_on_where_a_stored_response_ended(gpt: openai.AsyncOpenAI, is_streamed: bool) -> None:
+    if is_streamed:
+        events = [event async for event in await gpt.responses.create(**FIXED, store=True, stream=True)]
+        (*_, last) = events
+        assert last.type in ("response.completed", "response.incomplete")
+        first = last.response
+        assert events[0].type == "response.created"
+        assert events[0].response.id == first.id
+    else:
+        first = await gpt.responses.create(**FIXED, store=True)
+    assert first.store is True
+    found = await gpt.responses.retrieve(first.id)
+    assert found.to_dict() == first.to_dict()
+    second = await gpt.responses.create(**FIXED | {"input": "and?"}, previous_response_id=first.id, store=True)
+    assert second.previous_response_id == first.id
+    told: Any = [
+        {"role": "user", "content": "hi"},
+        *(item.to_dict() for item in first.output),
+        {"role": "user", "content": "and?"},
+    ]
+    whole = await gpt.responses.create(**FIXED | {"input": told})
+    assert whole.output_text == second.output_text
+    assert whole.store is False
+    assert whole.usage is not None
+    assert second.usage is not None
+    assert whole.usage.input_tokens == second.usage.input_tokens
+    items = [item async for item in gpt.responses.input_items.list(second.id, order="asc", limit=2)]
+    assert [getattr(item, "role", None) for item in items] == ["user", "assistant", "user"]
+    latest = [item.id async for item in gpt.responses.input_items.list(second.id)]
+    assert latest == [item.id for item in reversed(items)]
+    third = await gpt.responses.create(**FIXED, previous_response_id=second.id)
+    assert third.usage is not None
+    assert third.usage.input_tokens > second.usage.input_tokens
+
+
+async def test_a_call_of_a_tool_is_answered_by_its_id_alone(gpt: openai.AsyncOpenAI) -> None:
+    first = await gpt.responses.create(**GPT | GPT_TOOLS, store=True)
+    (call,) = first.output
+    assert call.type == "function_call"
+    result: Any = [{"type": "function_call_output", "call_id": call.call_id, "output": "12"}]
+    fields = GPT | {"input": result, "max_output_tokens": 16}
+    second = await gpt.responses.create(**fields, previous_response_id=first.id, store=True)
+    kinds = [item.type async for item in gpt.responses.input_items.list(second.id, order="asc")]
+    assert kinds == ["message", "function_call", "function_call_output"]
+
+
+async def test_what_is_not_stored_is_not_there(gpt: openai.AsyncOpenAI, writing: Service) -> None:
+    plain = await gpt.responses.create(**FIXED)
+    stored = await gpt.responses.create(**FIXED, store=True)
+    await gpt.responses.delete(stored.id)
+    for gone in (plain.id, stored.id, "resp_none"):
+        with pytest.raises(openai.NotFoundError):
+            await gpt.responses.retrieve(gone)
+        with pytest.raises(openai.NotFoundError):
+            await gpt.responses.delete(gone)
+        with pytest.raises(openai.NotFoundError):
+            await gpt.responses.create(**FIXED, previous_response_id=gone)
+        with pytest.raises(openai.NotFoundError):
+            await gpt.responses.input_items.list(gone)
+    writing.kept_config = AppConfig.model_validate({"kept": {"store_responses": True}}).kept
+    assert (await gpt.responses.create(**FIXED)).store is True
+    assert (await gpt.responses.create(**FIXED, store=False)).store is False
+
+
+async def test_they_are_bounded_and_expire(gpt: openai.AsyncOpenAI, writing: Service) -> None:
+    writing.kept_config = AppConfig.model_validate({"kept": {"max_responses": 2, "days": 1}}).kept
+    database, now_s = writing.managed.registry.database, [1000.0]
+    database.clock = lambda: now_s[0]
+    ids = []
+    for _ in range(3):
+        ids.append((await gpt.responses.create(**FIXED, store=True)).id)
+        now_s[0] += 1
+    with pytest.raises(openai.NotFoundError):
+        await gpt.responses.retrieve(ids[0])
+    assert (await gpt.responses.retrieve(ids[1])).id == ids[1]
+    now_s[0] = 1001 + 86_400
+    with pytest.raises(openai.NotFoundError):
+        await gpt.responses.retrieve(ids[1])
+    assert (await gpt.responses.retrieve(ids[2])).id == ids[2]
+    small = writing.kept_config.model_copy(update={"max_response_bytes": 1024})
+    writing.kept_config = small
+    first = await gpt.responses.create(**FIXED | {"input": "x" * 100}, store=True)
+    with pytest.raises(openai.NotFoundError):
+        await gpt.responses.retrieve(first.id)
+
+
+@pytest.mark.parametrize("store", [False, True])
+async def test_a_response_s_metadata_holds_no_key(org: Org, store: bool) -> None:
+    body = {"model": "base", "input": "hi", "max_output_tokens": 16, "store": store}
+    key = org.keys["ada"]
+    for metadata in ({"by": key}, {f"by {key}": "me"}):
+        refused = await org.ask("ada", "POST", "/v1/responses", json=body | {"metadata": metadata})
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "metadata")
+        assert key not in refused.text
+    answer = await org.ask("ada", "POST", "/v1/responses", json=body | {"metadata": {"by": "me"}})
+    assert answer.json()["metadata"] == {"by": "me"}
+
+
+async def test_a_project_s_responses_are_its_own(org: Org) -> None:
+    body = {"model": "base", "input": "hi", "max_output_tokens": 16, "store": True}
+    response_id = (await org.ask("ada", "POST", "/v1/responses", json=body)).json()["id"]
+    path = f"/v1/responses/{response_id}"
+    assert (await org.ask("ada", "GET", path)).status_code == 200
+    asks: list[tuple[str, str, Any]] = [
+        ("GET", path, {}),
+        ("DELETE", path, {}),
+        ("GET", f"{path}/input_items", {}),
+        ("POST", "/v1/responses", {"json": body | {"previous_response_id": response_id}}),
+    ]
+    for method, where, what in asks:
+        answer = await org.ask("bob", method, where, **what)
+        assert answer.status_code == 404
+        assert answer.json()["error"]["message"] == f"there is no response {response_id!r}"
+    assert (await org.ask("ada", "DELETE", path)).status_code == 200

@@ -1,0 +1,110 @@
+"""PUT /v1/loras/{name}/weights: an adapter from its bytes is checked, owned and routed like any other."""
+
+from __future__ import annotations
+
+import asyncio
+
+import httpx
+import pytest
+
+from app.deployments.registry.entries import UPLOADED
+from app.deployments.registry.trimming import uploads_in_use
+from tests.deployments.http_service import Service
+from tests.deployments.ingress.http.middleware.test_auth import Org, org
+
+__all__ = ["org"]
+
+CONFIG, WEIGHTS = '{"r": 8}', b"weights"
+HEADERS = {"X-Adapter-Config": CONFIG, "Content-Type": "application/octet-stream"}
+
+
+def known(service: Service, weights: bytes, like: str) -> str:
+    """The source of these weights, which are the contents of another adapter of the tests."""
+    assert service.managed.uploads is not None
+    with service.managed.uploads.kept(CONFIG.encode(), weights) as source:
+        service.managed.store.contents[source] = service.managed.store.contents[like]
+    return source
+
+
+async def test_weights_are_routable_when_it_answers(http: httpx.AsyncClient, service: Service) -> None:
+    known(service, WEIGHTS, "new")
+    known(service, b"others", "two")
+    body = {"model": "tuned", "prompt": [1, 2], "max_tokens": 3, "return_token_ids": True}
+    for generation, weights in ((1, WEIGHTS), (2, b"others")):
+        answer = await http.put("/v1/loras/tuned/weights", content=weights, headers=HEADERS)
+        assert answer.status_code == 200, answer.text
+        told = (await http.post("/v1/completions", json=body)).json()["adapter"]
+        assert told["generation"] == generation
+        assert told["digest"] == service.managed.store.contents["new" if generation == 1 else "two"]
+
+
+async def test_an_answer_keeps_the_version_it_began_with(http: httpx.AsyncClient, service: Service) -> None:
+    known(service, WEIGHTS, "new")
+    known(service, b"others", "two")
+    body = {"model": "tuned", "prompt": [1, 2], "max_tokens": 20, "ignore_eos": True, "seed": 3}
+    body |= {"return_token_ids": True}
+    await http.put("/v1/loras/tuned/weights", content=WEIGHTS, headers=HEADERS)
+    alone = (await http.post("/v1/completions", json=body)).json()
+    (replica,) = service.fleet.replicas.values()
+    replica.backend.max_steps = replica.backend.num_steps + 5
+    running = asyncio.create_task(http.post("/v1/completions", json=body))
+    while replica.backend.num_steps < replica.backend.max_steps:  # some of its tokens are drawn
+        await asyncio.sleep(0.001)
+    await http.put("/v1/loras/tuned/weights", content=b"others", headers=HEADERS)
+    replica.backend.max_steps = None
+    replica.backend.resumed.set()
+    told = (await running).json()
+    assert told["adapter"] == alone["adapter"]
+    assert told["choices"][0]["token_ids"] == alone["choices"][0]["token_ids"]
+    after = (await http.post("/v1/completions", json=body)).json()
+    assert after["adapter"]["generation"] == alone["adapter"]["generation"] + 1
+    assert after["choices"][0]["token_ids"] != alone["choices"][0]["token_ids"]
+
+
+async def test_what_no_name_means_any_more_is_not_in_use(http: httpx.AsyncClient, service: Service) -> None:
+    first, second = known(service, WEIGHTS, "new"), known(service, b"others", "two")
+    database = service.managed.registry.database
+    await http.put("/v1/loras/tuned/weights", content=WEIGHTS, headers=HEADERS)
+    assert uploads_in_use(database) == {first}
+    await http.put("/v1/loras/tuned/weights", content=b"others", headers=HEADERS)
+    assert uploads_in_use(database) == {second}
+    assert (await http.delete("/v1/loras/tuned")).status_code == 200
+    assert uploads_in_use(database) == frozenset()
+
+
+@pytest.mark.parametrize("name", ["base", "auto", "-x"])
+async def test_a_name_that_cannot_be_one_writes_nothing(http: httpx.AsyncClient, service: Service, name: str) -> None:
+    assert (await http.put(f"/v1/loras/{name}/weights", content=WEIGHTS, headers=HEADERS)).status_code == 400
+    assert service.managed.uploads is not None
+    assert not list(service.managed.uploads.root.iterdir())
+
+
+async def test_what_is_no_upload_is_refused(http: httpx.AsyncClient, service: Service) -> None:
+    path = "/v1/loras/tuned/weights"
+    kind = {"Content-Type": "application/octet-stream"}
+    assert (await http.put(path, content=WEIGHTS, headers=kind)).status_code == 400, "no config"
+    assert (await http.put(path, content=WEIGHTS, headers=HEADERS)).status_code == 404, (
+        "the store reads no such adapter"
+    )
+    service.reconfigure({"max_upload_bytes": 1024})
+    assert (await http.put(path, content=bytes(1025), headers=HEADERS)).status_code == 413
+    source = known(service, WEIGHTS, "new")
+    answer = await http.post("/v1/loras", json={"name": "mine", "path": source, "wait": True})
+    assert answer.status_code == 403, "a client names no upload"
+    assert source.startswith(UPLOADED)
+
+
+async def test_a_project_s_weights_are_its_own_and_within_its_quota(org: Org) -> None:
+    known(org.service, WEIGHTS, "new")
+    for who in ("ada", "bob"):
+        listed = (await org.ask(who, "GET", "/v1/loras")).json()["data"]
+        assert "tuned" not in [each["id"] for each in listed]
+    put = {"content": WEIGHTS, "headers": HEADERS}
+    assert (await org.ask("ada", "PUT", "/v1/loras/tuned/weights", **put)).status_code == 200
+    assert (await org.ask("bob", "GET", "/v1/loras/tuned")).status_code == 404
+    audit = await org.service.managed.client.audit("tuned", limit=5, before=None, tenant_id=org.ids["ada"])
+    assert any(UPLOADED in record.detail for record in audit)
+    await org.service.tenancy.owner.configure_project(org.ids["bob"], {"max_adapters": 0}, actor="test")
+    answer = await org.ask("bob", "PUT", "/v1/loras/tuned/weights", **put)
+    assert answer.json()["error"]["code"] != "internal_error"
+    assert answer.status_code in (403, 429)

@@ -1,0 +1,34 @@
+"""How long guesses are, and when none is made."""
+
+from __future__ import annotations
+
+from app.engine.sequence import FIRST_LENGTH, MAX_LENGTH, MAX_REST, Pace
+
+
+def rests(pace: Pace) -> int:
+    """Steps until the next guess."""
+    count = 0
+    while not pace.length():
+        count += 1
+    return count
+
+
+def test_guesses_grow_while_they_are_right_and_shrink_to_what_was_right() -> None:
+    pace = Pace()
+    assert pace.length() == FIRST_LENGTH
+    pace.told(FIRST_LENGTH, FIRST_LENGTH)
+    assert pace.length() == MAX_LENGTH
+    pace.told(MAX_LENGTH, 2)
+    assert pace.length() == 3
+
+
+def test_each_wrong_guess_doubles_the_time_without_one_until_one_is_right() -> None:
+    pace, waited = Pace(), []
+    for _ in range(9):
+        pace.told(1, 0)
+        waited.append(rests(pace))
+    assert waited == [2, 4, 8, 16, 32, 64, MAX_REST, MAX_REST, MAX_REST]
+    pace.told(1, 1)
+    assert rests(pace) == 0
+    pace.told(1, 0)
+    assert rests(pace) == 2
