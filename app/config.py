@@ -23,8 +23,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from app.engine.adapters.signing.trusted_keys import PUBLIC_KEY_PATTERN, TrustedKeys
 from app.engine.config import EngineConfig, EvictionPolicy
 from app.engine.errors import ConfigError
-from app.engine.models import sources
-from app.spelling import did_you_mean, settings_at
+from app.engine.models.download import model_download
+from app.suggestions import did_you_mean, settings_at
 
 #: One line of letters, digits, dot, dash and underscore: no path, no colon, nothing to escape with.
 NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$"
@@ -36,7 +36,7 @@ RESOLVER_PATTERN = r"^(.*\{name\}.*|[A-Za-z_][\w.]*:[A-Za-z_]\w*)$"
 #: How much traffic to expect for an adapter, 1 being the usual. Bounded, so that sums over all adapters are numbers.
 TrafficWeight = Annotated[float, Field(ge=0, le=1_000_000, allow_inf_nan=False)]
 
-DEFAULT_MODEL_URI = sources.DEFAULT_MODEL_URI
+DEFAULT_MODEL_URI = model_download.DEFAULT_MODEL_URI
 
 #: The environment variable that holds the token of `http.management: token`.
 MANAGEMENT_TOKEN = "POLYLORA_MANAGEMENT_TOKEN"
@@ -51,7 +51,7 @@ ManagementAccess = Literal["loopback", "token", "open"]
 AuthMode = Literal["auto", "keys", "open"]
 
 #: Engine settings that the adapter store depends on, beside the kind of device.
-_STORE_ENGINE_FIELDS = ("adapter_rank_rows", "max_adapter_slots", "adapter_extra_bytes")
+_STORE_ENGINE_FIELDS = ("lora_pool_rows", "max_loras", "extra_weights_bytes")
 
 
 class _Settings(BaseModel):
@@ -111,7 +111,7 @@ class AdaptersConfig(_Settings):
     url_options: dict[str, dict[str, Any]] = Field(
         default_factory=dict, description="fsspec arguments by scheme, such as s3: {endpoint_url: ...}; no secrets."
     )
-    downloader: str | None = Field(
+    custom_fetcher: str | None = Field(
         default=None, description="module:function that fetches other URIs instead of the hub's downloader."
     )
     resolvers: tuple[Annotated[str, Field(pattern=RESOLVER_PATTERN)], ...] | None = Field(
@@ -119,24 +119,24 @@ class AdaptersConfig(_Settings):
         description="Where unregistered names are looked up: paths or URIs with {name}, or module:function. By "
         "default <LORA_PATH>/{name} if LORA_PATH is set; [] disables the look-up.",
     )
-    resolve_again_s: float = Field(
+    negative_cache_ttl_s: float = Field(
         default=30.0, gt=0, description="A name that was not found is looked up again after this long."
     )
     source_timeout_s: float = Field(default=300.0, gt=0, description="Longest download of one adapter, in seconds.")
     max_adapter_bytes: int = Field(default=8 << 30, ge=1 << 10, description="Largest file of weights that is read.")
     max_rank: int = Field(default=4096, ge=1, description="Highest rank that is read.")
-    reading_memory_bytes: int = Field(
+    parser_memory_bytes: int = Field(
         default=1 << 30,
         ge=256 << 20,
         description="Memory limit of the process that reads an adapter, plus eight times its size.",
     )
-    reading_timeout_s: float = Field(
+    parser_timeout_s: float = Field(
         default=20.0, gt=0, description="Time limit of the process that reads an adapter, plus a second per 20 MB."
     )
     host_cache_bytes: int = Field(
         default=512 << 20, ge=1 << 20, description="Bytes of adapters kept in host memory (Ray's object store)."
     )
-    pinned_share: float = Field(
+    max_pinned_fraction: float = Field(
         default=0.5,
         ge=0,
         le=1,
@@ -184,22 +184,22 @@ class PlacementConfig(_Settings):
         "of a class.",
     )
     policy_options: dict[str, Any] = Field(default_factory=dict, description="Options of the policy, see below.")
-    min_homes: int = Field(default=1, ge=1, description="Replicas assigned to each adapter, at least.")
-    prefix_aware: bool = Field(
+    min_replicas_per_adapter: int = Field(default=1, ge=1, description="Replicas assigned to each adapter, at least.")
+    prefix_affinity: bool = Field(
         default=True,
         description="Requests for the base model, and for adapters with several assigned replicas, prefer a replica "
         "that has the first 128 tokens of their prompt cached, unless it is much busier than others.",
     )
     report_interval_s: float = Field(default=1.0, gt=0, description="How often a replica reports when nothing changes.")
-    silence_s: float = Field(
+    heartbeat_timeout_s: float = Field(
         default=10.0, gt=0, description="A replica without a report for this long gets no more requests."
     )
 
     @model_validator(mode="after")
     def _silence_is_longer(self) -> Self:
-        if self.silence_s < 2 * self.report_interval_s:
+        if self.heartbeat_timeout_s < 2 * self.report_interval_s:
             raise ValueError(
-                f"silence_s {self.silence_s} must be at least twice report_interval_s {self.report_interval_s}"
+                f"heartbeat_timeout_s {self.heartbeat_timeout_s} must be at least twice report_interval_s {self.report_interval_s}"
             )
         return self
 
@@ -215,28 +215,28 @@ class LimitsConfig(_Settings):
     max_logprobs: int = Field(default=20, ge=0, description="Most likely tokens reported per position.")
     max_stop_strings: int = Field(default=16, ge=0, description="Stop strings of one request.")
     request_timeout_s: float = Field(default=600.0, gt=0, description="A request that takes longer is aborted (504).")
-    replica_wait_s: float = Field(
+    replica_timeout_s: float = Field(
         default=30.0, gt=0, description="How long a request waits for any replica (503 beyond)."
     )
-    max_waiting_per_adapter: int = Field(
+    max_pending_requests_per_adapter: int = Field(
         default=128, ge=1, description="Requests per ingress that wait for one adapter to be loaded (429 beyond)."
     )
-    max_waiting_for_adapters: int = Field(
+    max_pending_cold_requests: int = Field(
         default=512, ge=1, description="Requests per ingress that wait for any adapter to be loaded (429 beyond)."
     )
-    adapter_wait_s: float = Field(
+    adapter_load_timeout_s: float = Field(
         default=60.0, gt=0, description="How long a request waits for its adapter to be loaded (503 beyond)."
     )
 
 
-class KeptConfig(_Settings):
+class StorageConfig(_Settings):
     """Stored files, batches and responses of clients. Bytes and counts are per tenant."""
 
     max_file_bytes: int = Field(default=100 << 20, ge=1024, description="Largest uploaded file (413 beyond).")
     max_tenant_bytes: int = Field(default=1 << 30, ge=1024, description="All files of a tenant (403 beyond).")
     max_batch_lines: int = Field(default=50_000, ge=1, description="Requests of one batch.")
     max_open_batches: int = Field(default=50, ge=1, description="Unfinished batches of a tenant.")
-    batch_streams: int = Field(default=16, ge=1, description="Batch requests that one ingress runs at a time.")
+    batch_concurrency: int = Field(default=16, ge=1, description="Batch requests that one ingress runs at a time.")
     store_responses: bool = Field(default=False, description="Default of `store` in /v1/responses.")
     max_responses: int = Field(
         default=10_000, ge=1, description="Stored responses of a tenant; the oldest are deleted for new ones."
@@ -249,7 +249,7 @@ class KeptConfig(_Settings):
     days: float = Field(default=30.0, gt=0, le=365, description="Days after which files and responses are deleted.")
 
 
-class RoutingConfig(_Settings):
+class SemanticRouterConfig(_Settings):
     """The semantic router: how an adapter is chosen for requests with model "auto"."""
 
     embedder: str | None = Field(
@@ -281,10 +281,10 @@ class HttpConfig(_Settings):
     allowed_hosts: tuple[str, ...] = Field(
         default=(), description="Host names, beside localhost, that a service on loopback accepts."
     )
-    ready_while_asleep: bool = Field(
+    ready_at_zero_replicas: bool = Field(
         default=False,
         description="Answer 200 on /readyz and /health while no engine replica runs, for min_replicas 0 of "
-        "EngineReplica: the first request starts a replica and waits for it, at most limits.replica_wait_s.",
+        "EngineReplica: the first request starts a replica and waits for it, at most limits.replica_timeout_s.",
     )
 
 
@@ -325,8 +325,8 @@ class AppConfig(_Settings):
     adapters: AdaptersConfig = Field(default_factory=AdaptersConfig)
     placement: PlacementConfig = Field(default_factory=PlacementConfig)
     limits: LimitsConfig = Field(default_factory=LimitsConfig)
-    kept: KeptConfig = Field(default_factory=KeptConfig)
-    routing: RoutingConfig = Field(default_factory=RoutingConfig)
+    storage: StorageConfig = Field(default_factory=StorageConfig)
+    semantic_router: SemanticRouterConfig = Field(default_factory=SemanticRouterConfig)
     http: HttpConfig = Field(default_factory=HttpConfig)
     logs: LogsConfig = Field(default_factory=LogsConfig)
     tenants: TenantsConfig = Field(default_factory=TenantsConfig)

@@ -15,7 +15,7 @@ from ray.serve.config import RequestRouterConfig
 
 from app.config import load_config
 from app.deployments.ingress.deployment import Ingress
-from app.deployments.placement.choosing import make_policy
+from app.deployments.placement.replica_choice import make_policy
 from app.deployments.replica.deployment import EngineReplica
 
 #: Calls a replica may have open at once: readers and short admissions. The engine's queue is the real limit.
@@ -46,7 +46,7 @@ def build(args: dict[str, Any]) -> Application:
         graceful_shutdown_timeout_s=DRAIN_TIMEOUT_S,
         ray_actor_options={"num_cpus": ENGINE_CPUS},
         request_router_config=RequestRouterConfig(
-            request_router_class="app.deployments.links.request_router:SteeredRouter",  # type: ignore[arg-type]
+            request_router_class="app.deployments.rpc.targeted_router:TargetedRouter",  # type: ignore[arg-type]
         ),
     )(EngineReplica)
     ingress = serve.deployment(

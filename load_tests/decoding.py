@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from app.engine.adapters.adapter import LoraAdapter
 from app.engine.adapters.card import AdapterRef
-from app.engine.adapters.lora import LoraAdapter
 from app.engine.engine import Engine
 from app.engine.request import GenerateRequest, SamplingParams
 

@@ -25,10 +25,10 @@ from safetensors.numpy import save_file
 
 from app.engine.adapters.modules import layer_modules
 from app.engine.models.checkpoint import load_checkpoint
-from app.engine.models.products import DENSE_TARGETS, ENCODER_TARGETS
-from app.engine.models.sources import DEFAULT_MODEL_URI, resolve_model
+from app.engine.models.download.model_download import DEFAULT_MODEL_URI, resolve_model
+from app.engine.models.linear_modules import DENSE_TARGETS, ENCODER_TARGETS
 from app.engine.models.spec import ModelSpec
-from load_tests.measuring import numbers
+from load_tests.stats import numbers
 
 
 def write_random_adapter(

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple, Self
 
 import yaml
 
-from app.cli.settings_file import IMPORT_PATH
+from app.cli.config_file import IMPORT_PATH
 from load_tests.process_tree import session_processes
 
 ROOT = Path(__file__).parents[1]

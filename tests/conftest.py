@@ -26,7 +26,7 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 from app.config import DEFAULT_MODEL_URI
-from app.engine.models.sources import resolve_model
+from app.engine.models.download.model_download import resolve_model
 from tests import budgets, nightly
 from tests.durations import Durations, OwnTime, Run, file_of
 from tests.postgres import find_postgres

@@ -24,7 +24,7 @@ from typing import Any
 
 import pytest
 
-from app.kernels.machine.compiled import compile_seconds
+from app.kernels.machine.jit import compile_seconds
 
 FILE = Path(__file__).parent.parent / ".ci" / "durations.json"
 #: A test that takes less is in its file's sum only.

@@ -16,8 +16,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from app.engine.adapters.adapter import LoraAdapter, LoraKey, LoraPair
 from app.engine.adapters.card import AdapterCard, AdapterRef
-from app.engine.adapters.lora import LoraAdapter, LoraKey, LoraPair
 from app.engine.backend import BackendLimits
 from app.engine.batch import ForwardBatch, ForwardOutput, SamplingBatch
 from app.engine.models.spec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec, RopeSpec
@@ -99,7 +99,7 @@ class FakeBackend:
         self._limits = limits
         num_kv_slots = limits.num_kv_blocks * limits.block_size
         self._kv = [hash(("never written", i)) & _MASK for i in range(num_kv_slots)]
-        self._rows = [0.5] * limits.adapter_rank_rows
+        self._rows = [0.5] * limits.lora_pool_rows
         self._runs: dict[int, tuple[int, int]] = {0: (0, 0)}
         self.num_forwards = 0
         self.batches: list[ForwardBatch] = []
@@ -129,9 +129,9 @@ class FakeBackend:
         if self.write_error is not None:
             raise self.write_error
         rank = adapter.card.max_rank
-        assert 0 < adapter_slot < self._limits.max_adapter_slots
+        assert 0 < adapter_slot < self._limits.max_loras
         assert row_start % self._limits.rank_alignment == 0
-        assert row_start + rank <= self._limits.adapter_rank_rows
+        assert row_start + rank <= self._limits.lora_pool_rows
         self._rows[row_start : row_start + rank] = adapter.weights[LoraKey(0, "q_proj")].a[:, 0].tolist()
         self._runs[adapter_slot] = (row_start, rank)
         self.writes.append((self.num_forwards, adapter_slot, adapter.card.size_bytes))

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from app.config import AppConfig, load_config
-from app.deployments.registry.books import database_url
 from app.deployments.registry.pins import PinLimits
+from app.deployments.registry.registry import database_url
 from app.engine.errors import ConfigError
 
 
@@ -19,16 +19,16 @@ from app.engine.errors import ConfigError
         ({"modle": {}}, "modle is an unknown key; did you mean 'model'"),
         ({"engine": {"jax": {}}}, "engine.jax is an unknown key$"),
         (
-            {"engine": {"memory_fraction": 0.5}},
-            r"engine.memory_fraction is an unknown key; did you mean 'cuda\.memory_fraction'\?",
+            {"engine": {"gpu_memory_utilization": 0.5}},
+            r"engine.gpu_memory_utilization is an unknown key; did you mean 'cuda\.gpu_memory_utilization'\?",
         ),
         (
-            {"engine": {"weight_storage": "int8"}},
-            r"weight_storage is an unknown key; did you mean 'cpu\.weight_storage' or 'xla\.weight_storage'\?",
+            {"engine": {"weight_dtype": "int8"}},
+            r"weight_dtype is an unknown key; did you mean 'cpu\.weight_dtype' or 'xla\.weight_dtype'\?",
         ),
         ({"engine": {"max_lora_rank": 8}}, r"engine\.max_lora_rank"),
         ({"engine": {"block_size": 7}}, r"engine\.block_size"),
-        ({"placement": {"silence_s": 1.5}}, "at least twice report_interval_s"),
+        ({"placement": {"heartbeat_timeout_s": 1.5}}, "at least twice report_interval_s"),
         ({"model": {"name": "a:b"}}, r"model\.name"),
         ({"adapters": {"preload": [{"name": "../x", "path": "x"}]}}, r"adapters\.preload\.0\.name"),
         ({"model": {"name": "x"}, "adapters": {"preload": [{"name": "x", "path": "y"}]}}, "'x' is used twice"),
@@ -58,7 +58,7 @@ def test_a_store_is_one_for_each_database_and_base_model(tmp_path: Path) -> None
     base = load_config({}, environ={})
     for values in (
         {"engine": {"num_kv_blocks": 64}},
-        {"engine": {"adapter_rank_rows": 64, "xla": {}}},
+        {"engine": {"lora_pool_rows": 64, "xla": {}}},
         {"placement": {"policy": "least_loaded"}},
         {"adapters": {"roots": [str(tmp_path)], "preload": [{"name": "x", "path": "x"}], "host_cache_bytes": 1 << 20}},
         {"model": {"name": "other"}},
@@ -85,7 +85,7 @@ def test_a_store_is_one_for_each_database_and_base_model(tmp_path: Path) -> None
     assert len(keys | {base.store_key}) == 6
 
 
-@pytest.mark.parametrize("engine", [{"adapter_rank_rows": 64}, {"max_adapter_slots": 9}, {"adapter_extra_bytes": 1}])
+@pytest.mark.parametrize("engine", [{"lora_pool_rows": 64}, {"max_loras": 9}, {"extra_weights_bytes": 1}])
 def test_a_store_knows_what_may_be_pinned(engine: dict[str, Any]) -> None:
     changed = load_config({"engine": engine}, environ={})
     assert PinLimits.of(changed.for_store) == PinLimits.of(changed)
@@ -107,7 +107,7 @@ def test_a_databases_password_stays_in_the_environment() -> None:
 
 
 def test_a_store_knows_only_what_its_key_covers() -> None:
-    values = {"engine": {"num_kv_blocks": 64, "max_waiting": 3}, "limits": {"max_sequences": 2}}
+    values = {"engine": {"num_kv_blocks": 64, "max_queued_requests": 3}, "limits": {"max_sequences": 2}}
     config = load_config(values, environ={})
     assert config.for_store == load_config({}, environ={}).for_store
     assert AppConfig.model_validate_json(config.for_store.model_dump_json()) == config.for_store

@@ -129,6 +129,12 @@ def test_the_tree_in_the_docs_is_the_tree() -> None:
     assert drawn - {"app"} == (folders | modules) - {"app"}
 
 
+@every_page
+def test_every_path_that_is_named_exists(page: Path) -> None:
+    for name in re.findall(r"`((?:app|tests|load_tests|configs|examples|docs)/[\w/.]+)`", page.read_text()):
+        assert (ROOT / name).exists(), f"{page.name} names {name}"
+
+
 def test_every_file_that_contributing_names_is_there() -> None:
     """Lists of what one touches: a name is below app/, tests/ or the folder that the line's first path is in."""
     names = re.findall(r"`((?:app|tests|load_tests)/[\w/.<>{},]+)`", (ROOT / "CONTRIBUTING.md").read_text())

@@ -127,7 +127,7 @@ def test_one_module_knows_the_devices() -> None:
     for device in DEVICES:
         users = {module for module in MODULES for name in imports(MODULES[module]) if is_in(name, device)}
         outside = {module for module in users if not any(is_in(module, each) for each in DEVICES)}
-        assert outside <= {"app.engine.open"}, f"{outside} import {device}"
+        assert outside <= {"app.engine.factory"}, f"{outside} import {device}"
 
 
 def test_what_is_known_of_models_and_adapters_decides_nothing_and_has_no_device() -> None:
@@ -137,10 +137,10 @@ def test_what_is_known_of_models_and_adapters_decides_nothing_and_has_no_device(
 
 
 def test_sequences_are_below_whoever_works_on_them() -> None:
-    above = ("app.engine.scheduling", "app.engine.speculation", "app.engine.structured")
+    above = ("app.engine.scheduling", "app.engine.spec_decode", "app.engine.structured_output")
     assert not reaches("app.engine.sequence", above)
     for module in folder("app.engine.pools"):
-        assert not reaches(module, ("app.engine.sequence", "app.engine.schedule")), module
+        assert not reaches(module, ("app.engine.sequence", "app.engine.scheduling.schedule")), module
 
 
 def test_policy_knows_nobody_who_uses_it() -> None:
@@ -155,7 +155,7 @@ def test_policy_knows_nobody_who_uses_it() -> None:
 
 
 #: Folders of `app.deployments`, the lowest layer first: a folder imports folders of lower layers only.
-LAYERS = (("links",), ("registry",), ("tenants", "kept"), ("store",), ("placement",), ("replica", "ingress"))
+LAYERS = (("rpc",), ("registry",), ("tenancy", "object_storage"), ("store",), ("placement",), ("replica", "ingress"))
 
 
 def deployment_of(name: str) -> str | None:
@@ -203,8 +203,8 @@ def test_no_module_comes_back_to_itself() -> None:
 
 def test_the_walk_sees_what_it_should() -> None:
     assert DEVICES == ("app.engine.cpu", "app.engine.cuda", "app.engine.xla")
-    assert "app.engine.pools.kv_blocks.BlockPool" in imports(MODULES["app.engine.scheduling.scheduler"])
-    assert reaches("app.engine.open", ("app.engine.scheduling", "jax")), "through the functions that import late"
+    assert "app.engine.pools.block_pool.BlockPool" in imports(MODULES["app.engine.scheduling.scheduler"])
+    assert reaches("app.engine.factory", ("app.engine.scheduling", "jax")), "through the functions that import late"
     assert reaches("app.engine.batch_builder", POLICY), "through the sequence's blocks"
     assert not reaches("app.engine.batch", POLICY)
     assert len(MODULES) > 20
@@ -249,5 +249,7 @@ def test_a_process_of_the_service_starts_without_what_it_may_never_need(module: 
 
 
 def test_what_the_store_opens_has_a_name_for_each_class() -> None:
-    _, shared = observed("app.deployments.store.actor", "app.deployments.store.opening", "app.deployments.kept.books")
+    _, shared = observed(
+        "app.deployments.store.actor", "app.deployments.store.factory", "app.deployments.object_storage.storage"
+    )
     assert shared == "{}"

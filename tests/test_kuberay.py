@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 import yaml
 
-from app.cli.ray_switches import HA_PROXY_SCRIPT, HA_PROXY_SWITCHES, RAY_SWITCHES
-from app.cli.settings_file import settings_of
+from app.cli.config_file import settings_of
+from app.cli.ray_env import HA_PROXY_SCRIPT, HA_PROXY_SWITCHES, RAY_SWITCHES
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # Ray's own, while it is imported: pydantic's deprecations
     from ray.serve.schema import ServeDeploySchema
 
-    from app.deployments.links.ray_private import READ_VERSION
+    from app.deployments.rpc.ray_private import READ_VERSION
     from app.main import INGRESS_DRAIN_MARGIN_S, build
 
 PATH = Path(__file__).parents[1] / "configs" / "kuberay.yaml"

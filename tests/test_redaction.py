@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from app.deployments.tenants.key_material import new_key, redacted
+from app.deployments.tenancy.auth.key_crypto import new_key, redact_key
 from app.redaction import holds_key, without_keys
 
 
@@ -16,7 +16,7 @@ def test_keys_are_found_whole_and_cut_off(is_admin: bool) -> None:
         for told in (key, key[:-10], key[: len(prefix) + 12]):
             assert holds_key(f"model '{told}'")
             assert without_keys(f"model '{told}', {told}") == f"model '{prefix}...', {prefix}..."
-        assert without_keys(redacted(key)) == redacted(key), "people tell keys apart by these"
+        assert without_keys(redact_key(key)) == redact_key(key), "people tell keys apart by these"
 
 
 @pytest.mark.parametrize("text", ["", "sk-poly-", "sk-poly-short", "task-poly", "polylora-sk-admin", "a/b?c=d"])

@@ -13,14 +13,14 @@ import pytest
 import torch
 from peft import LoraConfig
 
-from app.deployments.ingress.routing.candidates import Candidates
-from app.deployments.registry.entries import CatalogEntry
+from app.deployments.ingress.semantic_router.candidates import Candidates
+from app.deployments.registry.models import CatalogEntry
+from app.engine.adapters.adapter import LoraAdapter
 from app.engine.adapters.card import AdapterRef
 from app.engine.adapters.formats.arrow import ArrowCard, read_card, write_card
 from app.engine.adapters.formats.convert import write_peft_folder
 from app.engine.adapters.formats.peft import read_peft
 from app.engine.adapters.formats.reading import read_stored
-from app.engine.adapters.lora import LoraAdapter
 from app.engine.cpu.backend import CpuBackend
 from app.engine.pools.adapter_pool import AdapterPool
 from tests.engine.adapters.formats.test_peft_parity import ALL, PEFT_WARNINGS
@@ -96,7 +96,7 @@ def test_batched_is_one_by_one(seed: Seed) -> None:
 
 def test_base_rows_are_exact(seed: Seed, tmp_path: Path) -> None:
     """Beside adapters they have the bits of an engine that has no room for any."""
-    without = backend_of(seed.model, tmp_path, CONFIG.model_copy(update={"adapter_rank_rows": 0}))
+    without = backend_of(seed.model, tmp_path, CONFIG.model_copy(update={"lora_pool_rows": 0}))
     expected = served_logits(without, [None], seed.tokens)[0]
     without.close()
     np.testing.assert_array_equal(served_logits(seed.backend, [*seed.adapters, None], seed.tokens)[-1], expected)

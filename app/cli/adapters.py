@@ -17,21 +17,21 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from app.engine.adapters.build import build_adapter
+from app.engine.adapters.adapter import FEATURES
+from app.engine.adapters.adapter_builder import build_adapter
 from app.engine.adapters.formats.arrow import CARD_SUFFIX, ArrowCard, read_card, write_card, write_plain_card
-from app.engine.adapters.formats.card_rows import LORA, rows_of
+from app.engine.adapters.formats.arrow_rows import LORA, rows_of
 from app.engine.adapters.formats.convert import quantize_adapter, write_peft_folder
-from app.engine.adapters.formats.fused_experts import with_one_gate_up
+from app.engine.adapters.formats.peft_moe_export import with_one_gate_up
 from app.engine.adapters.formats.reading import read_stored
-from app.engine.adapters.lora import FEATURES
 from app.engine.adapters.quantize import Quantization
-from app.engine.adapters.stored import StoredAdapter, StoredModule, content_digest
+from app.engine.adapters.raw_adapter import RawAdapter, RawModule, content_digest
 from app.engine.adapters.strict_json import short
 from app.engine.errors import AdapterError, AdapterFormatError
 from app.engine.models.spec import ModelSpec
 
 if TYPE_CHECKING:  # with the registry's tables, for `check` alone
-    from app.deployments.registry.pins import EngineRoom
+    from app.deployments.registry.pins import EngineCapacity
 
 #: The settings file of commands that are given none.
 DEFAULT_CONFIG = "configs/serve.yaml"
@@ -53,7 +53,7 @@ def add_base_options(parser: argparse.ArgumentParser) -> None:
 
 def base_spec_of(arguments: argparse.Namespace) -> ModelSpec:
     """The base model that the options name; its `name` is as people call it, with its file's where that differs."""
-    from app.cli.settings_file import read_settings
+    from app.cli.config_file import read_settings
 
     if arguments.base:
         spec = _base_spec(arguments.base)
@@ -95,7 +95,7 @@ def add_commands(commands: Any) -> None:
     check.set_defaults(run=_check)
 
 
-def report(stored: StoredAdapter) -> list[str]:
+def report(stored: RawAdapter) -> list[str]:
     """Lines about an adapter: what it changes and how strongly."""
     rows = rows_of(stored)
     tensors = [tensor for row in rows if row.role == LORA for tensor in (row.a, row.b)]
@@ -118,7 +118,7 @@ def report(stored: StoredAdapter) -> list[str]:
         f"contents     {content_digest(stored, base_digest='')} (without a base model)",
         "target           modules  mean norm of scale * B A",
     ]
-    by_target: dict[str, list[StoredModule]] = {}
+    by_target: dict[str, list[RawModule]] = {}
     for module in stored.modules:
         by_target.setdefault(_target(module.path), []).append(module)
     for target, modules in sorted(by_target.items()):
@@ -133,13 +133,13 @@ def _target(path: str) -> str:
     return f"experts.{name}" if ".experts." in path else name
 
 
-def _activation_line(stored: StoredAdapter) -> list[str]:
+def _activation_line(stored: RawAdapter) -> list[str]:
     """By which tokens of a prompt it is activated; nothing for an adapter that changes all of it."""
     tokens = ", ".join(map(str, stored.invocation_tokens))
     return [f"activated    from the last {tokens} of a prompt on (alora_invocation_tokens)"] if tokens else []
 
 
-def experts_line(stored: StoredAdapter) -> list[str]:
+def experts_line(stored: RawAdapter) -> list[str]:
     """How many experts it changes, and of how many layers; nothing if it changes none."""
     found = {tuple(path.split(".")[2:6:3]) for path in (m.path for m in stored.modules) if ".experts." in path}
     if not found:
@@ -149,7 +149,7 @@ def experts_line(stored: StoredAdapter) -> list[str]:
     return [f"experts      {len(experts)} different in {len(layers)} layers, {len(found)} in all"]
 
 
-def delta_norm(module: StoredModule) -> float:
+def delta_norm(module: RawModule) -> float:
     """Frobenius norm of scale * B A, from r × r products in float64."""
     a, b = module.a.to_float32().astype(np.float64), module.b.to_float32().astype(np.float64)
     return abs(module.scale) * math.sqrt(max(0.0, float(np.sum((b.T @ b) * (a @ a.T)))))
@@ -198,12 +198,12 @@ def _inspect(arguments: argparse.Namespace) -> int:
 
 
 def _check(arguments: argparse.Namespace) -> int:
-    from app.cli.settings_file import read_settings
-    from app.deployments.registry.pins import EngineRoom
+    from app.cli.config_file import read_settings
+    from app.deployments.registry.pins import EngineCapacity
 
     _check_there(arguments.source)
     spec = base_spec_of(arguments)
-    room = EngineRoom() if arguments.base else EngineRoom.of(read_settings(arguments.config))
+    room = EngineCapacity() if arguments.base else EngineCapacity.of(read_settings(arguments.config))
     try:
         lines = fits(arguments.source, spec, room)
     except AdapterError as error:
@@ -213,7 +213,7 @@ def _check(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def fits(source: Path, spec: ModelSpec, room: EngineRoom) -> list[str]:
+def fits(source: Path, spec: ModelSpec, room: EngineCapacity) -> list[str]:
     """Lines about an adapter that loads on this base. Raises an `AdapterError` that says why it does not.
 
     `room`: what an engine could hold.
@@ -235,7 +235,7 @@ def fits(source: Path, spec: ModelSpec, room: EngineRoom) -> list[str]:
 
 def _load(
     source: Path, spec: ModelSpec | None = None
-) -> tuple[StoredAdapter, str, Mapping[str, str], Quantization | None]:
+) -> tuple[RawAdapter, str, Mapping[str, str], Quantization | None]:
     """(as saved, name, free metadata, what rounding cost or None)"""
     _check_there(source)
     if source.name.endswith(CARD_SUFFIX):
@@ -256,6 +256,6 @@ def _rounding(quantization: Quantization) -> str:
 
 def _base_spec(uri: str) -> ModelSpec:
     from app.engine.models.checkpoint import load_checkpoint
-    from app.engine.models.sources import resolve_model
+    from app.engine.models.download.model_download import resolve_model
 
     return load_checkpoint(resolve_model(uri)).spec

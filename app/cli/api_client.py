@@ -24,7 +24,7 @@ TIMEOUT_S = 600.0
 
 
 class ApiError(PolyloraError):
-    """The service answered with an error, or did not answer (`answered`)."""
+    """The service answered with an error, or did not answer (`result_line`)."""
 
     def __init__(self, message: str, *, answered: bool = True) -> None:
         super().__init__(message)

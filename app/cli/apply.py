@@ -18,7 +18,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from app.cli.api_client import DEFAULT_URL, ApiClient, ApiError
-from app.cli.settings_file import yaml_problem
+from app.cli.config_file import yaml_problem
 from app.config import NAME_PATTERN, TrafficWeight
 from app.engine.errors import ConfigError
 
@@ -31,7 +31,7 @@ class _Wanted(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
-class WantedAdapter(_Wanted):
+class DesiredAdapter(_Wanted):
     """As in `POST /v1/loras`. What is left out keeps its default."""
 
     name: Name
@@ -40,16 +40,16 @@ class WantedAdapter(_Wanted):
     traffic_weight: TrafficWeight = 1.0
 
 
-class WantedAlias(_Wanted):
+class DesiredAlias(_Wanted):
     name: Name
     targets: dict[Name, Annotated[float, Field(gt=0, allow_inf_nan=False)]] = Field(min_length=1)
 
 
-class WantedSet(_Wanted):
+class DesiredState(_Wanted):
     """The whole file."""
 
-    adapters: tuple[WantedAdapter, ...] = ()
-    aliases: tuple[WantedAlias, ...] = ()
+    adapters: tuple[DesiredAdapter, ...] = ()
+    aliases: tuple[DesiredAlias, ...] = ()
 
     @model_validator(mode="after")
     def _names_are_distinct(self) -> Self:
@@ -60,7 +60,7 @@ class WantedSet(_Wanted):
         return self
 
 
-class Change(NamedTuple):
+class PlannedChange(NamedTuple):
     """One line of the difference and the request that makes it so; `request` None: it is left as it is."""
 
     sign: str
@@ -80,19 +80,19 @@ def add_apply(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
 
 
 def _apply(arguments: argparse.Namespace) -> int:
-    wanted = read_wanted(arguments.file)
+    wanted = read_desired_state(arguments.file)
     service = ApiClient(arguments.url)
     adapters = {item["id"]: item for item in service.everything("/v1/loras")}
     aliases = {item["id"]: item for item in service.everything("/v1/aliases")}
     changes = difference(wanted, adapters, aliases, prune=arguments.prune, reload=arguments.reload)
-    return carry_out(changes, service.call, dry_run=arguments.dry_run)
+    return apply_changes(changes, service.call, dry_run=arguments.dry_run)
 
 
-def read_wanted(path: Path) -> WantedSet:
+def read_desired_state(path: Path) -> DesiredState:
     """Raises ConfigError."""
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
-        return WantedSet.model_validate({} if content is None else content)
+        return DesiredState.model_validate({} if content is None else content)
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
@@ -103,13 +103,13 @@ def read_wanted(path: Path) -> WantedSet:
 
 
 def difference(
-    wanted: WantedSet,
+    wanted: DesiredState,
     adapters: Mapping[str, Mapping[str, Any]],
     aliases: Mapping[str, Mapping[str, Any]],
     *,
     prune: bool,
     reload: bool,
-) -> list[Change]:
+) -> list[PlannedChange]:
     """What must be done, in the order in which it can be done: a name is free before it means the other kind.
 
     Raises ConfigError if pruning would remove every adapter and the file does not say that there are to be none.
@@ -135,13 +135,13 @@ def difference(
     return [change for change in changes if change.sign != "="]
 
 
-def _removal(kind: str, route: str, name: str, *, prune: bool) -> Change:
+def _removal(kind: str, route: str, name: str, *, prune: bool) -> PlannedChange:
     if prune:
-        return Change("-", name, f"{kind}, not in the file", ("DELETE", f"{route}/{name}", None))
-    return Change(" ", name, f"{kind}, not in the file: stays; --prune removes it", None)
+        return PlannedChange("-", name, f"{kind}, not in the file", ("DELETE", f"{route}/{name}", None))
+    return PlannedChange(" ", name, f"{kind}, not in the file: stays; --prune removes it", None)
 
 
-def carry_out(changes: Sequence[Change], call: Callable[..., Any], *, dry_run: bool) -> int:
+def apply_changes(changes: Sequence[PlannedChange], call: Callable[..., Any], *, dry_run: bool) -> int:
     """Print every change, and make it unless `dry_run`. Returns the exit status."""
     num_done = num_failed = 0
     for change in changes:
@@ -163,30 +163,30 @@ def carry_out(changes: Sequence[Change], call: Callable[..., Any], *, dry_run: b
     return 1 if num_failed else 0
 
 
-def _adapter_change(wanted: WantedAdapter, present: Mapping[str, Any] | None, *, reload: bool) -> Change:
+def _adapter_change(wanted: DesiredAdapter, present: Mapping[str, Any] | None, *, reload: bool) -> PlannedChange:
     body = wanted.model_dump()
     load = ("POST", "/v1/loras?wait=true", body)
     if present is None:
-        return Change("+", wanted.name, f"load {wanted.path}", load)
+        return PlannedChange("+", wanted.name, f"load {wanted.path}", load)
     asked = {"source": wanted.path, "pinned": wanted.pinned, "traffic_weight": wanted.traffic_weight}
     text = ", ".join(
         f"{field} {present[field]} -> {value}" for field, value in asked.items() if present[field] != value
     )
     if present["source"] != wanted.path or reload:
-        return Change("~", wanted.name, text or "read again", load)
+        return PlannedChange("~", wanted.name, text or "read again", load)
     if text:
         settings = {"pinned": wanted.pinned, "traffic_weight": wanted.traffic_weight}
-        return Change("~", wanted.name, text, ("PATCH", f"/v1/loras/{wanted.name}", settings))
-    return Change("=", wanted.name, "", None)
+        return PlannedChange("~", wanted.name, text, ("PATCH", f"/v1/loras/{wanted.name}", settings))
+    return PlannedChange("=", wanted.name, "", None)
 
 
-def _alias_change(wanted: WantedAlias, present: Mapping[str, Any] | None) -> Change:
+def _alias_change(wanted: DesiredAlias, present: Mapping[str, Any] | None) -> PlannedChange:
     put = ("PUT", f"/v1/aliases/{wanted.name}", {"targets": wanted.targets})
     if present is None:
-        return Change("+", wanted.name, f"alias of {_shares(wanted.targets)}", put)
+        return PlannedChange("+", wanted.name, f"alias of {_shares(wanted.targets)}", put)
     if present["targets"] == wanted.targets:
-        return Change("=", wanted.name, "", None)
-    return Change("~", wanted.name, f"alias of {_shares(present['targets'])} -> {_shares(wanted.targets)}", put)
+        return PlannedChange("=", wanted.name, "", None)
+    return PlannedChange("~", wanted.name, f"alias of {_shares(present['targets'])} -> {_shares(wanted.targets)}", put)
 
 
 def _shares(targets: Mapping[str, float]) -> str:

@@ -15,15 +15,15 @@ from pathlib import Path
 from typing import Any
 
 from app.cli.adapters import add_config_option
-from app.cli.checks import check_cache, check_device, check_folders, check_model, check_port, check_preloaded
-from app.cli.ray_switches import has_ha_proxy
-from app.cli.settings_file import address_in, read_document, settings_of
+from app.cli.config_file import address_in, read_document, settings_of
+from app.cli.preflight import check_cache, check_device, check_folders, check_model, check_port, check_preloaded
+from app.cli.ray_env import has_ha_proxy
 from app.config import AppConfig
 from app.engine.config import CpuConfig
 from app.engine.errors import ConfigError, PolyloraError
-from app.engine.models.footprint import kv_block_bytes, num_weights, rank_row_bytes
+from app.engine.models.memory_estimate import kv_block_bytes, num_weights, rank_row_bytes
 from app.engine.models.spec import ModelSpec
-from app.release import version
+from app.version import version
 
 _GIB = 1 << 30
 #: Of one engine process beside what is counted: Python, compiled kernels, activations of a step.
@@ -48,13 +48,13 @@ def memory_lines(spec: ModelSpec, settings: AppConfig, available_bytes: int) -> 
     Raises ConfigError, with the same lines, if there is room for none.
     """
     engine = settings.engine
-    blocks, rows = engine.num_kv_blocks, engine.adapter_rank_rows
+    blocks, rows = engine.num_kv_blocks, engine.lora_pool_rows
     kv_name = f"KV cache: engine.num_kv_blocks {blocks}, {blocks * engine.block_size} tokens at a time"
     kv = {} if spec.encoder else {kv_name: blocks * kv_block_bytes(spec, engine.block_size, _FLOAT32)}
     parts = {
         "weights; those of a quantised file take a third of it": _FLOAT32 * num_weights(spec),
         **kv,
-        f"rank rows: engine.adapter_rank_rows {rows}, at least {rows // 16} adapters of rank 16 at a time": rows
+        f"rank rows: engine.lora_pool_rows {rows}, at least {rows // 16} adapters of rank 16 at a time": rows
         * rank_row_bytes(spec, _FLOAT32),
         "the process itself": PROCESS_BYTES,
     }
@@ -66,7 +66,7 @@ def memory_lines(spec: ModelSpec, settings: AppConfig, available_bytes: int) -> 
         f"{_size(available_bytes)} of memory are available: room for {fits} such engine{'' if fits == 1 else 's'}",
     ]
     if not fits:
-        way_out = "lower engine.num_kv_blocks or engine.adapter_rank_rows"
+        way_out = "lower engine.num_kv_blocks or engine.lora_pool_rows"
         raise ConfigError(_INDENT.join([*lines, way_out]))
     return lines
 
@@ -128,7 +128,7 @@ def _checked(what: str, check: Callable[[], str]) -> bool:
 
 
 def _model(settings: AppConfig) -> str:
-    from app.engine.models.sources import resolve_model
+    from app.engine.models.download.model_download import resolve_model
 
     check_cache()
     spec = check_model(settings, resolve_model(settings.model.uri))

@@ -32,15 +32,15 @@ from typing import TextIO
 
 from app.cli.adapters import add_commands, add_config_option
 from app.cli.apply import add_apply
+from app.cli.capacity import add_plan
 from app.cli.doctor import add_doctor
-from app.cli.merging import add_merge
-from app.cli.plan import add_plan
+from app.cli.merge import add_merge
 from app.cli.register import add_register
 from app.cli.signing import add_signing_commands
 from app.cli.status import add_status
 from app.cli.tenants import add_tenants
 from app.engine.errors import PolyloraError
-from app.release import version
+from app.version import version
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -115,10 +115,10 @@ def _add_serve(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 
 def _serve(arguments: argparse.Namespace) -> int:
-    from app.cli.checks import check_cache, check_model
+    from app.cli.config_file import read_settings
+    from app.cli.preflight import check_cache, check_model
     from app.cli.serve import serve_until_stopped
-    from app.cli.settings_file import read_settings
-    from app.engine.models.sources import resolve_model
+    from app.engine.models.download.model_download import resolve_model
 
     settings = read_settings(arguments.config)
     check_cache()
@@ -137,10 +137,10 @@ def _add_fetch(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 
 def _fetch(arguments: argparse.Namespace) -> int:
-    from app.cli.checks import check_cache
-    from app.cli.settings_file import read_settings
+    from app.cli.config_file import read_settings
+    from app.cli.preflight import check_cache
     from app.engine.models.checkpoint import load_checkpoint
-    from app.engine.models.sources import resolve_model
+    from app.engine.models.download.model_download import resolve_model
 
     model = read_settings(arguments.config).model
     if "://" in model.uri:
@@ -171,7 +171,7 @@ class ProgressLine:
             self._stream.write("\n")
 
     def show(self, what: str, done: int, total: int | None) -> None:
-        """`app.engine.models.sources.Progress`."""
+        """`app.engine.models.download.model_download.Progress`."""
         if self._terminal:
             if self._last is not None and self._last[0] != what:
                 self._stream.write("\n")

@@ -21,10 +21,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from app.cli.checks import check_device, check_folders, check_ha_proxy_ports, check_port, check_preloaded
-from app.cli.keys import OPEN_NOTICE, check_open_door, is_open, keep_digests
-from app.cli.ray_switches import ha_proxy_folder, set_ray_switches
-from app.cli.settings_file import IMPORT_PATH, address_in, read_document, settings_of
+from app.cli.admin_key import OPEN_NOTICE, check_open_door, is_open, keep_digests
+from app.cli.config_file import IMPORT_PATH, address_in, read_document, settings_of
+from app.cli.preflight import check_device, check_folders, check_ha_proxy_ports, check_port, check_preloaded
+from app.cli.ray_env import ha_proxy_folder, set_ray_switches
 from app.cli.startup import (
     ReplicaWatch,
     StartFailed,
@@ -35,8 +35,8 @@ from app.cli.startup import (
     wait_until_ready,
 )
 from app.config import AppConfig
-from app.deployments.placement.choosing import make_policy
-from app.logs import Happened, start_log
+from app.deployments.placement.replica_choice import make_policy
+from app.logging import LogEvent, start_log
 
 if TYPE_CHECKING:  # Ray is imported when its switches are set
     from ray.serve.schema import ServeDeploySchema
@@ -129,13 +129,13 @@ def _start_ray(dashboard: bool) -> None:
 
 def _take_rays_paragraphs() -> None:
     """What Ray would print here in colours goes into the log: `ReplicaWatch` says what it means."""
-    from app.deployments.links.ray_private import take_error_messages
+    from app.deployments.rpc.ray_private import take_error_messages
 
-    take_error_messages(lambda lines: logger.warning(Happened("Ray says", text=" ".join(lines))))
+    take_error_messages(lambda lines: logger.warning(LogEvent("Ray says", text=" ".join(lines))))
 
 
 def _schema(document: dict[str, Any], path: Path) -> ServeDeploySchema:
-    from app.cli.serve_part import serve_schema
+    from app.cli.serve_schema import serve_schema
 
     return serve_schema(document, path)
 
@@ -145,8 +145,8 @@ def _deploy(schema: ServeDeploySchema, settings: AppConfig, ha_proxy: Path | Non
 
     ha_proxy: the folder of this cluster's HAProxy, if there is one. Returns what to call while the start is waited for.
     """
-    from app.deployments.links import ray_private
     from app.deployments.placement.actor import placement_actor
+    from app.deployments.rpc import ray_private
     from app.deployments.store.actor import store_actor
 
     logging.getLogger("ray.serve").setLevel(logging.ERROR)
@@ -216,7 +216,7 @@ def _stop(app_names: Sequence[str]) -> None:
     import ray
     from ray import serve
 
-    from app.deployments.links import ray_private
+    from app.deployments.rpc import ray_private
 
     if not ray.is_initialized():
         return

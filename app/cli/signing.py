@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from app.cli.adapters import add_base_options, add_config_option, base_spec_of
+from app.engine.adapters.adapter import FEATURES
 from app.engine.adapters.formats.reading import read_adapter
-from app.engine.adapters.lora import FEATURES
 from app.engine.errors import ConfigError
 
 
@@ -37,8 +37,8 @@ def _keygen(arguments: argparse.Namespace) -> int:
     if arguments.admin == (arguments.key is not None):
         raise ConfigError("say which key: `keygen signing.pem` makes one for signing, `keygen --admin` an admin key")
     if arguments.admin:
-        from app.cli.keys import make_admin_key, registered_in
-        from app.cli.settings_file import read_settings
+        from app.cli.admin_key import make_admin_key, registered_in
+        from app.cli.config_file import read_settings
 
         settings = read_settings(arguments.config)
         print(make_admin_key(settings))

@@ -60,7 +60,7 @@ def wait_until_ready(
     from ray import serve
 
     deadline_s = time.monotonic() + START_TIMEOUT_S
-    room = RoomWatch(say, START_TIMEOUT_S if os.environ.get("RAY_ADDRESS") else OWN_CLUSTER_LIMIT_S)
+    room = ResourceWatch(say, START_TIMEOUT_S if os.environ.get("RAY_ADDRESS") else OWN_CLUSTER_LIMIT_S)
     next_look_s = 0.0
     while True:
         applications = serve.status().applications
@@ -158,7 +158,7 @@ def no_room(
     )
 
 
-class RoomWatch:
+class ResourceWatch:
     """Tells what has no room, once, and gives up after `limit_s`."""
 
     def __init__(self, say: Callable[[str], None], limit_s: float, clock: Callable[[], float] = time.monotonic) -> None:
@@ -224,7 +224,7 @@ def _without_room(app_names: Sequence[str]) -> str | None:
     """Which replicas fit on no machine of the cluster, as a sentence."""
     import ray
 
-    from app.deployments.links.ray_private import actor_places
+    from app.deployments.rpc.ray_private import actor_places
 
     nodes = ray.nodes()  # type: ignore[no-untyped-call]
     machines = {node["NodeID"]: node["Resources"] for node in nodes if node["Alive"]}

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from app.engine.api import LLM, Prompt
 from app.engine.config import CpuConfig, EngineConfig
 from app.engine.errors import PolyloraError
-from app.engine.models.sources import DEFAULT_MODEL_URI
+from app.engine.models.download.model_download import DEFAULT_MODEL_URI
 from app.engine.request import SamplingParams
 
 

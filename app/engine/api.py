@@ -21,19 +21,19 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from app.engine.adapters.base_copies import BaseCopies
+from app.engine.adapters.adapter import LoraAdapter
+from app.engine.adapters.adapter_chat import AdapterTokenizerCache, encode_chat
+from app.engine.adapters.adapter_tokenizer import AdapterTokenizer
+from app.engine.adapters.base_weight_dedup import BaseWeightDedup
 from app.engine.adapters.card import AdapterRef
-from app.engine.adapters.chats import OwnTexts, encode_chat
 from app.engine.adapters.formats.reading import read_adapter
-from app.engine.adapters.lora import LoraAdapter
-from app.engine.adapters.text import AdapterText
 from app.engine.config import EngineConfig
 from app.engine.errors import InvalidRequest, NotFound, QueueFull
+from app.engine.factory import new_engine, served_features
+from app.engine.models.chat.chat_template_sandbox import ChatTemplateSandbox
 from app.engine.models.checkpoint import load_checkpoint
-from app.engine.models.sources import Progress, resolve_model
-from app.engine.models.template_process import TemplateProcess
-from app.engine.models.tokenizer import load_tokenizer
-from app.engine.open import new_engine, served_features
+from app.engine.models.download.model_download import Progress, resolve_model
+from app.engine.models.tokenizers.tokenizer import load_tokenizer
 from app.engine.request import (
     FinishReason,
     GenerateRequest,
@@ -74,9 +74,9 @@ class LLM:
         self.spec = checkpoint.spec
         self.tokenizer = load_tokenizer(checkpoint.tokenizer_source)
         self._engine = new_engine(checkpoint, config)
-        self._base_copies = BaseCopies(checkpoint, served_features(config))
+        self._base_copies = BaseWeightDedup(checkpoint, served_features(config))
         self._served = served_features(config)
-        self._texts, self._templates = OwnTexts(lambda: self.tokenizer), TemplateProcess()
+        self._texts, self._templates = AdapterTokenizerCache(lambda: self.tokenizer), ChatTemplateSandbox()
         self._adapters: dict[Path, LoraAdapter] = {}
         self._request_ids = itertools.count()
         self._arrived: dict[str, list[TokenChunk]] = {}  # chunks of live requests that nobody has read yet
@@ -127,7 +127,7 @@ class LLM:
         messages = [{"role": "system", "content": system}] if system is not None else []
         messages.append({"role": "user", "content": message})
         text = self.load_adapter(adapter).card.text if adapter is not None else ""
-        return encode_chat(self.tokenizer, messages, AdapterText.parsed(text), self._templates)
+        return encode_chat(self.tokenizer, messages, AdapterTokenizer.parsed(text), self._templates)
 
     def generate(
         self,

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from app.engine.adapters.lora import LoraAdapter
+from app.engine.adapters.adapter import LoraAdapter
 from app.engine.batch import ForwardBatch, ForwardOutput
 from app.engine.models.spec import ModelSpec
 
@@ -30,7 +30,7 @@ class BackendLimits:
     """What the engine may use: sizes fixed when the backend was built.
 
     `rank_alignment`: an adapter's run of rank rows starts at a multiple of it and its length is
-    this times a power of two. `max_adapter_slots` counts slot 0, the base. `adapter_extra_bytes`: the most
+    this times a power of two. `max_loras` counts slot 0, the base. `extra_weights_bytes`: the most
     that resident adapters may hold beside their rank rows (`AdapterCard.extra_bytes`). `takes_bfloat16`: whether
     `write_adapter` is given matrices in bfloat16 as they are, or in float32 only. `can_embed`: whether `forward` takes
     batches with `pooling`. `num_draft_rows`: so many rows beside one of each sequence may draw in a step, several of
@@ -41,10 +41,10 @@ class BackendLimits:
 
     num_kv_blocks: int
     block_size: int
-    adapter_rank_rows: int
+    lora_pool_rows: int
     rank_alignment: int
-    max_adapter_slots: int
-    adapter_extra_bytes: int = 0
+    max_loras: int
+    extra_weights_bytes: int = 0
     takes_bfloat16: bool = False
     can_embed: bool = False
     num_draft_rows: int = 0

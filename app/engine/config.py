@@ -27,7 +27,7 @@ from app.engine.errors import ConfigError
 #: Who leaves a full tier first; `app.engine.pools.eviction` says what the names mean.
 EvictionPolicy = Literal["lru", "lfu", "cost"]
 
-WeightStorage = Literal["auto", "float32", "int8"]
+WeightDtype = Literal["auto", "float32", "int8"]
 
 
 #: The most tokens that a sequence may guess in a step.
@@ -56,7 +56,7 @@ class CpuConfig(_Section):
     rank_alignment = 8
 
     num_threads: int = Field(0, ge=0, description="Threads for arithmetic; 0 uses every allowed core.")
-    weight_storage: WeightStorage = Field(
+    weight_dtype: WeightDtype = Field(
         "auto",
         description="Type of base weights in memory: auto, 8 bits for projections that lose nothing by it and float32 "
         "for others; int8, always 8 bits in groups of 32, a third of the bytes; float32.",
@@ -73,11 +73,11 @@ class CudaConfig(_Section):
 
     index: int = Field(0, ge=0, description="Index of the GPU, of those that the process sees.")
     dtype: Literal["bfloat16", "float32"] = Field("bfloat16", description="Type of weights, KV blocks and rank rows.")
-    memory_fraction: float = Field(
+    gpu_memory_utilization: float = Field(
         0.9, gt=0, le=1, description="Part of the device's memory for weights, KV blocks and adapters together."
     )
-    memory_bytes: int = Field(0, ge=0, description="The same in bytes; 0 uses memory_fraction.")
-    deterministic: bool = Field(
+    memory_bytes: int = Field(0, ge=0, description="The same in bytes; 0 uses gpu_memory_utilization.")
+    batch_invariant: bool = Field(
         False,
         description="Batch-invariant: fixed tiles everywhere, so that a request's bits are the same alone and in any "
         "batch; slower.",
@@ -137,37 +137,39 @@ class EngineConfig(BaseModel):
         ge=0,
         description="KV blocks; the cache holds num_kv_blocks * block_size tokens. 0 (cuda only): as many as fit.",
     )
-    adapter_rank_rows: int = Field(
+    lora_pool_rows: int = Field(
         512,
         ge=0,
         description="Rank rows of the LoRA pool. An adapter takes as many as its modules fill, rounded up to a power "
         "of two; with cpu half of that if it was saved in bfloat16; with xla as many as its largest rank.",
     )
-    adapter_extra_bytes: int = Field(
+    extra_weights_bytes: int = Field(
         256 << 20,
         ge=0,
         description="Memory for adapters' extra weights: DoRA scales, biases, norms, token rows, whole modules, "
         "experts. cpu and cuda allocate it when needed; xla allocates it at start for experts, and keeps DoRA and "
         "biases beside the LoRA pool. 0 rejects adapters with extra weights.",
     )
-    adapter_eviction: EvictionPolicy = Field(
+    lora_eviction_policy: EvictionPolicy = Field(
         "lru",
         description="Eviction from the LoRA pool: lru, lfu or cost (uses times bytes to load again per row).",
     )
-    max_adapter_slots: int = Field(256, ge=1, description="Adapters on the device at once, the base model included.")
+    max_loras: int = Field(256, ge=1, description="Adapters on the device at once, the base model included.")
     merged_adapter: str = Field(
         "",
         description="Path of an adapter to merge into the weights at start. The engine then serves this adapter and "
         "rejects everything else, the base model included.",
     )
-    max_batch_tokens: int = Field(256, ge=8, description="Most tokens per step: decode tokens plus prefill chunks.")
-    prefill_step_ms: int = Field(
+    max_num_batched_tokens: int = Field(
+        256, ge=8, description="Most tokens per step: decode tokens plus prefill chunks."
+    )
+    target_step_ms: int = Field(
         100,
         ge=0,
         description="While sequences decode, a step computes as many prompt tokens as let it end in about this time, "
-        "or in twice the time without them, if that is longer. 0: as many as max_batch_tokens allows.",
+        "or in twice the time without them, if that is longer. 0: as many as max_num_batched_tokens allows.",
     )
-    tenant_slowdown: float = Field(
+    max_tenant_slowdown: float = Field(
         0.0,
         ge=0,
         le=100,
@@ -176,10 +178,10 @@ class EngineConfig(BaseModel):
         "tenants with the most running sequences. They still get as many tokens as the others, but lose throughput. "
         "0: no bound; else at least 1.",
     )
-    max_batch_sequences: int = Field(64, ge=1, description="Most sequences that run at once.")
-    max_waiting: int = Field(512, ge=1, description="Requests that may wait in an engine (429 beyond).")
-    max_context: int = Field(0, ge=0, description="Most tokens of prompt and answer; 0 uses the model's limit.")
-    adapter_write_bytes_per_step: int = Field(
+    max_num_seqs: int = Field(64, ge=1, description="Most sequences that run at once.")
+    max_queued_requests: int = Field(512, ge=1, description="Requests that may wait in an engine (429 beyond).")
+    max_model_len: int = Field(0, ge=0, description="Most tokens of prompt and answer; 0 uses the model's limit.")
+    lora_load_bytes_per_step: int = Field(
         16 << 20,
         ge=1,
         description="Adapter bytes loaded per step while sequences run, so that cold adapters do not stall streams.",
@@ -190,8 +192,10 @@ class EngineConfig(BaseModel):
         description="A step longer than this, and 50 times longer than usual, counts as hanging: its replica is "
         "replaced. Off with skip_precompile, where a step may compile.",
     )
-    prefix_cache: bool = Field(True, description="Reuse KV blocks of equal prefixes (same adapter, same tenant salt).")
-    speculation: Speculation = Field(
+    enable_prefix_caching: bool = Field(
+        True, description="Reuse KV blocks of equal prefixes (same adapter, same tenant salt)."
+    )
+    speculative_decoding: Speculation = Field(
         "auto",
         description="Speculative decoding with draft tokens from the text so far, a grammar or a `prediction`; answers "
         "keep their bits. auto: with cpu, while few sequences run and drafts are accepted; off; or a number of draft "
@@ -250,7 +254,7 @@ class EngineConfig(BaseModel):
             raise ValueError(f"an engine computes on one device, but engine.{' and engine.'.join(found)} are set")
         return values if found else {**values, "cpu": {}}
 
-    @field_validator("speculation", mode="before")
+    @field_validator("speculative_decoding", mode="before")
     @classmethod
     def _off_in_yaml(cls, value: Any) -> Any:
         return "off" if value is False else value  # what YAML makes of off
@@ -268,18 +272,18 @@ class EngineConfig(BaseModel):
 
     @model_validator(mode="after")
     def _guesses_can_be_verified(self) -> Self:
-        if isinstance(self.speculation, int) and self.cpu is None:
+        if isinstance(self.speculative_decoding, int) and self.cpu is None:
             raise ValueError(
-                f"engine.speculation is {self.speculation}, but engine.{self.device.name} cannot verify guessed tokens "
+                f"engine.speculative_decoding is {self.speculative_decoding}, but engine.{self.device.name} cannot verify guessed tokens "
                 "with the bits of drawing them one by one; set auto or off, or use engine.cpu"
             )
         return self
 
     @model_validator(mode="after")
     def _a_slowdown_slows(self) -> Self:
-        if 0 < self.tenant_slowdown < 1:
+        if 0 < self.max_tenant_slowdown < 1:
             raise ValueError(
-                f"engine.tenant_slowdown is {self.tenant_slowdown}: no step is faster for others being in it; "
+                f"engine.max_tenant_slowdown is {self.max_tenant_slowdown}: no step is faster for others being in it; "
                 "say at least 1, or 0 for no bound"
             )
         return self

@@ -16,9 +16,8 @@ from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 
-from app.engine.adapter_writer import AdapterWriter
+from app.engine.adapters.adapter import LoraAdapter
 from app.engine.adapters.card import AdapterCard, AdapterRef, is_activated
-from app.engine.adapters.lora import LoraAdapter
 from app.engine.backend import Backend, BackendLimits
 from app.engine.batch import ForwardOutput
 from app.engine.batch_builder import BatchBuilder
@@ -31,21 +30,22 @@ from app.engine.errors import (
     PolyloraError,
     QueueFull,
 )
-from app.engine.meter import EngineMeter, StepSplit
+from app.engine.meter import EngineMeter, StepProfile
 from app.engine.models.spec import ModelSpec
-from app.engine.pools.adapter_orders import AdapterOrders, Bring, Drop, refuse
+from app.engine.pools.adapter_commands import AdapterCommands, LoadCommand, UnloadCommand, refuse
 from app.engine.pools.adapter_pool import AdapterPool
-from app.engine.pools.kv_blocks import BlockPool
+from app.engine.pools.block_pool import BlockPool
 from app.engine.request import GenerateRequest, TokenChunk
-from app.engine.sampling_check import RequestCheck
-from app.engine.schedule import Schedule
-from app.engine.scheduling.isolation import Isolation
-from app.engine.scheduling.prefill import PrefillPace
+from app.engine.request_validation import RequestValidator
+from app.engine.scheduling.adapter_loader import AdapterLoader
+from app.engine.scheduling.chunked_prefill import PrefillBudget
+from app.engine.scheduling.schedule import Schedule
 from app.engine.scheduling.scheduler import Scheduler
+from app.engine.scheduling.tenant_isolation import TenantIsolation
 from app.engine.sequence import Sequence
-from app.engine.speculation.speculator import Speculator
+from app.engine.spec_decode.spec_decoder import SpecDecoder
 from app.engine.stats import EngineStats, TenantService
-from app.engine.structured.compiler import GrammarCompiler, Grammars
+from app.engine.structured_output.grammar_compiler import CompiledGrammars, GrammarCompiler
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,24 +77,24 @@ class _Elsewhere:
 
 def context_of(config: EngineConfig, spec: ModelSpec) -> int:
     """The longest sequence in tokens. Raises ConfigError for settings that are not for this model."""
-    if config.max_context > spec.max_positions:
+    if config.max_model_len > spec.max_positions:
         raise ConfigError(
-            f"engine.max_context is {config.max_context} but model {spec.name!r} has "
+            f"engine.max_model_len is {config.max_model_len} but model {spec.name!r} has "
             f"{spec.max_positions} positions; lower it, or set 0 for the model's own limit"
         )
-    longest = config.max_context or spec.max_positions
-    if spec.encoder is not None and config.max_batch_tokens < longest:
+    longest = config.max_model_len or spec.max_positions
+    if spec.encoder is not None and config.max_num_batched_tokens < longest:
         raise ConfigError(
-            f"engine.max_batch_tokens is {config.max_batch_tokens} but an encoder computes a text in one step, and "
-            f"{spec.name!r} takes up to {longest} tokens; raise it, or lower engine.max_context"
+            f"engine.max_num_batched_tokens is {config.max_num_batched_tokens} but an encoder computes a text in one step, and "
+            f"{spec.name!r} takes up to {longest} tokens; raise it, or lower engine.max_model_len"
         )
     return longest
 
 
 def _check_speculation(config: EngineConfig, backend: Backend) -> None:
-    if isinstance(config.speculation, int) and not backend.limits.num_draft_rows:
+    if isinstance(config.speculative_decoding, int) and not backend.limits.num_draft_rows:
         raise ConfigError(
-            f"engine.speculation is {config.speculation}, but this engine cannot verify guessed tokens for "
+            f"engine.speculative_decoding is {config.speculative_decoding}, but this engine cannot verify guessed tokens for "
             f"{backend.spec.name!r}; set auto or off"
         )
 
@@ -102,22 +102,22 @@ def _check_speculation(config: EngineConfig, backend: Backend) -> None:
 def _scheduler(
     config: EngineConfig, limits: BackendLimits, blocks: BlockPool, adapters: AdapterPool, meter: EngineMeter
 ) -> Scheduler:
-    speculator = Speculator(
-        config.speculation,
+    speculator = SpecDecoder(
+        config.speculative_decoding,
         blocks,
         meter,
-        max_batch_tokens=config.max_batch_tokens,
+        max_num_batched_tokens=config.max_num_batched_tokens,
         num_draft_rows=limits.num_draft_rows,
     )
     return Scheduler(
         blocks,
         adapters,
         meter,
-        max_batch_tokens=config.max_batch_tokens,
-        max_batch_sequences=config.max_batch_sequences,
-        max_write_bytes=config.adapter_write_bytes_per_step,
-        pace=PrefillPace(config.prefill_step_ms / 1000),
-        isolation=Isolation(config.tenant_slowdown),
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_num_seqs=config.max_num_seqs,
+        max_write_bytes=config.lora_load_bytes_per_step,
+        pace=PrefillBudget(config.target_step_ms / 1000),
+        isolation=TenantIsolation(config.max_tenant_slowdown),
         speculator=speculator,
     )
 
@@ -130,7 +130,7 @@ class Engine:
         backend: Backend,
         config: EngineConfig,
         clock: Callable[[], float] = time.perf_counter,
-        grammars: Callable[[], Grammars] | None = None,
+        grammars: Callable[[], CompiledGrammars] | None = None,
         merged: AdapterCard | None = None,
     ) -> None:
         """`grammars` loads what answers with a grammar need; without it they are refused. `merged`: the adapter that
@@ -139,20 +139,20 @@ class Engine:
         self.spec = backend.spec
         limits = backend.limits
         _check_speculation(config, backend)
-        self.max_context = context_of(config, self.spec)
-        self._max_waiting = config.max_waiting
+        self.max_model_len = context_of(config, self.spec)
+        self._max_queued_requests = config.max_queued_requests
         self._meter = EngineMeter()
-        self._split = StepSplit()
-        self._blocks = BlockPool(limits.num_kv_blocks, limits.block_size, share=config.prefix_cache)
+        self._split = StepProfile()
+        self._blocks = BlockPool(limits.num_kv_blocks, limits.block_size, share=config.enable_prefix_caching)
         self._adapters = AdapterPool(
-            limits.adapter_rank_rows,
+            limits.lora_pool_rows,
             limits.rank_alignment,
-            limits.max_adapter_slots,
-            limits.adapter_extra_bytes,
-            config.adapter_eviction,
+            limits.max_loras,
+            limits.extra_weights_bytes,
+            config.lora_eviction_policy,
         )
-        self._check = RequestCheck(
-            self.spec, self._adapters.limits, limits, merged, self.max_context, has_grammars=grammars is not None
+        self._check = RequestValidator(
+            self.spec, self._adapters.limits, limits, merged, self.max_model_len, has_grammars=grammars is not None
         )
         self._clock = clock
         self._scheduler = _scheduler(config, limits, self._blocks, self._adapters, self._meter)
@@ -160,10 +160,10 @@ class Engine:
         self._builder = BatchBuilder(limits.block_size, self._compiler.masks if self._compiler is not None else None)
         #: Called on any thread when the engine has work that no submit has announced.
         self.on_work: Callable[[], None] = lambda: None
-        self._inbox: deque[_Submit | _Refuse | _Abort | _Pin | _Elsewhere | Drop | Bring] = deque()
+        self._inbox: deque[_Submit | _Refuse | _Abort | _Pin | _Elsewhere | UnloadCommand | LoadCommand] = deque()
         self._live_ids: dict[str, object] = {}  # submitted and not ended; single operations only, they are atomic
-        self._orders = AdapterOrders(self._adapters, limits.extra_bytes_of, limits.rank_rows_of)
-        self._writer = AdapterWriter(backend, self._adapters, self._orders, self._scheduler.live, self._meter, clock)
+        self._orders = AdapterCommands(self._adapters, limits.extra_bytes_of, limits.rank_rows_of)
+        self._writer = AdapterLoader(backend, self._adapters, self._orders, self._scheduler.live, self._meter, clock)
         self.merged = merged
         self._failure: EngineFailure | None = None
         self._plan: Schedule | None = None  # of the present step, or of the last one
@@ -185,9 +185,9 @@ class Engine:
         elif adapter is not None and not is_activated(request.token_ids, adapter.card.invocation_tokens):
             request, adapter = replace(request, adapter=None, unactivated=request.adapter), None
         num_waiting = len(self._live_ids) - self._scheduler.num_running
-        if num_waiting >= self._max_waiting and not request.resume_token_ids:
+        if num_waiting >= self._max_queued_requests and not request.resume_token_ids:
             raise QueueFull(
-                f"{num_waiting} requests are waiting and engine.max_waiting is {self._max_waiting}; try again later"
+                f"{num_waiting} requests are waiting and engine.max_queued_requests is {self._max_queued_requests}; try again later"
             )
         if adapter is not None and not self._adapters.is_resident(adapter.card.digest):
             self._backend.prepare_adapter(adapter)  # one that leaves before its turn is prepared when it is written
@@ -215,7 +215,7 @@ class Engine:
         the engine has stopped or stops before.
         """
         freed: Future[int] = Future()
-        self._order(Drop(digest, freed))
+        self._order(UnloadCommand(digest, freed))
         return freed
 
     def pin_adapters(self, digests: Collection[str]) -> None:
@@ -246,10 +246,10 @@ class Engine:
             resident.set_result(0)
             return resident
         self._backend.prepare_adapter(adapter)
-        self._order(Bring(adapter, ref, resident))
+        self._order(LoadCommand(adapter, ref, resident))
         return resident
 
-    def _order(self, order: Drop | Bring) -> None:
+    def _order(self, order: UnloadCommand | LoadCommand) -> None:
         self._inbox.append(order)
         if self._failure is not None:
             self._refuse_arrived(self._failure)  # no step takes it in any more
@@ -350,7 +350,7 @@ class Engine:
                     self._scheduler.live.reopen()
                 case _Elsewhere(served, continues):
                     self._scheduler.hear_elsewhere(served, continues=continues)
-                case Drop() | Bring():
+                case UnloadCommand() | LoadCommand():
                     self._orders.take(message)
             if chunk is not None:
                 chunks.append(chunk)
@@ -413,5 +413,5 @@ class Engine:
         with contextlib.suppress(IndexError):  # another thread took the last one
             while self._inbox:
                 message = self._inbox.popleft()
-                if isinstance(message, Drop | Bring):
+                if isinstance(message, UnloadCommand | LoadCommand):
                     refuse(message, failure)

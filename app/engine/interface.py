@@ -3,7 +3,7 @@
 In: requests with their adapters' weights, aborts and orders about adapters, from any thread. Out: lists of chunks
 through the callback that the engine was opened with. Rule: every submitted request gets a last chunk and every order
 an answer, also when the engine fails or is stopped; unless a step hangs (`check_progress`).
-`app.engine.open.open_engine` makes one from a checkpoint; `app.engine.worker.EngineThread` is this project's own.
+`app.engine.factory.create_engine` makes one from a checkpoint; `app.engine.engine_thread.EngineThread` is this project's own.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future
 from typing import Protocol
 
+from app.engine.adapters.adapter import LoraAdapter
 from app.engine.adapters.card import AdapterRef
-from app.engine.adapters.lora import LoraAdapter
 from app.engine.errors import EngineFailure
 from app.engine.request import GenerateRequest, TokenChunk
 from app.engine.stats import EngineStats, TenantService

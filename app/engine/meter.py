@@ -10,8 +10,8 @@ import numpy as np
 
 from app.engine.adapters.card import AdapterCard
 from app.engine.pools.adapter_pool import AdapterPool
-from app.engine.pools.kv_blocks import BlockPool
-from app.engine.request import Consumption
+from app.engine.pools.block_pool import BlockPool
+from app.engine.request import RequestUsage
 from app.engine.stats import EngineStats, ResidentAdapter, TenantStats
 
 MAX_TENANTS = 256
@@ -85,7 +85,7 @@ class EngineMeter:
         self.num_guessed += num_guessed
         self.num_guessed_right += num_right
 
-    def ended(self, tenant_id: str, consumption: Consumption) -> None:
+    def ended(self, tenant_id: str, consumption: RequestUsage) -> None:
         """A request has ended: what it held counts now."""
         self.rank_row_ms += consumption.rank_row_ms
         self.kv_block_ms += consumption.kv_block_ms
@@ -97,7 +97,7 @@ class EngineMeter:
         self,
         blocks: BlockPool,
         adapters: AdapterPool,
-        split: StepSplit,
+        split: StepProfile,
         *,
         num_live: int,
         num_running: int,
@@ -168,7 +168,7 @@ def _told(tenant: _Tenant) -> TenantStats:
     )
 
 
-class StepSplit:
+class StepProfile:
     """What of the steps' time is the base's, and what the adapters'. Written by the engine's thread only.
 
     A step is one call in which base products and deltas take turns thread by thread, so no clock tells them apart: the

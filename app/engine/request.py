@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 from app.engine.adapters.card import AdapterRef
-from app.engine.message import message
 from app.engine.models.spec import Pooling
+from app.engine.wire_format import message
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
@@ -28,7 +28,7 @@ class SamplingParams:
     (presence, frequency: over generated tokens) and transformers (repetition: over prompt and
     generated tokens); 0, 0 and 1 switch them off. `logit_bias`: (token id, amount) pairs, added after penalties. Before
     `min_tokens` tokens are generated none is drawn that ends the answer. `grammar` is what the answer follows, as text
-    (`app.engine.structured.grammars`), "" for none. Validated by `validate_sampling`.
+    (`app.engine.structured_output.grammar_builder`), "" for none. Validated by `validate_sampling`.
     """
 
     max_tokens: int = 16
@@ -123,7 +123,7 @@ class Usage:
 
 
 @message
-class Consumption(NamedTuple):
+class RequestUsage(NamedTuple):
     """What an engine has spent on one request, told when the request has ended there.
 
     Of a request that goes on from another engine's tokens they count too, unless they are charged (`num_charged`).
@@ -160,4 +160,4 @@ class TokenChunk:
     usage: Usage | None = None
     error: Exception | None = field(default=None, compare=False)
     embedding: bytes = b""
-    consumption: Consumption | None = None
+    consumption: RequestUsage | None = None

@@ -14,13 +14,13 @@ from enum import Enum
 import numpy as np
 from numpy.typing import NDArray
 
+from app.engine.adapters.adapter import LoraAdapter
 from app.engine.adapters.card import invocation_start
-from app.engine.adapters.lora import LoraAdapter
 from app.engine.batch import Bias
 from app.engine.constraint import Constraint
 from app.engine.models.spec import ModelSpec
-from app.engine.pools.kv_blocks import activation_hash, block_hash, root_hash
-from app.engine.request import Consumption, FinishReason, GenerateRequest, Usage
+from app.engine.pools.block_pool import activation_hash, block_hash, root_hash
+from app.engine.request import FinishReason, GenerateRequest, RequestUsage, Usage
 
 #: Of a sequence's first guess, and of any.
 FIRST_LENGTH, MAX_LENGTH = 3, 7
@@ -48,7 +48,7 @@ class Sequence:
     embedded, the hidden states added so far; else [0]. Its adapter has `num_rows` rank rows here. What it has held
     until `held_since_s` is in `block_seconds` and `row_seconds`.
     `bias` is added to logits, `stop_bias` until min_tokens. The `num_drafted` ids behind the known ones are guesses for
-    this step (`app.engine.speculation`), from `prediction` [n] int32 for one; none is of `end_ids`.
+    this step (`app.engine.spec_decode`), from `prediction` [n] int32 for one; none is of `end_ids`.
     `constraint`: of one whose answer follows a grammar, set before it is queued.
     Tokens before `adapter_start` are computed without its adapter, and blocks before `first_own_block` are the base's
     (activated LoRA).
@@ -133,7 +133,7 @@ class Sequence:
         self.num_computed = self.num_drafted = 0
         self.num_cached: int | None = None
         self.prediction: NDArray[np.int32] = np.array(request.prediction_ids, np.int32)
-        self.found_pace, self.forced_pace = Pace(), Pace()
+        self.found_pace, self.forced_pace = DraftLength(), DraftLength()
         self.pace_of_guess = self.found_pace
 
         self.has_memory = spec.encoder is None
@@ -237,12 +237,12 @@ class Sequence:
         self.num_loads += 1
         self.load_bytes += size_bytes
 
-    def consumption(self) -> Consumption:
+    def consumption(self) -> RequestUsage:
         """What it has taken of this engine, and of others that have not said so."""
         charged = self.request.num_charged
         has_begun = self.num_cached is not None or self.num_given > self.num_prompt
         pays_prompt = charged is None and has_begun
-        return Consumption(
+        return RequestUsage(
             self.num_prompt if pays_prompt else 0,
             (self.num_cached or 0) if pays_prompt else 0,
             self.num_output - (charged or 0),
@@ -286,7 +286,7 @@ class Sequence:
         self.pooled_sums = np.zeros_like(self.pooled_sums)
 
 
-class Pace:
+class DraftLength:
     """How many tokens a sequence's next guess of one kind has; 0 for no guess.
 
     Guesses grow while they are right and shrink to what was right of them. After one that was all wrong none is made

@@ -54,9 +54,9 @@ class EngineStats:
     `service_gap`: how far the service of tenants that wait is apart, by weight and in prompt tokens.
     An engine that holds adapters in another form than rank rows has none: `num_rank_rows` is 0.
     `num_kv_tokens`: what all KV blocks together hold, and no request may exceed; 0 for a model without KV memory.
-    Steps took `base_s + deltas_s` without their writes: what the base and what adapters took of it (`StepSplit`).
+    Steps took `base_s + deltas_s` without their writes: what the base and what adapters took of it (`StepProfile`).
     `compile_s`: what making kernels, programs or graphs took until now (`Backend.compile_s`).
-    `cached_heads`: names of what prompts began with that is cached (`prompt_head`), the last used at the end.
+    `cached_heads`: names of what prompts began with that is cached (`prefix_key`), the last used at the end.
     """
 
     num_waiting: int

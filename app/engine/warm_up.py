@@ -12,11 +12,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from app.engine.adapters.adapter import LoraAdapter, LoraKey, LoraPair
 from app.engine.adapters.card import AdapterCard, AdapterRef
-from app.engine.adapters.lora import LoraAdapter, LoraKey, LoraPair
 from app.engine.engine import Engine
 from app.engine.errors import EngineFailure, QueueFull
-from app.engine.models.products import layer_products
+from app.engine.models.linear_modules import layer_linear_modules
 from app.engine.models.spec import ModelSpec
 from app.engine.request import GenerateRequest, PoolingParams, SamplingParams
 
@@ -29,7 +29,7 @@ NUM_PROMPT_TOKENS, NUM_ANSWER_TOKENS, NUM_REQUESTS = 24, 4, 4
 
 def warm_up(engine: Engine) -> None:
     """Run base and (if there are rank rows) adapter requests. Raises EngineFailure if that does not work."""
-    num_prompt_tokens = min(NUM_PROMPT_TOKENS, engine.max_context - NUM_ANSWER_TOKENS)
+    num_prompt_tokens = min(NUM_PROMPT_TOKENS, engine.max_model_len - NUM_ANSWER_TOKENS)
     if num_prompt_tokens < 1:
         return
     adapter = _null_adapter(engine.spec) if engine.max_rank else None
@@ -81,7 +81,7 @@ def _null_adapter(spec: ModelSpec) -> LoraAdapter:
     """An adapter of rank 1 on every module that all tokens use; it changes nothing."""
     weights = {}
     for layer in range(len(spec.layers)):
-        for product in layer_products(spec, layer):
+        for product in layer_linear_modules(spec, layer):
             if not product.has_rank_rows:
                 continue
             for target, d_out in zip(product.targets, product.widths, strict=True):

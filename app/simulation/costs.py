@@ -1,7 +1,7 @@
 """What steps, prompts and loads take: the table that the simulation counts time with.
 
 In: a JSON file with one number per field, as `python -m load_tests.simulate measure` writes it on a machine. Out:
-`Costs`. Rule: times come from the real engine; a simulation says whose. A step of B decoding sequences whose adapters
+`CostsResponse`. Rule: times come from the real engine; a simulation says whose. A step of B decoding sequences whose adapters
 have R rank rows together takes `step_s + B * sequence_s + R * row_s`; P tokens of a prompt, each of which looks at
 itself and all before it, at L in all, take `P * prompt_token_s + L * look_s` beside that; and writing an adapter of r
 rank rows takes `r * row_write_s`.

@@ -1,7 +1,7 @@
 """A whole fleet on the virtual clock: placement, the choice of a replica, loads, and replicas that come, go and die.
 
 In: traffic, the size of the fleet, a placement policy, costs and a seed. Out: a `Result`. Decisions are production's
-own: `PlacementBooks` with the policy, the ingress's `Loads` and `choose`, the store's `BoundedSet` for host memory, the
+own: `PlacementState` with the policy, the ingress's `Loads` and `choose_replica`, the store's `BytesBoundedCache` for host memory, the
 autoscaler's (`scaling`). Rule: everything happens in order of its time, and what is random comes from the
 seed, so a run is the same on any machine. Simplified are: one ingress, which knows placement's table at once, and one
 node's host memory for all replicas.
@@ -17,16 +17,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from app.config import PlacementConfig
-from app.deployments.ingress.loads import Loads
-from app.deployments.placement.books import PlacementBooks
-from app.deployments.placement.choosing import choose, make_policy
+from app.deployments.ingress.dispatch.replica_load import ReplicaLoadTracker
+from app.deployments.placement.delta_reporter import DeltaReporter
+from app.deployments.placement.messages import ReplicaIdentity, ReplicaReport, Row
+from app.deployments.placement.replica_choice import choose_replica, make_policy
 from app.deployments.placement.service import REBALANCE_INTERVAL_S
-from app.deployments.placement.table import Origin, ReplicaReport, Row
-from app.deployments.placement.telling import Telling
-from app.deployments.store.bounded_set import BoundedSet
+from app.deployments.placement.state import PlacementState
+from app.deployments.store.bytes_bounded_cache import BytesBoundedCache
 from app.engine.sequence import Status
 from app.simulation.costs import Costs
-from app.simulation.replica import Job, Replica, ReplicaSize
+from app.simulation.replica import Replica, ReplicaSize, SimulatedRequest
 from app.simulation.result import Result, Tick
 from app.simulation.scaling import SCALING_INTERVAL_S, Scaler, Scaling
 from app.simulation.traffic import BASE, Traffic
@@ -61,17 +61,17 @@ class _Fleet:
         self._draw = random.Random(seed)
         self._policy = make_policy(plan.placement)
         placement = plan.placement
-        self._books = PlacementBooks(
-            self._policy, placement.silence_s, placement.report_interval_s, placement.min_homes
+        self._books = PlacementState(
+            self._policy, placement.heartbeat_timeout_s, placement.report_interval_s, placement.min_replicas_per_adapter
         )
-        self._loads = Loads(lambda: self._now_s)
-        self._host = BoundedSet(plan.host_bytes, "lru")
+        self._loads = ReplicaLoadTracker(lambda: self._now_s)
+        self._host = BytesBoundedCache(plan.host_bytes, "lru")
         self._on_disk: set[str] = set(traffic.digests()) if plan.is_warm else set()
         self._coming_s: dict[str, float] = {}  # adapters that are being fetched, and when they are there
         self._digests = traffic.digests()
         self._replicas: dict[str, Replica] = {}
         self._leaving: list[Replica] = []
-        self._tellings: dict[str, Telling] = {}
+        self._tellings: dict[str, DeltaReporter] = {}
         self._usable_ids: list[str] = []
         self._homes: dict[str, Row] = {}
         self._events: list[tuple[float, int, str, object]] = []
@@ -79,7 +79,7 @@ class _Fleet:
         self._scaler = None if plan.scaling is None else Scaler(plan.scaling)
         self._pinned = {self._digests[index]: int(traffic.rank[index]) for index in plan.pinned}
         self._to_start = 0
-        self._stranded: list[Job] = []
+        self._stranded: list[SimulatedRequest] = []
         self.result = Result(traffic)
 
     def run(self) -> Result:
@@ -103,7 +103,7 @@ class _Fleet:
             adapter = adapters[index]
             is_base = adapter == BASE
             self._num_jobs_open += 1
-            job = Job(
+            job = SimulatedRequest(
                 index, arrival_s, adapter,
                 None if is_base else self._digests[adapter], 0 if is_base else ranks[adapter],
                 prompts[index], outputs[index], f"t{tenants[index]}", traffic.weights.get(tenants[index], 1.0),
@@ -146,7 +146,7 @@ class _Fleet:
 
     # -- requests ---------------------------------------------------------------------------------------
 
-    def _dispatch(self, job: Job) -> None:
+    def _dispatch(self, job: SimulatedRequest) -> None:
         if not self._usable_ids:
             self._stranded.append(job)
             return
@@ -156,7 +156,7 @@ class _Fleet:
                 self._scaler.asked(digest, self._now_s)
             if self._policy.has_homes and not view.homes(digest):
                 self._books.assign([digest])
-        chosen = choose(
+        chosen = choose_replica(
             digest, view, self._policy, self._replicas, self._usable_ids, self._loads.of, self._draw,
             lambda: None if job.head is None else job.head.hex(),
         )  # fmt: skip
@@ -170,7 +170,7 @@ class _Fleet:
         else:
             self._enter(job)
 
-    def _enter(self, job: Job) -> None:
+    def _enter(self, job: SimulatedRequest) -> None:
         assert job.replica is not None
         self._ended(job.replica.enter(job, self._now_s))
         self._expect(job.replica)
@@ -191,7 +191,7 @@ class _Fleet:
         self._coming_s[digest] = self._now_s + read_s + costs.host_s
         return read_s + costs.host_s
 
-    def _ended(self, jobs: Sequence[Job]) -> None:
+    def _ended(self, jobs: Sequence[SimulatedRequest]) -> None:
         for job in jobs:
             assert job.replica is not None
             self._loads.change(job.replica.replica_id, -1)
@@ -215,7 +215,7 @@ class _Fleet:
         replica = Replica(replica_id, self._now_s, self._plan.costs, self._plan.size)
         replica.pin(self._pinned)
         self._replicas[replica_id] = replica
-        self._tellings[replica_id] = Telling(Origin("store", "{}", self._now_s))
+        self._tellings[replica_id] = DeltaReporter(ReplicaIdentity("store", "{}", self._now_s))
         self._report(replica)
         self._at(self._now_s + self._draw.random() * self._plan.placement.report_interval_s, "report", replica)
         self._usable_ids = [*self._replicas]
@@ -270,8 +270,8 @@ class _Fleet:
             replica.replica_id, replica.num_running, replica.num_waiting,
             tuple(residents),
             Counter(job.digest for job in replica.jobs.values() if job.digest is not None),
-            num_rows=residents, num_rank_rows=replica.size.adapter_rank_rows,
-            cached_heads=replica.cached_heads if self._plan.placement.prefix_aware else (),
+            num_rows=residents, num_rank_rows=replica.size.lora_pool_rows,
+            cached_heads=replica.cached_heads if self._plan.placement.prefix_affinity else (),
         )  # fmt: skip
         assert self._books.report(self._tellings[replica.replica_id].news(state, is_leaving=is_leaving), self._now_s)
 
@@ -310,10 +310,10 @@ class _Fleet:
             if not replica.jobs:
                 continue
             lately = {job.digest: job.rank for job in replica.jobs.values() if job.digest is not None}
-            slots = replica.size.max_adapter_slots - 1
+            slots = replica.size.max_loras - 1
             num_rows = max(num_rows, sum(lately.values()))
             num_running, kv_used = max(num_running, replica.num_running), max(kv_used, replica.kv_used)
-            full += len(lately) > slots or sum(lately.values()) > replica.size.adapter_rank_rows
+            full += len(lately) > slots or sum(lately.values()) > replica.size.lora_pool_rows
         imbalance = max(loads, default=0) / mean if mean else 1.0
         return Tick(self._now_s, len(self._replicas), imbalance, full, num_rows, num_running, kv_used)
 

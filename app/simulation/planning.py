@@ -1,6 +1,6 @@
 """How large a fleet has to be for some traffic, and what breaks first if it is smaller.
 
-In: traffic, costs, the size of a replica and an objective. Out: `Need`: the fewest replicas that keep it, what they
+In: traffic, costs, the size of a replica and an objective. Out: `Cost`: the fewest replicas that keep it, what they
 use, and which limit a fleet of one replica fewer runs into. Rule: the number is found by simulation with the service's
 own decisions, by doubling and halving; more replicas are taken not to be worse.
 """
@@ -80,11 +80,11 @@ def _limit(result: Result, plan: Plan) -> str:
     size = plan.size
     smallest = rows_of(int(result.traffic.rank.min()), size.rank_alignment) if result.traffic.num_adapters else 0
     parts = {
-        f"rank rows (engine.adapter_rank_rows {size.adapter_rank_rows})": [
-            tick.num_rows + smallest > size.adapter_rank_rows and smallest > 0 for tick in result.ticks
+        f"rank rows (engine.lora_pool_rows {size.lora_pool_rows})": [
+            tick.num_rows + smallest > size.lora_pool_rows and smallest > 0 for tick in result.ticks
         ],
-        f"sequences in a batch (engine.max_batch_sequences {size.max_batch_sequences})": [
-            tick.num_running >= size.max_batch_sequences for tick in result.ticks
+        f"sequences in a batch (engine.max_num_seqs {size.max_num_seqs})": [
+            tick.num_running >= size.max_num_seqs for tick in result.ticks
         ],
         f"KV memory ({size.kv_tokens} tokens)": [tick.kv_used > 0.95 for tick in result.ticks],
     }

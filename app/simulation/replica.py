@@ -2,7 +2,7 @@
 
 In: jobs, and the time. Out: the time at which something changes next, and at it the jobs that have ended. Whose turn it
 is, what the rows hold and how prompts share a step is decided by the engine's own `FairQueue`, `AdapterPool`,
-`PrefillPace` and `split_prefill`; a step is not computed but lasts what `Costs` says. What prompts begin with stays
+`PrefillBudget` and `split_prefill`; a step is not computed but lasts what `CostsResponse` says. What prompts begin with stays
 cached, the longest unused out, where KV memory has room beside running jobs; so does the rest of them, which nobody
 asks for again. Rule: what arrives waits for the end of the present step, as in the engine; steps that decode the same
 sequences are taken together, so a request costs a few events.
@@ -19,8 +19,9 @@ from typing import Any
 
 from app.engine.config import EvictionPolicy
 from app.engine.pools.adapter_pool import AdapterPool
-from app.engine.pools.kv_blocks import MAX_HEADS
+from app.engine.pools.block_pool import MAX_HEADS
 from app.engine.scheduling.admission import MAX_BLOCK_REFUSALS, MAX_BYPASSES, MAX_URGENT
+from app.engine.scheduling.chunked_prefill import PrefillBudget, spend_rest, split_prefill
 from app.engine.scheduling.fair_queue import (
     HELD_BLOCK_PRICE,
     HELD_ROW_PRICE,
@@ -29,7 +30,6 @@ from app.engine.scheduling.fair_queue import (
     RANK_ROW_PRICE,
     FairQueue,
 )
-from app.engine.scheduling.prefill import PrefillPace, spend_rest, split_prefill
 from app.engine.sequence import Status
 from app.simulation.costs import Costs
 
@@ -43,17 +43,17 @@ PACE_STEPS = 9
 class ReplicaSize:
     """What one replica can hold; the names are those of `engine` in the service's settings."""
 
-    max_batch_sequences: int = 16
-    adapter_rank_rows: int = 256
+    max_num_seqs: int = 16
+    lora_pool_rows: int = 256
     rank_alignment: int = 8
-    max_adapter_slots: int = 64
+    max_loras: int = 64
     kv_tokens: int = 65536
     eviction: EvictionPolicy = "lru"
-    max_batch_tokens: int = 256
-    prefill_step_s: float = 0.1  # engine.prefill_step_ms
+    max_num_batched_tokens: int = 256
+    prefill_step_s: float = 0.1  # engine.target_step_ms
 
 
-class Job:
+class SimulatedRequest:
     """One request. It is a `Sequence` as far as the fair queue looks at one."""
 
     __slots__ = (
@@ -89,7 +89,7 @@ class Job:
         self.first_s = self.done_s = math.nan
 
     @property
-    def request(self) -> Job:
+    def request(self) -> SimulatedRequest:
         """The fair queue asks a sequence's request for its weight."""
         return self
 
@@ -108,17 +108,15 @@ class Replica:
         self.version = 0  # of its next event: earlier ones are void
         self.reported_version = -1
         self.is_leaving = False
-        self.pool = AdapterPool(
-            size.adapter_rank_rows, size.rank_alignment, size.max_adapter_slots, policy=size.eviction
-        )
+        self.pool = AdapterPool(size.lora_pool_rows, size.rank_alignment, size.max_loras, policy=size.eviction)
         self.num_hits = self.num_loads = self.num_pinned_loads = self.num_tokens = 0
         self._pinned: frozenset[str] = frozenset()
-        self.jobs: dict[int, Job] = {}  # those that were given to it and have not ended
+        self.jobs: dict[int, SimulatedRequest] = {}  # those that were given to it and have not ended
         self._costs = costs
         self._queue: Any = FairQueue()  # of jobs, which are sequences to it
-        self._prompts: list[Job] = []  # running, with prompt tokens to compute, oldest first
-        self._decoding: list[tuple[int, int, Job]] = []  # (step after which it ends, index, job), a heap
-        self._inbox: list[Job] = []  # what came during the present steps
+        self._prompts: list[SimulatedRequest] = []  # running, with prompt tokens to compute, oldest first
+        self._decoding: list[tuple[int, int, SimulatedRequest]] = []  # (step after which it ends, index, job), a heap
+        self._inbox: list[SimulatedRequest] = []  # what came during the present steps
         self._tenant_ids: set[str] = set()
         self._in_batch: Counter[str] = Counter()
         self._residents: dict[str, int] = {}
@@ -129,8 +127,8 @@ class Replica:
         self._num_done = 0  # steps until the present ones
         # The present steps: when they began and end, how long one lasts, how many, and prompt tokens in the only one.
         self._began_s, self._end_s, self._step_s, self._num_steps = started_s, math.inf, 0.0, 0
-        self._chunks: list[tuple[Job, int]] = []
-        self._pace = PrefillPace(size.prefill_step_s)
+        self._chunks: list[tuple[SimulatedRequest, int]] = []
+        self._pace = PrefillBudget(size.prefill_step_s)
         self._write_s = 0.0  # of the present step, in which it computes nothing
         self._in_step = (0, 0)  # sequences with one token in the present step, and tokens of prompts, if it has some
         self._has_changed = False  # since the queue was last looked at
@@ -175,7 +173,7 @@ class Replica:
             assert self.pool.acquire(digest, rank) is not None, "what is pinned has room"
             self.pool.release(digest)
 
-    def enter(self, job: Job, now_s: float) -> list[Job]:
+    def enter(self, job: SimulatedRequest, now_s: float) -> list[SimulatedRequest]:
         """A job whose adapter is on the host. Returns those that ended until this moment."""
         ended = self.run(now_s)
         self._inbox.append(job)
@@ -188,9 +186,9 @@ class Replica:
                 self.version += 1
         return ended
 
-    def run(self, now_s: float) -> list[Job]:
+    def run(self, now_s: float) -> list[SimulatedRequest]:
         """Go on to this time. Returns the jobs that have ended."""
-        ended: list[Job] = []
+        ended: list[SimulatedRequest] = []
         while self._end_s <= now_s:
             at_s = self._end_s
             self._finish(at_s, ended)
@@ -205,7 +203,7 @@ class Replica:
         step_s = self._costs.decode_s(num_decoding, self._num_rows)
         self._chunks, num_written = [], 0
         if self._prompts or (self._has_changed and len(self._queue)):
-            budget = self._pace.max_tokens(num_decoding, self.size.max_batch_tokens - num_decoding)
+            budget = self._pace.max_tokens(num_decoding, self.size.max_num_batched_tokens - num_decoding)
             num_written = self._take_in(budget)
         self.version += 1
         self._began_s = now_s
@@ -252,7 +250,7 @@ class Replica:
         self._prompts += admitted
         return num_written
 
-    def _finish(self, now_s: float, ended: list[Job]) -> None:
+    def _finish(self, now_s: float, ended: list[SimulatedRequest]) -> None:
         """The present steps are computed; those who end by it are appended to `ended`."""
         self._tell_pace()
         self._num_done += self._num_steps
@@ -274,7 +272,7 @@ class Replica:
         for _ in range(min(self._num_steps, PACE_STEPS)):
             observe(num_decoding, 0, self._step_s)
 
-    def _first_token(self, job: Job, now_s: float) -> None:
+    def _first_token(self, job: SimulatedRequest, now_s: float) -> None:
         if math.isnan(job.first_s):
             job.first_s = now_s
         self._prompts.remove(job)
@@ -286,7 +284,7 @@ class Replica:
                 self._num_rows += job.rank
         heapq.heappush(self._decoding, (self._num_done + job.output_tokens - 1, job.index, job))
 
-    def _end(self, job: Job, now_s: float) -> Job:
+    def _end(self, job: SimulatedRequest, now_s: float) -> SimulatedRequest:
         job.done_s = now_s
         self._has_changed = True
         self._kv_tokens -= job.num_kv_tokens
@@ -318,22 +316,22 @@ class Replica:
             for last_step, _, job in self._decoding:
                 self._charge(job, job.output_tokens - (last_step - self._num_done))
 
-    def _charge(self, job: Job, num_tokens: int) -> None:
+    def _charge(self, job: SimulatedRequest, num_tokens: int) -> None:
         """So many tokens of a job's answer are there."""
         num_blocks = -(-(job.num_prompt + num_tokens - 1) // BLOCK_TOKENS)
         held = HELD_BLOCK_PRICE * num_blocks + HELD_ROW_PRICE * job.rank
         self._queue.charge(job, (OUTPUT_PRICE + held) * (num_tokens - job.num_charged))
         job.num_charged = num_tokens
 
-    def _admit(self, max_tokens: int) -> tuple[list[Job], int]:
+    def _admit(self, max_tokens: int) -> tuple[list[SimulatedRequest], int]:
         """As `Admission` does: in fair order, past those that have no room, which are put first after a while.
 
         Returns who starts, and the rank rows that are to be written for them.
         """
-        admitted: list[Job] = []
-        passed: Job | None = None
+        admitted: list[SimulatedRequest] = []
+        passed: SimulatedRequest | None = None
         num_refused = num_tokens = num_written = 0
-        room = self.size.max_batch_sequences - self.num_running
+        room = self.size.max_num_seqs - self.num_running
         self._has_changed = False
         self._settle()
         for job in self._queue.candidates() if room > 0 else ():
@@ -366,7 +364,7 @@ class Replica:
             self._has_changed = True
         return admitted, num_written
 
-    def _find_head(self, job: Job) -> None:
+    def _find_head(self, job: SimulatedRequest) -> None:
         """A job starts: what its prompt begins with need not be computed if it is cached."""
         if job.head is not None and job.head in self._cached:
             self._cached.move_to_end(job.head)
@@ -380,7 +378,7 @@ class Replica:
         while self._cached and self._cached_tokens + self._kv_tokens > self.size.kv_tokens:
             self._cached_tokens -= self._cached.popitem(last=False)[1]
 
-    def _place(self, job: Job) -> bool:
+    def _place(self, job: SimulatedRequest) -> bool:
         assert job.digest is not None
         size_bytes = round(job.rank * self._costs.row_bytes)
         grant = self.pool.acquire(job.digest, job.rank, size_bytes=size_bytes, tenant_id=job.tenant_id)

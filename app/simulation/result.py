@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from app.simulation.replica import Job
+from app.simulation.replica import SimulatedRequest
 from app.simulation.traffic import BASE, Traffic
 
 CLASSES = ("hot", "warm", "tail")
@@ -51,7 +51,7 @@ class Result:
         self.scalings: list[tuple[float, int, int]] = []  # (when, replicas that were to be, and from then on)
         self.end_s = 0.0
 
-    def add(self, job: Job) -> None:
+    def add(self, job: SimulatedRequest) -> None:
         """A request has ended."""
         self.first_token_s[job.index] = job.first_s - job.arrival_s
         self.total_s[job.index] = job.done_s - job.arrival_s

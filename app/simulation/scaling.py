@@ -1,7 +1,7 @@
 """How many replicas a simulated fleet has: by the policy of the service, or by that of Ray Serve, to compare the two.
 
 In: what replicas have to do, at every look. Out: how many there should be. Rule: the service's policy is production's
-own `wanted` and `decide`. Ray's is written down here, since its own reads the machine's clock; a test holds it to that.
+own `desired_replicas` and `decide`. Ray's is written down here, since its own reads the machine's clock; a test holds it to that.
 Both wait as Serve has them wait: a change is made once it was wanted at every look for its delay.
 """
 
@@ -11,9 +11,9 @@ import math
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
-from app.deployments.placement.autoscaling import Demand, Objective, decide, wanted
+from app.deployments.placement.autoscaling import Demand, Objective, decide, desired_replicas
 from app.deployments.placement.view import PlacementView
-from app.deployments.replica.demand import DEMAND_S, RATE_DECAY
+from app.deployments.replica.autoscaling_metrics import DEMAND_S, RATE_DECAY
 from app.simulation.replica import Replica
 
 #: How often it is asked.
@@ -86,8 +86,8 @@ class Scaler:
             desired = math.ceil(mean / objective.target_ongoing_requests) if replicas else target
         else:
             self._asked_s = {digest: at_s for digest, at_s in self._asked_s.items() if now_s - at_s <= DEMAND_S}
-            want = wanted([self._demand(replica, now_s, view) for replica in replicas], objective)
-            self._note(now_s, want.replicas, max(objective.hold_s, objective.forecast_s))
+            want = desired_replicas([self._demand(replica, now_s, view) for replica in replicas], objective)
+            self._note(now_s, want.replicas, max(objective.scale_down_window_s, objective.forecast_s))
             desired = decide(self._history, target, now_s, objective)
         count = self._delay.apply(max(1, desired), target, now_s)
         return min(max(count, scaling.min_replicas), scaling.max_replicas)
@@ -108,4 +108,4 @@ class Scaler:
         )
         here = [digest for digest in view.at_home(replica.replica_id) if digest in self._asked_s]
         rows = sum((view.num_rows(digest) or view.usual_rows) / max(len(view.homes(digest)), 1) for digest in here)
-        return Demand(work, rate, rows, replica.size.adapter_rank_rows, replica.kv_used)
+        return Demand(work, rate, rows, replica.size.lora_pool_rows, replica.kv_used)

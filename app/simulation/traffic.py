@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from app.engine.pools.kv_blocks import HEAD_BYTES
+from app.engine.pools.block_pool import HEAD_BYTES
 from app.simulation.trace import TraceEntry
 
 #: The adapter of requests for the base.

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from app.engine.models.sources import GEMMA_MODEL_URI, resolve_model
+from app.engine.models.download.model_download import GEMMA_MODEL_URI, resolve_model
 from examples.training import sql
 from examples.training.base import load_base
 from examples.training.evaluate import HEADER, row

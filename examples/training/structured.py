@@ -17,12 +17,12 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from app.deployments.ingress.tool_grammar import Tool, tool_grammar
+from app.deployments.ingress.preprocess.tool_grammar import Tool, tool_grammar
 from app.engine.api import LLM
-from app.engine.models.sources import DEFAULT_MODEL_URI
-from app.engine.models.tool_formats import HERMES
+from app.engine.models.chat.tool_call_formats import HERMES
+from app.engine.models.download.model_download import DEFAULT_MODEL_URI
 from app.engine.request import SamplingParams
-from app.engine.structured.grammars import json_grammar, regex_grammar
+from app.engine.structured_output.grammar_builder import json_grammar, regex_grammar
 from examples.training import extract, support, tools
 from examples.training.recipes import RECIPES
 from examples.training.task import Example, examples

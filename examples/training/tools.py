@@ -3,7 +3,7 @@
 In: a sentence, after a system message that tells of six functions. Out: one call as Hermes writes it; and, where the
 function's answer stands in the conversation already, one line that passes it on.
 A call passes when it parses, and its name and all of its arguments are the wanted ones with the right types.
-The conversation is told as the server tells it (`app/engine/models/tool_formats.py`).
+The conversation is told as the server tells it (`app/engine/models/chat/tool_call_formats.py`).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import json
 from random import Random
 from typing import Any
 
-from app.engine.models.tool_formats import call_text, with_tools
+from app.engine.models.chat.tool_call_formats import call_text, with_tools
 from examples.training.extract import made_up, plural
 from examples.training.task import Example, Said, Split, Task
 from examples.training.words import listed, words

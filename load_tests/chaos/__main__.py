@@ -45,7 +45,7 @@ SETTLE_S = 120.0
 
 def settings(folder: Path, hub_url: str) -> dict[str, Any]:
     """A Serve application file for the tiny model."""
-    engine = {"num_kv_blocks": 1024, "adapter_rank_rows": 256, "cpu": {"num_threads": 1}}
+    engine = {"num_kv_blocks": 1024, "lora_pool_rows": 256, "cpu": {"num_threads": 1}}
     args = {
         "model": {"uri": str(folder / "model"), "name": "tiny"},
         "engine": engine,

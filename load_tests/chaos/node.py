@@ -13,7 +13,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from app.cli.ray_switches import HA_PROXY_SWITCHES, RAY_SWITCHES
+from app.cli.ray_env import HA_PROXY_SWITCHES, RAY_SWITCHES
 from load_tests.process_tree import session_processes
 from load_tests.service import ROOT, Service, end_session
 

@@ -20,32 +20,32 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from app.config import AdaptersConfig, AppConfig
-from app.deployments.registry.books import open_registry
-from app.deployments.registry.entries import DEFAULT_TENANT, UPLOADED, CatalogEntry, LoadRequest
-from app.deployments.registry.lifecycle import Lifecycle
+from app.deployments.registry.jobs.lazy_registrations import LazyRegistrations
+from app.deployments.registry.models import DEFAULT_TENANT, UPLOADED, CatalogEntry, LoadRequest
+from app.deployments.registry.registry import open_registry
+from app.deployments.registry.service import RegistryService
 from app.deployments.registry.tier_events import TierEvents
-from app.deployments.registry.unread import UnreadNames
-from app.deployments.store.counts import TierCounts
-from app.deployments.store.library import AdapterLibrary, open_library
-from app.deployments.store.quarantine import Quarantine
+from app.deployments.store.adapter_reader import AdapterReader, open_adapter_reader
+from app.deployments.store.failure_backoff import FailureBackoff
+from app.deployments.store.host_cache import HostAdapterCache
 from app.deployments.store.service import StoreParts, StoreService
-from app.deployments.store.store import AdapterStore
+from app.deployments.store.tier_counters import TierCounters
 from app.deployments.store.uploads import Uploads
+from app.engine.adapters.adapter import FEATURES, LoraAdapter
 from app.engine.adapters.card import AdapterRef
 from app.engine.adapters.formats.peft_config import CONFIG_NAME
 from app.engine.adapters.formats.peft_file import WEIGHTS_NAME
-from app.engine.adapters.isolation.packing import PackedAdapter, unpack_adapter
-from app.engine.adapters.lora import FEATURES, LoraAdapter
+from app.engine.adapters.sandbox.packing import PackedAdapter, unpack_adapter
 from app.engine.config import CpuConfig, EngineConfig
 from app.engine.engine import Engine
+from app.engine.factory import load_backend
 from app.engine.models.checkpoint import Checkpoint, load_checkpoint
-from app.engine.models.products import DENSE_TARGETS, target_shape
-from app.engine.models.sources import DEFAULT_MODEL_URI, resolve_model
+from app.engine.models.download.model_download import DEFAULT_MODEL_URI, resolve_model
+from app.engine.models.linear_modules import DENSE_TARGETS, target_shape
 from app.engine.models.spec import ModelSpec
-from app.engine.open import load_backend
 from app.engine.request import GenerateRequest, SamplingParams
-from load_tests.measuring import Spread, environment, spread
 from load_tests.random_adapters import write_random_adapter
+from load_tests.stats import Spread, environment, spread
 
 #: Requests in flight at once while the many are served.
 CONCURRENT = 32
@@ -89,17 +89,17 @@ class _Service:
         adapters = AdaptersConfig(roots=(str(folder),), state_dir=str(folder / "state"), host_cache_bytes=host_bytes)
         (folder / "state").mkdir()
         settings = AppConfig(adapters=adapters, engine=config)
-        counts, events = TierCounts(), TierEvents()
+        counts, events = TierCounters(), TierEvents()
         uploads = Uploads(folder / "state" / "uploads", adapters.disk_cache_bytes, time.monotonic)
-        self.library: AdapterLibrary = open_library(
+        self.library: AdapterReader = open_adapter_reader(
             adapters, checkpoint, FEATURES, counts, events, uploads=uploads.root
         )
         self.registry = open_registry(settings, checkpoint.spec.digest)
-        self.store: AdapterStore[PackedAdapter] = AdapterStore(
+        self.store: HostAdapterCache[PackedAdapter] = HostAdapterCache(
             self.library, _host_copy, events, max_bytes=host_bytes, counts=counts
         )
-        self.lifecycle = Lifecycle(self.registry, self.store, events)
-        unread = UnreadNames(self.registry, self.lifecycle, Quarantine())
+        self.lifecycle = RegistryService(self.registry, self.store, events)
+        unread = LazyRegistrations(self.registry, self.lifecycle, FailureBackoff())
         parts = StoreParts(self.registry, self.lifecycle, self.store, (), unread, uploads=uploads)
         self._calls = StoreService(parts, lambda: None)
         self.backend = load_backend(checkpoint, config)
@@ -156,7 +156,7 @@ async def _costs(settings: Settings, checkpoint: Checkpoint, folder: Path) -> st
     ]
     size_bytes = sum(file.stat().st_size for file in folders[0].iterdir())
     cpu = CpuConfig(num_threads=settings.num_threads)
-    config = EngineConfig(cpu=cpu, adapter_rank_rows=8 * settings.rank, num_kv_blocks=64)
+    config = EngineConfig(cpu=cpu, lora_pool_rows=8 * settings.rank, num_kv_blocks=64)
     service = _Service(checkpoint, folder, config, host_bytes=1 << 30)
     service.library.from_source(str(folders[0]))  # the reading process is up
     warm_s = [_timed(lambda path=path: service.library.from_source(str(path))) for path in folders]
@@ -214,11 +214,11 @@ async def _many(settings: Settings, checkpoint: Checkpoint, folder: Path) -> str
         write_random_adapter(folder / f"a{i}", checkpoint.spec, settings.small_rank, i, ["q_proj"], bf16=True)
     config = EngineConfig(
         cpu=CpuConfig(num_threads=settings.num_threads),
-        adapter_rank_rows=settings.num_resident * settings.small_rank,
-        max_adapter_slots=settings.num_resident + 1,
-        max_batch_sequences=CONCURRENT,
+        lora_pool_rows=settings.num_resident * settings.small_rank,
+        max_loras=settings.num_resident + 1,
+        max_num_seqs=CONCURRENT,
         num_kv_blocks=CONCURRENT * 4,
-        prefix_cache=False,
+        enable_prefix_caching=False,
     )
     service = _Service(checkpoint, folder, config, _host_bytes(settings, checkpoint.spec))
     started_s = time.perf_counter()

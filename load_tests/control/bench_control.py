@@ -20,12 +20,12 @@ from typing import Any
 
 import numpy as np
 
-from app.deployments.ingress.streams import Stream
+from app.deployments.ingress.dispatch.stream import Stream
+from app.deployments.placement.delta_reporter import DeltaReporter
+from app.deployments.placement.messages import ReplicaIdentity, ReplicaReport
 from app.deployments.placement.service import PlacementService
-from app.deployments.placement.table import Origin, ReplicaReport
-from app.deployments.placement.telling import Telling
-from app.deployments.registry.entries import CatalogEntry
-from app.deployments.registry.view import RegistryView
+from app.deployments.registry.feed.view import RegistryView
+from app.deployments.registry.models import CatalogEntry
 from app.engine.adapters.card import AdapterRef
 from app.engine.request import GenerateRequest
 from load_tests.control.simulated import SimulatedService, request
@@ -269,7 +269,7 @@ def names(count: int) -> Rows:
 
 
 def _report_bytes() -> tuple[int, int]:
-    telling = Telling(Origin("store", "{}", 0.0))
+    telling = DeltaReporter(ReplicaIdentity("store", "{}", 0.0))
     before = tuple(sorted(digest(index) for index in range(255)))
     whole = telling.news(ReplicaReport("EngineReplica#00000001", resident=before))
     change = telling.news(ReplicaReport("EngineReplica#00000001", resident=tuple(sorted([*before[1:], digest(999)]))))

@@ -31,32 +31,32 @@ import httpx
 from sqlalchemy import Connection, Table, func, insert, select
 
 from app.cli.register import BATCH
-from app.deployments.ingress.adapter_activity import AdapterActivity
+from app.deployments.ingress.accounting import PricingContext, RequestAccounting
+from app.deployments.ingress.adapter_admin import AdapterAdmin
+from app.deployments.ingress.adapter_metrics import AdapterMetrics
 from app.deployments.ingress.http.app import make_app
 from app.deployments.ingress.http.middleware.origin_check import HttpPolicy
-from app.deployments.ingress.management import Management
 from app.deployments.ingress.service import IngressService
-from app.deployments.ingress.tenancy import Rates, Tenancy
-from app.deployments.links.published import Version
-from app.deployments.placement.table import Residency
+from app.deployments.placement.messages import Residency
 from app.deployments.placement.view import PlacementView
-from app.deployments.registry.books import Registry
-from app.deployments.registry.database import sqlite_url
-from app.deployments.registry.entries import DEFAULT_TENANT, State
-from app.deployments.registry.lifecycle import Lifecycle
-from app.deployments.registry.tables import adapters, events
+from app.deployments.registry.db.database import sqlite_url
+from app.deployments.registry.db.tables import adapters, events
+from app.deployments.registry.feed.view import RegistryView
+from app.deployments.registry.jobs.lazy_registrations import LazyRegistrations
+from app.deployments.registry.models import DEFAULT_TENANT, State
+from app.deployments.registry.registry import Registry
+from app.deployments.registry.service import RegistryService
 from app.deployments.registry.tier_events import TierEvents
-from app.deployments.registry.unread import UnreadNames
-from app.deployments.registry.view import RegistryView
-from app.deployments.store.counts import TierCounts
-from app.deployments.store.quarantine import Quarantine
+from app.deployments.rpc.long_poll_host import Version
+from app.deployments.store.failure_backoff import FailureBackoff
+from app.deployments.store.host_cache import HostAdapterCache
 from app.deployments.store.service import StoreParts, StoreService
-from app.deployments.store.shared import SharedAdapter
-from app.deployments.store.store import AdapterStore
-from app.deployments.tenants.adapter_book import Activity, ActivityKey, AdapterBook, Seen
-from app.deployments.tenants.prices import Prices
-from app.deployments.tenants.service import TenantsService
-from app.deployments.tenants.view import TenantView
+from app.deployments.store.shared_adapter import SharedAdapter
+from app.deployments.store.tier_counters import TierCounters
+from app.deployments.tenancy.auth.tenant_mirror import TenantMirror
+from app.deployments.tenancy.service import TenantsService
+from app.deployments.tenancy.usage.adapter_stats import Activity, ActivityKey, ActivityStats, AdapterStatsTable
+from app.deployments.tenancy.usage.prices import Prices
 from app.engine.adapters.card import AdapterRef
 from load_tests.control.bench_store_start import InstantStore
 
@@ -66,11 +66,11 @@ _BATCH = 10_000
 MAX_UNREAD = 100_000
 
 
-class _NoBytes(AdapterStore[None]):
+class _NoBytes(HostAdapterCache[None]):
     """Nobody asks for an adapter's bytes here."""
 
     def __init__(self) -> None:
-        self.counts = TierCounts()
+        self.counts = TierCounters()
 
     async def fetch_soon(self, ref: AdapterRef, wait_s: float, *, again: bool = False) -> None:
         raise NotImplementedError(ref.name)
@@ -86,12 +86,12 @@ class _Activities(TenantsService):
     """The owner's part that knows what was seen of adapters."""
 
     def __init__(self) -> None:
-        self._book = AdapterBook(time.time)
+        self._book = AdapterStatsTable(time.time)
 
     async def note_activity(self, rows: Sequence[tuple[ActivityKey, Activity]]) -> None:
         self._book.add(rows)
 
-    async def seen(self, ref: AdapterRef, *, tenant_id: str | None) -> Seen:
+    async def seen(self, ref: AdapterRef, *, tenant_id: str | None) -> ActivityStats:
         return self._book.seen(ref, tenant_id=tenant_id)
 
 
@@ -161,7 +161,7 @@ async def measure(url: str, num_adapters: int, num_samples: int) -> list[tuple[s
     memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     started_s = time.perf_counter()
     registry = Registry(url, "base")
-    lifecycle = Lifecycle(registry, InstantStore(), TierEvents())
+    lifecycle = RegistryService(registry, InstantStore(), TierEvents())
     results.append(("the registry's process opens the database", _ms(time.perf_counter() - started_s)))
     started_s = time.perf_counter()
     view, held, slowest_s = RegistryView(), None, 0.0
@@ -193,19 +193,19 @@ async def measure(url: str, num_adapters: int, num_samples: int) -> list[tuple[s
             lifecycle,
             _NoBytes(),
             (),
-            UnreadNames(registry, lifecycle, Quarantine()),
+            LazyRegistrations(registry, lifecycle, FailureBackoff()),
         ),
         lambda: None,
     )
     activities = _Activities()
-    rates = Rates(Prices({}, "base"), "base")
+    rates = PricingContext(Prices({}, "base"), "base")
     service = SimpleNamespace(
         base_name="base",
         registry=view,
-        tenancy=Tenancy(TenantView(), activities, rates, "bench", time.time),
-        activity=AdapterActivity(activities),
-        management=Management(cast(StoreService[SharedAdapter], store), cast(Any, _Dropper()), cast(Any, _Nowhere())),
-        frontend=SimpleNamespace(limits=SimpleNamespace(max_body_bytes=4 << 20), max_context=2048),
+        tenancy=RequestAccounting(TenantMirror(), activities, rates, "bench", time.time),
+        activity=AdapterMetrics(activities),
+        management=AdapterAdmin(cast(StoreService[SharedAdapter], store), cast(Any, _Dropper()), cast(Any, _Nowhere())),
+        frontend=SimpleNamespace(limits=SimpleNamespace(max_body_bytes=4 << 20), max_model_len=2048),
         observe=lambda *_: None,
     )
     transport = httpx.ASGITransport(make_app(cast(IngressService, service), HttpPolicy()))
@@ -271,7 +271,7 @@ def _database_calls(registry: Registry, name: Callable[[], str]) -> dict[str, Ca
     }
 
 
-async def _follow(lifecycle: Lifecycle, view: RegistryView, held: Version, apply_us: list[float]) -> None:
+async def _follow(lifecycle: RegistryService, view: RegistryView, held: Version, apply_us: list[float]) -> None:
     """What an ingress does: ask for what is new, take it over, ask again."""
     while True:
         news = await lifecycle.published.table.newer(held, "ingress", 60.0)

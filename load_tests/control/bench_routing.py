@@ -24,29 +24,29 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from app.cli.settings_file import read_settings
-from app.config import RoutingConfig
-from app.deployments.ingress.routing.candidates import Candidates
-from app.deployments.ingress.routing.decision import Decision
-from app.deployments.ingress.routing.embedders import NEUTRAL, EncoderEmbedder
-from app.deployments.ingress.routing.router import Router, TextEmbedder
-from app.deployments.ingress.tenants import Caller
-from app.deployments.registry.entries import CatalogEntry
-from app.deployments.registry.view import RegistryView
-from app.deployments.tenants.entries import PUBLIC
+from app.cli.config_file import read_settings
+from app.config import SemanticRouterConfig
+from app.deployments.ingress.principal import Principal
+from app.deployments.ingress.semantic_router.candidates import Candidates
+from app.deployments.ingress.semantic_router.decision import Decision
+from app.deployments.ingress.semantic_router.embedders import NEUTRAL, EncoderEmbedder
+from app.deployments.ingress.semantic_router.router import Router, TextEmbedder
+from app.deployments.registry.feed.view import RegistryView
+from app.deployments.registry.models import CatalogEntry
+from app.deployments.tenancy.models import PUBLIC
 from app.engine.adapters.card import AdapterRef
 from app.engine.api import LLM
 from app.engine.config import EngineConfig
-from app.engine.models.sources import DEFAULT_MODEL_URI
+from app.engine.models.download.model_download import DEFAULT_MODEL_URI
 from app.engine.request import PoolingParams
 from examples.training.recipes import RECIPES
 from examples.training.task import Split, examples
 from load_tests.control.routing_topics import TOPICS
-from load_tests.measuring import environment
 from load_tests.service import ROOT
+from load_tests.stats import environment
 
 Floats = NDArray[np.float32]
-CALLER = Caller("ada", "key", PUBLIC)
+CALLER = Principal("ada", "key", PUBLIC)
 #: The default service, whose adapters are the demo adapters.
 SERVICE = ROOT / "configs" / "serve.yaml"
 #: Made topics that demo adapters are for, too.
@@ -60,10 +60,10 @@ class BaseInProcess:
 
     def __init__(self, uri: str) -> None:
         self.name = BASE
-        self._llm = LLM(uri, EngineConfig(adapter_rank_rows=0))
+        self._llm = LLM(uri, EngineConfig(lora_pool_rows=0))
         self._mean: Floats = self._vectors(NEUTRAL).mean(axis=0)
 
-    async def embed(self, texts: Sequence[str], caller: Caller | None) -> Floats:  # noqa: ARG002
+    async def embed(self, texts: Sequence[str], caller: Principal | None) -> Floats:  # noqa: ARG002
         """See `TextEmbedder.embed`."""
         centred = self._vectors(texts) - self._mean
         unit: Floats = centred / np.linalg.norm(centred, axis=1, keepdims=True)
@@ -78,7 +78,7 @@ class BaseInProcess:
 
 
 class Asked(NamedTuple):
-    """What was chosen for a prompt, without a threshold: the best name, its score; `wanted` None: the base."""
+    """What was chosen for a prompt, without a threshold: the best name, its score; `desired_replicas` None: the base."""
 
     wanted: str | None
     name: str
@@ -100,7 +100,7 @@ def router_of(descriptions: dict[str, str], embedder: TextEmbedder) -> Router:
         CatalogEntry(AdapterRef(name, f"{index:064x}", "ada"), 8, 64, 0.0, "ada", description=description)
         for index, (name, description) in enumerate(descriptions.items())
     ]
-    return Router(RoutingConfig(threshold=-1.0), RegistryView(entries), embedder, wait_s=600.0)
+    return Router(SemanticRouterConfig(threshold=-1.0), RegistryView(entries), embedder, wait_s=600.0)
 
 
 async def ask(router: Router, prompts: Sequence[tuple[str | None, str]]) -> tuple[list[Asked], list[float]]:

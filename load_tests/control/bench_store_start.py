@@ -20,14 +20,14 @@ from typing import NamedTuple
 
 from sqlalchemy import func, insert, select
 
-from app.deployments.registry.books import Registry
-from app.deployments.registry.database import sqlite_url
-from app.deployments.registry.entries import ReadAdapter, State
-from app.deployments.registry.lifecycle import Lifecycle
-from app.deployments.registry.tables import jobs
+from app.deployments.registry.db.database import sqlite_url
+from app.deployments.registry.db.tables import jobs
+from app.deployments.registry.models import ReadAdapter, State
+from app.deployments.registry.registry import Registry
+from app.deployments.registry.service import RegistryService
 from app.deployments.registry.tier_events import TierEvents
-from app.deployments.store.counts import TierCounts
 from app.deployments.store.disk_tier import DiskTier
+from app.deployments.store.tier_counters import TierCounters
 from app.engine.adapters.card import AdapterCard
 
 #: So many loads are read; the others wait for their source, as they would for a host that does not answer.
@@ -78,7 +78,7 @@ def take_stock(folder: Path, num_objects: int) -> tuple[float, float]:
         for file in ("adapter_config.json", "adapter_model.safetensors"):
             (each / file).touch()
     started_s, cpu_s = time.perf_counter(), time.process_time()
-    tier = DiskTier(folder, 1 << 50, "lru", TierCounts(), TierEvents())
+    tier = DiskTier(folder, 1 << 50, "lru", TierCounters(), TierEvents())
     took = time.perf_counter() - started_s, time.process_time() - cpu_s
     assert len(tier.digests) == num_objects
     tier.close()
@@ -100,7 +100,7 @@ async def resume(url: str, num_loads: int) -> Held:
     with registry.database.write() as connection:
         connection.execute(insert(jobs), rows)
     num_read = min(FIRST_LOADS, num_loads)
-    lifecycle = Lifecycle(registry, InstantStore(num_read), TierEvents())
+    lifecycle = RegistryService(registry, InstantStore(num_read), TierEvents())
     is_loaded = select(func.count()).select_from(jobs).where(jobs.c.state == State.LOADED)
 
     def num_loaded() -> int:

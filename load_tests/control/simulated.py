@@ -13,22 +13,22 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Generic, TypeVar
 
 from app.config import LimitsConfig, PlacementConfig
-from app.deployments.ingress.assigner import Assigner, PrefixHasher
-from app.deployments.ingress.cold_start_limiter import ColdStartLimiter
-from app.deployments.ingress.dispatcher import Dispatcher
-from app.deployments.ingress.links import Links
-from app.deployments.ingress.loads import Loads
-from app.deployments.ingress.streams import Stream
-from app.deployments.links.published import Changes, Version
-from app.deployments.links.transport import Transport
-from app.deployments.placement.choosing import make_policy
-from app.deployments.placement.placer import Placer, WatchedLoads, WatchedPlacement
+from app.deployments.ingress.dispatch.cold_start_limiter import ColdStartLimiter
+from app.deployments.ingress.dispatch.dispatcher import Dispatcher
+from app.deployments.ingress.dispatch.replica_connections import ReplicaConnections
+from app.deployments.ingress.dispatch.replica_load import ReplicaLoadTracker
+from app.deployments.ingress.dispatch.request_router import PrefixHasher, RequestRouter
+from app.deployments.ingress.dispatch.stream import Stream
+from app.deployments.placement.delta_reporter import DeltaReporter
+from app.deployments.placement.messages import ReplicaIdentity, ReplicaReport
+from app.deployments.placement.placer import LoadFeed, PlacementFeed, Placer
+from app.deployments.placement.replica_choice import make_policy
 from app.deployments.placement.service import PlacementService
-from app.deployments.placement.table import Origin, ReplicaReport
-from app.deployments.placement.telling import Telling
+from app.deployments.rpc.long_poll_host import Changes, Version
+from app.deployments.rpc.transport import Transport
 from app.engine.adapters.card import AdapterRef
 from app.engine.request import GenerateRequest, SamplingParams
-from load_tests.control.instant import InstantReplicas
+from load_tests.control.fake_replicas import InstantReplicas
 
 
 def request(name: str, digest: str | None = None) -> GenerateRequest:
@@ -45,7 +45,7 @@ async def _no_shares(*_: object) -> tuple[Version, Changes[str, float]] | None:
 class SimulatedPlacer(Placer):
     """A placer over placement's service in this process. `delay_s` is what a question takes."""
 
-    def __init__(self, service: PlacementService, watched: WatchedPlacement, ingress_id: str) -> None:
+    def __init__(self, service: PlacementService, watched: PlacementFeed, ingress_id: str) -> None:
         super().__init__(service, watched, ingress_id)
         self.delay_s = 0.0
         self.questions: list[Sequence[str]] = []
@@ -62,7 +62,7 @@ class SimulatedPlacer(Placer):
 class _AtOnce:
     """`Batcher` without any: a stream is assigned when it comes."""
 
-    def __init__(self, assigner: Assigner) -> None:
+    def __init__(self, assigner: RequestRouter) -> None:
         self._assigner = assigner
 
     async def assign(self, stream: Stream) -> None:
@@ -80,18 +80,18 @@ class SimulatedIngress(Generic[T]):
     ) -> None:
         clock = asyncio.get_running_loop().time
         self.replicas = replicas
-        self.loads = Loads(clock)
-        self.watched = WatchedPlacement(service.watch, ingress_id)
+        self.loads = ReplicaLoadTracker(clock)
+        self.watched = PlacementFeed(service.watch, ingress_id)
         self.placer = SimulatedPlacer(service, self.watched, ingress_id)
-        self.links = Links(replicas, self.placer, self.loads)
+        self.links = ReplicaConnections(replicas, self.placer, self.loads)
         policy = make_policy(PlacementConfig())
         heads = PrefixHasher("no base", 16)
-        self.assigner = Assigner(
-            self.links, self.placer, policy, clock, random.Random(seed), limits.replica_wait_s, heads.of
+        self.assigner = RequestRouter(
+            self.links, self.placer, policy, clock, random.Random(seed), limits.replica_timeout_s, heads.of
         )
         self.cold = ColdStartLimiter(self.placer, limits)
         self.dispatcher = Dispatcher(_AtOnce(self.assigner), self.links, self.cold)
-        watched_loads = WatchedLoads(service.watch_loads, ingress_id, self.loads.take)
+        watched_loads = LoadFeed(service.watch_loads, ingress_id, self.loads.take)
         self.followers = [asyncio.create_task(follow()) for follow in (self.watched.follow, watched_loads.follow)]
 
     async def answer(self, wanted: GenerateRequest) -> None:
@@ -129,8 +129,8 @@ class SimulatedService:
         carry(self.placement)
         self.num_running: Counter[str] = Counter()
         self.resident = {replica_id: tuple(sorted((resident or {}).get(replica_id, ()))) for replica_id in replicas}
-        origin = Origin("store", config.model_dump_json(), 0.0)
-        self._tellings = {replica_id: Telling(origin) for replica_id in replicas}
+        origin = ReplicaIdentity("store", config.model_dump_json(), 0.0)
+        self._tellings = {replica_id: DeltaReporter(origin) for replica_id in replicas}
         self.silent: set[str] = set()
         self.ingresses = [
             SimulatedIngress(

@@ -17,12 +17,12 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 
+from app.engine.adapters.adapter import LoraAdapter, LoraKey, LoraPair
 from app.engine.adapters.card import AdapterCard
-from app.engine.adapters.extras import extra_bytes
-from app.engine.adapters.lora import LoraAdapter, LoraKey, LoraPair
-from app.engine.cpu.rows import PreparedRows, row_bytes
-from app.engine.models.hf_config import spec_from_config
-from app.engine.models.products import layer_products
+from app.engine.adapters.extra_weights import extra_bytes
+from app.engine.cpu.adapter_layout import PreparedRows, row_bytes
+from app.engine.models.hf.config import spec_from_config
+from app.engine.models.linear_modules import layer_linear_modules
 from app.engine.models.spec import ModelSpec
 from app.engine.pools.adapter_pool import rows_of
 from app.kernels.sgmv.cpu import RANK_PANEL
@@ -98,7 +98,7 @@ def adapter_of(case: Case, spec: ModelSpec, dtype: Any) -> LoraAdapter:
 
 def _pairs(case: Case, spec: ModelSpec, dtype: Any) -> Iterator[tuple[LoraKey, LoraPair]]:
     for layer in range(len(spec.layers)):
-        for product in layer_products(spec, layer):
+        for product in layer_linear_modules(spec, layer):
             if product.name == "router":
                 continue
             experts = product.experts if product.num_experts is None else product.experts[: case.experts]

@@ -23,10 +23,10 @@ import numpy as np
 
 from app.engine.api import LLM
 from app.engine.config import EngineConfig
-from app.engine.models.sources import DEFAULT_MODEL_URI, resolve_model
+from app.engine.models.download.model_download import DEFAULT_MODEL_URI, resolve_model
 from app.engine.request import SamplingParams
-from load_tests.measuring import environment, numbers, ratios, rounds, spread
 from load_tests.random_adapters import write_random_adapter
+from load_tests.stats import environment, numbers, ratios, rounds, spread
 
 _ONE_TOKEN = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
 

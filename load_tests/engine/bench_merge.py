@@ -21,13 +21,13 @@ from typing import NamedTuple
 import numpy as np
 
 from app.engine.adapters.formats.peft import read_peft
-from app.engine.config import CpuConfig, EngineConfig, WeightStorage
+from app.engine.config import CpuConfig, EngineConfig, WeightDtype
+from app.engine.factory import new_engine
 from app.engine.models.checkpoint import Checkpoint, load_checkpoint
-from app.engine.models.sources import DEFAULT_MODEL_URI, resolve_model
-from app.engine.open import new_engine
+from app.engine.models.download.model_download import DEFAULT_MODEL_URI, resolve_model
 from load_tests.decoding import EngineDecoder
-from load_tests.measuring import environment, numbers, ratios, rounds, spread
 from load_tests.random_adapters import write_random_adapters
+from load_tests.stats import environment, numbers, ratios, rounds, spread
 
 GROUPED, IN_FLOAT32, MERGED = "grouped", "grouped, float32", "merged"
 
@@ -111,18 +111,18 @@ def run(settings: Settings) -> str:
 def _decoders(settings: Settings, checkpoint: Checkpoint, paths: list[Path]) -> dict[str, EngineDecoder]:
     most = max(settings.streams)
     length = settings.num_prompt_tokens + settings.num_tokens
-    storages: dict[str, WeightStorage] = {GROUPED: "auto", IN_FLOAT32: "float32", MERGED: "auto"}
+    storages: dict[str, WeightDtype] = {GROUPED: "auto", IN_FLOAT32: "float32", MERGED: "auto"}
     adapters = [read_peft(path, checkpoint.spec) for path in paths]
     found = {}
     for name, storage in storages.items():
         config = EngineConfig(
-            cpu=CpuConfig(num_threads=settings.num_threads, weight_storage=storage),
-            adapter_rank_rows=2 * len(paths) * max(8, settings.rank),
+            cpu=CpuConfig(num_threads=settings.num_threads, weight_dtype=storage),
+            lora_pool_rows=2 * len(paths) * max(8, settings.rank),
             num_kv_blocks=most * (-(-length // 16) + 1),
-            max_batch_sequences=most,
-            max_context=length,
-            prefix_cache=False,
-            prefill_step_ms=0,
+            max_num_seqs=most,
+            max_model_len=length,
+            enable_prefix_caching=False,
+            target_step_ms=0,
             merged_adapter=str(paths[0]) if name == MERGED else "",
         )
         found[name] = EngineDecoder(new_engine(checkpoint, config), adapters)

@@ -35,14 +35,14 @@ from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 from app.engine.adapters.formats.peft import read_peft
 from app.engine.config import CpuConfig, EngineConfig
 from app.engine.engine import Engine
+from app.engine.factory import load_backend
 from app.engine.models.checkpoint import load_checkpoint
-from app.engine.models.products import layer_products
+from app.engine.models.linear_modules import layer_linear_modules
 from app.engine.models.spec import ModelSpec
-from app.engine.open import load_backend
 from load_tests.decoding import Decoder, EngineDecoder
 from load_tests.engine.reference import TransformersDecoder, load_transformers
 from load_tests.engine.vllm_reference import VllmDecoder
-from load_tests.measuring import environment, numbers, ratios, rounds, spread
+from load_tests.stats import environment, numbers, ratios, rounds, spread
 
 ENGINE, TRANSFORMERS, PEFT, VLLM = "engine", "transformers", "PEFT, one adapter", "vLLM, eager"
 #: The rate of torch's sum over so many bytes, the median of a few.
@@ -135,12 +135,12 @@ def decoders(settings: Settings, folder: Path, closing: contextlib.ExitStack) ->
     adapters = [read_peft(path, checkpoint.spec) for path in folders]
     most, length = max(settings.streams), settings.num_prompt_tokens + settings.num_tokens
     config = EngineConfig(
-        adapter_rank_rows=max(64, 2 * settings.num_adapters * max(8, settings.rank)),
-        max_adapter_slots=settings.num_adapters + 1,
-        adapter_extra_bytes=sum(adapter.card.extra_bytes for adapter in adapters),
-        num_kv_blocks=most * (-(-length // 16) + 1), max_batch_sequences=most, max_context=length, prefix_cache=False,
-        max_batch_tokens=max(256, most * settings.num_prompt_tokens), prefill_step_ms=0,  # all streams start together
-        speculation="off",
+        lora_pool_rows=max(64, 2 * settings.num_adapters * max(8, settings.rank)),
+        max_loras=settings.num_adapters + 1,
+        extra_weights_bytes=sum(adapter.card.extra_bytes for adapter in adapters),
+        num_kv_blocks=most * (-(-length // 16) + 1), max_num_seqs=most, max_model_len=length, enable_prefix_caching=False,
+        max_num_batched_tokens=max(256, most * settings.num_prompt_tokens), target_step_ms=0,  # all streams start together
+        speculative_decoding="off",
     ).on(CpuConfig(num_threads=settings.num_threads))  # fmt: skip
     reference: Any = load_transformers(model)
     found: dict[str, Decoder] = {
@@ -186,7 +186,7 @@ def _bytes_of(spec: ModelSpec, num_experts: float) -> float:
     """Of one step in float32 with so many experts of each layer, without caches."""
     total: float = spec.vocab_size * spec.hidden_size
     for layer in range(len(spec.layers)):
-        for product in layer_products(spec, layer):
+        for product in layer_linear_modules(spec, layer):
             total += product.d_in * product.width() * (1 if product.num_experts is None else num_experts)
     return 4.0 * total
 

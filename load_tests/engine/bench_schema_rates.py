@@ -22,15 +22,15 @@ import numpy as np
 
 from app.engine.config import EngineConfig
 from app.engine.engine import Engine
+from app.engine.factory import load_backend, load_vocabulary
 from app.engine.models.checkpoint import load_checkpoint
-from app.engine.models.sources import DEFAULT_MODEL_URI, resolve_model
-from app.engine.open import load_backend, load_vocabulary
-from app.engine.structured.grammars import json_grammar
+from app.engine.models.download.model_download import DEFAULT_MODEL_URI, resolve_model
+from app.engine.structured_output.grammar_builder import json_grammar
 from load_tests.decoding import EngineDecoder
 from load_tests.engine.bench_structured import schema
 from load_tests.engine.reference import load_transformers
 from load_tests.engine.vllm_reference import VllmDecoder, write_model
-from load_tests.measuring import environment, numbers, ratios, rounds, spread
+from load_tests.stats import environment, numbers, ratios, rounds, spread
 
 ENGINE, VLLM = "engine", "vLLM"
 PROMPT_TOKENS = 24
@@ -56,7 +56,7 @@ class Bench:
         ]
         self._num_tokens = num_tokens
         checkpoint = load_checkpoint(model)
-        config = EngineConfig(max_batch_sequences=max(streams))
+        config = EngineConfig(max_num_seqs=max(streams))
         engine = Engine(load_backend(checkpoint, config), config, grammars=partial(load_vocabulary, checkpoint))
         grammars = {False: "", True: json_grammar(schema("name"), "schema")}
         self._ours = {has_schema: EngineDecoder(engine, grammar=grammar) for has_schema, grammar in grammars.items()}

@@ -1,7 +1,7 @@
 """What guessing ahead gains where an answer repeats what it was given, and what it costs elsewhere.
 
 In: a base model and the demo adapter that extracts. Out: Markdown on stdout, of one run. Two engines alone, one with
-`engine.speculation: off` and one with `auto`, answer the same greedy requests by turns in each round, prompts cached;
+`engine.speculative_decoding: off` and one with `auto`, answer the same greedy requests by turns in each round, prompts cached;
 their answers have to be the same tokens. Elsewhere means free text at 1, 8 and 32 streams.
 
     python -m load_tests.engine.bench_speculation
@@ -18,21 +18,21 @@ from functools import partial
 from pathlib import Path
 from typing import Literal, NamedTuple
 
+from app.engine.adapters.adapter import LoraAdapter
+from app.engine.adapters.adapter_chat import encode_chat
+from app.engine.adapters.adapter_tokenizer import AdapterTokenizer
 from app.engine.adapters.card import AdapterRef
-from app.engine.adapters.chats import encode_chat
 from app.engine.adapters.formats.reading import read_adapter
-from app.engine.adapters.lora import LoraAdapter
-from app.engine.adapters.text import AdapterText
 from app.engine.config import CpuConfig, EngineConfig
 from app.engine.engine import Engine
+from app.engine.factory import load_backend, load_vocabulary
+from app.engine.models.chat.chat_template_sandbox import ChatTemplateSandbox
 from app.engine.models.checkpoint import load_checkpoint
-from app.engine.models.sources import DEFAULT_MODEL_URI, resolve_model
-from app.engine.models.template_process import TemplateProcess
-from app.engine.models.tokenizer import Tokenizer, load_tokenizer
-from app.engine.open import load_backend, load_vocabulary
+from app.engine.models.download.model_download import DEFAULT_MODEL_URI, resolve_model
+from app.engine.models.tokenizers.tokenizer import Tokenizer, load_tokenizer
 from app.engine.request import GenerateRequest, SamplingParams
-from app.engine.structured.grammars import json_grammar
-from load_tests.measuring import environment, ratios, rounds, spread
+from app.engine.structured_output.grammar_builder import json_grammar
+from load_tests.stats import environment, ratios, rounds, spread
 
 _CODE = """def total_price(items, tax_rate):
     total = 0
@@ -125,7 +125,7 @@ class Answering:
     def __init__(self, engine: Engine, tokenizer: Tokenizer, adapter: LoraAdapter, num_tokens: int) -> None:
         self._engine, self._tokenizer, self._num_tokens = engine, tokenizer, num_tokens
         self._adapter, self._ref = adapter, AdapterRef("extract", adapter.card.digest, "bench")
-        self._count, self._templates = 0, TemplateProcess()
+        self._count, self._templates = 0, ChatTemplateSandbox()
         self.answers: dict[str, list[list[int]]] = {}
         self.tokens_per_cpu_s: list[float] = []  # of every call of `tokens_per_s`; all threads of the process count
 
@@ -147,7 +147,7 @@ class Answering:
             self._count += 1
             answers[str(self._count)] = []
             message = [{"role": "user", "content": prompt}]
-            token_ids = tuple(encode_chat(self._tokenizer, message, AdapterText.parsed(""), self._templates))
+            token_ids = tuple(encode_chat(self._tokenizer, message, AdapterTokenizer.parsed(""), self._templates))
             sampling = SamplingParams(max_tokens=self._num_tokens, temperature=0.0, grammar=case.grammar)
             self._engine.submit(
                 GenerateRequest(
@@ -175,33 +175,35 @@ def run(settings: Settings) -> str:
     found: dict[str, Answering] = {}
     engines = []
     settings_of: tuple[Literal["off", "auto"], ...] = ("off", "auto")
-    for speculation in settings_of:
+    for speculative_decoding in settings_of:
         config = EngineConfig(
             cpu=CpuConfig(num_threads=settings.num_threads),
-            adapter_rank_rows=64,
-            max_context=min(1024, checkpoint.spec.max_positions),
+            lora_pool_rows=64,
+            max_model_len=min(1024, checkpoint.spec.max_positions),
             num_kv_blocks=64 * (max(settings.streams) + 4),
-            speculation=speculation,
+            speculative_decoding=speculative_decoding,
         )
         engine = Engine(load_backend(checkpoint, config), config, grammars=partial(load_vocabulary, checkpoint))
-        found[speculation] = Answering(engine, tokenizer, adapter, settings.num_tokens)
+        found[speculative_decoding] = Answering(engine, tokenizer, adapter, settings.num_tokens)
         engines.append(engine)
     lines = []
     for name, case in cases(settings).items():
-        measured = {speculation: partial(each.tokens_per_s, name, case) for speculation, each in found.items()}
+        measured = {
+            speculative_decoding: partial(each.tokens_per_s, name, case) for speculative_decoding, each in found.items()
+        }
         for one in measured.values():
             one()
         earlier = engines[1].stats()
         for each in found.values():
             each.tokens_per_cpu_s.clear()
         values = rounds(measured, settings.num_rounds)
-        per_cpu = {speculation: each.tokens_per_cpu_s for speculation, each in found.items()}
+        per_cpu = {speculative_decoding: each.tokens_per_cpu_s for speculative_decoding, each in found.items()}
         later = engines[1].stats()
         if found["off"].answers[name] != found["auto"].answers[name]:
             raise AssertionError(f"{name}: answers differ with guesses")
         num_guessed = later.num_guessed - earlier.num_guessed
         num_right = later.num_guessed_right - earlier.num_guessed_right
-        off, auto = (spread(values[speculation]).median for speculation in found)
+        off, auto = (spread(values[speculative_decoding]).median for speculative_decoding in found)
         num_tokens = later.num_tokens_generated - earlier.num_tokens_generated
         lines.append(
             f"| {name} | {off:.0f} | {auto:.0f} | {ratios(values['auto'], values['off'])} "

@@ -24,18 +24,18 @@ from pathlib import Path
 
 import numpy as np
 
+from app.engine.adapters.adapter import LoraAdapter
 from app.engine.adapters.card import AdapterRef
 from app.engine.adapters.formats.peft import read_peft
-from app.engine.adapters.lora import LoraAdapter
 from app.engine.config import CpuConfig, EngineConfig
 from app.engine.engine import Engine
+from app.engine.factory import load_backend
 from app.engine.models.checkpoint import Checkpoint, load_checkpoint
-from app.engine.models.sources import DEFAULT_MODEL_URI, resolve_model
-from app.engine.open import load_backend
+from app.engine.models.download.model_download import DEFAULT_MODEL_URI, resolve_model
 from app.engine.request import GenerateRequest, SamplingParams
-from load_tests.measuring import environment, ratios, rounds, spread
 from load_tests.popularity import adapter_indices
 from load_tests.random_adapters import write_random_adapters
+from load_tests.stats import environment, ratios, rounds, spread
 
 NOTHING, RESIDENT, COLD = "no arrivals", "arrivals, resident adapters", "arrivals, cold adapters"
 #: Sets of weights behind all digests.
@@ -100,13 +100,13 @@ def run(settings: Settings) -> str:
 def _engine(settings: Settings, checkpoint: Checkpoint, num_resident: int, num_sequences: int, length: int) -> Engine:
     config = EngineConfig(
         cpu=CpuConfig(num_threads=settings.num_threads),
-        adapter_rank_rows=num_resident * settings.rank,
-        max_adapter_slots=num_resident + 1,
-        max_batch_sequences=num_sequences,
+        lora_pool_rows=num_resident * settings.rank,
+        max_loras=num_resident + 1,
+        max_num_seqs=num_sequences,
         num_kv_blocks=num_sequences * (-(-length // 16) + 1),
-        max_context=length,
-        prefix_cache=False,
-        speculation="off",
+        max_model_len=length,
+        enable_prefix_caching=False,
+        speculative_decoding="off",
     )
     return Engine(load_backend(checkpoint, config), config)
 

@@ -20,12 +20,12 @@ import numpy as np
 
 from app.engine.config import EngineConfig
 from app.engine.engine import Engine
+from app.engine.factory import load_backend, load_vocabulary
 from app.engine.models.checkpoint import load_checkpoint
-from app.engine.models.sources import DEFAULT_MODEL_URI, resolve_model
-from app.engine.open import load_backend, load_vocabulary
+from app.engine.models.download.model_download import DEFAULT_MODEL_URI, resolve_model
 from app.engine.request import GenerateRequest, SamplingParams
-from app.engine.structured.grammars import client_lark_grammar, json_grammar
-from load_tests.measuring import environment, spread
+from app.engine.structured_output.grammar_builder import client_lark_grammar, json_grammar
+from load_tests.stats import environment, spread
 
 #: A grammar in which one text has ever more derivations.
 SLOW = "start: a a a a\na: (b b b b | b b b)+\nb: (/[a-z]+/ | /[a-z ]+/ | c)+\nc: b b | /[a-z]/"
@@ -100,7 +100,7 @@ class Streams:
 def run(settings: Settings) -> str:
     """The report."""
     checkpoint = load_checkpoint(settings.model)
-    config = EngineConfig(max_batch_sequences=settings.num_streams + 4, speculation="off")
+    config = EngineConfig(max_num_seqs=settings.num_streams + 4, speculative_decoding="off")
     engine = Engine(load_backend(checkpoint, config), config, grammars=partial(load_vocabulary, checkpoint))
     vocabulary = load_vocabulary(checkpoint)
     streams = Streams(settings, engine, checkpoint.spec.vocab_size)

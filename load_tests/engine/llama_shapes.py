@@ -14,13 +14,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from app.engine.adapters.adapter import LoraAdapter, LoraKey, LoraPair
 from app.engine.adapters.card import AdapterCard
-from app.engine.adapters.lora import LoraAdapter, LoraKey, LoraPair
 from app.engine.batch import ForwardBatch
-from app.engine.models.names import expected_tensors
-from app.engine.models.products import DENSE_TARGETS, target_shape
+from app.engine.models.linear_modules import DENSE_TARGETS, target_shape
 from app.engine.models.rope import rope_spec
 from app.engine.models.spec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec
+from app.engine.models.weight_names import expected_tensors
 from load_tests.engine.steps import Piece, forward_batch
 
 RANK = 16

@@ -24,14 +24,14 @@ import numpy as np
 from openai import OpenAI
 from openai.resources.admin.organization.projects import Projects
 
-from app.cli.settings_file import read_settings
+from app.cli.config_file import read_settings
 from app.config import ADMIN_KEY
-from app.deployments.tenants.key_material import new_key
+from app.deployments.tenancy.auth.key_crypto import new_key
 from load_tests.http.client import Endpoint, Outcome, closed_loop
 from load_tests.http.lengths import words
 from load_tests.http.workload import PlannedRequest
-from load_tests.measuring import environment, ratios, rounds, spread
 from load_tests.service import ROOT, Service, free_port, serve_arguments
+from load_tests.stats import environment, ratios, rounds, spread
 
 ALONE, FAIR, UNFAIR = "alone", "beside a flood of another tenant", "beside the same flood, without fairness"
 #: Of a server without tenants.

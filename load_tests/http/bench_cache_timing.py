@@ -25,18 +25,18 @@ import httpx
 import numpy as np
 from numpy.typing import NDArray
 
-from app.cli.settings_file import read_settings
+from app.cli.config_file import read_settings
 from app.config import ADMIN_KEY
-from app.deployments.tenants.key_material import new_key
+from app.deployments.tenancy.auth.key_crypto import new_key
 from app.engine.config import EngineConfig
 from app.engine.engine import Engine
+from app.engine.factory import load_backend
 from app.engine.models.checkpoint import load_checkpoint
-from app.engine.models.sources import resolve_model
-from app.engine.open import load_backend
+from app.engine.models.download.model_download import resolve_model
 from app.engine.request import GenerateRequest, SamplingParams
 from load_tests.http.bench_adversary import project_key, projects_of
-from load_tests.measuring import environment
 from load_tests.service import ROOT, Service, free_port, serve_arguments
+from load_tests.stats import environment
 
 ATTACKER, VICTIM = "attacker", "victim"
 #: In an engine, which is given what a service derives from tenants' secrets.
@@ -220,7 +220,7 @@ def main() -> None:
         return bench
 
     if given.engine:
-        config = EngineConfig(adapter_rank_rows=0, num_kv_blocks=64)
+        config = EngineConfig(lora_pool_rows=0, num_kv_blocks=64)
         measure(EngineTenants(Engine(load_backend(checkpoint, config), config)).ask)
     else:
         del checkpoint  # the service has its own

@@ -19,13 +19,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from app.cli.settings_file import read_settings
+from app.cli.config_file import read_settings
 from app.config import AppConfig
 from load_tests.http.client import Endpoint, answers_s
 from load_tests.http.lengths import words
-from load_tests.measuring import environment, numbers, ratios, rounds, spread
 from load_tests.process_tree import cpu_seconds
 from load_tests.service import ROOT, Service, free_port, serve_arguments
+from load_tests.stats import environment, numbers, ratios, rounds, spread
 
 SIDES = ("this", "other")
 

@@ -22,15 +22,15 @@ from typing import Any
 
 import numpy as np
 
-from app.cli.settings_file import read_settings
+from app.cli.config_file import read_settings
 from app.engine.models.checkpoint import load_checkpoint
-from app.engine.models.sources import resolve_model
+from app.engine.models.download.model_download import resolve_model
 from load_tests.http.client import Endpoint, closed_loop
 from load_tests.http.lengths import words
 from load_tests.http.workload import PlannedRequest
-from load_tests.measuring import environment, ratios, rounds, spread
 from load_tests.random_adapters import write_random_adapters
 from load_tests.service import ROOT, Service, free_port, serve_arguments, settings_with_adapters
+from load_tests.stats import environment, ratios, rounds, spread
 
 BASE, DEVICE, HOST, DISK = "base", "adapter on the device", "adapter in host memory", "adapter on disk"
 #: Adapters that host memory has room for: fewer than are registered after those that are to be on disk only.

@@ -23,15 +23,15 @@ from pathlib import Path
 import aiohttp
 import numpy as np
 
-from app.cli.settings_file import read_settings
+from app.cli.config_file import read_settings
 from app.engine.models.checkpoint import load_checkpoint
-from app.engine.models.sources import resolve_model
+from app.engine.models.download.model_download import resolve_model
 from load_tests.http.client import Endpoint, closed_loop
 from load_tests.http.lengths import words
 from load_tests.http.workload import PlannedRequest
-from load_tests.measuring import environment, ratios, rounds, spread
 from load_tests.random_adapters import write_random_adapters
 from load_tests.service import ROOT, Service, free_port, serve_arguments, settings_with_adapters
+from load_tests.stats import environment, ratios, rounds, spread
 
 NOTHING, COLD, PROMPTS = "nothing arrives", "cold adapters arrive", "long prompts arrive"
 #: Adapters, or prompts, of one round; adapters that arrive together; tokens of each answer of the streams.

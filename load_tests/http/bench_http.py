@@ -22,21 +22,21 @@ from typing import NamedTuple
 
 import numpy as np
 
-from app.cli.settings_file import read_settings
+from app.cli.config_file import read_settings
 from app.config import AppConfig
 from app.engine.adapters.formats.reading import read_adapter
 from app.engine.adapters.paths import resolve_adapter_path
 from app.engine.engine import Engine
+from app.engine.factory import load_backend
 from app.engine.models.checkpoint import load_checkpoint
-from app.engine.models.sources import resolve_model
-from app.engine.models.tokenizer import load_tokenizer
-from app.engine.open import load_backend
+from app.engine.models.download.model_download import resolve_model
+from app.engine.models.tokenizers.tokenizer import load_tokenizer
 from load_tests.decoding import EngineDecoder
 from load_tests.http.client import Endpoint, answers_s
 from load_tests.http.lengths import words
-from load_tests.measuring import environment, numbers, ratios, rounds, spread
 from load_tests.process_tree import cpu_seconds
 from load_tests.service import Service, free_port, serve_arguments
+from load_tests.stats import environment, numbers, ratios, rounds, spread
 
 
 class Case(NamedTuple):

@@ -22,17 +22,17 @@ from typing import Any
 import numpy as np
 from sqlalchemy import create_engine, insert, select
 
-from app.cli.settings_file import read_settings
+from app.cli.config_file import read_settings
 from app.config import ADMIN_KEY
-from app.deployments.registry.tenant_tables import api_keys
-from app.deployments.tenants.key_material import new_key
+from app.deployments.registry.db.tenant_tables import api_keys
+from app.deployments.tenancy.auth.key_crypto import new_key
 from load_tests.http.bench_adversary import project_key, projects_of
 from load_tests.http.client import Endpoint, closed_loop
 from load_tests.http.lengths import words
 from load_tests.http.workload import PlannedRequest
-from load_tests.measuring import environment, ratios, rounds, spread
 from load_tests.process_tree import cpu_seconds
 from load_tests.service import ROOT, Service, free_port, serve_arguments, settings_with
+from load_tests.stats import environment, ratios, rounds, spread
 
 WITH, WITHOUT = "with a key and limits", "without"
 ROLES = ("ingress", "store")

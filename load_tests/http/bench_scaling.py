@@ -32,16 +32,16 @@ import yaml
 from load_tests.http.client import Endpoint, Outcome, open_loop
 from load_tests.http.lengths import words
 from load_tests.http.workload import PlannedRequest
-from load_tests.measuring import environment
 from load_tests.process_tree import processes
 from load_tests.service import Service, free_port, serve_arguments
+from load_tests.stats import environment
 from tests.e2e.tiny import save_adapter, save_tiny_model
 
 MODEL = "tiny"
 POLICIES: Mapping[str, Mapping[str, Any]] = {
     "adapter demand": {
         "policy_function": "app.deployments.placement.autoscaling:AdapterDemand",
-        "policy_kwargs": {"forecast_s": 5.0, "hold_s": 20.0},
+        "policy_kwargs": {"forecast_s": 5.0, "scale_down_window_s": 20.0},
     },
     "Ray's own": {"policy_function": "ray.serve.autoscaling_policy:default_autoscaling_policy"},
 }
@@ -150,7 +150,7 @@ def settings(folder: Path, fleet: Fleet, policy: Mapping[str, Any], port: int) -
                     "engine": {
                         "cpu": {"num_threads": 1},
                         "num_kv_blocks": 512,
-                        "adapter_rank_rows": fleet.num_fitting * fleet.num_rows,
+                        "lora_pool_rows": fleet.num_fitting * fleet.num_rows,
                     },
                     "adapters": {
                         "roots": [str(folder / "loras")],

@@ -15,12 +15,12 @@ import time
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from app.cli.settings_file import read_settings
+from app.cli.config_file import read_settings
 from load_tests.http.client import Endpoint, closed_loop
 from load_tests.http.workload import PlannedRequest
-from load_tests.measuring import environment, spread
 from load_tests.process_tree import cpu_seconds
 from load_tests.service import ROOT, Service, free_port, serve_arguments
+from load_tests.stats import environment, spread
 
 #: What the service says when a stage begins.
 STAGES = (

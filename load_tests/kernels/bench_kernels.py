@@ -111,7 +111,7 @@ def time_attention(num_sequences: int, num_queries: int, length: int, rates: Cei
     torch_attention = torch.nn.functional.scaled_dot_product_attention
     forms: dict[str, Callable[[], object]] = {
         "ours": lambda: attention.paged_attention(q, keys, values, out=out, **arguments),
-        "deterministic": lambda: attention.paged_attention(q, keys, values, out=out, deterministic=True, **arguments),
+        "deterministic": lambda: attention.paged_attention(q, keys, values, out=out, batch_invariant=True, **arguments),
         "torch dense": lambda: torch_attention(dense_q, k, v, enable_gqa=True, is_causal=num_queries == length),
     }
     num_bytes = k.nbytes + v.nbytes + 2 * q.nbytes
@@ -137,7 +137,7 @@ def time_linear(num_rows: int, width: int, depth: int) -> Iterator[Line]:
     weight = torch.randn(layers, width, depth, device=DEVICE).to(BF16)
     out = torch.empty(num_rows, width, device=DEVICE, dtype=BF16)
 
-    def deterministic() -> None:
+    def batch_invariant() -> None:
         for i in range(layers):
             matmul.linear(x, weight[i], out)
 
@@ -145,7 +145,7 @@ def time_linear(num_rows: int, width: int, depth: int) -> Iterator[Line]:
         return {"seconds": graph_seconds(form) / layers}
 
     forms: dict[str, Callable[[], object]] = {
-        "deterministic": deterministic,
+        "deterministic": batch_invariant,
         "torch": lambda: [torch.mm(x, weight[i].T, out=out) for i in range(layers)],
     }
     for name, form in forms.items():

@@ -25,12 +25,12 @@ import torch
 from numpy.typing import NDArray
 
 from app.engine.models.checkpoint import load_checkpoint
-from app.engine.models.products import target_shape
-from app.engine.models.sources import DEFAULT_MODEL_URI, resolve_model
+from app.engine.models.download.model_download import DEFAULT_MODEL_URI, resolve_model
+from app.engine.models.linear_modules import target_shape
 from app.engine.models.spec import ModelSpec
-from app.kernels.machine.team import Team
+from app.kernels.machine.thread_team import ThreadTeam
 from app.kernels.matmul.cpu import matmul, pack
-from load_tests.measuring import environment, numbers, ratios, rounds, spread
+from load_tests.stats import environment, numbers, ratios, rounds, spread
 
 Floats = NDArray[np.float32]
 
@@ -61,7 +61,7 @@ def products(spec: ModelSpec, num_layers: int, rng: np.random.Generator) -> list
     return made
 
 
-def ours(product: Product, x: Floats, team: Team) -> Floats:
+def ours(product: Product, x: Floats, team: ThreadTeam) -> Floats:
     """[M, K] -> [M, N padded to panels]."""
     out = np.empty((x.shape[0], product.packed.shape[0] * 16), np.float32)
     team.run(matmul, 1, x, product.packed, out, False)
@@ -93,7 +93,7 @@ def run(spec: ModelSpec, row_counts: tuple[int, ...], num_layers: int, num_round
     rng = np.random.default_rng(0)
     made = products(spec, num_layers, rng)
     systems: dict[str, Callable[[Product, Floats], Floats]] = {
-        OURS: partial(ours, team=Team(num_threads)),
+        OURS: partial(ours, team=ThreadTeam(num_threads)),
         LINEAR: linear,
         PADDED: linear_padded,
     }

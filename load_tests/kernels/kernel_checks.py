@@ -41,9 +41,9 @@ def checks(device: torch.device) -> Iterator[Line]:
         for name in lora_forms.FORMS:
             line: Line = {"kind": "check", "form": name, "dtype": str(dtype), "sizes": workload.sizes.name}
             yield attempt(line, partial(_lora, workload, name))
-    for dtype, deterministic in product(dtypes, (False, True)):
-        line = {"kind": "check", "form": "attention", "dtype": str(dtype), "deterministic": deterministic}
-        yield attempt(line, partial(_attention, dtype, device, small, deterministic))
+    for dtype, batch_invariant in product(dtypes, (False, True)):
+        line = {"kind": "check", "form": "attention", "dtype": str(dtype), "deterministic": batch_invariant}
+        yield attempt(line, partial(_attention, dtype, device, small, batch_invariant))
     if not small:  # rows of the interpreter's products differ by place; the tests patch that
         for dtype, (name, bits) in product(
             dtypes, {"LoRA": _lora_bits, "attention": _attention_bits, "product": _product_bits}.items()
@@ -81,11 +81,11 @@ def _lora(workload: Workload, name: str) -> Line:
     return {"error": error, "passed": error < TOLERANCE[workload.x.dtype]}
 
 
-def _attention(dtype: torch.dtype, device: torch.device, small: bool, deterministic: bool) -> Line:
+def _attention(dtype: torch.dtype, device: torch.device, small: bool, batch_invariant: bool) -> Line:
     num_sequences, num_queries, length, dim = (1, 5, 40, 16) if small else (3, 70, 1500, 128)
     q, keys, values, arguments = attention_case(dtype, device, num_sequences, num_queries, length, dim)
     out = torch.full_like(q, torch.nan)
-    attention.paged_attention(q, keys, values, out=out, deterministic=deterministic, **arguments)
+    attention.paged_attention(q, keys, values, out=out, batch_invariant=batch_invariant, **arguments)
     k, v = (dense(t, arguments["block_tables"], length).double().repeat_interleave(4, 1) for t in (keys, values))
     queries = q.view(num_sequences, num_queries, 32, dim).transpose(1, 2).double()
     position = torch.arange(length, device=device)
@@ -112,7 +112,7 @@ def _lora_bits(dtype: torch.dtype, device: torch.device) -> int:
         alone = workload.y[0, row : row + 1].clone()
         sgmv.add_lora(
             workload.x[0, row : row + 1], alone, workload.rows[0], segment, max_rank=16,
-            block_tokens=sgmv.MIN_BLOCK_TOKENS, deterministic=True,
+            block_tokens=sgmv.MIN_BLOCK_TOKENS, batch_invariant=True,
         )  # fmt: skip
         different += int(not torch.equal(alone[0], together[row]))
     return different
@@ -122,14 +122,14 @@ def _attention_bits(dtype: torch.dtype, device: torch.device) -> int:
     """Queries of a prompt's chunk beside the same ones decoded alone, over three splits of keys."""
     q, keys, values, arguments = attention_case(dtype, device, 1, 70, 1500)
     chunk, one, different = torch.empty_like(q), torch.empty_like(q[:1]), 0
-    attention.paged_attention(q, keys, values, out=chunk, deterministic=True, **arguments)
+    attention.paged_attention(q, keys, values, out=chunk, batch_invariant=True, **arguments)
     for row in (0, 33, 69):
         single = arguments | {
             "query_starts": torch.tensor([0, 1], dtype=torch.int32, device=device),
             "seq_lens": torch.tensor([1500 - 69 + row], dtype=torch.int32, device=device),
             "max_query_len": 1,
         }
-        attention.paged_attention(q[row : row + 1], keys, values, out=one, deterministic=True, **single)
+        attention.paged_attention(q[row : row + 1], keys, values, out=one, batch_invariant=True, **single)
         different += int(not torch.equal(one[0], chunk[row]))
     return different
 

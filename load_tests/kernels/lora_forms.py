@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from app.kernels.bgmv import triton as bgmv
-from app.kernels.rank_rows import RankRows
+from app.kernels.lora_rows import RankRows
 from app.kernels.sgmv import triton as sgmv
 
 #: ‖out - ref‖ / ‖ref‖ that a form must stay below.
@@ -154,8 +154,8 @@ def _bgmv(w: Workload, config: bgmv.Configuration | None = None) -> Form:
     return lambda layer, y: bgmv.add_lora(w.x[layer], y, w.rows[layer], w.on_device, max_rank=max_rank, config=config)
 
 
-def _sgmv(w: Workload, config: sgmv.Configuration | None = None, *, deterministic: bool = False) -> Form:
-    cut = sgmv.block_tokens(w.sizes.num_rows, deterministic=deterministic)
+def _sgmv(w: Workload, config: sgmv.Configuration | None = None, *, batch_invariant: bool = False) -> Form:
+    cut = sgmv.block_tokens(w.sizes.num_rows, batch_invariant=batch_invariant)
     adapters = np.unique(w.slots)
     run_starts = np.searchsorted(w.slots, [*adapters, adapters[-1] + 1])
     found = sgmv.segments(run_starts, adapters, cut)
@@ -164,7 +164,7 @@ def _sgmv(w: Workload, config: sgmv.Configuration | None = None, *, deterministi
     segments = torch.from_numpy(padded).to(w.x.device)
     max_rank = max(w.sizes.ranks)
     return lambda layer, y: sgmv.add_lora(
-        w.x[layer], y, w.rows[layer], segments, max_rank=max_rank, block_tokens=cut, deterministic=deterministic,
+        w.x[layer], y, w.rows[layer], segments, max_rank=max_rank, block_tokens=cut, batch_invariant=batch_invariant,
         config=config,
     )  # fmt: skip
 
@@ -257,7 +257,7 @@ def peft(w: Workload) -> tuple[Form, torch.nn.Module]:
 FORMS: dict[str, Callable[..., Form]] = {
     "bgmv": _bgmv,
     "sgmv": _sgmv,
-    "deterministic": partial(_sgmv, deterministic=True),
+    "deterministic": partial(_sgmv, batch_invariant=True),
     "loop": _loop,
     "gather+bmm": _gather,
     "padded bmm": _padded,

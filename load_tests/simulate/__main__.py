@@ -2,7 +2,7 @@
 
 In: what to run. Out: Markdown on stdout. `policies` compares placement policies in Dynamo's scenarios, with ranks and
 with a tenant that floods, `--write-factor 30` with loads that are so many times dearer, `--plot FILE` as a picture;
-`alternating` has the load that Dynamo's allocator cannot follow; `heads` shows what `placement.prefix_aware` brings;
+`alternating` has the load that Dynamo's allocator cannot follow; `heads` shows what `placement.prefix_affinity` brings;
 `scaling` puts the service's autoscaling beside Ray's, and `starts` shows what a replica's start-up time does to a
 crowd; `scale` runs a large fleet and says how long that took.
 
@@ -44,8 +44,8 @@ SCALINGS = {
     ),
 }
 #: Dynamo's workers have 4 slots; of other ranks so many rows as four adapters of rank 64 take.
-FOUR_SLOTS = ReplicaSize(adapter_rank_rows=64, rank_alignment=16, max_adapter_slots=5)
-ROWS_256 = ReplicaSize(adapter_rank_rows=256, rank_alignment=8, max_adapter_slots=33)
+FOUR_SLOTS = ReplicaSize(lora_pool_rows=64, rank_alignment=16, max_loras=5)
+ROWS_256 = ReplicaSize(lora_pool_rows=256, rank_alignment=8, max_loras=33)
 COLUMNS = {
     "hit_rate": "hit rate",
     "loads_per_1000": "loads / 1,000",
@@ -88,7 +88,7 @@ def compare_policies(names: Sequence[str], num_seeds: int, costs: Costs, picture
 
 def compare_alternating(num_seeds: int, costs: Costs) -> str:
     """Four adapters, eight slots; which two are asked for changes every tick."""
-    size = ReplicaSize(adapter_rank_rows=32, rank_alignment=16, max_adapter_slots=3)
+    size = ReplicaSize(lora_pool_rows=32, rank_alignment=16, max_loras=3)
     rows = {}
     for policy in POLICIES:
         plan = Plan(4, costs, size, PlacementConfig(policy=policy))
@@ -107,11 +107,11 @@ def compare_heads(num_seeds: int, costs: Costs) -> str:
     rows = {}
     for num_heads, rate in ((20, 10.0), (200, 7.0), (200, 10.0), (2000, 7.0)):
         for is_on in (False, True):
-            plan = Plan(8, costs, placement=PlacementConfig(prefix_aware=is_on))
+            plan = Plan(8, costs, placement=PlacementConfig(prefix_affinity=is_on))
             make = partial(shared_heads, num_heads=num_heads, rate=rate)
             found = summaries(make, plan, num_seeds)
             rows[f"{num_heads} heads, {rate:g} requests/s, {'on' if is_on else 'off'}"] = intervals(found)
-    return table(rows, columns, "traffic, prefix_aware")
+    return table(rows, columns, "traffic, prefix_affinity")
 
 
 def compare_start_times(num_seeds: int, costs: Costs) -> str:

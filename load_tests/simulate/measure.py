@@ -1,7 +1,7 @@
 """Measure what the simulation counts with: what steps, prompts and writes of the real engine take on this machine.
 
 In: a base model. Out: a table of costs (JSON) for `app.simulation.costs`, which says where it comes from. One replica
-with the service's control plane runs a trace (`load_tests.simulate.real`), and `fit` draws the line through all of its
+with the service's control plane runs a trace (`load_tests.simulate.real_fleet`), and `fit` draws the line through all of its
 steps: by non-negative least squares of errors relative to the line, the last times without the steps that lie far off.
 (Relative to the steps themselves the line would lie below their mean, and queues would be too short.) What loading
 takes to the host, and starting a replica, is taken over from the table that is there: `bench_adapters` and
@@ -21,13 +21,13 @@ from pathlib import Path
 import numpy as np
 from scipy.optimize import nnls
 
+from app.engine.factory import load_backend
 from app.engine.models.checkpoint import load_checkpoint
-from app.engine.models.sources import DEFAULT_MODEL_URI, resolve_model
-from app.engine.open import load_backend
-from app.release import version
+from app.engine.models.download.model_download import DEFAULT_MODEL_URI, resolve_model
 from app.simulation.costs import Costs, read_costs, write_costs
-from load_tests.measuring import environment
-from load_tests.simulate.real import CONFIG, Step, make_adapters, run_real, trace
+from app.version import version
+from load_tests.simulate.real_fleet import CONFIG, Step, make_adapters, run_real, trace
+from load_tests.stats import environment
 
 #: Steps farther from the line than so many times the median distance are left out of the next fit.
 FAR = 6.0

@@ -11,10 +11,10 @@ import pytest
 
 from app.cli import adapters as commands
 from app.cli.main import main
-from app.deployments.registry.pins import EngineRoom
+from app.deployments.registry.pins import EngineCapacity
 from app.engine.adapters.formats.arrow import CARD_SUFFIX, ArrowCard, read_card, write_card
 from app.engine.adapters.formats.peft import read_peft
-from app.engine.adapters.stored import StoredAdapter, StoredModule
+from app.engine.adapters.raw_adapter import RawAdapter, RawModule
 from app.engine.errors import AdapterFormatError
 from app.engine.models.spec import ExpertsSpec, ModelSpec, RouterSpec
 from tests.engine.adapters.making import (
@@ -129,9 +129,7 @@ def test_without_a_base_it_is_that_of_the_settings(
     config.write_text("applications: [{import_path: 'app.main:build', args: {model: {uri: tiny, name: tiny}}}]")
     assert _run("check", folder, "--config", config) == 0
     assert "yes: 4 modules of 'tiny'" in capsys.readouterr().out
-    small = (
-        "applications: [{import_path: 'app.main:build', args: {model: {uri: tiny}, engine: {adapter_rank_rows: 0}}}]"
-    )
+    small = "applications: [{import_path: 'app.main:build', args: {model: {uri: tiny}, engine: {lora_pool_rows: 0}}}]"
     (tmp_path / "small.yaml").write_text(small)
     assert _run("check", folder, "--config", tmp_path / "small.yaml") == 1
     assert f"no: adapter '{folder.name}' has rank 4 and an engine holds at most rank 0" in capsys.readouterr().out
@@ -144,20 +142,20 @@ def test_experts_are_counted(tmp_path: Path) -> None:
     layer = SPEC.layers[0]
     mixture = replace(SPEC, layers=(replace(layer, experts=ExpertsSpec(RouterSpec(4, 2, normalised=True))),) * 2)
     modules = [
-        StoredModule(
+        RawModule(
             f"model.layers.1.mlp.experts.{expert}.down_proj", stored_tensor(np.ones((2, 40))),
             stored_tensor(np.ones((24, 2))), 2.0, use_rslora=False,
         )
         for expert in (1, 3)
     ]  # fmt: skip
-    stored = StoredAdapter(tuple(modules))
+    stored = RawAdapter(tuple(modules))
     lines = "\n".join(commands.report(stored))
     assert "experts      2 different in 1 layers, 2 in all" in lines
     assert "experts.down_proj" in lines
     card = tmp_path / f"experts{CARD_SUFFIX}"
     write_card(card, ArrowCard("experts", stored, {}))
     assert f"2 of them are experts'; beside rank rows it holds {4 * 2 * (8 * 40 + 2 * 32)} bytes" in commands.fits(
-        card, mixture, EngineRoom()
+        card, mixture, EngineCapacity()
     )
 
 

@@ -14,7 +14,7 @@ from urllib.parse import parse_qs, urlsplit
 
 import pytest
 
-from app.cli.apply import ApiError, difference, read_wanted
+from app.cli.apply import ApiError, difference, read_desired_state
 from app.cli.main import main
 from app.engine.errors import ConfigError
 
@@ -182,7 +182,7 @@ def test_one_failure_stops_nothing_else(
 def test_a_file_that_means_nothing_changes_nothing(text: str, message: str, tmp_path: Path) -> None:
     (tmp_path / "f.yaml").write_text(text)
     with pytest.raises(ConfigError, match=message):
-        read_wanted(tmp_path / "f.yaml")
+        read_desired_state(tmp_path / "f.yaml")
 
 
 @contextlib.contextmanager
@@ -241,6 +241,6 @@ def test_a_url_of_something_else_is_one_line(
 
 
 def test_the_shipped_file_is_read() -> None:
-    wanted = read_wanted(ROOT / "configs" / "adapters.yaml")
+    wanted = read_desired_state(ROOT / "configs" / "adapters.yaml")
     changes = difference(wanted, {}, {}, prune=True, reload=False)
     assert [change.sign for change in changes] == ["+"] * 4

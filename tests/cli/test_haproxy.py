@@ -21,7 +21,7 @@ import pytest
 
 from app.cli.haproxy import UnknownConfiguration, error_answer, rewritten
 from app.cli.haproxy_supervisor import Supervisor
-from app.cli.ray_switches import ha_proxy_places, has_ha_proxy
+from app.cli.ray_env import ha_proxy_places, has_ha_proxy
 from load_tests.service import free_port
 
 pytestmark = pytest.mark.skipif(not has_ha_proxy(), reason="Ray's HAProxy is for Linux only")

@@ -14,8 +14,8 @@ import pytest
 import yaml
 
 from app.cli.api_client import DEFAULT_URL
+from app.cli.config_file import read_settings
 from app.cli.main import ProgressLine, main, make_parser
-from app.cli.settings_file import read_settings
 from app.config import DEFAULT_MODEL_URI, load_config
 from app.engine.errors import ConfigError
 
@@ -56,7 +56,7 @@ def test_a_bug_is_one_line_too(
     def broken(*_: object) -> None:
         raise KeyError("of a table\nand more")
 
-    monkeypatch.setattr("app.cli.settings_file.read_settings", broken)
+    monkeypatch.setattr("app.cli.config_file.read_settings", broken)
     assert main(["fetch", "--config", str(tmp_path)]) == 1
     assert capsys.readouterr().err.startswith("polylora fetch: KeyError: ")
     assert main(["fetch", "--config", str(tmp_path), "--verbose"]) == 1
@@ -70,7 +70,7 @@ def test_a_reader_that_has_seen_enough_is_no_error(
         def write(self, _: str) -> int:
             raise BrokenPipeError
 
-    monkeypatch.setattr("app.cli.settings_file.read_settings", lambda _: print("a line", file=closed))
+    monkeypatch.setattr("app.cli.config_file.read_settings", lambda _: print("a line", file=closed))
     with (tmp_path / "out").open("wb") as file:
         closed = Closed(file)
         monkeypatch.setattr(sys, "stdout", closed)

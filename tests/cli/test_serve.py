@@ -18,10 +18,11 @@ from typing import Any
 import pytest
 import yaml
 
-from app.cli import checks, ray_switches, startup
+from app.cli import preflight, ray_env, startup
 from app.cli import serve as serving
+from app.cli.config_file import address_in
 from app.cli.main import main
-from app.cli.ray_switches import (
+from app.cli.ray_env import (
     HA_PROXY,
     HA_PROXY_PORTS,
     HA_PROXY_SWITCHES,
@@ -30,7 +31,6 @@ from app.cli.ray_switches import (
     has_ha_proxy,
     set_ray_switches,
 )
-from app.cli.settings_file import address_in
 from app.engine.errors import ConfigError
 from load_tests.service import free_port, serve_arguments
 from tests.e2e.tiny import save_tiny_model
@@ -55,7 +55,7 @@ def test_switches_are_added_and_never_overruled() -> None:
 def test_the_folder_that_ha_proxy_shares_with_frames_is_made_for_its_user_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ray_switches, "_user_folder", lambda: tmp_path / "own")
+    monkeypatch.setattr(ray_env, "_user_folder", lambda: tmp_path / "own")
     environ = {HA_PROXY: "1"}
     assert set_ray_switches(environ) is True
     assert (tmp_path / "own").stat().st_mode & 0o077 == 0
@@ -81,12 +81,12 @@ def test_a_port_of_ha_proxy_that_is_taken_is_named_before_anything_starts(
 ) -> None:
     for other, _ in HA_PROXY_PORTS:
         monkeypatch.delenv(other, raising=False)  # it does not listen then
-    checks.check_ha_proxy_ports(os.environ)
+    preflight.check_ha_proxy_ports(os.environ)
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         monkeypatch.setenv(name, str(port))
         with pytest.raises(ConfigError, match=rf":{port} .*set {name} to another"):
-            checks.check_ha_proxy_ports(os.environ)
+            preflight.check_ha_proxy_ports(os.environ)
 
 
 @pytest.fixture
@@ -264,12 +264,12 @@ def test_a_context_longer_than_the_model_takes_is_told_before_anything_starts(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     save_tiny_model(tmp_path / "model", max_positions=512)
-    args = {"model": {"uri": str(tmp_path / "model"), "name": "tiny"}, "engine": {"max_context": 513}}
+    args = {"model": {"uri": str(tmp_path / "model"), "name": "tiny"}, "engine": {"max_model_len": 513}}
     path = tmp_path / "serve.yaml"
     path.write_text(yaml.safe_dump({"applications": [{"import_path": "app.main:build", "args": args}]}))
     monkeypatch.setattr(serving, "serve_until_stopped", lambda *_, **__: pytest.fail("it was started"))
     assert main(["serve", "--config", str(path)]) == 1
-    assert "engine.max_context is 513 but model 'tiny' has 512 positions" in capsys.readouterr().err
+    assert "engine.max_model_len is 513 but model 'tiny' has 512 positions" in capsys.readouterr().err
 
 
 def test_a_placement_policy_that_is_none_is_told_before_anything_starts(

@@ -22,7 +22,7 @@ RuntimeError: Traceback (most recent call last):
 app.engine.errors.AdapterMismatch: adapter 'x' is for another base; register it with that one
 """
 ACTOR = """The actor died because of an error raised in its creation task, ray::AdapterStoreActor.__init__() (pid=8)
-  File "/x/app/deployments/registry/database.py", line 55, in open
+  File "/x/app/deployments/registry/db/database.py", line 55, in open
 app.engine.errors.ConfigError: cannot open the registry: Permission denied: /x
 """
 

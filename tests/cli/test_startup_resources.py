@@ -6,7 +6,7 @@ import warnings
 
 import pytest
 
-from app.cli.startup import PATIENCE_S, Actor, RoomWatch, no_room
+from app.cli.startup import PATIENCE_S, Actor, ResourceWatch, no_room
 from app.engine.errors import EngineFailure
 
 with warnings.catch_warnings():
@@ -73,7 +73,7 @@ def test_an_engine_and_an_ingress_fit_on_every_core() -> None:
 def test_it_is_told_once_and_given_up_in_the_end() -> None:
     said: list[str] = []
     now = 0.0
-    watch = RoomWatch(said.append, 60.0, clock=lambda: now)
+    watch = ResourceWatch(said.append, 60.0, clock=lambda: now)
     watch.look("no room")
     now = PATIENCE_S - 0.1
     watch.look("no room")
@@ -91,7 +91,7 @@ def test_it_is_told_once_and_given_up_in_the_end() -> None:
 def test_what_finds_room_is_forgotten() -> None:
     said: list[str] = []
     now = 0.0
-    watch = RoomWatch(said.append, 60.0, clock=lambda: now)
+    watch = ResourceWatch(said.append, 60.0, clock=lambda: now)
     watch.look("no room")
     now = 59.0
     watch.look(None)

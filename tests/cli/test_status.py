@@ -129,11 +129,11 @@ def test_a_service_that_does_not_answer_is_asked_for_through_ray(
 
 
 def test_what_an_engine_takes_of_memory() -> None:
-    spec, settings = fake_spec(), AppConfig.model_validate({"engine": {"num_kv_blocks": 64, "adapter_rank_rows": 32}})
+    spec, settings = fake_spec(), AppConfig.model_validate({"engine": {"num_kv_blocks": 64, "lora_pool_rows": 32}})
     lines = memory_lines(spec, settings, 10 << 30)
     assert lines[-1] == f"10.00 GiB of memory are available: room for {(10 << 30) // _total(lines)} such engines"
     assert any("num_kv_blocks 64, 1024 tokens at a time" in line for line in lines)
-    assert any("adapter_rank_rows 32, at least 2 adapters of rank 16 at a time" in line for line in lines)
+    assert any("lora_pool_rows 32, at least 2 adapters of rank 16 at a time" in line for line in lines)
     encoder = replace(spec, encoder=EncoderSpec(512, 0, 2))
     assert not any("KV cache" in line for line in memory_lines(encoder, settings, 10 << 30)), "an encoder has none"
     with pytest.raises(ConfigError, match=r"(?s)room for 0 such engines\n +lower engine.num_kv_blocks"):

@@ -20,7 +20,7 @@ from app.cli.main import main
 from app.config import ADMIN_KEY
 from app.deployments.ingress.http.app import make_app
 from app.deployments.ingress.http.middleware.origin_check import HttpPolicy
-from app.deployments.tenants.key_material import is_key, key_digest, new_key
+from app.deployments.tenancy.auth.key_crypto import is_key, key_digest, new_key
 from load_tests.service import free_port
 from tests.deployments.http_service import Service
 from tests.deployments.ingress.conftest import service

@@ -10,35 +10,35 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
 
 from app.config import LimitsConfig, PlacementConfig
-from app.deployments.ingress.assigner import Assigner, PrefixHasher
-from app.deployments.ingress.cold_start_limiter import ColdStartLimiter
-from app.deployments.ingress.dispatcher import Dispatcher
-from app.deployments.ingress.links import Links
-from app.deployments.ingress.loads import Loads
-from app.deployments.ingress.streams import Stream
-from app.deployments.links.transport import Frame, ReplicaGone, ReplicaLeaving
-from app.deployments.placement.books import PlacementBooks
-from app.deployments.placement.choosing import make_policy
+from app.deployments.ingress.dispatch.cold_start_limiter import ColdStartLimiter
+from app.deployments.ingress.dispatch.dispatcher import Dispatcher
+from app.deployments.ingress.dispatch.replica_connections import ReplicaConnections
+from app.deployments.ingress.dispatch.replica_load import ReplicaLoadTracker
+from app.deployments.ingress.dispatch.request_router import PrefixHasher, RequestRouter
+from app.deployments.ingress.dispatch.stream import Stream
+from app.deployments.placement.delta_reporter import DeltaReporter
+from app.deployments.placement.messages import ReplicaReport, Residency, Row
 from app.deployments.placement.policy import PlacementPolicy
-from app.deployments.placement.table import ReplicaReport, Residency, Row
-from app.deployments.placement.telling import Telling
+from app.deployments.placement.replica_choice import make_policy
+from app.deployments.placement.state import PlacementState
 from app.deployments.placement.view import PlacementView
-from app.deployments.replica.service import EngineService
-from app.deployments.tenants.counting import Counting
+from app.deployments.replica.engine_service import EngineService
+from app.deployments.rpc.transport import Frame, ReplicaGone, ReplicaLeaving
+from app.deployments.tenancy.usage.recorder import UsageRecorder
+from app.engine.adapters.adapter import LoraAdapter
 from app.engine.adapters.card import AdapterRef
-from app.engine.adapters.lora import LoraAdapter
 from app.engine.backend import BackendLimits
 from app.engine.batch import ForwardBatch, ForwardOutput
 from app.engine.config import EngineConfig
 from app.engine.engine import Engine
+from app.engine.engine_thread import EngineThread
 from app.engine.models.spec import ModelSpec
-from app.engine.request import Consumption, GenerateRequest
-from app.engine.structured.compiler import Grammars
-from app.engine.worker import EngineThread
+from app.engine.request import GenerateRequest, RequestUsage
+from app.engine.structured_output.grammar_compiler import CompiledGrammars
 from tests.deployments.placed import ORIGIN
 from tests.fakes import FakeBackend, fake_spec
 
-LIMITS = BackendLimits(256, 8, adapter_rank_rows=64, rank_alignment=8, max_adapter_slots=16, can_embed=True)
+LIMITS = BackendLimits(256, 8, lora_pool_rows=64, rank_alignment=8, max_loras=16, can_embed=True)
 
 
 class PausableBackend(FakeBackend):
@@ -67,19 +67,21 @@ class PausableBackend(FakeBackend):
 class FakeReplica:
     """One engine thread with its service; `kill` is what a lost process looks like from outside."""
 
-    def __init__(self, replica_id: str, fleet: Fleet, *, max_waiting: int = 512, idle_s: float = 5.0) -> None:
+    def __init__(self, replica_id: str, fleet: Fleet, *, max_queued_requests: int = 512, idle_s: float = 5.0) -> None:
         self.replica_id = replica_id
         self.dead = asyncio.Event()
         self.draining = False
         self.attaches = asyncio.Event()  # cleared: a reader hears nothing for now
         self.attaches.set()
-        self.telling = Telling(ORIGIN)
+        self.telling = DeltaReporter(ORIGIN)
         self.submitted: list[GenerateRequest] = []
         self.calls: list[int] = []
         self.aborted: list[str] = []  # attempts that it was told to end
-        self.service = EngineService(fleet, time.time, max_waiting=max_waiting, counting=fleet, idle_s=idle_s)
+        self.service = EngineService(
+            fleet, time.time, max_queued_requests=max_queued_requests, counting=fleet, idle_s=idle_s
+        )
         self.backend = PausableBackend(fleet.spec, fleet.num_guesses)
-        config = EngineConfig(max_waiting=max_waiting, speculation=fleet.num_guesses or "off")
+        config = EngineConfig(max_queued_requests=max_queued_requests, speculative_decoding=fleet.num_guesses or "off")
         self.engine = Engine(self.backend, config, grammars=fleet.grammars)
         self.thread = EngineThread(self.engine, self.service.on_step)
         self.service.start(self.thread)
@@ -95,7 +97,7 @@ class FakeReplica:
 class Unbatched:
     """The dispatcher's `Batcher` without any: a stream is assigned when it comes, alone."""
 
-    def __init__(self, assigner: Assigner) -> None:
+    def __init__(self, assigner: RequestRouter) -> None:
         self._assigner = assigner
 
     async def assign(self, stream: Stream) -> None:
@@ -105,11 +107,11 @@ class Unbatched:
 class FleetDispatcher(Dispatcher):
     """A dispatcher over a fleet, with the parts that are below it."""
 
-    def __init__(self, fleet: Fleet, replica_wait_s: float) -> None:
+    def __init__(self, fleet: Fleet, replica_timeout_s: float) -> None:
         clock = asyncio.get_running_loop().time
-        links = Links(fleet, fleet, Loads(clock))
+        links = ReplicaConnections(fleet, fleet, ReplicaLoadTracker(clock))
         heads = PrefixHasher((fleet.spec or fake_spec()).digest, LIMITS.block_size)
-        self.assigner = Assigner(links, fleet, fleet.policy, clock, random.Random(0), replica_wait_s, heads.of)
+        self.assigner = RequestRouter(links, fleet, fleet.policy, clock, random.Random(0), replica_timeout_s, heads.of)
         super().__init__(Unbatched(self.assigner), links, ColdStartLimiter(fleet, LimitsConfig()))
 
     async def close(self) -> None:
@@ -124,20 +126,20 @@ class Fleet:
         self,
         num_replicas: int,
         *,
-        max_waiting: int = 512,
+        max_queued_requests: int = 512,
         idle_s: float = 5.0,
         spec: ModelSpec | None = None,
-        grammars: Callable[[], Grammars] | None = None,
+        grammars: Callable[[], CompiledGrammars] | None = None,
         num_guesses: int = 0,
     ) -> None:
-        self._options = (max_waiting, idle_s)
+        self._options = (max_queued_requests, idle_s)
         self.spec, self.grammars, self.num_guesses = spec, grammars, num_guesses
         self.replicas: dict[str, FakeReplica] = {}
         self.adapters: dict[str, LoraAdapter] = {}
         self.fetches: list[str] = []
         self.fetch_delay_s = 0.0
-        self.counting: Counting | None = None  # told what replicas count, too
-        self.consumed: dict[str, Consumption] = {}  # by attempt
+        self.counting: UsageRecorder | None = None  # told what replicas count, too
+        self.consumed: dict[str, RequestUsage] = {}  # by attempt
         self.where: dict[str, str] = {}  # replica by attempt
         self.fetch_gate = asyncio.Event()
         self.fetch_gate.set()
@@ -148,20 +150,22 @@ class Fleet:
         self.off_table: set[str] = set()  # replicas that placement has dropped
         self.unreached_ids: set[str] = set()  # those that an ingress could not reach at any time
         self.policy: PlacementPolicy = make_policy(PlacementConfig())
-        self.books = PlacementBooks(self.policy, silence_s=10, report_interval_s=1)
+        self.books = PlacementState(self.policy, heartbeat_timeout_s=10, report_interval_s=1)
         for _ in range(num_replicas):
             self.add()
 
     def add(self) -> FakeReplica:
-        max_waiting, idle_s = self._options
-        replica = FakeReplica(f"replica-{len(self.replicas)}", self, max_waiting=max_waiting, idle_s=idle_s)
+        max_queued_requests, idle_s = self._options
+        replica = FakeReplica(
+            f"replica-{len(self.replicas)}", self, max_queued_requests=max_queued_requests, idle_s=idle_s
+        )
         self.replicas[replica.replica_id] = replica
         return replica
 
-    def dispatcher(self, *, replica_wait_s: float = 120.0) -> FleetDispatcher:
-        return FleetDispatcher(self, replica_wait_s)
+    def dispatcher(self, *, replica_timeout_s: float = 120.0) -> FleetDispatcher:
+        return FleetDispatcher(self, replica_timeout_s)
 
-    def ended(self, request: GenerateRequest, consumption: Consumption) -> None:
+    def ended(self, request: GenerateRequest, consumption: RequestUsage) -> None:
         """What replicas count of requests; a replica that was killed counts nothing any more."""
         if not self.replicas[self.where[request.request_id]].dead.is_set():
             self.consumed[request.request_id] = consumption

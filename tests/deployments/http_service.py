@@ -13,31 +13,31 @@ from typing import Any
 import tokenizers
 
 from app.config import AppConfig, PriceConfig
-from app.deployments.ingress.job import Job
-from app.deployments.ingress.loads import Loads
+from app.deployments.ingress.accounting import PricingContext, RequestAccounting
+from app.deployments.ingress.dispatch.generation_task import GenerationTask
+from app.deployments.ingress.dispatch.replica_load import ReplicaLoadTracker
+from app.deployments.ingress.preprocess.structured_output import RequestedGrammar
+from app.deployments.ingress.preprocess.tokenizer_service import TokenizerService
 from app.deployments.ingress.service import IngressService, Parts
-from app.deployments.ingress.structured import AskedGrammar
-from app.deployments.ingress.tenancy import Rates, Tenancy
-from app.deployments.ingress.tokenizer_service import TokenizerService
-from app.deployments.links.transport import Frame
-from app.deployments.tenants.prices import Prices
-from app.engine.models.tokenizer import Tokenizer
-from app.engine.models.tool_formats import ToolFormat, tool_format
+from app.deployments.rpc.transport import Frame
+from app.deployments.tenancy.usage.prices import Prices
+from app.engine.models.chat.tool_call_formats import ToolCallFormat, tool_format
+from app.engine.models.tokenizers.tokenizer import Tokenizer
 from app.engine.request import GenerateRequest, Usage
 from tests.deployments.fleet import Fleet, Unbatched
 from tests.deployments.managed import ManagedStore
-from tests.engine.structured.tokens import tiny_tokenizer
+from tests.engine.structured_output.tokens import tiny_tokenizer
 from tests.fakes import fake_spec
 
 #: A dollar per million prompt tokens, ten cents for cached ones, four dollars for generated ones.
 _PRICES = {"base": PriceConfig(input=1, cached_input=0.1, output=4)}
-RATES = Rates(Prices(_PRICES, "base"), "base")
+RATES = PricingContext(Prices(_PRICES, "base"), "base")
 
 
 class Letters:
     """A vocabulary of 61 characters, one token each."""
 
-    max_context = 128
+    max_model_len = 128
     vocab_size = 61
     spec = fake_spec()
 
@@ -57,13 +57,13 @@ class Letters:
         written = json.dumps(extra) if extra else ""
         return self.encode(written + text + "".join(f"{message['role']}:{message['content']}|" for message in messages))
 
-    def tool_format(self, text: str = "") -> ToolFormat:
+    def tool_format(self, text: str = "") -> ToolCallFormat:
         return tool_format(text)
 
-    def specials(self, form: ToolFormat) -> Mapping[str, int]:  # noqa: ARG002
+    def specials(self, form: ToolCallFormat) -> Mapping[str, int]:  # noqa: ARG002
         return {}
 
-    def check_grammar(self, wanted: AskedGrammar) -> None:
+    def check_grammar(self, wanted: RequestedGrammar) -> None:
         """These letters write no JSON; `WritingModel` does."""
         raise NotImplementedError(wanted.place)
 
@@ -130,17 +130,17 @@ class Service(IngressService):
         self.managed = managed
         self.metrics = RecordedMetrics()
         self.observed: list[tuple[str, int]] = []
-        self.counted: list[tuple[Job | None, list[Usage | None]]] = []
-        limits = {"max_body_bytes": 20_000, "max_sequences": 4, "request_timeout_s": 120, "replica_wait_s": 0.2}
+        self.counted: list[tuple[GenerationTask | None, list[Usage | None]]] = []
+        limits = {"max_body_bytes": 20_000, "max_sequences": 4, "request_timeout_s": 120, "replica_timeout_s": 0.2}
         parts = Parts(
             text=text or Letters(),
             registry=managed.view,
-            tenancy=Tenancy(managed.tenants, managed.tenants_client, RATES, uuid.uuid4().hex, managed.clock),
+            tenancy=RequestAccounting(managed.tenants, managed.tenants_client, RATES, uuid.uuid4().hex, managed.clock),
             store=managed.client,
-            kept=managed.kept,
+            storage=managed.storage,
             placer=fleet,
             policy=fleet.policy,
-            loads=Loads(asyncio.get_running_loop().time),
+            loads=ReplicaLoadTracker(asyncio.get_running_loop().time),
             replicas=FleetReplicas(fleet, managed),
             make_batcher=Unbatched,
             metrics=self.metrics,
@@ -155,7 +155,7 @@ class Service(IngressService):
     def num_streams(self) -> int:
         return self._links.num_streams
 
-    def observe(self, route: str, status: int, job: Job | None) -> None:
+    def observe(self, route: str, status: int, job: GenerationTask | None) -> None:
         super().observe(route, status, job)
         self.observed.append((route, status))
         self.counted.append((job, [] if job is None else job.usages))

@@ -9,15 +9,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from app.deployments.kept.books import KeptBooks
-from app.deployments.kept.service import KeptService
-from app.deployments.links.actor_proxy import actor_proxy
-from app.deployments.links.published import Version
-from app.deployments.links.ray_calls import NamedActor
-from app.deployments.registry.books import Registry
+from app.deployments.object_storage.service import StorageService
+from app.deployments.object_storage.storage import Storage
 from app.deployments.registry.catalog import Catalog
-from app.deployments.registry.database import sqlite_url
-from app.deployments.registry.entries import (
+from app.deployments.registry.db.database import sqlite_url
+from app.deployments.registry.feed.view import RegistryView
+from app.deployments.registry.jobs.auto_registration import AutoRegistration, SourcePaths
+from app.deployments.registry.jobs.lazy_registrations import LazyRegistrations
+from app.deployments.registry.models import (
     DEFAULT_TENANT,
     UPLOADED,
     CatalogEntry,
@@ -26,21 +25,22 @@ from app.deployments.registry.entries import (
     RegistryJob,
     State,
 )
-from app.deployments.registry.lifecycle import Lifecycle
-from app.deployments.registry.resolving import NameResolution, Places
+from app.deployments.registry.registry import Registry
+from app.deployments.registry.service import RegistryService
 from app.deployments.registry.tier_events import TierEvents
-from app.deployments.registry.unread import UnreadNames
-from app.deployments.registry.view import RegistryView
-from app.deployments.store.counts import TierCounts
-from app.deployments.store.quarantine import Failure, Quarantine
+from app.deployments.rpc.actor_proxy import actor_proxy
+from app.deployments.rpc.long_poll_host import Version
+from app.deployments.rpc.named_actor import NamedActor
+from app.deployments.store.failure_backoff import Failure, FailureBackoff
 from app.deployments.store.service import StoreParts, StoreService
+from app.deployments.store.tier_counters import TierCounters
 from app.deployments.store.uploads import Uploads
-from app.deployments.tenants.books import TenantBooks
-from app.deployments.tenants.project_books import AdapterQuota
-from app.deployments.tenants.service import TenantsService
-from app.deployments.tenants.view import TenantView
+from app.deployments.tenancy.auth.project_store import AdapterQuota
+from app.deployments.tenancy.auth.tenant_mirror import TenantMirror
+from app.deployments.tenancy.service import TenantsService
+from app.deployments.tenancy.tenant_store import TenantStore
 from app.engine.adapters.card import AdapterCard, AdapterRef
-from app.engine.adapters.composing.composition import is_composition
+from app.engine.adapters.combining.combination import is_composition
 from app.engine.errors import NotFound, PolyloraError, UnsafeSource
 from tests.deployments.placed import Placed
 
@@ -106,7 +106,7 @@ class FakeStore:
         self.pinned: list[set[str]] = []
         self.on_read: Callable[[str, State], None] = lambda *_: None
         self.failures: dict[str, Failure] = {}  # digests that could not be read for a request
-        self.counts = TierCounts()
+        self.counts = TierCounters()
 
     async def load(self, source: str, tenant_id: str) -> ReadAdapter:  # noqa: ARG002
         self.loads.append(source)
@@ -156,9 +156,9 @@ class ManagedStore:
         registry.catalog.check_quota = AdapterQuota(registry.database.base_digest)
         self.events = TierEvents()
         store.on_read = self.events.reached
-        self.lifecycle = Lifecycle(registry, store, self.events, reserved_names=("base",), clock=clock)
-        self.resolution = NameResolution(registry, store, self.lifecycle, Quarantine(clock), Places(), clock)
-        self.unread = UnreadNames(registry, self.lifecycle, Quarantine(clock))
+        self.lifecycle = RegistryService(registry, store, self.events, reserved_names=("base",), clock=clock)
+        self.resolution = AutoRegistration(registry, store, self.lifecycle, FailureBackoff(clock), SourcePaths(), clock)
+        self.unread = LazyRegistrations(registry, self.lifecycle, FailureBackoff(clock))
         parts = StoreParts(
             registry, self.lifecycle, store, (), self.unread, resolution=self.resolution, uploads=uploads
         )
@@ -166,11 +166,13 @@ class ManagedStore:
         self.view = RegistryView()
         self.lifecycle.start()
         self.clock = clock
-        self.books = TenantBooks(registry.database)
+        self.books = TenantStore(registry.database)
         self.tenants_client = actor_proxy(TenantsService, Here(TenantsService(self.books, lambda: None, clock)))
         self.monotonic: Callable[[], float] = time.monotonic  # asked for when something is first kept
-        self.kept = actor_proxy(KeptService, Here(KeptService(lambda: KeptBooks(registry.database, self.monotonic))))
-        self.tenants = TenantView()
+        self.storage = actor_proxy(
+            StorageService, Here(StorageService(lambda: Storage(registry.database, self.monotonic)))
+        )
+        self.tenants = TenantMirror()
         self.followers = [asyncio.create_task(work) for work in (self._follow(), self._follow_tenants())]
         self.dropped: list[tuple[str, str]] = []
         self.drop_errors: dict[str, Exception] = {}  # replica id -> what dropping there raises

@@ -18,8 +18,8 @@ from ray.exceptions import (
     WorkerCrashedError,
 )
 
-from app.deployments.links.ray_calls import NamedActor
 from app.deployments.placement.actor import PlacementActor
+from app.deployments.rpc.named_actor import NamedActor
 
 LOST = [
     ActorDiedError(),

@@ -17,7 +17,7 @@ from typing import Any
 import httpx
 import yaml
 
-from app.cli.ray_switches import HA_PROXY_SWITCHES, ha_proxy_places
+from app.cli.ray_env import HA_PROXY_SWITCHES, ha_proxy_places
 from load_tests.process_tree import session_processes
 from load_tests.service import ROOT, end_session, own_environment
 

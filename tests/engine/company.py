@@ -16,14 +16,13 @@ from typing import NamedTuple
 
 import numpy as np
 
+from app.engine.adapters.adapter import LoraAdapter
 from app.engine.adapters.card import AdapterRef
-from app.engine.adapters.lora import LoraAdapter
 from app.engine.backend import Backend
 from app.engine.config import CpuConfig, DeviceConfig, EngineConfig, Speculation
 from app.engine.engine import Engine
-from app.engine.models.hf_config import spec_from_config
-from app.engine.models.names import expected_tensors
-from app.engine.models.products import DENSE_TARGETS
+from app.engine.models.hf.config import spec_from_config
+from app.engine.models.linear_modules import DENSE_TARGETS
 from app.engine.models.spec import (
     AttentionSpec,
     ExpertsSpec,
@@ -35,12 +34,13 @@ from app.engine.models.spec import (
     RouterSpec,
     SharedExpertSpec,
 )
+from app.engine.models.weight_names import expected_tensors
 from app.engine.request import GenerateRequest, SamplingParams, TokenLogprobs
-from app.engine.structured.grammars import json_grammar
+from app.engine.structured_output.grammar_builder import json_grammar
 from tests.engine.adapters.making import random_adapter, random_mixture_adapter, with_random_extras
 from tests.engine.cuda.grids import on_grids
-from tests.engine.structured.schemas import follows, random_schema
-from tests.engine.structured.tokens import text_of, tiny_vocabulary
+from tests.engine.structured_output.schemas import follows, random_schema
+from tests.engine.structured_output.tokens import text_of, tiny_vocabulary
 from tests.seeds import any_seed
 
 RANKS = (1, 3, 8, 16, 24, 40)
@@ -257,16 +257,16 @@ def _random_config(
     config = EngineConfig(
         block_size=block_size,
         num_kv_blocks=pick(*kv_tokens) // block_size + 1,
-        adapter_rank_rows=pick(64, 96, 256),
-        max_adapter_slots=pick(2, 3, 8),
-        adapter_extra_bytes=pick(largest_extras, largest_extras * 3 // 2, 1 << 24),  # one adapter's always fit
-        max_batch_tokens=pick(8, 13, 32, 100, 256),
-        prefill_step_ms=pick(0, 1, 5, 100),
-        tenant_slowdown=float(generator.choice([0.0, 1.0, 1.5])),
-        max_batch_sequences=pick(1, 3, 8, 32),
-        adapter_write_bytes_per_step=pick(1, 100_000, 1 << 24),
-        prefix_cache=bool(generator.integers(4)),
-        speculation=_speculation(generator) if isinstance(device, CpuConfig) else "auto",
+        lora_pool_rows=pick(64, 96, 256),
+        max_loras=pick(2, 3, 8),
+        extra_weights_bytes=pick(largest_extras, largest_extras * 3 // 2, 1 << 24),  # one adapter's always fit
+        max_num_batched_tokens=pick(8, 13, 32, 100, 256),
+        target_step_ms=pick(0, 1, 5, 100),
+        max_tenant_slowdown=float(generator.choice([0.0, 1.0, 1.5])),
+        max_num_seqs=pick(1, 3, 8, 32),
+        lora_load_bytes_per_step=pick(1, 100_000, 1 << 24),
+        enable_prefix_caching=bool(generator.integers(4)),
+        speculative_decoding=_speculation(generator) if isinstance(device, CpuConfig) else "auto",
     )
     return config.on(device)
 
@@ -309,7 +309,9 @@ def disturbed(
     weights = tensors or (lambda: company_tensors(spec, seed))
     cases = _cases(generator, adapters or _adapters(generator, spec), 40, structured)
     one_thread = device.model_copy(update={"num_threads": 1}) if isinstance(device, CpuConfig) else device
-    roomy = EngineConfig(num_kv_blocks=64, adapter_rank_rows=256, prefix_cache=False, speculation="off").on(one_thread)
+    roomy = EngineConfig(
+        num_kv_blocks=64, lora_pool_rows=256, enable_prefix_caching=False, speculative_decoding="off"
+    ).on(one_thread)
     alone: dict[str, Result] = {}
     backend = make_backend(spec, weights(), roomy)
     engine = Engine(backend, roomy, grammars=tiny_vocabulary)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from app.engine.adapters.lora import LoraAdapter
+from app.engine.adapters.adapter import LoraAdapter
 from app.engine.backend import BackendLimits
 from app.engine.config import EngineConfig
 from app.engine.engine import Engine
-from app.engine.request import Consumption, GenerateRequest, TokenChunk
+from app.engine.request import GenerateRequest, RequestUsage, TokenChunk
 from tests.fakes import EOS, FakeBackend, fake_adapter, fake_tokens
 
 Submitted = tuple[GenerateRequest, LoraAdapter | None]
@@ -24,14 +24,14 @@ def make_engine(
     block_size: int = 8,
     rows: int = 64,
     alignment: int = 8,
-    max_adapter_slots: int = 8,
+    max_loras: int = 8,
     num_draft_rows: int = 0,
     clock: Callable[[], float] = lambda: 0.0,
     **config: int | bool | str,
 ) -> tuple[Engine, FakeBackend]:
     """`clock` stands still, so that what the machine does changes no plan."""
     limits = BackendLimits(
-        num_kv_blocks, block_size, rows, alignment, max_adapter_slots, can_embed=True, num_draft_rows=num_draft_rows
+        num_kv_blocks, block_size, rows, alignment, max_loras, can_embed=True, num_draft_rows=num_draft_rows
     )
     backend = FakeBackend(limits)
     return Engine(backend, EngineConfig.model_validate(config), clock), backend
@@ -99,8 +99,8 @@ def assert_told(engine: Engine, out: dict[str, list[TokenChunk]]) -> None:
     """What requests were told that they consumed is, together, what the engine has computed and written for them."""
     stats, told = engine.stats(), [chunks[-1].consumption for chunks in out.values()]
     assert None not in told
-    sums = Consumption(*map(sum, zip(*filter(None, told), strict=True))) if told else Consumption()
-    assert sums == Consumption(
+    sums = RequestUsage(*map(sum, zip(*filter(None, told), strict=True))) if told else RequestUsage()
+    assert sums == RequestUsage(
         stats.num_prompt_tokens,
         stats.num_cached_tokens,
         stats.num_tokens_generated,

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 
-from app.engine.adapters.lora import LoraAdapter
+from app.engine.adapters.adapter import LoraAdapter
 from app.engine.config import EngineConfig
 from app.engine.cpu.backend import CpuBackend
 from app.engine.models.checkpoint import load_checkpoint
@@ -24,7 +24,7 @@ from load_tests.engine.steps import Piece, forward_batch, greedy
 from tests.engine.logits_check import BackendWithLogits
 
 CONFIG = EngineConfig(
-    num_kv_blocks=256, adapter_rank_rows=512, max_adapter_slots=64, max_batch_tokens=1024, max_batch_sequences=1024
+    num_kv_blocks=256, lora_pool_rows=512, max_loras=64, max_num_batched_tokens=1024, max_num_seqs=1024
 )
 
 
@@ -49,7 +49,7 @@ def served_logits(
     """Per adapter (None: the base) `[B, T, V]` for the same tokens `[B, T]`; one forward for all of them."""
     width = -(-tokens.shape[1] // CONFIG.block_size)
     pieces, block, limits = [], 0, backend.limits
-    pool = AdapterPool(limits.adapter_rank_rows, limits.rank_alignment, len(adapters) + 1)
+    pool = AdapterPool(limits.lora_pool_rows, limits.rank_alignment, len(adapters) + 1)
     for index, adapter in enumerate(adapters):
         if adapter is not None:
             grant = pool.acquire(str(index), limits.rank_rows_of(adapter))

@@ -25,7 +25,7 @@ from tests.engine.adapters.making import peft_config, peft_tensors, random_array
 from tests.engine.checkpoints import save, tiny_model
 
 CONFIG = EngineConfig(
-    cpu=CpuConfig(num_threads=1), num_kv_blocks=64, adapter_rank_rows=64, max_batch_tokens=32, max_waiting=3
+    cpu=CpuConfig(num_threads=1), num_kv_blocks=64, lora_pool_rows=64, max_num_batched_tokens=32, max_queued_requests=3
 )
 ROOT = Path(__file__).parents[2]
 TEMPLATE = "{% for message in messages %}{{ message['role'] }} {{ message['content'] }} {% endfor %}w9"

@@ -19,16 +19,16 @@ SECTIONS: list[DeviceConfig] = [
 
 @pytest.mark.parametrize("section", ["cuda", "xla"])
 def test_guesses_are_refused_by_name_where_they_cannot_be_verified(section: str) -> None:
-    with pytest.raises(ValidationError, match=rf"engine.speculation is 4, but engine.{section} cannot verify"):
-        EngineConfig.model_validate({"speculation": 4, section: {}})
-    assert EngineConfig.model_validate({section: {}}).speculation == "auto"
+    with pytest.raises(ValidationError, match=rf"engine.speculative_decoding is 4, but engine.{section} cannot verify"):
+        EngineConfig.model_validate({"speculative_decoding": 4, section: {}})
+    assert EngineConfig.model_validate({section: {}}).speculative_decoding == "auto"
 
 
 def test_yaml_s_off_switches_guesses_off() -> None:
-    assert EngineConfig.model_validate(yaml.safe_load("speculation: off")).speculation == "off"
+    assert EngineConfig.model_validate(yaml.safe_load("speculation: off")).speculative_decoding == "off"
     for wrong in (True, 0, 17, "on"):
-        with pytest.raises(ValidationError, match="speculation"):
-            EngineConfig.model_validate({"speculation": wrong})
+        with pytest.raises(ValidationError, match="speculative_decoding"):
+            EngineConfig.model_validate({"speculative_decoding": wrong})
 
 
 def test_the_cpu_is_the_default() -> None:

@@ -22,10 +22,10 @@ from tests.seeds import rng
 LAST, MEAN = PoolingParams("last"), PoolingParams("mean")
 
 
-@pytest.mark.parametrize("prefix_cache", [True, False])
+@pytest.mark.parametrize("enable_prefix_caching", [True, False])
 @pytest.mark.parametrize("num_kv_blocks", [10, 64])
 def test_a_text_has_one_embedding_in_chunks_from_the_cache_after_preemption_and_beside_others(
-    num_kv_blocks: int, prefix_cache: bool
+    num_kv_blocks: int, enable_prefix_caching: bool
 ) -> None:
     generator = rng()
     prefix = tuple(generator.integers(8, 60, 17).tolist())
@@ -37,7 +37,10 @@ def test_a_text_has_one_embedding_in_chunks_from_the_cache_after_preemption_and_
         sampling = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True)
         submitted.append((fake_request(f"r{index}", token_ids, adapter, sampling=sampling, pooling=pooling), adapter))
     engine, _ = make_engine(
-        num_kv_blocks=num_kv_blocks, max_batch_tokens=12, max_batch_sequences=6, prefix_cache=prefix_cache
+        num_kv_blocks=num_kv_blocks,
+        max_num_batched_tokens=12,
+        max_num_seqs=6,
+        enable_prefix_caching=enable_prefix_caching,
     )
     for request, adapter in submitted:
         engine.submit(request, adapter)
@@ -79,7 +82,7 @@ def test_an_embedding_that_is_no_number_ends_its_own_request() -> None:
 
 
 def test_what_cannot_be_embedded_is_refused_in_words() -> None:
-    engine, _ = make_engine(max_context=40, num_kv_blocks=4)
+    engine, _ = make_engine(max_model_len=40, num_kv_blocks=4)
     with pytest.raises(ContextOverflow, match="41 tokens but the context holds 40"):
         engine.submit(fake_request("long", [9] * 41, pooling=LAST))
     with pytest.raises(ContextOverflow, match="33 tokens but the KV memory holds 32"):

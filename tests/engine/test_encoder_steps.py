@@ -49,7 +49,7 @@ class FakeEncoder(FakeBackend):
 
 def test_texts_are_computed_whole_and_steps_are_filled() -> None:
     backend = FakeEncoder()
-    engine = Engine(backend, EngineConfig(max_batch_tokens=50, max_batch_sequences=7), lambda: 0.0)
+    engine = Engine(backend, EngineConfig(max_num_batched_tokens=50, max_num_seqs=7), lambda: 0.0)
     generator, expected = rng(), {}
     for index in range(60):
         token_ids = generator.integers(8, 60, int(generator.integers(1, MOST + 1))).tolist()
@@ -72,7 +72,7 @@ def test_texts_are_computed_whole_and_steps_are_filled() -> None:
 
 def test_a_text_whose_adapter_is_on_its_way_waits_for_it_whole() -> None:
     backend = FakeEncoder()
-    engine = Engine(backend, EngineConfig(max_batch_tokens=MOST), lambda: 0.0)
+    engine = Engine(backend, EngineConfig(max_num_batched_tokens=MOST), lambda: 0.0)
     backend.unready = {1}
     engine.submit(fake_request("with", [9] * MOST, ADAPTERS[0], pooling=MEAN), ADAPTERS[0])
     engine.submit(fake_request("without", [9] * MOST, pooling=MEAN))
@@ -83,7 +83,7 @@ def test_a_text_whose_adapter_is_on_its_way_waits_for_it_whole() -> None:
 
 def test_an_encoder_generates_nothing_and_warms_up_all_the_same() -> None:
     backend = FakeEncoder(rows=0)
-    engine = Engine(backend, EngineConfig(max_batch_tokens=MOST), lambda: 0.0)
+    engine = Engine(backend, EngineConfig(max_num_batched_tokens=MOST), lambda: 0.0)
     with pytest.raises(InvalidRequest, match="is an encoder"):
         engine.submit(fake_request("r", [9]))
     warm_up(engine)

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from app.engine.adapters.lora import LoraAdapter
+from app.engine.adapters.adapter import LoraAdapter
 from app.engine.backend import BackendLimits
 from app.engine.config import EngineConfig
 from app.engine.engine import Engine
@@ -66,13 +66,13 @@ def scripts(draw: st.DrawFn) -> tuple[dict[str, float | bool], list[tuple[str, o
     config: dict[str, float | bool] = {
         "num_kv_blocks": draw(st.integers(9, 24)),
         "rows": draw(st.sampled_from([32, 48, 64])),
-        "max_adapter_slots": draw(st.integers(2, 6)),
-        "max_batch_tokens": draw(st.integers(8, 40)),
-        "prefill_step_ms": draw(st.sampled_from([0, 5, 50])),
-        "tenant_slowdown": draw(st.sampled_from([0.0, 1.0, 1.5])),
-        "max_batch_sequences": draw(st.integers(1, 8)),
-        "adapter_write_bytes_per_step": draw(st.sampled_from([1, 200, 10_000])),
-        "prefix_cache": draw(st.booleans()),
+        "max_loras": draw(st.integers(2, 6)),
+        "max_num_batched_tokens": draw(st.integers(8, 40)),
+        "target_step_ms": draw(st.sampled_from([0, 5, 50])),
+        "max_tenant_slowdown": draw(st.sampled_from([0.0, 1.0, 1.5])),
+        "max_num_seqs": draw(st.integers(1, 8)),
+        "lora_load_bytes_per_step": draw(st.sampled_from([1, 200, 10_000])),
+        "enable_prefix_caching": draw(st.booleans()),
     }
     prefixes = draw(st.lists(st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=30), min_size=1, max_size=3))
     events: list[tuple[str, object]] = []
@@ -144,7 +144,7 @@ def test_any_company_gives_the_tokens_of_being_alone(
 
 
 def test_one_request_through_prefill_and_decode() -> None:
-    engine, backend = make_engine(max_batch_tokens=8)
+    engine, backend = make_engine(max_num_batched_tokens=8)
     backend.keep_batches = True
     sampling = SamplingParams(max_tokens=5, temperature=0.0, ignore_eos=True, num_logprobs=2)
     request = fake_request("r", list(range(20)), sampling=sampling)
@@ -184,7 +184,7 @@ def test_a_request_resumed_after_its_end_is_answered_without_computing(resumed: 
 
 
 def test_preemption_happens_and_changes_nothing() -> None:
-    engine, _ = make_engine(num_kv_blocks=9, max_batch_sequences=8)
+    engine, _ = make_engine(num_kv_blocks=9, max_num_seqs=8)
     sampling = SamplingParams(max_tokens=40, temperature=0.9, seed=5, ignore_eos=True)
     requests = [fake_request(f"r{i}", [i, i + 1, i + 2], sampling=sampling) for i in range(6)]
     for request in requests:
@@ -241,7 +241,7 @@ def test_last_prompt_token_is_always_computed() -> None:
 
 
 def test_more_adapters_than_rows_all_get_their_turn() -> None:
-    engine, _ = make_engine(rows=32, max_adapter_slots=4)
+    engine, _ = make_engine(rows=32, max_loras=4)
     adapters = [fake_adapter(f"m{i}", (4, 8, 16, 32)[i % 4]) for i in range(24)]
     submitted: dict[str, Submitted] = {}
     for round_ in range(3):
@@ -275,7 +275,7 @@ def test_abort_gives_everything_back_within_a_step() -> None:
 
 
 def test_a_failing_backend_ends_every_stream_with_its_error() -> None:
-    engine, backend = make_engine(max_batch_sequences=2)
+    engine, backend = make_engine(max_num_seqs=2)
     backend.fail_at = 3
     sampling = SamplingParams(max_tokens=50, temperature=0.0, ignore_eos=True)
     for index in range(5):
@@ -351,7 +351,7 @@ def test_an_adapter_that_cannot_be_written_fails_only_its_own_requests() -> None
 
 def test_whose_output_overflows_ends_alone() -> None:
     good, bad = fake_adapter("good", 8), fake_adapter("bad", 8)
-    engine, backend = make_engine(max_batch_tokens=16)
+    engine, backend = make_engine(max_num_batched_tokens=16)
     sampling = SamplingParams(max_tokens=9, temperature=0.0, ignore_eos=True)
     submitted: dict[str, Submitted] = {}
     for name, adapter in (("bad", bad), ("good", good), ("bad too", bad), ("base", None)):
@@ -404,11 +404,11 @@ def test_an_adapter_is_not_prepared_again_while_it_is_resident() -> None:
 
 
 def test_refusals_name_value_limit_and_way_out() -> None:
-    engine, _ = make_engine(max_context=32, max_waiting=2, rows=24)
+    engine, _ = make_engine(max_model_len=32, max_queued_requests=2, rows=24)
     with pytest.raises(ContextOverflow, match=r"20 tokens.*max_tokens is 16.*36.*32"):
         engine.submit(fake_request("r", [1] * 20))
     large, foreign = fake_adapter("large", 17), fake_adapter("foreign", 8, base_digest="other-base")
-    with pytest.raises(AdapterTooLarge, match=r"needs 17 rank rows.*at most 16.*adapter_rank_rows"):
+    with pytest.raises(AdapterTooLarge, match=r"needs 17 rank rows.*at most 16.*lora_pool_rows"):
         engine.submit(fake_request("r", [1], large), large)
     with pytest.raises(AdapterMismatch, match="other-base"):
         engine.submit(fake_request("r", [1], foreign), foreign)
@@ -419,16 +419,16 @@ def test_refusals_name_value_limit_and_way_out() -> None:
     with pytest.raises(InvalidRequest, match="'r' is already in use"):
         engine.submit(fake_request("r", [1]))
     engine.submit(fake_request("s", [1]))
-    with pytest.raises(QueueFull, match=r"2 requests are waiting and engine.max_waiting is 2"):
+    with pytest.raises(QueueFull, match=r"2 requests are waiting and engine.max_queued_requests is 2"):
         engine.submit(fake_request("t", [1]))
     run(engine)
     engine.submit(fake_request("r", [1]))
-    with pytest.raises(ConfigError, match="max_context is 513"):
-        make_engine(max_context=513)
+    with pytest.raises(ConfigError, match="max_model_len is 513"):
+        make_engine(max_model_len=513)
 
 
 def test_a_stream_that_has_begun_elsewhere_is_not_refused_for_those_waiting() -> None:
-    engine, _ = make_engine(max_waiting=1)
+    engine, _ = make_engine(max_queued_requests=1)
     engine.submit(fake_request("new", [1]))
     sampling = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
     begun = [line.token_id for line in fake_tokens(fake_request("moved", [2], sampling=sampling), None)][:2]
@@ -456,7 +456,7 @@ def test_kv_memory_limits_a_request() -> None:
 def test_the_configured_policy_decides_who_leaves_the_rows(policy: str, stays: bool) -> None:
     engine = Engine(
         FakeBackend(BackendLimits(64, 8, 16, 8, 8)),
-        EngineConfig.model_validate({"adapter_eviction": policy, "max_batch_sequences": 1}),
+        EngineConfig.model_validate({"lora_eviction_policy": policy, "max_num_seqs": 1}),
     )
     popular, *others = (fake_adapter(name, 8) for name in ("popular", "a", "b"))
     for number, adapter in enumerate([popular] * 5 + others):
@@ -468,15 +468,15 @@ def test_the_configured_policy_decides_who_leaves_the_rows(policy: str, stays: b
 
 
 def test_extras_are_bounded_and_released_with_their_adapter() -> None:
-    backend = FakeBackend(BackendLimits(64, 8, 256, 8, 8, adapter_extra_bytes=100))
-    engine = Engine(backend, EngineConfig(max_batch_sequences=2))
+    backend = FakeBackend(BackendLimits(64, 8, 256, 8, 8, extra_weights_bytes=100))
+    engine = Engine(backend, EngineConfig(max_num_seqs=2))
 
     def with_extras(name: str, extra_bytes: int) -> LoraAdapter:
         adapter = fake_adapter(name, 8)
         return replace(adapter, card=replace(adapter.card, extra_bytes=extra_bytes))
 
     too_large = with_extras("whole head", 101)
-    with pytest.raises(AdapterTooLarge, match=r"101 bytes.*at most 100; raise engine.adapter_extra_bytes"):
+    with pytest.raises(AdapterTooLarge, match=r"101 bytes.*at most 100; raise engine.extra_weights_bytes"):
         engine.submit(fake_request("r", [1], too_large), too_large)
     adapters = [with_extras(f"a{i}", 60) for i in range(3)]
     submitted = [(fake_request(f"r{i}", [9, 1 + i], adapters[i % 3]), adapters[i % 3]) for i in range(9)]

@@ -7,8 +7,8 @@ from dataclasses import replace
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from app.engine.adapters.stored import StoredAdapter, StoredModule, StoredRows, StoredTensor, content_digest
-from app.engine.pools.kv_blocks import root_hash
+from app.engine.adapters.raw_adapter import RawAdapter, RawModule, RawTensor, RawTokenRows, content_digest
+from app.engine.pools.block_pool import root_hash
 from app.engine.request import GenerateRequest, SamplingParams
 from tests.budgets import examples
 from tests.engine.test_engine import make_engine, run
@@ -92,36 +92,32 @@ fields = st.sampled_from(["model", "magnitude", "bias", "parameter x", "token ro
 
 
 @st.composite
-def tensors(draw: st.DrawFn) -> StoredTensor:
+def tensors(draw: st.DrawFn) -> RawTensor:
     data = draw(st.binary(max_size=8))
     shape = tuple(draw(st.lists(st.integers(0, 9), max_size=3)))
-    return StoredTensor(
-        draw(st.sampled_from(["F32", "F16", "I8"])), shape, memoryview(data), draw(st.binary(max_size=4))
-    )
+    return RawTensor(draw(st.sampled_from(["F32", "F16", "I8"])), shape, memoryview(data), draw(st.binary(max_size=4)))
 
 
 @st.composite
-def adapters(draw: st.DrawFn) -> StoredAdapter:
+def adapters(draw: st.DrawFn) -> RawAdapter:
     paths = sorted(draw(st.sets(fields, min_size=1, max_size=2)))
     shape = tensors().map(lambda tensor: replace(tensor, shape=(1, 1)))
     modules = tuple(
-        StoredModule(
-            path, draw(shape), draw(shape), 1.0, False, draw(st.none() | tensors()), draw(st.none() | tensors())
-        )
+        RawModule(path, draw(shape), draw(shape), 1.0, False, draw(st.none() | tensors()), draw(st.none() | tensors()))
         for path in paths
     )
     parameters = tuple((name, draw(tensors())) for name in sorted(draw(st.sets(fields, max_size=2))))
     rows = tuple(
-        StoredRows(path, tuple(draw(st.lists(st.integers(0, 9), max_size=2))), draw(tensors()))
+        RawTokenRows(path, tuple(draw(st.lists(st.integers(0, 9), max_size=2))), draw(tensors()))
         for path in sorted(draw(st.sets(fields, max_size=1)))
     )
-    return StoredAdapter(modules, "", parameters, rows)
+    return RawAdapter(modules, "", parameters, rows)
 
 
 @given(adapters(), adapters(), st.sampled_from(["", "base", "model"]), st.sampled_from(["", "base", "model"]))
 @settings(max_examples=examples(300), deadline=None)
 def test_different_contents_have_different_digests(
-    one: StoredAdapter, other: StoredAdapter, base: str, other_base: str
+    one: RawAdapter, other: RawAdapter, base: str, other_base: str
 ) -> None:
     assume((one, base) != (other, other_base))
     assert content_digest(one, base) != content_digest(other, other_base)

@@ -13,8 +13,8 @@ from app.engine.adapters.card import AdapterRef
 from app.engine.api import LLM
 from app.engine.config import EngineConfig
 from app.engine.errors import AdapterMergedAway, AdapterMismatch
+from app.engine.factory import create_engine, new_engine
 from app.engine.models.checkpoint import load_checkpoint
-from app.engine.open import new_engine, open_engine
 from app.engine.request import SamplingParams
 from tests.engine.adapters.formats.test_peft_parity import ALL, PEFT_WARNINGS
 from tests.engine.adapters.parity import save_random_adapter, tiny_model
@@ -22,7 +22,7 @@ from tests.engine.served import write_tokenizer
 
 pytestmark = PEFT_WARNINGS
 
-CONFIG = EngineConfig(num_kv_blocks=64, adapter_rank_rows=64)
+CONFIG = EngineConfig(num_kv_blocks=64, lora_pool_rows=64)
 GREEDY = SamplingParams(max_tokens=8, temperature=0.0, num_logprobs=0, ignore_eos=True)
 
 
@@ -85,7 +85,7 @@ def test_whoever_places_requests_finds_it_resident_and_it_stays(folder: Path) ->
 
 
 def test_a_merged_engine_warms_up(folder: Path) -> None:
-    engine = open_engine(load_checkpoint(folder / "base"), merged(folder), lambda _: None)
+    engine = create_engine(load_checkpoint(folder / "base"), merged(folder), lambda _: None)
     engine.warm_up()
     assert engine.failure is None
     assert engine.stats().num_finished > 0

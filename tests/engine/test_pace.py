@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from app.engine.sequence import FIRST_LENGTH, MAX_LENGTH, MAX_REST, Pace
+from app.engine.sequence import FIRST_LENGTH, MAX_LENGTH, MAX_REST, DraftLength
 
 
-def rests(pace: Pace) -> int:
+def rests(pace: DraftLength) -> int:
     """Steps until the next guess."""
     count = 0
     while not pace.length():
@@ -14,7 +14,7 @@ def rests(pace: Pace) -> int:
 
 
 def test_guesses_grow_while_they_are_right_and_shrink_to_what_was_right() -> None:
-    pace = Pace()
+    pace = DraftLength()
     assert pace.length() == FIRST_LENGTH
     pace.told(FIRST_LENGTH, FIRST_LENGTH)
     assert pace.length() == MAX_LENGTH
@@ -23,7 +23,7 @@ def test_guesses_grow_while_they_are_right_and_shrink_to_what_was_right() -> Non
 
 
 def test_each_wrong_guess_doubles_the_time_without_one_until_one_is_right() -> None:
-    pace, waited = Pace(), []
+    pace, waited = DraftLength(), []
     for _ in range(9):
         pace.told(1, 0)
         waited.append(rests(pace))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from app.engine.worker import LONGEST_GAP_S, StepClock
+from app.engine.engine_thread import LONGEST_GAP_S, StepWatchdog
 
 
 class Time:
@@ -17,7 +17,7 @@ class Time:
 
 def test_the_age_is_the_time_between_looks_at_one_step() -> None:
     time = Time()
-    clock = StepClock(time)
+    clock = StepWatchdog(time)
     assert clock.age_s() == 0
     clock.begin()
     ages = []
@@ -35,7 +35,7 @@ def test_the_age_is_the_time_between_looks_at_one_step() -> None:
 
 def test_time_in_which_the_process_stood_still_is_not_the_steps() -> None:
     time = Time()
-    clock = StepClock(time)
+    clock = StepWatchdog(time)
     clock.begin()
     clock.age_s()
     time.now_s += 1000
@@ -44,7 +44,7 @@ def test_time_in_which_the_process_stood_still_is_not_the_steps() -> None:
 
 def test_the_usual_is_the_median() -> None:
     time = Time()
-    clock = StepClock(time)
+    clock = StepWatchdog(time)
     assert clock.usual_s == 0
     for lasted_s in (1.0, 100.0, 2.0):
         clock.begin()

@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from app.engine.meter import StepSplit
+from app.engine.meter import StepProfile
 
 
 def test_what_adapters_take_is_found_from_steps_that_differ() -> None:
     rng = np.random.default_rng(0)
-    split, deltas_s, total_s = StepSplit(), 0.0, 0.0
+    split, deltas_s, total_s = StepProfile(), 0.0, 0.0
     for index in range(4096):
         tokens, adapters = int(rng.integers(1, 65)), int(rng.integers(0, 9))
         rows, token_rows = 16 * adapters, 16 * tokens * (adapters > 0)
@@ -24,14 +24,14 @@ def test_what_adapters_take_is_found_from_steps_that_differ() -> None:
 
 
 def test_steps_without_adapters_are_the_bases() -> None:
-    split = StepSplit()
+    split = StepProfile()
     for _ in range(256):
         split.observe(4, 0, 0, 0.01)
     assert (split.base_s, split.deltas_s) == (pytest.approx(2.56), 0.0)
 
 
 def test_steps_that_are_all_alike_are_the_bases() -> None:
-    split = StepSplit()
+    split = StepProfile()
     for _ in range(256):
         split.observe(4, 16, 64, 0.01)
     assert (split.base_s, split.deltas_s) == (pytest.approx(2.56), 0.0)
@@ -39,7 +39,7 @@ def test_steps_that_are_all_alike_are_the_bases() -> None:
 
 def test_adapters_that_cost_nothing_take_no_negative_part() -> None:
     rng = np.random.default_rng(2)
-    split = StepSplit()
+    split = StepProfile()
     for _ in range(1024):
         tokens, adapters = int(rng.integers(1, 65)), int(rng.integers(0, 9))
         split.observe(tokens, 16 * adapters, 16 * tokens * (adapters > 0), 0.01 + 0.001 * tokens - 2e-5 * adapters)

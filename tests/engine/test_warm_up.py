@@ -11,7 +11,7 @@ from app.engine.errors import EngineFailure
 from app.engine.warm_up import warm_up
 from tests.fakes import FakeBackend
 
-LIMITS = BackendLimits(num_kv_blocks=32, block_size=8, adapter_rank_rows=32, rank_alignment=8, max_adapter_slots=16)
+LIMITS = BackendLimits(num_kv_blocks=32, block_size=8, lora_pool_rows=32, rank_alignment=8, max_loras=16)
 
 
 def test_an_engine_that_fails_while_it_warms_is_not_ready() -> None:
@@ -25,13 +25,13 @@ def test_an_engine_that_fails_while_it_warms_is_not_ready() -> None:
     ("changes", "config"),
     [
         ({}, {}),
-        ({"adapter_rank_rows": 0}, {}),
-        ({"adapter_rank_rows": 4}, {}),
-        ({"max_adapter_slots": 1}, {}),
+        ({"lora_pool_rows": 0}, {}),
+        ({"lora_pool_rows": 4}, {}),
+        ({"max_loras": 1}, {}),
         ({"num_kv_blocks": 4}, {}),
-        ({}, {"max_waiting": 1}),
-        ({}, {"max_context": 12}),
-        ({}, {"max_context": 2}),
+        ({}, {"max_queued_requests": 1}),
+        ({}, {"max_model_len": 12}),
+        ({}, {"max_model_len": 2}),
     ],
 )
 def test_any_settings_that_load_warm_up(changes: dict[str, int], config: dict[str, int]) -> None:
@@ -41,5 +41,5 @@ def test_any_settings_that_load_warm_up(changes: dict[str, int], config: dict[st
     stats = engine.stats()
     assert stats.residents == ()
     assert stats.num_running == stats.num_waiting == 0
-    assert (stats.num_tokens_generated > 0) == (config.get("max_context") != 2)
+    assert (stats.num_tokens_generated > 0) == (config.get("max_model_len") != 2)
     engine.check()

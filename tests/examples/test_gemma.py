@@ -12,8 +12,8 @@ from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from app.config import AppConfig
-from app.engine.models.chat import ChatTemplate
-from app.engine.models.sources import GEMMA_MODEL_URI
+from app.engine.models.chat.chat_template import ChatTemplate
+from app.engine.models.download.model_download import GEMMA_MODEL_URI
 from examples.training.gemma import FOLDER, TEMPLATE
 from examples.training.train import answer_loss, pack
 

@@ -20,8 +20,8 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from app.cli.main import main
+from app.engine.adapters.adapter import LoraAdapter
 from app.engine.adapters.formats.reading import read_adapter
-from app.engine.adapters.lora import LoraAdapter
 from app.engine.api import LLM
 from app.engine.config import EngineConfig
 from app.engine.cpu.backend import CpuBackend
@@ -36,7 +36,7 @@ pytestmark = [*PEFT_WARNINGS, pytest.mark.nightly]  # half a gigabyte is written
 
 SQL = Path(__file__).parents[2] / "examples" / "adapters" / "sql"
 NUM_PROMPTS, NUM_TOKENS = 10, 48
-CONFIG = EngineConfig(num_kv_blocks=64, adapter_rank_rows=32, max_batch_tokens=256, max_batch_sequences=256)
+CONFIG = EngineConfig(num_kv_blocks=64, lora_pool_rows=32, max_num_batched_tokens=256, max_num_seqs=256)
 
 
 class Answer(NamedTuple):

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from app.engine.adapters.chats import encode_chat
-from app.engine.adapters.text import AdapterText
-from app.engine.models.template_process import TemplateProcess
-from app.engine.models.tokenizer import load_tokenizer
+from app.engine.adapters.adapter_chat import encode_chat
+from app.engine.adapters.adapter_tokenizer import AdapterTokenizer
+from app.engine.models.chat.chat_template_sandbox import ChatTemplateSandbox
+from app.engine.models.tokenizers.tokenizer import load_tokenizer
 from examples.training import tools
 from examples.training.recipes import RECIPES
 from examples.training.structured import forms
@@ -53,9 +53,9 @@ def test_words_are_an_answer_and_calls_are_right_by_name_and_arguments() -> None
 
 
 def test_the_adapter_for_tools_is_asked_as_the_server_asks(demo_gguf: Path) -> None:
-    tokenizer, templates = load_tokenizer(demo_gguf), TemplateProcess()
+    tokenizer, templates = load_tokenizer(demo_gguf), ChatTemplateSandbox()
     user = {"role": "user", "content": "Set a timer for 5 minutes."}
-    told = encode_chat(tokenizer, [user], AdapterText.parsed(""), templates, tools.TOOLS)
+    told = encode_chat(tokenizer, [user], AdapterTokenizer.parsed(""), templates, tools.TOOLS)
     text = tokenizer.render_chat([{"role": "system", "content": tools.SYSTEM}, user])
     assert list(told) == tokenizer.encode(text, add_special_tokens=False)
     templates.close()

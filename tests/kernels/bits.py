@@ -11,9 +11,9 @@ from collections.abc import Iterator
 import numpy as np
 from numpy.typing import NDArray
 
-from app.kernels.machine.compiled import compiled
-from app.kernels.machine.team import Team
-from app.kernels.matmul import cpu, quantised, storing
+from app.kernels.machine.jit import jit
+from app.kernels.machine.thread_team import ThreadTeam
+from app.kernels.matmul import cpu, pack_weights, quantised
 from app.kernels.paged_attention import cpu as attention
 from app.kernels.sgmv import cpu as lora
 from tests.kernels.cases import normal
@@ -23,14 +23,14 @@ _DEPTH, _WIDTH, _RANK = 200, 80, 16
 _BATCHES = (*range(1, 20), 32, 50)
 
 
-@compiled
+@jit
 def _multiply(x, w, out):  # type: ignore[no-untyped-def]
     quantised.multiply_any_panels(x, w, 0, out.shape[1] // 16, out, False, cpu.NO_FETCH)
 
 
 def _products(generator: np.random.Generator, *, quantised: bool) -> Iterator[Floats]:
     w = normal(generator, _WIDTH, _DEPTH)
-    packed = storing.quantise(w) if quantised else cpu.pack(w)
+    packed = pack_weights.quantise(w) if quantised else cpu.pack(w)
     for num_rows in _BATCHES:
         out = np.zeros((num_rows, _WIDTH), np.float32)
         _multiply(normal(generator, num_rows, _DEPTH), packed, out)
@@ -41,7 +41,7 @@ def _deltas(generator: np.random.Generator) -> Iterator[Floats]:
     """Of one adapter of rank 16 and the base, in turn."""
     a, b = normal(generator, _RANK // 8, _DEPTH, 8), normal(generator, _RANK, _WIDTH)
     at_a, at_b = (np.array([[0], [table.ctypes.data]]) for table in (a, b))
-    ranks, team = np.array([[0], [_RANK]], np.int32), Team(2)
+    ranks, team = np.array([[0], [_RANK]], np.int32), ThreadTeam(2)
     rows = lora.ModuleRows(at_a, at_b, ranks, np.array([_WIDTH // 16]), np.zeros(2, np.bool_))
     for num_rows in _BATCHES:
         runs = lora.adapter_runs(np.array([0, 1, num_rows + 1], np.int32), np.array([0, 1], np.int32))
@@ -56,7 +56,7 @@ def _attended(generator: np.random.Generator) -> Iterator[Floats]:
     k_memory, v_memory = normal(generator, 8, 2, 32, 16), normal(generator, 8, 2, 16, 32)
     for num_queries in _BATCHES:
         starts, out = np.array([0, num_queries], np.int32), np.empty((num_queries, 6 * 32), np.float32)
-        Team(2).run(
+        ThreadTeam(2).run(
             attention.paged_attention, 1, normal(generator, num_queries, 6 * 32), 32, np.float32(32**-0.5), 0,
             np.float32(0.0), np.zeros(0, np.float32), attention.attention_tasks(starts), starts,
             np.array([num_queries + 60], np.int32), np.arange(8, dtype=np.int32)[None], k_memory, v_memory, out,

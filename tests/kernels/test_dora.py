@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from app.kernels.dora import cpu, reference
 from app.kernels.dora.torch import dora_scale as dora_scale_of_gpu
-from app.kernels.machine.team import Team
+from app.kernels.machine.thread_team import ThreadTeam
 from app.kernels.matmul.cpu import pack
 from tests import seeds
 from tests.engine.cuda.exact_operations import ExactOperations
@@ -24,7 +24,7 @@ Form = Callable[[Floats, Floats, Floats, Floats], Floats]
 
 
 def on_cpu(magnitude: Floats, weight: Floats, a: Floats, b: Floats, threads: int = 2) -> Floats:
-    team = Team(threads)
+    team = ThreadTeam(threads)
     try:
         return cpu.dora_scale(team, magnitude, pack(weight), a, b)
     finally:

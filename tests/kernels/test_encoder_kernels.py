@@ -8,13 +8,13 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from app.kernels.bidirectional_attention import cpu as attention_cpu
-from app.kernels.bidirectional_attention import reference as attention_reference
+from app.kernels.encoder_attention import cpu as attention_cpu
+from app.kernels.encoder_attention import reference as attention_reference
 from app.kernels.gelu import cpu as gelu_cpu
 from app.kernels.gelu import reference as gelu_reference
 from app.kernels.layer_norm import cpu as norm_cpu
 from app.kernels.layer_norm import reference as norm_reference
-from app.kernels.machine.team import Team
+from app.kernels.machine.thread_team import ThreadTeam
 from app.kernels.pooling import cpu as pooling_cpu
 from app.kernels.pooling import reference as pooling_reference
 from tests.kernels.cases import normal
@@ -25,14 +25,16 @@ TOLERANCE = 2e-6
 
 
 @pytest.fixture
-def team() -> Iterator[Team]:
-    team = Team(2)
+def team() -> Iterator[ThreadTeam]:
+    team = ThreadTeam(2)
     yield team
     team.close()
 
 
 @pytest.mark.parametrize("shape", [(0, 8), (1, 2), (3, 7), (5, 8), (4, 40), (13, 129)], ids=str)
-def test_layer_norm_equals_its_definition_and_leaves_what_is_beside_it(team: Team, shape: tuple[int, int]) -> None:
+def test_layer_norm_equals_its_definition_and_leaves_what_is_beside_it(
+    team: ThreadTeam, shape: tuple[int, int]
+) -> None:
     num_rows, size = shape
     x, weight, bias = normal(rng(), num_rows, size + 3) + 5, normal(rng(), size), normal(rng(), size)
     kept, beside = x[:, :size].copy(), x[:, size:].copy()
@@ -47,7 +49,7 @@ def test_layer_norm_equals_its_definition_and_leaves_what_is_beside_it(team: Tea
     np.testing.assert_array_equal(x[:, size:], beside)
 
 
-def test_a_texts_first_states_are_the_norm_of_three_sums(team: Team) -> None:
+def test_a_texts_first_states_are_the_norm_of_three_sums(team: ThreadTeam) -> None:
     words, places, segment = normal(rng(), 11, 24), normal(rng(), 9, 24), normal(rng(), 24)
     weight, bias = normal(rng(), 24), normal(rng(), 24)
     token_ids, positions = np.array([3, 0, 10, 3, 7], np.int32), np.array([0, 1, 2, 0, 8], np.int32)
@@ -60,7 +62,7 @@ def test_a_texts_first_states_are_the_norm_of_three_sums(team: Team) -> None:
     np.testing.assert_array_equal(hidden[:, :24], out)
 
 
-def test_gelu_is_the_one_of_erf_everywhere(team: Team) -> None:
+def test_gelu_is_the_one_of_erf_everywhere(team: ThreadTeam) -> None:
     x = np.concatenate([np.linspace(-9, 9, 4001), normal(rng(), 95), [0.0, -0.0, 1e-30, 3e38]]).astype(np.float32)
     x = x[: len(x) // 10 * 10].reshape(10, -1)
     out = np.full(x.shape, np.nan, np.float32)
@@ -72,7 +74,7 @@ def test_gelu_is_the_one_of_erf_everywhere(team: Team) -> None:
 @pytest.mark.parametrize("lengths", [(1,), (16, 1), (63, 64, 65), (130, 5, 32, 33)], ids=str)
 @pytest.mark.parametrize(("num_heads", "head_dim"), [(1, 10), (3, 16), (2, 40)])
 def test_every_token_sees_its_whole_sequence_and_no_other(
-    team: Team, lengths: tuple[int, ...], num_heads: int, head_dim: int
+    team: ThreadTeam, lengths: tuple[int, ...], num_heads: int, head_dim: int
 ) -> None:
     starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
     size = -(-num_heads * head_dim // 16) * 16
@@ -90,7 +92,7 @@ def test_every_token_sees_its_whole_sequence_and_no_other(
         np.testing.assert_array_equal(alone, out[first:end])
 
 
-def test_a_sum_of_rows_has_the_same_bits_in_one_call_and_in_several(team: Team) -> None:
+def test_a_sum_of_rows_has_the_same_bits_in_one_call_and_in_several(team: ThreadTeam) -> None:
     x = normal(rng(), 50, 12) * 10.0 ** rng().integers(-4, 4, (50, 1)).astype(np.float32)
     sums = np.zeros((3, 12))
     ranges = np.array([[0, 50], [7, 7], [3, 4]], np.int64)

@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from app.kernels.machine.compiled import compiled
+from app.kernels.machine.jit import jit
 from app.kernels.machine.simd import FETCH_BLOCK
-from app.kernels.matmul import cpu, quantised, storing
+from app.kernels.matmul import cpu, pack_weights, quantised
 from app.kernels.sgmv.cpu import ModuleRows
-from app.kernels.sgmv.fetching import MOST_BLOCKS, NextShrink, list_fetch, shrink_ranges
+from app.kernels.sgmv.prefetch import MOST_BLOCKS, NextShrink, list_fetch, shrink_ranges
 from tests.kernels.cases import normal
 from tests.seeds import rng
 
@@ -24,7 +24,7 @@ Lines = NDArray[np.int64]
 Stack = NDArray[np.float32] | quantised.Quantised
 
 
-@compiled
+@jit
 def _multiply(x, w, out, blocks, lines):  # type: ignore[no-untyped-def]
     fetch = cpu.Fetch(np.int64(blocks), lines)
     quantised.multiply_any_panels(x, w, 0, quantised.num_panels_of(w), out, False, fetch)
@@ -32,7 +32,7 @@ def _multiply(x, w, out, blocks, lines):  # type: ignore[no-untyped-def]
 
 def _weights(generator: np.random.Generator, num_columns: int, depth: int, quantised: bool) -> Stack:
     w = normal(generator, num_columns, depth)
-    return storing.quantise(w) if quantised else cpu.pack(w)
+    return pack_weights.quantise(w) if quantised else cpu.pack(w)
 
 
 @pytest.mark.parametrize("quantised", [False, True])

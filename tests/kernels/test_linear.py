@@ -10,14 +10,14 @@ import pytest
 from numpy.typing import NDArray
 
 from app.kernels.activation.reference import Activation
-from app.kernels.extras.cpu import ExtraTables, empty_tables
+from app.kernels.extra_weights.cpu import ExtraTables, empty_tables
 from app.kernels.linear import reference
 from app.kernels.linear.cpu import ProductExtras, gate_and_up, project
 from app.kernels.linear.reference import ModuleAdapter
-from app.kernels.machine.team import Team
+from app.kernels.machine.thread_team import ThreadTeam
 from app.kernels.matmul.cpu import PANEL, pack
 from app.kernels.sgmv.cpu import ModuleRows, adapter_runs, shrink, shrink_tasks
-from app.kernels.sgmv.fetching import NextShrink
+from app.kernels.sgmv.prefetch import NextShrink
 from tests.kernels.cases import TOLERANCE, normal, relative_error
 from tests.kernels.test_sgmv import CASES, NARROW, PLACES, no_rows, write
 from tests.pairwise import pairwise
@@ -42,7 +42,7 @@ class Modules:
     held: list[Floats] = field(default_factory=list)
     held_rows: list[NDArray[np.uint8]] = field(default_factory=list)
 
-    def shrunk(self, team: Team, x: Floats, runs: NDArray[np.int64]) -> Floats:
+    def shrunk(self, team: ThreadTeam, x: Floats, runs: NDArray[np.int64]) -> Floats:
         """A x for every module that the row's adapter has; NaN elsewhere."""
         h = np.full((len(x), 3, 128), np.nan, np.float32)
         if len(runs):
@@ -132,7 +132,7 @@ def run_project(
         bias[: len(made.bias)] = made.bias
     if start is not None:
         out[:, : start.shape[1]], out[:, start.shape[1] :] = start, 0.0
-    team = Team(threads)
+    team = ThreadTeam(threads)
     team.run(
         project, 1, x, np.concatenate([pack(part) for part in made.weights]), bias, start is not None,
         made.shrunk(team, x, runs), made.rows, runs, made.upcoming(), made.own(runs, out), out,
@@ -170,7 +170,7 @@ def test_gate_and_up_are_the_definition_row_by_row(case: str, activation: Activa
     runs, slots = runs_of(CASES[case])
     x = normal(rng(), len(slots), DEPTH)
     wide, out = np.full((len(x), 64), np.nan, np.float32), np.full((len(x), 32), np.nan, np.float32)
-    team = Team(2)
+    team = ThreadTeam(2)
     team.run(
         gate_and_up, 1, x, np.concatenate([pack(part) for part in made.weights]), made.bias, made.shrunk(team, x, runs),
         made.rows, runs, made.upcoming(), made.own(runs, wide), activation == "gelu_tanh", wide, out,

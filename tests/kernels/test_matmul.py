@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from app.kernels.machine.team import Team
+from app.kernels.machine.thread_team import ThreadTeam
 from app.kernels.matmul import cpu, reference, triton
 from tests.kernels import tensors
 from tests.kernels.cases import TOLERANCE, normal, relative_error
@@ -31,7 +31,7 @@ def test_equals_the_definition(shape: tuple[int, int], num_rows: int, accumulate
     start = normal(generator, num_rows, num_columns)
     if accumulate:
         out[:, :num_columns] = start
-    Team(2).run(cpu.matmul, 1, x, packed, out, accumulate)
+    ThreadTeam(2).run(cpu.matmul, 1, x, packed, out, accumulate)
     expected = reference.matmul(x, w, start if accumulate else None)
     assert relative_error(out[:, :num_columns], expected, start) < TOLERANCE["float32"]
 
@@ -43,13 +43,13 @@ def test_a_row_has_the_same_bits_in_any_company_and_on_any_number_of_threads(sha
     packed = cpu.pack(normal(generator, num_columns, depth))
     row = normal(generator, depth)
     alone = np.empty((1, num_columns), np.float32)
-    Team(1).run(cpu.matmul, 1, row[None], packed, alone, False)
+    ThreadTeam(1).run(cpu.matmul, 1, row[None], packed, alone, False)
     for num_rows in [*range(2, 40), 64, 129, 300]:
         x = normal(generator, num_rows, depth) * 100
         at = int(generator.integers(num_rows))
         x[at] = row
         out = np.full((num_rows, num_columns), np.nan, np.float32)
-        Team(int(generator.integers(1, 9))).run(cpu.matmul, 1, x, packed, out, False)
+        ThreadTeam(int(generator.integers(1, 9))).run(cpu.matmul, 1, x, packed, out, False)
         assert np.array_equal(out[at], alone[0]), (num_rows, at)
 
 
@@ -57,7 +57,7 @@ def test_reads_and_writes_only_its_own_rows_of_wider_arrays() -> None:
     generator = rng()
     wide_x, wide_out = normal(generator, 9, 70), np.full((9, 64), 7.0, np.float32)
     w = normal(generator, 32, 48)
-    Team(2).run(cpu.matmul, 1, wide_x[2:7, :48], cpu.pack(w), wide_out[2:7, :32], False)
+    ThreadTeam(2).run(cpu.matmul, 1, wide_x[2:7, :48], cpu.pack(w), wide_out[2:7, :32], False)
     assert relative_error(wide_out[2:7, :32], reference.matmul(wide_x[2:7, :48], w)) < TOLERANCE["float32"]
     assert (wide_out[:2] == 7.0).all()
     assert (wide_out[7:] == 7.0).all()

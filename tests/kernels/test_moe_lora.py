@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from app.kernels.machine.team import Team
+from app.kernels.machine.thread_team import ThreadTeam
+from app.kernels.matmul.pack_weights import empty_stack, store
 from app.kernels.matmul.quantised import Stack
-from app.kernels.matmul.storing import empty_stack, store
 from app.kernels.moe_lora import reference
 from app.kernels.moe_lora.cpu import ExpertRows, experts_down, experts_gate_and_up, shrink_pairs
 from app.kernels.moe_lora.routing import combine, empty_pairs, gather_pairs, route, sort_pairs
-from app.kernels.sgmv.writing import A_SIZE, B_SIZE, D_IN, D_OUT, PLAN_WIDTH, RANK, TO_A, TO_B, A, B, write_plan
+from app.kernels.sgmv.adapter_copy import A_SIZE, B_SIZE, D_IN, D_OUT, PLAN_WIDTH, RANK, TO_A, TO_B, A, B, write_plan
 from tests.kernels.cases import normal, relative_error
 from tests.seeds import rng
 
@@ -34,7 +34,9 @@ class Product(NamedTuple):
     held: list[NDArray[np.float32]]
 
 
-def _product(generator: np.random.Generator, team: Team, depth: int, widths: tuple[int, ...], narrow: bool) -> Product:
+def _product(
+    generator: np.random.Generator, team: ThreadTeam, depth: int, widths: tuple[int, ...], narrow: bool
+) -> Product:
     weights = normal(generator, EXPERTS, sum(widths), depth) / np.float32(depth**0.5)
     padded = -(-widths[0] // 16) * 16
     stack = empty_stack(EXPERTS, padded * len(widths), depth, quantised=False)
@@ -68,7 +70,7 @@ def _product(generator: np.random.Generator, team: Team, depth: int, widths: tup
 
 
 def _write(
-    team: Team, a: Floats, b: Floats, tables: list[NDArray[np.int64]], place: tuple[int, int, int],
+    team: ThreadTeam, a: Floats, b: Floats, tables: list[NDArray[np.int64]], place: tuple[int, int, int],
     held: list[NDArray[np.float32]], *, narrow: bool,
 ) -> None:  # fmt: skip
     rank, depth = a.shape
@@ -96,7 +98,7 @@ class Made(NamedTuple):
 
 
 def _make(generator: np.random.Generator, num_tokens: int, *, narrow: bool) -> Made:
-    with_team = Team(1)
+    with_team = ThreadTeam(1)
     made = Made(
         normal(generator, num_tokens, EXPERTS),
         _product(generator, with_team, HIDDEN, (INNER, INNER), narrow),
@@ -108,7 +110,7 @@ def _make(generator: np.random.Generator, num_tokens: int, *, narrow: bool) -> M
 
 def _run(made: Made, x: Floats, slots: NDArray[np.int64], hidden: Floats, *, num_threads: int) -> Floats:
     """What the decoder does with a layer's experts; scratch is NaN at first."""
-    team, num_tokens = Team(num_threads), len(x)
+    team, num_tokens = ThreadTeam(num_threads), len(x)
     pairs, count = empty_pairs(num_tokens + 3, CHOICES, EXPERTS), num_tokens * CHOICES
 
     def scratch(*shape: int) -> Floats:
@@ -179,7 +181,7 @@ def test_equal_to_the_definition_and_to_itself_alone(num_tokens: int, narrow: bo
 
 
 def test_ties_are_broken_by_index_and_numbers_that_are_none_choose_the_first() -> None:
-    pairs, team = empty_pairs(3, 3, EXPERTS), Team(1)
+    pairs, team = empty_pairs(3, 3, EXPERTS), ThreadTeam(1)
     logits = np.array([[1, 2, 2, 1, 2], [0, 0, 0, 0, 0], [np.nan] * 5], np.float32)
     team.run(route, 1, logits, False, np.float32(1.0), 1, 1, pairs)
     assert pairs.experts.tolist() == [[1, 2, 4], [0, 1, 2], [0, 1, 2]]
@@ -192,7 +194,7 @@ def test_ties_are_broken_by_index_and_numbers_that_are_none_choose_the_first() -
 
 
 def test_only_the_best_groups_are_chosen_from_and_shares_are_scaled() -> None:
-    pairs, team = empty_pairs(2, 3, 6), Team(1)
+    pairs, team = empty_pairs(2, 3, 6), ThreadTeam(1)
     logits = np.array([[5, 0, 4, 4, 1, 1], [1, 1, 1, 1, 1, 1]], np.float32)
     team.run(route, 1, logits, False, np.float32(2.0), 3, 2, pairs)
     shares = np.exp(logits) / np.exp(logits).sum(axis=1, keepdims=True)
@@ -206,7 +208,7 @@ def test_only_the_best_groups_are_chosen_from_and_shares_are_scaled() -> None:
 
 @pytest.mark.parametrize("is_gated", [False, True])
 def test_a_shared_expert_is_added_after_the_others(is_gated: bool) -> None:
-    generator, team = rng(), Team(1)
+    generator, team = rng(), ThreadTeam(1)
     pairs = empty_pairs(2, 2, EXPERTS)
     team.run(route, 1, normal(generator, 2, EXPERTS), False, np.float32(1.0), 1, 1, pairs)
     team.run(sort_pairs, 1, 2, pairs)

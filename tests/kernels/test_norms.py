@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from app.kernels.machine.team import Team
+from app.kernels.machine.thread_team import ThreadTeam
 from app.kernels.norms import cpu, reference, triton
 from tests.kernels.cases import normal
 from tests.kernels.tensors import FORMS, TOLERANCE, assert_poison_left, device_of, error, numpy, poisoned, tensor
@@ -21,7 +21,7 @@ SHAPES = [(0, 8), (1, 1), (1, 576), (3, 7), (5, 8), (4, 40), (13, 129)]
 
 def run(form: str, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, threads: int = 2) -> None:
     if form == "cpu":
-        team = Team(threads)
+        team = ThreadTeam(threads)
         team.run(cpu.rms_norm, 1, x.numpy(), weight.numpy(), np.float32(EPS), out.numpy())
         team.close()
     else:
@@ -84,14 +84,14 @@ def test_rows_are_gathered_in_the_order_asked_for() -> None:
     rows = np.array([5, 0, 3, 3], np.int32)
     out = np.full((4, 24), np.nan, np.float32)
     for threads in (1, 3):
-        team = Team(threads)
+        team = ThreadTeam(threads)
         team.run(cpu.gather_normed, 1, x, rows, weight, np.float32(EPS), out)
         team.close()
         expected = reference.rms_norm(x[rows, :24], weight, EPS)
         assert error(torch.from_numpy(out), expected) < TOLERANCE[torch.float32]
         assert np.array_equal(out[2], out[3])
     untouched = np.full((0, 24), np.nan, np.float32)
-    Team(1).run(cpu.gather_normed, 1, x, rows[:0], weight, np.float32(EPS), untouched)
+    ThreadTeam(1).run(cpu.gather_normed, 1, x, rows[:0], weight, np.float32(EPS), untouched)
 
 
 def test_operands_that_do_not_fit_are_refused() -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from app.kernels.machine.team import Team
+from app.kernels.machine.thread_team import ThreadTeam
 from app.kernels.paged_attention import cpu, reference
 from tests.kernels.cases import TOLERANCE, normal, relative_error
 from tests.pairwise import pairwise
@@ -68,7 +68,7 @@ def _kernel(
     k_memory[:, :, : case.head_dim] = keys.transpose(0, 1, 3, 2)
     v_memory[..., : case.head_dim] = values
     out = np.full((len(q), case.heads * case.head_dim), np.nan, np.float32)
-    Team(2).run(
+    ThreadTeam(2).run(
         cpu.paged_attention, 1, q.reshape(len(q), -1), case.head_dim, np.float32(case.head_dim**-0.5),
         case.window or 0, np.float32(case.softcap or 0.0), case.sinks, cpu.attention_tasks(query_starts), query_starts,
         seq_lens, tables, k_memory, v_memory, out,

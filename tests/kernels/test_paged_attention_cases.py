@@ -13,7 +13,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from app.kernels.machine.team import Team
+from app.kernels.machine.thread_team import ThreadTeam
 from app.kernels.paged_attention import cpu, reference, triton
 from tests.kernels.cases import TOLERANCE, normal, relative_error
 from tests.kernels.tensors import DEVICE
@@ -43,7 +43,7 @@ class Batch(NamedTuple):
 
 def on_cpu(batch: Batch, window: int | None = None) -> Floats:
     k_memory = np.ascontiguousarray(batch.keys.transpose(0, 1, 3, 2))
-    out, team = np.full((len(batch.q), HEADS * DIM), np.nan, np.float32), Team(2)
+    out, team = np.full((len(batch.q), HEADS * DIM), np.nan, np.float32), ThreadTeam(2)
     team.run(
         cpu.paged_attention, 1, batch.q.reshape(len(batch.q), HEADS * DIM), DIM, np.float32(DIM**-0.5), window or 0,
         np.float32(0.0), np.zeros(0, np.float32), cpu.attention_tasks(batch.starts), batch.starts,
@@ -53,12 +53,12 @@ def on_cpu(batch: Batch, window: int | None = None) -> Floats:
     return out.reshape(batch.q.shape)
 
 
-def on_tensors(batch: Batch, window: int | None = None, *, form: ModuleType, deterministic: bool) -> Floats:
+def on_tensors(batch: Batch, window: int | None = None, *, form: ModuleType, batch_invariant: bool) -> Floats:
     q, *rest = (torch.from_numpy(np.ascontiguousarray(values)).to(DEVICE) for values in batch)
     out = torch.full_like(q, torch.nan)
     form.paged_attention(
         q, *rest, out, scale=DIM**-0.5, max_query_len=int(np.diff(batch.starts).max(initial=0)),
-        max_seq_len=int(batch.lens.max(initial=0)), window=window, deterministic=deterministic,
+        max_seq_len=int(batch.lens.max(initial=0)), window=window, batch_invariant=batch_invariant,
     )  # fmt: skip
     found: Floats = out.cpu().numpy()
     return found
@@ -66,10 +66,10 @@ def on_tensors(batch: Batch, window: int | None = None, *, form: ModuleType, det
 
 FORMS: dict[str, Callable[..., Floats]] = {
     "cpu": on_cpu,
-    "torch": partial(on_tensors, form=plain, deterministic=False),
-    "torch deterministic": partial(on_tensors, form=plain, deterministic=True),
-    "triton": partial(on_tensors, form=triton, deterministic=False),
-    "triton deterministic": partial(on_tensors, form=triton, deterministic=True),
+    "torch": partial(on_tensors, form=plain, batch_invariant=False),
+    "torch deterministic": partial(on_tensors, form=plain, batch_invariant=True),
+    "triton": partial(on_tensors, form=triton, batch_invariant=False),
+    "triton deterministic": partial(on_tensors, form=triton, batch_invariant=True),
 }
 every_form = pytest.mark.parametrize("form", FORMS)
 

@@ -7,16 +7,16 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from app.kernels.machine.compiled import compiled
-from app.kernels.machine.team import Team
-from app.kernels.matmul import cpu, quantised, storing
+from app.kernels.machine.jit import jit
+from app.kernels.machine.thread_team import ThreadTeam
+from app.kernels.matmul import cpu, pack_weights, quantised
 from tests.kernels.cases import normal
 from tests.seeds import rng
 
 Floats = NDArray[np.float32]
 
 
-@compiled
+@jit
 def _multiply(x, w, first, end, out, accumulate):  # type: ignore[no-untyped-def]
     quantised.multiply_any_panels(x, w, first, end, out, accumulate, cpu.NO_FETCH)
 
@@ -25,8 +25,8 @@ def _multiply(x, w, first, end, out, accumulate):  # type: ignore[no-untyped-def
 def test_products_equal_those_of_the_expanded_weights_to_the_bit(shape: tuple[int, int]) -> None:
     generator = rng()
     num_columns, depth = shape
-    w = storing.quantise(normal(generator, num_columns, depth))
-    panels = storing.dequantise(w)
+    w = pack_weights.quantise(normal(generator, num_columns, depth))
+    panels = pack_weights.dequantise(w)
     for num_rows in (*range(10), 13, 16, 17, 24, 65):
         x = normal(generator, num_rows, depth)
         for accumulate in (False, True):
@@ -35,13 +35,13 @@ def test_products_equal_those_of_the_expanded_weights_to_the_bit(shape: tuple[in
             cut = int(generator.integers(len(panels) + 1))
             _multiply(x, w, 0, cut, out, accumulate)
             _multiply(x, w, cut, len(panels), out, accumulate)
-            Team(1).run(cpu.matmul, 1, x, panels, expected, accumulate)
+            ThreadTeam(1).run(cpu.matmul, 1, x, panels, expected, accumulate)
             assert np.array_equal(out, expected)
 
 
 def test_the_error_is_at_most_half_a_step_of_each_group() -> None:
     w = normal(rng(), 48, 100) * 3
-    error = np.abs(storing.dequantise(storing.quantise(w)) - cpu.pack(w))
+    error = np.abs(pack_weights.dequantise(pack_weights.quantise(w)) - cpu.pack(w))
     for first in range(0, 100, quantised.GROUP):
         group = cpu.pack(w)[:, first : first + quantised.GROUP]
         step = (group.max(axis=1) - group.min(axis=1)) / 255
@@ -60,7 +60,7 @@ def _on_a_grid(generator: np.random.Generator, kind: str, shape: tuple[int, int]
 @pytest.mark.parametrize("shape", [(16, 256), (35, 100), (3, 33), (1, 1)])
 def test_weights_on_a_grid_come_back_to_the_bit(kind: str, shape: tuple[int, int]) -> None:
     w = _on_a_grid(rng(), kind, shape)
-    assert np.array_equal(storing.dequantise(storing.quantise(w)), cpu.pack(w))
+    assert np.array_equal(pack_weights.dequantise(pack_weights.quantise(w)), cpu.pack(w))
 
 
 def test_a_grid_is_found_from_any_of_its_levels() -> None:
@@ -81,31 +81,31 @@ def test_a_grid_is_found_from_any_of_its_levels() -> None:
         exact = (levels * np.float64(scale) + np.float64(offset))[None]
         w = exact.astype(np.float32)
         assert np.array_equal(w, exact)
-        assert np.array_equal(storing.dequantise(storing.quantise(w)), cpu.pack(w)), (levels, scale, offset)
+        assert np.array_equal(pack_weights.dequantise(pack_weights.quantise(w)), cpu.pack(w)), (levels, scale, offset)
 
 
 @pytest.mark.parametrize("num_threads", [1, 3])
 def test_a_weight_beside_its_grid_is_refused(num_threads: int) -> None:
-    generator, team = rng(), Team(num_threads)
+    generator, team = rng(), ThreadTeam(num_threads)
     w = _on_a_grid(generator, "Q4_1", (70, 96))
-    stack = storing.empty_stack(3, 128, 96, quantised=True)
+    stack = pack_weights.empty_stack(3, 128, 96, quantised=True)
     assert isinstance(stack, quantised.Quantised)
-    assert storing.store(team, stack, 1, 16, w, only_exact=True)
-    kept = storing.widened(team, stack, [(1, 16, 16 + len(w))])
+    assert pack_weights.store(team, stack, 1, 16, w, only_exact=True)
+    kept = pack_weights.widened(team, stack, [(1, 16, 16 + len(w))])
     assert np.array_equal(kept[1, 1:6], cpu.pack(w))
-    assert storing.store(team, kept, 1, 16, w)
+    assert pack_weights.store(team, kept, 1, 16, w)
     assert np.array_equal(kept[1, 1:6], cpu.pack(w))
 
     beside = w.copy()
     at = int(generator.integers(w.shape[0])), int(generator.integers(w.shape[1]))
     beside[at] = np.nextafter(w[at], np.float32(np.inf))
     for only_exact in (True, False):
-        assert not storing.store(team, stack, 1, 16, beside, only_exact=only_exact)
+        assert not pack_weights.store(team, stack, 1, 16, beside, only_exact=only_exact)
     beside[at] = np.nan
-    assert not storing.store(team, stack, 1, 16, beside, only_exact=True)
+    assert not pack_weights.store(team, stack, 1, 16, beside, only_exact=True)
     team.close()
 
 
 def test_constant_weights_are_exact() -> None:
     w = np.full((16, 40), -2.5, np.float32)
-    assert np.array_equal(storing.dequantise(storing.quantise(w)), cpu.pack(w))
+    assert np.array_equal(pack_weights.dequantise(pack_weights.quantise(w)), cpu.pack(w))

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from app.kernels.machine.team import Team
-from app.kernels.matmul import cpu, quantised, reference, storing
+from app.kernels.machine.thread_team import ThreadTeam
+from app.kernels.matmul import cpu, pack_weights, quantised, reference
 from app.kernels.matmul.quantised import GROUP
 from tests.kernels.cases import normal, relative_error
 from tests.pairwise import pairwise
@@ -21,7 +21,7 @@ Floats = NDArray[np.float32]
 def multiplied(x: Floats, w: Any, num_columns: int, threads: int = 2) -> Floats:
     """x @ w into NaN memory that is as wide as the panels, without what lies behind the columns."""
     panels = -(-num_columns // cpu.PANEL)
-    out, team = np.full((len(x), panels * cpu.PANEL), np.nan, np.float32), Team(threads)
+    out, team = np.full((len(x), panels * cpu.PANEL), np.nan, np.float32), ThreadTeam(threads)
     team.run(quantised.multiply, 1, x, w, out)
     team.close()
     assert not out[:, num_columns:].any(), "columns that are not there are zero"
@@ -30,7 +30,7 @@ def multiplied(x: Floats, w: Any, num_columns: int, threads: int = 2) -> Floats:
 
 def read_back(w: quantised.Quantised, num_columns: int) -> Floats:
     """[N, K] of the panels that a product uses."""
-    panels = storing.dequantise(w)
+    panels = pack_weights.dequantise(w)
     return np.ascontiguousarray(panels.transpose(0, 2, 1).reshape(-1, panels.shape[1])[:num_columns])
 
 
@@ -38,7 +38,7 @@ def read_back(w: quantised.Quantised, num_columns: int) -> Floats:
 def test_products_are_those_of_the_weights_that_are_read_back(num_columns: int, depth: int) -> None:
     generator = rng()
     w = normal(generator, num_columns, depth)
-    stored = storing.quantise(w)
+    stored = pack_weights.quantise(w)
     back = read_back(stored, num_columns)
     assert np.abs(back - w).max() <= np.ptp(w) / 255 * 0.501 + 1e-6
     for num_rows in (0, 1, 3, 9):
@@ -52,7 +52,7 @@ def test_a_product_of_other_weights_would_be_seen() -> None:
     """Of the weights before they were rounded, and of the next level up in one place."""
     generator = rng()
     w, x = normal(generator, 20, 70), np.abs(normal(generator, 4, 70)) + 0.1
-    stored = storing.quantise(w)
+    stored = pack_weights.quantise(w)
     found, back = multiplied(x, stored, 20), read_back(stored, 20)
     assert relative_error(found, reference.matmul(x, w)) > 2e-6
     back[7, 33] += stored.scales[0, 1, 7]
@@ -63,7 +63,7 @@ def test_a_product_of_other_weights_would_be_seen() -> None:
 @pytest.mark.parametrize("value", [0.0, -0.0, 1.0, -3.25, 1e-30, 1e30])
 def test_equal_weights_are_exact_whatever_they_are(value: float) -> None:
     w = np.full((17, GROUP + 5), value, np.float32)
-    stored = storing.quantise(w)
+    stored = pack_weights.quantise(w)
     np.testing.assert_array_equal(read_back(stored, 17), w)
     x = normal(rng(), 2, GROUP + 5)
     np.testing.assert_allclose(
@@ -75,7 +75,7 @@ def test_groups_of_one_column_have_nothing_to_do_with_each_other() -> None:
     """Sizes a thousand times apart: the small group keeps its own steps."""
     w = normal(rng(), 16, 3 * GROUP)
     w[:, GROUP : 2 * GROUP] *= 1000
-    back = read_back(storing.quantise(w), 16)
+    back = read_back(pack_weights.quantise(w), 16)
     for group in range(3):
         part = slice(group * GROUP, (group + 1) * GROUP)
         steps = np.ptp(w[:, part], axis=1) / 255
@@ -85,7 +85,7 @@ def test_groups_of_one_column_have_nothing_to_do_with_each_other() -> None:
 def test_both_ends_of_a_group_come_back() -> None:
     """The smallest weight to the bit, the largest within rounding: a scale of one part in 255 too few cuts it off."""
     w = normal(rng(), 40, GROUP)
-    back = read_back(storing.quantise(w), 40)
+    back = read_back(pack_weights.quantise(w), 40)
     columns = np.arange(40)
     lowest, highest = w.argmin(axis=1), w.argmax(axis=1)
     np.testing.assert_array_equal(back[columns, lowest], w[columns, lowest])
@@ -93,18 +93,18 @@ def test_both_ends_of_a_group_come_back() -> None:
 
 
 def test_only_its_own_columns_of_a_stack_are_written() -> None:
-    stack, team = storing.empty_stack(2, 64, 40, quantised=True), Team(2)
+    stack, team = pack_weights.empty_stack(2, 64, 40, quantised=True), ThreadTeam(2)
     assert isinstance(stack, quantised.Quantised)
     for array in stack:
         array[:] = 9
     w = normal(rng(), 20, 40)
-    storing.store(team, stack, 1, 16, w)
+    pack_weights.store(team, stack, 1, 16, w)
     team.close()
     for array in stack:
         assert (array[0] == 9).all()
         assert (array[1, [0, 3]] == 9).all()
     np.testing.assert_array_equal(read_back(quantised.Quantised._make(part[1, 1:3] for part in stack), 20), read_back(
-        storing.quantise(w), 20))  # fmt: skip
+        pack_weights.quantise(w), 20))  # fmt: skip
 
 
 @pytest.mark.parametrize("in_bytes", [False, True])
@@ -112,9 +112,9 @@ def test_only_its_own_columns_of_a_stack_are_written() -> None:
 def test_an_embedding_is_read_from_the_heads_columns(in_bytes: bool, depth: int) -> None:
     """Or from a table of its own; tokens in any order, more than once, and none."""
     generator, vocab = rng(), 45
-    w, team = normal(generator, vocab, depth), Team(3)
-    head = storing.empty_stack(1, vocab, depth, quantised=in_bytes)
-    storing.store(team, head, 0, 0, w)
+    w, team = normal(generator, vocab, depth), ThreadTeam(3)
+    head = pack_weights.empty_stack(1, vocab, depth, quantised=in_bytes)
+    pack_weights.store(team, head, 0, 0, w)
     columns = w
     if isinstance(head, quantised.Quantised):
         columns = read_back(quantised.Quantised._make(part[0] for part in head), vocab)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from app.kernels.machine.team import Team
+from app.kernels.machine.thread_team import ThreadTeam
 from app.kernels.rotary import cpu, reference, triton
 from tests.kernels.cases import normal
 from tests.kernels.tensors import FORMS, TOLERANCE, device_of, error, numpy, tensor
@@ -70,7 +70,7 @@ def run(form: str, given: Operands) -> tuple[torch.Tensor, torch.Tensor]:
         v_memory = np.full((BLOCKS, num_kv, BLOCK_SIZE, wide), np.nan, np.float32)
         none = np.empty(0, np.float32)
         q_norm, k_norm = (none, none) if given.norms is None else (norm.numpy() for norm in given.norms)
-        team = Team(2)
+        team = ThreadTeam(2)
         team.run(
             cpu.rotate_and_store, 1, qkv, given.positions, given.kv_slots, given.cos, given.sin, q_norm, k_norm,
             np.float32(EPS), k_memory, v_memory, num, num_kv, dim, q_size, kv_size,

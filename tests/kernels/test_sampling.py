@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from app.kernels.machine.team import Team
+from app.kernels.machine.thread_team import ThreadTeam
 from app.kernels.sampling import cpu, reference
 from tests.kernels.cases import normal
 from tests.seeds import rng
@@ -44,7 +44,7 @@ def sample(
         return np.array([(PLAIN | settings)[name] for settings in rows], kind)
 
     tokens, normalisers = np.full(len(logits), -1, np.int32), np.full(len(logits), np.nan)
-    team = Team(threads)
+    team = ThreadTeam(threads)
     team.run(
         cpu.sample_rows, 1, logits, column("temperature", np.float32), column("top_k", np.int32),
         column("top_p", np.float32), column("min_p", np.float32), np.asarray(seeds, np.uint64),

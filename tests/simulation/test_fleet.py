@@ -17,7 +17,7 @@ from app.simulation.scaling import Scaling
 from app.simulation.trace import TraceEntry
 from app.simulation.traffic import Traffic, from_trace
 
-SIZE = ReplicaSize(adapter_rank_rows=64, rank_alignment=16, max_adapter_slots=5)
+SIZE = ReplicaSize(lora_pool_rows=64, rank_alignment=16, max_loras=5)
 PLAN = Plan(4, read_costs(), SIZE)
 
 
@@ -74,7 +74,9 @@ def test_a_lost_replica_loses_no_request() -> None:
 
 
 def test_two_homes_cost_loads_and_spare_them_when_a_replica_is_lost() -> None:
-    one, two = (run(replace(PLAN, placement=PlacementConfig(min_homes=count))).summary() for count in (1, 2))
+    one, two = (
+        run(replace(PLAN, placement=PlacementConfig(min_replicas_per_adapter=count))).summary() for count in (1, 2)
+    )
     assert two["loads_per_1000"] > one["loads_per_1000"]
 
 
@@ -91,7 +93,7 @@ def test_replicas_follow_a_crowd_and_leave_again() -> None:
         rank=calm.rank,
     )
     costs = replace(read_costs(), start_s=2.0)
-    scaling = Scaling(1, 6, Objective(hold_s=10.0, forecast_s=2.0))
+    scaling = Scaling(1, 6, Objective(scale_down_window_s=10.0, forecast_s=2.0))
     result = simulate(both, replace(PLAN, num_replicas=1, costs=costs, scaling=scaling), 0)
     counts = [tick.num_replicas for tick in result.ticks]
     assert result.num_lost == 0
@@ -108,7 +110,7 @@ def test_prompts_that_begin_alike_go_where_that_is_cached() -> None:
         head=rng.integers(-1, 60, 800), head_tokens=np.full(60, 400, np.int64),
     )  # fmt: skip
     off, on = (
-        simulate(alike, replace(PLAN, placement=PlacementConfig(prefix_aware=is_on)), 0).summary()
+        simulate(alike, replace(PLAN, placement=PlacementConfig(prefix_affinity=is_on)), 0).summary()
         for is_on in (False, True)
     )
     assert on["cached_share"] > off["cached_share"] + 0.1

@@ -17,7 +17,7 @@ from app.simulation.replica import ReplicaSize
 from app.simulation.result import percentile
 from tests.simulation.test_fleet import traffic
 
-PLAN = Plan(1, read_costs(), ReplicaSize(adapter_rank_rows=64, rank_alignment=16, max_adapter_slots=5))
+PLAN = Plan(1, read_costs(), ReplicaSize(lora_pool_rows=64, rank_alignment=16, max_loras=5))
 
 
 def test_one_replica_fewer_does_not_keep_the_objective() -> None:
@@ -31,9 +31,9 @@ def test_one_replica_fewer_does_not_keep_the_objective() -> None:
 
 
 def test_what_breaks_first_is_told() -> None:
-    few_rows = replace(PLAN, size=ReplicaSize(adapter_rank_rows=16, rank_alignment=16, max_adapter_slots=2))
+    few_rows = replace(PLAN, size=ReplicaSize(lora_pool_rows=16, rank_alignment=16, max_loras=2))
     assert plan_fleet(traffic(200, rate=20.0), few_rows, 1.0, 95, 64).breaks_first.startswith("rank rows")
-    few_places = replace(PLAN, size=ReplicaSize(max_batch_sequences=1, adapter_rank_rows=1024))
+    few_places = replace(PLAN, size=ReplicaSize(max_num_seqs=1, lora_pool_rows=1024))
     assert plan_fleet(traffic(200, rate=20.0), few_places, 1.0, 95, 64).breaks_first.startswith("sequences in a batch")
     assert plan_fleet(traffic(20, rate=0.1), PLAN, 5.0, 99, 64).breaks_first == "nothing: one replica is enough"
 

@@ -7,7 +7,7 @@ import math
 import pytest
 
 from app.simulation.costs import Costs
-from app.simulation.replica import Job, Replica, ReplicaSize
+from app.simulation.replica import Replica, ReplicaSize, SimulatedRequest
 
 COSTS = Costs(
     step_s=0.1, sequence_s=0.02, row_s=0.001, prompt_token_s=0.01, row_write_s=0.05, row_bytes=1000,
@@ -15,9 +15,11 @@ COSTS = Costs(
 )  # fmt: skip
 
 
-def job(index: int, adapter: int | None = None, *, prompt: int = 10, output: int = 5, tenant: str = "t") -> Job:
+def job(
+    index: int, adapter: int | None = None, *, prompt: int = 10, output: int = 5, tenant: str = "t"
+) -> SimulatedRequest:
     digest = None if adapter is None else f"d{adapter}"
-    return Job(index, 0.0, -1 if adapter is None else adapter, digest, 8, prompt, output, tenant, 1.0)
+    return SimulatedRequest(index, 0.0, -1 if adapter is None else adapter, digest, 8, prompt, output, tenant, 1.0)
 
 
 def run_all(replica: Replica) -> None:
@@ -25,7 +27,7 @@ def run_all(replica: Replica) -> None:
         replica.run(next_s)
 
 
-def given(replica: Replica, jobs: list[Job], now_s: float = 0.0) -> None:
+def given(replica: Replica, jobs: list[SimulatedRequest], now_s: float = 0.0) -> None:
     for each in jobs:
         replica.jobs[each.index] = each
         replica.enter(each, now_s)
@@ -85,7 +87,7 @@ def test_prompts_that_come_during_a_step_share_the_next() -> None:
 
 
 def test_requests_without_room_wait_and_adapters_in_use_stay() -> None:
-    size = ReplicaSize(8, adapter_rank_rows=16, rank_alignment=8, max_adapter_slots=3, prefill_step_s=0.0)
+    size = ReplicaSize(8, lora_pool_rows=16, rank_alignment=8, max_loras=3, prefill_step_s=0.0)
     replica = Replica("r", 0.0, COSTS, size)
     jobs = [job(index, index % 5) for index in range(40)]
     given(replica, jobs)
@@ -101,8 +103,8 @@ def test_requests_without_room_wait_and_adapters_in_use_stay() -> None:
     assert replica.num_hits + replica.num_loads == 40
 
 
-def with_head(index: int, head: bytes, num_head: int = 30, *, prompt: int = 40) -> Job:
-    return Job(index, 0.0, -1, None, 0, prompt, 5, "t", 1.0, head, num_head)
+def with_head(index: int, head: bytes, num_head: int = 30, *, prompt: int = 40) -> SimulatedRequest:
+    return SimulatedRequest(index, 0.0, -1, None, 0, prompt, 5, "t", 1.0, head, num_head)
 
 
 def test_what_a_prompt_begins_with_is_computed_once_as_long_as_it_has_room() -> None:
@@ -120,7 +122,7 @@ def test_what_a_prompt_begins_with_is_computed_once_as_long_as_it_has_room() -> 
 
 
 def test_a_tenant_with_a_backlog_does_not_hold_up_another() -> None:
-    replica = Replica("r", 0.0, COSTS, ReplicaSize(max_batch_sequences=1))
+    replica = Replica("r", 0.0, COSTS, ReplicaSize(max_num_seqs=1))
     flood, one = [job(index) for index in range(50)], job(50, tenant="other")
     given(replica, [*flood, one])
     run_all(replica)

@@ -14,7 +14,7 @@ from ray.serve.config import AutoscalingConfig, AutoscalingContext
 from app.deployments.placement.view import PlacementView
 from app.simulation.costs import read_costs
 from app.simulation.fleet import Plan, simulate
-from app.simulation.replica import Job, Replica, ReplicaSize
+from app.simulation.replica import Replica, ReplicaSize, SimulatedRequest
 from app.simulation.scaling import Delay, QueueLength, Scaler, Scaling
 from tests.simulation.test_fleet import PLAN, traffic
 
@@ -40,7 +40,7 @@ def test_delays_are_those_of_serve(delays: tuple[float, float], seed: int) -> No
 def given(num_jobs: int) -> Replica:
     """A replica with so many requests."""
     replica = Replica("r", 0.0, read_costs(), ReplicaSize())
-    replica.jobs = {index: Job(index, 0.0, -1, None, 0, 10, 5, "t", 1.0) for index in range(num_jobs)}
+    replica.jobs = {index: SimulatedRequest(index, 0.0, -1, None, 0, 10, 5, "t", 1.0) for index in range(num_jobs)}
     return replica
 
 
@@ -68,7 +68,7 @@ def test_requests_count_in_the_mean_of_the_look_back() -> None:
 
 
 def test_nothing_is_lost_and_pinned_adapters_stay_whoever_decides() -> None:
-    size = ReplicaSize(adapter_rank_rows=96, rank_alignment=16, max_adapter_slots=7)
+    size = ReplicaSize(lora_pool_rows=96, rank_alignment=16, max_loras=7)
     for objective in (Scaling(1, 6).objective, QueueLength(4.0, 11.0)):
         scaling = Scaling(1, 6, objective, upscale_delay_s=1.0, downscale_delay_s=5.0)
         costs = replace(read_costs(), start_s=2.0)

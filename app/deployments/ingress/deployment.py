@@ -22,38 +22,38 @@ from starlette.types import ASGIApp
 
 from app.config import AppConfig, usage_folder
 from app.deployments.ingress import handle_api
-from app.deployments.ingress.assigner import Assigner
-from app.deployments.ingress.handle_api import plain_errors
+from app.deployments.ingress.accounting import PricingContext, RequestAccounting, TenantFeed
+from app.deployments.ingress.dispatch.replica_load import ReplicaLoadTracker
+from app.deployments.ingress.dispatch.request_router import RequestRouter
+from app.deployments.ingress.dispatch.stream import Stream
+from app.deployments.ingress.handle_api import builtin_errors
 from app.deployments.ingress.http.app import make_app
 from app.deployments.ingress.http.batch_executor import BatchExecutor
 from app.deployments.ingress.http.middleware.origin_check import HttpPolicy
-from app.deployments.ingress.loads import Loads
 from app.deployments.ingress.metrics import IngressMetrics
+from app.deployments.ingress.preprocess.tokenizer_service import open_tokenizer_service
 from app.deployments.ingress.service import IngressService, Parts
-from app.deployments.ingress.streams import Stream
-from app.deployments.ingress.tenancy import Rates, Tenancy, WatchedTenants
-from app.deployments.ingress.tokenizer_service import open_text
-from app.deployments.links.gauges import repeat_gauges
-from app.deployments.links.published import Changes, Version
-from app.deployments.links.ray_private import AsgiIngress, route_in_this_loop
-from app.deployments.links.serve_transport import ServeTransport
-from app.deployments.links.tasks import Tasks
-from app.deployments.links.watched import Follower, Watch
 from app.deployments.placement.actor import placement_service
-from app.deployments.placement.choosing import make_policy
-from app.deployments.placement.placer import Placer, WatchedLoads, WatchedPlacement
-from app.deployments.registry.view import Entry, Key, RegistryView
+from app.deployments.placement.placer import LoadFeed, PlacementFeed, Placer
+from app.deployments.placement.replica_choice import make_policy
+from app.deployments.registry.feed.view import Entry, Key, RegistryView
+from app.deployments.rpc.background_tasks import Tasks
+from app.deployments.rpc.gauges import repeat_gauges
+from app.deployments.rpc.long_poll_client import LongPollClient, Watch
+from app.deployments.rpc.long_poll_host import Changes, Version
+from app.deployments.rpc.ray_private import AsgiIngress, route_in_this_loop
+from app.deployments.rpc.serve_transport import ServeTransport
 from app.deployments.store.actor import (
-    kept_service,
+    storage_service,
     store_actor,
     store_service,
     store_settings,
     tenants_service,
 )
-from app.deployments.tenants.journal import open_journal
-from app.deployments.tenants.metrics import RefusalCounters
-from app.deployments.tenants.prices import Prices
-from app.logs import start_log
+from app.deployments.tenancy.metrics import RefusalCounters
+from app.deployments.tenancy.usage.prices import Prices
+from app.deployments.tenancy.usage.wal import open_wal
+from app.logging import start_log
 
 #: An ingress asks so often, news or none: one that has ended is waited for no longer than it takes to miss that.
 HEARTBEAT_S = 1.0
@@ -74,19 +74,21 @@ class Ingress(AsgiIngress):
         store, owner = store_service(actor), tenants_service(actor)
         placement = placement_service(config, context.app_name)
         metrics = IngressMetrics(time.time)
-        registry = WatchedRegistry(store.watch, ingress_id, metrics.adapters)
-        tenants = WatchedTenants(owner, ingress_id)
-        placed, loads = WatchedPlacement(placement.watch, ingress_id), Loads(time.monotonic)
+        registry = RegistryMirror(store.watch, ingress_id, metrics.adapters)
+        tenants = TenantFeed(owner, ingress_id)
+        placed, loads = PlacementFeed(placement.watch, ingress_id), ReplicaLoadTracker(time.monotonic)
         holder = f"{ingress_id}-{uuid.uuid4().hex[:8]}"
-        text = await asyncio.to_thread(open_text, config)
+        text = await asyncio.to_thread(open_tokenizer_service, config)
         prices, base_name = config.tenants.prices, config.model.name
-        rates = Rates(Prices(prices, base_name), base_name)
+        rates = PricingContext(Prices(prices, base_name), base_name)
         parts = Parts(
             text=text,
             registry=registry.view,
-            tenancy=Tenancy(tenants.view, owner, rates, holder, time.time, open_journal(usage_folder(config), holder)),
+            tenancy=RequestAccounting(
+                tenants.view, owner, rates, holder, time.time, open_wal(usage_folder(config), holder)
+            ),
             store=store,
-            kept=kept_service(actor),
+            storage=storage_service(actor),
             placer=Placer(placement, placed, ingress_id),
             policy=make_policy(config.placement),
             loads=loads,
@@ -106,7 +108,7 @@ class Ingress(AsgiIngress):
             parts.tenancy.limiter.keep_telling,
             parts.tenancy.metering.keep_flushing,
             placed.follow,
-            WatchedLoads(placement.watch_loads, ingress_id, loads.take).follow,
+            LoadFeed(placement.watch_loads, ingress_id, loads.take).follow,
             partial(repeat_gauges, (*metrics.gauges, RefusalCounters(parts.tenancy.limiter))),
             self._service.management.keep_taking_up,
             self._service.activity.keep_telling,
@@ -126,7 +128,7 @@ class Ingress(AsgiIngress):
     def check_health(self) -> None:
         self._tasks.check()
 
-    # -- Python callers (`serve.get_app_handle`); errors are Python's own (`plain_errors`) --
+    # -- Python callers (`serve.get_app_handle`); errors are Python's own (`builtin_errors`) --
 
     async def generate(
         self,
@@ -135,14 +137,14 @@ class Ingress(AsgiIngress):
         adapter: str | list[str | None] | None = None,
     ) -> dict[str, Any] | list[dict[str, Any]]:
         """As POST /generate: one result for one text, a list for a list."""
-        with plain_errors():
+        with builtin_errors():
             return await handle_api.generate(self._service, text, sampling_params, adapter)
 
     async def stream(
         self, text: str, sampling_params: dict[str, Any] | None = None, adapter: str | None = None
     ) -> AsyncGenerator[str]:
         """Pieces of one answer's text as they come (`handle.options(stream=True).stream.remote(...)`)."""
-        with plain_errors():
+        with builtin_errors():
             async with aclosing(handle_api.stream(self._service, text, sampling_params, adapter)) as pieces:
                 async for piece in pieces:
                     yield piece
@@ -155,18 +157,18 @@ class Ingress(AsgiIngress):
         dimensions: int | None = None,
     ) -> list[float] | list[list[float]]:
         """As POST /v1/embeddings: one vector for one text, a list for a list."""
-        with plain_errors():
+        with builtin_errors():
             return await handle_api.embed(self._service, text, adapter, pooling, dimensions)
 
     async def list_adapters(self) -> list[dict[str, Any]]:
         return handle_api.list_adapters(self._service)
 
     async def load(self, name: str, path: str) -> dict[str, Any]:
-        with plain_errors():
+        with builtin_errors():
             return await handle_api.load(self._service, name, path)
 
     async def unload(self, name: str) -> dict[str, Any]:
-        with plain_errors():
+        with builtin_errors():
             return await handle_api.unload(self._service, name)
 
     async def replica_stats(self) -> list[dict[str, Any]]:
@@ -184,7 +186,7 @@ class ServeBatcher:
     The batching is Serve's. A batch only assigns, which takes no time; no stream waits for another's tokens.
     """
 
-    def __init__(self, assigner: Assigner) -> None:
+    def __init__(self, assigner: RequestRouter) -> None:
         self._assigner = assigner
 
     async def assign(self, stream: Stream) -> None:
@@ -196,7 +198,7 @@ class ServeBatcher:
         return [None for _ in streams]
 
 
-class WatchedRegistry(Follower[Changes[Key, Entry]]):
+class RegistryMirror(LongPollClient[Changes[Key, Entry]]):
     """A copy of the registry's table, in `view`, kept up with its changes; it stays as it is while the store is away.
 
     `complete` is set when the copy is complete for the first time. `on_number` gets the number of adapters after each

@@ -16,13 +16,13 @@ from typing import Any
 import numpy as np
 from pydantic_core import to_json
 
-from app.deployments.ingress.dispatcher import Dispatcher
-from app.deployments.ingress.frontend import Frontend
-from app.deployments.ingress.job import Job
-from app.deployments.ingress.results import usage_body
+from app.deployments.ingress.accounting import RequestAccounting
+from app.deployments.ingress.dispatch.dispatcher import Dispatcher
+from app.deployments.ingress.dispatch.generation_task import GenerationTask
+from app.deployments.ingress.preprocess.preprocessor import RequestPreprocessor
+from app.deployments.ingress.principal import Principal
 from app.deployments.ingress.schemas.embeddings import EmbeddingsRequest
-from app.deployments.ingress.tenancy import Tenancy
-from app.deployments.ingress.tenants import Caller
+from app.deployments.ingress.serializers.generate import usage_body
 from app.engine.errors import ContextOverflow, EngineFailure, InvalidRequest
 from app.engine.request import GenerateRequest, PoolingParams, SamplingParams
 
@@ -35,13 +35,15 @@ MAX_OPEN = 64
 class Embedder:
     """One per ingress process. `clock` gives Unix time."""
 
-    def __init__(self, frontend: Frontend, source: Dispatcher, tenancy: Tenancy, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, frontend: RequestPreprocessor, source: Dispatcher, tenancy: RequestAccounting, clock: Callable[[], float]
+    ) -> None:
         self._frontend = frontend
         self._source = source
         self._tenancy = tenancy
         self._clock = clock
 
-    async def job(self, body: EmbeddingsRequest, caller: Caller, request_id: str | None = None) -> Job:
+    async def job(self, body: EmbeddingsRequest, caller: Principal, request_id: str | None = None) -> GenerationTask:
         """request_id: as its sender calls it. Raises NotFound, InvalidRequest, ContextOverflow, LimitReached."""
         arrival_s = self._clock()
         ref = await self._frontend.finder.find(body.model, caller, body.lora_path, body.user, body.adapters)
@@ -75,7 +77,9 @@ class Embedder:
         deadline_s = asyncio.get_running_loop().time() + self._frontend.limits.request_timeout_s
         decoder = self._frontend.text_model.decoder
         reservation = await self._tenancy.admit(caller, requests)
-        return Job(request_id, requests, caller, reservation, (), 1, deadline_s, self._source, decoder, self._clock)
+        return GenerationTask(
+            request_id, requests, caller, reservation, (), 1, deadline_s, self._source, decoder, self._clock
+        )
 
     def _pooling(self, body: EmbeddingsRequest) -> PoolingParams:
         spec = self._frontend.text_model.spec
@@ -87,7 +91,7 @@ class Embedder:
 
     def _check_lengths(self, texts: Sequence[str | list[int]], token_ids: Sequence[Sequence[int]]) -> None:
         """An empty text is refused as at OpenAI, also where the model would begin and end it with tokens of its own."""
-        most = self._frontend.text_model.max_context
+        most = self._frontend.text_model.max_model_len
         for index, (text, ids) in enumerate(zip(texts, token_ids, strict=True)):
             if not text or not ids:
                 raise InvalidRequest(f"text {index} of input has no tokens; at least one is needed", param="input")
@@ -98,7 +102,7 @@ class Embedder:
                 )
 
 
-async def vectors(job: Job) -> list[bytes]:
+async def vectors(job: GenerationTask) -> list[bytes]:
     """The job's vectors as little-endian float32, in the order of its texts. Raises what a text meets."""
     places = asyncio.Semaphore(MAX_OPEN)
     tasks = [asyncio.create_task(_vector(job, index, places)) for index in range(len(job.requests))]
@@ -110,7 +114,7 @@ async def vectors(job: Job) -> list[bytes]:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _vector(job: Job, index: int, places: asyncio.Semaphore) -> bytes:
+async def _vector(job: GenerationTask, index: int, places: asyncio.Semaphore) -> bytes:
     async with places, aclosing(job.source.stream(job.requests[index], job.deadline_s)) as chunks:
         async for chunk in chunks:
             if chunk.error is not None:
@@ -128,7 +132,7 @@ def as_floats(vector: bytes) -> list[float]:
     return numbers
 
 
-def answer(job: Job, body: EmbeddingsRequest, found: Sequence[bytes]) -> bytes:
+def answer(job: GenerationTask, body: EmbeddingsRequest, found: Sequence[bytes]) -> bytes:
     """The JSON that OpenAI's clients read; "base64" is of the numbers as little-endian float32."""
     tell = _as_base64 if body.encoding_format == "base64" else as_floats
     data: list[dict[str, Any]] = [

@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 
 from ray.util.metrics import Counter, Histogram
 
-from app.deployments.ingress.status import TABLE, ClientGone
-from app.deployments.links.gauges import SECONDS, SteadyGauge
+from app.deployments.ingress.error_responses import TABLE, ClientGone
+from app.deployments.rpc.gauges import SECONDS, SteadyGauge
 from app.engine.request import Usage
 
 _TOKEN_SECONDS = [0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.5]

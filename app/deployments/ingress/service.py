@@ -12,40 +12,40 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from app.config import AppConfig, LimitsConfig
-from app.deployments.ingress.adapter_activity import AdapterActivity
-from app.deployments.ingress.adapter_names import AdapterNames
-from app.deployments.ingress.assigner import Assigner, PrefixHasher
+from app.deployments.ingress.accounting import RequestAccounting
+from app.deployments.ingress.adapter_admin import AdapterAdmin
+from app.deployments.ingress.adapter_metrics import AdapterMetrics
 from app.deployments.ingress.batches.runner import WRITE_S, AnswerLine, BatchRunner
-from app.deployments.ingress.cold_start_limiter import ColdStartLimiter
-from app.deployments.ingress.dispatcher import Batcher, Dispatcher
+from app.deployments.ingress.dispatch.cold_start_limiter import ColdStartLimiter
+from app.deployments.ingress.dispatch.dispatcher import Batcher, Dispatcher
+from app.deployments.ingress.dispatch.generation_task import GenerationTask
+from app.deployments.ingress.dispatch.replica_connections import ReplicaConnections
+from app.deployments.ingress.dispatch.replica_load import ReplicaLoadTracker
+from app.deployments.ingress.dispatch.request_router import PrefixHasher, RequestRouter
 from app.deployments.ingress.embeddings import Embedder
-from app.deployments.ingress.finding import AdapterFinder
-from app.deployments.ingress.frontend import Frontend
-from app.deployments.ingress.job import Job
-from app.deployments.ingress.lazy_adapter_loader import LazyAdapterLoader
-from app.deployments.ingress.links import Links
-from app.deployments.ingress.loads import Loads
-from app.deployments.ingress.management import Management
+from app.deployments.ingress.error_responses import TABLE, ClientGone
 from app.deployments.ingress.metrics import IngressMetrics
-from app.deployments.ingress.routing.choosing import Chooser
-from app.deployments.ingress.routing.embedders import BaseEmbedder, EncoderEmbedder
-from app.deployments.ingress.routing.router import Router, TextEmbedder
+from app.deployments.ingress.preprocess.adapter_directory import AdapterDirectory
+from app.deployments.ingress.preprocess.adapter_resolution import AdapterResolver
+from app.deployments.ingress.preprocess.lazy_adapter_loader import LazyAdapterLoader
+from app.deployments.ingress.preprocess.preprocessor import RequestPreprocessor
+from app.deployments.ingress.preprocess.tokenizer_service import TokenizerService
+from app.deployments.ingress.principal import Principal, batch_principal
+from app.deployments.ingress.semantic_router.embedders import BaseEmbedder, EncoderEmbedder
+from app.deployments.ingress.semantic_router.router import Router, TextEmbedder
+from app.deployments.ingress.semantic_router.selection import AdapterSelector
 from app.deployments.ingress.serializers.loras import record_body
-from app.deployments.ingress.status import TABLE, ClientGone
-from app.deployments.ingress.tenancy import Tenancy
-from app.deployments.ingress.tenants import Caller, batch_caller
-from app.deployments.ingress.tokenizer_service import TokenizerService
-from app.deployments.kept.entries import Batch
-from app.deployments.kept.service import KeptService
-from app.deployments.links.transport import ReplicaClient
+from app.deployments.object_storage.models import Batch
+from app.deployments.object_storage.service import StorageService
 from app.deployments.placement.placer import Placer
 from app.deployments.placement.policy import PlacementPolicy
-from app.deployments.registry.entries import DEFAULT_TENANT
-from app.deployments.registry.view import RegistryView
+from app.deployments.registry.feed.view import RegistryView
+from app.deployments.registry.models import DEFAULT_TENANT
+from app.deployments.rpc.transport import ReplicaClient
 from app.deployments.store.service import StoreService
-from app.deployments.store.shared import SharedAdapter
-from app.deployments.tenants.entries import PUBLIC
-from app.release import version
+from app.deployments.store.shared_adapter import SharedAdapter
+from app.deployments.tenancy.models import PUBLIC
+from app.version import version
 
 #: `status` looks for failures among so many events, and tells so many of them.
 MAX_EVENTS, MAX_FAILURES = 200, 10
@@ -59,14 +59,14 @@ class Parts(NamedTuple):
 
     text: TokenizerService
     registry: RegistryView
-    tenancy: Tenancy
+    tenancy: RequestAccounting
     store: StoreService[SharedAdapter]
-    kept: KeptService
+    storage: StorageService
     placer: Placer
     policy: PlacementPolicy
-    loads: Loads
+    loads: ReplicaLoadTracker
     replicas: ReplicaClient
-    make_batcher: Callable[[Assigner], Batcher]
+    make_batcher: Callable[[RequestRouter], Batcher]
     metrics: IngressMetrics
     clock: Callable[[], float]
     steady_clock: Callable[[], float]
@@ -83,45 +83,45 @@ class IngressService:
         self.base_name = config.model.name
         self.registry = parts.registry
         self.tenancy = parts.tenancy
-        self._links = Links(parts.replicas, parts.placer, parts.loads)
-        self._assigner = Assigner(
-            self._links, parts.placer, parts.policy, parts.steady_clock, random.Random(), config.limits.replica_wait_s,
+        self._links = ReplicaConnections(parts.replicas, parts.placer, parts.loads)
+        self._assigner = RequestRouter(
+            self._links, parts.placer, parts.policy, parts.steady_clock, random.Random(), config.limits.replica_timeout_s,
             PrefixHasher(parts.text.spec.digest, config.engine.block_size).of,
         )  # fmt: skip
         self._cold = ColdStartLimiter(parts.placer, config.limits)
         count = parts.tenancy.counting.ended
         dispatcher = Dispatcher(parts.make_batcher(self._assigner), self._links, self._cold, count)
-        self._names = AdapterNames(parts.registry, parts.placer, parts.store, parts.steady_clock)
+        self._names = AdapterDirectory(parts.registry, parts.placer, parts.store, parts.steady_clock)
         self._lazy_loader = LazyAdapterLoader(
             parts.registry, parts.store, config.limits, has_resolvers=bool(config.adapters.resolvers)
         )
-        wait_s = config.limits.adapter_wait_s
+        wait_s = config.limits.adapter_load_timeout_s
         embedder: TextEmbedder = BaseEmbedder(self.base_name, parts.text, dispatcher, wait_s, parts.clock)
-        if config.routing.embedder is not None:
-            embedder = EncoderEmbedder(config.routing.embedder)
-        self._router = Router(config.routing, parts.registry, embedder, wait_s)
-        self.frontend = Frontend(
+        if config.semantic_router.embedder is not None:
+            embedder = EncoderEmbedder(config.semantic_router.embedder)
+        self._router = Router(config.semantic_router, parts.registry, embedder, wait_s)
+        self.frontend = RequestPreprocessor(
             parts.text,
             self.base_name,
             self._names,
-            AdapterFinder(self.base_name, parts.registry, self._names, self._lazy_loader),
+            AdapterResolver(self.base_name, parts.registry, self._names, self._lazy_loader),
             dispatcher,
             config.limits,
             parts.tenancy,
             parts.clock,
-            Chooser(self._router, parts.tenancy),
+            AdapterSelector(self._router, parts.tenancy),
             lambda: parts.placer.view.num_kv_tokens,
         )
         self.embedder = Embedder(self.frontend, dispatcher, parts.tenancy, parts.clock)
-        self.management = Management(parts.store, parts.replicas, parts.placer)
-        self.activity = AdapterActivity(parts.tenancy.owner)
-        self.kept, self.kept_config = parts.kept, config.kept
+        self.management = AdapterAdmin(parts.store, parts.replicas, parts.placer)
+        self.activity = AdapterMetrics(parts.tenancy.owner)
+        self.storage, self.storage_config = parts.storage, config.storage
         self._batches: BatchRunner | None = None
 
     def batch_runner(self, answer: AnswerLine, holder: str, write_s: float = WRITE_S) -> BatchRunner:
         """Works on batches here from now on, once `run`; `answer` computes one request. `holder`: this process."""
         self._batches = BatchRunner(
-            self.kept, answer, self._caller_of, holder, self._config, self.tenancy.clock, write_s
+            self.storage, answer, self._caller_of, holder, self._config, self.tenancy.clock, write_s
         )
         return self._batches
 
@@ -130,18 +130,18 @@ class IngressService:
         if self._batches is not None:
             self._batches.wake()
 
-    def _caller_of(self, batch: Batch) -> Caller | None:
+    def _caller_of(self, batch: Batch) -> Principal | None:
         """Whose a batch's requests are; None once its project is archived."""
         tenant = PUBLIC if batch.tenant_id == DEFAULT_TENANT else self.tenancy.view.tenant(batch.tenant_id)
         if tenant is None or tenant.archived_s is not None:
             return None
-        return batch_caller(tenant, batch.key_id, batch.id)
+        return batch_principal(tenant, batch.key_id, batch.id)
 
     def reconfigure(self, changes: dict[str, Any]) -> None:
         """Take new limits without a restart: those that differ from the configuration's. Raises ValueError."""
         limits = LimitsConfig.model_validate(self._config.limits.model_dump() | changes)
         self.frontend.limits = self._cold.limits = self._lazy_loader.limits = limits
-        self._assigner.replica_wait_s = limits.replica_wait_s
+        self._assigner.replica_timeout_s = limits.replica_timeout_s
 
     def is_ready(self) -> bool:
         """Whether any replica can be used."""
@@ -150,9 +150,9 @@ class IngressService:
     @property
     def may_sleep(self) -> bool:
         """Whether requests are taken while there is no replica, because the first has one started."""
-        return self._config.http.ready_while_asleep
+        return self._config.http.ready_at_zero_replicas
 
-    def observe(self, route: str, status: int, job: Job | None) -> None:
+    def observe(self, route: str, status: int, job: GenerationTask | None) -> None:
         """Count a request that has ended; it has no job if it ended before it had sequences."""
         if job is not None:
             self.tenancy.end(job, is_cut=status == TABLE[ClientGone].status)
@@ -173,7 +173,7 @@ class IngressService:
         results = await asyncio.gather(*map(self._replicas.stats, replica_ids), return_exceptions=True)
         return [result for result in results if isinstance(result, dict)]
 
-    async def status(self, caller: Caller) -> dict[str, Any]:
+    async def status(self, caller: Principal) -> dict[str, Any]:
         """How the service is, for operators: replicas, tiers of the store, and what failed lately. Raises NotReady.
 
         Numbers of all tenants' adapters and requests are not told to one of them.

@@ -9,21 +9,21 @@ from __future__ import annotations
 import time
 
 from app.config import AppConfig
-from app.deployments.links.actor_proxy import actor_proxy
-from app.deployments.links.attendance import Attendance
-from app.deployments.links.ray_calls import FoundActor, NamedActor, leave
-from app.deployments.links.watched import Watch
 from app.deployments.placement.service import PlacementService, ShareChanges
+from app.deployments.rpc.actor_proxy import actor_proxy
+from app.deployments.rpc.idle_shutdown import IdleShutdown
+from app.deployments.rpc.long_poll_client import Watch
+from app.deployments.rpc.named_actor import FoundActor, NamedActor, exit_actor
 from app.deployments.store.service import StoreService
-from app.deployments.store.shared import SharedAdapter
-from app.logs import start_log
+from app.deployments.store.shared_adapter import SharedAdapter
+from app.logging import start_log
 
 
 class PlacementActor(PlacementService):
     """`PlacementService` that leaves when nobody calls any more."""
 
     def __init__(self, config_json: str) -> None:
-        self._attendance = Attendance(leave, time.monotonic)
+        self._attendance = IdleShutdown(exit_actor, time.monotonic)
         config = AppConfig.model_validate_json(config_json)
         start_log(config.logs, "placement")
         super().__init__(config.placement, _watch_shares, self._attendance.here, time.monotonic)

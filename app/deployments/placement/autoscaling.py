@@ -4,7 +4,7 @@ In: what each replica says of itself (`record_autoscaling_stats`), and who waits
 a number for Ray Serve's autoscaler, which keeps its own bounds and delays, and the reason, as a log line and a metric.
 Serve's own policy counts open calls; here one call per ingress stays open whatever it carries: that count says nothing.
 
-Rule: Serve's controller is sent this module's source, so it imports nothing of this package. `wanted` is arithmetic.
+Rule: Serve's controller is sent this module's source, so it imports nothing of this package. `desired_replicas` is arithmetic.
 """
 
 from __future__ import annotations
@@ -51,18 +51,18 @@ class Demand:
 class Objective:
     """What the number of replicas is to achieve. Keys of `policy_kwargs` in a Serve application file.
 
-    drain_s: a replica is to have done all work that it has now in so many seconds. max_rows, max_kv: how much of the
+    target_drain_s: a replica is to have done all work that it has now in so many seconds. max_lora_utilization, max_kv_utilization: how much of the
     rank rows and KV blocks may be in demand. forecast_s: how far ahead a rising demand is read: about what a replica
-    takes to start. hold_s: what was wanted so long ago no longer counts. down_part: a replica leaves when the others
+    takes to start. scale_down_window_s: what was wanted so long ago no longer counts. scale_down_utilization: a replica leaves when the others
     would be used to no more than this part.
     """
 
-    drain_s: float = 2.0
-    max_rows: float = 0.9
-    max_kv: float = 0.85
+    target_drain_s: float = 2.0
+    max_lora_utilization: float = 0.9
+    max_kv_utilization: float = 0.85
     forecast_s: float = 10.0
-    hold_s: float = 60.0
-    down_part: float = 0.8
+    scale_down_window_s: float = 60.0
+    scale_down_utilization: float = 0.8
 
     def __post_init__(self) -> None:
         """Raises ValueError for a number that no decision can be made with."""
@@ -70,22 +70,22 @@ class Objective:
             value = getattr(self, field.name)
             if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value < 0:
                 raise ValueError(f"{field.name} is {value!r}; it is a number, 0 or more")
-        for name in ("drain_s", "max_rows", "max_kv", "down_part"):
+        for name in ("target_drain_s", "max_lora_utilization", "max_kv_utilization", "scale_down_utilization"):
             if getattr(self, name) == 0:
                 raise ValueError(f"{name} is 0; it is more than that")
-        if self.down_part > 1:
-            raise ValueError(f"down_part is {self.down_part}; it is at most 1")
+        if self.scale_down_utilization > 1:
+            raise ValueError(f"scale_down_utilization is {self.scale_down_utilization}; it is at most 1")
 
 
 @dataclass(frozen=True)
-class Wanted:
+class DesiredReplicas:
     """How many replicas would do, not rounded, and what asks for the most of them."""
 
     replicas: float
     reason: str
 
 
-def wanted(demands: Sequence[Demand], objective: Objective) -> Wanted:
+def desired_replicas(demands: Sequence[Demand], objective: Objective) -> DesiredReplicas:
     """How many replicas would carry what these carry, each to its full.
 
     Each signal is a sum over replicas of the part of one that it takes; the largest decides. Nothing to do is 0.
@@ -93,16 +93,16 @@ def wanted(demands: Sequence[Demand], objective: Objective) -> Wanted:
     rate = max((demand.tokens_per_s for demand in demands), default=0.0)
     work = sum(demand.work_tokens for demand in demands)
     parts = {
-        "tokens to compute": work / (rate * objective.drain_s) if rate > 0 else float(work > 0),
+        "tokens to compute": work / (rate * objective.target_drain_s) if rate > 0 else float(work > 0),
         "rank rows in demand": sum(
-            demand.adapter_rows / (demand.num_rank_rows * objective.max_rows)
+            demand.adapter_rows / (demand.num_rank_rows * objective.max_lora_utilization)
             for demand in demands
             if demand.num_rank_rows > 0
         ),
-        "KV blocks in use": sum(demand.kv_used for demand in demands) / objective.max_kv,
+        "KV blocks in use": sum(demand.kv_used for demand in demands) / objective.max_kv_utilization,
     }
     reason = max(parts, key=parts.__getitem__)
-    return Wanted(min(parts[reason], _MAX_REPLICAS), reason if parts[reason] > 0 else "nothing to do")
+    return DesiredReplicas(min(parts[reason], _MAX_REPLICAS), reason if parts[reason] > 0 else "nothing to do")
 
 
 def forecast(history: Sequence[tuple[float, float]], now_s: float, ahead_s: float) -> float:
@@ -128,10 +128,12 @@ def decide(history: Sequence[tuple[float, float]], num_replicas: int, now_s: flo
     if up > num_replicas:
         return up
     held = max(
-        value * max(0.0, 1.0 - (now_s - time_s) / objective.hold_s) if objective.hold_s > 0 else history[-1][1]
+        value * max(0.0, 1.0 - (now_s - time_s) / objective.scale_down_window_s)
+        if objective.scale_down_window_s > 0
+        else history[-1][1]
         for time_s, value in history
     )
-    down = math.ceil(max(held, history[-1][1]) / objective.down_part - 1e-9)
+    down = math.ceil(max(held, history[-1][1]) / objective.scale_down_utilization - 1e-9)
     return min(num_replicas, max(down, up))
 
 
@@ -144,7 +146,7 @@ class AdapterDemand:
     def __init__(self, **objective: float) -> None:
         self._objective = Objective(**objective)
         self._gauge = Gauge(
-            "polylora_autoscaling_wanted_replicas",
+            "polylora_autoscaling_desired_replicas",
             description="Engine replicas that the autoscaler wants, by what asks for the most of them.",
             tag_keys=("application", "deployment", "reason"),
         )
@@ -160,13 +162,15 @@ class AdapterDemand:
         history = [
             (at_s, value)
             for at_s, value in ctx.policy_state.get(_HISTORY, ())
-            if 0 <= now_s - at_s <= max(self._objective.hold_s, self._objective.forecast_s)  # the clock may be set back
+            if 0
+            <= now_s - at_s
+            <= max(self._objective.scale_down_window_s, self._objective.forecast_s)  # the clock may be set back
         ][-_MAX_HISTORY:]
         if not demands:
             # Nobody has said anything yet. Who was woken is still starting, and what it was woken for has yet to reach
-            # it then: so it counts as wanted now, which `hold_s` remembers.
+            # it then: so it counts as wanted now, which `scale_down_window_s` remembers.
             return ctx.target_num_replicas, {_HISTORY: [*history, (now_s, float(ctx.target_num_replicas))][-2:]}
-        want = wanted(demands, self._objective)
+        want = desired_replicas(demands, self._objective)
         count = decide([*history, (now_s, want.replicas)], ctx.target_num_replicas, now_s, self._objective)
         if len(demands) < min(ctx.current_num_replicas, ctx.target_num_replicas):
             count = max(count, ctx.target_num_replicas)  # what the silent ones have to do is not known
@@ -175,7 +179,7 @@ class AdapterDemand:
         self._tell(ctx, count, want)
         return count, {_HISTORY: history}
 
-    def _tell(self, ctx: AutoscalingContext, count: int, want: Wanted) -> None:
+    def _tell(self, ctx: AutoscalingContext, count: int, want: DesiredReplicas) -> None:
         tags = {"application": ctx.app_name or "", "deployment": ctx.deployment_name}
         if self._last is not None and self._last[1] != want.reason:
             self._gauge.set(0, tags | {"reason": self._last[1]})

@@ -9,19 +9,19 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 
-from app.deployments.links.published import Changes, Version
-from app.deployments.links.tasks import Troubles
-from app.deployments.links.waiting import comes
-from app.deployments.links.watched import Follower, Watch
+from app.deployments.placement.messages import Key, LoadDelta, ReplicaLoad, Residency, Row
 from app.deployments.placement.service import PlacementService
-from app.deployments.placement.table import Key, LoadNews, ReplicaLoad, Residency, Row
 from app.deployments.placement.view import PlacementView
+from app.deployments.rpc.background_tasks import LogOnce
+from app.deployments.rpc.long_poll_client import LongPollClient, Watch
+from app.deployments.rpc.long_poll_host import Changes, Version
+from app.deployments.rpc.wait_for_event import wait_for_event
 
 #: Longest wait for placement's answer before the ingress decides by itself.
 ASSIGN_TIMEOUT_S = 0.5
 
 
-class WatchedPlacement(Follower[Changes[Key, Row]]):
+class PlacementFeed(LongPollClient[Changes[Key, Row]]):
     """The table, copied by its changes into `view`."""
 
     def __init__(self, watch: Watch[Changes[Key, Row]], watcher_id: str) -> None:
@@ -31,7 +31,7 @@ class WatchedPlacement(Follower[Changes[Key, Row]]):
 
     async def changed(self, timeout_s: float) -> None:
         """Wait for news, at most this long."""
-        await comes(self._news, timeout_s)
+        await wait_for_event(self._news, timeout_s)
 
     def _take(self, version: Version, news: Changes[Key, Row]) -> None:
         self._held = version
@@ -40,19 +40,19 @@ class WatchedPlacement(Follower[Changes[Key, Row]]):
         self._news = asyncio.Event()
 
 
-class WatchedLoads(Follower[LoadNews]):
+class LoadFeed(LongPollClient[LoadDelta]):
     """The loads of replicas, handed to `take` as they come, with placement's time when they were sent."""
 
     def __init__(
         self,
-        watch: Watch[LoadNews],
+        watch: Watch[LoadDelta],
         watcher_id: str,
         take: Callable[[Mapping[str, ReplicaLoad | None], float], None],
     ) -> None:
         super().__init__(watch, watcher_id)
         self._take_rows = take
 
-    def _take(self, version: Version, news: LoadNews) -> None:
+    def _take(self, version: Version, news: LoadDelta) -> None:
         self._held = version
         self._take_rows(dict(news.changes.rows), news.now_s)
 
@@ -60,11 +60,11 @@ class WatchedLoads(Follower[LoadNews]):
 class Placer:
     """What the ingress of this id knows of placement, and how it asks."""
 
-    def __init__(self, placement: PlacementService, watched: WatchedPlacement, ingress_id: str) -> None:
+    def __init__(self, placement: PlacementService, watched: PlacementFeed, ingress_id: str) -> None:
         self._placement = placement
         self._watched = watched
         self._ingress_id = ingress_id
-        self._troubles = Troubles("asking placement")
+        self._troubles = LogOnce("asking placement")
 
     @property
     def view(self) -> PlacementView:

@@ -86,7 +86,7 @@ class PlacementPolicy(Protocol):
 
 
 @runtime_checkable
-class PlacesMany(Protocol):
+class BatchPlacementPolicy(Protocol):
     """What a policy has besides if it places adapters better together than one by one."""
 
     def homes_of_all(self, digests: Sequence[str], fleet: PlacementFleet) -> Mapping[str, tuple[str, ...]]:

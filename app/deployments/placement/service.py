@@ -14,14 +14,22 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 
 from app.config import PlacementConfig
-from app.deployments.links.actor_proxy import remote_method
-from app.deployments.links.published import Changes, PublishedTable, Version
-from app.deployments.links.tasks import Tasks
-from app.deployments.links.watched import Follower, TableSync, Watch
-from app.deployments.placement.books import PlacementBooks
-from app.deployments.placement.choosing import make_policy
-from app.deployments.placement.served import ServedElsewhere
-from app.deployments.placement.table import Key, LoadNews, Origin, ReplicaLoad, ReplicaNews, Residency, Row
+from app.deployments.placement.cross_replica_service import CrossReplicaService
+from app.deployments.placement.messages import (
+    Key,
+    LoadDelta,
+    ReplicaDelta,
+    ReplicaIdentity,
+    ReplicaLoad,
+    Residency,
+    Row,
+)
+from app.deployments.placement.replica_choice import make_policy
+from app.deployments.placement.state import PlacementState
+from app.deployments.rpc.actor_proxy import remote_method
+from app.deployments.rpc.background_tasks import Tasks
+from app.deployments.rpc.long_poll_client import LongPollClient, TableSync, Watch
+from app.deployments.rpc.long_poll_host import Changes, LongPollTable, Version
 from app.engine.errors import ConfigError, NotReady
 
 logger = logging.getLogger(__name__)
@@ -54,16 +62,16 @@ class PlacementService:
         self._now_s = clock
         self._settings = config.model_dump_json()
         self._books = _books(config)
-        self._served = ServedElsewhere()
-        self._table: PublishedTable[Key, Row] = PublishedTable(clock, floor_s=TABLE_FLOOR_S)
-        self._loads: PublishedTable[str, ReplicaLoad] = PublishedTable(clock, floor_s=LOADS_FLOOR_S)
+        self._served = CrossReplicaService()
+        self._table: LongPollTable[Key, Row] = LongPollTable(clock, floor_s=TABLE_FLOOR_S)
+        self._loads: LongPollTable[str, ReplicaLoad] = LongPollTable(clock, floor_s=LOADS_FLOOR_S)
         self._settled_s = clock() + config.report_interval_s + SETTLE_MARGIN_S
         self._tasks = Tasks()
-        self._origins: dict[str, Origin] = {}
+        self._origins: dict[str, ReplicaIdentity] = {}
         self._followed: tuple[str, asyncio.Task[None]] | None = None
 
     @remote_method
-    async def report(self, news: ReplicaNews) -> bool:
+    async def report(self, news: ReplicaDelta) -> bool:
         """A replica speaks. False if its news cannot be understood without a whole message, which is wanted then."""
         self._be_called()
         now_s = self._now_s()
@@ -108,7 +116,7 @@ class PlacementService:
     async def watch(
         self, held: Version | None, watcher_id: str, timeout_s: float
     ) -> tuple[Version, Changes[Key, Row]] | None:
-        """A page of the table's rows that `held` lacks, as soon as there is one; None after `timeout_s`."""
+        """A page of the table's rows that `get_object` lacks, as soon as there is one; None after `timeout_s`."""
         self._be_called()
         if held is not None and held.epoch != self._table.epoch:  # it has a table, of an earlier life
             await asyncio.sleep(self._settled_s - self._now_s())
@@ -117,11 +125,11 @@ class PlacementService:
     @remote_method
     async def watch_loads(
         self, held: Version | None, watcher_id: str, timeout_s: float
-    ) -> tuple[Version, LoadNews] | None:
-        """The loads that `held` lacks, as soon as there are some; None after `timeout_s`."""
+    ) -> tuple[Version, LoadDelta] | None:
+        """The loads that `get_object` lacks, as soon as there are some; None after `timeout_s`."""
         self._be_called()
         news = await self._loads.newer(held, watcher_id, timeout_s)
-        return None if news is None else (news[0], LoadNews(news[1], self._now_s()))
+        return None if news is None else (news[0], LoadDelta(news[1], self._now_s()))
 
     async def close(self) -> None:
         """Stop the clock, and stop following shares."""
@@ -175,7 +183,9 @@ class PlacementService:
         try:
             config = PlacementConfig.model_validate_json(settings)
             policy = make_policy(config)
-            self._books.configure(policy, config.silence_s, config.report_interval_s, config.min_homes)
+            self._books.configure(
+                policy, config.heartbeat_timeout_s, config.report_interval_s, config.min_replicas_per_adapter
+            )
         except (ValueError, ConfigError) as error:  # of another version of the code
             logger.error("placement goes on with its old settings: %s", error)
 
@@ -184,11 +194,13 @@ class PlacementService:
         self._publish()
 
 
-def _books(config: PlacementConfig) -> PlacementBooks:
-    return PlacementBooks(make_policy(config), config.silence_s, config.report_interval_s, config.min_homes)
+def _books(config: PlacementConfig) -> PlacementState:
+    return PlacementState(
+        make_policy(config), config.heartbeat_timeout_s, config.report_interval_s, config.min_replicas_per_adapter
+    )
 
 
-class _SharesFollower(Follower[ShareChanges]):
+class _SharesFollower(LongPollClient[ShareChanges]):
     """Copies a store's table of shares. Of another store, or another life of it, a whole copy comes first."""
 
     def __init__(

@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, KeysView, Mapping, Sequence, Set
 
-from app.deployments.links.published import Changes
-from app.deployments.links.watched import TableSync
+from app.deployments.placement.messages import Key, Row
 from app.deployments.placement.rendezvous import Rendezvous
-from app.deployments.placement.table import Key, Row
+from app.deployments.rpc.long_poll_client import TableSync
+from app.deployments.rpc.long_poll_host import Changes
 
 #: Homes that were answered and not yet published that are kept, the last ones.
 MAX_ANSWERED = 4096

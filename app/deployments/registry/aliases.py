@@ -14,11 +14,11 @@ from typing import Any
 
 from sqlalchemy import Connection, Select, and_, insert, select, update
 
-from app.deployments.registry.database import Database
-from app.deployments.registry.entries import MEANT_STATES, AliasEntry, AliasTarget, AliasVersion
-from app.deployments.registry.journal import NewEvent, record_audit, record_events
-from app.deployments.registry.tables import adapters, alias_targets, aliases, named
-from app.deployments.registry.view import Entry, Key
+from app.deployments.registry.db.database import Database
+from app.deployments.registry.db.tables import adapters, alias_targets, aliases, named
+from app.deployments.registry.event_log import NewEvent, record_audit, record_events
+from app.deployments.registry.feed.view import Entry, Key
+from app.deployments.registry.models import MEANT_STATES, AliasEntry, AliasTarget, AliasVersion
 from app.engine.errors import InvalidRequest, NotFound
 from app.redaction import without_keys
 

@@ -18,10 +18,14 @@ from typing import Any, NamedTuple
 from sqlalchemy import ColumnElement, Connection, Table, and_, insert, select, update
 
 from app.config import MAX_DESCRIPTION_CHARS
-from app.deployments.registry.adapter_rows import card_values, entry_of, next_generation, ref_of, treatment
 from app.deployments.registry.aliases import aliases_to, is_alias
-from app.deployments.registry.database import Database
-from app.deployments.registry.entries import (
+from app.deployments.registry.db.adapter_queries import card_values, entry_of, merged_settings, next_generation, ref_of
+from app.deployments.registry.db.database import Database
+from app.deployments.registry.db.tables import adapters, generations, named, uses
+from app.deployments.registry.event_log import NewEvent, record_audit, record_events
+from app.deployments.registry.jobs.job_table import cancel_loads, check_turn, insert_job, update_job
+from app.deployments.registry.last_used import forget_use, note_uses
+from app.deployments.registry.models import (
     MEANT_STATES,
     CatalogEntry,
     Generation,
@@ -30,14 +34,10 @@ from app.deployments.registry.entries import (
     State,
     cannot_pin,
 )
-from app.deployments.registry.jobs import cancel_loads, check_turn, insert_job, update_job
-from app.deployments.registry.journal import NewEvent, record_audit, record_events
 from app.deployments.registry.pins import PinLimits
-from app.deployments.registry.tables import adapters, generations, named, uses
 from app.deployments.registry.tier_events import Move
-from app.deployments.registry.use import forget_use, note_uses
 from app.engine.adapters.card import AdapterCard
-from app.engine.adapters.composing.composition import shown_source
+from app.engine.adapters.combining.combination import shown_source
 from app.engine.errors import AdapterBusy, InvalidRequest, NotFound
 from app.redaction import without_keys
 
@@ -47,7 +47,7 @@ MAX_HOT = 1024
 _SAME_CONTENTS = and_(uses.c.base_digest == adapters.c.base_digest, uses.c.digest == adapters.c.digest)
 
 
-class Drained(NamedTuple):
+class UnloadStarted(NamedTuple):
     """What an unload began with; it is over if its job has no digest.
 
     `entry` None: there was none yet. `cancelled`: jobs of loads of the name.
@@ -102,7 +102,7 @@ class Catalog:
                 "revision": self._database.next_revision(connection),
                 **card_values(card),
                 "description": description,
-                **treatment(old, request),
+                **merged_settings(old, request),
             }
             entry = self._write(connection, tenant_id, name, values, is_new=old is None)
             if old is None or entry.ref.generation != old["generation"]:
@@ -114,7 +114,7 @@ class Catalog:
                 forget_use(connection, self._base, old["digest"])
         return entry
 
-    def drain(self, name: str, *, tenant_id: str, who: str) -> Drained:
+    def drain(self, name: str, *, tenant_id: str, who: str) -> UnloadStarted:
         """Take a name out of service, and cancel the loads of it that were asked for; its generation is remembered.
 
         The job is unfinished until `drained` ends it, unless there was nothing but loads to cancel.
@@ -143,7 +143,7 @@ class Catalog:
                 )  # fmt: skip
                 insert_job(connection, self._database, job)
                 record_audit(connection, self._database, who, "unload", name, tenant_id, {"cancelled": cancelled})
-                return Drained(None if row is None else entry_of(row), job, cancelled)
+                return UnloadStarted(None if row is None else entry_of(row), job, cancelled)
             connection.execute(update(adapters).where(*key).values(state=State.DRAINING, revision=revision))
             generation, digest = row["generation"], row["digest"]
             job = RegistryJob(
@@ -153,7 +153,7 @@ class Catalog:
             insert_job(connection, self._database, job)
             record_audit(connection, self._database, who, "unload", name, tenant_id, {"generation": generation})
             record_events(connection, self._database, [NewEvent("draining", name, tenant_id, generation, digest)])
-        return Drained(entry_of(row), job, cancelled)
+        return UnloadStarted(entry_of(row), job, cancelled)
 
     def drained(self, job: RegistryJob) -> RegistryJob:
         """An unload is complete, and so is the name's removal, unless it has been registered again meanwhile."""

@@ -12,11 +12,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from app.config import AppConfig
-from app.deployments.registry.entries import CatalogEntry
-from app.deployments.registry.view import Entry, Key
+from app.deployments.registry.feed.view import Entry, Key
+from app.deployments.registry.models import CatalogEntry
 from app.engine.errors import AdapterTooLarge
-from app.engine.message import message
 from app.engine.pools.adapter_pool import rows_of
+from app.engine.wire_format import message
 
 
 @message
@@ -31,7 +31,7 @@ class Pins:
         return frozenset(entry.ref.digest for entry in self.entries)
 
 
-class PinBook:
+class PinTable:
     """Keeps `value` equal to the pins of the registry; one event loop."""
 
     def __init__(self, entries: Iterable[CatalogEntry] = ()) -> None:
@@ -56,31 +56,31 @@ class PinBook:
 
 
 @dataclass(frozen=True, slots=True)
-class EngineRoom:
+class EngineCapacity:
     """What one adapter may take of an engine that holds no other. The default has no bound."""
 
     rank: float = math.inf
     extra_bytes: float = math.inf
 
     @classmethod
-    def of(cls, config: AppConfig) -> EngineRoom:
+    def of(cls, config: AppConfig) -> EngineCapacity:
         engine = config.engine
-        units = engine.adapter_rank_rows // engine.rank_alignment if engine.max_adapter_slots > 1 else 0
+        units = engine.lora_pool_rows // engine.rank_alignment if engine.max_loras > 1 else 0
         longest_run = 1 << (units.bit_length() - 1) if units else 0  # runs are powers of two
-        return cls(longest_run * engine.rank_alignment, engine.adapter_extra_bytes)
+        return cls(longest_run * engine.rank_alignment, engine.extra_weights_bytes)
 
     def check(self, name: str, rank: int, extra_bytes: int) -> None:
         """Raise AdapterTooLarge if no engine of the service could ever hold the adapter."""
         if rank > self.rank:
             raise AdapterTooLarge(
                 f"adapter {name!r} has rank {rank} and an engine holds at most rank {self.rank}; "
-                "raise engine.adapter_rank_rows, or train at a lower rank"
+                "raise engine.lora_pool_rows, or train at a lower rank"
             )
         if extra_bytes > self.extra_bytes:
             raise AdapterTooLarge(
                 f"adapter {name!r} takes {extra_bytes} bytes beside its rank rows (DoRA, biases, norms, whole modules, "
                 f"token rows, experts) and an engine holds at most {self.extra_bytes}; raise "
-                "engine.adapter_extra_bytes, or train less of it"
+                "engine.extra_weights_bytes, or train less of it"
             )
 
 
@@ -96,18 +96,18 @@ class PinLimits:
     extra_bytes: float = math.inf
     host_bytes: float = math.inf
     rank_alignment: int = 8
-    alone: EngineRoom = EngineRoom()
+    alone: EngineCapacity = EngineCapacity()
 
     @classmethod
     def of(cls, config: AppConfig) -> PinLimits:
-        share, engine = config.adapters.pinned_share, config.engine
+        share, engine = config.adapters.max_pinned_fraction, config.engine
         return cls(
-            math.floor(share * engine.adapter_rank_rows),
-            math.floor(share * (engine.max_adapter_slots - 1)),
-            math.floor(share * engine.adapter_extra_bytes),
+            math.floor(share * engine.lora_pool_rows),
+            math.floor(share * (engine.max_loras - 1)),
+            math.floor(share * engine.extra_weights_bytes),
             math.floor(share * config.adapters.host_cache_bytes),
             engine.rank_alignment,
-            EngineRoom.of(config),
+            EngineCapacity.of(config),
         )
 
     def check(self, name: str, pinned: Iterable[CatalogEntry]) -> None:
@@ -115,14 +115,14 @@ class PinLimits:
         entries = {entry.ref.digest: entry for entry in pinned}.values()
         num_rows = sum(rows_of(entry.max_rank, self.rank_alignment) for entry in entries)
         for needed, limit, what, setting in (
-            (num_rows, self.rank_rows, "rank rows", "adapter_rank_rows"),
-            (len(entries), self.adapter_slots, "adapter slots", "max_adapter_slots"),
-            (sum(entry.extra_bytes for entry in entries), self.extra_bytes, "bytes", "adapter_extra_bytes"),
+            (num_rows, self.rank_rows, "rank rows", "lora_pool_rows"),
+            (len(entries), self.adapter_slots, "adapter slots", "max_loras"),
+            (sum(entry.extra_bytes for entry in entries), self.extra_bytes, "bytes", "extra_weights_bytes"),
             (sum(entry.size_bytes for entry in entries), self.host_bytes, "bytes of host memory", "host_cache_bytes"),
         ):
             if needed > limit:
                 place = "adapters" if setting == "host_cache_bytes" else "engine"
                 raise AdapterTooLarge(
                     f"adapter {name!r} cannot be pinned: {len(entries)} pinned adapters would take {needed} {what} and "
-                    f"may take {limit}; unpin another, or raise {place}.{setting} or adapters.pinned_share"
+                    f"may take {limit}; unpin another, or raise {place}.{setting} or adapters.max_pinned_fraction"
                 )

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from typing import NamedTuple
 
-from app.deployments.registry.entries import State
+from app.deployments.registry.models import State
 
 
 class Move(NamedTuple):

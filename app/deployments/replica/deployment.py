@@ -23,35 +23,35 @@ from typing import Any
 from ray import serve
 
 from app.config import AppConfig, usage_folder
-from app.deployments.links.protocol import check_protocol
-from app.deployments.links.ray_private import serve_ends_us
-from app.deployments.links.sockets import FrameSocket
-from app.deployments.links.tasks import Tasks
-from app.deployments.links.watched import Watched
 from app.deployments.placement.actor import placement_service
-from app.deployments.placement.table import Origin
-from app.deployments.placement.telling import Telling
+from app.deployments.placement.delta_reporter import DeltaReporter
+from app.deployments.placement.messages import ReplicaIdentity
 from app.deployments.registry.pins import Pins
-from app.deployments.replica.demand import DEMAND_S, DemandMeter
-from app.deployments.replica.fetcher import AdapterFetcher
-from app.deployments.replica.leftovers import Leftovers
+from app.deployments.replica.adapter_fetcher import AdapterFetcher
+from app.deployments.replica.autoscaling_metrics import DEMAND_S, AutoscalingMetrics
+from app.deployments.replica.engine_service import EngineService
 from app.deployments.replica.metrics import DeviceMetrics, EngineMetrics
-from app.deployments.replica.pins import PinKeeper
-from app.deployments.replica.reports import Reports
-from app.deployments.replica.service import EngineService
+from app.deployments.replica.orphan_cleanup import OrphanedAdapters
+from app.deployments.replica.pin_controller import PinController
+from app.deployments.replica.status_reporter import StatusReporter
 from app.deployments.replica.warm_up import WarmUp, first_pins
+from app.deployments.rpc.background_tasks import Tasks
+from app.deployments.rpc.long_poll_client import LongPollValue
+from app.deployments.rpc.ray_private import serve_ends_us
+from app.deployments.rpc.uds_transport import FrameSocket
+from app.deployments.rpc.wire_version import check_protocol
 from app.deployments.store.actor import store_actor, store_name, store_service, tenants_service
 from app.deployments.store.metrics import TierMetrics
-from app.deployments.tenants.counting import Counting
-from app.deployments.tenants.journal import open_journal
-from app.deployments.tenants.metering import Metering
-from app.deployments.tenants.prices import Prices
+from app.deployments.tenancy.usage.flusher import UsageFlusher
+from app.deployments.tenancy.usage.prices import Prices
+from app.deployments.tenancy.usage.recorder import UsageRecorder
+from app.deployments.tenancy.usage.wal import open_wal
 from app.engine.config import EngineConfig
 from app.engine.errors import EngineFailure, NotReady
+from app.engine.factory import create_engine
 from app.engine.models.checkpoint import Checkpoint, open_model
-from app.engine.open import open_engine
 from app.engine.request import GenerateRequest
-from app.logs import Happened, start_log
+from app.logging import LogEvent, start_log
 
 logger = logging.getLogger(__name__)
 
@@ -68,40 +68,42 @@ class EngineReplica:
         actor = store_actor(config)
         store = store_service(actor)
         self._placement = placement_service(config, context.app_name)
-        origin = Origin(store_name(config), config.placement.model_dump_json(), time.time())
+        origin = ReplicaIdentity(store_name(config), config.placement.model_dump_json(), time.time())
         adapters = AdapterFetcher(store, time.monotonic)
         writer_id = f"{replica_id}-{uuid.uuid4().hex[:8]}"
         owner = tenants_service(actor)
-        metering = self._metering = Metering(owner.record, writer_id, open_journal(usage_folder(config), writer_id))
-        counting = Counting(metering, Prices(config.tenants.prices, config.model.name), config.model.name, time.time)
+        metering = self._metering = UsageFlusher(owner.record, writer_id, open_wal(usage_folder(config), writer_id))
+        counting = UsageRecorder(
+            metering, Prices(config.tenants.prices, config.model.name), config.model.name, time.time
+        )
         service = self._service = EngineService(
-            adapters, time.time, max_waiting=config.engine.max_waiting, counting=counting
+            adapters, time.time, max_queued_requests=config.engine.max_queued_requests, counting=counting
         )
         checkpoint = await asyncio.to_thread(open_model, config.model.uri, config.model.name)
         start_s = await self._start_engine(checkpoint, config.engine, started_s)
-        pinned = Watched(store.watch_pins, replica_id, Pins())
+        pinned = LongPollValue(store.watch_pins, replica_id, Pins())
         await first_pins(store, pinned, replica_id)
         warm_up = WarmUp(self._engine, config.engine, adapters, store, count_load=counting.loaded)
         for adapter in reversed(await warm_up.run(pinned.value)):
             service.keep(adapter)
         self._socket = FrameSocket(replica_id)
         await self._socket.open()
-        self._pins = PinKeeper(self._engine, adapters, service)
-        self._leftovers = Leftovers(service, store)
-        self._reports = Reports(
+        self._pins = PinController(self._engine, adapters, service)
+        self._leftovers = OrphanedAdapters(service, store)
+        self._reports = StatusReporter(
             replica_id,
             self._engine,
             service,
             self._placement,
             store,
             (EngineMetrics(start_s), DeviceMetrics(TierMetrics(), checkpoint.spec)),
-            telling=Telling(origin),
+            telling=DeltaReporter(origin),
             is_leaving=serve_ends_us,
             interval_s=config.placement.report_interval_s,
             clock=time.monotonic,
-            tells_heads=config.placement.prefix_aware,
+            tells_heads=config.placement.prefix_affinity,
         )
-        self._demand = DemandMeter(time.monotonic)
+        self._demand = AutoscalingMetrics(time.monotonic)
         self._tasks = Tasks()
         self._tasks.run_forever(
             self._reports.run,
@@ -112,17 +114,17 @@ class EngineReplica:
             partial(service.watch_steps, config.engine.step_limit_s),
         )
         seconds = time.monotonic() - started_s
-        logger.info(Happened("engine replica ready", replica=replica_id, model=config.model.name, seconds=seconds))
+        logger.info(LogEvent("engine replica ready", replica=replica_id, model=config.model.name, seconds=seconds))
 
     async def _start_engine(self, checkpoint: Checkpoint, config: EngineConfig, started_s: float) -> dict[str, float]:
         """Open the engine and have it serve; returns the seconds that this took, by what they went for."""
         service, loop = self._service, asyncio.get_running_loop()
 
         def failed(failure: EngineFailure) -> None:
-            logger.error(Happened("engine failed", replica=self._replica_id, reason=str(failure)))
+            logger.error(LogEvent("engine failed", replica=self._replica_id, reason=str(failure)))
             loop.call_soon_threadsafe(service.changed.set)  # a report is due: the last one
 
-        self._engine = await asyncio.to_thread(open_engine, checkpoint, config, service.on_step, failed)
+        self._engine = await asyncio.to_thread(create_engine, checkpoint, config, service.on_step, failed)
         loaded_s = time.monotonic()
         await asyncio.to_thread(self._engine.warm_up)
         start_s = {"load": loaded_s - started_s, "warm_up": time.monotonic() - loaded_s}
@@ -179,7 +181,7 @@ class EngineReplica:
         self._tasks.check()
 
     async def __del__(self) -> None:
-        logger.info(Happened("engine replica stopped", replica=self._replica_id))
+        logger.info(LogEvent("engine replica stopped", replica=self._replica_id))
         await self._tasks.close()
         self._reports.close()
         self._pins.close()

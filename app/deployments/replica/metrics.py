@@ -10,8 +10,8 @@ from collections.abc import Mapping
 
 from ray.util.metrics import Counter, Gauge
 
-from app.deployments.store.counts import TierCounts
-from app.engine.models.products import layer_products
+from app.deployments.store.tier_counters import TierCounters
+from app.engine.models.linear_modules import layer_linear_modules
 from app.engine.models.spec import ModelSpec
 from app.engine.stats import EngineStats
 
@@ -22,21 +22,25 @@ class EngineMetrics:
     def __init__(self, start_s: Mapping[str, float] | None = None) -> None:
         """`start_s`: seconds that the parts of the replica's start took, by name."""
         tags = ("state",)
-        self._start = Gauge("polylora_start_seconds", "Seconds that a replica's start took.", tag_keys=("part",))
+        self._start = Gauge("polylora_startup_seconds", "Seconds that a replica's start took.", tag_keys=("part",))
         self._start_s = start_s or {}
         self._compile = Gauge("polylora_compile_seconds", "Seconds in which kernels, programs or graphs were made.")
         self._requests = Gauge("polylora_engine_requests", "Requests in the engine.", tag_keys=tags)
         self._blocks = Gauge("polylora_kv_blocks", "KV blocks; cached ones can be had.", tag_keys=tags)
-        self._rows = Gauge("polylora_rank_rows", "Rank rows of the device; idle adapters hold theirs.", tag_keys=tags)
+        self._rows = Gauge(
+            "polylora_lora_pool_rows", "Rank rows of the device; idle adapters hold theirs.", tag_keys=tags
+        )
         self._preemptions = Counter("polylora_preemptions", "Sequences that gave up their KV blocks to others.")
         self._num_preemptions = 0
         self._guesses = Counter(
-            "polylora_guessed_tokens", "Tokens verified ahead of their turn.", tag_keys=("outcome",)
+            "polylora_spec_decode_tokens", "Tokens verified ahead of their turn.", tag_keys=("outcome",)
         )
         self._num_guessed = {"right": 0, "wrong": 0}
         self._seconds = Counter("polylora_step_seconds", "Seconds that steps took, by part.", tag_keys=("part",))
         self._num_seconds = {"base": 0.0, "deltas": 0.0, "writes": 0.0}
-        self._gap = Gauge("polylora_service_gap", "How far waiting tenants' weighted service is apart, in tokens.")
+        self._gap = Gauge(
+            "polylora_fairness_gap_tokens", "How far waiting tenants' weighted service is apart, in tokens."
+        )
 
     def update(self, stats: EngineStats) -> None:
         """Tell a snapshot, and the preemptions since the last one."""
@@ -81,9 +85,9 @@ class EngineMetrics:
 class DeviceMetrics:
     """A replica's device as a tier, from its engine's totals: what it holds, not what passes through."""
 
-    def __init__(self, counts: TierCounts, spec: ModelSpec) -> None:
+    def __init__(self, counts: TierCounters, spec: ModelSpec) -> None:
         self._counts = counts
-        layers = (layer_products(spec, layer) for layer in range(len(spec.layers)))
+        layers = (layer_linear_modules(spec, layer) for layer in range(len(spec.layers)))
         products = (product for products in layers for product in products)
         # What an adapter holds for experts is among its extra bytes.
         self._row_bytes = 4 * sum(product.row_size for product in products if product.has_rank_rows)

@@ -2,7 +2,7 @@
 
 In: an engine that runs, and what is registered. Out: the engine with what is pinned, and then what was used most. Rule:
 an adapter that cannot be had, or that this engine cannot hold (its settings may have been lowered), is left out, with
-the reason in the log: its requests will ask for it, or `PinKeeper`. The same goes for all of them when the registry
+the reason in the log: its requests will ask for it, or `PinController`. The same goes for all of them when the registry
 does not answer: the base model is served without it.
 """
 
@@ -12,14 +12,14 @@ import asyncio
 import logging
 from collections.abc import Callable, Sequence
 
-from app.deployments.links.watched import WATCH_TIMEOUT_S, Watched
-from app.deployments.registry.entries import CatalogEntry
+from app.deployments.registry.models import CatalogEntry
 from app.deployments.registry.pins import Pins
-from app.deployments.replica.fetcher import AdapterFetcher
+from app.deployments.replica.adapter_fetcher import AdapterFetcher
+from app.deployments.rpc.long_poll_client import WATCH_TIMEOUT_S, LongPollValue
 from app.deployments.store.service import StoreService
-from app.deployments.store.shared import SharedAdapter
+from app.deployments.store.shared_adapter import SharedAdapter
+from app.engine.adapters.adapter import LoraAdapter
 from app.engine.adapters.card import AdapterRef
-from app.engine.adapters.lora import LoraAdapter
 from app.engine.config import EngineConfig
 from app.engine.errors import AdapterError, NotReady
 from app.engine.interface import RunningEngine
@@ -68,7 +68,7 @@ class WarmUp:
         return [adapter for _, adapter in read]
 
     async def _entries(self, pins: Pins) -> list[CatalogEntry]:
-        max_adapters = self._config.max_adapter_slots - 1
+        max_adapters = self._config.max_loras - 1
         hot: list[CatalogEntry] = []
         try:
             async with asyncio.timeout(REGISTRY_TIMEOUT_S):
@@ -81,7 +81,7 @@ class WarmUp:
             num_adapters=max_adapters,
             num_rank_rows=self._engine.stats().num_rank_rows,
             rank_alignment=self._config.rank_alignment,
-            extra_bytes=self._config.adapter_extra_bytes,
+            extra_bytes=self._config.extra_weights_bytes,
         )
 
     async def _read(self, entries: Sequence[CatalogEntry]) -> list[tuple[AdapterRef, LoraAdapter]]:
@@ -102,7 +102,7 @@ class WarmUp:
         return read
 
 
-async def first_pins(store: StoreService[SharedAdapter], pinned: Watched[Pins], replica_id: str) -> None:
+async def first_pins(store: StoreService[SharedAdapter], pinned: LongPollValue[Pins], replica_id: str) -> None:
     """Let `pinned` have what is pinned, or leave it empty where the registry does not say so in time."""
     reason: object = "no answer"
     try:

@@ -15,18 +15,18 @@ from typing import Any
 import ray
 
 from app.config import AppConfig, LogsConfig, registry_place
-from app.deployments.kept.service import KeptService
-from app.deployments.links.actor_proxy import actor_proxy, find_remote_method
-from app.deployments.links.attendance import Attendance
-from app.deployments.links.gauges import repeat_gauges
-from app.deployments.links.ray_calls import NamedActor, leave
+from app.deployments.object_storage.service import StorageService
+from app.deployments.rpc.actor_proxy import actor_proxy, find_remote_method
+from app.deployments.rpc.gauges import repeat_gauges
+from app.deployments.rpc.idle_shutdown import IdleShutdown
+from app.deployments.rpc.named_actor import NamedActor, exit_actor
 from app.deployments.store.metrics import TierMetrics
 from app.deployments.store.service import StoreService
-from app.deployments.store.shared import SharedAdapter
-from app.deployments.tenants.adapter_book import AdapterBook
-from app.deployments.tenants.service import TenantsService
-from app.engine.adapters.isolation.packing import PackedAdapter
-from app.logs import start_log
+from app.deployments.store.shared_adapter import SharedAdapter
+from app.deployments.tenancy.service import TenantsService
+from app.deployments.tenancy.usage.adapter_stats import AdapterStatsTable
+from app.engine.adapters.sandbox.packing import PackedAdapter
+from app.logging import start_log
 
 #: The resource that Ray gives to the node of its head, and to no other.
 HEAD_NODE = "node:__internal_head__"
@@ -37,19 +37,19 @@ class AdapterStoreActor(StoreService[SharedAdapter]):
 
     def __init__(self, config_json: str, logs_json: str) -> None:
         start_log(LogsConfig.model_validate_json(logs_json), "store")
-        from app.deployments.kept.books import KeptBooks
-        from app.deployments.store.opening import OpenedStore  # heavy: only this process needs it
-        from app.deployments.tenants.books import TenantBooks
-        from app.deployments.tenants.metrics import AdapterGauges, TenantGauges
+        from app.deployments.object_storage.storage import Storage
+        from app.deployments.store.factory import OpenStore  # heavy: only this process needs it
+        from app.deployments.tenancy.metrics import AdapterGauges, TenantGauges
+        from app.deployments.tenancy.tenant_store import TenantStore
 
-        adapters = AdapterBook(time.time)
+        adapters = AdapterStatsTable(time.time)
         counts = TierMetrics(adapters.loaded)
         actor_id = ray.get_runtime_context().get_actor_id() or ""
-        parts = OpenedStore(AppConfig.model_validate_json(config_json), _put, _held, counts, actor=actor_id).parts
+        parts = OpenStore(AppConfig.model_validate_json(config_json), _put, _held, counts, actor=actor_id).parts
         super().__init__(parts, self._stay)
-        self._tenants = TenantsService(TenantBooks(parts.registry.database), self._stay, adapters=adapters)
-        self._kept = KeptService(lambda: KeptBooks(parts.registry.database))
-        self._attendance = Attendance(leave)
+        self._tenants = TenantsService(TenantStore(parts.registry.database), self._stay, adapters=adapters)
+        self._kept = StorageService(lambda: Storage(parts.registry.database))
+        self._attendance = IdleShutdown(exit_actor)
         self._gauges = (*counts.gauges, TenantGauges(self._tenants.attained), AdapterGauges(adapters))
         self._repeating: asyncio.Task[None] | None = None
 
@@ -57,8 +57,8 @@ class AdapterStoreActor(StoreService[SharedAdapter]):
         """A call of `TenantsService`, which lives here beside the registry and its database."""
         return await find_remote_method(self._tenants, method)(*args, **options)
 
-    async def kept(self, method: str, args: tuple[Any, ...], options: Mapping[str, Any]) -> Any:
-        """A call of `KeptService`, which lives here beside the registry and its database."""
+    async def storage(self, method: str, args: tuple[Any, ...], options: Mapping[str, Any]) -> Any:
+        """A call of `StorageService`, which lives here beside the registry and its database."""
         return await find_remote_method(self._kept, method)(*args, **options)
 
     def _stay(self) -> None:
@@ -87,9 +87,9 @@ def tenants_service(actor: NamedActor) -> TenantsService:
     return actor_proxy(TenantsService, actor, AdapterStoreActor.tenants)
 
 
-def kept_service(actor: NamedActor) -> KeptService:
+def storage_service(actor: NamedActor) -> StorageService:
     """What is kept for clients, which lives in the store's actor."""
-    return actor_proxy(KeptService, actor, AdapterStoreActor.kept)
+    return actor_proxy(StorageService, actor, AdapterStoreActor.storage)
 
 
 def store_settings(config: AppConfig) -> str:

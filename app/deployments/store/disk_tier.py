@@ -23,8 +23,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from app.deployments.registry.tier_events import TierEvents
-from app.deployments.store.bounded_set import BoundedSet
-from app.deployments.store.counts import TierCounts
+from app.deployments.store.bytes_bounded_cache import BytesBoundedCache
+from app.deployments.store.tier_counters import TierCounters
 from app.engine.config import EvictionPolicy
 from app.engine.errors import SourceError
 
@@ -41,7 +41,7 @@ class DiskTier:
         root: Path,
         max_bytes: int,
         policy: EvictionPolicy,
-        counts: TierCounts,
+        counts: TierCounters,
         events: TierEvents,
         *,
         pinned: Collection[str] = (),
@@ -55,7 +55,7 @@ class DiskTier:
         self._staged_fewer = threading.Condition()
         self._staged_bytes: dict[Path, int] = {}  # what downloads under way have reserved, by their folder
         self._events = events
-        self._kept = BoundedSet(max_bytes, policy)
+        self._kept = BytesBoundedCache(max_bytes, policy)
         self._kept.pin(pinned)
         # One process at a time: none finds another's staging folder before the lock that says it is in use.
         with (staging / "guard").open("w") as guard:

@@ -1,4 +1,4 @@
-"""What operators see of the tiers of adapters: counts of `counts.TierCounts`, exported to Ray's Prometheus port.
+"""What operators see of the tiers of adapters: counts of `counts.TierCounters`, exported to Ray's Prometheus port.
 
 In: what a tier of this process did. Out: counters, gauges and a histogram with the tag `tier`. Rule: what is counted is
 exported at once; there is no second count.
@@ -10,14 +10,14 @@ from collections.abc import Callable
 
 from ray.util.metrics import Counter, Histogram
 
-from app.deployments.links.gauges import SECONDS, SteadyGauge
-from app.deployments.store.counts import Tier, TierCounts
+from app.deployments.rpc.gauges import SECONDS, SteadyGauge
+from app.deployments.store.tier_counters import Tier, TierCounters
 
 
-class TierMetrics(TierCounts):
+class TierMetrics(TierCounters):
     """Counts that are exported too; one per process. Tag `tier`: host, disk or source in the store, else device.
 
-    `heard` is told of each load of known contents, by tier and digest, in the thread that did it.
+    `with_heartbeat` is told of each load of known contents, by tier and digest, in the thread that did it.
     """
 
     def __init__(self, heard: Callable[[Tier, str], None] | None = None) -> None:
@@ -29,7 +29,7 @@ class TierMetrics(TierCounts):
         self._evictions = Counter("polylora_adapter_evictions", "Adapters that left a tier for others.", tag_keys=tags)
         self._loaded_bytes = Counter("polylora_adapter_loaded_bytes", "Bytes brought up from a tier.", tag_keys=tags)
         self._bytes = SteadyGauge("polylora_adapter_bytes", "Bytes that a tier holds.", tags)
-        self._number = SteadyGauge("polylora_adapters_held", "Adapters that a tier holds.", tags)
+        self._number = SteadyGauge("polylora_adapters_cached", "Adapters that a tier holds.", tags)
         self.gauges = (self._bytes, self._number)
         self._load_s = Histogram(
             "polylora_adapter_load_seconds", "To bring one up from a tier.", boundaries=list(SECONDS), tag_keys=tags

@@ -3,7 +3,7 @@
 In: the calls of ingresses, replicas and placement, which hold it as an `actor_proxy`. Out: the registry's values,
 handles to packed adapters, and three published tables: names, pins, traffic shares. What a call changes every ingress
 knows when the call returns. Rule: a call that waits is one of few (a watcher's, or a load's); whoever wants bytes that
-are not here is told to ask again. Work on names is the registry's, bytes are `AdapterStore`'s; this class only joins
+are not here is told to ask again. Work on names is the registry's, bytes are `HostAdapterCache`'s; this class only joins
 them.
 """
 
@@ -19,10 +19,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 
 from app.config import PreloadedAdapter
-from app.deployments.links.actor_proxy import remote_method
-from app.deployments.links.published import Changes, Version
-from app.deployments.links.tasks import Tasks
-from app.deployments.registry.entries import (
+from app.deployments.registry.feed.view import Entry, Key
+from app.deployments.registry.models import (
     DEFAULT_TENANT,
     AliasEntry,
     AliasVersion,
@@ -36,22 +34,24 @@ from app.deployments.registry.entries import (
     Registration,
     RegistryJob,
     State,
-    Unload,
+    UnloadResult,
 )
 from app.deployments.registry.pins import Pins
-from app.deployments.registry.view import Entry, Key
-from app.deployments.store.counts import TIERS, Tier
-from app.deployments.store.quarantine import FIRST_S
+from app.deployments.rpc.actor_proxy import remote_method
+from app.deployments.rpc.background_tasks import Tasks
+from app.deployments.rpc.long_poll_host import Changes, Version
+from app.deployments.store.failure_backoff import FIRST_S
+from app.deployments.store.tier_counters import TIERS, Tier
 from app.engine.adapters.card import AdapterRef
 from app.engine.errors import AdapterQuarantined, AdapterUnreadable, CompositionRefused, NotReady, PolyloraError
-from app.logs import Happened
+from app.logging import LogEvent
 
 if TYPE_CHECKING:  # a database and its tables: a process that only calls the store's starts without
-    from app.deployments.registry.books import Registry
-    from app.deployments.registry.lifecycle import Lifecycle
-    from app.deployments.registry.resolving import NameResolution
-    from app.deployments.registry.unread import UnreadNames
-    from app.deployments.store.store import AdapterStore
+    from app.deployments.registry.jobs.auto_registration import AutoRegistration
+    from app.deployments.registry.jobs.lazy_registrations import LazyRegistrations
+    from app.deployments.registry.registry import Registry
+    from app.deployments.registry.service import RegistryService
+    from app.deployments.store.host_cache import HostAdapterCache
     from app.deployments.store.uploads import Uploads
 
 logger = logging.getLogger(__name__)
@@ -66,15 +66,15 @@ MAX_EXPECTED = 1000
 
 
 class StoreParts(NamedTuple, Generic[H]):
-    """What the service works with (`opening.OpenedStore`). `take` has them work with other settings, which are JSON."""
+    """What the service works with (`opening.OpenStore`). `take` has them work with other settings, which are JSON."""
 
     registry: Registry
-    lifecycle: Lifecycle
-    bytes: AdapterStore[H]
+    lifecycle: RegistryService
+    bytes: HostAdapterCache[H]
     preloaded: Sequence[PreloadedAdapter]
-    unread: UnreadNames
+    unread: LazyRegistrations
     take: Callable[[str], Awaitable[StoreParts[H]]] | None = None
-    resolution: NameResolution | None = None
+    resolution: AutoRegistration | None = None
     uploads: Uploads | None = None
     roots: Sequence[Path] = ()
 
@@ -97,7 +97,7 @@ class StoreService(Generic[H]):
 
         Once however many ingresses ask. Raises what makes an adapter fail, and ConfigError for settings that cannot be.
         """
-        from app.deployments.registry.preloading import preload  # a database: only the store's own process needs it
+        from app.deployments.registry.jobs.preload import preload  # a database: only the store's own process needs it
 
         self._called()
         self._lifecycle.start()
@@ -160,23 +160,23 @@ class StoreService(Generic[H]):
         assert self._parts.uploads is not None, "a store that is asked for this has a folder for it"
         self._lifecycle.check_name(request.name)  # before anything is written
         with ExitStack() as stack:
-            source = await asyncio.to_thread(stack.enter_context, self._parts.uploads.kept(config, weights))
+            source = await asyncio.to_thread(stack.enter_context, self._parts.uploads.storage(config, weights))
             return await self._lifecycle.load_and_wait(replace(request, source=source))
 
     @remote_method
-    async def begin_unload(self, name: str, *, tenant_id: str, who: str) -> tuple[Unload, CatalogEntry | None]:
+    async def begin_unload(self, name: str, *, tenant_id: str, who: str) -> tuple[UnloadResult, CatalogEntry | None]:
         """Take a name out of service; `end_unload` follows when its rows are free. Raises NotFound, AdapterBusy."""
         self._called()
         return await self._lifecycle.unloads.begin(name, tenant_id=tenant_id, who=who)
 
     @remote_method
-    async def end_unload(self, unload: Unload) -> RegistryJob:
+    async def end_unload(self, unload: UnloadResult) -> RegistryJob:
         """No device has rows of it any more: free the host's copy too, and be done."""
         self._called()
         return await self._lifecycle.unloads.end(unload)
 
     @remote_method
-    async def left_unloads(self, seen_to: Collection[str]) -> list[Unload]:
+    async def left_unloads(self, seen_to: Collection[str]) -> list[UnloadResult]:
         """Unloads that nobody sees to, for the caller to end; `seen_to`: ids of jobs that it sees to already."""
         self._called()
         return await self._lifecycle.unloads.left(seen_to)
@@ -310,7 +310,7 @@ class StoreService(Generic[H]):
         except PolyloraError as error:
             if not isinstance(error, AdapterQuarantined):  # it was tried just now
                 known = {"name": ref.name, "tenant": ref.tenant_id, "digest": ref.digest[:12]}
-                logger.warning(Happened("adapter cannot be read", **known, reason=str(error)))
+                logger.warning(LogEvent("adapter cannot be read", **known, reason=str(error)))
             wait_s = error.retry_after_s if isinstance(error, AdapterQuarantined) else FIRST_S
             raise AdapterUnreadable(
                 f"adapter {ref.name!r} is registered but cannot be read at the moment, and is tried again in "
@@ -347,7 +347,7 @@ class StoreService(Generic[H]):
     async def watch(
         self, held: Version | None, watcher_id: str, timeout_s: float
     ) -> tuple[Version, Changes[Key, Entry]] | None:
-        """A page of the registry's table that `held` lacks, as soon as there is one; None after `timeout_s`."""
+        """A page of the registry's table that `get_object` lacks, as soon as there is one; None after `timeout_s`."""
         self._called()
         self._lifecycle.start()
         self._lifecycle.published.check_held(held)
@@ -355,7 +355,7 @@ class StoreService(Generic[H]):
 
     @remote_method
     async def watch_pins(self, held: Version | None, watcher_id: str, timeout_s: float) -> tuple[Version, Pins] | None:
-        """The pinned adapters, as soon as they differ from `held`; None after `timeout_s`."""
+        """The pinned adapters, as soon as they differ from `get_object`; None after `timeout_s`."""
         self._called()
         self._lifecycle.published.check_held(held)
         return await self._lifecycle.published.pins.newer(held, watcher_id, timeout_s)
@@ -364,7 +364,7 @@ class StoreService(Generic[H]):
     async def watch_shares(
         self, held: Version | None, watcher_id: str, timeout_s: float
     ) -> tuple[Version, Changes[str, float]] | None:
-        """The expected shares of the traffic that `held` lacks, as soon as there are some; None after `timeout_s`."""
+        """The expected shares of the traffic that `get_object` lacks, as soon as there are some; None after `timeout_s`."""
         self._called()
         self._lifecycle.published.check_held(held)
         return await self._lifecycle.published.shares.newer(held, watcher_id, timeout_s)

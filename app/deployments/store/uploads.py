@@ -19,7 +19,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 
-from app.deployments.registry.entries import UPLOADED
+from app.deployments.registry.models import UPLOADED
 from app.engine.adapters.formats.peft_config import CONFIG_NAME
 from app.engine.adapters.formats.peft_file import WEIGHTS_NAME
 from app.engine.errors import AdapterTooLarge, QueueFull
@@ -47,7 +47,7 @@ class Uploads:
         self._size_bytes = {folder.name: _size_bytes(folder) for folder in root.iterdir()}
 
     @contextlib.contextmanager
-    def kept(self, config: bytes, weights: bytes) -> Iterator[str]:
+    def storage(self, config: bytes, weights: bytes) -> Iterator[str]:
         """The source of these files, which stay while the block runs.
 
         Raises AdapterTooLarge for files that never fit, QueueFull while other uploads leave no room.

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from app.engine.message import message
+from app.engine.wire_format import message
 
 
 @message
@@ -34,7 +34,7 @@ class AdapterCard:
     `max_rank` is the largest rank over its modules in decoder layers, at least 1: the number of rank
     rows it needs before rounding up. `targets` are module names ("q_proj", ...), sorted. `size_bytes` is its weights'
     size in host memory; `extra_bytes` is what it holds on a device beside its rank rows (`extra_bytes`
-    in `app.engine.adapters.extras`). `text` is `AdapterText` as JSON, "" for an adapter whose prompts are the base's.
+    in `app.engine.adapters.extra_weights`). `text` is `AdapterTokenizer` as JSON, "" for an adapter whose prompts are the base's.
     `invocation_tokens`: the token ids from whose last occurrence in a prompt on the adapter is applied (activated LoRA,
     `invocation_start`), () for one that is applied to all. `metadata` is what a card file says of the
     adapter beside its description (version, author, …): a JSON object of texts, "" for none.

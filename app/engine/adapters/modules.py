@@ -11,15 +11,15 @@ import re
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
-from app.engine.adapters.lora import LoraKey
-from app.engine.models.encoder_names import LAYERS as ENCODER_LAYERS
-from app.engine.models.products import (
+from app.engine.adapters.adapter import LoraKey
+from app.engine.models.hf.encoder_weight_names import LAYERS as ENCODER_LAYERS
+from app.engine.models.linear_modules import (
     DENSE,
     ENCODER,
     EXPERTS,
     ROUTERS,
-    ProductKind,
-    layer_products,
+    ModuleKind,
+    layer_linear_modules,
     router_kind,
     shared_kinds,
     target_shape,
@@ -67,7 +67,7 @@ def layer_modules(spec: ModelSpec) -> dict[str, Module]:
     return {
         path: module
         for layer in range(len(spec.layers))
-        for product in layer_products(spec, layer)
+        for product in layer_linear_modules(spec, layer)
         for expert in product.experts
         for path, module in _modules(layers, product.kind, layer, expert)
     }
@@ -94,7 +94,7 @@ def assumed_modules(paths: Iterable[str]) -> dict[str, Module]:
     return modules
 
 
-def _modules(layers: str, kind: ProductKind, layer: int, expert: int | None) -> Iterator[tuple[str, Module]]:
+def _modules(layers: str, kind: ModuleKind, layer: int, expert: int | None) -> Iterator[tuple[str, Module]]:
     for target in kind.targets:
         yield f"{layers}.{layer}.{kind.path(target, expert)}", Module(layer, (target,), expert)
     if kind.fused is not None:

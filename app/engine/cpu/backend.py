@@ -16,19 +16,19 @@ from numpy.typing import NDArray
 from app.engine.batch import ForwardBatch, ForwardOutput, SamplingBatch
 from app.engine.config import CpuConfig, EngineConfig
 from app.engine.cpu import decoder as cpu_decoder
-from app.engine.cpu.adapted import AdaptedBackend, limits_of
-from app.engine.cpu.experts import expert_workspace
-from app.engine.cpu.extras import AdapterExtras, sample_runs, token_slots
-from app.engine.cpu.latents import latent_workspace
+from app.engine.cpu.adapter_backend import AdapterBackend, limits_of
+from app.engine.cpu.adapter_layout import PreparedRows
+from app.engine.cpu.extra_weights import AdapterExtras, sample_runs, token_slots
+from app.engine.cpu.lora_memory import LoraMemory
+from app.engine.cpu.lora_views import padded
+from app.engine.cpu.mla import latent_workspace
+from app.engine.cpu.moe import expert_workspace
 from app.engine.cpu.outputs import rows_of, sample, with_sums
-from app.engine.cpu.product_rows import padded
-from app.engine.cpu.rows import PreparedRows
-from app.engine.cpu.tables import RankRowMemory
 from app.engine.cpu.weights import PackedModules, WeightPacker, decoder_sizes
-from app.engine.models.products import stacked_products
+from app.engine.models.linear_modules import stacked_modules
 from app.engine.models.spec import ModelSpec
-from app.kernels.machine.memory_pages import PageTaker
-from app.kernels.machine.team import Team
+from app.kernels.machine.prefault import PagePrefaulter
+from app.kernels.machine.thread_team import ThreadTeam
 from app.kernels.paged_attention.cpu import attention_tasks
 from app.kernels.sgmv.cpu import adapter_runs, shrink_tasks
 
@@ -38,7 +38,7 @@ Floats = NDArray[np.float32]
 DRAFT_ROWS = 32
 
 
-class CpuBackend(AdaptedBackend):
+class CpuBackend(AdapterBackend):
     """Weights in packed panels, float32 arithmetic; every row's bits independent of its company."""
 
     def __init__(self, spec: ModelSpec, tensors: Iterable[tuple[str, np.ndarray]], config: EngineConfig) -> None:
@@ -49,24 +49,24 @@ class CpuBackend(AdaptedBackend):
         self.spec = spec
         self._config = config
         self._prepared = PreparedRows(spec)
-        num_draft_rows = 0 if config.speculation == "off" else DRAFT_ROWS
+        num_draft_rows = 0 if config.speculative_decoding == "off" else DRAFT_ROWS
         self.limits = limits_of(config, config.num_kv_blocks, self._prepared, num_draft_rows=num_draft_rows)
         self._num_phases = cpu_decoder.STEP_PHASES + cpu_decoder.LAYER_PHASES * len(spec.layers)
         self._sizes = decoder_sizes(spec)
-        max_positions = min(spec.max_positions, config.max_context or spec.max_positions)
+        max_positions = min(spec.max_positions, config.max_model_len or spec.max_positions)
         cpu = config.section(CpuConfig)
-        self._team = Team(cpu.num_threads or len(os.sched_getaffinity(0)))
-        self._rows = RankRowMemory(spec, self.limits.adapter_rank_rows, self.limits.max_adapter_slots)
+        self._team = ThreadTeam(cpu.num_threads or len(os.sched_getaffinity(0)))
+        self._rows = LoraMemory(spec, self.limits.lora_pool_rows, self.limits.max_loras)
         # The first adapter needs all pages. They come while weights are unpacked.
-        pages_of_rows = PageTaker([self._rows.memory])
-        self._weights = WeightPacker(spec, max_positions, cpu.weight_storage, self._team).pack_all(tensors)
+        pages_of_rows = PagePrefaulter([self._rows.memory])
+        self._weights = WeightPacker(spec, max_positions, cpu.weight_dtype, self._team).pack_all(tensors)
         pages_of_rows.wait()
         self._k_memory, self._v_memory = self._new_kv_memory()
         # A block is in all layers: with pages of 2 MB the first token in new pages would wait for 60 of them.
-        self._pages = PageTaker([layer for layer in (*self._k_memory, *self._v_memory) if layer.size])
+        self._pages = PagePrefaulter([layer for layer in (*self._k_memory, *self._v_memory) if layer.size])
         self._work = self._new_workspace()
         base = PackedModules(spec, self._weights)
-        self._extras = AdapterExtras(spec, base, config.max_adapter_slots, self._team)
+        self._extras = AdapterExtras(spec, base, config.max_loras, self._team)
         self._warm_up()
 
     def forward(self, batch: ForwardBatch) -> ForwardOutput:
@@ -103,7 +103,7 @@ class CpuBackend(AdaptedBackend):
             shape = (len(work.latent.own), 1, padded(widest_of_experts))
             self._work = work = work._replace(latent=work.latent._replace(shrunk=np.empty(shape, np.float32)))
         if widest_rank > work.shrunk.shape[2]:
-            shape = (self._config.max_batch_tokens, 3, padded(widest_rank))
+            shape = (self._config.max_num_batched_tokens, 3, padded(widest_rank))
             self._work = work = work._replace(shrunk=np.empty(shape, np.float32))
         if has_extras and self._extras.head_width > work.head_inputs.shape[1]:
             head_inputs = np.empty((len(work.sampled), self._extras.head_width), np.float32)
@@ -155,9 +155,9 @@ class CpuBackend(AdaptedBackend):
                 sampling=sampling,
             )
         )
-        if self.limits.adapter_rank_rows and self.limits.adapter_extra_bytes:
+        if self.limits.lora_pool_rows and self.limits.extra_weights_bytes:
             self._extras.warm_up()
-        if self.limits.adapter_rank_rows:
+        if self.limits.lora_pool_rows:
             self._rows.warm_up(self._team)
 
     def _new_kv_memory(self) -> tuple[Floats, Floats]:
@@ -173,9 +173,9 @@ class CpuBackend(AdaptedBackend):
 
     def _new_workspace(self) -> cpu_decoder.Workspace:
         spec, sizes = self.spec, self._sizes
-        tokens = self._config.max_batch_tokens
-        samples = self._config.max_batch_sequences + self.limits.num_draft_rows
-        products = {product.name: product for product, _ in stacked_products(spec)}
+        tokens = self._config.max_num_batched_tokens
+        samples = self._config.max_num_seqs + self.limits.num_draft_rows
+        products = {product.name: product for product, _ in stacked_modules(spec)}
         mlp_width = products["down"].d_in if "down" in products else 0
         return cpu_decoder.Workspace(
             hidden=np.zeros((tokens, padded(spec.hidden_size)), np.float32),

@@ -2,12 +2,12 @@
 
 In: packed weights, adapter tables, KV memory, a step's arrays. Out: hidden states of the rows that
 sample, turned into logits. Everything is a NumPy array; the kernels are `app.kernels`. Weights and
-tables of all layers are stacked so that the loop over layers is compiled too, and every thread of a `Team`
+tables of all layers are stacked so that the loop over layers is compiled too, and every thread of a `ThreadTeam`
 runs it: a layer is eight phases, and four more where adapters are in the batch.
 
 There is one base product per module and step, whatever adapters the batch holds; deltas are added to it
 in place, per run of tokens with one adapter. Base tokens do no adapter work. What an adapter does beyond low-rank
-deltas (`app.kernels.extras`) is done to its own rows in the same phases, in batches that have such rows.
+deltas (`app.kernels.extra_weights`) is done to its own rows in the same phases, in batches that have such rows.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from numba import types
 from numba.extending import overload
 from numpy.typing import NDArray
 
-from app.engine.cpu.experts import EXPERT_PHASES, ExpertTables, ExpertWeights, ExpertWork, expert_feed_forward
-from app.engine.cpu.latents import LATENT_PHASES, LatentTables, LatentWeights, LatentWork, latent_attention_block
-from app.engine.cpu.product_rows import ProductRows, rows_at, upcoming_of
-from app.kernels.extras.cpu import (
+from app.engine.cpu.lora_views import LoraView, rows_at, upcoming_of
+from app.engine.cpu.mla import LATENT_PHASES, MlaTables, MlaWeights, MlaWorkspace, latent_attention_block
+from app.engine.cpu.moe import EXPERT_PHASES, ExpertTables, ExpertWeights, MoeWorkspace, expert_feed_forward
+from app.kernels.extra_weights.cpu import (
     ATTENTION_NORM,
     K_NORM,
     MLP_NORM,
@@ -35,12 +35,12 @@ from app.kernels.extras.cpu import (
     rotate_and_store_with_extras,
 )
 from app.kernels.linear.cpu import ProductExtras, gate_and_up, project
-from app.kernels.machine.compiled import compiled
+from app.kernels.machine.jit import jit
 from app.kernels.matmul.quantised import Stack, embed, layer_panels
 from app.kernels.norms.cpu import normalise_and_add
 from app.kernels.paged_attention.cpu import paged_attention
-from app.kernels.scaling.cpu import cap_rows, scale_rows
 from app.kernels.sgmv.cpu import shrink
+from app.kernels.softcap.cpu import cap_rows, scale_rows
 
 Floats = NDArray[np.float32]
 
@@ -79,7 +79,7 @@ class Weights(NamedTuple):
     post_mlp_norm: Floats
     sinks: Floats
     experts: ExpertWeights | None
-    latent: LatentWeights | None
+    latent: MlaWeights | None
 
 
 class Sizes(NamedTuple):
@@ -112,12 +112,12 @@ class Sizes(NamedTuple):
 class AdapterTables(NamedTuple):
     """Rank rows of all products."""
 
-    qkv: ProductRows
-    o: ProductRows
-    gate_up: ProductRows
-    down: ProductRows
+    qkv: LoraView
+    o: LoraView
+    gate_up: LoraView
+    down: LoraView
     experts: ExpertTables | None
-    latent: LatentTables | None
+    latent: MlaTables | None
 
 
 class Step(NamedTuple):
@@ -169,19 +169,19 @@ class Workspace(NamedTuple):
     head_inputs: Floats
     logits: Floats
     states: Floats
-    experts: ExpertWork | None
-    latent: LatentWork | None
+    experts: MoeWorkspace | None
+    latent: MlaWorkspace | None
 
 
 #: Phases of a step outside its layers, and of a layer at most.
 STEP_PHASES, LAYER_PHASES = 8, 11 + EXPERT_PHASES + LATENT_PHASES
 
 
-@compiled
+@jit
 def forward(team, phase, weights, sizes, tables, extras, k_memory, v_memory, step, work):
     """Run every layer over the step's T tokens; leave the P sampled rows' logits in work.logits.
 
-    team, phase: see `app.kernels.machine.team`. k_memory: [L, blocks, kv_heads, D, block_size]; v_memory: [L, blocks,
+    team, phase: see `app.kernels.machine.thread_team`. k_memory: [L, blocks, kv_heads, D, block_size]; v_memory: [L, blocks,
     kv_heads, block_size, D]; the step's keys and values are written there. Latents lie in v_memory, with
     one head. Where no adapter of the step has extras, `step.extra_runs` and `step.extra_slots` are empty and the
     operations that take them do the base's arithmetic only.
@@ -224,7 +224,7 @@ def _attention_of(team, phase, layer, weights, sizes, tables, extras, k_memory, 
     )
 
 
-@compiled
+@jit
 def _attention(team, phase, layer, weights, sizes, tables, extras, k_memory, v_memory, step, work):
     """hidden += o(attention(qkv(norm(hidden)))), every product with its deltas."""
     num_tokens = step.token_ids.shape[0]
@@ -289,7 +289,7 @@ def _feed_forward_of(team, phase, layer, weights, sizes, tables, extras, step, w
     )
 
 
-@compiled
+@jit
 def _mixed_feed_forward(team, phase, layer, weights, sizes, tables, extras, step, work):
     """Of a model in which some layers have experts."""
     place = weights.experts.dense_place[layer]
@@ -298,7 +298,7 @@ def _mixed_feed_forward(team, phase, layer, weights, sizes, tables, extras, step
     return expert_feed_forward(team, phase, layer, weights, sizes, tables, extras, step, work)
 
 
-@compiled
+@jit
 def _feed_forward(team, phase, layer, place, weights, sizes, tables, extras, step, work):
     """hidden += down(act(gate(x)) * up(x)) with x = norm(hidden), every product with its deltas.
 
@@ -335,7 +335,7 @@ def _feed_forward(team, phase, layer, place, weights, sizes, tables, extras, ste
     return phase
 
 
-@compiled
+@jit
 def _logits(team, phase, weights, sizes, extras, step, work):
     """work.logits of the sampled rows, normalised into work.sampled."""
     num_tokens, num_sampled = step.token_ids.shape[0], step.sample_rows.shape[0]

@@ -1,7 +1,7 @@
 """An encoder on the CPU: one compiled call runs all layers over whole texts, without the GIL.
 
 In: packed weights, adapter tables, a step's arrays. Out: the last hidden state of every token. As the decoder's
-(`app.engine.cpu.decoder`) it is run by every thread of a `Team`, with one base product per module and step and deltas
+(`app.engine.cpu.decoder`) it is run by every thread of a `ThreadTeam`, with one base product per module and step and deltas
 added in place; but norms come behind what they norm, a token sees its whole text, and nothing is kept between steps.
 """
 
@@ -12,12 +12,12 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from app.engine.cpu.product_rows import ProductRows, rows_at, upcoming_of
-from app.kernels.bidirectional_attention.cpu import bidirectional_attention
+from app.engine.cpu.lora_views import LoraView, rows_at, upcoming_of
+from app.kernels.encoder_attention.cpu import bidirectional_attention
 from app.kernels.gelu.cpu import gelu
 from app.kernels.layer_norm.cpu import embed_normed, layer_norm
 from app.kernels.linear.cpu import ProductExtras, project
-from app.kernels.machine.compiled import compiled
+from app.kernels.machine.jit import jit
 from app.kernels.matmul.quantised import Stack, layer_panels
 from app.kernels.sgmv.cpu import shrink
 
@@ -60,10 +60,10 @@ class EncoderSizes(NamedTuple):
 class EncoderTables(NamedTuple):
     """Rank rows of all products."""
 
-    qkv: ProductRows
-    o: ProductRows
-    up: ProductRows
-    down: ProductRows
+    qkv: LoraView
+    o: LoraView
+    up: LoraView
+    down: LoraView
 
 
 class EncoderStep(NamedTuple):
@@ -103,7 +103,7 @@ class EncoderWorkspace(NamedTuple):
 LAYER_PHASES, STEP_PHASES = 12, 1
 
 
-@compiled
+@jit
 def encode(team, phase, weights, sizes, tables, extras, step, work):
     """Run every layer over the step's T tokens; leaves their last hidden states in work.states."""
     num_tokens = step.token_ids.shape[0]
@@ -117,7 +117,7 @@ def encode(team, phase, weights, sizes, tables, extras, step, work):
     return phase
 
 
-@compiled
+@jit
 def _attention(team, phase, layer, weights, sizes, tables, extras, step, work):
     """states = norm(hidden + o(attention(qkv(states)))), every product with its deltas."""
     num_tokens = step.token_ids.shape[0]
@@ -145,7 +145,7 @@ def _attention(team, phase, layer, weights, sizes, tables, extras, step, work):
     return layer_norm(team, phase, hidden, norm[0], norm[1], sizes.eps, states)
 
 
-@compiled
+@jit
 def _feed_forward(team, phase, layer, weights, sizes, tables, extras, step, work):
     """states = norm(hidden + down(gelu(up(states)))), every product with its deltas."""
     num_tokens = step.token_ids.shape[0]

@@ -14,28 +14,28 @@ import numpy as np
 from numpy.typing import NDArray
 
 from app.engine.batch import ForwardBatch, ForwardOutput
-from app.engine.config import CpuConfig, EngineConfig, WeightStorage
+from app.engine.config import CpuConfig, EngineConfig, WeightDtype
 from app.engine.cpu import encoder
-from app.engine.cpu.adapted import AdaptedBackend, limits_of
-from app.engine.cpu.extras import AdapterExtras
+from app.engine.cpu.adapter_backend import AdapterBackend, limits_of
+from app.engine.cpu.adapter_layout import PreparedRows
+from app.engine.cpu.extra_weights import AdapterExtras
+from app.engine.cpu.lora_memory import LoraMemory
+from app.engine.cpu.lora_views import padded
 from app.engine.cpu.outputs import added
-from app.engine.cpu.product_rows import padded
-from app.engine.cpu.rows import PreparedRows
-from app.engine.cpu.tables import RankRowMemory
 from app.engine.cpu.weights import PackedModules
 from app.engine.errors import CheckpointError
-from app.engine.models import encoder_names as names
-from app.engine.models.products import uniform_products
+from app.engine.models.hf import encoder_weight_names as names
+from app.engine.models.linear_modules import uniform_modules
 from app.engine.models.spec import ModelSpec
-from app.engine.models.stacks import StackWriter, log_storage
-from app.kernels.machine.team import Team
+from app.engine.models.weight_stacks import StackWriter, log_storage
+from app.kernels.machine.thread_team import ThreadTeam
 from app.kernels.matmul.cpu import PANEL
 from app.kernels.sgmv.cpu import adapter_runs, shrink_tasks
 
 Floats = NDArray[np.float32]
 
 
-class EncoderBackend(AdaptedBackend):
+class EncoderBackend(AdapterBackend):
     """Weights in packed panels, float32 arithmetic; every text's bits independent of its company."""
 
     def __init__(self, spec: ModelSpec, tensors: Iterable[tuple[str, np.ndarray]], config: EngineConfig) -> None:
@@ -55,13 +55,13 @@ class EncoderBackend(AdaptedBackend):
         )
         self._num_phases = encoder.STEP_PHASES + encoder.LAYER_PHASES * len(spec.layers)
         cpu = config.section(CpuConfig)
-        self._team = Team(cpu.num_threads or len(os.sched_getaffinity(0)))
-        self._weights = _packed(spec, tensors, cpu.weight_storage, self._team)
-        self._rows = RankRowMemory(spec, self.limits.adapter_rank_rows, self.limits.max_adapter_slots)
+        self._team = ThreadTeam(cpu.num_threads or len(os.sched_getaffinity(0)))
+        self._weights = _packed(spec, tensors, cpu.weight_dtype, self._team)
+        self._rows = LoraMemory(spec, self.limits.lora_pool_rows, self.limits.max_loras)
         base = PackedModules(spec, self._weights)
-        self._extras = AdapterExtras(spec, base, config.max_adapter_slots, self._team)
-        self._work = _workspace(spec, config.max_batch_tokens)
-        if self.limits.adapter_rank_rows:
+        self._extras = AdapterExtras(spec, base, config.max_loras, self._team)
+        self._work = _workspace(spec, config.max_num_batched_tokens)
+        if self.limits.lora_pool_rows:
             self._extras.warm_up()
             self._rows.warm_up(self._team)
 
@@ -110,7 +110,7 @@ def _places(token_ids: NDArray[np.int32], query_starts: NDArray[np.int32], first
 
 
 def _packed(
-    spec: ModelSpec, tensors: Iterable[tuple[str, np.ndarray]], storage: WeightStorage, team: Team
+    spec: ModelSpec, tensors: Iterable[tuple[str, np.ndarray]], storage: WeightDtype, team: ThreadTeam
 ) -> encoder.EncoderWeights:
     """Every tensor in its place; CheckpointError for one that has none or is missing."""
     expected = names.encoder_tensors(spec)
@@ -120,7 +120,7 @@ def _packed(
     input_norm = np.zeros((2, hidden), np.float32)
     whole: dict[str, Floats] = {}
     stacks, biases, places = {}, {}, {}
-    for product in uniform_products(spec):
+    for product in uniform_modules(spec):
         width = product.width(PANEL)
         stacks[product.name] = StackWriter((count, width, product.d_in), storage, team)
         biases[f"{product.name}_bias"] = np.zeros((count, width), np.float32)

@@ -13,12 +13,12 @@ from numpy.typing import NDArray
 
 from app.engine.batch import ForwardOutput, PoolingBatch, SamplingBatch
 from app.engine.logits import adjust, is_changed, largest, overflowed
-from app.kernels.machine.team import Team
+from app.kernels.machine.thread_team import ThreadTeam
 from app.kernels.pooling.cpu import add_rows
 from app.kernels.sampling.cpu import log_sum_exp, row_maximum, sample_rows
 
 
-def sample(logits: NDArray[np.float32], sampling: SamplingBatch, team: Team) -> ForwardOutput:
+def sample(logits: NDArray[np.float32], sampling: SamplingBatch, team: ThreadTeam) -> ForwardOutput:
     """Draw one token per row. logits: [P, V] float32, overwritten where a row has penalties, a bias or a mask."""
     num_rows = logits.shape[0]
     tokens, normalisers = np.zeros(num_rows, np.int32), np.zeros(num_rows, np.float64)
@@ -57,7 +57,7 @@ def rows_of(pooling: PoolingBatch | None) -> NDArray[np.int32]:
 
 
 def with_sums(
-    output: ForwardOutput, states: NDArray[np.float32], pooling: PoolingBatch | None, team: Team
+    output: ForwardOutput, states: NDArray[np.float32], pooling: PoolingBatch | None, team: ThreadTeam
 ) -> ForwardOutput:
     """`output` and the sums of states [N, H], the rows that `rows_of` names."""
     if pooling is None:
@@ -68,7 +68,7 @@ def with_sums(
 
 
 def added(
-    states: NDArray[np.float32], ranges: NDArray[np.int64], sums: NDArray[np.float64], team: Team
+    states: NDArray[np.float32], ranges: NDArray[np.int64], sums: NDArray[np.float64], team: ThreadTeam
 ) -> NDArray[np.float64]:
     """The sums [Q, H] with the rows of their ranges [Q, 2] of states [N, H]."""
     total = sums.copy()

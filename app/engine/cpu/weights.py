@@ -2,7 +2,7 @@
 
 In: tensors by their Hugging Face names, in any order. Out: `cpu_decoder.Weights`. Every tensor has one place and
 must come; one unpacked tensor is in memory at a time. Which modules share a product, and where each begins in it:
-`app.engine.models.products`; which stacks are in 8 bits: `app.engine.models.stacks`.
+`app.engine.models.linear_modules`; which stacks are in 8 bits: `app.engine.models.weight_stacks`.
 """
 
 from __future__ import annotations
@@ -14,14 +14,25 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from app.engine.adapters.lora import LoraKey
-from app.engine.config import WeightStorage
+from app.engine.adapters.adapter import LoraKey
+from app.engine.config import WeightDtype
 from app.engine.cpu import decoder as cpu_decoder
 from app.engine.cpu.encoder import EncoderWeights
-from app.engine.cpu.experts import ExpertWeights
-from app.engine.cpu.latents import LatentWeights
+from app.engine.cpu.mla import MlaWeights
+from app.engine.cpu.moe import ExpertWeights
 from app.engine.errors import CheckpointError
-from app.engine.models.names import (
+from app.engine.models.linear_modules import (
+    LATENT_B,
+    LATENT_KEYS,
+    LATENT_VALUES,
+    Stacked,
+    linear_module_of,
+    paged_modules,
+    single_modules,
+    stacked_modules,
+)
+from app.engine.models.spec import ModelSpec, RopeSpec
+from app.engine.models.weight_names import (
     EMBEDDING,
     FINAL_NORM,
     LATENT_NORMS,
@@ -33,29 +44,18 @@ from app.engine.models.names import (
     latent_norm_widths,
     qk_norm_widths,
 )
-from app.engine.models.products import (
-    LATENT_B,
-    LATENT_KEYS,
-    LATENT_VALUES,
-    Stacked,
-    paged_products,
-    product_of,
-    single_products,
-    stacked_products,
-)
-from app.engine.models.spec import ModelSpec, RopeSpec
-from app.engine.models.stacks import StackWriter, log_storage
-from app.kernels.machine.team import Team
+from app.engine.models.weight_stacks import StackWriter, log_storage
+from app.kernels.machine.thread_team import ThreadTeam
 from app.kernels.matmul.cpu import PANEL
+from app.kernels.matmul.pack_weights import dequantise
 from app.kernels.matmul.quantised import Quantised, Stack
-from app.kernels.matmul.storing import dequantise
 
 Floats = NDArray[np.float32]
 
 
 def decoder_sizes(spec: ModelSpec) -> cpu_decoder.Sizes:
     """Raises CheckpointError for layers whose attention is of unequal size."""
-    first, qkv = spec.layers[0], stacked_products(spec)[0].product
+    first, qkv = spec.layers[0], stacked_modules(spec)[0].product
     q_size, kv_size = (0, 0) if first.attention.latent is not None else qkv.padded_widths(PANEL)[:2]
     routers = [layer.experts.router for layer in spec.layers if layer.experts is not None]
     return cpu_decoder.Sizes(
@@ -84,13 +84,13 @@ class PackedModules:
     """The base's linear modules, for `AdapterExtras`."""
 
     def __init__(self, spec: ModelSpec, weights: cpu_decoder.Weights | EncoderWeights) -> None:
-        stacked = stacked_products(spec)
-        self._products, self._weights = single_products(stacked), weights
+        stacked = stacked_modules(spec)
+        self._products, self._weights = single_modules(stacked), weights
         self._layers = {product.name: layers for product, layers in stacked}
 
     def panels(self, key: LoraKey) -> Floats:
         """A module's weight as float32 panels [P, d_in, 16]."""
-        product = product_of(self._products, key.target)
+        product = linear_module_of(self._products, key.target)
         own = product.columns(key.target, PANEL)
         columns = slice(own.start // PANEL, -(-own.stop // PANEL))
         stack: Stack = self._array(product.name)
@@ -101,7 +101,7 @@ class PackedModules:
 
     def bias(self, key: LoraKey) -> Floats | None:
         """A module's bias [d_out], if it has one."""
-        product = product_of(self._products, key.target)
+        product = linear_module_of(self._products, key.target)
         if not product.has_bias:
             return None
         biases: Floats = self._array(f"{product.name}_bias")
@@ -118,11 +118,11 @@ class PackedModules:
 class WeightPacker:
     """Fills the stacked arrays tensor by tensor, so that at most one unpacked tensor is in memory."""
 
-    def __init__(self, spec: ModelSpec, max_positions: int, storage: WeightStorage, team: Team) -> None:
+    def __init__(self, spec: ModelSpec, max_positions: int, storage: WeightDtype, team: ThreadTeam) -> None:
         self._spec = spec
         count, hidden = len(spec.layers), spec.hidden_size
         attentions = [layer.attention for layer in spec.layers]
-        stacked = stacked_products(spec)
+        stacked = stacked_modules(spec)
         norm_widths, latent_widths = qk_norm_widths(attentions[0]), latent_norm_widths(attentions[0])
         ropes = list(dict.fromkeys(attention.rope for attention in attentions))
         cos, sin = _rope_tables(ropes, max_positions)
@@ -147,7 +147,7 @@ class WeightPacker:
         }
         self._stacks = {"head": StackWriter((1, spec.vocab_size, hidden), storage, team)}
         self._places: dict[str, tuple[str, int, int]] = {}  # module -> product, place in its stack, first column in it
-        absorbed = [one for one in paged_products(spec) if one.product not in [other.product for other in stacked]]
+        absorbed = [one for one in paged_modules(spec) if one.product not in [other.product for other in stacked]]
         for one in (*stacked, *absorbed):
             if one.product.kind is not LATENT_B:
                 self._make_room(one, storage, team)
@@ -160,7 +160,7 @@ class WeightPacker:
         }
         self._norms: dict[str, str] = {path: name for name, path in (LAYER_NORMS | LATENT_NORMS | POST_NORMS).items()}
 
-    def _make_room(self, stacked: Stacked, storage: WeightStorage, team: Team) -> None:
+    def _make_room(self, stacked: Stacked, storage: WeightDtype, team: ThreadTeam) -> None:
         """For one product of the layers that have it, and of each of its experts."""
         product, layers = stacked
         width, experts = product.width(PANEL), product.experts
@@ -254,12 +254,12 @@ def _expert_weights(spec: ModelSpec, stacks: Mapping[str, Stack], arrays: Mappin
     )
 
 
-def _latent_weights(spec: ModelSpec, stacks: Mapping[str, Stack], arrays: Mapping[str, Floats]) -> LatentWeights | None:
+def _latent_weights(spec: ModelSpec, stacks: Mapping[str, Stack], arrays: Mapping[str, Floats]) -> MlaWeights | None:
     latent = spec.layers[0].attention.latent
     if latent is None:
         return None
     nothing = np.zeros((len(spec.layers), 0), np.float32)
-    return LatentWeights(
+    return MlaWeights(
         query=stacks.get("query", _ABSENT),
         query_a=stacks.get("query_a", _ABSENT),
         query_a_bias=arrays.get("query_a_bias", nothing),

@@ -19,14 +19,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from app.engine.adapters.lora import LoraAdapter, Matrix, widened
-from app.engine.cuda.expert_rows import ExpertTables, Placed
-from app.engine.cuda.rank_rows import Layout, RankRowTables
+from app.engine.adapters.adapter import LoraAdapter, Matrix, widened
+from app.engine.cuda.lora_tables import Layout, LoraTables
+from app.engine.cuda.moe_lora_tables import MoeLoraTables, Placed
 from app.engine.errors import AdapterMismatch, AdapterWriteFailed
 from app.engine.models.spec import ModelSpec
-from app.kernels.moe_lora.expert_rows import ExpertRows
-from app.kernels.rank_rows import RankRows
-from app.kernels.rounding.cpu import round_rows, tasks_of
+from app.kernels.cast_bf16.cpu import round_rows, tasks_of
+from app.kernels.lora_rows import RankRows
+from app.kernels.moe_lora.expert_lora_rows import ExpertRows
 
 #: Bytes of a pinned buffer, and how many there are: one is filled while another is sent.
 _PIECE_BYTES, _NUM_BUFFERS = 2 << 20, 3
@@ -52,9 +52,9 @@ class AdapterTables:
     ) -> None:
         """Raises CheckpointError for layers that differ in what is not their feed-forward."""
         self._device = device
-        self._singles = RankRowTables(spec, num_rows, max_slots, device, dtype)
+        self._singles = LoraTables(spec, num_rows, max_slots, device, dtype)
         self._layouts: WeakKeyDictionary[LoraAdapter, Layout] = WeakKeyDictionary()
-        self._experts = ExpertTables(spec, max_slots, device, dtype)
+        self._experts = MoeLoraTables(spec, max_slots, device, dtype)
         self.max_ranks = np.zeros(max_slots, np.int64)  # the host's: the largest rank of a slot's adapter
         self._pending: dict[int, Future[torch.cuda.Event | None]] = {}
         self._writer = ThreadPoolExecutor(1, "adapter-writer")

@@ -20,13 +20,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from app.engine.adapters.lora import LoraAdapter
+from app.engine.adapters.adapter import LoraAdapter
 from app.engine.backend import BackendLimits
 from app.engine.batch import ForwardBatch, ForwardOutput
 from app.engine.config import CudaConfig, EngineConfig
 from app.engine.cuda.adapters import AdapterTables
 from app.engine.cuda.decoder import CudaDecoder, KvMemory
-from app.engine.cuda.extras import CudaExtras, ExtraRows
+from app.engine.cuda.extra_weights import CudaExtras, ExtraRows
 from app.engine.cuda.graphs import Bucket, DecodeGraphs, batch_sizes, rank_bounds
 from app.engine.cuda.kernels import TRITON, Kernels
 from app.engine.cuda.memory import plan_memory
@@ -34,7 +34,7 @@ from app.engine.cuda.sampling import sample
 from app.engine.cuda.step import Step, StepShape, StepVector
 from app.engine.cuda.weights import Weights, load_weights
 from app.engine.errors import AdapterTooLarge, OutOfDeviceMemory
-from app.engine.models.products import single_products, stacked_products
+from app.engine.models.linear_modules import single_modules, stacked_modules
 from app.engine.models.spec import ModelSpec
 
 _LOGGER = logging.getLogger(__name__)
@@ -54,11 +54,11 @@ class CudaBackend:
         kernels: Kernels = TRITON,
     ) -> None:
         """Raises CheckpointError for tensors that do not fit the spec, OutOfDeviceMemory for sizes that do not fit."""
-        self._products = single_products(stacked_products(spec))
+        self._products = single_modules(stacked_modules(spec))
         self.spec = spec
         self._device = device
         cuda = config.section(CudaConfig)
-        self._deterministic = cuda.deterministic
+        self._deterministic = cuda.batch_invariant
         dtype = getattr(torch, cuda.dtype)
         free, total = torch.cuda.mem_get_info(device) if device.type == "cuda" else (_UNBOUNDED, _UNBOUNDED)
         self.plan = plan_memory(spec, config, device_bytes=total, free_bytes=free, element_bytes=dtype.itemsize)
@@ -66,33 +66,33 @@ class CudaBackend:
         self.limits = BackendLimits(
             num_kv_blocks=self.plan.num_kv_blocks,
             block_size=config.block_size,
-            adapter_rank_rows=self.plan.adapter_rank_rows,
+            lora_pool_rows=self.plan.lora_pool_rows,
             rank_alignment=1,
-            max_adapter_slots=config.max_adapter_slots,
-            adapter_extra_bytes=config.adapter_extra_bytes,
+            max_loras=config.max_loras,
+            extra_weights_bytes=config.extra_weights_bytes,
             takes_bfloat16=True,
         )
-        max_positions = min(spec.max_positions, config.max_context or spec.max_positions)
+        max_positions = min(spec.max_positions, config.max_model_len or spec.max_positions)
         self._table_width = min(-(-max_positions // config.block_size), self.plan.num_kv_blocks)
         self._kernels = kernels
         try:
             self._weights = load_weights(spec, tensors, max_positions, device, dtype)
-            self._tables = AdapterTables(spec, self.plan.adapter_rank_rows, config.max_adapter_slots, device, dtype)
+            self._tables = AdapterTables(spec, self.plan.lora_pool_rows, config.max_loras, device, dtype)
             self.limits = replace(self.limits, rank_rows_of=self._tables.num_rows)
             self._kv = _kv_memory(spec, self.plan.num_kv_blocks, config.block_size, device, dtype)
             self._decoder = CudaDecoder(
                 spec, self._weights, self._tables, self._kv, self._kernels, max_positions,
-                deterministic=cuda.deterministic,
+                batch_invariant=cuda.batch_invariant,
             )  # fmt: skip
             self._extras = CudaExtras(spec, self._weights, kernels.dora_scale)
-            sizes = batch_sizes(min(config.max_batch_sequences, config.max_batch_tokens))
-            tokens, sequences = config.max_batch_tokens, min(config.max_batch_sequences, config.max_batch_tokens)
+            sizes = batch_sizes(min(config.max_num_seqs, config.max_num_batched_tokens))
+            tokens, sequences = config.max_num_batched_tokens, min(config.max_num_seqs, config.max_num_batched_tokens)
             most = self._kernels.max_segments(max(tokens, sizes[-1]), max(tokens, sizes[-1]), 1)
             largest = StepShape(max(tokens, sizes[-1]), max(sequences, sizes[-1]), most, self._table_width)
             num_kv_slots = self.plan.num_kv_blocks * config.block_size
             self._vector = StepVector(device, largest, num_kv_slots)
             self._decode_tables = torch.zeros(sizes[-1], self._table_width, dtype=torch.int32, device=device)
-            self.graphs = DecodeGraphs(sizes, rank_bounds(self.plan.adapter_rank_rows), self._run_bucket, device)
+            self.graphs = DecodeGraphs(sizes, rank_bounds(self.plan.lora_pool_rows), self._run_bucket, device)
             self._bucket_logits = torch.zeros(sizes[-1], spec.vocab_size, device=device)
             self._logits = self._bucket_logits[:0]
             if not cuda.skip_precompile:
@@ -126,7 +126,7 @@ class CudaBackend:
             self._extras.release(adapter_slot)
             raise AdapterTooLarge(
                 f"adapter {adapter.card.digest[:12]} holds {adapter.card.extra_bytes} bytes beside its rank rows and "
-                f"{self._device} has no room for them ({self.plan}); lower engine.cuda.memory_fraction or "
+                f"{self._device} has no room for them ({self.plan}); lower engine.cuda.gpu_memory_utilization or "
                 "engine.num_kv_blocks"
             ) from error
 
@@ -242,7 +242,7 @@ class CudaBackend:
         """Rows per segment, or 0 where rows are taken one by one (or have no adapters at all)."""
         if not max_rank or (is_decode and not self._deterministic):
             return 0
-        return self._kernels.block_tokens(num_tokens, deterministic=self._deterministic)
+        return self._kernels.block_tokens(num_tokens, batch_invariant=self._deterministic)
 
     def _segments(self, batch: ForwardBatch, block_tokens: int) -> NDArray[np.int32]:
         """[G, 3]: the batch's runs cut into pieces of `block_tokens` rows; none where rows are taken one by one."""
@@ -253,8 +253,8 @@ class CudaBackend:
 
     def _out_of_memory(self, error: Exception) -> OutOfDeviceMemory:
         return OutOfDeviceMemory(
-            f"{self._device} ran out of memory ({error}); planned were {self.plan}; lower engine.cuda.memory_fraction, "
-            "engine.num_kv_blocks, adapter_rank_rows or max_batch_tokens"
+            f"{self._device} ran out of memory ({error}); planned were {self.plan}; lower engine.cuda.gpu_memory_utilization, "
+            "engine.num_kv_blocks, lora_pool_rows or max_num_batched_tokens"
         )
 
 

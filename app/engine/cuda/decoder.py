@@ -16,13 +16,13 @@ import torch
 from torch import Tensor
 
 from app.engine.cuda.adapters import AdapterTables
-from app.engine.cuda.extras import ExtraRows
+from app.engine.cuda.extra_weights import ExtraRows
 from app.engine.cuda.kernels import Kernels
 from app.engine.cuda.step import Step
 from app.engine.cuda.weights import LayerWeights, Weights
-from app.engine.models.names import LatentNorm, LayerNorm
-from app.engine.models.products import LATENT_KEYS, LATENT_VALUES
+from app.engine.models.linear_modules import LATENT_KEYS, LATENT_VALUES
 from app.engine.models.spec import ExpertsSpec, LatentSpec, LayerSpec, MlpSpec, ModelSpec
+from app.engine.models.weight_names import LatentNorm, LayerNorm
 from app.kernels.moe_routing.pairs import SortedPairs
 
 
@@ -47,14 +47,14 @@ class CudaDecoder:
         kernels: Kernels,
         max_seq_len: int,
         *,
-        deterministic: bool,
+        batch_invariant: bool,
     ) -> None:
         self._spec = spec
         self._weights = weights
         self._kv = kv
         self._kernels = kernels
         self._max_seq_len = max_seq_len
-        self._deterministic = deterministic
+        self._deterministic = batch_invariant
         self._rank_rows = [tables.rows(layer) for layer in range(len(spec.layers))]
         self._expert_rows = [tables.expert_rows(layer) for layer in range(len(spec.layers))]
 
@@ -185,7 +185,7 @@ class CudaDecoder:
             max_seq_len=self._max_seq_len,
             window=attention.window,
             sinks=layer.sinks,
-            deterministic=self._deterministic,
+            batch_invariant=self._deterministic,
         )
         return attended.flatten(1)
 
@@ -240,7 +240,7 @@ class CudaDecoder:
             scale=attention.scale,
             max_query_len=step.max_query_len,
             max_seq_len=self._max_seq_len,
-            deterministic=self._deterministic,
+            batch_invariant=self._deterministic,
         )
         return self._expert_product(index, LATENT_VALUES.name, attended, heads, step).view(len(normed), -1)
 
@@ -303,7 +303,7 @@ class CudaDecoder:
                     step.segments,
                     max_rank=step.max_rank,
                     block_tokens=step.block_tokens,
-                    deterministic=self._deterministic,
+                    batch_invariant=self._deterministic,
                 )
             else:
                 self._kernels.add_lora_to_rows(x, y, rows, step.adapter_slots, max_rank=step.max_rank)

@@ -11,8 +11,8 @@ import torch
 from app.kernels.activation import triton as activation
 from app.kernels.bgmv import triton as bgmv
 from app.kernels.dora.torch import dora_scale
-from app.kernels.latent_attention import triton as latent_attention
 from app.kernels.matmul import triton as matmul
+from app.kernels.mla_attention import triton as latent_attention
 from app.kernels.moe_lora import triton as moe_lora
 from app.kernels.moe_routing import triton as moe_routing
 from app.kernels.norms import triton as norms

@@ -10,10 +10,10 @@ from dataclasses import dataclass, replace
 
 from app.engine.config import CudaConfig, EngineConfig
 from app.engine.errors import OutOfDeviceMemory
-from app.engine.models.footprint import kv_block_bytes, num_weights, rank_row_bytes
-from app.engine.models.products import Product, layer_products
+from app.engine.models.linear_modules import LinearModule, layer_linear_modules
+from app.engine.models.memory_estimate import kv_block_bytes, num_weights, rank_row_bytes
 from app.engine.models.spec import ModelSpec
-from app.kernels.rank_rows import START_MULTIPLE
+from app.kernels.lora_rows import START_MULTIPLE
 
 #: Rank rows are counted in multiples of this: what a tensor core multiplies at a time.
 RANK_ALIGNMENT = 16
@@ -34,7 +34,7 @@ class MemoryPlan:
     working_bytes: int
     kv_block_bytes: int
     num_kv_blocks: int
-    adapter_rank_rows: int
+    lora_pool_rows: int
 
     @property
     def kv_bytes(self) -> int:
@@ -46,7 +46,7 @@ class MemoryPlan:
 
     def __str__(self) -> str:
         return (
-            f"weights {_size(self.weight_bytes)}, {self.adapter_rank_rows} rank rows {_size(self.rank_row_bytes)}, "
+            f"weights {_size(self.weight_bytes)}, {self.lora_pool_rows} rank rows {_size(self.rank_row_bytes)}, "
             f"adapter extras up to {_size(self.extra_bytes)}, working space {_size(self.working_bytes)}, "
             f"{self.num_kv_blocks} KV blocks {_size(self.kv_bytes)}: {_size(self.total_bytes)} of "
             f"{_size(self.budget_bytes)}"
@@ -66,35 +66,35 @@ def plan_memory(
     Raises OutOfDeviceMemory when the budget exceeds what is free, or what is asked for exceeds the budget.
     """
     cuda = config.section(CudaConfig)
-    budget = cuda.memory_bytes or int(device_bytes * cuda.memory_fraction)
+    budget = cuda.memory_bytes or int(device_bytes * cuda.gpu_memory_utilization)
     if budget > free_bytes:
         raise OutOfDeviceMemory(
             f"the memory budget is {_size(budget)} but {_size(free_bytes)} of the device's {_size(device_bytes)} are "
-            "free; lower engine.cuda.memory_fraction or engine.cuda.memory_bytes, or end what else runs there"
+            "free; lower engine.cuda.gpu_memory_utilization or engine.cuda.memory_bytes, or end what else runs there"
         )
-    rows = config.adapter_rank_rows // RANK_ALIGNMENT * RANK_ALIGNMENT
+    rows = config.lora_pool_rows // RANK_ALIGNMENT * RANK_ALIGNMENT
     block_bytes = kv_block_bytes(spec, config.block_size, element_bytes)
     plan = MemoryPlan(
         budget_bytes=budget,
         weight_bytes=element_bytes * num_weights(spec),
         rank_row_bytes=rows * rank_row_size(spec) * element_bytes,
-        extra_bytes=config.adapter_extra_bytes if rows else 0,
+        extra_bytes=config.extra_weights_bytes if rows else 0,
         working_bytes=_working_bytes(spec, config, element_bytes),
         kv_block_bytes=block_bytes,
         num_kv_blocks=config.num_kv_blocks,
-        adapter_rank_rows=rows,
+        lora_pool_rows=rows,
     )
     if config.num_kv_blocks == 0:
         plan = replace(plan, num_kv_blocks=max(0, budget - plan.total_bytes) // block_bytes)
         if plan.num_kv_blocks < 2:
             raise OutOfDeviceMemory(
                 f"nothing is left for KV blocks of {_size(block_bytes)} each: {plan}; raise "
-                "engine.cuda.memory_fraction or lower engine.adapter_rank_rows, adapter_extra_bytes or max_batch_tokens"
+                "engine.cuda.gpu_memory_utilization or lower engine.lora_pool_rows, extra_weights_bytes or max_num_batched_tokens"
             )
     if plan.total_bytes > budget:
         raise OutOfDeviceMemory(
             f"what is configured does not fit: {plan}; lower engine.num_kv_blocks (0 takes as many as fit), "
-            "adapter_rank_rows, adapter_extra_bytes or max_batch_tokens, or raise engine.cuda.memory_fraction"
+            "lora_pool_rows, extra_weights_bytes or max_num_batched_tokens, or raise engine.cuda.gpu_memory_utilization"
         )
     return plan
 
@@ -102,8 +102,8 @@ def plan_memory(
 def _working_bytes(spec: ModelSpec, config: EngineConfig, element_bytes: int) -> int:
     """Activations of one layer for the largest step, logits, tables of angles, and what is fixed."""
     widths = [_numbers_per_token(spec, layer) for layer in range(len(spec.layers))]
-    activations = config.max_batch_tokens * max(widths) * element_bytes
-    logits = config.max_batch_sequences * spec.vocab_size * _SAMPLING_BYTES_PER_LOGIT
+    activations = config.max_num_batched_tokens * max(widths) * element_bytes
+    logits = config.max_num_seqs * spec.vocab_size * _SAMPLING_BYTES_PER_LOGIT
     ropes = {layer.attention.rope for layer in spec.layers}
     angles = spec.max_positions * sum(8 * len(rope.inv_freq) for rope in ropes)
     return 2 * activations + logits + angles + _FIXED_BYTES
@@ -112,7 +112,7 @@ def _working_bytes(spec: ModelSpec, config: EngineConfig, element_bytes: int) ->
 def _numbers_per_token(spec: ModelSpec, layer: int) -> int:
     """Activations of one layer: twice what q, k and v (or queries and latents) are, with sums of latents by head; three
     times what gate is, and inputs and outputs."""
-    products = {product.name: product for product in layer_products(spec, layer)}
+    products = {product.name: product for product in layer_linear_modules(spec, layer)}
     count = 4 * spec.hidden_size
     count += sum(
         2 * products[name].width() for name in ("qkv", "query", "query_a", "query_b", "latent_a") if name in products
@@ -128,7 +128,7 @@ def _numbers_per_token(spec: ModelSpec, layer: int) -> int:
     return count
 
 
-def _uses(spec: ModelSpec, layer: int, product: Product) -> int:
+def _uses(spec: ModelSpec, layer: int, product: LinearModule) -> int:
     """How many times a token passes the product: once, or through each of its experts."""
     mixture = spec.layers[layer].experts
     return 1 if product.num_experts is None or mixture is None else mixture.router.top_k

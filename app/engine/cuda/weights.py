@@ -18,16 +18,24 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from app.engine.errors import CheckpointError
-from app.engine.models.names import EMBEDDING, FINAL_NORM, LATENT_NORMS, LAYER_NORMS, LM_HEAD, SINKS, expected_tensors
-from app.engine.models.products import LATENT_B, Product, absorbed_products, layer_products
+from app.engine.models.linear_modules import LATENT_B, LinearModule, absorbed_modules, layer_linear_modules
 from app.engine.models.spec import LayerSpec, ModelSpec
+from app.engine.models.weight_names import (
+    EMBEDDING,
+    FINAL_NORM,
+    LATENT_NORMS,
+    LAYER_NORMS,
+    LM_HEAD,
+    SINKS,
+    expected_tensors,
+)
 
 
 @dataclass(slots=True)
 class LayerWeights:
     """One layer. products: weights [d_out, d_in] by the product's name, of experts [E, d_out, d_in]; biases: [d_out] or
     [E, d_out] of those that have one. Norms: [H], [head_dim] or that of all heads, float32;
-    sinks: [heads], float32. `absorbed_products` stand for `kv_b_proj`, heads for experts: [N, d_out, d_in]."""
+    sinks: [heads], float32. `absorbed_modules` stand for `kv_b_proj`, heads for experts: [N, d_out, d_in]."""
 
     spec: LayerSpec
     attention_norm: Tensor
@@ -134,10 +142,10 @@ class _Heads:
         self.values.copy_(by_head[:, self.keys.shape[1] :])
 
 
-def _stored_products(spec: ModelSpec, layer: int) -> tuple[Product, ...]:
+def _stored_products(spec: ModelSpec, layer: int) -> tuple[LinearModule, ...]:
     """What a layer has weights for: `kv_b_proj` as the products that stand for it."""
-    products = tuple(one for one in layer_products(spec, layer) if one.kind is not LATENT_B)
-    return (*products, *absorbed_products(spec.layers[layer].attention))
+    products = tuple(one for one in layer_linear_modules(spec, layer) if one.kind is not LATENT_B)
+    return (*products, *absorbed_modules(spec.layers[layer].attention))
 
 
 def _places(spec: ModelSpec, weights: Weights) -> dict[str, Tensor | _Heads]:
@@ -149,10 +157,10 @@ def _places(spec: ModelSpec, weights: Weights) -> dict[str, Tensor | _Heads]:
     for index, layer in enumerate(weights.layers):
         prefix = f"model.layers.{index}."
         if layer.spec.attention.latent is not None:
-            keys, values = (layer.products[one.name] for one in absorbed_products(layer.spec.attention))
+            keys, values = (layer.products[one.name] for one in absorbed_modules(layer.spec.attention))
             path = LATENT_B.path(LATENT_B.targets[0])
             places[f"{prefix}{path}.weight"] = _Heads(keys.transpose(1, 2), values)
-        for product in layer_products(spec, index):
+        for product in layer_linear_modules(spec, index):
             if product.kind is LATENT_B:
                 continue
             weight, bias = layer.products[product.name], layer.biases.get(product.name)

@@ -18,18 +18,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from app.engine.errors import CheckpointError
-from app.engine.models import hf_gemma, hf_gpt_oss
-from app.engine.models.digest import base_digest, file_sha256
-from app.engine.models.encoder_config import encoder_spec, folder_pooling, is_encoder
-from app.engine.models.encoder_names import without_heads
-from app.engine.models.expert_layouts import canonical_shapes, canonical_tensors
-from app.engine.models.gguf import gguf_shapes, gguf_tensors, spec_from_gguf
-from app.engine.models.gguf_file import read_gguf
-from app.engine.models.hf_config import spec_from_config
-from app.engine.models.names import EMBEDDING, LM_HEAD, check_tensors
-from app.engine.models.safetensors_folder import TensorPlace, read_json, read_tensors, stored_tensors
-from app.engine.models.sources import resolve_model
+from app.engine.models.download.digest import base_digest, file_sha256
+from app.engine.models.download.model_download import resolve_model
+from app.engine.models.gguf.gguf_file import read_gguf
+from app.engine.models.gguf.gguf_model import gguf_shapes, gguf_tensors, spec_from_gguf
+from app.engine.models.hf import gemma, gpt_oss
+from app.engine.models.hf.config import spec_from_config
+from app.engine.models.hf.encoder_config import encoder_spec, folder_pooling, is_encoder
+from app.engine.models.hf.encoder_weight_names import without_heads
+from app.engine.models.hf.safetensors_folder import TensorPlace, read_json, read_tensors, stored_tensors
+from app.engine.models.moe_weight_layouts import canonical_shapes, canonical_tensors
 from app.engine.models.spec import ModelSpec
+from app.engine.models.weight_names import EMBEDDING, LM_HEAD, check_tensors
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,10 +90,10 @@ def _load_folder(folder: Path, name: str) -> Checkpoint:
     shapes = {key: value.shape for key, value in stored.items()}
     shapes_of: Callable[[dict[str, tuple[int, ...]]], dict[str, tuple[int, ...]]] = canonical_shapes
     tensors_of: Callable[[Iterator[tuple[str, NDArray[Any]]]], Iterator[tuple[str, NDArray[Any]]]] = canonical_tensors
-    if spec.family in hf_gemma.FAMILIES:
-        shapes_of, tensors_of = hf_gemma.renamed, hf_gemma.canonical_tensors
-    elif spec.family == hf_gpt_oss.FAMILY:
-        shapes_of, tensors_of = hf_gpt_oss.canonical_shapes, hf_gpt_oss.canonical_tensors
+    if spec.family in gemma.FAMILIES:
+        shapes_of, tensors_of = gemma.renamed, gemma.canonical_tensors
+    elif spec.family == gpt_oss.FAMILY:
+        shapes_of, tensors_of = gpt_oss.canonical_shapes, gpt_oss.canonical_tensors
     check_tensors(spec, shapes_of(shapes))
     return Checkpoint(spec, folder, lambda: tensors_of(read_tensors(stored)))
 

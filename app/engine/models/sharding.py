@@ -1,6 +1,6 @@
 """Which columns of a product each tensor-parallel shard holds.
 
-In: a `Product` and a number of shards. Out: indices into the whole module, and the product as one shard computes it.
+In: a `LinearModule` and a number of shards. Out: indices into the whole module, and the product as one shard computes it.
 A product is split on its output by heads or by feed-forward columns, each target by itself, or on its input in the
 same way; then the shards' sums are added. With fewer KV heads than shards a KV head is held by several shards.
 """
@@ -14,11 +14,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from app.engine.errors import ConfigError
-from app.engine.models.products import Product
+from app.engine.models.linear_modules import LinearModule
 
 
 def check_shards(
-    products: Iterable[Product], num_shards: int, model: str, setting: str = "engine.xla.tensor_parallel"
+    products: Iterable[LinearModule], num_shards: int, model: str, setting: str = "engine.xla.tensor_parallel"
 ) -> None:
     """ConfigError unless every product divides by `num_shards`, naming `model` and the `setting` that says so."""
     for product in products:
@@ -31,7 +31,7 @@ def check_shards(
                 )
 
 
-def shard_columns(product: Product, num_shards: int) -> dict[str, NDArray[np.int64]]:
+def shard_columns(product: LinearModule, num_shards: int) -> dict[str, NDArray[np.int64]]:
     """Target -> [num_shards, columns]: the outputs that a shard computes, or the inputs that it reads."""
     found = {}
     for target, width, groups in zip(product.targets, product.widths, product.groups, strict=True):
@@ -42,7 +42,7 @@ def shard_columns(product: Product, num_shards: int) -> dict[str, NDArray[np.int
     return found
 
 
-def shard_product(product: Product, num_shards: int) -> Product:
+def shard_product(product: LinearModule, num_shards: int) -> LinearModule:
     """What one of the shards computes."""
     columns = [mine.shape[1] for mine in shard_columns(product, num_shards).values()]
     groups = tuple(max(1, count // num_shards) for count in product.groups)
@@ -51,7 +51,9 @@ def shard_product(product: Product, num_shards: int) -> Product:
     return replace(product, widths=tuple(columns), groups=groups)
 
 
-def whole_output(by_shard: NDArray[np.float32], product: Product, target: str, num_shards: int) -> NDArray[np.float32]:
+def whole_output(
+    by_shard: NDArray[np.float32], product: LinearModule, target: str, num_shards: int
+) -> NDArray[np.float32]:
     """One target's [d_out] of a vector per column [num_shards * width], of a product that is split on its output."""
     mine = shard_columns(product, num_shards)[target]
     columns = shard_product(product, num_shards).columns(target)

@@ -16,8 +16,8 @@ from typing import NamedTuple
 
 from app.engine.config import EvictionPolicy
 from app.engine.errors import AdapterKeptOut
-from app.engine.pools.eviction import NEVER, EvictionOrder, Priority, Shares
-from app.engine.pools.row_runs import RowRuns, Run, length_of
+from app.engine.pools.eviction import NEVER, EvictionOrder, Priority, TenantQuota
+from app.engine.pools.row_allocator import RowAllocator, RowRange, length_of
 from app.engine.pools.table_limits import TableLimits
 from app.engine.stats import ResidentAdapter
 
@@ -37,7 +37,7 @@ class _Resident:
     digest: str
     num_needed: int
     adapter_slot: int
-    run: Run
+    run: RowRange
     num_refs: int
     uses: int
     size_bytes: int
@@ -47,7 +47,7 @@ class _Resident:
 
 class _Reservation(NamedTuple):
     digest: str
-    run: Run
+    run: RowRange
     extra_bytes: int
 
 
@@ -56,25 +56,25 @@ class AdapterPool:
 
     def __init__(
         self,
-        adapter_rank_rows: int,
+        lora_pool_rows: int,
         rank_alignment: int,
-        max_adapter_slots: int,
+        max_loras: int,
         max_extra_bytes: int = 0,
         policy: EvictionPolicy = "lru",
     ) -> None:
-        self._runs: RowRuns[_Resident] = RowRuns(adapter_rank_rows // rank_alignment)
+        self._runs: RowAllocator[_Resident] = RowAllocator(lora_pool_rows // rank_alignment)
         self._alignment = rank_alignment
         self.limits = TableLimits(
             num_rows=self._runs.num_units * rank_alignment,
             rank_alignment=rank_alignment,
-            max_adapter_slots=max_adapter_slots,
+            max_loras=max_loras,
             max_extra_bytes=max_extra_bytes,
-            max_rank=self._runs.max_length * rank_alignment if max_adapter_slots > 1 else 0,
+            max_rank=self._runs.max_length * rank_alignment if max_loras > 1 else 0,
         )
         self._residents: dict[str, _Resident] = {}
-        self._free_slots = list(range(max_adapter_slots - 1, 0, -1))
+        self._free_slots = list(range(max_loras - 1, 0, -1))
         self._order = EvictionOrder(policy)
-        self._shares = Shares()
+        self._shares = TenantQuota()
         self._pinned: frozenset[str] = frozenset()
         self._reservation: _Reservation | None = None
         self._vacated: list[int] = []  # slots whose extras nobody has released yet
@@ -113,18 +113,18 @@ class AdapterPool:
         length = self._length(num_needed)
         pinned = [entry for entry in self._residents.values() if entry.digest in self._pinned]
         held_bytes = sum(entry.extra_bytes for entry in pinned)
-        if len(pinned) >= self.limits.max_adapter_slots - 1:
-            lack = f"an adapter slot: all {len(pinned)} are taken; raise engine.max_adapter_slots"
+        if len(pinned) >= self.limits.max_loras - 1:
+            lack = f"an adapter slot: all {len(pinned)} are taken; raise engine.max_loras"
         elif extra_bytes and held_bytes + extra_bytes > self.limits.max_extra_bytes:
             lack = (
                 f"{extra_bytes} bytes: {held_bytes} of {self.limits.max_extra_bytes} are taken; "
-                "raise engine.adapter_extra_bytes"
+                "raise engine.extra_weights_bytes"
             )
         elif all(map(self._has_pinned, self._runs.places(length))):
             taken = sum(entry.run.length for entry in pinned) * self._alignment
             lack = (
                 f"a run of {length * self._alignment} rank rows: {taken} of {self.limits.num_rows} are taken; "
-                "raise engine.adapter_rank_rows"
+                "raise engine.lora_pool_rows"
             )
         else:
             return
@@ -243,7 +243,7 @@ class AdapterPool:
         self._runs.check((entry.run, entry) for entry in self._residents.values())
         assert all(entry.run.length * self._alignment >= entry.num_needed for entry in self._residents.values())
         used = [entry.adapter_slot for entry in self._residents.values()]
-        assert sorted(used + self._free_slots) == list(range(1, self.limits.max_adapter_slots))
+        assert sorted(used + self._free_slots) == list(range(1, self.limits.max_loras))
         assert self.extra_bytes <= self.limits.max_extra_bytes
 
     def _reference(self, resident: _Resident, tenant_id: str) -> AdapterGrant | None:
@@ -270,10 +270,10 @@ class AdapterPool:
     def _may_go(self, entry: _Resident) -> bool:
         return entry.num_refs == 0 and entry.digest not in self._pinned
 
-    def _has_pinned(self, run: Run) -> bool:
+    def _has_pinned(self, run: RowRange) -> bool:
         return any(entry.digest in self._pinned for entry in self._runs.owners(run))
 
-    def _closed_to(self, digest: str) -> Run | None:
+    def _closed_to(self, digest: str) -> RowRange | None:
         """The run that is reserved for another adapter."""
         held = self._reservation
         return None if held is None or held.digest == digest else held.run
@@ -293,7 +293,7 @@ class AdapterPool:
         stays = sum(e.extra_bytes for e in self._residents.values() if e.digest != digest and not self._may_go(e))
         return stays + reserved + extra_bytes <= self.limits.max_extra_bytes
 
-    def _find_run(self, digest: str, length: int, tenant_id: str) -> Run | None:
+    def _find_run(self, digest: str, length: int, tenant_id: str) -> RowRange | None:
         """A free run, or else the one whose dearest adapter is the cheapest to give up, others' share being dearest.
 
         A pinned adapter takes the lowest run that can be had, so that the rows of such adapters lie together.
@@ -319,7 +319,7 @@ class AdapterPool:
             return self._runs.cheapest(length, lambda entries: 0 if all(map(self._may_go, entries)) else None, closed)
         return self._runs.best_fit(length, closed) or self._runs.cheapest(length, price, closed)
 
-    def _make_room(self, run: Run, extra_bytes: int, tenant_id: str) -> list[str]:
+    def _make_room(self, run: RowRange, extra_bytes: int, tenant_id: str) -> list[str]:
         """Evict whoever has these rows, and for a slot and the bytes whoever is idle; returns their digests."""
 
         def price(entry: _Resident) -> tuple[bool, Priority]:

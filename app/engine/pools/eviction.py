@@ -7,7 +7,7 @@ one used longest ago:
     lfu    age + uses                                  (LFU with dynamic ageing)
     cost   age + uses * cost / room                    (GreedyDual-Size-Frequency, Cherkasova 1998)
 
-The age is the priority of the last thing that left, so that what was popular once grows old. `Shares` keeps tenants
+The age is the priority of the last thing that left, so that what was popular once grows old. `TenantQuota` keeps tenants
 from pushing each other out: the tenants that have something in a tier share its room equally, what a tenant uses stays
 while it has no more than its share there, and a tenant that has more makes room with its own. Each tier says itself
 what may not leave (because it is pinned or in use), and makes the room: `adapter_pool` for rank rows, the store's
@@ -60,7 +60,7 @@ class EvictionOrder:
 MAX_USERS = 8
 
 
-class Shares:
+class TenantQuota:
     """The books of one tier. Not for several threads at once."""
 
     def __init__(self) -> None:

@@ -16,7 +16,7 @@ class TableLimits:
 
     num_rows: int
     rank_alignment: int
-    max_adapter_slots: int
+    max_loras: int
     max_extra_bytes: int
     max_rank: int
 
@@ -26,7 +26,7 @@ class TableLimits:
             raise AdapterTooLarge(
                 f"adapter {name!r} holds {extra_bytes} bytes beside its rank rows (DoRA, biases, norms, whole modules "
                 f"or token rows) but this engine keeps at most {self.max_extra_bytes}; raise "
-                "engine.adapter_extra_bytes or train fewer whole modules"
+                "engine.extra_weights_bytes or train fewer whole modules"
             )
 
     def check_rows(self, name: str, num_needed: int) -> None:
@@ -34,6 +34,6 @@ class TableLimits:
         if num_needed > self.max_rank:
             raise AdapterTooLarge(
                 f"adapter {name!r} needs {num_needed} rank rows but this model's pool gives it at most {self.max_rank} "
-                f"({self.num_rows} rank rows, {self.max_adapter_slots - 1} adapter slots "
-                "beside the base); raise engine.adapter_rank_rows or register an adapter of lower rank"
+                f"({self.num_rows} rank rows, {self.max_loras - 1} adapter slots "
+                "beside the base); raise engine.lora_pool_rows or register an adapter of lower rank"
             )

@@ -19,9 +19,9 @@ from typing import NamedTuple
 from app.engine.errors import AdapterKeptOut
 from app.engine.meter import EngineMeter
 from app.engine.pools.adapter_pool import AdapterPool
-from app.engine.pools.kv_blocks import BlockPool
-from app.engine.schedule import AdapterWrite, Refusal
+from app.engine.pools.block_pool import BlockPool
 from app.engine.scheduling.fair_queue import INPUT_PRICE, RANK_ROW_PRICE, FairQueue
+from app.engine.scheduling.schedule import AdapterWrite, Refusal
 from app.engine.sequence import Sequence, Status
 
 #: Admissions of others that a considered sequence lets pass before it is put first.

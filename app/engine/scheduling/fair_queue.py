@@ -5,7 +5,7 @@ was served least, priced and divided by its weight, goes first; within a tenant,
 served. A tenant that returns is lifted to the least counter of those waiting, so idling saves up no
 credit. Bound (VTC's fairness theorem): while two tenants both wait and what they wait for is a turn,
 their weighted service differs by at most twice the larger of one longest prompt's price, with its
-adapter's load, and the price of everything running at once, with what it holds. With `engine.tenant_slowdown` it is
+adapter's load, and the price of everything running at once, with what it holds. With `engine.max_tenant_slowdown` it is
 `MAX_LEAD` more: a tenant may be given the place of another's stream, ahead of this order, until it was served by so
 much more than any tenant that waits. A sequence marked as urgent (it was
 preempted, or could not be placed while others passed it) is offered first. What fits, and when, is

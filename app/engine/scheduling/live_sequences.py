@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from app.engine.meter import EngineMeter
 from app.engine.pools.adapter_pool import AdapterPool
-from app.engine.pools.kv_blocks import BlockPool
+from app.engine.pools.block_pool import BlockPool
 from app.engine.request import FinishReason, TokenChunk, TokenLogprobs
 from app.engine.scheduling.admission import Admission
 from app.engine.sequence import Sequence, Status

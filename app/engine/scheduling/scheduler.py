@@ -14,17 +14,17 @@ from collections.abc import Mapping
 from app.engine.batch import ForwardOutput
 from app.engine.meter import EngineMeter
 from app.engine.pools.adapter_pool import AdapterPool
-from app.engine.pools.kv_blocks import BlockPool, num_head_blocks
+from app.engine.pools.block_pool import BlockPool, num_prefix_blocks
 from app.engine.request import TokenChunk
-from app.engine.schedule import AdapterWrite, Refusal, Schedule
 from app.engine.scheduling.admission import Admission
+from app.engine.scheduling.chunked_prefill import PrefillBudget, keep_room, spend_rest, split_prefill
 from app.engine.scheduling.fair_queue import INPUT_PRICE, FairQueue
-from app.engine.scheduling.isolation import Isolation
 from app.engine.scheduling.live_sequences import LiveSequences
 from app.engine.scheduling.outputs import logprobs_of, overflow_error, pooled
-from app.engine.scheduling.prefill import PrefillPace, keep_room, spend_rest, split_prefill
+from app.engine.scheduling.schedule import AdapterWrite, Refusal, Schedule
+from app.engine.scheduling.tenant_isolation import TenantIsolation
 from app.engine.sequence import Sequence, Status
-from app.engine.speculation.speculator import Speculator
+from app.engine.spec_decode.spec_decoder import SpecDecoder
 from app.engine.stats import TenantService
 
 
@@ -37,20 +37,20 @@ class Scheduler:
         adapters: AdapterPool,
         meter: EngineMeter,
         *,
-        max_batch_tokens: int,
-        max_batch_sequences: int,
+        max_num_batched_tokens: int,
+        max_num_seqs: int,
         max_write_bytes: int,
-        pace: PrefillPace,
-        isolation: Isolation,
-        speculator: Speculator,
+        pace: PrefillBudget,
+        isolation: TenantIsolation,
+        speculator: SpecDecoder,
     ) -> None:
         self._blocks = blocks
         self._has_memory = blocks.num_blocks > 0
-        self._head_index = num_head_blocks(blocks.block_size) - 1
+        self._head_index = num_prefix_blocks(blocks.block_size) - 1
         self._adapters = adapters
         self._meter = meter
-        self._max_tokens = max_batch_tokens
-        self._max_sequences = min(max_batch_sequences, max_batch_tokens)  # each decodes one token per step
+        self._max_tokens = max_num_batched_tokens
+        self._max_sequences = min(max_num_seqs, max_num_batched_tokens)  # each decodes one token per step
         self._pace = pace
         self._isolation = isolation
         self._speculator = speculator

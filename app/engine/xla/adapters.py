@@ -16,18 +16,18 @@ from jax import Array, lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from app.engine.adapters.extras import ExtraPart, plan
-from app.engine.adapters.lora import ACTIVATED, LoraAdapter, LoraKey, LoraPair, widened
+from app.engine.adapters.adapter import ACTIVATED, LoraAdapter, LoraKey, LoraPair, widened
+from app.engine.adapters.extra_weights import ExtraWeight, plan
 from app.engine.batch import ForwardBatch
 from app.engine.errors import AdapterMismatch
-from app.engine.models.products import product_of
+from app.engine.models.linear_modules import linear_module_of
 from app.engine.models.sharding import shard_columns
 from app.engine.xla.arrays import SHARD_AXES, AdapterPlaces, ExpertPages, Floats, RankTables, XlaWeights
-from app.engine.xla.base_values import XlaBaseValues
-from app.engine.xla.expert_rows import XlaExpertRows
-from app.engine.xla.features import SERVED
+from app.engine.xla.base_weights import XlaBaseValues
+from app.engine.xla.moe_lora_tables import XlaExpertRows
 from app.engine.xla.sizes import XlaSizes
 from app.engine.xla.step import StepAdapters
+from app.engine.xla.supported_features import SERVED
 from app.kernels.sgmv.xla import RANK_CHUNK
 
 
@@ -48,7 +48,7 @@ class XlaAdapters:
         self._columns = {product.name: shard_columns(product, sizes.shards_of(product)) for product in sizes.whole}
         self._base = XlaBaseValues(sizes, weights.layers, mesh) if extra_bytes and num_rows else None
         self.experts = XlaExpertRows(sizes, num_slots, extra_bytes)
-        self._plans: WeakKeyDictionary[LoraAdapter, tuple[ExtraPart, ...]] = WeakKeyDictionary()
+        self._plans: WeakKeyDictionary[LoraAdapter, tuple[ExtraWeight, ...]] = WeakKeyDictionary()
         self._starts, self._max_ranks = (np.zeros(num_slots, np.int32) for _ in range(2))
         self._has_extras = np.zeros(num_slots, np.bool_)
         self._ranks = {
@@ -111,7 +111,7 @@ class XlaAdapters:
             raise AdapterMismatch(f"the xla engine does not serve {refused}; use engine.cpu or engine.cuda")
         features = " or ".join(sorted(beyond))
         if self._base is None:
-            raise AdapterMismatch(f"the xla engine with engine.adapter_extra_bytes 0 cannot apply {features}; raise it")
+            raise AdapterMismatch(f"the xla engine with engine.extra_weights_bytes 0 cannot apply {features}; raise it")
         if all(key.expert is not None for key in adapter.weights):
             raise AdapterMismatch(
                 f"the xla engine applies {features} beside rank rows only, and this adapter has none; use engine.cpu"
@@ -132,7 +132,7 @@ class XlaAdapters:
                     parts, floats = shards if is_split else 1, num_rows * shape[target][2]
                     table[target] = np.zeros((shape[target][0], parts, floats // parts), np.float32)
         for (layer, target, _), pair in _single(adapter):
-            product = product_of(sizes.single, target)
+            product = linear_module_of(sizes.single, target)
             place = sizes.place(product.name, layer)
             wide_a, wide_b = widened(pair.a), widened(pair.b)
             for shard, columns in enumerate(self._columns[product.name][target]):
@@ -150,7 +150,7 @@ class XlaAdapters:
         for table in self._ranks.values():
             table[:, adapter_slot] = 0
         for (layer, target, _), pair in _single(adapter):
-            product = product_of(self._sizes.single, target)
+            product = linear_module_of(self._sizes.single, target)
             place = self._sizes.place(product.name, layer)
             self._ranks[product.name][place, adapter_slot, product.targets.index(target)] = pair.rank
         self._starts[adapter_slot] = row_start
@@ -205,7 +205,7 @@ class XlaAdapters:
             assert kind in ("scale", "shift")
             assert target is not None
             assert layer is not None
-            product = product_of(self._sizes.single, target)
+            product = linear_module_of(self._sizes.single, target)
             table = (scales if kind == "scale" else shifts)[product.name][self._sizes.place(product.name, layer), 0]
             columns = product.columns(target)
             if product.kind.split == "input":

@@ -19,7 +19,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from numpy.typing import NDArray
 
-from app.engine.adapters.lora import LoraAdapter
+from app.engine.adapters.adapter import LoraAdapter
 from app.engine.backend import Backend, BackendLimits
 from app.engine.batch import ForwardBatch, ForwardOutput
 from app.engine.config import EngineConfig, XlaConfig
@@ -30,8 +30,8 @@ from app.engine.xla import sharding
 from app.engine.xla.adapters import XlaAdapters, base_tables, rank_classes, write_rows
 from app.engine.xla.arrays import EXPERT_AXIS, TENSOR_AXIS, KvMemory, StepResult
 from app.engine.xla.decoder import forward
-from app.engine.xla.expert_rows import PAGES_AT_ONCE, write_pages
 from app.engine.xla.kernels import lora_kernel
+from app.engine.xla.moe_lora_tables import PAGES_AT_ONCE, write_pages
 from app.engine.xla.programs import Programs, ladder
 from app.engine.xla.sampling import sample
 from app.engine.xla.sizes import sizes_of
@@ -56,10 +56,10 @@ class JaxBackend:
         self.limits = BackendLimits(
             num_kv_blocks=config.num_kv_blocks,
             block_size=config.block_size,
-            adapter_rank_rows=config.adapter_rank_rows // RANK_CHUNK * RANK_CHUNK,
+            lora_pool_rows=config.lora_pool_rows // RANK_CHUNK * RANK_CHUNK,
             rank_alignment=RANK_CHUNK,
-            max_adapter_slots=config.max_adapter_slots,
-            adapter_extra_bytes=config.adapter_extra_bytes,
+            max_loras=config.max_loras,
+            extra_weights_bytes=config.extra_weights_bytes,
             takes_bfloat16=True,
         )
         self._num_kv_slots = config.num_kv_blocks * config.block_size
@@ -67,13 +67,13 @@ class JaxBackend:
             raise ConfigError(f"{self._num_kv_slots} KV slots do not fit 32-bit indices; lower engine.num_kv_blocks")
         if xla.compilation_cache_dir:
             _use_cache(xla.compilation_cache_dir)
-        max_positions = min(spec.max_positions, config.max_context or spec.max_positions)
+        max_positions = min(spec.max_positions, config.max_model_len or spec.max_positions)
         weights = read_weights(self._sizes, tensors, max_positions)
         self._weights = self._put(weights, sharding.weight_specs(weights, self._sizes))
         self._kv = self._new_kv_memory(config)
         self._adapters = XlaAdapters(
-            self._sizes, self._weights, config.max_adapter_slots, self.limits.adapter_rank_rows,
-            config.adapter_extra_bytes, mesh,
+            self._sizes, self._weights, config.max_loras, self.limits.lora_pool_rows,
+            config.extra_weights_bytes, mesh,
         )  # fmt: skip
         self.limits = replace(self.limits, extra_bytes_of=self._adapters.experts.extra_bytes)
         self._row_specs = self._adapters.specs()
@@ -81,7 +81,7 @@ class JaxBackend:
         num_blocks = min(-(-max_positions // config.block_size), config.num_kv_blocks)
         per_group = blocks_per_group(config.block_size)
         table_width = -(-num_blocks // per_group) * per_group
-        self._classes = rank_classes(self.limits.adapter_rank_rows)
+        self._classes = rank_classes(self.limits.lora_pool_rows)
         self._writers: dict[int, Any] = {}
         self._page_writer: Any = None
         start = time.perf_counter()

@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from app.engine.models.products import LATENT_B, LATENT_KEYS, LATENT_VALUES, Product, ProductKind
+from app.engine.models.linear_modules import LATENT_B, LATENT_KEYS, LATENT_VALUES, LinearModule, ModuleKind
 from app.engine.models.spec import LatentSpec
 from app.engine.xla.arrays import (
     EXPERT_AXIS,
@@ -38,7 +38,7 @@ from app.engine.xla.kernels import AddDeltas
 from app.engine.xla.routing import PageRuns, combine, page_runs, route, sort_pairs
 from app.engine.xla.sizes import XlaSizes
 from app.engine.xla.step import Bucket, XlaStep, unpack
-from app.kernels.latent_attention import xla as latent_attention
+from app.kernels.mla_attention import xla as latent_attention
 from app.kernels.moe_lora.xla import multiply_groups
 from app.kernels.paged_attention.xla import store_and_attend, tiles_of
 from app.kernels.sgmv.xla import RANK_CHUNK, Segments
@@ -125,7 +125,7 @@ class _Decoder:
         )  # fmt: skip
         return self._by_head(attended, layer, latent, LATENT_VALUES).reshape(len(x), -1), KvMemory(latents, None)
 
-    def _by_head(self, x: Array, layer: Array, latent: LatentSpec, kind: ProductKind) -> Array:
+    def _by_head(self, x: Array, layer: Array, latent: LatentSpec, kind: ModuleKind) -> Array:
         """Rows by head [T, N, D] times each head's part of `kv_b_proj`, with the deltas: [T, N, columns]."""
         (target,) = LATENT_B.targets
         first = layer * self._sizes.group_size(self._sizes.absorbed[0])
@@ -258,7 +258,7 @@ class _Decoder:
         product = self._sizes.product(name)
         return tuple(y[:, product.columns(target)] for target in product.targets)
 
-    def _scaled(self, y: Array, layer: Array, product: Product) -> Array:
+    def _scaled(self, y: Array, layer: Array, product: LinearModule) -> Array:
         """scale * y + shift, with each row's adapter's own; y itself in a step without such adapters."""
         if product.name not in self._tables.scales:
             return y

@@ -23,9 +23,9 @@ def ladder(config: EngineConfig, table_width: int) -> tuple[Bucket, ...]:
     """Every bucket, smallest first; the last one holds any step of the engine.
 
     Decode steps (one token per sequence): 2, 8, 32, 128, ... sequences. Steps with prompts: few tokens of few
-    sequences, up to `max_batch_tokens` of `max_batch_sequences`.
+    sequences, up to `max_num_batched_tokens` of `max_num_seqs`.
     """
-    most_tokens, most_sequences = max(config.max_batch_tokens, 2), max(config.max_batch_sequences, 2)
+    most_tokens, most_sequences = max(config.max_num_batched_tokens, 2), max(config.max_num_seqs, 2)
     sequences = [4**k * 2 for k in range(10) if 4**k * 2 < most_sequences] + [most_sequences]
     buckets = {Bucket(count, count, 1, table_width) for count in sequences if count <= most_tokens}
     shapes = ((64, 8), (128, 32), (most_tokens, 8), (most_tokens, most_sequences))

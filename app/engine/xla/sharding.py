@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from app.engine.errors import ConfigError
-from app.engine.models.products import LATENT_B
+from app.engine.models.linear_modules import LATENT_B
 from app.engine.xla.arrays import EXPERT_AXIS, SHARD_AXES, TENSOR_AXIS, KvMemory, RankTables, StepResult, XlaWeights
 from app.engine.xla.sizes import XlaSizes
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from app.engine.errors import CheckpointError, ConfigError
-from app.engine.models.products import LATENT_B, Product, absorbed_products, stacked_products
+from app.engine.models.linear_modules import LATENT_B, LinearModule, absorbed_modules, stacked_modules
 from app.engine.models.sharding import check_shards, shard_product
 from app.engine.models.spec import AttentionSpec, ExpertsSpec, ModelSpec
 
@@ -27,10 +27,10 @@ class XlaSizes:
     spec: ModelSpec
     tensor_shards: int
     expert_shards: int
-    whole: tuple[Product, ...]
-    products: tuple[Product, ...]
+    whole: tuple[LinearModule, ...]
+    products: tuple[LinearModule, ...]
     layers: tuple[tuple[int, ...], ...]
-    absorbed: tuple[Product, ...] = ()
+    absorbed: tuple[LinearModule, ...] = ()
 
     @property
     def num_shards(self) -> int:
@@ -62,7 +62,7 @@ class XlaSizes:
         return -(-self.spec.vocab_size // self.num_shards)
 
     @property
-    def single(self) -> tuple[Product, ...]:
+    def single(self) -> tuple[LinearModule, ...]:
         """One shard's, of which there are not several by expert."""
         return tuple(product for product in self.products if product.num_experts is None)
 
@@ -73,15 +73,15 @@ class XlaSizes:
         return next(counts, 0) // self.expert_shards
 
     @property
-    def stored(self) -> tuple[Product, ...]:
+    def stored(self) -> tuple[LinearModule, ...]:
         """One shard's, of which there are weights."""
         return (*(product for product in self.products if product.kind is not LATENT_B), *self.absorbed)
 
-    def group_size(self, product: Product) -> int:
+    def group_size(self, product: LinearModule) -> int:
         """Experts of a layer, or heads of latents, that one device has."""
         return self.attention.num_heads // self.num_shards if product in self.absorbed else self.experts_per_shard
 
-    def product(self, name: str) -> Product:
+    def product(self, name: str) -> LinearModule:
         """One shard's, by name."""
         return next(product for product in self.products if product.name == name)
 
@@ -95,13 +95,13 @@ class XlaSizes:
         """A layer's index in the arrays of a product that it has."""
         return self.layers_of(name).index(layer)
 
-    def shards_of(self, product: Product) -> int:
+    def shards_of(self, product: LinearModule) -> int:
         """Over how many devices the columns of a product are divided."""
         if product in self.absorbed:
             return 1
         return self.num_shards if product.num_experts is None else self.tensor_shards
 
-    def total_width(self, product: Product) -> int:
+    def total_width(self, product: LinearModule) -> int:
         """Columns of all shards of a product that is split on its output; else those of any shard."""
         return product.width() * (self.shards_of(product) if product.kind.split == "output" else 1)
 
@@ -109,7 +109,7 @@ class XlaSizes:
 def sizes_of(spec: ModelSpec, tensor_shards: int, expert_shards: int = 1) -> XlaSizes:
     """CheckpointError for what this engine does not compute; ConfigError if the model does not divide so."""
     _check_served(spec)
-    stacked = stacked_products(spec)
+    stacked = stacked_modules(spec)
     whole = tuple(product for product, _ in stacked)
     counts = {product.num_experts for product in whole if product.num_experts is not None}
     if expert_shards > 1 and not counts:
@@ -127,7 +127,7 @@ def sizes_of(spec: ModelSpec, tensor_shards: int, expert_shards: int = 1) -> Xla
         shard_product(one, tensor_shards * (expert_shards if one.num_experts is None else 1)) for one in whole
     )
     layers = tuple(layers for _, layers in stacked)
-    absorbed = absorbed_products(spec.layers[0].attention)
+    absorbed = absorbed_modules(spec.layers[0].attention)
     return XlaSizes(spec, tensor_shards, expert_shards, whole, products, layers, absorbed)
 
 

@@ -14,7 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from app.engine.errors import CheckpointError
-from app.engine.models.names import (
+from app.engine.models.linear_modules import LATENT_B, LinearModule
+from app.engine.models.sharding import shard_columns
+from app.engine.models.weight_names import (
     EMBEDDING,
     FINAL_NORM,
     LATENT_NORMS,
@@ -26,8 +28,6 @@ from app.engine.models.names import (
     latent_norm_widths,
     qk_norm_widths,
 )
-from app.engine.models.products import LATENT_B, Product
-from app.engine.models.sharding import shard_columns
 from app.engine.xla.arrays import Floats, XlaLayers, XlaWeights
 from app.engine.xla.sizes import XlaSizes
 
@@ -139,7 +139,7 @@ class _Filling:
             for product, part in zip(self._sizes.absorbed, (rows[:key_size].T, rows[key_size:]), strict=True):
                 self._stacks[product.name][self._matrix(product, layer, head)] = part
 
-    def _matrix(self, product: Product, place: int, expert: int | None) -> int:
+    def _matrix(self, product: LinearModule, place: int, expert: int | None) -> int:
         """A matrix's index in its product's stack: expert shards, then layers, then experts of a shard; or heads."""
         if expert is None:
             return place

@@ -13,8 +13,8 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from app.kernels.machine.compiled import compiled
-from app.kernels.machine.scalars import exp_float32
+from app.kernels.machine.jit import jit
+from app.kernels.machine.scalar_math import exp_float32
 from app.kernels.machine.vectors import LANES, WORD, constant, exp, fma, load, store
 
 
@@ -53,7 +53,7 @@ def _twice_tanh_argument(builder: Any, value: Any) -> Any:
     return builder.fmul(constant(2 * 0.7978845608028654), fma(builder, constant(0.044715), cubed, value))
 
 
-@compiled
+@jit
 def activate(gate_up, up_start, gelu, first, end, out):
     """out[t, i] = act(gate) * up for columns first to end. gate_up: [T, up_start + I], gate first; out: [T, I].
 
@@ -70,7 +70,7 @@ def activate(gate_up, up_start, gelu, first, end, out):
             row[i] = gate[i] / (np.float32(1.0) + exp_float32(-z)) * up[i]
 
 
-@compiled
+@jit
 def activate_clamped(gate_up, up_start, limit, alpha, first, end, out):
     """out[t, i] = (up + 1) * gate * logistic(alpha * gate), gate at most `limit` and up at most that either way.
 

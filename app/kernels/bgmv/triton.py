@@ -17,7 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
-from app.kernels.rank_rows import START_MULTIPLE, RankRows, check_operands
+from app.kernels.lora_rows import START_MULTIPLE, RankRows, check_operands
 from app.kernels.tuning import ceil_div, measured, next_power_of_two, shape_key
 
 #: Programs that keep every multiprocessor of a large GPU busy (H200: 132, four each).

@@ -10,13 +10,13 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from app.kernels.machine.compiled import compiled
-from app.kernels.machine.team import Team, leave, take
+from app.kernels.machine.jit import jit
+from app.kernels.machine.thread_team import ThreadTeam, leave, take
 from app.kernels.matmul.cpu import PANEL, multiply_columns
 
 
 def dora_scale(
-    team: Team,
+    team: ThreadTeam,
     magnitude: NDArray[np.float32],
     panels: NDArray[np.float32],
     a: NDArray[np.float32],
@@ -34,7 +34,7 @@ def dora_scale(
     return scale.astype(np.float32)
 
 
-@compiled
+@jit
 def _gram(rows):
     """A Aᵀ [r, r] float64 from A [r, d_in]."""
     rank = rows.shape[0]
@@ -47,7 +47,7 @@ def _gram(rows):
     return gram
 
 
-@compiled
+@jit
 def _row_squares(team, phase, panels, rows, gram, columns, squares):
     """squares[p, c] = ‖w + Aᵀb‖² for row 16 p + c of W. columns: [P, r, 16] float64, b. One phase."""
     num_panels, done = panels.shape[0], 0

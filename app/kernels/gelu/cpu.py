@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from app.kernels.machine.compiled import compiled
-from app.kernels.machine.team import count_pieces, leave, piece, take
+from app.kernels.machine.jit import jit
+from app.kernels.machine.thread_team import count_pieces, leave, piece, take
 
 #: Rows that one thread takes at a time.
 _ROWS = 4
@@ -41,7 +41,7 @@ _Q4, _Q3, _Q2, _Q1, _Q0 = (
 )
 
 
-@compiled
+@jit
 def erf_float32(x):
     """erf(x), float32, within 5e-7 of it."""
     x = min(max(x, -_BOUND), _BOUND)
@@ -61,7 +61,7 @@ def erf_float32(x):
     return x * p / q
 
 
-@compiled
+@jit
 def gelu(team, phase, x, out):
     """out[t] = gelu(x[t, :I]) = x / 2 (1 + erf(x / sqrt(2))) (Hendrycks & Gimpel 2016).
 

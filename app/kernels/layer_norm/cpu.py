@@ -10,14 +10,14 @@ import math
 
 import numpy as np
 
-from app.kernels.machine.compiled import compiled
-from app.kernels.machine.team import count_pieces, leave, piece, take
+from app.kernels.machine.jit import jit
+from app.kernels.machine.thread_team import count_pieces, leave, piece, take
 
 #: Rows that one thread takes at a time.
 NORM_ROWS = 4
 
 
-@compiled
+@jit
 def _sum(x, size, lanes):
     """x[0] + ... + x[size - 1] in eight fixed lanes; lanes: [8], overwritten."""
     lanes[:] = np.float32(0.0)
@@ -33,7 +33,7 @@ def _sum(x, size, lanes):
     return total
 
 
-@compiled
+@jit
 def normalise_centred_row(x, weight, bias, eps, lanes, squares, out):
     """out = layer_norm(x) * weight + bias, [H]; lanes: [8] and squares: [H] are scratch. x may be out."""
     size = weight.shape[0]
@@ -46,7 +46,7 @@ def normalise_centred_row(x, weight, bias, eps, lanes, squares, out):
         out[i] = out[i] * factor * weight[i] + bias[i]
 
 
-@compiled
+@jit
 def layer_norm(team, phase, x, weight, bias, eps, out):
     """x[t] = out[t] = layer_norm(x[t]) * weight + bias. x: [T, >= H] float32, in place; out: [T, H]; weight, bias: [H];
     eps float32. A post-norm model adds its next product to what the norm left: both are wanted. One phase."""
@@ -65,7 +65,7 @@ def layer_norm(team, phase, x, weight, bias, eps, out):
     return leave(team, phase, num_pieces, done)
 
 
-@compiled
+@jit
 def embed_normed(team, phase, token_ids, positions, words, places, segment, weight, bias, eps, hidden, out):
     """hidden[t] = out[t] = layer_norm(word + segment + place): the input of a BERT (Devlin et al. 2019).
 

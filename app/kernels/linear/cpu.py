@@ -13,13 +13,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from app.kernels.activation.cpu import activate
-from app.kernels.extras.cpu import ExtraTables, change_columns, put_back, set_aside
-from app.kernels.machine.compiled import compiled
-from app.kernels.machine.team import count_pieces, leave, piece, take
+from app.kernels.extra_weights.cpu import ExtraTables, change_columns, put_back, set_aside
+from app.kernels.machine.jit import jit
+from app.kernels.machine.thread_team import count_pieces, leave, piece, take
 from app.kernels.matmul.cpu import NO_FETCH, PANEL, panels_per_piece
 from app.kernels.matmul.quantised import multiply_any_panels, num_panels_of
 from app.kernels.sgmv.cpu import expand_panels
-from app.kernels.sgmv.fetching import MOST_BLOCKS, list_fetch, shrink_ranges
+from app.kernels.sgmv.prefetch import MOST_BLOCKS, list_fetch, shrink_ranges
 
 Floats = NDArray[np.float32]
 
@@ -37,7 +37,7 @@ class ProductExtras(NamedTuple):
     kept: Floats
 
 
-@compiled
+@jit
 def _fill(out, bias, first, end, accumulate):
     """Start columns first to end of a product from their bias; returns whether the product adds to them."""
     if bias.shape[0] == 0:
@@ -48,14 +48,14 @@ def _fill(out, bias, first, end, accumulate):
     return True
 
 
-@compiled
+@jit
 def _panels_per_piece(num_rows, num_panels, runs):
     """As `panels_per_piece`; with adapters more at a time, for their rows are read fastest in long pieces."""
     size = panels_per_piece(num_rows, num_panels)
     return max(size, _ADAPTED_PANELS) if runs.shape[0] > 0 else size
 
 
-@compiled
+@jit
 def project(team, phase, x, w, bias, accumulate, h, rows, runs, upcoming, extras, out):
     """out (+)= x @ w + bias, and the modules' deltas: x, w, out as in `matmul`, the rest as in `expand_panels`.
 
@@ -96,7 +96,7 @@ def project(team, phase, x, w, bias, accumulate, h, rows, runs, upcoming, extras
     return leave(team, phase, num_pieces, done)
 
 
-@compiled
+@jit
 def gate_and_up(team, phase, x, w, bias, h, rows, runs, upcoming, extras, gelu, gate_up, gated):
     """gated = act(gate) * up: both products with their deltas, and the activation of the same columns. One phase.
 

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from app.kernels.activation.reference import Activation, gated
-from app.kernels.extras.reference import module
+from app.kernels.extra_weights.reference import module
 
 Floats = NDArray[np.float32]
 

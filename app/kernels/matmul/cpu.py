@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from app.kernels.machine.compiled import compiled, has_feature
+from app.kernels.machine.jit import has_feature, jit
 from app.kernels.machine.simd import (
     BYTES_AHEAD,
     CHUNK,
@@ -23,7 +23,7 @@ from app.kernels.machine.simd import (
     multiply_tile,
     multiply_wide_tile,
 )
-from app.kernels.machine.team import count_pieces, leave, piece, take
+from app.kernels.machine.thread_team import count_pieces, leave, piece, take
 
 #: Columns of one panel.
 PANEL = 16
@@ -73,7 +73,7 @@ def pack(w: NDArray[np.float32]) -> NDArray[np.float32]:
     return panels
 
 
-@compiled
+@jit
 def pack_into(w, panels):
     """w [N, K] -> panels [ceil(N / 16), K, 16], in place; columns past N become zero."""
     num_columns, depth = w.shape
@@ -86,7 +86,7 @@ def pack_into(w, panels):
                 panels[p, k, c] = np.float32(0.0)
 
 
-@compiled
+@jit
 def multiply_columns(
     x, w, w_k, w_panel, num_panels, depth, out, accumulate, num_rows, x_row, out_row, ahead=0, in_bf16=False,
     blocks=0, step=0, rate=0,
@@ -124,13 +124,13 @@ def multiply_columns(
         p += 1
 
 
-@compiled
+@jit
 def tile_rows(num_rows):
     """Rows of the first tile of so many."""
     return num_rows if num_rows <= MOST_ROWS else min(MOST_ROWS, num_rows - _LEAST_LEFT)
 
 
-@compiled
+@jit
 def _panel(x, w, w_k, depth, out, accumulate, num_rows, x_row, out_row, ahead, in_bf16):
     """`multiply_columns` of one panel."""
     i = 0
@@ -141,7 +141,7 @@ def _panel(x, w, w_k, depth, out, accumulate, num_rows, x_row, out_row, ahead, i
         i += rows
 
 
-@compiled
+@jit
 def _fetching_panel(x, w, w_k, depth, out, accumulate, num_rows, x_row, out_row, ahead, blocks, step, rate):
     """`_panel` in float32, asking for blocks. A function of its own: the other is faster without this beside it."""
     i = 0
@@ -153,7 +153,7 @@ def _fetching_panel(x, w, w_k, depth, out, accumulate, num_rows, x_row, out_row,
         i += rows
 
 
-@compiled
+@jit
 def _multiply_many(x, w, first, end, out, accumulate):
     """`multiply_panels` with more than `MOST_ROWS` rows, `MANY_PANELS` at a time; the first panel that is left."""
     num_rows, depth = x.shape
@@ -171,19 +171,19 @@ def _multiply_many(x, w, first, end, out, accumulate):
     return p
 
 
-@compiled
+@jit
 def count_steps(num_rows, num_panels, depth):
     """Steps of `multiply_columns` with more than three rows: what their numbers run to."""
     return num_panels * depth * -(-num_rows // MOST_ROWS)
 
 
-@compiled
+@jit
 def fetch_rate(fetch, num_steps):
     """Lines per step, in units of 1 / FETCH_UNIT, at most one."""
     return min(fetch.lines * FETCH_UNIT // max(num_steps, 1), FETCH_UNIT)
 
 
-@compiled
+@jit
 def panels_per_piece(num_rows, num_panels):
     """Panels that one thread takes at a time: some 10 microseconds of work, and whole tiles."""
     least = 4 if num_rows <= MOST_ROWS or MANY_PANELS == 1 else MANY_PANELS
@@ -191,7 +191,7 @@ def panels_per_piece(num_rows, num_panels):
     return size if num_rows <= MOST_ROWS else -(-size // MANY_PANELS) * MANY_PANELS
 
 
-@compiled
+@jit
 def multiply_panels(x, w, first, end, out, accumulate, fetch):
     """out[:, 16 * first : 16 * end] (+)= x @ panels first to end of w; shapes as in `matmul`. One thread."""
     num_rows, depth = x.shape
@@ -205,7 +205,7 @@ def multiply_panels(x, w, first, end, out, accumulate, fetch):
     )  # fmt: skip
 
 
-@compiled
+@jit
 def matmul(team, phase, x, w, out, accumulate):
     """x: [M, K] float32, w: packed [P, K, 16], out: [M, >= P * 16] written in place; rows contiguous. One phase.
 

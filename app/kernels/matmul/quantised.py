@@ -6,7 +6,7 @@ registers; with more the first of them leave what they expanded, a chunk at a ti
 added in the order of `app.kernels.machine.simd`, so bits are as independent of company as there, and equal to those of
 float32 storage of the expanded values.
 
-How weights come into this form, and which lose nothing by it: `app.kernels.matmul.storing`.
+How weights come into this form, and which lose nothing by it: `app.kernels.matmul.pack_weights`.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from numba import types
 from numba.extending import overload
 from numpy.typing import NDArray
 
-from app.kernels.machine.compiled import compiled
+from app.kernels.machine.jit import jit
 from app.kernels.machine.simd import CHUNK, GROUP, expand_bytes, multiply_and_expand_tile, multiply_bytes_tile
-from app.kernels.machine.team import count_pieces, leave, piece, take
+from app.kernels.machine.thread_team import count_pieces, leave, piece, take
 from app.kernels.matmul.cpu import (
     MOST_ROWS,
     NO_FETCH,
@@ -46,13 +46,13 @@ class Quantised(NamedTuple):
     offsets: NDArray[np.float32]
 
 
-@compiled
+@jit
 def expand_panel(levels, scales, offsets, out):
     """out[k, c] = scales[k // 32, c] * levels[k, c] + offsets[k // 32, c]; [K, 16] float32 in place."""
     _expand(levels.ctypes.data, scales.ctypes.data, offsets.ctypes.data, levels.shape[0], out.ctypes.data)
 
 
-@compiled
+@jit
 def _expand(levels, scales, offsets, depth, out):
     """`expand_panel` of addresses."""
     for first in range(0, depth, GROUP):
@@ -62,25 +62,25 @@ def _expand(levels, scales, offsets, depth, out):
         )
 
 
-@compiled
+@jit
 def _plain(rows, x, x_row, levels, scales, offsets, depth, out, out_row, accumulate):
     """One panel with up to `MOST_ROWS` rows."""
     _plain_tile(rows, x, x_row, levels, scales, offsets, depth, out, out_row, accumulate, 0, 0, 0)
 
 
-@compiled
+@jit
 def _fetching(rows, x, x_row, levels, scales, offsets, depth, out, out_row, accumulate, blocks, step, rate):
     """`_plain`, asking for blocks. A function of its own: the other is faster without this beside it."""
     _fetching_tile(rows, x, x_row, levels, scales, offsets, depth, out, out_row, accumulate, blocks, step, rate)
 
 
-@compiled
+@jit
 def _expanding(rows, x, x_row, levels, scales, offsets, depth, out, out_row, accumulate, expanded):
     """A chunk of `_plain` that leaves its weights in `expanded` [depth, 16]."""
     _expanding_tile(rows, x, x_row, levels, scales, offsets, depth, out, out_row, accumulate, expanded)
 
 
-@compiled
+@jit
 def multiply_quantised_panels(x, w, first, end, out, accumulate, fetch):
     """As `app.kernels.matmul.cpu.multiply_panels` with the packed weights in 8 bits."""
     num_rows, depth = x.shape
@@ -160,7 +160,7 @@ def _multiply_any_panels(x, w, first, end, out, accumulate, fetch):
     )
 
 
-@compiled
+@jit
 def multiply(team, phase, x, w, out):
     """out = x @ w, as `app.kernels.matmul.cpu.matmul`, for either kind of weights of one layer. One phase."""
     num_panels, done = num_panels_of(w), 0
@@ -175,14 +175,14 @@ def multiply(team, phase, x, w, out):
     return leave(team, phase, num_pieces, done)
 
 
-@compiled
+@jit
 def _column(head, token, out):
     panel, column = token // PANEL, token % PANEL
     for i in range(out.shape[0]):
         out[i] = head[0, panel, i, column]
 
 
-@compiled
+@jit
 def _quantised_column(head, token, out):
     panel, column = token // PANEL, token % PANEL
     row = np.empty((GROUP, PANEL), np.float32)
@@ -210,7 +210,7 @@ def _embedding_row_of(head, token, out):
     return lambda head, token, out: _quantised_column(head, token, out)
 
 
-@compiled
+@jit
 def embed(team, phase, token_ids, embedding, head, out):
     """out[t] = embedding row of token t. embedding: [V, H], or [0, H] to read the columns of `head` (a `Stack`).
 

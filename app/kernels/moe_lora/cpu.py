@@ -15,9 +15,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from app.kernels.activation.cpu import activate, activate_clamped
-from app.kernels.machine.compiled import compiled
+from app.kernels.machine.jit import jit
 from app.kernels.machine.simd import BYTES_AHEAD
-from app.kernels.machine.team import leave, take
+from app.kernels.machine.thread_team import leave, take
 from app.kernels.matmul.cpu import NO_FETCH, PANEL, multiply_columns, panels_per_piece
 from app.kernels.matmul.quantised import layer_panels, multiply_any_panels
 from app.kernels.sgmv.cpu import RANK_PANEL, shrink_rows
@@ -39,7 +39,7 @@ class ExpertRows(NamedTuple):
     in_bf16: NDArray[np.bool_]
 
 
-@compiled
+@jit
 def _end_of_run(pairs, slots, first, end):
     """The end of the pairs that have the adapter of the first one; all of one expert."""
     top_k = pairs.experts.shape[1]
@@ -49,7 +49,7 @@ def _end_of_run(pairs, slots, first, end):
     return i
 
 
-@compiled
+@jit
 def shrink_pairs(team, phase, x, num_pairs, pairs, slots, rows, h):
     """h[i, n, :rank] = A_n x[i] for the i-th pair in order, A its adapter's of its expert. One phase.
 
@@ -83,7 +83,7 @@ def shrink_pairs(team, phase, x, num_pairs, pairs, slots, rows, h):
     return leave(team, phase, num_pieces, done)
 
 
-@compiled
+@jit
 def _add_deltas(pairs, slots, rows, expert, n, first, end, h, out, out_panel):
     """out[i, 16 * (out_panel + first) ...] += B_n h[i, n] for an expert's pairs and panels first to end of module n."""
     h_row, h_module, out_row = h.strides[0] // 4, h.strides[1] // 4, out.strides[0] // 4
@@ -103,7 +103,7 @@ def _add_deltas(pairs, slots, rows, expert, n, first, end, h, out, out_panel):
         i = until
 
 
-@compiled
+@jit
 def _fill(out, biases, expert, first, end):
     """Start panels first to end from an expert's biases; returns whether the product adds to them."""
     if biases.shape[0] == 0:
@@ -113,7 +113,7 @@ def _fill(out, biases, expert, first, end):
     return True
 
 
-@compiled
+@jit
 def _pieces(num_pairs, num_experts, num_panels):
     """(experts that may have rows, panels of one piece, pieces per expert)."""
     most = min(num_pairs, num_experts)
@@ -121,7 +121,7 @@ def _pieces(num_pairs, num_experts, num_panels):
     return most, size, -(-num_panels // size)
 
 
-@compiled
+@jit
 def experts_gate_and_up(
     team, phase, x, num_pairs, pairs, slots, stack, at, biases, rows, h, gelu, limit, alpha, gate_up, gated
 ):
@@ -156,7 +156,7 @@ def experts_gate_and_up(
     return leave(team, phase, num_pieces, done)
 
 
-@compiled
+@jit
 def experts_down(team, phase, x, num_pairs, pairs, slots, stack, at, biases, rows, h, out):
     """out[i] = down(x[i]) of the i-th pair's expert, with its adapter's delta; the rest as above. One phase.
 

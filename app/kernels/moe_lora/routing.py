@@ -12,9 +12,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from app.kernels.machine.compiled import compiled
-from app.kernels.machine.scalars import exp_float32
-from app.kernels.machine.team import count_pieces, leave, piece, take
+from app.kernels.machine.jit import jit
+from app.kernels.machine.scalar_math import exp_float32
+from app.kernels.machine.thread_team import count_pieces, leave, piece, take
 
 #: Tokens or pairs that one thread takes at a time.
 _ROWS = 4
@@ -51,7 +51,7 @@ def empty_pairs(num_tokens: int, top_k: int, num_experts: int) -> Pairs:
     )
 
 
-@compiled
+@jit
 def route(team, phase, logits, normalised, scale, num_groups, top_groups, pairs):
     """Each token's experts and shares: the largest of a softmax over its E logits, divided by their sum if
     `normalised`, times `scale` (float32).
@@ -80,7 +80,7 @@ def route(team, phase, logits, normalised, scale, num_groups, top_groups, pairs)
     return leave(team, phase, num_pieces, done)
 
 
-@compiled
+@jit
 def _softmax(logits, out):
     highest = logits[0]
     for e in range(1, out.shape[0]):
@@ -93,7 +93,7 @@ def _softmax(logits, out):
         out[e] /= total
 
 
-@compiled
+@jit
 def _leave_groups(shares, num_groups, top_groups):
     """Zero for the shares of all groups but those with the largest single ones; of equal groups the lower is left."""
     size = shares.shape[0] // num_groups
@@ -110,7 +110,7 @@ def _leave_groups(shares, num_groups, top_groups):
             shares[group * size : (group + 1) * size] = np.float32(0.0)
 
 
-@compiled
+@jit
 def _choose(shares, taken, normalised, experts, chosen):
     """Fill experts and chosen [K]. Shares that are no numbers choose experts all the same, the lowest first."""
     total = np.float32(0.0)
@@ -127,7 +127,7 @@ def _choose(shares, taken, normalised, experts, chosen):
             chosen[k] /= total
 
 
-@compiled
+@jit
 def sort_pairs(team, phase, num_tokens, pairs):
     """Fill the rest of `pairs` from its experts of the first num_tokens tokens. One phase of one piece."""
     done = 0
@@ -151,7 +151,7 @@ def sort_pairs(team, phase, num_tokens, pairs):
     return leave(team, phase, 1, done)
 
 
-@compiled
+@jit
 def _list_busy(counts, busy, num_busy):
     """Experts with pairs, those with most first: threads finish together where the last pieces are small."""
     count = 0
@@ -166,7 +166,7 @@ def _list_busy(counts, busy, num_busy):
     num_busy[0] = count
 
 
-@compiled
+@jit
 def gather_pairs(team, phase, x, num_tokens, pairs, out):
     """out[i] = x[token of the i-th pair in order]; x: [T, H]; out: [>= T * K, H]. One phase."""
     top_k, done = pairs.experts.shape[1], 0
@@ -182,7 +182,7 @@ def gather_pairs(team, phase, x, num_tokens, pairs, out):
     return leave(team, phase, num_pieces, done)
 
 
-@compiled
+@jit
 def combine(team, phase, outputs, pairs, shared, gates, width, hidden):
     """hidden[t] += Σ_k shares[t, k] * outputs[place of t's k-th pair] + logistic(gates[t]) * shared[t]. One phase.
 
@@ -208,7 +208,7 @@ def combine(team, phase, outputs, pairs, shared, gates, width, hidden):
     return leave(team, phase, num_tokens, done)
 
 
-@compiled
+@jit
 def _add_times(values, factor, width, out):
     for i in range(width):
         out[i] += factor * values[i]

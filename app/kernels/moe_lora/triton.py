@@ -16,7 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
-from app.kernels.moe_lora.expert_rows import ALIGNMENT, ExpertRows, check_operands
+from app.kernels.moe_lora.expert_lora_rows import ALIGNMENT, ExpertRows, check_operands
 from app.kernels.moe_routing.pairs import SortedPairs
 from app.kernels.tuning import ceil_div
 

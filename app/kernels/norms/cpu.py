@@ -10,14 +10,14 @@ import math
 
 import numpy as np
 
-from app.kernels.machine.compiled import compiled
-from app.kernels.machine.team import count_pieces, leave, piece, take
+from app.kernels.machine.jit import jit
+from app.kernels.machine.thread_team import count_pieces, leave, piece, take
 
 #: Rows that one thread takes at a time.
 NORM_ROWS = 4
 
 
-@compiled
+@jit
 def normalise_row(x, weight, eps, size, out):
     """out[:size] = x[:size] / rms(x) * weight (Zhang & Sennrich 2019). The sum runs in eight fixed lanes."""
     lanes = np.zeros(8, np.float32)
@@ -35,7 +35,7 @@ def normalise_row(x, weight, eps, size, out):
         out[i] = x[i] * factor * weight[i]
 
 
-@compiled
+@jit
 def rms_norm(team, phase, x, weight, eps, out):
     """out[t] = rms_norm(x[t]) * weight. x, out: [T, H] float32 (out in place); weight: [H]; eps float32. One phase."""
     num_pieces, done = count_pieces(x.shape[0], NORM_ROWS), 0
@@ -49,7 +49,7 @@ def rms_norm(team, phase, x, weight, eps, out):
     return leave(team, phase, num_pieces, done)
 
 
-@compiled
+@jit
 def normalise_and_add(team, phase, x, weight, eps, out):
     """out[t] += rms_norm(x[t]) * weight. x: [T, >= H] float32, overwritten; weight: [H]; out: [T, >= H]. One phase."""
     num_pieces, done = count_pieces(x.shape[0], NORM_ROWS), 0
@@ -65,7 +65,7 @@ def normalise_and_add(team, phase, x, weight, eps, out):
     return leave(team, phase, num_pieces, done)
 
 
-@compiled
+@jit
 def gather_normed(team, phase, x, rows, weight, eps, out):
     """out[p] = rms_norm(x[rows[p]]) * weight. One phase."""
     num_rows, done = rows.shape[0], 0

@@ -16,12 +16,12 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from app.kernels.machine.compiled import compiled
-from app.kernels.machine.scalars import exp_float32
-from app.kernels.machine.team import leave, take
+from app.kernels.machine.jit import jit
+from app.kernels.machine.scalar_math import exp_float32
+from app.kernels.machine.thread_team import leave, take
 from app.kernels.matmul.cpu import multiply_columns
 from app.kernels.paged_attention.softmax import KEYS, softmax_step
-from app.kernels.scaling.cpu import capped
+from app.kernels.softcap.cpu import capped
 
 #: Queries of one task.
 _TILE_TOKENS = 16
@@ -29,7 +29,7 @@ _TILE_TOKENS = 16
 _STEP = 16
 
 
-@compiled
+@jit
 def _attend(
     queries, first_visible, group, window, softcap, table, head, k_memory, v_memory, scores, maxima, sums, acc, after
 ):  # fmt: skip
@@ -89,19 +89,19 @@ def _attend(
             at = following
 
 
-@compiled
+@jit
 def _first_key(first_visible, window):
     """Where a task begins to read: the first token sees keys below first_visible, `window` of them if not 0."""
     return max(0, first_visible - window) // KEYS * KEYS if window > 0 else 0
 
 
-@compiled
+@jit
 def _first_token(key, first_visible):
     """The first token of a task that sees `key`: token i sees keys below first_visible + i."""
     return max(key + 1 - first_visible, 0)
 
 
-@compiled
+@jit
 def _offset(memory, table, head, key, stride):
     """Where `key` lies, in elements; keys of a block are `stride` apart in k_memory or v_memory."""
     block_size = memory.shape[2] if stride != 1 else memory.shape[3]
@@ -109,7 +109,7 @@ def _offset(memory, table, head, key, stride):
     return (block * memory.shape[1] + head) * memory.shape[2] * memory.shape[3] + key % block_size * stride
 
 
-@compiled
+@jit
 def paged_attention(
     team, phase, q, head_dim, scale, window, softcap, sinks, tasks, query_starts, seq_lens, block_tables, k_memory,
     v_memory, out,
@@ -160,7 +160,7 @@ def paged_attention(
     return leave(team, phase, num_pieces, done)
 
 
-@compiled
+@jit
 def _task(job, num_kv_heads, tasks, query_starts, seq_lens):
     """KV head, sequence, first row of q, and what `_attend` calls first_visible."""
     b = tasks[job // num_kv_heads, 0]

@@ -45,7 +45,7 @@ def configuration(
     max_query_len: int,
     max_seq_len: int,
     *,
-    deterministic: bool = False,
+    batch_invariant: bool = False,
 ) -> Configuration:
     """What `paged_attention` uses for these shapes: measured on this device, or the rule of thumb.
 
@@ -54,17 +54,17 @@ def configuration(
     """
     num_tokens, num_heads, head_dim = q.shape
     group = num_heads // num_kv_heads
-    if not deterministic:
+    if not batch_invariant:
         sizes = (next_power_of_two(num_tokens), num_heads, num_kv_heads, head_dim, min(max_query_len, 2), max_seq_len)
         if (found := measured(q.device, shape_key("paged_attention", *sizes, dtype=q.dtype))) is not None:
             return Configuration(**found)
-    is_decode = max_query_len == 1 and not deterministic
+    is_decode = max_query_len == 1 and not batch_invariant
     is_small = is_decode or q.dtype.itemsize == 4
     block_rows = max(16 if is_small else 64, next_power_of_two(group))
     # Keys and values of a tile lie in shared memory several times over, 227 KB of it.
     block_keys = 64 if q.dtype.itemsize * head_dim <= 256 else 32
     tiles = ceil_div(num_tokens, block_rows // group) + (0 if is_decode else num_sequences)
-    if deterministic:
+    if batch_invariant:
         num_programs = min(ceil_div(max_seq_len, _SPLIT_KEYS), _MAX_PROGRAMS)
         num_programs = num_programs if max_query_len == 1 else 1
     else:
@@ -90,7 +90,7 @@ def paged_attention(
     window: int | None = None,
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
-    deterministic: bool = False,
+    batch_invariant: bool = False,
     config: Configuration | None = None,
 ) -> None:
     """out[t] = softmax(scale * q[t] K^T) V over the keys query t sees (Vaswani et al. 2017; Ainslie et al. 2023).
@@ -111,12 +111,14 @@ def paged_attention(
         raise ValueError(f"window is {window}; a query sees at least itself, so give 1 or more, or None for all keys")
     if num_tokens == 0 or num_sequences == 0:
         return
-    c = config or configuration(q, num_kv_heads, num_sequences, max_query_len, max_seq_len, deterministic=deterministic)
+    c = config or configuration(
+        q, num_kv_heads, num_sequences, max_query_len, max_seq_len, batch_invariant=batch_invariant
+    )
     group = num_heads // num_kv_heads
     block_queries = c.block_rows // group
     num_tiles = num_sequences if max_query_len == 1 else num_tokens // block_queries + num_sequences
-    fixed_keys = ceil_div(_SPLIT_KEYS, c.block_keys) * c.block_keys if deterministic else 0
-    num_splits = ceil_div(max_seq_len, fixed_keys) if deterministic else c.num_programs
+    fixed_keys = ceil_div(_SPLIT_KEYS, c.block_keys) * c.block_keys if batch_invariant else 0
+    num_splits = ceil_div(max_seq_len, fixed_keys) if batch_invariant else c.num_programs
     has_parts = c.num_programs > 1
     parts, states = out, out  # never touched unless there are parts, and so of sinks
     of_heads = out if sinks is None else sinks
@@ -137,7 +139,7 @@ def paged_attention(
         "FIXED_KEYS": fixed_keys,
         "NUM_PROGRAMS": c.num_programs,
         "num_warps": c.num_warps,
-        "enable_fp_fusion": not deterministic,
+        "enable_fp_fusion": not batch_invariant,
     }
     _attend[(num_tiles, num_kv_heads, c.num_programs)](
         q, k_cache, v_cache, query_starts, seq_lens, block_tables, out, parts, states, of_heads, num_tokens,

@@ -6,11 +6,11 @@ the sum was before, so a sum's bits are the same in one call and in several.
 
 from __future__ import annotations
 
-from app.kernels.machine.compiled import compiled
-from app.kernels.machine.team import leave, take
+from app.kernels.machine.jit import jit
+from app.kernels.machine.thread_team import leave, take
 
 
-@compiled
+@jit
 def add_rows(team, phase, x, ranges, sums):
     """sums[q] += x[first] + ... + x[end - 1], in place. x: [N, H] float32; ranges: [Q, 2] int64; sums: [Q, H] float64.
 

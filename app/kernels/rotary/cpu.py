@@ -6,12 +6,12 @@ in the caches. Each token is treated alone, so its bits depend on nothing but it
 
 from __future__ import annotations
 
-from app.kernels.machine.compiled import compiled
-from app.kernels.machine.team import leave, take
+from app.kernels.machine.jit import jit
+from app.kernels.machine.thread_team import leave, take
 from app.kernels.norms.cpu import normalise_row
 
 
-@compiled
+@jit
 def _rotate(row, cos, sin):
     """Rotary embedding of one head in place, half-split layout (Su et al. 2021). cos, sin: [rotary / 2]."""
     half = cos.shape[0]
@@ -21,7 +21,7 @@ def _rotate(row, cos, sin):
         row[i + half] = second * cos[i] + first * sin[i]
 
 
-@compiled
+@jit
 def rotate_and_store_token(
     t, qkv, positions, kv_slots, cos, sin, q_norm, k_norm, eps, k_memory, v_memory, num_heads, num_kv_heads, head_dim,
     q_size, kv_size,
@@ -46,7 +46,7 @@ def rotate_and_store_token(
             v_memory[block, head, offset, i] = qkv[t, value + i]
 
 
-@compiled
+@jit
 def rotate_and_store(
     team, phase, qkv, positions, kv_slots, cos, sin, q_norm, k_norm, eps, k_memory, v_memory, num_heads, num_kv_heads,
     head_dim, q_size, kv_size,

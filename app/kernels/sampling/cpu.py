@@ -10,12 +10,12 @@ import math
 
 import numpy as np
 
-from app.kernels.machine.compiled import compiled
-from app.kernels.machine.scalars import exp_float32
-from app.kernels.machine.team import leave, take
+from app.kernels.machine.jit import jit
+from app.kernels.machine.scalar_math import exp_float32
+from app.kernels.machine.thread_team import leave, take
 
 
-@compiled
+@jit
 def _mix(x):
     """The finaliser of SplitMix64 (Steele, Lea & Flood 2014), on uint64."""
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -23,7 +23,7 @@ def _mix(x):
     return x ^ (x >> np.uint64(31))
 
 
-@compiled
+@jit
 def uniform(seed, position):
     """A float64 in [0, 1) from (seed uint64, position int64)."""
     golden = np.uint64(0x9E3779B97F4A7C15)
@@ -32,7 +32,7 @@ def uniform(seed, position):
     return np.float64(bits >> np.uint64(11)) * (1.0 / 9007199254740992.0)
 
 
-@compiled
+@jit
 def row_maximum(row):
     """(maximum, first index that has it); NaN and its first index where there is one, as NumPy's max and argmax."""
     lanes, is_number = np.empty(16, np.float32), np.ones(16, np.bool_)
@@ -54,7 +54,7 @@ def row_maximum(row):
     return top, 0
 
 
-@compiled
+@jit
 def log_sum_exp(row, top):
     """log(sum(exp(row))) as float64, `top` being the row's maximum; eight fixed lanes."""
     lanes = np.zeros(8, np.float64)
@@ -70,13 +70,13 @@ def log_sum_exp(row, top):
     return np.float64(top) + math.log(total)
 
 
-@compiled
+@jit
 def _cutoff_top_k(p, k):
     """The k-th largest value of p."""
     return np.partition(p, p.shape[0] - k)[p.shape[0] - k]
 
 
-@compiled
+@jit
 def _cutoff_top_p(p, floor, top_p):
     """The smallest value in the smallest set of largest values (of those >= floor) with mass >= top_p.
 
@@ -114,7 +114,7 @@ def _cutoff_top_p(p, floor, top_p):
     return candidates[0]
 
 
-@compiled
+@jit
 def draw(row, temperature, top_k, top_p, min_p, seed, position):
     """One token from a row of logits [V]. temperature > 0. Filters apply in transformers' order:
     temperature, top-k, top-p, min-p (Nguyen et al. 2024); values equal to a cut-off stay in."""
@@ -146,7 +146,7 @@ def draw(row, temperature, top_k, top_p, min_p, seed, position):
     return last
 
 
-@compiled
+@jit
 def forbid(row, mask):
     """Set the logits [V] to -inf whose bit in mask [W] uint32 is 0, lowest bit first, in place."""
     for word in range(mask.shape[0]):
@@ -158,7 +158,7 @@ def forbid(row, mask):
                 row[first + bit] = np.float32(-np.inf)
 
 
-@compiled
+@jit
 def sample_rows(
     team, phase, logits, temperature, top_k, top_p, min_p, seeds, positions, wants_logprob, mask_of_row, masks, tokens,
     normalisers,

@@ -1,7 +1,7 @@
 """LoRA deltas on the CPU: shrink `h = A x`, expand `y += B h`, per run of tokens with one adapter.
 
 Every matrix of an adapter of rank r is one piece of memory, known by its address. a: panels of eight rows
-`[r / 8, d_in, 8]`, so that a shrink reads whole vectors; the last panel is zero-filled (`writing`). b: panels of
+`[r / 8, d_in, 8]`, so that a shrink reads whole vectors; the last panel is zero-filled (`audited_transaction`). b: panels of
 sixteen columns `[W / 16, r, 16]`, W the module's outputs rounded up to whole panels, so that an expand reads it from
 its beginning to its end. A token costs its own adapter's rank and nothing else: no padding to the largest rank, and
 base tokens (rank 0) are not visited.
@@ -19,9 +19,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from app.kernels.machine.compiled import compiled
+from app.kernels.machine.jit import jit
 from app.kernels.machine.simd import BYTES_AHEAD, multiply_tile
-from app.kernels.machine.team import count_pieces, leave, piece, take
+from app.kernels.machine.thread_team import count_pieces, leave, piece, take
 from app.kernels.matmul.cpu import PANEL, multiply_columns
 
 #: Rank rows of one panel of a: an adapter's rows start at a multiple of this.
@@ -55,7 +55,7 @@ class ModuleRows(NamedTuple):
     in_bf16: NDArray[np.bool_]
 
 
-@compiled
+@jit
 def shrink_rows(x, x_row, num_rows, a, num_panels, depth, h, h_row, in_bf16):
     """h[i, :8 * num_panels] = A @ x[i] for num_rows rows of one adapter; addresses and element strides."""
     step = depth * RANK_PANEL
@@ -76,7 +76,7 @@ def shrink_rows(x, x_row, num_rows, a, num_panels, depth, h, h_row, in_bf16):
             _one_panel(rows, xi, x_row, ap, 8, 0, depth, hp, h_row, 0, BYTES_AHEAD, False, in_bf16)
 
 
-@compiled
+@jit
 def shrink(team, phase, x, rows, tasks, widest, h):
     """h[t, n, :rank] = A_n x[t] for the modules n of `ModuleRows`, which share the input. One phase.
 
@@ -108,7 +108,7 @@ def shrink(team, phase, x, rows, tasks, widest, h):
     return leave(team, phase, num_pieces, done)
 
 
-@compiled
+@jit
 def expand_panels(h, n, rows, runs, first, end, out, out_panel):
     """out[t, 16 * (out_panel + first) ...] += B_n h[t, n] for panels first to end of module n. One thread.
 
@@ -132,14 +132,14 @@ def expand_panels(h, n, rows, runs, first, end, out, out_panel):
             )  # fmt: skip
 
 
-@compiled
+@jit
 def first_panel(rows, adapter_slot, n, panel):
     """Address of a panel of an adapter's b of module n."""
     size = 2 if rows.in_bf16[adapter_slot] else 4
     return rows.b[adapter_slot, n] + panel * rows.ranks[adapter_slot, n] * PANEL * size
 
 
-@compiled
+@jit
 def expand(team, phase, h, rows, runs, out):
     """out[t] += B_n h[t, n] for all modules n, their columns side by side in out; see `expand_panels`. One phase."""
     num_panels, done = rows.num_panels.sum(), 0

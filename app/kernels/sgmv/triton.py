@@ -21,7 +21,7 @@ import triton.language as tl
 from numpy.typing import NDArray
 
 from app.kernels.bgmv.triton import slice_of_tile
-from app.kernels.rank_rows import START_MULTIPLE, RankRows, check_operands
+from app.kernels.lora_rows import START_MULTIPLE, RankRows, check_operands
 from app.kernels.tuning import ceil_div, measured, next_power_of_two, shape_key
 
 #: Rows per segment in deterministic mode and while decoding: the smallest tensor-core tile.
@@ -47,9 +47,9 @@ class Configuration(NamedTuple):
     num_stages: int
 
 
-def block_tokens(num_tokens: int, *, deterministic: bool = False) -> int:
+def block_tokens(num_tokens: int, *, batch_invariant: bool = False) -> int:
     """How many rows a segment has at most, in a step of num_tokens rows."""
-    if deterministic or num_tokens <= 256:
+    if batch_invariant or num_tokens <= 256:
         return MIN_BLOCK_TOKENS
     return 32 if num_tokens <= 1024 else 64
 
@@ -77,7 +77,7 @@ def segments(
 
 
 def configuration(
-    num_segments: int, block_tokens: int, rows: RankRows, max_rank: int, *, deterministic: bool = False
+    num_segments: int, block_tokens: int, rows: RankRows, max_rank: int, *, batch_invariant: bool = False
 ) -> Configuration:
     """What `add_lora` uses for these shapes: measured on this device, or the rule of thumb.
 
@@ -86,14 +86,14 @@ def configuration(
     the number of segments counts nor, for the tiles, the largest rank.
     """
     width, num_slices = sum(rows.widths), len(rows.widths)
-    if not deterministic:
+    if not batch_invariant:
         found = measured(rows.memory.device, key(num_segments, block_tokens, rows, max_rank))
         if found is not None:
             return Configuration(**found)
-    block_rank = 16 if deterministic else min(max(next_power_of_two(max_rank), 16), 64)
+    block_rank = 16 if batch_invariant else min(max(next_power_of_two(max_rank), 16), 64)
     num_parts = min(ceil_div(max_rank, block_rank), 4)
     block_k = 128 if rows.memory.dtype.itemsize == 2 else 64
-    if deterministic:
+    if batch_invariant:
         wanted_splits, block_columns = 4, 128
     else:
         wanted_splits = min(
@@ -121,7 +121,7 @@ def add_lora(
     *,
     max_rank: int,
     block_tokens: int,
-    deterministic: bool = False,
+    batch_invariant: bool = False,
     config: Configuration | None = None,
 ) -> None:
     """y[t] += B (A x[t]) for the rows of every segment, in place (Hu et al. 2021; Chen et al. 2023).
@@ -136,7 +136,7 @@ def add_lora(
         raise ValueError(f"segments are {tuple(segments.shape)}, expected contiguous [G, 3]")
     if num_rows == 0 or num_segments == 0:
         return
-    c = config or configuration(num_segments, block_tokens, rows, max_rank, deterministic=deterministic)
+    c = config or configuration(num_segments, block_tokens, rows, max_rank, batch_invariant=batch_invariant)
     num_slices, width, depth = len(rows.widths), sum(rows.widths), rows.depth
     capacity = ceil_div(max_rank, 16) * 16
     h = torch.empty((c.num_splits, num_slices, num_rows, capacity), dtype=torch.float32, device=x.device)

@@ -17,7 +17,7 @@ from app.deployments.ingress.http.openapi import api_routes
 from tests.deployments.fleet import Fleet
 from tests.deployments.http_service import WRITING_SPEC, Service, writing_text
 from tests.deployments.managed import ManagedStore, wanted
-from tests.engine.structured.tokens import tiny_vocabulary
+from tests.engine.structured_output.tokens import tiny_vocabulary
 from tests.fakes import fake_adapter
 
 #: What answers call their times, beside whatever ends with `_at`.

@@ -10,7 +10,7 @@ import pytest
 from ray import serve
 
 from app.deployments.ingress.deployment import ServeBatcher
-from app.deployments.ingress.streams import Stream
+from app.deployments.ingress.dispatch.stream import Stream
 from tests.fakes import fake_request
 
 

@@ -12,7 +12,7 @@ from app.deployments.ingress import handle_api
 from app.deployments.ingress.serializers.loras import adapter_body, job_body, unloaded_body
 from app.engine.errors import InvalidRequest, NotFound, QueueFull
 from tests.deployments.http_service import Service
-from tests.deployments.ingress.test_dispatcher import until
+from tests.deployments.ingress.dispatch.test_dispatcher import until
 from tests.deployments.managed import ADA, wanted
 
 SAMPLING = {"max_new_tokens": 60, "temperature": 0, "ignore_eos": True}
@@ -82,7 +82,7 @@ async def test_calls_that_fail_are_counted(service: Service) -> None:
     with pytest.raises(InvalidRequest):
         await handle_api.generate(service, "a", {"temperature": -1}, None)
     (replica,) = service.fleet.replicas.values()
-    replica.engine._max_waiting = 0
+    replica.engine._max_queued_requests = 0
     with pytest.raises(QueueFull):
         _ = [piece async for piece in handle_api.stream(service, "a", SAMPLING, "sql")]
     assert service.observed == [("handle", 404), ("handle", 400), ("handle", 429)]

@@ -7,7 +7,7 @@ import pickle
 
 import pytest
 
-from app.deployments.ingress.handle_api import plain_errors
+from app.deployments.ingress.handle_api import builtin_errors
 from app.engine.errors import (
     AdapterUntrusted,
     DeadlineExceeded,
@@ -34,7 +34,7 @@ from app.engine.errors import (
     ],
 )
 def test_an_error_is_pythons_own(error: Exception, kind: type[Exception], text: str) -> None:
-    with pytest.raises(kind) as caught, plain_errors():
+    with pytest.raises(kind) as caught, builtin_errors():
         raise error
     assert type(caught.value) is kind
     assert str(caught.value) == text
@@ -45,5 +45,5 @@ def test_an_error_is_pythons_own(error: Exception, kind: type[Exception], text: 
 
 def test_an_end_is_left_as_it_is() -> None:
     for end in (asyncio.CancelledError, GeneratorExit):
-        with pytest.raises(end), plain_errors():
+        with pytest.raises(end), builtin_errors():
             raise end

@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import random
 
-from app.deployments.ingress.streams import Inbox
+from app.deployments.ingress.dispatch.stream import SingleReaderQueue
 
 
 async def test_everything_arrives_once_and_in_order() -> None:
     rng = random.Random(0)
-    inbox: Inbox[int] = Inbox()
+    inbox: SingleReaderQueue[int] = SingleReaderQueue()
     got: list[int] = []
 
     async def read() -> None:
@@ -34,7 +34,7 @@ async def test_everything_arrives_once_and_in_order() -> None:
 
 
 async def test_a_reader_waits_until_there_is_something() -> None:
-    inbox: Inbox[str] = Inbox()
+    inbox: SingleReaderQueue[str] = SingleReaderQueue()
     reader = asyncio.ensure_future(inbox.get())
     await asyncio.sleep(0)
     assert not reader.done()

@@ -8,23 +8,23 @@ import httpx
 import pytest
 
 from app.config import HttpConfig
-from app.deployments.ingress import adapter_names
+from app.deployments.ingress.preprocess import adapter_directory
+from app.deployments.ingress.principal import handle_principal
 from app.deployments.ingress.schemas.openai import ChatCompletionRequest
-from app.deployments.ingress.tenants import handle_caller
 from app.engine.adapters.card import AdapterRef
 from app.engine.errors import NotReady
 from tests.deployments.http_service import Service
-from tests.deployments.ingress.test_dispatcher import until
+from tests.deployments.ingress.dispatch.test_dispatcher import until
 from tests.deployments.managed import MINE, wanted
 
 
 async def test_new_limits_are_those_of_requests_and_of_waiting_for_replicas(service: Service) -> None:
-    service.reconfigure({"replica_wait_s": 2.5, "max_logprobs": 3})
-    assert service._assigner.replica_wait_s == 2.5
+    service.reconfigure({"replica_timeout_s": 2.5, "max_logprobs": 3})
+    assert service._assigner.replica_timeout_s == 2.5
     assert (service.frontend.limits.max_sequences, service.frontend.limits.max_logprobs) == (4, 3)
-    with pytest.raises(ValueError, match="replica_wait_s"):
-        service.reconfigure({"replica_wait_s": "soon"})
-    assert service._assigner.replica_wait_s == 2.5
+    with pytest.raises(ValueError, match="replica_timeout_s"):
+        service.reconfigure({"replica_timeout_s": "soon"})
+    assert service._assigner.replica_timeout_s == 2.5
 
 
 async def test_it_is_ready_while_a_replica_is(service: Service) -> None:
@@ -39,7 +39,7 @@ async def test_a_service_that_may_sleep_is_ready_and_says_that_it_sleeps(
     service: Service, http: httpx.AsyncClient
 ) -> None:
     awake = service._config
-    service._config = awake.model_copy(update={"http": HttpConfig(ready_while_asleep=True)})
+    service._config = awake.model_copy(update={"http": HttpConfig(ready_at_zero_replicas=True)})
     assert (await http.get("/readyz")).json() == {"status": "ok"}
     service.fleet.drop("replica-0")
     for path in ("/readyz", "/health"):
@@ -47,7 +47,7 @@ async def test_a_service_that_may_sleep_is_ready_and_says_that_it_sleeps(
         assert (answer.status_code, answer.json()) == (200, {"status": "asleep"})
     assert not service.is_ready(), "polylora status says that no engine runs"
     refused = await http.post("/v1/completions", json={"model": "base", "prompt": "hi"})
-    assert (refused.status_code, refused.headers["retry-after"]) == (503, "5"), "replica_wait_s is over"
+    assert (refused.status_code, refused.headers["retry-after"]) == (503, "5"), "replica_timeout_s is over"
 
 
 async def test_a_replica_that_does_not_answer_is_left_out_of_the_counts(
@@ -79,7 +79,7 @@ async def test_an_adapter_that_is_on_no_device_is_read_ahead_once(
             raise NotReady("the store restarts")
 
     monkeypatch.setattr(service.managed.client, "expect", expect)
-    caller = handle_caller()
+    caller = handle_principal()
     refs = {await service.frontend.finder.find("sql", caller) for _ in range(3)}
     await until(lambda: bool(expected))
     assert refs == set(expected)
@@ -88,7 +88,7 @@ async def test_an_adapter_that_is_on_no_device_is_read_ahead_once(
     await until(lambda: not service._names._asking)
     assert await service.frontend.finder.find("sql", caller) in refs
     assert not service._names._asking, "it was asked for a moment ago"
-    monkeypatch.setattr(adapter_names, "AGAIN_AFTER_S", 0.0)
+    monkeypatch.setattr(adapter_directory, "AGAIN_AFTER_S", 0.0)
     assert await service.frontend.finder.find("sql", caller) in refs
     await until(lambda: len(expected) == 2)
 
@@ -97,23 +97,23 @@ async def test_an_adapter_that_is_on_a_device_is_not_read_ahead(
     service: Service, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(service.managed.client, "expect", None)  # calling it would fail
-    ref = service.registry.resolve("sql", "", handle_caller().tenant_id)
+    ref = service.registry.resolve("sql", "", handle_principal().tenant_id)
     assert ref is not None
     replica = service.fleet.replicas["replica-0"]
     await asyncio.wrap_future(replica.thread.bring_adapter(service.fleet.adapters[ref.digest], ref))
-    assert await service.frontend.finder.find("sql", handle_caller()) == ref
+    assert await service.frontend.finder.find("sql", handle_principal()) == ref
 
 
 async def test_an_adapter_of_one_tenant_is_nothing_to_another(service: Service) -> None:
-    assert service.registry.resolve("sql", "", handle_caller().tenant_id) is not None
+    assert service.registry.resolve("sql", "", handle_principal().tenant_id) is not None
     assert service.registry.resolve("sql", "", "another") is None
 
 
 async def test_a_request_is_its_caller_s(service: Service) -> None:
+    from app.deployments.ingress.principal import Principal
     from app.deployments.ingress.schemas.openai import CompletionRequest
-    from app.deployments.ingress.tenants import Caller
 
-    caller = Caller("acme", "ada")
+    caller = Principal("acme", "ada")
     job = await service.frontend.completion(CompletionRequest(model="base", prompt="hi", n=2), caller)
     assert [request.tenant_id for request in job.requests] == ["acme", "acme"]
 
@@ -126,7 +126,7 @@ async def test_a_chat_is_written_with_its_adapters_own_text(service: Service) ->
     letters, asked = service.frontend.text_model, "user:hi|"
     for model, wanted_text in (("own", "mine|" + asked), ("plain", asked), ("base", asked)):
         body = ChatCompletionRequest.model_validate({"model": model, "messages": [{"role": "user", "content": "hi"}]})
-        job = await service.frontend.chat(body, handle_caller())
+        job = await service.frontend.chat(body, handle_principal())
         assert list(job.requests[0].token_ids) == letters.encode(wanted_text)
     entry = service.managed.registry.catalog.get("own", **MINE)
     assert entry is not None

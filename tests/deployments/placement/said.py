@@ -5,29 +5,29 @@ from __future__ import annotations
 import random
 
 from app.config import PlacementConfig
-from app.deployments.placement.books import PlacementBooks
-from app.deployments.placement.choosing import make_policy
+from app.deployments.placement.delta_reporter import DeltaReporter
+from app.deployments.placement.messages import ReplicaReport
 from app.deployments.placement.policy import PlacementPolicy
-from app.deployments.placement.table import ReplicaReport
-from app.deployments.placement.telling import Telling
+from app.deployments.placement.replica_choice import make_policy
+from app.deployments.placement.state import PlacementState
 from tests.deployments.placed import ORIGIN
 
 STICKY = make_policy(PlacementConfig())
 LEAST_LOADED = make_policy(PlacementConfig(policy="least_loaded"))
 
 
-class ToldBooks(PlacementBooks):
+class ToldBooks(PlacementState):
     """Books of a fleet whose replicas are called r0, r1, …; each tells of its changes as real ones do."""
 
     def __init__(self, num_replicas: int = 0, policy: PlacementPolicy = STICKY) -> None:
-        super().__init__(policy, silence_s=10, report_interval_s=1)
-        self.tellings: dict[str, Telling] = {}
+        super().__init__(policy, heartbeat_timeout_s=10, report_interval_s=1)
+        self.tellings: dict[str, DeltaReporter] = {}
         for index in range(num_replicas):
             self.hear(ReplicaReport(f"r{index}"), 0.0)
 
     def hear(self, report: ReplicaReport, now_s: float, *, is_leaving: bool = False) -> bool:
         """A replica says how it is, wholly if it is asked to. Returns whether it had to be asked."""
-        telling = self.tellings.setdefault(report.replica_id, Telling(ORIGIN))
+        telling = self.tellings.setdefault(report.replica_id, DeltaReporter(ORIGIN))
         if self.report(telling.news(report, is_leaving=is_leaving), now_s):
             return False
         telling.forget()

@@ -19,9 +19,9 @@ from app.deployments.placement.autoscaling import (
     Demand,
     Objective,
     decide,
+    desired_replicas,
     forecast,
     latest_demands,
-    wanted,
 )
 
 IDLE = Demand(work_tokens=0, tokens_per_s=500, adapter_rows=0, num_rank_rows=1024, kv_used=0)
@@ -32,8 +32,8 @@ def busy(**changes: float) -> Demand:
 
 
 def test_nothing_to_do_asks_for_nothing() -> None:
-    assert wanted([], Objective()) == wanted([IDLE, IDLE], Objective())
-    assert wanted([IDLE], Objective()).replicas == 0
+    assert desired_replicas([], Objective()) == desired_replicas([IDLE, IDLE], Objective())
+    assert desired_replicas([IDLE], Objective()).replicas == 0
 
 
 @pytest.mark.parametrize(
@@ -50,7 +50,7 @@ def test_nothing_to_do_asks_for_nothing() -> None:
     ],
 )
 def test_the_signal_that_asks_for_most_decides(demands: list[Demand], replicas: float, reason: str) -> None:
-    want = wanted(demands, Objective(drain_s=2.0, max_rows=0.9, max_kv=0.85))
+    want = desired_replicas(demands, Objective(target_drain_s=2.0, max_lora_utilization=0.9, max_kv_utilization=0.85))
     assert want.replicas == pytest.approx(replicas)
     assert want.reason == reason
 
@@ -58,7 +58,7 @@ def test_the_signal_that_asks_for_most_decides(demands: list[Demand], replicas: 
 def test_adapters_that_do_not_fit_ask_for_replicas_though_no_token_waits() -> None:
     """What a count of requests never shows: 200 adapters of 16 rows in demand, one after another, on 1,024 rows."""
     churning = busy(adapter_rows=200 * 16, work_tokens=20)
-    assert math.ceil(wanted([churning], Objective()).replicas) == 4
+    assert math.ceil(desired_replicas([churning], Objective()).replicas) == 4
 
 
 def test_a_rising_demand_is_read_ahead_and_a_falling_one_is_not() -> None:
@@ -70,7 +70,7 @@ def test_a_rising_demand_is_read_ahead_and_a_falling_one_is_not() -> None:
 
 
 def test_a_spike_lets_its_replicas_go_one_by_one() -> None:
-    objective = Objective(hold_s=60, forecast_s=0, down_part=0.8)
+    objective = Objective(scale_down_window_s=60, forecast_s=0, scale_down_utilization=0.8)
     counts, history, now, number = [], [(0.0, 4.0)], 0.0, 4
     while number > 1:
         now += 1.0
@@ -94,7 +94,14 @@ def test_a_demand_that_wavers_about_a_border_moves_nothing() -> None:
 
 
 @pytest.mark.parametrize(
-    "bad", [{"drain_s": 0}, {"max_kv": -1}, {"hold_s": math.inf}, {"down_part": 1.5}, {"max_rows": "1"}]
+    "bad",
+    [
+        {"target_drain_s": 0},
+        {"max_kv_utilization": -1},
+        {"scale_down_window_s": math.inf},
+        {"scale_down_utilization": 1.5},
+        {"max_lora_utilization": "1"},
+    ],
 )
 def test_an_objective_that_decides_nothing_is_refused(bad: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=next(iter(bad))):
@@ -132,7 +139,7 @@ def series_of(demands: dict[str, Demand]) -> dict[str, dict[str, float]]:
 
 
 def test_the_policy_counts_work_and_not_serves_calls(caplog: pytest.LogCaptureFixture) -> None:
-    policy = AdapterDemand(drain_s=2.0, forecast_s=0)
+    policy = AdapterDemand(target_drain_s=2.0, forecast_s=0)
     eight_readers = context(1, 100.0, {}, num_requests=8, **series_of({"a": IDLE}))
     assert policy(eight_readers)[0] == 0
     many = context(1, 101.0, {}, num_requests=1, **series_of({"a": busy(work_tokens=2900)}))
@@ -151,7 +158,7 @@ def test_whoever_waits_where_nobody_is_wakes_one() -> None:
 
 
 def test_who_was_woken_is_not_sent_away_before_its_work_has_reached_it() -> None:
-    policy = AdapterDemand(hold_s=10.0, forecast_s=0)
+    policy = AdapterDemand(scale_down_window_s=10.0, forecast_s=0)
     state: dict[str, Any] = {}
     for second in range(100):  # it is starting, and says nothing
         count, state = policy(context(1, float(second), state, num_requests=1))
@@ -176,7 +183,7 @@ def test_a_replica_counts_with_what_it_has_said() -> None:
 
 
 def test_no_replica_is_sent_away_while_one_says_nothing() -> None:
-    policy = AdapterDemand(hold_s=5.0, forecast_s=0)
+    policy = AdapterDemand(scale_down_window_s=5.0, forecast_s=0)
     idle = series_of({"a": IDLE, "b": IDLE})
     assert policy(context(3, 100.0, {}, num_silent=1, **idle))[0] == 3
     assert policy(context(3, 101.0, {}, **idle))[0] == 0
@@ -186,7 +193,7 @@ def test_no_replica_is_sent_away_while_one_says_nothing() -> None:
 
 
 def test_a_clock_that_is_set_back_holds_no_replica_and_foresees_nothing() -> None:
-    policy = AdapterDemand(drain_s=2.0, hold_s=60.0, forecast_s=10.0)
+    policy = AdapterDemand(target_drain_s=2.0, scale_down_window_s=60.0, forecast_s=10.0)
     _, state = policy(context(4, 100_000.0, {}, **series_of({"a": busy(work_tokens=4000)})))
     idle = series_of({"a": busy(work_tokens=400)})
     count, state = policy(context(4, 90_000.0, state, **idle))
@@ -225,7 +232,7 @@ def test_nothing_that_replicas_say_and_no_clock_stops_the_policy(calls: list[Any
 def test_serve_takes_the_policy_by_its_name_and_refuses_other_options() -> None:
     name = f"{autoscaling.__name__}:AdapterDemand"
     config = AutoscalingConfig(
-        max_replicas=4, policy=AutoscalingPolicy(policy_function=name, policy_kwargs={"drain_s": 3})
+        max_replicas=4, policy=AutoscalingPolicy(policy_function=name, policy_kwargs={"target_drain_s": 3})
     )
     made = config.policy.get_policy()
     assert made(**config.policy.policy_kwargs)(context(0, 0.0, {}, num_requests=1))[0] == 1

@@ -6,13 +6,13 @@ import pickle
 import random
 from dataclasses import replace
 
-from app.deployments.ingress.assigner import PrefixHasher
-from app.deployments.placement.choosing import HEAD_FACTOR, HEAD_MARGIN, choose
+from app.deployments.ingress.dispatch.request_router import PrefixHasher
+from app.deployments.placement.delta_reporter import DeltaReporter
+from app.deployments.placement.messages import ReplicaDelta, ReplicaReport
 from app.deployments.placement.policy import PlacementPolicy
-from app.deployments.placement.table import ReplicaNews, ReplicaReport
-from app.deployments.placement.telling import Telling
+from app.deployments.placement.replica_choice import HEAD_FACTOR, HEAD_MARGIN, choose_replica
 from app.deployments.placement.view import PlacementView
-from app.engine.pools.kv_blocks import MAX_HEADS
+from app.engine.pools.block_pool import MAX_HEADS
 from tests.deployments.placed import ORIGIN
 from tests.deployments.placement.said import LEAST_LOADED, STICKY, ToldBooks
 from tests.fakes import fake_request
@@ -42,7 +42,7 @@ def chosen(
     load = (loads or {}).get
     draw = random.Random(0)
     return {
-        choose(
+        choose_replica(
             digest, books.view, policy, dict.fromkeys(usable), usable, lambda each: load(each, 0), draw,
             lambda: None if head is None else head.hex(),
         )
@@ -93,7 +93,7 @@ def test_nothing_is_computed_of_a_prompt_where_it_makes_no_difference() -> None:
 
     def place(books: ToldBooks, digest: str | None = None) -> None:
         ids = books.replicas
-        choose(digest, books.view, STICKY, dict.fromkeys(ids), ids, lambda _: 0, random.Random(0), asked)
+        choose_replica(digest, books.view, STICKY, dict.fromkeys(ids), ids, lambda _: 0, random.Random(0), asked)
 
     place(fleet(r0=(ONE,)))  # one replica
     place(fleet(r0=(), r1=()))  # nobody tells of heads
@@ -114,9 +114,9 @@ def test_a_tenant_is_not_sent_where_another_s_equal_prompt_is_cached() -> None:
 
 
 def test_only_changes_are_told_and_the_table_follows_them() -> None:
-    books, telling = ToldBooks(), Telling(ORIGIN)
+    books, telling = ToldBooks(), DeltaReporter(ORIGIN)
 
-    def tell(*heads: bytes) -> ReplicaNews:
+    def tell(*heads: bytes) -> ReplicaDelta:
         news = telling.news(ReplicaReport("r0", cached_heads=heads))
         assert books.report(news, 0.0)
         return news
@@ -141,7 +141,7 @@ def test_only_changes_are_told_and_the_table_follows_them() -> None:
 
 
 def test_a_message_is_no_longer_than_the_heads_that_are_told() -> None:
-    telling = Telling(ORIGIN)
+    telling = DeltaReporter(ORIGIN)
     one, two = (tuple(bytes([half, index] * 4) for index in range(MAX_HEADS)) for half in (1, 2))
     telling.news(ReplicaReport("r0"))
     none = len(pickle.dumps(telling.news(ReplicaReport("r0"))))

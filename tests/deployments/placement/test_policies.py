@@ -10,10 +10,10 @@ import pytest
 
 from app.config import PlacementConfig
 from app.deployments.placement import policies
-from app.deployments.placement.choosing import make_policy
-from app.deployments.placement.conformance import CHECKS, MakePolicy, check_no_replica_is_home_to_most
+from app.deployments.placement.messages import ReplicaReport
 from app.deployments.placement.policy import PlacementFleet, PlacementPolicy
-from app.deployments.placement.table import ReplicaReport
+from app.deployments.placement.policy_conformance import CHECKS, MakePolicy, check_no_replica_is_home_to_most
+from app.deployments.placement.replica_choice import make_policy
 from tests.deployments.placement.said import ToldBooks, digests
 
 NAMES = [module.name for module in pkgutil.iter_modules(policies.__path__)]

@@ -10,12 +10,12 @@ from collections.abc import Callable, Mapping
 import pytest
 
 from app.config import PlacementConfig
-from app.deployments.links.published import PublishedTable, Version
-from app.deployments.links.watched import Watch
-from app.deployments.placement.placer import WatchedLoads, WatchedPlacement
+from app.deployments.placement.delta_reporter import DeltaReporter
+from app.deployments.placement.messages import ReplicaDelta, ReplicaIdentity, ReplicaLoad, ReplicaReport
+from app.deployments.placement.placer import LoadFeed, PlacementFeed
 from app.deployments.placement.service import LOADS_FLOOR_S, TABLE_FLOOR_S, PlacementService, ShareChanges
-from app.deployments.placement.table import Origin, ReplicaLoad, ReplicaNews, ReplicaReport
-from app.deployments.placement.telling import Telling
+from app.deployments.rpc.long_poll_client import Watch
+from app.deployments.rpc.long_poll_host import LongPollTable, Version
 from app.engine.errors import NotReady
 from load_tests.virtual_time import run_virtually
 from tests.deployments.placement.said import digests
@@ -29,10 +29,10 @@ class Stores:
     """The shares of stores by name, and who follows which."""
 
     def __init__(self, **shares: Mapping[str, float]) -> None:
-        self.published: dict[str, PublishedTable[str, float]] = {}
+        self.published: dict[str, LongPollTable[str, float]] = {}
         self.followed: list[str] = []
         for name, value in shares.items():
-            self.published[name] = PublishedTable(now_s)
+            self.published[name] = LongPollTable(now_s)
             self.published[name].publish(value)
 
     def watch(self, name: str) -> Watch[ShareChanges]:
@@ -47,7 +47,7 @@ class Life:
         self.service = PlacementService(
             config or PlacementConfig(), (stores or Stores(store={})).watch, lambda: None, now_s
         )
-        self.tellings: dict[str, Telling] = {}
+        self.tellings: dict[str, DeltaReporter] = {}
 
     async def report(
         self,
@@ -58,8 +58,8 @@ class Life:
         settings: PlacementConfig | None = None,
         is_leaving: bool = False,
     ) -> bool:
-        origin = Origin(store, (settings or PlacementConfig()).model_dump_json(), now_s())
-        telling = self.tellings.setdefault(replica_id, Telling(origin))
+        origin = ReplicaIdentity(store, (settings or PlacementConfig()).model_dump_json(), now_s())
+        telling = self.tellings.setdefault(replica_id, DeltaReporter(origin))
         state = ReplicaReport(replica_id, load, resident=tuple(sorted(resident)))
         if await self.service.report(telling.news(state, is_leaving=is_leaving)):
             return True
@@ -70,9 +70,9 @@ class Life:
     async def settle(self) -> None:
         await asyncio.sleep(PlacementConfig().report_interval_s + 0.6)
 
-    async def watched(self) -> WatchedPlacement:
+    async def watched(self) -> PlacementFeed:
         """A new copy of the table, as it is now."""
-        copy = WatchedPlacement(self.service.watch, "a new one")
+        copy = PlacementFeed(self.service.watch, "a new one")
         news = await self.service.watch(None, "a new one", 1.0)
         if news is not None:
             copy._take(*news)
@@ -117,7 +117,7 @@ async def test_an_ingress_hears_of_changes_ten_times_a_second_at_most_and_of_not
     for index in range(100):
         await life.report(f"r{index}", *digests(255, seed=index))
     await life.settle()
-    copy = WatchedPlacement(life.service.watch, "ingress")
+    copy = PlacementFeed(life.service.watch, "ingress")
     takes: list[tuple[float, int, int]] = []
     take = copy._take
 
@@ -162,7 +162,7 @@ async def test_an_answer_is_as_long_as_the_question() -> None:
 async def test_loads_are_told_apart_from_adapters_and_with_their_age() -> None:
     life = Life()
     heard: list[tuple[float, dict[str, ReplicaLoad | None], float]] = []
-    loads = WatchedLoads(
+    loads = LoadFeed(
         life.service.watch_loads, "ingress", lambda rows, sent_s: heard.append((now_s(), dict(rows), sent_s))
     )
     await life.report("r0", load=3)
@@ -191,7 +191,7 @@ async def test_one_ingress_that_reaches_nobody_changes_nothing_and_a_dead_replic
     life = Life()
     for index in range(8):
         await life.report(f"r{index}")
-    watchers = [WatchedPlacement(life.service.watch, f"ingress{index}") for index in range(3)]
+    watchers = [PlacementFeed(life.service.watch, f"ingress{index}") for index in range(3)]
     followers = [asyncio.create_task(watcher.follow()) for watcher in watchers]
 
     async def reports() -> None:
@@ -216,7 +216,7 @@ async def test_the_replica_that_was_started_last_says_how_placement_works() -> N
     life = Life()
     await life.report("old")
     await asyncio.sleep(1.0)
-    await life.report("new", settings=PlacementConfig(silence_s=2.0, policy="least_loaded"))
+    await life.report("new", settings=PlacementConfig(heartbeat_timeout_s=2.0, policy="least_loaded"))
     await asyncio.sleep(1.0)
     assert await life.service.assign(["digest"]) == {}, "a policy without homes"
     await asyncio.sleep(3.0)
@@ -230,7 +230,7 @@ async def test_the_replica_that_was_started_last_says_how_placement_works() -> N
 @virtually
 async def test_shares_come_from_the_store_that_the_replicas_work_with() -> None:
     stores = Stores(old={"heavy": 0.5, "other": 0.5}, new={"heavy": 1.0})
-    life = Life(stores, PlacementConfig(silence_s=1e6))
+    life = Life(stores, PlacementConfig(heartbeat_timeout_s=1e6))
 
     async def num_homes(digest: str = "heavy") -> int:
         await asyncio.sleep(0.1)
@@ -255,16 +255,16 @@ async def test_shares_come_from_the_store_that_the_replicas_work_with() -> None:
 
 
 def test_messages_of_a_replica_are_as_long_as_what_has_changed() -> None:
-    telling = Telling(Origin("store", "{}", 0.0))
+    telling = DeltaReporter(ReplicaIdentity("store", "{}", 0.0))
     names = digests(256)
     whole = telling.news(ReplicaReport("r0", resident=tuple(sorted(names[:255]))))
     assert (whole.is_whole, len(whole.loaded), whole.number) == (True, 255, 1)
     after = tuple(sorted([*names[1:255], names[255]]))
     change = telling.news(ReplicaReport("r0", 3, 1, resident=after, last_used_s={names[1]: 1.0}))
-    assert change == ReplicaNews("r0", 2, 4, loaded=(names[255],), unloaded=(names[0],), used_s={names[1]: 1.0})
+    assert change == ReplicaDelta("r0", 2, 4, loaded=(names[255],), unloaded=(names[0],), used_s={names[1]: 1.0})
     assert len(pickle.dumps(change)) < 800
     again = telling.news(ReplicaReport("r0", resident=after, last_used_s={names[1]: 1.0}))
-    assert again == ReplicaNews("r0", 3)
+    assert again == ReplicaDelta("r0", 3)
 
 
 @virtually
@@ -272,7 +272,7 @@ async def test_a_replica_is_told_what_tenants_were_served_on_those_that_are_on_t
     life = Life()
     for total in (0.0, 9.0):
         for replica_id in ("r0", "r1"):
-            telling = life.tellings.setdefault(replica_id, Telling(Origin("store", "{}", 0.0)))
+            telling = life.tellings.setdefault(replica_id, DeltaReporter(ReplicaIdentity("store", "{}", 0.0)))
             await life.service.report(telling.news(ReplicaReport(replica_id, served={"a": 1.0 + total})))
     assert await life.service.served_elsewhere("r0", ["a", "b"]) == {"a": 9.0, "b": 0.0}
     await life.report("r1", is_leaving=True)

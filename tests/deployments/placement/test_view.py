@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import pytest
 
-from app.deployments.placement.table import Key, Row
+from app.deployments.placement.messages import Key, Row
 from app.deployments.placement.view import PlacementView, UsableFleet
 
 #: Questions about an adapter, as every request for it asks them.

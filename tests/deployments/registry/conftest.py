@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from app.deployments.registry.books import Registry
-from app.deployments.registry.database import sqlite_url
+from app.deployments.registry.db.database import sqlite_url
+from app.deployments.registry.registry import Registry
 from tests.postgres import PostgresServer, find_postgres
 
 PROGRAMS = find_postgres()

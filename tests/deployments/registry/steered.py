@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hypothesis import strategies as st
 
-from app.deployments.registry.entries import CatalogEntry
+from app.deployments.registry.models import CatalogEntry
 from app.engine.adapters.card import AdapterRef
 
 KEYS = [("default", "a"), ("default", "b"), ("other", "a"), ("other", "c")]

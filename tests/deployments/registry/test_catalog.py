@@ -16,11 +16,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sqlalchemy import text
 
-from app.deployments.registry import adapter_rows
-from app.deployments.registry.books import Registry
 from app.deployments.registry.catalog import Catalog, Move
-from app.deployments.registry.entries import CatalogEntry, State
-from app.deployments.registry.pins import EngineRoom, PinLimits
+from app.deployments.registry.db import adapter_queries
+from app.deployments.registry.models import CatalogEntry, State
+from app.deployments.registry.pins import EngineCapacity, PinLimits
+from app.deployments.registry.registry import Registry
 from app.engine.adapters.card import AdapterRef
 from app.engine.errors import AdapterBusy, AdapterTooLarge, InvalidRequest, NotFound
 from tests.budgets import examples
@@ -35,12 +35,12 @@ def test_a_view_is_read_in_pages_and_its_transaction_is_never_idle_for_long(
     open_again: Callable[..., Registry], shared_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A server ends transactions whose client says nothing for a minute: so long it makes entries of a million rows."""
-    monkeypatch.setattr(adapter_rows, "_READ_AT_ONCE", 2)
+    monkeypatch.setattr(adapter_queries, "_READ_AT_ONCE", 2)
     registry, names = open_again(), [f"name-{index}" for index in range(7)]
     for name in names:
         add(registry, name)
     asked: list[datetime] = []  # when the reader last asked the server for something, at each entry that is made
-    entry_of = adapter_rows.entry_of
+    entry_of = adapter_queries.entry_of
 
     def observed(row: Mapping[str, Any]) -> CatalogEntry:
         if not shared_url.startswith("sqlite"):  # which has no server
@@ -49,11 +49,11 @@ def test_a_view_is_read_in_pages_and_its_transaction_is_never_idle_for_long(
                 asked.append(connection.execute(text(query).bindparams(pid=reader)).scalar_one())
         return entry_of(row)
 
-    monkeypatch.setattr(adapter_rows, "entry_of", observed)
+    monkeypatch.setattr(adapter_queries, "entry_of", observed)
     with registry.database.read() as connection:
         driver: Any = connection.connection.dbapi_connection
         reader = None if shared_url.startswith("sqlite") else driver.info.backend_pid
-        rows = adapter_rows.changed_adapters(connection, registry.database.base_digest, 0)
+        rows = adapter_queries.changed_adapters(connection, registry.database.base_digest, 0)
     assert [key for _, key, _ in rows] == [("default", name) for name in names]
     assert [entry.ref.name for _, _, entry in rows if isinstance(entry, CatalogEntry)] == names
     assert len(asked) in (0, len(names))
@@ -268,7 +268,7 @@ def test_a_heavier_adapter_is_warmed_before_a_later_used_one(registry: Registry)
 
 
 def test_a_name_is_not_given_to_what_no_engine_could_hold(registry: Registry) -> None:
-    catalog = Catalog(registry.database, PinLimits(alone=EngineRoom(rank=8)))
+    catalog = Catalog(registry.database, PinLimits(alone=EngineCapacity(rank=8)))
     with pytest.raises(AdapterTooLarge, match="'a' has rank 9 and an engine holds at most rank 8"):
         register(catalog, "a", "/", "digest", max_rank=9, size_bytes=1, **ADA)
     assert catalog.get("a", **MINE) is None
@@ -287,8 +287,8 @@ def test_pins_that_do_not_fit_are_refused_with_numbers_and_change_nothing(
     add_of("a", rank=9, extra=60, pinned=True)
     add_of("a-too", rank=9, extra=60, pinned=True)
     for values, words in (
-        ({"rank": 17}, "take 48 rank rows and may take 40; unpin another, or raise engine.adapter_rank_rows"),
-        ({"extra": 41}, "take 101 bytes and may take 100.*engine.adapter_extra_bytes or adapters.pinned_share"),
+        ({"rank": 17}, "take 48 rank rows and may take 40; unpin another, or raise engine.lora_pool_rows"),
+        ({"extra": 41}, "take 101 bytes and may take 100.*engine.extra_weights_bytes or adapters.max_pinned_fraction"),
         ({"size": 991}, "take 1001 bytes of host memory and may take 1000.*adapters.host_cache_bytes"),
     ):
         with pytest.raises(AdapterTooLarge, match=f"'b' cannot be pinned: 2 pinned adapters would {words}"):

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from app.config import load_config
-from app.deployments.registry.entries import CatalogEntry
-from app.deployments.registry.pins import PinBook, PinLimits
+from app.deployments.registry.models import CatalogEntry
+from app.deployments.registry.pins import PinLimits, PinTable
 from app.engine.errors import AdapterTooLarge
 from app.engine.pools.adapter_pool import AdapterPool
 from tests.deployments.registry.steered import KEYS, entries, entry
@@ -18,7 +18,7 @@ from tests.deployments.registry.steered import KEYS, entries, entry
 def test_following_changes_is_starting_anew(
     changes: list[tuple[tuple[str, str], tuple[str, float, bool] | None]],
 ) -> None:
-    book = PinBook()
+    book = PinTable()
     now: dict[tuple[str, str], CatalogEntry] = {}
     for key, values in changes:
         now.pop(key, None)
@@ -28,14 +28,14 @@ def test_following_changes_is_starting_anew(
             new = now[key] = entry(key, digest, weight, pinned=pinned)
         before = book.value
         assert book.apply(key, new) == (book.value != before)
-        assert book.value == PinBook(now.values()).value
+        assert book.value == PinTable(now.values()).value
         assert book.value.digests == {item.ref.digest for item in now.values() if item.pinned}
         weights = [item.traffic_weight for item in book.value.entries]
         assert weights == sorted(weights, reverse=True)
 
 
 def test_limits_are_a_part_of_what_the_service_has() -> None:
-    settings = {"engine": {"adapter_rank_rows": 100, "max_adapter_slots": 9}, "adapters": {"pinned_share": 0.25}}
+    settings = {"engine": {"lora_pool_rows": 100, "max_loras": 9}, "adapters": {"max_pinned_fraction": 0.25}}
     limits = PinLimits.of(load_config(settings, environ={}))
     assert (limits.rank_rows, limits.adapter_slots) == (25, 2)
     assert limits.host_bytes == 128 << 20
@@ -45,7 +45,7 @@ def test_limits_are_a_part_of_what_the_service_has() -> None:
 
 @pytest.mark.parametrize(("rows", "slots", "largest"), [(512, 255, 512), (100, 9, 64), (7, 9, 0), (512, 1, 0)])
 def test_an_adapter_that_no_engine_could_hold_is_refused(rows: int, slots: int, largest: int) -> None:
-    engine = {"adapter_rank_rows": rows, "max_adapter_slots": slots, "adapter_extra_bytes": 100}
+    engine = {"lora_pool_rows": rows, "max_loras": slots, "extra_weights_bytes": 100}
     room = PinLimits.of(load_config({"engine": engine}, environ={})).alone
     room.check("a", largest, 100)
     assert AdapterPool(rows, 8, slots).max_rank == largest, "what an engine says of itself"
@@ -53,7 +53,7 @@ def test_an_adapter_that_no_engine_could_hold_is_refused(rows: int, slots: int, 
         AdapterTooLarge, match=f"'a' has rank {largest + 1} and .* rank {largest}; raise engine.adapter_"
     ):
         room.check("a", largest + 1, 0)
-    with pytest.raises(AdapterTooLarge, match=r"'a' takes 101 bytes .* at most 100; raise engine.adapter_extra_bytes"):
+    with pytest.raises(AdapterTooLarge, match=r"'a' takes 101 bytes .* at most 100; raise engine.extra_weights_bytes"):
         room.check("a", 0, 101)
 
 
@@ -61,7 +61,7 @@ def test_pins_are_counted_in_the_rows_of_the_device() -> None:
     """Eight adapters of rank 8 take 64 rows of a CPU engine and 128 of a GPU's."""
     pinned = [entry(("default", f"n{index}"), f"d{index}", pinned=True) for index in range(8)]
     for device, is_enough in (("cpu", True), ("cuda", False)):
-        settings = {"engine": {"adapter_rank_rows": 127, device: {}}, "adapters": {"pinned_share": 1.0}}
+        settings = {"engine": {"lora_pool_rows": 127, device: {}}, "adapters": {"max_pinned_fraction": 1.0}}
         limits = PinLimits.of(load_config(settings, environ={}))
         if is_enough:
             limits.check("n7", pinned)

@@ -10,12 +10,13 @@ import pytest
 import pytest_asyncio
 from sqlalchemy import select, text
 
-from app.deployments.links.published import Version
-from app.deployments.registry import following, loading, publishing
-from app.deployments.registry.books import Registry
-from app.deployments.registry.entries import DEFAULT_TENANT, Registration, RegistryJob, State
-from app.deployments.registry.stores import BEAT_INTERVAL_S, FIRST_LEASE_S, LEASE_S
-from app.deployments.registry.tables import stores as stores_table
+from app.deployments.registry.db.tables import stores as stores_table
+from app.deployments.registry.feed import background_loops, change_feed
+from app.deployments.registry.jobs import load_jobs
+from app.deployments.registry.jobs.store_leases import BEAT_INTERVAL_S, FIRST_LEASE_S, LEASE_S
+from app.deployments.registry.models import DEFAULT_TENANT, Registration, RegistryJob, State
+from app.deployments.registry.registry import Registry
+from app.deployments.rpc.long_poll_host import Version
 from app.engine.errors import AdapterUnloaded, NotReady
 from tests.deployments.managed import ADA, MINE, FakeStore, ManagedStore, fails, wanted
 
@@ -64,11 +65,11 @@ class Stores:
 
 @pytest_asyncio.fixture
 async def stores(open_again: Callable[..., Registry], monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Stores]:
-    for module in (following, publishing):
+    for module in (background_loops, change_feed):
         monkeypatch.setattr(module, "POLL_INTERVAL_S", 0.01)
-    monkeypatch.setattr(following, "BEAT_INTERVAL_S", 0.01)
-    monkeypatch.setattr(loading, "TURN_INTERVAL_S", 0.01)
-    monkeypatch.setattr(publishing, "FOLLOWERS_COME_S", 0.0)
+    monkeypatch.setattr(background_loops, "BEAT_INTERVAL_S", 0.01)
+    monkeypatch.setattr(load_jobs, "TURN_INTERVAL_S", 0.01)
+    monkeypatch.setattr(change_feed, "FOLLOWERS_COME_S", 0.0)
     stores = Stores(open_again)
     yield stores
     await stores.close()
@@ -123,7 +124,7 @@ async def test_a_change_waits_for_the_ingresses_of_other_stores(
     b.followers[0].cancel()  # its ingress asked once, and does not take over what comes
     await asyncio.gather(b.followers[0], return_exceptions=True)
     await b.lifecycle.published.table.newer(b.lifecycle.published.table._version, "ingress", 0.0)
-    monkeypatch.setattr(publishing, "SETTLE_TIMEOUT_S", 60.0)
+    monkeypatch.setattr(change_feed, "SETTLE_TIMEOUT_S", 60.0)
     loading = asyncio.create_task(a.client.load_and_wait(wanted("sql", "one")))
     await until(lambda: a.view.find("sql", DEFAULT_TENANT) is not None)
     await until(lambda: b.lifecycle.published.revision == a.lifecycle.published.revision)
@@ -258,7 +259,7 @@ async def test_a_store_that_ends_leaves_its_loads_at_once(stores: Stores) -> Non
 async def test_of_many_loads_that_were_left_a_few_of_each_host_are_begun_at_a_time(
     stores: Stores, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(loading, "TAKEN_UP_AT_ONCE", 3)
+    monkeypatch.setattr(load_jobs, "TAKEN_UP_AT_ONCE", 3)
     a = stores.open()
     sources = [f"slow/{number}" for number in range(8)] + ["two"]
     for source in sources:

@@ -10,19 +10,19 @@ import pytest
 
 from app.deployments.replica import metrics as exported
 from app.deployments.replica.metrics import DeviceMetrics, EngineMetrics
-from app.deployments.store.counts import TierCounts
+from app.deployments.store.tier_counters import TierCounters
 from app.engine.backend import BackendLimits
 from app.engine.config import EngineConfig
 from app.engine.engine import Engine
-from app.engine.models.products import DENSE_TARGETS, target_shape
+from app.engine.models.linear_modules import DENSE_TARGETS, target_shape
 from app.engine.request import SamplingParams
 from tests.fakes import FakeBackend, fake_adapter, fake_request, fake_spec
 
 
 def test_the_devices_counts_are_the_engines() -> None:
-    limits = BackendLimits(num_kv_blocks=32, block_size=8, adapter_rank_rows=32, rank_alignment=8, max_adapter_slots=8)
+    limits = BackendLimits(num_kv_blocks=32, block_size=8, lora_pool_rows=32, rank_alignment=8, max_loras=8)
     engine = Engine(FakeBackend(limits), EngineConfig())
-    counts = TierCounts()
+    counts = TierCounters()
     metrics = DeviceMetrics(counts, fake_spec())
     metrics.update(engine.stats())
     assert set(counts.of("device").values()) == {0}
@@ -71,10 +71,10 @@ def test_what_an_engine_holds_is_told_as_it_is(monkeypatch: pytest.MonkeyPatch) 
 
     for kind in ("Gauge", "Counter"):
         monkeypatch.setattr(exported, kind, Recorded)
-    limits = BackendLimits(num_kv_blocks=6, block_size=8, adapter_rank_rows=32, rank_alignment=8, max_adapter_slots=8)
+    limits = BackendLimits(num_kv_blocks=6, block_size=8, lora_pool_rows=32, rank_alignment=8, max_loras=8)
     backend = FakeBackend(limits)
     backend.compile_s = 12.5
-    engine = Engine(backend, EngineConfig(max_batch_sequences=2, max_context=40))
+    engine = Engine(backend, EngineConfig(max_num_seqs=2, max_model_len=40))
     metrics, adapter = EngineMetrics({"load": 2.0, "warm_up": 1.5}), fake_adapter("a", 16)
     sampling = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)
     for index in range(3):
@@ -88,9 +88,9 @@ def test_what_an_engine_holds_is_told_as_it_is(monkeypatch: pytest.MonkeyPatch) 
         blocks = [told["polylora_kv_blocks", state] for state in ("used", "cached", "free")]
         assert (sum(blocks), min(blocks) >= 0) == (6, True)
         assert blocks[0] == stats.num_blocks - stats.num_blocks_free
-        assert (told["polylora_rank_rows", "held"], told["polylora_rank_rows", "free"]) == (16, 16)
+        assert (told["polylora_lora_pool_rows", "held"], told["polylora_lora_pool_rows", "free"]) == (16, 16)
     assert told["polylora_preemptions", ""] == engine.stats().num_preemptions > 0
-    assert (told["polylora_start_seconds", "load"], told["polylora_start_seconds", "warm_up"]) == (2.0, 1.5)
+    assert (told["polylora_startup_seconds", "load"], told["polylora_startup_seconds", "warm_up"]) == (2.0, 1.5)
     assert told["polylora_compile_seconds", ""] == 12.5
     stats = engine.stats()
     assert told["polylora_step_seconds", "base"] == pytest.approx(stats.base_s)

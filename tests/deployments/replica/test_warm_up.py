@@ -7,17 +7,18 @@ from collections.abc import Iterator
 
 import pytest
 
-from app.deployments.links.published import Version
-from app.deployments.links.watched import Watched
-from app.deployments.registry.entries import CatalogEntry
+from app.deployments.registry.models import CatalogEntry
 from app.deployments.registry.pins import Pins
 from app.deployments.replica import warm_up as module
 from app.deployments.replica.warm_up import WarmUp, bring_adapters, first_pins, hottest_that_fit
+from app.deployments.rpc.long_poll_client import LongPollValue
+from app.deployments.rpc.long_poll_host import Version
+from app.engine.adapters.adapter import LoraAdapter
 from app.engine.adapters.card import AdapterRef
-from app.engine.adapters.lora import LoraAdapter
 from app.engine.backend import BackendLimits
 from app.engine.config import EngineConfig
 from app.engine.engine import Engine
+from app.engine.engine_thread import EngineThread
 from app.engine.errors import (
     AdapterFormatError,
     AdapterMismatch,
@@ -26,10 +27,9 @@ from app.engine.errors import (
     EngineFailure,
     NotReady,
 )
-from app.engine.worker import EngineThread
 from tests.fakes import FakeBackend, fake_adapter
 
-LIMITS = BackendLimits(num_kv_blocks=32, block_size=8, adapter_rank_rows=32, rank_alignment=8, max_adapter_slots=16)
+LIMITS = BackendLimits(num_kv_blocks=32, block_size=8, lora_pool_rows=32, rank_alignment=8, max_loras=16)
 
 
 class Bench:
@@ -161,7 +161,7 @@ def entry_of(adapter: LoraAdapter) -> CatalogEntry:
     return CatalogEntry(AdapterRef("an adapter", adapter.card.digest, "t"), adapter.card.max_rank, 64, 0.0, "ada")
 
 
-CONFIG = EngineConfig(adapter_rank_rows=32, max_adapter_slots=16)
+CONFIG = EngineConfig(lora_pool_rows=32, max_loras=16)
 
 
 async def test_what_is_pinned_comes_before_what_was_used_most_and_stays(bench: Bench) -> None:
@@ -221,7 +221,7 @@ async def test_pins_are_waited_for_while_the_registry_restarts_and_no_longer(
 
     async def found(*answers: Exception | Pins | None) -> Pins:
         table = PinTable(*answers)
-        pinned: Watched[Pins] = Watched(table.watch_pins, "me", Pins())
+        pinned: LongPollValue[Pins] = LongPollValue(table.watch_pins, "me", Pins())
         await first_pins(table, pinned, "me")
         return pinned.value
 

@@ -10,21 +10,21 @@ from typing import Any
 import numpy as np
 import pytest
 
-from app.deployments.store.opening import merge_adapters
-from app.deployments.store.store import AdapterStore
+from app.deployments.store.factory import merge_adapters
+from app.deployments.store.host_cache import HostAdapterCache
+from app.engine.adapters.adapter import LoraAdapter, LoraKey
 from app.engine.adapters.card import AdapterRef
-from app.engine.adapters.composing.composition import Part, Recipe, composition_of
-from app.engine.adapters.isolation.packing import PackedAdapter, unpack_adapter
-from app.engine.adapters.lora import LoraAdapter, LoraKey
+from app.engine.adapters.combining.combination import CombinationMethod, CombinationPart, composition_of
+from app.engine.adapters.sandbox.packing import PackedAdapter, unpack_adapter
 from app.engine.adapters.signing.trusted_keys import TrustedKeys
 from app.engine.errors import AdapterMismatch, CompositionRefused
-from tests.deployments.store.test_store import Sources, load
+from tests.deployments.store.test_host_cache import Sources, load
 from tests.deployments.store.told import Told
 from tests.engine.adapters.making import random_adapter, tiny_spec
 
 SPEC = tiny_spec()
 KEY = LoraKey(0, "q_proj")
-SUM = Recipe()
+SUM = CombinationMethod()
 
 
 @pytest.fixture
@@ -43,29 +43,29 @@ def _same(packed: PackedAdapter) -> PackedAdapter:
     return packed
 
 
-def opened(sources: Sources, **options: Any) -> AdapterStore[PackedAdapter]:
+def opened(sources: Sources, **options: Any) -> HostAdapterCache[PackedAdapter]:
     def keep(packed: PackedAdapter) -> PackedAdapter:
         sources.puts.append(packed.card.digest)
         return packed
 
-    return AdapterStore(
+    return HostAdapterCache(
         sources, keep, Told(), compose=partial(merge_adapters, SPEC, _same), **({"max_bytes": 1 << 20} | options)
     )
 
 
 @pytest.fixture
-def store(sources: Sources) -> Iterator[AdapterStore[PackedAdapter]]:
+def store(sources: Sources) -> Iterator[HostAdapterCache[PackedAdapter]]:
     store = opened(sources)
     yield store
     store.close()
 
 
-async def derived_ref(store: AdapterStore[PackedAdapter], recipe: Recipe = SUM) -> AdapterRef:
-    parts = [Part(await load(store, name), weight) for name, weight in (("sql", 0.5), ("tone", 2.0))]
+async def derived_ref(store: HostAdapterCache[PackedAdapter], recipe: CombinationMethod = SUM) -> AdapterRef:
+    parts = [CombinationPart(await load(store, name), weight) for name, weight in (("sql", 0.5), ("tone", 2.0))]
     return composition_of(parts, recipe).ref("acme")
 
 
-async def test_a_request_s_sum_is_made_once_and_kept(store: AdapterStore[PackedAdapter], sources: Sources) -> None:
+async def test_a_request_s_sum_is_made_once_and_kept(store: HostAdapterCache[PackedAdapter], sources: Sources) -> None:
     ref = await derived_ref(store)
     packed = await store.fetch(ref)
     assert packed.card.digest == ref.digest
@@ -102,21 +102,21 @@ async def test_a_part_whose_source_has_changed_is_no_part(sources: Sources) -> N
     store.close()
 
 
-async def test_a_refusal_is_told_each_time(store: AdapterStore[PackedAdapter]) -> None:
-    ref = await derived_ref(store, Recipe("linear"))
+async def test_a_refusal_is_told_each_time(store: HostAdapterCache[PackedAdapter]) -> None:
+    ref = await derived_ref(store, CombinationMethod("linear"))
     for _ in range(2):
         with pytest.raises(CompositionRefused, match="'linear' needs equal ones; use 'cat'"):
             await store.fetch(ref)
 
 
-async def test_a_composition_of_compositions(store: AdapterStore[PackedAdapter], sources: Sources) -> None:
+async def test_a_composition_of_compositions(store: HostAdapterCache[PackedAdapter], sources: Sources) -> None:
     put(sources, "law", random_adapter(SPEC, 8, ["q_proj"], seed=5))
     inner = await derived_ref(store)
-    outer = composition_of([Part(inner, 1.0), Part(await load(store, "law"), 1.0)]).ref("acme")
+    outer = composition_of([CombinationPart(inner, 1.0), CombinationPart(await load(store, "law"), 1.0)]).ref("acme")
     assert (await store.fetch(outer)).card.max_rank == 4 + 8 + 8
 
 
-async def test_a_registered_one_is_read_like_any_other(store: AdapterStore[PackedAdapter]) -> None:
+async def test_a_registered_one_is_read_like_any_other(store: HostAdapterCache[PackedAdapter]) -> None:
     ref = await derived_ref(store)
     uri, card = await store.load(ref.uri, "acme")
     assert (uri, card.digest) == (ref.uri, ref.digest)

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from app.deployments.ingress.status import error_answer
-from app.deployments.store.quarantine import FIRST_S
+from app.deployments.ingress.error_responses import error_reply
+from app.deployments.store.failure_backoff import FIRST_S
 from app.deployments.store.service import StoreParts, StoreService
 from app.engine.adapters.card import AdapterRef
 from app.engine.errors import (
@@ -47,7 +47,7 @@ async def test_whatever_reading_raises_is_a_503_without_its_place(
     caplog.set_level(logging.INFO, "app")
     with pytest.raises(AdapterUnreadable) as caught:
         await service(kind("nothing at /secret/place")).fetch(REF)
-    answer = error_answer(caught.value)
+    answer = error_reply(caught.value)
     assert (answer.status, answer.headers["Retry-After"]) == (503, str(int(FIRST_S)))
     assert answer.body["error"]["code"] == "adapter_unreadable"
     assert "/secret/place" not in answer.body["error"]["message"]

@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import pytest
 
-from app.deployments.replica import fetcher
+from app.deployments.replica import adapter_fetcher
 from app.deployments.store import service as service_module
 from app.deployments.store.service import HOLD_S, MAX_HELD, StoreParts, StoreService
 from app.engine.adapters.card import AdapterRef
@@ -76,7 +76,7 @@ async def test_expecting_returns_at_once_and_is_bounded(monkeypatch: pytest.Monk
 
 
 async def test_a_replica_asks_until_it_is_there_or_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fetcher, "FIRST_PAUSE_S", 0.001)
+    monkeypatch.setattr(adapter_fetcher, "FIRST_PAUSE_S", 0.001)
     asked: list[bool] = []
     answers: list[Any] = [None, None, "handle", None, AdapterFormatError("is broken")]
 
@@ -88,7 +88,7 @@ async def test_a_replica_asks_until_it_is_there_or_has_failed(monkeypatch: pytes
         return answer
 
     store = cast(Any, SimpleNamespace(fetch=fetch))
-    assert await fetcher.fetch_packed(store, ref("d")) == cast(Any, "handle")
+    assert await adapter_fetcher.fetch_packed(store, ref("d")) == cast(Any, "handle")
     with pytest.raises(AdapterFormatError):
-        await fetcher.fetch_packed(store, ref("d"))
+        await adapter_fetcher.fetch_packed(store, ref("d"))
     assert asked == [False, True, True, False, True]

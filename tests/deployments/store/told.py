@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from app.deployments.registry.entries import State
+from app.deployments.registry.models import State
 from app.deployments.registry.tier_events import TierEvents
 
 

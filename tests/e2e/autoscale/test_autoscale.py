@@ -27,7 +27,7 @@ SCALING = {
     "downscale_delay_s": 1,
     "policy": {
         "policy_function": "app.deployments.placement.autoscaling:AdapterDemand",
-        "policy_kwargs": {"drain_s": 0.05, "forecast_s": 2, "hold_s": 10},
+        "policy_kwargs": {"target_drain_s": 0.05, "forecast_s": 2, "scale_down_window_s": 10},
     },
 }
 #: What `polylora serve` sets.
@@ -74,11 +74,14 @@ def test_replicas_follow_the_work(tmp_path: Path) -> None:
     save_tiny_model(tmp_path / "model")
     (tmp_path / "loras").mkdir()
     port = free_port()
-    document = tiny_document(port, tmp_path, {"cpu": {"num_threads": 1}, "num_kv_blocks": 512, "adapter_rank_rows": 16})
+    document = tiny_document(port, tmp_path, {"cpu": {"num_threads": 1}, "num_kv_blocks": 512, "lora_pool_rows": 16})
     engines = document["applications"][0]["deployments"][1]
     del engines["num_replicas"]
     engines["autoscaling_config"] = SCALING
-    document["applications"][0]["args"] |= {"http": {"ready_while_asleep": True}, "limits": {"replica_wait_s": 300}}
+    document["applications"][0]["args"] |= {
+        "http": {"ready_at_zero_replicas": True},
+        "limits": {"replica_timeout_s": 300},
+    }
     process = serve_run(document, port, SWITCHES | {"POLYLORA_STATE_DIR": str(tmp_path / "state")})
     crowd, one = Clients(process.url), Clients(process.url)
     try:

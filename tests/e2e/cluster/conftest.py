@@ -19,7 +19,7 @@ from typing import IO, Any
 import pytest
 import yaml
 
-from app.cli.ray_switches import RAY_SWITCHES
+from app.cli.ray_env import RAY_SWITCHES
 from load_tests.process_tree import processes
 from load_tests.service import ROOT, end_session, free_port, own_environment
 from tests.e2e.process import tiny_document
@@ -208,7 +208,7 @@ def lasting_cluster(tmp_path: Path) -> Iterator[NodesOfOneMachine]:
 
 
 def _document(folder: Path) -> dict[str, Any]:
-    engine = {"num_kv_blocks": 512, "adapter_rank_rows": 64, "cpu": {"num_threads": 1}}
+    engine = {"num_kv_blocks": 512, "lora_pool_rows": 64, "cpu": {"num_threads": 1}}
     document = tiny_document(free_port(), folder, engine, num_replicas=NUM_NODES)
     document["proxy_location"] = "HeadOnly"
     for deployment in document["applications"][0]["deployments"]:

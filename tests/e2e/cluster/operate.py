@@ -22,9 +22,9 @@ from ray.cluster_utils import Cluster
 from ray.serve.schema import ServeDeploySchema
 
 from app.config import load_config
-from app.deployments.links import ray_private
-from app.deployments.links.ray_calls import NamedActor
-from app.deployments.links.sockets import FOLDER_VARIABLE
+from app.deployments.rpc import ray_private
+from app.deployments.rpc.named_actor import NamedActor
+from app.deployments.rpc.uds_transport import FOLDER_VARIABLE
 from app.deployments.store.actor import AdapterStoreActor, store_name, store_settings
 from load_tests.service import free_port
 from tests.e2e.cluster.readers import TwoReaders

@@ -15,10 +15,10 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from app.config import load_config
-from app.deployments.replica.fetcher import AdapterFetcher, fetch_packed
+from app.deployments.replica.adapter_fetcher import AdapterFetcher, fetch_packed
 from app.deployments.store.actor import store_actor, store_service
 from app.deployments.store.service import StoreService
-from app.deployments.store.shared import SharedAdapter
+from app.deployments.store.shared_adapter import SharedAdapter
 from app.engine.adapters.card import AdapterRef
 
 TIMEOUT_S = 60.0

@@ -10,7 +10,7 @@ import numpy as np
 import openai
 import pytest
 
-from app.cli.settings_file import read_settings
+from app.cli.config_file import read_settings
 from app.engine.api import LLM
 from load_tests.random_adapters import write_random_adapter
 from load_tests.service import ROOT, free_port

@@ -9,12 +9,12 @@ import signal
 import ray
 
 from app.config import AppConfig
-from app.deployments.links import attendance
-from app.deployments.links.away import ActorAway
-from app.deployments.links.protocol import PROTOCOL
-from app.deployments.links.published import Version
-from app.deployments.links.ray_calls import NAMESPACE, NamedActor
 from app.deployments.placement.actor import PlacementActor
+from app.deployments.rpc import idle_shutdown
+from app.deployments.rpc.actor_unavailable import ActorUnavailable
+from app.deployments.rpc.long_poll_host import Version
+from app.deployments.rpc.named_actor import NAMESPACE, NamedActor
+from app.deployments.rpc.wire_version import PROTOCOL
 
 NAME = "a-named-actor"
 
@@ -23,11 +23,11 @@ class Impatient(PlacementActor):
     """Placement that loses its patience when it is told to."""
 
     def __init__(self, config_json: str) -> None:
-        attendance.CHECK_INTERVAL_S = 0.05
+        idle_shutdown.CHECK_INTERVAL_S = 0.05
         super().__init__(config_json)
 
     async def lose_patience(self) -> None:
-        attendance.PATIENCE_S = 0.5
+        idle_shutdown.PATIENCE_S = 0.5
 
     async def pid(self) -> int:
         return os.getpid()
@@ -42,7 +42,7 @@ async def version(actor: NamedActor) -> Version:
     while True:
         try:
             return (await actor.call(Impatient.watch, None, "me", 10.0))[0]
-        except ActorAway as error:
+        except ActorUnavailable as error:
             print(error)
             await asyncio.sleep(0.2)
 
@@ -54,7 +54,7 @@ async def main() -> None:
     os.kill(await actor.call(Impatient.pid), signal.SIGKILL)
     try:
         await pending
-    except ActorAway as error:
+    except ActorUnavailable as error:
         print("killed:", error)
     second = await version(actor)
     assert second.epoch != first.epoch

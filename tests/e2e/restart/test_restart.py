@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
-from app.deployments.registry.use import WRITE_INTERVAL_S
+from app.deployments.registry.last_used import WRITE_INTERVAL_S
 from load_tests.service import free_port
 from tests.e2e.process import ServiceProcess, serve_run, tiny_document
 from tests.e2e.tiny import save_adapter, save_tiny_model
@@ -26,7 +26,7 @@ PROMPT = {"prompt": "the quick", "max_tokens": 12, "temperature": 0, "ignore_eos
 def start(folder: Path) -> ServiceProcess:
     """Adapter slots for two of the three adapters; by their ranks alone, rank rows for two as well."""
     port = free_port()
-    engine = {"cpu": {"num_threads": 1}, "num_kv_blocks": 64, "adapter_rank_rows": 16, "max_adapter_slots": 3}
+    engine = {"cpu": {"num_threads": 1}, "num_kv_blocks": 64, "lora_pool_rows": 16, "max_loras": 3}
     document = tiny_document(port, folder, engine)
     process = serve_run(document, port, {"POLYLORA_STATE_DIR": str(folder / "state")})
     process.wait_until_healthy(600)

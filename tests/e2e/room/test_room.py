@@ -26,7 +26,7 @@ def serving(folder: Path, engine_deployment: dict[str, Any]) -> ServiceProcess:
     save_tiny_model(folder / "model")
     (folder / "loras").mkdir()
     port = free_port()
-    engine = {"cpu": {"num_threads": 1}, "num_kv_blocks": 64, "adapter_rank_rows": 16}
+    engine = {"cpu": {"num_threads": 1}, "num_kv_blocks": 64, "lora_pool_rows": 16}
     document = tiny_document(port, folder, engine)
     document["applications"][0]["deployments"] = [{"name": "EngineReplica"} | engine_deployment]
     path = folder / "serve.yaml"

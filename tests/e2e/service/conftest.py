@@ -19,7 +19,7 @@ import hypothesis  # noqa: F401  (imported only at the end, its plug-in fails: R
 import openai
 import pytest
 
-from app.cli.ray_switches import RAY_SWITCHES
+from app.cli.ray_env import RAY_SWITCHES
 from load_tests.service import free_port
 from tests.e2e.process import ServiceProcess, serve_run, tiny_document
 from tests.e2e.tiny import save_adapter, save_tiny_model
@@ -88,7 +88,7 @@ def service_document(folder: Path, port: int, engine: dict[str, Any], num_replic
     return tiny_document(
         port,
         folder,
-        {"num_kv_blocks": 512, "adapter_rank_rows": 128, **engine},
+        {"num_kv_blocks": 512, "lora_pool_rows": 128, **engine},
         num_replicas=num_replicas,
         preload=list(RANKS),
         limits={"max_body_bytes": 200_000},

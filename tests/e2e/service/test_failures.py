@@ -171,7 +171,7 @@ async def test_a_rolling_update_fails_no_request(service: Service, handle: Handl
 
     document = copy.deepcopy(service.document)
     application = document["applications"][0]
-    application["args"]["engine"]["max_batch_tokens"] = 128
+    application["args"]["engine"]["max_num_batched_tokens"] = 128
     before = {item["replica_id"] for item in handle("replica_stats")}
     requests = [long_request(model, seed, 150) for seed, model in enumerate(["tiny", *RANKS])]
     async with service.openai() as client:

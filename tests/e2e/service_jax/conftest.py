@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from app.deployments.links.sockets import FOLDER_VARIABLE
+from app.deployments.rpc.uds_transport import FOLDER_VARIABLE
 from load_tests.service import ROOT
 from tests.e2e.service.conftest import Service, running_service
 
@@ -31,7 +31,7 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     document = yaml.safe_load((ROOT / "configs/serve-jax.yaml").read_text())
     engine = document["applications"][0]["args"]["engine"]
     xla = engine["xla"] | {"compilation_cache_dir": str(folder / "xla")}
-    settings = engine | {"max_context": 1024, "xla": xla}
+    settings = engine | {"max_model_len": 1024, "xla": xla}
     sockets = folder / "sockets"
     sockets.mkdir()
     sockets.chmod(0o755)  # others may enter it: refused

@@ -17,7 +17,7 @@ import httpx
 import pytest
 
 from app.config import ADMIN_KEY
-from app.deployments.tenants.key_material import new_key
+from app.deployments.tenancy.auth.key_crypto import new_key
 from load_tests.service import free_port
 from tests.e2e.process import polylora_serve
 from tests.e2e.service.conftest import ENGINES, Service, service_document
@@ -69,7 +69,7 @@ def keyed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Keyed]:
         }
         port = free_port()
         # Few places, so that few streams are enough for tenants to wait.
-        document = service_document(folder, port, {**ENGINES["cpu"], "max_batch_sequences": PLACES}, 2)
+        document = service_document(folder, port, {**ENGINES["cpu"], "max_num_seqs": PLACES}, 2)
         document["logging_config"] = {"log_level": "DEBUG", "enable_access_log": True, "encoding": "JSON"}
         document["applications"][0]["args"]["logs"] = {"level": "DEBUG", "format": "json", "requests": True}
         process = polylora_serve(document, port, environment, ["--dashboard"])

@@ -21,7 +21,7 @@ import httpx
 import sqlalchemy
 
 from app.config import ADMIN_KEY, DIGEST
-from app.deployments.tenants.key_material import derived_salt, key_digest, new_key
+from app.deployments.tenancy.auth.key_crypto import derived_salt, key_digest, new_key
 from load_tests.process_tree import session_processes
 from load_tests.service import ROOT
 from tests.e2e.process import POLYLORA

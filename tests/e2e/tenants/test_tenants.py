@@ -12,7 +12,7 @@ import httpx
 import openai
 import pytest
 
-from app.deployments.tenants.attained import MAX_NAMED, OTHER
+from app.deployments.tenancy.usage.tenant_throughput import MAX_NAMED, OTHER
 from tests.e2e.service.conftest import Service
 from tests.e2e.tenants.conftest import KEY, metric_lines
 

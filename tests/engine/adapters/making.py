@@ -16,14 +16,14 @@ import numpy as np
 from numpy.typing import NDArray
 from safetensors.numpy import save_file
 
-from app.engine.adapters.build import build_adapter
-from app.engine.adapters.extras import extra_bytes
-from app.engine.adapters.lora import LoraAdapter, LoraPair, TokenRows
+from app.engine.adapters.adapter import LoraAdapter, LoraPair, TokenRows
+from app.engine.adapters.adapter_builder import build_adapter
+from app.engine.adapters.extra_weights import extra_bytes
 from app.engine.adapters.modules import layer_modules
-from app.engine.adapters.stored import StoredAdapter, StoredModule, StoredTensor
-from app.engine.models.names import expected_tensors
-from app.engine.models.products import DENSE_TARGETS, target_shape
+from app.engine.adapters.raw_adapter import RawAdapter, RawModule, RawTensor
+from app.engine.models.linear_modules import DENSE_TARGETS, target_shape
 from app.engine.models.spec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec, RopeSpec
+from app.engine.models.weight_names import expected_tensors
 from tests import seeds
 
 PATHS = {
@@ -58,9 +58,9 @@ def module_path(layer: int, target: str) -> str:
     return f"model.layers.{layer}.{PATHS[target]}"
 
 
-def stored_tensor(values: NDArray[Any], dtype: str = "F32") -> StoredTensor:
+def stored_tensor(values: NDArray[Any], dtype: str = "F32") -> RawTensor:
     cast = np.ascontiguousarray(values.astype(DTYPES[dtype]))
-    return StoredTensor(dtype, cast.shape, memoryview(cast.tobytes()))
+    return RawTensor(dtype, cast.shape, memoryview(cast.tobytes()))
 
 
 def adapter_from_arrays(
@@ -71,7 +71,7 @@ def adapter_from_arrays(
 ) -> LoraAdapter:
     """From (layer, target) → (lora_A [r, d_in], lora_B [d_out, r]), saved in `dtype`; alpha None: a scale of 1."""
     modules = [
-        StoredModule(
+        RawModule(
             module_path(layer, target),
             stored_tensor(a, dtype),
             stored_tensor(b, dtype),
@@ -80,7 +80,7 @@ def adapter_from_arrays(
         )
         for (layer, target), (a, b) in arrays.items()
     ]
-    return build_adapter(StoredAdapter(tuple(sorted(modules, key=lambda module: module.path))), spec)
+    return build_adapter(RawAdapter(tuple(sorted(modules, key=lambda module: module.path))), spec)
 
 
 def random_adapter(
@@ -113,8 +113,8 @@ def random_mixture_adapter(spec: ModelSpec, rank: int, rng: np.random.Generator,
         own = int(rng.integers(1, rank + 1))
         a, b = rng.normal(0, 0.3, (own, d_in)), rng.normal(0, 0.3, (sum(d_outs), own))
         pair = stored_tensor(a, dtype), stored_tensor(b, dtype)
-        modules.append(StoredModule(path, *pair, float(own), use_rslora=False))
-    return build_adapter(StoredAdapter(tuple(sorted(modules, key=lambda one: one.path))), spec)
+        modules.append(RawModule(path, *pair, float(own), use_rslora=False))
+    return build_adapter(RawAdapter(tuple(sorted(modules, key=lambda one: one.path))), spec)
 
 
 def with_random_extras(adapter: LoraAdapter, spec: ModelSpec, rng: np.random.Generator) -> LoraAdapter:
@@ -214,7 +214,7 @@ def peft_beyond(
 
 
 def peft_config(rank: int, targets: Iterable[str] = DENSE_TARGETS, **changes: object) -> dict[str, object]:
-    """A configuration as PEFT 0.21 writes it for a plain adapter, with `changes`."""
+    """A configuration as PEFT 0.21 writes it for a plain adapter, with `block_events`."""
     return {
         "alora_invocation_tokens": None,
         "alpha_pattern": {},

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM, Phi3Config, Phi3ForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
-from app.engine.adapters.lora import LoraAdapter, LoraKey, LoraPair
+from app.engine.adapters.adapter import LoraAdapter, LoraKey, LoraPair
 from app.engine.models.spec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec, RopeSpec
 from app.kernels.dora.reference import dora_scale
 from tests.engine.adapters.making import PATHS

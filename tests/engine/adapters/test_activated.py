@@ -13,15 +13,15 @@ import torch
 from peft import LoraConfig, PeftModel
 from peft.tuners.lora.variants import calculate_alora_offsets
 
+from app.engine.adapters.adapter import FEATURES
 from app.engine.adapters.card import AdapterRef, invocation_start
-from app.engine.adapters.composing.compose import compose
-from app.engine.adapters.composing.composition import Composition, Part, Recipe
+from app.engine.adapters.combining.combination import Combination, CombinationMethod, CombinationPart
+from app.engine.adapters.combining.combine import combine
 from app.engine.adapters.formats.arrow import ArrowCard, read_card, write_card
 from app.engine.adapters.formats.convert import write_peft_folder
 from app.engine.adapters.formats.reading import read_adapter, read_stored
-from app.engine.adapters.isolation.packing import pack_adapter, unpack_adapter
-from app.engine.adapters.lora import FEATURES
-from app.engine.adapters.merging import MERGED
+from app.engine.adapters.merge import MERGED
+from app.engine.adapters.sandbox.packing import pack_adapter, unpack_adapter
 from app.engine.api import LLM, Generation
 from app.engine.config import EngineConfig
 from app.engine.errors import AdapterFormatError, AdapterMismatch, CompositionRefused
@@ -37,7 +37,7 @@ INVOCATION = (7, 8, 7)
 ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 GREEDY = SamplingParams(max_tokens=6, temperature=0.0, num_logprobs=0, ignore_eos=True)
 #: Small blocks and chunks, so that blocks, chunks and invocations begin in different places.
-CONFIG = EngineConfig(block_size=16, num_kv_blocks=64, adapter_rank_rows=64, max_batch_tokens=24)
+CONFIG = EngineConfig(block_size=16, num_kv_blocks=64, lora_pool_rows=64, max_num_batched_tokens=24)
 
 
 class Served:
@@ -215,9 +215,9 @@ def test_what_it_cannot_be_combined_with_is_refused_by_name(served: Served) -> N
         read_adapter(served.activated, spec, served=frozenset())
     adapter = read_adapter(served.activated, spec, served=FEATURES)
     assert not adapter.features & MERGED
-    part = Part(AdapterRef("it", adapter.card.digest, "t"), 1.0)
+    part = CombinationPart(AdapterRef("it", adapter.card.digest, "t"), 1.0)
     with pytest.raises(CompositionRefused, match="'it' has activated LoRA"):
-        compose(Composition((part, part), Recipe("cat")), [adapter, adapter], spec)
+        combine(Combination((part, part), CombinationMethod("cat")), [adapter, adapter], spec)
 
 
 @pytest.mark.parametrize("feature", ["dora", "embedding", "saved", "rows"])

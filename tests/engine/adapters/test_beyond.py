@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from app.engine.adapters.build import build_adapter
+from app.engine.adapters.adapter import FEATURES
+from app.engine.adapters.adapter_builder import build_adapter
 from app.engine.adapters.formats.arrow import CARD_SUFFIX, ArrowCard, read_card, write_card
 from app.engine.adapters.formats.convert import quantize_adapter, write_peft_folder
 from app.engine.adapters.formats.peft import read_peft, read_peft_stored
 from app.engine.adapters.formats.reading import read_adapter
-from app.engine.adapters.lora import FEATURES
-from app.engine.adapters.stored import StoredAdapter, StoredModule, StoredRows, StoredTensor, content_digest
+from app.engine.adapters.raw_adapter import RawAdapter, RawModule, RawTensor, RawTokenRows, content_digest
 from app.engine.errors import AdapterFormatError, AdapterMismatch
 from tests.engine.adapters.making import peft_beyond, stored_tensor, tiny_spec, write_peft
 
@@ -77,12 +77,12 @@ def test_an_embedding_takes_plain_lora_only(tmp_path: Path, key: str) -> None:
         read_peft(write_peft(tmp_path, config, tensors), SPEC, served=FEATURES)
 
 
-def _values(*shape: int) -> StoredTensor:
+def _values(*shape: int) -> RawTensor:
     return stored_tensor(np.ones(shape, np.float32))
 
 
-def _module(path: str, d_in: int, d_out: int, **parts: StoredTensor) -> StoredModule:
-    return StoredModule(path, _values(2, d_in), _values(d_out, 2), 2.0, use_rslora=False, **parts)
+def _module(path: str, d_in: int, d_out: int, **parts: RawTensor) -> RawModule:
+    return RawModule(path, _values(2, d_in), _values(d_out, 2), 2.0, use_rslora=False, **parts)
 
 
 _PLAIN = _module("model.layers.0.self_attn.q_proj", 24, 32)
@@ -91,20 +91,20 @@ _PLAIN = _module("model.layers.0.self_attn.q_proj", 24, 32)
 @pytest.mark.parametrize(
     ("stored", "error", "says"),
     [
-        (StoredAdapter((_module("lm_head", 24, 64, magnitude=_values(64)),)), AdapterFormatError, "DoRA on 'lm_head'"),
-        (StoredAdapter((_module("lm_head", 24, 64, bias=_values(64)),)), AdapterFormatError, "lora_bias on 'lm_head'"),
+        (RawAdapter((_module("lm_head", 24, 64, magnitude=_values(64)),)), AdapterFormatError, "DoRA on 'lm_head'"),
+        (RawAdapter((_module("lm_head", 24, 64, bias=_values(64)),)), AdapterFormatError, "lora_bias on 'lm_head'"),
         (
-            StoredAdapter((_module("model.embed_tokens", 64, 24, bias=_values(24)),)),
+            RawAdapter((_module("model.embed_tokens", 64, 24, bias=_values(24)),)),
             AdapterFormatError,
             "lora_bias on 'model.embed_tokens'",
         ),
         (
-            StoredAdapter((_PLAIN,), parameters=((f"{_PLAIN.path}.weight", _values(32, 24)),)),
+            RawAdapter((_PLAIN,), parameters=((f"{_PLAIN.path}.weight", _values(32, 24)),)),
             AdapterFormatError,
             "q_proj' is replaced whole and has a LoRA",
         ),
         (
-            StoredAdapter(
+            RawAdapter(
                 (_module("model.layers.1.self_attn.qkv_proj", 24, 64),),
                 parameters=(("model.layers.1.self_attn.v_proj.weight", _values(16, 24)),),
             ),
@@ -112,13 +112,13 @@ _PLAIN = _module("model.layers.0.self_attn.q_proj", 24, 32)
             "v_proj' is replaced whole and has a LoRA",
         ),
         *(
-            (StoredAdapter((_PLAIN,), token_rows=(StoredRows(path, (3,), _values(1, 24)),)), AdapterMismatch, path)
+            (RawAdapter((_PLAIN,), token_rows=(RawTokenRows(path, (3,), _values(1, 24)),)), AdapterMismatch, path)
             for path in ("embed_tokens", "model.lm_head", "model.norm")
         ),
     ],
 )
 def test_what_only_a_card_can_say_and_no_engine_applies_is_refused(
-    tmp_path: Path, stored: StoredAdapter, error: type[Exception], says: str
+    tmp_path: Path, stored: RawAdapter, error: type[Exception], says: str
 ) -> None:
     path = tmp_path / f"a{CARD_SUFFIX}"
     write_card(path, ArrowCard("a", stored, {}))
@@ -130,11 +130,11 @@ def test_what_only_a_card_can_say_and_no_engine_applies_is_refused(
 def test_embedding_and_head_take_no_rank_rows(ranks: tuple[int | None, int | None], max_rank: int) -> None:
     places = (("lm_head", ranks[1], 24, 64), (_PLAIN.path, ranks[0], 24, 32))
     modules = [
-        StoredModule(path, _values(rank, d_in), _values(d_out, rank), 2.0, use_rslora=False)
+        RawModule(path, _values(rank, d_in), _values(d_out, rank), 2.0, use_rslora=False)
         for path, rank, d_in, d_out in places
         if rank is not None
     ]
-    adapter = build_adapter(StoredAdapter(tuple(modules)), SPEC, served=FEATURES)
+    adapter = build_adapter(RawAdapter(tuple(modules)), SPEC, served=FEATURES)
     assert adapter.card.max_rank == max_rank
     assert (adapter.card.extra_bytes > 0) == (ranks[1] is not None)
 

@@ -8,10 +8,10 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from app.engine.adapters.build import build_adapter
-from app.engine.adapters.isolation.packing import pack_adapter, unpack_adapter
-from app.engine.adapters.lora import BFLOAT16, LoraAdapter, LoraKey, LoraPair
-from app.engine.adapters.stored import StoredAdapter, StoredModule, StoredTensor
+from app.engine.adapters.adapter import BFLOAT16, LoraAdapter, LoraKey, LoraPair
+from app.engine.adapters.adapter_builder import build_adapter
+from app.engine.adapters.raw_adapter import RawAdapter, RawModule, RawTensor
+from app.engine.adapters.sandbox.packing import pack_adapter, unpack_adapter
 from app.engine.config import EngineConfig
 from app.engine.engine import Engine
 from app.engine.errors import AdapterFormatError
@@ -28,9 +28,9 @@ RANK = 4
 def built(bits: np.ndarray, alpha: float) -> LoraPair:
     """q_proj of a module whose A and B have these bits, repeated."""
     a, b = (np.resize(bits, shape) for shape in ((RANK, 24), (32, RANK)))
-    halves = [StoredTensor("BF16", half.shape, memoryview(half.tobytes())) for half in (a, b)]
-    module = StoredModule("model.layers.0.self_attn.q_proj", *halves, alpha=alpha, use_rslora=False)
-    return build_adapter(StoredAdapter((module,)), SPEC).weights[LoraKey(0, "q_proj")]
+    halves = [RawTensor("BF16", half.shape, memoryview(half.tobytes())) for half in (a, b)]
+    module = RawModule("model.layers.0.self_attn.q_proj", *halves, alpha=alpha, use_rslora=False)
+    return build_adapter(RawAdapter((module,)), SPEC).weights[LoraKey(0, "q_proj")]
 
 
 def expected_b(bits: np.ndarray, alpha: float) -> np.ndarray:
@@ -68,7 +68,7 @@ def test_common_scales_keep_two_bytes(scale: float) -> None:
 def test_a_file_may_put_its_values_anywhere(offset: int) -> None:
     values = NORMAL[:100]
     data = memoryview(bytes(offset) + values.tobytes())[offset:]
-    read = StoredTensor("BF16", (20, 5), data).as_saved()
+    read = RawTensor("BF16", (20, 5), data).as_saved()
     assert read.flags.aligned
     np.testing.assert_array_equal(read.view(np.uint16).reshape(-1), values)
 

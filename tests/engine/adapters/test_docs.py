@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from app.engine.adapters.formats.peft_config import INERT_KEYS, OFF_VALUES
-from app.engine.xla.features import SERVED
+from app.engine.xla.supported_features import SERVED
 from tests.engine.adapters.formats.test_peft_parity import BEYOND, FUSED, HALVES, OPTIONS
 from tests.engine.adapters.moe_parity import FORMATS
 

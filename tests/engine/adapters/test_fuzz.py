@@ -22,15 +22,15 @@ from typing import Any
 import numpy as np
 import pytest
 
+from app.engine.adapters.adapter import FEATURES, LoraAdapter
 from app.engine.adapters.formats import arrow
 from app.engine.adapters.formats.arrow import CARD_SUFFIX, ArrowCard, write_card
 from app.engine.adapters.formats.convert import quantize_adapter
 from app.engine.adapters.formats.peft import read_peft_stored
 from app.engine.adapters.formats.reading import read_adapter
 from app.engine.adapters.limits import ReadLimits
-from app.engine.adapters.lora import FEATURES, LoraAdapter
 from app.engine.errors import AdapterError
-from app.engine.models.products import target_shape
+from app.engine.models.linear_modules import target_shape
 from tests.budgets import examples
 from tests.engine.adapters.making import peft_beyond, peft_config, peft_tensors, random_arrays, tiny_spec, write_peft
 from tests.seeds import any_seed

@@ -15,17 +15,17 @@ from peft import LoraConfig, PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from app.cli.main import main
+from app.engine.adapters.adapter import FEATURES
 from app.engine.adapters.formats.peft import read_peft
-from app.engine.adapters.lora import FEATURES
-from app.engine.adapters.merging import merge
+from app.engine.adapters.merge import merge
 from app.engine.errors import CheckpointError
 from app.engine.models.checkpoint import load_checkpoint
-from app.engine.models.gguf_folder import folder_files
-from app.engine.models.tokenizer import load_tokenizer
+from app.engine.models.gguf.gguf_export import folder_files
+from app.engine.models.tokenizers.tokenizer import load_tokenizer
 from tests.engine.adapters.formats.test_peft_parity import ALL, PEFT_WARNINGS
 from tests.engine.adapters.parity import base_logits, random_tokens, save_random_adapter
-from tests.engine.models.test_gguf import CONFIGS, MIXTURES, write_gguf
-from tests.engine.models.test_gguf_gemma import model_of, write_gemma
+from tests.engine.models.gguf.test_gguf_gemma import model_of, write_gemma
+from tests.engine.models.gguf.test_gguf_model import CONFIGS, MIXTURES, write_gguf
 
 pytestmark = PEFT_WARNINGS
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from app.engine.config import CpuConfig, WeightStorage
+from app.engine.config import CpuConfig, WeightDtype
 from app.engine.cpu.backend import CpuBackend
 from app.engine.models.spec import ModelSpec
 from tests.budgets import Budget
@@ -22,7 +22,7 @@ KINDS = ("batches", "preemptions", "evictions", "hits", "right guesses", "wrong 
 
 
 @pytest.mark.parametrize(
-    ("weight_storage", "spec"),
+    ("weight_dtype", "spec"),
     [
         ("float32", None),
         ("auto", None),
@@ -47,7 +47,7 @@ KINDS = ("batches", "preemptions", "evictions", "hits", "right guesses", "wrong 
     ],
 )
 def test_a_request_is_answered_with_the_same_bits_alone_and_in_any_company(
-    weight_storage: WeightStorage, spec: ModelSpec | None
+    weight_dtype: WeightDtype, spec: ModelSpec | None
 ) -> None:
     disturbances = np.zeros(len(KINDS), np.int64)
     budget = Budget(BUDGET_S)
@@ -56,6 +56,6 @@ def test_a_request_is_answered_with_the_same_bits_alone_and_in_any_company(
         or disturbances[0] < MIN_BATCHES
         or (not disturbances.all() and disturbances[0] < 10 * MIN_BATCHES)
     ):
-        disturbances += disturbed(CpuBackend, CpuConfig(weight_storage=weight_storage), spec=spec)
+        disturbances += disturbed(CpuBackend, CpuConfig(weight_dtype=weight_dtype), spec=spec)
     # The company was not merely polite: everything that could disturb a request has happened.
     assert disturbances.all(), dict(zip(KINDS, disturbances, strict=True))

@@ -13,9 +13,9 @@ from app.engine.cpu.backend import CpuBackend
 from app.engine.models.checkpoint import Checkpoint, load_checkpoint
 from tests.engine.checkpoints import FAMILIES, GEMMA, MIXTURES, save, tiny_model
 from tests.engine.logits_check import NUM_BLOCKS, check_family
-from tests.kernels.machine.test_memory_pages import num_absent_pages
+from tests.kernels.machine.test_prefault import num_absent_pages
 
-CONFIG = EngineConfig(num_kv_blocks=NUM_BLOCKS, adapter_rank_rows=64, max_batch_tokens=256, max_batch_sequences=8)
+CONFIG = EngineConfig(num_kv_blocks=NUM_BLOCKS, lora_pool_rows=64, max_num_batched_tokens=256, max_num_seqs=8)
 LENGTHS = (1, 37, 70)
 
 

@@ -16,11 +16,11 @@ from transformers import PreTrainedModel
 from app.engine.config import EngineConfig
 from app.engine.cpu.backend import CpuBackend
 from app.engine.models.checkpoint import load_checkpoint
-from app.engine.models.tokenizer import load_tokenizer
+from app.engine.models.tokenizers.tokenizer import load_tokenizer
 from load_tests.engine.steps import Piece, forward_batch
 from tests.seeds import rng
 
-CONFIG = EngineConfig(num_kv_blocks=32, adapter_rank_rows=0, max_batch_tokens=256, max_batch_sequences=4)
+CONFIG = EngineConfig(num_kv_blocks=32, lora_pool_rows=0, max_num_batched_tokens=256, max_num_seqs=4)
 TEXTS = (
     "SELECT name FROM customers WHERE",
     "你好，世界 🎉 def f(x):\n    return x ** 2\n\n\n",

@@ -22,7 +22,7 @@ from tests.seeds import rng
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 
 CONFIG = EngineConfig(
-    cpu=CpuConfig(num_threads=2), num_kv_blocks=64, adapter_rank_rows=64, max_batch_tokens=24, max_batch_sequences=5
+    cpu=CpuConfig(num_threads=2), num_kv_blocks=64, lora_pool_rows=64, max_num_batched_tokens=24, max_num_seqs=5
 )
 
 

@@ -14,18 +14,18 @@ from transformers import AutoTokenizer
 from app.engine.api import LLM
 from app.engine.config import CpuConfig, EngineConfig, XlaConfig
 from app.engine.errors import AdapterMismatch, CheckpointError, ConfigError, ContextOverflow, InvalidRequest
+from app.engine.factory import load_backend
 from app.engine.models.checkpoint import load_checkpoint
-from app.engine.open import load_backend
 from app.engine.request import PoolingParams, SamplingParams
 from tests.engine.encoders import MODELS, reference_embedding, save_adapter, save_encoder, tiny_encoder
-from tests.engine.models.test_tokenizer_folder import BACKENDS
+from tests.engine.models.tokenizers.test_hf_tokenizer import BACKENDS
 from tests.seeds import rng
 
 # PEFT 0.21 still asks transformers 5.23 for a name it has renamed.
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 
 CONFIG = EngineConfig(
-    cpu=CpuConfig(num_threads=2), adapter_rank_rows=96, max_batch_tokens=160, max_batch_sequences=9, max_waiting=20
+    cpu=CpuConfig(num_threads=2), lora_pool_rows=96, max_num_batched_tokens=160, max_num_seqs=9, max_queued_requests=20
 )
 ADAPTERS: dict[str, dict[str, Any]] = {
     "attention": {"r": 3, "lora_alpha": 6, "target_modules": ["query", "key", "value"]},
@@ -102,8 +102,8 @@ def test_what_an_encoder_cannot_do_is_refused_by_name(tmp_path: Path) -> None:
             llm.embed([[5] * 129])
         with pytest.raises(AdapterMismatch, match="trained biases"):
             llm.embed([[5]], [trained])
-    with pytest.raises(ConfigError, match="max_batch_tokens is 127 but an encoder"):
-        LLM(folder, CONFIG.model_copy(update={"max_batch_tokens": 127}))
+    with pytest.raises(ConfigError, match="max_num_batched_tokens is 127 but an encoder"):
+        LLM(folder, CONFIG.model_copy(update={"max_num_batched_tokens": 127}))
     with pytest.raises(ConfigError, match=r"engine\.xla cannot compute"):
         load_backend(load_checkpoint(folder), CONFIG.on(XlaConfig()))
 

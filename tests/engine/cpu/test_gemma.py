@@ -9,14 +9,14 @@ import pytest
 import torch
 from peft import LoraConfig
 
+from app.engine.adapters.adapter import FEATURES
 from app.engine.adapters.formats.peft import read_peft
-from app.engine.adapters.lora import FEATURES
 from app.engine.config import CpuConfig, CudaConfig, EngineConfig
 from app.engine.cpu.backend import CpuBackend
 from app.engine.engine import Engine
 from app.engine.errors import AdapterMismatch, CheckpointError
+from app.engine.factory import load_backend
 from app.engine.models.checkpoint import load_checkpoint
-from app.engine.open import load_backend
 from app.engine.request import GenerateRequest, SamplingParams
 from tests.engine.adapters.formats.test_peft_parity import PEFT_WARNINGS
 from tests.engine.adapters.parity import base_logits, peft_logits, random_tokens, save_random_adapter
@@ -37,9 +37,9 @@ def test_greedy_tokens_equal_transformers_in_chunks_with_prefixes_and_preemption
     config = EngineConfig(
         cpu=CpuConfig(num_threads=2),
         num_kv_blocks=16,
-        adapter_rank_rows=64,
-        max_batch_tokens=24,
-        speculation="off",  # guessed tokens end answers sooner where random weights repeat some: nothing is preempted
+        lora_pool_rows=64,
+        max_num_batched_tokens=24,
+        speculative_decoding="off",  # guessed tokens end answers sooner where random weights repeat some: nothing is preempted
     )
     engine = Engine(CpuBackend(checkpoint.spec, checkpoint.tensors(), config), config)
     found: dict[str, list[int]] = {}

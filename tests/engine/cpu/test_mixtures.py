@@ -23,11 +23,11 @@ NUM_NEW = 12
 TIGHT = EngineConfig(
     num_kv_blocks=12,
     block_size=16,
-    adapter_rank_rows=8,
-    max_batch_tokens=13,
-    max_batch_sequences=3,
-    prefill_step_ms=0,
-    speculation="off",
+    lora_pool_rows=8,
+    max_num_batched_tokens=13,
+    max_num_seqs=3,
+    target_step_ms=0,
+    speculative_decoding="off",
 )
 
 

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from app.engine.adapters.lora import BFLOAT16, LoraAdapter, LoraKey, LoraPair
+from app.engine.adapters.adapter import BFLOAT16, LoraAdapter, LoraKey, LoraPair
 from app.engine.cpu.backend import CpuBackend
-from app.engine.models.products import target_shape
+from app.engine.models.linear_modules import target_shape
 from tests.engine.adapters.making import random_adapter, random_tensors, tiny_spec
 from tests.engine.served import CONFIG, served_logits
 
@@ -46,7 +46,7 @@ def test_narrow_and_wide_rows_give_the_same_bits() -> None:
 @pytest.mark.parametrize("ranks", [(1, 8, 13, 32), (512, 3)])
 def test_adapters_in_bfloat16_give_the_bits_of_the_same_in_float32(ranks: tuple[int, ...]) -> None:
     spec = tiny_spec()
-    config = CONFIG.model_copy(update={"adapter_rank_rows": 1024})
+    config = CONFIG.model_copy(update={"lora_pool_rows": 1024})
     backend = CpuBackend(spec, random_tensors(spec), config)
     tokens = torch.randint(3, spec.vocab_size, (3, 9))
     adapters = [random_adapter(spec, rank, dtype="BF16", saved_in="BF16", alpha=2 * rank) for rank in ranks]

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from app.engine.adapters.adapter import LoraAdapter
 from app.engine.adapters.card import AdapterRef
-from app.engine.adapters.lora import LoraAdapter
 from app.engine.config import CpuConfig, EngineConfig
 from app.engine.cpu.backend import CpuBackend
 from app.engine.engine import Engine
 from app.engine.errors import AdapterOverflow
-from app.engine.models.products import DENSE_TARGETS
+from app.engine.models.linear_modules import DENSE_TARGETS
 from app.engine.request import GenerateRequest, SamplingParams, TokenChunk
 from tests.engine.adapters.making import random_adapter
 from tests.engine.company import company_tensors, dense_spec
@@ -17,7 +17,7 @@ from tests.engine.company import company_tensors, dense_spec
 def test_an_adapter_that_overflows_ends_its_own_requests() -> None:
     spec = dense_spec()
     # Few blocks and no shared prefixes: what the adapter left in its blocks is written over by those that follow.
-    config = EngineConfig(cpu=CpuConfig(num_threads=1), num_kv_blocks=6, adapter_rank_rows=64, prefix_cache=False)
+    config = EngineConfig(cpu=CpuConfig(num_threads=1), num_kv_blocks=6, lora_pool_rows=64, enable_prefix_caching=False)
     engine = Engine(CpuBackend(spec, company_tensors(spec, 1), config), config)
     good, large = random_adapter(spec, 8, DENSE_TARGETS, 3), random_adapter(spec, 8, DENSE_TARGETS, 3, size=1e12)
     adapters = {"base": None, "good": good, "greedy": large, "drawn": large}

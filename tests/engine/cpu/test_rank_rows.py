@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from app.engine.adapters.lora import LoraAdapter
+from app.engine.adapters.adapter import LoraAdapter
 from app.engine.config import CpuConfig, EngineConfig
 from app.engine.cpu.backend import CpuBackend
 from app.engine.engine import Engine
@@ -20,8 +20,8 @@ from tests.fakes import fake_request
 SPEC = tiny_spec()
 #: By their ranks alone these adapters take 72 rank rows.
 CONFIG = EngineConfig(
-    cpu=CpuConfig(num_threads=2), num_kv_blocks=64, adapter_rank_rows=32, max_batch_tokens=256, max_batch_sequences=64,
-    speculation="off",
+    cpu=CpuConfig(num_threads=2), num_kv_blocks=64, lora_pool_rows=32, max_num_batched_tokens=256, max_num_seqs=64,
+    speculative_decoding="off",
 )  # fmt: skip
 
 
@@ -81,6 +81,6 @@ def test_a_rank_beyond_the_rows_is_served_where_few_modules_have_it() -> None:
     few, all_modules = random_adapter(SPEC, 64, ["k_proj"], seed=1), random_adapter(SPEC, 33, seed=1)
     engine.submit(request("few", few), few)
     assert len(tokens_of(run(engine)["few"])) == 8
-    with pytest.raises(AdapterTooLarge, match=r"needs \d+ rank rows.*at most 32.*adapter_rank_rows"):
+    with pytest.raises(AdapterTooLarge, match=r"needs \d+ rank rows.*at most 32.*lora_pool_rows"):
         engine.submit(request("all", all_modules), all_modules)
     engine.close()

@@ -25,7 +25,7 @@ STACKS = {"head", "qkv", "o", "gate_up", "down"}
 
 
 def _config(storage: Literal["auto", "float32", "int8"]) -> EngineConfig:
-    return CONFIG.on(CpuConfig(weight_storage=storage))
+    return CONFIG.on(CpuConfig(weight_dtype=storage))
 
 
 def _in_8_bits(backend: CpuBackend) -> set[str]:
@@ -82,6 +82,6 @@ def test_auto_keeps_a_checkpoint_of_no_grid_in_float32(tmp_path: Path) -> None:
     tiny_model("llama").save_pretrained(tmp_path)  # type: ignore[operator]
     checkpoint = load_checkpoint(tmp_path)
     backend = CpuBackend(checkpoint.spec, checkpoint.tensors(), CONFIG)
-    assert CONFIG.section(CpuConfig).weight_storage == "auto"
+    assert CONFIG.section(CpuConfig).weight_dtype == "auto"
     assert _in_8_bits(backend) == set()
     backend.close()

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 
 from app.engine.cpu.decoder import Weights
-from app.engine.cpu.weights import WeightPacker, WeightStorage
+from app.engine.cpu.weights import WeightDtype, WeightPacker
 from app.engine.errors import CheckpointError
 from app.engine.models.spec import ModelSpec
-from app.kernels.machine.team import Team
+from app.kernels.machine.thread_team import ThreadTeam
+from app.kernels.matmul.pack_weights import dequantise
 from app.kernels.matmul.quantised import Quantised
-from app.kernels.matmul.storing import dequantise
 from tests import seeds
 from tests.engine.adapters.making import random_tensors, tiny_spec
 from tests.engine.cuda.grids import on_grids
@@ -28,8 +28,8 @@ def _on_grids(spec: ModelSpec) -> Tensors:
     return [(name, on_grids(w, bits[name]) if w.ndim == 2 else w) for name, w in random_tensors(spec)]
 
 
-def _packed(spec: ModelSpec, tensors: Iterable[tuple[str, np.ndarray]], storage: WeightStorage) -> Weights:
-    team = Team(2)
+def _packed(spec: ModelSpec, tensors: Iterable[tuple[str, np.ndarray]], storage: WeightDtype) -> Weights:
+    team = ThreadTeam(2)
     try:
         return WeightPacker(spec, 64, storage, team).pack_all(tensors)
     finally:

@@ -18,13 +18,13 @@ import numpy as np
 from llvmlite import ir
 from numpy.typing import NDArray
 
+from app.engine.adapters.adapter import LoraAdapter
 from app.engine.adapters.card import AdapterRef
-from app.engine.adapters.composing.compose import compose
-from app.engine.adapters.composing.composition import Part, composition_of
-from app.engine.adapters.lora import LoraAdapter
+from app.engine.adapters.combining.combination import CombinationPart, composition_of
+from app.engine.adapters.combining.combine import combine
 from app.engine.config import CpuConfig, EngineConfig
 from app.engine.cpu.backend import CpuBackend
-from app.engine.models.products import DENSE_TARGETS
+from app.engine.models.linear_modules import DENSE_TARGETS
 from app.engine.models.spec import ModelSpec
 from app.kernels.machine import simd
 from app.kernels.machine.vectors import LANES, WORD
@@ -154,17 +154,17 @@ def adapters_of(spec: ModelSpec) -> list[LoraAdapter]:
     else:
         three = [random_adapter(spec, rank, seed=any_seed()) for rank in (3, 16, 40)]
     extras = with_random_extras(random_adapter(spec, 8, DENSE_TARGETS[:2], any_seed()), spec, generator)
-    parts = [Part(AdapterRef(str(n), one.card.digest, "t"), 0.5 + n) for n, one in enumerate(three)]
+    parts = [CombinationPart(AdapterRef(str(n), one.card.digest, "t"), 0.5 + n) for n, one in enumerate(three)]
     composition = composition_of(parts)
     by_digest = {one.card.digest: one for one in three}
-    composed = compose(composition, [by_digest[part.ref.digest] for part in composition.parts], spec)
+    composed = combine(composition, [by_digest[part.ref.digest] for part in composition.parts], spec)
     return [three[0], three[1], extras, composed]
 
 
 def counted(log: TileLog, spec: ModelSpec, storage: Any) -> Counts:
     """One step of the base, single adapters, and several adapters at once for the longest prompt."""
-    cpu = CpuConfig(num_threads=1, weight_storage=storage)
-    config = EngineConfig(cpu=cpu, num_kv_blocks=64, adapter_rank_rows=512, max_batch_tokens=64)
+    cpu = CpuConfig(num_threads=1, weight_dtype=storage)
+    config = EngineConfig(cpu=cpu, num_kv_blocks=64, lora_pool_rows=512, max_num_batched_tokens=64)
     backend = CpuBackend(spec, company_tensors(spec, any_seed()), config)
     at = 0
     for slot, adapter in enumerate(adapters_of(spec), 1):

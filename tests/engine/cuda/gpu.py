@@ -80,11 +80,11 @@ def gpu_config(**settings: Any) -> EngineConfig:
     sizes = {
         "dtype": "float32",
         "num_kv_blocks": 256,
-        "adapter_rank_rows": 1024,
-        "max_adapter_slots": 64,
-        "max_batch_tokens": 1024,
-        "max_batch_sequences": 8,
-        "memory_fraction": 0.5,
+        "lora_pool_rows": 1024,
+        "max_loras": 64,
+        "max_num_batched_tokens": 1024,
+        "max_num_seqs": 8,
+        "gpu_memory_utilization": 0.5,
         "skip_precompile": True,
     }
     settings = sizes | settings

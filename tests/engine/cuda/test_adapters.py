@@ -12,19 +12,19 @@ import numpy as np
 import pytest
 import torch
 
+from app.engine.adapters.adapter import LoraAdapter, LoraKey
 from app.engine.adapters.card import AdapterRef
-from app.engine.adapters.lora import LoraAdapter, LoraKey
 from app.engine.cuda import adapters as gpu_adapters
 from app.engine.cuda.adapters import AdapterTables
+from app.engine.cuda.lora_tables import Layout
 from app.engine.cuda.memory import rank_row_size
-from app.engine.cuda.rank_rows import Layout
 from app.engine.engine import Engine
 from app.engine.errors import AdapterMismatch, AdapterWriteFailed
-from app.engine.models.products import layer_products
+from app.engine.models.linear_modules import layer_linear_modules
 from app.engine.models.spec import ModelSpec
 from app.engine.request import GenerateRequest, SamplingParams, TokenChunk
-from app.kernels.rank_rows import START_MULTIPLE
-from app.kernels.rounding.cpu import round_rows, tasks_of
+from app.kernels.cast_bf16.cpu import round_rows, tasks_of
+from app.kernels.lora_rows import START_MULTIPLE
 from tests.engine.adapters.making import random_adapter, random_tensors, tiny_spec
 from tests.engine.cuda.gpu import DEVICE, gpu_backend, gpu_config
 from tests.seeds import rng
@@ -53,7 +53,7 @@ def test_what_is_written_is_the_adapter_at_its_rows(
         for slot, (row_start, adapter) in adapters.items():
             run = range(row_start * rank_row_size(spec), (row_start + tables.num_rows(adapter)) * rank_row_size(spec))
             for layer in range(len(spec.layers)):
-                for product, target in [(p, t) for p in layer_products(spec, layer) for t in p.targets]:
+                for product, target in [(p, t) for p in layer_linear_modules(spec, layer) for t in p.targets]:
                     rows = tables.rows(layer)[product.name]
                     where = slot, product.targets.index(target)
                     pair = adapter.weights.get(LoraKey(layer, target))
@@ -116,7 +116,7 @@ def test_a_failed_write_ends_its_own_requests_and_is_tried_again(monkeypatch: py
         send(self, adapter_slot, row_start, layout, *rest)
 
     monkeypatch.setattr(AdapterTables, "_send_all", send_all)
-    config = gpu_config(max_context=64, deterministic=True)  # the same bits in any company
+    config = gpu_config(max_model_len=64, batch_invariant=True)  # the same bits in any company
     engine = Engine(gpu_backend(spec, random_tensors(spec), config), config)
     alone = _answers(engine, {"good": good, "base": None})
     for company in ({"good": good, "base": None}, {}):

@@ -26,7 +26,7 @@ from tests.engine.cuda.gpu import ON_CUDA, gpu_backend
 BUDGET_S, MIN_BATCHES = (60, 2500) if ON_CUDA else (4, 60)
 #: A round is some hundred batches, and half of the rounds preempt nobody: after this many, nothing ever will.
 MAX_BATCHES = 50_000
-CUDA = CudaConfig(deterministic=True, memory_fraction=0.5, skip_precompile=True)
+CUDA = CudaConfig(batch_invariant=True, gpu_memory_utilization=0.5, skip_precompile=True)
 KV_TOKENS = (160, 176, 200)
 #: Dense, and with a GPU experts beside a shared one: the plain form takes minutes for these, so `test_mixtures` asks it
 #: for a few sequences.

@@ -24,7 +24,7 @@ LENGTHS = (1, 37, 70)
 
 
 @pytest.mark.parametrize(
-    ("family", "deterministic"),
+    ("family", "batch_invariant"),
     [
         # Each family by day in one of the modes, by turns.
         *((family, bool(index % 2)) for index, family in enumerate(FAMILIES)),
@@ -35,8 +35,10 @@ LENGTHS = (1, 37, 70)
         ("olmoe", True),  # of experts the products are the same in both modes
     ],
 )
-def test_logits_equal_transformers_in_one_piece_and_in_chunks(family: str, deterministic: bool, tmp_path: Path) -> None:
-    config = gpu_config(num_kv_blocks=NUM_BLOCKS, adapter_rank_rows=64, deterministic=deterministic)
+def test_logits_equal_transformers_in_one_piece_and_in_chunks(
+    family: str, batch_invariant: bool, tmp_path: Path
+) -> None:
+    config = gpu_config(num_kv_blocks=NUM_BLOCKS, lora_pool_rows=64, batch_invariant=batch_invariant)
 
     def make_backend(checkpoint: Checkpoint) -> CudaBackend:
         return gpu_backend_of_checkpoint(checkpoint, config)

@@ -43,12 +43,10 @@ def _decode(backend: CudaBackend, slots: list[int], tables: np.ndarray, seed: in
     return backend.logits(len(slots)).copy()
 
 
-@pytest.mark.parametrize("deterministic", [False, True])
-def test_loading_adapters_captures_nothing_and_changes_what_is_computed(deterministic: bool) -> None:
+@pytest.mark.parametrize("batch_invariant", [False, True])
+def test_loading_adapters_captures_nothing_and_changes_what_is_computed(batch_invariant: bool) -> None:
     spec = tiny_spec()
-    config = gpu_config(
-        skip_precompile=False, max_batch_sequences=4, adapter_rank_rows=128, deterministic=deterministic
-    )
+    config = gpu_config(skip_precompile=False, max_num_seqs=4, lora_pool_rows=128, batch_invariant=batch_invariant)
     backend = gpu_backend(spec, random_tensors(spec), config)
     captured = backend.graphs.num_captures
     assert captured == len(batch_sizes(4)) * len(rank_bounds(128))
@@ -63,7 +61,7 @@ def test_loading_adapters_captures_nothing_and_changes_what_is_computed(determin
         again = _decode(backend, [0, 1, 2], generator.permutation(64)[:6].reshape(3, 2), seed=1)
         # Bit for bit only where tiles are fixed: in default mode products are the library's.
         np.testing.assert_allclose(
-            again, seen[-1], rtol=0, atol=0 if deterministic else 1e-5, err_msg=f"round {round_}"
+            again, seen[-1], rtol=0, atol=0 if batch_invariant else 1e-5, err_msg=f"round {round_}"
         )
     assert backend.graphs.num_captures == captured
     assert backend.compile_s > 0
@@ -78,7 +76,7 @@ def test_loading_adapters_captures_nothing_and_changes_what_is_computed(determin
 def test_a_padded_step_is_the_same_as_one_launched_without_padding(num_sequences: int) -> None:
     spec = tiny_spec()
     tensors = random_tensors(spec)
-    backends = [gpu_backend(spec, tensors, gpu_config(max_batch_sequences=n)) for n in (8, 1)]
+    backends = [gpu_backend(spec, tensors, gpu_config(max_num_seqs=n)) for n in (8, 1)]
     adapters = [random_adapter(spec, rank) for rank in (24, 1)]
     slots = sorted([0, 1, 2, 0, 1, 2, 1, 0][:num_sequences])
     tables = rng().permutation(200)[: 2 * num_sequences].reshape(num_sequences, 2)

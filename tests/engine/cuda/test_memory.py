@@ -11,9 +11,9 @@ from pydantic import ValidationError
 from app.engine.config import CudaConfig, EngineConfig, XlaConfig
 from app.engine.cuda.memory import MemoryPlan, plan_memory
 from app.engine.errors import OutOfDeviceMemory
-from app.engine.models.footprint import kv_block_bytes, rank_row_bytes
-from app.engine.models.names import LATENT_NORMS, LAYER_NORMS
+from app.engine.models.memory_estimate import kv_block_bytes, rank_row_bytes
 from app.engine.models.spec import ModelSpec
+from app.engine.models.weight_names import LATENT_NORMS, LAYER_NORMS
 from tests.engine.adapters.making import random_tensors, tiny_spec
 from tests.engine.company import latent_spec
 from tests.engine.cuda.gpu import gpu_backend, gpu_config
@@ -29,7 +29,7 @@ def _plan(*, device_bytes: int = 8 * GIB, free_bytes: int = 8 * GIB, **settings:
 
 @pytest.mark.parametrize("spec", [tiny_spec(), latent_spec()], ids=lambda spec: spec.family)
 def test_the_parts_are_counted_in_the_tensors_that_are_there(spec: ModelSpec) -> None:
-    config = gpu_config(adapter_rank_rows=40, num_kv_blocks=9)
+    config = gpu_config(lora_pool_rows=40, num_kv_blocks=9)
     backend = gpu_backend(spec, random_tensors(spec), config)
     weights, tables, kv = backend.weights, backend._tables, backend._kv
     matrices = [weights.embedding, *(m for w in weights.layers for m in w.products.values())]
@@ -37,17 +37,17 @@ def test_the_parts_are_counted_in_the_tensors_that_are_there(spec: ModelSpec) ->
     norms = [weights.final_norm, *(norm for norm in of_layers if norm is not None)]
     assert backend.plan.weight_bytes == sum(t.nbytes for t in (*matrices, *norms))
     assert backend.plan.kv_bytes == sum(t.nbytes for t in (*kv.keys, *kv.values))
-    assert backend.limits.adapter_rank_rows == backend.plan.adapter_rank_rows == 32  # whole multiples of 16
+    assert backend.limits.lora_pool_rows == backend.plan.lora_pool_rows == 32  # whole multiples of 16
     assert backend.plan.rank_row_bytes == tables._singles.memory.nbytes
     backend.close()
 
 
 def test_zero_blocks_are_as_many_as_fit() -> None:
-    plan = _plan(num_kv_blocks=0, memory_fraction=0.5)
+    plan = _plan(num_kv_blocks=0, gpu_memory_utilization=0.5)
     assert plan.budget_bytes == 4 * GIB
     assert plan.num_kv_blocks > 1000
     assert 0 <= plan.budget_bytes - plan.total_bytes < plan.kv_block_bytes
-    more = _plan(num_kv_blocks=0, memory_fraction=0.5, adapter_rank_rows=16 * 100)
+    more = _plan(num_kv_blocks=0, gpu_memory_utilization=0.5, lora_pool_rows=16 * 100)
     rows = 1600 - 512
     lost = rows * rank_row_bytes(tiny_spec(), 2) / kv_block_bytes(tiny_spec(), 16, 2)
     assert plan.num_kv_blocks - more.num_kv_blocks == pytest.approx(lost, abs=1)
@@ -55,7 +55,7 @@ def test_zero_blocks_are_as_many_as_fit() -> None:
 
 
 def test_a_plan_prints_its_numbers() -> None:
-    text = str(_plan(num_kv_blocks=7, adapter_rank_rows=100))
+    text = str(_plan(num_kv_blocks=7, lora_pool_rows=100))
     assert "96 rank rows" in text
     assert "7 KV blocks" in text
     assert "of 7.20 GiB" in text
@@ -65,7 +65,7 @@ def test_a_plan_prints_its_numbers() -> None:
     ("settings", "message"),
     [
         ({"num_kv_blocks": 10**8}, r"does not fit: weights .* 100000000 KV blocks .* of 7.20 GiB; lower"),
-        ({"adapter_rank_rows": 10**8}, r"does not fit: .* rank rows .* GiB.*lower engine.num_kv_blocks"),
+        ({"lora_pool_rows": 10**8}, r"does not fit: .* rank rows .* GiB.*lower engine.num_kv_blocks"),
         ({"memory_bytes": 3 * GIB, "free_bytes": 2 * GIB}, r"budget is 3.00 GiB but 2.00 GiB of the device's 8.00 GiB"),
         ({"memory_bytes": GIB // 2, "num_kv_blocks": 0}, r"nothing is left for KV blocks of .*: weights"),
     ],

@@ -43,7 +43,7 @@ def mixture(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     folder = tmp_path_factory.mktemp("base")
     model = tiny_mixture(request.param)
     model.save_pretrained(folder)
-    backend = gpu_backend_of_checkpoint(load_checkpoint(folder), gpu_config(deterministic=True, num_kv_blocks=64))
+    backend = gpu_backend_of_checkpoint(load_checkpoint(folder), gpu_config(batch_invariant=True, num_kv_blocks=64))
     yield model, backend
     backend.close()
 
@@ -77,7 +77,7 @@ def _answers(backend: CudaBackend, slots: list[int], ends: tuple[int, ...] = (5,
 def test_a_sequence_has_the_same_bits_alone_and_in_company(spec: ModelSpec, dtype: str) -> None:
     """Prompts, and captured steps of another size; without a GPU no order of sums is a library's, either."""
     generator = rng()
-    config = gpu_config(adapter_rank_rows=96, deterministic=True, dtype=dtype, max_batch_sequences=4)
+    config = gpu_config(lora_pool_rows=96, batch_invariant=True, dtype=dtype, max_num_seqs=4)
     backend = gpu_backend(spec, random_tensors(spec), config)
     for slot, rank in ((1, 5), (2, 20), (3, 16)):
         backend.write_adapter(slot, 32 * (slot - 1), random_mixture_adapter(spec, rank, generator))
@@ -98,7 +98,7 @@ def test_both_forms_of_the_kernels_give_the_same_logits(whole: ModelSpec) -> Non
     tensors, adapters = random_tensors(spec), [random_mixture_adapter(spec, rank, generator) for rank in (3, 20)]
     logits = []
     for form in ("torch", "triton"):
-        config = gpu_config(adapter_rank_rows=64, deterministic=True, max_batch_sequences=3)
+        config = gpu_config(lora_pool_rows=64, batch_invariant=True, max_num_seqs=3)
         backend = gpu_backend(spec, tensors, config, form)
         for slot, adapter in enumerate(adapters, 1):
             backend.write_adapter(slot, 32 * (slot - 1), adapter)
@@ -114,7 +114,7 @@ def test_a_captured_step_reads_the_adapter_that_its_slot_has_now(spec: ModelSpec
     generator, tensors = rng(), random_tensors(spec)
     adapters = [random_mixture_adapter(spec, 8, generator) for _ in range(3)]
     config = gpu_config(
-        skip_precompile=False, max_batch_sequences=2, adapter_rank_rows=32, deterministic=True, max_batch_tokens=16
+        skip_precompile=False, max_num_seqs=2, lora_pool_rows=32, batch_invariant=True, max_num_batched_tokens=16
     )
     backend = gpu_backend(spec, tensors, config)
     captured = backend.graphs.num_captures
@@ -147,7 +147,7 @@ def test_on_a_device_writes_and_steps_are_in_order(piece_bytes: int, monkeypatch
             backend.release_adapter(1)
         return found
 
-    config = gpu_config(max_batch_sequences=2, adapter_rank_rows=64, max_batch_tokens=16, deterministic=True)
+    config = gpu_config(max_num_seqs=2, lora_pool_rows=64, max_num_batched_tokens=16, batch_invariant=True)
     with simulated_cuda(monkeypatch) as simulated:
         backend = CudaBackend(SPEC, iter(tensors), config, DEVICE, TORCH)
         in_order = answers(backend)
@@ -163,7 +163,7 @@ def test_on_a_device_writes_and_steps_are_in_order(piece_bytes: int, monkeypatch
 def test_an_adapter_that_the_device_has_no_room_for_is_refused_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     generator, tensors = rng(), random_tensors(SPEC)
     large, small = (random_mixture_adapter(SPEC, rank, generator) for rank in (24, 2))
-    config = gpu_config(max_batch_sequences=2, adapter_rank_rows=32, max_batch_tokens=16)
+    config = gpu_config(max_num_seqs=2, lora_pool_rows=32, max_num_batched_tokens=16)
     with simulated_cuda(monkeypatch) as simulated:
         backend = CudaBackend(SPEC, iter(tensors), config, DEVICE, TORCH)
         simulated.limit_bytes = simulated.num_allocated + large.card.extra_bytes // 4

@@ -29,7 +29,7 @@ TENSORS = dict(random_tensors(SPEC))
 def _backend(patch: pytest.MonkeyPatch, **settings: object) -> Iterator[tuple[CudaBackend, Simulated]]:
     """Rounding buffers hold a part of a matrix, so that every write goes around them."""
     patch.setattr(gpu_adapters, "_PIECE_BYTES", 1000)
-    config = gpu_config(max_batch_sequences=2, adapter_rank_rows=64, **settings)
+    config = gpu_config(max_num_seqs=2, lora_pool_rows=64, **settings)
     with simulated_cuda(patch) as simulated:
         backend = CudaBackend(SPEC, iter(TENSORS.items()), config, DEVICE, TORCH)
         yield backend, simulated
@@ -68,7 +68,7 @@ def test_steps_and_writes_are_in_order_and_give_the_cpus_logits(
         assert simulated.races == []
         assert backend.graphs.num_captures == (6 if is_captured_at_start else 1)  # 2 sizes, 3 bounds of ranks
     monkeypatch.undo()
-    plain = gpu_backend(SPEC, iter(TENSORS.items()), gpu_config(adapter_rank_rows=64), "torch")
+    plain = gpu_backend(SPEC, iter(TENSORS.items()), gpu_config(lora_pool_rows=64), "torch")
     for ours, theirs in zip(simulated_answers, answers(plain), strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-4)
     plain.close()
@@ -89,7 +89,7 @@ def test_adapters_are_sent_beside_steps_that_do_not_use_them(monkeypatch: pytest
 
 
 def test_what_is_allocated_at_the_start_is_what_was_planned(monkeypatch: pytest.MonkeyPatch) -> None:
-    settings = {"num_kv_blocks": 0, "memory_bytes": 900 << 20, "adapter_extra_bytes": 1 << 20}
+    settings = {"num_kv_blocks": 0, "memory_bytes": 900 << 20, "extra_weights_bytes": 1 << 20}
     with _backend(monkeypatch, **settings) as (backend, simulated):
         plan = backend.plan
         held = plan.weight_bytes + plan.rank_row_bytes + plan.kv_bytes
@@ -103,7 +103,7 @@ def test_a_device_that_runs_out_at_the_start_is_an_error_with_the_numbers(monkey
         simulated.limit_bytes = 100_000  # somebody else was faster
         with pytest.raises(OutOfDeviceMemory, match=r"cuda:0 ran out of memory .*tried to allocate") as caught:
             CudaBackend(SPEC, iter(TENSORS.items()), config, DEVICE, TORCH)
-        assert re.search(r"256 KV blocks .* of 2.00 GiB; lower engine.cuda.memory_fraction", str(caught.value))
+        assert re.search(r"256 KV blocks .* of 2.00 GiB; lower engine.cuda.gpu_memory_utilization", str(caught.value))
     numbers = r"budget is 2.00 GiB but 1.00 GiB"
     with simulated_cuda(monkeypatch, free_bytes=1 << 30), pytest.raises(OutOfDeviceMemory, match=numbers):
         CudaBackend(SPEC, iter(TENSORS.items()), config, DEVICE, TORCH)

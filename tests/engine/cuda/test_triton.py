@@ -13,15 +13,15 @@ from tests.seeds import rng
 
 # What padding rows hold is nobody's, and may overflow.
 @pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered:RuntimeWarning")
-@pytest.mark.parametrize("deterministic", [False, True])
-def test_both_forms_of_the_kernels_give_the_same_logits(deterministic: bool) -> None:
+@pytest.mark.parametrize("batch_invariant", [False, True])
+def test_both_forms_of_the_kernels_give_the_same_logits(batch_invariant: bool) -> None:
     spec = tiny_spec(num_layers=1)
     tensors = random_tensors(spec)
     adapters = [random_adapter(spec, rank) for rank in (5, 24)]
     prompts = rng().integers(3, 60, (3, 9))
     logits = []
     for form in ("torch", "triton"):
-        backend = gpu_backend(spec, tensors, gpu_config(adapter_rank_rows=64, deterministic=deterministic), form)
+        backend = gpu_backend(spec, tensors, gpu_config(lora_pool_rows=64, batch_invariant=batch_invariant), form)
         for slot, adapter in enumerate(adapters, 1):
             backend.write_adapter(slot, 32 * (slot - 1), adapter)
         for start, end in ((0, 8), (8, 9)):

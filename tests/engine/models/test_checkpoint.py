@@ -23,8 +23,8 @@ from transformers import (
 )
 
 from app.engine.errors import CheckpointError
-from app.engine.models import digest as digest_module
 from app.engine.models.checkpoint import load_checkpoint
+from app.engine.models.download import digest as digest_module
 from tests.pairwise import pairwise
 from tests.seeds import any_seed
 

@@ -12,7 +12,7 @@ from tokenizers import models, normalizers, pre_tokenizers, trainers
 from transformers import AutoTokenizer
 
 from app.engine.errors import CheckpointError
-from app.engine.models.tokenizer import load_tokenizer
+from app.engine.models.tokenizers.tokenizer import load_tokenizer
 from tests.engine.models.lines import random_lines
 from tests.seeds import any_seed, rng
 

@@ -14,11 +14,11 @@ from safetensors.numpy import load_file, save_file
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from app.engine.errors import CheckpointError
-from app.engine.models import hf_gpt_oss
 from app.engine.models.checkpoint import load_checkpoint
-from app.engine.models.footprint import kv_block_bytes
-from app.engine.models.hf_config import spec_from_config
-from app.engine.models.products import layer_products, stacked_products, targets_of, uniform_products
+from app.engine.models.hf import gpt_oss
+from app.engine.models.hf.config import spec_from_config
+from app.engine.models.linear_modules import layer_linear_modules, stacked_modules, targets_of, uniform_modules
+from app.engine.models.memory_estimate import kv_block_bytes
 from app.engine.models.spec import ExpertsSpec, LatentSpec, MlpSpec, ModelSpec, RouterSpec, SharedExpertSpec
 from tests.engine.checkpoints import MIXTURES, save, tiny_model
 from tests.seeds import any_seed
@@ -91,10 +91,10 @@ def test_qwen2_moe_has_experts_in_some_layers_beside_a_gated_shared_one() -> Non
         "shared_expert", 52, True,
     )  # fmt: skip
     assert spec.layers[1].attention.qkv_bias
-    names = {product.name: layers for product, layers in stacked_products(spec)}
+    names = {product.name: layers for product, layers in stacked_modules(spec)}
     assert names["gate_up"] == names["down"] == (0, 2, 3)
     assert names["experts_gate_up"] == names["shared_gate"] == names["router"] == (1,)
-    assert "experts.up_proj" in targets_of(product for product, _ in stacked_products(spec))
+    assert "experts.up_proj" in targets_of(product for product, _ in stacked_modules(spec))
 
 
 @pytest.mark.parametrize("key", ["num_experts", "num_local_experts"])
@@ -143,7 +143,7 @@ def test_what_changes_the_arithmetic_and_is_not_honoured_is_refused(
 def test_a_device_without_experts_refuses_the_family_by_name() -> None:
     spec = _spec("mixtral", num_key_value_heads=2)
     with pytest.raises(CheckpointError, match=r"does not serve mixtral, a mixture of experts \(m\); use engine\.cpu"):
-        uniform_products(spec)
+        uniform_modules(spec)
 
 
 def test_deepseeks_published_lite_configuration_is_read() -> None:
@@ -156,7 +156,7 @@ def test_deepseeks_published_lite_configuration_is_read() -> None:
         RouterSpec(64, 6, normalised=False), SharedExpertSpec("shared_experts", MlpSpec(2816), is_gated=False)
     )
     assert kv_block_bytes(spec, 1, 4) == 27 * (512 + 64) * 4
-    assert not any(product.has_rank_rows for product in layer_products(spec, 1) if product.name == "latent_b")
+    assert not any(product.has_rank_rows for product in layer_linear_modules(spec, 1) if product.name == "latent_b")
 
 
 def test_mxfp4_blocks_are_read_as_transformers_reads_them() -> None:
@@ -166,8 +166,8 @@ def test_mxfp4_blocks_are_read_as_transformers_reads_them() -> None:
     expected = convert_moe_packed_tensors(torch.tensor(blocks), torch.tensor(scales), dtype=torch.float32)
     path = "model.layers.0.mlp.experts"
     stored = {f"{path}.gate_up_proj_scales": scales, f"{path}.gate_up_proj_blocks": blocks}
-    shapes = hf_gpt_oss.canonical_shapes({name: values.shape for name, values in stored.items()})
-    found = dict(hf_gpt_oss.canonical_tensors(stored.items()))
+    shapes = gpt_oss.canonical_shapes({name: values.shape for name, values in stored.items()})
+    found = dict(gpt_oss.canonical_tensors(stored.items()))
     assert {name: values.shape for name, values in found.items()} == shapes
     for expert in range(2):  # transformers': [experts, in, out], gate and up in turn
         for n, module in enumerate(("gate_proj", "up_proj")):

@@ -9,7 +9,7 @@ import pytest
 from transformers import AutoConfig
 
 from app.engine.errors import CheckpointError
-from app.engine.models.hf_config import spec_from_config
+from app.engine.models.hf.config import spec_from_config
 from tests.engine.models.published import PUBLISHED
 
 READ = {name: model.config for name, model in PUBLISHED.items() if not model.refused}

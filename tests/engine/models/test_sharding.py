@@ -10,16 +10,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from app.engine.errors import ConfigError
-from app.engine.models.products import Product, layer_products
+from app.engine.models.linear_modules import LinearModule, layer_linear_modules
 from app.engine.models.sharding import check_shards, shard_columns, shard_product, whole_output
 from app.engine.models.spec import AttentionSpec, LayerSpec, MlpSpec
 from tests.engine.adapters.making import tiny_spec
 
 
-def products(heads: int, kv_heads: int, head_dim: int, wide: int) -> tuple[Product, ...]:
+def products(heads: int, kv_heads: int, head_dim: int, wide: int) -> tuple[LinearModule, ...]:
     spec = tiny_spec()
     attention = AttentionSpec(heads, kv_heads, head_dim, 1.0, spec.layers[0].attention.rope)
-    return layer_products(replace(spec, layers=(LayerSpec(attention, MlpSpec(wide)),)), 0)
+    return layer_linear_modules(replace(spec, layers=(LayerSpec(attention, MlpSpec(wide)),)), 0)
 
 
 def test_a_shard_holds_whole_heads_and_what_o_reads_of_them() -> None:

@@ -29,7 +29,7 @@ def must_succeed(pool: AdapterPool, rank: int, pinned: frozenset[str]) -> bool:
     total = pool.limits.num_rows
     residents = pool.residents()
     stays = [(r.row_start, r.row_start + r.num_rows) for r in residents if r.num_refs or r.digest in pinned]
-    if len(stays) == pool.limits.max_adapter_slots - 1:
+    if len(stays) == pool.limits.max_loras - 1:
         return False
     starts = range(0, total - rows + 1, rows)
     return any(all(end <= start or start + rows <= first for first, end in stays) for start in starts)
@@ -345,7 +345,7 @@ def test_what_is_pinned_lies_together_and_is_never_evicted() -> None:
     assert large is not None, "half of the table has no pinned row"
     assert large.row_start == 32
     pool.release("large")
-    with pytest.raises(NotReady, match=r"'larger'.*64 rank rows: 24 of 64.*adapter_rank_rows, or unpin"):
+    with pytest.raises(NotReady, match=r"'larger'.*64 rank rows: 24 of 64.*lora_pool_rows, or unpin"):
         pool.check_room("larger", "larger", 33)
     assert pool.acquire("larger", 33) is None
     pool.pin([])
@@ -362,7 +362,7 @@ def test_pinning_an_adapter_ends_a_reservation_in_its_way() -> None:
     assert pool.reserved_for is None
     pool.reserve("patient", 32)
     assert pool.reserved_for is None, "there is no window to wait for"
-    with pytest.raises(NotReady, match=r"'heavy'.*50 bytes: 60 of 100.*adapter_extra_bytes"):
+    with pytest.raises(NotReady, match=r"'heavy'.*50 bytes: 60 of 100.*extra_weights_bytes"):
         pool.check_room("heavy", "heavy", 8, 50)
     assert pool.acquire("heavy", 8, 50) is None
     assert pool.acquire("pinned", 8, 60) is not None

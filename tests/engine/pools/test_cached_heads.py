@@ -6,17 +6,17 @@ from dataclasses import replace
 
 import pytest
 
-from app.deployments.ingress.assigner import PrefixHasher
+from app.deployments.ingress.dispatch.request_router import PrefixHasher
 from app.engine.config import EngineConfig
 from app.engine.engine import Engine
-from app.engine.pools.kv_blocks import (
+from app.engine.pools.block_pool import (
     HEAD_BYTES,
     HEAD_TOKENS,
     MAX_HEADS,
     BlockPool,
-    CachedHeads,
-    num_head_blocks,
-    prompt_head,
+    CachedPrefixes,
+    num_prefix_blocks,
+    prefix_key,
 )
 from app.engine.request import GenerateRequest, PoolingParams
 from app.engine.sequence import Sequence
@@ -41,7 +41,7 @@ def heads_of(engine: Engine, *requests: GenerateRequest) -> tuple[bytes, ...]:
 
 def new_engine(num_kv_blocks: int = 256) -> Engine:
     limits = replace(LIMITS, num_kv_blocks=num_kv_blocks)
-    return Engine(FakeBackend(limits), EngineConfig(speculation="off"))
+    return Engine(FakeBackend(limits), EngineConfig(speculative_decoding="off"))
 
 
 @pytest.mark.parametrize("block_size", [8, 16, 48, 128, 256])
@@ -51,9 +51,9 @@ def test_a_head_is_named_as_the_engine_names_its_blocks(block_size: int, adapter
     chosen = ADAPTER if adapter is not None else None
     request = replace(fake_request("r", prompt(1, 600), chosen), cache_salt=salt)
     sequence = Sequence(request, chosen, fake_spec(), block_size)
-    count = num_head_blocks(block_size)
+    count = num_prefix_blocks(block_size)
     digest = None if chosen is None else chosen.card.digest
-    name = prompt_head(fake_spec().digest, digest, salt, request.token_ids, block_size)
+    name = prefix_key(fake_spec().digest, digest, salt, request.token_ids, block_size)
     assert name == sequence.extend_hashes(count)[count - 1][:HEAD_BYTES]
     assert count * block_size >= HEAD_TOKENS
 
@@ -92,13 +92,13 @@ def test_a_head_whose_blocks_hold_something_else_is_told_no_more() -> None:
 
 
 def test_nothing_is_told_where_nothing_is_shared() -> None:
-    engine = Engine(FakeBackend(LIMITS), EngineConfig(speculation="off", prefix_cache=False))
+    engine = Engine(FakeBackend(LIMITS), EngineConfig(speculative_decoding="off", enable_prefix_caching=False))
     assert heads_of(engine, fake_request("one", prompt(1))) == ()
     assert heads_of(new_engine(), fake_request("short", prompt(1, HEAD_TOKENS - 30))) == ()
 
 
 def test_only_so_many_are_told_those_that_were_used_last() -> None:
-    heads = CachedHeads()
+    heads = CachedPrefixes()
     names = [index.to_bytes(32, "big")[::-1] for index in range(100)]
     for block, key in enumerate(names):
         heads.add(block, key)

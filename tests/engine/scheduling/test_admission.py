@@ -7,13 +7,13 @@ from collections.abc import Callable
 
 import pytest
 
-from app.engine.adapters.lora import LoraAdapter
+from app.engine.adapters.adapter import LoraAdapter
 from app.engine.backend import BackendLimits
 from app.engine.config import EngineConfig
 from app.engine.engine import Engine
 from app.engine.meter import EngineMeter
 from app.engine.pools.adapter_pool import AdapterPool
-from app.engine.pools.kv_blocks import BlockPool
+from app.engine.pools.block_pool import BlockPool
 from app.engine.request import SamplingParams
 from app.engine.scheduling.admission import MAX_BYPASSES, Admission
 from app.engine.scheduling.fair_queue import FairQueue
@@ -70,7 +70,7 @@ class Bench:
 
 
 def test_a_large_adapter_gets_its_rows_while_small_ones_flood() -> None:
-    bench = Bench(BackendLimits(256, 8, 64, 8, 16), max_batch_sequences=8)
+    bench = Bench(BackendLimits(256, 8, 64, 8, 16), max_num_seqs=8)
     small = [fake_adapter(f"s{i}", 8) for i in range(8)]
 
     def flood() -> None:
@@ -84,7 +84,7 @@ def test_a_large_adapter_gets_its_rows_while_small_ones_flood() -> None:
 
 
 def test_how_many_may_pass_is_bounded() -> None:
-    bench = Bench(BackendLimits(256, 8, 16, 8, 16), max_batch_sequences=4)
+    bench = Bench(BackendLimits(256, 8, 16, 8, 16), max_num_seqs=4)
     one = fake_adapter("one", 8)
     bench.submit("small", one, tokens=100)
     bench.run(1)
@@ -98,7 +98,7 @@ def test_how_many_may_pass_is_bounded() -> None:
 
 
 def test_a_reservation_ends_with_its_request() -> None:
-    bench = Bench(BackendLimits(256, 8, 16, 8, 16), max_batch_sequences=4)
+    bench = Bench(BackendLimits(256, 8, 16, 8, 16), max_num_seqs=4)
     one = fake_adapter("one", 8)
     bench.submit("small", one, tokens=200)
     bench.run(1)
@@ -112,7 +112,9 @@ def test_a_reservation_ends_with_its_request() -> None:
 
 
 def test_a_long_prompt_gets_its_blocks_while_short_ones_flood() -> None:
-    bench = Bench(BackendLimits(32, 8, 0, 8, 1), max_batch_sequences=16, max_batch_tokens=64, prefix_cache=False)
+    bench = Bench(
+        BackendLimits(32, 8, 0, 8, 1), max_num_seqs=16, max_num_batched_tokens=64, enable_prefix_caching=False
+    )
 
     def flood() -> None:
         while bench.live["short"] < 40:
@@ -124,7 +126,7 @@ def test_a_long_prompt_gets_its_blocks_while_short_ones_flood() -> None:
 
 
 def test_base_traffic_is_not_blocked_by_adapter_misses() -> None:
-    bench = Bench(BackendLimits(256, 8, 8, 8, 4), max_batch_sequences=8)
+    bench = Bench(BackendLimits(256, 8, 8, 8, 4), max_num_seqs=8)
     bench.submit("holder", fake_adapter("holder", 8), tokens=200)
     bench.run(1)
     for index in range(100):
@@ -137,7 +139,7 @@ def test_base_traffic_is_not_blocked_by_adapter_misses() -> None:
 
 
 def test_only_the_adapter_in_the_reserved_rows_has_to_pause() -> None:
-    bench = Bench(BackendLimits(256, 8, 32, 8, 4), max_batch_sequences=8)
+    bench = Bench(BackendLimits(256, 8, 32, 8, 4), max_num_seqs=8)
     residents = {"one": fake_adapter("one", 16), "two": fake_adapter("two", 16)}
     for kind, adapter in residents.items():
         bench.submit(f"stream {kind}", adapter, tokens=120)
@@ -159,7 +161,7 @@ def test_only_the_adapter_in_the_reserved_rows_has_to_pause() -> None:
 
 
 def test_many_starving_adapters_are_all_served() -> None:
-    bench = Bench(BackendLimits(256, 8, 16, 8, 4), max_batch_sequences=4)
+    bench = Bench(BackendLimits(256, 8, 16, 8, 4), max_num_seqs=4)
     hot = fake_adapter("hot", 8)
 
     def flood() -> None:
@@ -173,7 +175,7 @@ def test_many_starving_adapters_are_all_served() -> None:
 
 
 def test_writes_keep_to_the_budget_and_a_larger_adapter_still_gets_through() -> None:
-    bench = Bench(BackendLimits(256, 8, 256, 8, 40), adapter_write_bytes_per_step=100)
+    bench = Bench(BackendLimits(256, 8, 256, 8, 40), lora_load_bytes_per_step=100)
     bench.submit("stream", tokens=100)
     bench.run(1)
     sizes = [60, 60, 40, 250, 30, 30, 30, 60, 100, 99, 1]
@@ -192,7 +194,7 @@ def test_writes_keep_to_the_budget_and_a_larger_adapter_still_gets_through() -> 
 
 @pytest.mark.parametrize("size", [100, 101, 150])
 def test_what_is_on_the_device_does_not_wait_for_others_writes(size: int) -> None:
-    bench = Bench(BackendLimits(256, 8, 256, 8, 40), adapter_write_bytes_per_step=100)
+    bench = Bench(BackendLimits(256, 8, 256, 8, 40), lora_load_bytes_per_step=100)
     hot, cold = fake_adapter("hot", 8, size_bytes=size), fake_adapter("cold", 8, size_bytes=size)
     warm = bench.submit("warm", hot, tokens=1)
     assert bench.run(3, until=warm) is not None
@@ -208,7 +210,7 @@ def test_what_is_on_the_device_does_not_wait_for_others_writes(size: int) -> Non
 
 
 def test_with_nothing_running_cold_adapters_are_written_together() -> None:
-    bench = Bench(BackendLimits(256, 8, 256, 8, 40), adapter_write_bytes_per_step=100)
+    bench = Bench(BackendLimits(256, 8, 256, 8, 40), lora_load_bytes_per_step=100)
     names = [bench.submit("cold", fake_adapter(f"c{i}", 8, size_bytes=100), tokens=9) for i in range(5)]
     bench.run(1)
     assert len({step for step, _, _ in bench.backend.writes}) == 1
@@ -219,7 +221,7 @@ def test_with_nothing_running_cold_adapters_are_written_together() -> None:
 
 
 def test_streams_keep_their_pace_during_a_burst_of_cold_adapters() -> None:
-    bench = Bench(BackendLimits(256, 8, 256, 8, 40), adapter_write_bytes_per_step=100)
+    bench = Bench(BackendLimits(256, 8, 256, 8, 40), lora_load_bytes_per_step=100)
     stream = bench.submit("stream", tokens=50)
     bench.run(1)
     for index in range(20):
@@ -229,7 +231,7 @@ def test_streams_keep_their_pace_during_a_burst_of_cold_adapters() -> None:
 
 def test_a_flooding_tenant_does_not_move_anothers_latency() -> None:
     def latency(flood_size: int) -> list[int]:
-        bench = Bench(BackendLimits(512, 8, 0, 8, 1), max_batch_sequences=8, max_batch_tokens=64)
+        bench = Bench(BackendLimits(512, 8, 0, 8, 1), max_num_seqs=8, max_num_batched_tokens=64)
 
         def flood() -> None:
             while bench.live["flood"] < flood_size:
@@ -249,7 +251,7 @@ def test_a_flooding_tenant_does_not_move_anothers_latency() -> None:
 
 
 def test_a_long_prompt_does_not_hold_up_short_ones() -> None:
-    bench = Bench(BackendLimits(512, 8, 0, 8, 1), max_batch_tokens=32, max_context=512)
+    bench = Bench(BackendLimits(512, 8, 0, 8, 1), max_num_batched_tokens=32, max_model_len=512)
     long = bench.submit("long", prompt=500, tokens=2)
     bench.run(1)
     for tenant_id in ("default", "other"):
@@ -264,7 +266,7 @@ def test_a_long_prompt_does_not_hold_up_short_ones() -> None:
 
 
 def test_whoever_is_preempted_finishes_before_those_that_came_later() -> None:
-    bench = Bench(BackendLimits(10, 8, 0, 8, 1), max_batch_sequences=6, prefix_cache=False)
+    bench = Bench(BackendLimits(10, 8, 0, 8, 1), max_num_seqs=6, enable_prefix_caching=False)
     names = [bench.submit("r", prompt=8, tokens=40, tenant_id=f"t{i % 2}") for i in range(8)]
     bench.run(1000)
     assert bench.engine.stats().num_preemptions > 0
@@ -274,7 +276,7 @@ def test_whoever_is_preempted_finishes_before_those_that_came_later() -> None:
 
 
 def test_whoever_is_preempted_returns_before_those_still_waiting() -> None:
-    bench = Bench(BackendLimits(7, 8, 0, 8, 1), max_batch_sequences=3, prefix_cache=False)
+    bench = Bench(BackendLimits(7, 8, 0, 8, 1), max_num_seqs=3, enable_prefix_caching=False)
     names = [bench.submit("r", prompt=7, tokens=30) for _ in range(8)]
     bench.run(1000)
     assert bench.engine.stats().num_preemptions > 0
@@ -283,7 +285,7 @@ def test_whoever_is_preempted_returns_before_those_still_waiting() -> None:
 
 
 def test_tokens_that_no_waiting_request_can_use_go_to_the_prompt() -> None:
-    bench = Bench(BackendLimits(512, 8, 8, 8, 4), max_batch_tokens=32, max_context=512)
+    bench = Bench(BackendLimits(512, 8, 8, 8, 4), max_num_batched_tokens=32, max_model_len=512)
     bench.submit("holder", fake_adapter("holder", 8), tokens=100)
     bench.run(1)
     bench.submit("miss", fake_adapter("miss", 8), tenant_id="other")
@@ -293,7 +295,7 @@ def test_tokens_that_no_waiting_request_can_use_go_to_the_prompt() -> None:
 
 def test_a_flood_of_cold_adapters_does_not_move_anothers_turn() -> None:
     """Waiting long does not make a whole backlog urgent: the fair order still decides."""
-    bench = Bench(BackendLimits(256, 8, 16, 8, 4), max_batch_sequences=8)
+    bench = Bench(BackendLimits(256, 8, 16, 8, 4), max_num_seqs=8)
 
     def flood() -> None:
         while bench.live["flood"] < 100:
@@ -336,7 +338,7 @@ def test_whoever_rows_are_reserved_for_is_not_passed_over_when_one_before_it_has
 
 def test_nobody_s_many_adapters_push_out_another_s_one() -> None:
     """Two tenants share 32 rows; one asks for ten adapters all the time, the other now and then for its own."""
-    bench = Bench(BackendLimits(64, 8, 32, 8, 16), max_batch_sequences=8)
+    bench = Bench(BackendLimits(64, 8, 32, 8, 16), max_num_seqs=8)
     many = [fake_adapter(f"many{index}", 8) for index in range(10)]
     one = fake_adapter("one", 8)
     count = iter(range(10**6))

@@ -48,7 +48,7 @@ class Bench:
 
 
 def test_whoever_is_waited_for_goes_first() -> None:
-    bench = Bench(max_batch_sequences=4)
+    bench = Bench(max_num_seqs=4)
     for index in range(20):
         bench.submit(f"batch{index}", is_batch=True, tenant="a")
     for index in range(12):
@@ -61,7 +61,7 @@ def test_whoever_is_waited_for_goes_first() -> None:
 
 
 def test_batches_leave_half_of_the_places_free() -> None:
-    bench = Bench(max_batch_sequences=8)
+    bench = Bench(max_num_seqs=8)
     for index in range(50):
         bench.submit(f"batch{index}", tokens=40, is_batch=True)
     bench.run(5)
@@ -74,7 +74,7 @@ def test_batches_leave_half_of_the_places_free() -> None:
 
 
 def test_a_flood_that_is_waited_for_leaves_batches_nothing_and_they_go_on_after_it() -> None:
-    bench = Bench(max_batch_sequences=4)
+    bench = Bench(max_num_seqs=4)
     batch = bench.submit("batch", is_batch=True)
     count = 0
 
@@ -93,7 +93,7 @@ def test_a_flood_that_is_waited_for_leaves_batches_nothing_and_they_go_on_after_
 
 @pytest.mark.parametrize("num_blocks", [14, 20, 40])
 def test_blocks_run_out_for_batches_first_and_every_token_is_what_it_is_alone(num_blocks: int) -> None:
-    bench = Bench(BackendLimits(num_blocks, 8, 0, 8, 1), max_batch_sequences=8, prefix_cache=False)
+    bench = Bench(BackendLimits(num_blocks, 8, 0, 8, 1), max_num_seqs=8, enable_prefix_caching=False)
     for index in range(4):
         bench.submit(f"batch{index}", tokens=50, is_batch=True)
     bench.run(2)
@@ -107,7 +107,7 @@ def test_blocks_run_out_for_batches_first_and_every_token_is_what_it_is_alone(nu
 
 
 def test_among_batches_tenants_share() -> None:
-    bench = Bench(max_batch_sequences=4)
+    bench = Bench(max_num_seqs=4)
     for index in range(30):
         bench.submit(f"flood{index}", is_batch=True, tenant="a")
     name = bench.submit("one", is_batch=True, tenant="b")

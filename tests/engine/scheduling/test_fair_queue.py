@@ -321,7 +321,7 @@ def test_a_debt_is_bounded_whatever_is_reported() -> None:
 
 def test_an_engine_gives_fewer_turns_to_who_was_served_elsewhere() -> None:
     """Through its inbox, in the step that follows; a place at a time, so that turns are what is waited for."""
-    config = EngineConfig(max_batch_sequences=1, prefix_cache=False, speculation="off")
+    config = EngineConfig(max_num_seqs=1, enable_prefix_caching=False, speculative_decoding="off")
     engine = Engine(FakeBackend(BackendLimits(64, 8, 0, 8, 1)), config)
     sampling = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
     for index in range(30):

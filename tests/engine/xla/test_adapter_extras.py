@@ -10,22 +10,22 @@ import numpy as np
 import pytest
 from peft import LoraConfig
 
-from app.engine.adapters.base_copies import BaseCopies
+from app.engine.adapters.adapter import FEATURES, LoraKey, TokenRows
+from app.engine.adapters.base_weight_dedup import BaseWeightDedup
 from app.engine.adapters.formats.reading import read_adapter
-from app.engine.adapters.lora import FEATURES, LoraKey, TokenRows
 from app.engine.config import EngineConfig, XlaConfig
 from app.engine.errors import AdapterMismatch
+from app.engine.factory import served_features
 from app.engine.models.checkpoint import load_checkpoint
-from app.engine.open import served_features
 from app.engine.xla.backend import JaxBackend
-from app.engine.xla.base_values import XlaBaseValues
-from app.engine.xla.features import SERVED
+from app.engine.xla.base_weights import XlaBaseValues
 from app.engine.xla.sharding import make_mesh
+from app.engine.xla.supported_features import SERVED
 from app.kernels.dora.reference import dora_scale
 from tests.engine.adapters.formats.test_peft_parity import BEYOND, OPTIONS, PEFT_WARNINGS, TOLERANCE
 from tests.engine.adapters.making import random_adapter, random_tensors, tiny_spec
 from tests.engine.adapters.parity import peft_logits, random_tokens, save_random_adapter, spec_of, tiny_model
-from tests.engine.cpu.test_extras import _read
+from tests.engine.cpu.test_extra_weights import _read
 from tests.engine.served import CONFIG, backend_of, served_logits
 from tests.engine.xla.making import tiny_backend
 from tests.seeds import rng
@@ -40,7 +40,7 @@ OWN = {name: settings for name, (settings, features) in BEYOND.items() if featur
 
 def jax_config() -> EngineConfig:
     """One shape of step, whatever is in it."""
-    shared = CONFIG.model_copy(update={"max_batch_tokens": 512, "max_batch_sequences": 512})
+    shared = CONFIG.model_copy(update={"max_num_batched_tokens": 512, "max_num_seqs": 512})
     return shared.on(XlaConfig(skip_precompile=True))
 
 
@@ -78,7 +78,7 @@ def test_all_kinds_in_one_batch_are_pefts(tmp_path: Path, tied: bool) -> None:
 def test_dora_scales_are_the_definitions(rank: int) -> None:
     spec = tiny_spec()
     tensors = dict(random_tensors(spec, 3))
-    config = EngineConfig(num_kv_blocks=8, adapter_rank_rows=8, xla=XlaConfig(skip_precompile=True))
+    config = EngineConfig(num_kv_blocks=8, lora_pool_rows=8, xla=XlaConfig(skip_precompile=True))
     backend = JaxBackend(spec, list(tensors.items()), config, make_mesh(jax.devices("cpu"), 1))
     base = backend._adapters._base
     assert isinstance(base, XlaBaseValues)
@@ -99,7 +99,7 @@ def test_what_is_not_served_is_refused_by_name_when_an_adapter_is_written() -> N
     plain = random_adapter(spec, 4)
     rows = np.zeros((2, spec.hidden_size), np.float32)
     adapter = dataclasses.replace(plain, token_rows={"embed_tokens": TokenRows((3, 5), rows)})
-    config = EngineConfig(num_kv_blocks=8, adapter_rank_rows=8, xla=XlaConfig(skip_precompile=True))
+    config = EngineConfig(num_kv_blocks=8, lora_pool_rows=8, xla=XlaConfig(skip_precompile=True))
     backend = tiny_backend(config, spec)
     for refuses in (backend.prepare_adapter, lambda adapter: backend.write_adapter(1, 0, adapter)):
         with pytest.raises(AdapterMismatch, match=r"xla engine does not serve trained token rows; use engine\.cpu"):
@@ -114,11 +114,9 @@ def test_extras_are_refused_by_name_where_there_is_no_memory_for_them() -> None:
     plain = random_adapter(spec, 4)
     key = next(iter(plain.weights))
     adapter = dataclasses.replace(plain, delta_biases={key: np.ones(plain.weights[key].b.shape[1], np.float32)})
-    config = EngineConfig(
-        num_kv_blocks=8, adapter_rank_rows=8, adapter_extra_bytes=0, xla=XlaConfig(skip_precompile=True)
-    )
+    config = EngineConfig(num_kv_blocks=8, lora_pool_rows=8, extra_weights_bytes=0, xla=XlaConfig(skip_precompile=True))
     backend = tiny_backend(config, spec)
-    with pytest.raises(AdapterMismatch, match="adapter_extra_bytes 0 cannot apply lora_bias"):
+    with pytest.raises(AdapterMismatch, match="extra_weights_bytes 0 cannot apply lora_bias"):
         backend.write_adapter(1, 0, adapter)
     backend.close()
 
@@ -128,9 +126,7 @@ def test_extras_without_rank_rows_are_refused() -> None:
     adapter = dataclasses.replace(
         random_adapter(spec, 4), weights={}, replaced={"model.layers.0.self_attn.q_proj.bias": np.ones(32, np.float32)}
     )
-    backend = tiny_backend(
-        EngineConfig(num_kv_blocks=8, adapter_rank_rows=8, xla=XlaConfig(skip_precompile=True)), spec
-    )
+    backend = tiny_backend(EngineConfig(num_kv_blocks=8, lora_pool_rows=8, xla=XlaConfig(skip_precompile=True)), spec)
     with pytest.raises(AdapterMismatch, match="trained biases beside rank rows only"):
         backend.prepare_adapter(adapter)
     backend.close()
@@ -144,7 +140,7 @@ def test_every_feature_is_served_or_refused_when_an_adapter_is_read(tmp_path: Pa
     refused = {name: (settings, features) for name, (settings, features) in BEYOND.items() if not features <= SERVED}
     assert refused
     model.save_pretrained(tmp_path / "base")
-    copies = BaseCopies(load_checkpoint(tmp_path / "base"), served)  # whole matrices are judged by their values
+    copies = BaseWeightDedup(load_checkpoint(tmp_path / "base"), served)  # whole matrices are judged by their values
     for index, (settings, features) in enumerate(refused.values()):
         folder = tmp_path / str(index)
         save_random_adapter(

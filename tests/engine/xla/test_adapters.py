@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from app.engine.adapters.lora import LoraAdapter
+from app.engine.adapters.adapter import LoraAdapter
 from app.engine.errors import AdapterMismatch
-from app.engine.models.products import DENSE_TARGETS
+from app.engine.models.linear_modules import DENSE_TARGETS
 from app.engine.models.sharding import shard_columns
 from app.engine.models.spec import ModelSpec
 from app.engine.xla.adapters import XlaAdapters, base_tables, rank_classes, write_rows

@@ -10,12 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from app.engine.adapters.extras import extra_bytes
-from app.engine.adapters.lora import LoraAdapter
+from app.engine.adapters.adapter import LoraAdapter
+from app.engine.adapters.extra_weights import extra_bytes
 from app.engine.config import EngineConfig, XlaConfig
 from app.engine.engine import Engine
 from app.engine.errors import AdapterMismatch
-from app.engine.models.products import DENSE_TARGETS
+from app.engine.models.linear_modules import DENSE_TARGETS
 from app.engine.request import GenerateRequest, SamplingParams, TokenLogprobs
 from app.engine.xla.backend import JaxBackend
 from tests.engine.adapters.making import random_adapter, tiny_spec
@@ -27,8 +27,8 @@ SPEC = tiny_spec()
 #: Of log-probabilities that are the same up to rounding.
 TOLERANCE = 1e-4
 CONFIG = EngineConfig(
-    num_kv_blocks=48, adapter_rank_rows=128, max_adapter_slots=8, max_batch_tokens=64, max_batch_sequences=8,
-    adapter_extra_bytes=20_000,
+    num_kv_blocks=48, lora_pool_rows=128, max_loras=8, max_num_batched_tokens=64, max_num_seqs=8,
+    extra_weights_bytes=20_000,
 )  # fmt: skip
 
 
@@ -45,7 +45,7 @@ def run(
     backend: JaxBackend, requests: list[tuple[GenerateRequest, LoraAdapter | None]], stagger: np.random.Generator | None
 ) -> dict[str, list[TokenLogprobs]]:
     """Every request's tokens with their log-probabilities, submitted together or at random steps."""
-    for adapter_slot in range(1, CONFIG.max_adapter_slots):
+    for adapter_slot in range(1, CONFIG.max_loras):
         backend.release_adapter(adapter_slot)  # as the engine before left them
     engine = Engine(backend, CONFIG)
     waiting, out = list(requests), {request.request_id: [] for request, _ in requests}

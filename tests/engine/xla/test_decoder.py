@@ -26,7 +26,7 @@ from tests.engine.checkpoints import FAMILIES, MIXTURES, save, tiny_model
 from tests.engine.logits_check import NUM_BLOCKS, check_family
 from tests.engine.xla.making import random_tensors
 
-CONFIG = EngineConfig(num_kv_blocks=NUM_BLOCKS, adapter_rank_rows=8, max_batch_tokens=64, max_batch_sequences=8)
+CONFIG = EngineConfig(num_kv_blocks=NUM_BLOCKS, lora_pool_rows=8, max_num_batched_tokens=64, max_num_seqs=8)
 LENGTHS = (1, 20, 41)
 #: What is refused, and what for.
 REFUSED = {"gemma2": "soft caps and norms behind each block"}

@@ -10,16 +10,16 @@ import jax
 import numpy as np
 import pytest
 
-from app.engine.adapters.extras import expert_bytes
+from app.engine.adapters.adapter import LoraAdapter
+from app.engine.adapters.extra_weights import expert_bytes
 from app.engine.adapters.formats.reading import read_adapter
-from app.engine.adapters.lora import LoraAdapter
 from app.engine.config import XlaConfig
 from app.engine.errors import AdapterMismatch
 from app.engine.models.checkpoint import load_checkpoint
 from app.engine.models.sharding import shard_columns
 from app.engine.models.spec import ModelSpec
 from app.engine.xla.backend import JaxBackend
-from app.engine.xla.expert_rows import XlaExpertRows, write_pages
+from app.engine.xla.moe_lora_tables import XlaExpertRows, write_pages
 from app.engine.xla.sharding import make_mesh
 from app.engine.xla.sizes import sizes_of
 from tests.engine.adapters.making import random_mixture_adapter
@@ -151,7 +151,7 @@ def test_without_room_adapters_of_experts_are_refused_and_others_served() -> Non
     spec, rows = books(100)
     assert rows.num_pages == 0
     assert rows.places() is None
-    with pytest.raises(AdapterMismatch, match=r"raise engine\.adapter_extra_bytes"):
+    with pytest.raises(AdapterMismatch, match=r"raise engine\.extra_weights_bytes"):
         rows.check(random_mixture_adapter(spec, 4, rng()))
 
 

@@ -15,7 +15,7 @@ import jax
 import numpy as np
 import pytest
 
-from app.engine.adapters.lora import LoraAdapter
+from app.engine.adapters.adapter import LoraAdapter
 from app.engine.config import EngineConfig, XlaConfig
 from app.engine.engine import Engine
 from app.engine.errors import ConfigError
@@ -90,8 +90,8 @@ def observe(kernel_backend: str, experts: int, tensor: int, rank_rows: int, seed
         }
     )
     config = EngineConfig(
-        num_kv_blocks=16, adapter_rank_rows=rank_rows, max_adapter_slots=5, max_batch_tokens=32, max_batch_sequences=8,
-        adapter_extra_bytes=1 << 22 if rank_rows else 0, xla=xla,
+        num_kv_blocks=16, lora_pool_rows=rank_rows, max_loras=5, max_num_batched_tokens=32, max_num_seqs=8,
+        extra_weights_bytes=1 << 22 if rank_rows else 0, xla=xla,
     )  # fmt: skip
     mesh = make_mesh(jax.devices("cpu"), tensor, experts)
     backend = JaxBackend(model, random_tensors(model, seed), config, mesh)

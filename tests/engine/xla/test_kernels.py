@@ -21,9 +21,7 @@ from tests.engine.served import served_logits
 from tests.seeds import rng
 
 #: Steps have the largest shape, in which every token may be sampled.
-CONFIG = EngineConfig(
-    num_kv_blocks=64, adapter_rank_rows=256, max_adapter_slots=8, max_batch_tokens=64, max_batch_sequences=64
-)
+CONFIG = EngineConfig(num_kv_blocks=64, lora_pool_rows=256, max_loras=8, max_num_batched_tokens=64, max_num_seqs=64)
 TOLERANCE = 1e-4
 
 

@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[3]
 
 @pytest.mark.parametrize(("tokens", "sequences"), [(8, 1), (16, 3), (64, 64), (256, 64), (100, 7)])
 def test_the_last_bucket_holds_every_step_and_the_smallest_is_chosen(tokens: int, sequences: int) -> None:
-    config = EngineConfig(max_batch_tokens=tokens, max_batch_sequences=sequences)
+    config = EngineConfig(max_num_batched_tokens=tokens, max_num_seqs=sequences)
     programs = Programs(ladder(config, 8), lambda bucket: bucket, skip_precompile=False)
     programs.wait()
     assert programs.num_compiled == len(programs.buckets) == len(set(programs.buckets))
@@ -115,7 +115,7 @@ from app.engine.config import EngineConfig, XlaConfig
 from tests.engine.xla.making import tiny_backend
 hits = []
 jax.monitoring.register_event_listener(lambda event, **_: hits.append(event))
-config = EngineConfig(num_kv_blocks=8, adapter_rank_rows=8, max_batch_tokens=16, max_batch_sequences=2,
+config = EngineConfig(num_kv_blocks=8, lora_pool_rows=8, max_num_batched_tokens=16, max_num_seqs=2,
                       xla=XlaConfig(compilation_cache_dir=sys.argv[1]))
 backend = tiny_backend(config)
 backend.programs.wait()

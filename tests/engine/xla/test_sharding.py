@@ -10,10 +10,10 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from app.engine.errors import ConfigError
-from app.engine.models.names import EMBEDDING, LM_HEAD
-from app.engine.models.products import LATENT_B
+from app.engine.models.linear_modules import LATENT_B
 from app.engine.models.sharding import shard_columns
 from app.engine.models.spec import ModelSpec
+from app.engine.models.weight_names import EMBEDDING, LM_HEAD
 from app.engine.xla.adapters import XlaAdapters
 from app.engine.xla.arrays import EXPERT_AXIS, TENSOR_AXIS, KvMemory
 from app.engine.xla.sharding import kv_specs, make_mesh, over_shards, weight_specs

@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 
 from app.engine.errors import ConfigError
-from app.engine.models.products import LATENT_B, layer_products
+from app.engine.models.linear_modules import LATENT_B, layer_linear_modules
 from app.engine.models.sharding import shard_columns
 from app.engine.models.spec import ModelSpec
 from app.engine.xla.sizes import sizes_of
@@ -59,7 +59,7 @@ def test_a_layer_has_the_products_that_the_model_says_each_at_a_place_of_its_own
         layers = sizes.layers_of(product.name)
         assert [sizes.place(product.name, layer) for layer in layers] == list(range(len(layers)))
     for layer in range(sizes.num_layers):
-        expected = {product.name: product for product in layer_products(spec, layer)}
+        expected = {product.name: product for product in layer_linear_modules(spec, layer)}
         found = {one.name: one for one in sizes.products if layer in sizes.layers_of(one.name)}
         assert found.keys() == expected.keys()
         for name, product in expected.items():

@@ -20,13 +20,13 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from app.engine.adapters.extras import extra_bytes
-from app.engine.adapters.lora import LoraAdapter
+from app.engine.adapters.adapter import LoraAdapter
+from app.engine.adapters.extra_weights import extra_bytes
 from app.engine.config import EngineConfig, XlaConfig
 from app.engine.engine import Engine
 from app.engine.errors import ConfigError
-from app.engine.models.names import expected_tensors
 from app.engine.models.spec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec, RopeSpec
+from app.engine.models.weight_names import expected_tensors
 from app.engine.request import SamplingParams
 from app.engine.xla.backend import JaxBackend
 from app.engine.xla.sharding import make_mesh
@@ -70,11 +70,11 @@ def observe(kernel_backend: str, shards: int, rank_rows: int, seed: int) -> dict
     model = spec()
     config = EngineConfig(
         num_kv_blocks=16,
-        adapter_rank_rows=rank_rows,
-        max_adapter_slots=6,
-        adapter_extra_bytes=1 << 20,
-        max_batch_tokens=32,
-        max_batch_sequences=8,
+        lora_pool_rows=rank_rows,
+        max_loras=6,
+        extra_weights_bytes=1 << 20,
+        max_num_batched_tokens=32,
+        max_num_seqs=8,
         xla=XlaConfig.model_validate(
             {"kernel_backend": kernel_backend, "tensor_parallel": shards, "skip_precompile": True}
         ),

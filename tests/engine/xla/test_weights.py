@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from app.engine.errors import CheckpointError
-from app.engine.models.names import EMBEDDING
 from app.engine.models.sharding import shard_columns
 from app.engine.models.spec import ModelSpec
+from app.engine.models.weight_names import EMBEDDING
 from app.engine.xla.arrays import XlaWeights
 from app.engine.xla.sizes import XlaSizes, sizes_of
 from app.engine.xla.weights import read_weights

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from app.kernels.machine.compiled import compiled
+from app.kernels.machine.jit import jit
 from app.kernels.machine.simd import (
     CHUNK,
     FETCH_BLOCK,
@@ -45,37 +45,37 @@ _fetching_bytes = multiply_bytes_tile(3, fetches=True)
 _expanding = multiply_and_expand_tile(3)
 
 
-@compiled
+@jit
 def _run_flat(rows, x, x_row, w, w_k, w_panel, k, out, out_row, out_panel, ahead, accumulate, in_bf16):  # type: ignore[no-untyped-def]
     _flat(rows, x, x_row, w, w_k, w_panel, k, out, out_row, out_panel, ahead, accumulate, in_bf16)
 
 
-@compiled
+@jit
 def _run_square(rows, x, x_row, w, w_k, w_panel, k, out, out_row, out_panel, ahead, accumulate, in_bf16):  # type: ignore[no-untyped-def]
     _square(rows, x, x_row, w, w_k, w_panel, k, out, out_row, out_panel, ahead, accumulate, in_bf16)
 
 
-@compiled
+@jit
 def _run_tall(rows, x, x_row, w, w_k, w_panel, k, out, out_row, out_panel, ahead, accumulate, in_bf16):  # type: ignore[no-untyped-def]
     _tall(rows, x, x_row, w, w_k, w_panel, k, out, out_row, out_panel, ahead, accumulate, in_bf16)
 
 
-@compiled
+@jit
 def _run_chained(rows, x, x_row, w, w_k, w_panel, k, out, out_row, out_panel, ahead, accumulate, in_bf16):  # type: ignore[no-untyped-def]
     _chained(rows, x, x_row, w, w_k, w_panel, k, out, out_row, out_panel, ahead, accumulate, in_bf16)
 
 
-@compiled
+@jit
 def _run_wide(rows, x, x_row, w, w_k, w_panel, k, out, out_row, accumulate):  # type: ignore[no-untyped-def]
     _wide(rows, x, x_row, w, w_k, w_panel, k, out, out_row, 0, accumulate)
 
 
-@compiled
+@jit
 def _run_fetching(rows, x, x_row, w, w_k, k, out, out_row, accumulate, blocks, step, rate):  # type: ignore[no-untyped-def]
     _fetching(rows, x, x_row, w, w_k, k, out, out_row, 0, accumulate, blocks, step, rate)
 
 
-@compiled
+@jit
 def _run_bytes(rows, x, x_row, levels, scales, offsets, k, out, out_row, accumulate, blocks, rate):  # type: ignore[no-untyped-def]
     if rate > 0:
         _fetching_bytes(rows, x, x_row, levels, scales, offsets, k, out, out_row, accumulate, blocks, 0, rate)
@@ -83,12 +83,12 @@ def _run_bytes(rows, x, x_row, levels, scales, offsets, k, out, out_row, accumul
         _bytes(rows, x, x_row, levels, scales, offsets, k, out, out_row, accumulate, 0, 0, 0)
 
 
-@compiled
+@jit
 def _run_expanding(rows, x, x_row, levels, scales, offsets, k, out, out_row, accumulate, expanded):  # type: ignore[no-untyped-def]
     _expanding(rows, x, x_row, levels, scales, offsets, k, out, out_row, accumulate, expanded)
 
 
-@compiled
+@jit
 def _run_expand_bytes(levels, scales, offsets, count, out):  # type: ignore[no-untyped-def]
     expand_bytes(levels, scales, offsets, count, out)
 

@@ -15,7 +15,7 @@ from numba.extending import intrinsic
 from numpy.typing import NDArray
 
 from app.kernels.machine import vectors
-from app.kernels.machine.compiled import compiled
+from app.kernels.machine.jit import jit
 from app.kernels.machine.vectors import EXP_MAX, EXP_MIN, FLOAT, INT, LANES, WORD
 from tests.seeds import rng
 
@@ -53,7 +53,7 @@ def _emit_lanewise(typingctx: Any, a: Any, b: Any, c: Any, out: Any) -> Any:  # 
     return types.void(*([types.intp] * 4)), codegen
 
 
-@compiled
+@jit
 def _lanewise(a, b, c, out):  # type: ignore[no-untyped-def]
     for i in range(a.shape[0]):
         _emit_lanewise(a[i].ctypes.data, b[i].ctypes.data, c[i].ctypes.data, out[i].ctypes.data)
@@ -78,7 +78,7 @@ def _emit_joined(typingctx: Any, values: Any, out: Any) -> Any:  # noqa: ARG001 
     return types.void(types.intp, types.intp), codegen
 
 
-@compiled
+@jit
 def _joined(values, out):  # type: ignore[no-untyped-def]
     for i in range(values.shape[0]):
         _emit_joined(values[i].ctypes.data, out[i].ctypes.data)
@@ -104,7 +104,7 @@ def _emit_widths(typingctx: Any, halves: Any, a: Any, out: Any) -> Any:  # noqa:
     return types.void(*([types.intp] * 3)), codegen
 
 
-@compiled
+@jit
 def _widths(halves, a, out):  # type: ignore[no-untyped-def]
     for i in range(halves.shape[0]):
         _emit_widths(halves[i].ctypes.data, a[i].ctypes.data, out[i].ctypes.data)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from app.kernels.rank_rows import RankRows
+from app.kernels.lora_rows import RankRows
 
 
 def add_lora(x: Tensor, y: Tensor, rows: RankRows, slots: Tensor, *, max_rank: int) -> None:

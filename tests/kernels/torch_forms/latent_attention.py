@@ -52,7 +52,7 @@ def latent_attention(
     scale: float,
     max_query_len: int,
     max_seq_len: int,
-    deterministic: bool = False,
+    batch_invariant: bool = False,
 ) -> None:
     """out [T, N, R]: every head's sum of latents over the keys that a query sees, weighed by its softmax.
 
@@ -61,7 +61,7 @@ def latent_attention(
     paged_attention(
         torch.cat([absorbed, rotated], -1), memory, memory[..., : absorbed.shape[2]], query_starts, seq_lens,
         block_tables, out, scale=scale, max_query_len=max_query_len, max_seq_len=max_seq_len,
-        deterministic=deterministic,
+        batch_invariant=batch_invariant,
     )  # fmt: skip
 
 

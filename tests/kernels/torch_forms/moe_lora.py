@@ -11,7 +11,7 @@ import ctypes
 import torch
 from torch import Tensor
 
-from app.kernels.moe_lora.expert_rows import ExpertRows, check_operands
+from app.kernels.moe_lora.expert_lora_rows import ExpertRows, check_operands
 from app.kernels.moe_routing.pairs import SortedPairs
 from tests.kernels.torch_forms.fixed_order import product as fixed_product
 

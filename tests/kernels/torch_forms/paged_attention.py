@@ -29,7 +29,7 @@ def paged_attention(
     window: int | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
-    deterministic: bool = False,
+    batch_invariant: bool = False,
 ) -> None:
     """As `reference.paged_attention`, into out [T, heads, D].
 
@@ -48,7 +48,7 @@ def paged_attention(
             cache[table].transpose(1, 2).reshape(-1, kv_heads, cache.shape[3])[:seq_len].float()
             for cache in (k_cache, v_cache)
         )  # [seq_len, kv_heads, D]
-        step = max(1, MOST_TERMS // (q.shape[1] * seq_len * dim)) if deterministic else end - first
+        step = max(1, MOST_TERMS // (q.shape[1] * seq_len * dim)) if batch_invariant else end - first
         for at in range(first, end, step):
             until = min(at + step, end)
             last = torch.arange(seq_len - end + at + 1, seq_len - end + until + 1, device=q.device)[:, None]
@@ -57,7 +57,7 @@ def paged_attention(
             if window is not None:
                 visible &= places >= last - window
             queries = q[at:until].float().reshape(until - at, kv_heads, -1, dim) * scale  # [Q, kv_heads, group, D]
-            attend = _attend_in_order if deterministic else _attend
+            attend = _attend_in_order if batch_invariant else _attend
             out[at:until] = attend(queries, keys, values, visible, softcap, of_group).flatten(1, 2).to(out.dtype)
 
 

@@ -10,11 +10,11 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from app.kernels.rank_rows import RankRows
+from app.kernels.lora_rows import RankRows
 from tests.kernels.torch_forms.fixed_order import product
 
 
-def block_tokens(num_tokens: int, *, deterministic: bool) -> int:  # noqa: ARG001  (the Triton form's signature)
+def block_tokens(num_tokens: int, *, batch_invariant: bool) -> int:  # noqa: ARG001  (the Triton form's signature)
     """Runs are not cut."""
     return max(num_tokens, 1)
 
@@ -47,7 +47,7 @@ def add_lora(
     *,
     max_rank: int,
     block_tokens: int,  # noqa: ARG001
-    deterministic: bool = False,
+    batch_invariant: bool = False,
 ) -> None:
     """y[t] += B A x[t] for the rows of each segment, in place. x: [T, d_in], y: [T, W], segments: [G, 3] int32."""
     for first, count, slot in segments.tolist():
@@ -62,7 +62,7 @@ def add_lora(
                 a = rows.memory[int(rows.a_starts[slot, n]) :][: rank * rows.depth].view(rank, -1)
                 b = rows.memory[int(rows.b_starts[slot, n]) :][: rank * width].view(rank, -1)
                 target = out[:, column : column + width]
-                if deterministic:
+                if batch_invariant:
                     shrunk = product(part.float(), a.float())
                     target.copy_(target + product(shrunk, b.float().T))
                 else:

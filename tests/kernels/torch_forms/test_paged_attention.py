@@ -19,13 +19,13 @@ HEADS, KV_HEADS, DIM, BLOCK_SIZE, BLOCKS = 6, 2, 24, 16, 12
 
 def _attend(
     q: torch.Tensor, memory: tuple[torch.Tensor, torch.Tensor], starts: list[int], lens: list[int],
-    tables: np.ndarray, *, window: int | None = None, softcap: float | None = None, deterministic: bool = True,
+    tables: np.ndarray, *, window: int | None = None, softcap: float | None = None, batch_invariant: bool = True,
 ) -> torch.Tensor:  # fmt: skip
     """Into memory full of NaN."""
     out = torch.full_like(q, torch.nan)
     paged_attention(
         q, *memory, torch.tensor(starts), torch.tensor(lens), torch.from_numpy(tables), out, scale=DIM**-0.5,
-        max_query_len=0, max_seq_len=0, window=window, softcap=softcap, deterministic=deterministic,
+        max_query_len=0, max_seq_len=0, window=window, softcap=softcap, batch_invariant=batch_invariant,
     )  # fmt: skip
     return out
 
@@ -37,13 +37,13 @@ def _memory() -> tuple[torch.Tensor, torch.Tensor]:
 
 @pairwise(
     {
-        "deterministic": [False, True],
+        "batch_invariant": [False, True],
         "window, softcap": [(None, None), (1, None), (9, 5.0), (None, 3.0)],
         "counts": [[], [1], [1, 1, 1], [33, 1, 0, 5]],
     }
 )
 def test_equals_the_definition(
-    counts: list[int], window: int | None, softcap: float | None, deterministic: bool
+    counts: list[int], window: int | None, softcap: float | None, batch_invariant: bool
 ) -> None:
     generator, memory = rng(), _memory()
     lens = [count + int(generator.integers(0, 48 - count)) if count else 0 for count in counts]
@@ -54,7 +54,9 @@ def test_equals_the_definition(
                 cache[table[position // BLOCK_SIZE], :, position % BLOCK_SIZE] = torch.nan
     starts = np.cumsum([0, *counts]).astype(np.int32)
     q = torch.from_numpy(normal(generator, sum(counts), HEADS, DIM))
-    out = _attend(q, memory, starts.tolist(), lens, tables, window=window, softcap=softcap, deterministic=deterministic)
+    out = _attend(
+        q, memory, starts.tolist(), lens, tables, window=window, softcap=softcap, batch_invariant=batch_invariant
+    )
     clean = (np.nan_to_num(cache.double().numpy()) for cache in memory)
     expected = reference.paged_attention(
         q.double().numpy(), *clean, starts, np.array(lens, np.int32), tables, DIM**-0.5, window, softcap

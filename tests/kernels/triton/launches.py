@@ -14,14 +14,14 @@ import torch
 
 from app.kernels.activation import triton as activations
 from app.kernels.bgmv import triton as bgmv
-from app.kernels.latent_attention import triton as latent_attention
+from app.kernels.lora_rows import RankRows
 from app.kernels.matmul import triton as matmul
+from app.kernels.mla_attention import triton as latent_attention
 from app.kernels.moe_lora import triton as moe_lora
-from app.kernels.moe_lora.expert_rows import ExpertRows
+from app.kernels.moe_lora.expert_lora_rows import ExpertRows
 from app.kernels.moe_routing import triton as moe_routing
 from app.kernels.norms import triton as norms
 from app.kernels.paged_attention import triton as paged_attention
-from app.kernels.rank_rows import RankRows
 from app.kernels.rotary import triton as rotary
 from app.kernels.sgmv import triton as sgmv
 
@@ -35,14 +35,14 @@ Launch = Callable[[], None]
 def launches() -> Iterator[tuple[str, Launch]]:
     """(name, call), in bfloat16."""
     yield "bgmv, decode", partial(_bgmv, 64, QKV)
-    yield "sgmv, decode", partial(_sgmv, 64, (INNER, INNER), deterministic=True)
+    yield "sgmv, decode", partial(_sgmv, 64, (INNER, INNER), batch_invariant=True)
     yield "sgmv, prefill", partial(_sgmv, 2048, QKV)
     yield "attention, decode", partial(_attention, 16, 1)
-    yield "attention, deterministic", partial(_attention, 4, 1, deterministic=True, has_sinks=True)
+    yield "attention, deterministic", partial(_attention, 4, 1, batch_invariant=True, has_sinks=True)
     yield "attention, prefill", partial(_attention, 2, 512, window=1024, softcap=30.0, has_sinks=True)
-    yield "latents, decode", partial(_latents, 4, 1, deterministic=True)
+    yield "latents, decode", partial(_latents, 4, 1, batch_invariant=True)
     yield "latents, prefill", partial(_latents, 2, 512)
-    yield "latents, deterministic prefill", partial(_latents, 2, 512, deterministic=True)
+    yield "latents, deterministic prefill", partial(_latents, 2, 512, batch_invariant=True)
     yield "rows", _rows
     yield "matmul", _matmul
     yield "experts", partial(_experts, 16)
@@ -58,11 +58,11 @@ def _bgmv(num_rows: int, widths: tuple[int, ...]) -> None:
     bgmv.add_lora(x, y, _tables(widths), torch.empty(num_rows, dtype=torch.int32), max_rank=64)
 
 
-def _sgmv(num_rows: int, widths: tuple[int, ...], *, deterministic: bool = False) -> None:
+def _sgmv(num_rows: int, widths: tuple[int, ...], *, batch_invariant: bool = False) -> None:
     x, y = torch.empty(num_rows, HIDDEN, dtype=BF16), torch.empty(num_rows, sum(widths), dtype=BF16)
     sgmv.add_lora(
         x, y, _tables(widths), torch.empty(48, 3, dtype=torch.int32), max_rank=64,
-        block_tokens=sgmv.block_tokens(num_rows, deterministic=deterministic), deterministic=deterministic,
+        block_tokens=sgmv.block_tokens(num_rows, batch_invariant=batch_invariant), batch_invariant=batch_invariant,
     )  # fmt: skip
 
 
@@ -72,7 +72,7 @@ def _attention(
     *,
     window: int | None = None,
     softcap: float | None = None,
-    deterministic: bool = False,
+    batch_invariant: bool = False,
     has_sinks: bool = False,
 ) -> None:
     q = torch.empty(num_sequences * num_queries, HEADS, DIM, dtype=BF16)
@@ -81,11 +81,11 @@ def _attention(
     paged_attention.paged_attention(
         q, cache, cache, integers(num_sequences + 1), integers(num_sequences), integers(num_sequences, 512), q,
         scale=0.1, max_query_len=num_queries, max_seq_len=8192, window=window, softcap=softcap,
-        sinks=torch.empty(HEADS) if has_sinks else None, deterministic=deterministic,
+        sinks=torch.empty(HEADS) if has_sinks else None, batch_invariant=batch_invariant,
     )  # fmt: skip
 
 
-def _latents(num_sequences: int, num_queries: int, *, deterministic: bool = False) -> None:
+def _latents(num_sequences: int, num_queries: int, *, batch_invariant: bool = False) -> None:
     heads, own, rank, turned = 16, 128, 512, 64
     num_tokens, integers = num_sequences * num_queries, partial(torch.empty, dtype=torch.int32)
     queries, rows = (torch.empty(num_tokens, width, dtype=BF16) for width in (heads * (own + turned), rank + turned))
@@ -96,7 +96,7 @@ def _latents(num_sequences: int, num_queries: int, *, deterministic: bool = Fals
     rotated = queries.view(num_tokens, heads, -1)[:, :, own:]
     latent_attention.latent_attention(
         absorbed, rotated, memory, integers(num_sequences + 1), integers(num_sequences), integers(num_sequences, 512),
-        absorbed.clone(), scale=0.1, max_query_len=num_queries, max_seq_len=8192, deterministic=deterministic,
+        absorbed.clone(), scale=0.1, max_query_len=num_queries, max_seq_len=8192, batch_invariant=batch_invariant,
     )  # fmt: skip
 
 

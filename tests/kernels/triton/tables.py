@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from app.kernels.bgmv import reference
-from app.kernels.rank_rows import START_MULTIPLE, RankRows
+from app.kernels.lora_rows import START_MULTIPLE, RankRows
 from tests.kernels.cases import normal
 from tests.kernels.tensors import numpy, tensor
 

@@ -88,7 +88,7 @@ FORMS = pytest.mark.parametrize("form", [triton, plain], ids=["triton", "torch"]
 
 
 def run(
-    case: Case, s: Sequences, form: ModuleType = triton, *, deterministic: bool = False, max_seq_len: int = 0
+    case: Case, s: Sequences, form: ModuleType = triton, *, batch_invariant: bool = False, max_seq_len: int = 0
 ) -> torch.Tensor:
     """With two unused sequences at the end, as in a CUDA graph's bucket, and NaN where nothing is written."""
     counts = np.diff(s.starts)
@@ -100,19 +100,19 @@ def run(
     form.paged_attention(
         q, s.keys, s.values, tensor(starts), tensor(lens), tensor(tables), out, scale=case.head_dim**-0.5,
         max_query_len=int(counts.max()), max_seq_len=max(max_seq_len, int(lens.max())), window=case.window,
-        softcap=case.softcap, sinks=case.sinks, deterministic=deterministic,
+        softcap=case.softcap, sinks=case.sinks, batch_invariant=batch_invariant,
     )  # fmt: skip
     assert torch.isnan(out[len(s.q) :]).all()
     return out[: len(s.q)]
 
 
 @FORMS
-@pairwise({"case": CASES, "counts": [[1, 1, 1], [33, 1, 5]], "deterministic": [False, True]})
-def test_equals_the_definition(form: ModuleType, case: Case, counts: list[int], deterministic: bool) -> None:
+@pairwise({"case": CASES, "counts": [[1, 1, 1], [33, 1, 5]], "batch_invariant": [False, True]})
+def test_equals_the_definition(form: ModuleType, case: Case, counts: list[int], batch_invariant: bool) -> None:
     dtype = DTYPES[int(rng().integers(len(DTYPES)))]
     longest = 290 if counts[0] == 1 else 90  # while decoding, one sequence has more than one split
     s = sequences(case, counts, longest, dtype)
-    out = run(case, s, form, deterministic=deterministic, max_seq_len=2 * longest)
+    out = run(case, s, form, batch_invariant=batch_invariant, max_seq_len=2 * longest)
     clean = (np.nan_to_num(numpy(t)) for t in (s.keys, s.values))
     expected = reference.paged_attention(
         numpy(s.q),
@@ -140,7 +140,7 @@ def test_a_query_has_the_same_bits_however_it_is_chunked_and_batched(form: Modul
 
     def attend(counts: list[int], lens: list[int], q: torch.Tensor, order: list[int], bound: int) -> torch.Tensor:
         part = Sequences(q, s.keys, s.values, starts_of(counts), np.array(lens, np.int32), s.tables[order])
-        return run(case, part, form, deterministic=True, max_seq_len=bound)
+        return run(case, part, form, batch_invariant=True, max_seq_len=bound)
 
     tail = attend([40], [length], s.q[length - 40 : length], [0], length)  # the last forty queries, in one chunk
     for position in [

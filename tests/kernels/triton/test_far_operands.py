@@ -85,7 +85,7 @@ def test_experts(operand: str) -> None:
 
 @pairwise(
     {
-        "deterministic": [False, True],
+        "batch_invariant": [False, True],
         "counts": [[1, 1, 1], [3, 1, 5]],
         "operand, dim": [
             ("q", 0),
@@ -98,7 +98,7 @@ def test_experts(operand: str) -> None:
     }
 )
 def test_attention(
-    operand: str, dim: int, counts: list[int], deterministic: bool, monkeypatch: pytest.MonkeyPatch
+    operand: str, dim: int, counts: list[int], batch_invariant: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(paged_attention, "_SPLIT_KEYS", 64)
     generator, dim_head, block_size = rng(), 16, 16
@@ -117,7 +117,7 @@ def test_attention(
     operands[operand] = spread(operands[operand], dim)
     paged_attention.paged_attention(
         operands["q"], operands["keys"], operands["values"], tensor(starts), tensor(lens), operands["tables"],
-        operands["out"], scale=dim_head**-0.5, max_query_len=max(counts), max_seq_len=70, deterministic=deterministic,
+        operands["out"], scale=dim_head**-0.5, max_query_len=max(counts), max_seq_len=70, batch_invariant=batch_invariant,
     )  # fmt: skip
     assert error(operands["out"], expected) < TOLERANCE[DTYPE]
 

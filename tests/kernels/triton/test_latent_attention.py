@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from app.kernels.latent_attention import reference, triton
+from app.kernels.mla_attention import reference, triton
 from tests.kernels.cases import normal
 from tests.kernels.tensors import DEVICE, DTYPES, TOLERANCE, error, numpy, tensor
 from tests.kernels.torch_forms import latent_attention as plain
@@ -26,7 +26,7 @@ def short_splits(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def attend(
     form: ModuleType, absorbed: torch.Tensor, rotated: torch.Tensor, memory: torch.Tensor, counts: list[int],
-    lens: list[int], tables: np.ndarray, *, deterministic: bool = True, bound: int = 0,
+    lens: list[int], tables: np.ndarray, *, batch_invariant: bool = True, bound: int = 0,
 ) -> torch.Tensor:  # fmt: skip
     """With an unused sequence at the end, as in a CUDA graph's bucket, into memory full of NaN."""
     out = torch.full_like(absorbed, torch.nan)
@@ -34,15 +34,15 @@ def attend(
     form.latent_attention(
         absorbed, rotated, memory, tensor(starts), tensor(np.array([*lens, 0], np.int32)),
         tensor(np.concatenate([tables, tables[:1] * 0])), out, scale=0.2, max_query_len=max(counts),
-        max_seq_len=max(bound, *lens), deterministic=deterministic,
+        max_seq_len=max(bound, *lens), batch_invariant=batch_invariant,
     )  # fmt: skip
     return out
 
 
 @FORMS
-@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("batch_invariant", [False, True])
 @pytest.mark.parametrize(("num_heads", "counts"), [(3, [1, 1]), (32, [1, 1]), (5, [17, 3])])
-def test_equals_the_definition(form: ModuleType, num_heads: int, counts: list[int], deterministic: bool) -> None:
+def test_equals_the_definition(form: ModuleType, num_heads: int, counts: list[int], batch_invariant: bool) -> None:
     generator = rng()
     dtype = DTYPES[int(generator.integers(len(DTYPES)))]
     lens = [75, 20]
@@ -62,7 +62,7 @@ def test_equals_the_definition(form: ModuleType, num_heads: int, counts: list[in
         latents = numpy(rows)
         wanted.append(reference.latent_attention(heads, latents[:, :RANK], latents[:, RANK:], unit, unit, 0.2)[-count:])
     given = [torch.cat(parts) for parts in zip(*queries, strict=True)]
-    out = attend(form, *given, memory, counts, lens, tables, deterministic=deterministic, bound=150)
+    out = attend(form, *given, memory, counts, lens, tables, batch_invariant=batch_invariant, bound=150)
     expected = np.concatenate(wanted)
     assert error(out, expected) < TOLERANCE[dtype], dtype
 

@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 from app.kernels.bgmv import triton as bgmv
-from app.kernels.rank_rows import RankRows
+from app.kernels.lora_rows import RankRows
 from app.kernels.sgmv import triton as sgmv
 from tests.kernels.cases import normal
 from tests.kernels.tensors import DEVICE, DTYPES, TOLERANCE, error, tensor
@@ -55,29 +55,29 @@ def run_sgmv(
     rows: RankRows,
     case: Case,
     *,
-    deterministic: bool = False,
+    batch_invariant: bool = False,
     max_rank: int = MAX_RANK,
     module: ModuleType = sgmv,
 ) -> None:
     """With unused segments at the end, as in a CUDA graph's bucket."""
     starts = np.cumsum([0, *(n for n, _ in case)])
-    cut = module.block_tokens(len(x), deterministic=deterministic)
+    cut = module.block_tokens(len(x), batch_invariant=batch_invariant)
     found = module.segments(starts, np.array([s for _, s in case], np.int32), cut)
     assert len(found) <= module.max_segments(len(x), len(case), cut)
     padded = np.concatenate([found, np.zeros((2, 3), np.int32)])
-    module.add_lora(x, y, rows, tensor(padded), max_rank=max_rank, block_tokens=cut, deterministic=deterministic)
+    module.add_lora(x, y, rows, tensor(padded), max_rank=max_rank, block_tokens=cut, batch_invariant=batch_invariant)
 
 
 #: Triton's, in which operands may lie anywhere in a device's memory.
 FORMS: dict[str, Callable[..., None]] = {
     "bgmv": run_bgmv,
     "sgmv": run_sgmv,
-    "sgmv deterministic": partial(run_sgmv, deterministic=True),
+    "sgmv deterministic": partial(run_sgmv, batch_invariant=True),
 }
 ALL_FORMS = FORMS | {
     "bgmv, torch": partial(run_bgmv, module=plain_bgmv),
     "sgmv, torch": partial(run_sgmv, module=plain_sgmv),
-    "sgmv deterministic, torch": partial(run_sgmv, module=plain_sgmv, deterministic=True),
+    "sgmv deterministic, torch": partial(run_sgmv, module=plain_sgmv, batch_invariant=True),
 }
 
 
@@ -109,7 +109,7 @@ def test_equals_the_definition(form: str, name: str) -> None:
 def test_a_row_has_the_same_bits_alone_and_in_any_batch(module: ModuleType) -> None:
     generator = rng()
     dtype = DTYPES[int(generator.integers(len(DTYPES)))]
-    run = partial(run_sgmv, module=module, deterministic=True)
+    run = partial(run_sgmv, module=module, batch_invariant=True)
     tables = random_tables(generator, DEPTH, SHAPES["gate/up"], dtype)
     width = sum(SHAPES["gate/up"])
     for adapter in generator.permutation(np.arange(1, NUM_SLOTS))[:2].tolist():

@@ -31,7 +31,7 @@ def test_a_device_uses_its_own_file_and_deterministic_mode_none(
     assert tuning.measured(torch.device("cpu"), key) is None
     monkeypatch.setattr(sgmv, "measured", lambda _device, wanted: tuning.measured(torch.device("cuda", 7), wanted))
     assert sgmv.configuration(3, 16, rows, 80) == measured  # 3 segments are in the bucket of 4
-    assert sgmv.configuration(3, 16, rows, 80, deterministic=True) != measured
+    assert sgmv.configuration(3, 16, rows, 80, batch_invariant=True) != measured
     tuning._of_device.cache_clear()
 
 

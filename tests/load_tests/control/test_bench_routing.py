@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from app.deployments.ingress.tenants import Caller
+from app.deployments.ingress.principal import Principal
 from load_tests.control.bench_routing import Asked, accuracy, demo_prompts, run
 from load_tests.control.routing_topics import TOPICS
 
@@ -18,7 +18,7 @@ class Letters:
 
     name = "letters"
 
-    async def embed(self, texts: Sequence[str], caller: Caller | None) -> NDArray[np.float32]:  # noqa: ARG002
+    async def embed(self, texts: Sequence[str], caller: Principal | None) -> NDArray[np.float32]:  # noqa: ARG002
         counts = np.array([[1 + text.lower().count(chr(97 + n)) for n in range(26)] for text in texts], np.float32)
         unit: NDArray[np.float32] = counts / np.linalg.norm(counts, axis=1, keepdims=True)
         return unit

@@ -7,7 +7,7 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 
-from app.engine.models.hf_config import spec_from_config
+from app.engine.models.hf.config import spec_from_config
 from load_tests.engine.adapter_memory import CASES, MODELS, report, sizes
 
 DOCS = Path(__file__).parents[3] / "docs"

@@ -19,7 +19,7 @@ def test_every_line_is_measured(tmp_path: Path) -> None:
     )
     lines = [line for line in run(settings).splitlines() if line.startswith("|")][2:]
     assert [line.split(" | ")[0] for line in lines] == [
-        "| nothing arrives", "| prompts, prefill_step_ms 0", "| prompts, prefill_step_ms 100",
+        "| nothing arrives", "| prompts, target_step_ms 0", "| prompts, target_step_ms 100",
     ]  # fmt: skip
     spreads = [re.findall(r"([\d.]+) \(([\d.]+) to ([\d.]+)\)", line) for line in lines]
     assert [len(of_line) for of_line in spreads] == [2, 3, 3]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from load_tests.engine.storage_error import Answer, answers, row
+from load_tests.engine.quantization_error import Answer, answers, row
 from tests.engine.checkpoints import save, tiny_model
 from tests.seeds import rng
 

@@ -26,7 +26,7 @@ class Timed(FakeBackend):
 def test_what_a_tenant_asked_before_is_seen_and_what_another_asked_is_not() -> None:
     spec = fake_spec()
     backend = Timed(BackendLimits(64, 16, 0, 8, 1), spec)
-    engine = Engine(backend, EngineConfig(speculation="off"), clock=lambda: backend.now_s)
+    engine = Engine(backend, EngineConfig(speculative_decoding="off"), clock=lambda: backend.now_s)
     bench = Bench(EngineTenants(engine, lambda: backend.now_s).ask, spec.vocab_size, 33)
     assert bench.measure(40, ATTACKER) == (1.0, 1.0, 1.0)
     anothers = bench.measure(40, VICTIM)

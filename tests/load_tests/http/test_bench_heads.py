@@ -10,8 +10,18 @@ from pathlib import Path
 import pytest
 import yaml
 
-from app.cli.settings_file import read_settings
-from load_tests.http.bench_heads import NUM_REPLICAS, OFF, ON, Bench, Seen, Talk, conversations, settings, table
+from app.cli.config_file import read_settings
+from load_tests.http.bench_prefix_routing import (
+    NUM_REPLICAS,
+    OFF,
+    ON,
+    Bench,
+    Seen,
+    Talk,
+    conversations,
+    settings,
+    table,
+)
 from load_tests.service import ROOT
 from tests.load_tests.fake_server import serving
 
@@ -57,10 +67,11 @@ def test_ratios_are_of_one_round() -> None:
 
 def test_the_two_services_differ_by_the_switch_only(tmp_path: Path) -> None:
     paths = {
-        is_on: settings(ROOT / "configs" / "serve.yaml", tmp_path, 320, prefix_aware=is_on) for is_on in (True, False)
+        is_on: settings(ROOT / "configs" / "serve.yaml", tmp_path, 320, prefix_affinity=is_on)
+        for is_on in (True, False)
     }
     on, off = (read_settings(paths[is_on]) for is_on in (True, False))
-    assert (on.placement.prefix_aware, off.placement.prefix_aware) == (True, False)
+    assert (on.placement.prefix_affinity, off.placement.prefix_affinity) == (True, False)
     assert on.model_copy(update={"placement": off.placement}) == off
     (application,) = yaml.safe_load(paths[True].read_text())["applications"]
     assert application["deployments"][1]["num_replicas"] == NUM_REPLICAS

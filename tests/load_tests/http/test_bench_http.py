@@ -24,7 +24,7 @@ def config(tmp_path: Path) -> AppConfig:
         save_adapter(tmp_path / "adapters" / name, rank=4 + index, seed=index)
     return load_config({
         "model": {"uri": str(tmp_path / "model"), "name": "tiny"},
-        "engine": {"num_kv_blocks": 64, "adapter_rank_rows": 32, "cpu": {"num_threads": 1}},
+        "engine": {"num_kv_blocks": 64, "lora_pool_rows": 32, "cpu": {"num_threads": 1}},
         "adapters": {
             "roots": [str(tmp_path / "adapters")],
             "preload": [{"name": "one", "path": "one"}, {"name": "two", "path": "two"}],

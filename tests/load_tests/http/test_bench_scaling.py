@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from app.cli.settings_file import read_settings
+from app.cli.config_file import read_settings
 from load_tests.http.bench_scaling import (
     MAX_REPLICAS,
     POLICIES,
@@ -72,5 +72,5 @@ def test_a_line_has_what_was_lost_and_when_tokens_came() -> None:
 def test_the_service_is_one_that_starts(tmp_path: Path, policy: str) -> None:
     (tmp_path / "loras").mkdir()
     config = read_settings(settings(tmp_path, Fleet(), POLICIES[policy], 20_001))
-    assert config.engine.adapter_rank_rows == 64
+    assert config.engine.lora_pool_rows == 64
     assert len(config.adapters.preload) == 26

@@ -8,21 +8,21 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from app.engine.adapters.lora import LoraAdapter
+from app.engine.adapters.adapter import LoraAdapter
 from app.engine.backend import BackendLimits
 from app.engine.batch import ForwardBatch, ForwardOutput
 from app.engine.config import EngineConfig
-from app.engine.cpu.rows import PreparedRows
-from app.engine.models.hf_config import spec_from_config
+from app.engine.cpu.adapter_layout import PreparedRows
+from app.engine.models.hf.config import spec_from_config
 from app.engine.pools.adapter_pool import rows_of
 from app.simulation.costs import Costs, read_costs
 from app.simulation.fleet import Plan, simulate
 from app.simulation.result import percentile
 from app.simulation.traffic import Traffic
 from load_tests.engine.adapter_memory import MODELS, Case, adapter_of
-from load_tests.simulate.against import SIZE, of_real, of_simulated, table
 from load_tests.simulate.measure import fit
-from load_tests.simulate.real import CONFIG, NUM_ADAPTERS, RANKS, Step, measure_fleet, trace
+from load_tests.simulate.real_fleet import CONFIG, NUM_ADAPTERS, RANKS, Step, measure_fleet, trace
+from load_tests.simulate.validate_simulator import SIZE, of_real, of_simulated, table
 from load_tests.virtual_time import run_virtually
 from tests.deployments.fleet import LIMITS
 from tests.fakes import FakeBackend, fake_adapter
@@ -44,7 +44,7 @@ def some_traffic(count: int = 60) -> Traffic:
 
 def test_every_request_is_answered_and_every_step_is_written_down() -> None:
     traffic = some_traffic()
-    config = EngineConfig(speculation="off", prefix_cache=False)
+    config = EngineConfig(speculative_decoding="off", enable_prefix_caching=False)
     measured = run_virtually(measure_fleet([FakeBackend(LIMITS), FakeBackend(LIMITS)], config, ADAPTERS, traffic))
     assert (measured.first_token_s > 0).all()
     assert (measured.total_s >= measured.first_token_s).all()
@@ -64,7 +64,7 @@ def test_a_simulated_adapter_takes_as_large_a_part_of_the_rows_as_a_real_one() -
         case = Case("SmolLM2-135M", "every linear module", (), rank=rank)
         num_needed = PreparedRows(spec).of(adapter_of(case, spec, ml_dtypes.bfloat16)).num_rows
         real, simulated = rows_of(num_needed, 1), rows_of(rank, SIZE.rank_alignment)
-        assert real / CONFIG.adapter_rank_rows == simulated / SIZE.adapter_rank_rows
+        assert real / CONFIG.lora_pool_rows == simulated / SIZE.lora_pool_rows
 
 
 def test_the_line_through_steps_is_found_past_those_that_the_machine_held_up() -> None:
@@ -141,7 +141,7 @@ def test_where_steps_last_what_the_table_says_each_request_is_simulated_as_it_is
         host_s=0.0, disk_s=0.0, source_s=0.0,
     )  # fmt: skip
     clock = [0.0]
-    limits = BackendLimits(CONFIG.num_kv_blocks, CONFIG.block_size, SIZE.adapter_rank_rows, 8, CONFIG.max_adapter_slots)
+    limits = BackendLimits(CONFIG.num_kv_blocks, CONFIG.block_size, SIZE.lora_pool_rows, 8, CONFIG.max_loras)
     backend = TimedBackend(limits, costs, clock)
     real = run_virtually(measure_fleet([backend], CONFIG, adapters, traffic, seed, lambda: clock[0]))
     simulated = simulate(traffic, Plan(1, costs, SIZE), seed)
@@ -170,5 +170,5 @@ def test_a_trace_is_the_same_for_its_seed() -> None:
 
 def of_real_keys() -> set[str]:
     traffic = some_traffic(8)
-    config = EngineConfig(speculation="off")
+    config = EngineConfig(speculative_decoding="off")
     return {*of_real([(run_virtually(measure_fleet([FakeBackend(LIMITS)], config, ADAPTERS, traffic)), traffic)])}

@@ -11,14 +11,14 @@ from app.simulation.replica import ReplicaSize
 from load_tests.simulate.__main__ import POLICIES, main
 from load_tests.simulate.scenarios import SCENARIOS, TICK_S, alternating, shared_heads
 
-SIZE = ReplicaSize(adapter_rank_rows=64, rank_alignment=16, max_adapter_slots=5)
+SIZE = ReplicaSize(lora_pool_rows=64, rank_alignment=16, max_loras=5)
 
 
 @pytest.mark.parametrize("seed", range(40))
 def test_alternating_load_moves_little_and_fills_no_replica_beyond_its_slots(seed: int) -> None:
     """Dynamo 1.6 has 10 route changes and 39 of 40 ticks above capacity, or 8 and 40 (its optimization_findings.md)."""
     traffic = alternating(np.random.default_rng(seed))
-    size = ReplicaSize(adapter_rank_rows=32, rank_alignment=16, max_adapter_slots=3)
+    size = ReplicaSize(lora_pool_rows=32, rank_alignment=16, max_loras=3)
     result = simulate(traffic, Plan(4, read_costs(), size), seed)
     assert result.num_route_changes <= 10
     assert sum(tick.num_over for tick in result.ticks) == 0

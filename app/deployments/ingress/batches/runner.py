@@ -15,25 +15,25 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from typing import Any
 
 from app.config import AppConfig
-from app.deployments.ingress.batches.lines import (
+from app.deployments.ingress.batches.batch_file import (
     ARCHIVED,
     EXPIRED,
+    BatchLine,
     FileCheck,
     FileError,
-    Line,
-    NumberedLine,
+    NumberedBatchLine,
     Splitter,
-    answered,
-    failed,
-    parsed,
-    unanswered,
+    error_line,
+    parse_line,
+    result_line,
+    unfinished_line,
 )
-from app.deployments.ingress.tenants import Caller
-from app.deployments.kept.entries import Batch, BatchStatus, LeaseLost, LineAnswer
-from app.deployments.kept.service import KeptService
-from app.deployments.links.tasks import Tasks, backoff_s
-from app.deployments.links.waiting import comes
-from app.deployments.tenants.limits import LimitReached
+from app.deployments.ingress.principal import Principal
+from app.deployments.object_storage.models import Batch, BatchStatus, LeaseLost, LineResult
+from app.deployments.object_storage.service import StorageService
+from app.deployments.rpc.background_tasks import Tasks, backoff_s
+from app.deployments.rpc.wait_for_event import wait_for_event
+from app.deployments.tenancy.quota.limits import LimitReached
 from app.engine.errors import (
     AdapterQuarantined,
     AdapterReadFailed,
@@ -60,7 +60,7 @@ _LINES_AT_ONCE = 256
 MAX_INLINE_BYTES = 20_000
 
 #: One request: the endpoint, its body, who asks, and its id. Raises what the endpoint answers with an error for.
-AnswerLine = Callable[[str, Mapping[str, Any], Caller, str], Awaitable[Mapping[str, Any]]]
+AnswerLine = Callable[[str, Mapping[str, Any], Principal, str], Awaitable[Mapping[str, Any]]]
 
 
 class BatchRunner:
@@ -68,18 +68,18 @@ class BatchRunner:
 
     def __init__(
         self,
-        kept: KeptService,
+        storage: StorageService,
         answer: AnswerLine,
-        caller_of: Callable[[Batch], Caller | None],
+        caller_of: Callable[[Batch], Principal | None],
         holder: str,
         config: AppConfig,
         clock: Callable[[], float],
         write_s: float = WRITE_S,
     ) -> None:
-        self.kept, self.answer, self.holder, self.clock = kept, answer, holder, clock
+        self.storage, self.answer, self.holder, self.clock = storage, answer, holder, clock
         self.write_s = write_s
-        self.places = asyncio.Semaphore(config.kept.batch_streams)
-        self.num_streams = config.kept.batch_streams
+        self.places = asyncio.Semaphore(config.storage.batch_concurrency)
+        self.num_streams = config.storage.batch_concurrency
         self.max_line_bytes = config.limits.max_body_bytes
         self._config = config
         self.caller_of = caller_of
@@ -94,15 +94,15 @@ class BatchRunner:
         """Until cancelled."""
         while True:
             self._wanted.clear()
-            while len(self._tasks) < MAX_BATCHES and (batch := await self.kept.claim(self.holder)) is not None:
+            while len(self._tasks) < MAX_BATCHES and (batch := await self.storage.claim(self.holder)) is not None:
                 self._tasks.start(self._work(batch))
-            await comes(self._wanted, POLL_S)
+            await wait_for_event(self._wanted, POLL_S)
 
     async def close(self) -> None:
         """Leave what is not done to others."""
         await self._tasks.close()
         try:
-            await self.kept.release(self.holder)
+            await self.storage.release(self.holder)
         except NotReady as error:
             logger.info("batches are left until their leases run out: %s", error)
 
@@ -119,19 +119,19 @@ class BatchRunner:
             await self._refuse(batch, [FileError(*ARCHIVED)])
             return
         try:
-            check = FileCheck(batch.endpoint, self._config.kept.max_batch_lines, self.max_line_bytes)
+            check = FileCheck(batch.endpoint, self._config.storage.max_batch_lines, self.max_line_bytes)
             async for lines in self.file_lines(batch):
                 await asyncio.to_thread(check.add, lines)
             if errors := check.errors():
                 await self._refuse(batch, errors)
                 return
-            batch = await self.kept.begin_batch(batch.id, self.holder, check.num_lines)
-            known = set(await self.kept.answered(batch.id))
+            batch = await self.storage.begin_batch(batch.id, self.holder, check.num_lines)
+            known = set(await self.storage.answered(batch.id))
             await _Work(self, batch, known, min(self.num_streams, check.num_lines)).run()
         except NotFound:
             await self._refuse(batch, [FileError("input_file_gone", "the input file has expired or was deleted")])
 
-    async def file_lines(self, batch: Batch) -> AsyncGenerator[list[NumberedLine]]:
+    async def file_lines(self, batch: Batch) -> AsyncGenerator[list[NumberedBatchLine]]:
         """The lines of a batch's file as its parts come. Raises NotFound."""
         splitter, number = Splitter(self.max_line_bytes), 0
         while (part := await self._part(batch, number)) is not None:
@@ -142,13 +142,13 @@ class BatchRunner:
     async def _part(self, batch: Batch, number: int) -> bytes | None:
         while True:
             try:
-                return await self.kept.file_part(batch.input_file_id, number, tenant_id=batch.tenant_id)
+                return await self.storage.file_part(batch.input_file_id, number, tenant_id=batch.tenant_id)
             except NotReady as error:
                 logger.info("the file of batch %s is read on later: %s", batch.id, error)
                 await asyncio.sleep(self.write_s)
 
     async def _refuse(self, batch: Batch, errors: list[FileError]) -> None:
-        await self.kept.finish(batch.id, self.holder, "failed", json.dumps([error._asdict() for error in errors]))
+        await self.storage.finish(batch.id, self.holder, "failed", json.dumps([error._asdict() for error in errors]))
 
 
 class _Work:
@@ -160,7 +160,7 @@ class _Work:
         self._written, self._num_workers = written, num_workers
         self._lines = self._unwritten()
         self._turn = asyncio.Lock()  # of whoever takes the next line
-        self._answers: list[LineAnswer] = []
+        self._answers: list[LineResult] = []
 
     async def run(self) -> None:
         """Raises NotFound if the file goes away meanwhile, LeaseLost, NotReady."""
@@ -176,21 +176,21 @@ class _Work:
             while self._answers:
                 await self._write()
             async for line in self._unwritten():
-                self._answers.append(unanswered(line, EXPIRED))
+                self._answers.append(unfinished_line(line, EXPIRED))
         while self._answers:
             await self._write()
-        await self._runner.kept.finish(self._batch.id, self._runner.holder, status)
+        await self._runner.storage.finish(self._batch.id, self._runner.holder, status)
 
-    async def _unwritten(self) -> AsyncGenerator[Line]:
+    async def _unwritten(self) -> AsyncGenerator[BatchLine]:
         """The lines that had no answer when the part that they are in was read."""
         batch, max_bytes = self._batch, self._runner.max_line_bytes
         async for lines in self._runner.file_lines(batch):
             for number, text in [line for line in lines if line.text.strip() and line.number not in self._written]:
                 if len(text) > MAX_INLINE_BYTES:
-                    found = await asyncio.to_thread(parsed, number, text, batch.endpoint, max_bytes)
+                    found = await asyncio.to_thread(parse_line, number, text, batch.endpoint, max_bytes)
                 else:
-                    found = parsed(number, text, batch.endpoint, max_bytes)
-                assert isinstance(found, Line), "the file was checked, and files do not change"
+                    found = parse_line(number, text, batch.endpoint, max_bytes)
+                assert isinstance(found, BatchLine), "the file was checked, and files do not change"
                 yield found
 
     async def _until_ended(self, workers: list[asyncio.Task[None]]) -> BatchStatus:
@@ -215,7 +215,7 @@ class _Work:
                 return
             self._answers.append(await self._answer(line))
 
-    async def _answer(self, line: Line) -> LineAnswer:
+    async def _answer(self, line: BatchLine) -> LineResult:
         request_id = f"{self._batch.id}-{line.number}"
         pauses_s, num_tries = backoff_s(FIRST_PAUSE_S, LONGEST_PAUSE_S), 0
         while True:
@@ -223,13 +223,13 @@ class _Work:
                 async with self._runner.places:
                     caller = self._runner.caller_of(self._batch)  # limits and rights as they are now, not as they were
                     if caller is None:
-                        return unanswered(line, ARCHIVED)
+                        return unfinished_line(line, ARCHIVED)
                     body = await self._runner.answer(self._batch.endpoint, line.body, caller, request_id)
-                return answered(line, request_id, body)
+                return result_line(line, request_id, body)
             except Exception as error:  # whatever it is, it is this line's answer, or comes to nothing in a while
                 num_tries += 1
                 if not is_passing(error) or (isinstance(error, ADAPTER_ERRORS) and num_tries >= MAX_TRIES):
-                    return failed(line, request_id, error)
+                    return error_line(line, request_id, error)
                 told_s = getattr(error, "retry_after_s", None) or 0.0
                 await asyncio.sleep(min(max(next(pauses_s), told_s), LONGEST_PAUSE_S))
 
@@ -237,7 +237,7 @@ class _Work:
         """Write down what there is, some of it, and renew the lease. While the database is away nothing is lost."""
         lines = self._answers[:_LINES_AT_ONCE]
         try:
-            self._batch = await self._runner.kept.answer(self._batch.id, self._runner.holder, lines)
+            self._batch = await self._runner.storage.answer(self._batch.id, self._runner.holder, lines)
         except NotReady as error:
             logger.info("answers of batch %s are written down later: %s", self._batch.id, error)
             await asyncio.sleep(self._runner.write_s)

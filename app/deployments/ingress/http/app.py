@@ -16,6 +16,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import JSONResponse, Response
 
+from app.deployments.ingress.error_responses import ErrorReply, error_reply
 from app.deployments.ingress.http.middleware.auth import Authenticator, AuthMiddleware
 from app.deployments.ingress.http.middleware.origin_check import HttpPolicy, OriginCheckMiddleware
 from app.deployments.ingress.http.middleware.paths import HeadAsGet, StripTrailingSlash
@@ -34,12 +35,11 @@ from app.deployments.ingress.http.routes.messages import add_agent_routes
 from app.deployments.ingress.http.routes.models import add_model_routes
 from app.deployments.ingress.http.routes.openai import add_openai_routes
 from app.deployments.ingress.http.routes.uploads import add_upload_route
+from app.deployments.ingress.principal import http_principal
 from app.deployments.ingress.schemas.response_model import ErrorResponse
 from app.deployments.ingress.serializers.messages import body_told
 from app.deployments.ingress.service import IngressService
-from app.deployments.ingress.status import ErrorAnswer, error_answer
-from app.deployments.ingress.tenants import http_caller
-from app.deployments.tenants.limits import LimitReached
+from app.deployments.tenancy.quota.limits import LimitReached
 from app.engine.errors import PolyloraError
 from app.redaction import without_keys
 
@@ -71,13 +71,13 @@ def make_app(service: IngressService, rules: HttpPolicy, *, log_requests: bool =
     app.openapi = cache(partial(openapi, app))  # type: ignore[method-assign]
 
     async def refuse(request: Request, error: Exception) -> Response:
-        answer = error_answer(error)
+        answer = error_reply(error)
         if answer.status >= 500:
             note_failure(request, answer.body["error"]["message"])
         path: str = getattr(request.scope.get("route"), "path", "/none")  # as declared: names are not filled in
         route = path.removeprefix("/v1").split("/")[1]
         service.observe(route, answer.status, getattr(request.state, "job", None))
-        headers = service.tenancy.headers(http_caller(request)) if isinstance(error, LimitReached) else {}
+        headers = service.tenancy.headers(http_principal(request)) if isinstance(error, LimitReached) else {}
         body = body_told(answer, request.scope["path"])
         return JSONResponse(body, status_code=answer.status, headers=headers | answer.headers)
 
@@ -129,7 +129,7 @@ async def _http_exception(request: Request, error: Exception) -> Response:
         405: f"{path!r} does not take {request.method}, only {headers.get('Allow')}",
     }.get(error.status_code, error.detail)
     body = {"error": {"message": message, "type": "invalid_request_error", "param": None, "code": "no_route"}}
-    told = body_told(ErrorAnswer(error.status_code, body, {}), request.scope["path"])
+    told = body_told(ErrorReply(error.status_code, body, {}), request.scope["path"])
     return JSONResponse(told, status_code=error.status_code, headers=headers)
 
 

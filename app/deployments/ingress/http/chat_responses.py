@@ -12,6 +12,7 @@ from typing import Any
 from fastapi import Request
 from starlette.responses import JSONResponse, Response
 
+from app.deployments.ingress.dispatch.generation_task import GenerationTask
 from app.deployments.ingress.http.event_stream import EventStream
 from app.deployments.ingress.http.middleware.request_log import request_id_of
 from app.deployments.ingress.http.request_lifecycle import (
@@ -19,18 +20,17 @@ from app.deployments.ingress.http.request_lifecycle import (
     counted_if_cancelled,
     first_event,
 )
-from app.deployments.ingress.job import Job
+from app.deployments.ingress.principal import inference_principal
 from app.deployments.ingress.schemas.openai import ChatCompletionRequest
 from app.deployments.ingress.serializers.messages import error_event
 from app.deployments.ingress.service import IngressService
-from app.deployments.ingress.tenants import inference_caller
 from app.engine.errors import InvalidRequest
 
 
-async def start_task(request: Request, service: IngressService, chat: ChatCompletionRequest) -> Job:
-    """The job of a conversation. Raises what `Frontend.chat` does, with fields as this route's clients call them."""
+async def start_task(request: Request, service: IngressService, chat: ChatCompletionRequest) -> GenerationTask:
+    """The job of a conversation. Raises what `RequestPreprocessor.chat` does, with fields as this route's clients call them."""
     try:
-        job = await service.frontend.chat(chat, inference_caller(request), request_id_of(request))
+        job = await service.frontend.chat(chat, inference_principal(request), request_id_of(request))
     except InvalidRequest as error:
         if request.url.path.endswith("/responses") and error.param is not None:
             error.param = _RESPONSES_NAMES.get(error.param, error.param)
@@ -47,14 +47,14 @@ _RESPONSES_NAMES = {
 }
 
 
-def json_response(service: IngressService, job: Job, route: str, body: dict[str, Any]) -> Response:
+def json_response(service: IngressService, job: GenerationTask, route: str, body: dict[str, Any]) -> Response:
     """A whole answer, counted."""
     service.observe(route, 200, job)
     return JSONResponse(body, headers=adapter_header(job) | service.tenancy.headers(job.caller))
 
 
 async def stream_response(
-    request: Request, service: IngressService, job: Job, route: str, events: AsyncGenerator[bytes]
+    request: Request, service: IngressService, job: GenerationTask, route: str, events: AsyncGenerator[bytes]
 ) -> Response:
     """A stream; what is refused before its first event is raised."""
     with counted_if_cancelled(service, route, job):

@@ -14,7 +14,7 @@ from pydantic_core import to_json
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from app.deployments.ingress.status import TABLE, ClientGone, ErrorAnswer, error_answer
+from app.deployments.ingress.error_responses import TABLE, ClientGone, ErrorReply, error_reply
 
 
 def sse(body: Mapping[str, Any]) -> bytes:
@@ -32,7 +32,7 @@ class EventStream(StreamingResponse):
         on_end: Callable[[int], None],
         headers: Mapping[str, str],
         done: bytes = b"data: [DONE]\n\n",
-        as_event: Callable[[ErrorAnswer], bytes] = lambda answer: sse(answer.body),
+        as_event: Callable[[ErrorReply], bytes] = lambda answer: sse(answer.body),
     ) -> None:
         """`done` is the event behind the last one; `as_event` tells an error."""
         super().__init__(events, media_type="text/event-stream", headers={**headers, "Cache-Control": "no-cache"})
@@ -65,7 +65,7 @@ class EventStream(StreamingResponse):
                 break
             except Exception as error:
                 # The status line is out: OpenAI's clients look for an error object in the stream.
-                answer = error_answer(error)
+                answer = error_reply(error)
                 self._status, last = answer.status, self._as_event(answer)
                 self._failure = answer.body["error"]["message"]
                 break

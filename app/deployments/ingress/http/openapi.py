@@ -19,7 +19,7 @@ from starlette.routing import BaseRoute, Route
 from app.deployments.ingress.http.request_parsing import body_model
 from app.deployments.ingress.schemas.request_model import Body, accepted_in_vain
 from app.deployments.ingress.schemas.response_model import MessagesErrorResponse
-from app.release import version
+from app.version import version
 
 _SCHEMAS = "#/components/schemas/{model}"
 #: For `responses` of a route that streams if its request says so.

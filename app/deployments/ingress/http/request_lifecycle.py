@@ -13,10 +13,10 @@ from typing import TypeVar
 
 from fastapi import Request
 
-from app.deployments.ingress.job import Job
-from app.deployments.ingress.routing.decision import ROUTE_HEADER
+from app.deployments.ingress.dispatch.generation_task import GenerationTask
+from app.deployments.ingress.error_responses import TABLE, ClientGone
+from app.deployments.ingress.semantic_router.decision import ROUTE_HEADER
 from app.deployments.ingress.service import IngressService
-from app.deployments.ingress.status import TABLE, ClientGone
 
 T = TypeVar("T")
 
@@ -24,7 +24,7 @@ T = TypeVar("T")
 ADAPTER_HEADER, DIGEST_HEADER = "X-Polylora-Adapter", "X-Polylora-Adapter-Digest"
 
 
-def adapter_header(job: Job) -> dict[str, str]:
+def adapter_header(job: GenerationTask) -> dict[str, str]:
     """Says which adapter answers, and how the service has chosen it, if it was to."""
     adapter = job.requests[0].asked_for
     headers: dict[str, str] = {}
@@ -34,7 +34,7 @@ def adapter_header(job: Job) -> dict[str, str]:
 
 
 @contextmanager
-def counted_if_cancelled(service: IngressService, route: str, job: Job) -> Iterator[None]:
+def counted_if_cancelled(service: IngressService, route: str, job: GenerationTask) -> Iterator[None]:
     """Serve cancels the task of a client that has left: no error handler hears of that, and the job has ended."""
     try:
         yield

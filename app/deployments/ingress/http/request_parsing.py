@@ -18,11 +18,11 @@ from pydantic import BaseModel, BeforeValidator, GetCoreSchemaHandler, model_val
 from pydantic_core import CoreSchema, core_schema
 from starlette.requests import ClientDisconnect
 
+from app.deployments.ingress.error_responses import BodyTooLarge, ClientGone, InvalidJson, UnknownEncoding
 from app.deployments.ingress.schemas.request_model import Body, BodyT, parse_body
 from app.deployments.ingress.service import IngressService
-from app.deployments.ingress.status import BodyTooLarge, ClientGone, InvalidJson, UnknownEncoding
 from app.engine.errors import InvalidRequest
-from app.spelling import did_you_mean
+from app.suggestions import did_you_mean
 
 #: Entries of a page: unless the client says how many, and at most.
 MAX_PAGE = 1000

@@ -100,7 +100,7 @@ class Project(ResponseModel):
     external_key_id: None
 
 
-class ServiceAccount(ResponseModel):
+class ServiceAccountResponse(ResponseModel):
     object: Literal["organization.project.service_account"]
     id: str
     name: str
@@ -108,7 +108,7 @@ class ServiceAccount(ResponseModel):
     created_at: Seconds
 
 
-class IssuedKey(ResponseModel):
+class IssuedKeyResponse(ResponseModel):
     """A new key; its value is in no other answer."""
 
     object: Literal["organization.project.service_account.api_key"]
@@ -119,8 +119,8 @@ class IssuedKey(ResponseModel):
     expires_at: Seconds | None
 
 
-class NewServiceAccount(ServiceAccount):
-    api_key: IssuedKey | None
+class NewServiceAccount(ServiceAccountResponse):
+    api_key: IssuedKeyResponse | None
 
 
 class KeyAccount(ResponseModel):
@@ -135,7 +135,7 @@ class KeyOwner(ResponseModel):
     service_account: KeyAccount | None
 
 
-class ApiKey(ResponseModel):
+class ApiKeyResponse(ResponseModel):
     object: Literal["organization.project.api_key"]
     id: str
     name: str

@@ -39,7 +39,7 @@ class Alias(ResponseModel):
     updated: Seconds
 
 
-class AliasVersion(ResponseModel):
+class AliasVersionResponse(ResponseModel):
     id: int
     object: Literal["alias.version"]
     targets: dict[str, float]

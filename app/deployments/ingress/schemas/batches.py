@@ -46,7 +46,7 @@ class BatchCounts(ResponseModel):
     failed: int
 
 
-class Batch(ResponseModel):
+class BatchResponse(ResponseModel):
     id: str
     object: Literal["batch"]
     endpoint: str

@@ -35,7 +35,7 @@ class CalledFunction(ResponseModel):
     arguments: str
 
 
-class ToolCall(ResponseModel):
+class ToolCallResponse(ResponseModel):
     id: str
     type: Literal["function"]
     function: CalledFunction
@@ -66,7 +66,7 @@ class AssistantMessage(ResponseModel):
     role: Literal["assistant"]
     content: str | None
     refusal: None
-    tool_calls: Omittable[list[ToolCall]] = None
+    tool_calls: Omittable[list[ToolCallResponse]] = None
 
 
 class ChatChoice(ResponseModel):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from app.deployments.ingress.schemas.loras import Event
+from app.deployments.ingress.schemas.loras import EventResponse
 from app.deployments.ingress.schemas.response_model import Omittable, ResponseModel
 
 
@@ -46,4 +46,4 @@ class ServiceStatus(ResponseModel):
     num_open_requests: Omittable[int] = None
     replicas: Omittable[list[dict[str, Any]]] = None
     tiers: Omittable[dict[str, Any]] = None
-    failures: Omittable[list[Event]] = None
+    failures: Omittable[list[EventResponse]] = None

@@ -7,14 +7,14 @@ from typing import Any, Literal
 from pydantic import Field
 
 from app.config import TrafficWeight
-from app.deployments.ingress.compositions import ComposeBody
+from app.deployments.ingress.preprocess.adapter_combination import ComposeBody
 from app.deployments.ingress.schemas.request_model import Body, Items
 from app.deployments.ingress.schemas.response_model import Omittable, ResponseModel, Seconds
-from app.deployments.registry.entries import MAX_REGISTRATIONS
+from app.deployments.registry.models import MAX_REGISTRATIONS
 
 
 class RegisterAdapterBody(Body):
-    """`path`: where the adapter is; or `compose`: the registered adapters that it is made of.
+    """`path`: where the adapter is; or `combine`: the registered adapters that it is made of.
 
     `wait`: answer when the adapter is served, or with what made it fail, instead of at once. `read` false: only know
     the name and its place; the first request for it has it read.
@@ -128,7 +128,7 @@ class ReplicaResidency(ResponseModel):
     last_used: Seconds | None
 
 
-class Residency(ResponseModel):
+class ResidencyResponse(ResponseModel):
     """Where an adapter's contents are: in host memory, and on which replicas' devices."""
 
     host: bool
@@ -142,7 +142,7 @@ class FirstTokenTimes(ResponseModel):
     p99: float
 
 
-class Activity(ResponseModel):
+class ActivityResponse(ResponseModel):
     """What was counted of an adapter's requests. `loads`: by the tier that it was loaded from."""
 
     since: Seconds
@@ -178,8 +178,8 @@ class LoraStatus(ResponseModel):
     reason: str | None = None
     last_error: str | None = None
     last_used: Seconds | None = None
-    residency: Omittable[Residency] = None
-    activity: Omittable[Activity] = None
+    residency: Omittable[ResidencyResponse] = None
+    activity: Omittable[ActivityResponse] = None
 
 
 class LoraGeneration(ResponseModel):
@@ -214,7 +214,7 @@ class UnloadedLora(LoraStatus):
     status: Literal["success"]
 
 
-class Event(ResponseModel):
+class EventResponse(ResponseModel):
     """Something that happened to an adapter. A project knows events by ids of its own, which are strings."""
 
     id: int | str
@@ -227,7 +227,7 @@ class Event(ResponseModel):
     replica_id: str | None
 
 
-class AuditRecord(ResponseModel):
+class AuditRecordResponse(ResponseModel):
     """A call that changed something. A project knows records by ids of its own, which are strings."""
 
     id: int | str

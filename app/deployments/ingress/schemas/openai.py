@@ -10,9 +10,9 @@ from typing import Annotated, Any, Literal, Self, cast
 
 from pydantic import Field, field_validator, model_validator
 
+from app.deployments.ingress.preprocess.chat_template_kwargs import TemplateVariables
 from app.deployments.ingress.schemas.request_model import Body, Items
-from app.deployments.ingress.template_variables import TemplateVariables
-from app.engine.adapters.composing.composition import MAX_PARTS
+from app.engine.adapters.combining.combination import MAX_PARTS
 
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 #: Of tokens, or answers. Python does not write integers of thousands of digits, so a message could not name them.
@@ -128,7 +128,7 @@ class WeightedAdapter(Body):
     weight: float = 1.0
 
 
-#: Adapters whose weighted sum answers (`app.engine.adapters.composing`).
+#: Adapters whose weighted sum answers (`app.engine.adapters.combining`).
 WeightedAdapters = Annotated[Items[WeightedAdapter] | None, Field(min_length=1, max_length=MAX_PARTS)]
 
 

@@ -17,7 +17,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 
 from app.engine.errors import InvalidRequest, UnsupportedField
 from app.redaction import holds_key
-from app.spelling import did_you_mean, fields_at
+from app.suggestions import did_you_mean, fields_at
 
 #: Accepted and ignored: none of these can change the answer's tokens.
 INERT = frozenset({
@@ -95,8 +95,10 @@ class Body(BaseModel):
             return value
         # One that is not known is enough to refuse: a complaint about each of 300,000 takes seconds.
         unknown = next((name for name, item in value.items() if name not in fields and item is not None), None)
-        kept = fields | {unknown}
-        return {name: item for name, item in value.items() if name in required or (item is not None and name in kept)}
+        storage = fields | {unknown}
+        return {
+            name: item for name, item in value.items() if name in required or (item is not None and name in storage)
+        }
 
 
 @cache

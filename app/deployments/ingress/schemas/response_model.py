@@ -25,7 +25,7 @@ class ResponseModel(BaseModel):
     model_config = ConfigDict(protected_namespaces=())
 
 
-class Page(ResponseModel, Generic[T]):
+class PageResponse(ResponseModel, Generic[T]):
     """Part of a list; `last_id` is what `after` of the next page is."""
 
     object: Literal["list"]

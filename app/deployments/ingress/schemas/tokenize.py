@@ -6,10 +6,10 @@ from typing import Self
 
 from pydantic import Field, model_validator
 
+from app.deployments.ingress.preprocess.chat_template_kwargs import TemplateVariables
 from app.deployments.ingress.schemas.openai import ChatMessage, TokenId, ToolBody
 from app.deployments.ingress.schemas.request_model import Body, Items
 from app.deployments.ingress.schemas.response_model import ResponseModel
-from app.deployments.ingress.template_variables import TemplateVariables
 
 
 class TokenizeRequest(Body):

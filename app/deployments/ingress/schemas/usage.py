@@ -43,7 +43,7 @@ class Amount(ResponseModel):
     currency: Literal["usd"]
 
 
-class Costs(ResponseModel):
+class CostsResponse(ResponseModel):
     """`quantity` is a line item's."""
 
     object: Literal["organization.costs.result"]
@@ -55,7 +55,7 @@ class Costs(ResponseModel):
     api_key_id: str | None
 
 
-class Bucket(ResponseModel, Generic[ResultT]):
+class UsageBucketResponse(ResponseModel, Generic[ResultT]):
     object: Literal["bucket"]
     start_time: Seconds
     end_time: Seconds
@@ -66,6 +66,6 @@ class BucketPage(ResponseModel, Generic[ResultT]):
     """Part of a list of buckets; `next_page` is what `page` of the next request is."""
 
     object: Literal["page"]
-    data: list[Bucket[ResultT]]
+    data: list[UsageBucketResponse[ResultT]]
     has_more: bool
     next_page: str | None

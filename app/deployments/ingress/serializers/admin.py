@@ -6,15 +6,8 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from app.deployments.tenants.entries import (
-    ApiKey,
-    IssuedKey,
-    RateLimit,
-    ServiceAccount,
-    Tenant,
-    TenantChange,
-)
-from app.deployments.tenants.limits import Meter
+from app.deployments.tenancy.models import ApiKey, IssuedKey, RateLimit, ServiceAccount, Tenant, TenantChange
+from app.deployments.tenancy.quota.limits import LimitKey
 
 #: OpenAI's objects have no way to say "as much as you like": this number does.
 NO_LIMIT = 2**31 - 1
@@ -119,7 +112,9 @@ def spend_limit_body(cents: int, *, is_reached: bool) -> dict[str, Any]:
     }
 
 
-def tenant_body(tenant: Tenant, shares: dict[str, list[str]], left: Sequence[tuple[Meter, int, int]]) -> dict[str, Any]:
+def tenant_body(
+    tenant: Tenant, shares: dict[str, list[str]], left: Sequence[tuple[LimitKey, int, int]]
+) -> dict[str, Any]:
     """`limits`: each with what is left of it; the rest is used, or reserved by requests and ingresses."""
     limits = [
         {"kind": meter.kind, "model": meter.model or None, "limit": limit, "remaining": remaining}

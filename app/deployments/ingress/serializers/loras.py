@@ -13,8 +13,8 @@ from contextlib import suppress
 from dataclasses import asdict
 from typing import Any
 
-from app.deployments.placement.table import Residency
-from app.deployments.registry.entries import (
+from app.deployments.placement.messages import Residency
+from app.deployments.registry.models import (
     AliasEntry,
     AliasVersion,
     AuditRecord,
@@ -23,7 +23,7 @@ from app.deployments.registry.entries import (
     Event,
     RegistryJob,
 )
-from app.engine.adapters.composing.composition import shown_source
+from app.engine.adapters.combining.combination import shown_source
 
 
 def adapter_body(entry: CatalogEntry) -> dict[str, Any]:

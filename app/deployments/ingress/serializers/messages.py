@@ -12,9 +12,9 @@ from typing import Any
 
 from pydantic_core import to_json
 
-from app.deployments.ingress.blocks import Block, Change, End, changes
-from app.deployments.ingress.job import Job
-from app.deployments.ingress.status import ErrorAnswer
+from app.deployments.ingress.dispatch.generation_task import GenerationTask
+from app.deployments.ingress.error_responses import ErrorReply
+from app.deployments.ingress.serializers.content_blocks import Block, BlockEvent, BlocksDone, block_events
 from app.engine.request import Usage
 
 #: Anthropic's routes.
@@ -41,23 +41,23 @@ def is_messages(path: str) -> bool:
     return path == MESSAGES_PATH or path.startswith(f"{MESSAGES_PATH}/")
 
 
-def body_told(answer: ErrorAnswer, path: str) -> dict[str, Any]:
+def body_told(answer: ErrorReply, path: str) -> dict[str, Any]:
     """An error as the clients of a route understand it."""
     return error_body(answer) if is_messages(path) else answer.body
 
 
-def error_body(answer: ErrorAnswer) -> dict[str, Any]:
+def error_body(answer: ErrorReply) -> dict[str, Any]:
     """An error as Anthropic tells it."""
     kind = _ERRORS.get(answer.status, "invalid_request_error" if answer.status < 500 else "api_error")
     return {"type": "error", "error": {"type": kind, "message": answer.body["error"]["message"]}}
 
 
-def error_event(answer: ErrorAnswer) -> bytes:
+def error_event(answer: ErrorReply) -> bytes:
     """An error in a stream."""
     return named_event("error", {"error": error_body(answer)["error"]})
 
 
-def message_body(job: Job, model: str, blocks: Sequence[Block], end: End) -> dict[str, Any]:
+def message_body(job: GenerationTask, model: str, blocks: Sequence[Block], end: BlocksDone) -> dict[str, Any]:
     """A whole answer."""
     content = [_block(block) | ({"text": block.text} if block.kind == "text" else _input(block)) for block in blocks]
     return _message(job, model) | {
@@ -68,14 +68,14 @@ def message_body(job: Job, model: str, blocks: Sequence[Block], end: End) -> dic
     }
 
 
-async def message_events(job: Job, model: str) -> AsyncGenerator[bytes]:
+async def message_events(job: GenerationTask, model: str) -> AsyncGenerator[bytes]:
     """The events of a stream."""
     is_begun = has_calls = False
-    async with aclosing(changes(job)) as source:
+    async with aclosing(block_events(job)) as source:
         async for change in source:
             begin = b"" if is_begun else named_event("message_start", {"message": _started(job, model)})
             is_begun = True
-            if isinstance(change, End):
+            if isinstance(change, BlocksDone):
                 delta = {"stop_reason": _stop_reason(change, has_calls), "stop_sequence": change.stop}
                 ended = named_event("message_delta", {"delta": delta, "usage": _usage(change.usage)})
                 yield begin + ended + named_event("message_stop", {})
@@ -84,7 +84,7 @@ async def message_events(job: Job, model: str) -> AsyncGenerator[bytes]:
                 yield begin + _event(change)
 
 
-def _event(change: Change) -> bytes:
+def _event(change: BlockEvent) -> bytes:
     block, index = change.block, {"index": change.block.index}
     if change.what == "open":
         empty: dict[str, Any] = {"text": ""} if block.kind == "text" else {"input": {}}
@@ -97,11 +97,11 @@ def _event(change: Change) -> bytes:
     return named_event("content_block_delta", index | {"delta": delta})
 
 
-def _started(job: Job, model: str) -> dict[str, Any]:
+def _started(job: GenerationTask, model: str) -> dict[str, Any]:
     return _message(job, model) | {"content": [], "stop_reason": None, "usage": _usage(job.usages[0])}
 
 
-def _message(job: Job, model: str) -> dict[str, Any]:
+def _message(job: GenerationTask, model: str) -> dict[str, Any]:
     return {"id": job.request_id, "type": "message", "role": "assistant", "model": model, "stop_sequence": None}
 
 
@@ -117,7 +117,7 @@ def _input(block: Block) -> dict[str, Any]:
         return {"input": {}}
 
 
-def _stop_reason(end: End, has_calls: bool) -> str:
+def _stop_reason(end: BlocksDone, has_calls: bool) -> str:
     if end.stop is not None:
         return "stop_sequence"
     if end.reason == "length":

@@ -12,13 +12,20 @@ from typing import Any
 
 from pydantic_core import to_json
 
-from app.deployments.ingress.job import Answer, Foretold, Job
-from app.deployments.ingress.results import usage_body
+from app.deployments.ingress.dispatch.generation_task import GenerationTask, PredictionUsage, SequenceOutput
+from app.deployments.ingress.preprocess.tokenizer_service import TokenizerService
 from app.deployments.ingress.schemas.openai import ChatCompletionRequest, CompletionRequest
-from app.deployments.ingress.text import TextDelta
-from app.deployments.ingress.token_answers import TokenAnswers, finite, lean_logprobs, token_answers
-from app.deployments.ingress.tokenizer_service import TokenizerService
-from app.deployments.ingress.tool_calls import CallBegin, Piece, ToolAnswer, ToolCall, ToolCallReader, ToolUse
+from app.deployments.ingress.serializers.detokenizer import TextDelta
+from app.deployments.ingress.serializers.generate import usage_body
+from app.deployments.ingress.serializers.token_id_output import TokenIdOutput, finite, lean_logprobs, token_id_outputs
+from app.deployments.ingress.serializers.tool_parser import (
+    Piece,
+    ToolCall,
+    ToolCallReader,
+    ToolCallStart,
+    ToolConfig,
+    ToolOutput,
+)
 from app.engine.request import TokenLogprobs, Usage
 
 #: The text of a single token id, alone; half a character is U+FFFD.
@@ -57,17 +64,17 @@ class ChatSerializer:
     text_bytes: TokenBytes
     want_logprobs: bool
     include_usage: bool = False  # a stream that ends with usage: until then it is null
-    tools: ToolUse | None = None  # how answers call tools, if they may
+    tools: ToolConfig | None = None  # how answers call tools, if they may
     routing: Mapping[str, Any] | None = None  # how the service has chosen the adapter, if it was to
-    foretold: Mapping[int, Foretold] | None = None  # what has become of predictions, once answers have ended
-    ids: TokenAnswers | None = None  # what answers have beside text, if token ids are asked for
+    foretold: Mapping[int, PredictionUsage] | None = None  # what has become of predictions, once answers have ended
+    ids: TokenIdOutput | None = None  # what answers have beside text, if token ids are asked for
 
     @property
     def is_plain(self) -> bool:
         """Whether nearly every event of a stream has nothing new but its text."""
         return not self.want_logprobs and self.ids is None
 
-    def body(self, answers: Sequence[Answer], num_per_prompt: int) -> dict[str, Any]:
+    def body(self, answers: Sequence[SequenceOutput], num_per_prompt: int) -> dict[str, Any]:
         """The answer of a request that does not stream."""
         kind = "chat.completion" if self.is_chat else "text_completion"
         choices = [self._choice(index, answer) for index, answer in enumerate(answers)]
@@ -129,7 +136,7 @@ class ChatSerializer:
         kind = "chat.completion.chunk" if self.is_chat else "text_completion"
         return self._envelope(kind) | {"choices": [], "usage": usage_body(usages, num_per_prompt, self.foretold)}
 
-    def _choice(self, index: int, answer: Answer) -> dict[str, Any]:
+    def _choice(self, index: int, answer: SequenceOutput) -> dict[str, Any]:
         choice: dict[str, Any] = {
             "index": index,
             "finish_reason": answer.finish_reason,
@@ -137,7 +144,7 @@ class ChatSerializer:
         }
         reader = self.reader(index)
         if reader is not None:
-            found = ToolAnswer()
+            found = ToolOutput()
             found.add(reader.push(answer.text, is_last=True))
             message: dict[str, Any] = {"role": "assistant", "content": found.text or None, "refusal": None}
             if found.calls:
@@ -205,7 +212,7 @@ class ChatSerializer:
 
 
 def chat_serializer(
-    model: TokenizerService, body: ChatCompletionRequest | CompletionRequest, job: Job
+    model: TokenizerService, body: ChatCompletionRequest | CompletionRequest, job: GenerationTask
 ) -> ChatSerializer:
     """Of one request's answers."""
     is_chat = isinstance(body, ChatCompletionRequest)
@@ -222,7 +229,7 @@ def chat_serializer(
         tools=job.tools,
         foretold=job.progress.foretold,
         routing=None if job.decision is None else job.decision.body(),
-        ids=token_answers(job, has_text=not isinstance(body, CompletionRequest) or body.detokenize),
+        ids=token_id_outputs(job, has_text=not isinstance(body, CompletionRequest) or body.detokenize),
     )
 
 
@@ -240,7 +247,7 @@ def piece_delta(piece: Piece) -> dict[str, Any]:
     """A piece of an answer with calls, as a stream tells it."""
     if isinstance(piece, str):
         return {"content": piece}
-    if isinstance(piece, CallBegin):
+    if isinstance(piece, ToolCallStart):
         call = {"id": piece.id, "type": "function", "function": {"name": piece.name, "arguments": ""}}
         return {"tool_calls": [{"index": piece.index} | call]}
     return {"tool_calls": [{"index": piece.index, "function": {"arguments": piece.piece}}]}

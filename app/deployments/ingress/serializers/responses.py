@@ -10,9 +10,9 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mappi
 from contextlib import aclosing
 from typing import Any, TypeAlias
 
-from app.deployments.ingress.blocks import Block, Change, End, changes
-from app.deployments.ingress.job import Job
+from app.deployments.ingress.dispatch.generation_task import GenerationTask
 from app.deployments.ingress.schemas.responses import ResponsesRequest
+from app.deployments.ingress.serializers.content_blocks import Block, BlockEvent, BlocksDone, block_events
 from app.deployments.ingress.serializers.messages import named_event
 from app.engine.request import Usage
 
@@ -21,7 +21,11 @@ Keep: TypeAlias = Callable[[Mapping[str, Any]], Awaitable[None]]
 
 
 def response_body(
-    job: Job, body: ResponsesRequest, blocks: Sequence[Block], end: End | None, stored_id: str | None = None
+    job: GenerationTask,
+    body: ResponsesRequest,
+    blocks: Sequence[Block],
+    end: BlocksDone | None,
+    stored_id: str | None = None,
 ) -> dict[str, Any]:
     """A response; without an end it is in progress. `stored_id`: what it is stored as, if it is."""
     is_cut = end is not None and end.reason == "length"
@@ -50,19 +54,19 @@ def response_body(
 
 
 async def response_events(
-    job: Job, body: ResponsesRequest, stored_id: str | None = None, keep: Keep | None = None
+    job: GenerationTask, body: ResponsesRequest, stored_id: str | None = None, keep: Keep | None = None
 ) -> AsyncGenerator[bytes]:
     """The events of a stream. `keep` stores the response."""
     blocks: list[Block] = []
     numbers, is_begun = itertools.count(), False
-    async with aclosing(changes(job)) as source:
+    async with aclosing(block_events(job)) as source:
         async for change in source:
             begin = b""
             if not is_begun:
                 is_begun, started = True, response_body(job, body, [], None, stored_id)
                 for kind in ("response.created", "response.in_progress"):
                     begin += _event(numbers, kind, response=started)
-            if isinstance(change, End):
+            if isinstance(change, BlocksDone):
                 ended = response_body(job, body, blocks, change, stored_id)
                 if keep is not None:
                     await keep(ended)
@@ -73,7 +77,7 @@ async def response_events(
                 yield begin + b"".join(_changed(job, change, numbers))
 
 
-def _changed(job: Job, change: Change, numbers: Iterator[int]) -> Iterator[bytes]:
+def _changed(job: GenerationTask, change: BlockEvent, numbers: Iterator[int]) -> Iterator[bytes]:
     block = change.block
     where: dict[str, Any] = {"output_index": block.index}
     inside = where | {"item_id": _id(job, block)} | ({"content_index": 0} if block.kind == "text" else {})
@@ -101,7 +105,7 @@ def _event(numbers: Iterator[int], kind: str, **fields: Any) -> bytes:
     return named_event(kind, {"sequence_number": next(numbers), **fields})
 
 
-def _item(job: Job, block: Block, status: str) -> dict[str, Any]:
+def _item(job: GenerationTask, block: Block, status: str) -> dict[str, Any]:
     if block.kind == "text":
         kind = {"type": "message", "role": "assistant", "content": [_part(block.text)]}
     else:
@@ -109,7 +113,7 @@ def _item(job: Job, block: Block, status: str) -> dict[str, Any]:
     return {"id": _id(job, block), "status": status} | kind
 
 
-def _id(job: Job, block: Block) -> str:
+def _id(job: GenerationTask, block: Block) -> str:
     prefix = "msg" if block.kind == "text" else "fc"
     return f"{prefix}_{job.request_id}_{block.index}"
 

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from app.deployments.store.sources.places import Reserve, signature_name, unbounded
+from app.deployments.store.sources.source_resolution import Reserve, signature_name, unbounded
+from app.engine.adapters.adapter_tokenizer import TEXT_FILES
 from app.engine.adapters.formats.arrow import CARD_SUFFIX
 from app.engine.adapters.formats.peft_config import CONFIG_NAME
 from app.engine.adapters.formats.peft_file import WEIGHTS_NAME
-from app.engine.adapters.text import TEXT_FILES
-from app.engine.models.hub import download_hub_files, list_hub_files
+from app.engine.models.download.hub import download_hub_files, list_hub_files
 
 
 class HubFetcher:

@@ -47,20 +47,22 @@ class PluginFetcher:
 
 
 def _load(dotted_path: str, base_name: str) -> Callable[[str, Path], str | None]:
-    found: Any = import_dotted(dotted_path, "adapters.downloader")
+    found: Any = import_dotted(dotted_path, "adapters.custom_fetcher")
     if not isinstance(found, type):
         if not callable(found):
-            raise ConfigError(f"adapters.downloader {dotted_path!r} is not a function of (uri, folder)")
+            raise ConfigError(f"adapters.custom_fetcher {dotted_path!r} is not a function of (uri, folder)")
         download: Callable[[str, Path], str | None] = found
         return download
     if not callable(getattr(found, METHOD, None)):
-        raise ConfigError(f"adapters.downloader {dotted_path!r} is a class without {METHOD}(name, base_model, path)")
+        raise ConfigError(
+            f"adapters.custom_fetcher {dotted_path!r} is a class without {METHOD}(name, base_model, path)"
+        )
     try:
         method = getattr(found(), METHOD)
     except Exception as error:
         # Another's code: whatever it raises, the setting is of no use.
         raise ConfigError(
-            f"adapters.downloader {dotted_path!r} cannot be made: {type(error).__name__}: {str(error)[:300]}"
+            f"adapters.custom_fetcher {dotted_path!r} cannot be made: {type(error).__name__}: {str(error)[:300]}"
         ) from error
 
     def by_method(uri: str, folder: Path) -> None:

@@ -19,10 +19,10 @@ from typing import Any
 from fsspec import AbstractFileSystem, filesystem
 from fsspec.callbacks import Callback
 
-from app.deployments.store.sources.places import Reserve, signature_name, unbounded, wanted_files
+from app.deployments.store.sources.source_resolution import Reserve, signature_name, unbounded, wanted_files
+from app.engine.adapters.adapter_tokenizer import TEXT_FILES
 from app.engine.adapters.signing.trusted_keys import SIGNATURE_SUFFIX
 from app.engine.adapters.strict_json import short
-from app.engine.adapters.text import TEXT_FILES
 from app.engine.errors import AdapterTooLarge, NotFound, PolyloraError, SourceError, UnsafeSource
 
 

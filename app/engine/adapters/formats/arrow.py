@@ -1,6 +1,6 @@
 """Arrow cards: one adapter as one `.lora.arrow` file, mapped into memory instead of read.
 
-In: a `StoredAdapter` with a name and free metadata. Out: an Arrow IPC file of `card_rows`,
+In: a `RawAdapter` with a name and free metadata. Out: an Arrow IPC file of `card_rows`,
 and from that file the same adapter, bit for bit: its tensors are views of the mapped file, each at a
 multiple of 64 bytes. The reader accepts exactly the schema below and checks a SHA-256 over every
 row and every piece of metadata. A mapped file must not be cut while it is in use: serve cards from a
@@ -35,21 +35,15 @@ from typing import Any
 
 import pyarrow as pa
 
-from app.engine.adapters.build import build_adapter
-from app.engine.adapters.formats.card_rows import LORA, NO_TENSOR, TOKEN_IDS, CardRow, rows_of, stored_of
-from app.engine.adapters.formats.plain_card import is_plain, plain_batch, read_plain, views
+from app.engine.adapters.adapter import LoraAdapter
+from app.engine.adapters.adapter_builder import build_adapter
+from app.engine.adapters.adapter_tokenizer import AdapterTokenizer
+from app.engine.adapters.formats.arrow_rows import LORA, NO_TENSOR, TOKEN_IDS, CardRow, rows_of, stored_of
+from app.engine.adapters.formats.arrowengine_card import is_plain, plain_batch, read_plain, views
 from app.engine.adapters.limits import DEFAULT_LIMITS, MACHINES_ERRORS, ReadLimits, reading_error, regular_file_size
-from app.engine.adapters.lora import LoraAdapter
 from app.engine.adapters.quantize import Quantization, num_groups
-from app.engine.adapters.stored import (
-    DTYPE_BYTES,
-    QUANTIZED_BITS,
-    StoredAdapter,
-    StoredTensor,
-    stored_bytes,
-)
+from app.engine.adapters.raw_adapter import DTYPE_BYTES, QUANTIZED_BITS, RawAdapter, RawTensor, raw_size_bytes
 from app.engine.adapters.strict_json import parse_object, short
-from app.engine.adapters.text import AdapterText
 from app.engine.errors import AdapterFormatError, AdapterTooLarge
 from app.engine.models.spec import ModelSpec
 
@@ -93,7 +87,7 @@ class ArrowCard:
     """
 
     name: str
-    stored: StoredAdapter
+    stored: RawAdapter
     metadata: Mapping[str, str]
     quantization: Quantization | None = None
 
@@ -209,7 +203,7 @@ def read_card(path: Path, limits: ReadLimits = DEFAULT_LIMITS) -> ArrowCard:
     stored = _stored(rows, free, what)
     try:
         if "text" in metadata:
-            stored = replace(stored, text=AdapterText.parsed(metadata["text"]).to_json())
+            stored = replace(stored, text=AdapterTokenizer.parsed(metadata["text"]).to_json())
         if INVOCATION_KEY in metadata:
             stored = replace(stored, invocation_tokens=_token_ids(metadata[INVOCATION_KEY]))
     except AdapterFormatError as error:
@@ -218,7 +212,7 @@ def read_card(path: Path, limits: ReadLimits = DEFAULT_LIMITS) -> ArrowCard:
     return ArrowCard(metadata["name"], stored, MappingProxyType(free), quantization)
 
 
-def _stored(rows: Sequence[CardRow], free: Mapping[str, str], what: str) -> StoredAdapter:
+def _stored(rows: Sequence[CardRow], free: Mapping[str, str], what: str) -> RawAdapter:
     """The adapter in these rows, with what free metadata says of it."""
     beside = {key: value for key, value in sorted(free.items()) if key != "description"}
     try:
@@ -281,7 +275,7 @@ def _batch(rows: Sequence[CardRow]) -> pa.RecordBatch:
     return pa.record_batch([pa.array(columns[field.name], field.type) for field in _SCHEMA], schema=_SCHEMA)
 
 
-def _padded(tensor: StoredTensor) -> bytes:
+def _padded(tensor: RawTensor) -> bytes:
     return bytes(tensor.data) + bytes(-len(tensor.data) % ALIGNMENT)
 
 
@@ -331,7 +325,7 @@ def _rows(batch: pa.RecordBatch, mapped: pa.Buffer, what: str) -> list[CardRow]:
     return rows
 
 
-def _tensor(dtype: str, shape: list[Any], scales: memoryview, weight: memoryview, where: str) -> StoredTensor:
+def _tensor(dtype: str, shape: list[Any], scales: memoryview, weight: memoryview, where: str) -> RawTensor:
     if not dtype and not shape and not weight and not scales:
         return NO_TENSOR
     if dtype not in _DTYPES:
@@ -339,7 +333,7 @@ def _tensor(dtype: str, shape: list[Any], scales: memoryview, weight: memoryview
     if len(shape) not in (1, 2) or not all(type(size) is int and 0 < size < 1 << 31 for size in shape):
         raise AdapterFormatError(f"{where}: shape {short(shape)} is not one or two sizes of at least 1")
     dimensions = tuple(shape)
-    size = 8 * dimensions[0] if dtype == TOKEN_IDS else stored_bytes(dtype, dimensions)
+    size = 8 * dimensions[0] if dtype == TOKEN_IDS else raw_size_bytes(dtype, dimensions)
     if not size <= len(weight) < size + 2 * ALIGNMENT or any(weight[size:]):
         raise AdapterFormatError(
             f"{where}: {len(weight)} bytes do not hold {dtype} {shape} and zeros to a multiple of 64"
@@ -347,7 +341,7 @@ def _tensor(dtype: str, shape: list[Any], scales: memoryview, weight: memoryview
     expected_scales = 4 * num_groups(math.prod(shape)) if dtype in QUANTIZED_BITS else 0
     if len(scales) != expected_scales:
         raise AdapterFormatError(f"{where}: {len(scales)} bytes of scales; {dtype} {shape} has {expected_scales}")
-    return StoredTensor(dtype, dimensions, weight[:size], scales)
+    return RawTensor(dtype, dimensions, weight[:size], scales)
 
 
 def _checksum(metadata: Mapping[str, str], rows: Sequence[CardRow]) -> str:

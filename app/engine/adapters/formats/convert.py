@@ -1,6 +1,6 @@
 """Adapters from one stored form to another: PEFT folder, Arrow card, quantised or not.
 
-In: a `StoredAdapter` from any reader. Out: files, or the same adapter with its tensors rounded. What
+In: a `RawAdapter` from any reader. Out: files, or the same adapter with its tensors rounded. What
 is written reads back as the same tensors and scales bit for bit, so the digest is the same; rounding
 is the one step that changes it, and says by how much.
 """
@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from app.engine.adapters.formats.fused_experts import FusedExperts, fuse
+from app.engine.adapters.adapter_tokenizer import AdapterTokenizer, write_text
 from app.engine.adapters.formats.peft_config import CONFIG_NAME
 from app.engine.adapters.formats.peft_file import (
     EMBEDDING_HALVES,
@@ -24,22 +24,22 @@ from app.engine.adapters.formats.peft_file import (
     TOKEN_ROWS,
     WEIGHTS_NAME,
 )
+from app.engine.adapters.formats.peft_moe_export import FusedExperts, fuse
 from app.engine.adapters.formats.safetensors_file import write_safetensors
 from app.engine.adapters.quantize import Quantization, delta_error, quantize
-from app.engine.adapters.stored import EMBEDDING_PATH, QUANTIZED_BITS, StoredAdapter, StoredModule, StoredTensor
-from app.engine.adapters.text import AdapterText, write_text
+from app.engine.adapters.raw_adapter import EMBEDDING_PATH, QUANTIZED_BITS, RawAdapter, RawModule, RawTensor
 from app.engine.errors import AdapterFormatError
-from app.engine.models.products import ROUTERS
+from app.engine.models.linear_modules import ROUTERS
 
 #: PEFT trains a router's weight as a parameter.
 _ROUTER_PATHS = tuple(f".mlp.{name}" for name in ROUTERS)
 
 
-def write_peft_folder(folder: Path, stored: StoredAdapter) -> None:
+def write_peft_folder(folder: Path, stored: RawAdapter) -> None:
     """Write `stored` so that PEFT, and `read_peft`, read the same adapter. Quantised tensors become F32."""
     experts, modules = fuse(replace(module, a=_plain(module.a), b=_plain(module.b)) for module in stored.modules)
     config = _config(stored, experts, modules)
-    tensors: dict[str, StoredTensor] = {}
+    tensors: dict[str, RawTensor] = {}
     for one in experts:
         tensors |= {f"{PREFIX}{one.place}.lora_{half}.weight": getattr(one.module, half.lower()) for half in "AB"}
     for module in modules:
@@ -59,10 +59,10 @@ def write_peft_folder(folder: Path, stored: StoredAdapter) -> None:
     (folder / CONFIG_NAME).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
     write_safetensors(folder / WEIGHTS_NAME, tensors)
     if stored.text:
-        write_text(folder, AdapterText.parsed(stored.text))
+        write_text(folder, AdapterTokenizer.parsed(stored.text))
 
 
-def quantize_adapter(stored: StoredAdapter, dtype: str) -> tuple[StoredAdapter, Quantization]:
+def quantize_adapter(stored: RawAdapter, dtype: str) -> tuple[RawAdapter, Quantization]:
     """`stored` with every lora_A and lora_B in `dtype` ("I8" or "I4"), and what that cost, measured per module.
 
     What lies beside them (magnitudes, biases, whole parameters, token rows) stays as it is.
@@ -79,21 +79,19 @@ def quantize_adapter(stored: StoredAdapter, dtype: str) -> tuple[StoredAdapter, 
     return replace(stored, modules=tuple(modules)), report
 
 
-def _rounded(tensor: StoredTensor, dtype: str) -> StoredTensor:
+def _rounded(tensor: RawTensor, dtype: str) -> RawTensor:
     data, scales = quantize(tensor.to_float32(), dtype)
-    return StoredTensor(dtype, tensor.shape, memoryview(data), memoryview(scales))
+    return RawTensor(dtype, tensor.shape, memoryview(data), memoryview(scales))
 
 
-def _plain(tensor: StoredTensor) -> StoredTensor:
+def _plain(tensor: RawTensor) -> RawTensor:
     if tensor.dtype not in QUANTIZED_BITS:
         return tensor
     values = tensor.to_float32().astype("<f4")
-    return StoredTensor("F32", tensor.shape, memoryview(values.tobytes()))
+    return RawTensor("F32", tensor.shape, memoryview(values.tobytes()))
 
 
-def _config(
-    stored: StoredAdapter, experts: Sequence[FusedExperts], modules: Sequence[StoredModule]
-) -> dict[str, object]:
+def _config(stored: RawAdapter, experts: Sequence[FusedExperts], modules: Sequence[RawModule]) -> dict[str, object]:
     """A PEFT configuration that selects exactly the modules present, with their ranks and alphas."""
     rslora = _alike(stored.modules, [module.use_rslora for module in stored.modules], "rsLoRA")
     uses_dora = _alike(stored.modules, [module.magnitude is not None for module in stored.modules], "DoRA")
@@ -134,7 +132,7 @@ def _config(
     )
 
 
-def _wrapped(module: StoredModule) -> str:
+def _wrapped(module: RawModule) -> str:
     """What PEFT wraps: the module, but a router's weight, for a router is no linear module of transformers'."""
     return f"{module.path}.weight" if module.path.endswith(_ROUTER_PATHS) else module.path
 
@@ -144,7 +142,7 @@ def _target_parameters(names: Sequence[str]) -> dict[str, object]:
     return {"target_parameters": list(names), "peft_version": "0.19.0"} if names else {}
 
 
-def _alike(modules: Sequence[StoredModule], has: Sequence[bool], what: str) -> bool:
+def _alike(modules: Sequence[RawModule], has: Sequence[bool], what: str) -> bool:
     """What PEFT can say of a whole adapter only."""
     if len(set(has)) > 1:
         odd = modules[has.index(not has[0])].path
@@ -155,7 +153,7 @@ def _alike(modules: Sequence[StoredModule], has: Sequence[bool], what: str) -> b
     return has[0]
 
 
-def _saved(stored: StoredAdapter) -> tuple[str, list[str]]:
+def _saved(stored: RawAdapter) -> tuple[str, list[str]]:
     """(`bias`, `modules_to_save`) that select exactly the parameters present.
 
     A module whose weight is replaced is saved whole. Biases alone are trained by `bias`: those of adapted
@@ -171,7 +169,7 @@ def _saved(stored: StoredAdapter) -> tuple[str, list[str]]:
     return bias, sorted(path for path, found in kinds.items() if "weight" in found and path not in adapted)
 
 
-def _targets(modules: Sequence[StoredModule]) -> dict[str, object]:
+def _targets(modules: Sequence[RawModule]) -> dict[str, object]:
     """Short names where every layer named has the same modules, else every path in full."""
     if not modules:
         return {"target_modules": []}

@@ -12,13 +12,15 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
-from app.engine.adapters.build import build_adapter
+from app.engine.adapters.adapter import LoraAdapter
+from app.engine.adapters.adapter_builder import build_adapter
+from app.engine.adapters.adapter_tokenizer import read_text
 from app.engine.adapters.formats.patterns import first_matching
 from app.engine.adapters.formats.peft_config import CONFIG_NAME, PeftConfig, parse_config
 from app.engine.adapters.formats.peft_experts import check_options, expert_modules, is_fused, selects_parameter
 from app.engine.adapters.formats.peft_file import WEIGHTS_NAME, PeftTensors, sort_tensors
 from app.engine.adapters.formats.safetensors_file import read_safetensors
-from app.engine.adapters.formats.targets import (
+from app.engine.adapters.formats.target_modules import (
     check_modules,
     check_parameters,
     check_target_parameters,
@@ -26,16 +28,14 @@ from app.engine.adapters.formats.targets import (
     whole_matrices,
 )
 from app.engine.adapters.limits import DEFAULT_LIMITS, ReadLimits, read_bounded
-from app.engine.adapters.lora import LoraAdapter
 from app.engine.adapters.modules import OUTER_MODULES, UNREAD_MODULE, Module, assumed_modules, layer_modules
-from app.engine.adapters.stored import StoredAdapter, StoredModule, StoredRows, StoredTensor
+from app.engine.adapters.raw_adapter import RawAdapter, RawModule, RawTensor, RawTokenRows
 from app.engine.adapters.strict_json import short
-from app.engine.adapters.text import read_text
 from app.engine.errors import AdapterFormatError, AdapterMismatch, AdapterTooLarge
-from app.engine.models.encoder_names import LAYERS as ENCODER_LAYERS
-from app.engine.models.expert_layouts import canonical_module, mixtral_module
-from app.engine.models.names import expected_tensors
+from app.engine.models.hf.encoder_weight_names import LAYERS as ENCODER_LAYERS
+from app.engine.models.moe_weight_layouts import canonical_module, mixtral_module
 from app.engine.models.spec import ModelSpec
+from app.engine.models.weight_names import expected_tensors
 
 _PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
 _LAYER = re.compile(r"model\.layers\.(\d{1,4})\.(\w+\.\w+)")
@@ -51,7 +51,7 @@ def read_peft(
     return build_adapter(read_peft_stored(folder, spec, limits), spec, limits, served)
 
 
-def read_peft_stored(folder: Path, spec: ModelSpec | None, limits: ReadLimits = DEFAULT_LIMITS) -> StoredAdapter:
+def read_peft_stored(folder: Path, spec: ModelSpec | None, limits: ReadLimits = DEFAULT_LIMITS) -> RawAdapter:
     """The adapter in `folder` as saved, checked against its own configuration and the base's modules.
 
     Without a base, the layers that the tensors name are taken for all there are.
@@ -75,10 +75,10 @@ def read_peft_stored(folder: Path, spec: ModelSpec | None, limits: ReadLimits = 
     modules = sorted([*_modules(config, found), *experts], key=lambda module: module.path)
     token_ids = token_row_paths(config, found, is_tied=spec is None or spec.tie_embeddings)
     whole = whole_matrices(config, found, None if spec is None else spec.tie_embeddings)
-    return StoredAdapter(
+    return RawAdapter(
         tuple(modules),
         parameters=tuple(sorted((found.parameters | found.wrapped | whole).items())),
-        token_rows=tuple(StoredRows(path, ids, found.token_rows[path]) for path, ids in sorted(token_ids.items())),
+        token_rows=tuple(RawTokenRows(path, ids, found.token_rows[path]) for path, ids in sorted(token_ids.items())),
         text=read_text(folder, limits).to_json(),
         invocation_tokens=config.invocation_tokens,
     )
@@ -145,7 +145,7 @@ def _candidates(table: dict[str, Module], found: PeftTensors) -> dict[str, Modul
     }
 
 
-def _modules(config: PeftConfig, found: PeftTensors) -> list[StoredModule]:
+def _modules(config: PeftConfig, found: PeftTensors) -> list[RawModule]:
     paths = sorted(found.modules)
     # Patterns are matched with what PEFT wraps: the module, or its weight.
     wrapped = {path: f"{path}.weight" if selects_parameter(config, f"{path}.weight") else path for path in paths}
@@ -163,12 +163,12 @@ def _modules(config: PeftConfig, found: PeftTensors) -> list[StoredModule]:
                 f"lora_B {list(b.shape)}; fix r or rank_pattern"
             )
         extra = parts.get("magnitude"), parts.get("bias")
-        modules.append(StoredModule(canonical_module(path), a, b, alpha, config.use_rslora, *extra))
+        modules.append(RawModule(canonical_module(path), a, b, alpha, config.use_rslora, *extra))
     return modules
 
 
 def _check_base(
-    modules: Mapping[str, Mapping[str, StoredTensor]], spec: ModelSpec, *, trained_on: str | None, is_every_layer: bool
+    modules: Mapping[str, Mapping[str, RawTensor]], spec: ModelSpec, *, trained_on: str | None, is_every_layer: bool
 ) -> None:
     """Raise AdapterMismatch, with both models' names, widths and layers, for an adapter of another base model.
 

@@ -1,6 +1,6 @@
 """LoRA on all experts of a layer at once, as PEFT saves it (`target_parameters`), taken apart into one LoRA per expert.
 
-In: a `PeftConfig` and the modules of a file. Out: `StoredModule`s such as "model.layers.0.mlp.experts.3.gate_up_proj",
+In: a `PeftConfig` and the modules of a file. Out: `RawModule`s such as "model.layers.0.mlp.experts.3.gate_up_proj",
 whose A serves gate and up. For E experts of rank r, lora_A is [E * r, in] with the expert as the slowest index and
 lora_B [out, E * r] with the expert as the *fastest* (PEFT's `ParamWrapper`). One container may hold two such pairs: the
 inner one, `experts.base_layer`, is of gate_up_proj and the outer one, `experts`, of down_proj; a single one is always
@@ -19,7 +19,7 @@ import numpy as np
 from app.engine.adapters.formats.patterns import first_matching, listed
 from app.engine.adapters.formats.peft_config import CONFIG_NAME, PeftConfig
 from app.engine.adapters.formats.peft_file import WEIGHTS_NAME
-from app.engine.adapters.stored import DTYPE_BYTES, StoredModule, StoredTensor
+from app.engine.adapters.raw_adapter import DTYPE_BYTES, RawModule, RawTensor
 from app.engine.adapters.strict_json import short
 from app.engine.errors import AdapterFormatError, AdapterMismatch
 from app.engine.models.spec import ModelSpec
@@ -37,8 +37,8 @@ class _Pair(NamedTuple):
     """One parameter's lora_A and lora_B. name: "model.layers.0.mlp.experts.down_proj"."""
 
     name: str
-    a: StoredTensor
-    b: StoredTensor
+    a: RawTensor
+    b: RawTensor
 
 
 def is_fused(path: str) -> bool:
@@ -52,8 +52,8 @@ def selects_parameter(config: PeftConfig, name: str) -> bool:
 
 
 def expert_modules(
-    config: PeftConfig, found: Mapping[str, Mapping[str, StoredTensor]], spec: ModelSpec | None
-) -> list[StoredModule]:
+    config: PeftConfig, found: Mapping[str, Mapping[str, RawTensor]], spec: ModelSpec | None
+) -> list[RawModule]:
     """Every expert's LoRA from the fused modules in `found` (path → part → tensor), which may hold others, too.
 
     `AdapterMismatch` or `AdapterFormatError` with all that is wrong. spec: None where the base is not known.
@@ -64,7 +64,7 @@ def expert_modules(
     names = [pair.name for pair in pairs]
     ranks = first_matching(list(config.rank_pattern), names, "rank_pattern")
     alphas = first_matching(list(config.alpha_pattern), names, "alpha_pattern")
-    modules: list[StoredModule] = []
+    modules: list[RawModule] = []
     for pair in pairs:
         rank = config.rank_pattern[ranks[pair.name]] if pair.name in ranks else config.rank
         alpha = config.alpha_pattern[alphas[pair.name]] if pair.name in alphas else config.alpha
@@ -76,7 +76,7 @@ def expert_modules(
 
 
 def _pairs(
-    config: PeftConfig, fused: Mapping[str, Mapping[str, StoredTensor]], spec: ModelSpec | None, problems: list[str]
+    config: PeftConfig, fused: Mapping[str, Mapping[str, RawTensor]], spec: ModelSpec | None, problems: list[str]
 ) -> Iterator[_Pair]:
     if spec is None:
         layers = sorted({int(match[2]) for match in map(_CONTAINER.fullmatch, fused) if match})
@@ -110,7 +110,7 @@ def _pairs(
 
 def _split(
     pair: _Pair, rank: int, alpha: float, config: PeftConfig, spec: ModelSpec | None, problems: list[str]
-) -> Iterator[StoredModule]:
+) -> Iterator[RawModule]:
     """One expert after the other, each of the standard layout: a [r, d_in], b [d_out, r]."""
     a, b = pair.a.shape, pair.b.shape
     if len(a) != 2 or len(b) != 2 or a[0] != b[1] or a[0] % rank:
@@ -151,10 +151,10 @@ def _split(
         return
     container, _, name = pair.name.rpartition(".")
     for expert, (own_a, own_b) in enumerate(_experts(pair, num_experts, is_new=is_new)):
-        yield StoredModule(f"{container}.{expert}.{name}", own_a, own_b, alpha, config.use_rslora)
+        yield RawModule(f"{container}.{expert}.{name}", own_a, own_b, alpha, config.use_rslora)
 
 
-def _experts(pair: _Pair, num_experts: int, *, is_new: bool) -> Iterator[tuple[StoredTensor, StoredTensor]]:
+def _experts(pair: _Pair, num_experts: int, *, is_new: bool) -> Iterator[tuple[RawTensor, RawTensor]]:
     by_rank = bits_of(pair.a).reshape(num_experts, -1, pair.a.shape[1])  # [E, r, in], or [E, r, out]
     by_place = bits_of(pair.b).reshape(pair.b.shape[0], -1, num_experts)  # [out, r, E], or [in, r, E]
     for expert in range(num_experts):
@@ -163,15 +163,15 @@ def _experts(pair: _Pair, num_experts: int, *, is_new: bool) -> Iterator[tuple[S
         yield tensor_of(pair.a.dtype, first), tensor_of(pair.b.dtype, second)
 
 
-def bits_of(tensor: StoredTensor) -> np.ndarray:
+def bits_of(tensor: RawTensor) -> np.ndarray:
     """The values as unsigned integers of their size: moved, never computed with."""
     return np.frombuffer(tensor.data, f"<u{DTYPE_BYTES[tensor.dtype]}").reshape(tensor.shape)
 
 
-def tensor_of(dtype: str, bits: np.ndarray) -> StoredTensor:
+def tensor_of(dtype: str, bits: np.ndarray) -> RawTensor:
     """What `bits_of` read."""
     whole = np.ascontiguousarray(bits)
-    return StoredTensor(dtype, tuple(whole.shape), whole.view(np.uint8).reshape(-1).data)
+    return RawTensor(dtype, tuple(whole.shape), whole.view(np.uint8).reshape(-1).data)
 
 
 def _is_new(version: str) -> bool | None:

@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from app.engine.adapters.stored import EMBEDDING_PATH, StoredTensor
+from app.engine.adapters.raw_adapter import EMBEDDING_PATH, RawTensor
 from app.engine.adapters.strict_json import short
 from app.engine.errors import AdapterFormatError
 
@@ -47,16 +47,16 @@ class PeftTensors:
     that modules_to_save trains; `twins` are second names of those.
     """
 
-    modules: dict[str, dict[str, StoredTensor]] = field(default_factory=dict)
-    parameters: dict[str, StoredTensor] = field(default_factory=dict)
-    wrapped: dict[str, StoredTensor] = field(default_factory=dict)
-    token_rows: dict[str, StoredTensor] = field(default_factory=dict)
-    row_bases: dict[str, StoredTensor] = field(default_factory=dict)
-    originals: dict[str, StoredTensor] = field(default_factory=dict)
+    modules: dict[str, dict[str, RawTensor]] = field(default_factory=dict)
+    parameters: dict[str, RawTensor] = field(default_factory=dict)
+    wrapped: dict[str, RawTensor] = field(default_factory=dict)
+    token_rows: dict[str, RawTensor] = field(default_factory=dict)
+    row_bases: dict[str, RawTensor] = field(default_factory=dict)
+    originals: dict[str, RawTensor] = field(default_factory=dict)
     twins: set[str] = field(default_factory=set)
 
 
-def sort_tensors(tensors: Mapping[str, StoredTensor]) -> PeftTensors:
+def sort_tensors(tensors: Mapping[str, RawTensor]) -> PeftTensors:
     """Every tensor in its place. `AdapterFormatError` for a name not understood or half a module."""
     found = PeftTensors()
     for full_name, tensor in tensors.items():
@@ -86,7 +86,7 @@ def sort_tensors(tensors: Mapping[str, StoredTensor]) -> PeftTensors:
     return found
 
 
-def _sort_whole(found: PeftTensors, name: str, full_name: str, tensor: StoredTensor) -> None:
+def _sort_whole(found: PeftTensors, name: str, full_name: str, tensor: RawTensor) -> None:
     """A tensor that is no part of a LoRA."""
     unused = _UNUSED.fullmatch(name)
     if unused is not None:

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from app.engine.adapters.build import build_adapter
+from app.engine.adapters.adapter import LoraAdapter
+from app.engine.adapters.adapter_builder import build_adapter
 from app.engine.adapters.formats.arrow import CARD_SUFFIX, read_card
 from app.engine.adapters.formats.peft import read_peft_stored
 from app.engine.adapters.formats.peft_config import CONFIG_NAME
 from app.engine.adapters.formats.peft_file import WEIGHTS_NAME
 from app.engine.adapters.limits import DEFAULT_LIMITS, ReadLimits
-from app.engine.adapters.lora import LoraAdapter
-from app.engine.adapters.stored import StoredAdapter
+from app.engine.adapters.raw_adapter import RawAdapter
 from app.engine.adapters.strict_json import short
 from app.engine.errors import AdapterFormatError
 from app.engine.models.spec import ModelSpec
@@ -28,7 +28,7 @@ def read_adapter(
     return build_adapter(read_stored(path, spec, limits), spec, limits, served)
 
 
-def read_stored(path: Path, spec: ModelSpec | None, limits: ReadLimits = DEFAULT_LIMITS) -> StoredAdapter:
+def read_stored(path: Path, spec: ModelSpec | None, limits: ReadLimits = DEFAULT_LIMITS) -> RawAdapter:
     """The adapter at `path` as saved; with a base, checked against its modules. Raises an `AdapterError`."""
     if path.is_dir():
         return read_peft_stored(path, spec, limits)

@@ -1,6 +1,6 @@
 """A bounded reader of safetensors files from strangers, and a writer.
 
-In: a path and limits. Out: name → `StoredTensor`, views of one read of the file. Nothing in the
+In: a path and limits. Out: name → `RawTensor`, views of one read of the file. Nothing in the
 header is believed: types, shapes and offsets are checked against each other and against the file's
 size before a tensor is formed, and the tensors must cover the data exactly, without gap or overlap.
 Format: https://github.com/huggingface/safetensors. What the names mean is the caller's business.
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from app.engine.adapters.limits import ReadLimits, read_bounded
-from app.engine.adapters.stored import DTYPE_BYTES, StoredTensor
+from app.engine.adapters.raw_adapter import DTYPE_BYTES, RawTensor
 from app.engine.adapters.strict_json import parse_object, short
 from app.engine.errors import AdapterFormatError, AdapterTooLarge
 
@@ -24,7 +24,7 @@ _MAX_DIMENSIONS = 4
 _MAX_NAME_CHARS = 512
 
 
-def read_safetensors(path: Path, limits: ReadLimits) -> dict[str, StoredTensor]:
+def read_safetensors(path: Path, limits: ReadLimits) -> dict[str, RawTensor]:
     """Every tensor of the file, sorted by name. `AdapterFormatError`, `AdapterTooLarge`."""
     contents = memoryview(read_bounded(path, limits.max_weight_bytes))
     what = f"'{path.name}'"
@@ -47,19 +47,19 @@ def read_safetensors(path: Path, limits: ReadLimits) -> dict[str, StoredTensor]:
         raise AdapterTooLarge(f"{what} holds {len(header)} tensors; at most {limits.max_tensors} are read")
 
     data = contents[8 + header_size :]
-    tensors: dict[str, StoredTensor] = {}
+    tensors: dict[str, RawTensor] = {}
     spans: list[tuple[int, int, str]] = []
     for name in sorted(header):
         if len(name) > _MAX_NAME_CHARS:
             raise AdapterFormatError(f"{what}: tensor name {short(name)} is longer than {_MAX_NAME_CHARS} characters")
         dtype, shape, start, end = _check_entry(header[name], f"{what}: tensor {short(name)}", len(data))
-        tensors[name] = StoredTensor(dtype, shape, data[start:end])
+        tensors[name] = RawTensor(dtype, shape, data[start:end])
         spans.append((start, end, name))
     _check_cover(spans, len(data), what)
     return tensors
 
 
-def write_safetensors(path: Path, tensors: Mapping[str, StoredTensor]) -> None:
+def write_safetensors(path: Path, tensors: Mapping[str, RawTensor]) -> None:
     """Write unquantised tensors as they are, sorted by name: equal tensors make equal files."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     position = 0

@@ -14,7 +14,7 @@ import httpx
 import pytest
 import pytest_asyncio
 
-from app.deployments.tenants.usage import UsageQuery
+from app.deployments.tenancy.usage.queries import UsageQuery
 from app.engine.adapters.card import AdapterRef
 from tests.deployments.http_service import Letters, Service
 from tests.deployments.ingress.http.middleware.test_auth import Org, org

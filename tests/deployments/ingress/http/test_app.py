@@ -14,7 +14,8 @@ import pytest
 from pydantic_core import to_json
 
 from app.config import LimitsConfig
-from app.deployments.ingress.requests import derived_seed
+from app.deployments.ingress.preprocess.sequence_builder import derived_seed
+from app.deployments.ingress.principal import handle_principal
 from app.deployments.ingress.schemas.openai import (
     ChatCompletionRequest,
     CompletionRequest,
@@ -22,11 +23,10 @@ from app.deployments.ingress.schemas.openai import (
     GenerateSampling,
 )
 from app.deployments.ingress.schemas.request_model import INERT, NEUTRAL
+from app.deployments.ingress.serializers.detokenizer import TextDelta
 from app.deployments.ingress.serializers.openai import ChatSerializer
-from app.deployments.ingress.tenants import handle_caller
-from app.deployments.ingress.text import TextDelta
 from tests.deployments.http_service import Service
-from tests.deployments.ingress.test_dispatcher import until
+from tests.deployments.ingress.dispatch.test_dispatcher import until
 
 CHAT = {"model": "base", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 6, "ignore_eos": True}
 EMPTY = {"role": "user", "content": ""}
@@ -277,11 +277,11 @@ async def test_what_is_long_altogether_is_tokenized_in_a_thread(
     monkeypatch.setattr(service.frontend.text_model, "encode", encode)
     monkeypatch.setattr(service.frontend.text_model, "encode_chat", encode)
     if isinstance(body, ChatCompletionRequest):
-        await service.frontend.chat(body, handle_caller())
+        await service.frontend.chat(body, handle_principal())
     elif isinstance(body, CompletionRequest):
-        await service.frontend.completion(body, handle_caller())
+        await service.frontend.completion(body, handle_principal())
     else:
-        await service.frontend.generate(body, handle_caller())
+        await service.frontend.generate(body, handle_principal())
     assert len(threads) == 1
     assert (threads == {threading.get_ident()}) is is_inline
 
@@ -374,7 +374,7 @@ async def test_without_a_replica_nothing_is_ready(http: httpx.AsyncClient, servi
 async def test_a_full_queue_is_429_also_for_a_stream(http: httpx.AsyncClient, service: Service) -> None:
     replica = service.fleet.add()
     service.fleet.drop("replica-0")
-    replica.engine._max_waiting = 0
+    replica.engine._max_queued_requests = 0
     for stream in (False, True):
         answer = await http.post("/v1/completions", json=LEGACY | {"stream": stream})
         assert answer.status_code == 429
@@ -421,10 +421,10 @@ async def test_equal_prompts_without_a_seed_have_different_answers(service: Serv
     frontend = service.frontend
     for seed, number in ((None, 4), (7, 2)):
         body = CompletionRequest(model="base", prompt=["hi", "hi"], n=2, seed=seed)
-        seeds = [request.sampling.seed for request in (await frontend.completion(body, handle_caller())).requests]
+        seeds = [request.sampling.seed for request in (await frontend.completion(body, handle_principal())).requests]
         assert len(set(seeds)) == number
         params = GenerateSampling(max_new_tokens=1, n=2, seed=seed)
-        job = await frontend.generate(GenerateBody(text=["hi", "hi"], sampling_params=params), handle_caller())
+        job = await frontend.generate(GenerateBody(text=["hi", "hi"], sampling_params=params), handle_principal())
         assert len({request.sampling.seed for request in job.requests}) == number
     assert seeds == [7, derived_seed(7, 1)] * 2, "with one, each prompt's are what they are when it comes alone"
 
@@ -440,10 +440,10 @@ async def test_a_request_arrives_before_it_is_tokenized(service: Service, monkey
     monkeypatch.setattr(service.frontend.text_model, "encode", encode)
     monkeypatch.setattr(service.frontend.text_model, "encode_chat", encode)
     for job in (
-        await service.frontend.completion(CompletionRequest(model="base", prompt="hi"), handle_caller()),
-        await service.frontend.chat(ChatCompletionRequest.model_validate(CHAT), handle_caller()),
+        await service.frontend.completion(CompletionRequest(model="base", prompt="hi"), handle_principal()),
+        await service.frontend.chat(ChatCompletionRequest.model_validate(CHAT), handle_principal()),
         await service.frontend.generate(
-            GenerateBody(text="hi", sampling_params=GenerateSampling(max_new_tokens=1)), handle_caller()
+            GenerateBody(text="hi", sampling_params=GenerateSampling(max_new_tokens=1)), handle_principal()
         ),
     ):
         assert job.requests[0].arrival_s <= tokenized_s.pop(0)

@@ -16,7 +16,7 @@ import pytest_asyncio
 
 from app.deployments.ingress.http.app import make_app
 from app.deployments.ingress.http.middleware.origin_check import HttpPolicy
-from app.deployments.tenants.key_material import key_digest, new_key
+from app.deployments.tenancy.auth.key_crypto import key_digest, new_key
 from tests.deployments.http_service import Service
 
 SNAPSHOT = Path(__file__).with_name("error_answers.json")

@@ -11,14 +11,14 @@ from typing import Any
 
 import pytest
 
+from app.deployments.ingress.dispatch.generation_task import GenerationTask
 from app.deployments.ingress.http.app import make_app
 from app.deployments.ingress.http.middleware.origin_check import HttpPolicy
-from app.deployments.ingress.job import Job
+from app.deployments.ingress.principal import Principal
 from app.deployments.ingress.schemas.openai import CompletionRequest
-from app.deployments.ingress.tenants import Caller
 from app.engine.errors import AdapterWriteFailed
 from tests.deployments.http_service import Service
-from tests.deployments.ingress.test_dispatcher import until
+from tests.deployments.ingress.dispatch.test_dispatcher import until
 
 BODY = {"model": "sql", "prompt": "hi", "max_tokens": 100, "ignore_eos": True}
 
@@ -96,10 +96,10 @@ async def test_a_client_that_leaves_a_stream_is_counted_and_frees_its_blocks(
 async def test_a_whole_answer_that_nobody_waited_for_is_counted_with_its_cost(
     service: Service, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    jobs: list[Job] = []
+    jobs: list[GenerationTask] = []
     completion = service.frontend.completion
 
-    async def seen(body: CompletionRequest, caller: Caller, request_id: str | None) -> Job:
+    async def seen(body: CompletionRequest, caller: Principal, request_id: str | None) -> GenerationTask:
         jobs.append(await completion(body, caller, request_id))
         return jobs[-1]
 

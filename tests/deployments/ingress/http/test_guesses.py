@@ -20,7 +20,7 @@ from tests.budgets import examples
 from tests.deployments.fleet import Fleet
 from tests.deployments.http_service import WRITING_SPEC, Service, writing_text
 from tests.deployments.managed import ManagedStore
-from tests.engine.structured.tokens import tiny_vocabulary
+from tests.engine.structured_output.tokens import tiny_vocabulary
 from tests.seeds import any_seed
 
 NUM_GUESSES = 7

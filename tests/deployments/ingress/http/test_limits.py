@@ -12,16 +12,16 @@ import pytest_asyncio
 from openai import AsyncOpenAI
 
 from app.deployments.ingress import handle_api
+from app.deployments.ingress.accounting import duration
 from app.deployments.ingress.http.app import make_app
 from app.deployments.ingress.http.middleware.origin_check import HttpPolicy
-from app.deployments.ingress.tenancy import duration
-from app.deployments.tenants.limiter import Refused
-from app.deployments.tenants.limits import NANOS_PER_CENT, Meter
-from app.deployments.tenants.metering import Charge
+from app.deployments.tenancy.quota.limits import NANOS_PER_CENT, LimitKey
+from app.deployments.tenancy.quota.rate_limiter import RejectedRequest
+from app.deployments.tenancy.usage.flusher import UsageRecord
 from tests.deployments.http_service import Service
+from tests.deployments.ingress.dispatch.test_dispatcher import until
 from tests.deployments.ingress.http.middleware.test_auth import CHAT, Org, org
 from tests.deployments.ingress.http.routes.test_admin import client_with
-from tests.deployments.ingress.test_dispatcher import until
 
 __all__ = ["org"]
 
@@ -52,15 +52,15 @@ async def describe(org: Org) -> None:
     assert answer.status_code == 200, answer.text
 
 
-async def used(service: Service) -> Charge:
+async def used(service: Service) -> UsageRecord:
     assert await service.tenancy.metering.flush()
     return await asyncio.to_thread(service.managed.books.ledger.total)
 
 
-async def engines(service: Service) -> Charge:
+async def engines(service: Service) -> UsageRecord:
     """What they have computed, written and held."""
     stats = service.fleet.replicas["replica-0"].thread.stats()
-    return Charge(
+    return UsageRecord(
         0,
         stats.num_prompt_tokens,
         stats.num_cached_tokens,
@@ -133,7 +133,7 @@ async def test_counting_tokens_takes_one_request_and_nothing_else(org: Org, path
     assert 28 <= int(third.headers["Retry-After"]) <= 30
     assert "retry-after-ms" in third.headers
     assert (await org.ask("bob", "POST", path, json=COUNTING[path])).status_code == 200
-    assert await used(org.service) == await engines(org.service) == Charge(), "no engine is asked"
+    assert await used(org.service) == await engines(org.service) == UsageRecord(), "no engine is asked"
 
 
 @pytest.mark.parametrize("path", sorted(COUNTING))
@@ -197,7 +197,7 @@ async def test_a_chosen_adapter_s_request_is_one_and_pays_for_the_choice(org: Or
     after = await used(org.service)
     assert after.num_requests - before.num_requests == 2
     assert after.prompt_tokens - before.prompt_tokens == 2 * 2 * len(AUTO["prompt"])
-    spent = org.service.tenancy.limiter._pools[Meter(org.ids["ada"], "spend")].used
+    spent = org.service.tenancy.limiter._pools[LimitKey(org.ids["ada"], "spend")].used
     assert spent == after.cost_nanos - before.cost_nanos > 0
 
 
@@ -227,7 +227,7 @@ async def test_a_choice_of_a_tenant_whose_limits_are_not_enforced_goes_on(org: O
     for _ in range(3):
         assert (await org.ask("ada", "POST", "/v1/completions", json=AUTO)).status_code == 200
     refused = org.service.tenancy.limiter.refused
-    assert refused == {Refused("tokens", is_enforced=False): 3}, "each once, and what was held came back"
+    assert refused == {RejectedRequest("tokens", is_enforced=False): 3}, "each once, and what was held came back"
 
 
 async def test_python_callers_are_in_the_ledger_too(service: Service) -> None:
@@ -290,8 +290,8 @@ async def test_a_client_that_leaves_before_the_first_token_pays_for_its_prompt(o
     await asyncio.gather(asking, return_exceptions=True)
     await until(lambda: not org.service.num_streams)
     pools = org.service.tenancy.limiter._pools
-    assert pools[Meter(tenant_id, "spend")].used == 90 * 1000
-    assert pools[Meter(tenant_id, "concurrent")].reserved == 0
+    assert pools[LimitKey(tenant_id, "spend")].used == 90 * 1000
+    assert pools[LimitKey(tenant_id, "concurrent")].reserved == 0
     assert (await org.ask("ada", "POST", "/v1/completions", json=asked)).status_code == 429
     backend.max_steps = None
     backend.resumed.set()
@@ -306,13 +306,13 @@ async def test_a_client_that_leaves_while_its_answer_is_stored_holds_nothing(org
         keeping.set()
         await asyncio.Event().wait()
 
-    org.service.kept.keep_response = keep  # type: ignore[method-assign]
+    org.service.storage.keep_response = keep  # type: ignore[method-assign]
     body = GENERATING["/v1/responses"] | {"store": True, "stream": stream}
     asking = asyncio.create_task(org.ask("ada", "POST", "/v1/responses", json=body))
     await keeping.wait()
     asking.cancel()
     await asyncio.gather(asking, return_exceptions=True)
-    assert org.service.tenancy.limiter._pools[Meter(org.ids["ada"], "concurrent")].reserved == 0
+    assert org.service.tenancy.limiter._pools[LimitKey(org.ids["ada"], "concurrent")].reserved == 0
     assert (await org.ask("ada", "POST", "/v1/chat/completions", json=CHAT)).status_code == 200
 
 

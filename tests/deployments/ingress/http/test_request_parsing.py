@@ -56,12 +56,12 @@ async def test_the_name_of_a_list_or_an_object_is_what_stands_before_its_bracket
 
 async def test_both_spellings_of_a_list_choose_the_same(transport: httpx.AsyncClient) -> None:
     admin = client_with(transport).admin.organization
-    kept, other = [await admin.projects.create(name=name) for name in ("kept", "other")]
+    storage, other = [await admin.projects.create(name=name) for name in ("kept", "other")]
     headers = {"Authorization": f"Bearer {ADMIN_KEY}"}
     for spelling in ("project_ids[]", "project_ids"):
         url = "http://test/v1/organization/audit_logs"
-        told = (await transport.get(url, params={spelling: kept.id}, headers=headers)).text
-        assert kept.id in told
+        told = (await transport.get(url, params={spelling: storage.id}, headers=headers)).text
+        assert storage.id in told
         assert other.id not in told
 
 

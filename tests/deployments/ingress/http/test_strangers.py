@@ -11,15 +11,15 @@ from typing import Any
 import httpx
 import pytest
 
-from app.deployments.ingress.compositions import ComposeBody
 from app.deployments.ingress.http.app import make_app
 from app.deployments.ingress.http.batch_executor import BatchExecutor
 from app.deployments.ingress.http.middleware.origin_check import HttpPolicy
 from app.deployments.ingress.http.openapi import api_routes
+from app.deployments.ingress.preprocess.adapter_combination import ComposeBody
+from app.deployments.ingress.principal import handle_principal
 from app.deployments.ingress.schemas.request_model import parse_body
-from app.deployments.ingress.tenants import handle_caller
-from app.deployments.kept.entries import NewBatch
-from app.deployments.registry.journal import NewEvent, record_events
+from app.deployments.object_storage.models import NewBatch
+from app.deployments.registry.event_log import NewEvent, record_events
 from app.engine.errors import PolyloraError
 from app.redaction import holds_key
 from tests.deployments.ingress.http.middleware.test_auth import CHAT, Org, org
@@ -270,7 +270,7 @@ async def test_a_combination_is_denied_by_its_own_name_and_by_those_of_its_parts
     service, store = org.service, org.service.managed.store
     await service.managed.client.load_and_wait(wanted("two", "two"))
     compose = {"adapters": [{"name": "sql"}, {"name": "two"}]}
-    made = service.frontend.finder.combined(parse_body(ComposeBody, compose).adapters, handle_caller())
+    made = service.frontend.finder.combined(parse_body(ComposeBody, compose).adapters, handle_principal())
     store.contents[made.source] = made.digest
     answer = await org.ask("admin", "POST", "/v1/loras", json={"name": "mix", "compose": compose, "wait": True})
     assert answer.status_code == 201, answer.text
@@ -289,14 +289,14 @@ async def test_a_combination_is_denied_by_its_own_name_and_by_those_of_its_parts
 async def test_what_actors_raise_holds_no_key(org: Org) -> None:
     """Ray keeps it, and its dashboard shows it."""
     service, key, its = org.service, org.keys["ada"], {"tenant_id": org.ids["ada"]}
-    kept, store, mine = service.kept, service.management.store, its | {"who": "test"}
+    storage, store, mine = service.storage, service.management.store, its | {"who": "test"}
     await store.put_alias("prod", {"base": 1.0}, **mine)
     asked: list[Callable[[], Awaitable[object]]] = [
-        lambda: kept.file(key, **its),
-        lambda: kept.batch(key, **its),
-        lambda: kept.response(key, **its),
-        lambda: kept.file_page(limit=1, after=key, purpose=None, newest=True, **its),
-        lambda: kept.create_batch(NewBatch(its["tenant_id"], "", "/v1/completions", key, 1.0, 1.0, 1, "{}")),
+        lambda: storage.file(key, **its),
+        lambda: storage.batch(key, **its),
+        lambda: storage.response(key, **its),
+        lambda: storage.file_page(limit=1, after=key, purpose=None, newest=True, **its),
+        lambda: storage.create_batch(NewBatch(its["tenant_id"], "", "/v1/completions", key, 1.0, 1.0, 1, "{}")),
         lambda: store.put_alias("prod", {key: 1.0}, **mine),
         lambda: store.put_alias(key, {"base": 1.0}, **mine),
         lambda: store.promote_alias("prod", key, **mine),

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from app.deployments.ingress.job import Answer
+from app.deployments.ingress.dispatch.generation_task import SequenceOutput
+from app.deployments.ingress.serializers.detokenizer import TextDelta
 from app.deployments.ingress.serializers.openai import ChatSerializer, TokenOffsets
-from app.deployments.ingress.text import TextDelta
 from app.engine.request import TokenLogprobs
 
 #: Token ids 0 to 6: a word, three bytes of one character, another first byte, punctuation, one that no text shows.
@@ -43,7 +43,7 @@ def logprobs_of(choice: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_parts_of_characters_are_told_apart() -> None:
-    answer = Answer("See 漢!", [0, 1, 2, 3, 5], list(LOGPROBS), "length")
+    answer = SequenceOutput("See 漢!", [0, 1, 2, 3, 5], list(LOGPROBS), "length")
     logprobs = logprobs_of(answer_format().body([answer], 1))
     assert logprobs["tokens"] == ["See ", r"bytes:\xe6", r"bytes:\xbc", r"bytes:\xa2", "!"]
     assert logprobs["top_logprobs"][1] == {r"bytes:\xe6": -1.5, r"bytes:\xbc": -2.5, r"bytes:\xe5": -4.5}
@@ -51,14 +51,16 @@ def test_parts_of_characters_are_told_apart() -> None:
 
 
 def test_offsets_are_those_of_characters() -> None:
-    answer = Answer("See 漢!", [0, 1, 2, 3, 5], list(LOGPROBS), "length")
+    answer = SequenceOutput("See 漢!", [0, 1, 2, 3, 5], list(LOGPROBS), "length")
     found = logprobs_of(answer_format().body([answer], 1))["text_offset"]
     assert found == [0, 4, 4, 4, 5]
     assert answer.text[found[-1] :] == "!"
 
 
 def test_a_token_that_the_text_does_not_show_takes_no_place_in_it() -> None:
-    answer = Answer("See 漢!", [0, 1, 6, 2, 3, 6, 5], [drawn(token_id) for token_id in (0, 1, 6, 2, 3, 6, 5)], "length")
+    answer = SequenceOutput(
+        "See 漢!", [0, 1, 6, 2, 3, 6, 5], [drawn(token_id) for token_id in (0, 1, 6, 2, 3, 6, 5)], "length"
+    )
     logprobs = logprobs_of(answer_format().body([answer], 1))
     assert logprobs["text_offset"] == [0, 4, 4, 4, 4, 5, 5]
     assert logprobs["tokens"][2] == "<|im_end|>"
@@ -86,21 +88,21 @@ def test_the_likeliest_of_tokens_with_one_text_is_told_and_the_drawn_one_always(
         text_bytes=lambda token_id: b"ab"[token_id % 2 : token_id % 2 + 1],
         want_logprobs=True,
     )
-    answer = Answer("b", [3], [TokenLogprobs(3, -4.0, ((0, -1.0), (1, -2.0), (2, -3.0)))], "stop")
+    answer = SequenceOutput("b", [3], [TokenLogprobs(3, -4.0, ((0, -1.0), (1, -2.0), (2, -3.0)))], "stop")
     assert logprobs_of(form.body([answer], 1))["top_logprobs"] == [{"a": -1.0, "b": -4.0}]
 
 
 @pytest.mark.parametrize("logprob", [float("nan"), float("-inf")])
 @pytest.mark.parametrize("is_chat", [True, False])
 def test_what_json_has_no_number_for_is_a_number(logprob: float, is_chat: bool) -> None:
-    answer = Answer("See ", [0], [TokenLogprobs(0, logprob, ((0, logprob), (5, -1.0)))], "length")
+    answer = SequenceOutput("See ", [0], [TokenLogprobs(0, logprob, ((0, logprob), (5, -1.0)))], "length")
     logprobs = logprobs_of(answer_format(is_chat=is_chat).body([answer], 1))
     json.dumps(logprobs, allow_nan=False)
     assert (logprobs["content"][0]["logprob"] if is_chat else logprobs["token_logprobs"][0]) == -9999.0
 
 
 def test_chat_names_every_byte() -> None:
-    answer = Answer("See 漢!", [0, 1, 2, 3, 5], list(LOGPROBS), "length")
+    answer = SequenceOutput("See 漢!", [0, 1, 2, 3, 5], list(LOGPROBS), "length")
     content = logprobs_of(answer_format(is_chat=True).body([answer], 1))["content"]
     assert bytes(byte for entry in content for byte in entry["bytes"]).decode() == "See 漢!"
     assert [entry["bytes"] for entry in content[1]["top_logprobs"]] == [[0xE6], [0xBC], [0xE5]]

@@ -9,26 +9,26 @@ import pytest
 import pytest_asyncio
 
 from app.deployments.registry.catalog import Catalog
-from app.deployments.registry.database import Database, sqlite_url
-from app.deployments.registry.entries import DEFAULT_TENANT, CatalogEntry, LoadRequest, check_name
-from app.deployments.store.counts import TierCounts
+from app.deployments.registry.db.database import Database, sqlite_url
+from app.deployments.registry.models import DEFAULT_TENANT, CatalogEntry, LoadRequest, check_name
+from app.deployments.store.adapter_reader import AdapterReader
 from app.deployments.store.disk_tier import DiskTier
-from app.deployments.store.library import AdapterLibrary
-from app.deployments.store.sources.places import Fetcher, Sources
-from app.deployments.store.store import AdapterStore
+from app.deployments.store.host_cache import HostAdapterCache
+from app.deployments.store.sources.source_resolution import Fetcher, Sources
+from app.deployments.store.tier_counters import TierCounters
 from app.engine.adapters.card import AdapterCard
 from app.engine.adapters.formats.peft import read_peft
-from app.engine.adapters.isolation.packing import PackedAdapter
-from app.engine.adapters.isolation.validator import Validator
+from app.engine.adapters.sandbox.packing import PackedAdapter
+from app.engine.adapters.sandbox.validator import Validator
 from tests.deployments.store.sources.servers import FileServer, HubServer
 from tests.deployments.store.told import Told
 from tests.engine.adapters.making import peft_config, peft_tensors, random_arrays, tiny_spec, write_peft
 
 SPEC = tiny_spec()
-OpenLibrary = Callable[..., AdapterLibrary]
+OpenLibrary = Callable[..., AdapterReader]
 
 
-class Store(AdapterStore[PackedAdapter]):
+class Store(HostAdapterCache[PackedAdapter]):
     """With names, as the registry's lifecycle gives them."""
 
     catalog: Catalog
@@ -69,11 +69,11 @@ def validator() -> Iterator[Validator]:
 def open_library(tmp_path: Path, validator: Validator) -> Iterator[OpenLibrary]:
     tiers: list[DiskTier] = []
 
-    def open_one(*fetchers: Fetcher, max_bytes: int = 1 << 20, signatures: bool = False) -> AdapterLibrary:
-        counts = TierCounts()
+    def open_one(*fetchers: Fetcher, max_bytes: int = 1 << 20, signatures: bool = False) -> AdapterReader:
+        counts = TierCounters()
         tiers.append(DiskTier(tmp_path / "disk", max_bytes, "lru", counts, Told()))
         sources = Sources([tmp_path], fetchers)
-        return AdapterLibrary(sources, tiers[-1], validator, SPEC, counts, Told(), signatures=signatures)
+        return AdapterReader(sources, tiers[-1], validator, SPEC, counts, Told(), signatures=signatures)
 
     yield open_one
     for tier in tiers:
@@ -81,13 +81,13 @@ def open_library(tmp_path: Path, validator: Validator) -> Iterator[OpenLibrary]:
 
 
 @pytest.fixture
-def library(open_library: OpenLibrary) -> AdapterLibrary:
+def library(open_library: OpenLibrary) -> AdapterReader:
     """Local folders only; a test may have its own."""
     return open_library()
 
 
 @pytest_asyncio.fixture
-async def store(tmp_path: Path, library: AdapterLibrary) -> AsyncIterator[Store]:
+async def store(tmp_path: Path, library: AdapterReader) -> AsyncIterator[Store]:
     store = Store(library, lambda packed: packed, Told(), max_bytes=1 << 20, counts=library.counts)
     store.catalog = Catalog(Database(sqlite_url(tmp_path / "c.sqlite"), "base"))
     yield store

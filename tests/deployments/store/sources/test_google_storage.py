@@ -12,11 +12,11 @@ import pytest
 from cryptography.hazmat.primitives.asymmetric import rsa
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 
-from app.deployments.store.sources.places import Sources
-from app.deployments.store.sources.time_limit import TimedFetcher
+from app.deployments.store.sources.fetch_timeout import FetchTimeout
+from app.deployments.store.sources.source_resolution import Sources
 from app.deployments.store.sources.urls import UrlFetcher
+from app.engine.adapters.adapter_tokenizer import TEXT_FILES
 from app.engine.adapters.card import AdapterCard
-from app.engine.adapters.text import TEXT_FILES
 from app.engine.errors import AdapterTooLarge, NotFound, SourceError, UnsafeSource
 from tests.deployments.store.sources.conftest import OpenLibrary
 from tests.deployments.store.sources.servers import GoogleStorage
@@ -105,7 +105,7 @@ def test_credentials_that_never_come_delay_their_own_source_only(
     open_library: OpenLibrary, storage: GoogleStorage, files: dict[str, bytes], card: AdapterCard
 ) -> None:
     storage.gates["/token"] = threading.Event()
-    short = TimedFetcher(bucket(storage), 0.3)
+    short = FetchTimeout(bucket(storage), 0.3)
     with pytest.raises(SourceError, match=r"gs://adapters/team/a was not there within adapters.source_timeout_s 0.3"):
         open_library(short).from_source("gs://adapters/team/a")
     storage.answer = storage._file
@@ -144,9 +144,9 @@ class Stuck:
 
 
 def test_a_source_that_hangs_is_left_alone_and_taken_up_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("app.deployments.store.sources.time_limit.MAX_HANGING", 2)
+    monkeypatch.setattr("app.deployments.store.sources.fetch_timeout.MAX_HANGING", 2)
     stuck = Stuck()
-    sources = Sources([tmp_path], [TimedFetcher(stuck, 0.05)])
+    sources = Sources([tmp_path], [FetchTimeout(stuck, 0.05)])
     fetch = lambda uri: sources.locate(uri).fetch(tmp_path)  # type: ignore[union-attr]  # noqa: E731
     for _ in range(2):
         with pytest.raises(SourceError, match=r"within adapters.source_timeout_s 0.05"):
@@ -161,7 +161,7 @@ def test_a_source_that_hangs_is_left_alone_and_taken_up_again(tmp_path: Path, mo
     with pytest.raises(SourceError, match="within"):
         fetch("models://b/x")
     stuck.gate.set()
-    patient = Sources([tmp_path], [TimedFetcher(stuck, 600.0)])
+    patient = Sources([tmp_path], [FetchTimeout(stuck, 600.0)])
     place = patient.locate("models://a/z")
     assert place.fetch(tmp_path) == "models://a/z"  # type: ignore[union-attr]
     for thread in threading.enumerate():

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from app.deployments.store.counts import TierCounts
 from app.deployments.store.disk_tier import DiskTier
-from app.deployments.store.sources.time_limit import TimedFetcher
+from app.deployments.store.sources.fetch_timeout import FetchTimeout
 from app.deployments.store.sources.urls import UrlFetcher
+from app.deployments.store.tier_counters import TierCounters
 from app.engine.adapters.card import AdapterCard
 from app.engine.errors import PolyloraError, SourceError, UnsafeSource
 from tests.deployments.store.sources.conftest import OpenLibrary
@@ -101,8 +101,8 @@ class Late:
 @pytest.mark.parametrize("why", ["time", "nobody wants it"])
 def test_what_is_fetched_too_late_is_removed(tmp_path: Path, why: str) -> None:
     late = Late()
-    tier = DiskTier(tmp_path, 10_000, "lru", TierCounts(), Told())
-    fetcher = TimedFetcher(late, 0.02 if why == "time" else 60.0)
+    tier = DiskTier(tmp_path, 10_000, "lru", TierCounters(), Told())
+    fetcher = FetchTimeout(late, 0.02 if why == "time" else 60.0)
 
     def fetch() -> None:
         with tier.staging() as folder:
@@ -125,7 +125,7 @@ def test_what_is_fetched_too_late_is_removed(tmp_path: Path, why: str) -> None:
 
 
 def test_downloads_wait_until_their_bytes_fit_beside_the_others(tmp_path: Path) -> None:
-    tier = DiskTier(tmp_path, 100, "lru", TierCounts(), Told())
+    tier = DiskTier(tmp_path, 100, "lru", TierCounters(), Told())
     with ThreadPoolExecutor(1) as thread:
         with tier.staging() as one, tier.staging() as two:
             tier.reserve(one, 500)  # larger than all may be: it comes alone

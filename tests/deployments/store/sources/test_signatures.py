@@ -11,7 +11,7 @@ from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption,
 
 from app.cli import main as cli
 from app.config import load_config
-from app.deployments.store.library import AdapterLibrary
+from app.deployments.store.adapter_reader import AdapterReader
 from app.deployments.store.sources.hub import HubFetcher
 from app.deployments.store.sources.urls import UrlFetcher
 from app.engine.adapters.card import AdapterCard
@@ -31,7 +31,7 @@ def key() -> Ed25519PrivateKey:
 
 
 @pytest.fixture
-def library(open_library: OpenLibrary) -> AdapterLibrary:
+def library(open_library: OpenLibrary) -> AdapterReader:
     return open_library(signatures=True)
 
 

@@ -10,15 +10,15 @@ from types import SimpleNamespace
 
 import pytest
 
-from app.deployments.store.library import AdapterLibrary
+from app.deployments.store.adapter_reader import AdapterReader
 from app.deployments.store.sources.urls import UrlFetcher
+from app.engine.adapters.adapter import LoraAdapter
+from app.engine.adapters.adapter_tokenizer import TEXT_FILES
 from app.engine.adapters.card import AdapterCard, AdapterRef
-from app.engine.adapters.isolation.packing import unpack_adapter
-from app.engine.adapters.lora import LoraAdapter
-from app.engine.adapters.text import TEXT_FILES
+from app.engine.adapters.sandbox.packing import unpack_adapter
 from app.engine.errors import AdapterQuarantined, NotFound, SourceError
 from tests.deployments.fleet import Fleet
-from tests.deployments.ingress.test_dispatcher import collect, make_request
+from tests.deployments.ingress.dispatch.test_dispatcher import collect, make_request
 from tests.deployments.store.sources.conftest import OpenLibrary, Store
 from tests.deployments.store.sources.servers import FileServer
 
@@ -26,7 +26,7 @@ WEIGHTS = "adapter_model.safetensors"
 
 
 @pytest.fixture
-def library(open_library: OpenLibrary, server: FileServer) -> AdapterLibrary:
+def library(open_library: OpenLibrary, server: FileServer) -> AdapterReader:
     return open_library(UrlFetcher([f"{server.url}/"], options={}, max_bytes=1 << 20, timeout_s=600))
 
 

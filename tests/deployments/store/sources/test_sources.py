@@ -11,15 +11,15 @@ from pathlib import Path
 import pytest
 
 from app.config import AdaptersConfig, load_config
+from app.deployments.store.sources.factory import open_sources
 from app.deployments.store.sources.hub import HubFetcher
-from app.deployments.store.sources.opening import open_sources
-from app.deployments.store.sources.places import RemotePlace, Sources
 from app.deployments.store.sources.plugin import PluginFetcher
+from app.deployments.store.sources.source_resolution import RemotePlace, Sources
 from app.deployments.store.sources.urls import UrlFetcher
+from app.engine.adapters.adapter_tokenizer import TEXT_FILES
 from app.engine.adapters.card import AdapterCard
 from app.engine.adapters.formats.arrow import CARD_SUFFIX, ArrowCard, write_card
 from app.engine.adapters.formats.peft import read_peft_stored
-from app.engine.adapters.text import TEXT_FILES
 from app.engine.errors import (
     AdapterError,
     AdapterFormatError,
@@ -83,9 +83,9 @@ def test_a_configuration_opens_only_what_it_names(tmp_path: Path, monkeypatch: p
         assert place.fetch(tmp_path) == uri
     assert asked == ["hf://o/n@main", "models://anything/else"]
     for bad in ("a_plugin:put", "no_such_module:get", "get", ""):
-        with pytest.raises(ConfigError, match="downloader"):
+        with pytest.raises(ConfigError, match="custom_fetcher"):
             PluginFetcher(bad, "base")
-    assert AdaptersConfig().downloader is None
+    assert AdaptersConfig().custom_fetcher is None
 
 
 def test_a_downloader_may_be_a_class(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,9 +134,9 @@ def test_a_web_server(
     uri, packed, _ = library.from_source(url)
     assert (uri, packed.card) == (url, card)
     assert set(server.gets) == {f"/adapters/a/{name}" for name in {*files, *TEXT_FILES}}, "nothing else was asked for"
-    kept = library.from_disk(card.digest, url)
-    assert kept is not None
-    assert kept.card == card
+    storage = library.from_disk(card.digest, url)
+    assert storage is not None
+    assert storage.card == card
     again = open_library(urls(f"{server.url}/adapters/")).from_disk(card.digest, url)
     assert again is not None, "the disk tier outlives the process"
     assert sum(server.gets.values()) == len({*files, *TEXT_FILES})
@@ -150,8 +150,8 @@ def test_a_card_by_url(tmp_path: Path, open_library: OpenLibrary, server: FileSe
     url = serve(server, "/a", {path.name: path.read_bytes()}) + f"/{path.name}"
     library = open_library(urls(f"{server.url}/"))
     assert library.from_source(url).packed.card.digest == card.digest
-    kept = library.from_disk(card.digest, url)
-    assert kept is not None
+    storage = library.from_disk(card.digest, url)
+    assert storage is not None
 
 
 def test_what_is_damaged_on_disk_is_fetched_again(
@@ -261,9 +261,9 @@ def test_a_plugin(
     library = open_library(Plugin(monkeypatch, download).fetcher)
     uri, packed, _ = library.from_source("models://a/b")
     assert (uri, packed.card) == ("models://exact", card)
-    kept = library.from_disk(card.digest, "models://exact")
-    assert kept is not None
-    assert kept.card == card
+    storage = library.from_disk(card.digest, "models://exact")
+    assert storage is not None
+    assert storage.card == card
 
 
 @pytest.mark.parametrize("attack", ["symlink", "hard link", "folder", "pipe", "missing", "raises", "exits", "pickle"])

@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from app.engine.adapters.build import build_adapter
+from app.engine.adapters.adapter_builder import build_adapter
 from app.engine.adapters.formats import arrow
 from app.engine.adapters.formats.arrow import (
     CARD_SUFFIX,
@@ -28,16 +28,16 @@ from app.engine.adapters.formats.arrow import (
     read_card_adapter,
     write_card,
 )
-from app.engine.adapters.formats.card_rows import CardRow, stored_of
+from app.engine.adapters.formats.arrow_rows import CardRow, stored_of
 from app.engine.adapters.formats.convert import quantize_adapter, write_peft_folder
 from app.engine.adapters.formats.peft import read_peft, read_peft_stored
 from app.engine.adapters.formats.reading import read_adapter
 from app.engine.adapters.limits import ReadLimits
 from app.engine.adapters.quantize import delta_error, dequantize, quantize
-from app.engine.adapters.stored import StoredAdapter, StoredModule, StoredRows, StoredTensor, content_digest
+from app.engine.adapters.raw_adapter import RawAdapter, RawModule, RawTensor, RawTokenRows, content_digest
 from app.engine.errors import AdapterError, AdapterFormatError, AdapterTooLarge
-from app.engine.models.names import expected_tensors
-from app.engine.models.products import DENSE_TARGETS, target_shape
+from app.engine.models.linear_modules import DENSE_TARGETS, target_shape
+from app.engine.models.weight_names import expected_tensors
 from tests import seeds
 from tests.budgets import examples
 from tests.engine.adapters.making import DTYPES, module_path, random_arrays, stored_tensor, tiny_spec
@@ -46,16 +46,16 @@ from tests.pairwise import pairwise
 SPEC = tiny_spec()
 
 
-def random_stored(rank: int = 3, dtype: str = "F32", targets: tuple[str, ...] = DENSE_TARGETS) -> StoredAdapter:
+def random_stored(rank: int = 3, dtype: str = "F32", targets: tuple[str, ...] = DENSE_TARGETS) -> RawAdapter:
     arrays = random_arrays(SPEC, rank, targets)
     modules = [
-        StoredModule(module_path(*key), stored_tensor(a, dtype), stored_tensor(b, dtype), 5.0, use_rslora=False)
+        RawModule(module_path(*key), stored_tensor(a, dtype), stored_tensor(b, dtype), 5.0, use_rslora=False)
         for key, (a, b) in arrays.items()
     ]
-    return StoredAdapter(tuple(sorted(modules, key=lambda module: module.path)))
+    return RawAdapter(tuple(sorted(modules, key=lambda module: module.path)))
 
 
-def _write(folder: Path, stored: StoredAdapter, **metadata: str) -> Path:
+def _write(folder: Path, stored: RawAdapter, **metadata: str) -> Path:
     path = folder / f"adapter{CARD_SUFFIX}"
     write_card(path, ArrowCard("sql", stored, metadata))
     return path
@@ -73,7 +73,7 @@ def _floats(dtype: str, shape: tuple[int, int]) -> st.SearchStrategy[np.ndarray[
 
 
 @st.composite
-def stored_adapters(draw: st.DrawFn) -> StoredAdapter:
+def stored_adapters(draw: st.DrawFn) -> RawAdapter:
     places = draw(st.sets(st.tuples(st.integers(0, 1), st.sampled_from(DENSE_TARGETS)), min_size=1, max_size=5))
     use_rslora = draw(st.booleans())
     modules = []
@@ -84,10 +84,10 @@ def stored_adapters(draw: st.DrawFn) -> StoredAdapter:
         for shape in ((rank, d_in), (d_out, rank)):
             dtype = draw(st.sampled_from(sorted(DTYPES)))
             values = draw(_floats(dtype, shape))
-            halves.append(StoredTensor(dtype, shape, memoryview(values.tobytes())))
+            halves.append(RawTensor(dtype, shape, memoryview(values.tobytes())))
         alpha = draw(st.floats(-1e3, 1e3))
-        modules.append(StoredModule(module_path(layer, target), *halves, alpha, use_rslora))
-    return StoredAdapter(tuple(sorted(modules, key=lambda module: module.path)))
+        modules.append(RawModule(module_path(layer, target), *halves, alpha, use_rslora))
+    return RawAdapter(tuple(sorted(modules, key=lambda module: module.path)))
 
 
 BIASED = replace(
@@ -97,13 +97,13 @@ OUTER = {"model.embed_tokens": (64, 24), "lm_head": (24, 64)}  # d_in, d_out: 64
 
 
 @st.composite
-def stored_beyond(draw: st.DrawFn) -> StoredAdapter:
+def stored_beyond(draw: st.DrawFn) -> RawAdapter:
     """Everything that PEFT can save of an adapter, in any combination that it can be trained in."""
     plain = draw(stored_adapters())
     seed = draw(st.integers(0, 2**32))
     rng = np.random.default_rng(seed)
 
-    def tensor(*shape: int) -> StoredTensor:
+    def tensor(*shape: int) -> RawTensor:
         return stored_tensor(rng.normal(0, 1, shape), draw(st.sampled_from(sorted(DTYPES))))
 
     def some(names: Iterable[str]) -> list[str]:
@@ -117,7 +117,7 @@ def stored_beyond(draw: st.DrawFn) -> StoredAdapter:
         for path in some(OUTER):
             (d_in, d_out), rank = OUTER[path], draw(st.integers(1, 4))
             use_rslora = modules[0].use_rslora
-            modules.append(StoredModule(path, tensor(rank, d_in), tensor(d_out, rank), 2.5, use_rslora))
+            modules.append(RawModule(path, tensor(rank, d_in), tensor(d_out, rank), 2.5, use_rslora))
     adapted = {module.path for module in modules}
     shapes = expected_tensors(BIASED) | {"lm_head.weight": (64, 24)}
     weights = {name.removesuffix(".weight") for name in shapes if name.endswith(".weight")}
@@ -131,8 +131,8 @@ def stored_beyond(draw: st.DrawFn) -> StoredAdapter:
     rows = []
     for path in some(OUTER):
         ids = draw(st.lists(st.integers(0, 63), min_size=1, max_size=5, unique=True))
-        rows.append(StoredRows(path, tuple(ids), tensor(len(ids), 24)))
-    return StoredAdapter(
+        rows.append(RawTokenRows(path, tuple(ids), tensor(len(ids), 24)))
+    return RawAdapter(
         tuple(sorted(modules, key=lambda module: module.path)),
         "",
         tuple((name, tensor(*shapes[name])) for name in sorted(names)),
@@ -144,7 +144,7 @@ def stored_beyond(draw: st.DrawFn) -> StoredAdapter:
     max_examples=examples(100), deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
 )
 @given(stored=st.one_of(stored_adapters(), stored_beyond()))
-def test_peft_to_card_to_peft_changes_nothing(tmp_path_factory: pytest.TempPathFactory, stored: StoredAdapter) -> None:
+def test_peft_to_card_to_peft_changes_nothing(tmp_path_factory: pytest.TempPathFactory, stored: RawAdapter) -> None:
     folder = tmp_path_factory.mktemp("trip")
     write_peft_folder(folder / "peft", stored)
     from_peft = read_peft_stored(folder / "peft", None)
@@ -173,7 +173,7 @@ def test_a_card_serves_the_same_adapter_as_its_folder(tmp_path: Path) -> None:
 @pairwise({"num_modules": [1, 2, 6, 7, 8, 14], "dtype": ["F32", "BF16"]}, strength=1)
 def test_tensors_lie_in_the_mapped_file_at_multiples_of_64(tmp_path: Path, num_modules: int, dtype: str) -> None:
     stored = random_stored(3, dtype)
-    path = _write(tmp_path, StoredAdapter(stored.modules[:num_modules]))
+    path = _write(tmp_path, RawAdapter(stored.modules[:num_modules]))
     card = read_card(path)
     regions = _regions(path)
     assert len(card.stored.modules) == num_modules
@@ -190,19 +190,19 @@ def test_whatever_a_card_holds_is_mapped(tmp_path: Path) -> None:
     """DoRA, biases, whole tensors, token rows and an embedding: views of the file, at multiples of 64."""
     rng = seeds.rng()
 
-    def tensor(*shape: int) -> StoredTensor:
+    def tensor(*shape: int) -> RawTensor:
         return stored_tensor(rng.normal(0, 1, shape), "BF16")
 
     modules = [
         replace(module, magnitude=tensor(module.b.shape[0]), bias=tensor(module.b.shape[0]))
         for module in random_stored().modules
     ]
-    modules.append(StoredModule("model.embed_tokens", tensor(3, 64), tensor(24, 3), 1.0, use_rslora=False))
-    stored = StoredAdapter(
+    modules.append(RawModule("model.embed_tokens", tensor(3, 64), tensor(24, 3), 1.0, use_rslora=False))
+    stored = RawAdapter(
         tuple(sorted(modules, key=lambda module: module.path)),
         "",
         (("lm_head.weight", tensor(64, 24)), ("model.norm.weight", tensor(24))),
-        (StoredRows("lm_head", (7, 3, 5), tensor(3, 24)),),
+        (RawTokenRows("lm_head", (7, 3, 5), tensor(3, 24)),),
     )
     path = _write(tmp_path, stored)
     read = read_card(path).stored
@@ -225,7 +225,7 @@ def _row(role: str, path: str = "m", shape: tuple[int, ...] = (2, 3), **changes:
     return replace(CardRow(path, role, stored_tensor(np.zeros(shape))), **changes)
 
 
-IDS = StoredTensor("I64", (2,), memoryview(np.array([5, 1], "<i8").tobytes()))
+IDS = RawTensor("I64", (2,), memoryview(np.array([5, 1], "<i8").tobytes()))
 
 
 @pytest.mark.parametrize(
@@ -242,7 +242,7 @@ IDS = StoredTensor("I64", (2,), memoryview(np.array([5, 1], "<i8").tobytes()))
         (_row("bias", "l", (4,), alpha=1.0), "has no alpha"),
         (_row("parameter", shape=(4,), use_rslora=True), "has no alpha"),
         (_row("parameter", a=IDS), "dtype_a I64"),
-        (_row("parameter", a=StoredTensor("I8", (4,), memoryview(bytes(4)), bytes(4))), "dtype_a I8"),
+        (_row("parameter", a=RawTensor("I8", (4,), memoryview(bytes(4)), bytes(4))), "dtype_a I8"),
         (_row("token_rows"), "shape_b"),
         (_row("token_rows", b=stored_tensor(np.zeros(2))), "dtype_b F32"),
         (_row("token_rows", shape=(3, 3), b=IDS), "2 token ids do not name 3 rows"),
@@ -267,7 +267,7 @@ def test_a_card_of_version_1_has_modules_only(tmp_path: Path, monkeypatch: pytes
 def test_peft_cannot_say_what_a_card_can(tmp_path: Path) -> None:
     one, other, *_ = random_stored().modules
     for change in ({"use_rslora": True}, {"magnitude": stored_tensor(np.ones(other.b.shape[0]))}):
-        mixed = StoredAdapter((one, replace(other, **change)))
+        mixed = RawAdapter((one, replace(other, **change)))
         assert read_card(_write(tmp_path, mixed)).stored == mixed
         with pytest.raises(AdapterFormatError, match=r"PEFT cannot mix.*as a card"):
             write_peft_folder(tmp_path / "peft", mixed)
@@ -302,7 +302,7 @@ def test_a_failed_write_leaves_nothing(tmp_path: Path) -> None:
     module = random_stored().modules[0]
     wrong = replace(module, alpha="not a number")  # type: ignore[arg-type]
     with pytest.raises((pa.ArrowException, TypeError)):
-        _write(tmp_path, StoredAdapter((wrong,)))
+        _write(tmp_path, RawAdapter((wrong,)))
     assert list(tmp_path.iterdir()) == []
 
 
@@ -435,7 +435,7 @@ def test_modules_are_sorted_and_unique() -> None:
     one, other, *_ = random_stored().modules
     for modules in ((one, one), (other, one)):
         with pytest.raises(AdapterFormatError, match="once"):
-            StoredAdapter(modules)
+            RawAdapter(modules)
 
 
 def test_a_card_obeys_the_limits(tmp_path: Path) -> None:
@@ -451,10 +451,10 @@ def test_a_card_obeys_the_limits(tmp_path: Path) -> None:
 
 def test_bfloat16_keeps_its_bits(tmp_path: Path) -> None:
     values = np.array([[1.5, -2.25, 3e38, 1e-40]], ml_dtypes.bfloat16)
-    tensor = StoredTensor("BF16", (1, 4), memoryview(values.tobytes()))
+    tensor = RawTensor("BF16", (1, 4), memoryview(values.tobytes()))
     np.testing.assert_array_equal(tensor.to_float32(), values.astype(np.float32))
-    module = StoredModule("m", tensor, tensor, 1.0, use_rslora=False)
-    read = read_card(_write(tmp_path, StoredAdapter((module,)))).stored.modules[0]
+    module = RawModule("m", tensor, tensor, 1.0, use_rslora=False)
+    read = read_card(_write(tmp_path, RawAdapter((module,)))).stored.modules[0]
     assert (read.a.dtype, bytes(read.a.data)) == ("BF16", values.tobytes())
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from app.engine.adapters.formats.peft import read_peft
 from app.engine.adapters.formats.reading import read_stored
-from app.engine.adapters.isolation.validator import Validator
+from app.engine.adapters.sandbox.validator import Validator
 from app.engine.errors import AdapterFormatError, AdapterMismatch
 from app.engine.models.spec import ModelSpec
 from tests.engine.adapters.making import PATHS, peft_config, peft_tensors, random_arrays, tiny_spec, write_peft

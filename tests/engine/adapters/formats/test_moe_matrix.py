@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
+from app.engine.adapters.adapter import LoraAdapter
 from app.engine.adapters.formats.reading import read_adapter
-from app.engine.adapters.lora import LoraAdapter
 from app.engine.config import CpuConfig
 from app.engine.cpu.backend import CpuBackend
 from app.engine.models.checkpoint import Checkpoint, load_checkpoint
@@ -106,7 +106,7 @@ def _disturb(mixture: Mixture, at_least: int) -> None:
     while disturbances[0] < at_least or (not disturbances.all() and disturbances[0] < 2000 + 2 * at_least):
         disturbances += disturbed(
             CpuBackend,
-            CpuConfig(weight_storage="float32"),
+            CpuConfig(weight_dtype="float32"),
             spec=mixture.checkpoint.spec,
             tensors=mixture.checkpoint.tensors,
             adapters=mixture.adapters,

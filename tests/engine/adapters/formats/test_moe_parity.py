@@ -12,7 +12,7 @@ import torch
 
 from app.engine.adapters.formats.arrow import ArrowCard, read_card, read_card_adapter, write_card
 from app.engine.adapters.formats.convert import write_peft_folder
-from app.engine.adapters.formats.fused_experts import with_one_gate_up
+from app.engine.adapters.formats.peft_moe_export import with_one_gate_up
 from app.engine.adapters.formats.reading import read_adapter, read_stored
 from app.engine.cpu.backend import CpuBackend
 from app.engine.errors import AdapterFormatError, AdapterMismatch

@@ -14,11 +14,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from app.engine.adapters.adapter import BFLOAT16, LoraKey
 from app.engine.adapters.formats.peft import read_peft
 from app.engine.adapters.limits import ReadLimits
-from app.engine.adapters.lora import BFLOAT16, LoraKey
 from app.engine.errors import AdapterFormatError, AdapterMismatch, AdapterTooLarge
-from app.engine.models.products import DENSE_TARGETS, target_shape
+from app.engine.models.linear_modules import DENSE_TARGETS, target_shape
 from tests import seeds
 from tests.engine.adapters.making import (
     adapter_from_arrays,

@@ -16,17 +16,17 @@ from numpy.typing import NDArray
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 
-from app.engine.adapters.base_copies import BaseCopies
-from app.engine.adapters.build import build_adapter
+from app.engine.adapters.adapter import FEATURES
+from app.engine.adapters.adapter_builder import build_adapter
+from app.engine.adapters.base_weight_dedup import BaseWeightDedup
 from app.engine.adapters.formats.arrow import ArrowCard, read_card, write_card
 from app.engine.adapters.formats.convert import write_peft_folder
 from app.engine.adapters.formats.peft import read_peft
 from app.engine.adapters.formats.reading import read_adapter, read_stored
-from app.engine.adapters.lora import FEATURES
 from app.engine.errors import AdapterFormatError, AdapterMismatch
 from app.engine.models.checkpoint import load_checkpoint
-from app.engine.models.names import LM_HEAD
-from app.engine.xla.features import SERVED as XLA
+from app.engine.models.weight_names import LM_HEAD
+from app.engine.xla.supported_features import SERVED as XLA
 from tests.engine.adapters.formats.test_peft_parity import PEFT_WARNINGS, TOLERANCE
 from tests.engine.adapters.parity import our_logits, peft_logits, random_tokens, spec_of, tiny_model
 from tests.pairwise import pairwise
@@ -114,7 +114,7 @@ def test_copies_saved_along_leave_a_plain_adapter(tmp_path: Path, kind: str) -> 
     model.save_pretrained(tmp_path / "base")
     checkpoint = load_checkpoint(tmp_path / "base")
     folder = saved(tmp_path / "it", kind, embeddings=True)
-    copies = BaseCopies(checkpoint, XLA)
+    copies = BaseWeightDedup(checkpoint, XLA)
     lighter = copies.dropped(read_adapter(folder, checkpoint.spec, served=XLA))
     assert not lighter.features
     assert lighter.card.extra_bytes == 0

@@ -13,11 +13,11 @@ import torch
 from peft import LoraConfig
 from safetensors.torch import load_file, save_file
 
+from app.engine.adapters.adapter import FEATURES, MAY_BE_COPIES, LoraKey
 from app.engine.adapters.formats.arrow import ArrowCard, read_card, write_card
 from app.engine.adapters.formats.convert import write_peft_folder
 from app.engine.adapters.formats.peft import read_peft
 from app.engine.adapters.formats.reading import read_adapter, read_stored
-from app.engine.adapters.lora import FEATURES, MAY_BE_COPIES, LoraKey
 from app.engine.cpu.backend import CpuBackend
 from app.engine.errors import AdapterMismatch
 from tests.engine.adapters.parity import (
@@ -191,7 +191,7 @@ def test_option_beyond_plain_lora_gives_pefts_logits(tmp_path: Path, family: str
     assert _check(family, folder) > 1e-3
     needed = read_peft(folder, spec_of(model), served=FEATURES).features
     assert needed >= (features if family == "qwen2" else features - {"trained biases"})
-    for feature in needed - MAY_BE_COPIES:  # of these BaseCopies decides
+    for feature in needed - MAY_BE_COPIES:  # of these BaseWeightDedup decides
         with pytest.raises(AdapterMismatch, match=feature):
             read_peft(folder, spec_of(model), served=FEATURES - {feature})
     assert read_peft(folder, spec_of(model), served=needed).features == needed

@@ -1,6 +1,6 @@
 """Who is let in: API keys become callers here, before any route sees a request.
 
-In: requests, the table of keys and the rules (`http:` of the settings). Out: the same requests with their `Caller`, or
+In: requests, the table of keys and the rules (`http:` of the settings). Out: the same requests with their `Principal`, or
 a 401 that says how to come in. Rule: nothing but a key (or the management token) says who somebody is; while there are
 none at all, requests from the service's own machine are let in without. A key is in no message and no log.
 """
@@ -13,15 +13,15 @@ from starlette.requests import HTTPConnection
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from app.deployments.ingress.accounting import RequestAccounting
+from app.deployments.ingress.error_responses import InvalidApiKey, error_reply
 from app.deployments.ingress.http.middleware.origin_check import HttpPolicy
+from app.deployments.ingress.principal import STATE, Principal, address_of
 from app.deployments.ingress.serializers.messages import body_told, is_messages
-from app.deployments.ingress.status import InvalidApiKey, error_answer
-from app.deployments.ingress.tenancy import Tenancy
-from app.deployments.ingress.tenants import STATE, Caller, address_of
-from app.deployments.registry.entries import DEFAULT_TENANT
-from app.deployments.tenants.entries import PUBLIC
-from app.deployments.tenants.key_material import is_key, key_digest
-from app.deployments.tenants.view import KnownKey
+from app.deployments.registry.models import DEFAULT_TENANT
+from app.deployments.tenancy.auth.key_crypto import is_key, key_digest
+from app.deployments.tenancy.auth.tenant_mirror import KnownKey
+from app.deployments.tenancy.models import PUBLIC
 from app.engine.errors import InvalidRequest, PolyloraError
 from app.redaction import holds_key
 
@@ -34,7 +34,7 @@ ENVIRONMENT_KEY = "key_environment"
 class Authenticator:
     """Says who a request's sender is."""
 
-    def __init__(self, tenancy: Tenancy, rules: HttpPolicy) -> None:
+    def __init__(self, tenancy: RequestAccounting, rules: HttpPolicy) -> None:
         self._tenancy = tenancy
         self._rules = rules
 
@@ -45,7 +45,7 @@ class Authenticator:
             return self._tenancy.view.has_keys or self._rules.admin_digest is not None
         return self._rules.auth == "keys"
 
-    def caller(self, request: HTTPConnection) -> Caller:
+    def caller(self, request: HTTPConnection) -> Principal:
         """Raises InvalidApiKey."""
         value = _given_key(request)
         if self.needs_keys or is_key(value):
@@ -57,9 +57,9 @@ class Authenticator:
                 "this service has no API keys yet and answers to its own machine only; make the first with polylora "
                 "keygen --admin, or say http.auth: open to let everybody in"
             )
-        return Caller(DEFAULT_TENANT, address_of(request))
+        return Principal(DEFAULT_TENANT, address_of(request))
 
-    def _known(self, request: HTTPConnection, value: str) -> Caller:
+    def _known(self, request: HTTPConnection, value: str) -> Principal:
         now_s = self._tenancy.clock()
         found = self._tenancy.view.find(value, now_s)
         if found is not None:
@@ -77,7 +77,7 @@ class Authenticator:
             else "a key is needed: send the header Authorization: Bearer <API key>"
         )
 
-    def _caller_of(self, request: HTTPConnection, known: KnownKey) -> Caller:
+    def _caller_of(self, request: HTTPConnection, known: KnownKey) -> Principal:
         who = f"{known.key.id}, {address_of(request)}"
         tenant = known.tenant
         if tenant is None:
@@ -85,17 +85,17 @@ class Authenticator:
         wanted = request.headers.get("openai-project")
         if wanted is not None and wanted != tenant.id:
             raise InvalidApiKey("the header OpenAI-Project names another project than the API key's; leave it out")
-        return Caller(tenant.id, who, tenant, known.key.id, "project")
+        return Principal(tenant.id, who, tenant, known.key.id, "project")
 
-    def _admin(self, request: HTTPConnection, who: str, key_id: str) -> Caller:
+    def _admin(self, request: HTTPConnection, who: str, key_id: str) -> Principal:
         """Manages the public adapters, or those of the project that the header OpenAI-Project names."""
         wanted = request.headers.get("openai-project")
         if wanted is None:
-            return Caller(DEFAULT_TENANT, who, PUBLIC, key_id, "admin")
+            return Principal(DEFAULT_TENANT, who, PUBLIC, key_id, "admin")
         tenant = self._tenancy.view.tenant(wanted)
         if tenant is None or tenant.archived_s is not None:
             raise InvalidApiKey(f"the header OpenAI-Project names {wanted[:64]!r}, which is no project here")
-        return Caller(tenant.id, who, tenant, key_id, "admin")
+        return Principal(tenant.id, who, tenant, key_id, "admin")
 
 
 def _check_url(scope: Scope) -> None:
@@ -117,8 +117,8 @@ def _given_key(request: HTTPConnection) -> str:
     return value
 
 
-def _operator(request: HTTPConnection) -> Caller:
-    return Caller(DEFAULT_TENANT, f"management token, {address_of(request)}", PUBLIC, "", "operator")
+def _operator(request: HTTPConnection) -> Principal:
+    return Principal(DEFAULT_TENANT, f"management token, {address_of(request)}", PUBLIC, "", "operator")
 
 
 class AuthMiddleware:
@@ -134,7 +134,7 @@ class AuthMiddleware:
                 caller = self._gate.caller(HTTPConnection(scope))
                 _check_url(scope)
             except PolyloraError as error:
-                answer = error_answer(error)
+                answer = error_reply(error)
                 refusal = JSONResponse(
                     body_told(answer, scope["path"]), status_code=answer.status, headers=answer.headers
                 )

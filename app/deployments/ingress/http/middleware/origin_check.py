@@ -5,7 +5,7 @@ Rule: what a browser sends by itself, without asking first, changes nothing here
 another question, and not asked here.
 
 A page that is open in an operator's browser can send requests to 127.0.0.1. Browsers say where they come from
-(`Origin`, `Sec-Fetch-Site`) and cannot send JSON elsewhere without asking; a page whose name was made to point to this
+(`ReplicaIdentity`, `Sec-Fetch-Site`) and cannot send JSON elsewhere without asking; a page whose name was made to point to this
 machine ("DNS rebinding") is told by the Host that it asks for.
 """
 
@@ -23,16 +23,16 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from app.config import ADMIN_KEY, MANAGEMENT_TOKEN, AuthMode, HttpConfig, ManagementAccess
-from app.deployments.ingress.serializers.messages import body_told
-from app.deployments.ingress.status import (
+from app.deployments.ingress.error_responses import (
     CrossSite,
     ManagementRefused,
     NotAuthenticated,
     UnknownContentType,
-    error_answer,
+    error_reply,
 )
-from app.deployments.ingress.tenants import http_caller
-from app.deployments.tenants.key_material import environment_digest, key_digest
+from app.deployments.ingress.principal import http_principal
+from app.deployments.ingress.serializers.messages import body_told
+from app.deployments.tenancy.auth.key_crypto import environment_digest, key_digest
 from app.engine.errors import ConfigError, PolyloraError
 
 #: What a browser sends to another site without asking it first (Fetch standard, "CORS-safelisted").
@@ -108,7 +108,7 @@ class HttpPolicy:
 
         Whoever has a key manages what is its own.
         """
-        if http_caller(request).kind != "open":
+        if http_principal(request).kind != "open":
             return
         if self.management == "loopback" and not self.is_local(request.scope):
             raise ManagementRefused(
@@ -143,7 +143,7 @@ class OriginCheckMiddleware:
             try:
                 self._rules.check_site(scope)
             except PolyloraError as error:
-                answer = error_answer(error)
+                answer = error_reply(error)
                 refusal = JSONResponse(
                     body_told(answer, scope["path"]), status_code=answer.status, headers=answer.headers
                 )

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from starlette.requests import HTTPConnection, Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from app.logs import Happened
+from app.logging import LogEvent
 from app.redaction import holds_key
 
 logger = logging.getLogger(__name__)
@@ -65,7 +65,7 @@ class RequestLogMiddleware:
             is_failure = (status >= 500 or failure is not None) and scope["path"] not in PROBES
             if is_failure or self._every:
                 client = scope.get("client")
-                line = Happened(
+                line = LogEvent(
                     "request failed" if is_failure else "request",
                     id=request_id_of(HTTPConnection(scope)),
                     method=scope["method"],

@@ -15,12 +15,12 @@ from starlette.responses import JSONResponse, Response
 
 from app.deployments.ingress.http.request_parsing import Flag, JsonBody, Order, QueryParams, WholeNumber, page_body
 from app.deployments.ingress.http.routes.usage import add_spend_routes, add_usage_routes
+from app.deployments.ingress.principal import admin_principal
 from app.deployments.ingress.schemas import admin as schemas
-from app.deployments.ingress.schemas.response_model import Deleted, Page
+from app.deployments.ingress.schemas.response_model import Deleted, PageResponse
 from app.deployments.ingress.serializers import admin as serializers
 from app.deployments.ingress.service import IngressService
-from app.deployments.ingress.tenants import admin_caller
-from app.deployments.tenants.entries import (
+from app.deployments.tenancy.models import (
     DEFAULT_PAGE,
     LARGEST_PAGE,
     ApiKey,
@@ -29,7 +29,7 @@ from app.deployments.tenants.entries import (
     Tenant,
     TenantChange,
 )
-from app.deployments.tenants.service import TenantsService
+from app.deployments.tenancy.service import TenantsService
 from app.engine.errors import InvalidRequest, NotFound
 
 #: Before a rate limit's id comes this; behind it the model's name.
@@ -80,7 +80,7 @@ class AuditLogQuery(AdminPageQuery):
 
 def admin_router(service: IngressService) -> APIRouter:
     """All of them."""
-    routes = APIRouter(prefix="/v1/organization", dependencies=[Depends(admin_caller)])
+    routes = APIRouter(prefix="/v1/organization", dependencies=[Depends(admin_principal)])
     _add_project_routes(routes, service)
     _add_account_routes(routes, service)
     _add_key_routes(routes, service)
@@ -89,7 +89,7 @@ def admin_router(service: IngressService) -> APIRouter:
     _add_audit_routes(routes, service)
     add_usage_routes(routes, service.tenancy)
     add_spend_routes(routes, service.tenancy)
-    own = APIRouter(prefix="/v1/tenants", dependencies=[Depends(admin_caller)])
+    own = APIRouter(prefix="/v1/tenants", dependencies=[Depends(admin_principal)])
     _add_tenant_routes(own, service)
     both = APIRouter()
     both.include_router(routes)
@@ -98,7 +98,7 @@ def admin_router(service: IngressService) -> APIRouter:
 
 
 def _actor(request: Request) -> str:
-    return admin_caller(request).key_id
+    return admin_principal(request).key_id
 
 
 async def _page(
@@ -114,7 +114,7 @@ async def _page(
 def _add_project_routes(routes: APIRouter, service: IngressService) -> None:
     owner = service.tenancy.owner
 
-    @routes.get("/projects", response_model=Page[schemas.Project])
+    @routes.get("/projects", response_model=PageResponse[schemas.Project])
     async def projects(query: Annotated[ProjectQuery, Query()]) -> Response:
         async def read(limit: int, after: str | None) -> Sequence[Tenant]:
             return await owner.projects(limit, after, with_archived=query.include_archived)
@@ -142,7 +142,7 @@ def _add_project_routes(routes: APIRouter, service: IngressService) -> None:
 def _add_account_routes(routes: APIRouter, service: IngressService) -> None:
     owner = service.tenancy.owner
 
-    @routes.get("/projects/{project_id}/service_accounts", response_model=Page[schemas.ServiceAccount])
+    @routes.get("/projects/{project_id}/service_accounts", response_model=PageResponse[schemas.ServiceAccountResponse])
     async def accounts(project_id: str, query: Annotated[AdminPageQuery, Query()]) -> Response:
         async def read(limit: int, after: str | None) -> Sequence[ServiceAccount]:
             return await owner.accounts(project_id, limit, after)
@@ -165,11 +165,11 @@ def _add_account_routes(routes: APIRouter, service: IngressService) -> None:
         key = None if issued is None else serializers.issued_body(issued)
         return JSONResponse(serializers.account_body(account) | {"api_key": key}, headers={"Cache-Control": "no-store"})
 
-    @routes.get("/projects/{project_id}/service_accounts/{account_id}", response_model=schemas.ServiceAccount)
+    @routes.get("/projects/{project_id}/service_accounts/{account_id}", response_model=schemas.ServiceAccountResponse)
     async def account(project_id: str, account_id: str) -> Response:
         return JSONResponse(serializers.account_body(await owner.account(project_id, account_id)))
 
-    @routes.post("/projects/{project_id}/service_accounts/{account_id}", response_model=schemas.ServiceAccount)
+    @routes.post("/projects/{project_id}/service_accounts/{account_id}", response_model=schemas.ServiceAccountResponse)
     async def update(
         project_id: str, account_id: str, request: Request, body: JsonBody[schemas.AccountUpdateBody]
     ) -> Response:
@@ -181,7 +181,9 @@ def _add_account_routes(routes: APIRouter, service: IngressService) -> None:
         await owner.delete_account(project_id, account_id, actor=_actor(request))
         return _deleted("organization.project.service_account.deleted", account_id)
 
-    @routes.post("/projects/{project_id}/service_accounts/{account_id}/api_keys", response_model=schemas.IssuedKey)
+    @routes.post(
+        "/projects/{project_id}/service_accounts/{account_id}/api_keys", response_model=schemas.IssuedKeyResponse
+    )
     async def create_key(
         project_id: str, account_id: str, request: Request, body: JsonBody[schemas.KeyBody]
     ) -> Response:
@@ -194,7 +196,7 @@ def _add_account_routes(routes: APIRouter, service: IngressService) -> None:
 def _add_key_routes(routes: APIRouter, service: IngressService) -> None:
     owner = service.tenancy.owner
 
-    @routes.get("/projects/{project_id}/api_keys", response_model=Page[schemas.ApiKey])
+    @routes.get("/projects/{project_id}/api_keys", response_model=PageResponse[schemas.ApiKeyResponse])
     async def keys(project_id: str, query: Annotated[KeyQuery, Query()]) -> Response:
         async def read(limit: int, after: str | None) -> Sequence[dict[str, Any]]:
             found = await owner.keys(project_id, limit, after)
@@ -204,11 +206,11 @@ def _add_key_routes(routes: APIRouter, service: IngressService) -> None:
 
         return await _page(query, read, dict)
 
-    @routes.get("/projects/{project_id}/api_keys/{key_id}", response_model=schemas.ApiKey)
+    @routes.get("/projects/{project_id}/api_keys/{key_id}", response_model=schemas.ApiKeyResponse)
     async def key(project_id: str, key_id: str) -> Response:
         return JSONResponse(await _key_body(owner, await owner.key(project_id, key_id)))
 
-    @routes.post("/projects/{project_id}/api_keys/{key_id}", response_model=schemas.ApiKey)
+    @routes.post("/projects/{project_id}/api_keys/{key_id}", response_model=schemas.ApiKeyResponse)
     async def update(project_id: str, key_id: str, request: Request, body: JsonBody[schemas.KeyUpdateBody]) -> Response:
         changed = await owner.expire_key(project_id, key_id, body.expires_in_seconds, actor=_actor(request))
         return JSONResponse(await _key_body(owner, changed))
@@ -242,7 +244,7 @@ def _add_right_routes(routes: APIRouter, service: IngressService) -> None:
         await owner.permit_models(project_id, None, (), actor=_actor(request))
         return JSONResponse({"object": "project.model_permissions.deleted", "deleted": True})
 
-    @routes.get("/projects/{project_id}/rate_limits", response_model=Page[schemas.ProjectRateLimit])
+    @routes.get("/projects/{project_id}/rate_limits", response_model=PageResponse[schemas.ProjectRateLimit])
     async def rate_limits(project_id: str, query: Annotated[RateLimitQuery, Query()]) -> Response:
         limit, after = query.limit, query.after
         rates = {service.base_name: RateLimit(), **(await owner.project(project_id)).limits.rates}
@@ -274,7 +276,7 @@ def _add_right_routes(routes: APIRouter, service: IngressService) -> None:
 def _add_admin_key_routes(routes: APIRouter, service: IngressService) -> None:
     owner = service.tenancy.owner
 
-    @routes.get("/admin_api_keys", response_model=Page[schemas.AdminKey])
+    @routes.get("/admin_api_keys", response_model=PageResponse[schemas.AdminKey])
     async def keys(query: Annotated[AdminKeyQuery, Query()]) -> Response:
         async def read(limit: int, after: str | None) -> Sequence[ApiKey]:
             return await owner.keys(None, limit, after, is_newest_first=query.order == "desc")
@@ -300,7 +302,7 @@ def _add_admin_key_routes(routes: APIRouter, service: IngressService) -> None:
 def _add_audit_routes(routes: APIRouter, service: IngressService) -> None:
     owner = service.tenancy.owner
 
-    @routes.get("/audit_logs", response_model=Page[schemas.AuditLog])
+    @routes.get("/audit_logs", response_model=PageResponse[schemas.AuditLog])
     async def audit_logs(query: Annotated[AuditLogQuery, Query()]) -> Response:
         async def read(limit: int, _: str | None) -> Sequence[TenantChange]:
             return await owner.changes(

@@ -1,6 +1,6 @@
 """The routes of aliases: names that stand for adapters, by weight.
 
-In: `Management` and the ingress' copy of the registry. Out: routes under /v1/aliases. Rule: every change is a version
+In: `AdapterAdmin` and the ingress' copy of the registry. Out: routes under /v1/aliases. Rule: every change is a version
 that a rollback can bring back.
 """
 
@@ -13,19 +13,19 @@ from starlette.responses import JSONResponse, Response
 
 from app.deployments.ingress.http.request_parsing import JsonBody, PageQuery, page_body
 from app.deployments.ingress.http.routes.management import page_of
-from app.deployments.ingress.schemas.aliases import Alias, AliasBody, AliasVersion, PromoteBody, RollbackBody
-from app.deployments.ingress.schemas.response_model import Page
+from app.deployments.ingress.principal import http_principal
+from app.deployments.ingress.schemas.aliases import Alias, AliasBody, AliasVersionResponse, PromoteBody, RollbackBody
+from app.deployments.ingress.schemas.response_model import PageResponse
 from app.deployments.ingress.serializers.loras import alias_body, alias_version_body
 from app.deployments.ingress.service import IngressService
-from app.deployments.ingress.tenants import http_caller
-from app.deployments.registry.entries import AliasEntry
+from app.deployments.registry.models import AliasEntry
 from app.engine.errors import NotFound
 
 
 def add_alias_routes(routes: APIRouter, service: IngressService) -> None:
     """All of /v1/aliases."""
 
-    @routes.get("/v1/aliases", response_model=Page[Alias])
+    @routes.get("/v1/aliases", response_model=PageResponse[Alias])
     async def aliases(request: Request, query: Annotated[PageQuery, Query()]) -> Response:
         """Names that stand for adapters."""
         return page_of(request, service, query, AliasEntry, alias_body)
@@ -33,29 +33,29 @@ def add_alias_routes(routes: APIRouter, service: IngressService) -> None:
     @routes.get("/v1/aliases/{name}", response_model=Alias)
     async def alias(name: str, request: Request) -> Response:
         """One alias."""
-        entry = service.registry.find(name, http_caller(request).tenant_id)
+        entry = service.registry.find(name, http_principal(request).tenant_id)
         if not isinstance(entry, AliasEntry):
             raise NotFound(f"there is no alias {name[:80]!r}; GET /v1/aliases lists them")
         return JSONResponse(alias_body(entry))
 
-    @routes.get("/v1/aliases/{name}/versions", response_model=Page[AliasVersion])
+    @routes.get("/v1/aliases/{name}/versions", response_model=PageResponse[AliasVersionResponse])
     async def versions(name: str, request: Request) -> Response:
         """Everything an alias has stood for: what a rollback can bring back."""
-        tenant_id = http_caller(request).tenant_id
+        tenant_id = http_principal(request).tenant_id
         found = await service.management.store.alias_versions(name, tenant_id=tenant_id)
         return JSONResponse(page_body([alias_version_body(item) for item in found], has_more=False))
 
     @routes.put("/v1/aliases/{name}", response_model=Alias)
     async def put(name: str, request: Request, body: JsonBody[AliasBody]) -> Response:
         """Send an alias's requests to these adapters, by weight."""
-        caller = http_caller(request)
+        caller = http_principal(request)
         entry = await service.management.store.put_alias(name, body.targets, tenant_id=caller.tenant_id, who=caller.who)
         return JSONResponse(alias_body(entry))
 
     @routes.post("/v1/aliases/{name}/promote", response_model=Alias)
     async def promote(name: str, request: Request, body: JsonBody[PromoteBody]) -> Response:
         """Send all of an alias's requests to one target."""
-        caller = http_caller(request)
+        caller = http_principal(request)
         entry = await service.management.store.promote_alias(
             name, body.target, tenant_id=caller.tenant_id, who=caller.who
         )
@@ -64,7 +64,7 @@ def add_alias_routes(routes: APIRouter, service: IngressService) -> None:
     @routes.post("/v1/aliases/{name}/rollback", response_model=Alias)
     async def rollback(name: str, request: Request, body: JsonBody[RollbackBody]) -> Response:
         """Bring back an earlier version of an alias."""
-        caller = http_caller(request)
+        caller = http_principal(request)
         entry = await service.management.store.roll_back_alias(
             name, body.version, tenant_id=caller.tenant_id, who=caller.who
         )
@@ -73,6 +73,6 @@ def add_alias_routes(routes: APIRouter, service: IngressService) -> None:
     @routes.delete("/v1/aliases/{name}", response_model=Alias)
     async def delete(name: str, request: Request) -> Response:
         """Forget an alias."""
-        caller = http_caller(request)
+        caller = http_principal(request)
         entry = await service.management.store.remove_alias(name, tenant_id=caller.tenant_id, who=caller.who)
         return JSONResponse(alias_body(entry))

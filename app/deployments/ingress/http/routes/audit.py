@@ -1,6 +1,6 @@
 """The routes that tell what happens: status, jobs, events, audit.
 
-In: `Management`. Out: routes. Rule: a tenant reads what its own calls caused, an operator everything.
+In: `AdapterAdmin`. Out: routes. Rule: a tenant reads what its own calls caused, an operator everything.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ from fastapi import APIRouter, Query, Request
 from starlette.responses import JSONResponse, Response
 
 from app.deployments.ingress.http.request_parsing import MAX_PAGE, Limit, QueryParams, page_body
+from app.deployments.ingress.principal import http_principal
 from app.deployments.ingress.schemas import loras as schemas
 from app.deployments.ingress.schemas.health import ServiceStatus
 from app.deployments.ingress.schemas.loras import LoraJob
-from app.deployments.ingress.schemas.response_model import Page
+from app.deployments.ingress.schemas.response_model import PageResponse
 from app.deployments.ingress.serializers.loras import job_body, record_body
 from app.deployments.ingress.service import IngressService
-from app.deployments.ingress.tenants import http_caller
-from app.deployments.registry.entries import AuditRecord, Event
+from app.deployments.registry.models import AuditRecord, Event
 from app.deployments.store.service import StoreService
-from app.deployments.store.shared import SharedAdapter
+from app.deployments.store.shared_adapter import SharedAdapter
 
 #: Events that a tenant's own calls cause. Others may be caused by whoever has the same contents.
 OWN_EVENTS = frozenset({
@@ -44,27 +44,27 @@ def add_journal_routes(routes: APIRouter, service: IngressService) -> None:
     @routes.get("/v1/status", response_model=ServiceStatus)
     async def status(request: Request) -> Response:
         """Replicas, tiers and recent failures, for operators; a project sees only that the service is up."""
-        return JSONResponse(await service.status(http_caller(request)))
+        return JSONResponse(await service.status(http_principal(request)))
 
     @routes.get("/v1/jobs/{job_id}", response_model=LoraJob)
     async def job(job_id: str, request: Request) -> Response:
         """A load or an unload: its state and its reason."""
-        tenant_id = http_caller(request).tenant_id
+        tenant_id = http_principal(request).tenant_id
         return JSONResponse(job_body(await service.management.store.job(job_id, tenant_id=tenant_id)))
 
-    @routes.get("/v1/events", response_model=Page[schemas.Event])
+    @routes.get("/v1/events", response_model=PageResponse[schemas.EventResponse])
     async def events(request: Request, query: Annotated[JournalQuery, Query()]) -> Response:
         """What happened, the newest first."""
-        caller, store = http_caller(request), service.management.store
+        caller, store = http_principal(request), service.management.store
         if caller.kind == "project":
             return _journal_page(await _own_events(store, query, caller.tenant_id), query.limit)
         records = await store.events(query.name, limit=query.limit + 1, before=query.before, tenant_id=caller.tenant_id)
         return _journal_page(records, query.limit)
 
-    @routes.get("/v1/audit", response_model=Page[schemas.AuditRecord])
+    @routes.get("/v1/audit", response_model=PageResponse[schemas.AuditRecordResponse])
     async def audit(request: Request, query: Annotated[JournalQuery, Query()]) -> Response:
         """Requests to change something and who sent them, newest first."""
-        caller = http_caller(request)
+        caller = http_principal(request)
         records = await service.management.store.audit(
             query.name, limit=query.limit + 1, before=query.before, tenant_id=caller.tenant_id
         )

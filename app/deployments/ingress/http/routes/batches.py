@@ -13,12 +13,12 @@ from fastapi import FastAPI, Query, Request
 from starlette.responses import JSONResponse, Response
 
 from app.deployments.ingress.http.request_parsing import JsonBody, PageQuery, page_body
+from app.deployments.ingress.principal import inference_principal
 from app.deployments.ingress.schemas import batches as schemas
 from app.deployments.ingress.schemas.batches import BatchBody
-from app.deployments.ingress.schemas.response_model import Page
+from app.deployments.ingress.schemas.response_model import PageResponse
 from app.deployments.ingress.service import IngressService
-from app.deployments.ingress.tenants import inference_caller
-from app.deployments.kept.entries import Batch, NewBatch
+from app.deployments.object_storage.models import Batch, NewBatch
 
 DAY_S = 86_400.0
 
@@ -26,10 +26,10 @@ DAY_S = 86_400.0
 def add_batch_routes(app: FastAPI, service: IngressService) -> None:
     """Add them."""
 
-    @app.post("/v1/batches", response_model=schemas.Batch)
+    @app.post("/v1/batches", response_model=schemas.BatchResponse)
     async def create(request: Request, body: JsonBody[BatchBody]) -> Response:
         """Have the requests of a file computed when no interactive request wants the engines, within a day."""
-        caller, config = inference_caller(request), service.kept_config
+        caller, config = inference_principal(request), service.storage_config
         life_s = config.days * DAY_S
         if body.output_expires_after is not None:
             life_s = min(life_s, body.output_expires_after.seconds)
@@ -43,28 +43,28 @@ def add_batch_routes(app: FastAPI, service: IngressService) -> None:
             max_open=config.max_open_batches,
             note=json.dumps(body.metadata or {}),
         )
-        batch = await service.kept.create_batch(wanted)
+        batch = await service.storage.create_batch(wanted)
         service.wake_batches()
         return JSONResponse(batch_body(batch))
 
-    @app.get("/v1/batches", response_model=Page[schemas.Batch])
+    @app.get("/v1/batches", response_model=PageResponse[schemas.BatchResponse])
     async def batches(request: Request, query: Annotated[PageQuery, Query()]) -> Response:
         """The caller's batches, newest first."""
-        tenant_id = inference_caller(request).tenant_id
-        found = await service.kept.batch_page(tenant_id=tenant_id, limit=query.limit, after=query.after)
+        tenant_id = inference_principal(request).tenant_id
+        found = await service.storage.batch_page(tenant_id=tenant_id, limit=query.limit, after=query.after)
         return JSONResponse(page_body([batch_body(batch) for batch in found.batches], has_more=found.has_more))
 
-    @app.get("/v1/batches/{batch_id}", response_model=schemas.Batch)
+    @app.get("/v1/batches/{batch_id}", response_model=schemas.BatchResponse)
     async def batch(request: Request, batch_id: str) -> Response:
         """One of them."""
-        tenant_id = inference_caller(request).tenant_id
-        return JSONResponse(batch_body(await service.kept.batch(batch_id, tenant_id=tenant_id)))
+        tenant_id = inference_principal(request).tenant_id
+        return JSONResponse(batch_body(await service.storage.batch(batch_id, tenant_id=tenant_id)))
 
-    @app.post("/v1/batches/{batch_id}/cancel", response_model=schemas.Batch)
+    @app.post("/v1/batches/{batch_id}/cancel", response_model=schemas.BatchResponse)
     async def cancel(request: Request, batch_id: str) -> Response:
         """End it; what has been answered stays."""
-        tenant_id = inference_caller(request).tenant_id
-        found = await service.kept.cancel_batch(batch_id, tenant_id=tenant_id)
+        tenant_id = inference_principal(request).tenant_id
+        found = await service.storage.cancel_batch(batch_id, tenant_id=tenant_id)
         service.wake_batches()
         return JSONResponse(batch_body(found))
 

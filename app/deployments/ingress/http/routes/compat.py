@@ -14,6 +14,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from app.deployments.ingress.http.openapi import JSON_ERROR
 from app.deployments.ingress.http.request_parsing import JsonBody
 from app.deployments.ingress.http.routes.management import WaitQuery, unloaded_answer
+from app.deployments.ingress.principal import Principal, http_principal, load_request
 from app.deployments.ingress.schemas.loras import (
     LoadAdapterBody,
     LoadedLora,
@@ -24,7 +25,6 @@ from app.deployments.ingress.schemas.loras import (
 )
 from app.deployments.ingress.serializers.loras import adapter_body, job_body
 from app.deployments.ingress.service import IngressService
-from app.deployments.ingress.tenants import Caller, http_caller, load_request
 from app.engine.errors import InvalidRequest, NotFound
 
 #: `org/repo@revision`: a repository of the hub, as Dynamo writes it.
@@ -37,7 +37,7 @@ def add_load_routes(routes: APIRouter, service: IngressService) -> None:
     @routes.post("/v1/load_lora_adapter", response_class=PlainTextResponse, responses=JSON_ERROR)
     async def load_adapter(request: Request, body: JsonBody[LoadAdapterBody]) -> Response:
         """Load an adapter, as vLLM spells it; answers when it is served."""
-        caller = http_caller(request)
+        caller = http_principal(request)
         load = load_request(caller, body.lora_name, body.lora_path)
         if not body.load_inplace and _is_loaded(service, body.lora_name, caller):
             raise InvalidRequest(
@@ -60,7 +60,7 @@ def add_load_routes(routes: APIRouter, service: IngressService) -> None:
     async def load(request: Request, body: JsonBody[LoadLoraBody]) -> Response:
         """Load an adapter, as Dynamo spells it; answers when it is served."""
         _check_base(service, body.base_model)
-        caller = http_caller(request)
+        caller = http_principal(request)
         source = _dynamo_source(body, caller)
         load = load_request(caller, body.lora_model, source, body.pin_lora, body.traffic_weight)
         job, entry = await service.management.store.load_and_wait(load)
@@ -77,12 +77,12 @@ def add_load_routes(routes: APIRouter, service: IngressService) -> None:
         return await unloaded_answer(request, service, query, body.lora_model, done)
 
 
-def _is_loaded(service: IngressService, name: str, caller: Caller) -> bool:
+def _is_loaded(service: IngressService, name: str, caller: Principal) -> bool:
     entry = service.registry.adapter(name, caller.tenant_id)
     return entry is not None and entry.is_read
 
 
-def _dynamo_source(body: LoadLoraBody, caller: Caller) -> str:
+def _dynamo_source(body: LoadLoraBody, caller: Principal) -> str:
     """Where an adapter is that is named as Dynamo names it."""
     if body.lora_path is None:
         return f"{caller.tenant_id}/{body.lora_model}" if caller.kind == "project" else body.lora_model

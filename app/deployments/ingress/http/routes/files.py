@@ -15,16 +15,16 @@ from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
+from app.deployments.ingress.error_responses import BodyTooLarge, ClientGone, UnknownContentType
 from app.deployments.ingress.http.openapi import BYTES, JSON_ERROR, takes_content
 from app.deployments.ingress.http.request_parsing import Order, PageQuery, page_body
 from app.deployments.ingress.http.routes.batches import DAY_S
+from app.deployments.ingress.principal import inference_principal
 from app.deployments.ingress.schemas.batches import MAX_LIFE_S, MIN_LIFE_S
 from app.deployments.ingress.schemas.files import FileObject
-from app.deployments.ingress.schemas.response_model import Deleted, Page
+from app.deployments.ingress.schemas.response_model import Deleted, PageResponse
 from app.deployments.ingress.service import IngressService
-from app.deployments.ingress.status import BodyTooLarge, ClientGone, UnknownContentType
-from app.deployments.ingress.tenants import inference_caller
-from app.deployments.kept.entries import KeptFile, no_purpose
+from app.deployments.object_storage.models import StoredFile, no_purpose
 from app.engine.errors import InvalidRequest, QueueFull
 from app.redaction import holds_key
 
@@ -61,12 +61,12 @@ def add_file_routes(app: FastAPI, service: IngressService) -> None:
     async def create(request: Request) -> Response:
         """Keep a file of requests, one JSON object a line, for a batch."""
         nonlocal num_running
-        caller = inference_caller(request)
+        caller = inference_principal(request)
         if num_running >= MAX_UPLOADS:
             raise QueueFull(f"{num_running} files are being uploaded here; ask again when some are", retry_after_s=1)
         num_running += 1
         try:
-            form = await _form(request, service.kept_config.max_file_bytes)
+            form = await _form(request, service.storage_config.max_file_bytes)
             try:
                 file = await _kept(form, service, caller.tenant_id)
             finally:
@@ -75,11 +75,11 @@ def add_file_routes(app: FastAPI, service: IngressService) -> None:
             num_running -= 1
         return JSONResponse(file_body(file))
 
-    @app.get("/v1/files", response_model=Page[FileObject])
+    @app.get("/v1/files", response_model=PageResponse[FileObject])
     async def files(request: Request, query: Annotated[FileQuery, Query()]) -> Response:
         """The caller's files, newest first unless `order` is asc."""
-        found = await service.kept.file_page(
-            tenant_id=inference_caller(request).tenant_id,
+        found = await service.storage.file_page(
+            tenant_id=inference_principal(request).tenant_id,
             limit=query.limit,
             after=query.after,
             purpose=query.purpose,
@@ -90,14 +90,14 @@ def add_file_routes(app: FastAPI, service: IngressService) -> None:
     @app.get("/v1/files/{file_id}", response_model=FileObject)
     async def file(request: Request, file_id: str) -> Response:
         """One of them."""
-        tenant_id = inference_caller(request).tenant_id
-        return JSONResponse(file_body(await service.kept.file(file_id, tenant_id=tenant_id)))
+        tenant_id = inference_principal(request).tenant_id
+        return JSONResponse(file_body(await service.storage.file(file_id, tenant_id=tenant_id)))
 
     @app.get("/v1/files/{file_id}/content", response_class=StreamingResponse, responses=BYTES | JSON_ERROR)
     async def content(request: Request, file_id: str) -> Response:
         """Its bytes."""
-        tenant_id = inference_caller(request).tenant_id
-        found = await service.kept.file(file_id, tenant_id=tenant_id)
+        tenant_id = inference_principal(request).tenant_id
+        found = await service.storage.file(file_id, tenant_id=tenant_id)
         headers = {"Content-Length": str(found.size_bytes)}
         parts = _parts(service, file_id, tenant_id)
         return StreamingResponse(parts, media_type="application/octet-stream", headers=headers)
@@ -105,11 +105,11 @@ def add_file_routes(app: FastAPI, service: IngressService) -> None:
     @app.delete("/v1/files/{file_id}", response_model=Deleted)
     async def delete(request: Request, file_id: str) -> Response:
         """Forget it."""
-        await service.kept.delete_file(file_id, tenant_id=inference_caller(request).tenant_id)
+        await service.storage.delete_file(file_id, tenant_id=inference_principal(request).tenant_id)
         return JSONResponse({"id": file_id, "object": "file", "deleted": True})
 
 
-def file_body(file: KeptFile) -> dict[str, Any]:
+def file_body(file: StoredFile) -> dict[str, Any]:
     """As OpenAI tells it."""
     return {
         "id": file.id,
@@ -134,7 +134,7 @@ async def _form(request: Request, max_bytes: int) -> FormData:
         async for part in request.stream():
             num_bytes += len(part)
             if num_bytes > max_bytes + FORM_BYTES:
-                raise BodyTooLarge(f"the file is longer than kept.max_file_bytes {max_bytes}")
+                raise BodyTooLarge(f"the file is longer than storage.max_file_bytes {max_bytes}")
             yield part
 
     try:
@@ -145,8 +145,8 @@ async def _form(request: Request, max_bytes: int) -> FormData:
         raise ClientGone("the client went away before its file was here") from None
 
 
-async def _kept(form: FormData, service: IngressService, tenant_id: str) -> KeptFile:
-    config = service.kept_config
+async def _kept(form: FormData, service: IngressService, tenant_id: str) -> StoredFile:
+    config = service.storage_config
     upload, purpose = form.get("file"), form.get("purpose")
     if unknown := sorted(set(form) - {"file", "purpose", "expires_after[anchor]", "expires_after[seconds]"}):
         raise InvalidRequest(f"{unknown[0][:80]!r} is no field of a file", param=unknown[0][:80])
@@ -155,19 +155,19 @@ async def _kept(form: FormData, service: IngressService, tenant_id: str) -> Kept
     if not isinstance(upload, UploadFile) or not upload.size:
         raise InvalidRequest("file is missing or empty: a file with one request a line", param="file")
     if upload.size > config.max_file_bytes:
-        raise BodyTooLarge(f"the file has {upload.size} bytes; kept.max_file_bytes is {config.max_file_bytes}")
+        raise BodyTooLarge(f"the file has {upload.size} bytes; storage.max_file_bytes is {config.max_file_bytes}")
     life_s = min(config.days * DAY_S, _life_s(form))
     name = upload.filename or "upload.jsonl"
     if holds_key(name):
         raise InvalidRequest("the file's name holds an API key, and lists have it; give it another", param="file")
-    file = await service.kept.begin_file(
+    file = await service.storage.begin_file(
         name[-256:], "batch", upload.size, tenant_id=tenant_id, life_s=life_s, max_bytes=config.max_tenant_bytes
     )
     number = 0
     while content := await upload.read(PART_BYTES):
-        await service.kept.add_part(file.id, number, content)
+        await service.storage.add_part(file.id, number, content)
         number += 1
-    await service.kept.end_file(file.id, number, tenant_id=tenant_id)
+    await service.storage.end_file(file.id, number, tenant_id=tenant_id)
     return file
 
 
@@ -185,7 +185,7 @@ def _life_s(form: FormData) -> float:
 
 async def _parts(service: IngressService, file_id: str, tenant_id: str) -> AsyncGenerator[bytes]:
     number = 0
-    while (part := await service.kept.file_part(file_id, number, tenant_id=tenant_id)) is not None:
+    while (part := await service.storage.file_part(file_id, number, tenant_id=tenant_id)) is not None:
         if part:
             yield part
         number += 1

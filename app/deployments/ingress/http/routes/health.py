@@ -4,7 +4,7 @@ In: whether any engine can be used, and the application's own routes. Out: short
 replica, a token or a body, and each answers at once.
 
 Probes: `/livez` is 200 while this process answers; `/readyz` and `/health` are 200 while a request would be served, and
-503 with Retry-After otherwise. Where there may be no engine replica at all (`http.ready_while_asleep`) a request is
+503 with Retry-After otherwise. Where there may be no engine replica at all (`http.ready_at_zero_replicas`) a request is
 served once it has had one started, and they say `asleep`. Behind HAProxy all three are answered for this process while
 it is not there.
 """
@@ -17,7 +17,7 @@ from starlette.responses import JSONResponse, Response
 from app.deployments.ingress.schemas.health import Health, Liveness, Release, ServiceInfo
 from app.deployments.ingress.service import IngressService
 from app.engine.errors import NotReady
-from app.release import version
+from app.version import version
 
 #: How soon somebody who found nothing ready should ask again.
 RETRY_AFTER_S = 2.0

@@ -1,6 +1,6 @@
 """The routes of adapters: register, look at, change, unload.
 
-In: `Management`. Out: routes under /v1/loras. Rule: what a route changes is changed in the registry, for every ingress.
+In: `AdapterAdmin`. Out: routes under /v1/loras. Rule: what a route changes is changed in the registry, for every ingress.
 """
 
 from __future__ import annotations
@@ -10,9 +10,10 @@ from typing import Annotated
 from fastapi import APIRouter, Query, Request
 from starlette.responses import JSONResponse, Response
 
-from app.deployments.ingress.describing import described
+from app.deployments.ingress.adapter_status import adapter_status
 from app.deployments.ingress.http.request_parsing import JsonBody, PageQuery, page_body
 from app.deployments.ingress.http.routes.management import WaitQuery, page_of, unloaded_answer
+from app.deployments.ingress.principal import Principal, check_settings, compose_request, http_principal, load_request
 from app.deployments.ingress.schemas.loras import (
     ConfigureAdapterBody,
     Lora,
@@ -23,16 +24,15 @@ from app.deployments.ingress.schemas.loras import (
     ManifestResult,
     RegisterAdapterBody,
 )
-from app.deployments.ingress.schemas.response_model import Page
+from app.deployments.ingress.schemas.response_model import PageResponse
 from app.deployments.ingress.serializers.loras import adapter_body, description_body, job_body
 from app.deployments.ingress.service import IngressService
-from app.deployments.ingress.tenants import Caller, check_settings, compose_request, http_caller, load_request
-from app.deployments.registry.entries import CatalogEntry, LoadRequest, Registration, cannot_pin
-from app.engine.adapters.composing.composition import shown_source
+from app.deployments.registry.models import CatalogEntry, LoadRequest, Registration, cannot_pin
+from app.engine.adapters.combining.combination import shown_source
 from app.engine.errors import InvalidRequest
 
 
-def _load_of(body: RegisterAdapterBody, caller: Caller, service: IngressService) -> LoadRequest:
+def _load_of(body: RegisterAdapterBody, caller: Principal, service: IngressService) -> LoadRequest:
     """Raises InvalidRequest, NotFound, UnsafeSource, ManagementRefused."""
     if body.compose is None and body.path is not None:
         return load_request(caller, body.name, body.path, body.pinned, body.traffic_weight, body.description)
@@ -51,7 +51,7 @@ def _registration(load: LoadRequest) -> Registration:
 
 
 async def _register_unread(
-    body: RegisterAdapterBody, load: LoadRequest, caller: Caller, service: IngressService
+    body: RegisterAdapterBody, load: LoadRequest, caller: Principal, service: IngressService
 ) -> Response:
     """Raises InvalidRequest for what only contents that are known can have."""
     if body.compose is not None:
@@ -73,7 +73,7 @@ def add_adapter_routes(routes: APIRouter, service: IngressService) -> None:
 def _add_registering_routes(routes: APIRouter, service: IngressService) -> None:
     """The list, and what makes it longer."""
 
-    @routes.get("/v1/loras", response_model=Page[Lora])
+    @routes.get("/v1/loras", response_model=PageResponse[Lora])
     async def adapters(request: Request, query: Annotated[PageQuery, Query()]) -> Response:
         """The adapters: what each name means."""
         return page_of(request, service, query, CatalogEntry, adapter_body)
@@ -83,7 +83,7 @@ def _add_registering_routes(routes: APIRouter, service: IngressService) -> None:
         request: Request, body: JsonBody[RegisterAdapterBody], query: Annotated[WaitQuery, Query()]
     ) -> Response:
         """Load an adapter: 202 and a job, or with wait=true the adapter."""
-        caller = http_caller(request)
+        caller = http_principal(request)
         load = _load_of(body, caller, service)
         if not body.read:
             return await _register_unread(body, load, caller, service)
@@ -100,7 +100,7 @@ def _add_registering_routes(routes: APIRouter, service: IngressService) -> None:
     @routes.post("/v1/loras/manifest", response_model=ManifestResult)
     async def manifest(request: Request, body: JsonBody[ManifestBody]) -> Response:
         """Register many adapters without reading them; answers when requests for them are taken."""
-        caller = http_caller(request)
+        caller = http_principal(request)
         known = [_registration(load_request(caller, *_fields(entry))) for entry in body.adapters]
         done = await service.management.store.register(known, tenant_id=caller.tenant_id, who=caller.who)
         counts = {"num_registered": done.num_changed, "num_unchanged": done.num_unchanged}
@@ -113,19 +113,19 @@ def _add_named_routes(routes: APIRouter, service: IngressService) -> None:
     @routes.post("/v1/loras/{name}/read", response_model=Lora)
     async def read(name: str, request: Request) -> Response:
         """Have a registered adapter read before a request needs it; answers when it is served."""
-        caller = http_caller(request)
+        caller = http_principal(request)
         job, entry = await service.management.store.read(name, tenant_id=caller.tenant_id, who=caller.who)
         return JSONResponse(adapter_body(entry) | {"job": None if job is None else job_body(job)})
 
     @routes.get("/v1/loras/{name}", response_model=LoraStatus)
     async def adapter(name: str, request: Request) -> Response:
         """One adapter: its state, where it is, why its last load failed, and what was seen of its requests."""
-        return JSONResponse(await described(service.management, service.activity, name, http_caller(request)))
+        return JSONResponse(await adapter_status(service.management, service.activity, name, http_principal(request)))
 
     @routes.patch("/v1/loras/{name}", response_model=Lora)
     async def configure(name: str, request: Request, body: JsonBody[ConfigureAdapterBody]) -> Response:
         """Change an adapter's pin, traffic weight or description."""
-        caller = http_caller(request)
+        caller = http_principal(request)
         check_settings(caller, body.pinned, body.traffic_weight, body.description)
         entry = await service.management.store.configure(
             name,
@@ -142,10 +142,10 @@ def _add_named_routes(routes: APIRouter, service: IngressService) -> None:
         """Unload an adapter; answers when running requests have ended."""
         return await unloaded_answer(request, service, query, name)
 
-    @routes.get("/v1/loras/{name}/generations", response_model=Page[LoraGeneration])
+    @routes.get("/v1/loras/{name}/generations", response_model=PageResponse[LoraGeneration])
     async def generations(name: str, request: Request) -> Response:
         """Everything a name has meant."""
-        tenant_id = http_caller(request).tenant_id
+        tenant_id = http_principal(request).tenant_id
         data = [
             {
                 "id": item.ref.generation,

@@ -14,10 +14,10 @@ from fastapi import Request
 from starlette.responses import JSONResponse, Response
 
 from app.deployments.ingress.http.request_parsing import Flag, PageQuery, QueryParams, page_body
+from app.deployments.ingress.principal import http_principal
 from app.deployments.ingress.serializers.loras import unloaded_body
 from app.deployments.ingress.service import IngressService
-from app.deployments.ingress.tenants import http_caller
-from app.deployments.registry.entries import AliasEntry, CatalogEntry
+from app.deployments.registry.models import AliasEntry, CatalogEntry
 
 EntryT = TypeVar("EntryT", CatalogEntry, AliasEntry)
 
@@ -36,7 +36,7 @@ def page_of(
     body: Callable[[EntryT], dict[str, Any]],
 ) -> Response:
     """The page of names of one kind that the query asks for."""
-    tenant_id = http_caller(request).tenant_id
+    tenant_id = http_principal(request).tenant_id
     found = service.registry.page((kind,), limit=query.limit, after=query.after, tenant_id=tenant_id)
     data = [body(entry) for entry in found.entries if isinstance(entry, kind)]
     return JSONResponse(page_body(data, has_more=found.has_more))
@@ -49,8 +49,8 @@ async def unloaded_answer(
     name: str,
     besides: Mapping[str, str] = MappingProxyType({}),
 ) -> Response:
-    """Unload what a name means to the caller; `besides` goes into the answer. Raises as `Management.unload` does."""
+    """Unload what a name means to the caller; `besides` goes into the answer. Raises as `AdapterAdmin.unload` does."""
     wait = query.wait is not False
-    caller = http_caller(request)
+    caller = http_principal(request)
     job, entry = await service.management.unload(name, tenant_id=caller.tenant_id, who=caller.who, wait=wait)
     return JSONResponse(unloaded_body(entry, job) | dict(besides), status_code=200 if wait else 202)

@@ -13,18 +13,18 @@ from fastapi import FastAPI, Request
 from pydantic_core import to_json
 from starlette.responses import JSONResponse, Response
 
-from app.deployments.ingress.blocks import finished
 from app.deployments.ingress.http.chat_responses import json_response, start_task, stream_response
 from app.deployments.ingress.http.openapi import EVENT_STREAM, MESSAGES_ERROR
 from app.deployments.ingress.http.request_lifecycle import counted_if_cancelled, run_until_disconnect
 from app.deployments.ingress.http.request_parsing import JsonBody
 from app.deployments.ingress.http.routes.responses import add_response_routes
+from app.deployments.ingress.preprocess.tokenizer_service import in_worker_if_long
+from app.deployments.ingress.principal import inference_principal
 from app.deployments.ingress.schemas.messages import CountTokensRequest, MessageResponse, MessagesRequest, TokenCount
 from app.deployments.ingress.schemas.tokenize import Detokenized, DetokenizeRequest, TokenizeRequest, Tokens
+from app.deployments.ingress.serializers.content_blocks import finished
 from app.deployments.ingress.serializers.messages import message_body, message_events
 from app.deployments.ingress.service import IngressService
-from app.deployments.ingress.tenants import inference_caller
-from app.deployments.ingress.tokenizer_service import beside_if_long
 
 
 def add_agent_routes(app: FastAPI, service: IngressService) -> None:
@@ -48,7 +48,7 @@ def _add_messages(app: FastAPI, service: IngressService) -> None:
     @app.post("/v1/messages/count_tokens", response_model=TokenCount, responses=MESSAGES_ERROR)
     async def count_tokens(request: Request, body: JsonBody[CountTokensRequest]) -> Response:
         """How many tokens a conversation's prompt has."""
-        chat, caller = body.chat(), inference_caller(request)
+        chat, caller = body.chat(), inference_principal(request)
         ref = await service.frontend.finder.find(chat.model, caller, adapters=chat.adapters)
         async with service.tenancy.one_request(caller, ref):
             token_ids = await service.frontend.chat_ids(chat, ref)
@@ -59,12 +59,12 @@ def _add_tokens(app: FastAPI, service: IngressService) -> None:
     @app.post("/tokenize", response_model=Tokens)
     async def tokenize(request: Request, body: JsonBody[TokenizeRequest]) -> Response:
         """Token ids of a text, or of a conversation as an answer's prompt has them."""
-        frontend, caller = service.frontend, inference_caller(request)
+        frontend, caller = service.frontend, inference_principal(request)
 
         def told(token_ids: Sequence[int]) -> bytes:
             text_of = frontend.text_model.token_text
             strings = [text_of(token_id) for token_id in token_ids] if body.return_token_strs else None
-            fields = {"count": len(token_ids), "max_model_len": frontend.max_context, "tokens": list(token_ids)}
+            fields = {"count": len(token_ids), "max_model_len": frontend.max_model_len, "tokens": list(token_ids)}
             return to_json(fields | {"token_strs": strings})
 
         ref = await frontend.finder.find(body.model, caller, body.lora_path)
@@ -73,17 +73,17 @@ def _add_tokens(app: FastAPI, service: IngressService) -> None:
                 token_ids = await frontend.chat_ids(body, ref)
             else:
                 (token_ids,) = await frontend.prompt_ids([body.prompt], "prompt")
-            content = await beside_if_long(len(token_ids), lambda: told(token_ids))
+            content = await in_worker_if_long(len(token_ids), lambda: told(token_ids))
         return _json(content, service.tenancy.headers(caller))
 
     @app.post("/detokenize", response_model=Detokenized)
     async def detokenize(request: Request, body: JsonBody[DetokenizeRequest]) -> Response:
         """The text of token ids."""
-        frontend, caller = service.frontend, inference_caller(request)
+        frontend, caller = service.frontend, inference_principal(request)
         ref = await frontend.finder.find(body.model, caller)
         async with service.tenancy.one_request(caller, ref):
             (token_ids,) = await frontend.prompt_ids([body.tokens], "tokens")
-            content = await beside_if_long(len(token_ids), lambda: to_json({"prompt": frontend.text_of(token_ids)}))
+            content = await in_worker_if_long(len(token_ids), lambda: to_json({"prompt": frontend.text_of(token_ids)}))
         return _json(content, service.tenancy.headers(caller))
 
 

@@ -11,13 +11,13 @@ from pydantic_core import to_json
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from app.deployments.ingress.http.request_parsing import MAX_PAGE, Limit, PageQuery, QueryParams, page_body
+from app.deployments.ingress.principal import Principal, http_principal, visible, visible_page
 from app.deployments.ingress.schemas.completions import Model
-from app.deployments.ingress.schemas.response_model import Page
+from app.deployments.ingress.schemas.response_model import PageResponse
 from app.deployments.ingress.service import IngressService
-from app.deployments.ingress.tenants import Caller, http_caller, visible, visible_page
-from app.deployments.registry.entries import DEFAULT_TENANT, AliasEntry
-from app.deployments.registry.view import Entry
-from app.engine.adapters.composing.composition import is_composition
+from app.deployments.registry.feed.view import Entry
+from app.deployments.registry.models import DEFAULT_TENANT, AliasEntry
+from app.engine.adapters.combining.combination import is_composition
 from app.engine.errors import NotFound
 
 
@@ -31,10 +31,10 @@ class ModelQuery(QueryParams):
 def add_model_routes(app: FastAPI, service: IngressService) -> None:
     """Add them."""
 
-    @app.get("/v1/models", response_model=Page[Model])
+    @app.get("/v1/models", response_model=PageResponse[Model])
     async def models(request: Request, query: Annotated[ModelQuery, Query()]) -> Response:
         """The base model, adapters and aliases: all of them, or a page."""
-        caller = http_caller(request)
+        caller = http_principal(request)
         if query.limit is not None:
             return JSONResponse(model_page(service, PageQuery(limit=query.limit, after=query.after), caller))
         pages = all_models(service, query.after, caller)
@@ -43,15 +43,15 @@ def add_model_routes(app: FastAPI, service: IngressService) -> None:
     @app.get("/v1/models/{name}", response_model=Model)
     async def model(request: Request, name: str) -> Response:
         """One of them."""
-        entry = visible(service.registry, http_caller(request), name.removeprefix(f"{service.base_name}:"))
+        entry = visible(service.registry, http_principal(request), name.removeprefix(f"{service.base_name}:"))
         if entry is not None:
-            return JSONResponse(model_of(service, entry, http_caller(request)))
-        if name == service.base_name and http_caller(request).tenant.may_use(name):
+            return JSONResponse(model_of(service, entry, http_principal(request)))
+        if name == service.base_name and http_principal(request).tenant.may_use(name):
             return JSONResponse(base_model(service))
         raise NotFound(f"there is no model or adapter {name[:80]!r}; GET /v1/models lists what there is")
 
 
-def model_page(service: IngressService, page: PageQuery, caller: Caller) -> dict[str, Any]:
+def model_page(service: IngressService, page: PageQuery, caller: Principal) -> dict[str, Any]:
     """The base, then adapters and aliases by name: those that the caller may use."""
     data = [base_model(service)] if page.after is None and caller.tenant.may_use(service.base_name) else []
     after = None if page.after == service.base_name else page.after
@@ -60,7 +60,7 @@ def model_page(service: IngressService, page: PageQuery, caller: Caller) -> dict
     return page_body(data, has_more=found.has_more)
 
 
-async def all_models(service: IngressService, after: str | None, caller: Caller) -> AsyncGenerator[bytes]:
+async def all_models(service: IngressService, after: str | None, caller: Principal) -> AsyncGenerator[bytes]:
     """The JSON of `model_page`'s list without an end: the official client takes one page for all there are.
 
     Other requests go on between its parts.
@@ -90,11 +90,11 @@ def base_model(service: IngressService) -> dict[str, Any]:
         "owned_by": "polylora",
         "root": service.base_name,
         "parent": None,
-        "max_model_len": service.frontend.max_context,
+        "max_model_len": service.frontend.max_model_len,
     }
 
 
-def model_of(service: IngressService, entry: Entry, caller: Caller) -> dict[str, Any]:
+def model_of(service: IngressService, entry: Entry, caller: Principal) -> dict[str, Any]:
     """As vLLM lists them: `parent` is the base; `root` is an alias's main target, or where an adapter comes from.
 
     An adapter that is activated says by which tokens. A place on this server is no client's business, nor is where

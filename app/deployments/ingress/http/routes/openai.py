@@ -12,8 +12,8 @@ from fastapi import FastAPI, Request
 from pydantic_core import to_json
 from starlette.responses import JSONResponse, Response
 
+from app.deployments.ingress.dispatch.generation_task import GenerationTask
 from app.deployments.ingress.embeddings import answer, vectors
-from app.deployments.ingress.frontend import last_words
 from app.deployments.ingress.http.event_stream import EventStream, sse
 from app.deployments.ingress.http.middleware.request_log import request_id_of
 from app.deployments.ingress.http.openapi import EVENT_STREAM
@@ -24,9 +24,8 @@ from app.deployments.ingress.http.request_lifecycle import (
     run_until_disconnect,
 )
 from app.deployments.ingress.http.request_parsing import JsonBody
-from app.deployments.ingress.job import Job
-from app.deployments.ingress.results import generate_result
-from app.deployments.ingress.routing.decision import ROUTE_HEADER
+from app.deployments.ingress.preprocess.preprocessor import last_user_text
+from app.deployments.ingress.principal import inference_principal
 from app.deployments.ingress.schemas.completions import (
     ChatCompletion,
     Completion,
@@ -36,9 +35,10 @@ from app.deployments.ingress.schemas.completions import (
 )
 from app.deployments.ingress.schemas.embeddings import EmbeddingsRequest
 from app.deployments.ingress.schemas.openai import ChatCompletionRequest, CompletionRequest, GenerateBody, RouteBody
+from app.deployments.ingress.semantic_router.decision import ROUTE_HEADER
+from app.deployments.ingress.serializers.generate import generate_result
 from app.deployments.ingress.serializers.openai import ChatSerializer, TokenOffsets, chat_serializer
 from app.deployments.ingress.service import IngressService
-from app.deployments.ingress.tenants import inference_caller
 from app.engine.errors import InvalidRequest
 
 
@@ -54,18 +54,18 @@ def _add_completion_routes(app: FastAPI, service: IngressService) -> None:
     @app.post("/v1/chat/completions", response_model=ChatCompletion, responses=EVENT_STREAM)
     async def chat(request: Request, body: JsonBody[ChatCompletionRequest]) -> Response:
         """Answer a conversation, whole or as a stream."""
-        job = await service.frontend.chat(body, inference_caller(request), request_id_of(request))
+        job = await service.frontend.chat(body, inference_principal(request), request_id_of(request))
         return await _respond(request, service, body, job)
 
     @app.post("/v1/completions", response_model=Completion, responses=EVENT_STREAM)
     async def completions(request: Request, body: JsonBody[CompletionRequest]) -> Response:
         """Continue one text or several, whole or as a stream."""
-        job = await service.frontend.completion(body, inference_caller(request), request_id_of(request))
+        job = await service.frontend.completion(body, inference_principal(request), request_id_of(request))
         return await _respond(request, service, body, job)
 
 
 async def _respond(
-    request: Request, service: IngressService, body: ChatCompletionRequest | CompletionRequest, job: Job
+    request: Request, service: IngressService, body: ChatCompletionRequest | CompletionRequest, job: GenerationTask
 ) -> Response:
     request.state.job = job
     request.state.model = body.model[:160]
@@ -86,7 +86,7 @@ async def _respond(
 def _add_embeddings_route(app: FastAPI, service: IngressService) -> None:
     @app.post("/v1/embeddings", response_model=EmbeddingList)
     async def embeddings(request: Request, body: JsonBody[EmbeddingsRequest]) -> Response:
-        caller, request_id = inference_caller(request), request_id_of(request)
+        caller, request_id = inference_principal(request), request_id_of(request)
         job = request.state.job = await service.embedder.job(body, caller, request_id)
         with counted_if_cancelled(service, "embeddings", job):
             found = await run_until_disconnect(request, vectors(job))
@@ -101,15 +101,15 @@ def _add_choice_route(app: FastAPI, service: IngressService) -> None:
         """Which adapters model "auto" would choose, and how near each is; nothing is generated."""
         if (body.messages is None) == (body.prompt is None):
             raise InvalidRequest("give either messages, a conversation, or prompt", param="prompt")
-        asked = body.prompt or "" if body.messages is None else last_words(body.messages)
-        caller = inference_caller(request)
+        asked = body.prompt or "" if body.messages is None else last_user_text(body.messages)
+        caller = inference_principal(request)
         decision = await run_until_disconnect(request, service.frontend.chooser.choose(asked, caller, body.routing))
         service.observe("route", 200, None)
         headers = {ROUTE_HEADER: decision.header} | service.tenancy.headers(caller)
         return JSONResponse({"object": "route"} | decision.body(), headers=headers)
 
 
-async def _events(job: Job, form: ChatSerializer) -> AsyncGenerator[bytes]:
+async def _events(job: GenerationTask, form: ChatSerializer) -> AsyncGenerator[bytes]:
     offsets = [TokenOffsets(form.text_bytes) for _ in job.requests]
     started = [not form.is_chat] * len(job.requests)
     readers = [form.reader(index) for index in range(len(job.requests))]
@@ -137,7 +137,7 @@ def _add_generate_route(app: FastAPI, service: IngressService) -> None:
     @app.post("/generate", response_model=GenerateResult | list[GenerateResult])
     async def generate(request: Request, body: JsonBody[GenerateBody]) -> Response:
         """Continue texts, each with an adapter of its own or none."""
-        caller, request_id = inference_caller(request), request_id_of(request)
+        caller, request_id = inference_principal(request), request_id_of(request)
         job = request.state.job = await service.frontend.generate(body, caller, request_id)
         with counted_if_cancelled(service, "generate", job):
             answers = await run_until_disconnect(request, job.answers())

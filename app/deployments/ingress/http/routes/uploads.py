@@ -12,11 +12,11 @@ from starlette.responses import JSONResponse, Response
 
 from app.deployments.ingress.http.openapi import takes_content
 from app.deployments.ingress.http.request_parsing import read_bytes
+from app.deployments.ingress.principal import http_principal
 from app.deployments.ingress.schemas.loras import Lora
 from app.deployments.ingress.serializers.loras import adapter_body, job_body
 from app.deployments.ingress.service import IngressService
-from app.deployments.ingress.tenants import http_caller
-from app.deployments.registry.entries import UPLOADED, LoadRequest
+from app.deployments.registry.models import UPLOADED, LoadRequest
 from app.engine.errors import InvalidRequest, QueueFull
 from app.redaction import holds_key
 
@@ -51,7 +51,7 @@ def add_upload_route(routes: APIRouter, service: IngressService) -> None:
         num_running += 1
         try:
             weights = await read_bytes(request, service.frontend.limits.max_upload_bytes, "limits.max_upload_bytes")
-            caller = http_caller(request)
+            caller = http_principal(request)
             wanted = LoadRequest(caller.tenant_id, name, UPLOADED, caller.who)
             job, entry = await service.management.store.upload(wanted, config.encode("latin-1"), weights)
         finally:

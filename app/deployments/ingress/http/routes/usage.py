@@ -14,24 +14,24 @@ from fastapi import APIRouter, Query, Request
 from pydantic import Field
 from starlette.responses import JSONResponse, Response
 
+from app.deployments.ingress.accounting import RequestAccounting
 from app.deployments.ingress.http.request_parsing import JsonBody, QueryParams, WholeNumber
+from app.deployments.ingress.principal import admin_principal
 from app.deployments.ingress.schemas import admin as schemas
 from app.deployments.ingress.schemas.admin import Cleared, SpendLimit
-from app.deployments.ingress.schemas.usage import BucketPage, CompletionsUsage, Costs, EmbeddingsUsage
+from app.deployments.ingress.schemas.usage import BucketPage, CompletionsUsage, CostsResponse, EmbeddingsUsage
 from app.deployments.ingress.serializers import admin as serializers
-from app.deployments.ingress.tenancy import Tenancy
-from app.deployments.ingress.tenants import admin_caller
-from app.deployments.tenants.limits import NANOS_PER_CENT
-from app.deployments.tenants.metering import Charge, RouteKind
-from app.deployments.tenants.usage import WIDTHS, UsageQuery, Width, next_page, usage_query
+from app.deployments.tenancy.quota.limits import NANOS_PER_CENT
+from app.deployments.tenancy.usage.flusher import RouteKind, UsageRecord
+from app.deployments.tenancy.usage.queries import WIDTHS, BucketSize, UsageQuery, next_page, usage_query
 from app.engine.errors import InvalidRequest, NotFound
 
 #: One group's sum.
-Sum = tuple[Mapping[str, str], Charge]
+Sum = tuple[Mapping[str, str], UsageRecord]
 #: What is made of the sums of a bucket.
 Results = Callable[[Sequence[Sum]], list[dict[str, Any]]]
 #: Costs come by the day, and more of them at once than usage does.
-_COST_WIDTH = Width(86_400, 7, 180)
+_COST_WIDTH = BucketSize(86_400, 7, 180)
 #: Up to the year 5138.
 _Time = Annotated[int, WholeNumber(0, 10**11)]
 
@@ -67,7 +67,7 @@ class CostQuery(BucketQuery):
     line_items: list[str] = Field(default_factory=list)
 
 
-def add_usage_routes(routes: APIRouter, tenancy: Tenancy) -> None:
+def add_usage_routes(routes: APIRouter, tenancy: RequestAccounting) -> None:
     """`/usage/completions`, `/usage/embeddings`, `/costs`."""
 
     @routes.get("/usage/completions", response_model=BucketPage[CompletionsUsage])
@@ -78,7 +78,7 @@ def add_usage_routes(routes: APIRouter, tenancy: Tenancy) -> None:
     async def embeddings(query: Annotated[ModelUsageQuery, Query()]) -> Response:
         return await _usage(query, tenancy, "embeddings", _embeddings)
 
-    @routes.get("/costs", response_model=BucketPage[Costs])
+    @routes.get("/costs", response_model=BucketPage[CostsResponse])
     async def costs(query: Annotated[CostQuery, Query()]) -> Response:
         asked = query.group_by
         others = [name for name in asked if name not in ("line_item", "model")]
@@ -88,7 +88,7 @@ def add_usage_routes(routes: APIRouter, tenancy: Tenancy) -> None:
         return await _page(tenancy, wanted, lambda results: _costs(results, asked))
 
 
-def add_spend_routes(routes: APIRouter, tenancy: Tenancy) -> None:
+def add_spend_routes(routes: APIRouter, tenancy: RequestAccounting) -> None:
     """`/projects/{id}/spend_limit`."""
     owner, path = tenancy.owner, "/projects/{project_id}/spend_limit"
 
@@ -106,16 +106,16 @@ def add_spend_routes(routes: APIRouter, tenancy: Tenancy) -> None:
 
     @routes.post(path, response_model=SpendLimit)
     async def update(project_id: str, request: Request, body: JsonBody[schemas.SpendLimitBody]) -> Response:
-        await owner.limit_spend(project_id, body.threshold_amount, actor=admin_caller(request).key_id)
+        await owner.limit_spend(project_id, body.threshold_amount, actor=admin_principal(request).key_id)
         return await answer(project_id)
 
     @routes.delete(path, response_model=Cleared)
     async def delete(project_id: str, request: Request) -> Response:
-        await owner.limit_spend(project_id, None, actor=admin_caller(request).key_id)
+        await owner.limit_spend(project_id, None, actor=admin_principal(request).key_id)
         return JSONResponse({"object": "project.spend_limit.deleted", "deleted": True})
 
 
-async def _usage(query: ModelUsageQuery, tenancy: Tenancy, kind: RouteKind, results: Results) -> Response:
+async def _usage(query: ModelUsageQuery, tenancy: RequestAccounting, kind: RouteKind, results: Results) -> Response:
     if query.user_ids or (isinstance(query, CompletionsUsageQuery) and query.batch == "true"):
         raise InvalidRequest("usage is not counted by batch or user; ask by project, key or model", param="batch")
     wanted = _query(query, tenancy, WIDTHS[query.bucket_width], kind, query.group_by)
@@ -124,7 +124,7 @@ async def _usage(query: ModelUsageQuery, tenancy: Tenancy, kind: RouteKind, resu
     return await _page(tenancy, wanted, results)
 
 
-async def _page(tenancy: Tenancy, query: UsageQuery, results: Results) -> Response:
+async def _page(tenancy: RequestAccounting, query: UsageQuery, results: Results) -> Response:
     await tenancy.metering.flush()  # so that whoever asks after a request sees it, if it was of this ingress
     data = [
         {
@@ -140,7 +140,7 @@ async def _page(tenancy: Tenancy, query: UsageQuery, results: Results) -> Respon
 
 
 def _query(
-    query: BucketQuery, tenancy: Tenancy, width: Width, kind: RouteKind | None, group_by: Sequence[str]
+    query: BucketQuery, tenancy: RequestAccounting, width: BucketSize, kind: RouteKind | None, group_by: Sequence[str]
 ) -> UsageQuery:
     only = {"project_id": query.project_ids, "key_id": query.api_key_ids}
     return usage_query(
@@ -198,8 +198,8 @@ class _Cost(NamedTuple):
 
 
 def _costs(sums: Sequence[Sum], asked: Collection[str]) -> list[dict[str, Any]]:
-    """A line item is the tokens of a model or an adapter, and has a quantity. `asked`: what is grouped by."""
-    totals: dict[_Cost, Charge] = {}
+    """A line item is the tokens of a model or an adapter, and has a quantity. `requested_grammar`: what is grouped by."""
+    totals: dict[_Cost, UsageRecord] = {}
     for group, charge in sums:
         model = group["model"]
         place = _Cost(
@@ -208,11 +208,11 @@ def _costs(sums: Sequence[Sum], asked: Collection[str]) -> list[dict[str, Any]]:
             model if "model" in asked else None,
             model if "line_item" in asked else None,
         )
-        totals[place] = totals.get(place, Charge()).plus(charge)
+        totals[place] = totals.get(place, UsageRecord()).plus(charge)
     return [_cost(place, total) for place, total in totals.items()]
 
 
-def _cost(place: _Cost, total: Charge) -> dict[str, Any]:
+def _cost(place: _Cost, total: UsageRecord) -> dict[str, Any]:
     is_line = place.line_item is not None
     return {
         "object": "organization.costs.result",

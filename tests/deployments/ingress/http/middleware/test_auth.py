@@ -16,8 +16,8 @@ from app.deployments.ingress.http.app import make_app
 from app.deployments.ingress.http.middleware.auth import FREE_PATHS
 from app.deployments.ingress.http.middleware.origin_check import HttpPolicy
 from app.deployments.ingress.http.openapi import api_routes
-from app.deployments.registry.entries import LoadRequest
-from app.deployments.tenants.key_material import key_digest, new_key
+from app.deployments.registry.models import LoadRequest
+from app.deployments.tenancy.auth.key_crypto import key_digest, new_key
 from app.engine.errors import ConfigError
 from tests.deployments.http_service import Service
 from tests.deployments.ingress.http.middleware.test_origin_check import client_of

@@ -12,7 +12,7 @@ import pytest
 from app.config import HttpConfig
 from app.deployments.ingress.http.app import make_app
 from app.deployments.ingress.http.middleware.origin_check import HttpPolicy
-from app.deployments.registry.entries import DEFAULT_TENANT
+from app.deployments.registry.models import DEFAULT_TENANT
 from app.engine.errors import ConfigError
 from tests.deployments.http_service import Service
 

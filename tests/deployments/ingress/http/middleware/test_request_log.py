@@ -11,7 +11,7 @@ import pytest_asyncio
 
 from app.deployments.ingress.http.app import make_app
 from app.deployments.ingress.http.middleware.origin_check import HttpPolicy
-from app.logs import Happened
+from app.logging import LogEvent
 from tests.deployments.http_service import Service
 
 BODY = {"model": "sql", "prompt": "secret words", "max_tokens": 2, "ignore_eos": True}
@@ -25,8 +25,8 @@ async def logged(service: Service) -> AsyncIterator[httpx.AsyncClient]:
         yield client
 
 
-def told(caplog: pytest.LogCaptureFixture) -> list[Happened]:
-    return [record.msg for record in caplog.records if isinstance(record.msg, Happened)]
+def told(caplog: pytest.LogCaptureFixture) -> list[LogEvent]:
+    return [record.msg for record in caplog.records if isinstance(record.msg, LogEvent)]
 
 
 async def test_one_id_is_in_the_header_the_body_and_the_log(

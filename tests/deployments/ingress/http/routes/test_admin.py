@@ -16,7 +16,7 @@ from openai._base_client import BasePage
 
 from app.deployments.ingress.http.app import make_app
 from app.deployments.ingress.http.middleware.origin_check import HttpPolicy
-from app.deployments.tenants.key_material import key_digest, new_key
+from app.deployments.tenancy.auth.key_crypto import key_digest, new_key
 from tests.deployments.http_service import Service
 
 NOW = int(time.time()) - 30

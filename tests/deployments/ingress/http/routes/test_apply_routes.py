@@ -16,7 +16,7 @@ import uvicorn
 from app.cli.main import main
 from app.deployments.ingress.http.app import make_app
 from app.deployments.ingress.http.middleware.origin_check import HttpPolicy
-from app.deployments.tenants.key_material import key_digest
+from app.deployments.tenancy.auth.key_crypto import key_digest
 from app.engine.errors import AdapterFormatError
 from tests.deployments.http_service import Service
 

@@ -19,16 +19,16 @@ from hypothesis import strategies as st
 
 from app.config import AppConfig
 from app.deployments.ingress.batches import runner as runner_module
-from app.deployments.ingress.batches.lines import NumberedLine, Splitter
+from app.deployments.ingress.batches.batch_file import NumberedBatchLine, Splitter
 from app.deployments.ingress.batches.runner import BatchRunner
 from app.deployments.ingress.http.app import make_app
 from app.deployments.ingress.http.batch_executor import BatchExecutor
 from app.deployments.ingress.http.middleware.origin_check import HttpPolicy
 from app.deployments.ingress.http.routes import files as file_routes
-from app.deployments.ingress.tenants import Caller
-from app.deployments.kept.batches import LEASE_S
-from app.deployments.kept.entries import LeaseLost, LineAnswer
-from app.deployments.tenants.key_material import new_key
+from app.deployments.ingress.principal import Principal
+from app.deployments.object_storage.batches import LEASE_S
+from app.deployments.object_storage.models import LeaseLost, LineResult
+from app.deployments.tenancy.auth.key_crypto import new_key
 from app.engine.errors import QueueFull
 from app.engine.request import GenerateRequest, TokenChunk
 from tests.deployments.http_service import Service
@@ -88,10 +88,10 @@ async def lines_of(gpt: openai.AsyncOpenAI, file_id: str | None) -> list[dict[st
 @given(content=st.lists(st.sampled_from([b"\n", b"a", b"bc", b"  "]), max_size=40).map(b"".join), data=st.data())
 def test_lines_are_the_same_whatever_parts_a_file_comes_in(content: bytes, data: st.DataObject) -> None:
     places = sorted(data.draw(st.lists(st.integers(0, len(content)), max_size=6)))
-    splitter, found = Splitter(4), list[NumberedLine]()
+    splitter, found = Splitter(4), list[NumberedBatchLine]()
     for begin, end in itertools.pairwise([0, *places, len(content)]):
         found += splitter.push(content[begin:end])
-    whole = [NumberedLine(number, text[:5]) for number, text in enumerate(content.split(b"\n"))]
+    whole = [NumberedBatchLine(number, text[:5]) for number, text in enumerate(content.split(b"\n"))]
     assert found + splitter.end() == whole
 
 
@@ -103,7 +103,7 @@ async def test_a_file_is_read_as_its_lines_are_wanted(
     content = jsonl([BODIES[CHAT]] * 120)
     num_parts, line_bytes = -(-len(content) // 300), len(content) // 120
     reads: list[int] = []
-    file_part = writing.kept.file_part
+    file_part = writing.storage.file_part
 
     async def read(file_id: str, number: int, *, tenant_id: str) -> bytes | None:
         reads.append(number)
@@ -117,7 +117,7 @@ async def test_a_file_is_read_as_its_lines_are_wanted(
     ahead: list[int] = []
     fields: Any = {"endpoint": CHAT, "input_file_id": await upload(gpt, content), "completion_window": "24h"}
     batch = await gpt.batches.create(**fields)
-    monkeypatch.setattr(writing.kept, "file_part", read)
+    monkeypatch.setattr(writing.storage, "file_part", read)
     runner = writing.batch_runner(answer, "here", write_s=0.01)
     task = asyncio.create_task(runner.run())
     batch = await ended(gpt, batch.id)
@@ -231,7 +231,7 @@ async def test_what_cannot_be_is_refused_when_it_is_asked_for(
 
 async def test_bytes_and_batches_are_bounded(gpt: openai.AsyncOpenAI, writing: Service) -> None:
     small = {"max_file_bytes": 2000, "max_tenant_bytes": 3000, "max_open_batches": 2}
-    writing.kept_config = AppConfig.model_validate({"kept": small}).kept
+    writing.storage_config = AppConfig.model_validate({"storage": small}).storage
     file_id = await upload(gpt, bytes(2000))
     with pytest.raises(openai.APIStatusError) as caught:
         await upload(gpt, bytes(2001))
@@ -271,7 +271,7 @@ class Held:
 def runner_of(service: Service, held: Held, holder: str, now_s: list[float]) -> BatchRunner:
     service.managed.registry.database.clock = service.managed.monotonic = lambda: now_s[0]
     return BatchRunner(
-        service.kept, held.answer, service._caller_of, holder, service._config, lambda: now_s[0], write_s=0.005
+        service.storage, held.answer, service._caller_of, holder, service._config, lambda: now_s[0], write_s=0.005
     )
 
 
@@ -292,7 +292,7 @@ async def test_another_goes_on_with_what_a_dead_ingress_left(gpt: openai.AsyncOp
     task.cancel()
     await first._tasks.close()  # it is gone, and has released nothing
     second = runner_of(writing, held, "second", now_s)
-    assert await second.kept.claim("second") is None, "its lease holds"
+    assert await second.storage.claim("second") is None, "its lease holds"
     now_s[0] += LEASE_S
     task = asyncio.create_task(second.run())
     held.num_open = 100
@@ -311,20 +311,20 @@ async def test_what_two_write_is_kept_once(gpt: openai.AsyncOpenAI, writing: Ser
     runner_of(writing, held, "x", now_s)
     fields: Any = {"endpoint": CHAT, "completion_window": "24h"}
     batch = await gpt.batches.create(input_file_id=await upload(gpt, jsonl([BODIES[CHAT]])), **fields)
-    kept = writing.kept
-    assert await kept.claim("slow") is not None
-    await kept.begin_batch(batch.id, "slow", 1)
-    assert await kept.claim("fast") is None, "its lease holds"
+    storage = writing.storage
+    assert await storage.claim("slow") is not None
+    await storage.begin_batch(batch.id, "slow", 1)
+    assert await storage.claim("fast") is None, "its lease holds"
     now_s[0] += LEASE_S
-    assert await kept.claim("fast") is not None
+    assert await storage.claim("fast") is not None
     with pytest.raises(LeaseLost):
-        await kept.answer(batch.id, "slow", [LineAnswer(0, False, "slow")])
+        await storage.answer(batch.id, "slow", [LineResult(0, False, "slow")])
     for text in ("first", "second"):
-        told = await kept.answer(batch.id, "fast", [LineAnswer(0, False, text)])
+        told = await storage.answer(batch.id, "fast", [LineResult(0, False, text)])
         assert told.num_completed == 1
-    done = await kept.finish(batch.id, "fast", "completed")
+    done = await storage.finish(batch.id, "fast", "completed")
     assert done.output_file_id is not None
-    assert await kept.file_part(done.output_file_id, 0, tenant_id="default") == b"first\n"
+    assert await storage.file_part(done.output_file_id, 0, tenant_id="default") == b"first\n"
 
 
 async def test_a_cancelled_batch_keeps_what_was_answered(gpt: openai.AsyncOpenAI, writing: Service) -> None:
@@ -367,7 +367,7 @@ async def test_what_is_not_answered_in_time_is_told(gpt: openai.AsyncOpenAI, wri
     now_s[0] += 31 * 86_400
     with pytest.raises(openai.NotFoundError):
         await gpt.files.retrieve(batch.error_file_id or "")
-    await asyncio.to_thread(writing.kept._actor._callee._books.sweep)  # type: ignore[attr-defined]
+    await asyncio.to_thread(writing.storage._actor._callee._books.sweep)  # type: ignore[attr-defined]
     assert await asyncio.to_thread(_num_rows, writing, "file_parts") == 0
 
 
@@ -462,8 +462,8 @@ async def test_what_is_told_of_a_file_s_lines_holds_no_key(gpt: openai.AsyncOpen
         batch = await ended(gpt, batch.id)
         assert batch.status == "failed"
         assert [each.param for each in batch.errors.data] == [param]
-        kept = await writing.kept.batch(batch.id, tenant_id="default")
-        assert key not in repr(kept)
+        storage = await writing.storage.batch(batch.id, tenant_id="default")
+        assert key not in repr(storage)
 
 
 async def org_batch(org: Org, num_lines: int) -> dict[str, Any]:
@@ -519,9 +519,9 @@ async def test_a_line_is_one_request_however_often_it_is_tried(org: Org, monkeyp
 async def test_a_batch_goes_by_what_its_project_may_now(org: Org) -> None:
     """Rights and limits that change while a batch runs are in force for the lines that follow."""
     owner, service, ada = org.service.tenancy.owner, org.service, org.ids["ada"]
-    answers, asked = BatchExecutor(service), list[Caller]()
+    answers, asked = BatchExecutor(service), list[Principal]()
 
-    async def answer(endpoint: str, body: Mapping[str, Any], caller: Caller, request_id: str) -> Mapping[str, Any]:
+    async def answer(endpoint: str, body: Mapping[str, Any], caller: Principal, request_id: str) -> Mapping[str, Any]:
         asked.append(caller)
         if len(asked) == 2:
             await owner.permit_models(ada, "deny_list", ["base"], actor="test")
@@ -535,11 +535,11 @@ async def test_a_batch_goes_by_what_its_project_may_now(org: Org) -> None:
     runner.num_streams = 1
     batch_id = (await org_batch(org, 5))["id"]
     task = asyncio.create_task(runner.run())
-    while (batch := await service.kept.batch(batch_id, tenant_id=ada)).status in ("validating", "in_progress"):
+    while (batch := await service.storage.batch(batch_id, tenant_id=ada)).status in ("validating", "in_progress"):
         await asyncio.sleep(0.01)
     assert (batch.num_completed, batch.num_failed, len(asked)) == (2, 3, 3)
     assert batch.error_file_id is not None
-    told = await service.kept.file_part(batch.error_file_id, 0, tenant_id=ada)
+    told = await service.storage.file_part(batch.error_file_id, 0, tenant_id=ada)
     assert told is not None
     lines = [json.loads(line) for line in told.splitlines()]
     assert lines[0]["response"]["status_code"] == 404

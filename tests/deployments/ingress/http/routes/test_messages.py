@@ -15,10 +15,10 @@ import openai
 import pytest
 import pytest_asyncio
 
-from app.deployments.ingress import tokenizer_service
 from app.deployments.ingress.http.app import make_app
 from app.deployments.ingress.http.middleware.origin_check import HttpPolicy
-from app.deployments.ingress.template_variables import MAX_CHARS
+from app.deployments.ingress.preprocess import tokenizer_service
+from app.deployments.ingress.preprocess.chat_template_kwargs import MAX_CHARS
 from tests.deployments.http_service import Service, writing_text
 from tests.deployments.ingress.conftest import as_described
 

@@ -89,13 +89,13 @@ async def test_what_is_not_stored_is_not_there(gpt: openai.AsyncOpenAI, writing:
             await gpt.responses.create(**FIXED, previous_response_id=gone)
         with pytest.raises(openai.NotFoundError):
             await gpt.responses.input_items.list(gone)
-    writing.kept_config = AppConfig.model_validate({"kept": {"store_responses": True}}).kept
+    writing.storage_config = AppConfig.model_validate({"storage": {"store_responses": True}}).storage
     assert (await gpt.responses.create(**FIXED)).store is True
     assert (await gpt.responses.create(**FIXED, store=False)).store is False
 
 
 async def test_they_are_bounded_and_expire(gpt: openai.AsyncOpenAI, writing: Service) -> None:
-    writing.kept_config = AppConfig.model_validate({"kept": {"max_responses": 2, "days": 1}}).kept
+    writing.storage_config = AppConfig.model_validate({"storage": {"max_responses": 2, "days": 1}}).storage
     database, now_s = writing.managed.registry.database, [1000.0]
     database.clock = lambda: now_s[0]
     ids = []
@@ -109,8 +109,8 @@ async def test_they_are_bounded_and_expire(gpt: openai.AsyncOpenAI, writing: Ser
     with pytest.raises(openai.NotFoundError):
         await gpt.responses.retrieve(ids[1])
     assert (await gpt.responses.retrieve(ids[2])).id == ids[2]
-    small = writing.kept_config.model_copy(update={"max_response_bytes": 1024})
-    writing.kept_config = small
+    small = writing.storage_config.model_copy(update={"max_response_bytes": 1024})
+    writing.storage_config = small
     first = await gpt.responses.create(**FIXED | {"input": "x" * 100}, store=True)
     with pytest.raises(openai.NotFoundError):
         await gpt.responses.retrieve(first.id)

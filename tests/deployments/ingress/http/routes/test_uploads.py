@@ -7,8 +7,8 @@ import asyncio
 import httpx
 import pytest
 
-from app.deployments.registry.entries import UPLOADED
-from app.deployments.registry.trimming import uploads_in_use
+from app.deployments.registry.db.retention import uploads_in_use
+from app.deployments.registry.models import UPLOADED
 from tests.deployments.http_service import Service
 from tests.deployments.ingress.http.middleware.test_auth import Org, org
 
@@ -21,7 +21,7 @@ HEADERS = {"X-Adapter-Config": CONFIG, "Content-Type": "application/octet-stream
 def known(service: Service, weights: bytes, like: str) -> str:
     """The source of these weights, which are the contents of another adapter of the tests."""
     assert service.managed.uploads is not None
-    with service.managed.uploads.kept(CONFIG.encode(), weights) as source:
+    with service.managed.uploads.storage(CONFIG.encode(), weights) as source:
         service.managed.store.contents[source] = service.managed.store.contents[like]
     return source
 

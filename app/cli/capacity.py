@@ -1,0 +1,69 @@
+"""`polylora plan`: how many replicas a recorded traffic needs, and what breaks first with fewer.
+
+In: a trace (one JSON object a line), an objective for the first token, and a table of what steps and loads take. Out: a
+line per fact on stdout. Nothing is started: the service's own decisions run on a virtual clock.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from app.cli.adapters import add_config_option
+from app.cli.config_file import read_settings
+from app.engine.errors import ConfigError
+
+
+def add_plan(commands: Any) -> None:
+    """Add it to `argparse.ArgumentParser.add_subparsers()`."""
+    parser = commands.add_parser("plan", help="how many replicas a recorded traffic needs, and what breaks first")
+    parser.add_argument("--trace", type=Path, required=True, help="one JSON object a line, with arrival_s at least")
+    parser.add_argument("--slo-ttft", type=float, required=True, metavar="S", help="seconds to the first token")
+    parser.add_argument("--percentile", type=float, default=99.0, help="of the requests that are to keep it")
+    add_config_option(parser, "a Serve application file: what a replica is")
+    parser.add_argument(
+        "--costs", type=Path, help="what steps and loads take (JSON); else that of a laptop's two cores"
+    )
+    parser.add_argument("--rank", type=int, default=16, help="of every adapter in the trace")
+    parser.add_argument("--prompt-tokens", type=int, default=64, help="where the trace does not say")
+    parser.add_argument("--output-tokens", type=int, default=64, help="where the trace does not say")
+    parser.add_argument("--max-replicas", type=int, default=256)
+    parser.set_defaults(run=_plan)
+
+
+def _plan(arguments: argparse.Namespace) -> int:
+    from app.simulation.costs import DEFAULT_COSTS, read_costs
+    from app.simulation.fleet import Plan
+    from app.simulation.planning import plan_fleet
+    from app.simulation.replica import ReplicaSize
+    from app.simulation.trace import read_trace
+    from app.simulation.traffic import from_trace
+
+    settings = read_settings(arguments.config)
+    engine = settings.engine
+    try:
+        entries = read_trace(arguments.trace.read_text().split("\n"), arguments.trace)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"the trace cannot be read: {error}") from None
+    traffic = from_trace(entries, arguments.rank, arguments.prompt_tokens, arguments.output_tokens)
+    costs = read_costs(arguments.costs or DEFAULT_COSTS)
+    size = ReplicaSize(
+        max_num_seqs=engine.max_num_seqs,
+        lora_pool_rows=engine.lora_pool_rows,
+        max_loras=engine.max_loras,
+        kv_tokens=engine.num_kv_blocks * engine.block_size,
+        eviction=engine.lora_eviction_policy,
+        rank_alignment=engine.rank_alignment,
+        max_num_batched_tokens=engine.max_num_batched_tokens,
+        prefill_step_s=engine.target_step_ms / 1000,
+    )
+    plan = Plan(1, costs, size, settings.placement, settings.adapters.host_cache_bytes)
+    need = plan_fleet(traffic, plan, arguments.slo_ttft, arguments.percentile, arguments.max_replicas)
+    print(f"times of {costs.machine}")
+    print(f"replicas       {need.num_replicas}")
+    print(f"first token    {need.ttft_s:.3f} s at p{arguments.percentile:g}; hit rate {need.hit_rate:.3f}")
+    print(f"rank rows      {need.rank_rows} of {engine.lora_pool_rows} were in use on a replica at most")
+    print(f"host memory    {need.host_bytes} bytes hold every adapter of the trace; {plan.host_bytes} are set")
+    print(f"breaks first   {need.breaks_first}")
+    return 0

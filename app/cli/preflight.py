@@ -1,0 +1,113 @@
+"""What can be known to be in the way of a start, before anything is started.
+
+In: the settings and the environment. Out: nothing, or a ConfigError: one sentence with the place and the way out. Rule:
+nothing is left behind but folders that the service would make as well.
+"""
+
+from __future__ import annotations
+
+import errno
+import socket
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from app.cli.ray_env import HA_PROXY_PORTS
+from app.config import AppConfig
+from app.engine.config import EngineConfig
+from app.engine.errors import ConfigError, PolyloraError
+from app.engine.models.download.model_download import default_cache_dir
+
+if TYPE_CHECKING:
+    from app.engine.models.spec import ModelSpec
+
+#: Where Ray's token comes from unless it is made in a home directory.
+_TOKEN_VARIABLES = ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
+
+
+def check_folders(settings: AppConfig, environ: Mapping[str, str]) -> None:
+    """Raises ConfigError for a folder of this machine that the service could not write to."""
+    check_cache()
+    state = Path(settings.adapters.state_dir)
+    _check_folder(state, "the registry", "set POLYLORA_STATE_DIR (or adapters.state_dir) to another folder")
+    _check_folder(Path(settings.logs.folder), "the log", "set logs.folder to another one")
+    has_token = any(environ.get(name) for name in _TOKEN_VARIABLES)
+    if environ.get("RAY_ADDRESS") or environ.get("RAY_AUTH_MODE", "token") != "token" or has_token:
+        return
+    token = _home(lambda: Path.home() / ".ray")
+    if not (token / "auth_token").is_file():
+        _check_folder(token, "Ray's token", "set RAY_AUTH_TOKEN to a secret of your own, or HOME to another folder")
+
+
+def check_device(engine: EngineConfig) -> None:
+    """Raises ConfigError for a section whose packages are not installed, or whose device this machine does not have."""
+    engine.check_installed()
+    from app.engine.factory import check_device_is_here  # heavy
+
+    check_device_is_here(engine)
+
+
+def check_cache() -> None:
+    """Raises ConfigError for a cache of models and kernels that could not be written to."""
+    _check_folder(_home(default_cache_dir), "models and compiled kernels", "set POLYLORA_CACHE to another folder")
+
+
+def check_model(settings: AppConfig, path: Path) -> ModelSpec:
+    """What the base model at `path` is. Raises ConfigError for settings that are not for it, and CheckpointError."""
+    from app.engine.engine import context_of
+    from app.engine.models.checkpoint import load_checkpoint
+
+    spec = load_checkpoint(path, settings.model.name).spec
+    context_of(settings.engine, spec)
+    return spec
+
+
+def check_preloaded(settings: AppConfig) -> None:
+    """Raises ConfigError for an adapter that is to be there from the start and cannot be: local ones have to exist."""
+    from app.deployments.registry.models import check_source  # heavy, as the next
+    from app.deployments.store.sources.factory import open_sources
+
+    sources = open_sources(settings.adapters, base_name=settings.model.name)
+    for adapter in settings.adapters.preload:
+        try:
+            check_source(adapter.path)
+            sources.locate(adapter.path)
+        except PolyloraError as error:
+            raise ConfigError(f"adapters.preload: {adapter.name!r}: {error}") from error
+
+
+def check_ha_proxy_ports(environ: Mapping[str, str]) -> None:
+    """Two services on one machine may have all else in common: HAProxy would be started again and again."""
+    for name, what in HA_PROXY_PORTS:
+        if name in environ:
+            check_port("127.0.0.1", int(environ[name]), f"{what} would be there; set {name} to another")
+
+
+def check_port(host: str, port: int, way_out: str) -> None:
+    """Fail early and in words: Serve would only log it. Raises ConfigError."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            if error.errno not in (errno.EADDRINUSE, errno.EACCES):  # another port would not help
+                way_out = "choose another --host (or http_options.host): an address of this machine"
+            raise ConfigError(f"cannot listen on {host}:{port} ({error.strerror}); {way_out}") from error
+
+
+def _check_folder(folder: Path, what: str, way_out: str) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise ConfigError(f"cannot write to {folder} ({error.strerror}), the folder of {what}; {way_out}") from error
+
+
+def _home(path: Callable[[], Path]) -> Path:
+    try:
+        return path()
+    except RuntimeError as error:
+        raise ConfigError("this user has no home directory; set HOME to a folder that can be written") from error

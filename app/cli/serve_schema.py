@@ -1,0 +1,95 @@
+"""Serve's own part of the settings file: everything in it is known to Serve before Serve is started.
+
+In: the file's content. Out: Serve's schema of it, or a ConfigError that names what is wrong. Rule: a key that Serve
+would pass over in silence is an error here, with what may have been meant. `args` of our application are
+`app.config`'s. Ray is imported here: its switches have to be set before (`ray_switches`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+from ray.serve.config import AutoscalingConfig, RequestRouterConfig
+from ray.serve.schema import ServeDeploySchema
+
+from app.cli.config_file import IMPORT_PATH
+from app.engine.errors import ConfigError
+from app.suggestions import did_you_mean, model_in
+
+#: The deployments of our application (`app.main`).
+DEPLOYMENTS = ("EngineReplica", "Ingress")
+#: Serve's own policy counts open calls, of which each ingress keeps one per engine replica.
+_ENGINE_POLICY = "app.deployments.placement.autoscaling:AdapterDemand"
+#: What Serve's schema takes as any mapping, and reads as one of these later.
+_READ_LATER: Mapping[str, type[BaseModel]] = {
+    "autoscaling_config": AutoscalingConfig,
+    "request_router_config": RequestRouterConfig,
+}
+
+
+def serve_schema(document: Mapping[str, Any], path: Path) -> ServeDeploySchema:
+    """Raises ConfigError naming each unknown key, or each value that Serve refuses."""
+    wrong = [*_unknown_keys(document, ServeDeploySchema, ""), *_wrong_deployments(document)]
+    if wrong:
+        raise ConfigError(f"{path}: " + "; ".join(wrong))
+    try:
+        return ServeDeploySchema.model_validate(document)
+    except ValidationError as error:
+        lines = (f"{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in error.errors())
+        raise ConfigError(f"{path}: " + "; ".join(lines)) from error
+
+
+def _unknown_keys(value: Any, model: type[BaseModel], where: str) -> Iterator[str]:
+    if isinstance(value, list):
+        for index, item in enumerate(value):
+            name = item.get("name", index) if isinstance(item, Mapping) else index
+            yield from _unknown_keys(item, model, f"{where}[{name}]")
+    if not isinstance(value, Mapping):
+        return
+    known = {field.alias or name: field.annotation for name, field in model.model_fields.items()}
+    for key, inner_value in value.items():
+        place = f"{where}.{key}" if where else str(key)
+        if key not in known:
+            yield f"{place} is an unknown key{did_you_mean(str(key), known)}"
+        elif inner := _READ_LATER.get(key) or model_in(known[key]):
+            yield from _unknown_keys(inner_value, inner, place)
+
+
+def _wrong_deployments(document: Mapping[str, Any]) -> Iterator[str]:
+    for application in document.get("applications") or ():
+        if not isinstance(application, Mapping) or application.get("import_path") != IMPORT_PATH:
+            continue
+        for deployment in application.get("deployments") or ():
+            name = deployment.get("name") if isinstance(deployment, Mapping) else deployment
+            if name not in DEPLOYMENTS:
+                yield f"deployments: there is no {name!r}, only {' and '.join(DEPLOYMENTS)}"
+            elif name == "EngineReplica" and _counts_calls(deployment):
+                yield (
+                    "deployments: EngineReplica is scaled by Serve's own policy, which counts open calls and not work; "
+                    f"add policy: {{policy_function: '{_ENGINE_POLICY}'}} to its autoscaling_config"
+                )
+            elif name == "EngineReplica" and _may_sleep(deployment) and not _is_ready_asleep(application):
+                yield (
+                    "deployments: EngineReplica may have no replicas (min_replicas: 0), and the service would not be "
+                    "ready then; set http.ready_at_zero_replicas: true in args, or a min_replicas of at least 1"
+                )
+
+
+def _may_sleep(deployment: Mapping[str, Any]) -> bool:
+    scaling = deployment.get("autoscaling_config")
+    return isinstance(scaling, Mapping) and scaling.get("min_replicas") == 0
+
+
+def _is_ready_asleep(application: Mapping[str, Any]) -> bool:
+    http = (application.get("args") or {}).get("http") or {}
+    return isinstance(http, Mapping) and http.get("ready_at_zero_replicas") is True
+
+
+def _counts_calls(deployment: Mapping[str, Any]) -> bool:
+    scaling = deployment.get("autoscaling_config")
+    if scaling is None:
+        return deployment.get("num_replicas") == "auto"
+    return isinstance(scaling, Mapping) and "policy" not in scaling

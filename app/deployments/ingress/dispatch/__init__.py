@@ -1,0 +1,1 @@
+"""From a request in token ids to its tokens: placement, connections to replicas, retries."""

@@ -1,0 +1,159 @@
+"""Errors at the door: one table from error to HTTP code, and OpenAI's JSON shape.
+
+In: an exception. Out: status, body, headers. An error of the tree carries its own words; anything else
+is a bug: it is logged here with its trace and the client learns only that it happened. A traceback
+never leaves the process, nor does an API key that the client sent where none belongs.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from typing import Any, NamedTuple
+
+from app.deployments.object_storage.models import StorageQuotaExceeded
+from app.deployments.tenancy.quota.limits import AdapterQuotaReached, LimitReached, SpendReached
+from app.engine import errors
+from app.redaction import without_keys
+
+logger = logging.getLogger(__name__)
+
+
+class HttpError(NamedTuple):
+    """One row of the table."""
+
+    status: int
+    type: str
+    code: str
+
+
+class BodyTooLarge(errors.InvalidRequest):
+    """The request body is longer than `limits.max_body_bytes`."""
+
+
+class InvalidJson(errors.InvalidRequest):
+    """The request body is not JSON."""
+
+
+class UnknownEncoding(errors.InvalidRequest):
+    """The request body is compressed."""
+
+
+class UnknownContentType(errors.InvalidRequest):
+    """The request body is said to be something else than JSON."""
+
+
+class CrossSite(errors.PolyloraError):
+    """A page of another site asks, from somebody's browser."""
+
+
+class ManagementRefused(errors.PolyloraError):
+    """Adapters are not managed from where this request comes."""
+
+
+class NotAuthenticated(errors.PolyloraError):
+    """The request lacks the token that it needs, or has another."""
+
+
+class InvalidApiKey(NotAuthenticated):
+    """The request lacks the API key that it needs, or has one that is wrong, expired or revoked."""
+
+
+class WrongKeyKind(errors.PolyloraError):
+    """An inference key where administrators are asked for, or the reverse."""
+
+
+class ClientGone(errors.PolyloraError):
+    """The client closed the connection; nobody reads the answer."""
+
+
+#: The most specific class wins.
+TABLE: dict[type[Exception], HttpError] = {
+    BodyTooLarge: HttpError(413, "invalid_request_error", "body_too_large"),
+    UnknownEncoding: HttpError(415, "invalid_request_error", "unsupported_encoding"),
+    UnknownContentType: HttpError(415, "invalid_request_error", "unsupported_content_type"),
+    CrossSite: HttpError(403, "permission_error", "cross_site_request"),
+    ManagementRefused: HttpError(403, "permission_error", "management_refused"),
+    NotAuthenticated: HttpError(401, "authentication_error", "invalid_management_token"),
+    InvalidApiKey: HttpError(401, "invalid_request_error", "invalid_api_key"),
+    WrongKeyKind: HttpError(403, "insufficient_permissions", "insufficient_permissions"),
+    StorageQuotaExceeded: HttpError(403, "insufficient_quota", "kept_quota_reached"),
+    AdapterQuotaReached: HttpError(403, "insufficient_quota", "adapter_quota_reached"),
+    SpendReached: HttpError(429, "insufficient_quota", "insufficient_quota"),
+    LimitReached: HttpError(429, "requests", "rate_limit_exceeded"),
+    InvalidJson: HttpError(400, "invalid_request_error", "invalid_json"),
+    errors.ContextOverflow: HttpError(400, "invalid_request_error", "context_length_exceeded"),
+    errors.UnsupportedField: HttpError(400, "invalid_request_error", "unsupported_field"),
+    errors.InvalidRequest: HttpError(400, "invalid_request_error", "invalid_request"),
+    errors.NotFound: HttpError(404, "invalid_request_error", "model_not_found"),
+    errors.QueueFull: HttpError(429, "rate_limit_error", "queue_full"),
+    errors.NotReady: HttpError(503, "server_error", "not_ready"),
+    errors.Overloaded: HttpError(503, "server_error", "overloaded"),
+    ClientGone: HttpError(499, "client_closed_request", "client_closed_request"),
+    errors.DeadlineExceeded: HttpError(504, "server_error", "timeout"),
+    errors.AdapterBusy: HttpError(409, "invalid_request_error", "adapter_busy"),
+    errors.AdapterUnloaded: HttpError(409, "invalid_request_error", "adapter_unloaded"),
+    errors.AdapterUntrusted: HttpError(403, "invalid_request_error", "untrusted_adapter"),
+    errors.AdapterQuarantined: HttpError(503, "server_error", "adapter_quarantined"),
+    errors.AdapterUnreadable: HttpError(503, "server_error", "adapter_unreadable"),
+    errors.AdapterReadFailed: HttpError(503, "server_error", "adapter_not_read"),
+    errors.AdapterWriteFailed: HttpError(503, "server_error", "adapter_write_failed"),
+    errors.AdapterError: HttpError(400, "invalid_request_error", "invalid_adapter"),
+    errors.UnsafeSource: HttpError(403, "invalid_request_error", "unsafe_source"),
+    errors.SourceError: HttpError(502, "server_error", "source_error"),
+    errors.PolyloraError: HttpError(500, "server_error", "internal_error"),
+}
+#: OpenAI's clients send a request again by themselves after 409 and 5xx, unless they are told that it is in vain or,
+#: of a request over which engines fail, harmful.
+FINAL = (
+    errors.EngineFailure,
+    errors.DeadlineExceeded,
+    errors.AdapterBusy,
+    errors.AdapterUnloaded,
+)
+#: After trouble of the machine itself, whose end nobody knows.
+MACHINE_RETRY_S = 5
+UNEXPECTED = HttpError(500, "server_error", "internal_error")
+
+
+class ErrorReply(NamedTuple):
+    """What goes to the client."""
+
+    status: int
+    body: dict[str, Any]
+    headers: dict[str, str]
+
+
+def error_reply(error: BaseException) -> ErrorReply:
+    """The answer for an exception, in OpenAI's shape: {"error": {message, type, param, code}}."""
+    row = next((TABLE[kind] for kind in type(error).__mro__ if kind in TABLE), None)
+    if row is None:
+        logger.error("unexpected error while serving a request", exc_info=error)
+        row, message = UNEXPECTED, "internal error; the server's log has the details"
+    else:
+        message = without_keys(str(error))
+    kind = "tokens" if isinstance(error, LimitReached) and error.kind == "tokens" else row.type
+    param = getattr(error, "param", None)
+    body = {
+        "error": {
+            "message": message,
+            "type": kind,
+            "param": None if param is None else without_keys(param),
+            "code": row.code,
+        }
+    }
+    headers = {}
+    if isinstance(error, errors.Overloaded | errors.AdapterQuarantined):
+        headers["Retry-After"] = str(max(1, math.ceil(error.retry_after_s)))
+    elif isinstance(error, errors.AdapterReadFailed | errors.AdapterWriteFailed):
+        headers["Retry-After"] = str(MACHINE_RETRY_S)
+    elif isinstance(error, LimitReached) and error.retry_after_s is not None:
+        headers["Retry-After"] = str(max(1, math.ceil(error.retry_after_s)))
+        headers["retry-after-ms"] = str(max(1, math.ceil(error.retry_after_s * 1000)))
+    elif isinstance(error, LimitReached):  # a client that tries again gets the same
+        headers["X-Should-Retry"] = "false"
+    elif isinstance(error, NotAuthenticated):
+        headers["WWW-Authenticate"] = "Bearer"
+    elif isinstance(error, FINAL):
+        headers["X-Should-Retry"] = "false"
+    return ErrorReply(row.status, body, headers)

@@ -1,0 +1,198 @@
+"""The sequences of one request, as the engine takes them.
+
+In: the prompts' token ids, their adapters, and the fields of a body. Out: a `GenerateRequest` per answer, or the error
+that says which field asks for too much, by the name its sender gave it. Rule: the seed of a request without one is
+drawn here, once, so that the request can be computed again anywhere with the same result.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from app.config import LimitsConfig
+from app.deployments.ingress.preprocess.tokenizer_service import TokenizerService
+from app.deployments.ingress.principal import Principal
+from app.deployments.ingress.schemas.openai import SamplingFields
+from app.engine.adapters.card import AdapterRef
+from app.engine.errors import ContextOverflow, InvalidRequest
+from app.engine.request import GenerateRequest, SamplingParams
+
+
+class FieldNames(NamedTuple):
+    """What the client called things, for errors to name them."""
+
+    prompt: str
+    limit: str
+    logprobs: str
+    num_answers: str = "n"
+
+
+class RequestIds(NamedTuple):
+    """A request's id as its sender is told it, and one that no other request has, whatever senders choose."""
+
+    shown: str
+    unique: str
+
+
+class SequenceBuilder:
+    """One per ingress process. Limits may be replaced while it runs: it asks for them, and for the longest prompt plus
+    answer that every engine takes, in tokens, each time.
+    """
+
+    def __init__(
+        self,
+        model: TokenizerService,
+        limits: Callable[[], LimitsConfig],
+        max_model_len: Callable[[], int],
+        needed: Callable[[AdapterRef | None, Sequence[Sequence[int]]], list[bool]],
+    ) -> None:
+        """needed: of each prompt whether it needs its adapter."""
+        self._model = model
+        self._needed = needed
+        self._limits = limits
+        self._max_model_len = max_model_len
+
+    def build(
+        self,
+        ids: RequestIds,
+        caller: Principal,
+        arrival_s: float,
+        fields: SamplingFields,
+        prompts: Sequence[Sequence[int]],
+        refs: Sequence[AdapterRef | None],
+        max_tokens: int | None,
+        num_logprobs: int | None,
+        names: FieldNames,
+        grammar: str,
+        prediction: tuple[int, ...],
+    ) -> tuple[GenerateRequest, ...]:
+        """`fields.n` for each prompt, with its adapter of `refs`. Raises InvalidRequest, ContextOverflow."""
+        self._check_sizes(len(prompts), fields, num_logprobs, names)
+        seed = secrets.randbits(63) if fields.seed is None else fields.seed
+        # Equal prompts without a seed have different answers; with one, each has the answer it would have alone.
+        seeds_per_prompt = fields.n if fields.seed is None else 0
+        requests = []
+        for prompt_index, (token_ids, ref) in enumerate(zip(prompts, refs, strict=True)):
+            max_new = self._room(token_ids, max_tokens, names)
+            (is_needed,) = self._needed(ref, [token_ids])
+            for copy in range(fields.n):
+                of_answer = derived_seed(seed, prompt_index * seeds_per_prompt + copy)
+                request = GenerateRequest(
+                    request_id=f"{ids.unique}-{prompt_index * fields.n + copy}",
+                    tenant_id=caller.tenant_id,
+                    token_ids=tuple(token_ids),
+                    sampling=self._sampling(fields, max_new, of_answer, num_logprobs, grammar),
+                    adapter=ref if is_needed else None,
+                    unactivated=None if is_needed else ref,
+                    weight=caller.tenant.weight,
+                    cache_salt=caller.tenant.salt,
+                    arrival_s=arrival_s,
+                    key_id=caller.key_id,
+                    is_batch=caller.is_batch,
+                    prediction_ids=prediction,
+                )
+                requests.append(request)
+        return tuple(requests)
+
+    def _check_sizes(
+        self, num_prompts: int, fields: SamplingFields, num_logprobs: int | None, names: FieldNames
+    ) -> None:
+        """Raises InvalidRequest for more than `limits` allow."""
+        self.check_sequences(num_prompts, fields.n, names)
+        if len(fields.stop_strings) > self._limits().max_stop_strings:
+            raise InvalidRequest(
+                f"{len(fields.stop_strings)} stop strings exceed limits.max_stop_strings "
+                f"{self._limits().max_stop_strings}",
+                param="stop",
+            )
+        if num_logprobs is not None and num_logprobs > self._limits().max_logprobs:
+            raise InvalidRequest(
+                f"{num_logprobs} logprobs per token exceed limits.max_logprobs {self._limits().max_logprobs}",
+                param=names.logprobs,
+            )
+
+    def _room(self, token_ids: Sequence[int], max_tokens: int | None, names: FieldNames) -> int:
+        """How many tokens may be generated; everything that is left when the client sets no limit."""
+        num_prompt, max_model_len = len(token_ids), self._max_model_len()
+        if not num_prompt:
+            raise InvalidRequest("the prompt has no tokens; at least one is needed", param=names.prompt)
+        wanted = 1 if max_tokens is None else max_tokens
+        if num_prompt + wanted > max_model_len:
+            raise ContextOverflow(
+                f"the prompt has {num_prompt} tokens and {wanted} more are asked for, {num_prompt + wanted} together, "
+                f"but the context holds {max_model_len}; shorten the prompt or lower {names.limit}",
+                param=names.prompt if num_prompt >= max_model_len else names.limit,
+            )
+        return max_model_len - num_prompt if max_tokens is None else max_tokens
+
+    def check_sequences(self, num_prompts: int, num_per_prompt: int, names: FieldNames) -> None:
+        """Raises InvalidRequest for no prompt, or more sequences than `limits` allow."""
+        if num_prompts < 1:
+            raise InvalidRequest("the request has no prompt", param=names.prompt)
+        if num_prompts * num_per_prompt > self._limits().max_sequences:
+            raise InvalidRequest(
+                f"prompts times n is {num_prompts * num_per_prompt} but limits.max_sequences is "
+                f"{self._limits().max_sequences}; send several requests",
+                param=names.prompt if num_per_prompt == 1 else names.num_answers,
+            )
+
+    def _sampling(
+        self, fields: SamplingFields, max_tokens: int, seed: int, num_logprobs: int | None, grammar: str
+    ) -> SamplingParams:
+        _check_grammar_fields(fields, grammar)
+        for token_id, _ in fields.biases:
+            if token_id >= self._model.vocab_size:
+                raise InvalidRequest(
+                    f"logit_bias has token id {token_id} but the vocabulary ends at {self._model.vocab_size - 1}",
+                    param="logit_bias",
+                )
+        if fields.min_tokens > max_tokens:
+            raise InvalidRequest(
+                f"min_tokens is {fields.min_tokens} but at most {max_tokens} may be generated", param="min_tokens"
+            )
+        is_likeliest = fields.top_p == 0  # the least set of tokens that has any probability at all
+        return SamplingParams(
+            max_tokens=max_tokens,
+            temperature=fields.temperature,
+            top_p=1.0 if is_likeliest else fields.top_p,
+            top_k=1 if is_likeliest else max(fields.top_k, 0),
+            min_p=fields.min_p,
+            seed=seed,
+            stop_token_ids=tuple(fields.stop_token_ids or ()),
+            ignore_eos=fields.ignore_eos,
+            presence_penalty=fields.presence_penalty,
+            frequency_penalty=fields.frequency_penalty,
+            repetition_penalty=fields.repetition_penalty,
+            num_logprobs=num_logprobs,
+            logit_bias=fields.biases,
+            min_tokens=fields.min_tokens,
+            grammar=grammar,
+        )
+
+
+def _check_grammar_fields(fields: SamplingFields, grammar: str) -> None:
+    """Raises InvalidRequest for fields that contradict a grammar."""
+    if grammar and (fields.ignore_eos or fields.min_tokens):
+        name = "ignore_eos" if fields.ignore_eos else "min_tokens"
+        raise InvalidRequest(f"{name} is not for an answer with a grammar, which says itself where it ends", param=name)
+
+
+def request_ids(prefix: str, given: str | None) -> RequestIds:
+    """The ids of a request that its sender calls `given`."""
+    if given is None:
+        request_id = f"{prefix}-{secrets.token_hex(12)}"
+        return RequestIds(request_id, request_id)
+    return RequestIds(f"{prefix}-{given}", f"{prefix}-{given}.{secrets.token_hex(8)}")
+
+
+def derived_seed(seed: int, copy: int) -> int:
+    """The seed of the n-th answer: the request's own first, then a splitmix64 sequence of it."""
+    seed &= 2**64 - 1
+    if copy == 0:
+        return seed
+    mixed = (seed + copy * 0x9E3779B97F4A7C15) & (2**64 - 1)
+    mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & (2**64 - 1)
+    mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & (2**64 - 1)
+    return mixed ^ (mixed >> 31)

@@ -1,0 +1,166 @@
+"""The adapters that may be chosen, as vectors: what each says of itself, embedded.
+
+In: the registry's entries as they change, and what embeds texts. Out: of a tenant's adapters those nearest to a vector,
+by cosine. Rule: an adapter without a description is no candidate, and one whose description is not embedded yet is
+waited for, not passed over. Weights are not looked at: an adapter may win that no process has read yet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence, Set
+from itertools import islice
+
+import numpy as np
+from numpy.typing import NDArray
+
+from app.deployments.ingress.semantic_router.decision import Scored
+from app.deployments.registry.feed.view import Entry, Key
+from app.deployments.registry.models import CatalogEntry
+
+Floats = NDArray[np.float32]
+#: Texts to vectors of length 1, [N, H].
+Embed = Callable[[Sequence[str]], Awaitable[Floats]]
+#: What somebody may look at: owners, and which of their names; None: all of them.
+Visible = Mapping[str, frozenset[str] | None]
+
+#: Descriptions that are embedded together.
+MAX_TOGETHER = 64
+#: Candidates of an owner that are looked at one by one for names that the asker does not get, before all are sorted.
+_FIRST = 64
+
+
+class _Owned:
+    """One owner's candidates: row i of `vectors` is of `names[i]`."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+        self.rows: dict[str, int] = {}
+        self.texts: dict[str, str] = {}  # what the rows say
+        self.pending: dict[str, str] = {}  # what is to be embedded
+        self._vectors: Floats = np.zeros((0, 0), np.float32)
+
+    @property
+    def vectors(self) -> Floats:
+        return self._vectors[: len(self.names)]
+
+    def put(self, name: str, text: str, vector: Floats) -> None:
+        row = self.rows.get(name)
+        if row is None:
+            row = len(self.names)
+            if row >= len(self._vectors):
+                grown = np.zeros((max(64, 2 * row), len(vector)), np.float32)
+                if row:
+                    grown[:row] = self._vectors[:row]
+                self._vectors = grown
+            self.names.append(name)
+            self.rows[name] = row
+        self._vectors[row], self.texts[name] = vector, text
+
+    def pending_of(self, names: Collection[str] | None) -> list[str]:
+        """A few of these that are to be embedded; None: of all."""
+        if names is None:
+            return [*islice(self.pending, MAX_TOGETHER)]
+        return [*islice((name for name in names if name in self.pending), MAX_TOGETHER)]
+
+    def remove(self, name: str) -> None:
+        """The last row takes the place of the one that goes."""
+        self.pending.pop(name, None)
+        row = self.rows.pop(name, None)
+        if row is None:
+            return
+        del self.texts[name]
+        last = self.names.pop()
+        if last != name:
+            self.names[row], self.rows[last] = last, row
+            self._vectors[row] = self._vectors[len(self.names)]
+
+
+class Candidates:
+    """One per ingress, on its event loop."""
+
+    def __init__(self) -> None:
+        self._owners: dict[str, _Owned] = {}
+
+    def note(self, key: Key, entry: Entry | None) -> None:
+        """An entry of the registry is new, has changed, or is gone."""
+        owner_id, name = key
+        owned = self._owners.setdefault(owner_id, _Owned())
+        described = isinstance(entry, CatalogEntry) and bool(entry.description)
+        text = f"{name}: {entry.description}" if isinstance(entry, CatalogEntry) else ""
+        if not described:
+            owned.remove(name)
+        elif owned.texts.get(name) == text:
+            owned.pending.pop(name, None)
+        else:
+            owned.pending[name] = text
+
+    def num_of(self, owner_id: str) -> int:
+        """An owner's candidates, embedded or not."""
+        owned = self._of(owner_id)
+        return len(owned.rows) + sum(name not in owned.rows for name in owned.pending)
+
+    def among(self, owner_id: str, names: Set[str]) -> set[str]:
+        """Those of these names that are an owner's candidates, embedded or not; the fewer of the two are looked at."""
+        owned = self._of(owner_id)
+        return (owned.rows.keys() & names) | (owned.pending.keys() & names)
+
+    def is_pending(self, owner_id: str, names: Collection[str] | None) -> bool:
+        """Whether any of these has yet to be embedded."""
+        return bool(self._of(owner_id).pending_of(names))
+
+    async def embed_pending(self, owner_id: str, names: Collection[str] | None, embed: Embed) -> None:
+        """Embed what an owner's adapters of these names have come to say, and what changes meanwhile."""
+        owned = self._of(owner_id)
+        while items := [(name, owned.pending[name]) for name in owned.pending_of(names)]:
+            vectors = await embed([text for _, text in items])
+            for (name, text), vector in zip(items, vectors, strict=True):
+                if owned.pending.get(name) == text:  # else it has changed again, or is gone
+                    del owned.pending[name]
+                    owned.put(name, text, vector)
+
+    def nearest(
+        self,
+        vector: Floats,
+        visible: Visible,
+        is_meant: Callable[[str, str], bool],
+        threshold: float,
+        top_k: int,
+    ) -> list[Scored]:
+        """By descending cosine, all of at least `threshold`, at most `top_k`.
+
+        vector: [H], of length 1. is_meant: whether an owner's adapter is the one that the asker gets under its name.
+        """
+        found: list[Scored] = []
+        for owner_id, names in visible.items():
+            owned = self._of(owner_id)
+            some = None if names is None else [name for name in sorted(names) if name in owned.rows]
+            there = owned.names if some is None else some
+            if not there:
+                continue
+            vectors = owned.vectors if some is None else owned.vectors[[owned.rows[name] for name in some]]
+            scores = vectors @ vector
+            taken = 0
+            for row in _descending(scores, threshold):
+                name = there[row]
+                if taken == top_k:
+                    break
+                if is_meant(owner_id, name):
+                    taken += 1
+                    found.append(Scored(name, owner_id, float(scores[row])))
+        return sorted(found, key=lambda one: (-one.score, one.name))[:top_k]
+
+    def _of(self, owner_id: str) -> _Owned:
+        return self._owners.get(owner_id) or _Owned()
+
+
+def _descending(scores: Floats, threshold: float) -> Iterator[int]:
+    """Rows of at least the threshold, the best first: a few of the best are found without sorting all."""
+    count = min(_FIRST, len(scores))
+    best = np.argpartition(-scores, count - 1)[:count]
+    best = best[np.argsort(-scores[best], kind="stable")]
+    yield from (int(row) for row in best if scores[row] >= threshold)
+    if count < len(scores) and scores[best[-1]] >= threshold:
+        seen = set(best.tolist())
+        yield from (
+            int(row) for row in np.argsort(-scores, kind="stable") if int(row) not in seen and scores[row] >= threshold
+        )

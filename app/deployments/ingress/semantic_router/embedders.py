@@ -1,0 +1,146 @@
+"""What makes vectors of texts for the router: the base itself, or a small encoder beside it.
+
+In: texts. Out: vectors of length 1. Of a decoder's vectors the mean over a few everyday sentences is taken off first:
+they all point one way, and cosines near 1 tell nothing. Rule: equal texts have equal vectors in any company.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import aclosing
+
+import numpy as np
+from numpy.typing import NDArray
+
+from app.deployments.ingress.dispatch.dispatcher import Dispatcher
+from app.deployments.ingress.preprocess.tokenizer_service import TokenizerService
+from app.deployments.ingress.principal import Principal
+from app.deployments.registry.models import DEFAULT_TENANT
+from app.engine.errors import EngineFailure
+from app.engine.request import GenerateRequest, PoolingParams, SamplingParams
+
+Floats = NDArray[np.float32]
+
+#: Of a text so many characters are read: what a prompt is about stands at its head.
+MAX_CHARS = 2000
+#: An encoder in this process computes a text of so many tokens at most, in one step.
+MAX_TOKENS = 512
+#: Texts that an engine is given at a time.
+MAX_OPEN = 64
+#: Sentences about nothing in common.
+NEUTRAL = (
+    "Good morning, how are you today?",
+    "The train leaves at half past nine.",
+    "Write a short story about a lighthouse.",
+    "What is the capital of Australia?",
+    "SELECT name FROM users WHERE age > 30;",
+    "def add(a, b): return a + b",
+    "The patient complains of a headache since Monday.",
+    "The parties agree to the following terms.",
+    "Translate this sentence into French.",
+    "Shares of the company fell by three percent.",
+    "Mix the flour with two eggs and a cup of milk.",
+    "legal: answers questions about contracts",
+    "poems: writes verses in the style of old ballads",
+    "support: answers customers who ask about their orders",
+    "Please summarise the following article.",
+    "Who won the match last night?",
+)
+
+
+class BaseEmbedder:
+    """The base model on the service's own replicas, pooled over all tokens. `clock` gives Unix time."""
+
+    def __init__(
+        self, name: str, model: TokenizerService, source: Dispatcher, wait_s: float, clock: Callable[[], float]
+    ) -> None:
+        self.name = name
+        self._model = model
+        self._source = source
+        self._wait_s = wait_s
+        self._clock = clock
+        self._mean: Floats | None = None
+
+    async def embed(self, texts: Sequence[str], caller: Principal | None) -> Floats:
+        """See `TextEmbedder.embed`."""
+        if self._model.spec.encoder is not None:
+            return await self._vectors(texts, caller)
+        if self._mean is None:
+            self._mean = (await self._vectors(NEUTRAL, None)).mean(axis=0)
+        centred = await self._vectors(texts, caller) - self._mean
+        unit: Floats = centred / np.maximum(np.linalg.norm(centred, axis=1, keepdims=True), 1e-12)
+        return unit
+
+    def num_tokens(self, text: str) -> int:
+        """See `TextEmbedder.num_tokens`."""
+        return len(self._token_ids(text))
+
+    def _token_ids(self, text: str) -> tuple[int, ...]:
+        return tuple(self._model.encode(text[:MAX_CHARS]))[: self._model.max_model_len]
+
+    async def _vectors(self, texts: Sequence[str], caller: Principal | None) -> Floats:
+        places = asyncio.Semaphore(MAX_OPEN)
+        vectors = await asyncio.gather(*(self._vector(text, caller, places) for text in texts))
+        return np.stack([np.frombuffer(vector, "<f4") for vector in vectors])
+
+    async def _vector(self, text: str, caller: Principal | None, places: asyncio.Semaphore) -> bytes:
+        spec = self._model.spec
+        request = GenerateRequest(
+            request_id=f"route-{secrets.token_hex(12)}",
+            tenant_id=DEFAULT_TENANT if caller is None else caller.tenant_id,
+            token_ids=self._token_ids(text),
+            sampling=SamplingParams(),
+            weight=1.0 if caller is None else caller.tenant.weight,
+            cache_salt=b"" if caller is None else caller.tenant.salt,
+            arrival_s=self._clock(),
+            pooling=PoolingParams(spec.pooling if spec.encoder is not None else "mean"),
+            key_id="" if caller is None else caller.key_id,
+        )
+        deadline_s = asyncio.get_running_loop().time() + self._wait_s
+        async with places, aclosing(self._source.stream(request, deadline_s)) as chunks:
+            async for chunk in chunks:
+                if chunk.error is not None:
+                    raise chunk.error
+                if chunk.embedding:
+                    return chunk.embedding
+        raise EngineFailure(f"the engine ended request {request.request_id} without its embedding")
+
+
+class EncoderEmbedder:
+    """A small encoder in this process, loaded when it is first asked; one thread computes."""
+
+    def __init__(self, uri: str) -> None:
+        self.name = uri
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="router")
+        self._embed: Callable[[list[str]], list[Floats]] | None = None
+
+    async def embed(self, texts: Sequence[str], caller: Principal | None) -> Floats:  # noqa: ARG002
+        """See `TextEmbedder.embed`; nobody pays."""
+        shortened = [text[:MAX_CHARS] for text in texts]
+        return await asyncio.get_running_loop().run_in_executor(self._thread, self._compute, shortened)
+
+    def num_tokens(self, text: str) -> int:  # noqa: ARG002
+        """See `TextEmbedder.num_tokens`."""
+        return 0
+
+    def _compute(self, texts: list[str]) -> Floats:
+        if self._embed is None:
+            from app.engine.api import LLM  # an engine: most services have none in this process
+            from app.engine.config import EngineConfig
+            from app.engine.models.checkpoint import load_checkpoint
+            from app.engine.models.download.model_download import resolve_model
+
+            path = resolve_model(self.name)
+            most = min(load_checkpoint(path).spec.max_positions, MAX_TOKENS)
+            sizes = {
+                "lora_pool_rows": 0,
+                "cpu": {"num_threads": 1},
+                "max_model_len": most,
+                "max_num_batched_tokens": most,
+            }
+            llm = LLM(path, EngineConfig.model_validate(sizes))
+            self._embed = lambda some: llm.embed([llm.tokenizer.encode(text)[:most] for text in some])
+        return np.stack(self._embed(texts))

@@ -1,0 +1,134 @@
+"""Tokens into text, as they come.
+
+In: `TokenChunk`s of one sequence. Out: `TextDelta`s: text that no later token can change or take back,
+the tokens it came from, and why the answer ended. Half a UTF-8 character waits for its other half; text
+that may be the beginning of a stop string waits until it is known not to be. A stop string ends the
+answer before itself wherever chunk borders fall; the sequence is then no longer wanted. Token ids that
+end an answer (end of sequence, stop ids) have no text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from app.engine.errors import EngineFailure
+from app.engine.request import FinishReason, TokenChunk, TokenLogprobs, Usage
+
+
+class Decoder(Protocol):
+    """Incremental decoding (`app.engine.models.tokenizers.tokenizer.IncrementalDetokenizer`)."""
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        """The text that these tokens complete."""
+        ...
+
+    def flush(self) -> str:
+        """What is left: an incomplete character becomes U+FFFD."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class TextDelta:
+    """One piece of an answer. `token_ids` and `logprobs` belong to the text so far; the last piece has a reason.
+
+    `usage` counts all tokens so far, those without text too. `stop`: the stop string that ended the answer.
+    """
+
+    text: str
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    finish_reason: FinishReason | None = None
+    usage: Usage | None = None
+    stop: str | None = None
+
+
+class StopMatcher:
+    """Finds the first stop string in text that arrives in pieces."""
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._stops = tuple(stops)
+        self._held = ""
+
+    def push(self, text: str) -> tuple[str, str | None]:
+        """(text that is safe to send, the stop string that was met). After a meeting there is no more."""
+        if not self._stops:
+            return text, None
+        self._held += text
+        found = [(index + len(stop), index, stop) for stop in self._stops if (index := self._held.find(stop)) >= 0]
+        if found:
+            # The one that is complete first, so that the answer does not depend on where pieces end.
+            _, start, stop = min(found)
+            safe, self._held = self._held[:start], ""
+            return safe, stop
+        num_held = self._num_undecided()
+        cut = len(self._held) - num_held
+        safe, self._held = self._held[:cut], self._held[cut:]
+        return safe, None
+
+    def finish(self) -> str:
+        """The text held back: the answer ended, so it was no stop string."""
+        rest, self._held = self._held, ""
+        return rest
+
+    def _num_undecided(self) -> int:
+        """Length of the longest end of the text that begins a stop string."""
+        longest = min(len(self._held), max((len(stop) for stop in self._stops), default=1) - 1)
+        for length in range(longest, 0, -1):
+            if any(stop.startswith(self._held[-length:]) for stop in self._stops):
+                return length
+        return 0
+
+
+async def text_deltas(
+    chunks: AsyncIterator[TokenChunk], decoder: Decoder, stops: Sequence[str], *, keep_end: bool = False
+) -> AsyncGenerator[TextDelta]:
+    """Turn one sequence's chunks into text. Raises the error a chunk carries.
+
+    Returning early (a stop string) closes `chunks`, which aborts the sequence. `keep_end`: tokens are told as they
+    come, whether they complete text or not, and the one that ended the answer with them.
+    """
+    matcher = StopMatcher(stops)
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    usage: Usage | None = None
+    async with aclosing(chunks) as source:  # type: ignore[type-var]  # every source is a generator
+        async for whole in source:
+            if whole.finish_reason == "error":
+                raise whole.error or EngineFailure("the engine ended the request without saying why")
+            for chunk in _one_by_one(whole) if stops and len(whole.token_ids) > 1 else (whole,):
+                if chunk.usage is not None:
+                    usage = chunk.usage
+                elif usage is not None:
+                    num_tokens = usage.completion_tokens + len(chunk.token_ids)
+                    usage = Usage(usage.prompt_tokens, usage.cached_tokens, num_tokens)
+                visible = chunk.token_ids[:-1] if chunk.matched_stop is not None else chunk.token_ids
+                told = chunk.token_ids if keep_end else visible
+                token_ids += told
+                logprobs += chunk.logprobs[: len(told)]
+                text, stop = matcher.push(decoder.push(visible))
+                reason: FinishReason | None = chunk.finish_reason if stop is None else "stop"
+                if reason is not None and stop is None:
+                    tail, stop = matcher.push(decoder.flush())
+                    text += tail + matcher.finish() if stop is None else tail
+                    reason = reason if stop is None else "stop"
+                if text or reason is not None or (keep_end and token_ids):
+                    yield TextDelta(text, token_ids, logprobs, reason, usage, stop)
+                    token_ids, logprobs = (), ()
+                if reason is not None:
+                    return
+
+
+def _one_by_one(chunk: TokenChunk) -> Iterator[TokenChunk]:
+    """A chunk's tokens in chunks of one: a stop string ends an answer behind the token that completes it."""
+    num_tokens = len(chunk.token_ids)
+    for index, token_id in enumerate(chunk.token_ids):
+        usage = chunk.usage
+        if usage is not None:
+            num_so_far = usage.completion_tokens - (num_tokens - 1 - index)
+            usage = Usage(usage.prompt_tokens, usage.cached_tokens, num_so_far)
+        is_last = index == num_tokens - 1
+        rest = chunk if is_last else TokenChunk(chunk.request_id)
+        yield replace(rest, token_ids=(token_id,), logprobs=chunk.logprobs[index : index + 1], usage=usage)

@@ -1,0 +1,195 @@
+"""Files in the database, in parts: what clients have sent for batches, and what batches have answered.
+
+In: calls for one tenant. Out: `StoredFile`s and their contents, part by part. A file is there once all its parts are;
+until then it counts towards the tenant's bytes. The contents of a batch's output are the lines that it has answered.
+Rule: every call is one transaction; what has expired is not there.
+"""
+
+from __future__ import annotations
+
+import secrets
+
+from sqlalchemy import Column, ColumnElement, Connection, and_, delete, func, insert, or_, select, update
+from sqlalchemy.engine import RowMapping
+
+from app.deployments.object_storage.models import OPEN, FilePage, StorageQuotaExceeded, StoredFile, not_found_error
+from app.deployments.registry.db.database import Database
+from app.deployments.registry.db.storage_tables import batch_lines, batches, file_parts, files
+from app.engine.errors import InvalidRequest
+
+#: Bytes of a part of a file, and lines of a part of a batch's answers.
+PART_BYTES, PART_LINES = 1 << 20, 256
+#: How long the parts of a file may take to come.
+ARRIVAL_S = 3600.0
+
+
+class FileStore:
+    """Raises NotFound for what the tenant does not have."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+
+    def begin(
+        self, tenant_id: str, filename: str, purpose: str, size_bytes: int, life_s: float, max_bytes: int
+    ) -> StoredFile:
+        """Make room. Raises StorageQuotaExceeded if the tenant would keep more than `max_bytes`."""
+        now_s = self._database.clock()
+        with self._database.write() as connection:
+            storage = (
+                connection.scalar(select(func.sum(files.c.size_bytes)).where(*self._present(tenant_id, now_s))) or 0
+            )
+            if storage + size_bytes > max_bytes:
+                raise StorageQuotaExceeded(
+                    f"the file has {size_bytes} bytes but {max(0, max_bytes - storage)} are left of "
+                    f"storage.max_tenant_bytes {max_bytes}; delete files, or have them expire sooner"
+                )
+            file = StoredFile(f"file-{secrets.token_hex(12)}", filename, purpose, size_bytes, now_s, now_s + life_s)
+            self.insert(connection, tenant_id, file, num_parts=None)
+        return file
+
+    def insert(self, connection: Connection, tenant_id: str, file: StoredFile, num_parts: int | None) -> None:
+        """Within another's transaction."""
+        connection.execute(
+            insert(files).values(
+                base_digest=self._database.base_digest,
+                id=file.id,
+                tenant_id=tenant_id,
+                filename=file.filename,
+                purpose=file.purpose,
+                size_bytes=file.size_bytes,
+                created_s=file.created_s,
+                expires_s=file.expires_s,
+                num_parts=num_parts,
+                batch_id=file.batch_id,
+                is_error=file.is_error,
+            )
+        )
+
+    def add_part(self, file_id: str, number: int, content: bytes) -> None:
+        with self._database.write() as connection:
+            connection.execute(
+                insert(file_parts).values(
+                    base_digest=self._database.base_digest, file_id=file_id, number=number, content=content
+                )
+            )
+
+    def end(self, file_id: str, num_parts: int, *, tenant_id: str) -> None:
+        """All parts are here: the file is."""
+        with self._database.write() as connection:
+            connection.execute(
+                update(files)
+                .where(files.c.base_digest == self._database.base_digest, files.c.tenant_id == tenant_id)
+                .where(files.c.id == file_id)
+                .values(num_parts=num_parts)
+            )
+
+    def get(self, file_id: str, *, tenant_id: str) -> StoredFile:
+        with self._database.read() as connection:
+            return _file(self.row(connection, file_id, tenant_id))
+
+    def page(self, *, tenant_id: str, limit: int, after: str | None, purpose: str | None, newest: bool) -> FilePage:
+        """Raises NotFound if there is no file `after`."""
+        now_s = self._database.clock()
+        place = (files.c.created_s, files.c.id)
+        query = select(files).where(*self._present(tenant_id, now_s), files.c.num_parts.is_not(None))
+        if purpose is not None:
+            query = query.where(files.c.purpose == purpose)
+        query = query.order_by(*(column.desc() if newest else column for column in place))
+        with self._database.read() as connection:
+            if after is not None:
+                row = self.row(connection, after, tenant_id)
+                query = query.where(beyond(place, (row["created_s"], row["id"]), newest=newest))
+            rows = connection.execute(query.limit(limit + 1)).mappings().all()
+        return FilePage(tuple(_file(row) for row in rows[:limit]), len(rows) > limit)
+
+    def delete(self, file_id: str, *, tenant_id: str) -> None:
+        """Raises InvalidRequest while a batch reads it."""
+        with self._database.write() as connection:
+            row = self.row(connection, file_id, tenant_id)
+            reading = select(batches.c.id).where(
+                batches.c.base_digest == self._database.base_digest,
+                batches.c.tenant_id == tenant_id,
+                batches.c.input_file_id == file_id,
+                batches.c.status.in_(OPEN),
+            )
+            batch_id = connection.scalar(reading.limit(1))
+            if batch_id is not None:
+                raise InvalidRequest(f"batch {batch_id} reads file {file_id}; cancel the batch first", param="file_id")
+            self.forget(connection, row)
+
+    def forget(self, connection: Connection, row: RowMapping) -> None:
+        """Within another's transaction."""
+        base_digest = self._database.base_digest
+        parts = delete(file_parts).where(file_parts.c.base_digest == base_digest, file_parts.c.file_id == row["id"])
+        if row["batch_id"] is not None:
+            parts = delete(batch_lines).where(*self._lines(row))
+        connection.execute(parts)
+        connection.execute(delete(files).where(files.c.base_digest == base_digest, files.c.id == row["id"]))
+
+    def part(self, file_id: str, number: int, *, tenant_id: str) -> bytes | None:
+        """A part of the contents; None behind the last."""
+        with self._database.read() as connection:
+            row = self.row(connection, file_id, tenant_id)
+            if not 0 <= number < row["num_parts"]:
+                return None
+            if row["batch_id"] is None:
+                query = select(file_parts.c.content).where(
+                    file_parts.c.base_digest == self._database.base_digest,
+                    file_parts.c.file_id == file_id,
+                    file_parts.c.number == number,
+                )
+                content: bytes = connection.execute(query).scalar_one()
+                return bytes(content)
+            first = number * PART_LINES
+            lines = select(batch_lines.c.line).where(
+                *self._lines(row), batch_lines.c.number >= first, batch_lines.c.number < first + PART_LINES
+            )
+            return "".join(f"{line}\n" for line in connection.scalars(lines.order_by(batch_lines.c.number))).encode()
+
+    def expired(self, connection: Connection) -> list[RowMapping]:
+        """Files that are not there any more, and those that have not come whole."""
+        now_s = self._database.clock()
+        gone = (files.c.expires_s <= now_s) | (files.c.num_parts.is_(None) & (files.c.created_s <= now_s - ARRIVAL_S))
+        query = select(files).where(files.c.base_digest == self._database.base_digest, gone)
+        return list(connection.execute(query.limit(100)).mappings().all())
+
+    def row(self, connection: Connection, file_id: str, tenant_id: str) -> RowMapping:
+        """Within another's transaction."""
+        present = self._present(tenant_id, self._database.clock())
+        query = select(files).where(*present, files.c.id == file_id, files.c.num_parts.is_not(None))
+        row = connection.execute(query).mappings().first()
+        if row is None:
+            raise not_found_error("file", file_id)
+        return row
+
+    def _present(self, tenant_id: str, now_s: float) -> tuple[ColumnElement[bool], ...]:
+        mine = (files.c.base_digest == self._database.base_digest, files.c.tenant_id == tenant_id)
+        return (*mine, files.c.expires_s > now_s)
+
+    def _lines(self, row: RowMapping) -> tuple[ColumnElement[bool], ...]:
+        return (
+            batch_lines.c.base_digest == self._database.base_digest,
+            batch_lines.c.batch_id == row["batch_id"],
+            batch_lines.c.is_error == row["is_error"],
+        )
+
+
+def _file(row: RowMapping) -> StoredFile:
+    return StoredFile(
+        row["id"],
+        row["filename"],
+        row["purpose"],
+        row["size_bytes"],
+        row["created_s"],
+        row["expires_s"],
+        row["batch_id"],
+        row["is_error"],
+    )
+
+
+def beyond(place: tuple[Column[float], Column[str]], last: tuple[float, str], *, newest: bool) -> ColumnElement[bool]:
+    """What comes after `last` in an order by time and id."""
+    time_s, id_ = place
+    if newest:
+        return or_(time_s < last[0], and_(time_s == last[0], id_ < last[1]))
+    return or_(time_s > last[0], and_(time_s == last[0], id_ > last[1]))

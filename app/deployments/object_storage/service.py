@@ -1,0 +1,168 @@
+"""All that is asked of what is kept for clients: one class without Ray, beside the registry's in the store's process.
+
+In: the calls of ingresses, which hold it as an `actor_proxy`. Out: files, batches, responses. Rule: nothing is held
+here: what a call has changed is in the database when it returns.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from app.deployments.object_storage.models import (
+    Batch,
+    BatchPage,
+    BatchStatus,
+    FilePage,
+    LineResult,
+    NewBatch,
+    StoredFile,
+    StoredResponse,
+)
+from app.deployments.rpc.actor_proxy import remote_method
+
+if TYPE_CHECKING:  # a database: a process that only calls starts without
+    from app.deployments.object_storage.storage import Storage
+
+#: How often what has expired is removed.
+SWEEP_INTERVAL_S = 300.0
+
+
+class StorageService:
+    """`books` is made by the first call; `clock` gives seconds that never go back."""
+
+    def __init__(self, books: Callable[[], Storage], clock: Callable[[], float] = time.monotonic) -> None:
+        self._make = books
+        self._made: Storage | None = None
+        self._clock = clock
+        self._swept_s = clock()
+
+    @property
+    def _books(self) -> Storage:
+        self._made = self._made or self._make()
+        return self._made
+
+    # -- files ------------------------------------------------------------------------------------
+
+    @remote_method
+    async def begin_file(
+        self, filename: str, purpose: str, size_bytes: int, *, tenant_id: str, life_s: float, max_bytes: int
+    ) -> StoredFile:
+        """Make room for a file, whose parts follow. Raises StorageQuotaExceeded."""
+        return await asyncio.to_thread(
+            self._books.files.begin, tenant_id, filename, purpose, size_bytes, life_s, max_bytes
+        )
+
+    @remote_method
+    async def add_part(self, file_id: str, number: int, content: bytes) -> None:
+        """One part of a file."""
+        await asyncio.to_thread(self._books.files.add_part, file_id, number, content)
+
+    @remote_method
+    async def end_file(self, file_id: str, num_parts: int, *, tenant_id: str) -> None:
+        """All parts have come: the file is there."""
+        await asyncio.to_thread(self._books.files.end, file_id, num_parts, tenant_id=tenant_id)
+
+    @remote_method
+    async def file(self, file_id: str, *, tenant_id: str) -> StoredFile:
+        """Raises NotFound."""
+        return await asyncio.to_thread(self._books.files.get, file_id, tenant_id=tenant_id)
+
+    @remote_method
+    async def file_page(
+        self, *, tenant_id: str, limit: int, after: str | None, purpose: str | None, newest: bool
+    ) -> FilePage:
+        """Raises NotFound if there is no file `after`."""
+        return await asyncio.to_thread(
+            self._books.files.page, tenant_id=tenant_id, limit=limit, after=after, purpose=purpose, newest=newest
+        )
+
+    @remote_method
+    async def delete_file(self, file_id: str, *, tenant_id: str) -> None:
+        """Raises NotFound, and InvalidRequest while a batch reads it."""
+        await asyncio.to_thread(self._books.files.delete, file_id, tenant_id=tenant_id)
+
+    @remote_method
+    async def file_part(self, file_id: str, number: int, *, tenant_id: str) -> bytes | None:
+        """A part of the contents; None behind the last. Raises NotFound."""
+        return await asyncio.to_thread(self._books.files.part, file_id, number, tenant_id=tenant_id)
+
+    # -- batches ----------------------------------------------------------------------------------
+
+    @remote_method
+    async def create_batch(self, wanted: NewBatch) -> Batch:
+        """Raises NotFound for its file, InvalidRequest, StorageQuotaExceeded."""
+        return await asyncio.to_thread(self._books.batches.create, wanted)
+
+    @remote_method
+    async def batch(self, batch_id: str, *, tenant_id: str) -> Batch:
+        """Raises NotFound."""
+        return await asyncio.to_thread(self._books.batches.get, batch_id, tenant_id=tenant_id)
+
+    @remote_method
+    async def batch_page(self, *, tenant_id: str, limit: int, after: str | None) -> BatchPage:
+        """Raises NotFound if there is no batch `after`."""
+        return await asyncio.to_thread(self._books.batches.page, tenant_id=tenant_id, limit=limit, after=after)
+
+    @remote_method
+    async def cancel_batch(self, batch_id: str, *, tenant_id: str) -> Batch:
+        """Whoever works on it ends it soon. Raises NotFound."""
+        return await asyncio.to_thread(self._books.batches.cancel, batch_id, tenant_id=tenant_id)
+
+    @remote_method
+    async def claim(self, holder: str) -> Batch | None:
+        """A batch to work on, if there is one."""
+        if self._clock() - self._swept_s >= SWEEP_INTERVAL_S:
+            self._swept_s = self._clock()
+            await asyncio.to_thread(self._books.sweep)
+        return await asyncio.to_thread(self._books.batches.claim, holder)
+
+    @remote_method
+    async def begin_batch(self, batch_id: str, holder: str, num_lines: int) -> Batch:
+        """Its file is well formed. Raises LeaseLost."""
+        return await asyncio.to_thread(self._books.batches.begin, batch_id, holder, num_lines)
+
+    @remote_method
+    async def answered(self, batch_id: str) -> list[int]:
+        """The numbers of the lines that have an answer."""
+        return await asyncio.to_thread(self._books.batches.answered, batch_id)
+
+    @remote_method
+    async def answer(self, batch_id: str, holder: str, lines: Sequence[LineResult]) -> Batch:
+        """Write answers down, and renew the lease. Raises LeaseLost."""
+        return await asyncio.to_thread(self._books.batches.answer, batch_id, holder, lines)
+
+    @remote_method
+    async def finish(self, batch_id: str, holder: str, status: BatchStatus, errors: str = "[]") -> Batch:
+        """The last status: its answers become files. Raises LeaseLost."""
+        return await asyncio.to_thread(self._books.batches.finish, batch_id, holder, status, errors)
+
+    @remote_method
+    async def release(self, holder: str) -> None:
+        """Leave all batches of a holder to others."""
+        await asyncio.to_thread(self._books.batches.release, holder)
+
+    # -- responses --------------------------------------------------------------------------------
+
+    @remote_method
+    async def keep_response(
+        self, response: StoredResponse, *, tenant_id: str, life_s: float, max_count: int, max_bytes: int
+    ) -> None:
+        """The oldest go beyond `max_count` or `max_bytes`."""
+        await asyncio.to_thread(
+            lambda: self._books.responses.keep(
+                response, tenant_id=tenant_id, life_s=life_s, max_count=max_count, max_bytes=max_bytes
+            )
+        )
+
+    @remote_method
+    async def response(self, response_id: str, *, tenant_id: str) -> StoredResponse:
+        """Raises NotFound."""
+        return await asyncio.to_thread(self._books.responses.get, response_id, tenant_id=tenant_id)
+
+    @remote_method
+    async def delete_response(self, response_id: str, *, tenant_id: str) -> None:
+        """Raises NotFound."""
+        await asyncio.to_thread(self._books.responses.delete, response_id, tenant_id=tenant_id)

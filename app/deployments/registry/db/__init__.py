@@ -1,0 +1,1 @@
+"""The registry's database: connections, tables, retention."""

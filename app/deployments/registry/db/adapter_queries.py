@@ -1,0 +1,92 @@
+"""Rows of the table `adapters`, as what names mean and as what has changed.
+
+In: rows, or a connection inside of a transaction. Out: `CatalogEntry`s, and the values of a name's next row. Rule: a
+name's generation rises whenever its contents change, and over a removal. Writing is the catalog's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from sqlalchemy import ColumnElement, Connection, select
+
+from app.deployments.registry.db.tables import adapters
+from app.deployments.registry.feed.view import Entry, Key
+from app.deployments.registry.models import MEANT_STATES, CatalogEntry, LoadRequest, State
+from app.engine.adapters.card import AdapterCard, AdapterRef
+
+#: Rows fetched at a time: a server ends a transaction whose client says nothing while it makes entries of a million.
+_READ_AT_ONCE = 5_000
+
+
+def ref_of(row: Mapping[Any, Any]) -> AdapterRef:
+    """A row of `adapters` or of `generations`."""
+    return AdapterRef(row["name"], row["digest"], row["tenant_id"], row["generation"], row["uri"])
+
+
+def entry_of(row: Mapping[Any, Any]) -> CatalogEntry:
+    """A row of `adapters`."""
+    return CatalogEntry(
+        ref=ref_of(row),
+        max_rank=row["max_rank"],
+        size_bytes=row["size_bytes"],
+        registered_s=row["registered_s"],
+        owner=row["owner"],
+        pinned=row["pinned"],
+        traffic_weight=row["traffic_weight"],
+        last_used_s=row.get("last_used_s"),
+        source=row["source"],
+        extra_bytes=row["extra_bytes"],
+        text=row["text"],
+        description=row["description"],
+        invocation_tokens=tuple(map(int, row["invocation_tokens"].split())),
+        metadata=row["metadata"],
+    )
+
+
+def next_generation(old: Mapping[Any, Any] | None, digest: str) -> int:
+    """Of these contents under a name that meant `old`: another one if they differ, or if the name meant nothing."""
+    if old is None:
+        return 1
+    return int(old["generation"] + (old["digest"] != digest or old["state"] != State.LOADED))
+
+
+def card_values(card: AdapterCard) -> dict[str, Any]:
+    """What a row of `adapters` has of a card."""
+    return {
+        "digest": card.digest,
+        "max_rank": card.max_rank,
+        "size_bytes": card.size_bytes,
+        "extra_bytes": card.extra_bytes,
+        "text": card.text,
+        "description": card.description,
+        "invocation_tokens": " ".join(map(str, card.invocation_tokens)),
+        "metadata": card.metadata,
+    }
+
+
+def merged_settings(old: Mapping[Any, Any] | None, request: LoadRequest) -> dict[str, Any]:
+    """How a name is treated from now on: as asked, or as it was while it meant something, or as a new one."""
+    before: Mapping[Any, Any] = {} if old is None or old["state"] not in MEANT_STATES else old
+    pinned, traffic_weight = request.pinned, request.traffic_weight
+    return {
+        "owner": before.get("owner", request.who),
+        "pinned": before.get("pinned", False) if pinned is None else pinned,
+        "traffic_weight": before.get("traffic_weight", 1.0) if traffic_weight is None else traffic_weight,
+    }
+
+
+def changed_adapters(connection: Connection, base_digest: str, after: int) -> list[tuple[int, Key, Entry | None]]:
+    """(revision, name, adapter or None where it is gone) of changes after a revision; after 0 nothing that is gone."""
+    query = select(adapters).where(adapters.c.base_digest == base_digest)
+    order: Sequence[ColumnElement[Any]] = (adapters.c.tenant_id, adapters.c.name)
+    if after:  # by the index that finds them: a cursor of PostgreSQL would walk all names in their order instead
+        query, order = query.where(adapters.c.revision > after), (adapters.c.revision, *order)
+    else:
+        query = query.where(adapters.c.state.in_(MEANT_STATES))
+    query = query.execution_options(yield_per=_READ_AT_ONCE)
+    return [
+        (row["revision"], (row["tenant_id"], row["name"]), entry_of(row) if row["state"] in MEANT_STATES else None)
+        for row in connection.execute(query.order_by(*order)).mappings()
+    ]

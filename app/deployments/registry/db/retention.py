@@ -1,0 +1,111 @@
+"""What a registry forgets, so that it never grows without bound, and which uploads it still needs.
+
+`trim` deletes events, records of the audit, and jobs of names that nothing is registered under. Each name
+keeps its last ones, so that a busy adapter erases nobody else's history; beyond that age and a total count. Rule: what
+is to go is looked for without holding anybody up, and deleted a few thousand rows at a time.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from sqlalchemy import ColumnElement, Select, Table, delete, func, or_, select, union
+
+from app.deployments.registry.db.database import Database
+from app.deployments.registry.db.tables import adapters, audit, events, jobs
+from app.deployments.registry.models import FINAL_STATES, UPLOADED, State
+
+_DAY_S = 86_400.0
+#: Rows that one transaction deletes, and that one call of `trim` looks for in a table.
+_AT_ONCE, _AT_MOST = 2_000, 100_000
+
+
+class Limits(NamedTuple):
+    """How many rows of a table a name keeps, how many there are, and how old they become."""
+
+    per_name: int
+    total: int
+    age_s: float
+
+
+EVENTS = Limits(1_000, 1_000_000, 90 * _DAY_S)
+AUDIT = Limits(10_000, 1_000_000, 400 * _DAY_S)
+#: Of names that were never registered, and of no others: a registered name's are bounded by `jobs.MAX_JOBS_PER_NAME`.
+UNKNOWN_JOBS = Limits(20, 10_000, 7 * _DAY_S)
+
+
+def trim(database: Database) -> int:
+    """Forget what is beyond the limits; how many rows that were."""
+    is_known = select(adapters.c.name).where(
+        adapters.c.base_digest == jobs.c.base_digest,
+        adapters.c.tenant_id == jobs.c.tenant_id,
+        adapters.c.name == jobs.c.name,
+    )
+    return (
+        _trim(database, events, events.c.time_s, events.c.id, EVENTS)
+        + _trim(database, audit, audit.c.time_s, audit.c.id, AUDIT)
+        + _trim(
+            database, jobs, jobs.c.updated_s, jobs.c.number, UNKNOWN_JOBS,
+            jobs.c.state.in_(FINAL_STATES), ~is_known.exists(),
+        )
+    )  # fmt: skip
+
+
+def uploads_in_use(database: Database) -> frozenset[str]:
+    """The sources of uploads that a name means, or that a load which is not over will read; the others may be removed.
+
+    What a name has meant before is not among them.
+    """
+    meant = select(adapters.c.uri).where(
+        adapters.c.base_digest == database.base_digest,
+        adapters.c.state != State.REMOVED,
+        adapters.c.uri.startswith(UPLOADED),
+    )
+    loading = select(jobs.c.source).where(
+        jobs.c.base_digest == database.base_digest,
+        jobs.c.state.not_in(FINAL_STATES),
+        jobs.c.source.startswith(UPLOADED),
+    )
+    with database.read() as connection:
+        return frozenset(connection.scalars(union(meant, loading)))
+
+
+def _trim(
+    database: Database,
+    table: Table,
+    time_s: ColumnElement[float],
+    order: ColumnElement[int],
+    limits: Limits,
+    *where: ColumnElement[bool],
+) -> int:
+    query = _beyond(database, table, time_s, order, limits, where)
+    with database.read() as connection:
+        ids = connection.scalars(query).all()
+    for start in range(0, len(ids), _AT_ONCE):
+        with database.write() as connection:
+            connection.execute(delete(table).where(table.c.id.in_(ids[start : start + _AT_ONCE])))
+    return len(ids)
+
+
+def _beyond(
+    database: Database,
+    table: Table,
+    time_s: ColumnElement[float],
+    order: ColumnElement[int],
+    limits: Limits,
+    where: tuple[ColumnElement[bool], ...],
+) -> Select[Any]:
+    """The ids of rows that are too old, or too far from the newest of their name or of all."""
+    of_name = func.row_number().over(partition_by=(table.c.tenant_id, table.c.name), order_by=order.desc())
+    of_all = func.row_number().over(order_by=order.desc())
+    places = (
+        select(table.c.id, time_s.label("at_s"), of_name.label("of_name"), of_all.label("of_all"))
+        .where(table.c.base_digest == database.base_digest, *where)
+        .subquery()
+    )
+    is_beyond = or_(
+        places.c.of_name > limits.per_name,
+        places.c.of_all > limits.total,
+        places.c.at_s < database.clock() - limits.age_s,
+    )
+    return select(places.c.id).where(is_beyond).limit(_AT_MOST)

@@ -1,0 +1,160 @@
+"""What happened to adapters, and who asked for what.
+
+In: events and requests, written in the transaction of what they tell of, so that neither is ever without
+the other. Out: pages of them, newest first. What is too much or too old is forgotten by `trimming`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from sqlalchemy import Connection, Table, insert, select
+
+from app.deployments.registry.db.database import Database, storable
+from app.deployments.registry.db.tables import audit, events
+from app.deployments.registry.models import AuditRecord, Event
+from app.deployments.registry.tier_events import Move
+from app.deployments.rpc.background_tasks import Tasks
+from app.engine.errors import InvalidRequest, NotReady
+
+logger = logging.getLogger(__name__)
+
+#: Moves are written down together, this long after the first.
+MOVES_DELAY_S = 0.2
+
+
+class NewEvent(NamedTuple):
+    """An event before it is written; `time_s` None: now. `event` is a phrase: "loaded to device", "registered"."""
+
+    event: str
+    name: str
+    tenant_id: str
+    generation: int | None = None
+    digest: str | None = None
+    detail: str | None = None
+    replica_id: str | None = None
+    time_s: float | None = None
+
+
+def record_events(connection: Connection, database: Database, news: Sequence[NewEvent]) -> None:
+    """Part of the caller's transaction."""
+    if not news:
+        return
+    now_s = database.clock()
+    rows = [
+        item._asdict()
+        | {
+            "base_digest": database.base_digest,
+            "time_s": now_s if item.time_s is None else item.time_s,
+            "detail": item.detail and storable(item.detail),
+        }
+        for item in news
+    ]
+    connection.execute(insert(events), rows)
+
+
+def record_audit(
+    connection: Connection,
+    database: Database,
+    who: str,
+    action: str,
+    name: str,
+    tenant_id: str,
+    detail: Mapping[str, Any],
+) -> None:
+    """Part of the caller's transaction."""
+    connection.execute(
+        insert(audit).values(
+            base_digest=database.base_digest,
+            tenant_id=tenant_id,
+            who=who,
+            action=action,
+            name=name,
+            detail=json.dumps(detail, ensure_ascii=False),
+            time_s=database.clock(),
+        )
+    )
+
+
+class EventLog:
+    """Reads both. `before` is the id of the last record of the page that was read last.
+
+    Raises InvalidRequest if the tenant has no such record. Ids are random: numbers would tell a tenant how much happens
+    to others.
+    """
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+
+    def events(
+        self, name: str | None = None, *, limit: int = 100, before: str | None = None, tenant_id: str
+    ) -> list[Event]:
+        return [
+            Event(
+                row["public_id"],
+                row["name"],
+                row["event"],
+                row["time_s"],
+                row["generation"],
+                row["digest"],
+                row["detail"],
+                row["replica_id"],
+            )
+            for row in self._page(events, name, limit, before, tenant_id)
+        ]
+
+    def audit(
+        self, name: str | None = None, *, limit: int = 100, before: str | None = None, tenant_id: str
+    ) -> list[AuditRecord]:
+        return [
+            AuditRecord(row["public_id"], row["who"], row["action"], row["name"], row["detail"], row["time_s"])
+            for row in self._page(audit, name, limit, before, tenant_id)
+        ]
+
+    def _page(
+        self, table: Table, name: str | None, limit: int, before: str | None, tenant_id: str
+    ) -> Sequence[Mapping[Any, Any]]:
+        query = select(table).where(table.c.base_digest == self._database.base_digest, table.c.tenant_id == tenant_id)
+        if name is not None:
+            query = query.where(table.c.name == name)
+        with self._database.read() as connection:
+            if before is not None:
+                query = query.where(table.c.id < self._number(connection, table, before, tenant_id))
+            return connection.execute(query.order_by(table.c.id.desc()).limit(limit)).mappings().all()
+
+    def _number(self, connection: Connection, table: Table, public_id: str, tenant_id: str) -> int:
+        is_it = (table.c.base_digest == self._database.base_digest, table.c.public_id == public_id)
+        number: int | None = connection.scalar(select(table.c.id).where(*is_it, table.c.tenant_id == tenant_id))
+        if number is None:
+            raise InvalidRequest(f"before is {public_id[:40]!r}; it is the id of a record of this list", param="before")
+        return number
+
+
+class MoveWriter:
+    """Writes moves between tiers together, `MOVES_DELAY_S` after the first; one event loop.
+
+    `write` is called in threads. Moves that the database does not take are lost, with a line in the log: the tiers do
+    not wait for their history.
+    """
+
+    def __init__(self, write: Callable[[Sequence[Move]], None]) -> None:
+        self._write = write
+        self._moves: list[Move] = []
+        self._tasks = Tasks()
+
+    def write_soon(self, move: Move) -> None:
+        self._moves.append(move)
+        if len(self._moves) == 1:
+            self._tasks.start(self._write_all())
+
+    async def _write_all(self) -> None:
+        await asyncio.sleep(MOVES_DELAY_S)
+        moves, self._moves = self._moves, []
+        try:
+            await asyncio.to_thread(self._write, moves)
+        except NotReady as error:
+            logger.warning("%d moves between tiers are not in the journal: %s", len(moves), error)

@@ -1,0 +1,1 @@
+"""Registry changes, published to every process of the service."""

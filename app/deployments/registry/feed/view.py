@@ -1,0 +1,175 @@
+"""An ingress' copy of the registry: lookups, pages and the choice of an alias's target, without asking anybody.
+
+In: changes, as the owner publishes them. Out: entries by name, names in order, the adapter that a request
+goes to. An alias's target is drawn by weighted rendezvous hashing (Schindelhauer & Schomaker 2005): the
+same user gets the same target everywhere, and when weights change only as many users move as must.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from bisect import bisect_left, bisect_right, insort
+from collections.abc import Callable, Iterable, Iterator, KeysView, Sequence
+from heapq import merge
+from itertools import islice
+from typing import NamedTuple
+
+from app.deployments.registry.feed.packed_entry import pack_entry, unpack_entry, unpack_ref
+from app.deployments.registry.models import AliasEntry, CatalogEntry
+from app.deployments.rpc.long_poll_client import TableSync
+from app.deployments.rpc.long_poll_host import Changes
+from app.engine.adapters.card import AdapterRef
+
+#: (tenant, name): adapters and aliases share one namespace.
+Key = tuple[str, str]
+Entry = CatalogEntry | AliasEntry
+
+#: With fewer new names than this, each is inserted in order; with more, the names are sorted once.
+_FEW = 64
+#: So many entries of a copy are taken over at a time.
+_MANY = 5_000
+
+
+class Page(NamedTuple):
+    """Entries in order of name, and whether there are more behind them."""
+
+    entries: tuple[Entry, ...]
+    has_more: bool
+
+
+class RegistryView:
+    """One event loop. A lookup is a dictionary's; a page costs its own length.
+
+    Adapters are held packed (`compact`), and each name once; what is asked for is unpacked.
+    """
+
+    def __init__(self, entries: Iterable[Entry] = ()) -> None:
+        self._held: dict[str, dict[str, bytes | AliasEntry]] = {}  # tenant -> name -> an adapter, packed, or an alias
+        self._names: dict[tuple[str, type], list[str]] = {}
+        self._followers: list[Callable[[Key, Entry | None], None]] = []
+        self._sync: TableSync[Key, Entry] = TableSync()
+        coming = iter(entries)
+        while some := list(islice(coming, _MANY)):
+            self.apply([((entry.tenant_id, entry.name), entry) for entry in some])
+
+    @property
+    def num_adapters(self) -> int:
+        return sum(len(names) for (_, kind), names in self._names.items() if kind is CatalogEntry)
+
+    def follow(self, note: Callable[[Key, Entry | None], None]) -> None:
+        """Have `note` told every entry that there is, and each change from now on; None: it is gone."""
+        self._followers.append(note)
+        for tenant_id, held in self._held.items():
+            for name in held:
+                note((tenant_id, name), self.find(name, tenant_id))
+
+    def take(self, news: Changes[Key, Entry]) -> None:
+        """Take over a page of the table."""
+        self.apply(self._sync.changes(news, self._keys).items())
+
+    def apply(self, rows: Iterable[tuple[Key, Entry | None]]) -> None:
+        """Take over changes."""
+        added: dict[tuple[str, type], list[str]] = {}
+        for (tenant_id, name), entry in dict(rows).items():
+            held = self._held.setdefault(tenant_id, {})
+            old = held.get(name)
+            if entry is None:
+                held.pop(name, None)
+            else:  # the key that is there stays, and with it the one string of the name
+                held[name] = entry if isinstance(entry, AliasEntry) else pack_entry(entry)
+            for note in self._followers:
+                note((tenant_id, name), entry)
+            was, becomes = _kind(old), _kind(entry)
+            if was is becomes:
+                continue
+            if was is not None:
+                names = self._names[tenant_id, was]
+                del names[bisect_left(names, name)]
+            if becomes is not None:
+                added.setdefault((tenant_id, becomes), []).append(name)
+        for place, new in added.items():
+            names = self._names.setdefault(place, [])
+            if len(new) < _FEW:
+                for name in new:
+                    insort(names, name)
+            else:
+                names += new
+                names.sort()
+
+    def names(self, tenant_id: str) -> KeysView[str]:
+        """All that a tenant's adapters and aliases are called; it changes with the registry."""
+        return self._held.get(tenant_id, {}).keys()
+
+    def find(self, name: str, tenant_id: str) -> Entry | None:
+        held = self._held.get(tenant_id, {}).get(name)
+        return unpack_entry(held, tenant_id, name) if isinstance(held, bytes) else held
+
+    def adapter(self, name: str, tenant_id: str) -> CatalogEntry | None:
+        entry = self.find(name, tenant_id)
+        return entry if isinstance(entry, CatalogEntry) else None
+
+    def means_base(self, name: str, base_name: str, sticky_key: str, tenant_id: str) -> bool:
+        """Whether a request for `name` goes to the base: an alias may stand for it, beside adapters."""
+        held = self._held.get(tenant_id, {}).get(name)
+        return isinstance(held, AliasEntry) and choose_target(held, sticky_key) == base_name
+
+    def resolve(self, name: str, sticky_key: str, tenant_id: str) -> AdapterRef | None:
+        """The adapter a request for `name` goes to; equal keys choose equally. None: there is no such name."""
+        names = self._held.get(tenant_id, {})
+        held = names.get(name)
+        if isinstance(held, AliasEntry):
+            name = choose_target(held, sticky_key)
+            held = names.get(name)
+        return unpack_ref(held, tenant_id, name) if isinstance(held, bytes) else None
+
+    def text(self, ref: AdapterRef) -> str:
+        """What of the adapter's text is its own; nothing once its name means other contents."""
+        entry = self._entry_of(ref)
+        return "" if entry is None else entry.text
+
+    def invocation(self, ref: AdapterRef) -> tuple[int, ...]:
+        """The tokens that activate the adapter; none once its name means other contents."""
+        entry = self._entry_of(ref)
+        return () if entry is None else entry.invocation_tokens
+
+    def _keys(self) -> Iterator[Key]:
+        return ((tenant_id, name) for tenant_id, held in self._held.items() for name in held)
+
+    def _entry_of(self, ref: AdapterRef) -> CatalogEntry | None:
+        entry = self.adapter(ref.name, ref.tenant_id)
+        return entry if entry is not None and entry.ref.digest == ref.digest else None
+
+    def page(
+        self,
+        kinds: Sequence[type[Entry]],
+        *,
+        limit: int,
+        after: str | None = None,
+        tenant_id: str,
+    ) -> Page:
+        """Up to `limit` entries of these kinds whose names come after `after`, which need not exist."""
+        parts = []
+        for kind in kinds:
+            names = self._names.get((tenant_id, kind), [])
+            start = 0 if after is None else bisect_right(names, after)
+            parts.append(names[start : start + limit + 1])
+        names = list(merge(*parts))
+        found = (self.find(name, tenant_id) for name in names[:limit])
+        return Page(tuple(entry for entry in found if entry is not None), len(names) > limit)
+
+
+def _kind(held: bytes | Entry | None) -> type[Entry] | None:
+    """What kind of entry this is, packed or not."""
+    return None if held is None else AliasEntry if isinstance(held, AliasEntry) else CatalogEntry
+
+
+def choose_target(alias: AliasEntry, sticky_key: str) -> str:
+    """The target with the highest w / -ln(u), u uniform in (0, 1) from a hash of alias, target and key."""
+
+    def score(target: str, weight: float) -> float:
+        text = "\0".join((alias.tenant_id, alias.name, target, sticky_key))
+        number = int.from_bytes(hashlib.blake2b(text.encode("utf-8", "replace"), digest_size=8).digest())
+        return weight / -math.log((number + 0.5) / 2**64)
+
+    return max(alias.targets, key=lambda target: score(target.name, target.weight)).name

@@ -1,0 +1,1 @@
+"""Load and unload jobs, and which store works on them."""

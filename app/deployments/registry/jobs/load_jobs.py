@@ -1,0 +1,282 @@
+"""Loads: from a request to a name that every ingress serves.
+
+In: requests to load. Out: jobs that go through the states of `entries.State`. A job is written down before work on it
+begins, so another process takes up what a crash cut short. Loads of one name take effect in the order they were asked
+for, whichever process works on them; while a new meaning is being read the old one serves, and if reading fails it
+stays. "LOADED" is written when every ingress holds the name. Reading is the store's; rows on devices are the replicas'.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, Protocol
+
+from app.deployments.registry.feed.change_feed import ChangeFeed
+from app.deployments.registry.feed.view import Key
+from app.deployments.registry.jobs.job_table import LoadsAhead, unloaded
+from app.deployments.registry.models import (
+    AHEAD,
+    MAX_METADATA_CHARS,
+    CatalogEntry,
+    LoadRequest,
+    ReadAdapter,
+    RegistryJob,
+    State,
+    check_description,
+    check_source,
+)
+from app.deployments.registry.registry import Registry
+from app.deployments.rpc.background_tasks import Tasks
+from app.engine.adapters.card import AdapterCard
+from app.engine.adapters.combining.combination import shown_source
+from app.engine.errors import NotFound, NotReady, PolyloraError, QueueFull
+from app.logging import LogEvent
+
+logger = logging.getLogger(__name__)
+
+#: The end of a load that the database did not take is offered to it again after this long.
+RETRY_S = 5.0
+#: A load whose turn has not come, because another process works on one before it, asks again after this long.
+TURN_INTERVAL_S = 0.5
+#: Loads that one process works on at a time; more are refused, and those that a dead process left are always taken.
+MAX_LOADS = 10_000
+#: Of the loads that a dead process left, those of one host that are begun at a time: what has begun is a dozen objects,
+#: and thousands of them are a garbage collection that stops the event loop for 0.1 s and more.
+TAKEN_UP_AT_ONCE = 64
+#: Loads that are taken up before other work of the event loop gets its turn.
+_NOTED_AT_ONCE = 50
+
+
+class Reader(Protocol):
+    """The part of the adapter store that is used here."""
+
+    async def load(self, source: str, tenant_id: str) -> ReadAdapter:
+        """Read and keep an adapter. Raises what reading raises."""
+
+    def host(self, source: str) -> str:
+        """What may be slow together: sources of one host."""
+
+    def forget(self, digest: str) -> None:
+        """No name means these contents, or none any more."""
+
+
+class LoadJobs:
+    """One event loop; the database is called in threads."""
+
+    def __init__(
+        self,
+        registry: Registry,
+        store: Reader,
+        published: ChangeFeed,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._registry = registry
+        self._store = store
+        self._published = published
+        self._clock = clock
+        self._jobs: dict[str, RegistryJob] = {}  # being worked on
+        self._of_source: defaultdict[str, set[str]] = defaultdict(set)  # source -> ids of these
+        self._passed: dict[str, list[tuple[State, float]]] = {}  # of these: written down with their last state
+        self._has_read: dict[str, str] = {}  # of these: the digest that was read, once it was
+        self._tasks: dict[str, asyncio.Task[RegistryJob]] = {}
+        self._cancelled: dict[str, asyncio.Future[None]] = {}  # per load: done when an unload has cancelled it
+        self._left: dict[
+            str, dict[str, RegistryJob]
+        ] = {}  # host -> loads by id that a dead process left, not begun yet
+        self._num_taken_up: Counter[str] = Counter()  # host -> those of them that have begun
+        self._last: dict[Key, asyncio.Task[RegistryJob]] = {}  # per name, the job that was asked for last
+        self._work, self._writing = Tasks(), Tasks()
+
+    async def take_up(self, jobs: Sequence[RegistryJob]) -> None:
+        """Work on the loads that a dead process has left to this one, in their order, a few of each host at a time."""
+        for number, job in enumerate(jobs):
+            host = self._store.host(job.source)
+            self._left.setdefault(host, {})[job.id] = job
+            self._begin_left(host)
+            if number % _NOTED_AT_ONCE == _NOTED_AT_ONCE - 1:
+                await asyncio.sleep(0)
+
+    async def load(self, request: LoadRequest, read: ReadAdapter | None = None) -> RegistryJob:
+        """Begin to load; returns the job. Its generation is the one that new contents would get.
+
+        `read`: what the source holds, if it has just been read.
+        Raises UnsafeSource for a source that cannot be one, QueueFull while too many loads are being worked on.
+        """
+        check_source(request.source)
+        check_description(request.description)
+        if len(self._jobs) >= MAX_LOADS:
+            raise QueueFull(f"{len(self._jobs)} adapters are being loaded; ask again when some are", retry_after_s=5)
+        catalog = self._registry.catalog
+        present = await asyncio.to_thread(catalog.generations, request.name, tenant_id=request.tenant_id)
+        job = await asyncio.to_thread(self._registry.jobs.create, request)
+        self._begin(job, read)
+        return replace(job, generation=1 + (present[0].ref.generation if present else 0))
+
+    async def load_and_wait(
+        self, request: LoadRequest, read: ReadAdapter | None = None
+    ) -> tuple[RegistryJob, CatalogEntry]:
+        """`load`, and its end. Raises what made it fail."""
+        task = self._tasks[(await self.load(request, read)).id]
+        job = await asyncio.shield(task)
+        entry = await asyncio.to_thread(self._registry.catalog.get, job.name, tenant_id=job.tenant_id)
+        if entry is None:
+            raise NotFound(f"adapter {job.name!r} was unloaded as soon as it was loaded")
+        return job, entry
+
+    def cancel(self, job_ids: Collection[str]) -> None:
+        """These loads end at once with AdapterUnloaded: their name was unloaded."""
+        for job_id in job_ids:
+            if (cancelled := self._cancelled.get(job_id)) is not None and not cancelled.done():
+                cancelled.set_result(None)
+            for left in self._left.values():
+                left.pop(job_id, None)
+
+    def running(self, job_id: str) -> RegistryJob | None:
+        """The present state of a load that is being worked on; None for any other job."""
+        return self._jobs.get(job_id)
+
+    def reached(self, source: str, state: State, job_id: str | None = None) -> None:
+        """Reading a source has come this far, and so has every job that waits for it; on the event loop.
+
+        A job that is further already stays there: the source is being read again, for another.
+        """
+        now_s = self._clock()
+        for id_ in self._of_source.get(source, ()) if job_id is None else (job_id,):
+            if state in AHEAD.get(self._jobs[id_].state, ()):
+                self._jobs[id_] = replace(self._jobs[id_], state=state, updated_s=now_s)
+                self._passed[id_].append((state, now_s))
+
+    def _begin_left(self, host: str) -> None:
+        """Begin the next ones of a host, if it is their turn."""
+        left = self._left.get(host, {})
+        while left and self._num_taken_up[host] < TAKEN_UP_AT_ONCE:
+            self._num_taken_up[host] += 1
+            self._begin(left.pop(next(iter(left)))).add_done_callback(partial(self._end_taken_up, host))
+        if not left:
+            self._left.pop(host, None)
+
+    def _end_taken_up(self, host: str, _: asyncio.Task[RegistryJob]) -> None:
+        self._num_taken_up[host] -= 1
+        self._begin_left(host)
+
+    def _begin(self, job: RegistryJob, read: ReadAdapter | None = None) -> asyncio.Task[RegistryJob]:
+        key = (job.tenant_id, job.name)
+        self._jobs[job.id], self._passed[job.id] = job, []
+        self._of_source[job.source].add(job.id)
+        self._cancelled[job.id] = asyncio.get_running_loop().create_future()
+        task = self._work.start(self._run(job.id, self._last.get(key), read))
+        self._tasks[job.id] = self._last[key] = task
+
+        def end(task: asyncio.Task[RegistryJob]) -> None:
+            del self._jobs[job.id], self._passed[job.id], self._tasks[job.id], self._cancelled[job.id]
+            self._has_read.pop(job.id, None)
+            self._of_source[job.source].discard(job.id)
+            if not self._of_source[job.source]:
+                del self._of_source[job.source]
+            if self._last.get(key) is task:
+                del self._last[key]
+
+        task.add_done_callback(end)
+        return task
+
+    async def _run(
+        self, job_id: str, before: asyncio.Task[RegistryJob] | None, read: ReadAdapter | None
+    ) -> RegistryJob:
+        job = self._jobs[job_id]
+        try:
+            self.reached(job.source, State.DOWNLOADING, job_id)
+            uri, card = await self._read(job) if read is None else read
+            self._has_read[job_id] = card.digest
+            self.reached(job.source, State.ON_HOST, job_id)
+            if before is not None:
+                await asyncio.wait([before])
+            shown = replace(card, metadata=_kept_metadata(job.name, card))
+            register = partial(self._registry.catalog.register, job.request, uri, shown, job)
+            entry = await self._in_turn(register)
+            generation, digest = entry.ref.generation, entry.ref.digest
+            return await self._end(job_id, State.LOADED, generation=generation, digest=digest)
+        except Exception as error:
+            is_ours = isinstance(error, PolyloraError)
+            if not is_ours:
+                logger.exception("loading %s failed", job.name)
+            reason = str(error) if is_ours else f"internal error ({type(error).__name__}); the store's log has it"
+            await self._end(job_id, State.FAILED, reason=reason)
+            if (refused := self._has_read.pop(job_id, None)) is not None:
+                await self._let_go(refused)
+            raise
+
+    async def _let_go(self, digest: str) -> None:
+        """Free the host's copy of what was read and refused, unless a name means it or another load has read it."""
+        with contextlib.suppress(NotReady):  # nobody knows: it goes when others need its room
+            is_used = await asyncio.to_thread(self._registry.catalog.is_used, digest)
+            if not is_used and digest not in self._has_read.values():
+                self._store.forget(digest)
+
+    async def _in_turn(self, register: Callable[[], CatalogEntry]) -> CatalogEntry:
+        """Wait for loads of the name that other processes work on and that were asked for before."""
+        while True:
+            try:
+                return await self._published.change(register)
+            except LoadsAhead:
+                await asyncio.sleep(TURN_INTERVAL_S)
+
+    async def _read(self, job: RegistryJob) -> ReadAdapter:
+        """Ends at once when the job is cancelled; others may wait for what is read, so reading goes on."""
+        reading = self._work.start(self._store.load(job.source, job.tenant_id))
+        either: list[asyncio.Future[Any]] = [reading, self._cancelled[job.id]]
+        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+        if reading.done():
+            return reading.result()
+        reading.cancel()
+        raise unloaded(job.name)
+
+    async def _end(self, job_id: str, state: State, **what: Any) -> RegistryJob:
+        """A job's last state. While the database does not take it nobody waits: it is written down later."""
+        job, passed = self._jobs[job_id], tuple(self._passed[job_id])
+        logger.log(
+            logging.WARNING if state is State.FAILED else logging.INFO,
+            LogEvent(
+                f"adapter {state.lower()}",
+                name=job.name,
+                tenant=job.tenant_id,
+                by=job.requested_by,
+                source=shown_source(job.source),
+                seconds=self._clock() - job.created_s,
+                **what,
+            ),
+        )
+        write = partial(self._registry.jobs.advance, job, state, passed=passed, **what)
+        try:
+            self._jobs[job_id] = await asyncio.to_thread(write)
+        except NotReady as error:
+            logger.warning("that %s is %s is written down later: %s", job.name, state, error)
+            self._jobs[job_id] = replace(job, state=state, **what)
+            self._writing.start(_insist(write))
+        return self._jobs[job_id]
+
+
+async def _insist(write: Callable[[], RegistryJob]) -> None:
+    """Until the database takes it."""
+    while True:
+        await asyncio.sleep(RETRY_S)
+        with contextlib.suppress(NotReady):
+            await asyncio.to_thread(write)
+            return
+
+
+def _kept_metadata(name: str, card: AdapterCard) -> str:
+    """A card's, unless it is longer than every ingress should hold."""
+    if len(card.metadata) <= MAX_METADATA_CHARS:
+        return card.metadata
+    logger.warning(
+        "the metadata of the card of adapter %s has %d characters and is not shown: at most %d are kept",
+        name, len(card.metadata), MAX_METADATA_CHARS,
+    )  # fmt: skip
+    return ""

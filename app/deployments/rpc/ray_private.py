@@ -1,0 +1,173 @@
+"""Everything of Ray that is used here and is not Ray's public interface.
+
+In: what a service needs and Ray offers no public way to. Out: plain functions and two base classes. Rule: no other
+module names an underscore of Ray; Ray's version is pinned, and `tests/deployments/rpc/test_ray_private.py` fails when
+another version has other names or signatures.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import ray
+from ray._private import worker
+from ray._private.state import state
+from ray.core.generated import gcs_pb2
+from ray.exceptions import GetTimeoutError, RayActorError
+from ray.serve._private import api
+from ray.serve._private.client import ServeControllerClient
+from ray.serve.config import gRPCOptions
+from ray.serve.context import _check_cached_client_alive, _set_global_client
+from ray.serve.handle import DeploymentHandle
+from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
+from ray.serve.schema import ServeDeploySchema
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+#: The version whose inner interfaces were read.
+READ_VERSION = "2.60.0"
+#: How long Serve's controller may take to end everything that it has started.
+SHUTDOWN_TIMEOUT_S = 30.0
+
+
+def start_serve(schema: ServeDeploySchema, *, wait_for_proxies: bool) -> ServeControllerClient:
+    """Start Serve in the cluster that this process has joined, as `serve run` does with a file.
+
+    Without waiting, the proxies come up beside the deployments; with it, an instance that already runs is joined.
+    """
+    options: dict[str, Any] = {
+        "http_options": schema.http_options.model_dump(),
+        "proxy_location": schema.proxy_location,
+        "grpc_options": gRPCOptions(**schema.grpc_options.model_dump()),
+    }
+    if wait_for_proxies:
+        return api.serve_start(**options, controller_options=schema.controller_options)
+    controller, _ = api._create_controller_and_proxy_refs(
+        **options,
+        global_logging_config=None,
+        global_tracing_config=None,
+        controller_options=api._coerce_controller_options(schema.controller_options),
+    )
+    client = ServeControllerClient(controller)
+    _set_global_client(client)  # type: ignore[no-untyped-call]
+    return client
+
+
+def deploy(client: ServeControllerClient, schema: ServeDeploySchema) -> None:
+    """Have the applications of a file started; nobody waits for them."""
+    client.deploy_apps(schema, _blocking=False)
+
+
+def end_serve() -> None:
+    """Ask Serve's controller once to end everything.
+
+    `serve.shutdown` repeats the question, and Ray tells of the controller's death as of an error.
+    """
+    client, _ = _check_cached_client_alive()
+    if client is not None:
+        shut_down = client._controller.graceful_shutdown.options(max_task_retries=0)
+        with contextlib.suppress(RayActorError, GetTimeoutError):
+            ray.get(shut_down.remote(), timeout=SHUTDOWN_TIMEOUT_S)
+
+
+def route_in_this_loop(handle: DeploymentHandle[Any]) -> None:
+    """Have the handle's router run in this event loop: there is no hop between threads per frame.
+
+    It must be called before the handle is used; handles that are made later are as Ray makes them.
+    """
+    handle._init(_run_router_in_separate_loop=False)  # type: ignore[no-untyped-call]
+
+
+def take_error_messages(take: Callable[[Sequence[str]], None]) -> None:
+    """Have what Ray tells this driver of dead workers and the like handed to a function, instead of printed."""
+
+    def instead(data: Mapping[str, Any], ignore_prefix: bool) -> None:  # noqa: ARG001
+        take([str(line) for line in data["lines"]])
+
+    worker.print_to_stdstream = instead
+
+
+def serve_ends_us() -> bool:
+    """Whether Serve has begun to end the replica that this process is: it drains. False in any other process."""
+    replica = worker.global_worker.actors.get(worker.global_worker.actor_id)
+    return replica is not None and bool(replica._replica_impl._shutting_down)
+
+
+class ActorPlace(NamedTuple):
+    """An actor that lives or waits; `node_id` is empty until a process on a machine is its own."""
+
+    name: str
+    resources: dict[str, float]
+    node_id: str
+
+
+def actor_places() -> list[ActorPlace]:
+    """All of the cluster that this process has joined, as its GCS knows them. It needs no dashboard."""
+    table = state._connect_and_get_accessor().get_actor_table(None, None)
+    rows = [gcs_pb2.ActorTableData.FromString(row) for row in table]  # type: ignore[attr-defined]
+    return [
+        ActorPlace(
+            row.name or row.class_name,
+            dict(row.required_resources),
+            row.address.node_id.hex() if row.address.worker_id else "",
+        )
+        for row in rows
+        if row.state != gcs_pb2.ActorTableData.DEAD  # type: ignore[attr-defined]
+    ]
+
+
+class AsgiIngress:
+    """Base of a class under `@serve.ingress()`, whose ASGI application is made inside the replica."""
+
+    def make_asgi_app(self) -> ASGIApp:
+        """The application; called once, after the constructor."""
+        raise NotImplementedError
+
+    def __serve_build_asgi_app__(self) -> ASGIApp:
+        app = self.make_asgi_app()
+
+        async def asgi(scope: Scope, receive: Receive, send: Send) -> None:
+            # A plain function: uvicorn takes a bound method for an ASGI 2 application.
+            await app(scope, receive, send)
+
+        return asgi
+
+
+class ChoosingRouter(RequestRouter):
+    """A router that chooses the replica of each request by that request alone.
+
+    Ray's own routing task matches replicas to requests by a key that all calls made inside one parent request share,
+    so that concurrent calls would swap their replicas: hence this loop, as in Ray's capacity-queue router.
+    """
+
+    @property
+    def running(self) -> list[RunningReplica]:
+        """The replicas of Serve's list: those that run and do not drain."""
+        return list(self._replicas.values())
+
+    def shortcut(self, request: PendingRequest, *, is_retry: bool) -> RunningReplica | None:  # noqa: ARG002
+        """A replica that takes this request whatever else runs; None if `choose_replicas` is to choose."""
+        return None
+
+    def check_can_wait(self, request: PendingRequest) -> None:
+        """Raise if this request must not wait for the first replica to run."""
+
+    async def _choose_replica_for_request(
+        self, pending_request: PendingRequest, *, is_retry: bool = False
+    ) -> RunningReplica:
+        if (replica := self.shortcut(pending_request, is_retry=is_retry)) is not None:
+            return replica
+        attempt = 0
+        while True:
+            while not self._replicas:
+                self.check_can_wait(pending_request)
+                self._replicas_updated_event.clear()
+                await self._replicas_updated_event.wait()
+            for candidates in await self.choose_replicas(self.running, pending_request):
+                replica = await self._select_from_candidate_replicas(candidates, attempt)
+                if replica is not None:
+                    self._record_queue_wait_time(pending_request)
+                    return replica
+            await self._backoff(attempt)
+            attempt += 1

@@ -1,0 +1,66 @@
+"""What failed a moment ago and is not tried again yet.
+
+In: keys that failed, and why. Out: `AdapterQuarantined` with the reason and the time left for whoever asks
+for one of them. The time doubles with each failure in a row, up to a limit; a success or `clear` ends it.
+So a broken adapter or a source that is down costs one attempt now and then, however many requests ask.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from app.engine.errors import AdapterQuarantined
+
+FIRST_S = 5.0
+LONGEST_S = 600.0
+MAX_KEYS = 8192
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """`num_failures` in a row, the last one's words, and when (on the quarantine's clock) it may be tried again."""
+
+    reason: str
+    num_failures: int
+    until_s: float
+
+
+class FailureBackoff:
+    """One event loop's; `clock` gives seconds."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._failures: OrderedDict[str, Failure] = OrderedDict()
+
+    def get(self, key: str) -> Failure | None:
+        return self._failures.get(key)
+
+    def check(self, key: str, what: str) -> None:
+        """Raises AdapterQuarantined if `key` must not be tried yet; `what` is its name in the message."""
+        failure = self._failures.get(key)
+        if failure is None:
+            return
+        left_s = failure.until_s - self._clock()
+        if left_s > 0:
+            times = "" if failure.num_failures == 1 else f" ({failure.num_failures} times in a row)"
+            raise AdapterQuarantined(
+                f"{what} failed to load{times}: {failure.reason}; it is tried again in {math.ceil(left_s)} s, "
+                "or at once when it is registered again",
+                retry_after_s=left_s,
+            )
+
+    def failed(self, key: str, reason: str) -> Failure:
+        before = self._failures.pop(key, None)
+        number = 1 if before is None else before.num_failures + 1
+        wait_s = min(FIRST_S * 2.0 ** min(number - 1, 30), LONGEST_S)
+        self._failures[key] = Failure(reason, number, self._clock() + wait_s)
+        while len(self._failures) > MAX_KEYS:
+            self._failures.popitem(last=False)
+        return self._failures[key]
+
+    def clear(self, key: str) -> None:
+        self._failures.pop(key, None)

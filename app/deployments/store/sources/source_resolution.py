@@ -1,0 +1,178 @@
+"""What a client calls a source, and what this server makes of it.
+
+In: text (a registered path, or a URI). Out: a `LocalPlace` under the configured roots, or a `RemotePlace` whose
+`fetch` fills an empty folder; anything else is `UnsafeSource`. A download is two plain files of known
+names or one card: links, folders and other files that came along are refused or left behind, archives
+are never unpacked. Looking at the contents is left to the reader.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import stat
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+from app.deployments.registry.models import UPLOADED
+from app.engine.adapters.adapter_tokenizer import TEXT_FILES
+from app.engine.adapters.formats.arrow import CARD_SUFFIX
+from app.engine.adapters.formats.peft_config import CONFIG_NAME
+from app.engine.adapters.formats.peft_file import WEIGHTS_NAME
+from app.engine.adapters.paths import resolve_adapter_path
+from app.engine.adapters.signing.trusted_keys import SIGNATURE_NAME, SIGNATURE_SUFFIX
+from app.engine.adapters.strict_json import short
+from app.engine.errors import AdapterFormatError, NotFound, UnsafeSource
+
+#: scheme://authority/path without user names, queries, fragments, escapes, control characters or chains.
+_PLAIN_URI = re.compile(
+    r"(?P<scheme>[a-z][a-z0-9+.-]{0,31})://(?P<host>[\w.:-]{1,255})(?P<path>/[\w./@+=~ -]{0,2000})?", re.ASCII
+)
+_UPLOAD = re.compile(UPLOADED + r"(?P<digest>[0-9a-f]{64})", re.ASCII)
+_PEFT_NAMES = (CONFIG_NAME, WEIGHTS_NAME)
+
+
+class Fetcher(Protocol):
+    """One kind of remote source."""
+
+    def accepts(self, uri: str) -> bool:
+        """Whether this fetcher is for `uri`, by its text alone."""
+
+    def fetch(self, uri: str, folder: Path) -> str:
+        """Put an adapter's files into the empty `folder`; the URI that will give the same contents again.
+
+        Raises SourceError, NotFound, AdapterTooLarge.
+        """
+
+
+class Reserve(Protocol):
+    """`DiskTier.reserve`: room for a download, before its bytes come."""
+
+    def __call__(self, folder: Path, num_bytes: int, wait_s: float = 0.0) -> None: ...
+
+
+def unbounded(folder: Path, num_bytes: int, wait_s: float = 0.0) -> None:
+    """A `Reserve` where there is room for everything."""
+
+
+class LocalPlace(NamedTuple):
+    """A folder or card that exists under a root."""
+
+    uri: str
+    path: Path
+
+
+class RemotePlace(NamedTuple):
+    """Something a fetcher fetches."""
+
+    uri: str
+    fetcher: Fetcher
+
+    def fetch(self, folder: Path) -> str:
+        return self.fetcher.fetch(self.uri, folder)
+
+
+class Sources:
+    """The sources of one service. `roots` are local folders; the first fetcher that accepts a URI gets it.
+
+    `abandon` ends the fetches of a URI that are under way: nobody wants it any more. `uploads`: where those lie.
+    """
+
+    def __init__(
+        self,
+        roots: Sequence[Path],
+        fetchers: Sequence[Fetcher] = (),
+        abandon: Callable[[str], None] = lambda _: None,
+        uploads: Path | None = None,
+    ) -> None:
+        self._roots = roots
+        self._fetchers = fetchers
+        self.abandon = abandon
+        self._uploads = uploads
+
+    def is_local(self, source: str) -> bool:
+        return "://" not in source
+
+    def lane(self, source: str) -> str:
+        """What may be slow together: `lane_of` a URI, or all local folders."""
+        return "local" if self.is_local(source) or source.startswith(UPLOADED) else lane_of(source)
+
+    def host(self, source: str) -> str:
+        """What may hang together: a host or bucket, or a hub with all its organisations."""
+        return "hf" if source.startswith("hf://") else self.lane(source)
+
+    def locate(self, source: str) -> LocalPlace | RemotePlace:
+        """Raises UnsafeSource for what this server does not read, NotFound for a local path that is not there."""
+        if self.is_local(source):
+            path = resolve_adapter_path(source, self._roots)
+            return LocalPlace(str(path), path)
+        upload = _UPLOAD.fullmatch(source)
+        if upload is not None and self._uploads is not None:
+            path = self._uploads / upload["digest"]
+            if not path.is_dir():
+                raise NotFound(f"{source} is not among the uploads of this machine; put the weights again")
+            return LocalPlace(source, path)
+        match = _PLAIN_URI.fullmatch(source)
+        if match is None or any(part in (".", "..") for part in (match["path"] or "").split("/")):
+            raise UnsafeSource(
+                f"{short(source)} is not a plain URI; user names, queries, escapes, '..' and chains are refused"
+            )
+        for fetcher in self._fetchers:
+            if fetcher.accepts(source):
+                return RemotePlace(source, fetcher)
+        raise UnsafeSource(
+            f"{short(source)} is not a source this server reads; name a folder under its roots, "
+            "or have it allowed (adapters.allow_hub, adapters.urls, adapters.custom_fetcher)"
+        )
+
+
+def lane_of(uri: str) -> str:
+    """Scheme and host, or bucket, or the hub's organisation."""
+    return "/".join(uri[:300].split("/")[:3])
+
+
+def wanted_files(uri: str) -> tuple[str, ...]:
+    """The names of the files at `uri`: a card, or PEFT's two. The signature is not among them."""
+    name = uri.rsplit("/", 1)[-1]
+    return (name,) if name.endswith(CARD_SUFFIX) else _PEFT_NAMES
+
+
+def signature_name(names: Sequence[str]) -> str:
+    """The name of the signature of an adapter that consists of these files."""
+    return names[0] + SIGNATURE_SUFFIX if len(names) == 1 else SIGNATURE_NAME
+
+
+def adapter_path(folder: Path) -> Path:
+    """The adapter in a downloaded folder. AdapterFormatError if a file is missing, a link, or no plain file."""
+    names = _names(folder)
+    texts = [name for name in TEXT_FILES if len(names) > 1 and os.path.lexists(folder / name)]
+    for name in (*names, *texts):
+        try:
+            status = (folder / name).lstat()
+        except FileNotFoundError:
+            raise AdapterFormatError(
+                f"the source has no {name}; an adapter is {' and '.join(_PEFT_NAMES)}, or one {CARD_SUFFIX} file"
+            ) from None
+        if not stat.S_ISREG(status.st_mode) or status.st_nlink != 1:
+            raise AdapterFormatError(f"'{name}' came as a link or a special file; a source must give plain files")
+    return folder / names[0] if len(names) == 1 else folder
+
+
+def delivered(folder: Path) -> Path:
+    """As `adapter_path`, after everything that is not part of the adapter was removed."""
+    names = _names(folder)
+    for file in folder.iterdir():
+        if file.name in (*names, signature_name(names)) or (len(names) > 1 and file.name in TEXT_FILES):
+            continue
+        if file.is_dir() and not file.is_symlink():
+            shutil.rmtree(file)
+        else:
+            file.unlink()
+    return adapter_path(folder)
+
+
+def _names(folder: Path) -> tuple[str, ...]:
+    cards = [file.name for file in folder.iterdir() if file.name.endswith(CARD_SUFFIX)]
+    return tuple(cards) if len(cards) == 1 else _PEFT_NAMES

@@ -1,0 +1,1 @@
+"""Projects, service accounts and API keys."""

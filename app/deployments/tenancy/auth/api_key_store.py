@@ -1,0 +1,256 @@
+"""Service accounts and API keys in the database: made, expired, revoked.
+
+In: calls of whoever administers. Out: `ApiKeyResponse`s and, once, a key's value. Every call is one transaction; threads may
+call at the same time. To rotate a key, make the service account another and have the old one expire later: both are
+valid in between.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from sqlalchemy import ColumnElement, Connection, Table, and_, or_, select, update
+
+from app.deployments.registry.db.database import Database
+from app.deployments.registry.db.tenant_tables import api_keys, projects, service_accounts
+from app.deployments.tenancy.audited_transaction import (
+    AuditedTransaction,
+    audited_transaction,
+    checked_name,
+    new_id,
+    not_found_error,
+)
+from app.deployments.tenancy.auth.key_crypto import key_digest, new_key, redact_key
+from app.deployments.tenancy.models import ApiKey, IssuedKey, ServiceAccount
+from app.engine.errors import InvalidRequest
+
+#: The longest life that a key may be given, and the longest from now that one may still have: ten years.
+MAX_LIFE_S = 10 * 365 * 86_400
+
+
+class ApiKeyStore:
+    """Raises NotFound for what is not there, InvalidRequest for values that cannot be."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+        self._base = database.base_digest
+
+    # -- service accounts ---------------------------------------------------------------------------
+
+    def create_account(
+        self, project_id: str, name: str, *, with_key: bool, expires_in_s: int | None, actor: str
+    ) -> tuple[ServiceAccount, IssuedKey | None]:
+        """A service account and, unless it is to have none, its first key."""
+        with audited_transaction(self._database, actor) as change:
+            change.active_project(project_id)
+            account_id = new_id("svc_acct")
+            name = checked_name(name, "service account")
+            role = "member" if with_key else "none"
+            change.insert(
+                service_accounts, id=account_id, project_id=project_id, name=name, role=role, created_s=change.now_s
+            )
+            change.audit("service_account.created", account_id, project_id, name=name)
+            issued = _issue(change, "Secret Key", expires_in_s, project_id, account_id) if with_key else None
+            return ServiceAccount(account_id, project_id, name, role, change.now_s), issued
+
+    def update_account(self, project_id: str, account_id: str, *, name: str, actor: str) -> ServiceAccount:
+        with audited_transaction(self._database, actor) as change:
+            row = change.row(service_accounts, account_id, "service account", project_id=project_id, deleted_s=None)
+            change.update(service_accounts, account_id, name=checked_name(name, "service account"))
+            change.audit("service_account.updated", account_id, project_id, name=name)
+            return _account({**row, "name": name.strip()})
+
+    def delete_account(self, project_id: str, account_id: str, *, actor: str) -> list[ApiKey]:
+        """Its keys are revoked with it; returns them."""
+        with audited_transaction(self._database, actor) as change:
+            change.row(service_accounts, account_id, "service account", project_id=project_id, deleted_s=None)
+            change.update(service_accounts, account_id, deleted_s=change.now_s)
+            change.audit("service_account.deleted", account_id, project_id)
+            of_account = api_keys.c.service_account_id == account_id
+            change.update_all(api_keys, (of_account, api_keys.c.revoked_s.is_(None)), revoked_s=change.now_s)
+            mine = and_(api_keys.c.base_digest == self._base, of_account)
+            return [_key(row) for row in change.connection.execute(select(api_keys).where(mine)).mappings()]
+
+    def account(self, project_id: str, account_id: str) -> ServiceAccount:
+        place = (service_accounts.c.project_id == project_id, service_accounts.c.deleted_s.is_(None))
+        with self._database.read() as connection:
+            row = self._row(connection, service_accounts, account_id, *place)
+        if row is None:
+            raise not_found_error("service account", account_id)
+        return _account(row)
+
+    def accounts(self, project_id: str, limit: int, after: str | None) -> list[ServiceAccount]:
+        place = (service_accounts.c.project_id == project_id, service_accounts.c.deleted_s.is_(None))
+        with self._database.read() as connection:
+            self._check_project(connection, project_id)
+            return [_account(row) for row in self._page(connection, service_accounts, limit, after, *place)]
+
+    # -- keys -----------------------------------------------------------------------------------------
+
+    def create_key(
+        self, project_id: str, account_id: str, name: str, expires_in_s: int | None, *, actor: str
+    ) -> IssuedKey:
+        """Another key of a service account."""
+        with audited_transaction(self._database, actor) as change:
+            change.active_project(project_id)
+            change.row(service_accounts, account_id, "service account", project_id=project_id, deleted_s=None)
+            return _issue(change, name, expires_in_s, project_id, account_id)
+
+    def create_admin_key(self, name: str, expires_in_s: int | None, *, actor: str) -> IssuedKey:
+        with audited_transaction(self._database, actor) as change:
+            return _issue(change, name, expires_in_s, None, None)
+
+    def adopt_admin_key(self, value: str, *, actor: str) -> ApiKey:
+        """Take in an admin key that was made elsewhere; once, however often it is offered."""
+        with audited_transaction(self._database, actor) as change:
+            place = and_(api_keys.c.base_digest == self._base, api_keys.c.digest == key_digest(value))
+            row = change.connection.execute(select(api_keys).where(place)).mappings().first()
+            return (
+                _key(row) if row is not None else _store(change, value, redact_key(value), "adopted", None, None, None)
+            )
+
+    def expire_key(self, project_id: str, key_id: str, expires_in_s: int, *, actor: str) -> ApiKey:
+        """Have a key end so many seconds from now."""
+        with audited_transaction(self._database, actor) as change:
+            row = change.row(api_keys, key_id, "API key", project_id=project_id, revoked_s=None)
+            if not _key(row).is_valid(change.now_s):
+                raise InvalidRequest(f"key {key_id} has expired; make another one")
+            expires_s = change.now_s + _checked_life(expires_in_s)
+            change.update(api_keys, key_id, expires_s=expires_s)
+            change.audit("api_key.updated", key_id, project_id, expires_s=expires_s)
+            return _key({**row, "expires_s": expires_s})
+
+    def revoke_key(self, project_id: str | None, key_id: str, *, actor: str) -> ApiKey:
+        """A key of a project or, with None, an admin key is good for nothing any more."""
+        with audited_transaction(self._database, actor) as change:
+            row = change.row(api_keys, key_id, "API key", project_id=project_id, revoked_s=None)
+            change.update(api_keys, key_id, revoked_s=change.now_s)
+            change.audit("api_key.deleted", key_id, project_id)
+            return _key({**row, "revoked_s": change.now_s})
+
+    def key(self, project_id: str | None, key_id: str) -> ApiKey:
+        with self._database.read() as connection:
+            row = self._row(
+                connection, api_keys, key_id, api_keys.c.project_id == project_id, api_keys.c.revoked_s.is_(None)
+            )
+        if row is None:
+            raise not_found_error("API key", key_id)
+        return _key(row)
+
+    def keys(self, project_id: str | None, limit: int, after: str | None, *, is_newest_first: bool) -> list[ApiKey]:
+        """Of a project or, with None, the admin keys; revoked ones are left out."""
+        place = (api_keys.c.project_id == project_id, api_keys.c.revoked_s.is_(None))
+        with self._database.read() as connection:
+            if project_id is not None:
+                self._check_project(connection, project_id)
+            rows = self._page(connection, api_keys, limit, after, *place, is_newest_first=is_newest_first)
+            return [_key(row) for row in rows]
+
+    def note_use(self, used_s: Mapping[str, float]) -> None:
+        """When keys were last used, by id; an older time changes nothing."""
+        with self._database.write() as connection:
+            for key_id, time_s in used_s.items():
+                place = and_(api_keys.c.base_digest == self._base, api_keys.c.id == key_id)
+                older = or_(api_keys.c.last_used_s.is_(None), api_keys.c.last_used_s < time_s)
+                connection.execute(update(api_keys).where(place, older).values(last_used_s=time_s))
+
+    def newer(self, connection: Connection, revision: int) -> list[ApiKey]:
+        """What has changed since; of 0, every key there ever was."""
+        query = select(api_keys).where(api_keys.c.base_digest == self._base, api_keys.c.revision > revision)
+        return [_key(row) for row in connection.execute(query).mappings()]
+
+    def _check_project(self, connection: Connection, project_id: str) -> None:
+        if self._row(connection, projects, project_id) is None:
+            raise not_found_error("project", project_id)
+
+    def _row(
+        self, connection: Connection, table: Table, row_id: str, *conditions: ColumnElement[bool]
+    ) -> Mapping[Any, Any] | None:
+        query = select(table).where(table.c.base_digest == self._base, table.c.id == row_id, *conditions)
+        return connection.execute(query).mappings().first()
+
+    def _page(
+        self,
+        connection: Connection,
+        table: Table,
+        limit: int,
+        after: str | None,
+        *conditions: ColumnElement[bool],
+        is_newest_first: bool = False,
+    ) -> Sequence[Mapping[Any, Any]]:
+        """Up to `limit` rows in the order in which they were made, behind the one with the id `after`."""
+        query = select(table).where(table.c.base_digest == self._base, *conditions)
+        order = (table.c.created_s, table.c.id)
+        if after is not None:
+            last = self._row(connection, table, after)
+            if last is None:
+                raise not_found_error("entry", after)
+            time_s, row_id = last["created_s"], last["id"]
+            behind, beside = (
+                (table.c.created_s < time_s, table.c.id < row_id)
+                if is_newest_first
+                else (table.c.created_s > time_s, table.c.id > row_id)
+            )
+            query = query.where(or_(behind, and_(table.c.created_s == time_s, beside)))
+        ordered = query.order_by(*(column.desc() if is_newest_first else column for column in order))
+        return connection.execute(ordered.limit(limit)).mappings().all()
+
+
+def _issue(
+    change: AuditedTransaction, name: str, expires_in_s: int | None, project_id: str | None, account_id: str | None
+) -> IssuedKey:
+    made = new_key(is_admin=project_id is None)
+    expires_s = None if expires_in_s is None else change.now_s + _checked_life(expires_in_s)
+    return IssuedKey(_store(change, made.value, made.redacted, name, expires_s, project_id, account_id), made.value)
+
+
+def _store(
+    change: AuditedTransaction,
+    value: str,
+    shown: str,
+    name: str,
+    expires_s: float | None,
+    project_id: str | None,
+    account_id: str | None,
+) -> ApiKey:
+    values: dict[str, Any] = {
+        "id": new_id("key"),
+        "digest": key_digest(value),
+        "redacted": shown,
+        "name": checked_name(name, "key"),
+        "created_s": change.now_s,
+        "project_id": project_id,
+        "service_account_id": account_id,
+        "expires_s": expires_s,
+    }
+    change.insert(api_keys, is_admin=project_id is None, **values)
+    change.audit("api_key.created", values["id"], project_id, name=name)
+    return ApiKey(**values)
+
+
+def _checked_life(seconds: int) -> int:
+    if not 1 <= seconds <= MAX_LIFE_S:
+        raise InvalidRequest(
+            f"expires_in_seconds is {seconds}; it is from 1 to {MAX_LIFE_S}", param="expires_in_seconds"
+        )
+    return seconds
+
+
+def _key(row: Mapping[Any, Any]) -> ApiKey:
+    return ApiKey(
+        row["id"],
+        row["digest"],
+        row["redacted"],
+        row["name"],
+        row["created_s"],
+        row["project_id"],
+        row["service_account_id"],
+        row["expires_s"],
+        row["revoked_s"],
+        row["last_used_s"],
+    )
+
+
+def _account(row: Mapping[Any, Any]) -> ServiceAccount:
+    return ServiceAccount(row["id"], row["project_id"], row["name"], row["role"], row["created_s"])

@@ -1,0 +1,296 @@
+"""Projects in the database: made, changed, archived; what each may use and ask for.
+
+In: calls of whoever administers. Out: `Tenant`s. Every call is one transaction; threads may call at the same time. An
+archived project stays for its usage to be read; its keys are good for nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import secrets
+from collections import defaultdict
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from sqlalchemy import Connection, and_, delete, func, insert, or_, select
+
+from app.deployments.registry.db.database import Database
+from app.deployments.registry.db.tables import adapters
+from app.deployments.registry.db.tenant_tables import adapter_shares, projects, rate_limits
+from app.deployments.registry.models import MEANT_STATES, check_name
+from app.deployments.tenancy.audited_transaction import audited_transaction, checked_name, new_id, not_found_error
+from app.deployments.tenancy.auth.key_crypto import derived_salt
+from app.deployments.tenancy.models import RateLimit, Tenant, TenantLimits
+from app.deployments.tenancy.quota.limits import AdapterQuotaReached
+from app.engine.errors import InvalidRequest
+
+#: A weight outside of this is a mistake: nobody's turn would come.
+MIN_WEIGHT, MAX_WEIGHT = 0.001, 1000.0
+#: The highest limit that can be set. The client has no way to say "none": this number does.
+NO_LIMIT = 2**31 - 1
+MAX_MODEL_IDS = 10_000
+#: Projects whose limits are asked for by name; of more, all limits there are are read.
+MAX_NAMED_ROWS = 1000
+
+#: What `configure` may change.
+_SETTINGS = ("weight", "enforce", "max_concurrent", "max_adapters", "max_adapter_bytes")
+
+
+class ProjectStore:
+    """Raises NotFound for projects that there are not, InvalidRequest for values that cannot be."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+        self._base = database.base_digest
+
+    def create(self, name: str, *, actor: str) -> Tenant:
+        with audited_transaction(self._database, actor) as change:
+            project_id = new_id("proj")
+            change.insert(
+                projects,
+                id=project_id,
+                name=checked_name(name, "project"),
+                created_s=change.now_s,
+                weight=1.0,
+                enforce=True,
+                salt_secret=secrets.token_hex(32),
+                salt_version=1,
+                model_ids="[]",
+            )
+            change.audit("project.created", project_id, project_id, name=name)
+            return self._tenant(change.connection, project_id)
+
+    def rename(self, project_id: str, name: str, *, actor: str) -> Tenant:
+        with audited_transaction(self._database, actor) as change:
+            change.active_project(project_id)
+            change.update(projects, project_id, name=checked_name(name, "project"))
+            change.audit("project.updated", project_id, project_id, name=name)
+            return self._tenant(change.connection, project_id)
+
+    def archive(self, project_id: str, *, actor: str) -> Tenant:
+        """Once; archiving again changes nothing."""
+        with audited_transaction(self._database, actor) as change:
+            if change.row(projects, project_id, "project")["archived_s"] is None:
+                change.update(projects, project_id, archived_s=change.now_s)
+                change.audit("project.archived", project_id, project_id)
+            return self._tenant(change.connection, project_id)
+
+    def configure(self, project_id: str, settings: Mapping[str, Any], *, actor: str) -> Tenant:
+        """Change what OpenAI's objects cannot say: weight, enforce, max_concurrent, max_adapters, max_adapter_bytes."""
+        if unknown := settings.keys() - set(_SETTINGS):
+            raise InvalidRequest(f"a tenant has no setting {min(unknown)[:80]!r}")
+        weight = settings.get("weight", 1.0)
+        if not (math.isfinite(weight) and MIN_WEIGHT <= weight <= MAX_WEIGHT):
+            raise InvalidRequest(f"weight is {weight:g}; it is from {MIN_WEIGHT:g} to {MAX_WEIGHT:g}", param="weight")
+        for name in ("max_concurrent", "max_adapters", "max_adapter_bytes"):
+            _check_limit(name, settings.get(name))
+        with audited_transaction(self._database, actor) as change:
+            change.active_project(project_id)
+            change.update(projects, project_id, **settings)
+            change.audit("project.updated", project_id, project_id, **settings)
+            return self._tenant(change.connection, project_id)
+
+    def rotate_salt(self, project_id: str, *, actor: str) -> Tenant:
+        """What is cached of the project is not found again."""
+        with audited_transaction(self._database, actor) as change:
+            version = change.active_project(project_id)["salt_version"] + 1
+            change.update(projects, project_id, salt_version=version)
+            change.audit("project.updated", project_id, project_id, salt_version=version)
+            return self._tenant(change.connection, project_id)
+
+    def permit_models(self, project_id: str, mode: str | None, model_ids: Collection[str], *, actor: str) -> Tenant:
+        """Allow or deny these models and adapters; mode None: everything that is there is allowed."""
+        if mode not in (None, "allow_list", "deny_list"):
+            raise InvalidRequest(f"mode is {mode[:80]!r}; it is allow_list or deny_list", param="mode")
+        if len(model_ids) > MAX_MODEL_IDS:
+            raise InvalidRequest(f"{len(model_ids)} models exceed {MAX_MODEL_IDS}", param="model_ids")
+        for model_id in model_ids:
+            check_name(model_id)
+        with audited_transaction(self._database, actor) as change:
+            change.active_project(project_id)
+            change.update(projects, project_id, model_mode=mode, model_ids=json.dumps(sorted(set(model_ids))))
+            change.audit("project.updated", project_id, project_id, model_mode=mode, models=len(model_ids))
+            return self._tenant(change.connection, project_id)
+
+    def limit_rates(self, project_id: str, model: str, changes: Mapping[str, int], *, actor: str) -> Tenant:
+        """Change what may be asked of a model; `NO_LIMIT` and above: as much as one likes."""
+        check_name(model)
+        for name, value in changes.items():
+            _check_limit(name, value)
+        with audited_transaction(self._database, actor) as change:
+            change.active_project(project_id)
+            place = and_(
+                rate_limits.c.base_digest == self._base,
+                rate_limits.c.project_id == project_id,
+                rate_limits.c.model == model,
+            )
+            old = change.connection.execute(select(rate_limits).where(place)).mappings().first()
+            values = asdict(RateLimit() if old is None else _rate(old))
+            values |= {name: None if value >= NO_LIMIT else value for name, value in changes.items()}
+            change.connection.execute(delete(rate_limits).where(place))
+            if any(value is not None for value in values.values()):
+                change.insert(rate_limits, project_id=project_id, model=model, **values)
+            change.update(projects, project_id)
+            change.audit("rate_limit.updated", model, project_id, **changes)
+            return self._tenant(change.connection, project_id)
+
+    def limit_spend(self, project_id: str, cents: int | None, *, actor: str) -> Tenant:
+        """What it may spend in a calendar month (UTC); None: as much as it likes."""
+        _check_limit("threshold_amount", cents)
+        with audited_transaction(self._database, actor) as change:
+            change.active_project(project_id)
+            change.update(projects, project_id, spend_cents=cents)
+            change.audit("project.updated", project_id, project_id, spend_cents=cents)
+            return self._tenant(change.connection, project_id)
+
+    def share(self, owner_id: str, name: str, project_ids: Collection[str], *, actor: str) -> list[Tenant]:
+        """Let exactly these projects use a name of `owner_id`'s. Returns all whose view of it may have changed."""
+        check_name(name)
+        place = and_(
+            adapter_shares.c.base_digest == self._base,
+            adapter_shares.c.owner_id == owner_id,
+            adapter_shares.c.name == name,
+        )
+        with audited_transaction(self._database, actor) as change:
+            change.active_project(owner_id)
+            for project_id in project_ids:
+                change.active_project(project_id)
+            before = set(change.connection.scalars(select(adapter_shares.c.project_id).where(place)))
+            change.connection.execute(delete(adapter_shares).where(place))
+            rows = [
+                {"base_digest": self._base, "owner_id": owner_id, "name": name, "project_id": project_id}
+                for project_id in sorted(set(project_ids) - {owner_id})
+            ]
+            if rows:
+                change.connection.execute(insert(adapter_shares), rows)
+            change.audit("resource.shared", name, owner_id, projects=sorted(project_ids))
+            concerned = sorted(before | set(project_ids))
+            for project_id in concerned:
+                change.update(projects, project_id)
+            return [self._tenant(change.connection, each) for each in concerned]
+
+    def shares(self, owner_id: str) -> dict[str, list[str]]:
+        """Which projects may use which names of `owner_id`'s."""
+        query = select(adapter_shares.c.name, adapter_shares.c.project_id).where(
+            adapter_shares.c.base_digest == self._base, adapter_shares.c.owner_id == owner_id
+        )
+        found: dict[str, list[str]] = defaultdict(list)
+        with self._database.read() as connection:
+            for name, project_id in connection.execute(query.order_by(adapter_shares.c.name)):
+                found[name].append(project_id)
+        return dict(found)
+
+    def get(self, project_id: str) -> Tenant:
+        with self._database.read() as connection:
+            return self._tenant(connection, project_id)
+
+    def page(self, limit: int, after: str | None, *, with_archived: bool) -> list[Tenant]:
+        """Up to `limit` projects, oldest first, that come after the one with the id `after`."""
+        query = select(projects).where(projects.c.base_digest == self._base)
+        if not with_archived:
+            query = query.where(projects.c.archived_s.is_(None))
+        with self._database.read() as connection:
+            if after is not None:
+                key = and_(projects.c.base_digest == self._base, projects.c.id == after)
+                created_s = connection.scalar(select(projects.c.created_s).where(key))
+                if created_s is None:
+                    raise not_found_error("project", after)
+                later = and_(projects.c.created_s == created_s, projects.c.id > after)
+                query = query.where(or_(projects.c.created_s > created_s, later))
+            rows = connection.execute(query.order_by(projects.c.created_s, projects.c.id).limit(limit)).mappings().all()
+            return self._tenants(connection, rows)
+
+    def newer(self, connection: Connection, revision: int) -> list[Tenant]:
+        """What has changed since; of 0, all projects."""
+        query = select(projects).where(projects.c.base_digest == self._base, projects.c.revision > revision)
+        rows = connection.execute(query).mappings().all()
+        return self._tenants(connection, rows, is_all=revision == 0 or len(rows) > MAX_NAMED_ROWS)
+
+    def _tenant(self, connection: Connection, project_id: str) -> Tenant:
+        query = select(projects).where(projects.c.base_digest == self._base, projects.c.id == project_id)
+        rows = connection.execute(query).mappings().all()
+        if not rows:
+            raise not_found_error("project", project_id)
+        return self._tenants(connection, rows)[0]
+
+    def _tenants(
+        self, connection: Connection, rows: Sequence[Mapping[Any, Any]], *, is_all: bool = False
+    ) -> list[Tenant]:
+        limits = select(rate_limits).where(rate_limits.c.base_digest == self._base)
+        shared = select(adapter_shares).where(adapter_shares.c.base_digest == self._base)
+        if not is_all:
+            ids = [row["id"] for row in rows]
+            limits = limits.where(rate_limits.c.project_id.in_(ids))
+            shared = shared.where(adapter_shares.c.project_id.in_(ids))
+        rates: dict[str, dict[str, RateLimit]] = defaultdict(dict)
+        for row in connection.execute(limits).mappings():
+            rates[row["project_id"]][row["model"]] = _rate(row)
+        shares: dict[str, set[tuple[str, str]]] = defaultdict(set)
+        for row in connection.execute(shared).mappings():
+            shares[row["project_id"]].add((row["owner_id"], row["name"]))
+        return [_tenant(row, rates[row["id"]], frozenset(shares[row["id"]])) for row in rows]
+
+
+class AdapterQuota:
+    """The catalog's check when it registers an adapter: how many a project may have, and how large together.
+
+    It is called inside the transaction and after the change, so that loads at the same time cannot pass together.
+    """
+
+    def __init__(self, base_digest: str) -> None:
+        self._base = base_digest
+
+    def __call__(self, connection: Connection, tenant_id: str) -> None:
+        """Raises AdapterQuotaReached. What is no project has no limit, nor has one whose limits are not enforced."""
+        columns = projects.c
+        query = select(columns.max_adapters, columns.max_adapter_bytes).where(
+            columns.base_digest == self._base, columns.id == tenant_id, columns.enforce.is_(True)
+        )
+        row = connection.execute(query).first()
+        if row is None or (row.max_adapters is None and row.max_adapter_bytes is None):
+            return
+        held = select(func.count(), func.coalesce(func.sum(adapters.c.size_bytes), 0)).where(
+            adapters.c.base_digest == self._base, adapters.c.tenant_id == tenant_id, adapters.c.state.in_(MEANT_STATES)
+        )
+        number, size_bytes = connection.execute(held).one()
+        _check_quota("max_adapters", "adapters", number, row.max_adapters)
+        _check_quota("max_adapter_bytes", "bytes of adapters", size_bytes, row.max_adapter_bytes)
+
+
+def _rate(row: Mapping[Any, Any]) -> RateLimit:
+    return RateLimit(row["requests_per_min"], row["tokens_per_min"], row["requests_per_day"])
+
+
+def _tenant(row: Mapping[Any, Any], rates: Mapping[str, RateLimit], shared: frozenset[tuple[str, str]]) -> Tenant:
+    limits = TenantLimits(
+        rates, row["max_concurrent"], row["max_adapters"], row["max_adapter_bytes"], row["spend_cents"]
+    )
+    return Tenant(
+        row["id"],
+        row["name"],
+        row["created_s"],
+        row["archived_s"],
+        row["weight"],
+        derived_salt(bytes.fromhex(row["salt_secret"]), row["salt_version"]),
+        row["enforce"],
+        row["model_mode"],
+        frozenset(json.loads(row["model_ids"])),
+        limits,
+        shared,
+    )
+
+
+def _check_limit(name: str, value: int | None) -> None:
+    if value is not None and value < 0:
+        raise InvalidRequest(f"{name} is {value}; a limit is 0 or more", param=name)
+
+
+def _check_quota(setting: str, what: str, would_have: int, may_have: int | None) -> None:
+    if may_have is not None and would_have > may_have:
+        raise AdapterQuotaReached(
+            f"the project would have {would_have} {what} and may have {may_have}; unload one, or raise {setting}",
+            "adapters",
+            None,
+        )

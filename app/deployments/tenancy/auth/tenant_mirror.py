@@ -1,0 +1,73 @@
+"""What an ingress knows of tenants and keys: a copy that is read without asking anybody.
+
+In: changes, as their owner publishes them, and keys as clients send them. Out: whose key it is. Rule: a key is looked
+up by its SHA-256, so that how long a look-up takes says nothing about any key, and what is found is compared in
+constant time.
+"""
+
+from __future__ import annotations
+
+import hmac
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from app.deployments.rpc.long_poll_client import TableSync
+from app.deployments.rpc.long_poll_host import Changes
+from app.deployments.tenancy.auth.key_crypto import key_digest
+from app.deployments.tenancy.models import ApiKey, Tenant, TenantKey, TenantRow
+
+
+class KnownKey(NamedTuple):
+    """A valid key; `tenant` None: it administers."""
+
+    key: ApiKey
+    tenant: Tenant | None
+
+
+class TenantMirror:
+    """One event loop. 100,000 keys are a dictionary of 100,000."""
+
+    def __init__(self) -> None:
+        self._tenants: dict[str, Tenant] = {}
+        self._keys: dict[str, ApiKey] = {}
+        self._sync: TableSync[TenantKey, TenantRow] = TableSync()
+        self.has_keys = False  # once true, for as long as the process lives: losing the table opens no door
+
+    @property
+    def num_tenants(self) -> int:
+        return len(self._tenants)
+
+    def take(self, news: Changes[TenantKey, TenantRow]) -> None:
+        """Take over a page of the table."""
+        for place, row in self._sync.changes(news, self._places).items():
+            self._apply(place, row)
+
+    def tenant(self, tenant_id: str) -> Tenant | None:
+        return self._tenants.get(tenant_id)
+
+    def find(self, value: str, now_s: float) -> KnownKey | None:
+        """Whose key this is, if it is one that is valid now."""
+        digest = key_digest(value)
+        key = self._keys.get(digest)
+        if key is None or not hmac.compare_digest(key.digest, digest) or not key.is_valid(now_s):
+            return None
+        if key.project_id is None:
+            return KnownKey(key, None)
+        tenant = self._tenants.get(key.project_id)
+        return None if tenant is None or tenant.archived_s is not None else KnownKey(key, tenant)
+
+    def _places(self) -> Iterator[TenantKey]:
+        yield from (("tenant", each) for each in self._tenants)
+        yield from (("key", each) for each in self._keys)
+
+    def _apply(self, place: TenantKey, row: TenantRow | None) -> None:
+        kind, name = place
+        if isinstance(row, Tenant):
+            self._tenants[name] = row
+        elif isinstance(row, ApiKey):
+            self._keys[name] = row
+            self.has_keys = True
+        elif kind == "tenant":
+            self._tenants.pop(name, None)
+        else:
+            self._keys.pop(name, None)

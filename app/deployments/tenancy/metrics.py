@@ -1,0 +1,110 @@
+"""What operators see of tenants and of adapters, on Ray's Prometheus port (`ray.util.metrics`).
+
+In: what tenants were served lately and what adapters were asked for, and what limits have refused. Out: gauges of the
+largest tenants and the busiest adapters, and of all others together, an index of fairness, and counters of refusals.
+Rule: what is no longer among the largest has no series: Ray drops a gauge that nobody sets again.
+"""
+
+from __future__ import annotations
+
+from collections import Counter as Counts
+
+from ray.util.metrics import Counter, Gauge
+
+from app.deployments.tenancy.quota.rate_limiter import RateLimiter, RejectedRequest
+from app.deployments.tenancy.usage.adapter_stats import SHORT_DIGEST, AdapterStatsTable, BusyAdapters
+from app.deployments.tenancy.usage.tenant_throughput import WINDOW_S, TenantThroughput
+
+
+class TenantGauges:
+    """One in the owner's process; set at every `repeat`, as a `SteadyGauge`."""
+
+    def __init__(self, attained: TenantThroughput) -> None:
+        self._attained = attained
+        self._tokens = Gauge(
+            "polylora_tenant_tokens_per_second",
+            "Tokens of a tenant in the last minute, per second.",
+            tag_keys=("tenant", "kind"),
+        )
+        self._loads = Gauge(
+            "polylora_tenant_adapter_loads_per_second",
+            "Adapter loads of a tenant in the last minute, per second.",
+            tag_keys=("tenant",),
+        )
+        self._jain = Gauge(
+            "polylora_tenant_fairness", "Jain's index of what tenants were served in the last minute, by weight."
+        )
+
+    def repeat(self) -> None:
+        for tenant, served in self._attained.served().items():
+            for kind in ("prompt", "cached", "completion"):
+                self._tokens.set(getattr(served, kind), tags={"tenant": tenant, "kind": kind})
+            self._loads.set(served.loads, tags={"tenant": tenant})
+        self._jain.set(self._attained.jain_index())
+
+
+class AdapterGauges:
+    """One in the store's process: the adapters that were busiest in the last minute, by owner, name and short digest.
+
+    What is of all others together has the name `other` and no owner.
+    """
+
+    def __init__(self, book: AdapterStatsTable) -> None:
+        self._book = book
+        self._requests = Gauge(
+            "polylora_adapter_requests_per_second",
+            "Requests for an adapter in the last minute, per second.",
+            tag_keys=("tenant", "adapter", "digest", "outcome"),
+        )
+        self._tokens = Gauge(
+            "polylora_adapter_tokens_per_second",
+            "Tokens of an adapter in the last minute, per second.",
+            tag_keys=("tenant", "adapter", "digest", "kind"),
+        )
+        self._first_token_s = Gauge(
+            "polylora_adapter_time_to_first_token_seconds",
+            "Within this time so large a part of an adapter's first tokens came in the last minute.",
+            tag_keys=("tenant", "adapter", "digest", "quantile"),
+        )
+        self._loads = Gauge(
+            "polylora_adapter_loads_per_second",
+            "Loads of an adapter's contents from a tier (device: to a device) in the last minute, per second.",
+            tag_keys=("tenant", "adapter", "digest", "tier"),
+        )
+
+    def repeat(self) -> None:
+        for busy in self._book.busiest():
+            self._tell(busy)
+
+    def _tell(self, busy: BusyAdapters) -> None:
+        adapter, activity = busy.adapter, busy.activity
+        tags = {"tenant": adapter.owner_id, "adapter": adapter.name, "digest": adapter.digest[:SHORT_DIGEST]}
+        outcomes = {"ok": activity.num_requests - activity.num_errors, "error": activity.num_errors}
+        for outcome, number in outcomes.items():
+            self._requests.set(number / WINDOW_S, tags=tags | {"outcome": outcome})
+        for kind in ("prompt", "cached", "completion"):
+            self._tokens.set(getattr(activity, f"{kind}_tokens") / WINDOW_S, tags=tags | {"kind": kind})
+        if activity.num_first_tokens:
+            for part in (0.5, 0.99):
+                time_s = activity.first_token_quantile_s(part)
+                self._first_token_s.set(time_s, tags=tags | {"quantile": str(part)})
+        for tier, number in busy.num_loads.items():
+            self._loads.set(number / WINDOW_S, tags=tags | {"tier": tier})
+
+
+class RefusalCounters:
+    """One per ingress: what its limiter has refused, or would have, counted on at every `repeat`."""
+
+    def __init__(self, limiter: RateLimiter) -> None:
+        self._limiter = limiter
+        self._told: Counts[RejectedRequest] = Counts()
+        self._refusals = Counter(
+            "polylora_rate_limit_rejections", "Requests beyond a tenant's limit.", tag_keys=("reason", "enforced")
+        )
+
+    def repeat(self) -> None:
+        for refused, number in self._limiter.refused.items():
+            if more := number - self._told[refused]:
+                enforced = "yes" if refused.is_enforced else "no"
+                self._refusals.inc(more, tags={"reason": refused.kind, "enforced": enforced})
+                self._told[refused] = number

@@ -1,0 +1,1 @@
+"""Limits of tenants and how an ingress enforces them."""

@@ -1,0 +1,87 @@
+"""All that the database knows of tenants, opened.
+
+In: the registry's database. Out: the parts, which share it and nothing else, and what has changed, to be published.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from sqlalchemy import select
+
+from app.deployments.registry.db.database import Database
+from app.deployments.registry.db.tenant_tables import tenant_audit, tenant_revisions
+from app.deployments.tenancy.auth.api_key_store import ApiKeyStore
+from app.deployments.tenancy.auth.project_store import ProjectStore
+from app.deployments.tenancy.models import ApiKey, Tenant, TenantChange
+from app.deployments.tenancy.usage.ledger import Ledger
+
+
+class TenantChanges(NamedTuple):
+    """Tenants and keys that have changed, as of a revision."""
+
+    revision: int
+    tenants: Sequence[Tenant]
+    keys: Sequence[ApiKey]
+
+
+class TenantStore:
+    """Calls may come from several threads; each is one transaction."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+        self.projects = ProjectStore(database)
+        self.keys = ApiKeyStore(database)
+        self.ledger = Ledger(database)
+
+    def revision(self) -> int:
+        """Rises with each change, whichever process makes it."""
+        place = tenant_revisions.c.base_digest == self._database.base_digest
+        with self._database.read() as connection:
+            return connection.scalar(select(tenant_revisions.c.number).where(place)) or 0
+
+    def since(self, revision: int) -> TenantChanges:
+        """What is newer than a revision, as it is now; of 0, everything. None of it ever goes: all rows are kept."""
+        place = tenant_revisions.c.base_digest == self._database.base_digest
+        with self._database.read() as connection:
+            number = connection.scalar(select(tenant_revisions.c.number).where(place)) or 0
+            if number == revision:
+                return TenantChanges(number, [], [])
+            known = revision if revision < number else 0  # of an older copy of the database, all may be different
+            return TenantChanges(number, self.projects.newer(connection, known), self.keys.newer(connection, known))
+
+    def changes(
+        self,
+        limit: int,
+        *,
+        before: int | None = None,
+        after: int | None = None,
+        project_ids: Sequence[str] = (),
+        events: Sequence[str] = (),
+    ) -> list[TenantChange]:
+        """The audit, newest first: up to `limit` lines, older than the one `before` and newer than `after`."""
+        columns = tenant_audit.c
+        query = select(tenant_audit).where(columns.base_digest == self._database.base_digest)
+        if before is not None:
+            query = query.where(columns.id < before)
+        if after is not None:
+            query = query.where(columns.id > after)
+        if project_ids:
+            query = query.where(columns.project_id.in_(project_ids))
+        if events:
+            query = query.where(columns.event.in_(events))
+        with self._database.read() as connection:
+            rows = connection.execute(query.order_by(columns.id.desc()).limit(limit)).mappings().all()
+        return [
+            TenantChange(
+                row["id"],
+                row["event"],
+                row["actor"],
+                row["project_id"],
+                row["target"],
+                row["detail"],
+                row["time_s"],
+            )
+            for row in rows
+        ]

@@ -1,0 +1,156 @@
+"""An adapter's weights, ready to be written to device tables.
+
+Every reader (PEFT folder, Arrow card) returns the same `LoraAdapter`; what the adapter was saved as
+cannot be told from it. The scale is already folded into b, as in float32; nothing downstream knows
+alpha. Arrays are read-only: many replicas on one machine may map the same memory. A layer's matrix is in
+bfloat16 where it was saved so and that still holds every value: half the bytes, the same numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Mapping
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import ml_dtypes
+import numpy as np
+from numpy.typing import NDArray
+
+from app.engine.adapters.card import AdapterCard
+from app.engine.errors import AdapterMismatch
+
+#: The type of matrices that take two bytes per value.
+BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+#: An array in float32, or in bfloat16.
+Matrix = NDArray[Any]
+
+
+def widened(values: Matrix) -> NDArray[np.float32]:
+    """The same numbers in float32; the array itself if it is."""
+    return values.astype(np.float32, copy=False)
+
+
+class LoraKey(NamedTuple):
+    """Where a delta applies: layer index, module name (a target of `app.engine.models.linear_modules`), expert or None."""
+
+    layer: int
+    target: str
+    expert: int | None = None
+
+
+class LoraPair(NamedTuple):
+    """One module's delta `y += b.T @ (a @ x)`.
+
+    a: `[r, d_in]` (PEFT's lora_A). b: `[r, d_out]`: PEFT's lora_B transposed, times the scale
+    (alpha/r, or alpha/sqrt(r) for rsLoRA: Hu et al. 2021; Kalajdzievski 2023). Each in float32 or bfloat16.
+    """
+
+    a: Matrix
+    b: Matrix
+
+    @property
+    def rank(self) -> int:
+        return int(self.a.shape[0])
+
+
+class TokenRows(NamedTuple):
+    """Rows that stand in for those of an embedding or output matrix: token_ids `[n]`, rows `[n, H]` float32."""
+
+    token_ids: tuple[int, ...]
+    rows: NDArray[np.float32]
+
+
+#: It changes tokens from its invocation on (`app.engine.adapters.card`): a matter of runs, not of other products.
+ACTIVATED = "activated LoRA"
+
+#: What an adapter may do beyond plain LoRA on the layers, in the words of its error messages.
+FEATURES = frozenset(
+    {
+        "DoRA",
+        "lora_bias",
+        "embedding LoRA",
+        "lm_head LoRA",
+        "trained biases",
+        "trained norms",
+        "trained embedding",
+        "trained lm_head",
+        "trained linear weights",
+        "trained token rows",
+        ACTIVATED,
+    }
+)
+
+
+#: Features that an adapter may only seem to need: PEFT saves embedding and output matrix along, changed or not.
+MAY_BE_COPIES = frozenset({"trained embedding", "trained lm_head"})
+
+
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
+class LoraAdapter:
+    """A validated adapter: its card, one `LoraPair` per touched module, and what goes beyond plain LoRA.
+
+    magnitudes: DoRA's m `[d_out]` float32: y = m / ‖W + BA‖ ⊙ (W x + B A x) + bias (`app.kernels.dora`).
+    delta_biases: `[d_out]` float32, added with the delta, scale folded in (lora_bias).
+    outer: float32 deltas of "embed_tokens" (a `[r, V]`, b `[r, H]`: row t gains b.T @ a[:, t]) and "lm_head".
+    replaced: base tensors that the adapter brings its own of, by canonical name ("model.norm.weight");
+    "model.embed_tokens.weight" is the input's alone and "lm_head.weight" the output's, tied or not.
+    token_rows: rows replaced in "embed_tokens" and in "lm_head".
+    scales, outer_scales: what has been folded into b, where it is not 1; only who combines adapters asks.
+    """
+
+    card: AdapterCard
+    weights: Mapping[LoraKey, LoraPair]
+    magnitudes: Mapping[LoraKey, NDArray[np.float32]] = field(default_factory=dict)
+    delta_biases: Mapping[LoraKey, NDArray[np.float32]] = field(default_factory=dict)
+    outer: Mapping[str, LoraPair] = field(default_factory=dict)
+    replaced: Mapping[str, NDArray[np.float32]] = field(default_factory=dict)
+    token_rows: Mapping[str, TokenRows] = field(default_factory=dict)
+    scales: Mapping[LoraKey, float] = field(default_factory=dict)
+    outer_scales: Mapping[str, float] = field(default_factory=dict)
+
+    def check_modules(self, targets: Container[str], num_layers: int) -> None:
+        """Raise AdapterMismatch for a module that a decoder of so many such layers, without experts, does not have."""
+        for layer, target, expert in self.weights:
+            if target not in targets or expert is not None or layer >= num_layers:
+                raise AdapterMismatch(f"this engine has no module {target!r} (expert {expert}) in layer {layer}")
+
+    def widened(self) -> LoraAdapter:
+        """The same adapter with every matrix in float32."""
+        pairs = {key: LoraPair(widened(a), widened(b)) for key, (a, b) in self.weights.items()}
+        return replace(self, weights=MappingProxyType(pairs))
+
+    @property
+    def features(self) -> frozenset[str]:
+        """Those of `FEATURES` that must be applied for this adapter to give its own output."""
+        found = {f"{'embedding' if name == 'embed_tokens' else name} LoRA" for name in self.outer}
+        found |= {_replaced_feature(name) for name in self.replaced}
+        if self.magnitudes:
+            found.add("DoRA")
+        if self.delta_biases:
+            found.add("lora_bias")
+        if self.token_rows:
+            found.add("trained token rows")
+        if self.card.invocation_tokens:
+            found.add(ACTIVATED)
+        return frozenset(found)
+
+
+def check_served(adapter: LoraAdapter, served: frozenset[str]) -> None:
+    """AdapterMismatch if the adapter needs one of `FEATURES` that is not served."""
+    missing = sorted(adapter.features - served)
+    if missing:
+        raise AdapterMismatch(
+            f"this engine cannot apply {' or '.join(missing)}; train the adapter without it, or use engine.cpu"
+        )
+
+
+def _replaced_feature(name: str) -> str:
+    module, _, kind = name.rpartition(".")
+    if kind == "bias":
+        return "trained biases"
+    if module.endswith("norm"):
+        return "trained norms"
+    return {"model.embed_tokens": "trained embedding", "lm_head": "trained lm_head"}.get(
+        module, "trained linear weights"
+    )

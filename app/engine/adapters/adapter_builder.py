@@ -1,0 +1,329 @@
+"""From an adapter as saved to an adapter as served, on one base model.
+
+In: a `RawAdapter` and the base's `ModelSpec`. Out: a `LoraAdapter`: shapes checked, every value
+finite, fused modules split, the scale folded into b as in float32, the arrays read-only. What is saved in
+bfloat16 stays so where the scale, a power of two, leaves every value one. Whatever does not fit is an error
+that names the module; nothing is skipped.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from types import MappingProxyType
+
+import numpy as np
+from numpy.typing import NDArray
+
+from app.engine.adapters.adapter import (
+    BFLOAT16,
+    MAY_BE_COPIES,
+    LoraAdapter,
+    LoraKey,
+    LoraPair,
+    Matrix,
+    TokenRows,
+    check_served,
+    widened,
+)
+from app.engine.adapters.card import AdapterCard
+from app.engine.adapters.extra_weights import extra_bytes
+from app.engine.adapters.limits import DEFAULT_LIMITS, ReadLimits
+from app.engine.adapters.modules import ENCODER_FEATURES, OUTER_MODULES, Module, layer_modules
+from app.engine.adapters.raw_adapter import EMBEDDING_PATH, RawAdapter, RawModule, RawTensor, content_digest
+from app.engine.adapters.strict_json import short
+from app.engine.errors import AdapterFormatError, AdapterMismatch, AdapterTooLarge
+from app.engine.models.linear_modules import LATENT_B
+from app.engine.models.spec import ModelSpec
+from app.engine.models.weight_names import expected_tensors
+
+#: A bfloat16's bits: all but the sign, where the exponent begins, the smallest normal number, infinity.
+_MAGNITUDE, _MANTISSA_BITS, _NORMAL, _INFINITE = 0x7FFF, 7, 0x0080, 0x7F80
+_OUTER_WEIGHTS = tuple(f"{path}.weight" for path in OUTER_MODULES)
+
+
+def build_adapter(
+    stored: RawAdapter, spec: ModelSpec, limits: ReadLimits = DEFAULT_LIMITS, served: frozenset[str] = frozenset()
+) -> LoraAdapter:
+    """The adapter ready to serve. `AdapterMismatch`, `AdapterFormatError`, `AdapterTooLarge`.
+
+    served: those of `FEATURES` that the engine can apply. An adapter that needs another is refused
+    here, by name: without it the answers would be someone else's. Only of an embedding or output matrix that may be a
+    copy of the base's does `BaseWeightDedup` decide.
+    """
+    if not stored.modules:
+        raise AdapterMismatch(f"the adapter changes no module of '{spec.name}'; was it trained on another model?")
+    parts = _Parts()
+    table = layer_modules(spec)
+    _check_invocation(stored, table, spec)
+    for module in stored.modules:
+        place = table.get(module.path)
+        if place is None:
+            name, pair = _outer_pair(module, spec, limits)
+            parts.outer[name] = pair
+            parts.outer_scales[name] = module.scale
+        else:
+            parts.add(module, place, spec, limits)
+    replaced, token_rows = _replaced(stored, spec), _token_rows(stored, spec)
+    for path, place in table.items():
+        if _has_deltas_only(place) and any(f"{path}.{kind}" in replaced for kind in ("weight", "bias")):
+            raise AdapterFormatError(f"'{path}' is replaced whole, which is not served; train a LoRA on it")
+        if f"{path}.weight" in replaced and place.keys[0] in parts.weights:
+            raise AdapterFormatError(
+                f"module '{path}' is replaced whole and has a LoRA too; add the LoRA to its weight"
+            )
+    adapter = LoraAdapter(
+        _card(stored, spec, parts, (*replaced.values(), *(rows.rows for rows in token_rows.values()))),
+        MappingProxyType(dict(sorted(parts.weights.items(), key=lambda item: _order(item[0])))),
+        MappingProxyType(dict(sorted(parts.magnitudes.items()))),
+        MappingProxyType(dict(sorted(parts.delta_biases.items()))),
+        MappingProxyType(parts.outer),
+        MappingProxyType(replaced),
+        MappingProxyType(token_rows),
+        MappingProxyType(parts.scales),
+        MappingProxyType(parts.outer_scales),
+    )
+    check_served(adapter, served | MAY_BE_COPIES if spec.encoder is None else served & ENCODER_FEATURES)
+    return replace(adapter, card=replace(adapter.card, extra_bytes=extra_bytes(adapter, spec)))
+
+
+def _has_deltas_only(place: Module) -> bool:
+    """Whether engines apply nothing but low-rank deltas to the module."""
+    return place.expert is not None or place.targets == LATENT_B.targets
+
+
+class _Parts:
+    """What the modules of an adapter come to."""
+
+    def __init__(self) -> None:
+        self.weights: dict[LoraKey, LoraPair] = {}
+        self.magnitudes: dict[LoraKey, NDArray[np.float32]] = {}
+        self.delta_biases: dict[LoraKey, NDArray[np.float32]] = {}
+        self.outer: dict[str, LoraPair] = {}
+        self.scales: dict[LoraKey, float] = {}
+        self.outer_scales: dict[str, float] = {}
+
+    def add(self, module: RawModule, place: Module, spec: ModelSpec, limits: ReadLimits) -> None:
+        """One module of a layer."""
+        if _has_deltas_only(place) and (module.magnitude is not None or module.bias is not None):
+            raise AdapterFormatError(f"DoRA or lora_bias on {module.path} is not served; train it without")
+        d_in, d_outs = place.shape(spec)
+        _check_shapes(module, d_in, d_outs, spec, limits)
+        experts = spec.layers[place.layer].experts
+        alternates = place.expert is not None and place.is_fused and experts is not None and experts.alternates
+        pairs = _fold(module, d_outs, alternates=alternates)
+        magnitude = _slices(module.magnitude, d_outs, 1.0, f"{module.path}: magnitude")
+        bias = _slices(module.bias, d_outs, module.scale, f"{module.path}: lora_B.bias")
+        for index, key in enumerate(place.keys):
+            if key in self.weights:
+                raise AdapterFormatError(
+                    f"module {short(module.path)} changes {key.target} of layer {key.layer} a second time; "
+                    "save it either fused or split"
+                )
+            self.weights[key] = pairs[index]
+            self.scales[key] = module.scale
+            if magnitude:
+                self.magnitudes[key] = magnitude[index]
+            if bias:
+                self.delta_biases[key] = bias[index]
+
+
+def _card(stored: RawAdapter, spec: ModelSpec, parts: _Parts, whole: tuple[NDArray[np.float32], ...]) -> AdapterCard:
+    """The card; `whole` are the arrays that stand in place of the base's."""
+    arrays: list[Matrix] = [array for pair in (*parts.weights.values(), *parts.outer.values()) for array in pair]
+    arrays += [*parts.magnitudes.values(), *parts.delta_biases.values(), *whole]
+    return AdapterCard(
+        digest=content_digest(stored, spec.digest),
+        base_digest=spec.digest,
+        # What is in `outer` has no rank rows, and what is of experts has its own.
+        max_rank=max((pair.rank for key, pair in parts.weights.items() if key.expert is None), default=1),
+        targets=tuple(sorted({key.target for key in parts.weights} | set(parts.outer))),
+        dtype=",".join(sorted({tensor.dtype for module in stored.modules for tensor in (module.a, module.b)})),
+        size_bytes=sum({id(array): array.nbytes for array in arrays}.values()),
+        description=stored.description,
+        text=stored.text,
+        invocation_tokens=stored.invocation_tokens,
+        metadata=stored.metadata,
+    )
+
+
+def _check_invocation(stored: RawAdapter, table: Mapping[str, Module], spec: ModelSpec) -> None:
+    """An activated LoRA changes linear modules alone, from tokens on that the base has."""
+    if not stored.invocation_tokens:
+        return
+    largest = max(stored.invocation_tokens)
+    if largest >= spec.vocab_size:
+        raise AdapterMismatch(f"invocation token {largest}, but '{spec.name}' has {spec.vocab_size} tokens")
+    for module in stored.modules:
+        place = table.get(module.path)
+        is_expert = place is not None and place.expert is not None
+        if is_expert or module.path == EMBEDDING_PATH or module.magnitude is not None:
+            raise AdapterFormatError(
+                f"an activated LoRA on {short(module.path)} is not served: before its invocation nothing is its own, "
+                "and PEFT defines it for linear modules without DoRA; train it on those"
+            )
+    if stored.parameters or stored.token_rows:
+        raise AdapterFormatError(
+            "an activated LoRA with whole parameters or token rows is not served; train it without"
+        )
+
+
+def _order(key: LoraKey) -> tuple[int, str, int]:
+    return key.layer, key.target, -1 if key.expert is None else key.expert
+
+
+def _outer_pair(module: RawModule, spec: ModelSpec, limits: ReadLimits) -> tuple[str, LoraPair]:
+    shapes = {EMBEDDING_PATH: (spec.vocab_size, spec.hidden_size), "lm_head": (spec.hidden_size, spec.vocab_size)}
+    if module.path not in shapes:
+        raise AdapterMismatch(
+            f"module {short(module.path)} does not exist in '{spec.name}' ({len(spec.layers)} layers); "
+            "the adapter was trained on another model"
+        )
+    if module.magnitude is not None or module.bias is not None:
+        part = "lora_bias" if module.magnitude is None else "DoRA"
+        raise AdapterFormatError(f"{part} on '{module.path}' is not served; train it without")
+    d_in, d_out = shapes[module.path]
+    _check_shapes(module, d_in, (d_out,), spec, limits)
+    a, b = _fold(module, (d_out,))[0]
+    return module.path.rsplit(".", 1)[-1], LoraPair(_read_only(widened(a)), _read_only(widened(b)))
+
+
+def _replaced(stored: RawAdapter, spec: ModelSpec) -> dict[str, NDArray[np.float32]]:
+    shapes = expected_tensors(spec) | {"lm_head.weight": (spec.vocab_size, spec.hidden_size)}
+    parameters = dict(stored.parameters)
+    wrapped = [name for name in _OUTER_WEIGHTS if name in parameters and _is_wrapped(stored, name)]
+    if spec.tie_embeddings and wrapped:
+        for name in _OUTER_WEIGHTS:
+            parameters.setdefault(name, parameters[wrapped[-1]])
+    if spec.has_gemma_arithmetic and any(name.endswith("norm.weight") for name in parameters):
+        raise AdapterMismatch(f"trained norms of '{spec.name}', which multiply by 1 + w, are not served; train without")
+    replaced = {}
+    made: dict[int, NDArray[np.float32]] = {}  # a matrix that stands for both ends of a tied base is held once
+    for name, tensor in parameters.items():
+        if tensor.shape != shapes.get(name):
+            raise AdapterMismatch(
+                f"{short(name)} is {list(tensor.shape)} but '{spec.name}' has {list(shapes.get(name, ()))}; "
+                "the adapter was trained on another model"
+            )
+        if name.endswith(".sinks"):
+            raise AdapterFormatError(f"trained sinks ({short(name)}) are not served; train the adapter without")
+        if id(tensor) not in made:
+            made[id(tensor)] = _read_only(_finite(tensor, name))
+        replaced[name] = made[id(tensor)]
+    return replaced
+
+
+def _is_wrapped(stored: RawAdapter, name: str) -> bool:
+    return any(f"{module.path}.weight" == name for module in stored.modules)
+
+
+def _token_rows(stored: RawAdapter, spec: ModelSpec) -> dict[str, TokenRows]:
+    """PEFT trains the rows of a tied matrix once, for input and output."""
+    found = {}
+    for rows in stored.token_rows:
+        if rows.path not in OUTER_MODULES:
+            raise AdapterMismatch(f"rows of {short(rows.path)}: only {' and '.join(OUTER_MODULES)} have rows per token")
+        if rows.rows.shape != (len(rows.token_ids), spec.hidden_size) or max(rows.token_ids) >= spec.vocab_size:
+            raise AdapterMismatch(
+                f"{rows.path}: {list(rows.rows.shape)} trained rows for token ids up to {max(rows.token_ids)}, but "
+                f"{len(rows.token_ids)} are named and '{spec.name}' has {spec.vocab_size} of {spec.hidden_size}"
+            )
+        name = rows.path.rsplit(".", 1)[-1]
+        found[name] = TokenRows(rows.token_ids, _read_only(_finite(rows.rows, rows.path)))
+    if spec.tie_embeddings and "embed_tokens" in found:
+        found.setdefault("lm_head", found["embed_tokens"])
+    return found
+
+
+def _check_shapes(module: RawModule, d_in: int, d_outs: tuple[int, ...], spec: ModelSpec, limits: ReadLimits) -> None:
+    a, b = module.a.shape, module.b.shape
+    if len(a) != 2 or len(b) != 2 or a[0] < 1 or a[0] != b[1]:
+        raise AdapterFormatError(f"{module.path}: lora_A {list(a)} and lora_B {list(b)} are not [r, in] and [out, r]")
+    if a[0] > limits.max_rank:
+        raise AdapterTooLarge(f"{module.path}: rank {a[0]} but at most {limits.max_rank}; train at a lower rank")
+    if a[1] != d_in or b[0] != sum(d_outs):
+        raise AdapterMismatch(
+            f"{module.path}: the adapter maps {a[1]} to {b[0]} but the module of '{spec.name}' maps "
+            f"{d_in} to {sum(d_outs)}; it was trained on another model"
+        )
+
+
+def _fold(module: RawModule, d_outs: tuple[int, ...], *, alternates: bool = False) -> list[LoraPair]:
+    """One pair per slice of the output; a fused module's A is shared by its slices, not copied.
+
+    alternates: rows of the slices take turns.
+    """
+    a = _read_only(_finite_as_saved(module.a, module.path, "lora_A"))  # [r, d_in]
+    saved = _finite_as_saved(module.b, module.path, "lora_B")  # [d_out, r]
+    b = _times_power_of_two(saved, module.scale) if saved.dtype == BFLOAT16 else None
+    if b is None:
+        b = _scaled(widened(saved), module.scale, f"{module.path}: lora_B")
+    if alternates:
+        b = np.concatenate([b[n :: len(d_outs)] for n in range(len(d_outs))])
+    pairs = []
+    start = 0
+    for d_out in d_outs:
+        pairs.append(LoraPair(a, _read_only(np.array(b[start : start + d_out].T, order="C"))))  # [r, d_out], own memory
+        start += d_out
+    return pairs
+
+
+def _slices(tensor: RawTensor | None, d_outs: tuple[int, ...], scale: float, what: str) -> list[NDArray[np.float32]]:
+    """One `[d_out]` vector per slice of the output, times `scale`; none for no tensor."""
+    if tensor is None:
+        return []
+    if tensor.shape != (sum(d_outs),):
+        raise AdapterMismatch(f"{what} is {list(tensor.shape)} but the module has {sum(d_outs)} outputs")
+    values = _scaled(_finite(tensor, what), scale, what)
+    ends = np.cumsum(d_outs)
+    return [_read_only(part.copy()) for part in np.split(values, ends[:-1])]
+
+
+def _scaled(values: NDArray[np.float32], scale: float, what: str) -> NDArray[np.float32]:
+    """`values` times `scale` in float32, in place."""
+    with np.errstate(over="ignore", invalid="ignore"):  # the result is checked, with a name, below
+        values *= np.float32(scale)
+    if not np.isfinite(values).all():
+        raise AdapterFormatError(f"{what} times its scale {scale} leaves float32; lower alpha")
+    return values
+
+
+def _times_power_of_two(values: Matrix, scale: float) -> Matrix | None:
+    """Finite bfloat16 values times `scale`, or None unless it is a power of two and every product a normal number."""
+    mantissa, exponent = math.frexp(scale)
+    if mantissa != 0.5:
+        return None
+    bits = values.view(np.uint16)
+    magnitudes = bits & np.uint16(_MAGNITUDE)
+    step = (exponent - 1) << _MANTISSA_BITS  # what is added to the exponent, where it stands
+    largest, smallest = int(magnitudes.max()), int((magnitudes - np.uint16(1)).min()) + 1  # zeros wrap around
+    if step == 0 or largest == 0:
+        return values
+    if largest + step >= _INFINITE or smallest < _NORMAL or smallest + step < _NORMAL:
+        return None
+    products: Matrix = np.where(magnitudes == 0, bits, bits + np.uint16(step & 0xFFFF)).view(BFLOAT16)
+    return products
+
+
+def _finite_as_saved(tensor: RawTensor, path: str, half: str) -> Matrix:
+    """As `_finite`, but bfloat16 stays as it is."""
+    values = tensor.as_saved()
+    if values.dtype == BFLOAT16 and int((values.view(np.uint16) & np.uint16(_MAGNITUDE)).max()) < _INFINITE:
+        return values
+    return _finite(tensor, path, half)
+
+
+def _read_only(values: Matrix) -> Matrix:
+    values.setflags(write=False)
+    return values
+
+
+def _finite(tensor: RawTensor, path: str, half: str = "") -> NDArray[np.float32]:
+    values = tensor.to_float32()
+    finite = np.isfinite(values)
+    if not finite.all():
+        place = tuple(int(index) for index in np.argwhere(~finite)[0])
+        name = f"{path}: {half}" if half else path
+        raise AdapterFormatError(f"{name}{list(place)} is {values[place]}; the adapter is broken, train it again")
+    return values

@@ -1,0 +1,98 @@
+"""Conversations into token ids, as the base's chat template writes them or an adapter's own.
+
+In: messages, the base's tokenizer and an adapter's text. Out: what of that text is not the base's, and token ids up to
+where the assistant answers. An adapter's template runs in a process of its own (`ChatTemplateSandbox`), the base's here.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from app.engine.adapters.adapter_tokenizer import AdapterTokenizer
+from app.engine.adapters.card import AdapterCard
+from app.engine.adapters.sandbox.packing import PackedAdapter
+from app.engine.adapters.strict_json import short
+from app.engine.errors import AdapterMismatch, InvalidRequest
+from app.engine.models.chat.chat_template import check_variables
+from app.engine.models.chat.chat_template_sandbox import ChatTemplateSandbox
+from app.engine.models.chat.tool_call_formats import knows_tools, with_tools
+from app.engine.models.tokenizers.tokenizer import Tokenizer
+
+
+def encode_chat(
+    tokenizer: Tokenizer,
+    messages: Sequence[Mapping[str, Any]],
+    own: AdapterTokenizer,
+    process: ChatTemplateSandbox,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    extra: Mapping[str, Any] | None = None,
+) -> list[int]:
+    """`tools`: None for a conversation that knows none, [] for one that has called some before. `extra`: further
+    variables of the template.
+
+    Raises InvalidRequest where there is no template, it refuses the messages, or a variable is not a client's to set.
+    """
+    special = {name: token for name, token in (tokenizer.special_tokens | dict(own.special_tokens)).items() if token}
+    check_variables(extra or (), special)
+    if tools is not None and not knows_tools(tool_template(tokenizer, own) or ""):
+        messages, tools = with_tools(messages, tools), None
+    if own.chat_template is None and not own.special_tokens:
+        prompt = tokenizer.render_chat(messages, tools=tools, extra=extra)
+    else:
+        source = own.chat_template or (tokenizer.chat_template if tools is None else tokenizer.tool_template)
+        if source is None:
+            raise InvalidRequest("neither model nor adapter has a chat template; use /v1/completions", param="messages")
+        prompt = process.render(source, special, messages, tools, extra)
+    return tokenizer.encode(prompt, add_special_tokens=False)
+
+
+def tool_template(tokenizer: Tokenizer, own: AdapterTokenizer) -> str | None:
+    """The source of the template that writes conversations with tools: the adapter's own, or the base's."""
+    return own.chat_template or tokenizer.tool_template
+
+
+class AdapterTokenizerCache:
+    """Takes out of adapters' texts what is the base's. Called from any thread; `load` is called once, when needed."""
+
+    def __init__(self, load: Callable[[], Tokenizer]) -> None:
+        self._load, self._lock = load, threading.Lock()
+        self._base: Tokenizer | None = None
+
+    def of(self, card: AdapterCard) -> AdapterCard:
+        """The card with what is the adapter's own. Raises AdapterMismatch (`own_text`)."""
+        if not card.text:
+            return card
+        with self._lock:
+            self._base = self._base or self._load()
+        return replace(card, text=own_text(AdapterTokenizer.parsed(card.text), self._base).to_json())
+
+    def of_packed(self, packed: PackedAdapter) -> PackedAdapter:
+        """The same for one that is packed."""
+        card = self.of(packed.card)
+        return packed._replace(header=packed.header | {"card": packed.header["card"] | {"text": card.text}})
+
+
+def own_text(text: AdapterTokenizer, base: Tokenizer) -> AdapterTokenizer:
+    """What of `text` differs from the base's and matters to a prompt.
+
+    AdapterMismatch names a token that the base's tokenizer does not have under the same id: nobody could send it.
+    """
+    for token, token_id in text.added_tokens.items():
+        found = base.token_id(token)
+        if found != token_id:
+            known = "does not have it" if found is None else f"has it as {found}"
+            raise AdapterMismatch(
+                f"the adapter's tokenizer has the token {short(token)} as id {token_id} and the base's {known}; train "
+                "with the base's own tokenizer, or take the token out of the adapter's folder if it is not used"
+            )
+    template = None if text.chat_template == base.chat_template else text.chat_template
+    used = template or base.chat_template or ""
+    special = {
+        name: token
+        for name, token in text.special_tokens.items()
+        if name in used and token != base.special_tokens.get(name, "")
+    }
+    return AdapterTokenizer(template, special, {})

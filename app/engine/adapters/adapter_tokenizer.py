@@ -1,0 +1,156 @@
+"""What an adapter says about text: a chat template and special tokens of its own, in the tokenizer files beside it.
+
+In: an adapter's folder, or the JSON that travels in its card. Out: `AdapterTokenizer`. Files are a stranger's: what is read
+of them is bounded and checked, and a template must parse. What of it is not the base's anyway is `chats`' to say.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from app.engine.adapters.limits import ReadLimits, read_bounded
+from app.engine.adapters.strict_json import parse_object, short
+from app.engine.errors import AdapterFormatError, CheckpointError
+
+#: Files that a trainer saves beside an adapter and that are read here; what else lies there is not looked at.
+SMALL_TEXT_FILES = ("chat_template.jinja", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
+TEXT_FILES = (*SMALL_TEXT_FILES, "tokenizer.json")
+_ADDED = '"added_tokens":'
+#: tokenizer.json begins with its added tokens; of the rest (vocabulary, merges) nothing is read.
+_HEAD_BYTES = 8 << 20
+
+
+class AdapterTokenizer(NamedTuple):
+    """chat_template: Jinja, or None. special_tokens: name → text ("eos_token" → "<|im_end|>"; "" for null).
+
+    added_tokens: text → id of tokens that are matched whole.
+    """
+
+    chat_template: str | None
+    special_tokens: Mapping[str, str]
+    added_tokens: Mapping[str, int]
+
+    def to_json(self) -> str:
+        """Nothing for one that says nothing."""
+        return json.dumps(self._asdict(), sort_keys=True) if any(self) else ""
+
+    @classmethod
+    def parsed(cls, text: str) -> AdapterTokenizer:
+        """What `to_json` made. AdapterFormatError for what it cannot have made."""
+        if not text:
+            return cls(None, {}, {})
+        found = parse_object(text.encode(), "the adapter's text")
+        template, special, added = (found.get(name) for name in cls._fields)
+        if (
+            set(found) != set(cls._fields)
+            or not isinstance(template, str | None)
+            or not (isinstance(special, dict) and all(isinstance(token, str) for token in special.values()))
+            or not (isinstance(added, dict) and all(type(token_id) is int for token_id in added.values()))
+        ):
+            raise AdapterFormatError(f"the adapter's text is {short(text)}; write it with `polylora convert`")
+        return cls(template, special, added)
+
+
+def read_text(folder: Path, limits: ReadLimits) -> AdapterTokenizer:
+    """What the files in `folder` say; nothing where there are none. AdapterFormatError, AdapterTooLarge."""
+    config = _object(folder / "tokenizer_config.json", limits)
+    older = {} if "added_tokens_decoder" in config else _object(folder / "special_tokens_map.json", limits)
+    special = {
+        key: token
+        for key, value in (config | older).items()
+        if key.endswith("_token") and (token := _text_of(value)) is not None
+    }
+    added = dict(_object(folder / "added_tokens.json", limits))
+    listed = config.get("added_tokens_decoder") or {}
+    entries = [*(_listed(listed) if isinstance(listed, dict) else [listed]), *_head(folder / "tokenizer.json", limits)]
+    for entry in entries:
+        if not isinstance(entry, dict) or not isinstance(entry.get("content"), str):
+            raise AdapterFormatError(
+                f"an added token of the adapter's tokenizer is {short(entry)}, without its content"
+            )
+        added[entry["content"]] = entry.get("id")
+    for text, token_id in added.items():
+        if isinstance(token_id, bool) or not isinstance(token_id, int) or token_id < 0:
+            raise AdapterFormatError(
+                f"the adapter's tokenizer has {short(text)} as {short(token_id)}, which is no token id"
+            )
+    return AdapterTokenizer(_template(folder, config, limits), special, added)
+
+
+def write_text(folder: Path, text: AdapterTokenizer) -> None:
+    """Files that say the same."""
+    if text.chat_template is not None:
+        (folder / "chat_template.jinja").write_text(text.chat_template, encoding="utf-8")
+    if text.special_tokens or text.added_tokens:
+        special = {name: token or None for name, token in text.special_tokens.items()}
+        (folder / "tokenizer_config.json").write_text(json.dumps(special, indent=2, sort_keys=True) + "\n")
+        (folder / "added_tokens.json").write_text(json.dumps(text.added_tokens, indent=2, sort_keys=True) + "\n")
+
+
+def _object(path: Path, limits: ReadLimits) -> dict[str, Any]:
+    return parse_object(read_bounded(path, limits.max_header_bytes), f"'{path.name}'") if path.is_file() else {}
+
+
+def _text_of(value: object) -> str | None:
+    """A special token's text; "" for null, None for what is no token."""
+    if isinstance(value, Mapping):
+        value = value.get("content")
+        return value if isinstance(value, str) else None
+    return "" if value is None else value if isinstance(value, str) else None
+
+
+def _listed(table: Mapping[str, Any]) -> list[Any]:
+    """`added_tokens_decoder`: id → token, as entries with their ids."""
+    return [
+        {**entry, "id": int(token_id) if token_id.isdecimal() else token_id} if isinstance(entry, dict) else entry
+        for token_id, entry in table.items()
+    ]
+
+
+def _head(path: Path, limits: ReadLimits) -> list[Any]:
+    """The added tokens of a tokenizer.json, without reading the vocabulary."""
+    if not path.is_file():
+        return []
+    if path.stat().st_size > limits.max_weight_bytes:
+        raise AdapterFormatError(f"'{path.name}' has {path.stat().st_size} bytes; is it a tokenizer?")
+    with path.open("rb") as file:
+        head = file.read(_HEAD_BYTES).decode("utf-8", "ignore")
+    start = head.find(_ADDED)
+    try:
+        found = json.JSONDecoder().raw_decode(head, start + len(_ADDED) + _blanks(head, start + len(_ADDED)))[0]
+    except (ValueError, RecursionError) as error:
+        raise AdapterFormatError(f"'{path.name}' does not begin with its added tokens: {str(error)[:200]}") from error
+    if start < 0 or not isinstance(found, list):
+        raise AdapterFormatError(f"'{path.name}' does not begin with its added tokens; save it with transformers")
+    return found
+
+
+def _blanks(text: str, start: int) -> int:
+    return len(text[start : start + 64]) - len(text[start : start + 64].lstrip())
+
+
+def _template(folder: Path, config: Mapping[str, Any], limits: ReadLimits) -> str | None:
+    file = folder / "chat_template.jinja"
+    template: object = config.get("chat_template")
+    if file.is_file():
+        try:
+            template = read_bounded(file, limits.max_header_bytes).decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise AdapterFormatError(f"'{file.name}' is not UTF-8") from error
+    if isinstance(template, list):
+        named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
+        template = named.get("default")
+    if template is None:
+        return None
+    if not isinstance(template, str):
+        raise AdapterFormatError(f"the adapter's chat_template is {short(template)}, not text")
+    from app.engine.models.chat.chat_template import ChatTemplate  # jinja2, which few adapters need
+
+    try:
+        ChatTemplate(template, {})
+    except CheckpointError as error:
+        raise AdapterFormatError(f"the adapter's chat template does not parse: {error.__cause__}") from error
+    return template

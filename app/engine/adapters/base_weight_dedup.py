@@ -1,0 +1,77 @@
+"""Whole matrices that an adapter brings along although they are the base's own.
+
+In: an adapter that was read, and the base's checkpoint. Out: the adapter without embeddings and output matrices that
+equal the base's bit for bit in float32: PEFT saves them beside a LoRA on them, changed or not, and each would take
+hundreds of megabytes for nothing. The digest stays that of what was saved. The base's matrices are read and hashed
+once, when the first adapter brings one. What is no copy, and cannot be served, is refused here by name.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from dataclasses import replace
+from types import MappingProxyType
+
+import numpy as np
+from numpy.typing import NDArray
+
+from app.engine.adapters.adapter import LoraAdapter, check_served
+from app.engine.adapters.extra_weights import extra_bytes
+from app.engine.adapters.sandbox.packing import PackedAdapter, pack_adapter, unpack_adapter
+from app.engine.models.checkpoint import Checkpoint
+from app.engine.models.weight_names import EMBEDDING, LM_HEAD
+
+
+class BaseWeightDedup:
+    """Called from any thread. `served` is `build_adapter`'s."""
+
+    def __init__(self, checkpoint: Checkpoint, served: frozenset[str]) -> None:
+        self._checkpoint, self._served = checkpoint, served
+        self._lock = threading.Lock()
+        self._hashes: dict[str, bytes] | None = None
+
+    def dropped(self, adapter: LoraAdapter) -> LoraAdapter:
+        """The adapter without copies of the base; itself if it has none. AdapterMismatch for what is not served."""
+        copies = {name for name in (EMBEDDING, LM_HEAD) if self._is_copy(name, adapter.replaced.get(name))}
+        if not copies:
+            check_served(adapter, self._served)
+            return adapter
+        rest = {name: values for name, values in adapter.replaced.items() if name not in copies}
+        lighter = replace(adapter, replaced=MappingProxyType(rest))
+        check_served(lighter, self._served)
+        gone = {id(adapter.replaced[name]): adapter.replaced[name].nbytes for name in copies}
+        size_bytes = adapter.card.size_bytes - sum(gone.values())
+        spec = self._checkpoint.spec
+        return replace(
+            lighter, card=replace(adapter.card, size_bytes=size_bytes, extra_bytes=extra_bytes(lighter, spec))
+        )
+
+    def dropped_packed(self, packed: PackedAdapter) -> PackedAdapter:
+        """The same for one that is packed; packed anew if something is dropped."""
+        if not any(name in (EMBEDDING, LM_HEAD) for name, _ in packed.header["replaced"]):
+            return packed
+        adapter = unpack_adapter(packed.header, packed.arrays)
+        lighter = self.dropped(adapter)
+        return packed if lighter is adapter else pack_adapter(lighter)
+
+    def _is_copy(self, name: str, values: NDArray[np.float32] | None) -> bool:
+        return values is not None and _hash(values) == self._base_hashes()[name]
+
+    def _base_hashes(self) -> dict[str, bytes]:
+        with self._lock:
+            if self._hashes is None:
+                is_tied = self._checkpoint.spec.tie_embeddings
+                wanted = {EMBEDDING} if is_tied else {EMBEDDING, LM_HEAD}
+                found: dict[str, bytes] = {}
+                for name, tensor in self._checkpoint.tensors():
+                    if name in wanted:
+                        found[name] = _hash(np.asarray(tensor).astype(np.float32, copy=False))
+                    if len(found) == len(wanted):
+                        break
+                self._hashes = found | ({LM_HEAD: found[EMBEDDING]} if is_tied else {})
+            return self._hashes
+
+
+def _hash(values: NDArray[np.float32]) -> bytes:
+    return hashlib.sha256(np.ascontiguousarray(values, "<f4").data).digest()

@@ -1,0 +1,276 @@
+"""A process that may die reads adapters for us.
+
+In: a path and what may be spent on it. Out: a `PackedAdapter` in shared memory, or the `AdapterError` that
+says why not. One warm process (no torch, no Ray, one thread) is forked once per adapter, so each adapter
+meets a fresh process that has no threads, little memory, little time and no right to write, and costs
+milliseconds instead of a start of Python. One of these readers is made ahead and waits, with memory of the last
+adapter's size at hand. What comes back is JSON and numbers in memory whose size we set: this process never
+parses a stranger's bytes. A warm process that died is replaced.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import logging
+import mmap
+import os
+import pickle
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from app.engine import errors
+from app.engine.adapters.limits import MIB
+from app.engine.adapters.sandbox.packing import PackedAdapter
+from app.engine.adapters.sandbox.reader_worker import ReaderTask, pack_request
+from app.engine.errors import AdapterError, AdapterFormatError, AdapterReadFailed, EngineFailure
+
+logger = logging.getLogger(__name__)
+
+_PROJECT = Path(__file__).parents[4]
+_RECEIVE_BYTES = 1 << 16
+#: Header and message of one adapter: 100,000 modules of 200 characters, and then some.
+_MAX_VERDICT_BYTES = 64 * MIB
+#: A reader that waits has this much memory at hand at most.
+_MAX_AHEAD_BYTES = 64 * MIB
+
+
+@dataclass(frozen=True, slots=True)
+class ReaderLimits:
+    """What reading may use for an adapter of s bytes: `base + per_byte * s` memory and `base_s + s / rate` time.
+
+    Reading needs up to six times an adapter's size: its bytes, and both matrices in float32, twice.
+    """
+
+    base_memory_bytes: int = 1024 * MIB
+    memory_per_byte: int = 8
+    base_s: float = 20.0
+    bytes_per_s: float = 20.0 * MIB
+
+    def memory_bytes(self, size: int) -> int:
+        return self.base_memory_bytes + self.memory_per_byte * size
+
+    def seconds(self, size: int) -> float:
+        return self.base_s + size / self.bytes_per_s
+
+
+class _Reader(NamedTuple):
+    """A fork that waits for its task at the other end of `stream`; `shared` is a descriptor of what it answers in."""
+
+    stream: socket.socket
+    shared: int
+
+    def close(self) -> None:
+        self.stream.close()
+        os.close(self.shared)
+
+
+class ReaderProcess:
+    """The warm process. Called from any thread; adapters are read side by side."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self.num_starts = 0
+        self._waiting: _Reader | None = None
+        self._control, self._process = self._start()
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def read(self, task: ReaderTask) -> PackedAdapter:
+        """Raises the `AdapterError` that reading met; EngineFailure if no process stays alive."""
+        for _ in range(3):  # the reader that waits may be gone, and then the warm process
+            control = self._control
+            reader = self._take_waiting() or _new_reader(control, 0)
+            found = None if reader is None else self._read(task, reader, control)
+            if found is not None:
+                return found
+            with self._lock:
+                if self._control is control and _has_hung_up(control):
+                    self._stop()
+                    self._control, self._process = self._start()
+        raise EngineFailure("the process that reads adapters does not stay alive; the store's log may say why")
+
+    def close(self) -> None:
+        with self._lock:
+            self._stop()
+
+    def _read(self, task: ReaderTask, reader: _Reader, control: socket.socket) -> PackedAdapter | None:
+        """None if the reader was gone before it had the task, or its warm process is: nothing has been learned."""
+        deadline_s = time.monotonic() + task.seconds
+        try:
+            _fix_size(reader.shared, task.memory_bytes)
+            text = _converse(reader.stream, pickle.dumps(task), deadline_s, task)
+            if text is None or (not text and _has_hung_up(control)):
+                return None
+            packed = PackedAdapter(*_verdict(text, reader.shared, task))
+            self._have_one_wait(sum(array.nbytes for array in packed.arrays))
+            return packed
+        finally:
+            reader.close()
+
+    def _take_waiting(self) -> _Reader | None:
+        with self._lock:
+            reader, self._waiting = self._waiting, None
+        return reader
+
+    def _have_one_wait(self, size_bytes: int) -> None:
+        with self._lock:
+            if self._waiting is None:
+                with suppress(AdapterReadFailed):  # without one that waits the next adapter is read a little later
+                    self._waiting = _new_reader(self._control, min(size_bytes, _MAX_AHEAD_BYTES))
+
+    def _start(self) -> tuple[socket.socket, subprocess.Popen[bytes]]:
+        self.num_starts += 1
+        ours, theirs = socket.socketpair()
+        environment = {"PATH": os.environ.get("PATH", ""), "PYTHONPATH": str(_PROJECT), "OMP_NUM_THREADS": "1"}
+        environment |= {"OPENBLAS_NUM_THREADS": "1", "ARROW_DEFAULT_MEMORY_POOL": "system"}
+        # A fork touches all of its memory for the first time, which takes 3 us per page (AMD EPYC, a virtual machine):
+        # in huge pages, where the system gives them, 10 MB of bfloat16 are read in 29 ms instead of 41.
+        environment |= {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
+        command = [sys.executable, "-m", ReaderTask.__module__, str(theirs.fileno())]
+        with theirs:
+            process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()], env=environment, start_new_session=True
+            )
+        return ours, process
+
+    def _stop(self) -> None:
+        if self._waiting is not None:
+            self._waiting.close()
+            self._waiting = None
+        self._control.close()
+        self._process.kill()
+        self._process.wait()
+
+
+def _new_reader(control: socket.socket, ahead_bytes: int) -> _Reader | None:
+    """A fork with so much memory at hand, soon. None if the warm process is gone."""
+    shared = _shared_file(ahead_bytes)
+    ours, theirs = socket.socketpair()
+    reader = _Reader(ours, shared)
+    with theirs:
+        try:
+            socket.send_fds(control, [pack_request(ahead_bytes)], [theirs.fileno(), reader.shared])
+        except OSError:
+            reader.close()
+            return None
+    return reader
+
+
+def _shared_file(size_bytes: int) -> int:
+    """A descriptor of memory without a name. Raises AdapterReadFailed where the machine has none to give."""
+    with _no_memory():
+        if not hasattr(os, "memfd_create"):
+            with tempfile.TemporaryFile() as file:
+                file.truncate(size_bytes)
+                return os.dup(file.fileno())
+        descriptor = os.memfd_create("adapter", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            os.ftruncate(descriptor, size_bytes)
+        except OSError:
+            os.close(descriptor)
+            raise
+        return descriptor
+
+
+def _fix_size(shared: int, size_bytes: int) -> None:
+    """Where the system can, for good: nobody who has the descriptor changes it again. Raises AdapterReadFailed."""
+    with _no_memory():
+        os.ftruncate(shared, size_bytes)
+    if hasattr(os, "memfd_create"):
+        fcntl.fcntl(shared, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+
+
+@contextmanager
+def _no_memory() -> Iterator[None]:
+    """What the system says when it has none, or no more descriptors, is no verdict about the adapter."""
+    try:
+        yield
+    except OSError as error:
+        raise AdapterReadFailed(
+            f"this machine has no memory for reading an adapter: {error}; ask again later"
+        ) from error
+
+
+def _converse(stream: socket.socket, question: bytes, deadline_s: float, task: ReaderTask) -> bytes | None:
+    """Send the question, return everything that is answered in time; None if nobody takes the question.
+
+    Raises AdapterReadFailed when the time is up.
+    """
+    answer = bytearray()
+    try:
+        stream.settimeout(_left_s(deadline_s))
+        try:
+            stream.sendall(question)
+            stream.shutdown(socket.SHUT_WR)
+        except OSError as error:
+            if isinstance(error, TimeoutError):
+                raise
+            return None
+        while True:
+            stream.settimeout(_left_s(deadline_s))
+            received = stream.recv(_RECEIVE_BYTES)
+            answer += received
+            if not received or len(answer) > _MAX_VERDICT_BYTES:
+                return bytes(answer)
+    except TimeoutError:
+        # The reader's own alarm ends it a second from now.
+        raise AdapterReadFailed(
+            f"'{task.path.name}' was not read within {task.seconds:.3g} s; reading was stopped"
+        ) from None
+    except OSError:  # it went away while it was spoken to
+        return b""
+
+
+def _left_s(deadline_s: float) -> float:
+    """Raises TimeoutError when there is none: an answer that has come too late is not read."""
+    left_s = deadline_s - time.monotonic()
+    if left_s <= 0:
+        raise TimeoutError
+    return left_s
+
+
+def _verdict(text: bytes, shared: int, task: ReaderTask) -> tuple[dict[str, Any], list[NDArray[np.uint8]]]:
+    try:
+        verdict = json.loads(text)
+    except ValueError:
+        raise AdapterReadFailed(
+            f"reading '{task.path.name}' ended its process without a verdict: a crash, or no memory left"
+        ) from None
+    if "trace" in verdict:
+        logger.error("an adapter reader met a bug; please report it\n%s", verdict["trace"])
+    if "header" not in verdict:
+        found = getattr(errors, verdict["error"], None)
+        kind = found if isinstance(found, type) and issubclass(found, AdapterError) else AdapterFormatError
+        raise kind(verdict["message"])
+    size = int(verdict["num_bytes"])
+    if not 0 <= size <= task.memory_bytes:
+        raise AdapterReadFailed(f"reading '{task.path.name}' gave {size} bytes; that cannot be")
+    if not size:
+        return verdict["header"], [np.empty(0, np.uint8)]
+    mapped = mmap.mmap(shared, size, prot=mmap.PROT_READ)
+    return verdict["header"], [np.frombuffer(mapped, np.uint8)]
+
+
+def _has_hung_up(control: socket.socket) -> bool:
+    """Nothing is ever said on it; what can be read is its end."""
+    try:
+        return control.recv(1, socket.MSG_DONTWAIT) == b""
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True

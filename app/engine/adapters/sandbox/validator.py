@@ -1,0 +1,146 @@
+"""What becomes of an adapter's files: weights to serve, or a verdict that is remembered.
+
+In: a path (from `resolve_adapter_path`) and the base's `ModelSpec`. Out: a `PackedAdapter`, or the
+`AdapterError` that says why not. The bytes are interpreted in a process that may die (`reading_process`),
+never here. What was refused is remembered by the hash of its files, under any name: bad contents are read
+once, not in a loop. Where a process merely ended (time, a crash), the machine could not read (a disk, a network, no
+memory) or the files cannot be hashed, nothing is remembered; how soon that is tried again is the store's business.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import threading
+from collections import OrderedDict
+from pathlib import Path
+from typing import NamedTuple
+
+from app.engine.adapters.adapter_tokenizer import SMALL_TEXT_FILES, TEXT_FILES
+from app.engine.adapters.formats.peft import weights_file
+from app.engine.adapters.formats.peft_config import CONFIG_NAME
+from app.engine.adapters.formats.peft_file import WEIGHTS_NAME
+from app.engine.adapters.limits import DEFAULT_LIMITS, ReadLimits, reading, regular_file_size
+from app.engine.adapters.sandbox.packing import PackedAdapter
+from app.engine.adapters.sandbox.reader_process import ReaderLimits, ReaderProcess
+from app.engine.adapters.sandbox.reader_worker import ReaderTask
+from app.engine.errors import AdapterError, AdapterReadFailed, AdapterTooLarge
+from app.engine.models.spec import ModelSpec
+
+
+class _Refusal(NamedTuple):
+    sizes: tuple[int, ...]
+    error: AdapterError
+
+
+class Validator:
+    """Reads adapters safely. Called from any thread. `served` is `build_adapter`'s."""
+
+    def __init__(
+        self,
+        limits: ReadLimits = DEFAULT_LIMITS,
+        child: ReaderLimits | None = None,
+        *,
+        served: frozenset[str] = frozenset(),
+        max_refusals: int = 4096,
+    ) -> None:
+        self.limits = limits
+        self.child = child or ReaderLimits()
+        self.num_reads = 0
+        self._served = served
+        self._max_refusals = max_refusals
+        self._refusals: OrderedDict[str, _Refusal] = OrderedDict()
+        self._lock = threading.Lock()
+        self._process = ReaderProcess()
+
+    def read(self, path: Path, spec: ModelSpec) -> PackedAdapter:
+        """The adapter at `path`, packed. Raises the `AdapterError` found, now or the first time."""
+        with reading(path):
+            if path.is_dir():
+                weights_file(path)  # folders that lack a file are alike: what one is told must not be another's
+        files = adapter_files(path)
+        sizes = tuple(_checked_size(file, self.limits) for file in files)
+        self._raise_known(path, spec, sizes)
+        before = files_identity(path)
+        size = sum(sizes)
+        task = ReaderTask(
+            path, spec, self.limits, self._served, self.child.memory_bytes(size), self.child.seconds(size)
+        )
+        self.num_reads += 1
+        try:
+            return self._process.read(task)
+        except AdapterReadFailed:
+            raise
+        except AdapterError as error:
+            try:
+                digest = files_digest(path, spec, self.limits)
+            except AdapterError:  # a file that nobody may open, for one
+                raise error from None
+            if before == files_identity(path):  # or the verdict is on other bytes than were hashed
+                self._remember(digest, _Refusal(sizes, error))
+            raise
+
+    def close(self) -> None:
+        self._process.close()
+
+    def _raise_known(self, path: Path, spec: ModelSpec, sizes: tuple[int, ...]) -> None:
+        """Only files as long as refused ones are hashed: a good adapter costs nothing."""
+        with self._lock:
+            is_suspect = any(refusal.sizes == sizes for refusal in self._refusals.values())
+        if is_suspect:
+            digest = files_digest(path, spec, self.limits)
+            with self._lock:
+                refusal = self._refusals.get(digest)
+            if refusal is not None:
+                raise type(refusal.error)(str(refusal.error))
+
+    def _remember(self, digest: str, refusal: _Refusal) -> None:
+        with self._lock:
+            self._refusals[digest] = refusal
+            while len(self._refusals) > self._max_refusals:
+                self._refusals.popitem(last=False)
+
+
+def adapter_files(path: Path) -> list[Path]:
+    """The files that make up the adapter at `path`; those that a folder lacks are left out. Errors: see `reading`."""
+    with reading(path):
+        if not path.is_dir():
+            return [path]
+        return [path / name for name in (CONFIG_NAME, WEIGHTS_NAME, *TEXT_FILES) if (path / name).exists()]
+
+
+def files_identity(path: Path) -> tuple[tuple[int, ...], ...]:
+    """Changes when a file of the adapter is replaced or written to; costs no reading."""
+    return tuple(_identity(file) for file in adapter_files(path))
+
+
+def files_digest(path: Path, spec: ModelSpec, limits: ReadLimits = DEFAULT_LIMITS) -> str:
+    """Hex SHA-256 of the adapter's files as they lie there, and of the base they are for."""
+    digest = hashlib.sha256(b"polylora/files/v1\0" + hashlib.sha256(spec.digest.encode()).digest())
+    for file in adapter_files(path):
+        digest.update(file.name.encode(errors="surrogateescape") + b"\0")
+        size = _checked_size(file, limits)
+        digest.update(size.to_bytes(8, "little"))
+        with reading(file), file.open("rb") as opened:
+            digest.update(hashlib.file_digest(opened, "sha256").digest())
+    return digest.hexdigest()
+
+
+def _checked_size(file: Path, limits: ReadLimits) -> int:
+    size = regular_file_size(file)
+    bound = limits.max_weight_bytes
+    if file.name == CONFIG_NAME:
+        bound = limits.max_config_bytes
+    elif file.name in SMALL_TEXT_FILES:
+        bound = limits.max_header_bytes
+    if size > bound:
+        raise AdapterTooLarge(f"'{file.name}' has {size} bytes but at most {bound} are read")
+    return size
+
+
+def _identity(file: Path) -> tuple[int, ...]:
+    try:
+        status = os.stat(file)
+    except OSError:
+        return ()  # gone: not what it was
+    return (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)

@@ -1,0 +1,67 @@
+"""What both of the CPU engine's backends do with adapters: their rank rows and their extras.
+
+In: adapters, and the slots and rows that the engine chose for them. Out: tables that a step reads. Rule: which slot and
+which rows are used is decided elsewhere, and a write has ended when it returns.
+"""
+
+from __future__ import annotations
+
+from app.engine.adapters.adapter import LoraAdapter
+from app.engine.backend import BackendLimits
+from app.engine.config import EngineConfig
+from app.engine.cpu.adapter_layout import PreparedRows
+from app.engine.cpu.extra_weights import AdapterExtras
+from app.engine.cpu.lora_memory import LoraMemory
+from app.kernels.machine.jit import compile_seconds
+from app.kernels.machine.thread_team import ThreadTeam
+from app.kernels.sgmv.cpu import RANK_PANEL
+
+
+def limits_of(
+    config: EngineConfig, num_kv_blocks: int, prepared: PreparedRows, *, num_draft_rows: int = 0
+) -> BackendLimits:
+    """What the engine may use of a backend on the CPU. Runs of rank rows begin anywhere: they are memory, not rows."""
+    return BackendLimits(
+        num_kv_blocks=num_kv_blocks,
+        block_size=config.block_size,
+        lora_pool_rows=config.lora_pool_rows // RANK_PANEL * RANK_PANEL,
+        rank_alignment=1,
+        max_loras=config.max_loras,
+        extra_weights_bytes=config.extra_weights_bytes,
+        takes_bfloat16=True,
+        can_embed=True,
+        num_draft_rows=num_draft_rows,
+        rank_rows_of=lambda adapter: prepared.of(adapter).num_rows,
+    )
+
+
+class AdapterBackend:
+    """The methods of `Backend` that write and release adapters."""
+
+    _team: ThreadTeam
+    _rows: LoraMemory
+    _prepared: PreparedRows
+    _extras: AdapterExtras
+
+    @property
+    def compile_s(self) -> float:
+        """See `Backend.compile_s`: of the whole process."""
+        return compile_seconds()
+
+    def prepare_adapter(self, adapter: LoraAdapter) -> None:
+        """See `Backend.prepare_adapter`."""
+        self._prepared.of(adapter)
+
+    def write_adapter(self, adapter_slot: int, row_start: int, adapter: LoraAdapter) -> None:
+        """See `Backend.write_adapter`. Raises AdapterMismatch for a module that this model does not have."""
+        self._extras.write(adapter_slot, adapter)
+        self._rows.write(self._team, adapter_slot, row_start, self._prepared.of(adapter))
+
+    def is_ready(self, adapter_slot: int) -> bool:  # noqa: ARG002
+        """See `Backend.is_ready`: a write has ended when it returns."""
+        return True
+
+    def release_adapter(self, adapter_slot: int) -> None:
+        """See `Backend.release_adapter`."""
+        self._extras.release(adapter_slot)
+        self._rows.release(adapter_slot)

@@ -1,0 +1,135 @@
+"""What resident adapters hold beside their rank rows, on a CPU: where each part of an adapter's plan lies in memory.
+
+In: an adapter and its slot, when it is written. Out: `ExtraTables` for the kernels, and the runs of a step that need
+them. Memory is allocated per adapter and freed when its slot is released; how much may be held is the engine's
+business (`AdapterCard.extra_bytes`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from app.engine.adapters.adapter import LoraAdapter, LoraKey, LoraPair, widened
+from app.engine.adapters.extra_weights import ExtraWeight, plan
+from app.engine.cpu.weights import PackedModules
+from app.engine.models.linear_modules import single_modules, stacked_modules, target_shape, targets_of
+from app.engine.models.spec import ModelSpec
+from app.kernels.dora.cpu import dora_scale
+from app.kernels.extra_weights.cpu import ATTENTION_NORM, K_NORM, MLP_NORM, Q_NORM, empty_tables
+from app.kernels.machine.thread_team import ThreadTeam
+from app.kernels.matmul.cpu import PANEL, pack
+
+Floats = NDArray[np.float32]
+
+#: Places on the last axis of `ExtraTables.norms`.
+_NORMS = {"attention_norm": ATTENTION_NORM, "mlp_norm": MLP_NORM, "q_norm": Q_NORM, "k_norm": K_NORM}
+_NORMS |= {"query_latent_norm": Q_NORM, "latent_norm": K_NORM}
+
+
+class AdapterExtras:
+    """Arrays by adapter slot, and their addresses in tables."""
+
+    def __init__(self, spec: ModelSpec, base: PackedModules, max_loras: int, team: ThreadTeam) -> None:
+        self._spec, self._base, self._team = spec, base, team
+        self._targets = targets_of(single_modules(stacked_modules(spec)))
+        self._held: dict[int, list[NDArray[np.generic]]] = {}
+        self.tables = empty_tables(len(spec.layers), max_loras, len(self._targets))
+
+    def held_bytes(self, adapter_slot: int) -> int:
+        """Bytes of what the slot's adapter has."""
+        return sum(array.nbytes for array in self._held.get(adapter_slot, ()))
+
+    def release(self, adapter_slot: int) -> None:
+        """Forget the slot's extras and free their memory."""
+        if self._held.pop(adapter_slot, None) is not None:
+            for table in self.tables:
+                table[(slice(None),) * (table.ndim > 1) + (adapter_slot,)] = 0
+
+    @property
+    def head_width(self) -> int:
+        """Width that `extra_head_inputs` needs for any adapter held."""
+        panels = -(-self.tables.num_head_ids // PANEL) - (-self.tables.head_ranks // PANEL)
+        return int(np.max(panels)) * PANEL
+
+    def runs(self, runs: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Those of the runs [G, 3] (first, end, adapter slot) whose adapter has extras."""
+        return runs[[adapter_slot in self._held for adapter_slot in runs[:, 2].tolist()]]
+
+    def warm_up(self) -> None:
+        """Compile what `write` calls, on weights of no consequence."""
+        key = LoraKey(0, self._targets[0])
+        d_in, d_out = target_shape(self._spec, *key[:2])
+        nothing = LoraPair(np.zeros((1, d_in), np.float32), np.zeros((1, d_out), np.float32))
+        self.dora_scale(key, nothing.b[0], nothing)
+
+    def write(self, adapter_slot: int, adapter: LoraAdapter) -> None:
+        """Take the slot's extras from `adapter`, dropping what was there."""
+        self.release(adapter_slot)
+        for part in plan(adapter, self._spec, self):
+            self._place(adapter_slot, part)
+
+    def dora_scale(self, key: LoraKey, magnitude: Floats, pair: LoraPair) -> Floats:
+        """See `BaseWeights.dora_scale`."""
+        return dora_scale(self._team, magnitude, self._base.panels(key), widened(pair.a), widened(pair.b))
+
+    def bias(self, key: LoraKey) -> Floats | None:
+        """See `BaseWeights.bias`."""
+        return self._base.bias(key)
+
+    def _place(self, adapter_slot: int, part: ExtraWeight) -> None:
+        array = _LAYOUTS.get(part.kind, _copy)(part.values)
+        self._held.setdefault(adapter_slot, []).append(array)
+        address = array.ctypes.data
+        if part.target is not None:
+            table = getattr(self.tables, f"{part.kind}s")
+            table[part.layer, adapter_slot, self._targets.index(part.target)] = address
+        elif part.layer is not None:
+            self.tables.norms[part.layer, adapter_slot, _NORMS[part.kind]] = address
+        else:
+            getattr(self.tables, part.kind)[adapter_slot] = address
+            if part.kind in _COUNTS:
+                getattr(self.tables, _COUNTS[part.kind])[adapter_slot] = len(part.values)
+
+
+def sample_runs(runs: NDArray[np.int64], sample_rows: NDArray[np.int32]) -> NDArray[np.int64]:
+    """Runs [E, 3] of tokens as runs of the sampled rows among them; sample_rows: [P], ascending."""
+    ends = np.searchsorted(sample_rows, runs[:, :2])
+    return np.column_stack([ends, runs[:, 2]])[ends[:, 0] < ends[:, 1]].astype(np.int64)
+
+
+def token_slots(runs: NDArray[np.int64], num_tokens: int) -> NDArray[np.int64]:
+    """[T] adapter slot of each token of the runs [E, 3], and 0 for the others."""
+    slots = np.zeros(num_tokens, np.int64)
+    for first, end, adapter_slot in runs.tolist():
+        slots[first:end] = adapter_slot
+    return slots
+
+
+def _whole_panels(values: Floats) -> Floats:
+    """A vector [n] as a copy, zero-filled to whole panels."""
+    out = np.zeros(-(-len(values) // PANEL) * PANEL, np.float32)
+    out[: len(values)] = values
+    return out
+
+
+def _copy(values: NDArray[Any]) -> NDArray[Any]:
+    """The slot's own memory: an adapter's may be another process's."""
+    return np.array(values, order="C")
+
+
+#: How a part lies in memory, where not as it is.
+_LAYOUTS: dict[str, Callable[[NDArray[Any]], NDArray[Any]]] = {
+    "weight": pack,
+    "scale": _whole_panels,
+    "shift": _whole_panels,
+    "head_weight": pack,
+    "head_rows": pack,
+    "head_a": pack,
+    "head_b": lambda b: pack(b.T),
+}
+#: Where the length of a part is told, too.
+_COUNTS = {"embed_ids": "num_embed_ids", "embed_b": "embed_ranks", "head_ids": "num_head_ids", "head_b": "head_ranks"}

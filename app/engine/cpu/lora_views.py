@@ -1,0 +1,73 @@
+"""Rank rows of one product, as the decoder's compiled functions read them, and the product with its deltas.
+
+The tables are stacked over the layers that have the product. Numbers of layers are places in these stacks: the layer's
+own number where every layer has the product.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from app.kernels.linear.cpu import ProductExtras, project
+from app.kernels.machine.jit import jit
+from app.kernels.matmul.cpu import PANEL
+from app.kernels.matmul.quantised import layer_panels
+from app.kernels.moe_lora.cpu import ExpertRows
+from app.kernels.sgmv.cpu import ModuleRows, shrink
+from app.kernels.sgmv.prefetch import NextShrink
+
+
+def padded(size: int) -> int:
+    """Columns of a product of this size, as kernels store it: the next multiple of a panel's width."""
+    return -(-size // PANEL) * PANEL
+
+
+class LoraView(NamedTuple):
+    """Rank rows of one product's N modules: `ModuleRows` and `NextShrink` with an axis of layers before the others.
+
+    a, b, ranks: [L, S, N]. first: the number of the first module in tables that count all of a layer's. upcoming: what
+    the shrink after this product reads, for all layers; for the last product it is the first one's, of the next layer.
+    """
+
+    a: NDArray[np.int64]
+    b: NDArray[np.int64]
+    ranks: NDArray[np.int32]
+    num_panels: NDArray[np.int64]
+    in_bf16: NDArray[np.bool_]
+    first: int
+    upcoming: NextShrink
+
+
+@jit
+def rows_at(rows, place):
+    """One layer's rows of a product."""
+    return ModuleRows(rows.a[place], rows.b[place], rows.ranks[place], rows.num_panels, rows.in_bf16)
+
+
+@jit
+def upcoming_of(rows, place):
+    """One layer of what a product asks memory for."""
+    upcoming = rows.upcoming
+    return NextShrink(upcoming.a[place], upcoming.ranks[place], upcoming.depths, upcoming.in_bf16)
+
+
+@jit
+def single_product(team, phase, layer, place, x, stack, bias, rows, extras, step, work, out):
+    """out = x @ w with the deltas of a product of one module. One phase, and one more with adapters."""
+    num_tokens = x.shape[0]
+    shrunk, kept, own = work.shrunk[:num_tokens], work.kept[:num_tokens], rows_at(rows, place)
+    if step.runs.shape[0] > 0:
+        phase = shrink(team, phase, x, own, step.shrink_tasks, step.widest_rank, shrunk)
+    return project(
+        team, phase, x, layer_panels(stack, place), bias, False, shrunk, own, step.runs, upcoming_of(rows, place),
+        ProductExtras(extras, layer, rows.first, step.extra_runs, kept), out,
+    )  # fmt: skip
+
+
+@jit
+def rows_of_layer(rows, place):
+    """Rank rows of one layer, in the form that `moe_lora` reads."""
+    return ExpertRows(rows.a[place], rows.b[place], rows.ranks[place], rows.in_bf16)

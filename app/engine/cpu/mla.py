@@ -1,0 +1,204 @@
+"""Latent attention on the CPU, as one layer of `decoder.forward` computes it, and its scratch memory.
+
+In: hidden states, a layer's projections, and where adapters' rows of them lie. Out: hidden states with attention
+added, and the latents of the step's tokens in memory. `kv_b_proj` is never applied to a latent: its rows of keys are
+applied to queries and its rows of values to sums of latents, head by head, with adapters' deltas on either side. A head
+is treated as an expert that every token uses (`app.kernels.moe_lora`): a token's bits do not depend on its company.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from app.engine.cpu.lora_views import LoraView, padded, rows_at, rows_of_layer, single_product, upcoming_of
+from app.engine.models.spec import ModelSpec
+from app.kernels.extra_weights.cpu import ATTENTION_NORM, K_NORM, Q_NORM, rms_norm_with_extras
+from app.kernels.linear.cpu import ProductExtras, project
+from app.kernels.machine.jit import jit
+from app.kernels.matmul.quantised import Stack, layer_panels
+from app.kernels.mla_attention.cpu import bring_heads_together, latent_attention, rotate_and_store
+from app.kernels.moe_lora.cpu import ExpertRows, experts_down, shrink_pairs
+from app.kernels.moe_lora.routing import Pairs, empty_pairs, sort_pairs
+from app.kernels.sgmv.cpu import shrink
+
+Floats = NDArray[np.float32]
+
+#: Phases of a layer's latent attention at most.
+LATENT_PHASES = 20
+
+
+class MlaWeights(NamedTuple):
+    """Packed weights of L layers. query: [L, ...], or query_a and query_b; the others have none (`[0, ...]`).
+
+    latent_keys, latent_values: [L * N, ...], a layer's heads one after the other. query_latent_norm, latent_norm:
+    [L, R]. no_biases: [0, 0].
+    """
+
+    query: Stack
+    query_a: Stack
+    query_a_bias: Floats
+    query_b: Stack
+    latent_a: Stack
+    latent_a_bias: Floats
+    latent_keys: Stack
+    latent_values: Stack
+    query_latent_norm: Floats
+    latent_norm: Floats
+    no_bias: Floats
+    no_biases: Floats
+    key_size: int
+    rope_size: int
+    norm_eps: np.float32
+
+
+class MlaTables(NamedTuple):
+    """Rank rows by product. keys, values: `ExpertRows` with heads for experts, [L, S, N, 1]."""
+
+    query: LoraView
+    query_a: LoraView
+    query_b: LoraView
+    latent_a: LoraView
+    keys: ExpertRows
+    values: ExpertRows
+
+
+class MlaWorkspace(NamedTuple):
+    """Scratch for the largest step of T tokens, which make T * N pairs with heads; widths as of `decoder.Workspace`.
+
+    pairs: every token with every head. query_latents: [T, R], [0, 0] without such. own: [T * N, P]; absorbed: [T * N,
+    R]; values: [T * N, V]. shrunk: [T * N, 1, W].
+    """
+
+    pairs: Pairs
+    queries: Floats
+    query_latents: Floats
+    normed_query_latents: Floats
+    latents: Floats
+    own: Floats
+    absorbed: Floats
+    values: Floats
+    shrunk: Floats
+
+
+@jit
+def latent_attention_block(team, phase, layer, weights, sizes, tables, extras, memory, step, work):
+    """hidden += o(attention(norm(hidden))), every product with its deltas. memory: [blocks, 1, block_size, W]."""
+    num_tokens, latent, scratch = step.token_ids.shape[0], weights.latent, work.latent
+    hidden, normed = work.hidden[:num_tokens], work.normed[:num_tokens]
+    norms, slots, rope = extras.norms[layer], step.extra_slots, weights.layer_rope[layer]
+    latents, kv_rank = scratch.latents[:num_tokens], scratch.absorbed.shape[1]
+
+    phase = rms_norm_with_extras(
+        team, phase, hidden, weights.attention_norm[layer], sizes.eps, norms[:, ATTENTION_NORM], slots, normed
+    )
+    phase = _queries(team, phase, layer, weights, tables, extras, step, work)
+    phase = single_product(
+        team, phase, layer, layer, normed, latent.latent_a, latent.latent_a_bias[layer], tables.latent.latent_a,
+        extras, step, work, latents,
+    )  # fmt: skip
+    phase = rms_norm_with_extras(
+        team, phase, latents, latent.latent_norm[layer], latent.norm_eps, norms[:, K_NORM], slots, latents
+    )
+    queries, own = scratch.queries[:num_tokens], scratch.own
+    phase = rotate_and_store(
+        team, phase, queries, latents, step.positions, step.kv_slots, weights.cos[rope], weights.sin[rope],
+        sizes.num_heads, latent.key_size, kv_rank, memory, own,
+    )  # fmt: skip
+    if layer == 0:
+        phase = sort_pairs(team, phase, num_tokens, scratch.pairs)
+    rows = rows_of_layer(tables.latent.keys, layer)
+    phase = _by_head(
+        team, phase, layer, own, latent.latent_keys, latent.no_biases, rows, step, scratch, scratch.absorbed
+    )
+    phase = latent_attention(
+        team, phase, queries, scratch.absorbed, sizes.num_heads, latent.key_size, latent.rope_size,
+        weights.scales[layer], step.attention_tasks, step.query_starts, step.seq_lens, step.block_tables, memory,
+    )  # fmt: skip
+    rows = rows_of_layer(tables.latent.values, layer)
+    phase = _by_head(
+        team, phase, layer, scratch.absorbed, latent.latent_values, latent.no_biases, rows, step, scratch,
+        scratch.values,
+    )  # fmt: skip
+    attended = work.attended[:num_tokens]
+    phase = bring_heads_together(team, phase, scratch.values, sizes.num_heads, attended)
+    return _output(team, phase, layer, attended, weights, tables, extras, step, work)
+
+
+@jit
+def _queries(team, phase, layer, weights, tables, extras, step, work):
+    """The queries of all heads, at once or through a latent of their own."""
+    num_tokens, latent, scratch = step.token_ids.shape[0], weights.latent, work.latent
+    normed, queries = work.normed[:num_tokens], scratch.queries[:num_tokens]
+    if scratch.query_latents.shape[0] == 0:
+        return single_product(
+            team, phase, layer, layer, normed, latent.query, latent.no_bias, tables.latent.query, extras, step, work,
+            queries,
+        )  # fmt: skip
+    raw, narrow = scratch.query_latents[:num_tokens], scratch.normed_query_latents[:num_tokens]
+    phase = single_product(
+        team, phase, layer, layer, normed, latent.query_a, latent.query_a_bias[layer], tables.latent.query_a, extras,
+        step, work, raw,
+    )  # fmt: skip
+    norms = extras.norms[layer, :, Q_NORM]
+    phase = rms_norm_with_extras(
+        team, phase, raw, latent.query_latent_norm[layer], latent.norm_eps, norms, step.extra_slots, narrow
+    )
+    return single_product(
+        team, phase, layer, layer, narrow, latent.query_b, latent.no_bias, tables.latent.query_b, extras, step, work,
+        queries,
+    )  # fmt: skip
+
+
+@jit
+def _by_head(team, phase, layer, x, stack, no_biases, rows, step, scratch, out):
+    """out[h * T + t] = x[h * T + t] @ head h's weight, with its adapter's delta."""
+    num_heads = scratch.pairs.busy.shape[0]
+    num_pairs, slots = step.token_ids.shape[0] * num_heads, step.adapter_slots
+    if slots.shape[0] > 0:
+        phase = shrink_pairs(team, phase, x, num_pairs, scratch.pairs, slots, rows, scratch.shrunk)
+    return experts_down(
+        team, phase, x, num_pairs, scratch.pairs, slots, stack, layer * num_heads, no_biases, rows, scratch.shrunk, out
+    )
+
+
+@jit
+def _output(team, phase, layer, attended, weights, tables, extras, step, work):
+    """hidden += o(attended)."""
+    num_tokens, rows, runs, own = attended.shape[0], tables.o, step.runs, rows_at(tables.o, layer)
+    hidden, shrunk, kept = work.hidden[:num_tokens], work.shrunk[:num_tokens], work.kept[:num_tokens]
+    if runs.shape[0] > 0:
+        phase = shrink(team, phase, attended, own, step.shrink_tasks, step.widest_rank, shrunk)
+    return project(
+        team, phase, attended, layer_panels(weights.o, layer), weights.o_bias[layer], True, shrunk, own, runs,
+        upcoming_of(rows, layer), ProductExtras(extras, layer, rows.first, step.extra_runs, kept), hidden,
+    )  # fmt: skip
+
+
+def latent_workspace(spec: ModelSpec, num_tokens: int) -> MlaWorkspace | None:
+    """All layers share it."""
+    attention = spec.layers[0].attention
+    latent, heads = attention.latent, attention.num_heads
+    if latent is None:
+        return None
+
+    def rows(count: int, width: int) -> NDArray[np.float32]:
+        return np.zeros((count, width), np.float32)
+
+    pairs = empty_pairs(num_tokens, heads, heads)
+    pairs.experts[:] = np.arange(heads)
+    rank = latent.query_rank
+    with_rank = 0 if rank is None else num_tokens
+    return MlaWorkspace(
+        pairs=pairs,
+        queries=rows(num_tokens, padded(heads * attention.head_dim)),
+        query_latents=rows(with_rank, padded(rank or 0)),
+        normed_query_latents=rows(with_rank, rank or 0),
+        latents=rows(num_tokens, padded(latent.width)),
+        own=rows(num_tokens * heads, latent.key_size),
+        absorbed=rows(num_tokens * heads, latent.kv_rank),
+        values=rows(num_tokens * heads, latent.value_size),
+        shrunk=np.zeros((num_tokens * heads, 1, 16), np.float32),
+    )

@@ -1,0 +1,180 @@
+"""A mixture of experts on the CPU, as one layer of `decoder.forward` computes it, and its scratch memory.
+
+In: hidden states, the layer's router, experts and shared expert, and where adapters' rows of them lie. Out: hidden
+states with the token's experts added. Tokens are sorted by expert, so a layer reads the weights of the experts that
+its tokens use, once each, and no others. A token's bits do not depend on its company (`app.kernels.moe_lora`).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from app.engine.cpu.lora_views import LoraView, padded, rows_at, rows_of_layer, single_product, upcoming_of
+from app.engine.models.linear_modules import stacked_modules
+from app.engine.models.spec import ModelSpec
+from app.kernels.extra_weights.cpu import MLP_NORM, rms_norm_with_extras
+from app.kernels.linear.cpu import ProductExtras, gate_and_up
+from app.kernels.machine.jit import jit
+from app.kernels.matmul.quantised import Stack, layer_panels
+from app.kernels.moe_lora.cpu import ExpertRows, experts_down, experts_gate_and_up, shrink_pairs
+from app.kernels.moe_lora.routing import Pairs, combine, empty_pairs, gather_pairs, route, sort_pairs
+from app.kernels.sgmv.cpu import shrink
+
+Floats = NDArray[np.float32]
+
+#: Phases of a layer's feed-forward that is a mixture of experts.
+EXPERT_PHASES = 17
+
+
+class ExpertWeights(NamedTuple):
+    """Packed weights of the M layers that have experts, and which layers these are.
+
+    place: [L], a layer's index among those M, or -1; dense_place: [L], its index among the others, or -1. router:
+    [M, ...]; gate_up, down: [M * E, ...], a layer's experts one after the other. shared_gate, shared_gate_up,
+    shared_down: [M, ...], or [0, ...] where no expert is shared, or its gate is missing. router_bias: [M, W], or
+    [M, 0]; gate_up_bias, down_bias: [M * E, ...], or [0, 0]. no_bias: [0].
+    """
+
+    place: NDArray[np.int64]
+    dense_place: NDArray[np.int64]
+    router: Stack
+    gate_up: Stack
+    down: Stack
+    shared_gate: Stack
+    shared_gate_up: Stack
+    shared_down: Stack
+    router_bias: Floats
+    gate_up_bias: Floats
+    down_bias: Floats
+    no_bias: Floats
+
+
+class ExpertTables(NamedTuple):
+    """Rank rows by product, their layers counted as in `ExpertWeights`. gate_up, down: `ExpertRows`, [M, S, E, N]."""
+
+    router: LoraView
+    shared_gate: LoraView
+    shared_gate_up: LoraView
+    shared_down: LoraView
+    gate_up: ExpertRows
+    down: ExpertRows
+
+
+class MoeWorkspace(NamedTuple):
+    """Scratch for the largest step of T tokens, which make P = T * K pairs; widths as of `decoder.Workspace`.
+
+    shrunk: [P, 2, W]. gates: [T, W] or [0, W], column 0 is the shared expert's gate; shared*: [T, ...] or [0, ...].
+    """
+
+    pairs: Pairs
+    logits: Floats
+    inputs: Floats
+    gate_up: Floats
+    gated: Floats
+    outputs: Floats
+    shrunk: Floats
+    gates: Floats
+    shared_gate_up: Floats
+    shared_gated: Floats
+    shared: Floats
+
+
+@jit
+def expert_feed_forward(team, phase, layer, weights, sizes, tables, extras, step, work):
+    """hidden += Σ share_e * expert_e(x) + gate * shared(x) with x = norm(hidden), every product with its deltas."""
+    num_tokens, width = step.token_ids.shape[0], weights.final_norm.shape[0]
+    mixture, scratch = weights.experts, work.experts
+    place, pairs = mixture.place[layer], scratch.pairs
+    num_pairs = num_tokens * pairs.experts.shape[1]
+    hidden, normed = work.hidden[:num_tokens], work.normed[:num_tokens]
+    norms, slots = extras.norms[layer, :, MLP_NORM], step.adapter_slots
+    phase = rms_norm_with_extras(
+        team, phase, hidden, weights.mlp_norm[layer], sizes.eps, norms, step.extra_slots, normed
+    )
+    phase = single_product(
+        team, phase, layer, place, normed, mixture.router, mixture.router_bias[place], tables.experts.router, extras,
+        step, work, scratch.logits[:num_tokens],
+    )  # fmt: skip
+    phase = route(
+        team, phase, scratch.logits[:num_tokens], sizes.normalised, sizes.share_scale, sizes.num_groups,
+        sizes.top_groups, pairs,
+    )  # fmt: skip
+    phase = sort_pairs(team, phase, num_tokens, pairs)
+    phase = gather_pairs(team, phase, normed, num_tokens, pairs, scratch.inputs)
+
+    rows, first = rows_of_layer(tables.experts.gate_up, place), place * pairs.busy.shape[0]
+    if slots.shape[0] > 0:
+        phase = shrink_pairs(team, phase, scratch.inputs, num_pairs, pairs, slots, rows, scratch.shrunk)
+    phase = experts_gate_and_up(
+        team, phase, scratch.inputs, num_pairs, pairs, slots, mixture.gate_up, first, mixture.gate_up_bias, rows,
+        scratch.shrunk, sizes.gelu, sizes.limit, sizes.alpha, scratch.gate_up, scratch.gated,
+    )  # fmt: skip
+    rows = rows_of_layer(tables.experts.down, place)
+    if slots.shape[0] > 0:
+        phase = shrink_pairs(team, phase, scratch.gated, num_pairs, pairs, slots, rows, scratch.shrunk)
+    phase = experts_down(
+        team, phase, scratch.gated, num_pairs, pairs, slots, mixture.down, first, mixture.down_bias, rows,
+        scratch.shrunk, scratch.outputs,
+    )  # fmt: skip
+    if scratch.shared.shape[0] > 0:
+        phase = _shared_expert(team, phase, layer, place, weights, sizes, tables, extras, step, work)
+    shared = scratch.shared[: min(num_tokens, scratch.shared.shape[0])]
+    gates = scratch.gates[: min(num_tokens, scratch.gates.shape[0]), 0]
+    return combine(team, phase, scratch.outputs, pairs, shared, gates, width, hidden)
+
+
+@jit
+def _shared_expert(team, phase, layer, place, weights, sizes, tables, extras, step, work):
+    """What every token adds beside its experts, into the shared scratch, and its gate."""
+    num_tokens, mixture, scratch = step.token_ids.shape[0], weights.experts, work.experts
+    normed, gated = work.normed[:num_tokens], scratch.shared_gated[:num_tokens]
+    shrunk, kept = work.shrunk[:num_tokens], work.kept[:num_tokens]
+    runs, rows = step.runs, tables.experts.shared_gate_up
+    own = rows_at(rows, place)
+    if scratch.gates.shape[0] > 0:
+        phase = single_product(
+            team, phase, layer, place, normed, mixture.shared_gate, mixture.no_bias, tables.experts.shared_gate, extras,
+            step, work, scratch.gates[:num_tokens],
+        )  # fmt: skip
+    if runs.shape[0] > 0:
+        phase = shrink(team, phase, normed, own, step.shrink_tasks, step.widest_rank, shrunk)
+    phase = gate_and_up(
+        team, phase, normed, layer_panels(mixture.shared_gate_up, place), mixture.no_bias, shrunk, own, runs,
+        upcoming_of(rows, place), ProductExtras(extras, layer, rows.first, step.extra_runs, kept), sizes.gelu,
+        scratch.shared_gate_up[:num_tokens], gated,
+    )  # fmt: skip
+    return single_product(
+        team, phase, layer, place, gated, mixture.shared_down, mixture.no_bias, tables.experts.shared_down, extras,
+        step, work, scratch.shared[:num_tokens],
+    )  # fmt: skip
+
+
+def expert_workspace(spec: ModelSpec, num_tokens: int) -> MoeWorkspace | None:
+    """All layers with experts share it."""
+    products = {product.name: product for product, _ in stacked_modules(spec)}
+    mixture = next((layer.experts for layer in spec.layers if layer.experts is not None), None)
+    if mixture is None:
+        return None
+    router = mixture.router
+    num_pairs, expert_size = num_tokens * router.top_k, products["experts_down"].d_in
+    shared_size = products["shared_down"].d_in if "shared_down" in products else 0
+
+    def rows(count: int, width: int) -> NDArray[np.float32]:
+        return np.zeros((count, width), np.float32)
+
+    return MoeWorkspace(
+        pairs=empty_pairs(num_tokens, router.top_k, router.num_experts),
+        logits=rows(num_tokens, padded(router.num_experts)),
+        inputs=rows(num_pairs, spec.hidden_size),
+        gate_up=rows(num_pairs, 2 * padded(expert_size)),
+        gated=rows(num_pairs, expert_size),
+        outputs=rows(num_pairs, padded(spec.hidden_size)),
+        shrunk=np.zeros((num_pairs, 2, 16), np.float32),
+        gates=rows(num_tokens if "shared_gate" in products else 0, padded(1)),
+        shared_gate_up=rows(num_tokens if shared_size else 0, 2 * padded(shared_size)),
+        shared_gated=rows(num_tokens if shared_size else 0, shared_size),
+        shared=rows(num_tokens if shared_size else 0, padded(spec.hidden_size)),
+    )

@@ -1,0 +1,135 @@
+"""Adapters' rows of experts on a device: each adapter's in memory of its own, and where they lie in tables.
+
+In: an adapter and its slot. Out: addresses and ranks by layer, slot and expert for `app.kernels.moe_lora`, and the
+pieces that the writer of `adapters` sends. Memory is allocated when an adapter is written and freed when its slot is
+released; how much may be held is the engine's business (`AdapterCard.extra_bytes`, which counts these rows). The tables
+never move: a captured step reads what they say when it runs.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from app.engine.adapters.adapter import LoraAdapter, LoraKey, LoraPair, Matrix
+from app.engine.adapters.extra_weights import absorbed_pairs
+from app.engine.models.linear_modules import LATENT_B, LATENT_KEYS, LATENT_VALUES, paged_modules
+from app.engine.models.spec import ModelSpec
+from app.kernels.moe_lora.expert_lora_rows import ALIGNMENT, ExpertRows
+
+
+class Placed(NamedTuple):
+    """An adapter's rows of experts, laid out.
+
+    memory: on the device, not filled yet. matrices: each with its first element there. a, b, ranks: by product, what
+    the tables say of the slot, [M, E, N].
+    """
+
+    memory: Tensor
+    matrices: list[tuple[Matrix, int]]
+    a: dict[str, NDArray[np.int64]]
+    b: dict[str, NDArray[np.int64]]
+    ranks: dict[str, NDArray[np.int64]]
+
+
+class MoeLoraTables:
+    """Of the products that experts, and heads of latents, have; nothing where a model has none."""
+
+    def __init__(self, spec: ModelSpec, max_slots: int, device: torch.device, dtype: torch.dtype) -> None:
+        self._spec, self._device, self._dtype = spec, device, dtype
+        self._stacked = paged_modules(spec)
+        self._places = {
+            (layer, target): (product, place)
+            for product, layers in self._stacked
+            for place, layer in enumerate(layers)
+            for target in product.targets
+        }
+        self._tables: dict[str, tuple[Tensor, Tensor, Tensor]] = {}  # addresses of a and b, ranks: [M, S, E, N]
+        for product, layers in self._stacked:
+            shape = (len(layers), max_slots, len(product.experts), len(product.targets))
+            a, b = (torch.zeros(shape, dtype=torch.int64, device=device) for _ in range(2))
+            self._tables[product.name] = (a, b, torch.zeros(shape, dtype=torch.int32, device=device))
+        self._held: dict[int, Placed] = {}
+
+    def has(self, key: LoraKey) -> bool:
+        """Whether this is a module of an expert, or the one that heads of latents share."""
+        if key.target in LATENT_B.targets:
+            return (key.layer, LATENT_KEYS.targets[0]) in self._places and key.expert is None
+        product, _ = self._places.get(key[:2], (None, 0))
+        return product is not None and key.expert in product.experts
+
+    def rows(self, layer: int) -> dict[str, ExpertRows]:
+        """The tables of one layer's experts, by product; their addresses never change."""
+        found = {}
+        for product, layers in self._stacked:
+            if layer in layers:
+                a, b, ranks = (table[layers.index(layer)] for table in self._tables[product.name])
+                found[product.name] = ExpertRows(a, b, ranks, product.d_in, product.widths[0])
+        return found
+
+    def take(self, adapter_slot: int, adapter: LoraAdapter) -> Placed | None:
+        """Memory for the slot's rows, dropping what it had; None where the adapter leaves all experts alone.
+
+        Raises torch.OutOfMemoryError.
+        """
+        self.release(adapter_slot)
+        own = self._by_expert(adapter)
+        if not own:
+            return None
+        step = ALIGNMENT // self._dtype.itemsize
+        starts: dict[int, int] = {}  # by array: one that two modules have is held once
+        matrices: list[tuple[Matrix, int]] = []
+        size = 0
+        for array in (array for pair in own.values() for array in pair):
+            if id(array) not in starts:
+                starts[id(array)] = size
+                matrices.append((array, size))
+                size += -(-array.size // step) * step
+        memory = torch.empty(size, dtype=self._dtype, device=self._device)
+        base = memory.data_ptr()
+        assert base % ALIGNMENT == 0, "allocators align to more than that"
+        a, b, ranks = self._empty(), self._empty(), self._empty()
+        for key, pair in own.items():
+            product, place = self._places[key[:2]]
+            where = place, key.expert, product.targets.index(key.target)
+            a[product.name][where] = base + starts[id(pair.a)] * self._dtype.itemsize
+            b[product.name][where] = base + starts[id(pair.b)] * self._dtype.itemsize
+            ranks[product.name][where] = pair.rank
+        placed = self._held[adapter_slot] = Placed(memory, matrices, a, b, ranks)
+        return placed
+
+    def point(self, adapter_slot: int, placed: Placed | None) -> None:
+        """Let the tables say where the slot's rows lie, on the current stream."""
+        for name, tables in self._tables.items():
+            if placed is None:
+                tables[2][:, adapter_slot] = 0
+                continue
+            for table, values in zip(tables, (placed.a[name], placed.b[name], placed.ranks[name]), strict=True):
+                table[:, adapter_slot] = torch.from_numpy(values).to(self._device)
+
+    def release(self, adapter_slot: int) -> None:
+        """Free the slot's memory. The tables may speak of it still: nothing in flight has the slot."""
+        self._held.pop(adapter_slot, None)
+
+    def _by_expert(self, adapter: LoraAdapter) -> dict[LoraKey, LoraPair]:
+        """The adapter's deltas of experts, and that of `kv_b_proj` by head, on either side of attention."""
+        own = {}
+        for key, pair in adapter.weights.items():
+            if key.expert is not None:
+                own[key] = pair
+            elif key.target in LATENT_B.targets:
+                parts = absorbed_pairs(pair, self._spec.layers[key.layer].attention)
+                for kind, by_head in zip((LATENT_KEYS, LATENT_VALUES), parts, strict=True):
+                    own |= {LoraKey(key.layer, kind.targets[0], head): one for head, one in enumerate(by_head)}
+        return own
+
+    def _empty(self) -> dict[str, NDArray[np.int64]]:
+        """Zeros [M, E, N] by product."""
+        return {
+            product.name: np.zeros((len(layers), len(product.experts), len(product.targets)), np.int64)
+            for product, layers in self._stacked
+        }

@@ -1,0 +1,103 @@
+"""The configured engine for a checkpoint: the one place that knows which engines and backends there are.
+
+In: a checkpoint and the engine's settings. Out: a `RunningEngine`, its memory allocated and its programs compiled or
+compiling. A backend's libraries are imported here, when it is chosen, in the process that computes.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+from app.engine.adapters.adapter import FEATURES
+from app.engine.backend import Backend
+from app.engine.config import CpuConfig, CudaConfig, EngineConfig, XlaConfig
+from app.engine.engine import Engine
+from app.engine.engine_thread import EngineThread
+from app.engine.errors import CheckpointError, ConfigError
+from app.engine.interface import OnChunks, OnFailure, RunningEngine
+from app.engine.models.checkpoint import Checkpoint
+from app.engine.models.tokenizers.tokenizer import load_tokenizer
+from app.engine.structured_output.grammar_compiler import CompiledGrammars
+from app.engine.xla.supported_features import SERVED as XLA_FEATURES
+
+
+def create_engine(
+    checkpoint: Checkpoint,
+    config: EngineConfig,
+    on_chunks: OnChunks,
+    on_failure: OnFailure | None = None,
+    *,
+    clock: Callable[[], float] = time.perf_counter,
+) -> RunningEngine:
+    """An engine that waits for `warm_up` and `start`. `clock` tells seconds, from any origin.
+
+    Raises CheckpointError or ConfigError if the model or a setting is not for this engine or machine.
+    """
+    return EngineThread(new_engine(checkpoint, config, clock), on_chunks, on_failure)
+
+
+def new_engine(checkpoint: Checkpoint, config: EngineConfig, clock: Callable[[], float] = time.perf_counter) -> Engine:
+    """The engine without its thread. Raises CheckpointError, ConfigError, or an AdapterError of `merged_adapter`."""
+    grammars = None if checkpoint.spec.encoder is not None else partial(load_vocabulary, checkpoint)
+    merged = None
+    if config.merged_adapter:
+        from app.engine.adapters.formats.reading import read_adapter
+        from app.engine.adapters.merge import MERGED, merged_checkpoint
+
+        adapter = read_adapter(Path(config.merged_adapter), checkpoint.spec, served=MERGED)
+        checkpoint, merged = merged_checkpoint(checkpoint, adapter), adapter.card
+        config = config.model_copy(update={"lora_pool_rows": 0, "max_loras": 1})
+    return Engine(load_backend(checkpoint, config), config, clock, grammars, merged)
+
+
+def load_vocabulary(checkpoint: Checkpoint) -> CompiledGrammars:
+    """What answers with a grammar need of a base model. Raises CheckpointError."""
+    from app.engine.structured_output.backend_guidance import Vocabulary
+
+    spec = checkpoint.spec
+    return Vocabulary(load_tokenizer(checkpoint.tokenizer_source).to_json(), spec.vocab_size, spec.eos_token_ids)
+
+
+def served_features(config: EngineConfig) -> frozenset[str]:
+    """Those of `FEATURES` that the configured engine applies; adapters that need another are refused when they come."""
+    return XLA_FEATURES if isinstance(config.device, XlaConfig) else FEATURES
+
+
+def check_device_is_here(config: EngineConfig) -> None:
+    """Raises ConfigError for a GPU that this machine does not have. Imports torch for `engine.cuda`, else nothing."""
+    if isinstance(config.device, CudaConfig):
+        from app.engine.cuda import factory as cuda_loading
+
+        cuda_loading.cuda_device(config.device.index)
+
+
+def load_backend(checkpoint: Checkpoint, config: EngineConfig) -> Backend:
+    """CheckpointError or ConfigError if the model or a setting is not for this backend or machine."""
+    config.check_installed()
+    if checkpoint.spec.encoder is not None and not isinstance(config.device, CpuConfig):
+        raise ConfigError(
+            f"{checkpoint.spec.name!r} is an encoder, which engine.{config.device.name} cannot compute; use engine.cpu"
+        )
+    if checkpoint.spec.has_gemma_arithmetic and not isinstance(config.device, CpuConfig):
+        raise CheckpointError(
+            f"models of family {checkpoint.spec.family!r} (soft caps, scaled embeddings, norms behind each block) are "
+            "computed by engine.cpu alone"
+        )
+    match config.device:
+        case CpuConfig():
+            from app.engine.cpu.backend import CpuBackend
+            from app.engine.cpu.encoder_backend import EncoderBackend
+
+            kind = CpuBackend if checkpoint.spec.encoder is None else EncoderBackend
+            return kind(checkpoint.spec, checkpoint.tensors(), config)
+        case CudaConfig():
+            from app.engine.cuda import factory as cuda_loading
+
+            return cuda_loading.load_backend(checkpoint, config)
+        case XlaConfig():
+            from app.engine.xla import backend as xla_backend
+
+            return xla_backend.load_backend(checkpoint, config)

@@ -1,0 +1,1 @@
+"""Chat templates and tool-call formats."""

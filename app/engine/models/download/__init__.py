@@ -1,0 +1,1 @@
+"""Model files from hubs, package indexes and folders."""

@@ -1,0 +1,349 @@
+"""Which linear products a layer computes: the one table that every device's layouts follow from.
+
+In: a `ModelSpec`. Out: a tuple of `LinearModule`s per layer, in the order they are computed. A product multiplies one input
+by the weights of all modules that read it (q, k and v; gate and up), so a device reads the input once and launches
+once. Packed weights, rank-row tables, what an adapter may change, and shards are derived from these tuples; no other
+module knows which targets there are, how many products they make, or where one begins in another's columns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import Literal, NamedTuple
+
+from app.engine.errors import CheckpointError
+from app.engine.models.spec import AttentionSpec, LatentSpec, LayerSpec, MlpSpec, ModelSpec
+
+#: A layer's activations that products read: the normalised hidden states, attention's output, the feed-forward with a
+#: gate and without, and the normalised latents of latent attention.
+Activation = Literal["normed", "attended", "gated", "activated", "query_latent", "latent"]
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleKind:
+    """What is true of a product whatever the model's sizes.
+
+    targets: the modules it computes side by side, by the names that LoRA adapters use, in the order of its columns.
+    block: where a checkpoint keeps them in a layer. split: the axis that tensor-parallel shards divide; the sums of a
+    product that is split on its input are added over the shards. fused: the name of a module that checkpoints and
+    adapters may save in place of all targets, with their outputs one after the other, or None.
+    """
+
+    name: str
+    block: str
+    targets: tuple[str, ...]
+    reads: Activation
+    split: Literal["output", "input"]
+    fused: str | None = None
+
+    def path(self, target: str, expert: int | None = None) -> str:
+        """A target's name within its layer: "self_attn.q_proj", of an expert "mlp.experts.3.down_proj"."""
+        if expert is None:
+            return f"{self.block}.{target}" if self.block else target
+        group, _, name = target.partition(".")
+        return f"{self.block}.{group}.{expert}.{name}"
+
+
+ATTENTION = (
+    ModuleKind("qkv", "self_attn", ("q_proj", "k_proj", "v_proj"), "normed", "output", fused="qkv_proj"),
+    ModuleKind("o", "self_attn", ("o_proj",), "attended", "input"),
+)
+GATED_MLP = (
+    ModuleKind("gate_up", "mlp", ("gate_proj", "up_proj"), "normed", "output", fused="gate_up_proj"),
+    ModuleKind("down", "mlp", ("down_proj",), "gated", "input"),
+)
+#: Of latent attention: queries at once, or through a latent; the latent of keys and values with what is rotated of
+#: keys, and keys and values from it.
+LATENT_QUERY = ModuleKind("query", "self_attn", ("q_proj",), "normed", "output")
+LATENT_QUERY_A = ModuleKind("query_a", "self_attn", ("q_a_proj",), "normed", "output")
+LATENT_QUERY_B = ModuleKind("query_b", "self_attn", ("q_b_proj",), "query_latent", "output")
+LATENT_A = ModuleKind("latent_a", "self_attn", ("kv_a_proj_with_mqa",), "normed", "output")
+LATENT_B = ModuleKind("latent_b", "self_attn", ("kv_b_proj",), "latent", "output")
+LATENT_KEYS = ModuleKind("latent_keys", "self_attn", ("kv_b_proj.keys",), "latent", "output")
+LATENT_VALUES = ModuleKind("latent_values", "self_attn", ("kv_b_proj.values",), "latent", "output")
+#: Of an encoder's layer. Three modules are called "dense": here they go by their whole names in the layer.
+ENCODER = (
+    ModuleKind("qkv", "attention.self", ("query", "key", "value"), "normed", "output"),
+    ModuleKind("o", "", ("attention.output.dense",), "attended", "input"),
+    ModuleKind("up", "", ("intermediate.dense",), "normed", "output"),
+    ModuleKind("down", "", ("output.dense",), "activated", "input"),
+)
+#: The modules that routers are, by families.
+ROUTERS = ("gate", "router")
+EXPERTS = (
+    ModuleKind(
+        "experts_gate_up",
+        "mlp",
+        ("experts.gate_proj", "experts.up_proj"),
+        "normed",
+        "output",
+        fused="experts.gate_up_proj",
+    ),
+    ModuleKind("experts_down", "mlp", ("experts.down_proj",), "gated", "input"),
+)
+#: Of a decoder layer without experts: what a module's name means where no model is at hand.
+DENSE = (*ATTENTION, *GATED_MLP)
+DENSE_TARGETS = tuple(target for kind in DENSE for target in kind.targets)
+ENCODER_TARGETS = tuple(target for kind in ENCODER for target in kind.targets)
+
+
+@dataclass(frozen=True, slots=True)
+class LinearModule:
+    """A product of one layer with its sizes.
+
+    widths: outputs of each target. groups: per target, into how many equal parts (heads, or single columns) the axis
+    falls that shards divide; a part is never divided. has_bias: whether the base adds one. num_experts: how many such
+    weights the layer has, of which a token uses a few, or None for a single one that every token uses.
+    """
+
+    kind: ModuleKind
+    d_in: int
+    widths: tuple[int, ...]
+    groups: tuple[int, ...]
+    has_bias: bool
+    num_experts: int | None = None
+
+    @property
+    def experts(self) -> tuple[int | None, ...]:
+        """What `LoraKey.expert` may be: each expert, or None alone."""
+        return (None,) if self.num_experts is None else tuple(range(self.num_experts))
+
+    @property
+    def has_rank_rows(self) -> bool:
+        """Whether adapters' deltas lie in tables that all adapters share: experts' and latents' heads' do not."""
+        return self.num_experts is None and self.kind is not LATENT_B
+
+    @property
+    def name(self) -> str:
+        return self.kind.name
+
+    @property
+    def targets(self) -> tuple[str, ...]:
+        return self.kind.targets
+
+    def starts(self, multiple: int = 1) -> tuple[int, ...]:
+        """The first column of each target, where each target is rounded up to a `multiple` of columns."""
+        return tuple(accumulate(self.padded_widths(multiple)[:-1], initial=0))
+
+    def padded_widths(self, multiple: int) -> tuple[int, ...]:
+        """Columns of each target, rounded up to a `multiple`."""
+        return tuple(-(-width // multiple) * multiple for width in self.widths)
+
+    def width(self, multiple: int = 1) -> int:
+        """Columns of all targets, each rounded up to a `multiple`."""
+        return sum(self.padded_widths(multiple))
+
+    @property
+    def row_size(self) -> int:
+        """Numbers of one rank row of every target: a row of a, and one of b."""
+        return len(self.targets) * self.d_in + self.width()
+
+    def columns(self, target: str, multiple: int = 1) -> slice:
+        """A target's own columns, without what rounding adds; ValueError for a target of another product."""
+        index = self.targets.index(target)
+        start = self.starts(multiple)[index]
+        return slice(start, start + self.widths[index])
+
+
+def layer_linear_modules(spec: ModelSpec, layer: int) -> tuple[LinearModule, ...]:
+    """The products of one layer, in the order they are computed."""
+    if spec.encoder is not None:
+        return _encoder_products(spec, layer)
+    attention = spec.layers[layer].attention
+    hidden = spec.hidden_size
+    if attention.latent is not None:
+        return (
+            *_latent_products(hidden, attention, attention.latent),
+            *_feed_forward_products(hidden, spec.layers[layer]),
+        )
+    heads, kv_heads = attention.num_heads, attention.num_kv_heads
+    q, kv = heads * attention.head_dim, kv_heads * attention.head_dim
+    qkv, o = ATTENTION
+    return (
+        LinearModule(qkv, hidden, (q, kv, kv), (heads, kv_heads, kv_heads), attention.qkv_bias),
+        LinearModule(o, q, (hidden,), (heads,), attention.o_bias),
+        *_feed_forward_products(hidden, spec.layers[layer]),
+    )
+
+
+def _latent_products(hidden: int, attention: AttentionSpec, latent: LatentSpec) -> tuple[LinearModule, ...]:
+    heads, has_bias = attention.num_heads, attention.qkv_bias
+    q, kv, values = heads * attention.head_dim, heads * (latent.key_size + latent.value_size), heads * latent.value_size
+    rank = latent.query_rank
+    queries: tuple[LinearModule, ...] = (LinearModule(LATENT_QUERY, hidden, (q,), (heads,), has_bias=False),)
+    if rank is not None:
+        queries = (
+            LinearModule(LATENT_QUERY_A, hidden, (rank,), (1,), has_bias),
+            LinearModule(LATENT_QUERY_B, rank, (q,), (heads,), has_bias=False),
+        )
+    return (
+        *queries,
+        LinearModule(LATENT_A, hidden, (latent.width,), (1,), has_bias),
+        LinearModule(LATENT_B, latent.kv_rank, (kv,), (heads,), has_bias=False),
+        LinearModule(ATTENTION[1], values, (hidden,), (heads,), attention.o_bias),
+    )
+
+
+def absorbed_modules(attention: AttentionSpec) -> tuple[LinearModule, ...]:
+    """What a device computes in place of `kv_b_proj` that keeps latents as they are; nothing for other attention.
+
+    A head is an "expert" that every token uses. Keys: a query [key_size] to latents [kv_rank], by the head's rows of
+    the weight from the left; values: the sum of latents [kv_rank] to a value [value_size], by its other rows.
+    """
+    latent = attention.latent
+    if latent is None:
+        return ()
+    heads = attention.num_heads
+    return (
+        LinearModule(LATENT_KEYS, latent.key_size, (latent.kv_rank,), (1,), has_bias=False, num_experts=heads),
+        LinearModule(LATENT_VALUES, latent.kv_rank, (latent.value_size,), (1,), has_bias=False, num_experts=heads),
+    )
+
+
+def _feed_forward_products(hidden: int, layer: LayerSpec) -> tuple[LinearModule, ...]:
+    mixture = layer.experts
+    if mixture is None:
+        return _gated_products(GATED_MLP, hidden, layer.mlp)
+    count, shared = mixture.router.num_experts, mixture.shared
+    experts = tuple(replace(product, num_experts=count) for product in _gated_products(EXPERTS, hidden, layer.mlp))
+    router = router_kind(mixture.router.name)
+    products = (LinearModule(router, hidden, (count,), (1,), mixture.router.has_bias), *experts)
+    if shared is None:
+        return products
+    gate, *kinds = shared_kinds(shared.name)
+    gates = (LinearModule(gate, hidden, (1,), (1,), has_bias=False),) if shared.is_gated else ()
+    return (*products, *gates, *_gated_products(kinds, hidden, shared.mlp))
+
+
+def router_kind(name: str) -> ModuleKind:
+    """Of a router whose module has this name within "mlp"."""
+    return ModuleKind("router", "mlp", (name,), "normed", "output")
+
+
+def shared_kinds(name: str) -> tuple[ModuleKind, ModuleKind, ModuleKind]:
+    """Of a shared expert whose module has this name within "mlp": its gate, if it has one, and its feed-forward."""
+    return (
+        ModuleKind("shared_gate", "mlp", (f"{name}_gate",), "normed", "output"),
+        ModuleKind("shared_gate_up", "mlp", (f"{name}.gate_proj", f"{name}.up_proj"), "normed", "output"),
+        ModuleKind("shared_down", "mlp", (f"{name}.down_proj",), "gated", "input"),
+    )
+
+
+def _gated_products(kinds: Sequence[ModuleKind], hidden: int, mlp: MlpSpec) -> tuple[LinearModule, LinearModule]:
+    (gate_up, down), wide = kinds, mlp.intermediate_size
+    return (
+        LinearModule(gate_up, hidden, (wide, wide), (wide, wide), mlp.bias),
+        LinearModule(down, wide, (hidden,), (wide,), mlp.bias),
+    )
+
+
+def _encoder_products(spec: ModelSpec, layer: int) -> tuple[LinearModule, ...]:
+    hidden, wide = spec.hidden_size, spec.layers[layer].mlp.intermediate_size
+    heads = spec.layers[layer].attention.num_heads
+    qkv, o, up, down = ENCODER
+    return (
+        LinearModule(qkv, hidden, (hidden,) * 3, (heads,) * 3, has_bias=True),
+        LinearModule(o, hidden, (hidden,), (heads,), has_bias=True),
+        LinearModule(up, hidden, (wide,), (wide,), has_bias=True),
+        LinearModule(down, wide, (hidden,), (wide,), has_bias=True),
+    )
+
+
+class Stacked(NamedTuple):
+    """A product and the layers that have it, in order."""
+
+    product: LinearModule
+    layers: tuple[int, ...]
+
+
+def stacked_modules(spec: ModelSpec) -> tuple[Stacked, ...]:
+    """The products of all layers, each once, for a device whose layers differ in their feed-forward at most.
+
+    CheckpointError where layers differ in their attention beyond rope, window and scale, or in sizes of one product.
+    """
+    found: dict[str, tuple[LinearModule, list[int]]] = {}
+    for layer in range(len(spec.layers)):
+        _check_alike(spec, layer)
+        for product in layer_linear_modules(spec, layer):
+            first, layers = found.setdefault(product.name, (product, []))
+            if product != first:
+                raise CheckpointError(
+                    f"layer {layer} of {spec.name} differs from layer {layers[0]} in the sizes of {product.name}; "
+                    "a model whose layers differ so is not served"
+                )
+            layers.append(layer)
+    return tuple(Stacked(product, tuple(layers)) for product, layers in found.values())
+
+
+def single_modules(stacked: Iterable[Stacked]) -> tuple[LinearModule, ...]:
+    """Those whose rank rows lie in tables that all adapters share."""
+    return tuple(product for product, _ in stacked if product.has_rank_rows)
+
+
+def paged_modules(spec: ModelSpec) -> tuple[Stacked, ...]:
+    """Those of which an adapter's deltas lie in memory of its own: experts', then latents' by head."""
+    mixed = tuple(one for one in stacked_modules(spec) if one.product.num_experts is not None)
+    every = tuple(range(len(spec.layers)))
+    return (*mixed, *(Stacked(product, every) for product in absorbed_modules(spec.layers[0].attention)))
+
+
+def _check_alike(spec: ModelSpec, layer: int) -> None:
+    """CheckpointError for a layer whose attention or whose feed-forward's activation is not the first one's."""
+    first, other = spec.layers[0], spec.layers[layer]
+    same = replace(
+        other.attention, rope=first.attention.rope, window=first.attention.window, scale=first.attention.scale
+    )
+    activations = {mlp.activation for mlp in (first.mlp, other.mlp)}
+    if same != first.attention or len(activations) > 1 or other.post_norms != first.post_norms:
+        raise CheckpointError(
+            f"layer {layer} of {spec.name} differs from layer 0 in sizes, biases, norms or activation; "
+            "a model whose layers differ in more than rope, window and attention scale is not served"
+        )
+
+
+def uniform_modules(spec: ModelSpec) -> tuple[LinearModule, ...]:
+    """The products of any layer of a dense model, for a device that serves no other.
+
+    CheckpointError for a mixture of experts, and where layers differ in more than rope, window and attention scale.
+    Devices stack layers in one array and keep an adapter's rank rows at one place in all of them.
+    """
+    first = spec.layers[0]
+    if any(layer.experts is not None or layer.attention.whole_qk_norm for layer in spec.layers):
+        raise CheckpointError(
+            f"this device does not serve {spec.family}, a mixture of experts ({spec.name}); use engine.cpu"
+        )
+    if first.attention.latent is not None:
+        raise CheckpointError(
+            f"this device does not serve {spec.family}'s latent attention ({spec.name}); use engine.cpu"
+        )
+    for index, layer in enumerate(spec.layers):
+        attention = replace(
+            layer.attention, rope=first.attention.rope, window=first.attention.window, scale=first.attention.scale
+        )
+        if replace(layer, attention=attention) != first:
+            raise CheckpointError(
+                f"layer {index} of {spec.name} differs from layer 0 in sizes, biases, norms or activation; "
+                "a model whose layers differ in more than rope, window and attention scale is not served"
+            )
+    return layer_linear_modules(spec, 0)
+
+
+def targets_of(products: Iterable[LinearModule]) -> tuple[str, ...]:
+    """Every target of these products, in their order: a target's place in tables that count targets one by one."""
+    return tuple(target for product in products for target in product.targets)
+
+
+def linear_module_of(products: Iterable[LinearModule], target: str) -> LinearModule:
+    """The product that computes a target; KeyError if none does."""
+    for product in products:
+        if target in product.targets:
+            return product
+    raise KeyError(target)
+
+
+def target_shape(spec: ModelSpec, layer: int, target: str) -> tuple[int, int]:
+    """(d_in, d_out) of one target of a layer; KeyError if there is none."""
+    product = linear_module_of(layer_linear_modules(spec, layer), target)
+    return product.d_in, product.widths[product.targets.index(target)]

@@ -1,0 +1,37 @@
+"""How much memory a model takes, by what holds it.
+
+In: a `ModelSpec` and the size of a number. Out: bytes, or numbers of weights. Rule: only what follows from the model is
+counted here; what a device needs beside it (activations, tables, alignment) is the device's.
+"""
+
+from __future__ import annotations
+
+import math
+
+from app.engine.models.linear_modules import layer_linear_modules
+from app.engine.models.spec import AttentionSpec, ModelSpec
+from app.engine.models.weight_names import expected_tensors
+
+
+def num_weights(spec: ModelSpec) -> int:
+    """Numbers in all of the model's tensors."""
+    return sum(math.prod(shape) for shape in expected_tensors(spec).values())
+
+
+def kv_block_bytes(spec: ModelSpec, block_size: int, element_bytes: int) -> int:
+    """Keys and values of one block in every layer, or the latents that they come from."""
+    width = sum(_numbers_per_token(layer.attention) for layer in spec.layers)
+    return width * block_size * element_bytes
+
+
+def rank_row_bytes(spec: ModelSpec, element_bytes: int) -> int:
+    """One rank row of every module that has such: a row of a and a row of b."""
+    layers = (layer_linear_modules(spec, layer) for layer in range(len(spec.layers)))
+    singles = (product for products in layers for product in products if product.has_rank_rows)
+    return element_bytes * sum(product.row_size for product in singles)
+
+
+def _numbers_per_token(attention: AttentionSpec) -> int:
+    if attention.latent is not None:
+        return attention.latent.width
+    return 2 * attention.num_kv_heads * attention.head_dim

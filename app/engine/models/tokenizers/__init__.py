@@ -1,0 +1,1 @@
+"""Tokenizers from a folder or a GGUF file, and incremental detokenization."""

@@ -1,0 +1,90 @@
+"""Text from a stream of token ids, never cutting a character in two.
+
+In: ids as they are generated. Out: the text that is certain so far; `flush` gives the rest. The pieces
+joined are the text of decoding all ids at once. Each id costs O(1), whatever came before: byte-level
+vocabularies go through a table of bytes and an incremental UTF-8 decoder; other decoders decode a window of the last
+tokens. Where tokens may stand for single bytes ("<0x0A>"), a run of them has no text before it ends: one broken byte
+changes the text of the whole run.
+"""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+_MAX_PENDING = 16
+_REPLACEMENT = "\ufffd"
+
+
+class IncrementalDetokenizer(Protocol):
+    """One stream's state."""
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        """The text that became certain with these ids; may be empty."""
+        ...
+
+    def flush(self) -> str:
+        """What is left at the end; an unfinished character becomes U+FFFD. The state is empty afterwards."""
+        ...
+
+
+class ByteDecoder:
+    """For byte-level vocabularies. `token_bytes[id]` is shared and read only."""
+
+    __slots__ = ("_hidden", "_token_bytes", "_utf8")
+
+    def __init__(self, token_bytes: Sequence[bytes], hidden: frozenset[int]) -> None:
+        self._token_bytes, self._hidden = token_bytes, hidden
+        self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        known = len(self._token_bytes)
+        raw = b"".join(self._token_bytes[i] for i in token_ids if i < known and i not in self._hidden)
+        return self._utf8.decode(raw)
+
+    def flush(self) -> str:
+        text = self._utf8.decode(b"", final=True)
+        self._utf8.reset()
+        return text
+
+
+class WindowDecoder:
+    """For any other decoder: text is certain when it no longer ends in a replacement character.
+
+    The window starts one certain group back, because decoders treat a first token differently (they
+    strip its space). byte_ids: tokens that stand for one byte each; text is certain when the last token is none of
+    them. Without any, a run of broken bytes longer than 16 tokens is released as it stands.
+    """
+
+    __slots__ = ("_byte_ids", "_certain", "_certain_text", "_decode", "_hidden", "_ids")
+
+    def __init__(
+        self, decode: Callable[[Sequence[int]], str], hidden: frozenset[int], byte_ids: frozenset[int] = frozenset()
+    ) -> None:
+        self._decode, self._hidden, self._byte_ids = decode, hidden, byte_ids
+        self._ids: list[int] = []
+        self._certain = 0  # how many of _ids have had their text sent
+        self._certain_text = ""
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        return "".join([self._push_one(token_id) for token_id in token_ids if token_id not in self._hidden])
+
+    def flush(self) -> str:
+        text = self._decode(self._ids)[len(self._certain_text) :] if len(self._ids) > self._certain else ""
+        self._ids, self._certain, self._certain_text = [], 0, ""
+        return text
+
+    def _push_one(self, token_id: int) -> str:
+        self._ids.append(token_id)
+        if token_id in self._byte_ids:
+            return ""
+        text = self._decode(self._ids)
+        pending = len(self._ids) - self._certain
+        is_cut = text.endswith(_REPLACEMENT) and not self._byte_ids
+        if pending < _MAX_PENDING and (is_cut or len(text) <= len(self._certain_text)):
+            return ""
+        new = text[len(self._certain_text) :]
+        self._ids = self._ids[self._certain :]
+        self._certain, self._certain_text = len(self._ids), self._decode(self._ids)
+        return new

@@ -1,0 +1,173 @@
+"""Text to token ids and back, for one base model.
+
+In: what `Checkpoint.tokenizer_source` names, a GGUF file or a folder with tokenizer.json. Out: a `Tokenizer` giving
+transformers' ids for the same files, also where transformers builds parts of it anew (`tokenizer_classes`). Text that
+spells a special token becomes that token only where the caller allows it. Which prompt a chat makes is `chat`'s.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+from tokenizers import decoders
+
+from app.engine.errors import CheckpointError, InvalidRequest
+from app.engine.models.chat.chat_template import ChatTemplate
+from app.engine.models.gguf.gguf_file import read_gguf
+from app.engine.models.tokenizers.gguf_tokenizer import byte_of_char, gguf_token_id, tokenizer_from_gguf
+from app.engine.models.tokenizers.hf_tokenizer import read_tokenizer_folder
+from app.engine.models.tokenizers.incremental_detokenizer import ByteDecoder, IncrementalDetokenizer, WindowDecoder
+
+_GGUF_SPECIAL = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
+#: Some milliseconds of work; for less, threads cost more than they give.
+_LONG_CHARS = 4096
+
+
+class Tokenizer:
+    """Immutable after construction; threads may share it."""
+
+    def __init__(
+        self, backend: tokenizers.Tokenizer, special_tokens: Mapping[str, str], chat_templates: Mapping[str, str]
+    ) -> None:
+        """special_tokens: name → text. chat_templates: "default" is the usual one, "tool_use" the one with tools."""
+        self._backend = backend
+        self._literal = tokenizers.Tokenizer.from_str(backend.to_str())
+        self._literal.encode_special_tokens = True
+        added = backend.get_added_tokens_decoder()
+        self.special_tokens = dict(special_tokens)
+        self.special_ids = frozenset(i for i, token in added.items() if token.special)
+        self.bos_token_id = self._special_id("bos_token")
+        self.eos_token_id = self._special_id("eos_token")
+        self._templates = {name: ChatTemplate(source, special_tokens) for name, source in chat_templates.items()}
+        #: One more than the largest id, added tokens included.
+        self.vocab_size = 1 + max(backend.get_vocab(with_added_tokens=True).values())
+        self._token_bytes = _token_bytes(backend) if isinstance(backend.decoder, decoders.ByteLevel) else None
+        self._byte_ids = _byte_ids(backend)
+
+    def encode(self, text: str, *, add_special_tokens: bool = True, allow_special: bool = True) -> list[int]:
+        """Token ids. `add_special_tokens` adds what the model's template adds (a bos, say).
+
+        `allow_special` False reads "<|im_end|>" and the like as the characters they are.
+        """
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise InvalidRequest(f"the text has a lone surrogate at index {error.start}; send valid Unicode") from None
+        backend = self._backend if allow_special else self._literal
+        if len(text) <= _LONG_CHARS:
+            return list(backend.encode(text, add_special_tokens=add_special_tokens).ids)
+        # As a batch, with threads of its own, it lets Python's run meanwhile; `encode` stops them all.
+        (encoding,) = backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        return list(encoding.ids)
+
+    def decode(self, token_ids: Sequence[int], *, skip_special: bool = True) -> str:
+        """The text; bytes that are no UTF-8 become U+FFFD, ids outside the vocabulary nothing."""
+        return str(self._backend.decode(list(token_ids), skip_special_tokens=skip_special))
+
+    def incremental_decoder(
+        self, *, skip_special: bool = True, shown: frozenset[int] = frozenset()
+    ) -> IncrementalDetokenizer:
+        """A decoder for one stream. `shown`: special tokens that are not skipped."""
+        hidden = self.special_ids - shown if skip_special else frozenset[int]()
+        if self._token_bytes is not None:
+            return ByteDecoder(self._token_bytes, hidden)
+        return WindowDecoder(lambda ids: self.decode(ids, skip_special=False), hidden, self._byte_ids)
+
+    def token_text(self, token_id: int) -> str:
+        """One token's own text, as a logprobs entry shows it; U+FFFD where it is part of a character."""
+        return self.decode([token_id], skip_special=False)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """One token's own bytes; for decoders that are not byte-level, those of its text."""
+        if self._token_bytes is not None:
+            return self._token_bytes[token_id] if 0 <= token_id < len(self._token_bytes) else b""
+        return self.token_text(token_id).encode()
+
+    def to_json(self) -> str:
+        """The whole tokenizer as a tokenizer.json, added tokens included."""
+        return str(self._backend.to_str())
+
+    def render_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        extra: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The prompt text of a conversation; encode it with add_special_tokens=False."""
+        template = self._templates.get("tool_use") if tools is not None else None
+        template = template or self._templates.get("default")
+        if template is None:
+            raise InvalidRequest("this model has no chat template; use /v1/completions", param="messages")
+        return template.render(messages, add_generation_prompt=add_generation_prompt, tools=tools, extra=extra)
+
+    @property
+    def chat_template(self) -> str | None:
+        """The usual template's source."""
+        return self._templates["default"].source if "default" in self._templates else None
+
+    @property
+    def tool_template(self) -> str | None:
+        """The source of the template for conversations with tools."""
+        found = self._templates.get("tool_use") or self._templates.get("default")
+        return found.source if found is not None else None
+
+    def token_id(self, text: str) -> int | None:
+        """The id of the token that is spelled so, or None."""
+        found = self._backend.token_to_id(text)
+        return None if found is None else int(found)
+
+    def _special_id(self, name: str) -> int | None:
+        token = self.special_tokens.get(name)
+        if token is None:
+            return None
+        token_id = self._backend.token_to_id(token)
+        if token_id is None:
+            raise CheckpointError(f"{name} {token!r} is not in the tokenizer's vocabulary")
+        return int(token_id)
+
+
+def load_tokenizer(source: Path | str) -> Tokenizer:
+    """CheckpointError names what is missing or not understood."""
+    source = Path(source)
+    return Tokenizer(*read_tokenizer_folder(source)) if source.is_dir() else _from_gguf(source)
+
+
+def _from_gguf(path: Path) -> Tokenizer:
+    file = read_gguf(path)
+    backend = tokenizer_from_gguf(file)
+    tokens = file.metadata["tokenizer.ggml.tokens"]
+    special = {}
+    for name, key in _GGUF_SPECIAL.items():
+        token_id = gguf_token_id(file, key)
+        if token_id is not None:
+            special[name] = tokens[token_id]
+    template = file.metadata.get("tokenizer.chat_template")
+    return Tokenizer(backend, special, {} if template is None else {"default": template})
+
+
+def _token_bytes(backend: tokenizers.Tokenizer) -> list[bytes]:
+    """Each id's bytes; a token outside the byte alphabet stands for its own text."""
+    alphabet = byte_of_char()
+    vocab = backend.get_vocab(with_added_tokens=True)
+    table = [b""] * (1 + max(vocab.values(), default=-1))
+    # An added token that the normaliser changes is decoded as what it becomes.
+    added = {str(backend.id_to_token(index)): index for index in backend.get_added_tokens_decoder()}
+    for token, index in (*vocab.items(), *added.items()):
+        try:
+            table[index] = bytes([alphabet[char] for char in token])
+        except KeyError:
+            table[index] = token.encode()
+    return table
+
+
+def _byte_ids(backend: tokenizers.Tokenizer) -> frozenset[int]:
+    """The tokens that the decoder reads as one byte each; none where it has no ByteFallback."""
+    if backend.decoder is None or b'"ByteFallback"' not in backend.decoder.__getstate__():
+        return frozenset()
+    found = (backend.token_to_id(spelled % byte) for byte in range(256) for spelled in ("<0x%02X>", "<0x%02x>"))
+    return frozenset(token_id for token_id in found if token_id is not None)

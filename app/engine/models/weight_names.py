@@ -1,0 +1,159 @@
+"""The tensors a model has: canonical (Hugging Face) names and shapes, and GGUF's names for them.
+
+In: a `ModelSpec`. Out: name -> shape for every tensor the spec implies, and no other. A checkpoint is
+complete when its tensors are exactly these; `check_tensors` names the first that is not.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Mapping
+from typing import Literal
+
+from app.engine.errors import CheckpointError
+from app.engine.models.hf.encoder_weight_names import encoder_tensors
+from app.engine.models.linear_modules import layer_linear_modules
+from app.engine.models.spec import AttentionSpec, ModelSpec
+
+EMBEDDING = "model.embed_tokens.weight"
+FINAL_NORM = "model.norm.weight"
+LM_HEAD = "lm_head.weight"
+
+#: A layer's norms, as they are called here.
+LayerNorm = Literal["attention_norm", "mlp_norm", "q_norm", "k_norm"]
+#: Those that latent attention has in place of queries' and keys'.
+LatentNorm = Literal["query_latent_norm", "latent_norm"]
+#: Where a checkpoint keeps them in the layer.
+LAYER_NORMS: dict[LayerNorm, str] = {
+    "attention_norm": "input_layernorm",
+    "mlp_norm": "post_attention_layernorm",
+    "q_norm": "self_attn.q_norm",
+    "k_norm": "self_attn.k_norm",
+}
+LATENT_NORMS: dict[LatentNorm, str] = {
+    "query_latent_norm": "self_attn.q_a_layernorm",
+    "latent_norm": "self_attn.kv_a_layernorm",
+}
+#: Of layers with `post_norms`: the norms of what attention and feed-forward give.
+POST_NORMS = {"post_attention_norm": "self_attn.output_norm", "post_mlp_norm": "mlp.output_norm"}
+#: Where a checkpoint keeps attention's sinks in the layer: a tensor, not a module.
+SINKS = "self_attn.sinks"
+_GGUF_TOP = {"token_embd.weight": EMBEDDING, "output_norm.weight": FINAL_NORM, "output.weight": LM_HEAD}
+_GGUF_LAYER = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+    "post_attention_norm": "self_attn.output_norm",
+    "post_ffw_norm": "mlp.output_norm",
+}
+#: Of mixtures: a layer's experts in one tensor, which has no ".weight" under its name here (`expert_layouts`).
+_GGUF_EXPERTS = {
+    "ffn_gate_exps": "mlp.experts.gate_proj",
+    "ffn_up_exps": "mlp.experts.up_proj",
+    "ffn_down_exps": "mlp.experts.down_proj",
+}
+_GGUF_LAYER |= {
+    "ffn_gate_inp": "mlp.gate",
+    "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+    "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
+    "ffn_up_shexp": "mlp.shared_expert.up_proj",
+    "ffn_down_shexp": "mlp.shared_expert.down_proj",
+}
+_GGUF_LAYER_NAME = re.compile(r"blk\.(0|[1-9][0-9]*)\.([a-z_]+)\.(weight|bias)")
+
+
+def expected_tensors(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
+    """Name -> shape of every tensor of `spec`; a weight is [d_out, d_in]. No lm_head where it is tied."""
+    if spec.encoder is not None:
+        return encoder_tensors(spec)
+    shapes: dict[str, tuple[int, ...]] = {EMBEDDING: (spec.vocab_size, spec.hidden_size)}
+    for index, layer in enumerate(spec.layers):
+        prefix = f"model.layers.{index}."
+        widths: dict[LayerNorm, int] = {"attention_norm": spec.hidden_size, "mlp_norm": spec.hidden_size}
+        widths |= qk_norm_widths(layer.attention)
+        latent = latent_norm_widths(layer.attention)
+        shapes |= {f"{prefix}{LATENT_NORMS[norm]}.weight": (width,) for norm, width in latent.items()}
+        shapes |= {f"{prefix}{LAYER_NORMS[norm]}.weight": (width,) for norm, width in widths.items()}
+        if layer.attention.sinks:
+            shapes[f"{prefix}{SINKS}"] = (layer.attention.num_heads,)
+        if layer.post_norms:
+            shapes |= {f"{prefix}{path}.weight": (spec.hidden_size,) for path in POST_NORMS.values()}
+        for product in layer_linear_modules(spec, index):
+            for target, expert in itertools.product(product.targets, product.experts):
+                module, width = (
+                    prefix + product.kind.path(target, expert),
+                    product.widths[product.targets.index(target)],
+                )
+                shapes[f"{module}.weight"] = (width, product.d_in)
+                if product.has_bias:
+                    shapes[f"{module}.bias"] = (width,)
+    shapes[FINAL_NORM] = (spec.hidden_size,)
+    if not spec.tie_embeddings:
+        shapes[LM_HEAD] = (spec.vocab_size, spec.hidden_size)
+    return shapes
+
+
+def qk_norm_widths(attention: AttentionSpec) -> dict[LayerNorm, int]:
+    """Of the norms of queries and keys: a head's width, or that of all heads; nothing where there are none."""
+    if not attention.qk_norm:
+        return {}
+    heads = (attention.num_heads, attention.num_kv_heads) if attention.whole_qk_norm else (1, 1)
+    return {"q_norm": heads[0] * attention.head_dim, "k_norm": heads[1] * attention.head_dim}
+
+
+def latent_norm_widths(attention: AttentionSpec) -> dict[LatentNorm, int]:
+    """Of the norms of latents; nothing where there are none."""
+    latent = attention.latent
+    if latent is None:
+        return {}
+    widths: dict[LatentNorm, int] = {"latent_norm": latent.kv_rank}
+    return widths if latent.query_rank is None else {"query_latent_norm": latent.query_rank, **widths}
+
+
+def check_tensors(spec: ModelSpec, found: Mapping[str, tuple[int, ...]]) -> None:
+    """CheckpointError unless `found` (name -> shape) is exactly what `spec` implies."""
+    expected = expected_tensors(spec)
+    missing = [name for name in expected if name not in found]
+    if missing:
+        raise CheckpointError(f"checkpoint of {spec.name!r} lacks {_listed(missing)}")
+    unexpected = [name for name in found if name not in expected]
+    if unexpected:
+        raise CheckpointError(
+            f"checkpoint of {spec.name!r} has tensors its config does not imply: {_listed(unexpected)}"
+        )
+    for name, shape in expected.items():
+        if tuple(found[name]) != shape:
+            raise CheckpointError(f"tensor {name!r} has shape {list(found[name])}; the config implies {list(shape)}")
+
+
+def canonical_gguf_name(name: str, own: Mapping[str, str] | None = None) -> str | None:
+    """The canonical name of a GGUF tensor, or None if it is none of these models'.
+
+    own: an architecture's own names within a layer, and the paths they stand for, which go before the usual ones.
+    """
+    if name in _GGUF_TOP:
+        return _GGUF_TOP[name]
+    match = _GGUF_LAYER_NAME.fullmatch(name)
+    if match is None:
+        return None
+    layer, module, kind = match.groups()
+    if module in _GGUF_EXPERTS:
+        return f"model.layers.{layer}.{_GGUF_EXPERTS[module]}{'_bias' if kind == 'bias' else ''}"
+    path = (own or {}).get(module, _GGUF_LAYER.get(module))
+    if path == SINKS:
+        return f"model.layers.{layer}.{path}" if kind == "weight" else None
+    return None if path is None else f"model.layers.{layer}.{path}.{kind}"
+
+
+def _listed(names: list[str]) -> str:
+    shown = ", ".join(repr(name) for name in names[:5])
+    return shown if len(names) <= 5 else f"{shown} and {len(names) - 5} more"

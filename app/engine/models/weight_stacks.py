@@ -1,0 +1,47 @@
+"""Base weights as the CPU kernels read them: stacks over layers, in float32 or in 8 bits as `weight_dtype` says.
+
+In: weights [N, K], in any order. Out: a `Stack` per product. With "auto" a stack is in 8 bits exactly where the
+products are those of float32 weights to the bit, for all its layers alike; one that turns out not to be is taken back
+to float32.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+
+import numpy as np
+from numpy.typing import NDArray
+
+from app.engine.config import WeightDtype
+from app.kernels.machine.thread_team import ThreadTeam
+from app.kernels.matmul.pack_weights import empty_stack, store, widened
+from app.kernels.matmul.quantised import Quantised, Stack
+
+_LOGGER = logging.getLogger(__name__)
+
+
+class StackWriter:
+    """One stack while it is filled."""
+
+    def __init__(self, shape: tuple[int, int, int], storage: WeightDtype, team: ThreadTeam) -> None:
+        """shape: layers, columns, depth."""
+        self._team = team
+        self._only_exact = storage == "auto"
+        self._stored: list[tuple[int, int, int]] = []
+        self.stack: Stack = empty_stack(*shape, quantised=storage != "float32")
+
+    def store(self, layer: int, first_column: int, w: NDArray[np.float32]) -> None:
+        """Place w [N, K] in columns first_column (a multiple of 16) and up of one layer."""
+        exact = store(self._team, self.stack, layer, first_column, w, only_exact=self._only_exact)
+        if self._only_exact and not exact:
+            assert isinstance(self.stack, Quantised)  # float32 is exact
+            self.stack = widened(self._team, self.stack, self._stored)
+            store(self._team, self.stack, layer, first_column, w)
+        self._stored.append((layer, first_column, first_column + len(w)))
+
+
+def log_storage(model: str, stacks: Mapping[str, Stack]) -> None:
+    """Say at start which products are in float32, so that an operator sees what `auto` has found."""
+    wide = [name for name, stack in stacks.items() if not isinstance(stack, Quantised)]
+    _LOGGER.info("%s: base weights in float32: %s; the others in 8 bits", model, ", ".join(wide) or "none")

@@ -1,0 +1,104 @@
+"""What happens to the device's adapter tables in a step: extras are released and rows are written.
+
+In: a step's plan, and the bring that was granted its rows. Out: the plan without sequences whose adapter is not on the
+device yet, and the last chunks of those whose adapter never will be. Rule: an adapter that cannot be written, or never
+has room, ends its own requests only. Which rows an adapter gets is the pool's choice; the backend moves the bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from app.engine.backend import Backend
+from app.engine.errors import AdapterError, PolyloraError
+from app.engine.meter import EngineMeter
+from app.engine.pools.adapter_commands import AdapterCommands
+from app.engine.pools.adapter_pool import AdapterPool
+from app.engine.request import TokenChunk
+from app.engine.scheduling.live_sequences import LiveSequences
+from app.engine.scheduling.schedule import AdapterWrite, Schedule
+
+
+class AdapterLoader:
+    """Keeps one backend's adapter tables as the pool's books say."""
+
+    def __init__(
+        self,
+        backend: Backend,
+        adapters: AdapterPool,
+        orders: AdapterCommands,
+        sequences: LiveSequences,
+        meter: EngineMeter,
+        clock: Callable[[], float],
+    ) -> None:
+        self._backend = backend
+        self._adapters = adapters
+        self._orders = orders
+        self._sequences = sequences
+        self._meter = meter
+        self._clock = clock
+
+    @property
+    def has_work(self) -> bool:
+        """Whether orders wait, or slots whose extras are yet to be released."""
+        return self._orders.num_waiting > 0 or self._adapters.num_vacated > 0
+
+    def perform(self, plan: Schedule) -> tuple[Schedule, list[TokenChunk]]:
+        """Bring the tables up to date for this plan; returns what of it can be computed, and chunks of ended requests.
+
+        Sequences whose adapter is still being written are left out, unless there are no others: then the step waits.
+        """
+        for adapter_slot in self._adapters.take_vacated():  # before the writes: a slot may have its next adapter
+            self._backend.release_adapter(adapter_slot)
+        refused: dict[str, PolyloraError] = dict(plan.refusals)
+        if (granted := self._orders.granted) is not None:
+            bring = granted.bring
+            write = AdapterWrite(granted.adapter_slot, granted.row_start, bring.adapter, bring.ref.tenant_id)
+            error = self._write(write)
+            if error is not None:
+                refused[bring.digest] = error
+            self._orders.finish(error)
+            self._sequences.reopen()
+        for write in plan.adapter_writes:
+            if (error := self._write(write)) is not None:
+                refused[write.adapter.card.digest] = error
+        unready = self._unready(plan, refused)
+        chunks: list[TokenChunk] = []
+        for digest, reason in refused.items():
+            chunks += self._sequences.end_adapter(digest, reason)
+            self._adapters.drop(digest)
+        if not refused and not unready:
+            return plan, chunks
+        left = [item for item in plan.items if item[0].adapter_digest not in refused]
+        ready = [item for item in left if item[0].adapter_slot not in unready]
+        return replace(plan, items=ready or left), chunks
+
+    def _write(self, write: AdapterWrite) -> AdapterError | None:
+        """Write an adapter's rows; returns why that failed, if it is the adapter's own trouble."""
+        started_s = self._clock()
+        adapter = write.adapter if self._backend.limits.takes_bfloat16 else write.adapter.widened()
+        try:
+            self._backend.write_adapter(write.adapter_slot, write.row_start, adapter)
+        except AdapterError as error:
+            return error
+        self._meter.adapter_write_s += self._clock() - started_s
+        self._meter.adapter_written(write.tenant_id, adapter.card.size_bytes)
+        if write.sequence is not None:
+            write.sequence.count_load(adapter.card.size_bytes)
+        return None
+
+    def _unready(self, plan: Schedule, refused: dict[str, PolyloraError]) -> set[int]:
+        """Slots whose adapter is still being written. Adapters whose write has failed are entered in `refused`."""
+        unready = set()
+        slots = {sequence.adapter_slot: sequence.adapter_digest for sequence, _ in plan.items}
+        for adapter_slot, digest in slots.items():
+            if digest in refused:
+                continue
+            try:
+                if not self._backend.is_ready(adapter_slot):
+                    unready.add(adapter_slot)
+            except AdapterError as error:
+                assert digest is not None, "the base is never written"
+                refused[digest] = error
+        return unready

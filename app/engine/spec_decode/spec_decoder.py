@@ -1,0 +1,154 @@
+"""Which tokens a step verifies beside those it computes anyway, and which of them an answer keeps.
+
+In: a step's sequences that decode, and what the step drew. Out: guesses behind their known tokens, and the tokens that
+count. Rule: a token counts if it was drawn from the logits that follow its own answer; a guess only lets the step know
+those logits early. So an answer has the same bits with any guess and with none. Whose turn it is and who gives way when
+memory is short is the scheduler's.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from app.engine.batch import ForwardOutput
+from app.engine.config import Speculation
+from app.engine.meter import EngineMeter
+from app.engine.pools.block_pool import BlockPool
+from app.engine.sequence import DraftLength, Sequence
+from app.engine.spec_decode.ngram_proposer import Ids, predicted, propose_ngram
+
+#: Rows of a step, those of decoding included, up to which "auto" guesses. On two cores with AVX-512 a step of 8 rows
+#: takes twice as long as one of a single row, and each row beyond that as much as the first.
+AUTO_ROWS = 8
+
+_NOTHING: Ids = np.empty(0, np.int32)
+
+
+class Verified(NamedTuple):
+    """The tokens that one sequence's rows add to its answer, and how many guesses were in vain."""
+
+    token_ids: tuple[int, ...]
+    num_wrong: int
+
+
+class SpecDecoder:
+    """Guesses for one engine."""
+
+    def __init__(
+        self,
+        setting: Speculation,
+        blocks: BlockPool,
+        meter: EngineMeter,
+        *,
+        max_num_batched_tokens: int,
+        num_draft_rows: int,
+    ) -> None:
+        """`num_draft_rows`: as in BackendLimits; 0 guesses nothing."""
+        self._is_auto = setting == "auto"
+        self._most = 0 if setting == "off" else num_draft_rows if setting == "auto" else setting
+        self._blocks = blocks
+        self._meter = meter
+        self._max_tokens = max_num_batched_tokens
+        self._num_rows = num_draft_rows
+
+    def plan(self, items: list[tuple[Sequence, int]], num_running: int) -> list[tuple[Sequence, int]]:
+        """The same items, those that decode with guesses behind them as far as rows and memory are free."""
+        if not self._most or not self._num_rows:
+            return items
+        decoding = [i for i, (sequence, count) in enumerate(items) if _decodes(sequence, count)]
+        if self._is_auto:
+            room = min(AUTO_ROWS - len(decoding), self._num_rows) if len(decoding) == len(items) else 0
+        else:
+            room = self._num_rows
+        room = min(room, self._max_tokens - sum(count for _, count in items))
+        for num_left, index in zip(range(len(decoding), 0, -1), decoding, strict=True):
+            if room <= 0:
+                break
+            sequence = items[index][0]
+            self._guess(sequence, min(-(-room // num_left), self._most), num_running)
+            items[index] = (sequence, 1 + sequence.num_drafted)
+            room -= sequence.num_drafted
+        return items
+
+    def verify(self, sequence: Sequence, output: ForwardOutput, first_row: int) -> Verified:
+        """Append what a sequence's rows drew, as far as each follows from the ones before.
+
+        `first_row` of `output` is the sequence's first; a row for each of its guesses follows. A row whose mask could
+        not be made, or whose logits overflowed, is left to the next step, which has it first.
+        """
+        guesses = sequence.drafted_ids.tolist()
+        sequence.num_drafted = 0
+        num_sure = 1 + len(guesses) if sequence.constraint is None else sequence.constraint.num_sure
+        token_ids: list[int] = []
+        num_right = 0
+        for index in range(1 + len(guesses)):
+            if index and (index >= num_sure or first_row + index in output.overflowed):
+                break
+            token_id = int(output.token_ids[first_row + index])
+            sequence.append(token_id)
+            token_ids.append(token_id)
+            if index == len(guesses) or token_id != guesses[index]:
+                break
+            num_right += 1
+        if guesses:
+            sequence.pace_of_guess.told(len(guesses), num_right)
+            self._meter.guessed(len(guesses), num_right)
+        return Verified(tuple(token_ids), len(guesses) - num_right)
+
+    def _guess(self, sequence: Sequence, room: int, num_running: int) -> None:
+        """Put up to `room` ids behind the sequence's known tokens, with blocks for them."""
+        room = min(room, sequence.max_tokens - sequence.num_output - 1)
+        if room <= 0:
+            return
+        guess = self._forced_or_found(sequence, room)
+        if not len(guess):
+            return
+        wanted = sequence.num_blocks_for(sequence.num_tokens + len(guess)) - sequence.num_blocks
+        if wanted > 0 and self._blocks.num_free >= num_running + wanted:
+            blocks = self._blocks.allocate(wanted)
+            assert blocks is not None, "free blocks were counted"
+            sequence.count_held(self._meter.now_s)
+            sequence.add_blocks(blocks)
+        sequence.draft(guess[: sequence.num_blocks * sequence.block_size - sequence.num_tokens])
+
+    def _forced_or_found(self, sequence: Sequence, room: int) -> Ids:
+        """What the grammar asks for, else what a prediction or the text so far suggests and the grammar allows."""
+        ahead = None
+        if sequence.constraint is not None:
+            ahead = sequence.constraint.ahead(sequence.output_ids)
+            if ahead is None:
+                return _NOTHING
+            if length := self._length(sequence.forced_pace, room):
+                forced = _cut(sequence, np.array(ahead.forced()[:length], np.int32))
+                if len(forced):
+                    sequence.pace_of_guess = sequence.forced_pace
+                    return forced
+        length = self._length(sequence.found_pace, room)
+        found = _cut(sequence, _found(sequence, length)) if length else _NOTHING
+        sequence.pace_of_guess = sequence.found_pace
+        return found if ahead is None or not len(found) else found[: ahead.num_allowed(found.tolist())]
+
+    def _length(self, pace: DraftLength, room: int) -> int:
+        return min(pace.length(), room) if self._is_auto else room
+
+
+def _decodes(sequence: Sequence, count: int) -> bool:
+    return count == 1 and sequence.num_pending == 1 and sequence.pooling is None and sequence.has_memory
+
+
+def _found(sequence: Sequence, length: int) -> Ids:
+    if len(sequence.prediction):
+        guess = predicted(sequence.output_ids, sequence.prediction, length)
+        if len(guess):
+            return guess
+    return propose_ngram(sequence.token_ids[: sequence.num_tokens], length)
+
+
+def _cut(sequence: Sequence, guess: Ids) -> Ids:
+    """The guess up to the first token that would end the answer: the row before draws that one by itself."""
+    for index, token_id in enumerate(guess.tolist()):
+        if token_id in sequence.end_ids:
+            return guess[:index]
+    return guess

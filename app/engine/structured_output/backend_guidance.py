@@ -1,0 +1,149 @@
+"""Which tokens may come next in an answer with a grammar: llguidance over the base's own tokens.
+
+In: a tokenizer as JSON, grammars as text (`grammars` makes them), token ids as they are drawn. Out: one bit per token.
+Rule: bits depend on the grammar and on the sequence's own tokens alone; what runs into a limit ends its own sequence.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from numpy.typing import NDArray
+
+from app.engine.errors import InvalidRequest
+from app.engine.structured_output.grammar_builder import below, json_grammar, subschemas
+
+#: Fuel is counted by llguidance: about 50,000 a millisecond for compiling, 14,000 a millisecond (20,000 items) for a
+#: mask. So a grammar that is made to be slow ends after some milliseconds.
+_LIMITS = LLParserLimits(
+    initial_lexer_fuel=200_000,
+    step_lexer_fuel=60_000,
+    step_max_items=20_000,
+    max_lexer_states=20_000,
+    max_grammar_size=50_000,
+    verbose_errors=False,
+)
+#: Compiled grammars that a vocabulary keeps; each is some hundred kilobytes at most.
+_NUM_KEPT = 64
+_MAX_TRIES = 100
+#: Where a message begins to show the grammar.
+_DRAWING = re.compile(r"\n\s*\d* *\|.*", re.DOTALL)
+
+
+class Vocabulary:
+    """The tokens that a model may draw. One thread compiles with it at a time; masks are computed by any."""
+
+    def __init__(self, tokenizer_json: str, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
+        """Takes about a fifth of a second for 50,000 tokens."""
+        tokenizer = LLTokenizer(tokenizer_json, n_vocab=vocab_size, eos_token=list(eos_token_ids))
+        self._tokenizer = tokenizer.with_slices(LLTokenizer.json_slices())
+        self._kept: OrderedDict[tuple[str, str], LLMatcher] = OrderedDict()
+        self.num_words = -(-vocab_size // 32)
+
+    @property
+    def num_kept(self) -> int:
+        """Compiled grammars."""
+        return len(self._kept)
+
+    def matcher(self, grammar: str, tenant_id: str) -> GrammarMatcher:
+        """At the beginning of an answer. Compiled grammars are kept for a tenant's next request.
+
+        Raises InvalidRequest.
+        """
+        key = (tenant_id, grammar)
+        found = self._kept.get(key)
+        if found is None:
+            found = LLMatcher(self._tokenizer, grammar, log_level=0, limits=_LIMITS)
+            if found.is_error():
+                raise InvalidRequest(why(found.get_error()))
+            self._kept[key] = found
+            if len(self._kept) > _NUM_KEPT:
+                self._kept.popitem(last=False)
+        self._kept.move_to_end(key)
+        return GrammarMatcher(found.deep_copy())  # of one that has seen no token: its limits count nobody else's steps
+
+    def complaint(self, grammar: str) -> str:
+        """Why this grammar cannot be used; empty if it can."""
+        is_error, messages = LLMatcher.validate_grammar_with_warnings(grammar, self._tokenizer, limits=_LIMITS)
+        return why(messages[0]) if is_error else ""
+
+
+class GrammarMatcher:
+    """How far one answer has come in its grammar. One thread at a time."""
+
+    __slots__ = ("_matcher",)
+
+    def __init__(self, matcher: LLMatcher) -> None:
+        self._matcher = matcher
+
+    def consume(self, token_ids: list[int]) -> None:
+        """The answer's next tokens. Raises InvalidRequest for one that the grammar does not allow there."""
+        if not self._matcher.consume_tokens(token_ids):
+            raise InvalidRequest(f"the answer left its grammar: {why(self._matcher.get_error())}")
+
+    def fill(self, words: NDArray[np.uint32]) -> None:
+        """Bit i of words [W], lowest first, is whether token i may come next; written in place.
+
+        Where the answer is complete that is only the token that ends it. Raises InvalidRequest for a grammar that runs
+        into a limit here.
+        """
+        self._matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
+        if self._matcher.is_error():
+            raise InvalidRequest(f"the grammar is too complex at this place: {why(self._matcher.get_error())}")
+
+    def copy(self) -> GrammarMatcher:
+        """Another that has come as far, and goes on without this one."""
+        return GrammarMatcher(self._matcher.deep_copy())
+
+    def forced(self) -> list[int]:
+        """The tokens that the grammar's only possible text begins with, as its tokenizer would write them, if any.
+
+        This matcher's masks may differ afterwards: ask a copy.
+        """
+        return list(self._matcher.compute_ff_tokens())
+
+    def num_allowed(self, token_ids: list[int]) -> int:
+        """How many of the tokens may come next, one after the other."""
+        return int(self._matcher.validate_tokens(token_ids))
+
+    def is_complete(self) -> bool:
+        """Whether the answer may end here."""
+        return bool(self._matcher.is_accepting())
+
+
+def why(message: str) -> str:
+    """llguidance's reason in one line, without the grammar's text."""
+    return " ".join(_DRAWING.sub("", message).split())[:300]
+
+
+def place_of(schema: Mapping[str, Any], place: str, vocabulary: Vocabulary) -> tuple[str, str]:
+    """Where in a schema that cannot be enforced the reason lies, as a JSON pointer, and the reason.
+
+    It is the innermost schema that cannot be enforced alone, and the keyword in it if without that one it could be.
+    Tries `_MAX_TRIES` of them.
+    """
+    definitions = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
+    left = _MAX_TRIES
+
+    def complaint(candidate: Mapping[str, Any]) -> str:
+        nonlocal left
+        left -= 1
+        return vocabulary.complaint(json_grammar({**definitions, **candidate}, place)) if left >= 0 else ""
+
+    pointer, innermost, reason = "#", schema, vocabulary.complaint(json_grammar(schema, place))
+    while True:
+        for inner, candidate in subschemas(innermost, pointer):
+            if found := complaint(candidate):
+                pointer, innermost, reason = inner, candidate, found
+                break
+        else:
+            break
+    for keyword in innermost if left >= len(innermost) else ():
+        if not complaint({name: value for name, value in innermost.items() if name != keyword}):
+            return below(pointer, keyword), reason
+    return pointer, reason

@@ -1,0 +1,70 @@
+"""How CPU kernels are compiled: Numba, without the GIL, cached on disk between starts.
+
+In: a Python function of NumPy arrays. Out: the same, compiled at its first call. The cache lives under POLYLORA_CACHE
+(default ~/.cache/polylora) in a folder named after the hash of the source files that hold compiled functions (the
+kernels and the CPU engine, forms for other compilers apart): Numba itself only watches the file a function stands in,
+and would keep code that has a changed callee compiled in.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numba
+from numba.core import event
+from numba.core.registry import cpu_target
+
+from app.kernels.machine.jit_inline import KernelDispatcher
+
+#: Kernels for other compilers, and definitions: none of Numba's code comes from them.
+_OTHER_FORMS = ("torch", "triton", "xla", "pallas", "reference")
+
+#: Folders of the package whose functions call one another as compiled code.
+_COMPILED = ("kernels", "engine/cpu")
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def _cache_folder() -> Path:
+    digest = hashlib.sha256()
+    root = Path(__file__).parents[2]
+    for source in sorted(source for folder in _COMPILED for source in (root / folder).rglob("*.py")):
+        if source.stem in _OTHER_FORMS:
+            continue
+        digest.update(str(source.relative_to(root)).encode())
+        digest.update(source.read_bytes())
+    base = Path(os.environ.get("POLYLORA_CACHE") or Path.home() / ".cache" / "polylora")
+    return base / "kernels" / digest.hexdigest()[:16]
+
+
+numba.config.CACHE_DIR = str(_cache_folder())
+
+_compiling = event.TimingListener()
+event.register("numba:compile", _compiling)
+
+
+def compile_seconds() -> float:
+    """How long this process has compiled until now; what is found in the cache takes none of it."""
+    return float(_compiling.duration) if _compiling.done else 0.0
+
+
+def jit(function: _Function) -> _Function:
+    """Compile a function for this machine's CPU, and into every compiled function that calls it.
+
+    Contraction and reassociation stay off: the order of every sum is the order written, so that a row's bits are
+    the same wherever it is computed.
+    """
+    options = {"nopython": True, "nogil": True, "error_model": "numpy", "boundscheck": False}
+    kernel = KernelDispatcher(function, targetoptions=options)
+    kernel.enable_caching()
+    return kernel
+
+
+def has_feature(name: str) -> bool:
+    """Whether code is compiled for a machine with this feature, by LLVM's name: "avx512f"."""
+    _, _, features = cpu_target.target_context.codegen().magic_tuple()
+    return f"+{name}" in features.split(",")

@@ -1,0 +1,104 @@
+"""The service's own log: one file for all of its processes on a machine, one line for each thing that happened.
+
+In: records of the loggers under `app`. Out: lines of text or of JSON in `polylora.log`, with the time (UTC), the
+process and what is known by name: adapter, tenant, replica, request. Rule: a line is written whole, so that processes
+may share the file; whoever rotates it (logrotate) moves it away, and the next line opens a new one.
+
+An API key that somebody put where none belongs is written as its prefix.
+
+Ray's and Serve's own logs stay where Ray keeps them.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from datetime import UTC, datetime
+from logging.handlers import WatchedFileHandler
+from pathlib import Path
+from typing import Any
+
+from app.config import LogsConfig
+from app.redaction import without_keys
+
+FILE = "polylora.log"
+#: Beyond it a line could be written in two pieces.
+MAX_LINE_CHARS = 7000
+
+
+class LogEvent:
+    """What a line tells: a few words, and what is known by name. A record's message: `logger.info(Happened(...))`."""
+
+    def __init__(self, what: str, **known: Any) -> None:
+        self.what = what
+        self.known = {name: value for name, value in known.items() if value is not None}
+
+    def __str__(self) -> str:
+        return " ".join([self.what, *(f"{name}={_plain(value)}" for name, value in self.known.items())])
+
+
+def start_log(config: LogsConfig, process: str) -> Path:
+    """Have this process write to the log, as `process`; the log's path. Calling it again replaces what was.
+
+    A folder that cannot be written is told on stderr, which is in Ray's own logs then, and nothing is written.
+    """
+    path = Path(config.folder) / FILE
+    logger = logging.getLogger("app")
+    for old in [handler for handler in logger.handlers if isinstance(handler, _LogFile)]:
+        logger.removeHandler(old)
+        old.close()
+    logger.setLevel(config.level)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handler = _LogFile(path, encoding="utf-8")
+    except OSError as error:
+        print(f"polylora: no log is written to {path}: {error.strerror}", file=sys.stderr)
+        return path
+    handler.setFormatter((_Json if config.format == "json" else _Text)(process))
+    logger.addHandler(handler)
+    return path
+
+
+class _LogFile(WatchedFileHandler):
+    def format(self, record: logging.LogRecord) -> str:
+        return without_keys(super().format(record))
+
+
+class _Text(logging.Formatter):
+    def __init__(self, process: str) -> None:
+        super().__init__()
+        self._process = process
+
+    def format(self, record: logging.LogRecord) -> str:
+        line = f"{_time(record)} {record.levelname:<7} {self._process}[{record.process}] {record.getMessage()}"
+        lines = [line, self.formatException(record.exc_info)] if record.exc_info else [line]
+        return "\n".join(lines)[:MAX_LINE_CHARS]
+
+
+class _Json(_Text):
+    def format(self, record: logging.LogRecord) -> str:
+        happened = record.msg if isinstance(record.msg, LogEvent) else LogEvent(record.getMessage())
+        line: dict[str, Any] = {
+            "time": _time(record),
+            "level": record.levelname,
+            "process": self._process,
+            "pid": record.process,
+            "message": happened.what[: MAX_LINE_CHARS // 4],
+        }
+        if record.exc_info:
+            line["trace"] = self.formatException(record.exc_info)[-MAX_LINE_CHARS // 2 :]
+        return json.dumps(line | happened.known, default=str)
+
+
+def _time(record: logging.LogRecord) -> str:
+    return datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+
+
+def _plain(value: Any) -> str:
+    """A value as one word, or in quotes; never a second line."""
+    if isinstance(value, float):
+        return f"{value:.3f}"
+    text = str(value)
+    is_word = text.isprintable() and text and not set(text) & set(' "=')
+    return text if is_word else json.dumps(text, ensure_ascii=False)

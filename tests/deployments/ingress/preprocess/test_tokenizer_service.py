@@ -1,0 +1,21 @@
+"""The base model's text side: what a token adds to an answer is what its decoder shows."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from app.deployments.ingress.preprocess.tokenizer_service import TokenizerService
+from app.deployments.ingress.serializers.openai import TokenOffsets
+from app.engine.models.checkpoint import load_checkpoint
+from app.engine.models.tokenizers.tokenizer import load_tokenizer
+
+
+def test_special_tokens_have_bytes_and_no_text(demo_gguf: Path) -> None:
+    text = TokenizerService(load_tokenizer(demo_gguf), load_checkpoint(demo_gguf).spec, 100)
+    token_ids = [*text.encode("Hello"), *text.encode("<|im_end|>"), *text.encode(" world")]
+    decoder = text.decoder()
+    assert decoder.push(token_ids) + decoder.flush() == "Hello world"
+    assert [text.text_bytes(token_id) for token_id in token_ids] == [b"Hello", b"", b" world"]
+    assert [text.token_bytes(token_id) for token_id in token_ids] == [b"Hello", b"<|im_end|>", b" world"]
+    offsets = TokenOffsets(text.text_bytes)
+    assert [offsets.push(token_id) for token_id in token_ids] == [0, 5, 5]

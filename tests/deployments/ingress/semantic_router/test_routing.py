@@ -1,0 +1,330 @@
+"""`model: "auto"`: order and threshold, who may be chosen, and what the client is told of it."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from app.config import SemanticRouterConfig
+from app.deployments.ingress.principal import Principal
+from app.deployments.ingress.schemas.openai import RoutingFields
+from app.deployments.ingress.semantic_router.candidates import Candidates
+from app.deployments.ingress.semantic_router.decision import Decision, Scored
+from app.deployments.ingress.semantic_router.embedders import BaseEmbedder
+from app.deployments.ingress.semantic_router.router import Router
+from app.deployments.registry.feed.view import RegistryView
+from app.deployments.registry.models import AliasEntry, CatalogEntry
+from app.deployments.tenancy.models import PUBLIC
+from app.engine.adapters.card import AdapterRef
+from app.engine.adapters.combining.combination import CombinationPart, composition_of
+from app.engine.errors import NotReady
+from tests.deployments.http_service import Service
+from tests.deployments.ingress.http.test_limits import engines, used
+from tests.deployments.managed import wanted
+from tests.fakes import fake_adapter
+
+ADA = Principal("ada", "key", replace(PUBLIC, shared=frozenset({("zed", "shared")})))
+WORDS = ("sql", "law", "tone", "shared")
+
+
+class Bags:
+    """Texts as counts of a few words, beside a little of everything else."""
+
+    name = "a bag of words"
+
+    def __init__(self) -> None:
+        self.asked: list[list[str]] = []
+        self.gate = asyncio.Event()
+        self.gate.set()
+
+    async def embed(self, texts: Sequence[str], caller: Principal | None) -> NDArray[np.float32]:  # noqa: ARG002
+        self.asked.append(list(texts))
+        await self.gate.wait()
+        counts = np.array([[text.count(word) for word in WORDS] + [0.2] for text in texts], np.float32)
+        unit: NDArray[np.float32] = counts / np.linalg.norm(counts, axis=1, keepdims=True)
+        return unit
+
+    def num_tokens(self, text: str) -> int:
+        return len(text)
+
+
+def entry(name: str, description: str, tenant_id: str = "ada") -> CatalogEntry:
+    digest = hashlib.sha256(f"{tenant_id}/{name}".encode()).hexdigest()
+    return CatalogEntry(AdapterRef(name, digest, tenant_id), 8, 64, 0.0, "ada", description=description)
+
+
+def router_of(*entries: Any, **config: Any) -> tuple[Router, RegistryView, Bags]:
+    view, bags = RegistryView(entries), Bags()
+    return Router(SemanticRouterConfig(**config), view, bags, wait_s=0.05), view, bags
+
+
+async def names(router: Router, text: str, caller: Principal = ADA, **wishes: Any) -> list[str]:
+    return [one.name for one in (await router.decide(text, caller, RoutingFields(**wishes))).chosen]
+
+
+async def test_order_and_threshold() -> None:
+    router, _, _ = router_of(entry("a", "sql law law"), entry("b", "sql"), entry("c", "tone"), top_k=3, threshold=0.4)
+    decision = await router.decide("some sql", ADA)
+    assert [one.name for one in decision.chosen] == ["b", "a"]
+    scores = [one.score for one in decision.chosen]
+    assert scores[0] > 0.9 > scores[1] > 0.4
+    assert decision.num_candidates == 3
+    assert decision.header == f"b={scores[0]:.4f},a={scores[1]:.4f}"
+    assert sum(one.weight for one in decision.adapters) == pytest.approx(1)
+    assert await names(router, "some sql", top_k=1) == ["b"]
+    assert await names(router, "some sql", threshold=0.95) == ["b"]
+    assert await names(router, "nothing of all this", threshold=0.99) == []
+
+
+async def test_only_what_the_caller_may_use_is_chosen() -> None:
+    router, _, _ = router_of(
+        entry("own", "sql"), entry("hidden", "sql", "zed"), entry("shared", "sql", "zed"),
+        entry("public", "sql", "default"), entry("own", "sql", "default"), top_k=9, threshold=0.3,
+    )  # fmt: skip
+    assert sorted(await names(router, "sql")) == ["own", "public", "shared"]
+    listed = ADA._replace(tenant=replace(ADA.tenant, model_mode="allow_list", model_ids=frozenset({"base", "public"})))
+    assert await names(router, "sql", listed) == ["public"]
+    assert await names(router, "sql", Principal("stranger", "key", PUBLIC)) != ["hidden"]
+
+
+@pytest.mark.parametrize(
+    "own",
+    [entry("one", "tone"), entry("one", ""), AliasEntry("one", (), 1, 0.0, tenant_id="ada")],
+    ids=["described", "silent", "alias"],
+)
+async def test_a_name_is_chosen_for_what_the_caller_gets_under_it(own: Any) -> None:
+    """Its own "one" stands before everybody's: what that says of itself chooses nothing."""
+    router, _, _ = router_of(own, entry("one", "sql", "default"), entry("two", "sql law law", "default"), threshold=0.4)
+    assert await names(router, "sql", top_k=2) == ["two"]
+    assert await names(router, "sql", Principal("stranger", "key", PUBLIC), top_k=2) == ["one", "two"]
+
+
+async def test_those_that_the_caller_does_not_get_under_their_names_are_not_counted() -> None:
+    """Own names stand before those that others share, and these before everybody's."""
+    router, view, _ = router_of(
+        entry("one", "sql"), AliasEntry("two", (), 1, 0.0, tenant_id="ada"), entry("shared", ""),
+        entry("shared", "sql", "zed"), entry("three", "sql", "zed"),
+        *(entry(name, "sql", "default") for name in ("one", "two", "three", "shared", "four")),
+    )  # fmt: skip
+    assert (await router.decide("sql", ADA)).num_candidates == 3  # its own "one"; everybody's "three" and "four"
+    view.apply([(("ada", "shared"), None)])
+    assert (await router.decide("sql", ADA)).num_candidates == 4  # and the one that zed shares
+    for mode, ids, number in (("allow_list", ("one", "shared", "two"), 2), ("deny_list", ("one", "four"), 2)):
+        tenant = replace(ADA.tenant, model_mode=mode, model_ids=frozenset(ids))
+        assert (await router.decide("sql", ADA._replace(tenant=tenant))).num_candidates == number
+    assert (await router.decide("sql", Principal("stranger", "key", PUBLIC))).num_candidates == 5
+    view.apply([(("default", "three"), None), (("default", "four"), None), (("ada", "one"), None)])
+    view.apply([(("ada", "one"), entry("one", "")), (("zed", "shared"), None), (("default", "shared"), None)])
+    assert router.num_tokens("sql", ADA) == 0, "nothing that it gets under a name has a description"
+
+
+async def test_what_the_caller_may_not_use_is_neither_counted_nor_waited_for() -> None:
+    router, _, bags = router_of(
+        entry("own", "sql"), entry("hidden", "sql", "zed"), entry("shared", "sql", "zed"),
+        entry("open", "sql", "default"),
+    )  # fmt: skip
+    decision = await router.decide("sql", ADA)
+    assert decision.num_candidates == 3
+    assert "hidden: sql" not in [text for texts in bags.asked for text in texts]
+    for mode, number in (("allow_list", 1), ("deny_list", 2)):
+        tenant = replace(ADA.tenant, model_mode=mode, model_ids=frozenset({"base", "shared", "hidden"}))
+        assert (await router.decide("sql", ADA._replace(tenant=tenant))).num_candidates == number
+
+
+async def test_what_is_everybodys_is_embedded_once_for_all_tenants() -> None:
+    router, _, bags = router_of(entry("open", "sql", "default"))
+    bags.gate.clear()
+    asking = [
+        asyncio.create_task(router.decide("sql", Principal(each, "key", PUBLIC))) for each in ("ada", "bob", "cy")
+    ]
+    await asyncio.sleep(0)
+    bags.gate.set()
+    await asyncio.gather(*asking)
+    assert sum(asked == ["open: sql"] for asked in bags.asked) == 1
+    await router.close()
+
+
+@pytest.mark.parametrize("scores", [(0.1, -0.1), (0.0, 0.0), (-0.2, -0.4), (0.9, 0.6)])
+def test_shares_of_scores_that_a_low_threshold_lets_in(scores: tuple[float, ...]) -> None:
+    chosen = tuple(Scored(f"a{index}", "ada", score) for index, score in enumerate(scores))
+    weights = [one.weight for one in Decision(chosen, 2, "e", -1.0, 2).adapters]
+    assert sum(weights) == pytest.approx(1)
+    assert weights[0] >= weights[1] >= 0
+
+
+async def test_changes_of_the_registry_are_followed() -> None:
+    router, view, bags = router_of(entry("a", "sql"), entry("b", ""), AliasEntry("c", (), 1, 0.0, tenant_id="ada"))
+    assert await names(router, "sql") == ["a"]
+    assert bags.asked == [["a: sql"], ["sql"]], "an alias and an adapter without a description are no candidates"
+    assert await names(router, "sql") == ["a"]
+    assert bags.asked[2:] == [["sql"]], "nothing is embedded twice"
+    view.apply([(("ada", "b"), entry("b", "tone")), (("ada", "a"), entry("a", "law"))])
+    assert await names(router, "sql") == []
+    assert await names(router, "tone") == ["b"]
+    view.apply([(("ada", "b"), None)])
+    assert await names(router, "tone") == []
+    assert await names(router, "law") == ["a"]
+
+
+async def test_without_candidates_nothing_is_embedded() -> None:
+    router, _, bags = router_of(entry("b", ""))
+    assert await names(router, "sql") == []
+    assert bags.asked == []
+
+
+async def test_new_descriptions_are_waited_for_and_not_passed_over() -> None:
+    router, _, bags = router_of(entry("a", "sql"))
+    bags.gate.clear()
+    with pytest.raises(NotReady, match="descriptions of adapters are being embedded"):
+        await router.decide("sql", ADA)
+    bags.gate.set()
+    assert await names(router, "sql") == ["a"]
+    assert sum(asked == ["a: sql"] for asked in bags.asked) == 1, "work goes on without whoever began it"
+    await router.close()
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(0, 300), st.integers(1, 9), st.floats(-0.5, 0.9), st.integers(0, 2**32 - 1))
+def test_the_nearest_are_those_of_a_whole_sort(count: int, top_k: int, threshold: float, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    vectors = rng.standard_normal((count, 8)).astype(np.float32)
+    vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)
+    allowed = {f"n{index}" for index in range(count) if rng.random() < 0.3}
+    candidates = Candidates()
+    for index in range(count):
+        candidates.note(("ada", f"n{index}"), entry(f"n{index}", "something"))
+
+    async def embed(texts: Sequence[str]) -> NDArray[np.float32]:
+        return vectors[[int(text.split(":")[0][1:]) for text in texts]]
+
+    asyncio.run(candidates.embed_pending("ada", None, embed))
+    gone = {f"n{index}" for index in range(count) if rng.random() < 0.2}
+    for name in gone:
+        candidates.note(("ada", name), None)
+    query = vectors[0] if count else np.ones(8, np.float32)
+    found = candidates.nearest(query, {"ada": None}, lambda _, name: name in allowed, threshold, top_k)
+    scores = {f"n{index}": float(vectors[index] @ query) for index in range(count)}
+    expected = sorted((name for name in allowed - gone if scores[name] >= threshold), key=lambda name: -scores[name])[
+        :top_k
+    ]
+    assert [one.name for one in found] == expected or [one.score for one in found] == pytest.approx(
+        [scores[name] for name in expected], abs=1e-6
+    )
+
+
+@pytest.fixture
+def described(service: Service) -> Service:
+    service._router._embedder = Bags()
+    return service
+
+
+async def register(http: httpx.AsyncClient, name: str, description: str) -> None:
+    body = {"name": name, "path": name, "description": description, "wait": True}
+    answer = await http.post("/v1/loras", json=body)
+    assert answer.status_code == 201, answer.text
+    assert answer.json()["description"] == description
+
+
+async def test_the_answer_says_what_was_chosen(described: Service, http: httpx.AsyncClient) -> None:
+    await register(http, "two", "knows the law")
+    messages = [{"role": "user", "content": "law?"}]
+    answer = await http.post("/v1/chat/completions", json={"model": "auto", "messages": messages, "max_tokens": 2})
+    assert answer.status_code == 200, answer.text
+    routing = answer.json()["routing"]
+    assert [one["name"] for one in routing["adapters"]] == ["two"]
+    assert (routing["embedder"], routing["threshold"], routing["top_k"]) == ("a bag of words", 0.6, 1)
+    assert answer.headers["X-Polylora-Adapter"] == "two@1"
+    assert answer.headers["X-Polylora-Route"].startswith("two=1.0")
+    body = {"model": "auto", "prompt": "weather?", "max_tokens": 2}
+    base = await http.post("/v1/completions", json=body)
+    assert base.headers["X-Polylora-Route"] == "base"
+    assert "X-Polylora-Adapter" not in base.headers
+    assert base.json()["routing"]["adapters"] == []
+    explained = await http.post("/v1/route", json={"messages": messages})
+    assert {**explained.json()} == {"object": "route", **routing}
+    assert described.observed[-1] == ("route", 200)
+
+
+async def test_one_that_nobody_has_read_may_win_and_is_read_then(described: Service, http: httpx.AsyncClient) -> None:
+    body = {"name": "two", "path": "two", "description": "knows the law", "read": False}
+    assert (await http.post("/v1/loras", json=body)).json()["state"] == "REGISTERED"
+    explained = await http.post("/v1/route", json={"prompt": "law?"})
+    assert [one["name"] for one in explained.json()["adapters"]] == ["two"]
+    assert "two" not in described.managed.store.loads, "to explain reads nothing"
+    answer = await http.post("/v1/completions", json={"model": "auto", "prompt": "law?", "max_tokens": 2})
+    assert answer.status_code == 200, answer.text
+    assert answer.headers["X-Polylora-Adapter"] == "two@1"
+    assert (await http.get("/v1/loras/two")).json()["state"] == "LOADED"
+
+
+async def test_several_are_combined_by_their_scores(described: Service, http: httpx.AsyncClient) -> None:
+    await register(http, "two", "law")
+    await http.patch("/v1/loras/sql", json={"description": "law tone"})
+    decision = await described._router.decide("law", Principal("default", "t"), RoutingFields(top_k=2, threshold=0.5))
+    assert [one.name for one in decision.chosen] == ["two", "sql"]
+    weights = {one.name: one.weight for one in decision.adapters}
+    parts = []
+    for name, weight in weights.items():
+        ref = described.registry.resolve(name, "", "default")
+        assert ref is not None
+        parts.append(CombinationPart(ref, weight))
+    derived, made = composition_of(parts).ref("default"), fake_adapter("their sum", 8)
+    described.fleet.adapters[derived.digest] = replace(made, card=replace(made.card, digest=derived.digest))
+    body = {"model": "auto", "prompt": "law", "max_tokens": 2, "routing": {"top_k": 2, "threshold": 0.5}}
+    answer = await http.post("/v1/completions", json=body)
+    assert answer.status_code == 200, answer.text
+    assert answer.headers["X-Polylora-Adapter"] == f"{derived.name}@1"
+
+
+@pytest.mark.parametrize(
+    ("path", "change", "said"),
+    [
+        ("/v1/completions", {"model": "auto", "prompt": ["a", "b"]}, "chooses for one prompt of characters"),
+        ("/v1/completions", {"model": "auto", "prompt": [1, 2]}, "chooses for one prompt of characters"),
+        ("/v1/completions", {"model": "auto", "prompt": "a", "lora_path": "sql"}, "chooses the adapter; name none"),
+        ("/v1/completions", {"model": "sql", "prompt": "a", "routing": {}}, "which only model 'auto' does"),
+        ("/v1/route", {}, "give either messages, a conversation, or prompt"),
+        ("/v1/loras", {"name": "auto", "path": "x"}, "lets the service choose an adapter; choose another name"),
+        ("/v1/loras", {"name": "x", "path": "x", "description": "x" * 1001}, "1001 characters but at most 1000"),
+    ],
+)
+async def test_mistakes_are_named(http: httpx.AsyncClient, path: str, change: Any, said: str) -> None:
+    answer = await http.post(path, json=change)
+    assert answer.status_code == 400, answer.text
+    assert said in answer.json()["error"]["message"]
+
+
+async def test_the_base_embeds_in_the_default_service(service: Service) -> None:
+    """Over the service's own replicas; its vectors have length 1 and are the same in any company."""
+    embedder = service._router._embedder
+    assert isinstance(embedder, BaseEmbedder)
+    both = await embedder.embed(["knows the law", "sql"], None)
+    np.testing.assert_allclose(np.linalg.norm(both, axis=1), 1, atol=1e-5)
+    np.testing.assert_array_equal((await embedder.embed(["sql"], Principal("ada", "k", PUBLIC)))[0], both[1])
+
+
+async def test_an_adapter_that_says_nothing_new_keeps_its_description(service: Service) -> None:
+    client = service.managed.client
+    await client.load_and_wait(replace(wanted("two", "two"), description="law"))
+    assert (await client.describe("two", tenant_id="default")).entry.description == "law"  # type: ignore[union-attr]
+    await client.configure("two", tenant_id="default", who="ada", pinned=True)
+    assert (await client.describe("two", tenant_id="default")).entry.description == "law"  # type: ignore[union-attr]
+
+
+async def test_what_choosing_computes_is_in_the_ledger(service: Service, http: httpx.AsyncClient) -> None:
+    assert (await http.patch("/v1/loras/sql", json={"description": "writes queries"})).status_code == 200
+    explained = await http.post("/v1/route", json={"prompt": "which adapter is this for?"})
+    assert explained.json()["num_candidates"] == 1
+    assert explained.json()["embedder"] == "base"
+    counted, computed = await used(service), await engines(service)
+    assert counted.prompt_tokens == computed.prompt_tokens > len("which adapter is this for?")

@@ -1,0 +1,84 @@
+"""Leases of batches between machines whose clocks are set: whoever works keeps its batch, whoever died loses it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from app.deployments.object_storage.batches import LEASE_S
+from app.deployments.object_storage.models import Batch, LeaseLost, NewBatch
+from app.deployments.object_storage.storage import Storage
+from app.deployments.registry.db.database import Database, sqlite_url
+
+DAY_S = 86_400.0
+#: How often ingresses ask whether there is work, and write down what they have.
+POLL_S = 3.0
+
+
+class Machines:
+    """Each opens the books of one database. `now_s` is what passes for all of them; their clocks may be set wrong."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+        self._opened: list[Database] = []
+        self.now_s = 1_000_000.0
+
+    def open(self, wrong_by_s: Callable[[], float]) -> Storage:
+        self._opened.append(Database(self._url, "base", lambda: self.now_s + wrong_by_s()))
+        return Storage(self._opened[-1], lambda: self.now_s - 1_000_000.0)
+
+    def close(self) -> None:
+        for database in self._opened:
+            database.close()
+
+
+@pytest.fixture
+def machines(tmp_path: Path) -> Iterator[Machines]:
+    opened = Machines(sqlite_url(tmp_path / "registry.sqlite"))
+    yield opened
+    opened.close()
+
+
+def new_batch(books: Storage) -> Batch:
+    file = books.files.begin("t", "in.jsonl", "batch", 3, 30 * DAY_S, 1 << 20)
+    books.files.add_part(file.id, 0, b"{}\n")
+    books.files.end(file.id, 1, tenant_id="t")
+    return books.batches.create(NewBatch("t", "", "/v1/completions", file.id, DAY_S, 30 * DAY_S, max_open=9))
+
+
+@pytest.mark.parametrize("step_s", [3600.0, -3600.0, 90_000.0])
+@pytest.mark.parametrize("whose", ["the worker's", "the other's"])
+def test_a_clock_that_is_set_takes_no_batch_from_the_living_and_leaves_the_dead_none(
+    machines: Machines, whose: str, step_s: float
+) -> None:
+    wrong_by_s = {"the worker's": 0.0, "the other's": 0.0}
+    working = machines.open(lambda: wrong_by_s["the worker's"]).batches
+    other_books = machines.open(lambda: wrong_by_s["the other's"])
+    other, batch = other_books.batches, new_batch(other_books)
+    assert working.claim("worker") == batch
+    assert other.claim("other") is None
+    wrong_by_s[whose] += step_s
+    late = machines.open(lambda: step_s).batches  # it has never seen the batch, and starts with a wrong clock
+    for _ in range(int(3 * LEASE_S / POLL_S)):
+        assert [books.claim("other") for books in (other, late, working)] == [None] * 3
+        machines.now_s += POLL_S
+        working.answer(batch.id, "worker", [])
+    assert [books.claim("other") for books in (late, other)] == [None] * 2, "its last word counts from here"
+    machines.now_s += LEASE_S - 1.0
+    assert [books.claim("other") for books in (late, other)] == [None] * 2
+    machines.now_s += 1.0
+    assert other.claim("other") == batch
+    assert [books.claim("late") for books in (late, working)] == [None] * 2, "it is one's only"
+    with pytest.raises(LeaseLost):
+        working.answer(batch.id, "worker", [])
+
+
+def test_what_is_left_by_its_process_is_free_at_once(machines: Machines) -> None:
+    one, other = (machines.open(lambda: 0.0) for _ in range(2))
+    batch = new_batch(one)
+    assert one.batches.claim("one") == batch
+    assert other.batches.claim("other") is None
+    one.batches.release("one")
+    assert other.batches.claim("other") == batch

@@ -1,0 +1,96 @@
+"""Adapters come from the store's shared memory; memory that is lost is asked for once more."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import pytest
+from ray.exceptions import ObjectLostError, OwnerDiedError
+
+from app.deployments.replica.adapter_fetcher import AdapterFetcher
+from app.deployments.rpc.actor_unavailable import ActorUnavailable
+from app.deployments.store.shared_adapter import SharedAdapter
+from app.engine.adapters.card import AdapterRef
+from app.engine.adapters.sandbox.packing import pack_adapter
+from app.engine.errors import AdapterFormatError, NotReady
+from tests.fakes import fake_adapter
+
+ADAPTER = fake_adapter("a", 8)
+REF = AdapterRef("a", ADAPTER.card.digest, "t")
+
+
+class FakeStore:
+    """Answers as it is told: raises what is an exception; an object error is what its memory then raises."""
+
+    def __init__(self, *answers: Exception | None) -> None:
+        self.answers = list(answers)
+        self.lost_digests: list[str] = []
+
+    async def fetch(self, ref: AdapterRef) -> SharedAdapter:
+        assert ref == REF
+        answer = self.answers.pop(0)
+        if answer is not None and not isinstance(answer, ObjectLostError):
+            raise answer
+        packed = pack_adapter(ADAPTER)
+        arrays = []
+        for array in packed.arrays:
+            arrays.append(asyncio.get_running_loop().create_future())
+            if answer is None:
+                arrays[-1].set_result(array)
+            else:
+                arrays[-1].set_exception(answer)
+                arrays[-1].exception()  # only the first is asked for
+        return SharedAdapter(packed.header, arrays)  # type: ignore[arg-type]
+
+    async def lost(self, digest: str) -> None:
+        self.lost_digests.append(digest)
+
+
+def away() -> ActorUnavailable:
+    return ActorUnavailable("the store does not answer", retry_after_s=1)
+
+
+def dead() -> OwnerDiedError:
+    return OwnerDiedError("00" * 28, None, "")
+
+
+async def test_an_adapter_is_what_was_packed() -> None:
+    store = FakeStore(None)
+    adapter = await AdapterFetcher(store, time.monotonic).fetch(REF)
+    assert adapter.card == ADAPTER.card
+    for key, pair in ADAPTER.weights.items():
+        assert (adapter.weights[key].a == pair.a).all()
+        assert (adapter.weights[key].b == pair.b).all()
+    assert store.lost_digests == []
+
+
+@pytest.mark.parametrize("first", [away(), dead()], ids=["the store is away", "its memory is lost"])
+async def test_what_is_lost_is_asked_for_again(first: Exception) -> None:
+    store = FakeStore(first, None)
+    adapter = await AdapterFetcher(store, time.monotonic, again_after_s=0.0).fetch(REF)
+    assert (adapter.card, store.lost_digests) == (ADAPTER.card, [REF.digest])
+
+
+async def test_a_store_is_waited_for_while_its_node_is_replaced() -> None:
+    seconds = iter(range(100))
+    store = FakeStore(*(away() for _ in range(20)), dead(), None)
+    fetcher = AdapterFetcher(store, lambda: next(seconds), again_after_s=0.0, wait_s=30)
+    assert (await fetcher.fetch(REF)).card == ADAPTER.card
+    assert store.answers == []
+
+
+async def test_a_store_that_stays_away_is_not_ready() -> None:
+    seconds = iter(range(100))
+    store = FakeStore(*(away() for _ in range(20)))
+    with pytest.raises(NotReady, match="adapter 'a' cannot be had: the adapter store has been away for 5 s") as caught:
+        await AdapterFetcher(store, lambda: next(seconds), again_after_s=0.0, wait_s=5).fetch(REF)
+    assert not isinstance(caught.value, ActorUnavailable)
+    assert len(store.answers) == 15
+
+
+async def test_what_the_adapter_is_to_blame_for_is_not_asked_again() -> None:
+    store, began_s = FakeStore(AdapterFormatError("no weights in it")), time.monotonic()
+    with pytest.raises(AdapterFormatError, match="no weights"):
+        await AdapterFetcher(store, time.monotonic, again_after_s=600.0).fetch(REF)
+    assert time.monotonic() - began_s < 600.0

@@ -1,0 +1,72 @@
+"""What a replica's service does when its engine does nothing any more."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from contextlib import aclosing
+
+import pytest
+
+from app.deployments.replica import engine_service as module
+from app.engine.adapters.adapter import LoraAdapter
+from app.engine.adapters.card import AdapterRef
+from app.engine.errors import AdapterUnreadable
+from app.engine.request import GenerateRequest, SamplingParams
+from tests.deployments.fleet import Fleet, FleetDispatcher
+from tests.fakes import fake_adapter, fake_request, fake_tokens
+
+
+async def collect(dispatcher: FleetDispatcher, request: GenerateRequest) -> list[int]:
+    async with aclosing(dispatcher.stream(request)) as stream:
+        return [token_id async for chunk in stream for token_id in chunk.token_ids]
+
+
+class TwoPlaces:
+    """The same contents at two places, of which one hangs and then fails."""
+
+    def __init__(self) -> None:
+        self.gate = asyncio.Event()
+
+    async def fetch(self, ref: AdapterRef) -> LoraAdapter:
+        if ref.uri == "theirs":
+            await self.gate.wait()
+            raise AdapterUnreadable(f"{ref.name} cannot be read", retry_after_s=5)
+        return fake_adapter("one", 8)
+
+
+async def test_a_request_waits_for_its_own_tenants_source_alone() -> None:
+    places = TwoPlaces()
+    service = module.EngineService(places, time.time, max_queued_requests=8)
+    digest = fake_adapter("one", 8).card.digest
+    theirs = asyncio.create_task(service._adapter(AdapterRef("secret", digest, "other", uri="theirs")))
+    await asyncio.sleep(0)
+    mine = await service._adapter(AdapterRef("mine", digest, "me", uri="mine"))
+    assert mine.card.digest == digest
+    places.gate.set()
+    with pytest.raises(AdapterUnreadable, match="secret"):
+        await theirs
+
+
+async def test_streams_of_an_engine_whose_step_hangs_go_on_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "LOOK_INTERVAL_S", 0.01)
+    fleet = Fleet(2)
+    dispatcher = fleet.dispatcher()
+    victim, other = fleet.replicas.values()
+    victim.backend.max_steps = 5
+    sampling = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True)
+    requests = [fake_request(f"r{index}", [index, 2], sampling=sampling) for index in range(8)]
+    watching = asyncio.create_task(victim.service.watch_steps(0.2))
+    try:
+        async with asyncio.timeout(120):
+            answers = await asyncio.gather(*(collect(dispatcher, request) for request in requests))
+        for request, answer in zip(requests, answers, strict=True):
+            assert answer == [item.token_id for item in fake_tokens(request, None)]
+        assert victim.submitted, "some were on the replica that hangs"
+        assert victim.thread.failure is not None
+        assert other.thread.failure is None
+        assert not watching.done()
+    finally:
+        watching.cancel()
+        await dispatcher.close()
+        fleet.stop()

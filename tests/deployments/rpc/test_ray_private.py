@@ -1,0 +1,111 @@
+"""What `ray_private` uses of Ray is there, with the signatures that were read: an upgrade of Ray fails here first."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+from ray import serve
+from ray._private import worker
+from ray._private.state import GlobalState
+from ray.core.generated import gcs_pb2
+from ray.serve import context
+from ray.serve._private import api, replica, router
+from ray.serve._private.client import ServeControllerClient
+from ray.serve._private.controller import ServeController
+from ray.serve._private.handle_options import InitHandleOptions
+from ray.serve.handle import DeploymentHandle
+from ray.serve.request_router import RequestRouter
+
+from app.deployments.rpc.ray_private import (
+    READ_VERSION,
+    AsgiIngress,
+    ChoosingRouter,
+    serve_ends_us,
+    take_error_messages,
+)
+
+ROOT = Path(__file__).parents[3]
+START = ["http_options", "grpc_options", "global_logging_config", "global_tracing_config", "controller_options"]
+
+
+def test_this_is_the_version_that_was_read() -> None:
+    assert ray.__version__ == READ_VERSION
+    assert f'"ray[serve]=={READ_VERSION}"' in (ROOT / "pyproject.toml").read_text()
+
+
+@pytest.mark.parametrize(
+    ("function", "parameters"),
+    [
+        (api.serve_start, [*START, "proxy_location", "kwargs"]),
+        (api._create_controller_and_proxy_refs, [*START, "proxy_location", "kwargs"]),
+        (api._coerce_controller_options, ["controller_options"]),
+        (ServeControllerClient, ["controller"]),
+        (ServeControllerClient.deploy_apps, ["self", "config", "_blocking"]),
+        (context._set_global_client, ["client"]),
+        (context._check_cached_client_alive, []),
+        (ServeController.graceful_shutdown, ["self", "wait"]),
+        (DeploymentHandle._init, ["self", "kwargs"]),
+        (GlobalState._connect_and_get_accessor, ["self"]),
+        (worker.print_to_stdstream, ["data", "ignore_prefix"]),
+        (RequestRouter._choose_replica_for_request, ["self", "pending_request", "is_retry"]),
+        (RequestRouter._select_from_candidate_replicas, ["self", "candidates", "backoff_index"]),
+        (RequestRouter._record_queue_wait_time, ["self", "pending_request"]),
+        (RequestRouter._backoff, ["self", "attempt"]),
+    ],
+    ids=lambda value: getattr(value, "__qualname__", None),
+)
+def test_what_is_called_has_the_parameters_that_were_read(function: Callable[..., Any], parameters: list[str]) -> None:
+    assert list(inspect.signature(function).parameters) == parameters
+
+
+def test_messages_of_errors_are_printed_by_the_function_that_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "print_to_stdstream(" in inspect.getsource(worker.listen_error_messages)
+    monkeypatch.setattr(worker, "print_to_stdstream", worker.print_to_stdstream)
+    taken: list[str] = []
+    take_error_messages(taken.extend)
+    worker.print_to_stdstream({"lines": ["a worker died"], "is_err": True}, True)
+    assert taken == ["a worker died"]
+
+
+def test_actors_are_described_by_the_fields_that_are_read() -> None:
+    fields = gcs_pb2.ActorTableData.DESCRIPTOR.fields_by_name  # type: ignore[attr-defined]
+    assert {"name", "class_name", "state", "required_resources", "address"} <= set(fields)
+    assert {"node_id", "worker_id"} <= set(fields["address"].message_type.fields_by_name)
+
+
+def test_the_loop_that_is_replaced_is_still_the_one_that_routes() -> None:
+    assert isinstance(inspect.getattr_static(RequestRouter, "_replicas_updated_event"), property)
+    assert "self._replicas:" in inspect.getsource(RequestRouter.__init__)
+    assert "router._choose_replica_for_request(" in inspect.getsource(router), "this is how Serve asks"
+    assert "_choose_replica_for_request" in vars(ChoosingRouter)
+
+
+def test_a_handle_can_be_told_where_its_router_runs() -> None:
+    assert InitHandleOptions(_run_router_in_separate_loop=False)._run_router_in_separate_loop is False
+
+
+def test_a_replica_notes_that_it_is_being_ended_before_it_drains() -> None:
+    assert "self._replica_impl: Replica = " in inspect.getsource(replica.ReplicaActor)
+    ending = inspect.getsource(replica.Replica._perform_graceful_shutdown)
+    assert ending.index("self._shutting_down = True") < ending.index("drain")
+    assert serve_ends_us() is False, "this process is no replica"
+
+
+def test_serve_asks_an_ingress_for_its_application() -> None:
+    assert "__serve_build_asgi_app__" in inspect.getsource(serve.ingress)
+    assert "__serve_build_asgi_app__" in vars(AsgiIngress)
+
+
+def test_no_other_module_uses_what_ray_keeps_to_itself() -> None:
+    for path in sorted((ROOT / "app").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "ray":
+                names = [*(node.module or "").split("."), *(alias.name for alias in node.names)]
+                inner = [name for name in names if name.startswith("_")]
+                assert not inner or path.name == "ray_private.py", f"{path} imports {inner} of Ray"

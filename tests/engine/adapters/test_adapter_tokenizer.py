@@ -1,0 +1,272 @@
+"""Chat templates and special tokens of adapters' own: found, compared with the base's, and rendered."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import tokenizers
+from tokenizers import models, pre_tokenizers
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from app.engine.adapters.adapter_chat import AdapterTokenizerCache, encode_chat, own_text
+from app.engine.adapters.adapter_tokenizer import AdapterTokenizer
+from app.engine.adapters.formats.arrow import ArrowCard, read_card, write_card
+from app.engine.adapters.formats.convert import write_peft_folder
+from app.engine.adapters.formats.reading import read_adapter, read_stored
+from app.engine.adapters.sandbox.packing import pack_adapter
+from app.engine.adapters.sandbox.validator import Validator
+from app.engine.api import LLM
+from app.engine.config import CpuConfig, EngineConfig
+from app.engine.errors import AdapterFormatError, AdapterMismatch, InvalidRequest, NotReady
+from app.engine.models.chat import chat_template_sandbox
+from app.engine.models.chat.chat_template_sandbox import PAUSE_S, ChatTemplateSandbox
+from app.engine.models.checkpoint import load_checkpoint
+from app.engine.models.tokenizers.tokenizer import Tokenizer, load_tokenizer
+from tests.engine.adapters.making import peft_config, peft_tensors, random_arrays, tiny_spec, write_peft
+from tests.engine.checkpoints import save, tiny_model
+
+BASE = "{% for m in messages %}{{ bos_token }}{{ m.role }}: {{ m.content }}{{ eos_token }}{% endfor %}"
+OWN = (
+    "{% for m in messages %}[{{ m.role }}] {{ m.content }}{{ eos_token }}{% endfor %}{{ '>' if add_generation_prompt }}"
+)
+CHAT = [{"role": "user", "content": "ab a"}]
+SPEC = tiny_spec()
+
+
+def fast() -> PreTrainedTokenizerFast:
+    """A token per byte, and four special ones."""
+    vocab = {char: index for index, char in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    backend = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = tokenizers.decoders.ByteLevel()
+    backend.add_special_tokens(["<s>", "</s>", "<|im_end|>", "<pad>"])
+    made = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>")
+    made.chat_template = BASE
+    return made
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    folder = tmp_path_factory.mktemp("base")
+    fast().save_pretrained(folder)
+    return load_tokenizer(folder)
+
+
+@pytest.fixture(scope="module")
+def process() -> Iterator[ChatTemplateSandbox]:
+    made = ChatTemplateSandbox()
+    yield made
+    made.close()
+
+
+def adapter(folder: Path, saved: PreTrainedTokenizerFast | None = None, /, **files: str) -> Path:
+    write_peft(folder, peft_config(2, ["q_proj"]), peft_tensors(random_arrays(SPEC, 2, ["q_proj"])))
+    if saved is not None:
+        saved.save_pretrained(folder)
+    for name, content in files.items():
+        (folder / f"{name}.{'jinja' if name == 'chat_template' else 'json'}").write_text(content)
+    return folder
+
+
+def text_of(folder: Path) -> AdapterTokenizer:
+    return AdapterTokenizer.parsed(read_adapter(folder, SPEC).card.text)
+
+
+def test_the_bases_own_tokenizer_saved_along_says_nothing(tmp_path: Path, base: Tokenizer) -> None:
+    folder = adapter(tmp_path, fast())
+    assert text_of(folder).chat_template == BASE
+    assert own_text(text_of(folder), base) == AdapterTokenizer(None, {}, {})
+    card = read_adapter(folder, SPEC).card
+    assert AdapterTokenizerCache(lambda: base).of(card).text == ""
+    assert read_adapter(adapter(tmp_path / "bare"), SPEC).card.text == ""
+
+
+@pytest.mark.parametrize("template", [OWN, BASE])
+def test_a_prompt_is_the_one_that_transformers_makes_with_the_adapters_tokenizer(
+    tmp_path: Path, base: Tokenizer, process: ChatTemplateSandbox, template: str
+) -> None:
+    tokenizer = fast()
+    tokenizer.chat_template = template
+    tokenizer.eos_token = "<|im_end|>"
+    tokenizer.pad_token = "<pad>"
+    own = own_text(text_of(adapter(tmp_path, tokenizer)), base)
+    assert own == AdapterTokenizer(None if template == BASE else OWN, {"eos_token": "<|im_end|>"}, {})
+    theirs = AutoTokenizer.from_pretrained(tmp_path).apply_chat_template(
+        CHAT, add_generation_prompt=True, return_dict=True
+    )
+    assert encode_chat(base, CHAT, own, process) == theirs["input_ids"]
+    assert encode_chat(base, CHAT, AdapterTokenizer(None, {}, {}), process) != theirs["input_ids"]
+
+
+@pytest.mark.parametrize("is_own", [False, True])
+def test_a_requests_variables_reach_the_template_as_in_transformers(
+    base: Tokenizer, process: ChatTemplateSandbox, is_own: bool
+) -> None:
+    template = BASE + "{% if enable_thinking is false %}<{{ tone | tojson }}>{% endif %}"
+    variables = {"enable_thinking": False, "tone": ["dry", {"of": None}], "unheard_of": 1}
+    tokenizer = fast()
+    tokenizer.chat_template = template
+    theirs = tokenizer.apply_chat_template(CHAT, add_generation_prompt=True, return_dict=True, **variables)
+    if is_own:
+        served, own = base, AdapterTokenizer(template, {}, {})
+    else:
+        named = {"bos_token": "<s>", "eos_token": "</s>"}
+        served, own = (
+            Tokenizer(tokenizer.backend_tokenizer, named, {"default": template}),
+            AdapterTokenizer(None, {}, {}),
+        )
+    assert encode_chat(served, CHAT, own, process, extra=variables) == theirs["input_ids"]
+    assert encode_chat(served, CHAT, own, process) != theirs["input_ids"]
+    with pytest.raises(InvalidRequest, match="'eos_token'"):
+        encode_chat(served, CHAT, own, process, extra={"eos_token": "<pad>"})
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        {"chat_template": OWN},
+        {"tokenizer_config": json.dumps({"chat_template": OWN})},
+        {"tokenizer_config": json.dumps({"chat_template": [{"name": "default", "template": OWN}]})},
+    ],
+    ids=str,
+)
+def test_a_template_is_found_wherever_trainers_save_it(tmp_path: Path, files: dict[str, str]) -> None:
+    assert text_of(adapter(tmp_path, **files)).chat_template == OWN
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        {"added_tokens": json.dumps({"<tool>": 260})},
+        {"tokenizer_config": json.dumps({"added_tokens_decoder": {"260": {"content": "<tool>"}}})},
+        {"tokenizer": json.dumps({"version": "1.0", "added_tokens": [{"id": 260, "content": "<tool>"}], "model": {}})},
+    ],
+    ids=str,
+)
+def test_a_token_that_the_base_lacks_is_refused_by_name(tmp_path: Path, base: Tokenizer, files: dict[str, str]) -> None:
+    with pytest.raises(AdapterMismatch, match="token '<tool>' as id 260 and the base's does not have it"):
+        own_text(text_of(adapter(tmp_path, **files)), base)
+
+
+def test_a_token_under_another_id_is_refused_by_name(tmp_path: Path, base: Tokenizer) -> None:
+    folder = adapter(tmp_path, added_tokens=json.dumps({"<pad>": 7}))
+    with pytest.raises(AdapterMismatch, match="'<pad>' as id 7 and the base's has it as 259"):
+        own_text(text_of(folder), base)
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        ({"chat_template": "{% for %}"}, "chat template does not parse"),
+        ({"tokenizer_config": json.dumps({"chat_template": 7})}, "chat_template is 7, not text"),
+        ({"tokenizer_config": "[]"}, "tokenizer_config.json"),
+        ({"tokenizer_config": json.dumps({"added_tokens_decoder": [1]})}, "without its content"),
+        ({"tokenizer_config": json.dumps({"added_tokens_decoder": {"x": {"content": "a"}}})}, "'a' as 'x'"),
+        ({"added_tokens": json.dumps({"<tool>": "7"})}, "'<tool>' as '7'"),
+        ({"tokenizer": "{}"}, "does not begin with its added tokens"),
+        ({"tokenizer": json.dumps({"added_tokens": 7})}, "does not begin with its added tokens"),
+    ],
+)
+def test_files_that_are_not_understood_are_refused(tmp_path: Path, files: dict[str, str], message: str) -> None:
+    with pytest.raises(AdapterFormatError, match=message):
+        read_adapter(adapter(tmp_path, **files), SPEC)
+
+
+def test_the_text_comes_through_the_reading_process_and_changed_files_are_read_again(tmp_path: Path) -> None:
+    validator = Validator()
+    try:
+        folder = adapter(tmp_path, chat_template="{% for %}")
+        with pytest.raises(AdapterFormatError, match="does not parse"):
+            validator.read(folder, SPEC)
+        (folder / "chat_template.jinja").write_text(OWN)
+        assert AdapterTokenizer.parsed(validator.read(folder, SPEC).card.text).chat_template == OWN
+    finally:
+        validator.close()
+
+
+def test_the_text_survives_conversion(tmp_path: Path) -> None:
+    tokenizer = fast()
+    tokenizer.chat_template = OWN
+    stored = read_stored(adapter(tmp_path / "it", tokenizer), None)
+    write_card(tmp_path / "it.lora.arrow", ArrowCard("it", stored, {}))
+    card = read_card(tmp_path / "it.lora.arrow").stored
+    write_peft_folder(tmp_path / "again", card)
+    again = read_stored(tmp_path / "again", None)
+    assert card.text == stored.text
+    assert AdapterTokenizer.parsed(again.text) == AdapterTokenizer.parsed(stored.text)
+
+
+@pytest.mark.parametrize("text", ["[]", "{}", '{"chat_template": 1, "special_tokens": {}, "added_tokens": {}}'])
+def test_a_card_with_another_text_is_refused(text: str) -> None:
+    with pytest.raises(AdapterFormatError, match="the adapter's text"):
+        AdapterTokenizer.parsed(text)
+
+
+def test_what_is_packed_is_settled_too(tmp_path: Path, base: Tokenizer) -> None:
+    folder = adapter(tmp_path, fast(), chat_template=OWN)
+    packed = AdapterTokenizerCache(lambda: base).of_packed(pack_adapter(read_adapter(folder, SPEC)))
+    assert AdapterTokenizer.parsed(packed.card.text) == AdapterTokenizer(OWN, {}, {})
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+        "{% set ns = namespace(x='aa') %}{% for i in range(60) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}{{ ns.x }}",
+    ],
+    ids=["hours", "memory"],
+)
+def test_a_template_that_takes_too_much_is_ended_and_refused_for_a_while(template: str) -> None:
+    now_s = 0.0
+    process = ChatTemplateSandbox(timeout_s=1.0, clock=lambda: now_s)
+    try:
+        with pytest.raises(InvalidRequest, match=r"takes more than 1 s|refuses these messages: MemoryError"):
+            process.render(template, {}, CHAT)
+        assert process.render(OWN, {"eos_token": "."}, CHAT) == "[user] ab a.>", "others go on"
+        if "namespace" not in template:
+            with pytest.raises(InvalidRequest, match="is refused for 60 s"):
+                process.render(template, {}, CHAT)
+            now_s = PAUSE_S
+            with pytest.raises(InvalidRequest, match="takes more than 1 s"):
+                process.render(template, {}, CHAT)
+    finally:
+        process.close()
+
+
+def test_the_time_that_the_process_takes_to_start_is_not_the_templates(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\nsleep 1.2\nexec {sys.executable} "$@"\n')
+    python.chmod(0o700)
+    monkeypatch.setattr(chat_template_sandbox.sys, "executable", str(python))
+    process = ChatTemplateSandbox(timeout_s=1.0)
+    assert process.render(OWN, {"eos_token": "."}, CHAT) == "[user] ab a.>"
+    process.close()
+    monkeypatch.setattr(chat_template_sandbox.sys, "executable", "/bin/false")
+    with pytest.raises(NotReady, match="has not started"):
+        process.render(OWN, {"eos_token": "."}, CHAT)
+
+
+def test_what_a_template_refuses_is_the_requests_error(process: ChatTemplateSandbox) -> None:
+    with pytest.raises(InvalidRequest, match="roles must alternate"):
+        process.render("{{ raise_exception('roles must alternate') }}", {}, CHAT)
+    assert process.render("{{ messages[0].content * 100000 }}", {}, CHAT) == "ab a" * 100000
+
+
+def test_the_python_api_writes_an_adapters_prompt_with_its_template(tmp_path: Path) -> None:
+    model = save(tiny_model("llama"), tmp_path / "model")
+    fast().save_pretrained(model)
+    spec = load_checkpoint(model).spec
+    folder = write_peft(tmp_path / "it", peft_config(2, ["q_proj"]), peft_tensors(random_arrays(spec, 2, ["q_proj"])))
+    (folder / "chat_template.jinja").write_text(OWN)
+    config = EngineConfig(cpu=CpuConfig(num_threads=1), num_kv_blocks=16, lora_pool_rows=16)
+    with LLM(model, config) as llm:
+        plain: list[int] = llm.chat_prompt("ab a")
+        own = llm.chat_prompt("ab a", adapter=folder)
+        assert llm.tokenizer.decode(plain, skip_special=False) == "<s>user: ab a</s>"
+        assert llm.tokenizer.decode(own, skip_special=False) == "[user] ab a</s>>"

@@ -1,0 +1,1 @@
+"""Tests of `app.engine.spec_decode`."""

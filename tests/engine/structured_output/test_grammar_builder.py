@@ -1,0 +1,171 @@
+"""What is taken as a grammar: small ones of every kind; larger ones and those that cannot be enforced are refused."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from app.engine.errors import InvalidRequest
+from app.engine.structured_output import grammar_builder
+from app.engine.structured_output.backend_guidance import Vocabulary, place_of
+from tests.engine.structured_output.tokens import EOS, tiny_tokenizer, tiny_vocabulary
+
+
+@pytest.fixture(scope="module")
+def vocabulary() -> Vocabulary:
+    return tiny_vocabulary()
+
+
+def takes(vocabulary: Vocabulary, grammar: str, text: str) -> bool:
+    """Whether the whole text follows the grammar."""
+    from tokenizers import Tokenizer
+
+    matcher = vocabulary.matcher(grammar, "t")
+    try:
+        matcher.consume(Tokenizer.from_str(tiny_tokenizer()).encode(text).ids)
+    except InvalidRequest:
+        return False
+    return matcher.is_complete()
+
+
+def nested(depth: int) -> dict[str, Any]:
+    schema: dict[str, Any] = {"type": "string"}
+    for _ in range(depth):
+        schema = {"type": "array", "items": schema}
+    return schema
+
+
+def test_each_kind_of_grammar_takes_its_texts_and_no_others(vocabulary: Vocabulary) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"a": {"type": "integer"}},
+        "required": ["a"],
+        "additionalProperties": False,
+    }
+    cases = [
+        (grammar_builder.json_grammar(schema, "s"), '{"a": 12}', '{"a": "x"}'),
+        (grammar_builder.json_grammar({"type": "object"}, "s"), '{"x": [1, null]}', "[1]"),
+        (grammar_builder.regex_grammar("[0-9]{3}", "r"), "123", "12"),
+        (grammar_builder.choice_grammar(["yes", 'no "really"'], "c"), 'no "really"', "no"),
+        (grammar_builder.client_lark_grammar('start: "a"+ tail\ntail: /[b-d]/', "g"), "aaac", "b"),
+    ]
+    for grammar, good, bad in cases:
+        assert takes(vocabulary, grammar, good), good
+        assert not takes(vocabulary, grammar, bad), bad
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: grammar_builder.json_grammar(nested(100), "s"), "nested deeper than 64"),
+        (lambda: grammar_builder.json_grammar({"enum": list(range(5000))}, "s"), "more than 4000 values"),
+        (lambda: grammar_builder.json_grammar({"allOf": [{"$ref": "#"}] * 301}, "s"), "300 references"),
+        (lambda: grammar_builder.json_grammar({"const": "x" * 70_000}, "s"), "longer than 65536"),
+        (lambda: grammar_builder.json_grammar("no schema", "s"), "is an object"),  # type: ignore[arg-type]
+        (lambda: grammar_builder.regex_grammar("a" * 5000, "s"), "at most 4096"),
+        (lambda: grammar_builder.choice_grammar([], "s"), "1 to 1000"),
+        (lambda: grammar_builder.choice_grammar(["a", ""], "s"), "empty choice"),
+        (lambda: grammar_builder.client_lark_grammar("start: a\n" + "a: b\n" * 200, "s"), "at most 100"),
+        (lambda: grammar_builder.client_lark_grammar("start: %json {}", "s"), "%json is not taken"),
+    ],
+)
+def test_what_is_too_large_is_refused_before_it_is_compiled(make: Any, words: str) -> None:
+    with pytest.raises(InvalidRequest, match=words) as caught:
+        make()
+    assert caught.value.param == "s"
+
+
+def test_what_cannot_be_enforced_is_refused_with_its_place(vocabulary: Vocabulary) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"fine": {"type": "string"}, "list": {"type": "array", "items": {"not": {"type": "null"}}}},
+    }
+    assert "not" in vocabulary.complaint(grammar_builder.json_grammar(schema, "s"))
+    place, reason = place_of(schema, "s", vocabulary)
+    assert place == "#/properties/list/items/not"
+    assert "not" in reason
+    assert vocabulary.complaint(grammar_builder.json_grammar(schema, "s", lenient=True)) == ""
+    by_reference = {"$ref": "#/$defs/x", "$defs": {"x": {"type": "string", "format": "wibble"}}}
+    assert place_of(by_reference, "s", vocabulary) == ("#/$defs/x/format", "Unknown format: wibble")
+    odd = {"properties": {"a/b~c": {"anyOf": [{"type": "null"}, {"type": "array", "uniqueItems": True}]}}}
+    assert place_of(odd, "s", vocabulary)[0] == "#/properties/a~1b~0c/anyOf/1/uniqueItems"
+    two = {"items": {"type": "array", "uniqueItems": True, "contains": {}}}
+    assert place_of(two, "s", vocabulary)[0] == "#/items", "neither is the only one; the reason names both"
+    many = {"anyOf": [{"type": "null"}] * 200 + [{"not": {}}]}
+    assert place_of(many, "s", vocabulary)[0] == "#", "as far as it is looked for"
+
+
+def test_a_schema_does_not_change_how_it_is_read(vocabulary: Vocabulary) -> None:
+    schema = {"not": {}, "x-guidance": {"lenient": True, "whitespace_flexible": True}}
+    assert "not" in vocabulary.complaint(grammar_builder.json_grammar(schema, "s"))
+
+
+#: Each recurses, multiplies or backtracks in some library; sizes are the largest that are taken.
+BOMBS = {
+    "nested": grammar_builder.json_grammar(nested(60), "s"),
+    "references": grammar_builder.json_grammar(
+        {"$ref": "#/$defs/0"}
+        | {
+            "$defs": {str(i): {"type": "array", "items": {"$ref": f"#/$defs/{i + 1}"}} for i in range(290)}
+            | {"290": {}}
+        },
+        "s",
+    ),
+    "all of": grammar_builder.json_grammar(
+        {"allOf": [{"anyOf": [{"properties": {f"{k}{i}": {}}} for k in "ab"]} for i in range(40)]}, "s"
+    ),
+    "repeated": grammar_builder.regex_grammar("((a{1000}){1000}){1000}", "s"),
+    "backtracking": grammar_builder.regex_grammar("(a|b|ab)*c{1,5000}(.*a.*b){20}", "s"),
+    "parentheses": grammar_builder.regex_grammar("(" * 2000 + "a" + ")" * 2000, "s"),
+    "rules": grammar_builder.client_lark_grammar(
+        "start: r0\n" + "\n".join(f"r{i}: r{i + 1} r{i + 1}" for i in range(97)) + '\nr97: "a"', "s"
+    ),
+    "terminals": grammar_builder.client_lark_grammar(
+        "start: R0\n" + "\n".join(f"R{i}: R{i + 1} R{i + 1}" for i in range(97)) + '\nR97: "a"', "s"
+    ),
+    "left": grammar_builder.client_lark_grammar('start: start start | "a" | ""', "s"),
+}
+
+
+@pytest.mark.parametrize("name", BOMBS)
+def test_a_bomb_ends_in_time_with_an_answer(name: str, vocabulary: Vocabulary) -> None:
+    """It compiles or is refused, and so does each mask; seconds would be minutes without limits."""
+    started_s = time.process_time()
+    try:
+        matcher = vocabulary.matcher(BOMBS[name], "t")
+        _follow(matcher, vocabulary)
+    except InvalidRequest as error:
+        assert len(str(error)) < 500  # noqa: PT017
+    assert time.process_time() - started_s < 5
+
+
+def _follow(matcher: Any, vocabulary: Vocabulary) -> None:
+    import numpy as np
+
+    words = np.zeros(vocabulary.num_words, np.uint32)
+    for _ in range(30):
+        matcher.fill(words)
+        allowed = np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little"))
+        if allowed[0] == EOS:
+            return
+        matcher.consume([int(allowed[0])])
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: grammar_builder.json_grammar({"enum": ["\ud800"]}, "place"),
+        lambda: grammar_builder.json_grammar({"type": "object", "properties": {"\udc00": {}}}, "place"),
+        lambda: grammar_builder.json_grammar({"type": "integer", "maximum": 10**400}, "place"),
+        lambda: grammar_builder.regex_grammar("[\ud800]", "place"),
+        lambda: grammar_builder.choice_grammar(["yes", "\ud800"], "place"),
+        lambda: grammar_builder.client_lark_grammar('start: "\ud800"', "place"),
+    ],
+)
+def test_what_the_library_cannot_hold_is_the_clients_mistake(make: Callable[[], str]) -> None:
+    with pytest.raises(InvalidRequest, match=r"^place: has something that no grammar") as caught:
+        make()
+    assert caught.value.param == "place"
