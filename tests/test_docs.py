@@ -11,6 +11,7 @@ import json
 import re
 import shlex
 import typing
+import warnings
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -22,8 +23,11 @@ from app.cli.main import make_parser
 from app.config import AppConfig
 from app.deployments.ingress.schemas.openai import GenerateBody, GenerateSampling
 from app.engine.api import LLM
-from docs.generate import pages
 from docs.generators.results import RESULTS
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # Ray's own, while it is imported: pydantic's deprecations
+    from docs.generate import pages
 
 ROOT = Path(__file__).parents[1]
 DOCS = sorted((ROOT / "docs").rglob("*.md"))
