@@ -73,20 +73,20 @@ class PreloadedAdapter(_Settings):
     """An adapter registered when the service starts."""
 
     name: str = Field(pattern=NAME_PATTERN, description="The name clients use.")
-    path: str = Field(description="A folder or card under one of the roots, or a source URI.")
+    path: str = Field(description="A folder under one of the roots, or a source URI.")
     description: str | None = Field(
         default=None,
         max_length=MAX_DESCRIPTION_CHARS,
-        description='Text that lists show and model "auto" compares prompts with; the card\'s own by default.',
+        description='What it is for, as lists show it and model "auto" compares it; by default as its card says.',
     )
 
 
 class SigningConfig(_Settings):
-    """Which signatures adapters need to be registered."""
+    """Whose adapters may be registered."""
 
     required: bool = Field(default=False, description="Refuse adapters that are not signed by a trusted key.")
     trusted_keys: dict[str, tuple[Annotated[str, Field(pattern=PUBLIC_KEY_PATTERN)], ...]] = Field(
-        default_factory=dict, description="Public keys (`polylora keygen`) by tenant id; `default` without tenants."
+        default_factory=dict, description="Public keys (`polylora keygen`) by tenant; without tenants it is 'default'."
     )
 
     @property
@@ -95,62 +95,56 @@ class SigningConfig(_Settings):
 
 
 class AdaptersConfig(_Settings):
-    """Where adapters come from, and how much disk and host memory they may fill."""
+    """Where adapters come from and how much host memory they may fill."""
 
     roots: tuple[str, ...] = Field(
-        default=(), description="Folders that adapters may be loaded from; the one in LORA_PATH is added."
+        default=(), description="Folders that adapters may be loaded from; LORA_PATH is added."
     )
     preload: tuple[PreloadedAdapter, ...] = Field(default=(), description="Adapters registered at start.")
     allow_hub: bool = Field(default=True, description="Whether hf://org/name@revision may be loaded.")
-    hub_endpoint: str | None = Field(
-        default=None, description="URL of the hub; HF_ENDPOINT or the public hub by default."
-    )
+    hub_endpoint: str | None = Field(default=None, description="Another hub than HF_ENDPOINT or the public one.")
     urls: tuple[str, ...] = Field(
-        default=(), description="URL prefixes that may be loaded: s3://bucket/folder/, gs://..., https://host/..."
+        default=(), description="Prefixes of URLs that may be loaded: s3://bucket/folder/, gs://..., https://host/..."
     )
     url_options: dict[str, dict[str, Any]] = Field(
-        default_factory=dict, description="fsspec arguments by scheme, such as s3: {endpoint_url: ...}; no secrets."
+        default_factory=dict, description="fsspec's arguments by scheme, such as s3: {endpoint_url: ...}; no secrets."
     )
     custom_fetcher: str | None = Field(
         default=None, description="module:function that fetches other URIs instead of the hub's downloader."
     )
     resolvers: tuple[Annotated[str, Field(pattern=RESOLVER_PATTERN)], ...] | None = Field(
         default=None,
-        description="Where unregistered names are looked up: paths or URIs with {name}, or module:function. By "
-        "default <LORA_PATH>/{name} if LORA_PATH is set; [] disables the look-up.",
+        description="Where to look for adapters that are not registered: paths or URIs with {name}, or "
+        "module:function. Default: <LORA_PATH>/{name} if LORA_PATH is set; [] disables this.",
     )
     negative_cache_ttl_s: float = Field(
-        default=30.0, gt=0, description="A name that was not found is looked up again after this long."
+        default=30.0, gt=0, description="A name that was not found is looked for again after this long."
     )
-    source_timeout_s: float = Field(default=300.0, gt=0, description="Longest download of one adapter, in seconds.")
+    source_timeout_s: float = Field(default=300.0, gt=0, description="Longest download of one adapter.")
     max_adapter_bytes: int = Field(default=8 << 30, ge=1 << 10, description="Largest file of weights that is read.")
     max_rank: int = Field(default=4096, ge=1, description="Highest rank that is read.")
     parser_memory_bytes: int = Field(
-        default=1 << 30,
-        ge=256 << 20,
-        description="Memory limit of the process that reads an adapter, plus eight times its size.",
+        default=1 << 30, ge=256 << 20, description="Memory for reading one adapter, beside eight times its size."
     )
     parser_timeout_s: float = Field(
-        default=20.0, gt=0, description="Time limit of the process that reads an adapter, plus a second per 20 MB."
+        default=20.0, gt=0, description="Time for reading one adapter, beside a second per 20 MB."
     )
     host_cache_bytes: int = Field(
-        default=512 << 20, ge=1 << 20, description="Bytes of adapters kept in host memory (Ray's object store)."
+        default=512 << 20, ge=1 << 20, description="Adapters kept in the object store, in bytes."
     )
     max_pinned_fraction: float = Field(
         default=0.5,
         ge=0,
         le=1,
-        description="Part of the LoRA pool, adapter slots, extra weights and host memory for pinned adapters.",
+        description="Part of rank rows, adapter slots and host memory that pinned adapters may take together.",
     )
-    host_eviction: EvictionPolicy = Field(default="lru", description="Eviction from host memory: lru, lfu or cost.")
-    disk_cache_bytes: int = Field(default=8 << 30, ge=1 << 20, description="Bytes of remote adapters kept on disk.")
+    host_eviction: EvictionPolicy = Field(default="lru", description="Who leaves the object store: lru, lfu or cost.")
+    disk_cache_bytes: int = Field(default=8 << 30, ge=1 << 20, description="Remote adapters kept on disk, in bytes.")
     signing: SigningConfig = Field(default_factory=SigningConfig)
-    disk_eviction: EvictionPolicy = Field(default="cost", description="Eviction from disk: lru, lfu or cost.")
-    state_dir: str = Field(
-        default="~/.local/state/polylora", description="Folder of the registry's database, the disk tier and the log."
-    )
+    disk_eviction: EvictionPolicy = Field(default="cost", description="Who leaves the disk: lru, lfu or cost.")
+    state_dir: str = Field(default="~/.local/state/polylora", description="Folder of the registry's database.")
     registry_url: str | None = Field(
-        default=None, description="postgresql://user@host/database, in place of SQLite in state_dir."
+        default=None, description="postgresql://user@host/database for a registry elsewhere than in state_dir."
     )
 
     @field_validator("registry_url")
@@ -180,19 +174,23 @@ class PlacementConfig(_Settings):
 
     policy: str = Field(
         default="sticky",
-        description="Placement policy: the name of a file in app/deployments/placement/policies, or the dotted path "
-        "of a class.",
+        description="A file of app/deployments/placement/policies (sticky keeps an adapter where its rows are; "
+        "docs/fleet.md compares them), or the dotted path of a class.",
     )
-    policy_options: dict[str, Any] = Field(default_factory=dict, description="Options of the policy, see below.")
-    min_replicas_per_adapter: int = Field(default=1, ge=1, description="Replicas assigned to each adapter, at least.")
+    policy_options: dict[str, Any] = Field(
+        default_factory=dict, description="The policy's own settings; they stand in the policy's file."
+    )
+    min_replicas_per_adapter: int = Field(
+        default=1, ge=1, description="Replicas that serve each adapter: with 2, losing one costs no adapter its place."
+    )
     prefix_affinity: bool = Field(
         default=True,
-        description="Requests for the base model, and for adapters with several assigned replicas, prefer a replica "
-        "that has the first 128 tokens of their prompt cached, unless it is much busier than others.",
+        description="Requests for the base, and for adapters with several homes, prefer a replica that has the first "
+        "128 tokens of their prompt cached, unless it has much more to do than others (docs/fleet.md).",
     )
     report_interval_s: float = Field(default=1.0, gt=0, description="How often a replica reports when nothing changes.")
     heartbeat_timeout_s: float = Field(
-        default=10.0, gt=0, description="A replica without a report for this long gets no more requests."
+        default=10.0, gt=0, description="A replica silent for this long is taken off the table."
     )
 
     @model_validator(mode="after")
@@ -205,102 +203,100 @@ class PlacementConfig(_Settings):
 
 
 class LimitsConfig(_Settings):
-    """Limits of one HTTP request, and of requests that wait."""
+    """What one HTTP request may ask for."""
 
     max_body_bytes: int = Field(default=4 << 20, ge=1024, description="Largest request body in bytes (413 beyond).")
     max_upload_bytes: int = Field(
-        default=256 << 20, ge=1024, description="Largest body of PUT /v1/loras/{name}/weights (413 beyond)."
+        default=256 << 20, ge=1024, description="Largest weights that PUT /v1/loras/{name}/weights takes (413 beyond)."
     )
-    max_sequences: int = Field(default=64, ge=1, description="Prompts times `n` of one request.")
+    max_sequences: int = Field(default=64, ge=1, description="Prompts times n of one request.")
     max_logprobs: int = Field(default=20, ge=0, description="Most likely tokens reported per position.")
     max_stop_strings: int = Field(default=16, ge=0, description="Stop strings of one request.")
-    request_timeout_s: float = Field(default=600.0, gt=0, description="A request that takes longer is aborted (504).")
+    request_timeout_s: float = Field(default=600.0, gt=0, description="A request older than this is aborted (504).")
     replica_timeout_s: float = Field(
         default=30.0, gt=0, description="How long a request waits for any replica (503 beyond)."
     )
     max_pending_requests_per_adapter: int = Field(
-        default=128, ge=1, description="Requests per ingress that wait for one adapter to be loaded (429 beyond)."
+        default=128, ge=1, description="Requests of one ingress that wait for one adapter to be read (429 beyond)."
     )
     max_pending_cold_requests: int = Field(
-        default=512, ge=1, description="Requests per ingress that wait for any adapter to be loaded (429 beyond)."
+        default=512, ge=1, description="Requests of one ingress that wait for adapters to be read (429 beyond)."
     )
     adapter_load_timeout_s: float = Field(
-        default=60.0, gt=0, description="How long a request waits for its adapter to be loaded (503 beyond)."
+        default=60.0, gt=0, description="How long a request waits for its adapter to be read (503 beyond)."
     )
 
 
 class StorageConfig(_Settings):
-    """Stored files, batches and responses of clients. Bytes and counts are per tenant."""
+    """What is kept for clients: files, batches, responses. Bytes and counts are each tenant's."""
 
-    max_file_bytes: int = Field(default=100 << 20, ge=1024, description="Largest uploaded file (413 beyond).")
-    max_tenant_bytes: int = Field(default=1 << 30, ge=1024, description="All files of a tenant (403 beyond).")
+    max_file_bytes: int = Field(default=100 << 20, ge=1024, description="Largest file that is uploaded (413 beyond).")
+    max_tenant_bytes: int = Field(default=1 << 30, ge=1024, description="A tenant's files together (403 beyond).")
     max_batch_lines: int = Field(default=50_000, ge=1, description="Requests of one batch.")
-    max_open_batches: int = Field(default=50, ge=1, description="Unfinished batches of a tenant.")
-    batch_concurrency: int = Field(default=16, ge=1, description="Batch requests that one ingress runs at a time.")
-    store_responses: bool = Field(default=False, description="Default of `store` in /v1/responses.")
-    max_responses: int = Field(
-        default=10_000, ge=1, description="Stored responses of a tenant; the oldest are deleted for new ones."
+    max_open_batches: int = Field(default=50, ge=1, description="A tenant's batches that have not ended.")
+    batch_concurrency: int = Field(
+        default=16, ge=1, description="Requests of batches that one ingress has computed at a time."
     )
-    max_response_bytes: int = Field(
-        default=256 << 20,
-        ge=1024,
-        description="Bytes of stored responses of a tenant; the oldest are deleted for new ones.",
+    store_responses: bool = Field(
+        default=False, description="Whether a response is stored whose request does not say (`store`)."
     )
-    days: float = Field(default=30.0, gt=0, le=365, description="Days after which files and responses are deleted.")
+    max_responses: int = Field(default=10_000, ge=1, description="Stored responses: the oldest go for the newest.")
+    max_response_bytes: int = Field(default=256 << 20, ge=1024, description="Stored responses together, likewise.")
+    days: float = Field(default=30.0, gt=0, le=365, description="How long files and responses are kept at most.")
 
 
 class SemanticRouterConfig(_Settings):
-    """The semantic router: how an adapter is chosen for requests with model "auto"."""
+    """How an adapter is chosen for requests whose model is "auto"."""
 
     embedder: str | None = Field(
-        default=None, description="Source URI of an encoder for prompts and descriptions; the base model by default."
+        default=None, description="A small encoder beside the service, as model.uri; by default the base itself."
     )
     threshold: float = Field(
-        default=0.6, ge=-1, le=1, description="Lowest cosine of prompt and description; calibrate it for your embedder."
+        default=0.6, ge=-1, le=1, description="Lowest cosine of an adapter's description; calibrate it per embedder."
     )
-    top_k: int = Field(default=1, ge=1, le=16, description="Most adapters chosen; several are combined.")
+    top_k: int = Field(default=1, ge=1, le=16, description="Adapters chosen at most; several are combined.")
 
 
 class HttpConfig(_Settings):
-    """Authentication and origins. Ray Serve's `http_options` has the address and port."""
+    """Who may ask. Where the service listens is Serve's `http_options`."""
 
     management: ManagementAccess = Field(
         default="loopback",
-        description="Authorization of adapter management: loopback, requests from the service's own machine; token, "
-        "requests with the value of POLYLORA_MANAGEMENT_TOKEN as bearer token; open, all requests.",
+        description="Who may manage adapters: loopback, requests from the service's own machine; token, who sends "
+        "Authorization: Bearer with what POLYLORA_MANAGEMENT_TOKEN holds; open, everybody.",
     )
     auth: AuthMode = Field(
         default="auto",
-        description="When requests need an API key: auto, once any key exists, and before that only requests from "
-        "the service's own machine are accepted; keys, always; open, never (a key that is sent is still used).",
+        description="When a request needs an API key: auto, once there is any key, and before that requests come from "
+        "the service's own machine only; keys, always; open, never (a key that is sent is used all the same).",
     )
     allowed_origins: tuple[Annotated[str, Field(pattern=r"^https?://[^/\s]+$")], ...] = Field(
         default=(),
-        description="Web origins that may send requests from a browser (CORS), such as https://app.example.com.",
+        description="Other sites whose pages may ask from a browser (CORS), such as https://app.example.com.",
     )
     allowed_hosts: tuple[str, ...] = Field(
-        default=(), description="Host names, beside localhost, that a service on loopback accepts."
+        default=(), description="Names, beside localhost, by which a service that listens on loopback may be asked."
     )
     ready_at_zero_replicas: bool = Field(
         default=False,
-        description="Answer 200 on /readyz and /health while no engine replica runs, for min_replicas 0 of "
-        "EngineReplica: the first request starts a replica and waits for it, at most limits.replica_timeout_s.",
+        description="/readyz and /health are 200 while no engine replica runs: for EngineReplica's min_replicas 0, "
+        "where the first request has one started and waits for it, limits.replica_timeout_s at most.",
     )
 
 
 class LogsConfig(_Settings):
-    """The service's own log; `logging_config` of the file sets Serve's."""
+    """The service's own log; Ray's and Serve's have settings of their own (`logging_config` of the file)."""
 
-    folder: str = Field(default="", description="Folder of polylora.log; logs in adapters.state_dir by default.")
+    folder: str = Field(default="", description="Where polylora.log is written; by default logs in adapters.state_dir.")
     level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = Field(
-        default="INFO", description="Minimum severity that is logged."
+        default="INFO", description="What is not written below."
     )
-    format: Literal["text", "json"] = Field(default="text", description="Format of the log's lines.")
-    requests: bool = Field(default=False, description="Log a line for each HTTP request (an access log).")
+    format: Literal["text", "json"] = Field(default="text", description="Lines for people, or for programs.")
+    requests: bool = Field(default=False, description="A line for each HTTP request (an access log).")
 
 
 class PriceConfig(_Settings):
-    """Prices of tokens, in dollars per million."""
+    """What tokens cost, in dollars per million."""
 
     input: float = Field(default=0.0, ge=0, le=1e6, allow_inf_nan=False, description="Prompt tokens.")
     cached_input: float = Field(
@@ -310,10 +306,10 @@ class PriceConfig(_Settings):
 
 
 class TenantsConfig(_Settings):
-    """Prices. Tenants, their keys and limits are in the database (`polylora tenants`)."""
+    """What is charged. Who the tenants are, their keys and limits are in the database (`polylora tenants`)."""
 
     prices: dict[str, PriceConfig] = Field(
-        default_factory=dict, description="Prices by name: the base model's, and those of adapters that differ from it."
+        default_factory=dict, description="By name of the base model, or of adapters that cost something else."
     )
 
 

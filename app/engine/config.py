@@ -55,52 +55,52 @@ class CpuConfig(_Section):
     name = "cpu"
     rank_alignment = 8
 
-    num_threads: int = Field(0, ge=0, description="Threads for arithmetic; 0 uses every allowed core.")
+    num_threads: int = Field(0, ge=0, description="Threads for arithmetic; 0 takes every core allowed.")
     weight_dtype: WeightDtype = Field(
         "auto",
-        description="Type of base weights in memory: auto, 8 bits for projections that lose nothing by it and float32 "
-        "for others; int8, always 8 bits in groups of 32, a third of the bytes; float32.",
+        description="How base weights lie in memory: auto takes 8 bits for the projections that lose nothing by it, "
+        "float32 for the others; int8 (groups of 32) is always 8 bits, a third of the bytes.",
     )
 
 
 class CudaConfig(_Section):
-    """One NVIDIA GPU, with torch and Triton."""
+    """One GPU of NVIDIA, by torch and Triton."""
 
     name = "cuda"
     rank_alignment = 16
     needs = ("torch", "triton")
     extra = "cuda"
 
-    index: int = Field(0, ge=0, description="Index of the GPU, of those that the process sees.")
+    index: int = Field(0, ge=0, description="Which of the GPUs that the process sees.")
     dtype: Literal["bfloat16", "float32"] = Field("bfloat16", description="Type of weights, KV blocks and rank rows.")
     gpu_memory_utilization: float = Field(
         0.9, gt=0, le=1, description="Part of the device's memory for weights, KV blocks and adapters together."
     )
-    memory_bytes: int = Field(0, ge=0, description="The same in bytes; 0 uses gpu_memory_utilization.")
+    memory_bytes: int = Field(0, ge=0, description="The same in bytes; 0 takes gpu_memory_utilization.")
     batch_invariant: bool = Field(
         False,
-        description="Batch-invariant: fixed tiles everywhere, so that a request's bits are the same alone and in any "
-        "batch; slower.",
+        description="Fixed tiles everywhere, so that a request's bits are the same alone and in any company, as with "
+        "cpu they always are; slower.",
     )
     skip_precompile: bool = Field(
         False,
-        description="Capture CUDA graphs when they are first needed, for development; the first steps stall.",
+        description="Capture each decode step when it is first needed, for development; the first steps stall.",
     )
 
 
 class XlaConfig(_Section):
-    """JAX on CPUs, GPUs or TPUs, also several devices for one model."""
+    """Whatever XLA compiles for, by JAX: TPUs, GPUs, and several devices for one model."""
 
     name = "xla"
     rank_alignment = 8
     needs = ("jax",)
     extra = "jax"
 
-    platform: Literal["cpu", "gpu", "tpu"] = Field("cpu", description="JAX platform.")
+    platform: Literal["cpu", "gpu", "tpu"] = Field("cpu", description="Which of JAX's platforms computes.")
     kernel_backend: Literal["xla", "pallas"] = Field(
         "xla",
-        description="Kernels of adapters' deltas: xla, loops that XLA compiles; pallas, a Pallas kernel for TPUs, "
-        "which a CPU interprets slowly, for tests, and a GPU rejects.",
+        description="Who computes adapters' deltas: xla, loops that XLA compiles, or pallas, a kernel for TPUs; on a "
+        "CPU Pallas interprets it, which is slow and for tests.",
     )
     tensor_parallel: int = Field(
         1, ge=1, description="Devices that share one model; with expert_parallel, devices that share each expert."
@@ -108,14 +108,16 @@ class XlaConfig(_Section):
     expert_parallel: int = Field(
         1,
         ge=1,
-        description="Parts into which the experts of a mixture are divided. A model takes expert_parallel times "
-        "tensor_parallel devices; everything but experts is divided over all of them.",
+        description="Of a mixture of experts: into how many parts its experts fall. A model takes as many "
+        "times tensor_parallel devices, and what is no expert is divided over all of them.",
     )
     skip_precompile: bool = Field(
         False,
         description="Compile each shape when it is first needed, for development; the first steps stall.",
     )
-    compilation_cache_dir: str = Field("", description="Folder for compiled programs between starts; empty for none.")
+    compilation_cache_dir: str = Field(
+        "", description="Folder that keeps compiled programs between starts; empty keeps none."
+    )
 
 
 DeviceConfig = CpuConfig | CudaConfig | XlaConfig
@@ -128,78 +130,81 @@ class EngineConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    cpu: CpuConfig | None = Field(None, description="Compute on the processor: the default.")
-    cuda: CudaConfig | None = Field(None, description="Compute on an NVIDIA GPU.")
+    cpu: CpuConfig | None = Field(None, description="Compute on the processors: the default.")
+    cuda: CudaConfig | None = Field(None, description="Compute on a GPU of NVIDIA.")
     xla: XlaConfig | None = Field(None, description="Compute with JAX.")
     block_size: int = Field(16, ge=16, le=256, multiple_of=16, description="Tokens per KV block.")
     num_kv_blocks: int = Field(
         2048,
         ge=0,
-        description="KV blocks; the cache holds num_kv_blocks * block_size tokens. 0 (cuda only): as many as fit.",
+        description="KV blocks: num_kv_blocks * block_size tokens fit in the cache; 0, cuda only: as many as fit.",
     )
     lora_pool_rows: int = Field(
         512,
         ge=0,
-        description="Rank rows of the LoRA pool. An adapter takes as many as its modules fill, rounded up to a power "
-        "of two; with cpu half of that if it was saved in bfloat16; with xla as many as its largest rank.",
+        description="Rank rows for adapters. One takes as many as its own modules fill, rounded up to a power of two; "
+        "with cpu half where it was saved in bfloat16; with xla as many as its largest rank.",
     )
     extra_weights_bytes: int = Field(
         256 << 20,
         ge=0,
-        description="Memory for adapters' extra weights: DoRA scales, biases, norms, token rows, whole modules, "
-        "experts. cpu and cuda allocate it when needed; xla allocates it at start for experts, and keeps DoRA and "
-        "biases beside the LoRA pool. 0 rejects adapters with extra weights.",
+        description="Memory for what resident adapters hold beside rank rows: DoRA scales, biases, norms, token rows, "
+        "whole modules, experts' rows; taken as needed. xla takes all of it at start for experts' rows, else it serves "
+        "DoRA and biases only, in tables that are as large as its rank rows want them; 0 refuses such adapters.",
     )
     lora_eviction_policy: EvictionPolicy = Field(
         "lru",
-        description="Eviction from the LoRA pool: lru, lfu or cost (uses times bytes to load again per row).",
+        description="Who leaves the rank rows: lru, lfu or cost (fewest bytes to write again per row held, by use).",
     )
-    max_loras: int = Field(256, ge=1, description="Adapters on the device at once, the base model included.")
+    max_loras: int = Field(256, ge=1, description="Adapters resident at once, the base included.")
     merged_adapter: str = Field(
         "",
-        description="Path of an adapter to merge into the weights at start. The engine then serves this adapter and "
-        "rejects everything else, the base model included.",
+        description="Path of an adapter (PEFT folder or card) to merge into the weights when an engine starts: it "
+        "serves this adapter and refuses everything else, the base included. For a service of one adapter; whether it "
+        "pays is in docs/performance.md.",
     )
     max_num_batched_tokens: int = Field(
-        256, ge=8, description="Most tokens per step: decode tokens plus prefill chunks."
+        256, ge=8, description="Tokens computed per step: decode tokens plus prefill chunks."
     )
     target_step_ms: int = Field(
         100,
         ge=0,
-        description="While sequences decode, a step computes as many prompt tokens as let it end in about this time, "
-        "or in twice the time without them, if that is longer. 0: as many as max_num_batched_tokens allows.",
+        description="While sequences decode, a step takes in as many prompt tokens as let it end in about this time, "
+        "or in twice the time that it takes without, if that is longer. 0: as many as max_num_batched_tokens allows.",
     )
     max_tenant_slowdown: float = Field(
         0.0,
         ge=0,
         le=100,
         allow_inf_nan=False,
-        description="While several tenants run, a step takes at most this many times as long as it would without the "
-        "tenants with the most running sequences. They still get as many tokens as the others, but lose throughput. "
-        "0: no bound; else at least 1.",
+        description="While several tenants run, a step takes at most so many times as long as it would without the "
+        "tenants that run most, which get no fewer tokens than the others all the same. It costs the wide ones "
+        "throughput. 0: whoever runs is computed in every step; else at least 1.",
     )
-    max_num_seqs: int = Field(64, ge=1, description="Most sequences that run at once.")
-    max_queued_requests: int = Field(512, ge=1, description="Requests that may wait in an engine (429 beyond).")
-    max_model_len: int = Field(0, ge=0, description="Most tokens of prompt and answer; 0 uses the model's limit.")
+    max_num_seqs: int = Field(64, ge=1, description="Sequences running at once.")
+    max_queued_requests: int = Field(
+        512, ge=1, description="Requests waiting for a turn before new ones are refused with 429."
+    )
+    max_model_len: int = Field(0, ge=0, description="Longest prompt plus answer; 0 takes the model's own limit.")
     lora_load_bytes_per_step: int = Field(
         16 << 20,
         ge=1,
-        description="Adapter bytes loaded per step while sequences run, so that cold adapters do not stall streams.",
+        description="Adapter bytes written per step while sequences run: a burst of cold ones cannot stall streams.",
     )
     max_step_s: float = Field(
         30.0,
         gt=0,
-        description="A step longer than this, and 50 times longer than usual, counts as hanging: its replica is "
-        "replaced. Off with skip_precompile, where a step may compile.",
+        description="A step that lasts longer than this, and 50 times longer than usual, hangs: its replica is "
+        "replaced. Not with skip_precompile, where a step may compile.",
     )
     enable_prefix_caching: bool = Field(
         True, description="Reuse KV blocks of equal prefixes (same adapter, same tenant salt)."
     )
     speculative_decoding: Speculation = Field(
         "auto",
-        description="Speculative decoding with draft tokens from the text so far, a grammar or a `prediction`; answers "
-        "keep their bits. auto: with cpu, while few sequences run and drafts are accepted; off; or a number of draft "
-        f"tokens, 1 to {MAX_GUESS}, cpu only.",
+        description="Verify guessed tokens (from the prompt and the answer so far, a grammar, a `prediction`) where "
+        "the next one is drawn; answers keep their bits. auto: with cpu, while few sequences run and guesses are "
+        f"right; off; or 1 to {MAX_GUESS}, cpu only: always guess so many.",
     )
 
     @property
@@ -266,7 +271,7 @@ class EngineConfig(BaseModel):
             raise ValueError(
                 "engine.merged_adapter is 'auto', but whether to merge is not chosen here: a merged engine refuses the "
                 "base and every other adapter, so speed alone cannot decide it. Name the adapter's path (one adapter "
-                "and a base in float32: merging is faster) or leave it out; docs/reference/performance.md compares them"
+                "and a base in float32: merging is faster) or leave it out; docs/performance.md has both measured"
             )
         return value
 

@@ -43,7 +43,7 @@ def add_journal_routes(routes: APIRouter, service: IngressService) -> None:
 
     @routes.get("/v1/status", response_model=ServiceStatus)
     async def status(request: Request) -> Response:
-        """Replicas, tiers and recent failures, for operators; a project sees only that the service is up."""
+        """Replicas, tiers and recent failures for an operator; only readiness for a project."""
         return JSONResponse(await service.status(http_principal(request)))
 
     @routes.get("/v1/jobs/{job_id}", response_model=LoraJob)
@@ -63,7 +63,7 @@ def add_journal_routes(routes: APIRouter, service: IngressService) -> None:
 
     @routes.get("/v1/audit", response_model=PageResponse[schemas.AuditRecordResponse])
     async def audit(request: Request, query: Annotated[JournalQuery, Query()]) -> Response:
-        """Requests to change something and who sent them, newest first."""
+        """Who asked for what, the newest first."""
         caller = http_principal(request)
         records = await service.management.store.audit(
             query.name, limit=query.limit + 1, before=query.before, tenant_id=caller.tenant_id
