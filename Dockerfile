@@ -3,7 +3,7 @@
 #     docker build -t polylora .
 #     docker run --rm -p 8000:8000 --shm-size=2g -e POLYLORA_ADMIN_KEY polylora
 #
-# Settings, adapters and state come from outside (docs/operating.md): -v ./my.yaml:/srv/polylora/configs/serve.yaml,
+# Settings, adapters and state come from outside (docs/how-to/operate.md): -v ./my.yaml:/srv/polylora/configs/serve.yaml,
 # -v ./loras:/loras -e LORA_PATH=/loras, -v state:/var/lib/polylora, -v cache:/var/cache/polylora.
 FROM debian:bookworm-slim
 

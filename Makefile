@@ -1,7 +1,8 @@
 # make serve       install, fetch the demo model, serve it        PORT= HOST= CONFIG= LORA_PATH= DASHBOARD=1
 # make test        the tests of every commit, side by side on the cores: ten minutes on two   PYTEST_ARGS= WORKERS=
 # make test-nightly   what those leave out, and property and fuzz tests twenty times as long: hours
-# make lint        ruff and mypy
+# make lint        ruff, mypy and the links of the documentation
+# make docs        the generated pages of docs/reference, and the site in build/site
 #
 # Everything lives in .venv and in pip's and polylora's caches; a stamp is written when a step is complete,
 # so an interrupted step is simply run again.
@@ -18,9 +19,11 @@ WORKERS ?= $(shell n=$$(nproc 2>/dev/null || sysctl -n hw.ncpu); echo $$((n < 4 
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
+# The theme recommends its successor at each run.
+MKDOCS := NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 TORCH := $(shell sed -n 's/^ *"\(torch==[^"]*\)".*/\1/p' pyproject.toml)
 
-.PHONY: serve fetch install test test-nightly lint clean
+.PHONY: serve fetch install test test-nightly lint docs clean
 
 # A configuration whose engine has a section `cuda:` or `xla:` needs what computes there, too.
 has_section = $(shell grep -sE '(^|[{,]) *$(1) *:' $(CONFIG))
@@ -47,6 +50,11 @@ lint: $(VENV)/.installed-test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(MKDOCS) --site-dir build/checked-site
+
+docs: $(VENV)/.installed-test
+	$(BIN)/python -m docs.generate
+	$(MKDOCS)
 
 clean:
 	rm -rf $(VENV)

@@ -114,8 +114,8 @@ class AdaptersConfig(_Settings):
     )
     resolvers: tuple[Annotated[str, Field(pattern=RESOLVER_PATTERN)], ...] | None = Field(
         default=None,
-        description="Where a name is looked for that nobody has registered: paths or URIs with {name}, or "
-        "module:function. By default <LORA_PATH>/{name} where LORA_PATH is set; [] is nowhere.",
+        description="Where to look for adapters that are not registered: paths or URIs with {name}, or "
+        "module:function. Default: <LORA_PATH>/{name} if LORA_PATH is set; [] disables this.",
     )
     negative_cache_ttl_s: float = Field(
         default=30.0, gt=0, description="A name that was not found is looked for again after this long."

@@ -151,7 +151,7 @@ def test_the_router_answers_in_descending_score_and_above_the_threshold() -> Non
 
 @pytest.mark.parametrize(("ranks", "padded", "held"), [((8, 16, 64), 192, 88), ((8,) * 9 + (128,), 1280, 200)])
 def test_rank_rows_waste_nothing_where_a_padded_table_does(ranks: tuple[int, ...], padded: int, held: int) -> None:
-    """docs/performance.md has these numbers: rows that are held, of those that a table of the largest rank holds."""
+    """docs/explanation/adapter-memory.md has these numbers."""
     pool = AdapterPool(256, 8, 16, 0, "lru")
     for index, rank in enumerate(ranks):
         assert pool.acquire(f"digest {index}", rank, 0, 64, "t") is not None

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from app.engine.errors import ConfigError
 
-#: A line through the steps of docs/performance.md (its tables of decoding, prompts and an adapter's way up).
+#: A line through the steps of docs/reference/performance.md (its tables of decoding, prompts and an adapter's way up).
 DEFAULT_COSTS = Path(__file__).with_name("costs.json")
 
 

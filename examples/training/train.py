@@ -37,7 +37,7 @@ tags: [lora]
 
 {description}
 
-Made by `python -m {command}`; pass rates are in `docs/demo-adapters.md`.
+Made by `python -m {command}`; pass rates are in `docs/get-started/demo-adapters.md`.
 """
 
 

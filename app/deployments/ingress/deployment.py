@@ -157,7 +157,8 @@ class Ingress(AsgiIngress):
         dimensions: int | None = None,
     ) -> list[float] | list[list[float]]:
         """As POST /v1/embeddings: one vector for one text, a list for a list."""
-        return await handle_api.embed(self._service, text, adapter, pooling, dimensions)
+        with builtin_errors():
+            return await handle_api.embed(self._service, text, adapter, pooling, dimensions)
 
     async def list_adapters(self) -> list[dict[str, Any]]:
         return handle_api.list_adapters(self._service)

@@ -20,7 +20,7 @@ from app.engine.sequence import DraftLength, Sequence
 from app.engine.spec_decode.ngram_proposer import Ids, predicted, propose_ngram
 
 #: Rows of a step, those of decoding included, up to which "auto" guesses. On two cores with AVX-512 a step of 8 rows
-#: takes twice as long as one of a single row, and each row beyond that as much as the first (docs/performance.md).
+#: takes twice as long as one of a single row, and each row beyond that as much as the first.
 AUTO_ROWS = 8
 
 _NOTHING: Ids = np.empty(0, np.int32)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import asyncio
 import pickle
+from pathlib import Path
 
 import pytest
 
@@ -47,3 +49,14 @@ def test_an_end_is_left_as_it_is() -> None:
     for end in (asyncio.CancelledError, GeneratorExit):
         with pytest.raises(end), builtin_errors():
             raise end
+
+
+def test_every_call_of_the_handle_that_can_fail_has_them() -> None:
+    """The deployment's methods, read from its source: Serve starts it, and these tests do not."""
+    source = Path("app/deployments/ingress/deployment.py").read_text()
+    (deployment,) = (node for node in ast.parse(source).body if getattr(node, "name", "") == "Ingress")
+    methods = {node.name: node for node in ast.walk(deployment) if isinstance(node, ast.AsyncFunctionDef)}
+    for name in ("generate", "stream", "embed", "load", "unload"):
+        first = next(node for node in methods[name].body if not isinstance(node, ast.Expr))
+        assert isinstance(first, ast.With), name
+        assert ast.unparse(first.items[0]) == "builtin_errors()", name

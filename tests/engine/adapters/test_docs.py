@@ -1,4 +1,4 @@
-"""The table of options in docs/adapters.md says what the tests show.
+"""The table of options in docs/reference/adapter-formats.md says what the tests show.
 
 Rewrite it with `python -m tests.engine.adapters.test_docs`.
 """
@@ -12,7 +12,7 @@ from app.engine.xla.supported_features import SERVED
 from tests.engine.adapters.formats.test_peft_parity import BEYOND, FUSED, HALVES, OPTIONS
 from tests.engine.adapters.moe_parity import FORMATS
 
-PAGE = Path(__file__).parents[3] / "docs" / "adapters.md"
+PAGE = Path(__file__).parents[3] / "docs" / "reference" / "adapter-formats.md"
 START = "<!-- options: written by tests/engine/adapters/test_docs.py -->\n"
 END = "<!-- end of options -->\n"
 

@@ -273,7 +273,7 @@ def test_a_checkpoint_whose_experts_do_not_fit_is_refused(
 
 
 def test_every_family_is_in_the_documents() -> None:
-    text = Path("docs/models.md").read_text()
+    text = Path("docs/reference/models.md").read_text()
     types = {json.dumps(MIXTURES[family][0]) for family in MIXTURES}
     assert len(types) == 6
     for name in ("Mixtral", "Qwen2-MoE", "Qwen3-MoE", "OLMoE", "DeepSeek-V2", "gpt-oss"):

@@ -112,7 +112,7 @@ _WHAT_THERE_IS = (
 )
 #: What other servers have here.
 _ELSEWHERE = {
-    "/metrics": "Prometheus finds metrics on the port of Ray's agent, on every node: docs/architecture.md says which; "
+    "/metrics": "Prometheus finds metrics on the port of Ray's agent, on every node: docs/reference/metrics.md; "
     "GET /v1/status has counts of the moment"
 }
 

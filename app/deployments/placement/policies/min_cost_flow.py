@@ -5,8 +5,8 @@ adapter's own order, how full the replica gets, and less where the rows are alre
 places that replicas have under the bound, and no other choice of places costs less: a flow of least cost with one unit
 per adapter, solved by SciPy (`linear_sum_assignment`, Crouse 2016). Adapters that have a home are not moved.
 
-Placed one by one, an adapter may take the only place that the next one could have kept. The gain is measured in
-docs/fleet.md. One solution costs a few milliseconds; more adapters than `MAX_TOGETHER` are placed in several.
+Placed one by one, an adapter may take the only place that the next one could have kept. One solution costs a few
+milliseconds; more adapters than `MAX_TOGETHER` are placed in several.
 """
 
 from __future__ import annotations

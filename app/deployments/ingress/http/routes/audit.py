@@ -43,7 +43,7 @@ def add_journal_routes(routes: APIRouter, service: IngressService) -> None:
 
     @routes.get("/v1/status", response_model=ServiceStatus)
     async def status(request: Request) -> Response:
-        """The service as its operator sees it: replicas, tiers, what failed lately. A project is told that it lives."""
+        """Replicas, tiers and recent failures for an operator; only readiness for a project."""
         return JSONResponse(await service.status(http_principal(request)))
 
     @routes.get("/v1/jobs/{job_id}", response_model=LoraJob)

@@ -28,7 +28,7 @@ def add_batch_routes(app: FastAPI, service: IngressService) -> None:
 
     @app.post("/v1/batches", response_model=schemas.BatchResponse)
     async def create(request: Request, body: JsonBody[BatchBody]) -> Response:
-        """Have the requests of a file computed when nobody else wants the engines, within a day."""
+        """Run the requests of a file within 24 hours, at lower priority than interactive requests."""
         caller, config = inference_principal(request), service.storage_config
         life_s = config.days * DAY_S
         if body.output_expires_after is not None:
