@@ -205,7 +205,7 @@ async def measure(url: str, num_adapters: int, num_samples: int) -> list[tuple[s
         tenancy=RequestAccounting(TenantMirror(), activities, rates, "bench", time.time),
         activity=AdapterMetrics(activities),
         management=AdapterAdmin(cast(StoreService[SharedAdapter], store), cast(Any, _Dropper()), cast(Any, _Nowhere())),
-        frontend=SimpleNamespace(limits=SimpleNamespace(max_body_bytes=4 << 20), max_model_len=2048),
+        preprocessor=SimpleNamespace(limits=SimpleNamespace(max_body_bytes=4 << 20), max_model_len=2048),
         observe=lambda *_: None,
     )
     transport = httpx.ASGITransport(make_app(cast(IngressService, service), HttpPolicy()))

@@ -1,8 +1,7 @@
-"""What an ingress sees of adapters' requests, on its way to the process that knows of all ingresses.
+"""Request counts per tenant and adapter, collected in each ingress and flushed to the store every two seconds.
 
-In: jobs as they end, with what their clients were told. Out: sums by tenant and adapter, told every two seconds. Rule:
-a request counts once for each adapter that it asked for, whatever became of it; one that was refused before it had an
-adapter counts for none. What could not be told is told with the next.
+A request counts once for each adapter it named, whatever its outcome. A request that failed before it had an adapter is
+not counted. A failed flush is merged into the next one.
 """
 
 from __future__ import annotations
@@ -21,18 +20,18 @@ from app.engine.request import Usage
 
 logger = logging.getLogger(__name__)
 
-TELL_INTERVAL_S = 2.0
+FLUSH_INTERVAL_S = 2.0
 
 
 class AdapterMetrics:
-    """One per ingress, on its event loop. What waits to be told is of adapters that the registry's copy here has."""
+    """One per ingress, on its event loop."""
 
     def __init__(self, owner: TenantsService) -> None:
         self.owner = owner
-        self._untold: dict[ActivityKey, Activity] = {}
+        self._pending: dict[ActivityKey, Activity] = {}
 
-    def ended(self, job: GenerationTask, status: int) -> None:
-        """A job has ended; `status` is what its client was told. A client that left is no error."""
+    def record(self, job: GenerationTask, status: int) -> None:
+        """Count a finished task; `status` is what its client got. A client that left is no error."""
         is_error = status >= HTTPStatus.BAD_REQUEST and status != TABLE[ClientGone].status
         request = Activity(num_requests=1, num_errors=int(is_error))
         if job.progress.first_s is not None and len({each.asked_for for each in job.requests}) == 1:
@@ -44,32 +43,32 @@ class AdapterMetrics:
                 seen[key] = seen.get(key, request).plus(_tokens(usage))
         self._add(seen)
 
-    async def tell(self) -> None:
-        """Say what was seen since the last time. Raises NotReady while the owner is away; then nothing is lost."""
-        untold, self._untold = self._untold, {}
-        if not untold:
+    async def flush(self) -> None:
+        """Send the counts since the last flush. Raises NotReady while the store is down; then nothing is lost."""
+        pending, self._pending = self._pending, {}
+        if not pending:
             return
         try:
-            await self.owner.note_activity(tuple(untold.items()))
+            await self.owner.note_activity(tuple(pending.items()))
         except BaseException:
-            self._add(untold)
+            self._add(pending)
             raise
 
     async def close(self) -> None:
-        """Tell what is left, if the owner is there to hear it."""
+        """Flush what is left if the store is up."""
         try:
-            await self.tell()
+            await self.flush()
         except NotReady as error:
-            logger.warning("requests of %d adapters are not in what is seen of them: %s", len(self._untold), error)
+            logger.warning("request counts of %d adapters are lost: %s", len(self._pending), error)
 
-    async def keep_telling(self) -> None:
-        """`tell` until cancelled, whatever the owner does."""
-        await asyncio.sleep(TELL_INTERVAL_S)
-        await repeat(self.tell, TELL_INTERVAL_S, "telling what is seen of adapters")
+    async def keep_flushing(self) -> None:
+        """Flush at intervals until cancelled."""
+        await asyncio.sleep(FLUSH_INTERVAL_S)
+        await repeat(self.flush, FLUSH_INTERVAL_S, "sending adapters' request counts")
 
     def _add(self, seen: dict[ActivityKey, Activity]) -> None:
         for key, activity in seen.items():
-            self._untold[key] = self._untold.get(key, Activity()).plus(activity)
+            self._pending[key] = self._pending.get(key, Activity()).plus(activity)
 
 
 def _tokens(usage: Usage | None) -> Activity:

@@ -1,7 +1,7 @@
-"""One adapter as `GET /v1/loras/{name}` describes it: its registration, where it is, and what was seen of it.
+"""The body of `GET /v1/loras/{name}`: an adapter's registration, residency and request counts.
 
-In: a name and who asks. Out: the body of the answer. Rule: a project is shown what it caused itself. Equal contents of
-two tenants share memory, and a shared name's requests are of several tenants: neither is to notice the other.
+A project sees only what it caused itself: equal contents of two tenants share memory, and a shared name serves several
+tenants, but neither tenant may notice the other.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from app.deployments.ingress.principal import Principal
 from app.deployments.ingress.serializers.loras import description_body
 from app.deployments.tenancy.usage.adapter_stats import Activity
 
-#: What a description says of memory; loads, too, are caused by whoever has the same contents.
+#: Fields about memory. They (and loads) may be caused by another tenant with the same contents.
 SHARED_FACTS = ("last_used", "residency")
-#: Tiers that an adapter is brought up from, the fastest last.
+#: Tiers an adapter is loaded from, the fastest last.
 TIERS = ("source", "disk", "device")
 
 
@@ -30,19 +30,19 @@ async def adapter_status(
     if entry is None:
         return description_body(name, description, ())
     is_project = caller.kind == "project"
-    await activity.tell()  # so that whoever asks after a request sees it, if it was of this ingress
+    await activity.flush()  # so that a client sees the request it has just sent to this ingress
     seen = await activity.owner.seen(entry.ref, tenant_id=caller.tenant_id if is_project else None)
-    told = {"since": int(seen.since_s)} | activity_body(seen.activity)
+    counts = {"since": int(seen.since_s)} | activity_body(seen.activity)
     if is_project:
         body = description_body(name, description, ())
-        return {field: value for field, value in body.items() if field not in SHARED_FACTS} | {"activity": told}
+        return {field: value for field, value in body.items() if field not in SHARED_FACTS} | {"activity": counts}
     loads = {tier: seen.num_loads.get(tier, 0) for tier in TIERS}
     replicas = await management.residency(entry.ref.digest) if entry.is_read else ()
-    return description_body(name, description, replicas) | {"activity": told | {"loads": loads}}
+    return description_body(name, description, replicas) | {"activity": counts | {"loads": loads}}
 
 
 def activity_body(activity: Activity) -> dict[str, Any]:
-    """Amounts; null for times to first token where there were none."""
+    """Counts as JSON; times to first token are null if there were none."""
     times = None
     if number := activity.num_first_tokens:
         times = {"count": number, "mean": activity.first_token_s / number}

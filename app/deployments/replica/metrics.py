@@ -1,7 +1,6 @@
-"""What operators see of a replica: its engine's requests, blocks and rows, and its device as a tier of adapters.
+"""Prometheus metrics of a replica: its engine's requests, blocks and rows, and its device as a tier of adapters.
 
-In: snapshots of an engine (`EngineStats`). Out: counters and gauges on Ray's Prometheus port. Totals of the engine
-become counts by their difference from the last snapshot.
+Totals of the engine (`EngineStats`) become counters by their difference from the last snapshot.
 """
 
 from __future__ import annotations
@@ -17,10 +16,10 @@ from app.engine.stats import EngineStats
 
 
 class EngineMetrics:
-    """What a replica's engine holds, and what waits for it; set again at every look, so Ray does not forget it."""
+    """Metrics of a replica's engine; all gauges are set at every update, so that Ray does not drop them."""
 
     def __init__(self, start_s: Mapping[str, float] | None = None) -> None:
-        """`start_s`: seconds that the parts of the replica's start took, by name."""
+        """`start_s`: seconds of the replica's start, by part."""
         tags = ("state",)
         self._start = Gauge("polylora_startup_seconds", "Seconds that a replica's start took.", tag_keys=("part",))
         self._start_s = start_s or {}
@@ -43,7 +42,7 @@ class EngineMetrics:
         )
 
     def update(self, stats: EngineStats) -> None:
-        """Tell a snapshot, and the preemptions since the last one."""
+        """Export a snapshot, and the differences of totals from the last one."""
         num_cached = stats.num_blocks_cached
         for gauge, values in (
             (self._requests, {"running": stats.num_running, "waiting": stats.num_waiting}),
@@ -83,18 +82,19 @@ class EngineMetrics:
 
 
 class DeviceMetrics:
-    """A replica's device as a tier, from its engine's totals: what it holds, not what passes through."""
+    """The device as a tier of the store, from its engine's totals."""
 
     def __init__(self, counts: TierCounters, spec: ModelSpec) -> None:
         self._counts = counts
         layers = (layer_linear_modules(spec, layer) for layer in range(len(spec.layers)))
         products = (product for products in layers for product in products)
-        # What an adapter holds for experts is among its extra bytes.
+        # Rows of experts are counted among an adapter's extra bytes.
         self._row_bytes = 4 * sum(product.row_size for product in products if product.has_rank_rows)
         self._last: EngineStats | None = None
 
     def update(self, stats: EngineStats) -> None:
-        """Count what happened since the last call. Bytes are rows and extras as float32; idle adapters are held too."""
+        """Count changes since the last call. Bytes are rows and extra weights as float32; idle adapters count as
+        held."""
         last = self._last
         self._last = stats
 
@@ -106,7 +106,7 @@ class DeviceMetrics:
         self._counts.miss("device", round(since("num_adapter_misses")))
         self._counts.evicted("device", round(since("num_adapter_evictions")))
         num_writes = round(since("num_adapter_writes"))
-        for _ in range(num_writes):  # each as long as the mean of them
+        for _ in range(num_writes):  # each with the mean size and duration
             size_bytes = round(since("num_adapter_write_bytes") / num_writes)
             self._counts.loaded("device", since("adapter_write_s") / num_writes, size_bytes)
         held_bytes = sum(item.num_rows * self._row_bytes + item.extra_bytes for item in stats.residents)

@@ -1,7 +1,7 @@
-"""Waiting for an event, but not for ever.
+"""Waiting for an event with a timeout.
 
-In: an event, and seconds. Out: whether it came. Rule: a wait that is cancelled ends, also where the event comes in the
-same moment (`asyncio.wait_for` of Python 3.11 loses that cancellation, and whoever waits for the task's end waits on).
+`asyncio.wait_for` of Python 3.11 loses a cancellation that arrives together with the event, and whoever waits for the
+task's end then waits forever; this does not.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import asyncio
 
 
 async def wait_for_event(event: asyncio.Event, within_s: float) -> bool:
-    """Whether `event` is set, or is within `within_s` seconds."""
+    """Whether `event` is set now or within `within_s` seconds."""
     try:
         async with asyncio.timeout(within_s):
             await event.wait()

@@ -1,8 +1,8 @@
-"""Which calls and messages the processes of a service understand: one number.
+"""The protocol number of calls and messages between a service's processes.
 
-In: nothing. Out: `PROTOCOL`, and the refusal of another. It is part of the names of actors and of the handshake of
-links, so that processes which do not understand each other never talk. Two releases with one number work side by side
-during an upgrade. Rule, from the first release on: raise it when a call, a message or the meaning of a field changes.
+It is part of actors' names and of the links' handshake, so processes with different numbers never talk. Two releases
+with the same number work side by side during an upgrade. Raise it when a call, a message or the meaning of a field
+changes, from the first release on.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ PROTOCOL = 1
 
 
 def check_protocol(protocol: int) -> None:
-    """Raise ReplicaUnreachable for another protocol than ours: whoever asked goes elsewhere, and nobody else does."""
+    """Raise ReplicaUnreachable for another protocol than ours."""
     if protocol != PROTOCOL:
         raise ReplicaUnreachable(
-            f"the ingress speaks protocol {protocol} and the replica {PROTOCOL}: they are of releases that do not work "
-            "side by side; each goes on with those of its own until the others are replaced"
+            f"the ingress speaks protocol {protocol} and the replica {PROTOCOL}: their releases do not work together; "
+            "each uses processes of its own release until the others are replaced"
         )

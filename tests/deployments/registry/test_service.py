@@ -415,7 +415,7 @@ async def test_an_unload_whose_end_the_database_did_not_take_ends_later(
     assert described.job is not None
     assert described.job.state is State.DRAINING
     monkeypatch.setattr(unloading_module, "UNSEEN_S", -1.0)
-    await management.take_up()
+    await management.resume_unloads()
     assert (await end_of(managed, described.job)).state is State.REMOVED
     assert isinstance(await fails(managed.client.describe("sql", **MINE)), NotFound)
 
@@ -452,7 +452,7 @@ async def test_an_unload_ends_although_its_contents_are_used_again(
     managed: ManagedStore, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     """The same digest: requests that came since keep its rows, and those that it waits for are not told apart."""
-    monkeypatch.setattr(management_module, "USED_AGAIN_INTERVAL_S", 0.01)
+    monkeypatch.setattr(management_module, "STILL_USED_INTERVAL_S", 0.01)
     management = AdapterAdmin(managed.client, managed, Placed(r1=("d1",)))
     await managed.client.load_and_wait(wanted("sql", "one"))
     managed.drop_gate.clear()  # there is always some request for it
@@ -470,7 +470,7 @@ async def test_an_unload_ends_although_its_contents_are_used_again(
 async def test_a_drain_goes_on_while_the_registry_is_away(
     managed: ManagedStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(management_module, "USED_AGAIN_INTERVAL_S", 0.01)
+    monkeypatch.setattr(management_module, "STILL_USED_INTERVAL_S", 0.01)
     management = AdapterAdmin(managed.client, managed, Placed(r1=("d1",)))
     await managed.client.load_and_wait(wanted("sql", "one"))
     managed.drop_gate.clear()

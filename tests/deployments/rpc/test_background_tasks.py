@@ -128,10 +128,10 @@ def test_a_trouble_is_news_again_once_it_was_over(caplog: pytest.LogCaptureFixtu
     troubles = LogOnce("asking")
     with caplog.at_level(logging.WARNING):
         for _ in range(3):
-            troubles.met(ValueError("1"))
-        troubles.over()
-        troubles.met(ValueError("2"))
-        troubles.met(ActorUnavailable("away"))  # its absence is told by who called it
+            troubles.on_error(ValueError("1"))
+        troubles.on_recovery()
+        troubles.on_error(ValueError("2"))
+        troubles.on_error(ActorUnavailable("away"))  # its absence is told by who called it
     assert [record.getMessage()[-19:] for record in caplog.records] == [f"Error: {n}; trying again"[-19:] for n in "12"]
 
 

@@ -58,7 +58,7 @@ async def test_a_link_without_news_carries_heartbeats_and_ends_when_it_was_idle(
     hub = FrameHub()
     frames = hub.frames("link", idle_s=0.05)
     assert await anext(frames) == []
-    hub.expect("link", "a/1")
+    hub.register("link", "a/1")
     for _ in range(20):  # for as long as a request waits
         assert await anext(frames) == []
     hub.deliver([TokenChunk("a/1", finish_reason="stop")])
@@ -106,7 +106,7 @@ async def test_a_reader_that_was_stopped_itself_has_missed_nothing(monkeypatch: 
     for _ in range(3):
         time.sleep(0.1)  # the loop does not run: ten heartbeats
         await asyncio.sleep(0)
-        silence.heard()
+        silence.reset()
     assert calls == []
     async with asyncio.timeout(60):
         while not calls:

@@ -18,7 +18,7 @@ from app.deployments.rpc import frames as frames_module
 from app.deployments.rpc import uds_transport as frame_sockets
 from app.deployments.rpc.frames import FrameHub, unpack_frame
 from app.deployments.rpc.transport import EngineFailed, Frame, ReplicaUnreachable
-from app.deployments.rpc.uds_transport import FOLDER_VARIABLE, Connection, FrameSocket, connect, frames_beside
+from app.deployments.rpc.uds_transport import FOLDER_VARIABLE, Connection, FrameSocket, connect, frames_from_socket
 from app.engine.adapters.adapter import LoraAdapter
 from app.engine.adapters.card import AdapterRef
 from app.engine.request import GenerateRequest, SamplingParams, TokenChunk
@@ -47,7 +47,7 @@ async def opened(replica_id: str = "replica") -> AsyncIterator[FrameSocket]:
 
 async def frames_of(call: AsyncIterator[bytes], link_id: str = LINK) -> AsyncGenerator[Frame]:
     """What a transport yields."""
-    async with aclosing(frames_beside(call, link_id, await connected())) as items:
+    async with aclosing(frames_from_socket(call, link_id, await connected())) as items:
         async for item in items:
             yield unpack_frame(item)
 
@@ -122,10 +122,10 @@ async def test_an_end_comes_behind_the_last_frame_and_says_why() -> None:
 async def test_a_reader_that_is_behind_gets_frames_merged() -> None:
     hub, num_chunks = FrameHub(), 4000
     async with opened() as frame_socket:
-        call = frame_socket.carry(LINK, hub.frames(LINK, idle_s=0.5), lambda: hub.leave(LINK))
+        call = frame_socket.carry(LINK, hub.frames(LINK, idle_s=0.5), lambda: hub.close_link(LINK))
         reader = frames_of(call)
         assert await anext(reader) == []
-        hub.expect(LINK, "a/1")
+        hub.register(LINK, "a/1")
         for number in range(num_chunks):  # about 2 MB
             hub.deliver([TokenChunk("a/1", tuple(range(number, number + 100)))])
             await asyncio.sleep(0)
@@ -164,7 +164,7 @@ async def test_requests_of_an_ingress_that_dies_are_aborted() -> None:
     async with opened() as frame_socket:
         call = service.packed_frames(LINK, frame_socket)
         connection = await connected()
-        reader = frames_beside(call, LINK, connection)
+        reader = frames_from_socket(call, LINK, connection)
         assert unpack_frame(await anext(reader)) == []
         waiting = asyncio.ensure_future(anext(reader))
         assert service.submit(LINK, [GenerateRequest("a/1", "t", (1, 2), SamplingParams())])
@@ -191,7 +191,7 @@ async def test_a_replica_that_dies_in_a_frame_ends_the_link_as_its_call_does() -
         writer.close()
 
     server = await asyncio.start_unix_server(half_a_frame, str(frame_sockets._path("replica")))
-    reader = frames_beside(call(), LINK, await connected())
+    reader = frames_from_socket(call(), LINK, await connected())
     assert [await anext(reader), await anext(reader)] == [b"attached", b"full"]
     with pytest.raises(ConnectionResetError, match="found dead"):
         await anext(reader)
@@ -214,7 +214,7 @@ async def test_a_replica_that_hangs_is_given_up_though_its_connection_stands(mon
         ended.set()
 
     server = await asyncio.start_unix_server(hangs, str(frame_sockets._path("replica")))
-    reader = frames_beside(call(), LINK, await connected())
+    reader = frames_from_socket(call(), LINK, await connected())
     assert [await anext(reader), await anext(reader)] == [b"attached", b"full"]
     with pytest.raises(ReplicaUnreachable, match="not even a heartbeat"):
         await anext(reader)
@@ -240,7 +240,7 @@ async def test_a_link_ends_though_only_half_of_it_does(monkeypatch: pytest.Monke
         writer.close()
 
     server = await asyncio.start_unix_server(greet, str(frame_sockets._path("replica")))
-    reader = frames_beside(call(), LINK, await connected())
+    reader = frames_from_socket(call(), LINK, await connected())
     assert await anext(reader) == b"attached"
     with pytest.raises(ReplicaUnreachable if ends_first == "connection" else StopAsyncIteration):
         await anext(reader)
@@ -259,7 +259,7 @@ async def test_a_connection_that_nobody_expects_is_closed() -> None:
 
 
 async def test_without_a_greeting_the_call_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(frame_sockets, "GREETING_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(frame_sockets, "CONNECT_TIMEOUT_S", 0.1)
     hub = FrameHub()
     async with opened() as frame_socket:
         call = frame_socket.carry(LINK, hub.frames(LINK, idle_s=60.0), unheard)

@@ -27,7 +27,7 @@ class Impatient(PlacementActor):
         super().__init__(config_json)
 
     async def lose_patience(self) -> None:
-        idle_shutdown.PATIENCE_S = 0.5
+        idle_shutdown.IDLE_TIMEOUT_S = 0.5
 
     async def pid(self) -> int:
         return os.getpid()

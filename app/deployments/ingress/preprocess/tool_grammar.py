@@ -1,8 +1,7 @@
-"""An answer that may call tools, as a grammar: arguments are valid by construction.
+"""The grammar of an answer that may call tools; arguments are valid by construction.
 
-In: tools, what is asked of the model (`tool_choice`) and the form of its calls. Out: the grammar's text. Where the
-model is free to answer in words, text is anything up to where calls begin, or what the response format says. Rule:
-behind the first call there are only calls.
+Where the model may answer in words, text is anything up to the start of a call, or follows the response format. After
+the first call only calls may follow.
 """
 
 from __future__ import annotations
@@ -14,12 +13,12 @@ from typing import Any, NamedTuple
 from app.engine.models.chat.tool_call_formats import ToolCallFormat
 from app.engine.structured_output.grammar_builder import lark_grammar, quoted, schema_rule
 
-#: Any text. Where calls begin with a marker that is text too, the first one ends it.
+#: Any text. Where calls begin with a marker that is plain text, the first marker ends it.
 _TEXT = r"TEXT: /(.|\n)*/"
 
 
 class Tool(NamedTuple):
-    """A function that may be called. `place` is what the client calls its parameters."""
+    """A function that may be called. `place` is the field of its parameters."""
 
     name: str
     parameters: Mapping[str, Any]
@@ -36,26 +35,29 @@ def tool_grammar(
     is_parallel: bool,
     answer: str | None = None,
 ) -> str:
-    """`specials`: fixed texts that are special tokens of the model, with their ids. `is_forced`: nothing but calls.
-    `answer`: the rule of an answer in words, None for any text. Raises InvalidRequest."""
+    """The grammar as text. Raises InvalidRequest.
 
-    def fixed(text: str) -> str:
+    specials: the model's special tokens among the format's fixed texts, with their ids. is_forced: only calls. answer:
+    the rule of an answer in words; None for any text.
+    """
+
+    def literal(text: str) -> str:
         pieces = re.split("(" + "|".join(map(re.escape, specials)) + ")", text) if specials else [text]
         return " ".join(f"<[{specials[piece]}]>" if piece in specials else quoted(piece) for piece in pieces if piece)
 
     def call_rules(name: str, begin: str) -> list[str]:
-        """One call of any tool, of which `begin` is there already."""
+        """One call of any tool, after `begin` was generated."""
         rules = [
-            f"{name}_{index}: {fixed((form.before + tool.name + form.between).removeprefix(begin))} args_{index} "
-            f"{fixed(form.after)}"
+            f"{name}_{index}: {literal((form.before + tool.name + form.between).removeprefix(begin))} args_{index} "
+            f"{literal(form.after)}"
             for index, tool in enumerate(tools)
         ]
         return [*rules, f"{name}: " + " | ".join(f"{name}_{index}" for index in range(len(tools)))]
 
-    more = f" ({fixed(form.separator)} call)*" if is_parallel else ""
+    more = f" ({literal(form.separator)} call)*" if is_parallel else ""
     lines = [f"args_{index}: {_arguments(tool)}" for index, tool in enumerate(tools)]
     lines += call_rules("call", "")
-    lines.append(f"calls: {fixed(form.opening)} call{more} {fixed(form.closing)}")
+    lines.append(f"calls: {literal(form.opening)} call{more} {literal(form.closing)}")
     if is_forced:
         lines.append("start: calls")
     elif answer is not None:
@@ -70,12 +72,12 @@ def tool_grammar(
         lines += [
             "start: TEXT | trigger behind",
             f"trigger[lazy]: TEXT {quoted(form.marker)}",
-            f"behind: {fixed(opening)} first{more} {fixed(form.closing)}",
+            f"behind: {literal(opening)} first{more} {literal(form.closing)}",
             _TEXT,
         ]
     return lark_grammar("\n".join(lines), "tools")
 
 
 def _arguments(tool: Tool) -> str:
-    """The rule of a tool's arguments, which are an object whatever its schema leaves open."""
+    """The rule of a tool's arguments, always an object even if its schema does not say so."""
     return schema_rule({"type": "object", **tool.parameters}, tool.place, lenient=not tool.is_strict)

@@ -1,8 +1,7 @@
-"""Tools in a conversation: what the template is told of them, and what the answer has to follow.
+"""Tools in a conversation: values for the chat template, and the grammar of the answer.
 
-In: a checked body with `tools`, `tool_choice` and messages that call tools or answer calls. Out: plain values for the
-chat template, and the grammar of the answer. Rule: calls are valid by their tools' schemas; a tool
-that is not strict is held to as much of its schema as can be enforced, a strict one to all of it or it is refused.
+Calls always follow their tools' schemas: a strict tool's schema completely, or the request is rejected; another's as
+far as it can be enforced.
 """
 
 from __future__ import annotations
@@ -33,12 +32,12 @@ class ChatFields(Protocol):
 
 
 def template_messages(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
-    """Messages as templates take them: arguments are objects, and an answer to a call has its function's name.
+    """Messages for the chat template: arguments become objects, and a tool's answer gets its function's name.
 
-    Raises InvalidRequest for arguments that are no JSON object.
+    Raises InvalidRequest for arguments that are not a JSON object.
     """
     called: dict[str, str] = {}
-    told = []
+    converted = []
     for index, message in enumerate(messages):
         one: dict[str, Any] = {"role": "system" if message.role == "developer" else message.role}
         one["content"] = message.text
@@ -63,24 +62,21 @@ def template_messages(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
             one["tool_call_id"] = message.tool_call_id
             if message.tool_call_id in called:
                 one.setdefault("name", called[message.tool_call_id])
-        told.append(one)
-    return told
+        converted.append(one)
+    return converted
 
 
 def template_tools(body: ChatFields) -> list[dict[str, Any]] | None:
-    """Tools as templates take them; [] where only earlier messages call some, None where nobody speaks of any."""
+    """Tools for the chat template; [] if only earlier messages call some, None if there are no tools at all."""
     if body.tools:
-        return [{"type": "function", "function": _told_function(tool)} for tool in body.tools]
+        return [{"type": "function", "function": _function_dict(tool)} for tool in body.tools]
     return [] if any(message.tool_calls or message.role == "tool" for message in body.messages) else None
 
 
 def chat_grammar(
     body: ChatCompletionRequest, tokenizer: TokenizerService, text: str
 ) -> tuple[RequestedGrammar | None, ToolConfig | None]:
-    """What the answer has to follow, and how it calls tools if it may. `text`: what the adapter says of its template.
-
-    Raises InvalidRequest.
-    """
+    """The answer's grammar, and how it may call tools. `text` is the adapter's own chat text. Raises InvalidRequest."""
     wanted, choice = requested_grammar(body), body.tool_choice
     if not body.tools or choice == "none":
         return wanted, None
@@ -99,7 +95,7 @@ def chat_grammar(
     is_forced = choice != "auto"
     if wanted is not None and not is_forced and not form.marker:
         raise InvalidRequest(
-            f"{wanted.place}: this model's calls are JSON as well; let tool_choice be required or none",
+            f"{wanted.place}: this model's tool calls are JSON too; set tool_choice to required or none",
             param=wanted.place,
         )
     grammar = tool_grammar(
@@ -114,7 +110,7 @@ def chat_grammar(
     return RequestedGrammar(grammar, "tools", tuple(schemas)), ToolConfig(form, frozenset(specials.values()))
 
 
-def _told_function(tool: ToolBody) -> dict[str, Any]:
+def _function_dict(tool: ToolBody) -> dict[str, Any]:
     function = tool.function
     return {
         "name": function.name,
@@ -125,9 +121,9 @@ def _told_function(tool: ToolBody) -> dict[str, Any]:
 
 def _arguments(text: str, place: str) -> dict[str, Any]:
     try:
-        found = json.loads(text or "{}")
+        arguments = json.loads(text or "{}")
     except (ValueError, RecursionError):
-        found = None
-    if not isinstance(found, dict):
-        raise InvalidRequest(f"{place}: {text[:80]!r} is no JSON object", param=place)
-    return found
+        arguments = None
+    if not isinstance(arguments, dict):
+        raise InvalidRequest(f"{place}: {text[:80]!r} is not a JSON object", param=place)
+    return arguments

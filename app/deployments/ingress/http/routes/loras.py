@@ -38,7 +38,7 @@ def _load_of(body: RegisterAdapterBody, caller: Principal, service: IngressServi
         return load_request(caller, body.name, body.path, body.pinned, body.traffic_weight, body.description)
     if body.compose is None or body.path is not None:
         raise InvalidRequest("give either path, where the adapter is, or compose, what it is made of", param="path")
-    composition = service.frontend.finder.combined(body.compose.adapters, caller, recipe=body.compose.recipe)
+    composition = service.preprocessor.resolver.combine(body.compose.adapters, caller, recipe=body.compose.recipe)
     return compose_request(caller, body.name, composition, body.pinned, body.traffic_weight, body.description)
 
 
