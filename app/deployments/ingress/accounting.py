@@ -46,10 +46,10 @@ class TenantTableClient(LongPollClient[Changes[TenantKey, TenantRow]]):
         self.view = TenantMirror()
         self.complete = asyncio.Event()
 
-    def _apply(self, version: Version, news: Changes[TenantKey, TenantRow]) -> None:
+    def _apply(self, version: Version, update: Changes[TenantKey, TenantRow]) -> None:
         self._version = version
-        self.view.take(news)
-        if news.is_last:
+        self.view.take(update)
+        if update.is_last:
             self.complete.set()
 
 
@@ -91,18 +91,18 @@ class RequestAccounting:
         self._key_used_s: dict[str, float] = {}
 
     async def admit(
-        self, caller: Principal, requests: Sequence[GenerateRequest], held: Reservation | None = None
+        self, caller: Principal, requests: Sequence[GenerateRequest], existing: Reservation | None = None
     ) -> Reservation:
         """Reserve the most that these sequences may cost, and count the request. Raises LimitReached.
 
-        A batch's line is counted when it is answered, because it may be tried several times. `held` is the routing's
+        A line of a batch is counted when it is answered, because it may be tried again. `existing` is the routing's
         reservation, which the new one replaces.
         """
         reservation = Reservation({}, settled=True)
         if caller.tenant.limits != _NO_LIMITS:
             needs = [self._need(request) for request in requests]
-            taken = request_costs(caller.tenant, self._pricing.base_name, needs)
-            reservation = await self.limiter.reserve(caller.tenant, taken, held)
+            costs = request_costs(caller.tenant, self._pricing.base_name, needs)
+            reservation = await self.limiter.reserve(caller.tenant, costs, existing)
         if not caller.is_batch:
             self.usage_recorder.came(requests[0])
         return reservation
@@ -138,14 +138,14 @@ class RequestAccounting:
         finally:
             self.limiter.settle(reservation, {})
 
-    def finish_routing(self, held: ReservedQuota) -> None:
+    def finish_routing(self, quota: ReservedQuota) -> None:
         """Charge all tokens of the routing decision."""
-        self.limiter.settle(held.tokens, {})
+        self.limiter.settle(quota.tokens, {})
 
-    def release(self, held: ReservedQuota) -> None:
+    def release(self, quota: ReservedQuota) -> None:
         """Settle what no admission has taken over. Tokens are given back, because none were computed."""
-        self.limiter.settle(held.tokens, dict.fromkeys(held.tokens.units, 0))
-        self.limiter.settle(held.request, {})
+        self.limiter.settle(quota.tokens, dict.fromkeys(quota.tokens.units, 0))
+        self.limiter.settle(quota.request, {})
 
     def count_routed_request(self, caller: Principal) -> None:
         self.usage_recorder.came_to_choose(caller.tenant_id, caller.key_id)
@@ -165,13 +165,13 @@ class RequestAccounting:
     def _settle(self, job: GenerationTask, *, is_cut: bool = False, is_request: bool = True) -> None:
         if job.reservation.settled:
             return
-        taken: list[Cost] = []
+        costs: list[Cost] = []
         for request, usage in zip(job.requests, job.usages, strict=True):
             models = self._models(request)
             used = usage or Usage(len(request.token_ids) if is_cut else 0, 0, 0)
             cost = self._pricing.prices.of(models, used)
-            taken.append(Cost(models, used.prompt_tokens + used.completion_tokens, cost))
-        actual = request_costs(job.caller.tenant, self._pricing.base_name, taken)
+            costs.append(Cost(models, used.prompt_tokens + used.completion_tokens, cost))
+        actual = request_costs(job.caller.tenant, self._pricing.base_name, costs)
         if not is_request:
             actual |= {meter: 0 for meter in actual if meter.kind in ("requests", "day")}
         self.limiter.settle(job.reservation, actual)

@@ -207,9 +207,9 @@ class RegistryMirror(LongPollClient[Changes[Key, Entry]]):
         self.view = RegistryView()
         self.complete = asyncio.Event()
 
-    def _apply(self, version: Version, news: Changes[Key, Entry]) -> None:
+    def _apply(self, version: Version, update: Changes[Key, Entry]) -> None:
         self._version = version
-        self.view.take(news)
+        self.view.take(update)
         self._on_number(self.view.num_adapters)
-        if news.is_last:
+        if update.is_last:
             self.complete.set()

@@ -57,8 +57,8 @@ class Embedder:
         pooling = self._pooling(body)
         token_ids = await self._preprocessor.prompt_ids(texts, "input")
         self._check_lengths(texts, token_ids)
-        given = "" if request_id is None else f"{request_id}."
-        request_id = f"embd-{given}{secrets.token_hex(12)}"
+        client_id = "" if request_id is None else f"{request_id}."
+        request_id = f"embd-{client_id}{secrets.token_hex(12)}"
         requests = tuple(
             GenerateRequest(
                 request_id=f"{request_id}-{index}",
@@ -135,11 +135,11 @@ def as_floats(vector: bytes) -> list[float]:
     return numbers
 
 
-def answer(job: GenerationTask, body: EmbeddingsRequest, found: Sequence[bytes]) -> bytes:
+def answer(job: GenerationTask, body: EmbeddingsRequest, embeddings: Sequence[bytes]) -> bytes:
     """The response body in OpenAI's format; "base64" encodes the little-endian float32 bytes."""
     encode = _as_base64 if body.encoding_format == "base64" else as_floats
     data: list[dict[str, Any]] = [
-        {"object": "embedding", "index": index, "embedding": encode(vector)} for index, vector in enumerate(found)
+        {"object": "embedding", "index": index, "embedding": encode(vector)} for index, vector in enumerate(embeddings)
     ]
     usage = usage_body(job.usages)
     counts = {"prompt_tokens": usage["prompt_tokens"], "total_tokens": usage["total_tokens"]}

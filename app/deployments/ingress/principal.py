@@ -1,4 +1,4 @@
-"""Who sends a request: its tenant, key and rights.
+"""The principal of a request: its tenant, key and rights.
 
 Authentication stores a `Principal` in the request's state; everything behind it receives the tenant explicitly. Without
 API keys all callers are one tenant, whose adapters stay public once keys exist.

@@ -12,10 +12,9 @@ from collections.abc import Callable, Mapping, Sequence
 from app.deployments.placement.messages import Key, LoadDelta, ReplicaLoad, Residency, Row
 from app.deployments.placement.service import PlacementService
 from app.deployments.placement.view import PlacementView
-from app.deployments.rpc.background_tasks import LogOnce
+from app.deployments.rpc.background_tasks import LogOnce, wait_for_event
 from app.deployments.rpc.long_poll_client import LongPollClient, Watch
 from app.deployments.rpc.long_poll_host import Changes, Version
-from app.deployments.rpc.wait_for_event import wait_for_event
 
 #: Longest wait for placement's answer before the ingress decides by itself.
 ASSIGN_TIMEOUT_S = 0.5

@@ -38,8 +38,8 @@ from app.deployments.replica.warm_up import WarmUp, wait_for_pins
 from app.deployments.rpc.background_tasks import Tasks
 from app.deployments.rpc.long_poll_client import LongPollValue
 from app.deployments.rpc.ray_private import serve_ends_us
+from app.deployments.rpc.transport import check_protocol
 from app.deployments.rpc.uds_transport import FrameSocket
-from app.deployments.rpc.wire_version import check_protocol
 from app.deployments.store.actor import store_actor, store_name, store_service, tenants_service
 from app.deployments.store.metrics import TierMetrics
 from app.deployments.tenancy.usage.flusher import UsageFlusher

@@ -23,22 +23,22 @@ class EngineMetrics:
         tags = ("state",)
         self._start = Gauge("polylora_startup_seconds", "Seconds that a replica's start took.", tag_keys=("part",))
         self._start_s = start_s or {}
-        self._compile = Gauge("polylora_compile_seconds", "Seconds in which kernels, programs or graphs were made.")
+        self._compile = Gauge("polylora_compile_seconds", "Seconds of compiling kernels, programs or graphs.")
         self._requests = Gauge("polylora_engine_requests", "Requests in the engine.", tag_keys=tags)
-        self._blocks = Gauge("polylora_kv_blocks", "KV blocks; cached ones can be had.", tag_keys=tags)
+        self._blocks = Gauge("polylora_kv_blocks", "KV blocks; cached ones can be reused.", tag_keys=tags)
         self._rows = Gauge(
-            "polylora_lora_pool_rows", "Rank rows of the device; idle adapters hold theirs.", tag_keys=tags
+            "polylora_lora_pool_rows", "Rank rows of the device; idle adapters occupy theirs.", tag_keys=tags
         )
-        self._preemptions = Counter("polylora_preemptions", "Sequences that gave up their KV blocks to others.")
+        self._preemptions = Counter("polylora_preemptions", "Sequences preempted for others' KV blocks.")
         self._num_preemptions = 0
-        self._guesses = Counter(
-            "polylora_spec_decode_tokens", "Tokens verified ahead of their turn.", tag_keys=("outcome",)
+        self._draft_tokens = Counter(
+            "polylora_spec_decode_tokens", "Verified draft tokens of speculative decoding.", tag_keys=("outcome",)
         )
-        self._num_guessed = {"right": 0, "wrong": 0}
+        self._num_draft_tokens = {"accepted": 0, "rejected": 0}
         self._seconds = Counter("polylora_step_seconds", "Seconds that steps took, by part.", tag_keys=("part",))
-        self._num_seconds = {"base": 0.0, "deltas": 0.0, "writes": 0.0}
+        self._num_seconds = {"base": 0.0, "lora": 0.0, "adapter_load": 0.0}
         self._gap = Gauge(
-            "polylora_fairness_gap_tokens", "How far waiting tenants' weighted service is apart, in tokens."
+            "polylora_fairness_gap_tokens", "Largest difference of waiting tenants' weighted service, in tokens."
         )
 
     def update(self, stats: EngineStats) -> None:
@@ -56,7 +56,7 @@ class EngineMetrics:
             ),
             (
                 self._rows,
-                {"held": stats.num_rank_rows - stats.num_rank_rows_free, "free": stats.num_rank_rows_free},
+                {"used": stats.num_rank_rows - stats.num_rank_rows_free, "free": stats.num_rank_rows_free},
             ),
         ):
             for state, value in values.items():
@@ -69,16 +69,16 @@ class EngineMetrics:
             self._preemptions.inc(stats.num_preemptions - self._num_preemptions)
             self._num_preemptions = stats.num_preemptions
         for part, seconds in (
-            ("base", stats.base_s), ("deltas", stats.deltas_s), ("writes", stats.adapter_write_s)
+            ("base", stats.base_s), ("lora", stats.deltas_s), ("adapter_load", stats.adapter_write_s)
         ):  # fmt: skip
             if seconds > self._num_seconds[part]:
                 self._seconds.inc(seconds - self._num_seconds[part], tags={"part": part})
                 self._num_seconds[part] = seconds
-        num_wrong = stats.num_guessed - stats.num_guessed_right
-        for outcome, count in {"right": stats.num_guessed_right, "wrong": num_wrong}.items():
-            if count > self._num_guessed[outcome]:
-                self._guesses.inc(count - self._num_guessed[outcome], tags={"outcome": outcome})
-                self._num_guessed[outcome] = count
+        num_rejected = stats.num_guessed - stats.num_guessed_right
+        for outcome, count in {"accepted": stats.num_guessed_right, "rejected": num_rejected}.items():
+            if count > self._num_draft_tokens[outcome]:
+                self._draft_tokens.inc(count - self._num_draft_tokens[outcome], tags={"outcome": outcome})
+                self._num_draft_tokens[outcome] = count
 
 
 class DeviceMetrics:

@@ -38,8 +38,8 @@ class OrphanedAdapters:
 
     async def check(self) -> None:
         """Start freeing adapters that are gone. Raises the registry's errors."""
-        held = self._service.cached_digests() - self._dropping
-        for digest in await self._store.gone(sorted(held)) if held else ():
+        digests = self._service.cached_digests() - self._dropping
+        for digest in await self._store.gone(sorted(digests)) if digests else ():
             self._dropping.add(digest)
             self._drops.start(self._drop(digest))
 

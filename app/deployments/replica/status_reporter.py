@@ -16,8 +16,7 @@ from typing import Protocol
 from app.deployments.placement.delta_reporter import DeltaReporter
 from app.deployments.placement.service import PlacementService
 from app.deployments.replica.engine_service import EngineService
-from app.deployments.rpc.background_tasks import LogOnce, Tasks
-from app.deployments.rpc.wait_for_event import wait_for_event
+from app.deployments.rpc.background_tasks import LogOnce, Tasks, wait_for_event
 from app.deployments.store.service import StoreService
 from app.deployments.store.shared_adapter import SharedAdapter
 from app.engine.interface import RunningEngine

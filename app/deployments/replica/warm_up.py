@@ -108,13 +108,13 @@ async def wait_for_pins(store: StoreService[SharedAdapter], pinned: LongPollValu
         async with asyncio.timeout(REGISTRY_TIMEOUT_S):
             while True:
                 try:
-                    news = await store.watch_pins(None, replica_id, WATCH_TIMEOUT_S)
+                    update = await store.watch_pins(None, replica_id, WATCH_TIMEOUT_S)
                 except NotReady as error:  # the store or its database restarts
                     reason = error
                     await asyncio.sleep(REGISTRY_RETRY_S)
                     continue
-                assert news is not None, "a watcher without a version always gets the value"
-                pinned.apply(*news)
+                assert update is not None, "a watcher without a version always gets the value"
+                pinned.apply(*update)
                 return
     except TimeoutError:
         pass

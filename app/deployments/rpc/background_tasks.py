@@ -89,6 +89,19 @@ async def retry_forever(work: Callable[[], Coroutine[Any, Any, None]]) -> None:
         await asyncio.sleep(next(pauses_s))
 
 
+async def wait_for_event(event: asyncio.Event, within_s: float) -> bool:
+    """Whether `event` is set now or within `within_s` seconds.
+
+    `asyncio.wait_for` of Python 3.11 loses a cancellation that arrives together with the event.
+    """
+    try:
+        async with asyncio.timeout(within_s):
+            await event.wait()
+    except TimeoutError:
+        return False
+    return True
+
+
 class Tasks:
     """The tasks of one owner, on one event loop."""
 

@@ -14,8 +14,8 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+from app.deployments.rpc.background_tasks import wait_for_event
 from app.deployments.rpc.transport import ReplicaUnreachable
-from app.deployments.rpc.wait_for_event import wait_for_event
 from app.engine.request import TokenChunk
 
 T = TypeVar("T")

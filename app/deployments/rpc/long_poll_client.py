@@ -10,9 +10,8 @@ import asyncio
 from collections.abc import Awaitable, Callable, Iterable
 from typing import Generic, TypeVar
 
-from app.deployments.rpc.background_tasks import LogOnce
+from app.deployments.rpc.background_tasks import LogOnce, wait_for_event
 from app.deployments.rpc.long_poll_host import Changes, Version
-from app.deployments.rpc.wait_for_event import wait_for_event
 
 T = TypeVar("T")
 K = TypeVar("K")
@@ -42,23 +41,23 @@ class LongPollClient(Generic[T]):
         """Poll until cancelled, whatever the owner does."""
         while True:
             try:
-                news = await self._watch(self._version, self._watcher_id, self._timeout_s)
-                if news is not None:
-                    self._apply_or_reset(*news)
+                update = await self._watch(self._version, self._watcher_id, self._timeout_s)
+                if update is not None:
+                    self._apply_or_reset(*update)
             except Exception as error:  # a failing owner must not end its clients
                 self._log.on_error(error)
                 await asyncio.sleep(RETRY_S)
             else:
                 self._log.on_recovery()
 
-    def _apply_or_reset(self, version: Version, news: T) -> None:
+    def _apply_or_reset(self, version: Version, update: T) -> None:
         try:
-            self._apply(version, news)
+            self._apply(version, update)
         except Exception:
             self._version = None  # it may be applied in part: the next answer must be complete
             raise
 
-    def _apply(self, version: Version, news: T) -> None:
+    def _apply(self, version: Version, update: T) -> None:
         raise NotImplementedError
 
 
@@ -85,8 +84,8 @@ class LongPollValue(LongPollClient[T]):
     async def wait_for_change(self, timeout_s: float) -> None:
         await wait_for_event(self._changed, timeout_s)
 
-    def _apply(self, version: Version, news: T) -> None:
-        self.apply(version, news)
+    def _apply(self, version: Version, update: T) -> None:
+        self.apply(version, update)
 
 
 class TableSync(Generic[K, V]):
@@ -99,10 +98,10 @@ class TableSync(Generic[K, V]):
     def __init__(self) -> None:
         self._unlisted: set[K] | None = None  # keys of the copy not listed by the snapshot so far; None: no snapshot
 
-    def changes(self, page: Changes[K, V], held: Callable[[], Iterable[K]]) -> dict[K, V | None]:
-        """The changes to apply for this page; None removes a row. `held` lists the keys of the copy."""
+    def changes(self, page: Changes[K, V], keys: Callable[[], Iterable[K]]) -> dict[K, V | None]:
+        """The changes to apply for this page; None removes a row. `keys` lists the keys of the copy."""
         if page.is_first:
-            self._unlisted = set(held())
+            self._unlisted = set(keys())
         changes = dict(page.rows)
         if self._unlisted is not None:
             self._unlisted.difference_update(changes)

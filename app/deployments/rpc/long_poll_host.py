@@ -14,7 +14,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Mapping
 from typing import Generic, NamedTuple, TypeVar
 
-from app.deployments.rpc.wait_for_event import wait_for_event
+from app.deployments.rpc.background_tasks import wait_for_event
 from app.engine.wire_format import message
 
 T = TypeVar("T")
@@ -60,7 +60,7 @@ class _Publisher:
         self._answered_s: dict[str, float] = {}
         self._version = Version(uuid.uuid4().hex, 0, origin=origin)
         self._changed = asyncio.Event()
-        self._held: dict[str, tuple[Version, float]] = {}
+        self._known: dict[str, tuple[Version, float]] = {}
 
     @property
     def epoch(self) -> str:
@@ -76,7 +76,7 @@ class _Publisher:
         target, deadline_s = self._version, self._now_s() + timeout_s
         while self._now_s() < deadline_s:
             if self._now_s() >= self._grace_ends_s and all(
-                held.epoch == target.epoch and held.number >= target.number for held in self._live_versions()
+                known.epoch == target.epoch and known.number >= target.number for known in self._live_versions()
             ):
                 return True
             await asyncio.sleep(0.002)
@@ -85,20 +85,20 @@ class _Publisher:
     def _live_versions(self) -> list[Version]:
         """Versions of the live watchers as of their last poll; overdue watchers are forgotten."""
         now_s = self._now_s()
-        self._held = {watcher: held for watcher, held in self._held.items() if held[1] > now_s}
-        self._answered_s = {watcher: at_s for watcher, at_s in self._answered_s.items() if watcher in self._held}
-        return [version for version, _ in self._held.values()]
+        self._known = {watcher: known for watcher, known in self._known.items() if known[1] > now_s}
+        self._answered_s = {watcher: at_s for watcher, at_s in self._answered_s.items() if watcher in self._known}
+        return [version for version, _ in self._known.values()]
 
     def _publish_version(self, by: int) -> None:
         self._version = self._version._replace(number=self._version.number + by, revision=self.revision)
         self._changed.set()
         self._changed = asyncio.Event()
 
-    async def _wait(self, held: Version | None, watcher_id: str, timeout_s: float) -> bool:
+    async def _wait(self, known: Version | None, watcher_id: str, timeout_s: float) -> bool:
         """Whether there is something the watcher does not have; waits for it."""
-        if held is not None:
-            self._held[watcher_id] = (held, self._now_s() + timeout_s + WATCHER_GRACE_S)
-        is_current = held is not None and (held.epoch, held.number) == (self._version.epoch, self._version.number)
+        if known is not None:
+            self._known[watcher_id] = (known, self._now_s() + timeout_s + WATCHER_GRACE_S)
+        is_current = known is not None and (known.epoch, known.number) == (self._version.epoch, self._version.number)
         if is_current and not await wait_for_event(self._changed, timeout_s):
             return False
         if self._floor_s:
@@ -122,9 +122,9 @@ class LongPollHost(_Publisher, Generic[T]):
         self._value = value
         self._publish_version(1)
 
-    async def newer(self, held: Version | None, watcher_id: str, timeout_s: float) -> tuple[Version, T] | None:
-        """The value once it differs from version `held`; None on timeout."""
-        return self.current if await self._wait(held, watcher_id, timeout_s) else None
+    async def newer(self, known: Version | None, watcher_id: str, timeout_s: float) -> tuple[Version, T] | None:
+        """The value once it differs from version `known`; None on timeout."""
+        return self.current if await self._wait(known, watcher_id, timeout_s) else None
 
 
 @message
@@ -177,13 +177,13 @@ class LongPollTable(_Publisher, Generic[K, V]):
             self._compact()
 
     async def newer(
-        self, held: Version | None, watcher_id: str, timeout_s: float
+        self, known: Version | None, watcher_id: str, timeout_s: float
     ) -> tuple[Version, Changes[K, V]] | None:
-        """A page of changes since version `held`, as soon as there are any; None on timeout."""
-        if not await self._wait(held, watcher_id, timeout_s):
+        """A page of changes since version `known`, as soon as there are any; None on timeout."""
+        if not await self._wait(known, watcher_id, timeout_s):
             return None
-        is_first = held is None or held.epoch != self._version.epoch or max(held.number, held.floor) < self._floor
-        after = 0 if is_first or held is None else held.number
+        is_first = known is None or known.epoch != self._version.epoch or max(known.number, known.floor) < self._floor
+        after = 0 if is_first or known is None else known.number
         version = self._version._replace(floor=self._floor)
         rows: list[tuple[K, V | None]] = []
         for number, key in self._log[bisect_right(self._log, after, key=lambda item: item[0]) :]:
@@ -198,8 +198,10 @@ class LongPollTable(_Publisher, Generic[K, V]):
         return version, Changes(tuple(rows), is_first, True)
 
     def _compact(self) -> None:
-        known = min((held.number for held in self._live_versions() if held.epoch == self._version.epoch), default=0)
-        forgotten = [key for key, (number, value) in self._rows.items() if value is None and number <= known]
+        min_number = min(
+            (version.number for version in self._live_versions() if version.epoch == self._version.epoch), default=0
+        )
+        forgotten = [key for key, (number, value) in self._rows.items() if value is None and number <= min_number]
         for key in forgotten:
             self._floor = max(self._floor, self._rows.pop(key)[0])
         self._log = sorted(((number, key) for key, (number, _) in self._rows.items()), key=lambda item: item[0])

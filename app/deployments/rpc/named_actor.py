@@ -18,7 +18,7 @@ from ray.exceptions import ActorUnavailableError, RayError, RayTaskError
 
 from app.deployments.rpc.actor_unavailable import ActorUnavailable, UnavailableLog
 from app.deployments.rpc.background_tasks import Tasks
-from app.deployments.rpc.wire_version import PROTOCOL
+from app.deployments.rpc.transport import PROTOCOL
 
 T = TypeVar("T")
 P = ParamSpec("P")

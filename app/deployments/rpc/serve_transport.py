@@ -12,9 +12,8 @@ from ray.serve.handle import DeploymentHandle
 
 from app.deployments.rpc.frames import unpack_frame, with_heartbeat
 from app.deployments.rpc.named_actor import unwrap_errors
-from app.deployments.rpc.transport import Frame, ReplicaGone, ReplicaUnreachable
+from app.deployments.rpc.transport import PROTOCOL, Frame, ReplicaGone, ReplicaUnreachable
 from app.deployments.rpc.uds_transport import connect, frames_from_socket
-from app.deployments.rpc.wire_version import PROTOCOL
 from app.engine.request import GenerateRequest
 
 logger = logging.getLogger(__name__)

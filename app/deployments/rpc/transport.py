@@ -1,5 +1,5 @@
-"""The interface between ingress and engine replicas, and the errors of lost replicas; `serve_transport` implements it
-over Ray."""
+"""The interface between ingress and replicas, and the errors of lost replicas; `serve_transport` implements it over
+Ray."""
 
 from __future__ import annotations
 
@@ -10,14 +10,18 @@ from app.engine.request import GenerateRequest, TokenChunk
 
 Frame = Sequence[TokenChunk]
 
+#: Protocol number of calls and messages between a service's processes. It is part of actors' names and of the links'
+#: handshake, so processes with different numbers never talk; releases with the same number work together during an
+#: upgrade. Raise it when a call, a message or the meaning of a field changes, from the first release on.
+PROTOCOL = 1
+
 
 class ReplicaGone(Exception):
     """The replica, its engine or the connection died; the ingress cannot tell which."""
 
 
 class EngineFailed(ReplicaGone):
-    """The replica's engine failed in a step: because of `culprit`, which was on trial in it, or else of one of
-    `suspects`."""
+    """The replica's engine failed in a step because of `culprit`, which was on trial, or else one of `suspects`."""
 
     def __init__(self, message: str, suspects: Iterable[str] = (), culprit: str | None = None) -> None:
         super().__init__(message)
@@ -31,6 +35,15 @@ class ReplicaUnreachable(Exception):
 
 class ReplicaLeaving(ReplicaUnreachable):
     """The replica was announced before: it drains, or has been replaced."""
+
+
+def check_protocol(protocol: int) -> None:
+    """Raise ReplicaUnreachable for another protocol than ours."""
+    if protocol != PROTOCOL:
+        raise ReplicaUnreachable(
+            f"the ingress speaks protocol {protocol} and the replica {PROTOCOL}: their releases do not work together; "
+            "each uses processes of its own release until the others are replaced"
+        )
 
 
 class Transport(Protocol):

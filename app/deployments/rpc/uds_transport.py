@@ -202,7 +202,7 @@ def _folder() -> Path:
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     status = folder.lstat()
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
-        raise PermissionError(errno.EACCES, "other users can enter this folder (chmod 700)", str(folder))
+        raise PermissionError(errno.EACCES, "not a folder of this user alone (chmod 700)", str(folder))
     return folder
 
 

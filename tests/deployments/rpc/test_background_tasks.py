@@ -11,7 +11,7 @@ from functools import partial
 import pytest
 
 from app.deployments.rpc.actor_unavailable import ActorUnavailable
-from app.deployments.rpc.background_tasks import LogOnce, SingleFlight, Tasks
+from app.deployments.rpc.background_tasks import LogOnce, SingleFlight, Tasks, wait_for_event
 from app.engine.errors import ConfigError, NotFound
 
 REQUEST: contextvars.ContextVar[str] = contextvars.ContextVar("REQUEST", default="none")
@@ -132,7 +132,7 @@ def test_a_trouble_is_news_again_once_it_was_over(caplog: pytest.LogCaptureFixtu
         troubles.on_recovery()
         troubles.on_error(ValueError("2"))
         troubles.on_error(ActorUnavailable("away"))  # its absence is told by who called it
-    assert [record.getMessage()[-19:] for record in caplog.records] == [f"Error: {n}; trying again"[-19:] for n in "12"]
+    assert [record.getMessage()[-19:] for record in caplog.records] == [f"Error: {n}; retrying"[-19:] for n in "12"]
 
 
 async def test_work_for_a_key_runs_once_at_a_time_however_many_ask() -> None:
@@ -151,3 +151,25 @@ async def test_work_for_a_key_runs_once_at_a_time_however_many_ask() -> None:
     assert list(once) == []
     assert await once.task("a", lambda: work("a")) == 2, "what has ended is begun anew"
     await tasks.close()
+
+
+@pytest.mark.parametrize("within_s", [60.0, 0.0, -1.0])
+async def test_an_event_that_is_set_has_come(within_s: float) -> None:
+    event = asyncio.Event()
+    event.set()
+    assert await wait_for_event(event, within_s)
+
+
+@pytest.mark.parametrize("within_s", [0.001, 0.0, -1.0])
+async def test_an_event_that_is_not_set_times_out(within_s: float) -> None:
+    assert not await wait_for_event(asyncio.Event(), within_s)
+
+
+async def test_a_cancelled_wait_ends_though_the_event_comes_with_it() -> None:
+    event = asyncio.Event()
+    waiting = asyncio.create_task(wait_for_event(event, 60.0))
+    await asyncio.sleep(0)
+    event.set()
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting

@@ -149,10 +149,10 @@ async def test_removals_between_the_pages_of_a_copy_are_not_missed(seed: int, mo
             if await copy.take_page(table, timeout_s=60.0):
                 assert copy.rows == expected, name
                 num_complete += 1
-                table._held.pop(name, None)  # it ends, and one that knows nothing begins
+                table._known.pop(name, None)  # it ends, and one that knows nothing begins
                 copies[name] = Copy(name)
             elif name == "silent":
-                table._held.pop(name, None)  # away for so long that it no longer counts
+                table._known.pop(name, None)  # away for so long that it no longer counts
     assert copies["often"].num_starts == 1
     assert num_floors > 3
     assert num_complete > 10

@@ -16,7 +16,7 @@ from app.deployments.rpc.actor_unavailable import ActorUnavailable, UnavailableL
 from app.deployments.rpc.long_poll_client import LongPollValue
 from app.deployments.rpc.long_poll_host import Version
 from app.deployments.rpc.named_actor import FoundActor, get_object
-from app.deployments.rpc.wire_version import PROTOCOL
+from app.deployments.rpc.transport import PROTOCOL
 from app.engine.errors import ConfigError, NotReady
 from tests.deployments.scripted_actor import LOST, Scripted, raised
 

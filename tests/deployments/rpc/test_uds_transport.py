@@ -216,7 +216,7 @@ async def test_a_replica_that_hangs_is_given_up_though_its_connection_stands(mon
     server = await asyncio.start_unix_server(hangs, str(frame_sockets._path("replica")))
     reader = frames_from_socket(call(), LINK, await connected())
     assert [await anext(reader), await anext(reader)] == [b"attached", b"full"]
-    with pytest.raises(ReplicaUnreachable, match="not even a heartbeat"):
+    with pytest.raises(ReplicaUnreachable, match="no heartbeat of the replica"):
         await anext(reader)
     async with asyncio.timeout(60):
         await ended.wait()
@@ -271,7 +271,7 @@ async def test_without_a_greeting_the_call_ends(monkeypatch: pytest.MonkeyPatch)
 async def test_a_replica_elsewhere_is_reached_through_its_call_only(folder: Path) -> None:
     assert await connect("replica") is None
     async with opened():
-        assert [path.name for path in folder.iterdir()] == [f"replica{frame_sockets._ending()}"]
+        assert [path.name for path in folder.iterdir()] == [f"replica{frame_sockets._suffix()}"]
     assert list(folder.iterdir()) == []
     assert await connect("replica") is None
 
@@ -279,7 +279,7 @@ async def test_a_replica_elsewhere_is_reached_through_its_call_only(folder: Path
 async def test_sockets_of_the_dead_are_removed_and_those_of_the_living_stay(folder: Path) -> None:
     async with opened("living"):
         dead = socket.socket(socket.AF_UNIX)
-        ending = frame_sockets._ending()
+        ending = frame_sockets._suffix()
         dead.bind(str(folder / f"dead{ending}"))
         dead.close()
         async with opened("new"):
@@ -300,7 +300,7 @@ async def test_sockets_of_other_machines_are_left_alone(
         monkeypatch.setattr(frame_sockets.platform, "node", lambda machine=machine: machine)
         if has_boot_id:
             boot_id.write_text(f"{machine}-4a5b")
-        assert frame_sockets._ending() == f".{machine}.sock"
+        assert frame_sockets._suffix() == f".{machine}.sock"
         with socket.socket(socket.AF_UNIX) as nobody_listens:
             nobody_listens.bind(str(folder / f"replica.{machine}.sock"))
     async with opened("new"):

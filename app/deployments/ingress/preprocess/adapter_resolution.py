@@ -22,7 +22,7 @@ from app.engine.adapters.combining.combination import Combination, CombinationMe
 from app.engine.errors import InvalidRequest, NotFound, NotReady
 
 
-class _NotLoaded(Exception):
+class _NeedsLoad(Exception):
     """A name refers to a registered adapter that has not been loaded yet."""
 
     def __init__(self, ref: AdapterRef) -> None:
@@ -79,7 +79,7 @@ class AdapterResolver:
         """Several registered adapters that the caller may use, as one. Raises InvalidRequest, NotFound."""
         try:
             return self._combine(adapters, caller, _sticky_key(user), recipe)
-        except _NotLoaded as not_loaded:
+        except _NeedsLoad as not_loaded:
             name = not_loaded.ref.name
             raise InvalidRequest(
                 f"adapter {name!r} is not loaded yet; load it first: POST /v1/loras/{name}/read", param="adapters"
@@ -107,7 +107,7 @@ class AdapterResolver:
         while True:
             try:
                 return self._resolve(model, caller, lora_path, sticky_key, adapters)
-            except _NotLoaded as not_loaded:
+            except _NeedsLoad as not_loaded:
                 ref = not_loaded.ref
             if (ref.tenant_id, ref.name) in seen:  # registered again meanwhile, or this copy is behind
                 raise NotReady(f"adapter {ref.name!r} is being registered; send the request again", retry_after_s=1)
@@ -152,7 +152,7 @@ class AdapterResolver:
 
     def _resolve_name(self, name: str, caller: Principal, sticky_key: str, shown_name: str) -> AdapterRef | None:
         """An adapter or alias; None is the base model. `shown_name` is the client's spelling. Raises NotFound,
-        _NotLoaded."""
+        _NeedsLoad."""
         for owner_id in caller.owners(name):
             if self._registry.means_base(name, self._base_name, sticky_key, owner_id):
                 if not self._is_permitted(None, owner_id, caller):
@@ -162,7 +162,7 @@ class AdapterResolver:
                 if not self._is_permitted(ref, owner_id, caller):
                     break
                 if not ref.digest:
-                    raise _NotLoaded(ref)
+                    raise _NeedsLoad(ref)
                 return ref
         raise _not_found(shown_name)
 

@@ -49,7 +49,7 @@ class _ResolvedModel(NamedTuple):
 
     ref: AdapterRef | None
     decision: Decision | None = None
-    held: Reservation | None = None
+    reservation: Reservation | None = None
 
 
 class RequestPreprocessor:
@@ -102,14 +102,14 @@ class RequestPreprocessor:
             return
         if body.lora_path is not None or body.adapters is not None:
             raise InvalidRequest(f"model {AUTO!r} chooses the adapter; remove lora_path and adapters", param="model")
-        async with self.selector.choosing(question, caller, body.routing) as (decision, held):
+        async with self.selector.choosing(question, caller, body.routing) as (decision, reservation):
             if not decision.chosen:
                 ref = await self.resolver.resolve(self._base_name, caller)
             elif len(decision.chosen) == 1:
                 ref = await self.resolver.resolve(decision.chosen[0].name, caller, user=body.user)
             else:
                 ref = await self.resolver.resolve(self._base_name, caller, user=body.user, adapters=decision.adapters)
-            yield _ResolvedModel(ref, decision, held)
+            yield _ResolvedModel(ref, decision, reservation)
 
     async def chat(
         self, body: ChatCompletionRequest, caller: Principal, request_id: str | None = None
@@ -120,7 +120,7 @@ class RequestPreprocessor:
         question = "" if body.model != AUTO else last_user_text(body.messages)
         async with self._resolve_model(body, caller, question) as resolved:
             token_ids = await self.chat_ids(body, resolved.ref)
-            wanted, tools = chat_grammar(body, self.text_model, self.directory.text(resolved.ref))
+            requested, tools = chat_grammar(body, self.text_model, self.directory.text(resolved.ref))
             num_logprobs = (body.top_logprobs or 0) if body.logprobs else None
             names = FieldNames("messages", body.limit_field, "top_logprobs")
             return await self._job(
@@ -133,7 +133,7 @@ class RequestPreprocessor:
                 body.token_limit,
                 num_logprobs,
                 names,
-                wanted=wanted,
+                requested=requested,
                 tools=tools,
                 resolved=resolved,
                 prediction=await self._prediction_ids(body),
@@ -251,23 +251,23 @@ class RequestPreprocessor:
         num_logprobs: int | None,
         names: FieldNames,
         *,
-        wanted: RequestedGrammar | None = None,
+        requested: RequestedGrammar | None = None,
         tools: ToolConfig | None = None,
         echoes: Sequence[str] = (),
         resolved: _ResolvedModel | None = None,
         prediction: tuple[int, ...] = (),
     ) -> GenerationTask:
-        wanted = wanted or requested_grammar(fields)
-        if wanted is not None:
-            await asyncio.to_thread(self.text_model.check_grammar, wanted)
+        requested = requested or requested_grammar(fields)
+        if requested is not None:
+            await asyncio.to_thread(self.text_model.check_grammar, requested)
         requests = self._requests.build(
             ids, caller, arrival_s, fields, prompts, refs, max_tokens, num_logprobs, names,
-            "" if wanted is None else wanted.grammar, prediction,
+            "" if requested is None else requested.grammar, prediction,
         )  # fmt: skip
         deadline_s = asyncio.get_running_loop().time() + self.limits.request_timeout_s
-        reservation = await self._accounting.admit(caller, requests, None if resolved is None else resolved.held)
+        reservation = await self._accounting.admit(caller, requests, None if resolved is None else resolved.reservation)
         return GenerationTask(
-            ids.shown,
+            ids.public,
             requests,
             caller,
             reservation,

@@ -31,7 +31,7 @@ class FieldNames(NamedTuple):
 class RequestIds(NamedTuple):
     """A request's id as its client sees it, and a unique one."""
 
-    shown: str
+    public: str
     unique: str
 
 
@@ -177,12 +177,12 @@ def _check_grammar_fields(fields: SamplingFields, grammar: str) -> None:
         )
 
 
-def request_ids(prefix: str, given: str | None) -> RequestIds:
-    """The ids of a request; `given` is the client's own."""
-    if given is None:
+def request_ids(prefix: str, client_id: str | None) -> RequestIds:
+    """The ids of a request; `client_id` is the client's own."""
+    if client_id is None:
         request_id = f"{prefix}-{secrets.token_hex(12)}"
         return RequestIds(request_id, request_id)
-    return RequestIds(f"{prefix}-{given}", f"{prefix}-{given}.{secrets.token_hex(8)}")
+    return RequestIds(f"{prefix}-{client_id}", f"{prefix}-{client_id}.{secrets.token_hex(8)}")
 
 
 def derived_seed(seed: int, copy: int) -> int:

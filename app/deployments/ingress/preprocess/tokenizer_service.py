@@ -86,24 +86,24 @@ class TokenizerService:
         ids = {text: self._tokenizer.token_id(text) for text in fixed_texts(form)}
         return {text: i for text, i in ids.items() if i is not None and i in self._tokenizer.special_ids}
 
-    def check_grammar(self, wanted: RequestedGrammar) -> None:
+    def check_grammar(self, requested: RequestedGrammar) -> None:
         """Raises InvalidRequest, with the place, for a grammar that no engine can follow. Takes milliseconds;
         thread-safe."""
         with self._lock:
             if self._vocabulary is None:
                 spec = self.spec
                 self._vocabulary = Vocabulary(self._tokenizer.to_json(), spec.vocab_size, spec.eos_token_ids)
-            if wanted.grammar in self._checked:
+            if requested.grammar in self._checked:
                 return
-            complaint, place = self._vocabulary.complaint(wanted.grammar), wanted.place
-            for path, schema in wanted.schemas if complaint else ():
+            complaint, place = self._vocabulary.complaint(requested.grammar), requested.place
+            for path, schema in requested.schemas if complaint else ():
                 if self._vocabulary.complaint(json_grammar(schema, path)):
                     pointer, reason = place_of(schema, path, self._vocabulary)
                     place, complaint = path, f"at {pointer}: {reason}"
                     break
             if complaint:
                 raise InvalidRequest(f"{place}: {complaint}", param=place)
-            self._checked[wanted.grammar] = None
+            self._checked[requested.grammar] = None
             if len(self._checked) > _NUM_CHECKED:
                 del self._checked[next(iter(self._checked))]
 

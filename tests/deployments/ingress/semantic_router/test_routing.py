@@ -291,7 +291,11 @@ async def test_several_are_combined_by_their_scores(described: Service, http: ht
     [
         ("/v1/completions", {"model": "auto", "prompt": ["a", "b"]}, "needs exactly one prompt, as text"),
         ("/v1/completions", {"model": "auto", "prompt": [1, 2]}, "needs exactly one prompt, as text"),
-        ("/v1/completions", {"model": "auto", "prompt": "a", "lora_path": "sql"}, "chooses the adapter; remove lora_path"),
+        (
+            "/v1/completions",
+            {"model": "auto", "prompt": "a", "lora_path": "sql"},
+            "chooses the adapter; remove lora_path",
+        ),
         ("/v1/completions", {"model": "sql", "prompt": "a", "routing": {}}, "which only model 'auto' does"),
         ("/v1/route", {}, "give either messages, a conversation, or prompt"),
         ("/v1/loras", {"name": "auto", "path": "x"}, "lets the service choose an adapter; choose another name"),

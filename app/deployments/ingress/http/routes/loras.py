@@ -10,7 +10,7 @@ from typing import Annotated
 from fastapi import APIRouter, Query, Request
 from starlette.responses import JSONResponse, Response
 
-from app.deployments.ingress.adapter_status import adapter_status
+from app.deployments.ingress.adapter_metrics import adapter_status
 from app.deployments.ingress.http.request_parsing import JsonBody, PageQuery, page_body
 from app.deployments.ingress.http.routes.management import WaitQuery, page_of, unloaded_answer
 from app.deployments.ingress.principal import Principal, check_settings, compose_request, http_principal, load_request
