@@ -21,7 +21,7 @@ REF = AdapterRef("a", ADAPTER.card.digest, "t")
 
 
 class FakeStore:
-    """Answers as it is told: raises what is an exception; an object error is what its memory then raises."""
+    """Returns the given answers and raises the given exceptions; an object error is raised by the memory it returns."""
 
     def __init__(self, *answers: Exception | None) -> None:
         self.answers = list(answers)

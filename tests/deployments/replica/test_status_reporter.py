@@ -299,11 +299,11 @@ async def test_placement_is_told_what_tenants_were_served(bench: Bench) -> None:
     num_reports = len(bench.listeners.reports)
     await until(lambda: len(bench.listeners.reports) > num_reports + 2)
     assert not bench.listeners.reports[-1].served, "nothing has changed since"
-    assert bench.listeners.asked == [], "nobody waits"
+    assert bench.listeners.asked == [], "no tenant waits"
 
 
 async def test_where_tenants_wait_placement_is_asked_what_they_were_served_elsewhere(bench: Bench) -> None:
-    """What is new between two answers counts; what came while nobody was heard does not."""
+    """Service between two answers counts; service during an outage of placement does not."""
     heard: list[tuple[dict[str, float], bool]] = []
     engine = bench.replica.thread
     engine.service = lambda: TenantService({}, waiting)  # type: ignore[method-assign]

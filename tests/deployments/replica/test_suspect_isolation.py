@@ -1,4 +1,4 @@
-"""Suspects are tried one at a time, and nobody is left waiting for a trial that is over."""
+"""Suspects are tried one at a time, and none is left waiting after a trial has ended."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.fakes import fake_request
 
 
 class Engine:
-    """Notes who enters; refuses whom it is told to refuse."""
+    """Records who enters; rejects the given requests."""
 
     def __init__(self) -> None:
         self.entered: list[str] = []

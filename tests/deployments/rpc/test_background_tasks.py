@@ -97,7 +97,7 @@ async def test_work_for_ever_is_begun_again_whatever_it_meets(
         async with asyncio.timeout(60):
             await lasts.wait()
     tasks.check()
-    assert [record.exc_info is not None for record in caplog.records] == [False, True], "each kind is told once"
+    assert [record.exc_info is not None for record in caplog.records] == [False, True], "each kind is logged once"
     await tasks.close()
 
 
@@ -131,7 +131,7 @@ def test_a_trouble_is_news_again_once_it_was_over(caplog: pytest.LogCaptureFixtu
             troubles.on_error(ValueError("1"))
         troubles.on_recovery()
         troubles.on_error(ValueError("2"))
-        troubles.on_error(ActorUnavailable("away"))  # its absence is told by who called it
+        troubles.on_error(ActorUnavailable("away"))  # logged by UnavailableLog
     assert [record.getMessage()[-19:] for record in caplog.records] == [f"Error: {n}; retrying"[-19:] for n in "12"]
 
 
@@ -149,7 +149,7 @@ async def test_work_for_a_key_runs_once_at_a_time_however_many_ask() -> None:
     assert ("a" in once, "c" in once, sorted(once)) == (True, False, ["a", "b"])
     assert await asyncio.gather(first, other) == [1, 1]
     assert list(once) == []
-    assert await once.task("a", lambda: work("a")) == 2, "what has ended is begun anew"
+    assert await once.task("a", lambda: work("a")) == 2, "a finished task is not reused"
     await tasks.close()
 
 

@@ -1,4 +1,4 @@
-"""An actor leaves when nobody has watched it for long enough, and not before."""
+"""An actor exits after it has had no watcher for long enough, and not before."""
 
 from __future__ import annotations
 

@@ -104,8 +104,8 @@ async def test_copies_of_a_table_become_equal_to_it(seed: int, monkeypatch: pyte
         await copy.catch_up(table)
         assert copy.rows == expected, copy.name
     assert copies[0].num_starts == 1, "who listens gets changes only"
-    assert copies[2].num_received <= 60 + 1000, "a new watcher is not told the whole past"
-    now_s[0] += 2 * long_poll_host.WATCHER_GRACE_S  # nobody asks any more
+    assert copies[2].num_received <= 60 + 1000, "a new watcher does not get the whole history"
+    now_s[0] += 2 * long_poll_host.WATCHER_GRACE_S  # no watcher polls any more
     assert await table.wait_until_current(60)
 
 

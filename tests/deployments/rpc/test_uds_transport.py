@@ -158,7 +158,7 @@ class _NoAdapters:
 
 
 async def test_requests_of_an_ingress_that_dies_are_aborted() -> None:
-    """Its connection ends; nobody closes the call, and no frame is due that could not be sent."""
+    """Its connection ends; the call stays open, and no frame is due that could not be sent."""
     service, engine = EngineService(_NoAdapters(), time.time, max_queued_requests=512, idle_s=60.0), _Engine()
     service.start(engine)
     async with opened() as frame_socket:
@@ -292,7 +292,7 @@ async def test_sockets_of_the_dead_are_removed_and_those_of_the_living_stay(fold
 async def test_sockets_of_other_machines_are_left_alone(
     folder: Path, has_boot_id: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On storage that machines share nobody here listens on them, and they live."""
+    """On storage shared by machines, sockets of other machines have no listener here and must stay."""
     boot_id = tmp_path / "boot_id"
     monkeypatch.setattr(frame_sockets, "_BOOT_ID", boot_id)
     folder.mkdir(mode=0o700)
