@@ -53,7 +53,7 @@ from app.deployments.tenancy.usage.prices import Prices
 from app.deployments.tenancy.usage.wal import open_wal
 from app.logging import start_log
 
-#: Longest poll of an ingress. The owner of a table waits no longer than this for an ingress that has died.
+#: Timeout of an ingress's polls. A table's owner notices soon after this that an ingress has died.
 HEARTBEAT_S = 1.0
 
 

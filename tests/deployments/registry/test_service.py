@@ -339,22 +339,22 @@ async def test_an_unload_whose_ingress_ends_is_taken_up_by_another(
     job, _ = await first.unload("sql", wait=False, **ADA)
     await until(lambda: job.id in first._draining)
     monkeypatch.setattr(unloading_module, "UNSEEN_S", 1e9)
-    await second.take_up()
+    await second.resume_unloads()
     assert second._draining == set(), "its ingress may be at it"
     monkeypatch.setattr(unloading_module, "UNSEEN_S", -1.0)
     num_tasks = len(first._tasks)
-    await first.take_up()
+    await first.resume_unloads()
     assert len(first._tasks) == num_tasks, "it sees to it"
     await first.close()  # the process of the ingress ends
     assert (await managed.client.job(job.id, **MINE)).state is State.DRAINING
     after = ManagedStore(open_again(), managed.store)  # so does the registry's
     third = AdapterAdmin(after.client, managed, managed.placement)
-    await third.take_up()
+    await third.resume_unloads()
     managed.drop_gate.set()
     assert (await end_of(after, job)).state is State.REMOVED
     assert (managed.dropped, managed.store.cached_digests) == ([("r1", "d1")], set())
-    await second.take_up()
-    await third.take_up()
+    await second.resume_unloads()
+    await third.resume_unloads()
     await until(lambda: not second._tasks and not third._tasks)
     assert len(managed.dropped) == 1, "it is over"
     await after.close()

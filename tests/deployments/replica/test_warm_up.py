@@ -183,8 +183,8 @@ async def test_what_cannot_be_read_is_left_out(bench: Bench, caplog: pytest.LogC
     sources.endless.add(endless.card.digest)
     assert await WarmUp(bench.thread, CONFIG, sources, sources, timeout_s=0.05).run(Pins()) == [good]
     assert bench.residents() == {good.card.digest}
-    assert "cannot be read: no weights in it" in caplog.text
-    assert "was not read within 0.05 s" in caplog.text
+    assert "cannot fetch adapter an adapter: no weights in it" in caplog.text
+    assert "not fetched within 0.05 s" in caplog.text
 
 
 @pytest.mark.parametrize("error", [NotReady("the database is away"), ConfigError("is damaged"), TypeError("no such")])

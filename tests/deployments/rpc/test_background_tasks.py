@@ -132,7 +132,7 @@ def test_a_trouble_is_news_again_once_it_was_over(caplog: pytest.LogCaptureFixtu
         troubles.on_recovery()
         troubles.on_error(ValueError("2"))
         troubles.on_error(ActorUnavailable("away"))  # logged by UnavailableLog
-    assert [record.getMessage()[-19:] for record in caplog.records] == [f"Error: {n}; retrying"[-19:] for n in "12"]
+    assert [record.getMessage()[-18:] for record in caplog.records] == [f"Error: {n}; retrying" for n in "12"]
 
 
 async def test_work_for_a_key_runs_once_at_a_time_however_many_ask() -> None:

@@ -296,7 +296,7 @@ async def test_several_are_combined_by_their_scores(described: Service, http: ht
             {"model": "auto", "prompt": "a", "lora_path": "sql"},
             "chooses the adapter; remove lora_path",
         ),
-        ("/v1/completions", {"model": "sql", "prompt": "a", "routing": {}}, "which only model 'auto' does"),
+        ("/v1/completions", {"model": "sql", "prompt": "a", "routing": {}}, "is only for model 'auto'"),
         ("/v1/route", {}, "give either messages, a conversation, or prompt"),
         ("/v1/loras", {"name": "auto", "path": "x"}, "lets the service choose an adapter; choose another name"),
         ("/v1/loras", {"name": "x", "path": "x", "description": "x" * 1001}, "1001 characters but at most 1000"),
