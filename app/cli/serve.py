@@ -129,9 +129,9 @@ def _start_ray(dashboard: bool) -> None:
 
 def _take_rays_paragraphs() -> None:
     """What Ray would print here in colours goes into the log: `ReplicaWatch` says what it means."""
-    from app.deployments.rpc.ray_private import take_error_messages
+    from app.deployments.rpc.ray_private import redirect_error_messages
 
-    take_error_messages(lambda lines: logger.warning(LogEvent("Ray says", text=" ".join(lines))))
+    redirect_error_messages(lambda lines: logger.warning(LogEvent("Ray says", text=" ".join(lines))))
 
 
 def _schema(document: dict[str, Any], path: Path) -> ServeDeploySchema:

@@ -3,7 +3,7 @@
 In: classes of frozen values (dataclasses, named tuples). Out: the same classes, whose pickles hold values by name.
 Python pickles a dataclass with slots, and a named tuple, by position: a process whose class has other fields would take
 one for another. Here it raises TypeError, and a field that its sender does not have takes its default. Processes that
-could not understand each other have different numbers (`app.deployments.rpc.wire_version`).
+could not understand each other have different numbers (`app.deployments.rpc.transport`).
 """
 
 from __future__ import annotations

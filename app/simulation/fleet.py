@@ -157,12 +157,12 @@ class _Fleet:
             if self._policy.has_homes and not view.homes(digest):
                 self._books.assign([digest])
         chosen = choose_replica(
-            digest, view, self._policy, self._replicas, self._usable_ids, self._loads.of, self._draw,
+            digest, view, self._policy, self._replicas, self._usable_ids, self._loads.num_requests, self._draw,
             lambda: None if job.head is None else job.head.hex(),
         )  # fmt: skip
         replica = job.replica = self._replicas[chosen]
         replica.jobs[job.index] = job
-        self._loads.change(chosen, +1)
+        self._loads.add(chosen, +1)
         job.num_tries += 1
         wait_s = 0.0 if digest is None or replica.pool.is_resident(digest) else self._fetch_s(digest, job.rank)
         if wait_s:
@@ -194,7 +194,7 @@ class _Fleet:
     def _ended(self, jobs: Sequence[SimulatedRequest]) -> None:
         for job in jobs:
             assert job.replica is not None
-            self._loads.change(job.replica.replica_id, -1)
+            self._loads.add(job.replica.replica_id, -1)
             self._num_jobs_open -= 1
             self.result.add(job)
 
@@ -240,7 +240,7 @@ class _Fleet:
         self._to_start += 1
         self._at(self._now_s + self._plan.costs.start_s, "start", None)
         for job in [*replica.jobs.values()]:
-            self._loads.change(replica.replica_id, -1)
+            self._loads.add(replica.replica_id, -1)
             job.num_pending, job.num_cached, job.bypassed, job.status = job.num_prompt, 0, 0, Status.WAITING
             job.num_charged = 0
             self.result.num_moved += 1
@@ -257,7 +257,7 @@ class _Fleet:
         if replica.replica_id not in self._replicas:
             return
         self._report(replica)
-        self._loads.take({replica.replica_id: (len(replica.jobs), self._now_s)}, self._now_s)
+        self._loads.apply_reports({replica.replica_id: (len(replica.jobs), self._now_s)}, self._now_s)
         if self._is_going_on:
             self._at(self._now_s + self._plan.placement.report_interval_s, "report", replica)
 

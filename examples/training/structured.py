@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from app.deployments.ingress.preprocess.tool_grammar import Tool, tool_grammar
+from app.deployments.ingress.preprocess.tools import Tool, tool_grammar
 from app.engine.api import LLM
 from app.engine.models.chat.tool_call_formats import HERMES
 from app.engine.models.download.model_download import DEFAULT_MODEL_URI

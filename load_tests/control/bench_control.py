@@ -212,7 +212,7 @@ async def thousand() -> Rows:
     began_s = time.thread_time()
     for stream in streams:
         ingress.cold.enter(stream)
-        ingress.assigner.assign([stream])
+        ingress.router.assign([stream])
         ingress.cold.leave(stream)
     cold_s = (time.thread_time() - began_s) / len(streams)
     await service.close()

@@ -202,10 +202,10 @@ async def measure(url: str, num_adapters: int, num_samples: int) -> list[tuple[s
     service = SimpleNamespace(
         base_name="base",
         registry=view,
-        tenancy=RequestAccounting(TenantMirror(), activities, rates, "bench", time.time),
+        accounting=RequestAccounting(TenantMirror(), activities, rates, "bench", time.time),
         activity=AdapterMetrics(activities),
         management=AdapterAdmin(cast(StoreService[SharedAdapter], store), cast(Any, _Dropper()), cast(Any, _Nowhere())),
-        frontend=SimpleNamespace(limits=SimpleNamespace(max_body_bytes=4 << 20), max_model_len=2048),
+        preprocessor=SimpleNamespace(limits=SimpleNamespace(max_body_bytes=4 << 20), max_model_len=2048),
         observe=lambda *_: None,
     )
     transport = httpx.ASGITransport(make_app(cast(IngressService, service), HttpPolicy()))

@@ -62,11 +62,11 @@ class SimulatedPlacer(Placer):
 class _AtOnce:
     """`Batcher` without any: a stream is assigned when it comes."""
 
-    def __init__(self, assigner: RequestRouter) -> None:
-        self._assigner = assigner
+    def __init__(self, router: RequestRouter) -> None:
+        self._router = router
 
     async def assign(self, stream: Stream) -> None:
-        self._assigner.assign([stream])
+        self._router.assign([stream])
 
 
 T = TypeVar("T", bound=Transport)
@@ -83,15 +83,15 @@ class SimulatedIngress(Generic[T]):
         self.loads = ReplicaLoadTracker(clock)
         self.watched = PlacementFeed(service.watch, ingress_id)
         self.placer = SimulatedPlacer(service, self.watched, ingress_id)
-        self.links = ReplicaConnections(replicas, self.placer, self.loads)
+        self.connections = ReplicaConnections(replicas, self.placer, self.loads)
         policy = make_policy(PlacementConfig())
         heads = PrefixHasher("no base", 16)
-        self.assigner = RequestRouter(
-            self.links, self.placer, policy, clock, random.Random(seed), limits.replica_timeout_s, heads.of
+        self.router = RequestRouter(
+            self.connections, self.placer, policy, clock, random.Random(seed), limits.replica_timeout_s, heads.of
         )
         self.cold = ColdStartLimiter(self.placer, limits)
-        self.dispatcher = Dispatcher(_AtOnce(self.assigner), self.links, self.cold)
-        watched_loads = LoadFeed(service.watch_loads, ingress_id, self.loads.take)
+        self.dispatcher = Dispatcher(_AtOnce(self.router), self.connections, self.cold)
+        watched_loads = LoadFeed(service.watch_loads, ingress_id, self.loads.apply_reports)
         self.followers = [asyncio.create_task(follow()) for follow in (self.watched.follow, watched_loads.follow)]
 
     async def answer(self, wanted: GenerateRequest) -> None:
@@ -103,7 +103,7 @@ class SimulatedIngress(Generic[T]):
     async def close(self) -> None:
         for follower in self.followers:
             follower.cancel()
-        await self.assigner.close()
+        await self.router.close()
         await self.dispatcher.close()
 
 

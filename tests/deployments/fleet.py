@@ -78,7 +78,7 @@ class FakeReplica:
         self.calls: list[int] = []
         self.aborted: list[str] = []  # attempts that it was told to end
         self.service = EngineService(
-            fleet, time.time, max_queued_requests=max_queued_requests, counting=fleet, idle_s=idle_s
+            fleet, time.time, max_queued_requests=max_queued_requests, usage_recorder=fleet, idle_s=idle_s
         )
         self.backend = PausableBackend(fleet.spec, fleet.num_guesses)
         config = EngineConfig(max_queued_requests=max_queued_requests, speculative_decoding=fleet.num_guesses or "off")
@@ -97,11 +97,11 @@ class FakeReplica:
 class Unbatched:
     """The dispatcher's `Batcher` without any: a stream is assigned when it comes, alone."""
 
-    def __init__(self, assigner: RequestRouter) -> None:
-        self._assigner = assigner
+    def __init__(self, router: RequestRouter) -> None:
+        self._router = router
 
     async def assign(self, stream: Stream) -> None:
-        self._assigner.assign([stream])
+        self._router.assign([stream])
 
 
 class FleetDispatcher(Dispatcher):
@@ -109,13 +109,15 @@ class FleetDispatcher(Dispatcher):
 
     def __init__(self, fleet: Fleet, replica_timeout_s: float) -> None:
         clock = asyncio.get_running_loop().time
-        links = ReplicaConnections(fleet, fleet, ReplicaLoadTracker(clock))
+        connections = ReplicaConnections(fleet, fleet, ReplicaLoadTracker(clock))
         heads = PrefixHasher((fleet.spec or fake_spec()).digest, LIMITS.block_size)
-        self.assigner = RequestRouter(links, fleet, fleet.policy, clock, random.Random(0), replica_timeout_s, heads.of)
-        super().__init__(Unbatched(self.assigner), links, ColdStartLimiter(fleet, LimitsConfig()))
+        self.router = RequestRouter(
+            connections, fleet, fleet.policy, clock, random.Random(0), replica_timeout_s, heads.of
+        )
+        super().__init__(Unbatched(self.router), connections, ColdStartLimiter(fleet, LimitsConfig()))
 
     async def close(self) -> None:
-        await self.assigner.close()
+        await self.router.close()
         await super().close()
 
 
@@ -138,7 +140,7 @@ class Fleet:
         self.adapters: dict[str, LoraAdapter] = {}
         self.fetches: list[str] = []
         self.fetch_delay_s = 0.0
-        self.counting: UsageRecorder | None = None  # told what replicas count, too
+        self.usage_recorder: UsageRecorder | None = None  # told what replicas count, too
         self.consumed: dict[str, RequestUsage] = {}  # by attempt
         self.where: dict[str, str] = {}  # replica by attempt
         self.fetch_gate = asyncio.Event()
@@ -169,12 +171,12 @@ class Fleet:
         """What replicas count of requests; a replica that was killed counts nothing any more."""
         if not self.replicas[self.where[request.request_id]].dead.is_set():
             self.consumed[request.request_id] = consumption
-            if self.counting is not None:
-                self.counting.ended(request, consumption)
+            if self.usage_recorder is not None:
+                self.usage_recorder.ended(request, consumption)
 
     def loaded(self, ref: AdapterRef, size_bytes: int) -> None:
-        if self.counting is not None:
-            self.counting.loaded(ref, size_bytes)
+        if self.usage_recorder is not None:
+            self.usage_recorder.loaded(ref, size_bytes)
 
     def kill(self, replica_id: str) -> None:
         self.replicas[replica_id].dead.set()

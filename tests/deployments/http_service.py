@@ -135,7 +135,9 @@ class Service(IngressService):
         parts = Parts(
             text=text or Letters(),
             registry=managed.view,
-            tenancy=RequestAccounting(managed.tenants, managed.tenants_client, RATES, uuid.uuid4().hex, managed.clock),
+            accounting=RequestAccounting(
+                managed.tenants, managed.tenants_client, RATES, uuid.uuid4().hex, managed.clock
+            ),
             store=managed.client,
             storage=managed.storage,
             placer=fleet,
@@ -147,13 +149,15 @@ class Service(IngressService):
             clock=time.time,
             steady_clock=asyncio.get_running_loop().time,
         )
-        fleet.counting = parts.tenancy.counting  # so that whoever asks after a request finds it in the ledger
+        fleet.usage_recorder = (
+            parts.accounting.usage_recorder
+        )  # so that whoever asks after a request finds it in the ledger
         settings = {"model": {"name": "base"}, "limits": limits, "adapters": {"resolvers": ["{name}"]}}
         super().__init__(AppConfig.model_validate(settings), parts)
 
     @property
     def num_streams(self) -> int:
-        return self._links.num_streams
+        return self._connections.num_streams
 
     def observe(self, route: str, status: int, job: GenerationTask | None) -> None:
         super().observe(route, status, job)

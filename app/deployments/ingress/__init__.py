@@ -1,1 +1,1 @@
-"""What runs in an ingress: requests in words, placed and followed until they are answered."""
+"""Ingress: HTTP and Python requests, preprocessed, dispatched to replicas and answered."""

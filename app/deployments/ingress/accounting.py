@@ -1,8 +1,7 @@
-"""What an ingress does about tenants: it knows their keys, admits their requests within their limits, and counts them.
+"""Tenants' limits and usage in one ingress: admission, settlement, and counts for the ledger.
 
-In: the owner's table, requests that are ready to run, and jobs that have ended. Out: a `TenantMirror`, read from this
-process's memory; reservations; batches for the ledger. Rule: every job is admitted, and counted, once before it runs,
-and settled once when it has ended, however it ended.
+Keys and limits are read from `TenantMirror`, a copy in this process's memory. Every task reserves its cost and is
+counted once before it runs, and is settled once after it ends, however it ends.
 """
 
 from __future__ import annotations
@@ -34,99 +33,100 @@ from app.engine.request import GenerateRequest, Usage
 
 logger = logging.getLogger(__name__)
 
-#: How often it is told when keys were last used.
-USE_INTERVAL_S = 60.0
+#: How often the last uses of keys are reported.
+KEY_USE_INTERVAL_S = 60.0
 _NO_LIMITS = TenantLimits()
 
 
-class TenantFeed(LongPollClient[Changes[TenantKey, TenantRow]]):
-    """The owner's table, copied by its changes into `view`. `complete` is set when there is nothing to catch up."""
+class TenantTableClient(LongPollClient[Changes[TenantKey, TenantRow]]):
+    """Copies the tenants' table into `view`. `complete` is set once the copy has caught up."""
 
     def __init__(self, owner: TenantsService, watcher_id: str) -> None:
         super().__init__(owner.watch, watcher_id)
         self.view = TenantMirror()
         self.complete = asyncio.Event()
 
-    def _take(self, version: Version, news: Changes[TenantKey, TenantRow]) -> None:
-        self._held = version
-        self.view.take(news)
-        if news.is_last:
+    def _apply(self, version: Version, update: Changes[TenantKey, TenantRow]) -> None:
+        self._version = version
+        self.view.take(update)
+        if update.is_last:
             self.complete.set()
 
 
 class ReservedQuota(NamedTuple):
-    """What a request holds while its adapter is chosen: one request, and the tokens of choosing."""
+    """Reservation of a routed request (`model: "auto"`): the request itself, and the tokens of choosing its adapter."""
 
     request: Reservation
     tokens: Reservation
 
 
 class PricingContext(NamedTuple):
-    """What a request's tokens cost, and the base model's name, under which limits hold for all of them."""
+    """Prices of tokens, and the base model's name, under which limits apply to all of its adapters."""
 
     prices: Prices
     base_name: str
 
 
 class RequestAccounting:
-    """One per ingress. `clock` gives Unix time, `monotonic` seconds that no change of the time moves; `holder` is this
-    process's id, which no other process ever has."""
+    """One per ingress. `clock` gives Unix time, `monotonic` seconds that never go back; `holder` is an id unique to
+    this process."""
 
     def __init__(
         self,
         view: TenantMirror,
         owner: TenantsService,
-        rates: PricingContext,
+        pricing: PricingContext,
         holder: str,
         clock: Callable[[], float],
-        journal: UsageWal | None = None,
+        wal: UsageWal | None = None,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
         self.view = view
         self.owner = owner
         self.clock = clock
         self.limiter = RateLimiter(owner.lend, holder, monotonic)
-        self.metering = UsageFlusher(owner.record, holder, journal)
-        self.counting = UsageRecorder(self.metering, rates.prices, rates.base_name, clock)
-        self._rates = rates
-        self._used_s: dict[str, float] = {}
+        self.usage_flusher = UsageFlusher(owner.record, holder, wal)
+        self.usage_recorder = UsageRecorder(self.usage_flusher, pricing.prices, pricing.base_name, clock)
+        self._pricing = pricing
+        self._key_used_s: dict[str, float] = {}
 
     async def admit(
-        self, caller: Principal, requests: Sequence[GenerateRequest], held: Reservation | None = None
+        self, caller: Principal, requests: Sequence[GenerateRequest], existing: Reservation | None = None
     ) -> Reservation:
-        """Reserve what these sequences may take at most, and count that a request came; of a batch that is counted when
-        the line is answered. Raises LimitReached.
+        """Reserve the most that these sequences may cost, and count the request. Raises LimitReached.
 
-        `get_object`: what the request holds already, because its adapter was chosen; the reservation takes it over.
+        A line of a batch is counted when it is answered, because it may be tried again. `existing` is the routing's
+        reservation, which the new one replaces.
         """
         reservation = Reservation({}, settled=True)
         if caller.tenant.limits != _NO_LIMITS:
             needs = [self._need(request) for request in requests]
-            taken = request_costs(caller.tenant, self._rates.base_name, needs)
-            reservation = await self.limiter.reserve(caller.tenant, taken, held)
-        if not caller.is_batch:  # a line of a batch may come again and again before it is answered
-            self.counting.came(requests[0])
+            costs = request_costs(caller.tenant, self._pricing.base_name, needs)
+            reservation = await self.limiter.reserve(caller.tenant, costs, existing)
+        if not caller.is_batch:
+            self.usage_recorder.came(requests[0])
         return reservation
 
-    async def admit_choice(self, caller: Principal, num_tokens: int) -> ReservedQuota:
-        """Reserve one request, and the tokens of choosing its adapter. Raises LimitReached."""
+    async def admit_routing(self, caller: Principal, num_tokens: int) -> ReservedQuota:
+        """Reserve one request and the tokens of choosing its adapter. Raises LimitReached."""
         reservation = Reservation({}, settled=True)
         if caller.tenant.limits != _NO_LIMITS:
-            base_name = self._rates.base_name
-            need = Cost((base_name,), num_tokens, self._rates.prices.at_most((base_name,), num_tokens, 0))
+            base_name = self._pricing.base_name
+            need = Cost((base_name,), num_tokens, self._pricing.prices.at_most((base_name,), num_tokens, 0))
             reservation = await self.limiter.reserve(caller.tenant, request_costs(caller.tenant, base_name, [need]))
         return ReservedQuota(*reservation.parted(("tokens", "spend")))
 
     @asynccontextmanager
-    async def one_request(self, caller: Principal, ref: AdapterRef | None) -> AsyncIterator[None]:
-        """Reserve one request of a model that no engine is asked for, while the block runs. Raises LimitReached.
+    async def charge_request(self, caller: Principal, ref: AdapterRef | None) -> AsyncIterator[None]:
+        """Reserve one request that needs no engine (counting tokens, for instance) while the block runs. Raises
+        LimitReached.
 
-        It has no tokens and costs nothing, so only what counts requests may refuse it. What the block refuses as
-        malformed takes nothing.
+        It has no tokens and no cost, so only limits on requests apply. A request that the block rejects as malformed is
+        given back.
         """
         reservation = Reservation({}, settled=True)
         if caller.tenant.limits != _NO_LIMITS:
-            base_name = self._rates.base_name
+            base_name = self._pricing.base_name
             needs = request_costs(caller.tenant, base_name, [Cost(paid_models(ref, base_name), 0, 0)])
             counted = {meter: amount for meter, amount in needs.items() if amount}
             reservation = await self.limiter.reserve(caller.tenant, counted)
@@ -138,53 +138,52 @@ class RequestAccounting:
         finally:
             self.limiter.settle(reservation, {})
 
-    def end_choice(self, held: ReservedQuota) -> None:
-        """It is decided: all of its tokens are used."""
-        self.limiter.settle(held.tokens, {})
+    def finish_routing(self, quota: ReservedQuota) -> None:
+        """Charge all tokens of the routing decision."""
+        self.limiter.settle(quota.tokens, {})
 
-    def give_up(self, held: ReservedQuota) -> None:
-        """The request has ended: settle what nothing else has taken over. Tokens are given back: none were computed."""
-        self.limiter.settle(held.tokens, dict.fromkeys(held.tokens.units, 0))
-        self.limiter.settle(held.request, {})
+    def release(self, quota: ReservedQuota) -> None:
+        """Settle what no admission has taken over. Tokens are given back, because none were computed."""
+        self.limiter.settle(quota.tokens, dict.fromkeys(quota.tokens.units, 0))
+        self.limiter.settle(quota.request, {})
 
-    def came_to_choose(self, caller: Principal) -> None:
-        """`UsageRecorder.came_to_choose`."""
-        self.counting.came_to_choose(caller.tenant_id, caller.key_id)
+    def count_routed_request(self, caller: Principal) -> None:
+        self.usage_recorder.came_to_choose(caller.tenant_id, caller.key_id)
 
     def end(self, job: GenerationTask, *, is_cut: bool) -> None:
-        """A job has ended: settle what it reserved. What its sequences took is counted where they were computed.
+        """Settle a task's reservation. Usage of its sequences is recorded where they were computed.
 
-        `is_cut`: because its client left. Then each prompt is taken, also one of which nothing was heard yet: whoever
-        leaves before the first token would have prompts computed without limit.
+        `is_cut` says that the client left. Then the whole prompt is charged even before the first token; otherwise a
+        client that always leaves early would have prompts computed without limit.
         """
         self._settle(job, is_cut=is_cut)
 
-    def comes_again(self, job: GenerationTask) -> None:
-        """A batch's job has come to nothing for now: it is no request yet."""
+    def requeue(self, job: GenerationTask) -> None:
+        """Give back a batch's task that will be tried again, including its request."""
         self._settle(job, is_request=False)
 
     def _settle(self, job: GenerationTask, *, is_cut: bool = False, is_request: bool = True) -> None:
         if job.reservation.settled:
             return
-        taken: list[Cost] = []
+        costs: list[Cost] = []
         for request, usage in zip(job.requests, job.usages, strict=True):
             models = self._models(request)
             used = usage or Usage(len(request.token_ids) if is_cut else 0, 0, 0)
-            cost = self._rates.prices.of(models, used)
-            taken.append(Cost(models, used.prompt_tokens + used.completion_tokens, cost))
-        actual = request_costs(job.caller.tenant, self._rates.base_name, taken)
+            cost = self._pricing.prices.of(models, used)
+            costs.append(Cost(models, used.prompt_tokens + used.completion_tokens, cost))
+        actual = request_costs(job.caller.tenant, self._pricing.base_name, costs)
         if not is_request:
             actual |= {meter: 0 for meter in actual if meter.kind in ("requests", "day")}
         self.limiter.settle(job.reservation, actual)
 
     def headers(self, caller: Principal) -> dict[str, str]:
-        """What is left of the tenant's limits per minute, in OpenAI's headers; none where there is no limit."""
+        """The tenant's remaining limits per minute in OpenAI's headers; {} without limits."""
         if not caller.tenant.limits.rates:
             return {}
         headers: dict[str, str] = {}
         kinds: tuple[MeterKind, ...] = ("requests", "tokens")
         for kind in kinds:
-            allowance = self.limiter.allowance(LimitKey(caller.tenant_id, kind, self._rates.base_name))
+            allowance = self.limiter.allowance(LimitKey(caller.tenant_id, kind, self._pricing.base_name))
             if allowance is not None:
                 headers[f"x-ratelimit-limit-{kind}"] = str(allowance.limit)
                 headers[f"x-ratelimit-remaining-{kind}"] = str(allowance.remaining)
@@ -192,42 +191,42 @@ class RequestAccounting:
         return headers
 
     async def close(self) -> None:
-        """Write down what was used."""
-        await self.metering.close()
+        """Write unreported usage, then stop."""
+        await self.usage_flusher.close()
         await self.limiter.close()
 
     def _need(self, request: GenerateRequest) -> Cost:
         models, num_prompt = self._models(request), len(request.token_ids)
         max_tokens = request.sampling.max_tokens if request.pooling is None else 0
-        return Cost(models, num_prompt + max_tokens, self._rates.prices.at_most(models, num_prompt, max_tokens))
+        return Cost(models, num_prompt + max_tokens, self._pricing.prices.at_most(models, num_prompt, max_tokens))
 
     def _models(self, request: GenerateRequest) -> tuple[str, ...]:
-        return paid_models(request.asked_for, self._rates.base_name)
+        return paid_models(request.asked_for, self._pricing.base_name)
 
-    def note_use(self, key_id: str, now_s: float) -> None:
-        """A key has let a request in."""
-        self._used_s[key_id] = now_s
+    def note_key_use(self, key_id: str, now_s: float) -> None:
+        """Remember that a key was used; reported later."""
+        self._key_used_s[key_id] = now_s
 
-    async def keep_telling(self) -> None:
-        """`tell` once a minute, until cancelled."""
+    async def keep_reporting_key_use(self) -> None:
+        """Run `report_key_use` every minute until cancelled."""
         while True:
-            await asyncio.sleep(USE_INTERVAL_S)
-            await self.tell()
+            await asyncio.sleep(KEY_USE_INTERVAL_S)
+            await self.report_key_use()
 
-    async def tell(self) -> None:
-        """Say when keys were used since the last time. What the owner does not hear is told with the next."""
-        used_s, self._used_s = self._used_s, {}
+    async def report_key_use(self) -> None:
+        """Report when keys were used since the last call. A failed report is merged into the next one."""
+        used_s, self._key_used_s = self._key_used_s, {}
         if not used_s:
             return
         try:
             await self.owner.note_use(used_s)
         except NotReady as error:
-            self._used_s = used_s | self._used_s
-            logger.info("the last use of %d keys is not written down yet: %s", len(used_s), error)
+            self._key_used_s = used_s | self._key_used_s
+            logger.info("cannot record the last use of %d keys yet, will retry: %s", len(used_s), error)
 
 
 def duration(seconds: float) -> str:
-    """As Go writes it, and OpenAI: 12ms, 1.5s, 6m0s."""
+    """Seconds in Go's format, which OpenAI uses: 12ms, 1.5s, 6m0s."""
     if seconds < 1:
         return f"{math.ceil(seconds * 1000)}ms"
     if seconds < 60:

@@ -1,7 +1,7 @@
-"""What an ingress adds to the store's calls: it frees rows on the replicas, and knows which replica holds an adapter.
+"""Management of adapters that involves replicas: unloading frees their rows on every device.
 
-In: calls of HTTP routes and of other Ray jobs. Out: the registry's values. What needs no replica is asked of `store`
-itself. An unload goes on when the client that asked for it leaves; one whose ingress ends is taken up by another.
+Calls that need no replica go to `store` directly. An unload continues when its client disconnects; if its ingress dies,
+another ingress resumes it.
 """
 
 from __future__ import annotations
@@ -21,53 +21,53 @@ from app.engine.errors import EngineFailure, NotReady
 
 logger = logging.getLogger(__name__)
 
-#: How often an ingress asks for unloads that nobody sees to, and says which it does. Shorter than their `UNSEEN_S`.
-TAKE_UP_INTERVAL_S = 10.0
-#: How often a drain asks whether a name means the contents again: then their rows need not become free.
-USED_AGAIN_INTERVAL_S = 1.0
+#: How often an ingress looks for orphaned unloads and renews its own. Shorter than `UNSEEN_S`, which orphans them.
+RESUME_INTERVAL_S = 10.0
+#: How often an unload checks whether a name refers to the contents again; then their rows stay.
+STILL_USED_INTERVAL_S = 1.0
 
 
 class AdapterAdmin:
-    """One per ingress. Every method raises NotReady while the store restarts, and what its counterpart raises."""
+    """One per ingress. Every method raises NotReady while the store restarts, besides the store's own errors."""
 
     def __init__(self, store: StoreService[SharedAdapter], replicas: ReplicaClient, placer: Placer) -> None:
         self.store = store
         self._replicas = replicas
         self._placer = placer
-        self._tasks = Tasks()  # an unload goes on when the request that began it is cancelled
-        self._draining: set[str] = set()  # the jobs of unloads that this ingress sees to
+        self._tasks = Tasks()  # outlive the request that started them
+        self._draining: set[str] = set()  # ids of the unload jobs that run here
 
     async def unload(
         self, name: str, *, tenant_id: str, who: str, wait: bool = True
     ) -> tuple[RegistryJob, CatalogEntry | None]:
-        """Forget a name everywhere, then free its rows once no sequence uses them, then the host's copy.
+        """Remove a name everywhere, free the rows once no sequence uses them, then the host's copy.
 
-        A name that was only being loaded has no entry: its loads are cancelled.
+        Pending loads of the name are cancelled; a name that was only being loaded has no entry.
         """
         begin = self._tasks.start(self.store.begin_unload(name, tenant_id=tenant_id, who=who))
-        drain = self._tasks.start(self._drain_begun(begin))
+        drain = self._tasks.start(self._drain_after(begin))
         unload, entry = await asyncio.shield(begin)
         return await asyncio.shield(drain) if wait else unload.job, entry
 
-    async def keep_taking_up(self) -> None:
-        """`take_up` until cancelled, whatever the store does."""
-        await asyncio.sleep(TAKE_UP_INTERVAL_S)  # first: a new ingress does not know the replicas yet
-        await repeat(self.take_up, TAKE_UP_INTERVAL_S, "asking for unloads that nobody sees to")
+    async def keep_resuming_unloads(self) -> None:
+        """Run `resume_unloads` at intervals until cancelled."""
+        await asyncio.sleep(RESUME_INTERVAL_S)  # a new ingress does not know the replicas yet
+        await repeat(self.resume_unloads, RESUME_INTERVAL_S, "looking for orphaned unloads")
 
-    async def take_up(self) -> None:
-        """Go on with unloads whose ingress has ended, and with those that could not be ended."""
+    async def resume_unloads(self) -> None:
+        """Continue unloads whose ingress has died, and those that could not be finished."""
         for unload in await self.store.left_unloads(tuple(self._draining)):
             self._tasks.start(self._drain(unload))
 
     async def close(self) -> None:
-        """Leave what is not finished to other ingresses."""
+        """Stop; other ingresses resume unfinished unloads."""
         await self._tasks.close()
 
     async def residency(self, digest: str) -> list[Residency]:
-        """Replicas whose device holds these contents, as they last said. Raises NotReady while placement is away."""
+        """Replicas whose device last reported these contents. Raises NotReady while placement is down."""
         return await self._placer.residency(digest)
 
-    async def _drain_begun(self, begin: asyncio.Task[tuple[UnloadResult, CatalogEntry | None]]) -> RegistryJob:
+    async def _drain_after(self, begin: asyncio.Task[tuple[UnloadResult, CatalogEntry | None]]) -> RegistryJob:
         return await self._drain((await begin)[0])
 
     async def _drain(self, unload: UnloadResult) -> RegistryJob:
@@ -82,22 +82,24 @@ class AdapterAdmin:
             self._draining.discard(unload.job.id)
 
     async def _free(self, digest: str) -> None:
-        """Return when no replica has rows of these contents, or when a name means them again.
+        """Return when no replica has rows of these contents, or a name refers to them again.
 
-        New requests would keep them for ever, and are not told apart from those that the unload waits for.
+        In the latter case new requests would keep the rows in use forever; they cannot be distinguished from the old
+        ones.
         """
         drops = self._tasks.start(self._drop_everywhere(digest))
-        while not (await asyncio.wait([drops], timeout=USED_AGAIN_INTERVAL_S))[0]:
-            with suppress(NotReady):  # asked again
+        while not (await asyncio.wait([drops], timeout=STILL_USED_INTERVAL_S))[0]:
+            with suppress(NotReady):  # retried in the next turn
                 if await self.store.is_used(digest):
                     return
         drops.result()
 
     async def _drop_everywhere(self, digest: str) -> None:
-        """Where the contents are, or may come: their homes. What a replica holds beyond that it drops by itself."""
+        """Drop the contents on replicas that hold them and on their assigned replicas. Others drop them by themselves
+        (`OrphanedAdapters`)."""
         view = self._placer.view
         replica_ids = {*view.holders(digest), *view.homes(digest)}
-        with suppress(NotReady):  # then the table is all that is known
+        with suppress(NotReady):  # the table is enough
             replica_ids.update(each.replica_id for each in await self._placer.residency(digest))
         await asyncio.gather(*(self._drop(replica_id, digest) for replica_id in sorted(replica_ids)))
 
@@ -105,4 +107,4 @@ class AdapterAdmin:
         try:
             await self._replicas.drop_adapter(replica_id, digest)
         except (ReplicaGone, ReplicaUnreachable, EngineFailure, NotReady) as error:
-            logger.info("no rows to free: %s", error)  # they go with the replica, or with its engine
+            logger.info("no rows to free: %s", error)  # they are gone with the replica or its engine

@@ -1,18 +1,23 @@
-"""What an ingress sees of adapters' requests, on its way to the process that knows of all ingresses.
+"""Request counts per tenant and adapter, flushed from each ingress to the store every two seconds, and an adapter's
+status.
 
-In: jobs as they end, with what their clients were told. Out: sums by tenant and adapter, told every two seconds. Rule:
-a request counts once for each adapter that it asked for, whatever became of it; one that was refused before it had an
-adapter counts for none. What could not be told is told with the next.
+A request counts once for each adapter it named, whatever its outcome. A request that failed before it had an adapter is
+not counted. A failed flush is merged into the next one.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Mapping
 from http import HTTPStatus
+from typing import Any
 
+from app.deployments.ingress.adapter_admin import AdapterAdmin
 from app.deployments.ingress.dispatch.generation_task import GenerationTask
 from app.deployments.ingress.error_responses import TABLE, ClientGone
+from app.deployments.ingress.principal import Principal
+from app.deployments.ingress.serializers.loras import description_body
 from app.deployments.rpc.background_tasks import repeat
 from app.deployments.tenancy.service import TenantsService
 from app.deployments.tenancy.usage.adapter_stats import Activity, ActivityKey, first_token
@@ -21,55 +26,99 @@ from app.engine.request import Usage
 
 logger = logging.getLogger(__name__)
 
-TELL_INTERVAL_S = 2.0
+FLUSH_INTERVAL_S = 2.0
+#: Fields about memory. They (and loads) may be caused by another tenant with the same contents.
+SHARED_FACTS = ("last_used", "residency")
+#: Tiers an adapter is loaded from, the fastest last.
+TIERS = ("source", "disk", "device")
 
 
 class AdapterMetrics:
-    """One per ingress, on its event loop. What waits to be told is of adapters that the registry's copy here has."""
+    """One per ingress, on its event loop."""
 
     def __init__(self, owner: TenantsService) -> None:
         self.owner = owner
-        self._untold: dict[ActivityKey, Activity] = {}
+        self._pending: dict[ActivityKey, Activity] = {}
 
-    def ended(self, job: GenerationTask, status: int) -> None:
-        """A job has ended; `status` is what its client was told. A client that left is no error."""
+    def record(self, job: GenerationTask, status: int) -> None:
+        """Count a finished task; `status` is what its client got. A client that left is no error."""
         is_error = status >= HTTPStatus.BAD_REQUEST and status != TABLE[ClientGone].status
         request = Activity(num_requests=1, num_errors=int(is_error))
         if job.progress.first_s is not None and len({each.asked_for for each in job.requests}) == 1:
             request = request.plus(first_token(job.progress.first_s - job.requests[0].arrival_s))
-        seen: dict[ActivityKey, Activity] = {}
+        counts: dict[ActivityKey, Activity] = {}
         for each, usage in zip(job.requests, job.usages, strict=True):
             if (ref := each.asked_for) is not None:
                 key = ActivityKey(each.tenant_id, ref.tenant_id, ref.name, ref.digest)
-                seen[key] = seen.get(key, request).plus(_tokens(usage))
-        self._add(seen)
+                counts[key] = counts.get(key, request).plus(_tokens(usage))
+        self._add(counts)
 
-    async def tell(self) -> None:
-        """Say what was seen since the last time. Raises NotReady while the owner is away; then nothing is lost."""
-        untold, self._untold = self._untold, {}
-        if not untold:
+    async def flush(self) -> None:
+        """Send the counts since the last flush. Raises NotReady while the store is down; then nothing is lost."""
+        pending, self._pending = self._pending, {}
+        if not pending:
             return
         try:
-            await self.owner.note_activity(tuple(untold.items()))
+            await self.owner.note_activity(tuple(pending.items()))
         except BaseException:
-            self._add(untold)
+            self._add(pending)
             raise
 
     async def close(self) -> None:
-        """Tell what is left, if the owner is there to hear it."""
+        """Flush what is left if the store is up."""
         try:
-            await self.tell()
+            await self.flush()
         except NotReady as error:
-            logger.warning("requests of %d adapters are not in what is seen of them: %s", len(self._untold), error)
+            logger.warning("request counts of %d adapters are lost: %s", len(self._pending), error)
 
-    async def keep_telling(self) -> None:
-        """`tell` until cancelled, whatever the owner does."""
-        await asyncio.sleep(TELL_INTERVAL_S)
-        await repeat(self.tell, TELL_INTERVAL_S, "telling what is seen of adapters")
+    async def keep_flushing(self) -> None:
+        """Flush at intervals until cancelled."""
+        await asyncio.sleep(FLUSH_INTERVAL_S)
+        await repeat(self.flush, FLUSH_INTERVAL_S, "sending adapters' request counts")
 
-    def _add(self, seen: dict[ActivityKey, Activity]) -> None:
-        for key, activity in seen.items():
-            self._untold[key] = self._untold.get(key, Activity()).plus(activity)
+    def _add(self, counts: dict[ActivityKey, Activity]) -> None:
+        for key, activity in counts.items():
+            self._pending[key] = self._pending.get(key, Activity()).plus(activity)
+
+
+async def adapter_status(
+    management: AdapterAdmin, activity: AdapterMetrics, name: str, caller: Principal
+) -> Mapping[str, Any]:
+    """The body of `GET /v1/loras/{name}`. Raises NotFound, and NotReady while the store or placement is down.
+
+    A project sees only what it caused itself: equal contents of two tenants share memory, and a shared name serves
+    several tenants, but neither tenant may notice the other.
+    """
+    description = await management.store.describe(name, tenant_id=caller.tenant_id)
+    entry = description.entry
+    if entry is None:
+        return description_body(name, description, ())
+    is_project = caller.kind == "project"
+    await activity.flush()  # so that a client sees the request it has just sent to this ingress
+    stats = await activity.owner.seen(entry.ref, tenant_id=caller.tenant_id if is_project else None)
+    counts = {"since": int(stats.since_s)} | activity_body(stats.activity)
+    if is_project:
+        body = description_body(name, description, ())
+        return {field: value for field, value in body.items() if field not in SHARED_FACTS} | {"activity": counts}
+    loads = {tier: stats.num_loads.get(tier, 0) for tier in TIERS}
+    replicas = await management.residency(entry.ref.digest) if entry.is_read else ()
+    return description_body(name, description, replicas) | {"activity": counts | {"loads": loads}}
+
+
+def activity_body(activity: Activity) -> dict[str, Any]:
+    """Counts as JSON; times to first token are null if there were none."""
+    times = None
+    if number := activity.num_first_tokens:
+        times = {"count": number, "mean": activity.first_token_s / number}
+        times |= {f"p{part}": activity.first_token_quantile_s(part / 100) for part in (50, 99)}
+    return {
+        "requests": activity.num_requests,
+        "errors": activity.num_errors,
+        "prompt_tokens": activity.prompt_tokens,
+        "cached_tokens": activity.cached_tokens,
+        "completion_tokens": activity.completion_tokens,
+        "time_to_first_token_seconds": times,
+    }
 
 
 def _tokens(usage: Usage | None) -> Activity:

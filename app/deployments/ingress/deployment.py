@@ -1,8 +1,6 @@
-"""The ingress as a Serve deployment: HTTP and Python callers in, calls of engine replicas out.
+"""The ingress as a Serve deployment: HTTP requests and Python calls in, calls to engine replicas out.
 
-In: HTTP requests, and calls of other Ray jobs through the deployment's handle. Out: answers. A thin shell over
-`IngressService`: it opens what leads to other processes, and follows the tables that they publish for as long as this
-process lives.
+A thin shell over `IngressService`: it connects to the other processes and follows the tables they publish.
 """
 
 from __future__ import annotations
@@ -22,7 +20,7 @@ from starlette.types import ASGIApp
 
 from app.config import AppConfig, usage_folder
 from app.deployments.ingress import handle_api
-from app.deployments.ingress.accounting import PricingContext, RequestAccounting, TenantFeed
+from app.deployments.ingress.accounting import PricingContext, RequestAccounting, TenantTableClient
 from app.deployments.ingress.dispatch.replica_load import ReplicaLoadTracker
 from app.deployments.ingress.dispatch.request_router import RequestRouter
 from app.deployments.ingress.dispatch.stream import Stream
@@ -55,13 +53,13 @@ from app.deployments.tenancy.usage.prices import Prices
 from app.deployments.tenancy.usage.wal import open_wal
 from app.logging import start_log
 
-#: An ingress asks so often, news or none: one that has ended is waited for no longer than it takes to miss that.
+#: Timeout of an ingress's polls. A table's owner notices soon after this that an ingress has died.
 HEARTBEAT_S = 1.0
 
 
 @serve.ingress()
 class Ingress(AsgiIngress):
-    """One HTTP door. Several may run; they share the registry and placement, and nothing else."""
+    """One HTTP ingress. Several may run; they share the registry and placement and nothing else."""
 
     async def __init__(self, config_json: str, engines: DeploymentHandle[Any]) -> None:  # type: ignore[misc]
         config = AppConfig.model_validate_json(config_json)
@@ -75,17 +73,17 @@ class Ingress(AsgiIngress):
         placement = placement_service(config, context.app_name)
         metrics = IngressMetrics(time.time)
         registry = RegistryMirror(store.watch, ingress_id, metrics.adapters)
-        tenants = TenantFeed(owner, ingress_id)
+        tenants = TenantTableClient(owner, ingress_id)
         placed, loads = PlacementFeed(placement.watch, ingress_id), ReplicaLoadTracker(time.monotonic)
         holder = f"{ingress_id}-{uuid.uuid4().hex[:8]}"
         text = await asyncio.to_thread(open_tokenizer_service, config)
         prices, base_name = config.tenants.prices, config.model.name
-        rates = PricingContext(Prices(prices, base_name), base_name)
+        pricing = PricingContext(Prices(prices, base_name), base_name)
         parts = Parts(
             text=text,
             registry=registry.view,
-            tenancy=RequestAccounting(
-                tenants.view, owner, rates, holder, time.time, open_wal(usage_folder(config), holder)
+            accounting=RequestAccounting(
+                tenants.view, owner, pricing, holder, time.time, open_wal(usage_folder(config), holder)
             ),
             store=store,
             storage=storage_service(actor),
@@ -104,31 +102,31 @@ class Ingress(AsgiIngress):
         self._tasks.run_forever(
             registry.follow,
             tenants.follow,
-            parts.tenancy.keep_telling,
-            parts.tenancy.limiter.keep_telling,
-            parts.tenancy.metering.keep_flushing,
+            parts.accounting.keep_reporting_key_use,
+            parts.accounting.limiter.keep_telling,
+            parts.accounting.usage_flusher.keep_flushing,
             placed.follow,
-            LoadFeed(placement.watch_loads, ingress_id, loads.take).follow,
-            partial(repeat_gauges, (*metrics.gauges, RefusalCounters(parts.tenancy.limiter))),
-            self._service.management.keep_taking_up,
-            self._service.activity.keep_telling,
+            LoadFeed(placement.watch_loads, ingress_id, loads.apply_reports).follow,
+            partial(repeat_gauges, (*metrics.gauges, RefusalCounters(parts.accounting.limiter))),
+            self._service.management.keep_resuming_unloads,
+            self._service.activity.keep_flushing,
             self._service.batch_runner(BatchExecutor(self._service).answer, holder).run,
         )
         await store.preload(store_settings(config))
-        await registry.complete.wait()  # or the first requests would find no adapter
-        await tenants.complete.wait()  # or the door would let everybody in
+        await registry.complete.wait()  # otherwise the first requests would find no adapter
+        await tenants.complete.wait()  # otherwise requests would pass without a key
 
     def make_asgi_app(self) -> ASGIApp:
         return make_app(self._service, self._rules, log_requests=self._log_requests)
 
     def reconfigure(self, user_config: dict[str, Any]) -> None:
-        """Take new limits without a restart: Serve's `user_config` holds the `limits` that differ from `args`."""
+        """Apply new limits without a restart. Serve's `user_config` holds the `limits` that differ from `args`."""
         self._service.reconfigure(user_config)
 
     def check_health(self) -> None:
         self._tasks.check()
 
-    # -- Python callers (`serve.get_app_handle`); errors are Python's own (`builtin_errors`) --
+    # Calls through `serve.get_app_handle`. Errors are Python's own (`builtin_errors`).
 
     async def generate(
         self,
@@ -136,14 +134,14 @@ class Ingress(AsgiIngress):
         sampling_params: dict[str, Any] | None = None,
         adapter: str | list[str | None] | None = None,
     ) -> dict[str, Any] | list[dict[str, Any]]:
-        """As POST /generate: one result for one text, a list for a list."""
+        """POST /generate: one result for one text, a list for a list."""
         with builtin_errors():
             return await handle_api.generate(self._service, text, sampling_params, adapter)
 
     async def stream(
         self, text: str, sampling_params: dict[str, Any] | None = None, adapter: str | None = None
     ) -> AsyncGenerator[str]:
-        """Pieces of one answer's text as they come (`handle.options(stream=True).stream.remote(...)`)."""
+        """Text of one answer, piece by piece (`handle.options(stream=True).stream.remote(...)`)."""
         with builtin_errors():
             async with aclosing(handle_api.stream(self._service, text, sampling_params, adapter)) as pieces:
                 async for piece in pieces:
@@ -156,7 +154,7 @@ class Ingress(AsgiIngress):
         pooling: str | None = None,
         dimensions: int | None = None,
     ) -> list[float] | list[list[float]]:
-        """As POST /v1/embeddings: one vector for one text, a list for a list."""
+        """POST /v1/embeddings: one vector for one text, a list for a list."""
         with builtin_errors():
             return await handle_api.embed(self._service, text, adapter, pooling, dimensions)
 
@@ -172,7 +170,7 @@ class Ingress(AsgiIngress):
             return await handle_api.unload(self._service, name)
 
     async def replica_stats(self) -> list[dict[str, Any]]:
-        """Counts of every engine replica on the table: for tests and operators."""
+        """Counts of every engine replica, for tests and operators."""
         return await self._service.replica_stats()
 
     async def __del__(self) -> None:
@@ -181,28 +179,27 @@ class Ingress(AsgiIngress):
 
 
 class ServeBatcher:
-    """The dispatcher's `Batcher`: streams that arrive within a couple of milliseconds are assigned together.
+    """`Batcher` over Serve's batching: streams that arrive within 2 ms are assigned together.
 
-    The batching is Serve's. A batch only assigns, which takes no time; no stream waits for another's tokens.
+    A batch only assigns streams, which takes no time; no stream waits for another's tokens.
     """
 
-    def __init__(self, assigner: RequestRouter) -> None:
-        self._assigner = assigner
+    def __init__(self, router: RequestRouter) -> None:
+        self._router = router
 
     async def assign(self, stream: Stream) -> None:
         await self._assign_together(stream)
 
     @serve.batch(max_batch_size=64, batch_wait_timeout_s=0.002, max_concurrent_batches=8)
     async def _assign_together(self, streams: list[Stream]) -> list[None]:
-        self._assigner.assign(streams)
+        self._router.assign(streams)
         return [None for _ in streams]
 
 
 class RegistryMirror(LongPollClient[Changes[Key, Entry]]):
-    """A copy of the registry's table, in `view`, kept up with its changes; it stays as it is while the store is away.
+    """A copy of the registry's table in `view`; it keeps its last state while the store is down.
 
-    `complete` is set when the copy is complete for the first time. `on_number` gets the number of adapters after each
-    change.
+    `complete` is set once the copy has caught up. `on_number` gets the number of adapters after each change.
     """
 
     def __init__(self, watch: Watch[Changes[Key, Entry]], watcher_id: str, on_number: Callable[[int], None]) -> None:
@@ -211,9 +208,9 @@ class RegistryMirror(LongPollClient[Changes[Key, Entry]]):
         self.view = RegistryView()
         self.complete = asyncio.Event()
 
-    def _take(self, version: Version, news: Changes[Key, Entry]) -> None:
-        self._held = version
-        self.view.take(news)
+    def _apply(self, version: Version, update: Changes[Key, Entry]) -> None:
+        self._version = version
+        self.view.take(update)
         self._on_number(self.view.num_adapters)
-        if news.is_last:
+        if update.is_last:
             self.complete.set()

@@ -1,7 +1,7 @@
-"""Texts to vectors: what POST /v1/embeddings and the Python handle's `embed` do.
+"""Embeddings: POST /v1/embeddings and the Python handle's `embed`.
 
-In: a parsed body, and who sent it. Out: a `Job` of requests that end with a vector, and those vectors in the order of
-the texts. They take the same way to an engine as requests that generate. Rule: one failure ends all of a request's.
+Each text becomes one sequence, dispatched like a generation, whose only output is a vector. If one fails, all of the
+request fail.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from app.deployments.ingress.serializers.generate import usage_body
 from app.engine.errors import ContextOverflow, EngineFailure, InvalidRequest
 from app.engine.request import GenerateRequest, PoolingParams, SamplingParams
 
-#: Texts of one request, as at OpenAI.
+#: Texts in one request; OpenAI's limit.
 MAX_TEXTS = 2048
-#: Of which so many are under way at a time: the rest waits here, not in an engine's queue.
+#: Texts of one request in engines at a time; the rest wait here, not in an engine's queue.
 MAX_OPEN = 64
 
 
@@ -36,25 +36,29 @@ class Embedder:
     """One per ingress process. `clock` gives Unix time."""
 
     def __init__(
-        self, frontend: RequestPreprocessor, source: Dispatcher, tenancy: RequestAccounting, clock: Callable[[], float]
+        self,
+        preprocessor: RequestPreprocessor,
+        dispatcher: Dispatcher,
+        accounting: RequestAccounting,
+        clock: Callable[[], float],
     ) -> None:
-        self._frontend = frontend
-        self._source = source
-        self._tenancy = tenancy
+        self._preprocessor = preprocessor
+        self._dispatcher = dispatcher
+        self._accounting = accounting
         self._clock = clock
 
     async def job(self, body: EmbeddingsRequest, caller: Principal, request_id: str | None = None) -> GenerationTask:
-        """request_id: as its sender calls it. Raises NotFound, InvalidRequest, ContextOverflow, LimitReached."""
+        """`request_id` is the client's own. Raises NotFound, InvalidRequest, ContextOverflow, LimitReached."""
         arrival_s = self._clock()
-        ref = await self._frontend.finder.find(body.model, caller, body.lora_path, body.user, body.adapters)
+        ref = await self._preprocessor.resolver.resolve(body.model, caller, body.lora_path, body.user, body.adapters)
         texts = body.texts
         if not 1 <= len(texts) <= MAX_TEXTS:
-            raise InvalidRequest(f"input has {len(texts)} texts; from 1 to {MAX_TEXTS} are embedded", param="input")
+            raise InvalidRequest(f"input has {len(texts)} texts; it must have 1 to {MAX_TEXTS}", param="input")
         pooling = self._pooling(body)
-        token_ids = await self._frontend.prompt_ids(texts, "input")
+        token_ids = await self._preprocessor.prompt_ids(texts, "input")
         self._check_lengths(texts, token_ids)
-        given = "" if request_id is None else f"{request_id}."
-        request_id = f"embd-{given}{secrets.token_hex(12)}"
+        client_id = "" if request_id is None else f"{request_id}."
+        request_id = f"embd-{client_id}{secrets.token_hex(12)}"
         requests = tuple(
             GenerateRequest(
                 request_id=f"{request_id}-{index}",
@@ -71,18 +75,18 @@ class Embedder:
                 is_batch=caller.is_batch,
             )
             for index, (ids, is_needed) in enumerate(
-                zip(token_ids, self._frontend.names.needed(ref, token_ids), strict=True)
+                zip(token_ids, self._preprocessor.directory.needs_adapter(ref, token_ids), strict=True)
             )
         )
-        deadline_s = asyncio.get_running_loop().time() + self._frontend.limits.request_timeout_s
-        decoder = self._frontend.text_model.decoder
-        reservation = await self._tenancy.admit(caller, requests)
+        deadline_s = asyncio.get_running_loop().time() + self._preprocessor.limits.request_timeout_s
+        decoder = self._preprocessor.text_model.decoder
+        reservation = await self._accounting.admit(caller, requests)
         return GenerationTask(
-            request_id, requests, caller, reservation, (), 1, deadline_s, self._source, decoder, self._clock
+            request_id, requests, caller, reservation, (), 1, deadline_s, self._dispatcher, decoder, self._clock
         )
 
     def _pooling(self, body: EmbeddingsRequest) -> PoolingParams:
-        spec = self._frontend.text_model.spec
+        spec = self._preprocessor.text_model.spec
         if body.dimensions is not None and body.dimensions > spec.hidden_size:
             raise InvalidRequest(
                 f"dimensions is {body.dimensions} but {body.model[:80]!r} has {spec.hidden_size}", param="dimensions"
@@ -90,22 +94,22 @@ class Embedder:
         return PoolingParams(body.pooling or spec.pooling, body.dimensions)
 
     def _check_lengths(self, texts: Sequence[str | list[int]], token_ids: Sequence[Sequence[int]]) -> None:
-        """An empty text is refused as at OpenAI, also where the model would begin and end it with tokens of its own."""
-        most = self._frontend.text_model.max_model_len
+        """An empty text is an error, as at OpenAI, even if the model adds special tokens around it."""
+        most = self._preprocessor.text_model.max_model_len
         for index, (text, ids) in enumerate(zip(texts, token_ids, strict=True)):
             if not text or not ids:
                 raise InvalidRequest(f"text {index} of input has no tokens; at least one is needed", param="input")
             if len(ids) > most:
                 raise ContextOverflow(
-                    f"text {index} of input has {len(ids)} tokens but the context holds {most}; embed it in parts",
+                    f"text {index} of input has {len(ids)} tokens but the context holds {most}; split it",
                     param="input",
                 )
 
 
 async def vectors(job: GenerationTask) -> list[bytes]:
-    """The job's vectors as little-endian float32, in the order of its texts. Raises what a text meets."""
-    places = asyncio.Semaphore(MAX_OPEN)
-    tasks = [asyncio.create_task(_vector(job, index, places)) for index in range(len(job.requests))]
+    """The task's vectors as little-endian float32, in the order of its texts. Raises the first sequence's error."""
+    semaphore = asyncio.Semaphore(MAX_OPEN)
+    tasks = [asyncio.create_task(_vector(job, index, semaphore)) for index in range(len(job.requests))]
     try:
         return await asyncio.gather(*tasks)
     finally:
@@ -114,8 +118,8 @@ async def vectors(job: GenerationTask) -> list[bytes]:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _vector(job: GenerationTask, index: int, places: asyncio.Semaphore) -> bytes:
-    async with places, aclosing(job.source.stream(job.requests[index], job.deadline_s)) as chunks:
+async def _vector(job: GenerationTask, index: int, semaphore: asyncio.Semaphore) -> bytes:
+    async with semaphore, aclosing(job.dispatcher.stream(job.requests[index], job.deadline_s)) as chunks:
         async for chunk in chunks:
             if chunk.error is not None:
                 raise chunk.error
@@ -127,16 +131,15 @@ async def _vector(job: GenerationTask, index: int, places: asyncio.Semaphore) ->
 
 
 def as_floats(vector: bytes) -> list[float]:
-    """A vector's numbers."""
     numbers: list[float] = np.frombuffer(vector, "<f4").tolist()
     return numbers
 
 
-def answer(job: GenerationTask, body: EmbeddingsRequest, found: Sequence[bytes]) -> bytes:
-    """The JSON that OpenAI's clients read; "base64" is of the numbers as little-endian float32."""
-    tell = _as_base64 if body.encoding_format == "base64" else as_floats
+def answer(job: GenerationTask, body: EmbeddingsRequest, embeddings: Sequence[bytes]) -> bytes:
+    """The response body in OpenAI's format; "base64" encodes the little-endian float32 bytes."""
+    encode = _as_base64 if body.encoding_format == "base64" else as_floats
     data: list[dict[str, Any]] = [
-        {"object": "embedding", "index": index, "embedding": tell(vector)} for index, vector in enumerate(found)
+        {"object": "embedding", "index": index, "embedding": encode(vector)} for index, vector in enumerate(embeddings)
     ]
     usage = usage_body(job.usages)
     counts = {"prompt_tokens": usage["prompt_tokens"], "total_tokens": usage["total_tokens"]}

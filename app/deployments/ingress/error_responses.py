@@ -1,8 +1,7 @@
-"""Errors at the door: one table from error to HTTP code, and OpenAI's JSON shape.
+"""The table from exceptions to HTTP status codes, and OpenAI's JSON error format.
 
-In: an exception. Out: status, body, headers. An error of the tree carries its own words; anything else
-is a bug: it is logged here with its trace and the client learns only that it happened. A traceback
-never leaves the process, nor does an API key that the client sent where none belongs.
+Errors of polylora's tree carry their own message. Anything else is a bug: it is logged here with its traceback, and the
+client only gets a generic message. API keys are removed from messages.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 
 class HttpError(NamedTuple):
-    """One row of the table."""
+    """Status, type and code of an error response."""
 
     status: int
     type: str
@@ -36,35 +35,35 @@ class InvalidJson(errors.InvalidRequest):
 
 
 class UnknownEncoding(errors.InvalidRequest):
-    """The request body is compressed."""
+    """The request body is compressed, which is not supported."""
 
 
 class UnknownContentType(errors.InvalidRequest):
-    """The request body is said to be something else than JSON."""
+    """The request body's content type is not JSON."""
 
 
 class CrossSite(errors.PolyloraError):
-    """A page of another site asks, from somebody's browser."""
+    """A web page of another site sent the request from a browser."""
 
 
 class ManagementRefused(errors.PolyloraError):
-    """Adapters are not managed from where this request comes."""
+    """This caller or address may not manage adapters."""
 
 
 class NotAuthenticated(errors.PolyloraError):
-    """The request lacks the token that it needs, or has another."""
+    """The request lacks the token that it needs, or has a wrong one."""
 
 
 class InvalidApiKey(NotAuthenticated):
-    """The request lacks the API key that it needs, or has one that is wrong, expired or revoked."""
+    """The request's API key is missing, wrong, expired or revoked."""
 
 
 class WrongKeyKind(errors.PolyloraError):
-    """An inference key where administrators are asked for, or the reverse."""
+    """An inference key where an admin key is needed, or the reverse."""
 
 
 class ClientGone(errors.PolyloraError):
-    """The client closed the connection; nobody reads the answer."""
+    """The client disconnected."""
 
 
 #: The most specific class wins.
@@ -103,29 +102,27 @@ TABLE: dict[type[Exception], HttpError] = {
     errors.SourceError: HttpError(502, "server_error", "source_error"),
     errors.PolyloraError: HttpError(500, "server_error", "internal_error"),
 }
-#: OpenAI's clients send a request again by themselves after 409 and 5xx, unless they are told that it is in vain or,
-#: of a request over which engines fail, harmful.
+#: OpenAI's clients retry after 409 and 5xx unless `X-Should-Retry` is false. Retrying these is useless, or harmful
+#: where the request makes engines fail.
 FINAL = (
     errors.EngineFailure,
     errors.DeadlineExceeded,
     errors.AdapterBusy,
     errors.AdapterUnloaded,
 )
-#: After trouble of the machine itself, whose end nobody knows.
+#: Retry-After for failures of the machine itself (disk, memory), whose duration is unknown.
 MACHINE_RETRY_S = 5
 UNEXPECTED = HttpError(500, "server_error", "internal_error")
 
 
 class ErrorReply(NamedTuple):
-    """What goes to the client."""
-
     status: int
     body: dict[str, Any]
     headers: dict[str, str]
 
 
 def error_reply(error: BaseException) -> ErrorReply:
-    """The answer for an exception, in OpenAI's shape: {"error": {message, type, param, code}}."""
+    """The response for an exception, in OpenAI's format: {"error": {message, type, param, code}}."""
     row = next((TABLE[kind] for kind in type(error).__mro__ if kind in TABLE), None)
     if row is None:
         logger.error("unexpected error while serving a request", exc_info=error)
@@ -150,7 +147,7 @@ def error_reply(error: BaseException) -> ErrorReply:
     elif isinstance(error, LimitReached) and error.retry_after_s is not None:
         headers["Retry-After"] = str(max(1, math.ceil(error.retry_after_s)))
         headers["retry-after-ms"] = str(max(1, math.ceil(error.retry_after_s * 1000)))
-    elif isinstance(error, LimitReached):  # a client that tries again gets the same
+    elif isinstance(error, LimitReached):  # retrying is useless
         headers["X-Should-Retry"] = "false"
     elif isinstance(error, NotAuthenticated):
         headers["WWW-Authenticate"] = "Bearer"

@@ -1,9 +1,9 @@
-"""Calls of other Ray jobs through the deployment's handle: generation, embeddings, a few calls of management.
+"""Calls of other Ray jobs through the deployment's handle: generation, embeddings, and some of management.
 
-Every generation and embedding is counted once under the route "handle", however it ends. A caller need not have this
-package, so errors are Python's own (`builtin_errors`), whose text is the code and the message that HTTP would have
-answered, "model_not_found: there is no ...". Their class says what to do: ValueError is the caller's mistake,
-LookupError a name that does not exist, then PermissionError and TimeoutError; RuntimeError is the service's trouble.
+Every generation and embedding is counted once under the route "handle". Callers need not have this package, so errors
+are Python's own (`builtin_errors`); their text is the code and message of the HTTP error, "model_not_found: there is no
+...". ValueError means a mistake of the caller, LookupError a name that does not exist, then PermissionError and
+TimeoutError; RuntimeError is a failure of the service.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from app.deployments.ingress.service import IngressService
 from app.deployments.registry.models import CatalogEntry
 from app.engine.errors import InvalidRequest
 
-#: By the status of the HTTP answer; others of 400 to 499 are ValueErrors.
+#: HTTP status -> exception; other 4xx are ValueErrors.
 _KINDS: dict[int, type[Exception]] = {
     401: PermissionError,
     403: PermissionError,
@@ -36,7 +36,7 @@ _KINDS: dict[int, type[Exception]] = {
 
 
 class _Call:
-    """One call as it is counted: what it became; the job knows what it cost so far."""
+    """A call being counted; `job` is set once it exists."""
 
     job: GenerationTask | None = None
 
@@ -47,8 +47,9 @@ async def generate(
     sampling_params: dict[str, Any] | None,
     adapter: str | list[str | None] | None,
 ) -> dict[str, Any] | list[dict[str, Any]]:
-    """One result for one text, a list for a list. Raises what `RequestPreprocessor.generate` and the engine raise."""
-    with _counted(service) as call:
+    """One result for one text, a list for a list. Raises the errors of `RequestPreprocessor.generate` and of the
+    engine."""
+    with _count_call(service) as call:
         job = call.job = await _job(service, text, sampling_params, adapter)
         answers = await job.answers()
     results = [generate_result(job, index, answer) for index, answer in enumerate(answers)]
@@ -58,12 +59,12 @@ async def generate(
 async def stream(
     service: IngressService, text: str, sampling_params: dict[str, Any] | None, adapter: str | None
 ) -> AsyncGenerator[str]:
-    """Pieces of one answer's text as they come. Raises as `generate`; InvalidRequest for several answers."""
-    with _counted(service) as call:
+    """Text of one answer, piece by piece. Raises like `generate`; InvalidRequest for several answers."""
+    with _count_call(service) as call:
         job = call.job = await _job(service, text, sampling_params, adapter)
         if len(job.requests) != 1:
             raise InvalidRequest(
-                f"{len(job.requests)} answers would be mixed in one stream; ask for each with a stream of its own",
+                f"a stream has one answer but {len(job.requests)} are requested; use one stream for each",
                 param="text" if job.num_per_prompt == 1 else "sampling_params.n",
             )
         async with aclosing(job.deltas()) as deltas:
@@ -75,31 +76,31 @@ async def stream(
 async def embed(
     service: IngressService, text: str | list[str], adapter: str | None, pooling: str | None, dimensions: int | None
 ) -> list[float] | list[list[float]]:
-    """One vector of length 1 for one text, a list for a list. Raises what `Embedder.job` and the engine raise."""
+    """One normalized vector for one text, a list for a list. Raises the errors of `Embedder.job` and of the engine."""
     fields = {
         "model": service.base_name, "input": text, "lora_path": adapter, "pooling": pooling, "dimensions": dimensions
     }  # fmt: skip
-    with _counted(service) as call:
+    with _count_call(service) as call:
         job = call.job = await service.embedder.job(parse_body(EmbeddingsRequest, fields), handle_principal())
-        found = [as_floats(vector) for vector in await vectors(job)]
-    return found[0] if isinstance(text, str) else found
+        result = [as_floats(vector) for vector in await vectors(job)]
+    return result[0] if isinstance(text, str) else result
 
 
 def list_adapters(service: IngressService) -> list[dict[str, Any]]:
-    """The caller's adapters as this ingress knows them, by name."""
+    """The caller's adapters in this ingress's copy of the registry, by name."""
     tenant_id, registry = handle_principal().tenant_id, service.registry
-    found = registry.page((CatalogEntry,), limit=max(1, registry.num_adapters), tenant_id=tenant_id)
-    return [adapter_body(entry) for entry in found.entries if isinstance(entry, CatalogEntry)]
+    page = registry.page((CatalogEntry,), limit=max(1, registry.num_adapters), tenant_id=tenant_id)
+    return [adapter_body(entry) for entry in page.entries if isinstance(entry, CatalogEntry)]
 
 
 async def load(service: IngressService, name: str, path: str) -> dict[str, Any]:
-    """Load an adapter; when this returns every ingress serves it. Raises what made it fail."""
+    """Load an adapter; returns once every ingress serves it. Raises the load's error."""
     caller = handle_principal()
     return adapter_body((await service.management.store.load_and_wait(load_request(caller, name, path)))[1])
 
 
 async def unload(service: IngressService, name: str) -> dict[str, Any]:
-    """Unload an adapter; when this returns its rows are free. Raises NotFound, AdapterBusy."""
+    """Unload an adapter; returns once its rows are free. Raises NotFound, AdapterBusy."""
     caller = handle_principal()
     job, entry = await service.management.unload(name, tenant_id=caller.tenant_id, who=caller.who)
     return unloaded_body(entry, job)
@@ -107,7 +108,7 @@ async def unload(service: IngressService, name: str) -> dict[str, Any]:
 
 @contextmanager
 def builtin_errors() -> Iterator[None]:
-    """Raises the plain form of whatever is raised inside; an end of the call (cancelled, closed) is left as it is."""
+    """Convert exceptions of the block to Python's own; cancellation passes through."""
     try:
         yield
     except Exception as error:
@@ -115,11 +116,10 @@ def builtin_errors() -> Iterator[None]:
 
 
 def builtin_error(error: Exception) -> Exception:
-    """One of Python's own."""
-    answer = error_reply(error)
-    told = answer.body["error"]
-    kind = _KINDS.get(answer.status, ValueError if answer.status < 500 else RuntimeError)
-    return kind(f"{told['code']}: {told['message']}")
+    reply = error_reply(error)
+    body = reply.body["error"]
+    kind = _KINDS.get(reply.status, ValueError if reply.status < 500 else RuntimeError)
+    return kind(f"{body['code']}: {body['message']}")
 
 
 async def _job(
@@ -129,11 +129,11 @@ async def _job(
     adapter: str | list[str | None] | None,
 ) -> GenerationTask:
     fields = {"text": text, "sampling_params": sampling_params or {}, "lora_path": adapter}
-    return await service.frontend.generate(parse_body(GenerateBody, fields), handle_principal())
+    return await service.preprocessor.generate(parse_body(GenerateBody, fields), handle_principal())
 
 
 @contextmanager
-def _counted(service: IngressService) -> Iterator[_Call]:
+def _count_call(service: IngressService) -> Iterator[_Call]:
     call, status = _Call(), TABLE[ClientGone].status
     try:
         yield call

@@ -1,7 +1,6 @@
-"""What operators see of an ingress: requests, tokens and times, on Ray's Prometheus port (`ray.util.metrics`).
+"""Prometheus metrics of an ingress (`ray.util.metrics`): requests, tokens, latencies.
 
-In: finished requests and the size of the registry. Out: counters, histograms and a gauge. Labels take few values each:
-`links.gauges` says why.
+Labels have few values each; `rpc.gauges` explains why.
 """
 
 from __future__ import annotations
@@ -54,9 +53,9 @@ class IngressMetrics:
         is_adapter: bool,
         usages: Sequence[Usage | None],
     ) -> None:
-        """One request has ended; `status` is what the client was told, 499 if it left before it was told all.
+        """Record a finished request. `status` is what the client got, 499 if it left early.
 
-        arrival_s, first_s: when it came and when its first text was there, if they are known (Unix time).
+        arrival_s, first_s: Unix times of arrival and of the first text, if known.
         """
         kind = {"kind": "adapter" if is_adapter else "base"}
         has_left = status == TABLE[ClientGone].status
@@ -80,5 +79,5 @@ class IngressMetrics:
             self._per_token_s.observe((now_s - first_s) / (longest - 1), tags=tags)
 
     def adapters(self, number: int) -> None:
-        """So many adapters are registered now."""
+        """Set the number of registered adapters."""
         self._adapters.set(number)

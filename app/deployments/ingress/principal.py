@@ -1,7 +1,7 @@
-"""Who asks: the one place at the door that says whose request it is.
+"""The principal of a request: its tenant, key and rights.
 
-In: a request that the door has let in. Out: its `Principal`. Everything behind the door is given the tenant and supposes
-none. Without keys all callers are one tenant, whose adapters are everybody's when there are keys.
+Authentication stores a `Principal` in the request's state; everything behind it receives the tenant explicitly. Without
+API keys all callers are one tenant, whose adapters stay public once keys exist.
 """
 
 from __future__ import annotations
@@ -20,15 +20,16 @@ from app.engine.adapters.combining.combination import Combination, is_compositio
 from app.engine.errors import InvalidRequest, UnsafeSource
 from app.redaction import holds_key
 
-#: Where the door leaves the caller, in the request's state.
+#: Key of the caller in the request's state.
 STATE = "caller"
 
 
 class Principal(NamedTuple):
-    """`who` is written into the audit.
+    """`who` is written to the audit log.
 
-    `kind`: open, without a key; project, with a project's; operator, who manages adapters with the management token;
-    admin, with an admin key, who manages adapters too, those of `tenant_id`. `is_batch`: nobody waits for the answer.
+    `kind`: "open" without a key, "project" with a project's key, "operator" with the management token (manages
+    adapters), "admin" with an admin key (also manages adapters, those of `tenant_id`). `is_batch`: a line of a batch
+    job.
     """
 
     tenant_id: str
@@ -39,7 +40,8 @@ class Principal(NamedTuple):
     is_batch: bool = False
 
     def owners(self, name: str) -> Iterator[str]:
-        """The tenants among whose names this one is looked for, in order: its own, those shared with it, the public."""
+        """The tenants whose names are searched for this one, in order: the caller, tenants that share it, the
+        public."""
         if not self.tenant.may_use(name):
             return
         yield self.tenant_id
@@ -51,21 +53,21 @@ class Principal(NamedTuple):
 
 
 def http_principal(request: HTTPConnection) -> Principal:
-    """Who sent an HTTP request, as the door found out."""
+    """The authenticated caller of an HTTP request."""
     caller: Principal = request.scope["state"][STATE]
     return caller
 
 
 def inference_principal(request: HTTPConnection) -> Principal:
-    """Who asks for tokens. Raises WrongKeyKind for keys that only administer."""
+    """The caller of an inference route. Raises WrongKeyKind for management keys."""
     caller = http_principal(request)
     if caller.kind in ("operator", "admin"):
-        raise WrongKeyKind("this key administers and asks no model; use a key of a project")
+        raise WrongKeyKind("this key is for management, not for inference; use a project's key")
     return caller
 
 
 def admin_principal(request: HTTPConnection) -> Principal:
-    """Who administers. Raises WrongKeyKind for everybody else."""
+    """The caller of an admin route. Raises WrongKeyKind for all but admin keys."""
     caller = http_principal(request)
     if caller.kind != "admin":
         raise WrongKeyKind("tenants are managed with an admin key; polylora keygen --admin makes the first")
@@ -80,22 +82,20 @@ def load_request(
     traffic_weight: float | None = None,
     description: str | None = None,
 ) -> LoadRequest:
-    """What is asked of the store when a caller loads an adapter.
+    """The store's request for loading an adapter. Raises UnsafeSource, ManagementRefused, InvalidRequest.
 
-    Raises UnsafeSource, ManagementRefused, InvalidRequest.
-
-    A project's folders are those below its own, `<root>/<project id>/`: the others are the operator's or another's.
+    A project may use only folders below `<root>/<project id>/`; the others are the operator's or another project's.
     """
     check_settings(caller, pinned, traffic_weight, description)
-    if holds_key(source):  # the audit and events have it
-        raise UnsafeSource("the adapter's place holds an API key; leave it out")
-    if is_composition(source):  # it names places, and is made here only, of adapters that the caller may use
-        raise UnsafeSource(f"{source[:80]!r} is no place; POST /v1/loras with compose combines adapters")
-    if source.startswith(UPLOADED):  # whose it is nobody could say; the service makes these
-        raise UnsafeSource(f"{source[:80]!r} is no place; PUT /v1/loras/{{name}}/weights takes an adapter's bytes")
+    if holds_key(source):  # sources are shown in the audit log and in events
+        raise UnsafeSource("the adapter's path contains an API key; remove it")
+    if is_composition(source):  # only this module may make one, from adapters that the caller may use
+        raise UnsafeSource(f"{source[:80]!r} is not a path; POST /v1/loras with compose combines adapters")
+    if source.startswith(UPLOADED):  # only the service makes these; it does not name the owner
+        raise UnsafeSource(f"{source[:80]!r} is not a path; PUT /v1/loras/{{name}}/weights uploads an adapter")
     if caller.kind == "project" and "://" not in source and not source.startswith(f"{caller.tenant_id}/"):
         raise UnsafeSource(
-            f"{source[:80]!r} is not below {caller.tenant_id}/, where this project's folders are; give a path there or "
+            f"{source[:80]!r} is outside this project's folder {caller.tenant_id}/; use a path below it or "
             "a URI that the operator allows"
         )
     return LoadRequest(caller.tenant_id, name, source, caller.who, pinned, traffic_weight, description)
@@ -109,7 +109,8 @@ def compose_request(
     traffic_weight: float | None = None,
     description: str | None = None,
 ) -> LoadRequest:
-    """The same for a combination of adapters that the caller may use. Raises ManagementRefused, InvalidRequest."""
+    """`load_request` for a combination of adapters that the caller may use. Raises ManagementRefused,
+    InvalidRequest."""
     check_settings(caller, pinned, traffic_weight, description)
     return LoadRequest(caller.tenant_id, name, composition.source, caller.who, pinned, traffic_weight, description)
 
@@ -117,49 +118,48 @@ def compose_request(
 def check_settings(
     caller: Principal, pinned: bool | None, traffic_weight: float | None, description: str | None = None
 ) -> None:
-    """Raises ManagementRefused if a project says how much of everybody's memory its adapters take, and InvalidRequest
-    for a description with an API key: the audit, events and lists have it.
-    """
+    """Raises ManagementRefused if a project sets pins or weights, which affect shared memory, and InvalidRequest for a
+    description with an API key, because the audit log, events and lists show it."""
     if holds_key(description or ""):
-        raise InvalidRequest("the description holds an API key; leave it out", param="description")
+        raise InvalidRequest("the description contains an API key; remove it", param="description")
     if caller.kind == "project" and (pinned or traffic_weight is not None):
-        raise ManagementRefused("adapters are pinned and weighted by the operator, with an admin key")
+        raise ManagementRefused("only the operator may pin adapters or set traffic weights, with an admin key")
 
 
 def handle_principal() -> Principal:
-    """Another Ray job, through the deployment's handle."""
+    """The caller of a Python handle: the default tenant."""
     return Principal(DEFAULT_TENANT, "handle")
 
 
 def batch_principal(tenant: Tenant, key_id: str, batch_id: str) -> Principal:
-    """Whose the requests of a batch are."""
+    """The caller of a batch's requests."""
     kind: Literal["open", "project"] = "open" if tenant.id == DEFAULT_TENANT else "project"
-    return Principal(tenant.id, f"{key_id or 'nobody'}, {batch_id}", tenant, key_id, kind, is_batch=True)
+    return Principal(tenant.id, f"{key_id or 'no key'}, {batch_id}", tenant, key_id, kind, is_batch=True)
 
 
 def address_of(request: HTTPConnection) -> str:
-    """Where a request came from. A proxy that is not ours may let clients write what they like for an address."""
+    """The client's address for the audit log. A foreign proxy may forward anything as an address."""
     try:
         return f"http {ipaddress.ip_address(request.client.host)}" if request.client else "http"
     except ValueError:
-        return "http, from no address"
+        return "http, unknown address"
 
 
 def visible(registry: RegistryView, caller: Principal, name: str) -> Entry | None:
-    """What a name means to a caller; None also for another tenant's."""
-    found = (registry.find(name, owner_id) for owner_id in caller.owners(name))
-    return next((entry for entry in found if entry is not None), None)
+    """The entry a caller gets for a name; None if there is none that it may use."""
+    entries = (registry.find(name, owner_id) for owner_id in caller.owners(name))
+    return next((entry for entry in entries if entry is not None), None)
 
 
 def visible_page(registry: RegistryView, caller: Principal, *, limit: int, after: str | None) -> Page:
-    """Up to `limit` adapters and aliases that a caller may use, by name; each name once, as `visible` finds it."""
+    """Up to `limit` adapters and aliases that a caller may use, by name; each name once, as `visible` resolves it."""
     kinds = (CatalogEntry, AliasEntry)
     names = {name for _, name in caller.tenant.shared if after is None or name > after}
     owners, has_more, horizon = {caller.tenant_id, DEFAULT_TENANT}, False, None
     for owner_id in owners:
         page = registry.page(kinds, limit=limit, after=after, tenant_id=owner_id)
         names.update(entry.name for entry in page.entries)
-        if page.has_more:  # names behind its last are not known, and must not come before them
+        if page.has_more:  # this owner's next names are unknown, so nothing beyond its last may be listed
             last = page.entries[-1].name if page.entries else after or ""
             horizon = last if horizon is None else min(horizon, last)
             has_more = True

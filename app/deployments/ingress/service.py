@@ -1,7 +1,7 @@
-"""What an ingress is, without Serve: everything that its HTTP routes and Python callers use.
+"""The ingress without Serve: everything its HTTP routes and Python calls use.
 
-The deployment opens the parts; nothing here knows how they reach other processes. A request goes straight down from
-here: frontend, dispatcher, batcher, assigner, links.
+The deployment builds the parts; nothing here knows how they reach other processes. A request goes down through
+preprocessor, dispatcher, batcher, router and connections.
 """
 
 from __future__ import annotations
@@ -47,19 +47,19 @@ from app.deployments.store.shared_adapter import SharedAdapter
 from app.deployments.tenancy.models import PUBLIC
 from app.version import version
 
-#: `status` looks for failures among so many events, and tells so many of them.
+#: `status` looks for failures among the newest `MAX_EVENTS` events and lists `MAX_FAILURES`.
 MAX_EVENTS, MAX_FAILURES = 200, 10
 
 
 class Parts(NamedTuple):
-    """What the service works with. `make_batcher` says how streams are gathered before they are given to replicas.
+    """What the service is built from. `make_batcher` decides how streams are gathered before they are routed.
 
-    `clock` gives Unix time, `steady_clock` seconds that never go back; `loads` is told what replicas report.
+    `clock` gives Unix time, `steady_clock` seconds that never go back.
     """
 
     text: TokenizerService
     registry: RegistryView
-    tenancy: RequestAccounting
+    accounting: RequestAccounting
     store: StoreService[SharedAdapter]
     storage: StorageService
     placer: Placer
@@ -82,16 +82,16 @@ class IngressService:
         self._metrics = parts.metrics
         self.base_name = config.model.name
         self.registry = parts.registry
-        self.tenancy = parts.tenancy
-        self._links = ReplicaConnections(parts.replicas, parts.placer, parts.loads)
-        self._assigner = RequestRouter(
-            self._links, parts.placer, parts.policy, parts.steady_clock, random.Random(), config.limits.replica_timeout_s,
-            PrefixHasher(parts.text.spec.digest, config.engine.block_size).of,
+        self.accounting = parts.accounting
+        self._connections = ReplicaConnections(parts.replicas, parts.placer, parts.loads)
+        self._request_router = RequestRouter(
+            self._connections, parts.placer, parts.policy, parts.steady_clock, random.Random(),
+            config.limits.replica_timeout_s, PrefixHasher(parts.text.spec.digest, config.engine.block_size).of,
         )  # fmt: skip
         self._cold = ColdStartLimiter(parts.placer, config.limits)
-        count = parts.tenancy.counting.ended
-        dispatcher = Dispatcher(parts.make_batcher(self._assigner), self._links, self._cold, count)
-        self._names = AdapterDirectory(parts.registry, parts.placer, parts.store, parts.steady_clock)
+        count = parts.accounting.usage_recorder.ended
+        dispatcher = Dispatcher(parts.make_batcher(self._request_router), self._connections, self._cold, count)
+        self._directory = AdapterDirectory(parts.registry, parts.placer, parts.store, parts.steady_clock)
         self._lazy_loader = LazyAdapterLoader(
             parts.registry, parts.store, config.limits, has_resolvers=bool(config.adapters.resolvers)
         )
@@ -100,63 +100,64 @@ class IngressService:
         if config.semantic_router.embedder is not None:
             embedder = EncoderEmbedder(config.semantic_router.embedder)
         self._router = Router(config.semantic_router, parts.registry, embedder, wait_s)
-        self.frontend = RequestPreprocessor(
+        self.preprocessor = RequestPreprocessor(
             parts.text,
             self.base_name,
-            self._names,
-            AdapterResolver(self.base_name, parts.registry, self._names, self._lazy_loader),
+            self._directory,
+            AdapterResolver(self.base_name, parts.registry, self._directory, self._lazy_loader),
             dispatcher,
             config.limits,
-            parts.tenancy,
+            parts.accounting,
             parts.clock,
-            AdapterSelector(self._router, parts.tenancy),
+            AdapterSelector(self._router, parts.accounting),
             lambda: parts.placer.view.num_kv_tokens,
         )
-        self.embedder = Embedder(self.frontend, dispatcher, parts.tenancy, parts.clock)
+        self.embedder = Embedder(self.preprocessor, dispatcher, parts.accounting, parts.clock)
         self.management = AdapterAdmin(parts.store, parts.replicas, parts.placer)
-        self.activity = AdapterMetrics(parts.tenancy.owner)
+        self.activity = AdapterMetrics(parts.accounting.owner)
         self.storage, self.storage_config = parts.storage, config.storage
         self._batches: BatchRunner | None = None
 
     def batch_runner(self, answer: AnswerLine, holder: str, write_s: float = WRITE_S) -> BatchRunner:
-        """Works on batches here from now on, once `run`; `answer` computes one request. `holder`: this process."""
+        """The runner of batch jobs in this ingress, to be started with `run`; `answer` computes one request. `holder`:
+        this process."""
         self._batches = BatchRunner(
-            self.storage, answer, self._caller_of, holder, self._config, self.tenancy.clock, write_s
+            self.storage, answer, self._caller_of, holder, self._config, self.accounting.clock, write_s
         )
         return self._batches
 
     def wake_batches(self) -> None:
-        """There is a new batch."""
+        """Look for a new batch now."""
         if self._batches is not None:
             self._batches.wake()
 
     def _caller_of(self, batch: Batch) -> Principal | None:
-        """Whose a batch's requests are; None once its project is archived."""
-        tenant = PUBLIC if batch.tenant_id == DEFAULT_TENANT else self.tenancy.view.tenant(batch.tenant_id)
+        """The caller of a batch's requests; None once its project is archived."""
+        tenant = PUBLIC if batch.tenant_id == DEFAULT_TENANT else self.accounting.view.tenant(batch.tenant_id)
         if tenant is None or tenant.archived_s is not None:
             return None
         return batch_principal(tenant, batch.key_id, batch.id)
 
     def reconfigure(self, changes: dict[str, Any]) -> None:
-        """Take new limits without a restart: those that differ from the configuration's. Raises ValueError."""
+        """Apply new limits without a restart: those that differ from the configuration's. Raises ValueError."""
         limits = LimitsConfig.model_validate(self._config.limits.model_dump() | changes)
-        self.frontend.limits = self._cold.limits = self._lazy_loader.limits = limits
-        self._assigner.replica_timeout_s = limits.replica_timeout_s
+        self.preprocessor.limits = self._cold.limits = self._lazy_loader.limits = limits
+        self._request_router.replica_timeout_s = limits.replica_timeout_s
 
     def is_ready(self) -> bool:
-        """Whether any replica can be used."""
-        return bool(self._links.usable)
+        """Whether any replica is usable."""
+        return bool(self._connections.usable)
 
     @property
     def may_sleep(self) -> bool:
-        """Whether requests are taken while there is no replica, because the first has one started."""
+        """Whether requests are accepted without replicas, because the first one starts a replica."""
         return self._config.http.ready_at_zero_replicas
 
     def observe(self, route: str, status: int, job: GenerationTask | None) -> None:
-        """Count a request that has ended; it has no job if it ended before it had sequences."""
+        """Count a finished request; `job` is None if it failed before it had sequences."""
         if job is not None:
-            self.tenancy.end(job, is_cut=status == TABLE[ClientGone].status)
-            self.activity.ended(job, status)
+            self.accounting.end(job, is_cut=status == TABLE[ClientGone].status)
+            self.activity.record(job, status)
         first = job.requests[0] if job is not None else None
         self._metrics.request(
             route,
@@ -168,15 +169,15 @@ class IngressService:
         )
 
     async def replica_stats(self) -> list[dict[str, Any]]:
-        """Counts of every replica on the table that answers: for tests and operators."""
+        """Counts of every replica that answers, for tests and operators."""
         replica_ids = sorted(self._placer.view.replicas)
         results = await asyncio.gather(*map(self._replicas.stats, replica_ids), return_exceptions=True)
         return [result for result in results if isinstance(result, dict)]
 
     async def status(self, caller: Principal) -> dict[str, Any]:
-        """How the service is, for operators: replicas, tiers of the store, and what failed lately. Raises NotReady.
+        """State of the service for operators: replicas, store tiers, recent failures. Raises NotReady.
 
-        Numbers of all tenants' adapters and requests are not told to one of them.
+        A project does not see numbers of all tenants.
         """
         about = {"object": "status", "version": version(), "model": self.base_name, "is_ready": self.is_ready()}
         if caller.kind == "project":
@@ -189,21 +190,21 @@ class IngressService:
         )
         return about | {
             "num_adapters": self.registry.num_adapters,
-            "num_open_requests": self._links.num_streams,
-            "replicas": [_told(replica) for replica in replicas],
+            "num_open_requests": self._connections.num_streams,
+            "replicas": [_without_adapter_names(replica) for replica in replicas],
             "tiers": tiers,
             "failures": [record_body(event) for event in events if event.event.startswith("failed")][:MAX_FAILURES],
         }
 
     async def close(self) -> None:
-        """End what goes on in the background; streams that are still open are left to their callers."""
+        """Stop background work; open streams are left to their callers."""
         if self._batches is not None:
             await self._batches.close()
-        asking = (self.management, self._router, self._lazy_loader, self._names)
-        for part in (*asking, self._assigner, self._links, self.activity, self.tenancy):
+        clients = (self.management, self._router, self._lazy_loader, self._directory)
+        for part in (*clients, self._request_router, self._connections, self.activity, self.accounting):
             await part.close()
 
 
-def _told(replica: dict[str, Any]) -> dict[str, Any]:
-    """A replica's counts; of its adapters how many, not which."""
+def _without_adapter_names(replica: dict[str, Any]) -> dict[str, Any]:
+    """A replica's counts, with the number of its adapters instead of their digests."""
     return {name: len(value) if isinstance(value, tuple) else value for name, value in replica.items()}

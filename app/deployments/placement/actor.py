@@ -23,10 +23,10 @@ class PlacementActor(PlacementService):
     """`PlacementService` that leaves when nobody calls any more."""
 
     def __init__(self, config_json: str) -> None:
-        self._attendance = IdleShutdown(exit_actor, time.monotonic)
+        self._idle_shutdown = IdleShutdown(exit_actor, time.monotonic)
         config = AppConfig.model_validate_json(config_json)
         start_log(config.logs, "placement")
-        super().__init__(config.placement, _watch_shares, self._attendance.here, time.monotonic)
+        super().__init__(config.placement, _watch_shares, self._idle_shutdown.touch, time.monotonic)
 
 
 def placement_actor(config: AppConfig, app_name: str) -> NamedActor:

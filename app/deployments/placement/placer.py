@@ -12,10 +12,9 @@ from collections.abc import Callable, Mapping, Sequence
 from app.deployments.placement.messages import Key, LoadDelta, ReplicaLoad, Residency, Row
 from app.deployments.placement.service import PlacementService
 from app.deployments.placement.view import PlacementView
-from app.deployments.rpc.background_tasks import LogOnce
+from app.deployments.rpc.background_tasks import LogOnce, wait_for_event
 from app.deployments.rpc.long_poll_client import LongPollClient, Watch
 from app.deployments.rpc.long_poll_host import Changes, Version
-from app.deployments.rpc.wait_for_event import wait_for_event
 
 #: Longest wait for placement's answer before the ingress decides by itself.
 ASSIGN_TIMEOUT_S = 0.5
@@ -33,8 +32,8 @@ class PlacementFeed(LongPollClient[Changes[Key, Row]]):
         """Wait for news, at most this long."""
         await wait_for_event(self._news, timeout_s)
 
-    def _take(self, version: Version, news: Changes[Key, Row]) -> None:
-        self._held = version
+    def _apply(self, version: Version, news: Changes[Key, Row]) -> None:
+        self._version = version
         self.view.take(news)
         self._news.set()
         self._news = asyncio.Event()
@@ -52,8 +51,8 @@ class LoadFeed(LongPollClient[LoadDelta]):
         super().__init__(watch, watcher_id)
         self._take_rows = take
 
-    def _take(self, version: Version, news: LoadDelta) -> None:
-        self._held = version
+    def _apply(self, version: Version, news: LoadDelta) -> None:
+        self._version = version
         self._take_rows(dict(news.changes.rows), news.now_s)
 
 
@@ -77,9 +76,9 @@ class Placer:
             async with asyncio.timeout(ASSIGN_TIMEOUT_S):
                 self.view.answer(await self._placement.assign(digests))
         except Exception as error:  # away, too late, of another version: the last table decides
-            self._troubles.met(error)
+            self._troubles.on_error(error)
         else:
-            self._troubles.over()
+            self._troubles.on_recovery()
 
     async def changed(self, timeout_s: float) -> None:
         """Wait for news of the table, at most this long."""
@@ -90,7 +89,7 @@ class Placer:
         try:
             await self._placement.unreached(self._ingress_id, replica_ids)
         except Exception as error:  # it will miss the replicas' reports, if they are gone
-            self._troubles.met(error)
+            self._troubles.on_error(error)
 
     async def residency(self, digest: str) -> list[Residency]:
         """The replicas whose device holds an adapter, and how it is used there. Raises NotReady."""

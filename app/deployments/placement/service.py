@@ -211,8 +211,8 @@ class _SharesFollower(LongPollClient[ShareChanges]):
         self._present: set[str] = set()
         self._sync: TableSync[str, float] = TableSync()
 
-    def _take(self, version: Version, news: ShareChanges) -> None:
-        self._held = version
+    def _apply(self, version: Version, news: ShareChanges) -> None:
+        self._version = version
         changes = self._sync.changes(news, lambda: self._present)
         self._present = {*self._present, *changes} - {digest for digest, share in changes.items() if share is None}
         self._steer(changes)

@@ -1,1 +1,1 @@
-"""What runs beside an engine."""
+"""Replica: one engine as a Serve deployment, with its reports, pins and adapters."""

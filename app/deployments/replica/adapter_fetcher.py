@@ -1,8 +1,8 @@
-"""The weights of adapters, from the store through shared memory.
+"""Fetching of adapters' weights from the store through shared memory.
 
-In: references to registered adapters. Out: adapters whose arrays are views of Ray's object store: nothing is copied.
-Memory that is lost (its owner died, it was evicted) is asked for again. A store that is away is waited for: its process
-is back within seconds, and after the loss of its node within half a minute, which is how long Ray takes to notice.
+Arrays are views of Ray's object store; nothing is copied. Objects that are lost (their owner died, or they were
+evicted) are fetched again. A store that is down is waited for: its process restarts within seconds, and after the loss
+of its node within half a minute, which is how long Ray takes to notice.
 """
 
 from __future__ import annotations
@@ -23,20 +23,18 @@ from app.engine.errors import NotReady
 
 logger = logging.getLogger(__name__)
 
-#: A store that is away is asked again after so long, for so long.
-AGAIN_AFTER_S = 1.0
+#: Retry interval while the store is down, and when to give up.
+RETRY_S = 1.0
 STORE_WAIT_S = 60.0
-
-
-#: Between two questions for an adapter that is being read. The longest is well below `store.ABANDON_S`.
+#: Polling intervals while the store loads an adapter. The longest is well below `store.ABANDON_S`.
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 5.0
 
 
 async def fetch_packed(store: StoreService[SharedAdapter], ref: AdapterRef) -> SharedAdapter:
-    """The packed adapter. Raises what `StoreService.fetch` raises.
+    """The packed adapter. Raises the errors of `StoreService.fetch`.
 
-    No call waits in the store for an adapter to be read, since calls that wait would keep others out: the store is
-    asked again and again. When this is cancelled the questions stop, and so does reading.
+    The store is polled, because calls that wait in it would keep others out. Cancelling stops the polling, and then the
+    store stops loading.
     """
     pauses_s = backoff_s(FIRST_PAUSE_S, LONGEST_PAUSE_S, factor=1.5)
     packed = await store.fetch(ref)
@@ -47,24 +45,24 @@ async def fetch_packed(store: StoreService[SharedAdapter], ref: AdapterRef) -> S
 
 
 class AdapterFetcher:
-    """Fetches from the store; it remembers nothing."""
+    """Fetches from the store, without a cache."""
 
     def __init__(
         self,
         store: StoreService[SharedAdapter],
         clock: Callable[[], float],
         *,
-        again_after_s: float = AGAIN_AFTER_S,
+        retry_s: float = RETRY_S,
         wait_s: float = STORE_WAIT_S,
     ) -> None:
-        """`clock` gives seconds and never goes back."""
+        """`clock` gives seconds that never go back."""
         self._store = store
         self._clock = clock
-        self._again_after_s = again_after_s
+        self._retry_s = retry_s
         self._wait_s = wait_s
 
     async def fetch(self, ref: AdapterRef) -> LoraAdapter:
-        """The adapter. Raises NotReady if the store stays away, and what reading the adapter raises."""
+        """The adapter. Raises NotReady if the store stays down, and the errors of loading."""
         deadline_s = self._clock() + self._wait_s
         is_lost = False
         while True:
@@ -75,13 +73,13 @@ class AdapterFetcher:
             except ActorUnavailable as error:
                 if self._clock() >= deadline_s:
                     raise NotReady(
-                        f"adapter {ref.name!r} cannot be had: the adapter store has been away for {self._wait_s:g} s; "
-                        "ask again",
+                        f"cannot fetch adapter {ref.name!r}: the adapter store has been down for {self._wait_s:g} s; "
+                        "send the request again later",
                         retry_after_s=2,
                     ) from error
-                logger.info("adapter %s: asking the store again: %s", ref.name, error)
+                logger.info("fetching adapter %s again: %s", ref.name, error)
                 is_lost = True
-            await asyncio.sleep(self._again_after_s)
+            await asyncio.sleep(self._retry_s)
 
     async def _fetch_once(self, ref: AdapterRef) -> LoraAdapter:
         shared = await fetch_packed(self._store, ref)

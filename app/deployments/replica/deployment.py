@@ -1,8 +1,8 @@
-"""The engine as a Serve deployment: calls that are steered to exactly this replica, in; frames of chunks, out.
+"""The engine as a Serve deployment: targeted calls of ingresses in, frames of chunks out.
 
-In: `submit` and `frames` calls of ingresses. Out: frames. A thin shell: it opens an engine and what runs beside it,
-and hands calls on to `EngineService`. A failed engine fails the health check, and Serve replaces the replica. Draining
-needs nothing special: readers end when they have no requests left, and Serve waits for them.
+A thin shell over `EngineService`: it opens an engine and its helpers and forwards calls. A failed engine fails the
+health check, and Serve replaces the replica. Draining needs nothing special: readers end once they have no requests,
+and Serve waits for them.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from app.deployments.replica.metrics import DeviceMetrics, EngineMetrics
 from app.deployments.replica.orphan_cleanup import OrphanedAdapters
 from app.deployments.replica.pin_controller import PinController
 from app.deployments.replica.status_reporter import StatusReporter
-from app.deployments.replica.warm_up import WarmUp, first_pins
+from app.deployments.replica.warm_up import WarmUp, wait_for_pins
 from app.deployments.rpc.background_tasks import Tasks
 from app.deployments.rpc.long_poll_client import LongPollValue
 from app.deployments.rpc.ray_private import serve_ends_us
+from app.deployments.rpc.transport import check_protocol
 from app.deployments.rpc.uds_transport import FrameSocket
-from app.deployments.rpc.wire_version import check_protocol
 from app.deployments.store.actor import store_actor, store_name, store_service, tenants_service
 from app.deployments.store.metrics import TierMetrics
 from app.deployments.tenancy.usage.flusher import UsageFlusher
@@ -72,59 +72,59 @@ class EngineReplica:
         adapters = AdapterFetcher(store, time.monotonic)
         writer_id = f"{replica_id}-{uuid.uuid4().hex[:8]}"
         owner = tenants_service(actor)
-        metering = self._metering = UsageFlusher(owner.record, writer_id, open_wal(usage_folder(config), writer_id))
-        counting = UsageRecorder(
-            metering, Prices(config.tenants.prices, config.model.name), config.model.name, time.time
+        flusher = self._flusher = UsageFlusher(owner.record, writer_id, open_wal(usage_folder(config), writer_id))
+        recorder = UsageRecorder(
+            flusher, Prices(config.tenants.prices, config.model.name), config.model.name, time.time
         )
         service = self._service = EngineService(
-            adapters, time.time, max_queued_requests=config.engine.max_queued_requests, counting=counting
+            adapters, time.time, max_queued_requests=config.engine.max_queued_requests, usage_recorder=recorder
         )
         checkpoint = await asyncio.to_thread(open_model, config.model.uri, config.model.name)
         start_s = await self._start_engine(checkpoint, config.engine, started_s)
         pinned = LongPollValue(store.watch_pins, replica_id, Pins())
-        await first_pins(store, pinned, replica_id)
-        warm_up = WarmUp(self._engine, config.engine, adapters, store, count_load=counting.loaded)
+        await wait_for_pins(store, pinned, replica_id)
+        warm_up = WarmUp(self._engine, config.engine, adapters, store, count_load=recorder.loaded)
         for adapter in reversed(await warm_up.run(pinned.value)):
-            service.keep(adapter)
+            service.cache_adapter(adapter)
         self._socket = FrameSocket(replica_id)
         await self._socket.open()
         self._pins = PinController(self._engine, adapters, service)
-        self._leftovers = OrphanedAdapters(service, store)
-        self._reports = StatusReporter(
+        self._orphans = OrphanedAdapters(service, store)
+        self._reporter = StatusReporter(
             replica_id,
             self._engine,
             service,
             self._placement,
             store,
             (EngineMetrics(start_s), DeviceMetrics(TierMetrics(), checkpoint.spec)),
-            telling=DeltaReporter(origin),
+            delta_reporter=DeltaReporter(origin),
             is_leaving=serve_ends_us,
             interval_s=config.placement.report_interval_s,
             clock=time.monotonic,
-            tells_heads=config.placement.prefix_affinity,
+            reports_prefixes=config.placement.prefix_affinity,
         )
-        self._demand = AutoscalingMetrics(time.monotonic)
+        self._autoscaling = AutoscalingMetrics(time.monotonic)
         self._tasks = Tasks()
         self._tasks.run_forever(
-            self._reports.run,
-            metering.keep_flushing,
+            self._reporter.run,
+            flusher.keep_flushing,
             partial(self._pins.follow, pinned),
             pinned.follow,
-            self._leftovers.run,
+            self._orphans.run,
             partial(service.watch_steps, config.engine.step_limit_s),
         )
         seconds = time.monotonic() - started_s
         logger.info(LogEvent("engine replica ready", replica=replica_id, model=config.model.name, seconds=seconds))
 
     async def _start_engine(self, checkpoint: Checkpoint, config: EngineConfig, started_s: float) -> dict[str, float]:
-        """Open the engine and have it serve; returns the seconds that this took, by what they went for."""
+        """Create and start the engine; returns the seconds of each part."""
         service, loop = self._service, asyncio.get_running_loop()
 
-        def failed(failure: EngineFailure) -> None:
+        def on_failure(failure: EngineFailure) -> None:
             logger.error(LogEvent("engine failed", replica=self._replica_id, reason=str(failure)))
-            loop.call_soon_threadsafe(service.changed.set)  # a report is due: the last one
+            loop.call_soon_threadsafe(service.changed.set)  # triggers the last report
 
-        self._engine = await asyncio.to_thread(create_engine, checkpoint, config, service.on_step, failed)
+        self._engine = await asyncio.to_thread(create_engine, checkpoint, config, service.on_step, on_failure)
         loaded_s = time.monotonic()
         await asyncio.to_thread(self._engine.warm_up)
         start_s = {"load": loaded_s - started_s, "warm_up": time.monotonic() - loaded_s}
@@ -135,11 +135,12 @@ class EngineReplica:
     async def frames(
         self, link_id: str, by_socket: bool = False, protocol: int = 0, target_replica_id: str | None = None
     ) -> AsyncGenerator[bytes]:
-        """A reader attaches; its first frame is empty. `by_socket`: the others go through its connection to ours.
+        """Attach a reader; its first frame is empty. `by_socket`: the other frames go through its connection to our
+        socket.
 
-        Raises ReplicaUnreachable if the reader's code speaks another protocol: it is for replicas of its own release.
+        Raises ReplicaUnreachable if the reader speaks another protocol; it must use replicas of its own release.
         """
-        self._must_be(target_replica_id)
+        self._check_target(target_replica_id)
         check_protocol(protocol)
         async with aclosing(self._service.packed_frames(link_id, self._socket if by_socket else None)) as items:
             async for item in items:
@@ -148,31 +149,31 @@ class EngineReplica:
     async def submit(
         self, link_id: str, requests: Sequence[GenerateRequest], target_replica_id: str | None = None
     ) -> bool:
-        """Take requests whose chunks go to this link. Raises ReplicaGone if the engine has failed."""
-        self._must_be(target_replica_id)
+        """Accept requests whose chunks go to this link. Raises ReplicaGone if the engine has failed."""
+        self._check_target(target_replica_id)
         return self._service.submit(link_id, requests)
 
     async def abort(self, request_ids: Sequence[str], target_replica_id: str | None = None) -> None:
-        """End requests; no chunk of theirs is delivered any more."""
-        self._must_be(target_replica_id)
+        """End requests; none of their chunks is delivered afterwards."""
+        self._check_target(target_replica_id)
         self._service.abort(request_ids)
 
     async def drop_adapter(self, digest: str, target_replica_id: str | None = None) -> int:
-        """Free an adapter's rows when its last sequence has ended; returns how many rows were freed."""
-        self._must_be(target_replica_id)
+        """Free an adapter's rows once its last sequence has ended; returns the number of freed rows."""
+        self._check_target(target_replica_id)
         return await self._service.drop_adapter(digest)
 
     async def stats(self, target_replica_id: str | None = None) -> dict[str, Any]:
         """Counts, for tests and operators."""
-        self._must_be(target_replica_id)
+        self._check_target(target_replica_id)
         process = {"replica_id": self._replica_id, "pid": os.getpid(), "memory_bytes": _resident_bytes()}
         return process | {"num_socket_links": self._socket.num_connections} | self._service.counts()
 
     def record_autoscaling_stats(self) -> dict[str, float]:
-        """What Serve's autoscaler is told (`placement.autoscaling`); asked for only where there is one."""
+        """Numbers for Serve's autoscaler (`placement.autoscaling`); called only if there is one."""
         service = self._service
-        return self._demand.sample(
-            self._engine.stats(), service.num_waiting_for_adapters, service.asked_within(DEMAND_S)
+        return self._autoscaling.sample(
+            self._engine.stats(), service.num_waiting_for_adapters, service.requested_within(DEMAND_S)
         )
 
     def check_health(self) -> None:
@@ -183,20 +184,20 @@ class EngineReplica:
     async def __del__(self) -> None:
         logger.info(LogEvent("engine replica stopped", replica=self._replica_id))
         await self._tasks.close()
-        self._reports.close()
+        self._reporter.close()
         self._pins.close()
-        self._leftovers.close()
+        self._orphans.close()
         self._socket.close()
         await asyncio.to_thread(self._engine.stop, 10.0)
-        await self._metering.close()
+        await self._flusher.close()
 
-    def _must_be(self, target_replica_id: str | None) -> None:
+    def _check_target(self, target_replica_id: str | None) -> None:
         if target_replica_id is not None and target_replica_id != self._replica_id:
-            raise NotReady(f"meant for replica {target_replica_id} but reached {self._replica_id}")
+            raise NotReady(f"the call for replica {target_replica_id} reached {self._replica_id}")
 
 
 def _resident_bytes() -> int:
-    """Resident memory of this process; its maximum where there is no /proc. Shared memory counts if it is mapped."""
+    """Resident memory of this process, including mapped shared memory; its maximum where there is no /proc."""
     status = Path("/proc/self/status")
     if status.exists():
         line = next(line for line in status.read_text().splitlines() if line.startswith("VmRSS:"))

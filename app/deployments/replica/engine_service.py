@@ -1,10 +1,9 @@
-"""One engine and those who read from it: what a replica does, without Ray.
+"""One engine and its readers: a replica without Ray.
 
-In: groups of requests from ingress links. Out: frames of chunks. An adapter that is not at hand is
-fetched beside the engine, so it delays only its own requests; its failure is theirs alone and arrives
-as their last chunk. Requests are handed to the engine once per request id. Whoever stops reading has
-its requests aborted. An engine that has failed or was stopped looks like a replica that died: its readers
-hear `ReplicaGone`, and may go on elsewhere. Requests over which an engine may have failed enter one at a time.
+Each request enters the engine once per request id. An adapter that is not mapped is fetched in the background, so it
+delays only its own requests, and a failure arrives as their last chunk. When a reader leaves, its requests are aborted.
+A failed or stopped engine looks like a dead replica: its readers get `ReplicaGone` and may continue elsewhere. Requests
+that may have caused an engine failure enter one at a time (`SuspectQueue`).
 """
 
 from __future__ import annotations
@@ -33,21 +32,21 @@ from app.engine.request import GenerateRequest, TokenChunk
 
 logger = logging.getLogger(__name__)
 
-#: Adapters kept mapped in this process. They are views of shared memory: this bounds what they pin there.
+#: Bytes of adapters mapped in this process. They are views of shared memory, which stays allocated meanwhile.
 MAX_MAPPED_BYTES = 256 << 20
-#: Adapters that are remembered as asked for, the last that were.
-MAX_ASKED = 65_536
-#: How often a step is looked at that may hang.
-LOOK_INTERVAL_S = 1.0
+#: Number of recently requested adapters that are remembered.
+MAX_REQUESTED = 65_536
+#: How often the running step is checked for a hang.
+STEP_CHECK_INTERVAL_S = 1.0
 #: A link without requests ends after this long.
 IDLE_S = 2.0
 
 
 class EngineService:
-    """Made and used on one event loop; `on_step` may be called from the engine's thread.
+    """Created and used on one event loop; only `on_step` may be called from the engine's thread.
 
-    `clock` gives Unix time: adapters are told by when they were used last. `max_queued_requests` is the engine's; requests that
-    wait for their adapter to be fetched count as well.
+    `clock` gives Unix time, because reports contain when adapters were last used. `max_queued_requests` is the engine's
+    limit; requests that wait for an adapter count as well.
     """
 
     def __init__(
@@ -56,13 +55,13 @@ class EngineService:
         clock: Callable[[], float],
         *,
         max_queued_requests: int,
-        counting: UsageRecorder | None = None,
+        usage_recorder: UsageRecorder | None = None,
         idle_s: float = IDLE_S,
     ) -> None:
         self._adapters = adapters
         self._max_queued_requests = max_queued_requests
-        self._counting = counting
-        self._uncounted: dict[str, GenerateRequest] = {}  # that the engine has taken
+        self._usage_recorder = usage_recorder
+        self._unbilled: dict[str, GenerateRequest] = {}  # submitted, usage not recorded yet
         self._clock = clock
         self._idle_s = idle_s
         self._engine: RunningEngine | None = None
@@ -71,14 +70,14 @@ class EngineService:
         self._mapped: OrderedDict[str, LoraAdapter] = OrderedDict()
         self._fetching: dict[tuple[str, str], asyncio.Task[LoraAdapter]] = {}
         self._waiting: dict[str, asyncio.Task[None]] = {}
-        self._trials = SuspectQueue()
+        self._suspects = SuspectQueue()
         self._tasks = Tasks()
-        self._end: ReplicaGone | None = None
+        self._final_error: ReplicaGone | None = None
         self._active: dict[str, str] = {}  # request id -> adapter digest
-        self._used_s: dict[str, float] = {}  # adapter digest -> when a request last entered with it
-        self._last_used_s: dict[str, float] = {}  # the same, of those that are resident or active
-        self._asked_s: dict[str, float] = {}  # adapter digest -> when a request last asked for it, by last asked
-        self.changed = asyncio.Event()  # set when adapters may have moved: a report is due
+        self._used_s: dict[str, float] = {}  # adapter digest -> its last use, until `drain_usage`
+        self._last_used_s: dict[str, float] = {}  # the same for resident and active adapters
+        self._requested_s: dict[str, float] = {}  # adapter digest -> its last request, oldest first
+        self.changed = asyncio.Event()  # set when adapters may have moved; a report is due
 
     def start(self, engine: RunningEngine) -> None:
         """Serve this engine; its callback must be `on_step`."""
@@ -98,18 +97,19 @@ class EngineService:
         return len(self._waiting)
 
     def on_step(self, chunks: list[TokenChunk]) -> None:
-        """The engine's callback: any thread."""
+        """The engine's callback; any thread."""
         self._loop.call_soon_threadsafe(self._deliver, chunks)
 
     async def watch_steps(self, max_step_s: float) -> None:
-        """Notice a step that hangs, until cancelled: its requests go on elsewhere."""
+        """Detect a hanging step, until cancelled; its requests continue elsewhere."""
         while True:
-            await asyncio.sleep(LOOK_INTERVAL_S)
+            await asyncio.sleep(STEP_CHECK_INTERVAL_S)
             if self.engine.check_progress(max_step_s) and self.engine.failure is not None:
-                self._hub.end(self._ended(self.engine.failure))
+                self._hub.end(self._end_error(self.engine.failure))
 
     async def frames(self, link_id: str) -> AsyncGenerator[list[TokenChunk]]:
-        """Frames for one reader until it leaves or has been idle for a while. Raises ReplicaGone if it fails."""
+        """Frames of one reader until it leaves or has been idle for `idle_s`. Raises ReplicaGone if the engine
+        fails."""
         try:
             async for frame in self._hub.frames(link_id, self._idle_s):
                 yield frame
@@ -117,37 +117,38 @@ class EngineService:
             self.abort(self._hub.detach(link_id))
 
     async def packed_frames(self, link_id: str, socket: FrameSocket | None) -> AsyncGenerator[bytes]:
-        """`frames` as they are sent; with a socket only the first, the others go through its connection to the reader.
+        """`frames` in wire format. With a socket only the first is yielded; the others go through the reader's
+        connection.
 
-        A reader that closes its connection has gone: its link ends, and its requests are aborted.
+        When the reader closes that connection, its link ends and its requests are aborted.
         """
-        leave = partial(self._hub.leave, link_id)
+        leave = partial(self._hub.close_link, link_id)
         async with aclosing(self.frames(link_id)) as frames:
-            alone = (pack_frame(frame) async for frame in frames)
-            async with aclosing(alone if socket is None else socket.carry(link_id, frames, leave)) as items:
+            packed = (pack_frame(frame) async for frame in frames)
+            async with aclosing(packed if socket is None else socket.carry(link_id, frames, leave)) as items:
                 async for item in items:
                     yield item
 
     def submit(self, link_id: str, requests: Sequence[GenerateRequest]) -> bool:
-        """Take requests whose chunks go to this link. False, and nothing taken, if it is not attached.
+        """Accept requests whose chunks go to this link. Returns False if it is not attached.
 
-        Errors of single requests arrive as their last chunk. Raises ReplicaGone, and nothing is taken, if the
-        engine has failed: another replica can serve them.
+        Errors of single requests arrive as their last chunk. Raises ReplicaGone if the engine has failed; another
+        replica can serve the requests.
         """
         if self.engine.failure is not None:
-            raise self._ended(self.engine.failure)
+            raise self._end_error(self.engine.failure)
         if not self._hub.is_attached(link_id):
             return False
         for request in requests:
-            if self._hub.owns(request.request_id):
+            if self._hub.is_registered(request.request_id):
                 continue
-            self._hub.expect(link_id, request.request_id)
+            self._hub.register(link_id, request.request_id)
             ref = request.adapter
             if ref is not None:
-                self._asked_s.pop(ref.digest, None)
-                self._asked_s[ref.digest] = self._clock()
-                if len(self._asked_s) > MAX_ASKED:
-                    del self._asked_s[next(iter(self._asked_s))]
+                self._requested_s.pop(ref.digest, None)
+                self._requested_s[ref.digest] = self._clock()
+                if len(self._requested_s) > MAX_REQUESTED:
+                    del self._requested_s[next(iter(self._requested_s))]
             if ref is None:
                 self._enter(request, None)
             elif (adapter := self._mapped.get(ref.digest)) is not None:
@@ -158,11 +159,11 @@ class EngineService:
         return True
 
     def abort(self, request_ids: Sequence[str]) -> None:
-        """End requests; no chunk of theirs is delivered any more."""
+        """End requests; none of their chunks is delivered afterwards."""
         for request_id in request_ids:
-            self._hub.forget(request_id)
+            self._hub.unregister(request_id)
             self._active.pop(request_id, None)
-            self._trials.forget(request_id)
+            self._suspects.remove(request_id)
             task = self._waiting.pop(request_id, None)
             if task is not None:
                 task.cancel()
@@ -170,51 +171,51 @@ class EngineService:
                 self.engine.abort(request_id)
 
     async def drop_adapter(self, digest: str) -> int:
-        """Free an adapter's rows when its last sequence has ended; returns how many rows were freed.
+        """Free an adapter's rows once its last sequence has ended; returns the number of freed rows.
 
-        This process's view of it is forgotten, too: the next request fetches it again.
+        The mapping in this process is dropped too; the next request fetches the adapter again.
         """
         self._mapped.pop(digest, None)
         return await asyncio.wrap_future(self.engine.drop_adapter(digest))
 
-    def held(self) -> set[str]:
-        """Digests of the adapters on the device, and of those that this process has mapped."""
+    def cached_digests(self) -> set[str]:
+        """Digests of adapters that are on the device or mapped in this process."""
         return {*(resident.digest for resident in self.engine.stats().residents), *self._mapped}
 
-    def brought(self, adapter: LoraAdapter, ref: AdapterRef, written_bytes: int) -> None:
-        """An adapter has come to the device without a request: a report is due."""
+    def on_prefetched(self, adapter: LoraAdapter, ref: AdapterRef, written_bytes: int) -> None:
+        """An adapter was loaded to the device without a request."""
         self.count_load(ref, written_bytes)
-        self.keep(adapter)
+        self.cache_adapter(adapter)
         self.changed.set()
 
     def count_load(self, ref: AdapterRef, written_bytes: int) -> None:
-        """So much was written to the device for an adapter that no request had asked for."""
-        if self._counting is not None:
-            self._counting.loaded(ref, written_bytes)
+        """Record bytes written to the device for an adapter without a request."""
+        if self._usage_recorder is not None:
+            self._usage_recorder.loaded(ref, written_bytes)
 
-    def keep(self, adapter: LoraAdapter) -> None:
-        """Hold this process's view of an adapter, the least recently used out."""
+    def cache_adapter(self, adapter: LoraAdapter) -> None:
+        """Keep an adapter mapped in this process; evicts the least recently used."""
         self._mapped[adapter.card.digest] = adapter
         self._mapped.move_to_end(adapter.card.digest)
         while len(self._mapped) > 1 and sum(a.card.size_bytes for a in self._mapped.values()) > MAX_MAPPED_BYTES:
             self._mapped.popitem(last=False)
 
-    def take_used(self) -> dict[str, float]:
-        """Adapters that requests have used since this was last asked, and when (Unix time)."""
+    def drain_usage(self) -> dict[str, float]:
+        """Adapters used since the last call, with the Unix time of their last use."""
         used_s, self._used_s = self._used_s, {}
         return used_s
 
-    def asked_within(self, seconds: float) -> list[str]:
-        """Digests of the adapters that requests asked for in the last `seconds`; those before are forgotten."""
+    def requested_within(self, seconds: float) -> list[str]:
+        """Digests of adapters requested in the last `seconds`; older ones are forgotten."""
         since_s = self._clock() - seconds
-        for digest, asked_s in list(self._asked_s.items()):
-            if asked_s >= since_s:
+        for digest, requested_s in list(self._requested_s.items()):
+            if requested_s >= since_s:
                 break
-            del self._asked_s[digest]
-        return list(self._asked_s)
+            del self._requested_s[digest]
+        return list(self._requested_s)
 
     def counts(self) -> dict[str, Any]:
-        """What the engine holds and has done, for tests and operators."""
+        """Counts of the engine, for tests and operators."""
         stats = self.engine.stats()
         return {
             "num_running": stats.num_running,
@@ -232,16 +233,16 @@ class EngineService:
         }
 
     def report(self, replica_id: str, num_running: int, num_waiting: int, resident: tuple[str, ...]) -> ReplicaReport:
-        """The report for placement, from the engine's counts and what is known of requests here."""
+        """The report for placement."""
         active = dict(Counter(self._active.values()))
-        here = {*resident, *active}  # an active one may become resident only after this report
+        here = {*resident, *active}  # an active adapter may become resident after this report
         self._last_used_s = {digest: used_s for digest, used_s in self._last_used_s.items() if digest in here}
         last_used_s = {digest: used_s for digest, used_s in self._last_used_s.items() if digest in resident}
-        num_waiting += len(self._waiting) + self._trials.num_waiting
+        num_waiting += len(self._waiting) + self._suspects.num_waiting
         return ReplicaReport(replica_id, num_running, num_waiting, resident, active, last_used_s)
 
     def _wait_for_adapter(self, request: GenerateRequest, ref: AdapterRef) -> None:
-        """Fetch it beside the engine. What has had tokens already goes on, however many wait, as in the engine."""
+        """Fetch in the background. A request that resumes is accepted above the limit, as in the engine."""
         num_waiting = len(self._waiting) + self.engine.stats().num_waiting
         if num_waiting >= self._max_queued_requests and not request.resume_token_ids:
             reason = (
@@ -264,22 +265,22 @@ class EngineService:
 
     def _enter(self, request: GenerateRequest, adapter: LoraAdapter | None) -> None:
         if request.num_failures:
-            self._trials.begin(request, partial(self._submit, request, adapter))
+            self._suspects.add(request, partial(self._submit, request, adapter))
         else:
             self._submit(request, adapter)
 
     def _submit(self, request: GenerateRequest, adapter: LoraAdapter | None) -> bool:
-        """Returns whether the engine has taken the request; if not, its client has been told, or all clients have."""
+        """Whether the engine accepted the request; otherwise its client gets an error, or all links end."""
         try:
             self.engine.submit(request, adapter)
         except Exception as error:
             if (failure := self.engine.failure) is not None:
-                if not failure.computing:  # else the end comes behind the last chunks
-                    self._hub.end(self._ended(failure))
-            else:  # one request's trouble, whatever it is, must not end the others of its group
+                if not failure.computing:  # otherwise links end after the last chunks (`_deliver`)
+                    self._hub.end(self._end_error(failure))
+            else:  # one request's error must not affect the others of its group
                 self._fail(request.request_id, error)
             return False
-        self._uncounted[request.request_id] = request
+        self._unbilled[request.request_id] = request
         if adapter is not None:
             self._active[request.request_id] = adapter.card.digest
             self._used_s[adapter.card.digest] = self._last_used_s[adapter.card.digest] = self._clock()
@@ -287,7 +288,7 @@ class EngineService:
         return True
 
     async def _adapter(self, ref: AdapterRef) -> LoraAdapter:
-        """One fetch per digest and source, however many wait: another tenant's source may fail, and this one not."""
+        """One fetch per digest and source at a time: another tenant's source may fail while this one works."""
         key = (ref.digest, ref.uri)
         task = self._fetching.get(key)
         if task is None:
@@ -299,44 +300,44 @@ class EngineService:
             adapter = await self._adapters.fetch(ref)
         finally:
             del self._fetching[ref.digest, ref.uri]
-        self.keep(adapter)
+        self.cache_adapter(adapter)
         return adapter
 
     def _deliver(self, chunks: list[TokenChunk]) -> None:
         for chunk in chunks:
             if chunk.finish_reason is not None and self._active.pop(chunk.request_id, None) is not None:
                 self.changed.set()
-        failure = self.engine.failure  # it may be that of a step whose chunks are yet to come
+        failure = self.engine.failure  # possibly of a step whose chunks have not arrived yet
         is_over = failure is not None and any(chunk.error is failure for chunk in chunks)
         if is_over:
             chunks = [chunk for chunk in chunks if chunk.error is not failure]
         self._hub.deliver(chunks)
         for chunk in chunks:
-            self._trials.heard(chunk)
+            self._suspects.on_chunk(chunk)
             if chunk.finish_reason is not None:
                 self._count(chunk)
         if failure is not None and is_over:
-            self._hub.end(self._ended(failure))
+            self._hub.end(self._end_error(failure))
 
     def _count(self, chunk: TokenChunk) -> None:
-        """What a request has taken, once it has ended; one that goes on elsewhere is counted there."""
-        request = self._uncounted.pop(chunk.request_id, None)
-        if request is not None and chunk.consumption is not None and self._counting is not None:
-            self._counting.ended(request, chunk.consumption)
+        """Record the usage of a finished request; one that continues elsewhere is recorded there."""
+        request = self._unbilled.pop(chunk.request_id, None)
+        if request is not None and chunk.consumption is not None and self._usage_recorder is not None:
+            self._usage_recorder.ended(request, chunk.consumption)
 
-    def _ended(self, failure: EngineFailure) -> ReplicaGone:
-        """The error that every reader hears: nothing is computed any more, and whose fault that may be."""
-        if self._end is None:
-            if self._trials.current in failure.computing:
-                self._end = EngineFailed(str(failure), culprit=self._trials.current)
+    def _end_error(self, failure: EngineFailure) -> ReplicaGone:
+        """The error for every reader, naming the requests that may have caused the failure."""
+        if self._final_error is None:
+            if self._suspects.current in failure.computing:
+                self._final_error = EngineFailed(str(failure), culprit=self._suspects.current)
             elif failure.computing:
-                self._end = EngineFailed(str(failure), suspects=failure.computing)
+                self._final_error = EngineFailed(str(failure), suspects=failure.computing)
             else:
-                self._end = ReplicaGone(str(failure))
-        return self._end
+                self._final_error = ReplicaGone(str(failure))
+        return self._final_error
 
     def _fail(self, request_id: str, error: Exception) -> None:
         if not isinstance(error, PolyloraError):
-            logger.error("request %s met an unexpected error", request_id, exc_info=error)
+            logger.error("unexpected error while admitting request %s", request_id, exc_info=error)
             error = EngineFailure("internal error while admitting the request; the replica's log has the details")
         self._hub.deliver([TokenChunk(request_id, finish_reason="error", error=error)])

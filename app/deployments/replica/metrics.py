@@ -1,7 +1,6 @@
-"""What operators see of a replica: its engine's requests, blocks and rows, and its device as a tier of adapters.
+"""Prometheus metrics of a replica: its engine's requests, blocks and rows, and its device as a tier of adapters.
 
-In: snapshots of an engine (`EngineStats`). Out: counters and gauges on Ray's Prometheus port. Totals of the engine
-become counts by their difference from the last snapshot.
+Totals of the engine (`EngineStats`) become counters by their difference from the last snapshot.
 """
 
 from __future__ import annotations
@@ -17,33 +16,33 @@ from app.engine.stats import EngineStats
 
 
 class EngineMetrics:
-    """What a replica's engine holds, and what waits for it; set again at every look, so Ray does not forget it."""
+    """Metrics of a replica's engine; all gauges are set at every update, so that Ray does not drop them."""
 
     def __init__(self, start_s: Mapping[str, float] | None = None) -> None:
-        """`start_s`: seconds that the parts of the replica's start took, by name."""
+        """`start_s`: seconds of the replica's start, by part."""
         tags = ("state",)
         self._start = Gauge("polylora_startup_seconds", "Seconds that a replica's start took.", tag_keys=("part",))
         self._start_s = start_s or {}
-        self._compile = Gauge("polylora_compile_seconds", "Seconds in which kernels, programs or graphs were made.")
+        self._compile = Gauge("polylora_compile_seconds", "Seconds of compiling kernels, programs or graphs.")
         self._requests = Gauge("polylora_engine_requests", "Requests in the engine.", tag_keys=tags)
-        self._blocks = Gauge("polylora_kv_blocks", "KV blocks; cached ones can be had.", tag_keys=tags)
+        self._blocks = Gauge("polylora_kv_blocks", "KV blocks; cached ones can be reused.", tag_keys=tags)
         self._rows = Gauge(
-            "polylora_lora_pool_rows", "Rank rows of the device; idle adapters hold theirs.", tag_keys=tags
+            "polylora_lora_pool_rows", "Rank rows of the device; idle adapters occupy theirs.", tag_keys=tags
         )
-        self._preemptions = Counter("polylora_preemptions", "Sequences that gave up their KV blocks to others.")
+        self._preemptions = Counter("polylora_preemptions", "Sequences preempted for others' KV blocks.")
         self._num_preemptions = 0
-        self._guesses = Counter(
-            "polylora_spec_decode_tokens", "Tokens verified ahead of their turn.", tag_keys=("outcome",)
+        self._draft_tokens = Counter(
+            "polylora_spec_decode_tokens", "Verified draft tokens of speculative decoding.", tag_keys=("outcome",)
         )
-        self._num_guessed = {"right": 0, "wrong": 0}
+        self._num_draft_tokens = {"accepted": 0, "rejected": 0}
         self._seconds = Counter("polylora_step_seconds", "Seconds that steps took, by part.", tag_keys=("part",))
-        self._num_seconds = {"base": 0.0, "deltas": 0.0, "writes": 0.0}
+        self._num_seconds = {"base": 0.0, "lora": 0.0, "adapter_load": 0.0}
         self._gap = Gauge(
-            "polylora_fairness_gap_tokens", "How far waiting tenants' weighted service is apart, in tokens."
+            "polylora_fairness_gap_tokens", "Largest difference of waiting tenants' weighted service, in tokens."
         )
 
     def update(self, stats: EngineStats) -> None:
-        """Tell a snapshot, and the preemptions since the last one."""
+        """Export a snapshot, and the differences of totals from the last one."""
         num_cached = stats.num_blocks_cached
         for gauge, values in (
             (self._requests, {"running": stats.num_running, "waiting": stats.num_waiting}),
@@ -57,7 +56,7 @@ class EngineMetrics:
             ),
             (
                 self._rows,
-                {"held": stats.num_rank_rows - stats.num_rank_rows_free, "free": stats.num_rank_rows_free},
+                {"used": stats.num_rank_rows - stats.num_rank_rows_free, "free": stats.num_rank_rows_free},
             ),
         ):
             for state, value in values.items():
@@ -70,31 +69,32 @@ class EngineMetrics:
             self._preemptions.inc(stats.num_preemptions - self._num_preemptions)
             self._num_preemptions = stats.num_preemptions
         for part, seconds in (
-            ("base", stats.base_s), ("deltas", stats.deltas_s), ("writes", stats.adapter_write_s)
+            ("base", stats.base_s), ("lora", stats.deltas_s), ("adapter_load", stats.adapter_write_s)
         ):  # fmt: skip
             if seconds > self._num_seconds[part]:
                 self._seconds.inc(seconds - self._num_seconds[part], tags={"part": part})
                 self._num_seconds[part] = seconds
-        num_wrong = stats.num_guessed - stats.num_guessed_right
-        for outcome, count in {"right": stats.num_guessed_right, "wrong": num_wrong}.items():
-            if count > self._num_guessed[outcome]:
-                self._guesses.inc(count - self._num_guessed[outcome], tags={"outcome": outcome})
-                self._num_guessed[outcome] = count
+        num_rejected = stats.num_guessed - stats.num_guessed_right
+        for outcome, count in {"accepted": stats.num_guessed_right, "rejected": num_rejected}.items():
+            if count > self._num_draft_tokens[outcome]:
+                self._draft_tokens.inc(count - self._num_draft_tokens[outcome], tags={"outcome": outcome})
+                self._num_draft_tokens[outcome] = count
 
 
 class DeviceMetrics:
-    """A replica's device as a tier, from its engine's totals: what it holds, not what passes through."""
+    """The device as a tier of the store, from its engine's totals."""
 
     def __init__(self, counts: TierCounters, spec: ModelSpec) -> None:
         self._counts = counts
         layers = (layer_linear_modules(spec, layer) for layer in range(len(spec.layers)))
         products = (product for products in layers for product in products)
-        # What an adapter holds for experts is among its extra bytes.
+        # Rows of experts are counted among an adapter's extra bytes.
         self._row_bytes = 4 * sum(product.row_size for product in products if product.has_rank_rows)
         self._last: EngineStats | None = None
 
     def update(self, stats: EngineStats) -> None:
-        """Count what happened since the last call. Bytes are rows and extras as float32; idle adapters are held too."""
+        """Count changes since the last call. Bytes are rows and extra weights as float32; idle adapters count as
+        held."""
         last = self._last
         self._last = stats
 
@@ -106,7 +106,7 @@ class DeviceMetrics:
         self._counts.miss("device", round(since("num_adapter_misses")))
         self._counts.evicted("device", round(since("num_adapter_evictions")))
         num_writes = round(since("num_adapter_writes"))
-        for _ in range(num_writes):  # each as long as the mean of them
+        for _ in range(num_writes):  # each with the mean size and duration
             size_bytes = round(since("num_adapter_write_bytes") / num_writes)
             self._counts.loaded("device", since("adapter_write_s") / num_writes, size_bytes)
         held_bytes = sum(item.num_rows * self._row_bytes + item.extra_bytes for item in stats.residents)

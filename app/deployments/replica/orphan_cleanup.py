@@ -1,9 +1,8 @@
-"""A replica frees what the registry no longer has, though nobody told it.
+"""Cleanup of adapters that the registry no longer has but this replica still holds.
 
-In: the digests of the adapters that a replica holds. Out: freed rows of those that no name means any more: their unload
-did not reach this replica, because it was cut off or came late, or their name means other contents now. Rule: only what
-the registry knows to be gone is freed, once its last sequence has ended; a registry that is away, or another database
-that has never heard of the contents, frees nothing.
+Their unload did not reach this replica, or their name has new contents. Only digests that the registry knows to be gone
+are freed, once their last sequence has ended; a registry that is down, or another database that never knew them, frees
+nothing.
 """
 
 from __future__ import annotations
@@ -19,8 +18,8 @@ from app.engine.errors import EngineFailure
 
 logger = logging.getLogger(__name__)
 
-#: How often the registry is asked.
-LOOK_INTERVAL_S = 30.0
+#: How often the registry is queried.
+CHECK_INTERVAL_S = 30.0
 
 
 class OrphanedAdapters:
@@ -33,14 +32,14 @@ class OrphanedAdapters:
         self._drops = Tasks()
 
     async def run(self) -> None:
-        """Look at intervals until cancelled, whatever the registry does."""
-        await asyncio.sleep(LOOK_INTERVAL_S)
-        await repeat(self.look, LOOK_INTERVAL_S, "asking the registry which adapters are gone")
+        """Run `check` at intervals until cancelled."""
+        await asyncio.sleep(CHECK_INTERVAL_S)
+        await repeat(self.check, CHECK_INTERVAL_S, "asking the registry which adapters are gone")
 
-    async def look(self) -> None:
-        """Begin to free what is gone. Raises what asking raises."""
-        held = self._service.held() - self._dropping
-        for digest in await self._store.gone(sorted(held)) if held else ():
+    async def check(self) -> None:
+        """Start freeing adapters that are gone. Raises the registry's errors."""
+        digests = self._service.cached_digests() - self._dropping
+        for digest in await self._store.gone(sorted(digests)) if digests else ():
             self._dropping.add(digest)
             self._drops.start(self._drop(digest))
 
@@ -52,6 +51,6 @@ class OrphanedAdapters:
             num_rows = await self._service.drop_adapter(digest)
             logger.info("adapter %s is gone from the registry: %d rows freed", digest[:12], num_rows)
         except EngineFailure as error:
-            logger.info("no rows to free: %s", error)  # they go with the engine
+            logger.info("no rows to free: %s", error)  # they are gone with the engine
         finally:
             self._dropping.discard(digest)

@@ -1,8 +1,7 @@
-"""A replica's pinned adapters: brought to its device before anybody asks, and kept there.
+"""Pinned adapters of a replica: loaded to its device before the first request, and kept there.
 
-In: the adapters that are pinned now, at every change and again at intervals. Out: an engine that keeps exactly those;
-the ones that are not on the device are fetched. Rule: an adapter that cannot be had delays no other. It is tried again
-whenever `pin` is called, and the reason is logged once. `registry.pins.PinLimits` decides what may be pinned.
+An adapter that cannot be loaded delays no other; it is retried whenever `pin` is called, and the reason is logged once.
+`registry.pins.PinLimits` decides what may be pinned.
 """
 
 from __future__ import annotations
@@ -19,10 +18,8 @@ from app.deployments.rpc.long_poll_client import LongPollValue
 from app.engine.interface import RunningEngine
 
 logger = logging.getLogger(__name__)
-
-
-#: How often a pinned adapter that could not be brought here is tried again.
-AGAIN_AFTER_S = 5.0
+#: How often a pinned adapter that could not be loaded is retried.
+RETRY_S = 5.0
 
 
 class PinController:
@@ -38,47 +35,47 @@ class PinController:
         self._adapters = adapters
         self._service = service
         self._pinned: frozenset[str] = frozenset()
-        self._bringing: set[str] = set()
+        self._loading: set[str] = set()
         self._tasks = Tasks()
-        self._told: dict[str, str] = {}  # digest -> why it could not be brought
+        self._logged: dict[str, str] = {}  # digest -> the reason that was logged
 
     async def follow(self, pinned: LongPollValue[Pins]) -> None:
-        """Pin what is pinned now, at every change and again at intervals, until cancelled."""
+        """Call `pin` at every change and at intervals, until cancelled."""
         while True:
             pins = pinned.value
             self.pin(pins)
             if pinned.value is pins:
-                await pinned.changed(AGAIN_AFTER_S)
+                await pinned.wait_for_change(RETRY_S)
 
     def pin(self, pins: Pins) -> None:
-        """Keep what is pinned now, and go for what of it is not on the device."""
+        """Keep these adapters, and load those that are not on the device."""
         if pins.digests != self._pinned:
             self._pinned = pins.digests
             self._engine.pin_adapters(self._pinned)
-        self._told = {digest: reason for digest, reason in self._told.items() if digest in self._pinned}
+        self._logged = {digest: reason for digest, reason in self._logged.items() if digest in self._pinned}
         resident = {item.digest for item in self._engine.stats().residents}
         for entry in pins.entries:
             digest = entry.ref.digest
-            if digest not in resident and digest not in self._bringing:
-                self._bringing.add(digest)
-                self._tasks.start(self._bring(entry))
+            if digest not in resident and digest not in self._loading:
+                self._loading.add(digest)
+                self._tasks.start(self._load(entry))
 
     def close(self) -> None:
         self._tasks.cancel()
 
-    async def _bring(self, entry: CatalogEntry) -> None:
+    async def _load(self, entry: CatalogEntry) -> None:
         digest = entry.ref.digest
         try:
             adapter = await self._adapters.fetch(entry.ref)
             if digest not in self._pinned:
-                return  # no longer
+                return  # unpinned meanwhile
             written_bytes = await asyncio.wrap_future(self._engine.bring_adapter(adapter, entry.ref))
-            self._service.brought(adapter, entry.ref, written_bytes)
-            self._told.pop(digest, None)
+            self._service.on_prefetched(adapter, entry.ref, written_bytes)
+            self._logged.pop(digest, None)
         except Exception as error:
             reason = str(error) or type(error).__name__
-            if self._told.get(digest) != reason:
-                self._told[digest] = reason
+            if self._logged.get(digest) != reason:
+                self._logged[digest] = reason
                 logger.warning("pinned adapter %s is not on the device: %s", entry.name, reason)
         finally:
-            self._bringing.discard(digest)
+            self._loading.discard(digest)

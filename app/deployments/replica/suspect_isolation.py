@@ -1,9 +1,9 @@
-"""Requests that were being computed when an engine failed, tried again one at a time.
+"""Requests suspected of crashing an engine, retried one at a time.
 
-In: such requests, in the order in which they come to an engine, and the chunks that it makes. Out: one of them at a
-time enters the engine, among requests that nobody suspects. So a step that fails again has one suspect, whose fault it
-is, and the others go on. A trial ends with the first new token, because the request got past the step that failed. The
-trial of a request that was in two failed steps lasts until the request ends. The dispatcher knows who is suspected.
+A suspect was being computed when an engine failed. Only one at a time enters the engine, among requests without
+suspicion, so a step that fails again has one suspect: it is the cause, and the others continue. A trial ends with the
+first new token, because the request got past the step that failed; the trial of a request that was in two failed steps
+lasts until the request ends.
 """
 
 from __future__ import annotations
@@ -22,35 +22,35 @@ class SuspectQueue:
 
     @property
     def current(self) -> str | None:
-        """The id of the request that is on trial in the engine."""
+        """The id of the request on trial."""
         return None if self._current is None else self._current.request_id
 
     @property
     def num_waiting(self) -> int:
         return len(self._waiting)
 
-    def begin(self, request: GenerateRequest, enter: Callable[[], bool]) -> None:
-        """Call `enter` when it is this request's turn; it says whether the engine has taken it."""
+    def add(self, request: GenerateRequest, enter: Callable[[], bool]) -> None:
+        """Queue a suspect; `enter` is called when it is its turn and returns whether the engine accepted it."""
         self._waiting[request.request_id] = request, enter
-        self._next()
+        self._admit_next()
 
-    def heard(self, chunk: TokenChunk) -> None:
-        """Take note of a chunk that the engine has computed; it must be given every chunk, in order."""
+    def on_chunk(self, chunk: TokenChunk) -> None:
+        """Process a chunk of the engine; must get every chunk, in order."""
         request = self._current
         if request is None or chunk.request_id != request.request_id:
             return
         if chunk.finish_reason is not None or (chunk.token_ids and request.num_failures == 1):
             self._current = None
-            self._next()
+            self._admit_next()
 
-    def forget(self, request_id: str) -> None:
-        """The request was aborted."""
+    def remove(self, request_id: str) -> None:
+        """Remove an aborted request."""
         self._waiting.pop(request_id, None)
         if self.current == request_id:
             self._current = None
-            self._next()
+            self._admit_next()
 
-    def _next(self) -> None:
+    def _admit_next(self) -> None:
         while self._current is None and self._waiting:
             request_id = next(iter(self._waiting))
             request, enter = self._waiting.pop(request_id)

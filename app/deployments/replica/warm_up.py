@@ -1,9 +1,8 @@
-"""Which adapters a new replica holds before it is called ready, and how they come to its device.
+"""Warm-up of a new replica: pinned adapters and then the most recently used are loaded before it is ready.
 
-In: an engine that runs, and what is registered. Out: the engine with what is pinned, and then what was used most. Rule:
-an adapter that cannot be had, or that this engine cannot hold (its settings may have been lowered), is left out, with
-the reason in the log: its requests will ask for it, or `PinController`. The same goes for all of them when the registry
-does not answer: the base model is served without it.
+An adapter that cannot be loaded, or does not fit this engine (its settings may have been lowered), is skipped with a
+log line; its requests or `PinController` load it later. If the registry does not answer, the replica starts with the
+base model only.
 """
 
 from __future__ import annotations
@@ -27,18 +26,17 @@ from app.engine.pools.adapter_pool import rows_of
 
 logger = logging.getLogger(__name__)
 
-#: How long a new replica waits for the sources of pinned adapters and of the hot set.
+#: How long a new replica waits for adapters to load.
 WARM_TIMEOUT_S = 60.0
-#: How long it waits for the registry to say what those are, and how long it leaves one alone that was away.
-REGISTRY_TIMEOUT_S, REGISTRY_AWAY_S = 30.0, 0.5
+#: How long it waits for the registry's lists, and the retry interval while the registry is down.
+REGISTRY_TIMEOUT_S, REGISTRY_RETRY_S = 30.0, 0.5
 
-
-#: (adapter, bytes that were written to the device for it): told of every adapter that is brought.
+#: (adapter, bytes written to the device), called for every loaded adapter.
 CountLoad = Callable[[AdapterRef, int], None]
 
 
 class WarmUp:
-    """Fills one engine's device. `timeout_s` is how long it waits for the sources of adapters."""
+    """Fills one engine's device. `timeout_s` is how long it waits for adapters to load."""
 
     def __init__(
         self,
@@ -58,13 +56,14 @@ class WarmUp:
         self._timeout_s = timeout_s
 
     async def run(self, pins: Pins) -> list[LoraAdapter]:
-        """Pin what is pinned; returns the adapters that were read, the hottest first. Raises EngineFailure."""
+        """Pin adapters and load the hottest; returns those that were fetched, the hottest first. Raises
+        EngineFailure."""
         self._engine.pin_adapters(pins.digests)
-        read = await self._read(await self._entries(pins))
+        read = await self._fetch(await self._entries(pins))
         for are_pinned in (True, False):
             part = [(ref, adapter) for ref, adapter in read if (ref.digest in pins.digests) is are_pinned]
-            for ref, refusal in await bring_adapters(self._engine, part, self._count_load):
-                logger.warning("adapter %s is not on the device: %s; starting without it", ref.name, refusal)
+            for ref, refusal in await load_adapters(self._engine, part, self._count_load):
+                logger.warning("cannot load adapter %s to the device: %s; starting without it", ref.name, refusal)
         return [adapter for _, adapter in read]
 
     async def _entries(self, pins: Pins) -> list[CatalogEntry]:
@@ -73,9 +72,9 @@ class WarmUp:
         try:
             async with asyncio.timeout(REGISTRY_TIMEOUT_S):
                 hot = await self._store.hot(max_adapters)
-        except Exception as error:  # whatever is wrong with the registry, the base model can be served
+        except Exception as error:  # the base model can be served without the registry
             reason = f"{type(error).__name__}: {error}"
-            logger.warning("nobody knows what was used last (%s); starting without it", reason)
+            logger.warning("the registry does not list the hot set (%s); starting without it", reason)
         return hottest_that_fit(
             [*pins.entries, *(entry for entry in hot if entry.ref.digest not in pins.digests)],
             num_adapters=max_adapters,
@@ -84,8 +83,8 @@ class WarmUp:
             extra_bytes=self._config.extra_weights_bytes,
         )
 
-    async def _read(self, entries: Sequence[CatalogEntry]) -> list[tuple[AdapterRef, LoraAdapter]]:
-        """All at once; those that are not there in time are given up."""
+    async def _fetch(self, entries: Sequence[CatalogEntry]) -> list[tuple[AdapterRef, LoraAdapter]]:
+        """Fetch all at once; those not fetched within `timeout_s` are skipped."""
         if not entries:
             return []
         fetches = [asyncio.create_task(self._adapters.fetch(entry.ref)) for entry in entries]
@@ -94,40 +93,40 @@ class WarmUp:
         for entry, fetch in zip(entries, fetches, strict=True):
             if not fetch.done():
                 fetch.cancel()
-                logger.warning("adapter %s was not read within %g s; starting without it", entry.name, self._timeout_s)
-            elif unread := fetch.exception():
-                logger.warning("adapter %s cannot be read: %s", entry.name, unread)
+                logger.warning("adapter %s not fetched within %g s; starting without it", entry.name, self._timeout_s)
+            elif error := fetch.exception():
+                logger.warning("cannot fetch adapter %s: %s", entry.name, error)
             else:
                 read.append((entry.ref, fetch.result()))
         return read
 
 
-async def first_pins(store: StoreService[SharedAdapter], pinned: LongPollValue[Pins], replica_id: str) -> None:
-    """Let `pinned` have what is pinned, or leave it empty where the registry does not say so in time."""
+async def wait_for_pins(store: StoreService[SharedAdapter], pinned: LongPollValue[Pins], replica_id: str) -> None:
+    """Fill `pinned` from the registry; leave it empty if the registry does not answer in time."""
     reason: object = "no answer"
     try:
         async with asyncio.timeout(REGISTRY_TIMEOUT_S):
             while True:
                 try:
-                    news = await store.watch_pins(None, replica_id, WATCH_TIMEOUT_S)
-                except NotReady as error:  # it restarts, or its database does
+                    update = await store.watch_pins(None, replica_id, WATCH_TIMEOUT_S)
+                except NotReady as error:  # the store or its database restarts
                     reason = error
-                    await asyncio.sleep(REGISTRY_AWAY_S)
+                    await asyncio.sleep(REGISTRY_RETRY_S)
                     continue
-                assert news is not None, "there is always news for whoever holds nothing"
-                pinned.take(*news)
+                assert update is not None, "a watcher without a version always gets the value"
+                pinned.apply(*update)
                 return
     except TimeoutError:
         pass
     except Exception as error:
         reason = f"{type(error).__name__}: {error}"
-    logger.warning("nobody knows what is pinned (%s); starting without it", reason)
+    logger.warning("the registry does not list pinned adapters (%s); starting without them", reason)
 
 
 def hottest_that_fit(
     entries: Sequence[CatalogEntry], *, num_adapters: int, num_rank_rows: int, rank_alignment: int, extra_bytes: int
 ) -> list[CatalogEntry]:
-    """Those of `entries`, the hottest first, that a device holds at once: each that fits beside hotter ones."""
+    """The adapters of `entries` (hottest first) that fit on a device together; each must fit beside hotter ones."""
     chosen: list[CatalogEntry] = []
     for entry in entries:
         num_rows = rows_of(entry.max_rank, rank_alignment)
@@ -138,12 +137,12 @@ def hottest_that_fit(
     return chosen
 
 
-async def bring_adapters(
+async def load_adapters(
     engine: RunningEngine, adapters: Sequence[tuple[AdapterRef, LoraAdapter]], count_load: CountLoad | None = None
 ) -> list[tuple[AdapterRef, Exception]]:
-    """Make adapters resident, the hottest first in `adapters` and last to be evicted.
+    """Make `adapters` resident; they are given hottest first and loaded in reverse, so the hottest is evicted last.
 
-    Returns those that cannot be held here (AdapterError, NotReady) and why. Raises EngineFailure.
+    Returns those that cannot be loaded (AdapterError, NotReady) and why. Raises EngineFailure.
     """
     refused: list[tuple[AdapterRef, Exception]] = []
     for ref, adapter in reversed(adapters):

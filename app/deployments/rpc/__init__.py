@@ -1,1 +1,1 @@
-"""Between processes: frames, calls, tables that are pushed."""
+"""Communication between processes: frames, actor calls, long polls."""

@@ -1,8 +1,8 @@
 """Typed proxy of a service that lives in a named actor.
 
 A service is a plain class without Ray; `remote_method` marks the methods that other processes may call. `actor_proxy`
-returns an object that callers use as the service itself: same methods, same signatures, same exceptions. Each call also
-raises ActorUnavailable (a NotReady) while the actor restarts.
+returns an object with the service's methods, signatures and exceptions. Each call also raises ActorUnavailable (a
+NotReady) while the actor restarts.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ if TYPE_CHECKING:  # services import this module, and none of them imports Ray
 T = TypeVar("T")
 M = TypeVar("M", bound=Callable[..., Awaitable[Any]])
 
-#: A method of an actor that calls a method of an object inside it: (actor, method's name, arguments, options).
+#: A method of an actor that calls a method of an object inside it: (actor, method name, arguments, options).
 Dispatch = Callable[[Any, str, tuple[Any, ...], Mapping[str, Any]], Awaitable[Any]]
 
 
@@ -28,7 +28,7 @@ def remote_method(method: M) -> M:
 
 
 def find_remote_method(service: object, name: str) -> Callable[..., Awaitable[Any]]:
-    """The method of a service (the class or an object) by its name. Raises AttributeError unless it is marked."""
+    """A service's method by name (of the class or an object). Raises AttributeError unless it is marked."""
     method: Callable[..., Awaitable[Any]] = getattr(service, name)
     if not getattr(method, "is_remote", False):
         raise AttributeError(f"{name!r} of {service} is not a remote method")
@@ -36,9 +36,9 @@ def find_remote_method(service: object, name: str) -> Callable[..., Awaitable[An
 
 
 def actor_proxy(service: type[T], actor: NamedActor, dispatch: Dispatch | None = None) -> T:
-    """The service in an actor. Several proxies may share an actor.
+    """A proxy of the service in an actor. Several proxies may share an actor.
 
-    `dispatch`: the actor's method that calls the service, where the actor is not the service itself but holds it.
+    `dispatch`: the actor's method that calls the service, if the actor is not the service itself but contains it.
     """
     return cast(T, _ActorProxy(service, actor, dispatch))
 

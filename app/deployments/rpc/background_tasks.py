@@ -1,9 +1,9 @@
-"""Tasks that belong to an object and not to the call during which they began.
+"""Background tasks owned by an object, independent of the call that started them.
 
-In: coroutines. Out: tasks that run whether or not anybody waits for them. The owner holds them, or they could be
-collected while they run. Each has an empty context: Serve cancels every task that carries the context of a request when
-that request ends. A failure is logged, so that none is lost. Work that should run for ever is begun again when it
-fails: an error of another process must not end this one. Rule: when `close` has returned, no task runs.
+The owner keeps references, so that tasks are not garbage-collected while they run. Each task has an empty context,
+because Serve cancels every task that carries the context of a request when that request ends. Failures are logged. Work
+that should run forever is restarted after an error; an error of another process must not end this one. When `close` has
+returned, no task runs.
 """
 
 from __future__ import annotations
@@ -23,37 +23,37 @@ logger = logging.getLogger(__name__)
 K = TypeVar("K")
 T = TypeVar("T")
 
-#: Work that has failed is begun again after this long; after twice as long each time, up to the second number.
+#: Failed work is restarted after this long, doubled each time up to the second number.
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 10.0
 
 
 class LogOnce:
-    """What goes wrong again and again, each kind of error logged once until all is well again."""
+    """Logs recurring errors: each kind once until recovery."""
 
     def __init__(self, what: str) -> None:
         self._what = what
-        self._told: set[type[BaseException]] = set()
+        self._logged: set[type[BaseException]] = set()
 
-    def met(self, error: Exception) -> None:
-        """Log an error of a new kind: with its trace unless it is one of ours, which say all there is to know.
+    def on_error(self, error: Exception) -> None:
+        """Log an error of a new kind, with its traceback unless it is one of ours, whose message is enough.
 
-        That an actor is away is told once for all who call it (`away.Absence`).
+        ActorUnavailable is logged once per actor by `UnavailableLog`.
         """
-        if type(error) in self._told or isinstance(error, ActorUnavailable):
+        if type(error) in self._logged or isinstance(error, ActorUnavailable):
             return
-        self._told.add(type(error))
+        self._logged.add(type(error))
         trace = None if isinstance(error, PolyloraError) else error
-        logger.warning("%s: %s: %s; trying again", self._what, type(error).__name__, error, exc_info=trace)
+        logger.warning("%s: %s: %s; retrying", self._what, type(error).__name__, error, exc_info=trace)
 
-    def over(self) -> None:
-        """All is well again: the next error is news."""
-        if self._told:
-            self._told.clear()
-            logger.info("%s: all is well again", self._what)
+    def on_recovery(self) -> None:
+        """Work succeeds again: log it, and log the next error."""
+        if self._logged:
+            self._logged.clear()
+            logger.info("%s: recovered", self._what)
 
 
 def backoff_s(first_s: float, max_s: float, factor: float = 2.0) -> Iterator[float]:
-    """The seconds to wait before each new try, without end: longer each time, up to `max_s`."""
+    """Endless pauses before retries: longer each time, up to `max_s`."""
     wait_s = first_s
     while True:
         yield wait_s
@@ -62,20 +62,20 @@ def backoff_s(first_s: float, max_s: float, factor: float = 2.0) -> Iterator[flo
 
 async def repeat(turn: Callable[[], Awaitable[object]], interval_s: float, what: str) -> None:
     """Call `turn` at intervals until cancelled, whatever it raises; `what` names it in the log."""
-    troubles = LogOnce(what)
+    log = LogOnce(what)
     while True:
         try:
             await turn()
         except Exception as error:  # an error of another process must not end this one
-            troubles.met(error)
+            log.on_error(error)
         else:
-            troubles.over()
+            log.on_recovery()
         await asyncio.sleep(interval_s)
 
 
 async def retry_forever(work: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    """Run work that should not end, and begin it again whenever it raises. Returns when it returns, or is cancelled."""
-    troubles, pauses_s = LogOnce(_work_name(work)), backoff_s(FIRST_PAUSE_S, LONGEST_PAUSE_S)
+    """Run endless work and restart it whenever it raises. Returns when the work returns or is cancelled."""
+    log, pauses_s = LogOnce(_work_name(work)), backoff_s(FIRST_PAUSE_S, LONGEST_PAUSE_S)
     loop = asyncio.get_running_loop()
     while True:
         began_s = loop.time()
@@ -83,10 +83,23 @@ async def retry_forever(work: Callable[[], Coroutine[Any, Any, None]]) -> None:
             return await work()
         except Exception as error:
             if loop.time() - began_s > LONGEST_PAUSE_S:
-                troubles.over()
+                log.on_recovery()
                 pauses_s = backoff_s(FIRST_PAUSE_S, LONGEST_PAUSE_S)
-            troubles.met(error)
+            log.on_error(error)
         await asyncio.sleep(next(pauses_s))
+
+
+async def wait_for_event(event: asyncio.Event, within_s: float) -> bool:
+    """Whether `event` is set now or within `within_s` seconds.
+
+    `asyncio.wait_for` of Python 3.11 loses a cancellation that arrives together with the event.
+    """
+    try:
+        async with asyncio.timeout(within_s):
+            await event.wait()
+    except TimeoutError:
+        return False
+    return True
 
 
 class Tasks:
@@ -94,37 +107,37 @@ class Tasks:
 
     def __init__(self) -> None:
         self._running: set[asyncio.Task[Any]] = set()
-        self._ended: asyncio.Task[Any] | None = None  # the first of `run_forever` that did not run for ever
+        self._ended: asyncio.Task[Any] | None = None  # the first task of `run_forever` that ended
 
     def __len__(self) -> int:
         return len(self._running)
 
     def start(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
-        """Run `work` beside everything else. Whoever waits for the task should `shield` it if others do, too."""
+        """Run `work` in the background. If several wait for the task, each should `shield` it."""
         task = asyncio.get_running_loop().create_task(work, context=contextvars.Context())
         self._running.add(task)
         task.add_done_callback(self._end)
         return task
 
     def run_forever(self, *works: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        """Run work that ends only with its owner. It is begun again when it raises; `check` tells when it has ended."""
+        """Run work that ends only with its owner. It is restarted when it raises; `check` detects that it has ended."""
         for work in works:
             task = self.start(retry_forever(work))
             task.set_name(_work_name(work))
             task.add_done_callback(self._end_early)
 
     def check(self) -> None:
-        """Raise RuntimeError if work that should run for ever was cancelled, or has returned: a health check."""
+        """Health check: raise RuntimeError if work that should run forever was cancelled or has returned."""
         if self._ended is not None:
             raise RuntimeError(f"{self._ended.get_name()} has ended; it should run as long as the process")
 
     def cancel(self) -> None:
-        """Have every task end; nobody waits for it."""
+        """Cancel every task without waiting."""
         for task in self._running:
             task.cancel()
 
     async def close(self) -> None:
-        """Cancel every task, and return when the last has ended."""
+        """Cancel every task and wait until the last has ended."""
         running = list(self._running)
         self.cancel()
         await asyncio.gather(*running, return_exceptions=True)
@@ -133,7 +146,7 @@ class Tasks:
         self._running.discard(task)
         if task.cancelled() or (error := task.exception()) is None:
             return
-        if isinstance(error, PolyloraError):  # somebody's mistake or bad luck; it says all there is to know
+        if isinstance(error, PolyloraError):  # expected; the waiting caller gets it
             logger.debug("%s failed: %s", _name(task), error)
         else:
             logger.error("%s failed", _name(task), exc_info=error)
@@ -143,7 +156,7 @@ class Tasks:
 
 
 class SingleFlight(Generic[K, T]):
-    """Work that runs once at a time for each key, however many ask for it; its owner's `tasks` run it."""
+    """Work that runs at most once at a time for each key, however many callers need it; `tasks` runs it."""
 
     def __init__(self, tasks: Tasks) -> None:
         self._tasks = tasks
@@ -156,7 +169,7 @@ class SingleFlight(Generic[K, T]):
         return iter(self._running)
 
     def task(self, key: K, work: Callable[[], Coroutine[Any, Any, T]]) -> asyncio.Task[T]:
-        """The one that runs for the key, else a new one of `work`. Others wait for it, too: `shield` it."""
+        """The running task of the key, or a new one of `work`. Others may wait for it, so `shield` it."""
         task = self._running.get(key)
         if task is None:
             task = self._running[key] = self._tasks.start(work())

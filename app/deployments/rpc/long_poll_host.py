@@ -1,10 +1,8 @@
-"""Values and tables that one process owns and many watch.
+"""Long polls: values and tables that one process publishes and others watch.
 
-In: new values, given to `publish`. Out: every watcher's pending call returns at once with what is new; a watcher that
-was away gets the newest, never a stale one. A watcher that asks for what comes after version v tells the owner that it
-holds v. So the owner can wait until everybody holds a version, and "loaded" can mean that every ingress knows. A value
-is sent whole; of a table only the rows that changed are sent, in pages. Rule: a watcher is answered at most once in the
-owner's floor, however fast values change, and what has changed meanwhile is in that one answer.
+`publish` completes every watcher's pending call. A watcher's call states the version it has, so the owner can wait
+until all watchers have a version; this is how "loaded" can mean that every ingress knows. A value is sent whole; of a
+table only the changed rows, in pages. Each watcher gets at most one answer per `floor_s`, with all changes until then.
 """
 
 from __future__ import annotations
@@ -16,26 +14,26 @@ from bisect import bisect_right
 from collections.abc import Callable, Mapping
 from typing import Generic, NamedTuple, TypeVar
 
-from app.deployments.rpc.wait_for_event import wait_for_event
+from app.deployments.rpc.background_tasks import wait_for_event
 from app.engine.wire_format import message
 
 T = TypeVar("T")
 K = TypeVar("K")
 V = TypeVar("V")
 
-#: Rows of a table that are sent at once: some hundred kilobytes, so that a large table does not hold up its owner.
-MAX_PAGE = 5000
-#: A watcher whose wait has ended asks again within this time, or is gone.
-LATE_S = 1.0
+#: Rows per page: some hundred kilobytes, so that a large table does not block its owner.
+MAX_PAGE_ROWS = 5000
+#: A watcher that does not poll again within this time after an answer is gone.
+WATCHER_GRACE_S = 1.0
 
 
 @message
 class Version(NamedTuple):
-    """`epoch` differs between two lives of the owner, so that a restart is never mistaken for no news.
+    """`epoch` differs between lives of the owner, so that a restart is never mistaken for no change.
 
-    `floor` is a table's when this was sent (`LongPollTable`): it is no part of what is held. `origin` and `revision`
-    say what the value was made from, where the owner keeps it elsewhere: they outlive the owner. Of an incomplete copy
-    of a table the revision is 0.
+    `floor` is a table's at the time of sending (`LongPollTable`). `origin` and `revision` identify the stored data the
+    value was made from, where the owner has it elsewhere; they outlive the owner. An incomplete copy of a table has
+    revision 0.
     """
 
     epoch: str
@@ -45,12 +43,12 @@ class Version(NamedTuple):
     revision: int = 0
 
 
-class _Owner:
-    """Who holds which version, and waiting for either side. One event loop, no threads; `clock` gives seconds.
+class _Publisher:
+    """Watchers' versions, and waiting on both sides. One event loop, no threads; `clock` gives seconds.
 
-    `revision` is the caller's to set, before it publishes what was made from it. For `grace_s` after it was made
-    nothing counts as held by everybody: watchers of the owner's last life may be on their way. `floor_s` is the least
-    time between two answers to one watcher.
+    The caller sets `revision` before it publishes. Within `grace_s` after creation nothing counts as known to all
+    watchers, because those of the owner's last life may not have polled yet. `floor_s` is the least time between two
+    answers to one watcher.
     """
 
     def __init__(self, clock: Callable[[], float], origin: str, grace_s: float, floor_s: float) -> None:
@@ -61,48 +59,47 @@ class _Owner:
         self._floor_s = floor_s
         self._answered_s: dict[str, float] = {}
         self._version = Version(uuid.uuid4().hex, 0, origin=origin)
-        self._news = asyncio.Event()
-        self._held: dict[str, tuple[Version, float]] = {}
+        self._changed = asyncio.Event()
+        self._known: dict[str, tuple[Version, float]] = {}
 
     @property
     def epoch(self) -> str:
-        """This life of the owner's."""
+        """The id of this life of the owner."""
         return self._version.epoch
 
     @property
     def num_watchers(self) -> int:
-        """Watchers that have asked lately."""
-        return len(self._living())
+        return len(self._live_versions())
 
-    async def settled(self, timeout_s: float) -> bool:
-        """Wait until every living watcher holds the present version. False if one did not say so in time."""
+    async def wait_until_current(self, timeout_s: float) -> bool:
+        """Wait until every live watcher has the current version. False on timeout."""
         target, deadline_s = self._version, self._now_s() + timeout_s
         while self._now_s() < deadline_s:
             if self._now_s() >= self._grace_ends_s and all(
-                held.epoch == target.epoch and held.number >= target.number for held in self._living()
+                known.epoch == target.epoch and known.number >= target.number for known in self._live_versions()
             ):
                 return True
             await asyncio.sleep(0.002)
         return False
 
-    def _living(self) -> list[Version]:
-        """What each watcher held when it last asked; one that should have asked again is gone."""
+    def _live_versions(self) -> list[Version]:
+        """Versions of the live watchers as of their last poll; overdue watchers are forgotten."""
         now_s = self._now_s()
-        self._held = {watcher: held for watcher, held in self._held.items() if held[1] > now_s}
-        self._answered_s = {watcher: at_s for watcher, at_s in self._answered_s.items() if watcher in self._held}
-        return [version for version, _ in self._held.values()]
+        self._known = {watcher: known for watcher, known in self._known.items() if known[1] > now_s}
+        self._answered_s = {watcher: at_s for watcher, at_s in self._answered_s.items() if watcher in self._known}
+        return [version for version, _ in self._known.values()]
 
-    def _advance(self, by: int) -> None:
+    def _publish_version(self, by: int) -> None:
         self._version = self._version._replace(number=self._version.number + by, revision=self.revision)
-        self._news.set()
-        self._news = asyncio.Event()
+        self._changed.set()
+        self._changed = asyncio.Event()
 
-    async def _wait(self, held: Version | None, watcher_id: str, timeout_s: float) -> bool:
-        """Whether there is something that the watcher does not hold."""
-        if held is not None:
-            self._held[watcher_id] = (held, self._now_s() + timeout_s + LATE_S)
-        is_current = held is not None and (held.epoch, held.number) == (self._version.epoch, self._version.number)
-        if is_current and not await wait_for_event(self._news, timeout_s):
+    async def _wait(self, known: Version | None, watcher_id: str, timeout_s: float) -> bool:
+        """Whether there is something the watcher does not have; waits for it."""
+        if known is not None:
+            self._known[watcher_id] = (known, self._now_s() + timeout_s + WATCHER_GRACE_S)
+        is_current = known is not None and (known.epoch, known.number) == (self._version.epoch, self._version.number)
+        if is_current and not await wait_for_event(self._changed, timeout_s):
             return False
         if self._floor_s:
             await asyncio.sleep(self._answered_s.get(watcher_id, -math.inf) + self._floor_s - self._now_s())
@@ -110,7 +107,7 @@ class _Owner:
         return True
 
 
-class LongPollHost(_Owner, Generic[T]):
+class LongPollHost(_Publisher, Generic[T]):
     """A value, sent whole."""
 
     def __init__(self, value: T, clock: Callable[[], float], *, origin: str = "", floor_s: float = 0.0) -> None:
@@ -123,19 +120,18 @@ class LongPollHost(_Owner, Generic[T]):
 
     def publish(self, value: T) -> None:
         self._value = value
-        self._advance(1)
+        self._publish_version(1)
 
-    async def newer(self, held: Version | None, watcher_id: str, timeout_s: float) -> tuple[Version, T] | None:
-        """The newest value as soon as it differs from `get_object`; None when nothing came within the timeout."""
-        return self.current if await self._wait(held, watcher_id, timeout_s) else None
+    async def newer(self, known: Version | None, watcher_id: str, timeout_s: float) -> tuple[Version, T] | None:
+        """The value once it differs from version `known`; None on timeout."""
+        return self.current if await self._wait(known, watcher_id, timeout_s) else None
 
 
 @message
 class Changes(NamedTuple, Generic[K, V]):
-    """Rows to take over; None stands for a row that was removed. `is_last`: there is no more for now.
+    """A page of changes; None marks a removed row. `is_last`: there is no more for now.
 
-    `is_first`: a new copy of the table begins. Rows of the old copy that no page has mentioned, once the last page is
-    there, were removed.
+    `is_first`: a new snapshot begins. Rows of the old copy that none of its pages lists were removed.
     """
 
     rows: tuple[tuple[K, V | None], ...]
@@ -143,13 +139,13 @@ class Changes(NamedTuple, Generic[K, V]):
     is_last: bool
 
 
-class LongPollTable(_Owner, Generic[K, V]):
-    """A table, sent by its changes. Each change has a number; a version is the number of the last one held.
+class LongPollTable(_Publisher, Generic[K, V]):
+    """A table, sent by its changes. Each change has a number; a version is the number of the last change applied.
 
-    `_log` lists (number, key) in order; only a key's newest number counts. It is rewritten when half of it
-    is stale, and then forgets removals that every watcher knows; `_floor` is the newest of those: whoever
-    holds less has missed one and starts anew, unless none was forgotten since its last page: a new copy begins with
-    what there is, and the numbers of its first pages are old.
+    `_log` lists (number, key) in order; only a key's newest number counts. Once half of the log is stale, `_compact`
+    rewrites it and forgets removals that every watcher knows; `_floor` is the newest of those. A watcher below the
+    floor has missed a removal and gets a new snapshot, unless it got its last page since then: a snapshot starts with
+    the current rows, and the numbers of its first pages are old.
     """
 
     def __init__(
@@ -161,11 +157,11 @@ class LongPollTable(_Owner, Generic[K, V]):
         self._floor = 0
 
     def get(self, key: K) -> V | None:
-        """A row as it is now; None if there is none."""
+        """A row; None if there is none."""
         return self._rows.get(key, (0, None))[1]
 
-    def present(self) -> list[K]:
-        """The keys of the rows that there are now."""
+    def present_keys(self) -> list[K]:
+        """The keys of all rows."""
         return [key for key, (_, value) in self._rows.items() if value is not None]
 
     def publish(self, changes: Mapping[K, V | None]) -> None:
@@ -176,34 +172,36 @@ class LongPollTable(_Owner, Generic[K, V]):
             number += 1
             self._rows[key] = (number, value)
             self._log.append((number, key))
-        self._advance(len(changes))
+        self._publish_version(len(changes))
         if len(self._log) > 2 * len(self._rows) + 1000:
-            self._rewrite()
+            self._compact()
 
     async def newer(
-        self, held: Version | None, watcher_id: str, timeout_s: float
+        self, known: Version | None, watcher_id: str, timeout_s: float
     ) -> tuple[Version, Changes[K, V]] | None:
-        """A page of what `get_object` lacks, as soon as there is something; None when nothing came within the timeout."""
-        if not await self._wait(held, watcher_id, timeout_s):
+        """A page of changes since version `known`, as soon as there are any; None on timeout."""
+        if not await self._wait(known, watcher_id, timeout_s):
             return None
-        is_first = held is None or held.epoch != self._version.epoch or max(held.number, held.floor) < self._floor
-        after = 0 if is_first or held is None else held.number
+        is_first = known is None or known.epoch != self._version.epoch or max(known.number, known.floor) < self._floor
+        after = 0 if is_first or known is None else known.number
         version = self._version._replace(floor=self._floor)
         rows: list[tuple[K, V | None]] = []
         for number, key in self._log[bisect_right(self._log, after, key=lambda item: item[0]) :]:
             newest, value = self._rows.get(key, (0, None))
             if newest != number:
                 continue  # changed again later
-            if len(rows) == MAX_PAGE:
-                self._answered_s.pop(watcher_id, None)  # the rest of a copy is not waited for
+            if len(rows) == MAX_PAGE_ROWS:
+                self._answered_s.pop(watcher_id, None)  # no `floor_s` between the pages of a snapshot
                 return version._replace(number=after, revision=0), Changes(tuple(rows), is_first, False)
             rows.append((key, value))
             after = number
         return version, Changes(tuple(rows), is_first, True)
 
-    def _rewrite(self) -> None:
-        known = min((held.number for held in self._living() if held.epoch == self._version.epoch), default=0)
-        forgotten = [key for key, (number, value) in self._rows.items() if value is None and number <= known]
+    def _compact(self) -> None:
+        min_number = min(
+            (version.number for version in self._live_versions() if version.epoch == self._version.epoch), default=0
+        )
+        forgotten = [key for key, (number, value) in self._rows.items() if value is None and number <= min_number]
         for key in forgotten:
             self._floor = max(self._floor, self._rows.pop(key)[0])
         self._log = sorted(((number, key) for key, (number, _) in self._rows.items()), key=lambda item: item[0])

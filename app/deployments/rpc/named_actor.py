@@ -1,10 +1,10 @@
-"""Calls through Ray with plain errors, and named actors that outlive their creators.
+"""Named actors that outlive their creators, and remote calls with plain exceptions.
 
-In: awaitables of Ray, and names of actors. Out: results, or the exception that the callee raised; Ray wraps it in a
-class of its own, which carries a remote traceback and loses attributes. Whoever asks first creates a named actor, and
-Ray restarts it without limit; the next call renews a handle to an actor that has left. However an actor or its answer
-was lost, the caller hears `ActorUnavailable`. Rule: nothing here holds up an event loop. Ray looks an actor up with a
-synchronous question to the head node, which takes a minute when that is down: a thread asks it.
+A callee's exception reaches the caller as it was raised; Ray wraps it in a class of its own, which carries a remote
+traceback and loses attributes. The first caller creates the actor, and Ray restarts it without limit; after an exit the
+next call looks it up again. However an actor or its answer is lost, the caller gets `ActorUnavailable`. Nothing here
+blocks an event loop: Ray looks actors up with a synchronous call to the head node, which takes a minute when that is
+down, so a thread makes it.
 """
 
 from __future__ import annotations
@@ -18,53 +18,51 @@ from ray.exceptions import ActorUnavailableError, RayError, RayTaskError
 
 from app.deployments.rpc.actor_unavailable import ActorUnavailable, UnavailableLog
 from app.deployments.rpc.background_tasks import Tasks
-from app.deployments.rpc.wire_version import PROTOCOL
+from app.deployments.rpc.transport import PROTOCOL
 
 T = TypeVar("T")
 P = ParamSpec("P")
 
 NAMESPACE = "polylora"
-
-
-#: Calls that an actor may have open: those of watchers wait, two or three of every process. What else waits is bounded
-#: by the actors themselves. Ray's concurrency groups are no help: each has an event loop of its own.
+#: Concurrent calls of an actor. Every process has two or three long polls open; actors bound other waiting calls
+#: themselves. Ray's concurrency groups do not help, because each has its own event loop.
 MAX_CALLS = 20_000
-#: An actor that restarts needs about this long.
+#: About the time an actor takes to restart.
 RESTART_S = 2.0
-#: A caller waits this long for an actor to be looked up, or made. The question goes on; nobody else asks it meanwhile.
+#: How long a call waits for an actor's lookup or creation, which continues for the next caller.
 LOOK_UP_TIMEOUT_S = 5.0
 
 
-async def unwrapped(call: Awaitable[T]) -> T:
-    """The result of a remote call; the callee's own exception if it raised one."""
+async def unwrap_errors(call: Awaitable[T]) -> T:
+    """The result of a remote call; raises the callee's own exception."""
     try:
         return await call
     except RayTaskError as error:
-        raise _own(error) from None
+        raise _cause_of(error) from None
 
 
 async def get_object(put: Awaitable[T]) -> T:
-    """What an actor put into the object store. Raises ActorUnavailable if it is lost: with its owner, or to eviction."""
+    """An object from the object store. Raises ActorUnavailable if it is lost: its owner died, or it was evicted."""
     try:
         return await put
     except RayError as error:
         raise ActorUnavailable(f"an object is lost ({type(error).__name__})", retry_after_s=RESTART_S) from error
 
 
-def _own(error: RayTaskError) -> Exception:
+def _cause_of(error: RayTaskError) -> Exception:
     return error.cause if isinstance(error.cause, Exception) else error
 
 
 def exit_actor() -> None:
-    """Called in an actor: it ends, for good."""
+    """End the current actor for good."""
     ray.kill(ray.get_runtime_context().current_actor, no_restart=True)
 
 
 class NamedActor:
-    """A detached actor, by name. `kind` is a class, `args` what it is made with when it is not there; `resources` bind
-    it to nodes that have them.
+    """A detached actor, by name. It is created as `kind(*args)` if missing; `resources` bind it to nodes that have
+    them.
 
-    Its name in Ray ends with the protocol's number: code that speaks another makes, or finds, an actor of its own.
+    Its name in Ray ends with the protocol number, so releases with different protocols use different actors.
     """
 
     def __init__(self, name: str, kind: type, *args: Any, resources: Mapping[str, float] | None = None) -> None:
@@ -73,69 +71,68 @@ class NamedActor:
         self._kind = kind
         self._args = args
         self._handle: Any = None
-        self._looking: asyncio.Task[Any] | None = None
+        self._lookup_task: asyncio.Task[Any] | None = None
         self._tasks = Tasks()
-        self._absence = UnavailableLog(self._name)
+        self._unavailable_log = UnavailableLog(self._name)
 
     def start(self) -> Any:
-        """Have the actor made now if it is not there; nobody waits for it. Not for an event loop.
+        """Create the actor if it is missing, without waiting. Blocks; not for an event loop.
 
-        `ray.get` of what this returns waits until it is there, and raises why it could not be made.
+        `ray.get` of the result waits until the actor is ready, and raises why it could not be created.
         """
         self._handle = self._look_up()
         return self._handle.__ray_ready__.remote()
 
     async def call(self, method: Callable[Concatenate[Any, P], Awaitable[T]], *args: P.args, **options: P.kwargs) -> T:
-        """Call a method of the actor's class, by its name. Raises ActorUnavailable while the actor is away."""
+        """Call a method of the actor's class, by its name. Raises ActorUnavailable while the actor is down."""
         try:
-            answer = await self._answer(method, *args, **options)
+            answer = await self._call(method, *args, **options)
         except ActorUnavailable as error:
-            self._absence.met(error)
+            self._unavailable_log.on_error(error)
             raise
-        except Exception:  # the actor's own
-            self._absence.over()
+        except Exception:  # raised by the method
+            self._unavailable_log.on_recovery()
             raise
-        self._absence.over()
+        self._unavailable_log.on_recovery()
         return answer
 
-    async def _answer(
-        self, method: Callable[Concatenate[Any, P], Awaitable[T]], *args: P.args, **options: P.kwargs
-    ) -> T:
-        """Ray has a dozen errors for an actor that is away, by what died (it, its node, the raylet, its memory)."""
+    async def _call(self, method: Callable[Concatenate[Any, P], Awaitable[T]], *args: P.args, **options: P.kwargs) -> T:
+        """One call. Ray has a dozen errors for an unavailable actor, by what died (it, its node, the raylet, its
+        memory)."""
         try:
             answer: T = await getattr(await self._actor(), method.__name__).remote(*args, **options)
         except RayTaskError as error:
-            raise _own(error) from None
+            raise _cause_of(error) from None
         except RayError as error:
-            if not isinstance(error, ActorUnavailableError):  # one that is out of reach is still the same actor
-                self._handle = None  # it may have been removed on purpose: the next call looks it up again
-            reason = f"{self._name} does not answer ({type(error).__name__}); ask again"
+            if not isinstance(error, ActorUnavailableError):  # an unreachable actor is still the same
+                self._handle = None  # it may have been removed: the next call looks it up again
+            reason = f"{self._name} does not answer ({type(error).__name__}); try again"
             raise ActorUnavailable(reason, retry_after_s=RESTART_S) from error
         return answer
 
     async def _actor(self) -> Any:
-        """The actor's handle. One question at a time, however many wait for its answer."""
+        """The actor's handle. One lookup at a time, however many callers wait."""
         if self._handle is not None:
             return self._handle
-        if self._looking is None or self._looking.done():
-            self._looking = self._tasks.start(asyncio.to_thread(self._find))
+        if self._lookup_task is None or self._lookup_task.done():
+            self._lookup_task = self._tasks.start(asyncio.to_thread(self._find))
         try:
             async with asyncio.timeout(LOOK_UP_TIMEOUT_S):
-                self._handle = await asyncio.shield(self._looking)
+                self._handle = await asyncio.shield(self._lookup_task)
         except TimeoutError:
             reason = f"{self._name} was not found within {LOOK_UP_TIMEOUT_S:g} s: Ray's head node may be down"
-            raise ActorUnavailable(f"{reason}; ask again", retry_after_s=RESTART_S) from None
+            raise ActorUnavailable(f"{reason}; try again", retry_after_s=RESTART_S) from None
         return self._handle
 
     def _find(self) -> Any:
         try:
             return self._look_up()
-        except Exception as error:  # Ray has as many errors for this as ways to fail
-            reason = f"{self._name} cannot be found ({type(error).__name__}: {error}); ask again"
+        except Exception as error:  # Ray has many errors for this
+            reason = f"{self._name} cannot be found ({type(error).__name__}: {error}); try again"
             raise ActorUnavailable(reason, retry_after_s=RESTART_S) from error
 
     def _look_up(self) -> Any:
-        """Blocks, for up to a minute if Ray's head node does not answer."""
+        """Look up or create the actor. Blocks, for up to a minute if Ray's head node does not answer."""
         remote: Any = ray.remote(self._kind).options(
             name=self._name,
             namespace=NAMESPACE,
@@ -150,7 +147,7 @@ class NamedActor:
 
 
 class FoundActor(NamedActor):
-    """A named actor that others make: while there is none it is away."""
+    """A named actor that others create; unavailable until they do."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name, type(None))

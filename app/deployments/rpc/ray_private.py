@@ -1,8 +1,7 @@
-"""Everything of Ray that is used here and is not Ray's public interface.
+"""All uses of Ray's private interfaces.
 
-In: what a service needs and Ray offers no public way to. Out: plain functions and two base classes. Rule: no other
-module names an underscore of Ray; Ray's version is pinned, and `tests/deployments/rpc/test_ray_private.py` fails when
-another version has other names or signatures.
+No other module uses an underscored name of Ray. Ray's version is pinned, and
+`tests/deployments/rpc/test_ray_private.py` fails when another version has other names or signatures.
 """
 
 from __future__ import annotations
@@ -25,16 +24,16 @@ from ray.serve.request_router import PendingRequest, RequestRouter, RunningRepli
 from ray.serve.schema import ServeDeploySchema
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-#: The version whose inner interfaces were read.
+#: The version this module was written for.
 READ_VERSION = "2.60.0"
-#: How long Serve's controller may take to end everything that it has started.
+#: How long Serve's controller may take to stop everything.
 SHUTDOWN_TIMEOUT_S = 30.0
 
 
 def start_serve(schema: ServeDeploySchema, *, wait_for_proxies: bool) -> ServeControllerClient:
-    """Start Serve in the cluster that this process has joined, as `serve run` does with a file.
+    """Start Serve in this process's cluster, as `serve run` does with a file.
 
-    Without waiting, the proxies come up beside the deployments; with it, an instance that already runs is joined.
+    Without waiting, proxies start in parallel with the deployments; with it, an instance that already runs is joined.
     """
     options: dict[str, Any] = {
         "http_options": schema.http_options.model_dump(),
@@ -55,14 +54,14 @@ def start_serve(schema: ServeDeploySchema, *, wait_for_proxies: bool) -> ServeCo
 
 
 def deploy(client: ServeControllerClient, schema: ServeDeploySchema) -> None:
-    """Have the applications of a file started; nobody waits for them."""
+    """Start a file's applications, without waiting."""
     client.deploy_apps(schema, _blocking=False)
 
 
 def end_serve() -> None:
-    """Ask Serve's controller once to end everything.
+    """Ask Serve's controller once to stop everything.
 
-    `serve.shutdown` repeats the question, and Ray tells of the controller's death as of an error.
+    `serve.shutdown` repeats the call, and Ray then logs the controller's death as an error.
     """
     client, _ = _check_cached_client_alive()
     if client is not None:
@@ -72,30 +71,30 @@ def end_serve() -> None:
 
 
 def route_in_this_loop(handle: DeploymentHandle[Any]) -> None:
-    """Have the handle's router run in this event loop: there is no hop between threads per frame.
+    """Run the handle's router in this event loop, which saves a hop between threads per frame.
 
-    It must be called before the handle is used; handles that are made later are as Ray makes them.
+    Call it before the handle is used; handles created later are Ray's default.
     """
     handle._init(_run_router_in_separate_loop=False)  # type: ignore[no-untyped-call]
 
 
-def take_error_messages(take: Callable[[Sequence[str]], None]) -> None:
-    """Have what Ray tells this driver of dead workers and the like handed to a function, instead of printed."""
+def redirect_error_messages(take: Callable[[Sequence[str]], None]) -> None:
+    """Pass Ray's messages to this driver (dead workers and the like) to a function instead of printing them."""
 
-    def instead(data: Mapping[str, Any], ignore_prefix: bool) -> None:  # noqa: ARG001
+    def redirect(data: Mapping[str, Any], ignore_prefix: bool) -> None:  # noqa: ARG001
         take([str(line) for line in data["lines"]])
 
-    worker.print_to_stdstream = instead
+    worker.print_to_stdstream = redirect
 
 
 def serve_ends_us() -> bool:
-    """Whether Serve has begun to end the replica that this process is: it drains. False in any other process."""
+    """Whether Serve is draining the replica that runs in this process. False in any other process."""
     replica = worker.global_worker.actors.get(worker.global_worker.actor_id)
     return replica is not None and bool(replica._replica_impl._shutting_down)
 
 
 class ActorPlace(NamedTuple):
-    """An actor that lives or waits; `node_id` is empty until a process on a machine is its own."""
+    """A live or pending actor; `node_id` is empty until it has a process."""
 
     name: str
     resources: dict[str, float]
@@ -103,7 +102,7 @@ class ActorPlace(NamedTuple):
 
 
 def actor_places() -> list[ActorPlace]:
-    """All of the cluster that this process has joined, as its GCS knows them. It needs no dashboard."""
+    """All actors of this process's cluster, from its GCS. No dashboard is needed."""
     table = state._connect_and_get_accessor().get_actor_table(None, None)
     rows = [gcs_pb2.ActorTableData.FromString(row) for row in table]  # type: ignore[attr-defined]
     return [
@@ -128,7 +127,7 @@ class AsgiIngress:
         app = self.make_asgi_app()
 
         async def asgi(scope: Scope, receive: Receive, send: Send) -> None:
-            # A plain function: uvicorn takes a bound method for an ASGI 2 application.
+            # A plain function, because uvicorn mistakes a bound method for an ASGI 2 application.
             await app(scope, receive, send)
 
         return asgi
@@ -137,21 +136,21 @@ class AsgiIngress:
 class ChoosingRouter(RequestRouter):
     """A router that chooses the replica of each request by that request alone.
 
-    Ray's own routing task matches replicas to requests by a key that all calls made inside one parent request share,
-    so that concurrent calls would swap their replicas: hence this loop, as in Ray's capacity-queue router.
+    Ray's own routing task matches replicas to requests by a key that all calls of one parent request share, so
+    concurrent calls would swap their replicas. This loop avoids that, as in Ray's capacity-queue router.
     """
 
     @property
     def running(self) -> list[RunningReplica]:
-        """The replicas of Serve's list: those that run and do not drain."""
+        """Serve's list of replicas: running, not draining."""
         return list(self._replicas.values())
 
     def shortcut(self, request: PendingRequest, *, is_retry: bool) -> RunningReplica | None:  # noqa: ARG002
-        """A replica that takes this request whatever else runs; None if `choose_replicas` is to choose."""
+        """A replica that takes this request in any case; None to use `choose_replicas`."""
         return None
 
     def check_can_wait(self, request: PendingRequest) -> None:
-        """Raise if this request must not wait for the first replica to run."""
+        """Raise if this request must not wait for the first running replica."""
 
     async def _choose_replica_for_request(
         self, pending_request: PendingRequest, *, is_retry: bool = False

@@ -1,7 +1,4 @@
-"""How an ingress reaches engines through Ray: the `Transport` that the dispatcher works with.
-
-In: the engine deployment's handle, calls meant for one replica. Out: frames and answers, or that the replica is gone.
-"""
+"""`Transport` over Ray Serve: how an ingress reaches engine replicas through the deployment's handle."""
 
 from __future__ import annotations
 
@@ -14,10 +11,9 @@ from ray.exceptions import RayActorError, RayTaskError
 from ray.serve.handle import DeploymentHandle
 
 from app.deployments.rpc.frames import unpack_frame, with_heartbeat
-from app.deployments.rpc.named_actor import unwrapped
-from app.deployments.rpc.transport import Frame, ReplicaGone, ReplicaUnreachable
-from app.deployments.rpc.uds_transport import connect, frames_beside
-from app.deployments.rpc.wire_version import PROTOCOL
+from app.deployments.rpc.named_actor import unwrap_errors
+from app.deployments.rpc.transport import PROTOCOL, Frame, ReplicaGone, ReplicaUnreachable
+from app.deployments.rpc.uds_transport import connect, frames_from_socket
 from app.engine.request import GenerateRequest
 
 logger = logging.getLogger(__name__)
@@ -43,10 +39,10 @@ class ServeTransport:
                         async for packed in items:
                             yield unpack_frame(packed)
                     except ReplicaUnreachable:
-                        call.cancel()  # if it still hears anything: it computes nothing more for us
+                        call.cancel()  # if the replica still lives, it should stop computing for us
                         raise
             else:
-                async with aclosing(frames_beside(call, link_id, connection)) as items:
+                async with aclosing(frames_from_socket(call, link_id, connection)) as items:
                     async for packed in items:
                         yield unpack_frame(packed)
         except RayActorError as error:
@@ -66,7 +62,7 @@ class ServeTransport:
         await self._call(replica_id, self._engines.abort.remote(request_ids, target_replica_id=replica_id))
 
     async def wake(self) -> None:
-        """A call to any replica: where there are none it waits in Serve's handle, which the autoscaler is told of."""
+        """Call any replica. Without replicas the call waits in Serve's handle, whose queue the autoscaler sees."""
         await self._call("any", self._engines.stats.remote())
 
     async def drop_adapter(self, replica_id: str, digest: str) -> int:
@@ -81,6 +77,6 @@ class ServeTransport:
 
     async def _call(self, replica_id: str, call: Any) -> Any:
         try:
-            return await unwrapped(call)
+            return await unwrap_errors(call)
         except RayActorError as error:
             raise ReplicaGone(f"replica {replica_id}: {type(error).__name__}") from error

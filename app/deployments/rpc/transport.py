@@ -1,8 +1,5 @@
-"""How an ingress talks to engine replicas, as a protocol, and the errors with which a call to one ends.
-
-In: requests for one replica. Out: frames of chunks, or an error that says how the replica was lost. There is nothing
-but the protocol here: `serve_transport` implements it over Ray.
-"""
+"""The interface between ingress and replicas, and the errors of lost replicas; `serve_transport` implements it over
+Ray."""
 
 from __future__ import annotations
 
@@ -13,13 +10,18 @@ from app.engine.request import GenerateRequest, TokenChunk
 
 Frame = Sequence[TokenChunk]
 
+#: Protocol number of calls and messages between a service's processes. It is part of actors' names and of the links'
+#: handshake, so processes with different numbers never talk; releases with the same number work together during an
+#: upgrade. Raise it when a call, a message or the meaning of a field changes, from the first release on.
+PROTOCOL = 1
+
 
 class ReplicaGone(Exception):
-    """The replica died, or its engine did; or its connection was lost, which looks the same from here."""
+    """The replica, its engine or the connection died; the ingress cannot tell which."""
 
 
 class EngineFailed(ReplicaGone):
-    """Its engine failed in a step: over `culprit`, which was on trial in it; if none was, over one of `suspects`."""
+    """The replica's engine failed in a step because of `culprit`, which was on trial, or else one of `suspects`."""
 
     def __init__(self, message: str, suspects: Iterable[str] = (), culprit: str | None = None) -> None:
         super().__init__(message)
@@ -28,39 +30,48 @@ class EngineFailed(ReplicaGone):
 
 
 class ReplicaUnreachable(Exception):
-    """No way to the replica at the moment: not announced yet, draining, or already replaced."""
+    """The replica cannot be reached now: not announced yet, draining, or already replaced."""
 
 
 class ReplicaLeaving(ReplicaUnreachable):
-    """It was announced and is no more: it drains, or has been replaced."""
+    """The replica was announced before: it drains, or has been replaced."""
+
+
+def check_protocol(protocol: int) -> None:
+    """Raise ReplicaUnreachable for another protocol than ours."""
+    if protocol != PROTOCOL:
+        raise ReplicaUnreachable(
+            f"the ingress speaks protocol {protocol} and the replica {PROTOCOL}: their releases do not work together; "
+            "each uses processes of its own release until the others are replaced"
+        )
 
 
 class Transport(Protocol):
-    """How this process talks to engine replicas. Every method raises ReplicaGone or ReplicaUnreachable.
+    """Calls to engine replicas. Every method raises ReplicaGone or ReplicaUnreachable.
 
-    A `link_id` names one reader for its whole life and is never used again.
+    A `link_id` names one reader for its whole life and is never reused.
     """
 
     def frames(self, replica_id: str, link_id: str) -> AsyncIterator[Frame]:
-        """The first frame is empty: we are attached. Ends when the replica has had nothing for us for a while."""
+        """Frames of a link; the first is empty and means attached. Ends when the link has been idle for a while."""
         ...
 
     async def submit(self, replica_id: str, link_id: str, requests: Sequence[GenerateRequest]) -> bool:
-        """Hand requests over; False if that link is not attached. A request id that is known is not taken twice."""
+        """Submit requests; False if the link is not attached. A known request id is not accepted twice."""
         ...
 
     async def abort(self, replica_id: str, request_ids: Sequence[str]) -> None: ...
 
     async def wake(self) -> None:
-        """Have a replica started where there is none and there may be; returns when one answers."""
+        """Wake a deployment scaled to zero; returns once a replica answers."""
         ...
 
 
 class ReplicaClient(Transport, Protocol):
-    """A transport with the calls that carry no request (`ServeTransport`)."""
+    """`Transport` with the calls that carry no request."""
 
     async def drop_adapter(self, replica_id: str, digest: str) -> int:
-        """Free an adapter's rows when no sequence uses them; returns how many rows were freed."""
+        """Free an adapter's rows once no sequence uses them; returns the number of freed rows."""
         ...
 
     async def stats(self, replica_id: str) -> dict[str, Any]:

@@ -49,7 +49,7 @@ class AdapterStoreActor(StoreService[SharedAdapter]):
         super().__init__(parts, self._stay)
         self._tenants = TenantsService(TenantStore(parts.registry.database), self._stay, adapters=adapters)
         self._kept = StorageService(lambda: Storage(parts.registry.database))
-        self._attendance = IdleShutdown(exit_actor)
+        self._idle_shutdown = IdleShutdown(exit_actor)
         self._gauges = (*counts.gauges, TenantGauges(self._tenants.attained), AdapterGauges(adapters))
         self._repeating: asyncio.Task[None] | None = None
 
@@ -62,7 +62,7 @@ class AdapterStoreActor(StoreService[SharedAdapter]):
         return await find_remote_method(self._kept, method)(*args, **options)
 
     def _stay(self) -> None:
-        self._attendance.here()
+        self._idle_shutdown.touch()
         if self._repeating is None:
             self._repeating = asyncio.create_task(repeat_gauges(self._gauges))
 

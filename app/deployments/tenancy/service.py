@@ -273,7 +273,7 @@ class TenantsService:
                     self._revision = revision
                 else:
                     await self._look()
-            if not await self.table.settled(SETTLE_TIMEOUT_S):
+            if not await self.table.wait_until_current(SETTLE_TIMEOUT_S):
                 logger.warning("an ingress did not take over a change of the tenants in %g s", SETTLE_TIMEOUT_S)
             return result
 

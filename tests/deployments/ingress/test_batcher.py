@@ -15,7 +15,7 @@ from tests.fakes import fake_request
 
 
 class Noting:
-    """An assigner that takes a note of what comes together."""
+    """An router that takes a note of what comes together."""
 
     def __init__(self) -> None:
         self.batches: list[list[str]] = []
@@ -27,10 +27,10 @@ class Noting:
 async def test_one_batch_for_those_that_come_together(monkeypatch: pytest.MonkeyPatch) -> None:
     deployment = SimpleNamespace(_deployment_config=SimpleNamespace(max_ongoing_requests=9))
     monkeypatch.setattr(serve, "get_replica_context", lambda: deployment)
-    assigner = Noting()
-    batcher = ServeBatcher(assigner)  # type: ignore[arg-type]
+    router = Noting()
+    batcher = ServeBatcher(router)  # type: ignore[arg-type]
     streams = [Stream(fake_request(f"r{index}", [1])) for index in range(3)]
     await asyncio.gather(*map(batcher.assign, streams))
-    assert assigner.batches == [["r0", "r1", "r2"]]
+    assert router.batches == [["r0", "r1", "r2"]]
     await batcher.assign(streams[1])
-    assert assigner.batches[1:] == [["r1"]]
+    assert router.batches[1:] == [["r1"]]

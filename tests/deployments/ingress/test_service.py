@@ -20,11 +20,11 @@ from tests.deployments.managed import MINE, wanted
 
 async def test_new_limits_are_those_of_requests_and_of_waiting_for_replicas(service: Service) -> None:
     service.reconfigure({"replica_timeout_s": 2.5, "max_logprobs": 3})
-    assert service._assigner.replica_timeout_s == 2.5
-    assert (service.frontend.limits.max_sequences, service.frontend.limits.max_logprobs) == (4, 3)
+    assert service._request_router.replica_timeout_s == 2.5
+    assert (service.preprocessor.limits.max_sequences, service.preprocessor.limits.max_logprobs) == (4, 3)
     with pytest.raises(ValueError, match="replica_timeout_s"):
         service.reconfigure({"replica_timeout_s": "soon"})
-    assert service._assigner.replica_timeout_s == 2.5
+    assert service._request_router.replica_timeout_s == 2.5
 
 
 async def test_it_is_ready_while_a_replica_is(service: Service) -> None:
@@ -80,16 +80,16 @@ async def test_an_adapter_that_is_on_no_device_is_read_ahead_once(
 
     monkeypatch.setattr(service.managed.client, "expect", expect)
     caller = handle_principal()
-    refs = {await service.frontend.finder.find("sql", caller) for _ in range(3)}
+    refs = {await service.preprocessor.resolver.resolve("sql", caller) for _ in range(3)}
     await until(lambda: bool(expected))
     assert refs == set(expected)
     assert len(expected) == 1, "one read is enough for three requests"
     gate.set()
-    await until(lambda: not service._names._asking)
-    assert await service.frontend.finder.find("sql", caller) in refs
-    assert not service._names._asking, "it was asked for a moment ago"
-    monkeypatch.setattr(adapter_directory, "AGAIN_AFTER_S", 0.0)
-    assert await service.frontend.finder.find("sql", caller) in refs
+    await until(lambda: not service._directory._prefetching)
+    assert await service.preprocessor.resolver.resolve("sql", caller) in refs
+    assert not service._directory._prefetching, "it was asked for a moment ago"
+    monkeypatch.setattr(adapter_directory, "PREFETCH_AGAIN_AFTER_S", 0.0)
+    assert await service.preprocessor.resolver.resolve("sql", caller) in refs
     await until(lambda: len(expected) == 2)
 
 
@@ -101,7 +101,7 @@ async def test_an_adapter_that_is_on_a_device_is_not_read_ahead(
     assert ref is not None
     replica = service.fleet.replicas["replica-0"]
     await asyncio.wrap_future(replica.thread.bring_adapter(service.fleet.adapters[ref.digest], ref))
-    assert await service.frontend.finder.find("sql", handle_principal()) == ref
+    assert await service.preprocessor.resolver.resolve("sql", handle_principal()) == ref
 
 
 async def test_an_adapter_of_one_tenant_is_nothing_to_another(service: Service) -> None:
@@ -114,7 +114,7 @@ async def test_a_request_is_its_caller_s(service: Service) -> None:
     from app.deployments.ingress.schemas.openai import CompletionRequest
 
     caller = Principal("acme", "ada")
-    job = await service.frontend.completion(CompletionRequest(model="base", prompt="hi", n=2), caller)
+    job = await service.preprocessor.completion(CompletionRequest(model="base", prompt="hi", n=2), caller)
     assert [request.tenant_id for request in job.requests] == ["acme", "acme"]
 
 
@@ -123,10 +123,10 @@ async def test_a_chat_is_written_with_its_adapters_own_text(service: Service) ->
     service.managed.store.texts["d1"] = "mine|"
     for name in ("own", "plain"):
         await service.managed.lifecycle.loads.load_and_wait(wanted(name, name))
-    letters, asked = service.frontend.text_model, "user:hi|"
+    letters, asked = service.preprocessor.text_model, "user:hi|"
     for model, wanted_text in (("own", "mine|" + asked), ("plain", asked), ("base", asked)):
         body = ChatCompletionRequest.model_validate({"model": model, "messages": [{"role": "user", "content": "hi"}]})
-        job = await service.frontend.chat(body, handle_principal())
+        job = await service.preprocessor.chat(body, handle_principal())
         assert list(job.requests[0].token_ids) == letters.encode(wanted_text)
     entry = service.managed.registry.catalog.get("own", **MINE)
     assert entry is not None

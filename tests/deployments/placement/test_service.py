@@ -75,7 +75,7 @@ class Life:
         copy = PlacementFeed(self.service.watch, "a new one")
         news = await self.service.watch(None, "a new one", 1.0)
         if news is not None:
-            copy._take(*news)
+            copy._apply(*news)
         return copy
 
 
@@ -119,13 +119,13 @@ async def test_an_ingress_hears_of_changes_ten_times_a_second_at_most_and_of_not
     await life.settle()
     copy = PlacementFeed(life.service.watch, "ingress")
     takes: list[tuple[float, int, int]] = []
-    take = copy._take
+    take = copy._apply
 
     def note(version: Version, news: object) -> None:
         take(version, news)  # type: ignore[arg-type]
         takes.append((now_s(), len(news.rows), len(pickle.dumps((version, news)))))  # type: ignore[attr-defined]
 
-    copy._take = note  # type: ignore[method-assign]
+    copy._apply = note  # type: ignore[method-assign]
     follower = asyncio.create_task(copy.follow())
     await asyncio.sleep(1.0)
     assert sum(num_rows for _, num_rows, _ in takes) == 100 + 25_500, "the copy"

@@ -339,22 +339,22 @@ async def test_an_unload_whose_ingress_ends_is_taken_up_by_another(
     job, _ = await first.unload("sql", wait=False, **ADA)
     await until(lambda: job.id in first._draining)
     monkeypatch.setattr(unloading_module, "UNSEEN_S", 1e9)
-    await second.take_up()
+    await second.resume_unloads()
     assert second._draining == set(), "its ingress may be at it"
     monkeypatch.setattr(unloading_module, "UNSEEN_S", -1.0)
     num_tasks = len(first._tasks)
-    await first.take_up()
+    await first.resume_unloads()
     assert len(first._tasks) == num_tasks, "it sees to it"
     await first.close()  # the process of the ingress ends
     assert (await managed.client.job(job.id, **MINE)).state is State.DRAINING
     after = ManagedStore(open_again(), managed.store)  # so does the registry's
     third = AdapterAdmin(after.client, managed, managed.placement)
-    await third.take_up()
+    await third.resume_unloads()
     managed.drop_gate.set()
     assert (await end_of(after, job)).state is State.REMOVED
     assert (managed.dropped, managed.store.cached_digests) == ([("r1", "d1")], set())
-    await second.take_up()
-    await third.take_up()
+    await second.resume_unloads()
+    await third.resume_unloads()
     await until(lambda: not second._tasks and not third._tasks)
     assert len(managed.dropped) == 1, "it is over"
     await after.close()
@@ -415,7 +415,7 @@ async def test_an_unload_whose_end_the_database_did_not_take_ends_later(
     assert described.job is not None
     assert described.job.state is State.DRAINING
     monkeypatch.setattr(unloading_module, "UNSEEN_S", -1.0)
-    await management.take_up()
+    await management.resume_unloads()
     assert (await end_of(managed, described.job)).state is State.REMOVED
     assert isinstance(await fails(managed.client.describe("sql", **MINE)), NotFound)
 
@@ -452,7 +452,7 @@ async def test_an_unload_ends_although_its_contents_are_used_again(
     managed: ManagedStore, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     """The same digest: requests that came since keep its rows, and those that it waits for are not told apart."""
-    monkeypatch.setattr(management_module, "USED_AGAIN_INTERVAL_S", 0.01)
+    monkeypatch.setattr(management_module, "STILL_USED_INTERVAL_S", 0.01)
     management = AdapterAdmin(managed.client, managed, Placed(r1=("d1",)))
     await managed.client.load_and_wait(wanted("sql", "one"))
     managed.drop_gate.clear()  # there is always some request for it
@@ -470,7 +470,7 @@ async def test_an_unload_ends_although_its_contents_are_used_again(
 async def test_a_drain_goes_on_while_the_registry_is_away(
     managed: ManagedStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(management_module, "USED_AGAIN_INTERVAL_S", 0.01)
+    monkeypatch.setattr(management_module, "STILL_USED_INTERVAL_S", 0.01)
     management = AdapterAdmin(managed.client, managed, Placed(r1=("d1",)))
     await managed.client.load_and_wait(wanted("sql", "one"))
     managed.drop_gate.clear()

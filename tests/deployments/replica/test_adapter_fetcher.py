@@ -21,7 +21,7 @@ REF = AdapterRef("a", ADAPTER.card.digest, "t")
 
 
 class FakeStore:
-    """Answers as it is told: raises what is an exception; an object error is what its memory then raises."""
+    """Returns the given answers and raises the given exceptions; an object error is raised by the memory it returns."""
 
     def __init__(self, *answers: Exception | None) -> None:
         self.answers = list(answers)
@@ -68,14 +68,14 @@ async def test_an_adapter_is_what_was_packed() -> None:
 @pytest.mark.parametrize("first", [away(), dead()], ids=["the store is away", "its memory is lost"])
 async def test_what_is_lost_is_asked_for_again(first: Exception) -> None:
     store = FakeStore(first, None)
-    adapter = await AdapterFetcher(store, time.monotonic, again_after_s=0.0).fetch(REF)
+    adapter = await AdapterFetcher(store, time.monotonic, retry_s=0.0).fetch(REF)
     assert (adapter.card, store.lost_digests) == (ADAPTER.card, [REF.digest])
 
 
 async def test_a_store_is_waited_for_while_its_node_is_replaced() -> None:
     seconds = iter(range(100))
     store = FakeStore(*(away() for _ in range(20)), dead(), None)
-    fetcher = AdapterFetcher(store, lambda: next(seconds), again_after_s=0.0, wait_s=30)
+    fetcher = AdapterFetcher(store, lambda: next(seconds), retry_s=0.0, wait_s=30)
     assert (await fetcher.fetch(REF)).card == ADAPTER.card
     assert store.answers == []
 
@@ -83,8 +83,8 @@ async def test_a_store_is_waited_for_while_its_node_is_replaced() -> None:
 async def test_a_store_that_stays_away_is_not_ready() -> None:
     seconds = iter(range(100))
     store = FakeStore(*(away() for _ in range(20)))
-    with pytest.raises(NotReady, match="adapter 'a' cannot be had: the adapter store has been away for 5 s") as caught:
-        await AdapterFetcher(store, lambda: next(seconds), again_after_s=0.0, wait_s=5).fetch(REF)
+    with pytest.raises(NotReady, match="cannot fetch adapter 'a': the adapter store has been down for 5 s") as caught:
+        await AdapterFetcher(store, lambda: next(seconds), retry_s=0.0, wait_s=5).fetch(REF)
     assert not isinstance(caught.value, ActorUnavailable)
     assert len(store.answers) == 15
 
@@ -92,5 +92,5 @@ async def test_a_store_that_stays_away_is_not_ready() -> None:
 async def test_what_the_adapter_is_to_blame_for_is_not_asked_again() -> None:
     store, began_s = FakeStore(AdapterFormatError("no weights in it")), time.monotonic()
     with pytest.raises(AdapterFormatError, match="no weights"):
-        await AdapterFetcher(store, time.monotonic, again_after_s=600.0).fetch(REF)
+        await AdapterFetcher(store, time.monotonic, retry_s=600.0).fetch(REF)
     assert time.monotonic() - began_s < 600.0

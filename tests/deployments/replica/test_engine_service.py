@@ -49,7 +49,7 @@ async def test_a_request_waits_for_its_own_tenants_source_alone() -> None:
 
 
 async def test_streams_of_an_engine_whose_step_hangs_go_on_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "LOOK_INTERVAL_S", 0.01)
+    monkeypatch.setattr(module, "STEP_CHECK_INTERVAL_S", 0.01)
     fleet = Fleet(2)
     dispatcher = fleet.dispatcher()
     victim, other = fleet.replicas.values()

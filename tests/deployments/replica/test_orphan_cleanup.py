@@ -49,11 +49,11 @@ class Bench:
         for name in names:
             ref = AdapterRef(name, DIGESTS[name], "t")
             written_bytes = await asyncio.wrap_future(self.replica.thread.bring_adapter(ADAPTERS[name], ref))
-            self.replica.service.brought(ADAPTERS[name], ref, written_bytes)
+            self.replica.service.on_prefetched(ADAPTERS[name], ref, written_bytes)
         return self.replica
 
     def held(self) -> set[str]:
-        return {name for name, digest in DIGESTS.items() if digest in self.replica.service.held()}
+        return {name for name, digest in DIGESTS.items() if digest in self.replica.service.cached_digests()}
 
 
 @pytest_asyncio.fixture
@@ -74,15 +74,15 @@ async def test_what_the_registry_no_longer_has_is_freed(bench: Bench) -> None:
     await bench.hold("kept", "gone")
     num_free = bench.replica.thread.stats().num_rank_rows_free
     bench.registry.names = ("gone",)
-    await bench.leftovers.look()
+    await bench.leftovers.check()
     await until(lambda: bench.held() == {"kept"})
     assert bench.replica.thread.stats().num_rank_rows_free == num_free + 8
-    await bench.leftovers.look()
+    await bench.leftovers.check()
     assert bench.registry.asked[-1] == [DIGESTS["kept"]]
 
 
 async def test_a_replica_that_holds_nothing_asks_nobody(bench: Bench) -> None:
-    await bench.leftovers.look()
+    await bench.leftovers.check()
     assert bench.registry.asked == []
 
 
@@ -96,8 +96,8 @@ async def test_sequences_that_run_end_first(bench: Bench) -> None:
         await anext(frames)
         replica.service.submit("link", [fake_request("r", [1, 2], adapter=ADAPTERS["busy"], sampling=sampling)])
         await until(lambda: replica.backend.num_steps == 3)
-        await bench.leftovers.look()
-        await bench.leftovers.look()
+        await bench.leftovers.check()
+        await bench.leftovers.check()
         assert len(bench.registry.asked) == 1, "what is being freed is not asked for again"
         assert {item.digest for item in replica.thread.stats().residents} == {DIGESTS["busy"]}
         replica.backend.max_steps = None
@@ -114,7 +114,7 @@ async def test_sequences_that_run_end_first(bench: Bench) -> None:
 async def test_a_registry_in_trouble_frees_nothing_and_is_asked_again(
     bench: Bench, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(module, "LOOK_INTERVAL_S", 0.005)
+    monkeypatch.setattr(module, "CHECK_INTERVAL_S", 0.005)
     await bench.hold("kept", "gone")
     bench.registry.errors = [NotReady("it restarts"), AttributeError("no 'gone'"), NotReady("it restarts")]
     looking = asyncio.create_task(bench.leftovers.run())
@@ -136,6 +136,6 @@ async def test_an_engine_that_fails_takes_its_rows_along(bench: Bench) -> None:
         raise EngineFailure(f"it computes nothing more: {digest[:4]}")
 
     replica.service.drop_adapter = drop_adapter  # type: ignore[method-assign, assignment]
-    await bench.leftovers.look()
+    await bench.leftovers.check()
     await until(lambda: not bench.leftovers._dropping)
     assert bench.held() == {"gone"}

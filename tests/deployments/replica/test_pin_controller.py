@@ -84,7 +84,7 @@ async def test_what_is_pinned_comes_and_the_rest_waits_for_nobody(
     with caplog.at_level(logging.WARNING):
         for _ in range(3):
             bench.keeper.pin(pinned("slow", "broken", "a", "b"))
-            await until(lambda: bench.residents() == {"a", "b"} and set(bench.keeper._bringing) == {digest("slow")})
+            await until(lambda: bench.residents() == {"a", "b"} and set(bench.keeper._loading) == {digest("slow")})
     assert bench.fetches.count("slow") == 1, "it is on its way"
     assert bench.fetches.count("broken") == 3
     (record,) = caplog.records
@@ -101,7 +101,7 @@ async def test_what_is_unpinned_while_it_is_fetched_does_not_come(bench: Bench) 
     await until(lambda: bench.residents() == {"a"} and "slow" in bench.fetches)
     bench.keeper.pin(pinned("a"))
     bench.gate.set()
-    await until(lambda: not bench.keeper._bringing)
+    await until(lambda: not bench.keeper._loading)
     assert bench.residents() == {"a"}
     assert bench.brought == [digest("a")]
 
@@ -111,17 +111,17 @@ def digest(name: str) -> str:
 
 
 async def test_pins_are_followed_and_tried_again(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("app.deployments.replica.pin_controller.AGAIN_AFTER_S", 0.01)
+    monkeypatch.setattr("app.deployments.replica.pin_controller.RETRY_S", 0.01)
 
     async def no_news(*_: object) -> None:
         raise AssertionError("the test tells it")
 
     watched = LongPollValue(no_news, "replica", Pins())
     following = asyncio.create_task(bench.keeper.follow(watched))
-    watched.take(Version("life", 1), pinned("a", "broken"))
+    watched.apply(Version("life", 1), pinned("a", "broken"))
     await until(lambda: bench.residents() == {"a"} and bench.fetches.count("broken") > 2)
     assert bench.service.changed.is_set(), "placement is to hear where it is"
-    watched.take(Version("life", 2), pinned("b"))
+    watched.apply(Version("life", 2), pinned("b"))
     await until(lambda: bench.residents() >= {"b"} and bench.keeper._pinned == {digest("b")})
     assert not following.done()
     following.cancel()

@@ -84,7 +84,7 @@ class Bench:
     def replica(self) -> FakeReplica:
         return self.fleet.replicas["replica-0"]
 
-    def start(self, interval_s: float, *, tells_heads: bool = False) -> None:
+    def start(self, interval_s: float, *, reports_prefixes: bool = False) -> None:
         heard = self.listeners
         self.reports = StatusReporter(
             "replica-0",
@@ -93,11 +93,11 @@ class Bench:
             heard,
             heard,
             [heard],
-            telling=DeltaReporter(ORIGIN),
+            delta_reporter=DeltaReporter(ORIGIN),
             is_leaving=lambda: self.is_leaving,
             interval_s=interval_s,
             clock=time.monotonic,
-            tells_heads=tells_heads,
+            reports_prefixes=reports_prefixes,
         )
         self.running = asyncio.create_task(self.reports.run())
 
@@ -130,9 +130,9 @@ async def until(condition: Callable[[], bool]) -> None:
             await asyncio.sleep(0.002)
 
 
-@pytest.mark.parametrize("tells_heads", [True, False])
-async def test_placement_hears_what_prompts_began_with_if_it_wants_to(bench: Bench, *, tells_heads: bool) -> None:
-    bench.start(interval_s=0.001, tells_heads=tells_heads)
+@pytest.mark.parametrize("reports_prefixes", [True, False])
+async def test_placement_hears_what_prompts_began_with_if_it_wants_to(bench: Bench, *, reports_prefixes: bool) -> None:
+    bench.start(interval_s=0.001, reports_prefixes=reports_prefixes)
     request = fake_request("long", [index % 50 for index in range(200)])
     async for _ in bench.dispatcher.stream(request):
         pass
@@ -140,7 +140,7 @@ async def test_placement_hears_what_prompts_began_with_if_it_wants_to(bench: Ben
     count = len(heard)
     await until(lambda: len(heard) > count + 1)  # the last of them was begun after the answer's end
     told = {head.hex() for news in heard for head in news.cached_heads}
-    assert told == ({PrefixHasher("fake-base", LIMITS.block_size).of(request)} if tells_heads else set())
+    assert told == ({PrefixHasher("fake-base", LIMITS.block_size).of(request)} if reports_prefixes else set())
 
 
 async def test_placement_hears_where_an_adapter_is_before_its_interval_is_over(
@@ -275,7 +275,7 @@ async def test_placement_that_does_not_answer_delays_one_report_only(
 
 
 async def test_of_use_that_nobody_hears_the_newest_is_kept(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "MAX_UNTOLD", 2)
+    monkeypatch.setattr(module, "MAX_UNREPORTED", 2)
     bench.listeners.registry_error = NotReady("away")
     bench.start(interval_s=0.01)
     adapters = [fake_adapter(name, 8) for name in "abc"]
@@ -299,11 +299,11 @@ async def test_placement_is_told_what_tenants_were_served(bench: Bench) -> None:
     num_reports = len(bench.listeners.reports)
     await until(lambda: len(bench.listeners.reports) > num_reports + 2)
     assert not bench.listeners.reports[-1].served, "nothing has changed since"
-    assert bench.listeners.asked == [], "nobody waits"
+    assert bench.listeners.asked == [], "no tenant waits"
 
 
 async def test_where_tenants_wait_placement_is_asked_what_they_were_served_elsewhere(bench: Bench) -> None:
-    """What is new between two answers counts; what came while nobody was heard does not."""
+    """Service between two answers counts; service during an outage of placement does not."""
     heard: list[tuple[dict[str, float], bool]] = []
     engine = bench.replica.thread
     engine.service = lambda: TenantService({}, waiting)  # type: ignore[method-assign]

@@ -1,4 +1,4 @@
-"""Suspects are tried one at a time, and nobody is left waiting for a trial that is over."""
+"""Suspects are tried one at a time, and none is left waiting after a trial has ended."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.fakes import fake_request
 
 
 class Engine:
-    """Notes who enters; refuses whom it is told to refuse."""
+    """Records who enters; rejects the given requests."""
 
     def __init__(self) -> None:
         self.entered: list[str] = []
@@ -25,7 +25,7 @@ class Engine:
             self.entered.append(request_id)
             return request_id not in self.refused
 
-        self.trials.begin(replace(fake_request(request_id, [1]), num_failures=num_failures), enter)
+        self.trials.add(replace(fake_request(request_id, [1]), num_failures=num_failures), enter)
 
 
 def test_a_trial_ends_with_the_first_new_token() -> None:
@@ -34,15 +34,15 @@ def test_a_trial_ends_with_the_first_new_token() -> None:
         engine.try_(name)
     assert engine.entered == ["a"]
     assert engine.trials.num_waiting == 2
-    engine.trials.heard(TokenChunk("another", (1,)))
-    engine.trials.heard(TokenChunk("b", (1,)))
-    engine.trials.heard(TokenChunk("a"))
+    engine.trials.on_chunk(TokenChunk("another", (1,)))
+    engine.trials.on_chunk(TokenChunk("b", (1,)))
+    engine.trials.on_chunk(TokenChunk("a"))
     assert engine.trials.current == "a"
-    engine.trials.heard(TokenChunk("a", (1,)))
+    engine.trials.on_chunk(TokenChunk("a", (1,)))
     assert engine.trials.current == "b"
-    engine.trials.heard(TokenChunk("b", finish_reason="length"))
+    engine.trials.on_chunk(TokenChunk("b", finish_reason="length"))
     assert engine.entered == ["a", "b", "c"]
-    engine.trials.heard(TokenChunk("c", (1,)))
+    engine.trials.on_chunk(TokenChunk("c", (1,)))
     assert engine.trials.current is None
 
 
@@ -50,9 +50,9 @@ def test_who_got_on_between_two_failures_is_on_trial_to_the_end() -> None:
     engine = Engine()
     engine.try_("a", num_failures=2)
     engine.try_("b")
-    engine.trials.heard(TokenChunk("a", (1,)))
+    engine.trials.on_chunk(TokenChunk("a", (1,)))
     assert engine.trials.current == "a"
-    engine.trials.heard(TokenChunk("a", (1,), finish_reason="stop"))
+    engine.trials.on_chunk(TokenChunk("a", (1,), finish_reason="stop"))
     assert engine.trials.current == "b"
 
 
@@ -61,12 +61,12 @@ def test_who_is_aborted_or_refused_makes_room() -> None:
     engine.refused = {f"refused{i}" for i in range(3000)}
     for name in ("a", "b", *sorted(engine.refused), "c"):
         engine.try_(name)
-    engine.trials.forget("b")
+    engine.trials.remove("b")
     assert engine.entered == ["a"]
-    engine.trials.forget("a")
+    engine.trials.remove("a")
     assert engine.trials.current == "c"
     assert engine.entered == ["a", *sorted(engine.refused), "c"]
-    engine.trials.forget("c")
+    engine.trials.remove("c")
     assert (engine.trials.current, engine.trials.num_waiting) == (None, 0)
 
 

@@ -10,7 +10,7 @@ import pytest
 from app.deployments.registry.models import CatalogEntry
 from app.deployments.registry.pins import Pins
 from app.deployments.replica import warm_up as module
-from app.deployments.replica.warm_up import WarmUp, bring_adapters, first_pins, hottest_that_fit
+from app.deployments.replica.warm_up import WarmUp, hottest_that_fit, load_adapters, wait_for_pins
 from app.deployments.rpc.long_poll_client import LongPollValue
 from app.deployments.rpc.long_poll_host import Version
 from app.engine.adapters.adapter import LoraAdapter
@@ -69,12 +69,12 @@ def entry(max_rank: int, extra_bytes: int = 0) -> CatalogEntry:
 
 async def test_the_hot_set_is_resident_and_leaves_from_its_cold_end(bench: Bench) -> None:
     hot = [fake_adapter(name, 8) for name in "abcd"]
-    assert await bring_adapters(bench.thread, named(*hot)) == []
+    assert await load_adapters(bench.thread, named(*hot)) == []
     assert bench.residents() == {adapter.card.digest for adapter in hot}
     assert bench.thread.stats().num_running == bench.thread.stats().num_waiting == 0
     for coldest in reversed(range(1, 4)):
         newcomer = fake_adapter(f"new{coldest}", 8)
-        assert await bring_adapters(bench.thread, named(newcomer)) == []
+        assert await load_adapters(bench.thread, named(newcomer)) == []
         assert {adapter.card.digest for adapter in hot[:coldest]} <= bench.residents()
         assert hot[coldest].card.digest not in bench.residents()
 
@@ -112,26 +112,26 @@ async def test_adapters_that_no_longer_fit_are_left_out_with_the_reason(bench: B
     """What the registry remembers may be of a time when the settings were others."""
     engine, backend = bench.thread, bench.backend
     good, large, foreign = fake_adapter("good", 8), fake_adapter("large", 64), fake_adapter("f", 8, base_digest="old")
-    refused = dict(await bring_adapters(engine, named(large, foreign, good)))
+    refused = dict(await load_adapters(engine, named(large, foreign, good)))
     assert {ref.name: type(error) for ref, error in refused.items()} == {"a0": AdapterTooLarge, "a1": AdapterMismatch}
     assert "'a0' needs 64 rank rows" in str(refused[AdapterRef("a0", large.card.digest, "t")])
     assert bench.residents() == {good.card.digest}
     engine.pin_adapters([good.card.digest])
     wide = fake_adapter("wide", 32)
-    ((ref, error),) = await bring_adapters(engine, named(wide))
+    ((ref, error),) = await load_adapters(engine, named(wide))
     assert isinstance(error, NotReady)
     assert ref.digest == wide.card.digest
     backend.write_error = AdapterFormatError("a broken row")
-    ((_, error),) = await bring_adapters(engine, named(fake_adapter("broken", 8)))
+    ((_, error),) = await load_adapters(engine, named(fake_adapter("broken", 8)))
     assert error is backend.write_error
     backend.write_error = None
-    assert await bring_adapters(engine, named(fake_adapter("next", 8))) == []
+    assert await load_adapters(engine, named(fake_adapter("next", 8))) == []
 
 
 async def test_an_engine_that_fails_meanwhile_is_not_ready(bench: Bench) -> None:
     bench.backend.write_error = RuntimeError("the fake device is on fire")
     with pytest.raises(EngineFailure, match="on fire"):
-        await bring_adapters(bench.thread, named(fake_adapter("a", 8), fake_adapter("b", 8)))
+        await load_adapters(bench.thread, named(fake_adapter("a", 8), fake_adapter("b", 8)))
 
 
 class Sources:
@@ -172,7 +172,7 @@ async def test_what_is_pinned_comes_before_what_was_used_most_and_stays(bench: B
     read = await WarmUp(bench.thread, CONFIG, sources, sources).run(Pins((entry_of(pinned),)))
     assert read == [pinned, *hot[:3]], "the coldest has no room beside them"
     assert bench.residents() == {adapter.card.digest for adapter in read}
-    assert await bring_adapters(bench.thread, named(*(fake_adapter(f"new{index}", 8) for index in range(4)))) == []
+    assert await load_adapters(bench.thread, named(*(fake_adapter(f"new{index}", 8) for index in range(4)))) == []
     assert pinned.card.digest in bench.residents()
 
 
@@ -183,8 +183,8 @@ async def test_what_cannot_be_read_is_left_out(bench: Bench, caplog: pytest.LogC
     sources.endless.add(endless.card.digest)
     assert await WarmUp(bench.thread, CONFIG, sources, sources, timeout_s=0.05).run(Pins()) == [good]
     assert bench.residents() == {good.card.digest}
-    assert "cannot be read: no weights in it" in caplog.text
-    assert "was not read within 0.05 s" in caplog.text
+    assert "cannot fetch adapter an adapter: no weights in it" in caplog.text
+    assert "not fetched within 0.05 s" in caplog.text
 
 
 @pytest.mark.parametrize("error", [NotReady("the database is away"), ConfigError("is damaged"), TypeError("no such")])
@@ -216,13 +216,13 @@ class PinTable:
 async def test_pins_are_waited_for_while_the_registry_restarts_and_no_longer(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "REGISTRY_AWAY_S", 0.0)
+    monkeypatch.setattr(module, "REGISTRY_RETRY_S", 0.0)
     pins = Pins((entry(8),))
 
     async def found(*answers: Exception | Pins | None) -> Pins:
         table = PinTable(*answers)
         pinned: LongPollValue[Pins] = LongPollValue(table.watch_pins, "me", Pins())
-        await first_pins(table, pinned, "me")
+        await wait_for_pins(table, pinned, "me")
         return pinned.value
 
     assert await found(NotReady("it restarts"), NotReady("it restarts"), pins) == pins

@@ -11,7 +11,7 @@ from functools import partial
 import pytest
 
 from app.deployments.rpc.actor_unavailable import ActorUnavailable
-from app.deployments.rpc.background_tasks import LogOnce, SingleFlight, Tasks
+from app.deployments.rpc.background_tasks import LogOnce, SingleFlight, Tasks, wait_for_event
 from app.engine.errors import ConfigError, NotFound
 
 REQUEST: contextvars.ContextVar[str] = contextvars.ContextVar("REQUEST", default="none")
@@ -97,7 +97,7 @@ async def test_work_for_ever_is_begun_again_whatever_it_meets(
         async with asyncio.timeout(60):
             await lasts.wait()
     tasks.check()
-    assert [record.exc_info is not None for record in caplog.records] == [False, True], "each kind is told once"
+    assert [record.exc_info is not None for record in caplog.records] == [False, True], "each kind is logged once"
     await tasks.close()
 
 
@@ -128,11 +128,11 @@ def test_a_trouble_is_news_again_once_it_was_over(caplog: pytest.LogCaptureFixtu
     troubles = LogOnce("asking")
     with caplog.at_level(logging.WARNING):
         for _ in range(3):
-            troubles.met(ValueError("1"))
-        troubles.over()
-        troubles.met(ValueError("2"))
-        troubles.met(ActorUnavailable("away"))  # its absence is told by who called it
-    assert [record.getMessage()[-19:] for record in caplog.records] == [f"Error: {n}; trying again"[-19:] for n in "12"]
+            troubles.on_error(ValueError("1"))
+        troubles.on_recovery()
+        troubles.on_error(ValueError("2"))
+        troubles.on_error(ActorUnavailable("away"))  # logged by UnavailableLog
+    assert [record.getMessage()[-18:] for record in caplog.records] == [f"Error: {n}; retrying" for n in "12"]
 
 
 async def test_work_for_a_key_runs_once_at_a_time_however_many_ask() -> None:
@@ -149,5 +149,27 @@ async def test_work_for_a_key_runs_once_at_a_time_however_many_ask() -> None:
     assert ("a" in once, "c" in once, sorted(once)) == (True, False, ["a", "b"])
     assert await asyncio.gather(first, other) == [1, 1]
     assert list(once) == []
-    assert await once.task("a", lambda: work("a")) == 2, "what has ended is begun anew"
+    assert await once.task("a", lambda: work("a")) == 2, "a finished task is not reused"
     await tasks.close()
+
+
+@pytest.mark.parametrize("within_s", [60.0, 0.0, -1.0])
+async def test_an_event_that_is_set_has_come(within_s: float) -> None:
+    event = asyncio.Event()
+    event.set()
+    assert await wait_for_event(event, within_s)
+
+
+@pytest.mark.parametrize("within_s", [0.001, 0.0, -1.0])
+async def test_an_event_that_is_not_set_times_out(within_s: float) -> None:
+    assert not await wait_for_event(asyncio.Event(), within_s)
+
+
+async def test_a_cancelled_wait_ends_though_the_event_comes_with_it() -> None:
+    event = asyncio.Event()
+    waiting = asyncio.create_task(wait_for_event(event, 60.0))
+    await asyncio.sleep(0)
+    event.set()
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting

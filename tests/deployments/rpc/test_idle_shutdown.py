@@ -1,4 +1,4 @@
-"""An actor leaves when nobody has watched it for long enough, and not before."""
+"""An actor exits after it has had no watcher for long enough, and not before."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from app.deployments.rpc import idle_shutdown
-from app.deployments.rpc.idle_shutdown import PATIENCE_S, IdleShutdown
+from app.deployments.rpc.idle_shutdown import IDLE_TIMEOUT_S, IdleShutdown
 
 
 async def settle() -> None:
@@ -25,14 +25,14 @@ async def test_it_leaves_once_when_nobody_has_come_for_a_while(monkeypatch: pyte
 
     actor = IdleShutdown(leave, lambda: now_s)
     for _ in range(20):
-        actor.here()
+        actor.touch()
         await settle()
-        now_s += 0.9 * PATIENCE_S
+        now_s += 0.9 * IDLE_TIMEOUT_S
         await settle()
         assert not left
-    now_s += 0.2 * PATIENCE_S
+    now_s += 0.2 * IDLE_TIMEOUT_S
     await settle()
     assert left == 1
-    now_s += 10 * PATIENCE_S
+    now_s += 10 * IDLE_TIMEOUT_S
     await settle()
     assert left == 1

@@ -19,7 +19,7 @@ async def test_watchers_get_news_at_once_and_the_owner_knows_when_all_have_it() 
     waiting = asyncio.create_task(published.newer(version, "w", 60))
     await asyncio.sleep(0)
     published.publish("one")
-    settled = asyncio.create_task(published.settled(60))
+    settled = asyncio.create_task(published.wait_until_current(60))
     news = await waiting
     assert news is not None
     assert news[1] == "one"
@@ -29,7 +29,7 @@ async def test_watchers_get_news_at_once_and_the_owner_knows_when_all_have_it() 
     assert await settled
     following.cancel()
     published.publish("two")
-    assert not await published.settled(0.05), "a living watcher that does not ask holds it up"
+    assert not await published.wait_until_current(0.05), "a living watcher that does not ask holds it up"
 
 
 async def test_a_watcher_that_is_cancelled_as_news_come_is_cancelled() -> None:
@@ -82,7 +82,7 @@ class Copy:
 
 @pytest.mark.parametrize("seed", range(4))
 async def test_copies_of_a_table_become_equal_to_it(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(long_poll_host, "MAX_PAGE", 7)
+    monkeypatch.setattr(long_poll_host, "MAX_PAGE_ROWS", 7)
     draw, now_s = random.Random(seed), [0.0]
     table: LongPollTable[str, int] = LongPollTable(lambda: now_s[0])
     expected: dict[str, int] = {}
@@ -104,13 +104,13 @@ async def test_copies_of_a_table_become_equal_to_it(seed: int, monkeypatch: pyte
         await copy.catch_up(table)
         assert copy.rows == expected, copy.name
     assert copies[0].num_starts == 1, "who listens gets changes only"
-    assert copies[2].num_received <= 60 + 1000, "a new watcher is not told the whole past"
-    now_s[0] += 2 * long_poll_host.LATE_S  # nobody asks any more
-    assert await table.settled(60)
+    assert copies[2].num_received <= 60 + 1000, "a new watcher does not get the whole history"
+    now_s[0] += 2 * long_poll_host.WATCHER_GRACE_S  # no watcher polls any more
+    assert await table.wait_until_current(60)
 
 
 async def test_a_new_copy_is_completed_whatever_was_forgotten_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(long_poll_host, "MAX_PAGE", 100)
+    monkeypatch.setattr(long_poll_host, "MAX_PAGE_ROWS", 100)
     table: LongPollTable[str, int] = LongPollTable(stopped)
     old, new = Copy("old"), Copy("new")
     table.publish({f"k{index}": index for index in range(300)})
@@ -126,7 +126,7 @@ async def test_a_new_copy_is_completed_whatever_was_forgotten_before(monkeypatch
 
 @pytest.mark.parametrize("seed", range(6))
 async def test_removals_between_the_pages_of_a_copy_are_not_missed(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(long_poll_host, "MAX_PAGE", 7)
+    monkeypatch.setattr(long_poll_host, "MAX_PAGE_ROWS", 7)
     draw = random.Random(seed)
     table: LongPollTable[str, int] = LongPollTable(stopped)
     expected: dict[str, int] = {}
@@ -149,10 +149,10 @@ async def test_removals_between_the_pages_of_a_copy_are_not_missed(seed: int, mo
             if await copy.take_page(table, timeout_s=60.0):
                 assert copy.rows == expected, name
                 num_complete += 1
-                table._held.pop(name, None)  # it ends, and one that knows nothing begins
+                table._known.pop(name, None)  # it ends, and one that knows nothing begins
                 copies[name] = Copy(name)
             elif name == "silent":
-                table._held.pop(name, None)  # away for so long that it no longer counts
+                table._known.pop(name, None)  # away for so long that it no longer counts
     assert copies["often"].num_starts == 1
     assert num_floors > 3
     assert num_complete > 10
@@ -173,10 +173,10 @@ async def test_a_table_sends_changes_not_itself() -> None:
         assert changes is not None
         assert not changes.is_first
         num_pages += 1
-    assert num_pages == 20_000 / long_poll_host.MAX_PAGE
+    assert num_pages == 20_000 / long_poll_host.MAX_PAGE_ROWS
     waiting = asyncio.create_task(table.newer(version, "w", 60))
     await asyncio.sleep(0)
-    settled = asyncio.create_task(table.settled(60))
+    settled = asyncio.create_task(table.wait_until_current(60))
     table.publish({5: 1, 99_999: 2})
     after, changes = await waiting or (None, None)
     assert changes is not None
@@ -195,12 +195,12 @@ async def test_a_watcher_that_holds_another_life_of_the_owner_is_not_settled() -
     table: LongPollTable[str, int] = LongPollTable(time.monotonic)
     table.publish({"a": 1})
     assert await table.newer(Version("former", 7), "w", 60.0) is not None
-    assert not await table.settled(0.02)
+    assert not await table.wait_until_current(0.02)
     news = await table.newer(None, "w", 1.0)
     assert news is not None
     following = asyncio.create_task(table.newer(news[0], "w", 60.0))
     await asyncio.sleep(0)
-    assert await table.settled(60.0)
+    assert await table.wait_until_current(60.0)
     following.cancel()
 
 
@@ -208,7 +208,7 @@ async def test_nothing_is_settled_before_the_watchers_of_the_last_life_had_time_
     now_s = [0.0]
     table: LongPollTable[str, int] = LongPollTable(lambda: now_s[0], grace_s=2.0)
     table.publish({"a": 1})
-    settled = asyncio.create_task(table.settled(60.0))
+    settled = asyncio.create_task(table.wait_until_current(60.0))
     await asyncio.sleep(0.02)
     assert not settled.done()
     now_s[0] = 2.0
@@ -223,17 +223,17 @@ async def test_a_watcher_that_does_not_come_back_is_gone_within_a_second() -> No
     await asyncio.sleep(0)
     waiting.cancel()  # its process is gone
     table.publish({"a": 1})
-    settled = asyncio.create_task(table.settled(60.0))
+    settled = asyncio.create_task(table.wait_until_current(60.0))
     await asyncio.sleep(0.02)
     assert not settled.done(), "it may be busy"
-    now_s[0] = 1.0 + long_poll_host.LATE_S
+    now_s[0] = 1.0 + long_poll_host.WATCHER_GRACE_S
     assert await settled
 
 
 async def test_a_version_says_what_it_was_made_from() -> None:
     table: LongPollTable[int, int] = LongPollTable(time.monotonic, origin="database")
     table.revision = 5
-    table.publish(dict.fromkeys(range(long_poll_host.MAX_PAGE + 1), 0))
+    table.publish(dict.fromkeys(range(long_poll_host.MAX_PAGE_ROWS + 1), 0))
     part, _ = await table.newer(None, "w", 1.0) or (None, None)
     whole, _ = await table.newer(part, "w", 1.0) or (None, None)
     assert part is not None

@@ -16,7 +16,7 @@ from app.deployments.rpc.actor_unavailable import ActorUnavailable, UnavailableL
 from app.deployments.rpc.long_poll_client import LongPollValue
 from app.deployments.rpc.long_poll_host import Version
 from app.deployments.rpc.named_actor import FoundActor, get_object
-from app.deployments.rpc.wire_version import PROTOCOL
+from app.deployments.rpc.transport import PROTOCOL
 from app.engine.errors import ConfigError, NotReady
 from tests.deployments.scripted_actor import LOST, Scripted, raised
 
@@ -60,21 +60,21 @@ def test_an_absence_that_comes_back_at_once_is_the_same(caplog: pytest.LogCaptur
         return found
 
     with caplog.at_level(logging.INFO):
-        absence.over()
+        absence.on_recovery()
         now_s = 1.0
-        absence.met(ActorUnavailable("store is away"))
-        absence.met(ActorUnavailable("store is away"))
+        absence.on_error(ActorUnavailable("store is away"))
+        absence.on_error(ActorUnavailable("store is away"))
         now_s = 3.0
-        absence.over()
+        absence.on_recovery()
         assert lines() == ["store is away", "store answers again, after 2.0 s"]
-        absence.met(ActorUnavailable("store is away"))
-        absence.over()
+        absence.on_error(ActorUnavailable("store is away"))
+        absence.on_recovery()
         assert lines() == [], "a call that ended late"
-        absence.met(ActorUnavailable("store is away"))
+        absence.on_error(ActorUnavailable("store is away"))
         now_s = 11.0
-        absence.met(ActorUnavailable("store is away"))
+        absence.on_error(ActorUnavailable("store is away"))
         assert lines() == ["store is away"], "it goes on"
-        absence.over()
+        absence.on_recovery()
         assert lines() == ["store answers again, after 8.0 s"]
 
 
@@ -150,7 +150,7 @@ async def test_a_lost_object_is_said_to_be() -> None:
     ids=lambda error: type(getattr(error, "cause", error)).__name__,
 )
 async def test_a_follower_outlives_every_loss(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("app.deployments.rpc.long_poll_client.AWAY_S", 0.0)
+    monkeypatch.setattr("app.deployments.rpc.long_poll_client.RETRY_S", 0.0)
     news = [(Version("a life", number), str(number)) for number in range(3)]
     actor = Scripted(news[0], error, error, news[1], None, news[2])
     watched: LongPollValue[str] = LongPollValue(lambda *_: actor.ask(), "me", "")
@@ -164,7 +164,7 @@ async def test_a_follower_outlives_every_loss(error: Exception, monkeypatch: pyt
 
 
 async def test_a_follower_that_could_not_take_a_table_asks_for_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("app.deployments.rpc.long_poll_client.AWAY_S", 0.0)
+    monkeypatch.setattr("app.deployments.rpc.long_poll_client.RETRY_S", 0.0)
     asked: list[Version | None] = []
     taken = asyncio.Event()
 
@@ -174,8 +174,8 @@ async def test_a_follower_that_could_not_take_a_table_asks_for_the_whole(monkeyp
         return Version("a life", len(asked)), str(len(asked))
 
     class Clumsy(LongPollValue[str]):
-        def _take(self, version: Version, news: str) -> None:
-            super()._take(version, news)
+        def _apply(self, version: Version, news: str) -> None:
+            super()._apply(version, news)
             if news == "2":
                 raise ValueError("half of it is taken")
             if news == "3":

@@ -26,8 +26,8 @@ from app.deployments.rpc.ray_private import (
     READ_VERSION,
     AsgiIngress,
     ChoosingRouter,
+    redirect_error_messages,
     serve_ends_us,
-    take_error_messages,
 )
 
 ROOT = Path(__file__).parents[3]
@@ -68,7 +68,7 @@ def test_messages_of_errors_are_printed_by_the_function_that_is_replaced(monkeyp
     assert "print_to_stdstream(" in inspect.getsource(worker.listen_error_messages)
     monkeypatch.setattr(worker, "print_to_stdstream", worker.print_to_stdstream)
     taken: list[str] = []
-    take_error_messages(taken.extend)
+    redirect_error_messages(taken.extend)
     worker.print_to_stdstream({"lines": ["a worker died"], "is_err": True}, True)
     assert taken == ["a worker died"]
 

@@ -12,9 +12,8 @@ import pytest
 from app.deployments.rpc import frames as frames_module
 from app.deployments.rpc.frames import pack_frame
 from app.deployments.rpc.serve_transport import ServeTransport
-from app.deployments.rpc.transport import ReplicaUnreachable
+from app.deployments.rpc.transport import PROTOCOL, ReplicaUnreachable
 from app.deployments.rpc.uds_transport import FOLDER_VARIABLE
-from app.deployments.rpc.wire_version import PROTOCOL
 from app.engine.request import TokenChunk
 
 CHUNK = TokenChunk("a/1", (5,))
@@ -63,6 +62,6 @@ async def test_a_call_on_which_nothing_comes_is_cancelled(tmp_path: Path, monkey
     assert [await anext(frames), await anext(frames)] == [[], [CHUNK]]
     assert engines.asked == [("link", False, {"protocol": PROTOCOL, "target_replica_id": "replica"})]
     assert not engines.is_cancelled
-    with pytest.raises(ReplicaUnreachable, match="not even a heartbeat"):
+    with pytest.raises(ReplicaUnreachable, match="no heartbeat of the replica"):
         await anext(frames)
     assert engines.is_cancelled

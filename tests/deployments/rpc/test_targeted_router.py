@@ -70,9 +70,9 @@ async def test_what_ends_work_reaches_a_replica_that_drains(left: list[str]) -> 
 
 
 async def test_replicas_that_left_are_remembered_in_bounds_and_may_return(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(targeted_router, "MAX_LEFT", 2)
+    monkeypatch.setattr(targeted_router, "MAX_REMOVED", 2)
     steered = router("a", "b", "c")
     for listed in (["b", "c"], ["c"], [], ["b"]):
         steered.update_replicas([replica(unique_id) for unique_id in listed])
-    assert list(steered._left) == ["c"]
+    assert list(steered._removed) == ["c"]
     assert await chosen(steered, "submit", "b") == "b"

@@ -18,7 +18,7 @@ from app.deployments.rpc import frames as frames_module
 from app.deployments.rpc import uds_transport as frame_sockets
 from app.deployments.rpc.frames import FrameHub, unpack_frame
 from app.deployments.rpc.transport import EngineFailed, Frame, ReplicaUnreachable
-from app.deployments.rpc.uds_transport import FOLDER_VARIABLE, Connection, FrameSocket, connect, frames_beside
+from app.deployments.rpc.uds_transport import FOLDER_VARIABLE, Connection, FrameSocket, connect, frames_from_socket
 from app.engine.adapters.adapter import LoraAdapter
 from app.engine.adapters.card import AdapterRef
 from app.engine.request import GenerateRequest, SamplingParams, TokenChunk
@@ -47,7 +47,7 @@ async def opened(replica_id: str = "replica") -> AsyncIterator[FrameSocket]:
 
 async def frames_of(call: AsyncIterator[bytes], link_id: str = LINK) -> AsyncGenerator[Frame]:
     """What a transport yields."""
-    async with aclosing(frames_beside(call, link_id, await connected())) as items:
+    async with aclosing(frames_from_socket(call, link_id, await connected())) as items:
         async for item in items:
             yield unpack_frame(item)
 
@@ -122,10 +122,10 @@ async def test_an_end_comes_behind_the_last_frame_and_says_why() -> None:
 async def test_a_reader_that_is_behind_gets_frames_merged() -> None:
     hub, num_chunks = FrameHub(), 4000
     async with opened() as frame_socket:
-        call = frame_socket.carry(LINK, hub.frames(LINK, idle_s=0.5), lambda: hub.leave(LINK))
+        call = frame_socket.carry(LINK, hub.frames(LINK, idle_s=0.5), lambda: hub.close_link(LINK))
         reader = frames_of(call)
         assert await anext(reader) == []
-        hub.expect(LINK, "a/1")
+        hub.register(LINK, "a/1")
         for number in range(num_chunks):  # about 2 MB
             hub.deliver([TokenChunk("a/1", tuple(range(number, number + 100)))])
             await asyncio.sleep(0)
@@ -158,13 +158,13 @@ class _NoAdapters:
 
 
 async def test_requests_of_an_ingress_that_dies_are_aborted() -> None:
-    """Its connection ends; nobody closes the call, and no frame is due that could not be sent."""
+    """Its connection ends; the call stays open, and no frame is due that could not be sent."""
     service, engine = EngineService(_NoAdapters(), time.time, max_queued_requests=512, idle_s=60.0), _Engine()
     service.start(engine)
     async with opened() as frame_socket:
         call = service.packed_frames(LINK, frame_socket)
         connection = await connected()
-        reader = frames_beside(call, LINK, connection)
+        reader = frames_from_socket(call, LINK, connection)
         assert unpack_frame(await anext(reader)) == []
         waiting = asyncio.ensure_future(anext(reader))
         assert service.submit(LINK, [GenerateRequest("a/1", "t", (1, 2), SamplingParams())])
@@ -191,7 +191,7 @@ async def test_a_replica_that_dies_in_a_frame_ends_the_link_as_its_call_does() -
         writer.close()
 
     server = await asyncio.start_unix_server(half_a_frame, str(frame_sockets._path("replica")))
-    reader = frames_beside(call(), LINK, await connected())
+    reader = frames_from_socket(call(), LINK, await connected())
     assert [await anext(reader), await anext(reader)] == [b"attached", b"full"]
     with pytest.raises(ConnectionResetError, match="found dead"):
         await anext(reader)
@@ -214,9 +214,9 @@ async def test_a_replica_that_hangs_is_given_up_though_its_connection_stands(mon
         ended.set()
 
     server = await asyncio.start_unix_server(hangs, str(frame_sockets._path("replica")))
-    reader = frames_beside(call(), LINK, await connected())
+    reader = frames_from_socket(call(), LINK, await connected())
     assert [await anext(reader), await anext(reader)] == [b"attached", b"full"]
-    with pytest.raises(ReplicaUnreachable, match="not even a heartbeat"):
+    with pytest.raises(ReplicaUnreachable, match="no heartbeat of the replica"):
         await anext(reader)
     async with asyncio.timeout(60):
         await ended.wait()
@@ -240,7 +240,7 @@ async def test_a_link_ends_though_only_half_of_it_does(monkeypatch: pytest.Monke
         writer.close()
 
     server = await asyncio.start_unix_server(greet, str(frame_sockets._path("replica")))
-    reader = frames_beside(call(), LINK, await connected())
+    reader = frames_from_socket(call(), LINK, await connected())
     assert await anext(reader) == b"attached"
     with pytest.raises(ReplicaUnreachable if ends_first == "connection" else StopAsyncIteration):
         await anext(reader)
@@ -259,7 +259,7 @@ async def test_a_connection_that_nobody_expects_is_closed() -> None:
 
 
 async def test_without_a_greeting_the_call_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(frame_sockets, "GREETING_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(frame_sockets, "CONNECT_TIMEOUT_S", 0.1)
     hub = FrameHub()
     async with opened() as frame_socket:
         call = frame_socket.carry(LINK, hub.frames(LINK, idle_s=60.0), unheard)
@@ -271,7 +271,7 @@ async def test_without_a_greeting_the_call_ends(monkeypatch: pytest.MonkeyPatch)
 async def test_a_replica_elsewhere_is_reached_through_its_call_only(folder: Path) -> None:
     assert await connect("replica") is None
     async with opened():
-        assert [path.name for path in folder.iterdir()] == [f"replica{frame_sockets._ending()}"]
+        assert [path.name for path in folder.iterdir()] == [f"replica{frame_sockets._suffix()}"]
     assert list(folder.iterdir()) == []
     assert await connect("replica") is None
 
@@ -279,7 +279,7 @@ async def test_a_replica_elsewhere_is_reached_through_its_call_only(folder: Path
 async def test_sockets_of_the_dead_are_removed_and_those_of_the_living_stay(folder: Path) -> None:
     async with opened("living"):
         dead = socket.socket(socket.AF_UNIX)
-        ending = frame_sockets._ending()
+        ending = frame_sockets._suffix()
         dead.bind(str(folder / f"dead{ending}"))
         dead.close()
         async with opened("new"):
@@ -292,7 +292,7 @@ async def test_sockets_of_the_dead_are_removed_and_those_of_the_living_stay(fold
 async def test_sockets_of_other_machines_are_left_alone(
     folder: Path, has_boot_id: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On storage that machines share nobody here listens on them, and they live."""
+    """On storage shared by machines, sockets of other machines have no listener here and must stay."""
     boot_id = tmp_path / "boot_id"
     monkeypatch.setattr(frame_sockets, "_BOOT_ID", boot_id)
     folder.mkdir(mode=0o700)
@@ -300,7 +300,7 @@ async def test_sockets_of_other_machines_are_left_alone(
         monkeypatch.setattr(frame_sockets.platform, "node", lambda machine=machine: machine)
         if has_boot_id:
             boot_id.write_text(f"{machine}-4a5b")
-        assert frame_sockets._ending() == f".{machine}.sock"
+        assert frame_sockets._suffix() == f".{machine}.sock"
         with socket.socket(socket.AF_UNIX) as nobody_listens:
             nobody_listens.bind(str(folder / f"replica.{machine}.sock"))
     async with opened("new"):

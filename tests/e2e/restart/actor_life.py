@@ -14,7 +14,7 @@ from app.deployments.rpc import idle_shutdown
 from app.deployments.rpc.actor_unavailable import ActorUnavailable
 from app.deployments.rpc.long_poll_host import Version
 from app.deployments.rpc.named_actor import NAMESPACE, NamedActor
-from app.deployments.rpc.wire_version import PROTOCOL
+from app.deployments.rpc.transport import PROTOCOL
 
 NAME = "a-named-actor"
 
@@ -27,7 +27,7 @@ class Impatient(PlacementActor):
         super().__init__(config_json)
 
     async def lose_patience(self) -> None:
-        idle_shutdown.PATIENCE_S = 0.5
+        idle_shutdown.IDLE_TIMEOUT_S = 0.5
 
     async def pid(self) -> int:
         return os.getpid()

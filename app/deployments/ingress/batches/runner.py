@@ -31,8 +31,7 @@ from app.deployments.ingress.batches.batch_file import (
 from app.deployments.ingress.principal import Principal
 from app.deployments.object_storage.models import Batch, BatchStatus, LeaseLost, LineResult
 from app.deployments.object_storage.service import StorageService
-from app.deployments.rpc.background_tasks import Tasks, backoff_s
-from app.deployments.rpc.wait_for_event import wait_for_event
+from app.deployments.rpc.background_tasks import Tasks, backoff_s, wait_for_event
 from app.deployments.tenancy.quota.limits import LimitReached
 from app.engine.errors import (
     AdapterQuarantined,

@@ -1,1 +1,1 @@
-"""From a request in token ids to its tokens: placement, connections to replicas, retries."""
+"""Dispatch: placement of requests in token ids on replicas, connections, retries."""

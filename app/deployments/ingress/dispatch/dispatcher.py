@@ -1,10 +1,9 @@
-"""From a request to its tokens, whichever replica computes them.
+"""Dispatcher: a request in, its tokens out, whichever replica computes them.
 
-In: `GenerateRequest`s. Out: `TokenChunk`s, in order, each token exactly once. The way down is batcher, assigner, links,
-transport; chunks come up through the stream's inbox. A stream whose replica is lost is attempted again from the tokens
-that were received, so a caller never notices which replica answers; one that a replica has no room for goes on to
-another. Rule: what waits for an adapter is counted and bounded before anything is done for it. A caller that leaves
-(disconnect, stop string, timeout: all the same here) aborts its sequence. Ray, HTTP and text are not known here.
+Each token is delivered exactly once, in order. Requests go down through batcher, router, connections and transport;
+chunks come back through the stream's inbox. A stream that loses its replica is attempted again from the tokens received
+so far; one that its replica has no room for goes to another. A caller that leaves (disconnect, stop string, timeout)
+aborts its sequence. Ray, HTTP and text are unknown here.
 """
 
 from __future__ import annotations
@@ -21,15 +20,15 @@ from app.deployments.ingress.dispatch.stream import Stream
 from app.engine.errors import PolyloraError
 from app.engine.request import GenerateRequest, RequestUsage, TokenChunk
 
-#: (request, what was consumed): a request has ended (`UsageRecorder.ended`).
+#: (request, its usage), called when a request has ended (`UsageRecorder.ended`).
 CountEnded = Callable[[GenerateRequest, RequestUsage], None]
 
 
 class Batcher(Protocol):
-    """Where streams wait to be given to replicas together (`ServeBatcher`)."""
+    """Gathers streams so that they are routed together (`ServeBatcher`)."""
 
     async def assign(self, stream: Stream) -> None:
-        """Give a stream to a replica, among others; why none takes it comes through the stream's inbox."""
+        """Route a stream, among others; a failure arrives in the stream's inbox."""
         ...
 
 
@@ -37,48 +36,48 @@ class Dispatcher:
     """All streams of one ingress process, on one event loop."""
 
     def __init__(
-        self, batcher: Batcher, links: ReplicaConnections, cold: ColdStartLimiter, count: CountEnded | None = None
+        self, batcher: Batcher, connections: ReplicaConnections, cold: ColdStartLimiter, count: CountEnded | None = None
     ) -> None:
-        """`count` is told what replicas have computed that died, of requests that no other goes on with."""
+        """`count` records usage computed by dead replicas for requests that no other replica continues."""
         self._count = count
         self._batcher = batcher
-        self.links = links
+        self.connections = connections
         self.cold = cold
 
     async def stream(self, request: GenerateRequest, deadline_s: float = math.inf) -> AsyncGenerator[TokenChunk]:
         """Chunks of one request; the last one has a finish reason.
 
         Raises NotReady, QueueFull, EngineFailure, DeadlineExceeded. Closing the generator aborts the sequence.
-        `deadline_s` is a time of the event loop's clock.
+        `deadline_s` is on the event loop's clock.
         """
         stream = Stream(request, deadline_s)
         self.cold.enter(stream)
-        alarm = None
+        timer = None
         if deadline_s < math.inf:
-            alarm = asyncio.get_running_loop().call_at(deadline_s, stream.inbox.put, stream.late())
+            timer = asyncio.get_running_loop().call_at(deadline_s, stream.inbox.put, stream.deadline_error())
         try:
             await self._attempt(stream)
             while not stream.closed:
                 item = await stream.inbox.get()
                 if isinstance(item, TokenChunk):
                     self.cold.leave(stream)
-                    stream.take_chunk(item)
+                    stream.on_chunk(item)
                     yield item
                 elif isinstance(item, PolyloraError):
                     raise item
-                elif stream.take_loss(item):
+                elif stream.on_loss(item):
                     await self._attempt(stream)
         finally:
             self.cold.leave(stream)
-            if alarm is not None:
-                alarm.cancel()
-            if (unclaimed := stream.unclaimed()) is not None and self._count is not None:
-                self._count(replace(request, num_charged=stream.num_charged), unclaimed)
-            self.links.end(stream)
+            if timer is not None:
+                timer.cancel()
+            if (unbilled := stream.unbilled_usage()) is not None and self._count is not None:
+                self._count(replace(request, num_charged=stream.num_charged), unbilled)
+            self.connections.end(stream)
 
     async def close(self) -> None:
-        """Stop reading; streams that are still open are left to their callers."""
-        await self.links.close()
+        """Stop reading; open streams are left to their callers."""
+        await self.connections.close()
 
     async def _attempt(self, stream: Stream) -> None:
         stream.begin_attempt()
@@ -86,4 +85,4 @@ class Dispatcher:
             async with asyncio.timeout_at(stream.deadline_s if stream.deadline_s < math.inf else None):
                 await self._batcher.assign(stream)
         except TimeoutError:
-            raise stream.late() from None
+            raise stream.deadline_error() from None

@@ -1,7 +1,6 @@
-"""One client request as it runs: its sequences, and their answers whole or as a merged stream.
+"""One client request in progress: its sequences, and their answers, complete or as a merged stream.
 
-In: requests that are ready for the engine, and where their tokens come from. Out: `SequenceOutput`s, or pieces of text as they
-come. Rule: a job whose reader leaves, or one of whose sequences fails, ends all its sequences.
+When the reader leaves or one sequence fails, all sequences of the task end.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from app.engine.spec_decode.ngram_proposer import num_predicted
 
 @dataclass(slots=True)
 class SequenceOutput:
-    """One sequence's whole answer, gathered from its deltas."""
+    """One sequence's complete answer."""
 
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
@@ -41,7 +40,7 @@ class SequenceOutput:
 
 
 class PredictionUsage(NamedTuple):
-    """Tokens of a prediction: those that the answer has where the prediction had them, and the others."""
+    """Predicted tokens that occur in the answer at their place, and the others."""
 
     num_accepted: int
     num_rejected: int
@@ -49,23 +48,23 @@ class PredictionUsage(NamedTuple):
 
 @dataclass(slots=True)
 class Progress:
-    """When the first text of a job's first answer was there (Unix time), and what each sequence has cost so far.
+    """Unix time of the task's first text, and each sequence's usage so far.
 
-    `foretold`: of each answer that has ended and was predicted.
+    `predictions`: by sequence, once a predicted answer has ended.
     """
 
     first_s: float | None = None
     usages: dict[int, Usage] = field(default_factory=dict)
-    foretold: dict[int, PredictionUsage] = field(default_factory=dict)
+    predictions: dict[int, PredictionUsage] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class GenerationTask:
     """The sequences of one client request: `num_per_prompt` (n) for each prompt, in order.
 
-    `deadline_s` is a time of the event loop's clock; `clock` gives Unix time. `reservation` is what the job holds
-    of its caller's limits. `tools`: how answers call tools, if they may. `echoes`: what each answer begins with, or ().
-    `decision`: how the service has chosen the adapter, if it was to. `keeps_end`: answers keep their ending token.
+    `deadline_s` is on the event loop's clock; `clock` gives Unix time. `reservation` holds quota of the caller.
+    `tools`: how answers call tools, if they may. `echoes`: the text that each answer repeats first, or (). `decision`:
+    the routing decision of `model: "auto"`. `keeps_end`: answers keep their stop token.
     """
 
     request_id: str
@@ -75,7 +74,7 @@ class GenerationTask:
     stops: tuple[str, ...]
     num_per_prompt: int
     deadline_s: float
-    source: Dispatcher
+    dispatcher: Dispatcher
     new_decoder: Callable[[], Decoder]
     clock: Callable[[], float]
     progress: Progress = field(default_factory=Progress)
@@ -86,25 +85,25 @@ class GenerationTask:
 
     @property
     def usages(self) -> list[Usage | None]:
-        """What each sequence has cost so far; None before its first token."""
+        """Each sequence's usage so far; None before its first token."""
         return [self.progress.usages.get(index) for index in range(len(self.requests))]
 
     async def answers(self) -> list[SequenceOutput]:
-        """All answers, whole. One failure ends all sequences of the request."""
+        """All answers, complete. One failure ends all sequences."""
         answers = [SequenceOutput() for _ in self.requests]
         async for index, delta in self.deltas():
             answers[index].add(delta)
         return answers
 
     def deltas(self) -> AsyncGenerator[tuple[int, TextDelta]]:
-        """(sequence index, delta) as they come. Closing the generator aborts what still runs.
+        """(sequence index, delta) as they arrive. Closing the generator aborts what still runs.
 
-        Raises what a sequence raises, DeadlineExceeded among it.
+        Raises any sequence's error, including DeadlineExceeded.
         """
-        return self._sequence(0) if len(self.requests) == 1 else self._merged()
+        return self._sequence_deltas(0) if len(self.requests) == 1 else self._merge()
 
-    async def _sequence(self, index: int) -> AsyncGenerator[tuple[int, TextDelta]]:
-        chunks = self.source.stream(self.requests[index], self.deadline_s)
+    async def _sequence_deltas(self, index: int) -> AsyncGenerator[tuple[int, TextDelta]]:
+        chunks = self.dispatcher.stream(self.requests[index], self.deadline_s)
         echo = self.echoes[index] if self.echoes else ""
         prediction = self.requests[index].prediction_ids
         answered: list[int] = []
@@ -119,12 +118,12 @@ class GenerationTask:
                     answered += delta.token_ids
                     if delta.finish_reason is not None:
                         num_accepted = num_predicted(answered, prediction)
-                        self.progress.foretold[index] = PredictionUsage(num_accepted, len(prediction) - num_accepted)
+                        self.progress.predictions[index] = PredictionUsage(num_accepted, len(prediction) - num_accepted)
                 yield index, replace(delta, text=echo + delta.text) if echo else delta
                 echo = ""
 
-    async def _merged(self) -> AsyncGenerator[tuple[int, TextDelta]]:
-        """Several sequences: a task each, because whichever has something is next."""
+    async def _merge(self) -> AsyncGenerator[tuple[int, TextDelta]]:
+        """Several sequences, each in a task of its own, merged in the order of arrival."""
         queue: asyncio.Queue[tuple[int, TextDelta] | Exception] = asyncio.Queue()
         tasks = [asyncio.create_task(self._run(index, queue)) for index in range(len(self.requests))]
         num_open = len(tasks)
@@ -142,7 +141,7 @@ class GenerationTask:
 
     async def _run(self, index: int, queue: asyncio.Queue[tuple[int, TextDelta] | Exception]) -> None:
         try:
-            async for item in self._sequence(index):
+            async for item in self._sequence_deltas(index):
                 queue.put_nowait(item)
         except Exception as error:
-            queue.put_nowait(error)  # raised by whoever reads the job
+            queue.put_nowait(error)  # raised by `_merge`

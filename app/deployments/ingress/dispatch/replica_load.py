@@ -1,8 +1,7 @@
-"""How loaded each replica is, as one ingress knows it without asking.
+"""Replica load as one ingress knows it: the last report, plus this ingress's own changes since that report.
 
-In: what replicas have reported, and what this ingress gives them and gets back. Out: a number per replica: what it last
-reported, and what this ingress alone has changed since the moment in which it said so. Rule: no request is counted
-twice or missed for long, so several ingresses do not all take the same replica for the idle one.
+Counting changes since the moment of the report avoids counting a request twice, or missing it for long; otherwise
+several ingresses would all choose the same idle replica.
 """
 
 from __future__ import annotations
@@ -13,22 +12,23 @@ from dataclasses import dataclass, field
 
 from app.deployments.placement.messages import ReplicaLoad
 
-#: Changes are remembered for this long: a report that is older counts as if it were of that time.
-MEMORY_S = 30.0
+#: Changes are remembered for this long. An older report counts as if it had been made then.
+MAX_CHANGE_AGE_S = 30.0
 
 
 @dataclass(slots=True)
 class _Replica:
-    """One replica: our requests on it now; how many it reported, and of ours there were then; our changes since."""
+    """Our requests on a replica now, its reported number, our requests at the time of that report, and our changes
+    since."""
 
     num_own: int = 0
     num_reported: int = 0
-    num_own_then: int = 0
-    changes: deque[tuple[float, int]] = field(default_factory=deque)  # (when, by how many)
+    num_own_at_report: int = 0
+    changes: deque[tuple[float, int]] = field(default_factory=deque)  # (time, difference)
 
 
 class ReplicaLoadTracker:
-    """One per ingress. `clock` gives seconds and never goes back."""
+    """One per ingress. `clock` gives seconds that never go back."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -36,43 +36,43 @@ class ReplicaLoadTracker:
 
     @property
     def own(self) -> dict[str, int]:
-        """Our requests per replica; replicas without any are left out."""
+        """Our requests per replica, without zeros."""
         return {replica_id: replica.num_own for replica_id, replica in self._replicas.items() if replica.num_own}
 
-    def of(self, replica_id: str) -> int:
-        """Requests that a replica has now, as far as this process can know; never fewer than its own."""
+    def num_requests(self, replica_id: str) -> int:
+        """Estimated requests on a replica; never fewer than our own."""
         replica = self._replicas.get(replica_id)
         if replica is None:
             return 0
-        return replica.num_own + max(0, replica.num_reported - replica.num_own_then)
+        return replica.num_own + max(0, replica.num_reported - replica.num_own_at_report)
 
-    def change(self, replica_id: str, by: int) -> None:
-        """So many requests of ours have gone to a replica, or (less than 0) have left it."""
+    def add(self, replica_id: str, by: int) -> None:
+        """Add `by` of our requests to a replica (negative when they leave)."""
         replica = self._replicas.setdefault(replica_id, _Replica())
         replica.num_own += by
         now_s = self._clock()
         replica.changes.append((now_s, by))
-        _pass(replica, now_s - MEMORY_S)
+        _fold_changes(replica, now_s - MAX_CHANGE_AGE_S)
 
-    def take(self, rows: Mapping[str, ReplicaLoad | None], now_s: float) -> None:
-        """Reports, with the time at which they were sent on by the clock that they are dated with; None: it is gone."""
+    def apply_reports(self, rows: Mapping[str, ReplicaLoad | None], now_s: float) -> None:
+        """Apply reports; `now_s` is the sender's clock when it sent them. None: the replica is gone."""
         ahead_s = self._clock() - now_s
         for replica_id, row in rows.items():
             replica = self._replicas.setdefault(replica_id, _Replica())
             if row is None:
                 replica.num_reported = 0
             else:
-                replica.num_reported, said_s = row
-                _pass(replica, said_s + ahead_s)
+                replica.num_reported, reported_s = row
+                _fold_changes(replica, reported_s + ahead_s)
 
-    def keep(self, replica_ids: Collection[str]) -> None:
+    def retain(self, replica_ids: Collection[str]) -> None:
         """Forget replicas that are not among these and have none of our requests."""
         self._replicas = {
             each: replica for each, replica in self._replicas.items() if replica.num_own or each in replica_ids
         }
 
 
-def _pass(replica: _Replica, until_s: float) -> None:
-    """Count changes up to a moment as having been there when it last reported."""
+def _fold_changes(replica: _Replica, until_s: float) -> None:
+    """Move changes up to `until_s` into the number at the last report."""
     while replica.changes and replica.changes[0][0] <= until_s:
-        replica.num_own_then += replica.changes.popleft()[1]
+        replica.num_own_at_report += replica.changes.popleft()[1]

@@ -1,9 +1,9 @@
-"""State of one request on its way to its tokens, over all attempts to compute it, and the link to its replica.
+"""State of one request over all attempts to compute it, and the connection to its replica.
 
-An attempt begins (`begin_attempt`), is taken by a link (`ReplicaConnection.take`) and ends with its last chunk, with a `Loss`, or
-because the replica has no room for it. Chunks and losses come through the stream's inbox, in order; whoever reads the
-inbox hands them back (`take_chunk`, `take_loss`). Every attempt is a new request to the engine, so nothing that an old
-replica still does can reach the stream. All of it is used on one event loop.
+An attempt begins with `begin_attempt`, is taken by a connection (`ReplicaConnection.take`), and ends with its last
+chunk, with a `Loss`, or because the replica is full. Chunks and losses arrive in the inbox, in order; its reader passes
+them to `on_chunk` and `on_loss`. Every attempt is a new request to the engine, so an old replica cannot affect the
+stream. Everything runs on one event loop.
 """
 
 from __future__ import annotations
@@ -23,34 +23,34 @@ from app.engine.request import GenerateRequest, RequestUsage, TokenChunk
 
 T = TypeVar("T")
 
-#: A request that was on this many replicas when they died is blamed for it. Replicas that were stopped do not count,
-#: nor do failed engines: which request is to blame for those is found out by the replica (`trials`).
+#: A request that was on this many replicas when they died is considered the cause. Stopped replicas do not count, nor
+#: do failed engines, whose replica isolates the cause itself (`suspect_isolation`).
 MAX_LOSSES = 4
 
 
 class Loss(Enum):
-    """Why an attempt at a stream came to nothing."""
+    """Why an attempt was lost."""
 
-    LINK_ENDED = auto()  # the replica lives, and bills what it has computed
-    READER_FAILED = auto()  # reading its frames raised an unexpected error; it lives and bills all the same
+    LINK_ENDED = auto()  # the replica is alive and records the usage
+    READER_FAILED = auto()  # a bug while reading frames; the replica is alive and records the usage
     REPLICA_DIED = auto()
     REPLICA_STOPPED = auto()  # it was draining, or its engine failed in a step without this stream
-    ENGINE_FAILED = auto()  # in a step that computed this stream
+    ENGINE_FAILED = auto()  # in a step with this stream
 
     @property
     def is_replica_death(self) -> bool:
-        """Whether the stream may be to blame. A reader that fails counts too, so that no stream is moved for ever."""
+        """Whether the stream may be the cause. READER_FAILED counts, so that no stream moves forever."""
         return self in (Loss.REPLICA_DIED, Loss.READER_FAILED)
 
     @property
     def is_billed(self) -> bool:
-        """Whether the replica bills what it has computed of the stream."""
+        """Whether the replica records the usage of this attempt."""
         return self in (Loss.LINK_ENDED, Loss.READER_FAILED)
 
 
 @dataclass(frozen=True, slots=True)
 class AttemptLost:
-    """Put in a stream's inbox in place of a chunk: there must be another attempt."""
+    """Inbox item: the attempt is lost, another one is needed."""
 
     attempt: int
     loss: Loss
@@ -58,7 +58,7 @@ class AttemptLost:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaFull:
-    """Put there in place of a chunk, too: a replica has no room for the request, and has computed nothing of it."""
+    """Inbox item: the replica has no room for the request and has computed nothing of it."""
 
     attempt: int
     replica_id: str
@@ -66,39 +66,40 @@ class ReplicaFull:
 
 
 class SingleReaderQueue(Generic[T]):
-    """An unbounded queue with one reader. An `asyncio.Queue`, which takes many readers, costs three times as much."""
+    """An unbounded queue with one reader. `asyncio.Queue`, which allows many readers, costs three times as much."""
 
-    __slots__ = ("_items", "_news")
+    __slots__ = ("_items", "_waiter")
 
     def __init__(self) -> None:
         self._items: deque[T] = deque()
-        self._news: asyncio.Future[None] | None = None
+        self._waiter: asyncio.Future[None] | None = None
 
     def __len__(self) -> int:
         return len(self._items)
 
     def put(self, item: T) -> None:
         self._items.append(item)
-        if self._news is not None and not self._news.done():  # done: its reader is on its way, or was cancelled
-            self._news.set_result(None)
+        if (
+            self._waiter is not None and not self._waiter.done()
+        ):  # done: the reader is already waking up, or was cancelled
+            self._waiter.set_result(None)
 
     async def get(self) -> T:
-        """Take the first item that is left; waits for one."""
+        """Remove and return the first item; waits for one."""
         while not self._items:
-            self._news = asyncio.get_running_loop().create_future()
-            await self._news
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
         return self._items.popleft()
 
 
 @dataclass(eq=False, slots=True)
 class Stream:
-    """One request on its way: where it is computed and what has arrived.
+    """One request: where it is computed and what has arrived.
 
-    `deadline_s` is a time of the event loop's clock. While `submitting` is set an abort would overtake the submission
-    of its own request, so it is held back. `refusals` says why each replica that was asked since the last loss has no
-    room. An error in the inbox ends the stream with it. `num_charged` of the tokens that were resumed or received are
-    counted by replicas that it has left; None: not even its prompt. `num_before` had been received when the present
-    attempt began.
+    `deadline_s` is on the event loop's clock. While `submitting` is set, an abort waits, because it could overtake its
+    own request's submission. `refusals`: why each replica tried since the last loss had no room. An error in the inbox
+    ends the stream. `num_charged`: of the resumed and received tokens, those whose usage earlier replicas have
+    recorded; None: not even the prompt. `num_before`: tokens received before the current attempt.
     """
 
     request: GenerateRequest
@@ -107,7 +108,7 @@ class Stream:
         default_factory=SingleReaderQueue
     )
     received: list[int] = field(default_factory=list)
-    link: ReplicaConnection | None = None
+    connection: ReplicaConnection | None = None
     attempt: int = 0
     num_losses: int = 0
     num_failures: int = 0
@@ -119,11 +120,11 @@ class Stream:
 
     @property
     def attempt_id(self) -> str:
-        """The request id that the engine knows this attempt by."""
+        """The engine's request id for this attempt."""
         return f"{self.request.request_id}/{self.attempt}"
 
     def attempt_request(self) -> GenerateRequest:
-        """The request as this attempt computes it: it goes on from the tokens that were received."""
+        """The request for this attempt: it resumes after the tokens received so far."""
         resume = (*self.request.resume_token_ids, *self.received)
         return replace(
             self.request,
@@ -134,20 +135,20 @@ class Stream:
         )
 
     def begin_attempt(self) -> None:
-        """Another attempt begins. Raises EngineFailure if too many replicas have died with the stream."""
+        """Start another attempt. Raises EngineFailure if too many replicas died with the stream."""
         if self.num_losses >= MAX_LOSSES:
             raise EngineFailure(
-                f"request {self.request.request_id} lost {MAX_LOSSES} replicas, which died with it; giving up on it"
+                f"request {self.request.request_id} was on {MAX_LOSSES} replicas when they died; giving up on it"
             )
         self.attempt += 1
 
-    def take_chunk(self, chunk: TokenChunk) -> None:
-        """The reader has a chunk from the inbox."""
+    def on_chunk(self, chunk: TokenChunk) -> None:
+        """Record a chunk that the reader took from the inbox."""
         self.received.extend(chunk.token_ids)
         self.closed = chunk.finish_reason is not None
 
-    def take_loss(self, item: AttemptLost | ReplicaFull) -> bool:
-        """The reader has this from the inbox. True if it ends the present attempt: then another one is due."""
+    def on_loss(self, item: AttemptLost | ReplicaFull) -> bool:
+        """Record a loss that the reader took from the inbox. Returns True if the current attempt is over."""
         if item.attempt != self.attempt:
             return False
         if isinstance(item, ReplicaFull):
@@ -161,33 +162,32 @@ class Stream:
         self.num_before = len(self.received)
         return True
 
-    def unclaimed(self) -> RequestUsage | None:
-        """What replicas that died have computed, of a stream that ends without another: nobody else counts it."""
+    def unbilled_usage(self) -> RequestUsage | None:
+        """Usage on dead replicas that no other replica will record; None if there is none."""
         num_tokens = len(self.request.resume_token_ids) + len(self.received) - (self.num_charged or 0)
-        if self.link is not None or self.num_before < len(self.received) or not num_tokens:
+        if self.connection is not None or self.num_before < len(self.received) or not num_tokens:
             return None
         return RequestUsage(len(self.request.token_ids) if self.num_charged is None else 0, 0, num_tokens)
 
-    def late(self) -> DeadlineExceeded:
-        """The error of a request whose time is over."""
+    def deadline_error(self) -> DeadlineExceeded:
         request_id = self.request.request_id
         return DeadlineExceeded(f"request {request_id} took longer than limits.request_timeout_s; it was aborted")
 
-    def leave_link(self) -> None:
-        """Expect nothing more of the present attempt."""
-        if self.link is not None:
-            if self.link.streams.pop(self.attempt_id, None) is not None:
-                self.link.count(-1)
-            self.link = None
+    def leave_connection(self) -> None:
+        """Detach from the current attempt's connection."""
+        if self.connection is not None:
+            if self.connection.streams.pop(self.attempt_id, None) is not None:
+                self.connection.count(-1)
+            self.connection = None
 
     def lose(self, attempt: int, loss: Loss) -> None:
-        """Ask for another attempt, unless one has begun since."""
+        """Request another attempt, unless one has begun since."""
         if self.attempt == attempt:
             self.inbox.put(AttemptLost(attempt, loss))
-            self.leave_link()
+            self.leave_connection()
 
     def lose_engine(self, failure: EngineFailed) -> None:
-        """The engine of the present attempt has failed: ask for another attempt, unless this request is to blame."""
+        """The current attempt's engine failed: request another attempt, unless this request is the cause."""
         if failure.culprit == self.attempt_id:
             self.fail(
                 EngineFailure(
@@ -200,18 +200,17 @@ class Stream:
             self.lose(self.attempt, Loss.ENGINE_FAILED if is_suspect else Loss.REPLICA_STOPPED)
 
     def fail(self, error: Exception) -> None:
-        """End the stream with an error."""
         self.inbox.put(TokenChunk(self.attempt_id, finish_reason="error", error=error))
-        self.leave_link()
+        self.leave_connection()
 
 
 @dataclass(eq=False, slots=True)
 class ReplicaConnection:
-    """The connection to one replica, and the streams that are computed there.
+    """The connection to one replica, and the streams computed there.
 
-    `settled` is set when it is known whether the replica has attached us: with the first frame, or when the link ends
-    before. A replica that is `draining` takes no new requests; sooner or later it is stopped. `count` is told of
-    streams that come (more than 0) and leave.
+    `settled` is set once it is known whether we are attached: with the first frame, or when the connection ends before
+    it. A `draining` replica takes no new requests and will be stopped. `count` is called with +1 and -1 for streams
+    that join and leave.
     """
 
     replica_id: str
@@ -223,19 +222,18 @@ class ReplicaConnection:
     draining: bool = False
     reader: asyncio.Task[None] | None = None
 
-    def attached(self) -> None:
-        """The first frame has come."""
+    def mark_attached(self) -> None:
         self.is_attached = True
         self.settled.set()
 
     def take(self, stream: Stream) -> None:
-        """Deliver the chunks of the stream's present attempt to it from now on."""
-        stream.link = self
+        """Deliver chunks of the stream's current attempt to it from now on."""
+        stream.connection = self
         self.streams[stream.attempt_id] = stream
         self.count(+1)
 
     def deliver(self, chunk: TokenChunk) -> None:
-        """Hand a chunk to its stream. A stream that was closed meanwhile is not here: its abort is on the way."""
+        """Pass a chunk to its stream. A closed stream is no longer here; its abort is on the way."""
         stream = self.streams.get(chunk.request_id)
         if stream is None:
             return
@@ -244,10 +242,10 @@ class ReplicaConnection:
         else:
             stream.inbox.put(chunk)
         if chunk.finish_reason is not None:
-            stream.leave_link()
+            stream.leave_connection()
 
     def lose_all(self, loss: Loss | EngineFailed) -> None:
-        """Ask for another attempt at every stream."""
+        """Request another attempt for every stream."""
         for stream in list(self.streams.values()):
             if isinstance(loss, EngineFailed):
                 stream.lose_engine(loss)

@@ -57,7 +57,7 @@ def make_app(service: IngressService, rules: HttpPolicy, *, log_requests: bool =
         generate_unique_id_function=operation_id,
     )
     # The last one added is the first that sees a request.
-    app.add_middleware(AuthMiddleware, gate=Authenticator(service.tenancy, rules))
+    app.add_middleware(AuthMiddleware, gate=Authenticator(service.accounting, rules))
     app.add_middleware(StripTrailingSlash)
     app.add_middleware(HeadAsGet)
     if rules.allowed_origins:
@@ -77,7 +77,7 @@ def make_app(service: IngressService, rules: HttpPolicy, *, log_requests: bool =
         path: str = getattr(request.scope.get("route"), "path", "/none")  # as declared: names are not filled in
         route = path.removeprefix("/v1").split("/")[1]
         service.observe(route, answer.status, getattr(request.state, "job", None))
-        headers = service.tenancy.headers(http_principal(request)) if isinstance(error, LimitReached) else {}
+        headers = service.accounting.headers(http_principal(request)) if isinstance(error, LimitReached) else {}
         body = body_told(answer, request.scope["path"])
         return JSONResponse(body, status_code=answer.status, headers=headers | answer.headers)
 

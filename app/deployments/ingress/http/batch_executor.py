@@ -1,7 +1,7 @@
 """A request of a batch, answered as its route answers it, without a connection.
 
 In: a route's path, a body, who asks. Out: the body of the answer. Rule: nothing is another request's: it goes through
-the same frontend, and is let in, limited, counted and metered as one that came over HTTP.
+the same preprocessor, and is let in, limited, counted and metered as one that came over HTTP.
 """
 
 from __future__ import annotations
@@ -58,25 +58,25 @@ class BatchExecutor:
     def _came(self, job: GenerationTask, *, is_passing: bool) -> None:
         """A line is one request, however often it is tried."""
         if is_passing:
-            self._service.tenancy.comes_again(job)
+            self._service.accounting.requeue(job)
         else:
-            self._service.tenancy.counting.came(job.requests[0])
+            self._service.accounting.usage_recorder.came(job.requests[0])
 
     async def _begun(self, endpoint: str, body: Mapping[str, Any], caller: Principal, request_id: str) -> _Begun:
-        frontend = self._service.frontend
+        preprocessor = self._service.preprocessor
         if endpoint == "/v1/chat/completions":
             chat = parse_body(ChatCompletionRequest, body)
-            return self._completion(chat, await frontend.chat(chat, caller, request_id))
+            return self._completion(chat, await preprocessor.chat(chat, caller, request_id))
         if endpoint == "/v1/completions":
             completion = parse_body(CompletionRequest, body)
-            return self._completion(completion, await frontend.completion(completion, caller, request_id))
+            return self._completion(completion, await preprocessor.completion(completion, caller, request_id))
         if endpoint == "/v1/embeddings":
             return await self._embedding(parse_body(EmbeddingsRequest, body), caller, request_id)
         return await self._response(parse_body(ResponsesRequest, body), caller, request_id)
 
     def _completion(self, body: ChatCompletionRequest | CompletionRequest, job: GenerationTask) -> _Begun:
         async def told() -> dict[str, Any]:
-            form = chat_serializer(self._service.frontend.text_model, body, job)
+            form = chat_serializer(self._service.preprocessor.text_model, body, job)
             return form.body(await job.answers(), job.num_per_prompt)
 
         return job, told
@@ -96,7 +96,7 @@ class BatchExecutor:
                 raise InvalidRequest(
                     f"{field} is not for requests of a batch, whose answers are its output", param=field
                 )
-        job = await self._service.frontend.chat(body.chat(), caller, request_id)
+        job = await self._service.preprocessor.chat(body.chat(), caller, request_id)
 
         async def told() -> dict[str, Any]:
             blocks, end = await finished(job)

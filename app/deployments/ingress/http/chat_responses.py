@@ -30,7 +30,7 @@ from app.engine.errors import InvalidRequest
 async def start_task(request: Request, service: IngressService, chat: ChatCompletionRequest) -> GenerationTask:
     """The job of a conversation. Raises what `RequestPreprocessor.chat` does, with fields as this route's clients call them."""
     try:
-        job = await service.frontend.chat(chat, inference_principal(request), request_id_of(request))
+        job = await service.preprocessor.chat(chat, inference_principal(request), request_id_of(request))
     except InvalidRequest as error:
         if request.url.path.endswith("/responses") and error.param is not None:
             error.param = _RESPONSES_NAMES.get(error.param, error.param)
@@ -50,7 +50,7 @@ _RESPONSES_NAMES = {
 def json_response(service: IngressService, job: GenerationTask, route: str, body: dict[str, Any]) -> Response:
     """A whole answer, counted."""
     service.observe(route, 200, job)
-    return JSONResponse(body, headers=adapter_header(job) | service.tenancy.headers(job.caller))
+    return JSONResponse(body, headers=adapter_header(job) | service.accounting.headers(job.caller))
 
 
 async def stream_response(
@@ -59,5 +59,5 @@ async def stream_response(
     """A stream; what is refused before its first event is raised."""
     with counted_if_cancelled(service, route, job):
         first = await first_event(request, events)
-    headers = adapter_header(job) | service.tenancy.headers(job.caller)
+    headers = adapter_header(job) | service.accounting.headers(job.caller)
     return EventStream(first, events, lambda status: service.observe(route, status, job), headers, b"", error_event)

@@ -48,7 +48,7 @@ class _BodyReader:
         if self.model.may_be_empty and _is_empty(request):
             return self.model()
         service: IngressService = request.app.state.service
-        return parse_body(self.model, await read_json(request, service.frontend.limits.max_body_bytes))
+        return parse_body(self.model, await read_json(request, service.preprocessor.limits.max_body_bytes))
 
 
 if TYPE_CHECKING:

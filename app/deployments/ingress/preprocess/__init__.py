@@ -1,1 +1,1 @@
-"""From a parsed body to token ids: names, chat templates, tools, grammars, adapters that are not loaded yet."""
+"""Preprocessing: parsed bodies to token ids. Names, chat templates, tools, grammars, adapters not loaded yet."""

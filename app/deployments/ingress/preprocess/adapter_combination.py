@@ -1,7 +1,7 @@
-"""Several adapters in one request: the names that a client lists become one derived adapter.
+"""Several adapters in one request: the named adapters become one derived adapter.
 
-In: names with weights, and a method. Out: a `Combination`, whose adapter the store makes and everything behind the
-ingress takes for one like any other. Rule: every part is an adapter that the caller may use; the base is none.
+The store makes the derived adapter; everything behind the ingress treats it like any other. Every part must be an
+adapter that the caller may use, not the base model.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from app.engine.adapters.combining.combination import (
 )
 from app.engine.errors import InvalidRequest
 
-#: A name's adapter; None for the base. Raises NotFound.
-Find = Callable[[str], AdapterRef | None]
+#: Name -> adapter; None for the base model. Raises NotFound.
+ResolveName = Callable[[str], AdapterRef | None]
 
 
 class ComposeBody(Body):
-    """What a registered composition is made of; the fields beside `adapters` as in PEFT's `add_weighted_adapter`."""
+    """The recipe of a registered combination; all fields but `adapters` as in PEFT's `add_weighted_adapter`."""
 
     adapters: Items[WeightedAdapter] = Field(min_length=1, max_length=MAX_PARTS)
     method: Method = "cat"
@@ -51,12 +51,16 @@ class ComposeBody(Body):
         return CombinationMethod(self.method, self.density, self.svd_rank, self.majority_sign_method, self.seed)
 
 
-def combined(adapters: Sequence[WeightedAdapter], find: Find, recipe: CombinationMethod | None = None) -> Combination:
-    """The weighted sum of these adapters, or what the recipe makes of them. Raises InvalidRequest, NotFound."""
+def combination_of(
+    adapters: Sequence[WeightedAdapter], resolve: ResolveName, recipe: CombinationMethod | None = None
+) -> Combination:
+    """The weighted sum of these adapters, or the recipe's combination. Raises InvalidRequest, NotFound."""
     parts = []
     for one in adapters:
-        ref = find(one.name)
+        ref = resolve(one.name)
         if ref is None:
-            raise InvalidRequest(f"{one.name[:80]!r} is the base, which has no weight; name adapters", param="adapters")
+            raise InvalidRequest(
+                f"{one.name[:80]!r} is the base model, which cannot be combined; name adapters", param="adapters"
+            )
         parts.append(CombinationPart(ref, one.weight))
     return composition_of(parts, recipe or CombinationMethod())

@@ -1,8 +1,8 @@
-"""What an ingress does with an adapter that a request names: it has the store read it ahead, and reads its card.
+"""Lookups about an adapter that a request names: prefetch into the store, activation, own chat text.
 
-An adapter that is on no device is read by the store while its request is tokenized and given to a replica. An adapter
-that was asked for a moment ago is not asked for again, and at most `MAX_EXPECTED` are read at a time: a replica asks
-for the others when it needs them.
+The store loads an adapter that is on no device while its request is still tokenized and routed. An adapter is not
+prefetched again within `PREFETCH_AGAIN_AFTER_S`, and at most `MAX_PREFETCHES` run at a time; replicas fetch the others
+when they need them.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from app.engine.errors import NotReady
 
 logger = logging.getLogger(__name__)
 
-#: An adapter that was asked for is not asked for again within this time.
-AGAIN_AFTER_S = 5.0
-#: Adapters that are read ahead at a time.
-MAX_EXPECTED = 256
-#: The store is told at most this often that an adapter will be asked for.
-EXPECTED_S = 1.0
+#: An adapter is not prefetched again within this time.
+PREFETCH_AGAIN_AFTER_S = 5.0
+#: Prefetches at a time.
+MAX_PREFETCHES = 256
+#: A prefetch occupies its place for at least this long.
+MIN_PREFETCH_S = 1.0
 
 
 class AdapterDirectory:
-    """One per ingress, over its copy of the registry and of placement's table. `clock` gives seconds."""
+    """One per ingress, over its copies of the registry and of placement's table. `clock` gives seconds."""
 
     def __init__(
         self, registry: RegistryView, placer: Placer, store: StoreService[SharedAdapter], clock: Callable[[], float]
@@ -40,34 +40,34 @@ class AdapterDirectory:
         self._placer = placer
         self._store = store
         self._clock = clock
-        self._asking: set[str] = set()  # digests that the store is being asked to read
-        self._asked_s: dict[str, float] = {}  # those that it was asked for, and when, in that order
+        self._prefetching: set[str] = set()  # digests
+        self._prefetched_s: dict[str, float] = {}  # digest -> when, oldest first
         self._tasks = Tasks()
 
-    def expect(self, ref: AdapterRef) -> None:
-        """A request with this adapter is on its way: have it read unless it is on a device.
+    def prefetch(self, ref: AdapterRef) -> None:
+        """Start loading a request's adapter unless it is on a device.
 
-        Whether one that is activated in the middle of a prompt is needed is known with the prompt's tokens.
+        An activated LoRA is skipped: whether a prompt needs it is known only with its tokens (`needs_adapter`).
         """
         if not self._placer.view.is_resident(ref.digest) and not self._registry.invocation(ref):
-            self._read_ahead(ref)
+            self._start_prefetch(ref)
 
-    def needed(self, ref: AdapterRef | None, prompts: Sequence[Sequence[int]]) -> list[bool]:
-        """For each prompt, in token ids, whether its answer needs the adapter (`app.engine.adapters.card`)."""
+    def needs_adapter(self, ref: AdapterRef | None, prompts: Sequence[Sequence[int]]) -> list[bool]:
+        """For each prompt in token ids, whether its answer needs the adapter (`app.engine.adapters.card`)."""
         if ref is None:
             return [False] * len(prompts)
         invocation = self._registry.invocation(ref)
         if not invocation:
             return [True] * len(prompts)
-        found = [is_activated(token_ids, invocation) for token_ids in prompts]
-        if any(found) and not self._placer.view.is_resident(ref.digest):
-            self._read_ahead(ref)
-        return found
+        is_needed = [is_activated(token_ids, invocation) for token_ids in prompts]
+        if any(is_needed) and not self._placer.view.is_resident(ref.digest):
+            self._start_prefetch(ref)
+        return is_needed
 
     def text(self, ref: AdapterRef | None) -> str:
-        """The chat template and special tokens that are the adapter's own (`AdapterCard.text`); "" for the base.
+        """The adapter's own chat template and special tokens (`AdapterCard.text`); "" for the base model.
 
-        Several at once have one between them, or the store refuses to combine them.
+        At most one part of a combination has its own; the store refuses others.
         """
         if ref is None:
             return ""
@@ -78,20 +78,24 @@ class AdapterDirectory:
     async def close(self) -> None:
         await self._tasks.close()
 
-    def _read_ahead(self, ref: AdapterRef) -> None:
+    def _start_prefetch(self, ref: AdapterRef) -> None:
         now_s = self._clock()
-        while self._asked_s and now_s - next(iter(self._asked_s.values())) >= AGAIN_AFTER_S:
-            del self._asked_s[next(iter(self._asked_s))]
-        if ref.digest not in self._asking and ref.digest not in self._asked_s and len(self._asking) < MAX_EXPECTED:
-            self._asking.add(ref.digest)
-            self._tasks.start(self._expect(ref))
+        while self._prefetched_s and now_s - next(iter(self._prefetched_s.values())) >= PREFETCH_AGAIN_AFTER_S:
+            del self._prefetched_s[next(iter(self._prefetched_s))]
+        if (
+            ref.digest not in self._prefetching
+            and ref.digest not in self._prefetched_s
+            and len(self._prefetching) < MAX_PREFETCHES
+        ):
+            self._prefetching.add(ref.digest)
+            self._tasks.start(self._prefetch(ref))
 
-    async def _expect(self, ref: AdapterRef) -> None:
+    async def _prefetch(self, ref: AdapterRef) -> None:
         try:
             await self._store.expect(ref)
-            await asyncio.sleep(EXPECTED_S)
+            await asyncio.sleep(MIN_PREFETCH_S)
         except NotReady as error:
-            logger.info("adapter %s is not read ahead: %s", ref.name, error)
+            logger.info("cannot prefetch adapter %s: %s", ref.name, error)
         finally:
-            self._asking.discard(ref.digest)
-            self._asked_s[ref.digest] = self._clock()
+            self._prefetching.discard(ref.digest)
+            self._prefetched_s[ref.digest] = self._clock()

@@ -1,9 +1,8 @@
-"""What a client means by a model's name: the base, an adapter, or several adapters at once.
+"""Resolution of `model`, `lora_path` and `adapters` to the base model, an adapter or a combination.
 
-In: `model`, `lora_path` and `adapters` of a request, and its caller. Out: an adapter reference, or None for the base.
-Rule: a name that there is not, another tenant's, and one that the caller may not use are the same 404 in the same
-words. Before a name is a 404 the store may know where its adapter is, and one that is registered and has not been read
-is read first (`LazyAdapterLoader`).
+A name that does not exist, another tenant's, and one that the caller may not use give the same 404 with the same
+message. Before a 404 the store's resolvers may find the adapter, and one that is registered but not loaded is loaded
+first (`LazyAdapterLoader`).
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Sequence
 
-from app.deployments.ingress.preprocess.adapter_combination import combined
+from app.deployments.ingress.preprocess.adapter_combination import combination_of
 from app.deployments.ingress.preprocess.adapter_directory import AdapterDirectory
 from app.deployments.ingress.preprocess.lazy_adapter_loader import LazyAdapterLoader
 from app.deployments.ingress.principal import Principal
@@ -23,8 +22,8 @@ from app.engine.adapters.combining.combination import Combination, CombinationMe
 from app.engine.errors import InvalidRequest, NotFound, NotReady
 
 
-class _Unread(Exception):
-    """A name means an adapter that nobody has read yet."""
+class _NeedsLoad(Exception):
+    """A name refers to a registered adapter that has not been loaded yet."""
 
     def __init__(self, ref: AdapterRef) -> None:
         super().__init__(ref.name)
@@ -35,14 +34,14 @@ class AdapterResolver:
     """One per ingress."""
 
     def __init__(
-        self, base_name: str, registry: RegistryView, names: AdapterDirectory, lazy_loader: LazyAdapterLoader
+        self, base_name: str, registry: RegistryView, directory: AdapterDirectory, lazy_loader: LazyAdapterLoader
     ) -> None:
         self._base_name = base_name
         self._registry = registry
-        self._names = names
+        self._directory = directory
         self._lazy_loader = lazy_loader
 
-    async def find(
+    async def resolve(
         self,
         model: str,
         caller: Principal,
@@ -50,28 +49,27 @@ class AdapterResolver:
         user: str | None = None,
         adapters: Sequence[WeightedAdapter] | None = None,
     ) -> AdapterRef | None:
-        """What a client means by `model` ("<base>", "<adapter>", "<base>:<adapter>"), `lora_path` and `adapters`.
+        """The adapter meant by `model` ("<base>", "<adapter>", "<base>:<adapter>"), `lora_path` and `adapters`; None is
+        the base model.
 
-        `lora_path` is a registered name or alias, never a path. An alias of several adapters sends equal users to
-        the same one, and a request without a user to any. `adapters` are several at once, on the base. None is the
-        base. Raises InvalidRequest, and NotFound in the same words for a name that there is not, another tenant's, and
-        one that the caller may not use; for a name that nobody has registered, and for one that is not read yet, what
-        `LazyAdapterLoader` raises.
+        `lora_path` is a registered name or alias, never a path. An alias of several adapters sends equal users to the
+        same one, and a request without a user to any. `adapters` are combined, on the base model. Raises
+        InvalidRequest, NotFound, and for names that are not registered or not loaded the errors of `LazyAdapterLoader`.
         """
         sticky_key = _sticky_key(user)
         try:
-            ref = await self._read(model, caller, lora_path, sticky_key, adapters)
+            ref = await self._resolve_loaded(model, caller, lora_path, sticky_key, adapters)
         except NotFound:
             chosen = self._chosen_name(model, lora_path)
             names = [one.name for one in adapters] if adapters is not None else [chosen] if chosen is not None else []
             if not await self._lazy_loader.register(names, caller):
                 raise
-            ref = await self._read(model, caller, lora_path, sticky_key, adapters)
+            ref = await self._resolve_loaded(model, caller, lora_path, sticky_key, adapters)
         if ref is not None:
-            self._names.expect(ref)
+            self._directory.prefetch(ref)
         return ref
 
-    def combined(
+    def combine(
         self,
         adapters: Sequence[WeightedAdapter],
         caller: Principal,
@@ -80,23 +78,23 @@ class AdapterResolver:
     ) -> Combination:
         """Several registered adapters that the caller may use, as one. Raises InvalidRequest, NotFound."""
         try:
-            return self._combined(adapters, caller, _sticky_key(user), recipe)
-        except _Unread as unread:
-            name = unread.ref.name
+            return self._combine(adapters, caller, _sticky_key(user), recipe)
+        except _NeedsLoad as not_loaded:
+            name = not_loaded.ref.name
             raise InvalidRequest(
-                f"adapter {name!r} is not read yet; load it first: POST /v1/loras/{name}/read", param="adapters"
+                f"adapter {name!r} is not loaded yet; load it first: POST /v1/loras/{name}/read", param="adapters"
             ) from None
 
-    def _combined(
+    def _combine(
         self,
         adapters: Sequence[WeightedAdapter],
         caller: Principal,
         sticky_key: str,
         recipe: CombinationMethod | None = None,
     ) -> Combination:
-        return combined(adapters, lambda name: self._named(name, caller, sticky_key, name), recipe)
+        return combination_of(adapters, lambda name: self._resolve_name(name, caller, sticky_key, name), recipe)
 
-    async def _read(
+    async def _resolve_loaded(
         self,
         model: str,
         caller: Principal,
@@ -104,19 +102,19 @@ class AdapterResolver:
         sticky_key: str,
         adapters: Sequence[WeightedAdapter] | None,
     ) -> AdapterRef | None:
-        """`_found`, once all that it names has been read."""
+        """`_resolve`, loading adapters until all named ones are loaded."""
         seen: set[tuple[str, str]] = set()
         while True:
             try:
-                return self._found(model, caller, lora_path, sticky_key, adapters)
-            except _Unread as unread:
-                ref = unread.ref
-            if (ref.tenant_id, ref.name) in seen:  # registered anew meanwhile, or this copy is behind
+                return self._resolve(model, caller, lora_path, sticky_key, adapters)
+            except _NeedsLoad as not_loaded:
+                ref = not_loaded.ref
+            if (ref.tenant_id, ref.name) in seen:  # registered again meanwhile, or this copy is behind
                 raise NotReady(f"adapter {ref.name!r} is being registered; send the request again", retry_after_s=1)
             seen.add((ref.tenant_id, ref.name))
             await self._lazy_loader.read(ref.name, ref.tenant_id, caller)
 
-    def _found(
+    def _resolve(
         self,
         model: str,
         caller: Principal,
@@ -127,20 +125,20 @@ class AdapterResolver:
         if adapters is not None:
             if model != self._base_name or lora_path is not None:
                 raise InvalidRequest(
-                    f"adapters lists all adapters of a request: let model be {self._base_name!r}, without a lora_path",
+                    f"a request with adapters must have model {self._base_name!r} and no lora_path",
                     param="adapters",
                 )
-            return self._combined(adapters, caller, sticky_key).ref(caller.tenant_id)
-        shown = model if lora_path is None else lora_path
+            return self._combine(adapters, caller, sticky_key).ref(caller.tenant_id)
+        shown_name = model if lora_path is None else lora_path
         chosen = self._chosen_name(model, lora_path)
         if chosen is not None:
-            return self._named(chosen, caller, sticky_key, shown)
+            return self._resolve_name(chosen, caller, sticky_key, shown_name)
         if caller.tenant.may_use(self._base_name):
             return None
-        raise _not_found(shown)
+        raise _not_found(shown_name)
 
     def _chosen_name(self, model: str, lora_path: str | None) -> str | None:
-        """The name of an adapter or alias; None: the base is meant. Raises InvalidRequest where two are named."""
+        """The name of an adapter or alias; None means the base model. Raises InvalidRequest for two different names."""
         if model == self._base_name:
             return lora_path
         base, colon, adapter_name = model.partition(":")
@@ -152,26 +150,27 @@ class AdapterResolver:
             )
         return chosen
 
-    def _named(self, name: str, caller: Principal, sticky_key: str, shown: str) -> AdapterRef | None:
-        """An adapter or alias; None is the base. `shown`: what the client has called it. Raises NotFound, _Unread."""
+    def _resolve_name(self, name: str, caller: Principal, sticky_key: str, shown_name: str) -> AdapterRef | None:
+        """An adapter or alias; None is the base model. `shown_name` is the client's spelling. Raises NotFound,
+        _NeedsLoad."""
         for owner_id in caller.owners(name):
             if self._registry.means_base(name, self._base_name, sticky_key, owner_id):
-                if not self._may_mean(None, owner_id, caller):
+                if not self._is_permitted(None, owner_id, caller):
                     break
                 return None
             if (ref := self._registry.resolve(name, sticky_key, owner_id)) is not None:
-                if not self._may_mean(ref, owner_id, caller):
+                if not self._is_permitted(ref, owner_id, caller):
                     break
                 if not ref.digest:
-                    raise _Unread(ref)
+                    raise _NeedsLoad(ref)
                 return ref
-        raise _not_found(shown)
+        raise _not_found(shown_name)
 
-    def _may_mean(self, ref: AdapterRef | None, owner_id: str, caller: Principal) -> bool:
-        """Whether a name that the caller may use may mean this for it; None is the base.
+    def _is_permitted(self, ref: AdapterRef | None, owner_id: str, caller: Principal) -> bool:
+        """Whether a name that the caller may use may refer to this adapter; None is the base model.
 
-        What is denied is denied under every name, and in every combination. Where names are allowed, an alias stands
-        for what its owner has made it stand for; but nobody lets itself use the base.
+        A deny list applies under every name and in every combination. With an allow list, an alias stands for whatever
+        its owner chose, but a tenant cannot grant itself the base model through its own alias.
         """
         tenant = caller.tenant
         if tenant.model_mode is None:
@@ -182,7 +181,7 @@ class AdapterResolver:
 
 
 def _sticky_key(user: str | None) -> str:
-    """Equal users are sent to the same one of an alias's adapters; without a user any."""
+    """Equal users get the same adapter of an alias; without a user any."""
     return secrets.token_hex(8) if user is None else f"user {user}"
 
 

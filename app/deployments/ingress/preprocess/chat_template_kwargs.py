@@ -1,7 +1,7 @@
-"""What a request tells its chat template beside the conversation (`chat_template_kwargs`, as vLLM and SGLang take it).
+"""`chat_template_kwargs`: variables a request passes to its chat template, as in vLLM and SGLang.
 
-In: names and JSON values. Out: the same, within bounds. Rule: a variable that the template does not ask for changes
-nothing. Which names are not a client's to set is for whoever knows the template (`app.engine.models.chat.chat_template`).
+Variables that the template does not use have no effect. Reserved names are checked by
+`app.engine.models.chat.chat_template`.
 """
 
 from __future__ import annotations
@@ -11,24 +11,21 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator
 
-#: Of a name.
-MAX_NAME_CHARS = 64
-#: Of all variables, as JSON.
-MAX_CHARS = 16_384
+#: Length of a name, and of all variables as JSON.
+MAX_NAME_CHARS, MAX_CHARS = 64, 16_384
 
 
-def _checked(variables: dict[str, Any]) -> dict[str, Any]:
-    """Raises ValueError."""
+def _check_variables(variables: dict[str, Any]) -> dict[str, Any]:
     for name in variables:
         if not (name.isascii() and name.isidentifier() and len(name) <= MAX_NAME_CHARS):
-            raise ValueError(f"{name[:40]!r} is no name of a template's variable")
+            raise ValueError(f"{name[:40]!r} is not a valid variable name")
     try:
         num_chars = len(json.dumps(variables))
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
     if num_chars > MAX_CHARS:
-        raise ValueError(f"it has {num_chars} characters as JSON; at most {MAX_CHARS} are taken")
+        raise ValueError(f"it has {num_chars} characters as JSON; the limit is {MAX_CHARS}")
     return variables
 
 
-TemplateVariables = Annotated[dict[str, Any], AfterValidator(_checked)]
+TemplateVariables = Annotated[dict[str, Any], AfterValidator(_check_variables)]

@@ -1,10 +1,10 @@
-"""Adapters that a request names before they can be used: found, registered and read by the store while it waits.
+"""Lazy loading: adapters that a request names before they are usable are registered and loaded while it waits.
 
-A name that nobody has registered is looked for among the names of the caller's own tenant, if the caller may use it
-and the configuration has resolvers. A registered adapter that was never read is read. All requests for a name wait for
-one call to the store. The number of waiting requests is bounded by `limits.max_pending_requests_per_adapter` and
-`limits.max_pending_cold_requests`, and each waits at most `limits.adapter_load_timeout_s`; `ColdStartLimiter` has the same
-limits for adapters that were read and are on no device.
+An unregistered name is looked up by the configured resolvers in the caller's own tenant, if the caller may use it. A
+registered adapter that was never loaded is loaded. All requests for a name share one call to the store.
+`limits.max_pending_requests_per_adapter` and `limits.max_pending_cold_requests` bound the waiting requests, and each
+waits at most `limits.adapter_load_timeout_s`; `ColdStartLimiter` applies the same limits to loaded adapters that are on
+no device.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from app.engine.errors import QueueFull
 K = TypeVar("K")
 T = TypeVar("T")
 
-#: Unregistered names that one ingress looks for at a time, for one tenant.
+#: Unregistered names that one ingress looks up at a time for one tenant.
 MAX_LOOKUPS_PER_TENANT = 16
 
 
@@ -49,24 +49,23 @@ class LazyAdapterLoader:
         self._waiting_reads: Counter[Key] = Counter()  # requests by name
 
     async def register(self, names: Iterable[str], caller: Principal) -> bool:
-        """Look for the names that nobody has registered; True if one of them can be used now.
+        """Look up the unregistered names; True if one of them is usable now.
 
-        Raises what reading an adapter raises, QueueFull where too many wait, NotReady after `limits.adapter_load_timeout_s`.
+        Raises the errors of loading an adapter, QueueFull above the limits, NotReady after
+        `limits.adapter_load_timeout_s`.
         """
         if not self._has_resolvers:
             return False
         unknown = [name for name in dict.fromkeys(names) if self._may_look_up(name, caller)]
         if not unknown:
             return False
-        with self._waiting(
-            self._waiting_lookups, caller.tenant_id, "for names that nobody has registered", "with other tenants'"
-        ):
+        with self._waiting(self._waiting_lookups, caller.tenant_id, "for unregistered names", "with other tenants'"):
             return any([await self._look_up(name, caller) for name in unknown])
 
     async def read(self, name: str, owner_id: str, caller: Principal) -> None:
-        """Return when a registered adapter has been read. Raises AdapterUnreadable, QueueFull, NotReady."""
+        """Return once a registered adapter is loaded. Raises AdapterUnreadable, QueueFull, NotReady."""
         key = (owner_id, name)
-        with self._waiting(self._waiting_reads, key, f"for adapter {name!r} to be read", "for any"):
+        with self._waiting(self._waiting_reads, key, f"for adapter {name!r} to load", "for any"):
             await self._result(
                 self._reads.task(key, lambda: self._store.read_for_request(name, tenant_id=owner_id, who=caller.who)),
                 name,
@@ -85,7 +84,7 @@ class LazyAdapterLoader:
         num_lookups = sum(owner_id == tenant_id for owner_id, _ in self._lookups)
         if key not in self._lookups and num_lookups >= MAX_LOOKUPS_PER_TENANT:
             raise QueueFull(
-                f"{MAX_LOOKUPS_PER_TENANT} names that nobody has registered are being looked for; send it again later",
+                f"{MAX_LOOKUPS_PER_TENANT} unregistered names are already being looked up; send it again later",
                 retry_after_s=2,
             )
         task = self._lookups.task(key, lambda: self._store.resolve(name, tenant_id=tenant_id, who=caller.who))
@@ -93,7 +92,7 @@ class LazyAdapterLoader:
 
     @contextmanager
     def _waiting(self, counts: Counter[K], key: K, purpose: str, others: str) -> Iterator[None]:
-        """Count a request as waiting. Raises QueueFull where too many do."""
+        """Count a request as waiting. Raises QueueFull above the limits."""
         num_same, num_all, limits = counts[key], counts.total(), self.limits
         if num_same >= limits.max_pending_requests_per_adapter or num_all >= limits.max_pending_cold_requests:
             raise QueueFull(
@@ -111,7 +110,7 @@ class LazyAdapterLoader:
                 del counts[key]
 
     async def _result(self, task: asyncio.Task[T], name: str) -> T:
-        """The task's result; it goes on for others when this request gives up. Raises NotReady."""
+        """The task's result; the task continues for others if this request times out. Raises NotReady."""
         await asyncio.wait([task], timeout=self.limits.adapter_load_timeout_s)
         if not task.done():
             raise adapter_wait_timeout(name, self.limits)

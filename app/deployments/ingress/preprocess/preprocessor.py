@@ -1,7 +1,7 @@
-"""Requests in words become requests in token ids: everything between a parsed body and the dispatcher.
+"""Preprocessor: everything between a parsed body and the dispatcher.
 
-In: parsed bodies, and who sent them. Out: `Job`s: the sequences of one request, ready to run. Names become adapter
-references here and text becomes token ids; behind this module there are neither.
+Names become adapter references and text becomes token ids here; nothing behind this module sees either. The result is a
+`GenerationTask`, ready to run.
 """
 
 from __future__ import annotations
@@ -40,82 +40,87 @@ from app.deployments.tenancy.quota.rate_limiter import Reservation
 from app.engine.adapters.card import AdapterRef
 from app.engine.errors import InvalidRequest
 
-#: A message without text takes as long as so many characters: its role is written by the template and tokenized too.
+#: Work per message besides its text, in characters: the template writes its role, which is tokenized too.
 CHARS_PER_MESSAGE = 32
 
 
-class _Found(NamedTuple):
-    """What a body's names mean. What was chosen has a decision, and `get_object` of the caller's limits."""
+class _ResolvedModel(NamedTuple):
+    """A body's adapter. For `model: "auto"` also the decision and the reservation made for it."""
 
     ref: AdapterRef | None
     decision: Decision | None = None
-    held: Reservation | None = None
+    reservation: Reservation | None = None
 
 
 class RequestPreprocessor:
-    """One per ingress process. `clock` gives Unix time; `num_kv_tokens` is what every engine holds (0: not known)."""
+    """One per ingress process. `clock` gives Unix time; `num_kv_tokens` is the KV capacity of every engine (0:
+    unknown)."""
 
     def __init__(
         self,
         model: TokenizerService,
         base_name: str,
-        names: AdapterDirectory,
-        finder: AdapterResolver,
-        source: Dispatcher,
+        directory: AdapterDirectory,
+        resolver: AdapterResolver,
+        dispatcher: Dispatcher,
         limits: LimitsConfig,
-        tenancy: RequestAccounting,
+        accounting: RequestAccounting,
         clock: Callable[[], float],
-        chooser: AdapterSelector,
+        selector: AdapterSelector,
         num_kv_tokens: Callable[[], int],
     ) -> None:
         self.text_model = model
         self._base_name = base_name
-        self.names = names
-        self.finder = finder
-        self._source = source
+        self.directory = directory
+        self.resolver = resolver
+        self._dispatcher = dispatcher
         self.limits = limits
-        self._requests = SequenceBuilder(model, lambda: self.limits, lambda: self.max_model_len, names.needed)
-        self._tenancy = tenancy
+        self._requests = SequenceBuilder(
+            model, lambda: self.limits, lambda: self.max_model_len, directory.needs_adapter
+        )
+        self._accounting = accounting
         self._clock = clock
-        self.chooser = chooser
+        self.selector = selector
         self._num_kv_tokens = num_kv_tokens
 
     @property
     def max_model_len(self) -> int:
-        """The longest prompt plus answer that every engine takes, as far as engines have said what they hold."""
+        """The longest prompt plus answer that every engine accepts, as far as engines have reported their capacity."""
         return min(self.text_model.max_model_len, self._num_kv_tokens() or self.text_model.max_model_len)
 
     @asynccontextmanager
-    async def _found(
+    async def _resolve_model(
         self, body: ChatCompletionRequest | CompletionRequest, caller: Principal, question: str
-    ) -> AsyncIterator[_Found]:
-        """What a body's names mean, or what is chosen for what it asks. Raises what finding and choosing raise."""
+    ) -> AsyncIterator[_ResolvedModel]:
+        """The adapter of a body, chosen by the semantic router for `model: "auto"`. Raises the errors of both."""
         if body.model != AUTO:
             if body.routing is not None:
-                raise InvalidRequest(f"routing says how to choose, which only model {AUTO!r} does", param="routing")
-            yield _Found(await self.finder.find(body.model, caller, body.lora_path, body.user, body.adapters))
+                raise InvalidRequest(f"routing is only for model {AUTO!r}; remove it", param="routing")
+            yield _ResolvedModel(
+                await self.resolver.resolve(body.model, caller, body.lora_path, body.user, body.adapters)
+            )
             return
         if body.lora_path is not None or body.adapters is not None:
-            raise InvalidRequest(f"model {AUTO!r} chooses the adapter; name none", param="model")
-        async with self.chooser.choosing(question, caller, body.routing) as (decision, held):
+            raise InvalidRequest(f"model {AUTO!r} chooses the adapter; remove lora_path and adapters", param="model")
+        async with self.selector.choosing(question, caller, body.routing) as (decision, reservation):
             if not decision.chosen:
-                ref = await self.finder.find(self._base_name, caller)
+                ref = await self.resolver.resolve(self._base_name, caller)
             elif len(decision.chosen) == 1:
-                ref = await self.finder.find(decision.chosen[0].name, caller, user=body.user)
+                ref = await self.resolver.resolve(decision.chosen[0].name, caller, user=body.user)
             else:
-                ref = await self.finder.find(self._base_name, caller, user=body.user, adapters=decision.adapters)
-            yield _Found(ref, decision, held)
+                ref = await self.resolver.resolve(self._base_name, caller, user=body.user, adapters=decision.adapters)
+            yield _ResolvedModel(ref, decision, reservation)
 
     async def chat(
         self, body: ChatCompletionRequest, caller: Principal, request_id: str | None = None
     ) -> GenerationTask:
-        """request_id: as its sender calls it. Raises NotFound, InvalidRequest, ContextOverflow, LimitReached."""
+        """`request_id` is the client's own. Raises NotFound, InvalidRequest, ContextOverflow, LimitReached."""
         self._check_generates()
         arrival_s = self._clock()
         question = "" if body.model != AUTO else last_user_text(body.messages)
-        async with self._found(body, caller, question) as found:
-            token_ids = await self.chat_ids(body, found.ref)
-            wanted, tools = chat_grammar(body, self.text_model, self.names.text(found.ref))
+        async with self._resolve_model(body, caller, question) as resolved:
+            token_ids = await self.chat_ids(body, resolved.ref)
+            requested, tools = chat_grammar(body, self.text_model, self.directory.text(resolved.ref))
             num_logprobs = (body.top_logprobs or 0) if body.logprobs else None
             names = FieldNames("messages", body.limit_field, "top_logprobs")
             return await self._job(
@@ -124,17 +129,17 @@ class RequestPreprocessor:
                 arrival_s,
                 body,
                 [token_ids],
-                [found.ref],
+                [resolved.ref],
                 body.token_limit,
                 num_logprobs,
                 names,
-                wanted=wanted,
+                requested=requested,
                 tools=tools,
-                found=found,
-                prediction=await self._predicted(body),
+                resolved=resolved,
+                prediction=await self._prediction_ids(body),
             )
 
-    async def _predicted(self, body: ChatCompletionRequest) -> tuple[int, ...]:
+    async def _prediction_ids(self, body: ChatCompletionRequest) -> tuple[int, ...]:
         if body.prediction is None:
             return ()
         text, max_model_len = body.prediction.text, self.text_model.max_model_len
@@ -147,26 +152,26 @@ class RequestPreprocessor:
         return tuple(token_ids)
 
     async def chat_ids(self, body: ChatFields, ref: AdapterRef | None) -> Sequence[int]:
-        """Token ids of a conversation with this adapter, up to where the assistant answers. Raises InvalidRequest."""
-        text = self.names.text(ref)
+        """Token ids of a conversation with this adapter, up to the assistant's turn. Raises InvalidRequest."""
+        text = self.directory.text(ref)
         messages, tools = template_messages(body.messages), template_tools(body)
         num_chars = sum(len(message["content"]) + CHARS_PER_MESSAGE for message in messages)
         num_chars += len(json.dumps(tools)) if tools else 0
         encode = partial(self.text_model.encode_chat, messages, text, tools, body.chat_template_kwargs)
-        if text:  # an adapter's own template may take its time
+        if text:  # an adapter's own template may be slow
             return await asyncio.to_thread(encode)
         return await in_worker_if_long(num_chars, encode)
 
     async def completion(
         self, body: CompletionRequest, caller: Principal, request_id: str | None = None
     ) -> GenerationTask:
-        """As `chat`."""
+        """Like `chat`."""
         self._check_generates()
         arrival_s = self._clock()
         prompts = body.prompts
         if body.model == AUTO and (len(prompts) != 1 or not isinstance(prompts[0], str)):
-            raise InvalidRequest(f"model {AUTO!r} chooses for one prompt of characters", param="prompt")
-        async with self._found(body, caller, str(prompts[0]) if prompts else "") as found:
+            raise InvalidRequest(f"model {AUTO!r} needs exactly one prompt, as text", param="prompt")
+        async with self._resolve_model(body, caller, str(prompts[0]) if prompts else "") as resolved:
             names = FieldNames("prompt", "max_tokens", "logprobs")
             self._requests.check_sequences(len(prompts), body.n, names)
             token_ids = await self.prompt_ids(prompts, "prompt")
@@ -176,12 +181,12 @@ class RequestPreprocessor:
                 arrival_s,
                 body,
                 token_ids,
-                [found.ref] * len(prompts),
+                [resolved.ref] * len(prompts),
                 body.max_tokens,
                 body.logprobs,
                 names,
                 echoes=await self._echoes(prompts) if body.echo else (),
-                found=found,
+                resolved=resolved,
             )
         return in_token_ids(job, body)
 
@@ -190,20 +195,22 @@ class RequestPreprocessor:
         return await in_worker_if_long(length, lambda: [p if isinstance(p, str) else self.text_of(p) for p in prompts])
 
     def text_of(self, token_ids: Sequence[int]) -> str:
-        """The text of tokens, without special ones."""
+        """Text of tokens, without special ones."""
         decoder = self.text_model.decoder()
         return decoder.push(token_ids) + decoder.flush()
 
     async def generate(self, body: GenerateBody, caller: Principal, request_id: str | None = None) -> GenerationTask:
-        """As `chat`."""
+        """Like `chat`."""
         self._check_generates()
         arrival_s = self._clock()
         if body.adapters is not None and body.lora_path is not None:
-            raise InvalidRequest("adapters lists all adapters of a request; leave lora_path out", param="adapters")
+            raise InvalidRequest("a request has either adapters or lora_path; remove one", param="adapters")
         params = body.sampling_params
         names = FieldNames("text", params.limit_field, "logprobs", "sampling_params.n")
         self._requests.check_sequences(len(body.names), params.n, names)
-        refs = [await self.finder.find(self._base_name, caller, name, adapters=body.adapters) for name in body.names]
+        refs = [
+            await self.resolver.resolve(self._base_name, caller, name, adapters=body.adapters) for name in body.names
+        ]
         token_ids = await self.prompt_ids(body.texts, "text")
         return await self._job(
             request_ids("gen", request_id), caller, arrival_s, params, token_ids, refs, params.token_limit, None, names
@@ -212,13 +219,13 @@ class RequestPreprocessor:
     def _check_generates(self) -> None:
         if self.text_model.spec.encoder is not None:
             raise InvalidRequest(
-                f"{self._base_name!r} is an encoder: it writes no text; POST /v1/embeddings has its vectors",
+                f"{self._base_name!r} is an encoder and generates no text; use POST /v1/embeddings",
                 param="model",
             )
 
     async def prompt_ids(self, prompts: Sequence[str | list[int]], param: str) -> list[Sequence[int]]:
-        """Token ids of texts; ids stay as they are. `param` is what the client calls them. Raises InvalidRequest."""
-        length = sum(map(len, prompts))  # ids are looked at one by one, as characters are
+        """Token ids of prompts; ids stay as they are. `param` is the body's field. Raises InvalidRequest."""
+        length = sum(map(len, prompts))  # ids are checked one by one
         return await in_worker_if_long(length, lambda: [self._ids_of(prompt, param) for prompt in prompts])
 
     def _ids_of(self, prompt: str | list[int], param: str) -> Sequence[int]:
@@ -244,38 +251,38 @@ class RequestPreprocessor:
         num_logprobs: int | None,
         names: FieldNames,
         *,
-        wanted: RequestedGrammar | None = None,
+        requested: RequestedGrammar | None = None,
         tools: ToolConfig | None = None,
         echoes: Sequence[str] = (),
-        found: _Found | None = None,
+        resolved: _ResolvedModel | None = None,
         prediction: tuple[int, ...] = (),
     ) -> GenerationTask:
-        wanted = wanted or requested_grammar(fields)
-        if wanted is not None:
-            await asyncio.to_thread(self.text_model.check_grammar, wanted)
+        requested = requested or requested_grammar(fields)
+        if requested is not None:
+            await asyncio.to_thread(self.text_model.check_grammar, requested)
         requests = self._requests.build(
             ids, caller, arrival_s, fields, prompts, refs, max_tokens, num_logprobs, names,
-            "" if wanted is None else wanted.grammar, prediction,
+            "" if requested is None else requested.grammar, prediction,
         )  # fmt: skip
         deadline_s = asyncio.get_running_loop().time() + self.limits.request_timeout_s
-        reservation = await self._tenancy.admit(caller, requests, None if found is None else found.held)
+        reservation = await self._accounting.admit(caller, requests, None if resolved is None else resolved.reservation)
         return GenerationTask(
-            ids.shown,
+            ids.public,
             requests,
             caller,
             reservation,
             fields.stop_strings,
             fields.n,
             deadline_s,
-            self._source,
+            self._dispatcher,
             self.text_model.decoder if tools is None else partial(self.text_model.decoder, tools.shown_ids),
             self._clock,
             tools=tools,
             echoes=tuple(echo for echo in echoes for _ in range(fields.n)),
-            decision=None if found is None else found.decision,
+            decision=None if resolved is None else resolved.decision,
         )
 
 
 def last_user_text(messages: Sequence[ChatMessage]) -> str:
-    """What a conversation asks now: its last message of a user."""
+    """The last user message of a conversation, which the semantic router embeds."""
     return next((message.text for message in reversed(messages) if message.role == "user"), messages[-1].text)

@@ -1,8 +1,7 @@
-"""The sequences of one request, as the engine takes them.
+"""Builder of a request's sequences (`GenerateRequest`), with checks against the limits.
 
-In: the prompts' token ids, their adapters, and the fields of a body. Out: a `GenerateRequest` per answer, or the error
-that says which field asks for too much, by the name its sender gave it. Rule: the seed of a request without one is
-drawn here, once, so that the request can be computed again anywhere with the same result.
+Errors name the field as the client called it. A request without a seed gets one here, once, so that it can be
+recomputed anywhere with the same result.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from app.engine.request import GenerateRequest, SamplingParams
 
 
 class FieldNames(NamedTuple):
-    """What the client called things, for errors to name them."""
+    """The client's names for fields, used in errors."""
 
     prompt: str
     limit: str
@@ -30,27 +29,26 @@ class FieldNames(NamedTuple):
 
 
 class RequestIds(NamedTuple):
-    """A request's id as its sender is told it, and one that no other request has, whatever senders choose."""
+    """A request's id as its client sees it, and a unique one."""
 
-    shown: str
+    public: str
     unique: str
 
 
 class SequenceBuilder:
-    """One per ingress process. Limits may be replaced while it runs: it asks for them, and for the longest prompt plus
-    answer that every engine takes, in tokens, each time.
-    """
+    """One per ingress process. `limits` and `max_model_len` (longest prompt plus answer, in tokens) are read for each
+    request, because they may change."""
 
     def __init__(
         self,
         model: TokenizerService,
         limits: Callable[[], LimitsConfig],
         max_model_len: Callable[[], int],
-        needed: Callable[[AdapterRef | None, Sequence[Sequence[int]]], list[bool]],
+        needs_adapter: Callable[[AdapterRef | None, Sequence[Sequence[int]]], list[bool]],
     ) -> None:
-        """needed: of each prompt whether it needs its adapter."""
+        """needs_adapter: for each prompt whether it needs its adapter."""
         self._model = model
-        self._needed = needed
+        self._needs_adapter = needs_adapter
         self._limits = limits
         self._max_model_len = max_model_len
 
@@ -68,15 +66,15 @@ class SequenceBuilder:
         grammar: str,
         prediction: tuple[int, ...],
     ) -> tuple[GenerateRequest, ...]:
-        """`fields.n` for each prompt, with its adapter of `refs`. Raises InvalidRequest, ContextOverflow."""
+        """`fields.n` sequences for each prompt, with its adapter of `refs`. Raises InvalidRequest, ContextOverflow."""
         self._check_sizes(len(prompts), fields, num_logprobs, names)
         seed = secrets.randbits(63) if fields.seed is None else fields.seed
-        # Equal prompts without a seed have different answers; with one, each has the answer it would have alone.
+        # Equal prompts get different answers without a seed; with one, each gets the answer it would get alone.
         seeds_per_prompt = fields.n if fields.seed is None else 0
         requests = []
         for prompt_index, (token_ids, ref) in enumerate(zip(prompts, refs, strict=True)):
             max_new = self._room(token_ids, max_tokens, names)
-            (is_needed,) = self._needed(ref, [token_ids])
+            (is_needed,) = self._needs_adapter(ref, [token_ids])
             for copy in range(fields.n):
                 of_answer = derived_seed(seed, prompt_index * seeds_per_prompt + copy)
                 request = GenerateRequest(
@@ -99,7 +97,6 @@ class SequenceBuilder:
     def _check_sizes(
         self, num_prompts: int, fields: SamplingFields, num_logprobs: int | None, names: FieldNames
     ) -> None:
-        """Raises InvalidRequest for more than `limits` allow."""
         self.check_sequences(num_prompts, fields.n, names)
         if len(fields.stop_strings) > self._limits().max_stop_strings:
             raise InvalidRequest(
@@ -114,21 +111,21 @@ class SequenceBuilder:
             )
 
     def _room(self, token_ids: Sequence[int], max_tokens: int | None, names: FieldNames) -> int:
-        """How many tokens may be generated; everything that is left when the client sets no limit."""
+        """Tokens that may be generated; the rest of the context if the client sets no limit."""
         num_prompt, max_model_len = len(token_ids), self._max_model_len()
         if not num_prompt:
             raise InvalidRequest("the prompt has no tokens; at least one is needed", param=names.prompt)
-        wanted = 1 if max_tokens is None else max_tokens
-        if num_prompt + wanted > max_model_len:
+        min_new = 1 if max_tokens is None else max_tokens
+        if num_prompt + min_new > max_model_len:
             raise ContextOverflow(
-                f"the prompt has {num_prompt} tokens and {wanted} more are asked for, {num_prompt + wanted} together, "
-                f"but the context holds {max_model_len}; shorten the prompt or lower {names.limit}",
+                f"the prompt has {num_prompt} tokens and {min_new} more are requested, {num_prompt + min_new} in "
+                f"total, but the context holds {max_model_len}; shorten the prompt or lower {names.limit}",
                 param=names.prompt if num_prompt >= max_model_len else names.limit,
             )
         return max_model_len - num_prompt if max_tokens is None else max_tokens
 
     def check_sequences(self, num_prompts: int, num_per_prompt: int, names: FieldNames) -> None:
-        """Raises InvalidRequest for no prompt, or more sequences than `limits` allow."""
+        """Raises InvalidRequest for no prompt, or more sequences than `limits.max_sequences`."""
         if num_prompts < 1:
             raise InvalidRequest("the request has no prompt", param=names.prompt)
         if num_prompts * num_per_prompt > self._limits().max_sequences:
@@ -152,12 +149,12 @@ class SequenceBuilder:
             raise InvalidRequest(
                 f"min_tokens is {fields.min_tokens} but at most {max_tokens} may be generated", param="min_tokens"
             )
-        is_likeliest = fields.top_p == 0  # the least set of tokens that has any probability at all
+        is_greedy = fields.top_p == 0  # the smallest set with any probability: the most likely token
         return SamplingParams(
             max_tokens=max_tokens,
             temperature=fields.temperature,
-            top_p=1.0 if is_likeliest else fields.top_p,
-            top_k=1 if is_likeliest else max(fields.top_k, 0),
+            top_p=1.0 if is_greedy else fields.top_p,
+            top_k=1 if is_greedy else max(fields.top_k, 0),
             min_p=fields.min_p,
             seed=seed,
             stop_token_ids=tuple(fields.stop_token_ids or ()),
@@ -173,22 +170,23 @@ class SequenceBuilder:
 
 
 def _check_grammar_fields(fields: SamplingFields, grammar: str) -> None:
-    """Raises InvalidRequest for fields that contradict a grammar."""
     if grammar and (fields.ignore_eos or fields.min_tokens):
         name = "ignore_eos" if fields.ignore_eos else "min_tokens"
-        raise InvalidRequest(f"{name} is not for an answer with a grammar, which says itself where it ends", param=name)
+        raise InvalidRequest(
+            f"{name} cannot be combined with a grammar, which determines where the answer ends", param=name
+        )
 
 
-def request_ids(prefix: str, given: str | None) -> RequestIds:
-    """The ids of a request that its sender calls `given`."""
-    if given is None:
+def request_ids(prefix: str, client_id: str | None) -> RequestIds:
+    """The ids of a request; `client_id` is the client's own."""
+    if client_id is None:
         request_id = f"{prefix}-{secrets.token_hex(12)}"
         return RequestIds(request_id, request_id)
-    return RequestIds(f"{prefix}-{given}", f"{prefix}-{given}.{secrets.token_hex(8)}")
+    return RequestIds(f"{prefix}-{client_id}", f"{prefix}-{client_id}.{secrets.token_hex(8)}")
 
 
 def derived_seed(seed: int, copy: int) -> int:
-    """The seed of the n-th answer: the request's own first, then a splitmix64 sequence of it."""
+    """The seed of the n-th answer: the request's own for the first, then a splitmix64 sequence from it."""
     seed &= 2**64 - 1
     if copy == 0:
         return seed

@@ -1,7 +1,6 @@
-"""What an answer has to follow, from the fields of a request: a grammar, or nothing.
+"""The grammar an answer must follow, from `response_format`, `structured_outputs` and vLLM's older `guided_*`.
 
-In: `response_format`, `structured_outputs` and vLLM's older `guided_*`. Out: a grammar's text. Rule: a request says in
-one way what its answer is; two ways are refused, and so is what cannot be enforced, with the place.
+A request may use one of these fields. What cannot be enforced is an error that names the place.
 """
 
 from __future__ import annotations
@@ -20,12 +19,12 @@ from app.engine.structured_output.grammar_builder import (
     schema_rule,
 )
 
-#: Any JSON object.
+#: Schema of any JSON object.
 ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
 
 
 class RequestedGrammar(NamedTuple):
-    """`place` is the field that says it; `schemas` are those in it, each with its place."""
+    """`place` is the field it comes from; `schemas` lists its JSON schemas, each with its place."""
 
     grammar: str
     place: str
@@ -33,47 +32,49 @@ class RequestedGrammar(NamedTuple):
 
     @property
     def rule(self) -> str:
-        """As the right side of a rule. Raises InvalidRequest where it is no JSON."""
+        """The right side of a grammar rule. Raises InvalidRequest if it is not JSON."""
         if not self.schemas:
-            raise InvalidRequest(
-                f"{self.place}: is not taken together with tools; use response_format", param=self.place
-            )
+            raise InvalidRequest(f"{self.place}: cannot be combined with tools; use response_format", param=self.place)
         return schema_rule(self.schemas[0][1], self.place, lenient=False)
 
 
 def requested_grammar(fields: SamplingFields) -> RequestedGrammar | None:
-    """What the answer has to follow. Raises InvalidRequest."""
-    found = [item for item in (_response_format(fields), *_structured(fields), *_guided(fields)) if item is not None]
-    if len(found) > 1:
-        places = " and ".join(item.place for item in found)
-        raise InvalidRequest(f"{places} are given; an answer follows one of them", param=found[1].place)
-    return found[0] if found else None
+    """The grammar of an answer; None if it is free. Raises InvalidRequest."""
+    grammars = [
+        item
+        for item in (_response_format(fields), *_structured_outputs(fields), *_guided_fields(fields))
+        if item is not None
+    ]
+    if len(grammars) > 1:
+        places = " and ".join(item.place for item in grammars)
+        raise InvalidRequest(f"{places} are given; use one of them", param=grammars[1].place)
+    return grammars[0] if grammars else None
 
 
 def _response_format(fields: SamplingFields) -> RequestedGrammar | None:
-    wanted = fields.response_format
-    if wanted is None or wanted.type == "text":
+    form = fields.response_format
+    if form is None or form.type == "text":
         return None
-    if wanted.type == "json_object":
+    if form.type == "json_object":
         return _json(ANY_OBJECT, "response_format")
-    assert wanted.json_schema is not None, "the body was checked"
-    schema = ANY_OBJECT if wanted.json_schema.schema_ is None else wanted.json_schema.schema_
+    assert form.json_schema is not None, "the body was checked"
+    schema = ANY_OBJECT if form.json_schema.schema_ is None else form.json_schema.schema_
     return _json(schema, "response_format.json_schema.schema")
 
 
-def _structured(fields: SamplingFields) -> list[RequestedGrammar | None]:
-    wanted = fields.structured_outputs
-    if wanted is None:
+def _structured_outputs(fields: SamplingFields) -> list[RequestedGrammar | None]:
+    form = fields.structured_outputs
+    if form is None:
         return []
-    found = _each("structured_outputs.", wanted.json_, wanted.regex, wanted.choice, wanted.grammar)
-    return [*found, _json(ANY_OBJECT, "structured_outputs.json_object")] if wanted.json_object else found
+    grammars = _grammars_of("structured_outputs.", form.json_, form.regex, form.choice, form.grammar)
+    return [*grammars, _json(ANY_OBJECT, "structured_outputs.json_object")] if form.json_object else grammars
 
 
-def _guided(fields: SamplingFields) -> list[RequestedGrammar | None]:
-    return _each("guided_", fields.guided_json, fields.guided_regex, fields.guided_choice, fields.guided_grammar)
+def _guided_fields(fields: SamplingFields) -> list[RequestedGrammar | None]:
+    return _grammars_of("guided_", fields.guided_json, fields.guided_regex, fields.guided_choice, fields.guided_grammar)
 
 
-def _each(
+def _grammars_of(
     prefix: str,
     schema: Mapping[str, Any] | str | None,
     regex: str | None,
@@ -81,7 +82,7 @@ def _each(
     grammar: str | None,
 ) -> list[RequestedGrammar | None]:
     return [
-        None if schema is None else _json(_parsed(schema, f"{prefix}json"), f"{prefix}json"),
+        None if schema is None else _json(_parse_schema(schema, f"{prefix}json"), f"{prefix}json"),
         None if regex is None else RequestedGrammar(regex_grammar(regex, f"{prefix}regex"), f"{prefix}regex"),
         None if choice is None else RequestedGrammar(choice_grammar(choice, f"{prefix}choice"), f"{prefix}choice"),
         None
@@ -94,13 +95,13 @@ def _json(schema: Mapping[str, Any], place: str) -> RequestedGrammar:
     return RequestedGrammar(json_grammar(schema, place), place, ((place, schema),))
 
 
-def _parsed(schema: Mapping[str, Any] | str, place: str) -> Mapping[str, Any]:
+def _parse_schema(schema: Mapping[str, Any] | str, place: str) -> Mapping[str, Any]:
     if not isinstance(schema, str):
         return schema
     try:
-        found = json.loads(schema)
+        parsed = json.loads(schema)
     except (ValueError, RecursionError) as error:
         raise InvalidRequest(f"{place}: is not JSON: {str(error)[:100]}", param=place) from None
-    if not isinstance(found, dict):
-        raise InvalidRequest(f"{place}: a JSON schema is an object", param=place)
-    return found
+    if not isinstance(parsed, dict):
+        raise InvalidRequest(f"{place}: a JSON schema must be an object", param=place)
+    return parsed

@@ -1,7 +1,7 @@
 """Tokenizer and chat templates of the base model: text to token ids and back.
 
-The model's description is read, its weights are not. Long texts are worked on in a thread (`in_worker_if_long`): on the
-event loop they would hold up every stream of the process.
+Only the model's metadata is read, not its weights. Long texts are processed in a thread (`in_worker_if_long`), because
+on the event loop they would delay every stream of the process.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from app.engine.structured_output.grammar_builder import json_grammar
 
 T = TypeVar("T")
 
-#: Grammars that are remembered as checked.
+#: Size of the cache of checked grammars.
 _NUM_CHECKED = 256
-#: Requests with more characters or token ids are worked on in a thread.
+#: Requests with more characters or token ids are processed in a thread.
 MAX_INLINE_CHARS = 20_000
 
 
 def open_tokenizer_service(config: AppConfig) -> TokenizerService:
-    """The text side of the configured base model. Raises SourceError, CheckpointError."""
+    """The tokenizer service of the configured base model. Raises SourceError, CheckpointError."""
     checkpoint = open_model(config.model.uri, config.model.name)
     has_memory = checkpoint.spec.encoder is None
     kv_tokens = has_memory * config.engine.num_kv_blocks * config.engine.block_size
@@ -44,14 +44,14 @@ def open_tokenizer_service(config: AppConfig) -> TokenizerService:
 
 
 class TokenizerService:
-    """One per ingress process. `max_model_len` is the longest prompt plus answer the engines take."""
+    """One per ingress process. `max_model_len` is the longest prompt plus answer that engines accept."""
 
     def __init__(self, tokenizer: Tokenizer, spec: ModelSpec, max_model_len: int) -> None:
         self._tokenizer = tokenizer
         self._templates = ChatTemplateSandbox()
         self._lock = threading.Lock()
         self._vocabulary: Vocabulary | None = None
-        self._checked: dict[str, None] = {}  # grammars that can be followed, in the order in which they came
+        self._checked: dict[str, None] = {}  # valid grammars, oldest first
         self.spec = spec
         self.vocab_size = spec.vocab_size
         self.max_model_len = max_model_len
@@ -60,7 +60,7 @@ class TokenizerService:
         return self._tokenizer.encode(text)
 
     def encode_answer(self, text: str) -> Sequence[int]:
-        """A text as an answer has it: nothing before it, and no special tokens in it."""
+        """Token ids of a text as it occurs in an answer: no BOS, no special tokens."""
         return self._tokenizer.encode(text, add_special_tokens=False, allow_special=False)
 
     def encode_chat(
@@ -70,39 +70,40 @@ class TokenizerService:
         tools: Sequence[Mapping[str, Any]] | None = None,
         extra: Mapping[str, Any] | None = None,
     ) -> Sequence[int]:
-        """The conversation as the model's template writes it, or the adapter's own, up to where the assistant answers.
+        """Token ids of a conversation up to the assistant's turn, by the model's template or the adapter's own.
 
-        text: what of the adapter's text is its own (`AdapterCard.text`); it may take `ChatTemplateSandbox`'s time. extra:
-        further variables of the template.
+        text: the adapter's own chat text (`AdapterCard.text`); its template may take up to `ChatTemplateSandbox`'s time
+        limit. extra: more template variables.
         """
         return encode_chat(self._tokenizer, messages, AdapterTokenizer.parsed(text), self._templates, tools, extra)
 
     def tool_format(self, text: str = "") -> ToolCallFormat:
-        """How the model has learnt to call tools, by its template or the adapter's own. Raises InvalidRequest."""
+        """The format of tool calls, recognized by the model's template or the adapter's own. Raises InvalidRequest."""
         return tool_format(tool_template(self._tokenizer, AdapterTokenizer.parsed(text)))
 
     def specials(self, form: ToolCallFormat) -> Mapping[str, int]:
-        """Those of the fixed texts of calls that are special tokens here, with their ids."""
-        found = {text: self._tokenizer.token_id(text) for text in fixed_texts(form)}
-        return {text: i for text, i in found.items() if i is not None and i in self._tokenizer.special_ids}
+        """The special tokens among a call format's fixed texts, with their ids."""
+        ids = {text: self._tokenizer.token_id(text) for text in fixed_texts(form)}
+        return {text: i for text, i in ids.items() if i is not None and i in self._tokenizer.special_ids}
 
-    def check_grammar(self, wanted: RequestedGrammar) -> None:
-        """Raises InvalidRequest, with the place, for what no engine can follow. Takes milliseconds; from any thread."""
+    def check_grammar(self, requested: RequestedGrammar) -> None:
+        """Raises InvalidRequest, with the place, for a grammar that no engine can follow. Takes milliseconds;
+        thread-safe."""
         with self._lock:
             if self._vocabulary is None:
                 spec = self.spec
                 self._vocabulary = Vocabulary(self._tokenizer.to_json(), spec.vocab_size, spec.eos_token_ids)
-            if wanted.grammar in self._checked:
+            if requested.grammar in self._checked:
                 return
-            complaint, place = self._vocabulary.complaint(wanted.grammar), wanted.place
-            for path, schema in wanted.schemas if complaint else ():
+            complaint, place = self._vocabulary.complaint(requested.grammar), requested.place
+            for path, schema in requested.schemas if complaint else ():
                 if self._vocabulary.complaint(json_grammar(schema, path)):
                     pointer, reason = place_of(schema, path, self._vocabulary)
                     place, complaint = path, f"at {pointer}: {reason}"
                     break
             if complaint:
                 raise InvalidRequest(f"{place}: {complaint}", param=place)
-            self._checked[wanted.grammar] = None
+            self._checked[requested.grammar] = None
             if len(self._checked) > _NUM_CHECKED:
                 del self._checked[next(iter(self._checked))]
 
@@ -116,10 +117,10 @@ class TokenizerService:
         return self._tokenizer.token_bytes(token_id)
 
     def text_bytes(self, token_id: int) -> bytes:
-        """The bytes that the token adds to an answer; a special token adds none."""
+        """The bytes that a token adds to an answer; none for a special token."""
         return b"" if token_id in self._tokenizer.special_ids else self._tokenizer.token_bytes(token_id)
 
 
 async def in_worker_if_long(length: int, work: Callable[[], T]) -> T:
-    """The result of work on so many characters or token ids, in a thread if they are many."""
+    """The result of `work`, in a thread if it has more than `MAX_INLINE_CHARS` characters or token ids to process."""
     return await asyncio.to_thread(work) if length > MAX_INLINE_CHARS else work()

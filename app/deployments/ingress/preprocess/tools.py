@@ -1,22 +1,35 @@
-"""Tools in a conversation: what the template is told of them, and what the answer has to follow.
+"""Tools in a conversation: values for the chat template, and the grammar of the answer.
 
-In: a checked body with `tools`, `tool_choice` and messages that call tools or answer calls. Out: plain values for the
-chat template, and the grammar of the answer. Rule: calls are valid by their tools' schemas; a tool
-that is not strict is held to as much of its schema as can be enforced, a strict one to all of it or it is refused.
+Calls always follow their tools' schemas: a strict tool's schema completely, or the request is rejected; another's as
+far as it can be enforced.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from app.deployments.ingress.preprocess.structured_output import RequestedGrammar, requested_grammar
 from app.deployments.ingress.preprocess.tokenizer_service import TokenizerService
-from app.deployments.ingress.preprocess.tool_grammar import Tool, tool_grammar
 from app.deployments.ingress.schemas.openai import ChatCompletionRequest, ChatMessage, NamedTool, ToolBody
 from app.deployments.ingress.serializers.tool_parser import ToolConfig
 from app.engine.errors import InvalidRequest
+from app.engine.models.chat.tool_call_formats import ToolCallFormat
+from app.engine.structured_output.grammar_builder import lark_grammar, quoted, schema_rule
+
+#: Any text. Where calls begin with a marker that is plain text, the first marker ends it.
+_TEXT = r"TEXT: /(.|\n)*/"
+
+
+class Tool(NamedTuple):
+    """A function that may be called. `place` is the field of its parameters."""
+
+    name: str
+    parameters: Mapping[str, Any]
+    is_strict: bool
+    place: str
 
 
 class ChatFields(Protocol):
@@ -33,12 +46,12 @@ class ChatFields(Protocol):
 
 
 def template_messages(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
-    """Messages as templates take them: arguments are objects, and an answer to a call has its function's name.
+    """Messages for the chat template: arguments become objects, and a tool's answer gets its function's name.
 
-    Raises InvalidRequest for arguments that are no JSON object.
+    Raises InvalidRequest for arguments that are not a JSON object.
     """
     called: dict[str, str] = {}
-    told = []
+    converted = []
     for index, message in enumerate(messages):
         one: dict[str, Any] = {"role": "system" if message.role == "developer" else message.role}
         one["content"] = message.text
@@ -63,27 +76,24 @@ def template_messages(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
             one["tool_call_id"] = message.tool_call_id
             if message.tool_call_id in called:
                 one.setdefault("name", called[message.tool_call_id])
-        told.append(one)
-    return told
+        converted.append(one)
+    return converted
 
 
 def template_tools(body: ChatFields) -> list[dict[str, Any]] | None:
-    """Tools as templates take them; [] where only earlier messages call some, None where nobody speaks of any."""
+    """Tools for the chat template; [] if only earlier messages call some, None if there are no tools at all."""
     if body.tools:
-        return [{"type": "function", "function": _told_function(tool)} for tool in body.tools]
+        return [{"type": "function", "function": _function_dict(tool)} for tool in body.tools]
     return [] if any(message.tool_calls or message.role == "tool" for message in body.messages) else None
 
 
 def chat_grammar(
     body: ChatCompletionRequest, tokenizer: TokenizerService, text: str
 ) -> tuple[RequestedGrammar | None, ToolConfig | None]:
-    """What the answer has to follow, and how it calls tools if it may. `text`: what the adapter says of its template.
-
-    Raises InvalidRequest.
-    """
-    wanted, choice = requested_grammar(body), body.tool_choice
+    """The answer's grammar, and how it may call tools. `text` is the adapter's own chat text. Raises InvalidRequest."""
+    requested, choice = requested_grammar(body), body.tool_choice
     if not body.tools or choice == "none":
-        return wanted, None
+        return requested, None
     form = tokenizer.tool_format(text)
     specials = tokenizer.specials(form)
     tools = [
@@ -97,10 +107,10 @@ def chat_grammar(
         if not isinstance(choice, NamedTool) or tool.function.name == choice.function.name
     ]
     is_forced = choice != "auto"
-    if wanted is not None and not is_forced and not form.marker:
+    if requested is not None and not is_forced and not form.marker:
         raise InvalidRequest(
-            f"{wanted.place}: this model's calls are JSON as well; let tool_choice be required or none",
-            param=wanted.place,
+            f"{requested.place}: this model's tool calls are JSON too; set tool_choice to required or none",
+            param=requested.place,
         )
     grammar = tool_grammar(
         tools,
@@ -108,13 +118,70 @@ def chat_grammar(
         specials,
         is_forced=is_forced,
         is_parallel=body.parallel_tool_calls and not isinstance(choice, NamedTool),
-        answer=None if wanted is None or is_forced else wanted.rule,
+        answer=None if requested is None or is_forced else requested.rule,
     )
     schemas = [(tool.place, {"type": "object", **tool.parameters}) for tool in tools if tool.is_strict]
     return RequestedGrammar(grammar, "tools", tuple(schemas)), ToolConfig(form, frozenset(specials.values()))
 
 
-def _told_function(tool: ToolBody) -> dict[str, Any]:
+def tool_grammar(
+    tools: Sequence[Tool],
+    form: ToolCallFormat,
+    specials: Mapping[str, int],
+    *,
+    is_forced: bool,
+    is_parallel: bool,
+    answer: str | None = None,
+) -> str:
+    """The grammar as text. Raises InvalidRequest.
+
+    specials: the model's special tokens among the format's fixed texts, with their ids. is_forced: only calls. answer:
+    the rule of an answer in words; None for any text.
+    """
+
+    def literal(text: str) -> str:
+        pieces = re.split("(" + "|".join(map(re.escape, specials)) + ")", text) if specials else [text]
+        return " ".join(f"<[{specials[piece]}]>" if piece in specials else quoted(piece) for piece in pieces if piece)
+
+    def call_rules(name: str, begin: str) -> list[str]:
+        """One call of any tool, after `begin` was generated."""
+        rules = [
+            f"{name}_{index}: {literal((form.before + tool.name + form.between).removeprefix(begin))} args_{index} "
+            f"{literal(form.after)}"
+            for index, tool in enumerate(tools)
+        ]
+        return [*rules, f"{name}: " + " | ".join(f"{name}_{index}" for index in range(len(tools)))]
+
+    more = f" ({literal(form.separator)} call)*" if is_parallel else ""
+    lines = [f"args_{index}: {_arguments_rule(tool)}" for index, tool in enumerate(tools)]
+    lines += call_rules("call", "")
+    lines.append(f"calls: {literal(form.opening)} call{more} {literal(form.closing)}")
+    if is_forced:
+        lines.append("start: calls")
+    elif answer is not None:
+        lines += ["start: answer | calls", f"answer: {answer}"]
+    elif not form.marker:
+        lines += ["start: words | calls", r"words: /([^{](.|\n)*)?/"]
+    elif form.marker in specials:
+        lines += ["start: TEXT | TEXT calls", _TEXT]
+    else:
+        opening = form.opening.removeprefix(form.marker)
+        lines += call_rules("first", "" if form.opening else form.marker)
+        lines += [
+            "start: TEXT | trigger behind",
+            f"trigger[lazy]: TEXT {quoted(form.marker)}",
+            f"behind: {literal(opening)} first{more} {literal(form.closing)}",
+            _TEXT,
+        ]
+    return lark_grammar("\n".join(lines), "tools")
+
+
+def _arguments_rule(tool: Tool) -> str:
+    """The rule of a tool's arguments, always an object even if its schema does not say so."""
+    return schema_rule({"type": "object", **tool.parameters}, tool.place, lenient=not tool.is_strict)
+
+
+def _function_dict(tool: ToolBody) -> dict[str, Any]:
     function = tool.function
     return {
         "name": function.name,
@@ -125,9 +192,9 @@ def _told_function(tool: ToolBody) -> dict[str, Any]:
 
 def _arguments(text: str, place: str) -> dict[str, Any]:
     try:
-        found = json.loads(text or "{}")
+        arguments = json.loads(text or "{}")
     except (ValueError, RecursionError):
-        found = None
-    if not isinstance(found, dict):
-        raise InvalidRequest(f"{place}: {text[:80]!r} is no JSON object", param=place)
-    return found
+        arguments = None
+    if not isinstance(arguments, dict):
+        raise InvalidRequest(f"{place}: {text[:80]!r} is not a JSON object", param=place)
+    return arguments

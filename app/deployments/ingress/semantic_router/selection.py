@@ -29,14 +29,14 @@ class Selection(NamedTuple):
 class AdapterSelector:
     """One per ingress, on its event loop."""
 
-    def __init__(self, router: Router, tenancy: RequestAccounting) -> None:
+    def __init__(self, router: Router, accounting: RequestAccounting) -> None:
         self._router = router
-        self._tenancy = tenancy
+        self._accounting = accounting
 
     async def choose(self, question: str, caller: Principal, wishes: RoutingFields | None = None) -> Decision:
         """For a request that asks for nothing else. Raises LimitReached and what `Router.decide` raises."""
         async with self.choosing(question, caller, wishes) as chosen:
-            self._tenancy.came_to_choose(caller)
+            self._accounting.count_routed_request(caller)
             return chosen.decision
 
     @asynccontextmanager
@@ -45,10 +45,10 @@ class AdapterSelector:
     ) -> AsyncIterator[Selection]:
         """As `choose_replica`; within the block the request is held, which whoever answers it takes over."""
         num_tokens = self._router.num_tokens(question, caller)
-        held = await self._tenancy.admit_choice(caller, num_tokens)
+        held = await self._accounting.admit_routing(caller, num_tokens)
         try:
             decision = await self._router.decide(question, caller, wishes)
-            self._tenancy.end_choice(held)
+            self._accounting.finish_routing(held)
             yield Selection(decision, held.request)
         finally:
-            self._tenancy.give_up(held)
+            self._accounting.release(held)

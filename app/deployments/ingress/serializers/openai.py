@@ -66,7 +66,7 @@ class ChatSerializer:
     include_usage: bool = False  # a stream that ends with usage: until then it is null
     tools: ToolConfig | None = None  # how answers call tools, if they may
     routing: Mapping[str, Any] | None = None  # how the service has chosen the adapter, if it was to
-    foretold: Mapping[int, PredictionUsage] | None = None  # what has become of predictions, once answers have ended
+    predictions: Mapping[int, PredictionUsage] | None = None  # what has become of predictions, once answers have ended
     ids: TokenIdOutput | None = None  # what answers have beside text, if token ids are asked for
 
     @property
@@ -78,7 +78,7 @@ class ChatSerializer:
         """The answer of a request that does not stream."""
         kind = "chat.completion" if self.is_chat else "text_completion"
         choices = [self._choice(index, answer) for index, answer in enumerate(answers)]
-        usage = usage_body([answer.usage for answer in answers], num_per_prompt, self.foretold)
+        usage = usage_body([answer.usage for answer in answers], num_per_prompt, self.predictions)
         return self._envelope(kind) | {"choices": choices, "usage": usage} | self._routing()
 
     def role_event(self, index: int) -> dict[str, Any]:
@@ -134,7 +134,7 @@ class ChatSerializer:
     def usage_event(self, usages: Sequence[Usage | None], num_per_prompt: int) -> dict[str, Any]:
         """The last event when the client asked for usage: no choices."""
         kind = "chat.completion.chunk" if self.is_chat else "text_completion"
-        return self._envelope(kind) | {"choices": [], "usage": usage_body(usages, num_per_prompt, self.foretold)}
+        return self._envelope(kind) | {"choices": [], "usage": usage_body(usages, num_per_prompt, self.predictions)}
 
     def _choice(self, index: int, answer: SequenceOutput) -> dict[str, Any]:
         choice: dict[str, Any] = {
@@ -227,7 +227,7 @@ def chat_serializer(
         want_logprobs=body.logprobs if isinstance(body, ChatCompletionRequest) else body.logprobs is not None,
         include_usage=body.stream_options is not None and body.stream_options.include_usage,
         tools=job.tools,
-        foretold=job.progress.foretold,
+        predictions=job.progress.predictions,
         routing=None if job.decision is None else job.decision.body(),
         ids=token_id_outputs(job, has_text=not isinstance(body, CompletionRequest) or body.detokenize),
     )

@@ -34,7 +34,7 @@ async def sync_loop(registry: Registry, published: ChangeFeed, loads: LoadJobs) 
         await published.take_newer()
         revision = published.revision
         if revision != held or time.monotonic() - beat_s >= BEAT_INTERVAL_S:
-            is_settled = await published.table.settled(_TAKE_OVER_S)
+            is_settled = await published.table.wait_until_current(_TAKE_OVER_S)
             held, beat_s = revision if is_settled else held, time.monotonic()
             beat = await _to_its_end(registry.stores.beat, max(held, 0))
             await loads.take_up(beat.adopted)

@@ -113,7 +113,7 @@ class ChangeFeed:
                 news = await self._news(0)
                 meant = {key for key, _ in news.rows}
                 news = news._replace(
-                    rows=[*((key, None) for key in self.table.present() if key not in meant), *news.rows]
+                    rows=[*((key, None) for key in self.table.present_keys() if key not in meant), *news.rows]
                 )
                 self._was_older = False
             self._publish(news)
@@ -133,7 +133,7 @@ class ChangeFeed:
             async with asyncio.timeout(SETTLE_TIMEOUT_S):
                 await self.take_newer()
                 revision = self._revision
-                await self.table.settled(SETTLE_TIMEOUT_S)
+                await self.table.wait_until_current(SETTLE_TIMEOUT_S)
                 while any(held < revision for held in await self._others_hold()):
                     await asyncio.sleep(_ASK_INTERVAL_S)
         except TimeoutError:

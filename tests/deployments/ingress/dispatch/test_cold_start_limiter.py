@@ -63,7 +63,7 @@ async def test_who_has_most_waiting_makes_room_for_others() -> None:
     assert third in cold._waiting
     for stream in [*flood, *others, third]:
         cold.leave(stream)
-    assert (cold.num_waiting, cold._of_digest) == (0, {})
+    assert (cold.num_waiting, cold._by_digest) == (0, {})
 
 
 async def test_one_adapter_s_waiters_are_shared_too() -> None:

@@ -92,7 +92,7 @@ async def test_many_streams_over_two_replicas_each_get_their_own_tokens(make_fle
         assert last.usage is not None
         assert last.usage.completion_tokens == 40
     assert all(replica.submitted for replica in fleet.replicas.values())
-    assert dispatcher.links.num_streams == 0
+    assert dispatcher.connections.num_streams == 0
     await dispatcher.close()
 
 
@@ -100,7 +100,7 @@ async def test_requests_placed_together_are_one_call_per_replica(make_fleet: Mak
     fleet = make_fleet(2)
     dispatcher = fleet.dispatcher()
     streams = [Stream(make_request(f"r{i}", [1, 2, 3], max_tokens=3)) for i in range(10)]
-    dispatcher.assigner.assign(streams)
+    dispatcher.router.assign(streams)
     await until(lambda: all(replica.calls for replica in fleet.replicas.values()))
     assert [replica.calls for replica in fleet.replicas.values()] == [[5], [5]]
     await dispatcher.close()
@@ -183,7 +183,7 @@ async def test_a_lost_replica_changes_no_token(make_fleet: MakeFleet, loss: str,
     assert any(request.resume_token_ids for request in moved), "some stream was cut in its middle"
     if loss == "killed":
         assert fleet.unreached_ids == {victim.replica_id}
-        assert set(fleet.view.replicas) == set(fleet.replicas), "nobody else is told not to use it"
+        assert set(fleet.view.replicas) == set(fleet.replicas), "others may still use it"
     else:
         assert set(fleet.view.replicas) == {other.replica_id}, "by its own word"
     await dispatcher.close()
@@ -204,7 +204,7 @@ async def test_a_stream_that_leaves_a_replica_alive_is_counted_by_both_and_once(
     arrived: list[int] = []
     task = asyncio.ensure_future(collect(dispatcher, request, arrived))
     await until(lambda: len(arrived) == 20)
-    dispatcher.links._drop(dispatcher.links._links[replica.replica_id], Loss.LINK_ENDED)
+    dispatcher.connections._drop(dispatcher.connections._connections[replica.replica_id], Loss.LINK_ENDED)
     replica.backend.max_steps = None
     replica.backend.resumed.set()
     tokens, _ = await task
@@ -213,7 +213,7 @@ async def test_a_stream_that_leaves_a_replica_alive_is_counted_by_both_and_once(
     stats = replica.thread.stats()
     assert fleet.consumed["r/2"].prompt_tokens == 0
     assert consumed_by(fleet, request)[:3] == (3, 0, stats.num_tokens_generated)
-    assert stats.num_prompt_tokens == 3, "the second time it is nobody's"
+    assert stats.num_prompt_tokens == 3, "the second time it is not billed"
     await dispatcher.close()
 
 
@@ -301,7 +301,7 @@ async def test_a_caller_that_leaves_frees_its_blocks(make_fleet: MakeFleet) -> N
     stats = replica.thread.stats()
     assert stats.num_blocks_free == stats.num_blocks
     assert stats.num_aborted == 1
-    assert dispatcher.links.num_streams == 0
+    assert dispatcher.connections.num_streams == 0
     await dispatcher.close()
 
 
@@ -321,8 +321,8 @@ async def test_callers_that_leave_at_any_moment_leave_nothing_behind(make_fleet:
         await until(lambda replica=replica: replica.service.num_waiting_for_adapters == 0)
         stats = replica.thread.stats()
         assert stats.num_blocks_free == stats.num_blocks
-    assert dispatcher.links.num_streams == 0
-    assert dispatcher.links.loads.own == {}
+    assert dispatcher.connections.num_streams == 0
+    assert dispatcher.connections.loads.own == {}
     await dispatcher.close()
 
 
@@ -412,7 +412,7 @@ async def test_what_a_full_replica_refuses_goes_where_there_is_room(make_fleet: 
         base, await asyncio.gather(*(collect(dispatcher, request) for request in base)), strict=True
     ):
         assert tokens == expected(request)
-    assert dispatcher.links.loads.own == {}
+    assert dispatcher.connections.loads.own == {}
     await dispatcher.close()
 
 
@@ -427,8 +427,8 @@ async def test_a_request_is_refused_when_every_replica_has_refused_it_once(make_
         with pytest.raises(QueueFull, match=r"engine\.max_queued_requests is 0"):
             await collect(dispatcher, request)
     assert [len(replica.submitted) for replica in fleet.replicas.values()] == [2, 2, 2]
-    assert dispatcher.links.num_streams == 0
-    assert dispatcher.links.loads.own == {}
+    assert dispatcher.connections.num_streams == 0
+    assert dispatcher.connections.loads.own == {}
     await dispatcher.close()
 
 
@@ -506,7 +506,7 @@ async def test_a_request_that_loses_every_replica_is_given_up(make_fleet: MakeFl
         try:
             await anext(stream)
         except EngineFailure as error:
-            assert "lost" in str(error)  # noqa: PT017  the stream is read in steps
+            assert "when they died" in str(error)  # noqa: PT017  the stream is read in steps
             break
         for replica in fleet.replicas.values():
             if replica.submitted and not replica.dead.is_set():
@@ -542,7 +542,7 @@ async def test_a_request_that_engines_fail_over_takes_two_of_them_and_no_other_r
     assert "request poison was being computed when 2 engines failed" in str(last.error)
     assert sum(replica.thread.failure is not None for replica in fleet.replicas.values()) == 2
     assert fleet.view.num_replicas == 2
-    assert dispatcher.links.loads.own == {}
+    assert dispatcher.connections.loads.own == {}
     await dispatcher.close()
 
 
@@ -558,7 +558,7 @@ async def test_a_request_that_engines_fail_over_wherever_it_is_takes_three(make_
     assert isinstance(last.error, EngineFailure)
     assert sum(replica.thread.failure is not None for replica in fleet.replicas.values()) == 3
     assert fleet.view.num_replicas == MAX_LOSSES + 2 - 3
-    assert dispatcher.links.loads.own == {}
+    assert dispatcher.connections.loads.own == {}
     await dispatcher.close()
 
 
@@ -624,21 +624,21 @@ async def test_a_replica_that_is_slow_to_answer_delays_only_its_own(make_fleet: 
     slow.attaches.clear()
     quick.backend.max_steps = 0
     streams = [Stream(make_request(f"r{i}", [i], max_tokens=4, ignore_eos=True)) for i in range(6)]
-    dispatcher.assigner.assign(streams)
+    dispatcher.router.assign(streams)
     await until(lambda: len(quick.submitted) == 3)
-    assert dispatcher.links.loads.own == {"replica-0": 3, "replica-1": 3}, "those that wait count as load"
-    dispatcher.links.loads.change(quick.replica_id, +1)  # so that the next one goes to the slow replica
+    assert dispatcher.connections.loads.own == {"replica-0": 3, "replica-1": 3}, "those that wait count as load"
+    dispatcher.connections.loads.add(quick.replica_id, +1)  # so that the next one goes to the slow replica
     leaver = asyncio.ensure_future(collect(dispatcher, make_request("leaver", [7])))
-    await until(lambda: dispatcher.links.loads.own[slow.replica_id] == 4)
-    dispatcher.links.loads.change(quick.replica_id, -1)
+    await until(lambda: dispatcher.connections.loads.own[slow.replica_id] == 4)
+    dispatcher.connections.loads.add(quick.replica_id, -1)
     leaver.cancel()
     await asyncio.wait([leaver])
     assert slow.submitted == []
     slow.attaches.set()
     quick.backend.resumed.set()
     await until(lambda: len(slow.submitted) == 3)
-    await until(lambda: dispatcher.links.num_streams == 0)
-    await until(lambda: dispatcher.links.loads.own == {})
+    await until(lambda: dispatcher.connections.num_streams == 0)
+    await until(lambda: dispatcher.connections.loads.own == {})
     assert "leaver/1" not in [request.request_id for request in slow.submitted], "it has left"
     await dispatcher.close()
 
@@ -660,17 +660,17 @@ async def test_nothing_is_submitted_for_a_link_that_nobody_reads(
     monkeypatch.setattr(fleet, "submit", submit_and_note)
     request = make_request("second", [2], max_tokens=4, ignore_eos=True)
     stream = Stream(request)
-    dispatcher.assigner.assign([stream])
-    await until(lambda: bool(dispatcher.links._links))
-    (ended,) = dispatcher.links._links.values()
-    ended.attached()
-    dispatcher.links._drop(ended, Loss.LINK_ENDED)
+    dispatcher.router.assign([stream])
+    await until(lambda: bool(dispatcher.connections._connections))
+    (ended,) = dispatcher.connections._connections.values()
+    ended.mark_attached()
+    dispatcher.connections._drop(ended, Loss.LINK_ENDED)
     replica.attaches.set()
     await until(lambda: len(stream.inbox) > 0)
-    (living,) = dispatcher.links._links.values()
+    (living,) = dispatcher.connections._connections.values()
     assert links == [living.link_id] != [ended.link_id]
-    await until(lambda: dispatcher.links.num_streams == 0)
-    assert dispatcher.links.loads.own == {}
+    await until(lambda: dispatcher.connections.num_streams == 0)
+    assert dispatcher.connections.loads.own == {}
     await dispatcher.close()
 
 
@@ -684,12 +684,12 @@ async def test_a_replica_that_never_answers_gives_its_requests_up(
     silent.attaches.clear()
     request = make_request("r", [1], max_tokens=4, ignore_eos=True)
     answer = asyncio.ensure_future(collect(dispatcher, request))
-    await until(lambda: not dispatcher.links.usable)
-    assert dispatcher.links.loads.own == {}
+    await until(lambda: not dispatcher.connections.usable)
+    assert dispatcher.connections.loads.own == {}
     fleet.add()
     assert (await answer)[0] == expected(request)
     assert silent.submitted == []
-    assert dispatcher.links.loads.own == {}
+    assert dispatcher.connections.loads.own == {}
     await dispatcher.close()
 
 
@@ -708,7 +708,7 @@ async def test_a_failed_engine_takes_no_more_requests(make_fleet: MakeFleet) -> 
         assert (await collect(dispatcher, request))[0] == expected(request, with_adapter)
     assert [request.request_id for request in failing.submitted] == ["r0/1"]
     assert failing.replica_id not in fleet.view.replicas
-    assert dispatcher.links.loads.own == {}
+    assert dispatcher.connections.loads.own == {}
     await dispatcher.close()
 
 

@@ -115,8 +115,8 @@ async def test_a_replica_that_cannot_be_reached_is_tried_without_requests_and_mo
         took_s.append(await seconds(sick.answer(request("r"))))
     assert sum(second > 0.11 for second in took_s) <= 1, "one request finds out, in the time to attach"
     assert sick.replicas.calls["r00"] <= 12
-    assert "r00" in well.links.usable
-    assert "r00" not in sick.links.usable
+    assert "r00" in well.connections.usable
+    assert "r00" not in sick.connections.usable
 
 
 @virtually(1, 2)
@@ -164,7 +164,7 @@ async def test_requests_for_cold_adapters_are_bounded_and_nothing_else_is(servic
     late = [task for task in tasks if task not in refused]
     assert all(isinstance(task.exception(), NotReady) for task in late)
     assert "limits.adapter_load_timeout_s" in str(late[0].exception())
-    assert not ingress.cold._of_digest
+    assert not ingress.cold._by_digest
     assert not any(task.done() for task in warm), "their adapter is there: they wait for their turn"
     for task in warm:
         task.cancel()
@@ -182,7 +182,7 @@ async def test_callers_that_leave_wait_no_longer(service: SimulatedService) -> N
     for task in tasks:
         task.cancel()
     await asyncio.sleep(0)
-    assert (ingress.cold.num_waiting, ingress.cold._of_digest) == (0, {})
+    assert (ingress.cold.num_waiting, ingress.cold._by_digest) == (0, {})
 
 
 def test_eight_ingresses_do_not_herd() -> None:

@@ -43,7 +43,7 @@ async def read_ahead(service: Service, monkeypatch: pytest.MonkeyPatch) -> Async
     store.contents["activated"] = ADAPTER.card.digest
     store.invocations[ADAPTER.card.digest] = CALL
     await service.managed.client.load_and_wait(wanted("activated", "activated"))
-    monkeypatch.setattr(service._names._store, "expect", expect)
+    monkeypatch.setattr(service._directory._store, "expect", expect)
     yield asked
 
 
@@ -85,7 +85,7 @@ async def test_it_is_the_adapter_s_in_answers_and_books(service: Service, http: 
     assert (found["requests"], found["prompt_tokens"], found["completion_tokens"]) == (2, 12, 7)
     assert found["loads"] == {"source": 0, "disk": 0, "device": 0}
     assert service.metrics.requests[-1]["is_adapter"]
-    assert await service.tenancy.metering.flush()
+    assert await service.accounting.usage_flusher.flush()
     day_s, now_s = 86400, int(time.time())
     query = UsageQuery(now_s // day_s * day_s, now_s + day_s, None, day_s, "completions", {}, ("model", "digest"))
     buckets = await asyncio.to_thread(service.managed.books.ledger.buckets, query)
@@ -111,6 +111,6 @@ async def test_each_text_is_looked_at_by_itself(service: Service, http: httpx.As
 @pytest.mark.usefixtures("read_ahead")
 async def test_who_may_not_use_it_is_told_so_whatever_the_prompt(org: Org) -> None:
     for model in ("activated", "base"):
-        await org.service.tenancy.owner.permit_models(org.ids["bob"], "allow_list", ["base"], actor="test")
+        await org.service.accounting.owner.permit_models(org.ids["bob"], "allow_list", ["base"], actor="test")
         answer = await org.ask("bob", "POST", "/v1/completions", json=ASK | {"model": model, "prompt": "og"})
         assert answer.status_code == (404 if model == "activated" else 200), answer.text

@@ -45,7 +45,7 @@ async def test_requests_tokens_and_first_tokens_are_counted(http: httpx.AsyncCli
     times = after["time_to_first_token_seconds"]
     assert times["count"] == 2
     assert 0 < times["p50"] <= times["p99"] < 120
-    await service.tenancy.metering.flush()
+    await service.accounting.usage_flusher.flush()
     assert (await seen(http))["loads"] == {"source": 0, "disk": 0, "device": 1}
 
 
@@ -66,14 +66,14 @@ async def test_failures_are_errors_and_clients_that_left_are_not(
         raise AdapterUnreadable("its files are gone", retry_after_s=1)
 
     with monkeypatch.context() as patch:
-        patch.setattr(service.frontend._source, "stream", refuse)
+        patch.setattr(service.preprocessor._dispatcher, "stream", refuse)
         assert (await http.post("/v1/completions", json=ASK)).status_code == 503
     assert (await http.post("/v1/completions", json=ASK)).status_code == 200
     found = await seen(http)
     assert (found["requests"], found["errors"]) == (2, 1)
     job = service.counted[-1][0]
     assert job is not None
-    service.activity.ended(job, 499)
+    service.activity.record(job, 499)
     found = await seen(http)
     assert (found["requests"], found["errors"]) == (3, 1)
 
@@ -85,7 +85,7 @@ async def test_what_could_not_be_told_is_told_later(
         raise NotReady("the store restarts")
 
     with monkeypatch.context() as patch:
-        patch.setattr(service.tenancy.owner, "note_activity", away)
+        patch.setattr(service.accounting.owner, "note_activity", away)
         for _ in range(2):
             assert (await http.post("/v1/completions", json=ASK)).status_code == 200
             assert (await http.get("/v1/loras/sql")).status_code == 503
@@ -99,7 +99,7 @@ async def test_an_ingress_that_ends_tells_what_it_has_seen(http: httpx.AsyncClie
     await service.activity.close()
     ref = service.registry.resolve("sql", "", "default")
     assert ref is not None
-    assert (await service.tenancy.owner.seen(ref, tenant_id=None)).activity.num_requests == 1
+    assert (await service.accounting.owner.seen(ref, tenant_id=None)).activity.num_requests == 1
 
 
 async def test_new_contents_begin_anew(http: httpx.AsyncClient, service: Service) -> None:
@@ -111,7 +111,7 @@ async def test_new_contents_begin_anew(http: httpx.AsyncClient, service: Service
 
 async def test_a_project_sees_its_own_requests_and_nobody_s_loads(org: Org) -> None:
     service = org.service
-    owner, ada, bob = service.tenancy.owner, org.ids["ada"], org.ids["bob"]
+    owner, ada, bob = service.accounting.owner, org.ids["ada"], org.ids["bob"]
     await owner.share(ada, "secret", [bob], actor="test")
     store = service.managed.store
     store.contents[f"{bob}/twin"] = store.contents["secret"]

@@ -242,7 +242,7 @@ async def test_bodies_that_are_no_bodies(http: httpx.AsyncClient, service: Servi
 
 
 async def test_a_body_of_many_keys_is_read_in_one_pass(http: httpx.AsyncClient, service: Service) -> None:
-    service.frontend.limits = LimitsConfig()
+    service.preprocessor.limits = LimitsConfig()
     content = "{" + ",".join(f'"k{number}":0' for number in [*range(20_000), 19_999]) + "}"
     begin_s = time.process_time()
     error = (await http.post("/v1/completions", content=content)).json()["error"]
@@ -274,14 +274,14 @@ async def test_what_is_long_altogether_is_tokenized_in_a_thread(
         threads.add(threading.get_ident())
         return [1]
 
-    monkeypatch.setattr(service.frontend.text_model, "encode", encode)
-    monkeypatch.setattr(service.frontend.text_model, "encode_chat", encode)
+    monkeypatch.setattr(service.preprocessor.text_model, "encode", encode)
+    monkeypatch.setattr(service.preprocessor.text_model, "encode_chat", encode)
     if isinstance(body, ChatCompletionRequest):
-        await service.frontend.chat(body, handle_principal())
+        await service.preprocessor.chat(body, handle_principal())
     elif isinstance(body, CompletionRequest):
-        await service.frontend.completion(body, handle_principal())
+        await service.preprocessor.completion(body, handle_principal())
     else:
-        await service.frontend.generate(body, handle_principal())
+        await service.preprocessor.generate(body, handle_principal())
     assert len(threads) == 1
     assert (threads == {threading.get_ident()}) is is_inline
 
@@ -384,7 +384,7 @@ async def test_a_full_queue_is_429_also_for_a_stream(http: httpx.AsyncClient, se
 async def test_a_bug_is_a_500_that_tells_nothing(
     http: httpx.AsyncClient, service: Service, caplog: pytest.LogCaptureFixture
 ) -> None:
-    service.frontend.finder._registry = None  # type: ignore[assignment]
+    service.preprocessor.resolver._registry = None  # type: ignore[assignment]
     answer = await http.post("/v1/completions", json=LEGACY | {"model": "sql"})
     assert answer.status_code == 500
     assert "NoneType" not in answer.text
@@ -399,7 +399,7 @@ async def test_a_request_that_takes_too_long_is_504_and_aborted(
     replica.backend.max_steps = 0
     timeout_s = 0.05
     while len(replica.submitted) < num_answers:  # on a machine so busy that the time is up before, a longer one
-        service.frontend.limits = service.frontend.limits.model_copy(update={"request_timeout_s": timeout_s})
+        service.preprocessor.limits = service.preprocessor.limits.model_copy(update={"request_timeout_s": timeout_s})
         answer = await http.post("/v1/completions", json=LEGACY | {"n": num_answers})
         assert answer.status_code == 504
         timeout_s *= 2
@@ -418,13 +418,15 @@ def test_derived_seeds_differ_and_the_first_is_the_request_s_own() -> None:
 
 
 async def test_equal_prompts_without_a_seed_have_different_answers(service: Service) -> None:
-    frontend = service.frontend
+    preprocessor = service.preprocessor
     for seed, number in ((None, 4), (7, 2)):
         body = CompletionRequest(model="base", prompt=["hi", "hi"], n=2, seed=seed)
-        seeds = [request.sampling.seed for request in (await frontend.completion(body, handle_principal())).requests]
+        seeds = [
+            request.sampling.seed for request in (await preprocessor.completion(body, handle_principal())).requests
+        ]
         assert len(set(seeds)) == number
         params = GenerateSampling(max_new_tokens=1, n=2, seed=seed)
-        job = await frontend.generate(GenerateBody(text=["hi", "hi"], sampling_params=params), handle_principal())
+        job = await preprocessor.generate(GenerateBody(text=["hi", "hi"], sampling_params=params), handle_principal())
         assert len({request.sampling.seed for request in job.requests}) == number
     assert seeds == [7, derived_seed(7, 1)] * 2, "with one, each prompt's are what they are when it comes alone"
 
@@ -437,12 +439,12 @@ async def test_a_request_arrives_before_it_is_tokenized(service: Service, monkey
         time.sleep(0.01)
         return [1]
 
-    monkeypatch.setattr(service.frontend.text_model, "encode", encode)
-    monkeypatch.setattr(service.frontend.text_model, "encode_chat", encode)
+    monkeypatch.setattr(service.preprocessor.text_model, "encode", encode)
+    monkeypatch.setattr(service.preprocessor.text_model, "encode_chat", encode)
     for job in (
-        await service.frontend.completion(CompletionRequest(model="base", prompt="hi"), handle_principal()),
-        await service.frontend.chat(ChatCompletionRequest.model_validate(CHAT), handle_principal()),
-        await service.frontend.generate(
+        await service.preprocessor.completion(CompletionRequest(model="base", prompt="hi"), handle_principal()),
+        await service.preprocessor.chat(ChatCompletionRequest.model_validate(CHAT), handle_principal()),
+        await service.preprocessor.generate(
             GenerateBody(text="hi", sampling_params=GenerateSampling(max_new_tokens=1)), handle_principal()
         ),
     ):

@@ -97,13 +97,13 @@ async def test_a_whole_answer_that_nobody_waited_for_is_counted_with_its_cost(
     service: Service, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     jobs: list[GenerationTask] = []
-    completion = service.frontend.completion
+    completion = service.preprocessor.completion
 
     async def seen(body: CompletionRequest, caller: Principal, request_id: str | None) -> GenerationTask:
         jobs.append(await completion(body, caller, request_id))
         return jobs[-1]
 
-    monkeypatch.setattr(service.frontend, "completion", seen)
+    monkeypatch.setattr(service.preprocessor, "completion", seen)
     (replica,) = service.fleet.replicas.values()
     replica.backend.max_steps = 20
     client = Client(service, "/v1/completions", json.dumps(BODY).encode())

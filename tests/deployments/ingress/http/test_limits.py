@@ -53,7 +53,7 @@ async def describe(org: Org) -> None:
 
 
 async def used(service: Service) -> UsageRecord:
-    assert await service.tenancy.metering.flush()
+    assert await service.accounting.usage_flusher.flush()
     return await asyncio.to_thread(service.managed.books.ledger.total)
 
 
@@ -103,7 +103,7 @@ async def test_what_a_route_computes_is_in_the_ledger_to_the_token(org: Org, pat
 
 @pytest.mark.parametrize("path", sorted(GENERATING))
 async def test_every_route_is_limited(org: Org, path: str) -> None:
-    owner = org.service.tenancy.owner
+    owner = org.service.accounting.owner
     await describe(org)
     await owner.limit_rates(org.ids["ada"], "base", {"requests_per_min": 1, "tokens_per_min": 100_000}, actor="test")
     await owner.configure_project(org.ids["ada"], {"max_concurrent": 1}, actor="test")
@@ -116,7 +116,7 @@ async def test_every_route_is_limited(org: Org, path: str) -> None:
 
 @pytest.mark.parametrize("path", sorted(COUNTING))
 async def test_counting_tokens_takes_one_request_and_nothing_else(org: Org, path: str) -> None:
-    owner = org.service.tenancy.owner
+    owner = org.service.accounting.owner
     no_tokens = {"requests_per_min": 2, "requests_per_day": 9, "tokens_per_min": 0}
     await owner.limit_rates(org.ids["ada"], "base", no_tokens, actor="test")
     await owner.limit_spend(org.ids["ada"], 0, actor="test")
@@ -138,7 +138,7 @@ async def test_counting_tokens_takes_one_request_and_nothing_else(org: Org, path
 
 @pytest.mark.parametrize("path", sorted(COUNTING))
 async def test_counting_tokens_takes_a_request_of_the_adapter_that_is_named(org: Org, path: str) -> None:
-    await org.service.tenancy.owner.limit_rates(org.ids["ada"], "sql", {"requests_per_min": 1}, actor="test")
+    await org.service.accounting.owner.limit_rates(org.ids["ada"], "sql", {"requests_per_min": 1}, actor="test")
     models = ("sql", "sql", "base")
     answers = [await org.ask("ada", "POST", path, json=COUNTING[path] | {"model": model}) for model in models]
     assert [each.status_code for each in answers] == [200, 429, 200]
@@ -146,7 +146,7 @@ async def test_counting_tokens_takes_a_request_of_the_adapter_that_is_named(org:
 
 @pytest.mark.parametrize("path", sorted(COUNTING))
 async def test_counting_tokens_of_what_is_refused_takes_nothing(org: Org, path: str) -> None:
-    owner = org.service.tenancy.owner
+    owner = org.service.accounting.owner
     await owner.limit_rates(org.ids["ada"], "base", {"requests_per_min": 1}, actor="test")
     wrong: list[dict[str, Any]] = [{"model": "nobody"}]
     if path == "/detokenize":
@@ -160,7 +160,7 @@ async def test_counting_tokens_of_what_is_refused_takes_nothing(org: Org, path: 
 async def test_counting_tokens_holds_one_concurrent_request_until_its_client_leaves(
     org: Org, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    await org.service.tenancy.owner.configure_project(org.ids["ada"], {"max_concurrent": 1}, actor="test")
+    await org.service.accounting.owner.configure_project(org.ids["ada"], {"max_concurrent": 1}, actor="test")
     counting = asyncio.Event()
 
     async def prompt_ids(*_: Any) -> Any:
@@ -168,7 +168,7 @@ async def test_counting_tokens_holds_one_concurrent_request_until_its_client_lea
         await asyncio.Event().wait()
 
     with monkeypatch.context() as patch:
-        patch.setattr(org.service.frontend, "prompt_ids", prompt_ids)
+        patch.setattr(org.service.preprocessor, "prompt_ids", prompt_ids)
         asking = asyncio.create_task(org.ask("ada", "POST", "/tokenize", json=COUNTING["/tokenize"]))
         await counting.wait()
     assert (await org.ask("ada", "POST", "/tokenize", json=COUNTING["/tokenize"])).status_code == 429
@@ -181,7 +181,7 @@ AUTO: dict[str, Any] = {"model": "auto", "prompt": "query", "max_tokens": 3, "ro
 
 
 async def test_a_chosen_adapter_s_request_is_one_and_pays_for_the_choice(org: Org) -> None:
-    owner = org.service.tenancy.owner
+    owner = org.service.accounting.owner
     await describe(org)
     assert (await org.ask("bob", "POST", "/v1/route", json={"prompt": "a"})).status_code == 200
     before = await used(org.service)
@@ -197,13 +197,13 @@ async def test_a_chosen_adapter_s_request_is_one_and_pays_for_the_choice(org: Or
     after = await used(org.service)
     assert after.num_requests - before.num_requests == 2
     assert after.prompt_tokens - before.prompt_tokens == 2 * 2 * len(AUTO["prompt"])
-    spent = org.service.tenancy.limiter._pools[LimitKey(org.ids["ada"], "spend")].used
+    spent = org.service.accounting.limiter._pools[LimitKey(org.ids["ada"], "spend")].used
     assert spent == after.cost_nanos - before.cost_nanos > 0
 
 
 @pytest.mark.parametrize("change", [{"max_tokens": 10_000}, {"stop": ["a"] * 99}])
 async def test_what_is_refused_after_the_choice_holds_nothing(org: Org, change: dict[str, Any]) -> None:
-    owner = org.service.tenancy.owner
+    owner = org.service.accounting.owner
     await describe(org)
     await owner.configure_project(org.ids["ada"], {"max_concurrent": 1}, actor="test")
     for body in (AUTO | change, AUTO | change, AUTO):
@@ -213,20 +213,20 @@ async def test_what_is_refused_after_the_choice_holds_nothing(org: Org, change: 
 
 async def test_a_choice_whose_tokens_are_not_there_is_not_made(org: Org) -> None:
     await describe(org)
-    await org.service.tenancy.owner.limit_rates(org.ids["ada"], "base", {"tokens_per_min": 4}, actor="test")
+    await org.service.accounting.owner.limit_rates(org.ids["ada"], "base", {"tokens_per_min": 4}, actor="test")
     before = (await engines(org.service)).prompt_tokens
     assert (await org.ask("ada", "POST", "/v1/completions", json=AUTO)).status_code == 429
     assert (await engines(org.service)).prompt_tokens == before
 
 
 async def test_a_choice_of_a_tenant_whose_limits_are_not_enforced_goes_on(org: Org) -> None:
-    owner = org.service.tenancy.owner
+    owner = org.service.accounting.owner
     await describe(org)
     await owner.limit_rates(org.ids["ada"], "base", {"tokens_per_min": 6, "requests_per_min": 9}, actor="test")
     await owner.configure_project(org.ids["ada"], {"enforce": False, "max_concurrent": 1}, actor="test")
     for _ in range(3):
         assert (await org.ask("ada", "POST", "/v1/completions", json=AUTO)).status_code == 200
-    refused = org.service.tenancy.limiter.refused
+    refused = org.service.accounting.limiter.refused
     assert refused == {RejectedRequest("tokens", is_enforced=False): 3}, "each once, and what was held came back"
 
 
@@ -237,7 +237,7 @@ async def test_python_callers_are_in_the_ledger_too(service: Service) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_requests_that_fail_and_streams_that_end_are_settled_once(org: Org, stream: bool) -> None:
-    owner = org.service.tenancy.owner
+    owner = org.service.accounting.owner
     await owner.limit_rates(org.ids["ada"], "base", {"tokens_per_min": 1000, "requests_per_min": 100}, actor="test")
     await owner.configure_project(org.ids["ada"], {"max_concurrent": 1}, actor="test")
     for _ in range(5):  # one at a time, so that what is not given back would be missed
@@ -254,7 +254,7 @@ async def test_requests_that_fail_and_streams_that_end_are_settled_once(org: Org
 
 
 async def test_a_client_that_leaves_pays_for_what_it_got(org: Org) -> None:
-    owner = org.service.tenancy.owner
+    owner = org.service.accounting.owner
     await owner.configure_project(org.ids["ada"], {"max_concurrent": 1}, actor="test")
     replica = org.service.fleet.replicas["replica-0"]
     replica.backend.max_steps = 3
@@ -277,7 +277,7 @@ async def test_a_client_that_leaves_pays_for_what_it_got(org: Org) -> None:
 
 async def test_a_client_that_leaves_before_the_first_token_pays_for_its_prompt(org: Org) -> None:
     """Or prompts would be computed without a limit, for whoever leaves soon enough."""
-    owner, tenant_id = org.service.tenancy.owner, org.ids["ada"]
+    owner, tenant_id = org.service.accounting.owner, org.ids["ada"]
     await owner.limit_rates(tenant_id, "base", {"tokens_per_min": 120}, actor="test")
     await owner.limit_spend(tenant_id, 1, actor="test")
     await owner.configure_project(tenant_id, {"max_concurrent": 1}, actor="test")
@@ -289,7 +289,7 @@ async def test_a_client_that_leaves_before_the_first_token_pays_for_its_prompt(o
     asking.cancel()
     await asyncio.gather(asking, return_exceptions=True)
     await until(lambda: not org.service.num_streams)
-    pools = org.service.tenancy.limiter._pools
+    pools = org.service.accounting.limiter._pools
     assert pools[LimitKey(tenant_id, "spend")].used == 90 * 1000
     assert pools[LimitKey(tenant_id, "concurrent")].reserved == 0
     assert (await org.ask("ada", "POST", "/v1/completions", json=asked)).status_code == 429
@@ -299,7 +299,7 @@ async def test_a_client_that_leaves_before_the_first_token_pays_for_its_prompt(o
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_client_that_leaves_while_its_answer_is_stored_holds_nothing(org: Org, stream: bool) -> None:
-    await org.service.tenancy.owner.configure_project(org.ids["ada"], {"max_concurrent": 1}, actor="test")
+    await org.service.accounting.owner.configure_project(org.ids["ada"], {"max_concurrent": 1}, actor="test")
     keeping = asyncio.Event()
 
     async def keep(*_: Any, **__: Any) -> None:
@@ -312,12 +312,12 @@ async def test_a_client_that_leaves_while_its_answer_is_stored_holds_nothing(org
     await keeping.wait()
     asking.cancel()
     await asyncio.gather(asking, return_exceptions=True)
-    assert org.service.tenancy.limiter._pools[LimitKey(org.ids["ada"], "concurrent")].reserved == 0
+    assert org.service.accounting.limiter._pools[LimitKey(org.ids["ada"], "concurrent")].reserved == 0
     assert (await org.ask("ada", "POST", "/v1/chat/completions", json=CHAT)).status_code == 200
 
 
 async def test_headers_and_refusals_of_rates(org: Org) -> None:
-    owner = org.service.tenancy.owner
+    owner = org.service.accounting.owner
     plain = await org.ask("ada", "POST", "/v1/chat/completions", json=CHAT)
     assert not [name for name in plain.headers if name.startswith("x-ratelimit")], "no limit, no header"
     await owner.limit_rates(org.ids["ada"], "base", {"requests_per_min": 2, "tokens_per_min": 10_000}, actor="test")
@@ -335,7 +335,7 @@ async def test_headers_and_refusals_of_rates(org: Org) -> None:
 
 
 async def test_operators_see_what_is_left(org: Org) -> None:
-    owner, url = org.service.tenancy.owner, f"/v1/tenants/{org.ids['ada']}"
+    owner, url = org.service.accounting.owner, f"/v1/tenants/{org.ids['ada']}"
     assert (await org.ask("admin", "GET", url)).json()["limits"] == []
     await owner.limit_rates(org.ids["ada"], "base", {"requests_per_day": 9}, actor="test")
     await owner.limit_spend(org.ids["ada"], 1, actor="test")
@@ -352,13 +352,13 @@ async def test_operators_see_what_is_left(org: Org) -> None:
     backend.max_steps = None
     backend.resumed.set()
     assert (await asking).status_code == 200
-    await org.service.tenancy.limiter.tell()
+    await org.service.accounting.limiter.tell()
     limits = {each["kind"]: each for each in (await org.ask("admin", "GET", url)).json()["limits"]}
     assert (limits["day"]["remaining"], limits["concurrent"]["remaining"]) == (8, 3)
 
 
 async def test_a_request_beyond_the_tokens_of_a_minute_is_told_not_to_try_again(org: Org) -> None:
-    await org.service.tenancy.owner.limit_rates(org.ids["ada"], "base", {"tokens_per_min": 20}, actor="test")
+    await org.service.accounting.owner.limit_rates(org.ids["ada"], "base", {"tokens_per_min": 20}, actor="test")
     answer = await org.ask("ada", "POST", "/v1/chat/completions", json=CHAT | {"max_tokens": 50})
     assert (answer.status_code, answer.json()["error"]["type"]) == (429, "tokens")
     assert answer.headers["X-Should-Retry"] == "false"
@@ -366,7 +366,7 @@ async def test_a_request_beyond_the_tokens_of_a_minute_is_told_not_to_try_again(
 
 
 async def test_an_adapter_s_limit_is_its_own(org: Org) -> None:
-    await org.service.tenancy.owner.limit_rates(org.ids["ada"], "sql", {"requests_per_min": 1}, actor="test")
+    await org.service.accounting.owner.limit_rates(org.ids["ada"], "sql", {"requests_per_min": 1}, actor="test")
     statuses = [
         (await org.ask("ada", "POST", "/v1/chat/completions", json=CHAT | {"model": model})).status_code
         for model in ("sql", "sql", "base", "secret")
@@ -375,7 +375,7 @@ async def test_an_adapter_s_limit_is_its_own(org: Org) -> None:
 
 
 async def test_an_adapter_s_limit_holds_for_it_among_others(org: Org) -> None:
-    await org.service.tenancy.owner.limit_rates(org.ids["ada"], "sql", {"requests_per_min": 0}, actor="test")
+    await org.service.accounting.owner.limit_rates(org.ids["ada"], "sql", {"requests_per_min": 0}, actor="test")
     for adapters in ([{"name": "sql", "weight": 0.5}], [{"name": "sql"}, {"name": "secret"}]):
         answer = await org.ask("ada", "POST", "/v1/chat/completions", json=CHAT | {"adapters": adapters})
         assert (answer.status_code, answer.json()["error"]["code"]) == (429, "rate_limit_exceeded")
@@ -383,7 +383,7 @@ async def test_an_adapter_s_limit_holds_for_it_among_others(org: Org) -> None:
 
 
 async def test_the_official_client_does_not_try_again_when_the_money_is_gone(org: Org) -> None:
-    owner = org.service.tenancy.owner
+    owner = org.service.accounting.owner
     await owner.limit_spend(org.ids["ada"], 0, actor="test")
     asked = 0
 
@@ -401,12 +401,12 @@ async def test_the_official_client_does_not_try_again_when_the_money_is_gone(org
 
 
 async def test_limits_that_are_not_enforced_refuse_nobody(org: Org) -> None:
-    owner = org.service.tenancy.owner
+    owner = org.service.accounting.owner
     await owner.limit_rates(org.ids["ada"], "base", {"requests_per_min": 1}, actor="test")
     await owner.configure_project(org.ids["ada"], {"enforce": False}, actor="test")
     for _ in range(3):
         assert (await org.ask("ada", "POST", "/v1/chat/completions", json=CHAT)).status_code == 200
-    assert sum(org.service.tenancy.limiter.refused.values()) == 2
+    assert sum(org.service.accounting.limiter.refused.values()) == 2
 
 
 async def test_usage_and_costs_by_the_official_client(org: Org) -> None:
@@ -414,7 +414,7 @@ async def test_usage_and_costs_by_the_official_client(org: Org) -> None:
     for who, model in (("ada", "base"), ("ada", "sql"), ("bob", "base")):
         answer = await org.ask(who, "POST", "/v1/chat/completions", json=CHAT | {"model": model})
         assert answer.status_code == 200
-    start = int(org.service.tenancy.clock()) - 60
+    start = int(org.service.accounting.clock()) - 60
     minutes = await admin.usage.completions(start_time=start, bucket_width="1m", group_by=["project_id", "model"])
     results = [result for bucket in minutes.data for result in bucket.results]
     groups = {(result.project_id, result.model): result for result in results}  # type: ignore[union-attr]
@@ -447,7 +447,7 @@ async def test_usage_and_costs_by_the_official_client(org: Org) -> None:
 
 
 async def test_costs_by_line_item_and_by_project_add_up(org: Org) -> None:
-    admin, tenancy = client_with(org.http, admin_key=org.admin).admin.organization, org.service.tenancy
+    admin, tenancy = client_with(org.http, admin_key=org.admin).admin.organization, org.service.accounting
     for who, model in (("ada", "base"), ("ada", "sql"), ("bob", "base")):
         assert (await org.ask(who, "POST", "/v1/chat/completions", json=CHAT | {"model": model})).status_code == 200
     await until(lambda: org.service.fleet.replicas["replica-0"].thread.stats().num_running == 0)

@@ -234,7 +234,7 @@ async def test_a_shared_alias_does_not_say_in_lists_what_it_stands_for(org: Org)
 
 
 async def test_what_is_denied_is_denied_under_every_name(org: Org) -> None:
-    owner, ada = org.service.tenancy.owner, org.ids["ada"]
+    owner, ada = org.service.accounting.owner, org.ids["ada"]
     answer = await org.ask("admin", "PUT", "/v1/aliases/sql-prod", json={"targets": {"sql": 1}})
     assert answer.status_code == 200, answer.text
     answer = await org.ask("ada", "PUT", "/v1/aliases/mine", json={"targets": {"base": 1}})
@@ -270,13 +270,13 @@ async def test_a_combination_is_denied_by_its_own_name_and_by_those_of_its_parts
     service, store = org.service, org.service.managed.store
     await service.managed.client.load_and_wait(wanted("two", "two"))
     compose = {"adapters": [{"name": "sql"}, {"name": "two"}]}
-    made = service.frontend.finder.combined(parse_body(ComposeBody, compose).adapters, handle_principal())
+    made = service.preprocessor.resolver.combine(parse_body(ComposeBody, compose).adapters, handle_principal())
     store.contents[made.source] = made.digest
     answer = await org.ask("admin", "POST", "/v1/loras", json={"name": "mix", "compose": compose, "wait": True})
     assert answer.status_code == 201, answer.text
     answer = await org.ask("admin", "PUT", "/v1/aliases/mixed", json={"targets": {"mix": 1}})
     assert answer.status_code == 200, answer.text
-    await service.tenancy.owner.permit_models(org.ids["ada"], mode, names, actor="test")
+    await service.accounting.owner.permit_models(org.ids["ada"], mode, names, actor="test")
     asked: list[dict[str, Any]] = [{"model": name} for name in ("sql", "two", "mix", "mixed")]
     asked += [{"model": "base"} | compose, {"model": "base", "adapters": [{"name": "mix"}, {"name": "secret"}]}]
     statuses = []

@@ -85,7 +85,7 @@ async def test_an_object_of_any_kind(writer: httpx.AsyncClient) -> None:
         ({"guided_json": "{"}, "guided_json", "is not JSON"),
         ({"structured_outputs": {"grammar": "start: nowhere"}}, "structured_outputs.grammar", "nowhere"),
         ({"structured_outputs": {"structural_tag": "x"}}, "structured_outputs.structural_tag", "unknown field"),
-        ({"guided_choice": ["a"], "guided_regex": "b"}, "guided_choice", "follows one of them"),
+        ({"guided_choice": ["a"], "guided_regex": "b"}, "guided_choice", "use one of them"),
         ({"guided_choice": ["a"], "ignore_eos": True}, "ignore_eos", "where it ends"),
         ({"guided_choice": ["a"], "min_tokens": 3}, "min_tokens", "where it ends"),
         ({"min_tokens": 200}, "min_tokens", "at most 100"),

@@ -125,7 +125,7 @@ async def test_a_conversation_with_calls_and_their_answers(writing: Service, wri
             "not",
         ),
         ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools.0.function.name", "pattern"),
-        ({"guided_regex": "a"}, "guided_regex", "together with tools"),
+        ({"guided_regex": "a"}, "guided_regex", "cannot be combined with tools"),
         (
             {
                 "messages": [
@@ -136,7 +136,7 @@ async def test_a_conversation_with_calls_and_their_answers(writing: Service, wri
                 ]
             },
             "messages.0.tool_calls.0.function.arguments",
-            "no JSON object",
+            "not a JSON object",
         ),
     ],
 )

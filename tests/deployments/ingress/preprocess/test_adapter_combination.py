@@ -64,7 +64,7 @@ async def test_one_derived_adapter_answers_on_every_route(served: Service, http:
         if path not in ("/generate", "/v1/responses/input_tokens", "/v1/messages/count_tokens"):
             assert answer.headers["X-Polylora-Adapter"] == "sql*0.7+two*1@1"
     assert served.registry.num_adapters == 2, "nothing was registered for it"
-    ref = await served.frontend.finder.find(
+    ref = await served.preprocessor.resolver.resolve(
         "base", handle_principal(), adapters=[WeightedAdapter(name="sql", weight=0.7), WeightedAdapter(name="two")]
     )
     assert ref == derived
@@ -73,8 +73,8 @@ async def test_one_derived_adapter_answers_on_every_route(served: Service, http:
 @pytest.mark.parametrize(
     ("change", "status", "said"),
     [
-        ({"model": "sql"}, 400, "adapters lists all adapters of a request: let model be 'base'"),
-        ({"lora_path": "sql"}, 400, "adapters lists all adapters of a request"),
+        ({"model": "sql"}, 400, "a request with adapters must have model 'base'"),
+        ({"lora_path": "sql"}, 400, "a request with adapters must have model"),
         ({"adapters": []}, 400, "at least 1 item"),
         ({"adapters": [{"name": "sql"}] * 2}, 400, "adapter 'sql' is named twice"),
         ({"adapters": [{"name": "nobody's"}]}, 404, 'there is no model or adapter "nobody\'s"'),
@@ -96,19 +96,21 @@ async def test_mistakes_are_named(http: httpx.AsyncClient, change: Any, status: 
 async def test_nobody_combines_what_they_may_not_use(service: Service) -> None:
     adapters = [WeightedAdapter(name="sql"), WeightedAdapter(name="two")]
     stranger = Principal("zed", "key", PUBLIC)
-    ref = await service.frontend.finder.find("base", stranger, adapters=adapters)
+    ref = await service.preprocessor.resolver.resolve("base", stranger, adapters=adapters)
     assert ref is not None
     assert ref.tenant_id == "zed", "public adapters are everybody's, and their sum is the caller's"
     await service.managed.client.load_and_wait(replace(wanted("hers", "new"), tenant_id="ada"))
     with pytest.raises(NotFound, match="'hers'"):
-        await service.frontend.finder.find("base", stranger, adapters=[*adapters, WeightedAdapter(name="hers")])
+        await service.preprocessor.resolver.resolve(
+            "base", stranger, adapters=[*adapters, WeightedAdapter(name="hers")]
+        )
 
 
 async def test_a_combination_is_registered_under_a_name(service: Service, http: httpx.AsyncClient) -> None:
     compose = {"adapters": BOTH, "method": "svd", "svd_rank": 4}
     recipe = parse_body(ComposeBody, compose).recipe
     adapters = parse_body(ComposeBody, compose).adapters
-    composition = service.frontend.finder.combined(adapters, handle_principal(), recipe=recipe)
+    composition = service.preprocessor.resolver.combine(adapters, handle_principal(), recipe=recipe)
     service.managed.store.contents[composition.source] = composition.digest
     answer = await http.post("/v1/loras", json={"name": "mix", "compose": compose, "wait": True})
     assert answer.status_code == 201, answer.text
@@ -127,7 +129,7 @@ async def test_a_combination_is_registered_under_a_name(service: Service, http: 
     [
         ({}, "give either path, where the adapter is, or compose"),
         ({"path": "sql", "compose": {"adapters": BOTH}}, "give either path, where the adapter is, or compose"),
-        ({"path": 'compose:{"parts":[]}'}, "is no place; POST /v1/loras with compose combines adapters"),
+        ({"path": 'compose:{"parts":[]}'}, "is not a path; POST /v1/loras with compose combines adapters"),
         ({"compose": {"adapters": BOTH, "method": "ties"}}, "method 'ties' needs a density"),
         ({"compose": {"adapters": BOTH, "density": 0.5}}, "method 'cat' has no use for density"),
         ({"compose": {"adapters": BOTH, "method": "average"}}, "Input should be 'cat', 'linear'"),

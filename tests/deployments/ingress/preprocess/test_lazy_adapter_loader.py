@@ -55,7 +55,7 @@ async def test_several_adapters_are_found_together(finding: Service) -> None:
     from app.deployments.ingress.schemas.openai import WeightedAdapter
 
     adapters = [WeightedAdapter(name="two"), WeightedAdapter(name="new")]
-    assert await finding.frontend.finder.find("base", handle_principal(), adapters=adapters) is not None
+    assert await finding.preprocessor.resolver.resolve("base", handle_principal(), adapters=adapters) is not None
     assert {finding.registry.adapter(name, "default") is not None for name in ("two", "new")} == {True}
 
 

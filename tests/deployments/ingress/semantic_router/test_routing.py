@@ -289,10 +289,14 @@ async def test_several_are_combined_by_their_scores(described: Service, http: ht
 @pytest.mark.parametrize(
     ("path", "change", "said"),
     [
-        ("/v1/completions", {"model": "auto", "prompt": ["a", "b"]}, "chooses for one prompt of characters"),
-        ("/v1/completions", {"model": "auto", "prompt": [1, 2]}, "chooses for one prompt of characters"),
-        ("/v1/completions", {"model": "auto", "prompt": "a", "lora_path": "sql"}, "chooses the adapter; name none"),
-        ("/v1/completions", {"model": "sql", "prompt": "a", "routing": {}}, "which only model 'auto' does"),
+        ("/v1/completions", {"model": "auto", "prompt": ["a", "b"]}, "needs exactly one prompt, as text"),
+        ("/v1/completions", {"model": "auto", "prompt": [1, 2]}, "needs exactly one prompt, as text"),
+        (
+            "/v1/completions",
+            {"model": "auto", "prompt": "a", "lora_path": "sql"},
+            "chooses the adapter; remove lora_path",
+        ),
+        ("/v1/completions", {"model": "sql", "prompt": "a", "routing": {}}, "is only for model 'auto'"),
         ("/v1/route", {}, "give either messages, a conversation, or prompt"),
         ("/v1/loras", {"name": "auto", "path": "x"}, "lets the service choose an adapter; choose another name"),
         ("/v1/loras", {"name": "x", "path": "x", "description": "x" * 1001}, "1001 characters but at most 1000"),

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from app.deployments.ingress.preprocess.tool_grammar import Tool, tool_grammar
+from app.deployments.ingress.preprocess.tools import Tool, tool_grammar
 from app.deployments.ingress.serializers.tool_parser import ToolCallReader, ToolOutput
 from app.engine.errors import InvalidRequest
 from app.engine.models.chat.tool_call_formats import HERMES, LLAMA3, MISTRAL, ToolCallFormat

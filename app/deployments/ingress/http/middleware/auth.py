@@ -34,15 +34,15 @@ ENVIRONMENT_KEY = "key_environment"
 class Authenticator:
     """Says who a request's sender is."""
 
-    def __init__(self, tenancy: RequestAccounting, rules: HttpPolicy) -> None:
-        self._tenancy = tenancy
+    def __init__(self, accounting: RequestAccounting, rules: HttpPolicy) -> None:
+        self._accounting = accounting
         self._rules = rules
 
     @property
     def needs_keys(self) -> bool:
         """Whether a request without a key is nobody's."""
         if self._rules.auth == "auto":
-            return self._tenancy.view.has_keys or self._rules.admin_digest is not None
+            return self._accounting.view.has_keys or self._rules.admin_digest is not None
         return self._rules.auth == "keys"
 
     def caller(self, request: HTTPConnection) -> Principal:
@@ -60,10 +60,10 @@ class Authenticator:
         return Principal(DEFAULT_TENANT, address_of(request))
 
     def _known(self, request: HTTPConnection, value: str) -> Principal:
-        now_s = self._tenancy.clock()
-        found = self._tenancy.view.find(value, now_s)
+        now_s = self._accounting.clock()
+        found = self._accounting.view.find(value, now_s)
         if found is not None:
-            self._tenancy.note_use(found.key.id, now_s)
+            self._accounting.note_key_use(found.key.id, now_s)
             return self._caller_of(request, found)
         where = address_of(request)
         digest = self._rules.admin_digest
@@ -92,7 +92,7 @@ class Authenticator:
         wanted = request.headers.get("openai-project")
         if wanted is None:
             return Principal(DEFAULT_TENANT, who, PUBLIC, key_id, "admin")
-        tenant = self._tenancy.view.tenant(wanted)
+        tenant = self._accounting.view.tenant(wanted)
         if tenant is None or tenant.archived_s is not None:
             raise InvalidApiKey(f"the header OpenAI-Project names {wanted[:64]!r}, which is no project here")
         return Principal(tenant.id, who, tenant, key_id, "admin")

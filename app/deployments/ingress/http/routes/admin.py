@@ -87,8 +87,8 @@ def admin_router(service: IngressService) -> APIRouter:
     _add_right_routes(routes, service)
     _add_admin_key_routes(routes, service)
     _add_audit_routes(routes, service)
-    add_usage_routes(routes, service.tenancy)
-    add_spend_routes(routes, service.tenancy)
+    add_usage_routes(routes, service.accounting)
+    add_spend_routes(routes, service.accounting)
     own = APIRouter(prefix="/v1/tenants", dependencies=[Depends(admin_principal)])
     _add_tenant_routes(own, service)
     both = APIRouter()
@@ -112,7 +112,7 @@ async def _page(
 
 
 def _add_project_routes(routes: APIRouter, service: IngressService) -> None:
-    owner = service.tenancy.owner
+    owner = service.accounting.owner
 
     @routes.get("/projects", response_model=PageResponse[schemas.Project])
     async def projects(query: Annotated[ProjectQuery, Query()]) -> Response:
@@ -140,7 +140,7 @@ def _add_project_routes(routes: APIRouter, service: IngressService) -> None:
 
 
 def _add_account_routes(routes: APIRouter, service: IngressService) -> None:
-    owner = service.tenancy.owner
+    owner = service.accounting.owner
 
     @routes.get("/projects/{project_id}/service_accounts", response_model=PageResponse[schemas.ServiceAccountResponse])
     async def accounts(project_id: str, query: Annotated[AdminPageQuery, Query()]) -> Response:
@@ -194,7 +194,7 @@ def _add_account_routes(routes: APIRouter, service: IngressService) -> None:
 
 
 def _add_key_routes(routes: APIRouter, service: IngressService) -> None:
-    owner = service.tenancy.owner
+    owner = service.accounting.owner
 
     @routes.get("/projects/{project_id}/api_keys", response_model=PageResponse[schemas.ApiKeyResponse])
     async def keys(project_id: str, query: Annotated[KeyQuery, Query()]) -> Response:
@@ -228,7 +228,7 @@ async def _key_body(owner: TenantsService, key: ApiKey) -> dict[str, Any]:
 
 
 def _add_right_routes(routes: APIRouter, service: IngressService) -> None:
-    owner = service.tenancy.owner
+    owner = service.accounting.owner
 
     @routes.get("/projects/{project_id}/model_permissions", response_model=schemas.ModelPermissions)
     async def models(project_id: str) -> Response:
@@ -274,7 +274,7 @@ def _add_right_routes(routes: APIRouter, service: IngressService) -> None:
 
 
 def _add_admin_key_routes(routes: APIRouter, service: IngressService) -> None:
-    owner = service.tenancy.owner
+    owner = service.accounting.owner
 
     @routes.get("/admin_api_keys", response_model=PageResponse[schemas.AdminKey])
     async def keys(query: Annotated[AdminKeyQuery, Query()]) -> Response:
@@ -300,7 +300,7 @@ def _add_admin_key_routes(routes: APIRouter, service: IngressService) -> None:
 
 
 def _add_audit_routes(routes: APIRouter, service: IngressService) -> None:
-    owner = service.tenancy.owner
+    owner = service.accounting.owner
 
     @routes.get("/audit_logs", response_model=PageResponse[schemas.AuditLog])
     async def audit_logs(query: Annotated[AuditLogQuery, Query()]) -> Response:
@@ -327,7 +327,7 @@ def _audit_number(name: str, text: str | None) -> int | None:
 
 
 def _add_tenant_routes(routes: APIRouter, service: IngressService) -> None:
-    owner = service.tenancy.owner
+    owner = service.accounting.owner
 
     async def answer(tenant: Tenant) -> Response:
         return JSONResponse(serializers.tenant_body(tenant, await owner.shares(tenant.id), await owner.left(tenant.id)))

@@ -10,7 +10,7 @@ from typing import Annotated
 from fastapi import APIRouter, Query, Request
 from starlette.responses import JSONResponse, Response
 
-from app.deployments.ingress.adapter_status import adapter_status
+from app.deployments.ingress.adapter_metrics import adapter_status
 from app.deployments.ingress.http.request_parsing import JsonBody, PageQuery, page_body
 from app.deployments.ingress.http.routes.management import WaitQuery, page_of, unloaded_answer
 from app.deployments.ingress.principal import Principal, check_settings, compose_request, http_principal, load_request
@@ -38,7 +38,7 @@ def _load_of(body: RegisterAdapterBody, caller: Principal, service: IngressServi
         return load_request(caller, body.name, body.path, body.pinned, body.traffic_weight, body.description)
     if body.compose is None or body.path is not None:
         raise InvalidRequest("give either path, where the adapter is, or compose, what it is made of", param="path")
-    composition = service.frontend.finder.combined(body.compose.adapters, caller, recipe=body.compose.recipe)
+    composition = service.preprocessor.resolver.combine(body.compose.adapters, caller, recipe=body.compose.recipe)
     return compose_request(caller, body.name, composition, body.pinned, body.traffic_weight, body.description)
 
 

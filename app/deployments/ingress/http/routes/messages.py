@@ -1,7 +1,7 @@
 """Routes for agents beside chat completions: Anthropic's messages, OpenAI's responses, tokens of a text.
 
 In: an `IngressService`. Out: routes. Rule: an answer is a chat completion in other words: it goes through the same
-frontend, and is let in, limited, counted and metered as one. What only counts or spells tokens asks no engine: it takes
+preprocessor, and is let in, limited, counted and metered as one. What only counts or spells tokens asks no engine: it takes
 one request of its caller's limits.
 """
 
@@ -49,42 +49,44 @@ def _add_messages(app: FastAPI, service: IngressService) -> None:
     async def count_tokens(request: Request, body: JsonBody[CountTokensRequest]) -> Response:
         """How many tokens a conversation's prompt has."""
         chat, caller = body.chat(), inference_principal(request)
-        ref = await service.frontend.finder.find(chat.model, caller, adapters=chat.adapters)
-        async with service.tenancy.one_request(caller, ref):
-            token_ids = await service.frontend.chat_ids(chat, ref)
-        return JSONResponse({"input_tokens": len(token_ids)}, headers=service.tenancy.headers(caller))
+        ref = await service.preprocessor.resolver.resolve(chat.model, caller, adapters=chat.adapters)
+        async with service.accounting.charge_request(caller, ref):
+            token_ids = await service.preprocessor.chat_ids(chat, ref)
+        return JSONResponse({"input_tokens": len(token_ids)}, headers=service.accounting.headers(caller))
 
 
 def _add_tokens(app: FastAPI, service: IngressService) -> None:
     @app.post("/tokenize", response_model=Tokens)
     async def tokenize(request: Request, body: JsonBody[TokenizeRequest]) -> Response:
         """Token ids of a text, or of a conversation as an answer's prompt has them."""
-        frontend, caller = service.frontend, inference_principal(request)
+        preprocessor, caller = service.preprocessor, inference_principal(request)
 
         def told(token_ids: Sequence[int]) -> bytes:
-            text_of = frontend.text_model.token_text
+            text_of = preprocessor.text_model.token_text
             strings = [text_of(token_id) for token_id in token_ids] if body.return_token_strs else None
-            fields = {"count": len(token_ids), "max_model_len": frontend.max_model_len, "tokens": list(token_ids)}
+            fields = {"count": len(token_ids), "max_model_len": preprocessor.max_model_len, "tokens": list(token_ids)}
             return to_json(fields | {"token_strs": strings})
 
-        ref = await frontend.finder.find(body.model, caller, body.lora_path)
-        async with service.tenancy.one_request(caller, ref):
+        ref = await preprocessor.resolver.resolve(body.model, caller, body.lora_path)
+        async with service.accounting.charge_request(caller, ref):
             if body.prompt is None:
-                token_ids = await frontend.chat_ids(body, ref)
+                token_ids = await preprocessor.chat_ids(body, ref)
             else:
-                (token_ids,) = await frontend.prompt_ids([body.prompt], "prompt")
+                (token_ids,) = await preprocessor.prompt_ids([body.prompt], "prompt")
             content = await in_worker_if_long(len(token_ids), lambda: told(token_ids))
-        return _json(content, service.tenancy.headers(caller))
+        return _json(content, service.accounting.headers(caller))
 
     @app.post("/detokenize", response_model=Detokenized)
     async def detokenize(request: Request, body: JsonBody[DetokenizeRequest]) -> Response:
         """The text of token ids."""
-        frontend, caller = service.frontend, inference_principal(request)
-        ref = await frontend.finder.find(body.model, caller)
-        async with service.tenancy.one_request(caller, ref):
-            (token_ids,) = await frontend.prompt_ids([body.tokens], "tokens")
-            content = await in_worker_if_long(len(token_ids), lambda: to_json({"prompt": frontend.text_of(token_ids)}))
-        return _json(content, service.tenancy.headers(caller))
+        preprocessor, caller = service.preprocessor, inference_principal(request)
+        ref = await preprocessor.resolver.resolve(body.model, caller)
+        async with service.accounting.charge_request(caller, ref):
+            (token_ids,) = await preprocessor.prompt_ids([body.tokens], "tokens")
+            content = await in_worker_if_long(
+                len(token_ids), lambda: to_json({"prompt": preprocessor.text_of(token_ids)})
+            )
+        return _json(content, service.accounting.headers(caller))
 
 
 def _json(content: bytes, headers: Mapping[str, str]) -> Response:

@@ -90,7 +90,7 @@ def base_model(service: IngressService) -> dict[str, Any]:
         "owned_by": "polylora",
         "root": service.base_name,
         "parent": None,
-        "max_model_len": service.frontend.max_model_len,
+        "max_model_len": service.preprocessor.max_model_len,
     }
 
 

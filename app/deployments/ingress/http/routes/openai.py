@@ -54,13 +54,13 @@ def _add_completion_routes(app: FastAPI, service: IngressService) -> None:
     @app.post("/v1/chat/completions", response_model=ChatCompletion, responses=EVENT_STREAM)
     async def chat(request: Request, body: JsonBody[ChatCompletionRequest]) -> Response:
         """Answer a conversation, whole or as a stream."""
-        job = await service.frontend.chat(body, inference_principal(request), request_id_of(request))
+        job = await service.preprocessor.chat(body, inference_principal(request), request_id_of(request))
         return await _respond(request, service, body, job)
 
     @app.post("/v1/completions", response_model=Completion, responses=EVENT_STREAM)
     async def completions(request: Request, body: JsonBody[CompletionRequest]) -> Response:
         """Continue one text or several, whole or as a stream."""
-        job = await service.frontend.completion(body, inference_principal(request), request_id_of(request))
+        job = await service.preprocessor.completion(body, inference_principal(request), request_id_of(request))
         return await _respond(request, service, body, job)
 
 
@@ -70,8 +70,8 @@ async def _respond(
     request.state.job = job
     request.state.model = body.model[:160]
     route = "chat" if isinstance(body, ChatCompletionRequest) else "completions"
-    form = chat_serializer(service.frontend.text_model, body, job)
-    headers = adapter_header(job) | service.tenancy.headers(job.caller)
+    form = chat_serializer(service.preprocessor.text_model, body, job)
+    headers = adapter_header(job) | service.accounting.headers(job.caller)
     if not body.stream:
         with counted_if_cancelled(service, route, job):
             answers = await run_until_disconnect(request, job.answers())
@@ -91,7 +91,7 @@ def _add_embeddings_route(app: FastAPI, service: IngressService) -> None:
         with counted_if_cancelled(service, "embeddings", job):
             found = await run_until_disconnect(request, vectors(job))
         service.observe("embeddings", 200, job)
-        headers = adapter_header(job) | service.tenancy.headers(caller)
+        headers = adapter_header(job) | service.accounting.headers(caller)
         return Response(answer(job, body, found), media_type="application/json", headers=headers)
 
 
@@ -103,9 +103,11 @@ def _add_choice_route(app: FastAPI, service: IngressService) -> None:
             raise InvalidRequest("give either messages, a conversation, or prompt", param="prompt")
         asked = body.prompt or "" if body.messages is None else last_user_text(body.messages)
         caller = inference_principal(request)
-        decision = await run_until_disconnect(request, service.frontend.chooser.choose(asked, caller, body.routing))
+        decision = await run_until_disconnect(
+            request, service.preprocessor.selector.choose(asked, caller, body.routing)
+        )
         service.observe("route", 200, None)
-        headers = {ROUTE_HEADER: decision.header} | service.tenancy.headers(caller)
+        headers = {ROUTE_HEADER: decision.header} | service.accounting.headers(caller)
         return JSONResponse({"object": "route"} | decision.body(), headers=headers)
 
 
@@ -138,10 +140,10 @@ def _add_generate_route(app: FastAPI, service: IngressService) -> None:
     async def generate(request: Request, body: JsonBody[GenerateBody]) -> Response:
         """Continue texts, each with an adapter of its own or none."""
         caller, request_id = inference_principal(request), request_id_of(request)
-        job = request.state.job = await service.frontend.generate(body, caller, request_id)
+        job = request.state.job = await service.preprocessor.generate(body, caller, request_id)
         with counted_if_cancelled(service, "generate", job):
             answers = await run_until_disconnect(request, job.answers())
         service.observe("generate", 200, job)
         results = [generate_result(job, index, answer) for index, answer in enumerate(answers)]
         is_single = isinstance(body.text, str) and body.sampling_params.n == 1
-        return JSONResponse(results[0] if is_single else results, headers=service.tenancy.headers(caller))
+        return JSONResponse(results[0] if is_single else results, headers=service.accounting.headers(caller))

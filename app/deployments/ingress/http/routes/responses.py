@@ -77,11 +77,11 @@ def add_response_routes(app: FastAPI, service: IngressService) -> None:
     async def input_tokens(request: Request, body: JsonBody[InputTokensRequest]) -> Response:
         """How many tokens the prompt of a response has."""
         chat, caller = body.chat(), inference_principal(request)
-        ref = await service.frontend.finder.find(chat.model, caller, chat.lora_path, adapters=chat.adapters)
-        async with service.tenancy.one_request(caller, ref):
-            token_ids = await service.frontend.chat_ids(chat, ref)
+        ref = await service.preprocessor.resolver.resolve(chat.model, caller, chat.lora_path, adapters=chat.adapters)
+        async with service.accounting.charge_request(caller, ref):
+            token_ids = await service.preprocessor.chat_ids(chat, ref)
         told = {"object": "response.input_tokens", "input_tokens": len(token_ids)}
-        return JSONResponse(told, headers=service.tenancy.headers(caller))
+        return JSONResponse(told, headers=service.accounting.headers(caller))
 
     @app.get("/v1/responses/{response_id}", response_model=schemas.Response)
     async def response(

@@ -50,7 +50,7 @@ def add_upload_route(routes: APIRouter, service: IngressService) -> None:
             raise QueueFull(f"{num_running} adapters are being uploaded here; ask again when some are", retry_after_s=1)
         num_running += 1
         try:
-            weights = await read_bytes(request, service.frontend.limits.max_upload_bytes, "limits.max_upload_bytes")
+            weights = await read_bytes(request, service.preprocessor.limits.max_upload_bytes, "limits.max_upload_bytes")
             caller = http_principal(request)
             wanted = LoadRequest(caller.tenant_id, name, UPLOADED, caller.who)
             job, entry = await service.management.store.upload(wanted, config.encode("latin-1"), weights)

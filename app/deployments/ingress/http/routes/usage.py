@@ -67,30 +67,30 @@ class CostQuery(BucketQuery):
     line_items: list[str] = Field(default_factory=list)
 
 
-def add_usage_routes(routes: APIRouter, tenancy: RequestAccounting) -> None:
+def add_usage_routes(routes: APIRouter, accounting: RequestAccounting) -> None:
     """`/usage/completions`, `/usage/embeddings`, `/costs`."""
 
     @routes.get("/usage/completions", response_model=BucketPage[CompletionsUsage])
     async def completions(query: Annotated[CompletionsUsageQuery, Query()]) -> Response:
-        return await _usage(query, tenancy, "completions", _completions)
+        return await _usage(query, accounting, "completions", _completions)
 
     @routes.get("/usage/embeddings", response_model=BucketPage[EmbeddingsUsage])
     async def embeddings(query: Annotated[ModelUsageQuery, Query()]) -> Response:
-        return await _usage(query, tenancy, "embeddings", _embeddings)
+        return await _usage(query, accounting, "embeddings", _embeddings)
 
     @routes.get("/costs", response_model=BucketPage[CostsResponse])
     async def costs(query: Annotated[CostQuery, Query()]) -> Response:
         asked = query.group_by
         others = [name for name in asked if name not in ("line_item", "model")]
-        wanted = _query(query, tenancy, _COST_WIDTH, None, [*others, "model"])  # prices are by model
+        wanted = _query(query, accounting, _COST_WIDTH, None, [*others, "model"])  # prices are by model
         if query.line_items:
             wanted = _with_only(wanted, "model", query.line_items)
-        return await _page(tenancy, wanted, lambda results: _costs(results, asked))
+        return await _page(accounting, wanted, lambda results: _costs(results, asked))
 
 
-def add_spend_routes(routes: APIRouter, tenancy: RequestAccounting) -> None:
+def add_spend_routes(routes: APIRouter, accounting: RequestAccounting) -> None:
     """`/projects/{id}/spend_limit`."""
-    owner, path = tenancy.owner, "/projects/{project_id}/spend_limit"
+    owner, path = accounting.owner, "/projects/{project_id}/spend_limit"
 
     async def answer(project_id: str) -> Response:
         cents = (await owner.project(project_id)).limits.spend_cents
@@ -115,17 +115,17 @@ def add_spend_routes(routes: APIRouter, tenancy: RequestAccounting) -> None:
         return JSONResponse({"object": "project.spend_limit.deleted", "deleted": True})
 
 
-async def _usage(query: ModelUsageQuery, tenancy: RequestAccounting, kind: RouteKind, results: Results) -> Response:
+async def _usage(query: ModelUsageQuery, accounting: RequestAccounting, kind: RouteKind, results: Results) -> Response:
     if query.user_ids or (isinstance(query, CompletionsUsageQuery) and query.batch == "true"):
         raise InvalidRequest("usage is not counted by batch or user; ask by project, key or model", param="batch")
-    wanted = _query(query, tenancy, WIDTHS[query.bucket_width], kind, query.group_by)
+    wanted = _query(query, accounting, WIDTHS[query.bucket_width], kind, query.group_by)
     if query.models:
         wanted = _with_only(wanted, "model", query.models)
-    return await _page(tenancy, wanted, results)
+    return await _page(accounting, wanted, results)
 
 
-async def _page(tenancy: RequestAccounting, query: UsageQuery, results: Results) -> Response:
-    await tenancy.metering.flush()  # so that whoever asks after a request sees it, if it was of this ingress
+async def _page(accounting: RequestAccounting, query: UsageQuery, results: Results) -> Response:
+    await accounting.usage_flusher.flush()  # so that whoever asks after a request sees it, if it was of this ingress
     data = [
         {
             "object": "bucket",
@@ -133,19 +133,23 @@ async def _page(tenancy: RequestAccounting, query: UsageQuery, results: Results)
             "end_time": bucket.end_s,
             "results": results(bucket.results),
         }
-        for bucket in await tenancy.owner.usage(query)
+        for bucket in await accounting.owner.usage(query)
     ]
     page = next_page(query)
     return JSONResponse({"object": "page", "data": data, "has_more": page is not None, "next_page": page})
 
 
 def _query(
-    query: BucketQuery, tenancy: RequestAccounting, width: BucketSize, kind: RouteKind | None, group_by: Sequence[str]
+    query: BucketQuery,
+    accounting: RequestAccounting,
+    width: BucketSize,
+    kind: RouteKind | None,
+    group_by: Sequence[str],
 ) -> UsageQuery:
     only = {"project_id": query.project_ids, "key_id": query.api_key_ids}
     return usage_query(
         query.start_time,
-        int(tenancy.clock()) + 1 if query.end_time is None else query.end_time,
+        int(accounting.clock()) + 1 if query.end_time is None else query.end_time,
         width,
         query.limit,
         query.page,

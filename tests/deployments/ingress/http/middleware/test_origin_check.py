@@ -183,5 +183,5 @@ async def test_the_audit_names_addresses_and_nothing_else(service: Service) -> N
     async with client_of(service, rules, host="h", client="10.0.0.1 approved by the CISO") as http:
         assert (await http.post(**LOAD)).status_code == 200
         who = {record["who"] for record in (await http.get("/v1/audit")).json()["data"]}
-    assert "http, from no address" in who
+    assert "http, unknown address" in who
     assert not any("CISO" in name for name in who)

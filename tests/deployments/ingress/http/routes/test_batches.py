@@ -491,9 +491,9 @@ async def org_ended(org: Org, batch_id: str) -> dict[str, Any]:
 async def test_a_line_is_one_request_however_often_it_is_tried(org: Org, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor does a try that came to nothing take of the day's requests."""
     monkeypatch.setattr(runner_module, "FIRST_PAUSE_S", 0.01)
-    owner, service = org.service.tenancy.owner, org.service
+    owner, service = org.service.accounting.owner, org.service
     await owner.limit_rates(org.ids["ada"], "base", {"requests_per_day": 2}, actor="test")
-    dispatcher, num_refused = service.frontend._source, 0
+    dispatcher, num_refused = service.preprocessor._dispatcher, 0
     stream = dispatcher.stream
 
     async def full(request: GenerateRequest, deadline_s: float) -> AsyncGenerator[TokenChunk]:
@@ -510,7 +510,7 @@ async def test_a_line_is_one_request_however_often_it_is_tried(org: Org, monkeyp
     batch = await org_ended(org, (await org_batch(org, 2))["id"])
     assert batch["request_counts"] == {"total": 2, "completed": 2, "failed": 0}
     assert num_refused == 5
-    assert await service.tenancy.metering.flush()
+    assert await service.accounting.usage_flusher.flush()
     assert (await asyncio.to_thread(service.managed.books.ledger.total)).num_requests == 2
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
@@ -518,7 +518,7 @@ async def test_a_line_is_one_request_however_often_it_is_tried(org: Org, monkeyp
 
 async def test_a_batch_goes_by_what_its_project_may_now(org: Org) -> None:
     """Rights and limits that change while a batch runs are in force for the lines that follow."""
-    owner, service, ada = org.service.tenancy.owner, org.service, org.ids["ada"]
+    owner, service, ada = org.service.accounting.owner, org.service, org.ids["ada"]
     answers, asked = BatchExecutor(service), list[Principal]()
 
     async def answer(endpoint: str, body: Mapping[str, Any], caller: Principal, request_id: str) -> Mapping[str, Any]:
@@ -527,7 +527,7 @@ async def test_a_batch_goes_by_what_its_project_may_now(org: Org) -> None:
             await owner.permit_models(ada, "deny_list", ["base"], actor="test")
         elif len(asked) == 3:
             await owner.archive_project(ada, actor="test")
-        while service.tenancy.view.tenant(ada) != await owner.project(ada):
+        while service.accounting.view.tenant(ada) != await owner.project(ada):
             await asyncio.sleep(0.001)
         return await answers.answer(endpoint, body, caller, request_id)
 

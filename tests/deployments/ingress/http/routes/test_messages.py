@@ -231,7 +231,7 @@ async def test_many_tokens_hold_nobody_up(
 ) -> None:
     """What takes as long as a text or a list of ids is long is done in a thread, and answers what it does inline."""
     threads: set[int] = set()
-    model = writing.frontend.text_model
+    model = writing.preprocessor.text_model
 
     def watched(name: str) -> None:
         method = getattr(model, name)
@@ -263,7 +263,7 @@ async def test_many_tokens_hold_nobody_up(
 
 async def test_variables_reach_the_chat_template(writing: Service, writer: httpx.AsyncClient) -> None:
     template = "{% for m in messages %}{{ m.content }}{% endfor %}{% if tone is defined %}{{ tone }}{% endif %}"
-    writing.frontend.text_model._tokenizer = writing_text(template)._tokenizer
+    writing.preprocessor.text_model._tokenizer = writing_text(template)._tokenizer
     body = {"model": "base", "messages": USER}
 
     async def tokens(**variables: Any) -> list[int]:
@@ -279,7 +279,7 @@ async def test_variables_reach_the_chat_template(writing: Service, writer: httpx
     for variables, message in (
         ({"messages": []}, "has 'messages', which is not a request's to set"),
         ({"eos_token": "x"}, "has 'eos_token'"),
-        ({"a b": 1}, "'a b' is no name"),
+        ({"a b": 1}, "'a b' is not a valid"),
         ({"tone": "x" * MAX_CHARS}, f"at most {MAX_CHARS}"),
         ([], "Input should be an object"),
     ):
