@@ -47,31 +47,31 @@ class FileError(NamedTuple):
     param: str | None = None
 
 
-class Splitter:
+class LineSplitter:
     """The lines of a file that comes in parts, numbered from 0. Of one longer than `max_bytes` no more is kept than
     shows that it is."""
 
     def __init__(self, max_bytes: int) -> None:
         self._most = max_bytes + 1
-        self._begun = b""
+        self._partial = b""
         self._number = 0
 
     def push(self, part: bytes) -> list[NumberedBatchLine]:
         """The lines that this part ends."""
         first, *others = part.split(b"\n")
-        self._begun += first[: self._most - len(self._begun)]
+        self._partial += first[: self._most - len(self._partial)]
         if not others:
             return []
-        *whole, begun = others
-        lines = [self._begun, *(text[: self._most] for text in whole)]
+        *whole, partial = others
+        lines = [self._partial, *(text[: self._most] for text in whole)]
         found = [NumberedBatchLine(self._number + index, text) for index, text in enumerate(lines)]
         self._number += len(lines)
-        self._begun = begun[: self._most]
+        self._partial = partial[: self._most]
         return found
 
     def end(self) -> list[NumberedBatchLine]:
         """The last line, which nothing ends."""
-        return [NumberedBatchLine(self._number, self._begun)]
+        return [NumberedBatchLine(self._number, self._partial)]
 
 
 class FileCheck:
@@ -143,21 +143,21 @@ def parse_line(number: int, text: bytes, endpoint: str, max_bytes: int) -> Batch
 
 def result_line(line: BatchLine, request_id: str, body: Mapping[str, Any]) -> LineResult:
     """A line of the output file."""
-    return _told(line, {"status_code": 200, "request_id": request_id, "body": body}, None)
+    return _line_result(line, {"status_code": 200, "request_id": request_id, "body": body}, None)
 
 
 def error_line(line: BatchLine, request_id: str, error: Exception) -> LineResult:
     """A line of the error file."""
     answer = error_reply(error)
-    return _told(line, {"status_code": answer.status, "request_id": request_id, "body": answer.body}, None)
+    return _line_result(line, {"status_code": answer.status, "request_id": request_id, "body": answer.body}, None)
 
 
 def unfinished_line(line: BatchLine, reason: tuple[str, str]) -> LineResult:
     """A line of the error file for a request that was not computed: a code and words."""
-    return _told(line, None, {"code": reason[0], "message": reason[1]})
+    return _line_result(line, None, {"code": reason[0], "message": reason[1]})
 
 
-def _told(line: BatchLine, response: Mapping[str, Any] | None, error: Mapping[str, Any] | None) -> LineResult:
+def _line_result(line: BatchLine, response: Mapping[str, Any] | None, error: Mapping[str, Any] | None) -> LineResult:
     told = {
         "id": f"batch_req_{secrets.token_hex(12)}",
         "custom_id": line.custom_id,

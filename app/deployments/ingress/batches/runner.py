@@ -21,8 +21,8 @@ from app.deployments.ingress.batches.batch_file import (
     BatchLine,
     FileCheck,
     FileError,
+    LineSplitter,
     NumberedBatchLine,
-    Splitter,
     error_line,
     parse_line,
     result_line,
@@ -78,25 +78,25 @@ class BatchRunner:
     ) -> None:
         self.storage, self.answer, self.holder, self.clock = storage, answer, holder, clock
         self.write_s = write_s
-        self.places = asyncio.Semaphore(config.storage.batch_concurrency)
+        self.slots = asyncio.Semaphore(config.storage.batch_concurrency)
         self.num_streams = config.storage.batch_concurrency
         self.max_line_bytes = config.limits.max_body_bytes
         self._config = config
         self.caller_of = caller_of
         self._tasks = Tasks()
-        self._wanted = asyncio.Event()
+        self._wake_event = asyncio.Event()
 
     def wake(self) -> None:
         """There is a new batch."""
-        self._wanted.set()
+        self._wake_event.set()
 
     async def run(self) -> None:
         """Until cancelled."""
         while True:
-            self._wanted.clear()
+            self._wake_event.clear()
             while len(self._tasks) < MAX_BATCHES and (batch := await self.storage.claim(self.holder)) is not None:
                 self._tasks.start(self._work(batch))
-            await wait_for_event(self._wanted, POLL_S)
+            await wait_for_event(self._wake_event, POLL_S)
 
     async def close(self) -> None:
         """Leave what is not done to others."""
@@ -127,13 +127,13 @@ class BatchRunner:
                 return
             batch = await self.storage.begin_batch(batch.id, self.holder, check.num_lines)
             known = set(await self.storage.answered(batch.id))
-            await _Work(self, batch, known, min(self.num_streams, check.num_lines)).run()
+            await _BatchRun(self, batch, known, min(self.num_streams, check.num_lines)).run()
         except NotFound:
             await self._refuse(batch, [FileError("input_file_gone", "the input file has expired or was deleted")])
 
     async def file_lines(self, batch: Batch) -> AsyncGenerator[list[NumberedBatchLine]]:
         """The lines of a batch's file as its parts come. Raises NotFound."""
-        splitter, number = Splitter(self.max_line_bytes), 0
+        splitter, number = LineSplitter(self.max_line_bytes), 0
         while (part := await self._part(batch, number)) is not None:
             yield splitter.push(part)
             number += 1
@@ -151,7 +151,7 @@ class BatchRunner:
         await self.storage.finish(batch.id, self.holder, "failed", json.dumps([error._asdict() for error in errors]))
 
 
-class _Work:
+class _BatchRun:
     """One batch, as long as this process works on it."""
 
     def __init__(self, runner: BatchRunner, batch: Batch, written: set[int], num_workers: int) -> None:
@@ -159,7 +159,7 @@ class _Work:
         self._runner, self._batch = runner, batch
         self._written, self._num_workers = written, num_workers
         self._lines = self._unwritten()
-        self._turn = asyncio.Lock()  # of whoever takes the next line
+        self._lines_lock = asyncio.Lock()  # of whoever takes the next line
         self._answers: list[LineResult] = []
 
     async def run(self) -> None:
@@ -209,7 +209,7 @@ class _Work:
 
     async def _worker(self) -> None:
         while True:
-            async with self._turn:
+            async with self._lines_lock:
                 line = await anext(self._lines, None)
             if line is None:
                 return
@@ -220,7 +220,7 @@ class _Work:
         pauses_s, num_tries = backoff_s(FIRST_PAUSE_S, LONGEST_PAUSE_S), 0
         while True:
             try:
-                async with self._runner.places:
+                async with self._runner.slots:
                     caller = self._runner.caller_of(self._batch)  # limits and rights as they are now, not as they were
                     if caller is None:
                         return unfinished_line(line, ARCHIVED)
@@ -228,10 +228,10 @@ class _Work:
                 return result_line(line, request_id, body)
             except Exception as error:  # whatever it is, it is this line's answer, or comes to nothing in a while
                 num_tries += 1
-                if not is_passing(error) or (isinstance(error, ADAPTER_ERRORS) and num_tries >= MAX_TRIES):
+                if not is_transient(error) or (isinstance(error, ADAPTER_ERRORS) and num_tries >= MAX_TRIES):
                     return error_line(line, request_id, error)
-                told_s = getattr(error, "retry_after_s", None) or 0.0
-                await asyncio.sleep(min(max(next(pauses_s), told_s), LONGEST_PAUSE_S))
+                retry_after_s = getattr(error, "retry_after_s", None) or 0.0
+                await asyncio.sleep(min(max(next(pauses_s), retry_after_s), LONGEST_PAUSE_S))
 
     async def _write(self) -> None:
         """Write down what there is, some of it, and renew the lease. While the database is away nothing is lost."""
@@ -246,7 +246,7 @@ class _Work:
         del self._answers[: len(lines)]
 
 
-def is_passing(error: Exception) -> bool:
+def is_transient(error: Exception) -> bool:
     """Whether the same request may be answered later."""
     if isinstance(error, LimitReached):
         return error.retry_after_s is not None

@@ -25,26 +25,26 @@ from app.deployments.ingress.http.openapi import flat_routes, openapi, operation
 from app.deployments.ingress.http.request_parsing import check_query, invalid_query
 from app.deployments.ingress.http.routes.admin import admin_router
 from app.deployments.ingress.http.routes.aliases import add_alias_routes
-from app.deployments.ingress.http.routes.audit import add_journal_routes
+from app.deployments.ingress.http.routes.audit import add_audit_routes
 from app.deployments.ingress.http.routes.batches import add_batch_routes
-from app.deployments.ingress.http.routes.compat import add_load_routes
+from app.deployments.ingress.http.routes.compat import add_compat_routes
 from app.deployments.ingress.http.routes.files import add_file_routes
-from app.deployments.ingress.http.routes.health import add_about_routes
+from app.deployments.ingress.http.routes.health import add_health_routes
 from app.deployments.ingress.http.routes.loras import add_adapter_routes
-from app.deployments.ingress.http.routes.messages import add_agent_routes
+from app.deployments.ingress.http.routes.messages import add_messages_routes
 from app.deployments.ingress.http.routes.models import add_model_routes
 from app.deployments.ingress.http.routes.openai import add_openai_routes
 from app.deployments.ingress.http.routes.uploads import add_upload_route
 from app.deployments.ingress.principal import http_principal
 from app.deployments.ingress.schemas.response_model import ErrorResponse
-from app.deployments.ingress.serializers.messages import body_told
+from app.deployments.ingress.serializers.messages import error_body_for
 from app.deployments.ingress.service import IngressService
 from app.deployments.tenancy.quota.limits import LimitReached
 from app.engine.errors import PolyloraError
 from app.redaction import without_keys
 
 
-def make_app(service: IngressService, rules: HttpPolicy, *, log_requests: bool = False) -> FastAPI:
+def make_app(service: IngressService, policy: HttpPolicy, *, log_requests: bool = False) -> FastAPI:
     """All routes over one service, for those whom the rules let in. log_requests: write each request down."""
     app = FastAPI(
         title="polylora",
@@ -57,14 +57,14 @@ def make_app(service: IngressService, rules: HttpPolicy, *, log_requests: bool =
         generate_unique_id_function=operation_id,
     )
     # The last one added is the first that sees a request.
-    app.add_middleware(AuthMiddleware, gate=Authenticator(service.tenancy, rules))
+    app.add_middleware(AuthMiddleware, authenticator=Authenticator(service.tenancy, policy))
     app.add_middleware(StripTrailingSlash)
     app.add_middleware(HeadAsGet)
-    if rules.allowed_origins:
+    if policy.allowed_origins:
         app.add_middleware(
-            CORSMiddleware, allow_origins=rules.allowed_origins, allow_methods=["*"], allow_headers=["*"]
+            CORSMiddleware, allow_origins=policy.allowed_origins, allow_methods=["*"], allow_headers=["*"]
         )
-    app.add_middleware(OriginCheckMiddleware, rules=rules)
+    app.add_middleware(OriginCheckMiddleware, policy=policy)
     app.add_middleware(RequestLogMiddleware, every=log_requests)
 
     app.state.service = service  # for `JsonBody`
@@ -78,7 +78,7 @@ def make_app(service: IngressService, rules: HttpPolicy, *, log_requests: bool =
         route = path.removeprefix("/v1").split("/")[1]
         service.observe(route, answer.status, getattr(request.state, "job", None))
         headers = service.tenancy.headers(http_principal(request)) if isinstance(error, LimitReached) else {}
-        body = body_told(answer, request.scope["path"])
+        body = error_body_for(answer, request.scope["path"])
         return JSONResponse(body, status_code=answer.status, headers=headers | answer.headers)
 
     async def refuse_query(request: Request, error: Exception) -> Response:
@@ -91,18 +91,18 @@ def make_app(service: IngressService, rules: HttpPolicy, *, log_requests: bool =
     app.add_exception_handler(PolyloraError, refuse)
     add_model_routes(app, service)
     add_openai_routes(app, service)
-    add_agent_routes(app, service)
+    add_messages_routes(app, service)
     add_file_routes(app, service)
     add_batch_routes(app, service)
-    management = APIRouter(dependencies=[Depends(rules.check_management)])
-    add_load_routes(management, service)
+    management = APIRouter(dependencies=[Depends(policy.check_management)])
+    add_compat_routes(management, service)
     add_adapter_routes(management, service)
-    add_journal_routes(management, service)
+    add_audit_routes(management, service)
     add_alias_routes(management, service)
     add_upload_route(management, service)
     app.include_router(management)
     app.include_router(admin_router(service))
-    add_about_routes(app, service)
+    add_health_routes(app, service)
     return app
 
 
@@ -129,7 +129,7 @@ async def _http_exception(request: Request, error: Exception) -> Response:
         405: f"{path!r} does not take {request.method}, only {headers.get('Allow')}",
     }.get(error.status_code, error.detail)
     body = {"error": {"message": message, "type": "invalid_request_error", "param": None, "code": "no_route"}}
-    told = body_told(ErrorReply(error.status_code, body, {}), request.scope["path"])
+    told = error_body_for(ErrorReply(error.status_code, body, {}), request.scope["path"])
     return JSONResponse(told, status_code=error.status_code, headers=headers)
 
 

@@ -15,11 +15,7 @@ from starlette.responses import JSONResponse, Response
 from app.deployments.ingress.dispatch.generation_task import GenerationTask
 from app.deployments.ingress.http.event_stream import EventStream
 from app.deployments.ingress.http.middleware.request_log import request_id_of
-from app.deployments.ingress.http.request_lifecycle import (
-    adapter_header,
-    counted_if_cancelled,
-    first_event,
-)
+from app.deployments.ingress.http.request_lifecycle import adapter_header, first_event, observe_if_cancelled
 from app.deployments.ingress.principal import inference_principal
 from app.deployments.ingress.schemas.openai import ChatCompletionRequest
 from app.deployments.ingress.serializers.messages import error_event
@@ -57,7 +53,7 @@ async def stream_response(
     request: Request, service: IngressService, job: GenerationTask, route: str, events: AsyncGenerator[bytes]
 ) -> Response:
     """A stream; what is refused before its first event is raised."""
-    with counted_if_cancelled(service, route, job):
+    with observe_if_cancelled(service, route, job):
         first = await first_event(request, events)
     headers = adapter_header(job) | service.tenancy.headers(job.caller)
     return EventStream(first, events, lambda status: service.observe(route, status, job), headers, b"", error_event)

@@ -17,7 +17,7 @@ from pydantic.json_schema import models_json_schema
 from starlette.routing import BaseRoute, Route
 
 from app.deployments.ingress.http.request_parsing import body_model
-from app.deployments.ingress.schemas.request_model import Body, accepted_in_vain
+from app.deployments.ingress.schemas.request_model import Body, ignored_fields_schema
 from app.deployments.ingress.schemas.response_model import MessagesErrorResponse
 from app.version import version
 
@@ -95,5 +95,5 @@ def _body_schemas(models: list[type[Body]]) -> dict[str, Any]:
     _, found = models_json_schema([(model, "validation") for model in dict.fromkeys(models)], ref_template=_SCHEMAS)
     schemas: dict[str, Any] = found["$defs"]
     for model in models:
-        schemas[model.__name__]["properties"] |= accepted_in_vain(model)
+        schemas[model.__name__]["properties"] |= ignored_fields_schema(model)
     return schemas

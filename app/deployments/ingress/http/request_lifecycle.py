@@ -34,7 +34,7 @@ def adapter_header(job: GenerationTask) -> dict[str, str]:
 
 
 @contextmanager
-def counted_if_cancelled(service: IngressService, route: str, job: GenerationTask) -> Iterator[None]:
+def observe_if_cancelled(service: IngressService, route: str, job: GenerationTask) -> Iterator[None]:
     """Serve cancels the task of a client that has left: no error handler hears of that, and the job has ended."""
     try:
         yield
@@ -46,7 +46,7 @@ def counted_if_cancelled(service: IngressService, route: str, job: GenerationTas
 async def run_until_disconnect(request: Request, work: Awaitable[T]) -> T:
     """The result of `work`; if the client goes away first, cancels it and raises ClientGone."""
     task = asyncio.ensure_future(work)
-    leaving = asyncio.ensure_future(_disconnected(request))
+    leaving = asyncio.ensure_future(_wait_for_disconnect(request))
     try:
         await asyncio.wait((task, leaving), return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
@@ -71,6 +71,6 @@ async def first_event(request: Request, events: AsyncGenerator[bytes]) -> bytes:
         raise
 
 
-async def _disconnected(request: Request) -> None:
+async def _wait_for_disconnect(request: Request) -> None:
     while (await request.receive())["type"] != "http.disconnect":
         pass

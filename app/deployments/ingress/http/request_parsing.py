@@ -27,7 +27,7 @@ from app.suggestions import did_you_mean
 #: Entries of a page: unless the client says how many, and at most.
 MAX_PAGE = 1000
 #: What asks the models. None of these has a query of its own, and gateways send theirs: it changes nothing.
-ASKING_PATHS = frozenset({
+INFERENCE_PATHS = frozenset({
     "/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses", "/v1/responses/input_tokens",
     "/v1/messages", "/v1/messages/count_tokens", "/v1/route",
 })  # fmt: skip
@@ -185,7 +185,7 @@ async def check_query(request: Request) -> None:
     route = request.scope.get("route")
     if not request.query_params or not isinstance(route, APIRoute):
         return
-    if not route.path.startswith("/v1/") or (request.method == "POST" and route.path in ASKING_PATHS):
+    if not route.path.startswith("/v1/") or (request.method == "POST" and route.path in INFERENCE_PATHS):
         return
     known = query_names(route)
     for name in request.query_params:

@@ -97,7 +97,7 @@ class RequestPreprocessor:
             return
         if body.lora_path is not None or body.adapters is not None:
             raise InvalidRequest(f"model {AUTO!r} chooses the adapter; name none", param="model")
-        async with self.chooser.choosing(question, caller, body.routing) as (decision, held):
+        async with self.chooser.selection(question, caller, body.routing) as (decision, held):
             if not decision.chosen:
                 ref = await self.finder.find(self._base_name, caller)
             elif len(decision.chosen) == 1:

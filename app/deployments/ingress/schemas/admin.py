@@ -176,7 +176,7 @@ class ModelPermissions(ResponseModel):
     model_ids: list[str]
 
 
-class Cleared(ResponseModel):
+class DeletedSetting(ResponseModel):
     """What a project no longer has: its model permissions, or its spend limit."""
 
     object: str

@@ -113,7 +113,7 @@ class CountTokensRequest(Body):
     def _conversation(self) -> dict[str, Any]:
         messages = [] if self.system is None else [{"role": "system", "content": _text(self.system)}]
         for message in self.messages:
-            messages += _told(message)
+            messages += _chat_messages(message)
         fields: dict[str, Any] = {"messages": messages, "adapters": as_fields(self.adapters)}
         if self.tools:
             fields["tools"] = [_tool(tool) for tool in self.tools]
@@ -190,7 +190,7 @@ class TokenCount(ResponseModel):
     input_tokens: int
 
 
-def _told(message: Message) -> list[dict[str, Any]]:
+def _chat_messages(message: Message) -> list[dict[str, Any]]:
     """One message as those of ours: results of tools are messages of their own, before what else the user says."""
     if isinstance(message.content, str):
         return [{"role": message.role, "content": message.content}]

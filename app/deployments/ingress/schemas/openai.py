@@ -71,7 +71,7 @@ class StructuredOutputs(Body):
 class SamplingFields(Body):
     """Fields every generating route shares. Beyond OpenAI's: top_k, min_p, repetition_penalty, ignore_eos."""
 
-    asks = True
+    is_inference = True
 
     temperature: float = Field(default=1.0, ge=0, le=2)
     top_p: float = Field(default=1.0, ge=0, le=1)
@@ -353,7 +353,7 @@ class GenerateBody(Body):
     `adapters` is for all texts, in place of `lora_path`.
     """
 
-    asks = True
+    is_inference = True
 
     text: str | Items[str]
     sampling_params: GenerateSampling = Field(default_factory=GenerateSampling)

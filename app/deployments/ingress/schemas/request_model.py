@@ -83,7 +83,7 @@ class Body(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
     #: Whether it asks for an answer: then `INERT` and `NEUTRAL` are accepted.
-    asks: ClassVar[bool] = False
+    is_inference: ClassVar[bool] = False
     #: Whether a request without a body means the body without fields.
     may_be_empty: ClassVar[bool] = False
 
@@ -111,9 +111,9 @@ def _field_names(kind: type[Body]) -> tuple[frozenset[str], frozenset[str]]:
 BodyT = TypeVar("BodyT", bound=Body)
 
 
-def accepted_in_vain(kind: type[Body]) -> dict[str, Any]:
+def ignored_fields_schema(kind: type[Body]) -> dict[str, Any]:
     """JSON schemas of what a body may say, beside its fields, without any effect."""
-    if not kind.asks:
+    if not kind.is_inference:
         return {}
     inert, neutral = INERT - kind.model_fields.keys(), NEUTRAL.keys() - kind.model_fields.keys()
     said: dict[str, Any] = {name: {"description": "Accepted; it changes nothing."} for name in sorted(inert)}
@@ -130,7 +130,9 @@ def parse_body(kind: type[BodyT], value: object) -> BodyT:
     for name in value:
         if name in kind.model_fields or fields[name] is None:
             continue
-        if kind.asks and (name in INERT or any(_same(fields[name], neutral) for neutral in NEUTRAL.get(name, ()))):
+        if kind.is_inference and (
+            name in INERT or any(_same(fields[name], neutral) for neutral in NEUTRAL.get(name, ()))
+        ):
             del fields[name]
         else:
             raise UnsupportedField(_refusal(kind, name), param=_quotable(name))
@@ -141,15 +143,15 @@ def parse_body(kind: type[BodyT], value: object) -> BodyT:
 
 
 def _refusal(kind: type[Body], name: str) -> str:
-    if kind.asks and name in NEUTRAL:
+    if kind.is_inference and name in NEUTRAL:
         allowed = " or ".join(json.dumps(value) for value in NEUTRAL[name])
         reason = f": {REASONS[name]}" if name in REASONS else ""
         return f"{name!r} is not implemented here{reason}; leave it out or send {allowed}"
     guess = did_you_mean(name, kind.model_fields)
-    if kind.asks and name in ADAPTER_WORDS:
+    if kind.is_inference and name in ADAPTER_WORDS:
         field = "model" if "model" in kind.model_fields else "lora_path"
         guess = f"; an adapter is asked for by its name, in {field!r}"
-    if kind.asks:
+    if kind.is_inference:
         return f"unknown field {name[:80]!r}; it could change the answer, so it is refused rather than ignored{guess}"
     return f"unknown field {name[:80]!r}; this route takes {', '.join(kind.model_fields)}{guess}"
 

@@ -35,7 +35,7 @@ class PageResponse(ResponseModel, Generic[T]):
     has_more: bool
 
 
-class Deleted(ResponseModel):
+class DeletedResponse(ResponseModel):
     """What is gone."""
 
     object: str

@@ -37,7 +37,7 @@ class DetokenizeRequest(Body):
     tokens: Items[TokenId] = Field(max_length=1_000_000)
 
 
-class Tokens(ResponseModel):
+class TokenizeResponse(ResponseModel):
     """`token_strs`: where they are asked for."""
 
     count: int
@@ -46,5 +46,5 @@ class Tokens(ResponseModel):
     token_strs: list[str] | None
 
 
-class Detokenized(ResponseModel):
+class DetokenizeResponse(ResponseModel):
     prompt: str

@@ -13,7 +13,7 @@ from itertools import islice
 import numpy as np
 from numpy.typing import NDArray
 
-from app.deployments.ingress.semantic_router.decision import Scored
+from app.deployments.ingress.semantic_router.decision import ScoredAdapter
 from app.deployments.registry.feed.view import Entry, Key
 from app.deployments.registry.models import CatalogEntry
 
@@ -29,7 +29,7 @@ MAX_TOGETHER = 64
 _FIRST = 64
 
 
-class _Owned:
+class _OwnerCandidates:
     """One owner's candidates: row i of `vectors` is of `names[i]`."""
 
     def __init__(self) -> None:
@@ -79,12 +79,12 @@ class Candidates:
     """One per ingress, on its event loop."""
 
     def __init__(self) -> None:
-        self._owners: dict[str, _Owned] = {}
+        self._owners: dict[str, _OwnerCandidates] = {}
 
     def note(self, key: Key, entry: Entry | None) -> None:
         """An entry of the registry is new, has changed, or is gone."""
         owner_id, name = key
-        owned = self._owners.setdefault(owner_id, _Owned())
+        owned = self._owners.setdefault(owner_id, _OwnerCandidates())
         described = isinstance(entry, CatalogEntry) and bool(entry.description)
         text = f"{name}: {entry.description}" if isinstance(entry, CatalogEntry) else ""
         if not described:
@@ -94,12 +94,12 @@ class Candidates:
         else:
             owned.pending[name] = text
 
-    def num_of(self, owner_id: str) -> int:
+    def num_candidates(self, owner_id: str) -> int:
         """An owner's candidates, embedded or not."""
         owned = self._of(owner_id)
         return len(owned.rows) + sum(name not in owned.rows for name in owned.pending)
 
-    def among(self, owner_id: str, names: Set[str]) -> set[str]:
+    def subset(self, owner_id: str, names: Set[str]) -> set[str]:
         """Those of these names that are an owner's candidates, embedded or not; the fewer of the two are looked at."""
         owned = self._of(owner_id)
         return (owned.rows.keys() & names) | (owned.pending.keys() & names)
@@ -122,15 +122,15 @@ class Candidates:
         self,
         vector: Floats,
         visible: Visible,
-        is_meant: Callable[[str, str], bool],
+        is_accessible: Callable[[str, str], bool],
         threshold: float,
         top_k: int,
-    ) -> list[Scored]:
+    ) -> list[ScoredAdapter]:
         """By descending cosine, all of at least `threshold`, at most `top_k`.
 
         vector: [H], of length 1. is_meant: whether an owner's adapter is the one that the asker gets under its name.
         """
-        found: list[Scored] = []
+        found: list[ScoredAdapter] = []
         for owner_id, names in visible.items():
             owned = self._of(owner_id)
             some = None if names is None else [name for name in sorted(names) if name in owned.rows]
@@ -144,13 +144,13 @@ class Candidates:
                 name = there[row]
                 if taken == top_k:
                     break
-                if is_meant(owner_id, name):
+                if is_accessible(owner_id, name):
                     taken += 1
-                    found.append(Scored(name, owner_id, float(scores[row])))
+                    found.append(ScoredAdapter(name, owner_id, float(scores[row])))
         return sorted(found, key=lambda one: (-one.score, one.name))[:top_k]
 
-    def _of(self, owner_id: str) -> _Owned:
-        return self._owners.get(owner_id) or _Owned()
+    def _of(self, owner_id: str) -> _OwnerCandidates:
+        return self._owners.get(owner_id) or _OwnerCandidates()
 
 
 def _descending(scores: Floats, threshold: float) -> Iterator[int]:

@@ -14,7 +14,7 @@ from app.deployments.ingress.schemas.openai import WeightedAdapter
 ROUTE_HEADER = "X-Polylora-Route"
 
 
-class Scored(NamedTuple):
+class ScoredAdapter(NamedTuple):
     """A candidate and its cosine."""
 
     name: str
@@ -26,7 +26,7 @@ class Scored(NamedTuple):
 class Decision:
     """What was chosen, and how."""
 
-    chosen: tuple[Scored, ...]
+    chosen: tuple[ScoredAdapter, ...]
     num_candidates: int
     embedder: str
     threshold: float

@@ -82,11 +82,11 @@ class BaseEmbedder:
         return tuple(self._model.encode(text[:MAX_CHARS]))[: self._model.max_model_len]
 
     async def _vectors(self, texts: Sequence[str], caller: Principal | None) -> Floats:
-        places = asyncio.Semaphore(MAX_OPEN)
-        vectors = await asyncio.gather(*(self._vector(text, caller, places) for text in texts))
+        slots = asyncio.Semaphore(MAX_OPEN)
+        vectors = await asyncio.gather(*(self._vector(text, caller, slots) for text in texts))
         return np.stack([np.frombuffer(vector, "<f4") for vector in vectors])
 
-    async def _vector(self, text: str, caller: Principal | None, places: asyncio.Semaphore) -> bytes:
+    async def _vector(self, text: str, caller: Principal | None, slots: asyncio.Semaphore) -> bytes:
         spec = self._model.spec
         request = GenerateRequest(
             request_id=f"route-{secrets.token_hex(12)}",
@@ -100,7 +100,7 @@ class BaseEmbedder:
             key_id="" if caller is None else caller.key_id,
         )
         deadline_s = asyncio.get_running_loop().time() + self._wait_s
-        async with places, aclosing(self._source.stream(request, deadline_s)) as chunks:
+        async with slots, aclosing(self._source.stream(request, deadline_s)) as chunks:
             async for chunk in chunks:
                 if chunk.error is not None:
                     raise chunk.error

@@ -19,7 +19,7 @@ from app.config import SemanticRouterConfig
 from app.deployments.ingress.principal import Principal
 from app.deployments.ingress.schemas.openai import RoutingFields
 from app.deployments.ingress.semantic_router.candidates import Candidates, Visible
-from app.deployments.ingress.semantic_router.decision import Decision, Scored
+from app.deployments.ingress.semantic_router.decision import Decision, ScoredAdapter
 from app.deployments.registry.feed.view import RegistryView
 from app.deployments.registry.models import DEFAULT_TENANT
 from app.deployments.rpc.background_tasks import SingleFlight, Tasks
@@ -60,18 +60,18 @@ class Router:
         self._embedding: SingleFlight[tuple[str, frozenset[str] | None], None] = SingleFlight(self._tasks)
         registry.follow(self._candidates.note)
 
-    async def decide(self, text: str, caller: Principal, wishes: RoutingFields | None = None) -> Decision:
+    async def decide(self, text: str, caller: Principal, options: RoutingFields | None = None) -> Decision:
         """Raises NotReady while descriptions are being embedded, and what embedding raises."""
-        wishes = wishes or RoutingFields()
-        threshold = self._config.threshold if wishes.threshold is None else wishes.threshold
-        top_k = wishes.top_k or self._config.top_k
+        options = options or RoutingFields()
+        threshold = self._config.threshold if options.threshold is None else options.threshold
+        top_k = options.top_k or self._config.top_k
         visible = _visible(caller)
         num_candidates = self._num_usable(visible, caller.tenant)
-        chosen: list[Scored] = []
+        chosen: list[ScoredAdapter] = []
         if num_candidates:
             await self._ready(visible)
             vector = (await self._embedder.embed([text], caller))[0]
-            chosen = self._candidates.nearest(vector, visible, partial(self._is_meant, caller), threshold, top_k)
+            chosen = self._candidates.nearest(vector, visible, partial(self._is_accessible, caller), threshold, top_k)
         return Decision(tuple(chosen), num_candidates, self._embedder.name, threshold, top_k)
 
     def num_tokens(self, text: str, caller: Principal) -> int:
@@ -86,7 +86,7 @@ class Router:
         number = 0
         before: list[Set[str]] = []  # the names of the owners that are asked first
         for owner_id, names in visible.items():
-            hidden = {name for others in before for name in self._candidates.among(owner_id, others)}
+            hidden = {name for others in before for name in self._candidates.subset(owner_id, others)}
             number += self._num_allowed(owner_id, names, tenant)
             number -= sum(map(tenant.may_use, hidden if names is None else hidden & names))
             held = self._registry.names(owner_id)
@@ -96,11 +96,15 @@ class Router:
     def _num_allowed(self, owner_id: str, names: frozenset[str] | None, tenant: Tenant) -> int:
         """An owner's candidates of these names (None: all of them) that the tenant may use."""
         if names is not None:
-            return sum(map(tenant.may_use, self._candidates.among(owner_id, names)))
-        listed = self._candidates.among(owner_id, tenant.model_ids) if tenant.model_mode else set()
-        return len(listed) if tenant.model_mode == "allow_list" else self._candidates.num_of(owner_id) - len(listed)
+            return sum(map(tenant.may_use, self._candidates.subset(owner_id, names)))
+        listed = self._candidates.subset(owner_id, tenant.model_ids) if tenant.model_mode else set()
+        return (
+            len(listed)
+            if tenant.model_mode == "allow_list"
+            else self._candidates.num_candidates(owner_id) - len(listed)
+        )
 
-    def _is_meant(self, caller: Principal, owner_id: str, name: str) -> bool:
+    def _is_accessible(self, caller: Principal, owner_id: str, name: str) -> bool:
         """Whether it is this owner's adapter that the caller gets under the name, and not one of an owner before it."""
         having = (owner for owner in caller.owners(name) if self._registry.find(name, owner) is not None)
         return next(having, None) == owner_id

@@ -33,21 +33,21 @@ class AdapterSelector:
         self._router = router
         self._tenancy = tenancy
 
-    async def choose(self, question: str, caller: Principal, wishes: RoutingFields | None = None) -> Decision:
+    async def choose(self, question: str, caller: Principal, options: RoutingFields | None = None) -> Decision:
         """For a request that asks for nothing else. Raises LimitReached and what `Router.decide` raises."""
-        async with self.choosing(question, caller, wishes) as chosen:
+        async with self.selection(question, caller, options) as chosen:
             self._tenancy.came_to_choose(caller)
             return chosen.decision
 
     @asynccontextmanager
-    async def choosing(
-        self, question: str, caller: Principal, wishes: RoutingFields | None = None
+    async def selection(
+        self, question: str, caller: Principal, options: RoutingFields | None = None
     ) -> AsyncIterator[Selection]:
         """As `choose_replica`; within the block the request is held, which whoever answers it takes over."""
         num_tokens = self._router.num_tokens(question, caller)
         held = await self._tenancy.admit_choice(caller, num_tokens)
         try:
-            decision = await self._router.decide(question, caller, wishes)
+            decision = await self._router.decide(question, caller, options)
             self._tenancy.end_choice(held)
             yield Selection(decision, held.request)
         finally:

@@ -89,16 +89,16 @@ def models_body(tenant: Tenant) -> dict[str, Any]:
 
 
 def rate_limit_body(model: str, rate: RateLimit) -> dict[str, Any]:
-    def shown(limit: int | None) -> int:
+    def limit_or_max(limit: int | None) -> int:
         return NO_LIMIT if limit is None else limit
 
     return {
         "object": "project.rate_limit",
         "id": f"rl-{model}",
         "model": model,
-        "max_requests_per_1_minute": shown(rate.requests_per_min),
-        "max_tokens_per_1_minute": shown(rate.tokens_per_min),
-        "max_requests_per_1_day": shown(rate.requests_per_day),
+        "max_requests_per_1_minute": limit_or_max(rate.requests_per_min),
+        "max_tokens_per_1_minute": limit_or_max(rate.tokens_per_min),
+        "max_requests_per_1_day": limit_or_max(rate.requests_per_day),
     }
 
 
@@ -113,12 +113,12 @@ def spend_limit_body(cents: int, *, is_reached: bool) -> dict[str, Any]:
 
 
 def tenant_body(
-    tenant: Tenant, shares: dict[str, list[str]], left: Sequence[tuple[LimitKey, int, int]]
+    tenant: Tenant, shares: dict[str, list[str]], limits_left: Sequence[tuple[LimitKey, int, int]]
 ) -> dict[str, Any]:
     """`limits`: each with what is left of it; the rest is used, or reserved by requests and ingresses."""
     limits = [
         {"kind": meter.kind, "model": meter.model or None, "limit": limit, "remaining": remaining}
-        for meter, limit, remaining in left
+        for meter, limit, remaining in limits_left
     ]
     return {
         "object": "polylora.tenant",

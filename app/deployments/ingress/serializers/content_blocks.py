@@ -52,7 +52,7 @@ async def block_events(job: GenerationTask) -> AsyncGenerator[BlockEvent | Block
             is_last = delta.finish_reason is not None
             pieces: list[Piece] = [delta.text] if delta.text else []
             for piece in pieces if reader is None else reader.push(delta.text, is_last=is_last):
-                opened = _opened_by(piece, block)
+                opened = _next_block(piece, block)
                 if opened is not None:
                     if block is not None:
                         yield BlockEvent("close", block)
@@ -69,7 +69,7 @@ async def block_events(job: GenerationTask) -> AsyncGenerator[BlockEvent | Block
                 yield BlocksDone(delta.finish_reason, delta.usage, delta.stop)
 
 
-def _opened_by(piece: Piece, block: Block | None) -> Block | None:
+def _next_block(piece: Piece, block: Block | None) -> Block | None:
     """The block that a piece begins, if it does not belong to the present one."""
     index = 0 if block is None else block.index + 1
     if isinstance(piece, ToolCallStart):
@@ -77,7 +77,7 @@ def _opened_by(piece: Piece, block: Block | None) -> Block | None:
     return Block(index, "text") if isinstance(piece, str) and (block is None or block.kind != "text") else None
 
 
-async def finished(job: GenerationTask) -> tuple[list[Block], BlocksDone]:
+async def collect_blocks(job: GenerationTask) -> tuple[list[Block], BlocksDone]:
     """The whole answer."""
     blocks: list[Block] = []
     async with aclosing(block_events(job)) as source:

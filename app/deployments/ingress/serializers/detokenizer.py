@@ -50,34 +50,34 @@ class StopMatcher:
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = tuple(stops)
-        self._held = ""
+        self._buffer = ""
 
     def push(self, text: str) -> tuple[str, str | None]:
         """(text that is safe to send, the stop string that was met). After a meeting there is no more."""
         if not self._stops:
             return text, None
-        self._held += text
-        found = [(index + len(stop), index, stop) for stop in self._stops if (index := self._held.find(stop)) >= 0]
+        self._buffer += text
+        found = [(index + len(stop), index, stop) for stop in self._stops if (index := self._buffer.find(stop)) >= 0]
         if found:
             # The one that is complete first, so that the answer does not depend on where pieces end.
             _, start, stop = min(found)
-            safe, self._held = self._held[:start], ""
+            safe, self._buffer = self._buffer[:start], ""
             return safe, stop
         num_held = self._num_undecided()
-        cut = len(self._held) - num_held
-        safe, self._held = self._held[:cut], self._held[cut:]
+        cut = len(self._buffer) - num_held
+        safe, self._buffer = self._buffer[:cut], self._buffer[cut:]
         return safe, None
 
     def finish(self) -> str:
         """The text held back: the answer ended, so it was no stop string."""
-        rest, self._held = self._held, ""
+        rest, self._buffer = self._buffer, ""
         return rest
 
     def _num_undecided(self) -> int:
         """Length of the longest end of the text that begins a stop string."""
-        longest = min(len(self._held), max((len(stop) for stop in self._stops), default=1) - 1)
+        longest = min(len(self._buffer), max((len(stop) for stop in self._stops), default=1) - 1)
         for length in range(longest, 0, -1):
-            if any(stop.startswith(self._held[-length:]) for stop in self._stops):
+            if any(stop.startswith(self._buffer[-length:]) for stop in self._stops):
                 return length
         return 0
 

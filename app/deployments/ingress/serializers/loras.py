@@ -49,7 +49,7 @@ def adapter_body(entry: CatalogEntry) -> dict[str, Any]:
     }
 
 
-def unloaded_body(entry: CatalogEntry | None, job: RegistryJob) -> dict[str, Any]:
+def unload_body(entry: CatalogEntry | None, job: RegistryJob) -> dict[str, Any]:
     """An adapter whose unload has begun, or ended; `entry` None: it was only being loaded."""
     body = {"id": job.name, "object": "lora"} if entry is None else adapter_body(entry)
     return body | {"state": job.state.value, "job": job_body(job)}

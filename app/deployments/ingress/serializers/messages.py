@@ -41,12 +41,12 @@ def is_messages(path: str) -> bool:
     return path == MESSAGES_PATH or path.startswith(f"{MESSAGES_PATH}/")
 
 
-def body_told(answer: ErrorReply, path: str) -> dict[str, Any]:
+def error_body_for(answer: ErrorReply, path: str) -> dict[str, Any]:
     """An error as the clients of a route understand it."""
-    return error_body(answer) if is_messages(path) else answer.body
+    return messages_error_body(answer) if is_messages(path) else answer.body
 
 
-def error_body(answer: ErrorReply) -> dict[str, Any]:
+def messages_error_body(answer: ErrorReply) -> dict[str, Any]:
     """An error as Anthropic tells it."""
     kind = _ERRORS.get(answer.status, "invalid_request_error" if answer.status < 500 else "api_error")
     return {"type": "error", "error": {"type": kind, "message": answer.body["error"]["message"]}}
@@ -54,7 +54,7 @@ def error_body(answer: ErrorReply) -> dict[str, Any]:
 
 def error_event(answer: ErrorReply) -> bytes:
     """An error in a stream."""
-    return named_event("error", {"error": error_body(answer)["error"]})
+    return named_event("error", {"error": messages_error_body(answer)["error"]})
 
 
 def message_body(job: GenerationTask, model: str, blocks: Sequence[Block], end: BlocksDone) -> dict[str, Any]:
@@ -70,18 +70,18 @@ def message_body(job: GenerationTask, model: str, blocks: Sequence[Block], end: 
 
 async def message_events(job: GenerationTask, model: str) -> AsyncGenerator[bytes]:
     """The events of a stream."""
-    is_begun = has_calls = False
+    is_started = has_calls = False
     async with aclosing(block_events(job)) as source:
         async for change in source:
-            begin = b"" if is_begun else named_event("message_start", {"message": _started(job, model)})
-            is_begun = True
+            prefix = b"" if is_started else named_event("message_start", {"message": _message_start(job, model)})
+            is_started = True
             if isinstance(change, BlocksDone):
                 delta = {"stop_reason": _stop_reason(change, has_calls), "stop_sequence": change.stop}
                 ended = named_event("message_delta", {"delta": delta, "usage": _usage(change.usage)})
-                yield begin + ended + named_event("message_stop", {})
+                yield prefix + ended + named_event("message_stop", {})
             else:
                 has_calls = has_calls or change.block.kind == "call"
-                yield begin + _event(change)
+                yield prefix + _event(change)
 
 
 def _event(change: BlockEvent) -> bytes:
@@ -97,7 +97,7 @@ def _event(change: BlockEvent) -> bytes:
     return named_event("content_block_delta", index | {"delta": delta})
 
 
-def _started(job: GenerationTask, model: str) -> dict[str, Any]:
+def _message_start(job: GenerationTask, model: str) -> dict[str, Any]:
     return _message(job, model) | {"content": [], "stop_reason": None, "usage": _usage(job.usages[0])}
 
 

@@ -17,7 +17,7 @@ from app.deployments.ingress.serializers.messages import named_event
 from app.engine.request import Usage
 
 #: Takes a stored response as it is told, before its client hears of its end.
-Keep: TypeAlias = Callable[[Mapping[str, Any]], Awaitable[None]]
+StoreResponse: TypeAlias = Callable[[Mapping[str, Any]], Awaitable[None]]
 
 
 def response_body(
@@ -54,30 +54,30 @@ def response_body(
 
 
 async def response_events(
-    job: GenerationTask, body: ResponsesRequest, stored_id: str | None = None, keep: Keep | None = None
+    job: GenerationTask, body: ResponsesRequest, stored_id: str | None = None, keep: StoreResponse | None = None
 ) -> AsyncGenerator[bytes]:
     """The events of a stream. `keep` stores the response."""
     blocks: list[Block] = []
-    numbers, is_begun = itertools.count(), False
+    numbers, is_started = itertools.count(), False
     async with aclosing(block_events(job)) as source:
         async for change in source:
-            begin = b""
-            if not is_begun:
-                is_begun, started = True, response_body(job, body, [], None, stored_id)
+            prefix = b""
+            if not is_started:
+                is_started, started = True, response_body(job, body, [], None, stored_id)
                 for kind in ("response.created", "response.in_progress"):
-                    begin += _event(numbers, kind, response=started)
+                    prefix += _event(numbers, kind, response=started)
             if isinstance(change, BlocksDone):
                 ended = response_body(job, body, blocks, change, stored_id)
                 if keep is not None:
                     await keep(ended)
-                yield begin + _event(numbers, f"response.{ended['status']}", response=ended)
+                yield prefix + _event(numbers, f"response.{ended['status']}", response=ended)
             else:
                 if change.what == "open":
                     blocks.append(change.block)
-                yield begin + b"".join(_changed(job, change, numbers))
+                yield prefix + b"".join(_block_events(job, change, numbers))
 
 
-def _changed(job: GenerationTask, change: BlockEvent, numbers: Iterator[int]) -> Iterator[bytes]:
+def _block_events(job: GenerationTask, change: BlockEvent, numbers: Iterator[int]) -> Iterator[bytes]:
     block = change.block
     where: dict[str, Any] = {"output_index": block.index}
     inside = where | {"item_id": _id(job, block)} | ({"content_index": 0} if block.kind == "text" else {})

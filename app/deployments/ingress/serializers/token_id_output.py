@@ -63,12 +63,12 @@ def adapter_body(ref: AdapterRef | None) -> dict[str, Any] | None:
 
 def lean_logprobs(logprobs: Sequence[TokenLogprobs]) -> dict[str, Any]:
     """Log-probabilities by token ids; the likeliest ones are named as vLLM names tokens, where some are asked for."""
-    told: dict[str, Any] = {"token_logprobs": [finite(item.logprob) for item in logprobs]}
+    body: dict[str, Any] = {"token_logprobs": [finite(item.logprob) for item in logprobs]}
     if any(item.top for item in logprobs):
-        told["top_logprobs"] = [
+        body["top_logprobs"] = [
             {f"token_id:{token_id}": finite(logprob) for token_id, logprob in item.top} for item in logprobs
         ]
-    return told
+    return body
 
 
 def finite(logprob: float) -> float:

@@ -79,7 +79,7 @@ class ToolCallReader:
         self._form = form
         self._answer_id = answer_id
         self._state = self._in_text
-        self._held = ""
+        self._buffer = ""
         self._is_first = True
         self._is_last = False
         self._json = _JsonEnd()
@@ -87,7 +87,7 @@ class ToolCallReader:
 
     def push(self, text: str, *, is_last: bool = False) -> list[Piece]:
         """What these characters complete; at the end also what was held back."""
-        self._held += text
+        self._buffer += text
         pieces: list[Piece] = []
         self._is_last = is_last
         while (step := self._state()) is not None:
@@ -98,52 +98,52 @@ class ToolCallReader:
         """Text up to where calls begin."""
         form = self._form
         marker = form.opening + form.before
-        found = self._held.find(marker) if form.marker else (0 if self._held.startswith(marker) else -1)
+        found = self._buffer.find(marker) if form.marker else (0 if self._buffer.startswith(marker) else -1)
         if found >= 0 and (form.marker or self._is_first):
-            text, self._held = self._held[:found].rstrip("\n"), self._held[found + len(marker) :]
+            text, self._buffer = self._buffer[:found].rstrip("\n"), self._buffer[found + len(marker) :]
             self._state = self._in_name
             return [text]
         num_held = 0 if self._is_last else self._num_undecided(marker)
-        text = self._held[: len(self._held) - num_held]
-        self._held = self._held[len(text) :]
+        text = self._buffer[: len(self._buffer) - num_held]
+        self._buffer = self._buffer[len(text) :]
         self._is_first = self._is_first and not text
         return [text] if text else None
 
     def _num_undecided(self, marker: str) -> int:
         """Length of the end that may begin the marker, with newlines before it, which are no text."""
-        held = self._held
+        held = self._buffer
         if not self._form.marker:
             return len(held) if self._is_first and marker.startswith(held) else 0
         starts = (n for n in range(min(len(held), len(marker) - 1), 0, -1) if marker.startswith(held[-n:]))
-        begun = next(starts, 0)
-        before = held[: len(held) - begun]
-        return begun + len(before) - len(before.rstrip("\n"))
+        marker_start = next(starts, 0)
+        before = held[: len(held) - marker_start]
+        return marker_start + len(before) - len(before.rstrip("\n"))
 
     def _in_name(self) -> list[Piece] | None:
-        name, found, rest = self._held.partition(self._form.between)
+        name, found, rest = self._buffer.partition(self._form.between)
         if not found:
             return None
-        self._held, self._state, self._json = rest, self._in_arguments, _JsonEnd()
+        self._buffer, self._state, self._json = rest, self._in_arguments, _JsonEnd()
         digest = hashlib.sha256(f"{self._answer_id}/{self.num_calls}".encode()).hexdigest()
         prefix = "call_" if self._form.id_chars > 9 else ""
         self.num_calls += 1
         return [ToolCallStart(self.num_calls - 1, prefix + digest[: self._form.id_chars], name)]
 
     def _in_arguments(self) -> list[Piece] | None:
-        if not self._held:
+        if not self._buffer:
             return None
-        end = self._json.push(self._held)
+        end = self._json.push(self._buffer)
         if end is not None:
-            self._state = self._behind
-        piece, self._held = self._held[:end], "" if end is None else self._held[end:]
+            self._state = self._after_call
+        piece, self._buffer = self._buffer[:end], "" if end is None else self._buffer[end:]
         return [ToolCallArguments(self.num_calls - 1, piece)]
 
-    def _behind(self) -> list[Piece] | None:
+    def _after_call(self) -> list[Piece] | None:
         """Fixed text, up to the next call or the end."""
         following = self._form.after + self._form.separator + self._form.before
-        if not self._held.startswith(following):
+        if not self._buffer.startswith(following):
             return None
-        self._held, self._state = self._held[len(following) :], self._in_name
+        self._buffer, self._state = self._buffer[len(following) :], self._in_name
         return []
 
 

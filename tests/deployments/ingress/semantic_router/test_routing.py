@@ -19,7 +19,7 @@ from app.config import SemanticRouterConfig
 from app.deployments.ingress.principal import Principal
 from app.deployments.ingress.schemas.openai import RoutingFields
 from app.deployments.ingress.semantic_router.candidates import Candidates
-from app.deployments.ingress.semantic_router.decision import Decision, Scored
+from app.deployments.ingress.semantic_router.decision import Decision, ScoredAdapter
 from app.deployments.ingress.semantic_router.embedders import BaseEmbedder
 from app.deployments.ingress.semantic_router.router import Router
 from app.deployments.registry.feed.view import RegistryView
@@ -156,7 +156,7 @@ async def test_what_is_everybodys_is_embedded_once_for_all_tenants() -> None:
 
 @pytest.mark.parametrize("scores", [(0.1, -0.1), (0.0, 0.0), (-0.2, -0.4), (0.9, 0.6)])
 def test_shares_of_scores_that_a_low_threshold_lets_in(scores: tuple[float, ...]) -> None:
-    chosen = tuple(Scored(f"a{index}", "ada", score) for index, score in enumerate(scores))
+    chosen = tuple(ScoredAdapter(f"a{index}", "ada", score) for index, score in enumerate(scores))
     weights = [one.weight for one in Decision(chosen, 2, "e", -1.0, 2).adapters]
     assert sum(weights) == pytest.approx(1)
     assert weights[0] >= weights[1] >= 0

@@ -17,7 +17,7 @@ from app.deployments.ingress.accounting import RequestAccounting
 from app.deployments.ingress.error_responses import InvalidApiKey, error_reply
 from app.deployments.ingress.http.middleware.origin_check import HttpPolicy
 from app.deployments.ingress.principal import STATE, Principal, address_of
-from app.deployments.ingress.serializers.messages import body_told, is_messages
+from app.deployments.ingress.serializers.messages import error_body_for, is_messages
 from app.deployments.registry.models import DEFAULT_TENANT
 from app.deployments.tenancy.auth.key_crypto import is_key, key_digest
 from app.deployments.tenancy.auth.tenant_mirror import KnownKey
@@ -26,7 +26,7 @@ from app.engine.errors import InvalidRequest, PolyloraError
 from app.redaction import holds_key
 
 #: What anybody may ask: whether the service lives.
-FREE_PATHS = frozenset({"/health", "/readyz", "/livez"})
+PUBLIC_PATHS = frozenset({"/health", "/readyz", "/livez"})
 #: The id of the admin key that comes from the environment.
 ENVIRONMENT_KEY = "key_environment"
 
@@ -34,24 +34,24 @@ ENVIRONMENT_KEY = "key_environment"
 class Authenticator:
     """Says who a request's sender is."""
 
-    def __init__(self, tenancy: RequestAccounting, rules: HttpPolicy) -> None:
+    def __init__(self, tenancy: RequestAccounting, policy: HttpPolicy) -> None:
         self._tenancy = tenancy
-        self._rules = rules
+        self._policy = policy
 
     @property
     def needs_keys(self) -> bool:
         """Whether a request without a key is nobody's."""
-        if self._rules.auth == "auto":
-            return self._tenancy.view.has_keys or self._rules.admin_digest is not None
-        return self._rules.auth == "keys"
+        if self._policy.auth == "auto":
+            return self._tenancy.view.has_keys or self._policy.admin_digest is not None
+        return self._policy.auth == "keys"
 
     def caller(self, request: HTTPConnection) -> Principal:
         """Raises InvalidApiKey."""
-        value = _given_key(request)
+        value = _request_key(request)
         if self.needs_keys or is_key(value):
-            return self._known(request, value)
-        if self._rules.auth == "auto" and not self._rules.is_local(request.scope):
-            if self._rules.is_management_token(value):
+            return self._authenticate_key(request, value)
+        if self._policy.auth == "auto" and not self._policy.is_local(request.scope):
+            if self._policy.is_management_token(value):
                 return _operator(request)
             raise InvalidApiKey(
                 "this service has no API keys yet and answers to its own machine only; make the first with polylora "
@@ -59,17 +59,17 @@ class Authenticator:
             )
         return Principal(DEFAULT_TENANT, address_of(request))
 
-    def _known(self, request: HTTPConnection, value: str) -> Principal:
+    def _authenticate_key(self, request: HTTPConnection, value: str) -> Principal:
         now_s = self._tenancy.clock()
         found = self._tenancy.view.find(value, now_s)
         if found is not None:
             self._tenancy.note_use(found.key.id, now_s)
-            return self._caller_of(request, found)
+            return self._key_principal(request, found)
         where = address_of(request)
-        digest = self._rules.admin_digest
+        digest = self._policy.admin_digest
         if digest is not None and hmac.compare_digest(key_digest(value), digest):
-            return self._admin(request, f"{ENVIRONMENT_KEY}, {where}", ENVIRONMENT_KEY)
-        if self._rules.is_management_token(value):
+            return self._admin_principal(request, f"{ENVIRONMENT_KEY}, {where}", ENVIRONMENT_KEY)
+        if self._policy.is_management_token(value):
             return _operator(request)
         raise InvalidApiKey(
             "the API key is wrong, has expired or was revoked"
@@ -77,17 +77,17 @@ class Authenticator:
             else "a key is needed: send the header Authorization: Bearer <API key>"
         )
 
-    def _caller_of(self, request: HTTPConnection, known: KnownKey) -> Principal:
+    def _key_principal(self, request: HTTPConnection, known: KnownKey) -> Principal:
         who = f"{known.key.id}, {address_of(request)}"
         tenant = known.tenant
         if tenant is None:
-            return self._admin(request, who, known.key.id)
+            return self._admin_principal(request, who, known.key.id)
         wanted = request.headers.get("openai-project")
         if wanted is not None and wanted != tenant.id:
             raise InvalidApiKey("the header OpenAI-Project names another project than the API key's; leave it out")
         return Principal(tenant.id, who, tenant, known.key.id, "project")
 
-    def _admin(self, request: HTTPConnection, who: str, key_id: str) -> Principal:
+    def _admin_principal(self, request: HTTPConnection, who: str, key_id: str) -> Principal:
         """Manages the public adapters, or those of the project that the header OpenAI-Project names."""
         wanted = request.headers.get("openai-project")
         if wanted is None:
@@ -107,7 +107,7 @@ def _check_url(scope: Scope) -> None:
         )
 
 
-def _given_key(request: HTTPConnection) -> str:
+def _request_key(request: HTTPConnection) -> str:
     """What a request gives for its key; empty where it gives none. Of two, the one in Authorization."""
     kind, _, value = request.headers.get("authorization", "").partition(" ")
     value = value.strip() if kind.lower() == "bearer" else ""
@@ -124,19 +124,19 @@ def _operator(request: HTTPConnection) -> Principal:
 class AuthMiddleware:
     """ASGI middleware: every request behind it has a caller in its state."""
 
-    def __init__(self, app: ASGIApp, gate: Authenticator) -> None:
+    def __init__(self, app: ASGIApp, authenticator: Authenticator) -> None:
         self._app = app
-        self._gate = gate
+        self._authenticator = authenticator
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"] not in FREE_PATHS:
+        if scope["type"] == "http" and scope["path"] not in PUBLIC_PATHS:
             try:
-                caller = self._gate.caller(HTTPConnection(scope))
+                caller = self._authenticator.caller(HTTPConnection(scope))
                 _check_url(scope)
             except PolyloraError as error:
                 answer = error_reply(error)
                 refusal = JSONResponse(
-                    body_told(answer, scope["path"]), status_code=answer.status, headers=answer.headers
+                    error_body_for(answer, scope["path"]), status_code=answer.status, headers=answer.headers
                 )
                 await refusal(scope, receive, send)
                 return

@@ -31,7 +31,7 @@ from app.deployments.ingress.error_responses import (
     error_reply,
 )
 from app.deployments.ingress.principal import http_principal
-from app.deployments.ingress.serializers.messages import body_told
+from app.deployments.ingress.serializers.messages import error_body_for
 from app.deployments.tenancy.auth.key_crypto import environment_digest, key_digest
 from app.engine.errors import ConfigError, PolyloraError
 
@@ -39,7 +39,7 @@ from app.engine.errors import ConfigError, PolyloraError
 _FORM_TYPES = ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data")
 #: Where a file comes as a form, and changes nothing that is served. Browsers say where such a request is from (Origin).
 _UPLOAD_PATHS = ("/v1/files",)
-_READING = ("GET", "HEAD", "OPTIONS")
+_SAFE_METHODS = ("GET", "HEAD", "OPTIONS")
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +91,7 @@ class HttpPolicy:
         origin = headers.get("origin")
         if origin is not None and origin not in self.allowed_origins and urlsplit(origin).netloc.lower() != host:
             raise CrossSite(f"requests of pages of {origin[:80]!r} are refused; http.allowed_origins may list it")
-        if scope["method"] in _READING:
+        if scope["method"] in _SAFE_METHODS:
             return
         if origin is None and headers.get("sec-fetch-site") in ("cross-site", "same-site"):
             raise CrossSite("requests of other sites' pages are refused")
@@ -134,18 +134,18 @@ class HttpPolicy:
 class OriginCheckMiddleware:
     """ASGI middleware: refuses what `check_site` refuses, in the shape of every other error."""
 
-    def __init__(self, app: ASGIApp, rules: HttpPolicy) -> None:
+    def __init__(self, app: ASGIApp, policy: HttpPolicy) -> None:
         self._app = app
-        self._rules = rules
+        self._policy = policy
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
             try:
-                self._rules.check_site(scope)
+                self._policy.check_site(scope)
             except PolyloraError as error:
                 answer = error_reply(error)
                 refusal = JSONResponse(
-                    body_told(answer, scope["path"]), status_code=answer.status, headers=answer.headers
+                    error_body_for(answer, scope["path"]), status_code=answer.status, headers=answer.headers
                 )
                 await refusal(scope, receive, send)
                 return

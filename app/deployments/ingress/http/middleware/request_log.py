@@ -52,14 +52,14 @@ class RequestLogMiddleware:
         state = scope.setdefault("state", {})
         status = 0  # nothing was answered: the client left before
 
-        async def watched(message: Message) -> None:
+        async def send_and_note_status(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
             await send(message)
 
         try:
-            await self._app(scope, receive, watched)
+            await self._app(scope, receive, send_and_note_status)
         finally:
             failure = state.get("failure")
             is_failure = (status >= 500 or failure is not None) and scope["path"] not in PROBES

@@ -17,7 +17,7 @@ from app.deployments.ingress.http.request_parsing import Flag, JsonBody, Order, 
 from app.deployments.ingress.http.routes.usage import add_spend_routes, add_usage_routes
 from app.deployments.ingress.principal import admin_principal
 from app.deployments.ingress.schemas import admin as schemas
-from app.deployments.ingress.schemas.response_model import Deleted, PageResponse
+from app.deployments.ingress.schemas.response_model import DeletedResponse, PageResponse
 from app.deployments.ingress.serializers import admin as serializers
 from app.deployments.ingress.service import IngressService
 from app.deployments.tenancy.models import (
@@ -84,7 +84,7 @@ def admin_router(service: IngressService) -> APIRouter:
     _add_project_routes(routes, service)
     _add_account_routes(routes, service)
     _add_key_routes(routes, service)
-    _add_right_routes(routes, service)
+    _add_permission_routes(routes, service)
     _add_admin_key_routes(routes, service)
     _add_audit_routes(routes, service)
     add_usage_routes(routes, service.tenancy)
@@ -176,10 +176,10 @@ def _add_account_routes(routes: APIRouter, service: IngressService) -> None:
         changed = await owner.update_account(project_id, account_id, name=body.name, actor=_actor(request))
         return JSONResponse(serializers.account_body(changed))
 
-    @routes.delete("/projects/{project_id}/service_accounts/{account_id}", response_model=Deleted)
+    @routes.delete("/projects/{project_id}/service_accounts/{account_id}", response_model=DeletedResponse)
     async def delete(project_id: str, account_id: str, request: Request) -> Response:
         await owner.delete_account(project_id, account_id, actor=_actor(request))
-        return _deleted("organization.project.service_account.deleted", account_id)
+        return _deleted_response("organization.project.service_account.deleted", account_id)
 
     @routes.post(
         "/projects/{project_id}/service_accounts/{account_id}/api_keys", response_model=schemas.IssuedKeyResponse
@@ -215,10 +215,10 @@ def _add_key_routes(routes: APIRouter, service: IngressService) -> None:
         changed = await owner.expire_key(project_id, key_id, body.expires_in_seconds, actor=_actor(request))
         return JSONResponse(await _key_body(owner, changed))
 
-    @routes.delete("/projects/{project_id}/api_keys/{key_id}", response_model=Deleted)
+    @routes.delete("/projects/{project_id}/api_keys/{key_id}", response_model=DeletedResponse)
     async def delete(project_id: str, key_id: str, request: Request) -> Response:
         await owner.revoke_key(project_id, key_id, actor=_actor(request))
-        return _deleted("organization.project.api_key.deleted", key_id)
+        return _deleted_response("organization.project.api_key.deleted", key_id)
 
 
 async def _key_body(owner: TenantsService, key: ApiKey) -> dict[str, Any]:
@@ -227,7 +227,7 @@ async def _key_body(owner: TenantsService, key: ApiKey) -> dict[str, Any]:
     return serializers.key_body(key, await owner.account(key.project_id, key.service_account_id))
 
 
-def _add_right_routes(routes: APIRouter, service: IngressService) -> None:
+def _add_permission_routes(routes: APIRouter, service: IngressService) -> None:
     owner = service.tenancy.owner
 
     @routes.get("/projects/{project_id}/model_permissions", response_model=schemas.ModelPermissions)
@@ -239,7 +239,7 @@ def _add_right_routes(routes: APIRouter, service: IngressService) -> None:
         tenant = await owner.permit_models(project_id, body.mode, body.model_ids, actor=_actor(request))
         return JSONResponse(serializers.models_body(tenant))
 
-    @routes.delete("/projects/{project_id}/model_permissions", response_model=schemas.Cleared)
+    @routes.delete("/projects/{project_id}/model_permissions", response_model=schemas.DeletedSetting)
     async def permit_all(project_id: str, request: Request) -> Response:
         await owner.permit_models(project_id, None, (), actor=_actor(request))
         return JSONResponse({"object": "project.model_permissions.deleted", "deleted": True})
@@ -293,10 +293,10 @@ def _add_admin_key_routes(routes: APIRouter, service: IngressService) -> None:
     async def key(key_id: str) -> Response:
         return JSONResponse(serializers.admin_key_body(await owner.key(None, key_id)))
 
-    @routes.delete("/admin_api_keys/{key_id}", response_model=Deleted)
+    @routes.delete("/admin_api_keys/{key_id}", response_model=DeletedResponse)
     async def delete(key_id: str, request: Request) -> Response:
         await owner.revoke_key(None, key_id, actor=_actor(request))
-        return _deleted("organization.admin_api_key.deleted", key_id)
+        return _deleted_response("organization.admin_api_key.deleted", key_id)
 
 
 def _add_audit_routes(routes: APIRouter, service: IngressService) -> None:
@@ -352,5 +352,5 @@ def _add_tenant_routes(routes: APIRouter, service: IngressService) -> None:
         return await answer(await owner.project(tenant_id))
 
 
-def _deleted(kind: str, row_id: str) -> Response:
+def _deleted_response(kind: str, row_id: str) -> Response:
     return JSONResponse({"object": kind, "id": row_id, "deleted": True})

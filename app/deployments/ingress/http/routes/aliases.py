@@ -12,7 +12,7 @@ from fastapi import APIRouter, Query, Request
 from starlette.responses import JSONResponse, Response
 
 from app.deployments.ingress.http.request_parsing import JsonBody, PageQuery, page_body
-from app.deployments.ingress.http.routes.management import page_of
+from app.deployments.ingress.http.routes.management import registry_page
 from app.deployments.ingress.principal import http_principal
 from app.deployments.ingress.schemas.aliases import Alias, AliasBody, AliasVersionResponse, PromoteBody, RollbackBody
 from app.deployments.ingress.schemas.response_model import PageResponse
@@ -28,7 +28,7 @@ def add_alias_routes(routes: APIRouter, service: IngressService) -> None:
     @routes.get("/v1/aliases", response_model=PageResponse[Alias])
     async def aliases(request: Request, query: Annotated[PageQuery, Query()]) -> Response:
         """Names that stand for adapters."""
-        return page_of(request, service, query, AliasEntry, alias_body)
+        return registry_page(request, service, query, AliasEntry, alias_body)
 
     @routes.get("/v1/aliases/{name}", response_model=Alias)
     async def alias(name: str, request: Request) -> Response:

@@ -30,7 +30,7 @@ OWN_EVENTS = frozenset({
 })  # fmt: skip
 
 
-class JournalQuery(QueryParams):
+class RecordQuery(QueryParams):
     """The newest first. `before` is the id of the last record that is known."""
 
     name: str | None = None
@@ -38,7 +38,7 @@ class JournalQuery(QueryParams):
     before: str | None = None
 
 
-def add_journal_routes(routes: APIRouter, service: IngressService) -> None:
+def add_audit_routes(routes: APIRouter, service: IngressService) -> None:
     """Status, jobs, events and the audit."""
 
     @routes.get("/v1/status", response_model=ServiceStatus)
@@ -53,25 +53,25 @@ def add_journal_routes(routes: APIRouter, service: IngressService) -> None:
         return JSONResponse(job_body(await service.management.store.job(job_id, tenant_id=tenant_id)))
 
     @routes.get("/v1/events", response_model=PageResponse[schemas.EventResponse])
-    async def events(request: Request, query: Annotated[JournalQuery, Query()]) -> Response:
+    async def events(request: Request, query: Annotated[RecordQuery, Query()]) -> Response:
         """What happened, the newest first."""
         caller, store = http_principal(request), service.management.store
         if caller.kind == "project":
-            return _journal_page(await _own_events(store, query, caller.tenant_id), query.limit)
+            return _record_page(await _own_events(store, query, caller.tenant_id), query.limit)
         records = await store.events(query.name, limit=query.limit + 1, before=query.before, tenant_id=caller.tenant_id)
-        return _journal_page(records, query.limit)
+        return _record_page(records, query.limit)
 
     @routes.get("/v1/audit", response_model=PageResponse[schemas.AuditRecordResponse])
-    async def audit(request: Request, query: Annotated[JournalQuery, Query()]) -> Response:
+    async def audit(request: Request, query: Annotated[RecordQuery, Query()]) -> Response:
         """Who asked for what, the newest first."""
         caller = http_principal(request)
         records = await service.management.store.audit(
             query.name, limit=query.limit + 1, before=query.before, tenant_id=caller.tenant_id
         )
-        return _journal_page(records, query.limit)
+        return _record_page(records, query.limit)
 
 
-async def _own_events(store: StoreService[SharedAdapter], query: JournalQuery, tenant_id: str) -> list[Event]:
+async def _own_events(store: StoreService[SharedAdapter], query: RecordQuery, tenant_id: str) -> list[Event]:
     """A page and one more. Events that others caused are read over: a page that they shorten would tell of them."""
     found: list[Event] = []
     before = query.before
@@ -84,6 +84,6 @@ async def _own_events(store: StoreService[SharedAdapter], query: JournalQuery, t
     return found[: query.limit + 1]
 
 
-def _journal_page(records: Sequence[Event] | Sequence[AuditRecord], limit: int) -> Response:
+def _record_page(records: Sequence[Event] | Sequence[AuditRecord], limit: int) -> Response:
     told = [record_body(record) for record in records[:limit]]
     return JSONResponse(page_body(told, has_more=len(records) > limit))

@@ -13,7 +13,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 from app.deployments.ingress.http.openapi import JSON_ERROR
 from app.deployments.ingress.http.request_parsing import JsonBody
-from app.deployments.ingress.http.routes.management import WaitQuery, unloaded_answer
+from app.deployments.ingress.http.routes.management import WaitQuery, unload_response
 from app.deployments.ingress.principal import Principal, http_principal, load_request
 from app.deployments.ingress.schemas.loras import (
     LoadAdapterBody,
@@ -31,7 +31,7 @@ from app.engine.errors import InvalidRequest, NotFound
 _ON_HUB = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*@\w[\w./-]*", re.ASCII)
 
 
-def add_load_routes(routes: APIRouter, service: IngressService) -> None:
+def add_compat_routes(routes: APIRouter, service: IngressService) -> None:
     """Spellings of other servers: they answer when the work is done."""
 
     @routes.post("/v1/load_lora_adapter", response_class=PlainTextResponse, responses=JSON_ERROR)
@@ -53,7 +53,7 @@ def add_load_routes(routes: APIRouter, service: IngressService) -> None:
         request: Request, body: JsonBody[UnloadAdapterBody], query: Annotated[WaitQuery, Query()]
     ) -> Response:
         """Unload an adapter, as vLLM spells it."""
-        await unloaded_answer(request, service, query, body.lora_name)
+        await unload_response(request, service, query, body.lora_name)
         return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
 
     @routes.post("/v1/load_lora", response_model=LoadedLora)
@@ -74,7 +74,7 @@ def add_load_routes(routes: APIRouter, service: IngressService) -> None:
         """Unload an adapter, as Dynamo spells it."""
         _check_base(service, body.base_model)
         done = {"lora_model": body.lora_model, "status": "success"}
-        return await unloaded_answer(request, service, query, body.lora_model, done)
+        return await unload_response(request, service, query, body.lora_model, done)
 
 
 def _is_loaded(service: IngressService, name: str, caller: Principal) -> bool:

@@ -22,7 +22,7 @@ from app.deployments.ingress.http.routes.batches import DAY_S
 from app.deployments.ingress.principal import inference_principal
 from app.deployments.ingress.schemas.batches import MAX_LIFE_S, MIN_LIFE_S
 from app.deployments.ingress.schemas.files import FileObject
-from app.deployments.ingress.schemas.response_model import Deleted, PageResponse
+from app.deployments.ingress.schemas.response_model import DeletedResponse, PageResponse
 from app.deployments.ingress.service import IngressService
 from app.deployments.object_storage.models import StoredFile, no_purpose
 from app.engine.errors import InvalidRequest, QueueFull
@@ -68,7 +68,7 @@ def add_file_routes(app: FastAPI, service: IngressService) -> None:
         try:
             form = await _form(request, service.storage_config.max_file_bytes)
             try:
-                file = await _kept(form, service, caller.tenant_id)
+                file = await _store_upload(form, service, caller.tenant_id)
             finally:
                 await form.close()
         finally:
@@ -102,7 +102,7 @@ def add_file_routes(app: FastAPI, service: IngressService) -> None:
         parts = _parts(service, file_id, tenant_id)
         return StreamingResponse(parts, media_type="application/octet-stream", headers=headers)
 
-    @app.delete("/v1/files/{file_id}", response_model=Deleted)
+    @app.delete("/v1/files/{file_id}", response_model=DeletedResponse)
     async def delete(request: Request, file_id: str) -> Response:
         """Forget it."""
         await service.storage.delete_file(file_id, tenant_id=inference_principal(request).tenant_id)
@@ -129,7 +129,7 @@ async def _form(request: Request, max_bytes: int) -> FormData:
     if kind != "multipart/form-data":
         raise UnknownContentType(f"the body's Content-Type is {kind[:80]!r}; a file comes as multipart/form-data")
 
-    async def counted() -> AsyncGenerator[bytes]:
+    async def size_limited() -> AsyncGenerator[bytes]:
         num_bytes = 0
         async for part in request.stream():
             num_bytes += len(part)
@@ -138,14 +138,14 @@ async def _form(request: Request, max_bytes: int) -> FormData:
             yield part
 
     try:
-        return await MultiPartParser(request.headers, counted(), max_files=1, max_fields=16).parse()
+        return await MultiPartParser(request.headers, size_limited(), max_files=1, max_fields=16).parse()
     except MultiPartException as error:
         raise InvalidRequest(f"the body is no form with one file: {error.message[:200]}", param="file") from error
     except ClientDisconnect:
         raise ClientGone("the client went away before its file was here") from None
 
 
-async def _kept(form: FormData, service: IngressService, tenant_id: str) -> StoredFile:
+async def _store_upload(form: FormData, service: IngressService, tenant_id: str) -> StoredFile:
     config = service.storage_config
     upload, purpose = form.get("file"), form.get("purpose")
     if unknown := sorted(set(form) - {"file", "purpose", "expires_after[anchor]", "expires_after[seconds]"}):

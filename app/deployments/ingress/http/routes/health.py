@@ -23,7 +23,7 @@ from app.version import version
 RETRY_AFTER_S = 2.0
 
 
-def add_about_routes(app: FastAPI, service: IngressService) -> None:
+def add_health_routes(app: FastAPI, service: IngressService) -> None:
     """All of them."""
 
     @app.get("/", response_model=ServiceInfo)

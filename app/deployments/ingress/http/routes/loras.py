@@ -12,7 +12,7 @@ from starlette.responses import JSONResponse, Response
 
 from app.deployments.ingress.adapter_status import adapter_status
 from app.deployments.ingress.http.request_parsing import JsonBody, PageQuery, page_body
-from app.deployments.ingress.http.routes.management import WaitQuery, page_of, unloaded_answer
+from app.deployments.ingress.http.routes.management import WaitQuery, registry_page, unload_response
 from app.deployments.ingress.principal import Principal, check_settings, compose_request, http_principal, load_request
 from app.deployments.ingress.schemas.loras import (
     ConfigureAdapterBody,
@@ -32,7 +32,7 @@ from app.engine.adapters.combining.combination import shown_source
 from app.engine.errors import InvalidRequest
 
 
-def _load_of(body: RegisterAdapterBody, caller: Principal, service: IngressService) -> LoadRequest:
+def _load_request(body: RegisterAdapterBody, caller: Principal, service: IngressService) -> LoadRequest:
     """Raises InvalidRequest, NotFound, UnsafeSource, ManagementRefused."""
     if body.compose is None and body.path is not None:
         return load_request(caller, body.name, body.path, body.pinned, body.traffic_weight, body.description)
@@ -50,7 +50,7 @@ def _registration(load: LoadRequest) -> Registration:
     return Registration(load.name, load.source, load.traffic_weight, load.description)
 
 
-async def _register_unread(
+async def _register_lazily(
     body: RegisterAdapterBody, load: LoadRequest, caller: Principal, service: IngressService
 ) -> Response:
     """Raises InvalidRequest for what only contents that are known can have."""
@@ -76,7 +76,7 @@ def _add_registering_routes(routes: APIRouter, service: IngressService) -> None:
     @routes.get("/v1/loras", response_model=PageResponse[Lora])
     async def adapters(request: Request, query: Annotated[PageQuery, Query()]) -> Response:
         """The adapters: what each name means."""
-        return page_of(request, service, query, CatalogEntry, adapter_body)
+        return registry_page(request, service, query, CatalogEntry, adapter_body)
 
     @routes.post("/v1/loras", response_model=LoraStatus, status_code=202, responses={201: {"model": LoraStatus}})
     async def register(
@@ -84,9 +84,9 @@ def _add_registering_routes(routes: APIRouter, service: IngressService) -> None:
     ) -> Response:
         """Load an adapter: 202 and a job, or with wait=true the adapter."""
         caller = http_principal(request)
-        load = _load_of(body, caller, service)
+        load = _load_request(body, caller, service)
         if not body.read:
-            return await _register_unread(body, load, caller, service)
+            return await _register_lazily(body, load, caller, service)
         if body.wait if query.wait is None else query.wait:
             job, entry = await service.management.store.load_and_wait(load)
             return JSONResponse(adapter_body(entry) | {"job": job_body(job)}, status_code=201)
@@ -140,7 +140,7 @@ def _add_named_routes(routes: APIRouter, service: IngressService) -> None:
     @routes.delete("/v1/loras/{name}", response_model=LoraStatus, responses={202: {"model": LoraStatus}})
     async def delete(name: str, request: Request, query: Annotated[WaitQuery, Query()]) -> Response:
         """Unload an adapter; answers when running requests have ended."""
-        return await unloaded_answer(request, service, query, name)
+        return await unload_response(request, service, query, name)
 
     @routes.get("/v1/loras/{name}/generations", response_model=PageResponse[LoraGeneration])
     async def generations(name: str, request: Request) -> Response:

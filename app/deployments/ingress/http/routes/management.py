@@ -15,7 +15,7 @@ from starlette.responses import JSONResponse, Response
 
 from app.deployments.ingress.http.request_parsing import Flag, PageQuery, QueryParams, page_body
 from app.deployments.ingress.principal import http_principal
-from app.deployments.ingress.serializers.loras import unloaded_body
+from app.deployments.ingress.serializers.loras import unload_body
 from app.deployments.ingress.service import IngressService
 from app.deployments.registry.models import AliasEntry, CatalogEntry
 
@@ -28,7 +28,7 @@ class WaitQuery(QueryParams):
     wait: Flag | None = None
 
 
-def page_of(
+def registry_page(
     request: Request,
     service: IngressService,
     query: PageQuery,
@@ -42,7 +42,7 @@ def page_of(
     return JSONResponse(page_body(data, has_more=found.has_more))
 
 
-async def unloaded_answer(
+async def unload_response(
     request: Request,
     service: IngressService,
     query: WaitQuery,
@@ -53,4 +53,4 @@ async def unloaded_answer(
     wait = query.wait is not False
     caller = http_principal(request)
     job, entry = await service.management.unload(name, tenant_id=caller.tenant_id, who=caller.who, wait=wait)
-    return JSONResponse(unloaded_body(entry, job) | dict(besides), status_code=200 if wait else 202)
+    return JSONResponse(unload_body(entry, job) | dict(besides), status_code=200 if wait else 202)

@@ -15,19 +15,24 @@ from starlette.responses import JSONResponse, Response
 
 from app.deployments.ingress.http.chat_responses import json_response, start_task, stream_response
 from app.deployments.ingress.http.openapi import EVENT_STREAM, MESSAGES_ERROR
-from app.deployments.ingress.http.request_lifecycle import counted_if_cancelled, run_until_disconnect
+from app.deployments.ingress.http.request_lifecycle import observe_if_cancelled, run_until_disconnect
 from app.deployments.ingress.http.request_parsing import JsonBody
 from app.deployments.ingress.http.routes.responses import add_response_routes
 from app.deployments.ingress.preprocess.tokenizer_service import in_worker_if_long
 from app.deployments.ingress.principal import inference_principal
 from app.deployments.ingress.schemas.messages import CountTokensRequest, MessageResponse, MessagesRequest, TokenCount
-from app.deployments.ingress.schemas.tokenize import Detokenized, DetokenizeRequest, TokenizeRequest, Tokens
-from app.deployments.ingress.serializers.content_blocks import finished
+from app.deployments.ingress.schemas.tokenize import (
+    DetokenizeRequest,
+    DetokenizeResponse,
+    TokenizeRequest,
+    TokenizeResponse,
+)
+from app.deployments.ingress.serializers.content_blocks import collect_blocks
 from app.deployments.ingress.serializers.messages import message_body, message_events
 from app.deployments.ingress.service import IngressService
 
 
-def add_agent_routes(app: FastAPI, service: IngressService) -> None:
+def add_messages_routes(app: FastAPI, service: IngressService) -> None:
     """Add them."""
     _add_messages(app, service)
     add_response_routes(app, service)
@@ -41,8 +46,8 @@ def _add_messages(app: FastAPI, service: IngressService) -> None:
         job = await start_task(request, service, body.chat())
         if body.stream:
             return await stream_response(request, service, job, "messages", message_events(job, body.model))
-        with counted_if_cancelled(service, "messages", job):
-            blocks, end = await run_until_disconnect(request, finished(job))
+        with observe_if_cancelled(service, "messages", job):
+            blocks, end = await run_until_disconnect(request, collect_blocks(job))
         return json_response(service, job, "messages", message_body(job, body.model, blocks, end))
 
     @app.post("/v1/messages/count_tokens", response_model=TokenCount, responses=MESSAGES_ERROR)
@@ -56,7 +61,7 @@ def _add_messages(app: FastAPI, service: IngressService) -> None:
 
 
 def _add_tokens(app: FastAPI, service: IngressService) -> None:
-    @app.post("/tokenize", response_model=Tokens)
+    @app.post("/tokenize", response_model=TokenizeResponse)
     async def tokenize(request: Request, body: JsonBody[TokenizeRequest]) -> Response:
         """Token ids of a text, or of a conversation as an answer's prompt has them."""
         frontend, caller = service.frontend, inference_principal(request)
@@ -76,7 +81,7 @@ def _add_tokens(app: FastAPI, service: IngressService) -> None:
             content = await in_worker_if_long(len(token_ids), lambda: told(token_ids))
         return _json(content, service.tenancy.headers(caller))
 
-    @app.post("/detokenize", response_model=Detokenized)
+    @app.post("/detokenize", response_model=DetokenizeResponse)
     async def detokenize(request: Request, body: JsonBody[DetokenizeRequest]) -> Response:
         """The text of token ids."""
         frontend, caller = service.frontend, inference_principal(request)

@@ -19,8 +19,8 @@ from app.deployments.ingress.http.middleware.request_log import request_id_of
 from app.deployments.ingress.http.openapi import EVENT_STREAM
 from app.deployments.ingress.http.request_lifecycle import (
     adapter_header,
-    counted_if_cancelled,
     first_event,
+    observe_if_cancelled,
     run_until_disconnect,
 )
 from app.deployments.ingress.http.request_parsing import JsonBody
@@ -70,15 +70,15 @@ async def _respond(
     request.state.job = job
     request.state.model = body.model[:160]
     route = "chat" if isinstance(body, ChatCompletionRequest) else "completions"
-    form = chat_serializer(service.frontend.text_model, body, job)
+    serializer = chat_serializer(service.frontend.text_model, body, job)
     headers = adapter_header(job) | service.tenancy.headers(job.caller)
     if not body.stream:
-        with counted_if_cancelled(service, route, job):
+        with observe_if_cancelled(service, route, job):
             answers = await run_until_disconnect(request, job.answers())
         service.observe(route, 200, job)
-        return JSONResponse(form.body(answers, job.num_per_prompt), headers=headers)
-    events = _events(job, form)
-    with counted_if_cancelled(service, route, job):
+        return JSONResponse(serializer.body(answers, job.num_per_prompt), headers=headers)
+    events = _events(job, serializer)
+    with observe_if_cancelled(service, route, job):
         first = await first_event(request, events)
     return EventStream(first, events, lambda status: service.observe(route, status, job), headers)
 
@@ -88,7 +88,7 @@ def _add_embeddings_route(app: FastAPI, service: IngressService) -> None:
     async def embeddings(request: Request, body: JsonBody[EmbeddingsRequest]) -> Response:
         caller, request_id = inference_principal(request), request_id_of(request)
         job = request.state.job = await service.embedder.job(body, caller, request_id)
-        with counted_if_cancelled(service, "embeddings", job):
+        with observe_if_cancelled(service, "embeddings", job):
             found = await run_until_disconnect(request, vectors(job))
         service.observe("embeddings", 200, job)
         headers = adapter_header(job) | service.tenancy.headers(caller)
@@ -109,28 +109,28 @@ def _add_choice_route(app: FastAPI, service: IngressService) -> None:
         return JSONResponse({"object": "route"} | decision.body(), headers=headers)
 
 
-async def _events(job: GenerationTask, form: ChatSerializer) -> AsyncGenerator[bytes]:
-    offsets = [TokenOffsets(form.text_bytes) for _ in job.requests]
-    started = [not form.is_chat] * len(job.requests)
-    readers = [form.reader(index) for index in range(len(job.requests))]
-    texts = [form.text_event(index) for index in range(len(job.requests))]
+async def _events(job: GenerationTask, serializer: ChatSerializer) -> AsyncGenerator[bytes]:
+    offsets = [TokenOffsets(serializer.text_bytes) for _ in job.requests]
+    started = [not serializer.is_chat] * len(job.requests)
+    readers = [serializer.reader(index) for index in range(len(job.requests))]
+    texts = [serializer.text_event(index) for index in range(len(job.requests))]
     async with aclosing(job.deltas()) as deltas:
         async for index, delta in deltas:
             reader = readers[index]
             if reader is not None:
-                event = b"".join(map(sse, form.tool_events(index, delta, offsets[index], reader)))
-            elif started[index] and delta.finish_reason is None and form.is_plain:
+                event = b"".join(map(sse, serializer.tool_events(index, delta, offsets[index], reader)))
+            elif started[index] and delta.finish_reason is None and serializer.is_plain:
                 before, behind = texts[index]  # nearly every event: only its text is new
                 event = b"data: %b%b%b\n\n" % (before, to_json(delta.text), behind)
             else:
-                event = sse(form.event(index, delta, offsets[index]))
+                event = sse(serializer.event(index, delta, offsets[index]))
             if not started[index]:
                 started[index] = True
-                event = sse(form.role_event(index)) + event
+                event = sse(serializer.role_event(index)) + event
             if event:
                 yield event
-    if form.include_usage:
-        yield sse(form.usage_event(job.usages, job.num_per_prompt))
+    if serializer.include_usage:
+        yield sse(serializer.usage_event(job.usages, job.num_per_prompt))
 
 
 def _add_generate_route(app: FastAPI, service: IngressService) -> None:
@@ -139,7 +139,7 @@ def _add_generate_route(app: FastAPI, service: IngressService) -> None:
         """Continue texts, each with an adapter of its own or none."""
         caller, request_id = inference_principal(request), request_id_of(request)
         job = request.state.job = await service.frontend.generate(body, caller, request_id)
-        with counted_if_cancelled(service, "generate", job):
+        with observe_if_cancelled(service, "generate", job):
             answers = await run_until_disconnect(request, job.answers())
         service.observe("generate", 200, job)
         results = [generate_result(job, index, answer) for index, answer in enumerate(answers)]

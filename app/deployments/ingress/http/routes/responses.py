@@ -18,15 +18,15 @@ from starlette.responses import JSONResponse, Response
 
 from app.deployments.ingress.http.chat_responses import json_response, start_task, stream_response
 from app.deployments.ingress.http.openapi import EVENT_STREAM
-from app.deployments.ingress.http.request_lifecycle import counted_if_cancelled, run_until_disconnect
+from app.deployments.ingress.http.request_lifecycle import observe_if_cancelled, run_until_disconnect
 from app.deployments.ingress.http.request_parsing import JsonBody, Order, PageQuery, QueryParams, page_body
 from app.deployments.ingress.http.routes.batches import DAY_S
 from app.deployments.ingress.principal import inference_principal
 from app.deployments.ingress.schemas import responses as schemas
-from app.deployments.ingress.schemas.response_model import Deleted, PageResponse
+from app.deployments.ingress.schemas.response_model import DeletedResponse, PageResponse
 from app.deployments.ingress.schemas.responses import InputItem, InputTokens, InputTokensRequest, ResponsesRequest
-from app.deployments.ingress.serializers.content_blocks import finished
-from app.deployments.ingress.serializers.responses import Keep, response_body, response_events
+from app.deployments.ingress.serializers.content_blocks import collect_blocks
+from app.deployments.ingress.serializers.responses import StoreResponse, response_body, response_events
 from app.deployments.ingress.service import IngressService
 from app.deployments.object_storage.models import StoredResponse, not_found_error
 
@@ -60,14 +60,14 @@ def add_response_routes(app: FastAPI, service: IngressService) -> None:
             )
         is_stored = service.storage_config.store_responses if body.store is None else body.store
         stored_id = f"resp_{secrets.token_hex(16)}" if is_stored else None
-        keep = None if stored_id is None else _keep(service, caller.tenant_id, body, stored_id)
+        keep = None if stored_id is None else _store_later(service, caller.tenant_id, body, stored_id)
         job = await start_task(request, service, body.chat())
         if body.stream:
             return await stream_response(
                 request, service, job, "responses", response_events(job, body, stored_id, keep)
             )
-        with counted_if_cancelled(service, "responses", job):
-            blocks, end = await run_until_disconnect(request, finished(job))
+        with observe_if_cancelled(service, "responses", job):
+            blocks, end = await run_until_disconnect(request, collect_blocks(job))
             told = response_body(job, body, blocks, end, stored_id)
             if keep is not None:
                 await keep(told)
@@ -93,7 +93,7 @@ def add_response_routes(app: FastAPI, service: IngressService) -> None:
         found = await service.storage.response(response_id, tenant_id=inference_principal(request).tenant_id)
         return Response(found.body, media_type="application/json")
 
-    @app.delete("/v1/responses/{response_id}", response_model=Deleted)
+    @app.delete("/v1/responses/{response_id}", response_model=DeletedResponse)
     async def delete(request: Request, response_id: str) -> Response:
         """Forget it."""
         await service.storage.delete_response(response_id, tenant_id=inference_principal(request).tenant_id)
@@ -119,7 +119,7 @@ def _items(storage: StoredResponse) -> list[dict[str, Any]]:
     return items + output
 
 
-def _keep(service: IngressService, tenant_id: str, body: ResponsesRequest, stored_id: str) -> Keep:
+def _store_later(service: IngressService, tenant_id: str, body: ResponsesRequest, stored_id: str) -> StoreResponse:
     config = service.storage_config
     items = [{"id": f"item_{stored_id}_{number}"} | item for number, item in enumerate(body.items())]
 

@@ -18,7 +18,7 @@ from app.deployments.ingress.accounting import RequestAccounting
 from app.deployments.ingress.http.request_parsing import JsonBody, QueryParams, WholeNumber
 from app.deployments.ingress.principal import admin_principal
 from app.deployments.ingress.schemas import admin as schemas
-from app.deployments.ingress.schemas.admin import Cleared, SpendLimit
+from app.deployments.ingress.schemas.admin import DeletedSetting, SpendLimit
 from app.deployments.ingress.schemas.usage import BucketPage, CompletionsUsage, CostsResponse, EmbeddingsUsage
 from app.deployments.ingress.serializers import admin as serializers
 from app.deployments.tenancy.quota.limits import NANOS_PER_CENT
@@ -80,12 +80,12 @@ def add_usage_routes(routes: APIRouter, tenancy: RequestAccounting) -> None:
 
     @routes.get("/costs", response_model=BucketPage[CostsResponse])
     async def costs(query: Annotated[CostQuery, Query()]) -> Response:
-        asked = query.group_by
-        others = [name for name in asked if name not in ("line_item", "model")]
-        wanted = _query(query, tenancy, _COST_WIDTH, None, [*others, "model"])  # prices are by model
+        group_by = query.group_by
+        others = [name for name in group_by if name not in ("line_item", "model")]
+        usage = _query(query, tenancy, _COST_WIDTH, None, [*others, "model"])  # prices are by model
         if query.line_items:
-            wanted = _with_only(wanted, "model", query.line_items)
-        return await _page(tenancy, wanted, lambda results: _costs(results, asked))
+            usage = _with_only(usage, "model", query.line_items)
+        return await _page(tenancy, usage, lambda results: _costs(results, group_by))
 
 
 def add_spend_routes(routes: APIRouter, tenancy: RequestAccounting) -> None:
@@ -109,7 +109,7 @@ def add_spend_routes(routes: APIRouter, tenancy: RequestAccounting) -> None:
         await owner.limit_spend(project_id, body.threshold_amount, actor=admin_principal(request).key_id)
         return await answer(project_id)
 
-    @routes.delete(path, response_model=Cleared)
+    @routes.delete(path, response_model=DeletedSetting)
     async def delete(project_id: str, request: Request) -> Response:
         await owner.limit_spend(project_id, None, actor=admin_principal(request).key_id)
         return JSONResponse({"object": "project.spend_limit.deleted", "deleted": True})
@@ -118,10 +118,10 @@ def add_spend_routes(routes: APIRouter, tenancy: RequestAccounting) -> None:
 async def _usage(query: ModelUsageQuery, tenancy: RequestAccounting, kind: RouteKind, results: Results) -> Response:
     if query.user_ids or (isinstance(query, CompletionsUsageQuery) and query.batch == "true"):
         raise InvalidRequest("usage is not counted by batch or user; ask by project, key or model", param="batch")
-    wanted = _query(query, tenancy, WIDTHS[query.bucket_width], kind, query.group_by)
+    usage = _query(query, tenancy, WIDTHS[query.bucket_width], kind, query.group_by)
     if query.models:
-        wanted = _with_only(wanted, "model", query.models)
-    return await _page(tenancy, wanted, results)
+        usage = _with_only(usage, "model", query.models)
+    return await _page(tenancy, usage, results)
 
 
 async def _page(tenancy: RequestAccounting, query: UsageQuery, results: Results) -> Response:
@@ -164,15 +164,15 @@ def _completions(sums: Sequence[Sum]) -> list[dict[str, Any]]:
         _group(group)
         | {
             "object": "organization.usage.completions.result",
-            "input_tokens": charge.prompt_tokens,
-            "input_cached_tokens": charge.cached_tokens,
-            "input_uncached_tokens": charge.prompt_tokens - charge.cached_tokens,
-            "output_tokens": charge.completion_tokens,
-            "num_model_requests": charge.num_requests,
+            "input_tokens": usage.prompt_tokens,
+            "input_cached_tokens": usage.cached_tokens,
+            "input_uncached_tokens": usage.prompt_tokens - usage.cached_tokens,
+            "output_tokens": usage.completion_tokens,
+            "num_model_requests": usage.num_requests,
             "batch": None,
             "service_tier": None,
         }
-        for group, charge in sums
+        for group, usage in sums
     ]
 
 
@@ -181,10 +181,10 @@ def _embeddings(sums: Sequence[Sum]) -> list[dict[str, Any]]:
         _group(group)
         | {
             "object": "organization.usage.embeddings.result",
-            "input_tokens": charge.prompt_tokens,
-            "num_model_requests": charge.num_requests,
+            "input_tokens": usage.prompt_tokens,
+            "num_model_requests": usage.num_requests,
         }
-        for group, charge in sums
+        for group, usage in sums
     ]
 
 
@@ -197,18 +197,18 @@ class _Cost(NamedTuple):
     line_item: str | None
 
 
-def _costs(sums: Sequence[Sum], asked: Collection[str]) -> list[dict[str, Any]]:
+def _costs(sums: Sequence[Sum], group_by: Collection[str]) -> list[dict[str, Any]]:
     """A line item is the tokens of a model or an adapter, and has a quantity. `requested_grammar`: what is grouped by."""
     totals: dict[_Cost, UsageRecord] = {}
-    for group, charge in sums:
+    for group, usage in sums:
         model = group["model"]
         place = _Cost(
             group.get("project_id"),
             group.get("key_id"),
-            model if "model" in asked else None,
-            model if "line_item" in asked else None,
+            model if "model" in group_by else None,
+            model if "line_item" in group_by else None,
         )
-        totals[place] = totals.get(place, UsageRecord()).plus(charge)
+        totals[place] = totals.get(place, UsageRecord()).plus(usage)
     return [_cost(place, total) for place, total in totals.items()]
 
 

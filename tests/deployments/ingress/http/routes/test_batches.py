@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from app.config import AppConfig
 from app.deployments.ingress.batches import runner as runner_module
-from app.deployments.ingress.batches.batch_file import NumberedBatchLine, Splitter
+from app.deployments.ingress.batches.batch_file import LineSplitter, NumberedBatchLine
 from app.deployments.ingress.batches.runner import BatchRunner
 from app.deployments.ingress.http.app import make_app
 from app.deployments.ingress.http.batch_executor import BatchExecutor
@@ -88,7 +88,7 @@ async def lines_of(gpt: openai.AsyncOpenAI, file_id: str | None) -> list[dict[st
 @given(content=st.lists(st.sampled_from([b"\n", b"a", b"bc", b"  "]), max_size=40).map(b"".join), data=st.data())
 def test_lines_are_the_same_whatever_parts_a_file_comes_in(content: bytes, data: st.DataObject) -> None:
     places = sorted(data.draw(st.lists(st.integers(0, len(content)), max_size=6)))
-    splitter, found = Splitter(4), list[NumberedBatchLine]()
+    splitter, found = LineSplitter(4), list[NumberedBatchLine]()
     for begin, end in itertools.pairwise([0, *places, len(content)]):
         found += splitter.push(content[begin:end])
     whole = [NumberedBatchLine(number, text[:5]) for number, text in enumerate(content.split(b"\n"))]
