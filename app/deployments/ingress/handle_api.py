@@ -16,7 +16,7 @@ from app.deployments.ingress.dispatch.generation_task import GenerationTask
 from app.deployments.ingress.embeddings import as_floats, vectors
 from app.deployments.ingress.error_responses import TABLE, ClientGone, error_reply
 from app.deployments.ingress.principal import handle_principal, load_request
-from app.deployments.ingress.schemas.embeddings import EmbeddingsRequest
+from app.deployments.ingress.schemas.completions import EmbeddingsRequest
 from app.deployments.ingress.schemas.openai import GenerateBody
 from app.deployments.ingress.schemas.request_model import parse_body
 from app.deployments.ingress.serializers.generate import generate_result

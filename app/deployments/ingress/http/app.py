@@ -15,11 +15,11 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import JSONResponse, Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from app.deployments.ingress.error_responses import ErrorReply, error_reply
 from app.deployments.ingress.http.middleware.auth import Authenticator, AuthMiddleware
 from app.deployments.ingress.http.middleware.origin_check import HttpPolicy, OriginCheckMiddleware
-from app.deployments.ingress.http.middleware.paths import HeadAsGet, StripTrailingSlash
 from app.deployments.ingress.http.middleware.request_log import RequestLogMiddleware, note_failure
 from app.deployments.ingress.http.openapi import flat_routes, openapi, operation_id
 from app.deployments.ingress.http.request_parsing import check_query, invalid_query
@@ -30,11 +30,10 @@ from app.deployments.ingress.http.routes.batches import add_batch_routes
 from app.deployments.ingress.http.routes.compat import add_compat_routes
 from app.deployments.ingress.http.routes.files import add_file_routes
 from app.deployments.ingress.http.routes.health import add_health_routes
-from app.deployments.ingress.http.routes.loras import add_adapter_routes
+from app.deployments.ingress.http.routes.loras import add_adapter_routes, add_upload_route
 from app.deployments.ingress.http.routes.messages import add_messages_routes
 from app.deployments.ingress.http.routes.models import add_model_routes
 from app.deployments.ingress.http.routes.openai import add_openai_routes
-from app.deployments.ingress.http.routes.uploads import add_upload_route
 from app.deployments.ingress.principal import http_principal
 from app.deployments.ingress.schemas.response_model import ErrorResponse
 from app.deployments.ingress.serializers.messages import error_body_for
@@ -142,3 +141,34 @@ def _methods(request: Request) -> list[str]:
         for method in route.methods or ()
     }
     return sorted(found | ({"HEAD"} if "GET" in found else set()))
+
+
+class StripTrailingSlash:
+    """`/v1/models/` is `/v1/models`. A redirect would send clients, with what they ask, to this process's own idea of
+    its address: http:// behind a proxy that ends TLS.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"] != "/":
+            scope["path"] = scope["path"].rstrip("/")
+        await self._app(scope, receive, send)
+
+
+class HeadAsGet:
+    """HEAD is what GET is, without its body."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["method"] != "HEAD":
+            await self._app(scope, receive, send)
+            return
+
+        async def without_body(message: Message) -> None:
+            await send({**message, "body": b""} if message["type"] == "http.response.body" else message)
+
+        await self._app({**scope, "method": "GET"}, receive, without_body)

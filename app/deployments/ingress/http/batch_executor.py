@@ -16,7 +16,7 @@ from app.deployments.ingress.embeddings import answer, vectors
 from app.deployments.ingress.error_responses import error_reply
 from app.deployments.ingress.http.request_lifecycle import observe_if_cancelled
 from app.deployments.ingress.principal import Principal
-from app.deployments.ingress.schemas.embeddings import EmbeddingsRequest
+from app.deployments.ingress.schemas.completions import EmbeddingsRequest
 from app.deployments.ingress.schemas.openai import ChatCompletionRequest, CompletionRequest
 from app.deployments.ingress.schemas.request_model import parse_body
 from app.deployments.ingress.schemas.responses import ResponsesRequest

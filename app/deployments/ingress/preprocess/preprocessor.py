@@ -32,8 +32,8 @@ from app.deployments.ingress.schemas.openai import (
     SamplingFields,
 )
 from app.deployments.ingress.semantic_router.decision import Decision
-from app.deployments.ingress.semantic_router.selection import AdapterSelector
-from app.deployments.ingress.serializers.token_id_output import in_token_ids
+from app.deployments.ingress.semantic_router.router import AdapterSelector
+from app.deployments.ingress.serializers.openai import in_token_ids
 from app.deployments.ingress.serializers.tool_parser import ToolConfig
 from app.deployments.registry.models import AUTO
 from app.deployments.tenancy.quota.rate_limiter import Reservation

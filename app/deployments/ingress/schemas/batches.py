@@ -67,3 +67,14 @@ class BatchResponse(ResponseModel):
     cancelled_at: Seconds | None
     request_counts: BatchCounts
     metadata: dict[str, str] | None
+
+
+class FileObject(ResponseModel):
+    id: str
+    object: Literal["file"]
+    bytes: int
+    created_at: Seconds
+    expires_at: Seconds
+    filename: str
+    purpose: str
+    status: Literal["processed"]

@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
+from app.deployments.ingress.preprocess.chat_template_kwargs import TemplateVariables
+from app.deployments.ingress.schemas.openai import (
+    ChatMessage,
+    Count,
+    Texts,
+    TokenId,
+    ToolBody,
+    WeightedAdapters,
+    entries,
+)
+from app.deployments.ingress.schemas.request_model import Body, Items
 from app.deployments.ingress.schemas.response_model import Omittable, ResponseModel, Seconds
+from app.engine.models.spec import Pooling
 
 
 class PromptTokensDetails(ResponseModel):
@@ -163,3 +175,59 @@ class GenerateResult(ResponseModel):
 
     text: str
     meta_info: GenerateInfo
+
+
+class EmbeddingsRequest(Body):
+    """OpenAI's body, and beside it `pooling` (the model's own by default), `lora_path` and `adapters`."""
+
+    model: str
+    input: Texts
+    encoding_format: Literal["float", "base64"] = "float"
+    dimensions: Count | None = None
+    pooling: Pooling | None = None
+    lora_path: str | None = None
+    adapters: WeightedAdapters = None
+    user: str | None = None  # an alias sends equal users to the same adapter; changes nothing else
+
+    @property
+    def texts(self) -> list[str | list[int]]:
+        """One entry per text: characters, or token ids."""
+        return entries(self.input)
+
+
+class TokenizeRequest(Body):
+    """A text, or a conversation."""
+
+    model: str
+    prompt: str | None = None
+    messages: Items[ChatMessage] = Field(default_factory=list)
+    tools: Items[ToolBody] | None = Field(default=None, max_length=128)
+    chat_template_kwargs: TemplateVariables = Field(default_factory=dict)
+    return_token_strs: bool = False
+    lora_path: str | None = None
+
+    @model_validator(mode="after")
+    def _one_of_both(self) -> Self:
+        if (self.prompt is None) == (not self.messages):
+            raise ValueError("give a prompt or messages")
+        if self.prompt is not None and self.chat_template_kwargs:
+            raise ValueError("chat_template_kwargs are for messages; no template writes a prompt")
+        return self
+
+
+class DetokenizeRequest(Body):
+    model: str
+    tokens: Items[TokenId] = Field(max_length=1_000_000)
+
+
+class TokenizeResponse(ResponseModel):
+    """`token_strs`: where they are asked for."""
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None
+
+
+class DetokenizeResponse(ResponseModel):
+    prompt: str

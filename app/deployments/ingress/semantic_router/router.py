@@ -8,14 +8,16 @@ equal prompts of a tenant are decided equally while the registry stays as it is.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence, Set
+from collections.abc import AsyncIterator, Sequence, Set
+from contextlib import asynccontextmanager
 from functools import partial
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from app.config import SemanticRouterConfig
+from app.deployments.ingress.accounting import RequestAccounting
 from app.deployments.ingress.principal import Principal
 from app.deployments.ingress.schemas.openai import RoutingFields
 from app.deployments.ingress.semantic_router.candidates import Candidates, Visible
@@ -24,6 +26,7 @@ from app.deployments.registry.feed.view import RegistryView
 from app.deployments.registry.models import DEFAULT_TENANT
 from app.deployments.rpc.background_tasks import SingleFlight, Tasks
 from app.deployments.tenancy.models import Tenant
+from app.deployments.tenancy.quota.rate_limiter import Reservation
 from app.engine.errors import NotReady
 
 
@@ -137,3 +140,38 @@ def _visible(caller: Principal) -> Visible:
     for owner_id, name in sorted(caller.tenant.shared):
         shared[owner_id] = shared.get(owner_id, frozenset()) | {name}
     return {caller.tenant_id: None, **shared, DEFAULT_TENANT: None, caller.tenant_id: None}
+
+
+class Selection(NamedTuple):
+    """What was decided, and what the request goes on to hold."""
+
+    decision: Decision
+    held: Reservation
+
+
+class AdapterSelector:
+    """One per ingress, on its event loop."""
+
+    def __init__(self, router: Router, tenancy: RequestAccounting) -> None:
+        self._router = router
+        self._tenancy = tenancy
+
+    async def choose(self, question: str, caller: Principal, options: RoutingFields | None = None) -> Decision:
+        """For a request that asks for nothing else. Raises LimitReached and what `Router.decide` raises."""
+        async with self.selection(question, caller, options) as chosen:
+            self._tenancy.came_to_choose(caller)
+            return chosen.decision
+
+    @asynccontextmanager
+    async def selection(
+        self, question: str, caller: Principal, options: RoutingFields | None = None
+    ) -> AsyncIterator[Selection]:
+        """As `choose_replica`; within the block the request is held, which whoever answers it takes over."""
+        num_tokens = self._router.num_tokens(question, caller)
+        held = await self._tenancy.admit_choice(caller, num_tokens)
+        try:
+            decision = await self._router.decide(question, caller, options)
+            self._tenancy.end_choice(held)
+            yield Selection(decision, held.request)
+        finally:
+            self._tenancy.give_up(held)

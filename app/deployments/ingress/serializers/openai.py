@@ -8,7 +8,7 @@ from __future__ import annotations
 import codecs
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from pydantic_core import to_json
 
@@ -17,7 +17,6 @@ from app.deployments.ingress.preprocess.tokenizer_service import TokenizerServic
 from app.deployments.ingress.schemas.openai import ChatCompletionRequest, CompletionRequest
 from app.deployments.ingress.serializers.detokenizer import TextDelta
 from app.deployments.ingress.serializers.generate import usage_body
-from app.deployments.ingress.serializers.token_id_output import TokenIdOutput, finite, lean_logprobs, token_id_outputs
 from app.deployments.ingress.serializers.tool_parser import (
     Piece,
     ToolCall,
@@ -26,6 +25,7 @@ from app.deployments.ingress.serializers.tool_parser import (
     ToolConfig,
     ToolOutput,
 )
+from app.engine.adapters.card import AdapterRef
 from app.engine.request import TokenLogprobs, Usage
 
 #: The text of a single token id, alone; half a character is U+FFFD.
@@ -251,3 +251,62 @@ def piece_delta(piece: Piece) -> dict[str, Any]:
         call = {"id": piece.id, "type": "function", "function": {"name": piece.name, "arguments": ""}}
         return {"tool_calls": [{"index": piece.index} | call]}
     return {"tool_calls": [{"index": piece.index, "function": {"arguments": piece.piece}}]}
+
+
+class NoText:
+    """The `Decoder` of an answer without text."""
+
+    def push(self, token_ids: Sequence[int]) -> str:  # noqa: ARG002
+        return ""
+
+    def flush(self) -> str:
+        return ""
+
+
+class TokenIdOutput(NamedTuple):
+    """Fields of the answers of one job. `has_text`: there is text beside the ids."""
+
+    job: GenerationTask
+    has_text: bool
+
+    @property
+    def adapter(self) -> dict[str, Any]:
+        """Which contents have drawn all tokens of the job; null is the base model."""
+        return {"adapter": adapter_body(self.job.requests[0].asked_for)}
+
+    def choice(self, index: int, token_ids: Sequence[int], *, is_first: bool) -> dict[str, Any]:
+        """Fields of a choice, or of a piece of one; its first has the prompt, too."""
+        prompt = {"prompt_token_ids": self.job.requests[index].token_ids} if is_first else {}
+        return {**prompt, "token_ids": token_ids}
+
+
+def in_token_ids(job: GenerationTask, body: CompletionRequest) -> GenerationTask:
+    """The job as its client wants the answers: in token ids, with text or without, or in text alone."""
+    if not body.wants_token_ids:
+        return job
+    return replace(job, keeps_end=True, new_decoder=job.new_decoder if body.detokenize else NoText)
+
+
+def token_id_outputs(job: GenerationTask, *, has_text: bool) -> TokenIdOutput | None:
+    """The fields of its answers; None where they are of text alone."""
+    return TokenIdOutput(job, has_text) if job.keeps_end else None
+
+
+def adapter_body(ref: AdapterRef | None) -> dict[str, Any] | None:
+    """What a name meant when the request came: it goes on meaning that for the whole answer."""
+    return None if ref is None else {"name": ref.name, "generation": ref.generation, "digest": ref.digest}
+
+
+def lean_logprobs(logprobs: Sequence[TokenLogprobs]) -> dict[str, Any]:
+    """Log-probabilities by token ids; the likeliest ones are named as vLLM names tokens, where some are asked for."""
+    body: dict[str, Any] = {"token_logprobs": [finite(item.logprob) for item in logprobs]}
+    if any(item.top for item in logprobs):
+        body["top_logprobs"] = [
+            {f"token_id:{token_id}": finite(logprob) for token_id, logprob in item.top} for item in logprobs
+        ]
+    return body
+
+
+def finite(logprob: float) -> float:
+    """JSON has no infinity and no NaN: OpenAI writes -9999 for a token of probability 0."""
+    return max(-9999.0, logprob)  # in this order: of a NaN the first is taken

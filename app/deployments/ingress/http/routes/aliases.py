@@ -12,9 +12,9 @@ from fastapi import APIRouter, Query, Request
 from starlette.responses import JSONResponse, Response
 
 from app.deployments.ingress.http.request_parsing import JsonBody, PageQuery, page_body
-from app.deployments.ingress.http.routes.management import registry_page
+from app.deployments.ingress.http.routes.loras import registry_page
 from app.deployments.ingress.principal import http_principal
-from app.deployments.ingress.schemas.aliases import Alias, AliasBody, AliasVersionResponse, PromoteBody, RollbackBody
+from app.deployments.ingress.schemas.loras import Alias, AliasBody, AliasVersionResponse, PromoteBody, RollbackBody
 from app.deployments.ingress.schemas.response_model import PageResponse
 from app.deployments.ingress.serializers.loras import alias_body, alias_version_body
 from app.deployments.ingress.service import IngressService

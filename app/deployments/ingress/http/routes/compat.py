@@ -13,7 +13,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 from app.deployments.ingress.http.openapi import JSON_ERROR
 from app.deployments.ingress.http.request_parsing import JsonBody
-from app.deployments.ingress.http.routes.management import WaitQuery, unload_response
+from app.deployments.ingress.http.routes.loras import WaitQuery, unload_response
 from app.deployments.ingress.principal import Principal, http_principal, load_request
 from app.deployments.ingress.schemas.loras import (
     LoadAdapterBody,

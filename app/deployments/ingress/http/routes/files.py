@@ -20,8 +20,7 @@ from app.deployments.ingress.http.openapi import BYTES, JSON_ERROR, takes_conten
 from app.deployments.ingress.http.request_parsing import Order, PageQuery, page_body
 from app.deployments.ingress.http.routes.batches import DAY_S
 from app.deployments.ingress.principal import inference_principal
-from app.deployments.ingress.schemas.batches import MAX_LIFE_S, MIN_LIFE_S
-from app.deployments.ingress.schemas.files import FileObject
+from app.deployments.ingress.schemas.batches import MAX_LIFE_S, MIN_LIFE_S, FileObject
 from app.deployments.ingress.schemas.response_model import DeletedResponse, PageResponse
 from app.deployments.ingress.service import IngressService
 from app.deployments.object_storage.models import StoredFile, no_purpose

@@ -5,14 +5,16 @@ In: `AdapterAdmin`. Out: routes under /v1/loras. Rule: what a route changes is c
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Annotated, Any, TypeVar
 
 from fastapi import APIRouter, Query, Request
 from starlette.responses import JSONResponse, Response
 
 from app.deployments.ingress.adapter_status import adapter_status
-from app.deployments.ingress.http.request_parsing import JsonBody, PageQuery, page_body
-from app.deployments.ingress.http.routes.management import WaitQuery, registry_page, unload_response
+from app.deployments.ingress.http.openapi import takes_content
+from app.deployments.ingress.http.request_parsing import Flag, JsonBody, PageQuery, QueryParams, page_body, read_bytes
 from app.deployments.ingress.principal import Principal, check_settings, compose_request, http_principal, load_request
 from app.deployments.ingress.schemas.loras import (
     ConfigureAdapterBody,
@@ -25,11 +27,12 @@ from app.deployments.ingress.schemas.loras import (
     RegisterAdapterBody,
 )
 from app.deployments.ingress.schemas.response_model import PageResponse
-from app.deployments.ingress.serializers.loras import adapter_body, description_body, job_body
+from app.deployments.ingress.serializers.loras import adapter_body, description_body, job_body, unload_body
 from app.deployments.ingress.service import IngressService
-from app.deployments.registry.models import CatalogEntry, LoadRequest, Registration, cannot_pin
+from app.deployments.registry.models import UPLOADED, AliasEntry, CatalogEntry, LoadRequest, Registration, cannot_pin
 from app.engine.adapters.combining.combination import shown_source
-from app.engine.errors import InvalidRequest
+from app.engine.errors import InvalidRequest, QueueFull
+from app.redaction import holds_key
 
 
 def _load_request(body: RegisterAdapterBody, caller: Principal, service: IngressService) -> LoadRequest:
@@ -159,3 +162,79 @@ def _add_named_routes(routes: APIRouter, service: IngressService) -> None:
             for item in await service.management.store.generations(name, tenant_id=tenant_id)
         ]
         return JSONResponse(page_body(data, has_more=False))
+
+
+EntryT = TypeVar("EntryT", CatalogEntry, AliasEntry)
+
+
+class WaitQuery(QueryParams):
+    """`wait`: whether to answer when the work is done, instead of at once."""
+
+    wait: Flag | None = None
+
+
+def registry_page(
+    request: Request,
+    service: IngressService,
+    query: PageQuery,
+    kind: type[EntryT],
+    body: Callable[[EntryT], dict[str, Any]],
+) -> Response:
+    """The page of names of one kind that the query asks for."""
+    tenant_id = http_principal(request).tenant_id
+    found = service.registry.page((kind,), limit=query.limit, after=query.after, tenant_id=tenant_id)
+    data = [body(entry) for entry in found.entries if isinstance(entry, kind)]
+    return JSONResponse(page_body(data, has_more=found.has_more))
+
+
+async def unload_response(
+    request: Request,
+    service: IngressService,
+    query: WaitQuery,
+    name: str,
+    besides: Mapping[str, str] = MappingProxyType({}),
+) -> Response:
+    """Unload what a name means to the caller; `besides` goes into the answer. Raises as `AdapterAdmin.unload` does."""
+    wait = query.wait is not False
+    caller = http_principal(request)
+    job, entry = await service.management.unload(name, tenant_id=caller.tenant_id, who=caller.who, wait=wait)
+    return JSONResponse(unload_body(entry, job) | dict(besides), status_code=200 if wait else 202)
+
+
+CONFIG_HEADER = "X-Adapter-Config"
+#: For `/openapi.json`: a safetensors file.
+_WEIGHTS = {"type": "string", "format": "binary"}
+#: Uploads that one ingress takes at a time.
+MAX_UPLOADS = 4
+
+
+def add_upload_route(routes: APIRouter, service: IngressService) -> None:
+    """Add it."""
+    num_running = 0
+
+    @routes.put(
+        "/v1/loras/{name}/weights",
+        response_model=Lora,
+        openapi_extra=takes_content("application/octet-stream", _WEIGHTS),
+    )
+    async def put_weights(name: str, request: Request) -> Response:
+        """Load an adapter from the bytes of its weights; answers when it is served."""
+        nonlocal num_running
+        config = request.headers.get(CONFIG_HEADER, "")
+        if not config:
+            raise InvalidRequest(
+                f"the header {CONFIG_HEADER} is missing: it has the adapter_config.json of the weights"
+            )
+        if holds_key(config):
+            raise InvalidRequest(f"the header {CONFIG_HEADER} holds an API key; leave it out")
+        if num_running >= MAX_UPLOADS:
+            raise QueueFull(f"{num_running} adapters are being uploaded here; ask again when some are", retry_after_s=1)
+        num_running += 1
+        try:
+            weights = await read_bytes(request, service.frontend.limits.max_upload_bytes, "limits.max_upload_bytes")
+            caller = http_principal(request)
+            wanted = LoadRequest(caller.tenant_id, name, UPLOADED, caller.who)
+            job, entry = await service.management.store.upload(wanted, config.encode("latin-1"), weights)
+        finally:
+            num_running -= 1
+        return JSONResponse(adapter_body(entry) | {"job": job_body(job)})

@@ -13,20 +13,25 @@ from fastapi import FastAPI, Request
 from pydantic_core import to_json
 from starlette.responses import JSONResponse, Response
 
-from app.deployments.ingress.http.chat_responses import json_response, start_task, stream_response
 from app.deployments.ingress.http.openapi import EVENT_STREAM, MESSAGES_ERROR
-from app.deployments.ingress.http.request_lifecycle import observe_if_cancelled, run_until_disconnect
+from app.deployments.ingress.http.request_lifecycle import (
+    json_response,
+    observe_if_cancelled,
+    run_until_disconnect,
+    start_task,
+    stream_response,
+)
 from app.deployments.ingress.http.request_parsing import JsonBody
 from app.deployments.ingress.http.routes.responses import add_response_routes
 from app.deployments.ingress.preprocess.tokenizer_service import in_worker_if_long
 from app.deployments.ingress.principal import inference_principal
-from app.deployments.ingress.schemas.messages import CountTokensRequest, MessageResponse, MessagesRequest, TokenCount
-from app.deployments.ingress.schemas.tokenize import (
+from app.deployments.ingress.schemas.completions import (
     DetokenizeRequest,
     DetokenizeResponse,
     TokenizeRequest,
     TokenizeResponse,
 )
+from app.deployments.ingress.schemas.messages import CountTokensRequest, MessageResponse, MessagesRequest, TokenCount
 from app.deployments.ingress.serializers.content_blocks import collect_blocks
 from app.deployments.ingress.serializers.messages import message_body, message_events
 from app.deployments.ingress.service import IngressService

@@ -30,10 +30,10 @@ from app.deployments.ingress.schemas.completions import (
     ChatCompletion,
     Completion,
     EmbeddingList,
+    EmbeddingsRequest,
     GenerateResult,
     RouteDecision,
 )
-from app.deployments.ingress.schemas.embeddings import EmbeddingsRequest
 from app.deployments.ingress.schemas.openai import ChatCompletionRequest, CompletionRequest, GenerateBody, RouteBody
 from app.deployments.ingress.semantic_router.decision import ROUTE_HEADER
 from app.deployments.ingress.serializers.generate import generate_result

@@ -16,9 +16,14 @@ from fastapi import FastAPI, Query, Request
 from pydantic import Field
 from starlette.responses import JSONResponse, Response
 
-from app.deployments.ingress.http.chat_responses import json_response, start_task, stream_response
 from app.deployments.ingress.http.openapi import EVENT_STREAM
-from app.deployments.ingress.http.request_lifecycle import observe_if_cancelled, run_until_disconnect
+from app.deployments.ingress.http.request_lifecycle import (
+    json_response,
+    observe_if_cancelled,
+    run_until_disconnect,
+    start_task,
+    stream_response,
+)
 from app.deployments.ingress.http.request_parsing import JsonBody, Order, PageQuery, QueryParams, page_body
 from app.deployments.ingress.http.routes.batches import DAY_S
 from app.deployments.ingress.principal import inference_principal

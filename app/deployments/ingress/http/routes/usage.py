@@ -18,8 +18,14 @@ from app.deployments.ingress.accounting import RequestAccounting
 from app.deployments.ingress.http.request_parsing import JsonBody, QueryParams, WholeNumber
 from app.deployments.ingress.principal import admin_principal
 from app.deployments.ingress.schemas import admin as schemas
-from app.deployments.ingress.schemas.admin import DeletedSetting, SpendLimit
-from app.deployments.ingress.schemas.usage import BucketPage, CompletionsUsage, CostsResponse, EmbeddingsUsage
+from app.deployments.ingress.schemas.admin import (
+    BucketPage,
+    CompletionsUsage,
+    CostsResponse,
+    DeletedSetting,
+    EmbeddingsUsage,
+    SpendLimit,
+)
 from app.deployments.ingress.serializers import admin as serializers
 from app.deployments.tenancy.quota.limits import NANOS_PER_CENT
 from app.deployments.tenancy.usage.flusher import RouteKind, UsageRecord
