@@ -1,9 +1,7 @@
 """The HTTP application: middleware, routes, and one handler for each family of errors.
 
-In: an `IngressService` (the ingress). Out: a FastAPI application. Bodies are read with a limit and parsed
-strictly; every error leaves through `status`. The first event of a stream is waited for before
-the status line is sent, so that a refused request has its proper code. A client that goes away cancels
-its work, streaming or not.
+Bodies are read with a limit and parsed strictly; every error becomes a response in `error_responses`. A client that
+disconnects cancels its work, streaming or not.
 """
 
 from __future__ import annotations
@@ -30,10 +28,11 @@ from app.deployments.ingress.http.routes.batches import add_batch_routes
 from app.deployments.ingress.http.routes.compat import add_compat_routes
 from app.deployments.ingress.http.routes.files import add_file_routes
 from app.deployments.ingress.http.routes.health import add_health_routes
-from app.deployments.ingress.http.routes.loras import add_adapter_routes, add_upload_route
+from app.deployments.ingress.http.routes.loras import add_adapter_routes
 from app.deployments.ingress.http.routes.messages import add_messages_routes
 from app.deployments.ingress.http.routes.models import add_model_routes
 from app.deployments.ingress.http.routes.openai import add_openai_routes
+from app.deployments.ingress.http.routes.responses import add_response_routes
 from app.deployments.ingress.principal import http_principal
 from app.deployments.ingress.schemas.response_model import ErrorResponse
 from app.deployments.ingress.serializers.messages import error_body_for
@@ -44,7 +43,7 @@ from app.redaction import without_keys
 
 
 def make_app(service: IngressService, policy: HttpPolicy, *, log_requests: bool = False) -> FastAPI:
-    """All routes over one service, for those whom the rules let in. log_requests: write each request down."""
+    """The application over one service. `log_requests`: log every request, not only failures."""
     app = FastAPI(
         title="polylora",
         docs_url=None,
@@ -55,7 +54,7 @@ def make_app(service: IngressService, policy: HttpPolicy, *, log_requests: bool 
         responses={"default": {"model": ErrorResponse}},
         generate_unique_id_function=operation_id,
     )
-    # The last one added is the first that sees a request.
+    # Starlette runs the middleware that was added last first.
     app.add_middleware(AuthMiddleware, authenticator=Authenticator(service.tenancy, policy))
     app.add_middleware(StripTrailingSlash)
     app.add_middleware(HeadAsGet)
@@ -73,7 +72,7 @@ def make_app(service: IngressService, policy: HttpPolicy, *, log_requests: bool 
         answer = error_reply(error)
         if answer.status >= 500:
             note_failure(request, answer.body["error"]["message"])
-        path: str = getattr(request.scope.get("route"), "path", "/none")  # as declared: names are not filled in
+        path: str = getattr(request.scope.get("route"), "path", "/none")  # the template, without values
         route = path.removeprefix("/v1").split("/")[1]
         service.observe(route, answer.status, getattr(request.state, "job", None))
         headers = service.tenancy.headers(http_principal(request)) if isinstance(error, LimitReached) else {}
@@ -91,6 +90,7 @@ def make_app(service: IngressService, policy: HttpPolicy, *, log_requests: bool 
     add_model_routes(app, service)
     add_openai_routes(app, service)
     add_messages_routes(app, service)
+    add_response_routes(app, service)
     add_file_routes(app, service)
     add_batch_routes(app, service)
     management = APIRouter(dependencies=[Depends(policy.check_management)])
@@ -98,42 +98,41 @@ def make_app(service: IngressService, policy: HttpPolicy, *, log_requests: bool 
     add_adapter_routes(management, service)
     add_audit_routes(management, service)
     add_alias_routes(management, service)
-    add_upload_route(management, service)
     app.include_router(management)
     app.include_router(admin_router(service))
     add_health_routes(app, service)
     return app
 
 
-_WHAT_THERE_IS = (
+_ROUTE_HINT = (
     "requests go to POST /v1/chat/completions, /v1/completions, /v1/embeddings or /generate, GET /v1/models lists "
     "models and adapters, GET /openapi.json has every route"
 )
-#: What other servers have here.
-_ELSEWHERE = {
+#: Hints for paths that other servers have.
+_PATH_HINTS = {
     "/metrics": "Prometheus finds metrics on the port of Ray's agent, on every node: docs/architecture.md says which; "
     "GET /v1/status has counts of the moment"
 }
 
 
 async def _http_exception(request: Request, error: Exception) -> Response:
-    """Starlette's own refusals (no such route, wrong method) in the shape of every other error."""
+    """Starlette's own errors (no such route, wrong method) in the format of every other error."""
     assert isinstance(error, HTTPException), "registered for it"
     path = without_keys(request.url.path)[:80]
     headers = dict(error.headers or {})
     if error.status_code == 405:  # Starlette names the methods of the first route of this path alone
         headers["Allow"] = ", ".join(_methods(request))
     message = {
-        404: f"there is nothing at {path!r}; {_ELSEWHERE.get(path, _WHAT_THERE_IS)}",
+        404: f"there is nothing at {path!r}; {_PATH_HINTS.get(path, _ROUTE_HINT)}",
         405: f"{path!r} does not take {request.method}, only {headers.get('Allow')}",
     }.get(error.status_code, error.detail)
     body = {"error": {"message": message, "type": "invalid_request_error", "param": None, "code": "no_route"}}
-    told = error_body_for(ErrorReply(error.status_code, body, {}), request.scope["path"])
-    return JSONResponse(told, status_code=error.status_code, headers=headers)
+    content = error_body_for(ErrorReply(error.status_code, body, {}), request.scope["path"])
+    return JSONResponse(content, status_code=error.status_code, headers=headers)
 
 
 def _methods(request: Request) -> list[str]:
-    """What the path of a request takes."""
+    """The methods that a request's path allows."""
     found = {
         method
         for route in flat_routes(request.app.routes)
@@ -144,8 +143,9 @@ def _methods(request: Request) -> list[str]:
 
 
 class StripTrailingSlash:
-    """`/v1/models/` is `/v1/models`. A redirect would send clients, with what they ask, to this process's own idea of
-    its address: http:// behind a proxy that ends TLS.
+    """Treats `/v1/models/` as `/v1/models`.
+
+    A redirect would name this process's own idea of its address: http:// behind a proxy that terminates TLS.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -158,7 +158,7 @@ class StripTrailingSlash:
 
 
 class HeadAsGet:
-    """HEAD is what GET is, without its body."""
+    """Answers HEAD like GET, without the body."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app

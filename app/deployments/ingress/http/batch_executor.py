@@ -1,7 +1,6 @@
-"""A request of a batch, answered as its route answers it, without a connection.
+"""Runs one request of a batch like its HTTP route would, without a connection.
 
-In: a route's path, a body, who asks. Out: the body of the answer. Rule: nothing is another request's: it goes through
-the same frontend, and is let in, limited, counted and metered as one that came over HTTP.
+The request goes through the same preprocessor, limits and accounting as one that arrives over HTTP.
 """
 
 from __future__ import annotations
@@ -26,12 +25,12 @@ from app.deployments.ingress.serializers.responses import response_body
 from app.deployments.ingress.service import IngressService
 from app.engine.errors import InvalidRequest
 
-#: A request that runs, and what waits for its answer.
+#: A running request, and the coroutine function that waits for its response body.
 _StartedRequest: TypeAlias = tuple[GenerationTask, Callable[[], Awaitable[dict[str, Any]]]]
 
 
 class BatchExecutor:
-    """One per ingress."""
+    """Executes batch lines; one per ingress."""
 
     def __init__(self, service: IngressService) -> None:
         self._service = service
@@ -39,13 +38,13 @@ class BatchExecutor:
     async def answer(
         self, endpoint: str, body: Mapping[str, Any], caller: Principal, request_id: str
     ) -> Mapping[str, Any]:
-        """Raises what the route tells as an error."""
+        """The response body. Raises whatever the route would turn into an error response."""
         route = endpoint.removeprefix("/v1/").split("/")[0]
         job: GenerationTask | None = None
         try:
-            job, told = await self._start(endpoint, body, caller, request_id)
+            job, result = await self._start(endpoint, body, caller, request_id)
             with observe_if_cancelled(self._service, route, job):
-                answer = await told()
+                answer = await result()
         except Exception as error:
             if job is not None:
                 self._record(job, is_passing=is_transient(error))
@@ -56,7 +55,7 @@ class BatchExecutor:
         return answer
 
     def _record(self, job: GenerationTask, *, is_passing: bool) -> None:
-        """A line is one request, however often it is tried."""
+        """Count a batch line as one request, however often it is retried."""
         if is_passing:
             self._service.tenancy.comes_again(job)
         else:
@@ -77,31 +76,31 @@ class BatchExecutor:
         return await self._response(parse_body(ResponsesRequest, body), caller, request_id)
 
     def _completion(self, body: ChatCompletionRequest | CompletionRequest, job: GenerationTask) -> _StartedRequest:
-        async def told() -> dict[str, Any]:
+        async def result() -> dict[str, Any]:
             serializer = chat_serializer(self._service.frontend.text_model, body, job)
             return serializer.body(await job.answers(), job.num_per_prompt)
 
-        return job, told
+        return job, result
 
     async def _embedding(self, body: EmbeddingsRequest, caller: Principal, request_id: str) -> _StartedRequest:
         job = await self._service.embedder.job(body, caller, request_id)
 
-        async def told() -> dict[str, Any]:
-            found: dict[str, Any] = json.loads(answer(job, body, await vectors(job)))
-            return found
+        async def result() -> dict[str, Any]:
+            content: dict[str, Any] = json.loads(answer(job, body, await vectors(job)))
+            return content
 
-        return job, told
+        return job, result
 
     async def _response(self, body: ResponsesRequest, caller: Principal, request_id: str) -> _StartedRequest:
         for field in ("store", "previous_response_id"):
             if getattr(body, field):
                 raise InvalidRequest(
-                    f"{field} is not for requests of a batch, whose answers are its output", param=field
+                    f"{field} is not allowed in a batch, whose output file holds the answers; leave it out", param=field
                 )
         job = await self._service.frontend.chat(body.chat(), caller, request_id)
 
-        async def told() -> dict[str, Any]:
+        async def result() -> dict[str, Any]:
             blocks, end = await collect_blocks(job)
             return response_body(job, body, blocks, end)
 
-        return job, told
+        return job, result

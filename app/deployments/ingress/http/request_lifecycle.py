@@ -1,8 +1,4 @@
-"""A request that is being answered: until its client leaves, and counted however it ends.
-
-In: a request and the work for it. Out: its result, or ClientGone. Rule: work whose client is gone is cancelled, and its
-job counted.
-"""
+"""Running a request and sending its response: cancelled when the client disconnects, counted however it ends."""
 
 from __future__ import annotations
 
@@ -27,12 +23,12 @@ from app.engine.errors import InvalidRequest
 
 T = TypeVar("T")
 
-#: Which adapter answered, "name@generation": an alias may have chosen it; and the digest of its contents.
+#: The adapter that answered as "name@generation" (an alias may have chosen it), and its digest.
 ADAPTER_HEADER, DIGEST_HEADER = "X-Polylora-Adapter", "X-Polylora-Adapter-Digest"
 
 
 def adapter_header(job: GenerationTask) -> dict[str, str]:
-    """Says which adapter answers, and how the service has chosen it, if it was to."""
+    """Headers that name the adapter and, if the semantic router chose it, the decision."""
     adapter = job.requests[0].asked_for
     headers: dict[str, str] = {}
     if adapter is not None:
@@ -42,7 +38,7 @@ def adapter_header(job: GenerationTask) -> dict[str, str]:
 
 @contextmanager
 def observe_if_cancelled(service: IngressService, route: str, job: GenerationTask) -> Iterator[None]:
-    """Serve cancels the task of a client that has left: no error handler hears of that, and the job has ended."""
+    """Count a request as 499 if Serve cancels its task, as it does on disconnect: no error handler runs then."""
     try:
         yield
     except asyncio.CancelledError:
@@ -51,13 +47,13 @@ def observe_if_cancelled(service: IngressService, route: str, job: GenerationTas
 
 
 async def run_until_disconnect(request: Request, work: Awaitable[T]) -> T:
-    """The result of `work`; if the client goes away first, cancels it and raises ClientGone."""
+    """The result of `work`. If the client disconnects first, cancels it and raises ClientGone."""
     task = asyncio.ensure_future(work)
     leaving = asyncio.ensure_future(_wait_for_disconnect(request))
     try:
         await asyncio.wait((task, leaving), return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
-            raise ClientGone("the client went away before the answer")
+            raise ClientGone("the client disconnected before the answer")
         return task.result()
     finally:
         for unfinished in (task, leaving):
@@ -67,10 +63,7 @@ async def run_until_disconnect(request: Request, work: Awaitable[T]) -> T:
 
 
 async def first_event(request: Request, events: AsyncGenerator[bytes]) -> bytes:
-    """The first event, unless the client leaves before it: then the events are closed, and what computes them.
-
-    It may have come in the very moment in which its task is cancelled: then nobody would ask for the next one.
-    """
+    """The first event. If the client disconnects before it, or the task is cancelled as it arrives, closes `events`."""
     try:
         return await run_until_disconnect(request, anext(events))
     except BaseException:
@@ -84,7 +77,7 @@ async def _wait_for_disconnect(request: Request) -> None:
 
 
 async def start_task(request: Request, service: IngressService, chat: ChatCompletionRequest) -> GenerationTask:
-    """The job of a conversation. Raises what `RequestPreprocessor.chat` does, with fields as this route's clients call them."""
+    """Start a chat. Raises what `RequestPreprocessor.chat` does, with the field names of this route's clients."""
     try:
         job = await service.frontend.chat(chat, inference_principal(request), request_id_of(request))
     except InvalidRequest as error:
@@ -95,7 +88,7 @@ async def start_task(request: Request, service: IngressService, chat: ChatComple
     return job
 
 
-#: What /v1/responses calls fields of a chat completion.
+#: Chat completion fields by their names in /v1/responses.
 _RESPONSES_NAMES = {
     "messages": "input",
     "max_tokens": "max_output_tokens",
@@ -104,7 +97,7 @@ _RESPONSES_NAMES = {
 
 
 def json_response(service: IngressService, job: GenerationTask, route: str, body: dict[str, Any]) -> Response:
-    """A whole answer, counted."""
+    """A complete JSON answer, counted."""
     service.observe(route, 200, job)
     return JSONResponse(body, headers=adapter_header(job) | service.tenancy.headers(job.caller))
 
@@ -112,7 +105,7 @@ def json_response(service: IngressService, job: GenerationTask, route: str, body
 async def stream_response(
     request: Request, service: IngressService, job: GenerationTask, route: str, events: AsyncGenerator[bytes]
 ) -> Response:
-    """A stream; what is refused before its first event is raised."""
+    """A stream of events. An error before the first event is raised, so that the response has its status code."""
     with observe_if_cancelled(service, route, job):
         first = await first_event(request, events)
     headers = adapter_header(job) | service.tenancy.headers(job.caller)

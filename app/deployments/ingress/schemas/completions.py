@@ -1,4 +1,4 @@
-"""Responses of the routes that generate, embed or choose in OpenAI's format, and of the list of models."""
+"""Responses of the inference routes and of /v1/models; bodies of /v1/embeddings, /tokenize and /detokenize."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class PromptTokensDetails(ResponseModel):
 
 
 class CompletionTokensDetails(ResponseModel):
-    """What became of predicted tokens."""
+    """Accepted and rejected tokens of a predicted output."""
 
     accepted_prediction_tokens: int
     rejected_prediction_tokens: int
@@ -54,14 +54,14 @@ class ToolCallResponse(ResponseModel):
 
 
 class RoutedAdapter(ResponseModel):
-    """`score`: the cosine of the request and the adapter's description."""
+    """`score`: the cosine of the prompt and the adapter's description."""
 
     name: str
     score: float
 
 
 class RoutingDecision(ResponseModel):
-    """How the service has chosen for model "auto"; no adapters: the base."""
+    """The semantic router's decision for model "auto"; no adapters: the base model."""
 
     adapters: list[RoutedAdapter]
     num_candidates: int
@@ -102,7 +102,7 @@ class ChatCompletion(_Completion):
 
 
 class CompletionChoice(ResponseModel):
-    """`token_ids` and `prompt_token_ids`: where token ids are asked for."""
+    """`token_ids` and `prompt_token_ids`: if the request asks for token ids."""
 
     index: int
     text: str
@@ -119,7 +119,7 @@ class AnsweringAdapter(ResponseModel):
 
 
 class Completion(_Completion):
-    """`adapter`: where token ids are asked for, which contents drew them; null for the base."""
+    """`adapter`: the adapter that answered, if the request asks for token ids; null for the base model."""
 
     object: Literal["text_completion"]
     choices: list[CompletionChoice]
@@ -145,7 +145,7 @@ class EmbeddingList(ResponseModel):
 
 
 class Model(ResponseModel):
-    """`parent` is the base; `root` an alias's main target, or where an adapter comes from."""
+    """`parent` is the base model; `root` an alias's main target or an adapter's source."""
 
     id: str
     object: Literal["model"]
@@ -158,7 +158,7 @@ class Model(ResponseModel):
 
 
 class GenerateInfo(ResponseModel):
-    """`lora`: the adapter; null for the base."""
+    """`lora`: the adapter; null for the base model."""
 
     id: str
     lora: str | None
@@ -171,14 +171,12 @@ class GenerateInfo(ResponseModel):
 
 
 class GenerateResult(ResponseModel):
-    """One answer of /generate."""
-
     text: str
     meta_info: GenerateInfo
 
 
 class EmbeddingsRequest(Body):
-    """OpenAI's body, and beside it `pooling` (the model's own by default), `lora_path` and `adapters`."""
+    """OpenAI's body plus `pooling` (default: the model's own), `lora_path` and `adapters`."""
 
     model: str
     input: Texts
@@ -191,12 +189,12 @@ class EmbeddingsRequest(Body):
 
     @property
     def texts(self) -> list[str | list[int]]:
-        """One entry per text: characters, or token ids."""
+        """One entry per text: characters or token ids."""
         return entries(self.input)
 
 
 class TokenizeRequest(Body):
-    """A text, or a conversation."""
+    """vLLM's format: a text or a conversation."""
 
     model: str
     prompt: str | None = None
@@ -211,7 +209,7 @@ class TokenizeRequest(Body):
         if (self.prompt is None) == (not self.messages):
             raise ValueError("give a prompt or messages")
         if self.prompt is not None and self.chat_template_kwargs:
-            raise ValueError("chat_template_kwargs are for messages; no template writes a prompt")
+            raise ValueError("chat_template_kwargs are for messages; a prompt has no template")
         return self
 
 
@@ -221,8 +219,6 @@ class DetokenizeRequest(Body):
 
 
 class TokenizeResponse(ResponseModel):
-    """`token_strs`: where they are asked for."""
-
     count: int
     max_model_len: int
     tokens: list[int]

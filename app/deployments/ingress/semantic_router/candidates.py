@@ -1,8 +1,7 @@
-"""The adapters that may be chosen, as vectors: what each says of itself, embedded.
+"""Index of the embedded descriptions of adapters, with nearest-neighbour search by cosine.
 
-In: the registry's entries as they change, and what embeds texts. Out: of a tenant's adapters those nearest to a vector,
-by cosine. Rule: an adapter without a description is no candidate, and one whose description is not embedded yet is
-waited for, not passed over. Weights are not looked at: an adapter may win that no process has read yet.
+An adapter without a description is not a candidate. One whose description is not embedded yet is waited for, not
+skipped. Whether its weights are loaded makes no difference.
 """
 
 from __future__ import annotations
@@ -18,25 +17,25 @@ from app.deployments.registry.feed.view import Entry, Key
 from app.deployments.registry.models import CatalogEntry
 
 Floats = NDArray[np.float32]
-#: Texts to vectors of length 1, [N, H].
+#: Texts to unit vectors, [N, H].
 Embed = Callable[[Sequence[str]], Awaitable[Floats]]
-#: What somebody may look at: owners, and which of their names; None: all of them.
+#: The names that a caller may see, by owner; None: all of the owner's.
 Visible = Mapping[str, frozenset[str] | None]
 
-#: Descriptions that are embedded together.
+#: Descriptions per embedding call.
 MAX_TOGETHER = 64
-#: Candidates of an owner that are looked at one by one for names that the asker does not get, before all are sorted.
+#: The best candidates of an owner that are tried before all of its candidates are sorted.
 _FIRST = 64
 
 
 class _OwnerCandidates:
-    """One owner's candidates: row i of `vectors` is of `names[i]`."""
+    """One owner's candidates: row i of `vectors` belongs to `names[i]`."""
 
     def __init__(self) -> None:
         self.names: list[str] = []
         self.rows: dict[str, int] = {}
-        self.texts: dict[str, str] = {}  # what the rows say
-        self.pending: dict[str, str] = {}  # what is to be embedded
+        self.texts: dict[str, str] = {}  # embedded texts
+        self.pending: dict[str, str] = {}  # texts to embed
         self._vectors: Floats = np.zeros((0, 0), np.float32)
 
     @property
@@ -57,13 +56,13 @@ class _OwnerCandidates:
         self._vectors[row], self.texts[name] = vector, text
 
     def pending_of(self, names: Collection[str] | None) -> list[str]:
-        """A few of these that are to be embedded; None: of all."""
+        """Up to `MAX_TOGETHER` of these names (None: of all) that are not embedded yet."""
         if names is None:
             return [*islice(self.pending, MAX_TOGETHER)]
         return [*islice((name for name in names if name in self.pending), MAX_TOGETHER)]
 
     def remove(self, name: str) -> None:
-        """The last row takes the place of the one that goes."""
+        """Remove a candidate; the last row moves into its place."""
         self.pending.pop(name, None)
         row = self.rows.pop(name, None)
         if row is None:
@@ -76,18 +75,17 @@ class _OwnerCandidates:
 
 
 class Candidates:
-    """One per ingress, on its event loop."""
+    """All candidates; one per ingress, on its event loop."""
 
     def __init__(self) -> None:
         self._owners: dict[str, _OwnerCandidates] = {}
 
     def note(self, key: Key, entry: Entry | None) -> None:
-        """An entry of the registry is new, has changed, or is gone."""
+        """Apply a registry change; `entry` is None if it was removed."""
         owner_id, name = key
         owned = self._owners.setdefault(owner_id, _OwnerCandidates())
-        described = isinstance(entry, CatalogEntry) and bool(entry.description)
-        text = f"{name}: {entry.description}" if isinstance(entry, CatalogEntry) else ""
-        if not described:
+        text = f"{name}: {entry.description}" if isinstance(entry, CatalogEntry) and entry.description else None
+        if text is None:
             owned.remove(name)
         elif owned.texts.get(name) == text:
             owned.pending.pop(name, None)
@@ -95,26 +93,26 @@ class Candidates:
             owned.pending[name] = text
 
     def num_candidates(self, owner_id: str) -> int:
-        """An owner's candidates, embedded or not."""
+        """The number of an owner's candidates, embedded or not."""
         owned = self._of(owner_id)
         return len(owned.rows) + sum(name not in owned.rows for name in owned.pending)
 
     def subset(self, owner_id: str, names: Set[str]) -> set[str]:
-        """Those of these names that are an owner's candidates, embedded or not; the fewer of the two are looked at."""
+        """The names that are candidates of an owner, embedded or not; costs the smaller of the two sets."""
         owned = self._of(owner_id)
         return (owned.rows.keys() & names) | (owned.pending.keys() & names)
 
     def is_pending(self, owner_id: str, names: Collection[str] | None) -> bool:
-        """Whether any of these has yet to be embedded."""
+        """Whether any of these is not embedded yet."""
         return bool(self._of(owner_id).pending_of(names))
 
     async def embed_pending(self, owner_id: str, names: Collection[str] | None, embed: Embed) -> None:
-        """Embed what an owner's adapters of these names have come to say, and what changes meanwhile."""
+        """Embed an owner's pending descriptions of these names, including changes that arrive meanwhile."""
         owned = self._of(owner_id)
         while items := [(name, owned.pending[name]) for name in owned.pending_of(names)]:
             vectors = await embed([text for _, text in items])
             for (name, text), vector in zip(items, vectors, strict=True):
-                if owned.pending.get(name) == text:  # else it has changed again, or is gone
+                if owned.pending.get(name) == text:  # otherwise it has changed again or was removed
                     del owned.pending[name]
                     owned.put(name, text, vector)
 
@@ -126,7 +124,7 @@ class Candidates:
         threshold: float,
         top_k: int,
     ) -> list[ScoredAdapter]:
-        """By descending cosine, all of at least `threshold`, at most `top_k`.
+        """At most `top_k` candidates by descending cosine, all of at least `threshold`.
 
         vector: [H], of length 1. is_meant: whether an owner's adapter is the one that the asker gets under its name.
         """
@@ -154,7 +152,7 @@ class Candidates:
 
 
 def _descending(scores: Floats, threshold: float) -> Iterator[int]:
-    """Rows of at least the threshold, the best first: a few of the best are found without sorting all."""
+    """Rows of at least the threshold, best first; the first `_FIRST` are found without sorting all."""
     count = min(_FIRST, len(scores))
     best = np.argpartition(-scores, count - 1)[:count]
     best = best[np.argsort(-scores[best], kind="stable")]

@@ -1,8 +1,7 @@
-"""Which adapter a prompt is for, when its sender leaves that to the service.
+"""Semantic router: chooses adapters for model "auto" by the cosine of the prompt and the adapters' descriptions.
 
-In: a prompt, who asks, and what the registry's adapters say of themselves. Out: a `Decision`: names in descending
-score, all of at least the threshold, at most top_k; none is the base. Rule: only what the caller may use is chosen, and
-equal prompts of a tenant are decided equally while the registry stays as it is.
+Only adapters that the caller may use are chosen. Equal prompts of a tenant get equal decisions while the registry does
+not change.
 """
 
 from __future__ import annotations
@@ -31,29 +30,29 @@ from app.engine.errors import NotReady
 
 
 class TextEmbedder(Protocol):
-    """What makes vectors of texts."""
+    """Embeds texts for the router."""
 
     @property
     def name(self) -> str:
-        """For people: which model it is."""
+        """The model's name, for responses."""
         ...
 
     async def embed(self, texts: Sequence[str], caller: Principal | None) -> NDArray[np.float32]:
-        """[N, H], each of length 1. `caller` pays; None: the service's own work. Raises what computing raises."""
+        """Unit vectors [N, H]. `caller` is charged; None: the service's own work. Raises the engine's errors."""
         ...
 
     def num_tokens(self, text: str) -> int:
-        """What a tenant pays for one text: the tokens that its engine computes for it."""
+        """The tokens that a tenant is charged for one text."""
         ...
 
 
 class Router:
-    """One per ingress, on its event loop."""
+    """Chooses adapters; one per ingress, on its event loop."""
 
     def __init__(
         self, config: SemanticRouterConfig, registry: RegistryView, embedder: TextEmbedder, wait_s: float
     ) -> None:
-        """wait_s: how long a request waits for descriptions that are new."""
+        """`wait_s`: how long a request waits until new descriptions are embedded."""
         self._config = config
         self._registry = registry
         self._embedder = embedder
@@ -64,7 +63,7 @@ class Router:
         registry.follow(self._candidates.note)
 
     async def decide(self, text: str, caller: Principal, options: RoutingFields | None = None) -> Decision:
-        """Raises NotReady while descriptions are being embedded, and what embedding raises."""
+        """Choose adapters for a text. Raises NotReady while descriptions are embedded, and the embedder's errors."""
         options = options or RoutingFields()
         threshold = self._config.threshold if options.threshold is None else options.threshold
         top_k = options.top_k or self._config.top_k
@@ -78,26 +77,26 @@ class Router:
         return Decision(tuple(chosen), num_candidates, self._embedder.name, threshold, top_k)
 
     def num_tokens(self, text: str, caller: Principal) -> int:
-        """What deciding will take of the caller's tokens; without candidates nothing is computed."""
+        """The tokens that a decision costs the caller; 0 without candidates, because nothing is computed."""
         return self._embedder.num_tokens(text) if self._num_usable(_visible(caller), caller.tenant) else 0
 
     async def close(self) -> None:
         await self._tasks.close()
 
     def _num_usable(self, visible: Visible, tenant: Tenant) -> int:
-        """Candidates that the tenant sees, may use, and gets under their names."""
+        """The number of candidates that the tenant sees, may use, and reaches by name."""
         number = 0
-        before: list[Set[str]] = []  # the names of the owners that are asked first
+        before: list[Set[str]] = []  # names of the owners with precedence, which hide the same name here
         for owner_id, names in visible.items():
             hidden = {name for others in before for name in self._candidates.subset(owner_id, others)}
             number += self._num_allowed(owner_id, names, tenant)
             number -= sum(map(tenant.may_use, hidden if names is None else hidden & names))
-            held = self._registry.names(owner_id)
-            before.append(held if names is None else held & names)
+            registered = self._registry.names(owner_id)
+            before.append(registered if names is None else registered & names)
         return number
 
     def _num_allowed(self, owner_id: str, names: frozenset[str] | None, tenant: Tenant) -> int:
-        """An owner's candidates of these names (None: all of them) that the tenant may use."""
+        """The number of an owner's candidates of these names (None: all) that the tenant may use."""
         if names is not None:
             return sum(map(tenant.may_use, self._candidates.subset(owner_id, names)))
         listed = self._candidates.subset(owner_id, tenant.model_ids) if tenant.model_mode else set()
@@ -108,19 +107,19 @@ class Router:
         )
 
     def _is_accessible(self, caller: Principal, owner_id: str, name: str) -> bool:
-        """Whether it is this owner's adapter that the caller gets under the name, and not one of an owner before it."""
+        """Whether the name resolves to this owner's adapter for the caller, not to one with precedence."""
         having = (owner for owner in caller.owners(name) if self._registry.find(name, owner) is not None)
         return next(having, None) == owner_id
 
     async def _ready(self, visible: Visible) -> None:
-        """Each owner's descriptions are embedded once however many ask, and on when those have had enough."""
+        """Wait until the visible descriptions are embedded. Callers share the work, which outlives their wait."""
         tasks = [self._embed(*each) for each in visible.items() if self._candidates.is_pending(*each)]
         if not tasks:
             return
         _, late = await asyncio.wait(tasks, timeout=self._wait_s)
         if late:
             raise NotReady(
-                f"the descriptions of adapters are being embedded, which takes more than {self._wait_s:g} s; "
+                f"the descriptions of adapters are being embedded, which takes longer than {self._wait_s:g} s; "
                 "send the request again later, or name an adapter",
                 retry_after_s=5,
             )
@@ -135,7 +134,7 @@ class Router:
 
 
 def _visible(caller: Principal) -> Visible:
-    """The caller's own adapters before those that others share with it by name, and then everybody's."""
+    """Owners in order of precedence: the caller, those who share names with it, then the default tenant."""
     shared: dict[str, frozenset[str]] = {}
     for owner_id, name in sorted(caller.tenant.shared):
         shared[owner_id] = shared.get(owner_id, frozenset()) | {name}
@@ -143,32 +142,35 @@ def _visible(caller: Principal) -> Visible:
 
 
 class Selection(NamedTuple):
-    """What was decided, and what the request goes on to hold."""
+    """A decision, and the request's reservation of its caller's limits."""
 
     decision: Decision
-    held: Reservation
+    reservation: Reservation
 
 
 class AdapterSelector:
-    """One per ingress, on its event loop."""
+    """Applies the router within the caller's limits; one per ingress.
+
+    The request itself and the tokens of choosing are reserved before anything is computed. The tokens are settled when
+    the decision is made; those of the answer are reserved afterwards.
+    """
 
     def __init__(self, router: Router, tenancy: RequestAccounting) -> None:
         self._router = router
         self._tenancy = tenancy
 
     async def choose(self, question: str, caller: Principal, options: RoutingFields | None = None) -> Decision:
-        """For a request that asks for nothing else. Raises LimitReached and what `Router.decide` raises."""
-        async with self.selection(question, caller, options) as chosen:
+        """Decide for a request that generates nothing. Raises LimitReached and what `Router.decide` raises."""
+        async with self.selection(question, caller, options) as selection:
             self._tenancy.came_to_choose(caller)
-            return chosen.decision
+            return selection.decision
 
     @asynccontextmanager
     async def selection(
         self, question: str, caller: Principal, options: RoutingFields | None = None
     ) -> AsyncIterator[Selection]:
-        """As `choose_replica`; within the block the request is held, which whoever answers it takes over."""
-        num_tokens = self._router.num_tokens(question, caller)
-        held = await self._tenancy.admit_choice(caller, num_tokens)
+        """The decision, and the reservation that the answer takes over within the block. Raises as `choose` does."""
+        held = await self._tenancy.admit_choice(caller, self._router.num_tokens(question, caller))
         try:
             decision = await self._router.decide(question, caller, options)
             self._tenancy.end_choice(held)

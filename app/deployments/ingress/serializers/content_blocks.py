@@ -1,7 +1,6 @@
-"""An answer as a row of blocks: text, and calls of tools. What /v1/responses and /v1/messages tell answers as.
+"""An answer as a sequence of content blocks, text and tool calls, for /v1/responses and /v1/messages.
 
-In: a job of one sequence. Out: what happens to its blocks, in order. Rule: one block is open at a time, and each is
-closed; joined, the pieces of a block are what it holds at its end.
+At most one block is open at a time, and every block is closed. The joined pieces of a block are its final text.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from app.engine.request import FinishReason, Usage
 
 @dataclass(slots=True)
 class Block:
-    """`id` and `name` are a call's; `text` is what it holds so far, of a call its arguments."""
+    """`id` and `name` are a tool call's; `text` is the text or the arguments so far."""
 
     index: int
     kind: Literal["text", "call"]
@@ -28,7 +27,7 @@ class Block:
 
 
 class BlockEvent(NamedTuple):
-    """What happens to a block."""
+    """A change of a block."""
 
     what: Literal["open", "grow", "close"]
     block: Block
@@ -36,7 +35,7 @@ class BlockEvent(NamedTuple):
 
 
 class BlocksDone(NamedTuple):
-    """The answer is over; `usage` is what it has cost, `stop` the stop string that ended it, if one did."""
+    """The end of the answer; `stop` is the stop string that ended it, if one did."""
 
     reason: FinishReason
     usage: Usage | None
@@ -44,7 +43,7 @@ class BlocksDone(NamedTuple):
 
 
 async def block_events(job: GenerationTask) -> AsyncGenerator[BlockEvent | BlocksDone]:
-    """Raises what the sequence raises; closing the generator aborts it."""
+    """The block events of a task with one sequence. Raises the sequence's errors; closing the generator aborts it."""
     reader = None if job.tools is None else job.tools.reader(job.requests[0].request_id)
     block: Block | None = None
     async with aclosing(job.deltas()) as deltas:
@@ -52,13 +51,13 @@ async def block_events(job: GenerationTask) -> AsyncGenerator[BlockEvent | Block
             is_last = delta.finish_reason is not None
             pieces: list[Piece] = [delta.text] if delta.text else []
             for piece in pieces if reader is None else reader.push(delta.text, is_last=is_last):
-                opened = _next_block(piece, block)
-                if opened is not None:
+                following = _next_block(piece, block)
+                if following is not None:
                     if block is not None:
                         yield BlockEvent("close", block)
-                    block = opened
+                    block = following
                     yield BlockEvent("open", block)
-                assert block is not None, "arguments follow the beginning of their call"
+                assert block is not None, "arguments follow the start of their call"
                 text = piece if isinstance(piece, str) else piece.piece if isinstance(piece, ToolCallArguments) else ""
                 if text:
                     block.text += text
@@ -70,7 +69,7 @@ async def block_events(job: GenerationTask) -> AsyncGenerator[BlockEvent | Block
 
 
 def _next_block(piece: Piece, block: Block | None) -> Block | None:
-    """The block that a piece begins, if it does not belong to the present one."""
+    """The block that a piece opens; None if it continues the current one."""
     index = 0 if block is None else block.index + 1
     if isinstance(piece, ToolCallStart):
         return Block(index, "call", piece.id, piece.name)
@@ -78,7 +77,7 @@ def _next_block(piece: Piece, block: Block | None) -> Block | None:
 
 
 async def collect_blocks(job: GenerationTask) -> tuple[list[Block], BlocksDone]:
-    """The whole answer."""
+    """The complete answer."""
     blocks: list[Block] = []
     async with aclosing(block_events(job)) as source:
         async for change in source:
@@ -86,4 +85,4 @@ async def collect_blocks(job: GenerationTask) -> tuple[list[Block], BlocksDone]:
                 return blocks, change
             if change.what == "open":
                 blocks.append(change.block)
-    raise AssertionError("a sequence ends with a reason or an error")
+    raise AssertionError("a sequence ends with a finish reason or an error")

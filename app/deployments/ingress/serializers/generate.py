@@ -1,7 +1,4 @@
-"""What a finished generation is told as, by POST /generate and by the Python handle alike.
-
-In: a job and its answers. Out: plain dictionaries. Rule: an answer's tokens are counted once, however it is told.
-"""
+"""Response bodies of POST /generate and of the Python handle, and token usage."""
 
 from __future__ import annotations
 
@@ -32,11 +29,11 @@ def generate_result(job: GenerationTask, index: int, answer: SequenceOutput) -> 
 
 
 def usage_body(
-    usages: Sequence[Usage | None], num_per_prompt: int = 1, foretold: Mapping[int, PredictionUsage] | None = None
+    usages: Sequence[Usage | None], num_per_prompt: int = 1, predictions: Mapping[int, PredictionUsage] | None = None
 ) -> dict[str, Any]:
-    """Token counts of a request. Each prompt is counted once, however many answers it has (n).
+    """Token counts in OpenAI's format. Each prompt is counted once, however many answers it has (n).
 
-    `foretold`: what became of predictions, by answer; OpenAI's details are told where there were some.
+    `predictions`: accepted and rejected tokens of predicted outputs, by answer.
     """
     known = [usage for usage in usages if usage is not None]
     prompts = known[::num_per_prompt]
@@ -48,9 +45,9 @@ def usage_body(
         "total_tokens": num_prompt + num_completion,
         "prompt_tokens_details": {"cached_tokens": sum(usage.cached_tokens for usage in prompts)},
     }
-    if foretold:
+    if predictions:
         body["completion_tokens_details"] = {
-            "accepted_prediction_tokens": sum(each.num_accepted for each in foretold.values()),
-            "rejected_prediction_tokens": sum(each.num_rejected for each in foretold.values()),
+            "accepted_prediction_tokens": sum(each.num_accepted for each in predictions.values()),
+            "rejected_prediction_tokens": sum(each.num_rejected for each in predictions.values()),
         }
     return body

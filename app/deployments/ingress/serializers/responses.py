@@ -1,7 +1,4 @@
-"""Answers as OpenAI's Responses API tells them: JSON bodies and stream events, made from blocks.
-
-In: what happens to an answer's blocks. Out: plain dictionaries, and events as bytes. Rule: nothing is decided here.
-"""
+"""OpenAI's Responses API: response bodies and stream events, made from content blocks."""
 
 from __future__ import annotations
 
@@ -16,7 +13,7 @@ from app.deployments.ingress.serializers.content_blocks import Block, BlockEvent
 from app.deployments.ingress.serializers.messages import named_event
 from app.engine.request import Usage
 
-#: Takes a stored response as it is told, before its client hears of its end.
+#: Stores a finished response; awaited before the client gets the last event.
 StoreResponse: TypeAlias = Callable[[Mapping[str, Any]], Awaitable[None]]
 
 
@@ -27,12 +24,12 @@ def response_body(
     end: BlocksDone | None,
     stored_id: str | None = None,
 ) -> dict[str, Any]:
-    """A response; without an end it is in progress. `stored_id`: what it is stored as, if it is."""
+    """A response; in progress if `end` is None. `stored_id`: its id in the store, if it is stored."""
     is_cut = end is not None and end.reason == "length"
     status = "in_progress" if end is None else "incomplete" if is_cut else "completed"
-    told = body.model_dump(mode="json", by_alias=True)
+    fields = body.model_dump(mode="json", by_alias=True)
     same = ("model", "instructions", "max_output_tokens", "temperature", "top_p", "parallel_tool_calls", "tool_choice")
-    return {name: told[name] for name in same} | {
+    return {name: fields[name] for name in same} | {
         "id": stored_id or job.request_id,
         "object": "response",
         "created_at": int(job.requests[0].arrival_s),
@@ -45,8 +42,8 @@ def response_body(
         "previous_response_id": body.previous_response_id,
         "reasoning": {"effort": None, "summary": None},
         "store": stored_id is not None,
-        "text": {"format": {"type": "text"}} if told["text"] is None else told["text"],
-        "tools": told["tools"] or [],
+        "text": {"format": {"type": "text"}} if fields["text"] is None else fields["text"],
+        "tools": fields["tools"] or [],
         "truncation": "disabled",
         "metadata": body.metadata or {},
         "usage": None if end is None else _usage(end.usage),
@@ -54,9 +51,9 @@ def response_body(
 
 
 async def response_events(
-    job: GenerationTask, body: ResponsesRequest, stored_id: str | None = None, keep: StoreResponse | None = None
+    job: GenerationTask, body: ResponsesRequest, stored_id: str | None = None, store: StoreResponse | None = None
 ) -> AsyncGenerator[bytes]:
-    """The events of a stream. `keep` stores the response."""
+    """The events of a streamed response."""
     blocks: list[Block] = []
     numbers, is_started = itertools.count(), False
     async with aclosing(block_events(job)) as source:
@@ -68,8 +65,8 @@ async def response_events(
                     prefix += _event(numbers, kind, response=started)
             if isinstance(change, BlocksDone):
                 ended = response_body(job, body, blocks, change, stored_id)
-                if keep is not None:
-                    await keep(ended)
+                if store is not None:
+                    await store(ended)
                 yield prefix + _event(numbers, f"response.{ended['status']}", response=ended)
             else:
                 if change.what == "open":

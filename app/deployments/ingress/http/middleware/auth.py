@@ -1,8 +1,7 @@
-"""Who is let in: API keys become callers here, before any route sees a request.
+"""Authentication: turns a request's API key into its `Principal` before any route runs.
 
-In: requests, the table of keys and the rules (`http:` of the settings). Out: the same requests with their `Principal`, or
-a 401 that says how to come in. Rule: nothing but a key (or the management token) says who somebody is; while there are
-none at all, requests from the service's own machine are let in without. A key is in no message and no log.
+Only a key or the management token identifies a caller. While no keys exist, requests from the service's own machine
+are admitted without one. A key never appears in a message or a log.
 """
 
 from __future__ import annotations
@@ -25,14 +24,14 @@ from app.deployments.tenancy.models import PUBLIC
 from app.engine.errors import InvalidRequest, PolyloraError
 from app.redaction import holds_key
 
-#: What anybody may ask: whether the service lives.
+#: Paths that need no authentication: the probes.
 PUBLIC_PATHS = frozenset({"/health", "/readyz", "/livez"})
 #: The id of the admin key that comes from the environment.
 ENVIRONMENT_KEY = "key_environment"
 
 
 class Authenticator:
-    """Says who a request's sender is."""
+    """Resolves a request's caller from its headers and the table of keys."""
 
     def __init__(self, tenancy: RequestAccounting, policy: HttpPolicy) -> None:
         self._tenancy = tenancy
@@ -40,7 +39,7 @@ class Authenticator:
 
     @property
     def needs_keys(self) -> bool:
-        """Whether a request without a key is nobody's."""
+        """Whether a request without a key is rejected."""
         if self._policy.auth == "auto":
             return self._tenancy.view.has_keys or self._policy.admin_digest is not None
         return self._policy.auth == "keys"
@@ -55,7 +54,7 @@ class Authenticator:
                 return _operator(request)
             raise InvalidApiKey(
                 "this service has no API keys yet and answers to its own machine only; make the first with polylora "
-                "keygen --admin, or say http.auth: open to let everybody in"
+                "keygen --admin, or set http.auth: open to admit everyone"
             )
         return Principal(DEFAULT_TENANT, address_of(request))
 
@@ -88,7 +87,7 @@ class Authenticator:
         return Principal(tenant.id, who, tenant, known.key.id, "project")
 
     def _admin_principal(self, request: HTTPConnection, who: str, key_id: str) -> Principal:
-        """Manages the public adapters, or those of the project that the header OpenAI-Project names."""
+        """An administrator: of the public adapters, or of the project that the header OpenAI-Project names."""
         wanted = request.headers.get("openai-project")
         if wanted is None:
             return Principal(DEFAULT_TENANT, who, PUBLIC, key_id, "admin")
@@ -102,16 +101,16 @@ def _check_url(scope: Scope) -> None:
     """Raises InvalidRequest for a URL with an API key in it: proxies, logs and browsers keep URLs."""
     if holds_key(scope["path"]) or holds_key(scope["query_string"].decode("latin-1")):
         raise InvalidRequest(
-            "the URL holds an API key, which may have been written down on its way: revoke it, and send keys in the "
+            "the URL contains an API key, which proxies may have logged: revoke it, and send keys in the "
             "header Authorization: Bearer"
         )
 
 
 def _request_key(request: HTTPConnection) -> str:
-    """What a request gives for its key; empty where it gives none. Of two, the one in Authorization."""
+    """The API key of a request, or "". The Authorization header has priority."""
     kind, _, value = request.headers.get("authorization", "").partition(" ")
     value = value.strip() if kind.lower() == "bearer" else ""
-    # Anthropic's clients send the key as `x-api-key`, which is none anywhere else.
+    # Anthropic's clients send the key as `x-api-key`; other routes ignore that header.
     if not value and is_messages(request.scope["path"]):
         value = request.headers.get("x-api-key", "").strip()
     return value
@@ -122,7 +121,7 @@ def _operator(request: HTTPConnection) -> Principal:
 
 
 class AuthMiddleware:
-    """ASGI middleware: every request behind it has a caller in its state."""
+    """ASGI middleware that stores the caller in the request's state, or answers with an error."""
 
     def __init__(self, app: ASGIApp, authenticator: Authenticator) -> None:
         self._app = app

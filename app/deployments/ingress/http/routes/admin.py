@@ -1,12 +1,12 @@
-"""The routes by which OpenAI's admin client manages tenants, and `/v1/tenants` for what its objects cannot say.
+"""OpenAI's admin API (`client.admin.organization`), and `/v1/tenants` for settings that OpenAI's objects do not have.
 
-In: requests with an admin key, and the tenants' owner. Out: routes. Paths, parameters, objects and pages are those of
-OpenAI's specification (`client.admin.organization`). Rule: every route here asks for an admin key first.
+Every route requires an admin key.
 """
 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Query, Request
@@ -25,21 +25,18 @@ from app.deployments.tenancy.models import (
     LARGEST_PAGE,
     ApiKey,
     RateLimit,
-    ServiceAccount,
     Tenant,
     TenantChange,
 )
 from app.deployments.tenancy.service import TenantsService
 from app.engine.errors import InvalidRequest, NotFound
 
-#: Before a rate limit's id comes this; behind it the model's name.
+#: The id of a rate limit is this prefix and the model's name.
 _RATE_PREFIX = "rl-"
 AdminLimit = Annotated[int, WholeNumber(1, LARGEST_PAGE)]
 
 
 class AdminPageQuery(QueryParams):
-    """`after` is the id of the last entry that is known."""
-
     limit: AdminLimit = DEFAULT_PAGE
     after: str | None = None
 
@@ -49,13 +46,13 @@ class ProjectQuery(AdminPageQuery):
 
 
 class KeyQuery(AdminPageQuery):
-    """A revoked key is in no list: none is "inactive"."""
+    """Revoked keys are not listed, so no key is "inactive"."""
 
     owner_project_access: str | None = None
 
 
 class RateLimitQuery(AdminPageQuery):
-    """`before` changes nothing."""
+    """`before` is ignored."""
 
     limit: AdminLimit = LARGEST_PAGE
     before: str | None = None
@@ -66,7 +63,7 @@ class AdminKeyQuery(AdminPageQuery):
 
 
 class AuditLogQuery(AdminPageQuery):
-    """Entries are chosen by id, project and event; the other names of OpenAI's client change nothing."""
+    """Entries are filtered by id, project and event; OpenAI's other filters are ignored."""
 
     before: str | None = None
     project_ids: list[str] = Field(default_factory=list)
@@ -79,7 +76,7 @@ class AuditLogQuery(AdminPageQuery):
 
 
 def admin_router(service: IngressService) -> APIRouter:
-    """All of them."""
+    """The routes under /v1/organization and /v1/tenants."""
     routes = APIRouter(prefix="/v1/organization", dependencies=[Depends(admin_principal)])
     _add_project_routes(routes, service)
     _add_account_routes(routes, service)
@@ -106,7 +103,7 @@ async def _page(
     read: Callable[[int, str | None], Awaitable[Sequence[Any]]],
     body: Callable[[Any], dict[str, Any]],
 ) -> Response:
-    """One entry more than is shown is read, to know whether there are more."""
+    """Reads one entry more than the page has, to know whether there are more."""
     found = await read(query.limit + 1, query.after)
     return JSONResponse(page_body([body(item) for item in found[: query.limit]], has_more=len(found) > query.limit))
 
@@ -116,9 +113,7 @@ def _add_project_routes(routes: APIRouter, service: IngressService) -> None:
 
     @routes.get("/projects", response_model=PageResponse[schemas.Project])
     async def projects(query: Annotated[ProjectQuery, Query()]) -> Response:
-        async def read(limit: int, after: str | None) -> Sequence[Tenant]:
-            return await owner.projects(limit, after, with_archived=query.include_archived)
-
+        read = partial(owner.projects, with_archived=query.include_archived)
         return await _page(query, read, serializers.project_body)
 
     @routes.post("/projects", response_model=schemas.Project)
@@ -144,10 +139,7 @@ def _add_account_routes(routes: APIRouter, service: IngressService) -> None:
 
     @routes.get("/projects/{project_id}/service_accounts", response_model=PageResponse[schemas.ServiceAccountResponse])
     async def accounts(project_id: str, query: Annotated[AdminPageQuery, Query()]) -> Response:
-        async def read(limit: int, after: str | None) -> Sequence[ServiceAccount]:
-            return await owner.accounts(project_id, limit, after)
-
-        return await _page(query, read, serializers.account_body)
+        return await _page(query, partial(owner.accounts, project_id), serializers.account_body)
 
     @routes.post("/projects/{project_id}/service_accounts", response_model=schemas.NewServiceAccount)
     async def create(project_id: str, request: Request, body: JsonBody[schemas.AccountBody]) -> Response:
@@ -200,7 +192,7 @@ def _add_key_routes(routes: APIRouter, service: IngressService) -> None:
     async def keys(project_id: str, query: Annotated[KeyQuery, Query()]) -> Response:
         async def read(limit: int, after: str | None) -> Sequence[dict[str, Any]]:
             found = await owner.keys(project_id, limit, after)
-            if query.owner_project_access == "inactive":  # a revoked key is in no list
+            if query.owner_project_access == "inactive":
                 return []
             return [await _key_body(owner, key) for key in found]
 
@@ -222,8 +214,8 @@ def _add_key_routes(routes: APIRouter, service: IngressService) -> None:
 
 
 async def _key_body(owner: TenantsService, key: ApiKey) -> dict[str, Any]:
-    assert key.project_id is not None, "it is a project's key"
-    assert key.service_account_id is not None, "so it has a service account"
+    assert key.project_id is not None, "a project's key"
+    assert key.service_account_id is not None, "a project's key belongs to a service account"
     return serializers.key_body(key, await owner.account(key.project_id, key.service_account_id))
 
 
@@ -261,7 +253,7 @@ def _add_permission_routes(routes: APIRouter, service: IngressService) -> None:
         project_id: str, rate_limit_id: str, request: Request, body: JsonBody[schemas.RateLimitBody]
     ) -> Response:
         if not rate_limit_id.startswith(_RATE_PREFIX):
-            raise NotFound(f"there is no rate limit {rate_limit_id[:80]!r}; that of a model is {_RATE_PREFIX}<model>")
+            raise NotFound(f"there is no rate limit {rate_limit_id[:80]!r}; their ids are {_RATE_PREFIX}<model>")
         model = rate_limit_id.removeprefix(_RATE_PREFIX)
         asked = {
             "requests_per_min": body.max_requests_per_1_minute,
@@ -278,9 +270,7 @@ def _add_admin_key_routes(routes: APIRouter, service: IngressService) -> None:
 
     @routes.get("/admin_api_keys", response_model=PageResponse[schemas.AdminKey])
     async def keys(query: Annotated[AdminKeyQuery, Query()]) -> Response:
-        async def read(limit: int, after: str | None) -> Sequence[ApiKey]:
-            return await owner.keys(None, limit, after, is_newest_first=query.order == "desc")
-
+        read = partial(owner.keys, None, is_newest_first=query.order == "desc")
         return await _page(query, read, serializers.admin_key_body)
 
     @routes.post("/admin_api_keys", response_model=schemas.NewAdminKey)
@@ -307,7 +297,7 @@ def _add_audit_routes(routes: APIRouter, service: IngressService) -> None:
         async def read(limit: int, _: str | None) -> Sequence[TenantChange]:
             return await owner.changes(
                 limit,
-                before=_audit_number("after", query.after),  # newest first: what comes after is older
+                before=_audit_number("after", query.after),  # newest first: the next page is older
                 after=_audit_number("before", query.before),
                 project_ids=query.project_ids,
                 events=query.event_types,
@@ -317,7 +307,6 @@ def _add_audit_routes(routes: APIRouter, service: IngressService) -> None:
 
 
 def _audit_number(name: str, text: str | None) -> int | None:
-    """Raises InvalidRequest."""
     if text is None:
         return None
     number = text.removeprefix("audit_log-")

@@ -1,7 +1,6 @@
-"""/v1/batches as OpenAI's client uses them: asked for, looked at, cancelled.
+"""/v1/batches in OpenAI's format: create, list, retrieve, cancel. `batches.runner` does the work.
 
-In: a service that keeps batches. Out: routes. Rule: a batch belongs to the tenant of the key that asked for it; another
-tenant's is as if it were not there. Who works on batches is another's business (`batches.runner`).
+A batch belongs to the tenant of the key that created it; other tenants get a 404.
 """
 
 from __future__ import annotations
@@ -24,11 +23,11 @@ DAY_S = 86_400.0
 
 
 def add_batch_routes(app: FastAPI, service: IngressService) -> None:
-    """Add them."""
+    """Register the routes."""
 
     @app.post("/v1/batches", response_model=schemas.BatchResponse)
     async def create(request: Request, body: JsonBody[BatchBody]) -> Response:
-        """Have the requests of a file computed when nobody else wants the engines, within a day."""
+        """Run the requests of a file within 24 hours, at lower priority than interactive requests."""
         caller, config = inference_principal(request), service.storage_config
         life_s = config.days * DAY_S
         if body.output_expires_after is not None:
@@ -49,20 +48,20 @@ def add_batch_routes(app: FastAPI, service: IngressService) -> None:
 
     @app.get("/v1/batches", response_model=PageResponse[schemas.BatchResponse])
     async def batches(request: Request, query: Annotated[PageQuery, Query()]) -> Response:
-        """The caller's batches, newest first."""
+        """List the caller's batches, newest first."""
         tenant_id = inference_principal(request).tenant_id
         found = await service.storage.batch_page(tenant_id=tenant_id, limit=query.limit, after=query.after)
         return JSONResponse(page_body([batch_body(batch) for batch in found.batches], has_more=found.has_more))
 
     @app.get("/v1/batches/{batch_id}", response_model=schemas.BatchResponse)
     async def batch(request: Request, batch_id: str) -> Response:
-        """One of them."""
+        """Retrieve a batch."""
         tenant_id = inference_principal(request).tenant_id
         return JSONResponse(batch_body(await service.storage.batch(batch_id, tenant_id=tenant_id)))
 
     @app.post("/v1/batches/{batch_id}/cancel", response_model=schemas.BatchResponse)
     async def cancel(request: Request, batch_id: str) -> Response:
-        """End it; what has been answered stays."""
+        """Cancel a batch; its finished answers are kept."""
         tenant_id = inference_principal(request).tenant_id
         found = await service.storage.cancel_batch(batch_id, tenant_id=tenant_id)
         service.wake_batches()
@@ -70,9 +69,9 @@ def add_batch_routes(app: FastAPI, service: IngressService) -> None:
 
 
 def batch_body(batch: Batch) -> dict[str, Any]:
-    """As OpenAI tells it."""
-    ended = dict.fromkeys(("completed", "failed", "expired", "cancelled"))
-    times = {f"{status}_at": _second(batch.ended_s if batch.status == status else None) for status in ended}
+    """A batch in OpenAI's format."""
+    final = ("completed", "failed", "expired", "cancelled")
+    times = {f"{status}_at": _second(batch.ended_s if batch.status == status else None) for status in final}
     errors = json.loads(batch.errors)
     return {
         "id": batch.id,
@@ -90,11 +89,7 @@ def batch_body(batch: Batch) -> dict[str, Any]:
         "finalizing_at": None if batch.status == "failed" else _second(batch.ended_s),
         "cancelling_at": _second(batch.cancelling_s),
         **times,
-        "request_counts": {
-            "total": batch.num_lines,
-            "completed": batch.num_completed,
-            "failed": batch.num_failed,
-        },
+        "request_counts": {"total": batch.num_lines, "completed": batch.num_completed, "failed": batch.num_failed},
         "metadata": json.loads(batch.note) or None,
     }
 

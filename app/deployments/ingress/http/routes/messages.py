@@ -1,8 +1,7 @@
-"""Routes for agents beside chat completions: Anthropic's messages, OpenAI's responses, tokens of a text.
+"""Anthropic's /v1/messages, and /tokenize and /detokenize in vLLM's format.
 
-In: an `IngressService`. Out: routes. Rule: an answer is a chat completion in other words: it goes through the same
-frontend, and is let in, limited, counted and metered as one. What only counts or spells tokens asks no engine: it takes
-one request of its caller's limits.
+A message is a chat completion in another format: the same preprocessor, limits and accounting. The routes that only
+tokenize or count use no engine and cost their caller one request of its limits.
 """
 
 from __future__ import annotations
@@ -22,7 +21,6 @@ from app.deployments.ingress.http.request_lifecycle import (
     stream_response,
 )
 from app.deployments.ingress.http.request_parsing import JsonBody
-from app.deployments.ingress.http.routes.responses import add_response_routes
 from app.deployments.ingress.preprocess.tokenizer_service import in_worker_if_long
 from app.deployments.ingress.principal import inference_principal
 from app.deployments.ingress.schemas.completions import (
@@ -38,16 +36,15 @@ from app.deployments.ingress.service import IngressService
 
 
 def add_messages_routes(app: FastAPI, service: IngressService) -> None:
-    """Add them."""
-    _add_messages(app, service)
-    add_response_routes(app, service)
-    _add_tokens(app, service)
+    """Register the routes."""
+    _add_message_routes(app, service)
+    _add_tokenize_routes(app, service)
 
 
-def _add_messages(app: FastAPI, service: IngressService) -> None:
+def _add_message_routes(app: FastAPI, service: IngressService) -> None:
     @app.post("/v1/messages", response_model=MessageResponse, responses=EVENT_STREAM | MESSAGES_ERROR)
     async def messages(request: Request, body: JsonBody[MessagesRequest]) -> Response:
-        """Answer a conversation, as Anthropic does."""
+        """Answer a conversation, complete or as a stream."""
         job = await start_task(request, service, body.chat())
         if body.stream:
             return await stream_response(request, service, job, "messages", message_events(job, body.model))
@@ -57,7 +54,7 @@ def _add_messages(app: FastAPI, service: IngressService) -> None:
 
     @app.post("/v1/messages/count_tokens", response_model=TokenCount, responses=MESSAGES_ERROR)
     async def count_tokens(request: Request, body: JsonBody[CountTokensRequest]) -> Response:
-        """How many tokens a conversation's prompt has."""
+        """Count the tokens of a conversation's prompt."""
         chat, caller = body.chat(), inference_principal(request)
         ref = await service.frontend.finder.find(chat.model, caller, adapters=chat.adapters)
         async with service.tenancy.one_request(caller, ref):
@@ -65,13 +62,13 @@ def _add_messages(app: FastAPI, service: IngressService) -> None:
         return JSONResponse({"input_tokens": len(token_ids)}, headers=service.tenancy.headers(caller))
 
 
-def _add_tokens(app: FastAPI, service: IngressService) -> None:
+def _add_tokenize_routes(app: FastAPI, service: IngressService) -> None:
     @app.post("/tokenize", response_model=TokenizeResponse)
     async def tokenize(request: Request, body: JsonBody[TokenizeRequest]) -> Response:
-        """Token ids of a text, or of a conversation as an answer's prompt has them."""
+        """The token ids of a text, or of a conversation's prompt."""
         frontend, caller = service.frontend, inference_principal(request)
 
-        def told(token_ids: Sequence[int]) -> bytes:
+        def body_bytes(token_ids: Sequence[int]) -> bytes:
             text_of = frontend.text_model.token_text
             strings = [text_of(token_id) for token_id in token_ids] if body.return_token_strs else None
             fields = {"count": len(token_ids), "max_model_len": frontend.max_model_len, "tokens": list(token_ids)}
@@ -83,7 +80,7 @@ def _add_tokens(app: FastAPI, service: IngressService) -> None:
                 token_ids = await frontend.chat_ids(body, ref)
             else:
                 (token_ids,) = await frontend.prompt_ids([body.prompt], "prompt")
-            content = await in_worker_if_long(len(token_ids), lambda: told(token_ids))
+            content = await in_worker_if_long(len(token_ids), lambda: body_bytes(token_ids))
         return _json(content, service.tenancy.headers(caller))
 
     @app.post("/detokenize", response_model=DetokenizeResponse)

@@ -1,6 +1,6 @@
-"""The routes that generate, embed or choose, in the formats of OpenAI and SGLang.
+"""Chat completions, completions, embeddings and adapter selection in OpenAI's format, and SGLang's /generate.
 
-The first event of a stream is awaited before the status line is sent, so that a refused request has its proper code.
+The first event of a stream is awaited before the status line is sent, so that a rejected request has its status code.
 """
 
 from __future__ import annotations
@@ -43,23 +43,23 @@ from app.engine.errors import InvalidRequest
 
 
 def add_openai_routes(app: FastAPI, service: IngressService) -> None:
-    """Add them."""
+    """Register the routes."""
     _add_completion_routes(app, service)
     _add_generate_route(app, service)
     _add_embeddings_route(app, service)
-    _add_choice_route(app, service)
+    _add_selection_route(app, service)
 
 
 def _add_completion_routes(app: FastAPI, service: IngressService) -> None:
     @app.post("/v1/chat/completions", response_model=ChatCompletion, responses=EVENT_STREAM)
     async def chat(request: Request, body: JsonBody[ChatCompletionRequest]) -> Response:
-        """Answer a conversation, whole or as a stream."""
+        """Answer a conversation, complete or as a stream."""
         job = await service.frontend.chat(body, inference_principal(request), request_id_of(request))
         return await _respond(request, service, body, job)
 
     @app.post("/v1/completions", response_model=Completion, responses=EVENT_STREAM)
     async def completions(request: Request, body: JsonBody[CompletionRequest]) -> Response:
-        """Continue one text or several, whole or as a stream."""
+        """Continue one or more prompts, complete or as a stream."""
         job = await service.frontend.completion(body, inference_principal(request), request_id_of(request))
         return await _respond(request, service, body, job)
 
@@ -95,15 +95,15 @@ def _add_embeddings_route(app: FastAPI, service: IngressService) -> None:
         return Response(answer(job, body, found), media_type="application/json", headers=headers)
 
 
-def _add_choice_route(app: FastAPI, service: IngressService) -> None:
+def _add_selection_route(app: FastAPI, service: IngressService) -> None:
     @app.post("/v1/route", response_model=RouteDecision)
     async def route(request: Request, body: JsonBody[RouteBody]) -> Response:
-        """Which adapters model "auto" would choose, and how near each is; nothing is generated."""
+        """The adapters that model "auto" would choose, and their scores; generates nothing."""
         if (body.messages is None) == (body.prompt is None):
             raise InvalidRequest("give either messages, a conversation, or prompt", param="prompt")
-        asked = body.prompt or "" if body.messages is None else last_user_text(body.messages)
+        question = body.prompt or "" if body.messages is None else last_user_text(body.messages)
         caller = inference_principal(request)
-        decision = await run_until_disconnect(request, service.frontend.chooser.choose(asked, caller, body.routing))
+        decision = await run_until_disconnect(request, service.frontend.chooser.choose(question, caller, body.routing))
         service.observe("route", 200, None)
         headers = {ROUTE_HEADER: decision.header} | service.tenancy.headers(caller)
         return JSONResponse({"object": "route"} | decision.body(), headers=headers)
@@ -120,8 +120,8 @@ async def _events(job: GenerationTask, serializer: ChatSerializer) -> AsyncGener
             if reader is not None:
                 event = b"".join(map(sse, serializer.tool_events(index, delta, offsets[index], reader)))
             elif started[index] and delta.finish_reason is None and serializer.is_plain:
-                before, behind = texts[index]  # nearly every event: only its text is new
-                event = b"data: %b%b%b\n\n" % (before, to_json(delta.text), behind)
+                before, after = texts[index]  # the common case: only the text differs
+                event = b"data: %b%b%b\n\n" % (before, to_json(delta.text), after)
             else:
                 event = sse(serializer.event(index, delta, offsets[index]))
             if not started[index]:
@@ -136,7 +136,7 @@ async def _events(job: GenerationTask, serializer: ChatSerializer) -> AsyncGener
 def _add_generate_route(app: FastAPI, service: IngressService) -> None:
     @app.post("/generate", response_model=GenerateResult | list[GenerateResult])
     async def generate(request: Request, body: JsonBody[GenerateBody]) -> Response:
-        """Continue texts, each with an adapter of its own or none."""
+        """Continue texts, each with its own adapter or none."""
         caller, request_id = inference_principal(request), request_id_of(request)
         job = request.state.job = await service.frontend.generate(body, caller, request_id)
         with observe_if_cancelled(service, "generate", job):

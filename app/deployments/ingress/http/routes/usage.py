@@ -1,7 +1,6 @@
-"""Usage, costs and spend limits, by which OpenAI's admin client accounts for tenants.
+"""Usage, costs and spend limits of OpenAI's admin API, computed from the usage ledger.
 
-In: requests with an admin key, and the tenants' owner. Out: routes. Buckets, groups and pages are those of OpenAI's
-specification; what it groups by that is not here (users, batches, tiers) is null. Sums are the ledger's.
+Groups of OpenAI's that do not exist here (users, batches, tiers) are null.
 """
 
 from __future__ import annotations
@@ -32,18 +31,18 @@ from app.deployments.tenancy.usage.flusher import RouteKind, UsageRecord
 from app.deployments.tenancy.usage.queries import WIDTHS, BucketSize, UsageQuery, next_page, usage_query
 from app.engine.errors import InvalidRequest, NotFound
 
-#: One group's sum.
+#: A group's columns and its sum.
 Sum = tuple[Mapping[str, str], UsageRecord]
-#: What is made of the sums of a bucket.
+#: Formats the sums of a bucket.
 Results = Callable[[Sequence[Sum]], list[dict[str, Any]]]
-#: Costs come by the day, and more of them at once than usage does.
+#: Costs are per day: 7 buckets by default, at most 180.
 _COST_WIDTH = BucketSize(86_400, 7, 180)
 #: Up to the year 5138.
 _Time = Annotated[int, WholeNumber(0, 10**11)]
 
 
 class BucketQuery(QueryParams):
-    """What both usage and costs are asked for; times are Unix seconds."""
+    """Parameters of usage and costs; times are Unix seconds."""
 
     start_time: _Time
     end_time: _Time | None = None
@@ -55,7 +54,7 @@ class BucketQuery(QueryParams):
 
 
 class ModelUsageQuery(BucketQuery):
-    """Usage is not counted by user."""
+    """`user_ids` is rejected: usage is not counted by user."""
 
     bucket_width: Literal["1m", "1h", "1d"] = "1d"
     models: list[str] = Field(default_factory=list)
@@ -63,7 +62,7 @@ class ModelUsageQuery(BucketQuery):
 
 
 class CompletionsUsageQuery(ModelUsageQuery):
-    """Nor is it counted by batch."""
+    """`batch` true is rejected: usage is not counted by batch."""
 
     batch: str | None = None
 
@@ -74,7 +73,7 @@ class CostQuery(BucketQuery):
 
 
 def add_usage_routes(routes: APIRouter, tenancy: RequestAccounting) -> None:
-    """`/usage/completions`, `/usage/embeddings`, `/costs`."""
+    """Register `/usage/completions`, `/usage/embeddings` and `/costs`."""
 
     @routes.get("/usage/completions", response_model=BucketPage[CompletionsUsage])
     async def completions(query: Annotated[CompletionsUsageQuery, Query()]) -> Response:
@@ -95,7 +94,7 @@ def add_usage_routes(routes: APIRouter, tenancy: RequestAccounting) -> None:
 
 
 def add_spend_routes(routes: APIRouter, tenancy: RequestAccounting) -> None:
-    """`/projects/{id}/spend_limit`."""
+    """Register `/projects/{id}/spend_limit`."""
     owner, path = tenancy.owner, "/projects/{project_id}/spend_limit"
 
     async def answer(project_id: str) -> Response:
@@ -131,7 +130,7 @@ async def _usage(query: ModelUsageQuery, tenancy: RequestAccounting, kind: Route
 
 
 async def _page(tenancy: RequestAccounting, query: UsageQuery, results: Results) -> Response:
-    await tenancy.metering.flush()  # so that whoever asks after a request sees it, if it was of this ingress
+    await tenancy.metering.flush()  # so that a caller sees the requests that it has sent to this ingress
     data = [
         {
             "object": "bucket",
@@ -195,7 +194,7 @@ def _embeddings(sums: Sequence[Sum]) -> list[dict[str, Any]]:
 
 
 class _Cost(NamedTuple):
-    """What a result of costs is of; None of what is not grouped by."""
+    """The group of a cost; None for columns that are not grouped by."""
 
     project_id: str | None
     key_id: str | None
@@ -204,7 +203,7 @@ class _Cost(NamedTuple):
 
 
 def _costs(sums: Sequence[Sum], group_by: Collection[str]) -> list[dict[str, Any]]:
-    """A line item is the tokens of a model or an adapter, and has a quantity. `requested_grammar`: what is grouped by."""
+    """Costs per group. A line item is a model's or an adapter's tokens, and only line items have a quantity."""
     totals: dict[_Cost, UsageRecord] = {}
     for group, usage in sums:
         model = group["model"]
