@@ -448,7 +448,7 @@ async def test_a_file_s_name_and_a_batch_s_metadata_hold_no_key(org: Org) -> Non
     for metadata in ({"job": f"with {key}"}, {key: "job"}):
         refused = await org.ask("ada", "POST", "/v1/batches", json=wanted | {"metadata": metadata})
         assert (refused.status_code, refused.json()["error"]["param"]) == (400, "metadata")
-        assert "holds an API key" in refused.json()["error"]["message"]
+        assert "contains an API key" in refused.json()["error"]["message"]
         assert key not in refused.text
     assert (await org.ask("ada", "GET", "/v1/batches")).json()["data"] == []
 
