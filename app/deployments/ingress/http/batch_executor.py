@@ -6,7 +6,7 @@ The request goes through the same preprocessor, limits and accounting as one tha
 from __future__ import annotations
 
 import json
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Coroutine, Mapping
 from typing import Any, TypeAlias
 
 from app.deployments.ingress.batches.runner import is_transient
@@ -25,8 +25,8 @@ from app.deployments.ingress.serializers.responses import response_body
 from app.deployments.ingress.service import IngressService
 from app.engine.errors import InvalidRequest
 
-#: A running request, and the coroutine function that waits for its response body.
-_StartedRequest: TypeAlias = tuple[GenerationTask, Callable[[], Awaitable[dict[str, Any]]]]
+#: A running request, and the coroutine of its response body.
+_StartedRequest: TypeAlias = tuple[GenerationTask, Coroutine[Any, Any, dict[str, Any]]]
 
 
 class BatchExecutor:
@@ -44,7 +44,7 @@ class BatchExecutor:
         try:
             job, result = await self._start(endpoint, body, caller, request_id)
             with observe_if_cancelled(self._service, route, job):
-                answer = await result()
+                answer = await result
         except Exception as error:
             if job is not None:
                 self._record(job, is_passing=is_transient(error))
@@ -67,40 +67,32 @@ class BatchExecutor:
         frontend = self._service.frontend
         if endpoint == "/v1/chat/completions":
             chat = parse_body(ChatCompletionRequest, body)
-            return self._completion(chat, await frontend.chat(chat, caller, request_id))
+            job = await frontend.chat(chat, caller, request_id)
+            return job, self._completion(chat, job)
         if endpoint == "/v1/completions":
             completion = parse_body(CompletionRequest, body)
-            return self._completion(completion, await frontend.completion(completion, caller, request_id))
+            job = await frontend.completion(completion, caller, request_id)
+            return job, self._completion(completion, job)
         if endpoint == "/v1/embeddings":
-            return await self._embedding(parse_body(EmbeddingsRequest, body), caller, request_id)
-        return await self._response(parse_body(ResponsesRequest, body), caller, request_id)
-
-    def _completion(self, body: ChatCompletionRequest | CompletionRequest, job: GenerationTask) -> _StartedRequest:
-        async def result() -> dict[str, Any]:
-            serializer = chat_serializer(self._service.frontend.text_model, body, job)
-            return serializer.body(await job.answers(), job.num_per_prompt)
-
-        return job, result
-
-    async def _embedding(self, body: EmbeddingsRequest, caller: Principal, request_id: str) -> _StartedRequest:
-        job = await self._service.embedder.job(body, caller, request_id)
-
-        async def result() -> dict[str, Any]:
-            content: dict[str, Any] = json.loads(answer(job, body, await vectors(job)))
-            return content
-
-        return job, result
-
-    async def _response(self, body: ResponsesRequest, caller: Principal, request_id: str) -> _StartedRequest:
+            embeddings = parse_body(EmbeddingsRequest, body)
+            job = await self._service.embedder.job(embeddings, caller, request_id)
+            return job, self._embedding(embeddings, job)
+        response = parse_body(ResponsesRequest, body)
         for field in ("store", "previous_response_id"):
-            if getattr(body, field):
+            if getattr(response, field):
                 raise InvalidRequest(
                     f"{field} is not allowed in a batch, whose output file holds the answers; leave it out", param=field
                 )
-        job = await self._service.frontend.chat(body.chat(), caller, request_id)
+        job = await frontend.chat(response.chat(), caller, request_id)
+        return job, self._response(response, job)
 
-        async def result() -> dict[str, Any]:
-            blocks, end = await collect_blocks(job)
-            return response_body(job, body, blocks, end)
+    async def _completion(self, body: ChatCompletionRequest | CompletionRequest, job: GenerationTask) -> dict[str, Any]:
+        serializer = chat_serializer(self._service.frontend.text_model, body, job)
+        return serializer.body(await job.answers(), job.num_per_prompt)
 
-        return job, result
+    async def _embedding(self, body: EmbeddingsRequest, job: GenerationTask) -> dict[str, Any]:
+        content: dict[str, Any] = json.loads(answer(job, body, await vectors(job)))
+        return content
+
+    async def _response(self, body: ResponsesRequest, job: GenerationTask) -> dict[str, Any]:
+        return response_body(job, body, *await collect_blocks(job))

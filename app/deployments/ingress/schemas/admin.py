@@ -98,12 +98,15 @@ class Project(ResponseModel):
     external_key_id: None
 
 
-class ServiceAccountResponse(ResponseModel):
-    object: Literal["organization.project.service_account"]
+class KeyAccount(ResponseModel):
     id: str
     name: str
     role: str
     created_at: Seconds
+
+
+class ServiceAccountResponse(KeyAccount):
+    object: Literal["organization.project.service_account"]
 
 
 class IssuedKeyResponse(ResponseModel):
@@ -121,26 +124,22 @@ class NewServiceAccount(ServiceAccountResponse):
     api_key: IssuedKeyResponse | None
 
 
-class KeyAccount(ResponseModel):
-    id: str
-    name: str
-    role: str
-    created_at: Seconds
-
-
 class KeyOwner(ResponseModel):
     type: Literal["service_account"]
     service_account: KeyAccount | None
 
 
-class ApiKeyResponse(ResponseModel):
-    object: Literal["organization.project.api_key"]
+class _KeyFields(ResponseModel):
     id: str
     name: str
     redacted_value: str
     created_at: Seconds
     expires_at: Seconds | None
     last_used_at: Seconds | None
+
+
+class ApiKeyResponse(_KeyFields):
+    object: Literal["organization.project.api_key"]
     owner: KeyOwner
     owner_project_access: Literal["active"]
 
@@ -153,14 +152,8 @@ class AdminKeyOwner(ResponseModel):
     role: str
 
 
-class AdminKey(ResponseModel):
+class AdminKey(_KeyFields):
     object: Literal["organization.admin_api_key"]
-    id: str
-    name: str
-    redacted_value: str
-    created_at: Seconds
-    expires_at: Seconds | None
-    last_used_at: Seconds | None
     owner: AdminKeyOwner
 
 

@@ -6,6 +6,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+from app.deployments.ingress.serializers.loras import whole_seconds
 from app.deployments.tenancy.models import ApiKey, IssuedKey, RateLimit, ServiceAccount, Tenant, TenantChange
 from app.deployments.tenancy.quota.limits import LimitKey
 
@@ -19,7 +20,7 @@ def project_body(tenant: Tenant) -> dict[str, Any]:
         "id": tenant.id,
         "name": tenant.name,
         "created_at": int(tenant.created_s),
-        "archived_at": _seconds(tenant.archived_s),
+        "archived_at": whole_seconds(tenant.archived_s),
         "status": "active" if tenant.archived_s is None else "archived",
         "external_key_id": None,
     }
@@ -43,7 +44,7 @@ def issued_body(issued: IssuedKey) -> dict[str, Any]:
         "name": issued.key.name,
         "value": issued.value,
         "created_at": int(issued.key.created_s),
-        "expires_at": _seconds(issued.key.expires_s),
+        "expires_at": whole_seconds(issued.key.expires_s),
     }
 
 
@@ -58,8 +59,8 @@ def key_body(key: ApiKey, account: ServiceAccount | None) -> dict[str, Any]:
         "name": key.name,
         "redacted_value": key.redacted,
         "created_at": int(key.created_s),
-        "expires_at": _seconds(key.expires_s),
-        "last_used_at": _seconds(key.last_used_s),
+        "expires_at": whole_seconds(key.expires_s),
+        "last_used_at": whole_seconds(key.last_used_s),
         "owner": {"type": "service_account", "service_account": owner},
         "owner_project_access": "active",
     }
@@ -72,8 +73,8 @@ def admin_key_body(key: ApiKey) -> dict[str, Any]:
         "name": key.name,
         "redacted_value": key.redacted,
         "created_at": int(key.created_s),
-        "expires_at": _seconds(key.expires_s),
-        "last_used_at": _seconds(key.last_used_s),
+        "expires_at": whole_seconds(key.expires_s),
+        "last_used_at": whole_seconds(key.last_used_s),
         "owner": {"type": "user", "object": "organization.user", "id": "operator", "name": "operator", "role": "owner"},
     }
 
@@ -146,7 +147,3 @@ def audit_body(change: TenantChange) -> dict[str, Any]:
         "project": project,
         change.event: {"id": change.target, "changes_requested": detail},
     }
-
-
-def _seconds(time_s: float | None) -> int | None:
-    return None if time_s is None else int(time_s)

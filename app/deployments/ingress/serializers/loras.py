@@ -58,13 +58,13 @@ def description_body(name: str, description: Description, replicas: Sequence[Res
     body: dict[str, Any] = {"id": name, "object": "lora"}
     if entry is not None:
         on_devices = [
-            {"id": each.replica_id, "num_requests": each.num_requests, "last_used": _second(each.last_used_s)}
+            {"id": each.replica_id, "num_requests": each.num_requests, "last_used": whole_seconds(each.last_used_s)}
             for each in replicas
         ]
         body |= adapter_body(entry) | {
             "reason": None,
             "last_error": description.last_error,
-            "last_used": _second(entry.last_used_s),
+            "last_used": whole_seconds(entry.last_used_s),
             "residency": {"host": description.is_on_host, "replicas": on_devices},
         }
     elif job is not None:
@@ -116,5 +116,6 @@ def record_body(record: Event | AuditRecord) -> dict[str, Any]:
     return body | {"created": int(body.pop("time_s"))}
 
 
-def _second(time_s: float | None) -> int | None:
+def whole_seconds(time_s: float | None) -> int | None:
+    """Unix time as responses have it."""
     return None if time_s is None else int(time_s)

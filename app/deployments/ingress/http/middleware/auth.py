@@ -9,14 +9,13 @@ from __future__ import annotations
 import hmac
 
 from starlette.requests import HTTPConnection
-from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from app.deployments.ingress.accounting import RequestAccounting
-from app.deployments.ingress.error_responses import InvalidApiKey, error_reply
-from app.deployments.ingress.http.middleware.origin_check import HttpPolicy
+from app.deployments.ingress.error_responses import InvalidApiKey
+from app.deployments.ingress.http.middleware.origin_check import HttpPolicy, error_response
 from app.deployments.ingress.principal import STATE, Principal, address_of
-from app.deployments.ingress.serializers.messages import error_body_for, is_messages
+from app.deployments.ingress.serializers.messages import is_messages
 from app.deployments.registry.models import DEFAULT_TENANT
 from app.deployments.tenancy.auth.key_crypto import is_key, key_digest
 from app.deployments.tenancy.auth.tenant_mirror import KnownKey
@@ -133,11 +132,7 @@ class AuthMiddleware:
                 caller = self._authenticator.caller(HTTPConnection(scope))
                 _check_url(scope)
             except PolyloraError as error:
-                answer = error_reply(error)
-                refusal = JSONResponse(
-                    error_body_for(answer, scope["path"]), status_code=answer.status, headers=answer.headers
-                )
-                await refusal(scope, receive, send)
+                await error_response(error, scope["path"])(scope, receive, send)
                 return
             scope.setdefault("state", {})[STATE] = caller
         await self._app(scope, receive, send)

@@ -141,13 +141,15 @@ class OriginCheckMiddleware:
             try:
                 self._policy.check_site(scope)
             except PolyloraError as error:
-                answer = error_reply(error)
-                refusal = JSONResponse(
-                    error_body_for(answer, scope["path"]), status_code=answer.status, headers=answer.headers
-                )
-                await refusal(scope, receive, send)
+                await error_response(error, scope["path"])(scope, receive, send)
                 return
         await self._app(scope, receive, send)
+
+
+def error_response(error: PolyloraError, path: str) -> JSONResponse:
+    """An error of a middleware, in the format of the path's API."""
+    reply = error_reply(error)
+    return JSONResponse(error_body_for(reply, path), status_code=reply.status, headers=reply.headers)
 
 
 def _is_loopback(address: Sequence[object] | None) -> bool:

@@ -19,8 +19,6 @@ from app.engine.errors import NotFound
 
 
 def add_alias_routes(routes: APIRouter, service: IngressService) -> None:
-    """Register the routes of /v1/aliases."""
-
     @routes.get("/v1/aliases", response_model=PageResponse[Alias])
     async def aliases(request: Request, query: Annotated[PageQuery, Query()]) -> Response:
         """List aliases."""

@@ -36,8 +36,6 @@ class RecordQuery(QueryParams):
 
 
 def add_audit_routes(routes: APIRouter, service: IngressService) -> None:
-    """Register the routes."""
-
     @routes.get("/v1/status", response_model=ServiceStatus)
     async def status(request: Request) -> Response:
         """Replicas, tiers and recent failures for an operator; only readiness for a project."""

@@ -16,6 +16,7 @@ from app.deployments.ingress.principal import inference_principal
 from app.deployments.ingress.schemas import batches as schemas
 from app.deployments.ingress.schemas.batches import BatchBody
 from app.deployments.ingress.schemas.response_model import PageResponse
+from app.deployments.ingress.serializers.loras import whole_seconds
 from app.deployments.ingress.service import IngressService
 from app.deployments.object_storage.models import Batch, NewBatch
 
@@ -23,8 +24,6 @@ DAY_S = 86_400.0
 
 
 def add_batch_routes(app: FastAPI, service: IngressService) -> None:
-    """Register the routes."""
-
     @app.post("/v1/batches", response_model=schemas.BatchResponse)
     async def create(request: Request, body: JsonBody[BatchBody]) -> Response:
         """Run the requests of a file within 24 hours, at lower priority than interactive requests."""
@@ -71,7 +70,7 @@ def add_batch_routes(app: FastAPI, service: IngressService) -> None:
 def batch_body(batch: Batch) -> dict[str, Any]:
     """A batch in OpenAI's format."""
     final = ("completed", "failed", "expired", "cancelled")
-    times = {f"{status}_at": _second(batch.ended_s if batch.status == status else None) for status in final}
+    times = {f"{status}_at": whole_seconds(batch.ended_s if batch.status == status else None) for status in final}
     errors = json.loads(batch.errors)
     return {
         "id": batch.id,
@@ -83,16 +82,12 @@ def batch_body(batch: Batch) -> dict[str, Any]:
         "status": batch.status,
         "output_file_id": batch.output_file_id,
         "error_file_id": batch.error_file_id,
-        "created_at": _second(batch.created_s),
-        "in_progress_at": _second(batch.began_s),
-        "expires_at": _second(batch.expires_s),
-        "finalizing_at": None if batch.status == "failed" else _second(batch.ended_s),
-        "cancelling_at": _second(batch.cancelling_s),
+        "created_at": whole_seconds(batch.created_s),
+        "in_progress_at": whole_seconds(batch.began_s),
+        "expires_at": whole_seconds(batch.expires_s),
+        "finalizing_at": None if batch.status == "failed" else whole_seconds(batch.ended_s),
+        "cancelling_at": whole_seconds(batch.cancelling_s),
         **times,
         "request_counts": {"total": batch.num_lines, "completed": batch.num_completed, "failed": batch.num_failed},
         "metadata": json.loads(batch.note) or None,
     }
-
-
-def _second(time_s: float | None) -> int | None:
-    return None if time_s is None else int(time_s)

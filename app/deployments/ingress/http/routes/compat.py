@@ -29,8 +29,6 @@ _ON_HUB = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*@\w[\w./-]*", re.ASC
 
 
 def add_compat_routes(routes: APIRouter, service: IngressService) -> None:
-    """Register the routes."""
-
     @routes.post("/v1/load_lora_adapter", response_class=PlainTextResponse, responses=JSON_ERROR)
     async def load_adapter(request: Request, body: JsonBody[LoadAdapterBody]) -> Response:
         """Load an adapter (vLLM's format)."""

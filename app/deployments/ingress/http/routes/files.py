@@ -53,7 +53,6 @@ class FileQuery(PageQuery):
 
 
 def add_file_routes(app: FastAPI, service: IngressService) -> None:
-    """Register the routes."""
     num_running = 0
 
     @app.post("/v1/files", response_model=FileObject, openapi_extra=takes_content("multipart/form-data", _FORM))

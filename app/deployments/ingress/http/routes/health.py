@@ -20,8 +20,6 @@ RETRY_AFTER_S = 2.0
 
 
 def add_health_routes(app: FastAPI, service: IngressService) -> None:
-    """Register the routes."""
-
     @app.get("/", response_model=ServiceInfo)
     async def root() -> Response:
         """Version, base model and links."""

@@ -63,7 +63,6 @@ async def _register_lazily(
 
 
 def add_adapter_routes(routes: APIRouter, service: IngressService) -> None:
-    """Register the routes of /v1/loras."""
     _add_collection_routes(routes, service)
     _add_adapter_routes(routes, service)
     _add_upload_route(routes, service)

@@ -36,7 +36,6 @@ from app.deployments.ingress.service import IngressService
 
 
 def add_messages_routes(app: FastAPI, service: IngressService) -> None:
-    """Register the routes."""
     _add_message_routes(app, service)
     _add_tokenize_routes(app, service)
 

@@ -29,8 +29,6 @@ class ModelQuery(QueryParams):
 
 
 def add_model_routes(app: FastAPI, service: IngressService) -> None:
-    """Register the routes."""
-
     @app.get("/v1/models", response_model=PageResponse[Model])
     async def models(request: Request, query: Annotated[ModelQuery, Query()]) -> Response:
         """List the base model, adapters and aliases: all of them, or a page."""

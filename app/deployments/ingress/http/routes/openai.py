@@ -43,7 +43,6 @@ from app.engine.errors import InvalidRequest
 
 
 def add_openai_routes(app: FastAPI, service: IngressService) -> None:
-    """Register the routes."""
     _add_completion_routes(app, service)
     _add_generate_route(app, service)
     _add_embeddings_route(app, service)

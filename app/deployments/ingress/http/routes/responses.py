@@ -52,8 +52,6 @@ class ItemQuery(PageQuery):
 
 
 def add_response_routes(app: FastAPI, service: IngressService) -> None:
-    """Register the routes."""
-
     @app.post("/v1/responses", response_model=schemas.Response, responses=EVENT_STREAM)
     async def responses(request: Request, body: JsonBody[ResponsesRequest]) -> Response:
         """Answer a conversation, complete or as a stream."""
