@@ -60,9 +60,9 @@ async def test_both_spellings_of_a_list_choose_the_same(transport: httpx.AsyncCl
     headers = {"Authorization": f"Bearer {ADMIN_KEY}"}
     for spelling in ("project_ids[]", "project_ids"):
         url = "http://test/v1/organization/audit_logs"
-        told = (await transport.get(url, params={spelling: storage.id}, headers=headers)).text
-        assert storage.id in told
-        assert other.id not in told
+        received = (await transport.get(url, params={spelling: storage.id}, headers=headers)).text
+        assert storage.id in received
+        assert other.id not in received
 
 
 async def test_every_route_of_ours_refuses_what_it_does_not_know(service: Service, http: httpx.AsyncClient) -> None:
@@ -118,7 +118,7 @@ def routes_of(service: Service) -> list[APIRoute]:
 
 
 def _queries() -> Iterator[tuple[str, list[str]]]:
-    """Of each reading call of the official client, from its source: its path, and the names that its query may have."""
+    """(path, query names) of each reading call of the official client, from its source."""
     for module in MODULES:
         for call in ast.walk(ast.parse(inspect.getsource(module))):
             if not (isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute)):

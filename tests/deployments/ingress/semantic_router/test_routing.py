@@ -1,4 +1,4 @@
-"""`model: "auto"`: order and threshold, who may be chosen, and what the client is told of it."""
+"""`model: "auto"`: order and threshold, who may be chosen, and what the client sees of it."""
 
 from __future__ import annotations
 
@@ -255,7 +255,7 @@ async def test_the_answer_says_what_was_chosen(described: Service, http: httpx.A
     assert described.observed[-1] == ("route", 200)
 
 
-async def test_one_that_nobody_has_read_may_win_and_is_read_then(described: Service, http: httpx.AsyncClient) -> None:
+async def test_one_that_was_not_read_may_win_and_is_read_then(described: Service, http: httpx.AsyncClient) -> None:
     body = {"name": "two", "path": "two", "description": "knows the law", "read": False}
     assert (await http.post("/v1/loras", json=body)).json()["state"] == "REGISTERED"
     explained = await http.post("/v1/route", json={"prompt": "law?"})
