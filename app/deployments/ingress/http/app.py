@@ -74,7 +74,7 @@ def make_app(service: IngressService, policy: HttpPolicy, *, log_requests: bool 
             note_failure(request, answer.body["error"]["message"])
         path: str = getattr(request.scope.get("route"), "path", "/none")  # the template, without values
         route = path.removeprefix("/v1").split("/")[1]
-        service.observe(route, answer.status, getattr(request.state, "job", None))
+        service.observe(route, answer.status, getattr(request.state, "task", None))
         headers = service.tenancy.headers(http_principal(request)) if isinstance(error, LimitReached) else {}
         body = error_body_for(answer, request.scope["path"])
         return JSONResponse(body, status_code=answer.status, headers=headers | answer.headers)

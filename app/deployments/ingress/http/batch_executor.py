@@ -40,26 +40,26 @@ class BatchExecutor:
     ) -> Mapping[str, Any]:
         """The response body. Raises whatever the route would turn into an error response."""
         route = endpoint.removeprefix("/v1/").split("/")[0]
-        job: GenerationTask | None = None
+        task: GenerationTask | None = None
         try:
-            job, result = await self._start(endpoint, body, caller, request_id)
-            with observe_if_cancelled(self._service, route, job):
+            task, result = await self._start(endpoint, body, caller, request_id)
+            with observe_if_cancelled(self._service, route, task):
                 answer = await result
         except Exception as error:
-            if job is not None:
-                self._record(job, is_passing=is_transient(error))
-            self._service.observe(route, error_reply(error).status, job)
+            if task is not None:
+                self._record(task, will_retry=is_transient(error))
+            self._service.observe(route, error_reply(error).status, task)
             raise
-        self._record(job, is_passing=False)
-        self._service.observe(route, 200, job)
+        self._record(task, will_retry=False)
+        self._service.observe(route, 200, task)
         return answer
 
-    def _record(self, job: GenerationTask, *, is_passing: bool) -> None:
+    def _record(self, task: GenerationTask, *, will_retry: bool) -> None:
         """Count a batch line as one request, however often it is retried."""
-        if is_passing:
-            self._service.tenancy.comes_again(job)
+        if will_retry:
+            self._service.tenancy.comes_again(task)
         else:
-            self._service.tenancy.counting.came(job.requests[0])
+            self._service.tenancy.counting.came(task.requests[0])
 
     async def _start(
         self, endpoint: str, body: Mapping[str, Any], caller: Principal, request_id: str
@@ -67,32 +67,34 @@ class BatchExecutor:
         frontend = self._service.frontend
         if endpoint == "/v1/chat/completions":
             chat = parse_body(ChatCompletionRequest, body)
-            job = await frontend.chat(chat, caller, request_id)
-            return job, self._completion(chat, job)
+            task = await frontend.chat(chat, caller, request_id)
+            return task, self._completion(chat, task)
         if endpoint == "/v1/completions":
             completion = parse_body(CompletionRequest, body)
-            job = await frontend.completion(completion, caller, request_id)
-            return job, self._completion(completion, job)
+            task = await frontend.completion(completion, caller, request_id)
+            return task, self._completion(completion, task)
         if endpoint == "/v1/embeddings":
             embeddings = parse_body(EmbeddingsRequest, body)
-            job = await self._service.embedder.job(embeddings, caller, request_id)
-            return job, self._embedding(embeddings, job)
+            task = await self._service.embedder.job(embeddings, caller, request_id)
+            return task, self._embedding(embeddings, task)
         response = parse_body(ResponsesRequest, body)
         for field in ("store", "previous_response_id"):
             if getattr(response, field):
                 raise InvalidRequest(
                     f"{field} is not allowed in a batch, whose output file holds the answers; leave it out", param=field
                 )
-        job = await frontend.chat(response.chat(), caller, request_id)
-        return job, self._response(response, job)
+        task = await frontend.chat(response.chat(), caller, request_id)
+        return task, self._response(response, task)
 
-    async def _completion(self, body: ChatCompletionRequest | CompletionRequest, job: GenerationTask) -> dict[str, Any]:
-        serializer = chat_serializer(self._service.frontend.text_model, body, job)
-        return serializer.body(await job.answers(), job.num_per_prompt)
+    async def _completion(
+        self, body: ChatCompletionRequest | CompletionRequest, task: GenerationTask
+    ) -> dict[str, Any]:
+        serializer = chat_serializer(self._service.frontend.text_model, body, task)
+        return serializer.body(await task.answers(), task.num_per_prompt)
 
-    async def _embedding(self, body: EmbeddingsRequest, job: GenerationTask) -> dict[str, Any]:
-        content: dict[str, Any] = json.loads(answer(job, body, await vectors(job)))
+    async def _embedding(self, body: EmbeddingsRequest, task: GenerationTask) -> dict[str, Any]:
+        content: dict[str, Any] = json.loads(answer(task, body, await vectors(task)))
         return content
 
-    async def _response(self, body: ResponsesRequest, job: GenerationTask) -> dict[str, Any]:
-        return response_body(job, body, *await collect_blocks(job))
+    async def _response(self, body: ResponsesRequest, task: GenerationTask) -> dict[str, Any]:
+        return response_body(task, body, *await collect_blocks(task))

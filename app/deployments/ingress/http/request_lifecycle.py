@@ -27,22 +27,22 @@ T = TypeVar("T")
 ADAPTER_HEADER, DIGEST_HEADER = "X-Polylora-Adapter", "X-Polylora-Adapter-Digest"
 
 
-def adapter_header(job: GenerationTask) -> dict[str, str]:
+def adapter_header(task: GenerationTask) -> dict[str, str]:
     """Headers that name the adapter and, if the semantic router chose it, the decision."""
-    adapter = job.requests[0].asked_for
+    adapter = task.requests[0].asked_for
     headers: dict[str, str] = {}
     if adapter is not None:
         headers = {ADAPTER_HEADER: f"{adapter.name}@{adapter.generation}", DIGEST_HEADER: adapter.digest}
-    return headers if job.decision is None else headers | {ROUTE_HEADER: job.decision.header}
+    return headers if task.decision is None else headers | {ROUTE_HEADER: task.decision.header}
 
 
 @contextmanager
-def observe_if_cancelled(service: IngressService, route: str, job: GenerationTask) -> Iterator[None]:
+def observe_if_cancelled(service: IngressService, route: str, task: GenerationTask) -> Iterator[None]:
     """Count a request as 499 if Serve cancels its task, as it does on disconnect: no error handler runs then."""
     try:
         yield
     except asyncio.CancelledError:
-        service.observe(route, TABLE[ClientGone].status, job)
+        service.observe(route, TABLE[ClientGone].status, task)
         raise
 
 
@@ -79,13 +79,13 @@ async def _wait_for_disconnect(request: Request) -> None:
 async def start_task(request: Request, service: IngressService, chat: ChatCompletionRequest) -> GenerationTask:
     """Start a chat. Raises what `RequestPreprocessor.chat` does, with the field names of this route's clients."""
     try:
-        job = await service.frontend.chat(chat, inference_principal(request), request_id_of(request))
+        task = await service.frontend.chat(chat, inference_principal(request), request_id_of(request))
     except InvalidRequest as error:
         if request.url.path.endswith("/responses") and error.param is not None:
             error.param = _RESPONSES_NAMES.get(error.param, error.param)
         raise
-    request.state.job, request.state.model = job, chat.model[:160]
-    return job
+    request.state.task, request.state.model = task, chat.model[:160]
+    return task
 
 
 #: Chat completion fields by their names in /v1/responses.
@@ -96,17 +96,17 @@ _RESPONSES_NAMES = {
 }
 
 
-def json_response(service: IngressService, job: GenerationTask, route: str, body: dict[str, Any]) -> Response:
+def json_response(service: IngressService, task: GenerationTask, route: str, body: dict[str, Any]) -> Response:
     """A complete JSON answer, counted."""
-    service.observe(route, 200, job)
-    return JSONResponse(body, headers=adapter_header(job) | service.tenancy.headers(job.caller))
+    service.observe(route, 200, task)
+    return JSONResponse(body, headers=adapter_header(task) | service.tenancy.headers(task.caller))
 
 
 async def stream_response(
-    request: Request, service: IngressService, job: GenerationTask, route: str, events: AsyncGenerator[bytes]
+    request: Request, service: IngressService, task: GenerationTask, route: str, events: AsyncGenerator[bytes]
 ) -> Response:
     """A stream of events. An error before the first event is raised, so that the response has its status code."""
-    with observe_if_cancelled(service, route, job):
+    with observe_if_cancelled(service, route, task):
         first = await first_event(request, events)
-    headers = adapter_header(job) | service.tenancy.headers(job.caller)
-    return EventStream(first, events, lambda status: service.observe(route, status, job), headers, b"", error_event)
+    headers = adapter_header(task) | service.tenancy.headers(task.caller)
+    return EventStream(first, events, lambda status: service.observe(route, status, task), headers, b"", error_event)

@@ -42,11 +42,11 @@ class BlocksDone(NamedTuple):
     stop: str | None = None
 
 
-async def block_events(job: GenerationTask) -> AsyncGenerator[BlockEvent | BlocksDone]:
+async def block_events(task: GenerationTask) -> AsyncGenerator[BlockEvent | BlocksDone]:
     """The block events of a task with one sequence. Raises the sequence's errors; closing the generator aborts it."""
-    reader = None if job.tools is None else job.tools.reader(job.requests[0].request_id)
+    reader = None if task.tools is None else task.tools.reader(task.requests[0].request_id)
     block: Block | None = None
-    async with aclosing(job.deltas()) as deltas:
+    async with aclosing(task.deltas()) as deltas:
         async for _, delta in deltas:
             is_last = delta.finish_reason is not None
             pieces: list[Piece] = [delta.text] if delta.text else []
@@ -76,10 +76,10 @@ def _next_block(piece: Piece, block: Block | None) -> Block | None:
     return Block(index, "text") if isinstance(piece, str) and (block is None or block.kind != "text") else None
 
 
-async def collect_blocks(job: GenerationTask) -> tuple[list[Block], BlocksDone]:
+async def collect_blocks(task: GenerationTask) -> tuple[list[Block], BlocksDone]:
     """The complete answer."""
     blocks: list[Block] = []
-    async with aclosing(block_events(job)) as source:
+    async with aclosing(block_events(task)) as source:
         async for change in source:
             if isinstance(change, BlocksDone):
                 return blocks, change

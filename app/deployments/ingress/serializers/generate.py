@@ -9,14 +9,14 @@ from app.deployments.ingress.dispatch.generation_task import GenerationTask, Pre
 from app.engine.request import Usage
 
 
-def generate_result(job: GenerationTask, index: int, answer: SequenceOutput) -> dict[str, Any]:
+def generate_result(task: GenerationTask, index: int, answer: SequenceOutput) -> dict[str, Any]:
     """One answer of /generate and of the Python handle."""
-    adapter = job.requests[index].asked_for
+    adapter = task.requests[index].asked_for
     usage = usage_body([answer.usage])
     return {
         "text": answer.text,
         "meta_info": {
-            "id": job.requests[index].request_id,
+            "id": task.requests[index].request_id,
             "lora": adapter.name if adapter is not None else None,
             "lora_generation": adapter.generation if adapter is not None else None,
             "lora_digest": adapter.digest if adapter is not None else None,

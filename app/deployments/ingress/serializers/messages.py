@@ -53,10 +53,10 @@ def error_event(answer: ErrorReply) -> bytes:
     return named_event("error", {"error": messages_error_body(answer)["error"]})
 
 
-def message_body(job: GenerationTask, model: str, blocks: Sequence[Block], end: BlocksDone) -> dict[str, Any]:
+def message_body(task: GenerationTask, model: str, blocks: Sequence[Block], end: BlocksDone) -> dict[str, Any]:
     """A complete answer."""
     content = [_block(block) | ({"text": block.text} if block.kind == "text" else _input(block)) for block in blocks]
-    return _message(job, model) | {
+    return _message(task, model) | {
         "content": content,
         "stop_reason": _stop_reason(end, any(block.kind == "call" for block in blocks)),
         "stop_sequence": end.stop,
@@ -64,12 +64,12 @@ def message_body(job: GenerationTask, model: str, blocks: Sequence[Block], end: 
     }
 
 
-async def message_events(job: GenerationTask, model: str) -> AsyncGenerator[bytes]:
+async def message_events(task: GenerationTask, model: str) -> AsyncGenerator[bytes]:
     """The events of a streamed answer."""
     is_started = has_calls = False
-    async with aclosing(block_events(job)) as source:
+    async with aclosing(block_events(task)) as source:
         async for change in source:
-            prefix = b"" if is_started else named_event("message_start", {"message": _message_start(job, model)})
+            prefix = b"" if is_started else named_event("message_start", {"message": _message_start(task, model)})
             is_started = True
             if isinstance(change, BlocksDone):
                 delta = {"stop_reason": _stop_reason(change, has_calls), "stop_sequence": change.stop}
@@ -93,12 +93,12 @@ def _event(change: BlockEvent) -> bytes:
     return named_event("content_block_delta", index | {"delta": delta})
 
 
-def _message_start(job: GenerationTask, model: str) -> dict[str, Any]:
-    return _message(job, model) | {"content": [], "stop_reason": None, "usage": _usage(job.usages[0])}
+def _message_start(task: GenerationTask, model: str) -> dict[str, Any]:
+    return _message(task, model) | {"content": [], "stop_reason": None, "usage": _usage(task.usages[0])}
 
 
-def _message(job: GenerationTask, model: str) -> dict[str, Any]:
-    return {"id": job.request_id, "type": "message", "role": "assistant", "model": model, "stop_sequence": None}
+def _message(task: GenerationTask, model: str) -> dict[str, Any]:
+    return {"id": task.request_id, "type": "message", "role": "assistant", "model": model, "stop_sequence": None}
 
 
 def _block(block: Block) -> dict[str, Any]:

@@ -209,24 +209,24 @@ class ChatSerializer:
 
 
 def chat_serializer(
-    model: TokenizerService, body: ChatCompletionRequest | CompletionRequest, job: GenerationTask
+    model: TokenizerService, body: ChatCompletionRequest | CompletionRequest, task: GenerationTask
 ) -> ChatSerializer:
     """The serializer of one request's answers."""
     is_chat = isinstance(body, ChatCompletionRequest)
     return ChatSerializer(
         is_chat=is_chat,
-        request_id=job.request_id,
-        created=int(job.requests[0].arrival_s),
+        request_id=task.request_id,
+        created=int(task.requests[0].arrival_s),
         model=body.model,
         token_text=model.token_text,
         token_bytes=model.token_bytes,
         text_bytes=model.text_bytes,
         want_logprobs=body.logprobs if isinstance(body, ChatCompletionRequest) else body.logprobs is not None,
         include_usage=body.stream_options is not None and body.stream_options.include_usage,
-        tools=job.tools,
-        predictions=job.progress.foretold,
-        routing=None if job.decision is None else job.decision.body(),
-        ids=TokenIdOutput(job, is_chat or body.detokenize) if job.keeps_end else None,
+        tools=task.tools,
+        predictions=task.progress.foretold,
+        routing=None if task.decision is None else task.decision.body(),
+        ids=TokenIdOutput(task, not isinstance(body, CompletionRequest) or body.detokenize) if task.keeps_end else None,
     )
 
 
@@ -263,27 +263,27 @@ class NoText:
 class TokenIdOutput(NamedTuple):
     """Additional fields of one task's answers in token ids. `has_text`: the answers have text, too."""
 
-    job: GenerationTask
+    task: GenerationTask
     has_text: bool
 
     @property
     def adapter(self) -> dict[str, Any]:
         """The adapter, fixed for the whole answer when the request arrived; null is the base model."""
-        ref = self.job.requests[0].asked_for
+        ref = self.task.requests[0].asked_for
         adapter = None if ref is None else {"name": ref.name, "generation": ref.generation, "digest": ref.digest}
         return {"adapter": adapter}
 
     def choice(self, index: int, token_ids: Sequence[int], *, is_first: bool) -> dict[str, Any]:
         """Fields of a choice or a piece of one; the first piece includes the prompt."""
-        prompt = {"prompt_token_ids": self.job.requests[index].token_ids} if is_first else {}
+        prompt = {"prompt_token_ids": self.task.requests[index].token_ids} if is_first else {}
         return {**prompt, "token_ids": token_ids}
 
 
-def in_token_ids(job: GenerationTask, body: CompletionRequest) -> GenerationTask:
+def in_token_ids(task: GenerationTask, body: CompletionRequest) -> GenerationTask:
     """The task with the client's choice of output: token ids, with text or without, or only text."""
     if not body.wants_token_ids:
-        return job
-    return replace(job, keeps_end=True, new_decoder=job.new_decoder if body.detokenize else NoText)
+        return task
+    return replace(task, keeps_end=True, new_decoder=task.new_decoder if body.detokenize else NoText)
 
 
 def lean_logprobs(logprobs: Sequence[TokenLogprobs]) -> dict[str, Any]:

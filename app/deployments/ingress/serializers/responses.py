@@ -18,7 +18,7 @@ StoreResponse: TypeAlias = Callable[[Mapping[str, Any]], Awaitable[None]]
 
 
 def response_body(
-    job: GenerationTask,
+    task: GenerationTask,
     body: ResponsesRequest,
     blocks: Sequence[Block],
     end: BlocksDone | None,
@@ -30,14 +30,14 @@ def response_body(
     fields = body.model_dump(mode="json", by_alias=True)
     same = ("model", "instructions", "max_output_tokens", "temperature", "top_p", "parallel_tool_calls", "tool_choice")
     return {name: fields[name] for name in same} | {
-        "id": stored_id or job.request_id,
+        "id": stored_id or task.request_id,
         "object": "response",
-        "created_at": int(job.requests[0].arrival_s),
+        "created_at": int(task.requests[0].arrival_s),
         "status": status,
         "error": None,
         "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
         "output": [
-            _item(job, block, "incomplete" if is_cut and block is blocks[-1] else "completed") for block in blocks
+            _item(task, block, "incomplete" if is_cut and block is blocks[-1] else "completed") for block in blocks
         ],
         "previous_response_id": body.previous_response_id,
         "reasoning": {"effort": None, "summary": None},
@@ -51,38 +51,38 @@ def response_body(
 
 
 async def response_events(
-    job: GenerationTask, body: ResponsesRequest, stored_id: str | None = None, store: StoreResponse | None = None
+    task: GenerationTask, body: ResponsesRequest, stored_id: str | None = None, store: StoreResponse | None = None
 ) -> AsyncGenerator[bytes]:
     """The events of a streamed response."""
     blocks: list[Block] = []
     numbers, is_started = itertools.count(), False
-    async with aclosing(block_events(job)) as source:
+    async with aclosing(block_events(task)) as source:
         async for change in source:
             prefix = b""
             if not is_started:
-                is_started, started = True, response_body(job, body, [], None, stored_id)
+                is_started, started = True, response_body(task, body, [], None, stored_id)
                 for kind in ("response.created", "response.in_progress"):
                     prefix += _event(numbers, kind, response=started)
             if isinstance(change, BlocksDone):
-                ended = response_body(job, body, blocks, change, stored_id)
+                ended = response_body(task, body, blocks, change, stored_id)
                 if store is not None:
                     await store(ended)
                 yield prefix + _event(numbers, f"response.{ended['status']}", response=ended)
             else:
                 if change.what == "open":
                     blocks.append(change.block)
-                yield prefix + b"".join(_block_events(job, change, numbers))
+                yield prefix + b"".join(_block_events(task, change, numbers))
 
 
-def _block_events(job: GenerationTask, change: BlockEvent, numbers: Iterator[int]) -> Iterator[bytes]:
+def _block_events(task: GenerationTask, change: BlockEvent, numbers: Iterator[int]) -> Iterator[bytes]:
     block = change.block
     where: dict[str, Any] = {"output_index": block.index}
-    inside = where | {"item_id": _id(job, block)} | ({"content_index": 0} if block.kind == "text" else {})
+    inside = where | {"item_id": _id(task, block)} | ({"content_index": 0} if block.kind == "text" else {})
     logprobs: dict[str, Any] = {"logprobs": []} if block.kind == "text" else {}
     what = "output_text" if block.kind == "text" else "function_call_arguments"
     if change.what == "open":
         empty = Block(block.index, block.kind, block.id, block.name)
-        item = _item(job, empty, "in_progress") | ({"content": []} if block.kind == "text" else {})
+        item = _item(task, empty, "in_progress") | ({"content": []} if block.kind == "text" else {})
         yield _event(numbers, "response.output_item.added", **where, item=item)
         if block.kind == "text":
             yield _event(numbers, "response.content_part.added", **inside, part=_part(""))
@@ -95,24 +95,24 @@ def _block_events(job: GenerationTask, change: BlockEvent, numbers: Iterator[int
         else:
             done = {"arguments": block.text, "name": block.name}
             yield _event(numbers, "response.function_call_arguments.done", **inside, **done)
-        yield _event(numbers, "response.output_item.done", **where, item=_item(job, block, "completed"))
+        yield _event(numbers, "response.output_item.done", **where, item=_item(task, block, "completed"))
 
 
 def _event(numbers: Iterator[int], kind: str, **fields: Any) -> bytes:
     return named_event(kind, {"sequence_number": next(numbers), **fields})
 
 
-def _item(job: GenerationTask, block: Block, status: str) -> dict[str, Any]:
+def _item(task: GenerationTask, block: Block, status: str) -> dict[str, Any]:
     if block.kind == "text":
         kind = {"type": "message", "role": "assistant", "content": [_part(block.text)]}
     else:
         kind = {"type": "function_call", "call_id": block.id, "name": block.name, "arguments": block.text}
-    return {"id": _id(job, block), "status": status} | kind
+    return {"id": _id(task, block), "status": status} | kind
 
 
-def _id(job: GenerationTask, block: Block) -> str:
+def _id(task: GenerationTask, block: Block) -> str:
     prefix = "msg" if block.kind == "text" else "fc"
-    return f"{prefix}_{job.request_id}_{block.index}"
+    return f"{prefix}_{task.request_id}_{block.index}"
 
 
 def _part(text: str) -> dict[str, Any]:

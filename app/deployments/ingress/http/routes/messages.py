@@ -44,12 +44,12 @@ def _add_message_routes(app: FastAPI, service: IngressService) -> None:
     @app.post("/v1/messages", response_model=MessageResponse, responses=EVENT_STREAM | MESSAGES_ERROR)
     async def messages(request: Request, body: JsonBody[MessagesRequest]) -> Response:
         """Answer a conversation, complete or as a stream."""
-        job = await start_task(request, service, body.chat())
+        task = await start_task(request, service, body.chat())
         if body.stream:
-            return await stream_response(request, service, job, "messages", message_events(job, body.model))
-        with observe_if_cancelled(service, "messages", job):
-            blocks, end = await run_until_disconnect(request, collect_blocks(job))
-        return json_response(service, job, "messages", message_body(job, body.model, blocks, end))
+            return await stream_response(request, service, task, "messages", message_events(task, body.model))
+        with observe_if_cancelled(service, "messages", task):
+            blocks, end = await run_until_disconnect(request, collect_blocks(task))
+        return json_response(service, task, "messages", message_body(task, body.model, blocks, end))
 
     @app.post("/v1/messages/count_tokens", response_model=TokenCount, responses=MESSAGES_ERROR)
     async def count_tokens(request: Request, body: JsonBody[CountTokensRequest]) -> Response:

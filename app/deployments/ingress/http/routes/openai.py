@@ -53,45 +53,45 @@ def _add_completion_routes(app: FastAPI, service: IngressService) -> None:
     @app.post("/v1/chat/completions", response_model=ChatCompletion, responses=EVENT_STREAM)
     async def chat(request: Request, body: JsonBody[ChatCompletionRequest]) -> Response:
         """Answer a conversation, complete or as a stream."""
-        job = await service.frontend.chat(body, inference_principal(request), request_id_of(request))
-        return await _respond(request, service, body, job)
+        task = await service.frontend.chat(body, inference_principal(request), request_id_of(request))
+        return await _respond(request, service, body, task)
 
     @app.post("/v1/completions", response_model=Completion, responses=EVENT_STREAM)
     async def completions(request: Request, body: JsonBody[CompletionRequest]) -> Response:
         """Continue one or more prompts, complete or as a stream."""
-        job = await service.frontend.completion(body, inference_principal(request), request_id_of(request))
-        return await _respond(request, service, body, job)
+        task = await service.frontend.completion(body, inference_principal(request), request_id_of(request))
+        return await _respond(request, service, body, task)
 
 
 async def _respond(
-    request: Request, service: IngressService, body: ChatCompletionRequest | CompletionRequest, job: GenerationTask
+    request: Request, service: IngressService, body: ChatCompletionRequest | CompletionRequest, task: GenerationTask
 ) -> Response:
-    request.state.job = job
+    request.state.task = task
     request.state.model = body.model[:160]
     route = "chat" if isinstance(body, ChatCompletionRequest) else "completions"
-    serializer = chat_serializer(service.frontend.text_model, body, job)
-    headers = adapter_header(job) | service.tenancy.headers(job.caller)
+    serializer = chat_serializer(service.frontend.text_model, body, task)
+    headers = adapter_header(task) | service.tenancy.headers(task.caller)
     if not body.stream:
-        with observe_if_cancelled(service, route, job):
-            answers = await run_until_disconnect(request, job.answers())
-        service.observe(route, 200, job)
-        return JSONResponse(serializer.body(answers, job.num_per_prompt), headers=headers)
-    events = _events(job, serializer)
-    with observe_if_cancelled(service, route, job):
+        with observe_if_cancelled(service, route, task):
+            answers = await run_until_disconnect(request, task.answers())
+        service.observe(route, 200, task)
+        return JSONResponse(serializer.body(answers, task.num_per_prompt), headers=headers)
+    events = _events(task, serializer)
+    with observe_if_cancelled(service, route, task):
         first = await first_event(request, events)
-    return EventStream(first, events, lambda status: service.observe(route, status, job), headers)
+    return EventStream(first, events, lambda status: service.observe(route, status, task), headers)
 
 
 def _add_embeddings_route(app: FastAPI, service: IngressService) -> None:
     @app.post("/v1/embeddings", response_model=EmbeddingList)
     async def embeddings(request: Request, body: JsonBody[EmbeddingsRequest]) -> Response:
         caller, request_id = inference_principal(request), request_id_of(request)
-        job = request.state.job = await service.embedder.job(body, caller, request_id)
-        with observe_if_cancelled(service, "embeddings", job):
-            found = await run_until_disconnect(request, vectors(job))
-        service.observe("embeddings", 200, job)
-        headers = adapter_header(job) | service.tenancy.headers(caller)
-        return Response(answer(job, body, found), media_type="application/json", headers=headers)
+        task = request.state.task = await service.embedder.job(body, caller, request_id)
+        with observe_if_cancelled(service, "embeddings", task):
+            found = await run_until_disconnect(request, vectors(task))
+        service.observe("embeddings", 200, task)
+        headers = adapter_header(task) | service.tenancy.headers(caller)
+        return Response(answer(task, body, found), media_type="application/json", headers=headers)
 
 
 def _add_selection_route(app: FastAPI, service: IngressService) -> None:
@@ -108,12 +108,12 @@ def _add_selection_route(app: FastAPI, service: IngressService) -> None:
         return JSONResponse({"object": "route"} | decision.body(), headers=headers)
 
 
-async def _events(job: GenerationTask, serializer: ChatSerializer) -> AsyncGenerator[bytes]:
-    offsets = [TokenOffsets(serializer.text_bytes) for _ in job.requests]
-    started = [not serializer.is_chat] * len(job.requests)
-    readers = [serializer.reader(index) for index in range(len(job.requests))]
-    texts = [serializer.text_event(index) for index in range(len(job.requests))]
-    async with aclosing(job.deltas()) as deltas:
+async def _events(task: GenerationTask, serializer: ChatSerializer) -> AsyncGenerator[bytes]:
+    offsets = [TokenOffsets(serializer.text_bytes) for _ in task.requests]
+    started = [not serializer.is_chat] * len(task.requests)
+    readers = [serializer.reader(index) for index in range(len(task.requests))]
+    texts = [serializer.text_event(index) for index in range(len(task.requests))]
+    async with aclosing(task.deltas()) as deltas:
         async for index, delta in deltas:
             reader = readers[index]
             if reader is not None:
@@ -129,7 +129,7 @@ async def _events(job: GenerationTask, serializer: ChatSerializer) -> AsyncGener
             if event:
                 yield event
     if serializer.include_usage:
-        yield sse(serializer.usage_event(job.usages, job.num_per_prompt))
+        yield sse(serializer.usage_event(task.usages, task.num_per_prompt))
 
 
 def _add_generate_route(app: FastAPI, service: IngressService) -> None:
@@ -137,10 +137,10 @@ def _add_generate_route(app: FastAPI, service: IngressService) -> None:
     async def generate(request: Request, body: JsonBody[GenerateBody]) -> Response:
         """Continue texts, each with its own adapter or none."""
         caller, request_id = inference_principal(request), request_id_of(request)
-        job = request.state.job = await service.frontend.generate(body, caller, request_id)
-        with observe_if_cancelled(service, "generate", job):
-            answers = await run_until_disconnect(request, job.answers())
-        service.observe("generate", 200, job)
-        results = [generate_result(job, index, answer) for index, answer in enumerate(answers)]
+        task = request.state.task = await service.frontend.generate(body, caller, request_id)
+        with observe_if_cancelled(service, "generate", task):
+            answers = await run_until_disconnect(request, task.answers())
+        service.observe("generate", 200, task)
+        results = [generate_result(task, index, answer) for index, answer in enumerate(answers)]
         is_single = isinstance(body.text, str) and body.sampling_params.n == 1
         return JSONResponse(results[0] if is_single else results, headers=service.tenancy.headers(caller))

@@ -63,17 +63,17 @@ def add_response_routes(app: FastAPI, service: IngressService) -> None:
         is_stored = service.storage_config.store_responses if body.store is None else body.store
         stored_id = f"resp_{secrets.token_hex(16)}" if is_stored else None
         store = None if stored_id is None else _store_later(service, caller.tenant_id, body, stored_id)
-        job = await start_task(request, service, body.chat())
+        task = await start_task(request, service, body.chat())
         if body.stream:
             return await stream_response(
-                request, service, job, "responses", response_events(job, body, stored_id, store)
+                request, service, task, "responses", response_events(task, body, stored_id, store)
             )
-        with observe_if_cancelled(service, "responses", job):
-            blocks, end = await run_until_disconnect(request, collect_blocks(job))
-            content = response_body(job, body, blocks, end, stored_id)
+        with observe_if_cancelled(service, "responses", task):
+            blocks, end = await run_until_disconnect(request, collect_blocks(task))
+            content = response_body(task, body, blocks, end, stored_id)
             if store is not None:
                 await store(content)
-        return json_response(service, job, "responses", content)
+        return json_response(service, task, "responses", content)
 
     @app.post("/v1/responses/input_tokens", response_model=InputTokens)
     async def input_tokens(request: Request, body: JsonBody[InputTokensRequest]) -> Response:
