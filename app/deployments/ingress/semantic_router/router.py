@@ -46,7 +46,7 @@ class TextEmbedder(Protocol):
         ...
 
 
-class Router:
+class SemanticRouter:
     """Chooses adapters; one per ingress, on its event loop."""
 
     def __init__(
@@ -155,12 +155,12 @@ class AdapterSelector:
     the decision is made; those of the answer are reserved afterwards.
     """
 
-    def __init__(self, router: Router, tenancy: RequestAccounting) -> None:
+    def __init__(self, router: SemanticRouter, tenancy: RequestAccounting) -> None:
         self._router = router
         self._tenancy = tenancy
 
     async def choose(self, question: str, caller: Principal, options: RoutingFields | None = None) -> Decision:
-        """Decide for a request that generates nothing. Raises LimitReached and what `Router.decide` raises."""
+        """Decide for a request that generates nothing. Raises LimitReached and what `SemanticRouter.decide` raises."""
         async with self.selection(question, caller, options) as selection:
             self._tenancy.came_to_choose(caller)
             return selection.decision

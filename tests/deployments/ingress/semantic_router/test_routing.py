@@ -21,7 +21,7 @@ from app.deployments.ingress.schemas.openai import RoutingFields
 from app.deployments.ingress.semantic_router.candidates import Candidates
 from app.deployments.ingress.semantic_router.decision import Decision, ScoredAdapter
 from app.deployments.ingress.semantic_router.embedders import BaseEmbedder
-from app.deployments.ingress.semantic_router.router import Router
+from app.deployments.ingress.semantic_router.router import SemanticRouter
 from app.deployments.registry.feed.view import RegistryView
 from app.deployments.registry.models import AliasEntry, CatalogEntry
 from app.deployments.tenancy.models import PUBLIC
@@ -63,12 +63,12 @@ def entry(name: str, description: str, tenant_id: str = "ada") -> CatalogEntry:
     return CatalogEntry(AdapterRef(name, digest, tenant_id), 8, 64, 0.0, "ada", description=description)
 
 
-def router_of(*entries: Any, **config: Any) -> tuple[Router, RegistryView, Bags]:
+def router_of(*entries: Any, **config: Any) -> tuple[SemanticRouter, RegistryView, Bags]:
     view, bags = RegistryView(entries), Bags()
-    return Router(SemanticRouterConfig(**config), view, bags, wait_s=0.05), view, bags
+    return SemanticRouter(SemanticRouterConfig(**config), view, bags, wait_s=0.05), view, bags
 
 
-async def names(router: Router, text: str, caller: Principal = ADA, **wishes: Any) -> list[str]:
+async def names(router: SemanticRouter, text: str, caller: Principal = ADA, **wishes: Any) -> list[str]:
     return [one.name for one in (await router.decide(text, caller, RoutingFields(**wishes))).chosen]
 
 

@@ -77,21 +77,22 @@ class AuditLogQuery(AdminPageQuery):
 
 def admin_router(service: IngressService) -> APIRouter:
     """The routes under /v1/organization and /v1/tenants."""
+    owner = service.tenancy.owner
     routes = APIRouter(prefix="/v1/organization", dependencies=[Depends(admin_principal)])
-    _add_project_routes(routes, service)
-    _add_account_routes(routes, service)
-    _add_key_routes(routes, service)
+    _add_project_routes(routes, owner)
+    _add_account_routes(routes, owner)
+    _add_key_routes(routes, owner)
     _add_permission_routes(routes, service)
-    _add_admin_key_routes(routes, service)
-    _add_audit_routes(routes, service)
+    _add_admin_key_routes(routes, owner)
+    _add_audit_routes(routes, owner)
     add_usage_routes(routes, service.tenancy)
     add_spend_routes(routes, service.tenancy)
-    own = APIRouter(prefix="/v1/tenants", dependencies=[Depends(admin_principal)])
-    _add_tenant_routes(own, service)
-    both = APIRouter()
-    both.include_router(routes)
-    both.include_router(own)
-    return both
+    tenants = APIRouter(prefix="/v1/tenants", dependencies=[Depends(admin_principal)])
+    _add_tenant_routes(tenants, owner)
+    all_routes = APIRouter()
+    all_routes.include_router(routes)
+    all_routes.include_router(tenants)
+    return all_routes
 
 
 def _actor(request: Request) -> str:
@@ -108,9 +109,7 @@ async def _page(
     return JSONResponse(page_body([body(item) for item in found[: query.limit]], has_more=len(found) > query.limit))
 
 
-def _add_project_routes(routes: APIRouter, service: IngressService) -> None:
-    owner = service.tenancy.owner
-
+def _add_project_routes(routes: APIRouter, owner: TenantsService) -> None:
     @routes.get("/projects", response_model=PageResponse[schemas.Project])
     async def projects(query: Annotated[ProjectQuery, Query()]) -> Response:
         read = partial(owner.projects, with_archived=query.include_archived)
@@ -134,9 +133,7 @@ def _add_project_routes(routes: APIRouter, service: IngressService) -> None:
         return JSONResponse(serializers.project_body(await owner.archive_project(project_id, actor=_actor(request))))
 
 
-def _add_account_routes(routes: APIRouter, service: IngressService) -> None:
-    owner = service.tenancy.owner
-
+def _add_account_routes(routes: APIRouter, owner: TenantsService) -> None:
     @routes.get("/projects/{project_id}/service_accounts", response_model=PageResponse[schemas.ServiceAccountResponse])
     async def accounts(project_id: str, query: Annotated[AdminPageQuery, Query()]) -> Response:
         return await _page(query, partial(owner.accounts, project_id), serializers.account_body)
@@ -185,9 +182,7 @@ def _add_account_routes(routes: APIRouter, service: IngressService) -> None:
         return JSONResponse(serializers.issued_body(issued), headers={"Cache-Control": "no-store"})
 
 
-def _add_key_routes(routes: APIRouter, service: IngressService) -> None:
-    owner = service.tenancy.owner
-
+def _add_key_routes(routes: APIRouter, owner: TenantsService) -> None:
     @routes.get("/projects/{project_id}/api_keys", response_model=PageResponse[schemas.ApiKeyResponse])
     async def keys(project_id: str, query: Annotated[KeyQuery, Query()]) -> Response:
         async def read(limit: int, after: str | None) -> Sequence[dict[str, Any]]:
@@ -265,9 +260,7 @@ def _add_permission_routes(routes: APIRouter, service: IngressService) -> None:
         return JSONResponse(serializers.rate_limit_body(model, tenant.limits.rates.get(model, RateLimit())))
 
 
-def _add_admin_key_routes(routes: APIRouter, service: IngressService) -> None:
-    owner = service.tenancy.owner
-
+def _add_admin_key_routes(routes: APIRouter, owner: TenantsService) -> None:
     @routes.get("/admin_api_keys", response_model=PageResponse[schemas.AdminKey])
     async def keys(query: Annotated[AdminKeyQuery, Query()]) -> Response:
         read = partial(owner.keys, None, is_newest_first=query.order == "desc")
@@ -289,9 +282,7 @@ def _add_admin_key_routes(routes: APIRouter, service: IngressService) -> None:
         return _deleted_response("organization.admin_api_key.deleted", key_id)
 
 
-def _add_audit_routes(routes: APIRouter, service: IngressService) -> None:
-    owner = service.tenancy.owner
-
+def _add_audit_routes(routes: APIRouter, owner: TenantsService) -> None:
     @routes.get("/audit_logs", response_model=PageResponse[schemas.AuditLog])
     async def audit_logs(query: Annotated[AuditLogQuery, Query()]) -> Response:
         async def read(limit: int, _: str | None) -> Sequence[TenantChange]:
@@ -315,9 +306,7 @@ def _audit_number(name: str, text: str | None) -> int | None:
     return int(number)
 
 
-def _add_tenant_routes(routes: APIRouter, service: IngressService) -> None:
-    owner = service.tenancy.owner
-
+def _add_tenant_routes(routes: APIRouter, owner: TenantsService) -> None:
     async def answer(tenant: Tenant) -> Response:
         return JSONResponse(serializers.tenant_body(tenant, await owner.shares(tenant.id), await owner.left(tenant.id)))
 
