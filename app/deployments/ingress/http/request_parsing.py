@@ -186,12 +186,12 @@ async def check_query(request: Request) -> None:
     known = query_names(route)
     for name in request.query_params:
         if name.partition("[")[0] not in known:
-            shown = name[:_MAX_CHARS]
+            short_name = name[:_MAX_CHARS]
             its_own = f"it takes {', '.join(known)}" if known else "it takes none"
             raise InvalidRequest(
-                f"the query has {shown!r}, which {request.method} {route.path} does not know; "
+                f"the query has {short_name!r}, which {request.method} {route.path} does not know; "
                 f"{its_own}{did_you_mean(name, known)}",
-                param=shown,
+                param=short_name,
             )
 
 
@@ -201,10 +201,10 @@ def invalid_query(error: RequestValidationError) -> InvalidRequest:
     name = str(first["loc"][1])
     if first["type"] == "missing":
         return InvalidRequest(f"the query lacks {name}", param=name)
-    wanted = first["msg"].removeprefix("Value error, ")
+    expected = first["msg"].removeprefix("Value error, ")
     if first["type"] == "literal_error":
-        wanted = f"it is {first['ctx']['expected'].replace(chr(39), '')}"
-    return InvalidRequest(f"{name} is {str(first['input'])[:_MAX_CHARS]!r}; {wanted}", param=name)
+        expected = f"it is {first['ctx']['expected'].replace(chr(39), '')}"
+    return InvalidRequest(f"{name} is {str(first['input'])[:_MAX_CHARS]!r}; {expected}", param=name)
 
 
 def page_body(data: Sequence[Mapping[str, Any]], *, has_more: bool) -> dict[str, Any]:

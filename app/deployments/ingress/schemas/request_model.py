@@ -161,11 +161,11 @@ def _invalid(body: type[Body], error: ValidationError) -> InvalidRequest:
     """
     items = error.errors(include_url=False, include_context=False, include_input=False)
     field = items[0]["loc"][:-1]
-    of_one = [item for item in items if item["loc"][: len(field)] == field] if field else items[:1]
-    further = [item for item in of_one if len(item["loc"]) > len(field) + 1] or items[:1]
-    first = next((item for item in further if not item["type"].endswith("_type")), further[0])
+    same_field = [item for item in items if item["loc"][: len(field)] == field] if field else items[:1]
+    deepest = [item for item in same_field if len(item["loc"]) > len(field) + 1] or items[:1]
+    first = next((item for item in deepest if not item["type"].endswith("_type")), deepest[0])
     path = [part for part in first["loc"] if isinstance(part, int) or _is_field(part)]
-    where = ".".join(_quotable(str(part)) for part in path)
+    location = ".".join(_quotable(str(part)) for part in path)
     name = str(first["loc"][0]) if first["loc"] else None
     is_object = first["type"] in ("model_type", "dict_type")
     message = "Input should be an object" if is_object else first["msg"].removeprefix("Value error, ")
@@ -173,7 +173,7 @@ def _invalid(body: type[Body], error: ValidationError) -> InvalidRequest:
     if first["type"] == "extra_forbidden":
         guess = did_you_mean(str(first["loc"][-1]), fields_at(body, first["loc"][:-1]))
         message = f"unknown field; it could change the answer, so it is refused rather than ignored{guess}"
-    return kind(f"{where}: {message}" if where else message, param=where or name)
+    return kind(f"{location}: {message}" if location else message, param=location or name)
 
 
 def _is_field(part: str) -> bool:

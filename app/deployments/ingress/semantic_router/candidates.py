@@ -132,18 +132,18 @@ class Candidates:
         for owner_id, names in visible.items():
             owned = self._of(owner_id)
             some = None if names is None else [name for name in sorted(names) if name in owned.rows]
-            there = owned.names if some is None else some
-            if not there:
+            candidates = owned.names if some is None else some
+            if not candidates:
                 continue
             vectors = owned.vectors if some is None else owned.vectors[[owned.rows[name] for name in some]]
             scores = vectors @ vector
-            taken = 0
+            num_found = 0
             for row in _descending(scores, threshold):
-                name = there[row]
-                if taken == top_k:
+                name = candidates[row]
+                if num_found == top_k:
                     break
                 if is_accessible(owner_id, name):
-                    taken += 1
+                    num_found += 1
                     found.append(ScoredAdapter(name, owner_id, float(scores[row])))
         return sorted(found, key=lambda one: (-one.score, one.name))[:top_k]
 

@@ -76,26 +76,26 @@ async def response_events(
 
 def _block_events(task: GenerationTask, change: BlockEvent, numbers: Iterator[int]) -> Iterator[bytes]:
     block = change.block
-    where: dict[str, Any] = {"output_index": block.index}
-    inside = where | {"item_id": _id(task, block)} | ({"content_index": 0} if block.kind == "text" else {})
+    output: dict[str, Any] = {"output_index": block.index}
+    content = output | {"item_id": _id(task, block)} | ({"content_index": 0} if block.kind == "text" else {})
     logprobs: dict[str, Any] = {"logprobs": []} if block.kind == "text" else {}
     what = "output_text" if block.kind == "text" else "function_call_arguments"
     if change.what == "open":
         empty = Block(block.index, block.kind, block.id, block.name)
         item = _item(task, empty, "in_progress") | ({"content": []} if block.kind == "text" else {})
-        yield _event(numbers, "response.output_item.added", **where, item=item)
+        yield _event(numbers, "response.output_item.added", **output, item=item)
         if block.kind == "text":
-            yield _event(numbers, "response.content_part.added", **inside, part=_part(""))
+            yield _event(numbers, "response.content_part.added", **content, part=_part(""))
     elif change.what == "grow":
-        yield _event(numbers, f"response.{what}.delta", **inside, delta=change.piece, **logprobs)
+        yield _event(numbers, f"response.{what}.delta", **content, delta=change.piece, **logprobs)
     else:
         if block.kind == "text":
-            yield _event(numbers, "response.output_text.done", **inside, text=block.text, **logprobs)
-            yield _event(numbers, "response.content_part.done", **inside, part=_part(block.text))
+            yield _event(numbers, "response.output_text.done", **content, text=block.text, **logprobs)
+            yield _event(numbers, "response.content_part.done", **content, part=_part(block.text))
         else:
             done = {"arguments": block.text, "name": block.name}
-            yield _event(numbers, "response.function_call_arguments.done", **inside, **done)
-        yield _event(numbers, "response.output_item.done", **where, item=_item(task, block, "completed"))
+            yield _event(numbers, "response.function_call_arguments.done", **content, **done)
+        yield _event(numbers, "response.output_item.done", **output, item=_item(task, block, "completed"))
 
 
 def _event(numbers: Iterator[int], kind: str, **fields: Any) -> bytes:

@@ -63,10 +63,10 @@ class Authenticator:
         if found is not None:
             self._tenancy.note_use(found.key.id, now_s)
             return self._key_principal(request, found)
-        where = address_of(request)
+        address = address_of(request)
         digest = self._policy.admin_digest
         if digest is not None and hmac.compare_digest(key_digest(value), digest):
-            return self._admin_principal(request, f"{ENVIRONMENT_KEY}, {where}", ENVIRONMENT_KEY)
+            return self._admin_principal(request, f"{ENVIRONMENT_KEY}, {address}", ENVIRONMENT_KEY)
         if self._policy.is_management_token(value):
             return _operator(request)
         raise InvalidApiKey(
@@ -80,19 +80,19 @@ class Authenticator:
         tenant = known.tenant
         if tenant is None:
             return self._admin_principal(request, who, known.key.id)
-        wanted = request.headers.get("openai-project")
-        if wanted is not None and wanted != tenant.id:
+        project_id = request.headers.get("openai-project")
+        if project_id is not None and project_id != tenant.id:
             raise InvalidApiKey("the header OpenAI-Project names another project than the API key's; leave it out")
         return Principal(tenant.id, who, tenant, known.key.id, "project")
 
     def _admin_principal(self, request: HTTPConnection, who: str, key_id: str) -> Principal:
         """An administrator: of the public adapters, or of the project that the header OpenAI-Project names."""
-        wanted = request.headers.get("openai-project")
-        if wanted is None:
+        project_id = request.headers.get("openai-project")
+        if project_id is None:
             return Principal(DEFAULT_TENANT, who, PUBLIC, key_id, "admin")
-        tenant = self._tenancy.view.tenant(wanted)
+        tenant = self._tenancy.view.tenant(project_id)
         if tenant is None or tenant.archived_s is not None:
-            raise InvalidApiKey(f"the header OpenAI-Project names {wanted[:64]!r}, which is no project here")
+            raise InvalidApiKey(f"the header OpenAI-Project names {project_id[:64]!r}, which is no project here")
         return Principal(tenant.id, who, tenant, key_id, "admin")
 
 

@@ -250,12 +250,12 @@ def _add_permission_routes(routes: APIRouter, service: IngressService) -> None:
         if not rate_limit_id.startswith(_RATE_PREFIX):
             raise NotFound(f"there is no rate limit {rate_limit_id[:80]!r}; their ids are {_RATE_PREFIX}<model>")
         model = rate_limit_id.removeprefix(_RATE_PREFIX)
-        asked = {
+        limits = {
             "requests_per_min": body.max_requests_per_1_minute,
             "tokens_per_min": body.max_tokens_per_1_minute,
             "requests_per_day": body.max_requests_per_1_day,
         }
-        changes = {name: value for name, value in asked.items() if value is not None}
+        changes = {name: value for name, value in limits.items() if value is not None}
         tenant = await owner.limit_rates(project_id, model, changes, actor=_actor(request))
         return JSONResponse(serializers.rate_limit_body(model, tenant.limits.rates.get(model, RateLimit())))
 

@@ -31,7 +31,7 @@ def add_batch_routes(app: FastAPI, service: IngressService) -> None:
         life_s = config.days * DAY_S
         if body.output_expires_after is not None:
             life_s = min(life_s, body.output_expires_after.seconds)
-        wanted = NewBatch(
+        new_batch = NewBatch(
             tenant_id=caller.tenant_id,
             key_id=caller.key_id,
             endpoint=body.endpoint,
@@ -41,7 +41,7 @@ def add_batch_routes(app: FastAPI, service: IngressService) -> None:
             max_open=config.max_open_batches,
             note=json.dumps(body.metadata or {}),
         )
-        batch = await service.storage.create_batch(wanted)
+        batch = await service.storage.create_batch(new_batch)
         service.wake_batches()
         return JSONResponse(batch_body(batch))
 

@@ -60,18 +60,18 @@ def model_page(service: IngressService, page: PageQuery, caller: Principal) -> d
 
 async def all_models(service: IngressService, after: str | None, caller: Principal) -> AsyncGenerator[bytes]:
     """The JSON of all models as one list, because OpenAI's client does not paginate; yields to other requests."""
-    begin, last_id, first_id = b'{"object":"list","data":[', None, None
+    prefix, last_id, first_id = b'{"object":"list","data":[', None, None
     while True:
         page = model_page(service, PageQuery(limit=MAX_PAGE, after=after), caller)
         if page["data"]:
             first_id, last_id = first_id or page["first_id"], page["last_id"]
-            yield begin + to_json(page["data"])[1:-1]
-            begin = b","
+            yield prefix + to_json(page["data"])[1:-1]
+            prefix = b","
         if not page["has_more"]:
             break
         after = last_id
         await asyncio.sleep(0)
-    yield (b"" if last_id else begin) + b'],"first_id":%b,"last_id":%b,"has_more":false}' % (
+    yield (b"" if last_id else prefix) + b'],"first_id":%b,"last_id":%b,"has_more":false}' % (
         to_json(first_id),
         to_json(last_id),
     )
