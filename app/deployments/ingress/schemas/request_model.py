@@ -147,7 +147,7 @@ def _refusal(kind: type[Body], name: str) -> str:
     guess = did_you_mean(name, kind.model_fields)
     if kind.is_inference and name in ADAPTER_WORDS:
         field = "model" if "model" in kind.model_fields else "lora_path"
-        guess = f"; an adapter is asked for by its name, in {field!r}"
+        guess = f"; name the adapter in {field!r}"
     if kind.is_inference:
         return f"unknown field {name[:80]!r}; it could change the answer, so it is refused rather than ignored{guess}"
     return f"unknown field {name[:80]!r}; this route takes {', '.join(kind.model_fields)}{guess}"

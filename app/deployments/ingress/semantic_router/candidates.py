@@ -92,7 +92,7 @@ class Candidates:
         else:
             owned.pending[name] = text
 
-    def num_candidates(self, owner_id: str) -> int:
+    def count(self, owner_id: str) -> int:
         """The number of an owner's candidates, embedded or not."""
         owned = self._of(owner_id)
         return len(owned.rows) + sum(name not in owned.rows for name in owned.pending)
@@ -126,16 +126,16 @@ class Candidates:
     ) -> list[ScoredAdapter]:
         """At most `top_k` candidates by descending cosine, all of at least `threshold`.
 
-        vector: [H], of length 1. is_meant: whether an owner's adapter is the one that the asker gets under its name.
+        vector: [H], unit length. is_accessible: whether the name resolves to this owner's adapter for the caller.
         """
         found: list[ScoredAdapter] = []
         for owner_id, names in visible.items():
             owned = self._of(owner_id)
-            some = None if names is None else [name for name in sorted(names) if name in owned.rows]
-            candidates = owned.names if some is None else some
+            listed = None if names is None else [name for name in sorted(names) if name in owned.rows]
+            candidates = owned.names if listed is None else listed
             if not candidates:
                 continue
-            vectors = owned.vectors if some is None else owned.vectors[[owned.rows[name] for name in some]]
+            vectors = owned.vectors if listed is None else owned.vectors[[owned.rows[name] for name in listed]]
             scores = vectors @ vector
             num_found = 0
             for row in _descending(scores, threshold):

@@ -100,16 +100,12 @@ class SemanticRouter:
         if names is not None:
             return sum(map(tenant.may_use, self._candidates.subset(owner_id, names)))
         listed = self._candidates.subset(owner_id, tenant.model_ids) if tenant.model_mode else set()
-        return (
-            len(listed)
-            if tenant.model_mode == "allow_list"
-            else self._candidates.num_candidates(owner_id) - len(listed)
-        )
+        return len(listed) if tenant.model_mode == "allow_list" else self._candidates.count(owner_id) - len(listed)
 
     def _is_accessible(self, caller: Principal, owner_id: str, name: str) -> bool:
         """Whether the name resolves to this owner's adapter for the caller, not to one with precedence."""
-        having = (owner for owner in caller.owners(name) if self._registry.find(name, owner) is not None)
-        return next(having, None) == owner_id
+        owners = (owner for owner in caller.owners(name) if self._registry.find(name, owner) is not None)
+        return next(owners, None) == owner_id
 
     async def _ready(self, visible: Visible) -> None:
         """Wait until the visible descriptions are embedded. Callers share the work, which outlives their wait."""
@@ -170,10 +166,10 @@ class AdapterSelector:
         self, question: str, caller: Principal, options: RoutingFields | None = None
     ) -> AsyncIterator[Selection]:
         """The decision, and the reservation that the answer takes over within the block. Raises as `choose` does."""
-        held = await self._tenancy.admit_choice(caller, self._router.num_tokens(question, caller))
+        choice = await self._tenancy.admit_choice(caller, self._router.num_tokens(question, caller))
         try:
             decision = await self._router.decide(question, caller, options)
-            self._tenancy.end_choice(held)
-            yield Selection(decision, held.request)
+            self._tenancy.end_choice(choice)
+            yield Selection(decision, choice.request)
         finally:
-            self._tenancy.give_up(held)
+            self._tenancy.give_up(choice)

@@ -150,7 +150,7 @@ async def test_inert_fields_are_accepted_and_unknown_ones_named(http: httpx.Asyn
         for name in ("lora_name", "adapter_id"):
             status, error = await error_of(http, route, body | {name: "sql"})
             assert (status, error["param"]) == (400, name)
-            assert error["message"].endswith(f"; an adapter is asked for by its name, in {field!r}")
+            assert error["message"].endswith(f"; name the adapter in {field!r}")
     status, error = await error_of(http, "/v1/load_lora_adapter", {"name": "x", "lora_path": "sql"})
     takes = "this route takes lora_name, lora_path, load_inplace"
     assert error["message"] == f"unknown field 'name'; {takes}; did you mean 'lora_name'?"
