@@ -492,7 +492,7 @@ async def test_every_method_of_a_path_is_named(http: httpx.AsyncClient) -> None:
         ("/v1/chat/completions", {**CHAT, "stream_options": 1}, "stream_options", "should be an object"),
         ("/generate", {"text": "x", "sampling_params": []}, "sampling_params", "should be an object"),
         ("/v1/aliases/x", {"targets": ["sql"]}, "targets", "should be an object"),
-        ("/generate", {"text": "x", "stream": True}, "stream", "/v1/completions streams"),
+        ("/generate", {"text": "x", "stream": True}, "stream", "/v1/completions does"),
     ],
 )
 async def test_what_is_wrong_is_said_in_words_of_json(
