@@ -51,7 +51,7 @@ IRREGULAR = frozenset(
 
 
 def is_participle(name: str) -> bool:
-    """Whether a function's, class's or module's name is a bare participle, such as `log_events` or `_described`."""
+    """Whether a function's, class's or module's name is a bare participle, such as `told` or `_described`."""
     word = name.strip("_").lower()
     return word not in NO_PARTICIPLES and (word in IRREGULAR or re.fullmatch(r"[a-z]+ed", word) is not None)
 

@@ -196,7 +196,7 @@ class BlockPool:
 
 
 class CachedPrefixes:
-    """Prompt heads that one pool has cached, by the block that ends each. Any thread may read `log_events`."""
+    """Prompt heads that one pool has cached, by the block that ends each. Any thread may read `told`."""
 
     def __init__(self) -> None:
         self._of_block: dict[int, bytes] = {}

@@ -20,7 +20,7 @@ AMOUNTS = st.integers(1, 40) | st.integers(1, 6_000_000)
 
 @dataclass
 class Ingress:
-    """`units` may be taken, `running` were, by requests that have not ended; `log_events` of `used` is known to the owner."""
+    """`units` may be taken, `running` were, by requests that have not ended; `told` of `used` is known to the owner."""
 
     name: str
     units: int = 0
