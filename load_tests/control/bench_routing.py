@@ -30,7 +30,7 @@ from app.deployments.ingress.principal import Principal
 from app.deployments.ingress.semantic_router.candidates import Candidates
 from app.deployments.ingress.semantic_router.decision import Decision
 from app.deployments.ingress.semantic_router.embedders import NEUTRAL, EncoderEmbedder
-from app.deployments.ingress.semantic_router.router import Router, TextEmbedder
+from app.deployments.ingress.semantic_router.router import SemanticRouter, TextEmbedder
 from app.deployments.registry.feed.view import RegistryView
 from app.deployments.registry.models import CatalogEntry
 from app.deployments.tenancy.models import PUBLIC
@@ -94,16 +94,16 @@ class Accuracy:
     threshold: float
 
 
-def router_of(descriptions: dict[str, str], embedder: TextEmbedder) -> Router:
+def router_of(descriptions: dict[str, str], embedder: TextEmbedder) -> SemanticRouter:
     """Over adapters that nobody has read."""
     entries = [
         CatalogEntry(AdapterRef(name, f"{index:064x}", "ada"), 8, 64, 0.0, "ada", description=description)
         for index, (name, description) in enumerate(descriptions.items())
     ]
-    return Router(SemanticRouterConfig(threshold=-1.0), RegistryView(entries), embedder, wait_s=600.0)
+    return SemanticRouter(SemanticRouterConfig(threshold=-1.0), RegistryView(entries), embedder, wait_s=600.0)
 
 
-async def ask(router: Router, prompts: Sequence[tuple[str | None, str]]) -> tuple[list[Asked], list[float]]:
+async def ask(router: SemanticRouter, prompts: Sequence[tuple[str | None, str]]) -> tuple[list[Asked], list[float]]:
     """What is chosen for (wanted, prompt), and seconds of each decision."""
     asked, seconds = [], []
     for wanted, prompt in prompts:

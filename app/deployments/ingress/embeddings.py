@@ -21,7 +21,7 @@ from app.deployments.ingress.dispatch.dispatcher import Dispatcher
 from app.deployments.ingress.dispatch.generation_task import GenerationTask
 from app.deployments.ingress.preprocess.preprocessor import RequestPreprocessor
 from app.deployments.ingress.principal import Principal
-from app.deployments.ingress.schemas.embeddings import EmbeddingsRequest
+from app.deployments.ingress.schemas.completions import EmbeddingsRequest
 from app.deployments.ingress.serializers.generate import usage_body
 from app.engine.errors import ContextOverflow, EngineFailure, InvalidRequest
 from app.engine.request import GenerateRequest, PoolingParams, SamplingParams

@@ -16,11 +16,11 @@ from app.deployments.ingress.dispatch.generation_task import GenerationTask
 from app.deployments.ingress.embeddings import as_floats, vectors
 from app.deployments.ingress.error_responses import TABLE, ClientGone, error_reply
 from app.deployments.ingress.principal import handle_principal, load_request
-from app.deployments.ingress.schemas.embeddings import EmbeddingsRequest
+from app.deployments.ingress.schemas.completions import EmbeddingsRequest
 from app.deployments.ingress.schemas.openai import GenerateBody
 from app.deployments.ingress.schemas.request_model import parse_body
 from app.deployments.ingress.serializers.generate import generate_result
-from app.deployments.ingress.serializers.loras import adapter_body, unloaded_body
+from app.deployments.ingress.serializers.loras import adapter_body, unload_body
 from app.deployments.ingress.service import IngressService
 from app.deployments.registry.models import CatalogEntry
 from app.engine.errors import InvalidRequest
@@ -103,7 +103,7 @@ async def unload(service: IngressService, name: str) -> dict[str, Any]:
     """Unload an adapter; returns once its rows are free. Raises NotFound, AdapterBusy."""
     caller = handle_principal()
     job, entry = await service.management.unload(name, tenant_id=caller.tenant_id, who=caller.who)
-    return unloaded_body(entry, job)
+    return unload_body(entry, job)
 
 
 @contextmanager

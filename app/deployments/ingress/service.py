@@ -32,8 +32,7 @@ from app.deployments.ingress.preprocess.preprocessor import RequestPreprocessor
 from app.deployments.ingress.preprocess.tokenizer_service import TokenizerService
 from app.deployments.ingress.principal import Principal, batch_principal
 from app.deployments.ingress.semantic_router.embedders import BaseEmbedder, EncoderEmbedder
-from app.deployments.ingress.semantic_router.router import Router, TextEmbedder
-from app.deployments.ingress.semantic_router.selection import AdapterSelector
+from app.deployments.ingress.semantic_router.router import AdapterSelector, SemanticRouter, TextEmbedder
 from app.deployments.ingress.serializers.loras import record_body
 from app.deployments.object_storage.models import Batch
 from app.deployments.object_storage.service import StorageService
@@ -99,7 +98,7 @@ class IngressService:
         embedder: TextEmbedder = BaseEmbedder(self.base_name, parts.text, dispatcher, wait_s, parts.clock)
         if config.semantic_router.embedder is not None:
             embedder = EncoderEmbedder(config.semantic_router.embedder)
-        self._router = Router(config.semantic_router, parts.registry, embedder, wait_s)
+        self._router = SemanticRouter(config.semantic_router, parts.registry, embedder, wait_s)
         self.preprocessor = RequestPreprocessor(
             parts.text,
             self.base_name,

@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from app.deployments.ingress import handle_api
-from app.deployments.ingress.serializers.loras import adapter_body, job_body, unloaded_body
+from app.deployments.ingress.serializers.loras import adapter_body, job_body, unload_body
 from app.engine.errors import InvalidRequest, NotFound, QueueFull
 from tests.deployments.http_service import Service
 from tests.deployments.ingress.dispatch.test_dispatcher import until
@@ -70,9 +70,9 @@ async def test_what_other_jobs_get_is_made_of_python_s_own_types(service: Servic
     results = [
         await handle_api.generate(service, ["a", "b"], SAMPLING, ["sql", None]),
         adapter_body(entry) | {"job": job_body(loading)},
-        unloaded_body(entry, unloading),
+        unload_body(entry, unloading),
     ]
-    assert unloaded_body(entry, unloading)["state"] == "REMOVED"
+    assert unload_body(entry, unloading)["state"] == "REMOVED"
     assert {kind.__module__ for result in results for kind in classes(result)} == {"builtins"}
 
 

@@ -1,1 +1,1 @@
-"""Batches as an ingress works on them."""
+"""Batch processing in an ingress."""

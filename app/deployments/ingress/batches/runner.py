@@ -1,9 +1,8 @@
-"""Who works on batches: every ingress, each batch by one of them at a time.
+"""The batch worker of an ingress: claims batches from the database and answers their lines.
 
-In: batches that nobody works on, from the database that keeps them. Out: an answer per line, written down as they
-come. A batch whose ingress dies is free again when its lease has run out; whoever takes it goes on with the lines that
-have no answer. Rule: a line's request is let in, limited and counted as its tenant's own; what is refused for now is
-tried again until the batch expires.
+A lease makes sure that one ingress at a time works on a batch. When an ingress dies its leases expire, and another one
+continues with the lines that have no answer. A line's request counts against its tenant's limits; transient errors are
+retried until the batch expires.
 """
 
 from __future__ import annotations
@@ -21,8 +20,8 @@ from app.deployments.ingress.batches.batch_file import (
     BatchLine,
     FileCheck,
     FileError,
+    LineSplitter,
     NumberedBatchLine,
-    Splitter,
     error_line,
     parse_line,
     result_line,
@@ -45,25 +44,25 @@ from app.engine.errors import (
 
 logger = logging.getLogger(__name__)
 
-#: Batches that one ingress works on at a time.
+#: Concurrent batches per ingress.
 MAX_BATCHES = 8
-#: How often it is asked whether there is work, and answers are written down.
+#: Intervals of polling for new batches and of writing answers.
 POLL_S, WRITE_S = 3.0, 2.0
-#: Pauses before a request that was refused for now is tried again.
+#: Backoff after a transient error.
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0
-#: Tries of a request whose adapter cannot be read.
+#: Attempts for a request whose adapter cannot be read.
 MAX_TRIES = 6
 ADAPTER_ERRORS = (AdapterQuarantined, AdapterUnreadable, AdapterReadFailed)
 _LINES_AT_ONCE = 256
-#: A longer line is decoded in a thread: it would hold up every stream of this process.
+#: Longer lines are decoded in a thread, because they would block this process's streams.
 MAX_INLINE_BYTES = 20_000
 
-#: One request: the endpoint, its body, who asks, and its id. Raises what the endpoint answers with an error for.
+#: Executes one request: endpoint, body, caller and request id. Raises the endpoint's errors.
 AnswerLine = Callable[[str, Mapping[str, Any], Principal, str], Awaitable[Mapping[str, Any]]]
 
 
 class BatchRunner:
-    """One per ingress. `caller_of`: whose requests a batch's are, None if nobody's any more; `clock` is Unix time."""
+    """One per ingress. `caller_of`: a batch's principal, or None if its project is archived; `clock`: Unix time."""
 
     def __init__(
         self,
@@ -77,41 +76,41 @@ class BatchRunner:
     ) -> None:
         self.storage, self.answer, self.holder, self.clock = storage, answer, holder, clock
         self.write_s = write_s
-        self.places = asyncio.Semaphore(config.storage.batch_concurrency)
+        self.slots = asyncio.Semaphore(config.storage.batch_concurrency)
         self.num_streams = config.storage.batch_concurrency
         self.max_line_bytes = config.limits.max_body_bytes
         self._config = config
         self.caller_of = caller_of
         self._tasks = Tasks()
-        self._wanted = asyncio.Event()
+        self._wake_event = asyncio.Event()
 
     def wake(self) -> None:
-        """There is a new batch."""
-        self._wanted.set()
+        """Look for new batches now instead of at the next poll."""
+        self._wake_event.set()
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Claim and run batches until cancelled."""
         while True:
-            self._wanted.clear()
+            self._wake_event.clear()
             while len(self._tasks) < MAX_BATCHES and (batch := await self.storage.claim(self.holder)) is not None:
                 self._tasks.start(self._work(batch))
-            await wait_for_event(self._wanted, POLL_S)
+            await wait_for_event(self._wake_event, POLL_S)
 
     async def close(self) -> None:
-        """Leave what is not done to others."""
+        """Stop, and release the leases for other ingresses."""
         await self._tasks.close()
         try:
             await self.storage.release(self.holder)
         except NotReady as error:
-            logger.info("batches are left until their leases run out: %s", error)
+            logger.info("batches stay leased until their leases expire: %s", error)
 
     async def _work(self, batch: Batch) -> None:
         try:
             await self._run(batch)
         except LeaseLost as error:
             logger.info("%s", error)
-        except NotReady as error:  # another takes it when the lease runs out
-            logger.warning("batch %s is left for a while: %s", batch.id, error)
+        except NotReady as error:  # another ingress claims it when the lease expires
+            logger.warning("batch %s is suspended until its lease expires: %s", batch.id, error)
 
     async def _run(self, batch: Batch) -> None:
         if self.caller_of(batch) is None:
@@ -126,13 +125,13 @@ class BatchRunner:
                 return
             batch = await self.storage.begin_batch(batch.id, self.holder, check.num_lines)
             known = set(await self.storage.answered(batch.id))
-            await _Work(self, batch, known, min(self.num_streams, check.num_lines)).run()
+            await _BatchRun(self, batch, known, min(self.num_streams, check.num_lines)).run()
         except NotFound:
             await self._refuse(batch, [FileError("input_file_gone", "the input file has expired or was deleted")])
 
     async def file_lines(self, batch: Batch) -> AsyncGenerator[list[NumberedBatchLine]]:
-        """The lines of a batch's file as its parts come. Raises NotFound."""
-        splitter, number = Splitter(self.max_line_bytes), 0
+        """The lines of a batch's file, part by part. Raises NotFound."""
+        splitter, number = LineSplitter(self.max_line_bytes), 0
         while (part := await self._part(batch, number)) is not None:
             yield splitter.push(part)
             number += 1
@@ -143,26 +142,26 @@ class BatchRunner:
             try:
                 return await self.storage.file_part(batch.input_file_id, number, tenant_id=batch.tenant_id)
             except NotReady as error:
-                logger.info("the file of batch %s is read on later: %s", batch.id, error)
+                logger.info("reading the file of batch %s is retried: %s", batch.id, error)
                 await asyncio.sleep(self.write_s)
 
     async def _refuse(self, batch: Batch, errors: list[FileError]) -> None:
         await self.storage.finish(batch.id, self.holder, "failed", json.dumps([error._asdict() for error in errors]))
 
 
-class _Work:
-    """One batch, as long as this process works on it."""
+class _BatchRun:
+    """One batch while this process holds its lease."""
 
     def __init__(self, runner: BatchRunner, batch: Batch, written: set[int], num_workers: int) -> None:
-        """`written`: numbers of the lines that have an answer; they become more."""
+        """`written`: numbers of the lines that have an answer; grows with each write."""
         self._runner, self._batch = runner, batch
         self._written, self._num_workers = written, num_workers
         self._lines = self._unwritten()
-        self._turn = asyncio.Lock()  # of whoever takes the next line
+        self._lines_lock = asyncio.Lock()  # held while a worker takes the next line
         self._answers: list[LineResult] = []
 
     async def run(self) -> None:
-        """Raises NotFound if the file goes away meanwhile, LeaseLost, NotReady."""
+        """Raises NotFound if the file is deleted meanwhile, LeaseLost, NotReady."""
         workers = [asyncio.create_task(self._worker()) for _ in range(self._num_workers)]
         try:
             status = await self._until_ended(workers)
@@ -181,7 +180,7 @@ class _Work:
         await self._runner.storage.finish(self._batch.id, self._runner.holder, status)
 
     async def _unwritten(self) -> AsyncGenerator[BatchLine]:
-        """The lines that had no answer when the part that they are in was read."""
+        """The lines that have no answer when their part of the file is read."""
         batch, max_bytes = self._batch, self._runner.max_line_bytes
         async for lines in self._runner.file_lines(batch):
             for number, text in [line for line in lines if line.text.strip() and line.number not in self._written]:
@@ -189,7 +188,7 @@ class _Work:
                     found = await asyncio.to_thread(parse_line, number, text, batch.endpoint, max_bytes)
                 else:
                     found = parse_line(number, text, batch.endpoint, max_bytes)
-                assert isinstance(found, BatchLine), "the file was checked, and files do not change"
+                assert isinstance(found, BatchLine), "the file was validated, and files are immutable"
                 yield found
 
     async def _until_ended(self, workers: list[asyncio.Task[None]]) -> BatchStatus:
@@ -208,7 +207,7 @@ class _Work:
 
     async def _worker(self) -> None:
         while True:
-            async with self._turn:
+            async with self._lines_lock:
                 line = await anext(self._lines, None)
             if line is None:
                 return
@@ -219,34 +218,34 @@ class _Work:
         pauses_s, num_tries = backoff_s(FIRST_PAUSE_S, LONGEST_PAUSE_S), 0
         while True:
             try:
-                async with self._runner.places:
-                    caller = self._runner.caller_of(self._batch)  # limits and rights as they are now, not as they were
+                async with self._runner.slots:
+                    caller = self._runner.caller_of(self._batch)  # with its present limits and permissions
                     if caller is None:
                         return unfinished_line(line, ARCHIVED)
                     body = await self._runner.answer(self._batch.endpoint, line.body, caller, request_id)
                 return result_line(line, request_id, body)
-            except Exception as error:  # whatever it is, it is this line's answer, or comes to nothing in a while
+            except Exception as error:  # any error becomes this line's answer, unless it is transient
                 num_tries += 1
-                if not is_passing(error) or (isinstance(error, ADAPTER_ERRORS) and num_tries >= MAX_TRIES):
+                if not is_transient(error) or (isinstance(error, ADAPTER_ERRORS) and num_tries >= MAX_TRIES):
                     return error_line(line, request_id, error)
-                told_s = getattr(error, "retry_after_s", None) or 0.0
-                await asyncio.sleep(min(max(next(pauses_s), told_s), LONGEST_PAUSE_S))
+                retry_after_s = getattr(error, "retry_after_s", None) or 0.0
+                await asyncio.sleep(min(max(next(pauses_s), retry_after_s), LONGEST_PAUSE_S))
 
     async def _write(self) -> None:
-        """Write down what there is, some of it, and renew the lease. While the database is away nothing is lost."""
+        """Write up to `_LINES_AT_ONCE` answers and renew the lease; keeps them while the database is unavailable."""
         lines = self._answers[:_LINES_AT_ONCE]
         try:
             self._batch = await self._runner.storage.answer(self._batch.id, self._runner.holder, lines)
         except NotReady as error:
-            logger.info("answers of batch %s are written down later: %s", self._batch.id, error)
+            logger.info("writing the answers of batch %s is retried: %s", self._batch.id, error)
             await asyncio.sleep(self._runner.write_s)
             return
         self._written.update(line.number for line in lines)
         del self._answers[: len(lines)]
 
 
-def is_passing(error: Exception) -> bool:
-    """Whether the same request may be answered later."""
+def is_transient(error: Exception) -> bool:
+    """Whether the same request may succeed later."""
     if isinstance(error, LimitReached):
         return error.retry_after_s is not None
     return isinstance(error, (Overloaded, DeadlineExceeded, *ADAPTER_ERRORS))

@@ -1,9 +1,4 @@
-"""Server-sent events to one client; each stream is ended and counted once, however the client leaves.
-
-In: events as bytes; the first one has been waited for. Out: a response whose last event is [DONE] or an error. Rule:
-when the response is over (at its end, after an error, or because the client left), `on_end` has been called once with
-the status, and the events are closed. `answers` makes the events.
-"""
+"""Server-sent events to one client; each stream is closed and counted once, however it ends."""
 
 from __future__ import annotations
 
@@ -23,7 +18,11 @@ def sse(body: Mapping[str, Any]) -> bytes:
 
 
 class EventStream(StreamingResponse):
-    """`on_end` hears 200, the status of the error the stream ended with, or 499 when the client left before."""
+    """A stream of events whose last one is `done` or an error.
+
+    When the response is over, `on_end` has been called exactly once and the events are closed. Its status is 200, that
+    of the error that ended the stream, or 499 if the client disconnected first.
+    """
 
     def __init__(
         self,
@@ -34,7 +33,7 @@ class EventStream(StreamingResponse):
         done: bytes = b"data: [DONE]\n\n",
         as_event: Callable[[ErrorReply], bytes] = lambda answer: sse(answer.body),
     ) -> None:
-        """`done` is the event behind the last one; `as_event` tells an error."""
+        """`first`: the event that was already awaited; `done` follows the last event; `as_event` formats an error."""
         super().__init__(events, media_type="text/event-stream", headers={**headers, "Cache-Control": "no-cache"})
         self._first = first
         self._events = events
@@ -53,7 +52,7 @@ class EventStream(StreamingResponse):
             await self._events.aclose()
 
     async def stream_response(self, send: Send) -> None:
-        """One loop from the events to the server: what the base class does in three is half the cost of an event."""
+        """Send the events in one loop: the base class's three nested loops are half the cost of an event."""
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         event = self._first
         while True:
@@ -64,7 +63,7 @@ class EventStream(StreamingResponse):
                 self._status, last = 200, self._done
                 break
             except Exception as error:
-                # The status line is out: OpenAI's clients look for an error object in the stream.
+                # The status line has been sent: OpenAI's clients look for an error object in the stream.
                 answer = error_reply(error)
                 self._status, last = answer.status, self._as_event(answer)
                 self._failure = answer.body["error"]["message"]

@@ -1,8 +1,4 @@
-"""The OpenAPI document: FastAPI's, with the bodies that `JsonBody` reads.
-
-FastAPI knows the responses, the query and the path of a route. It does not know of a body that a dependency reads, so
-`openapi` adds those, from the same models that check them.
-"""
+"""The OpenAPI document: FastAPI's, plus the request bodies, which `JsonBody` reads in a dependency."""
 
 from __future__ import annotations
 
@@ -17,36 +13,36 @@ from pydantic.json_schema import models_json_schema
 from starlette.routing import BaseRoute, Route
 
 from app.deployments.ingress.http.request_parsing import body_model
-from app.deployments.ingress.schemas.request_model import Body, accepted_in_vain
+from app.deployments.ingress.schemas.request_model import Body, ignored_fields_schema
 from app.deployments.ingress.schemas.response_model import MessagesErrorResponse
 from app.version import version
 
 _SCHEMAS = "#/components/schemas/{model}"
-#: For `responses` of a route that streams if its request says so.
+#: For `responses` of a route that can stream.
 EVENT_STREAM: dict[int | str, dict[str, Any]] = {
     200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}}
 }
-#: The same for a route that answers with bytes.
+#: For `responses` of a route that returns bytes.
 BYTES: dict[int | str, dict[str, Any]] = {
     200: {"content": {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}}}
 }
 
-#: The errors of Anthropic's routes.
+#: For `responses` of Anthropic's routes.
 MESSAGES_ERROR: dict[int | str, dict[str, Any]] = {"default": {"model": MessagesErrorResponse}}
 
-#: For a route that answers with anything but JSON: its errors are JSON all the same.
+#: For a route whose success response is not JSON: its errors still are.
 JSON_ERROR: dict[int | str, dict[str, Any]] = {
     "default": {"content": {"application/json": {"schema": {"$ref": "#/components/schemas/ErrorResponse"}}}}
 }
 
 
 def takes_content(media_type: str, schema: dict[str, Any]) -> dict[str, Any]:
-    """For `openapi_extra` of a route whose body is no JSON."""
+    """The `openapi_extra` of a route whose request body is not JSON."""
     return {"requestBody": {"required": True, "content": {media_type: {"schema": schema}}}}
 
 
 def openapi(app: FastAPI) -> dict[str, Any]:
-    """The document."""
+    """The OpenAPI document of the application."""
     document = get_openapi(
         title="polylora", version=version(), routes=app.routes, license_info={"name": "Apache-2.0"},
         separate_input_output_schemas=False,
@@ -68,17 +64,14 @@ def openapi(app: FastAPI) -> dict[str, Any]:
 
 
 def operation_id(route: APIRoute) -> str:
-    """The method and the path."""
+    """An operation id made of method and path."""
     assert route.methods is not None, "an APIRoute has methods"
     (method,) = route.methods
     return f"{method.lower()}{re.sub(r'[^A-Za-z0-9]+', '_', route.path).rstrip('_')}"
 
 
 def flat_routes(routes: Iterable[BaseRoute]) -> Iterator[Route]:
-    """An application's routes, those of the routers that it includes among them.
-
-    FastAPI of some versions keeps an included router as one route. Routers here have their prefixes themselves.
-    """
+    """All routes, including those of included routers, which some FastAPI versions keep as a single route."""
     for route in routes:
         if isinstance(route, Route):
             yield route
@@ -87,7 +80,7 @@ def flat_routes(routes: Iterable[BaseRoute]) -> Iterator[Route]:
 
 
 def api_routes(routes: Iterable[BaseRoute]) -> Iterator[APIRoute]:
-    """Those of an application's routes that the document describes."""
+    """The routes that appear in the OpenAPI document."""
     return (route for route in flat_routes(routes) if isinstance(route, APIRoute))
 
 
@@ -95,5 +88,5 @@ def _body_schemas(models: list[type[Body]]) -> dict[str, Any]:
     _, found = models_json_schema([(model, "validation") for model in dict.fromkeys(models)], ref_template=_SCHEMAS)
     schemas: dict[str, Any] = found["$defs"]
     for model in models:
-        schemas[model.__name__]["properties"] |= accepted_in_vain(model)
+        schemas[model.__name__]["properties"] |= ignored_fields_schema(model)
     return schemas

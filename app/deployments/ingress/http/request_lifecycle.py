@@ -1,56 +1,59 @@
-"""A request that is being answered: until its client leaves, and counted however it ends.
-
-In: a request and the work for it. Out: its result, or ClientGone. Rule: work whose client is gone is cancelled, and its
-job counted.
-"""
+"""Running a request and sending its response: cancelled when the client disconnects, counted however it ends."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Iterator
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from fastapi import Request
+from starlette.responses import JSONResponse, Response
 
 from app.deployments.ingress.dispatch.generation_task import GenerationTask
 from app.deployments.ingress.error_responses import TABLE, ClientGone
+from app.deployments.ingress.http.event_stream import EventStream
+from app.deployments.ingress.http.middleware.request_log import request_id_of
+from app.deployments.ingress.principal import inference_principal
+from app.deployments.ingress.schemas.openai import ChatCompletionRequest
 from app.deployments.ingress.semantic_router.decision import ROUTE_HEADER
+from app.deployments.ingress.serializers.messages import error_event
 from app.deployments.ingress.service import IngressService
+from app.engine.errors import InvalidRequest
 
 T = TypeVar("T")
 
-#: Which adapter answered, "name@generation": an alias may have chosen it; and the digest of its contents.
+#: The adapter that answered as "name@generation" (an alias may have chosen it), and its digest.
 ADAPTER_HEADER, DIGEST_HEADER = "X-Polylora-Adapter", "X-Polylora-Adapter-Digest"
 
 
-def adapter_header(job: GenerationTask) -> dict[str, str]:
-    """Says which adapter answers, and how the service has chosen it, if it was to."""
-    adapter = job.requests[0].asked_for
+def adapter_header(task: GenerationTask) -> dict[str, str]:
+    """Headers that name the adapter and, if the semantic router chose it, the decision."""
+    adapter = task.requests[0].asked_for
     headers: dict[str, str] = {}
     if adapter is not None:
         headers = {ADAPTER_HEADER: f"{adapter.name}@{adapter.generation}", DIGEST_HEADER: adapter.digest}
-    return headers if job.decision is None else headers | {ROUTE_HEADER: job.decision.header}
+    return headers if task.decision is None else headers | {ROUTE_HEADER: task.decision.header}
 
 
 @contextmanager
-def counted_if_cancelled(service: IngressService, route: str, job: GenerationTask) -> Iterator[None]:
-    """Serve cancels the task of a client that has left: no error handler hears of that, and the job has ended."""
+def observe_if_cancelled(service: IngressService, route: str, task: GenerationTask) -> Iterator[None]:
+    """Count a request as 499 if Serve cancels its task, as it does on disconnect: no error handler runs then."""
     try:
         yield
     except asyncio.CancelledError:
-        service.observe(route, TABLE[ClientGone].status, job)
+        service.observe(route, TABLE[ClientGone].status, task)
         raise
 
 
 async def run_until_disconnect(request: Request, work: Awaitable[T]) -> T:
-    """The result of `work`; if the client goes away first, cancels it and raises ClientGone."""
+    """The result of `work`. If the client disconnects first, cancels it and raises ClientGone."""
     task = asyncio.ensure_future(work)
-    leaving = asyncio.ensure_future(_disconnected(request))
+    leaving = asyncio.ensure_future(_wait_for_disconnect(request))
     try:
         await asyncio.wait((task, leaving), return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
-            raise ClientGone("the client went away before the answer")
+            raise ClientGone("the client disconnected before the answer")
         return task.result()
     finally:
         for unfinished in (task, leaving):
@@ -60,10 +63,7 @@ async def run_until_disconnect(request: Request, work: Awaitable[T]) -> T:
 
 
 async def first_event(request: Request, events: AsyncGenerator[bytes]) -> bytes:
-    """The first event, unless the client leaves before it: then the events are closed, and what computes them.
-
-    It may have come in the very moment in which its task is cancelled: then nobody would ask for the next one.
-    """
+    """The first event. If the client disconnects before it, or the task is cancelled as it arrives, closes `events`."""
     try:
         return await run_until_disconnect(request, anext(events))
     except BaseException:
@@ -71,6 +71,42 @@ async def first_event(request: Request, events: AsyncGenerator[bytes]) -> bytes:
         raise
 
 
-async def _disconnected(request: Request) -> None:
+async def _wait_for_disconnect(request: Request) -> None:
     while (await request.receive())["type"] != "http.disconnect":
         pass
+
+
+async def start_task(request: Request, service: IngressService, chat: ChatCompletionRequest) -> GenerationTask:
+    """Start a chat. Raises what `RequestPreprocessor.chat` does, with the field names of this route's clients."""
+    try:
+        task = await service.preprocessor.chat(chat, inference_principal(request), request_id_of(request))
+    except InvalidRequest as error:
+        if request.url.path.endswith("/responses") and error.param is not None:
+            error.param = _RESPONSES_NAMES.get(error.param, error.param)
+        raise
+    request.state.task, request.state.model = task, chat.model[:160]
+    return task
+
+
+#: Chat completion fields by their names in /v1/responses.
+_RESPONSES_NAMES = {
+    "messages": "input",
+    "max_tokens": "max_output_tokens",
+    "response_format.json_schema.schema": "text.format.schema",
+}
+
+
+def json_response(service: IngressService, task: GenerationTask, route: str, body: dict[str, Any]) -> Response:
+    """A complete JSON answer, counted."""
+    service.observe(route, 200, task)
+    return JSONResponse(body, headers=adapter_header(task) | service.accounting.headers(task.caller))
+
+
+async def stream_response(
+    request: Request, service: IngressService, task: GenerationTask, route: str, events: AsyncGenerator[bytes]
+) -> Response:
+    """A stream of events. An error before the first event is raised, so that the response has its status code."""
+    with observe_if_cancelled(service, route, task):
+        first = await first_event(request, events)
+    headers = adapter_header(task) | service.accounting.headers(task.caller)
+    return EventStream(first, events, lambda status: service.observe(route, status, task), headers, b"", error_event)

@@ -1,7 +1,7 @@
-"""Reading what clients send: bodies with a limit, strict JSON, queries.
+"""Parsing of requests: size-limited bodies, strict JSON, queries.
 
 A route declares its body as `JsonBody[Model]` and its query as a `QueryParams`. FastAPI's own body parameters have no
-limit, take a key that is given twice, and would not name a misspelt field.
+size limit, accept duplicate keys, and do not suggest the right spelling of a field.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from app.deployments.ingress.service import IngressService
 from app.engine.errors import InvalidRequest
 from app.suggestions import did_you_mean
 
-#: Entries of a page: unless the client says how many, and at most.
+#: Default and maximum number of entries of a page.
 MAX_PAGE = 1000
-#: What asks the models. None of these has a query of its own, and gateways send theirs: it changes nothing.
-ASKING_PATHS = frozenset({
+#: Inference routes ignore their query: they have no parameters, and gateways add their own.
+INFERENCE_PATHS = frozenset({
     "/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses", "/v1/responses/input_tokens",
     "/v1/messages", "/v1/messages/count_tokens", "/v1/route",
 })  # fmt: skip
@@ -38,13 +38,13 @@ _MAX_CHARS = 40
 
 
 class _BodyReader:
-    """The dependency behind `JsonBody`."""
+    """Reads and checks the body of a `JsonBody` parameter."""
 
     def __init__(self, model: type[Body]) -> None:
         self.model = model
 
     async def read(self, request: Request) -> Body:
-        """Raises what `read_json` and `parse_body` do."""
+        """Raises what `read_json` and `parse_body` raise."""
         if self.model.may_be_empty and _is_empty(request):
             return self.model()
         service: IngressService = request.app.state.service
@@ -56,20 +56,20 @@ if TYPE_CHECKING:
 else:
 
     class JsonBody:
-        """`JsonBody[Model]`: the type of a route's parameter that is the request's body, read and checked."""
+        """`JsonBody[Model]` annotates the parameter of a route that receives the parsed body."""
 
         def __class_getitem__(cls, model: type[Body]) -> Any:
             return Annotated[model, Depends(_BodyReader(model).read)]
 
 
 def body_model(route: APIRoute) -> type[Body] | None:
-    """The model of a route's JSON body; None if it takes none."""
+    """The model of a route's JSON body, or None."""
     readers = (getattr(each.call, "__self__", None) for each in route.dependant.dependencies)
     return next((reader.model for reader in readers if isinstance(reader, _BodyReader)), None)
 
 
 async def read_bytes(request: Request, max_bytes: int, limit: str = "limits.max_body_bytes") -> bytes:
-    """The body. Raises UnknownEncoding, BodyTooLarge once the limit is passed, ClientGone."""
+    """The body. Raises UnknownEncoding, BodyTooLarge as soon as the limit is exceeded, or ClientGone."""
     encoding = request.headers.get("content-encoding", "identity")
     if encoding.lower() not in ("", "identity"):
         raise UnknownEncoding(f"the body's Content-Encoding is {encoding[:40]!r}; send it without")
@@ -80,12 +80,12 @@ async def read_bytes(request: Request, max_bytes: int, limit: str = "limits.max_
             if len(body) > max_bytes:
                 raise BodyTooLarge(f"the body is longer than {limit} {max_bytes}")
     except ClientDisconnect:
-        raise ClientGone(f"the client went away after {len(body)} bytes of its request") from None
+        raise ClientGone(f"the client disconnected after {len(body)} bytes of its request") from None
     return bytes(body)
 
 
 async def read_json(request: Request, max_bytes: int) -> object:
-    """The body, decoded. Raises what `read_bytes` does, and InvalidJson."""
+    """The decoded body. Raises what `read_bytes` raises, and InvalidJson."""
     body = await read_bytes(request, max_bytes)
     if not body:
         raise InvalidJson("the body is empty; send a JSON object")
@@ -115,7 +115,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> Mapping[str, Any]:
 
 
 class WholeNumber:
-    """Marks an integer of a query: digits alone, from `lowest` to `highest`."""
+    """Annotation of an integer query parameter: only digits, from `lowest` to `highest`."""
 
     def __init__(self, lowest: int, highest: int) -> None:
         self.lowest, self.highest = lowest, highest
@@ -125,7 +125,6 @@ class WholeNumber:
         return core_schema.no_info_before_validator_function(self.number, number)
 
     def number(self, text: object) -> int:
-        """Raises ValueError."""
         if isinstance(text, int):
             return text
         is_number = isinstance(text, str) and text.isascii() and text.isdigit() and len(text) < 17
@@ -149,10 +148,7 @@ Order = Literal["asc", "desc"]
 
 
 class QueryParams(BaseModel):
-    """A route's query. A list is sent as `name[]=` and an object as `name[key]=`; both are called `name`.
-
-    Other names are refused by `check_query`.
-    """
+    """Base of query models. A client sends a list as `name[]=` and an object as `name[key]=`; the field is `name`."""
 
     @model_validator(mode="before")
     @classmethod
@@ -168,51 +164,51 @@ class QueryParams(BaseModel):
 
 
 class PageQuery(QueryParams):
-    """`after` is the id of the last entry that is known, as in OpenAI's lists."""
+    """OpenAI's pagination: `after` is the id of the previous page's last entry."""
 
     limit: Limit = MAX_PAGE
     after: str | None = None
 
 
 def query_names(route: APIRoute) -> tuple[str, ...]:
-    """The names that a route's query may have."""
+    """The query parameters of a route."""
     models = (each.field_info.annotation for each in route.dependant.query_params)
     return tuple(name for model in models if model is not None for name in model.model_fields)
 
 
 async def check_query(request: Request) -> None:
-    """Raises InvalidRequest for a name that the route does not take: nothing that a list is asked for is ignored."""
+    """Raises InvalidRequest for a query parameter that the route does not have."""
     route = request.scope.get("route")
     if not request.query_params or not isinstance(route, APIRoute):
         return
-    if not route.path.startswith("/v1/") or (request.method == "POST" and route.path in ASKING_PATHS):
+    if not route.path.startswith("/v1/") or (request.method == "POST" and route.path in INFERENCE_PATHS):
         return
     known = query_names(route)
     for name in request.query_params:
         if name.partition("[")[0] not in known:
-            shown = name[:_MAX_CHARS]
+            short_name = name[:_MAX_CHARS]
             its_own = f"it takes {', '.join(known)}" if known else "it takes none"
             raise InvalidRequest(
-                f"the query has {shown!r}, which {request.method} {route.path} does not know; "
+                f"the query has {short_name!r}, which {request.method} {route.path} does not know; "
                 f"{its_own}{did_you_mean(name, known)}",
-                param=shown,
+                param=short_name,
             )
 
 
 def invalid_query(error: RequestValidationError) -> InvalidRequest:
-    """FastAPI's refusal of a query in the words of ours: the name, its value, and what it should be."""
+    """FastAPI's validation error as one of ours: the parameter, its value and what it should be."""
     first = error.errors()[0]
     name = str(first["loc"][1])
     if first["type"] == "missing":
         return InvalidRequest(f"the query lacks {name}", param=name)
-    wanted = first["msg"].removeprefix("Value error, ")
+    expected = first["msg"].removeprefix("Value error, ")
     if first["type"] == "literal_error":
-        wanted = f"it is {first['ctx']['expected'].replace(chr(39), '')}"
-    return InvalidRequest(f"{name} is {str(first['input'])[:_MAX_CHARS]!r}; {wanted}", param=name)
+        expected = f"it is {first['ctx']['expected'].replace(chr(39), '')}"
+    return InvalidRequest(f"{name} is {str(first['input'])[:_MAX_CHARS]!r}; {expected}", param=name)
 
 
 def page_body(data: Sequence[Mapping[str, Any]], *, has_more: bool) -> dict[str, Any]:
-    """A list in OpenAI's shape; `last_id` is what the next page comes after."""
+    """A list in OpenAI's format; `last_id` is the `after` of the next page."""
     return {
         "object": "list",
         "data": data,

@@ -32,8 +32,8 @@ from app.deployments.ingress.schemas.openai import (
     SamplingFields,
 )
 from app.deployments.ingress.semantic_router.decision import Decision
-from app.deployments.ingress.semantic_router.selection import AdapterSelector
-from app.deployments.ingress.serializers.token_id_output import in_token_ids
+from app.deployments.ingress.semantic_router.router import AdapterSelector
+from app.deployments.ingress.serializers.openai import in_token_ids
 from app.deployments.ingress.serializers.tool_parser import ToolConfig
 from app.deployments.registry.models import AUTO
 from app.deployments.tenancy.quota.rate_limiter import Reservation
@@ -101,8 +101,8 @@ class RequestPreprocessor:
             )
             return
         if body.lora_path is not None or body.adapters is not None:
-            raise InvalidRequest(f"model {AUTO!r} chooses the adapter; remove lora_path and adapters", param="model")
-        async with self.selector.choosing(question, caller, body.routing) as (decision, reservation):
+            raise InvalidRequest(f"model {AUTO!r} chooses the adapter; name none", param="model")
+        async with self.selector.selection(question, caller, body.routing) as (decision, reservation):
             if not decision.chosen:
                 ref = await self.resolver.resolve(self._base_name, caller)
             elif len(decision.chosen) == 1:

@@ -1,8 +1,8 @@
-"""Bodies of the routes that administer tenants, as OpenAI's admin client sends and reads them, and of /v1/tenants."""
+"""Request and response bodies of OpenAI's admin API, usage and costs included, and of /v1/tenants."""
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Generic, Literal, TypeVar
 
 from pydantic import ConfigDict, Field
 
@@ -12,13 +12,13 @@ from app.deployments.ingress.schemas.response_model import ResponseModel, Second
 
 
 class ProjectBody(Body):
-    """`external_key_id`, `geography` and `residency` ask for what is not here; their null is fine."""
+    """OpenAI's `external_key_id`, `geography` and `residency` are not supported; null is accepted."""
 
     name: str
 
 
 class AccountBody(Body):
-    """A service account, made with a first key unless only the account is asked for."""
+    """A new service account, with a first key unless `create_service_account_only`."""
 
     name: str
     create_service_account_only: bool = False
@@ -26,40 +26,38 @@ class AccountBody(Body):
 
 
 class AccountUpdateBody(Body):
-    """An account's new name."""
-
     name: str
 
 
 class KeyBody(Body):
-    """Another key of an account; null: it does not expire."""
+    """A new key of a service account; without `expires_in_seconds` it does not expire."""
 
     name: str = "Secret Key"
     expires_in_seconds: Count | None = None
 
 
 class KeyUpdateBody(Body):
-    """When a key ends, from now on: how it is rotated out."""
+    """Lets a key expire, counted from now, for key rotation."""
 
     expires_in_seconds: Count
 
 
 class AdminKeyBody(Body):
-    """A key that administers; null: it does not expire."""
+    """A new admin key; without `expires_in_seconds` it does not expire."""
 
     name: str
     expires_in_seconds: Count | None = None
 
 
 class ModelsBody(Body):
-    """The models, adapters and aliases that a project may use, or may not."""
+    """The models, adapters and aliases that a project may use or may not use."""
 
     mode: Literal["allow_list", "deny_list"]
     model_ids: list[str]
 
 
 class RateLimitBody(Body):
-    """What is left out stays as it is. Images, audio and batches are not served here, nor limited."""
+    """Omitted limits stay unchanged. OpenAI's limits of images, audio and batches are not supported."""
 
     max_requests_per_1_minute: int | None = Field(default=None, ge=0)
     max_tokens_per_1_minute: int | None = Field(default=None, ge=0)
@@ -67,7 +65,7 @@ class RateLimitBody(Body):
 
 
 class SpendLimitBody(Body):
-    """What a project may spend in a calendar month (UTC); `threshold_amount` is in cents."""
+    """The spend limit of a project per calendar month (UTC); `threshold_amount` is in cents."""
 
     threshold_amount: int = Field(ge=0, lt=2**53)
     currency: Literal["USD"]
@@ -75,7 +73,7 @@ class SpendLimitBody(Body):
 
 
 class TenantBody(Body):
-    """What OpenAI's objects cannot say of a project; what is left out stays, and -1 lifts a limit."""
+    """Settings of a project that OpenAI's objects do not have; omitted ones stay unchanged, -1 removes a limit."""
 
     weight: float | None = None
     enforce: bool | None = None
@@ -85,7 +83,7 @@ class TenantBody(Body):
 
 
 class ShareBody(Body):
-    """The projects that may use a name of this one's; exactly these."""
+    """The complete list of projects that may use one of this project's names."""
 
     project_ids: list[str] = Field(max_length=1000)
 
@@ -100,16 +98,19 @@ class Project(ResponseModel):
     external_key_id: None
 
 
-class ServiceAccountResponse(ResponseModel):
-    object: Literal["organization.project.service_account"]
+class KeyAccount(ResponseModel):
     id: str
     name: str
     role: str
     created_at: Seconds
 
 
+class ServiceAccountResponse(KeyAccount):
+    object: Literal["organization.project.service_account"]
+
+
 class IssuedKeyResponse(ResponseModel):
-    """A new key; its value is in no other answer."""
+    """A new key, the only response with its value."""
 
     object: Literal["organization.project.service_account.api_key"]
     id: str
@@ -123,26 +124,22 @@ class NewServiceAccount(ServiceAccountResponse):
     api_key: IssuedKeyResponse | None
 
 
-class KeyAccount(ResponseModel):
-    id: str
-    name: str
-    role: str
-    created_at: Seconds
-
-
 class KeyOwner(ResponseModel):
     type: Literal["service_account"]
     service_account: KeyAccount | None
 
 
-class ApiKeyResponse(ResponseModel):
-    object: Literal["organization.project.api_key"]
+class _KeyFields(ResponseModel):
     id: str
     name: str
     redacted_value: str
     created_at: Seconds
     expires_at: Seconds | None
     last_used_at: Seconds | None
+
+
+class ApiKeyResponse(_KeyFields):
+    object: Literal["organization.project.api_key"]
     owner: KeyOwner
     owner_project_access: Literal["active"]
 
@@ -155,14 +152,8 @@ class AdminKeyOwner(ResponseModel):
     role: str
 
 
-class AdminKey(ResponseModel):
+class AdminKey(_KeyFields):
     object: Literal["organization.admin_api_key"]
-    id: str
-    name: str
-    redacted_value: str
-    created_at: Seconds
-    expires_at: Seconds | None
-    last_used_at: Seconds | None
     owner: AdminKeyOwner
 
 
@@ -176,15 +167,13 @@ class ModelPermissions(ResponseModel):
     model_ids: list[str]
 
 
-class Cleared(ResponseModel):
-    """What a project no longer has: its model permissions, or its spend limit."""
-
+class DeletedSetting(ResponseModel):
     object: str
     deleted: Literal[True]
 
 
 class ProjectRateLimit(ResponseModel):
-    """2147483647 stands for no limit."""
+    """2147483647 means unlimited."""
 
     object: Literal["project.rate_limit"]
     id: str
@@ -207,7 +196,7 @@ class SpendLimit(ResponseModel):
 
 
 class TenantLimit(ResponseModel):
-    """`model`: null for a limit of all models together."""
+    """`model` is null for a limit of all models together."""
 
     kind: str
     model: str | None
@@ -244,7 +233,7 @@ class AuditProject(ResponseModel):
 
 
 class AuditLog(ResponseModel):
-    """Beside these fields there is one that is named as the event's type, with what was changed."""
+    """One more field is named like the event's type and has the change."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -254,3 +243,68 @@ class AuditLog(ResponseModel):
     effective_at: Seconds
     actor: AuditActor
     project: AuditProject | None
+
+
+ResultT = TypeVar("ResultT", bound=ResponseModel)
+
+
+class CompletionsUsage(ResponseModel):
+    """Columns that are not grouped by are null."""
+
+    object: Literal["organization.usage.completions.result"]
+    project_id: str | None
+    api_key_id: str | None
+    model: str | None
+    user_id: None
+    input_tokens: int
+    input_cached_tokens: int
+    input_uncached_tokens: int
+    output_tokens: int
+    num_model_requests: int
+    batch: None
+    service_tier: None
+
+
+class EmbeddingsUsage(ResponseModel):
+    """Columns that are not grouped by are null."""
+
+    object: Literal["organization.usage.embeddings.result"]
+    project_id: str | None
+    api_key_id: str | None
+    model: str | None
+    user_id: None
+    input_tokens: int
+    num_model_requests: int
+
+
+class Amount(ResponseModel):
+    value: float
+    currency: Literal["usd"]
+
+
+class CostsResponse(ResponseModel):
+    """Only line items have a `quantity`."""
+
+    object: Literal["organization.costs.result"]
+    amount: Amount
+    line_item: str | None
+    quantity: float | None
+    quantity_unit: Literal["tokens"] | None
+    project_id: str | None
+    api_key_id: str | None
+
+
+class UsageBucketResponse(ResponseModel, Generic[ResultT]):
+    object: Literal["bucket"]
+    start_time: Seconds
+    end_time: Seconds
+    results: list[ResultT]
+
+
+class BucketPage(ResponseModel, Generic[ResultT]):
+    """A page of buckets; `next_page` is the `page` of the next request."""
+
+    object: Literal["page"]
+    data: list[UsageBucketResponse[ResultT]]
+    has_more: bool
+    next_page: str | None

@@ -1,4 +1,4 @@
-"""Bodies of /v1/batches, as OpenAI's client sends and reads them."""
+"""Request and response bodies of /v1/batches and /v1/files, in OpenAI's format."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pydantic import Field
 from app.deployments.ingress.schemas.request_model import Body, Metadata
 from app.deployments.ingress.schemas.response_model import ResponseModel, Seconds
 
-#: From an hour to 30 days, as OpenAI has it.
+#: Lifetime of files: an hour to 30 days, OpenAI's limits.
 MIN_LIFE_S, MAX_LIFE_S = 3600, 2_592_000
 
 
@@ -19,8 +19,6 @@ class ExpiresAfter(Body):
 
 
 class BatchBody(Body):
-    """`metadata`: up to 16 of the client's own words."""
-
     endpoint: Literal["/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses"]
     input_file_id: str = Field(max_length=64)
     completion_window: Literal["24h"]
@@ -67,3 +65,14 @@ class BatchResponse(ResponseModel):
     cancelled_at: Seconds | None
     request_counts: BatchCounts
     metadata: dict[str, str] | None
+
+
+class FileObject(ResponseModel):
+    id: str
+    object: Literal["file"]
+    bytes: int
+    created_at: Seconds
+    expires_at: Seconds
+    filename: str
+    purpose: str
+    status: Literal["processed"]

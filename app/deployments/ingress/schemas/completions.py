@@ -1,12 +1,24 @@
-"""Responses of the routes that generate, embed or choose in OpenAI's format, and of the list of models."""
+"""Responses of the inference routes and of /v1/models; bodies of /v1/embeddings, /tokenize and /detokenize."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
+from app.deployments.ingress.preprocess.chat_template_kwargs import TemplateVariables
+from app.deployments.ingress.schemas.openai import (
+    ChatMessage,
+    Count,
+    Texts,
+    TokenId,
+    ToolBody,
+    WeightedAdapters,
+    entries,
+)
+from app.deployments.ingress.schemas.request_model import Body, Items
 from app.deployments.ingress.schemas.response_model import Omittable, ResponseModel, Seconds
+from app.engine.models.spec import Pooling
 
 
 class PromptTokensDetails(ResponseModel):
@@ -14,7 +26,7 @@ class PromptTokensDetails(ResponseModel):
 
 
 class CompletionTokensDetails(ResponseModel):
-    """What became of predicted tokens."""
+    """Accepted and rejected tokens of a predicted output."""
 
     accepted_prediction_tokens: int
     rejected_prediction_tokens: int
@@ -42,14 +54,14 @@ class ToolCallResponse(ResponseModel):
 
 
 class RoutedAdapter(ResponseModel):
-    """`score`: the cosine of the request and the adapter's description."""
+    """`score`: the cosine of the prompt and the adapter's description."""
 
     name: str
     score: float
 
 
 class RoutingDecision(ResponseModel):
-    """How the service has chosen for model "auto"; no adapters: the base."""
+    """The semantic router's decision for model "auto"; no adapters: the base model."""
 
     adapters: list[RoutedAdapter]
     num_candidates: int
@@ -90,7 +102,7 @@ class ChatCompletion(_Completion):
 
 
 class CompletionChoice(ResponseModel):
-    """`token_ids` and `prompt_token_ids`: where token ids are asked for."""
+    """`token_ids` and `prompt_token_ids`: if the request asks for token ids."""
 
     index: int
     text: str
@@ -107,7 +119,7 @@ class AnsweringAdapter(ResponseModel):
 
 
 class Completion(_Completion):
-    """`adapter`: where token ids are asked for, which contents drew them; null for the base."""
+    """`adapter`: the adapter that answered, if the request asks for token ids; null for the base model."""
 
     object: Literal["text_completion"]
     choices: list[CompletionChoice]
@@ -133,7 +145,7 @@ class EmbeddingList(ResponseModel):
 
 
 class Model(ResponseModel):
-    """`parent` is the base; `root` an alias's main target, or where an adapter comes from."""
+    """`parent` is the base model; `root` an alias's main target or an adapter's source."""
 
     id: str
     object: Literal["model"]
@@ -146,7 +158,7 @@ class Model(ResponseModel):
 
 
 class GenerateInfo(ResponseModel):
-    """`lora`: the adapter; null for the base."""
+    """`lora`: the adapter; null for the base model."""
 
     id: str
     lora: str | None
@@ -159,7 +171,59 @@ class GenerateInfo(ResponseModel):
 
 
 class GenerateResult(ResponseModel):
-    """One answer of /generate."""
-
     text: str
     meta_info: GenerateInfo
+
+
+class EmbeddingsRequest(Body):
+    """OpenAI's body plus `pooling` (default: the model's own), `lora_path` and `adapters`."""
+
+    model: str
+    input: Texts
+    encoding_format: Literal["float", "base64"] = "float"
+    dimensions: Count | None = None
+    pooling: Pooling | None = None
+    lora_path: str | None = None
+    adapters: WeightedAdapters = None
+    user: str | None = None  # an alias sends equal users to the same adapter; changes nothing else
+
+    @property
+    def texts(self) -> list[str | list[int]]:
+        """One entry per text: characters or token ids."""
+        return entries(self.input)
+
+
+class TokenizeRequest(Body):
+    """vLLM's format: a text or a conversation."""
+
+    model: str
+    prompt: str | None = None
+    messages: Items[ChatMessage] = Field(default_factory=list)
+    tools: Items[ToolBody] | None = Field(default=None, max_length=128)
+    chat_template_kwargs: TemplateVariables = Field(default_factory=dict)
+    return_token_strs: bool = False
+    lora_path: str | None = None
+
+    @model_validator(mode="after")
+    def _one_of_both(self) -> Self:
+        if (self.prompt is None) == (not self.messages):
+            raise ValueError("give a prompt or messages")
+        if self.prompt is not None and self.chat_template_kwargs:
+            raise ValueError("chat_template_kwargs are for messages; a prompt has no template")
+        return self
+
+
+class DetokenizeRequest(Body):
+    model: str
+    tokens: Items[TokenId] = Field(max_length=1_000_000)
+
+
+class TokenizeResponse(ResponseModel):
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None
+
+
+class DetokenizeResponse(ResponseModel):
+    prompt: str

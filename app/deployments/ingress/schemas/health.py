@@ -1,4 +1,4 @@
-"""Responses of the probes, the root and /v1/status."""
+"""Responses of the root, the version, the probes and /v1/status."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ class Liveness(ResponseModel):
 
 
 class Health(ResponseModel):
-    """`asleep`: there is no replica, and a request starts one."""
+    """`asleep`: there are zero replicas, and a request starts one."""
 
     status: Literal["ok", "asleep"]
 
 
 class ServiceStatus(ResponseModel):
-    """A project sees the first fields alone; `replicas` are their counts, `tiers` those of the store."""
+    """A project gets only the required fields. `replicas`: statistics of replicas; `tiers`: of the store."""
 
     object: Literal["status"]
     version: str

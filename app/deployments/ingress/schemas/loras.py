@@ -1,8 +1,8 @@
-"""Bodies of the routes for adapters, in the formats of this service, vLLM and Dynamo; jobs, events and audit."""
+"""Bodies of the routes for adapters (also in vLLM's and Dynamo's formats), aliases, jobs, events and audit."""
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
@@ -14,10 +14,10 @@ from app.deployments.registry.models import MAX_REGISTRATIONS
 
 
 class RegisterAdapterBody(Body):
-    """`path`: where the adapter is; or `combine`: the registered adapters that it is made of.
+    """`path`: the adapter's source; or `compose`: the registered adapters that it combines.
 
-    `wait`: answer when the adapter is served, or with what made it fail, instead of at once. `read` false: only know
-    the name and its place; the first request for it has it read.
+    `wait`: answer when the adapter is served or has failed, instead of at once. `read` false: register the name only;
+    the first request loads the adapter.
     """
 
     name: str
@@ -31,8 +31,6 @@ class RegisterAdapterBody(Body):
 
 
 class ManifestEntry(Body):
-    """As in `RegisterAdapterBody`."""
-
     name: str
     path: str
     traffic_weight: TrafficWeight | None = None
@@ -40,7 +38,7 @@ class ManifestEntry(Body):
 
 
 class ManifestBody(Body):
-    """Names and places, to be known without being read: all of them, or none if one cannot be."""
+    """Adapters to register lazily: all of them, or none if one is invalid."""
 
     adapters: Items[ManifestEntry] = Field(min_length=1, max_length=MAX_REGISTRATIONS)
 
@@ -52,7 +50,7 @@ class ConfigureAdapterBody(Body):
 
 
 class LoadAdapterBody(Body):
-    """vLLM's format. `load_inplace`: a name that is registered already changes its meaning."""
+    """vLLM's format. `load_inplace`: replace an adapter that is registered under this name."""
 
     lora_name: str
     lora_path: str
@@ -64,9 +62,9 @@ class UnloadAdapterBody(Body):
 
 
 class LoadLoraBody(Body):
-    """Dynamo's format. `base_model` may be left out; otherwise it is the served base's name.
+    """Dynamo's format. `base_model`, if given, must be the served base model.
 
-    lora_path: a path, a URI, or `org/repo@revision` of the hub; without it the folder of the adapter's name.
+    `lora_path`: a path, a URI or `org/repo@revision` of the Hugging Face Hub; default: the folder of its name.
     """
 
     lora_model: str
@@ -82,8 +80,6 @@ class UnloadLoraBody(Body):
 
 
 class LoraJob(ResponseModel):
-    """A load or an unload."""
-
     id: str
     object: Literal["lora.job"]
     name: str
@@ -99,7 +95,7 @@ class LoraJob(ResponseModel):
 
 
 class Lora(ResponseModel):
-    """A registered adapter. `job`: the load that ended with this answer, if one did."""
+    """A registered adapter. `job`: the load that this response completes, if any."""
 
     id: str
     object: Literal["lora"]
@@ -121,7 +117,7 @@ class Lora(ResponseModel):
 
 
 class ReplicaResidency(ResponseModel):
-    """`num_requests` use the adapter now."""
+    """`num_requests`: running requests that use the adapter."""
 
     id: str
     num_requests: int
@@ -129,7 +125,7 @@ class ReplicaResidency(ResponseModel):
 
 
 class ResidencyResponse(ResponseModel):
-    """Where an adapter's contents are: in host memory, and on which replicas' devices."""
+    """Where an adapter is loaded: in host memory, and on which replicas' devices."""
 
     host: bool
     replicas: list[ReplicaResidency]
@@ -143,7 +139,7 @@ class FirstTokenTimes(ResponseModel):
 
 
 class ActivityResponse(ResponseModel):
-    """What was counted of an adapter's requests. `loads`: by the tier that it was loaded from."""
+    """Statistics of an adapter's requests. `loads`: by the tier that it was loaded from."""
 
     since: Seconds
     requests: int
@@ -156,7 +152,7 @@ class ActivityResponse(ResponseModel):
 
 
 class LoraStatus(ResponseModel):
-    """What became of a name, whether it is registered or only on its way."""
+    """The status of a name that is registered or still loading."""
 
     id: str
     object: Literal["lora"]
@@ -183,8 +179,6 @@ class LoraStatus(ResponseModel):
 
 
 class LoraGeneration(ResponseModel):
-    """What a name has meant."""
-
     id: int
     digest: str
     path: str
@@ -215,7 +209,7 @@ class UnloadedLora(LoraStatus):
 
 
 class EventResponse(ResponseModel):
-    """Something that happened to an adapter. A project knows events by ids of its own, which are strings."""
+    """An event of an adapter. For a project, ids are opaque strings."""
 
     id: int | str
     name: str
@@ -228,7 +222,7 @@ class EventResponse(ResponseModel):
 
 
 class AuditRecordResponse(ResponseModel):
-    """A call that changed something. A project knows records by ids of its own, which are strings."""
+    """A management call. For a project, ids are opaque strings."""
 
     id: int | str
     who: str
@@ -236,3 +230,37 @@ class AuditRecordResponse(ResponseModel):
     name: str
     detail: str | dict[str, Any]
     created: Seconds
+
+
+class AliasBody(Body):
+    """Targets and their weights: {"sql-v1": 95, "sql-v2": 5}."""
+
+    targets: dict[str, float]
+
+
+class PromoteBody(Body):
+    target: str
+
+
+class RollbackBody(Body):
+    """Without a version or a body: the previous version."""
+
+    may_be_empty: ClassVar[bool] = True
+
+    version: int | None = Field(default=None, ge=1, lt=2**31)
+
+
+class Alias(ResponseModel):
+    id: str
+    object: Literal["alias"]
+    targets: dict[str, float]
+    version: int
+    previous_version: int | None
+    updated: Seconds
+
+
+class AliasVersionResponse(ResponseModel):
+    id: int
+    object: Literal["alias.version"]
+    targets: dict[str, float]
+    is_in_force: bool

@@ -1,8 +1,7 @@
-"""Anthropic's Messages API: its bodies, as conversations of ours.
+"""Anthropic's Messages API: request bodies, which convert to a `ChatCompletionRequest`, and responses.
 
-In: a decoded body of /v1/messages. Out: a `ChatCompletionRequest` that means the same. Rule: what would change the
-answer and is not implemented (images, thinking, the provider's own tools) is refused by name; cache marks change
-nothing here, where prefixes are shared anyway.
+Fields that would change the answer and are not implemented (images, thinking, Anthropic's own tools) are rejected.
+Cache marks are accepted and ignored, because prefixes are always cached.
 """
 
 from __future__ import annotations
@@ -89,13 +88,13 @@ class OutputSchema(Body):
 
 
 class OutputConfig(Body):
-    """`format`: what the answer follows."""
+    """`format`: the schema that the answer follows."""
 
     format: OutputSchema | None = None
 
 
 class CountTokensRequest(Body):
-    """What a conversation is made of."""
+    """The fields that determine the prompt."""
 
     model: str
     messages: Items[Message] = Field(min_length=1)
@@ -107,13 +106,13 @@ class CountTokensRequest(Body):
     adapters: WeightedAdapters = None
 
     def chat(self) -> ChatCompletionRequest:
-        """The same request in OpenAI's words. Raises InvalidRequest."""
+        """The request as a chat completion. Raises InvalidRequest."""
         return parse_body(ChatCompletionRequest, {"model": self.model, **self._conversation()})
 
     def _conversation(self) -> dict[str, Any]:
         messages = [] if self.system is None else [{"role": "system", "content": _text(self.system)}]
         for message in self.messages:
-            messages += _told(message)
+            messages += _chat_messages(message)
         fields: dict[str, Any] = {"messages": messages, "adapters": as_fields(self.adapters)}
         if self.tools:
             fields["tools"] = [_tool(tool) for tool in self.tools]
@@ -140,7 +139,7 @@ class MessagesRequest(CountTokensRequest):
     service_tier: str | None = None  # inert
 
     def chat(self) -> ChatCompletionRequest:
-        """The same request in OpenAI's words. Raises InvalidRequest."""
+        """The request as a chat completion. Raises InvalidRequest."""
         fields: dict[str, Any] = {
             "model": self.model,
             "max_tokens": self.max_tokens,
@@ -167,7 +166,7 @@ class AnswerToolUse(ResponseModel):
 
 
 class MessagesUsage(ResponseModel):
-    """`input_tokens`: those that were not cached."""
+    """`input_tokens` does not include cached tokens."""
 
     input_tokens: int
     cache_creation_input_tokens: int
@@ -190,8 +189,8 @@ class TokenCount(ResponseModel):
     input_tokens: int
 
 
-def _told(message: Message) -> list[dict[str, Any]]:
-    """One message as those of ours: results of tools are messages of their own, before what else the user says."""
+def _chat_messages(message: Message) -> list[dict[str, Any]]:
+    """A message in OpenAI's format: tool results become separate messages, before the user's text."""
     if isinstance(message.content, str):
         return [{"role": message.role, "content": message.content}]
     results = [

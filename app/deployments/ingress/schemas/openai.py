@@ -1,8 +1,4 @@
-"""What clients may say: request bodies of the OpenAI routes and of /generate.
-
-In: fields, with their bounds and what they have to do with each other. Out: models that `parse_body` checks. Rule: a
-field stands here only if it is honoured. Answers are assembled in `serializers`.
-"""
+"""Request bodies of the OpenAI routes and of /generate; every field here has an effect unless marked inert."""
 
 from __future__ import annotations
 
@@ -15,31 +11,31 @@ from app.deployments.ingress.schemas.request_model import Body, Items
 from app.engine.adapters.combining.combination import MAX_PARTS
 
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
-#: Of tokens, or answers. Python does not write integers of thousands of digits, so a message could not name them.
+#: A number of tokens or answers. Bounded, because Python cannot print integers of thousands of digits in a message.
 Count = Annotated[int, Field(ge=1, lt=2**31)]
 
-#: Of a conversation: to check 100,000 would stop every stream of this process for half a second.
+#: Messages per conversation: checking 100,000 would block this process's streams for half a second.
 MAX_MESSAGES = 16_384
-#: What to continue or embed, one or several: characters, or token ids.
+#: One or more texts, as characters or token ids.
 Texts = str | Items[str] | Items[TokenId] | Items[Items[TokenId]]
 
 
 def entries(texts: Texts) -> list[str | list[int]]:
-    """One entry per text: characters, or token ids."""
+    """One entry per text: characters or token ids."""
     if isinstance(texts, str):
         return [texts]
     if texts and isinstance(texts[0], int):
-        return [texts]  # checked: all of them are, or none; they may be a million
+        return [texts]  # validated: all entries are ints; there may be a million
     return cast(list[str | list[int]], texts)
 
 
 class StreamOptions(Body):
     include_usage: bool = False
-    include_obfuscation: bool = False  # inert: OpenAI's padding against traffic analysis
+    include_obfuscation: bool = False  # inert; OpenAI's padding against traffic analysis
 
 
 class JsonSchemaFormat(Body):
-    """`strict: false` is enforced like true."""
+    """The schema is enforced even if `strict` is false."""
 
     name: str = Field(min_length=1, max_length=64)
     description: str | None = None
@@ -59,7 +55,7 @@ class ResponseFormat(Body):
 
 
 class StructuredOutputs(Body):
-    """vLLM's."""
+    """vLLM's field of the same name."""
 
     json_: dict[str, Any] | str | None = Field(default=None, alias="json")
     regex: str | None = None
@@ -69,9 +65,9 @@ class StructuredOutputs(Body):
 
 
 class SamplingFields(Body):
-    """Fields every generating route shares. Beyond OpenAI's: top_k, min_p, repetition_penalty, ignore_eos."""
+    """Fields of every generating route. Beyond OpenAI's: top_k, min_p, repetition_penalty, ignore_eos."""
 
-    asks = True
+    is_inference = True
 
     temperature: float = Field(default=1.0, ge=0, le=2)
     top_p: float = Field(default=1.0, ge=0, le=1)
@@ -99,7 +95,7 @@ class SamplingFields(Body):
     def _biases_are_of_tokens(cls, biases: dict[str, float] | None) -> dict[str, float] | None:
         for token, amount in (biases or {}).items():
             if not (token.isascii() and token.isdigit() and len(token) < 10):
-                raise ValueError(f"{token[:40]!r} is no token id")
+                raise ValueError(f"{token[:40]!r} is not a token id")
             if not -100 <= amount <= 100:
                 raise ValueError(f"token {token} has {amount}; a bias is a number from -100 to 100")
         return biases
@@ -122,7 +118,7 @@ class SamplingFields(Body):
 
 
 class WeightedAdapter(Body):
-    """One of several adapters in a request, and its factor."""
+    """One of several adapters in a request, and its weight."""
 
     name: str
     weight: float = 1.0
@@ -133,12 +129,12 @@ WeightedAdapters = Annotated[Items[WeightedAdapter] | None, Field(min_length=1, 
 
 
 def as_fields(adapters: list[WeightedAdapter] | None) -> list[dict[str, Any]] | None:
-    """As a body has them."""
+    """The adapters as JSON."""
     return None if adapters is None else [adapter.model_dump() for adapter in adapters]
 
 
 class RoutingFields(Body):
-    """How the service chooses, where `model` is "auto"; None: as it is configured."""
+    """Settings of the semantic router for one request with model "auto"; None: as configured."""
 
     top_k: int | None = Field(default=None, ge=1, le=MAX_PARTS)
     threshold: float | None = Field(default=None, ge=-1, le=1)
@@ -165,7 +161,7 @@ class TextPart(Body):
     text: str
 
 
-#: As OpenAI names functions.
+#: OpenAI's rule for function names.
 FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
 
 
@@ -175,7 +171,7 @@ class FunctionCall(Body):
 
 
 class ToolCallBody(Body):
-    """A call that an assistant has made. `index` is there when somebody has kept pieces of a stream."""
+    """A call made by the assistant. `index` is present if the client assembled it from a stream."""
 
     id: str = Field(max_length=256)
     type: Literal["function"] = "function"
@@ -205,11 +201,7 @@ class NamedTool(Body):
 
 
 class ChatMessage(Body):
-    """`developer` is OpenAI's newer word for `system` and is treated as such.
-
-    Answers come back as clients got them: with `annotations`, which no prompt shows, and with tool calls; one that
-    said nothing may come with `content: null`. A `name` is for the model's template, which may leave it out.
-    """
+    """`developer` is treated as `system`. `annotations` is ignored; `name` is passed to the chat template."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | Items[TextPart] | None = None
@@ -236,7 +228,7 @@ class ChatMessage(Body):
 
 
 class Prediction(Body):
-    """What the client expects as the answer."""
+    """Predicted output: text that the client expects in the answer."""
 
     type: Literal["content"]
     content: str | Items[TextPart]
@@ -286,7 +278,7 @@ class ChatCompletionRequest(_OpenAIFields):
 
     @property
     def limit_field(self) -> str:
-        """What the client calls it."""
+        """The name of the field that the client used."""
         return "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
 
 
@@ -302,11 +294,11 @@ class CompletionRequest(_OpenAIFields):
     @model_validator(mode="after")
     def _an_echo_is_text_alone(self) -> Self:
         if self.echo and self.logprobs is not None:
-            raise ValueError("echo shows the prompt without log-probabilities; leave logprobs out")
+            raise ValueError("echo returns the prompt without log-probabilities; leave logprobs out")
         if self.echo and self.wants_token_ids:
-            raise ValueError("echo shows the prompt as text; with token ids prompt_token_ids has it")
+            raise ValueError("echo returns the prompt as text; with token ids read prompt_token_ids")
         if self.stop_strings and not self.detokenize:
-            raise ValueError("detokenize: false writes no text, where stop strings are; use stop_token_ids")
+            raise ValueError("stop strings need text, which detokenize: false leaves out; use stop_token_ids")
         return self
 
     @property
@@ -315,12 +307,12 @@ class CompletionRequest(_OpenAIFields):
 
     @property
     def prompts(self) -> list[str | list[int]]:
-        """One entry per prompt: text, or token ids."""
+        """One entry per prompt: text or token ids."""
         return entries(self.prompt)
 
 
 class RouteBody(Body):
-    """What POST /v1/route decides: a conversation, or a prompt."""
+    """A conversation or a prompt."""
 
     messages: Items[ChatMessage] | None = Field(default=None, min_length=1)
     prompt: str | None = None
@@ -343,17 +335,14 @@ class GenerateSampling(SamplingFields):
 
     @property
     def limit_field(self) -> str:
-        """What the client calls it."""
+        """The name of the field that the client used."""
         return f"sampling_params.{'max_new_tokens' if self.max_tokens is None else 'max_tokens'}"
 
 
 class GenerateBody(Body):
-    """`/generate`: one text or a list; `lora_path` is one name for all, or a list as long as the texts.
+    """`lora_path` is one name for all texts or one per text; `adapters` replaces it for all texts."""
 
-    `adapters` is for all texts, in place of `lora_path`.
-    """
-
-    asks = True
+    is_inference = True
 
     text: str | Items[str]
     sampling_params: GenerateSampling = Field(default_factory=GenerateSampling)
@@ -365,7 +354,7 @@ class GenerateBody(Body):
     @classmethod
     def _answers_are_whole(cls, stream: bool) -> bool:
         if stream:
-            raise ValueError("answers come whole here; POST /v1/completions streams")
+            raise ValueError("/generate does not stream; POST /v1/completions does")
         return stream
 
     @model_validator(mode="after")

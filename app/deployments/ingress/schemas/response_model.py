@@ -1,7 +1,7 @@
-"""Base of response models, and the responses that many routes share.
+"""Base class of response models, and responses that many routes share.
 
-A required field is in every answer. Routes build their answers as dictionaries and return them unvalidated, which is
-faster; the tests validate every answer that they get against its model, and fail for a field that the model lacks.
+Routes return dictionaries without validating them, which is faster; the tests validate every response against its
+model and fail for a field that the model does not have.
 """
 
 from __future__ import annotations
@@ -13,20 +13,17 @@ from pydantic.json_schema import SkipJsonSchema
 
 T = TypeVar("T")
 
-#: Unix time.
 Seconds: TypeAlias = Annotated[int, Field(description="Unix time in whole seconds.")]
-#: A field that an answer may lack; it is never null.
+#: A field that may be absent but is never null.
 Omittable: TypeAlias = Union[T, SkipJsonSchema[None]]  # noqa: UP007  (an alias with a type variable)
 
 
 class ResponseModel(BaseModel):
-    """A JSON object of an answer."""
-
     model_config = ConfigDict(protected_namespaces=())
 
 
 class PageResponse(ResponseModel, Generic[T]):
-    """Part of a list; `last_id` is what `after` of the next page is."""
+    """A page of a list; `last_id` is the `after` of the next page."""
 
     object: Literal["list"]
     data: list[T]
@@ -35,16 +32,14 @@ class PageResponse(ResponseModel, Generic[T]):
     has_more: bool
 
 
-class Deleted(ResponseModel):
-    """What is gone."""
-
+class DeletedResponse(ResponseModel):
     object: str
     id: str
     deleted: Literal[True]
 
 
 class ErrorDetail(ResponseModel):
-    """`param` names the field or the query's name that is wrong."""
+    """`param` names the invalid field or query parameter."""
 
     message: str
     type: str

@@ -1,7 +1,6 @@
-"""OpenAI's Responses API: its bodies, as conversations of ours.
+"""OpenAI's Responses API: request bodies, which convert to a `ChatCompletionRequest`, and responses.
 
-In: a decoded body of /v1/responses. Out: a `ChatCompletionRequest` that means the same. Rule: what a request refers to
-(`previous_response_id`) is put before its own input by whoever keeps it; `background` is refused by name.
+The route resolves `previous_response_id` by putting the stored conversation before the input.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from app.deployments.ingress.schemas.response_model import ResponseModel, Second
 
 
 class MessagePart(Body):
-    """Of a message; an answer's come back as clients got them."""
+    """A part of a message; `annotations` and `logprobs` of earlier answers are ignored."""
 
     type: Literal["input_text", "output_text"]
     text: str
@@ -84,7 +83,7 @@ class TextField(Body):
 
 
 class InputTokensRequest(Body):
-    """What the prompt of a response is made of."""
+    """The fields that determine the prompt."""
 
     model: str
     input: str | Items[InputMessage | FunctionCallItem | FunctionOutputItem]
@@ -98,14 +97,14 @@ class InputTokensRequest(Body):
     adapters: WeightedAdapters = None
 
     def chat(self) -> ChatCompletionRequest:
-        """The same request in OpenAI's older words. Raises InvalidRequest."""
+        """The request as a chat completion. Raises InvalidRequest."""
         return parse_body(ChatCompletionRequest, self._conversation())
 
     def _conversation(self) -> dict[str, Any]:
         messages = [] if self.instructions is None else [{"role": "system", "content": self.instructions}]
         fields: dict[str, Any] = {
             "model": self.model,
-            "messages": messages + self._told(),
+            "messages": messages + self._chat_messages(),
             "lora_path": self.lora_path,
             "adapters": as_fields(self.adapters),
         }
@@ -125,25 +124,25 @@ class InputTokensRequest(Body):
             )
         return fields
 
-    def _told(self) -> list[dict[str, Any]]:
+    def _chat_messages(self) -> list[dict[str, Any]]:
         if isinstance(self.input, str):
             return [{"role": "user", "content": self.input}]
-        told: list[dict[str, Any]] = []
+        messages: list[dict[str, Any]] = []
         for item in self.input:
             if isinstance(item, InputMessage):
                 parts = item.content
                 text = parts if isinstance(parts, str) else "".join(part.text for part in parts)
-                told.append({"role": item.role, "content": text})
+                messages.append({"role": item.role, "content": text})
             elif isinstance(item, FunctionOutputItem):
-                told.append({"role": "tool", "tool_call_id": item.call_id, "content": item.output})
+                messages.append({"role": "tool", "tool_call_id": item.call_id, "content": item.output})
             else:
                 function = {"name": item.name, "arguments": item.arguments}
                 call = {"id": item.call_id, "type": "function", "function": function}
-                if told and told[-1]["role"] == "assistant":  # one turn's words and calls are one message
-                    told[-1].setdefault("tool_calls", []).append(call)
+                if messages and messages[-1]["role"] == "assistant":  # text and calls of a turn are one message
+                    messages[-1].setdefault("tool_calls", []).append(call)
                 else:
-                    told.append({"role": "assistant", "content": "", "tool_calls": [call]})
-        return told
+                    messages.append({"role": "assistant", "content": "", "tool_calls": [call]})
+        return messages
 
 
 class ResponsesRequest(InputTokensRequest):
@@ -153,15 +152,15 @@ class ResponsesRequest(InputTokensRequest):
     stream: bool = False
     seed: int | None = Field(default=None, ge=-(2**63), lt=2**64)
     user: str | None = None
-    store: bool | None = None  # None: as the service's settings say
+    store: bool | None = None  # None: as configured
     previous_response_id: str | None = Field(default=None, max_length=128)
-    metadata: Metadata | None = None  # inert, and told again
+    metadata: Metadata | None = None  # inert, and returned
     service_tier: str | None = None  # inert
     prompt_cache_key: str | None = None  # inert
     safety_identifier: str | None = None  # inert
 
     def chat(self) -> ChatCompletionRequest:
-        """The same request in OpenAI's older words. Raises InvalidRequest."""
+        """The request as a chat completion. Raises InvalidRequest."""
         fields: dict[str, Any] = {
             "temperature": self.temperature,
             "top_p": self.top_p,
@@ -173,14 +172,14 @@ class ResponsesRequest(InputTokensRequest):
         return parse_body(ChatCompletionRequest, fields | self._conversation())
 
     def items(self) -> list[dict[str, Any]]:
-        """The input as a list of items, as JSON has them."""
+        """The input as a list of JSON items."""
         if isinstance(self.input, str):
             text = {"type": "input_text", "text": self.input}
             return [{"type": "message", "role": "user", "content": [text]}]
         return [item.model_dump(mode="json", exclude_none=True) for item in self.input]
 
     def after(self, items: Sequence[Mapping[str, Any]]) -> Self:
-        """The same request behind a conversation. Raises InvalidRequest."""
+        """The same request with a conversation before its input. Raises InvalidRequest."""
         whole = parse_body(InputTokensRequest, {"model": self.model, "input": [*items, *self.items()]})
         return self.model_copy(update={"input": whole.input})
 
@@ -232,7 +231,7 @@ class ResponseUsage(ResponseModel):
 
 
 class Response(ResponseModel):
-    """An answer, and the fields of its request that it depends on."""
+    """An answer, and the fields of its request that OpenAI repeats."""
 
     id: str
     object: Literal["response"]
@@ -259,7 +258,7 @@ class Response(ResponseModel):
 
 
 class InputItem(ResponseModel):
-    """Part of a stored conversation; beside these fields it has those of its type."""
+    """An item of a stored conversation, with more fields that depend on its type."""
 
     model_config = ConfigDict(extra="allow")
 

@@ -1,8 +1,7 @@
-"""The adapters that may be chosen, as vectors: what each says of itself, embedded.
+"""Index of the embedded descriptions of adapters, with nearest-neighbour search by cosine.
 
-In: the registry's entries as they change, and what embeds texts. Out: of a tenant's adapters those nearest to a vector,
-by cosine. Rule: an adapter without a description is no candidate, and one whose description is not embedded yet is
-waited for, not passed over. Weights are not looked at: an adapter may win that no process has read yet.
+An adapter without a description is not a candidate. One whose description is not embedded yet is waited for, not
+skipped. Whether its weights are loaded makes no difference.
 """
 
 from __future__ import annotations
@@ -13,30 +12,30 @@ from itertools import islice
 import numpy as np
 from numpy.typing import NDArray
 
-from app.deployments.ingress.semantic_router.decision import Scored
+from app.deployments.ingress.semantic_router.decision import ScoredAdapter
 from app.deployments.registry.feed.view import Entry, Key
 from app.deployments.registry.models import CatalogEntry
 
 Floats = NDArray[np.float32]
-#: Texts to vectors of length 1, [N, H].
+#: Texts to unit vectors, [N, H].
 Embed = Callable[[Sequence[str]], Awaitable[Floats]]
-#: What somebody may look at: owners, and which of their names; None: all of them.
+#: The names that a caller may see, by owner; None: all of the owner's.
 Visible = Mapping[str, frozenset[str] | None]
 
-#: Descriptions that are embedded together.
+#: Descriptions per embedding call.
 MAX_TOGETHER = 64
-#: Candidates of an owner that are looked at one by one for names that the asker does not get, before all are sorted.
+#: The best candidates of an owner that are tried before all of its candidates are sorted.
 _FIRST = 64
 
 
-class _Owned:
-    """One owner's candidates: row i of `vectors` is of `names[i]`."""
+class _OwnerCandidates:
+    """One owner's candidates: row i of `vectors` belongs to `names[i]`."""
 
     def __init__(self) -> None:
         self.names: list[str] = []
         self.rows: dict[str, int] = {}
-        self.texts: dict[str, str] = {}  # what the rows say
-        self.pending: dict[str, str] = {}  # what is to be embedded
+        self.texts: dict[str, str] = {}  # embedded texts
+        self.pending: dict[str, str] = {}  # texts to embed
         self._vectors: Floats = np.zeros((0, 0), np.float32)
 
     @property
@@ -57,13 +56,13 @@ class _Owned:
         self._vectors[row], self.texts[name] = vector, text
 
     def pending_of(self, names: Collection[str] | None) -> list[str]:
-        """A few of these that are to be embedded; None: of all."""
+        """Up to `MAX_TOGETHER` of these names (None: of all) that are not embedded yet."""
         if names is None:
             return [*islice(self.pending, MAX_TOGETHER)]
         return [*islice((name for name in names if name in self.pending), MAX_TOGETHER)]
 
     def remove(self, name: str) -> None:
-        """The last row takes the place of the one that goes."""
+        """Remove a candidate; the last row moves into its place."""
         self.pending.pop(name, None)
         row = self.rows.pop(name, None)
         if row is None:
@@ -76,45 +75,44 @@ class _Owned:
 
 
 class Candidates:
-    """One per ingress, on its event loop."""
+    """All candidates; one per ingress, on its event loop."""
 
     def __init__(self) -> None:
-        self._owners: dict[str, _Owned] = {}
+        self._owners: dict[str, _OwnerCandidates] = {}
 
     def note(self, key: Key, entry: Entry | None) -> None:
-        """An entry of the registry is new, has changed, or is gone."""
+        """Apply a registry change; `entry` is None if it was removed."""
         owner_id, name = key
-        owned = self._owners.setdefault(owner_id, _Owned())
-        described = isinstance(entry, CatalogEntry) and bool(entry.description)
-        text = f"{name}: {entry.description}" if isinstance(entry, CatalogEntry) else ""
-        if not described:
+        owned = self._owners.setdefault(owner_id, _OwnerCandidates())
+        text = f"{name}: {entry.description}" if isinstance(entry, CatalogEntry) and entry.description else None
+        if text is None:
             owned.remove(name)
         elif owned.texts.get(name) == text:
             owned.pending.pop(name, None)
         else:
             owned.pending[name] = text
 
-    def num_of(self, owner_id: str) -> int:
-        """An owner's candidates, embedded or not."""
+    def count(self, owner_id: str) -> int:
+        """The number of an owner's candidates, embedded or not."""
         owned = self._of(owner_id)
         return len(owned.rows) + sum(name not in owned.rows for name in owned.pending)
 
-    def among(self, owner_id: str, names: Set[str]) -> set[str]:
-        """Those of these names that are an owner's candidates, embedded or not; the fewer of the two are looked at."""
+    def subset(self, owner_id: str, names: Set[str]) -> set[str]:
+        """The names that are candidates of an owner, embedded or not; costs the smaller of the two sets."""
         owned = self._of(owner_id)
         return (owned.rows.keys() & names) | (owned.pending.keys() & names)
 
     def is_pending(self, owner_id: str, names: Collection[str] | None) -> bool:
-        """Whether any of these has yet to be embedded."""
+        """Whether any of these is not embedded yet."""
         return bool(self._of(owner_id).pending_of(names))
 
     async def embed_pending(self, owner_id: str, names: Collection[str] | None, embed: Embed) -> None:
-        """Embed what an owner's adapters of these names have come to say, and what changes meanwhile."""
+        """Embed an owner's pending descriptions of these names, including changes that arrive meanwhile."""
         owned = self._of(owner_id)
         while items := [(name, owned.pending[name]) for name in owned.pending_of(names)]:
             vectors = await embed([text for _, text in items])
             for (name, text), vector in zip(items, vectors, strict=True):
-                if owned.pending.get(name) == text:  # else it has changed again, or is gone
+                if owned.pending.get(name) == text:  # otherwise it has changed again or was removed
                     del owned.pending[name]
                     owned.put(name, text, vector)
 
@@ -122,39 +120,39 @@ class Candidates:
         self,
         vector: Floats,
         visible: Visible,
-        is_meant: Callable[[str, str], bool],
+        is_accessible: Callable[[str, str], bool],
         threshold: float,
         top_k: int,
-    ) -> list[Scored]:
-        """By descending cosine, all of at least `threshold`, at most `top_k`.
+    ) -> list[ScoredAdapter]:
+        """At most `top_k` candidates by descending cosine, all of at least `threshold`.
 
-        vector: [H], of length 1. is_meant: whether an owner's adapter is the one that the asker gets under its name.
+        vector: [H], unit length. is_accessible: whether the name resolves to this owner's adapter for the caller.
         """
-        found: list[Scored] = []
+        found: list[ScoredAdapter] = []
         for owner_id, names in visible.items():
             owned = self._of(owner_id)
-            some = None if names is None else [name for name in sorted(names) if name in owned.rows]
-            there = owned.names if some is None else some
-            if not there:
+            listed = None if names is None else [name for name in sorted(names) if name in owned.rows]
+            candidates = owned.names if listed is None else listed
+            if not candidates:
                 continue
-            vectors = owned.vectors if some is None else owned.vectors[[owned.rows[name] for name in some]]
+            vectors = owned.vectors if listed is None else owned.vectors[[owned.rows[name] for name in listed]]
             scores = vectors @ vector
-            taken = 0
+            num_found = 0
             for row in _descending(scores, threshold):
-                name = there[row]
-                if taken == top_k:
+                name = candidates[row]
+                if num_found == top_k:
                     break
-                if is_meant(owner_id, name):
-                    taken += 1
-                    found.append(Scored(name, owner_id, float(scores[row])))
+                if is_accessible(owner_id, name):
+                    num_found += 1
+                    found.append(ScoredAdapter(name, owner_id, float(scores[row])))
         return sorted(found, key=lambda one: (-one.score, one.name))[:top_k]
 
-    def _of(self, owner_id: str) -> _Owned:
-        return self._owners.get(owner_id) or _Owned()
+    def _of(self, owner_id: str) -> _OwnerCandidates:
+        return self._owners.get(owner_id) or _OwnerCandidates()
 
 
 def _descending(scores: Floats, threshold: float) -> Iterator[int]:
-    """Rows of at least the threshold, the best first: a few of the best are found without sorting all."""
+    """Rows of at least the threshold, best first; the first `_FIRST` are found without sorting all."""
     count = min(_FIRST, len(scores))
     best = np.argpartition(-scores, count - 1)[:count]
     best = best[np.argsort(-scores[best], kind="stable")]

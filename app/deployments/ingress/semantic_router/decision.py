@@ -1,7 +1,4 @@
-"""What was chosen for a request, and how: a value that answers and headers tell.
-
-In: nothing. Out: `Decision`. Rule: it says enough to be understood without the log.
-"""
+"""The semantic router's decision, as responses and headers report it."""
 
 from __future__ import annotations
 
@@ -14,8 +11,8 @@ from app.deployments.ingress.schemas.openai import WeightedAdapter
 ROUTE_HEADER = "X-Polylora-Route"
 
 
-class Scored(NamedTuple):
-    """A candidate and its cosine."""
+class ScoredAdapter(NamedTuple):
+    """An adapter and the cosine of its description and the prompt."""
 
     name: str
     owner_id: str
@@ -24,9 +21,9 @@ class Scored(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What was chosen, and how."""
+    """The chosen adapters (none: the base model) and the settings that led to them."""
 
-    chosen: tuple[Scored, ...]
+    chosen: tuple[ScoredAdapter, ...]
     num_candidates: int
     embedder: str
     threshold: float
@@ -34,7 +31,7 @@ class Decision:
 
     @property
     def adapters(self) -> list[WeightedAdapter]:
-        """Each with its share of the scores; one below zero, which a low threshold lets in, counts for none."""
+        """The adapters weighted by score; a negative score, which a low threshold admits, has weight 0."""
         scores = [max(one.score, 0.0) for one in self.chosen]
         total = sum(scores)
         weights = [score / total if total else 1 / len(scores) for score in scores]
@@ -45,7 +42,7 @@ class Decision:
         return ",".join(f"{one.name}={one.score:.4f}" for one in self.chosen) or "base"
 
     def body(self) -> dict[str, Any]:
-        """As answers and POST /v1/route tell it; no adapters: the base."""
+        """The `routing` field of responses, and the body of POST /v1/route."""
         return {
             "adapters": [{"name": one.name, "score": one.score} for one in self.chosen],
             "num_candidates": self.num_candidates,

@@ -1,7 +1,7 @@
-"""What makes vectors of texts for the router: the base itself, or a small encoder beside it.
+"""Text embedders of the semantic router: the base model, or a small encoder in this process.
 
-In: texts. Out: vectors of length 1. Of a decoder's vectors the mean over a few everyday sentences is taken off first:
-they all point one way, and cosines near 1 tell nothing. Rule: equal texts have equal vectors in any company.
+Both return unit vectors that do not depend on the batch. A decoder's vectors all point in one direction, which makes
+every cosine close to 1; the mean over a few neutral sentences is therefore subtracted first.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from app.engine.request import GenerateRequest, PoolingParams, SamplingParams
 
 Floats = NDArray[np.float32]
 
-#: Of a text so many characters are read: what a prompt is about stands at its head.
+#: Texts are cut to this many characters: the beginning of a prompt says what it is about.
 MAX_CHARS = 2000
-#: An encoder in this process computes a text of so many tokens at most, in one step.
+#: Tokens per text for an encoder in this process, which computes a text in one step.
 MAX_TOKENS = 512
-#: Texts that an engine is given at a time.
+#: Concurrent requests to the engines.
 MAX_OPEN = 64
-#: Sentences about nothing in common.
+#: Sentences on unrelated topics.
 NEUTRAL = (
     "Good morning, how are you today?",
     "The train leaves at half past nine.",
@@ -52,7 +52,7 @@ NEUTRAL = (
 
 
 class BaseEmbedder:
-    """The base model on the service's own replicas, pooled over all tokens. `clock` gives Unix time."""
+    """The base model on the service's own replicas, pooled over all tokens. `clock` returns Unix time."""
 
     def __init__(
         self, name: str, model: TokenizerService, source: Dispatcher, wait_s: float, clock: Callable[[], float]
@@ -82,11 +82,11 @@ class BaseEmbedder:
         return tuple(self._model.encode(text[:MAX_CHARS]))[: self._model.max_model_len]
 
     async def _vectors(self, texts: Sequence[str], caller: Principal | None) -> Floats:
-        places = asyncio.Semaphore(MAX_OPEN)
-        vectors = await asyncio.gather(*(self._vector(text, caller, places) for text in texts))
+        slots = asyncio.Semaphore(MAX_OPEN)
+        vectors = await asyncio.gather(*(self._vector(text, caller, slots) for text in texts))
         return np.stack([np.frombuffer(vector, "<f4") for vector in vectors])
 
-    async def _vector(self, text: str, caller: Principal | None, places: asyncio.Semaphore) -> bytes:
+    async def _vector(self, text: str, caller: Principal | None, slots: asyncio.Semaphore) -> bytes:
         spec = self._model.spec
         request = GenerateRequest(
             request_id=f"route-{secrets.token_hex(12)}",
@@ -100,7 +100,7 @@ class BaseEmbedder:
             key_id="" if caller is None else caller.key_id,
         )
         deadline_s = asyncio.get_running_loop().time() + self._wait_s
-        async with places, aclosing(self._source.stream(request, deadline_s)) as chunks:
+        async with slots, aclosing(self._source.stream(request, deadline_s)) as chunks:
             async for chunk in chunks:
                 if chunk.error is not None:
                     raise chunk.error
@@ -110,7 +110,7 @@ class BaseEmbedder:
 
 
 class EncoderEmbedder:
-    """A small encoder in this process, loaded when it is first asked; one thread computes."""
+    """A small encoder in this process, loaded at its first use; one thread computes."""
 
     def __init__(self, uri: str) -> None:
         self.name = uri
@@ -118,7 +118,7 @@ class EncoderEmbedder:
         self._embed: Callable[[list[str]], list[Floats]] | None = None
 
     async def embed(self, texts: Sequence[str], caller: Principal | None) -> Floats:  # noqa: ARG002
-        """See `TextEmbedder.embed`; nobody pays."""
+        """See `TextEmbedder.embed`; no tenant is charged."""
         shortened = [text[:MAX_CHARS] for text in texts]
         return await asyncio.get_running_loop().run_in_executor(self._thread, self._compute, shortened)
 
@@ -128,7 +128,7 @@ class EncoderEmbedder:
 
     def _compute(self, texts: list[str]) -> Floats:
         if self._embed is None:
-            from app.engine.api import LLM  # an engine: most services have none in this process
+            from app.engine.api import LLM  # imports an engine, which most services do not have in this process
             from app.engine.config import EngineConfig
             from app.engine.models.checkpoint import load_checkpoint
             from app.engine.models.download.model_download import resolve_model

@@ -1,1 +1,1 @@
-"""Results of the service as JSON bodies and stream events."""
+"""Response bodies and stream events."""

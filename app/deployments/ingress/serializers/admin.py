@@ -1,4 +1,4 @@
-"""Tenants as JSON objects, as OpenAI's admin client expects them. A key's value is in the answer that made it alone."""
+"""Tenants in the format of OpenAI's admin API. A key's value appears only in the response that creates it."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+from app.deployments.ingress.serializers.loras import whole_seconds
 from app.deployments.tenancy.models import ApiKey, IssuedKey, RateLimit, ServiceAccount, Tenant, TenantChange
 from app.deployments.tenancy.quota.limits import LimitKey
 
-#: OpenAI's objects have no way to say "as much as you like": this number does.
+#: Stands for "unlimited", which OpenAI's objects cannot express.
 NO_LIMIT = 2**31 - 1
 
 
@@ -19,7 +20,7 @@ def project_body(tenant: Tenant) -> dict[str, Any]:
         "id": tenant.id,
         "name": tenant.name,
         "created_at": int(tenant.created_s),
-        "archived_at": _seconds(tenant.archived_s),
+        "archived_at": whole_seconds(tenant.archived_s),
         "status": "active" if tenant.archived_s is None else "archived",
         "external_key_id": None,
     }
@@ -36,31 +37,30 @@ def account_body(account: ServiceAccount) -> dict[str, Any]:
 
 
 def issued_body(issued: IssuedKey) -> dict[str, Any]:
-    """A service account's new key: the only answer that ever holds its value."""
+    """A service account's new key, with its value."""
     return {
         "object": "organization.project.service_account.api_key",
         "id": issued.key.id,
         "name": issued.key.name,
         "value": issued.value,
         "created_at": int(issued.key.created_s),
-        "expires_at": _seconds(issued.key.expires_s),
+        "expires_at": whole_seconds(issued.key.expires_s),
     }
 
 
 def key_body(key: ApiKey, account: ServiceAccount | None) -> dict[str, Any]:
     owner = None
     if account is not None:
-        owner = {
-            name: value for name, value in account_body(account).items() if name != "object"
-        }  # as OpenAI's has none
+        owner = account_body(account)
+        del owner["object"]
     return {
         "object": "organization.project.api_key",
         "id": key.id,
         "name": key.name,
         "redacted_value": key.redacted,
         "created_at": int(key.created_s),
-        "expires_at": _seconds(key.expires_s),
-        "last_used_at": _seconds(key.last_used_s),
+        "expires_at": whole_seconds(key.expires_s),
+        "last_used_at": whole_seconds(key.last_used_s),
         "owner": {"type": "service_account", "service_account": owner},
         "owner_project_access": "active",
     }
@@ -73,14 +73,14 @@ def admin_key_body(key: ApiKey) -> dict[str, Any]:
         "name": key.name,
         "redacted_value": key.redacted,
         "created_at": int(key.created_s),
-        "expires_at": _seconds(key.expires_s),
-        "last_used_at": _seconds(key.last_used_s),
+        "expires_at": whole_seconds(key.expires_s),
+        "last_used_at": whole_seconds(key.last_used_s),
         "owner": {"type": "user", "object": "organization.user", "id": "operator", "name": "operator", "role": "owner"},
     }
 
 
 def models_body(tenant: Tenant) -> dict[str, Any]:
-    """Without permissions of its own a project may use everything that it can see: nothing is denied."""
+    """A project without permissions may use everything that it sees: an empty deny list."""
     return {
         "object": "project.model_permissions",
         "mode": tenant.model_mode or "deny_list",
@@ -89,16 +89,16 @@ def models_body(tenant: Tenant) -> dict[str, Any]:
 
 
 def rate_limit_body(model: str, rate: RateLimit) -> dict[str, Any]:
-    def shown(limit: int | None) -> int:
-        return NO_LIMIT if limit is None else limit
-
+    limits = {
+        "max_requests_per_1_minute": rate.requests_per_min,
+        "max_tokens_per_1_minute": rate.tokens_per_min,
+        "max_requests_per_1_day": rate.requests_per_day,
+    }
     return {
         "object": "project.rate_limit",
         "id": f"rl-{model}",
         "model": model,
-        "max_requests_per_1_minute": shown(rate.requests_per_min),
-        "max_tokens_per_1_minute": shown(rate.tokens_per_min),
-        "max_requests_per_1_day": shown(rate.requests_per_day),
+        **{name: NO_LIMIT if limit is None else limit for name, limit in limits.items()},
     }
 
 
@@ -113,12 +113,12 @@ def spend_limit_body(cents: int, *, is_reached: bool) -> dict[str, Any]:
 
 
 def tenant_body(
-    tenant: Tenant, shares: dict[str, list[str]], left: Sequence[tuple[LimitKey, int, int]]
+    tenant: Tenant, shares: dict[str, list[str]], limits_left: Sequence[tuple[LimitKey, int, int]]
 ) -> dict[str, Any]:
-    """`limits`: each with what is left of it; the rest is used, or reserved by requests and ingresses."""
+    """`limits_left`: (limit, its amount, remaining); the difference is used or reserved by requests and ingresses."""
     limits = [
         {"kind": meter.kind, "model": meter.model or None, "limit": limit, "remaining": remaining}
-        for meter, limit, remaining in left
+        for meter, limit, remaining in limits_left
     ]
     return {
         "object": "polylora.tenant",
@@ -135,7 +135,7 @@ def tenant_body(
 
 
 def audit_body(change: TenantChange) -> dict[str, Any]:
-    """A line of the audit. What was changed is in the field that is named as the event, as OpenAI has it."""
+    """An entry of the audit log. Like OpenAI's, it has the change in a field that is named like the event."""
     detail = json.loads(change.detail)
     project = None if change.project_id is None else {"id": change.project_id, "name": change.project_id}
     return {
@@ -147,7 +147,3 @@ def audit_body(change: TenantChange) -> dict[str, Any]:
         "project": project,
         change.event: {"id": change.target, "changes_requested": detail},
     }
-
-
-def _seconds(time_s: float | None) -> int | None:
-    return None if time_s is None else int(time_s)

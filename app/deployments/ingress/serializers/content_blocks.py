@@ -1,7 +1,6 @@
-"""An answer as a row of blocks: text, and calls of tools. What /v1/responses and /v1/messages tell answers as.
+"""An answer as a sequence of content blocks, text and tool calls, for /v1/responses and /v1/messages.
 
-In: a job of one sequence. Out: what happens to its blocks, in order. Rule: one block is open at a time, and each is
-closed; joined, the pieces of a block are what it holds at its end.
+At most one block is open at a time, and every block is closed. The joined pieces of a block are its final text.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from app.engine.request import FinishReason, Usage
 
 @dataclass(slots=True)
 class Block:
-    """`id` and `name` are a call's; `text` is what it holds so far, of a call its arguments."""
+    """`id` and `name` are a tool call's; `text` is the text or the arguments so far."""
 
     index: int
     kind: Literal["text", "call"]
@@ -28,7 +27,7 @@ class Block:
 
 
 class BlockEvent(NamedTuple):
-    """What happens to a block."""
+    """A change of a block."""
 
     what: Literal["open", "grow", "close"]
     block: Block
@@ -36,29 +35,29 @@ class BlockEvent(NamedTuple):
 
 
 class BlocksDone(NamedTuple):
-    """The answer is over; `usage` is what it has cost, `stop` the stop string that ended it, if one did."""
+    """The end of the answer; `stop` is the stop string that ended it, if one did."""
 
     reason: FinishReason
     usage: Usage | None
     stop: str | None = None
 
 
-async def block_events(job: GenerationTask) -> AsyncGenerator[BlockEvent | BlocksDone]:
-    """Raises what the sequence raises; closing the generator aborts it."""
-    reader = None if job.tools is None else job.tools.reader(job.requests[0].request_id)
+async def block_events(task: GenerationTask) -> AsyncGenerator[BlockEvent | BlocksDone]:
+    """The block events of a task with one sequence. Raises the sequence's errors; closing the generator aborts it."""
+    reader = None if task.tools is None else task.tools.reader(task.requests[0].request_id)
     block: Block | None = None
-    async with aclosing(job.deltas()) as deltas:
+    async with aclosing(task.deltas()) as deltas:
         async for _, delta in deltas:
             is_last = delta.finish_reason is not None
             pieces: list[Piece] = [delta.text] if delta.text else []
             for piece in pieces if reader is None else reader.push(delta.text, is_last=is_last):
-                opened = _opened_by(piece, block)
-                if opened is not None:
+                following = _next_block(piece, block)
+                if following is not None:
                     if block is not None:
                         yield BlockEvent("close", block)
-                    block = opened
+                    block = following
                     yield BlockEvent("open", block)
-                assert block is not None, "arguments follow the beginning of their call"
+                assert block is not None, "arguments follow the start of their call"
                 text = piece if isinstance(piece, str) else piece.piece if isinstance(piece, ToolCallArguments) else ""
                 if text:
                     block.text += text
@@ -69,21 +68,21 @@ async def block_events(job: GenerationTask) -> AsyncGenerator[BlockEvent | Block
                 yield BlocksDone(delta.finish_reason, delta.usage, delta.stop)
 
 
-def _opened_by(piece: Piece, block: Block | None) -> Block | None:
-    """The block that a piece begins, if it does not belong to the present one."""
+def _next_block(piece: Piece, block: Block | None) -> Block | None:
+    """The block that a piece opens; None if it continues the current one."""
     index = 0 if block is None else block.index + 1
     if isinstance(piece, ToolCallStart):
         return Block(index, "call", piece.id, piece.name)
     return Block(index, "text") if isinstance(piece, str) and (block is None or block.kind != "text") else None
 
 
-async def finished(job: GenerationTask) -> tuple[list[Block], BlocksDone]:
-    """The whole answer."""
+async def collect_blocks(task: GenerationTask) -> tuple[list[Block], BlocksDone]:
+    """The complete answer."""
     blocks: list[Block] = []
-    async with aclosing(block_events(job)) as source:
+    async with aclosing(block_events(task)) as source:
         async for change in source:
             if isinstance(change, BlocksDone):
                 return blocks, change
             if change.what == "open":
                 blocks.append(change.block)
-    raise AssertionError("a sequence ends with a reason or an error")
+    raise AssertionError("a sequence ends with a finish reason or an error")

@@ -1,10 +1,8 @@
-"""Tokens into text, as they come.
+"""Incremental conversion of a sequence's `TokenChunk`s into `TextDelta`s.
 
-In: `TokenChunk`s of one sequence. Out: `TextDelta`s: text that no later token can change or take back,
-the tokens it came from, and why the answer ended. Half a UTF-8 character waits for its other half; text
-that may be the beginning of a stop string waits until it is known not to be. A stop string ends the
-answer before itself wherever chunk borders fall; the sequence is then no longer wanted. Token ids that
-end an answer (end of sequence, stop ids) have no text.
+Text is emitted only when no later token can change it: an incomplete UTF-8 character waits for its rest, and text that
+may begin a stop string waits until it is known not to. A stop string ends the answer before itself, wherever chunks
+end, and aborts the sequence. Tokens that end an answer (end of sequence, stop ids) have no text.
 """
 
 from __future__ import annotations
@@ -26,15 +24,16 @@ class Decoder(Protocol):
         ...
 
     def flush(self) -> str:
-        """What is left: an incomplete character becomes U+FFFD."""
+        """The remaining text; an incomplete character becomes U+FFFD."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class TextDelta:
-    """One piece of an answer. `token_ids` and `logprobs` belong to the text so far; the last piece has a reason.
+    """One piece of an answer; the last one has a finish reason.
 
-    `usage` counts all tokens so far, those without text too. `stop`: the stop string that ended the answer.
+    `token_ids` and `logprobs` are those since the previous piece. `usage` counts all tokens so far, including those
+    without text. `stop`: the stop string that ended the answer.
     """
 
     text: str
@@ -50,34 +49,33 @@ class StopMatcher:
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = tuple(stops)
-        self._held = ""
+        self._buffer = ""
 
     def push(self, text: str) -> tuple[str, str | None]:
-        """(text that is safe to send, the stop string that was met). After a meeting there is no more."""
+        """(text that is safe to send, the stop string that was found); a found stop string ends the answer."""
         if not self._stops:
             return text, None
-        self._held += text
-        found = [(index + len(stop), index, stop) for stop in self._stops if (index := self._held.find(stop)) >= 0]
-        if found:
+        self._buffer += text
+        matches = [(index + len(stop), index, stop) for stop in self._stops if (index := self._buffer.find(stop)) >= 0]
+        if matches:
             # The one that is complete first, so that the answer does not depend on where pieces end.
-            _, start, stop = min(found)
-            safe, self._held = self._held[:start], ""
+            _, start, stop = min(matches)
+            safe, self._buffer = self._buffer[:start], ""
             return safe, stop
-        num_held = self._num_undecided()
-        cut = len(self._held) - num_held
-        safe, self._held = self._held[:cut], self._held[cut:]
+        cut = len(self._buffer) - self._num_undecided()
+        safe, self._buffer = self._buffer[:cut], self._buffer[cut:]
         return safe, None
 
     def finish(self) -> str:
-        """The text held back: the answer ended, so it was no stop string."""
-        rest, self._held = self._held, ""
+        """The buffered text: the answer ended, so it is not a stop string."""
+        rest, self._buffer = self._buffer, ""
         return rest
 
     def _num_undecided(self) -> int:
-        """Length of the longest end of the text that begins a stop string."""
-        longest = min(len(self._held), max((len(stop) for stop in self._stops), default=1) - 1)
+        """Length of the longest suffix of the buffer that is a prefix of a stop string."""
+        longest = min(len(self._buffer), max((len(stop) for stop in self._stops), default=1) - 1)
         for length in range(longest, 0, -1):
-            if any(stop.startswith(self._held[-length:]) for stop in self._stops):
+            if any(stop.startswith(self._buffer[-length:]) for stop in self._stops):
                 return length
         return 0
 
@@ -85,10 +83,10 @@ class StopMatcher:
 async def text_deltas(
     chunks: AsyncIterator[TokenChunk], decoder: Decoder, stops: Sequence[str], *, keep_end: bool = False
 ) -> AsyncGenerator[TextDelta]:
-    """Turn one sequence's chunks into text. Raises the error a chunk carries.
+    """Convert one sequence's chunks to text. Raises the error that a chunk carries.
 
-    Returning early (a stop string) closes `chunks`, which aborts the sequence. `keep_end`: tokens are told as they
-    come, whether they complete text or not, and the one that ended the answer with them.
+    Returning early (a stop string) closes `chunks`, which aborts the sequence. `keep_end`: emit every token at once,
+    even without text, including the one that ends the answer.
     """
     matcher = StopMatcher(stops)
     token_ids: tuple[int, ...] = ()
@@ -105,9 +103,9 @@ async def text_deltas(
                     num_tokens = usage.completion_tokens + len(chunk.token_ids)
                     usage = Usage(usage.prompt_tokens, usage.cached_tokens, num_tokens)
                 visible = chunk.token_ids[:-1] if chunk.matched_stop is not None else chunk.token_ids
-                told = chunk.token_ids if keep_end else visible
-                token_ids += told
-                logprobs += chunk.logprobs[: len(told)]
+                reported = chunk.token_ids if keep_end else visible
+                token_ids += reported
+                logprobs += chunk.logprobs[: len(reported)]
                 text, stop = matcher.push(decoder.push(visible))
                 reason: FinishReason | None = chunk.finish_reason if stop is None else "stop"
                 if reason is not None and stop is None:
@@ -122,7 +120,7 @@ async def text_deltas(
 
 
 def _one_by_one(chunk: TokenChunk) -> Iterator[TokenChunk]:
-    """A chunk's tokens in chunks of one: a stop string ends an answer behind the token that completes it."""
+    """Split a chunk into chunks of one token, because a stop string ends the answer at the token that completes it."""
     num_tokens = len(chunk.token_ids)
     for index, token_id in enumerate(chunk.token_ids):
         usage = chunk.usage

@@ -1,7 +1,4 @@
-"""What a finished generation is told as, by POST /generate and by the Python handle alike.
-
-In: a job and its answers. Out: plain dictionaries. Rule: an answer's tokens are counted once, however it is told.
-"""
+"""Response bodies of POST /generate and of the Python handle, and token usage."""
 
 from __future__ import annotations
 
@@ -12,14 +9,14 @@ from app.deployments.ingress.dispatch.generation_task import GenerationTask, Pre
 from app.engine.request import Usage
 
 
-def generate_result(job: GenerationTask, index: int, answer: SequenceOutput) -> dict[str, Any]:
+def generate_result(task: GenerationTask, index: int, answer: SequenceOutput) -> dict[str, Any]:
     """One answer of /generate and of the Python handle."""
-    adapter = job.requests[index].asked_for
+    adapter = task.requests[index].asked_for
     usage = usage_body([answer.usage])
     return {
         "text": answer.text,
         "meta_info": {
-            "id": job.requests[index].request_id,
+            "id": task.requests[index].request_id,
             "lora": adapter.name if adapter is not None else None,
             "lora_generation": adapter.generation if adapter is not None else None,
             "lora_digest": adapter.digest if adapter is not None else None,
@@ -34,9 +31,9 @@ def generate_result(job: GenerationTask, index: int, answer: SequenceOutput) -> 
 def usage_body(
     usages: Sequence[Usage | None], num_per_prompt: int = 1, predictions: Mapping[int, PredictionUsage] | None = None
 ) -> dict[str, Any]:
-    """Token counts of a request. Each prompt is counted once, however many answers it has (n).
+    """Token counts in OpenAI's format. Each prompt is counted once, however many answers it has (n).
 
-    `predictions`: what became of predictions, by answer; OpenAI's details are told where there were some.
+    `predictions`: accepted and rejected tokens of predicted outputs, by answer.
     """
     known = [usage for usage in usages if usage is not None]
     prompts = known[::num_per_prompt]

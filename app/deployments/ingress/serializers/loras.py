@@ -1,8 +1,6 @@
-"""Adapters, jobs and aliases as the management routes and the Python handle show them.
+"""Response bodies for adapters, jobs and aliases, for the management routes and the Python handle.
 
-In: entries of the registry. Out: plain dictionaries, the bodies of answers. Their values are of Python's own types: a
-Ray job that gets one need not have this package. Times are whole Unix seconds, as OpenAI's: `created`, `updated`,
-`last_used`, `since`; what something is in is its `state`. Nothing is asked or decided here.
+They contain only built-in types, so that a Ray job without this package can receive them. Times are whole Unix seconds.
 """
 
 from __future__ import annotations
@@ -27,8 +25,7 @@ from app.engine.adapters.combining.combination import shown_source
 
 
 def adapter_body(entry: CatalogEntry) -> dict[str, Any]:
-    """One adapter as the management routes show it. `alora_invocation_tokens`, PEFT's name, is None for an adapter that
-    is not activated, or not read yet; `metadata` is what its card says beside the description."""
+    """A registered adapter. `alora_invocation_tokens` is None unless it is a loaded activated LoRA."""
     return {
         "id": entry.name,
         "object": "lora",
@@ -49,27 +46,26 @@ def adapter_body(entry: CatalogEntry) -> dict[str, Any]:
     }
 
 
-def unloaded_body(entry: CatalogEntry | None, job: RegistryJob) -> dict[str, Any]:
-    """An adapter whose unload has begun, or ended; `entry` None: it was only being loaded."""
+def unload_body(entry: CatalogEntry | None, job: RegistryJob) -> dict[str, Any]:
+    """An adapter that is being, or has been, unloaded; `entry` is None if it was still loading."""
     body = {"id": job.name, "object": "lora"} if entry is None else adapter_body(entry)
     return body | {"state": job.state.value, "job": job_body(job)}
 
 
 def description_body(name: str, description: Description, replicas: Sequence[Residency]) -> dict[str, Any]:
-    """`state` and `reason` are the name's: those of its last job if it is not being served."""
+    """A name's status; if it is not being served, `state` and `reason` are those of its last job."""
     entry, job = description.entry, description.job
     body: dict[str, Any] = {"id": name, "object": "lora"}
     if entry is not None:
-        held = [
-            {"id": each.replica_id, "num_requests": each.num_requests, "last_used": _second(each.last_used_s)}
+        on_devices = [
+            {"id": each.replica_id, "num_requests": each.num_requests, "last_used": whole_seconds(each.last_used_s)}
             for each in replicas
         ]
-        residency = {"host": description.is_on_host, "replicas": held}
         body |= adapter_body(entry) | {
             "reason": None,
             "last_error": description.last_error,
-            "last_used": _second(entry.last_used_s),
-            "residency": residency,
+            "last_used": whole_seconds(entry.last_used_s),
+            "residency": {"host": description.is_on_host, "replicas": on_devices},
         }
     elif job is not None:
         body |= {"state": job.state.value, "reason": job.reason}
@@ -111,14 +107,15 @@ def alias_version_body(item: AliasVersion) -> dict[str, Any]:
 
 
 def record_body(record: Event | AuditRecord) -> dict[str, Any]:
-    """An event, or who asked for what; `detail` as an object where it is one."""
+    """An event or an audit record; a `detail` that is JSON becomes an object."""
     body = asdict(record)
     detail = body.get("detail")
     if isinstance(detail, str) and detail.startswith("{"):
-        with suppress(ValueError):  # an event's may be anybody's text
+        with suppress(ValueError):  # an event's detail may be any text
             body["detail"] = json.loads(detail)
     return body | {"created": int(body.pop("time_s"))}
 
 
-def _second(time_s: float | None) -> int | None:
+def whole_seconds(time_s: float | None) -> int | None:
+    """Unix time as responses have it."""
     return None if time_s is None else int(time_s)

@@ -1,7 +1,4 @@
-"""Answers in Anthropic's format: JSON bodies and stream events, made from blocks.
-
-In: what happens to an answer's blocks. Out: plain dictionaries, and events as bytes. Rule: nothing is decided here.
-"""
+"""Anthropic's Messages API: response bodies and stream events, made from content blocks."""
 
 from __future__ import annotations
 
@@ -17,9 +14,8 @@ from app.deployments.ingress.error_responses import ErrorReply
 from app.deployments.ingress.serializers.content_blocks import Block, BlockEvent, BlocksDone, block_events
 from app.engine.request import Usage
 
-#: Anthropic's routes.
 MESSAGES_PATH = "/v1/messages"
-#: Anthropic's words for errors, by status.
+#: Anthropic's error types by status.
 _ERRORS = {
     400: "invalid_request_error",
     401: "authentication_error",
@@ -32,7 +28,7 @@ _ERRORS = {
 
 
 def named_event(kind: str, fields: Mapping[str, Any]) -> bytes:
-    """One event of a stream whose events have names."""
+    """A server-sent event with a name."""
     return b"event: %b\ndata: %b\n\n" % (kind.encode(), to_json({"type": kind, **fields}))
 
 
@@ -41,26 +37,26 @@ def is_messages(path: str) -> bool:
     return path == MESSAGES_PATH or path.startswith(f"{MESSAGES_PATH}/")
 
 
-def body_told(answer: ErrorReply, path: str) -> dict[str, Any]:
-    """An error as the clients of a route understand it."""
-    return error_body(answer) if is_messages(path) else answer.body
+def error_body_for(answer: ErrorReply, path: str) -> dict[str, Any]:
+    """An error in the format of the route's API."""
+    return messages_error_body(answer) if is_messages(path) else answer.body
 
 
-def error_body(answer: ErrorReply) -> dict[str, Any]:
-    """An error as Anthropic tells it."""
+def messages_error_body(answer: ErrorReply) -> dict[str, Any]:
+    """An error in Anthropic's format."""
     kind = _ERRORS.get(answer.status, "invalid_request_error" if answer.status < 500 else "api_error")
     return {"type": "error", "error": {"type": kind, "message": answer.body["error"]["message"]}}
 
 
 def error_event(answer: ErrorReply) -> bytes:
-    """An error in a stream."""
-    return named_event("error", {"error": error_body(answer)["error"]})
+    """An error as a stream event."""
+    return named_event("error", {"error": messages_error_body(answer)["error"]})
 
 
-def message_body(job: GenerationTask, model: str, blocks: Sequence[Block], end: BlocksDone) -> dict[str, Any]:
-    """A whole answer."""
+def message_body(task: GenerationTask, model: str, blocks: Sequence[Block], end: BlocksDone) -> dict[str, Any]:
+    """A complete answer."""
     content = [_block(block) | ({"text": block.text} if block.kind == "text" else _input(block)) for block in blocks]
-    return _message(job, model) | {
+    return _message(task, model) | {
         "content": content,
         "stop_reason": _stop_reason(end, any(block.kind == "call" for block in blocks)),
         "stop_sequence": end.stop,
@@ -68,20 +64,20 @@ def message_body(job: GenerationTask, model: str, blocks: Sequence[Block], end: 
     }
 
 
-async def message_events(job: GenerationTask, model: str) -> AsyncGenerator[bytes]:
-    """The events of a stream."""
-    is_begun = has_calls = False
-    async with aclosing(block_events(job)) as source:
+async def message_events(task: GenerationTask, model: str) -> AsyncGenerator[bytes]:
+    """The events of a streamed answer."""
+    is_started = has_calls = False
+    async with aclosing(block_events(task)) as source:
         async for change in source:
-            begin = b"" if is_begun else named_event("message_start", {"message": _started(job, model)})
-            is_begun = True
+            prefix = b"" if is_started else named_event("message_start", {"message": _message_start(task, model)})
+            is_started = True
             if isinstance(change, BlocksDone):
                 delta = {"stop_reason": _stop_reason(change, has_calls), "stop_sequence": change.stop}
                 ended = named_event("message_delta", {"delta": delta, "usage": _usage(change.usage)})
-                yield begin + ended + named_event("message_stop", {})
+                yield prefix + ended + named_event("message_stop", {})
             else:
                 has_calls = has_calls or change.block.kind == "call"
-                yield begin + _event(change)
+                yield prefix + _event(change)
 
 
 def _event(change: BlockEvent) -> bytes:
@@ -97,12 +93,12 @@ def _event(change: BlockEvent) -> bytes:
     return named_event("content_block_delta", index | {"delta": delta})
 
 
-def _started(job: GenerationTask, model: str) -> dict[str, Any]:
-    return _message(job, model) | {"content": [], "stop_reason": None, "usage": _usage(job.usages[0])}
+def _message_start(task: GenerationTask, model: str) -> dict[str, Any]:
+    return _message(task, model) | {"content": [], "stop_reason": None, "usage": _usage(task.usages[0])}
 
 
-def _message(job: GenerationTask, model: str) -> dict[str, Any]:
-    return {"id": job.request_id, "type": "message", "role": "assistant", "model": model, "stop_sequence": None}
+def _message(task: GenerationTask, model: str) -> dict[str, Any]:
+    return {"id": task.request_id, "type": "message", "role": "assistant", "model": model, "stop_sequence": None}
 
 
 def _block(block: Block) -> dict[str, Any]:
@@ -110,7 +106,7 @@ def _block(block: Block) -> dict[str, Any]:
 
 
 def _input(block: Block) -> dict[str, Any]:
-    """A call's arguments; nothing of a call that broke off."""
+    """A call's arguments; empty if the call is incomplete."""
     try:
         return {"input": json.loads(block.text)}
     except ValueError:
@@ -126,7 +122,7 @@ def _stop_reason(end: BlocksDone, has_calls: bool) -> str:
 
 
 def _usage(usage: Usage | None) -> dict[str, int]:
-    """Anthropic counts cached tokens beside the others."""
+    """Anthropic's `input_tokens` does not include cached tokens."""
     prompt, cached, completion = (0, 0, 0) if usage is None else (
         usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens
     )  # fmt: skip

@@ -1,6 +1,7 @@
-"""Answers in OpenAI's format: JSON bodies and stream events, made from text deltas.
+"""OpenAI's chat completions and completions: response bodies and stream events, made from text deltas.
 
-In: `TextDelta`s of one or more sequences. Out: plain dictionaries. Rule: nothing is decided here.
+Completions can be returned as token ids, for trainers: `token_ids` then has every sampled token, including the one that
+ended the answer, log-probabilities have an entry for each, and no id comes from tokenizing text again.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 import codecs
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from pydantic_core import to_json
 
@@ -17,7 +18,6 @@ from app.deployments.ingress.preprocess.tokenizer_service import TokenizerServic
 from app.deployments.ingress.schemas.openai import ChatCompletionRequest, CompletionRequest
 from app.deployments.ingress.serializers.detokenizer import TextDelta
 from app.deployments.ingress.serializers.generate import usage_body
-from app.deployments.ingress.serializers.token_id_output import TokenIdOutput, finite, lean_logprobs, token_id_outputs
 from app.deployments.ingress.serializers.tool_parser import (
     Piece,
     ToolCall,
@@ -28,24 +28,26 @@ from app.deployments.ingress.serializers.tool_parser import (
 )
 from app.engine.request import TokenLogprobs, Usage
 
-#: The text of a single token id, alone; half a character is U+FFFD.
+#: The text of a single token id; an incomplete character is U+FFFD.
 TokenText = Callable[[int], str]
-#: The bytes of a single token id, or what it adds to an answer's text: a special token has the former only.
+#: The bytes of a single token id, or those that it adds to an answer's text, which are none for a special token.
 TokenBytes = Callable[[int], bytes]
 
 
 class TokenOffsets:
-    """Where the tokens of one answer begin in its text, in characters, though a token may be part of a character
-    and a piece of an answer may hold back some of its text."""
+    """Character offsets of one answer's tokens in its text, from the tokens' bytes.
+
+    The emitted pieces of text cannot be used: a token may be part of a character, and text may be held back.
+    """
 
     def __init__(self, text_bytes: TokenBytes) -> None:
         self._text_bytes = text_bytes
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._offset = 0
-        self.is_first = True  # nothing of the answer has been told
+        self.is_first = True  # no event of the answer has been sent
 
     def push(self, token_id: int) -> int:
-        """Where the next token begins; one in the middle of a character begins where the character does."""
+        """The offset of the next token; that of a token within a character is the character's."""
         offset = self._offset
         self._offset += len(self._decoder.decode(self._text_bytes(token_id)))
         return offset
@@ -53,7 +55,7 @@ class TokenOffsets:
 
 @dataclass(frozen=True, slots=True)
 class ChatSerializer:
-    """The envelope of one request's answers: /v1/chat/completions or /v1/completions."""
+    """Formats the answers of one request to /v1/chat/completions or /v1/completions."""
 
     is_chat: bool
     request_id: str
@@ -63,19 +65,19 @@ class ChatSerializer:
     token_bytes: TokenBytes
     text_bytes: TokenBytes
     want_logprobs: bool
-    include_usage: bool = False  # a stream that ends with usage: until then it is null
-    tools: ToolConfig | None = None  # how answers call tools, if they may
-    routing: Mapping[str, Any] | None = None  # how the service has chosen the adapter, if it was to
-    predictions: Mapping[int, PredictionUsage] | None = None  # what has become of predictions, once answers have ended
-    ids: TokenIdOutput | None = None  # what answers have beside text, if token ids are asked for
+    include_usage: bool = False  # a stream that ends with usage; null before
+    tools: ToolConfig | None = None  # None: no tools
+    routing: Mapping[str, Any] | None = None  # the semantic router's decision
+    predictions: Mapping[int, PredictionUsage] | None = None  # filled when answers end
+    ids: TokenIdOutput | None = None  # None: text only
 
     @property
     def is_plain(self) -> bool:
-        """Whether nearly every event of a stream has nothing new but its text."""
+        """Whether most events of a stream differ only in their text."""
         return not self.want_logprobs and self.ids is None
 
     def body(self, answers: Sequence[SequenceOutput], num_per_prompt: int) -> dict[str, Any]:
-        """The answer of a request that does not stream."""
+        """The response to a request that does not stream."""
         kind = "chat.completion" if self.is_chat else "text_completion"
         choices = [self._choice(index, answer) for index, answer in enumerate(answers)]
         usage = usage_body([answer.usage for answer in answers], num_per_prompt, self.predictions)
@@ -83,16 +85,12 @@ class ChatSerializer:
 
     def role_event(self, index: int) -> dict[str, Any]:
         """A chat stream's first event for a choice."""
-        choice = {
-            "index": index,
-            "delta": {"role": "assistant", "content": ""},
-            "logprobs": None,
-            "finish_reason": None,
-        }
+        delta = {"role": "assistant", "content": ""}
+        choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
         return self._event("chat.completion.chunk", choice) | self._routing()
 
     def event(self, index: int, delta: TextDelta, offsets: TokenOffsets) -> dict[str, Any]:
-        """A stream event; `offsets` is this choice's, the same one for all of its events."""
+        """A stream event; `offsets` belongs to this choice and is passed to all of its events."""
         logprobs = self._logprobs(delta.logprobs, offsets)
         choice: dict[str, Any] = {"index": index, "logprobs": logprobs, "finish_reason": delta.finish_reason}
         if self.is_chat:
@@ -105,34 +103,33 @@ class ChatSerializer:
         return self._event("text_completion", choice)
 
     def reader(self, index: int) -> ToolCallReader | None:
-        """What finds the calls of a choice; None where there can be none."""
+        """A parser for the tool calls of a choice, or None."""
         return None if self.tools is None else self.tools.reader(f"{self.request_id}/{index}")
 
     def tool_events(
         self, index: int, delta: TextDelta, offsets: TokenOffsets, reader: ToolCallReader
     ) -> list[dict[str, Any]]:
-        """The events of a delta whose text may be part of calls: one per piece; the last has all but the text."""
+        """The events of a delta whose text may contain calls: one per piece; the last one has everything but text."""
         pieces = reader.push(delta.text, is_last=delta.finish_reason is not None)
-        found = [piece_delta(piece) for piece in pieces]
+        deltas = [piece_delta(piece) for piece in pieces]
         last = self.event(index, replace(delta, text=""), offsets)
         choice = last["choices"][0]
         choice["finish_reason"] = reason_of(delta.finish_reason, reader.num_calls)
-        if found:
-            choice["delta"] = found.pop()
+        if deltas:
+            choice["delta"] = deltas.pop()
         elif delta.finish_reason is None and not choice["logprobs"]:
             return []
         plain = {"index": index, "logprobs": None, "finish_reason": None}
-        return [self._event("chat.completion.chunk", plain | {"delta": each}) for each in found] + [last]
+        return [self._event("chat.completion.chunk", plain | {"delta": each}) for each in deltas] + [last]
 
     def text_event(self, index: int) -> tuple[bytes, bytes]:
-        """JSON of `event` for a delta with only text: what is before the text, and what is behind it."""
-        before, _, behind = to_json(self.event(index, TextDelta("\0"), TokenOffsets(self.text_bytes))).rpartition(
-            to_json("\0")
-        )
-        return before, behind
+        """The JSON of an event with only text, before and after the text."""
+        event = to_json(self.event(index, TextDelta("\0"), TokenOffsets(self.text_bytes)))
+        before, _, after = event.rpartition(to_json("\0"))
+        return before, after
 
     def usage_event(self, usages: Sequence[Usage | None], num_per_prompt: int) -> dict[str, Any]:
-        """The last event when the client asked for usage: no choices."""
+        """The last event of a stream with usage: no choices."""
         kind = "chat.completion.chunk" if self.is_chat else "text_completion"
         return self._envelope(kind) | {"choices": [], "usage": usage_body(usages, num_per_prompt, self.predictions)}
 
@@ -144,12 +141,12 @@ class ChatSerializer:
         }
         reader = self.reader(index)
         if reader is not None:
-            found = ToolOutput()
-            found.add(reader.push(answer.text, is_last=True))
-            message: dict[str, Any] = {"role": "assistant", "content": found.text or None, "refusal": None}
-            if found.calls:
-                message["tool_calls"] = [call_body(call) for call in found.calls]
-            return choice | {"message": message, "finish_reason": reason_of(answer.finish_reason, len(found.calls))}
+            output = ToolOutput()
+            output.add(reader.push(answer.text, is_last=True))
+            message: dict[str, Any] = {"role": "assistant", "content": output.text or None, "refusal": None}
+            if output.calls:
+                message["tool_calls"] = [call_body(call) for call in output.calls]
+            return choice | {"message": message, "finish_reason": reason_of(answer.finish_reason, len(output.calls))}
         if self.is_chat:
             return choice | {"message": {"role": "assistant", "content": answer.text, "refusal": None}}
         ids = {} if self.ids is None else self.ids.choice(index, answer.token_ids, is_first=True)
@@ -203,7 +200,7 @@ class ChatSerializer:
         }
 
     def _legacy_token(self, token_id: int) -> str:
-        """Its text; the bytes of part of a character are written as OpenAI writes them, so that two such differ."""
+        """A token's text; parts of characters are written as bytes like OpenAI does, so that they stay distinct."""
         text = self.token_text(token_id)
         if "\ufffd" not in text:
             return text
@@ -212,42 +209,93 @@ class ChatSerializer:
 
 
 def chat_serializer(
-    model: TokenizerService, body: ChatCompletionRequest | CompletionRequest, job: GenerationTask
+    model: TokenizerService, body: ChatCompletionRequest | CompletionRequest, task: GenerationTask
 ) -> ChatSerializer:
-    """Of one request's answers."""
+    """The serializer of one request's answers."""
     is_chat = isinstance(body, ChatCompletionRequest)
     return ChatSerializer(
         is_chat=is_chat,
-        request_id=job.request_id,
-        created=int(job.requests[0].arrival_s),
+        request_id=task.request_id,
+        created=int(task.requests[0].arrival_s),
         model=body.model,
         token_text=model.token_text,
         token_bytes=model.token_bytes,
         text_bytes=model.text_bytes,
         want_logprobs=body.logprobs if isinstance(body, ChatCompletionRequest) else body.logprobs is not None,
         include_usage=body.stream_options is not None and body.stream_options.include_usage,
-        tools=job.tools,
-        predictions=job.progress.predictions,
-        routing=None if job.decision is None else job.decision.body(),
-        ids=token_id_outputs(job, has_text=not isinstance(body, CompletionRequest) or body.detokenize),
+        tools=task.tools,
+        predictions=task.progress.predictions,
+        routing=None if task.decision is None else task.decision.body(),
+        ids=TokenIdOutput(task, not isinstance(body, CompletionRequest) or body.detokenize) if task.keeps_end else None,
     )
 
 
 def reason_of(finish_reason: str | None, num_calls: int) -> str | None:
-    """Why an answer ended, as clients that act on calls look for it."""
+    """OpenAI's finish reason: "tool_calls" for an answer that ended with calls."""
     return "tool_calls" if num_calls and finish_reason == "stop" else finish_reason
 
 
 def call_body(call: ToolCall) -> dict[str, Any]:
-    """A whole call."""
+    """A complete tool call."""
     return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
 
 
 def piece_delta(piece: Piece) -> dict[str, Any]:
-    """A piece of an answer with calls, as a stream tells it."""
+    """The `delta` of a stream event for a piece of an answer with tools."""
     if isinstance(piece, str):
         return {"content": piece}
     if isinstance(piece, ToolCallStart):
         call = {"id": piece.id, "type": "function", "function": {"name": piece.name, "arguments": ""}}
         return {"tool_calls": [{"index": piece.index} | call]}
     return {"tool_calls": [{"index": piece.index, "function": {"arguments": piece.piece}}]}
+
+
+class NoText:
+    """`Decoder` of an answer without text."""
+
+    def push(self, token_ids: Sequence[int]) -> str:  # noqa: ARG002
+        return ""
+
+    def flush(self) -> str:
+        return ""
+
+
+class TokenIdOutput(NamedTuple):
+    """Additional fields of one task's answers in token ids. `has_text`: the answers have text, too."""
+
+    task: GenerationTask
+    has_text: bool
+
+    @property
+    def adapter(self) -> dict[str, Any]:
+        """The adapter, fixed for the whole answer when the request arrived; null is the base model."""
+        ref = self.task.requests[0].asked_for
+        adapter = None if ref is None else {"name": ref.name, "generation": ref.generation, "digest": ref.digest}
+        return {"adapter": adapter}
+
+    def choice(self, index: int, token_ids: Sequence[int], *, is_first: bool) -> dict[str, Any]:
+        """Fields of a choice or a piece of one; the first piece includes the prompt."""
+        prompt = {"prompt_token_ids": self.task.requests[index].token_ids} if is_first else {}
+        return {**prompt, "token_ids": token_ids}
+
+
+def in_token_ids(task: GenerationTask, body: CompletionRequest) -> GenerationTask:
+    """The task with the client's choice of output: token ids, with text or without, or only text."""
+    if not body.wants_token_ids:
+        return task
+    return replace(task, keeps_end=True, new_decoder=task.new_decoder if body.detokenize else NoText)
+
+
+def lean_logprobs(logprobs: Sequence[TokenLogprobs]) -> dict[str, Any]:
+    """Log-probabilities without text; top tokens are named `token_id:…` as in vLLM."""
+    body: dict[str, Any] = {"token_logprobs": [finite(item.logprob) for item in logprobs]}
+    if any(item.top for item in logprobs):
+        body["top_logprobs"] = [
+            {f"token_id:{token_id}": finite(logprob) for token_id, logprob in item.top} for item in logprobs
+        ]
+    return body
+
+
+def finite(logprob: float) -> float:
+    """JSON has no infinity and no NaN; OpenAI writes -9999 for a token of probability 0."""
+    return max(-9999.0, logprob)  # in this order: max() returns its first argument for a NaN

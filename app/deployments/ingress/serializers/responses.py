@@ -1,7 +1,4 @@
-"""Answers as OpenAI's Responses API tells them: JSON bodies and stream events, made from blocks.
-
-In: what happens to an answer's blocks. Out: plain dictionaries, and events as bytes. Rule: nothing is decided here.
-"""
+"""OpenAI's Responses API: response bodies and stream events, made from content blocks."""
 
 from __future__ import annotations
 
@@ -16,37 +13,37 @@ from app.deployments.ingress.serializers.content_blocks import Block, BlockEvent
 from app.deployments.ingress.serializers.messages import named_event
 from app.engine.request import Usage
 
-#: Takes a stored response as it is told, before its client hears of its end.
-Keep: TypeAlias = Callable[[Mapping[str, Any]], Awaitable[None]]
+#: Stores a finished response; awaited before the client gets the last event.
+StoreResponse: TypeAlias = Callable[[Mapping[str, Any]], Awaitable[None]]
 
 
 def response_body(
-    job: GenerationTask,
+    task: GenerationTask,
     body: ResponsesRequest,
     blocks: Sequence[Block],
     end: BlocksDone | None,
     stored_id: str | None = None,
 ) -> dict[str, Any]:
-    """A response; without an end it is in progress. `stored_id`: what it is stored as, if it is."""
+    """A response; in progress if `end` is None. `stored_id`: its id in the store, if it is stored."""
     is_cut = end is not None and end.reason == "length"
     status = "in_progress" if end is None else "incomplete" if is_cut else "completed"
-    told = body.model_dump(mode="json", by_alias=True)
+    fields = body.model_dump(mode="json", by_alias=True)
     same = ("model", "instructions", "max_output_tokens", "temperature", "top_p", "parallel_tool_calls", "tool_choice")
-    return {name: told[name] for name in same} | {
-        "id": stored_id or job.request_id,
+    return {name: fields[name] for name in same} | {
+        "id": stored_id or task.request_id,
         "object": "response",
-        "created_at": int(job.requests[0].arrival_s),
+        "created_at": int(task.requests[0].arrival_s),
         "status": status,
         "error": None,
         "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
         "output": [
-            _item(job, block, "incomplete" if is_cut and block is blocks[-1] else "completed") for block in blocks
+            _item(task, block, "incomplete" if is_cut and block is blocks[-1] else "completed") for block in blocks
         ],
         "previous_response_id": body.previous_response_id,
         "reasoning": {"effort": None, "summary": None},
         "store": stored_id is not None,
-        "text": {"format": {"type": "text"}} if told["text"] is None else told["text"],
-        "tools": told["tools"] or [],
+        "text": {"format": {"type": "text"}} if fields["text"] is None else fields["text"],
+        "tools": fields["tools"] or [],
         "truncation": "disabled",
         "metadata": body.metadata or {},
         "usage": None if end is None else _usage(end.usage),
@@ -54,68 +51,68 @@ def response_body(
 
 
 async def response_events(
-    job: GenerationTask, body: ResponsesRequest, stored_id: str | None = None, keep: Keep | None = None
+    task: GenerationTask, body: ResponsesRequest, stored_id: str | None = None, store: StoreResponse | None = None
 ) -> AsyncGenerator[bytes]:
-    """The events of a stream. `keep` stores the response."""
+    """The events of a streamed response."""
     blocks: list[Block] = []
-    numbers, is_begun = itertools.count(), False
-    async with aclosing(block_events(job)) as source:
+    numbers, is_started = itertools.count(), False
+    async with aclosing(block_events(task)) as source:
         async for change in source:
-            begin = b""
-            if not is_begun:
-                is_begun, started = True, response_body(job, body, [], None, stored_id)
+            prefix = b""
+            if not is_started:
+                is_started, started = True, response_body(task, body, [], None, stored_id)
                 for kind in ("response.created", "response.in_progress"):
-                    begin += _event(numbers, kind, response=started)
+                    prefix += _event(numbers, kind, response=started)
             if isinstance(change, BlocksDone):
-                ended = response_body(job, body, blocks, change, stored_id)
-                if keep is not None:
-                    await keep(ended)
-                yield begin + _event(numbers, f"response.{ended['status']}", response=ended)
+                ended = response_body(task, body, blocks, change, stored_id)
+                if store is not None:
+                    await store(ended)
+                yield prefix + _event(numbers, f"response.{ended['status']}", response=ended)
             else:
                 if change.what == "open":
                     blocks.append(change.block)
-                yield begin + b"".join(_changed(job, change, numbers))
+                yield prefix + b"".join(_block_events(task, change, numbers))
 
 
-def _changed(job: GenerationTask, change: BlockEvent, numbers: Iterator[int]) -> Iterator[bytes]:
+def _block_events(task: GenerationTask, change: BlockEvent, numbers: Iterator[int]) -> Iterator[bytes]:
     block = change.block
-    where: dict[str, Any] = {"output_index": block.index}
-    inside = where | {"item_id": _id(job, block)} | ({"content_index": 0} if block.kind == "text" else {})
+    output: dict[str, Any] = {"output_index": block.index}
+    content = output | {"item_id": _id(task, block)} | ({"content_index": 0} if block.kind == "text" else {})
     logprobs: dict[str, Any] = {"logprobs": []} if block.kind == "text" else {}
     what = "output_text" if block.kind == "text" else "function_call_arguments"
     if change.what == "open":
         empty = Block(block.index, block.kind, block.id, block.name)
-        item = _item(job, empty, "in_progress") | ({"content": []} if block.kind == "text" else {})
-        yield _event(numbers, "response.output_item.added", **where, item=item)
+        item = _item(task, empty, "in_progress") | ({"content": []} if block.kind == "text" else {})
+        yield _event(numbers, "response.output_item.added", **output, item=item)
         if block.kind == "text":
-            yield _event(numbers, "response.content_part.added", **inside, part=_part(""))
+            yield _event(numbers, "response.content_part.added", **content, part=_part(""))
     elif change.what == "grow":
-        yield _event(numbers, f"response.{what}.delta", **inside, delta=change.piece, **logprobs)
+        yield _event(numbers, f"response.{what}.delta", **content, delta=change.piece, **logprobs)
     else:
         if block.kind == "text":
-            yield _event(numbers, "response.output_text.done", **inside, text=block.text, **logprobs)
-            yield _event(numbers, "response.content_part.done", **inside, part=_part(block.text))
+            yield _event(numbers, "response.output_text.done", **content, text=block.text, **logprobs)
+            yield _event(numbers, "response.content_part.done", **content, part=_part(block.text))
         else:
             done = {"arguments": block.text, "name": block.name}
-            yield _event(numbers, "response.function_call_arguments.done", **inside, **done)
-        yield _event(numbers, "response.output_item.done", **where, item=_item(job, block, "completed"))
+            yield _event(numbers, "response.function_call_arguments.done", **content, **done)
+        yield _event(numbers, "response.output_item.done", **output, item=_item(task, block, "completed"))
 
 
 def _event(numbers: Iterator[int], kind: str, **fields: Any) -> bytes:
     return named_event(kind, {"sequence_number": next(numbers), **fields})
 
 
-def _item(job: GenerationTask, block: Block, status: str) -> dict[str, Any]:
+def _item(task: GenerationTask, block: Block, status: str) -> dict[str, Any]:
     if block.kind == "text":
         kind = {"type": "message", "role": "assistant", "content": [_part(block.text)]}
     else:
         kind = {"type": "function_call", "call_id": block.id, "name": block.name, "arguments": block.text}
-    return {"id": _id(job, block), "status": status} | kind
+    return {"id": _id(task, block), "status": status} | kind
 
 
-def _id(job: GenerationTask, block: Block) -> str:
+def _id(task: GenerationTask, block: Block) -> str:
     prefix = "msg" if block.kind == "text" else "fc"
-    return f"{prefix}_{job.request_id}_{block.index}"
+    return f"{prefix}_{task.request_id}_{block.index}"
 
 
 def _part(text: str) -> dict[str, Any]:

@@ -1,8 +1,7 @@
-"""Calls of tools in an answer's text, as they come.
+"""Streaming parser for tool calls in an answer's text.
 
-In: an answer's text in pieces, and the form in which its model writes calls. Out: text, and calls whose arguments are
-told piece by piece. The grammar of the answer (`tool_grammar`) has made sure of the form; what breaks off in the middle
-(`max_tokens`) is told as far as it came. Rule: where pieces end changes nothing.
+The grammar of the answer (`tool_grammar`) guarantees the format. A call that is cut off (`max_tokens`) is reported as
+far as it came. The result does not depend on where pieces end.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from app.engine.models.chat.tool_call_formats import ToolCallFormat
 
 @dataclass(frozen=True, slots=True)
 class ToolCallStart:
-    """The answer's next call. `index` counts from 0."""
+    """The start of a call; `index` counts from 0."""
 
     index: int
     id: str
@@ -25,7 +24,7 @@ class ToolCallStart:
 
 @dataclass(frozen=True, slots=True)
 class ToolCallArguments:
-    """A piece of a call's arguments, which are JSON."""
+    """A piece of a call's JSON arguments."""
 
     index: int
     piece: str
@@ -36,19 +35,19 @@ Piece = str | ToolCallStart | ToolCallArguments
 
 @dataclass(frozen=True, slots=True)
 class ToolConfig:
-    """How a job's answers call tools. `shown_ids`: special tokens that its text shows, because calls begin with one."""
+    """How a task's answers call tools. `shown_ids`: special tokens that are decoded because calls begin with one."""
 
     format: ToolCallFormat
     shown_ids: frozenset[int]
 
     def reader(self, answer_id: str) -> ToolCallReader:
-        """`answer_id` is what the ids of calls are made from."""
+        """A parser for one answer; call ids are derived from `answer_id`."""
         return ToolCallReader(self.format, answer_id)
 
 
 @dataclass(slots=True)
 class ToolCall:
-    """One whole call."""
+    """A complete call."""
 
     id: str
     name: str
@@ -57,7 +56,7 @@ class ToolCall:
 
 @dataclass(slots=True)
 class ToolOutput:
-    """A whole answer: its text, and its calls."""
+    """A complete answer: its text and its calls."""
 
     text: str = ""
     calls: list[ToolCall] = field(default_factory=list)
@@ -73,21 +72,21 @@ class ToolOutput:
 
 
 class ToolCallReader:
-    """Reads one answer."""
+    """Parser of one answer: a state machine over text, call names and arguments."""
 
     def __init__(self, form: ToolCallFormat, answer_id: str) -> None:
         self._form = form
         self._answer_id = answer_id
         self._state = self._in_text
-        self._held = ""
+        self._buffer = ""
         self._is_first = True
         self._is_last = False
         self._json = _JsonEnd()
         self.num_calls = 0
 
     def push(self, text: str, *, is_last: bool = False) -> list[Piece]:
-        """What these characters complete; at the end also what was held back."""
-        self._held += text
+        """The pieces that these characters complete; at the end also the buffered text."""
+        self._buffer += text
         pieces: list[Piece] = []
         self._is_last = is_last
         while (step := self._state()) is not None:
@@ -95,67 +94,67 @@ class ToolCallReader:
         return pieces
 
     def _in_text(self) -> list[Piece] | None:
-        """Text up to where calls begin."""
+        """Text up to the first call."""
         form = self._form
         marker = form.opening + form.before
-        found = self._held.find(marker) if form.marker else (0 if self._held.startswith(marker) else -1)
+        found = self._buffer.find(marker) if form.marker else (0 if self._buffer.startswith(marker) else -1)
         if found >= 0 and (form.marker or self._is_first):
-            text, self._held = self._held[:found].rstrip("\n"), self._held[found + len(marker) :]
+            text, self._buffer = self._buffer[:found].rstrip("\n"), self._buffer[found + len(marker) :]
             self._state = self._in_name
             return [text]
-        num_held = 0 if self._is_last else self._num_undecided(marker)
-        text = self._held[: len(self._held) - num_held]
-        self._held = self._held[len(text) :]
+        num_undecided = 0 if self._is_last else self._num_undecided(marker)
+        text = self._buffer[: len(self._buffer) - num_undecided]
+        self._buffer = self._buffer[len(text) :]
         self._is_first = self._is_first and not text
         return [text] if text else None
 
     def _num_undecided(self, marker: str) -> int:
-        """Length of the end that may begin the marker, with newlines before it, which are no text."""
-        held = self._held
+        """Length of the suffix that may begin the marker, including newlines before it, which are not text."""
+        text = self._buffer
         if not self._form.marker:
-            return len(held) if self._is_first and marker.startswith(held) else 0
-        starts = (n for n in range(min(len(held), len(marker) - 1), 0, -1) if marker.startswith(held[-n:]))
-        begun = next(starts, 0)
-        before = held[: len(held) - begun]
-        return begun + len(before) - len(before.rstrip("\n"))
+            return len(text) if self._is_first and marker.startswith(text) else 0
+        starts = (n for n in range(min(len(text), len(marker) - 1), 0, -1) if marker.startswith(text[-n:]))
+        marker_start = next(starts, 0)
+        before = text[: len(text) - marker_start]
+        return marker_start + len(before) - len(before.rstrip("\n"))
 
     def _in_name(self) -> list[Piece] | None:
-        name, found, rest = self._held.partition(self._form.between)
+        name, found, rest = self._buffer.partition(self._form.between)
         if not found:
             return None
-        self._held, self._state, self._json = rest, self._in_arguments, _JsonEnd()
+        self._buffer, self._state, self._json = rest, self._in_arguments, _JsonEnd()
         digest = hashlib.sha256(f"{self._answer_id}/{self.num_calls}".encode()).hexdigest()
         prefix = "call_" if self._form.id_chars > 9 else ""
         self.num_calls += 1
         return [ToolCallStart(self.num_calls - 1, prefix + digest[: self._form.id_chars], name)]
 
     def _in_arguments(self) -> list[Piece] | None:
-        if not self._held:
+        if not self._buffer:
             return None
-        end = self._json.push(self._held)
+        end = self._json.push(self._buffer)
         if end is not None:
-            self._state = self._behind
-        piece, self._held = self._held[:end], "" if end is None else self._held[end:]
+            self._state = self._after_call
+        piece, self._buffer = self._buffer[:end], "" if end is None else self._buffer[end:]
         return [ToolCallArguments(self.num_calls - 1, piece)]
 
-    def _behind(self) -> list[Piece] | None:
-        """Fixed text, up to the next call or the end."""
+    def _after_call(self) -> list[Piece] | None:
+        """Fixed text between a call and the next one or the end."""
         following = self._form.after + self._form.separator + self._form.before
-        if not self._held.startswith(following):
+        if not self._buffer.startswith(following):
             return None
-        self._held, self._state = self._held[len(following) :], self._in_name
+        self._buffer, self._state = self._buffer[len(following) :], self._in_name
         return []
 
 
 class _JsonEnd:
-    """Finds where an object ends."""
+    """Finds the end of a JSON object in text that arrives in pieces."""
 
     def __init__(self) -> None:
         self._depth = 0
         self._in_string = self._is_escaped = False
 
     def push(self, text: str) -> int | None:
-        """The index behind its last brace, once that has come."""
+        """The index after the closing brace, or None if the object continues."""
         for index, char in enumerate(text):
             if self._is_escaped:
                 self._is_escaped = False

@@ -1,4 +1,4 @@
-"""A prompt without the invocation of the activated adapter that it names is the base's, and the adapter's in the books.
+"""A prompt without the activated adapter's invocation tokens is computed by the base and billed to the adapter.
 
 Here a letter is a token, and the invocation is "go".
 """
@@ -79,8 +79,8 @@ async def test_it_is_the_adapter_s_in_answers_and_books(service: Service, http: 
     assert answer.json()["adapter"]["digest"] == ADAPTER.card.digest
     params = {"max_new_tokens": 2} | NO_END
     texts = {"text": ["og, to"], "lora_path": ["activated"], "sampling_params": params}
-    (told,) = (await http.post("/generate", json=texts)).json()
-    assert told["meta_info"]["lora"] == "activated"
+    (received,) = (await http.post("/generate", json=texts)).json()
+    assert received["meta_info"]["lora"] == "activated"
     found = await seen(http, "activated")
     assert (found["requests"], found["prompt_tokens"], found["completion_tokens"]) == (2, 12, 7)
     assert found["loads"] == {"source": 0, "disk": 0, "device": 0}
@@ -109,7 +109,7 @@ async def test_each_text_is_looked_at_by_itself(service: Service, http: httpx.As
 
 
 @pytest.mark.usefixtures("read_ahead")
-async def test_who_may_not_use_it_is_told_so_whatever_the_prompt(org: Org) -> None:
+async def test_a_caller_without_permission_is_refused_whatever_the_prompt(org: Org) -> None:
     for model in ("activated", "base"):
         await org.service.accounting.owner.permit_models(org.ids["bob"], "allow_list", ["base"], actor="test")
         answer = await org.ask("bob", "POST", "/v1/completions", json=ASK | {"model": model, "prompt": "og"})

@@ -78,7 +78,7 @@ async def test_failures_are_errors_and_clients_that_left_are_not(
     assert (found["requests"], found["errors"]) == (3, 1)
 
 
-async def test_what_could_not_be_told_is_told_later(
+async def test_what_could_not_be_reported_is_reported_later(
     http: httpx.AsyncClient, service: Service, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def away(_: object) -> None:
@@ -102,14 +102,14 @@ async def test_an_ingress_that_ends_tells_what_it_has_seen(http: httpx.AsyncClie
     assert (await service.accounting.owner.seen(ref, tenant_id=None)).activity.num_requests == 1
 
 
-async def test_new_contents_begin_anew(http: httpx.AsyncClient, service: Service) -> None:
+async def test_new_contents_start_from_zero(http: httpx.AsyncClient, service: Service) -> None:
     assert (await http.post("/v1/completions", json=ASK)).status_code == 200
     service.managed.store.contents["sql"] = service.managed.store.contents["two"]
     await http.post("/v1/loras?wait=true", json={"name": "sql", "path": "sql"})
     assert (await seen(http))["requests"] == 0
 
 
-async def test_a_project_sees_its_own_requests_and_nobody_s_loads(org: Org) -> None:
+async def test_a_project_sees_its_own_requests_and_no_loads(org: Org) -> None:
     service = org.service
     owner, ada, bob = service.accounting.owner, org.ids["ada"], org.ids["bob"]
     await owner.share(ada, "secret", [bob], actor="test")

@@ -150,7 +150,7 @@ async def test_inert_fields_are_accepted_and_unknown_ones_named(http: httpx.Asyn
         for name in ("lora_name", "adapter_id"):
             status, error = await error_of(http, route, body | {name: "sql"})
             assert (status, error["param"]) == (400, name)
-            assert error["message"].endswith(f"; an adapter is asked for by its name, in {field!r}")
+            assert error["message"].endswith(f"; name the adapter in {field!r}")
     status, error = await error_of(http, "/v1/load_lora_adapter", {"name": "x", "lora_path": "sql"})
     takes = "this route takes lora_name, lora_path, load_inplace"
     assert error["message"] == f"unknown field 'name'; {takes}; did you mean 'lora_name'?"
@@ -168,7 +168,7 @@ async def test_inert_fields_are_accepted_and_unknown_ones_named(http: httpx.Asyn
 
 
 async def test_no_probability_at_all_is_the_likeliest_token(http: httpx.AsyncClient, service: Service) -> None:
-    """As with OpenAI: of the tokens whose probabilities make up 0 there is one, the first."""
+    """Like OpenAI: with top_p 0 exactly one token is left, the likeliest."""
     assert (await http.post("/v1/completions", json=LEGACY | {"top_p": 0, "top_k": 5})).status_code == 200
     job = service.counted[-1][0]
     assert job is not None
@@ -308,7 +308,7 @@ async def test_context_overflow_gives_both_numbers(http: httpx.AsyncClient) -> N
 async def test_engines_that_hold_less_than_the_context_are_filled_and_not_overflowed(
     http: httpx.AsyncClient, service: Service
 ) -> None:
-    """As when `num_kv_blocks: 0` takes what the device has left: only the engine knows how much that is."""
+    """Like when `num_kv_blocks: 0` takes what the device has left: only the engine knows how much that is."""
     service.fleet.kv_tokens["replica-0"] = 64
     whole = await http.post("/v1/chat/completions", json={k: v for k, v in CHAT.items() if k != "max_tokens"})
     assert whole.json()["usage"]["total_tokens"] == 64
@@ -494,7 +494,7 @@ async def test_every_method_of_a_path_is_named(http: httpx.AsyncClient) -> None:
         ("/v1/chat/completions", {**CHAT, "stream_options": 1}, "stream_options", "should be an object"),
         ("/generate", {"text": "x", "sampling_params": []}, "sampling_params", "should be an object"),
         ("/v1/aliases/x", {"targets": ["sql"]}, "targets", "should be an object"),
-        ("/generate", {"text": "x", "stream": True}, "stream", "/v1/completions streams"),
+        ("/generate", {"text": "x", "stream": True}, "stream", "/v1/completions does"),
     ],
 )
 async def test_what_is_wrong_is_said_in_words_of_json(

@@ -145,7 +145,7 @@ FIELDS = (
 
 
 class Clients(NamedTuple):
-    """`free`: of a service that asks nobody for a key; `keyed`: of one that wants keys."""
+    """`free`: of a service that requires no key; `keyed`: of one that wants keys."""
 
     free: httpx.AsyncClient
     keyed: httpx.AsyncClient

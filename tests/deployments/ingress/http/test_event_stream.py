@@ -93,7 +93,7 @@ async def test_a_client_that_leaves_a_stream_is_counted_and_frees_its_blocks(
     assert service.num_streams == 0
 
 
-async def test_a_whole_answer_that_nobody_waited_for_is_counted_with_its_cost(
+async def test_a_whole_answer_without_a_reader_is_counted_with_its_cost(
     service: Service, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     jobs: list[GenerationTask] = []

@@ -39,7 +39,7 @@ async def served(folder: Path, num_guesses: int) -> AsyncIterator[tuple[httpx.As
     fleet.stop()
 
 
-async def told(client: httpx.AsyncClient, body: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+async def received(client: httpx.AsyncClient, body: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
     answer = await client.post("/v1/chat/completions", json=body)
     assert answer.status_code == 200, answer.text
     found = answer.json()
@@ -69,12 +69,12 @@ async def test_stop_strings_and_several_answers_are_the_same_with_guesses(tmp_pa
             body = random_body(generator)
             if not number:
                 body |= {"structured_outputs": {"regex": "a{6}b{6}"}, "max_tokens": 20}
-            text = (await told(plain, body))[0][-1]["message"]["content"]
+            text = (await received(plain, body))[0][-1]["message"]["content"]
             place = generator.randrange(max(len(text), 1))
             if stop := text[place : place + generator.randint(1, 4)]:
                 body["stop"] = generator.choice(([stop], ["never met", stop], stop))
             body["prediction"] = {"type": "content", "content": text[: generator.randint(0, len(text))] + "x"}
-            assert await told(guessing, body) == await told(plain, body), body
+            assert await received(guessing, body) == await received(plain, body), body
         (replica,) = fleet.replicas.values()
         stats = replica.thread.stats()
         assert stats.num_guessed_right > 0, "several tokens came in one step"

@@ -47,7 +47,7 @@ COUNTING: dict[str, dict[str, Any]] = {
 
 
 async def describe(org: Org) -> None:
-    """Something to choose among. The base's own sentences are embedded now, for nobody."""
+    """Something to choose among. The base's own sentences are embedded now, for no caller."""
     answer = await org.ask("admin", "PATCH", "/v1/loras/sql", json={"description": "writes queries"})
     assert answer.status_code == 200, answer.text
 
@@ -357,7 +357,7 @@ async def test_operators_see_what_is_left(org: Org) -> None:
     assert (limits["day"]["remaining"], limits["concurrent"]["remaining"]) == (8, 3)
 
 
-async def test_a_request_beyond_the_tokens_of_a_minute_is_told_not_to_try_again(org: Org) -> None:
+async def test_a_request_beyond_the_tokens_of_a_minute_is_not_to_be_retried(org: Org) -> None:
     await org.service.accounting.owner.limit_rates(org.ids["ada"], "base", {"tokens_per_min": 20}, actor="test")
     answer = await org.ask("ada", "POST", "/v1/chat/completions", json=CHAT | {"max_tokens": 50})
     assert (answer.status_code, answer.json()["error"]["type"]) == (429, "tokens")
@@ -400,7 +400,7 @@ async def test_the_official_client_does_not_try_again_when_the_money_is_gone(org
     assert asked == 1
 
 
-async def test_limits_that_are_not_enforced_refuse_nobody(org: Org) -> None:
+async def test_limits_that_are_not_enforced_refuse_no_request(org: Org) -> None:
     owner = org.service.accounting.owner
     await owner.limit_rates(org.ids["ada"], "base", {"requests_per_min": 1}, actor="test")
     await owner.configure_project(org.ids["ada"], {"enforce": False}, actor="test")

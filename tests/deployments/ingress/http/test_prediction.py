@@ -29,10 +29,10 @@ async def test_an_answer_is_the_same_with_a_prediction_which_usage_counts(
         again, details = await answered(writer, **grammar, prediction=prediction)
         assert again == text
         assert {key: details[key] for key in usage} == usage
-        told = details["completion_tokens_details"]
-        assert (told["accepted_prediction_tokens"] == 0) == (content == "{}a")
+        received = details["completion_tokens_details"]
+        assert (received["accepted_prediction_tokens"] == 0) == (content == "{}a")
         if content == text:
-            assert told["rejected_prediction_tokens"] == 0
+            assert received["rejected_prediction_tokens"] == 0
 
 
 async def test_a_stream_ends_with_what_became_of_the_prediction_of_all_its_answers(writer: httpx.AsyncClient) -> None:
@@ -44,8 +44,8 @@ async def test_a_stream_ends_with_what_became_of_the_prediction_of_all_its_answe
     events = [json.loads(line[6:]) for line in stream.text.split("\n\n") if line.startswith("data: {")]
     whole = (await writer.post("/v1/chat/completions", json=body)).json()
     assert events[-1]["usage"] == whole["usage"]
-    told = whole["usage"]["completion_tokens_details"]
-    assert told["accepted_prediction_tokens"] >= 2
+    received = whole["usage"]["completion_tokens_details"]
+    assert received["accepted_prediction_tokens"] >= 2
 
 
 async def test_what_is_no_prediction_is_refused(writer: httpx.AsyncClient) -> None:

@@ -12,7 +12,7 @@ from fastapi import Request
 from app.deployments.ingress.http.request_lifecycle import first_event
 
 
-async def test_a_first_event_that_nobody_gets_closes_the_events() -> None:
+async def test_a_first_event_without_a_client_closes_the_events() -> None:
     """Its task is cancelled when the event is there, and `run_until_disconnect` has yet to clean up."""
     is_closed, has_come = [False], asyncio.Event()
 

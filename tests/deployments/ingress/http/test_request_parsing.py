@@ -18,7 +18,7 @@ from openai.resources.admin.organization.projects import api_keys, rate_limits, 
 from app.deployments.ingress.http.app import make_app
 from app.deployments.ingress.http.middleware.origin_check import HttpPolicy
 from app.deployments.ingress.http.openapi import api_routes
-from app.deployments.ingress.http.request_parsing import ASKING_PATHS, query_names
+from app.deployments.ingress.http.request_parsing import INFERENCE_PATHS, query_names
 from tests.deployments.http_service import Service
 from tests.deployments.ingress.http.routes.test_admin import ADMIN_KEY, client_with, transport
 
@@ -60,9 +60,9 @@ async def test_both_spellings_of_a_list_choose_the_same(transport: httpx.AsyncCl
     headers = {"Authorization": f"Bearer {ADMIN_KEY}"}
     for spelling in ("project_ids[]", "project_ids"):
         url = "http://test/v1/organization/audit_logs"
-        told = (await transport.get(url, params={spelling: storage.id}, headers=headers)).text
-        assert storage.id in told
-        assert other.id not in told
+        received = (await transport.get(url, params={spelling: storage.id}, headers=headers)).text
+        assert storage.id in received
+        assert other.id not in received
 
 
 async def test_every_route_of_ours_refuses_what_it_does_not_know(service: Service, http: httpx.AsyncClient) -> None:
@@ -70,13 +70,13 @@ async def test_every_route_of_ours_refuses_what_it_does_not_know(service: Servic
         for method in route.methods:
             path = re.sub(r"{\w+}", "x", route.path)
             answer = await http.request(method, path, params={"qzx": "1"}, json={})
-            is_free = not path.startswith("/v1/") or (method == "POST" and path in ASKING_PATHS)
+            is_free = not path.startswith("/v1/") or (method == "POST" and path in INFERENCE_PATHS)
             is_refused = answer.status_code == 400 and answer.json()["error"].get("param") == "qzx"
             assert is_refused is not is_free, (method, path, answer.text)
 
 
 def test_the_free_paths_are_routes(service: Service) -> None:
-    assert {route.path for route in routes_of(service)} >= ASKING_PATHS
+    assert {route.path for route in routes_of(service)} >= INFERENCE_PATHS
 
 
 async def test_a_query_of_a_request_for_an_answer_changes_nothing(http: httpx.AsyncClient) -> None:
@@ -118,7 +118,7 @@ def routes_of(service: Service) -> list[APIRoute]:
 
 
 def _queries() -> Iterator[tuple[str, list[str]]]:
-    """Of each reading call of the official client, from its source: its path, and the names that its query may have."""
+    """(path, query names) of each reading call of the official client, from its source."""
     for module in MODULES:
         for call in ast.walk(ast.parse(inspect.getsource(module))):
             if not (isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute)):

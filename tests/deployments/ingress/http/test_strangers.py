@@ -64,10 +64,10 @@ ASKED: list[tuple[str, str, Any]] = [
     ("GET", "/v1/audit?name=NAME", None),
     ("POST", "/v1/loras", {"name": "NAME", "path": "{id}/none", "wait": True}),  # last: the name is bob's from here on
 ]
-#: What says nothing of a name that nobody has: lists, and the base as the choice.
+#: Responses without anything about a name that does not exist: lists, and the base as the choice.
 EMPTY = ("/v1/events?name=NAME", "/v1/audit?name=NAME", "/v1/loras/NAME/generations", "/v1/route")
-#: Where a path has an id, other tests compare it with one that nobody has: of files, batches, responses, jobs; or where
-#: whoever asks makes something of this name of its own.
+#: Paths with an id of a file, batch, response or job, which other tests compare with one that does not exist; and paths
+#: by which a caller creates a name of its own.
 ELSEWHERE = {
     "/v1/files/{file_id}",
     "/v1/files/{file_id}/content",
@@ -89,7 +89,7 @@ def test_every_route_with_a_name_in_its_path_is_asked(service: Any) -> None:
     assert named - managing - asked == ELSEWHERE - asked
 
 
-async def test_anothers_name_is_as_one_that_nobody_has(org: Org) -> None:
+async def test_anothers_name_looks_like_one_that_does_not_exist(org: Org) -> None:
     """The same status, bytes and headers, for an adapter and for an alias."""
     answer = await org.ask("ada", "PATCH", "/v1/loras/secret", json={"description": "the other's description"})
     assert answer.status_code == 200, answer.text
@@ -107,7 +107,7 @@ async def test_anothers_name_is_as_one_that_nobody_has(org: Org) -> None:
             assert seen[0][0] in (400, 404) or path in EMPTY, (path, seen[0])
 
 
-async def test_in_a_batch_anothers_name_is_as_one_that_nobody_has(org: Org) -> None:
+async def test_in_a_batch_anothers_name_looks_like_one_that_does_not_exist(org: Org) -> None:
     runner = org.service.batch_runner(BatchExecutor(org.service).answer, "here", write_s=0.01)
     working = asyncio.create_task(runner.run())
     url, said = "/v1/chat/completions", []
@@ -154,7 +154,7 @@ def _generation(answer: httpx.Response) -> Any:
     return answer.json().get("generation")
 
 
-async def test_anothers_job_is_as_one_that_nobody_has(org: Org) -> None:
+async def test_anothers_job_looks_like_one_that_does_not_exist(org: Org) -> None:
     store, ada = org.service.managed.store, org.ids["ada"]
     store.contents[f"{ada}/two"] = store.contents["two"]
     load = {"name": "mine", "path": f"{ada}/two", "wait": True}
@@ -165,15 +165,15 @@ async def test_anothers_job_is_as_one_that_nobody_has(org: Org) -> None:
     assert seen[0].text.replace(job_id, "JOB") == seen[1].text.replace("987654321", "JOB")
 
 
-async def test_nothing_of_the_service_as_a_whole_is_told_to_a_project(org: Org) -> None:
+async def test_nothing_of_the_service_as_a_whole_is_shown_to_a_project(org: Org) -> None:
     """How many adapters and requests there are, and what is in memory, is of all tenants."""
-    told = (await org.ask("bob", "GET", "/v1/status")).json()
-    assert sorted(told) == ["is_ready", "model", "object", "version"]
+    received = (await org.ask("bob", "GET", "/v1/status")).json()
+    assert sorted(received) == ["is_ready", "model", "object", "version"]
     assert "replicas" in (await org.ask("admin", "GET", "/v1/status")).json()
 
 
 async def test_pages_of_events_do_not_tell_of_what_others_caused(org: Org) -> None:
-    """Another project with the same contents has its rows come and go: that is nobody's event but its own."""
+    """Another project with the same contents has its rows come and go: only that project sees the events."""
     registry, ada = org.service.managed.registry, org.ids["ada"]
 
     async def pages() -> list[tuple[list[str], bool]]:
@@ -195,7 +195,7 @@ async def test_pages_of_events_do_not_tell_of_what_others_caused(org: Org) -> No
 
 @pytest.mark.parametrize("path", ["/v1/events", "/v1/audit"])
 async def test_ids_of_records_do_not_tell_how_much_others_do(org: Org, path: str) -> None:
-    """They are random; pages go on behind them, and nobody else's mean anything."""
+    """They are random; pages go on behind them, and ids of others mean nothing."""
     for name, alias in (("ada", "one"), ("bob", "others"), ("bob", "others-too"), ("ada", "two")):
         answer = await org.ask(name, "PUT", f"/v1/aliases/{alias}", json={"targets": {"base": 1}})
         assert answer.status_code == 200, answer.text
@@ -315,15 +315,15 @@ async def test_what_actors_raise_holds_no_key(org: Org) -> None:
 
 
 async def test_no_description_holds_a_key(org: Org) -> None:
-    told = {"description": f"ask with {org.keys['ada']}"}
+    received = {"description": f"ask with {org.keys['ada']}"}
     store, ada = org.service.managed.store, org.ids["ada"]
     store.contents[f"{ada}/two"] = store.contents["two"]
     compose = {"name": "both", "compose": {"adapters": [{"name": "sql"}, {"name": "secret"}]}}
     asked: list[tuple[str, str, Any]] = [
-        ("PATCH", "/v1/loras/secret", told),
-        ("POST", "/v1/loras", {"name": "new", "path": f"{ada}/two"} | told),
-        ("POST", "/v1/loras", compose | told),
-        ("POST", "/v1/loras/manifest", {"adapters": [{"name": "new", "path": f"{ada}/two"} | told]}),
+        ("PATCH", "/v1/loras/secret", received),
+        ("POST", "/v1/loras", {"name": "new", "path": f"{ada}/two"} | received),
+        ("POST", "/v1/loras", compose | received),
+        ("POST", "/v1/loras/manifest", {"adapters": [{"name": "new", "path": f"{ada}/two"} | received]}),
     ]
     for method, path, body in asked:
         answer = await org.ask("ada", method, path, json=body)

@@ -90,7 +90,7 @@ async def test_an_object_of_any_kind(writer: httpx.AsyncClient) -> None:
         ({"guided_choice": ["a"], "min_tokens": 3}, "min_tokens", "where it ends"),
         ({"min_tokens": 200}, "min_tokens", "at most 100"),
         ({"logit_bias": {"200": 1}}, "logit_bias", "ends at 119"),
-        ({"logit_bias": {"x": 1}}, "logit_bias", "no token id"),
+        ({"logit_bias": {"x": 1}}, "logit_bias", "not a token id"),
         ({"logit_bias": {"3": 101}}, "logit_bias", "-100 to 100"),
     ],
 )
@@ -105,7 +105,7 @@ async def test_what_is_refused_says_where(writer: httpx.AsyncClient, fields: Any
 async def test_a_suffix_and_an_echo_with_logprobs_are_refused_with_a_reason(writer: httpx.AsyncClient) -> None:
     body = {"model": "base", "prompt": "x"}
     for fields, words in (
-        ({"suffix": "y"}, "fill a gap"),
+        ({"suffix": "y"}, "fill in the middle"),
         ({"echo": True, "logprobs": 1}, "without log-probabilities"),
     ):
         answer = await writer.post("/v1/completions", json=body | fields)

@@ -74,12 +74,12 @@ async def test_a_stream_has_the_same_tokens(http: httpx.AsyncClient, service: Se
 
 async def test_the_lean_form_has_no_text(http: httpx.AsyncClient, service: Service) -> None:
     fields = ASKED | {"logprobs": 0}
-    (told,) = (await http.post("/v1/completions", json=fields)).json()["choices"]
+    (received,) = (await http.post("/v1/completions", json=fields)).json()["choices"]
     lean = fields | {"return_token_ids": False, "detokenize": False}
     (choice,) = (await http.post("/v1/completions", json=lean)).json()["choices"]
-    assert choice["token_ids"] == told["token_ids"] == true_tokens(service)
+    assert choice["token_ids"] == received["token_ids"] == true_tokens(service)
     assert choice["text"] == ""
-    assert choice["logprobs"] == {"token_logprobs": told["logprobs"]["token_logprobs"]}
+    assert choice["logprobs"] == {"token_logprobs": received["logprobs"]["token_logprobs"]}
     (choice,) = (await http.post("/v1/completions", json=lean | {"logprobs": 2})).json()["choices"]
     for token_id, logprob, top in zip(
         choice["token_ids"], choice["logprobs"]["token_logprobs"], choice["logprobs"]["top_logprobs"], strict=True
@@ -88,7 +88,7 @@ async def test_the_lean_form_has_no_text(http: httpx.AsyncClient, service: Servi
         assert top.get(f"token_id:{token_id}", logprob) == logprob
         assert max(top.values()) >= logprob
     events = events_of(await http.post("/v1/completions", json=lean | {"stream": True}))
-    assert tokens_of(events) == told["token_ids"]
+    assert tokens_of(events) == received["token_ids"]
     assert len(events) > 1, "they come as they are drawn"
 
 
@@ -110,8 +110,8 @@ async def test_every_answer_says_which_contents_drew_it(http: httpx.AsyncClient,
     adapter = adapter_of(service)
     if route == "generate":
         body = {"text": "hi", "lora_path": "sql", "sampling_params": {"max_new_tokens": 2}}
-        told = (await http.post("/generate", json=body)).json()["meta_info"]
-        assert (told["lora"], told["lora_generation"], told["lora_digest"]) == tuple(adapter.values())
+        received = (await http.post("/generate", json=body)).json()["meta_info"]
+        assert (received["lora"], received["lora_generation"], received["lora_digest"]) == tuple(adapter.values())
         return
     prompt = {"prompt": "hi"} if route == "completions" else {"messages": [{"role": "user", "content": "hi"}]}
     for stream in (False, True):

@@ -76,8 +76,8 @@ async def test_streams_tell_the_same_calls_piece_by_piece(writer: httpx.AsyncCli
                     own[delta["index"]]["function"]["arguments"] += delta["function"]["arguments"]
             reasons[choice["index"]] = choice["finish_reason"] or reasons[choice["index"]]
         for index, choice in enumerate(whole["choices"]):
-            told = [call["function"] for call in choice["message"]["tool_calls"]]
-            assert [call["function"] for call in calls[index]] == told
+            received = [call["function"] for call in choice["message"]["tool_calls"]]
+            assert [call["function"] for call in calls[index]] == received
             assert reasons[index] == choice["finish_reason"]
 
 

@@ -13,7 +13,7 @@ from pydantic import BaseModel
 
 from app.deployments.ingress.http.routes.compat import LoadLoraBody
 from app.deployments.ingress.http.routes.loras import ConfigureAdapterBody, RegisterAdapterBody
-from app.deployments.ingress.schemas.aliases import RollbackBody
+from app.deployments.ingress.schemas.loras import RollbackBody
 from app.deployments.ingress.schemas.openai import (
     MAX_MESSAGES,
     ChatCompletionRequest,

@@ -1,4 +1,4 @@
-"""`model: "auto"`: order and threshold, who may be chosen, and what the client is told of it."""
+"""`model: "auto"`: order and threshold, who may be chosen, and what the client sees of it."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from app.config import SemanticRouterConfig
 from app.deployments.ingress.principal import Principal
 from app.deployments.ingress.schemas.openai import RoutingFields
 from app.deployments.ingress.semantic_router.candidates import Candidates
-from app.deployments.ingress.semantic_router.decision import Decision, Scored
+from app.deployments.ingress.semantic_router.decision import Decision, ScoredAdapter
 from app.deployments.ingress.semantic_router.embedders import BaseEmbedder
-from app.deployments.ingress.semantic_router.router import Router
+from app.deployments.ingress.semantic_router.router import SemanticRouter
 from app.deployments.registry.feed.view import RegistryView
 from app.deployments.registry.models import AliasEntry, CatalogEntry
 from app.deployments.tenancy.models import PUBLIC
@@ -63,12 +63,12 @@ def entry(name: str, description: str, tenant_id: str = "ada") -> CatalogEntry:
     return CatalogEntry(AdapterRef(name, digest, tenant_id), 8, 64, 0.0, "ada", description=description)
 
 
-def router_of(*entries: Any, **config: Any) -> tuple[Router, RegistryView, Bags]:
+def router_of(*entries: Any, **config: Any) -> tuple[SemanticRouter, RegistryView, Bags]:
     view, bags = RegistryView(entries), Bags()
-    return Router(SemanticRouterConfig(**config), view, bags, wait_s=0.05), view, bags
+    return SemanticRouter(SemanticRouterConfig(**config), view, bags, wait_s=0.05), view, bags
 
 
-async def names(router: Router, text: str, caller: Principal = ADA, **wishes: Any) -> list[str]:
+async def names(router: SemanticRouter, text: str, caller: Principal = ADA, **wishes: Any) -> list[str]:
     return [one.name for one in (await router.decide(text, caller, RoutingFields(**wishes))).chosen]
 
 
@@ -156,7 +156,7 @@ async def test_what_is_everybodys_is_embedded_once_for_all_tenants() -> None:
 
 @pytest.mark.parametrize("scores", [(0.1, -0.1), (0.0, 0.0), (-0.2, -0.4), (0.9, 0.6)])
 def test_shares_of_scores_that_a_low_threshold_lets_in(scores: tuple[float, ...]) -> None:
-    chosen = tuple(Scored(f"a{index}", "ada", score) for index, score in enumerate(scores))
+    chosen = tuple(ScoredAdapter(f"a{index}", "ada", score) for index, score in enumerate(scores))
     weights = [one.weight for one in Decision(chosen, 2, "e", -1.0, 2).adapters]
     assert sum(weights) == pytest.approx(1)
     assert weights[0] >= weights[1] >= 0
@@ -255,7 +255,7 @@ async def test_the_answer_says_what_was_chosen(described: Service, http: httpx.A
     assert described.observed[-1] == ("route", 200)
 
 
-async def test_one_that_nobody_has_read_may_win_and_is_read_then(described: Service, http: httpx.AsyncClient) -> None:
+async def test_one_that_was_not_read_may_win_and_is_read_then(described: Service, http: httpx.AsyncClient) -> None:
     body = {"name": "two", "path": "two", "description": "knows the law", "read": False}
     assert (await http.post("/v1/loras", json=body)).json()["state"] == "REGISTERED"
     explained = await http.post("/v1/route", json={"prompt": "law?"})

@@ -109,15 +109,15 @@ async def test_a_stop_string_ends_the_sequence_early() -> None:
     assert source.closed, "closing the source aborts the sequence"
 
 
-async def test_what_a_chunk_has_behind_a_stop_string_is_not_told() -> None:
+async def test_what_a_chunk_has_after_a_stop_string_is_not_reported() -> None:
     """Several tokens may come at once; the answer is that of one at a time."""
     whole, singly = (chunks_of(b"hello END and more", cuts) for cuts in ([2], range(1, 18)))
     for first in (whole, singly):
         last = (await deltas(Source(first), ["END"]))[-1]
         assert (last.finish_reason, last.stop, last.usage) == ("stop", "END", Usage(1, 0, len("hello END")))
-    told = [[(d.token_ids, d.logprobs) for d in await deltas(Source(each), ["END"])] for each in (whole, singly)]
-    assert [sum(column, ()) for column in zip(*told[0], strict=True)] == [
-        sum(column, ()) for column in zip(*told[1], strict=True)
+    received = [[(d.token_ids, d.logprobs) for d in await deltas(Source(each), ["END"])] for each in (whole, singly)]
+    assert [sum(column, ()) for column in zip(*received[0], strict=True)] == [
+        sum(column, ()) for column in zip(*received[1], strict=True)
     ]
 
 

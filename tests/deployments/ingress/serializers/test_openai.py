@@ -42,7 +42,7 @@ def logprobs_of(choice: dict[str, Any]) -> dict[str, Any]:
     return logprobs
 
 
-def test_parts_of_characters_are_told_apart() -> None:
+def test_parts_of_characters_are_distinguished() -> None:
     answer = SequenceOutput("See 漢!", [0, 1, 2, 3, 5], list(LOGPROBS), "length")
     logprobs = logprobs_of(answer_format().body([answer], 1))
     assert logprobs["tokens"] == ["See ", r"bytes:\xe6", r"bytes:\xbc", r"bytes:\xa2", "!"]
@@ -76,7 +76,7 @@ def test_a_stream_has_the_same_offsets_wherever_it_is_cut(cut: int) -> None:
     assert found[0] + found[1] == [0, 4, 4, 4, 5]
 
 
-def test_the_likeliest_of_tokens_with_one_text_is_told_and_the_drawn_one_always() -> None:
+def test_the_likeliest_of_tokens_with_one_text_is_reported_and_the_drawn_one_always() -> None:
     """Two token ids may have the same text; a dictionary has it once."""
     form = ChatSerializer(
         is_chat=False,

@@ -51,7 +51,7 @@ def test_where_pieces_end_changes_nothing(form: ToolCallFormat) -> None:
 
 
 @pytest.mark.parametrize("form", FORMS, ids=lambda form: form.name)
-def test_an_answer_that_breaks_off_is_told_as_far_as_it_came(form: ToolCallFormat) -> None:
+def test_an_answer_that_breaks_off_is_reported_as_far_as_it_came(form: ToolCallFormat) -> None:
     text = form.opening + call(form, "say", '{"x": "abc"}')
     for length in range(len(text)):
         answer = read(form, [text[:length]])

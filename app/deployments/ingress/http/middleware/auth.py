@@ -1,8 +1,7 @@
-"""Who is let in: API keys become callers here, before any route sees a request.
+"""Authentication: turns a request's API key into its `Principal` before any route runs.
 
-In: requests, the table of keys and the rules (`http:` of the settings). Out: the same requests with their `Principal`, or
-a 401 that says how to come in. Rule: nothing but a key (or the management token) says who somebody is; while there are
-none at all, requests from the service's own machine are let in without. A key is in no message and no log.
+Only a key or the management token identifies a caller. While no keys exist, requests from the service's own machine
+are admitted without one. A key never appears in a message or a log.
 """
 
 from __future__ import annotations
@@ -10,14 +9,13 @@ from __future__ import annotations
 import hmac
 
 from starlette.requests import HTTPConnection
-from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from app.deployments.ingress.accounting import RequestAccounting
-from app.deployments.ingress.error_responses import InvalidApiKey, error_reply
-from app.deployments.ingress.http.middleware.origin_check import HttpPolicy
+from app.deployments.ingress.error_responses import InvalidApiKey
+from app.deployments.ingress.http.middleware.origin_check import HttpPolicy, error_response
 from app.deployments.ingress.principal import STATE, Principal, address_of
-from app.deployments.ingress.serializers.messages import body_told, is_messages
+from app.deployments.ingress.serializers.messages import is_messages
 from app.deployments.registry.models import DEFAULT_TENANT
 from app.deployments.tenancy.auth.key_crypto import is_key, key_digest
 from app.deployments.tenancy.auth.tenant_mirror import KnownKey
@@ -25,51 +23,51 @@ from app.deployments.tenancy.models import PUBLIC
 from app.engine.errors import InvalidRequest, PolyloraError
 from app.redaction import holds_key
 
-#: What anybody may ask: whether the service lives.
-FREE_PATHS = frozenset({"/health", "/readyz", "/livez"})
+#: Paths that need no authentication: the probes.
+PUBLIC_PATHS = frozenset({"/health", "/readyz", "/livez"})
 #: The id of the admin key that comes from the environment.
 ENVIRONMENT_KEY = "key_environment"
 
 
 class Authenticator:
-    """Says who a request's sender is."""
+    """Resolves a request's caller from its headers and the table of keys."""
 
-    def __init__(self, accounting: RequestAccounting, rules: HttpPolicy) -> None:
+    def __init__(self, accounting: RequestAccounting, policy: HttpPolicy) -> None:
         self._accounting = accounting
-        self._rules = rules
+        self._policy = policy
 
     @property
     def needs_keys(self) -> bool:
-        """Whether a request without a key is nobody's."""
-        if self._rules.auth == "auto":
-            return self._accounting.view.has_keys or self._rules.admin_digest is not None
-        return self._rules.auth == "keys"
+        """Whether a request without a key is rejected."""
+        if self._policy.auth == "auto":
+            return self._accounting.view.has_keys or self._policy.admin_digest is not None
+        return self._policy.auth == "keys"
 
     def caller(self, request: HTTPConnection) -> Principal:
         """Raises InvalidApiKey."""
-        value = _given_key(request)
+        value = _request_key(request)
         if self.needs_keys or is_key(value):
-            return self._known(request, value)
-        if self._rules.auth == "auto" and not self._rules.is_local(request.scope):
-            if self._rules.is_management_token(value):
+            return self._authenticate_key(request, value)
+        if self._policy.auth == "auto" and not self._policy.is_local(request.scope):
+            if self._policy.is_management_token(value):
                 return _operator(request)
             raise InvalidApiKey(
                 "this service has no API keys yet and answers to its own machine only; make the first with polylora "
-                "keygen --admin, or say http.auth: open to let everybody in"
+                "keygen --admin, or set http.auth: open to admit everyone"
             )
         return Principal(DEFAULT_TENANT, address_of(request))
 
-    def _known(self, request: HTTPConnection, value: str) -> Principal:
+    def _authenticate_key(self, request: HTTPConnection, value: str) -> Principal:
         now_s = self._accounting.clock()
         found = self._accounting.view.find(value, now_s)
         if found is not None:
             self._accounting.note_key_use(found.key.id, now_s)
-            return self._caller_of(request, found)
-        where = address_of(request)
-        digest = self._rules.admin_digest
+            return self._key_principal(request, found)
+        address = address_of(request)
+        digest = self._policy.admin_digest
         if digest is not None and hmac.compare_digest(key_digest(value), digest):
-            return self._admin(request, f"{ENVIRONMENT_KEY}, {where}", ENVIRONMENT_KEY)
-        if self._rules.is_management_token(value):
+            return self._admin_principal(request, f"{ENVIRONMENT_KEY}, {address}", ENVIRONMENT_KEY)
+        if self._policy.is_management_token(value):
             return _operator(request)
         raise InvalidApiKey(
             "the API key is wrong, has expired or was revoked"
@@ -77,24 +75,24 @@ class Authenticator:
             else "a key is needed: send the header Authorization: Bearer <API key>"
         )
 
-    def _caller_of(self, request: HTTPConnection, known: KnownKey) -> Principal:
+    def _key_principal(self, request: HTTPConnection, known: KnownKey) -> Principal:
         who = f"{known.key.id}, {address_of(request)}"
         tenant = known.tenant
         if tenant is None:
-            return self._admin(request, who, known.key.id)
-        wanted = request.headers.get("openai-project")
-        if wanted is not None and wanted != tenant.id:
+            return self._admin_principal(request, who, known.key.id)
+        project_id = request.headers.get("openai-project")
+        if project_id is not None and project_id != tenant.id:
             raise InvalidApiKey("the header OpenAI-Project names another project than the API key's; leave it out")
         return Principal(tenant.id, who, tenant, known.key.id, "project")
 
-    def _admin(self, request: HTTPConnection, who: str, key_id: str) -> Principal:
-        """Manages the public adapters, or those of the project that the header OpenAI-Project names."""
-        wanted = request.headers.get("openai-project")
-        if wanted is None:
+    def _admin_principal(self, request: HTTPConnection, who: str, key_id: str) -> Principal:
+        """An administrator: of the public adapters, or of the project that the header OpenAI-Project names."""
+        project_id = request.headers.get("openai-project")
+        if project_id is None:
             return Principal(DEFAULT_TENANT, who, PUBLIC, key_id, "admin")
-        tenant = self._accounting.view.tenant(wanted)
+        tenant = self._accounting.view.tenant(project_id)
         if tenant is None or tenant.archived_s is not None:
-            raise InvalidApiKey(f"the header OpenAI-Project names {wanted[:64]!r}, which is no project here")
+            raise InvalidApiKey(f"the header OpenAI-Project names {project_id[:64]!r}, which is no project here")
         return Principal(tenant.id, who, tenant, key_id, "admin")
 
 
@@ -102,16 +100,16 @@ def _check_url(scope: Scope) -> None:
     """Raises InvalidRequest for a URL with an API key in it: proxies, logs and browsers keep URLs."""
     if holds_key(scope["path"]) or holds_key(scope["query_string"].decode("latin-1")):
         raise InvalidRequest(
-            "the URL holds an API key, which may have been written down on its way: revoke it, and send keys in the "
+            "the URL contains an API key, which proxies may have logged: revoke it, and send keys in the "
             "header Authorization: Bearer"
         )
 
 
-def _given_key(request: HTTPConnection) -> str:
-    """What a request gives for its key; empty where it gives none. Of two, the one in Authorization."""
+def _request_key(request: HTTPConnection) -> str:
+    """The API key of a request, or "". The Authorization header has priority."""
     kind, _, value = request.headers.get("authorization", "").partition(" ")
     value = value.strip() if kind.lower() == "bearer" else ""
-    # Anthropic's clients send the key as `x-api-key`, which is none anywhere else.
+    # Anthropic's clients send the key as `x-api-key`; other routes ignore that header.
     if not value and is_messages(request.scope["path"]):
         value = request.headers.get("x-api-key", "").strip()
     return value
@@ -122,23 +120,19 @@ def _operator(request: HTTPConnection) -> Principal:
 
 
 class AuthMiddleware:
-    """ASGI middleware: every request behind it has a caller in its state."""
+    """ASGI middleware that stores the caller in the request's state, or answers with an error."""
 
-    def __init__(self, app: ASGIApp, gate: Authenticator) -> None:
+    def __init__(self, app: ASGIApp, authenticator: Authenticator) -> None:
         self._app = app
-        self._gate = gate
+        self._authenticator = authenticator
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"] not in FREE_PATHS:
+        if scope["type"] == "http" and scope["path"] not in PUBLIC_PATHS:
             try:
-                caller = self._gate.caller(HTTPConnection(scope))
+                caller = self._authenticator.caller(HTTPConnection(scope))
                 _check_url(scope)
             except PolyloraError as error:
-                answer = error_reply(error)
-                refusal = JSONResponse(
-                    body_told(answer, scope["path"]), status_code=answer.status, headers=answer.headers
-                )
-                await refusal(scope, receive, send)
+                await error_response(error, scope["path"])(scope, receive, send)
                 return
             scope.setdefault("state", {})[STATE] = caller
         await self._app(scope, receive, send)

@@ -1,12 +1,9 @@
-"""Who may ask at all, before anybody looks at keys: no page of another site, and management only where it is allowed.
+"""Protection against requests from other sites' pages, and the policy for management requests.
 
-In: requests, before any route sees them, and the rules (`http:` of the settings). Out: the same requests, or a refusal.
-Rule: what a browser sends by itself, without asking first, changes nothing here. Whose adapter a request may use is
-another question, and not asked here.
-
-A page that is open in an operator's browser can send requests to 127.0.0.1. Browsers say where they come from
-(`ReplicaIdentity`, `Sec-Fetch-Site`) and cannot send JSON elsewhere without asking; a page whose name was made to point to this
-machine ("DNS rebinding") is told by the Host that it asks for.
+A page that is open in an operator's browser can send requests to 127.0.0.1. Nothing that a browser sends without a
+CORS preflight may change state: browsers name the page's site (`Origin`, `Sec-Fetch-Site`) and cannot send JSON to
+another site without a preflight. A page whose name was made to resolve to this machine ("DNS rebinding") is recognised
+by its Host header. API keys are checked later, in `auth`.
 """
 
 from __future__ import annotations
@@ -31,24 +28,24 @@ from app.deployments.ingress.error_responses import (
     error_reply,
 )
 from app.deployments.ingress.principal import http_principal
-from app.deployments.ingress.serializers.messages import body_told
+from app.deployments.ingress.serializers.messages import error_body_for
 from app.deployments.tenancy.auth.key_crypto import environment_digest, key_digest
 from app.engine.errors import ConfigError, PolyloraError
 
-#: What a browser sends to another site without asking it first (Fetch standard, "CORS-safelisted").
+#: Content types that a browser sends to another site without a preflight (Fetch standard, "CORS-safelisted").
 _FORM_TYPES = ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data")
-#: Where a file comes as a form, and changes nothing that is served. Browsers say where such a request is from (Origin).
+#: Paths that accept form uploads; these change nothing that is served, and browsers send Origin with them.
 _UPLOAD_PATHS = ("/v1/files",)
-_READING = ("GET", "HEAD", "OPTIONS")
+_SAFE_METHODS = ("GET", "HEAD", "OPTIONS")
 
 
 @dataclass(frozen=True, slots=True)
 class HttpPolicy:
-    """`allowed_origins`, `allowed_hosts`: beside the service's own. `auth`: when a request needs an API key.
+    """The `http:` settings. `allowed_origins`, `allowed_hosts`: in addition to the service's own.
 
-    `token_digest`, `admin_digest`: the SHA-256 of what management asks for, and of the environment's admin key.
-    `sees_clients`: whether a client's address is what our own proxy, or this process, has seen. It is not behind a
-    HAProxy that was started without `polylora-haproxy`: everybody comes from this machine then.
+    `token_digest`, `admin_digest`: SHA-256 of the management token and of the environment's admin key.
+    `sees_clients`: whether client addresses are real. Behind a HAProxy that was started without `polylora-haproxy`
+    every request appears to come from this machine.
     """
 
     management: ManagementAccess = "loopback"
@@ -61,7 +58,7 @@ class HttpPolicy:
 
     @classmethod
     def of(cls, config: HttpConfig, environ: Mapping[str, str]) -> HttpPolicy:
-        """Raises ConfigError if a token is asked for and none is set, or for an admin key that is none."""
+        """Raises ConfigError if a token is required and not set, or for a malformed admin key."""
         token_digest = environment_digest(environ, MANAGEMENT_TOKEN)
         if config.management == "token" and token_digest is None:
             raise ConfigError(f"http.management is 'token' but {MANAGEMENT_TOKEN} is not set where an ingress runs")
@@ -79,10 +76,11 @@ class HttpPolicy:
         )
 
     def check_site(self, scope: Scope) -> None:
-        """Raises CrossSite, or UnknownContentType for a body that a page of another site could have sent."""
+        """Raises CrossSite, or UnknownContentType for a body that another site's page could have sent."""
         headers = Headers(scope=scope)
         host = headers.get("host", "").lower()
-        is_known = not host or _is_own_name(host) or _without_port(host) in self.allowed_hosts  # browsers send one
+        # Browsers always send a Host.
+        is_known = not host or _is_own_name(host) or _without_port(host) in self.allowed_hosts
         if not is_known and _is_loopback(scope.get("server")):
             raise CrossSite(
                 f"this service listens on this machine only and is not called {host[:80]!r}; use 127.0.0.1 or "
@@ -90,11 +88,11 @@ class HttpPolicy:
             )
         origin = headers.get("origin")
         if origin is not None and origin not in self.allowed_origins and urlsplit(origin).netloc.lower() != host:
-            raise CrossSite(f"requests of pages of {origin[:80]!r} are refused; http.allowed_origins may list it")
-        if scope["method"] in _READING:
+            raise CrossSite(f"requests from pages of {origin[:80]!r} are refused; http.allowed_origins may list it")
+        if scope["method"] in _SAFE_METHODS:
             return
         if origin is None and headers.get("sec-fetch-site") in ("cross-site", "same-site"):
-            raise CrossSite("requests of other sites' pages are refused")
+            raise CrossSite("requests from other sites' pages are refused")
         kind = headers.get("content-type", "").partition(";")[0].strip().lower()
         is_upload = kind == "multipart/form-data" and scope["path"].rstrip("/") in _UPLOAD_PATHS
         if kind in _FORM_TYPES and not is_upload:
@@ -104,9 +102,9 @@ class HttpPolicy:
             )
 
     def check_management(self, request: Request) -> None:
-        """Raises ManagementRefused or NotAuthenticated if this client may not manage adapters.
+        """Raises ManagementRefused or NotAuthenticated if a client without an API key may not manage adapters.
 
-        Whoever has a key manages what is its own.
+        A client with a key manages its own adapters.
         """
         if http_principal(request).kind != "open":
             return
@@ -121,7 +119,7 @@ class HttpPolicy:
                 raise NotAuthenticated("managing adapters needs the header Authorization: Bearer <management token>")
 
     def is_management_token(self, value: str) -> bool:
-        """Whether this is the token of `http.management: token`."""
+        """Whether `value` is the token of `http.management: token`."""
         if self.management != "token" or self.token_digest is None:
             return False
         return hmac.compare_digest(key_digest(value), self.token_digest)
@@ -132,28 +130,30 @@ class HttpPolicy:
 
 
 class OriginCheckMiddleware:
-    """ASGI middleware: refuses what `check_site` refuses, in the shape of every other error."""
+    """ASGI middleware that answers with the errors of `HttpPolicy.check_site`."""
 
-    def __init__(self, app: ASGIApp, rules: HttpPolicy) -> None:
+    def __init__(self, app: ASGIApp, policy: HttpPolicy) -> None:
         self._app = app
-        self._rules = rules
+        self._policy = policy
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
             try:
-                self._rules.check_site(scope)
+                self._policy.check_site(scope)
             except PolyloraError as error:
-                answer = error_reply(error)
-                refusal = JSONResponse(
-                    body_told(answer, scope["path"]), status_code=answer.status, headers=answer.headers
-                )
-                await refusal(scope, receive, send)
+                await error_response(error, scope["path"])(scope, receive, send)
                 return
         await self._app(scope, receive, send)
 
 
+def error_response(error: PolyloraError, path: str) -> JSONResponse:
+    """An error of a middleware, in the format of the path's API."""
+    reply = error_reply(error)
+    return JSONResponse(error_body_for(reply, path), status_code=reply.status, headers=reply.headers)
+
+
 def _is_loopback(address: Sequence[object] | None) -> bool:
-    """address: (host, port), or None where the server does not say."""
+    """`address`: (host, port), or None if the server does not know it."""
     if not address:
         return False
     try:

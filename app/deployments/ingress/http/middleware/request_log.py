@@ -1,7 +1,6 @@
-"""What is written down of HTTP requests: each of them if that is asked for, failures of the service's own always.
+"""The request log: failures of the service always, every request if configured.
 
-In: requests and their answers, on their way through. Out: lines in the service's log. Rule: what a client sent, names
-aside, is never written: no prompt, no key, no query.
+A line never contains a prompt, a key or a query.
 """
 
 from __future__ import annotations
@@ -19,9 +18,9 @@ from app.redaction import holds_key
 
 logger = logging.getLogger(__name__)
 
-#: That these answer 503 for a while is no failure: they are asked for it.
+#: Probes answer 503 while the service starts; that is not logged as a failure.
 PROBES = frozenset({"/health", "/readyz", "/livez"})
-#: An id that a client, or a proxy before us, gave to its request, and that is written down and answered as it is.
+#: Request ids of clients and proxies that are logged and returned unchanged.
 _PLAIN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
@@ -32,12 +31,12 @@ def request_id_of(connection: HTTPConnection) -> str | None:
 
 
 def note_failure(request: Request, message: str) -> None:
-    """Remember why a request failed, for its line."""
+    """Record why a request failed, for its log line."""
     request.state.failure = message
 
 
 class RequestLogMiddleware:
-    """ASGI middleware, the outermost. `every`: also requests that went well. `clock` gives seconds."""
+    """The outermost ASGI middleware. `every`: also log requests that succeed. `clock` returns seconds."""
 
     def __init__(self, app: ASGIApp, every: bool, clock: Callable[[], float] = time.monotonic) -> None:
         self._app = app
@@ -50,16 +49,16 @@ class RequestLogMiddleware:
             return
         began_s = self._clock()
         state = scope.setdefault("state", {})
-        status = 0  # nothing was answered: the client left before
+        status = 0  # until a response starts; stays 0 if the client disconnects first
 
-        async def watched(message: Message) -> None:
+        async def send_and_note_status(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
             await send(message)
 
         try:
-            await self._app(scope, receive, watched)
+            await self._app(scope, receive, send_and_note_status)
         finally:
             failure = state.get("failure")
             is_failure = (status >= 500 or failure is not None) and scope["path"] not in PROBES

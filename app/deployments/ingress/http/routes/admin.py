@@ -1,12 +1,12 @@
-"""The routes by which OpenAI's admin client manages tenants, and `/v1/tenants` for what its objects cannot say.
+"""OpenAI's admin API (`client.admin.organization`), and `/v1/tenants` for settings that OpenAI's objects do not have.
 
-In: requests with an admin key, and the tenants' owner. Out: routes. Paths, parameters, objects and pages are those of
-OpenAI's specification (`client.admin.organization`). Rule: every route here asks for an admin key first.
+Every route requires an admin key.
 """
 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Query, Request
@@ -17,7 +17,7 @@ from app.deployments.ingress.http.request_parsing import Flag, JsonBody, Order, 
 from app.deployments.ingress.http.routes.usage import add_spend_routes, add_usage_routes
 from app.deployments.ingress.principal import admin_principal
 from app.deployments.ingress.schemas import admin as schemas
-from app.deployments.ingress.schemas.response_model import Deleted, PageResponse
+from app.deployments.ingress.schemas.response_model import DeletedResponse, PageResponse
 from app.deployments.ingress.serializers import admin as serializers
 from app.deployments.ingress.service import IngressService
 from app.deployments.tenancy.models import (
@@ -25,21 +25,18 @@ from app.deployments.tenancy.models import (
     LARGEST_PAGE,
     ApiKey,
     RateLimit,
-    ServiceAccount,
     Tenant,
     TenantChange,
 )
 from app.deployments.tenancy.service import TenantsService
 from app.engine.errors import InvalidRequest, NotFound
 
-#: Before a rate limit's id comes this; behind it the model's name.
+#: The id of a rate limit is this prefix and the model's name.
 _RATE_PREFIX = "rl-"
 AdminLimit = Annotated[int, WholeNumber(1, LARGEST_PAGE)]
 
 
 class AdminPageQuery(QueryParams):
-    """`after` is the id of the last entry that is known."""
-
     limit: AdminLimit = DEFAULT_PAGE
     after: str | None = None
 
@@ -49,13 +46,13 @@ class ProjectQuery(AdminPageQuery):
 
 
 class KeyQuery(AdminPageQuery):
-    """A revoked key is in no list: none is "inactive"."""
+    """Revoked keys are not listed, so no key is "inactive"."""
 
     owner_project_access: str | None = None
 
 
 class RateLimitQuery(AdminPageQuery):
-    """`before` changes nothing."""
+    """`before` is ignored."""
 
     limit: AdminLimit = LARGEST_PAGE
     before: str | None = None
@@ -66,7 +63,7 @@ class AdminKeyQuery(AdminPageQuery):
 
 
 class AuditLogQuery(AdminPageQuery):
-    """Entries are chosen by id, project and event; the other names of OpenAI's client change nothing."""
+    """Entries are filtered by id, project and event; OpenAI's other filters are ignored."""
 
     before: str | None = None
     project_ids: list[str] = Field(default_factory=list)
@@ -79,22 +76,23 @@ class AuditLogQuery(AdminPageQuery):
 
 
 def admin_router(service: IngressService) -> APIRouter:
-    """All of them."""
+    """The routes under /v1/organization and /v1/tenants."""
+    owner = service.accounting.owner
     routes = APIRouter(prefix="/v1/organization", dependencies=[Depends(admin_principal)])
-    _add_project_routes(routes, service)
-    _add_account_routes(routes, service)
-    _add_key_routes(routes, service)
-    _add_right_routes(routes, service)
-    _add_admin_key_routes(routes, service)
-    _add_audit_routes(routes, service)
+    _add_project_routes(routes, owner)
+    _add_account_routes(routes, owner)
+    _add_key_routes(routes, owner)
+    _add_permission_routes(routes, service)
+    _add_admin_key_routes(routes, owner)
+    _add_audit_routes(routes, owner)
     add_usage_routes(routes, service.accounting)
     add_spend_routes(routes, service.accounting)
-    own = APIRouter(prefix="/v1/tenants", dependencies=[Depends(admin_principal)])
-    _add_tenant_routes(own, service)
-    both = APIRouter()
-    both.include_router(routes)
-    both.include_router(own)
-    return both
+    tenants = APIRouter(prefix="/v1/tenants", dependencies=[Depends(admin_principal)])
+    _add_tenant_routes(tenants, owner)
+    all_routes = APIRouter()
+    all_routes.include_router(routes)
+    all_routes.include_router(tenants)
+    return all_routes
 
 
 def _actor(request: Request) -> str:
@@ -106,19 +104,15 @@ async def _page(
     read: Callable[[int, str | None], Awaitable[Sequence[Any]]],
     body: Callable[[Any], dict[str, Any]],
 ) -> Response:
-    """One entry more than is shown is read, to know whether there are more."""
+    """Reads one entry more than the page has, to know whether there are more."""
     found = await read(query.limit + 1, query.after)
     return JSONResponse(page_body([body(item) for item in found[: query.limit]], has_more=len(found) > query.limit))
 
 
-def _add_project_routes(routes: APIRouter, service: IngressService) -> None:
-    owner = service.accounting.owner
-
+def _add_project_routes(routes: APIRouter, owner: TenantsService) -> None:
     @routes.get("/projects", response_model=PageResponse[schemas.Project])
     async def projects(query: Annotated[ProjectQuery, Query()]) -> Response:
-        async def read(limit: int, after: str | None) -> Sequence[Tenant]:
-            return await owner.projects(limit, after, with_archived=query.include_archived)
-
+        read = partial(owner.projects, with_archived=query.include_archived)
         return await _page(query, read, serializers.project_body)
 
     @routes.post("/projects", response_model=schemas.Project)
@@ -139,15 +133,10 @@ def _add_project_routes(routes: APIRouter, service: IngressService) -> None:
         return JSONResponse(serializers.project_body(await owner.archive_project(project_id, actor=_actor(request))))
 
 
-def _add_account_routes(routes: APIRouter, service: IngressService) -> None:
-    owner = service.accounting.owner
-
+def _add_account_routes(routes: APIRouter, owner: TenantsService) -> None:
     @routes.get("/projects/{project_id}/service_accounts", response_model=PageResponse[schemas.ServiceAccountResponse])
     async def accounts(project_id: str, query: Annotated[AdminPageQuery, Query()]) -> Response:
-        async def read(limit: int, after: str | None) -> Sequence[ServiceAccount]:
-            return await owner.accounts(project_id, limit, after)
-
-        return await _page(query, read, serializers.account_body)
+        return await _page(query, partial(owner.accounts, project_id), serializers.account_body)
 
     @routes.post("/projects/{project_id}/service_accounts", response_model=schemas.NewServiceAccount)
     async def create(project_id: str, request: Request, body: JsonBody[schemas.AccountBody]) -> Response:
@@ -176,10 +165,10 @@ def _add_account_routes(routes: APIRouter, service: IngressService) -> None:
         changed = await owner.update_account(project_id, account_id, name=body.name, actor=_actor(request))
         return JSONResponse(serializers.account_body(changed))
 
-    @routes.delete("/projects/{project_id}/service_accounts/{account_id}", response_model=Deleted)
+    @routes.delete("/projects/{project_id}/service_accounts/{account_id}", response_model=DeletedResponse)
     async def delete(project_id: str, account_id: str, request: Request) -> Response:
         await owner.delete_account(project_id, account_id, actor=_actor(request))
-        return _deleted("organization.project.service_account.deleted", account_id)
+        return _deleted_response("organization.project.service_account.deleted", account_id)
 
     @routes.post(
         "/projects/{project_id}/service_accounts/{account_id}/api_keys", response_model=schemas.IssuedKeyResponse
@@ -193,14 +182,12 @@ def _add_account_routes(routes: APIRouter, service: IngressService) -> None:
         return JSONResponse(serializers.issued_body(issued), headers={"Cache-Control": "no-store"})
 
 
-def _add_key_routes(routes: APIRouter, service: IngressService) -> None:
-    owner = service.accounting.owner
-
+def _add_key_routes(routes: APIRouter, owner: TenantsService) -> None:
     @routes.get("/projects/{project_id}/api_keys", response_model=PageResponse[schemas.ApiKeyResponse])
     async def keys(project_id: str, query: Annotated[KeyQuery, Query()]) -> Response:
         async def read(limit: int, after: str | None) -> Sequence[dict[str, Any]]:
             found = await owner.keys(project_id, limit, after)
-            if query.owner_project_access == "inactive":  # a revoked key is in no list
+            if query.owner_project_access == "inactive":
                 return []
             return [await _key_body(owner, key) for key in found]
 
@@ -215,19 +202,19 @@ def _add_key_routes(routes: APIRouter, service: IngressService) -> None:
         changed = await owner.expire_key(project_id, key_id, body.expires_in_seconds, actor=_actor(request))
         return JSONResponse(await _key_body(owner, changed))
 
-    @routes.delete("/projects/{project_id}/api_keys/{key_id}", response_model=Deleted)
+    @routes.delete("/projects/{project_id}/api_keys/{key_id}", response_model=DeletedResponse)
     async def delete(project_id: str, key_id: str, request: Request) -> Response:
         await owner.revoke_key(project_id, key_id, actor=_actor(request))
-        return _deleted("organization.project.api_key.deleted", key_id)
+        return _deleted_response("organization.project.api_key.deleted", key_id)
 
 
 async def _key_body(owner: TenantsService, key: ApiKey) -> dict[str, Any]:
-    assert key.project_id is not None, "it is a project's key"
-    assert key.service_account_id is not None, "so it has a service account"
+    assert key.project_id is not None, "a project's key"
+    assert key.service_account_id is not None, "a project's key belongs to a service account"
     return serializers.key_body(key, await owner.account(key.project_id, key.service_account_id))
 
 
-def _add_right_routes(routes: APIRouter, service: IngressService) -> None:
+def _add_permission_routes(routes: APIRouter, service: IngressService) -> None:
     owner = service.accounting.owner
 
     @routes.get("/projects/{project_id}/model_permissions", response_model=schemas.ModelPermissions)
@@ -239,7 +226,7 @@ def _add_right_routes(routes: APIRouter, service: IngressService) -> None:
         tenant = await owner.permit_models(project_id, body.mode, body.model_ids, actor=_actor(request))
         return JSONResponse(serializers.models_body(tenant))
 
-    @routes.delete("/projects/{project_id}/model_permissions", response_model=schemas.Cleared)
+    @routes.delete("/projects/{project_id}/model_permissions", response_model=schemas.DeletedSetting)
     async def permit_all(project_id: str, request: Request) -> Response:
         await owner.permit_models(project_id, None, (), actor=_actor(request))
         return JSONResponse({"object": "project.model_permissions.deleted", "deleted": True})
@@ -261,26 +248,22 @@ def _add_right_routes(routes: APIRouter, service: IngressService) -> None:
         project_id: str, rate_limit_id: str, request: Request, body: JsonBody[schemas.RateLimitBody]
     ) -> Response:
         if not rate_limit_id.startswith(_RATE_PREFIX):
-            raise NotFound(f"there is no rate limit {rate_limit_id[:80]!r}; that of a model is {_RATE_PREFIX}<model>")
+            raise NotFound(f"there is no rate limit {rate_limit_id[:80]!r}; their ids are {_RATE_PREFIX}<model>")
         model = rate_limit_id.removeprefix(_RATE_PREFIX)
-        asked = {
+        limits = {
             "requests_per_min": body.max_requests_per_1_minute,
             "tokens_per_min": body.max_tokens_per_1_minute,
             "requests_per_day": body.max_requests_per_1_day,
         }
-        changes = {name: value for name, value in asked.items() if value is not None}
+        changes = {name: value for name, value in limits.items() if value is not None}
         tenant = await owner.limit_rates(project_id, model, changes, actor=_actor(request))
         return JSONResponse(serializers.rate_limit_body(model, tenant.limits.rates.get(model, RateLimit())))
 
 
-def _add_admin_key_routes(routes: APIRouter, service: IngressService) -> None:
-    owner = service.accounting.owner
-
+def _add_admin_key_routes(routes: APIRouter, owner: TenantsService) -> None:
     @routes.get("/admin_api_keys", response_model=PageResponse[schemas.AdminKey])
     async def keys(query: Annotated[AdminKeyQuery, Query()]) -> Response:
-        async def read(limit: int, after: str | None) -> Sequence[ApiKey]:
-            return await owner.keys(None, limit, after, is_newest_first=query.order == "desc")
-
+        read = partial(owner.keys, None, is_newest_first=query.order == "desc")
         return await _page(query, read, serializers.admin_key_body)
 
     @routes.post("/admin_api_keys", response_model=schemas.NewAdminKey)
@@ -293,21 +276,19 @@ def _add_admin_key_routes(routes: APIRouter, service: IngressService) -> None:
     async def key(key_id: str) -> Response:
         return JSONResponse(serializers.admin_key_body(await owner.key(None, key_id)))
 
-    @routes.delete("/admin_api_keys/{key_id}", response_model=Deleted)
+    @routes.delete("/admin_api_keys/{key_id}", response_model=DeletedResponse)
     async def delete(key_id: str, request: Request) -> Response:
         await owner.revoke_key(None, key_id, actor=_actor(request))
-        return _deleted("organization.admin_api_key.deleted", key_id)
+        return _deleted_response("organization.admin_api_key.deleted", key_id)
 
 
-def _add_audit_routes(routes: APIRouter, service: IngressService) -> None:
-    owner = service.accounting.owner
-
+def _add_audit_routes(routes: APIRouter, owner: TenantsService) -> None:
     @routes.get("/audit_logs", response_model=PageResponse[schemas.AuditLog])
     async def audit_logs(query: Annotated[AuditLogQuery, Query()]) -> Response:
         async def read(limit: int, _: str | None) -> Sequence[TenantChange]:
             return await owner.changes(
                 limit,
-                before=_audit_number("after", query.after),  # newest first: what comes after is older
+                before=_audit_number("after", query.after),  # newest first: the next page is older
                 after=_audit_number("before", query.before),
                 project_ids=query.project_ids,
                 events=query.event_types,
@@ -317,7 +298,6 @@ def _add_audit_routes(routes: APIRouter, service: IngressService) -> None:
 
 
 def _audit_number(name: str, text: str | None) -> int | None:
-    """Raises InvalidRequest."""
     if text is None:
         return None
     number = text.removeprefix("audit_log-")
@@ -326,9 +306,7 @@ def _audit_number(name: str, text: str | None) -> int | None:
     return int(number)
 
 
-def _add_tenant_routes(routes: APIRouter, service: IngressService) -> None:
-    owner = service.accounting.owner
-
+def _add_tenant_routes(routes: APIRouter, owner: TenantsService) -> None:
     async def answer(tenant: Tenant) -> Response:
         return JSONResponse(serializers.tenant_body(tenant, await owner.shares(tenant.id), await owner.left(tenant.id)))
 
@@ -352,5 +330,5 @@ def _add_tenant_routes(routes: APIRouter, service: IngressService) -> None:
         return await answer(await owner.project(tenant_id))
 
 
-def _deleted(kind: str, row_id: str) -> Response:
+def _deleted_response(kind: str, row_id: str) -> Response:
     return JSONResponse({"object": kind, "id": row_id, "deleted": True})

@@ -1,8 +1,4 @@
-"""The routes of aliases: names that stand for adapters, by weight.
-
-In: `AdapterAdmin` and the ingress' copy of the registry. Out: routes under /v1/aliases. Rule: every change is a version
-that a rollback can bring back.
-"""
+"""/v1/aliases: names that stand for adapters, by weight. Every change is a version that a rollback can restore."""
 
 from __future__ import annotations
 
@@ -12,9 +8,9 @@ from fastapi import APIRouter, Query, Request
 from starlette.responses import JSONResponse, Response
 
 from app.deployments.ingress.http.request_parsing import JsonBody, PageQuery, page_body
-from app.deployments.ingress.http.routes.management import page_of
+from app.deployments.ingress.http.routes.loras import registry_page
 from app.deployments.ingress.principal import http_principal
-from app.deployments.ingress.schemas.aliases import Alias, AliasBody, AliasVersionResponse, PromoteBody, RollbackBody
+from app.deployments.ingress.schemas.loras import Alias, AliasBody, AliasVersionResponse, PromoteBody, RollbackBody
 from app.deployments.ingress.schemas.response_model import PageResponse
 from app.deployments.ingress.serializers.loras import alias_body, alias_version_body
 from app.deployments.ingress.service import IngressService
@@ -23,12 +19,10 @@ from app.engine.errors import NotFound
 
 
 def add_alias_routes(routes: APIRouter, service: IngressService) -> None:
-    """All of /v1/aliases."""
-
     @routes.get("/v1/aliases", response_model=PageResponse[Alias])
     async def aliases(request: Request, query: Annotated[PageQuery, Query()]) -> Response:
-        """Names that stand for adapters."""
-        return page_of(request, service, query, AliasEntry, alias_body)
+        """List aliases."""
+        return registry_page(request, service, query, AliasEntry, alias_body)
 
     @routes.get("/v1/aliases/{name}", response_model=Alias)
     async def alias(name: str, request: Request) -> Response:
@@ -40,14 +34,14 @@ def add_alias_routes(routes: APIRouter, service: IngressService) -> None:
 
     @routes.get("/v1/aliases/{name}/versions", response_model=PageResponse[AliasVersionResponse])
     async def versions(name: str, request: Request) -> Response:
-        """Everything an alias has stood for: what a rollback can bring back."""
+        """The versions of an alias, which a rollback can restore."""
         tenant_id = http_principal(request).tenant_id
         found = await service.management.store.alias_versions(name, tenant_id=tenant_id)
         return JSONResponse(page_body([alias_version_body(item) for item in found], has_more=False))
 
     @routes.put("/v1/aliases/{name}", response_model=Alias)
     async def put(name: str, request: Request, body: JsonBody[AliasBody]) -> Response:
-        """Send an alias's requests to these adapters, by weight."""
+        """Create or change an alias: its target adapters and their weights."""
         caller = http_principal(request)
         entry = await service.management.store.put_alias(name, body.targets, tenant_id=caller.tenant_id, who=caller.who)
         return JSONResponse(alias_body(entry))
@@ -63,7 +57,7 @@ def add_alias_routes(routes: APIRouter, service: IngressService) -> None:
 
     @routes.post("/v1/aliases/{name}/rollback", response_model=Alias)
     async def rollback(name: str, request: Request, body: JsonBody[RollbackBody]) -> Response:
-        """Bring back an earlier version of an alias."""
+        """Restore an earlier version of an alias."""
         caller = http_principal(request)
         entry = await service.management.store.roll_back_alias(
             name, body.version, tenant_id=caller.tenant_id, who=caller.who
@@ -72,7 +66,7 @@ def add_alias_routes(routes: APIRouter, service: IngressService) -> None:
 
     @routes.delete("/v1/aliases/{name}", response_model=Alias)
     async def delete(name: str, request: Request) -> Response:
-        """Forget an alias."""
+        """Delete an alias."""
         caller = http_principal(request)
         entry = await service.management.store.remove_alias(name, tenant_id=caller.tenant_id, who=caller.who)
         return JSONResponse(alias_body(entry))

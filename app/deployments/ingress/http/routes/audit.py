@@ -1,7 +1,4 @@
-"""The routes that tell what happens: status, jobs, events, audit.
-
-In: `AdapterAdmin`. Out: routes. Rule: a tenant reads what its own calls caused, an operator everything.
-"""
+"""/v1/status, /v1/jobs, /v1/events and /v1/audit. A tenant reads what its own calls caused, an operator everything."""
 
 from __future__ import annotations
 
@@ -23,24 +20,22 @@ from app.deployments.registry.models import AuditRecord, Event
 from app.deployments.store.service import StoreService
 from app.deployments.store.shared_adapter import SharedAdapter
 
-#: Events that a tenant's own calls cause. Others may be caused by whoever has the same contents.
+#: Events that a tenant's own calls cause. Other events may come from another tenant that has the same contents.
 OWN_EVENTS = frozenset({
     "requested", "routable", "failed", "registered", "registered unread", "draining", "removed",
     "put alias", "promote alias", "roll back alias", "remove alias",
 })  # fmt: skip
 
 
-class JournalQuery(QueryParams):
-    """The newest first. `before` is the id of the last record that is known."""
+class RecordQuery(QueryParams):
+    """Newest first; `before` is the id of the previous page's last record."""
 
     name: str | None = None
     limit: Limit = 100
     before: str | None = None
 
 
-def add_journal_routes(routes: APIRouter, service: IngressService) -> None:
-    """Status, jobs, events and the audit."""
-
+def add_audit_routes(routes: APIRouter, service: IngressService) -> None:
     @routes.get("/v1/status", response_model=ServiceStatus)
     async def status(request: Request) -> Response:
         """Replicas, tiers and recent failures for an operator; only readiness for a project."""
@@ -48,31 +43,31 @@ def add_journal_routes(routes: APIRouter, service: IngressService) -> None:
 
     @routes.get("/v1/jobs/{job_id}", response_model=LoraJob)
     async def job(job_id: str, request: Request) -> Response:
-        """A load or an unload: its state and its reason."""
+        """The state of a load or an unload."""
         tenant_id = http_principal(request).tenant_id
         return JSONResponse(job_body(await service.management.store.job(job_id, tenant_id=tenant_id)))
 
     @routes.get("/v1/events", response_model=PageResponse[schemas.EventResponse])
-    async def events(request: Request, query: Annotated[JournalQuery, Query()]) -> Response:
-        """What happened, the newest first."""
+    async def events(request: Request, query: Annotated[RecordQuery, Query()]) -> Response:
+        """Adapter events, newest first."""
         caller, store = http_principal(request), service.management.store
         if caller.kind == "project":
-            return _journal_page(await _own_events(store, query, caller.tenant_id), query.limit)
+            return _record_page(await _own_events(store, query, caller.tenant_id), query.limit)
         records = await store.events(query.name, limit=query.limit + 1, before=query.before, tenant_id=caller.tenant_id)
-        return _journal_page(records, query.limit)
+        return _record_page(records, query.limit)
 
     @routes.get("/v1/audit", response_model=PageResponse[schemas.AuditRecordResponse])
-    async def audit(request: Request, query: Annotated[JournalQuery, Query()]) -> Response:
-        """Who asked for what, the newest first."""
+    async def audit(request: Request, query: Annotated[RecordQuery, Query()]) -> Response:
+        """Management calls and their callers, newest first."""
         caller = http_principal(request)
         records = await service.management.store.audit(
             query.name, limit=query.limit + 1, before=query.before, tenant_id=caller.tenant_id
         )
-        return _journal_page(records, query.limit)
+        return _record_page(records, query.limit)
 
 
-async def _own_events(store: StoreService[SharedAdapter], query: JournalQuery, tenant_id: str) -> list[Event]:
-    """A page and one more. Events that others caused are read over: a page that they shorten would tell of them."""
+async def _own_events(store: StoreService[SharedAdapter], query: RecordQuery, tenant_id: str) -> list[Event]:
+    """A page of the caller's own events and one more. Pages are filled: a short one would reveal other events."""
     found: list[Event] = []
     before = query.before
     while len(found) <= query.limit:
@@ -84,6 +79,6 @@ async def _own_events(store: StoreService[SharedAdapter], query: JournalQuery, t
     return found[: query.limit + 1]
 
 
-def _journal_page(records: Sequence[Event] | Sequence[AuditRecord], limit: int) -> Response:
-    told = [record_body(record) for record in records[:limit]]
-    return JSONResponse(page_body(told, has_more=len(records) > limit))
+def _record_page(records: Sequence[Event] | Sequence[AuditRecord], limit: int) -> Response:
+    data = [record_body(record) for record in records[:limit]]
+    return JSONResponse(page_body(data, has_more=len(records) > limit))

@@ -1,7 +1,4 @@
-"""The routes that load and unload adapters in the spellings of other servers.
-
-In: vLLM's and Dynamo's bodies. Out: their answers. Rule: these routes answer when the work is done.
-"""
+"""Loading and unloading of adapters in the formats of vLLM and Dynamo; these routes answer when the work is done."""
 
 from __future__ import annotations
 
@@ -13,7 +10,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 from app.deployments.ingress.http.openapi import JSON_ERROR
 from app.deployments.ingress.http.request_parsing import JsonBody
-from app.deployments.ingress.http.routes.management import WaitQuery, unloaded_answer
+from app.deployments.ingress.http.routes.loras import WaitQuery, unload_response
 from app.deployments.ingress.principal import Principal, http_principal, load_request
 from app.deployments.ingress.schemas.loras import (
     LoadAdapterBody,
@@ -27,16 +24,14 @@ from app.deployments.ingress.serializers.loras import adapter_body, job_body
 from app.deployments.ingress.service import IngressService
 from app.engine.errors import InvalidRequest, NotFound
 
-#: `org/repo@revision`: a repository of the hub, as Dynamo writes it.
+#: `org/repo@revision`: Dynamo's spelling of a repository on the Hugging Face Hub.
 _ON_HUB = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*@\w[\w./-]*", re.ASCII)
 
 
-def add_load_routes(routes: APIRouter, service: IngressService) -> None:
-    """Spellings of other servers: they answer when the work is done."""
-
+def add_compat_routes(routes: APIRouter, service: IngressService) -> None:
     @routes.post("/v1/load_lora_adapter", response_class=PlainTextResponse, responses=JSON_ERROR)
     async def load_adapter(request: Request, body: JsonBody[LoadAdapterBody]) -> Response:
-        """Load an adapter, as vLLM spells it; answers when it is served."""
+        """Load an adapter (vLLM's format)."""
         caller = http_principal(request)
         load = load_request(caller, body.lora_name, body.lora_path)
         if not body.load_inplace and _is_loaded(service, body.lora_name, caller):
@@ -52,13 +47,13 @@ def add_load_routes(routes: APIRouter, service: IngressService) -> None:
     async def unload_adapter(
         request: Request, body: JsonBody[UnloadAdapterBody], query: Annotated[WaitQuery, Query()]
     ) -> Response:
-        """Unload an adapter, as vLLM spells it."""
-        await unloaded_answer(request, service, query, body.lora_name)
+        """Unload an adapter (vLLM's format)."""
+        await unload_response(request, service, query, body.lora_name)
         return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
 
     @routes.post("/v1/load_lora", response_model=LoadedLora)
     async def load(request: Request, body: JsonBody[LoadLoraBody]) -> Response:
-        """Load an adapter, as Dynamo spells it; answers when it is served."""
+        """Load an adapter (Dynamo's format)."""
         _check_base(service, body.base_model)
         caller = http_principal(request)
         source = _dynamo_source(body, caller)
@@ -71,10 +66,10 @@ def add_load_routes(routes: APIRouter, service: IngressService) -> None:
     async def unload(
         request: Request, body: JsonBody[UnloadLoraBody], query: Annotated[WaitQuery, Query()]
     ) -> Response:
-        """Unload an adapter, as Dynamo spells it."""
+        """Unload an adapter (Dynamo's format)."""
         _check_base(service, body.base_model)
         done = {"lora_model": body.lora_model, "status": "success"}
-        return await unloaded_answer(request, service, query, body.lora_model, done)
+        return await unload_response(request, service, query, body.lora_model, done)
 
 
 def _is_loaded(service: IngressService, name: str, caller: Principal) -> bool:
@@ -83,7 +78,7 @@ def _is_loaded(service: IngressService, name: str, caller: Principal) -> bool:
 
 
 def _dynamo_source(body: LoadLoraBody, caller: Principal) -> str:
-    """Where an adapter is that is named as Dynamo names it."""
+    """The adapter's source; without `lora_path` it is the folder of its name."""
     if body.lora_path is None:
         return f"{caller.tenant_id}/{body.lora_model}" if caller.kind == "project" else body.lora_model
     return f"hf://{body.lora_path}" if _ON_HUB.fullmatch(body.lora_path) else body.lora_path

@@ -1,7 +1,7 @@
-"""/v1/files as OpenAI's client uses them: uploaded for batches, listed, read, deleted.
+"""/v1/files in OpenAI's format: input and output files of batches.
 
-In: a service that keeps files. Out: routes. Rule: a file belongs to the tenant of the key that sent it; another
-tenant's is as if it were not there. Files pass through this process part by part: neither way is one whole in memory.
+A file belongs to the tenant of the key that uploaded it; other tenants get a 404. Uploads and downloads are streamed
+part by part: this process never holds a whole file in memory.
 """
 
 from __future__ import annotations
@@ -20,22 +20,21 @@ from app.deployments.ingress.http.openapi import BYTES, JSON_ERROR, takes_conten
 from app.deployments.ingress.http.request_parsing import Order, PageQuery, page_body
 from app.deployments.ingress.http.routes.batches import DAY_S
 from app.deployments.ingress.principal import inference_principal
-from app.deployments.ingress.schemas.batches import MAX_LIFE_S, MIN_LIFE_S
-from app.deployments.ingress.schemas.files import FileObject
-from app.deployments.ingress.schemas.response_model import Deleted, PageResponse
+from app.deployments.ingress.schemas.batches import MAX_LIFE_S, MIN_LIFE_S, FileObject
+from app.deployments.ingress.schemas.response_model import DeletedResponse, PageResponse
 from app.deployments.ingress.service import IngressService
 from app.deployments.object_storage.models import StoredFile, no_purpose
 from app.engine.errors import InvalidRequest, QueueFull
 from app.redaction import holds_key
 
-#: Bytes that go to the database in one call.
+#: Bytes per call to the database.
 PART_BYTES = 1 << 20
-#: Uploads that one ingress takes at a time, and how much a form has beside its file.
+#: Concurrent uploads of one ingress, and the bytes that a form may have in addition to its file.
 MAX_UPLOADS = 8
 FORM_BYTES = 64 << 10
 
 
-#: For `/openapi.json`: the form of an upload.
+#: The form of an upload, for `/openapi.json`.
 _FORM = {
     "type": "object",
     "required": ["file", "purpose"],
@@ -54,21 +53,20 @@ class FileQuery(PageQuery):
 
 
 def add_file_routes(app: FastAPI, service: IngressService) -> None:
-    """Add them."""
     num_running = 0
 
     @app.post("/v1/files", response_model=FileObject, openapi_extra=takes_content("multipart/form-data", _FORM))
     async def create(request: Request) -> Response:
-        """Keep a file of requests, one JSON object a line, for a batch."""
+        """Upload a batch's input file: one JSON object per line."""
         nonlocal num_running
         caller = inference_principal(request)
         if num_running >= MAX_UPLOADS:
-            raise QueueFull(f"{num_running} files are being uploaded here; ask again when some are", retry_after_s=1)
+            raise QueueFull(f"{num_running} files are being uploaded here, the limit; retry later", retry_after_s=1)
         num_running += 1
         try:
             form = await _form(request, service.storage_config.max_file_bytes)
             try:
-                file = await _kept(form, service, caller.tenant_id)
+                file = await _store_upload(form, service, caller.tenant_id)
             finally:
                 await form.close()
         finally:
@@ -77,7 +75,7 @@ def add_file_routes(app: FastAPI, service: IngressService) -> None:
 
     @app.get("/v1/files", response_model=PageResponse[FileObject])
     async def files(request: Request, query: Annotated[FileQuery, Query()]) -> Response:
-        """The caller's files, newest first unless `order` is asc."""
+        """List the caller's files, newest first unless `order` is asc."""
         found = await service.storage.file_page(
             tenant_id=inference_principal(request).tenant_id,
             limit=query.limit,
@@ -89,28 +87,28 @@ def add_file_routes(app: FastAPI, service: IngressService) -> None:
 
     @app.get("/v1/files/{file_id}", response_model=FileObject)
     async def file(request: Request, file_id: str) -> Response:
-        """One of them."""
+        """Retrieve a file's metadata."""
         tenant_id = inference_principal(request).tenant_id
         return JSONResponse(file_body(await service.storage.file(file_id, tenant_id=tenant_id)))
 
     @app.get("/v1/files/{file_id}/content", response_class=StreamingResponse, responses=BYTES | JSON_ERROR)
     async def content(request: Request, file_id: str) -> Response:
-        """Its bytes."""
+        """Download a file."""
         tenant_id = inference_principal(request).tenant_id
         found = await service.storage.file(file_id, tenant_id=tenant_id)
         headers = {"Content-Length": str(found.size_bytes)}
         parts = _parts(service, file_id, tenant_id)
         return StreamingResponse(parts, media_type="application/octet-stream", headers=headers)
 
-    @app.delete("/v1/files/{file_id}", response_model=Deleted)
+    @app.delete("/v1/files/{file_id}", response_model=DeletedResponse)
     async def delete(request: Request, file_id: str) -> Response:
-        """Forget it."""
+        """Delete a file."""
         await service.storage.delete_file(file_id, tenant_id=inference_principal(request).tenant_id)
         return JSONResponse({"id": file_id, "object": "file", "deleted": True})
 
 
 def file_body(file: StoredFile) -> dict[str, Any]:
-    """As OpenAI tells it."""
+    """A file in OpenAI's format."""
     return {
         "id": file.id,
         "object": "file",
@@ -124,12 +122,12 @@ def file_body(file: StoredFile) -> dict[str, Any]:
 
 
 async def _form(request: Request, max_bytes: int) -> FormData:
-    """The form of an upload; the file in it is on disk. Raises UnknownContentType, BodyTooLarge, ClientGone."""
+    """The form of an upload, its file spooled to disk. Raises UnknownContentType, BodyTooLarge, ClientGone."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "multipart/form-data":
-        raise UnknownContentType(f"the body's Content-Type is {kind[:80]!r}; a file comes as multipart/form-data")
+        raise UnknownContentType(f"the body's Content-Type is {kind[:80]!r}; send the file as multipart/form-data")
 
-    async def counted() -> AsyncGenerator[bytes]:
+    async def size_limited() -> AsyncGenerator[bytes]:
         num_bytes = 0
         async for part in request.stream():
             num_bytes += len(part)
@@ -138,28 +136,28 @@ async def _form(request: Request, max_bytes: int) -> FormData:
             yield part
 
     try:
-        return await MultiPartParser(request.headers, counted(), max_files=1, max_fields=16).parse()
+        return await MultiPartParser(request.headers, size_limited(), max_files=1, max_fields=16).parse()
     except MultiPartException as error:
-        raise InvalidRequest(f"the body is no form with one file: {error.message[:200]}", param="file") from error
+        raise InvalidRequest(f"the body is not a form with one file: {error.message[:200]}", param="file") from error
     except ClientDisconnect:
-        raise ClientGone("the client went away before its file was here") from None
+        raise ClientGone("the client disconnected during the upload") from None
 
 
-async def _kept(form: FormData, service: IngressService, tenant_id: str) -> StoredFile:
+async def _store_upload(form: FormData, service: IngressService, tenant_id: str) -> StoredFile:
     config = service.storage_config
     upload, purpose = form.get("file"), form.get("purpose")
     if unknown := sorted(set(form) - {"file", "purpose", "expires_after[anchor]", "expires_after[seconds]"}):
-        raise InvalidRequest(f"{unknown[0][:80]!r} is no field of a file", param=unknown[0][:80])
+        raise InvalidRequest(f"{unknown[0][:80]!r} is not a field of an upload", param=unknown[0][:80])
     if purpose != "batch":
         raise no_purpose(str(purpose))
     if not isinstance(upload, UploadFile) or not upload.size:
-        raise InvalidRequest("file is missing or empty: a file with one request a line", param="file")
+        raise InvalidRequest("file is missing or empty; send one request per line", param="file")
     if upload.size > config.max_file_bytes:
         raise BodyTooLarge(f"the file has {upload.size} bytes; storage.max_file_bytes is {config.max_file_bytes}")
     life_s = min(config.days * DAY_S, _life_s(form))
     name = upload.filename or "upload.jsonl"
     if holds_key(name):
-        raise InvalidRequest("the file's name holds an API key, and lists have it; give it another", param="file")
+        raise InvalidRequest("the file's name contains an API key; rename the file", param="file")
     file = await service.storage.begin_file(
         name[-256:], "batch", upload.size, tenant_id=tenant_id, life_s=life_s, max_bytes=config.max_tenant_bytes
     )
@@ -178,7 +176,8 @@ def _life_s(form: FormData) -> float:
     text = str(seconds)
     if not (text.isascii() and text.isdigit() and MIN_LIFE_S <= int(text[:12]) <= MAX_LIFE_S):
         raise InvalidRequest(
-            f"expires_after.seconds is {text[:40]!r}; it is from {MIN_LIFE_S} to {MAX_LIFE_S}", param="expires_after"
+            f"expires_after.seconds is {text[:40]!r}; it must be from {MIN_LIFE_S} to {MAX_LIFE_S}",
+            param="expires_after",
         )
     return float(text)
 

@@ -1,12 +1,8 @@
-"""What the service says of itself: that it lives, that it is ready, which version it is, and what can be asked of it.
+"""The root, the version and the probes; each answers at once, without a replica or a key.
 
-In: whether any engine can be used, and the application's own routes. Out: short JSON. Rule: none of these needs a
-replica, a token or a body, and each answers at once.
-
-Probes: `/livez` is 200 while this process answers; `/readyz` and `/health` are 200 while a request would be served, and
-503 with Retry-After otherwise. Where there may be no engine replica at all (`http.ready_at_zero_replicas`) a request is
-served once it has had one started, and they say `asleep`. Behind HAProxy all three are answered for this process while
-it is not there.
+`/livez` is 200 while this process answers; `/readyz` and `/health` are 200 while a request would be served, and 503
+with Retry-After otherwise. At zero replicas with `http.ready_at_zero_replicas` they are 200 with `asleep`: a request
+starts a replica. HAProxy answers all three while this process is not running.
 """
 
 from __future__ import annotations
@@ -19,23 +15,20 @@ from app.deployments.ingress.service import IngressService
 from app.engine.errors import NotReady
 from app.version import version
 
-#: How soon somebody who found nothing ready should ask again.
+#: The Retry-After of a service that is not ready.
 RETRY_AFTER_S = 2.0
 
 
-def add_about_routes(app: FastAPI, service: IngressService) -> None:
-    """All of them."""
-
+def add_health_routes(app: FastAPI, service: IngressService) -> None:
     @app.get("/", response_model=ServiceInfo)
     async def root() -> Response:
-        """The service in a few words: version, base model, where to go on."""
+        """Version, base model and links."""
         links = {"openapi": "/openapi.json", "models": "/v1/models", "health": "/health"}
-        body = {"name": "polylora", "version": version(), "model": service.base_name, "links": links}
-        return JSONResponse(body)
+        return JSONResponse({"name": "polylora", "version": version(), "model": service.base_name, "links": links})
 
     @app.get("/version", response_model=Release)
     async def release() -> Response:
-        """The release of polylora that answers."""
+        """The version of polylora."""
         return JSONResponse({"version": version()})
 
     @app.get("/livez", response_model=Liveness)

@@ -1,18 +1,20 @@
-"""The routes of adapters: register, look at, change, unload.
+"""/v1/loras: register, list, change and unload adapters. Changes go to the registry, so they apply to every ingress.
 
-In: `AdapterAdmin`. Out: routes under /v1/loras. Rule: what a route changes is changed in the registry, for every ingress.
+Lists are read from this ingress's copy of the registry and cost no call; a single adapter is read from the registry.
 """
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Annotated, Any, TypeVar
 
 from fastapi import APIRouter, Query, Request
 from starlette.responses import JSONResponse, Response
 
 from app.deployments.ingress.adapter_metrics import adapter_status
-from app.deployments.ingress.http.request_parsing import JsonBody, PageQuery, page_body
-from app.deployments.ingress.http.routes.management import WaitQuery, page_of, unloaded_answer
+from app.deployments.ingress.http.openapi import takes_content
+from app.deployments.ingress.http.request_parsing import Flag, JsonBody, PageQuery, QueryParams, page_body, read_bytes
 from app.deployments.ingress.principal import Principal, check_settings, compose_request, http_principal, load_request
 from app.deployments.ingress.schemas.loras import (
     ConfigureAdapterBody,
@@ -20,19 +22,19 @@ from app.deployments.ingress.schemas.loras import (
     LoraGeneration,
     LoraStatus,
     ManifestBody,
-    ManifestEntry,
     ManifestResult,
     RegisterAdapterBody,
 )
 from app.deployments.ingress.schemas.response_model import PageResponse
-from app.deployments.ingress.serializers.loras import adapter_body, description_body, job_body
+from app.deployments.ingress.serializers.loras import adapter_body, description_body, job_body, unload_body
 from app.deployments.ingress.service import IngressService
-from app.deployments.registry.models import CatalogEntry, LoadRequest, Registration, cannot_pin
+from app.deployments.registry.models import UPLOADED, AliasEntry, CatalogEntry, LoadRequest, Registration, cannot_pin
 from app.engine.adapters.combining.combination import shown_source
-from app.engine.errors import InvalidRequest
+from app.engine.errors import InvalidRequest, QueueFull
+from app.redaction import holds_key
 
 
-def _load_of(body: RegisterAdapterBody, caller: Principal, service: IngressService) -> LoadRequest:
+def _load_request(body: RegisterAdapterBody, caller: Principal, service: IngressService) -> LoadRequest:
     """Raises InvalidRequest, NotFound, UnsafeSource, ManagementRefused."""
     if body.compose is None and body.path is not None:
         return load_request(caller, body.name, body.path, body.pinned, body.traffic_weight, body.description)
@@ -42,51 +44,45 @@ def _load_of(body: RegisterAdapterBody, caller: Principal, service: IngressServi
     return compose_request(caller, body.name, composition, body.pinned, body.traffic_weight, body.description)
 
 
-def _fields(entry: ManifestEntry) -> tuple[str, str, None, float | None, str | None]:
-    return entry.name, entry.path, None, entry.traffic_weight, entry.description
-
-
 def _registration(load: LoadRequest) -> Registration:
     return Registration(load.name, load.source, load.traffic_weight, load.description)
 
 
-async def _register_unread(
+async def _register_lazily(
     body: RegisterAdapterBody, load: LoadRequest, caller: Principal, service: IngressService
 ) -> Response:
-    """Raises InvalidRequest for what only contents that are known can have."""
+    """Register a name without reading its adapter. Raises InvalidRequest for settings that need its contents."""
     if body.compose is not None:
         raise InvalidRequest("read is false, but a combination is made when it is registered", param="read")
     if body.pinned:
         raise cannot_pin(body.name)
     store = service.management.store
     await store.register([_registration(load)], tenant_id=caller.tenant_id, who=caller.who)
-    described = await store.describe(load.name, tenant_id=caller.tenant_id)
-    return JSONResponse(description_body(load.name, described, ()), status_code=201)
+    description = await store.describe(load.name, tenant_id=caller.tenant_id)
+    return JSONResponse(description_body(load.name, description, ()), status_code=201)
 
 
 def add_adapter_routes(routes: APIRouter, service: IngressService) -> None:
-    """All of /v1/loras."""
-    _add_registering_routes(routes, service)
-    _add_named_routes(routes, service)
+    _add_collection_routes(routes, service)
+    _add_adapter_routes(routes, service)
+    _add_upload_route(routes, service)
 
 
-def _add_registering_routes(routes: APIRouter, service: IngressService) -> None:
-    """The list, and what makes it longer."""
-
+def _add_collection_routes(routes: APIRouter, service: IngressService) -> None:
     @routes.get("/v1/loras", response_model=PageResponse[Lora])
     async def adapters(request: Request, query: Annotated[PageQuery, Query()]) -> Response:
-        """The adapters: what each name means."""
-        return page_of(request, service, query, CatalogEntry, adapter_body)
+        """List adapters."""
+        return registry_page(request, service, query, CatalogEntry, adapter_body)
 
     @routes.post("/v1/loras", response_model=LoraStatus, status_code=202, responses={201: {"model": LoraStatus}})
     async def register(
         request: Request, body: JsonBody[RegisterAdapterBody], query: Annotated[WaitQuery, Query()]
     ) -> Response:
-        """Load an adapter: 202 and a job, or with wait=true the adapter."""
+        """Load an adapter: 202 with a job, or the adapter if wait is true."""
         caller = http_principal(request)
-        load = _load_of(body, caller, service)
+        load = _load_request(body, caller, service)
         if not body.read:
-            return await _register_unread(body, load, caller, service)
+            return await _register_lazily(body, load, caller, service)
         if body.wait if query.wait is None else query.wait:
             job, entry = await service.management.store.load_and_wait(load)
             return JSONResponse(adapter_body(entry) | {"job": job_body(job)}, status_code=201)
@@ -99,27 +95,26 @@ def _add_registering_routes(routes: APIRouter, service: IngressService) -> None:
 
     @routes.post("/v1/loras/manifest", response_model=ManifestResult)
     async def manifest(request: Request, body: JsonBody[ManifestBody]) -> Response:
-        """Register many adapters without reading them; answers when requests for them are taken."""
+        """Register many adapters without reading them; all of them or none."""
         caller = http_principal(request)
-        known = [_registration(load_request(caller, *_fields(entry))) for entry in body.adapters]
-        done = await service.management.store.register(known, tenant_id=caller.tenant_id, who=caller.who)
+        loads = [load_request(caller, e.name, e.path, None, e.traffic_weight, e.description) for e in body.adapters]
+        new = list(map(_registration, loads))
+        done = await service.management.store.register(new, tenant_id=caller.tenant_id, who=caller.who)
         counts = {"num_registered": done.num_changed, "num_unchanged": done.num_unchanged}
         return JSONResponse({"object": "manifest"} | counts)
 
 
-def _add_named_routes(routes: APIRouter, service: IngressService) -> None:
-    """What is said of one adapter, and done with it."""
-
+def _add_adapter_routes(routes: APIRouter, service: IngressService) -> None:
     @routes.post("/v1/loras/{name}/read", response_model=Lora)
     async def read(name: str, request: Request) -> Response:
-        """Have a registered adapter read before a request needs it; answers when it is served."""
+        """Read a lazily registered adapter before a request needs it; answers when it is served."""
         caller = http_principal(request)
         job, entry = await service.management.store.read(name, tenant_id=caller.tenant_id, who=caller.who)
         return JSONResponse(adapter_body(entry) | {"job": None if job is None else job_body(job)})
 
     @routes.get("/v1/loras/{name}", response_model=LoraStatus)
     async def adapter(name: str, request: Request) -> Response:
-        """One adapter: its state, where it is, why its last load failed, and what was seen of its requests."""
+        """An adapter's state, residency, last error and request statistics."""
         return JSONResponse(await adapter_status(service.management, service.activity, name, http_principal(request)))
 
     @routes.patch("/v1/loras/{name}", response_model=Lora)
@@ -139,12 +134,12 @@ def _add_named_routes(routes: APIRouter, service: IngressService) -> None:
 
     @routes.delete("/v1/loras/{name}", response_model=LoraStatus, responses={202: {"model": LoraStatus}})
     async def delete(name: str, request: Request, query: Annotated[WaitQuery, Query()]) -> Response:
-        """Unload an adapter; answers when running requests have ended."""
-        return await unloaded_answer(request, service, query, name)
+        """Unload an adapter; answers when its running requests have ended."""
+        return await unload_response(request, service, query, name)
 
     @routes.get("/v1/loras/{name}/generations", response_model=PageResponse[LoraGeneration])
     async def generations(name: str, request: Request) -> Response:
-        """Everything a name has meant."""
+        """The generations of a name: the contents that it has had."""
         tenant_id = http_principal(request).tenant_id
         data = [
             {
@@ -159,3 +154,76 @@ def _add_named_routes(routes: APIRouter, service: IngressService) -> None:
             for item in await service.management.store.generations(name, tenant_id=tenant_id)
         ]
         return JSONResponse(page_body(data, has_more=False))
+
+
+EntryT = TypeVar("EntryT", CatalogEntry, AliasEntry)
+
+
+class WaitQuery(QueryParams):
+    """`wait`: answer when the work is done instead of at once."""
+
+    wait: Flag | None = None
+
+
+def registry_page(
+    request: Request,
+    service: IngressService,
+    query: PageQuery,
+    kind: type[EntryT],
+    body: Callable[[EntryT], dict[str, Any]],
+) -> Response:
+    """A page of the caller's entries of one kind."""
+    tenant_id = http_principal(request).tenant_id
+    found = service.registry.page((kind,), limit=query.limit, after=query.after, tenant_id=tenant_id)
+    data = [body(entry) for entry in found.entries if isinstance(entry, kind)]
+    return JSONResponse(page_body(data, has_more=found.has_more))
+
+
+async def unload_response(
+    request: Request,
+    service: IngressService,
+    query: WaitQuery,
+    name: str,
+    extra_fields: Mapping[str, str] = MappingProxyType({}),
+) -> Response:
+    """Unload one of the caller's adapters. Raises what `AdapterAdmin.unload` raises."""
+    wait = query.wait is not False
+    caller = http_principal(request)
+    job, entry = await service.management.unload(name, tenant_id=caller.tenant_id, who=caller.who, wait=wait)
+    return JSONResponse(unload_body(entry, job) | dict(extra_fields), status_code=200 if wait else 202)
+
+
+CONFIG_HEADER = "X-Adapter-Config"
+#: Concurrent uploads of one ingress: each is held in its memory.
+MAX_UPLOADS = 4
+
+
+def _add_upload_route(routes: APIRouter, service: IngressService) -> None:
+    num_running = 0
+    content = takes_content("application/octet-stream", {"type": "string", "format": "binary"})
+
+    @routes.put("/v1/loras/{name}/weights", response_model=Lora, openapi_extra=content)
+    async def put_weights(name: str, request: Request) -> Response:
+        """Load an adapter from a safetensors file and a header with its adapter_config.json; answers when served.
+
+        The store's reader process validates the bytes.
+        """
+        nonlocal num_running
+        config = request.headers.get(CONFIG_HEADER, "")
+        if not config:
+            raise InvalidRequest(
+                f"the header {CONFIG_HEADER} is missing; send the adapter_config.json of the weights in it"
+            )
+        if holds_key(config):
+            raise InvalidRequest(f"the header {CONFIG_HEADER} contains an API key; leave it out")
+        if num_running >= MAX_UPLOADS:
+            raise QueueFull(f"{num_running} adapters are being uploaded here, the limit; retry later", retry_after_s=1)
+        num_running += 1
+        try:
+            weights = await read_bytes(request, service.preprocessor.limits.max_upload_bytes, "limits.max_upload_bytes")
+            caller = http_principal(request)
+            load = LoadRequest(caller.tenant_id, name, UPLOADED, caller.who)
+            job, entry = await service.management.store.upload(load, config.encode("latin-1"), weights)
+        finally:
+            num_running -= 1
+        return JSONResponse(adapter_body(entry) | {"job": job_body(job)})

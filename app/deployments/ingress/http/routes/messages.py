@@ -1,8 +1,7 @@
-"""Routes for agents beside chat completions: Anthropic's messages, OpenAI's responses, tokens of a text.
+"""Anthropic's /v1/messages, and /tokenize and /detokenize in vLLM's format.
 
-In: an `IngressService`. Out: routes. Rule: an answer is a chat completion in other words: it goes through the same
-preprocessor, and is let in, limited, counted and metered as one. What only counts or spells tokens asks no engine: it takes
-one request of its caller's limits.
+A message is a chat completion in another format: the same preprocessor, limits and accounting. The routes that only
+tokenize or count use no engine and cost their caller one request of its limits.
 """
 
 from __future__ import annotations
@@ -13,41 +12,48 @@ from fastapi import FastAPI, Request
 from pydantic_core import to_json
 from starlette.responses import JSONResponse, Response
 
-from app.deployments.ingress.http.chat_responses import json_response, start_task, stream_response
 from app.deployments.ingress.http.openapi import EVENT_STREAM, MESSAGES_ERROR
-from app.deployments.ingress.http.request_lifecycle import counted_if_cancelled, run_until_disconnect
+from app.deployments.ingress.http.request_lifecycle import (
+    json_response,
+    observe_if_cancelled,
+    run_until_disconnect,
+    start_task,
+    stream_response,
+)
 from app.deployments.ingress.http.request_parsing import JsonBody
-from app.deployments.ingress.http.routes.responses import add_response_routes
 from app.deployments.ingress.preprocess.tokenizer_service import in_worker_if_long
 from app.deployments.ingress.principal import inference_principal
+from app.deployments.ingress.schemas.completions import (
+    DetokenizeRequest,
+    DetokenizeResponse,
+    TokenizeRequest,
+    TokenizeResponse,
+)
 from app.deployments.ingress.schemas.messages import CountTokensRequest, MessageResponse, MessagesRequest, TokenCount
-from app.deployments.ingress.schemas.tokenize import Detokenized, DetokenizeRequest, TokenizeRequest, Tokens
-from app.deployments.ingress.serializers.content_blocks import finished
+from app.deployments.ingress.serializers.content_blocks import collect_blocks
 from app.deployments.ingress.serializers.messages import message_body, message_events
 from app.deployments.ingress.service import IngressService
 
 
-def add_agent_routes(app: FastAPI, service: IngressService) -> None:
-    """Add them."""
-    _add_messages(app, service)
-    add_response_routes(app, service)
-    _add_tokens(app, service)
+def add_messages_routes(app: FastAPI, service: IngressService) -> None:
+    _add_message_routes(app, service)
+    _add_tokenize_routes(app, service)
 
 
-def _add_messages(app: FastAPI, service: IngressService) -> None:
+def _add_message_routes(app: FastAPI, service: IngressService) -> None:
     @app.post("/v1/messages", response_model=MessageResponse, responses=EVENT_STREAM | MESSAGES_ERROR)
     async def messages(request: Request, body: JsonBody[MessagesRequest]) -> Response:
-        """Answer a conversation, as Anthropic does."""
-        job = await start_task(request, service, body.chat())
+        """Answer a conversation, complete or as a stream."""
+        task = await start_task(request, service, body.chat())
         if body.stream:
-            return await stream_response(request, service, job, "messages", message_events(job, body.model))
-        with counted_if_cancelled(service, "messages", job):
-            blocks, end = await run_until_disconnect(request, finished(job))
-        return json_response(service, job, "messages", message_body(job, body.model, blocks, end))
+            return await stream_response(request, service, task, "messages", message_events(task, body.model))
+        with observe_if_cancelled(service, "messages", task):
+            blocks, end = await run_until_disconnect(request, collect_blocks(task))
+        return json_response(service, task, "messages", message_body(task, body.model, blocks, end))
 
     @app.post("/v1/messages/count_tokens", response_model=TokenCount, responses=MESSAGES_ERROR)
     async def count_tokens(request: Request, body: JsonBody[CountTokensRequest]) -> Response:
-        """How many tokens a conversation's prompt has."""
+        """Count the tokens of a conversation's prompt."""
         chat, caller = body.chat(), inference_principal(request)
         ref = await service.preprocessor.resolver.resolve(chat.model, caller, adapters=chat.adapters)
         async with service.accounting.charge_request(caller, ref):
@@ -55,13 +61,13 @@ def _add_messages(app: FastAPI, service: IngressService) -> None:
         return JSONResponse({"input_tokens": len(token_ids)}, headers=service.accounting.headers(caller))
 
 
-def _add_tokens(app: FastAPI, service: IngressService) -> None:
-    @app.post("/tokenize", response_model=Tokens)
+def _add_tokenize_routes(app: FastAPI, service: IngressService) -> None:
+    @app.post("/tokenize", response_model=TokenizeResponse)
     async def tokenize(request: Request, body: JsonBody[TokenizeRequest]) -> Response:
-        """Token ids of a text, or of a conversation as an answer's prompt has them."""
+        """The token ids of a text, or of a conversation's prompt."""
         preprocessor, caller = service.preprocessor, inference_principal(request)
 
-        def told(token_ids: Sequence[int]) -> bytes:
+        def body_bytes(token_ids: Sequence[int]) -> bytes:
             text_of = preprocessor.text_model.token_text
             strings = [text_of(token_id) for token_id in token_ids] if body.return_token_strs else None
             fields = {"count": len(token_ids), "max_model_len": preprocessor.max_model_len, "tokens": list(token_ids)}
@@ -73,10 +79,10 @@ def _add_tokens(app: FastAPI, service: IngressService) -> None:
                 token_ids = await preprocessor.chat_ids(body, ref)
             else:
                 (token_ids,) = await preprocessor.prompt_ids([body.prompt], "prompt")
-            content = await in_worker_if_long(len(token_ids), lambda: told(token_ids))
+            content = await in_worker_if_long(len(token_ids), lambda: body_bytes(token_ids))
         return _json(content, service.accounting.headers(caller))
 
-    @app.post("/detokenize", response_model=Detokenized)
+    @app.post("/detokenize", response_model=DetokenizeResponse)
     async def detokenize(request: Request, body: JsonBody[DetokenizeRequest]) -> Response:
         """The text of token ids."""
         preprocessor, caller = service.preprocessor, inference_principal(request)

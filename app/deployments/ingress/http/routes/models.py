@@ -1,4 +1,4 @@
-"""The list of models: the base, adapters and aliases, as vLLM lists them."""
+"""/v1/models: the base model, adapters and aliases, in vLLM's format."""
 
 from __future__ import annotations
 
@@ -22,18 +22,16 @@ from app.engine.errors import NotFound
 
 
 class ModelQuery(QueryParams):
-    """Without a limit all models are listed."""
+    """Without `limit` all models are listed."""
 
     limit: Limit | None = None
     after: str | None = None
 
 
 def add_model_routes(app: FastAPI, service: IngressService) -> None:
-    """Add them."""
-
     @app.get("/v1/models", response_model=PageResponse[Model])
     async def models(request: Request, query: Annotated[ModelQuery, Query()]) -> Response:
-        """The base model, adapters and aliases: all of them, or a page."""
+        """List the base model, adapters and aliases: all of them, or a page."""
         caller = http_principal(request)
         if query.limit is not None:
             return JSONResponse(model_page(service, PageQuery(limit=query.limit, after=query.after), caller))
@@ -42,7 +40,7 @@ def add_model_routes(app: FastAPI, service: IngressService) -> None:
 
     @app.get("/v1/models/{name}", response_model=Model)
     async def model(request: Request, name: str) -> Response:
-        """One of them."""
+        """Retrieve a model."""
         entry = visible(service.registry, http_principal(request), name.removeprefix(f"{service.base_name}:"))
         if entry is not None:
             return JSONResponse(model_of(service, entry, http_principal(request)))
@@ -52,7 +50,7 @@ def add_model_routes(app: FastAPI, service: IngressService) -> None:
 
 
 def model_page(service: IngressService, page: PageQuery, caller: Principal) -> dict[str, Any]:
-    """The base, then adapters and aliases by name: those that the caller may use."""
+    """The models that the caller may use: the base, then adapters and aliases by name."""
     data = [base_model(service)] if page.after is None and caller.tenant.may_use(service.base_name) else []
     after = None if page.after == service.base_name else page.after
     found = visible_page(service.registry, caller, limit=page.limit - len(data), after=after)
@@ -61,22 +59,19 @@ def model_page(service: IngressService, page: PageQuery, caller: Principal) -> d
 
 
 async def all_models(service: IngressService, after: str | None, caller: Principal) -> AsyncGenerator[bytes]:
-    """The JSON of `model_page`'s list without an end: the official client takes one page for all there are.
-
-    Other requests go on between its parts.
-    """
-    begin, last_id, first_id = b'{"object":"list","data":[', None, None
+    """The JSON of all models as one list, because OpenAI's client does not paginate; yields to other requests."""
+    prefix, last_id, first_id = b'{"object":"list","data":[', None, None
     while True:
         page = model_page(service, PageQuery(limit=MAX_PAGE, after=after), caller)
         if page["data"]:
             first_id, last_id = first_id or page["first_id"], page["last_id"]
-            yield begin + to_json(page["data"])[1:-1]
-            begin = b","
+            yield prefix + to_json(page["data"])[1:-1]
+            prefix = b","
         if not page["has_more"]:
             break
         after = last_id
         await asyncio.sleep(0)
-    yield (b"" if last_id else begin) + b'],"first_id":%b,"last_id":%b,"has_more":false}' % (
+    yield (b"" if last_id else prefix) + b'],"first_id":%b,"last_id":%b,"has_more":false}' % (
         to_json(first_id),
         to_json(last_id),
     )
@@ -95,10 +90,10 @@ def base_model(service: IngressService) -> dict[str, Any]:
 
 
 def model_of(service: IngressService, entry: Entry, caller: Principal) -> dict[str, Any]:
-    """As vLLM lists them: `parent` is the base; `root` is an alias's main target, or where an adapter comes from.
+    """An entry in vLLM's format: `parent` is the base, `root` an alias's main target or an adapter's source.
 
-    An adapter that is activated says by which tokens. A place on this server is no client's business, nor is where
-    another tenant's adapter comes from, or what its alias stands for: their root is their name.
+    Paths on this server, sources of another tenant's adapters and targets of its aliases are not disclosed: there
+    `root` is the entry's own name.
     """
     activation = {}
     if isinstance(entry, AliasEntry):
@@ -106,8 +101,8 @@ def model_of(service: IngressService, entry: Entry, caller: Principal) -> dict[s
         if entry.tenant_id in (caller.tenant_id, DEFAULT_TENANT):
             root = max(entry.targets, key=lambda target: target.weight).name
     else:
-        is_told = "://" in entry.source and not is_composition(entry.source) and entry.tenant_id == caller.tenant_id
-        created, root = entry.registered_s, entry.source if is_told else entry.name
+        is_public = "://" in entry.source and not is_composition(entry.source) and entry.tenant_id == caller.tenant_id
+        created, root = entry.registered_s, entry.source if is_public else entry.name
         if entry.invocation_tokens:
             activation = {"alora_invocation_tokens": [*entry.invocation_tokens]}
     return {

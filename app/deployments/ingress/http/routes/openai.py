@@ -1,6 +1,6 @@
-"""The routes that generate, embed or choose, in the formats of OpenAI and SGLang.
+"""Chat completions, completions, embeddings and adapter selection in OpenAI's format, and SGLang's /generate.
 
-The first event of a stream is awaited before the status line is sent, so that a refused request has its proper code.
+The first event of a stream is awaited before the status line is sent, so that a rejected request has its status code.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from app.deployments.ingress.http.middleware.request_log import request_id_of
 from app.deployments.ingress.http.openapi import EVENT_STREAM
 from app.deployments.ingress.http.request_lifecycle import (
     adapter_header,
-    counted_if_cancelled,
     first_event,
+    observe_if_cancelled,
     run_until_disconnect,
 )
 from app.deployments.ingress.http.request_parsing import JsonBody
@@ -30,10 +30,10 @@ from app.deployments.ingress.schemas.completions import (
     ChatCompletion,
     Completion,
     EmbeddingList,
+    EmbeddingsRequest,
     GenerateResult,
     RouteDecision,
 )
-from app.deployments.ingress.schemas.embeddings import EmbeddingsRequest
 from app.deployments.ingress.schemas.openai import ChatCompletionRequest, CompletionRequest, GenerateBody, RouteBody
 from app.deployments.ingress.semantic_router.decision import ROUTE_HEADER
 from app.deployments.ingress.serializers.generate import generate_result
@@ -43,107 +43,106 @@ from app.engine.errors import InvalidRequest
 
 
 def add_openai_routes(app: FastAPI, service: IngressService) -> None:
-    """Add them."""
     _add_completion_routes(app, service)
     _add_generate_route(app, service)
     _add_embeddings_route(app, service)
-    _add_choice_route(app, service)
+    _add_selection_route(app, service)
 
 
 def _add_completion_routes(app: FastAPI, service: IngressService) -> None:
     @app.post("/v1/chat/completions", response_model=ChatCompletion, responses=EVENT_STREAM)
     async def chat(request: Request, body: JsonBody[ChatCompletionRequest]) -> Response:
-        """Answer a conversation, whole or as a stream."""
-        job = await service.preprocessor.chat(body, inference_principal(request), request_id_of(request))
-        return await _respond(request, service, body, job)
+        """Answer a conversation, complete or as a stream."""
+        task = await service.preprocessor.chat(body, inference_principal(request), request_id_of(request))
+        return await _respond(request, service, body, task)
 
     @app.post("/v1/completions", response_model=Completion, responses=EVENT_STREAM)
     async def completions(request: Request, body: JsonBody[CompletionRequest]) -> Response:
-        """Continue one text or several, whole or as a stream."""
-        job = await service.preprocessor.completion(body, inference_principal(request), request_id_of(request))
-        return await _respond(request, service, body, job)
+        """Continue one or more prompts, complete or as a stream."""
+        task = await service.preprocessor.completion(body, inference_principal(request), request_id_of(request))
+        return await _respond(request, service, body, task)
 
 
 async def _respond(
-    request: Request, service: IngressService, body: ChatCompletionRequest | CompletionRequest, job: GenerationTask
+    request: Request, service: IngressService, body: ChatCompletionRequest | CompletionRequest, task: GenerationTask
 ) -> Response:
-    request.state.job = job
+    request.state.task = task
     request.state.model = body.model[:160]
     route = "chat" if isinstance(body, ChatCompletionRequest) else "completions"
-    form = chat_serializer(service.preprocessor.text_model, body, job)
-    headers = adapter_header(job) | service.accounting.headers(job.caller)
+    serializer = chat_serializer(service.preprocessor.text_model, body, task)
+    headers = adapter_header(task) | service.accounting.headers(task.caller)
     if not body.stream:
-        with counted_if_cancelled(service, route, job):
-            answers = await run_until_disconnect(request, job.answers())
-        service.observe(route, 200, job)
-        return JSONResponse(form.body(answers, job.num_per_prompt), headers=headers)
-    events = _events(job, form)
-    with counted_if_cancelled(service, route, job):
+        with observe_if_cancelled(service, route, task):
+            answers = await run_until_disconnect(request, task.answers())
+        service.observe(route, 200, task)
+        return JSONResponse(serializer.body(answers, task.num_per_prompt), headers=headers)
+    events = _events(task, serializer)
+    with observe_if_cancelled(service, route, task):
         first = await first_event(request, events)
-    return EventStream(first, events, lambda status: service.observe(route, status, job), headers)
+    return EventStream(first, events, lambda status: service.observe(route, status, task), headers)
 
 
 def _add_embeddings_route(app: FastAPI, service: IngressService) -> None:
     @app.post("/v1/embeddings", response_model=EmbeddingList)
     async def embeddings(request: Request, body: JsonBody[EmbeddingsRequest]) -> Response:
         caller, request_id = inference_principal(request), request_id_of(request)
-        job = request.state.job = await service.embedder.job(body, caller, request_id)
-        with counted_if_cancelled(service, "embeddings", job):
-            found = await run_until_disconnect(request, vectors(job))
-        service.observe("embeddings", 200, job)
-        headers = adapter_header(job) | service.accounting.headers(caller)
-        return Response(answer(job, body, found), media_type="application/json", headers=headers)
+        task = request.state.task = await service.embedder.job(body, caller, request_id)
+        with observe_if_cancelled(service, "embeddings", task):
+            found = await run_until_disconnect(request, vectors(task))
+        service.observe("embeddings", 200, task)
+        headers = adapter_header(task) | service.accounting.headers(caller)
+        return Response(answer(task, body, found), media_type="application/json", headers=headers)
 
 
-def _add_choice_route(app: FastAPI, service: IngressService) -> None:
+def _add_selection_route(app: FastAPI, service: IngressService) -> None:
     @app.post("/v1/route", response_model=RouteDecision)
     async def route(request: Request, body: JsonBody[RouteBody]) -> Response:
-        """Which adapters model "auto" would choose, and how near each is; nothing is generated."""
+        """The adapters that model "auto" would choose, and their scores; generates nothing."""
         if (body.messages is None) == (body.prompt is None):
             raise InvalidRequest("give either messages, a conversation, or prompt", param="prompt")
-        asked = body.prompt or "" if body.messages is None else last_user_text(body.messages)
+        question = body.prompt or "" if body.messages is None else last_user_text(body.messages)
         caller = inference_principal(request)
         decision = await run_until_disconnect(
-            request, service.preprocessor.selector.choose(asked, caller, body.routing)
+            request, service.preprocessor.selector.choose(question, caller, body.routing)
         )
         service.observe("route", 200, None)
         headers = {ROUTE_HEADER: decision.header} | service.accounting.headers(caller)
         return JSONResponse({"object": "route"} | decision.body(), headers=headers)
 
 
-async def _events(job: GenerationTask, form: ChatSerializer) -> AsyncGenerator[bytes]:
-    offsets = [TokenOffsets(form.text_bytes) for _ in job.requests]
-    started = [not form.is_chat] * len(job.requests)
-    readers = [form.reader(index) for index in range(len(job.requests))]
-    texts = [form.text_event(index) for index in range(len(job.requests))]
-    async with aclosing(job.deltas()) as deltas:
+async def _events(task: GenerationTask, serializer: ChatSerializer) -> AsyncGenerator[bytes]:
+    offsets = [TokenOffsets(serializer.text_bytes) for _ in task.requests]
+    started = [not serializer.is_chat] * len(task.requests)
+    readers = [serializer.reader(index) for index in range(len(task.requests))]
+    texts = [serializer.text_event(index) for index in range(len(task.requests))]
+    async with aclosing(task.deltas()) as deltas:
         async for index, delta in deltas:
             reader = readers[index]
             if reader is not None:
-                event = b"".join(map(sse, form.tool_events(index, delta, offsets[index], reader)))
-            elif started[index] and delta.finish_reason is None and form.is_plain:
-                before, behind = texts[index]  # nearly every event: only its text is new
-                event = b"data: %b%b%b\n\n" % (before, to_json(delta.text), behind)
+                event = b"".join(map(sse, serializer.tool_events(index, delta, offsets[index], reader)))
+            elif started[index] and delta.finish_reason is None and serializer.is_plain:
+                before, after = texts[index]  # the common case: only the text differs
+                event = b"data: %b%b%b\n\n" % (before, to_json(delta.text), after)
             else:
-                event = sse(form.event(index, delta, offsets[index]))
+                event = sse(serializer.event(index, delta, offsets[index]))
             if not started[index]:
                 started[index] = True
-                event = sse(form.role_event(index)) + event
+                event = sse(serializer.role_event(index)) + event
             if event:
                 yield event
-    if form.include_usage:
-        yield sse(form.usage_event(job.usages, job.num_per_prompt))
+    if serializer.include_usage:
+        yield sse(serializer.usage_event(task.usages, task.num_per_prompt))
 
 
 def _add_generate_route(app: FastAPI, service: IngressService) -> None:
     @app.post("/generate", response_model=GenerateResult | list[GenerateResult])
     async def generate(request: Request, body: JsonBody[GenerateBody]) -> Response:
-        """Continue texts, each with an adapter of its own or none."""
+        """Continue texts, each with its own adapter or none."""
         caller, request_id = inference_principal(request), request_id_of(request)
-        job = request.state.job = await service.preprocessor.generate(body, caller, request_id)
-        with counted_if_cancelled(service, "generate", job):
-            answers = await run_until_disconnect(request, job.answers())
-        service.observe("generate", 200, job)
-        results = [generate_result(job, index, answer) for index, answer in enumerate(answers)]
+        task = request.state.task = await service.preprocessor.generate(body, caller, request_id)
+        with observe_if_cancelled(service, "generate", task):
+            answers = await run_until_disconnect(request, task.answers())
+        service.observe("generate", 200, task)
+        results = [generate_result(task, index, answer) for index, answer in enumerate(answers)]
         is_single = isinstance(body.text, str) and body.sampling_params.n == 1
         return JSONResponse(results[0] if is_single else results, headers=service.accounting.headers(caller))

@@ -1,8 +1,7 @@
-"""/v1/responses: json_response, stored where that is asked for, looked up again.
+"""/v1/responses in OpenAI's format: create, and retrieve or delete stored ones.
 
-In: a service that keeps responses. Out: routes. Rule: a response is stored when its request says `store`, with the
-whole conversation that it answers, so that `previous_response_id` needs no other; it belongs to the tenant of the key
-that asked, and another tenant's is as if it were not there. `instructions` are a request's own and are not handed on.
+A response whose request has `store` is stored with the whole conversation, so that `previous_response_id` needs no
+earlier one. It belongs to the tenant of the key; other tenants get a 404. `instructions` apply to one request only.
 """
 
 from __future__ import annotations
@@ -16,23 +15,28 @@ from fastapi import FastAPI, Query, Request
 from pydantic import Field
 from starlette.responses import JSONResponse, Response
 
-from app.deployments.ingress.http.chat_responses import json_response, start_task, stream_response
 from app.deployments.ingress.http.openapi import EVENT_STREAM
-from app.deployments.ingress.http.request_lifecycle import counted_if_cancelled, run_until_disconnect
+from app.deployments.ingress.http.request_lifecycle import (
+    json_response,
+    observe_if_cancelled,
+    run_until_disconnect,
+    start_task,
+    stream_response,
+)
 from app.deployments.ingress.http.request_parsing import JsonBody, Order, PageQuery, QueryParams, page_body
 from app.deployments.ingress.http.routes.batches import DAY_S
 from app.deployments.ingress.principal import inference_principal
 from app.deployments.ingress.schemas import responses as schemas
-from app.deployments.ingress.schemas.response_model import Deleted, PageResponse
+from app.deployments.ingress.schemas.response_model import DeletedResponse, PageResponse
 from app.deployments.ingress.schemas.responses import InputItem, InputTokens, InputTokensRequest, ResponsesRequest
-from app.deployments.ingress.serializers.content_blocks import finished
-from app.deployments.ingress.serializers.responses import Keep, response_body, response_events
+from app.deployments.ingress.serializers.content_blocks import collect_blocks
+from app.deployments.ingress.serializers.responses import StoreResponse, response_body, response_events
 from app.deployments.ingress.service import IngressService
 from app.deployments.object_storage.models import StoredResponse, not_found_error
 
 
 class RetrieveQuery(QueryParams):
-    """What OpenAI's client may ask of a stored response. It is answered whole, whatever these say."""
+    """OpenAI's parameters, all ignored: a stored response is returned complete."""
 
     include: list[str] = Field(default_factory=list)
     include_obfuscation: str | None = None
@@ -41,18 +45,16 @@ class RetrieveQuery(QueryParams):
 
 
 class ItemQuery(PageQuery):
-    """`include` changes nothing."""
+    """`include` is ignored."""
 
     order: Order = "desc"
     include: list[str] = Field(default_factory=list)
 
 
 def add_response_routes(app: FastAPI, service: IngressService) -> None:
-    """Add them."""
-
     @app.post("/v1/responses", response_model=schemas.Response, responses=EVENT_STREAM)
     async def responses(request: Request, body: JsonBody[ResponsesRequest]) -> Response:
-        """Answer a conversation, as OpenAI's newer interface does."""
+        """Answer a conversation, complete or as a stream."""
         caller = inference_principal(request)
         if body.previous_response_id is not None:
             body = body.after(
@@ -60,28 +62,28 @@ def add_response_routes(app: FastAPI, service: IngressService) -> None:
             )
         is_stored = service.storage_config.store_responses if body.store is None else body.store
         stored_id = f"resp_{secrets.token_hex(16)}" if is_stored else None
-        keep = None if stored_id is None else _keep(service, caller.tenant_id, body, stored_id)
-        job = await start_task(request, service, body.chat())
+        store = None if stored_id is None else _store_later(service, caller.tenant_id, body, stored_id)
+        task = await start_task(request, service, body.chat())
         if body.stream:
             return await stream_response(
-                request, service, job, "responses", response_events(job, body, stored_id, keep)
+                request, service, task, "responses", response_events(task, body, stored_id, store)
             )
-        with counted_if_cancelled(service, "responses", job):
-            blocks, end = await run_until_disconnect(request, finished(job))
-            told = response_body(job, body, blocks, end, stored_id)
-            if keep is not None:
-                await keep(told)
-        return json_response(service, job, "responses", told)
+        with observe_if_cancelled(service, "responses", task):
+            blocks, end = await run_until_disconnect(request, collect_blocks(task))
+            content = response_body(task, body, blocks, end, stored_id)
+            if store is not None:
+                await store(content)
+        return json_response(service, task, "responses", content)
 
     @app.post("/v1/responses/input_tokens", response_model=InputTokens)
     async def input_tokens(request: Request, body: JsonBody[InputTokensRequest]) -> Response:
-        """How many tokens the prompt of a response has."""
+        """Count the tokens of a response's prompt."""
         chat, caller = body.chat(), inference_principal(request)
         ref = await service.preprocessor.resolver.resolve(chat.model, caller, chat.lora_path, adapters=chat.adapters)
         async with service.accounting.charge_request(caller, ref):
             token_ids = await service.preprocessor.chat_ids(chat, ref)
-        told = {"object": "response.input_tokens", "input_tokens": len(token_ids)}
-        return JSONResponse(told, headers=service.accounting.headers(caller))
+        content = {"object": "response.input_tokens", "input_tokens": len(token_ids)}
+        return JSONResponse(content, headers=service.accounting.headers(caller))
 
     @app.get("/v1/responses/{response_id}", response_model=schemas.Response)
     async def response(
@@ -89,19 +91,19 @@ def add_response_routes(app: FastAPI, service: IngressService) -> None:
         response_id: str,
         query: Annotated[RetrieveQuery, Query()],  # noqa: ARG001
     ) -> Response:
-        """A stored response."""
+        """Retrieve a stored response."""
         found = await service.storage.response(response_id, tenant_id=inference_principal(request).tenant_id)
         return Response(found.body, media_type="application/json")
 
-    @app.delete("/v1/responses/{response_id}", response_model=Deleted)
+    @app.delete("/v1/responses/{response_id}", response_model=DeletedResponse)
     async def delete(request: Request, response_id: str) -> Response:
-        """Forget it."""
+        """Delete a stored response."""
         await service.storage.delete_response(response_id, tenant_id=inference_principal(request).tenant_id)
         return JSONResponse({"id": response_id, "object": "response", "deleted": True})
 
     @app.get("/v1/responses/{response_id}/input_items", response_model=PageResponse[InputItem])
     async def input_items(request: Request, response_id: str, query: Annotated[ItemQuery, Query()]) -> Response:
-        """The conversation that it answers, newest first unless `order` is asc."""
+        """The conversation of a stored response, newest item first unless `order` is asc."""
         found = await service.storage.response(response_id, tenant_id=inference_principal(request).tenant_id)
         items = json.loads(found.items)[:: 1 if query.order == "asc" else -1]
         if query.after is not None:
@@ -112,24 +114,24 @@ def add_response_routes(app: FastAPI, service: IngressService) -> None:
         return JSONResponse(page_body(items[: query.limit], has_more=len(items) > query.limit))
 
 
-def _items(storage: StoredResponse) -> list[dict[str, Any]]:
-    """A conversation with its answer."""
-    items: list[dict[str, Any]] = json.loads(storage.items)
-    output: list[dict[str, Any]] = json.loads(storage.body)["output"]
+def _items(stored: StoredResponse) -> list[dict[str, Any]]:
+    """The conversation, answer included."""
+    items: list[dict[str, Any]] = json.loads(stored.items)
+    output: list[dict[str, Any]] = json.loads(stored.body)["output"]
     return items + output
 
 
-def _keep(service: IngressService, tenant_id: str, body: ResponsesRequest, stored_id: str) -> Keep:
+def _store_later(service: IngressService, tenant_id: str, body: ResponsesRequest, stored_id: str) -> StoreResponse:
     config = service.storage_config
     items = [{"id": f"item_{stored_id}_{number}"} | item for number, item in enumerate(body.items())]
 
-    async def keep(told: Mapping[str, Any]) -> None:
+    async def store(content: Mapping[str, Any]) -> None:
         await service.storage.keep_response(
-            StoredResponse(stored_id, json.dumps(items), json.dumps(told)),
+            StoredResponse(stored_id, json.dumps(items), json.dumps(content)),
             tenant_id=tenant_id,
             life_s=config.days * DAY_S,
             max_count=config.max_responses,
             max_bytes=config.max_response_bytes,
         )
 
-    return keep
+    return store

@@ -1,7 +1,6 @@
-"""Usage, costs and spend limits, by which OpenAI's admin client accounts for tenants.
+"""Usage, costs and spend limits of OpenAI's admin API, computed from the usage ledger.
 
-In: requests with an admin key, and the tenants' owner. Out: routes. Buckets, groups and pages are those of OpenAI's
-specification; what it groups by that is not here (users, batches, tiers) is null. Sums are the ledger's.
+Groups of OpenAI's that do not exist here (users, batches, tiers) are null.
 """
 
 from __future__ import annotations
@@ -18,26 +17,32 @@ from app.deployments.ingress.accounting import RequestAccounting
 from app.deployments.ingress.http.request_parsing import JsonBody, QueryParams, WholeNumber
 from app.deployments.ingress.principal import admin_principal
 from app.deployments.ingress.schemas import admin as schemas
-from app.deployments.ingress.schemas.admin import Cleared, SpendLimit
-from app.deployments.ingress.schemas.usage import BucketPage, CompletionsUsage, CostsResponse, EmbeddingsUsage
+from app.deployments.ingress.schemas.admin import (
+    BucketPage,
+    CompletionsUsage,
+    CostsResponse,
+    DeletedSetting,
+    EmbeddingsUsage,
+    SpendLimit,
+)
 from app.deployments.ingress.serializers import admin as serializers
 from app.deployments.tenancy.quota.limits import NANOS_PER_CENT
 from app.deployments.tenancy.usage.flusher import RouteKind, UsageRecord
 from app.deployments.tenancy.usage.queries import WIDTHS, BucketSize, UsageQuery, next_page, usage_query
 from app.engine.errors import InvalidRequest, NotFound
 
-#: One group's sum.
+#: A group's columns and its sum.
 Sum = tuple[Mapping[str, str], UsageRecord]
-#: What is made of the sums of a bucket.
+#: Formats the sums of a bucket.
 Results = Callable[[Sequence[Sum]], list[dict[str, Any]]]
-#: Costs come by the day, and more of them at once than usage does.
+#: Costs are per day: 7 buckets by default, at most 180.
 _COST_WIDTH = BucketSize(86_400, 7, 180)
 #: Up to the year 5138.
 _Time = Annotated[int, WholeNumber(0, 10**11)]
 
 
 class BucketQuery(QueryParams):
-    """What both usage and costs are asked for; times are Unix seconds."""
+    """Parameters of usage and costs; times are Unix seconds."""
 
     start_time: _Time
     end_time: _Time | None = None
@@ -49,7 +54,7 @@ class BucketQuery(QueryParams):
 
 
 class ModelUsageQuery(BucketQuery):
-    """Usage is not counted by user."""
+    """`user_ids` is rejected: usage is not counted by user."""
 
     bucket_width: Literal["1m", "1h", "1d"] = "1d"
     models: list[str] = Field(default_factory=list)
@@ -57,7 +62,7 @@ class ModelUsageQuery(BucketQuery):
 
 
 class CompletionsUsageQuery(ModelUsageQuery):
-    """Nor is it counted by batch."""
+    """`batch` true is rejected: usage is not counted by batch."""
 
     batch: str | None = None
 
@@ -68,7 +73,7 @@ class CostQuery(BucketQuery):
 
 
 def add_usage_routes(routes: APIRouter, accounting: RequestAccounting) -> None:
-    """`/usage/completions`, `/usage/embeddings`, `/costs`."""
+    """Register `/usage/completions`, `/usage/embeddings` and `/costs`."""
 
     @routes.get("/usage/completions", response_model=BucketPage[CompletionsUsage])
     async def completions(query: Annotated[CompletionsUsageQuery, Query()]) -> Response:
@@ -80,16 +85,16 @@ def add_usage_routes(routes: APIRouter, accounting: RequestAccounting) -> None:
 
     @routes.get("/costs", response_model=BucketPage[CostsResponse])
     async def costs(query: Annotated[CostQuery, Query()]) -> Response:
-        asked = query.group_by
-        others = [name for name in asked if name not in ("line_item", "model")]
-        wanted = _query(query, accounting, _COST_WIDTH, None, [*others, "model"])  # prices are by model
+        group_by = query.group_by
+        others = [name for name in group_by if name not in ("line_item", "model")]
+        usage = _query(query, accounting, _COST_WIDTH, None, [*others, "model"])  # prices are by model
         if query.line_items:
-            wanted = _with_only(wanted, "model", query.line_items)
-        return await _page(accounting, wanted, lambda results: _costs(results, asked))
+            usage = _with_only(usage, "model", query.line_items)
+        return await _page(accounting, usage, lambda results: _costs(results, group_by))
 
 
 def add_spend_routes(routes: APIRouter, accounting: RequestAccounting) -> None:
-    """`/projects/{id}/spend_limit`."""
+    """Register `/projects/{id}/spend_limit`."""
     owner, path = accounting.owner, "/projects/{project_id}/spend_limit"
 
     async def answer(project_id: str) -> Response:
@@ -109,7 +114,7 @@ def add_spend_routes(routes: APIRouter, accounting: RequestAccounting) -> None:
         await owner.limit_spend(project_id, body.threshold_amount, actor=admin_principal(request).key_id)
         return await answer(project_id)
 
-    @routes.delete(path, response_model=Cleared)
+    @routes.delete(path, response_model=DeletedSetting)
     async def delete(project_id: str, request: Request) -> Response:
         await owner.limit_spend(project_id, None, actor=admin_principal(request).key_id)
         return JSONResponse({"object": "project.spend_limit.deleted", "deleted": True})
@@ -118,14 +123,14 @@ def add_spend_routes(routes: APIRouter, accounting: RequestAccounting) -> None:
 async def _usage(query: ModelUsageQuery, accounting: RequestAccounting, kind: RouteKind, results: Results) -> Response:
     if query.user_ids or (isinstance(query, CompletionsUsageQuery) and query.batch == "true"):
         raise InvalidRequest("usage is not counted by batch or user; ask by project, key or model", param="batch")
-    wanted = _query(query, accounting, WIDTHS[query.bucket_width], kind, query.group_by)
+    usage = _query(query, accounting, WIDTHS[query.bucket_width], kind, query.group_by)
     if query.models:
-        wanted = _with_only(wanted, "model", query.models)
-    return await _page(accounting, wanted, results)
+        usage = _with_only(usage, "model", query.models)
+    return await _page(accounting, usage, results)
 
 
 async def _page(accounting: RequestAccounting, query: UsageQuery, results: Results) -> Response:
-    await accounting.usage_flusher.flush()  # so that whoever asks after a request sees it, if it was of this ingress
+    await accounting.usage_flusher.flush()  # so that a caller sees the requests that it has sent to this ingress
     data = [
         {
             "object": "bucket",
@@ -168,15 +173,15 @@ def _completions(sums: Sequence[Sum]) -> list[dict[str, Any]]:
         _group(group)
         | {
             "object": "organization.usage.completions.result",
-            "input_tokens": charge.prompt_tokens,
-            "input_cached_tokens": charge.cached_tokens,
-            "input_uncached_tokens": charge.prompt_tokens - charge.cached_tokens,
-            "output_tokens": charge.completion_tokens,
-            "num_model_requests": charge.num_requests,
+            "input_tokens": usage.prompt_tokens,
+            "input_cached_tokens": usage.cached_tokens,
+            "input_uncached_tokens": usage.prompt_tokens - usage.cached_tokens,
+            "output_tokens": usage.completion_tokens,
+            "num_model_requests": usage.num_requests,
             "batch": None,
             "service_tier": None,
         }
-        for group, charge in sums
+        for group, usage in sums
     ]
 
 
@@ -185,15 +190,15 @@ def _embeddings(sums: Sequence[Sum]) -> list[dict[str, Any]]:
         _group(group)
         | {
             "object": "organization.usage.embeddings.result",
-            "input_tokens": charge.prompt_tokens,
-            "num_model_requests": charge.num_requests,
+            "input_tokens": usage.prompt_tokens,
+            "num_model_requests": usage.num_requests,
         }
-        for group, charge in sums
+        for group, usage in sums
     ]
 
 
 class _Cost(NamedTuple):
-    """What a result of costs is of; None of what is not grouped by."""
+    """The group of a cost; None for columns that are not grouped by."""
 
     project_id: str | None
     key_id: str | None
@@ -201,18 +206,18 @@ class _Cost(NamedTuple):
     line_item: str | None
 
 
-def _costs(sums: Sequence[Sum], asked: Collection[str]) -> list[dict[str, Any]]:
-    """A line item is the tokens of a model or an adapter, and has a quantity. `requested_grammar`: what is grouped by."""
+def _costs(sums: Sequence[Sum], group_by: Collection[str]) -> list[dict[str, Any]]:
+    """Costs per group. A line item is a model's or an adapter's tokens, and only line items have a quantity."""
     totals: dict[_Cost, UsageRecord] = {}
-    for group, charge in sums:
+    for group, usage in sums:
         model = group["model"]
         place = _Cost(
             group.get("project_id"),
             group.get("key_id"),
-            model if "model" in asked else None,
-            model if "line_item" in asked else None,
+            model if "model" in group_by else None,
+            model if "line_item" in group_by else None,
         )
-        totals[place] = totals.get(place, UsageRecord()).plus(charge)
+        totals[place] = totals.get(place, UsageRecord()).plus(usage)
     return [_cost(place, total) for place, total in totals.items()]
 
 

@@ -1,4 +1,4 @@
-"""API keys at the door: who is let in, as whom, and what a key of the wrong kind may not do."""
+"""Authentication by API keys: who is admitted, as whom, and what a key of the wrong kind may not do."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest_asyncio
 
 from app.config import ADMIN_KEY, DIGEST, MANAGEMENT_TOKEN, HttpConfig
 from app.deployments.ingress.http.app import make_app
-from app.deployments.ingress.http.middleware.auth import FREE_PATHS
+from app.deployments.ingress.http.middleware.auth import PUBLIC_PATHS
 from app.deployments.ingress.http.middleware.origin_check import HttpPolicy
 from app.deployments.ingress.http.openapi import api_routes
 from app.deployments.registry.models import LoadRequest
@@ -249,7 +249,7 @@ async def test_admin_keys_infer_nothing_and_inference_keys_administer_nothing(or
         elif path.startswith(("/v1/organization", "/v1/tenants")):
             answer = await org.ask("ada", method, filled, json={})
             assert answer.status_code == 403, path
-        if path not in FREE_PATHS:
+        if path not in PUBLIC_PATHS:
             assert (await org.http.request(method, filled)).status_code == 401, path
 
 
@@ -259,7 +259,7 @@ def _routes(org: Org) -> list[Any]:
 
 
 async def test_another_project_s_adapter_does_not_exist(org: Org) -> None:
-    """The same status, bytes and headers as for a name that nobody has, through every field and route."""
+    """The same status, bytes and headers as for a name that does not exist, through every field and route."""
     name, nobody = "secret", "nobody"
     asked: list[tuple[str, str, dict[str, Any] | None]] = [
         ("POST", "/v1/chat/completions", CHAT | {"model": "NAME"}),
@@ -388,7 +388,7 @@ async def test_loads_at_the_same_time_do_not_pass_the_quota_together(org: Org) -
     assert (await org.ask("bob", "POST", "/v1/load_lora_adapter", json=one_more)).status_code == 200
 
 
-async def test_uses_of_keys_are_told_once_a_minute(org: Org) -> None:
+async def test_uses_of_keys_are_recorded_once_a_minute(org: Org) -> None:
     owner = org.service.accounting.owner
     for _ in range(3):
         await org.ask("ada", "GET", "/v1/models")
@@ -399,7 +399,7 @@ async def test_uses_of_keys_are_told_once_a_minute(org: Org) -> None:
     assert after.last_used_s is not None
 
 
-async def test_a_key_in_the_url_of_whoever_has_one_is_refused_and_not_repeated(org: Org) -> None:
+async def test_a_key_in_the_url_is_refused_and_not_repeated(org: Org) -> None:
     key = org.keys["ada"]
     for path, query in ((f"/v1/models/{key}", {}), (f"/v1/loras/{key[:30]}", {}), ("/v1/models", {"api_key": key})):
         answer = await org.ask("ada", "GET", path, params=query)
@@ -434,5 +434,5 @@ async def test_no_key_is_written_anywhere(org: Org, caplog: pytest.LogCaptureFix
         await org.ask("admin", "GET", f"/v1/organization/projects/{org.ids['ada']}/api_keys"),
         await org.http.get("/v1/models", headers=bearer(org.keys["ada"][:-1] + "!")),
     ]
-    told = caplog.text + "".join(answer.text + str(answer.headers) for answer in answers)
-    assert not [key for key in (*org.keys.values(), org.admin) if key[12:-6] in told]
+    received = caplog.text + "".join(answer.text + str(answer.headers) for answer in answers)
+    assert not [key for key in (*org.keys.values(), org.admin) if key[12:-6] in received]

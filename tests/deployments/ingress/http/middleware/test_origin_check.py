@@ -111,7 +111,7 @@ MANAGED = ("/v1/loras", "/v1/events", "/v1/audit", "/v1/aliases", "/v1/loras/sql
 
 
 @pytest.mark.parametrize(("client", "status"), [("127.0.0.1", 200), ("::1", 200), ("10.0.0.9", 403), ("liar", 403)])
-async def test_adapters_are_managed_from_this_machine_unless_told_otherwise(
+async def test_adapters_are_managed_from_this_machine_unless_configured_otherwise(
     service: Service, client: str, status: int
 ) -> None:
     async with client_of(service, HttpPolicy(auth="open"), host="models.example", client=client) as http:
@@ -124,7 +124,7 @@ async def test_adapters_are_managed_from_this_machine_unless_told_otherwise(
         assert (await http.get("/v1/loras")).status_code == 200
 
 
-async def test_behind_a_proxy_that_is_not_ours_nobody_is_known_to_be_local(service: Service) -> None:
+async def test_behind_a_proxy_that_is_not_ours_no_client_is_local(service: Service) -> None:
     """HAProxy without our program: everybody's address is 127.0.0.1, or what they write."""
     environ = {"RAY_SERVE_ENABLE_HA_PROXY": "1"}
     config = HttpConfig(auth="open")

@@ -25,7 +25,7 @@ async def logged(service: Service) -> AsyncIterator[httpx.AsyncClient]:
         yield client
 
 
-def told(caplog: pytest.LogCaptureFixture) -> list[LogEvent]:
+def log_events(caplog: pytest.LogCaptureFixture) -> list[LogEvent]:
     return [record.msg for record in caplog.records if isinstance(record.msg, LogEvent)]
 
 
@@ -36,7 +36,7 @@ async def test_one_id_is_in_the_header_the_body_and_the_log(
     for _ in range(2):  # ids are their senders' business: the engine does not confuse two
         answer = await logged.post("/v1/completions?key=hidden", json=BODY, headers={"X-Request-ID": "r-1"})
         assert answer.json()["id"] == "cmpl-r-1"
-    first, second = told(caplog)
+    first, second = log_events(caplog)
     assert first.known | {"seconds": 0} == {
         "id": "r-1",
         "method": "POST",
@@ -62,17 +62,17 @@ async def test_an_id_that_is_not_plain_is_replaced(logged: httpx.AsyncClient, gi
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_failure_of_ours_is_told_without_being_asked(
+async def test_our_own_failures_are_always_logged(
     http: httpx.AsyncClient, service: Service, caplog: pytest.LogCaptureFixture, stream: bool
 ) -> None:
     caplog.set_level(logging.INFO, "app.deployments.ingress.http")
     assert (await http.post("/v1/completions", json=BODY | {"model": "nobody"})).status_code == 404
-    assert told(caplog) == [], "the client's mistake"
-    service.fleet.adapters.clear()  # fetching one meets what nobody expected
+    assert log_events(caplog) == [], "the client's mistake"
+    service.fleet.adapters.clear()  # fetching one meets an unexpected error
     answer = await http.post("/v1/completions", json=BODY | {"max_tokens": 50, "stream": stream})
-    (line,) = told(caplog)
+    (line,) = log_events(caplog)
     assert line.what == "request failed"
     service.fleet.drop("replica-0")
     assert (await http.get("/readyz")).status_code == 503
-    assert told(caplog) == [line], "a probe asks for it"
+    assert log_events(caplog) == [line], "a probe asks for it"
     assert line.known["reason"] in answer.text

@@ -251,6 +251,6 @@ async def test_every_answer_is_of_openai_s_types_and_no_more(transport: httpx.As
         answers.append(await usage.completions(start_time=NOW, bucket_width=width, group_by=groups))
         answers.append(await usage.embeddings(start_time=NOW, bucket_width=width, group_by=groups))
     answers.append(await usage.costs(start_time=NOW, group_by=["project_id", "line_item", "api_key_id"]))
-    told = [each for answer in answers for each in unknown(answer, type(answer).__name__)]
-    assert told == []
+    received = [each for answer in answers for each in unknown(answer, type(answer).__name__)]
+    assert received == []
     assert (await admin.audit_logs.list()).data, "which says what was changed in words of its own, and is not compared"

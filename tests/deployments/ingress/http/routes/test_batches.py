@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from app.config import AppConfig
 from app.deployments.ingress.batches import runner as runner_module
-from app.deployments.ingress.batches.batch_file import NumberedBatchLine, Splitter
+from app.deployments.ingress.batches.batch_file import LineSplitter, NumberedBatchLine
 from app.deployments.ingress.batches.runner import BatchRunner
 from app.deployments.ingress.http.app import make_app
 from app.deployments.ingress.http.batch_executor import BatchExecutor
@@ -88,7 +88,7 @@ async def lines_of(gpt: openai.AsyncOpenAI, file_id: str | None) -> list[dict[st
 @given(content=st.lists(st.sampled_from([b"\n", b"a", b"bc", b"  "]), max_size=40).map(b"".join), data=st.data())
 def test_lines_are_the_same_whatever_parts_a_file_comes_in(content: bytes, data: st.DataObject) -> None:
     places = sorted(data.draw(st.lists(st.integers(0, len(content)), max_size=6)))
-    splitter, found = Splitter(4), list[NumberedBatchLine]()
+    splitter, found = LineSplitter(4), list[NumberedBatchLine]()
     for begin, end in itertools.pairwise([0, *places, len(content)]):
         found += splitter.push(content[begin:end])
     whole = [NumberedBatchLine(number, text[:5]) for number, text in enumerate(content.split(b"\n"))]
@@ -123,8 +123,8 @@ async def test_a_file_is_read_as_its_lines_are_wanted(
     batch = await ended(gpt, batch.id)
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
-    told = await lines_of(gpt, batch.output_file_id)
-    assert [one["custom_id"] for one in told] == [f"c{i}" for i in range(120)]
+    received = await lines_of(gpt, batch.output_file_id)
+    assert [one["custom_id"] for one in received] == [f"c{i}" for i in range(120)]
     assert reads[: num_parts + 1] == list(range(num_parts + 1))
     assert len(ahead) == 120
     assert max(ahead) <= 0, "bytes beyond what the requests that have come and their workers can have asked for"
@@ -146,13 +146,13 @@ async def test_a_batch_answers_as_its_route_does(gpt: openai.AsyncOpenAI, endpoi
     assert [line["custom_id"] for line in good] == ["c0", "c2"]
     assert [(line["custom_id"], line["response"]["status_code"]) for line in bad] == [("c1", 404)]
     direct = await gpt.post(endpoint.removeprefix("/v1"), body=BODIES[endpoint], cast_to=object)
-    told, changing = good[0]["response"]["body"], {"id", "created", "created_at", "output", "usage"}
+    received, changing = good[0]["response"]["body"], {"id", "created", "created_at", "output", "usage"}
     assert isinstance(direct, dict)
-    assert told.keys() == direct.keys()
-    assert {k: v for k, v in told.items() if k not in changing} == {
+    assert received.keys() == direct.keys()
+    assert {k: v for k, v in received.items() if k not in changing} == {
         k: v for k, v in direct.items() if k not in changing
     }
-    assert told["usage"]["total_tokens"] == direct["usage"]["total_tokens"]
+    assert received["usage"]["total_tokens"] == direct["usage"]["total_tokens"]
     listed = [each.id async for each in gpt.batches.list(limit=1)]
     assert listed == [batch.id]
     names = [each.filename async for each in gpt.files.list(purpose="batch_output")]
@@ -195,7 +195,7 @@ async def test_large_files_go_and_come_in_parts(gpt: openai.AsyncOpenAI) -> None
         (jsonl([BODIES[CHAT] | {"x": "y" * 21_000}]), "line_too_long", 1),
     ],
 )
-async def test_a_file_that_is_wrong_is_told_by_line(
+async def test_errors_of_a_file_are_reported_by_line(
     gpt: openai.AsyncOpenAI, content: bytes, code: str, line: int | None
 ) -> None:
     fields: Any = {"endpoint": CHAT, "completion_window": "24h"}
@@ -249,7 +249,7 @@ async def test_bytes_and_batches_are_bounded(gpt: openai.AsyncOpenAI, writing: S
 
 
 class Held:
-    """Answers lines when it is told to; it counts who was asked for what."""
+    """Answers lines when released, and counts the requests."""
 
     def __init__(self, service: Service) -> None:
         self._answers = BatchExecutor(service)
@@ -320,8 +320,8 @@ async def test_what_two_write_is_kept_once(gpt: openai.AsyncOpenAI, writing: Ser
     with pytest.raises(LeaseLost):
         await storage.answer(batch.id, "slow", [LineResult(0, False, "slow")])
     for text in ("first", "second"):
-        told = await storage.answer(batch.id, "fast", [LineResult(0, False, text)])
-        assert told.num_completed == 1
+        received = await storage.answer(batch.id, "fast", [LineResult(0, False, text)])
+        assert received.num_completed == 1
     done = await storage.finish(batch.id, "fast", "completed")
     assert done.output_file_id is not None
     assert await storage.file_part(done.output_file_id, 0, tenant_id="default") == b"first\n"
@@ -346,7 +346,7 @@ async def test_a_cancelled_batch_keeps_what_was_answered(gpt: openai.AsyncOpenAI
     await runner.close()
 
 
-async def test_what_is_not_answered_in_time_is_told(gpt: openai.AsyncOpenAI, writing: Service) -> None:
+async def test_what_is_not_answered_in_time_is_reported(gpt: openai.AsyncOpenAI, writing: Service) -> None:
     held, now_s = Held(writing), [1000.0]
     runner = runner_of(writing, held, "here", now_s)
     task = asyncio.create_task(runner.run())
@@ -426,8 +426,8 @@ async def test_what_a_project_keeps_is_its_own(org: Org) -> None:
         theirs = await org.ask("bob", method, path)
         nobodys = await org.ask("bob", method, path.replace(file_id, "file-0").replace(batch_id, "batch_0"))
         assert theirs.status_code == nobodys.status_code == 404
-        told = theirs.json()["error"]["message"].replace(file_id, "file-0").replace(batch_id, "batch_0")
-        assert told == nobodys.json()["error"]["message"]
+        received = theirs.json()["error"]["message"].replace(file_id, "file-0").replace(batch_id, "batch_0")
+        assert received == nobodys.json()["error"]["message"]
     assert (await org.ask("bob", "POST", "/v1/batches", json=wanted)).status_code == 404
     assert (await org.ask("bob", "GET", "/v1/files")).json()["data"] == []
     assert (await org.ask("bob", "GET", "/v1/batches")).json()["data"] == []
@@ -448,13 +448,13 @@ async def test_a_file_s_name_and_a_batch_s_metadata_hold_no_key(org: Org) -> Non
     for metadata in ({"job": f"with {key}"}, {key: "job"}):
         refused = await org.ask("ada", "POST", "/v1/batches", json=wanted | {"metadata": metadata})
         assert (refused.status_code, refused.json()["error"]["param"]) == (400, "metadata")
-        assert "holds an API key" in refused.json()["error"]["message"]
+        assert "contains an API key" in refused.json()["error"]["message"]
         assert key not in refused.text
     assert (await org.ask("ada", "GET", "/v1/batches")).json()["data"] == []
 
 
 @pytest.mark.usefixtures("works")
-async def test_what_is_told_of_a_file_s_lines_holds_no_key(gpt: openai.AsyncOpenAI, writing: Service) -> None:
+async def test_errors_of_a_file_s_lines_contain_no_key(gpt: openai.AsyncOpenAI, writing: Service) -> None:
     key, fields = new_key(is_admin=False).value, {"endpoint": CHAT, "completion_window": "24h"}
     for field, param in (("custom_id", "custom_id"), (key, "sk-poly-...")):
         line = json.loads(jsonl([BODIES[CHAT]])) | {field: key}
@@ -539,9 +539,9 @@ async def test_a_batch_goes_by_what_its_project_may_now(org: Org) -> None:
         await asyncio.sleep(0.01)
     assert (batch.num_completed, batch.num_failed, len(asked)) == (2, 3, 3)
     assert batch.error_file_id is not None
-    told = await service.storage.file_part(batch.error_file_id, 0, tenant_id=ada)
-    assert told is not None
-    lines = [json.loads(line) for line in told.splitlines()]
+    received = await service.storage.file_part(batch.error_file_id, 0, tenant_id=ada)
+    assert received is not None
+    lines = [json.loads(line) for line in received.splitlines()]
     assert lines[0]["response"]["status_code"] == 404
     assert [line["error"]["code"] for line in lines[1:]] == ["project_archived"] * 2
     task.cancel()

@@ -115,8 +115,8 @@ async def test_an_empty_text_is_refused_also_where_the_model_adds_tokens(
     index = 0 if len(empty) < 2 else 1
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "input")
     assert f"text {index} of input has no tokens" in answer.json()["error"]["message"]
-    told = await http.post("/v1/embeddings", json={"model": "base", "input": " "})
-    assert told.json()["usage"]["prompt_tokens"] == 3
+    received = await http.post("/v1/embeddings", json={"model": "base", "input": " "})
+    assert received.json()["usage"]["prompt_tokens"] == 3
 
 
 async def test_the_handle_gives_the_same_numbers_and_is_counted(service: Service) -> None:

@@ -82,7 +82,7 @@ async def test_every_field_of_every_body_is_described_and_no_other(service: Serv
         if kind is None:
             continue
         schema = schemas[kind.__name__]
-        in_vain = set(INERT) | set(NEUTRAL) if kind.asks else set()
+        in_vain = set(INERT) | set(NEUTRAL) if kind.is_inference else set()
         assert set(schema["properties"]) == set(kind.model_fields) | in_vain
         assert schema["additionalProperties"] is False
 

@@ -240,9 +240,9 @@ async def test_an_activated_adapter_says_by_which_tokens(http: httpx.AsyncClient
     store.invocations["d-activated"] = (3, 1, 4)
     for name in ("activated", "at-once"):
         assert (await http.post("/v1/loras?wait=true", json={"name": name, "path": name})).json()["id"] == name
-    for name, told in (("activated", [3, 1, 4]), ("at-once", None)):
-        assert (await http.get(f"/v1/loras/{name}")).json()[key] == told
-        assert (await http.get(f"/v1/models/{name}")).json().get(key) == told
+    for name, received in (("activated", [3, 1, 4]), ("at-once", None)):
+        assert (await http.get(f"/v1/loras/{name}")).json()[key] == received
+        assert (await http.get(f"/v1/models/{name}")).json().get(key) == received
     for route in ("/v1/loras", "/v1/models"):
         data = (await http.get(route)).json()["data"]
         assert {item["id"]: item[key] for item in data if item.get(key)} == {"activated": [3, 1, 4]}, route
@@ -255,14 +255,14 @@ async def test_what_a_card_says_of_itself_is_shown(
     store = service.managed.store
     store.contents |= {"card": "d-card", "plain": "d-plain", "long": "d-long"}
     store.metadata |= {"d-card": '{"author": "ada", "version": "3"}', "d-long": '{"readme": "%s"}' % ("x" * 2000)}
-    told = {}
+    received = {}
     for name in ("card", "plain", "long"):
         assert (await http.post("/v1/loras?wait=true", json={"name": name, "path": name})).status_code == 201
-        told[name] = (await http.get(f"/v1/loras/{name}")).json()["metadata"]
-    assert told == {"card": {"author": "ada", "version": "3"}, "plain": {}, "long": {}}
+        received[name] = (await http.get(f"/v1/loras/{name}")).json()["metadata"]
+    assert received == {"card": {"author": "ada", "version": "3"}, "plain": {}, "long": {}}
     assert "adapter long has 2014 characters and is not shown" in caplog.text
     listed = {item["id"]: item["metadata"] for item in (await http.get("/v1/loras")).json()["data"]}
-    assert listed == {"sql": {}} | told
+    assert listed == {"sql": {}} | received
     assert (await http.post("/v1/loras?wait=true", json={"name": "card", "path": "plain"})).json()["metadata"] == {}
 
 

@@ -78,8 +78,8 @@ async def test_messages_with_tools_and_their_results(claude: anthropic.AsyncAnth
     assert call.type == "tool_use"
     jsonschema.validate(call.input, CITY)
     result = {"type": "tool_result", "tool_use_id": call.id, "content": [{"type": "text", "text": "12"}]}
-    told = [*USER, {"role": "assistant", "content": message.content}, {"role": "user", "content": [result]}]
-    answer = await claude.messages.create(**CLAUDE | {"messages": told, "max_tokens": 5})
+    received = [*USER, {"role": "assistant", "content": message.content}, {"role": "user", "content": [result]}]
+    answer = await claude.messages.create(**CLAUDE | {"messages": received, "max_tokens": 5})
     assert answer.usage.output_tokens > 0
 
 
@@ -96,7 +96,7 @@ async def test_messages_follow_a_schema(claude: anthropic.AsyncAnthropic) -> Non
         await claude.messages.create(**CLAUDE, output_config={"effort": "low"})
 
 
-async def test_a_stop_sequence_is_told(claude: anthropic.AsyncAnthropic) -> None:
+async def test_a_stop_sequence_is_reported(claude: anthropic.AsyncAnthropic) -> None:
     fields: Any = CLAUDE | {"max_tokens": 12, "extra_body": {"temperature": 0}}
     (block,) = (await claude.messages.create(**fields)).content
     assert block.type == "text"
@@ -107,10 +107,10 @@ async def test_a_stop_sequence_is_told(claude: anthropic.AsyncAnthropic) -> None
     assert message.content[0].type == "text"
     assert message.content[0].text == block.text[: block.text.index(stop)]
     async with claude.messages.stream(**fields | stops) as stream:
-        told = await stream.get_final_message()
-    assert (told.stop_reason, told.stop_sequence) == ("stop_sequence", stop)
-    assert told.content[0].type == "text"
-    assert told.content[0].text == message.content[0].text
+        received = await stream.get_final_message()
+    assert (received.stop_reason, received.stop_sequence) == ("stop_sequence", stop)
+    assert received.content[0].type == "text"
+    assert received.content[0].text == message.content[0].text
     other = await claude.messages.create(**fields | {"stop_sequences": [f"{last} and more"]})
     assert (other.stop_reason, other.stop_sequence) == ("max_tokens", None)
 
@@ -226,7 +226,7 @@ async def test_answers_are_counted_and_metered_as_completions_are(writing: Servi
             assert usage.completion_tokens > 0
 
 
-async def test_many_tokens_hold_nobody_up(
+async def test_many_tokens_delay_no_other_request(
     writing: Service, writer: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What takes as long as a text or a list of ids is long is done in a thread, and answers what it does inline."""

@@ -45,12 +45,12 @@ async def test_a_conversation_goes_on_where_a_stored_response_ended(gpt: openai.
     assert found.to_dict() == first.to_dict()
     second = await gpt.responses.create(**FIXED | {"input": "and?"}, previous_response_id=first.id, store=True)
     assert second.previous_response_id == first.id
-    told: Any = [
+    received: Any = [
         {"role": "user", "content": "hi"},
         *(item.to_dict() for item in first.output),
         {"role": "user", "content": "and?"},
     ]
-    whole = await gpt.responses.create(**FIXED | {"input": told})
+    whole = await gpt.responses.create(**FIXED | {"input": received})
     assert whole.output_text == second.output_text
     assert whole.store is False
     assert whole.usage is not None

@@ -33,9 +33,9 @@ async def test_weights_are_routable_when_it_answers(http: httpx.AsyncClient, ser
     for generation, weights in ((1, WEIGHTS), (2, b"others")):
         answer = await http.put("/v1/loras/tuned/weights", content=weights, headers=HEADERS)
         assert answer.status_code == 200, answer.text
-        told = (await http.post("/v1/completions", json=body)).json()["adapter"]
-        assert told["generation"] == generation
-        assert told["digest"] == service.managed.store.contents["new" if generation == 1 else "two"]
+        received = (await http.post("/v1/completions", json=body)).json()["adapter"]
+        assert received["generation"] == generation
+        assert received["digest"] == service.managed.store.contents["new" if generation == 1 else "two"]
 
 
 async def test_an_answer_keeps_the_version_it_began_with(http: httpx.AsyncClient, service: Service) -> None:
@@ -53,9 +53,9 @@ async def test_an_answer_keeps_the_version_it_began_with(http: httpx.AsyncClient
     await http.put("/v1/loras/tuned/weights", content=b"others", headers=HEADERS)
     replica.backend.max_steps = None
     replica.backend.resumed.set()
-    told = (await running).json()
-    assert told["adapter"] == alone["adapter"]
-    assert told["choices"][0]["token_ids"] == alone["choices"][0]["token_ids"]
+    received = (await running).json()
+    assert received["adapter"] == alone["adapter"]
+    assert received["choices"][0]["token_ids"] == alone["choices"][0]["token_ids"]
     after = (await http.post("/v1/completions", json=body)).json()
     assert after["adapter"]["generation"] == alone["adapter"]["generation"] + 1
     assert after["choices"][0]["token_ids"] != alone["choices"][0]["token_ids"]
