@@ -26,7 +26,7 @@ BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 Matrix = NDArray[Any]
 
 
-def widened(values: Matrix) -> NDArray[np.float32]:
+def to_float32(values: Matrix) -> NDArray[np.float32]:
     """The same numbers in float32; the array itself if it is."""
     return values.astype(np.float32, copy=False)
 
@@ -115,9 +115,9 @@ class LoraAdapter:
             if target not in targets or expert is not None or layer >= num_layers:
                 raise AdapterMismatch(f"this engine has no module {target!r} (expert {expert}) in layer {layer}")
 
-    def widened(self) -> LoraAdapter:
+    def to_float32(self) -> LoraAdapter:
         """The same adapter with every matrix in float32."""
-        pairs = {key: LoraPair(widened(a), widened(b)) for key, (a, b) in self.weights.items()}
+        pairs = {key: LoraPair(to_float32(a), to_float32(b)) for key, (a, b) in self.weights.items()}
         return replace(self, weights=MappingProxyType(pairs))
 
     @property
@@ -136,9 +136,9 @@ class LoraAdapter:
         return frozenset(found)
 
 
-def check_served(adapter: LoraAdapter, served: frozenset[str]) -> None:
+def check_features(adapter: LoraAdapter, supported_features: frozenset[str]) -> None:
     """AdapterMismatch if the adapter needs one of `FEATURES` that is not served."""
-    missing = sorted(adapter.features - served)
+    missing = sorted(adapter.features - supported_features)
     if missing:
         raise AdapterMismatch(
             f"this engine cannot apply {' or '.join(missing)}; train the adapter without it, or use engine.cpu"

@@ -24,8 +24,8 @@ from app.engine.adapters.adapter import (
     LoraPair,
     Matrix,
     TokenRows,
-    check_served,
-    widened,
+    check_features,
+    to_float32,
 )
 from app.engine.adapters.card import AdapterCard
 from app.engine.adapters.extra_weights import extra_bytes
@@ -44,7 +44,10 @@ _OUTER_WEIGHTS = tuple(f"{path}.weight" for path in OUTER_MODULES)
 
 
 def build_adapter(
-    stored: RawAdapter, spec: ModelSpec, limits: ReadLimits = DEFAULT_LIMITS, served: frozenset[str] = frozenset()
+    raw: RawAdapter,
+    spec: ModelSpec,
+    limits: ReadLimits = DEFAULT_LIMITS,
+    supported_features: frozenset[str] = frozenset(),
 ) -> LoraAdapter:
     """The adapter ready to serve. `AdapterMismatch`, `AdapterFormatError`, `AdapterTooLarge`.
 
@@ -52,12 +55,12 @@ def build_adapter(
     here, by name: without it the answers would be someone else's. Only of an embedding or output matrix that may be a
     copy of the base's does `BaseWeightDedup` decide.
     """
-    if not stored.modules:
+    if not raw.modules:
         raise AdapterMismatch(f"the adapter changes no module of '{spec.name}'; was it trained on another model?")
     parts = _Parts()
     table = layer_modules(spec)
-    _check_invocation(stored, table, spec)
-    for module in stored.modules:
+    _check_invocation(raw, table, spec)
+    for module in raw.modules:
         place = table.get(module.path)
         if place is None:
             name, pair = _outer_pair(module, spec, limits)
@@ -65,7 +68,7 @@ def build_adapter(
             parts.outer_scales[name] = module.scale
         else:
             parts.add(module, place, spec, limits)
-    replaced, token_rows = _replaced(stored, spec), _token_rows(stored, spec)
+    replaced, token_rows = _replaced_tensors(raw, spec), _token_rows(raw, spec)
     for path, place in table.items():
         if _has_deltas_only(place) and any(f"{path}.{kind}" in replaced for kind in ("weight", "bias")):
             raise AdapterFormatError(f"'{path}' is replaced whole, which is not served; train a LoRA on it")
@@ -74,8 +77,8 @@ def build_adapter(
                 f"module '{path}' is replaced whole and has a LoRA too; add the LoRA to its weight"
             )
     adapter = LoraAdapter(
-        _card(stored, spec, parts, (*replaced.values(), *(rows.rows for rows in token_rows.values()))),
-        MappingProxyType(dict(sorted(parts.weights.items(), key=lambda item: _order(item[0])))),
+        _make_card(raw, spec, parts, (*replaced.values(), *(rows.rows for rows in token_rows.values()))),
+        MappingProxyType(dict(sorted(parts.weights.items(), key=lambda item: _sort_key(item[0])))),
         MappingProxyType(dict(sorted(parts.magnitudes.items()))),
         MappingProxyType(dict(sorted(parts.delta_biases.items()))),
         MappingProxyType(parts.outer),
@@ -84,7 +87,9 @@ def build_adapter(
         MappingProxyType(parts.scales),
         MappingProxyType(parts.outer_scales),
     )
-    check_served(adapter, served | MAY_BE_COPIES if spec.encoder is None else served & ENCODER_FEATURES)
+    check_features(
+        adapter, supported_features | MAY_BE_COPIES if spec.encoder is None else supported_features & ENCODER_FEATURES
+    )
     return replace(adapter, card=replace(adapter.card, extra_bytes=extra_bytes(adapter, spec)))
 
 
@@ -129,33 +134,33 @@ class _Parts:
                 self.delta_biases[key] = bias[index]
 
 
-def _card(stored: RawAdapter, spec: ModelSpec, parts: _Parts, whole: tuple[NDArray[np.float32], ...]) -> AdapterCard:
+def _make_card(raw: RawAdapter, spec: ModelSpec, parts: _Parts, whole: tuple[NDArray[np.float32], ...]) -> AdapterCard:
     """The card; `whole` are the arrays that stand in place of the base's."""
     arrays: list[Matrix] = [array for pair in (*parts.weights.values(), *parts.outer.values()) for array in pair]
     arrays += [*parts.magnitudes.values(), *parts.delta_biases.values(), *whole]
     return AdapterCard(
-        digest=content_digest(stored, spec.digest),
+        digest=content_digest(raw, spec.digest),
         base_digest=spec.digest,
         # What is in `outer` has no rank rows, and what is of experts has its own.
         max_rank=max((pair.rank for key, pair in parts.weights.items() if key.expert is None), default=1),
         targets=tuple(sorted({key.target for key in parts.weights} | set(parts.outer))),
-        dtype=",".join(sorted({tensor.dtype for module in stored.modules for tensor in (module.a, module.b)})),
+        dtype=",".join(sorted({tensor.dtype for module in raw.modules for tensor in (module.a, module.b)})),
         size_bytes=sum({id(array): array.nbytes for array in arrays}.values()),
-        description=stored.description,
-        text=stored.text,
-        invocation_tokens=stored.invocation_tokens,
-        metadata=stored.metadata,
+        description=raw.description,
+        text=raw.text,
+        invocation_tokens=raw.invocation_tokens,
+        metadata=raw.metadata,
     )
 
 
-def _check_invocation(stored: RawAdapter, table: Mapping[str, Module], spec: ModelSpec) -> None:
+def _check_invocation(raw: RawAdapter, table: Mapping[str, Module], spec: ModelSpec) -> None:
     """An activated LoRA changes linear modules alone, from tokens on that the base has."""
-    if not stored.invocation_tokens:
+    if not raw.invocation_tokens:
         return
-    largest = max(stored.invocation_tokens)
+    largest = max(raw.invocation_tokens)
     if largest >= spec.vocab_size:
         raise AdapterMismatch(f"invocation token {largest}, but '{spec.name}' has {spec.vocab_size} tokens")
-    for module in stored.modules:
+    for module in raw.modules:
         place = table.get(module.path)
         is_expert = place is not None and place.expert is not None
         if is_expert or module.path == EMBEDDING_PATH or module.magnitude is not None:
@@ -163,13 +168,13 @@ def _check_invocation(stored: RawAdapter, table: Mapping[str, Module], spec: Mod
                 f"an activated LoRA on {short(module.path)} is not served: before its invocation nothing is its own, "
                 "and PEFT defines it for linear modules without DoRA; train it on those"
             )
-    if stored.parameters or stored.token_rows:
+    if raw.parameters or raw.token_rows:
         raise AdapterFormatError(
             "an activated LoRA with whole parameters or token rows is not served; train it without"
         )
 
 
-def _order(key: LoraKey) -> tuple[int, str, int]:
+def _sort_key(key: LoraKey) -> tuple[int, str, int]:
     return key.layer, key.target, -1 if key.expert is None else key.expert
 
 
@@ -186,13 +191,13 @@ def _outer_pair(module: RawModule, spec: ModelSpec, limits: ReadLimits) -> tuple
     d_in, d_out = shapes[module.path]
     _check_shapes(module, d_in, (d_out,), spec, limits)
     a, b = _fold(module, (d_out,))[0]
-    return module.path.rsplit(".", 1)[-1], LoraPair(_read_only(widened(a)), _read_only(widened(b)))
+    return module.path.rsplit(".", 1)[-1], LoraPair(_read_only(to_float32(a)), _read_only(to_float32(b)))
 
 
-def _replaced(stored: RawAdapter, spec: ModelSpec) -> dict[str, NDArray[np.float32]]:
+def _replaced_tensors(raw: RawAdapter, spec: ModelSpec) -> dict[str, NDArray[np.float32]]:
     shapes = expected_tensors(spec) | {"lm_head.weight": (spec.vocab_size, spec.hidden_size)}
-    parameters = dict(stored.parameters)
-    wrapped = [name for name in _OUTER_WEIGHTS if name in parameters and _is_wrapped(stored, name)]
+    parameters = dict(raw.parameters)
+    wrapped = [name for name in _OUTER_WEIGHTS if name in parameters and _is_wrapped(raw, name)]
     if spec.tie_embeddings and wrapped:
         for name in _OUTER_WEIGHTS:
             parameters.setdefault(name, parameters[wrapped[-1]])
@@ -214,14 +219,14 @@ def _replaced(stored: RawAdapter, spec: ModelSpec) -> dict[str, NDArray[np.float
     return replaced
 
 
-def _is_wrapped(stored: RawAdapter, name: str) -> bool:
-    return any(f"{module.path}.weight" == name for module in stored.modules)
+def _is_wrapped(raw: RawAdapter, name: str) -> bool:
+    return any(f"{module.path}.weight" == name for module in raw.modules)
 
 
-def _token_rows(stored: RawAdapter, spec: ModelSpec) -> dict[str, TokenRows]:
+def _token_rows(raw: RawAdapter, spec: ModelSpec) -> dict[str, TokenRows]:
     """PEFT trains the rows of a tied matrix once, for input and output."""
     found = {}
-    for rows in stored.token_rows:
+    for rows in raw.token_rows:
         if rows.path not in OUTER_MODULES:
             raise AdapterMismatch(f"rows of {short(rows.path)}: only {' and '.join(OUTER_MODULES)} have rows per token")
         if rows.rows.shape != (len(rows.token_ids), spec.hidden_size) or max(rows.token_ids) >= spec.vocab_size:
@@ -258,7 +263,7 @@ def _fold(module: RawModule, d_outs: tuple[int, ...], *, alternates: bool = Fals
     saved = _finite_as_saved(module.b, module.path, "lora_B")  # [d_out, r]
     b = _times_power_of_two(saved, module.scale) if saved.dtype == BFLOAT16 else None
     if b is None:
-        b = _scaled(widened(saved), module.scale, f"{module.path}: lora_B")
+        b = _times_scale(to_float32(saved), module.scale, f"{module.path}: lora_B")
     if alternates:
         b = np.concatenate([b[n :: len(d_outs)] for n in range(len(d_outs))])
     pairs = []
@@ -275,12 +280,12 @@ def _slices(tensor: RawTensor | None, d_outs: tuple[int, ...], scale: float, wha
         return []
     if tensor.shape != (sum(d_outs),):
         raise AdapterMismatch(f"{what} is {list(tensor.shape)} but the module has {sum(d_outs)} outputs")
-    values = _scaled(_finite(tensor, what), scale, what)
+    values = _times_scale(_finite(tensor, what), scale, what)
     ends = np.cumsum(d_outs)
     return [_read_only(part.copy()) for part in np.split(values, ends[:-1])]
 
 
-def _scaled(values: NDArray[np.float32], scale: float, what: str) -> NDArray[np.float32]:
+def _times_scale(values: NDArray[np.float32], scale: float, what: str) -> NDArray[np.float32]:
     """`values` times `scale` in float32, in place."""
     with np.errstate(over="ignore", invalid="ignore"):  # the result is checked, with a name, below
         values *= np.float32(scale)

@@ -61,21 +61,21 @@ class AdapterTokenizerCache:
         self._load, self._lock = load, threading.Lock()
         self._base: Tokenizer | None = None
 
-    def of(self, card: AdapterCard) -> AdapterCard:
-        """The card with what is the adapter's own. Raises AdapterMismatch (`own_text`)."""
+    def strip_base(self, card: AdapterCard) -> AdapterCard:
+        """The card with what is the adapter's own. Raises AdapterMismatch (`own_tokenizer`)."""
         if not card.text:
             return card
         with self._lock:
             self._base = self._base or self._load()
-        return replace(card, text=own_text(AdapterTokenizer.parsed(card.text), self._base).to_json())
+        return replace(card, text=own_tokenizer(AdapterTokenizer.from_json(card.text), self._base).to_json())
 
-    def of_packed(self, packed: PackedAdapter) -> PackedAdapter:
+    def strip_base_packed(self, packed: PackedAdapter) -> PackedAdapter:
         """The same for one that is packed."""
-        card = self.of(packed.card)
+        card = self.strip_base(packed.card)
         return packed._replace(header=packed.header | {"card": packed.header["card"] | {"text": card.text}})
 
 
-def own_text(text: AdapterTokenizer, base: Tokenizer) -> AdapterTokenizer:
+def own_tokenizer(text: AdapterTokenizer, base: Tokenizer) -> AdapterTokenizer:
     """What of `text` differs from the base's and matters to a prompt.
 
     AdapterMismatch names a token that the base's tokenizer does not have under the same id: nobody could send it.

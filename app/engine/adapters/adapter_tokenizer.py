@@ -38,7 +38,7 @@ class AdapterTokenizer(NamedTuple):
         return json.dumps(self._asdict(), sort_keys=True) if any(self) else ""
 
     @classmethod
-    def parsed(cls, text: str) -> AdapterTokenizer:
+    def from_json(cls, text: str) -> AdapterTokenizer:
         """What `to_json` made. AdapterFormatError for what it cannot have made."""
         if not text:
             return cls(None, {}, {})
@@ -54,18 +54,21 @@ class AdapterTokenizer(NamedTuple):
         return cls(template, special, added)
 
 
-def read_text(folder: Path, limits: ReadLimits) -> AdapterTokenizer:
+def read_adapter_tokenizer(folder: Path, limits: ReadLimits) -> AdapterTokenizer:
     """What the files in `folder` say; nothing where there are none. AdapterFormatError, AdapterTooLarge."""
     config = _object(folder / "tokenizer_config.json", limits)
     older = {} if "added_tokens_decoder" in config else _object(folder / "special_tokens_map.json", limits)
     special = {
         key: token
         for key, value in (config | older).items()
-        if key.endswith("_token") and (token := _text_of(value)) is not None
+        if key.endswith("_token") and (token := _token_text(value)) is not None
     }
     added = dict(_object(folder / "added_tokens.json", limits))
     listed = config.get("added_tokens_decoder") or {}
-    entries = [*(_listed(listed) if isinstance(listed, dict) else [listed]), *_head(folder / "tokenizer.json", limits)]
+    entries = [
+        *(_decoder_entries(listed) if isinstance(listed, dict) else [listed]),
+        *_leading_added_tokens(folder / "tokenizer.json", limits),
+    ]
     for entry in entries:
         if not isinstance(entry, dict) or not isinstance(entry.get("content"), str):
             raise AdapterFormatError(
@@ -77,10 +80,10 @@ def read_text(folder: Path, limits: ReadLimits) -> AdapterTokenizer:
             raise AdapterFormatError(
                 f"the adapter's tokenizer has {short(text)} as {short(token_id)}, which is no token id"
             )
-    return AdapterTokenizer(_template(folder, config, limits), special, added)
+    return AdapterTokenizer(_read_template(folder, config, limits), special, added)
 
 
-def write_text(folder: Path, text: AdapterTokenizer) -> None:
+def write_adapter_tokenizer(folder: Path, text: AdapterTokenizer) -> None:
     """Files that say the same."""
     if text.chat_template is not None:
         (folder / "chat_template.jinja").write_text(text.chat_template, encoding="utf-8")
@@ -94,7 +97,7 @@ def _object(path: Path, limits: ReadLimits) -> dict[str, Any]:
     return parse_object(read_bounded(path, limits.max_header_bytes), f"'{path.name}'") if path.is_file() else {}
 
 
-def _text_of(value: object) -> str | None:
+def _token_text(value: object) -> str | None:
     """A special token's text; "" for null, None for what is no token."""
     if isinstance(value, Mapping):
         value = value.get("content")
@@ -102,7 +105,7 @@ def _text_of(value: object) -> str | None:
     return "" if value is None else value if isinstance(value, str) else None
 
 
-def _listed(table: Mapping[str, Any]) -> list[Any]:
+def _decoder_entries(table: Mapping[str, Any]) -> list[Any]:
     """`added_tokens_decoder`: id → token, as entries with their ids."""
     return [
         {**entry, "id": int(token_id) if token_id.isdecimal() else token_id} if isinstance(entry, dict) else entry
@@ -110,7 +113,7 @@ def _listed(table: Mapping[str, Any]) -> list[Any]:
     ]
 
 
-def _head(path: Path, limits: ReadLimits) -> list[Any]:
+def _leading_added_tokens(path: Path, limits: ReadLimits) -> list[Any]:
     """The added tokens of a tokenizer.json, without reading the vocabulary."""
     if not path.is_file():
         return []
@@ -120,7 +123,7 @@ def _head(path: Path, limits: ReadLimits) -> list[Any]:
         head = file.read(_HEAD_BYTES).decode("utf-8", "ignore")
     start = head.find(_ADDED)
     try:
-        found = json.JSONDecoder().raw_decode(head, start + len(_ADDED) + _blanks(head, start + len(_ADDED)))[0]
+        found = json.JSONDecoder().raw_decode(head, start + len(_ADDED) + _num_blanks(head, start + len(_ADDED)))[0]
     except (ValueError, RecursionError) as error:
         raise AdapterFormatError(f"'{path.name}' does not begin with its added tokens: {str(error)[:200]}") from error
     if start < 0 or not isinstance(found, list):
@@ -128,11 +131,11 @@ def _head(path: Path, limits: ReadLimits) -> list[Any]:
     return found
 
 
-def _blanks(text: str, start: int) -> int:
+def _num_blanks(text: str, start: int) -> int:
     return len(text[start : start + 64]) - len(text[start : start + 64].lstrip())
 
 
-def _template(folder: Path, config: Mapping[str, Any], limits: ReadLimits) -> str | None:
+def _read_template(folder: Path, config: Mapping[str, Any], limits: ReadLimits) -> str | None:
     file = folder / "chat_template.jinja"
     template: object = config.get("chat_template")
     if file.is_file():

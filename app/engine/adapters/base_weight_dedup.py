@@ -16,7 +16,7 @@ from types import MappingProxyType
 import numpy as np
 from numpy.typing import NDArray
 
-from app.engine.adapters.adapter import LoraAdapter, check_served
+from app.engine.adapters.adapter import LoraAdapter, check_features
 from app.engine.adapters.extra_weights import extra_bytes
 from app.engine.adapters.sandbox.packing import PackedAdapter, pack_adapter, unpack_adapter
 from app.engine.models.checkpoint import Checkpoint
@@ -24,22 +24,22 @@ from app.engine.models.weight_names import EMBEDDING, LM_HEAD
 
 
 class BaseWeightDedup:
-    """Called from any thread. `served` is `build_adapter`'s."""
+    """Called from any thread. `supported_features` is `build_adapter`'s."""
 
-    def __init__(self, checkpoint: Checkpoint, served: frozenset[str]) -> None:
-        self._checkpoint, self._served = checkpoint, served
+    def __init__(self, checkpoint: Checkpoint, supported_features: frozenset[str]) -> None:
+        self._checkpoint, self._supported_features = checkpoint, supported_features
         self._lock = threading.Lock()
         self._hashes: dict[str, bytes] | None = None
 
-    def dropped(self, adapter: LoraAdapter) -> LoraAdapter:
+    def without_copies(self, adapter: LoraAdapter) -> LoraAdapter:
         """The adapter without copies of the base; itself if it has none. AdapterMismatch for what is not served."""
         copies = {name for name in (EMBEDDING, LM_HEAD) if self._is_copy(name, adapter.replaced.get(name))}
         if not copies:
-            check_served(adapter, self._served)
+            check_features(adapter, self._supported_features)
             return adapter
         rest = {name: values for name, values in adapter.replaced.items() if name not in copies}
         lighter = replace(adapter, replaced=MappingProxyType(rest))
-        check_served(lighter, self._served)
+        check_features(lighter, self._supported_features)
         gone = {id(adapter.replaced[name]): adapter.replaced[name].nbytes for name in copies}
         size_bytes = adapter.card.size_bytes - sum(gone.values())
         spec = self._checkpoint.spec
@@ -47,12 +47,12 @@ class BaseWeightDedup:
             lighter, card=replace(adapter.card, size_bytes=size_bytes, extra_bytes=extra_bytes(lighter, spec))
         )
 
-    def dropped_packed(self, packed: PackedAdapter) -> PackedAdapter:
+    def without_copies_packed(self, packed: PackedAdapter) -> PackedAdapter:
         """The same for one that is packed; packed anew if something is dropped."""
         if not any(name in (EMBEDDING, LM_HEAD) for name, _ in packed.header["replaced"]):
             return packed
         adapter = unpack_adapter(packed.header, packed.arrays)
-        lighter = self.dropped(adapter)
+        lighter = self.without_copies(adapter)
         return packed if lighter is adapter else pack_adapter(lighter)
 
     def _is_copy(self, name: str, values: NDArray[np.float32] | None) -> bool:

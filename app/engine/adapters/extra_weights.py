@@ -153,11 +153,11 @@ class _NoValues:
 
 def _module_parts(adapter: LoraAdapter, spec: ModelSpec, base: BaseWeights) -> Iterator[ExtraWeight]:
     for layer in range(len(spec.layers)):
-        for product in layer_linear_modules(spec, layer):
-            if not product.has_rank_rows:
+        for module in layer_linear_modules(spec, layer):
+            if not module.has_rank_rows:
                 continue  # experts and heads of latents have low-rank deltas only: `build_adapter` refuses the rest
-            for target in product.targets:
-                key, path = LoraKey(layer, target), f"model.layers.{layer}.{product.kind.path(target)}"
+            for target in module.targets:
+                key, path = LoraKey(layer, target), f"model.layers.{layer}.{module.kind.path(target)}"
                 weight, bias = adapter.replaced.get(f"{path}.weight"), adapter.replaced.get(f"{path}.bias")
                 magnitude, delta_bias = adapter.magnitudes.get(key), adapter.delta_biases.get(key)
                 if weight is not None:
@@ -167,9 +167,9 @@ def _module_parts(adapter: LoraAdapter, spec: ModelSpec, base: BaseWeights) -> I
                     scale = base.dora_scale(key, magnitude, adapter.weights[key])
                     yield ExtraWeight("scale", layer, target, scale)
                 # A base bias under a scale, or lost with the base's weight, has to be put right by a shift.
-                wrongs_bias = product.has_bias and (scale is not None or weight is not None)
+                wrongs_bias = module.has_bias and (scale is not None or weight is not None)
                 if bias is not None or delta_bias is not None or wrongs_bias:
-                    d_out = product.widths[product.targets.index(target)]
+                    d_out = module.widths[module.targets.index(target)]
                     values = _shift(base.bias(key), scale, bias, delta_bias, d_out, has_weight=weight is not None)
                     yield ExtraWeight("shift", layer, target, values)
 

@@ -18,7 +18,7 @@ from app.engine.errors import AdapterError, AdapterFormatError, AdapterReadFaile
 
 MIB = 1 << 20
 #: Errors of a disk, of a network it is behind, and of a machine that has too much open or in memory: they may pass.
-MACHINES_ERRORS = frozenset(
+TRANSIENT_ERRNOS = frozenset(
     {errno.EIO, errno.EINTR, errno.EBUSY, errno.ENFILE, errno.EMFILE, errno.ENOMEM, errno.ENOSPC}
     | {errno.ESTALE, errno.ETIMEDOUT, errno.ENOTCONN, errno.ECONNRESET, errno.ECONNABORTED, errno.ECONNREFUSED}
     | {errno.ENETDOWN, errno.ENETUNREACH, errno.EHOSTDOWN, errno.EHOSTUNREACH}
@@ -41,7 +41,7 @@ DEFAULT_LIMITS = ReadLimits()
 
 def reading_error(path: Path, error: OSError) -> AdapterError:
     """What reading `path` met: `AdapterFormatError` for the file's fault, `AdapterReadFailed` for the machine's."""
-    if error.errno in MACHINES_ERRORS:
+    if error.errno in TRANSIENT_ERRNOS:
         return AdapterReadFailed(f"cannot read '{path.name}' now: {error.strerror}; try again later")
     return AdapterFormatError(f"cannot open '{path.name}': {error.strerror}")
 

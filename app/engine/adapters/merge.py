@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 from safetensors.numpy import save_file
 
-from app.engine.adapters.adapter import LoraAdapter, LoraKey, widened
+from app.engine.adapters.adapter import LoraAdapter, LoraKey, to_float32
 from app.engine.adapters.modules import Module, layer_modules
 from app.engine.errors import AdapterMismatch
 from app.engine.models.checkpoint import Checkpoint
@@ -52,7 +52,9 @@ def merge(checkpoint: Checkpoint, adapter: LoraAdapter, target: Path) -> int:
             shutil.copyfile(file, target / file.name)
     for file in sorted({tensor.file for tensor in stored.values()}):
         own = {name: tensor for name, tensor in stored.items() if tensor.file == file}
-        save_file(dict(_merged(read_tensors(own), adapter, table)), target / file.name, metadata={"format": "pt"})
+        save_file(
+            dict(_merge_tensors(read_tensors(own), adapter, table)), target / file.name, metadata={"format": "pt"}
+        )
     return len(adapter.weights)
 
 
@@ -70,7 +72,7 @@ def merged_checkpoint(checkpoint: Checkpoint, adapter: LoraAdapter) -> Checkpoin
     """The base with the adapter in its tensors, under its own digest. AdapterMismatch for what cannot be merged."""
     table = {path: module for path, module in layer_modules(checkpoint.spec).items() if not module.is_fused}
     _check(adapter, table, expected_tensors(checkpoint.spec).keys())
-    return replace(checkpoint, read=lambda: _merged(checkpoint.tensors(), adapter, table, in_float32=True))
+    return replace(checkpoint, read=lambda: _merge_tensors(checkpoint.tensors(), adapter, table, in_float32=True))
 
 
 def _check(adapter: LoraAdapter, table: dict[str, Module], stored: Collection[str]) -> None:
@@ -89,7 +91,7 @@ def _check(adapter: LoraAdapter, table: dict[str, Module], stored: Collection[st
         raise AdapterMismatch(f"the base's files have no tensor of their own for {missing[0]}; serve the adapter")
 
 
-def _merged(
+def _merge_tensors(
     tensors: Iterable[tuple[str, NDArray[Any]]],
     adapter: LoraAdapter,
     table: dict[str, Module],
@@ -118,7 +120,7 @@ def _canonical(name: str) -> str:
 
 def _weight(base: NDArray[np.float32], adapter: LoraAdapter, key: LoraKey) -> NDArray[np.float32]:
     """[d_out, d_in]: W + B A, times DoRA's scale."""
-    a, b = (widened(matrix) for matrix in adapter.weights[key])
+    a, b = (to_float32(matrix) for matrix in adapter.weights[key])
     summed: NDArray[np.float32] = base + b.T @ a
     if key in adapter.magnitudes:
         summed = summed * dora_scale(adapter.magnitudes[key], base, a, b)[:, None]

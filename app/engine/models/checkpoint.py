@@ -91,7 +91,7 @@ def _load_folder(folder: Path, name: str) -> Checkpoint:
     shapes_of: Callable[[dict[str, tuple[int, ...]]], dict[str, tuple[int, ...]]] = canonical_shapes
     tensors_of: Callable[[Iterator[tuple[str, NDArray[Any]]]], Iterator[tuple[str, NDArray[Any]]]] = canonical_tensors
     if spec.family in gemma.FAMILIES:
-        shapes_of, tensors_of = gemma.renamed, gemma.canonical_tensors
+        shapes_of, tensors_of = gemma.canonical_names, gemma.canonical_tensors
     elif spec.family == gpt_oss.FAMILY:
         shapes_of, tensors_of = gpt_oss.canonical_shapes, gpt_oss.canonical_tensors
     check_tensors(spec, shapes_of(shapes))

@@ -150,13 +150,13 @@ class LinearModule:
 def layer_linear_modules(spec: ModelSpec, layer: int) -> tuple[LinearModule, ...]:
     """The products of one layer, in the order they are computed."""
     if spec.encoder is not None:
-        return _encoder_products(spec, layer)
+        return _encoder_modules(spec, layer)
     attention = spec.layers[layer].attention
     hidden = spec.hidden_size
     if attention.latent is not None:
         return (
-            *_latent_products(hidden, attention, attention.latent),
-            *_feed_forward_products(hidden, spec.layers[layer]),
+            *_latent_modules(hidden, attention, attention.latent),
+            *_feed_forward_modules(hidden, spec.layers[layer]),
         )
     heads, kv_heads = attention.num_heads, attention.num_kv_heads
     q, kv = heads * attention.head_dim, kv_heads * attention.head_dim
@@ -164,11 +164,11 @@ def layer_linear_modules(spec: ModelSpec, layer: int) -> tuple[LinearModule, ...
     return (
         LinearModule(qkv, hidden, (q, kv, kv), (heads, kv_heads, kv_heads), attention.qkv_bias),
         LinearModule(o, q, (hidden,), (heads,), attention.o_bias),
-        *_feed_forward_products(hidden, spec.layers[layer]),
+        *_feed_forward_modules(hidden, spec.layers[layer]),
     )
 
 
-def _latent_products(hidden: int, attention: AttentionSpec, latent: LatentSpec) -> tuple[LinearModule, ...]:
+def _latent_modules(hidden: int, attention: AttentionSpec, latent: LatentSpec) -> tuple[LinearModule, ...]:
     heads, has_bias = attention.num_heads, attention.qkv_bias
     q, kv, values = heads * attention.head_dim, heads * (latent.key_size + latent.value_size), heads * latent.value_size
     rank = latent.query_rank
@@ -202,19 +202,19 @@ def absorbed_modules(attention: AttentionSpec) -> tuple[LinearModule, ...]:
     )
 
 
-def _feed_forward_products(hidden: int, layer: LayerSpec) -> tuple[LinearModule, ...]:
+def _feed_forward_modules(hidden: int, layer: LayerSpec) -> tuple[LinearModule, ...]:
     mixture = layer.experts
     if mixture is None:
-        return _gated_products(GATED_MLP, hidden, layer.mlp)
+        return _gated_modules(GATED_MLP, hidden, layer.mlp)
     count, shared = mixture.router.num_experts, mixture.shared
-    experts = tuple(replace(product, num_experts=count) for product in _gated_products(EXPERTS, hidden, layer.mlp))
+    experts = tuple(replace(module, num_experts=count) for module in _gated_modules(EXPERTS, hidden, layer.mlp))
     router = router_kind(mixture.router.name)
-    products = (LinearModule(router, hidden, (count,), (1,), mixture.router.has_bias), *experts)
+    modules = (LinearModule(router, hidden, (count,), (1,), mixture.router.has_bias), *experts)
     if shared is None:
-        return products
+        return modules
     gate, *kinds = shared_kinds(shared.name)
     gates = (LinearModule(gate, hidden, (1,), (1,), has_bias=False),) if shared.is_gated else ()
-    return (*products, *gates, *_gated_products(kinds, hidden, shared.mlp))
+    return (*modules, *gates, *_gated_modules(kinds, hidden, shared.mlp))
 
 
 def router_kind(name: str) -> ModuleKind:
@@ -231,7 +231,7 @@ def shared_kinds(name: str) -> tuple[ModuleKind, ModuleKind, ModuleKind]:
     )
 
 
-def _gated_products(kinds: Sequence[ModuleKind], hidden: int, mlp: MlpSpec) -> tuple[LinearModule, LinearModule]:
+def _gated_modules(kinds: Sequence[ModuleKind], hidden: int, mlp: MlpSpec) -> tuple[LinearModule, LinearModule]:
     (gate_up, down), wide = kinds, mlp.intermediate_size
     return (
         LinearModule(gate_up, hidden, (wide, wide), (wide, wide), mlp.bias),
@@ -239,7 +239,7 @@ def _gated_products(kinds: Sequence[ModuleKind], hidden: int, mlp: MlpSpec) -> t
     )
 
 
-def _encoder_products(spec: ModelSpec, layer: int) -> tuple[LinearModule, ...]:
+def _encoder_modules(spec: ModelSpec, layer: int) -> tuple[LinearModule, ...]:
     hidden, wide = spec.hidden_size, spec.layers[layer].mlp.intermediate_size
     heads = spec.layers[layer].attention.num_heads
     qkv, o, up, down = ENCODER
@@ -251,14 +251,14 @@ def _encoder_products(spec: ModelSpec, layer: int) -> tuple[LinearModule, ...]:
     )
 
 
-class Stacked(NamedTuple):
+class StackedModule(NamedTuple):
     """A product and the layers that have it, in order."""
 
-    product: LinearModule
+    module: LinearModule
     layers: tuple[int, ...]
 
 
-def stacked_modules(spec: ModelSpec) -> tuple[Stacked, ...]:
+def stacked_modules(spec: ModelSpec) -> tuple[StackedModule, ...]:
     """The products of all layers, each once, for a device whose layers differ in their feed-forward at most.
 
     CheckpointError where layers differ in their attention beyond rope, window and scale, or in sizes of one product.
@@ -266,27 +266,27 @@ def stacked_modules(spec: ModelSpec) -> tuple[Stacked, ...]:
     found: dict[str, tuple[LinearModule, list[int]]] = {}
     for layer in range(len(spec.layers)):
         _check_alike(spec, layer)
-        for product in layer_linear_modules(spec, layer):
-            first, layers = found.setdefault(product.name, (product, []))
-            if product != first:
+        for module in layer_linear_modules(spec, layer):
+            first, layers = found.setdefault(module.name, (module, []))
+            if module != first:
                 raise CheckpointError(
-                    f"layer {layer} of {spec.name} differs from layer {layers[0]} in the sizes of {product.name}; "
+                    f"layer {layer} of {spec.name} differs from layer {layers[0]} in the sizes of {module.name}; "
                     "a model whose layers differ so is not served"
                 )
             layers.append(layer)
-    return tuple(Stacked(product, tuple(layers)) for product, layers in found.values())
+    return tuple(StackedModule(module, tuple(layers)) for module, layers in found.values())
 
 
-def single_modules(stacked: Iterable[Stacked]) -> tuple[LinearModule, ...]:
+def shared_table_modules(stacked: Iterable[StackedModule]) -> tuple[LinearModule, ...]:
     """Those whose rank rows lie in tables that all adapters share."""
-    return tuple(product for product, _ in stacked if product.has_rank_rows)
+    return tuple(module for module, _ in stacked if module.has_rank_rows)
 
 
-def paged_modules(spec: ModelSpec) -> tuple[Stacked, ...]:
+def paged_modules(spec: ModelSpec) -> tuple[StackedModule, ...]:
     """Those of which an adapter's deltas lie in memory of its own: experts', then latents' by head."""
-    mixed = tuple(one for one in stacked_modules(spec) if one.product.num_experts is not None)
+    mixed = tuple(one for one in stacked_modules(spec) if one.module.num_experts is not None)
     every = tuple(range(len(spec.layers)))
-    return (*mixed, *(Stacked(product, every) for product in absorbed_modules(spec.layers[0].attention)))
+    return (*mixed, *(StackedModule(module, every) for module in absorbed_modules(spec.layers[0].attention)))
 
 
 def _check_alike(spec: ModelSpec, layer: int) -> None:
@@ -330,20 +330,20 @@ def uniform_modules(spec: ModelSpec) -> tuple[LinearModule, ...]:
     return layer_linear_modules(spec, 0)
 
 
-def targets_of(products: Iterable[LinearModule]) -> tuple[str, ...]:
+def targets_of(modules: Iterable[LinearModule]) -> tuple[str, ...]:
     """Every target of these products, in their order: a target's place in tables that count targets one by one."""
-    return tuple(target for product in products for target in product.targets)
+    return tuple(target for module in modules for target in module.targets)
 
 
-def linear_module_of(products: Iterable[LinearModule], target: str) -> LinearModule:
+def linear_module_of(modules: Iterable[LinearModule], target: str) -> LinearModule:
     """The product that computes a target; KeyError if none does."""
-    for product in products:
-        if target in product.targets:
-            return product
+    for module in modules:
+        if target in module.targets:
+            return module
     raise KeyError(target)
 
 
 def target_shape(spec: ModelSpec, layer: int, target: str) -> tuple[int, int]:
     """(d_in, d_out) of one target of a layer; KeyError if there is none."""
-    product = linear_module_of(layer_linear_modules(spec, layer), target)
-    return product.d_in, product.widths[product.targets.index(target)]
+    module = linear_module_of(layer_linear_modules(spec, layer), target)
+    return module.d_in, module.widths[module.targets.index(target)]

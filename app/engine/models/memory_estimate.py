@@ -27,8 +27,8 @@ def kv_block_bytes(spec: ModelSpec, block_size: int, element_bytes: int) -> int:
 def rank_row_bytes(spec: ModelSpec, element_bytes: int) -> int:
     """One rank row of every module that has such: a row of a and a row of b."""
     layers = (layer_linear_modules(spec, layer) for layer in range(len(spec.layers)))
-    singles = (product for products in layers for product in products if product.has_rank_rows)
-    return element_bytes * sum(product.row_size for product in singles)
+    singles = (module for modules in layers for module in modules if module.has_rank_rows)
+    return element_bytes * sum(module.row_size for module in singles)
 
 
 def _numbers_per_token(attention: AttentionSpec) -> int:

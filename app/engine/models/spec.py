@@ -159,13 +159,13 @@ class EncoderSpec:
     """What makes a model a BERT (Devlin et al. 2019) or RoBERTa: every token sees all others, norms have a mean and a
     bias and come behind attention and feed-forward, positions are learned.
 
-    num_places: rows of the table of positions; a text's first token takes row `first_place`. The token of the number
+    num_places: rows of the table of positions; a text's first token takes row `first_position`. The token of the number
     before that is padding's, if there is one, and takes the row of its number. num_segments: rows of the table of token
     types, of which a text is the first.
     """
 
-    num_places: int
-    first_place: int
+    num_positions: int
+    first_position: int
     num_segments: int
 
 

@@ -124,11 +124,11 @@ def check_tensors(spec: ModelSpec, found: Mapping[str, tuple[int, ...]]) -> None
     expected = expected_tensors(spec)
     missing = [name for name in expected if name not in found]
     if missing:
-        raise CheckpointError(f"checkpoint of {spec.name!r} lacks {_listed(missing)}")
+        raise CheckpointError(f"checkpoint of {spec.name!r} lacks {_first_names(missing)}")
     unexpected = [name for name in found if name not in expected]
     if unexpected:
         raise CheckpointError(
-            f"checkpoint of {spec.name!r} has tensors its config does not imply: {_listed(unexpected)}"
+            f"checkpoint of {spec.name!r} has tensors its config does not imply: {_first_names(unexpected)}"
         )
     for name, shape in expected.items():
         if tuple(found[name]) != shape:
@@ -154,6 +154,6 @@ def canonical_gguf_name(name: str, own: Mapping[str, str] | None = None) -> str 
     return None if path is None else f"model.layers.{layer}.{path}.{kind}"
 
 
-def _listed(names: list[str]) -> str:
+def _first_names(names: list[str]) -> str:
     shown = ", ".join(repr(name) for name in names[:5])
     return shown if len(names) <= 5 else f"{shown} and {len(names) - 5} more"

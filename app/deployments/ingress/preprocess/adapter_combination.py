@@ -20,7 +20,7 @@ from app.engine.adapters.combining.combination import (
     CombinationPart,
     MajoritySign,
     Method,
-    composition_of,
+    make_combination,
 )
 from app.engine.errors import InvalidRequest
 
@@ -59,4 +59,4 @@ def combined(adapters: Sequence[WeightedAdapter], find: Find, recipe: Combinatio
         if ref is None:
             raise InvalidRequest(f"{one.name[:80]!r} is the base, which has no weight; name adapters", param="adapters")
         parts.append(CombinationPart(ref, one.weight))
-    return composition_of(parts, recipe or CombinationMethod())
+    return make_combination(parts, recipe or CombinationMethod())

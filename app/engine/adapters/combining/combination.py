@@ -119,7 +119,7 @@ class Combination:
         return AdapterRef(self.name, self.digest, tenant_id, uri=self.source)
 
 
-def composition_of(parts: Sequence[CombinationPart], recipe: CombinationMethod = CombinationMethod()) -> Combination:
+def make_combination(parts: Sequence[CombinationPart], recipe: CombinationMethod = CombinationMethod()) -> Combination:
     """Raises InvalidRequest for too many parts, none, one twice, a weight that is no number, or one part to prune.
 
     Of one adapter PEFT makes "linear", whatever it is asked for.
@@ -137,12 +137,12 @@ def composition_of(parts: Sequence[CombinationPart], recipe: CombinationMethod =
     return Combination(tuple(sorted(parts, key=lambda part: (part.ref.digest, part.weight))), recipe)
 
 
-def is_composition(source: str) -> bool:
+def is_combination(source: str) -> bool:
     """Whether a source is that of a derived adapter."""
     return source.startswith(SCHEME)
 
 
-def read_composition(source: str) -> Combination:
+def parse_combination(source: str) -> Combination:
     """What `Combination.source` has written."""
     fields: Mapping[str, Any] = json.loads(source.removeprefix(SCHEME))
     parts = [
@@ -154,9 +154,9 @@ def read_composition(source: str) -> Combination:
     return Combination(tuple(parts), CombinationMethod(**fields["recipe"]))
 
 
-def shown_source(source: str) -> str:
+def display_source(source: str) -> str:
     """A source as people are shown it: of a derived adapter what it is made of, and no places of its parts."""
-    if not is_composition(source):
+    if not is_combination(source):
         return source
-    composition = read_composition(source)
-    return f"{composition.recipe.method}({composition.name})"
+    combination = parse_combination(source)
+    return f"{combination.recipe.method}({combination.name})"

@@ -38,9 +38,14 @@ import pyarrow as pa
 from app.engine.adapters.adapter import LoraAdapter
 from app.engine.adapters.adapter_builder import build_adapter
 from app.engine.adapters.adapter_tokenizer import AdapterTokenizer
-from app.engine.adapters.formats.arrow_rows import LORA, NO_TENSOR, TOKEN_IDS, CardRow, rows_of, stored_of
-from app.engine.adapters.formats.arrowengine_card import is_plain, plain_batch, read_plain, views
-from app.engine.adapters.limits import DEFAULT_LIMITS, MACHINES_ERRORS, ReadLimits, reading_error, regular_file_size
+from app.engine.adapters.formats.arrow_rows import LORA, NO_TENSOR, TOKEN_IDS, CardRow, card_rows, raw_adapter_from_rows
+from app.engine.adapters.formats.arrowengine_card import (
+    arrowengine_batch,
+    is_arrowengine_schema,
+    read_arrowengine_batch,
+    views,
+)
+from app.engine.adapters.limits import DEFAULT_LIMITS, TRANSIENT_ERRNOS, ReadLimits, reading_error, regular_file_size
 from app.engine.adapters.quantize import Quantization, num_groups
 from app.engine.adapters.raw_adapter import DTYPE_BYTES, QUANTIZED_BITS, RawAdapter, RawTensor, raw_size_bytes
 from app.engine.adapters.strict_json import parse_object, short
@@ -87,7 +92,7 @@ class ArrowCard:
     """
 
     name: str
-    stored: RawAdapter
+    raw: RawAdapter
     metadata: Mapping[str, str]
     quantization: Quantization | None = None
 
@@ -98,26 +103,26 @@ def write_card(path: Path, card: ArrowCard) -> None:
     for key in card.metadata:
         if key in RESERVED_KEYS:
             raise AdapterFormatError(f"metadata key '{key}' belongs to the card format; choose another")
-    if not card.stored.modules:
+    if not card.raw.modules:
         raise AdapterFormatError("the adapter changes no module; there is nothing to write")
-    modules, rows = card.stored.modules, rows_of(card.stored)
+    modules, rows = card.raw.modules, card_rows(card.raw)
     batch = _batch(rows)
     metadata = dict(card.metadata) | {
         "format": "polylora.lora",
-        "format_version": _version(rows, is_activated=bool(card.stored.invocation_tokens)),
+        "format_version": _version(rows, is_activated=bool(card.raw.invocation_tokens)),
         "name": card.name,
         "rank": json.dumps(max(module.rank for module in modules)),
         "alpha": json.dumps(sorted({module.alpha for module in modules})),
         "target_modules": json.dumps(sorted({module.path.rsplit(".", 1)[-1] for module in modules})),
     }
-    if card.stored.text:
-        metadata["text"] = card.stored.text
-    if card.stored.invocation_tokens:
-        metadata[INVOCATION_KEY] = json.dumps(card.stored.invocation_tokens)
+    if card.raw.text:
+        metadata["text"] = card.raw.text
+    if card.raw.invocation_tokens:
+        metadata[INVOCATION_KEY] = json.dumps(card.raw.invocation_tokens)
     if card.quantization is not None:
         metadata["quantization"] = json.dumps(card.quantization._asdict())
     metadata["checksum"] = _checksum(metadata, rows)
-    with _replacing(path) as temporary:
+    with _atomic_replace(path) as temporary:
         # Arrow aligns buffers to 8 bytes. Text in the schema moves what follows it, so the first
         # weight is brought to a multiple of 64 with a little of it; row padding does the rest.
         for padding in range(0, 2 * ALIGNMENT, 8):
@@ -128,11 +133,11 @@ def write_card(path: Path, card: ArrowCard) -> None:
             raise AssertionError("no padding aligns the weights")
 
 
-def write_plain_card(path: Path, card: ArrowCard) -> None:
+def write_arrowengine_card(path: Path, card: ArrowCard) -> None:
     """As `write_card`, in the columns of `plain_card`. Raises `AdapterFormatError` for what they have no place for."""
     _check_name(path)
-    batch = plain_batch(card.name, card.stored, card.metadata)
-    with _replacing(path) as temporary:
+    batch = arrowengine_batch(card.name, card.raw, card.metadata)
+    with _atomic_replace(path) as temporary:
         _write_ipc(temporary, batch, {})
 
 
@@ -142,7 +147,7 @@ def _check_name(path: Path) -> None:
 
 
 @contextmanager
-def _replacing(path: Path) -> Iterator[Path]:
+def _atomic_replace(path: Path) -> Iterator[Path]:
     """A name to write to, which becomes `path` unless writing fails."""
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")  # a plain file: the umask says who may read it
     try:
@@ -166,7 +171,7 @@ def read_card(path: Path, limits: ReadLimits = DEFAULT_LIMITS) -> ArrowCard:
         source.seek(0)
         reader = pa.ipc.open_file(source)
         schema = reader.schema
-        plain = is_plain(schema)
+        plain = is_arrowengine_schema(schema)
         if not plain and not schema.remove_metadata().equals(_SCHEMA):
             raise AdapterFormatError(f"{what} does not have the columns of a card; write it with `polylora convert`")
         metadata = {key.decode(): value.decode() for key, value in (schema.metadata or {}).items()}
@@ -181,11 +186,11 @@ def read_card(path: Path, limits: ReadLimits = DEFAULT_LIMITS) -> ArrowCard:
             raise AdapterFormatError(f"{what} has {batch.num_rows} rows; a card has 1 to {limits.max_tensors}")
         batch.validate(full=True)
         if plain:
-            name, rows, free = read_plain(batch, mapped, metadata, what)
-            return ArrowCard(name, _stored(rows, free, what), MappingProxyType(dict(free)))
+            name, rows, free = read_arrowengine_batch(batch, mapped, metadata, what)
+            return ArrowCard(name, _raw_adapter(rows, free, what), MappingProxyType(dict(free)))
         rows = _rows(batch, mapped, what)
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
-        if isinstance(error, OSError) and error.errno in MACHINES_ERRORS:
+        if isinstance(error, OSError) and error.errno in TRANSIENT_ERRNOS:
             raise reading_error(path, error) from error
         raise AdapterFormatError(f"{what} is not a readable Arrow file: {str(error)[:200]}") from error
     stated = metadata.pop("checksum")
@@ -200,26 +205,26 @@ def read_card(path: Path, limits: ReadLimits = DEFAULT_LIMITS) -> ArrowCard:
             f"{what}: format version {metadata['format_version']} has no "
             f"{'experts' if least == '3' else 'activated LoRA'}"
         )
-    stored = _stored(rows, free, what)
+    raw = _raw_adapter(rows, free, what)
     try:
         if "text" in metadata:
-            stored = replace(stored, text=AdapterTokenizer.parsed(metadata["text"]).to_json())
+            raw = replace(raw, text=AdapterTokenizer.from_json(metadata["text"]).to_json())
         if INVOCATION_KEY in metadata:
-            stored = replace(stored, invocation_tokens=_token_ids(metadata[INVOCATION_KEY]))
+            raw = replace(raw, invocation_tokens=_token_ids(metadata[INVOCATION_KEY]))
     except AdapterFormatError as error:
         raise AdapterFormatError(f"{what}: {error}") from error
     quantization = _quantization(metadata["quantization"], what) if "quantization" in metadata else None
-    return ArrowCard(metadata["name"], stored, MappingProxyType(free), quantization)
+    return ArrowCard(metadata["name"], raw, MappingProxyType(free), quantization)
 
 
-def _stored(rows: Sequence[CardRow], free: Mapping[str, str], what: str) -> RawAdapter:
+def _raw_adapter(rows: Sequence[CardRow], free: Mapping[str, str], what: str) -> RawAdapter:
     """The adapter in these rows, with what free metadata says of it."""
     beside = {key: value for key, value in sorted(free.items()) if key != "description"}
     try:
-        stored = stored_of(rows, free.get("description", ""))
+        raw = raw_adapter_from_rows(rows, free.get("description", ""))
     except AdapterFormatError as error:
         raise AdapterFormatError(f"{what}: {error}") from error
-    return replace(stored, metadata=json.dumps(beside, ensure_ascii=False) if beside else "")
+    return replace(raw, metadata=json.dumps(beside, ensure_ascii=False) if beside else "")
 
 
 def _version(rows: Sequence[CardRow], *, is_activated: bool) -> str:
@@ -233,7 +238,7 @@ def _version(rows: Sequence[CardRow], *, is_activated: bool) -> str:
 
 def read_card_adapter(path: Path, spec: ModelSpec, limits: ReadLimits = DEFAULT_LIMITS) -> LoraAdapter:
     """The adapter in a card, ready to serve on `spec`."""
-    return build_adapter(read_card(path, limits).stored, spec, limits)
+    return build_adapter(read_card(path, limits).raw, spec, limits)
 
 
 def _token_ids(text: str) -> tuple[int, ...]:
@@ -256,7 +261,7 @@ def _quantization(text: str, what: str) -> Quantization:
 def _batch(rows: Sequence[CardRow]) -> pa.RecordBatch:
     # The offsets of weight_b lie between the two weight buffers; the last a is padded to make up for them.
     tail = -8 * (len(rows) + 1) % ALIGNMENT
-    weights_a = [_padded(row.a) for row in rows]
+    weights_a = [_padded_bytes(row.a) for row in rows]
     weights_a[-1] += bytes(tail)
     columns = {
         "module": [row.path for row in rows],
@@ -270,12 +275,12 @@ def _batch(rows: Sequence[CardRow]) -> pa.RecordBatch:
         "scales_a": [bytes(row.a.scales) for row in rows],
         "scales_b": [bytes(row.b.scales) for row in rows],
         "weight_a": weights_a,
-        "weight_b": [_padded(row.b) for row in rows],
+        "weight_b": [_padded_bytes(row.b) for row in rows],
     }
     return pa.record_batch([pa.array(columns[field.name], field.type) for field in _SCHEMA], schema=_SCHEMA)
 
 
-def _padded(tensor: RawTensor) -> bytes:
+def _padded_bytes(tensor: RawTensor) -> bytes:
     return bytes(tensor.data) + bytes(-len(tensor.data) % ALIGNMENT)
 
 

@@ -50,15 +50,13 @@ class CardRow:
     use_rslora: bool = False
 
 
-def rows_of(stored: RawAdapter) -> list[CardRow]:
+def card_rows(raw: RawAdapter) -> list[CardRow]:
     """Modules first, then what belongs to them, then what stands alone; by path within a role."""
-    rows = [
-        CardRow(module.path, LORA, module.a, module.b, module.alpha, module.use_rslora) for module in stored.modules
-    ]
-    rows += [CardRow(module.path, "magnitude", module.magnitude) for module in stored.modules if module.magnitude]
-    rows += [CardRow(module.path, "bias", module.bias) for module in stored.modules if module.bias]
-    rows += [CardRow(name, "parameter", tensor) for name, tensor in stored.parameters]
-    for item in stored.token_rows:
+    rows = [CardRow(module.path, LORA, module.a, module.b, module.alpha, module.use_rslora) for module in raw.modules]
+    rows += [CardRow(module.path, "magnitude", module.magnitude) for module in raw.modules if module.magnitude]
+    rows += [CardRow(module.path, "bias", module.bias) for module in raw.modules if module.bias]
+    rows += [CardRow(name, "parameter", tensor) for name, tensor in raw.parameters]
+    for item in raw.token_rows:
         ids = np.array(item.token_ids, "<i8")
         rows.append(
             CardRow(item.path, "token_rows", item.rows, RawTensor(TOKEN_IDS, ids.shape, memoryview(ids.tobytes())))
@@ -66,7 +64,7 @@ def rows_of(stored: RawAdapter) -> list[CardRow]:
     return rows
 
 
-def stored_of(rows: Sequence[CardRow], description: str) -> RawAdapter:
+def raw_adapter_from_rows(rows: Sequence[CardRow], description: str) -> RawAdapter:
     """The adapter in these rows. Raises AdapterFormatError."""
     by_role: dict[str, dict[str, CardRow]] = {role: {} for role in ROLES}
     for row in rows:

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pyarrow as pa
 
-from app.engine.adapters.formats.arrow_rows import LORA, CardRow, rows_of
+from app.engine.adapters.formats.arrow_rows import LORA, CardRow, card_rows
 from app.engine.adapters.formats.peft_file import PREFIX
 from app.engine.adapters.raw_adapter import DTYPE_BYTES, RawAdapter, RawTensor, raw_size_bytes
 from app.engine.adapters.strict_json import short
@@ -54,7 +54,7 @@ class ArrowEngineCard(NamedTuple):
     free: Mapping[str, str]
 
 
-def is_plain(schema: pa.Schema) -> bool:
+def is_arrowengine_schema(schema: pa.Schema) -> bool:
     """Whether these are the columns above; 64-bit offsets and sizes are as good."""
     wide = {pa.binary(): pa.large_binary(), pa.list_(pa.int32()): pa.list_(pa.int64())}
     return schema.names == _SCHEMA.names and all(
@@ -62,8 +62,10 @@ def is_plain(schema: pa.Schema) -> bool:
     )
 
 
-def read_plain(batch: pa.RecordBatch, mapped: pa.Buffer, metadata: Mapping[str, str], what: str) -> ArrowEngineCard:
-    """The rows of a batch that `is_plain`, by name. Raises AdapterFormatError."""
+def read_arrowengine_batch(
+    batch: pa.RecordBatch, mapped: pa.Buffer, metadata: Mapping[str, str], what: str
+) -> ArrowEngineCard:
+    """The rows of a batch that `is_arrowengine_schema`, by name. Raises AdapterFormatError."""
     missing = RESERVED_KEYS - {"target_modules"} - set(metadata)
     if missing:
         raise AdapterFormatError(f"{what}: metadata lacks {', '.join(sorted(missing))}; this is not a card")
@@ -90,19 +92,19 @@ def read_plain(batch: pa.RecordBatch, mapped: pa.Buffer, metadata: Mapping[str, 
         if (a.shape[0], b.shape[1]) != (rank, rank):
             if (a.shape[1], b.shape[0]) != (rank, rank):
                 raise AdapterFormatError(f"{where}: shapes {list(a.shape)} and {list(b.shape)} have no rank {rank}")
-            a, b = _transposed(a), _transposed(b)
+            a, b = _transpose(a), _transpose(b)
         rows.append(CardRow(module.removeprefix(PREFIX), LORA, a, b, alpha))
     free = {key: text for key, text in metadata.items() if key not in RESERVED_KEYS}
     return ArrowEngineCard(metadata["lora_name"], sorted(rows, key=lambda row: row.path), free)
 
 
-def plain_batch(name: str, stored: RawAdapter, free: Mapping[str, str]) -> pa.RecordBatch:
+def arrowengine_batch(name: str, raw: RawAdapter, free: Mapping[str, str]) -> pa.RecordBatch:
     """The adapter as one batch with its metadata. Raises AdapterFormatError for what the columns have no place for."""
-    rows = rows_of(stored)
+    rows = card_rows(raw)
     beside = sorted({row.role for row in rows if row.role != LORA})
-    if stored.text:
+    if raw.text:
         beside.append("a chat template")
-    if stored.invocation_tokens:
+    if raw.invocation_tokens:
         beside.append("activated LoRA")
     if any(row.use_rslora for row in rows):
         beside.append("rsLoRA")
@@ -159,6 +161,6 @@ def _tensor(dtype: str, shape: list[Any], weight: memoryview, where: str) -> Raw
     return RawTensor(_DTYPES[dtype], (shape[0], shape[1]), weight)
 
 
-def _transposed(tensor: RawTensor) -> RawTensor:
+def _transpose(tensor: RawTensor) -> RawTensor:
     values = np.frombuffer(tensor.data, f"<u{DTYPE_BYTES[tensor.dtype]}").reshape(tensor.shape)
     return RawTensor(tensor.dtype, (tensor.shape[1], tensor.shape[0]), memoryview(values.T.tobytes()))

@@ -64,6 +64,6 @@ def first_matching(patterns: Sequence[str], names: Sequence[str], key: str) -> d
     return chosen
 
 
-def listed(name: str, entries: Sequence[str]) -> bool:
+def matches_entry(name: str, entries: Sequence[str]) -> bool:
     """PEFT's rule for a list of names: equal, or equal to the end after a dot."""
     return any(name == entry or name.endswith(f".{entry}") for entry in entries)

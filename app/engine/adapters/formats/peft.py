@@ -14,7 +14,7 @@ from pathlib import Path
 
 from app.engine.adapters.adapter import LoraAdapter
 from app.engine.adapters.adapter_builder import build_adapter
-from app.engine.adapters.adapter_tokenizer import read_text
+from app.engine.adapters.adapter_tokenizer import read_adapter_tokenizer
 from app.engine.adapters.formats.patterns import first_matching
 from app.engine.adapters.formats.peft_config import CONFIG_NAME, PeftConfig, parse_config
 from app.engine.adapters.formats.peft_experts import check_options, expert_modules, is_fused, selects_parameter
@@ -45,13 +45,13 @@ _WRITE_HIDDEN = ("self_attn.o_proj", "mlp.down_proj")
 
 
 def read_peft(
-    folder: Path, spec: ModelSpec, limits: ReadLimits = DEFAULT_LIMITS, served: frozenset[str] = frozenset()
+    folder: Path, spec: ModelSpec, limits: ReadLimits = DEFAULT_LIMITS, supported_features: frozenset[str] = frozenset()
 ) -> LoraAdapter:
-    """The adapter in `folder`, ready to serve on `spec`. Raises an `AdapterError`; for `served` see `build_adapter`."""
-    return build_adapter(read_peft_stored(folder, spec, limits), spec, limits, served)
+    """The adapter in `folder`, ready to serve on `spec`. Raises an `AdapterError`; for `supported_features` see `build_adapter`."""
+    return build_adapter(read_raw_peft(folder, spec, limits), spec, limits, supported_features)
 
 
-def read_peft_stored(folder: Path, spec: ModelSpec | None, limits: ReadLimits = DEFAULT_LIMITS) -> RawAdapter:
+def read_raw_peft(folder: Path, spec: ModelSpec | None, limits: ReadLimits = DEFAULT_LIMITS) -> RawAdapter:
     """The adapter in `folder` as saved, checked against its own configuration and the base's modules.
 
     Without a base, the layers that the tensors name are taken for all there are.
@@ -79,7 +79,7 @@ def read_peft_stored(folder: Path, spec: ModelSpec | None, limits: ReadLimits = 
         tuple(modules),
         parameters=tuple(sorted((found.parameters | found.wrapped | whole).items())),
         token_rows=tuple(RawTokenRows(path, ids, found.token_rows[path]) for path, ids in sorted(token_ids.items())),
-        text=read_text(folder, limits).to_json(),
+        text=read_adapter_tokenizer(folder, limits).to_json(),
         invocation_tokens=config.invocation_tokens,
     )
 

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from app.engine.adapters.formats.patterns import first_matching, listed
+from app.engine.adapters.formats.patterns import first_matching, matches_entry
 from app.engine.adapters.formats.peft_config import CONFIG_NAME, PeftConfig
 from app.engine.adapters.formats.peft_file import WEIGHTS_NAME
 from app.engine.adapters.raw_adapter import DTYPE_BYTES, RawModule, RawTensor
@@ -30,7 +30,7 @@ _CONTAINER = re.compile(r"(model\.layers\.(\d{1,4})\.mlp\.experts)(?:\.base_laye
 _VERSION = re.compile(r"(\d{1,4})\.(\d{1,4})\.(\d{1,4})")
 #: The first PEFT in whose files lora_A is [E * r, d_in] for every kind of experts.
 _FIRST_NEW = (0, 19, 0)
-_MOST_TOLD = 10
+_MAX_REPORTED = 10
 
 
 class _Pair(NamedTuple):
@@ -48,7 +48,7 @@ def is_fused(path: str) -> bool:
 
 def selects_parameter(config: PeftConfig, name: str) -> bool:
     """Whether `target_parameters` names this parameter: in full, or its end after a dot."""
-    return listed(name, config.target_parameters)
+    return matches_entry(name, config.target_parameters)
 
 
 def expert_modules(
@@ -70,8 +70,8 @@ def expert_modules(
         alpha = config.alpha_pattern[alphas[pair.name]] if pair.name in alphas else config.alpha
         modules += _split(pair, rank, alpha, config, spec, problems)
     if problems:
-        more = f"; and {len(problems) - _MOST_TOLD} more" if len(problems) > _MOST_TOLD else ""
-        raise AdapterMismatch(f"{WEIGHTS_NAME}: {'; '.join(problems[:_MOST_TOLD])}{more}")
+        more = f"; and {len(problems) - _MAX_REPORTED} more" if len(problems) > _MAX_REPORTED else ""
+        raise AdapterMismatch(f"{WEIGHTS_NAME}: {'; '.join(problems[:_MAX_REPORTED])}{more}")
     return modules
 
 

@@ -35,7 +35,7 @@ _OTHER_SPELLINGS = (
 )
 #: What a module of modules_to_save has beside its own weight, under names that PEFT does not load into it.
 _UNUSED = re.compile(r"(?P<path>.+)\.(?P<part>modules_to_save|original_module)\.(?P<kind>weight|bias)")
-_MOST_TOLD = 10
+_MAX_REPORTED = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,7 @@ def sort_tensors(tensors: Mapping[str, RawTensor]) -> PeftTensors:
     for full_name, tensor in tensors.items():
         name = full_name.removeprefix(PREFIX)
         if name == full_name:
-            raise _not_understood(full_name)
+            raise _unknown_tensor(full_name)
         for spelling, plain in _OTHER_SPELLINGS:
             name = spelling.sub(plain, name)
         suffix = next((suffix for suffix in _PARTS if name.endswith(suffix)), None)
@@ -71,7 +71,7 @@ def sort_tensors(tensors: Mapping[str, RawTensor]) -> PeftTensors:
             continue
         path = name.removesuffix(suffix)
         if suffix in HALVES | EMBEDDING_HALVES and (path == EMBEDDING_PATH) != (suffix in EMBEDDING_HALVES):
-            raise _not_understood(full_name)
+            raise _unknown_tensor(full_name)
         parts = found.modules.setdefault(path, {})
         if _PARTS[suffix] in parts:
             raise AdapterFormatError(
@@ -81,8 +81,8 @@ def sort_tensors(tensors: Mapping[str, RawTensor]) -> PeftTensors:
     halves = [(path, {"lora_A", "lora_B"} - set(parts)) for path, parts in found.modules.items()]
     missing = [f"module {short(path)} has no {min(lacks)}" for path, lacks in sorted(halves) if lacks]
     if missing:
-        more = f"; and {len(missing) - _MOST_TOLD} more" if len(missing) > _MOST_TOLD else ""
-        raise AdapterFormatError(f"{WEIGHTS_NAME}: {'; '.join(missing[:_MOST_TOLD])}{more}; save it whole")
+        more = f"; and {len(missing) - _MAX_REPORTED} more" if len(missing) > _MAX_REPORTED else ""
+        raise AdapterFormatError(f"{WEIGHTS_NAME}: {'; '.join(missing[:_MAX_REPORTED])}{more}; save it whole")
     return found
 
 
@@ -104,10 +104,10 @@ def _sort_whole(found: PeftTensors, name: str, full_name: str, tensor: RawTensor
     elif name.endswith((".weight", ".bias")) and ".lora_" not in name:
         found.parameters[name] = tensor
     else:
-        raise _not_understood(full_name)
+        raise _unknown_tensor(full_name)
 
 
-def _not_understood(name: str) -> AdapterFormatError:
+def _unknown_tensor(name: str) -> AdapterFormatError:
     return AdapterFormatError(
         f"{WEIGHTS_NAME}: tensor {short(name)} is not understood; a LoRA adapter's tensors are "
         f"{PREFIX}<module>.lora_A.weight, .lora_B.weight and what PEFT saves beside them"

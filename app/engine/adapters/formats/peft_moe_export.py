@@ -31,7 +31,7 @@ class FusedExperts(NamedTuple):
     place: str
 
 
-def fuse(modules: Iterable[RawModule]) -> tuple[list[FusedExperts], list[RawModule]]:
+def fuse_experts(modules: Iterable[RawModule]) -> tuple[list[FusedExperts], list[RawModule]]:
     """(experts by parameter, the other modules). AdapterFormatError where PEFT cannot have them so."""
     by_parameter: dict[str, dict[str, list[tuple[int, RawModule]]]] = {}
     rest = []
@@ -47,11 +47,13 @@ def fuse(modules: Iterable[RawModule]) -> tuple[list[FusedExperts], list[RawModu
         for name, members in parameters.items():
             inner = len(parameters) == len(PARAMETERS) and name == PARAMETERS[0]
             place = f"{container}.base_layer" if inner else container
-            found.append(FusedExperts(_together(f"{container}.{name}", sorted(members, key=lambda m: m[0])), place))
+            found.append(
+                FusedExperts(_stack_experts(f"{container}.{name}", sorted(members, key=lambda m: m[0])), place)
+            )
     return found, rest
 
 
-def _together(path: str, members: list[tuple[int, RawModule]]) -> RawModule:
+def _stack_experts(path: str, members: list[tuple[int, RawModule]]) -> RawModule:
     first = members[0][1]
     kinds = {(m.a.shape, m.b.shape, m.a.dtype, m.b.dtype, m.alpha, m.use_rslora) for _, m in members}
     if [expert for expert, _ in members] != list(range(len(members))) or len(kinds) > 1:
@@ -65,7 +67,7 @@ def _together(path: str, members: list[tuple[int, RawModule]]) -> RawModule:
     return RawModule(path, *whole, first.alpha, first.use_rslora)
 
 
-def with_one_gate_up(stored: RawAdapter, spec: ModelSpec) -> RawAdapter:
+def fuse_gate_up(raw: RawAdapter, spec: ModelSpec) -> RawAdapter:
     """The same deltas with one LoRA for gate and up of each expert: A one above the other, B on a diagonal.
 
     Rank and alpha double, as in PEFT's own conversion, so that the scale stays. AdapterFormatError where the two differ
@@ -73,7 +75,7 @@ def with_one_gate_up(stored: RawAdapter, spec: ModelSpec) -> RawAdapter:
     """
     halves: dict[str, dict[str, RawModule]] = {}
     modules: list[RawModule] = []
-    for module in stored.modules:
+    for module in raw.modules:
         match = _HALF.fullmatch(module.path)
         if match is None:
             modules.append(module)
@@ -83,7 +85,7 @@ def with_one_gate_up(stored: RawAdapter, spec: ModelSpec) -> RawAdapter:
         experts = spec.layers[int(path.split(".")[2])].experts
         alternates = experts is not None and experts.alternates
         modules.append(_gate_up(f"{path}.gate_up_proj", found, alternates=alternates))
-    return replace(stored, modules=tuple(sorted(modules, key=lambda module: module.path)))
+    return replace(raw, modules=tuple(sorted(modules, key=lambda module: module.path)))
 
 
 def _gate_up(path: str, halves: dict[str, RawModule], *, alternates: bool) -> RawModule:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from app.engine.adapters.formats.patterns import full_matches, listed
+from app.engine.adapters.formats.patterns import full_matches, matches_entry
 from app.engine.adapters.formats.peft_config import CONFIG_NAME, PeftConfig
 from app.engine.adapters.formats.peft_file import WEIGHTS_NAME, PeftTensors
 from app.engine.adapters.modules import OUTER_MODULES, Module
@@ -29,8 +29,8 @@ def check_modules(
     pairs = found.modules
     fused = {target for path in pairs if path in table for target in table[path].targets if table[path].is_fused}
     candidates = [path for path, module in table.items() if module.is_fused == bool(fused.intersection(module.targets))]
-    selected = set(_selected(config, [*candidates, *OUTER_MODULES]))
-    selected |= {path for path in candidates if listed(f"{path}.weight", config.target_parameters)}
+    selected = set(_select_modules(config, [*candidates, *OUTER_MODULES]))
+    selected |= {path for path in candidates if matches_entry(f"{path}.weight", config.target_parameters)}
     extra = sorted(set(pairs) - selected)
     if extra:
         raise AdapterFormatError(
@@ -68,7 +68,7 @@ def check_target_parameters(config: PeftConfig, table: Mapping[str, Module], bas
         for name in ("gate_up_proj", "down_proj")
     }
     for target in config.target_parameters:
-        if not any(listed(name, (target,)) for name in names):
+        if not any(matches_entry(name, (target,)) for name in names):
             raise AdapterMismatch(f"{CONFIG_NAME}: target_parameters names {short(target)}, which {base} does not have")
 
 
@@ -136,7 +136,7 @@ def token_row_paths(config: PeftConfig, found: PeftTensors, is_tied: bool) -> di
     """Module path → token ids, for exactly the rows in the file. On a tied model lm_head shares the embedding's."""
     wanted = {}
     for name, token_ids in config.token_indices.items():
-        path = next((path for path in OUTER_MODULES if listed(path, (name,))), None)
+        path = next((path for path in OUTER_MODULES if matches_entry(path, (name,))), None)
         if path is None:
             raise AdapterFormatError(f"{CONFIG_NAME}: trainable_token_indices names {short(name)}, not an embedding")
         wanted[path] = token_ids
@@ -169,13 +169,13 @@ def _are_equal(one: RawTensor | None, other: RawTensor | None) -> bool:
     return one is not None and other is not None and (one.dtype, one.data) == (other.dtype, other.data)
 
 
-def _selected(config: PeftConfig, names: Sequence[str]) -> list[str]:
+def _select_modules(config: PeftConfig, names: Sequence[str]) -> list[str]:
     """The names that PEFT would adapt (`check_target_module_exists`)."""
     exclude, targets = config.exclude_modules, config.target_modules
     if isinstance(exclude, str):
         excluded = full_matches(exclude, names, "exclude_modules")
     else:
-        excluded = [listed(name, exclude) for name in names]
+        excluded = [matches_entry(name, exclude) for name in names]
     names = [name for name, out in zip(names, excluded, strict=True) if not out]
     names = [name for name in names if not any(f".{saved}." in f".{name}." for saved in config.modules_to_save)]
     if isinstance(targets, str):
@@ -184,7 +184,7 @@ def _selected(config: PeftConfig, names: Sequence[str]) -> list[str]:
         matches = full_matches(targets, names, "target_modules")
         return [name for name, matched in zip(names, matches, strict=True) if matched]
     # A module named in full is chosen whatever layers_to_transform says: so does PEFT.
-    return [name for name in names if name in targets or (listed(name, targets) and _in_layers(config, name))]
+    return [name for name in names if name in targets or (matches_entry(name, targets) and _in_layers(config, name))]
 
 
 def _in_layers(config: PeftConfig, name: str) -> bool:
@@ -192,6 +192,6 @@ def _in_layers(config: PeftConfig, name: str) -> bool:
     if config.layers_to_transform is None:
         return True
     parts = name.split(".")
-    if len(parts) < 4 or (config.layers_pattern and not listed(".".join(parts[:2]), config.layers_pattern)):
+    if len(parts) < 4 or (config.layers_pattern and not matches_entry(".".join(parts[:2]), config.layers_pattern)):
         return False
     return int(parts[2]) in config.layers_to_transform

@@ -57,7 +57,7 @@ def pack_adapter(adapter: LoraAdapter, allocate: Callable[[int], NDArray[np.uint
         "outer_scales": dict(adapter.outer_scales),
         "token_rows": [(name, ids, flat.place(rows)) for name, (ids, rows) in adapter.token_rows.items()],
     }
-    return PackedAdapter(header, [flat.joined(allocate)])
+    return PackedAdapter(header, [flat.join(allocate)])
 
 
 def unpack_adapter(header: Mapping[str, Any], arrays: Sequence[NDArray[np.uint8]]) -> LoraAdapter:
@@ -102,7 +102,7 @@ class _Flat:
             self._size += -(-array.nbytes // _ALIGNMENT) * _ALIGNMENT
         return (self._starts[id(array)], "BF16" if array.dtype == BFLOAT16 else "F32", *array.shape)
 
-    def joined(self, allocate: Callable[[int], NDArray[np.uint8]]) -> NDArray[np.uint8]:
+    def join(self, allocate: Callable[[int], NDArray[np.uint8]]) -> NDArray[np.uint8]:
         flat = allocate(self._size)
         for array in self._arrays:
             start = self._starts[id(array)]

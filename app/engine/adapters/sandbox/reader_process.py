@@ -83,7 +83,7 @@ class ReaderProcess:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self.num_starts = 0
-        self._waiting: _Reader | None = None
+        self._preforked: _Reader | None = None
         self._control, self._process = self._start()
 
     @property
@@ -94,7 +94,7 @@ class ReaderProcess:
         """Raises the `AdapterError` that reading met; EngineFailure if no process stays alive."""
         for _ in range(3):  # the reader that waits may be gone, and then the warm process
             control = self._control
-            reader = self._take_waiting() or _new_reader(control, 0)
+            reader = self._take_preforked() or _fork_reader(control, 0)
             found = None if reader is None else self._read(task, reader, control)
             if found is not None:
                 return found
@@ -113,25 +113,25 @@ class ReaderProcess:
         deadline_s = time.monotonic() + task.seconds
         try:
             _fix_size(reader.shared, task.memory_bytes)
-            text = _converse(reader.stream, pickle.dumps(task), deadline_s, task)
+            text = _exchange(reader.stream, pickle.dumps(task), deadline_s, task)
             if text is None or (not text and _has_hung_up(control)):
                 return None
-            packed = PackedAdapter(*_verdict(text, reader.shared, task))
-            self._have_one_wait(sum(array.nbytes for array in packed.arrays))
+            packed = PackedAdapter(*_parse_verdict(text, reader.shared, task))
+            self._prefork_reader(sum(array.nbytes for array in packed.arrays))
             return packed
         finally:
             reader.close()
 
-    def _take_waiting(self) -> _Reader | None:
+    def _take_preforked(self) -> _Reader | None:
         with self._lock:
-            reader, self._waiting = self._waiting, None
+            reader, self._preforked = self._preforked, None
         return reader
 
-    def _have_one_wait(self, size_bytes: int) -> None:
+    def _prefork_reader(self, size_bytes: int) -> None:
         with self._lock:
-            if self._waiting is None:
+            if self._preforked is None:
                 with suppress(AdapterReadFailed):  # without one that waits the next adapter is read a little later
-                    self._waiting = _new_reader(self._control, min(size_bytes, _MAX_AHEAD_BYTES))
+                    self._preforked = _fork_reader(self._control, min(size_bytes, _MAX_AHEAD_BYTES))
 
     def _start(self) -> tuple[socket.socket, subprocess.Popen[bytes]]:
         self.num_starts += 1
@@ -149,15 +149,15 @@ class ReaderProcess:
         return ours, process
 
     def _stop(self) -> None:
-        if self._waiting is not None:
-            self._waiting.close()
-            self._waiting = None
+        if self._preforked is not None:
+            self._preforked.close()
+            self._preforked = None
         self._control.close()
         self._process.kill()
         self._process.wait()
 
 
-def _new_reader(control: socket.socket, ahead_bytes: int) -> _Reader | None:
+def _fork_reader(control: socket.socket, ahead_bytes: int) -> _Reader | None:
     """A fork with so much memory at hand, soon. None if the warm process is gone."""
     shared = _shared_file(ahead_bytes)
     ours, theirs = socket.socketpair()
@@ -173,7 +173,7 @@ def _new_reader(control: socket.socket, ahead_bytes: int) -> _Reader | None:
 
 def _shared_file(size_bytes: int) -> int:
     """A descriptor of memory without a name. Raises AdapterReadFailed where the machine has none to give."""
-    with _no_memory():
+    with _memory_errors():
         if not hasattr(os, "memfd_create"):
             with tempfile.TemporaryFile() as file:
                 file.truncate(size_bytes)
@@ -189,14 +189,14 @@ def _shared_file(size_bytes: int) -> int:
 
 def _fix_size(shared: int, size_bytes: int) -> None:
     """Where the system can, for good: nobody who has the descriptor changes it again. Raises AdapterReadFailed."""
-    with _no_memory():
+    with _memory_errors():
         os.ftruncate(shared, size_bytes)
     if hasattr(os, "memfd_create"):
         fcntl.fcntl(shared, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
 
 
 @contextmanager
-def _no_memory() -> Iterator[None]:
+def _memory_errors() -> Iterator[None]:
     """What the system says when it has none, or no more descriptors, is no verdict about the adapter."""
     try:
         yield
@@ -206,14 +206,14 @@ def _no_memory() -> Iterator[None]:
         ) from error
 
 
-def _converse(stream: socket.socket, question: bytes, deadline_s: float, task: ReaderTask) -> bytes | None:
+def _exchange(stream: socket.socket, question: bytes, deadline_s: float, task: ReaderTask) -> bytes | None:
     """Send the question, return everything that is answered in time; None if nobody takes the question.
 
     Raises AdapterReadFailed when the time is up.
     """
     answer = bytearray()
     try:
-        stream.settimeout(_left_s(deadline_s))
+        stream.settimeout(_remaining_s(deadline_s))
         try:
             stream.sendall(question)
             stream.shutdown(socket.SHUT_WR)
@@ -222,7 +222,7 @@ def _converse(stream: socket.socket, question: bytes, deadline_s: float, task: R
                 raise
             return None
         while True:
-            stream.settimeout(_left_s(deadline_s))
+            stream.settimeout(_remaining_s(deadline_s))
             received = stream.recv(_RECEIVE_BYTES)
             answer += received
             if not received or len(answer) > _MAX_VERDICT_BYTES:
@@ -236,7 +236,7 @@ def _converse(stream: socket.socket, question: bytes, deadline_s: float, task: R
         return b""
 
 
-def _left_s(deadline_s: float) -> float:
+def _remaining_s(deadline_s: float) -> float:
     """Raises TimeoutError when there is none: an answer that has come too late is not read."""
     left_s = deadline_s - time.monotonic()
     if left_s <= 0:
@@ -244,7 +244,7 @@ def _left_s(deadline_s: float) -> float:
     return left_s
 
 
-def _verdict(text: bytes, shared: int, task: ReaderTask) -> tuple[dict[str, Any], list[NDArray[np.uint8]]]:
+def _parse_verdict(text: bytes, shared: int, task: ReaderTask) -> tuple[dict[str, Any], list[NDArray[np.uint8]]]:
     try:
         verdict = json.loads(text)
     except ValueError:

@@ -31,7 +31,7 @@ from numpy.typing import NDArray
 
 from app.engine.adapters.adapter import LoraAdapter
 from app.engine.adapters.formats.reading import read_adapter
-from app.engine.adapters.limits import MACHINES_ERRORS, ReadLimits, reading_error
+from app.engine.adapters.limits import TRANSIENT_ERRNOS, ReadLimits, reading_error
 from app.engine.adapters.sandbox.packing import PackedAdapter, pack_adapter
 from app.engine.errors import AdapterError, AdapterFormatError, AdapterTooLarge
 from app.engine.models.spec import ModelSpec
@@ -48,12 +48,12 @@ _AHEAD_AFTER_S = 0.25
 
 @dataclass(frozen=True, slots=True)
 class ReaderTask:
-    """One adapter to read. `served` is `build_adapter`'s."""
+    """One adapter to read. `supported_features` is `build_adapter`'s."""
 
     path: Path
     spec: ModelSpec
     limits: ReadLimits
-    served: frozenset[str]
+    supported_features: frozenset[str]
     memory_bytes: int
     seconds: float
 
@@ -115,7 +115,7 @@ def _read_and_pack(task: ReaderTask, shared: int) -> tuple[dict[str, Any], tuple
         return memory
 
     try:
-        adapter = read_adapter(task.path, task.spec, task.limits, task.served)
+        adapter = read_adapter(task.path, task.spec, task.limits, task.supported_features)
         packed = pack_adapter(adapter, allocate)
     except AdapterError as error:
         return {"error": type(error).__name__, "message": str(error)}, None
@@ -123,7 +123,7 @@ def _read_and_pack(task: ReaderTask, shared: int) -> tuple[dict[str, Any], tuple
         message = f"reading '{task.path.name}' needs more than {task.memory_bytes} bytes of memory"
         return {"error": AdapterTooLarge.__name__, "message": message}, None
     except Exception as error:
-        if isinstance(error, OSError) and error.errno in MACHINES_ERRORS:
+        if isinstance(error, OSError) and error.errno in TRANSIENT_ERRNOS:
             found = reading_error(task.path, error)
             return {"error": type(found).__name__, "message": str(found)}, None
         # A bug in a reader is this adapter's end and nobody else's. It has no right to write: we log the trace.

@@ -34,20 +34,20 @@ class _Refusal(NamedTuple):
 
 
 class Validator:
-    """Reads adapters safely. Called from any thread. `served` is `build_adapter`'s."""
+    """Reads adapters safely. Called from any thread. `supported_features` is `build_adapter`'s."""
 
     def __init__(
         self,
         limits: ReadLimits = DEFAULT_LIMITS,
         child: ReaderLimits | None = None,
         *,
-        served: frozenset[str] = frozenset(),
+        supported_features: frozenset[str] = frozenset(),
         max_refusals: int = 4096,
     ) -> None:
         self.limits = limits
         self.child = child or ReaderLimits()
         self.num_reads = 0
-        self._served = served
+        self._supported_features = supported_features
         self._max_refusals = max_refusals
         self._refusals: OrderedDict[str, _Refusal] = OrderedDict()
         self._lock = threading.Lock()
@@ -60,11 +60,11 @@ class Validator:
                 weights_file(path)  # folders that lack a file are alike: what one is told must not be another's
         files = adapter_files(path)
         sizes = tuple(_checked_size(file, self.limits) for file in files)
-        self._raise_known(path, spec, sizes)
+        self._raise_cached(path, spec, sizes)
         before = files_identity(path)
         size = sum(sizes)
         task = ReaderTask(
-            path, spec, self.limits, self._served, self.child.memory_bytes(size), self.child.seconds(size)
+            path, spec, self.limits, self._supported_features, self.child.memory_bytes(size), self.child.seconds(size)
         )
         self.num_reads += 1
         try:
@@ -83,7 +83,7 @@ class Validator:
     def close(self) -> None:
         self._process.close()
 
-    def _raise_known(self, path: Path, spec: ModelSpec, sizes: tuple[int, ...]) -> None:
+    def _raise_cached(self, path: Path, spec: ModelSpec, sizes: tuple[int, ...]) -> None:
         """Only files as long as refused ones are hashed: a good adapter costs nothing."""
         with self._lock:
             is_suspect = any(refusal.sizes == sizes for refusal in self._refusals.values())

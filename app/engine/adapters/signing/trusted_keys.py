@@ -22,7 +22,7 @@ class TrustedKeys(NamedTuple):
     keys: Mapping[str, Sequence[str]] = {}
 
     @property
-    def matter(self) -> bool:
+    def is_enabled(self) -> bool:
         """Whether signatures are looked at at all."""
         return self.required or bool(self.keys)
 

@@ -64,14 +64,14 @@ class ChatTemplateSandbox:
         question = json.dumps(told | {"tools": tools, "extra": dict(extra or {})})
         with self._lock:
             if self._clock() < self._refused.get(key, 0.0):
-                raise _too_much(self._timeout_s)
+                raise _over_limit(self._timeout_s)
             answer = self._ask(question.encode() + b"\n")
             if answer is None:
                 self.stop()
                 now_s = self._clock()
                 self._refused = {old: end_s for old, end_s in self._refused.items() if end_s > now_s}
                 self._refused[key] = now_s + PAUSE_S
-                raise _too_much(self._timeout_s)
+                raise _over_limit(self._timeout_s)
         found = json.loads(answer)
         if "error" in found:
             raise InvalidRequest(found["error"], param="messages")
@@ -116,7 +116,7 @@ class ChatTemplateSandbox:
         return bytes(answer)
 
 
-def _too_much(timeout_s: float) -> InvalidRequest:
+def _over_limit(timeout_s: float) -> InvalidRequest:
     return InvalidRequest(
         f"the adapter's chat template takes more than {timeout_s:g} s or {_MEMORY_BYTES >> 20} MiB and is refused for "
         f"{PAUSE_S:g} s; register the adapter with a simpler one",
@@ -144,14 +144,14 @@ def _start() -> subprocess.Popen[bytes]:
 
 
 @lru_cache(maxsize=256)
-def _compiled(source: str, special: tuple[tuple[str, str], ...]) -> ChatTemplate:
+def _compile(source: str, special: tuple[tuple[str, str], ...]) -> ChatTemplate:
     return ChatTemplate(source, dict(special))
 
 
 def _answer(line: bytes) -> dict[str, str]:
     question = json.loads(line)
     try:
-        template = _compiled(question["source"], tuple(sorted(question["special"].items())))
+        template = _compile(question["source"], tuple(sorted(question["special"].items())))
         text = template.render(question["messages"], tools=question["tools"], extra=question["extra"])
     except (InvalidRequest, CheckpointError) as error:
         return {"error": str(error)}

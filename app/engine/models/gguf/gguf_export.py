@@ -98,7 +98,7 @@ def _rope_parameters(file: GgufFile) -> dict[str, Any]:
     if kind == "yarn":
         found["original_max_position_embeddings"] = file.metadata.get(f"{prefix}scaling.original_context_length")
     if "rope_freqs.weight" in file.tensors:
-        factor = float(file.dequantised("rope_freqs.weight").max())
+        factor = float(file.dequantize("rope_freqs.weight").max())
         found |= {"rope_type": "llama3", "factor": factor, **_LLAMA3}
     return found
 

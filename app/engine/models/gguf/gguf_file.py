@@ -44,7 +44,7 @@ class GgufFile:
     tensors: Mapping[str, GgufTensor]
     data: NDArray[np.uint8]
 
-    def dequantised(self, name: str) -> NDArray[np.float32]:
+    def dequantize(self, name: str) -> NDArray[np.float32]:
         """The tensor as float32, freshly allocated."""
         tensor = self.tensors[name]
         raw = self.data[tensor.offset : tensor.offset + tensor.num_bytes]

@@ -31,7 +31,7 @@ _NUM_LAYERS_27B = {"gemma2": 46, "gemma3": 62}
 _END_OF_TURN = "<end_of_turn>"
 
 
-def adjusted(spec: ModelSpec, architecture: str, keys: Mapping[str, Any]) -> ModelSpec:
+def adjust_spec(spec: ModelSpec, architecture: str, keys: Mapping[str, Any]) -> ModelSpec:
     """What was read in Llama's words, with what is Gemma's own. Raises CheckpointError."""
     if keys.get("attention.sliding_window") is None:
         raise CheckpointError(f"GGUF key '{architecture}.attention.sliding_window' is missing; Gemma's layers have one")
@@ -53,7 +53,7 @@ def adjusted(spec: ModelSpec, architecture: str, keys: Mapping[str, Any]) -> Mod
         "final_logit_softcapping": keys.get("final_logit_softcapping", 30.0 if architecture == "gemma2" else None),
         "attn_logit_softcapping": keys.get("attn_logit_softcapping", 50.0 if architecture == "gemma2" else None),
     }
-    return gemma.adjusted(spec, config)
+    return gemma.adjust_spec(spec, config)
 
 
 def end_of_turn(metadata: Mapping[str, Any]) -> int | None:

@@ -75,7 +75,7 @@ def spec_from_gguf(file: GgufFile, name: str, digest: str) -> ModelSpec:
     is_gemma = architecture in gguf_gemma.ARCHITECTURES
     keys = _namespace(file, architecture)
     if architecture in gguf_moe.ARCHITECTURES:
-        return _in_the_words_of_a_folder(file, architecture, keys, name, digest)
+        return _spec_from_hf_config(file, architecture, keys, name, digest)
     hidden_size, num_heads = _integer(keys, "embedding_length"), _integer(keys, "attention.head_count")
     num_kv_heads = _integer(keys, "attention.head_count_kv", num_heads)
     head_dim = checked_head_dim(_integer(keys, "attention.key_length", hidden_size // num_heads))
@@ -120,13 +120,11 @@ def spec_from_gguf(file: GgufFile, name: str, digest: str) -> ModelSpec:
         bos_token_id=_token_id(file, "bos", vocab_size),
         eos_token_ids=tuple(dict.fromkeys(end_ids)),
     )
-    return gguf_gemma.adjusted(spec, architecture, keys) if is_gemma else spec
+    return gguf_gemma.adjust_spec(spec, architecture, keys) if is_gemma else spec
 
 
-def _in_the_words_of_a_folder(
-    file: GgufFile, architecture: str, keys: dict[str, Any], name: str, digest: str
-) -> ModelSpec:
-    config = gguf_moe.config_of(architecture, keys, lambda tensor: f"blk.0.{tensor}.bias" in file.tensors)
+def _spec_from_hf_config(file: GgufFile, architecture: str, keys: dict[str, Any], name: str, digest: str) -> ModelSpec:
+    config = gguf_moe.hf_config_from_gguf(architecture, keys, lambda tensor: f"blk.0.{tensor}.bias" in file.tensors)
     vocab_size = _vocab_size(file, keys)
     config |= {
         "vocab_size": vocab_size,
@@ -191,7 +189,7 @@ def _whole_tensors(file: GgufFile, spec: ModelSpec) -> Iterator[tuple[str, NDArr
         canonical = canonical_gguf_name(name, names)
         if canonical is None:
             continue  # rope_freqs, already part of the spec; anything else was refused by its name
-        values = file.dequantised(name)
+        values = file.dequantize(name)
         values = values.reshape(_whole_shape(name, values.shape))
         if spec.family in _INTERLEAVED and ".attn_q." in name:
             values = _half_split_rows(values, spec.layers[0].attention.num_heads)
@@ -236,7 +234,7 @@ def _rope(file: GgufFile, keys: dict[str, Any], head_dim: int, max_positions: in
     if _ROPE_FACTORS not in file.tensors:
         return rope
     # llama3 scaling: the converter stores what each frequency is divided by.
-    divisors = file.dequantised(_ROPE_FACTORS)
+    divisors = file.dequantize(_ROPE_FACTORS)
     if divisors.shape != (head_dim // 2,) or kind != "none":
         raise CheckpointError(f"{_ROPE_FACTORS} of shape {list(divisors.shape)} does not fit rope scaling {kind!r}")
     return replace(rope, inv_freq=tuple(float(f) for f in np.asarray(rope.inv_freq, dtype=np.float32) / divisors))

@@ -58,7 +58,7 @@ LAYER_NAMES: Mapping[str, Mapping[str, str]] = {
 _HALVES = (".self_attn.k_b_proj.weight", ".self_attn.v_b_proj.weight")
 
 
-def config_of(architecture: str, keys: Mapping[str, Any], has_bias: Callable[[str], bool]) -> dict[str, Any]:
+def hf_config_from_gguf(architecture: str, keys: Mapping[str, Any], has_bias: Callable[[str], bool]) -> dict[str, Any]:
     """The metadata as `config.json` says it, but for the vocabulary. has_bias: of a layer's tensor, in GGUF's name.
 
     CheckpointError names a key that is missing, of another type, or contradicts another.

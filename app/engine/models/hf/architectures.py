@@ -89,10 +89,10 @@ def _alternating_windows(config: Mapping[str, Any], num_layers: int) -> list[int
     """`layer_types` decides where it exists, else every other layer slides, the first one with them."""
     kinds = ["sliding_attention" if layer % 2 == 0 else "full_attention" for layer in range(num_layers)]
     sliding = {"sliding_window": 128, "use_sliding_window": True, "layer_types": config.get("layer_types") or kinds}
-    return _qwen_windows({**config, **sliding, **_given(config, "sliding_window")}, num_layers)
+    return _qwen_windows({**config, **sliding, **_key_if_present(config, "sliding_window")}, num_layers)
 
 
-def _given(config: Mapping[str, Any], key: str) -> dict[str, Any]:
+def _key_if_present(config: Mapping[str, Any], key: str) -> dict[str, Any]:
     return {key: config[key]} if key in config else {}
 
 
@@ -110,11 +110,11 @@ def _no_mlp_bias(config: Mapping[str, Any]) -> bool:
     return False
 
 
-def _as_it_is(config: Mapping[str, Any]) -> Mapping[str, Any]:
+def _same_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     return config
 
 
-def _unchanged(spec: ModelSpec, _config: Mapping[str, Any]) -> ModelSpec:
+def _same_spec(spec: ModelSpec, _config: Mapping[str, Any]) -> ModelSpec:
     return spec
 
 
@@ -123,7 +123,7 @@ class Architecture:
     """How a family departs from Llama. Each function reads the config; `keys` are those it reads.
 
     `off` are keys of other families: transformers reads nothing of them here, and they are accepted as false alone.
-    `plain` gives the config that all else reads; `adjusted` gives the spec what only this family has, from the config
+    `llama_config` gives the config that all else reads; `adjust_spec` gives the spec what only this family has, from the config
     as it was.
     """
 
@@ -139,8 +139,8 @@ class Architecture:
     off: frozenset[str] = frozenset()
     default_head_dim: int | None = None
     default_kv_heads: int | None = None
-    plain: Callable[[Mapping[str, Any]], Mapping[str, Any]] = _as_it_is
-    adjusted: Callable[[ModelSpec, Mapping[str, Any]], ModelSpec] = _unchanged
+    llama_config: Callable[[Mapping[str, Any]], Mapping[str, Any]] = _same_config
+    adjust_spec: Callable[[ModelSpec, Mapping[str, Any]], ModelSpec] = _same_spec
 
 
 _QWEN_KEYS = frozenset({"use_sliding_window", "sliding_window", "max_window_layers", "layer_types"})
@@ -182,8 +182,8 @@ FAMILIES: Mapping[str, Architecture] = {
             windows=lambda _config, num_layers: [None] * num_layers,
             off=frozenset({"attention_bias", "mlp_bias"}),
             default_head_dim=256,
-            plain=gemma.plain,
-            adjusted=gemma.adjusted,
+            llama_config=gemma.llama_config,
+            adjust_spec=gemma.adjust_spec,
         )
         for name in gemma.FAMILIES
     },
@@ -218,7 +218,7 @@ FAMILIES: Mapping[str, Architecture] = {
         sinks=True,
         default_head_dim=64,
         default_kv_heads=8,
-        plain=gpt_oss.plain,
+        llama_config=gpt_oss.llama_config,
     ),
     "deepseek_v2": Architecture(
         keys=frozenset({"attention_bias", "mlp_bias"}) | mla.KEYS | moe.DEEPSEEK_KEYS,
@@ -226,8 +226,8 @@ FAMILIES: Mapping[str, Architecture] = {
         o_bias=_attention_bias,
         mlp_bias=_no_mlp_bias,
         feed_forwards=moe.deepseek,
-        plain=mla.plain,
-        adjusted=mla.adjusted,
+        llama_config=mla.llama_config,
+        adjust_spec=mla.adjust_spec,
     ),
     "olmoe": Architecture(
         keys=frozenset({"attention_bias"}) | moe.OLMOE_KEYS,

@@ -72,7 +72,7 @@ def spec_from_config(
         raise CheckpointError(
             f"model_type {model_type!r} is not supported; supported families are {', '.join(FAMILIES)}"
         )
-    given, config = config, family.plain(config)
+    given, config = config, family.llama_config(config)
     _check_keys(config, family, str(model_type))
     hidden_size = positive(config, "hidden_size")
     num_layers = checked_num_layers(positive(config, "num_hidden_layers"))
@@ -110,7 +110,7 @@ def spec_from_config(
         bos_token_id=_token_id(config.get("bos_token_id"), "bos_token_id"),
         eos_token_ids=_eos_token_ids(config, generation_config),
     )
-    return family.adjusted(spec, given)
+    return family.adjust_spec(spec, given)
 
 
 def _layers(

@@ -72,9 +72,9 @@ def encoder_spec(config: Mapping[str, Any], name: str, digest: str, pooling: Poo
     head_dim = checked_head_dim(hidden_size // num_heads)
     pad = config.get("pad_token_id")
     first = (1 if pad is None else int(pad)) + 1 if _KINDS[config["model_type"]] else 0
-    num_places = positive(config, "max_position_embeddings", 512)
-    if num_places <= first:
-        raise CheckpointError(f"max_position_embeddings is {num_places}, but positions begin at {first}")
+    num_positions = positive(config, "max_position_embeddings", 512)
+    if num_positions <= first:
+        raise CheckpointError(f"max_position_embeddings is {num_positions}, but positions begin at {first}")
     attention = AttentionSpec(num_heads, num_heads, head_dim, head_dim**-0.5, RopeSpec(()), qkv_bias=True, o_bias=True)
     mlp = MlpSpec(positive(config, "intermediate_size"), "gelu", bias=True)
     return ModelSpec(
@@ -83,14 +83,14 @@ def encoder_spec(config: Mapping[str, Any], name: str, digest: str, pooling: Poo
         digest=digest,
         vocab_size=positive(config, "vocab_size"),
         hidden_size=hidden_size,
-        max_positions=num_places - first,
+        max_positions=num_positions - first,
         norm_eps=_norm_eps(config),
         tie_embeddings=False,
         layers=(LayerSpec(attention, mlp),) * checked_num_layers(positive(config, "num_hidden_layers")),
         bos_token_id=None,
         eos_token_ids=(),
         pooling=pooling,
-        encoder=EncoderSpec(num_places, first, positive(config, "type_vocab_size", 2)),
+        encoder=EncoderSpec(num_positions, first, positive(config, "type_vocab_size", 2)),
     )
 
 

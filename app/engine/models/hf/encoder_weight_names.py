@@ -31,7 +31,7 @@ def encoder_tensors(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
     assert encoder is not None
     shapes: dict[str, tuple[int, ...]] = {
         WORDS: (spec.vocab_size, hidden),
-        PLACES: (encoder.num_places, hidden),
+        PLACES: (encoder.num_positions, hidden),
         SEGMENTS: (encoder.num_segments, hidden),
     }
     norms = [INPUT_NORM]

@@ -54,7 +54,7 @@ _RENAMED = {
 }
 
 
-def plain(config: Mapping[str, Any]) -> dict[str, Any]:
+def llama_config(config: Mapping[str, Any]) -> dict[str, Any]:
     """The configuration with transformers' defaults for Gemma, its keys that have another name in Llama's words."""
     defaults = _DEFAULTS[str(config["model_type"])]
     if config.get("use_bidirectional_attention"):
@@ -71,7 +71,7 @@ def plain(config: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def adjusted(spec: ModelSpec, config: Mapping[str, Any]) -> ModelSpec:
+def adjust_spec(spec: ModelSpec, config: Mapping[str, Any]) -> ModelSpec:
     """What was read in Llama's words, with what is Gemma's own."""
     kind = spec.family
     first = spec.layers[0]
@@ -99,7 +99,7 @@ def adjusted(spec: ModelSpec, config: Mapping[str, Any]) -> ModelSpec:
     )
 
 
-def renamed(tensors: Mapping[str, T]) -> dict[str, T]:
+def canonical_names(tensors: Mapping[str, T]) -> dict[str, T]:
     """By canonical names."""
     return {canonical_name(name): value for name, value in tensors.items()}
 

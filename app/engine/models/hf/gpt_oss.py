@@ -33,7 +33,7 @@ _POSITIVE = np.array([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], np.float32)
 _VALUES = np.concatenate([_POSITIVE, -_POSITIVE])
 
 
-def plain(config: Mapping[str, Any]) -> dict[str, Any]:
+def llama_config(config: Mapping[str, Any]) -> dict[str, Any]:
     """The config with defaults of this family, and without the quantisation that `canonical_tensors` undoes."""
     quantisation = config.get("quantization_config")
     method = quantisation.get("quant_method") if isinstance(quantisation, Mapping) else quantisation
@@ -97,14 +97,14 @@ def canonical_tensors(stored: Iterable[tuple[str, NDArray[Any]]]) -> Iterator[tu
             elif kind is None:
                 whole = values[expert].T  # [out, in]
             else:
-                whole = dequantised(blocks[expert], scales[expert])
+                whole = dequantize_mxfp4(blocks[expert], scales[expert])
             modules = _modules(module)
             for n, one in enumerate(modules):
                 canonical = f"{path}.{expert}.{one}.{'bias' if kind == '_bias' else 'weight'}"
                 yield canonical, np.ascontiguousarray(whole[n :: len(modules)])
 
 
-def dequantised(blocks: NDArray[np.uint8], scales: NDArray[np.uint8]) -> NDArray[np.float32]:
+def dequantize_mxfp4(blocks: NDArray[np.uint8], scales: NDArray[np.uint8]) -> NDArray[np.float32]:
     """[out, groups, 16] bytes and [out, groups] exponents, plus 127 -> [out, groups * 32]; low half-bytes first."""
     values = np.empty((*blocks.shape[:2], 32), np.float32)
     values[..., ::2], values[..., 1::2] = _VALUES[blocks & 15], _VALUES[blocks >> 4]

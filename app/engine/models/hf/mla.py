@@ -1,7 +1,7 @@
 """Multi-head latent attention from a DeepSeek-V2 `config.json`.
 
-In: the parsed JSON. Out: the same as a plain decoder's (`plain`), and the spec that was read from that with its
-attention put right (`adjusted`). A value that changes the arithmetic and is not represented is a `CheckpointError`.
+In: the parsed JSON. Out: the same as a plain decoder's (`llama_config`), and the spec that was read from that with its
+attention put right (`adjust_spec`). A value that changes the arithmetic and is not represented is a `CheckpointError`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _NORM_EPS = 1e-6
 _TILE = 16
 
 
-def plain(config: Mapping[str, Any]) -> dict[str, Any]:
+def llama_config(config: Mapping[str, Any]) -> dict[str, Any]:
     """The config with the rotated part of a head as its head; other values of these keys are what it means anyway."""
     heads = positive(config, "num_attention_heads")
     if positive(config, "num_key_value_heads", heads) != heads:
@@ -38,7 +38,7 @@ def plain(config: Mapping[str, Any]) -> dict[str, Any]:
     return {**config, "head_dim": rope_size, "num_key_value_heads": heads}
 
 
-def adjusted(spec: ModelSpec, config: Mapping[str, Any]) -> ModelSpec:
+def adjust_spec(spec: ModelSpec, config: Mapping[str, Any]) -> ModelSpec:
     """`spec` with latent attention in every layer."""
     query_rank = None if "q_lora_rank" in config and config["q_lora_rank"] is None else 1536
     latent = LatentSpec(

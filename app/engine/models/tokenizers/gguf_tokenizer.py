@@ -73,7 +73,7 @@ def tokenizer_from_gguf(file: GgufFile) -> tokenizers.Tokenizer:
             "use the model's folder with tokenizer.json instead"
         )
     tokenizer = _byte_level(file, pre)
-    _add_tokens(tokenizer, file, (), lambda token: _spelled(token) == token)
+    _add_tokens(tokenizer, file, (), lambda token: _in_byte_alphabet(token) == token)
     _add_template(tokenizer, file, has_bos=False)
     return tokenizer
 
@@ -85,7 +85,7 @@ def _byte_level(file: GgufFile, pre: object) -> tokenizers.Tokenizer:
     tokens, merges = file.metadata.get("tokenizer.ggml.tokens"), file.metadata.get("tokenizer.ggml.merges")
     if not isinstance(tokens, list) or not isinstance(merges, list):
         raise CheckpointError("the GGUF file lacks tokenizer.ggml.tokens or tokenizer.ggml.merges")
-    vocab = {_spelled(token): index for index, token in enumerate(tokens)}
+    vocab = {_in_byte_alphabet(token): index for index, token in enumerate(tokens)}
     pairs = [tuple(merge.split(" ")) for merge in merges]
     try:
         tokenizer = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=pairs))
@@ -127,7 +127,7 @@ _BYTE_OF_CHAR = byte_of_char()
 _CHAR_OF_BYTE = {byte: char for char, byte in _BYTE_OF_CHAR.items()}
 
 
-def _spelled(token: str) -> str:
+def _in_byte_alphabet(token: str) -> str:
     """A token in the byte alphabet; some converters store added tokens as plain text."""
     if all(char in _BYTE_OF_CHAR for char in token):
         return token

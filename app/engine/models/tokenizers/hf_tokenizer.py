@@ -17,7 +17,7 @@ from tokenizers import AddedToken, processors
 
 from app.engine.errors import CheckpointError
 from app.engine.models.hf.safetensors_folder import read_json
-from app.engine.models.tokenizers.hf_tokenizer_classes import CLASSES, PLAIN, rebuilt, tokenizer_class
+from app.engine.models.tokenizers.hf_tokenizer_classes import CLASSES, PLAIN, rebuild_tokenizer, tokenizer_class
 
 _NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _TOKEN_FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
@@ -55,7 +55,7 @@ def read_tokenizer_folder(folder: Path) -> FolderTokenizer:
     name = tokenizer_class(config, model_config, '"ByteLevel"' in text)
     tokens = _tokens(folder, config, content, name)
     if name != PLAIN:
-        backend = rebuilt(name, content, backend, config | tokens.named)
+        backend = rebuild_tokenizer(name, content, backend, config | tokens.named)
     backend.no_truncation()
     backend.no_padding()
     _add(backend, tokens, name)
@@ -91,11 +91,11 @@ def _tokens(folder: Path, config: Mapping[str, Any], content: Mapping[str, Any],
     if values.get("additional_special_tokens") and not values.get("extra_special_tokens"):
         values["extra_special_tokens"] = values.pop("additional_special_tokens")
     if "added_tokens_decoder" in config:
-        listed = _listed(config["added_tokens_decoder"])
+        listed = _decoder_tokens(config["added_tokens_decoder"])
     else:
         values = _with_map(values, _optional(folder / "special_tokens_map.json"))
-        listed = _older_listed(folder, values, content)
-    named = _named(values, {} if name == PLAIN else CLASSES[name].named)
+        listed = _older_added_tokens(folder, values, content)
+    named = _named_tokens(values, {} if name == PLAIN else CLASSES[name].named)
     extra = values.get("extra_special_tokens") or []
     if isinstance(extra, Mapping):
         named |= {key: _token(value, key) for key, value in extra.items()}
@@ -121,7 +121,7 @@ def _with_map(values: dict[str, Any], from_map: Mapping[str, Any]) -> dict[str, 
     return found
 
 
-def _named(values: Mapping[str, Any], defaults: Mapping[str, str]) -> dict[str, AddedToken | str]:
+def _named_tokens(values: Mapping[str, Any], defaults: Mapping[str, str]) -> dict[str, AddedToken | str]:
     """In transformers' order; null takes a class's default away."""
     found: dict[str, AddedToken | str] = {}
     keys = [*_NAMED, *(key for key in (*values, *defaults) if key.endswith("_token") and key not in _NAMED)]
@@ -141,7 +141,7 @@ def _token(value: object, where: str) -> AddedToken | str:
     raise CheckpointError(f"{where} holds {value!r}; a token's text or an object with its content is needed")
 
 
-def _listed(entries: object) -> dict[int, AddedToken]:
+def _decoder_tokens(entries: object) -> dict[int, AddedToken]:
     """tokenizer_config.json's `added_tokens_decoder`: id → token."""
     try:
         return {
@@ -152,7 +152,7 @@ def _listed(entries: object) -> dict[int, AddedToken]:
         raise CheckpointError(f"added_tokens_decoder in {_CONFIG} is not understood: {error!r}") from error
 
 
-def _older_listed(folder: Path, values: Mapping[str, Any], content: Mapping[str, Any]) -> dict[int, AddedToken]:
+def _older_added_tokens(folder: Path, values: Mapping[str, Any], content: Mapping[str, Any]) -> dict[int, AddedToken]:
     """added_tokens.json (text → id), over which tokenizer.json's own `added_tokens` have the last word."""
     special = {str(_token(values[key], key)) for key in _NAMED if isinstance(values.get(key), str | Mapping)}
     extra = values.get("extra_special_tokens") or []

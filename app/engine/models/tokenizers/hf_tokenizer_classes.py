@@ -59,7 +59,7 @@ _OTHERS = """
     TapasTokenizer Tipsv2Tokenizer UdopTokenizer VideoPrismTokenizer VitsTokenizer Wav2Vec2CTCTokenizer
     Wav2Vec2PhonemeCTCTokenizer WhisperTokenizer XGLMTokenizer XLMTokenizer XLNetTokenizer
 """
-NOT_FOLLOWED = frozenset(_OTHERS.split())
+UNSUPPORTED_CLASSES = frozenset(_OTHERS.split())
 
 
 #: (BPE's vocabulary, its merges, tokenizer_config.json with the special tokens) → tokenizer without added ones.
@@ -104,7 +104,7 @@ def tokenizer_class(config: Mapping[str, Any], model_config: Mapping[str, Any], 
         chosen = PLAIN
     else:
         chosen = name
-    if chosen in NOT_FOLLOWED:
+    if chosen in UNSUPPORTED_CLASSES:
         raise CheckpointError(
             f"tokenizer_class {chosen!r} is rebuilt by transformers in a way that is not followed here; followed are "
             f"{', '.join(CLASSES)}. If tokenizer.json is right, save it with tokenizer_class PreTrainedTokenizerFast"
@@ -112,7 +112,7 @@ def tokenizer_class(config: Mapping[str, Any], model_config: Mapping[str, Any], 
     return chosen if chosen in CLASSES else PLAIN
 
 
-def rebuilt(
+def rebuild_tokenizer(
     name: str, content: Mapping[str, Any], backend: tokenizers.Tokenizer, config: Mapping[str, Any]
 ) -> tokenizers.Tokenizer:
     """The tokenizer of class `name` over the vocabulary of tokenizer.json's `content`, with its merges or scores.

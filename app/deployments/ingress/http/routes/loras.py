@@ -28,7 +28,7 @@ from app.deployments.ingress.schemas.response_model import PageResponse
 from app.deployments.ingress.serializers.loras import adapter_body, description_body, job_body
 from app.deployments.ingress.service import IngressService
 from app.deployments.registry.models import CatalogEntry, LoadRequest, Registration, cannot_pin
-from app.engine.adapters.combining.combination import shown_source
+from app.engine.adapters.combining.combination import display_source
 from app.engine.errors import InvalidRequest
 
 
@@ -38,8 +38,8 @@ def _load_of(body: RegisterAdapterBody, caller: Principal, service: IngressServi
         return load_request(caller, body.name, body.path, body.pinned, body.traffic_weight, body.description)
     if body.compose is None or body.path is not None:
         raise InvalidRequest("give either path, where the adapter is, or compose, what it is made of", param="path")
-    composition = service.frontend.finder.combined(body.compose.adapters, caller, recipe=body.compose.recipe)
-    return compose_request(caller, body.name, composition, body.pinned, body.traffic_weight, body.description)
+    combination = service.frontend.finder.combined(body.compose.adapters, caller, recipe=body.compose.recipe)
+    return compose_request(caller, body.name, combination, body.pinned, body.traffic_weight, body.description)
 
 
 def _fields(entry: ManifestEntry) -> tuple[str, str, None, float | None, str | None]:
@@ -150,7 +150,7 @@ def _add_named_routes(routes: APIRouter, service: IngressService) -> None:
             {
                 "id": item.ref.generation,
                 "digest": item.ref.digest,
-                "path": shown_source(item.ref.uri),
+                "path": display_source(item.ref.uri),
                 "max_rank": item.max_rank,
                 "size_bytes": item.size_bytes,
                 "created": int(item.registered_s),
