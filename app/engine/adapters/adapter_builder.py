@@ -1,9 +1,8 @@
-"""From an adapter as saved to an adapter as served, on one base model.
+"""Builds the adapter that engines serve from an adapter as saved, for one base model.
 
-In: a `RawAdapter` and the base's `ModelSpec`. Out: a `LoraAdapter`: shapes checked, every value
-finite, fused modules split, the scale folded into b as in float32, the arrays read-only. What is saved in
-bfloat16 stays so where the scale, a power of two, leaves every value one. Whatever does not fit is an error
-that names the module; nothing is skipped.
+Shapes are checked, every value must be finite, fused modules are split and the scale is folded into b in float32.
+bfloat16 stays bfloat16 where the scale is a power of two and every product a normal number. Whatever does not fit is an
+error that names the module; nothing is skipped.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ from app.engine.models.linear_modules import LATENT_B
 from app.engine.models.spec import ModelSpec
 from app.engine.models.weight_names import expected_tensors
 
-#: A bfloat16's bits: all but the sign, where the exponent begins, the smallest normal number, infinity.
+#: bfloat16 bit patterns: magnitude mask, number of mantissa bits, smallest normal number, infinity.
 _MAGNITUDE, _MANTISSA_BITS, _NORMAL, _INFINITE = 0x7FFF, 7, 0x0080, 0x7F80
 _OUTER_WEIGHTS = tuple(f"{path}.weight" for path in OUTER_MODULES)
 
@@ -49,11 +48,10 @@ def build_adapter(
     limits: ReadLimits = DEFAULT_LIMITS,
     supported_features: frozenset[str] = frozenset(),
 ) -> LoraAdapter:
-    """The adapter ready to serve. `AdapterMismatch`, `AdapterFormatError`, `AdapterTooLarge`.
+    """The adapter, ready to serve. Raises AdapterMismatch, AdapterFormatError, AdapterTooLarge.
 
-    served: those of `FEATURES` that the engine can apply. An adapter that needs another is refused
-    here, by name: without it the answers would be someone else's. Only of an embedding or output matrix that may be a
-    copy of the base's does `BaseWeightDedup` decide.
+    supported_features: the `FEATURES` that the engine can apply; an adapter that needs another is refused by name.
+    Embedding and output matrices may be copies of the base's, so `BaseWeightDedup` decides about those.
     """
     if not raw.modules:
         raise AdapterMismatch(f"the adapter changes no module of '{spec.name}'; was it trained on another model?")
@@ -94,12 +92,12 @@ def build_adapter(
 
 
 def _has_deltas_only(place: Module) -> bool:
-    """Whether engines apply nothing but low-rank deltas to the module."""
+    """Whether engines apply only low-rank deltas to the module."""
     return place.expert is not None or place.targets == LATENT_B.targets
 
 
 class _Parts:
-    """What the modules of an adapter come to."""
+    """Collects the built parts of an adapter's modules."""
 
     def __init__(self) -> None:
         self.weights: dict[LoraKey, LoraPair] = {}
@@ -110,7 +108,7 @@ class _Parts:
         self.outer_scales: dict[str, float] = {}
 
     def add(self, module: RawModule, place: Module, spec: ModelSpec, limits: ReadLimits) -> None:
-        """One module of a layer."""
+        """Add one module of a layer."""
         if _has_deltas_only(place) and (module.magnitude is not None or module.bias is not None):
             raise AdapterFormatError(f"DoRA or lora_bias on {module.path} is not served; train it without")
         d_in, d_outs = place.shape(spec)
@@ -135,13 +133,13 @@ class _Parts:
 
 
 def _make_card(raw: RawAdapter, spec: ModelSpec, parts: _Parts, whole: tuple[NDArray[np.float32], ...]) -> AdapterCard:
-    """The card; `whole` are the arrays that stand in place of the base's."""
+    """The card; `whole` are the arrays that replace the base's."""
     arrays: list[Matrix] = [array for pair in (*parts.weights.values(), *parts.outer.values()) for array in pair]
     arrays += [*parts.magnitudes.values(), *parts.delta_biases.values(), *whole]
     return AdapterCard(
         digest=content_digest(raw, spec.digest),
         base_digest=spec.digest,
-        # What is in `outer` has no rank rows, and what is of experts has its own.
+        # `outer` needs no rank rows, and experts' deltas have memory of their own.
         max_rank=max((pair.rank for key, pair in parts.weights.items() if key.expert is None), default=1),
         targets=tuple(sorted({key.target for key in parts.weights} | set(parts.outer))),
         dtype=",".join(sorted({tensor.dtype for module in raw.modules for tensor in (module.a, module.b)})),
@@ -154,7 +152,7 @@ def _make_card(raw: RawAdapter, spec: ModelSpec, parts: _Parts, whole: tuple[NDA
 
 
 def _check_invocation(raw: RawAdapter, table: Mapping[str, Module], spec: ModelSpec) -> None:
-    """An activated LoRA changes linear modules alone, from tokens on that the base has."""
+    """An activated LoRA changes linear modules only, and its invocation tokens are in the base's vocabulary."""
     if not raw.invocation_tokens:
         return
     largest = max(raw.invocation_tokens)
@@ -204,7 +202,7 @@ def _replaced_tensors(raw: RawAdapter, spec: ModelSpec) -> dict[str, NDArray[np.
     if spec.has_gemma_arithmetic and any(name.endswith("norm.weight") for name in parameters):
         raise AdapterMismatch(f"trained norms of '{spec.name}', which multiply by 1 + w, are not served; train without")
     replaced = {}
-    made: dict[int, NDArray[np.float32]] = {}  # a matrix that stands for both ends of a tied base is held once
+    made: dict[int, NDArray[np.float32]] = {}  # a matrix that replaces both ends of a tied base is stored once
     for name, tensor in parameters.items():
         if tensor.shape != shapes.get(name):
             raise AdapterMismatch(
@@ -255,9 +253,9 @@ def _check_shapes(module: RawModule, d_in: int, d_outs: tuple[int, ...], spec: M
 
 
 def _fold(module: RawModule, d_outs: tuple[int, ...], *, alternates: bool = False) -> list[LoraPair]:
-    """One pair per slice of the output; a fused module's A is shared by its slices, not copied.
+    """One pair per slice of the output, with the scale folded into b. The slices of a fused module share one A.
 
-    alternates: rows of the slices take turns.
+    alternates: the slices' rows alternate (gate, up, gate, …) instead of following each other.
     """
     a = _read_only(_finite_as_saved(module.a, module.path, "lora_A"))  # [r, d_in]
     saved = _finite_as_saved(module.b, module.path, "lora_B")  # [d_out, r]
@@ -275,7 +273,7 @@ def _fold(module: RawModule, d_outs: tuple[int, ...], *, alternates: bool = Fals
 
 
 def _slices(tensor: RawTensor | None, d_outs: tuple[int, ...], scale: float, what: str) -> list[NDArray[np.float32]]:
-    """One `[d_out]` vector per slice of the output, times `scale`; none for no tensor."""
+    """One `[d_out]` vector per slice of the output, times `scale`; [] if there is no tensor."""
     if tensor is None:
         return []
     if tensor.shape != (sum(d_outs),):
@@ -287,7 +285,7 @@ def _slices(tensor: RawTensor | None, d_outs: tuple[int, ...], scale: float, wha
 
 def _times_scale(values: NDArray[np.float32], scale: float, what: str) -> NDArray[np.float32]:
     """`values` times `scale` in float32, in place."""
-    with np.errstate(over="ignore", invalid="ignore"):  # the result is checked, with a name, below
+    with np.errstate(over="ignore", invalid="ignore"):  # checked below, with the module's name
         values *= np.float32(scale)
     if not np.isfinite(values).all():
         raise AdapterFormatError(f"{what} times its scale {scale} leaves float32; lower alpha")
@@ -295,13 +293,13 @@ def _times_scale(values: NDArray[np.float32], scale: float, what: str) -> NDArra
 
 
 def _times_power_of_two(values: Matrix, scale: float) -> Matrix | None:
-    """Finite bfloat16 values times `scale`, or None unless it is a power of two and every product a normal number."""
+    """Finite bfloat16 values times `scale`; None unless it is a power of two and every product a normal number."""
     mantissa, exponent = math.frexp(scale)
     if mantissa != 0.5:
         return None
     bits = values.view(np.uint16)
     magnitudes = bits & np.uint16(_MAGNITUDE)
-    step = (exponent - 1) << _MANTISSA_BITS  # what is added to the exponent, where it stands
+    step = (exponent - 1) << _MANTISSA_BITS  # added to the exponent bits
     largest, smallest = int(magnitudes.max()), int((magnitudes - np.uint16(1)).min()) + 1  # zeros wrap around
     if step == 0 or largest == 0:
         return values
@@ -312,7 +310,7 @@ def _times_power_of_two(values: Matrix, scale: float) -> Matrix | None:
 
 
 def _finite_as_saved(tensor: RawTensor, path: str, half: str) -> Matrix:
-    """As `_finite`, but bfloat16 stays as it is."""
+    """Like `_finite`, but bfloat16 stays bfloat16."""
     values = tensor.as_saved()
     if values.dtype == BFLOAT16 and int((values.view(np.uint16) & np.uint16(_MAGNITUDE)).max()) < _INFINITE:
         return values

@@ -1,9 +1,8 @@
-"""Whole matrices that an adapter brings along although they are the base's own.
+"""Drops embedding and output matrices of an adapter that equal the base's.
 
-In: an adapter that was read, and the base's checkpoint. Out: the adapter without embeddings and output matrices that
-equal the base's bit for bit in float32: PEFT saves them beside a LoRA on them, changed or not, and each would take
-hundreds of megabytes for nothing. The digest stays that of what was saved. The base's matrices are read and hashed
-once, when the first adapter brings one. What is no copy, and cannot be served, is refused here by name.
+PEFT saves these matrices beside a LoRA on them, changed or not, and each would waste hundreds of megabytes. Equal means
+bit for bit in float32. The digest stays that of the saved contents. The base's matrices are hashed once, when the first
+adapter brings one. A matrix that differs and is not supported is refused by name.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from app.engine.models.weight_names import EMBEDDING, LM_HEAD
 
 
 class BaseWeightDedup:
-    """Called from any thread. `supported_features` is `build_adapter`'s."""
+    """Thread-safe. supported_features: see `build_adapter`."""
 
     def __init__(self, checkpoint: Checkpoint, supported_features: frozenset[str]) -> None:
         self._checkpoint, self._supported_features = checkpoint, supported_features
@@ -32,7 +31,9 @@ class BaseWeightDedup:
         self._hashes: dict[str, bytes] | None = None
 
     def without_copies(self, adapter: LoraAdapter) -> LoraAdapter:
-        """The adapter without copies of the base; itself if it has none. AdapterMismatch for what is not served."""
+        """The adapter without copies of the base; itself if it has none. Raises AdapterMismatch for unsupported
+        features.
+        """
         copies = {name for name in (EMBEDDING, LM_HEAD) if self._is_copy(name, adapter.replaced.get(name))}
         if not copies:
             check_features(adapter, self._supported_features)
@@ -48,7 +49,7 @@ class BaseWeightDedup:
         )
 
     def without_copies_packed(self, packed: PackedAdapter) -> PackedAdapter:
-        """The same for one that is packed; packed anew if something is dropped."""
+        """The same for a packed adapter, which is repacked if something is dropped."""
         if not any(name in (EMBEDDING, LM_HEAD) for name, _ in packed.header["replaced"]):
             return packed
         adapter = unpack_adapter(packed.header, packed.arrays)

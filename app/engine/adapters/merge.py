@@ -1,9 +1,8 @@
-"""An adapter merged into its base: a folder of the base's own form, in which nothing of the adapter is left to apply.
+"""Merges an adapter into its base, as PEFT's `merge_and_unload` does.
 
-In: a base and an adapter on it. Out: a folder that transformers, and this service, load as a base of its own (what
-PEFT's `merge_and_unload` gives), or the base's tensors for an engine that serves this adapter alone. Sums are formed in
-float32; in a folder they are rounded to the type that each tensor is stored in, and of a GGUF base they stay as they
-are. Rule: what cannot be merged into the base's tensors is refused by name, and nothing is written then.
+The result is a folder that transformers and this service load as a base model, or tensors for an engine that serves
+only this adapter. Sums are float32; a folder rounds them to each tensor's stored dtype, and those of a GGUF base stay
+float32. What cannot be merged is refused by name before anything is written.
 """
 
 from __future__ import annotations
@@ -28,14 +27,14 @@ from app.engine.models.moe_weight_layouts import canonical_module
 from app.engine.models.weight_names import expected_tensors
 from app.kernels.dora.reference import dora_scale
 
-#: Features that a merged folder can hold: the others need tensors that the base does not have.
+#: Features that a merged folder can represent; the others need tensors that the base lacks.
 MERGED = frozenset({"DoRA", "lora_bias", "trained norms", "trained biases", "trained linear weights"})
 
 
 def merge(checkpoint: Checkpoint, adapter: LoraAdapter, target: Path) -> int:
-    """Write the merged base into `target`, a new or empty folder; returns how many modules were merged.
+    """Write the merged base into `target`, a new or empty folder; returns the number of merged modules.
 
-    Raises AdapterMismatch for what cannot be merged, CheckpointError for a GGUF base that no folder can say.
+    Raises AdapterMismatch for what cannot be merged, CheckpointError for a GGUF base that no folder can represent.
     """
     if target.exists() and any(target.iterdir() if target.is_dir() else [target]):
         raise AdapterMismatch(f"'{target}' exists and is not an empty folder; name a new one")
@@ -69,7 +68,9 @@ def _merge_gguf(checkpoint: Checkpoint, adapter: LoraAdapter, target: Path) -> N
 
 
 def merged_checkpoint(checkpoint: Checkpoint, adapter: LoraAdapter) -> Checkpoint:
-    """The base with the adapter in its tensors, under its own digest. AdapterMismatch for what cannot be merged."""
+    """The base with the adapter merged into its tensors, under the base's digest. AdapterMismatch if it cannot be
+    merged.
+    """
     table = {path: module for path, module in layer_modules(checkpoint.spec).items() if not module.is_fused}
     _check(adapter, table, expected_tensors(checkpoint.spec).keys())
     return replace(checkpoint, read=lambda: _merge_tensors(checkpoint.tensors(), adapter, table, in_float32=True))
@@ -98,7 +99,7 @@ def _merge_tensors(
     *,
     in_float32: bool = False,
 ) -> Iterator[tuple[str, NDArray[Any]]]:
-    """Every tensor by its own name, those that the adapter touches merged."""
+    """Every tensor by its own name, merged where the adapter touches it."""
     for name, tensor in tensors:
         path, _, kind = _canonical(name).rpartition(".")
         values = adapter.replaced.get(f"{path}.{kind}")
@@ -113,7 +114,7 @@ def _merge_tensors(
 
 
 def _canonical(name: str) -> str:
-    """The canonical name of a stored tensor: Mixtral's experts have older ones."""
+    """The canonical name of a stored tensor; Mixtral's experts have older names."""
     path, dot, kind = name.rpartition(".")
     return f"{canonical_module(path)}{dot}{kind}"
 

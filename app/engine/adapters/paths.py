@@ -1,9 +1,8 @@
-"""From what a client calls an adapter's place to a path this server may read.
+"""Resolves a client's adapter path to an existing path under a root that the operator allows.
 
-In: text from a request or a configuration, and the roots the operator allows. Out: an existing path
-under a root after every symbolic link is followed, or `UnsafeSource`. Outside the roots a path that
-exists and one that does not give the same answer. Whoever may write under a root is trusted not to
-swap links while we look; fetching from elsewhere is the sources' business.
+Symbolic links are followed first; anything outside the roots is `UnsafeSource`, with the same answer whether it exists
+or not. Whoever can write under a root is trusted not to swap links during the check. Remote sources are handled
+elsewhere.
 """
 
 from __future__ import annotations
@@ -18,16 +17,16 @@ from app.engine.adapters.strict_json import short
 from app.engine.errors import NotFound, UnsafeSource
 
 _MAX_CHARS = 4096
-#: As hubs call their repositories.
+#: A hub repository's name.
 _REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}", re.ASCII)
 _WAY_OUT = "put the adapter under one of them: adapters.roots, or LORA_PATH when the service is started"
 
 
 def resolve_adapter_path(path_or_name: str, roots: Sequence[Path]) -> Path:
-    """The adapter folder or card meant by `path_or_name`: absolute, or relative to the first root that has it.
+    """The adapter folder or card at `path_or_name`: absolute, or relative to the first root that has it.
 
-    Raises `UnsafeSource` for whatever leaves the roots (an absolute path elsewhere, "..", a link
-    out), and `NotFound` for a place under a root that does not exist.
+    Raises `UnsafeSource` for anything that leaves the roots (an absolute path elsewhere, "..", a link out), `NotFound`
+    for a path under a root that does not exist.
     """
     if not roots:
         raise UnsafeSource("this server reads no local adapters; set LORA_PATH to the folder that holds them")

@@ -115,12 +115,12 @@ def test_copies_saved_along_leave_a_plain_adapter(tmp_path: Path, kind: str) -> 
     checkpoint = load_checkpoint(tmp_path / "base")
     folder = saved(tmp_path / "it", kind, embeddings=True)
     copies = BaseWeightDedup(checkpoint, XLA)
-    lighter = copies.dropped(read_adapter(folder, checkpoint.spec, supported_features=XLA))
+    lighter = copies.without_copies(read_adapter(folder, checkpoint.spec, supported_features=XLA))
     assert not lighter.features
     assert lighter.card.extra_bytes == 0
     changed(folder, lambda tensors: {name: t * (1.5 if t.shape[0] == 96 else 1) for name, t in tensors.items()})
     with pytest.raises(AdapterMismatch, match="cannot apply trained embedding or trained lm_head"):
-        copies.dropped(read_adapter(folder, checkpoint.spec, supported_features=XLA))
+        copies.without_copies(read_adapter(folder, checkpoint.spec, supported_features=XLA))
 
 
 def test_two_ends_that_differ_are_refused_where_the_base_has_one(tmp_path: Path) -> None:
