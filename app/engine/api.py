@@ -129,7 +129,7 @@ class LLM:
         messages = [{"role": "system", "content": system}] if system is not None else []
         messages.append({"role": "user", "content": message})
         text = self.load_adapter(adapter).card.text if adapter is not None else ""
-        return encode_chat(self.tokenizer, messages, AdapterTokenizer.parsed(text), self._templates)
+        return encode_chat(self.tokenizer, messages, AdapterTokenizer.from_json(text), self._templates)
 
     def generate(
         self,

@@ -75,11 +75,11 @@ class TokenizerService:
         text: what of the adapter's text is its own (`AdapterCard.text`); it may take `ChatTemplateSandbox`'s time. extra:
         further variables of the template.
         """
-        return encode_chat(self._tokenizer, messages, AdapterTokenizer.parsed(text), self._templates, tools, extra)
+        return encode_chat(self._tokenizer, messages, AdapterTokenizer.from_json(text), self._templates, tools, extra)
 
     def tool_format(self, text: str = "") -> ToolCallFormat:
         """How the model has learnt to call tools, by its template or the adapter's own. Raises InvalidRequest."""
-        return tool_format(tool_template(self._tokenizer, AdapterTokenizer.parsed(text)))
+        return tool_format(tool_template(self._tokenizer, AdapterTokenizer.from_json(text)))
 
     def specials(self, form: ToolCallFormat) -> Mapping[str, int]:
         """Those of the fixed texts of calls that are special tokens here, with their ids."""

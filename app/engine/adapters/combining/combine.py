@@ -1,11 +1,10 @@
-"""Several adapters made into one, as the engine takes it: the arithmetic of PEFT's `add_weighted_adapter`.
+"""Combines several adapters of one base into one: the arithmetic of PEFT's `add_weighted_adapter`.
 
-In: adapters on one base, in the order of a `Combination`'s parts. Out: one `LoraAdapter` with the composition's digest.
 "cat" is the weighted sum itself: ranks side by side, weights folded into b. "svd" is its best approximation of a given
-rank. The other methods combine A with A and B with B, or whole deltas ("_svd"), and are defined by PEFT alone
-(`peft.utils.merge_utils`): TIES (Yadav et al. 2023), DARE (Yu et al. 2024), task arithmetic (Ilharco et al. 2023). What
-an adapter does beyond low-rank deltas and has no weighted sum is refused by name. Values that are dropped at random are
-drawn from a given generator, so the same composition is the same numbers on every machine.
+rank. The other methods combine A with A and B with B, or whole deltas ("_svd"), as PEFT defines them
+(`peft.utils.merge_utils`): TIES (Yadav et al. 2023), DARE (Yu et al. 2024), task arithmetic (Ilharco et al. 2023).
+Features that have no weighted sum are refused by name. DARE's random drops are seeded by the combination's digest, so
+the result is the same on every machine.
 """
 
 from __future__ import annotations
@@ -30,16 +29,16 @@ Floats = NDArray[np.float32]
 #: A module: a `LoraKey`, or the name of one outside the layers.
 K = TypeVar("K", bound=Hashable)
 
-#: Features with a weighted sum: they are linear in what they add.
+#: Features that have a weighted sum.
 _SUMMED = frozenset({"lora_bias", "embedding LoRA", "lm_head LoRA"})
-#: Lora_bias is added with the delta: only a sum of deltas has it. PEFT drops it.
+#: Only "cat", the sum of deltas, can keep lora_bias. PEFT drops it.
 _WITHOUT_BIAS = _SUMMED - {"lora_bias"}
-#: They let A's and B's values elect a sign before they weigh them by what the scale makes of them.
+#: Methods whose signs are elected by A's and B's values before they are weighted.
 _SIGN_ELECTING = frozenset({"ties", "dare_ties"})
 
 
 class _WeightedPair(NamedTuple):
-    """One part's pair of a module: its scale, which b holds already, and its weight."""
+    """One part's pair of a module, with its scale (already folded into b) and its weight."""
 
     pair: LoraPair
     scale: float
@@ -47,7 +46,7 @@ class _WeightedPair(NamedTuple):
 
 
 def combine(combination: Combination, adapters: Sequence[LoraAdapter], spec: ModelSpec) -> LoraAdapter:
-    """The derived adapter. Raises CombinationRefused for what cannot be combined, by name."""
+    """The derived adapter. Raises CombinationRefused, with the name of what cannot be combined."""
     names, recipe = [part.ref.name for part in combination.parts], combination.recipe
     for name, adapter in zip(names, adapters, strict=True):
         beyond = sorted(adapter.features - (_SUMMED if recipe.method == "cat" else _WITHOUT_BIAS))
@@ -82,17 +81,17 @@ def combine(combination: Combination, adapters: Sequence[LoraAdapter], spec: Mod
 
 
 def _check_votes(name: str, adapter: LoraAdapter, method: str) -> None:
-    """Of a scale of zero b has nothing left to elect a sign with."""
+    """With a scale of zero, b is zero and has no sign to vote with."""
     for key, scale in (*adapter.scales.items(), *adapter.outer_scales.items()):
         if scale == 0:
             raise CombinationRefused(
-                f"adapter {name!r} has lora_alpha 0 for {_module_name(key)}, which says nothing and yet has a vote with "
+                f"adapter {name!r} has lora_alpha 0 for {_module_name(key)}: its values are zero but would vote with "
                 f"{method!r}; leave the adapter out, or use {method + '_svd'!r}"
             )
 
 
 class _Combiner:
-    """One recipe over the modules of all parts."""
+    """Applies one method to the modules of all parts."""
 
     def __init__(self, recipe: CombinationMethod, svd_rank: int, rng: np.random.Generator) -> None:
         self._recipe = recipe
@@ -100,7 +99,7 @@ class _Combiner:
         self._rng = rng
 
     def all(self, parts: Sequence[tuple[Mapping[K, LoraPair], Mapping[K, float], float]]) -> dict[K, LoraPair]:
-        """Every module that any part has; parts without it add nothing to it."""
+        """Every module that any part has; a part without it adds nothing."""
         found: dict[K, LoraPair] = {}
         fused = [_keys_by_a(pairs) for pairs, _, _ in parts]
         for key in sorted({key for pairs, _, _ in parts for key in pairs}, key=str):
@@ -112,7 +111,7 @@ class _Combiner:
                 raise CombinationRefused(
                     f"module {_module_name(key)} is saved fused by one adapter and split by another"
                 )
-            keys = slices[0]  # of a fused module, which PEFT combines as the one module that it is
+            keys = slices[0]  # several for a fused module, which PEFT combines as one module
             whole = [
                 _WeightedPair(
                     LoraPair(
@@ -154,11 +153,11 @@ class _Combiner:
         return self._halves(parts)
 
     def _halves(self, parts: Sequence[_WeightedPair]) -> LoraPair:
-        """A with A and B with B, each weighted by the root of |weight * scale|; a sign goes to A."""
+        """A with A and B with B, each weighted by sqrt(|weight * scale|); the sign goes to A."""
         factors = [part.weight * part.scale for part in parts]
         roots = [math.sqrt(abs(factor)) for factor in factors]
         a = [part.pair.a for part in parts]
-        # b holds the scale; one of zero has left nothing, and its factor is zero too.
+        # b includes the scale; if that is zero, so are b and its factor.
         b: list[Any] = [part.pair.b / np.float32(part.scale or 1.0) for part in parts]
         signed = [math.copysign(root, factor) if factor else 0.0 for root, factor in zip(roots, factors, strict=True)]
         return LoraPair(self._merge_tensors(a, signed), self._merge_tensors([values.T for values in b], roots).T)
@@ -168,13 +167,13 @@ class _Combiner:
 
 
 def _side_by_side(parts: Sequence[_WeightedPair]) -> LoraPair:
-    """[r1 + r2 + ..., d]: the exact sum."""
+    """The exact sum: [r1 + r2 + ..., d]."""
     a = np.concatenate([part.pair.a for part in parts])
     return LoraPair(a, np.concatenate([np.float32(part.weight) * part.pair.b for part in parts]))
 
 
 def _truncate_svd(pair: LoraPair, rank: int) -> LoraPair:
-    """The best approximation of b.T @ a of at most this rank, without the product: SVD of what two QRs leave."""
+    """The best approximation of b.T @ a of at most this rank, by QR of both halves and SVD of the small product."""
     q_b, r_b = np.linalg.qr(pair.b.T)  # [d_out, k], [k, r]
     q_a, r_a = np.linalg.qr(pair.a.T)  # [d_in, k], [k, r]
     u, s, vh = np.linalg.svd(r_b @ r_a.T)
@@ -182,7 +181,7 @@ def _truncate_svd(pair: LoraPair, rank: int) -> LoraPair:
 
 
 def _keys_by_a(pairs: Mapping[K, LoraPair]) -> dict[int, tuple[K, ...]]:
-    """Of each A, by its id, the modules that have it: several of a fused one."""
+    """id of A → the modules that use it: several for a fused module."""
     found: dict[int, tuple[K, ...]] = {}
     for key, pair in pairs.items():
         found[id(pair.a)] = (*found.get(id(pair.a), ()), key)
@@ -209,7 +208,7 @@ def _make_card(
 
 
 def _bfloat16_if_exact(values: Floats) -> Matrix:
-    """In bfloat16 if that holds every value."""
+    """In bfloat16 if that represents every value."""
     narrow: Matrix = values.astype(BFLOAT16)
     return narrow if np.array_equal(narrow.astype(np.float32), values) else values
 
@@ -230,7 +229,7 @@ def _module_name(key: object) -> str:
 def merge_tensors(
     tensors: Sequence[Floats], weights: Sequence[float], recipe: CombinationMethod, rng: np.random.Generator
 ) -> Floats:
-    """One tensor of N equal shapes, by the recipe's method; "_svd" at its end changes nothing here."""
+    """One tensor from N of equal shape, by the method; a "_svd" suffix makes no difference here."""
     method = recipe.method.removesuffix("_svd")
     if method.startswith("dare"):
         tensors = [prune_random(tensor, recipe.density or 0.0, rng) for tensor in tensors]
@@ -245,7 +244,7 @@ def merge_tensors(
 
 
 def prune_magnitude(tensor: Floats, density: float) -> Floats:
-    """The largest `density` of the values by magnitude; zeros in place of the others."""
+    """Keep the largest `density` of the values by magnitude; the others become zero."""
     if density >= 1:
         return tensor
     count = int(density * tensor.size)
@@ -257,7 +256,7 @@ def prune_magnitude(tensor: Floats, density: float) -> Floats:
 
 
 def prune_random(tensor: Floats, density: float, rng: np.random.Generator) -> Floats:
-    """Each value with probability `density`, divided by it; zeros in place of the others."""
+    """Keep each value with probability `density`, divided by it; the others become zero."""
     if density >= 1:
         return tensor
     keeps = rng.random(tensor.shape) < density
@@ -266,7 +265,9 @@ def prune_random(tensor: Floats, density: float, rng: np.random.Generator) -> Fl
 
 
 def _disjoint_merge(tensors: Floats, weighted: Floats, majority_sign: str) -> Floats:
-    """Per place the mean of those weighted values whose sign is the majority's. PEFT elects it before the weights."""
+    """Per element, the mean of the weighted values that have the majority's sign. Unweighted values vote, as in
+    PEFT.
+    """
     signs = np.sign(tensors)
     votes = (tensors if majority_sign == "total" else signs).sum(axis=0)
     agrees = signs == np.where(votes >= 0, 1, -1)  # [N, ...]

@@ -1,13 +1,12 @@
-"""Arrow cards: one adapter as one `.lora.arrow` file, mapped into memory instead of read.
+"""Arrow cards: one adapter as one `.lora.arrow` file, memory-mapped instead of read.
 
-In: a `RawAdapter` with a name and free metadata. Out: an Arrow IPC file of `card_rows`,
-and from that file the same adapter, bit for bit: its tensors are views of the mapped file, each at a
-multiple of 64 bytes. The reader accepts exactly the schema below and checks a SHA-256 over every
-row and every piece of metadata. A mapped file must not be cut while it is in use: serve cards from a
-store that never rewrites them.
+The file is an Arrow IPC file of `arrow_rows` with name and metadata. Reading gives the same adapter bit for bit: its
+tensors are views of the mapped file, each at a multiple of 64 bytes. The reader accepts exactly the schema below and
+checks a SHA-256 over every row and all metadata. A mapped file must not shrink while in use: serve cards from a store
+that never rewrites them.
 
     module           utf8           "model.layers.0.self_attn.q_proj"
-    role             utf8           "lora": weight_a [r, d_in], weight_b [d_out, r]; for others see `card_rows`
+    role             utf8           "lora": weight_a [r, d_in], weight_b [d_out, r]; other roles: `arrow_rows`
     alpha            float64        scale = alpha / r, or alpha / sqrt(r) with use_rslora
     use_rslora       bool
     dtype_a, dtype_b utf8           F32, F16, BF16 (Arrow and NumPy lack it), I8 or I4 (quantised), I64 (ids)
@@ -15,7 +14,7 @@ store that never rewrites them.
     scales_a, _b     large_binary   float32 per group of 64 values, quantised tensors only
     weight_a, _b     large_binary   little-endian, row-major, then zeros up to the next multiple of 64
 
-A file with the columns of `plain_card` is read as one of those, without a checksum.
+A file with the columns of `arrowengine_card` is read as such a card, without a checksum.
 """
 
 from __future__ import annotations
@@ -53,11 +52,11 @@ from app.engine.errors import AdapterFormatError, AdapterTooLarge
 from app.engine.models.spec import ModelSpec
 
 CARD_SUFFIX = ".lora.arrow"
-#: Version 1 has no role but "lora", 3 has experts, 4 activated LoRAs; a card is of the least version that can hold it.
+#: Version 1 has only the role "lora", 3 adds experts, 4 activated LoRA; a card gets the lowest version that suffices.
 FORMAT_VERSIONS = ("1", "2", "3", "4")
 ALIGNMENT = 64
 
-#: Metadata that the format itself writes; free metadata may not use these keys.
+#: Keys that the format itself writes; free metadata may not use them.
 REQUIRED_KEYS = frozenset(
     {"format", "format_version", "checksum", "padding", "name", "rank", "alpha", "target_modules"}
 )
@@ -86,9 +85,9 @@ _SCHEMA = pa.schema(
 
 @dataclass(frozen=True, slots=True)
 class ArrowCard:
-    """What a card file holds. `metadata` is free text by free keys (version, author, description, …).
+    """Contents of a card file. `metadata` is free text by free keys (version, author, description, …).
 
-    `quantization` says what rounding cost, if the tensors are quantised.
+    `quantization`: the rounding error, if the tensors are quantised.
     """
 
     name: str
@@ -98,7 +97,7 @@ class ArrowCard:
 
 
 def write_card(path: Path, card: ArrowCard) -> None:
-    """Write `card` to `path`, whole or not at all. Raises `AdapterFormatError` for reserved metadata keys."""
+    """Write `card` to `path`, completely or not at all. Raises AdapterFormatError for reserved metadata keys."""
     _check_name(path)
     for key in card.metadata:
         if key in RESERVED_KEYS:
@@ -123,8 +122,8 @@ def write_card(path: Path, card: ArrowCard) -> None:
         metadata["quantization"] = json.dumps(card.quantization._asdict())
     metadata["checksum"] = _checksum(metadata, rows)
     with _atomic_replace(path) as temporary:
-        # Arrow aligns buffers to 8 bytes. Text in the schema moves what follows it, so the first
-        # weight is brought to a multiple of 64 with a little of it; row padding does the rest.
+        # Arrow aligns buffers to 8 bytes. Padding text in the schema moves the first weight to a
+        # multiple of 64; the rows' own padding aligns the others.
         for padding in range(0, 2 * ALIGNMENT, 8):
             _write_ipc(temporary, batch, metadata | {"padding": " " * padding})
             if _first_weight_offset(temporary) % ALIGNMENT == 0:
@@ -134,7 +133,7 @@ def write_card(path: Path, card: ArrowCard) -> None:
 
 
 def write_arrowengine_card(path: Path, card: ArrowCard) -> None:
-    """As `write_card`, in the columns of `plain_card`. Raises `AdapterFormatError` for what they have no place for."""
+    """Like `write_card`, with the columns of `arrowengine_card`. AdapterFormatError for what they cannot represent."""
     _check_name(path)
     batch = arrowengine_batch(card.name, card.raw, card.metadata)
     with _atomic_replace(path) as temporary:
@@ -148,8 +147,8 @@ def _check_name(path: Path) -> None:
 
 @contextmanager
 def _atomic_replace(path: Path) -> Iterator[Path]:
-    """A name to write to, which becomes `path` unless writing fails."""
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")  # a plain file: the umask says who may read it
+    """A temporary path that replaces `path` unless writing fails."""
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")  # an ordinary file, so the umask applies
     try:
         yield temporary
         with temporary.open("rb") as file_to_sync:
@@ -160,7 +159,7 @@ def _atomic_replace(path: Path) -> Iterator[Path]:
 
 
 def read_card(path: Path, limits: ReadLimits = DEFAULT_LIMITS) -> ArrowCard:
-    """The card in `path`, its tensors mapped. Raises an `AdapterError` naming what is wrong."""
+    """The card in `path`, its tensors memory-mapped. Raises an AdapterError."""
     what = f"'{path.name}'"
     size = regular_file_size(path)
     if size > limits.max_weight_bytes:
@@ -218,17 +217,17 @@ def read_card(path: Path, limits: ReadLimits = DEFAULT_LIMITS) -> ArrowCard:
 
 
 def _raw_adapter(rows: Sequence[CardRow], free: Mapping[str, str], what: str) -> RawAdapter:
-    """The adapter in these rows, with what free metadata says of it."""
-    beside = {key: value for key, value in sorted(free.items()) if key != "description"}
+    """The adapter in these rows, with its free metadata."""
+    others = {key: value for key, value in sorted(free.items()) if key != "description"}
     try:
         raw = raw_adapter_from_rows(rows, free.get("description", ""))
     except AdapterFormatError as error:
         raise AdapterFormatError(f"{what}: {error}") from error
-    return replace(raw, metadata=json.dumps(beside, ensure_ascii=False) if beside else "")
+    return replace(raw, metadata=json.dumps(others, ensure_ascii=False) if others else "")
 
 
 def _version(rows: Sequence[CardRow], *, is_activated: bool) -> str:
-    """The least that can hold these rows."""
+    """The lowest format version that can hold these rows."""
     if is_activated:
         return "4"
     if any(".experts." in row.path for row in rows):
@@ -259,7 +258,7 @@ def _quantization(text: str, what: str) -> Quantization:
 
 
 def _batch(rows: Sequence[CardRow]) -> pa.RecordBatch:
-    # The offsets of weight_b lie between the two weight buffers; the last a is padded to make up for them.
+    # The offsets of weight_b lie between the two weight buffers; padding the last a compensates for them.
     tail = -8 * (len(rows) + 1) % ALIGNMENT
     weights_a = [_padded_bytes(row.a) for row in rows]
     weights_a[-1] += bytes(tail)
@@ -285,9 +284,9 @@ def _padded_bytes(tensor: RawTensor) -> bytes:
 
 
 def _write_ipc(path: Path, batch: pa.RecordBatch, metadata: Mapping[str, str]) -> None:
-    """`metadata` beside what the batch has."""
-    told = {key.decode(): value.decode() for key, value in (batch.schema.metadata or {}).items()}
-    batch = batch.replace_schema_metadata(dict(sorted((told | dict(metadata)).items())))
+    """Write the batch with `metadata` added to its own."""
+    own = {key.decode(): value.decode() for key, value in (batch.schema.metadata or {}).items()}
+    batch = batch.replace_schema_metadata(dict(sorted((own | dict(metadata)).items())))
     with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, batch.schema) as writer:
         writer.write_batch(batch)
 
@@ -350,7 +349,7 @@ def _tensor(dtype: str, shape: list[Any], scales: memoryview, weight: memoryview
 
 
 def _checksum(metadata: Mapping[str, str], rows: Sequence[CardRow]) -> str:
-    """SHA-256 over the metadata (but itself and the padding) and every field of every row, each with its length."""
+    """SHA-256 over the metadata (except checksum and padding) and every field of every row, each with its length."""
     digest = hashlib.sha256()
 
     def add(*fields: bytes | memoryview) -> None:

@@ -1,7 +1,4 @@
-"""An adapter as the rows of a card, and back: one row per tensor or pair, each with a role.
-
-In: a `RawAdapter`, or rows from a file. Out: the other, the same bit for bit. What belongs together comes back
-together: a magnitude or a bias without its module, a role that is not known, a name twice is an error here.
+"""An adapter as the rows of a card, and back, bit for bit: one row per tensor or pair, each with a role.
 
     role         path             a                        b
     lora         module           lora_A [r, d_in]         lora_B [d_out, r]
@@ -10,7 +7,7 @@ together: a magnitude or a bias without its module, a role that is not known, a 
     parameter    base tensor      the whole tensor
     token_rows   embedding        rows [n, H]              token ids [n], int64
 
-How rows lie in a file is `arrow`'s business. Cards of rows of the first role alone are of format version 1.
+A magnitude or bias without its module, an unknown role or a repeated name is an error. `arrow` lays rows out in a file.
 """
 
 from __future__ import annotations
@@ -40,7 +37,7 @@ NO_TENSOR = RawTensor("", (), memoryview(b""))
 
 @dataclass(frozen=True, slots=True)
 class CardRow:
-    """`alpha` and `use_rslora` say something for LoRA only; others have 0 and False. `b` may be `NO_TENSOR`."""
+    """`alpha` and `use_rslora` are for LoRA rows; others have 0 and False. `b` may be `NO_TENSOR`."""
 
     path: str
     role: str
@@ -51,7 +48,7 @@ class CardRow:
 
 
 def card_rows(raw: RawAdapter) -> list[CardRow]:
-    """Modules first, then what belongs to them, then what stands alone; by path within a role."""
+    """Modules first, then magnitudes and biases, then parameters and token rows; by path within a role."""
     rows = [CardRow(module.path, LORA, module.a, module.b, module.alpha, module.use_rslora) for module in raw.modules]
     rows += [CardRow(module.path, "magnitude", module.magnitude) for module in raw.modules if module.magnitude]
     rows += [CardRow(module.path, "bias", module.bias) for module in raw.modules if module.bias]

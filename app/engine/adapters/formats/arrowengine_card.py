@@ -1,15 +1,14 @@
-"""Cards as ArrowEngine writes them: an adapter's low-rank pairs in six columns, and nothing else.
+"""Cards in ArrowEngine's format: an adapter's low-rank pairs in six columns, one rank and alpha for all modules.
 
-In: a record batch and its metadata, or a `RawAdapter`. Out: the other. One rank and one alpha hold for all modules.
-Rule: A is [r, d_in] and B [d_out, r] as PEFT has them, or both lie the other way round; the rank tells which.
+A is [r, d_in] and B [d_out, r] as in PEFT, or both are transposed; the rank shows which.
 
     module             utf8        "model.layers.0.self_attn.q_proj"
     weight_a, weight_b binary      little-endian, row-major
     shape_a, shape_b   list<int>
     dtype              utf8        of both: float32, float16, float64, bfloat16
 
-Metadata: lora_name, lora_rank, lora_alpha; target_modules, ends of modules' names with commas between them; free text.
-There is no checksum: a damaged file may be read as another adapter.
+Metadata: lora_name, lora_rank, lora_alpha; target_modules, comma-separated suffixes of module names; free text. There
+is no checksum: a damaged file may be read as another adapter.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from app.engine.adapters.raw_adapter import DTYPE_BYTES, RawAdapter, RawTensor, 
 from app.engine.adapters.strict_json import short
 from app.engine.errors import AdapterFormatError
 
-#: Metadata that says something of the pairs; every other key is free.
+#: Metadata keys with a meaning; every other key is free.
 RESERVED_KEYS = frozenset({"lora_name", "lora_rank", "lora_alpha", "target_modules"})
 _DTYPES: Mapping[str, str] = MappingProxyType(
     {"float32": "F32", "float16": "F16", "float64": "F64", "bfloat16": "BF16"}
@@ -47,7 +46,7 @@ _SCHEMA = pa.schema(
 
 
 class ArrowEngineCard(NamedTuple):
-    """What such a card says; `free` is its free metadata."""
+    """Contents of such a card; `free` is its free metadata."""
 
     name: str
     rows: list[CardRow]
@@ -55,7 +54,7 @@ class ArrowEngineCard(NamedTuple):
 
 
 def is_arrowengine_schema(schema: pa.Schema) -> bool:
-    """Whether these are the columns above; 64-bit offsets and sizes are as good."""
+    """Whether these are the columns above; 64-bit offsets and sizes are accepted too."""
     wide = {pa.binary(): pa.large_binary(), pa.list_(pa.int32()): pa.list_(pa.int64())}
     return schema.names == _SCHEMA.names and all(
         field.type in (own.type, wide.get(own.type)) for field, own in zip(schema, _SCHEMA, strict=True)
@@ -65,7 +64,7 @@ def is_arrowengine_schema(schema: pa.Schema) -> bool:
 def read_arrowengine_batch(
     batch: pa.RecordBatch, mapped: pa.Buffer, metadata: Mapping[str, str], what: str
 ) -> ArrowEngineCard:
-    """The rows of a batch that `is_arrowengine_schema`, by name. Raises AdapterFormatError."""
+    """The rows of a batch with `is_arrowengine_schema`, by name. Raises AdapterFormatError."""
     missing = RESERVED_KEYS - {"target_modules"} - set(metadata)
     if missing:
         raise AdapterFormatError(f"{what}: metadata lacks {', '.join(sorted(missing))}; this is not a card")
@@ -74,8 +73,8 @@ def read_arrowengine_batch(
     except ValueError:
         rank, alpha = 0, math.nan
     if rank < 1 or not math.isfinite(alpha):
-        said = f"lora_rank {short(metadata['lora_rank'])}, lora_alpha {short(metadata['lora_alpha'])}"
-        raise AdapterFormatError(f"{what}: {said}; a rank of at least 1 and a finite alpha are wanted")
+        given = f"lora_rank {short(metadata['lora_rank'])}, lora_alpha {short(metadata['lora_alpha'])}"
+        raise AdapterFormatError(f"{what}: {given}; a rank of at least 1 and a finite alpha are needed")
     for column, name in zip(batch.columns, _SCHEMA.names, strict=True):
         if column.null_count:
             raise AdapterFormatError(f"{what}: column {name} has a null where a value belongs")
@@ -99,7 +98,7 @@ def read_arrowengine_batch(
 
 
 def arrowengine_batch(name: str, raw: RawAdapter, free: Mapping[str, str]) -> pa.RecordBatch:
-    """The adapter as one batch with its metadata. Raises AdapterFormatError for what the columns have no place for."""
+    """The adapter as one batch with its metadata. AdapterFormatError for what the columns cannot represent."""
     rows = card_rows(raw)
     beside = sorted({row.role for row in rows if row.role != LORA})
     if raw.text:
@@ -139,7 +138,9 @@ def arrowengine_batch(name: str, raw: RawAdapter, free: Mapping[str, str]) -> pa
 
 
 def views(column: Any, mapped: pa.Buffer, what: str) -> list[memoryview]:
-    """Each cell's bytes where they lie in the file. A compressed file has none there, and could be a bomb."""
+    """Each cell's bytes, as views of the mapped file. A compressed file has no such bytes, and could be a decompression
+    bomb.
+    """
     _, offsets, data = column.buffers()
     if data is None or data.size == 0:
         return [memoryview(b"")] * len(column)

@@ -1,8 +1,7 @@
-"""Adapters from one stored form to another: PEFT folder, Arrow card, quantised or not.
+"""Converts adapters between formats: writes PEFT folders, and quantises.
 
-In: a `RawAdapter` from any reader. Out: files, or the same adapter with its tensors rounded. What
-is written reads back as the same tensors and scales bit for bit, so the digest is the same; rounding
-is the one step that changes it, and says by how much.
+Written files read back as the same tensors and scales bit for bit, so the digest stays the same. Only quantising
+changes values, and it reports the error.
 """
 
 from __future__ import annotations
@@ -31,12 +30,12 @@ from app.engine.adapters.raw_adapter import EMBEDDING_PATH, QUANTIZED_BITS, RawA
 from app.engine.errors import AdapterFormatError
 from app.engine.models.linear_modules import ROUTERS
 
-#: PEFT trains a router's weight as a parameter.
+#: PEFT trains a router's weight with `target_parameters`.
 _ROUTER_PATHS = tuple(f".mlp.{name}" for name in ROUTERS)
 
 
 def write_peft_folder(folder: Path, raw: RawAdapter) -> None:
-    """Write `raw` so that PEFT, and `read_peft`, read the same adapter. Quantised tensors become F32."""
+    """Write a folder that PEFT and `read_peft` read as the same adapter. Quantised tensors become F32."""
     experts, modules = fuse_experts(
         replace(module, a=_dequantize_tensor(module.a), b=_dequantize_tensor(module.b)) for module in raw.modules
     )
@@ -65,9 +64,9 @@ def write_peft_folder(folder: Path, raw: RawAdapter) -> None:
 
 
 def quantize_adapter(raw: RawAdapter, dtype: str) -> tuple[RawAdapter, Quantization]:
-    """`raw` with every lora_A and lora_B in `dtype` ("I8" or "I4"), and what that cost, measured per module.
+    """`raw` with every lora_A and lora_B in `dtype` ("I8" or "I4"), and the error measured per module.
 
-    What lies beside them (magnitudes, biases, whole parameters, token rows) stays as it is.
+    Magnitudes, biases, whole parameters and token rows stay as they are.
     """
     if dtype not in QUANTIZED_BITS:
         raise AdapterFormatError(f"adapters are quantised to {' or '.join(QUANTIZED_BITS)}, not {dtype!r}")
@@ -100,7 +99,7 @@ def _config(raw: RawAdapter, experts: Sequence[FusedExperts], modules: Sequence[
     has_bias = _uniform(raw.modules, [module.bias is not None for module in raw.modules], "lora_bias")
     rank = Counter(module.rank for module in raw.modules).most_common(1)[0][0]
     alpha = Counter(module.alpha for module in raw.modules).most_common(1)[0][0]
-    ranks = {module.path: module.rank for module in raw.modules}  # of an expert, and so of all of a layer
+    ranks = {module.path: module.rank for module in raw.modules}  # expert 0's stands for its whole layer
     wrapped = [(_wrapped_name(module), ranks[module.path], module.alpha) for module in modules]
     for one in experts:
         container, _, name = one.module.path.rpartition(".")
@@ -135,17 +134,17 @@ def _config(raw: RawAdapter, experts: Sequence[FusedExperts], modules: Sequence[
 
 
 def _wrapped_name(module: RawModule) -> str:
-    """What PEFT wraps: the module, but a router's weight, for a router is no linear module of transformers'."""
+    """What PEFT wraps: the module, or a router's weight, since transformers' routers are not linear modules."""
     return f"{module.path}.weight" if module.path.endswith(_ROUTER_PATHS) else module.path
 
 
 def _target_parameters(names: Sequence[str]) -> dict[str, object]:
-    """The version says which layout these have."""
+    """peft_version tells which layout these tensors have."""
     return {"target_parameters": list(names), "peft_version": "0.19.0"} if names else {}
 
 
 def _uniform(modules: Sequence[RawModule], has: Sequence[bool], what: str) -> bool:
-    """What PEFT can say of a whole adapter only."""
+    """A property that PEFT has only for a whole adapter. AdapterFormatError if modules differ in it."""
     if len(set(has)) > 1:
         odd = modules[has.index(not has[0])].path
         raise AdapterFormatError(
@@ -158,8 +157,7 @@ def _uniform(modules: Sequence[RawModule], has: Sequence[bool], what: str) -> bo
 def _bias_and_modules_to_save(raw: RawAdapter) -> tuple[str, list[str]]:
     """(`bias`, `modules_to_save`) that select exactly the parameters present.
 
-    A module whose weight is replaced is saved whole. Biases alone are trained by `bias`: those of adapted
-    modules, or all.
+    A module whose weight is replaced is saved whole. Lone biases are selected by `bias`: adapted modules' or all.
     """
     adapted = {module.path for module in raw.modules}
     kinds: dict[str, set[str]] = {}
@@ -172,13 +170,13 @@ def _bias_and_modules_to_save(raw: RawAdapter) -> tuple[str, list[str]]:
 
 
 def _target_modules(modules: Sequence[RawModule]) -> dict[str, object]:
-    """Short names where every layer named has the same modules, else every path in full."""
+    """Short names if every named layer has the same modules, else full paths."""
     if not modules:
         return {"target_modules": []}
     by_layer: dict[int, set[str]] = {}
     for module in modules:
         parts = module.path.split(".")
-        if len(parts) != 5:  # lm_head, and what lies deeper: names of a shared expert's modules are others', too
+        if len(parts) != 5:  # lm_head, and deeper modules: a shared expert's short names would also match other modules
             return {"target_modules": [other.path for other in modules]}
         by_layer.setdefault(int(parts[2]), set()).add(parts[-1])
     names = next(iter(by_layer.values()))

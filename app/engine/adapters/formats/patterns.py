@@ -1,9 +1,7 @@
-"""Which modules a PEFT configuration means: PEFT's own matching rules, in linear time.
+"""PEFT's rules for matching module names, in linear time.
 
-In: names, lists and regular expressions from an untrusted file. Out: the modules they select.
-Expressions run in RE2 (through pyarrow), never in Python's `re`: there a pattern of thirty
-characters can take years, and here it cannot. RE2 has no lookaround and no back references; a
-pattern that needs them is refused by name.
+Patterns come from untrusted files, so they run in RE2 (through pyarrow) and never in Python's `re`, where a pattern of
+thirty characters can take years. RE2 has no lookaround and no back references; a pattern that needs them is refused.
 """
 
 from __future__ import annotations
@@ -18,9 +16,9 @@ from app.engine.adapters.strict_json import short
 from app.engine.errors import AdapterFormatError
 
 _MAX_PATTERN_CHARS = 4096
-#: Escaped letters with one meaning in Python's `re` and in RE2.
+#: Escaped letters that mean the same in Python's `re` and in RE2.
 _SHARED_ESCAPES = frozenset("dDwWsSbB")
-#: What both understand, each in its own way: a repetition without a least count, a class named within a class.
+#: Syntax that the two read differently: a repetition without a minimum, a named class within a class.
 _UNLIKE = ("{,", "[:")
 
 
@@ -37,7 +35,9 @@ def full_matches(pattern: str, names: Sequence[str], key: str) -> list[bool]:
         if unlike in pattern:
             raise AdapterFormatError(f"{key}: pattern {short(pattern)} uses {unlike}; list the module names instead")
     try:
-        pc.match_substring_regex(pa.array([""]), pattern=pattern)  # alone first: "a)|(b" must not close our group
+        pc.match_substring_regex(
+            pa.array([""]), pattern=pattern
+        )  # compile it alone first: "a)|(b" must not close our group
         found = pc.match_substring_regex(pa.array(names, pa.string()), pattern=rf"\A(?:{pattern})\z")
     except (pa.ArrowException, UnicodeEncodeError) as error:
         raise AdapterFormatError(
@@ -48,9 +48,9 @@ def full_matches(pattern: str, names: Sequence[str], key: str) -> list[bool]:
 
 
 def first_matching(patterns: Sequence[str], names: Sequence[str], key: str) -> dict[str, str]:
-    """Per name, the first of `patterns` that equals it or matches the end of it after a dot.
+    """Per name, the first of `patterns` that equals it or matches its end after a dot; names without one are absent.
 
-    PEFT's `get_pattern_key`: `re.match(rf"(.*\\.)?({pattern})$", name)`; names without one are absent.
+    PEFT's `get_pattern_key`: `re.match(rf"(.*\\.)?({pattern})$", name)`.
     """
     chosen: dict[str, str] = {}
     for pattern in patterns:

@@ -1,8 +1,7 @@
-"""PEFT's adapter_config.json, read strictly.
+"""PEFT's adapter_config.json, parsed strictly.
 
-In: the file's bytes. Out: a `PeftConfig` with the keys that decide the arithmetic. Every key is
-used, known to change nothing when the adapter runs, or refused by name: a key that is dropped is an
-adapter served wrongly. What the names in it select is worked out in `patterns` and `peft`.
+Every key is used, known to be irrelevant at inference, or refused by name: ignoring a key could serve an adapter
+wrongly. `patterns` and `peft` work out what the names in it select.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from app.engine.errors import AdapterFormatError
 
 CONFIG_NAME = "adapter_config.json"
 
-#: Keys that change nothing once an adapter is trained: provenance, training and memory settings.
+#: Keys that are irrelevant at inference: provenance, training and memory settings.
 INERT_KEYS = frozenset(
     {
         "auto_mapping",
@@ -32,12 +31,12 @@ INERT_KEYS = frozenset(
     }
 )
 
-#: Initialisations that leave the base weights alone, so that the trained A and B are the whole change.
+#: Initialisations that leave the base weights unchanged, so that A and B are the whole change.
 PLAIN_INITS = (True, False, "gaussian", "eva", "orthogonal")
 
 _CONVERT = "it changes the base weights; save with path_initial_model_for_weight_conversion"
 
-#: Keys accepted only at the values that switch them off, and what the others would mean.
+#: Keys accepted only at the values that switch them off, and why others are refused.
 OFF_VALUES: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "arrow_config": ((None,), "Arrow routing is not served"),
     "corda_config": ((None, {}), _CONVERT),
@@ -90,10 +89,10 @@ _USED_KEYS = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class PeftConfig:
-    """What decides which modules change and by how much. A `str` is a pattern, a tuple a list of names.
+    """The settings that decide which modules change and how. A `str` is a pattern, a tuple a list of names.
 
-    `fan_in_fan_out` decides nothing: PEFT switches it off for linear layers and refuses it beside `target_parameters`.
-    `peft_version` tells two layouts of experts apart (`peft_experts`) and nothing else; "" where it is not given.
+    `fan_in_fan_out` has no effect: PEFT switches it off for linear layers and refuses it with `target_parameters`.
+    `peft_version` only distinguishes two layouts of experts (`peft_experts`); "" if absent.
     """
 
     rank: int
@@ -118,7 +117,7 @@ class PeftConfig:
 
 
 def parse_config(contents: bytes) -> PeftConfig:
-    """The configuration in `contents`. `AdapterFormatError` names the offending key."""
+    """The configuration in `contents`. AdapterFormatError names the offending key."""
     config = parse_object(contents, CONFIG_NAME)
     if config.get("peft_type") != "LORA":
         raise _config_error("peft_type", config.get("peft_type"), "only LORA adapters are served")
@@ -203,7 +202,7 @@ def _alpha(key: str, value: Any) -> float:
 
 
 def _boolean(config: Mapping[str, Any], key: str) -> bool:
-    """null is false, as in Python."""
+    """null counts as false."""
     value = config.get(key)
     if value is None:
         return False
@@ -246,8 +245,9 @@ def _are_token_ids(ids: Any) -> bool:
 
 
 def _invocation_tokens(config: Mapping[str, Any]) -> tuple[int, ...]:
-    """Those of an activated LoRA, () for another. PEFT activates deltas alone: what else is trained would change the
-    tokens before the invocation, too."""
+    """The invocation tokens of an activated LoRA, or (). PEFT activates deltas only: anything else that is trained
+    would also change the tokens before the invocation.
+    """
     key = "alora_invocation_tokens"
     value = config.get(key)
     if value is None:
@@ -271,7 +271,7 @@ def _invocation_tokens(config: Mapping[str, Any]) -> tuple[int, ...]:
 
 
 def _layers(config: Mapping[str, Any]) -> tuple[int, ...] | None:
-    """The layers chosen, or None for all: PEFT takes an empty list as no choice."""
+    """The selected layers; None for all, as for an empty list in PEFT."""
     value = config.get("layers_to_transform")
     if value is None or value == []:
         return None

@@ -1,11 +1,11 @@
-"""LoRA on all experts of a layer at once, as PEFT saves it (`target_parameters`), taken apart into one LoRA per expert.
+"""Splits PEFT's LoRA on all experts of a layer (`target_parameters`) into one LoRA per expert.
 
-In: a `PeftConfig` and the modules of a file. Out: `RawModule`s such as "model.layers.0.mlp.experts.3.gate_up_proj",
-whose A serves gate and up. For E experts of rank r, lora_A is [E * r, in] with the expert as the slowest index and
-lora_B [out, E * r] with the expert as the *fastest* (PEFT's `ParamWrapper`). One container may hold two such pairs: the
-inner one, `experts.base_layer`, is of gate_up_proj and the outer one, `experts`, of down_proj; a single one is always
-the outer, so only the configuration says what it is of. Before PEFT 0.19 in and out were swapped under the same names:
-shapes tell, or where both layouts have one shape, `peft_version`. Everything that is wrong is told in one error.
+The results are `RawModule`s such as "model.layers.0.mlp.experts.3.gate_up_proj", whose A serves gate and up. For E
+experts of rank r, lora_A is [E * r, in] with the expert as the slowest index and lora_B [out, E * r] with the expert as
+the *fastest* (PEFT's `ParamWrapper`). A container may have two pairs: the inner `experts.base_layer` is gate_up_proj's,
+the outer `experts` down_proj's. A single pair is always the outer, so only the configuration says whose it is. Before
+PEFT 0.19, in and out were swapped under the same names: shapes tell, or `peft_version` where both layouts have one
+shape. One error reports all problems.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from app.engine.adapters.strict_json import short
 from app.engine.errors import AdapterFormatError, AdapterMismatch
 from app.engine.models.spec import ModelSpec
 
-#: In the order in which PEFT wraps them, the first innermost.
+#: In the order in which PEFT wraps them, innermost first.
 PARAMETERS = ("gate_up_proj", "down_proj")
 _CONTAINER = re.compile(r"(model\.layers\.(\d{1,4})\.mlp\.experts)(?:\.base_layer)?")
 _VERSION = re.compile(r"(\d{1,4})\.(\d{1,4})\.(\d{1,4})")
-#: The first PEFT in whose files lora_A is [E * r, d_in] for every kind of experts.
+#: The first PEFT version whose lora_A is [E * r, d_in] for every kind of experts.
 _FIRST_NEW = (0, 19, 0)
 _MAX_REPORTED = 10
 
@@ -42,21 +42,21 @@ class _Pair(NamedTuple):
 
 
 def is_fused(path: str) -> bool:
-    """Whether a module of a file is all experts of a layer."""
+    """Whether a module path means all experts of a layer."""
     return _CONTAINER.fullmatch(path) is not None
 
 
 def selects_parameter(config: PeftConfig, name: str) -> bool:
-    """Whether `target_parameters` names this parameter: in full, or its end after a dot."""
+    """Whether `target_parameters` names this parameter, in full or by its end after a dot."""
     return matches_entry(name, config.target_parameters)
 
 
 def expert_modules(
     config: PeftConfig, found: Mapping[str, Mapping[str, RawTensor]], spec: ModelSpec | None
 ) -> list[RawModule]:
-    """Every expert's LoRA from the fused modules in `found` (path → part → tensor), which may hold others, too.
+    """Every expert's LoRA from the fused modules in `found` (path → part → tensor), which may contain others too.
 
-    `AdapterMismatch` or `AdapterFormatError` with all that is wrong. spec: None where the base is not known.
+    Raises AdapterMismatch or AdapterFormatError listing all problems. spec: None if the base is unknown.
     """
     fused = {path: parts for path, parts in found.items() if is_fused(path)}
     problems: list[str] = []
@@ -111,7 +111,7 @@ def _pairs(
 def _split(
     pair: _Pair, rank: int, alpha: float, config: PeftConfig, spec: ModelSpec | None, problems: list[str]
 ) -> Iterator[RawModule]:
-    """One expert after the other, each of the standard layout: a [r, d_in], b [d_out, r]."""
+    """One expert after the other, in the standard layout: a [r, d_in], b [d_out, r]."""
     a, b = pair.a.shape, pair.b.shape
     if len(a) != 2 or len(b) != 2 or a[0] != b[1] or a[0] % rank:
         problems.append(
@@ -141,7 +141,7 @@ def _split(
             )
             return
         is_new = (a[1], b[0]) == sizes if sizes[0] != sizes[1] else _is_new(config.peft_version)
-        if layer.experts.alternates:  # these families' parameters are transposed, and PEFT has never swapped them
+        if layer.experts.alternates:  # these families' parameters are transposed, and PEFT never swapped them
             is_new = True if (a[1], b[0]) == sizes else None
     if is_new is None:
         problems.append(
@@ -164,29 +164,29 @@ def _experts(pair: _Pair, num_experts: int, *, is_new: bool) -> Iterator[tuple[R
 
 
 def bits_of(tensor: RawTensor) -> np.ndarray:
-    """The values as unsigned integers of their size: moved, never computed with."""
+    """The values as unsigned integers of their size, for moving without arithmetic."""
     return np.frombuffer(tensor.data, f"<u{DTYPE_BYTES[tensor.dtype]}").reshape(tensor.shape)
 
 
 def tensor_of(dtype: str, bits: np.ndarray) -> RawTensor:
-    """What `bits_of` read."""
+    """The opposite of `bits_of`."""
     whole = np.ascontiguousarray(bits)
     return RawTensor(dtype, tuple(whole.shape), whole.view(np.uint8).reshape(-1).data)
 
 
 def _is_new(version: str) -> bool | None:
-    """Whether a file of this PEFT has today's layout; None for a version that does not tell."""
+    """Whether this PEFT version writes today's layout; None if the version does not tell."""
     match = _VERSION.match(version)
     if match is None:
         return None
     numbers = tuple(map(int, match.groups()))
     if numbers == _FIRST_NEW and version != match[0]:
-        return None  # written while 0.19.0 was made
+        return None  # a development version of 0.19.0
     return numbers >= _FIRST_NEW
 
 
 def check_options(config: PeftConfig) -> None:
-    """`AdapterFormatError` for what PEFT refuses beside `target_parameters`."""
+    """AdapterFormatError for options that PEFT refuses with `target_parameters`."""
     for key in ("use_dora", "lora_bias", "fan_in_fan_out"):
         if config.target_parameters and getattr(config, key):
             raise AdapterFormatError(f"{CONFIG_NAME}: '{key}' beside target_parameters: PEFT has no such adapters")

@@ -1,8 +1,7 @@
-"""LoRAs of single experts put together as PEFT saves them: the way back of `peft_experts`.
+"""Fuses LoRAs of single experts into PEFT's format: the opposite of `peft_experts`.
 
-In: an adapter's modules. Out: tensors of whole layers of experts, the names for `target_parameters`, and the modules
-that are left. PEFT has all experts of a layer at one rank and alpha; an adapter of other shape stays a card. Where the
-base is known, gate's and up's LoRAs of before transformers 5 become those of one parameter, as PEFT converts them.
+PEFT needs one rank and alpha for all experts of a layer; other adapters can only be cards. Given the base, separate
+gate and up LoRAs from before transformers 5 become one LoRA for gate_up_proj, as PEFT converts them.
 """
 
 from __future__ import annotations
@@ -25,14 +24,14 @@ _ONE = re.compile(r"(model\.layers\.\d+\.mlp\.experts)\.(\d+)\.(gate_up_proj|dow
 
 
 class FusedExperts(NamedTuple):
-    """One parameter of a layer as a module in all but its name. path: what PEFT wraps; place: where its tensors are."""
+    """One parameter of a layer, as a module whose path is what PEFT wraps; place: where its tensors are in the file."""
 
     module: RawModule
     place: str
 
 
 def fuse_experts(modules: Iterable[RawModule]) -> tuple[list[FusedExperts], list[RawModule]]:
-    """(experts by parameter, the other modules). AdapterFormatError where PEFT cannot have them so."""
+    """(fused experts by parameter, the other modules). AdapterFormatError if PEFT cannot represent them."""
     by_parameter: dict[str, dict[str, list[tuple[int, RawModule]]]] = {}
     rest = []
     for module in modules:
@@ -68,10 +67,10 @@ def _stack_experts(path: str, members: list[tuple[int, RawModule]]) -> RawModule
 
 
 def fuse_gate_up(raw: RawAdapter, spec: ModelSpec) -> RawAdapter:
-    """The same deltas with one LoRA for gate and up of each expert: A one above the other, B on a diagonal.
+    """The same deltas with one LoRA for gate and up of each expert: the A's stacked, the B's on a diagonal.
 
-    Rank and alpha double, as in PEFT's own conversion, so that the scale stays. AdapterFormatError where the two differ
-    in rank, type or scale, or are quantised.
+    Rank and alpha double, as in PEFT's own conversion, so the scale stays. AdapterFormatError if the two differ in
+    rank, dtype or scale, or are quantised.
     """
     halves: dict[str, dict[str, RawModule]] = {}
     modules: list[RawModule] = []
@@ -89,7 +88,7 @@ def fuse_gate_up(raw: RawAdapter, spec: ModelSpec) -> RawAdapter:
 
 
 def _gate_up(path: str, halves: dict[str, RawModule], *, alternates: bool) -> RawModule:
-    """alternates: gate's and up's outputs take turns; else gate's come first."""
+    """alternates: gate's and up's outputs alternate; otherwise gate's come first."""
     kinds = {(one.a.shape, one.b.shape, one.a.dtype, one.b.dtype, one.alpha, one.use_rslora) for one in halves.values()}
     first = next(iter(halves.values()))
     if len(kinds) > 1 or {first.a.dtype, first.b.dtype} & set(QUANTIZED_BITS):

@@ -1,8 +1,4 @@
-"""Any adapter this program can serve, whatever it was saved as.
-
-In: a path (from `resolve_adapter_path`). Out: the adapter as saved, or ready to serve. A folder is
-PEFT's, a file is an Arrow card; nothing else is guessed at.
-"""
+"""Reads an adapter in any format: a folder is PEFT's, a `.lora.arrow` file is an Arrow card."""
 
 from __future__ import annotations
 
@@ -24,12 +20,14 @@ from app.engine.models.spec import ModelSpec
 def read_adapter(
     path: Path, spec: ModelSpec, limits: ReadLimits = DEFAULT_LIMITS, supported_features: frozenset[str] = frozenset()
 ) -> LoraAdapter:
-    """The adapter at `path`, ready to serve on `spec`. Raises an `AdapterError`; for `supported_features` see `build_adapter`."""
+    """The adapter at `path`, ready to serve on `spec`. Raises an AdapterError; supported_features: see
+    `build_adapter`.
+    """
     return build_adapter(read_raw_adapter(path, spec, limits), spec, limits, supported_features)
 
 
 def read_raw_adapter(path: Path, spec: ModelSpec | None, limits: ReadLimits = DEFAULT_LIMITS) -> RawAdapter:
-    """The adapter at `path` as saved; with a base, checked against its modules. Raises an `AdapterError`."""
+    """The adapter at `path` as saved; checked against the base's modules if given. Raises an AdapterError."""
     if path.is_dir():
         return read_raw_peft(path, spec, limits)
     if path.name.endswith(CARD_SUFFIX):

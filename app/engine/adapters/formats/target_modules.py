@@ -1,7 +1,6 @@
-"""Which modules and parameters a PEFT configuration means to change, and whether the file has them.
+"""Checks a PEFT file against its configuration: which modules and parameters should be there, and are they?
 
-In: a `PeftConfig`, the tensors found and the base's names. Out: nothing, or the error that names the
-first difference: a tensor PEFT would drop, or one it would leave at its starting value, in silence.
+An error names the first tensor that PEFT would silently drop, or silently leave at its initial value.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ _OUTER_WEIGHTS = frozenset(f"{path}.weight" for path in OUTER_MODULES)
 def check_modules(
     config: PeftConfig, found: PeftTensors, table: Mapping[str, Module], base: str, *, has_experts: bool = False
 ) -> None:
-    """The modules that the configuration selects and those in the file are the same.
+    """The modules that the configuration selects must be those in the file.
 
     has_experts: whether `target_parameters` selects more than these modules.
     """
@@ -60,7 +59,7 @@ def check_modules(
 
 
 def check_target_parameters(config: PeftConfig, table: Mapping[str, Module], base: str) -> None:
-    """`AdapterMismatch` for a name in `target_parameters` that is none of the base's, which PEFT would pass over."""
+    """AdapterMismatch for a name in `target_parameters` that the base lacks and PEFT would ignore."""
     names = {f"{path}.weight" for path in table}
     names |= {
         f"model.layers.{layer}.mlp.experts.{name}"
@@ -73,10 +72,10 @@ def check_target_parameters(config: PeftConfig, table: Mapping[str, Module], bas
 
 
 def check_parameters(config: PeftConfig, found: PeftTensors, base_names: Iterable[str] | None) -> None:
-    """The whole parameters in the file are those that `bias` and `modules_to_save` ask for.
+    """The whole parameters in the file must be those that `bias` and `modules_to_save` select.
 
-    The weights of embedding and lm_head may be there or not (`save_embedding_layers`, and beside a LoRA on them).
-    `base_names`: every tensor of the base, or None where the base is not known.
+    Embedding and lm_head weights are optional (`save_embedding_layers`, and beside a LoRA on them). base_names: every
+    tensor of the base, or None if the base is unknown.
     """
     for path, _ in found.wrapped.items():
         module, _, kind = path.rpartition(".")
@@ -105,10 +104,10 @@ def check_parameters(config: PeftConfig, found: PeftTensors, base_names: Iterabl
 
 
 def whole_matrices(config: PeftConfig, found: PeftTensors, is_tied: bool | None) -> dict[str, RawTensor]:
-    """Embedding and lm_head that stand in the file in place of the base's, by name.
+    """Embedding and lm_head matrices in the file that replace the base's, by name.
 
-    PEFT loads them over the base's own, which is one matrix at both ends of a tied base (`is_tied` None: not known).
-    Of a module that modules_to_save trains it is the trained copy that counts, at its own end alone.
+    PEFT loads them over the base's own, which are one matrix if the base is tied (`is_tied` None: unknown). For a
+    module in modules_to_save the trained copy counts, at its own end only.
     """
     trained = {path for path in OUTER_MODULES if _is_saved(config, path)}
     free = [path for path in OUTER_MODULES if path not in trained and path not in found.modules]
@@ -159,7 +158,7 @@ def _is_trained(config: PeftConfig, name: str, found: PeftTensors) -> bool:
 
 
 def _is_saved(config: PeftConfig, module: str) -> bool:
-    """Whether modules_to_save names the module, or one that it lies in."""
+    """Whether modules_to_save names the module or one that contains it."""
     parts = module.split(".")
     ancestors = [".".join(parts[: count + 1]) for count in range(len(parts))]
     return any(path.endswith(saved) for path in ancestors for saved in config.modules_to_save)
@@ -183,12 +182,12 @@ def _select_modules(config: PeftConfig, names: Sequence[str]) -> list[str]:
             return [name for name in names if name not in OUTER_MODULES]
         matches = full_matches(targets, names, "target_modules")
         return [name for name, matched in zip(names, matches, strict=True) if matched]
-    # A module named in full is chosen whatever layers_to_transform says: so does PEFT.
+    # A fully named module is selected whatever layers_to_transform says, as in PEFT.
     return [name for name in names if name in targets or (matches_entry(name, targets) and _in_layers(config, name))]
 
 
 def _in_layers(config: PeftConfig, name: str) -> bool:
-    """Names here are "model.layers.<i>.…" or "encoder.layer.<i>.…": another layers_pattern finds no index."""
+    """Names are "model.layers.<i>.…" or "encoder.layer.<i>.…"; another layers_pattern matches no index."""
     if config.layers_to_transform is None:
         return True
     parts = name.split(".")

@@ -216,8 +216,8 @@ def crashing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, code: str) -> None
 @pytest.mark.parametrize(
     ("code", "error", "says"),
     [
-        ("r.read_adapter = lambda *_: os.kill(os.getpid(), signal.SIGSEGV)", AdapterReadFailed, "without a verdict"),
-        ("r.read_adapter = lambda *_: os._exit(0)", AdapterReadFailed, "without a verdict"),
+        ("r.read_adapter = lambda *_: os.kill(os.getpid(), signal.SIGSEGV)", AdapterReadFailed, "without a result"),
+        ("r.read_adapter = lambda *_: os._exit(0)", AdapterReadFailed, "without a result"),
         ("r.read_adapter = lambda *_: 1 / 0", AdapterFormatError, "ZeroDivisionError"),
         ("r.read_adapter = lambda *_: bytes(1 << 40)", AdapterTooLarge, "memory"),
         (
