@@ -1,9 +1,7 @@
-"""One way to open a base model, whatever it is stored as.
+"""Opens a base model: a GGUF file, or a Hugging Face folder with config.json and safetensors.
 
-In: a GGUF file, or a Hugging Face folder with config.json and safetensors. Out: a `Checkpoint`: its
-spec, and its tensors under canonical names, streamed one at a time. A checkpoint that is returned is
-complete: every tensor the spec implies is there, in its shape, and none is left over.
-NumPy only; backends convert.
+A `Checkpoint` has the spec and streams its tensors under canonical names, one at a time, as NumPy arrays. It is
+complete: every tensor that the spec implies is there, in its shape, and none is left over.
 """
 
 from __future__ import annotations
@@ -34,7 +32,7 @@ from app.engine.models.weight_names import EMBEDDING, LM_HEAD, check_tensors
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A complete base model. `tokenizer_source` is what `load_tokenizer` takes."""
+    """A complete base model. `tokenizer_source` is the argument of `load_tokenizer`."""
 
     spec: ModelSpec
     tokenizer_source: Path
@@ -46,9 +44,9 @@ class Checkpoint:
 
 
 def open_model(uri: str, name: str) -> Checkpoint:
-    """Open the base model at `uri` under this name; it is fetched first, once per machine, if it is elsewhere.
+    """Open the base model at `uri` under this name, downloading it once per machine if necessary.
 
-    Reads the description, not the weights, until somebody asks for tensors. Raises SourceError, CheckpointError.
+    Only `tensors` reads the weights. Raises SourceError, CheckpointError.
     """
     return load_checkpoint(resolve_model(uri), name)
 
@@ -56,7 +54,7 @@ def open_model(uri: str, name: str) -> Checkpoint:
 def load_checkpoint(path: Path | str, name: str | None = None) -> Checkpoint:
     """Open a base model; `name` is for people and defaults to the file's or folder's.
 
-    CheckpointError names what is missing, unexpected, mis-shaped or not understood.
+    CheckpointError names what is missing, unexpected, mis-shaped or unknown.
     """
     path = Path(path)
     if path.is_dir():
@@ -110,7 +108,7 @@ def _load_encoder(folder: Path, name: str, config: Mapping[str, Any], stored: di
 
 
 def _is_rotary_buffer(name: str) -> bool:
-    """Old checkpoints carry the frequencies; they follow from the config."""
+    """Old checkpoints store the rotary frequencies, which follow from the config."""
     return name.endswith(".rotary_emb.inv_freq")
 
 

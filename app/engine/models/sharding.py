@@ -1,8 +1,7 @@
-"""Which columns of a product each tensor-parallel shard holds.
+"""Which columns of a linear module each tensor-parallel shard holds.
 
-In: a `LinearModule` and a number of shards. Out: indices into the whole module, and the product as one shard computes it.
-A product is split on its output by heads or by feed-forward columns, each target by itself, or on its input in the
-same way; then the shards' sums are added. With fewer KV heads than shards a KV head is held by several shards.
+A module is split on its output by heads or feed-forward columns, each target by itself, or on its input likewise, and
+then the shards' sums are added. With fewer KV heads than shards, several shards hold the same KV head.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from app.engine.models.linear_modules import LinearModule
 def check_shards(
     modules: Iterable[LinearModule], num_shards: int, model: str, setting: str = "engine.xla.tensor_parallel"
 ) -> None:
-    """ConfigError unless every product divides by `num_shards`, naming `model` and the `setting` that says so."""
+    """ConfigError, naming `model` and `setting`, unless every module divides by `num_shards`."""
     for module in modules:
         for target, groups in zip(module.targets, module.groups, strict=True):
             repeats = module.kind.split == "output" and num_shards % groups == 0
@@ -43,7 +42,7 @@ def shard_columns(module: LinearModule, num_shards: int) -> dict[str, NDArray[np
 
 
 def shard_module(module: LinearModule, num_shards: int) -> LinearModule:
-    """What one of the shards computes."""
+    """The linear module that one shard computes."""
     columns = [mine.shape[1] for mine in shard_columns(module, num_shards).values()]
     groups = tuple(max(1, count // num_shards) for count in module.groups)
     if module.kind.split == "input":
@@ -54,7 +53,7 @@ def shard_module(module: LinearModule, num_shards: int) -> LinearModule:
 def whole_output(
     by_shard: NDArray[np.float32], module: LinearModule, target: str, num_shards: int
 ) -> NDArray[np.float32]:
-    """One target's [d_out] of a vector per column [num_shards * width], of a product that is split on its output."""
+    """One target's [d_out], assembled from the shards' columns [num_shards * width] of a module split on its output."""
     mine = shard_columns(module, num_shards)[target]
     columns = shard_module(module, num_shards).columns(target)
     found = np.empty(module.widths[module.targets.index(target)], np.float32)

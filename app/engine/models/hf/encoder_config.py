@@ -1,8 +1,6 @@
-"""`config.json` of an encoder, read into a `ModelSpec`: the BERT and RoBERTa kinds.
+"""Reads an encoder's `config.json` (BERT, RoBERTa), of any transformers version, into a `ModelSpec`, and its pooling.
 
-In: the parsed JSON of a BERT or RoBERTa model, saved by any transformers version, and what a sentence-transformers
-folder says about pooling. Out: a `ModelSpec` with an `EncoderSpec`. Every key is read, on the list of inert ones, or
-refused by name, as for decoders.
+As for decoders, every key is read, on the list of inert ones, or refused by name.
 """
 
 from __future__ import annotations
@@ -27,7 +25,7 @@ from app.engine.models.spec import (
     checked_num_layers,
 )
 
-#: Families whose positions begin at 0, and at pad_token_id + 1.
+#: Family -> whether positions begin at pad_token_id + 1 instead of 0.
 _KINDS = {"bert": False, "roberta": True, "xlm-roberta": True, "camembert": True}
 _READ = """
     model_type vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads hidden_act
@@ -47,7 +45,7 @@ _FIXED: dict[str, tuple[object, ...]] = {
     "position_embedding_type": ("absolute",),
     "embedding_size": (None,),
 }
-#: Where sentence-transformers keep what follows the model, and what of it is served.
+#: sentence-transformers' pooling configuration, and the modes that are supported.
 _POOLING_CONFIG = Path("1_Pooling", "config.json")
 _POOLING_MODES: dict[str, Pooling] = {
     "pooling_mode_cls_token": "cls",
@@ -95,9 +93,9 @@ def encoder_spec(config: Mapping[str, Any], name: str, digest: str, pooling: Poo
 
 
 def folder_pooling(folder: Path) -> Pooling | None:
-    """What a sentence-transformers folder says; None for a folder without such a file. Raises CheckpointError.
+    """The pooling that a sentence-transformers folder asks for; None without such a file. Raises CheckpointError.
 
-    Vectors come with length 1 in any case, so a Normalize module changes nothing.
+    Embeddings always have length 1, so a Normalize module makes no difference.
     """
     if not (folder / _POOLING_CONFIG).is_file():
         return None
