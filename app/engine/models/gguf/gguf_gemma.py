@@ -1,8 +1,7 @@
-"""Gemma 2 and 3 in GGUF, where they depart from Llama: the architecture's metadata in the words of `config.json`.
+"""Gemma 2 and 3 in GGUF, where they depart from Llama.
 
-In: the keys of the architecture's namespace and the `ModelSpec` read in Llama's words. Out: the `ModelSpec` with what
-is Gemma's own. What a file leaves out has the value that llama.cpp gives it. Norms are stored as what they multiply by
-(the converter adds 1 to each weight), so tensors are taken as they are. Source: llama.cpp's converter and loader.
+Missing metadata takes llama.cpp's defaults. Norms are stored as the factor they multiply by (the converter adds 1), so
+tensors need no change. Source: llama.cpp's converter and loader.
 """
 
 from __future__ import annotations
@@ -14,25 +13,25 @@ from app.engine.errors import CheckpointError
 from app.engine.models.hf import gemma
 from app.engine.models.spec import ModelSpec
 
-#: Architecture -> what transformers calls it.
+#: Architecture -> transformers' model_type.
 ARCHITECTURES = {"gemma2": "gemma2", "gemma3": "gemma3_text"}
 _READ = """
     attention.sliding_window attention.sliding_window_pattern rope.freq_base_swa
     attn_logit_softcapping final_logit_softcapping
 """
-#: Keys of these architectures, beside Llama's.
+#: These architectures' keys besides Llama's.
 KEYS = frozenset(_READ.split())
-#: Every so many layers one sees everything, where the file does not say.
+#: Default period of layers with full attention.
 _PATTERNS = {"gemma2": 2, "gemma3": 6}
-#: llama.cpp tells the models of 27 billion weights by their layers: their scores are scaled as if heads had
+#: llama.cpp recognises the 27B models by their number of layers: their scores are scaled as if heads had
 #: hidden_size / num_heads numbers.
 _NUM_LAYERS_27B = {"gemma2": 46, "gemma3": 62}
-#: Ends a turn of the instructed models; their files name only <eos>, which they do not say.
+#: Ends a turn of the instruction-tuned models; their files name only <eos>, which these models do not emit.
 _END_OF_TURN = "<end_of_turn>"
 
 
 def adjust_spec(spec: ModelSpec, architecture: str, keys: Mapping[str, Any]) -> ModelSpec:
-    """What was read in Llama's words, with what is Gemma's own. Raises CheckpointError."""
+    """Add what only Gemma has to a spec that was read with Llama's keys. Raises CheckpointError."""
     if keys.get("attention.sliding_window") is None:
         raise CheckpointError(f"GGUF key '{architecture}.attention.sliding_window' is missing; Gemma's layers have one")
     pattern = keys.get("attention.sliding_window_pattern", _PATTERNS[architecture])
@@ -57,7 +56,7 @@ def adjust_spec(spec: ModelSpec, architecture: str, keys: Mapping[str, Any]) -> 
 
 
 def end_of_turn(metadata: Mapping[str, Any]) -> int | None:
-    """The token that ends a turn, of files with a chat template; None of others."""
+    """The token that ends a turn, if the file has a chat template."""
     tokens = metadata.get("tokenizer.ggml.tokens")
     if metadata.get("tokenizer.chat_template") is None or not isinstance(tokens, list) or _END_OF_TURN not in tokens:
         return None

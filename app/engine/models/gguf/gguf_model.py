@@ -1,9 +1,9 @@
-"""What a GGUF file means: metadata to `ModelSpec`, tensors to canonical names, layout and float32.
+"""Interprets a GGUF file: metadata to `ModelSpec`, tensors to canonical names, layout and float32.
 
-Architectures: llama (Mistral and Mixtral included, which GGUF stores as llama), qwen2, qwen3, gemma2, gemma3, and the
+Architectures: llama (including Mistral and Mixtral, which GGUF stores as llama), qwen2, qwen3, gemma2, gemma3, and the
 mixtures qwen2moe, qwen3moe, olmoe, deepseek2 and gpt-oss. Every key of the architecture's namespace is read, must have
-the one value given here, or is refused by name. The converter interleaves the rows of q and k for llama (adjacent pairs
-are rotated); the rows are put back into the half-split order every backend rotates.
+a fixed value, or is refused by name. For llama, the converter interleaves the rows of q and k (adjacent pairs are
+rotated); they are reordered to the half-split order that every backend rotates.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from app.engine.models.spec import (
 )
 from app.engine.models.weight_names import canonical_gguf_name
 
-#: Architecture -> what transformers calls it.
+#: Architecture -> transformers' model_type.
 ARCHITECTURES = {
     "llama": "llama",
     "qwen2": "qwen2",
@@ -48,7 +48,7 @@ ARCHITECTURES = {
     **gguf_gemma.ARCHITECTURES,
     **gguf_moe.ARCHITECTURES,
 }
-#: Architectures with experts whose shares llama.cpp divides by their sum, and those where it does not.
+#: Architectures with experts -> whether llama.cpp normalises their router weights.
 _NORMALISES = {"llama": True, "qwen3moe": True, "qwen2moe": False, "olmoe": False}
 _INTERLEAVED = ("llama", "mixtral")
 _ROPE_FACTORS = "rope_freqs.weight"
@@ -136,7 +136,7 @@ def _spec_from_hf_config(file: GgufFile, architecture: str, keys: dict[str, Any]
 
 
 def gguf_shapes(file: GgufFile) -> dict[str, tuple[int, ...]]:
-    """Canonical name -> shape; a tensor that has no canonical name keeps its own, to be refused by it."""
+    """Canonical name -> shape; a tensor without a canonical name keeps its own and is refused later."""
     own = {name: tensor.shape for name, tensor in file.tensors.items() if name != _ROPE_FACTORS}
     names = _names(file)
     found = {canonical_gguf_name(name, names) or name: _whole_shape(name, shape) for name, shape in own.items()}
@@ -144,7 +144,7 @@ def gguf_shapes(file: GgufFile) -> dict[str, tuple[int, ...]]:
 
 
 def _names(file: GgufFile) -> Mapping[str, str]:
-    """Names of a layer's tensors that only this architecture has."""
+    """Tensor names within a layer that only this architecture has."""
     return gguf_moe.LAYER_NAMES.get(_architecture(file), {})
 
 
@@ -158,12 +158,12 @@ def _architecture(file: GgufFile) -> str:
 
 
 def _whole_shape(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The gate of a shared expert is a vector in GGUF, and a matrix of one row elsewhere."""
+    """A shared expert's gate is a vector in GGUF and a matrix of one row elsewhere."""
     return (1, *shape) if ".ffn_gate_inp_shexp." in name and len(shape) == 1 else shape
 
 
 def _experts(keys: dict[str, Any], architecture: str) -> ExpertsSpec | None:
-    """Every layer's, or None for a dense model."""
+    """Every layer's experts, or None for a dense model."""
     if keys.get("expert_count", 0) == 0 and (architecture not in _NORMALISES or architecture == "llama"):
         return None
     if architecture not in _NORMALISES:
@@ -188,7 +188,7 @@ def _whole_tensors(file: GgufFile, spec: ModelSpec) -> Iterator[tuple[str, NDArr
     for name in file.tensors:
         canonical = canonical_gguf_name(name, names)
         if canonical is None:
-            continue  # rope_freqs, already part of the spec; anything else was refused by its name
+            continue  # rope_freqs, already in the spec; anything else was refused
         values = file.dequantize(name)
         values = values.reshape(_whole_shape(name, values.shape))
         if spec.family in _INTERLEAVED and ".attn_q." in name:
@@ -233,7 +233,7 @@ def _rope(file: GgufFile, keys: dict[str, Any], head_dim: int, max_positions: in
     rope = rope_spec(parameters, head_dim, max_positions)
     if _ROPE_FACTORS not in file.tensors:
         return rope
-    # llama3 scaling: the converter stores what each frequency is divided by.
+    # llama3 scaling: the converter stores each frequency's divisor.
     divisors = file.dequantize(_ROPE_FACTORS)
     if divisors.shape != (head_dim // 2,) or kind != "none":
         raise CheckpointError(f"{_ROPE_FACTORS} of shape {list(divisors.shape)} does not fit rope scaling {kind!r}")

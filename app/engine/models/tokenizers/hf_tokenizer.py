@@ -1,8 +1,7 @@
-"""The tokenizer of a Hugging Face folder, as transformers assembles it from up to five files.
+"""A Hugging Face folder's tokenizer, assembled from up to five files as transformers does it.
 
-In: a folder with tokenizer.json, and what lies beside it: tokenizer_config.json, special_tokens_map.json,
-added_tokens.json, config.json, chat_template.jinja. Out: the `tokenizers.Tokenizer`, the named special tokens and the
-chat templates. A token that only one of the files knows is added in transformers' order, so it has transformers' id.
+These are tokenizer.json, tokenizer_config.json, special_tokens_map.json, added_tokens.json and config.json, plus chat
+templates. A token that only one of the files has is added in transformers' order, so it gets transformers' id.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ class _Tokens(NamedTuple):
 
 
 def read_tokenizer_folder(folder: Path) -> FolderTokenizer:
-    """CheckpointError names what is missing or not understood."""
+    """CheckpointError names what is missing or not supported."""
     path = folder / "tokenizer.json"
     if not path.is_file():
         raise CheckpointError(f"{folder} has no tokenizer.json; save the model with its fast tokenizer")
@@ -67,7 +66,7 @@ def read_tokenizer_folder(folder: Path) -> FolderTokenizer:
 
 
 def _wrap(backend: tokenizers.Tokenizer, special: Mapping[str, str], before: str | None, behind: str | None) -> None:
-    """Put the tokens of these names around every text; with neither, what tokenizer.json says stays."""
+    """Put the tokens with these names around every text; with neither, keep tokenizer.json's post-processor."""
     keys = [key for key in (before, behind) if key is not None]
     if not keys:
         return
@@ -86,7 +85,7 @@ def _optional(path: Path) -> dict[str, Any]:
 
 
 def _tokens(folder: Path, config: Mapping[str, Any], content: Mapping[str, Any], name: str) -> _Tokens:
-    """The tokens that the files beside tokenizer.json know; the two older ones count where the first lists none."""
+    """The tokens in the files beside tokenizer.json; the two older files count only if the first lists none."""
     values = dict(config)
     if values.get("additional_special_tokens") and not values.get("extra_special_tokens"):
         values["extra_special_tokens"] = values.pop("additional_special_tokens")
@@ -108,7 +107,7 @@ def _tokens(folder: Path, config: Mapping[str, Any], content: Mapping[str, Any],
 
 
 def _with_map(values: dict[str, Any], from_map: Mapping[str, Any]) -> dict[str, Any]:
-    """`values` with special_tokens_map.json's over them; whatever that file describes is special."""
+    """`values` updated from special_tokens_map.json, whose tokens are all special."""
     found = dict(values)
     for key, value in from_map.items():
         if key == "additional_special_tokens":
@@ -122,7 +121,7 @@ def _with_map(values: dict[str, Any], from_map: Mapping[str, Any]) -> dict[str, 
 
 
 def _named_tokens(values: Mapping[str, Any], defaults: Mapping[str, str]) -> dict[str, AddedToken | str]:
-    """In transformers' order; null takes a class's default away."""
+    """In transformers' order; null removes a class's default."""
     found: dict[str, AddedToken | str] = {}
     keys = [*_NAMED, *(key for key in (*values, *defaults) if key.endswith("_token") and key not in _NAMED)]
     for key in dict.fromkeys(keys):
@@ -153,7 +152,7 @@ def _decoder_tokens(entries: object) -> dict[int, AddedToken]:
 
 
 def _older_added_tokens(folder: Path, values: Mapping[str, Any], content: Mapping[str, Any]) -> dict[int, AddedToken]:
-    """added_tokens.json (text → id), over which tokenizer.json's own `added_tokens` have the last word."""
+    """added_tokens.json (text → id), overridden by tokenizer.json's own `added_tokens`."""
     special = {str(_token(values[key], key)) for key in _NAMED if isinstance(values.get(key), str | Mapping)}
     extra = values.get("extra_special_tokens") or []
     if isinstance(extra, list):
@@ -170,7 +169,7 @@ def _older_added_tokens(folder: Path, values: Mapping[str, Any], content: Mappin
 
 
 def _add(backend: tokenizers.Tokenizer, tokens: _Tokens, name: str) -> None:
-    """Add what the backend lacks, in transformers' order. CheckpointError if a listed id is not the one it gets."""
+    """Add what the backend lacks, in transformers' order. CheckpointError if a listed token gets another id."""
     names = {str(token) for token in tokens.named.values()}
     known = {token.content for token in backend.get_added_tokens_decoder().values()}
     wanted = dict(sorted(tokens.listed.items()))
@@ -196,7 +195,9 @@ def _add(backend: tokenizers.Tokenizer, tokens: _Tokens, name: str) -> None:
 
 
 def _templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
-    """Those of files (chat_template.jinja, additional_chat_templates/NAME.jinja), else the configuration's."""
+    """Chat templates from files (chat_template.jinja, additional_chat_templates/NAME.jinja), else from the
+    configuration.
+    """
     files = {path.stem: path for path in sorted((folder / "additional_chat_templates").glob("*.jinja"))}
     if (folder / "chat_template.jinja").is_file():
         files = {"default": folder / "chat_template.jinja"} | files

@@ -1,9 +1,8 @@
-"""Which parts of a tokenizer transformers builds from its class instead of reading them from tokenizer.json.
+"""Tokenizer parts that transformers builds from the tokenizer's class instead of reading them from tokenizer.json.
 
-In: a folder's tokenizer.json, tokenizer_config.json and config.json. Out: a `tokenizers.Tokenizer` with the normaliser,
-pre-tokenizer, model settings and decoder of the class that transformers' `AutoTokenizer` (5.x) chooses, or those of
-tokenizer.json where it chooses none. Adapters are trained through that class, so their prompts must have its ids. A
-class that transformers rebuilds in a way that is not followed here is refused by name.
+transformers' `AutoTokenizer` (5.x) chooses a class for a folder; its normaliser, pre-tokenizer, model settings and
+decoder replace those of tokenizer.json. Adapters are trained with that class, so their prompts need its ids. A class
+that is rebuilt in a way not implemented here is refused by name.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ PLAIN = "TokenizersBackend"
 _QWEN2_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-#: The class that belongs to a model_type, where transformers has one; a class that a file names wins, but not over
+#: transformers' class for a model_type, if any; a class that a file names takes precedence, except over
 #: `_ALWAYS`.
 _OF_MODEL_TYPE = {
     "mistral": PLAIN,
@@ -41,7 +40,7 @@ _OF_MODEL_TYPE = {
     "camembert": "CamembertTokenizer",
 }
 _ALWAYS = frozenset({"qwen2"})
-#: Classes that transformers rebuilds, or computes without the tokenizers library, in ways that are not followed here.
+#: Classes that transformers rebuilds, or computes without the tokenizers library, in ways not implemented here.
 _OTHERS = """
     AlbertTokenizer BartTokenizer BarthezTokenizer BartphoTokenizer BertGenerationTokenizer BertJapaneseTokenizer
     BertTokenizerLegacy BertweetTokenizer BigBirdTokenizer BioGptTokenizer BlenderbotSmallTokenizer
@@ -69,11 +68,11 @@ BuildUnigram = Callable[[list[tuple[str, float]], bytes | None, Mapping[str, Any
 
 
 class TokenizerClass(NamedTuple):
-    """What a class brings: its special tokens where tokenizer_config.json does not name them, and the building.
+    """How to build a class's tokenizer, and its default special tokens.
 
-    build: from BPE's merges; unigram: from scores. One of the two.
-    extra: further special tokens. flags_all: whether every special token is added once more, without its flags.
-    before, behind: names of the tokens that go around a text, whatever tokenizer.json says; None: it says.
+    build: from BPE merges; unigram: from scores; one of the two. extra: further special tokens. flags_all: whether
+    every special token is added once more, without its flags. before, behind: names of the tokens around a text,
+    whatever tokenizer.json says; None leaves it to tokenizer.json.
     """
 
     named: Mapping[str, str]
@@ -86,7 +85,7 @@ class TokenizerClass(NamedTuple):
 
 
 def tokenizer_class(config: Mapping[str, Any], model_config: Mapping[str, Any], is_byte_level: bool) -> str:
-    """The name of the class that `AutoTokenizer` would use, a key of `CLASSES` or `PLAIN`; CheckpointError for others.
+    """The class that `AutoTokenizer` would use: a key of `CLASSES` or `PLAIN`; CheckpointError for unsupported ones.
 
     is_byte_level: whether tokenizer.json has a ByteLevel part.
     """
@@ -106,7 +105,7 @@ def tokenizer_class(config: Mapping[str, Any], model_config: Mapping[str, Any], 
         chosen = name
     if chosen in UNSUPPORTED_CLASSES:
         raise CheckpointError(
-            f"tokenizer_class {chosen!r} is rebuilt by transformers in a way that is not followed here; followed are "
+            f"tokenizer_class {chosen!r} is rebuilt by transformers in a way that is not supported; supported are "
             f"{', '.join(CLASSES)}. If tokenizer.json is right, save it with tokenizer_class PreTrainedTokenizerFast"
         )
     return chosen if chosen in CLASSES else PLAIN
@@ -115,10 +114,10 @@ def tokenizer_class(config: Mapping[str, Any], model_config: Mapping[str, Any], 
 def rebuild_tokenizer(
     name: str, content: Mapping[str, Any], backend: tokenizers.Tokenizer, config: Mapping[str, Any]
 ) -> tokenizers.Tokenizer:
-    """The tokenizer of class `name` over the vocabulary of tokenizer.json's `content`, with its merges or scores.
+    """The tokenizer of class `name` over the vocabulary and the merges or scores of tokenizer.json's `content`.
 
-    backend: tokenizer.json as it is, of which the post-processor is kept. CheckpointError if its model is of another
-    kind than the class is for.
+    backend: tokenizer.json as it is; its post-processor is reused. CheckpointError if its model is of another kind than
+    the class needs.
     """
     model = content.get("model")
     vocab = model.get("vocab") if isinstance(model, dict) else None
@@ -146,7 +145,7 @@ def rebuild_tokenizer(
 
 
 def _charsmap(content: Mapping[str, Any]) -> bytes | None:
-    """What SentencePiece's characters become, of the first normaliser that has such a table."""
+    """SentencePiece's character map, from the first normaliser that has one."""
     normalizer = content.get("normalizer") or {}
     parts = normalizer.get("normalizers", []) if normalizer.get("type") == "Sequence" else [normalizer]
     tables = [part["precompiled_charsmap"] for part in parts if part.get("type") == "Precompiled"]
