@@ -31,12 +31,22 @@ def to_float32(values: Matrix) -> NDArray[np.float32]:
     return values.astype(np.float32, copy=False)
 
 
+def read_only(values: Matrix) -> Matrix:
+    """The array itself, no longer writable."""
+    values.setflags(write=False)
+    return values
+
+
 class LoraKey(NamedTuple):
     """Where a delta applies: layer index, target module (`app.engine.models.linear_modules`), expert or None."""
 
     layer: int
     target: str
     expert: int | None = None
+
+    @property
+    def sort_key(self) -> tuple[int, str, int]:
+        return self.layer, self.target, -1 if self.expert is None else self.expert
 
 
 class LoraPair(NamedTuple):

@@ -24,6 +24,7 @@ from app.engine.adapters.adapter import (
     Matrix,
     TokenRows,
     check_features,
+    read_only,
     to_float32,
 )
 from app.engine.adapters.card import AdapterCard
@@ -69,14 +70,14 @@ def build_adapter(
     replaced, token_rows = _replaced_tensors(raw, spec), _token_rows(raw, spec)
     for path, place in table.items():
         if _has_deltas_only(place) and any(f"{path}.{kind}" in replaced for kind in ("weight", "bias")):
-            raise AdapterFormatError(f"'{path}' is replaced whole, which is not served; train a LoRA on it")
+            raise AdapterFormatError(f"'{path}' is replaced as a whole, which is not served; train a LoRA on it")
         if f"{path}.weight" in replaced and place.keys[0] in parts.weights:
             raise AdapterFormatError(
-                f"module '{path}' is replaced whole and has a LoRA too; add the LoRA to its weight"
+                f"module '{path}' is replaced as a whole and also has a LoRA; merge the LoRA into its weight"
             )
     adapter = LoraAdapter(
         _make_card(raw, spec, parts, (*replaced.values(), *(rows.rows for rows in token_rows.values()))),
-        MappingProxyType(dict(sorted(parts.weights.items(), key=lambda item: _sort_key(item[0])))),
+        MappingProxyType(dict(sorted(parts.weights.items(), key=lambda item: item[0].sort_key))),
         MappingProxyType(dict(sorted(parts.magnitudes.items()))),
         MappingProxyType(dict(sorted(parts.delta_biases.items()))),
         MappingProxyType(parts.outer),
@@ -163,17 +164,13 @@ def _check_invocation(raw: RawAdapter, table: Mapping[str, Module], spec: ModelS
         is_expert = place is not None and place.expert is not None
         if is_expert or module.path == EMBEDDING_PATH or module.magnitude is not None:
             raise AdapterFormatError(
-                f"an activated LoRA on {short(module.path)} is not served: before its invocation nothing is its own, "
-                "and PEFT defines it for linear modules without DoRA; train it on those"
+                f"an activated LoRA on {short(module.path)} is not served: PEFT defines it for linear modules "
+                "without DoRA only; train it on those"
             )
     if raw.parameters or raw.token_rows:
         raise AdapterFormatError(
             "an activated LoRA with whole parameters or token rows is not served; train it without"
         )
-
-
-def _sort_key(key: LoraKey) -> tuple[int, str, int]:
-    return key.layer, key.target, -1 if key.expert is None else key.expert
 
 
 def _outer_pair(module: RawModule, spec: ModelSpec, limits: ReadLimits) -> tuple[str, LoraPair]:
@@ -189,7 +186,7 @@ def _outer_pair(module: RawModule, spec: ModelSpec, limits: ReadLimits) -> tuple
     d_in, d_out = shapes[module.path]
     _check_shapes(module, d_in, (d_out,), spec, limits)
     a, b = _fold(module, (d_out,))[0]
-    return module.path.rsplit(".", 1)[-1], LoraPair(_read_only(to_float32(a)), _read_only(to_float32(b)))
+    return module.path.rsplit(".", 1)[-1], LoraPair(read_only(to_float32(a)), read_only(to_float32(b)))
 
 
 def _replaced_tensors(raw: RawAdapter, spec: ModelSpec) -> dict[str, NDArray[np.float32]]:
@@ -212,7 +209,7 @@ def _replaced_tensors(raw: RawAdapter, spec: ModelSpec) -> dict[str, NDArray[np.
         if name.endswith(".sinks"):
             raise AdapterFormatError(f"trained sinks ({short(name)}) are not served; train the adapter without")
         if id(tensor) not in made:
-            made[id(tensor)] = _read_only(_finite(tensor, name))
+            made[id(tensor)] = read_only(_finite(tensor, name))
         replaced[name] = made[id(tensor)]
     return replaced
 
@@ -233,7 +230,7 @@ def _token_rows(raw: RawAdapter, spec: ModelSpec) -> dict[str, TokenRows]:
                 f"{len(rows.token_ids)} are named and '{spec.name}' has {spec.vocab_size} of {spec.hidden_size}"
             )
         name = rows.path.rsplit(".", 1)[-1]
-        found[name] = TokenRows(rows.token_ids, _read_only(_finite(rows.rows, rows.path)))
+        found[name] = TokenRows(rows.token_ids, read_only(_finite(rows.rows, rows.path)))
     if spec.tie_embeddings and "embed_tokens" in found:
         found.setdefault("lm_head", found["embed_tokens"])
     return found
@@ -257,7 +254,7 @@ def _fold(module: RawModule, d_outs: tuple[int, ...], *, alternates: bool = Fals
 
     alternates: the slices' rows alternate (gate, up, gate, …) instead of following each other.
     """
-    a = _read_only(_finite_as_saved(module.a, module.path, "lora_A"))  # [r, d_in]
+    a = read_only(_finite_as_saved(module.a, module.path, "lora_A"))  # [r, d_in]
     saved = _finite_as_saved(module.b, module.path, "lora_B")  # [d_out, r]
     b = _times_power_of_two(saved, module.scale) if saved.dtype == BFLOAT16 else None
     if b is None:
@@ -267,7 +264,7 @@ def _fold(module: RawModule, d_outs: tuple[int, ...], *, alternates: bool = Fals
     pairs = []
     start = 0
     for d_out in d_outs:
-        pairs.append(LoraPair(a, _read_only(np.array(b[start : start + d_out].T, order="C"))))  # [r, d_out], own memory
+        pairs.append(LoraPair(a, read_only(np.array(b[start : start + d_out].T, order="C"))))  # [r, d_out], own memory
         start += d_out
     return pairs
 
@@ -280,7 +277,7 @@ def _slices(tensor: RawTensor | None, d_outs: tuple[int, ...], scale: float, wha
         raise AdapterMismatch(f"{what} is {list(tensor.shape)} but the module has {sum(d_outs)} outputs")
     values = _times_scale(_finite(tensor, what), scale, what)
     ends = np.cumsum(d_outs)
-    return [_read_only(part.copy()) for part in np.split(values, ends[:-1])]
+    return [read_only(part.copy()) for part in np.split(values, ends[:-1])]
 
 
 def _times_scale(values: NDArray[np.float32], scale: float, what: str) -> NDArray[np.float32]:
@@ -315,11 +312,6 @@ def _finite_as_saved(tensor: RawTensor, path: str, half: str) -> Matrix:
     if values.dtype == BFLOAT16 and int((values.view(np.uint16) & np.uint16(_MAGNITUDE)).max()) < _INFINITE:
         return values
     return _finite(tensor, path, half)
-
-
-def _read_only(values: Matrix) -> Matrix:
-    values.setflags(write=False)
-    return values
 
 
 def _finite(tensor: RawTensor, path: str, half: str = "") -> NDArray[np.float32]:

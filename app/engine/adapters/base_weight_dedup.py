@@ -39,13 +39,13 @@ class BaseWeightDedup:
             check_features(adapter, self._supported_features)
             return adapter
         rest = {name: values for name, values in adapter.replaced.items() if name not in copies}
-        lighter = replace(adapter, replaced=MappingProxyType(rest))
-        check_features(lighter, self._supported_features)
-        gone = {id(adapter.replaced[name]): adapter.replaced[name].nbytes for name in copies}
-        size_bytes = adapter.card.size_bytes - sum(gone.values())
+        deduplicated = replace(adapter, replaced=MappingProxyType(rest))
+        check_features(deduplicated, self._supported_features)
+        dropped_bytes = {id(adapter.replaced[name]): adapter.replaced[name].nbytes for name in copies}
+        size_bytes = adapter.card.size_bytes - sum(dropped_bytes.values())
         spec = self._checkpoint.spec
         return replace(
-            lighter, card=replace(adapter.card, size_bytes=size_bytes, extra_bytes=extra_bytes(lighter, spec))
+            deduplicated, card=replace(adapter.card, size_bytes=size_bytes, extra_bytes=extra_bytes(deduplicated, spec))
         )
 
     def without_copies_packed(self, packed: PackedAdapter) -> PackedAdapter:
@@ -53,8 +53,8 @@ class BaseWeightDedup:
         if not any(name in (EMBEDDING, LM_HEAD) for name, _ in packed.header["replaced"]):
             return packed
         adapter = unpack_adapter(packed.header, packed.arrays)
-        lighter = self.without_copies(adapter)
-        return packed if lighter is adapter else pack_adapter(lighter)
+        deduplicated = self.without_copies(adapter)
+        return packed if deduplicated is adapter else pack_adapter(deduplicated)
 
     def _is_copy(self, name: str, values: NDArray[np.float32] | None) -> bool:
         return values is not None and _hash(values) == self._base_hashes()[name]
@@ -63,12 +63,12 @@ class BaseWeightDedup:
         with self._lock:
             if self._hashes is None:
                 is_tied = self._checkpoint.spec.tie_embeddings
-                wanted = {EMBEDDING} if is_tied else {EMBEDDING, LM_HEAD}
+                names = {EMBEDDING} if is_tied else {EMBEDDING, LM_HEAD}
                 found: dict[str, bytes] = {}
                 for name, tensor in self._checkpoint.tensors():
-                    if name in wanted:
+                    if name in names:
                         found[name] = _hash(np.asarray(tensor).astype(np.float32, copy=False))
-                    if len(found) == len(wanted):
+                    if len(found) == len(names):
                         break
                 self._hashes = found | ({LM_HEAD: found[EMBEDDING]} if is_tied else {})
             return self._hashes

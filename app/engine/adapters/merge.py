@@ -77,9 +77,11 @@ def merged_checkpoint(checkpoint: Checkpoint, adapter: LoraAdapter) -> Checkpoin
 
 
 def _check(adapter: LoraAdapter, table: dict[str, Module], stored: Collection[str]) -> None:
-    beyond = sorted(adapter.features - MERGED)
-    if beyond:
-        raise AdapterMismatch(f"{' and '.join(beyond)} cannot be merged into the base's tensors; serve the adapter")
+    unsupported = sorted(adapter.features - MERGED)
+    if unsupported:
+        raise AdapterMismatch(
+            f"{' and '.join(unsupported)} cannot be merged into the base's tensors; serve the adapter"
+        )
     if adapter.magnitudes and adapter.delta_biases:
         raise AdapterMismatch("DoRA with lora_bias cannot be merged; serve the adapter")
     found = {key for path, module in table.items() if f"{path}.weight" in stored for key in module.keys}

@@ -77,10 +77,8 @@ def _load_folder(folder: Path, name: str) -> Checkpoint:
     stored = {key: value for key, value in stored_tensors(folder).items() if not _is_rotary_buffer(key)}
     if is_encoder(config):
         return _load_encoder(folder, name, config, stored)
-    files = sorted({tensor.file for tensor in stored.values()})
-    parts = [("config.json", hashlib.sha256((folder / "config.json").read_bytes()).hexdigest())]
-    parts += [(file.name, file_sha256(file)) for file in files]
-    spec = spec_from_config(config, name, base_digest(parts), read_json(generation) if generation.is_file() else None)
+    digest = _folder_digest(folder, stored)
+    spec = spec_from_config(config, name, digest, read_json(generation) if generation.is_file() else None)
     spec = replace(spec, pooling=folder_pooling(folder) or spec.pooling)
     if spec.tie_embeddings and LM_HEAD in stored:
         _check_tied(stored)
@@ -97,14 +95,17 @@ def _load_folder(folder: Path, name: str) -> Checkpoint:
 
 
 def _load_encoder(folder: Path, name: str, config: Mapping[str, Any], stored: dict[str, TensorPlace]) -> Checkpoint:
-    files = sorted({tensor.file for tensor in stored.values()})
-    parts = [("config.json", hashlib.sha256((folder / "config.json").read_bytes()).hexdigest())]
-    parts += [(file.name, file_sha256(file)) for file in files]
-    spec = encoder_spec(config, name, base_digest(parts), folder_pooling(folder) or "mean")
+    spec = encoder_spec(config, name, _folder_digest(folder, stored), folder_pooling(folder) or "mean")
     names = without_heads(stored)
     check_tensors(spec, {plain: stored[key].shape for key, plain in names.items()})
     own = {key: stored[key] for key in names}
     return Checkpoint(spec, folder, lambda: ((names[key], tensor) for key, tensor in read_tensors(own)))
+
+
+def _folder_digest(folder: Path, stored: dict[str, TensorPlace]) -> str:
+    parts = [("config.json", hashlib.sha256((folder / "config.json").read_bytes()).hexdigest())]
+    parts += [(file.name, file_sha256(file)) for file in sorted({tensor.file for tensor in stored.values()})]
+    return base_digest(parts)
 
 
 def _is_rotary_buffer(name: str) -> bool:

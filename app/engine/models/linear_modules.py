@@ -293,15 +293,23 @@ def paged_modules(spec: ModelSpec) -> tuple[StackedModule, ...]:
 def _check_alike(spec: ModelSpec, layer: int) -> None:
     """CheckpointError if a layer's attention or activation differs from the first layer's."""
     first, other = spec.layers[0], spec.layers[layer]
-    same = replace(
-        other.attention, rope=first.attention.rope, window=first.attention.window, scale=first.attention.scale
-    )
+    same = _attention_like(other, first)
     activations = {mlp.activation for mlp in (first.mlp, other.mlp)}
     if same != first.attention or len(activations) > 1 or other.post_norms != first.post_norms:
-        raise CheckpointError(
-            f"layer {layer} of {spec.name} differs from layer 0 in sizes, biases, norms or activation; "
-            "a model whose layers differ in more than rope, window and attention scale is not served"
-        )
+        raise _layer_differs(spec, layer)
+
+
+def _attention_like(layer: LayerSpec, first: LayerSpec) -> AttentionSpec:
+    """A layer's attention with the rope, window and scale of the first layer, which may differ."""
+    own = first.attention
+    return replace(layer.attention, rope=own.rope, window=own.window, scale=own.scale)
+
+
+def _layer_differs(spec: ModelSpec, layer: int) -> CheckpointError:
+    return CheckpointError(
+        f"layer {layer} of {spec.name} differs from layer 0 in sizes, biases, norms or activation; "
+        "a model whose layers differ in more than rope, window and attention scale is not served"
+    )
 
 
 def uniform_modules(spec: ModelSpec) -> tuple[LinearModule, ...]:
@@ -320,14 +328,8 @@ def uniform_modules(spec: ModelSpec) -> tuple[LinearModule, ...]:
             f"this device does not serve {spec.family}'s latent attention ({spec.name}); use engine.cpu"
         )
     for index, layer in enumerate(spec.layers):
-        attention = replace(
-            layer.attention, rope=first.attention.rope, window=first.attention.window, scale=first.attention.scale
-        )
-        if replace(layer, attention=attention) != first:
-            raise CheckpointError(
-                f"layer {index} of {spec.name} differs from layer 0 in sizes, biases, norms or activation; "
-                "a model whose layers differ in more than rope, window and attention scale is not served"
-            )
+        if replace(layer, attention=_attention_like(layer, first)) != first:
+            raise _layer_differs(spec, index)
     return layer_linear_modules(spec, 0)
 
 

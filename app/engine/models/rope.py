@@ -19,22 +19,12 @@ from numpy.typing import NDArray
 from app.engine.errors import CheckpointError
 from app.engine.models.spec import RopeSpec
 
+_YARN = "factor original_max_position_embeddings attention_factor beta_fast beta_slow mscale mscale_all_dim truncate"
 _KEYS = {
     "default": frozenset[str](),
     "linear": frozenset({"factor"}),
     "llama3": frozenset({"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"}),
-    "yarn": frozenset(
-        {
-            "factor",
-            "original_max_position_embeddings",
-            "attention_factor",
-            "beta_fast",
-            "beta_slow",
-            "mscale",
-            "mscale_all_dim",
-            "truncate",
-        }
-    ),
+    "yarn": frozenset(_YARN.split()),
 }
 _COMMON_KEYS = frozenset({"rope_type", "type", "rope_theta", "partial_rotary_factor"})
 _INERT_KEYS = {

@@ -101,7 +101,7 @@ _PLAIN = _module("model.layers.0.self_attn.q_proj", 24, 32)
         (
             RawAdapter((_PLAIN,), parameters=((f"{_PLAIN.path}.weight", _values(32, 24)),)),
             AdapterFormatError,
-            "q_proj' is replaced whole and has a LoRA",
+            "q_proj' is replaced as a whole and also has a LoRA",
         ),
         (
             RawAdapter(
@@ -109,7 +109,7 @@ _PLAIN = _module("model.layers.0.self_attn.q_proj", 24, 32)
                 parameters=(("model.layers.1.self_attn.v_proj.weight", _values(16, 24)),),
             ),
             AdapterFormatError,
-            "v_proj' is replaced whole and has a LoRA",
+            "v_proj' is replaced as a whole and also has a LoRA",
         ),
         *(
             (RawAdapter((_PLAIN,), token_rows=(RawTokenRows(path, (3,), _values(1, 24)),)), AdapterMismatch, path)

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from app.engine.adapters.adapter import BFLOAT16, LoraAdapter, LoraKey, LoraPair, Matrix, to_float32
+from app.engine.adapters.adapter import BFLOAT16, LoraAdapter, LoraKey, LoraPair, Matrix, read_only, to_float32
 from app.engine.adapters.card import AdapterCard
 from app.engine.adapters.combining.combination import Combination, CombinationMethod
 from app.engine.adapters.extra_weights import extra_bytes
@@ -49,10 +49,10 @@ def combine(combination: Combination, adapters: Sequence[LoraAdapter], spec: Mod
     """The derived adapter. Raises CombinationRefused, with the name of what cannot be combined."""
     names, recipe = [part.ref.name for part in combination.parts], combination.recipe
     for name, adapter in zip(names, adapters, strict=True):
-        beyond = sorted(adapter.features - (_SUMMED if recipe.method == "cat" else _WITHOUT_BIAS))
-        if beyond:
+        unsupported = sorted(adapter.features - (_SUMMED if recipe.method == "cat" else _WITHOUT_BIAS))
+        if unsupported:
             raise CombinationRefused(
-                f"adapter {name!r} has {' and '.join(beyond)}, of which {recipe.method!r} makes no sum; use it alone"
+                f"adapter {name!r} has {' and '.join(unsupported)}, of which {recipe.method!r} makes no sum; use it alone"
             )
         if recipe.method in _SIGN_ELECTING:
             _check_votes(name, adapter, recipe.method)
@@ -73,7 +73,7 @@ def combine(combination: Combination, adapters: Sequence[LoraAdapter], spec: Mod
             biases[key] = biases.get(key, np.float32(0)) + np.float32(weight) * values
     derived = LoraAdapter(
         _make_card(combination.digest, adapters, weights, outer, biases),
-        MappingProxyType(dict(sorted(weights.items(), key=lambda item: _sort_key(item[0])))),
+        MappingProxyType(dict(sorted(weights.items(), key=lambda item: item[0].sort_key))),
         delta_biases=MappingProxyType(biases),
         outer=MappingProxyType(outer),
     )
@@ -85,8 +85,8 @@ def _check_votes(name: str, adapter: LoraAdapter, method: str) -> None:
     for key, scale in (*adapter.scales.items(), *adapter.outer_scales.items()):
         if scale == 0:
             raise CombinationRefused(
-                f"adapter {name!r} has lora_alpha 0 for {_module_name(key)}: its values are zero but would vote with "
-                f"{method!r}; leave the adapter out, or use {method + '_svd'!r}"
+                f"adapter {name!r} has lora_alpha 0 for {_module_name(key)}: its values are zero, yet would get a "
+                f"vote with {method!r}; leave the adapter out, or use {method + '_svd'!r}"
             )
 
 
@@ -105,7 +105,7 @@ class _Combiner:
         for key in sorted({key for pairs, _, _ in parts for key in pairs}, key=str):
             if key in found:
                 continue
-            having = [(pairs, scales, weight) for pairs, scales, weight in parts if key in pairs]
+            owners = [(pairs, scales, weight) for pairs, scales, weight in parts if key in pairs]
             slices = [keys[id(pairs[key].a)] for (pairs, _, _), keys in zip(parts, fused, strict=True) if key in pairs]
             if len(set(slices)) > 1:
                 raise CombinationRefused(
@@ -120,19 +120,19 @@ class _Combiner:
                     scales.get(key, 1.0),
                     weight,
                 )
-                for pairs, scales, weight in having
+                for pairs, scales, weight in owners
             ]
             a, b = self._pair(whole, _module_name(key))
             if not (np.isfinite(a).all() and np.isfinite(b).all()):
                 raise CombinationRefused(
                     f"module {_module_name(key)}: the combined values leave float32; lower the weights"
                 )
-            narrow = all(matrix.dtype == BFLOAT16 for pairs, _, _ in having for one in keys for matrix in pairs[one])
+            narrow = all(matrix.dtype == BFLOAT16 for pairs, _, _ in owners for one in keys for matrix in pairs[one])
             a = _bfloat16_if_exact(a) if narrow else a
-            ends = np.cumsum([having[0][0][one].b.shape[1] for one in keys])
+            ends = np.cumsum([owners[0][0][one].b.shape[1] for one in keys])
             for one, part in zip(keys, np.split(b, ends[:-1], axis=1), strict=True):
                 own = np.ascontiguousarray(part)
-                found[one] = LoraPair(_read_only(a), _read_only(_bfloat16_if_exact(own) if narrow else own))
+                found[one] = LoraPair(read_only(a), read_only(_bfloat16_if_exact(own) if narrow else own))
         return found
 
     def _pair(self, parts: Sequence[_WeightedPair], where: str) -> LoraPair:
@@ -213,15 +213,6 @@ def _bfloat16_if_exact(values: Floats) -> Matrix:
     return narrow if np.array_equal(narrow.astype(np.float32), values) else values
 
 
-def _read_only(values: Matrix) -> Matrix:
-    values.setflags(write=False)
-    return values
-
-
-def _sort_key(key: LoraKey) -> tuple[int, str, int]:
-    return key.layer, key.target, -1 if key.expert is None else key.expert
-
-
 def _module_name(key: object) -> str:
     return f"{key.target} of layer {key.layer}" if isinstance(key, LoraKey) else str(key)
 
@@ -248,20 +239,20 @@ def prune_magnitude(tensor: Floats, density: float) -> Floats:
     if density >= 1:
         return tensor
     count = int(density * tensor.size)
-    flat, kept = tensor.reshape(-1), np.zeros(tensor.size, np.float32)
+    flat, result = tensor.reshape(-1), np.zeros(tensor.size, np.float32)
     if count:
         largest = np.argpartition(-np.abs(flat), count - 1)[:count]
-        kept[largest] = flat[largest]
-    return kept.reshape(tensor.shape)
+        result[largest] = flat[largest]
+    return result.reshape(tensor.shape)
 
 
 def prune_random(tensor: Floats, density: float, rng: np.random.Generator) -> Floats:
     """Keep each value with probability `density`, divided by it; the others become zero."""
     if density >= 1:
         return tensor
-    keeps = rng.random(tensor.shape) < density
-    kept: Floats = np.where(keeps, tensor, np.float32(0))
-    return kept / np.float32(density) if density > 0 else kept
+    is_kept = rng.random(tensor.shape) < density
+    result: Floats = np.where(is_kept, tensor, np.float32(0))
+    return result / np.float32(density) if density > 0 else result
 
 
 def _disjoint_merge(tensors: Floats, weighted: Floats, majority_sign: str) -> Floats:

@@ -34,8 +34,6 @@ from typing import Any
 
 import pyarrow as pa
 
-from app.engine.adapters.adapter import LoraAdapter
-from app.engine.adapters.adapter_builder import build_adapter
 from app.engine.adapters.adapter_tokenizer import AdapterTokenizer
 from app.engine.adapters.formats.arrow_rows import LORA, NO_TENSOR, TOKEN_IDS, CardRow, card_rows, raw_adapter_from_rows
 from app.engine.adapters.formats.arrowengine_card import (
@@ -49,7 +47,6 @@ from app.engine.adapters.quantize import Quantization, num_groups
 from app.engine.adapters.raw_adapter import DTYPE_BYTES, QUANTIZED_BITS, RawAdapter, RawTensor, raw_size_bytes
 from app.engine.adapters.strict_json import parse_object, short
 from app.engine.errors import AdapterFormatError, AdapterTooLarge
-from app.engine.models.spec import ModelSpec
 
 CARD_SUFFIX = ".lora.arrow"
 #: Version 1 has only the role "lora", 3 adds experts, 4 activated LoRA; a card gets the lowest version that suffices.
@@ -233,11 +230,6 @@ def _version(rows: Sequence[CardRow], *, is_activated: bool) -> str:
     if any(".experts." in row.path for row in rows):
         return "3"
     return FORMAT_VERSIONS[any(row.role != LORA for row in rows)]
-
-
-def read_card_adapter(path: Path, spec: ModelSpec, limits: ReadLimits = DEFAULT_LIMITS) -> LoraAdapter:
-    """The adapter in a card, ready to serve on `spec`."""
-    return build_adapter(read_card(path, limits).raw, spec, limits)
 
 
 def _token_ids(text: str) -> tuple[int, ...]:

@@ -67,7 +67,7 @@ def raw_adapter_from_rows(rows: Sequence[CardRow], description: str) -> RawAdapt
     for row in rows:
         _check(row)
         if row.path in by_role[row.role]:
-            raise AdapterFormatError(f"{row.role} of {short(row.path)} is there twice")
+            raise AdapterFormatError(f"{row.role} of {short(row.path)} is stored twice")
         by_role[row.role][row.path] = row
     modules = {path: RawModule(path, row.a, row.b, row.alpha, row.use_rslora) for path, row in by_role[LORA].items()}
     for path, row in [*by_role["magnitude"].items(), *by_role["bias"].items()]:

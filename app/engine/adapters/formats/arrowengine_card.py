@@ -100,20 +100,20 @@ def read_arrowengine_batch(
 def arrowengine_batch(name: str, raw: RawAdapter, free: Mapping[str, str]) -> pa.RecordBatch:
     """The adapter as one batch with its metadata. AdapterFormatError for what the columns cannot represent."""
     rows = card_rows(raw)
-    beside = sorted({row.role for row in rows if row.role != LORA})
+    others = sorted({row.role for row in rows if row.role != LORA})
     if raw.text:
-        beside.append("a chat template")
+        others.append("a chat template")
     if raw.invocation_tokens:
-        beside.append("activated LoRA")
+        others.append("activated LoRA")
     if any(row.use_rslora for row in rows):
-        beside.append("rsLoRA")
+        others.append("rsLoRA")
     if len({(row.a.shape[0], row.alpha) for row in rows if row.role == LORA}) > 1:
-        beside.append("more than one rank or alpha")
+        others.append("more than one rank or alpha")
     types = {tensor.dtype for row in rows if row.role == LORA for tensor in (row.a, row.b)}
-    beside += [f"{dtype} weights" for dtype in sorted(types - {*DTYPE_BYTES})]
-    beside += [f"modules whose halves differ in type ({row.path})" for row in rows if row.b.dtype != row.a.dtype][:1]
-    if beside:
-        raise AdapterFormatError(f"a plain card has no place for {', '.join(beside)}; write an ordinary card")
+    others += [f"{dtype} weights" for dtype in sorted(types - {*DTYPE_BYTES})]
+    others += [f"modules whose halves differ in type ({row.path})" for row in rows if row.b.dtype != row.a.dtype][:1]
+    if others:
+        raise AdapterFormatError(f"a plain card cannot hold {', '.join(others)}; write an ordinary card")
     taken = sorted(RESERVED_KEYS & set(free))
     if taken:
         raise AdapterFormatError(f"metadata key '{taken[0]}' belongs to the card format; choose another")

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from app.engine.adapters.adapter_tokenizer import AdapterTokenizer, write_adapter_tokenizer
 from app.engine.adapters.formats.peft_config import CONFIG_NAME
+from app.engine.adapters.formats.peft_experts import FusedExperts, fuse_experts
 from app.engine.adapters.formats.peft_file import (
     EMBEDDING_HALVES,
     HALVES,
@@ -23,7 +24,6 @@ from app.engine.adapters.formats.peft_file import (
     TOKEN_ROWS,
     WEIGHTS_NAME,
 )
-from app.engine.adapters.formats.peft_moe_export import FusedExperts, fuse_experts
 from app.engine.adapters.formats.safetensors_file import write_safetensors
 from app.engine.adapters.quantize import Quantization, delta_error, quantize
 from app.engine.adapters.raw_adapter import EMBEDDING_PATH, QUANTIZED_BITS, RawAdapter, RawModule, RawTensor
@@ -104,18 +104,18 @@ def _config(raw: RawAdapter, experts: Sequence[FusedExperts], modules: Sequence[
     for one in experts:
         container, _, name = one.module.path.rpartition(".")
         wrapped.append((one.module.path, ranks[f"{container}.0.{name}"], one.module.alpha))
-    beyond: dict[str, object] = {"use_dora": True} if uses_dora else {}
+    optional: dict[str, object] = {"use_dora": True} if uses_dora else {}
     if has_bias:
-        beyond["lora_bias"] = True
+        optional["lora_bias"] = True
     if raw.token_rows:
-        beyond["trainable_token_indices"] = {
+        optional["trainable_token_indices"] = {
             rows.path.rsplit(".", 1)[-1]: list(rows.token_ids) for rows in raw.token_rows
         }
     if raw.invocation_tokens:
-        beyond["alora_invocation_tokens"] = list(raw.invocation_tokens)
+        optional["alora_invocation_tokens"] = list(raw.invocation_tokens)
     bias, saved = _bias_and_modules_to_save(raw)
     if saved:
-        beyond["modules_to_save"] = saved
+        optional["modules_to_save"] = saved
     return (
         {
             "alpha_pattern": {path: own_alpha for path, _, own_alpha in wrapped if own_alpha != alpha},
@@ -129,7 +129,7 @@ def _config(raw: RawAdapter, experts: Sequence[FusedExperts], modules: Sequence[
         }
         | _target_modules([module for module in modules if _wrapped_name(module) == module.path])
         | _target_parameters([path for path, _, _ in wrapped if path not in {module.path for module in modules}])
-        | beyond
+        | optional
     )
 
 

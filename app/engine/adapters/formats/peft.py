@@ -14,7 +14,6 @@ from pathlib import Path
 from app.engine.adapters.adapter import LoraAdapter
 from app.engine.adapters.adapter_builder import build_adapter
 from app.engine.adapters.adapter_tokenizer import read_adapter_tokenizer
-from app.engine.adapters.formats.patterns import first_matching
 from app.engine.adapters.formats.peft_config import CONFIG_NAME, PeftConfig, parse_config
 from app.engine.adapters.formats.peft_experts import check_options, expert_modules, is_fused, selects_parameter
 from app.engine.adapters.formats.peft_file import WEIGHTS_NAME, PeftTensors, sort_tensors
@@ -23,6 +22,7 @@ from app.engine.adapters.formats.target_modules import (
     check_modules,
     check_parameters,
     check_target_parameters,
+    first_matching,
     token_row_paths,
     whole_matrices,
 )

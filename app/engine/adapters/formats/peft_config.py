@@ -1,7 +1,7 @@
 """PEFT's adapter_config.json, parsed strictly.
 
 Every key is used, known to be irrelevant at inference, or refused by name: ignoring a key could serve an adapter
-wrongly. `patterns` and `peft` work out what the names in it select.
+wrongly. `target_modules` and `peft` work out what the names in it select.
 """
 
 from __future__ import annotations
@@ -16,20 +16,12 @@ from app.engine.errors import AdapterFormatError
 
 CONFIG_NAME = "adapter_config.json"
 
+_INERT = """
+    auto_mapping base_model_name_or_path eva_config inference_mode lora_dropout megatron_core
+    qalora_group_size revision runtime_config
+"""
 #: Keys that are irrelevant at inference: provenance, training and memory settings.
-INERT_KEYS = frozenset(
-    {
-        "auto_mapping",
-        "base_model_name_or_path",
-        "eva_config",
-        "inference_mode",
-        "lora_dropout",
-        "megatron_core",
-        "qalora_group_size",
-        "revision",
-        "runtime_config",
-    }
-)
+INERT_KEYS = frozenset(_INERT.split())
 
 #: Initialisations that leave the base weights unchanged, so that A and B are the whole change.
 PLAIN_INITS = (True, False, "gaussian", "eva", "orthogonal")
@@ -46,10 +38,7 @@ OFF_VALUES: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "kasa_config": ((None,), "KaSA is not served"),
     "layer_replication": ((None, []), "replicated layers are not served"),
     "loftq_config": ((None, {}), _CONVERT),
-    "lora_ga_config": (
-        (None, {}),
-        _CONVERT,
-    ),
+    "lora_ga_config": ((None, {}), _CONVERT),
     "merge_weights": ((None, False), "adapters are served unmerged"),
     "megatron_config": ((None,), "Megatron layers are not served"),
     "monteclora_config": ((None,), "MonteCLoRA is not served"),
@@ -62,29 +51,12 @@ OFF_VALUES: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "velora_config": ((None,), "VeLoRA is not served"),
 }
 
-_USED_KEYS = frozenset(
-    {
-        "alora_invocation_tokens",
-        "alpha_pattern",
-        "bias",
-        "exclude_modules",
-        "fan_in_fan_out",
-        "layers_pattern",
-        "layers_to_transform",
-        "lora_alpha",
-        "lora_bias",
-        "modules_to_save",
-        "peft_type",
-        "r",
-        "peft_version",
-        "rank_pattern",
-        "target_modules",
-        "target_parameters",
-        "trainable_token_indices",
-        "use_dora",
-        "use_rslora",
-    }
-)
+_USED = """
+    alora_invocation_tokens alpha_pattern bias exclude_modules fan_in_fan_out layers_pattern
+    layers_to_transform lora_alpha lora_bias modules_to_save peft_type r peft_version rank_pattern
+    target_modules target_parameters trainable_token_indices use_dora use_rslora
+"""
+_USED_KEYS = frozenset(_USED.split())
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,7 +226,7 @@ def _invocation_tokens(config: Mapping[str, Any]) -> tuple[int, ...]:
         return ()
     if not isinstance(value, list) or not value or not all(type(i) is int and i >= 0 for i in value):
         raise _config_error(key, value, "must be a list of token ids, or null")
-    beyond = [
+    unsupported = [
         name
         for name, off in (
             ("use_dora", (None, False)),
@@ -265,8 +237,8 @@ def _invocation_tokens(config: Mapping[str, Any]) -> tuple[int, ...]:
         )
         if config.get(name) not in off
     ]
-    if beyond:
-        raise _config_error(key, value, f"is not served together with {' and '.join(beyond)}")
+    if unsupported:
+        raise _config_error(key, value, f"is not served together with {' and '.join(unsupported)}")
     return tuple(value)
 
 

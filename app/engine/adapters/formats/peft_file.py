@@ -107,5 +107,5 @@ def _sort_whole(found: PeftTensors, name: str, full_name: str, tensor: RawTensor
 def _unknown_tensor(name: str) -> AdapterFormatError:
     return AdapterFormatError(
         f"{WEIGHTS_NAME}: tensor {short(name)} is not understood; a LoRA adapter's tensors are "
-        f"{PREFIX}<module>.lora_A.weight, .lora_B.weight and what PEFT saves beside them"
+        f"{PREFIX}<module>.lora_A.weight, .lora_B.weight and PEFT's additional tensors"
     )

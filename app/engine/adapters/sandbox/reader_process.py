@@ -236,10 +236,10 @@ def _exchange(stream: socket.socket, question: bytes, deadline_s: float, task: R
 
 def _remaining_s(deadline_s: float) -> float:
     """Seconds until the deadline. Raises TimeoutError if it has passed, so a late answer is not read."""
-    left_s = deadline_s - time.monotonic()
-    if left_s <= 0:
+    remaining_s = deadline_s - time.monotonic()
+    if remaining_s <= 0:
         raise TimeoutError
-    return left_s
+    return remaining_s
 
 
 def _parse_verdict(text: bytes, shared: int, task: ReaderTask) -> tuple[dict[str, Any], list[NDArray[np.uint8]]]:

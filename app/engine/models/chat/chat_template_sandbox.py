@@ -93,17 +93,17 @@ class ChatTemplateSandbox:
         assert process.stdin is not None
         assert process.stdout is not None
         deadline_s = time.monotonic() + self._timeout_s
-        answer, left = bytearray(), memoryview(question)
+        answer, unsent = bytearray(), memoryview(question)
         reads, writes = process.stdout.fileno(), process.stdin.fileno()
         while not answer.endswith(b"\n"):
             can_read, can_write, _ = select.select(
-                [reads], [writes] if left else [], [], max(deadline_s - time.monotonic(), 0)
+                [reads], [writes] if unsent else [], [], max(deadline_s - time.monotonic(), 0)
             )
             if not can_read and not can_write:
                 return None
             try:
                 if can_write:
-                    left = left[os.write(writes, left[:4096]) :]
+                    unsent = unsent[os.write(writes, unsent[:4096]) :]
                 if can_read:
                     piece = os.read(reads, 1 << 16)
                     if not piece:

@@ -22,9 +22,9 @@ def file_sha256(path: Path) -> str:
     """SHA-256 of one file's bytes; OSError if it cannot be read."""
     identity = _identity(path)
     sidecar = _sidecar_path(path)
-    remembered = _read_sidecar(sidecar)
-    if remembered is not None and remembered.get("identity") == identity:
-        digest = remembered.get("sha256")
+    cached = _read_sidecar(sidecar)
+    if cached is not None and cached.get("identity") == identity:
+        digest = cached.get("sha256")
         if isinstance(digest, str) and len(digest) == 64:
             return digest
     with path.open("rb") as stream:

@@ -197,5 +197,5 @@ def _joined_name(uri: str) -> str:
     """The file's name without its part suffix; SourceError if nothing is left."""
     name = _PART_SUFFIX.sub("", PurePosixPath(uri).name)
     if uri.endswith("/") or not name:
-        raise SourceError(f"{uri!r} names no file that parts could make; a folder is published whole")
+        raise SourceError(f"{uri!r} is not a file name; only a file can be split into parts")
     return name

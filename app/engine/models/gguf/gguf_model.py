@@ -3,7 +3,9 @@
 Architectures: llama (including Mistral and Mixtral, which GGUF stores as llama), qwen2, qwen3, gemma2, gemma3, and the
 mixtures qwen2moe, qwen3moe, olmoe, deepseek2 and gpt-oss. Every key of the architecture's namespace is read, must have
 a fixed value, or is refused by name. For llama, the converter interleaves the rows of q and k (adjacent pairs are
-rotated); they are reordered to the half-split order that every backend rotates.
+rotated); they are reordered to the half-split order that every backend rotates. Gemma's norms are stored as the factor
+they multiply by (the converter adds 1) and need no change. Missing metadata takes llama.cpp's defaults. Source:
+llama.cpp's converter and loader.
 """
 
 from __future__ import annotations
@@ -16,8 +18,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from app.engine.errors import CheckpointError
-from app.engine.models.gguf import gguf_gemma, gguf_moe
+from app.engine.models.gguf import gguf_moe
 from app.engine.models.gguf.gguf_file import GgufFile
+from app.engine.models.hf import gemma
 from app.engine.models.hf.config import spec_from_config
 from app.engine.models.moe_weight_layouts import canonical_shapes, canonical_tensors
 from app.engine.models.rope import rope_spec
@@ -37,6 +40,21 @@ from app.engine.models.spec import (
 )
 from app.engine.models.weight_names import canonical_gguf_name
 
+#: Gemma's architectures -> transformers' model_type.
+_GEMMA_ARCHITECTURES = {"gemma2": "gemma2", "gemma3": "gemma3_text"}
+_GEMMA_READ = """
+    attention.sliding_window attention.sliding_window_pattern rope.freq_base_swa
+    attn_logit_softcapping final_logit_softcapping
+"""
+#: These architectures' keys besides Llama's.
+_GEMMA_KEYS = frozenset(_GEMMA_READ.split())
+#: Default period of layers with full attention.
+_GEMMA_PATTERNS = {"gemma2": 2, "gemma3": 6}
+#: llama.cpp recognises the 27B models by their number of layers: their scores are scaled as if heads had
+#: hidden_size / num_heads numbers.
+_NUM_LAYERS_27B = {"gemma2": 46, "gemma3": 62}
+#: Ends a turn of the instruction-tuned models; their files name only <eos>, which these models do not emit.
+_END_OF_TURN = "<end_of_turn>"
 #: Architecture -> transformers' model_type.
 ARCHITECTURES = {
     "llama": "llama",
@@ -45,7 +63,7 @@ ARCHITECTURES = {
     "qwen2moe": "qwen2_moe",
     "qwen3moe": "qwen3_moe",
     "olmoe": "olmoe",
-    **gguf_gemma.ARCHITECTURES,
+    **_GEMMA_ARCHITECTURES,
     **gguf_moe.ARCHITECTURES,
 }
 #: Architectures with experts -> whether llama.cpp normalises their router weights.
@@ -72,7 +90,7 @@ _FIXED: dict[str, tuple[object, ...]] = {
 def spec_from_gguf(file: GgufFile, name: str, digest: str) -> ModelSpec:
     """Read the metadata; biases, q/k norms and tied embeddings follow from the tensors present."""
     architecture = _architecture(file)
-    is_gemma = architecture in gguf_gemma.ARCHITECTURES
+    is_gemma = architecture in _GEMMA_ARCHITECTURES
     keys = _namespace(file, architecture)
     if architecture in gguf_moe.ARCHITECTURES:
         return _spec_from_hf_config(file, architecture, keys, name, digest)
@@ -105,7 +123,7 @@ def spec_from_gguf(file: GgufFile, name: str, digest: str) -> ModelSpec:
         mlp = MlpSpec(_integer(keys, "expert_feed_forward_length", mlp.intermediate_size))
     vocab_size = _vocab_size(file, keys)
     end_ids = _end_ids(file, vocab_size)
-    if is_gemma and (end_of_turn := gguf_gemma.end_of_turn(file.metadata)) is not None:
+    if is_gemma and (end_of_turn := _end_of_turn(file.metadata)) is not None:
         end_ids.append(end_of_turn)
     spec = ModelSpec(
         name=name,
@@ -120,7 +138,7 @@ def spec_from_gguf(file: GgufFile, name: str, digest: str) -> ModelSpec:
         bos_token_id=_token_id(file, "bos", vocab_size),
         eos_token_ids=tuple(dict.fromkeys(end_ids)),
     )
-    return gguf_gemma.adjust_spec(spec, architecture, keys) if is_gemma else spec
+    return _adjust_gemma_spec(spec, architecture, keys) if is_gemma else spec
 
 
 def _spec_from_hf_config(file: GgufFile, architecture: str, keys: dict[str, Any], name: str, digest: str) -> ModelSpec:
@@ -133,6 +151,39 @@ def _spec_from_hf_config(file: GgufFile, architecture: str, keys: dict[str, Any]
         "eos_token_id": _end_ids(file, vocab_size),
     }
     return spec_from_config(config, name, digest)
+
+
+def _adjust_gemma_spec(spec: ModelSpec, architecture: str, keys: Mapping[str, Any]) -> ModelSpec:
+    """Add what only Gemma has to a spec that was read with Llama's keys. Raises CheckpointError."""
+    if keys.get("attention.sliding_window") is None:
+        raise CheckpointError(f"GGUF key '{architecture}.attention.sliding_window' is missing; Gemma's layers have one")
+    pattern = keys.get("attention.sliding_window_pattern", _GEMMA_PATTERNS[architecture])
+    if isinstance(pattern, bool) or not isinstance(pattern, int) or pattern < 1:
+        raise CheckpointError(
+            f"GGUF key '{architecture}.attention.sliding_window_pattern' is {pattern!r}; a positive integer is needed"
+        )
+    attention = spec.layers[0].attention
+    query_width = attention.head_dim
+    if len(spec.layers) == _NUM_LAYERS_27B[architecture]:
+        query_width = spec.hidden_size // attention.num_heads
+    config: dict[str, Any] = {
+        "model_type": spec.family,
+        "query_pre_attn_scalar": query_width,
+        "sliding_window": keys["attention.sliding_window"],
+        "sliding_window_pattern": pattern,
+        "rope_local_base_freq": keys.get("rope.freq_base_swa", 10_000.0),
+        "final_logit_softcapping": keys.get("final_logit_softcapping", 30.0 if architecture == "gemma2" else None),
+        "attn_logit_softcapping": keys.get("attn_logit_softcapping", 50.0 if architecture == "gemma2" else None),
+    }
+    return gemma.adjust_spec(spec, config)
+
+
+def _end_of_turn(metadata: Mapping[str, Any]) -> int | None:
+    """The token that ends a turn, if the file has a chat template."""
+    tokens = metadata.get("tokenizer.ggml.tokens")
+    if metadata.get("tokenizer.chat_template") is None or not isinstance(tokens, list) or _END_OF_TURN not in tokens:
+        return None
+    return tokens.index(_END_OF_TURN)
 
 
 def gguf_shapes(file: GgufFile) -> dict[str, tuple[int, ...]]:
@@ -208,7 +259,7 @@ def _half_split_rows(values: NDArray[np.float32], num_heads: int) -> NDArray[np.
 def _namespace(file: GgufFile, architecture: str) -> dict[str, Any]:
     prefix = architecture + "."
     keys = {key.removeprefix(prefix): value for key, value in file.metadata.items() if key.startswith(prefix)}
-    own = gguf_gemma.KEYS if architecture in gguf_gemma.ARCHITECTURES else gguf_moe.KEYS.get(architecture, ())
+    own = _GEMMA_KEYS if architecture in _GEMMA_ARCHITECTURES else gguf_moe.KEYS.get(architecture, ())
     fixed = {**_FIXED, **gguf_moe.FIXED.get(architecture, {})}
     for key, value in keys.items():
         if key in own:

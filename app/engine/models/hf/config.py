@@ -13,7 +13,7 @@ from typing import Any, Literal
 from app.engine.errors import CheckpointError
 from app.engine.models.hf.architectures import FAMILIES, Architecture
 from app.engine.models.hf.config_values import flag as _flag
-from app.engine.models.hf.config_values import positive
+from app.engine.models.hf.config_values import norm_eps, positive
 from app.engine.models.hf.moe import FeedForward
 from app.engine.models.rope import rope_spec
 from app.engine.models.spec import (
@@ -103,7 +103,7 @@ def spec_from_config(
         vocab_size=positive(config, "vocab_size"),
         hidden_size=hidden_size,
         max_positions=max_positions,
-        norm_eps=_norm_eps(config),
+        norm_eps=norm_eps(config, "rms_norm_eps", 1e-6),
         tie_embeddings=_flag(config, "tie_word_embeddings"),
         layers=_layers(attention, family.windows(config, num_layers), family.feed_forwards(config, mlp, num_layers)),
         bos_token_id=_token_id(config.get("bos_token_id"), "bos_token_id"),
@@ -171,13 +171,6 @@ def _activation(config: Mapping[str, Any]) -> Literal["silu", "gelu_tanh"]:
     if name == "gelu_pytorch_tanh":
         return "gelu_tanh"
     raise CheckpointError(f"hidden_act {name!r} is not supported; use 'silu' or 'gelu_pytorch_tanh'")
-
-
-def _norm_eps(config: Mapping[str, Any]) -> float:
-    value = config.get("rms_norm_eps", 1e-6)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1:
-        raise CheckpointError(f"rms_norm_eps is {value!r}; a number from 0 to 1 is needed")
-    return float(value)
 
 
 def _eos_token_ids(config: Mapping[str, Any], generation_config: Mapping[str, Any] | None) -> tuple[int, ...]:

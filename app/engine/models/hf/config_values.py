@@ -37,3 +37,11 @@ def layer_indices(config: Mapping[str, Any], key: str) -> frozenset[int]:
     if not isinstance(found, list) or any(isinstance(i, bool) or not isinstance(i, int) or i < 0 for i in found):
         raise CheckpointError(f"config key {key!r} is {value!r}; a list of layers' indices is needed")
     return frozenset(found)
+
+
+def norm_eps(config: Mapping[str, Any], key: str, default: float) -> float:
+    """A norm's epsilon, from 0 to 1."""
+    value = config.get(key, default)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1:
+        raise CheckpointError(f"{key} is {value!r}; a number from 0 to 1 is needed")
+    return float(value)

@@ -11,7 +11,7 @@ from typing import Any
 
 from app.engine.errors import CheckpointError
 from app.engine.models.hf.config import INERT_KEYS
-from app.engine.models.hf.config_values import positive
+from app.engine.models.hf.config_values import norm_eps, positive
 from app.engine.models.hf.safetensors_folder import read_json
 from app.engine.models.spec import (
     AttentionSpec,
@@ -82,7 +82,7 @@ def encoder_spec(config: Mapping[str, Any], name: str, digest: str, pooling: Poo
         vocab_size=positive(config, "vocab_size"),
         hidden_size=hidden_size,
         max_positions=num_positions - first,
-        norm_eps=_norm_eps(config),
+        norm_eps=norm_eps(config, "layer_norm_eps", 1e-12),
         tie_embeddings=False,
         layers=(LayerSpec(attention, mlp),) * checked_num_layers(positive(config, "num_hidden_layers")),
         bos_token_id=None,
@@ -121,10 +121,3 @@ def _check_keys(config: Mapping[str, Any]) -> None:
             raise CheckpointError(
                 f"config key {key!r} ({value!r}) is not understood for model_type {config['model_type']!r}"
             )
-
-
-def _norm_eps(config: Mapping[str, Any]) -> float:
-    value = config.get("layer_norm_eps", 1e-12)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1:
-        raise CheckpointError(f"layer_norm_eps is {value!r}; a number from 0 to 1 is needed")
-    return float(value)

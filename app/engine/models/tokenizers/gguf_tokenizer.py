@@ -157,8 +157,8 @@ def _add_template(tokenizer: tokenizers.Tokenizer, file: GgufFile, has_bos: bool
     tokens = file.metadata["tokenizer.ggml.tokens"]
     template, special = [], []
     for key, place, default in (("bos", 0, has_bos), ("eos", 1, False)):
-        wanted, token_id = file.metadata.get(f"tokenizer.ggml.add_{key}_token", default), gguf_token_id(file, key)
-        if not wanted:
+        is_requested, token_id = file.metadata.get(f"tokenizer.ggml.add_{key}_token", default), gguf_token_id(file, key)
+        if not is_requested:
             continue
         if token_id is None:
             raise CheckpointError(

@@ -172,9 +172,9 @@ def _add(backend: tokenizers.Tokenizer, tokens: _Tokens, name: str) -> None:
     """Add what the backend lacks, in transformers' order. CheckpointError if a listed token gets another id."""
     names = {str(token) for token in tokens.named.values()}
     known = {token.content for token in backend.get_added_tokens_decoder().values()}
-    wanted = dict(sorted(tokens.listed.items()))
-    known |= {token.content for token in wanted.values()}
-    adding = list(wanted.values())
+    by_id = dict(sorted(tokens.listed.items()))
+    known |= {token.content for token in by_id.values()}
+    adding = list(by_id.values())
     for token in (*tokens.named.values(), *tokens.extra):
         if str(token) not in known:
             known.add(str(token))
@@ -183,7 +183,7 @@ def _add(backend: tokenizers.Tokenizer, tokens: _Tokens, name: str) -> None:
         if token.content in names:
             token.special = True
     backend.add_tokens(adding)
-    for token_id, token in wanted.items():
+    for token_id, token in by_id.items():
         if backend.token_to_id(token.content) != token_id:
             raise CheckpointError(
                 f"{_CONFIG} or added_tokens.json has {token.content!r} as id {token_id}, but it gets id "

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import tokenizers
@@ -134,9 +135,9 @@ def rebuild_tokenizer(
             ) from error
     else:
         kind = model.get("type") if isinstance(model, dict) else None
-        wanted = "byte-pair encoding" if build is not None else "a Unigram model"
+        needed = "byte-pair encoding" if build is not None else "a Unigram model"
         raise CheckpointError(
-            f"tokenizer_class {name!r} is {wanted} but tokenizer.json has a model of type {kind!r}; "
+            f"tokenizer_class {name!r} is {needed} but tokenizer.json has a model of type {kind!r}; "
             "save the tokenizer with tokenizer_class PreTrainedTokenizerFast if tokenizer.json is right"
         )
     if backend.post_processor is not None:
@@ -215,22 +216,16 @@ def _qwen2(vocab: dict[str, int], merges: list[tuple[str, str]], config: Mapping
     return built
 
 
-def _xlm_roberta(
-    scores: list[tuple[str, float]], charsmap: bytes | None, config: Mapping[str, Any]
-) -> tokenizers.Tokenizer:
-    return _unigram(scores, 3, charsmap, config)
-
-
 def _camembert(
     scores: list[tuple[str, float]], charsmap: bytes | None, config: Mapping[str, Any]
 ) -> tokenizers.Tokenizer:
     unknown = str(config["unk_token"])
     unk_id = next((index for index, (token, _) in enumerate(scores) if token == unknown), 0)
-    return _unigram(scores, unk_id, charsmap, config)
+    return _unigram(unk_id, scores, charsmap, config)
 
 
 def _unigram(
-    scores: list[tuple[str, float]], unk_id: int, charsmap: bytes | None, config: Mapping[str, Any]
+    unk_id: int, scores: list[tuple[str, float]], charsmap: bytes | None, config: Mapping[str, Any]
 ) -> tokenizers.Tokenizer:
     built = tokenizers.Tokenizer(models.Unigram(scores, unk_id=unk_id, byte_fallback=False))
     if charsmap is not None:
@@ -277,7 +272,9 @@ CLASSES: Mapping[str, TokenizerClass] = {
     ),
     "GPT2Tokenizer": TokenizerClass({"unk_token": _END, "bos_token": _END, "eos_token": _END}, _gpt2),
     "RobertaTokenizer": TokenizerClass(_ROBERTA, _gpt2, before="cls_token", behind="sep_token"),
-    "XLMRobertaTokenizer": TokenizerClass(_ROBERTA, unigram=_xlm_roberta, before="bos_token", behind="eos_token"),
+    "XLMRobertaTokenizer": TokenizerClass(
+        _ROBERTA, unigram=partial(_unigram, 3), before="bos_token", behind="eos_token"
+    ),
     "CamembertTokenizer": TokenizerClass(
         _ROBERTA,
         unigram=_camembert,

@@ -25,7 +25,6 @@ from app.engine.adapters.formats.arrow import (
     RESERVED_KEYS,
     ArrowCard,
     read_card,
-    read_card_adapter,
     write_card,
 )
 from app.engine.adapters.formats.arrow_rows import CardRow, raw_adapter_from_rows
@@ -284,11 +283,11 @@ def test_metadata_is_kept_and_cannot_pose_as_the_formats(tmp_path: Path) -> None
     card = read_card(path)
     assert card.name == "sql"
     assert card.metadata == {"author": "ada", "version": "3", "description": "answers in SQL, 简明 ✓"}
-    found = read_card_adapter(path, SPEC).card
+    found = read_adapter(path, SPEC).card
     assert found.description == "answers in SQL, 简明 ✓"
     assert json.loads(found.metadata) == {"author": "ada", "version": "3"}
-    assert read_card_adapter(_write(tmp_path, stored), SPEC).card.metadata == ""
-    assert read_card_adapter(path, SPEC).card.digest == build_adapter(stored, SPEC).card.digest
+    assert read_adapter(_write(tmp_path, stored), SPEC).card.metadata == ""
+    assert read_adapter(path, SPEC).card.digest == build_adapter(stored, SPEC).card.digest
     for key in RESERVED_KEYS:
         with pytest.raises(AdapterFormatError, match=key):
             _write(tmp_path, stored, **{key: "1"})
@@ -446,7 +445,7 @@ def test_a_card_obeys_the_limits(tmp_path: Path) -> None:
     with pytest.raises(AdapterFormatError, match="1 to 3"):
         read_card(path, ReadLimits(max_tensors=3))
     with pytest.raises(AdapterTooLarge, match="rank 5"):
-        read_card_adapter(path, SPEC, ReadLimits(max_rank=4))
+        read_adapter(path, SPEC, ReadLimits(max_rank=4))
 
 
 def test_bfloat16_keeps_its_bits(tmp_path: Path) -> None:

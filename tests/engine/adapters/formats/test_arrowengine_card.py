@@ -112,7 +112,7 @@ def test_the_command_goes_there_and_back(tmp_path: Path) -> None:
         ({}, {"dtype": [None] * 4}, "column dtype has a null"),
         ({}, {"shape_a": [(3,)] * 4}, "is not two sizes"),
         ({}, {"shape_a": [(-3, -8)] * 4}, "is not two sizes"),
-        ({}, {"module": ["model.layers.0.mlp.down_proj"] * 4}, "is there twice"),
+        ({}, {"module": ["model.layers.0.mlp.down_proj"] * 4}, "is stored twice"),
     ],
 )  # fmt: skip
 def test_what_does_not_fit_is_refused_by_name(
@@ -152,7 +152,7 @@ def _changed(stored: RawAdapter, **changes: Any) -> RawAdapter:
 )
 def test_what_the_columns_have_no_place_for_is_refused(tmp_path: Path, change: Any, said: str) -> None:
     path, stored = tmp_path / "it.lora.arrow", random_stored()
-    with pytest.raises(AdapterFormatError, match=f"a plain card has no place for .*{said}"):
+    with pytest.raises(AdapterFormatError, match=f"a plain card cannot hold .*{said}"):
         write_arrowengine_card(path, ArrowCard("sql", change(stored), {}))
     assert not [*tmp_path.iterdir()]
 

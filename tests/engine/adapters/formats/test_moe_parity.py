@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from app.engine.adapters.formats.arrow import ArrowCard, read_card, read_card_adapter, write_card
+from app.engine.adapters.formats.arrow import ArrowCard, read_card, write_card
 from app.engine.adapters.formats.convert import write_peft_folder
-from app.engine.adapters.formats.peft_moe_export import fuse_gate_up
+from app.engine.adapters.formats.peft_experts import fuse_gate_up
 from app.engine.adapters.formats.reading import read_adapter, read_raw_adapter
 from app.engine.cpu.backend import CpuBackend
 from app.engine.errors import AdapterFormatError, AdapterMismatch
@@ -85,7 +85,7 @@ def test_a_card_and_a_folder_made_of_it_are_the_same_adapter(mixture: Any, tmp_p
     stored = read_raw_adapter(folder, backend.spec)
     write_card(tmp_path / "a.lora.arrow", ArrowCard("a", stored, {}))
     digest = read_adapter(folder, backend.spec).card.digest
-    assert read_card_adapter(tmp_path / "a.lora.arrow", backend.spec).card.digest == digest
+    assert read_adapter(tmp_path / "a.lora.arrow", backend.spec).card.digest == digest
     write_peft_folder(tmp_path / "again", read_card(tmp_path / "a.lora.arrow").raw)
     assert read_adapter(tmp_path / "again", backend.spec).card.digest == digest
     tokens = random_tokens(model)
@@ -165,7 +165,7 @@ def _drop(part: str) -> Any:
         ("all experts", {"tensors": _drop("base_layer")}, AdapterMismatch, r"0.*gate_up_proj is selected.*1.*gate_up"),
         ("all experts", {"target_parameters": PARAMETERS[:1]}, AdapterMismatch, r"is not selected by.*maps 24 to 32"),
         ("all experts", {"r": 2}, AdapterMismatch, r"of rank 2 is of 6 experts.*has 4"),
-        ("all experts", {"r": 5}, AdapterMismatch, r"not those of whole experts of rank 5"),
+        ("all experts", {"r": 5}, AdapterMismatch, r"do not divide into experts of rank 5"),
         ("all experts", {"use_dora": True}, AdapterFormatError, "'use_dora' beside target_parameters"),
         ("all experts", {"target_parameters": [*PARAMETERS, "w1"]}, AdapterMismatch, "names 'w1', which"),
         ("attention", {"target_parameters": PARAMETERS}, AdapterMismatch, "but has no tensors"),

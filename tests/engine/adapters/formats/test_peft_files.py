@@ -209,9 +209,9 @@ def test_a_tensor_under_two_names_is_refused(tmp_path: Path) -> None:
     ("name", "message"),
     [
         ("model.norm.weight", "is not selected by bias or modules_to_save"),
-        ("lm_head.original_module.weight", "modules_to_save names it not"),
-        ("lm_head.modules_to_save.weight", "modules_to_save names it not"),
-        ("lm_head.token_adapter.base_layer.weight", "has no rows beside it"),
+        ("lm_head.original_module.weight", "modules_to_save does not name it"),
+        ("lm_head.modules_to_save.weight", "modules_to_save does not name it"),
+        ("lm_head.token_adapter.base_layer.weight", "comes without its trained rows"),
     ],
 )
 def test_whole_tensors_that_nothing_asks_for_are_refused(tmp_path: Path, name: str, message: str) -> None:

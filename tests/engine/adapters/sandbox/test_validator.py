@@ -333,7 +333,8 @@ def test_the_warm_process_ends_with_its_server() -> None:
 
 
 def test_the_warm_process_does_not_load_torch() -> None:
-    code = "import app.engine.adapters.sandbox.reader_process, sys; print(sorted({'torch', 'ray', 'jax'} & set(sys.modules)))"
+    code = "import app.engine.adapters.sandbox.reader_process, sys; "
+    code += "print(sorted({'torch', 'ray', 'jax'} & set(sys.modules)))"
     output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert output.stdout.strip() == "[]"
 
