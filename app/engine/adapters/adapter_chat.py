@@ -17,7 +17,7 @@ from app.engine.adapters.strict_json import short
 from app.engine.errors import AdapterMismatch, InvalidRequest
 from app.engine.models.chat.chat_template import check_variables
 from app.engine.models.chat.chat_template_sandbox import ChatTemplateSandbox
-from app.engine.models.chat.tool_call_formats import knows_tools, with_tools
+from app.engine.models.chat.tool_call_formats import supports_tools, with_tools
 from app.engine.models.tokenizers.tokenizer import Tokenizer
 
 
@@ -37,7 +37,7 @@ def encode_chat(
     """
     special = {name: token for name, token in (tokenizer.special_tokens | dict(own.special_tokens)).items() if token}
     check_variables(extra or (), special)
-    if tools is not None and not knows_tools(tool_template(tokenizer, own) or ""):
+    if tools is not None and not supports_tools(tool_template(tokenizer, own) or ""):
         messages, tools = with_tools(messages, tools), None
     if own.chat_template is None and not own.special_tokens:
         prompt = tokenizer.render_chat(messages, tools=tools, extra=extra)

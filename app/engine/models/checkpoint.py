@@ -32,15 +32,14 @@ from app.engine.models.weight_names import EMBEDDING, LM_HEAD, check_tensors
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A complete base model. `tokenizer_source` is the argument of `load_tokenizer`."""
+    """A complete base model. `tokenizer_source` is the argument of `load_tokenizer`.
+
+    tensors(): (canonical name, values [d_out, d_in] or [d]) in the stored dtype; GGUF as float32.
+    """
 
     spec: ModelSpec
     tokenizer_source: Path
-    read: Callable[[], Iterator[tuple[str, NDArray[Any]]]]
-
-    def tensors(self) -> Iterator[tuple[str, NDArray[Any]]]:
-        """(canonical name, values [d_out, d_in] or [d]) in the stored dtype; GGUF as float32."""
-        return self.read()
+    tensors: Callable[[], Iterator[tuple[str, NDArray[Any]]]]
 
 
 def open_model(uri: str, name: str) -> Checkpoint:
@@ -81,7 +80,7 @@ def _load_folder(folder: Path, name: str) -> Checkpoint:
     spec = spec_from_config(config, name, digest, read_json(generation) if generation.is_file() else None)
     spec = replace(spec, pooling=folder_pooling(folder) or spec.pooling)
     if spec.tie_embeddings and LM_HEAD in stored:
-        _check_tied(stored)
+        _check_tied_values(stored)
         del stored[LM_HEAD]
     shapes = {key: value.shape for key, value in stored.items()}
     shapes_of: Callable[[dict[str, tuple[int, ...]]], dict[str, tuple[int, ...]]] = canonical_shapes
@@ -113,7 +112,7 @@ def _is_rotary_buffer(name: str) -> bool:
     return name.endswith(".rotary_emb.inv_freq")
 
 
-def _check_tied(stored: dict[str, TensorPlace]) -> None:
+def _check_tied_values(stored: dict[str, TensorPlace]) -> None:
     if EMBEDDING not in stored:
         return  # reported as missing, with its name
     pair = dict(read_tensors({name: stored[name] for name in (EMBEDDING, LM_HEAD)}))

@@ -52,7 +52,8 @@ def combine(combination: Combination, adapters: Sequence[LoraAdapter], spec: Mod
         unsupported = sorted(adapter.features - (_SUMMED if recipe.method == "cat" else _WITHOUT_BIAS))
         if unsupported:
             raise CombinationRefused(
-                f"adapter {name!r} has {' and '.join(unsupported)}, of which {recipe.method!r} makes no sum; use it alone"
+                f"adapter {name!r} has {' and '.join(unsupported)}, which {recipe.method!r} cannot combine; "
+                "use it alone"
             )
         if recipe.method in _SIGN_ELECTING:
             _check_votes(name, adapter, recipe.method)

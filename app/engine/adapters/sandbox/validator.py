@@ -37,13 +37,13 @@ class Validator:
     def __init__(
         self,
         limits: ReadLimits = DEFAULT_LIMITS,
-        child: ReaderLimits | None = None,
+        reader_limits: ReaderLimits | None = None,
         *,
         supported_features: frozenset[str] = frozenset(),
         max_refusals: int = 4096,
     ) -> None:
         self.limits = limits
-        self.child = child or ReaderLimits()
+        self.reader_limits = reader_limits or ReaderLimits()
         self.num_reads = 0
         self._supported_features = supported_features
         self._max_refusals = max_refusals
@@ -64,7 +64,12 @@ class Validator:
         before = files_identity(path)
         size = sum(sizes)
         task = ReaderTask(
-            path, spec, self.limits, self._supported_features, self.child.memory_bytes(size), self.child.seconds(size)
+            path,
+            spec,
+            self.limits,
+            self._supported_features,
+            self.reader_limits.memory_bytes(size),
+            self.reader_limits.seconds(size),
         )
         self.num_reads += 1
         try:
@@ -113,7 +118,7 @@ def adapter_files(path: Path) -> list[Path]:
 
 def files_identity(path: Path) -> tuple[tuple[int, ...], ...]:
     """Changes when a file of the adapter is replaced or written to; reads no contents."""
-    return tuple(_identity(file) for file in adapter_files(path))
+    return tuple(_file_identity(file) for file in adapter_files(path))
 
 
 def files_digest(path: Path, spec: ModelSpec, limits: ReadLimits = DEFAULT_LIMITS) -> str:
@@ -140,7 +145,7 @@ def _checked_size(file: Path, limits: ReadLimits) -> int:
     return size
 
 
-def _identity(file: Path) -> tuple[int, ...]:
+def _file_identity(file: Path) -> tuple[int, ...]:
     try:
         status = os.stat(file)
     except OSError:

@@ -62,7 +62,7 @@ def fixed_texts(form: ToolCallFormat) -> tuple[str, ...]:
     return (form.marker, "</tool_call>") if form.marker == "<tool_call>" else (form.marker,) if form.marker else ()
 
 
-def knows_tools(template: str) -> bool:
+def supports_tools(template: str) -> bool:
     """Whether a chat template renders tools itself."""
     return "tools" in template
 
@@ -72,7 +72,7 @@ def tool_format(template: str | None) -> ToolCallFormat:
     source = template or ""
     if "[TOOL_CALLS]" in source:
         return MISTRAL
-    if "<tool_call>" in source or not knows_tools(source):
+    if "<tool_call>" in source or not supports_tools(source):
         return HERMES
     if '"parameters": ' in source or "python_tag" in source:
         return LLAMA3

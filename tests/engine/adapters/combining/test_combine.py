@@ -216,11 +216,11 @@ def test_values_that_bfloat16_holds_stay_in_two_bytes() -> None:
 @pytest.mark.parametrize(
     ("options", "method", "said"),
     [
-        ({"use_dora": True}, "cat", "adapter 'sql' has DoRA, of which 'cat' makes no sum"),
+        ({"use_dora": True}, "cat", "adapter 'sql' has DoRA, which 'cat' cannot combine"),
         ({"bias": "lora_only"}, "cat", None),  # llama has no biases to train
         ({"modules_to_save": ["norm"]}, "cat", "adapter 'sql' has trained norms"),
         ({"trainable_token_indices": [5]}, "cat", "adapter 'sql' has trained token rows"),
-        ({"lora_bias": True}, "linear", "adapter 'sql' has lora_bias, of which 'linear' makes no sum"),
+        ({"lora_bias": True}, "linear", "adapter 'sql' has lora_bias, which 'linear' cannot combine"),
     ],
 )
 def test_what_has_no_sum_is_refused_by_name(

@@ -191,7 +191,7 @@ def test_memory_is_bounded(folder: Path) -> None:
 
 
 def test_time_is_bounded_and_not_a_verdict(folder: Path) -> None:
-    validator = Validator(child=ReaderLimits(base_s=0.0, bytes_per_s=1e12))
+    validator = Validator(reader_limits=ReaderLimits(base_s=0.0, bytes_per_s=1e12))
     for _ in range(2):
         with pytest.raises(AdapterReadFailed, match="stopped"):
             validator.read(folder, SPEC)
