@@ -87,14 +87,13 @@ def expected_tensors(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
             shapes[f"{prefix}{SINKS}"] = (layer.attention.num_heads,)
         if layer.post_norms:
             shapes |= {f"{prefix}{path}.weight": (spec.hidden_size,) for path in POST_NORMS.values()}
-        for product in layer_linear_modules(spec, index):
-            for target, expert in itertools.product(product.targets, product.experts):
-                module, width = (
-                    prefix + product.kind.path(target, expert),
-                    product.widths[product.targets.index(target)],
-                )
-                shapes[f"{module}.weight"] = (width, product.d_in)
-                if product.has_bias:
+        for linear in layer_linear_modules(spec, index):
+            for (target, width), expert in itertools.product(
+                zip(linear.targets, linear.widths, strict=True), linear.experts
+            ):
+                module = prefix + linear.kind.path(target, expert)
+                shapes[f"{module}.weight"] = (width, linear.d_in)
+                if linear.has_bias:
                     shapes[f"{module}.bias"] = (width,)
     shapes[FINAL_NORM] = (spec.hidden_size,)
     if not spec.tie_embeddings:

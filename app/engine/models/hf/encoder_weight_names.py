@@ -37,10 +37,10 @@ def encoder_tensors(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
     for index in range(len(spec.layers)):
         prefix = f"{LAYERS}.{index}."
         norms += [prefix + ATTENTION_NORM, prefix + MLP_NORM]
-        for product in layer_linear_modules(spec, index):
-            for target, width in zip(product.targets, product.widths, strict=True):
-                module = prefix + product.kind.path(target)
-                shapes |= {f"{module}.weight": (width, product.d_in), f"{module}.bias": (width,)}
+        for linear in layer_linear_modules(spec, index):
+            for target, width in zip(linear.targets, linear.widths, strict=True):
+                module = prefix + linear.kind.path(target)
+                shapes |= {f"{module}.weight": (width, linear.d_in), f"{module}.bias": (width,)}
     return shapes | {f"{norm}.{part}": (hidden,) for norm in norms for part in ("weight", "bias")}
 
 

@@ -97,7 +97,7 @@ def kept_columns(tensor: Any, density: float, *_: Any, **__: Any) -> Any:
 def agreed_pruning(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is dropped at random is the same on both sides."""
     monkeypatch.setattr(peft.utils.merge_utils, "random_pruning", kept_columns)
-    monkeypatch.setattr(composing, "randomly_pruned", kept_columns)
+    monkeypatch.setattr(composing, "prune_random", kept_columns)
 
 
 @pytest.mark.usefixtures("agreed_pruning")

@@ -232,7 +232,7 @@ IDS = RawTensor("I64", (2,), memoryview(np.array([5, 1], "<i8").tobytes()))
     [
         (_row("full"), "role 'full' is not known"),
         (_row("lora"), r"shape_b \[\] does not suit role lora"),
-        (_row("lora", "l", b=stored_tensor(np.zeros((2, 3)))), "there twice"),
+        (_row("lora", "l", b=stored_tensor(np.zeros((2, 3)))), "stored twice"),
         (_row("lora", b=IDS), "shape_b"),
         (_row("lora", a=IDS, b=stored_tensor(np.zeros((2, 3)))), "shape_a"),
         (_row("magnitude", shape=(4,)), "which has no lora row"),
