@@ -166,7 +166,7 @@ def _drop(part: str) -> Any:
         ("all experts", {"target_parameters": PARAMETERS[:1]}, AdapterMismatch, r"is not selected by.*maps 24 to 32"),
         ("all experts", {"r": 2}, AdapterMismatch, r"of rank 2 is of 6 experts.*has 4"),
         ("all experts", {"r": 5}, AdapterMismatch, r"do not divide into experts of rank 5"),
-        ("all experts", {"use_dora": True}, AdapterFormatError, "'use_dora' beside target_parameters"),
+        ("all experts", {"use_dora": True}, AdapterFormatError, "'use_dora' with target_parameters"),
         ("all experts", {"target_parameters": [*PARAMETERS, "w1"]}, AdapterMismatch, "names 'w1', which"),
         ("attention", {"target_parameters": PARAMETERS}, AdapterMismatch, "but has no tensors"),
         ("attention", {"target_parameters": "gate_up_proj"}, AdapterFormatError, "must be a list"),
