@@ -20,7 +20,7 @@ from app.engine.adapters.card import AdapterRef
 from app.engine.adapters.formats.arrow import ArrowCard, read_card, write_card
 from app.engine.adapters.formats.convert import write_peft_folder
 from app.engine.adapters.formats.peft import read_peft
-from app.engine.adapters.formats.reading import read_stored
+from app.engine.adapters.formats.reading import read_raw_adapter
 from app.engine.cpu.backend import CpuBackend
 from app.engine.pools.adapter_pool import AdapterPool
 from tests.engine.adapters.formats.test_peft_parity import ALL, PEFT_WARNINGS
@@ -57,10 +57,10 @@ def seed(tmp_path_factory: pytest.TempPathFactory) -> Seed:
 
 
 def test_the_round_trip_is_exact(seed: Seed, tmp_path: Path) -> None:
-    stored = read_stored(seed.folders[0], seed.backend.spec)
+    stored = read_raw_adapter(seed.folders[0], seed.backend.spec)
     write_card(tmp_path / "it.lora.arrow", ArrowCard("it", stored, {}))
-    write_peft_folder(tmp_path / "again", read_card(tmp_path / "it.lora.arrow").stored)
-    again = read_stored(tmp_path / "again", seed.backend.spec)
+    write_peft_folder(tmp_path / "again", read_card(tmp_path / "it.lora.arrow").raw)
+    again = read_raw_adapter(tmp_path / "again", seed.backend.spec)
     assert again == stored
     assert read_peft(tmp_path / "again", seed.backend.spec).card.digest == seed.adapters[0].card.digest
 

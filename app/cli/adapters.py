@@ -19,11 +19,11 @@ import numpy as np
 
 from app.engine.adapters.adapter import FEATURES
 from app.engine.adapters.adapter_builder import build_adapter
-from app.engine.adapters.formats.arrow import CARD_SUFFIX, ArrowCard, read_card, write_card, write_plain_card
-from app.engine.adapters.formats.arrow_rows import LORA, rows_of
+from app.engine.adapters.formats.arrow import CARD_SUFFIX, ArrowCard, read_card, write_arrowengine_card, write_card
+from app.engine.adapters.formats.arrow_rows import LORA, card_rows
 from app.engine.adapters.formats.convert import quantize_adapter, write_peft_folder
-from app.engine.adapters.formats.peft_moe_export import with_one_gate_up
-from app.engine.adapters.formats.reading import read_stored
+from app.engine.adapters.formats.peft_experts import fuse_gate_up
+from app.engine.adapters.formats.reading import read_raw_adapter
 from app.engine.adapters.quantize import Quantization
 from app.engine.adapters.raw_adapter import RawAdapter, RawModule, content_digest
 from app.engine.adapters.strict_json import short
@@ -95,31 +95,31 @@ def add_commands(commands: Any) -> None:
     check.set_defaults(run=_check)
 
 
-def report(stored: RawAdapter) -> list[str]:
+def report(raw: RawAdapter) -> list[str]:
     """Lines about an adapter: what it changes and how strongly."""
-    rows = rows_of(stored)
+    rows = card_rows(raw)
     tensors = [tensor for row in rows if row.role == LORA for tensor in (row.a, row.b)]
     size = sum(len(tensor.data) + len(tensor.scales) for tensor in tensors)
     beside = Counter(row.role for row in rows if row.role != LORA)
     beside_bytes = sum(len(row.a.data) for row in rows if row.role != LORA)
     values = sum(math.prod(tensor.shape) for tensor in tensors)
-    layers = sorted({module.path.split(".")[2] for module in stored.modules if module.path.count(".") > 2}, key=int)
+    layers = sorted({module.path.split(".")[2] for module in raw.modules if module.path.count(".") > 2}, key=int)
     span = f" ({layers[0]} to {layers[-1]})" if layers else ""
-    scales = sorted({module.scale for module in stored.modules})
+    scales = sorted({module.scale for module in raw.modules})
     lines = [
-        f"modules      {len(stored.modules)} in {len(layers)} layers{span}",
-        *experts_line(stored),
-        *_activation_line(stored),
-        f"ranks        {', '.join(map(str, sorted({module.rank for module in stored.modules})))}",
+        f"modules      {len(raw.modules)} in {len(layers)} layers{span}",
+        *experts_line(raw),
+        *_activation_line(raw),
+        f"ranks        {', '.join(map(str, sorted({module.rank for module in raw.modules})))}",
         f"scales       {', '.join(f'{scale:g}' for scale in scales[:8])}{' …' if len(scales) > 8 else ''}",
         f"dtypes       {', '.join(sorted({tensor.dtype for tensor in tensors}))}",
         f"size         {size} bytes, {values} values",
         *(f"beside       {count} {role} ({beside_bytes} bytes in all)" for role, count in beside.items()),
-        f"contents     {content_digest(stored, base_digest='')} (without a base model)",
+        f"contents     {content_digest(raw, base_digest='')} (without a base model)",
         "target           modules  mean norm of scale * B A",
     ]
     by_target: dict[str, list[RawModule]] = {}
-    for module in stored.modules:
+    for module in raw.modules:
         by_target.setdefault(_target(module.path), []).append(module)
     for target, modules in sorted(by_target.items()):
         norms = [delta_norm(module) for module in modules]
@@ -133,15 +133,15 @@ def _target(path: str) -> str:
     return f"experts.{name}" if ".experts." in path else name
 
 
-def _activation_line(stored: RawAdapter) -> list[str]:
+def _activation_line(raw: RawAdapter) -> list[str]:
     """By which tokens of a prompt it is activated; nothing for an adapter that changes all of it."""
-    tokens = ", ".join(map(str, stored.invocation_tokens))
+    tokens = ", ".join(map(str, raw.invocation_tokens))
     return [f"activated    from the last {tokens} of a prompt on (alora_invocation_tokens)"] if tokens else []
 
 
-def experts_line(stored: RawAdapter) -> list[str]:
+def experts_line(raw: RawAdapter) -> list[str]:
     """How many experts it changes, and of how many layers; nothing if it changes none."""
-    found = {tuple(path.split(".")[2:6:3]) for path in (m.path for m in stored.modules) if ".experts." in path}
+    found = {tuple(path.split(".")[2:6:3]) for path in (m.path for m in raw.modules) if ".experts." in path}
     if not found:
         return []
     layers = {layer for layer, _ in found}
@@ -169,17 +169,17 @@ def parse_metadata(pairs: list[str]) -> Mapping[str, str]:
 def _convert(arguments: argparse.Namespace) -> int:
     source, target = arguments.source, arguments.target
     spec = None if arguments.base is None else _base_spec(arguments.base)
-    stored, name, metadata, quantization = _load(source, spec)
+    raw, name, metadata, quantization = _load(source, spec)
     if arguments.quantize:
-        stored, quantization = quantize_adapter(stored, _QUANTIZE[arguments.quantize])
+        raw, quantization = quantize_adapter(raw, _QUANTIZE[arguments.quantize])
     metadata = {**metadata, **parse_metadata(arguments.set)}
     if arguments.plain or target.name.endswith(CARD_SUFFIX):
-        write = write_plain_card if arguments.plain else write_card
-        write(target, ArrowCard(arguments.name or name, stored, metadata, quantization))
+        write = write_arrowengine_card if arguments.plain else write_card
+        write(target, ArrowCard(arguments.name or name, raw, metadata, quantization))
     elif target.exists() and any(target.iterdir() if target.is_dir() else [target]):
         raise AdapterFormatError(f"'{target}' exists and is not an empty folder; name a new one")
     else:
-        write_peft_folder(target, stored if spec is None else with_one_gate_up(stored, spec))
+        write_peft_folder(target, raw if spec is None else fuse_gate_up(raw, spec))
     print(f"wrote {target}")
     if quantization is not None:
         print(f"{quantization.dtype}: {_rounding(quantization)}")
@@ -187,13 +187,13 @@ def _convert(arguments: argparse.Namespace) -> int:
 
 
 def _inspect(arguments: argparse.Namespace) -> int:
-    stored, name, metadata, quantization = _load(arguments.source)
+    raw, name, metadata, quantization = _load(arguments.source)
     print(f"name         {name}")
     for key, text in sorted(metadata.items()):
         print(f"{key:<12} {text}")
     if quantization is not None:
         print(f"rounding     {quantization.dtype}, {_rounding(quantization)}")
-    print("\n".join(report(stored)))
+    print("\n".join(report(raw)))
     return 0
 
 
@@ -218,7 +218,7 @@ def fits(source: Path, spec: ModelSpec, room: EngineCapacity) -> list[str]:
 
     `room`: what an engine could hold.
     """
-    adapter = build_adapter(read_stored(source, spec), spec, served=FEATURES)
+    adapter = build_adapter(read_raw_adapter(source, spec), spec, supported_features=FEATURES)
     card = adapter.card
     room.check(source.name, card.max_rank, card.extra_bytes)
     lines = [
@@ -240,8 +240,8 @@ def _load(
     _check_there(source)
     if source.name.endswith(CARD_SUFFIX):
         card = read_card(source)
-        return card.stored, card.name, card.metadata, card.quantization
-    return read_stored(source, spec), source.resolve().name, {}, None
+        return card.raw, card.name, card.metadata, card.quantization
+    return read_raw_adapter(source, spec), source.resolve().name, {}, None
 
 
 def _check_there(source: Path) -> None:

@@ -30,7 +30,7 @@ def _merge(arguments: argparse.Namespace) -> int:
     from app.engine.models.download.model_download import resolve_model
 
     checkpoint = load_checkpoint(resolve_model(arguments.base or read_settings(arguments.config).model.uri))
-    adapter = read_adapter(arguments.adapter, checkpoint.spec, served=FEATURES)
+    adapter = read_adapter(arguments.adapter, checkpoint.spec, supported_features=FEATURES)
     num_modules = merge(checkpoint, adapter, arguments.target)
     print(f"wrote {arguments.target}: {num_modules} modules merged")
     return 0

@@ -55,7 +55,7 @@ def _sign(arguments: argparse.Namespace) -> int:
 
     key = read_private_key(arguments.key)
     spec = base_spec_of(arguments)
-    digest = read_adapter(arguments.source, spec, served=FEATURES).card.digest
+    digest = read_adapter(arguments.source, spec, supported_features=FEATURES).card.digest
     path = signature_path(arguments.source)
     path.write_text(sign(digest, key))
     print(f"wrote {path}: {digest[:12]} on '{spec.name}', signed by {public_key(key)}")

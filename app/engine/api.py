@@ -75,7 +75,7 @@ class LLM:
         self.tokenizer = load_tokenizer(checkpoint.tokenizer_source)
         self._engine = new_engine(checkpoint, config)
         self._base_copies = BaseWeightDedup(checkpoint, served_features(config))
-        self._served = served_features(config)
+        self._supported_features = served_features(config)
         self._texts, self._templates = AdapterTokenizerCache(lambda: self.tokenizer), ChatTemplateSandbox()
         self._adapters: dict[Path, LoraAdapter] = {}
         self._request_ids = itertools.count()
@@ -99,8 +99,10 @@ class LLM:
         path = Path(path).resolve()
         adapter = self._adapters.get(path)
         if adapter is None:
-            adapter = self._base_copies.dropped(read_adapter(path, self.spec, served=self._served))
-            adapter = replace(adapter, card=self._texts.of(adapter.card))
+            adapter = self._base_copies.without_copies(
+                read_adapter(path, self.spec, supported_features=self._supported_features)
+            )
+            adapter = replace(adapter, card=self._texts.strip_base(adapter.card))
             self._adapters[path] = adapter
         return adapter
 
@@ -127,7 +129,7 @@ class LLM:
         messages = [{"role": "system", "content": system}] if system is not None else []
         messages.append({"role": "user", "content": message})
         text = self.load_adapter(adapter).card.text if adapter is not None else ""
-        return encode_chat(self.tokenizer, messages, AdapterTokenizer.parsed(text), self._templates)
+        return encode_chat(self.tokenizer, messages, AdapterTokenizer.from_json(text), self._templates)
 
     def generate(
         self,

@@ -14,7 +14,7 @@
         AdapterFormatError      a file, key or tensor that is not understood, or is missing
         AdapterMismatch         well formed, but not for this base model
         AdapterTooLarge         more rank rows or bytes than this replica holds
-        CompositionRefused      adapters that have no combination of the kind asked for
+        CombinationRefused      adapters that have no combination of the kind asked for
         AdapterUntrusted        not signed by whom it must be, or altered          (403)
         AdapterReadFailed       reading it crashed or ran out of time              (503)
         AdapterWriteFailed      its rows did not reach the device                 (503)
@@ -110,7 +110,7 @@ class AdapterTooLarge(AdapterError):
     """An adapter that needs more rank rows or bytes than are configured."""
 
 
-class CompositionRefused(AdapterError):
+class CombinationRefused(AdapterError):
     """Adapters that cannot be combined in the way that was asked for."""
 
 

@@ -47,7 +47,7 @@ def new_engine(checkpoint: Checkpoint, config: EngineConfig, clock: Callable[[],
         from app.engine.adapters.formats.reading import read_adapter
         from app.engine.adapters.merge import MERGED, merged_checkpoint
 
-        adapter = read_adapter(Path(config.merged_adapter), checkpoint.spec, served=MERGED)
+        adapter = read_adapter(Path(config.merged_adapter), checkpoint.spec, supported_features=MERGED)
         checkpoint, merged = merged_checkpoint(checkpoint, adapter), adapter.card
         config = config.model_copy(update={"lora_pool_rows": 0, "max_loras": 1})
     return Engine(load_backend(checkpoint, config), config, clock, grammars, merged)

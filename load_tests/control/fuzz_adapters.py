@@ -22,7 +22,7 @@ with atheris.instrument_imports(include=["app.engine.adapters"], enable_loader_o
     from app.engine.adapters.adapter import FEATURES
     from app.engine.adapters.formats import arrow
     from app.engine.adapters.formats.arrow import CARD_SUFFIX, ArrowCard, write_card
-    from app.engine.adapters.formats.peft import read_peft_stored
+    from app.engine.adapters.formats.peft import read_raw_peft
     from app.engine.adapters.formats.reading import read_adapter
     from app.engine.adapters.limits import ReadLimits
     from app.engine.errors import AdapterError
@@ -41,7 +41,7 @@ def target(name: str, folder: Path) -> tuple[Callable[[bytes], None], list[bytes
         whole = write_peft(folder / "whole", *peft_beyond(SPEC, features=features))
         if name == "card":
             path = folder / f"card{CARD_SUFFIX}"
-            write_card(path, ArrowCard("card", read_peft_stored(whole, SPEC), {"author": "me"}))
+            write_card(path, ArrowCard("card", read_raw_peft(whole, SPEC), {"author": "me"}))
             seeds.append(path.read_bytes())
         else:
             seeds.append((whole / FILES[name]).read_bytes())

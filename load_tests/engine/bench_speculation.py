@@ -147,7 +147,7 @@ class Answering:
             self._count += 1
             answers[str(self._count)] = []
             message = [{"role": "user", "content": prompt}]
-            token_ids = tuple(encode_chat(self._tokenizer, message, AdapterTokenizer.parsed(""), self._templates))
+            token_ids = tuple(encode_chat(self._tokenizer, message, AdapterTokenizer.from_json(""), self._templates))
             sampling = SamplingParams(max_tokens=self._num_tokens, temperature=0.0, grammar=case.grammar)
             self._engine.submit(
                 GenerateRequest(

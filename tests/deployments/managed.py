@@ -40,7 +40,7 @@ from app.deployments.tenancy.auth.tenant_mirror import TenantMirror
 from app.deployments.tenancy.service import TenantsService
 from app.deployments.tenancy.tenant_store import TenantStore
 from app.engine.adapters.card import AdapterCard, AdapterRef
-from app.engine.adapters.combining.combination import is_composition
+from app.engine.adapters.combining.combination import is_combination
 from app.engine.errors import NotFound, PolyloraError, UnsafeSource
 from tests.deployments.placed import Placed
 
@@ -121,7 +121,7 @@ class FakeStore:
         self.on_read(source, State.ON_DISK)
         await asyncio.sleep(0)  # the lifecycle takes a note of it before it hears the result, as from a thread
         self.cached_digests.add(found)
-        uri = source if is_composition(source) or source.startswith(UPLOADED) else f"/roots/{source}"
+        uri = source if is_combination(source) or source.startswith(UPLOADED) else f"/roots/{source}"
         facts = {"text": self.texts.get(found, ""), "metadata": self.metadata.get(found, "")}
         return ReadAdapter(uri, replace(card(found), invocation_tokens=self.invocations.get(found, ()), **facts))
 

@@ -55,7 +55,7 @@ def test_words_are_an_answer_and_calls_are_right_by_name_and_arguments() -> None
 def test_the_adapter_for_tools_is_asked_as_the_server_asks(demo_gguf: Path) -> None:
     tokenizer, templates = load_tokenizer(demo_gguf), ChatTemplateSandbox()
     user = {"role": "user", "content": "Set a timer for 5 minutes."}
-    told = encode_chat(tokenizer, [user], AdapterTokenizer.parsed(""), templates, tools.TOOLS)
+    told = encode_chat(tokenizer, [user], AdapterTokenizer.from_json(""), templates, tools.TOOLS)
     text = tokenizer.render_chat([{"role": "system", "content": tools.SYSTEM}, user])
     assert list(told) == tokenizer.encode(text, add_special_tokens=False)
     templates.close()

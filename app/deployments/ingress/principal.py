@@ -16,7 +16,7 @@ from app.deployments.ingress.error_responses import ManagementRefused, WrongKeyK
 from app.deployments.registry.feed.view import Entry, Page, RegistryView
 from app.deployments.registry.models import DEFAULT_TENANT, UPLOADED, AliasEntry, CatalogEntry, LoadRequest
 from app.deployments.tenancy.models import PUBLIC, Tenant
-from app.engine.adapters.combining.combination import Combination, is_composition
+from app.engine.adapters.combining.combination import Combination, is_combination
 from app.engine.errors import InvalidRequest, UnsafeSource
 from app.redaction import holds_key
 
@@ -89,7 +89,7 @@ def load_request(
     check_settings(caller, pinned, traffic_weight, description)
     if holds_key(source):  # sources are shown in the audit log and in events
         raise UnsafeSource("the adapter's path contains an API key; remove it")
-    if is_composition(source):  # only this module may make one, from adapters that the caller may use
+    if is_combination(source):  # only this module may make one, from adapters that the caller may use
         raise UnsafeSource(f"{source[:80]!r} is not a path; POST /v1/loras with compose combines adapters")
     if source.startswith(UPLOADED):  # only the service makes these; it does not name the owner
         raise UnsafeSource(f"{source[:80]!r} is not a path; PUT /v1/loras/{{name}}/weights uploads an adapter")
@@ -104,7 +104,7 @@ def load_request(
 def compose_request(
     caller: Principal,
     name: str,
-    composition: Combination,
+    combination: Combination,
     pinned: bool | None = None,
     traffic_weight: float | None = None,
     description: str | None = None,
@@ -112,7 +112,7 @@ def compose_request(
     """`load_request` for a combination of adapters that the caller may use. Raises ManagementRefused,
     InvalidRequest."""
     check_settings(caller, pinned, traffic_weight, description)
-    return LoadRequest(caller.tenant_id, name, composition.source, caller.who, pinned, traffic_weight, description)
+    return LoadRequest(caller.tenant_id, name, combination.source, caller.who, pinned, traffic_weight, description)
 
 
 def check_settings(

@@ -37,7 +37,7 @@ from app.deployments.registry.models import (
 from app.deployments.registry.pins import PinLimits
 from app.deployments.registry.tier_events import Move
 from app.engine.adapters.card import AdapterCard
-from app.engine.adapters.combining.combination import shown_source
+from app.engine.adapters.combining.combination import display_source
 from app.engine.errors import AdapterBusy, InvalidRequest, NotFound
 from app.redaction import without_keys
 
@@ -316,7 +316,7 @@ class Catalog:
         return entry_of(connection.execute(select(adapters).where(*key)).mappings().one())
 
     def _record_load(self, connection: Connection, entry: CatalogEntry, who: str) -> None:
-        ref, shown = entry.ref, shown_source(entry.ref.uri)
+        ref, shown = entry.ref, display_source(entry.ref.uri)
         detail = {"uri": shown, "generation": ref.generation}
         record_audit(connection, self._database, who, "load", ref.name, ref.tenant_id, detail)
         event = NewEvent("registered", ref.name, ref.tenant_id, ref.generation, ref.digest, detail=shown)

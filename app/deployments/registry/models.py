@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple
 
 from app.config import MAX_DESCRIPTION_CHARS, NAME_PATTERN
 from app.engine.adapters.card import AdapterCard, AdapterRef
-from app.engine.adapters.combining.combination import is_composition
+from app.engine.adapters.combining.combination import is_combination
 from app.engine.errors import InvalidRequest, UnsafeSource
 from app.engine.wire_format import message
 from app.redaction import holds_key
@@ -318,7 +318,7 @@ def check_description(description: str | None) -> None:
 
 def check_source(source: str) -> None:
     """Raises UnsafeSource for what is no place, wherever adapters may come from; InvalidRequest for half of one."""
-    if is_composition(source):  # made by this service: as long as its parts are
+    if is_combination(source):  # made by this service: as long as its parts are
         return
     if "\0" in source or len(source) > MAX_SOURCE_CHARS:
         raise UnsafeSource(f"{source[:80]!r} is no place: it has a NUL or over {MAX_SOURCE_CHARS} characters")

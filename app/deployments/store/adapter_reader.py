@@ -157,9 +157,9 @@ class AdapterReader:
     def _read(self, path: Path) -> PackedAdapter:
         packed = self._validator.read(path, self._spec)
         if self._base_copies is not None:
-            packed = self._base_copies.dropped_packed(packed)
+            packed = self._base_copies.without_copies_packed(packed)
         if self._texts is not None:
-            packed = self._texts.of_packed(packed)
+            packed = self._texts.strip_base_packed(packed)
         if self._signatures and packed.card.text:
             raise AdapterUntrusted(
                 "the adapter has a chat template or special tokens of its own, which no signature covers; "
@@ -171,7 +171,7 @@ class AdapterReader:
 def open_adapter_reader(
     config: AdaptersConfig,
     checkpoint: Checkpoint,
-    served: frozenset[str],
+    supported_features: frozenset[str],
     counts: TierCounters,
     events: TierEvents,
     *,
@@ -194,7 +194,7 @@ def open_adapter_reader(
     validator = Validator(
         ReadLimits(max_weight_bytes=config.max_adapter_bytes, max_rank=config.max_rank),
         ReaderLimits(base_memory_bytes=config.parser_memory_bytes, base_s=config.parser_timeout_s),
-        served=served,
+        supported_features=supported_features,
     )
     return AdapterReader(
         sources,
@@ -203,7 +203,7 @@ def open_adapter_reader(
         spec,
         counts,
         events,
-        signatures=config.signing.trusted.matter,
-        base_copies=BaseWeightDedup(checkpoint, served),
+        signatures=config.signing.trusted.is_enabled,
+        base_copies=BaseWeightDedup(checkpoint, supported_features),
         texts=AdapterTokenizerCache(lambda: load_tokenizer(checkpoint.tokenizer_source)),
     )

@@ -135,11 +135,11 @@ class OpenStore(Generic[H]):
 
     def _open_library(self, config: AppConfig) -> AdapterReader:
         pinned = {entry.ref.digest for entry in self._registry.catalog.pinned()}
-        served = served_features(config.engine)
+        supported_features = served_features(config.engine)
         return open_adapter_reader(
             config.adapters,
             self._checkpoint,
-            served,
+            supported_features,
             self._counts,
             self._events,
             pinned=pinned,
@@ -166,12 +166,12 @@ def _told(settings: str | None) -> AppConfig | None:
 
 
 def merge_adapters(
-    spec: ModelSpec, held: Callable[[H], PackedAdapter], composition: Combination, parts: Sequence[H]
+    spec: ModelSpec, held: Callable[[H], PackedAdapter], combination: Combination, parts: Sequence[H]
 ) -> PackedAdapter:
     """A `store.Compose` once it has its first two arguments: the parts' combination, for this base.
 
-    `get_object` gives what `put` has put. Nothing is read, and the parts stay as they are. Raises CompositionRefused.
+    `get_object` gives what `put` has put. Nothing is read, and the parts stay as they are. Raises CombinationRefused.
     """
     packed = [held(part) for part in parts]
     adapters = [unpack_adapter(one.header, one.arrays) for one in packed]
-    return pack_adapter(combine(composition, adapters, spec))
+    return pack_adapter(combine(combination, adapters, spec))

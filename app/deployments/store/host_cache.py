@@ -27,7 +27,7 @@ from app.deployments.store.failure_backoff import Failure, FailureBackoff
 from app.deployments.store.reader_pool import ReadDemand, ReaderPool
 from app.deployments.store.tier_counters import TierCounters
 from app.engine.adapters.card import AdapterCard, AdapterRef
-from app.engine.adapters.combining.combination import Combination, is_composition, read_composition
+from app.engine.adapters.combining.combination import Combination, is_combination, parse_combination
 from app.engine.adapters.sandbox.packing import PackedAdapter
 from app.engine.adapters.signing.trusted_keys import TrustedKeys
 from app.engine.config import EvictionPolicy
@@ -36,7 +36,7 @@ from app.engine.errors import (
     AdapterQuarantined,
     AdapterTooLarge,
     AdapterUntrusted,
-    CompositionRefused,
+    CombinationRefused,
     PolyloraError,
 )
 
@@ -54,13 +54,13 @@ class _Kept(NamedTuple, Generic[T]):
     is_new: bool = False  # it was not here before
 
 
-#: Makes a composition's adapter of its parts' handles, in their order; it blocks. Raises CompositionRefused.
+#: Makes a composition's adapter of its parts' handles, in their order; it blocks. Raises CombinationRefused.
 Compose = Callable[[Combination, Sequence[T]], PackedAdapter]
 
 
-def no_compositions(composition: Combination, parts: Sequence[object]) -> PackedAdapter:  # noqa: ARG001
+def no_combinations(combination: Combination, parts: Sequence[object]) -> PackedAdapter:  # noqa: ARG001
     """The `Compose` of a store that makes none."""
-    raise CompositionRefused(f"this store combines no adapters: {composition.name!r} cannot be made")
+    raise CombinationRefused(f"this store combines no adapters: {combination.name!r} cannot be made")
 
 
 class HostAdapterCache(Generic[T]):
@@ -77,7 +77,7 @@ class HostAdapterCache(Generic[T]):
         counts: TierCounters | None = None,
         quarantine: FailureBackoff | None = None,
         trusted: TrustedKeys = TrustedKeys(),  # noqa: B008  (frozen)
-        compose: Compose[T] = no_compositions,
+        compose: Compose[T] = no_combinations,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`put` and `combine` are called in threads, `events` from any thread; `clock` gives seconds."""
@@ -120,7 +120,7 @@ class HostAdapterCache(Generic[T]):
         with self._demand.waits_for(source):
             storage = await self._from_source(source, tenant_id)
         uri, card = storage.uri, storage.card
-        if self._trusted.matter and not is_composition(source):  # its parts were registered, so they are trusted
+        if self._trusted.is_enabled and not is_combination(source):  # its parts were registered, so they are trusted
             try:
                 self._trusted.check(tenant_id, storage.signer, f"the adapter at {uri}")
             except AdapterUntrusted:
@@ -262,7 +262,7 @@ class HostAdapterCache(Generic[T]):
         started_s, place = self._clock(), _place(ref.digest, ref.uri)
         try:
             packed = None
-            if not is_composition(ref.uri):  # made again rather than kept on disk
+            if not is_combination(ref.uri):  # made again rather than kept on disk
                 packed = await self._readers.run("disk", lambda: self._library.from_disk(ref.digest, ref.uri))
             if packed is not None:
                 storage = await self._keep(LocatedAdapter(ref.uri, packed), self._clock() - started_s, ref.tenant_id)
@@ -275,7 +275,7 @@ class HostAdapterCache(Generic[T]):
                     f"{storage.card.digest[:12]}; register it again"
                 )
         except Exception as error:
-            if place in self._wanted and not isinstance(error, CompositionRefused):  # whoever asks again is told
+            if place in self._wanted and not isinstance(error, CombinationRefused):  # whoever asks again is told
                 reason = str(error) if isinstance(error, PolyloraError) else f"internal error ({type(error).__name__})"
                 self._quarantine.failed(place, reason)
                 self._events.moved("failed to read", ref.digest)
@@ -296,7 +296,7 @@ class HostAdapterCache(Generic[T]):
         Where nothing tells versions apart, whoever asks when a read has begun waits for the next: what is being read
         may be older than the question.
         """
-        if is_composition(source):
+        if is_combination(source):
             return await asyncio.shield(self._once(f"source::{source}", lambda: self._made(source, tenant_id)))
         asked_s = self._clock()
         lane = self._library.lane(source)
@@ -308,9 +308,9 @@ class HostAdapterCache(Generic[T]):
 
     async def _made(self, source: str, tenant_id: str) -> _Kept[T]:
         """A derived adapter, of parts that are fetched like any other. Raises what fetching one raises."""
-        started_s, composition = self._clock(), read_composition(source)
-        parts = await asyncio.gather(*(self.fetch(part.ref) for part in composition.parts))
-        packed = await self._readers.run("compose", lambda: self._compose(composition, parts))
+        started_s, combination = self._clock(), parse_combination(source)
+        parts = await asyncio.gather(*(self.fetch(part.ref) for part in combination.parts))
+        packed = await self._readers.run("compose", lambda: self._compose(combination, parts))
         return await self._keep(LocatedAdapter(source, packed), self._clock() - started_s, tenant_id)
 
     async def _read_and_keep(self, key: str, lane: str, source: str, tenant_id: str) -> _Kept[T]:

@@ -1,9 +1,9 @@
 """An adapter's weights, ready to be written to device tables.
 
-Every reader (PEFT folder, Arrow card) returns the same `LoraAdapter`; what the adapter was saved as
-cannot be told from it. The scale is already folded into b, as in float32; nothing downstream knows
-alpha. Arrays are read-only: many replicas on one machine may map the same memory. A layer's matrix is in
-bfloat16 where it was saved so and that still holds every value: half the bytes, the same numbers.
+Every reader (PEFT folder, Arrow card) returns the same `LoraAdapter`, whatever the storage format. The scale is folded
+into b in float32, so no later code knows alpha. Arrays are read-only, because many replicas of a machine may map the
+same memory. A matrix that was saved in bfloat16 stays bfloat16 if that holds every scaled value exactly: half the
+bytes.
 """
 
 from __future__ import annotations
@@ -26,17 +26,27 @@ BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 Matrix = NDArray[Any]
 
 
-def widened(values: Matrix) -> NDArray[np.float32]:
-    """The same numbers in float32; the array itself if it is."""
+def to_float32(values: Matrix) -> NDArray[np.float32]:
+    """The values in float32; the array itself if it already is."""
     return values.astype(np.float32, copy=False)
 
 
+def read_only(values: Matrix) -> Matrix:
+    """The array itself, no longer writable."""
+    values.setflags(write=False)
+    return values
+
+
 class LoraKey(NamedTuple):
-    """Where a delta applies: layer index, module name (a target of `app.engine.models.linear_modules`), expert or None."""
+    """Where a delta applies: layer index, target module (`app.engine.models.linear_modules`), expert or None."""
 
     layer: int
     target: str
     expert: int | None = None
+
+    @property
+    def sort_key(self) -> tuple[int, str, int]:
+        return self.layer, self.target, -1 if self.expert is None else self.expert
 
 
 class LoraPair(NamedTuple):
@@ -55,16 +65,16 @@ class LoraPair(NamedTuple):
 
 
 class TokenRows(NamedTuple):
-    """Rows that stand in for those of an embedding or output matrix: token_ids `[n]`, rows `[n, H]` float32."""
+    """Rows that replace rows of an embedding or output matrix: token_ids `[n]`, rows `[n, H]` float32."""
 
     token_ids: tuple[int, ...]
     rows: NDArray[np.float32]
 
 
-#: It changes tokens from its invocation on (`app.engine.adapters.card`): a matter of runs, not of other products.
+#: Applies from its invocation tokens on (`app.engine.adapters.card`); needs no other arithmetic, only shorter runs.
 ACTIVATED = "activated LoRA"
 
-#: What an adapter may do beyond plain LoRA on the layers, in the words of its error messages.
+#: What an adapter may have beyond plain LoRA on the layers, worded as in error messages.
 FEATURES = frozenset(
     {
         "DoRA",
@@ -82,21 +92,20 @@ FEATURES = frozenset(
 )
 
 
-#: Features that an adapter may only seem to need: PEFT saves embedding and output matrix along, changed or not.
+#: Features that may turn out to be unneeded: PEFT also saves unchanged embedding and output matrices.
 MAY_BE_COPIES = frozenset({"trained embedding", "trained lm_head"})
 
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class LoraAdapter:
-    """A validated adapter: its card, one `LoraPair` per touched module, and what goes beyond plain LoRA.
+    """A validated adapter: its card, one `LoraPair` per target module, and its extra weights.
 
-    magnitudes: DoRA's m `[d_out]` float32: y = m / ‖W + BA‖ ⊙ (W x + B A x) + bias (`app.kernels.dora`).
-    delta_biases: `[d_out]` float32, added with the delta, scale folded in (lora_bias).
-    outer: float32 deltas of "embed_tokens" (a `[r, V]`, b `[r, H]`: row t gains b.T @ a[:, t]) and "lm_head".
-    replaced: base tensors that the adapter brings its own of, by canonical name ("model.norm.weight");
-    "model.embed_tokens.weight" is the input's alone and "lm_head.weight" the output's, tied or not.
-    token_rows: rows replaced in "embed_tokens" and in "lm_head".
-    scales, outer_scales: what has been folded into b, where it is not 1; only who combines adapters asks.
+    magnitudes: DoRA's m `[d_out]` float32: y = m / ‖W + BA‖ ⊙ (W x + B A x) + bias (`app.kernels.dora`). delta_biases
+    (lora_bias): `[d_out]` float32, added with the delta, scale folded in. outer: float32 deltas of "embed_tokens" (a
+    `[r, V]`, b `[r, H]`: row t gains b.T @ a[:, t]) and of "lm_head". replaced: base tensors that the adapter replaces,
+    by canonical name ("model.norm.weight"); "model.embed_tokens.weight" is the input's alone and "lm_head.weight" the
+    output's, even where the base ties them. token_rows: replaced rows of "embed_tokens" and "lm_head". scales,
+    outer_scales: factors already folded into b, where not 1; only combining adapters needs them.
     """
 
     card: AdapterCard
@@ -110,19 +119,19 @@ class LoraAdapter:
     outer_scales: Mapping[str, float] = field(default_factory=dict)
 
     def check_modules(self, targets: Container[str], num_layers: int) -> None:
-        """Raise AdapterMismatch for a module that a decoder of so many such layers, without experts, does not have."""
+        """Raise AdapterMismatch for a module that a decoder with `num_layers` dense layers does not have."""
         for layer, target, expert in self.weights:
             if target not in targets or expert is not None or layer >= num_layers:
                 raise AdapterMismatch(f"this engine has no module {target!r} (expert {expert}) in layer {layer}")
 
-    def widened(self) -> LoraAdapter:
+    def to_float32(self) -> LoraAdapter:
         """The same adapter with every matrix in float32."""
-        pairs = {key: LoraPair(widened(a), widened(b)) for key, (a, b) in self.weights.items()}
+        pairs = {key: LoraPair(to_float32(a), to_float32(b)) for key, (a, b) in self.weights.items()}
         return replace(self, weights=MappingProxyType(pairs))
 
     @property
     def features(self) -> frozenset[str]:
-        """Those of `FEATURES` that must be applied for this adapter to give its own output."""
+        """The `FEATURES` that an engine must apply for this adapter's output to be right."""
         found = {f"{'embedding' if name == 'embed_tokens' else name} LoRA" for name in self.outer}
         found |= {_replaced_feature(name) for name in self.replaced}
         if self.magnitudes:
@@ -136,9 +145,9 @@ class LoraAdapter:
         return frozenset(found)
 
 
-def check_served(adapter: LoraAdapter, served: frozenset[str]) -> None:
-    """AdapterMismatch if the adapter needs one of `FEATURES` that is not served."""
-    missing = sorted(adapter.features - served)
+def check_features(adapter: LoraAdapter, supported_features: frozenset[str]) -> None:
+    """Raise AdapterMismatch if the adapter needs a feature that is not supported."""
+    missing = sorted(adapter.features - supported_features)
     if missing:
         raise AdapterMismatch(
             f"this engine cannot apply {' or '.join(missing)}; train the adapter without it, or use engine.cpu"

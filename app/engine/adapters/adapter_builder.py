@@ -1,9 +1,8 @@
-"""From an adapter as saved to an adapter as served, on one base model.
+"""Builds the adapter that engines serve from an adapter as saved, for one base model.
 
-In: a `RawAdapter` and the base's `ModelSpec`. Out: a `LoraAdapter`: shapes checked, every value
-finite, fused modules split, the scale folded into b as in float32, the arrays read-only. What is saved in
-bfloat16 stays so where the scale, a power of two, leaves every value one. Whatever does not fit is an error
-that names the module; nothing is skipped.
+Shapes are checked, every value must be finite, fused modules are split and the scale is folded into b in float32.
+bfloat16 stays bfloat16 where the scale is a power of two and every product a normal number. Whatever does not fit is an
+error that names the module; nothing is skipped.
 """
 
 from __future__ import annotations
@@ -24,8 +23,9 @@ from app.engine.adapters.adapter import (
     LoraPair,
     Matrix,
     TokenRows,
-    check_served,
-    widened,
+    check_features,
+    read_only,
+    to_float32,
 )
 from app.engine.adapters.card import AdapterCard
 from app.engine.adapters.extra_weights import extra_bytes
@@ -38,26 +38,28 @@ from app.engine.models.linear_modules import LATENT_B
 from app.engine.models.spec import ModelSpec
 from app.engine.models.weight_names import expected_tensors
 
-#: A bfloat16's bits: all but the sign, where the exponent begins, the smallest normal number, infinity.
+#: bfloat16 bit patterns: magnitude mask, number of mantissa bits, smallest normal number, infinity.
 _MAGNITUDE, _MANTISSA_BITS, _NORMAL, _INFINITE = 0x7FFF, 7, 0x0080, 0x7F80
 _OUTER_WEIGHTS = tuple(f"{path}.weight" for path in OUTER_MODULES)
 
 
 def build_adapter(
-    stored: RawAdapter, spec: ModelSpec, limits: ReadLimits = DEFAULT_LIMITS, served: frozenset[str] = frozenset()
+    raw: RawAdapter,
+    spec: ModelSpec,
+    limits: ReadLimits = DEFAULT_LIMITS,
+    supported_features: frozenset[str] = frozenset(),
 ) -> LoraAdapter:
-    """The adapter ready to serve. `AdapterMismatch`, `AdapterFormatError`, `AdapterTooLarge`.
+    """The adapter, ready to serve. Raises AdapterMismatch, AdapterFormatError, AdapterTooLarge.
 
-    served: those of `FEATURES` that the engine can apply. An adapter that needs another is refused
-    here, by name: without it the answers would be someone else's. Only of an embedding or output matrix that may be a
-    copy of the base's does `BaseWeightDedup` decide.
+    supported_features: the `FEATURES` that the engine can apply; an adapter that needs another is refused by name.
+    Embedding and output matrices may be copies of the base's, so `BaseWeightDedup` decides about those.
     """
-    if not stored.modules:
+    if not raw.modules:
         raise AdapterMismatch(f"the adapter changes no module of '{spec.name}'; was it trained on another model?")
     parts = _Parts()
     table = layer_modules(spec)
-    _check_invocation(stored, table, spec)
-    for module in stored.modules:
+    _check_invocation(raw, table, spec)
+    for module in raw.modules:
         place = table.get(module.path)
         if place is None:
             name, pair = _outer_pair(module, spec, limits)
@@ -65,17 +67,17 @@ def build_adapter(
             parts.outer_scales[name] = module.scale
         else:
             parts.add(module, place, spec, limits)
-    replaced, token_rows = _replaced(stored, spec), _token_rows(stored, spec)
+    replaced, token_rows = _replaced_tensors(raw, spec), _token_rows(raw, spec)
     for path, place in table.items():
         if _has_deltas_only(place) and any(f"{path}.{kind}" in replaced for kind in ("weight", "bias")):
-            raise AdapterFormatError(f"'{path}' is replaced whole, which is not served; train a LoRA on it")
+            raise AdapterFormatError(f"'{path}' is replaced as a whole, which is not served; train a LoRA on it")
         if f"{path}.weight" in replaced and place.keys[0] in parts.weights:
             raise AdapterFormatError(
-                f"module '{path}' is replaced whole and has a LoRA too; add the LoRA to its weight"
+                f"module '{path}' is replaced as a whole and also has a LoRA; merge the LoRA into its weight"
             )
     adapter = LoraAdapter(
-        _card(stored, spec, parts, (*replaced.values(), *(rows.rows for rows in token_rows.values()))),
-        MappingProxyType(dict(sorted(parts.weights.items(), key=lambda item: _order(item[0])))),
+        _make_card(raw, spec, parts, (*replaced.values(), *(rows.rows for rows in token_rows.values()))),
+        MappingProxyType(dict(sorted(parts.weights.items(), key=lambda item: item[0].sort_key))),
         MappingProxyType(dict(sorted(parts.magnitudes.items()))),
         MappingProxyType(dict(sorted(parts.delta_biases.items()))),
         MappingProxyType(parts.outer),
@@ -84,17 +86,19 @@ def build_adapter(
         MappingProxyType(parts.scales),
         MappingProxyType(parts.outer_scales),
     )
-    check_served(adapter, served | MAY_BE_COPIES if spec.encoder is None else served & ENCODER_FEATURES)
+    check_features(
+        adapter, supported_features | MAY_BE_COPIES if spec.encoder is None else supported_features & ENCODER_FEATURES
+    )
     return replace(adapter, card=replace(adapter.card, extra_bytes=extra_bytes(adapter, spec)))
 
 
 def _has_deltas_only(place: Module) -> bool:
-    """Whether engines apply nothing but low-rank deltas to the module."""
+    """Whether engines apply only low-rank deltas to the module."""
     return place.expert is not None or place.targets == LATENT_B.targets
 
 
 class _Parts:
-    """What the modules of an adapter come to."""
+    """Collects the built parts of an adapter's modules."""
 
     def __init__(self) -> None:
         self.weights: dict[LoraKey, LoraPair] = {}
@@ -105,7 +109,7 @@ class _Parts:
         self.outer_scales: dict[str, float] = {}
 
     def add(self, module: RawModule, place: Module, spec: ModelSpec, limits: ReadLimits) -> None:
-        """One module of a layer."""
+        """Add one module of a layer."""
         if _has_deltas_only(place) and (module.magnitude is not None or module.bias is not None):
             raise AdapterFormatError(f"DoRA or lora_bias on {module.path} is not served; train it without")
         d_in, d_outs = place.shape(spec)
@@ -129,48 +133,44 @@ class _Parts:
                 self.delta_biases[key] = bias[index]
 
 
-def _card(stored: RawAdapter, spec: ModelSpec, parts: _Parts, whole: tuple[NDArray[np.float32], ...]) -> AdapterCard:
-    """The card; `whole` are the arrays that stand in place of the base's."""
+def _make_card(raw: RawAdapter, spec: ModelSpec, parts: _Parts, whole: tuple[NDArray[np.float32], ...]) -> AdapterCard:
+    """The card; `whole` are the arrays that replace the base's."""
     arrays: list[Matrix] = [array for pair in (*parts.weights.values(), *parts.outer.values()) for array in pair]
     arrays += [*parts.magnitudes.values(), *parts.delta_biases.values(), *whole]
     return AdapterCard(
-        digest=content_digest(stored, spec.digest),
+        digest=content_digest(raw, spec.digest),
         base_digest=spec.digest,
-        # What is in `outer` has no rank rows, and what is of experts has its own.
+        # `outer` needs no rank rows, and experts' deltas have memory of their own.
         max_rank=max((pair.rank for key, pair in parts.weights.items() if key.expert is None), default=1),
         targets=tuple(sorted({key.target for key in parts.weights} | set(parts.outer))),
-        dtype=",".join(sorted({tensor.dtype for module in stored.modules for tensor in (module.a, module.b)})),
+        dtype=",".join(sorted({tensor.dtype for module in raw.modules for tensor in (module.a, module.b)})),
         size_bytes=sum({id(array): array.nbytes for array in arrays}.values()),
-        description=stored.description,
-        text=stored.text,
-        invocation_tokens=stored.invocation_tokens,
-        metadata=stored.metadata,
+        description=raw.description,
+        text=raw.text,
+        invocation_tokens=raw.invocation_tokens,
+        metadata=raw.metadata,
     )
 
 
-def _check_invocation(stored: RawAdapter, table: Mapping[str, Module], spec: ModelSpec) -> None:
-    """An activated LoRA changes linear modules alone, from tokens on that the base has."""
-    if not stored.invocation_tokens:
+def _check_invocation(raw: RawAdapter, table: Mapping[str, Module], spec: ModelSpec) -> None:
+    """An activated LoRA changes linear modules only, and its invocation tokens are in the base's vocabulary."""
+    if not raw.invocation_tokens:
         return
-    largest = max(stored.invocation_tokens)
+    largest = max(raw.invocation_tokens)
     if largest >= spec.vocab_size:
         raise AdapterMismatch(f"invocation token {largest}, but '{spec.name}' has {spec.vocab_size} tokens")
-    for module in stored.modules:
+    for module in raw.modules:
         place = table.get(module.path)
         is_expert = place is not None and place.expert is not None
         if is_expert or module.path == EMBEDDING_PATH or module.magnitude is not None:
             raise AdapterFormatError(
-                f"an activated LoRA on {short(module.path)} is not served: before its invocation nothing is its own, "
-                "and PEFT defines it for linear modules without DoRA; train it on those"
+                f"an activated LoRA on {short(module.path)} is not served: PEFT defines it for linear modules "
+                "without DoRA only; train it on those"
             )
-    if stored.parameters or stored.token_rows:
+    if raw.parameters or raw.token_rows:
         raise AdapterFormatError(
             "an activated LoRA with whole parameters or token rows is not served; train it without"
         )
-
-
-def _order(key: LoraKey) -> tuple[int, str, int]:
-    return key.layer, key.target, -1 if key.expert is None else key.expert
 
 
 def _outer_pair(module: RawModule, spec: ModelSpec, limits: ReadLimits) -> tuple[str, LoraPair]:
@@ -186,20 +186,20 @@ def _outer_pair(module: RawModule, spec: ModelSpec, limits: ReadLimits) -> tuple
     d_in, d_out = shapes[module.path]
     _check_shapes(module, d_in, (d_out,), spec, limits)
     a, b = _fold(module, (d_out,))[0]
-    return module.path.rsplit(".", 1)[-1], LoraPair(_read_only(widened(a)), _read_only(widened(b)))
+    return module.path.rsplit(".", 1)[-1], LoraPair(read_only(to_float32(a)), read_only(to_float32(b)))
 
 
-def _replaced(stored: RawAdapter, spec: ModelSpec) -> dict[str, NDArray[np.float32]]:
+def _replaced_tensors(raw: RawAdapter, spec: ModelSpec) -> dict[str, NDArray[np.float32]]:
     shapes = expected_tensors(spec) | {"lm_head.weight": (spec.vocab_size, spec.hidden_size)}
-    parameters = dict(stored.parameters)
-    wrapped = [name for name in _OUTER_WEIGHTS if name in parameters and _is_wrapped(stored, name)]
+    parameters = dict(raw.parameters)
+    wrapped = [name for name in _OUTER_WEIGHTS if name in parameters and _is_wrapped(raw, name)]
     if spec.tie_embeddings and wrapped:
         for name in _OUTER_WEIGHTS:
             parameters.setdefault(name, parameters[wrapped[-1]])
     if spec.has_gemma_arithmetic and any(name.endswith("norm.weight") for name in parameters):
         raise AdapterMismatch(f"trained norms of '{spec.name}', which multiply by 1 + w, are not served; train without")
     replaced = {}
-    made: dict[int, NDArray[np.float32]] = {}  # a matrix that stands for both ends of a tied base is held once
+    made: dict[int, NDArray[np.float32]] = {}  # a matrix that replaces both ends of a tied base is stored once
     for name, tensor in parameters.items():
         if tensor.shape != shapes.get(name):
             raise AdapterMismatch(
@@ -209,19 +209,19 @@ def _replaced(stored: RawAdapter, spec: ModelSpec) -> dict[str, NDArray[np.float
         if name.endswith(".sinks"):
             raise AdapterFormatError(f"trained sinks ({short(name)}) are not served; train the adapter without")
         if id(tensor) not in made:
-            made[id(tensor)] = _read_only(_finite(tensor, name))
+            made[id(tensor)] = read_only(_finite(tensor, name))
         replaced[name] = made[id(tensor)]
     return replaced
 
 
-def _is_wrapped(stored: RawAdapter, name: str) -> bool:
-    return any(f"{module.path}.weight" == name for module in stored.modules)
+def _is_wrapped(raw: RawAdapter, name: str) -> bool:
+    return any(f"{module.path}.weight" == name for module in raw.modules)
 
 
-def _token_rows(stored: RawAdapter, spec: ModelSpec) -> dict[str, TokenRows]:
+def _token_rows(raw: RawAdapter, spec: ModelSpec) -> dict[str, TokenRows]:
     """PEFT trains the rows of a tied matrix once, for input and output."""
     found = {}
-    for rows in stored.token_rows:
+    for rows in raw.token_rows:
         if rows.path not in OUTER_MODULES:
             raise AdapterMismatch(f"rows of {short(rows.path)}: only {' and '.join(OUTER_MODULES)} have rows per token")
         if rows.rows.shape != (len(rows.token_ids), spec.hidden_size) or max(rows.token_ids) >= spec.vocab_size:
@@ -230,7 +230,7 @@ def _token_rows(stored: RawAdapter, spec: ModelSpec) -> dict[str, TokenRows]:
                 f"{len(rows.token_ids)} are named and '{spec.name}' has {spec.vocab_size} of {spec.hidden_size}"
             )
         name = rows.path.rsplit(".", 1)[-1]
-        found[name] = TokenRows(rows.token_ids, _read_only(_finite(rows.rows, rows.path)))
+        found[name] = TokenRows(rows.token_ids, read_only(_finite(rows.rows, rows.path)))
     if spec.tie_embeddings and "embed_tokens" in found:
         found.setdefault("lm_head", found["embed_tokens"])
     return found
@@ -250,39 +250,39 @@ def _check_shapes(module: RawModule, d_in: int, d_outs: tuple[int, ...], spec: M
 
 
 def _fold(module: RawModule, d_outs: tuple[int, ...], *, alternates: bool = False) -> list[LoraPair]:
-    """One pair per slice of the output; a fused module's A is shared by its slices, not copied.
+    """One pair per slice of the output, with the scale folded into b. The slices of a fused module share one A.
 
-    alternates: rows of the slices take turns.
+    alternates: the slices' rows alternate (gate, up, gate, …) instead of following each other.
     """
-    a = _read_only(_finite_as_saved(module.a, module.path, "lora_A"))  # [r, d_in]
+    a = read_only(_finite_as_saved(module.a, module.path, "lora_A"))  # [r, d_in]
     saved = _finite_as_saved(module.b, module.path, "lora_B")  # [d_out, r]
     b = _times_power_of_two(saved, module.scale) if saved.dtype == BFLOAT16 else None
     if b is None:
-        b = _scaled(widened(saved), module.scale, f"{module.path}: lora_B")
+        b = _times_scale(to_float32(saved), module.scale, f"{module.path}: lora_B")
     if alternates:
         b = np.concatenate([b[n :: len(d_outs)] for n in range(len(d_outs))])
     pairs = []
     start = 0
     for d_out in d_outs:
-        pairs.append(LoraPair(a, _read_only(np.array(b[start : start + d_out].T, order="C"))))  # [r, d_out], own memory
+        pairs.append(LoraPair(a, read_only(np.array(b[start : start + d_out].T, order="C"))))  # [r, d_out], own memory
         start += d_out
     return pairs
 
 
 def _slices(tensor: RawTensor | None, d_outs: tuple[int, ...], scale: float, what: str) -> list[NDArray[np.float32]]:
-    """One `[d_out]` vector per slice of the output, times `scale`; none for no tensor."""
+    """One `[d_out]` vector per slice of the output, times `scale`; [] if there is no tensor."""
     if tensor is None:
         return []
     if tensor.shape != (sum(d_outs),):
         raise AdapterMismatch(f"{what} is {list(tensor.shape)} but the module has {sum(d_outs)} outputs")
-    values = _scaled(_finite(tensor, what), scale, what)
+    values = _times_scale(_finite(tensor, what), scale, what)
     ends = np.cumsum(d_outs)
-    return [_read_only(part.copy()) for part in np.split(values, ends[:-1])]
+    return [read_only(part.copy()) for part in np.split(values, ends[:-1])]
 
 
-def _scaled(values: NDArray[np.float32], scale: float, what: str) -> NDArray[np.float32]:
+def _times_scale(values: NDArray[np.float32], scale: float, what: str) -> NDArray[np.float32]:
     """`values` times `scale` in float32, in place."""
-    with np.errstate(over="ignore", invalid="ignore"):  # the result is checked, with a name, below
+    with np.errstate(over="ignore", invalid="ignore"):  # checked below, with the module's name
         values *= np.float32(scale)
     if not np.isfinite(values).all():
         raise AdapterFormatError(f"{what} times its scale {scale} leaves float32; lower alpha")
@@ -290,13 +290,13 @@ def _scaled(values: NDArray[np.float32], scale: float, what: str) -> NDArray[np.
 
 
 def _times_power_of_two(values: Matrix, scale: float) -> Matrix | None:
-    """Finite bfloat16 values times `scale`, or None unless it is a power of two and every product a normal number."""
+    """Finite bfloat16 values times `scale`; None unless it is a power of two and every product a normal number."""
     mantissa, exponent = math.frexp(scale)
     if mantissa != 0.5:
         return None
     bits = values.view(np.uint16)
     magnitudes = bits & np.uint16(_MAGNITUDE)
-    step = (exponent - 1) << _MANTISSA_BITS  # what is added to the exponent, where it stands
+    step = (exponent - 1) << _MANTISSA_BITS  # added to the exponent bits
     largest, smallest = int(magnitudes.max()), int((magnitudes - np.uint16(1)).min()) + 1  # zeros wrap around
     if step == 0 or largest == 0:
         return values
@@ -307,16 +307,11 @@ def _times_power_of_two(values: Matrix, scale: float) -> Matrix | None:
 
 
 def _finite_as_saved(tensor: RawTensor, path: str, half: str) -> Matrix:
-    """As `_finite`, but bfloat16 stays as it is."""
+    """Like `_finite`, but bfloat16 stays bfloat16."""
     values = tensor.as_saved()
     if values.dtype == BFLOAT16 and int((values.view(np.uint16) & np.uint16(_MAGNITUDE)).max()) < _INFINITE:
         return values
     return _finite(tensor, path, half)
-
-
-def _read_only(values: Matrix) -> Matrix:
-    values.setflags(write=False)
-    return values
 
 
 def _finite(tensor: RawTensor, path: str, half: str = "") -> NDArray[np.float32]:

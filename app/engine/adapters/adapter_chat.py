@@ -1,7 +1,6 @@
-"""Conversations into token ids, as the base's chat template writes them or an adapter's own.
+"""Token ids of a conversation, written with the base's chat template or with an adapter's own.
 
-In: messages, the base's tokenizer and an adapter's text. Out: what of that text is not the base's, and token ids up to
-where the assistant answers. An adapter's template runs in a process of its own (`ChatTemplateSandbox`), the base's here.
+An adapter's template runs in a separate process (`ChatTemplateSandbox`), the base's in this one.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from app.engine.adapters.strict_json import short
 from app.engine.errors import AdapterMismatch, InvalidRequest
 from app.engine.models.chat.chat_template import check_variables
 from app.engine.models.chat.chat_template_sandbox import ChatTemplateSandbox
-from app.engine.models.chat.tool_call_formats import knows_tools, with_tools
+from app.engine.models.chat.tool_call_formats import supports_tools, with_tools
 from app.engine.models.tokenizers.tokenizer import Tokenizer
 
 
@@ -30,14 +29,15 @@ def encode_chat(
     tools: Sequence[Mapping[str, Any]] | None = None,
     extra: Mapping[str, Any] | None = None,
 ) -> list[int]:
-    """`tools`: None for a conversation that knows none, [] for one that has called some before. `extra`: further
-    variables of the template.
+    """Token ids of the prompt, up to where the assistant's answer begins.
 
-    Raises InvalidRequest where there is no template, it refuses the messages, or a variable is not a client's to set.
+    tools: None for a conversation without tools, [] if only earlier turns called some. extra: further template
+    variables. Raises InvalidRequest if there is no template, it refuses the messages, or a variable may not be set by a
+    client.
     """
     special = {name: token for name, token in (tokenizer.special_tokens | dict(own.special_tokens)).items() if token}
     check_variables(extra or (), special)
-    if tools is not None and not knows_tools(tool_template(tokenizer, own) or ""):
+    if tools is not None and not supports_tools(tool_template(tokenizer, own) or ""):
         messages, tools = with_tools(messages, tools), None
     if own.chat_template is None and not own.special_tokens:
         prompt = tokenizer.render_chat(messages, tools=tools, extra=extra)
@@ -50,35 +50,38 @@ def encode_chat(
 
 
 def tool_template(tokenizer: Tokenizer, own: AdapterTokenizer) -> str | None:
-    """The source of the template that writes conversations with tools: the adapter's own, or the base's."""
+    """Source of the template for conversations with tools: the adapter's own, or the base's."""
     return own.chat_template or tokenizer.tool_template
 
 
 class AdapterTokenizerCache:
-    """Takes out of adapters' texts what is the base's. Called from any thread; `load` is called once, when needed."""
+    """Removes from adapters' cards what equals the base's tokenizer. Thread-safe; `load` runs once, when first
+    needed.
+    """
 
     def __init__(self, load: Callable[[], Tokenizer]) -> None:
         self._load, self._lock = load, threading.Lock()
         self._base: Tokenizer | None = None
 
-    def of(self, card: AdapterCard) -> AdapterCard:
-        """The card with what is the adapter's own. Raises AdapterMismatch (`own_text`)."""
+    def strip_base(self, card: AdapterCard) -> AdapterCard:
+        """The card with only what is the adapter's own. Raises AdapterMismatch (see `own_tokenizer`)."""
         if not card.text:
             return card
         with self._lock:
             self._base = self._base or self._load()
-        return replace(card, text=own_text(AdapterTokenizer.parsed(card.text), self._base).to_json())
+        return replace(card, text=own_tokenizer(AdapterTokenizer.from_json(card.text), self._base).to_json())
 
-    def of_packed(self, packed: PackedAdapter) -> PackedAdapter:
-        """The same for one that is packed."""
-        card = self.of(packed.card)
+    def strip_base_packed(self, packed: PackedAdapter) -> PackedAdapter:
+        """The same for a packed adapter."""
+        card = self.strip_base(packed.card)
         return packed._replace(header=packed.header | {"card": packed.header["card"] | {"text": card.text}})
 
 
-def own_text(text: AdapterTokenizer, base: Tokenizer) -> AdapterTokenizer:
-    """What of `text` differs from the base's and matters to a prompt.
+def own_tokenizer(text: AdapterTokenizer, base: Tokenizer) -> AdapterTokenizer:
+    """The parts of `text` that differ from the base's and matter to a prompt.
 
-    AdapterMismatch names a token that the base's tokenizer does not have under the same id: nobody could send it.
+    Raises AdapterMismatch for a token that the base's tokenizer lacks or has under another id: no prompt could contain
+    it.
     """
     for token, token_id in text.added_tokens.items():
         found = base.token_id(token)

@@ -1,7 +1,7 @@
-"""What an adapter says about text: a chat template and special tokens of its own, in the tokenizer files beside it.
+"""An adapter's own chat template and special tokens, from the tokenizer files beside its weights.
 
-In: an adapter's folder, or the JSON that travels in its card. Out: `AdapterTokenizer`. Files are a stranger's: what is read
-of them is bounded and checked, and a template must parse. What of it is not the base's anyway is `chats`' to say.
+The files are untrusted: reads are bounded and checked, and a template must parse. `adapter_chat` decides what differs
+from the base's.
 """
 
 from __future__ import annotations
@@ -15,18 +15,17 @@ from app.engine.adapters.limits import ReadLimits, read_bounded
 from app.engine.adapters.strict_json import parse_object, short
 from app.engine.errors import AdapterFormatError, CheckpointError
 
-#: Files that a trainer saves beside an adapter and that are read here; what else lies there is not looked at.
+#: Tokenizer files that trainers save beside an adapter; other files in the folder are ignored.
 SMALL_TEXT_FILES = ("chat_template.jinja", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
 TEXT_FILES = (*SMALL_TEXT_FILES, "tokenizer.json")
 _ADDED = '"added_tokens":'
-#: tokenizer.json begins with its added tokens; of the rest (vocabulary, merges) nothing is read.
+#: tokenizer.json begins with its added tokens; its vocabulary and merges are not read.
 _HEAD_BYTES = 8 << 20
 
 
 class AdapterTokenizer(NamedTuple):
-    """chat_template: Jinja, or None. special_tokens: name → text ("eos_token" → "<|im_end|>"; "" for null).
-
-    added_tokens: text → id of tokens that are matched whole.
+    """chat_template: Jinja source or None. special_tokens: name → text ("eos_token" → "<|im_end|>"; "" for null).
+    added_tokens: text → id of tokens that are matched as a whole.
     """
 
     chat_template: str | None
@@ -34,12 +33,12 @@ class AdapterTokenizer(NamedTuple):
     added_tokens: Mapping[str, int]
 
     def to_json(self) -> str:
-        """Nothing for one that says nothing."""
+        """JSON, or "" if there is nothing to say."""
         return json.dumps(self._asdict(), sort_keys=True) if any(self) else ""
 
     @classmethod
-    def parsed(cls, text: str) -> AdapterTokenizer:
-        """What `to_json` made. AdapterFormatError for what it cannot have made."""
+    def from_json(cls, text: str) -> AdapterTokenizer:
+        """The opposite of `to_json`. Raises AdapterFormatError."""
         if not text:
             return cls(None, {}, {})
         found = parse_object(text.encode(), "the adapter's text")
@@ -54,18 +53,21 @@ class AdapterTokenizer(NamedTuple):
         return cls(template, special, added)
 
 
-def read_text(folder: Path, limits: ReadLimits) -> AdapterTokenizer:
-    """What the files in `folder` say; nothing where there are none. AdapterFormatError, AdapterTooLarge."""
+def read_adapter_tokenizer(folder: Path, limits: ReadLimits) -> AdapterTokenizer:
+    """What the files in `folder` say; empty if there are none. Raises AdapterFormatError, AdapterTooLarge."""
     config = _object(folder / "tokenizer_config.json", limits)
     older = {} if "added_tokens_decoder" in config else _object(folder / "special_tokens_map.json", limits)
     special = {
         key: token
         for key, value in (config | older).items()
-        if key.endswith("_token") and (token := _text_of(value)) is not None
+        if key.endswith("_token") and (token := _token_text(value)) is not None
     }
     added = dict(_object(folder / "added_tokens.json", limits))
     listed = config.get("added_tokens_decoder") or {}
-    entries = [*(_listed(listed) if isinstance(listed, dict) else [listed]), *_head(folder / "tokenizer.json", limits)]
+    entries = [
+        *(_decoder_entries(listed) if isinstance(listed, dict) else [listed]),
+        *_leading_added_tokens(folder / "tokenizer.json", limits),
+    ]
     for entry in entries:
         if not isinstance(entry, dict) or not isinstance(entry.get("content"), str):
             raise AdapterFormatError(
@@ -77,11 +79,11 @@ def read_text(folder: Path, limits: ReadLimits) -> AdapterTokenizer:
             raise AdapterFormatError(
                 f"the adapter's tokenizer has {short(text)} as {short(token_id)}, which is no token id"
             )
-    return AdapterTokenizer(_template(folder, config, limits), special, added)
+    return AdapterTokenizer(_read_template(folder, config, limits), special, added)
 
 
-def write_text(folder: Path, text: AdapterTokenizer) -> None:
-    """Files that say the same."""
+def write_adapter_tokenizer(folder: Path, text: AdapterTokenizer) -> None:
+    """Write files that `read_adapter_tokenizer` reads back."""
     if text.chat_template is not None:
         (folder / "chat_template.jinja").write_text(text.chat_template, encoding="utf-8")
     if text.special_tokens or text.added_tokens:
@@ -94,24 +96,24 @@ def _object(path: Path, limits: ReadLimits) -> dict[str, Any]:
     return parse_object(read_bounded(path, limits.max_header_bytes), f"'{path.name}'") if path.is_file() else {}
 
 
-def _text_of(value: object) -> str | None:
-    """A special token's text; "" for null, None for what is no token."""
+def _token_text(value: object) -> str | None:
+    """A special token's text; "" for null, None for anything else."""
     if isinstance(value, Mapping):
         value = value.get("content")
         return value if isinstance(value, str) else None
     return "" if value is None else value if isinstance(value, str) else None
 
 
-def _listed(table: Mapping[str, Any]) -> list[Any]:
-    """`added_tokens_decoder`: id → token, as entries with their ids."""
+def _decoder_entries(table: Mapping[str, Any]) -> list[Any]:
+    """`added_tokens_decoder` (id → token) as entries with their ids."""
     return [
         {**entry, "id": int(token_id) if token_id.isdecimal() else token_id} if isinstance(entry, dict) else entry
         for token_id, entry in table.items()
     ]
 
 
-def _head(path: Path, limits: ReadLimits) -> list[Any]:
-    """The added tokens of a tokenizer.json, without reading the vocabulary."""
+def _leading_added_tokens(path: Path, limits: ReadLimits) -> list[Any]:
+    """The added tokens at the start of a tokenizer.json; the vocabulary is not read."""
     if not path.is_file():
         return []
     if path.stat().st_size > limits.max_weight_bytes:
@@ -120,7 +122,7 @@ def _head(path: Path, limits: ReadLimits) -> list[Any]:
         head = file.read(_HEAD_BYTES).decode("utf-8", "ignore")
     start = head.find(_ADDED)
     try:
-        found = json.JSONDecoder().raw_decode(head, start + len(_ADDED) + _blanks(head, start + len(_ADDED)))[0]
+        found = json.JSONDecoder().raw_decode(head, start + len(_ADDED) + _num_blanks(head, start + len(_ADDED)))[0]
     except (ValueError, RecursionError) as error:
         raise AdapterFormatError(f"'{path.name}' does not begin with its added tokens: {str(error)[:200]}") from error
     if start < 0 or not isinstance(found, list):
@@ -128,11 +130,11 @@ def _head(path: Path, limits: ReadLimits) -> list[Any]:
     return found
 
 
-def _blanks(text: str, start: int) -> int:
+def _num_blanks(text: str, start: int) -> int:
     return len(text[start : start + 64]) - len(text[start : start + 64].lstrip())
 
 
-def _template(folder: Path, config: Mapping[str, Any], limits: ReadLimits) -> str | None:
+def _read_template(folder: Path, config: Mapping[str, Any], limits: ReadLimits) -> str | None:
     file = folder / "chat_template.jinja"
     template: object = config.get("chat_template")
     if file.is_file():

@@ -1,7 +1,7 @@
 """Names and facts of an adapter, without its weights.
 
-An `AdapterRef` is what travels with a request; an `AdapterCard` is what a list of adapters shows.
-Identity is `digest`, the hash of the contents; names are for people.
+An `AdapterRef` travels with a request; an `AdapterCard` describes the contents. The `digest` of the contents is the
+identity; names are for people.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from app.engine.wire_format import message
 @message
 @dataclass(frozen=True, slots=True)
 class AdapterRef:
-    """One generation of a named adapter. `digest` is hex SHA-256 of the canonical contents."""
+    """One generation of a named adapter. `digest` is the hex SHA-256 of the canonical contents."""
 
     name: str
     digest: str
@@ -31,13 +31,12 @@ class AdapterRef:
 class AdapterCard:
     """Facts about an adapter's contents.
 
-    `max_rank` is the largest rank over its modules in decoder layers, at least 1: the number of rank
-    rows it needs before rounding up. `targets` are module names ("q_proj", ...), sorted. `size_bytes` is its weights'
-    size in host memory; `extra_bytes` is what it holds on a device beside its rank rows (`extra_bytes`
-    in `app.engine.adapters.extra_weights`). `text` is `AdapterTokenizer` as JSON, "" for an adapter whose prompts are the base's.
-    `invocation_tokens`: the token ids from whose last occurrence in a prompt on the adapter is applied (activated LoRA,
-    `invocation_start`), () for one that is applied to all. `metadata` is what a card file says of the
-    adapter beside its description (version, author, …): a JSON object of texts, "" for none.
+    `max_rank`: the largest rank over its modules in decoder layers, at least 1: the rank rows it needs, before rounding
+    up. `targets`: module names ("q_proj", …), sorted. `size_bytes`: its weights in host memory. `extra_bytes`: device
+    memory besides its rank rows (`app.engine.adapters.extra_weights.extra_bytes`). `text`: its `AdapterTokenizer` as
+    JSON, "" if prompts are written as for the base. `invocation_tokens`: the adapter applies from their last occurrence
+    in a prompt (activated LoRA, `invocation_start`); () for an ordinary adapter. `metadata`: a card file's free
+    metadata (version, author, …) as a JSON object of strings, "" for none.
     """
 
     digest: str
@@ -54,7 +53,7 @@ class AdapterCard:
 
 
 def invocation_start(prompt: NDArray[np.int32], invocation: Sequence[int]) -> int | None:
-    """prompt: [n]. The index at which the last whole occurrence of `invocation` begins; None if there is none.
+    """The index at which the last complete occurrence of `invocation` in prompt [n] begins; None if there is none.
 
     This is PEFT's `calculate_alora_offsets`, which `generate` calls once, with the prompt (Greenewald et al. 2025,
     https://arxiv.org/abs/2504.12397): generated tokens are never searched.
@@ -70,7 +69,7 @@ def invocation_start(prompt: NDArray[np.int32], invocation: Sequence[int]) -> in
 
 
 def is_activated(prompt: Sequence[int], invocation: Sequence[int]) -> bool:
-    """Whether an adapter with this invocation, () for an ordinary one, is needed to answer a prompt.
+    """Whether a prompt needs an adapter with this invocation; () is an ordinary adapter, which always applies.
 
     A prompt without the invocation is answered by the base alone, even if the answer contains it; it takes no rows.
     """

@@ -1,9 +1,8 @@
-"""What an adapter does beside low-rank deltas: where, of which kind, with which values.
+"""An adapter's extra weights: what it changes besides low-rank deltas, as arrays for a device to lay out and apply.
 
-In: a `LoraAdapter`, its base's spec, and what only the base's weights can tell (`BaseWeights`). Out: `ExtraWeight`s: NumPy
-arrays that a device lays out and applies (`app.kernels.extra_weights.reference` defines how), and how many bytes they take.
-What can be computed once is computed here: a layer's module becomes `y = scale * (W x + B A x) + shift`, W the base's
-weight or the adapter's own, whether DoRA, trained biases, lora_bias or a replaced weight made it so.
+`app.kernels.extra_weights.reference` defines how they apply. What can be computed once is computed here: a module
+becomes `y = scale * (W x + B A x) + shift`, with W the base's weight or the adapter's own, whether DoRA, trained
+biases, lora_bias or a replaced weight is the cause.
 """
 
 from __future__ import annotations
@@ -30,14 +29,14 @@ from app.engine.models.weight_names import (
 
 Floats = NDArray[np.float32]
 
-#: Of a layer's module. weight: [d_out, d_in] in place of the base's. scale, shift: [d_out].
+#: Kinds for a layer's module. weight: [d_out, d_in], replaces the base's. scale, shift: [d_out].
 ModuleKind = Literal["weight", "scale", "shift"]
-#: Of the model, beside a `LayerNorm` of one layer, [H] or [head_dim]; each in place of the base's.
+#: Kinds for the whole model; a `LayerNorm` ([H] or [head_dim]) is one layer's. Each replaces the base's.
 #: final_norm: [H].
-#: embed_rows: [n, H] in place of the rows of embed_ids [n] (int64, ascending), or [V, H] where there are no ids.
-#: embed_a, embed_b: [V, r] and [r, H], so that token t gains b.T @ a[t].
-#: head_weight: [V, H]. head_rows: [n, H] in place of the rows of head_ids [n] (int64, ascending).
-#: head_a, head_b: [r, H] and [r, V], so that logits gain b.T @ (a @ x).
+#: embed_rows: [n, H], replaces the rows embed_ids [n] (int64, ascending), or [V, H] without embed_ids.
+#: embed_a, embed_b: [V, r] and [r, H]; token t gains b.T @ a[t].
+#: head_weight: [V, H]. head_rows: [n, H], replaces the rows head_ids [n] (int64, ascending).
+#: head_a, head_b: [r, H] and [r, V]; logits gain b.T @ (a @ x).
 ModelKind = Literal[
     "final_norm",
     "embed_rows",
@@ -53,14 +52,14 @@ ModelKind = Literal[
 MODULE_KINDS: tuple[ModuleKind, ...] = get_args(ModuleKind)
 
 _PANEL = 16
-#: The axis that devices round up to whole panels of 16, and that is so counted.
+#: The axis that devices pad to whole panels of 16; counted padded.
 _PADDED_AXES = {"weight": 0, "scale": 0, "shift": 0, "head_weight": 0, "head_rows": 0, "head_a": 0, "head_b": 1}
 
 
 class ExtraWeight(NamedTuple):
-    """One array. layer: None for the kinds of the whole model; target: None for all kinds but a module's.
+    """One array. layer: None for the whole model's kinds; target: set for a module's kinds only.
 
-    values are float32 (ids int64) or what the adapter was saved in, and may be the adapter's own memory.
+    values are float32 (ids int64) or the saved dtype, and may be the adapter's own memory.
     """
 
     kind: ModuleKind | LayerNorm | LatentNorm | ModelKind
@@ -70,7 +69,7 @@ class ExtraWeight(NamedTuple):
 
 
 class BaseWeights(Protocol):
-    """The base's modules, as a device keeps them."""
+    """The base's modules, as a device stores them."""
 
     def dora_scale(self, key: LoraKey, magnitude: Floats, pair: LoraPair) -> Floats:
         """m / ‖W + BA‖ [d_out] (`app.kernels.dora.reference`)."""
@@ -82,7 +81,7 @@ class BaseWeights(Protocol):
 
 
 def plan(adapter: LoraAdapter, spec: ModelSpec, base: BaseWeights) -> tuple[ExtraWeight, ...]:
-    """Everything the adapter has beside rank rows; nothing for plain LoRA."""
+    """All extra weights of the adapter; () for plain LoRA."""
     if not adapter.features:
         return ()
     return (
@@ -94,12 +93,11 @@ def plan(adapter: LoraAdapter, spec: ModelSpec, base: BaseWeights) -> tuple[Extr
 
 
 def extra_bytes(adapter: LoraAdapter, spec: ModelSpec) -> int:
-    """Bytes beside the rank rows, once the adapter is on a device: in float32, outputs rounded up to whole panels.
+    """Device bytes besides rank rows: float32, outputs padded to whole panels.
 
-    Experts' deltas are among them, as saved: each takes its own rank and nothing for experts that the adapter leaves
-    alone.
+    This includes experts' deltas, in the dtype they were saved in: each at its own rank, none for untouched experts.
     """
-    if EMBEDDING in adapter.replaced:  # rows are written into it: nothing to merge for the sake of a size
+    if EMBEDDING in adapter.replaced:  # its rows are written into that matrix: avoid the copy just for a size
         rows = {name: rows for name, rows in adapter.token_rows.items() if name != "embed_tokens"}
         adapter = replace(adapter, token_rows=rows)
     total = expert_bytes(adapter, spec)
@@ -113,8 +111,9 @@ def extra_bytes(adapter: LoraAdapter, spec: ModelSpec) -> int:
 
 
 def expert_bytes(adapter: LoraAdapter, spec: ModelSpec) -> int:
-    """Of deltas of experts and of heads of latents, as `extra_bytes` counts them: rows of a in panels of eight, columns
-    of b in panels of sixteen; a matrix that serves two modules counts once."""
+    """Bytes of the deltas of experts and of `kv_b_proj`'s heads, as `extra_bytes` counts them: rows of a in panels of
+    eight, columns of b in panels of sixteen. A matrix that two modules share counts once.
+    """
     pairs = [pair for key, pair in adapter.weights.items() if key.expert is not None]
     for key, pair in adapter.weights.items():
         if key.target in LATENT_B.targets:
@@ -126,7 +125,7 @@ def expert_bytes(adapter: LoraAdapter, spec: ModelSpec) -> int:
 
 
 def absorbed_pairs(pair: LoraPair, attention: AttentionSpec) -> tuple[list[LoraPair], list[LoraPair]]:
-    """A delta of `kv_b_proj` as deltas of the products that stand for it, head by head: of keys, and of values.
+    """A delta of `kv_b_proj` as per-head deltas of the modules that replace it (`absorbed_modules`): (keys, values).
 
     b.T @ a has a head's rows K of keys and V of values: K.T q = a.T @ (b_keys @ q), and V x = b_values.T @ (a @ x).
     """
@@ -139,7 +138,7 @@ def absorbed_pairs(pair: LoraPair, attention: AttentionSpec) -> tuple[list[LoraP
 
 
 class _NoValues:
-    """Stands for a base of which only the sizes matter."""
+    """Stands for a base when only sizes matter."""
 
     def __init__(self, spec: ModelSpec) -> None:
         self._spec = spec
@@ -153,11 +152,11 @@ class _NoValues:
 
 def _module_parts(adapter: LoraAdapter, spec: ModelSpec, base: BaseWeights) -> Iterator[ExtraWeight]:
     for layer in range(len(spec.layers)):
-        for product in layer_linear_modules(spec, layer):
-            if not product.has_rank_rows:
-                continue  # experts and heads of latents have low-rank deltas only: `build_adapter` refuses the rest
-            for target in product.targets:
-                key, path = LoraKey(layer, target), f"model.layers.{layer}.{product.kind.path(target)}"
+        for module in layer_linear_modules(spec, layer):
+            if not module.has_rank_rows:
+                continue  # experts and absorbed heads have low-rank deltas only: `build_adapter` refuses the rest
+            for target in module.targets:
+                key, path = LoraKey(layer, target), f"model.layers.{layer}.{module.kind.path(target)}"
                 weight, bias = adapter.replaced.get(f"{path}.weight"), adapter.replaced.get(f"{path}.bias")
                 magnitude, delta_bias = adapter.magnitudes.get(key), adapter.delta_biases.get(key)
                 if weight is not None:
@@ -166,10 +165,10 @@ def _module_parts(adapter: LoraAdapter, spec: ModelSpec, base: BaseWeights) -> I
                 if magnitude is not None:
                     scale = base.dora_scale(key, magnitude, adapter.weights[key])
                     yield ExtraWeight("scale", layer, target, scale)
-                # A base bias under a scale, or lost with the base's weight, has to be put right by a shift.
-                wrongs_bias = product.has_bias and (scale is not None or weight is not None)
+                # A shift corrects a base bias that gets scaled, or that is lost with the base's weight.
+                wrongs_bias = module.has_bias and (scale is not None or weight is not None)
                 if bias is not None or delta_bias is not None or wrongs_bias:
-                    d_out = product.widths[product.targets.index(target)]
+                    d_out = module.widths[module.targets.index(target)]
                     values = _shift(base.bias(key), scale, bias, delta_bias, d_out, has_weight=weight is not None)
                     yield ExtraWeight("shift", layer, target, values)
 
@@ -183,7 +182,7 @@ def _shift(
     *,
     has_weight: bool,
 ) -> Floats:
-    """What remains to be added [d_out] to scale * (W x + base bias + B A x), or to the own W x."""
+    """What to add [d_out] to scale * (W x + base bias + B A x), or to the adapter's own W x."""
     base = np.zeros(d_out) if base_bias is None else base_bias.astype(np.float64)
     factor = np.ones(d_out) if scale is None else scale.astype(np.float64)
     shift = base if bias is None else bias.astype(np.float64)
@@ -235,7 +234,7 @@ def _head_parts(adapter: LoraAdapter) -> Iterator[ExtraWeight]:
 
 
 def _token_rows(adapter: LoraAdapter, name: str) -> tuple[NDArray[np.int64], Floats]:
-    """(ids [n] ascending, rows [n, H]); n is 0 where the adapter has none."""
+    """(ids [n] ascending, rows [n, H]); n is 0 if the adapter has none."""
     if name not in adapter.token_rows:
         return np.zeros(0, np.int64), np.zeros((0, 0), np.float32)
     token_ids, rows = adapter.token_rows[name]

@@ -1,7 +1,6 @@
-"""How much an adapter may ask of its reader, and whose fault it is when a file cannot be read.
+"""Limits on what an adapter's files may cost to read, and errors that tell a bad file from a failing machine.
 
-In: sizes found in a file's header. Out: `AdapterTooLarge` or `AdapterFormatError` before memory is
-spent. Every reader checks these before it allocates anything that the file's author chose.
+Every reader checks these limits before it allocates anything whose size the file's author chose.
 """
 
 from __future__ import annotations
@@ -17,8 +16,8 @@ from pathlib import Path
 from app.engine.errors import AdapterError, AdapterFormatError, AdapterReadFailed, AdapterTooLarge
 
 MIB = 1 << 20
-#: Errors of a disk, of a network it is behind, and of a machine that has too much open or in memory: they may pass.
-MACHINES_ERRORS = frozenset(
+#: Errors of a disk or network, or of a machine out of memory or descriptors: they may be transient.
+TRANSIENT_ERRNOS = frozenset(
     {errno.EIO, errno.EINTR, errno.EBUSY, errno.ENFILE, errno.EMFILE, errno.ENOMEM, errno.ENOSPC}
     | {errno.ESTALE, errno.ETIMEDOUT, errno.ENOTCONN, errno.ECONNRESET, errno.ECONNABORTED, errno.ECONNREFUSED}
     | {errno.ENETDOWN, errno.ENETUNREACH, errno.EHOSTDOWN, errno.EHOSTUNREACH}
@@ -40,15 +39,15 @@ DEFAULT_LIMITS = ReadLimits()
 
 
 def reading_error(path: Path, error: OSError) -> AdapterError:
-    """What reading `path` met: `AdapterFormatError` for the file's fault, `AdapterReadFailed` for the machine's."""
-    if error.errno in MACHINES_ERRORS:
+    """`AdapterFormatError` if the file is at fault, `AdapterReadFailed` if the machine is."""
+    if error.errno in TRANSIENT_ERRNOS:
         return AdapterReadFailed(f"cannot read '{path.name}' now: {error.strerror}; try again later")
     return AdapterFormatError(f"cannot open '{path.name}': {error.strerror}")
 
 
 @contextlib.contextmanager
 def reading(path: Path) -> Iterator[None]:
-    """An `OSError` in here is a `reading_error`."""
+    """Turn an `OSError` into a `reading_error`."""
     try:
         yield
     except OSError as error:
@@ -56,7 +55,7 @@ def reading(path: Path) -> Iterator[None]:
 
 
 def regular_file_size(path: Path) -> int:
-    """The size of a regular file; anything else is an `AdapterFormatError`. AdapterReadFailed: see `reading_error`."""
+    """The size of a regular file; AdapterFormatError for anything else, AdapterReadFailed as in `reading_error`."""
     try:
         with reading(path):
             status = path.stat()
@@ -68,11 +67,10 @@ def regular_file_size(path: Path) -> int:
 
 
 def read_bounded(path: Path, max_bytes: int) -> bytes:
-    """The whole of a regular file of at most `max_bytes`; a pipe, device or folder is refused.
+    """The contents of a regular file of at most `max_bytes`; a pipe, device or folder is refused.
 
-    The size is taken from the open file, so a file that grows after the check is still bounded, and
-    one that is cut while it is read is an error instead of a fault in mapped memory. AdapterReadFailed: see
-    `reading_error`.
+    The size comes from the open file, so a file that grows after the check is still bounded, and a file that shrinks
+    while it is read is an error instead of a fault in mapped memory. AdapterReadFailed: see `reading_error`.
     """
     with reading(path):
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)

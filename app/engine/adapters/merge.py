@@ -1,9 +1,8 @@
-"""An adapter merged into its base: a folder of the base's own form, in which nothing of the adapter is left to apply.
+"""Merges an adapter into its base, as PEFT's `merge_and_unload` does.
 
-In: a base and an adapter on it. Out: a folder that transformers, and this service, load as a base of its own (what
-PEFT's `merge_and_unload` gives), or the base's tensors for an engine that serves this adapter alone. Sums are formed in
-float32; in a folder they are rounded to the type that each tensor is stored in, and of a GGUF base they stay as they
-are. Rule: what cannot be merged into the base's tensors is refused by name, and nothing is written then.
+The result is a folder that transformers and this service load as a base model, or tensors for an engine that serves
+only this adapter. Sums are float32; a folder rounds them to each tensor's stored dtype, and those of a GGUF base stay
+float32. What cannot be merged is refused by name before anything is written.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 from safetensors.numpy import save_file
 
-from app.engine.adapters.adapter import LoraAdapter, LoraKey, widened
+from app.engine.adapters.adapter import LoraAdapter, LoraKey, to_float32
 from app.engine.adapters.modules import Module, layer_modules
 from app.engine.errors import AdapterMismatch
 from app.engine.models.checkpoint import Checkpoint
@@ -28,14 +27,14 @@ from app.engine.models.moe_weight_layouts import canonical_module
 from app.engine.models.weight_names import expected_tensors
 from app.kernels.dora.reference import dora_scale
 
-#: Features that a merged folder can hold: the others need tensors that the base does not have.
+#: Features that a merged folder can represent; the others need tensors that the base lacks.
 MERGED = frozenset({"DoRA", "lora_bias", "trained norms", "trained biases", "trained linear weights"})
 
 
 def merge(checkpoint: Checkpoint, adapter: LoraAdapter, target: Path) -> int:
-    """Write the merged base into `target`, a new or empty folder; returns how many modules were merged.
+    """Write the merged base into `target`, a new or empty folder; returns the number of merged modules.
 
-    Raises AdapterMismatch for what cannot be merged, CheckpointError for a GGUF base that no folder can say.
+    Raises AdapterMismatch for what cannot be merged, CheckpointError for a GGUF base that no folder can represent.
     """
     if target.exists() and any(target.iterdir() if target.is_dir() else [target]):
         raise AdapterMismatch(f"'{target}' exists and is not an empty folder; name a new one")
@@ -52,7 +51,9 @@ def merge(checkpoint: Checkpoint, adapter: LoraAdapter, target: Path) -> int:
             shutil.copyfile(file, target / file.name)
     for file in sorted({tensor.file for tensor in stored.values()}):
         own = {name: tensor for name, tensor in stored.items() if tensor.file == file}
-        save_file(dict(_merged(read_tensors(own), adapter, table)), target / file.name, metadata={"format": "pt"})
+        save_file(
+            dict(_merge_tensors(read_tensors(own), adapter, table)), target / file.name, metadata={"format": "pt"}
+        )
     return len(adapter.weights)
 
 
@@ -67,16 +68,20 @@ def _merge_gguf(checkpoint: Checkpoint, adapter: LoraAdapter, target: Path) -> N
 
 
 def merged_checkpoint(checkpoint: Checkpoint, adapter: LoraAdapter) -> Checkpoint:
-    """The base with the adapter in its tensors, under its own digest. AdapterMismatch for what cannot be merged."""
+    """The base with the adapter merged into its tensors, under the base's digest. AdapterMismatch if it cannot be
+    merged.
+    """
     table = {path: module for path, module in layer_modules(checkpoint.spec).items() if not module.is_fused}
     _check(adapter, table, expected_tensors(checkpoint.spec).keys())
-    return replace(checkpoint, read=lambda: _merged(checkpoint.tensors(), adapter, table, in_float32=True))
+    return replace(checkpoint, tensors=lambda: _merge_tensors(checkpoint.tensors(), adapter, table, in_float32=True))
 
 
 def _check(adapter: LoraAdapter, table: dict[str, Module], stored: Collection[str]) -> None:
-    beyond = sorted(adapter.features - MERGED)
-    if beyond:
-        raise AdapterMismatch(f"{' and '.join(beyond)} cannot be merged into the base's tensors; serve the adapter")
+    unsupported = sorted(adapter.features - MERGED)
+    if unsupported:
+        raise AdapterMismatch(
+            f"{' and '.join(unsupported)} cannot be merged into the base's tensors; serve the adapter"
+        )
     if adapter.magnitudes and adapter.delta_biases:
         raise AdapterMismatch("DoRA with lora_bias cannot be merged; serve the adapter")
     found = {key for path, module in table.items() if f"{path}.weight" in stored for key in module.keys}
@@ -89,14 +94,14 @@ def _check(adapter: LoraAdapter, table: dict[str, Module], stored: Collection[st
         raise AdapterMismatch(f"the base's files have no tensor of their own for {missing[0]}; serve the adapter")
 
 
-def _merged(
+def _merge_tensors(
     tensors: Iterable[tuple[str, NDArray[Any]]],
     adapter: LoraAdapter,
     table: dict[str, Module],
     *,
     in_float32: bool = False,
 ) -> Iterator[tuple[str, NDArray[Any]]]:
-    """Every tensor by its own name, those that the adapter touches merged."""
+    """Every tensor by its own name, merged where the adapter touches it."""
     for name, tensor in tensors:
         path, _, kind = _canonical(name).rpartition(".")
         values = adapter.replaced.get(f"{path}.{kind}")
@@ -111,14 +116,14 @@ def _merged(
 
 
 def _canonical(name: str) -> str:
-    """The canonical name of a stored tensor: Mixtral's experts have older ones."""
+    """The canonical name of a stored tensor; Mixtral's experts have older names."""
     path, dot, kind = name.rpartition(".")
     return f"{canonical_module(path)}{dot}{kind}"
 
 
 def _weight(base: NDArray[np.float32], adapter: LoraAdapter, key: LoraKey) -> NDArray[np.float32]:
     """[d_out, d_in]: W + B A, times DoRA's scale."""
-    a, b = (widened(matrix) for matrix in adapter.weights[key])
+    a, b = (to_float32(matrix) for matrix in adapter.weights[key])
     summed: NDArray[np.float32] = base + b.T @ a
     if key in adapter.magnitudes:
         summed = summed * dora_scale(adapter.magnitudes[key], base, a, b)[:, None]

@@ -1,8 +1,7 @@
-"""Names of a base model's modules, as adapters spell them.
+"""Names of a base model's modules, as adapters spell them: path → (layer, targets, expert).
 
-In: a base's spec, or only the names in a file. Out: which (layer, targets, expert) each module path means. A fused
-path (`qkv_proj`, `gate_up_proj`) means several targets at once, in the order of its output rows; the same A serves all
-of them. Modules go by the transformers library's paths, an expert's by its number: "mlp.experts.3.down_proj".
+A fused path (`qkv_proj`, `gate_up_proj`) means several targets, in the order of its output rows, with one A for all of
+them. Paths are the transformers library's; an expert's has its number: "mlp.experts.3.down_proj".
 """
 
 from __future__ import annotations
@@ -29,10 +28,10 @@ from app.engine.models.spec import ModelSpec
 DECODER_LAYERS = "model.layers"
 #: Modules outside the layers that an adapter may name.
 OUTER_MODULES = ("model.embed_tokens", "lm_head")
-#: What comes behind an encoder's last hidden state, so that no embedding depends on it: `target_modules: ["dense"]` and
-#: "all-linear" train it along.
+#: Follows an encoder's last hidden state, so no embedding depends on it; but `target_modules: ["dense"]` and
+#: "all-linear" train it too.
 UNREAD_MODULE = "pooler.dense"
-#: What an encoder's adapters may do beyond plain LoRA.
+#: Features beyond plain LoRA that an encoder's adapters may have.
 ENCODER_FEATURES = frozenset({"DoRA", "lora_bias"})
 _LAYER = re.compile(r"(?:model\.layers|encoder\.layer)\.(\d{1,4})\.")
 _EXPERT = re.compile(r"model\.layers\.(\d{1,4})\.mlp\.experts\.(\d{1,4})\.")
@@ -40,7 +39,7 @@ _SHARED = re.compile(r"model\.layers\.\d{1,4}\.mlp\.(shared_experts?)[._]")
 
 
 class Module(NamedTuple):
-    """A linear module of a layer, and the targets whose rows its output holds, in order; of one expert, or None."""
+    """A linear module of a layer: the targets whose rows its output has, in order, and its expert or None."""
 
     layer: int
     targets: tuple[str, ...]
@@ -52,7 +51,6 @@ class Module(NamedTuple):
 
     @property
     def keys(self) -> tuple[LoraKey, ...]:
-        """Of its targets."""
         return tuple(LoraKey(self.layer, target, self.expert) for target in self.targets)
 
     def shape(self, spec: ModelSpec) -> tuple[int, tuple[int, ...]]:
@@ -67,14 +65,14 @@ def layer_modules(spec: ModelSpec) -> dict[str, Module]:
     return {
         path: module
         for layer in range(len(spec.layers))
-        for product in layer_linear_modules(spec, layer)
-        for expert in product.experts
-        for path, module in _modules(layers, product.kind, layer, expert)
+        for linear in layer_linear_modules(spec, layer)
+        for expert in linear.experts
+        for path, module in _modules(layers, linear.kind, layer, expert)
     }
 
 
 def assumed_modules(paths: Iterable[str]) -> dict[str, Module]:
-    """The same of a base that is not known: layers are those that the paths name, experts and all they come with."""
+    """The same for an unknown base: its layers and experts are those that the paths name."""
     found = list(paths)
     num_layers = 1 + max((int(match[1]) for match in map(_LAYER.match, found) if match), default=-1)
     if any(path.startswith(f"{ENCODER_LAYERS}.") for path in found):

@@ -1,9 +1,8 @@
-"""From what a client calls an adapter's place to a path this server may read.
+"""Resolves a client's adapter path to an existing path under a root that the operator allows.
 
-In: text from a request or a configuration, and the roots the operator allows. Out: an existing path
-under a root after every symbolic link is followed, or `UnsafeSource`. Outside the roots a path that
-exists and one that does not give the same answer. Whoever may write under a root is trusted not to
-swap links while we look; fetching from elsewhere is the sources' business.
+Symbolic links are followed first; anything outside the roots is `UnsafeSource`, with the same answer whether it exists
+or not. Whoever can write under a root is trusted not to swap links during the check. Remote sources are handled
+elsewhere.
 """
 
 from __future__ import annotations
@@ -18,16 +17,16 @@ from app.engine.adapters.strict_json import short
 from app.engine.errors import NotFound, UnsafeSource
 
 _MAX_CHARS = 4096
-#: As hubs call their repositories.
+#: A hub repository's name.
 _REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}", re.ASCII)
 _WAY_OUT = "put the adapter under one of them: adapters.roots, or LORA_PATH when the service is started"
 
 
 def resolve_adapter_path(path_or_name: str, roots: Sequence[Path]) -> Path:
-    """The adapter folder or card meant by `path_or_name`: absolute, or relative to the first root that has it.
+    """The adapter folder or card at `path_or_name`: absolute, or relative to the first root that has it.
 
-    Raises `UnsafeSource` for whatever leaves the roots (an absolute path elsewhere, "..", a link
-    out), and `NotFound` for a place under a root that does not exist.
+    Raises `UnsafeSource` for anything that leaves the roots (an absolute path elsewhere, "..", a link out), `NotFound`
+    for a path under a root that does not exist.
     """
     if not roots:
         raise UnsafeSource("this server reads no local adapters; set LORA_PATH to the folder that holds them")
@@ -35,15 +34,15 @@ def resolve_adapter_path(path_or_name: str, roots: Sequence[Path]) -> Path:
         raise UnsafeSource(
             f"{short(path_or_name)} is not a path: it is empty, over {_MAX_CHARS} characters or has a NUL"
         )
-    asked = Path(path_or_name)
-    if ".." in asked.parts:
+    requested = Path(path_or_name)
+    if ".." in requested.parts:
         raise UnsafeSource(f"{short(path_or_name)} contains '..'; name a folder under the server's adapter roots")
 
     real_roots = [_real(root) for root in roots]
     for root, real_root in zip(roots, real_roots, strict=True):
-        if real_root is None or (asked.is_absolute() and not _is_under(asked, (root.absolute(), real_root))):
+        if real_root is None or (requested.is_absolute() and not _is_under(requested, (root.absolute(), real_root))):
             continue
-        found = _real(root / asked)
+        found = _real(root / requested)
         if found is None:
             continue
         _check_inside(found, real_roots, path_or_name)
@@ -53,12 +52,12 @@ def resolve_adapter_path(path_or_name: str, roots: Sequence[Path]) -> Path:
                 if inner is not None:
                     _check_inside(inner, real_roots, f"{path_or_name}/{name}")
         return found
-    if asked.is_absolute() and not any(
-        _is_under(asked, (root.absolute(), real or root)) for root, real in zip(roots, real_roots, strict=True)
+    if requested.is_absolute() and not any(
+        _is_under(requested, (root.absolute(), real or root)) for root, real in zip(roots, real_roots, strict=True)
     ):
         raise UnsafeSource(f"{short(path_or_name)} is outside the server's adapter roots; {_WAY_OUT}")
     may_be_hubs = _REPOSITORY.fullmatch(path_or_name) and not any(
-        os.path.lexists(root / asked.parts[0]) for root in roots
+        os.path.lexists(root / requested.parts[0]) for root in roots
     )
     hint = f"; a repository of the hub is written 'hf://{path_or_name}@main'" if may_be_hubs else ""
     raise NotFound(f"there is no adapter at {short(path_or_name)} under the server's adapter roots{hint}")
@@ -76,6 +75,6 @@ def _is_under(path: Path, roots: Sequence[Path]) -> bool:
     return any(root != path and root in path.parents for root in roots)
 
 
-def _check_inside(real: Path, real_roots: Sequence[Path | None], asked: str) -> None:
+def _check_inside(real: Path, real_roots: Sequence[Path | None], requested: str) -> None:
     if not _is_under(real, [root for root in real_roots if root is not None]):
-        raise UnsafeSource(f"{short(asked)} leads outside the server's adapter roots; {_WAY_OUT}")
+        raise UnsafeSource(f"{short(requested)} leads outside the server's adapter roots; {_WAY_OUT}")

@@ -1,9 +1,8 @@
-"""Adapter tensors in 8 or 4 bits: storage only, always served as float32.
+"""Adapter tensors in 8 or 4 bits: a storage format only, served as float32.
 
-In: float32 values in storage order. Out: integers and one float32 scale per group of 64 consecutive
-values, and back. Symmetric: value = integer * scale, integers in -127..127 or -7..7, so zero stays
-zero. 4-bit values lie two to a byte, the first in the low half; an odd last byte's high half is 0.
-What the rounding does to an adapter's output is measured by `delta_error` and kept in its card.
+Each group of 64 consecutive values has one float32 scale. Symmetric: value = integer * scale, with integers in
+-127..127 or -7..7, so zero stays zero. Two 4-bit values share a byte, the first in the low half; an odd last byte's
+high half is 0. `delta_error` measures the effect on an adapter's output, and its card records it.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ _MAX_INTEGER = {"I8": 127, "I4": 7}
 
 
 class Quantization(NamedTuple):
-    """How an adapter was rounded: its type, and `delta_error` at its largest and on average over modules."""
+    """The dtype an adapter was rounded to, and the maximum and mean `delta_error` over its modules."""
 
     dtype: str
     max_error: float
@@ -33,7 +32,7 @@ def quantize(values: NDArray[np.float32], dtype: str) -> tuple[bytes, bytes]:
     groups.reshape(-1)[: flat.size] = flat
     limit = _MAX_INTEGER[dtype]
     scales = np.abs(groups).max(axis=1) / np.float32(limit)  # [G]
-    # A scale of 0 belongs to a group of zeros (or of values that vanish beside float32's range).
+    # A scale of 0 means a group of zeros (or of values below float32's range).
     divisors = np.where(scales > 0, scales, np.float32(1))
     integers = np.clip(np.rint(groups / divisors[:, None]), -limit, limit).astype(np.int8)
     integers = integers.reshape(-1)[: flat.size]
@@ -54,7 +53,7 @@ def dequantize(data: memoryview, scales: memoryview | bytes, dtype: str, num_val
     else:
         integers = np.frombuffer(data, np.int8).astype(np.float32)
     groups = np.repeat(np.frombuffer(scales, "<f4").astype(np.float32), GROUP)[:num_values]
-    with np.errstate(over="ignore", invalid="ignore"):  # a forged scale: the caller refuses what is not finite
+    with np.errstate(over="ignore", invalid="ignore"):  # a forged scale; the caller refuses values that are not finite
         return np.asarray(integers * groups, np.float32)
 
 
@@ -65,8 +64,8 @@ def num_groups(num_values: int) -> int:
 def delta_error(
     a: NDArray[np.float32], b: NDArray[np.float32], other_a: NDArray[np.float32], other_b: NDArray[np.float32]
 ) -> float:
-    """‖B'A' - BA‖ / ‖BA‖ (Frobenius), a `[r, d_in]`, b `[d_out, r]`: the relative RMS error of a module's
-    output on inputs of equal variance. The products are never formed; 0 for a delta that is 0 in both.
+    """‖B'A' - BA‖ / ‖BA‖ (Frobenius), a `[r, d_in]`, b `[d_out, r]`: the relative RMS error of a module's output on
+    inputs of equal variance. The products are never formed; 0 if both deltas are 0.
     """
     size = _frobenius(a, b)
     left = np.concatenate([other_b, -b], axis=1)

@@ -1,9 +1,8 @@
-"""An adapter as it was saved: raw tensors and numbers, before it meets a base model.
+"""An adapter as it was saved: raw tensors and numbers, before it is checked against a base model.
 
-Every reader (PEFT folder, Arrow card) produces a `RawAdapter`; `build_adapter` turns one into
-what is served. Tensors keep the bytes and the type they were saved in, so a format can be converted
-to another and back without changing a bit. The digest is taken here, because it must not depend on
-the format, on the order of the tensors or on anybody's comments.
+Every reader (PEFT folder, Arrow card) produces a `RawAdapter`, and `build_adapter` turns it into what is served.
+Tensors keep the bytes and the dtype they were saved in, so converting to another format and back changes no bit. The
+digest is computed here, because it must not depend on the format, on the order of tensors or on descriptions.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from app.engine.adapters.adapter import BFLOAT16, Matrix
 from app.engine.adapters.quantize import dequantize
 from app.engine.errors import AdapterFormatError
 
-#: Bytes per element of the types a trained tensor may have, by safetensors name.
+#: Bytes per element of the dtypes that a trained tensor may have, by safetensors name.
 DTYPE_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 
 #: Bits per element of quantised storage (Arrow cards only); see `app.engine.adapters.quantize`.
@@ -36,7 +35,7 @@ _DIGEST_DOMAIN = b"polylora/adapter/v1"
 class RawTensor:
     """A tensor's raw little-endian bytes. `data` is C-contiguous, `raw_size_bytes(dtype, shape)` long.
 
-    `scales` holds one float32 per group of a quantised tensor and is empty for the others.
+    `scales` has one float32 per group of a quantised tensor and is empty for others.
     """
 
     dtype: str
@@ -45,9 +44,9 @@ class RawTensor:
     scales: memoryview | bytes = b""
 
     def to_float32(self) -> NDArray[np.float32]:
-        """The values as an own, aligned float32 array of `shape`; exact for F32, F16 and BF16, rounded from F64.
+        """The values as a new, aligned float32 array of `shape`: exact for F32, F16 and BF16, rounded from F64.
 
-        What float32 cannot hold becomes infinite.
+        Values beyond float32's range become infinite.
         """
         if self.dtype in QUANTIZED_BITS:
             return dequantize(self.data, self.scales, self.dtype, math.prod(self.shape)).reshape(self.shape)
@@ -56,11 +55,11 @@ class RawTensor:
             bits <<= np.uint32(16)
             return bits.view(np.float32).reshape(self.shape)
         kind = {"F64": "<f8", "F32": "<f4", "F16": "<f2"}[self.dtype]
-        with np.errstate(over="ignore"):  # whoever reads the values refuses what is not finite
+        with np.errstate(over="ignore"):  # the caller refuses values that are not finite
             return np.frombuffer(self.data, dtype=kind).astype(np.float32).reshape(self.shape)
 
     def as_saved(self) -> Matrix:
-        """Aligned, and a view of the bytes if it can be, for BF16; `to_float32` for the others."""
+        """BF16 as an aligned array, a view if possible; `to_float32` for other dtypes."""
         if self.dtype != "BF16":
             return self.to_float32()
         values: Matrix = np.frombuffer(self.data, dtype="<u2").view(BFLOAT16)
@@ -68,7 +67,7 @@ class RawTensor:
 
 
 def raw_size_bytes(dtype: str, shape: tuple[int, ...]) -> int:
-    """How many bytes hold a tensor of `shape`, without its scales."""
+    """Bytes of a tensor of `shape`, without its scales."""
     bits = QUANTIZED_BITS.get(dtype) or 8 * DTYPE_BYTES[dtype]
     return -(-math.prod(shape) * bits // 8)
 
@@ -77,8 +76,8 @@ def raw_size_bytes(dtype: str, shape: tuple[int, ...]) -> int:
 class RawModule:
     """One module's pair as saved: a `[r, d_in]`, b `[d_out, r]` (PEFT's orientation).
 
-    `path` is the module's name in the base model, e.g. "model.layers.0.self_attn.q_proj". An embedding
-    counts as a module from V tokens to H. `magnitude` is DoRA's m and `bias` lora_B's, both `[d_out]`.
+    `path` is the module's name in the base model ("model.layers.0.self_attn.q_proj"). An embedding maps V tokens to H.
+    `magnitude` is DoRA's m and `bias` lora_B's, both `[d_out]`.
     """
 
     path: str
@@ -110,11 +109,11 @@ class RawTokenRows:
 
 @dataclass(frozen=True, slots=True)
 class RawAdapter:
-    """Modules sorted by path, each path once. `parameters` are base tensors replaced, sorted by name.
+    """Modules sorted by path, each path once. `parameters` are base tensors that are replaced, sorted by name.
 
-    The weight of an embedding or lm_head that also has a LoRA is the base's matrix, saved along with it: where a
-    base ties the two, it stands for both. One that is replaced alone stands for itself. `invocation_tokens` and
-    `metadata`: as `AdapterCard` has them.
+    A weight of the embedding or lm_head that also has a LoRA is the base's matrix saved along with it; where a base
+    ties the two, it stands for both. One without a LoRA replaces its own end only. `invocation_tokens` and `metadata`:
+    see `AdapterCard`.
     """
 
     modules: tuple[RawModule, ...]
@@ -137,8 +136,8 @@ class RawAdapter:
 def content_digest(adapter: RawAdapter, base_digest: str) -> str:
     """Hex SHA-256 of everything that changes the output: base, scales, tensors.
 
-    Each field is preceded by its length, so no two different adapters give the same bytes to hash,
-    and the domain keeps these hashes apart from every other use of SHA-256 in the project.
+    Each field is preceded by its length, so different adapters never hash the same bytes; the domain tag separates
+    these hashes from the project's other uses of SHA-256.
     """
     digest = hashlib.sha256()
 

@@ -1,7 +1,6 @@
-"""JSON without surprises: a repeated key, NaN, or a nest too deep is an error.
+"""Strict JSON: a repeated key, NaN or too deep nesting is an error.
 
-In: bytes from an untrusted file. Out: an object as a dict. `json.loads` alone keeps the last of two
-equal keys, so two readers of one file could disagree about what it says.
+`json.loads` alone keeps the last of two equal keys, so two readers of one file could disagree about its contents.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from app.engine.errors import AdapterFormatError
 
 
 def parse_object(contents: bytes, what: str) -> dict[str, Any]:
-    """The JSON object in `contents`; `what` names the file in errors (`AdapterFormatError`)."""
+    """The JSON object in `contents`; `what` names the file in errors (AdapterFormatError)."""
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         found = dict(pairs)

@@ -20,7 +20,7 @@ from app.engine.models.linear_modules import (
     LATENT_KEYS,
     LATENT_VALUES,
     paged_modules,
-    single_modules,
+    shared_table_modules,
     stacked_modules,
     targets_of,
 )
@@ -56,7 +56,7 @@ class AdapterLayout(NamedTuple):
     """matrices: those of the adapter's modules that every token uses, and how they will lie in `num_rows` rank rows.
     ranks: [L, N] int32, 0 for untouched modules.
 
-    Modules are numbered as in `targets_of` the model's `single_modules`; layers by their places among those that have
+    Modules are numbered as in `targets_of` the model's `shared_table_modules`; layers by their places among those that have
     the module. experts: None where the adapter leaves all experts alone.
     """
 
@@ -73,16 +73,16 @@ class PreparedRows:
     def __init__(self, spec: ModelSpec) -> None:
         stacked = stacked_modules(spec)
         self._num_layers, self._row_bytes = len(spec.layers), row_bytes(spec)
-        self._numbers = {target: number for number, target in enumerate(targets_of(single_modules(stacked)))}
+        self._numbers = {target: number for number, target in enumerate(targets_of(shared_table_modules(stacked)))}
         self._spec = spec
         self._expert_products = {
-            target: (n, one.product) for n, one in enumerate(paged_modules(spec)) for target in one.product.targets
+            target: (n, one.module) for n, one in enumerate(paged_modules(spec)) for target in one.module.targets
         }
         self._places = {
             (layer, target): place
             for one in stacked
             for place, layer in enumerate(one.layers)
-            for target in one.product.targets
+            for target in one.module.targets
         }
         self._rows: WeakKeyDictionary[LoraAdapter, AdapterLayout] = WeakKeyDictionary()
 

@@ -42,7 +42,7 @@ class EncoderBackend(AdapterBackend):
         """`tensors` yields each weight once. Raises CheckpointError for a missing tensor."""
         assert spec.encoder is not None
         self.spec = spec
-        self._first_place = spec.encoder.first_place
+        self._first_place = spec.encoder.first_position
         self._prepared = PreparedRows(spec)
         self.limits = limits_of(config, 0, self._prepared)
         attention = spec.layers[0].attention
@@ -97,16 +97,16 @@ class EncoderBackend(AdapterBackend):
                 delattr(self, name)
 
 
-def _places(token_ids: NDArray[np.int32], query_starts: NDArray[np.int32], first_place: int) -> NDArray[np.int32]:
-    """[T] rows of the table of places: of whole texts, which begin at query_starts, each from `first_place` on.
+def _places(token_ids: NDArray[np.int32], query_starts: NDArray[np.int32], first_position: int) -> NDArray[np.int32]:
+    """[T] rows of the table of places: of whole texts, which begin at query_starts, each from `first_position` on.
 
     Where that is not 0, the row before it and the token of the same number are padding's, as transformers'
     `create_position_ids_from_input_ids` has it: such a token in a text takes that row, and none of the text's own.
     """
-    counts = token_ids != first_place - 1  # [T]
+    counts = token_ids != first_position - 1  # [T]
     places = np.cumsum(counts)
     places -= np.repeat((places - counts)[query_starts[:-1]], np.diff(query_starts))  # from 1 in each text
-    return (places * counts + (first_place - 1)).astype(np.int32)
+    return (places * counts + (first_position - 1)).astype(np.int32)
 
 
 def _packed(

@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from app.engine.adapters.adapter import LoraAdapter, LoraKey, LoraPair, widened
+from app.engine.adapters.adapter import LoraAdapter, LoraKey, LoraPair, to_float32
 from app.engine.adapters.extra_weights import ExtraWeight, plan
 from app.engine.cpu.weights import PackedModules
-from app.engine.models.linear_modules import single_modules, stacked_modules, target_shape, targets_of
+from app.engine.models.linear_modules import shared_table_modules, stacked_modules, target_shape, targets_of
 from app.engine.models.spec import ModelSpec
 from app.kernels.dora.cpu import dora_scale
 from app.kernels.extra_weights.cpu import ATTENTION_NORM, K_NORM, MLP_NORM, Q_NORM, empty_tables
@@ -35,7 +35,7 @@ class AdapterExtras:
 
     def __init__(self, spec: ModelSpec, base: PackedModules, max_loras: int, team: ThreadTeam) -> None:
         self._spec, self._base, self._team = spec, base, team
-        self._targets = targets_of(single_modules(stacked_modules(spec)))
+        self._targets = targets_of(shared_table_modules(stacked_modules(spec)))
         self._held: dict[int, list[NDArray[np.generic]]] = {}
         self.tables = empty_tables(len(spec.layers), max_loras, len(self._targets))
 
@@ -74,7 +74,7 @@ class AdapterExtras:
 
     def dora_scale(self, key: LoraKey, magnitude: Floats, pair: LoraPair) -> Floats:
         """See `BaseWeights.dora_scale`."""
-        return dora_scale(self._team, magnitude, self._base.panels(key), widened(pair.a), widened(pair.b))
+        return dora_scale(self._team, magnitude, self._base.panels(key), to_float32(pair.a), to_float32(pair.b))
 
     def bias(self, key: LoraKey) -> Floats | None:
         """See `BaseWeights.bias`."""

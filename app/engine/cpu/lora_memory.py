@@ -25,7 +25,7 @@ from app.engine.models.linear_modules import (
     LATENT_KEYS,
     LATENT_VALUES,
     LinearModule,
-    Stacked,
+    StackedModule,
     paged_modules,
     stacked_modules,
     targets_of,
@@ -59,8 +59,8 @@ class LoraMemory:
     """One set of tables for all adapters, and those of adapters' experts."""
 
     def __init__(self, spec: ModelSpec, num_rows: int, num_slots: int) -> None:
-        singles = [one for one in stacked_modules(spec) if one.product.has_rank_rows]
-        self._targets = targets_of(one.product for one in singles)
+        singles = [one for one in stacked_modules(spec) if one.module.has_rank_rows]
+        self._targets = targets_of(one.module for one in singles)
         self._row_bytes = row_bytes(spec)
         #: Holds every adapter's rank rows, [num_rows * row_bytes].
         self.memory = np.zeros(num_rows * self._row_bytes, np.uint8)
@@ -68,14 +68,14 @@ class LoraMemory:
         self._a, self._b = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
         self._ranks = np.zeros(shape, np.int32)
         self._in_bf16 = np.zeros(num_slots, np.bool_)
-        self._depths = np.array([one.product.d_in for one in singles for _ in one.product.targets])
-        self._num_panels = np.array([width // PANEL for one in singles for width in one.product.padded_widths(PANEL)])
+        self._depths = np.array([one.module.d_in for one in singles for _ in one.module.targets])
+        self._num_panels = np.array([width // PANEL for one in singles for width in one.module.padded_widths(PANEL)])
         mixed = paged_modules(spec)
         self._experts = MoeLoraMemory(mixed, num_slots)
         asked_for = _ASKED_FOR_BESIDE_EXPERTS if mixed else _ASKED_FOR
         if spec.encoder is not None:
             asked_for = _ENCODER_ASKED_FOR
-        rows = {one.product.name: self._product_rows(one.product, asked_for) for one in singles}
+        rows = {one.module.name: self._product_rows(one.module, asked_for) for one in singles}
         #: `AdapterTables`, or an encoder's `EncoderTables`.
         self.tables: Any = self._decoder_tables(rows) if spec.encoder is None else EncoderTables(**rows)
 
@@ -171,7 +171,7 @@ class LoraMemory:
 class MoeLoraMemory:
     """Rank rows of experts, and of heads of latents (`paged_modules`), by layer, slot and expert."""
 
-    def __init__(self, stacked: tuple[Stacked, ...], num_slots: int) -> None:
+    def __init__(self, stacked: tuple[StackedModule, ...], num_slots: int) -> None:
         """stacked: the products that have experts, in the order of `ExpertMatrices.products`."""
         in_bf16 = np.zeros(num_slots, np.bool_)
         #: By the product's name.

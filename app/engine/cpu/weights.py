@@ -25,10 +25,10 @@ from app.engine.models.linear_modules import (
     LATENT_B,
     LATENT_KEYS,
     LATENT_VALUES,
-    Stacked,
+    StackedModule,
     linear_module_of,
     paged_modules,
-    single_modules,
+    shared_table_modules,
     stacked_modules,
 )
 from app.engine.models.spec import ModelSpec, RopeSpec
@@ -55,7 +55,7 @@ Floats = NDArray[np.float32]
 
 def decoder_sizes(spec: ModelSpec) -> cpu_decoder.Sizes:
     """Raises CheckpointError for layers whose attention is of unequal size."""
-    first, qkv = spec.layers[0], stacked_modules(spec)[0].product
+    first, qkv = spec.layers[0], stacked_modules(spec)[0].module
     q_size, kv_size = (0, 0) if first.attention.latent is not None else qkv.padded_widths(PANEL)[:2]
     routers = [layer.experts.router for layer in spec.layers if layer.experts is not None]
     return cpu_decoder.Sizes(
@@ -85,7 +85,7 @@ class PackedModules:
 
     def __init__(self, spec: ModelSpec, weights: cpu_decoder.Weights | EncoderWeights) -> None:
         stacked = stacked_modules(spec)
-        self._products, self._weights = single_modules(stacked), weights
+        self._products, self._weights = shared_table_modules(stacked), weights
         self._layers = {product.name: layers for product, layers in stacked}
 
     def panels(self, key: LoraKey) -> Floats:
@@ -147,9 +147,9 @@ class WeightPacker:
         }
         self._stacks = {"head": StackWriter((1, spec.vocab_size, hidden), storage, team)}
         self._places: dict[str, tuple[str, int, int]] = {}  # module -> product, place in its stack, first column in it
-        absorbed = [one for one in paged_modules(spec) if one.product not in [other.product for other in stacked]]
+        absorbed = [one for one in paged_modules(spec) if one.module not in [other.module for other in stacked]]
         for one in (*stacked, *absorbed):
-            if one.product.kind is not LATENT_B:
+            if one.module.kind is not LATENT_B:
                 self._make_room(one, storage, team)
         self._constants: dict[str, NDArray[Any]] = {
             "cos": cos,
@@ -160,7 +160,7 @@ class WeightPacker:
         }
         self._norms: dict[str, str] = {path: name for name, path in (LAYER_NORMS | LATENT_NORMS | POST_NORMS).items()}
 
-    def _make_room(self, stacked: Stacked, storage: WeightDtype, team: ThreadTeam) -> None:
+    def _make_room(self, stacked: StackedModule, storage: WeightDtype, team: ThreadTeam) -> None:
         """For one product of the layers that have it, and of each of its experts."""
         product, layers = stacked
         width, experts = product.width(PANEL), product.experts

@@ -19,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from app.engine.adapters.adapter import LoraAdapter, Matrix, widened
+from app.engine.adapters.adapter import LoraAdapter, Matrix, to_float32
 from app.engine.cuda.lora_tables import Layout, LoraTables
 from app.engine.cuda.moe_lora_tables import MoeLoraTables, Placed
 from app.engine.errors import AdapterMismatch, AdapterWriteFailed
@@ -189,7 +189,7 @@ class AdapterTables:
             end = min(first + size, len(memory))
             parts = []
             for array, start in matrices[bisect_right(ends, first) : bisect_left(starts, end)]:
-                flat = np.ascontiguousarray(widened(array)).reshape(1, -1)
+                flat = np.ascontiguousarray(to_float32(array)).reshape(1, -1)
                 parts.append((flat[:, max(first - start, 0) : end - start], max(start - first, 0)))
             piece = self._rounded(tasks_of(parts), end - first, sent)
             self._copy(memory[first:end], piece, sent)

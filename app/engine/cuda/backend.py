@@ -34,7 +34,7 @@ from app.engine.cuda.sampling import sample
 from app.engine.cuda.step import Step, StepShape, StepVector
 from app.engine.cuda.weights import Weights, load_weights
 from app.engine.errors import AdapterTooLarge, OutOfDeviceMemory
-from app.engine.models.linear_modules import single_modules, stacked_modules
+from app.engine.models.linear_modules import shared_table_modules, stacked_modules
 from app.engine.models.spec import ModelSpec
 
 _LOGGER = logging.getLogger(__name__)
@@ -54,7 +54,7 @@ class CudaBackend:
         kernels: Kernels = TRITON,
     ) -> None:
         """Raises CheckpointError for tensors that do not fit the spec, OutOfDeviceMemory for sizes that do not fit."""
-        self._products = single_modules(stacked_modules(spec))
+        self._products = shared_table_modules(stacked_modules(spec))
         self.spec = spec
         self._device = device
         cuda = config.section(CudaConfig)

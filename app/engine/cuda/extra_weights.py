@@ -14,10 +14,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from app.engine.adapters.adapter import LoraAdapter, LoraKey, LoraPair, widened
+from app.engine.adapters.adapter import LoraAdapter, LoraKey, LoraPair, to_float32
 from app.engine.adapters.extra_weights import MODULE_KINDS, ExtraWeight, plan
 from app.engine.cuda.weights import Weights, to_tensor
-from app.engine.models.linear_modules import LinearModule, linear_module_of, single_modules, stacked_modules
+from app.engine.models.linear_modules import LinearModule, linear_module_of, shared_table_modules, stacked_modules
 from app.engine.models.spec import ModelSpec
 from app.engine.models.weight_names import LATENT_NORMS, LAYER_NORMS, LatentNorm, LayerNorm
 
@@ -36,7 +36,7 @@ class CudaExtras:
     def __init__(self, spec: ModelSpec, weights: Weights, dora_scale: Callable[..., Tensor]) -> None:
         """dora_scale: see `app.kernels.dora.torch`."""
         self._spec, self._dora_scale = spec, dora_scale
-        self._products = single_modules(stacked_modules(spec))
+        self._products = shared_table_modules(stacked_modules(spec))
         self._weights = weights
         self._held: dict[int, Parts] = {}
         self._device, self._dtype = weights.embedding.device, weights.embedding.dtype
@@ -65,7 +65,9 @@ class CudaExtras:
         """See `BaseWeights.dora_scale`."""
         product = linear_module_of(self._products, key.target)
         weight = self._weights.layers[key.layer].products[product.name][product.columns(key.target)]
-        operands = (to_tensor(values).to(self._device) for values in (magnitude, widened(pair.a), widened(pair.b)))
+        operands = (
+            to_tensor(values).to(self._device) for values in (magnitude, to_float32(pair.a), to_float32(pair.b))
+        )
         magnitude_, a, b = operands
         scale: NDArray[np.float32] = self._dora_scale(magnitude_, weight, a, b).cpu().numpy()
         return scale

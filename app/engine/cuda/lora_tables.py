@@ -44,7 +44,7 @@ class LoraTables:
         self, spec: ModelSpec, num_rows: int, max_slots: int, device: torch.device, dtype: torch.dtype
     ) -> None:
         """Raises CheckpointError for layers that differ in what is not their feed-forward."""
-        self._stacked = tuple(one for one in stacked_modules(spec) if one.product.has_rank_rows)
+        self._stacked = tuple(one for one in stacked_modules(spec) if one.module.has_rank_rows)
         self._places = {
             (layer, target): (product, place)
             for product, layers in self._stacked
@@ -114,5 +114,5 @@ class LoraTables:
     def _empty(self) -> dict[str, NDArray[np.int64]]:
         """Zeros [L, N] by product."""
         return {
-            one.product.name: np.zeros((len(one.layers), len(one.product.targets)), np.int64) for one in self._stacked
+            one.module.name: np.zeros((len(one.layers), len(one.module.targets)), np.int64) for one in self._stacked
         }

@@ -1,9 +1,7 @@
-"""One way to open a base model, whatever it is stored as.
+"""Opens a base model: a GGUF file, or a Hugging Face folder with config.json and safetensors.
 
-In: a GGUF file, or a Hugging Face folder with config.json and safetensors. Out: a `Checkpoint`: its
-spec, and its tensors under canonical names, streamed one at a time. A checkpoint that is returned is
-complete: every tensor the spec implies is there, in its shape, and none is left over.
-NumPy only; backends convert.
+A `Checkpoint` has the spec and streams its tensors under canonical names, one at a time, as NumPy arrays. It is
+complete: every tensor that the spec implies is there, in its shape, and none is left over.
 """
 
 from __future__ import annotations
@@ -34,21 +32,20 @@ from app.engine.models.weight_names import EMBEDDING, LM_HEAD, check_tensors
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A complete base model. `tokenizer_source` is what `load_tokenizer` takes."""
+    """A complete base model. `tokenizer_source` is the argument of `load_tokenizer`.
+
+    tensors(): (canonical name, values [d_out, d_in] or [d]) in the stored dtype; GGUF as float32.
+    """
 
     spec: ModelSpec
     tokenizer_source: Path
-    read: Callable[[], Iterator[tuple[str, NDArray[Any]]]]
-
-    def tensors(self) -> Iterator[tuple[str, NDArray[Any]]]:
-        """(canonical name, values [d_out, d_in] or [d]) in the stored dtype; GGUF as float32."""
-        return self.read()
+    tensors: Callable[[], Iterator[tuple[str, NDArray[Any]]]]
 
 
 def open_model(uri: str, name: str) -> Checkpoint:
-    """Open the base model at `uri` under this name; it is fetched first, once per machine, if it is elsewhere.
+    """Open the base model at `uri` under this name, downloading it once per machine if necessary.
 
-    Reads the description, not the weights, until somebody asks for tensors. Raises SourceError, CheckpointError.
+    Only `tensors` reads the weights. Raises SourceError, CheckpointError.
     """
     return load_checkpoint(resolve_model(uri), name)
 
@@ -56,7 +53,7 @@ def open_model(uri: str, name: str) -> Checkpoint:
 def load_checkpoint(path: Path | str, name: str | None = None) -> Checkpoint:
     """Open a base model; `name` is for people and defaults to the file's or folder's.
 
-    CheckpointError names what is missing, unexpected, mis-shaped or not understood.
+    CheckpointError names what is missing, unexpected, mis-shaped or unknown.
     """
     path = Path(path)
     if path.is_dir():
@@ -79,19 +76,17 @@ def _load_folder(folder: Path, name: str) -> Checkpoint:
     stored = {key: value for key, value in stored_tensors(folder).items() if not _is_rotary_buffer(key)}
     if is_encoder(config):
         return _load_encoder(folder, name, config, stored)
-    files = sorted({tensor.file for tensor in stored.values()})
-    parts = [("config.json", hashlib.sha256((folder / "config.json").read_bytes()).hexdigest())]
-    parts += [(file.name, file_sha256(file)) for file in files]
-    spec = spec_from_config(config, name, base_digest(parts), read_json(generation) if generation.is_file() else None)
+    digest = _folder_digest(folder, stored)
+    spec = spec_from_config(config, name, digest, read_json(generation) if generation.is_file() else None)
     spec = replace(spec, pooling=folder_pooling(folder) or spec.pooling)
     if spec.tie_embeddings and LM_HEAD in stored:
-        _check_tied(stored)
+        _check_tied_values(stored)
         del stored[LM_HEAD]
     shapes = {key: value.shape for key, value in stored.items()}
     shapes_of: Callable[[dict[str, tuple[int, ...]]], dict[str, tuple[int, ...]]] = canonical_shapes
     tensors_of: Callable[[Iterator[tuple[str, NDArray[Any]]]], Iterator[tuple[str, NDArray[Any]]]] = canonical_tensors
     if spec.family in gemma.FAMILIES:
-        shapes_of, tensors_of = gemma.renamed, gemma.canonical_tensors
+        shapes_of, tensors_of = gemma.canonical_names, gemma.canonical_tensors
     elif spec.family == gpt_oss.FAMILY:
         shapes_of, tensors_of = gpt_oss.canonical_shapes, gpt_oss.canonical_tensors
     check_tensors(spec, shapes_of(shapes))
@@ -99,22 +94,25 @@ def _load_folder(folder: Path, name: str) -> Checkpoint:
 
 
 def _load_encoder(folder: Path, name: str, config: Mapping[str, Any], stored: dict[str, TensorPlace]) -> Checkpoint:
-    files = sorted({tensor.file for tensor in stored.values()})
-    parts = [("config.json", hashlib.sha256((folder / "config.json").read_bytes()).hexdigest())]
-    parts += [(file.name, file_sha256(file)) for file in files]
-    spec = encoder_spec(config, name, base_digest(parts), folder_pooling(folder) or "mean")
+    spec = encoder_spec(config, name, _folder_digest(folder, stored), folder_pooling(folder) or "mean")
     names = without_heads(stored)
     check_tensors(spec, {plain: stored[key].shape for key, plain in names.items()})
     own = {key: stored[key] for key in names}
     return Checkpoint(spec, folder, lambda: ((names[key], tensor) for key, tensor in read_tensors(own)))
 
 
+def _folder_digest(folder: Path, stored: dict[str, TensorPlace]) -> str:
+    parts = [("config.json", hashlib.sha256((folder / "config.json").read_bytes()).hexdigest())]
+    parts += [(file.name, file_sha256(file)) for file in sorted({tensor.file for tensor in stored.values()})]
+    return base_digest(parts)
+
+
 def _is_rotary_buffer(name: str) -> bool:
-    """Old checkpoints carry the frequencies; they follow from the config."""
+    """Old checkpoints store the rotary frequencies, which follow from the config."""
     return name.endswith(".rotary_emb.inv_freq")
 
 
-def _check_tied(stored: dict[str, TensorPlace]) -> None:
+def _check_tied_values(stored: dict[str, TensorPlace]) -> None:
     if EMBEDDING not in stored:
         return  # reported as missing, with its name
     pair = dict(read_tensors({name: stored[name] for name in (EMBEDDING, LM_HEAD)}))

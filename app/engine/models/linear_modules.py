@@ -1,9 +1,9 @@
-"""Which linear products a layer computes: the one table that every device's layouts follow from.
+"""The linear modules of each layer: the one table from which every device's memory layout follows.
 
-In: a `ModelSpec`. Out: a tuple of `LinearModule`s per layer, in the order they are computed. A product multiplies one input
-by the weights of all modules that read it (q, k and v; gate and up), so a device reads the input once and launches
-once. Packed weights, rank-row tables, what an adapter may change, and shards are derived from these tuples; no other
-module knows which targets there are, how many products they make, or where one begins in another's columns.
+A linear module multiplies one input by the weights of all targets that read it (q, k and v; gate and up), so a device
+reads the input once and launches once. Packed weights, LoRA tables, what an adapter may change, and shards are derived
+from these tuples; no other code knows which targets exist, how they are fused, or where one begins in a module's
+columns.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from typing import Literal, NamedTuple
 from app.engine.errors import CheckpointError
 from app.engine.models.spec import AttentionSpec, LatentSpec, LayerSpec, MlpSpec, ModelSpec
 
-#: A layer's activations that products read: the normalised hidden states, attention's output, the feed-forward with a
-#: gate and without, and the normalised latents of latent attention.
+#: Inputs of linear modules: the normalised hidden states, attention's output, the feed-forward with a
+#: gate and without, and the normalised latents of MLA.
 Activation = Literal["normed", "attended", "gated", "activated", "query_latent", "latent"]
 
 
 @dataclass(frozen=True, slots=True)
 class ModuleKind:
-    """What is true of a product whatever the model's sizes.
+    """What is true of a linear module whatever the model's sizes.
 
-    targets: the modules it computes side by side, by the names that LoRA adapters use, in the order of its columns.
-    block: where a checkpoint keeps them in a layer. split: the axis that tensor-parallel shards divide; the sums of a
-    product that is split on its input are added over the shards. fused: the name of a module that checkpoints and
-    adapters may save in place of all targets, with their outputs one after the other, or None.
+    targets: the LoRA targets it computes side by side, in the order of its columns. block: where a checkpoint keeps
+    them in a layer. split: the axis that tensor parallelism divides; a module that is split on its input adds its sums
+    over the shards. fused: the name under which checkpoints and adapters may save all targets as one, outputs
+    concatenated, or None.
     """
 
     name: str
@@ -39,7 +39,7 @@ class ModuleKind:
     fused: str | None = None
 
     def path(self, target: str, expert: int | None = None) -> str:
-        """A target's name within its layer: "self_attn.q_proj", of an expert "mlp.experts.3.down_proj"."""
+        """A target's name within its layer: "self_attn.q_proj", for an expert "mlp.experts.3.down_proj"."""
         if expert is None:
             return f"{self.block}.{target}" if self.block else target
         group, _, name = target.partition(".")
@@ -54,8 +54,8 @@ GATED_MLP = (
     ModuleKind("gate_up", "mlp", ("gate_proj", "up_proj"), "normed", "output", fused="gate_up_proj"),
     ModuleKind("down", "mlp", ("down_proj",), "gated", "input"),
 )
-#: Of latent attention: queries at once, or through a latent; the latent of keys and values with what is rotated of
-#: keys, and keys and values from it.
+#: Multi-head latent attention: queries directly, or through a latent; the latent of keys and values with the rotated
+#: part of keys, and keys and values from it.
 LATENT_QUERY = ModuleKind("query", "self_attn", ("q_proj",), "normed", "output")
 LATENT_QUERY_A = ModuleKind("query_a", "self_attn", ("q_a_proj",), "normed", "output")
 LATENT_QUERY_B = ModuleKind("query_b", "self_attn", ("q_b_proj",), "query_latent", "output")
@@ -63,14 +63,14 @@ LATENT_A = ModuleKind("latent_a", "self_attn", ("kv_a_proj_with_mqa",), "normed"
 LATENT_B = ModuleKind("latent_b", "self_attn", ("kv_b_proj",), "latent", "output")
 LATENT_KEYS = ModuleKind("latent_keys", "self_attn", ("kv_b_proj.keys",), "latent", "output")
 LATENT_VALUES = ModuleKind("latent_values", "self_attn", ("kv_b_proj.values",), "latent", "output")
-#: Of an encoder's layer. Three modules are called "dense": here they go by their whole names in the layer.
+#: An encoder's layer. Three modules are called "dense", so targets are their full names in the layer.
 ENCODER = (
     ModuleKind("qkv", "attention.self", ("query", "key", "value"), "normed", "output"),
     ModuleKind("o", "", ("attention.output.dense",), "attended", "input"),
     ModuleKind("up", "", ("intermediate.dense",), "normed", "output"),
     ModuleKind("down", "", ("output.dense",), "activated", "input"),
 )
-#: The modules that routers are, by families.
+#: Names of routers' modules, which depend on the family.
 ROUTERS = ("gate", "router")
 EXPERTS = (
     ModuleKind(
@@ -83,7 +83,7 @@ EXPERTS = (
     ),
     ModuleKind("experts_down", "mlp", ("experts.down_proj",), "gated", "input"),
 )
-#: Of a decoder layer without experts: what a module's name means where no model is at hand.
+#: A decoder layer without experts: what module names mean when the model is unknown.
 DENSE = (*ATTENTION, *GATED_MLP)
 DENSE_TARGETS = tuple(target for kind in DENSE for target in kind.targets)
 ENCODER_TARGETS = tuple(target for kind in ENCODER for target in kind.targets)
@@ -91,11 +91,11 @@ ENCODER_TARGETS = tuple(target for kind in ENCODER for target in kind.targets)
 
 @dataclass(frozen=True, slots=True)
 class LinearModule:
-    """A product of one layer with its sizes.
+    """A linear module of one layer, with its sizes.
 
-    widths: outputs of each target. groups: per target, into how many equal parts (heads, or single columns) the axis
-    falls that shards divide; a part is never divided. has_bias: whether the base adds one. num_experts: how many such
-    weights the layer has, of which a token uses a few, or None for a single one that every token uses.
+    widths: outputs of each target. groups: per target, the number of indivisible equal parts (heads, or single columns)
+    of the axis that shards divide. has_bias: the base's. num_experts: how many such weights the layer has, of which a
+    token uses a few; None for a single one that every token uses.
     """
 
     kind: ModuleKind
@@ -107,12 +107,12 @@ class LinearModule:
 
     @property
     def experts(self) -> tuple[int | None, ...]:
-        """What `LoraKey.expert` may be: each expert, or None alone."""
+        """Possible values of `LoraKey.expert`: each expert, or None alone."""
         return (None,) if self.num_experts is None else tuple(range(self.num_experts))
 
     @property
     def has_rank_rows(self) -> bool:
-        """Whether adapters' deltas lie in tables that all adapters share: experts' and latents' heads' do not."""
+        """Whether deltas lie in the LoRA tables that all adapters share; those of experts and MLA heads do not."""
         return self.num_experts is None and self.kind is not LATENT_B
 
     @property
@@ -124,7 +124,7 @@ class LinearModule:
         return self.kind.targets
 
     def starts(self, multiple: int = 1) -> tuple[int, ...]:
-        """The first column of each target, where each target is rounded up to a `multiple` of columns."""
+        """The first column of each target, if each target is padded to a `multiple` of columns."""
         return tuple(accumulate(self.padded_widths(multiple)[:-1], initial=0))
 
     def padded_widths(self, multiple: int) -> tuple[int, ...]:
@@ -137,26 +137,26 @@ class LinearModule:
 
     @property
     def row_size(self) -> int:
-        """Numbers of one rank row of every target: a row of a, and one of b."""
+        """Numbers of one rank row over all targets: a row of a and a row of b."""
         return len(self.targets) * self.d_in + self.width()
 
     def columns(self, target: str, multiple: int = 1) -> slice:
-        """A target's own columns, without what rounding adds; ValueError for a target of another product."""
+        """A target's columns, without padding; ValueError for a target of another module."""
         index = self.targets.index(target)
         start = self.starts(multiple)[index]
         return slice(start, start + self.widths[index])
 
 
 def layer_linear_modules(spec: ModelSpec, layer: int) -> tuple[LinearModule, ...]:
-    """The products of one layer, in the order they are computed."""
+    """The linear modules of one layer, in the order they are computed."""
     if spec.encoder is not None:
-        return _encoder_products(spec, layer)
+        return _encoder_modules(spec, layer)
     attention = spec.layers[layer].attention
     hidden = spec.hidden_size
     if attention.latent is not None:
         return (
-            *_latent_products(hidden, attention, attention.latent),
-            *_feed_forward_products(hidden, spec.layers[layer]),
+            *_latent_modules(hidden, attention, attention.latent),
+            *_feed_forward_modules(hidden, spec.layers[layer]),
         )
     heads, kv_heads = attention.num_heads, attention.num_kv_heads
     q, kv = heads * attention.head_dim, kv_heads * attention.head_dim
@@ -164,11 +164,11 @@ def layer_linear_modules(spec: ModelSpec, layer: int) -> tuple[LinearModule, ...
     return (
         LinearModule(qkv, hidden, (q, kv, kv), (heads, kv_heads, kv_heads), attention.qkv_bias),
         LinearModule(o, q, (hidden,), (heads,), attention.o_bias),
-        *_feed_forward_products(hidden, spec.layers[layer]),
+        *_feed_forward_modules(hidden, spec.layers[layer]),
     )
 
 
-def _latent_products(hidden: int, attention: AttentionSpec, latent: LatentSpec) -> tuple[LinearModule, ...]:
+def _latent_modules(hidden: int, attention: AttentionSpec, latent: LatentSpec) -> tuple[LinearModule, ...]:
     heads, has_bias = attention.num_heads, attention.qkv_bias
     q, kv, values = heads * attention.head_dim, heads * (latent.key_size + latent.value_size), heads * latent.value_size
     rank = latent.query_rank
@@ -187,10 +187,11 @@ def _latent_products(hidden: int, attention: AttentionSpec, latent: LatentSpec) 
 
 
 def absorbed_modules(attention: AttentionSpec) -> tuple[LinearModule, ...]:
-    """What a device computes in place of `kv_b_proj` that keeps latents as they are; nothing for other attention.
+    """The modules that replace `kv_b_proj` on a device that attends to latents directly; () without MLA.
 
-    A head is an "expert" that every token uses. Keys: a query [key_size] to latents [kv_rank], by the head's rows of
-    the weight from the left; values: the sum of latents [kv_rank] to a value [value_size], by its other rows.
+    Each head is an "expert" that every token uses. Keys: a query [key_size] to a latent [kv_rank], with the head's rows
+    of the weight from the left; values: the weighted sum of latents [kv_rank] to a value [value_size], with its other
+    rows.
     """
     latent = attention.latent
     if latent is None:
@@ -202,28 +203,28 @@ def absorbed_modules(attention: AttentionSpec) -> tuple[LinearModule, ...]:
     )
 
 
-def _feed_forward_products(hidden: int, layer: LayerSpec) -> tuple[LinearModule, ...]:
+def _feed_forward_modules(hidden: int, layer: LayerSpec) -> tuple[LinearModule, ...]:
     mixture = layer.experts
     if mixture is None:
-        return _gated_products(GATED_MLP, hidden, layer.mlp)
+        return _gated_modules(GATED_MLP, hidden, layer.mlp)
     count, shared = mixture.router.num_experts, mixture.shared
-    experts = tuple(replace(product, num_experts=count) for product in _gated_products(EXPERTS, hidden, layer.mlp))
+    experts = tuple(replace(module, num_experts=count) for module in _gated_modules(EXPERTS, hidden, layer.mlp))
     router = router_kind(mixture.router.name)
-    products = (LinearModule(router, hidden, (count,), (1,), mixture.router.has_bias), *experts)
+    modules = (LinearModule(router, hidden, (count,), (1,), mixture.router.has_bias), *experts)
     if shared is None:
-        return products
+        return modules
     gate, *kinds = shared_kinds(shared.name)
     gates = (LinearModule(gate, hidden, (1,), (1,), has_bias=False),) if shared.is_gated else ()
-    return (*products, *gates, *_gated_products(kinds, hidden, shared.mlp))
+    return (*modules, *gates, *_gated_modules(kinds, hidden, shared.mlp))
 
 
 def router_kind(name: str) -> ModuleKind:
-    """Of a router whose module has this name within "mlp"."""
+    """The kind of a router with this module name within "mlp"."""
     return ModuleKind("router", "mlp", (name,), "normed", "output")
 
 
 def shared_kinds(name: str) -> tuple[ModuleKind, ModuleKind, ModuleKind]:
-    """Of a shared expert whose module has this name within "mlp": its gate, if it has one, and its feed-forward."""
+    """The kinds of a shared expert with this module name within "mlp": its gate, if any, and its feed-forward."""
     return (
         ModuleKind("shared_gate", "mlp", (f"{name}_gate",), "normed", "output"),
         ModuleKind("shared_gate_up", "mlp", (f"{name}.gate_proj", f"{name}.up_proj"), "normed", "output"),
@@ -231,7 +232,7 @@ def shared_kinds(name: str) -> tuple[ModuleKind, ModuleKind, ModuleKind]:
     )
 
 
-def _gated_products(kinds: Sequence[ModuleKind], hidden: int, mlp: MlpSpec) -> tuple[LinearModule, LinearModule]:
+def _gated_modules(kinds: Sequence[ModuleKind], hidden: int, mlp: MlpSpec) -> tuple[LinearModule, LinearModule]:
     (gate_up, down), wide = kinds, mlp.intermediate_size
     return (
         LinearModule(gate_up, hidden, (wide, wide), (wide, wide), mlp.bias),
@@ -239,7 +240,7 @@ def _gated_products(kinds: Sequence[ModuleKind], hidden: int, mlp: MlpSpec) -> t
     )
 
 
-def _encoder_products(spec: ModelSpec, layer: int) -> tuple[LinearModule, ...]:
+def _encoder_modules(spec: ModelSpec, layer: int) -> tuple[LinearModule, ...]:
     hidden, wide = spec.hidden_size, spec.layers[layer].mlp.intermediate_size
     heads = spec.layers[layer].attention.num_heads
     qkv, o, up, down = ENCODER
@@ -251,63 +252,71 @@ def _encoder_products(spec: ModelSpec, layer: int) -> tuple[LinearModule, ...]:
     )
 
 
-class Stacked(NamedTuple):
-    """A product and the layers that have it, in order."""
+class StackedModule(NamedTuple):
+    """A linear module and the layers that have it, in order."""
 
-    product: LinearModule
+    module: LinearModule
     layers: tuple[int, ...]
 
 
-def stacked_modules(spec: ModelSpec) -> tuple[Stacked, ...]:
-    """The products of all layers, each once, for a device whose layers differ in their feed-forward at most.
+def stacked_modules(spec: ModelSpec) -> tuple[StackedModule, ...]:
+    """Each linear module once, for devices that stack layers; layers may differ in their feed-forward.
 
-    CheckpointError where layers differ in their attention beyond rope, window and scale, or in sizes of one product.
+    CheckpointError if layers differ in attention beyond rope, window and scale, or in a module's sizes.
     """
     found: dict[str, tuple[LinearModule, list[int]]] = {}
     for layer in range(len(spec.layers)):
         _check_alike(spec, layer)
-        for product in layer_linear_modules(spec, layer):
-            first, layers = found.setdefault(product.name, (product, []))
-            if product != first:
+        for module in layer_linear_modules(spec, layer):
+            first, layers = found.setdefault(module.name, (module, []))
+            if module != first:
                 raise CheckpointError(
-                    f"layer {layer} of {spec.name} differs from layer {layers[0]} in the sizes of {product.name}; "
+                    f"layer {layer} of {spec.name} differs from layer {layers[0]} in the sizes of {module.name}; "
                     "a model whose layers differ so is not served"
                 )
             layers.append(layer)
-    return tuple(Stacked(product, tuple(layers)) for product, layers in found.values())
+    return tuple(StackedModule(module, tuple(layers)) for module, layers in found.values())
 
 
-def single_modules(stacked: Iterable[Stacked]) -> tuple[LinearModule, ...]:
-    """Those whose rank rows lie in tables that all adapters share."""
-    return tuple(product for product, _ in stacked if product.has_rank_rows)
+def shared_table_modules(stacked: Iterable[StackedModule]) -> tuple[LinearModule, ...]:
+    """The linear modules stored in the shared LoRA tables."""
+    return tuple(module for module, _ in stacked if module.has_rank_rows)
 
 
-def paged_modules(spec: ModelSpec) -> tuple[Stacked, ...]:
-    """Those of which an adapter's deltas lie in memory of its own: experts', then latents' by head."""
-    mixed = tuple(one for one in stacked_modules(spec) if one.product.num_experts is not None)
+def paged_modules(spec: ModelSpec) -> tuple[StackedModule, ...]:
+    """The linear modules whose deltas lie in memory of their own: experts', then MLA's by head."""
+    mixed = tuple(one for one in stacked_modules(spec) if one.module.num_experts is not None)
     every = tuple(range(len(spec.layers)))
-    return (*mixed, *(Stacked(product, every) for product in absorbed_modules(spec.layers[0].attention)))
+    return (*mixed, *(StackedModule(module, every) for module in absorbed_modules(spec.layers[0].attention)))
 
 
 def _check_alike(spec: ModelSpec, layer: int) -> None:
-    """CheckpointError for a layer whose attention or whose feed-forward's activation is not the first one's."""
+    """CheckpointError if a layer's attention or activation differs from the first layer's."""
     first, other = spec.layers[0], spec.layers[layer]
-    same = replace(
-        other.attention, rope=first.attention.rope, window=first.attention.window, scale=first.attention.scale
-    )
+    same = _attention_like(other, first)
     activations = {mlp.activation for mlp in (first.mlp, other.mlp)}
     if same != first.attention or len(activations) > 1 or other.post_norms != first.post_norms:
-        raise CheckpointError(
-            f"layer {layer} of {spec.name} differs from layer 0 in sizes, biases, norms or activation; "
-            "a model whose layers differ in more than rope, window and attention scale is not served"
-        )
+        raise _layer_differs(spec, layer)
+
+
+def _attention_like(layer: LayerSpec, first: LayerSpec) -> AttentionSpec:
+    """A layer's attention with the rope, window and scale of the first layer, which may differ."""
+    own = first.attention
+    return replace(layer.attention, rope=own.rope, window=own.window, scale=own.scale)
+
+
+def _layer_differs(spec: ModelSpec, layer: int) -> CheckpointError:
+    return CheckpointError(
+        f"layer {layer} of {spec.name} differs from layer 0 in sizes, biases, norms or activation; "
+        "a model whose layers differ in more than rope, window and attention scale is not served"
+    )
 
 
 def uniform_modules(spec: ModelSpec) -> tuple[LinearModule, ...]:
-    """The products of any layer of a dense model, for a device that serves no other.
+    """The linear modules of any layer of a dense model, for a device that supports no other.
 
-    CheckpointError for a mixture of experts, and where layers differ in more than rope, window and attention scale.
-    Devices stack layers in one array and keep an adapter's rank rows at one place in all of them.
+    CheckpointError for a mixture of experts, and if layers differ in more than rope, window and attention scale: the
+    device stacks layers in one array and keeps an adapter's rank rows at one place in all of them.
     """
     first = spec.layers[0]
     if any(layer.experts is not None or layer.attention.whole_qk_norm for layer in spec.layers):
@@ -319,31 +328,25 @@ def uniform_modules(spec: ModelSpec) -> tuple[LinearModule, ...]:
             f"this device does not serve {spec.family}'s latent attention ({spec.name}); use engine.cpu"
         )
     for index, layer in enumerate(spec.layers):
-        attention = replace(
-            layer.attention, rope=first.attention.rope, window=first.attention.window, scale=first.attention.scale
-        )
-        if replace(layer, attention=attention) != first:
-            raise CheckpointError(
-                f"layer {index} of {spec.name} differs from layer 0 in sizes, biases, norms or activation; "
-                "a model whose layers differ in more than rope, window and attention scale is not served"
-            )
+        if replace(layer, attention=_attention_like(layer, first)) != first:
+            raise _layer_differs(spec, index)
     return layer_linear_modules(spec, 0)
 
 
-def targets_of(products: Iterable[LinearModule]) -> tuple[str, ...]:
-    """Every target of these products, in their order: a target's place in tables that count targets one by one."""
-    return tuple(target for product in products for target in product.targets)
+def targets_of(modules: Iterable[LinearModule]) -> tuple[str, ...]:
+    """Every target of these modules, in order: the index of a target in tables that number targets."""
+    return tuple(target for module in modules for target in module.targets)
 
 
-def linear_module_of(products: Iterable[LinearModule], target: str) -> LinearModule:
-    """The product that computes a target; KeyError if none does."""
-    for product in products:
-        if target in product.targets:
-            return product
+def linear_module_of(modules: Iterable[LinearModule], target: str) -> LinearModule:
+    """The linear module that computes a target; KeyError if none does."""
+    for module in modules:
+        if target in module.targets:
+            return module
     raise KeyError(target)
 
 
 def target_shape(spec: ModelSpec, layer: int, target: str) -> tuple[int, int]:
     """(d_in, d_out) of one target of a layer; KeyError if there is none."""
-    product = linear_module_of(layer_linear_modules(spec, layer), target)
-    return product.d_in, product.widths[product.targets.index(target)]
+    module = linear_module_of(layer_linear_modules(spec, layer), target)
+    return module.d_in, module.widths[module.targets.index(target)]

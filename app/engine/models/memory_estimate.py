@@ -1,7 +1,5 @@
-"""How much memory a model takes, by what holds it.
-
-In: a `ModelSpec` and the size of a number. Out: bytes, or numbers of weights. Rule: only what follows from the model is
-counted here; what a device needs beside it (activations, tables, alignment) is the device's.
+"""How much memory a model takes: weights, KV blocks and rank rows. A device's own needs (activations, tables,
+alignment) are not included.
 """
 
 from __future__ import annotations
@@ -19,16 +17,16 @@ def num_weights(spec: ModelSpec) -> int:
 
 
 def kv_block_bytes(spec: ModelSpec, block_size: int, element_bytes: int) -> int:
-    """Keys and values of one block in every layer, or the latents that they come from."""
+    """Keys and values of one block in every layer, or the latents instead."""
     width = sum(_numbers_per_token(layer.attention) for layer in spec.layers)
     return width * block_size * element_bytes
 
 
 def rank_row_bytes(spec: ModelSpec, element_bytes: int) -> int:
-    """One rank row of every module that has such: a row of a and a row of b."""
+    """One rank row of every module in the shared LoRA tables: a row of a and a row of b."""
     layers = (layer_linear_modules(spec, layer) for layer in range(len(spec.layers)))
-    singles = (product for products in layers for product in products if product.has_rank_rows)
-    return element_bytes * sum(product.row_size for product in singles)
+    singles = (module for modules in layers for module in modules if module.has_rank_rows)
+    return element_bytes * sum(module.row_size for module in singles)
 
 
 def _numbers_per_token(attention: AttentionSpec) -> int:

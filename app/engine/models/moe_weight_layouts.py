@@ -1,9 +1,8 @@
-"""Checkpoints' tensors of experts under their canonical names, however they are stored.
+"""Renames checkpoints' tensors of experts to canonical names: one matrix [d_out, d_in] per expert and module.
 
-In: names with shapes or values. Out: the same under canonical names, one matrix [d_out, d_in] per expert and module:
-"model.layers.0.mlp.experts.3.gate_proj.weight". Stored are either these, or Mixtral's older names of them, or all
-experts of a layer in one tensor, gate's and up's rows one after the other or apart, and biases likewise
-("experts.gate_proj_bias"). Other names are left as they are.
+For example "model.layers.0.mlp.experts.3.gate_proj.weight". Checkpoints store these, or Mixtral's older names, or all
+experts of a layer in one tensor, with gate's and up's rows concatenated or apart, and biases likewise
+("experts.gate_proj_bias"). Other names stay as they are.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ _FUSED = re.compile(r"(model\.layers\.\d+\.mlp\.experts)\.(gate_up_proj|gate_pro
 
 
 def canonical_module(path: str) -> str:
-    """A module's canonical path, of Mixtral's older names; any other path itself."""
+    """The canonical path of a module with one of Mixtral's older names; any other path unchanged."""
     old = _MIXTRAL.fullmatch(path)
     if old is None:
         return path
@@ -31,7 +30,7 @@ def canonical_module(path: str) -> str:
 
 
 def mixtral_module(path: str) -> str:
-    """The opposite: how Mixtral's older names spell a canonical path."""
+    """The opposite: Mixtral's older spelling of a canonical path."""
     for old, new in _MIXTRAL_MODULES.items():
         if ".mlp.experts." in path and path.endswith(f".{new}"):
             return path.removesuffix(new).replace(".mlp.", ".block_sparse_moe.") + old
@@ -39,7 +38,7 @@ def mixtral_module(path: str) -> str:
 
 
 def canonical_shapes(stored: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
-    """Name -> shape of every canonical tensor. CheckpointError where two stored ones are the same canonical one."""
+    """Name -> shape of every canonical tensor. CheckpointError if two stored tensors have the same canonical name."""
     found: dict[str, tuple[int, ...]] = {}
     for name, shape in stored.items():
         for canonical, part in _parts(name, shape):
@@ -50,14 +49,14 @@ def canonical_shapes(stored: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[i
 
 
 def canonical_tensors(stored: Iterable[tuple[str, NDArray[Any]]]) -> Iterator[tuple[str, NDArray[Any]]]:
-    """Every tensor under its canonical name; those of one stored tensor are views of it."""
+    """Every tensor under its canonical name; those from one stored tensor are views of it."""
     for name, values in stored:
         for canonical, part in _parts(name, values.shape):
             yield canonical, values if part is None else values[_expert(canonical), part]
 
 
 def _parts(name: str, shape: tuple[int, ...]) -> Iterator[tuple[str, slice | None]]:
-    """Canonical names of what a stored tensor holds, each with its rows of its expert, or None for the whole tensor."""
+    """Canonical names in a stored tensor, each with its rows of its expert, or None for the whole tensor."""
     if (fused := _FUSED.fullmatch(name)) is None:
         module, dot, kind = name.rpartition(".")
         yield f"{canonical_module(module)}{dot}{kind}", None

@@ -1,10 +1,9 @@
-"""Inverse frequencies of rotary embeddings, every scaling variant applied ahead of time.
+"""Inverse frequencies of rotary embeddings, with every scaling variant applied ahead of time.
 
-In: the parameters of `rope_parameters` (transformers 5) or `rope_theta`/`rope_scaling` (older), already
-merged into one mapping. Out: a `RopeSpec`. Variants whose frequencies depend on the length of the
-sequence (dynamic, longrope) cannot be one table and are refused.
-Formulas: Su et al. 2021 (default), Chen et al. 2023 (linear), Meta's Llama 3.1 (llama3), Peng et al.
-2023 (yarn); each in the form transformers computes it.
+The parameters are transformers 5's `rope_parameters`, or the older `rope_theta` and `rope_scaling` merged into one
+mapping. Variants whose frequencies depend on the sequence's length (dynamic, longrope) cannot be one table and are
+refused. Formulas: Su et al. 2021 (default), Chen et al. 2023 (linear), Meta's Llama 3.1 (llama3), Peng et al. 2023
+(yarn); each in the form transformers computes it.
 """
 
 from __future__ import annotations
@@ -20,22 +19,12 @@ from numpy.typing import NDArray
 from app.engine.errors import CheckpointError
 from app.engine.models.spec import RopeSpec
 
+_YARN = "factor original_max_position_embeddings attention_factor beta_fast beta_slow mscale mscale_all_dim truncate"
 _KEYS = {
     "default": frozenset[str](),
     "linear": frozenset({"factor"}),
     "llama3": frozenset({"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"}),
-    "yarn": frozenset(
-        {
-            "factor",
-            "original_max_position_embeddings",
-            "attention_factor",
-            "beta_fast",
-            "beta_slow",
-            "mscale",
-            "mscale_all_dim",
-            "truncate",
-        }
-    ),
+    "yarn": frozenset(_YARN.split()),
 }
 _COMMON_KEYS = frozenset({"rope_type", "type", "rope_theta", "partial_rotary_factor"})
 _INERT_KEYS = {
@@ -46,7 +35,7 @@ _INERT_KEYS = {
 
 
 def rope_spec(parameters: Mapping[str, Any], head_dim: int, max_positions: int) -> RopeSpec:
-    """The table for `parameters`; CheckpointError names a variant or key that is not represented."""
+    """The table for `parameters`; CheckpointError names a variant or key that is not supported."""
     rope_type = parameters.get("rope_type", parameters.get("type", "default"))
     if not isinstance(rope_type, str) or rope_type not in _KEYS:
         raise CheckpointError(
@@ -128,7 +117,7 @@ def _yarn(theta: float, head_dim: int, parameters: Mapping[str, Any], max_positi
 
 
 def yarn_mscale(factor: float, mscale: float) -> float:
-    """By how much yarn sharpens attention (Peng et al. 2023), times a model's own `mscale`."""
+    """How much yarn sharpens attention (Peng et al. 2023), times a model's own `mscale`."""
     return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
 
 

@@ -1,8 +1,7 @@
-"""Which columns of a product each tensor-parallel shard holds.
+"""Which columns of a linear module each tensor-parallel shard holds.
 
-In: a `LinearModule` and a number of shards. Out: indices into the whole module, and the product as one shard computes it.
-A product is split on its output by heads or by feed-forward columns, each target by itself, or on its input in the
-same way; then the shards' sums are added. With fewer KV heads than shards a KV head is held by several shards.
+A module is split on its output by heads or feed-forward columns, each target by itself, or on its input likewise, and
+then the shards' sums are added. With fewer KV heads than shards, several shards hold the same KV head.
 """
 
 from __future__ import annotations
@@ -18,12 +17,12 @@ from app.engine.models.linear_modules import LinearModule
 
 
 def check_shards(
-    products: Iterable[LinearModule], num_shards: int, model: str, setting: str = "engine.xla.tensor_parallel"
+    modules: Iterable[LinearModule], num_shards: int, model: str, setting: str = "engine.xla.tensor_parallel"
 ) -> None:
-    """ConfigError unless every product divides by `num_shards`, naming `model` and the `setting` that says so."""
-    for product in products:
-        for target, groups in zip(product.targets, product.groups, strict=True):
-            repeats = product.kind.split == "output" and num_shards % groups == 0
+    """ConfigError, naming `model` and `setting`, unless every module divides by `num_shards`."""
+    for module in modules:
+        for target, groups in zip(module.targets, module.groups, strict=True):
+            repeats = module.kind.split == "output" and num_shards % groups == 0
             if groups % num_shards and not repeats:
                 raise ConfigError(
                     f"{setting} {num_shards} does not divide {model}: {target} falls into {groups} "
@@ -31,32 +30,32 @@ def check_shards(
                 )
 
 
-def shard_columns(product: LinearModule, num_shards: int) -> dict[str, NDArray[np.int64]]:
+def shard_columns(module: LinearModule, num_shards: int) -> dict[str, NDArray[np.int64]]:
     """Target -> [num_shards, columns]: the outputs that a shard computes, or the inputs that it reads."""
     found = {}
-    for target, width, groups in zip(product.targets, product.widths, product.groups, strict=True):
-        size = (width if product.kind.split == "output" else product.d_in) // groups
+    for target, width, groups in zip(module.targets, module.widths, module.groups, strict=True):
+        size = (width if module.kind.split == "output" else module.d_in) // groups
         first = np.arange(num_shards) * groups // num_shards
         mine = first[:, None] + np.arange(max(1, groups // num_shards))  # [shards, groups of one]
         found[target] = (mine[:, :, None] * size + np.arange(size)).reshape(num_shards, -1)
     return found
 
 
-def shard_product(product: LinearModule, num_shards: int) -> LinearModule:
-    """What one of the shards computes."""
-    columns = [mine.shape[1] for mine in shard_columns(product, num_shards).values()]
-    groups = tuple(max(1, count // num_shards) for count in product.groups)
-    if product.kind.split == "input":
-        return replace(product, d_in=columns[0], groups=groups)
-    return replace(product, widths=tuple(columns), groups=groups)
+def shard_module(module: LinearModule, num_shards: int) -> LinearModule:
+    """The linear module that one shard computes."""
+    columns = [mine.shape[1] for mine in shard_columns(module, num_shards).values()]
+    groups = tuple(max(1, count // num_shards) for count in module.groups)
+    if module.kind.split == "input":
+        return replace(module, d_in=columns[0], groups=groups)
+    return replace(module, widths=tuple(columns), groups=groups)
 
 
 def whole_output(
-    by_shard: NDArray[np.float32], product: LinearModule, target: str, num_shards: int
+    by_shard: NDArray[np.float32], module: LinearModule, target: str, num_shards: int
 ) -> NDArray[np.float32]:
-    """One target's [d_out] of a vector per column [num_shards * width], of a product that is split on its output."""
-    mine = shard_columns(product, num_shards)[target]
-    columns = shard_product(product, num_shards).columns(target)
-    found = np.empty(product.widths[product.targets.index(target)], np.float32)
+    """One target's [d_out], assembled from the shards' columns [num_shards * width] of a module split on its output."""
+    mine = shard_columns(module, num_shards)[target]
+    columns = shard_module(module, num_shards).columns(target)
+    found = np.empty(module.widths[module.targets.index(target)], np.float32)
     found[mine] = by_shard.reshape(num_shards, -1)[:, columns]
     return found

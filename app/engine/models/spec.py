@@ -1,8 +1,7 @@
-"""What a base model is, as data: one decoder per backend reads this, no file per family.
+"""A base model as data: one decoder per backend reads this; there is no file per model family.
 
-In: `config.json` or GGUF metadata (see `spec_from_config`, `spec_from_gguf`). Out: a frozen
-`ModelSpec`. A configuration value that would change the arithmetic and is not represented here is
-a `CheckpointError` naming it; nothing is guessed.
+`spec_from_config` and `spec_from_gguf` build a `ModelSpec`. A configuration value that would change the arithmetic and
+has no field here is a `CheckpointError` naming it; nothing is guessed.
 """
 
 from __future__ import annotations
@@ -12,13 +11,13 @@ from typing import Literal
 
 from app.engine.errors import CheckpointError
 
-#: Which tokens' states make a text's embedding: the last one's, all in equal parts, or the first one's.
+#: How a text's embedding is made of its tokens' hidden states: the last one, their mean, or the first one.
 Pooling = Literal["last", "mean", "cls"]
 
 MAX_LAYERS = 1_000  # the deepest published decoders have some 130
 MAX_HEAD_DIM = 8_192  # the widest published heads have 576
 MAX_EXPERTS = 4_096  # the most that a published layer has are some 512
-MAX_SIZE = 2**31 - 1  # of whatever a configuration counts: beyond it int32 indices end
+MAX_SIZE = 2**31 - 1  # for any count in a configuration: the range of int32 indices
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,11 +34,12 @@ class RopeSpec:
 
 @dataclass(frozen=True, slots=True)
 class LatentSpec:
-    """Multi-head latent attention (DeepSeek-AI 2024): keys and values of all heads come from one vector per token.
+    """Multi-head latent attention (MLA, DeepSeek-AI 2024): keys and values of all heads come from one latent vector per
+    token.
 
-    That vector, the latent, is normalised and `kv_rank` wide; a head's key is `key_size` numbers of it, then
-    `rope_size` rotated ones that all heads share, and its value is `value_size` numbers of it. Neighbours are rotated
-    together, not halves. `query_rank`: queries come from a latent of their own, or None.
+    The latent is normalised and `kv_rank` wide. A head's key is `key_size` numbers computed from it, then `rope_size`
+    rotated ones that all heads share; its value is `value_size` numbers computed from it. Rotation pairs neighbours,
+    not halves. `query_rank`: width of the queries' own latent, or None.
     """
 
     kv_rank: int
@@ -51,18 +51,17 @@ class LatentSpec:
 
     @property
     def width(self) -> int:
-        """Numbers that are kept per token: the latent and the rotated ones."""
+        """Numbers in the KV cache per token: the latent and the rotated part of keys."""
         return self.kv_rank + self.rope_size
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionSpec:
-    """Grouped-query attention. `window` is the number of keys a query sees including itself.
+    """Grouped-query attention. `window` is the number of keys a query sees, including itself.
 
-    With a softcap c, a score s becomes c * tanh(s / c) before the softmax (Gemma 2). `qk_norm`: each head's query and
-    key are normalised; `whole_qk_norm`: all heads' together. `sinks`: each head's softmax has one more score, without
-    a value. With a `latent`, `head_dim` is a query's, and `qkv_bias`
-    that of the products that make latents.
+    softcap c: a score s becomes c * tanh(s / c) before the softmax (Gemma 2). `qk_norm`: each head's query and key are
+    normalised; `whole_qk_norm`: all heads' together. `sinks`: each head's softmax has one more score, without a value.
+    With `latent`, `head_dim` is a query's and `qkv_bias` that of the modules that make latents.
     """
 
     num_heads: int
@@ -84,8 +83,8 @@ class AttentionSpec:
 class MlpSpec:
     """Gated feed-forward: down(act(gate(x)) * up(x)); an encoder's has no gate: down(act(up(x))).
 
-    With a `limit`, gate is at most that and up within it on both sides, and what down takes is (up + 1) * gate *
-    logistic(alpha * gate) (gpt-oss).
+    With a `limit`, gate is at most that and up within ± that, and the input of down is (up + 1) * gate * logistic(alpha
+    * gate) (gpt-oss).
     """
 
     intermediate_size: int
@@ -97,11 +96,11 @@ class MlpSpec:
 
 @dataclass(frozen=True, slots=True)
 class RouterSpec:
-    """Which `top_k` of `num_experts` a token goes to: the largest shares of a softmax over all experts' logits.
+    """Routes each token to the `top_k` of `num_experts` with the largest softmax weights over all experts' logits.
 
-    Of equal shares the lower index comes first. `normalised`: the chosen shares are divided by their sum; then they are
-    multiplied by `scale`. Of `num_groups` equal groups of neighbours only the `top_groups` with the largest single
-    shares are chosen from. `name` is its module's within the layer's "mlp".
+    Equal weights prefer the lower index. `normalised`: the chosen weights are divided by their sum; then they are
+    multiplied by `scale`. With `num_groups` equal groups of neighbours, only the `top_groups` with the largest single
+    weights are considered. `name`: its module within the layer's "mlp".
     """
 
     num_experts: int
@@ -116,7 +115,7 @@ class RouterSpec:
 
 @dataclass(frozen=True, slots=True)
 class SharedExpertSpec:
-    """A feed-forward that every token passes beside its experts. `name` is its module's within the layer's "mlp".
+    """A feed-forward that every token passes besides its experts. `name`: its module within the layer's "mlp".
 
     `is_gated`: its output is multiplied by the logistic function of a linear map of the token to one number.
     """
@@ -128,10 +127,10 @@ class SharedExpertSpec:
 
 @dataclass(frozen=True, slots=True)
 class ExpertsSpec:
-    """A mixture of experts (Shazeer et al. 2017): Σ share * expert(x) over a token's experts, plus the shared one's.
+    """A mixture of experts (Shazeer et al. 2017): Σ weight * expert(x) over a token's experts, plus the shared expert.
 
-    `alternates`: where one tensor has gate and up, of checkpoints or of adapters, their outputs take turns; else gate's
-    come first.
+    `alternates`: where one tensor, of a checkpoint or adapter, holds gate and up, their outputs alternate; otherwise
+    gate's come first.
     """
 
     router: RouterSpec
@@ -143,9 +142,8 @@ class ExpertsSpec:
 class LayerSpec:
     """One pre-norm decoder layer, or one post-norm layer of an encoder.
 
-    `mlp` is its feed-forward, or where there are `experts` each expert's.
-
-    `post_norms`: what attention and feed-forward give is normalised, too, before it is added.
+    `mlp`: its feed-forward, or each expert's if there are `experts`. `post_norms`: the outputs of attention and
+    feed-forward are normalised too, before they are added.
     """
 
     attention: AttentionSpec
@@ -156,16 +154,16 @@ class LayerSpec:
 
 @dataclass(frozen=True, slots=True)
 class EncoderSpec:
-    """What makes a model a BERT (Devlin et al. 2019) or RoBERTa: every token sees all others, norms have a mean and a
-    bias and come behind attention and feed-forward, positions are learned.
+    """A BERT (Devlin et al. 2019) or RoBERTa: attention is bidirectional, norms have a mean and a bias and follow
+    attention and feed-forward, positions are learned.
 
-    num_places: rows of the table of positions; a text's first token takes row `first_place`. The token of the number
-    before that is padding's, if there is one, and takes the row of its number. num_segments: rows of the table of token
-    types, of which a text is the first.
+    num_positions: rows of the position table; a text's first token takes row `first_position`. The padding token, if
+    any, has the id first_position - 1 and takes the row of its id. num_segments: rows of the token type table; texts
+    use the first.
     """
 
-    num_places: int
-    first_place: int
+    num_positions: int
+    first_position: int
     num_segments: int
 
 
@@ -173,9 +171,8 @@ class EncoderSpec:
 class ModelSpec:
     """A causal decoder, or an encoder. `digest` identifies the weights' contents; `name` is for people.
 
-    `eos_token_ids` end a sequence unless the request says otherwise. `pooling` makes embeddings where a request does
-    not say how. A decoder's rows of tokens are multiplied by `embedding_scale`; with a `logit_softcap` c, a logit l
-    becomes c * tanh(l / c).
+    `eos_token_ids` end a sequence unless the request says otherwise. `pooling` is the default for embeddings. Token
+    embeddings are multiplied by `embedding_scale`. logit_softcap c: a logit l becomes c * tanh(l / c).
     """
 
     name: str
@@ -196,7 +193,7 @@ class ModelSpec:
 
     @property
     def has_gemma_arithmetic(self) -> bool:
-        """Whether anything beside attention, norms and feed-forward of Llama's kind is computed."""
+        """Whether anything beyond Llama-like attention, norms and feed-forward is computed."""
         layers = self.layers
         return (
             self.embedding_scale != 1.0
@@ -206,14 +203,14 @@ class ModelSpec:
 
 
 def checked_num_layers(num_layers: int) -> int:
-    """`num_layers` itself; CheckpointError where building so many would exhaust memory before a name is checked."""
+    """`num_layers`; CheckpointError if so many would exhaust memory before tensor names are checked."""
     if num_layers > MAX_LAYERS:
         raise CheckpointError(f"the model claims {num_layers} layers; at most {MAX_LAYERS} are read. Is it damaged?")
     return num_layers
 
 
 def checked_head_dim(head_dim: int) -> int:
-    """`head_dim` itself; CheckpointError where its rotary frequencies alone would exhaust memory."""
+    """`head_dim`; CheckpointError if its rotary frequencies alone would exhaust memory."""
     if head_dim > MAX_HEAD_DIM:
         raise CheckpointError(
             f"the model claims heads that are {head_dim} wide; at most {MAX_HEAD_DIM} are read. Is it damaged?"

@@ -1,7 +1,7 @@
-"""The tensors a model has: canonical (Hugging Face) names and shapes, and GGUF's names for them.
+"""Canonical (Hugging Face) names and shapes of a model's tensors, and GGUF's names for them.
 
-In: a `ModelSpec`. Out: name -> shape for every tensor the spec implies, and no other. A checkpoint is
-complete when its tensors are exactly these; `check_tensors` names the first that is not.
+A checkpoint is complete if its tensors are exactly those that the `ModelSpec` implies; `check_tensors` names the first
+that differs.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ EMBEDDING = "model.embed_tokens.weight"
 FINAL_NORM = "model.norm.weight"
 LM_HEAD = "lm_head.weight"
 
-#: A layer's norms, as they are called here.
+#: This project's names for a layer's norms.
 LayerNorm = Literal["attention_norm", "mlp_norm", "q_norm", "k_norm"]
-#: Those that latent attention has in place of queries' and keys'.
+#: MLA's norms, in place of those of queries and keys.
 LatentNorm = Literal["query_latent_norm", "latent_norm"]
-#: Where a checkpoint keeps them in the layer.
+#: Their paths in a layer of a checkpoint.
 LAYER_NORMS: dict[LayerNorm, str] = {
     "attention_norm": "input_layernorm",
     "mlp_norm": "post_attention_layernorm",
@@ -35,9 +35,9 @@ LATENT_NORMS: dict[LatentNorm, str] = {
     "query_latent_norm": "self_attn.q_a_layernorm",
     "latent_norm": "self_attn.kv_a_layernorm",
 }
-#: Of layers with `post_norms`: the norms of what attention and feed-forward give.
+#: Norms of the outputs of attention and feed-forward, in layers with `post_norms`.
 POST_NORMS = {"post_attention_norm": "self_attn.output_norm", "post_mlp_norm": "mlp.output_norm"}
-#: Where a checkpoint keeps attention's sinks in the layer: a tensor, not a module.
+#: Path of attention's sinks in the layer: a tensor, not a module.
 SINKS = "self_attn.sinks"
 _GGUF_TOP = {"token_embd.weight": EMBEDDING, "output_norm.weight": FINAL_NORM, "output.weight": LM_HEAD}
 _GGUF_LAYER = {
@@ -55,7 +55,7 @@ _GGUF_LAYER = {
     "post_attention_norm": "self_attn.output_norm",
     "post_ffw_norm": "mlp.output_norm",
 }
-#: Of mixtures: a layer's experts in one tensor, which has no ".weight" under its name here (`expert_layouts`).
+#: Mixtures: one tensor for all experts of a layer, named here without ".weight" (`moe_weight_layouts`).
 _GGUF_EXPERTS = {
     "ffn_gate_exps": "mlp.experts.gate_proj",
     "ffn_up_exps": "mlp.experts.up_proj",
@@ -72,7 +72,7 @@ _GGUF_LAYER_NAME = re.compile(r"blk\.(0|[1-9][0-9]*)\.([a-z_]+)\.(weight|bias)")
 
 
 def expected_tensors(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
-    """Name -> shape of every tensor of `spec`; a weight is [d_out, d_in]. No lm_head where it is tied."""
+    """Name -> shape of every tensor of `spec`; a weight is [d_out, d_in]. A tied model has no lm_head."""
     if spec.encoder is not None:
         return encoder_tensors(spec)
     shapes: dict[str, tuple[int, ...]] = {EMBEDDING: (spec.vocab_size, spec.hidden_size)}
@@ -87,14 +87,13 @@ def expected_tensors(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
             shapes[f"{prefix}{SINKS}"] = (layer.attention.num_heads,)
         if layer.post_norms:
             shapes |= {f"{prefix}{path}.weight": (spec.hidden_size,) for path in POST_NORMS.values()}
-        for product in layer_linear_modules(spec, index):
-            for target, expert in itertools.product(product.targets, product.experts):
-                module, width = (
-                    prefix + product.kind.path(target, expert),
-                    product.widths[product.targets.index(target)],
-                )
-                shapes[f"{module}.weight"] = (width, product.d_in)
-                if product.has_bias:
+        for linear in layer_linear_modules(spec, index):
+            for (target, width), expert in itertools.product(
+                zip(linear.targets, linear.widths, strict=True), linear.experts
+            ):
+                module = prefix + linear.kind.path(target, expert)
+                shapes[f"{module}.weight"] = (width, linear.d_in)
+                if linear.has_bias:
                     shapes[f"{module}.bias"] = (width,)
     shapes[FINAL_NORM] = (spec.hidden_size,)
     if not spec.tie_embeddings:
@@ -103,7 +102,7 @@ def expected_tensors(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
 
 
 def qk_norm_widths(attention: AttentionSpec) -> dict[LayerNorm, int]:
-    """Of the norms of queries and keys: a head's width, or that of all heads; nothing where there are none."""
+    """Widths of the norms of queries and keys: one head's, or all heads'; {} if there are none."""
     if not attention.qk_norm:
         return {}
     heads = (attention.num_heads, attention.num_kv_heads) if attention.whole_qk_norm else (1, 1)
@@ -111,7 +110,7 @@ def qk_norm_widths(attention: AttentionSpec) -> dict[LayerNorm, int]:
 
 
 def latent_norm_widths(attention: AttentionSpec) -> dict[LatentNorm, int]:
-    """Of the norms of latents; nothing where there are none."""
+    """Widths of MLA's norms; {} if there are none."""
     latent = attention.latent
     if latent is None:
         return {}
@@ -124,11 +123,11 @@ def check_tensors(spec: ModelSpec, found: Mapping[str, tuple[int, ...]]) -> None
     expected = expected_tensors(spec)
     missing = [name for name in expected if name not in found]
     if missing:
-        raise CheckpointError(f"checkpoint of {spec.name!r} lacks {_listed(missing)}")
+        raise CheckpointError(f"checkpoint of {spec.name!r} lacks {_first_names(missing)}")
     unexpected = [name for name in found if name not in expected]
     if unexpected:
         raise CheckpointError(
-            f"checkpoint of {spec.name!r} has tensors its config does not imply: {_listed(unexpected)}"
+            f"checkpoint of {spec.name!r} has tensors its config does not imply: {_first_names(unexpected)}"
         )
     for name, shape in expected.items():
         if tuple(found[name]) != shape:
@@ -136,9 +135,9 @@ def check_tensors(spec: ModelSpec, found: Mapping[str, tuple[int, ...]]) -> None
 
 
 def canonical_gguf_name(name: str, own: Mapping[str, str] | None = None) -> str | None:
-    """The canonical name of a GGUF tensor, or None if it is none of these models'.
+    """The canonical name of a GGUF tensor, or None if no supported model has it.
 
-    own: an architecture's own names within a layer, and the paths they stand for, which go before the usual ones.
+    own: an architecture's own names within a layer and their paths, which take precedence.
     """
     if name in _GGUF_TOP:
         return _GGUF_TOP[name]
@@ -154,6 +153,6 @@ def canonical_gguf_name(name: str, own: Mapping[str, str] | None = None) -> str 
     return None if path is None else f"model.layers.{layer}.{path}.{kind}"
 
 
-def _listed(names: list[str]) -> str:
+def _first_names(names: list[str]) -> str:
     shown = ", ".join(repr(name) for name in names[:5])
     return shown if len(names) <= 5 else f"{shown} and {len(names) - 5} more"

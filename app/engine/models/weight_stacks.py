@@ -1,8 +1,7 @@
 """Base weights as the CPU kernels read them: stacks over layers, in float32 or in 8 bits as `weight_dtype` says.
 
-In: weights [N, K], in any order. Out: a `Stack` per product. With "auto" a stack is in 8 bits exactly where the
-products are those of float32 weights to the bit, for all its layers alike; one that turns out not to be is taken back
-to float32.
+With "auto" a stack is in 8 bits exactly if the products equal those of float32 weights bit for bit, in all its layers;
+a stack that turns out not to be exact is converted back to float32.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ class StackWriter:
         self.stack: Stack = empty_stack(*shape, quantised=storage != "float32")
 
     def store(self, layer: int, first_column: int, w: NDArray[np.float32]) -> None:
-        """Place w [N, K] in columns first_column (a multiple of 16) and up of one layer."""
+        """Write w [N, K] to one layer's columns from first_column (a multiple of 16) on."""
         exact = store(self._team, self.stack, layer, first_column, w, only_exact=self._only_exact)
         if self._only_exact and not exact:
             assert isinstance(self.stack, Quantised)  # float32 is exact
@@ -42,6 +41,6 @@ class StackWriter:
 
 
 def log_storage(model: str, stacks: Mapping[str, Stack]) -> None:
-    """Say at start which products are in float32, so that an operator sees what `auto` has found."""
+    """Log at start which modules are in float32, so that an operator sees what `auto` chose."""
     wide = [name for name, stack in stacks.items() if not isinstance(stack, Quantised)]
     _LOGGER.info("%s: base weights in float32: %s; the others in 8 bits", model, ", ".join(wide) or "none")

@@ -77,7 +77,7 @@ class AdapterLoader:
     def _write(self, write: AdapterWrite) -> AdapterError | None:
         """Write an adapter's rows; returns why that failed, if it is the adapter's own trouble."""
         started_s = self._clock()
-        adapter = write.adapter if self._backend.limits.takes_bfloat16 else write.adapter.widened()
+        adapter = write.adapter if self._backend.limits.takes_bfloat16 else write.adapter.to_float32()
         try:
             self._backend.write_adapter(write.adapter_slot, write.row_start, adapter)
         except AdapterError as error:

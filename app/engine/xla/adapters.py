@@ -16,7 +16,7 @@ from jax import Array, lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from app.engine.adapters.adapter import ACTIVATED, LoraAdapter, LoraKey, LoraPair, widened
+from app.engine.adapters.adapter import ACTIVATED, LoraAdapter, LoraKey, LoraPair, to_float32
 from app.engine.adapters.extra_weights import ExtraWeight, plan
 from app.engine.batch import ForwardBatch
 from app.engine.errors import AdapterMismatch
@@ -134,7 +134,7 @@ class XlaAdapters:
         for (layer, target, _), pair in _single(adapter):
             product = linear_module_of(sizes.single, target)
             place = sizes.place(product.name, layer)
-            wide_a, wide_b = widened(pair.a), widened(pair.b)
+            wide_a, wide_b = to_float32(pair.a), to_float32(pair.b)
             for shard, columns in enumerate(self._columns[product.name][target]):
                 own_a = wide_a[:, columns] if product.kind.split == "input" else wide_a
                 own_b = wide_b[:, columns] if product.kind.split == "output" else wide_b

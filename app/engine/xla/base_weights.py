@@ -18,7 +18,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from numpy.typing import NDArray
 
-from app.engine.adapters.adapter import LoraKey, LoraPair, widened
+from app.engine.adapters.adapter import LoraKey, LoraPair, to_float32
 from app.engine.models.linear_modules import LinearModule, linear_module_of
 from app.engine.models.sharding import shard_columns, whole_output
 from app.engine.xla.arrays import SHARD_AXES, Floats, XlaLayers
@@ -45,7 +45,7 @@ class XlaBaseValues:
     def dora_scale(self, key: LoraKey, magnitude: Floats, pair: LoraPair) -> Floats:
         """m / |W + BA| [d_out] (`app.kernels.dora.reference`); 0 where a row of W + BA is zero."""
         product = linear_module_of(self._whole_products, key.target)
-        a, b = (widened(matrix) for matrix in pair)
+        a, b = (to_float32(matrix) for matrix in pair)
         products, squares = self._base(product, key.target, key.layer, a)
         wide_a, wide_b = a.astype(np.float64), b.astype(np.float64)
         added = (wide_b * (2 * products + wide_a @ wide_a.T @ wide_b)).sum(axis=0)

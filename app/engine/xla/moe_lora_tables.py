@@ -16,7 +16,7 @@ from jax import Array
 from jax.sharding import PartitionSpec as P
 from numpy.typing import NDArray
 
-from app.engine.adapters.adapter import LoraAdapter, LoraPair, widened
+from app.engine.adapters.adapter import LoraAdapter, LoraPair, to_float32
 from app.engine.adapters.extra_weights import expert_bytes
 from app.engine.errors import AdapterMismatch
 from app.engine.models.linear_modules import LinearModule, linear_module_of
@@ -142,7 +142,7 @@ class XlaExpertRows:
 
     def _page(self, product: LinearModule, target: str, pair: LoraPair) -> tuple[Floats, Floats]:
         """Eight rows of a and of b, shards one after the other."""
-        is_input, wide_a, wide_b = product.kind.split == "input", widened(pair.a), widened(pair.b)
+        is_input, wide_a, wide_b = product.kind.split == "input", to_float32(pair.a), to_float32(pair.b)
         of_a, of_b = [], []
         for columns in self._columns[product.name][target]:
             of_a.append(_eight_rows(wide_a[:, columns] if is_input else wide_a))

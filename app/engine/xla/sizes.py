@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from app.engine.errors import CheckpointError, ConfigError
 from app.engine.models.linear_modules import LATENT_B, LinearModule, absorbed_modules, stacked_modules
-from app.engine.models.sharding import check_shards, shard_product
+from app.engine.models.sharding import check_shards, shard_module
 from app.engine.models.spec import AttentionSpec, ExpertsSpec, ModelSpec
 
 
@@ -124,7 +124,7 @@ def sizes_of(spec: ModelSpec, tensor_shards: int, expert_shards: int = 1) -> Xla
     check_shards((one for one in whole if one.num_experts is None), tensor_shards * expert_shards, spec.name, setting)
     check_shards((one for one in whole if one.num_experts is not None), tensor_shards, spec.name)
     products = tuple(
-        shard_product(one, tensor_shards * (expert_shards if one.num_experts is None else 1)) for one in whole
+        shard_module(one, tensor_shards * (expert_shards if one.num_experts is None else 1)) for one in whole
     )
     layers = tuple(layers for _, layers in stacked)
     absorbed = absorbed_modules(spec.layers[0].attention)

@@ -14,10 +14,10 @@ from app.deployments.store.factory import merge_adapters
 from app.deployments.store.host_cache import HostAdapterCache
 from app.engine.adapters.adapter import LoraAdapter, LoraKey
 from app.engine.adapters.card import AdapterRef
-from app.engine.adapters.combining.combination import CombinationMethod, CombinationPart, composition_of
+from app.engine.adapters.combining.combination import CombinationMethod, CombinationPart, make_combination
 from app.engine.adapters.sandbox.packing import PackedAdapter, unpack_adapter
 from app.engine.adapters.signing.trusted_keys import TrustedKeys
-from app.engine.errors import AdapterMismatch, CompositionRefused
+from app.engine.errors import AdapterMismatch, CombinationRefused
 from tests.deployments.store.test_host_cache import Sources, load
 from tests.deployments.store.told import Told
 from tests.engine.adapters.making import random_adapter, tiny_spec
@@ -62,7 +62,7 @@ def store(sources: Sources) -> Iterator[HostAdapterCache[PackedAdapter]]:
 
 async def derived_ref(store: HostAdapterCache[PackedAdapter], recipe: CombinationMethod = SUM) -> AdapterRef:
     parts = [CombinationPart(await load(store, name), weight) for name, weight in (("sql", 0.5), ("tone", 2.0))]
-    return composition_of(parts, recipe).ref("acme")
+    return make_combination(parts, recipe).ref("acme")
 
 
 async def test_a_request_s_sum_is_made_once_and_kept(store: HostAdapterCache[PackedAdapter], sources: Sources) -> None:
@@ -105,14 +105,14 @@ async def test_a_part_whose_source_has_changed_is_no_part(sources: Sources) -> N
 async def test_a_refusal_is_told_each_time(store: HostAdapterCache[PackedAdapter]) -> None:
     ref = await derived_ref(store, CombinationMethod("linear"))
     for _ in range(2):
-        with pytest.raises(CompositionRefused, match="'linear' needs equal ones; use 'cat'"):
+        with pytest.raises(CombinationRefused, match="'linear' needs equal ones; use 'cat'"):
             await store.fetch(ref)
 
 
 async def test_a_composition_of_compositions(store: HostAdapterCache[PackedAdapter], sources: Sources) -> None:
     put(sources, "law", random_adapter(SPEC, 8, ["q_proj"], seed=5))
     inner = await derived_ref(store)
-    outer = composition_of([CombinationPart(inner, 1.0), CombinationPart(await load(store, "law"), 1.0)]).ref("acme")
+    outer = make_combination([CombinationPart(inner, 1.0), CombinationPart(await load(store, "law"), 1.0)]).ref("acme")
     assert (await store.fetch(outer)).card.max_rank == 4 + 8 + 8
 
 

@@ -19,12 +19,12 @@ from app.engine.adapters.combining.combination import Combination, CombinationMe
 from app.engine.adapters.combining.combine import combine
 from app.engine.adapters.formats.arrow import ArrowCard, read_card, write_card
 from app.engine.adapters.formats.convert import write_peft_folder
-from app.engine.adapters.formats.reading import read_adapter, read_stored
+from app.engine.adapters.formats.reading import read_adapter, read_raw_adapter
 from app.engine.adapters.merge import MERGED
 from app.engine.adapters.sandbox.packing import pack_adapter, unpack_adapter
 from app.engine.api import LLM, Generation
 from app.engine.config import EngineConfig
-from app.engine.errors import AdapterFormatError, AdapterMismatch, CompositionRefused
+from app.engine.errors import AdapterFormatError, AdapterMismatch, CombinationRefused
 from app.engine.request import SamplingParams
 from tests.engine.adapters.formats.test_peft_parity import PEFT_WARNINGS
 from tests.engine.adapters.making import peft_beyond, peft_config, peft_tensors, random_arrays, tiny_spec, write_peft
@@ -52,7 +52,7 @@ class Served:
         config = LoraConfig(**settings, alora_invocation_tokens=list(INVOCATION))
         save_random_adapter(self.model, self.activated, config)
         self.llm = LLM(folder / "base", CONFIG)
-        stored = read_stored(self.activated, self.llm.spec)
+        stored = read_raw_adapter(self.activated, self.llm.spec)
         write_peft_folder(self.plain, replace(stored, invocation_tokens=()))
 
     def answer(self, prompt: list[int], adapter: Path | None) -> Generation:
@@ -196,27 +196,27 @@ def test_the_place_is_pefts() -> None:
 
 def test_the_invocation_is_part_of_what_an_adapter_is(served: Served, tmp_path: Path) -> None:
     spec = served.llm.spec
-    stored = read_stored(served.activated, spec)
+    stored = read_raw_adapter(served.activated, spec)
     write_card(tmp_path / "it.lora.arrow", ArrowCard("it", stored, {}))
-    write_peft_folder(tmp_path / "again", read_card(tmp_path / "it.lora.arrow").stored)
+    write_peft_folder(tmp_path / "again", read_card(tmp_path / "it.lora.arrow").raw)
     sources = (served.activated, tmp_path / "it.lora.arrow", tmp_path / "again")
-    cards = [read_adapter(source, spec, served=FEATURES).card for source in sources]
+    cards = [read_adapter(source, spec, supported_features=FEATURES).card for source in sources]
     assert {card.invocation_tokens for card in cards} == {INVOCATION}
     plain = read_adapter(served.plain, spec).card
     assert len({card.digest for card in cards}) == 1
     assert plain.digest != cards[0].digest
-    packed = pack_adapter(read_adapter(served.activated, spec, served=FEATURES))
+    packed = pack_adapter(read_adapter(served.activated, spec, supported_features=FEATURES))
     assert unpack_adapter(packed.header, packed.arrays).card == cards[0]
 
 
 def test_what_it_cannot_be_combined_with_is_refused_by_name(served: Served) -> None:
     spec = served.llm.spec
     with pytest.raises(AdapterMismatch, match="activated LoRA"):
-        read_adapter(served.activated, spec, served=frozenset())
-    adapter = read_adapter(served.activated, spec, served=FEATURES)
+        read_adapter(served.activated, spec, supported_features=frozenset())
+    adapter = read_adapter(served.activated, spec, supported_features=FEATURES)
     assert not adapter.features & MERGED
     part = CombinationPart(AdapterRef("it", adapter.card.digest, "t"), 1.0)
-    with pytest.raises(CompositionRefused, match="'it' has activated LoRA"):
+    with pytest.raises(CombinationRefused, match="'it' has activated LoRA"):
         combine(Combination((part, part), CombinationMethod("cat")), [adapter, adapter], spec)
 
 
@@ -226,7 +226,7 @@ def test_what_would_change_tokens_before_the_invocation_is_refused(tmp_path: Pat
     config, tensors = peft_beyond(spec, features=[feature])
     folder = write_peft(tmp_path, config | {"alora_invocation_tokens": [5]}, tensors)
     with pytest.raises(AdapterFormatError, match=r"activated LoRA|alora_invocation_tokens"):
-        read_adapter(folder, spec, served=FEATURES)
+        read_adapter(folder, spec, supported_features=FEATURES)
 
 
 def test_an_invocation_that_the_base_cannot_be_told_is_refused(tmp_path: Path) -> None:
@@ -234,4 +234,4 @@ def test_an_invocation_that_the_base_cannot_be_told_is_refused(tmp_path: Path) -
     config = peft_config(2, ["q_proj"], alora_invocation_tokens=[spec.vocab_size])
     folder = write_peft(tmp_path, config, peft_tensors(random_arrays(spec, 2, ["q_proj"])))
     with pytest.raises(AdapterMismatch, match="invocation token 64"):
-        read_adapter(folder, spec, served=FEATURES)
+        read_adapter(folder, spec, supported_features=FEATURES)

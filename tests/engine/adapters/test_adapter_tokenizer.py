@@ -12,11 +12,11 @@ import tokenizers
 from tokenizers import models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from app.engine.adapters.adapter_chat import AdapterTokenizerCache, encode_chat, own_text
+from app.engine.adapters.adapter_chat import AdapterTokenizerCache, encode_chat, own_tokenizer
 from app.engine.adapters.adapter_tokenizer import AdapterTokenizer
 from app.engine.adapters.formats.arrow import ArrowCard, read_card, write_card
 from app.engine.adapters.formats.convert import write_peft_folder
-from app.engine.adapters.formats.reading import read_adapter, read_stored
+from app.engine.adapters.formats.reading import read_adapter, read_raw_adapter
 from app.engine.adapters.sandbox.packing import pack_adapter
 from app.engine.adapters.sandbox.validator import Validator
 from app.engine.api import LLM
@@ -73,15 +73,15 @@ def adapter(folder: Path, saved: PreTrainedTokenizerFast | None = None, /, **fil
 
 
 def text_of(folder: Path) -> AdapterTokenizer:
-    return AdapterTokenizer.parsed(read_adapter(folder, SPEC).card.text)
+    return AdapterTokenizer.from_json(read_adapter(folder, SPEC).card.text)
 
 
 def test_the_bases_own_tokenizer_saved_along_says_nothing(tmp_path: Path, base: Tokenizer) -> None:
     folder = adapter(tmp_path, fast())
     assert text_of(folder).chat_template == BASE
-    assert own_text(text_of(folder), base) == AdapterTokenizer(None, {}, {})
+    assert own_tokenizer(text_of(folder), base) == AdapterTokenizer(None, {}, {})
     card = read_adapter(folder, SPEC).card
-    assert AdapterTokenizerCache(lambda: base).of(card).text == ""
+    assert AdapterTokenizerCache(lambda: base).strip_base(card).text == ""
     assert read_adapter(adapter(tmp_path / "bare"), SPEC).card.text == ""
 
 
@@ -93,7 +93,7 @@ def test_a_prompt_is_the_one_that_transformers_makes_with_the_adapters_tokenizer
     tokenizer.chat_template = template
     tokenizer.eos_token = "<|im_end|>"
     tokenizer.pad_token = "<pad>"
-    own = own_text(text_of(adapter(tmp_path, tokenizer)), base)
+    own = own_tokenizer(text_of(adapter(tmp_path, tokenizer)), base)
     assert own == AdapterTokenizer(None if template == BASE else OWN, {"eos_token": "<|im_end|>"}, {})
     theirs = AutoTokenizer.from_pretrained(tmp_path).apply_chat_template(
         CHAT, add_generation_prompt=True, return_dict=True
@@ -149,13 +149,13 @@ def test_a_template_is_found_wherever_trainers_save_it(tmp_path: Path, files: di
 )
 def test_a_token_that_the_base_lacks_is_refused_by_name(tmp_path: Path, base: Tokenizer, files: dict[str, str]) -> None:
     with pytest.raises(AdapterMismatch, match="token '<tool>' as id 260 and the base's does not have it"):
-        own_text(text_of(adapter(tmp_path, **files)), base)
+        own_tokenizer(text_of(adapter(tmp_path, **files)), base)
 
 
 def test_a_token_under_another_id_is_refused_by_name(tmp_path: Path, base: Tokenizer) -> None:
     folder = adapter(tmp_path, added_tokens=json.dumps({"<pad>": 7}))
     with pytest.raises(AdapterMismatch, match="'<pad>' as id 7 and the base's has it as 259"):
-        own_text(text_of(folder), base)
+        own_tokenizer(text_of(folder), base)
 
 
 @pytest.mark.parametrize(
@@ -183,7 +183,7 @@ def test_the_text_comes_through_the_reading_process_and_changed_files_are_read_a
         with pytest.raises(AdapterFormatError, match="does not parse"):
             validator.read(folder, SPEC)
         (folder / "chat_template.jinja").write_text(OWN)
-        assert AdapterTokenizer.parsed(validator.read(folder, SPEC).card.text).chat_template == OWN
+        assert AdapterTokenizer.from_json(validator.read(folder, SPEC).card.text).chat_template == OWN
     finally:
         validator.close()
 
@@ -191,25 +191,25 @@ def test_the_text_comes_through_the_reading_process_and_changed_files_are_read_a
 def test_the_text_survives_conversion(tmp_path: Path) -> None:
     tokenizer = fast()
     tokenizer.chat_template = OWN
-    stored = read_stored(adapter(tmp_path / "it", tokenizer), None)
+    stored = read_raw_adapter(adapter(tmp_path / "it", tokenizer), None)
     write_card(tmp_path / "it.lora.arrow", ArrowCard("it", stored, {}))
-    card = read_card(tmp_path / "it.lora.arrow").stored
+    card = read_card(tmp_path / "it.lora.arrow").raw
     write_peft_folder(tmp_path / "again", card)
-    again = read_stored(tmp_path / "again", None)
+    again = read_raw_adapter(tmp_path / "again", None)
     assert card.text == stored.text
-    assert AdapterTokenizer.parsed(again.text) == AdapterTokenizer.parsed(stored.text)
+    assert AdapterTokenizer.from_json(again.text) == AdapterTokenizer.from_json(stored.text)
 
 
 @pytest.mark.parametrize("text", ["[]", "{}", '{"chat_template": 1, "special_tokens": {}, "added_tokens": {}}'])
 def test_a_card_with_another_text_is_refused(text: str) -> None:
     with pytest.raises(AdapterFormatError, match="the adapter's text"):
-        AdapterTokenizer.parsed(text)
+        AdapterTokenizer.from_json(text)
 
 
 def test_what_is_packed_is_settled_too(tmp_path: Path, base: Tokenizer) -> None:
     folder = adapter(tmp_path, fast(), chat_template=OWN)
-    packed = AdapterTokenizerCache(lambda: base).of_packed(pack_adapter(read_adapter(folder, SPEC)))
-    assert AdapterTokenizer.parsed(packed.card.text) == AdapterTokenizer(OWN, {}, {})
+    packed = AdapterTokenizerCache(lambda: base).strip_base_packed(pack_adapter(read_adapter(folder, SPEC)))
+    assert AdapterTokenizer.from_json(packed.card.text) == AdapterTokenizer(OWN, {}, {})
 
 
 @pytest.mark.parametrize(

@@ -47,20 +47,20 @@ def test_copies_are_dropped_and_the_answers_stay(tmp_path: Path, is_tied: bool, 
     checkpoint = load_checkpoint(tmp_path / "base")
     base = {EMBEDDING: model.model.embed_tokens.weight} | ({} if is_tied else {LM_HEAD: model.lm_head.weight})
     save_adapter(tmp_path / "it", model, base)
-    adapter = read_peft(tmp_path / "it", checkpoint.spec, served=FEATURES)
+    adapter = read_peft(tmp_path / "it", checkpoint.spec, supported_features=FEATURES)
     assert set(adapter.replaced) == {EMBEDDING, LM_HEAD}
     copies = BaseWeightDedup(checkpoint, FEATURES)
-    lighter = copies.dropped(adapter)
+    lighter = copies.without_copies(adapter)
     assert not lighter.replaced
     assert lighter.card.digest == adapter.card.digest
     assert lighter.card.extra_bytes < adapter.card.extra_bytes
     weight = model.lm_head.weight
     assert adapter.card.size_bytes - lighter.card.size_bytes == 4 * weight.numel() * len(base)
     packed = pack_adapter(adapter)
-    again = copies.dropped_packed(packed)
+    again = copies.without_copies_packed(packed)
     assert again.card == lighter.card
     assert again.arrays[0].nbytes < packed.arrays[0].nbytes - 4 * weight.numel() + 64
-    assert copies.dropped_packed(again) is again
+    assert copies.without_copies_packed(again) is again
     backend = CpuBackend(checkpoint.spec, checkpoint.tensors(), CONFIG)
     heavy, light = served_logits(backend, [adapter, lighter], random_tokens(model))
     np.testing.assert_array_equal(heavy, light)
@@ -75,7 +75,7 @@ def test_one_changed_value_is_kept(tmp_path: Path) -> None:
     changed[5, 7] = torch.nextafter(changed[5, 7], torch.tensor(9.0))
     save_adapter(tmp_path / "it", model, {EMBEDDING: model.model.embed_tokens.weight, LM_HEAD: changed})
     assert len(load_file(tmp_path / "it" / "adapter_model.safetensors")) == 6
-    adapter = read_peft(tmp_path / "it", checkpoint.spec, served=FEATURES)
-    lighter = BaseWeightDedup(checkpoint, FEATURES).dropped(adapter)
+    adapter = read_peft(tmp_path / "it", checkpoint.spec, supported_features=FEATURES)
+    lighter = BaseWeightDedup(checkpoint, FEATURES).without_copies(adapter)
     assert set(lighter.replaced) == {LM_HEAD}
     np.testing.assert_array_equal(lighter.replaced[LM_HEAD], changed.numpy())

@@ -13,7 +13,7 @@ from app.engine.adapters.adapter import FEATURES
 from app.engine.adapters.adapter_builder import build_adapter
 from app.engine.adapters.formats.arrow import CARD_SUFFIX, ArrowCard, read_card, write_card
 from app.engine.adapters.formats.convert import quantize_adapter, write_peft_folder
-from app.engine.adapters.formats.peft import read_peft, read_peft_stored
+from app.engine.adapters.formats.peft import read_peft, read_raw_peft
 from app.engine.adapters.formats.reading import read_adapter
 from app.engine.adapters.raw_adapter import RawAdapter, RawModule, RawTensor, RawTokenRows, content_digest
 from app.engine.errors import AdapterFormatError, AdapterMismatch
@@ -61,10 +61,10 @@ def test_a_tensor_that_is_wrong_is_named(
     features = ("dora", "saved", "rows") if "magnitude" in says else ("embedding", "saved", "rows")
     config, tensors = peft_beyond(SPEC, features=features)
     good = write_peft(tmp_path / "good", config, tensors)
-    assert len(read_peft(good, SPEC, served=FEATURES).features) == 3
+    assert len(read_peft(good, SPEC, supported_features=FEATURES).features) == 3
     edit(tensors)
     with pytest.raises(error, match=says):
-        read_peft(write_peft(tmp_path / "bad", config, tensors), SPEC, served=FEATURES)
+        read_peft(write_peft(tmp_path / "bad", config, tensors), SPEC, supported_features=FEATURES)
 
 
 @pytest.mark.parametrize("key", ["use_dora", "lora_bias"])
@@ -74,7 +74,7 @@ def test_an_embedding_takes_plain_lora_only(tmp_path: Path, key: str) -> None:
     part = {"use_dora": "lora_magnitude_vector", "lora_bias": "lora_B.bias"}[key]
     tensors[f"{_EMBED}.{part}"] = np.ones(24, "f4")
     with pytest.raises(AdapterFormatError, match=f"{key}.*embed_tokens"):
-        read_peft(write_peft(tmp_path, config, tensors), SPEC, served=FEATURES)
+        read_peft(write_peft(tmp_path, config, tensors), SPEC, supported_features=FEATURES)
 
 
 def _values(*shape: int) -> RawTensor:
@@ -101,7 +101,7 @@ _PLAIN = _module("model.layers.0.self_attn.q_proj", 24, 32)
         (
             RawAdapter((_PLAIN,), parameters=((f"{_PLAIN.path}.weight", _values(32, 24)),)),
             AdapterFormatError,
-            "q_proj' is replaced whole and has a LoRA",
+            "q_proj' is replaced as a whole and also has a LoRA",
         ),
         (
             RawAdapter(
@@ -109,7 +109,7 @@ _PLAIN = _module("model.layers.0.self_attn.q_proj", 24, 32)
                 parameters=(("model.layers.1.self_attn.v_proj.weight", _values(16, 24)),),
             ),
             AdapterFormatError,
-            "v_proj' is replaced whole and has a LoRA",
+            "v_proj' is replaced as a whole and also has a LoRA",
         ),
         *(
             (RawAdapter((_PLAIN,), token_rows=(RawTokenRows(path, (3,), _values(1, 24)),)), AdapterMismatch, path)
@@ -123,7 +123,7 @@ def test_what_only_a_card_can_say_and_no_engine_applies_is_refused(
     path = tmp_path / f"a{CARD_SUFFIX}"
     write_card(path, ArrowCard("a", stored, {}))
     with pytest.raises(error, match=says):
-        read_adapter(path, SPEC, served=FEATURES)
+        read_adapter(path, SPEC, supported_features=FEATURES)
 
 
 @pytest.mark.parametrize(("ranks", "max_rank"), [((2, None), 2), ((2, 9), 2), ((None, 9), 1), ((9, 2), 9)])
@@ -134,7 +134,7 @@ def test_embedding_and_head_take_no_rank_rows(ranks: tuple[int | None, int | Non
         for path, rank, d_in, d_out in places
         if rank is not None
     ]
-    adapter = build_adapter(RawAdapter(tuple(modules)), SPEC, served=FEATURES)
+    adapter = build_adapter(RawAdapter(tuple(modules)), SPEC, supported_features=FEATURES)
     assert adapter.card.max_rank == max_rank
     assert (adapter.card.extra_bytes > 0) == (ranks[1] is not None)
 
@@ -143,7 +143,7 @@ def test_token_ids_beyond_the_vocabulary_are_refused(tmp_path: Path) -> None:
     config, tensors = peft_beyond(SPEC, features=("rows",))
     config["trainable_token_indices"] = {"lm_head": [7, 64]}
     with pytest.raises(AdapterMismatch, match="64"):
-        read_peft(write_peft(tmp_path, config, tensors), SPEC, served=FEATURES)
+        read_peft(write_peft(tmp_path, config, tensors), SPEC, supported_features=FEATURES)
 
 
 def test_an_engine_is_never_given_what_it_cannot_apply(tmp_path: Path) -> None:
@@ -151,7 +151,7 @@ def test_an_engine_is_never_given_what_it_cannot_apply(tmp_path: Path) -> None:
     with pytest.raises(AdapterMismatch, match="DoRA or trained norms"):
         read_peft(folder, SPEC)
     with pytest.raises(AdapterMismatch, match="cannot apply DoRA;"):
-        read_peft(folder, SPEC, served=frozenset({"trained norms"}))
+        read_peft(folder, SPEC, supported_features=frozenset({"trained norms"}))
 
 
 def test_the_digest_covers_every_part(tmp_path: Path) -> None:
@@ -164,26 +164,26 @@ def test_the_digest_covers_every_part(tmp_path: Path) -> None:
             if changed is not None:
                 copies[changed].flat[0] += np.float32(0.5)
             folder = write_peft(tmp_path / str(len(digests)), config, copies)
-            digests.add(content_digest(read_peft_stored(folder, SPEC), "base"))
+            digests.add(content_digest(read_raw_peft(folder, SPEC), "base"))
         if "rows" in features:
             folder = write_peft(tmp_path / "other", config | {"trainable_token_indices": {"lm_head": [7, 4]}}, tensors)
-            digests.add(content_digest(read_peft_stored(folder, SPEC), "base"))
+            digests.add(content_digest(read_raw_peft(folder, SPEC), "base"))
     assert len(digests) == (1 + 3) + (1 + 5 + 1) + (1 + 4)
 
 
 def test_rounding_leaves_what_lies_beside_the_modules_alone(tmp_path: Path) -> None:
     config, tensors = peft_beyond(SPEC, features=("dora", "saved", "rows"))
-    stored = read_peft_stored(write_peft(tmp_path / "it", config, tensors), SPEC)
+    stored = read_raw_peft(write_peft(tmp_path / "it", config, tensors), SPEC)
     rounded, report = quantize_adapter(stored, "I8")
     path = tmp_path / f"a{CARD_SUFFIX}"
     write_card(path, ArrowCard("a", rounded, {}, report))
     card = read_card(path)
-    assert (card.stored, card.quantization) == (rounded, report)
+    assert (card.raw, card.quantization) == (rounded, report)
     assert rounded.parameters == stored.parameters
     assert rounded.token_rows == stored.token_rows
     for before, after in zip(stored.modules, rounded.modules, strict=True):
         assert after.magnitude == before.magnitude
         assert {after.a.dtype, after.b.dtype} == {"I8"}
     write_peft_folder(tmp_path / "again", rounded)
-    served = [read_adapter(source, SPEC, served=FEATURES) for source in (path, tmp_path / "again")]
+    served = [read_adapter(source, SPEC, supported_features=FEATURES) for source in (path, tmp_path / "again")]
     assert served[0].features == served[1].features >= {"DoRA", "trained norms", "trained token rows"}

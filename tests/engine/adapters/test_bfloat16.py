@@ -83,7 +83,7 @@ def test_a_value_that_is_no_number_is_named(bits: int) -> None:
 
 def test_host_memory_counts_and_holds_two_bytes() -> None:
     adapter = random_adapter(SPEC, 8, dtype="BF16", saved_in="BF16")
-    wide = adapter.widened()
+    wide = adapter.to_float32()
     num_values = sum(array.size for pair in adapter.weights.values() for array in pair)
     assert adapter.card.size_bytes == 2 * num_values
     packed = pack_adapter(adapter)

@@ -26,7 +26,7 @@ from app.engine.adapters.adapter import FEATURES, LoraAdapter
 from app.engine.adapters.formats import arrow
 from app.engine.adapters.formats.arrow import CARD_SUFFIX, ArrowCard, write_card
 from app.engine.adapters.formats.convert import quantize_adapter
-from app.engine.adapters.formats.peft import read_peft_stored
+from app.engine.adapters.formats.peft import read_raw_peft
 from app.engine.adapters.formats.reading import read_adapter
 from app.engine.adapters.limits import ReadLimits
 from app.engine.errors import AdapterError
@@ -223,7 +223,7 @@ def test_values_changed_in_a_configuration(folder: Path, rng: random.Random) -> 
 def test_bytes_changed_anywhere_in_a_card(
     folder: Path, rng: random.Random, monkeypatch: pytest.MonkeyPatch, quantised: bool, checksum: str
 ) -> None:
-    stored, report = read_peft_stored(folder, SPEC), None
+    stored, report = read_raw_peft(folder, SPEC), None
     if quantised:
         stored, report = quantize_adapter(stored, "I4")
     if checksum == "forged":

@@ -49,7 +49,7 @@ def test_merged_is_what_peft_merges(option: str, tmp_path: Path) -> None:
     family, options = OPTIONS[option]
     model = saved(tmp_path, family, options)
     checkpoint = load_checkpoint(tmp_path / "base")
-    adapter = read_peft(tmp_path / "adapter", checkpoint.spec, served=FEATURES)
+    adapter = read_peft(tmp_path / "adapter", checkpoint.spec, supported_features=FEATURES)
     assert merge(checkpoint, adapter, tmp_path / "merged") == len(adapter.weights)
     expected = PeftModel.from_pretrained(copy.deepcopy(model), tmp_path / "adapter").merge_and_unload().state_dict()
     found = AutoModelForCausalLM.from_pretrained(tmp_path / "merged").state_dict()
@@ -71,7 +71,9 @@ def test_a_mixtures_experts_are_merged_whatever_their_tensors_are_called(family:
     model.save_pretrained(tmp_path / "base")
     save_random_adapter(model, tmp_path / "adapter", LoraConfig(task_type="CAUSAL_LM", r=4, **EXPERTS))
     checkpoint = load_checkpoint(tmp_path / "base")
-    merge(checkpoint, read_peft(tmp_path / "adapter", checkpoint.spec, served=FEATURES), tmp_path / "merged")
+    merge(
+        checkpoint, read_peft(tmp_path / "adapter", checkpoint.spec, supported_features=FEATURES), tmp_path / "merged"
+    )
     expected = PeftModel.from_pretrained(copy.deepcopy(model), tmp_path / "adapter").merge_and_unload().state_dict()
     found = AutoModelForCausalLM.from_pretrained(tmp_path / "merged").float().state_dict()
     assert found.keys() == expected.keys()
@@ -88,7 +90,7 @@ def test_experts_in_one_tensor_are_refused_by_name(tmp_path: Path) -> None:
     model.save_pretrained(tmp_path / "base")
     save_random_adapter(model, tmp_path / "adapter", LoraConfig(task_type="CAUSAL_LM", r=4, **EXPERTS))
     checkpoint = load_checkpoint(tmp_path / "base")
-    adapter = read_peft(tmp_path / "adapter", checkpoint.spec, served=FEATURES)
+    adapter = read_peft(tmp_path / "adapter", checkpoint.spec, supported_features=FEATURES)
     with pytest.raises(AdapterMismatch, match=r"no tensor of their own for .*experts\.down_proj"):
         merge(checkpoint, adapter, tmp_path / "merged")
 
@@ -118,7 +120,7 @@ def test_each_tensor_keeps_its_type_and_its_file(tmp_path: Path) -> None:
 def test_what_cannot_be_merged_is_refused_by_name(options: dict[str, Any], said: str, tmp_path: Path) -> None:
     saved(tmp_path, "qwen2", options)
     checkpoint = load_checkpoint(tmp_path / "base")
-    adapter = read_peft(tmp_path / "adapter", checkpoint.spec, served=FEATURES)
+    adapter = read_peft(tmp_path / "adapter", checkpoint.spec, supported_features=FEATURES)
     with pytest.raises(AdapterMismatch, match=said):
         merge(checkpoint, adapter, tmp_path / "merged")
     assert not (tmp_path / "merged").exists(), "nothing is written"

@@ -61,7 +61,7 @@ TOGETHER: dict[str, dict[str, Any]] = {
 def _read(model: Any, backend: CpuBackend, folder: Path, options: dict[str, Any]) -> LoraAdapter:
     config = {"task_type": "CAUSAL_LM", "r": 4, "lora_alpha": 2} | options
     save_random_adapter(model, folder, LoraConfig(**config))
-    return read_peft(folder, backend.spec, served=FEATURES)
+    return read_peft(folder, backend.spec, supported_features=FEATURES)
 
 
 @pytest.mark.parametrize("tied", [True, False])

@@ -68,7 +68,7 @@ def test_an_adapter_gives_pefts_logits(family: str, targets: str | list[str], tm
     backend = backend_of(model, tmp_path / "base")
     config = LoraConfig(task_type="CAUSAL_LM", r=4, lora_alpha=2, target_modules=targets)
     save_random_adapter(model, tmp_path / "it", config)
-    adapter = read_peft(tmp_path / "it", backend.spec, served=FEATURES)
+    adapter = read_peft(tmp_path / "it", backend.spec, supported_features=FEATURES)
     tokens = random_tokens(model, length=40)
     base, served = served_logits(backend, [None, adapter], tokens)
     backend.close()
@@ -84,7 +84,7 @@ def test_adapters_that_train_norms_are_refused(tmp_path: Path) -> None:
     config = LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=["q_proj"], modules_to_save=["input_layernorm"])
     save_random_adapter(model, tmp_path / "it", config)
     with pytest.raises(AdapterMismatch, match=r"which multiply by 1 \+ w, are not served"):
-        read_peft(tmp_path / "it", spec, served=FEATURES)
+        read_peft(tmp_path / "it", spec, supported_features=FEATURES)
 
 
 def test_engines_without_gemmas_arithmetic_refuse_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -56,7 +56,7 @@ def test_adapters_in_bfloat16_give_the_bits_of_the_same_in_float32(ranks: tuple[
     adapters.append(partly)
     narrow = served_logits(backend, adapters, tokens)
     assert backend._rows.in_bf16[1 : 1 + len(adapters)].tolist() == [True] * len(ranks) + [False]
-    np.testing.assert_array_equal(narrow, served_logits(backend, [a.widened() for a in adapters], tokens))
+    np.testing.assert_array_equal(narrow, served_logits(backend, [a.to_float32() for a in adapters], tokens))
     assert len({logits.tobytes() for logits in narrow}) == len(adapters)
     backend.close()
 

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from app.engine.adapters.adapter import LoraAdapter
 from app.engine.adapters.card import AdapterRef
-from app.engine.adapters.combining.combination import CombinationPart, composition_of
+from app.engine.adapters.combining.combination import CombinationPart, make_combination
 from app.engine.adapters.combining.combine import combine
 from app.engine.config import CpuConfig, EngineConfig
 from app.engine.cpu.backend import CpuBackend
@@ -155,9 +155,9 @@ def adapters_of(spec: ModelSpec) -> list[LoraAdapter]:
         three = [random_adapter(spec, rank, seed=any_seed()) for rank in (3, 16, 40)]
     extras = with_random_extras(random_adapter(spec, 8, DENSE_TARGETS[:2], any_seed()), spec, generator)
     parts = [CombinationPart(AdapterRef(str(n), one.card.digest, "t"), 0.5 + n) for n, one in enumerate(three)]
-    composition = composition_of(parts)
+    combination = make_combination(parts)
     by_digest = {one.card.digest: one for one in three}
-    composed = combine(composition, [by_digest[part.ref.digest] for part in composition.parts], spec)
+    composed = combine(combination, [by_digest[part.ref.digest] for part in combination.parts], spec)
     return [three[0], three[1], extras, composed]
 
 

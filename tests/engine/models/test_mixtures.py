@@ -110,7 +110,7 @@ def test_how_many_experts_there_are_goes_by_two_names(model_type: str, key: str)
 @pytest.mark.parametrize(
     ("model_type", "settings", "message"),
     [
-        ("mixtral", {"num_local_experts": 4, "num_experts": 5}, "twice, and not alike"),
+        ("mixtral", {"num_local_experts": 4, "num_experts": 5}, "two different numbers of experts"),
         ("mixtral", {"num_local_experts": 1, "num_experts_per_tok": 2}, "num_experts_per_tok is 2 but"),
         ("mixtral", {"num_local_experts": 9999}, "a layer 9999 experts; at most 4096"),
         ("mixtral", {"num_local_experts": "8"}, "num_local_experts.*positive integer"),

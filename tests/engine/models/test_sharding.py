@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from app.engine.errors import ConfigError
 from app.engine.models.linear_modules import LinearModule, layer_linear_modules
-from app.engine.models.sharding import check_shards, shard_columns, shard_product, whole_output
+from app.engine.models.sharding import check_shards, shard_columns, shard_module, whole_output
 from app.engine.models.spec import AttentionSpec, LayerSpec, MlpSpec
 from tests.engine.adapters.making import tiny_spec
 
@@ -42,7 +42,7 @@ def test_shards_together_are_the_whole(
     heads = max(shards, kv_heads << log_ratio)
     for product in products(heads, kv_heads, head_dim, wide * shards):
         check_shards((product,), shards, "tiny")
-        one = shard_product(product, shards)
+        one = shard_module(product, shards)
         for target, width, kept in zip(product.targets, product.widths, one.widths, strict=True):
             mine = shard_columns(product, shards)[target]
             if product.kind.split == "input":
@@ -52,9 +52,9 @@ def test_shards_together_are_the_whole(
             assert (mine.shape[1], one.d_in) == (kept, product.d_in)
             assert set(mine.reshape(-1).tolist()) == set(range(width))
             values = np.arange(width, dtype=np.float32)
-            by_shard = np.full((shards, one.width(16)), np.nan, np.float32)
-            by_shard[:, one.columns(target, 16)] = values[mine]
-            whole = whole_output(by_shard.reshape(-1), product, target, shards, 16)
+            by_shard = np.full((shards, one.width()), np.nan, np.float32)
+            by_shard[:, one.columns(target)] = values[mine]
+            whole = whole_output(by_shard.reshape(-1), product, target, shards)
             assert whole.tolist() == values.tolist()
 
 

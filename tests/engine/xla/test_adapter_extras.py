@@ -147,4 +147,4 @@ def test_every_feature_is_served_or_refused_when_an_adapter_is_read(tmp_path: Pa
             model, folder, LoraConfig(**({"task_type": "CAUSAL_LM", "r": 4, "lora_alpha": 2} | settings))
         )
         with pytest.raises(AdapterMismatch, match=f"cannot apply .*{sorted(features - SERVED)[0]}.*engine.cpu"):
-            copies.dropped(read_adapter(folder, spec_of(model), served=served))
+            copies.without_copies(read_adapter(folder, spec_of(model), supported_features=served))

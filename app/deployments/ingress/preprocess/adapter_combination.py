@@ -20,7 +20,7 @@ from app.engine.adapters.combining.combination import (
     CombinationPart,
     MajoritySign,
     Method,
-    composition_of,
+    make_combination,
 )
 from app.engine.errors import InvalidRequest
 
@@ -63,4 +63,4 @@ def combination_of(
                 f"{one.name[:80]!r} is the base model, which cannot be combined; name adapters", param="adapters"
             )
         parts.append(CombinationPart(ref, one.weight))
-    return composition_of(parts, recipe or CombinationMethod())
+    return make_combination(parts, recipe or CombinationMethod())

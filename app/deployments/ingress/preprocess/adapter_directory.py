@@ -17,7 +17,7 @@ from app.deployments.rpc.background_tasks import Tasks
 from app.deployments.store.service import StoreService
 from app.deployments.store.shared_adapter import SharedAdapter
 from app.engine.adapters.card import AdapterRef, is_activated
-from app.engine.adapters.combining.combination import is_composition, read_composition
+from app.engine.adapters.combining.combination import is_combination, parse_combination
 from app.engine.errors import NotReady
 
 logger = logging.getLogger(__name__)
@@ -71,9 +71,9 @@ class AdapterDirectory:
         """
         if ref is None:
             return ""
-        if not is_composition(ref.uri):
+        if not is_combination(ref.uri):
             return self._registry.text(ref)
-        return next(filter(None, (self.text(part.ref) for part in read_composition(ref.uri).parts)), "")
+        return next(filter(None, (self.text(part.ref) for part in parse_combination(ref.uri).parts)), "")
 
     async def close(self) -> None:
         await self._tasks.close()

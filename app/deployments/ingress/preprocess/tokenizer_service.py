@@ -75,11 +75,11 @@ class TokenizerService:
         text: the adapter's own chat text (`AdapterCard.text`); its template may take up to `ChatTemplateSandbox`'s time
         limit. extra: more template variables.
         """
-        return encode_chat(self._tokenizer, messages, AdapterTokenizer.parsed(text), self._templates, tools, extra)
+        return encode_chat(self._tokenizer, messages, AdapterTokenizer.from_json(text), self._templates, tools, extra)
 
     def tool_format(self, text: str = "") -> ToolCallFormat:
         """The format of tool calls, recognized by the model's template or the adapter's own. Raises InvalidRequest."""
-        return tool_format(tool_template(self._tokenizer, AdapterTokenizer.parsed(text)))
+        return tool_format(tool_template(self._tokenizer, AdapterTokenizer.from_json(text)))
 
     def specials(self, form: ToolCallFormat) -> Mapping[str, int]:
         """The special tokens among a call format's fixed texts, with their ids."""

@@ -21,7 +21,7 @@ from app.deployments.registry.models import (
     Event,
     RegistryJob,
 )
-from app.engine.adapters.combining.combination import shown_source
+from app.engine.adapters.combining.combination import display_source
 
 
 def adapter_body(entry: CatalogEntry) -> dict[str, Any]:
@@ -32,8 +32,8 @@ def adapter_body(entry: CatalogEntry) -> dict[str, Any]:
         "state": entry.state.value,
         "digest": entry.ref.digest,
         "generation": entry.ref.generation,
-        "path": shown_source(entry.ref.uri),
-        "source": shown_source(entry.source),
+        "path": display_source(entry.ref.uri),
+        "source": display_source(entry.source),
         "max_rank": entry.max_rank,
         "size_bytes": entry.size_bytes,
         "created": int(entry.registered_s),
@@ -78,7 +78,7 @@ def job_body(job: RegistryJob) -> dict[str, Any]:
         "object": "lora.job",
         "name": job.name,
         "kind": job.kind,
-        "path": shown_source(job.source),
+        "path": display_source(job.source),
         "state": job.state.value,
         "reason": job.reason,
         "generation": job.generation,

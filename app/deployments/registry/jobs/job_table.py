@@ -20,7 +20,7 @@ from app.deployments.registry.db.database import Database, storable
 from app.deployments.registry.db.tables import jobs, named
 from app.deployments.registry.event_log import NewEvent, record_audit, record_events
 from app.deployments.registry.models import FINAL_STATES, LoadRequest, RegistryJob, State
-from app.engine.adapters.combining.combination import shown_source
+from app.engine.adapters.combining.combination import display_source
 from app.engine.errors import AdapterUnloaded, NotReady
 
 MAX_JOBS_PER_NAME = 20
@@ -54,7 +54,7 @@ class Jobs:
         """Write down that a load was asked for."""
         now_s = self._database.clock()
         tenant_id, name, source, who = request.tenant_id, request.name, request.source, request.who
-        shown = shown_source(source)
+        shown = display_source(source)
         with self._database.write() as connection:
             job = RegistryJob(
                 uuid.uuid4().hex, name, "load", source, State.REQUESTED, who, now_s, now_s, request.pinned,

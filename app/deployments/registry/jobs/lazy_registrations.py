@@ -39,11 +39,11 @@ from app.deployments.registry.models import (
 from app.deployments.registry.registry import Registry
 from app.deployments.registry.service import RegistryService
 from app.deployments.rpc.background_tasks import SingleFlight, Tasks
-from app.engine.adapters.combining.combination import shown_source
+from app.engine.adapters.combining.combination import display_source
 from app.engine.errors import (
     AdapterQuarantined,
     AdapterUnreadable,
-    CompositionRefused,
+    CombinationRefused,
     InvalidRequest,
     Overloaded,
     PolyloraError,
@@ -111,7 +111,7 @@ class LazyRegistrations:
             if (tenant_id, name) not in self._pending:
                 self._failures.check(words((tenant_id, name)), f"adapter {name!r}")
             await self.read(name, tenant_id=tenant_id, who=f"first use by {who}")
-        except (Overloaded, CompositionRefused):
+        except (Overloaded, CombinationRefused):
             raise
         except PolyloraError as error:
             wait_s = error.retry_after_s if isinstance(error, AdapterQuarantined) else FIRST_S
@@ -171,7 +171,7 @@ def _write(
         statement = update(adapters).where(*mine, adapters.c.name == bindparam("key"))
         rows = [{"key": row["name"]} | {f"new_{column}": row[column] for column in columns} for row in again]
         connection.execute(statement.values({column: bindparam(f"new_{column}") for column in columns}), rows)
-    changed = [(row["name"], shown_source(row["uri"])) for row in (*new, *again)]
+    changed = [(row["name"], display_source(row["uri"])) for row in (*new, *again)]
     if changed:
         notes = place | {"time_s": common["registered_s"]}
         event = notes | {"event": "registered unread"}
@@ -189,7 +189,7 @@ def _values(item: Registration, old: Any, who: str) -> dict[str, Any] | None:
         if item.source in (before["source"], before["uri"]):
             return None
         raise InvalidRequest(
-            f"adapter {item.name!r} is loaded from {shown_source(before['source'])!r}; load it from another place, or "
+            f"adapter {item.name!r} is loaded from {display_source(before['source'])!r}; load it from another place, or "
             "unload it first: a name that is served is not given up for one that nobody has read",
             param="path",
         )

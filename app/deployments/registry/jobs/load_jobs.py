@@ -35,7 +35,7 @@ from app.deployments.registry.models import (
 from app.deployments.registry.registry import Registry
 from app.deployments.rpc.background_tasks import Tasks
 from app.engine.adapters.card import AdapterCard
-from app.engine.adapters.combining.combination import shown_source
+from app.engine.adapters.combining.combination import display_source
 from app.engine.errors import NotFound, NotReady, PolyloraError, QueueFull
 from app.logging import LogEvent
 
@@ -247,7 +247,7 @@ class LoadJobs:
                 name=job.name,
                 tenant=job.tenant_id,
                 by=job.requested_by,
-                source=shown_source(job.source),
+                source=display_source(job.source),
                 seconds=self._clock() - job.created_s,
                 **what,
             ),

@@ -15,7 +15,7 @@ from app.config import AdaptersConfig
 from app.deployments.registry.jobs.auto_registration import Resolver
 from app.deployments.registry.models import DEFAULT_TENANT, check_source, is_name
 from app.dotted import import_dotted
-from app.engine.adapters.combining.combination import is_composition
+from app.engine.adapters.combining.combination import is_combination
 from app.engine.adapters.formats.arrow import CARD_SUFFIX
 from app.engine.adapters.formats.peft_config import CONFIG_NAME
 from app.engine.adapters.paths import resolve_adapter_path
@@ -78,7 +78,7 @@ class FunctionResolver:
             raise SourceError(f"{self._dotted_path} cannot look for {name!r}: {words}") from error
         if source is None:
             return None
-        if not isinstance(source, str) or is_composition(source):
+        if not isinstance(source, str) or is_combination(source):
             raise SourceError(f"{self._dotted_path} must return a path, a URI or None for {name!r}")
         try:
             check_source(source)

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 from app.config import PriceConfig
 from app.engine.adapters.card import AdapterRef
-from app.engine.adapters.combining.combination import is_composition, read_composition
+from app.engine.adapters.combining.combination import is_combination, parse_combination
 from app.engine.request import Usage
 
 #: A dollar per million tokens is so many nanos per token.
@@ -49,6 +49,6 @@ def paid_models(ref: AdapterRef | None, base_name: str) -> tuple[str, ...]:
     """The names that a request with this adapter is limited and paid by: its own, and those of what it is made of."""
     if ref is None:
         return (base_name,)
-    if not is_composition(ref.uri):
+    if not is_combination(ref.uri):
         return (ref.name,)
-    return (ref.name, *(name for part in read_composition(ref.uri).parts for name in paid_models(part.ref, base_name)))
+    return (ref.name, *(name for part in parse_combination(ref.uri).parts for name in paid_models(part.ref, base_name)))

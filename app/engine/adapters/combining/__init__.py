@@ -1,1 +1,1 @@
-"""Several adapters made into one: what is asked for, and the arithmetic."""
+"""Combining several adapters into one."""

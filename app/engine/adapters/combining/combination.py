@@ -1,8 +1,6 @@
-"""What a derived adapter is made of: the parts, their weights, and the method that combines them.
+"""A combination of adapters: the parts, their weights and the method, with a digest of its own.
 
-In: references to adapters, as a request or a registration names them. Out: a `Combination`: its digest, and the text
-under which it travels as an adapter's source. Rule: equal contents, weights and methods are one adapter, whatever their
-names and their order. The arithmetic is `combine`'s.
+Equal contents, weights and methods are one adapter, whatever the names and their order. `combine` does the arithmetic.
 """
 
 from __future__ import annotations
@@ -33,16 +31,16 @@ Method = Literal[
 ]
 MajoritySign = Literal["total", "frequency"]
 METHODS: tuple[Method, ...] = get_args(Method)
-#: Adapters in one composition.
+#: Adapters in one combination.
 MAX_PARTS = 16
-#: How the source of a derived adapter begins; clients may not name such a source.
+#: Prefix of a derived adapter's source; clients may not use it.
 SCHEME = "compose:"
 
 _DOMAIN = b"polylora/composition/v1"
 
 
 class CombinationPart(NamedTuple):
-    """One adapter and its factor."""
+    """One adapter and its weight."""
 
     ref: AdapterRef
     weight: float
@@ -50,11 +48,10 @@ class CombinationPart(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class CombinationMethod:
-    """How parts are combined. Fields beside the method are None where it has no use for them.
+    """How parts are combined. A field that the method does not use is None.
 
-    density: the share of values that pruning keeps, from 0 to 1. svd_rank: None for the largest rank of
-    any module of the parts (PEFT's is the largest that a configuration names, be it no module's). seed: of what `dare`
-    drops.
+    density: the fraction of values that pruning keeps. svd_rank: None means the largest rank of any module of the parts
+    (PEFT takes the largest rank in a configuration, even if no module has it). seed: for the values that `dare` drops.
     """
 
     method: Method = "cat"
@@ -64,7 +61,7 @@ class CombinationMethod:
     seed: int | None = None
 
     def __post_init__(self) -> None:
-        """Raises InvalidRequest for a field that is missing, or that the method has no use for."""
+        """Raises InvalidRequest for a field that is missing, or that the method does not use."""
         prunes = any(word in self.method for word in ("ties", "dare", "magnitude_prune"))
         if prunes and self.density is None:
             raise InvalidRequest(f"method {self.method!r} needs a density, from 0 to 1", param="density")
@@ -81,14 +78,14 @@ class CombinationMethod:
 
 @dataclass(frozen=True, slots=True)
 class Combination:
-    """Parts in order of their digests."""
+    """Parts, ordered by digest."""
 
     parts: tuple[CombinationPart, ...]
     recipe: CombinationMethod = CombinationMethod()
 
     @property
     def digest(self) -> str:
-        """Hex SHA-256 of all that changes the result."""
+        """Hex SHA-256 of everything that changes the result."""
         digest = hashlib.sha256(_DOMAIN)
         recipe = {name: value for name, value in asdict(self.recipe).items() if value is not None}
         fields = [json.dumps(recipe, sort_keys=True)]
@@ -104,7 +101,7 @@ class Combination:
 
     @property
     def source(self) -> str:
-        """Where the store gets it from: everything that it takes to make it again."""
+        """The source from which the store can make the adapter again."""
         parts = [
             {"name": ref.name, "digest": ref.digest, "tenant": ref.tenant_id, "generation": ref.generation}
             | {"uri": ref.uri, "weight": weight}
@@ -113,16 +110,16 @@ class Combination:
         return SCHEME + json.dumps({"recipe": asdict(self.recipe), "parts": parts}, separators=(",", ":"))
 
     def ref(self, tenant_id: str) -> AdapterRef:
-        """The derived adapter as a tenant's request has it; one part as it is, is that part."""
+        """A tenant's reference to the derived adapter; a single part of weight 1 is that part itself."""
         if len(self.parts) == 1 and self.parts[0].weight == 1.0:
             return self.parts[0].ref
         return AdapterRef(self.name, self.digest, tenant_id, uri=self.source)
 
 
-def composition_of(parts: Sequence[CombinationPart], recipe: CombinationMethod = CombinationMethod()) -> Combination:
-    """Raises InvalidRequest for too many parts, none, one twice, a weight that is no number, or one part to prune.
+def make_combination(parts: Sequence[CombinationPart], recipe: CombinationMethod = CombinationMethod()) -> Combination:
+    """Raises InvalidRequest for no or too many parts, a repeated part, a non-finite weight, or pruning a single part.
 
-    Of one adapter PEFT makes "linear", whatever it is asked for.
+    PEFT computes "linear" for a single adapter, whatever the method.
     """
     if not 1 <= len(parts) <= MAX_PARTS:
         raise InvalidRequest(f"{len(parts)} adapters are named; from 1 to {MAX_PARTS} are combined", param="adapters")
@@ -137,13 +134,13 @@ def composition_of(parts: Sequence[CombinationPart], recipe: CombinationMethod =
     return Combination(tuple(sorted(parts, key=lambda part: (part.ref.digest, part.weight))), recipe)
 
 
-def is_composition(source: str) -> bool:
-    """Whether a source is that of a derived adapter."""
+def is_combination(source: str) -> bool:
+    """Whether a source is a derived adapter's."""
     return source.startswith(SCHEME)
 
 
-def read_composition(source: str) -> Combination:
-    """What `Combination.source` has written."""
+def parse_combination(source: str) -> Combination:
+    """The opposite of `Combination.source`."""
     fields: Mapping[str, Any] = json.loads(source.removeprefix(SCHEME))
     parts = [
         CombinationPart(
@@ -154,9 +151,9 @@ def read_composition(source: str) -> Combination:
     return Combination(tuple(parts), CombinationMethod(**fields["recipe"]))
 
 
-def shown_source(source: str) -> str:
-    """A source as people are shown it: of a derived adapter what it is made of, and no places of its parts."""
-    if not is_composition(source):
+def display_source(source: str) -> str:
+    """A source as shown to people: for a derived adapter its method and parts, without the parts' locations."""
+    if not is_combination(source):
         return source
-    composition = read_composition(source)
-    return f"{composition.recipe.method}({composition.name})"
+    combination = parse_combination(source)
+    return f"{combination.recipe.method}({combination.name})"

@@ -1,1 +1,1 @@
-"""How adapters lie in files: PEFT folders and Arrow cards."""
+"""File formats of adapters: PEFT folders and Arrow cards."""

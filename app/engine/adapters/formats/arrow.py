@@ -1,13 +1,12 @@
-"""Arrow cards: one adapter as one `.lora.arrow` file, mapped into memory instead of read.
+"""Arrow cards: one adapter as one `.lora.arrow` file, memory-mapped instead of read.
 
-In: a `RawAdapter` with a name and free metadata. Out: an Arrow IPC file of `card_rows`,
-and from that file the same adapter, bit for bit: its tensors are views of the mapped file, each at a
-multiple of 64 bytes. The reader accepts exactly the schema below and checks a SHA-256 over every
-row and every piece of metadata. A mapped file must not be cut while it is in use: serve cards from a
-store that never rewrites them.
+The file is an Arrow IPC file of `arrow_rows` with name and metadata. Reading gives the same adapter bit for bit: its
+tensors are views of the mapped file, each at a multiple of 64 bytes. The reader accepts exactly the schema below and
+checks a SHA-256 over every row and all metadata. A mapped file must not shrink while in use: serve cards from a store
+that never rewrites them.
 
     module           utf8           "model.layers.0.self_attn.q_proj"
-    role             utf8           "lora": weight_a [r, d_in], weight_b [d_out, r]; for others see `card_rows`
+    role             utf8           "lora": weight_a [r, d_in], weight_b [d_out, r]; other roles: `arrow_rows`
     alpha            float64        scale = alpha / r, or alpha / sqrt(r) with use_rslora
     use_rslora       bool
     dtype_a, dtype_b utf8           F32, F16, BF16 (Arrow and NumPy lack it), I8 or I4 (quantised), I64 (ids)
@@ -15,7 +14,7 @@ store that never rewrites them.
     scales_a, _b     large_binary   float32 per group of 64 values, quantised tensors only
     weight_a, _b     large_binary   little-endian, row-major, then zeros up to the next multiple of 64
 
-A file with the columns of `plain_card` is read as one of those, without a checksum.
+A file with the columns of `arrowengine_card` is read as such a card, without a checksum.
 """
 
 from __future__ import annotations
@@ -35,24 +34,26 @@ from typing import Any
 
 import pyarrow as pa
 
-from app.engine.adapters.adapter import LoraAdapter
-from app.engine.adapters.adapter_builder import build_adapter
 from app.engine.adapters.adapter_tokenizer import AdapterTokenizer
-from app.engine.adapters.formats.arrow_rows import LORA, NO_TENSOR, TOKEN_IDS, CardRow, rows_of, stored_of
-from app.engine.adapters.formats.arrowengine_card import is_plain, plain_batch, read_plain, views
-from app.engine.adapters.limits import DEFAULT_LIMITS, MACHINES_ERRORS, ReadLimits, reading_error, regular_file_size
+from app.engine.adapters.formats.arrow_rows import LORA, NO_TENSOR, TOKEN_IDS, CardRow, card_rows, raw_adapter_from_rows
+from app.engine.adapters.formats.arrowengine_card import (
+    arrowengine_batch,
+    is_arrowengine_schema,
+    read_arrowengine_batch,
+    views,
+)
+from app.engine.adapters.limits import DEFAULT_LIMITS, TRANSIENT_ERRNOS, ReadLimits, reading_error, regular_file_size
 from app.engine.adapters.quantize import Quantization, num_groups
 from app.engine.adapters.raw_adapter import DTYPE_BYTES, QUANTIZED_BITS, RawAdapter, RawTensor, raw_size_bytes
 from app.engine.adapters.strict_json import parse_object, short
 from app.engine.errors import AdapterFormatError, AdapterTooLarge
-from app.engine.models.spec import ModelSpec
 
 CARD_SUFFIX = ".lora.arrow"
-#: Version 1 has no role but "lora", 3 has experts, 4 activated LoRAs; a card is of the least version that can hold it.
+#: Version 1 has only the role "lora", 3 adds experts, 4 activated LoRA; a card gets the lowest version that suffices.
 FORMAT_VERSIONS = ("1", "2", "3", "4")
 ALIGNMENT = 64
 
-#: Metadata that the format itself writes; free metadata may not use these keys.
+#: Keys that the format itself writes; free metadata may not use them.
 REQUIRED_KEYS = frozenset(
     {"format", "format_version", "checksum", "padding", "name", "rank", "alpha", "target_modules"}
 )
@@ -81,45 +82,45 @@ _SCHEMA = pa.schema(
 
 @dataclass(frozen=True, slots=True)
 class ArrowCard:
-    """What a card file holds. `metadata` is free text by free keys (version, author, description, …).
+    """Contents of a card file. `metadata` is free text by free keys (version, author, description, …).
 
-    `quantization` says what rounding cost, if the tensors are quantised.
+    `quantization`: the rounding error, if the tensors are quantised.
     """
 
     name: str
-    stored: RawAdapter
+    raw: RawAdapter
     metadata: Mapping[str, str]
     quantization: Quantization | None = None
 
 
 def write_card(path: Path, card: ArrowCard) -> None:
-    """Write `card` to `path`, whole or not at all. Raises `AdapterFormatError` for reserved metadata keys."""
+    """Write `card` to `path`, completely or not at all. Raises AdapterFormatError for reserved metadata keys."""
     _check_name(path)
     for key in card.metadata:
         if key in RESERVED_KEYS:
             raise AdapterFormatError(f"metadata key '{key}' belongs to the card format; choose another")
-    if not card.stored.modules:
+    if not card.raw.modules:
         raise AdapterFormatError("the adapter changes no module; there is nothing to write")
-    modules, rows = card.stored.modules, rows_of(card.stored)
+    modules, rows = card.raw.modules, card_rows(card.raw)
     batch = _batch(rows)
     metadata = dict(card.metadata) | {
         "format": "polylora.lora",
-        "format_version": _version(rows, is_activated=bool(card.stored.invocation_tokens)),
+        "format_version": _version(rows, is_activated=bool(card.raw.invocation_tokens)),
         "name": card.name,
         "rank": json.dumps(max(module.rank for module in modules)),
         "alpha": json.dumps(sorted({module.alpha for module in modules})),
         "target_modules": json.dumps(sorted({module.path.rsplit(".", 1)[-1] for module in modules})),
     }
-    if card.stored.text:
-        metadata["text"] = card.stored.text
-    if card.stored.invocation_tokens:
-        metadata[INVOCATION_KEY] = json.dumps(card.stored.invocation_tokens)
+    if card.raw.text:
+        metadata["text"] = card.raw.text
+    if card.raw.invocation_tokens:
+        metadata[INVOCATION_KEY] = json.dumps(card.raw.invocation_tokens)
     if card.quantization is not None:
         metadata["quantization"] = json.dumps(card.quantization._asdict())
     metadata["checksum"] = _checksum(metadata, rows)
-    with _replacing(path) as temporary:
-        # Arrow aligns buffers to 8 bytes. Text in the schema moves what follows it, so the first
-        # weight is brought to a multiple of 64 with a little of it; row padding does the rest.
+    with _atomic_replace(path) as temporary:
+        # Arrow aligns buffers to 8 bytes. Padding text in the schema moves the first weight to a
+        # multiple of 64; the rows' own padding aligns the others.
         for padding in range(0, 2 * ALIGNMENT, 8):
             _write_ipc(temporary, batch, metadata | {"padding": " " * padding})
             if _first_weight_offset(temporary) % ALIGNMENT == 0:
@@ -128,11 +129,11 @@ def write_card(path: Path, card: ArrowCard) -> None:
             raise AssertionError("no padding aligns the weights")
 
 
-def write_plain_card(path: Path, card: ArrowCard) -> None:
-    """As `write_card`, in the columns of `plain_card`. Raises `AdapterFormatError` for what they have no place for."""
+def write_arrowengine_card(path: Path, card: ArrowCard) -> None:
+    """Like `write_card`, with the columns of `arrowengine_card`. AdapterFormatError for what they cannot represent."""
     _check_name(path)
-    batch = plain_batch(card.name, card.stored, card.metadata)
-    with _replacing(path) as temporary:
+    batch = arrowengine_batch(card.name, card.raw, card.metadata)
+    with _atomic_replace(path) as temporary:
         _write_ipc(temporary, batch, {})
 
 
@@ -142,9 +143,9 @@ def _check_name(path: Path) -> None:
 
 
 @contextmanager
-def _replacing(path: Path) -> Iterator[Path]:
-    """A name to write to, which becomes `path` unless writing fails."""
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")  # a plain file: the umask says who may read it
+def _atomic_replace(path: Path) -> Iterator[Path]:
+    """A temporary path that replaces `path` unless writing fails."""
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")  # an ordinary file, so the umask applies
     try:
         yield temporary
         with temporary.open("rb") as file_to_sync:
@@ -155,7 +156,7 @@ def _replacing(path: Path) -> Iterator[Path]:
 
 
 def read_card(path: Path, limits: ReadLimits = DEFAULT_LIMITS) -> ArrowCard:
-    """The card in `path`, its tensors mapped. Raises an `AdapterError` naming what is wrong."""
+    """The card in `path`, its tensors memory-mapped. Raises an AdapterError."""
     what = f"'{path.name}'"
     size = regular_file_size(path)
     if size > limits.max_weight_bytes:
@@ -166,7 +167,7 @@ def read_card(path: Path, limits: ReadLimits = DEFAULT_LIMITS) -> ArrowCard:
         source.seek(0)
         reader = pa.ipc.open_file(source)
         schema = reader.schema
-        plain = is_plain(schema)
+        plain = is_arrowengine_schema(schema)
         if not plain and not schema.remove_metadata().equals(_SCHEMA):
             raise AdapterFormatError(f"{what} does not have the columns of a card; write it with `polylora convert`")
         metadata = {key.decode(): value.decode() for key, value in (schema.metadata or {}).items()}
@@ -181,11 +182,11 @@ def read_card(path: Path, limits: ReadLimits = DEFAULT_LIMITS) -> ArrowCard:
             raise AdapterFormatError(f"{what} has {batch.num_rows} rows; a card has 1 to {limits.max_tensors}")
         batch.validate(full=True)
         if plain:
-            name, rows, free = read_plain(batch, mapped, metadata, what)
-            return ArrowCard(name, _stored(rows, free, what), MappingProxyType(dict(free)))
+            name, rows, free = read_arrowengine_batch(batch, mapped, metadata, what)
+            return ArrowCard(name, _raw_adapter(rows, free, what), MappingProxyType(dict(free)))
         rows = _rows(batch, mapped, what)
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
-        if isinstance(error, OSError) and error.errno in MACHINES_ERRORS:
+        if isinstance(error, OSError) and error.errno in TRANSIENT_ERRNOS:
             raise reading_error(path, error) from error
         raise AdapterFormatError(f"{what} is not a readable Arrow file: {str(error)[:200]}") from error
     stated = metadata.pop("checksum")
@@ -200,40 +201,35 @@ def read_card(path: Path, limits: ReadLimits = DEFAULT_LIMITS) -> ArrowCard:
             f"{what}: format version {metadata['format_version']} has no "
             f"{'experts' if least == '3' else 'activated LoRA'}"
         )
-    stored = _stored(rows, free, what)
+    raw = _raw_adapter(rows, free, what)
     try:
         if "text" in metadata:
-            stored = replace(stored, text=AdapterTokenizer.parsed(metadata["text"]).to_json())
+            raw = replace(raw, text=AdapterTokenizer.from_json(metadata["text"]).to_json())
         if INVOCATION_KEY in metadata:
-            stored = replace(stored, invocation_tokens=_token_ids(metadata[INVOCATION_KEY]))
+            raw = replace(raw, invocation_tokens=_token_ids(metadata[INVOCATION_KEY]))
     except AdapterFormatError as error:
         raise AdapterFormatError(f"{what}: {error}") from error
     quantization = _quantization(metadata["quantization"], what) if "quantization" in metadata else None
-    return ArrowCard(metadata["name"], stored, MappingProxyType(free), quantization)
+    return ArrowCard(metadata["name"], raw, MappingProxyType(free), quantization)
 
 
-def _stored(rows: Sequence[CardRow], free: Mapping[str, str], what: str) -> RawAdapter:
-    """The adapter in these rows, with what free metadata says of it."""
-    beside = {key: value for key, value in sorted(free.items()) if key != "description"}
+def _raw_adapter(rows: Sequence[CardRow], free: Mapping[str, str], what: str) -> RawAdapter:
+    """The adapter in these rows, with its free metadata."""
+    others = {key: value for key, value in sorted(free.items()) if key != "description"}
     try:
-        stored = stored_of(rows, free.get("description", ""))
+        raw = raw_adapter_from_rows(rows, free.get("description", ""))
     except AdapterFormatError as error:
         raise AdapterFormatError(f"{what}: {error}") from error
-    return replace(stored, metadata=json.dumps(beside, ensure_ascii=False) if beside else "")
+    return replace(raw, metadata=json.dumps(others, ensure_ascii=False) if others else "")
 
 
 def _version(rows: Sequence[CardRow], *, is_activated: bool) -> str:
-    """The least that can hold these rows."""
+    """The lowest format version that can hold these rows."""
     if is_activated:
         return "4"
     if any(".experts." in row.path for row in rows):
         return "3"
     return FORMAT_VERSIONS[any(row.role != LORA for row in rows)]
-
-
-def read_card_adapter(path: Path, spec: ModelSpec, limits: ReadLimits = DEFAULT_LIMITS) -> LoraAdapter:
-    """The adapter in a card, ready to serve on `spec`."""
-    return build_adapter(read_card(path, limits).stored, spec, limits)
 
 
 def _token_ids(text: str) -> tuple[int, ...]:
@@ -254,9 +250,9 @@ def _quantization(text: str, what: str) -> Quantization:
 
 
 def _batch(rows: Sequence[CardRow]) -> pa.RecordBatch:
-    # The offsets of weight_b lie between the two weight buffers; the last a is padded to make up for them.
+    # The offsets of weight_b lie between the two weight buffers; padding the last a compensates for them.
     tail = -8 * (len(rows) + 1) % ALIGNMENT
-    weights_a = [_padded(row.a) for row in rows]
+    weights_a = [_padded_bytes(row.a) for row in rows]
     weights_a[-1] += bytes(tail)
     columns = {
         "module": [row.path for row in rows],
@@ -270,19 +266,19 @@ def _batch(rows: Sequence[CardRow]) -> pa.RecordBatch:
         "scales_a": [bytes(row.a.scales) for row in rows],
         "scales_b": [bytes(row.b.scales) for row in rows],
         "weight_a": weights_a,
-        "weight_b": [_padded(row.b) for row in rows],
+        "weight_b": [_padded_bytes(row.b) for row in rows],
     }
     return pa.record_batch([pa.array(columns[field.name], field.type) for field in _SCHEMA], schema=_SCHEMA)
 
 
-def _padded(tensor: RawTensor) -> bytes:
+def _padded_bytes(tensor: RawTensor) -> bytes:
     return bytes(tensor.data) + bytes(-len(tensor.data) % ALIGNMENT)
 
 
 def _write_ipc(path: Path, batch: pa.RecordBatch, metadata: Mapping[str, str]) -> None:
-    """`metadata` beside what the batch has."""
-    told = {key.decode(): value.decode() for key, value in (batch.schema.metadata or {}).items()}
-    batch = batch.replace_schema_metadata(dict(sorted((told | dict(metadata)).items())))
+    """Write the batch with `metadata` added to its own."""
+    own = {key.decode(): value.decode() for key, value in (batch.schema.metadata or {}).items()}
+    batch = batch.replace_schema_metadata(dict(sorted((own | dict(metadata)).items())))
     with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, batch.schema) as writer:
         writer.write_batch(batch)
 
@@ -345,7 +341,7 @@ def _tensor(dtype: str, shape: list[Any], scales: memoryview, weight: memoryview
 
 
 def _checksum(metadata: Mapping[str, str], rows: Sequence[CardRow]) -> str:
-    """SHA-256 over the metadata (but itself and the padding) and every field of every row, each with its length."""
+    """SHA-256 over the metadata (except checksum and padding) and every field of every row, each with its length."""
     digest = hashlib.sha256()
 
     def add(*fields: bytes | memoryview) -> None:

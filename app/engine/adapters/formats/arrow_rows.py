@@ -1,7 +1,4 @@
-"""An adapter as the rows of a card, and back: one row per tensor or pair, each with a role.
-
-In: a `RawAdapter`, or rows from a file. Out: the other, the same bit for bit. What belongs together comes back
-together: a magnitude or a bias without its module, a role that is not known, a name twice is an error here.
+"""An adapter as the rows of a card, and back, bit for bit: one row per tensor or pair, each with a role.
 
     role         path             a                        b
     lora         module           lora_A [r, d_in]         lora_B [d_out, r]
@@ -10,7 +7,7 @@ together: a magnitude or a bias without its module, a role that is not known, a 
     parameter    base tensor      the whole tensor
     token_rows   embedding        rows [n, H]              token ids [n], int64
 
-How rows lie in a file is `arrow`'s business. Cards of rows of the first role alone are of format version 1.
+A magnitude or bias without its module, an unknown role or a repeated name is an error. `arrow` lays rows out in a file.
 """
 
 from __future__ import annotations
@@ -40,7 +37,7 @@ NO_TENSOR = RawTensor("", (), memoryview(b""))
 
 @dataclass(frozen=True, slots=True)
 class CardRow:
-    """`alpha` and `use_rslora` say something for LoRA only; others have 0 and False. `b` may be `NO_TENSOR`."""
+    """`alpha` and `use_rslora` are for LoRA rows; others have 0 and False. `b` may be `NO_TENSOR`."""
 
     path: str
     role: str
@@ -50,15 +47,13 @@ class CardRow:
     use_rslora: bool = False
 
 
-def rows_of(stored: RawAdapter) -> list[CardRow]:
-    """Modules first, then what belongs to them, then what stands alone; by path within a role."""
-    rows = [
-        CardRow(module.path, LORA, module.a, module.b, module.alpha, module.use_rslora) for module in stored.modules
-    ]
-    rows += [CardRow(module.path, "magnitude", module.magnitude) for module in stored.modules if module.magnitude]
-    rows += [CardRow(module.path, "bias", module.bias) for module in stored.modules if module.bias]
-    rows += [CardRow(name, "parameter", tensor) for name, tensor in stored.parameters]
-    for item in stored.token_rows:
+def card_rows(raw: RawAdapter) -> list[CardRow]:
+    """Modules first, then magnitudes and biases, then parameters and token rows; by path within a role."""
+    rows = [CardRow(module.path, LORA, module.a, module.b, module.alpha, module.use_rslora) for module in raw.modules]
+    rows += [CardRow(module.path, "magnitude", module.magnitude) for module in raw.modules if module.magnitude]
+    rows += [CardRow(module.path, "bias", module.bias) for module in raw.modules if module.bias]
+    rows += [CardRow(name, "parameter", tensor) for name, tensor in raw.parameters]
+    for item in raw.token_rows:
         ids = np.array(item.token_ids, "<i8")
         rows.append(
             CardRow(item.path, "token_rows", item.rows, RawTensor(TOKEN_IDS, ids.shape, memoryview(ids.tobytes())))
@@ -66,13 +61,13 @@ def rows_of(stored: RawAdapter) -> list[CardRow]:
     return rows
 
 
-def stored_of(rows: Sequence[CardRow], description: str) -> RawAdapter:
+def raw_adapter_from_rows(rows: Sequence[CardRow], description: str) -> RawAdapter:
     """The adapter in these rows. Raises AdapterFormatError."""
     by_role: dict[str, dict[str, CardRow]] = {role: {} for role in ROLES}
     for row in rows:
         _check(row)
         if row.path in by_role[row.role]:
-            raise AdapterFormatError(f"{row.role} of {short(row.path)} is there twice")
+            raise AdapterFormatError(f"{row.role} of {short(row.path)} is stored twice")
         by_role[row.role][row.path] = row
     modules = {path: RawModule(path, row.a, row.b, row.alpha, row.use_rslora) for path, row in by_role[LORA].items()}
     for path, row in [*by_role["magnitude"].items(), *by_role["bias"].items()]:

@@ -1,15 +1,14 @@
-"""Cards as ArrowEngine writes them: an adapter's low-rank pairs in six columns, and nothing else.
+"""Cards in ArrowEngine's format: an adapter's low-rank pairs in six columns, one rank and alpha for all modules.
 
-In: a record batch and its metadata, or a `RawAdapter`. Out: the other. One rank and one alpha hold for all modules.
-Rule: A is [r, d_in] and B [d_out, r] as PEFT has them, or both lie the other way round; the rank tells which.
+A is [r, d_in] and B [d_out, r] as in PEFT, or both are transposed; the rank shows which.
 
     module             utf8        "model.layers.0.self_attn.q_proj"
     weight_a, weight_b binary      little-endian, row-major
     shape_a, shape_b   list<int>
     dtype              utf8        of both: float32, float16, float64, bfloat16
 
-Metadata: lora_name, lora_rank, lora_alpha; target_modules, ends of modules' names with commas between them; free text.
-There is no checksum: a damaged file may be read as another adapter.
+Metadata: lora_name, lora_rank, lora_alpha; target_modules, comma-separated suffixes of module names; free text. There
+is no checksum: a damaged file may be read as another adapter.
 """
 
 from __future__ import annotations
@@ -23,13 +22,13 @@ from typing import Any, NamedTuple
 import numpy as np
 import pyarrow as pa
 
-from app.engine.adapters.formats.arrow_rows import LORA, CardRow, rows_of
+from app.engine.adapters.formats.arrow_rows import LORA, CardRow, card_rows
 from app.engine.adapters.formats.peft_file import PREFIX
 from app.engine.adapters.raw_adapter import DTYPE_BYTES, RawAdapter, RawTensor, raw_size_bytes
 from app.engine.adapters.strict_json import short
 from app.engine.errors import AdapterFormatError
 
-#: Metadata that says something of the pairs; every other key is free.
+#: Metadata keys with a meaning; every other key is free.
 RESERVED_KEYS = frozenset({"lora_name", "lora_rank", "lora_alpha", "target_modules"})
 _DTYPES: Mapping[str, str] = MappingProxyType(
     {"float32": "F32", "float16": "F16", "float64": "F64", "bfloat16": "BF16"}
@@ -47,23 +46,25 @@ _SCHEMA = pa.schema(
 
 
 class ArrowEngineCard(NamedTuple):
-    """What such a card says; `free` is its free metadata."""
+    """Contents of such a card; `free` is its free metadata."""
 
     name: str
     rows: list[CardRow]
     free: Mapping[str, str]
 
 
-def is_plain(schema: pa.Schema) -> bool:
-    """Whether these are the columns above; 64-bit offsets and sizes are as good."""
+def is_arrowengine_schema(schema: pa.Schema) -> bool:
+    """Whether these are the columns above; 64-bit offsets and sizes are accepted too."""
     wide = {pa.binary(): pa.large_binary(), pa.list_(pa.int32()): pa.list_(pa.int64())}
     return schema.names == _SCHEMA.names and all(
         field.type in (own.type, wide.get(own.type)) for field, own in zip(schema, _SCHEMA, strict=True)
     )
 
 
-def read_plain(batch: pa.RecordBatch, mapped: pa.Buffer, metadata: Mapping[str, str], what: str) -> ArrowEngineCard:
-    """The rows of a batch that `is_plain`, by name. Raises AdapterFormatError."""
+def read_arrowengine_batch(
+    batch: pa.RecordBatch, mapped: pa.Buffer, metadata: Mapping[str, str], what: str
+) -> ArrowEngineCard:
+    """The rows of a batch with `is_arrowengine_schema`, by name. Raises AdapterFormatError."""
     missing = RESERVED_KEYS - {"target_modules"} - set(metadata)
     if missing:
         raise AdapterFormatError(f"{what}: metadata lacks {', '.join(sorted(missing))}; this is not a card")
@@ -72,8 +73,8 @@ def read_plain(batch: pa.RecordBatch, mapped: pa.Buffer, metadata: Mapping[str, 
     except ValueError:
         rank, alpha = 0, math.nan
     if rank < 1 or not math.isfinite(alpha):
-        said = f"lora_rank {short(metadata['lora_rank'])}, lora_alpha {short(metadata['lora_alpha'])}"
-        raise AdapterFormatError(f"{what}: {said}; a rank of at least 1 and a finite alpha are wanted")
+        given = f"lora_rank {short(metadata['lora_rank'])}, lora_alpha {short(metadata['lora_alpha'])}"
+        raise AdapterFormatError(f"{what}: {given}; a rank of at least 1 and a finite alpha are needed")
     for column, name in zip(batch.columns, _SCHEMA.names, strict=True):
         if column.null_count:
             raise AdapterFormatError(f"{what}: column {name} has a null where a value belongs")
@@ -90,29 +91,29 @@ def read_plain(batch: pa.RecordBatch, mapped: pa.Buffer, metadata: Mapping[str, 
         if (a.shape[0], b.shape[1]) != (rank, rank):
             if (a.shape[1], b.shape[0]) != (rank, rank):
                 raise AdapterFormatError(f"{where}: shapes {list(a.shape)} and {list(b.shape)} have no rank {rank}")
-            a, b = _transposed(a), _transposed(b)
+            a, b = _transpose(a), _transpose(b)
         rows.append(CardRow(module.removeprefix(PREFIX), LORA, a, b, alpha))
     free = {key: text for key, text in metadata.items() if key not in RESERVED_KEYS}
     return ArrowEngineCard(metadata["lora_name"], sorted(rows, key=lambda row: row.path), free)
 
 
-def plain_batch(name: str, stored: RawAdapter, free: Mapping[str, str]) -> pa.RecordBatch:
-    """The adapter as one batch with its metadata. Raises AdapterFormatError for what the columns have no place for."""
-    rows = rows_of(stored)
-    beside = sorted({row.role for row in rows if row.role != LORA})
-    if stored.text:
-        beside.append("a chat template")
-    if stored.invocation_tokens:
-        beside.append("activated LoRA")
+def arrowengine_batch(name: str, raw: RawAdapter, free: Mapping[str, str]) -> pa.RecordBatch:
+    """The adapter as one batch with its metadata. AdapterFormatError for what the columns cannot represent."""
+    rows = card_rows(raw)
+    others = sorted({row.role for row in rows if row.role != LORA})
+    if raw.text:
+        others.append("a chat template")
+    if raw.invocation_tokens:
+        others.append("activated LoRA")
     if any(row.use_rslora for row in rows):
-        beside.append("rsLoRA")
+        others.append("rsLoRA")
     if len({(row.a.shape[0], row.alpha) for row in rows if row.role == LORA}) > 1:
-        beside.append("more than one rank or alpha")
+        others.append("more than one rank or alpha")
     types = {tensor.dtype for row in rows if row.role == LORA for tensor in (row.a, row.b)}
-    beside += [f"{dtype} weights" for dtype in sorted(types - {*DTYPE_BYTES})]
-    beside += [f"modules whose halves differ in type ({row.path})" for row in rows if row.b.dtype != row.a.dtype][:1]
-    if beside:
-        raise AdapterFormatError(f"a plain card has no place for {', '.join(beside)}; write an ordinary card")
+    others += [f"{dtype} weights" for dtype in sorted(types - {*DTYPE_BYTES})]
+    others += [f"modules whose halves differ in type ({row.path})" for row in rows if row.b.dtype != row.a.dtype][:1]
+    if others:
+        raise AdapterFormatError(f"a plain card cannot hold {', '.join(others)}; write an ordinary card")
     taken = sorted(RESERVED_KEYS & set(free))
     if taken:
         raise AdapterFormatError(f"metadata key '{taken[0]}' belongs to the card format; choose another")
@@ -137,7 +138,9 @@ def plain_batch(name: str, stored: RawAdapter, free: Mapping[str, str]) -> pa.Re
 
 
 def views(column: Any, mapped: pa.Buffer, what: str) -> list[memoryview]:
-    """Each cell's bytes where they lie in the file. A compressed file has none there, and could be a bomb."""
+    """Each cell's bytes, as views of the mapped file. A compressed file has no such bytes, and could be a decompression
+    bomb.
+    """
     _, offsets, data = column.buffers()
     if data is None or data.size == 0:
         return [memoryview(b"")] * len(column)
@@ -159,6 +162,6 @@ def _tensor(dtype: str, shape: list[Any], weight: memoryview, where: str) -> Raw
     return RawTensor(_DTYPES[dtype], (shape[0], shape[1]), weight)
 
 
-def _transposed(tensor: RawTensor) -> RawTensor:
+def _transpose(tensor: RawTensor) -> RawTensor:
     values = np.frombuffer(tensor.data, f"<u{DTYPE_BYTES[tensor.dtype]}").reshape(tensor.shape)
     return RawTensor(tensor.dtype, (tensor.shape[1], tensor.shape[0]), memoryview(values.T.tobytes()))

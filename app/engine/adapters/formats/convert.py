@@ -1,8 +1,7 @@
-"""Adapters from one stored form to another: PEFT folder, Arrow card, quantised or not.
+"""Converts adapters between formats: writes PEFT folders, and quantises.
 
-In: a `RawAdapter` from any reader. Out: files, or the same adapter with its tensors rounded. What
-is written reads back as the same tensors and scales bit for bit, so the digest is the same; rounding
-is the one step that changes it, and says by how much.
+Written files read back as the same tensors and scales bit for bit, so the digest stays the same. Only quantising
+changes values, and it reports the error.
 """
 
 from __future__ import annotations
@@ -13,8 +12,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from app.engine.adapters.adapter_tokenizer import AdapterTokenizer, write_text
+from app.engine.adapters.adapter_tokenizer import AdapterTokenizer, write_adapter_tokenizer
 from app.engine.adapters.formats.peft_config import CONFIG_NAME
+from app.engine.adapters.formats.peft_experts import FusedExperts, fuse_experts
 from app.engine.adapters.formats.peft_file import (
     EMBEDDING_HALVES,
     HALVES,
@@ -24,21 +24,22 @@ from app.engine.adapters.formats.peft_file import (
     TOKEN_ROWS,
     WEIGHTS_NAME,
 )
-from app.engine.adapters.formats.peft_moe_export import FusedExperts, fuse
 from app.engine.adapters.formats.safetensors_file import write_safetensors
 from app.engine.adapters.quantize import Quantization, delta_error, quantize
 from app.engine.adapters.raw_adapter import EMBEDDING_PATH, QUANTIZED_BITS, RawAdapter, RawModule, RawTensor
 from app.engine.errors import AdapterFormatError
 from app.engine.models.linear_modules import ROUTERS
 
-#: PEFT trains a router's weight as a parameter.
+#: PEFT trains a router's weight with `target_parameters`.
 _ROUTER_PATHS = tuple(f".mlp.{name}" for name in ROUTERS)
 
 
-def write_peft_folder(folder: Path, stored: RawAdapter) -> None:
-    """Write `stored` so that PEFT, and `read_peft`, read the same adapter. Quantised tensors become F32."""
-    experts, modules = fuse(replace(module, a=_plain(module.a), b=_plain(module.b)) for module in stored.modules)
-    config = _config(stored, experts, modules)
+def write_peft_folder(folder: Path, raw: RawAdapter) -> None:
+    """Write a folder that PEFT and `read_peft` read as the same adapter. Quantised tensors become F32."""
+    experts, modules = fuse_experts(
+        replace(module, a=_dequantize_tensor(module.a), b=_dequantize_tensor(module.b)) for module in raw.modules
+    )
+    config = _config(raw, experts, modules)
     tensors: dict[str, RawTensor] = {}
     for one in experts:
         tensors |= {f"{PREFIX}{one.place}.lora_{half}.weight": getattr(one.module, half.lower()) for half in "AB"}
@@ -49,72 +50,72 @@ def write_peft_folder(folder: Path, stored: RawAdapter) -> None:
         for suffix, part in ((MAGNITUDE, module.magnitude), (LORA_BIAS, module.bias)):
             if part is not None:
                 tensors[f"{PREFIX}{module.path}{suffix}"] = part
-    adapted = {module.path for module in stored.modules}
-    for name, tensor in stored.parameters:
+    adapted = {module.path for module in raw.modules}
+    for name, tensor in raw.parameters:
         path, _, kind = name.rpartition(".")
         tensors[f"{PREFIX}{path}{'.base_layer' * (path in adapted)}.{kind}"] = tensor
-    for rows in stored.token_rows:
+    for rows in raw.token_rows:
         tensors[f"{PREFIX}{rows.path}{TOKEN_ROWS}"] = rows.rows
     folder.mkdir(parents=True, exist_ok=True)
     (folder / CONFIG_NAME).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
     write_safetensors(folder / WEIGHTS_NAME, tensors)
-    if stored.text:
-        write_text(folder, AdapterTokenizer.parsed(stored.text))
+    if raw.text:
+        write_adapter_tokenizer(folder, AdapterTokenizer.from_json(raw.text))
 
 
-def quantize_adapter(stored: RawAdapter, dtype: str) -> tuple[RawAdapter, Quantization]:
-    """`stored` with every lora_A and lora_B in `dtype` ("I8" or "I4"), and what that cost, measured per module.
+def quantize_adapter(raw: RawAdapter, dtype: str) -> tuple[RawAdapter, Quantization]:
+    """`raw` with every lora_A and lora_B in `dtype` ("I8" or "I4"), and the error measured per module.
 
-    What lies beside them (magnitudes, biases, whole parameters, token rows) stays as it is.
+    Magnitudes, biases, whole parameters and token rows stay as they are.
     """
     if dtype not in QUANTIZED_BITS:
         raise AdapterFormatError(f"adapters are quantised to {' or '.join(QUANTIZED_BITS)}, not {dtype!r}")
     modules, errors = [], []
-    for module in stored.modules:
-        a, b = _rounded(module.a, dtype), _rounded(module.b, dtype)
+    for module in raw.modules:
+        a, b = _quantize_tensor(module.a, dtype), _quantize_tensor(module.b, dtype)
         modules.append(replace(module, a=a, b=b))
         originals = module.a.to_float32(), module.b.to_float32()
         errors.append(delta_error(*originals, a.to_float32(), b.to_float32()))
     report = Quantization(dtype, max(errors), sum(errors) / len(errors))
-    return replace(stored, modules=tuple(modules)), report
+    return replace(raw, modules=tuple(modules)), report
 
 
-def _rounded(tensor: RawTensor, dtype: str) -> RawTensor:
+def _quantize_tensor(tensor: RawTensor, dtype: str) -> RawTensor:
     data, scales = quantize(tensor.to_float32(), dtype)
     return RawTensor(dtype, tensor.shape, memoryview(data), memoryview(scales))
 
 
-def _plain(tensor: RawTensor) -> RawTensor:
+def _dequantize_tensor(tensor: RawTensor) -> RawTensor:
     if tensor.dtype not in QUANTIZED_BITS:
         return tensor
     values = tensor.to_float32().astype("<f4")
     return RawTensor("F32", tensor.shape, memoryview(values.tobytes()))
 
 
-def _config(stored: RawAdapter, experts: Sequence[FusedExperts], modules: Sequence[RawModule]) -> dict[str, object]:
+def _config(raw: RawAdapter, experts: Sequence[FusedExperts], modules: Sequence[RawModule]) -> dict[str, object]:
     """A PEFT configuration that selects exactly the modules present, with their ranks and alphas."""
-    rslora = _alike(stored.modules, [module.use_rslora for module in stored.modules], "rsLoRA")
-    uses_dora = _alike(stored.modules, [module.magnitude is not None for module in stored.modules], "DoRA")
-    has_bias = _alike(stored.modules, [module.bias is not None for module in stored.modules], "lora_bias")
-    rank = Counter(module.rank for module in stored.modules).most_common(1)[0][0]
-    alpha = Counter(module.alpha for module in stored.modules).most_common(1)[0][0]
-    ranks = {module.path: module.rank for module in stored.modules}  # of an expert, and so of all of a layer
-    wrapped = [(_wrapped(module), ranks[module.path], module.alpha) for module in modules]
+    rslora = _uniform(raw.modules, [module.use_rslora for module in raw.modules], "rsLoRA")
+    uses_dora = _uniform(raw.modules, [module.magnitude is not None for module in raw.modules], "DoRA")
+    has_bias = _uniform(raw.modules, [module.bias is not None for module in raw.modules], "lora_bias")
+    rank = Counter(module.rank for module in raw.modules).most_common(1)[0][0]
+    alpha = Counter(module.alpha for module in raw.modules).most_common(1)[0][0]
+    ranks = {module.path: module.rank for module in raw.modules}  # expert 0's stands for its whole layer
+    wrapped = [(_wrapped_name(module), ranks[module.path], module.alpha) for module in modules]
     for one in experts:
         container, _, name = one.module.path.rpartition(".")
         wrapped.append((one.module.path, ranks[f"{container}.0.{name}"], one.module.alpha))
-    beyond: dict[str, object] = {"use_dora": True} if uses_dora else {}
+    optional: dict[str, object] = {"use_dora": True} if uses_dora else {}
     if has_bias:
-        beyond["lora_bias"] = True
-    if stored.token_rows:
-        beyond["trainable_token_indices"] = {
-            rows.path.rsplit(".", 1)[-1]: list(rows.token_ids) for rows in stored.token_rows
+        optional["lora_bias"] = True
+    if raw.token_rows:
+        optional["trainable_token_indices"] = {
+            rows.path.rsplit(".", 1)[-1]: list(rows.token_ids) for rows in raw.token_rows
         }
-    if stored.invocation_tokens:
-        beyond["alora_invocation_tokens"] = list(stored.invocation_tokens)
-    bias, saved = _saved(stored)
+    if raw.invocation_tokens:
+        optional["alora_invocation_tokens"] = list(raw.invocation_tokens)
+    bias, saved = _bias_and_modules_to_save(raw)
     if saved:
-        beyond["modules_to_save"] = saved
+        optional["modules_to_save"] = saved
     return (
         {
             "alpha_pattern": {path: own_alpha for path, _, own_alpha in wrapped if own_alpha != alpha},
@@ -126,24 +127,24 @@ def _config(stored: RawAdapter, experts: Sequence[FusedExperts], modules: Sequen
             "task_type": "CAUSAL_LM",
             "use_rslora": rslora,
         }
-        | _targets([module for module in modules if _wrapped(module) == module.path])
+        | _target_modules([module for module in modules if _wrapped_name(module) == module.path])
         | _target_parameters([path for path, _, _ in wrapped if path not in {module.path for module in modules}])
-        | beyond
+        | optional
     )
 
 
-def _wrapped(module: RawModule) -> str:
-    """What PEFT wraps: the module, but a router's weight, for a router is no linear module of transformers'."""
+def _wrapped_name(module: RawModule) -> str:
+    """What PEFT wraps: the module, or a router's weight, since transformers' routers are not linear modules."""
     return f"{module.path}.weight" if module.path.endswith(_ROUTER_PATHS) else module.path
 
 
 def _target_parameters(names: Sequence[str]) -> dict[str, object]:
-    """The version says which layout these have."""
+    """peft_version tells which layout these tensors have."""
     return {"target_parameters": list(names), "peft_version": "0.19.0"} if names else {}
 
 
-def _alike(modules: Sequence[RawModule], has: Sequence[bool], what: str) -> bool:
-    """What PEFT can say of a whole adapter only."""
+def _uniform(modules: Sequence[RawModule], has: Sequence[bool], what: str) -> bool:
+    """A property that PEFT has only for a whole adapter. AdapterFormatError if modules differ in it."""
     if len(set(has)) > 1:
         odd = modules[has.index(not has[0])].path
         raise AdapterFormatError(
@@ -153,15 +154,14 @@ def _alike(modules: Sequence[RawModule], has: Sequence[bool], what: str) -> bool
     return has[0]
 
 
-def _saved(stored: RawAdapter) -> tuple[str, list[str]]:
+def _bias_and_modules_to_save(raw: RawAdapter) -> tuple[str, list[str]]:
     """(`bias`, `modules_to_save`) that select exactly the parameters present.
 
-    A module whose weight is replaced is saved whole. Biases alone are trained by `bias`: those of adapted
-    modules, or all.
+    A module whose weight is replaced is saved whole. Lone biases are selected by `bias`: adapted modules' or all.
     """
-    adapted = {module.path for module in stored.modules}
+    adapted = {module.path for module in raw.modules}
     kinds: dict[str, set[str]] = {}
-    for name, _ in stored.parameters:
+    for name, _ in raw.parameters:
         path, _, kind = name.rpartition(".")
         kinds.setdefault(path, set()).add(kind)
     biases = {path for path, found in kinds.items() if found == {"bias"}}
@@ -169,14 +169,14 @@ def _saved(stored: RawAdapter) -> tuple[str, list[str]]:
     return bias, sorted(path for path, found in kinds.items() if "weight" in found and path not in adapted)
 
 
-def _targets(modules: Sequence[RawModule]) -> dict[str, object]:
-    """Short names where every layer named has the same modules, else every path in full."""
+def _target_modules(modules: Sequence[RawModule]) -> dict[str, object]:
+    """Short names if every named layer has the same modules, else full paths."""
     if not modules:
         return {"target_modules": []}
     by_layer: dict[int, set[str]] = {}
     for module in modules:
         parts = module.path.split(".")
-        if len(parts) != 5:  # lm_head, and what lies deeper: names of a shared expert's modules are others', too
+        if len(parts) != 5:  # lm_head, and deeper modules: a shared expert's short names would also match other modules
             return {"target_modules": [other.path for other in modules]}
         by_layer.setdefault(int(parts[2]), set()).add(parts[-1])
     names = next(iter(by_layer.values()))

@@ -1,9 +1,8 @@
-"""Adapters as PEFT saves them: adapter_config.json and adapter_model.safetensors in a folder.
+"""Reads adapters in PEFT's format: adapter_config.json and adapter_model.safetensors in a folder.
 
-In: a folder (from `resolve_adapter_path`; trusted to be a place, not to be well formed). Out: a
-`LoraAdapter` that does what PEFT would do, or an error that says why not. Every key of the
-configuration and every tensor is used or refused, and a module that the configuration targets must
-be there: PEFT would leave it at zero in silence. Pickle is never opened.
+The path is trusted (`resolve_adapter_path`), the contents are not. The result does what PEFT would do, or an error says
+why not: every configuration key and every tensor is used or refused, and a targeted module must be present, though PEFT
+would silently leave it at zero. Pickle files are never opened.
 """
 
 from __future__ import annotations
@@ -14,8 +13,7 @@ from pathlib import Path
 
 from app.engine.adapters.adapter import LoraAdapter
 from app.engine.adapters.adapter_builder import build_adapter
-from app.engine.adapters.adapter_tokenizer import read_text
-from app.engine.adapters.formats.patterns import first_matching
+from app.engine.adapters.adapter_tokenizer import read_adapter_tokenizer
 from app.engine.adapters.formats.peft_config import CONFIG_NAME, PeftConfig, parse_config
 from app.engine.adapters.formats.peft_experts import check_options, expert_modules, is_fused, selects_parameter
 from app.engine.adapters.formats.peft_file import WEIGHTS_NAME, PeftTensors, sort_tensors
@@ -24,6 +22,7 @@ from app.engine.adapters.formats.target_modules import (
     check_modules,
     check_parameters,
     check_target_parameters,
+    first_matching,
     token_row_paths,
     whole_matrices,
 )
@@ -39,22 +38,24 @@ from app.engine.models.weight_names import expected_tensors
 
 _PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
 _LAYER = re.compile(r"model\.layers\.(\d{1,4})\.(\w+\.\w+)")
-#: Modules whose input, or output, is as wide as the model.
+#: Modules whose input, or output, has the model's hidden size.
 _READ_HIDDEN = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj")
 _WRITE_HIDDEN = ("self_attn.o_proj", "mlp.down_proj")
 
 
 def read_peft(
-    folder: Path, spec: ModelSpec, limits: ReadLimits = DEFAULT_LIMITS, served: frozenset[str] = frozenset()
+    folder: Path, spec: ModelSpec, limits: ReadLimits = DEFAULT_LIMITS, supported_features: frozenset[str] = frozenset()
 ) -> LoraAdapter:
-    """The adapter in `folder`, ready to serve on `spec`. Raises an `AdapterError`; for `served` see `build_adapter`."""
-    return build_adapter(read_peft_stored(folder, spec, limits), spec, limits, served)
+    """The adapter in `folder`, ready to serve on `spec`. Raises an AdapterError; supported_features: see
+    `build_adapter`.
+    """
+    return build_adapter(read_raw_peft(folder, spec, limits), spec, limits, supported_features)
 
 
-def read_peft_stored(folder: Path, spec: ModelSpec | None, limits: ReadLimits = DEFAULT_LIMITS) -> RawAdapter:
-    """The adapter in `folder` as saved, checked against its own configuration and the base's modules.
+def read_raw_peft(folder: Path, spec: ModelSpec | None, limits: ReadLimits = DEFAULT_LIMITS) -> RawAdapter:
+    """The adapter in `folder` as saved, checked against its configuration and the base's modules.
 
-    Without a base, the layers that the tensors name are taken for all there are.
+    Without a base, the layers that the tensors name are taken as all its layers.
     """
     weights = weights_file(folder)
     config = parse_config(read_bounded(folder / CONFIG_NAME, limits.max_config_bytes))
@@ -64,7 +65,7 @@ def read_peft_stored(folder: Path, spec: ModelSpec | None, limits: ReadLimits = 
     if spec is not None:
         names = config.target_modules
         is_plain = isinstance(names, tuple) and not config.exclude_modules and not any("." in name for name in names)
-        is_alike = all(layer.experts is None for layer in spec.layers)  # else a name need not be in every layer
+        is_alike = all(layer.experts is None for layer in spec.layers)  # otherwise some layers may lack a named module
         is_every_layer = is_plain and is_alike and config.layers_to_transform is None
         _check_base(found.modules, spec, trained_on=config.trained_on, is_every_layer=is_every_layer)
     check_options(config)
@@ -79,13 +80,13 @@ def read_peft_stored(folder: Path, spec: ModelSpec | None, limits: ReadLimits = 
         tuple(modules),
         parameters=tuple(sorted((found.parameters | found.wrapped | whole).items())),
         token_rows=tuple(RawTokenRows(path, ids, found.token_rows[path]) for path, ids in sorted(token_ids.items())),
-        text=read_text(folder, limits).to_json(),
+        text=read_adapter_tokenizer(folder, limits).to_json(),
         invocation_tokens=config.invocation_tokens,
     )
 
 
 def weights_file(folder: Path) -> Path:
-    """The file of weights in a folder that has what an adapter needs. Raises AdapterFormatError; reads nothing."""
+    """The weights file of a folder that has all an adapter needs. Raises AdapterFormatError; reads nothing."""
     if not folder.is_dir():
         raise AdapterFormatError(f"'{folder.name}' is not a folder; an adapter is a folder as saved by PEFT")
     for name in (CONFIG_NAME, WEIGHTS_NAME):
@@ -104,7 +105,7 @@ def weights_file(folder: Path) -> Path:
 
 
 def _step(checkpoint: Path) -> tuple[int, str]:
-    """Checkpoints in the order in which they were saved."""
+    """Sort key of checkpoints: their step."""
     number = checkpoint.name.rpartition("-")[2]
     return int(number) if number.isdecimal() and len(number) < 12 else -1, checkpoint.name
 
@@ -133,7 +134,7 @@ def _check(config: PeftConfig, found: PeftTensors, spec: ModelSpec | None, *, ha
 
 
 def _candidates(table: dict[str, Module], found: PeftTensors) -> dict[str, Module]:
-    """What `target_modules` may mean: single experts, and a router, only where they were modules when it was saved.
+    """The modules that `target_modules` may mean: experts and routers only if the file has them as modules.
 
     Since transformers 5 they are parameters, which only `target_parameters` reaches.
     """
@@ -147,7 +148,7 @@ def _candidates(table: dict[str, Module], found: PeftTensors) -> dict[str, Modul
 
 def _modules(config: PeftConfig, found: PeftTensors) -> list[RawModule]:
     paths = sorted(found.modules)
-    # Patterns are matched with what PEFT wraps: the module, or its weight.
+    # Patterns match what PEFT wraps: the module, or its weight.
     wrapped = {path: f"{path}.weight" if selects_parameter(config, f"{path}.weight") else path for path in paths}
     rank_keys = first_matching(list(config.rank_pattern), list(wrapped.values()), "rank_pattern")
     alpha_keys = first_matching(list(config.alpha_pattern), list(wrapped.values()), "alpha_pattern")
@@ -173,7 +174,8 @@ def _check_base(
     """Raise AdapterMismatch, with both models' names, widths and layers, for an adapter of another base model.
 
     modules: path -> part ("lora_A", "lora_B") -> tensor. is_every_layer: whether its configuration names modules and
-    leaves no layer out. Only what cannot fit is refused: a name alone proves nothing, copies of a model have many.
+    leaves no layer out. Only what cannot fit is refused: a different name proves nothing, since models have many
+    copies.
     """
     layers: set[int] = set()
     widths: set[int] = set()
@@ -192,7 +194,7 @@ def _check_base(
     if not layers:
         return
     num_layers, here = 1 + max(layers), len(spec.layers)
-    is_whole = layers == set(range(num_layers))  # else one module or another is wrong, and named by who looks at it
+    is_whole = layers == set(range(num_layers))  # otherwise a single module is wrong, and a later check names it
     is_another_depth = is_whole and (
         num_layers > len(spec.layers) or (is_every_layer and num_layers < len(spec.layers))
     )

@@ -1,8 +1,7 @@
-"""PEFT's adapter_config.json, read strictly.
+"""PEFT's adapter_config.json, parsed strictly.
 
-In: the file's bytes. Out: a `PeftConfig` with the keys that decide the arithmetic. Every key is
-used, known to change nothing when the adapter runs, or refused by name: a key that is dropped is an
-adapter served wrongly. What the names in it select is worked out in `patterns` and `peft`.
+Every key is used, known to be irrelevant at inference, or refused by name: ignoring a key could serve an adapter
+wrongly. `target_modules` and `peft` work out what the names in it select.
 """
 
 from __future__ import annotations
@@ -17,27 +16,19 @@ from app.engine.errors import AdapterFormatError
 
 CONFIG_NAME = "adapter_config.json"
 
-#: Keys that change nothing once an adapter is trained: provenance, training and memory settings.
-INERT_KEYS = frozenset(
-    {
-        "auto_mapping",
-        "base_model_name_or_path",
-        "eva_config",
-        "inference_mode",
-        "lora_dropout",
-        "megatron_core",
-        "qalora_group_size",
-        "revision",
-        "runtime_config",
-    }
-)
+_INERT = """
+    auto_mapping base_model_name_or_path eva_config inference_mode lora_dropout megatron_core
+    qalora_group_size revision runtime_config
+"""
+#: Keys that are irrelevant at inference: provenance, training and memory settings.
+INERT_KEYS = frozenset(_INERT.split())
 
-#: Initialisations that leave the base weights alone, so that the trained A and B are the whole change.
+#: Initialisations that leave the base weights unchanged, so that A and B are the whole change.
 PLAIN_INITS = (True, False, "gaussian", "eva", "orthogonal")
 
 _CONVERT = "it changes the base weights; save with path_initial_model_for_weight_conversion"
 
-#: Keys accepted only at the values that switch them off, and what the others would mean.
+#: Keys accepted only at the values that switch them off, and why others are refused.
 OFF_VALUES: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "arrow_config": ((None,), "Arrow routing is not served"),
     "corda_config": ((None, {}), _CONVERT),
@@ -47,10 +38,7 @@ OFF_VALUES: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "kasa_config": ((None,), "KaSA is not served"),
     "layer_replication": ((None, []), "replicated layers are not served"),
     "loftq_config": ((None, {}), _CONVERT),
-    "lora_ga_config": (
-        (None, {}),
-        _CONVERT,
-    ),
+    "lora_ga_config": ((None, {}), _CONVERT),
     "merge_weights": ((None, False), "adapters are served unmerged"),
     "megatron_config": ((None,), "Megatron layers are not served"),
     "monteclora_config": ((None,), "MonteCLoRA is not served"),
@@ -63,37 +51,20 @@ OFF_VALUES: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "velora_config": ((None,), "VeLoRA is not served"),
 }
 
-_USED_KEYS = frozenset(
-    {
-        "alora_invocation_tokens",
-        "alpha_pattern",
-        "bias",
-        "exclude_modules",
-        "fan_in_fan_out",
-        "layers_pattern",
-        "layers_to_transform",
-        "lora_alpha",
-        "lora_bias",
-        "modules_to_save",
-        "peft_type",
-        "r",
-        "peft_version",
-        "rank_pattern",
-        "target_modules",
-        "target_parameters",
-        "trainable_token_indices",
-        "use_dora",
-        "use_rslora",
-    }
-)
+_USED = """
+    alora_invocation_tokens alpha_pattern bias exclude_modules fan_in_fan_out layers_pattern
+    layers_to_transform lora_alpha lora_bias modules_to_save peft_type r peft_version rank_pattern
+    target_modules target_parameters trainable_token_indices use_dora use_rslora
+"""
+_USED_KEYS = frozenset(_USED.split())
 
 
 @dataclass(frozen=True, slots=True)
 class PeftConfig:
-    """What decides which modules change and by how much. A `str` is a pattern, a tuple a list of names.
+    """The settings that decide which modules change and how. A `str` is a pattern, a tuple a list of names.
 
-    `fan_in_fan_out` decides nothing: PEFT switches it off for linear layers and refuses it beside `target_parameters`.
-    `peft_version` tells two layouts of experts apart (`peft_experts`) and nothing else; "" where it is not given.
+    `fan_in_fan_out` has no effect: PEFT switches it off for linear layers and refuses it with `target_parameters`.
+    `peft_version` only distinguishes two layouts of experts (`peft_experts`); "" if absent.
     """
 
     rank: int
@@ -118,39 +89,43 @@ class PeftConfig:
 
 
 def parse_config(contents: bytes) -> PeftConfig:
-    """The configuration in `contents`. `AdapterFormatError` names the offending key."""
+    """The configuration in `contents`. AdapterFormatError names the offending key."""
     config = parse_object(contents, CONFIG_NAME)
     if config.get("peft_type") != "LORA":
-        raise _refused("peft_type", config.get("peft_type"), "only LORA adapters are served")
+        raise _config_error("peft_type", config.get("peft_type"), "only LORA adapters are served")
     for key, value in config.items():
         if key in OFF_VALUES:
             allowed, reason = OFF_VALUES[key]
             if not any(type(value) is type(one) and value == one for one in allowed):
-                raise _refused(key, value, reason)
+                raise _config_error(key, value, reason)
         elif value is not None and key not in INERT_KEYS and key not in _USED_KEYS:
-            raise _refused(key, value, "this key is not known, so its effect is not; update the server or remove it")
+            raise _config_error(
+                key, value, "this key is not known, so its effect is not; update the server or remove it"
+            )
 
     target_parameters = _names(config, "target_parameters", default=())
     if isinstance(target_parameters, str):
-        raise _refused("target_parameters", target_parameters, "must be a list of parameter names")
+        raise _config_error("target_parameters", target_parameters, "must be a list of parameter names")
     target_modules = _names(config, "target_modules", default=() if target_parameters else None)
     layers_to_transform = _layers(config)
     layers_pattern = _names(config, "layers_pattern", default=())
     if isinstance(layers_pattern, str):
         layers_pattern = (layers_pattern,) if layers_pattern else ()
     if isinstance(target_modules, str) and (layers_to_transform is not None or layers_pattern):
-        raise _refused("layers_to_transform", config.get("layers_to_transform"), "needs target_modules to be a list")
+        raise _config_error(
+            "layers_to_transform", config.get("layers_to_transform"), "needs target_modules to be a list"
+        )
     if layers_pattern and config.get("layers_to_transform") is None:
-        raise _refused("layers_pattern", list(layers_pattern), "means nothing without layers_to_transform")
+        raise _config_error("layers_pattern", list(layers_pattern), "means nothing without layers_to_transform")
     for name in layers_pattern:
         if not name.replace(".", "_").isidentifier():
-            raise _refused("layers_pattern", name, "only a plain name such as 'layers' is understood")
+            raise _config_error("layers_pattern", name, "only a plain name such as 'layers' is understood")
     bias = config.get("bias", "none")
     if bias not in ("none", "all", "lora_only"):
-        raise _refused("bias", bias, "must be none, all or lora_only")
+        raise _config_error("bias", bias, "must be none, all or lora_only")
     use_dora, lora_bias = _boolean(config, "use_dora"), _boolean(config, "lora_bias")
     if use_dora and lora_bias:
-        raise _refused("lora_bias", lora_bias, "PEFT does not combine it with use_dora")
+        raise _config_error("lora_bias", lora_bias, "PEFT does not combine it with use_dora")
     invocation_tokens = _invocation_tokens(config)
     trained_on = config.get("base_model_name_or_path")
     return PeftConfig(
@@ -176,35 +151,35 @@ def parse_config(contents: bytes) -> PeftConfig:
     )
 
 
-def _refused(key: str, value: object, reason: str) -> AdapterFormatError:
+def _config_error(key: str, value: object, reason: str) -> AdapterFormatError:
     return AdapterFormatError(f"{CONFIG_NAME}: {short(key)} is {short(value)}: {reason}")
 
 
 def _rank(key: str, value: Any) -> int:
     if type(value) is not int or value < 1:
-        raise _refused(key, value, "a rank is an integer of at least 1")
+        raise _config_error(key, value, "a rank is an integer of at least 1")
     return value
 
 
 def _alpha(key: str, value: Any) -> float:
     if type(value) not in (int, float):
-        raise _refused(key, value, "alpha is a number")
+        raise _config_error(key, value, "alpha is a number")
     try:
         alpha = float(value)
     except OverflowError:
         alpha = math.inf
     if not math.isfinite(alpha):
-        raise _refused(key, value, "alpha must be finite")
+        raise _config_error(key, value, "alpha must be finite")
     return alpha
 
 
 def _boolean(config: Mapping[str, Any], key: str) -> bool:
-    """null is false, as in Python."""
+    """null counts as false."""
     value = config.get(key)
     if value is None:
         return False
     if type(value) is not bool:
-        raise _refused(key, value, "must be true or false")
+        raise _config_error(key, value, "must be true or false")
     return value
 
 
@@ -216,13 +191,13 @@ def _names(config: Mapping[str, Any], key: str, default: tuple[str, ...] | None)
         return tuple(value)
     if isinstance(value, str):
         return value if value or default is None else default
-    raise _refused(key, value, "must be a list of module names or a pattern")
+    raise _config_error(key, value, "must be a list of module names or a pattern")
 
 
 def _modules_to_save(config: Mapping[str, Any]) -> tuple[str, ...]:
     names = _names(config, "modules_to_save", default=())
     if isinstance(names, str) or not all(name.replace(".", "_").isidentifier() for name in names):
-        raise _refused("modules_to_save", names, "must be a list of plain module names")
+        raise _config_error("modules_to_save", names, "must be a list of plain module names")
     return names
 
 
@@ -233,7 +208,7 @@ def _token_indices(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
         return {}
     table = {"embed_tokens": value} if isinstance(value, list) else value
     if not isinstance(table, dict) or not all(_are_token_ids(ids) for ids in table.values()):
-        raise _refused("trainable_token_indices", value, "must be distinct token ids, alone or by module name")
+        raise _config_error("trainable_token_indices", value, "must be distinct token ids, alone or by module name")
     return {name: tuple(ids) for name, ids in table.items()}
 
 
@@ -242,15 +217,16 @@ def _are_token_ids(ids: Any) -> bool:
 
 
 def _invocation_tokens(config: Mapping[str, Any]) -> tuple[int, ...]:
-    """Those of an activated LoRA, () for another. PEFT activates deltas alone: what else is trained would change the
-    tokens before the invocation, too."""
+    """The invocation tokens of an activated LoRA, or (). PEFT activates deltas only: anything else that is trained
+    would also change the tokens before the invocation.
+    """
     key = "alora_invocation_tokens"
     value = config.get(key)
     if value is None:
         return ()
     if not isinstance(value, list) or not value or not all(type(i) is int and i >= 0 for i in value):
-        raise _refused(key, value, "must be a list of token ids, or null")
-    beyond = [
+        raise _config_error(key, value, "must be a list of token ids, or null")
+    unsupported = [
         name
         for name, off in (
             ("use_dora", (None, False)),
@@ -261,19 +237,19 @@ def _invocation_tokens(config: Mapping[str, Any]) -> tuple[int, ...]:
         )
         if config.get(name) not in off
     ]
-    if beyond:
-        raise _refused(key, value, f"is not served together with {' and '.join(beyond)}")
+    if unsupported:
+        raise _config_error(key, value, f"is not served together with {' and '.join(unsupported)}")
     return tuple(value)
 
 
 def _layers(config: Mapping[str, Any]) -> tuple[int, ...] | None:
-    """The layers chosen, or None for all: PEFT takes an empty list as no choice."""
+    """The selected layers; None for all, as for an empty list in PEFT."""
     value = config.get("layers_to_transform")
     if value is None or value == []:
         return None
     layers = value if isinstance(value, list) else [value]
     if not all(type(layer) is int and layer >= 0 for layer in layers):
-        raise _refused("layers_to_transform", value, "must be layer indices from 0")
+        raise _config_error("layers_to_transform", value, "must be layer indices from 0")
     return tuple(layers)
 
 
@@ -282,5 +258,5 @@ def _table(config: Mapping[str, Any], key: str) -> list[tuple[str, Any]]:
     if value is None:
         return []
     if not isinstance(value, dict):
-        raise _refused(key, value, "must map module names or patterns to numbers")
+        raise _config_error(key, value, "must map module names or patterns to numbers")
     return list(value.items())

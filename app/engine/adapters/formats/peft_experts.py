@@ -1,36 +1,42 @@
-"""LoRA on all experts of a layer at once, as PEFT saves it (`target_parameters`), taken apart into one LoRA per expert.
+"""PEFT's LoRA on all experts of a layer at once (`target_parameters`): split into one LoRA per expert, and fused again.
 
-In: a `PeftConfig` and the modules of a file. Out: `RawModule`s such as "model.layers.0.mlp.experts.3.gate_up_proj",
-whose A serves gate and up. For E experts of rank r, lora_A is [E * r, in] with the expert as the slowest index and
-lora_B [out, E * r] with the expert as the *fastest* (PEFT's `ParamWrapper`). One container may hold two such pairs: the
-inner one, `experts.base_layer`, is of gate_up_proj and the outer one, `experts`, of down_proj; a single one is always
-the outer, so only the configuration says what it is of. Before PEFT 0.19 in and out were swapped under the same names:
-shapes tell, or where both layouts have one shape, `peft_version`. Everything that is wrong is told in one error.
+The results are `RawModule`s such as "model.layers.0.mlp.experts.3.gate_up_proj", whose A serves gate and up. For E
+experts of rank r, lora_A is [E * r, in] with the expert as the slowest index and lora_B [out, E * r] with the expert as
+the *fastest* (PEFT's `ParamWrapper`). A container may have two pairs: the inner `experts.base_layer` is gate_up_proj's,
+the outer `experts` down_proj's. A single pair is always the outer, so only the configuration says whose it is. Before
+PEFT 0.19, in and out were swapped under the same names: shapes tell, or `peft_version` where both layouts have one
+shape. One error reports all problems.
+
+PEFT needs one rank and alpha for all experts of a layer; other adapters can only be cards.
 """
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
 
-from app.engine.adapters.formats.patterns import first_matching, listed
 from app.engine.adapters.formats.peft_config import CONFIG_NAME, PeftConfig
 from app.engine.adapters.formats.peft_file import WEIGHTS_NAME
-from app.engine.adapters.raw_adapter import DTYPE_BYTES, RawModule, RawTensor
+from app.engine.adapters.formats.target_modules import first_matching, matches_entry
+from app.engine.adapters.raw_adapter import DTYPE_BYTES, QUANTIZED_BITS, RawAdapter, RawModule, RawTensor
 from app.engine.adapters.strict_json import short
 from app.engine.errors import AdapterFormatError, AdapterMismatch
 from app.engine.models.spec import ModelSpec
 
-#: In the order in which PEFT wraps them, the first innermost.
+#: In the order in which PEFT wraps them, innermost first.
 PARAMETERS = ("gate_up_proj", "down_proj")
 _CONTAINER = re.compile(r"(model\.layers\.(\d{1,4})\.mlp\.experts)(?:\.base_layer)?")
+_HALF = re.compile(r"(model\.layers\.(\d+)\.mlp\.experts\.\d+)\.(gate_proj|up_proj)")
+_ONE = re.compile(r"(model\.layers\.\d+\.mlp\.experts)\.(\d+)\.(gate_up_proj|down_proj)")
 _VERSION = re.compile(r"(\d{1,4})\.(\d{1,4})\.(\d{1,4})")
-#: The first PEFT in whose files lora_A is [E * r, d_in] for every kind of experts.
+#: The first PEFT version whose lora_A is [E * r, d_in] for every kind of experts.
 _FIRST_NEW = (0, 19, 0)
-_MOST_TOLD = 10
+_MAX_REPORTED = 10
 
 
 class _Pair(NamedTuple):
@@ -42,21 +48,21 @@ class _Pair(NamedTuple):
 
 
 def is_fused(path: str) -> bool:
-    """Whether a module of a file is all experts of a layer."""
+    """Whether a module path means all experts of a layer."""
     return _CONTAINER.fullmatch(path) is not None
 
 
 def selects_parameter(config: PeftConfig, name: str) -> bool:
-    """Whether `target_parameters` names this parameter: in full, or its end after a dot."""
-    return listed(name, config.target_parameters)
+    """Whether `target_parameters` names this parameter, in full or by its end after a dot."""
+    return matches_entry(name, config.target_parameters)
 
 
 def expert_modules(
     config: PeftConfig, found: Mapping[str, Mapping[str, RawTensor]], spec: ModelSpec | None
 ) -> list[RawModule]:
-    """Every expert's LoRA from the fused modules in `found` (path → part → tensor), which may hold others, too.
+    """Every expert's LoRA from the fused modules in `found` (path → part → tensor), which may contain others too.
 
-    `AdapterMismatch` or `AdapterFormatError` with all that is wrong. spec: None where the base is not known.
+    Raises AdapterMismatch or AdapterFormatError listing all problems. spec: None if the base is unknown.
     """
     fused = {path: parts for path, parts in found.items() if is_fused(path)}
     problems: list[str] = []
@@ -70,8 +76,8 @@ def expert_modules(
         alpha = config.alpha_pattern[alphas[pair.name]] if pair.name in alphas else config.alpha
         modules += _split(pair, rank, alpha, config, spec, problems)
     if problems:
-        more = f"; and {len(problems) - _MOST_TOLD} more" if len(problems) > _MOST_TOLD else ""
-        raise AdapterMismatch(f"{WEIGHTS_NAME}: {'; '.join(problems[:_MOST_TOLD])}{more}")
+        more = f"; and {len(problems) - _MAX_REPORTED} more" if len(problems) > _MAX_REPORTED else ""
+        raise AdapterMismatch(f"{WEIGHTS_NAME}: {'; '.join(problems[:_MAX_REPORTED])}{more}")
     return modules
 
 
@@ -82,13 +88,13 @@ def _pairs(
         layers = sorted({int(match[2]) for match in map(_CONTAINER.fullmatch, fused) if match})
     else:
         layers = [index for index, layer in enumerate(spec.layers) if layer.experts is not None]
-    left = dict(fused)
+    remaining = dict(fused)
     for layer in layers:
         container = f"model.layers.{layer}.mlp.experts"
         chosen = [name for name in PARAMETERS if selects_parameter(config, f"{container}.{name}")]
         places = [container] if len(chosen) == 1 else [f"{container}.base_layer", container]
         for name, place in zip(chosen, places, strict=bool(chosen)):
-            parts = left.pop(place, None)
+            parts = remaining.pop(place, None)
             if parts is None:
                 problems.append(f"{container}.{name} is selected by target_parameters but has no tensors")
                 continue
@@ -97,7 +103,7 @@ def _pairs(
                 problems.append(f"{place} has a {extra[0]}, which PEFT does not train on experts")
                 continue
             yield _Pair(f"{container}.{name}", parts["lora_A"], parts["lora_B"])
-    for path in sorted(left):
+    for path in sorted(remaining):
         match = _CONTAINER.fullmatch(path)
         assert match is not None, "only containers are here"
         if spec is not None and int(match[2]) not in layers:
@@ -111,11 +117,11 @@ def _pairs(
 def _split(
     pair: _Pair, rank: int, alpha: float, config: PeftConfig, spec: ModelSpec | None, problems: list[str]
 ) -> Iterator[RawModule]:
-    """One expert after the other, each of the standard layout: a [r, d_in], b [d_out, r]."""
+    """One expert after the other, in the standard layout: a [r, d_in], b [d_out, r]."""
     a, b = pair.a.shape, pair.b.shape
     if len(a) != 2 or len(b) != 2 or a[0] != b[1] or a[0] % rank:
         problems.append(
-            f"{pair.name}: lora_A {list(a)} and lora_B {list(b)} are not those of whole experts of rank {rank}; "
+            f"{pair.name}: lora_A {list(a)} and lora_B {list(b)} do not divide into experts of rank {rank}; "
             "fix r or rank_pattern"
         )
         return
@@ -141,7 +147,7 @@ def _split(
             )
             return
         is_new = (a[1], b[0]) == sizes if sizes[0] != sizes[1] else _is_new(config.peft_version)
-        if layer.experts.alternates:  # these families' parameters are transposed, and PEFT has never swapped them
+        if layer.experts.alternates:  # these families' parameters are transposed, and PEFT never swapped them
             is_new = True if (a[1], b[0]) == sizes else None
     if is_new is None:
         problems.append(
@@ -164,29 +170,113 @@ def _experts(pair: _Pair, num_experts: int, *, is_new: bool) -> Iterator[tuple[R
 
 
 def bits_of(tensor: RawTensor) -> np.ndarray:
-    """The values as unsigned integers of their size: moved, never computed with."""
+    """The values as unsigned integers of their size, for moving without arithmetic."""
     return np.frombuffer(tensor.data, f"<u{DTYPE_BYTES[tensor.dtype]}").reshape(tensor.shape)
 
 
 def tensor_of(dtype: str, bits: np.ndarray) -> RawTensor:
-    """What `bits_of` read."""
+    """The opposite of `bits_of`."""
     whole = np.ascontiguousarray(bits)
     return RawTensor(dtype, tuple(whole.shape), whole.view(np.uint8).reshape(-1).data)
 
 
 def _is_new(version: str) -> bool | None:
-    """Whether a file of this PEFT has today's layout; None for a version that does not tell."""
+    """Whether this PEFT version writes today's layout; None if the version does not tell."""
     match = _VERSION.match(version)
     if match is None:
         return None
     numbers = tuple(map(int, match.groups()))
     if numbers == _FIRST_NEW and version != match[0]:
-        return None  # written while 0.19.0 was made
+        return None  # a development version of 0.19.0
     return numbers >= _FIRST_NEW
 
 
 def check_options(config: PeftConfig) -> None:
-    """`AdapterFormatError` for what PEFT refuses beside `target_parameters`."""
+    """AdapterFormatError for options that PEFT refuses with `target_parameters`."""
     for key in ("use_dora", "lora_bias", "fan_in_fan_out"):
         if config.target_parameters and getattr(config, key):
-            raise AdapterFormatError(f"{CONFIG_NAME}: '{key}' beside target_parameters: PEFT has no such adapters")
+            raise AdapterFormatError(f"{CONFIG_NAME}: '{key}' with target_parameters, which PEFT does not support")
+
+
+class FusedExperts(NamedTuple):
+    """One parameter of a layer, as a module whose path is what PEFT wraps; place: where its tensors are in the file."""
+
+    module: RawModule
+    place: str
+
+
+def fuse_experts(modules: Iterable[RawModule]) -> tuple[list[FusedExperts], list[RawModule]]:
+    """(fused experts by parameter, the other modules). AdapterFormatError if PEFT cannot represent them."""
+    by_parameter: dict[str, dict[str, list[tuple[int, RawModule]]]] = {}
+    rest = []
+    for module in modules:
+        match = _ONE.fullmatch(module.path)
+        if match is None:
+            rest.append(module)
+        else:
+            container, expert, name = match.groups()
+            by_parameter.setdefault(container, {}).setdefault(name, []).append((int(expert), module))
+    found = []
+    for container, parameters in by_parameter.items():
+        for name, members in parameters.items():
+            inner = len(parameters) == len(PARAMETERS) and name == PARAMETERS[0]
+            place = f"{container}.base_layer" if inner else container
+            found.append(
+                FusedExperts(_stack_experts(f"{container}.{name}", sorted(members, key=lambda m: m[0])), place)
+            )
+    return found, rest
+
+
+def _stack_experts(path: str, members: list[tuple[int, RawModule]]) -> RawModule:
+    first = members[0][1]
+    kinds = {(m.a.shape, m.b.shape, m.a.dtype, m.b.dtype, m.alpha, m.use_rslora) for _, m in members}
+    if [expert for expert, _ in members] != list(range(len(members))) or len(kinds) > 1:
+        raise AdapterFormatError(
+            f"{path}: PEFT has all experts of a layer at one rank, alpha and type, which the {len(members)} of this "
+            "adapter are not; convert it as a card"
+        )
+    a = np.concatenate([bits_of(m.a) for _, m in members])  # [E * r, in]
+    b = np.stack([bits_of(m.b) for _, m in members], axis=2).reshape(first.b.shape[0], -1)  # [out, r * E]
+    whole = tensor_of(first.a.dtype, a), tensor_of(first.b.dtype, b)
+    return RawModule(path, *whole, first.alpha, first.use_rslora)
+
+
+def fuse_gate_up(raw: RawAdapter, spec: ModelSpec) -> RawAdapter:
+    """The same deltas with one LoRA for gate and up of each expert: the A's stacked, the B's on a diagonal.
+
+    Rank and alpha double, as in PEFT's own conversion, so the scale stays. AdapterFormatError if the two differ in
+    rank, dtype or scale, or are quantised.
+    """
+    halves: dict[str, dict[str, RawModule]] = {}
+    modules: list[RawModule] = []
+    for module in raw.modules:
+        match = _HALF.fullmatch(module.path)
+        if match is None:
+            modules.append(module)
+        else:
+            halves.setdefault(match[1], {})[match[3]] = module
+    for path, found in halves.items():
+        experts = spec.layers[int(path.split(".")[2])].experts
+        alternates = experts is not None and experts.alternates
+        modules.append(_gate_up(f"{path}.gate_up_proj", found, alternates=alternates))
+    return replace(raw, modules=tuple(sorted(modules, key=lambda module: module.path)))
+
+
+def _gate_up(path: str, halves: dict[str, RawModule], *, alternates: bool) -> RawModule:
+    """alternates: gate's and up's outputs alternate; otherwise gate's come first."""
+    kinds = {(one.a.shape, one.b.shape, one.a.dtype, one.b.dtype, one.alpha, one.use_rslora) for one in halves.values()}
+    first = next(iter(halves.values()))
+    if len(kinds) > 1 or {first.a.dtype, first.b.dtype} & set(QUANTIZED_BITS):
+        raise AdapterFormatError(
+            f"{path}: gate and up differ in rank, type or scale, or are quantised, so PEFT has no parameter for both; "
+            "convert it without --base, or as a card"
+        )
+    count = len(halves)
+    width, rank = first.b.shape
+    a = np.concatenate([bits_of(one.a) for one in halves.values()])  # [count * r, in]
+    b = np.zeros((2, width, count * rank), bits_of(first.b).dtype)
+    for n, (name, one) in enumerate(halves.items()):
+        b[0 if name == "gate_proj" else 1, :, n * rank : (n + 1) * rank] = bits_of(one.b)
+    both = b.swapaxes(0, 1).reshape(2 * width, -1) if alternates else b.reshape(2 * width, -1)
+    alpha = first.alpha * (math.sqrt(count) if first.use_rslora else count)
+    return RawModule(path, tensor_of(first.a.dtype, a), tensor_of(first.b.dtype, both), alpha, first.use_rslora)

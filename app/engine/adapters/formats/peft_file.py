@@ -1,8 +1,6 @@
-"""The tensors of adapter_model.safetensors, by what PEFT's names say they are.
+"""The tensors of adapter_model.safetensors, sorted by what their PEFT names mean.
 
-In: name → tensor. Out: `PeftTensors`: LoRA parts by module, whole parameters by name, rows by
-module. A name that says nothing known is an error here; whether what it names should be there is
-for the configuration to say.
+An unknown name is an error. Whether a tensor should be present is for the configuration to say (`target_modules`).
 """
 
 from __future__ import annotations
@@ -18,14 +16,14 @@ from app.engine.errors import AdapterFormatError
 WEIGHTS_NAME = "adapter_model.safetensors"
 PREFIX = "base_model.model."
 
-#: Ending of a name → part of a LoRA module.
+#: Suffix → part of a LoRA module.
 HALVES = {".lora_A.weight": "lora_A", ".lora_B.weight": "lora_B"}
 EMBEDDING_HALVES = {".lora_embedding_A": "lora_A", ".lora_embedding_B": "lora_B"}
 LORA_BIAS, MAGNITUDE = ".lora_B.bias", ".lora_magnitude_vector"
 _PARTS = {**HALVES, **EMBEDDING_HALVES, LORA_BIAS: "bias", MAGNITUDE: "magnitude"}
 TOKEN_ROWS = ".token_adapter.trainable_tokens_delta"
 _ROW_BASE = ".token_adapter.base_layer.weight"
-#: Spellings that PEFT reads as the names above: with the adapter's name left in, DoRA's m before PEFT 0.11, and
+#: Spellings that PEFT reads as the names above: with the adapter's name in them, DoRA's m before PEFT 0.11, and
 #: adapters of a decoder without its head (task FEATURE_EXTRACTION).
 _OTHER_SPELLINGS = (
     (re.compile(r"\.(lora_[AB])\.default\.(weight|bias)$"), r".\1.\2"),
@@ -33,18 +31,17 @@ _OTHER_SPELLINGS = (
     (re.compile(r"\.lora_magnitude_vector(\.default)?\.weight$"), ".lora_magnitude_vector"),
     (re.compile(r"^(layers|embed_tokens|norm)\."), r"model.\1."),
 )
-#: What a module of modules_to_save has beside its own weight, under names that PEFT does not load into it.
+#: Tensors saved with a module of modules_to_save that PEFT does not load.
 _UNUSED = re.compile(r"(?P<path>.+)\.(?P<part>modules_to_save|original_module)\.(?P<kind>weight|bias)")
-_MOST_TOLD = 10
+_MAX_REPORTED = 10
 
 
 @dataclass(frozen=True, slots=True)
 class PeftTensors:
-    """modules: path → part → tensor. parameters: name in the base → tensor. token_rows: path → tensor.
-
-    `wrapped` are parameters of a module that LoRA wraps, saved along with it (".base_layer."). row_bases: path → the
-    matrix under token_rows, saved along with them. originals: name in the base → the base's own tensor, beside the one
-    that modules_to_save trains; `twins` are second names of those.
+    """modules: path → part → tensor. parameters: base tensor name → tensor. token_rows: path → tensor. wrapped:
+    parameters of a module that LoRA wraps, saved along with it (".base_layer."). row_bases: path → the matrix under
+    token_rows, saved along with them. originals: base tensor name → the base's own tensor, saved beside the one that
+    modules_to_save trains; twins are second names of the trained ones.
     """
 
     modules: dict[str, dict[str, RawTensor]] = field(default_factory=dict)
@@ -57,12 +54,12 @@ class PeftTensors:
 
 
 def sort_tensors(tensors: Mapping[str, RawTensor]) -> PeftTensors:
-    """Every tensor in its place. `AdapterFormatError` for a name not understood or half a module."""
+    """Sort every tensor. AdapterFormatError for an unknown name or half a module."""
     found = PeftTensors()
     for full_name, tensor in tensors.items():
         name = full_name.removeprefix(PREFIX)
         if name == full_name:
-            raise _not_understood(full_name)
+            raise _unknown_tensor(full_name)
         for spelling, plain in _OTHER_SPELLINGS:
             name = spelling.sub(plain, name)
         suffix = next((suffix for suffix in _PARTS if name.endswith(suffix)), None)
@@ -71,7 +68,7 @@ def sort_tensors(tensors: Mapping[str, RawTensor]) -> PeftTensors:
             continue
         path = name.removesuffix(suffix)
         if suffix in HALVES | EMBEDDING_HALVES and (path == EMBEDDING_PATH) != (suffix in EMBEDDING_HALVES):
-            raise _not_understood(full_name)
+            raise _unknown_tensor(full_name)
         parts = found.modules.setdefault(path, {})
         if _PARTS[suffix] in parts:
             raise AdapterFormatError(
@@ -81,13 +78,13 @@ def sort_tensors(tensors: Mapping[str, RawTensor]) -> PeftTensors:
     halves = [(path, {"lora_A", "lora_B"} - set(parts)) for path, parts in found.modules.items()]
     missing = [f"module {short(path)} has no {min(lacks)}" for path, lacks in sorted(halves) if lacks]
     if missing:
-        more = f"; and {len(missing) - _MOST_TOLD} more" if len(missing) > _MOST_TOLD else ""
-        raise AdapterFormatError(f"{WEIGHTS_NAME}: {'; '.join(missing[:_MOST_TOLD])}{more}; save it whole")
+        more = f"; and {len(missing) - _MAX_REPORTED} more" if len(missing) > _MAX_REPORTED else ""
+        raise AdapterFormatError(f"{WEIGHTS_NAME}: {'; '.join(missing[:_MAX_REPORTED])}{more}; save it whole")
     return found
 
 
 def _sort_whole(found: PeftTensors, name: str, full_name: str, tensor: RawTensor) -> None:
-    """A tensor that is no part of a LoRA."""
+    """Sort a tensor that is not part of a LoRA."""
     unused = _UNUSED.fullmatch(name)
     if unused is not None:
         whole = f"{unused['path']}.{unused['kind']}"
@@ -104,11 +101,11 @@ def _sort_whole(found: PeftTensors, name: str, full_name: str, tensor: RawTensor
     elif name.endswith((".weight", ".bias")) and ".lora_" not in name:
         found.parameters[name] = tensor
     else:
-        raise _not_understood(full_name)
+        raise _unknown_tensor(full_name)
 
 
-def _not_understood(name: str) -> AdapterFormatError:
+def _unknown_tensor(name: str) -> AdapterFormatError:
     return AdapterFormatError(
         f"{WEIGHTS_NAME}: tensor {short(name)} is not understood; a LoRA adapter's tensors are "
-        f"{PREFIX}<module>.lora_A.weight, .lora_B.weight and what PEFT saves beside them"
+        f"{PREFIX}<module>.lora_A.weight, .lora_B.weight and PEFT's additional tensors"
     )

@@ -1,9 +1,8 @@
-"""A bounded reader of safetensors files from strangers, and a writer.
+"""A bounded reader for untrusted safetensors files, and a writer.
 
-In: a path and limits. Out: name → `RawTensor`, views of one read of the file. Nothing in the
-header is believed: types, shapes and offsets are checked against each other and against the file's
-size before a tensor is formed, and the tensors must cover the data exactly, without gap or overlap.
-Format: https://github.com/huggingface/safetensors. What the names mean is the caller's business.
+Tensors are views of one read of the file. Types, shapes and offsets in the header are checked against each other and
+against the file's size before a tensor is formed, and the tensors must cover the data without gap or overlap. Format:
+https://github.com/huggingface/safetensors.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ _MAX_NAME_CHARS = 512
 
 
 def read_safetensors(path: Path, limits: ReadLimits) -> dict[str, RawTensor]:
-    """Every tensor of the file, sorted by name. `AdapterFormatError`, `AdapterTooLarge`."""
+    """Every tensor of the file, sorted by name. AdapterFormatError, AdapterTooLarge."""
     contents = memoryview(read_bounded(path, limits.max_weight_bytes))
     what = f"'{path.name}'"
     if len(contents) < 8:
@@ -60,7 +59,7 @@ def read_safetensors(path: Path, limits: ReadLimits) -> dict[str, RawTensor]:
 
 
 def write_safetensors(path: Path, tensors: Mapping[str, RawTensor]) -> None:
-    """Write unquantised tensors as they are, sorted by name: equal tensors make equal files."""
+    """Write unquantised tensors as they are, sorted by name, so that equal tensors make equal files."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     position = 0
     for name, tensor in sorted(tensors.items()):
@@ -97,7 +96,7 @@ def _check_entry(entry: Any, what: str, data_size: int) -> tuple[str, tuple[int,
 
 
 def _all_sizes(values: Any) -> bool:
-    """A list of integers from 0 to 2^63; JSON's `true` is not an integer."""
+    """Whether this is a list of integers from 0 to 2^63; JSON's `true` is not an integer."""
     return isinstance(values, list) and all(type(value) is int and 0 <= value < 1 << 63 for value in values)
 
 

@@ -1,14 +1,19 @@
-"""Which modules and parameters a PEFT configuration means to change, and whether the file has them.
+"""Checks a PEFT file against its configuration: which modules and parameters should be there, and are they?
 
-In: a `PeftConfig`, the tensors found and the base's names. Out: nothing, or the error that names the
-first difference: a tensor PEFT would drop, or one it would leave at its starting value, in silence.
+An error names the first tensor that PEFT would silently drop, or silently leave at its initial value.
+
+Patterns come from untrusted files, so they run in RE2 (through pyarrow) and never in Python's `re`, where a pattern of
+thirty characters can take years. RE2 has no lookaround and no back references; a pattern that needs them is refused.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 
-from app.engine.adapters.formats.patterns import full_matches, listed
+import pyarrow as pa
+import pyarrow.compute as pc
+
 from app.engine.adapters.formats.peft_config import CONFIG_NAME, PeftConfig
 from app.engine.adapters.formats.peft_file import WEIGHTS_NAME, PeftTensors
 from app.engine.adapters.modules import OUTER_MODULES, Module
@@ -16,25 +21,30 @@ from app.engine.adapters.raw_adapter import RawTensor
 from app.engine.adapters.strict_json import short
 from app.engine.errors import AdapterFormatError, AdapterMismatch
 
+_MAX_PATTERN_CHARS = 4096
+#: Escaped letters that mean the same in Python's `re` and in RE2.
+_SHARED_ESCAPES = frozenset("dDwWsSbB")
+#: Syntax that the two read differently: a repetition without a minimum, a named class within a class.
+_UNLIKE = ("{,", "[:")
 _OUTER_WEIGHTS = frozenset(f"{path}.weight" for path in OUTER_MODULES)
 
 
 def check_modules(
     config: PeftConfig, found: PeftTensors, table: Mapping[str, Module], base: str, *, has_experts: bool = False
 ) -> None:
-    """The modules that the configuration selects and those in the file are the same.
+    """The modules that the configuration selects must be those in the file.
 
     has_experts: whether `target_parameters` selects more than these modules.
     """
     pairs = found.modules
     fused = {target for path in pairs if path in table for target in table[path].targets if table[path].is_fused}
     candidates = [path for path, module in table.items() if module.is_fused == bool(fused.intersection(module.targets))]
-    selected = set(_selected(config, [*candidates, *OUTER_MODULES]))
-    selected |= {path for path in candidates if listed(f"{path}.weight", config.target_parameters)}
-    extra = sorted(set(pairs) - selected)
-    if extra:
+    selected = set(_select_modules(config, [*candidates, *OUTER_MODULES]))
+    selected |= {path for path in candidates if matches_entry(f"{path}.weight", config.target_parameters)}
+    surplus = sorted(set(pairs) - selected)
+    if surplus:
         raise AdapterFormatError(
-            f"{WEIGHTS_NAME}: module '{extra[0]}' is not selected by target_modules {short(config.target_modules)}; "
+            f"{WEIGHTS_NAME}: module '{surplus[0]}' is not selected by target_modules {short(config.target_modules)}; "
             "PEFT would drop it in silence"
         )
     if not selected and not has_experts:
@@ -48,19 +58,19 @@ def check_modules(
             f"{WEIGHTS_NAME}: module '{missing[0]}' ({len(missing)} in all) is selected by target_modules "
             "but has no tensors; the file is incomplete"
         )
-    for part, key, wanted in (("magnitude", "use_dora", config.use_dora), ("bias", "lora_bias", config.lora_bias)):
+    for part, key, expected in (("magnitude", "use_dora", config.use_dora), ("bias", "lora_bias", config.lora_bias)):
         for path, parts in pairs.items():
-            if (part in parts) != wanted:
-                fault = "has no" if wanted else "has a"
+            if (part in parts) != expected:
+                fault = "has no" if expected else "has a"
                 raise AdapterFormatError(
-                    f"{WEIGHTS_NAME}: module '{path}' {fault} {part} but '{key}' is {str(wanted).lower()}"
+                    f"{WEIGHTS_NAME}: module '{path}' {fault} {part} but '{key}' is {str(expected).lower()}"
                 )
-            if wanted and path in OUTER_MODULES:
+            if expected and path in OUTER_MODULES:
                 raise AdapterFormatError(f"{CONFIG_NAME}: '{key}' on '{path}' is not served; train it without")
 
 
 def check_target_parameters(config: PeftConfig, table: Mapping[str, Module], base: str) -> None:
-    """`AdapterMismatch` for a name in `target_parameters` that is none of the base's, which PEFT would pass over."""
+    """AdapterMismatch for a name in `target_parameters` that the base lacks and PEFT would ignore."""
     names = {f"{path}.weight" for path in table}
     names |= {
         f"model.layers.{layer}.mlp.experts.{name}"
@@ -68,36 +78,42 @@ def check_target_parameters(config: PeftConfig, table: Mapping[str, Module], bas
         for name in ("gate_up_proj", "down_proj")
     }
     for target in config.target_parameters:
-        if not any(listed(name, (target,)) for name in names):
+        if not any(matches_entry(name, (target,)) for name in names):
             raise AdapterMismatch(f"{CONFIG_NAME}: target_parameters names {short(target)}, which {base} does not have")
 
 
 def check_parameters(config: PeftConfig, found: PeftTensors, base_names: Iterable[str] | None) -> None:
-    """The whole parameters in the file are those that `bias` and `modules_to_save` ask for.
+    """The whole parameters in the file must be those that `bias` and `modules_to_save` select.
 
-    The weights of embedding and lm_head may be there or not (`save_embedding_layers`, and beside a LoRA on them).
-    `base_names`: every tensor of the base, or None where the base is not known.
+    Embedding and lm_head weights are optional (`save_embedding_layers`, and beside a LoRA on them). base_names: every
+    tensor of the base, or None if the base is unknown.
     """
     for path, _ in found.wrapped.items():
         module, _, kind = path.rpartition(".")
         allowed = module in OUTER_MODULES if kind == "weight" else config.bias != "none"
         if module not in found.modules or not allowed:
-            raise AdapterFormatError(f"{WEIGHTS_NAME}: tensor '{module}.base_layer.{kind}' is not asked for")
+            raise AdapterFormatError(
+                f"{WEIGHTS_NAME}: tensor '{module}.base_layer.{kind}' is not selected by the configuration"
+            )
     for name in sorted({*found.originals, *found.twins}):
         if not _is_saved(config, name.rpartition(".")[0]):
-            raise AdapterFormatError(f"{WEIGHTS_NAME}: {short(name)} is there twice, but modules_to_save names it not")
+            raise AdapterFormatError(
+                f"{WEIGHTS_NAME}: {short(name)} is stored twice, but modules_to_save does not name it"
+            )
     for path in found.row_bases:
         if path not in found.token_rows:
-            raise AdapterFormatError(f"{WEIGHTS_NAME}: '{path}.token_adapter.base_layer.weight' has no rows beside it")
+            raise AdapterFormatError(
+                f"{WEIGHTS_NAME}: '{path}.token_adapter.base_layer.weight' comes without its trained rows"
+            )
     present = {*found.parameters, *(name for name in found.wrapped if name.endswith(".bias"))}
     candidates = {*(present if base_names is None else base_names), "lm_head.weight"}
-    wanted = {name for name in candidates if _is_trained(config, name, found)}
-    for name in sorted(present - wanted - _OUTER_WEIGHTS):
+    expected = {name for name in candidates if _is_trained(config, name, found)}
+    for name in sorted(present - expected - _OUTER_WEIGHTS):
         raise AdapterFormatError(
             f"{WEIGHTS_NAME}: tensor {short(name)} is not selected by bias or modules_to_save, or does not exist "
             "in the base; name its module in modules_to_save if it is meant"
         )
-    for name in sorted(wanted - present):
+    for name in sorted(expected - present):
         raise AdapterFormatError(
             f"{WEIGHTS_NAME}: tensor '{name}' is selected by bias or modules_to_save but is not there; "
             "the file is incomplete"
@@ -105,10 +121,10 @@ def check_parameters(config: PeftConfig, found: PeftTensors, base_names: Iterabl
 
 
 def whole_matrices(config: PeftConfig, found: PeftTensors, is_tied: bool | None) -> dict[str, RawTensor]:
-    """Embedding and lm_head that stand in the file in place of the base's, by name.
+    """Embedding and lm_head matrices in the file that replace the base's, by name.
 
-    PEFT loads them over the base's own, which is one matrix at both ends of a tied base (`is_tied` None: not known).
-    Of a module that modules_to_save trains it is the trained copy that counts, at its own end alone.
+    PEFT loads them over the base's own, which are one matrix if the base is tied (`is_tied` None: unknown). For a
+    module in modules_to_save the trained copy counts, at its own end only.
     """
     trained = {path for path in OUTER_MODULES if _is_saved(config, path)}
     free = [path for path in OUTER_MODULES if path not in trained and path not in found.modules]
@@ -134,21 +150,21 @@ def whole_matrices(config: PeftConfig, found: PeftTensors, is_tied: bool | None)
 
 def token_row_paths(config: PeftConfig, found: PeftTensors, is_tied: bool) -> dict[str, tuple[int, ...]]:
     """Module path → token ids, for exactly the rows in the file. On a tied model lm_head shares the embedding's."""
-    wanted = {}
+    expected = {}
     for name, token_ids in config.token_indices.items():
-        path = next((path for path in OUTER_MODULES if listed(path, (name,))), None)
+        path = next((path for path in OUTER_MODULES if matches_entry(path, (name,))), None)
         if path is None:
             raise AdapterFormatError(f"{CONFIG_NAME}: trainable_token_indices names {short(name)}, not an embedding")
-        wanted[path] = token_ids
+        expected[path] = token_ids
     rows = dict(found.token_rows)
-    if is_tied and wanted.get("lm_head") == wanted.get("model.embed_tokens") and "lm_head" not in rows:
-        wanted.pop("lm_head", None)
-    if is_tied and "lm_head" not in wanted and _are_equal(rows.get("lm_head"), rows.get("model.embed_tokens")):
+    if is_tied and expected.get("lm_head") == expected.get("model.embed_tokens") and "lm_head" not in rows:
+        expected.pop("lm_head", None)
+    if is_tied and "lm_head" not in expected and _are_equal(rows.get("lm_head"), rows.get("model.embed_tokens")):
         del rows["lm_head"]  # the same rows under their second name
-    for path in sorted(set(wanted) ^ set(rows)):
-        fault = "asks for rows that are missing" if path in wanted else "does not ask for the rows"
+    for path in sorted(set(expected) ^ set(rows)):
+        fault = "asks for rows that are missing" if path in expected else "does not ask for the rows"
         raise AdapterFormatError(f"trainable_token_indices {fault}: '{path}.token_adapter.trainable_tokens_delta'")
-    return wanted
+    return expected
 
 
 def _is_trained(config: PeftConfig, name: str, found: PeftTensors) -> bool:
@@ -159,7 +175,7 @@ def _is_trained(config: PeftConfig, name: str, found: PeftTensors) -> bool:
 
 
 def _is_saved(config: PeftConfig, module: str) -> bool:
-    """Whether modules_to_save names the module, or one that it lies in."""
+    """Whether modules_to_save names the module or one that contains it."""
     parts = module.split(".")
     ancestors = [".".join(parts[: count + 1]) for count in range(len(parts))]
     return any(path.endswith(saved) for path in ancestors for saved in config.modules_to_save)
@@ -169,13 +185,13 @@ def _are_equal(one: RawTensor | None, other: RawTensor | None) -> bool:
     return one is not None and other is not None and (one.dtype, one.data) == (other.dtype, other.data)
 
 
-def _selected(config: PeftConfig, names: Sequence[str]) -> list[str]:
+def _select_modules(config: PeftConfig, names: Sequence[str]) -> list[str]:
     """The names that PEFT would adapt (`check_target_module_exists`)."""
     exclude, targets = config.exclude_modules, config.target_modules
     if isinstance(exclude, str):
         excluded = full_matches(exclude, names, "exclude_modules")
     else:
-        excluded = [listed(name, exclude) for name in names]
+        excluded = [matches_entry(name, exclude) for name in names]
     names = [name for name, out in zip(names, excluded, strict=True) if not out]
     names = [name for name in names if not any(f".{saved}." in f".{name}." for saved in config.modules_to_save)]
     if isinstance(targets, str):
@@ -183,15 +199,62 @@ def _selected(config: PeftConfig, names: Sequence[str]) -> list[str]:
             return [name for name in names if name not in OUTER_MODULES]
         matches = full_matches(targets, names, "target_modules")
         return [name for name, matched in zip(names, matches, strict=True) if matched]
-    # A module named in full is chosen whatever layers_to_transform says: so does PEFT.
-    return [name for name in names if name in targets or (listed(name, targets) and _in_layers(config, name))]
+    # A fully named module is selected whatever layers_to_transform says, as in PEFT.
+    return [name for name in names if name in targets or (matches_entry(name, targets) and _in_layers(config, name))]
 
 
 def _in_layers(config: PeftConfig, name: str) -> bool:
-    """Names here are "model.layers.<i>.…" or "encoder.layer.<i>.…": another layers_pattern finds no index."""
+    """Names are "model.layers.<i>.…" or "encoder.layer.<i>.…"; another layers_pattern matches no index."""
     if config.layers_to_transform is None:
         return True
     parts = name.split(".")
-    if len(parts) < 4 or (config.layers_pattern and not listed(".".join(parts[:2]), config.layers_pattern)):
+    if len(parts) < 4 or (config.layers_pattern and not matches_entry(".".join(parts[:2]), config.layers_pattern)):
         return False
     return int(parts[2]) in config.layers_to_transform
+
+
+def full_matches(pattern: str, names: Sequence[str], key: str) -> list[bool]:
+    """Per name, whether the whole of it matches (`re.fullmatch`). `key` names the setting in errors."""
+    if len(pattern) > _MAX_PATTERN_CHARS:
+        raise AdapterFormatError(
+            f"{key}: a pattern of {len(pattern)} characters; at most {_MAX_PATTERN_CHARS}, or list the modules"
+        )
+    for escaped in re.findall(r"\\(.)", pattern):
+        if escaped.isalnum() and escaped not in _SHARED_ESCAPES:
+            raise AdapterFormatError(f"{key}: pattern {short(pattern)} uses \\{escaped}; list the module names instead")
+    for unlike in _UNLIKE:
+        if unlike in pattern:
+            raise AdapterFormatError(f"{key}: pattern {short(pattern)} uses {unlike}; list the module names instead")
+    try:
+        pc.match_substring_regex(
+            pa.array([""]), pattern=pattern
+        )  # compile it alone first: "a)|(b" must not close our group
+        found = pc.match_substring_regex(pa.array(names, pa.string()), pattern=rf"\A(?:{pattern})\z")
+    except (pa.ArrowException, UnicodeEncodeError) as error:
+        raise AdapterFormatError(
+            f"{key}: pattern {short(pattern)} is not understood ({str(error)[:200]}); list the module names instead"
+        ) from error
+    matches: list[bool] = found.to_pylist()
+    return matches
+
+
+def first_matching(patterns: Sequence[str], names: Sequence[str], key: str) -> dict[str, str]:
+    """Per name, the first of `patterns` that equals it or matches its end after a dot; names without one are absent.
+
+    PEFT's `get_pattern_key`: `re.match(rf"(.*\\.)?({pattern})$", name)`.
+    """
+    chosen: dict[str, str] = {}
+    for pattern in patterns:
+        open_names = [name for name in names if name not in chosen]
+        for name, matched in zip(open_names, full_matches(rf"(?:.*\.)?(?:{pattern})", open_names, key), strict=True):
+            if matched:
+                chosen[name] = pattern
+    for name in names:
+        if name not in chosen and name in patterns:
+            chosen[name] = name
+    return chosen
+
+
+def matches_entry(name: str, entries: Sequence[str]) -> bool:
+    """PEFT's rule for a list of names: equal, or equal to the end after a dot."""
+    return any(name == entry or name.endswith(f".{entry}") for entry in entries)

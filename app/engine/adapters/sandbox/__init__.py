@@ -1,1 +1,1 @@
-"""Reading untrusted adapters in a process that may die."""
+"""Reading untrusted adapters in a sandboxed process."""

@@ -1,10 +1,8 @@
-"""An adapter as one array and a small header, to be shared between processes.
+"""An adapter as one array and a small header, for sharing between processes.
 
-In: a `LoraAdapter`, or what `pack_adapter` made of one. Out: the other. Ray's object store maps a
-large NumPy array into every process of a machine without a copy, but spends time per object, so
-hundreds of matrices travel as one. Unpacked weights are read-only views of the array that was given;
-a matrix used twice (the A of a fused module) is stored once. Both ends are this program: the header
-is trusted, unlike a file.
+Ray's object store maps a large NumPy array into every process of a machine without a copy, but each object costs time,
+so hundreds of matrices travel as one. Unpacked weights are read-only views of the array; a matrix used twice (the A of
+a fused module) is stored once. Unlike a file, the header comes from this program and is trusted.
 """
 
 from __future__ import annotations
@@ -21,13 +19,13 @@ from numpy.typing import NDArray
 from app.engine.adapters.adapter import BFLOAT16, LoraAdapter, LoraKey, LoraPair, Matrix, TokenRows
 from app.engine.adapters.card import AdapterCard
 
-#: Every matrix starts at a multiple of so many bytes: a cache line, and what the widest vectors want.
+#: Every matrix starts at a multiple of this many bytes: a cache line, and the widest vectors' alignment.
 _ALIGNMENT = 64
 _DTYPES = {"F32": np.dtype(np.float32), "BF16": BFLOAT16}
 
 
 class PackedAdapter(NamedTuple):
-    """A header of plain values (JSON keeps all of it), and one flat array of bytes."""
+    """A header of plain values (JSON represents all of it) and one flat array of bytes."""
 
     header: dict[str, Any]
     arrays: list[NDArray[np.uint8]]
@@ -44,7 +42,9 @@ def _zeros(num_bytes: int) -> NDArray[np.uint8]:
 
 
 def pack_adapter(adapter: LoraAdapter, allocate: Callable[[int], NDArray[np.uint8]] = _zeros) -> PackedAdapter:
-    """The array is a copy, made once, in what `allocate` gives for a number of bytes: zeros, aligned to 16 at least."""
+    """Copy the weights into one array. `allocate` returns the memory for a number of bytes: zeros, aligned to 16 or
+    more.
+    """
     flat = _Flat()
     header = {
         "card": asdict(adapter.card),
@@ -57,11 +57,11 @@ def pack_adapter(adapter: LoraAdapter, allocate: Callable[[int], NDArray[np.uint
         "outer_scales": dict(adapter.outer_scales),
         "token_rows": [(name, ids, flat.place(rows)) for name, (ids, rows) in adapter.token_rows.items()],
     }
-    return PackedAdapter(header, [flat.joined(allocate)])
+    return PackedAdapter(header, [flat.join(allocate)])
 
 
 def unpack_adapter(header: Mapping[str, Any], arrays: Sequence[NDArray[np.uint8]]) -> LoraAdapter:
-    """The adapter whose weights are views of `arrays[0]`; nothing is copied."""
+    """The adapter; its weights are views of `arrays[0]`, nothing is copied."""
     (flat,) = arrays
     views: dict[tuple[Any, ...], Matrix] = {}
 
@@ -88,12 +88,12 @@ def unpack_adapter(header: Mapping[str, Any], arrays: Sequence[NDArray[np.uint8]
 
 
 class _Flat:
-    """Arrays laid end to end, each once and aligned. A place is (first byte, type, *shape)."""
+    """Arrays laid end to end, each once and aligned. A place is (first byte, dtype, *shape)."""
 
     def __init__(self) -> None:
         self._size = 0
         self._starts: dict[int, int] = {}
-        self._arrays: list[Matrix] = []  # kept, so that an id stays the array's own
+        self._arrays: list[Matrix] = []  # referenced, so that their ids stay unique
 
     def place(self, array: Matrix) -> tuple[int | str, ...]:
         if id(array) not in self._starts:
@@ -102,7 +102,7 @@ class _Flat:
             self._size += -(-array.nbytes // _ALIGNMENT) * _ALIGNMENT
         return (self._starts[id(array)], "BF16" if array.dtype == BFLOAT16 else "F32", *array.shape)
 
-    def joined(self, allocate: Callable[[int], NDArray[np.uint8]]) -> NDArray[np.uint8]:
+    def join(self, allocate: Callable[[int], NDArray[np.uint8]]) -> NDArray[np.uint8]:
         flat = allocate(self._size)
         for array in self._arrays:
             start = self._starts[id(array)]

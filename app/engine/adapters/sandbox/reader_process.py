@@ -1,11 +1,9 @@
-"""A process that may die reads adapters for us.
+"""Reads adapters in sandboxed child processes.
 
-In: a path and what may be spent on it. Out: a `PackedAdapter` in shared memory, or the `AdapterError` that
-says why not. One warm process (no torch, no Ray, one thread) is forked once per adapter, so each adapter
-meets a fresh process that has no threads, little memory, little time and no right to write, and costs
-milliseconds instead of a start of Python. One of these readers is made ahead and waits, with memory of the last
-adapter's size at hand. What comes back is JSON and numbers in memory whose size we set: this process never
-parses a stranger's bytes. A warm process that died is replaced.
+One warm process (no torch, no Ray, one thread) forks once per adapter, so each adapter is read by a fresh process with
+bounded memory and time and no right to write, in milliseconds instead of a Python start. One reader is forked ahead,
+with as much memory as the last adapter needed. Results come back as JSON and as numbers in memory whose size this
+process sets: it never parses an adapter's bytes. A warm process that died is replaced.
 """
 
 from __future__ import annotations
@@ -41,15 +39,15 @@ logger = logging.getLogger(__name__)
 
 _PROJECT = Path(__file__).parents[4]
 _RECEIVE_BYTES = 1 << 16
-#: Header and message of one adapter: 100,000 modules of 200 characters, and then some.
+#: Bound on an answer: the header of 100,000 modules of 200 characters, with room to spare.
 _MAX_VERDICT_BYTES = 64 * MIB
-#: A reader that waits has this much memory at hand at most.
+#: Most memory that a preforked reader prepares.
 _MAX_AHEAD_BYTES = 64 * MIB
 
 
 @dataclass(frozen=True, slots=True)
 class ReaderLimits:
-    """What reading may use for an adapter of s bytes: `base + per_byte * s` memory and `base_s + s / rate` time.
+    """Limits for reading an adapter of s bytes: `base + per_byte * s` of memory and `base_s + s / rate` of time.
 
     Reading needs up to six times an adapter's size: its bytes, and both matrices in float32, twice.
     """
@@ -67,7 +65,7 @@ class ReaderLimits:
 
 
 class _Reader(NamedTuple):
-    """A fork that waits for its task at the other end of `stream`; `shared` is a descriptor of what it answers in."""
+    """A fork that waits for its task at the other end of `stream`; it answers in the memory of descriptor `shared`."""
 
     stream: socket.socket
     shared: int
@@ -78,12 +76,12 @@ class _Reader(NamedTuple):
 
 
 class ReaderProcess:
-    """The warm process. Called from any thread; adapters are read side by side."""
+    """The warm process. Thread-safe; adapters are read in parallel."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self.num_starts = 0
-        self._waiting: _Reader | None = None
+        self._preforked: _Reader | None = None
         self._control, self._process = self._start()
 
     @property
@@ -91,10 +89,10 @@ class ReaderProcess:
         return self._process.pid
 
     def read(self, task: ReaderTask) -> PackedAdapter:
-        """Raises the `AdapterError` that reading met; EngineFailure if no process stays alive."""
-        for _ in range(3):  # the reader that waits may be gone, and then the warm process
+        """Raises the AdapterError that reading met; EngineFailure if no process stays alive."""
+        for _ in range(3):  # the preforked reader may be dead, then the warm process
             control = self._control
-            reader = self._take_waiting() or _new_reader(control, 0)
+            reader = self._take_preforked() or _fork_reader(control, 0)
             found = None if reader is None else self._read(task, reader, control)
             if found is not None:
                 return found
@@ -109,37 +107,37 @@ class ReaderProcess:
             self._stop()
 
     def _read(self, task: ReaderTask, reader: _Reader, control: socket.socket) -> PackedAdapter | None:
-        """None if the reader was gone before it had the task, or its warm process is: nothing has been learned."""
+        """None if the reader died before it had the task, or its warm process died: try again."""
         deadline_s = time.monotonic() + task.seconds
         try:
             _fix_size(reader.shared, task.memory_bytes)
-            text = _converse(reader.stream, pickle.dumps(task), deadline_s, task)
+            text = _exchange(reader.stream, pickle.dumps(task), deadline_s, task)
             if text is None or (not text and _has_hung_up(control)):
                 return None
-            packed = PackedAdapter(*_verdict(text, reader.shared, task))
-            self._have_one_wait(sum(array.nbytes for array in packed.arrays))
+            packed = PackedAdapter(*_parse_verdict(text, reader.shared, task))
+            self._prefork_reader(sum(array.nbytes for array in packed.arrays))
             return packed
         finally:
             reader.close()
 
-    def _take_waiting(self) -> _Reader | None:
+    def _take_preforked(self) -> _Reader | None:
         with self._lock:
-            reader, self._waiting = self._waiting, None
+            reader, self._preforked = self._preforked, None
         return reader
 
-    def _have_one_wait(self, size_bytes: int) -> None:
+    def _prefork_reader(self, size_bytes: int) -> None:
         with self._lock:
-            if self._waiting is None:
-                with suppress(AdapterReadFailed):  # without one that waits the next adapter is read a little later
-                    self._waiting = _new_reader(self._control, min(size_bytes, _MAX_AHEAD_BYTES))
+            if self._preforked is None:
+                with suppress(AdapterReadFailed):  # without a preforked reader the next read just starts later
+                    self._preforked = _fork_reader(self._control, min(size_bytes, _MAX_AHEAD_BYTES))
 
     def _start(self) -> tuple[socket.socket, subprocess.Popen[bytes]]:
         self.num_starts += 1
         ours, theirs = socket.socketpair()
         environment = {"PATH": os.environ.get("PATH", ""), "PYTHONPATH": str(_PROJECT), "OMP_NUM_THREADS": "1"}
         environment |= {"OPENBLAS_NUM_THREADS": "1", "ARROW_DEFAULT_MEMORY_POOL": "system"}
-        # A fork touches all of its memory for the first time, which takes 3 us per page (AMD EPYC, a virtual machine):
-        # in huge pages, where the system gives them, 10 MB of bfloat16 are read in 29 ms instead of 41.
+        # A fork touches all of its memory for the first time, at 3 us per page (AMD EPYC, a virtual machine);
+        # with huge pages, 10 MB of bfloat16 are read in 29 ms instead of 41.
         environment |= {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
         command = [sys.executable, "-m", ReaderTask.__module__, str(theirs.fileno())]
         with theirs:
@@ -149,16 +147,16 @@ class ReaderProcess:
         return ours, process
 
     def _stop(self) -> None:
-        if self._waiting is not None:
-            self._waiting.close()
-            self._waiting = None
+        if self._preforked is not None:
+            self._preforked.close()
+            self._preforked = None
         self._control.close()
         self._process.kill()
         self._process.wait()
 
 
-def _new_reader(control: socket.socket, ahead_bytes: int) -> _Reader | None:
-    """A fork with so much memory at hand, soon. None if the warm process is gone."""
+def _fork_reader(control: socket.socket, ahead_bytes: int) -> _Reader | None:
+    """A new fork that prepares this much memory. None if the warm process is dead."""
     shared = _shared_file(ahead_bytes)
     ours, theirs = socket.socketpair()
     reader = _Reader(ours, shared)
@@ -172,8 +170,8 @@ def _new_reader(control: socket.socket, ahead_bytes: int) -> _Reader | None:
 
 
 def _shared_file(size_bytes: int) -> int:
-    """A descriptor of memory without a name. Raises AdapterReadFailed where the machine has none to give."""
-    with _no_memory():
+    """A descriptor of anonymous memory. AdapterReadFailed if the machine is out of memory."""
+    with _memory_errors():
         if not hasattr(os, "memfd_create"):
             with tempfile.TemporaryFile() as file:
                 file.truncate(size_bytes)
@@ -188,16 +186,16 @@ def _shared_file(size_bytes: int) -> int:
 
 
 def _fix_size(shared: int, size_bytes: int) -> None:
-    """Where the system can, for good: nobody who has the descriptor changes it again. Raises AdapterReadFailed."""
-    with _no_memory():
+    """Set the size and, where the system can, seal it against later changes. Raises AdapterReadFailed."""
+    with _memory_errors():
         os.ftruncate(shared, size_bytes)
     if hasattr(os, "memfd_create"):
         fcntl.fcntl(shared, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
 
 
 @contextmanager
-def _no_memory() -> Iterator[None]:
-    """What the system says when it has none, or no more descriptors, is no verdict about the adapter."""
+def _memory_errors() -> Iterator[None]:
+    """Running out of memory or descriptors says nothing about the adapter: raise AdapterReadFailed."""
     try:
         yield
     except OSError as error:
@@ -206,14 +204,14 @@ def _no_memory() -> Iterator[None]:
         ) from error
 
 
-def _converse(stream: socket.socket, question: bytes, deadline_s: float, task: ReaderTask) -> bytes | None:
-    """Send the question, return everything that is answered in time; None if nobody takes the question.
+def _exchange(stream: socket.socket, question: bytes, deadline_s: float, task: ReaderTask) -> bytes | None:
+    """Send the question and return the whole answer; None if the reader is dead.
 
-    Raises AdapterReadFailed when the time is up.
+    Raises AdapterReadFailed on timeout.
     """
     answer = bytearray()
     try:
-        stream.settimeout(_left_s(deadline_s))
+        stream.settimeout(_remaining_s(deadline_s))
         try:
             stream.sendall(question)
             stream.shutdown(socket.SHUT_WR)
@@ -222,44 +220,46 @@ def _converse(stream: socket.socket, question: bytes, deadline_s: float, task: R
                 raise
             return None
         while True:
-            stream.settimeout(_left_s(deadline_s))
+            stream.settimeout(_remaining_s(deadline_s))
             received = stream.recv(_RECEIVE_BYTES)
             answer += received
             if not received or len(answer) > _MAX_VERDICT_BYTES:
                 return bytes(answer)
     except TimeoutError:
-        # The reader's own alarm ends it a second from now.
+        # The reader's own alarm ends it a second later.
         raise AdapterReadFailed(
             f"'{task.path.name}' was not read within {task.seconds:.3g} s; reading was stopped"
         ) from None
-    except OSError:  # it went away while it was spoken to
+    except OSError:  # the reader died during the exchange
         return b""
 
 
-def _left_s(deadline_s: float) -> float:
-    """Raises TimeoutError when there is none: an answer that has come too late is not read."""
-    left_s = deadline_s - time.monotonic()
-    if left_s <= 0:
+def _remaining_s(deadline_s: float) -> float:
+    """Seconds until the deadline. Raises TimeoutError if it has passed, so a late answer is not read."""
+    remaining_s = deadline_s - time.monotonic()
+    if remaining_s <= 0:
         raise TimeoutError
-    return left_s
+    return remaining_s
 
 
-def _verdict(text: bytes, shared: int, task: ReaderTask) -> tuple[dict[str, Any], list[NDArray[np.uint8]]]:
+def _parse_verdict(text: bytes, shared: int, task: ReaderTask) -> tuple[dict[str, Any], list[NDArray[np.uint8]]]:
     try:
         verdict = json.loads(text)
     except ValueError:
         raise AdapterReadFailed(
-            f"reading '{task.path.name}' ended its process without a verdict: a crash, or no memory left"
+            f"reading '{task.path.name}' ended its process without a result: a crash, or no memory left"
         ) from None
     if "trace" in verdict:
-        logger.error("an adapter reader met a bug; please report it\n%s", verdict["trace"])
+        logger.error("bug in an adapter reader; please report it\n%s", verdict["trace"])
     if "header" not in verdict:
         found = getattr(errors, verdict["error"], None)
         kind = found if isinstance(found, type) and issubclass(found, AdapterError) else AdapterFormatError
         raise kind(verdict["message"])
     size = int(verdict["num_bytes"])
     if not 0 <= size <= task.memory_bytes:
-        raise AdapterReadFailed(f"reading '{task.path.name}' gave {size} bytes; that cannot be")
+        raise AdapterReadFailed(
+            f"reading '{task.path.name}' gave {size} bytes; at most {task.memory_bytes} are possible"
+        )
     if not size:
         return verdict["header"], [np.empty(0, np.uint8)]
     mapped = mmap.mmap(shared, size, prot=mmap.PROT_READ)
@@ -267,7 +267,7 @@ def _verdict(text: bytes, shared: int, task: ReaderTask) -> tuple[dict[str, Any]
 
 
 def _has_hung_up(control: socket.socket) -> bool:
-    """Nothing is ever said on it; what can be read is its end."""
+    """Whether the other end closed. It never sends anything, so anything readable is the end of the stream."""
     try:
         return control.recv(1, socket.MSG_DONTWAIT) == b""
     except BlockingIOError:

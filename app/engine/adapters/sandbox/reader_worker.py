@@ -1,8 +1,7 @@
-"""The warm process that forks readers, and what a reader does: its whole life is one adapter.
+"""The child side of `reader_process`: the warm process that forks readers, and a reader, which lives for one adapter.
 
-In: requests for readers, and in each the task. Out: JSON on the reader's socket, and values in memory that the server
-sized. What runs here before a task arrives is ours; what comes after may be a stranger's doing, so the limits are set
-in between. The server's side is `reading_process`.
+A reader answers with JSON on its socket and with values in memory that the server sized. Code before a task is trusted;
+what runs after it may be under a file's influence, so the limits are set in between.
 
 `python -m app.engine.adapters.sandbox.reader_worker FD` is the warm process.
 """
@@ -31,42 +30,42 @@ from numpy.typing import NDArray
 
 from app.engine.adapters.adapter import LoraAdapter
 from app.engine.adapters.formats.reading import read_adapter
-from app.engine.adapters.limits import MACHINES_ERRORS, ReadLimits, reading_error
+from app.engine.adapters.limits import TRANSIENT_ERRNOS, ReadLimits, reading_error
 from app.engine.adapters.sandbox.packing import PackedAdapter, pack_adapter
 from app.engine.errors import AdapterError, AdapterFormatError, AdapterTooLarge
 from app.engine.models.spec import ModelSpec
 from app.kernels.machine.prefault import prefault_pages
 
 _RECEIVE_BYTES = 1 << 16
-#: A request for a reader says how many bytes it should have at hand.
+#: A fork request: how many bytes the reader should prepare.
 _REQUEST = struct.Struct("<Q")
-#: Of the warm process and its readers: they work beside engines, whose every step somebody waits for.
+#: Readers run at low priority, because the engines beside them have requests waiting on every step.
 NICENESS = 10
-#: Pages are had ahead after this long: not while the processors put to use what was read just before.
+#: Delay before pages are prefaulted, so that the processors first use the adapter that was just read.
 _AHEAD_AFTER_S = 0.25
 
 
 @dataclass(frozen=True, slots=True)
 class ReaderTask:
-    """One adapter to read. `served` is `build_adapter`'s."""
+    """One adapter to read. supported_features: see `build_adapter`."""
 
     path: Path
     spec: ModelSpec
     limits: ReadLimits
-    served: frozenset[str]
+    supported_features: frozenset[str]
     memory_bytes: int
     seconds: float
 
 
 def pack_request(ahead_bytes: int) -> bytes:
-    """What the warm process is sent for a reader, along with its socket and the memory it answers in."""
+    """The fork request, sent with the reader's socket and the memory it answers in."""
     return _REQUEST.pack(ahead_bytes)
 
 
 def serve(control: socket.socket) -> None:
     """Fork once per message until the server hangs up."""
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the readers
-    gc.freeze()  # what is loaded now stays shared with every reader
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # no zombies: the readers' exit status is not collected
+    gc.freeze()  # loaded objects stay shared with every fork
     os.nice(NICENESS)
     while True:
         message, descriptors, _, _ = socket.recv_fds(control, _REQUEST.size, 2)
@@ -87,23 +86,23 @@ def _read_one(stream_descriptor: int, shared: int, ahead_bytes: int) -> None:
         question = bytearray()
         while received := stream.recv(_RECEIVE_BYTES):
             question += received
-        if not question:  # the server has ended, or has no use for this reader
+        if not question:  # the server ended, or does not need this reader
             return
         task: ReaderTask = pickle.loads(question)  # written by our own server
         _limit_this_process(task.memory_bytes, task.seconds)
-        verdict, _memory = _read_and_pack(task, shared)  # held: it takes time to free, and somebody waits
-        with contextlib.suppress(BrokenPipeError):  # the server has stopped waiting
+        verdict, _memory = _read_and_pack(task, shared)  # referenced until exit: freeing it would delay the answer
+        with contextlib.suppress(BrokenPipeError):  # the server timed out
             stream.sendall(json.dumps(verdict).encode())
             stream.shutdown(socket.SHUT_RDWR)
 
 
 def _map(shared: int, num_bytes: int) -> NDArray[np.uint8]:
-    """The memory that the server sized, from its front on."""
+    """The memory that the server sized, from its start."""
     return np.frombuffer(mmap.mmap(shared, num_bytes), np.uint8)
 
 
 def _read_and_pack(task: ReaderTask, shared: int) -> tuple[dict[str, Any], tuple[LoraAdapter, PackedAdapter] | None]:
-    """The answer, and what it was made of."""
+    """The answer, and the objects it was made of."""
 
     def allocate(num_bytes: int) -> NDArray[np.uint8]:
         if num_bytes > task.memory_bytes:
@@ -115,7 +114,7 @@ def _read_and_pack(task: ReaderTask, shared: int) -> tuple[dict[str, Any], tuple
         return memory
 
     try:
-        adapter = read_adapter(task.path, task.spec, task.limits, task.served)
+        adapter = read_adapter(task.path, task.spec, task.limits, task.supported_features)
         packed = pack_adapter(adapter, allocate)
     except AdapterError as error:
         return {"error": type(error).__name__, "message": str(error)}, None
@@ -123,17 +122,17 @@ def _read_and_pack(task: ReaderTask, shared: int) -> tuple[dict[str, Any], tuple
         message = f"reading '{task.path.name}' needs more than {task.memory_bytes} bytes of memory"
         return {"error": AdapterTooLarge.__name__, "message": message}, None
     except Exception as error:
-        if isinstance(error, OSError) and error.errno in MACHINES_ERRORS:
+        if isinstance(error, OSError) and error.errno in TRANSIENT_ERRNOS:
             found = reading_error(task.path, error)
             return {"error": type(found).__name__, "message": str(found)}, None
-        # A bug in a reader is this adapter's end and nobody else's. It has no right to write: we log the trace.
+        # A bug in a reader fails this adapter only. The reader may not write, so the server logs the trace.
         message = f"reading '{task.path.name}' failed: {type(error).__name__}: {str(error)[:200]}"
         return {"error": AdapterFormatError.__name__, "message": message, "trace": traceback.format_exc()}, None
     return {"header": packed.header, "num_bytes": packed.arrays[0].nbytes}, (adapter, packed)
 
 
 def _limit_this_process(memory_bytes: int, seconds: float) -> None:
-    """From here on a request for more is refused by the kernel, or ends this process."""
+    """Set limits; the kernel refuses requests beyond them, or ends this process."""
     for what, bound in {
         resource.RLIMIT_AS: memory_bytes,
         resource.RLIMIT_CPU: int(seconds) + 1,
@@ -148,7 +147,7 @@ def _limit_this_process(memory_bytes: int, seconds: float) -> None:
 
 
 if __name__ == "__main__":
-    # Under the module's own name, by which pickled tasks ask for it: or every reader would import it once more.
+    # Pickled tasks refer to the module by its own name; without this import every reader would import it again.
     from app.engine.adapters.sandbox.reader_worker import serve
 
     with socket.socket(fileno=int(sys.argv[1])) as control:

@@ -1,10 +1,8 @@
-"""What becomes of an adapter's files: weights to serve, or a verdict that is remembered.
+"""Reads adapters in the sandbox and remembers refusals.
 
-In: a path (from `resolve_adapter_path`) and the base's `ModelSpec`. Out: a `PackedAdapter`, or the
-`AdapterError` that says why not. The bytes are interpreted in a process that may die (`reading_process`),
-never here. What was refused is remembered by the hash of its files, under any name: bad contents are read
-once, not in a loop. Where a process merely ended (time, a crash), the machine could not read (a disk, a network, no
-memory) or the files cannot be hashed, nothing is remembered; how soon that is tried again is the store's business.
+File contents are interpreted in a child process (`reader_process`), never here. A refusal is remembered by the hash of
+the files, whatever the name, so bad contents are read only once. A timeout, a crash, a failing machine (disk, network,
+memory) or files that cannot be hashed are not remembered; the store decides when to retry those.
 """
 
 from __future__ import annotations
@@ -34,37 +32,44 @@ class _Refusal(NamedTuple):
 
 
 class Validator:
-    """Reads adapters safely. Called from any thread. `served` is `build_adapter`'s."""
+    """Reads adapters safely. Thread-safe. supported_features: see `build_adapter`."""
 
     def __init__(
         self,
         limits: ReadLimits = DEFAULT_LIMITS,
-        child: ReaderLimits | None = None,
+        reader_limits: ReaderLimits | None = None,
         *,
-        served: frozenset[str] = frozenset(),
+        supported_features: frozenset[str] = frozenset(),
         max_refusals: int = 4096,
     ) -> None:
         self.limits = limits
-        self.child = child or ReaderLimits()
+        self.reader_limits = reader_limits or ReaderLimits()
         self.num_reads = 0
-        self._served = served
+        self._supported_features = supported_features
         self._max_refusals = max_refusals
         self._refusals: OrderedDict[str, _Refusal] = OrderedDict()
         self._lock = threading.Lock()
         self._process = ReaderProcess()
 
     def read(self, path: Path, spec: ModelSpec) -> PackedAdapter:
-        """The adapter at `path`, packed. Raises the `AdapterError` found, now or the first time."""
+        """The adapter at `path`, packed. Raises the AdapterError found, now or the first time."""
         with reading(path):
             if path.is_dir():
-                weights_file(path)  # folders that lack a file are alike: what one is told must not be another's
+                weights_file(
+                    path
+                )  # incomplete folders hash alike, and the message names the folder: report it uncached
         files = adapter_files(path)
         sizes = tuple(_checked_size(file, self.limits) for file in files)
-        self._raise_known(path, spec, sizes)
+        self._raise_cached(path, spec, sizes)
         before = files_identity(path)
         size = sum(sizes)
         task = ReaderTask(
-            path, spec, self.limits, self._served, self.child.memory_bytes(size), self.child.seconds(size)
+            path,
+            spec,
+            self.limits,
+            self._supported_features,
+            self.reader_limits.memory_bytes(size),
+            self.reader_limits.seconds(size),
         )
         self.num_reads += 1
         try:
@@ -74,17 +79,19 @@ class Validator:
         except AdapterError as error:
             try:
                 digest = files_digest(path, spec, self.limits)
-            except AdapterError:  # a file that nobody may open, for one
+            except AdapterError:  # for example a file without read permission
                 raise error from None
-            if before == files_identity(path):  # or the verdict is on other bytes than were hashed
+            if before == files_identity(path):  # else the verdict is about other bytes than were hashed
                 self._remember(digest, _Refusal(sizes, error))
             raise
 
     def close(self) -> None:
         self._process.close()
 
-    def _raise_known(self, path: Path, spec: ModelSpec, sizes: tuple[int, ...]) -> None:
-        """Only files as long as refused ones are hashed: a good adapter costs nothing."""
+    def _raise_cached(self, path: Path, spec: ModelSpec, sizes: tuple[int, ...]) -> None:
+        """Raise a remembered refusal. Only files of the same sizes as refused ones are hashed, so a good adapter costs
+        nothing.
+        """
         with self._lock:
             is_suspect = any(refusal.sizes == sizes for refusal in self._refusals.values())
         if is_suspect:
@@ -102,7 +109,7 @@ class Validator:
 
 
 def adapter_files(path: Path) -> list[Path]:
-    """The files that make up the adapter at `path`; those that a folder lacks are left out. Errors: see `reading`."""
+    """The existing files of the adapter at `path`. Errors: see `reading`."""
     with reading(path):
         if not path.is_dir():
             return [path]
@@ -110,12 +117,12 @@ def adapter_files(path: Path) -> list[Path]:
 
 
 def files_identity(path: Path) -> tuple[tuple[int, ...], ...]:
-    """Changes when a file of the adapter is replaced or written to; costs no reading."""
-    return tuple(_identity(file) for file in adapter_files(path))
+    """Changes when a file of the adapter is replaced or written to; reads no contents."""
+    return tuple(_file_identity(file) for file in adapter_files(path))
 
 
 def files_digest(path: Path, spec: ModelSpec, limits: ReadLimits = DEFAULT_LIMITS) -> str:
-    """Hex SHA-256 of the adapter's files as they lie there, and of the base they are for."""
+    """Hex SHA-256 of the adapter's files and of their base model."""
     digest = hashlib.sha256(b"polylora/files/v1\0" + hashlib.sha256(spec.digest.encode()).digest())
     for file in adapter_files(path):
         digest.update(file.name.encode(errors="surrogateescape") + b"\0")
@@ -138,9 +145,9 @@ def _checked_size(file: Path, limits: ReadLimits) -> int:
     return size
 
 
-def _identity(file: Path) -> tuple[int, ...]:
+def _file_identity(file: Path) -> tuple[int, ...]:
     try:
         status = os.stat(file)
     except OSError:
-        return ()  # gone: not what it was
+        return ()  # deleted: counts as changed
     return (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)

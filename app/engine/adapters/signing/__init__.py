@@ -1,1 +1,1 @@
-"""Who vouches for an adapter: keys, signatures, whom a tenant trusts."""
+"""Adapter signatures and the keys that tenants trust."""

@@ -1,9 +1,8 @@
-"""Who vouches for an adapter: ed25519 signatures over its digest.
+"""ed25519 signatures over adapters' digests.
 
-In: a digest (contents and base model) and a private key, or an adapter's files and the digest they were found to
-have. Out: one line of text beside the adapter (`adapter.sig` in a folder, `NAME.lora.arrow.sig` beside a card):
-`ed25519 PUBLIC_KEY SIGNATURE`, both in base64; or the key that signed. A signature that does not fit the
-contents is always an error, a missing one is for the caller's rules to judge (`TrustedKeys`).
+A signature is one line beside the adapter (`adapter.sig` in a folder, `NAME.lora.arrow.sig` beside a card): `ed25519
+PUBLIC_KEY SIGNATURE`, both in base64. A signature that does not match the contents is always an error; whether one is
+required is up to `TrustedKeys`.
 """
 
 from __future__ import annotations
@@ -28,17 +27,17 @@ _MAX_BYTES = 1024
 
 
 def signature_path(adapter: Path) -> Path:
-    """Where the signature of a folder or card lies."""
+    """The signature file of a folder or card."""
     return adapter / SIGNATURE_NAME if adapter.is_dir() else adapter.with_name(adapter.name + SIGNATURE_SUFFIX)
 
 
 def sign(digest: str, key: Ed25519PrivateKey) -> str:
-    """The line that vouches for the contents with this digest."""
+    """The signature line for contents with this digest."""
     return f"ed25519 {public_key(key)} {_text(key.sign(_message(digest)))}\n"
 
 
 def signer_of(adapter: Path, digest: str) -> str | None:
-    """The public key that signed these contents, or None. AdapterUntrusted for a signature of anything else."""
+    """The public key that signed these contents, or None. AdapterUntrusted if the signature does not match them."""
     path = signature_path(adapter)
     if not os.path.lexists(path):
         return None
@@ -64,7 +63,7 @@ def public_key(key: Ed25519PrivateKey) -> str:
 
 
 def new_private_key(path: Path) -> Ed25519PrivateKey:
-    """A fresh key, written for its owner's eyes only. ConfigError if the file exists."""
+    """A new key, written to `path` with mode 0600. ConfigError if the file exists."""
     key = Ed25519PrivateKey.generate()
     text = key.private_bytes(
         serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
@@ -79,7 +78,7 @@ def new_private_key(path: Path) -> Ed25519PrivateKey:
 
 
 def read_private_key(path: Path) -> Ed25519PrivateKey:
-    """ConfigError if there is none in `path`."""
+    """The key in `path`; ConfigError if there is none."""
     try:
         key = serialization.load_pem_private_key(path.read_bytes(), password=None)
     except (OSError, ValueError, TypeError, binascii.Error) as error:

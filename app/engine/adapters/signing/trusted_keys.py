@@ -1,8 +1,4 @@
-"""Whose signature counts, for whom, and what the file is called that holds it.
-
-In: the configured keys, a tenant, and who signed an adapter (`signing.signer_of`). Out: nothing, or
-`AdapterUntrusted`. Checking that a signature fits the contents is left to `signing`.
-"""
+"""Which signers a tenant trusts, and the names of signature files. `signing` verifies the signatures themselves."""
 
 from __future__ import annotations
 
@@ -16,18 +12,18 @@ PUBLIC_KEY_PATTERN = r"^[A-Za-z0-9+/]{43}=$"
 
 
 class TrustedKeys(NamedTuple):
-    """Public keys by tenant, and whether every adapter must bear one's signature."""
+    """Public keys by tenant, and whether every adapter must have a trusted signature."""
 
     required: bool = False
     keys: Mapping[str, Sequence[str]] = {}
 
     @property
-    def matter(self) -> bool:
-        """Whether signatures are looked at at all."""
+    def is_enabled(self) -> bool:
+        """Whether signatures are checked at all."""
         return self.required or bool(self.keys)
 
     def check(self, tenant_id: str, signer: str | None, what: str) -> None:
-        """AdapterUntrusted if this tenant may not register what `signer` (None: nobody) signed."""
+        """AdapterUntrusted if this tenant may not register what `signer` signed; None means unsigned."""
         if signer is None:
             if self.required:
                 raise AdapterUntrusted(f"{what} is not signed and adapters.signing.required is set; `polylora sign` it")

@@ -1,8 +1,7 @@
-"""Chat templates: messages to one prompt text.
+"""Chat templates: render messages to one prompt text, as transformers does.
 
-In: a Jinja template from a model's files (not trusted: it runs sandboxed) and messages as plain JSON
-values. Out: the text transformers renders. A conversation the template refuses, or cannot render,
-is an `InvalidRequest`; a template that does not parse is a `CheckpointError`.
+The Jinja template comes from a model's files and is untrusted, so it runs sandboxed. A conversation that the template
+refuses or cannot render is an `InvalidRequest`; a template that does not parse is a `CheckpointError`.
 """
 
 from __future__ import annotations
@@ -21,8 +20,8 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from app.engine.errors import CheckpointError, InvalidRequest
 
-#: Variables that are no client's to set, beside the model's special tokens and what templates can call: what templates
-#: are told here, and what the function of transformers that renders them takes itself.
+#: Variables that a client may not set, besides the model's special tokens and the functions of templates: variables
+#: that are set here, and parameters of transformers' own rendering function.
 _OURS = frozenset({
     "messages", "conversation", "tools", "documents", "add_generation_prompt", "continue_final_message",
     "chat_template", "tokenize", "padding", "truncation", "max_length", "return_tensors", "return_dict",
@@ -32,7 +31,7 @@ _OURS = frozenset({
 
 
 def check_variables(variables: Collection[str], special_tokens: Collection[str]) -> None:
-    """Raises InvalidRequest for a name that is no client's to set; `special_tokens` are the names of the model's."""
+    """InvalidRequest for a variable that a client may not set; `special_tokens` are the names of the model's."""
     for name in variables:
         if name in _OURS or name in special_tokens or name in _FUNCTIONS or name in jinja2.defaults.DEFAULT_NAMESPACE:
             raise InvalidRequest(
@@ -42,7 +41,7 @@ def check_variables(variables: Collection[str], special_tokens: Collection[str])
 
 
 class ChatTemplate:
-    """One compiled template. `special_tokens` are the names it may use: bos_token, eos_token, …"""
+    """One compiled template. `special_tokens`: name → text of the tokens it may use (bos_token, eos_token, …)."""
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
         self.source = source
@@ -60,11 +59,11 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]] | None = None,
         extra: Mapping[str, Any] | None = None,
     ) -> str:
-        """The prompt. `extra` are further template variables (`enable_thinking` and the like; `check_variables`)."""
+        """The prompt. `extra`: further template variables (such as `enable_thinking`; `check_variables`)."""
         variables = {
             **self._special_tokens,
             **(extra or {}),
-            # As in transformers: a key that is null is not there, so that no template writes "None".
+            # As in transformers, null keys are left out, so that no template writes "None".
             "messages": [{key: value for key, value in message.items() if value is not None} for message in messages],
             "tools": tools,
             "documents": None,
@@ -81,7 +80,7 @@ class ChatTemplate:
 
 
 class _Generation(jinja2.ext.Extension):
-    """`{% generation %}` marks assistant text for training; here its body is rendered as it is."""
+    """`{% generation %}` marks assistant text for training; its body is rendered unchanged."""
 
     tags = {"generation"}  # noqa: RUF012  (jinja2 declares it so)
 
@@ -124,7 +123,7 @@ def _raise_exception(message: str) -> NoReturn:
 
 
 def _to_dict(*args: Any, **kwargs: Any) -> dict[Any, Any]:
-    """`dict(...)`, as a function: the type itself has attributes a template has no business with."""
+    """`dict(...)` as a function: templates must not reach the attributes of the type itself."""
     return dict(*args, **kwargs)
 
 
@@ -135,11 +134,11 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Unlike Jinja's own filter, without HTML escapes."""
+    """`tojson` without HTML escapes, unlike Jinja's own filter."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
-#: What templates can call, beside what Jinja has.
+#: Functions that templates can call besides Jinja's own.
 _FUNCTIONS: Mapping[str, Callable[..., Any]] = {
     "raise_exception": _raise_exception,
     "strftime_now": lambda pattern: datetime.now().strftime(pattern),

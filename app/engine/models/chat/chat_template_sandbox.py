@@ -1,9 +1,7 @@
-"""A process that renders strangers' chat templates, with little time and memory.
+"""A process that renders adapters' chat templates with bounded time and memory.
 
-In: a template that came with an adapter, its special tokens and a conversation. Out: the prompt, or the
-`InvalidRequest` that says why there is none. A template is a program: it may loop for hours or fill the memory, so one
-that belongs to a tenant never runs in a process that serves others. One that took too long is refused for a while. The
-time that the process takes to start is nobody's fault and not counted.
+A template is a program that may loop for hours or fill the memory, so an adapter's template never runs in a process
+that serves other tenants. A template that took too long is refused for a while. Starting the process does not count.
 
 `python -m app.engine.models.chat.chat_template_sandbox` is the process: a line of JSON in, a line out.
 """
@@ -28,10 +26,10 @@ from app.engine.errors import CheckpointError, InvalidRequest, NotReady
 from app.engine.models.chat.chat_template import ChatTemplate
 
 TIMEOUT_S = 2.0
-#: For the process to start and say `_READY`: some hundred milliseconds where nothing else runs.
+#: Time to start and send `_READY`: a few hundred milliseconds on an idle machine.
 START_TIMEOUT_S = 60.0
 _READY = b"ready\n"
-#: After a template took too long, or ended the process, for this long it is refused at once.
+#: How long a template is refused after it exceeded a limit.
 PAUSE_S = 60.0
 _MEMORY_BYTES = 1 << 30
 _MAX_PROMPT_CHARS = 8 << 20
@@ -39,13 +37,13 @@ _PROJECT = Path(__file__).parents[3]
 
 
 class ChatTemplateSandbox:
-    """Called from any thread; one conversation is rendered at a time. It starts when it is first needed."""
+    """Thread-safe; renders one conversation at a time. The process starts when first needed."""
 
     def __init__(self, timeout_s: float = TIMEOUT_S, clock: Callable[[], float] = time.monotonic) -> None:
         self._timeout_s, self._clock = timeout_s, clock
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
-        self._refused: dict[str, float] = {}  # hash of a template → until when
+        self._refused: dict[str, float] = {}  # hash of a template → end of its refusal
 
     def render(
         self,
@@ -55,23 +53,23 @@ class ChatTemplateSandbox:
         tools: Sequence[Mapping[str, Any]] | None = None,
         extra: Mapping[str, Any] | None = None,
     ) -> str:
-        """The prompt, up to where the assistant answers; `extra` as `ChatTemplate.render` has it.
+        """The prompt, up to where the assistant's answer begins; `extra` as in `ChatTemplate.render`.
 
-        Raises InvalidRequest, and NotReady if there is no process.
+        Raises InvalidRequest, and NotReady if the process does not start.
         """
         key = hashlib.sha256(source.encode()).hexdigest()
-        told = {"source": source, "special": dict(special_tokens), "messages": list(messages)}
-        question = json.dumps(told | {"tools": tools, "extra": dict(extra or {})})
+        task = {"source": source, "special": dict(special_tokens), "messages": list(messages)}
+        question = json.dumps(task | {"tools": tools, "extra": dict(extra or {})})
         with self._lock:
             if self._clock() < self._refused.get(key, 0.0):
-                raise _too_much(self._timeout_s)
+                raise _over_limit(self._timeout_s)
             answer = self._ask(question.encode() + b"\n")
             if answer is None:
                 self.stop()
                 now_s = self._clock()
                 self._refused = {old: end_s for old, end_s in self._refused.items() if end_s > now_s}
                 self._refused[key] = now_s + PAUSE_S
-                raise _too_much(self._timeout_s)
+                raise _over_limit(self._timeout_s)
         found = json.loads(answer)
         if "error" in found:
             raise InvalidRequest(found["error"], param="messages")
@@ -82,30 +80,30 @@ class ChatTemplateSandbox:
             self.stop()
 
     def stop(self) -> None:
-        """End the process; held by whoever has the lock."""
+        """End the process; the caller holds the lock."""
         if self._process is not None:
             self._process.kill()
             self._process.communicate()
             self._process = None
 
     def _ask(self, question: bytes) -> bytes | None:
-        """The answer's line; None if there is none in time."""
+        """The answer's line; None on timeout or if the process died."""
         process = self._process or _start()
         self._process = process
         assert process.stdin is not None
         assert process.stdout is not None
         deadline_s = time.monotonic() + self._timeout_s
-        answer, left = bytearray(), memoryview(question)
+        answer, unsent = bytearray(), memoryview(question)
         reads, writes = process.stdout.fileno(), process.stdin.fileno()
         while not answer.endswith(b"\n"):
             can_read, can_write, _ = select.select(
-                [reads], [writes] if left else [], [], max(deadline_s - time.monotonic(), 0)
+                [reads], [writes] if unsent else [], [], max(deadline_s - time.monotonic(), 0)
             )
             if not can_read and not can_write:
                 return None
             try:
                 if can_write:
-                    left = left[os.write(writes, left[:4096]) :]
+                    unsent = unsent[os.write(writes, unsent[:4096]) :]
                 if can_read:
                     piece = os.read(reads, 1 << 16)
                     if not piece:
@@ -116,7 +114,7 @@ class ChatTemplateSandbox:
         return bytes(answer)
 
 
-def _too_much(timeout_s: float) -> InvalidRequest:
+def _over_limit(timeout_s: float) -> InvalidRequest:
     return InvalidRequest(
         f"the adapter's chat template takes more than {timeout_s:g} s or {_MEMORY_BYTES >> 20} MiB and is refused for "
         f"{PAUSE_S:g} s; register the adapter with a simpler one",
@@ -144,14 +142,14 @@ def _start() -> subprocess.Popen[bytes]:
 
 
 @lru_cache(maxsize=256)
-def _compiled(source: str, special: tuple[tuple[str, str], ...]) -> ChatTemplate:
+def _compile(source: str, special: tuple[tuple[str, str], ...]) -> ChatTemplate:
     return ChatTemplate(source, dict(special))
 
 
 def _answer(line: bytes) -> dict[str, str]:
     question = json.loads(line)
     try:
-        template = _compiled(question["source"], tuple(sorted(question["special"].items())))
+        template = _compile(question["source"], tuple(sorted(question["special"].items())))
         text = template.render(question["messages"], tools=question["tools"], extra=question["extra"])
     except (InvalidRequest, CheckpointError) as error:
         return {"error": str(error)}
@@ -165,7 +163,7 @@ def _answer(line: bytes) -> dict[str, str]:
 
 
 def serve(questions: BinaryIO, answers: BinaryIO) -> None:
-    """Until there are no more questions."""
+    """Answer questions until the input ends."""
     for line in questions:
         answers.write(json.dumps(_answer(line)).encode() + b"\n")
         answers.flush()

@@ -1,8 +1,8 @@
-"""How a model writes that it calls a tool: a format per family, found by the chat template.
+"""How models write tool calls: one format per family, recognised by the chat template.
 
-In: a chat template's source. Out: a `ToolCallFormat`: the fixed text around a call's name and arguments. Where a template
-does not know tools at all, `with_tools` tells the model of them in words, in Hermes' form. Sources: the templates of
-Qwen2.5, Hermes 2 Pro, Llama 3.1 and Mistral 7B v0.3.
+A `ToolCallFormat` is the fixed text around a call's name and arguments. For a template that does not support tools,
+`with_tools` describes them in the system message, in Hermes' format. Sources: the templates of Qwen2.5, Hermes 2 Pro,
+Llama 3.1 and Mistral 7B v0.3.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ from app.engine.errors import InvalidRequest
 
 @dataclass(frozen=True, slots=True)
 class ToolCallFormat:
-    """An answer's calls are: `opening`, then `before` name `between` arguments `after` for each, `separator`s between
-    them, and `closing`. `marker` is what calls begin with wherever text may stand before them; without one an answer is
-    calls or text, and text does not begin with a brace."""
+    """Calls are written as `opening`, then `before` name `between` arguments `after` for each, joined by `separator`,
+    then `closing`. `marker` begins calls where text may precede them; without one an answer is either calls or text,
+    and text does not begin with a brace.
+    """
 
     name: str
     opening: str
@@ -57,52 +58,52 @@ For each function call, return a json object with function name and arguments wi
 
 
 def fixed_texts(form: ToolCallFormat) -> tuple[str, ...]:
-    """Texts in a call that models may have as one special token."""
+    """Texts within a call that models may have as one special token."""
     return (form.marker, "</tool_call>") if form.marker == "<tool_call>" else (form.marker,) if form.marker else ()
 
 
-def knows_tools(template: str) -> bool:
-    """Whether a chat template writes tools itself."""
+def supports_tools(template: str) -> bool:
+    """Whether a chat template renders tools itself."""
     return "tools" in template
 
 
 def tool_format(template: str | None) -> ToolCallFormat:
-    """The form of calls that a chat template's model has learnt. Raises InvalidRequest for one that is not known."""
+    """The call format that the chat template's model was trained with. InvalidRequest if it is unknown."""
     source = template or ""
     if "[TOOL_CALLS]" in source:
         return MISTRAL
-    if "<tool_call>" in source or not knows_tools(source):
+    if "<tool_call>" in source or not supports_tools(source):
         return HERMES
     if '"parameters": ' in source or "python_tag" in source:
         return LLAMA3
     raise InvalidRequest(
-        "the chat template writes tools in a form that is not known here (known: Hermes and Qwen, Llama 3, Mistral); "
-        "leave tools out, or register an adapter whose template has one of these",
+        "the chat template's tool call format is unknown (supported: Hermes and Qwen, Llama 3, Mistral); "
+        "leave tools out, or register an adapter whose template uses one of these",
         param="tools",
     )
 
 
 def with_tools(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """A conversation with tools for a template that knows neither tools nor their messages."""
-    told = [_plain(message) for message in messages]
+    """A conversation with tools, rewritten for a template that supports neither tools nor tool messages."""
+    rewritten = [_plain(message) for message in messages]
     if tools:
         preamble = _PREAMBLE.format(tools="\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools))
-        if told and told[0]["role"] == "system":
-            told[0] = told[0] | {"content": f"{told[0]['content']}\n\n{preamble}"}
+        if rewritten and rewritten[0]["role"] == "system":
+            rewritten[0] = rewritten[0] | {"content": f"{rewritten[0]['content']}\n\n{preamble}"}
         else:
-            told.insert(0, {"role": "system", "content": preamble})
-    return told
+            rewritten.insert(0, {"role": "system", "content": preamble})
+    return rewritten
 
 
 def call_text(call: Mapping[str, Any]) -> str:
-    """One call as Hermes writes it. call: {"function": {"name", "arguments": object}}."""
+    """One call in Hermes' format. call: {"function": {"name", "arguments": object}}."""
     function = call["function"]
     arguments = json.dumps(function["arguments"], ensure_ascii=False)
     return f"{HERMES.before}{function['name']}{HERMES.between}{arguments}{HERMES.after}"
 
 
 def _plain(message: Mapping[str, Any]) -> dict[str, Any]:
-    """A message in a role that every template knows."""
+    """A message in a role that every template supports."""
     if message["role"] == "tool":
         return {"role": "user", "content": f"<tool_response>\n{message['content']}\n</tool_response>"}
     if message.get("tool_calls"):

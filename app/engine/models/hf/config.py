@@ -1,8 +1,7 @@
-"""`config.json` of a Hugging Face folder, read into a `ModelSpec`.
+"""Reads a decoder's Hugging Face `config.json`, of any transformers version, into a `ModelSpec`.
 
-In: the parsed JSON of a model of one of the families (`hf_families`), saved by any transformers version. Out: a
-`ModelSpec`. Every key is read, on the list of inert ones, or refused by name; a value that would change the arithmetic
-and is not represented is a `CheckpointError`. Files are another module's.
+Every key is read, on the list of inert ones, or refused by name; a value that would change the arithmetic and has no
+field in the spec is a `CheckpointError`.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from typing import Any, Literal
 from app.engine.errors import CheckpointError
 from app.engine.models.hf.architectures import FAMILIES, Architecture
 from app.engine.models.hf.config_values import flag as _flag
-from app.engine.models.hf.config_values import positive
+from app.engine.models.hf.config_values import norm_eps, positive
 from app.engine.models.hf.moe import FeedForward
 from app.engine.models.rope import rope_spec
 from app.engine.models.spec import (
@@ -32,7 +31,7 @@ _READ = """
     head_dim hidden_act max_position_embeddings rms_norm_eps tie_word_embeddings rope_theta rope_scaling
     rope_parameters partial_rotary_factor bos_token_id eos_token_id
 """
-# These change nothing about a forward pass at inference.
+# Keys that do not affect a forward pass at inference.
 INERT_KEYS = """
     architectures torch_dtype dtype transformers_version use_cache initializer_range attention_dropout
     pretraining_tp _name_or_path name_or_path pad_token_id sep_token_id tokenizer_class return_dict
@@ -45,7 +44,7 @@ INERT_KEYS = """
     unsloth_version unsloth_fixed _attn_implementation_autoset _attn_implementation tie_encoder_decoder num_labels
     attn_implementation _flash_attn_2_enabled use_flash_attn max_sequence_length
 """
-# These must have one of the values given.
+# Keys that must have one of these values.
 _FIXED: dict[str, tuple[object, ...]] = {
     "is_encoder_decoder": (False,),
     "is_decoder": (False, True),
@@ -65,14 +64,14 @@ def spec_from_config(
     digest: str,
     generation_config: Mapping[str, Any] | None = None,
 ) -> ModelSpec:
-    """Read `config.json` (and the end-of-sequence ids of `generation_config.json`)."""
+    """Read `config.json`, and the end-of-sequence ids of `generation_config.json`."""
     model_type = config.get("model_type")
     family = FAMILIES.get(str(model_type))
     if family is None:
         raise CheckpointError(
             f"model_type {model_type!r} is not supported; supported families are {', '.join(FAMILIES)}"
         )
-    given, config = config, family.plain(config)
+    given, config = config, family.llama_config(config)
     _check_keys(config, family, str(model_type))
     hidden_size = positive(config, "hidden_size")
     num_layers = checked_num_layers(positive(config, "num_hidden_layers"))
@@ -104,19 +103,19 @@ def spec_from_config(
         vocab_size=positive(config, "vocab_size"),
         hidden_size=hidden_size,
         max_positions=max_positions,
-        norm_eps=_norm_eps(config),
+        norm_eps=norm_eps(config, "rms_norm_eps", 1e-6),
         tie_embeddings=_flag(config, "tie_word_embeddings"),
         layers=_layers(attention, family.windows(config, num_layers), family.feed_forwards(config, mlp, num_layers)),
         bos_token_id=_token_id(config.get("bos_token_id"), "bos_token_id"),
         eos_token_ids=_eos_token_ids(config, generation_config),
     )
-    return family.adjusted(spec, given)
+    return family.adjust_spec(spec, given)
 
 
 def _layers(
     attention: AttentionSpec, windows: list[int | None], feed_forwards: list[FeedForward]
 ) -> tuple[LayerSpec, ...]:
-    """Layer by layer; equal layers are one object."""
+    """One LayerSpec per layer; equal layers share one object."""
     shared: dict[tuple[int | None, FeedForward], LayerSpec] = {}
     for window, feed_forward in zip(windows, feed_forwards, strict=True):
         if (window, feed_forward) not in shared:
@@ -134,13 +133,13 @@ def _check_keys(config: Mapping[str, Any], family: Architecture, model_type: str
             if value not in (None, False):
                 raise CheckpointError(f"config key {key!r} is {value!r}; for model_type {model_type!r} only false is")
         elif key == "activation" and config.get("hidden_act") is not None:
-            continue  # older names of what hidden_act says
+            continue  # an older name of hidden_act
         elif value is not None and key not in known:
             raise CheckpointError(f"config key {key!r} ({value!r}) is not understood for model_type {model_type!r}")
 
 
 def _num_kv_heads(config: Mapping[str, Any], family: Architecture, num_heads: int) -> int:
-    """null is one per query head; an absent key is the family's own number, as in transformers."""
+    """null means one per query head; if absent, the family's default, as in transformers."""
     is_null = "num_key_value_heads" in config and config["num_key_value_heads"] is None
     return positive(config, "num_key_value_heads", num_heads if is_null else family.default_kv_heads or num_heads)
 
@@ -174,15 +173,8 @@ def _activation(config: Mapping[str, Any]) -> Literal["silu", "gelu_tanh"]:
     raise CheckpointError(f"hidden_act {name!r} is not supported; use 'silu' or 'gelu_pytorch_tanh'")
 
 
-def _norm_eps(config: Mapping[str, Any]) -> float:
-    value = config.get("rms_norm_eps", 1e-6)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1:
-        raise CheckpointError(f"rms_norm_eps is {value!r}; a number from 0 to 1 is needed")
-    return float(value)
-
-
 def _eos_token_ids(config: Mapping[str, Any], generation_config: Mapping[str, Any] | None) -> tuple[int, ...]:
-    """What generation stops at: generation_config.json says so where it exists, else config.json."""
+    """Ids that end generation: generation_config.json's if present, else config.json's."""
     value = (generation_config or {}).get("eos_token_id")
     if value is None:
         value = config.get("eos_token_id")

@@ -1,7 +1,6 @@
-"""Values of a `config.json`, each checked as it is read.
+"""Checked values of a `config.json`.
 
-In: the parsed JSON and a key. Out: the value, of the type that the key has. A value of another type or out of range is
-a `CheckpointError` that names key and value; an absent key has the default that transformers gives it.
+A value of the wrong type or range is a `CheckpointError` naming key and value; an absent key has transformers' default.
 """
 
 from __future__ import annotations
@@ -32,9 +31,17 @@ def flag(config: Mapping[str, Any], key: str, *, default: bool = False) -> bool:
 
 
 def layer_indices(config: Mapping[str, Any], key: str) -> frozenset[int]:
-    """A list of layers' indices; null and an absent key are an empty one."""
+    """A list of layer indices; null and an absent key mean an empty one."""
     value = config.get(key)
     found = [] if value is None else value
     if not isinstance(found, list) or any(isinstance(i, bool) or not isinstance(i, int) or i < 0 for i in found):
         raise CheckpointError(f"config key {key!r} is {value!r}; a list of layers' indices is needed")
     return frozenset(found)
+
+
+def norm_eps(config: Mapping[str, Any], key: str, default: float) -> float:
+    """A norm's epsilon, from 0 to 1."""
+    value = config.get(key, default)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1:
+        raise CheckpointError(f"{key} is {value!r}; a number from 0 to 1 is needed")
+    return float(value)

@@ -1,8 +1,6 @@
-"""`config.json` of an encoder, read into a `ModelSpec`: the BERT and RoBERTa kinds.
+"""Reads an encoder's `config.json` (BERT, RoBERTa), of any transformers version, into a `ModelSpec`, and its pooling.
 
-In: the parsed JSON of a BERT or RoBERTa model, saved by any transformers version, and what a sentence-transformers
-folder says about pooling. Out: a `ModelSpec` with an `EncoderSpec`. Every key is read, on the list of inert ones, or
-refused by name, as for decoders.
+As for decoders, every key is read, on the list of inert ones, or refused by name.
 """
 
 from __future__ import annotations
@@ -13,7 +11,7 @@ from typing import Any
 
 from app.engine.errors import CheckpointError
 from app.engine.models.hf.config import INERT_KEYS
-from app.engine.models.hf.config_values import positive
+from app.engine.models.hf.config_values import norm_eps, positive
 from app.engine.models.hf.safetensors_folder import read_json
 from app.engine.models.spec import (
     AttentionSpec,
@@ -27,7 +25,7 @@ from app.engine.models.spec import (
     checked_num_layers,
 )
 
-#: Families whose positions begin at 0, and at pad_token_id + 1.
+#: Family -> whether positions begin at pad_token_id + 1 instead of 0.
 _KINDS = {"bert": False, "roberta": True, "xlm-roberta": True, "camembert": True}
 _READ = """
     model_type vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads hidden_act
@@ -47,7 +45,7 @@ _FIXED: dict[str, tuple[object, ...]] = {
     "position_embedding_type": ("absolute",),
     "embedding_size": (None,),
 }
-#: Where sentence-transformers keep what follows the model, and what of it is served.
+#: sentence-transformers' pooling configuration, and the modes that are supported.
 _POOLING_CONFIG = Path("1_Pooling", "config.json")
 _POOLING_MODES: dict[str, Pooling] = {
     "pooling_mode_cls_token": "cls",
@@ -72,9 +70,9 @@ def encoder_spec(config: Mapping[str, Any], name: str, digest: str, pooling: Poo
     head_dim = checked_head_dim(hidden_size // num_heads)
     pad = config.get("pad_token_id")
     first = (1 if pad is None else int(pad)) + 1 if _KINDS[config["model_type"]] else 0
-    num_places = positive(config, "max_position_embeddings", 512)
-    if num_places <= first:
-        raise CheckpointError(f"max_position_embeddings is {num_places}, but positions begin at {first}")
+    num_positions = positive(config, "max_position_embeddings", 512)
+    if num_positions <= first:
+        raise CheckpointError(f"max_position_embeddings is {num_positions}, but positions begin at {first}")
     attention = AttentionSpec(num_heads, num_heads, head_dim, head_dim**-0.5, RopeSpec(()), qkv_bias=True, o_bias=True)
     mlp = MlpSpec(positive(config, "intermediate_size"), "gelu", bias=True)
     return ModelSpec(
@@ -83,21 +81,21 @@ def encoder_spec(config: Mapping[str, Any], name: str, digest: str, pooling: Poo
         digest=digest,
         vocab_size=positive(config, "vocab_size"),
         hidden_size=hidden_size,
-        max_positions=num_places - first,
-        norm_eps=_norm_eps(config),
+        max_positions=num_positions - first,
+        norm_eps=norm_eps(config, "layer_norm_eps", 1e-12),
         tie_embeddings=False,
         layers=(LayerSpec(attention, mlp),) * checked_num_layers(positive(config, "num_hidden_layers")),
         bos_token_id=None,
         eos_token_ids=(),
         pooling=pooling,
-        encoder=EncoderSpec(num_places, first, positive(config, "type_vocab_size", 2)),
+        encoder=EncoderSpec(num_positions, first, positive(config, "type_vocab_size", 2)),
     )
 
 
 def folder_pooling(folder: Path) -> Pooling | None:
-    """What a sentence-transformers folder says; None for a folder without such a file. Raises CheckpointError.
+    """The pooling that a sentence-transformers folder asks for; None without such a file. Raises CheckpointError.
 
-    Vectors come with length 1 in any case, so a Normalize module changes nothing.
+    Embeddings always have length 1, so a Normalize module makes no difference.
     """
     if not (folder / _POOLING_CONFIG).is_file():
         return None
@@ -123,10 +121,3 @@ def _check_keys(config: Mapping[str, Any]) -> None:
             raise CheckpointError(
                 f"config key {key!r} ({value!r}) is not understood for model_type {config['model_type']!r}"
             )
-
-
-def _norm_eps(config: Mapping[str, Any]) -> float:
-    value = config.get("layer_norm_eps", 1e-12)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1:
-        raise CheckpointError(f"layer_norm_eps is {value!r}; a number from 0 to 1 is needed")
-    return float(value)

@@ -1,7 +1,6 @@
-"""The tensors of an encoder, by the names of transformers' BertModel.
+"""Names and shapes of an encoder's tensors, as in transformers' BertModel.
 
-In: a `ModelSpec` with an `EncoderSpec`. Out: name -> shape of every tensor it implies. Checkpoints of models with heads
-(masked words, classes) have these under a prefix, and others beside them that no embedding reads.
+Checkpoints with task heads have them under a prefix, and other tensors that no embedding depends on.
 """
 
 from __future__ import annotations
@@ -15,38 +14,38 @@ LAYERS = "encoder.layer"
 WORDS = "embeddings.word_embeddings.weight"
 PLACES = "embeddings.position_embeddings.weight"
 SEGMENTS = "embeddings.token_type_embeddings.weight"
-#: A norm's weight and bias are under these: of the input, behind attention, behind the feed-forward.
+#: Prefixes of a norm's weight and bias: for the input, after attention, after the feed-forward.
 INPUT_NORM = "embeddings.LayerNorm"
 ATTENTION_NORM = "attention.output.LayerNorm"
 MLP_NORM = "output.LayerNorm"
 
 _PREFIXES = ("bert.", "roberta.")
-#: Parts of a checkpoint that a hidden state does not depend on.
+#: Parts of a checkpoint that hidden states do not depend on.
 _UNREAD = ("pooler.", "cls.", "lm_head.", "classifier.", "embeddings.position_ids")
 
 
 def encoder_tensors(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
-    """Name -> shape; a weight is [d_out, d_in]."""
+    """Name -> shape of every tensor that the spec implies; a weight is [d_out, d_in]."""
     encoder, hidden = spec.encoder, spec.hidden_size
     assert encoder is not None
     shapes: dict[str, tuple[int, ...]] = {
         WORDS: (spec.vocab_size, hidden),
-        PLACES: (encoder.num_places, hidden),
+        PLACES: (encoder.num_positions, hidden),
         SEGMENTS: (encoder.num_segments, hidden),
     }
     norms = [INPUT_NORM]
     for index in range(len(spec.layers)):
         prefix = f"{LAYERS}.{index}."
         norms += [prefix + ATTENTION_NORM, prefix + MLP_NORM]
-        for product in layer_linear_modules(spec, index):
-            for target, width in zip(product.targets, product.widths, strict=True):
-                module = prefix + product.kind.path(target)
-                shapes |= {f"{module}.weight": (width, product.d_in), f"{module}.bias": (width,)}
+        for linear in layer_linear_modules(spec, index):
+            for target, width in zip(linear.targets, linear.widths, strict=True):
+                module = prefix + linear.kind.path(target)
+                shapes |= {f"{module}.weight": (width, linear.d_in), f"{module}.bias": (width,)}
     return shapes | {f"{norm}.{part}": (hidden,) for norm in norms for part in ("weight", "bias")}
 
 
 def without_heads(stored: Iterable[str]) -> dict[str, str]:
-    """Of a checkpoint's tensors those of the encoder itself: name there -> name without a prefix."""
+    """The encoder's own tensors of a checkpoint: stored name -> name without prefix."""
     found = {}
     for name in stored:
         prefix = next((prefix for prefix in _PREFIXES if name.startswith(prefix)), "")

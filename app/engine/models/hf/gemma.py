@@ -1,9 +1,8 @@
-"""Gemma 2 and 3 (text), where they depart from Llama: what their `config.json` and their tensors say.
+"""What Gemma 2 and 3 (text) have beyond Llama, in `config.json` and tensor names.
 
-In: the parsed JSON, or tensors by their Hugging Face names. Out: a configuration in Llama's words, the `ModelSpec` with
-what is Gemma's own (soft caps, scaled embeddings, norms behind each block, two rotary embeddings), and tensors under
-canonical names. Norms multiply by 1 + w there: that sum is taken here, once, in float32, so that no device knows of it.
-Sources: Gemma Team 2024 (Gemma 2), 2025 (Gemma 3); transformers' implementations.
+That is soft caps, scaled embeddings, norms after each block and two rotary embeddings. Their norms multiply by 1 + w;
+the sum is taken here, once, in float32, so that no device needs to know. Sources: Gemma Team 2024 (Gemma 2), 2025
+(Gemma 3); transformers' implementations.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ _READ = """
     hidden_activation query_pre_attn_scalar attn_logit_softcapping final_logit_softcapping sliding_window layer_types
     sliding_window_pattern _sliding_window_pattern rope_local_base_freq use_bidirectional_attention cache_implementation
 """
-#: Keys of these families, beside Llama's.
+#: These families' keys besides Llama's.
 KEYS = frozenset(_READ.split())
 _SLIDING, _FULL = "sliding_attention", "full_attention"
 _DEFAULTS: dict[str, dict[str, Any]] = {
@@ -54,8 +53,8 @@ _RENAMED = {
 }
 
 
-def plain(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The configuration with transformers' defaults for Gemma, its keys that have another name in Llama's words."""
+def llama_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The configuration with transformers' defaults for Gemma and with Llama's key names."""
     defaults = _DEFAULTS[str(config["model_type"])]
     if config.get("use_bidirectional_attention"):
         raise CheckpointError("config key 'use_bidirectional_attention' is true; only causal attention is served")
@@ -71,8 +70,8 @@ def plain(config: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def adjusted(spec: ModelSpec, config: Mapping[str, Any]) -> ModelSpec:
-    """What was read in Llama's words, with what is Gemma's own."""
+def adjust_spec(spec: ModelSpec, config: Mapping[str, Any]) -> ModelSpec:
+    """Add what only Gemma has to a spec that was read from `llama_config`."""
     kind = spec.family
     first = spec.layers[0]
     window = config.get("sliding_window", _DEFAULTS[kind]["sliding_window"])
@@ -99,8 +98,8 @@ def adjusted(spec: ModelSpec, config: Mapping[str, Any]) -> ModelSpec:
     )
 
 
-def renamed(tensors: Mapping[str, T]) -> dict[str, T]:
-    """By canonical names."""
+def canonical_names(tensors: Mapping[str, T]) -> dict[str, T]:
+    """The mapping with its keys as canonical names."""
     return {canonical_name(name): value for name, value in tensors.items()}
 
 
@@ -113,14 +112,14 @@ def canonical_name(name: str) -> str:
 
 
 def canonical_tensors(tensors: Iterator[tuple[str, NDArray[Any]]]) -> Iterator[tuple[str, NDArray[Any]]]:
-    """Tensors under canonical names; norms as what they multiply by, in float32."""
+    """Tensors under canonical names; norms as the factor they multiply by, in float32."""
     for name, values in tensors:
         is_norm = name.endswith("norm.weight")
         yield canonical_name(name), np.float32(1) + values.astype(np.float32) if is_norm else values
 
 
 def stored_tensors(tensors: Iterator[tuple[str, NDArray[Any]]]) -> Iterator[tuple[str, NDArray[Any]]]:
-    """`canonical_tensors` undone."""
+    """The opposite of `canonical_tensors`."""
     names = {canonical: name for name, canonical in _RENAMED.items()}
     for name, values in tensors:
         parts = name.split(".", 3)
@@ -130,7 +129,7 @@ def stored_tensors(tensors: Iterator[tuple[str, NDArray[Any]]]) -> Iterator[tupl
 
 
 def _local_rope(config: Mapping[str, Any], attention: AttentionSpec) -> RopeSpec:
-    """The rotary embedding of layers that slide: Gemma 3 has a second, unscaled one for them."""
+    """The rotary embedding of sliding layers: Gemma 3 has a second, unscaled one for them."""
     if config["model_type"] == "gemma2":
         return attention.rope
     parameters = config.get("rope_parameters")
@@ -140,7 +139,7 @@ def _local_rope(config: Mapping[str, Any], attention: AttentionSpec) -> RopeSpec
 
 
 def _layer_types(config: Mapping[str, Any], kind: str, num_layers: int) -> list[str]:
-    """`layer_types` where it exists, else every n-th layer sees everything."""
+    """`layer_types` if present, else every n-th layer has full attention."""
     kinds = config.get("layer_types")
     if kinds is None:
         pattern = config.get("sliding_window_pattern") or config.get("_sliding_window_pattern")

@@ -1,9 +1,9 @@
-"""gpt-oss: what its `config.json` leaves unsaid, and its experts' tensors under canonical names.
+"""gpt-oss: defaults for its `config.json`, and its experts' tensors under canonical names.
 
-In: the parsed JSON, and stored names with shapes or values. Out: a config that says everything, and one matrix
-[d_out, d_in] and one bias per expert and module. Stored are all experts of a layer in one tensor, [experts, inputs,
-outputs], gate's and up's outputs in turn; or, of the two large ones, blocks of 4 bits (MXFP4, OCP 2023): [experts,
-outputs, groups, 16] bytes of two numbers each with an exponent per group of 32. Those become float32 here.
+All experts of a layer are stored in one tensor [experts, inputs, outputs], with gate's and up's outputs alternating;
+the two large ones may be MXFP4 blocks of 4 bits (OCP 2023): [experts, outputs, groups, 16] bytes of two numbers each,
+with an exponent per group of 32. Each becomes one matrix [d_out, d_in] and one bias per expert and module; MXFP4
+becomes float32.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from app.engine.errors import CheckpointError
 
 FAMILY = "gpt_oss"
 _EXPERTS = re.compile(r"(model\.layers\.\d+\.mlp\.experts)\.(gate_up_proj|down_proj)(_bias|_blocks|_scales)?")
-#: What transformers takes for rotary embeddings where the config says nothing.
+#: transformers' default for rotary embeddings.
 _ROPE = {
     "rope_type": "yarn",
     "factor": 32.0,
@@ -28,13 +28,13 @@ _ROPE = {
     "truncate": False,
     "original_max_position_embeddings": 4096,
 }
-#: The numbers of four bits: a sign, two bits of exponent, one of mantissa.
+#: The values of four bits: a sign, two bits of exponent, one of mantissa.
 _POSITIVE = np.array([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], np.float32)
 _VALUES = np.concatenate([_POSITIVE, -_POSITIVE])
 
 
-def plain(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The config with defaults of this family, and without the quantisation that `canonical_tensors` undoes."""
+def llama_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The config with this family's defaults, without the quantisation that `canonical_tensors` undoes."""
     quantisation = config.get("quantization_config")
     method = quantisation.get("quant_method") if isinstance(quantisation, Mapping) else quantisation
     if method not in (None, "mxfp4"):
@@ -45,7 +45,7 @@ def plain(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def canonical_shapes(stored: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
-    """Name -> shape of every canonical tensor; CheckpointError where one is stored twice or has no scales."""
+    """Name -> shape of every canonical tensor; CheckpointError if one is stored twice or has no scales."""
     found: dict[str, tuple[int, ...]] = {}
     for name, shape in stored.items():
         match = _EXPERTS.fullmatch(name)
@@ -97,15 +97,15 @@ def canonical_tensors(stored: Iterable[tuple[str, NDArray[Any]]]) -> Iterator[tu
             elif kind is None:
                 whole = values[expert].T  # [out, in]
             else:
-                whole = dequantised(blocks[expert], scales[expert])
+                whole = dequantize_mxfp4(blocks[expert], scales[expert])
             modules = _modules(module)
             for n, one in enumerate(modules):
                 canonical = f"{path}.{expert}.{one}.{'bias' if kind == '_bias' else 'weight'}"
                 yield canonical, np.ascontiguousarray(whole[n :: len(modules)])
 
 
-def dequantised(blocks: NDArray[np.uint8], scales: NDArray[np.uint8]) -> NDArray[np.float32]:
-    """[out, groups, 16] bytes and [out, groups] exponents, plus 127 -> [out, groups * 32]; low half-bytes first."""
+def dequantize_mxfp4(blocks: NDArray[np.uint8], scales: NDArray[np.uint8]) -> NDArray[np.float32]:
+    """[out, groups, 16] bytes and [out, groups] exponents biased by 127 -> [out, groups * 32]; low half-bytes first."""
     values = np.empty((*blocks.shape[:2], 32), np.float32)
     values[..., ::2], values[..., 1::2] = _VALUES[blocks & 15], _VALUES[blocks >> 4]
     return np.ldexp(values, scales[..., None].astype(np.int32) - 127).reshape(len(blocks), -1)

@@ -1,7 +1,6 @@
 """Multi-head latent attention from a DeepSeek-V2 `config.json`.
 
-In: the parsed JSON. Out: the same as a plain decoder's (`plain`), and the spec that was read from that with its
-attention put right (`adjusted`). A value that changes the arithmetic and is not represented is a `CheckpointError`.
+A value that would change the arithmetic and has no field in the spec is a `CheckpointError`.
 """
 
 from __future__ import annotations
@@ -16,14 +15,14 @@ from app.engine.models.rope import yarn_mscale
 from app.engine.models.spec import LatentSpec, ModelSpec, checked_head_dim
 
 KEYS = frozenset({"kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "qk_head_dim", "v_head_dim"})
-#: The norms of latents have this one whatever rms_norm_eps says: transformers builds them without it.
+#: The latents' norms use this whatever rms_norm_eps says, as in transformers.
 _NORM_EPS = 1e-6
-#: The CPU's tiles are so wide, and a head of latents begins at a tile.
+#: Width of the CPU kernels' tiles; each head must begin at a tile.
 _TILE = 16
 
 
-def plain(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The config with the rotated part of a head as its head; other values of these keys are what it means anyway."""
+def llama_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The config with the rotated part of a head as its head, checked for consistency."""
     heads = positive(config, "num_attention_heads")
     if positive(config, "num_key_value_heads", heads) != heads:
         raise CheckpointError(
@@ -38,7 +37,7 @@ def plain(config: Mapping[str, Any]) -> dict[str, Any]:
     return {**config, "head_dim": rope_size, "num_key_value_heads": heads}
 
 
-def adjusted(spec: ModelSpec, config: Mapping[str, Any]) -> ModelSpec:
+def adjust_spec(spec: ModelSpec, config: Mapping[str, Any]) -> ModelSpec:
     """`spec` with latent attention in every layer."""
     query_rank = None if "q_lora_rank" in config and config["q_lora_rank"] is None else 1536
     latent = LatentSpec(
@@ -67,7 +66,7 @@ def _in_tiles(config: Mapping[str, Any], key: str, default: int) -> int:
 
 
 def _yarn_scale(config: Mapping[str, Any]) -> float:
-    """What scores are multiplied by beside 1 / sqrt(head_dim): yarn's mscale_all_dim, squared (DeepSeek-AI 2024).
+    """Factor of the scores besides 1 / sqrt(head_dim): yarn's mscale_all_dim, squared (DeepSeek-AI 2024).
 
     `rope_spec` has checked both numbers.
     """

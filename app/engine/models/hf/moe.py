@@ -1,8 +1,7 @@
 """The feed-forward of each layer of a mixture of experts, from its `config.json`.
 
-In: the parsed JSON, and what a dense feed-forward of the model would be. Out: per layer an `MlpSpec` and, where the
-layer has experts, an `ExpertsSpec`. The keys that each family reads are listed here; a value that changes the
-arithmetic and is not represented is a `CheckpointError`.
+Lists the keys that each family reads; a value that would change the arithmetic and has no field in the spec is a
+`CheckpointError`.
 """
 
 from __future__ import annotations
@@ -18,13 +17,13 @@ from app.engine.models.spec import MAX_EXPERTS, ExpertsSpec, MlpSpec, RouterSpec
 #: A layer's feed-forward: `LayerSpec.mlp` and `LayerSpec.experts`.
 FeedForward = tuple[MlpSpec, ExpertsSpec | None]
 
-#: These weigh the loss of a model in training, or report on it.
+#: Keys that only matter in training.
 _TRAINING_KEYS = frozenset({"output_router_logits", "router_aux_loss_coef", "router_jitter_noise"})
 MIXTRAL_KEYS = _TRAINING_KEYS | {"num_local_experts", "num_experts", "num_experts_per_tok"}
 OLMOE_KEYS = MIXTRAL_KEYS | {"norm_topk_prob"}
 QWEN3_KEYS = OLMOE_KEYS | {"decoder_sparse_step", "mlp_only_layers", "moe_intermediate_size"}
 QWEN2_KEYS = QWEN3_KEYS | {"shared_expert_intermediate_size"}
-#: The last line is of training, of placement, and of code that is not run.
+#: The last line of DEEPSEEK_KEYS is about training, placement and code that is not run.
 GPT_OSS_KEYS = MIXTRAL_KEYS | {"experts_per_token", "swiglu_limit", "swiglu_alpha", "initial_context_length"}
 DEEPSEEK_KEYS = frozenset({"n_routed_experts", "num_experts", "num_experts_per_tok", "moe_intermediate_size"})
 DEEPSEEK_KEYS |= {"n_shared_experts", "first_k_dense_replace", "routed_scaling_factor", "topk_method", "n_group"}
@@ -38,13 +37,13 @@ def dense(_config: Mapping[str, Any], mlp: MlpSpec, num_layers: int) -> list[Fee
 
 
 def mixtral(config: Mapping[str, Any], mlp: MlpSpec, num_layers: int) -> list[FeedForward]:
-    """Every layer; an expert is as wide as `intermediate_size`. Shares are always divided by their sum."""
+    """Experts of `intermediate_size` in every layer. Router weights are always normalised."""
     router = _router(config, 8, 2, normalised=True)
     return [(mlp, ExpertsSpec(router))] * num_layers
 
 
 def olmoe(config: Mapping[str, Any], mlp: MlpSpec, num_layers: int) -> list[FeedForward]:
-    """Every layer; an expert is as wide as `intermediate_size`."""
+    """Experts of `intermediate_size` in every layer."""
     router = _router(config, 64, 8, normalised=flag(config, "norm_topk_prob"))
     return [(mlp, ExpertsSpec(router))] * num_layers
 
@@ -66,7 +65,7 @@ def qwen3(config: Mapping[str, Any], mlp: MlpSpec, num_layers: int) -> list[Feed
 
 
 def deepseek(config: Mapping[str, Any], mlp: MlpSpec, num_layers: int) -> list[FeedForward]:
-    """`mlp` in the first `first_k_dense_replace` layers, in the others experts beside a shared one without a gate."""
+    """`mlp` in the first `first_k_dense_replace` layers; in the others experts and a shared one without a gate."""
     for key, only in (("norm_topk_prob", False), ("scoring_func", "softmax"), ("moe_layer_freq", 1)):
         if config.get(key) not in (None, only):
             raise CheckpointError(f"config key {key!r} is {config[key]!r}; only {only!r} is what transformers computes")
@@ -91,9 +90,8 @@ def deepseek(config: Mapping[str, Any], mlp: MlpSpec, num_layers: int) -> list[F
 
 
 def gpt_oss(config: Mapping[str, Any], mlp: MlpSpec, num_layers: int) -> list[FeedForward]:
-    """Every layer; gate and up take turns in one tensor, everything has a bias, and shares are a softmax of their own.
-
-    A softmax over the chosen logits is the chosen part of one over all logits, divided by its sum.
+    """Experts in every layer; gate and up alternate in one tensor, everything has a bias, and the router's softmax is
+    over the chosen logits, which equals the chosen part of a softmax over all logits, normalised.
     """
     also = config.get("experts_per_token")
     if also is not None and also != config.get("num_experts_per_tok", 4):
@@ -121,7 +119,7 @@ def _factor(config: Mapping[str, Any], key: str, default: float = 1.0) -> float:
 def _sparse(
     config: Mapping[str, Any], mlp: MlpSpec, expert_size: int, experts: ExpertsSpec, num_layers: int
 ) -> list[FeedForward]:
-    """Each `decoder_sparse_step`-th layer has experts, those of `mlp_only_layers` excepted."""
+    """Every `decoder_sparse_step`-th layer has experts, except those in `mlp_only_layers`."""
     step, dense_layers = positive(config, "decoder_sparse_step", 1), layer_indices(config, "mlp_only_layers")
     expert = replace(mlp, intermediate_size=expert_size)
     return [
@@ -131,10 +129,10 @@ def _sparse(
 
 
 def _router(config: Mapping[str, Any], default_count: int, default_top_k: int, *, normalised: bool) -> RouterSpec:
-    """How many experts there are goes by two names, of which transformers 5 writes whichever its release prefers."""
+    """The number of experts has two names; which one transformers 5 writes depends on its version."""
     counts = {key: positive(config, key) for key in ("num_experts", "num_local_experts") if config.get(key) is not None}
     if len(set(counts.values())) > 1:
-        raise CheckpointError(f"the config says how many experts there are twice, and not alike: {counts}")
+        raise CheckpointError(f"the config gives two different numbers of experts: {counts}")
     count = next(iter(counts.values()), default_count)
     if count > MAX_EXPERTS:
         raise CheckpointError(

@@ -1,8 +1,7 @@
-"""A Hugging Face folder: config.json and safetensors, whole or sharded.
+"""Reads a Hugging Face folder of safetensors, whole or sharded, in the stored dtypes (bfloat16 through ml_dtypes).
 
-In: a folder. Out: names, shapes and tensors in the dtype they are stored in (bfloat16 through
-ml_dtypes). A shard index is checked against the files: each tensor lies where the index says and
-nowhere else. Files named in an index stay inside the folder. Pickled weights are not read.
+A shard index is checked: each tensor is exactly where the index says, in a file inside the folder. Pickled weights are
+not read.
 """
 
 from __future__ import annotations
@@ -21,16 +20,16 @@ from safetensors import SafetensorError, safe_open
 from app.engine.errors import CheckpointError
 
 _DTYPES = ("F32", "F16", "BF16")
-#: Ends of the names of quantised tensors (`hf_gpt_oss`), and their type.
+#: Suffixes of quantised tensors' names (`gpt_oss`), and their dtype.
 _BLOCKS, _BLOCK_DTYPES = ("_blocks", "_scales"), ("U8",)
-#: Old checkpoints of encoders carry the numbers 0, 1, 2, ... as a tensor.
+#: Old encoder checkpoints store the numbers 0, 1, 2, … as a tensor.
 _NUMBERS = "embeddings.position_ids"
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
 @dataclass(frozen=True, slots=True)
 class TensorPlace:
-    """Where a tensor lies and its shape."""
+    """A tensor's file and shape."""
 
     file: Path
     shape: tuple[int, ...]
@@ -65,7 +64,7 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def stored_tensors(folder: Path) -> dict[str, TensorPlace]:
-    """Name -> place and shape, read from the headers alone."""
+    """Name -> file and shape, from the headers alone."""
     found: dict[str, TensorPlace] = {}
     for file in weight_files(folder):
         try:

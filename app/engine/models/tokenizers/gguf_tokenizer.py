@@ -1,11 +1,10 @@
-"""The tokenizer that a GGUF file's metadata describes: byte-level BPE or SentencePiece.
+"""Builds the tokenizer that a GGUF file's metadata describes: byte-level BPE or SentencePiece.
 
-In: a `GgufFile`. Out: a `tokenizers.Tokenizer` giving the ids transformers gives for the same file, because adapters
-are trained with those. GGUF names how text is split before merging (`tokenizer.ggml.pre`) but does not store the
-pattern, so the kinds known here are a table and any other is refused: a near miss would change ids silently. A
-SentencePiece vocabulary has tokens and scores but no merges; as in transformers it becomes byte-pair encoding: two
-tokens that together spell a third are merged into it, the pair with the better score first. Gemma's score is the
-token's place in the file.
+Ids are transformers' for the same file, because adapters are trained with those. GGUF names the pre-tokenizer
+(`tokenizer.ggml.pre`) but does not store its pattern, so known ones are a table and any other is refused: a near miss
+would silently change ids. A SentencePiece vocabulary has tokens and scores but no merges; as in transformers it becomes
+byte-pair encoding: two tokens whose concatenation is a token are merged, better scores first. Gemma's score is the
+token's position in the file.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ _TEKKEN = (
     r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
     r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-# That of o200k (gpt-oss), as OpenAI publishes it: Tekken's with contractions, and at most three digits together.
+# o200k's pattern (gpt-oss), as OpenAI publishes it: Tekken's with contractions, and at most three digits together.
 _GPT_4O = (
     r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
     + _CONTRACTION
@@ -36,8 +35,8 @@ _GPT_4O = (
     + _CONTRACTION
     + r"?|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-# None: GPT-2's own pattern, built into ByteLevel. llama.cpp also isolates digits for smollm; transformers does
-# not, no merge contains a digit, and so the ids differ only where white space of two or more precedes one.
+# None: GPT-2's pattern, built into ByteLevel. llama.cpp also isolates digits for smollm; transformers does
+# not, no merge contains a digit, and so ids differ only where two or more white spaces precede a digit.
 _SPLITS: dict[str, str | None] = {
     "gpt-2": None,
     "smollm": None,
@@ -50,14 +49,14 @@ _SPLITS: dict[str, str | None] = {
     "tekken": _TEKKEN,
     "gpt-4o": _GPT_4O,
 }
-#: Architectures whose files are read by another class than `LlamaTokenizer`.
+#: Architectures with another class than `LlamaTokenizer`.
 _SENTENCEPIECE_CLASSES = {"gemma2": "GemmaTokenizer", "gemma3": "GemmaTokenizer"}
 _SPACE = "▁"
 _NAMED_TOKENS = {"unk_token": "unknown", "bos_token": "bos", "eos_token": "eos", "pad_token": "padding"}
 
 
 def tokenizer_from_gguf(file: GgufFile) -> tokenizers.Tokenizer:
-    """Build it; CheckpointError names a tokenizer or pre-tokenizer kind that is not known here."""
+    """Build it; CheckpointError names an unknown tokenizer or pre-tokenizer."""
     kind, pre = file.metadata.get("tokenizer.ggml.model"), file.metadata.get("tokenizer.ggml.pre")
     if kind == "llama":
         if pre not in (None, "default"):
@@ -73,7 +72,7 @@ def tokenizer_from_gguf(file: GgufFile) -> tokenizers.Tokenizer:
             "use the model's folder with tokenizer.json instead"
         )
     tokenizer = _byte_level(file, pre)
-    _add_tokens(tokenizer, file, (), lambda token: _spelled(token) == token)
+    _add_tokens(tokenizer, file, (), lambda token: _in_byte_alphabet(token) == token)
     _add_template(tokenizer, file, has_bos=False)
     return tokenizer
 
@@ -85,7 +84,7 @@ def _byte_level(file: GgufFile, pre: object) -> tokenizers.Tokenizer:
     tokens, merges = file.metadata.get("tokenizer.ggml.tokens"), file.metadata.get("tokenizer.ggml.merges")
     if not isinstance(tokens, list) or not isinstance(merges, list):
         raise CheckpointError("the GGUF file lacks tokenizer.ggml.tokens or tokenizer.ggml.merges")
-    vocab = {_spelled(token): index for index, token in enumerate(tokens)}
+    vocab = {_in_byte_alphabet(token): index for index, token in enumerate(tokens)}
     pairs = [tuple(merge.split(" ")) for merge in merges]
     try:
         tokenizer = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=pairs))
@@ -117,7 +116,7 @@ def gguf_token_id(file: GgufFile, key: str) -> int | None:
 
 
 def byte_of_char() -> dict[str, int]:
-    """GPT-2's alphabet: printable Latin-1 characters stand for themselves, the other bytes for U+0100 on."""
+    """GPT-2's byte alphabet: printable Latin-1 characters stand for themselves, the other bytes are U+0100 on."""
     own = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     others = [byte for byte in range(256) if byte not in own]
     return {chr(byte): byte for byte in own} | {chr(256 + rank): byte for rank, byte in enumerate(others)}
@@ -127,7 +126,7 @@ _BYTE_OF_CHAR = byte_of_char()
 _CHAR_OF_BYTE = {byte: char for char, byte in _BYTE_OF_CHAR.items()}
 
 
-def _spelled(token: str) -> str:
+def _in_byte_alphabet(token: str) -> str:
     """A token in the byte alphabet; some converters store added tokens as plain text."""
     if all(char in _BYTE_OF_CHAR for char in token):
         return token
@@ -154,12 +153,12 @@ def _add_tokens(
 
 
 def _add_template(tokenizer: tokenizers.Tokenizer, file: GgufFile, has_bos: bool) -> None:
-    """Put bos and eos around a text where the file asks for it; has_bos: a bos also where it does not say."""
+    """Put bos and eos around a text if the file asks for it; has_bos: the default for bos."""
     tokens = file.metadata["tokenizer.ggml.tokens"]
     template, special = [], []
     for key, place, default in (("bos", 0, has_bos), ("eos", 1, False)):
-        wanted, token_id = file.metadata.get(f"tokenizer.ggml.add_{key}_token", default), gguf_token_id(file, key)
-        if not wanted:
+        is_requested, token_id = file.metadata.get(f"tokenizer.ggml.add_{key}_token", default), gguf_token_id(file, key)
+        if not is_requested:
             continue
         if token_id is None:
             raise CheckpointError(
@@ -174,7 +173,7 @@ def _add_template(tokenizer: tokenizers.Tokenizer, file: GgufFile, has_bos: bool
 
 
 def _sentencepiece(file: GgufFile) -> tuple[tokenizers.Tokenizer, list[str]]:
-    """The tokenizer without added tokens, and the special tokens that its class brings and the vocabulary has.
+    """The tokenizer without added tokens, and its class's special tokens that are in the vocabulary.
 
     CheckpointError if the metadata is not that of such a vocabulary.
     """
@@ -216,7 +215,7 @@ def _own_names(file: GgufFile, tokens: Sequence[str]) -> dict[str, str]:
 
 
 def _merges_of(vocab: Mapping[str, int], scores: Mapping[str, float]) -> list[tuple[str, str]]:
-    """Every pair of tokens that spells a token, the pairs of higher scores first, then those of longer left parts."""
+    """Every pair of tokens that spells a token; higher scores first, then longer left parts."""
     merges = []
     for token, score in scores.items():
         for split in range(len(token) - 1, 0, -1):

@@ -1,8 +1,7 @@
-"""The tokenizer of a Hugging Face folder, as transformers assembles it from up to five files.
+"""A Hugging Face folder's tokenizer, assembled from up to five files as transformers does it.
 
-In: a folder with tokenizer.json, and what lies beside it: tokenizer_config.json, special_tokens_map.json,
-added_tokens.json, config.json, chat_template.jinja. Out: the `tokenizers.Tokenizer`, the named special tokens and the
-chat templates. A token that only one of the files knows is added in transformers' order, so it has transformers' id.
+These are tokenizer.json, tokenizer_config.json, special_tokens_map.json, added_tokens.json and config.json, plus chat
+templates. A token that only one of the files has is added in transformers' order, so it gets transformers' id.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from tokenizers import AddedToken, processors
 
 from app.engine.errors import CheckpointError
 from app.engine.models.hf.safetensors_folder import read_json
-from app.engine.models.tokenizers.hf_tokenizer_classes import CLASSES, PLAIN, rebuilt, tokenizer_class
+from app.engine.models.tokenizers.hf_tokenizer_classes import CLASSES, PLAIN, rebuild_tokenizer, tokenizer_class
 
 _NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _TOKEN_FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
@@ -41,7 +40,7 @@ class _Tokens(NamedTuple):
 
 
 def read_tokenizer_folder(folder: Path) -> FolderTokenizer:
-    """CheckpointError names what is missing or not understood."""
+    """CheckpointError names what is missing or not supported."""
     path = folder / "tokenizer.json"
     if not path.is_file():
         raise CheckpointError(f"{folder} has no tokenizer.json; save the model with its fast tokenizer")
@@ -55,7 +54,7 @@ def read_tokenizer_folder(folder: Path) -> FolderTokenizer:
     name = tokenizer_class(config, model_config, '"ByteLevel"' in text)
     tokens = _tokens(folder, config, content, name)
     if name != PLAIN:
-        backend = rebuilt(name, content, backend, config | tokens.named)
+        backend = rebuild_tokenizer(name, content, backend, config | tokens.named)
     backend.no_truncation()
     backend.no_padding()
     _add(backend, tokens, name)
@@ -67,7 +66,7 @@ def read_tokenizer_folder(folder: Path) -> FolderTokenizer:
 
 
 def _wrap(backend: tokenizers.Tokenizer, special: Mapping[str, str], before: str | None, behind: str | None) -> None:
-    """Put the tokens of these names around every text; with neither, what tokenizer.json says stays."""
+    """Put the tokens with these names around every text; with neither, keep tokenizer.json's post-processor."""
     keys = [key for key in (before, behind) if key is not None]
     if not keys:
         return
@@ -86,16 +85,16 @@ def _optional(path: Path) -> dict[str, Any]:
 
 
 def _tokens(folder: Path, config: Mapping[str, Any], content: Mapping[str, Any], name: str) -> _Tokens:
-    """The tokens that the files beside tokenizer.json know; the two older ones count where the first lists none."""
+    """The tokens in the files beside tokenizer.json; the two older files count only if the first lists none."""
     values = dict(config)
     if values.get("additional_special_tokens") and not values.get("extra_special_tokens"):
         values["extra_special_tokens"] = values.pop("additional_special_tokens")
     if "added_tokens_decoder" in config:
-        listed = _listed(config["added_tokens_decoder"])
+        listed = _decoder_tokens(config["added_tokens_decoder"])
     else:
         values = _with_map(values, _optional(folder / "special_tokens_map.json"))
-        listed = _older_listed(folder, values, content)
-    named = _named(values, {} if name == PLAIN else CLASSES[name].named)
+        listed = _older_added_tokens(folder, values, content)
+    named = _named_tokens(values, {} if name == PLAIN else CLASSES[name].named)
     extra = values.get("extra_special_tokens") or []
     if isinstance(extra, Mapping):
         named |= {key: _token(value, key) for key, value in extra.items()}
@@ -108,7 +107,7 @@ def _tokens(folder: Path, config: Mapping[str, Any], content: Mapping[str, Any],
 
 
 def _with_map(values: dict[str, Any], from_map: Mapping[str, Any]) -> dict[str, Any]:
-    """`values` with special_tokens_map.json's over them; whatever that file describes is special."""
+    """`values` updated from special_tokens_map.json, whose tokens are all special."""
     found = dict(values)
     for key, value in from_map.items():
         if key == "additional_special_tokens":
@@ -121,8 +120,8 @@ def _with_map(values: dict[str, Any], from_map: Mapping[str, Any]) -> dict[str, 
     return found
 
 
-def _named(values: Mapping[str, Any], defaults: Mapping[str, str]) -> dict[str, AddedToken | str]:
-    """In transformers' order; null takes a class's default away."""
+def _named_tokens(values: Mapping[str, Any], defaults: Mapping[str, str]) -> dict[str, AddedToken | str]:
+    """In transformers' order; null removes a class's default."""
     found: dict[str, AddedToken | str] = {}
     keys = [*_NAMED, *(key for key in (*values, *defaults) if key.endswith("_token") and key not in _NAMED)]
     for key in dict.fromkeys(keys):
@@ -141,7 +140,7 @@ def _token(value: object, where: str) -> AddedToken | str:
     raise CheckpointError(f"{where} holds {value!r}; a token's text or an object with its content is needed")
 
 
-def _listed(entries: object) -> dict[int, AddedToken]:
+def _decoder_tokens(entries: object) -> dict[int, AddedToken]:
     """tokenizer_config.json's `added_tokens_decoder`: id → token."""
     try:
         return {
@@ -152,8 +151,8 @@ def _listed(entries: object) -> dict[int, AddedToken]:
         raise CheckpointError(f"added_tokens_decoder in {_CONFIG} is not understood: {error!r}") from error
 
 
-def _older_listed(folder: Path, values: Mapping[str, Any], content: Mapping[str, Any]) -> dict[int, AddedToken]:
-    """added_tokens.json (text → id), over which tokenizer.json's own `added_tokens` have the last word."""
+def _older_added_tokens(folder: Path, values: Mapping[str, Any], content: Mapping[str, Any]) -> dict[int, AddedToken]:
+    """added_tokens.json (text → id), overridden by tokenizer.json's own `added_tokens`."""
     special = {str(_token(values[key], key)) for key in _NAMED if isinstance(values.get(key), str | Mapping)}
     extra = values.get("extra_special_tokens") or []
     if isinstance(extra, list):
@@ -170,12 +169,12 @@ def _older_listed(folder: Path, values: Mapping[str, Any], content: Mapping[str,
 
 
 def _add(backend: tokenizers.Tokenizer, tokens: _Tokens, name: str) -> None:
-    """Add what the backend lacks, in transformers' order. CheckpointError if a listed id is not the one it gets."""
+    """Add what the backend lacks, in transformers' order. CheckpointError if a listed token gets another id."""
     names = {str(token) for token in tokens.named.values()}
     known = {token.content for token in backend.get_added_tokens_decoder().values()}
-    wanted = dict(sorted(tokens.listed.items()))
-    known |= {token.content for token in wanted.values()}
-    adding = list(wanted.values())
+    by_id = dict(sorted(tokens.listed.items()))
+    known |= {token.content for token in by_id.values()}
+    adding = list(by_id.values())
     for token in (*tokens.named.values(), *tokens.extra):
         if str(token) not in known:
             known.add(str(token))
@@ -184,7 +183,7 @@ def _add(backend: tokenizers.Tokenizer, tokens: _Tokens, name: str) -> None:
         if token.content in names:
             token.special = True
     backend.add_tokens(adding)
-    for token_id, token in wanted.items():
+    for token_id, token in by_id.items():
         if backend.token_to_id(token.content) != token_id:
             raise CheckpointError(
                 f"{_CONFIG} or added_tokens.json has {token.content!r} as id {token_id}, but it gets id "
@@ -196,7 +195,9 @@ def _add(backend: tokenizers.Tokenizer, tokens: _Tokens, name: str) -> None:
 
 
 def _templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
-    """Those of files (chat_template.jinja, additional_chat_templates/NAME.jinja), else the configuration's."""
+    """Chat templates from files (chat_template.jinja, additional_chat_templates/NAME.jinja), else from the
+    configuration.
+    """
     files = {path.stem: path for path in sorted((folder / "additional_chat_templates").glob("*.jinja"))}
     if (folder / "chat_template.jinja").is_file():
         files = {"default": folder / "chat_template.jinja"} | files

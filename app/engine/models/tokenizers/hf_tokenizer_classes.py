@@ -1,15 +1,15 @@
-"""Which parts of a tokenizer transformers builds from its class instead of reading them from tokenizer.json.
+"""Tokenizer parts that transformers builds from the tokenizer's class instead of reading them from tokenizer.json.
 
-In: a folder's tokenizer.json, tokenizer_config.json and config.json. Out: a `tokenizers.Tokenizer` with the normaliser,
-pre-tokenizer, model settings and decoder of the class that transformers' `AutoTokenizer` (5.x) chooses, or those of
-tokenizer.json where it chooses none. Adapters are trained through that class, so their prompts must have its ids. A
-class that transformers rebuilds in a way that is not followed here is refused by name.
+transformers' `AutoTokenizer` (5.x) chooses a class for a folder; its normaliser, pre-tokenizer, model settings and
+decoder replace those of tokenizer.json. Adapters are trained with that class, so their prompts need its ids. A class
+that is rebuilt in a way not implemented here is refused by name.
 """
 
 from __future__ import annotations
 
 import base64
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import tokenizers
@@ -21,7 +21,7 @@ PLAIN = "TokenizersBackend"
 _QWEN2_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-#: The class that belongs to a model_type, where transformers has one; a class that a file names wins, but not over
+#: transformers' class for a model_type, if any; a class that a file names takes precedence, except over
 #: `_ALWAYS`.
 _OF_MODEL_TYPE = {
     "mistral": PLAIN,
@@ -41,7 +41,7 @@ _OF_MODEL_TYPE = {
     "camembert": "CamembertTokenizer",
 }
 _ALWAYS = frozenset({"qwen2"})
-#: Classes that transformers rebuilds, or computes without the tokenizers library, in ways that are not followed here.
+#: Classes that transformers rebuilds, or computes without the tokenizers library, in ways not implemented here.
 _OTHERS = """
     AlbertTokenizer BartTokenizer BarthezTokenizer BartphoTokenizer BertGenerationTokenizer BertJapaneseTokenizer
     BertTokenizerLegacy BertweetTokenizer BigBirdTokenizer BioGptTokenizer BlenderbotSmallTokenizer
@@ -59,7 +59,7 @@ _OTHERS = """
     TapasTokenizer Tipsv2Tokenizer UdopTokenizer VideoPrismTokenizer VitsTokenizer Wav2Vec2CTCTokenizer
     Wav2Vec2PhonemeCTCTokenizer WhisperTokenizer XGLMTokenizer XLMTokenizer XLNetTokenizer
 """
-NOT_FOLLOWED = frozenset(_OTHERS.split())
+UNSUPPORTED_CLASSES = frozenset(_OTHERS.split())
 
 
 #: (BPE's vocabulary, its merges, tokenizer_config.json with the special tokens) → tokenizer without added ones.
@@ -69,11 +69,11 @@ BuildUnigram = Callable[[list[tuple[str, float]], bytes | None, Mapping[str, Any
 
 
 class TokenizerClass(NamedTuple):
-    """What a class brings: its special tokens where tokenizer_config.json does not name them, and the building.
+    """How to build a class's tokenizer, and its default special tokens.
 
-    build: from BPE's merges; unigram: from scores. One of the two.
-    extra: further special tokens. flags_all: whether every special token is added once more, without its flags.
-    before, behind: names of the tokens that go around a text, whatever tokenizer.json says; None: it says.
+    build: from BPE merges; unigram: from scores; one of the two. extra: further special tokens. flags_all: whether
+    every special token is added once more, without its flags. before, behind: names of the tokens around a text,
+    whatever tokenizer.json says; None leaves it to tokenizer.json.
     """
 
     named: Mapping[str, str]
@@ -86,7 +86,7 @@ class TokenizerClass(NamedTuple):
 
 
 def tokenizer_class(config: Mapping[str, Any], model_config: Mapping[str, Any], is_byte_level: bool) -> str:
-    """The name of the class that `AutoTokenizer` would use, a key of `CLASSES` or `PLAIN`; CheckpointError for others.
+    """The class that `AutoTokenizer` would use: a key of `CLASSES` or `PLAIN`; CheckpointError for unsupported ones.
 
     is_byte_level: whether tokenizer.json has a ByteLevel part.
     """
@@ -104,21 +104,21 @@ def tokenizer_class(config: Mapping[str, Any], model_config: Mapping[str, Any], 
         chosen = PLAIN
     else:
         chosen = name
-    if chosen in NOT_FOLLOWED:
+    if chosen in UNSUPPORTED_CLASSES:
         raise CheckpointError(
-            f"tokenizer_class {chosen!r} is rebuilt by transformers in a way that is not followed here; followed are "
+            f"tokenizer_class {chosen!r} is rebuilt by transformers in a way that is not supported; supported are "
             f"{', '.join(CLASSES)}. If tokenizer.json is right, save it with tokenizer_class PreTrainedTokenizerFast"
         )
     return chosen if chosen in CLASSES else PLAIN
 
 
-def rebuilt(
+def rebuild_tokenizer(
     name: str, content: Mapping[str, Any], backend: tokenizers.Tokenizer, config: Mapping[str, Any]
 ) -> tokenizers.Tokenizer:
-    """The tokenizer of class `name` over the vocabulary of tokenizer.json's `content`, with its merges or scores.
+    """The tokenizer of class `name` over the vocabulary and the merges or scores of tokenizer.json's `content`.
 
-    backend: tokenizer.json as it is, of which the post-processor is kept. CheckpointError if its model is of another
-    kind than the class is for.
+    backend: tokenizer.json as it is; its post-processor is reused. CheckpointError if its model is of another kind than
+    the class needs.
     """
     model = content.get("model")
     vocab = model.get("vocab") if isinstance(model, dict) else None
@@ -135,9 +135,9 @@ def rebuilt(
             ) from error
     else:
         kind = model.get("type") if isinstance(model, dict) else None
-        wanted = "byte-pair encoding" if build is not None else "a Unigram model"
+        needed = "byte-pair encoding" if build is not None else "a Unigram model"
         raise CheckpointError(
-            f"tokenizer_class {name!r} is {wanted} but tokenizer.json has a model of type {kind!r}; "
+            f"tokenizer_class {name!r} is {needed} but tokenizer.json has a model of type {kind!r}; "
             "save the tokenizer with tokenizer_class PreTrainedTokenizerFast if tokenizer.json is right"
         )
     if backend.post_processor is not None:
@@ -146,7 +146,7 @@ def rebuilt(
 
 
 def _charsmap(content: Mapping[str, Any]) -> bytes | None:
-    """What SentencePiece's characters become, of the first normaliser that has such a table."""
+    """SentencePiece's character map, from the first normaliser that has one."""
     normalizer = content.get("normalizer") or {}
     parts = normalizer.get("normalizers", []) if normalizer.get("type") == "Sequence" else [normalizer]
     tables = [part["precompiled_charsmap"] for part in parts if part.get("type") == "Precompiled"]
@@ -216,22 +216,16 @@ def _qwen2(vocab: dict[str, int], merges: list[tuple[str, str]], config: Mapping
     return built
 
 
-def _xlm_roberta(
-    scores: list[tuple[str, float]], charsmap: bytes | None, config: Mapping[str, Any]
-) -> tokenizers.Tokenizer:
-    return _unigram(scores, 3, charsmap, config)
-
-
 def _camembert(
     scores: list[tuple[str, float]], charsmap: bytes | None, config: Mapping[str, Any]
 ) -> tokenizers.Tokenizer:
     unknown = str(config["unk_token"])
     unk_id = next((index for index, (token, _) in enumerate(scores) if token == unknown), 0)
-    return _unigram(scores, unk_id, charsmap, config)
+    return _unigram(unk_id, scores, charsmap, config)
 
 
 def _unigram(
-    scores: list[tuple[str, float]], unk_id: int, charsmap: bytes | None, config: Mapping[str, Any]
+    unk_id: int, scores: list[tuple[str, float]], charsmap: bytes | None, config: Mapping[str, Any]
 ) -> tokenizers.Tokenizer:
     built = tokenizers.Tokenizer(models.Unigram(scores, unk_id=unk_id, byte_fallback=False))
     if charsmap is not None:
@@ -278,7 +272,9 @@ CLASSES: Mapping[str, TokenizerClass] = {
     ),
     "GPT2Tokenizer": TokenizerClass({"unk_token": _END, "bos_token": _END, "eos_token": _END}, _gpt2),
     "RobertaTokenizer": TokenizerClass(_ROBERTA, _gpt2, before="cls_token", behind="sep_token"),
-    "XLMRobertaTokenizer": TokenizerClass(_ROBERTA, unigram=_xlm_roberta, before="bos_token", behind="eos_token"),
+    "XLMRobertaTokenizer": TokenizerClass(
+        _ROBERTA, unigram=partial(_unigram, 3), before="bos_token", behind="eos_token"
+    ),
     "CamembertTokenizer": TokenizerClass(
         _ROBERTA,
         unigram=_camembert,

@@ -1,10 +1,9 @@
 """Text from a stream of token ids, never cutting a character in two.
 
-In: ids as they are generated. Out: the text that is certain so far; `flush` gives the rest. The pieces
-joined are the text of decoding all ids at once. Each id costs O(1), whatever came before: byte-level
-vocabularies go through a table of bytes and an incremental UTF-8 decoder; other decoders decode a window of the last
-tokens. Where tokens may stand for single bytes ("<0x0A>"), a run of them has no text before it ends: one broken byte
-changes the text of the whole run.
+`push` returns the text that is certain so far and `flush` the rest; together they equal decoding all ids at once. Each
+id costs O(1): byte-level vocabularies use a table of bytes and an incremental UTF-8 decoder; others decode a window of
+the last tokens. Where tokens may stand for single bytes ("<0x0A>"), a run of them gives no text before it ends, because
+one broken byte changes the text of the whole run.
 """
 
 from __future__ import annotations
@@ -18,19 +17,19 @@ _REPLACEMENT = "\ufffd"
 
 
 class IncrementalDetokenizer(Protocol):
-    """One stream's state."""
+    """The state of one stream."""
 
     def push(self, token_ids: Sequence[int]) -> str:
         """The text that became certain with these ids; may be empty."""
         ...
 
     def flush(self) -> str:
-        """What is left at the end; an unfinished character becomes U+FFFD. The state is empty afterwards."""
+        """The remaining text; an unfinished character becomes U+FFFD. Empties the state."""
         ...
 
 
 class ByteDecoder:
-    """For byte-level vocabularies. `token_bytes[id]` is shared and read only."""
+    """For byte-level vocabularies. `token_bytes[id]` is shared and not modified."""
 
     __slots__ = ("_hidden", "_token_bytes", "_utf8")
 
@@ -50,11 +49,11 @@ class ByteDecoder:
 
 
 class WindowDecoder:
-    """For any other decoder: text is certain when it no longer ends in a replacement character.
+    """For any other decoder: text is certain once it does not end in a replacement character.
 
-    The window starts one certain group back, because decoders treat a first token differently (they
-    strip its space). byte_ids: tokens that stand for one byte each; text is certain when the last token is none of
-    them. Without any, a run of broken bytes longer than 16 tokens is released as it stands.
+    The window starts one certain group back, because decoders treat a first token differently (they strip its space).
+    byte_ids: tokens that stand for one byte each; text is certain once the last token is not one of them. Without
+    byte_ids, a run of broken bytes longer than 16 tokens is emitted as it is.
     """
 
     __slots__ = ("_byte_ids", "_certain", "_certain_text", "_decode", "_hidden", "_ids")
@@ -64,7 +63,7 @@ class WindowDecoder:
     ) -> None:
         self._decode, self._hidden, self._byte_ids = decode, hidden, byte_ids
         self._ids: list[int] = []
-        self._certain = 0  # how many of _ids have had their text sent
+        self._certain = 0  # how many of _ids have been emitted as text
         self._certain_text = ""
 
     def push(self, token_ids: Sequence[int]) -> str:

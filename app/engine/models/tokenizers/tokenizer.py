@@ -1,8 +1,8 @@
 """Text to token ids and back, for one base model.
 
-In: what `Checkpoint.tokenizer_source` names, a GGUF file or a folder with tokenizer.json. Out: a `Tokenizer` giving
-transformers' ids for the same files, also where transformers builds parts of it anew (`tokenizer_classes`). Text that
-spells a special token becomes that token only where the caller allows it. Which prompt a chat makes is `chat`'s.
+The source is a GGUF file or a folder with tokenizer.json. Ids are transformers' for the same files, also where
+transformers rebuilds parts of the tokenizer (`hf_tokenizer_classes`). Text that spells a special token becomes that
+token only if the caller allows it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from app.engine.models.tokenizers.hf_tokenizer import read_tokenizer_folder
 from app.engine.models.tokenizers.incremental_detokenizer import ByteDecoder, IncrementalDetokenizer, WindowDecoder
 
 _GGUF_SPECIAL = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
-#: Some milliseconds of work; for less, threads cost more than they give.
+#: A few milliseconds of work; below this, threads cost more than they save.
 _LONG_CHARS = 4096
 
 
@@ -48,9 +48,9 @@ class Tokenizer:
         self._byte_ids = _byte_ids(backend)
 
     def encode(self, text: str, *, add_special_tokens: bool = True, allow_special: bool = True) -> list[int]:
-        """Token ids. `add_special_tokens` adds what the model's template adds (a bos, say).
+        """Token ids. `add_special_tokens` adds what the model's post-processor adds (such as a bos).
 
-        `allow_special` False reads "<|im_end|>" and the like as the characters they are.
+        With `allow_special` False, "<|im_end|>" and the like are read as plain characters.
         """
         try:
             text.encode()
@@ -59,12 +59,12 @@ class Tokenizer:
         backend = self._backend if allow_special else self._literal
         if len(text) <= _LONG_CHARS:
             return list(backend.encode(text, add_special_tokens=add_special_tokens).ids)
-        # As a batch, with threads of its own, it lets Python's run meanwhile; `encode` stops them all.
+        # A batch runs on the library's threads and releases the GIL; `encode` does not.
         (encoding,) = backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         return list(encoding.ids)
 
     def decode(self, token_ids: Sequence[int], *, skip_special: bool = True) -> str:
-        """The text; bytes that are no UTF-8 become U+FFFD, ids outside the vocabulary nothing."""
+        """The text; invalid UTF-8 becomes U+FFFD, ids outside the vocabulary become nothing."""
         return str(self._backend.decode(list(token_ids), skip_special_tokens=skip_special))
 
     def incremental_decoder(
@@ -77,17 +77,17 @@ class Tokenizer:
         return WindowDecoder(lambda ids: self.decode(ids, skip_special=False), hidden, self._byte_ids)
 
     def token_text(self, token_id: int) -> str:
-        """One token's own text, as a logprobs entry shows it; U+FFFD where it is part of a character."""
+        """One token's text, as in a logprobs entry; U+FFFD if it is part of a character."""
         return self.decode([token_id], skip_special=False)
 
     def token_bytes(self, token_id: int) -> bytes:
-        """One token's own bytes; for decoders that are not byte-level, those of its text."""
+        """One token's bytes; for decoders that are not byte-level, its text's bytes."""
         if self._token_bytes is not None:
             return self._token_bytes[token_id] if 0 <= token_id < len(self._token_bytes) else b""
         return self.token_text(token_id).encode()
 
     def to_json(self) -> str:
-        """The whole tokenizer as a tokenizer.json, added tokens included."""
+        """The tokenizer as a tokenizer.json, added tokens included."""
         return str(self._backend.to_str())
 
     def render_chat(
@@ -107,17 +107,17 @@ class Tokenizer:
 
     @property
     def chat_template(self) -> str | None:
-        """The usual template's source."""
+        """Source of the default template."""
         return self._templates["default"].source if "default" in self._templates else None
 
     @property
     def tool_template(self) -> str | None:
-        """The source of the template for conversations with tools."""
+        """Source of the template for conversations with tools."""
         found = self._templates.get("tool_use") or self._templates.get("default")
         return found.source if found is not None else None
 
     def token_id(self, text: str) -> int | None:
-        """The id of the token that is spelled so, or None."""
+        """The id of the token with this text, or None."""
         found = self._backend.token_to_id(text)
         return None if found is None else int(found)
 
@@ -132,7 +132,7 @@ class Tokenizer:
 
 
 def load_tokenizer(source: Path | str) -> Tokenizer:
-    """CheckpointError names what is missing or not understood."""
+    """CheckpointError names what is missing or not supported."""
     source = Path(source)
     return Tokenizer(*read_tokenizer_folder(source)) if source.is_dir() else _from_gguf(source)
 
@@ -155,7 +155,7 @@ def _token_bytes(backend: tokenizers.Tokenizer) -> list[bytes]:
     alphabet = byte_of_char()
     vocab = backend.get_vocab(with_added_tokens=True)
     table = [b""] * (1 + max(vocab.values(), default=-1))
-    # An added token that the normaliser changes is decoded as what it becomes.
+    # An added token that the normaliser changes is decoded as its changed form.
     added = {str(backend.id_to_token(index)): index for index in backend.get_added_tokens_decoder()}
     for token, index in (*vocab.items(), *added.items()):
         try:
@@ -166,7 +166,7 @@ def _token_bytes(backend: tokenizers.Tokenizer) -> list[bytes]:
 
 
 def _byte_ids(backend: tokenizers.Tokenizer) -> frozenset[int]:
-    """The tokens that the decoder reads as one byte each; none where it has no ByteFallback."""
+    """The tokens that decode to one byte each; none without ByteFallback."""
     if backend.decoder is None or b'"ByteFallback"' not in backend.decoder.__getstate__():
         return frozenset()
     found = (backend.token_to_id(spelled % byte) for byte in range(256) for spelled in ("<0x%02X>", "<0x%02x>"))

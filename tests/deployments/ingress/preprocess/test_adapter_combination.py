@@ -14,7 +14,7 @@ from app.deployments.ingress.principal import Principal, handle_principal
 from app.deployments.ingress.schemas.openai import CompletionRequest, GenerateBody, WeightedAdapter
 from app.deployments.ingress.schemas.request_model import parse_body
 from app.deployments.tenancy.models import PUBLIC
-from app.engine.adapters.combining.combination import CombinationPart, composition_of
+from app.engine.adapters.combining.combination import CombinationPart, make_combination
 from app.engine.errors import InvalidRequest, NotFound
 from tests.deployments.http_service import Service
 from tests.deployments.managed import wanted
@@ -38,7 +38,7 @@ def derived_of(service: Service) -> Any:
         ref = service.registry.resolve(name, "", "default")
         assert ref is not None
         parts.append(CombinationPart(ref, weight))
-    return composition_of(parts).ref("default")
+    return make_combination(parts).ref("default")
 
 
 @pytest_asyncio.fixture(autouse=True)
@@ -110,11 +110,11 @@ async def test_a_combination_is_registered_under_a_name(service: Service, http: 
     compose = {"adapters": BOTH, "method": "svd", "svd_rank": 4}
     recipe = parse_body(ComposeBody, compose).recipe
     adapters = parse_body(ComposeBody, compose).adapters
-    composition = service.preprocessor.resolver.combine(adapters, handle_principal(), recipe=recipe)
-    service.managed.store.contents[composition.source] = composition.digest
+    combination = service.preprocessor.resolver.combine(adapters, handle_principal(), recipe=recipe)
+    service.managed.store.contents[combination.source] = combination.digest
     answer = await http.post("/v1/loras", json={"name": "mix", "compose": compose, "wait": True})
     assert answer.status_code == 201, answer.text
-    assert answer.json()["digest"] == composition.digest
+    assert answer.json()["digest"] == combination.digest
     assert answer.json()["source"] == "svd(sql*0.7+two*1)"
     assert answer.json()["job"]["path"] == "svd(sql*0.7+two*1)"
     listed = (await http.get("/v1/models/mix")).json()

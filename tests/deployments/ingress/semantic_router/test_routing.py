@@ -26,7 +26,7 @@ from app.deployments.registry.feed.view import RegistryView
 from app.deployments.registry.models import AliasEntry, CatalogEntry
 from app.deployments.tenancy.models import PUBLIC
 from app.engine.adapters.card import AdapterRef
-from app.engine.adapters.combining.combination import CombinationPart, composition_of
+from app.engine.adapters.combining.combination import CombinationPart, make_combination
 from app.engine.errors import NotReady
 from tests.deployments.http_service import Service
 from tests.deployments.ingress.http.test_limits import engines, used
@@ -278,7 +278,7 @@ async def test_several_are_combined_by_their_scores(described: Service, http: ht
         ref = described.registry.resolve(name, "", "default")
         assert ref is not None
         parts.append(CombinationPart(ref, weight))
-    derived, made = composition_of(parts).ref("default"), fake_adapter("their sum", 8)
+    derived, made = make_combination(parts).ref("default"), fake_adapter("their sum", 8)
     described.fleet.adapters[derived.digest] = replace(made, card=replace(made.card, digest=derived.digest))
     body = {"model": "auto", "prompt": "law", "max_tokens": 2, "routing": {"top_k": 2, "threshold": 0.5}}
     answer = await http.post("/v1/completions", json=body)

@@ -16,7 +16,7 @@ from app.deployments.store.sources.hub import HubFetcher
 from app.deployments.store.sources.urls import UrlFetcher
 from app.engine.adapters.card import AdapterCard
 from app.engine.adapters.formats.arrow import CARD_SUFFIX, ArrowCard, write_card
-from app.engine.adapters.formats.peft import read_peft_stored
+from app.engine.adapters.formats.peft import read_raw_peft
 from app.engine.adapters.signing.signing import public_key, sign, signature_path
 from app.engine.adapters.signing.trusted_keys import TrustedKeys
 from app.engine.errors import AdapterUntrusted, ConfigError
@@ -101,7 +101,7 @@ def test_signatures_travel_with_every_source(
 ) -> None:
     line = sign(card.digest, key).encode()
     path = tmp_path / f"x{CARD_SUFFIX}"
-    write_card(path, ArrowCard("x", read_peft_stored(tmp_path / "original", SPEC), {}))
+    write_card(path, ArrowCard("x", read_raw_peft(tmp_path / "original", SPEC), {}))
     (tmp_path / f"x{CARD_SUFFIX}.sig").write_bytes(line)
     server.files |= {f"/a/{name}": contents for name, contents in files.items()} | {"/a/adapter.sig": line}
     server.files |= {f"/b/{name}": contents for name, contents in files.items()}

@@ -19,7 +19,7 @@ from app.deployments.store.sources.urls import UrlFetcher
 from app.engine.adapters.adapter_tokenizer import TEXT_FILES
 from app.engine.adapters.card import AdapterCard
 from app.engine.adapters.formats.arrow import CARD_SUFFIX, ArrowCard, write_card
-from app.engine.adapters.formats.peft import read_peft_stored
+from app.engine.adapters.formats.peft import read_raw_peft
 from app.engine.errors import (
     AdapterError,
     AdapterFormatError,
@@ -146,7 +146,7 @@ def test_a_web_server(
 
 def test_a_card_by_url(tmp_path: Path, open_library: OpenLibrary, server: FileServer, card: AdapterCard) -> None:
     path = tmp_path / f"x{CARD_SUFFIX}"
-    write_card(path, ArrowCard("x", read_peft_stored(tmp_path / "original", SPEC), {}))
+    write_card(path, ArrowCard("x", read_raw_peft(tmp_path / "original", SPEC), {}))
     url = serve(server, "/a", {path.name: path.read_bytes()}) + f"/{path.name}"
     library = open_library(urls(f"{server.url}/"))
     assert library.from_source(url).packed.card.digest == card.digest

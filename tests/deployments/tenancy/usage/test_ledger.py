@@ -20,7 +20,7 @@ from app.deployments.tenancy.usage.prices import Prices, paid_models
 from app.deployments.tenancy.usage.queries import WIDTHS, UsageQuery, next_page, usage_query
 from app.deployments.tenancy.usage.recorder import UsageRecorder
 from app.engine.adapters.card import AdapterRef
-from app.engine.adapters.combining.combination import MAX_PARTS, CombinationPart, composition_of
+from app.engine.adapters.combining.combination import MAX_PARTS, CombinationPart, make_combination
 from app.engine.errors import InvalidRequest, NotReady
 from app.engine.request import RequestUsage, Usage
 from tests.budgets import examples
@@ -77,7 +77,7 @@ async def test_the_name_of_several_adapters_at_once_fits() -> None:
     metering = UsageFlusher(write, "a")
     counting = UsageRecorder(metering, Prices({}, "base"), "base", lambda: float(NOW_S))
     parts = [CombinationPart(AdapterRef(f"{index:x}" * 128, f"{index:x}" * 64, "p"), 0.5) for index in range(MAX_PARTS)]
-    ref = composition_of(parts).ref("p")
+    ref = make_combination(parts).ref("p")
     request = replace(fake_request("r", [1]), adapter=ref, key_id="k")
     counting.came(request)
     counting.ended(request, RequestUsage(prompt_tokens=3))
@@ -231,12 +231,12 @@ def test_several_adapters_cost_what_the_dearest_does() -> None:
     dear, unpriced, free = (AdapterRef(name, name, "t") for name in ("dear", "unpriced", "free"))
 
     def cost(*parts: AdapterRef) -> int:
-        ref = composition_of([CombinationPart(each, 0.5) for each in parts]).ref("t")
+        ref = make_combination([CombinationPart(each, 0.5) for each in parts]).ref("t")
         return prices.of(paid_models(ref, "base"), Usage(1, 0, 0))
 
     assert [cost(dear), cost(dear, free), cost(free, unpriced), cost(free)] == [9000, 9000, 1000, 0]
     registered = AdapterRef(
-        "mine", "d", "t", 1, composition_of([CombinationPart(dear, 1.0), CombinationPart(free, 1.0)]).source
+        "mine", "d", "t", 1, make_combination([CombinationPart(dear, 1.0), CombinationPart(free, 1.0)]).source
     )
     assert prices.of(paid_models(registered, "base"), Usage(1, 0, 0)) == 9000
     assert cost(registered, free) == 9000

@@ -24,14 +24,14 @@ from app.engine.adapters.combining.combination import (
     METHODS,
     CombinationMethod,
     CombinationPart,
-    composition_of,
-    read_composition,
-    shown_source,
+    display_source,
+    make_combination,
+    parse_combination,
 )
 from app.engine.adapters.combining.combine import combine
 from app.engine.adapters.formats.peft import read_peft
 from app.engine.adapters.sandbox.packing import pack_adapter, unpack_adapter
-from app.engine.errors import CompositionRefused, InvalidRequest
+from app.engine.errors import CombinationRefused, InvalidRequest
 from tests.engine.adapters.formats.test_peft_parity import PEFT_WARNINGS
 from tests.engine.adapters.making import random_adapter, tiny_spec
 from tests.engine.adapters.parity import (
@@ -82,9 +82,9 @@ def mixed_by_us(adapters: dict[str, LoraAdapter], spec: Any, recipe: Combination
     parts = [
         CombinationPart(AdapterRef(name, one.card.digest, "acme"), WEIGHTS[name]) for name, one in adapters.items()
     ]
-    composition = composition_of(parts, recipe)
-    by_name = [unpack_adapter(*pack_adapter(adapters[part.ref.name])) for part in composition.parts]
-    return combine(composition, by_name, spec)
+    combination = make_combination(parts, recipe)
+    by_name = [unpack_adapter(*pack_adapter(adapters[part.ref.name])) for part in combination.parts]
+    return combine(combination, by_name, spec)
 
 
 def kept_columns(tensor: Any, density: float, *_: Any, **__: Any) -> Any:
@@ -97,7 +97,7 @@ def kept_columns(tensor: Any, density: float, *_: Any, **__: Any) -> Any:
 def agreed_pruning(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is dropped at random is the same on both sides."""
     monkeypatch.setattr(peft.utils.merge_utils, "random_pruning", kept_columns)
-    monkeypatch.setattr(composing, "randomly_pruned", kept_columns)
+    monkeypatch.setattr(composing, "prune_random", kept_columns)
 
 
 @pytest.mark.usefixtures("agreed_pruning")
@@ -112,7 +112,7 @@ def test_combinations_are_those_of_peft(method: Any, layout: str, tmp_path: Path
     asked: dict[str, Any] = {} if method in ("cat", "linear", "svd") else {"density": 0.6}
     recipe = CombinationMethod(method, **asked)
     if layout == "mixed ranks" and method != "cat" and not method.endswith("svd"):
-        with pytest.raises(CompositionRefused, match=r"ranks \[.*\] differ, and .* needs equal ones; use 'cat'"):
+        with pytest.raises(CombinationRefused, match=r"ranks \[.*\] differ, and .* needs equal ones; use 'cat'"):
             mixed_by_us(adapters, spec, recipe)
         return
     expected = peft_mix(model, folders, tokens, combination_type=method, **asked)
@@ -173,8 +173,8 @@ def test_an_alpha_of_zero_adds_nothing_and_is_refused_where_it_would_vote(method
     asked: dict[str, Any] = {} if method in ("linear", "svd") else {"density": 0.6}
     recipe = CombinationMethod(method, **asked)
     if method in ("ties", "dare_ties"):
-        said = rf"adapter 'law' has lora_alpha 0 for \w+ of layer 0, which .* a vote with '{method}'; .* '{method}_svd'"
-        with pytest.raises(CompositionRefused, match=said):
+        said = rf"adapter 'law' has lora_alpha 0 for \w+ of layer 0: .* a vote with '{method}'; .* '{method}_svd'"
+        with pytest.raises(CombinationRefused, match=said):
             mixed_by_us(adapters, spec, recipe)
         return
     expected = peft_mix(model, folders, tokens, combination_type=method, **asked)
@@ -189,9 +189,9 @@ def test_a_weighted_sum_is_side_by_side_and_exact() -> None:
         CombinationPart(AdapterRef(name, one.card.digest, "t"), w)
         for name, one, w in (("a", first, 0.5), ("b", second, 3))
     ]
-    composition = composition_of(parts)
+    combination = make_combination(parts)
     ordered = sorted((first, second), key=lambda one: one.card.digest)
-    derived = combine(composition, ordered, spec)
+    derived = combine(combination, ordered, spec)
     key, alone = LoraKey(0, "q_proj"), LoraKey(1, "down_proj")
     weights = {first.card.digest: np.float32(0.5), second.card.digest: np.float32(3)}
     np.testing.assert_array_equal(derived.weights[key].a, np.concatenate([one.weights[key].a for one in ordered]))
@@ -200,7 +200,7 @@ def test_a_weighted_sum_is_side_by_side_and_exact() -> None:
     )
     assert derived.weights[alone].rank == 3
     assert derived.card.max_rank == 11
-    assert derived.card.digest == composition.digest
+    assert derived.card.digest == combination.digest
 
 
 def test_values_that_bfloat16_holds_stay_in_two_bytes() -> None:
@@ -209,18 +209,18 @@ def test_values_that_bfloat16_holds_stay_in_two_bytes() -> None:
     adapters.sort(key=lambda one: one.card.digest)
     for weight, dtype in ((0.5, BFLOAT16), (0.7, np.float32)):
         parts = [CombinationPart(AdapterRef(str(n), one.card.digest, "t"), weight) for n, one in enumerate(adapters)]
-        derived = combine(composition_of(parts), adapters, spec)
+        derived = combine(make_combination(parts), adapters, spec)
         assert {pair.b.dtype for pair in derived.weights.values()} == {np.dtype(dtype)}
 
 
 @pytest.mark.parametrize(
     ("options", "method", "said"),
     [
-        ({"use_dora": True}, "cat", "adapter 'sql' has DoRA, of which 'cat' makes no sum"),
+        ({"use_dora": True}, "cat", "adapter 'sql' has DoRA, which 'cat' cannot combine"),
         ({"bias": "lora_only"}, "cat", None),  # llama has no biases to train
         ({"modules_to_save": ["norm"]}, "cat", "adapter 'sql' has trained norms"),
         ({"trainable_token_indices": [5]}, "cat", "adapter 'sql' has trained token rows"),
-        ({"lora_bias": True}, "linear", "adapter 'sql' has lora_bias, of which 'linear' makes no sum"),
+        ({"lora_bias": True}, "linear", "adapter 'sql' has lora_bias, which 'linear' cannot combine"),
     ],
 )
 def test_what_has_no_sum_is_refused_by_name(
@@ -230,11 +230,11 @@ def test_what_has_no_sum_is_refused_by_name(
     spec = spec_of(model)
     plain = {"target_modules": ["q_proj", "v_proj"], "r": 4}
     folders = saved(model, tmp_path, {"sql": plain | options, "tone": plain})
-    adapters = {name: read_peft(folder, spec, served=FEATURES) for name, folder in folders.items()}
+    adapters = {name: read_peft(folder, spec, supported_features=FEATURES) for name, folder in folders.items()}
     if said is None:
         assert mixed_by_us(adapters, spec, CombinationMethod(method)).card.max_rank == 8
         return
-    with pytest.raises(CompositionRefused, match=said):
+    with pytest.raises(CombinationRefused, match=said):
         mixed_by_us(adapters, spec, CombinationMethod(method))
 
 
@@ -244,7 +244,7 @@ def test_lora_bias_is_summed_with_its_delta(tmp_path: Path) -> None:
     spec = spec_of(model)
     options = {"target_modules": ["q_proj"], "r": 4, "lora_bias": True}
     folders = saved(model, tmp_path, {"sql": options, "tone": options | {"r": 2}})
-    adapters = {name: read_peft(folder, spec, served=FEATURES) for name, folder in folders.items()}
+    adapters = {name: read_peft(folder, spec, supported_features=FEATURES) for name, folder in folders.items()}
     derived, key = mixed_by_us(adapters, spec, CombinationMethod()), LoraKey(0, "q_proj")
     expected = sum(np.float32(WEIGHTS[name]) * one.delta_biases[key] for name, one in adapters.items())
     np.testing.assert_allclose(derived.delta_biases[key], expected, atol=1e-7)
@@ -254,41 +254,44 @@ def test_adapters_that_write_prompts_differently_are_not_combined() -> None:
     spec = tiny_spec()
     first, second = (random_adapter(spec, 4, seed=seed) for seed in (1, 2))
     second = replace(second, card=replace(second.card, text="another template"))
-    with pytest.raises(CompositionRefused, match=r"adapters .* write prompts differently"):
+    with pytest.raises(CombinationRefused, match=r"adapters .* write prompts differently"):
         mixed_by_us({"sql": first, "tone": second}, spec, CombinationMethod())
 
 
 def test_identity_is_contents_weights_and_method() -> None:
     sql, tone = AdapterRef("sql", "aa", "t", 3, "hf://o/sql@1"), AdapterRef("tone", "bb", "t")
-    first = composition_of([CombinationPart(sql, 0.7), CombinationPart(tone, 0.3)])
+    first = make_combination([CombinationPart(sql, 0.7), CombinationPart(tone, 0.3)])
     assert (
         first.digest
-        == composition_of(
+        == make_combination(
             [CombinationPart(tone, 0.3), CombinationPart(replace(sql, name="other", uri="/x"), 0.7)]
         ).digest
     )
     others = [
-        composition_of([CombinationPart(sql, 0.3), CombinationPart(tone, 0.7)]),
-        composition_of([CombinationPart(sql, 0.7), CombinationPart(tone, 0.3)], CombinationMethod("linear")),
-        composition_of([CombinationPart(sql, 0.7), CombinationPart(tone, 0.3)], CombinationMethod("svd", svd_rank=4)),
-        composition_of([CombinationPart(sql, 0.7)]),
+        make_combination([CombinationPart(sql, 0.3), CombinationPart(tone, 0.7)]),
+        make_combination([CombinationPart(sql, 0.7), CombinationPart(tone, 0.3)], CombinationMethod("linear")),
+        make_combination([CombinationPart(sql, 0.7), CombinationPart(tone, 0.3)], CombinationMethod("svd", svd_rank=4)),
+        make_combination([CombinationPart(sql, 0.7)]),
     ]
     assert len({first.digest, *(other.digest for other in others)}) == 5
     ref = first.ref("acme")
     assert (ref.name, ref.tenant_id, ref.digest) == ("sql*0.7+tone*0.3", "acme", first.digest)
-    assert read_composition(ref.uri) == first
-    assert shown_source(ref.uri) == "cat(sql*0.7+tone*0.3)"
-    assert composition_of([CombinationPart(sql, 1.0)]).ref("acme") == sql, "one as it is, is that one"
+    assert parse_combination(ref.uri) == first
+    assert display_source(ref.uri) == "cat(sql*0.7+tone*0.3)"
+    assert make_combination([CombinationPart(sql, 1.0)]).ref("acme") == sql, "one as it is, is that one"
 
 
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (lambda _: composition_of([]), "0 adapters are named; from 1 to 16"),
-        (lambda ref: composition_of([CombinationPart(ref, 1.0)] * (MAX_PARTS + 1)), "17 adapters are named"),
-        (lambda ref: composition_of([CombinationPart(ref, 1.0)] * 2), "adapter 'sql' is named twice; add its weights"),
-        (lambda ref: composition_of([CombinationPart(ref, float("nan"))]), "adapter 'sql' has weight nan"),
-        (lambda ref: composition_of([CombinationPart(ref, 1.0)], CombinationMethod("ties_svd", density=0.5)), "'ties_svd' combines several"),
+        (lambda _: make_combination([]), "0 adapters are named; from 1 to 16"),
+        (lambda ref: make_combination([CombinationPart(ref, 1.0)] * (MAX_PARTS + 1)), "17 adapters are named"),
+        (lambda ref: make_combination([CombinationPart(ref, 1.0)] * 2), "'sql' is named twice; add its weights"),
+        (lambda ref: make_combination([CombinationPart(ref, float("nan"))]), "adapter 'sql' has weight nan"),
+        (
+            lambda ref: make_combination([CombinationPart(ref, 1.0)], CombinationMethod("ties_svd", density=0.5)),
+            "'ties_svd' combines several",
+        ),
         (lambda _: CombinationMethod("ties"), "method 'ties' needs a density"),
         (lambda _: CombinationMethod("cat", svd_rank=3), "method 'cat' has no use for svd_rank"),
     ],
@@ -300,7 +303,7 @@ def test_mistakes_are_named(make: Any, said: str) -> None:
 
 def test_what_is_dropped_at_random_is_the_same_everywhere() -> None:
     ones = np.ones((100, 100), np.float32)
-    first = composing.randomly_pruned(ones, 0.25, np.random.default_rng(3))
-    np.testing.assert_array_equal(first, composing.randomly_pruned(ones, 0.25, np.random.default_rng(3)))
+    first = composing.prune_random(ones, 0.25, np.random.default_rng(3))
+    np.testing.assert_array_equal(first, composing.prune_random(ones, 0.25, np.random.default_rng(3)))
     assert set(np.unique(first)) == {0.0, 4.0}
     assert 0.22 < (first > 0).mean() < 0.28

@@ -25,12 +25,11 @@ from app.engine.adapters.formats.arrow import (
     RESERVED_KEYS,
     ArrowCard,
     read_card,
-    read_card_adapter,
     write_card,
 )
-from app.engine.adapters.formats.arrow_rows import CardRow, stored_of
+from app.engine.adapters.formats.arrow_rows import CardRow, raw_adapter_from_rows
 from app.engine.adapters.formats.convert import quantize_adapter, write_peft_folder
-from app.engine.adapters.formats.peft import read_peft, read_peft_stored
+from app.engine.adapters.formats.peft import read_peft, read_raw_peft
 from app.engine.adapters.formats.reading import read_adapter
 from app.engine.adapters.limits import ReadLimits
 from app.engine.adapters.quantize import delta_error, dequantize, quantize
@@ -147,12 +146,12 @@ def stored_beyond(draw: st.DrawFn) -> RawAdapter:
 def test_peft_to_card_to_peft_changes_nothing(tmp_path_factory: pytest.TempPathFactory, stored: RawAdapter) -> None:
     folder = tmp_path_factory.mktemp("trip")
     write_peft_folder(folder / "peft", stored)
-    from_peft = read_peft_stored(folder / "peft", None)
-    assert from_peft == stored == read_peft_stored(folder / "peft", BIASED)
+    from_peft = read_raw_peft(folder / "peft", None)
+    assert from_peft == stored == read_raw_peft(folder / "peft", BIASED)
     card = read_card(_write(folder, from_peft))
-    assert card.stored == stored
-    assert content_digest(card.stored, "base") == content_digest(stored, "base")
-    write_peft_folder(folder / "again", card.stored)
+    assert card.raw == stored
+    assert content_digest(card.raw, "base") == content_digest(stored, "base")
+    write_peft_folder(folder / "again", card.raw)
     for name in ("adapter_config.json", "adapter_model.safetensors"):
         assert (folder / "again" / name).read_bytes() == (folder / "peft" / name).read_bytes()
 
@@ -176,8 +175,8 @@ def test_tensors_lie_in_the_mapped_file_at_multiples_of_64(tmp_path: Path, num_m
     path = _write(tmp_path, RawAdapter(stored.modules[:num_modules]))
     card = read_card(path)
     regions = _regions(path)
-    assert len(card.stored.modules) == num_modules
-    for module in card.stored.modules:
+    assert len(card.raw.modules) == num_modules
+    for module in card.raw.modules:
         for tensor in (module.a, module.b):
             view = np.frombuffer(tensor.data, np.uint8)
             address = view.ctypes.data
@@ -205,7 +204,7 @@ def test_whatever_a_card_holds_is_mapped(tmp_path: Path) -> None:
         (RawTokenRows("lm_head", (7, 3, 5), tensor(3, 24)),),
     )
     path = _write(tmp_path, stored)
-    read = read_card(path).stored
+    read = read_card(path).raw
     assert read == stored
     regions = _regions(path)
     tensors = [part for m in read.modules for part in (m.a, m.b, m.magnitude, m.bias) if part is not None]
@@ -233,7 +232,7 @@ IDS = RawTensor("I64", (2,), memoryview(np.array([5, 1], "<i8").tobytes()))
     [
         (_row("full"), "role 'full' is not known"),
         (_row("lora"), r"shape_b \[\] does not suit role lora"),
-        (_row("lora", "l", b=stored_tensor(np.zeros((2, 3)))), "there twice"),
+        (_row("lora", "l", b=stored_tensor(np.zeros((2, 3)))), "stored twice"),
         (_row("lora", b=IDS), "shape_b"),
         (_row("lora", a=IDS, b=stored_tensor(np.zeros((2, 3)))), "shape_a"),
         (_row("magnitude", shape=(4,)), "which has no lora row"),
@@ -252,9 +251,9 @@ IDS = RawTensor("I64", (2,), memoryview(np.array([5, 1], "<i8").tobytes()))
 )
 def test_rows_that_make_no_adapter_are_refused(row: CardRow, says: str) -> None:
     lora = _row("lora", "l", b=stored_tensor(np.zeros((3, 2))))
-    assert len(stored_of([lora], "").modules) == 1
+    assert len(raw_adapter_from_rows([lora], "").modules) == 1
     with pytest.raises(AdapterFormatError, match=says):
-        stored_of([lora, row], "")
+        raw_adapter_from_rows([lora, row], "")
 
 
 def test_a_card_of_version_1_has_modules_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -268,7 +267,7 @@ def test_peft_cannot_say_what_a_card_can(tmp_path: Path) -> None:
     one, other, *_ = random_stored().modules
     for change in ({"use_rslora": True}, {"magnitude": stored_tensor(np.ones(other.b.shape[0]))}):
         mixed = RawAdapter((one, replace(other, **change)))
-        assert read_card(_write(tmp_path, mixed)).stored == mixed
+        assert read_card(_write(tmp_path, mixed)).raw == mixed
         with pytest.raises(AdapterFormatError, match=r"PEFT cannot mix.*as a card"):
             write_peft_folder(tmp_path / "peft", mixed)
 
@@ -284,11 +283,11 @@ def test_metadata_is_kept_and_cannot_pose_as_the_formats(tmp_path: Path) -> None
     card = read_card(path)
     assert card.name == "sql"
     assert card.metadata == {"author": "ada", "version": "3", "description": "answers in SQL, 简明 ✓"}
-    found = read_card_adapter(path, SPEC).card
+    found = read_adapter(path, SPEC).card
     assert found.description == "answers in SQL, 简明 ✓"
     assert json.loads(found.metadata) == {"author": "ada", "version": "3"}
-    assert read_card_adapter(_write(tmp_path, stored), SPEC).card.metadata == ""
-    assert read_card_adapter(path, SPEC).card.digest == build_adapter(stored, SPEC).card.digest
+    assert read_adapter(_write(tmp_path, stored), SPEC).card.metadata == ""
+    assert read_adapter(path, SPEC).card.digest == build_adapter(stored, SPEC).card.digest
     for key in RESERVED_KEYS:
         with pytest.raises(AdapterFormatError, match=key):
             _write(tmp_path, stored, **{key: "1"})
@@ -314,9 +313,9 @@ def test_quantised_storage_states_its_error(tmp_path: Path, dtype: str) -> None:
     write_card(path, ArrowCard("small", rounded, {}, report))
     card = read_card(path)
     assert card.quantization == report
-    assert card.stored == rounded
+    assert card.raw == rounded
     errors = []
-    for before, after in zip(stored.modules, card.stored.modules, strict=True):
+    for before, after in zip(stored.modules, card.raw.modules, strict=True):
         exact = before.b.to_float32().astype("f8") @ before.a.to_float32().astype("f8")
         found = after.b.to_float32().astype("f8") @ after.a.to_float32().astype("f8")
         errors.append(np.linalg.norm(found - exact) / np.linalg.norm(exact))
@@ -324,10 +323,10 @@ def test_quantised_storage_states_its_error(tmp_path: Path, dtype: str) -> None:
     assert report.mean_error == pytest.approx(np.mean(errors), rel=1e-3)
     low, high = {"I8": (1e-3, 0.02), "I4": (0.05, 0.25)}[dtype]
     assert low < report.mean_error < high
-    size = sum(len(t.data) + len(t.scales) for m in card.stored.modules for t in (m.a, m.b))
+    size = sum(len(t.data) + len(t.scales) for m in card.raw.modules for t in (m.a, m.b))
     plain = sum(len(t.data) for m in stored.modules for t in (m.a, m.b))
     assert size / plain < {"I8": 0.28, "I4": 0.16}[dtype]
-    write_peft_folder(tmp_path / "plain", card.stored)
+    write_peft_folder(tmp_path / "plain", card.raw)
     served, again = read_adapter(path, SPEC), read_peft(tmp_path / "plain", SPEC)
     for key, pair in served.weights.items():
         np.testing.assert_array_equal(pair.b, again.weights[key].b)
@@ -386,7 +385,7 @@ def _meta(**changes: str | None) -> Callable[[Path], None]:
 
 def _flip_byte(path: Path) -> None:
     contents = bytearray(path.read_bytes())
-    view = np.frombuffer(read_card(path).stored.modules[0].a.data, np.uint8)
+    view = np.frombuffer(read_card(path).raw.modules[0].a.data, np.uint8)
     contents[contents.index(view.tobytes()) + 5] ^= 1
     path.unlink()
     path.write_bytes(contents)
@@ -425,7 +424,7 @@ def _flip_byte(path: Path) -> None:
 )
 def test_a_damaged_card_is_refused(tmp_path: Path, damage: Callable[[Path], None], says: str) -> None:
     path = _write(tmp_path, random_stored(5), author="me")
-    assert len(read_card(path).stored.modules) == 14
+    assert len(read_card(path).raw.modules) == 14
     damage(path)
     with pytest.raises(AdapterError, match=says):
         read_card(path)
@@ -446,7 +445,7 @@ def test_a_card_obeys_the_limits(tmp_path: Path) -> None:
     with pytest.raises(AdapterFormatError, match="1 to 3"):
         read_card(path, ReadLimits(max_tensors=3))
     with pytest.raises(AdapterTooLarge, match="rank 5"):
-        read_card_adapter(path, SPEC, ReadLimits(max_rank=4))
+        read_adapter(path, SPEC, ReadLimits(max_rank=4))
 
 
 def test_bfloat16_keeps_its_bits(tmp_path: Path) -> None:
@@ -454,7 +453,7 @@ def test_bfloat16_keeps_its_bits(tmp_path: Path) -> None:
     tensor = RawTensor("BF16", (1, 4), memoryview(values.tobytes()))
     np.testing.assert_array_equal(tensor.to_float32(), values.astype(np.float32))
     module = RawModule("m", tensor, tensor, 1.0, use_rslora=False)
-    read = read_card(_write(tmp_path, RawAdapter((module,)))).stored.modules[0]
+    read = read_card(_write(tmp_path, RawAdapter((module,)))).raw.modules[0]
     assert (read.a.dtype, bytes(read.a.data)) == ("BF16", values.tobytes())
 
 

@@ -13,9 +13,9 @@ import pyarrow as pa
 import pytest
 
 from app.cli.main import main
-from app.engine.adapters.formats.arrow import ArrowCard, read_card, write_card, write_plain_card
+from app.engine.adapters.formats.arrow import ArrowCard, read_card, write_arrowengine_card, write_card
 from app.engine.adapters.formats.convert import quantize_adapter, write_peft_folder
-from app.engine.adapters.formats.reading import read_adapter, read_stored
+from app.engine.adapters.formats.reading import read_adapter, read_raw_adapter
 from app.engine.adapters.raw_adapter import RawAdapter
 from app.engine.errors import AdapterFormatError, AdapterMismatch
 from tests.engine.adapters.formats.test_arrow import SPEC, random_stored
@@ -68,7 +68,7 @@ def test_one_that_the_other_engine_wrote_is_served(tmp_path: Path, dtype: Any, l
 
 def test_what_is_written_is_what_the_other_engine_reads_and_reads_back_as_it_was(tmp_path: Path) -> None:
     stored, path = random_stored(), tmp_path / "it.lora.arrow"
-    write_plain_card(path, ArrowCard("sql", stored, {"author": "ada"}))
+    write_arrowengine_card(path, ArrowCard("sql", stored, {"author": "ada"}))
     table = pa.ipc.open_file(pa.memory_map(str(path))).read_all()
     assert table.schema.names == ["module", "weight_a", "weight_b", "shape_a", "shape_b", "dtype"]
     told = {key.decode(): value.decode() for key, value in table.schema.metadata.items()}
@@ -80,7 +80,7 @@ def test_what_is_written_is_what_the_other_engine_reads_and_reads_back_as_it_was
             values = np.frombuffer(row[f"weight_{half}"], np.dtype(row["dtype"])).reshape(row[f"shape_{half}"])
             np.testing.assert_array_equal(values, tensor.to_float32())
     card = read_card(path)
-    assert replace(card.stored, metadata="") == stored
+    assert replace(card.raw, metadata="") == stored
     assert (card.name, dict(card.metadata)) == ("sql", {"author": "ada"})
 
 
@@ -96,7 +96,7 @@ def test_the_command_goes_there_and_back(tmp_path: Path) -> None:
     card, again = tmp_path / "it.lora.arrow", tmp_path / "again"
     assert main(["convert", str(tmp_path / "peft"), str(card), "--plain", "--name", "sql"]) == 0
     assert main(["convert", str(card), str(again)]) == 0
-    assert read_stored(again, SPEC) == read_stored(tmp_path / "peft", SPEC)
+    assert read_raw_adapter(again, SPEC) == read_raw_adapter(tmp_path / "peft", SPEC)
 
 
 @pytest.mark.parametrize(
@@ -112,7 +112,7 @@ def test_the_command_goes_there_and_back(tmp_path: Path) -> None:
         ({}, {"dtype": [None] * 4}, "column dtype has a null"),
         ({}, {"shape_a": [(3,)] * 4}, "is not two sizes"),
         ({}, {"shape_a": [(-3, -8)] * 4}, "is not two sizes"),
-        ({}, {"module": ["model.layers.0.mlp.down_proj"] * 4}, "is there twice"),
+        ({}, {"module": ["model.layers.0.mlp.down_proj"] * 4}, "is stored twice"),
     ],
 )  # fmt: skip
 def test_what_does_not_fit_is_refused_by_name(
@@ -152,8 +152,8 @@ def _changed(stored: RawAdapter, **changes: Any) -> RawAdapter:
 )
 def test_what_the_columns_have_no_place_for_is_refused(tmp_path: Path, change: Any, said: str) -> None:
     path, stored = tmp_path / "it.lora.arrow", random_stored()
-    with pytest.raises(AdapterFormatError, match=f"a plain card has no place for .*{said}"):
-        write_plain_card(path, ArrowCard("sql", change(stored), {}))
+    with pytest.raises(AdapterFormatError, match=f"a plain card cannot hold .*{said}"):
+        write_arrowengine_card(path, ArrowCard("sql", change(stored), {}))
     assert not [*tmp_path.iterdir()]
 
 
@@ -161,5 +161,5 @@ def test_metadata_of_the_formats_own_is_refused_and_what_was_there_stays(tmp_pat
     path, stored = tmp_path / "it.lora.arrow", random_stored()
     write_card(path, ArrowCard("sql", stored, {}))
     with pytest.raises(AdapterFormatError, match="'lora_rank' belongs to the card format"):
-        write_plain_card(path, ArrowCard("sql", stored, {"lora_rank": "9"}))
-    assert read_card(path).stored == stored
+        write_arrowengine_card(path, ArrowCard("sql", stored, {"lora_rank": "9"}))
+    assert read_card(path).raw == stored

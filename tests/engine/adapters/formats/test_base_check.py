@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from app.engine.adapters.formats.peft import read_peft
-from app.engine.adapters.formats.reading import read_stored
+from app.engine.adapters.formats.reading import read_raw_adapter
 from app.engine.adapters.sandbox.validator import Validator
 from app.engine.errors import AdapterFormatError, AdapterMismatch
 from app.engine.models.spec import ModelSpec
@@ -72,7 +72,7 @@ def test_a_folder_above_the_checkpoints_says_which_was_meant(tmp_path: Path) -> 
 def test_a_file_of_an_adapter_says_to_name_its_folder(tmp_path: Path) -> None:
     folder = written(tmp_path / "a", SPEC)
     with pytest.raises(AdapterFormatError, match="name the folder that it lies in"):
-        read_stored(folder / "adapter_model.safetensors", SPEC)
+        read_raw_adapter(folder / "adapter_model.safetensors", SPEC)
 
 
 def test_what_one_folder_lacks_is_not_told_of_another(tmp_path: Path) -> None:

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 import torch
 
-from app.engine.adapters.formats.arrow import ArrowCard, read_card, read_card_adapter, write_card
+from app.engine.adapters.formats.arrow import ArrowCard, read_card, write_card
 from app.engine.adapters.formats.convert import write_peft_folder
-from app.engine.adapters.formats.peft_moe_export import with_one_gate_up
-from app.engine.adapters.formats.reading import read_adapter, read_stored
+from app.engine.adapters.formats.peft_experts import fuse_gate_up
+from app.engine.adapters.formats.reading import read_adapter, read_raw_adapter
 from app.engine.cpu.backend import CpuBackend
 from app.engine.errors import AdapterFormatError, AdapterMismatch
 from app.engine.models.checkpoint import load_checkpoint
@@ -82,11 +82,11 @@ def test_a_card_and_a_folder_made_of_it_are_the_same_adapter(mixture: Any, tmp_p
     model, backend = mixture
     folder = tmp_path / "adapter"
     save_random(model, folder, FORMATS["router and experts"])
-    stored = read_stored(folder, backend.spec)
+    stored = read_raw_adapter(folder, backend.spec)
     write_card(tmp_path / "a.lora.arrow", ArrowCard("a", stored, {}))
     digest = read_adapter(folder, backend.spec).card.digest
-    assert read_card_adapter(tmp_path / "a.lora.arrow", backend.spec).card.digest == digest
-    write_peft_folder(tmp_path / "again", read_card(tmp_path / "a.lora.arrow").stored)
+    assert read_adapter(tmp_path / "a.lora.arrow", backend.spec).card.digest == digest
+    write_peft_folder(tmp_path / "again", read_card(tmp_path / "a.lora.arrow").raw)
     assert read_adapter(tmp_path / "again", backend.spec).card.digest == digest
     tokens = random_tokens(model)
     assert expected(model, tokens, folder).allows(peft_logits(model, tmp_path / "again", tokens))
@@ -97,7 +97,7 @@ def test_one_lora_per_expert_is_translated_to_what_peft_saves_today(mixture: Any
     per_expert_folder(model, tmp_path / "old", *names_of_old(model))
     use_rslora = model.config.model_type in ("mixtral", "gpt_oss")
     edit(tmp_path / "old", use_rslora=use_rslora)
-    stored = with_one_gate_up(read_stored(tmp_path / "old", backend.spec), backend.spec)
+    stored = fuse_gate_up(read_raw_adapter(tmp_path / "old", backend.spec), backend.spec)
     write_peft_folder(tmp_path / "new", stored)
     config = json.loads((tmp_path / "new" / "adapter_config.json").read_text())
     assert all(name.endswith(("gate_up_proj", "down_proj")) for name in config["target_parameters"])
@@ -117,7 +117,7 @@ def test_halves_of_another_rank_stay_what_they_are(tmp_path: Path) -> None:
     per_expert_folder(model, tmp_path / "old", *names_of_old(model))
     edit(tmp_path / "old", alpha_pattern={r".*\.experts\.2\.w3": 9})
     with pytest.raises(AdapterFormatError, match=r"experts\.2\.gate_up_proj: gate and up differ.*as a card"):
-        with_one_gate_up(read_stored(tmp_path / "old", spec), spec)
+        fuse_gate_up(read_raw_adapter(tmp_path / "old", spec), spec)
 
 
 @pytest.fixture(scope="module")
@@ -165,8 +165,8 @@ def _drop(part: str) -> Any:
         ("all experts", {"tensors": _drop("base_layer")}, AdapterMismatch, r"0.*gate_up_proj is selected.*1.*gate_up"),
         ("all experts", {"target_parameters": PARAMETERS[:1]}, AdapterMismatch, r"is not selected by.*maps 24 to 32"),
         ("all experts", {"r": 2}, AdapterMismatch, r"of rank 2 is of 6 experts.*has 4"),
-        ("all experts", {"r": 5}, AdapterMismatch, r"not those of whole experts of rank 5"),
-        ("all experts", {"use_dora": True}, AdapterFormatError, "'use_dora' beside target_parameters"),
+        ("all experts", {"r": 5}, AdapterMismatch, r"do not divide into experts of rank 5"),
+        ("all experts", {"use_dora": True}, AdapterFormatError, "'use_dora' with target_parameters"),
         ("all experts", {"target_parameters": [*PARAMETERS, "w1"]}, AdapterMismatch, "names 'w1', which"),
         ("attention", {"target_parameters": PARAMETERS}, AdapterMismatch, "but has no tensors"),
         ("attention", {"target_parameters": "gate_up_proj"}, AdapterFormatError, "must be a list"),

@@ -22,7 +22,7 @@ from app.engine.adapters.base_weight_dedup import BaseWeightDedup
 from app.engine.adapters.formats.arrow import ArrowCard, read_card, write_card
 from app.engine.adapters.formats.convert import write_peft_folder
 from app.engine.adapters.formats.peft import read_peft
-from app.engine.adapters.formats.reading import read_adapter, read_stored
+from app.engine.adapters.formats.reading import read_adapter, read_raw_adapter
 from app.engine.errors import AdapterFormatError, AdapterMismatch
 from app.engine.models.checkpoint import load_checkpoint
 from app.engine.models.weight_names import LM_HEAD
@@ -68,7 +68,7 @@ def logits(kind: str, folder: Path) -> tuple[NDArray[np.float32], NDArray[np.flo
     """(ours, PEFT's)"""
     model = model_of(kind)
     tokens = random_tokens(model)
-    adapter = read_peft(folder, spec_of(model), served=FEATURES)
+    adapter = read_peft(folder, spec_of(model), supported_features=FEATURES)
     return our_logits(model, adapter, tokens), peft_logits(model, folder, tokens)
 
 
@@ -115,12 +115,12 @@ def test_copies_saved_along_leave_a_plain_adapter(tmp_path: Path, kind: str) -> 
     checkpoint = load_checkpoint(tmp_path / "base")
     folder = saved(tmp_path / "it", kind, embeddings=True)
     copies = BaseWeightDedup(checkpoint, XLA)
-    lighter = copies.dropped(read_adapter(folder, checkpoint.spec, served=XLA))
+    lighter = copies.without_copies(read_adapter(folder, checkpoint.spec, supported_features=XLA))
     assert not lighter.features
     assert lighter.card.extra_bytes == 0
     changed(folder, lambda tensors: {name: t * (1.5 if t.shape[0] == 96 else 1) for name, t in tensors.items()})
     with pytest.raises(AdapterMismatch, match="cannot apply trained embedding or trained lm_head"):
-        copies.dropped(read_adapter(folder, checkpoint.spec, served=XLA))
+        copies.without_copies(read_adapter(folder, checkpoint.spec, supported_features=XLA))
 
 
 def test_two_ends_that_differ_are_refused_where_the_base_has_one(tmp_path: Path) -> None:
@@ -129,7 +129,7 @@ def test_two_ends_that_differ_are_refused_where_the_base_has_one(tmp_path: Path)
         lambda tensors: tensors | {f"{PREFIX}{LM_HEAD}": tensors[f"{PREFIX}{LM_HEAD}"] * 2},
     )
     with pytest.raises(AdapterFormatError, match="are one matrix in this base, but the file holds two that differ"):
-        read_peft(folder, spec_of(model_of("tied")), served=FEATURES)
+        read_peft(folder, spec_of(model_of("tied")), supported_features=FEATURES)
 
 
 def test_a_lone_matrix_needs_its_base_to_be_understood(tmp_path: Path) -> None:
@@ -140,7 +140,7 @@ def test_a_lone_matrix_needs_its_base_to_be_understood(tmp_path: Path) -> None:
         folder = changed(saved(tmp_path / kind, kind, embeddings=True), without_head)
         assert_pefts(kind, folder)
         with pytest.raises(AdapterFormatError, match="name the base with --base"):
-            read_stored(folder, None)
+            read_raw_adapter(folder, None)
 
 
 @pytest.mark.parametrize("options", [{}, {"trainable_token_indices": [9, 5]}], ids=str)
@@ -148,17 +148,18 @@ def test_a_lone_matrix_needs_its_base_to_be_understood(tmp_path: Path) -> None:
 def test_embeddings_saved_along_survive_conversion(tmp_path: Path, kind: str, options: dict[str, Any]) -> None:
     folder = saved(tmp_path / "it", kind, embeddings=True, **options)
     spec = spec_of(model_of(kind))
-    stored = read_stored(folder, spec)
+    stored = read_raw_adapter(folder, spec)
     write_card(tmp_path / "it.lora.arrow", ArrowCard("it", stored, {}))
-    card = read_card(tmp_path / "it.lora.arrow").stored
+    card = read_card(tmp_path / "it.lora.arrow").raw
     write_peft_folder(tmp_path / "again", card)
-    digests = {build_adapter(one, spec, served=FEATURES).card.digest for one in (stored, card)}
-    assert digests == {read_adapter(folder, spec, served=FEATURES).card.digest}
+    digests = {build_adapter(one, spec, supported_features=FEATURES).card.digest for one in (stored, card)}
+    assert digests == {read_adapter(folder, spec, supported_features=FEATURES).card.digest}
     if not options:  # PEFT combines no token rows with a module that is saved whole
         model, tokens = model_of(kind), random_tokens(model_of(kind))
-        again = read_peft(tmp_path / "again", spec, served=FEATURES)
+        again = read_peft(tmp_path / "again", spec, supported_features=FEATURES)
         np.testing.assert_array_equal(
-            our_logits(model, again, tokens), our_logits(model, read_peft(folder, spec, served=FEATURES), tokens)
+            our_logits(model, again, tokens),
+            our_logits(model, read_peft(folder, spec, supported_features=FEATURES), tokens),
         )
 
 
@@ -176,11 +177,11 @@ def test_embeddings_saved_along_survive_conversion(tmp_path: Path, kind: str, op
 )
 def test_names_that_peft_reads_are_read(tmp_path: Path, options: dict[str, Any], old: str, new: str) -> None:
     folder = saved(tmp_path, "untied", **options)
-    digest = read_peft(folder, spec_of(model_of("untied")), served=FEATURES).card.digest
+    digest = read_peft(folder, spec_of(model_of("untied")), supported_features=FEATURES).card.digest
     changed(folder, lambda tensors: {name.replace(old, new): t for name, t in tensors.items()})
     assert any(new in name for name in load_file(folder / "adapter_model.safetensors"))
     assert_pefts("untied", folder)
-    assert read_peft(folder, spec_of(model_of("untied")), served=FEATURES).card.digest == digest
+    assert read_peft(folder, spec_of(model_of("untied")), supported_features=FEATURES).card.digest == digest
 
 
 @pytest.mark.parametrize(
@@ -194,7 +195,7 @@ def test_names_that_peft_drops_are_refused(tmp_path: Path, old: str, new: str, m
     folder = saved(tmp_path, "untied", use_dora=True)
     changed(folder, lambda tensors: {name.replace(old, new): t for name, t in tensors.items()})
     with pytest.raises(AdapterFormatError, match=message):
-        read_peft(folder, spec_of(model_of("untied")), served=FEATURES)
+        read_peft(folder, spec_of(model_of("untied")), supported_features=FEATURES)
 
 
 def test_a_tensor_under_two_names_is_refused(tmp_path: Path) -> None:
@@ -208,24 +209,24 @@ def test_a_tensor_under_two_names_is_refused(tmp_path: Path) -> None:
     ("name", "message"),
     [
         ("model.norm.weight", "is not selected by bias or modules_to_save"),
-        ("lm_head.original_module.weight", "modules_to_save names it not"),
-        ("lm_head.modules_to_save.weight", "modules_to_save names it not"),
-        ("lm_head.token_adapter.base_layer.weight", "has no rows beside it"),
+        ("lm_head.original_module.weight", "modules_to_save does not name it"),
+        ("lm_head.modules_to_save.weight", "modules_to_save does not name it"),
+        ("lm_head.token_adapter.base_layer.weight", "comes without its trained rows"),
     ],
 )
 def test_whole_tensors_that_nothing_asks_for_are_refused(tmp_path: Path, name: str, message: str) -> None:
     folder = changed(saved(tmp_path, "untied"), lambda tensors: tensors | {PREFIX + name: torch.ones(96, 32)})
     with pytest.raises(AdapterFormatError, match=message):
-        read_peft(folder, spec_of(model_of("untied")), served=FEATURES)
+        read_peft(folder, spec_of(model_of("untied")), supported_features=FEATURES)
 
 
 def test_float64_is_rounded_as_peft_rounds_it(tmp_path: Path) -> None:
     folder = saved(tmp_path / "it", "untied")
     changed(folder, lambda tensors: {name: t.double() * (1 + 1e-9) for name, t in tensors.items()})
     assert_pefts("untied", folder)
-    stored = read_stored(folder, None)
+    stored = read_raw_adapter(folder, None)
     write_card(tmp_path / "it.lora.arrow", ArrowCard("it", stored, {}))
-    assert read_card(tmp_path / "it.lora.arrow").stored == stored
+    assert read_card(tmp_path / "it.lora.arrow").raw == stored
     changed(folder, lambda tensors: {name: t * 1e300 for name, t in tensors.items()})
     with pytest.raises(AdapterFormatError, match="inf"):
         read_peft(folder, spec_of(model_of("untied")))

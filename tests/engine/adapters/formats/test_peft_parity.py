@@ -17,7 +17,7 @@ from app.engine.adapters.adapter import FEATURES, MAY_BE_COPIES, LoraKey
 from app.engine.adapters.formats.arrow import ArrowCard, read_card, write_card
 from app.engine.adapters.formats.convert import write_peft_folder
 from app.engine.adapters.formats.peft import read_peft
-from app.engine.adapters.formats.reading import read_adapter, read_stored
+from app.engine.adapters.formats.reading import read_adapter, read_raw_adapter
 from app.engine.cpu.backend import CpuBackend
 from app.engine.errors import AdapterMismatch
 from tests.engine.adapters.parity import (
@@ -165,7 +165,7 @@ def _check(family: str, folder: Path) -> float:
     """Our logits are PEFT's, by plain formulas and from the engine; returns how far both are from the base's."""
     model = _model(family)
     tokens = random_tokens(model)
-    adapter = read_peft(folder, spec_of(model), served=FEATURES)
+    adapter = read_peft(folder, spec_of(model), supported_features=FEATURES)
     expected = peft_logits(model, folder, tokens)
     base = base_logits(model, tokens)
     np.testing.assert_allclose(our_logits(model, adapter, tokens), expected, rtol=0, atol=TOLERANCE)
@@ -189,26 +189,26 @@ def test_option_beyond_plain_lora_gives_pefts_logits(tmp_path: Path, family: str
             tensors[name] *= 1.1
     save_file(tensors, weights)
     assert _check(family, folder) > 1e-3
-    needed = read_peft(folder, spec_of(model), served=FEATURES).features
+    needed = read_peft(folder, spec_of(model), supported_features=FEATURES).features
     assert needed >= (features if family == "qwen2" else features - {"trained biases"})
     for feature in needed - MAY_BE_COPIES:  # of these BaseWeightDedup decides
         with pytest.raises(AdapterMismatch, match=feature):
-            read_peft(folder, spec_of(model), served=FEATURES - {feature})
-    assert read_peft(folder, spec_of(model), served=needed).features == needed
+            read_peft(folder, spec_of(model), supported_features=FEATURES - {feature})
+    assert read_peft(folder, spec_of(model), supported_features=needed).features == needed
     _check_round_trip(model, folder)
 
 
 def _check_round_trip(model: Any, folder: Path) -> None:
     """Folder -> card -> folder: PEFT finds the same tensors and gives the same logits, to the bit."""
     card, again, tokens = folder.parent / "it.lora.arrow", folder.parent / "again", random_tokens(model)
-    write_card(card, ArrowCard("it", read_stored(folder, None), {}))
-    write_peft_folder(again, read_card(card).stored)
+    write_card(card, ArrowCard("it", read_raw_adapter(folder, None), {}))
+    write_peft_folder(again, read_card(card).raw)
     before, after = (load_file(path / "adapter_model.safetensors") for path in (folder, again))
     assert before.keys() == after.keys()
     assert all(torch.equal(before[name], after[name]) for name in before)
     np.testing.assert_array_equal(peft_logits(model, again, tokens), peft_logits(model, folder, tokens))
     spec = spec_of(model)
-    digests = {read_adapter(path, spec, served=FEATURES).card.digest for path in (folder, card, again)}
+    digests = {read_adapter(path, spec, supported_features=FEATURES).card.digest for path in (folder, card, again)}
     assert len(digests) == 1
 
 

@@ -41,7 +41,7 @@ def test_unpacking_restores_every_weight_as_a_view() -> None:
 
 @pytest.mark.parametrize("features", [("lora_bias", "saved", "rows"), ("dora",), ("embedding",)])
 def test_what_goes_beyond_plain_lora_is_packed_too(tmp_path: Path, features: tuple[str, ...]) -> None:
-    adapter = read_peft(write_peft(tmp_path, *peft_beyond(SPEC, features=features)), SPEC, served=FEATURES)
+    adapter = read_peft(write_peft(tmp_path, *peft_beyond(SPEC, features=features)), SPEC, supported_features=FEATURES)
     assert len(adapter.features) == len(features)
     header, arrays = pack_adapter(adapter)
     restored = unpack_adapter(pickle.loads(pickle.dumps(header)), arrays)

@@ -21,7 +21,7 @@ import pytest
 from app.engine.adapters.adapter import FEATURES
 from app.engine.adapters.card import AdapterCard
 from app.engine.adapters.formats.arrow import CARD_SUFFIX, ArrowCard, write_card
-from app.engine.adapters.formats.peft import read_peft, read_peft_stored
+from app.engine.adapters.formats.peft import read_peft, read_raw_peft
 from app.engine.adapters.formats.reading import read_adapter
 from app.engine.adapters.limits import ReadLimits
 from app.engine.adapters.sandbox import reader_process as reading_process
@@ -87,7 +87,7 @@ def folder(tmp_path: Path) -> Path:
 def test_a_good_adapter_arrives_whole(folder: Path, validator: Validator) -> None:
     expected = read_peft(folder, SPEC)
     card = folder.parent / f"adapter{CARD_SUFFIX}"
-    write_card(card, ArrowCard("a", read_peft_stored(folder, SPEC), {}))
+    write_card(card, ArrowCard("a", read_raw_peft(folder, SPEC), {}))
     for path in (folder, card):
         header, arrays = validator.read(path, SPEC)
         assert not arrays[0].flags.writeable
@@ -102,10 +102,10 @@ def test_a_good_adapter_arrives_whole(folder: Path, validator: Validator) -> Non
 @pytest.mark.parametrize("features", [("lora_bias", "saved", "rows"), ("dora",), ("embedding",)])
 def test_what_goes_beyond_plain_lora_arrives_too(tmp_path: Path, features: tuple[str, ...]) -> None:
     folder = write_peft(tmp_path, *peft_beyond(SPEC, features=features))
-    validator = Validator(served=FEATURES)
+    validator = Validator(supported_features=FEATURES)
     header, arrays = validator.read(folder, SPEC)
     validator.close()
-    got, expected = unpack_adapter(header, arrays), read_peft(folder, SPEC, served=FEATURES)
+    got, expected = unpack_adapter(header, arrays), read_peft(folder, SPEC, supported_features=FEATURES)
     assert got.features == expected.features
     assert got.card == expected.card
     for name, (ids, rows) in expected.token_rows.items():
@@ -191,7 +191,7 @@ def test_memory_is_bounded(folder: Path) -> None:
 
 
 def test_time_is_bounded_and_not_a_verdict(folder: Path) -> None:
-    validator = Validator(child=ReaderLimits(base_s=0.0, bytes_per_s=1e12))
+    validator = Validator(reader_limits=ReaderLimits(base_s=0.0, bytes_per_s=1e12))
     for _ in range(2):
         with pytest.raises(AdapterReadFailed, match="stopped"):
             validator.read(folder, SPEC)
@@ -216,8 +216,8 @@ def crashing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, code: str) -> None
 @pytest.mark.parametrize(
     ("code", "error", "says"),
     [
-        ("r.read_adapter = lambda *_: os.kill(os.getpid(), signal.SIGSEGV)", AdapterReadFailed, "without a verdict"),
-        ("r.read_adapter = lambda *_: os._exit(0)", AdapterReadFailed, "without a verdict"),
+        ("r.read_adapter = lambda *_: os.kill(os.getpid(), signal.SIGSEGV)", AdapterReadFailed, "without a result"),
+        ("r.read_adapter = lambda *_: os._exit(0)", AdapterReadFailed, "without a result"),
         ("r.read_adapter = lambda *_: 1 / 0", AdapterFormatError, "ZeroDivisionError"),
         ("r.read_adapter = lambda *_: bytes(1 << 40)", AdapterTooLarge, "memory"),
         (
@@ -259,8 +259,8 @@ def test_a_reader_waits_with_the_last_adapters_memory_at_hand(folder: Path) -> N
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
 
     def waiting() -> int:
-        assert process._waiting is not None
-        until(lambda: os.fstat(process._waiting.shared).st_blocks * 512 >= first.size_bytes)
+        assert process._preforked is not None
+        until(lambda: os.fstat(process._preforked.shared).st_blocks * 512 >= first.size_bytes)
         until(lambda: len(children.read_text().split()) == 1)  # the one that read has ended
         return int(children.read_text())
 
@@ -333,7 +333,8 @@ def test_the_warm_process_ends_with_its_server() -> None:
 
 
 def test_the_warm_process_does_not_load_torch() -> None:
-    code = "import app.engine.adapters.sandbox.reader_process, sys; print(sorted({'torch', 'ray', 'jax'} & set(sys.modules)))"
+    code = "import app.engine.adapters.sandbox.reader_process, sys; "
+    code += "print(sorted({'torch', 'ray', 'jax'} & set(sys.modules)))"
     output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert output.stdout.strip() == "[]"
 
@@ -374,7 +375,7 @@ def test_what_the_machine_could_not_read_is_not_the_adapters_fault(
     path = folder
     if is_card:
         path = folder.parent / f"adapter{CARD_SUFFIX}"
-        write_card(path, ArrowCard("a", read_peft_stored(folder, SPEC), {}))
+        write_card(path, ArrowCard("a", read_raw_peft(folder, SPEC), {}))
     with monkeypatch.context() as patch:
         patch.setattr("pyarrow.memory_map" if is_card else "app.engine.adapters.limits.os.open", fail)
         with pytest.raises(AdapterReadFailed, match=os.strerror(number)):

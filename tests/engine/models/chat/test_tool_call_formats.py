@@ -27,7 +27,7 @@ def test_a_template_says_its_form(template: str | None, form: object) -> None:
 
 
 def test_a_form_that_is_not_known_is_refused() -> None:
-    with pytest.raises(InvalidRequest, match="not known here"):
+    with pytest.raises(InvalidRequest, match="format is unknown"):
         tool_format("{% for tool in tools %}<function={{ tool.name }}>{% endfor %}")
 
 

@@ -152,8 +152,8 @@ def test_a_part_that_the_index_lacks_leaves_no_file(tmp_path: Path) -> None:
     [
         ("pypi://a{1..3}==1.0/b{1..2}", r"have \[2, 3\] numbers"),
         ("pypi://a{3..1}==1.0/b", r"have \[-1\] numbers"),
-        ("pypi://a{1..2}==1.0/b{1..2}/", "names no file"),
-        ("pypi://a{1..2}==1.0/{1..2}", "names no file"),
+        ("pypi://a{1..2}==1.0/b{1..2}/", "is not a file name"),
+        ("pypi://a{1..2}==1.0/{1..2}", "is not a file name"),
     ],
 )
 def test_ranges_that_make_no_file_are_refused(uri: str, message: str, tmp_path: Path) -> None:

@@ -268,7 +268,7 @@ def test_every_other_type_is_read_as_the_package_reads_it(kind: Kind, num_rows: 
     writer.write_tensors_to_file()
     writer.close()
     with np.errstate(all="ignore"):  # random scales may be infinite or no number
-        values, wanted = read_gguf(tmp_path / "m.gguf").dequantised("t"), gguf.dequantize(raw, kind)
+        values, wanted = read_gguf(tmp_path / "m.gguf").dequantize("t"), gguf.dequantize(raw, kind)
     assert values.shape == (num_rows, 512)
     np.testing.assert_array_equal(values, wanted)
 

@@ -205,7 +205,9 @@ def test_mxfp4_blocks_are_those_of_a_folder_in_another_order(tmp_path: Path) -> 
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    np.testing.assert_array_equal(read_gguf(tmp_path / "m.gguf").dequantised("t"), gpt_oss.dequantised(blocks, scales))
+    np.testing.assert_array_equal(
+        read_gguf(tmp_path / "m.gguf").dequantize("t"), gpt_oss.dequantize_mxfp4(blocks, scales)
+    )
 
 
 @pytest.mark.parametrize(

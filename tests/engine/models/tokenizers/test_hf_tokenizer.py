@@ -16,7 +16,7 @@ from transformers import AutoTokenizer
 from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING_NAMES, tokenizer_class_from_name
 
 from app.engine.errors import CheckpointError
-from app.engine.models.tokenizers.hf_tokenizer_classes import CLASSES, NOT_FOLLOWED, PLAIN
+from app.engine.models.tokenizers.hf_tokenizer_classes import CLASSES, PLAIN, UNSUPPORTED_CLASSES
 from app.engine.models.tokenizers.tokenizer import load_tokenizer
 from tests.budgets import examples
 from tests.engine.models.lines import random_lines
@@ -344,7 +344,7 @@ def test_every_class_of_transformers_is_followed_plain_or_refused() -> None:
         if found is base or not is_tokenizer:
             continue
         rebuilds = not issubclass(found, base) or "__init__" in vars(found)
-        assert rebuilds == (name in CLASSES or name in NOT_FOLLOWED), name
+        assert rebuilds == (name in CLASSES or name in UNSUPPORTED_CLASSES), name
 
 
 def test_a_class_that_is_not_followed_is_refused_by_name(tmp_path: Path) -> None:

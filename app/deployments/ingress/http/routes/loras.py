@@ -29,7 +29,7 @@ from app.deployments.ingress.schemas.response_model import PageResponse
 from app.deployments.ingress.serializers.loras import adapter_body, description_body, job_body, unload_body
 from app.deployments.ingress.service import IngressService
 from app.deployments.registry.models import UPLOADED, AliasEntry, CatalogEntry, LoadRequest, Registration, cannot_pin
-from app.engine.adapters.combining.combination import shown_source
+from app.engine.adapters.combining.combination import display_source
 from app.engine.errors import InvalidRequest, QueueFull
 from app.redaction import holds_key
 
@@ -40,8 +40,8 @@ def _load_request(body: RegisterAdapterBody, caller: Principal, service: Ingress
         return load_request(caller, body.name, body.path, body.pinned, body.traffic_weight, body.description)
     if body.compose is None or body.path is not None:
         raise InvalidRequest("give either path, where the adapter is, or compose, what it is made of", param="path")
-    composition = service.preprocessor.resolver.combine(body.compose.adapters, caller, recipe=body.compose.recipe)
-    return compose_request(caller, body.name, composition, body.pinned, body.traffic_weight, body.description)
+    combination = service.preprocessor.resolver.combine(body.compose.adapters, caller, recipe=body.compose.recipe)
+    return compose_request(caller, body.name, combination, body.pinned, body.traffic_weight, body.description)
 
 
 def _registration(load: LoadRequest) -> Registration:
@@ -145,7 +145,7 @@ def _add_adapter_routes(routes: APIRouter, service: IngressService) -> None:
             {
                 "id": item.ref.generation,
                 "digest": item.ref.digest,
-                "path": shown_source(item.ref.uri),
+                "path": display_source(item.ref.uri),
                 "max_rank": item.max_rank,
                 "size_bytes": item.size_bytes,
                 "created": int(item.registered_s),

@@ -17,7 +17,7 @@ from app.deployments.ingress.schemas.response_model import PageResponse
 from app.deployments.ingress.service import IngressService
 from app.deployments.registry.feed.view import Entry
 from app.deployments.registry.models import DEFAULT_TENANT, AliasEntry
-from app.engine.adapters.combining.combination import is_composition
+from app.engine.adapters.combining.combination import is_combination
 from app.engine.errors import NotFound
 
 
@@ -101,7 +101,7 @@ def model_of(service: IngressService, entry: Entry, caller: Principal) -> dict[s
         if entry.tenant_id in (caller.tenant_id, DEFAULT_TENANT):
             root = max(entry.targets, key=lambda target: target.weight).name
     else:
-        is_public = "://" in entry.source and not is_composition(entry.source) and entry.tenant_id == caller.tenant_id
+        is_public = "://" in entry.source and not is_combination(entry.source) and entry.tenant_id == caller.tenant_id
         created, root = entry.registered_s, entry.source if is_public else entry.name
         if entry.invocation_tokens:
             activation = {"alora_invocation_tokens": [*entry.invocation_tokens]}
