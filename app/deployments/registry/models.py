@@ -301,7 +301,7 @@ def check_name(name: str) -> None:
 def cannot_pin(name: str) -> InvalidRequest:
     """What to raise for a pin of contents that nobody has read: how much they take is not known."""
     return InvalidRequest(
-        f"adapter {name!r} is not read yet and cannot be pinned; load it first: POST /v1/loras/{name}/read",
+        f"adapter {name!r} is not loaded yet and cannot be pinned; load it first: POST /v1/loras/{name}/load",
         param="pinned",
     )
 

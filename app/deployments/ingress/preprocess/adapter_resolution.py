@@ -84,7 +84,7 @@ class AdapterResolver:
         except _Unread as unread:
             name = unread.ref.name
             raise InvalidRequest(
-                f"adapter {name!r} is not read yet; load it first: POST /v1/loras/{name}/read", param="adapters"
+                f"adapter {name!r} is not loaded yet; load it first: POST /v1/loras/{name}/load", param="adapters"
             ) from None
 
     def _combined(

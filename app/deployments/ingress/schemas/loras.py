@@ -14,17 +14,17 @@ from app.deployments.registry.models import MAX_REGISTRATIONS
 
 
 class RegisterAdapterBody(Body):
-    """`path`: where the adapter is; or `combine`: the registered adapters that it is made of.
+    """`path`: where the adapter is; or `compose`: the registered adapters that it is made of.
 
-    `wait`: answer when the adapter is served, or with what made it fail, instead of at once. `read` false: only know
-    the name and its place; the first request for it has it read.
+    `wait`: answer when the adapter is served, or with what made it fail, instead of at once. `lazy`: register only the name
+    and its place; the first request for it loads the adapter.
     """
 
     name: str
     path: str | None = None
     compose: ComposeBody | None = None
     wait: bool = False
-    read: bool = True
+    lazy: bool = False
     pinned: bool | None = None
     traffic_weight: TrafficWeight | None = None
     description: str | None = None

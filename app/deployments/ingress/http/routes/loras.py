@@ -50,12 +50,12 @@ def _registration(load: LoadRequest) -> Registration:
     return Registration(load.name, load.source, load.traffic_weight, load.description)
 
 
-async def _register_unread(
+async def _register_lazily(
     body: RegisterAdapterBody, load: LoadRequest, caller: Principal, service: IngressService
 ) -> Response:
     """Raises InvalidRequest for what only contents that are known can have."""
     if body.compose is not None:
-        raise InvalidRequest("read is false, but a combination is made when it is registered", param="read")
+        raise InvalidRequest("lazy is true, but a combination is made when it is registered; leave lazy out", param="lazy")
     if body.pinned:
         raise cannot_pin(body.name)
     store = service.management.store
@@ -85,8 +85,8 @@ def _add_registering_routes(routes: APIRouter, service: IngressService) -> None:
         """Load an adapter: 202 and a job, or with wait=true the adapter."""
         caller = http_principal(request)
         load = _load_of(body, caller, service)
-        if not body.read:
-            return await _register_unread(body, load, caller, service)
+        if body.lazy:
+            return await _register_lazily(body, load, caller, service)
         if body.wait if query.wait is None else query.wait:
             job, entry = await service.management.store.load_and_wait(load)
             return JSONResponse(adapter_body(entry) | {"job": job_body(job)}, status_code=201)
@@ -110,9 +110,9 @@ def _add_registering_routes(routes: APIRouter, service: IngressService) -> None:
 def _add_named_routes(routes: APIRouter, service: IngressService) -> None:
     """What is said of one adapter, and done with it."""
 
-    @routes.post("/v1/loras/{name}/read", response_model=Lora)
-    async def read(name: str, request: Request) -> Response:
-        """Have a registered adapter read before a request needs it; answers when it is served."""
+    @routes.post("/v1/loras/{name}/load", response_model=Lora)
+    async def load(name: str, request: Request) -> Response:
+        """Load a registered adapter before a request needs it; answers when it is served."""
         caller = http_principal(request)
         job, entry = await service.management.store.read(name, tenant_id=caller.tenant_id, who=caller.who)
         return JSONResponse(adapter_body(entry) | {"job": None if job is None else job_body(job)})
