@@ -14,7 +14,7 @@ from app.deployments.object_storage.storage import Storage
 from app.deployments.registry.catalog import Catalog
 from app.deployments.registry.db.database import sqlite_url
 from app.deployments.registry.feed.view import RegistryView
-from app.deployments.registry.jobs.auto_registration import AutoRegistration, SourcePaths
+from app.deployments.registry.jobs.auto_registration import AutoRegistration, ResolverSettings
 from app.deployments.registry.jobs.lazy_registrations import LazyRegistrations
 from app.deployments.registry.models import (
     DEFAULT_TENANT,
@@ -128,7 +128,7 @@ class FakeStore:
     def host(self, source: str) -> str:
         return source.rpartition("/")[0]
 
-    async def expect(self, ref: AdapterRef) -> None:
+    async def prefetch(self, ref: AdapterRef) -> None:
         """What is read ahead makes no difference here."""
 
     def failure(self, ref: AdapterRef) -> Failure | None:
@@ -155,12 +155,14 @@ class ManagedStore:
         self.registry, self.store = registry, store
         registry.catalog.check_quota = AdapterQuota(registry.database.base_digest)
         self.events = TierEvents()
-        store.on_read = self.events.reached
+        store.on_read = self.events.on_progress
         self.lifecycle = RegistryService(registry, store, self.events, reserved_names=("base",), clock=clock)
-        self.resolution = AutoRegistration(registry, store, self.lifecycle, FailureBackoff(clock), SourcePaths(), clock)
+        self.resolution = AutoRegistration(
+            registry, store, self.lifecycle, FailureBackoff(clock), ResolverSettings(), clock
+        )
         self.unread = LazyRegistrations(registry, self.lifecycle, FailureBackoff(clock))
         parts = StoreParts(
-            registry, self.lifecycle, store, (), self.unread, resolution=self.resolution, uploads=uploads
+            registry, self.lifecycle, store, (), self.unread, auto_registration=self.resolution, uploads=uploads
         )
         self.client = actor_proxy(StoreService[Any], Here(StoreService(parts, lambda: None)))
         self.view = RegistryView()

@@ -56,7 +56,7 @@ class AdapterAdmin:
 
     async def take_up(self) -> None:
         """Go on with unloads whose ingress has ended, and with those that could not be ended."""
-        for unload in await self.store.left_unloads(tuple(self._draining)):
+        for unload in await self.store.orphaned_unloads(tuple(self._draining)):
             self._tasks.start(self._drain(unload))
 
     async def close(self) -> None:

@@ -28,8 +28,8 @@ from app.deployments.object_storage.models import (
     NewBatch,
     StorageQuotaExceeded,
     StoredFile,
-    no_purpose,
     not_found_error,
+    unsupported_purpose_error,
 )
 from app.deployments.registry.db.database import Database
 from app.deployments.registry.db.storage_tables import batch_lines, batches, files
@@ -43,7 +43,7 @@ _FIELDS = (
 )  # fmt: skip
 
 
-class _Seen(NamedTuple):
+class _LeaseSighting(NamedTuple):
     """What the row of a batch that is worked on says, and since when, by the clock of whoever looks."""
 
     owner: str
@@ -55,23 +55,23 @@ class BatchStore:
     """Raises NotFound for what the tenant does not have. `monotonic` gives seconds that no change of the time moves."""
 
     def __init__(
-        self, database: Database, file_books: FileStore, monotonic: Callable[[], float] = time.monotonic
+        self, database: Database, file_store: FileStore, monotonic: Callable[[], float] = time.monotonic
     ) -> None:
         self._database = database
-        self._files = file_books
+        self._files = file_store
         self._monotonic = monotonic
-        self._seen: dict[str, _Seen] = {}  # batches that were worked on at the last look
+        self._seen: dict[str, _LeaseSighting] = {}  # batches that were worked on at the last look
 
-    def create(self, wanted: NewBatch) -> Batch:
+    def create(self, new_batch: NewBatch) -> Batch:
         """Raises StorageQuotaExceeded while the tenant has `desired_replicas.max_open` batches that have not ended."""
         now_s = self._database.clock()
         with self._database.write() as connection:
-            row = self._files.row(connection, wanted.input_file_id, wanted.tenant_id)
+            row = self._files.row(connection, new_batch.input_file_id, new_batch.tenant_id)
             if row["purpose"] != "batch":
-                raise no_purpose(row["purpose"])
-            mine = (*self._ours(), batches.c.tenant_id == wanted.tenant_id, batches.c.status.in_(OPEN))
+                raise unsupported_purpose_error(row["purpose"])
+            mine = (*self._ours(), batches.c.tenant_id == new_batch.tenant_id, batches.c.status.in_(OPEN))
             num_open = connection.scalar(select(func.count()).select_from(batches).where(*mine)) or 0
-            if num_open >= wanted.max_open:
+            if num_open >= new_batch.max_open:
                 raise StorageQuotaExceeded(
                     f"{num_open} batches have not ended, as many as storage.max_open_batches allows; wait for one, or "
                     "cancel one"
@@ -81,24 +81,24 @@ class BatchStore:
                 insert(batches).values(
                     base_digest=self._database.base_digest,
                     id=batch_id,
-                    tenant_id=wanted.tenant_id,
-                    key_id=wanted.key_id,
-                    endpoint=wanted.endpoint,
-                    input_file_id=wanted.input_file_id,
+                    tenant_id=new_batch.tenant_id,
+                    key_id=new_batch.key_id,
+                    endpoint=new_batch.endpoint,
+                    input_file_id=new_batch.input_file_id,
                     status="validating",
                     created_s=now_s,
-                    expires_s=now_s + wanted.window_s,
-                    output_life_s=wanted.output_life_s,
+                    expires_s=now_s + new_batch.window_s,
+                    output_life_s=new_batch.output_life_s,
                     num_lines=0,
                     num_completed=0,
                     num_failed=0,
-                    note=wanted.note,
+                    note=new_batch.note,
                     errors="[]",
                     owner="",
                     lease_s=0.0,
                 )
             )
-            return _batch(self._row(connection, batch_id, wanted.tenant_id))
+            return _batch(self._row(connection, batch_id, new_batch.tenant_id))
 
     def get(self, batch_id: str, *, tenant_id: str) -> Batch:
         with self._database.read() as connection:
@@ -129,11 +129,11 @@ class BatchStore:
     def claim(self, holder: str) -> Batch | None:
         """A batch that nobody works on: the oldest of the tenant of whose batches the fewest are worked on."""
         with self._database.read() as connection:  # nearly always there is none
-            free = self._free(self._run_out(connection))
+            free = self._free(self._expired_leases(connection))
             if connection.scalar(select(batches.c.id).where(*self._open(), free).limit(1)) is None:
                 return None
         with self._database.write() as connection:
-            free = self._free(self._run_out(connection))
+            free = self._free(self._expired_leases(connection))
             worked = (
                 select(batches.c.tenant_id, func.sum(case((free, 0), else_=1)).label("num"))
                 .where(*self._open())
@@ -149,19 +149,19 @@ class BatchStore:
             row = connection.execute(query.limit(1)).mappings().first()
             if row is None:
                 return None
-            self._set(connection, row["id"], owner=holder, lease_s=self._renewed())
+            self._set(connection, row["id"], owner=holder, lease_s=self._next_lease_s())
             return _batch(row)
 
     def begin(self, batch_id: str, holder: str, num_lines: int) -> Batch:
         """Its file is well formed."""
         with self._database.write() as connection:
-            row = self._held(connection, batch_id, holder)
+            row = self._leased_row(connection, batch_id, holder)
             if row["status"] == "validating":
                 status, began_s = "in_progress", self._database.clock()
                 self._set(connection, batch_id, status=status, began_s=began_s, num_lines=num_lines)
-            return _batch(self._held(connection, batch_id, holder))
+            return _batch(self._leased_row(connection, batch_id, holder))
 
-    def answered(self, batch_id: str) -> list[int]:
+    def answered_lines(self, batch_id: str) -> list[int]:
         """The numbers of the lines that have an answer."""
         with self._database.read() as connection:
             return list(connection.scalars(select(batch_lines.c.number).where(*self._lines(batch_id))))
@@ -169,7 +169,7 @@ class BatchStore:
     def answer(self, batch_id: str, holder: str, lines: Sequence[LineResult]) -> Batch:
         """Write answers down, and renew the lease; none may be given."""
         with self._database.write() as connection:
-            row = self._held(connection, batch_id, holder)
+            row = self._leased_row(connection, batch_id, holder)
             numbers = [line.number for line in lines]
             there = select(batch_lines.c.number).where(*self._lines(batch_id), batch_lines.c.number.in_(numbers))
             known = set(connection.scalars(there)) if lines else set()
@@ -182,18 +182,18 @@ class BatchStore:
             self._set(
                 connection,
                 batch_id,
-                lease_s=self._renewed(),
+                lease_s=self._next_lease_s(),
                 num_failed=row["num_failed"] + num_failed,
                 num_completed=row["num_completed"] + len(new) - num_failed,
             )
-            return _batch(self._held(connection, batch_id, holder))
+            return _batch(self._leased_row(connection, batch_id, holder))
 
     def finish(self, batch_id: str, holder: str, status: BatchStatus, errors: str = "[]") -> Batch:
         """The last status: its answers become files."""
         now_s = self._database.clock()
         with self._database.write() as connection:
-            row = self._held(connection, batch_id, holder)
-            made: dict[str, str] = {}
+            row = self._leased_row(connection, batch_id, holder)
+            file_ids: dict[str, str] = {}
             for is_error, column in ((False, "output_file_id"), (True, "error_file_id")):
                 lines = (*self._lines(batch_id), batch_lines.c.is_error == is_error)
                 size = select(func.count(), func.sum(func.length(batch_lines.c.line) + 1)).where(*lines)
@@ -205,8 +205,10 @@ class BatchStore:
                     file = StoredFile(id_, name, "batch_output", size_bytes, now_s, life_s, batch_id, is_error)
                     num_parts = -(-row["num_lines"] // PART_LINES)
                     self._files.insert(connection, row["tenant_id"], file, num_parts=num_parts)
-                    made[column] = id_
-            self._set(connection, batch_id, status=status, ended_s=now_s, errors=errors, lease_s=0.0, owner="", **made)
+                    file_ids[column] = id_
+            self._set(
+                connection, batch_id, status=status, ended_s=now_s, errors=errors, lease_s=0.0, owner="", **file_ids
+            )
             return _batch(self._row(connection, batch_id, row["tenant_id"]))
 
     def release(self, holder: str) -> None:
@@ -226,24 +228,24 @@ class BatchStore:
         connection.execute(delete(files).where(files.c.base_digest == base_digest, files.c.batch_id.in_(ids)))
         connection.execute(delete(batches).where(*self._ours(), batches.c.id.in_(ids)))
 
-    def _run_out(self, connection: Connection) -> list[str]:
+    def _expired_leases(self, connection: Connection) -> list[str]:
         """Batches whose rows say the same as `LEASE_S` ago: nothing was heard of their processes since."""
         query = select(batches.c.id, batches.c.owner, batches.c.lease_s).where(*self._open(), batches.c.lease_s > 0.0)
         asked_s, rows, before = self._monotonic(), connection.execute(query).all(), self._seen
         told_s = self._monotonic()
-        seen: dict[str, _Seen] = {}
+        seen: dict[str, _LeaseSighting] = {}
         for batch_id, owner, lease_s in rows:
-            new = _Seen(owner, lease_s, told_s)
+            new = _LeaseSighting(owner, lease_s, told_s)
             old = before.get(batch_id, new)
             seen[batch_id] = old if old[:2] == new[:2] else new
         self._seen = seen
         return [batch_id for batch_id, row in seen.items() if asked_s - row.since_s >= LEASE_S]
 
-    def _renewed(self) -> float:
+    def _next_lease_s(self) -> float:
         """Other than before, which is all that counts."""
         return self._database.clock() + LEASE_S
 
-    def _held(self, connection: Connection, batch_id: str, holder: str) -> RowMapping:
+    def _leased_row(self, connection: Connection, batch_id: str, holder: str) -> RowMapping:
         query = select(batches).where(*self._ours(), batches.c.id == batch_id, batches.c.owner == holder)
         row = connection.execute(query).mappings().first()
         if row is None:
@@ -266,8 +268,8 @@ class BatchStore:
     def _open(self) -> tuple[ColumnElement[bool], ...]:
         return (*self._ours(), batches.c.status.in_(OPEN))
 
-    def _free(self, run_out: Collection[str]) -> ColumnElement[bool]:
-        return or_(batches.c.lease_s == 0.0, batches.c.id.in_(run_out))
+    def _free(self, expired: Collection[str]) -> ColumnElement[bool]:
+        return or_(batches.c.lease_s == 0.0, batches.c.id.in_(expired))
 
     def _lines(self, batch_id: str) -> tuple[ColumnElement[bool], ...]:
         return (batch_lines.c.base_digest == self._database.base_digest, batch_lines.c.batch_id == batch_id)

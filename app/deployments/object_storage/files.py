@@ -35,12 +35,12 @@ class FileStore:
         """Make room. Raises StorageQuotaExceeded if the tenant would keep more than `max_bytes`."""
         now_s = self._database.clock()
         with self._database.write() as connection:
-            storage = (
+            used_bytes = (
                 connection.scalar(select(func.sum(files.c.size_bytes)).where(*self._present(tenant_id, now_s))) or 0
             )
-            if storage + size_bytes > max_bytes:
+            if used_bytes + size_bytes > max_bytes:
                 raise StorageQuotaExceeded(
-                    f"the file has {size_bytes} bytes but {max(0, max_bytes - storage)} are left of "
+                    f"the file has {size_bytes} bytes but {max(0, max_bytes - used_bytes)} are left of "
                     f"storage.max_tenant_bytes {max_bytes}; delete files, or have them expire sooner"
                 )
             file = StoredFile(f"file-{secrets.token_hex(12)}", filename, purpose, size_bytes, now_s, now_s + life_s)
@@ -146,7 +146,7 @@ class FileStore:
             )
             return "".join(f"{line}\n" for line in connection.scalars(lines.order_by(batch_lines.c.number))).encode()
 
-    def expired(self, connection: Connection) -> list[RowMapping]:
+    def expired_rows(self, connection: Connection) -> list[RowMapping]:
         """Files that are not there any more, and those that have not come whole."""
         now_s = self._database.clock()
         gone = (files.c.expires_s <= now_s) | (files.c.num_parts.is_(None) & (files.c.created_s <= now_s - ARRIVAL_S))

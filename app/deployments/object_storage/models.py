@@ -124,6 +124,6 @@ def not_found_error(what: str, id_: str) -> NotFound:
     return NotFound(f"there is no {what} {without_keys(id_)[:80]!r}")
 
 
-def no_purpose(purpose: str) -> InvalidRequest:
+def unsupported_purpose_error(purpose: str) -> InvalidRequest:
     """For files that nothing here is done with."""
     return InvalidRequest(f"purpose is {purpose[:40]!r}; files are for batches here: purpose batch", param="purpose")

@@ -29,7 +29,7 @@ class Storage:
     def sweep(self) -> None:
         """Remove what has expired, some of it."""
         with self._database.write() as connection:
-            for row in self.files.expired(connection):
+            for row in self.files.expired_rows(connection):
                 self.files.forget(connection, row)
             self.batches.forget_before(connection, self._database.clock() - BATCH_LIFE_S)
             self.responses.forget_expired(connection)

@@ -15,10 +15,10 @@ from typing import Any
 from sqlalchemy import Connection, Select, and_, insert, select, update
 
 from app.deployments.registry.db.database import Database
-from app.deployments.registry.db.tables import adapters, alias_targets, aliases, named
+from app.deployments.registry.db.tables import adapters, alias_targets, aliases, name_condition
 from app.deployments.registry.event_log import NewEvent, record_audit, record_events
 from app.deployments.registry.feed.view import Entry, Key
-from app.deployments.registry.models import MEANT_STATES, AliasEntry, AliasTarget, AliasVersion
+from app.deployments.registry.models import LIVE_STATES, AliasEntry, AliasTarget, AliasVersion
 from app.engine.errors import InvalidRequest, NotFound
 from app.redaction import without_keys
 
@@ -63,7 +63,7 @@ class Aliases:
 
     def rollback(self, name: str, version: int | None = None, *, tenant_id: str, who: str) -> AliasEntry:
         """Bring back a version, by default the one before the last change. Raises NotFound, InvalidRequest."""
-        key = named(aliases, self._base, tenant_id, name)
+        key = name_condition(aliases, self._base, tenant_id, name)
         with self._database.write() as connection:
             old = connection.execute(select(aliases).where(*key, aliases.c.removed.is_(False))).mappings().first()
             if old is None:
@@ -87,7 +87,7 @@ class Aliases:
 
     def remove(self, name: str, *, tenant_id: str, who: str) -> AliasEntry:
         """Forget an alias; its versions keep counting if it returns. Raises NotFound."""
-        key = named(aliases, self._base, tenant_id, name)
+        key = name_condition(aliases, self._base, tenant_id, name)
         with self._database.write() as connection:
             if not is_alias(connection, self._base, tenant_id, name):
                 raise _absent(name)
@@ -113,7 +113,7 @@ class Aliases:
         """Everything an alias has stood for, newest first. Raises NotFound."""
         query = (
             select(alias_targets.c.version, alias_targets.c.target, alias_targets.c.weight)
-            .where(*named(alias_targets, self._base, tenant_id, name))
+            .where(*name_condition(alias_targets, self._base, tenant_id, name))
             .order_by(alias_targets.c.version.desc(), alias_targets.c.target)
         )
         with self._database.read() as connection:
@@ -129,7 +129,7 @@ class Aliases:
     def _put(
         self, connection: Connection, name: str, targets: Mapping[str, float], tenant_id: str, who: str
     ) -> AliasEntry:
-        key = named(aliases, self._base, tenant_id, name)
+        key = name_condition(aliases, self._base, tenant_id, name)
         place = {"base_digest": self._base, "tenant_id": tenant_id, "name": name}
         if _living(connection, self._base, tenant_id, [name]):
             raise InvalidRequest(f"{name!r} is an adapter; choose another name for the alias", param="name")
@@ -157,12 +157,16 @@ class Aliases:
         return {"updated_s": self._database.clock(), "revision": self._database.next_revision(connection)}
 
     def _entry(self, connection: Connection, tenant_id: str, name: str) -> AliasEntry:
-        row = connection.execute(select(aliases).where(*named(aliases, self._base, tenant_id, name))).mappings().one()
+        row = (
+            connection.execute(select(aliases).where(*name_condition(aliases, self._base, tenant_id, name)))
+            .mappings()
+            .one()
+        )
         return _alias(row, self._targets(connection, tenant_id, name, row["version"]))
 
     def _targets(self, connection: Connection, tenant_id: str, name: str, version: int) -> tuple[AliasTarget, ...]:
         query = select(alias_targets.c.target, alias_targets.c.weight).where(
-            *named(alias_targets, self._base, tenant_id, name), alias_targets.c.version == version
+            *name_condition(alias_targets, self._base, tenant_id, name), alias_targets.c.version == version
         )
         rows = connection.execute(query.order_by(alias_targets.c.target)).all()
         return tuple(AliasTarget(target, weight) for target, weight in rows)
@@ -195,7 +199,9 @@ def changed_aliases(connection: Connection, base_digest: str, after: int) -> lis
 
 
 def is_alias(connection: Connection, base_digest: str, tenant_id: str, name: str) -> bool:
-    query = select(aliases.c.name).where(*named(aliases, base_digest, tenant_id, name), aliases.c.removed.is_(False))
+    query = select(aliases.c.name).where(
+        *name_condition(aliases, base_digest, tenant_id, name), aliases.c.removed.is_(False)
+    )
     return connection.scalar(query) is not None
 
 
@@ -240,7 +246,7 @@ def _living(connection: Connection, base_digest: str, tenant_id: str, names: Seq
         adapters.c.base_digest == base_digest,
         adapters.c.tenant_id == tenant_id,
         adapters.c.name.in_(names),
-        adapters.c.state.in_(MEANT_STATES),
+        adapters.c.state.in_(LIVE_STATES),
     )
     return set(connection.scalars(query))
 

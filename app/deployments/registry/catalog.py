@@ -21,18 +21,18 @@ from app.config import MAX_DESCRIPTION_CHARS
 from app.deployments.registry.aliases import aliases_to, is_alias
 from app.deployments.registry.db.adapter_queries import card_values, entry_of, merged_settings, next_generation, ref_of
 from app.deployments.registry.db.database import Database
-from app.deployments.registry.db.tables import adapters, generations, named, uses
+from app.deployments.registry.db.tables import adapters, generations, name_condition, uses
 from app.deployments.registry.event_log import NewEvent, record_audit, record_events
 from app.deployments.registry.jobs.job_table import cancel_loads, check_turn, insert_job, update_job
 from app.deployments.registry.last_used import forget_use, note_uses
 from app.deployments.registry.models import (
-    MEANT_STATES,
+    LIVE_STATES,
     CatalogEntry,
     Generation,
     LoadRequest,
     RegistryJob,
     State,
-    cannot_pin,
+    cannot_pin_error,
 )
 from app.deployments.registry.pins import PinLimits
 from app.deployments.registry.tier_events import Move
@@ -81,7 +81,7 @@ class Catalog:
 
         `card` is of what was found at `uri`, the canonical form of the request's source. Raises InvalidRequest if an
         alias has the name, AdapterTooLarge if no engine could hold it or if it would be pinned and does not fit,
-        AdapterUnloaded if `job`, the load that it is for, was cancelled, LoadsAhead if another comes before it,
+        AdapterUnloaded if `job`, the load that it is for, was cancelled, EarlierLoadsPending if another comes before it,
         NotReady if another process works on it by now.
         """
         name, tenant_id, who = request.name, request.tenant_id, request.who
@@ -92,7 +92,11 @@ class Catalog:
                 check_turn(connection, self._base, job)
             if is_alias(connection, self._base, tenant_id, name):
                 raise InvalidRequest(f"{name!r} is an alias; remove the alias or choose another name", param="name")
-            old = connection.execute(select(adapters).where(*self._named(adapters, tenant_id, name))).mappings().first()
+            old = (
+                connection.execute(select(adapters).where(*self._name_condition(adapters, tenant_id, name)))
+                .mappings()
+                .first()
+            )
             values = {
                 "state": State.LOADED,
                 "generation": next_generation(old, card.digest),
@@ -114,20 +118,20 @@ class Catalog:
                 forget_use(connection, self._base, old["digest"])
         return entry
 
-    def drain(self, name: str, *, tenant_id: str, who: str) -> UnloadStarted:
+    def begin_unload(self, name: str, *, tenant_id: str, who: str) -> UnloadStarted:
         """Take a name out of service, and cancel the loads of it that were asked for; its generation is remembered.
 
         The job is unfinished until `drained` ends it, unless there was nothing but loads to cancel.
         Raises NotFound, and AdapterBusy while an alias sends requests to it.
         """
-        key = self._named(adapters, tenant_id, name)
+        key = self._name_condition(adapters, tenant_id, name)
         now_s = self._database.clock()
         with self._database.write() as connection:
             cancelled = cancel_loads(connection, self._database, tenant_id, name)
-            query = select(adapters).where(*key, adapters.c.state.in_(MEANT_STATES))
+            query = select(adapters).where(*key, adapters.c.state.in_(LIVE_STATES))
             row = connection.execute(query).mappings().first()
             if row is None and not cancelled:
-                raise not_registered(name)
+                raise not_registered_error(name)
             users = aliases_to(connection, self._base, tenant_id, name)
             if row is not None and users:
                 raise AdapterBusy(
@@ -155,10 +159,10 @@ class Catalog:
             record_events(connection, self._database, [NewEvent("draining", name, tenant_id, generation, digest)])
         return UnloadStarted(entry_of(row), job, cancelled)
 
-    def drained(self, job: RegistryJob) -> RegistryJob:
+    def finish_unload(self, job: RegistryJob) -> RegistryJob:
         """An unload is complete, and so is the name's removal, unless it has been registered again meanwhile."""
         after = replace(job, state=State.REMOVED, updated_s=self._database.clock())
-        key = self._named(adapters, job.tenant_id, job.name)
+        key = self._name_condition(adapters, job.tenant_id, job.name)
         with self._database.write() as connection:
             update_job(connection, after)
             done = connection.execute(
@@ -189,11 +193,11 @@ class Catalog:
         """
         asked = {"pinned": pinned, "traffic_weight": traffic_weight, "description": description}
         changes = {field: value for field, value in asked.items() if value is not None}
-        key = self._named(adapters, tenant_id, name)
+        key = self._name_condition(adapters, tenant_id, name)
         with self._database.write() as connection:
             old = self._living(connection, tenant_id, name)
             if pinned and old["state"] == State.REGISTERED:
-                raise cannot_pin(name)
+                raise cannot_pin_error(name)
             if changes:
                 revision = self._database.next_revision(connection)
                 connection.execute(update(adapters).where(*key).values(**changes, revision=revision))
@@ -210,7 +214,7 @@ class Catalog:
         query = (
             select(adapters, uses.c.last_used_s)
             .outerjoin(uses, _SAME_CONTENTS)
-            .where(*self._named(adapters, tenant_id, name), adapters.c.state.in_(MEANT_STATES))
+            .where(*self._name_condition(adapters, tenant_id, name), adapters.c.state.in_(LIVE_STATES))
         )
         with self._database.read() as connection:
             row = connection.execute(query).mappings().first()
@@ -220,7 +224,7 @@ class Catalog:
         """All names with a meaning, in order: one tenant's, or everybody's."""
         return self._select(*(() if tenant_id is None else (adapters.c.tenant_id == tenant_id,)))
 
-    def pinned(self) -> list[CatalogEntry]:
+    def pinned_entries(self) -> list[CatalogEntry]:
         return self._select(adapters.c.pinned)
 
     def is_used(self, digest: str) -> bool:
@@ -229,7 +233,7 @@ class Catalog:
 
     def generations(self, name: str, *, tenant_id: str) -> list[Generation]:
         """Everything a name has meant, newest first."""
-        query = select(generations).where(*self._named(generations, tenant_id, name))
+        query = select(generations).where(*self._name_condition(generations, tenant_id, name))
         with self._database.read() as connection:
             rows = connection.execute(query.order_by(generations.c.generation.desc())).mappings().all()
         return [
@@ -307,7 +311,7 @@ class Catalog:
     def _write(
         self, connection: Connection, tenant_id: str, name: str, values: Mapping[str, Any], *, is_new: bool
     ) -> CatalogEntry:
-        key = self._named(adapters, tenant_id, name)
+        key = self._name_condition(adapters, tenant_id, name)
         if is_new:
             place = {"base_digest": self._base, "tenant_id": tenant_id, "name": name}
             connection.execute(insert(adapters).values(**place, **values))
@@ -338,14 +342,14 @@ class Catalog:
         return [entry_of(row) for row in rows]
 
     def _living(self, connection: Connection, tenant_id: str, name: str) -> Mapping[Any, Any]:
-        named_so = (*self._named(adapters, tenant_id, name), adapters.c.state.in_(MEANT_STATES))
+        named_so = (*self._name_condition(adapters, tenant_id, name), adapters.c.state.in_(LIVE_STATES))
         row = connection.execute(select(adapters).where(*named_so)).mappings().first()
         if row is None:
-            raise not_registered(name)
+            raise not_registered_error(name)
         return row
 
-    def _named(self, table: Table, tenant_id: str, name: str) -> Sequence[ColumnElement[bool]]:
-        return named(table, self._base, tenant_id, name)
+    def _name_condition(self, table: Table, tenant_id: str, name: str) -> Sequence[ColumnElement[bool]]:
+        return name_condition(table, self._base, tenant_id, name)
 
 
 def _note_generation(connection: Connection, base_digest: str, entry: CatalogEntry, who: str) -> None:
@@ -365,7 +369,7 @@ def _note_generation(connection: Connection, base_digest: str, entry: CatalogEnt
     connection.execute(insert(generations).values(**values))
 
 
-def not_registered(name: str) -> NotFound:
+def not_registered_error(name: str) -> NotFound:
     """What to raise for a name that means nothing."""
     return NotFound(f"no adapter is registered as {without_keys(name)[:80]!r}; GET /v1/loras lists the registered ones")
 

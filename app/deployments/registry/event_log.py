@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from sqlalchemy import Connection, Table, insert, select
 
-from app.deployments.registry.db.database import Database, storable
+from app.deployments.registry.db.database import Database, storable_text
 from app.deployments.registry.db.tables import audit, events
 from app.deployments.registry.models import AuditRecord, Event
 from app.deployments.registry.tier_events import Move
@@ -50,7 +50,7 @@ def record_events(connection: Connection, database: Database, news: Sequence[New
         | {
             "base_digest": database.base_digest,
             "time_s": now_s if item.time_s is None else item.time_s,
-            "detail": item.detail and storable(item.detail),
+            "detail": item.detail and storable_text(item.detail),
         }
         for item in news
     ]

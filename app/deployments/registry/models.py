@@ -51,11 +51,11 @@ class State(StrEnum):
 
 _LOADING = (State.REQUESTED, State.DOWNLOADING, State.VALIDATING, State.ON_DISK, State.ON_HOST)
 #: What is ahead of a load in each state before its last.
-AHEAD: Mapping[State, Sequence[State]] = {state: _LOADING[place + 1 :] for place, state in enumerate(_LOADING)}
+STATES_AHEAD: Mapping[State, Sequence[State]] = {state: _LOADING[place + 1 :] for place, state in enumerate(_LOADING)}
 #: States a job does not leave.
 FINAL_STATES = (State.LOADED, State.REMOVED, State.FAILED)
 #: States of a name that means something.
-MEANT_STATES = (State.LOADED, State.REGISTERED)
+LIVE_STATES = (State.LOADED, State.REGISTERED)
 
 
 @message
@@ -132,7 +132,7 @@ class LoadRequest:
 
 
 @message
-class Registered(NamedTuple):
+class RegistrationCounts(NamedTuple):
     """How many names are new or at another place now, and how many were registered just so before."""
 
     num_changed: int
@@ -298,7 +298,7 @@ def check_name(name: str) -> None:
         )
 
 
-def cannot_pin(name: str) -> InvalidRequest:
+def cannot_pin_error(name: str) -> InvalidRequest:
     """What to raise for a pin of contents that nobody has read: how much they take is not known."""
     return InvalidRequest(
         f"adapter {name!r} is not loaded yet and cannot be pinned; load it first: POST /v1/loras/{name}/load",

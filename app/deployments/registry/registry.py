@@ -47,13 +47,13 @@ class Registry:
         """
         self.database = Database(url, base_digest, clock)
         self.stores = StoreLeases(self.database, actor, monotonic)
-        self.revisions = ChangeQuery(self.database)
+        self.change_query = ChangeQuery(self.database)
         self.catalog = Catalog(self.database, pin_limits, check_quota)
         self.aliases = Aliases(self.database, base_names)
         self.jobs = Jobs(self.database, self.stores.id)
-        self.journal = EventLog(self.database)
+        self.event_log = EventLog(self.database)
 
-    def use(self, pin_limits: PinLimits, base_names: Collection[str]) -> None:
+    def reconfigure(self, pin_limits: PinLimits, base_names: Collection[str]) -> None:
         """Work with other settings from now on."""
         self.catalog.pin_limits = pin_limits
         self.aliases.base_names = frozenset(base_names)

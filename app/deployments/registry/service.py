@@ -15,7 +15,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Protocol
 
-from app.deployments.registry.catalog import not_registered
+from app.deployments.registry.catalog import not_registered_error
 from app.deployments.registry.event_log import MoveWriter
 from app.deployments.registry.feed.background_loops import maintenance_loop, sync_loop
 from app.deployments.registry.feed.change_feed import ChangeFeed
@@ -85,7 +85,7 @@ class RegistryService:
         """Follow the store's tiers and the database from now on; a second call changes nothing."""
         if self._tasks:
             return
-        self._events.follow(self.loads.reached, self._moves.write_soon)
+        self._events.follow(self.loads.on_progress, self._moves.write_soon)
         self._tasks.run_forever(
             partial(sync_loop, self._registry, self.published, self.loads),
             partial(maintenance_loop, self._registry, self._use, self._sweep),
@@ -170,13 +170,13 @@ class RegistryService:
     async def describe(self, name: str, *, tenant_id: str) -> Description:
         """Raises NotFound for a name that nobody ever asked for."""
         if not is_name(name):
-            raise not_registered(name)
+            raise not_registered_error(name)
         entry, job = await asyncio.gather(
             asyncio.to_thread(self._registry.catalog.get, name, tenant_id=tenant_id),
             asyncio.to_thread(self._registry.jobs.latest, name, tenant_id=tenant_id),
         )
         if entry is None and (job is None or job.state is State.REMOVED):
-            raise not_registered(name)
+            raise not_registered_error(name)
         if entry is not None:
             times_s = (entry.last_used_s, self._use.last_s(entry.ref.digest))
             entry = replace(entry, last_used_s=max((time_s for time_s in times_s if time_s is not None), default=None))

@@ -45,11 +45,11 @@ class AdapterStoreActor(StoreService[SharedAdapter]):
         adapters = AdapterStatsTable(time.time)
         counts = TierMetrics(adapters.loaded)
         actor_id = ray.get_runtime_context().get_actor_id() or ""
-        parts = OpenStore(AppConfig.model_validate_json(config_json), _put, _held, counts, actor=actor_id).parts
-        super().__init__(parts, self._stay)
-        self._tenants = TenantsService(TenantStore(parts.registry.database), self._stay, adapters=adapters)
-        self._kept = StorageService(lambda: Storage(parts.registry.database))
-        self._attendance = IdleShutdown(exit_actor)
+        parts = OpenStore(AppConfig.model_validate_json(config_json), _put, _get, counts, actor=actor_id).parts
+        super().__init__(parts, self._keep_alive)
+        self._tenants = TenantsService(TenantStore(parts.registry.database), self._keep_alive, adapters=adapters)
+        self._storage = StorageService(lambda: Storage(parts.registry.database))
+        self._idle_shutdown = IdleShutdown(exit_actor)
         self._gauges = (*counts.gauges, TenantGauges(self._tenants.attained), AdapterGauges(adapters))
         self._repeating: asyncio.Task[None] | None = None
 
@@ -59,10 +59,10 @@ class AdapterStoreActor(StoreService[SharedAdapter]):
 
     async def storage(self, method: str, args: tuple[Any, ...], options: Mapping[str, Any]) -> Any:
         """A call of `StorageService`, which lives here beside the registry and its database."""
-        return await find_remote_method(self._kept, method)(*args, **options)
+        return await find_remote_method(self._storage, method)(*args, **options)
 
-    def _stay(self) -> None:
-        self._attendance.here()
+    def _keep_alive(self) -> None:
+        self._idle_shutdown.here()
         if self._repeating is None:
             self._repeating = asyncio.create_task(repeat_gauges(self._gauges))
 
@@ -106,5 +106,5 @@ def _put(packed: PackedAdapter) -> SharedAdapter:
     return SharedAdapter(packed.header, [ray.put(array) for array in packed.arrays])
 
 
-def _held(shared: SharedAdapter) -> PackedAdapter:
+def _get(shared: SharedAdapter) -> PackedAdapter:
     return PackedAdapter(shared.header, [ray.get(array) for array in shared.arrays])

@@ -19,7 +19,7 @@ from app.deployments.registry.models import State
 from app.deployments.registry.tier_events import TierEvents
 from app.deployments.store.disk_tier import DiskTier
 from app.deployments.store.sources.factory import open_sources
-from app.deployments.store.sources.source_resolution import LocalPlace, Sources, adapter_path, delivered
+from app.deployments.store.sources.source_resolution import LocalSource, Sources, adapter_path, clean_download
 from app.deployments.store.tier_counters import TierCounters
 from app.engine.adapters.adapter_chat import AdapterTokenizerCache
 from app.engine.adapters.base_weight_dedup import BaseWeightDedup
@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 
 class LocatedAdapter(NamedTuple):
-    """A read adapter, the canonical place it came from, and the public key that signed it (None: nobody)."""
+    """A read adapter, the canonical found it came from, and the public key that signed it (None: nobody)."""
 
     uri: str
     packed: PackedAdapter
@@ -98,34 +98,34 @@ class AdapterReader:
 
         Raises UnsafeSource, NotFound.
         """
-        place = self._sources.locate(source)
-        return str(files_identity(place.path)) if isinstance(place, LocalPlace) else ""
+        found = self._sources.locate(source)
+        return str(files_identity(found.path)) if isinstance(found, LocalSource) else ""
 
     def from_source(self, source: str) -> LocatedAdapter:
         """Raises UnsafeSource, NotFound, SourceError, AdapterError (AdapterUntrusted if a signature does not fit)."""
-        place = self._sources.locate(source)
+        found = self._sources.locate(source)
         started_s = self._clock()
-        if isinstance(place, LocalPlace):
-            before = files_identity(place.path)
-            self._events.reached(source, State.VALIDATING)
-            packed = self._read(place.path)
-            self._events.reached(source, State.ON_DISK)
-            if files_identity(place.path) != before:
-                raise AdapterReadFailed(f"{place.uri} changed while it was read; register it when it is complete")
-            self.counts.loaded("source", self._clock() - started_s, packed.card.size_bytes, packed.card.digest)
-            return LocatedAdapter(place.uri, packed, self._signer(place.path, packed))
+        if isinstance(found, LocalSource):
+            before = files_identity(found.path)
+            self._events.on_progress(source, State.VALIDATING)
+            packed = self._read(found.path)
+            self._events.on_progress(source, State.ON_DISK)
+            if files_identity(found.path) != before:
+                raise AdapterReadFailed(f"{found.uri} changed while it was read; register it when it is complete")
+            self.counts.record_load("source", self._clock() - started_s, packed.card.size_bytes, packed.card.digest)
+            return LocatedAdapter(found.uri, packed, self._signer(found.path, packed))
         with self._disk.staging() as folder:
-            uri = place.fetch(folder)
-            path = delivered(folder)
+            uri = found.fetch(folder)
+            path = clean_download(folder)
             load_s = self._clock() - started_s
-            self._events.reached(source, State.VALIDATING)
+            self._events.on_progress(source, State.VALIDATING)
             packed = self._read(path)
-            self.counts.loaded("source", load_s, packed.card.size_bytes, packed.card.digest)
+            self.counts.record_load("source", load_s, packed.card.size_bytes, packed.card.digest)
             signer = self._signer(path, packed)
             try:
                 if not self._disk.keep(packed.card.digest, folder, load_s):
                     logger.warning("the adapter from %s is not kept on disk: others are pinned there", uri)
-                self._events.reached(source, State.ON_DISK)
+                self._events.on_progress(source, State.ON_DISK)
             except OSError as error:  # a full disk costs the next download, not this request
                 logger.warning("the adapter from %s is not kept on disk: %s", uri, error)
         return LocatedAdapter(uri, packed, signer)
@@ -148,7 +148,7 @@ class AdapterReader:
         if not is_whole:  # damaged on disk: the source has it
             self._disk.remove(digest)
             return None
-        self.counts.loaded("disk", self._clock() - started_s, packed.card.size_bytes, digest)
+        self.counts.record_load("disk", self._clock() - started_s, packed.card.size_bytes, digest)
         return packed
 
     def _signer(self, path: Path, packed: PackedAdapter) -> str | None:

@@ -52,11 +52,11 @@ class DiskTier:
             folder.mkdir(parents=True, exist_ok=True)
         self._counts = counts
         self._lock = threading.Lock()
-        self._staged_fewer = threading.Condition()
+        self._staging_changed = threading.Condition()
         self._staged_bytes: dict[Path, int] = {}  # what downloads under way have reserved, by their folder
         self._events = events
-        self._kept = BytesBoundedCache(max_bytes, policy)
-        self._kept.pin(pinned)
+        self._cache = BytesBoundedCache(max_bytes, policy)
+        self._cache.pin(pinned)
         # One process at a time: none finds another's staging folder before the lock that says it is in use.
         with (staging / "guard").open("w") as guard:
             fcntl.flock(guard, fcntl.LOCK_EX)
@@ -66,37 +66,37 @@ class DiskTier:
             self._alive = self._staging.with_suffix(".lock").open("w")
             fcntl.flock(self._alive, fcntl.LOCK_EX)
             self._staging.mkdir()
-        self._take_stock()
+        self._load_index()
 
     @property
     def total_bytes(self) -> int:
         with self._lock:
-            return self._kept.total_bytes
+            return self._cache.total_bytes
 
     @property
     def digests(self) -> frozenset[str]:
         with self._lock:
-            return frozenset(self._kept)
+            return frozenset(self._cache)
 
     def pin(self, digests: Collection[str]) -> None:
         """Pin exactly these: once they are on disk they are not given up for others."""
         with self._lock:
-            self._kept.pin(digests)
+            self._cache.pin(digests)
 
     @contextlib.contextmanager
     def reading(self, digest: str) -> Iterator[Path | None]:
         """The folder with these contents, kept while the block runs; None if it is not here."""
         with self._lock:
-            is_kept = digest in self._kept
+            is_kept = digest in self._cache
         if is_kept and not _is_whole(self._folder(digest)):
             if self._folder(digest).is_dir():
                 logger.warning("removing %s: it is not as it was written", self._folder(digest))
             self.remove(digest)  # or another process did
         with self._lock:
-            found = digest in self._kept
+            found = digest in self._cache
             if found:
-                self._kept.use(digest)
-                self._kept.ref(digest)
+                self._cache.record_hit(digest)
+                self._cache.ref(digest)
         if not found:
             self._counts.miss("disk")
             yield None
@@ -108,7 +108,7 @@ class DiskTier:
             yield self._folder(digest)
         finally:
             with self._lock:
-                self._kept.unref(digest)
+                self._cache.unref(digest)
 
     @contextlib.contextmanager
     def staging(self) -> Iterator[Path]:
@@ -119,9 +119,9 @@ class DiskTier:
             yield folder
         finally:
             shutil.rmtree(folder, ignore_errors=True)
-            with self._staged_fewer:
+            with self._staging_changed:
                 self._staged_bytes.pop(folder, None)
-                self._staged_fewer.notify_all()
+                self._staging_changed.notify_all()
 
     def reserve(self, folder: Path, num_bytes: int, wait_s: float = 0.0) -> None:
         """A download of so many bytes comes into this staging folder; waits until it fits beside the others.
@@ -131,48 +131,48 @@ class DiskTier:
 
         def fits() -> bool:
             others = sum(held for place, held in self._staged_bytes.items() if place != folder)
-            return not others or others + self._staged_bytes.get(folder, 0) + num_bytes <= self._kept.max_bytes
+            return not others or others + self._staged_bytes.get(folder, 0) + num_bytes <= self._cache.max_bytes
 
-        with self._staged_fewer:
-            if not self._staged_fewer.wait_for(fits, wait_s):
+        with self._staging_changed:
+            if not self._staging_changed.wait_for(fits, wait_s):
                 raise SourceError(
                     f"{sum(self._staged_bytes.values())} bytes are being downloaded and {num_bytes} more would exceed "
-                    f"adapters.disk_cache_bytes {self._kept.max_bytes}; ask again when they are here, or raise it"
+                    f"adapters.disk_cache_bytes {self._cache.max_bytes}; ask again when they are here, or raise it"
                 )
             self._staged_bytes[folder] = self._staged_bytes.get(folder, 0) + num_bytes
 
     def keep(self, digest: str, staged: Path, load_s: float) -> bool:
         """Make a staged folder the object of this digest. False if there is no room for it beside what is pinned."""
         with self._lock:
-            if digest in self._kept:
+            if digest in self._cache:
                 return True
         sizes = {file.name: file.stat().st_size for file in staged.iterdir()}
-        _make_whole(staged, {"files": sizes, "load_s": load_s})
+        _write_entry(staged, {"files": sizes, "load_s": load_s})
         hidden: list[tuple[str, Path]] = []
         try:
             with self._lock:
-                if digest in self._kept:  # by another thread, meanwhile
+                if digest in self._cache:  # by another thread, meanwhile
                     return True
-                evicted = self._kept.add(digest, sum(sizes.values()), load_s)
+                evicted = self._cache.add(digest, sum(sizes.values()), load_s)
                 if evicted is None:
                     return False
                 try:
                     hidden += ((old, self._hide(old)) for old in evicted)
                     self._publish(digest, staged)
                 except OSError:
-                    self._kept.remove(digest)
+                    self._cache.remove(digest)
                     raise
         finally:
             for old, trash in hidden:
                 self._discard(old, trash)
         _flush(self._objects)
-        self._counts.evicted("disk", len(evicted))
+        self._counts.record_evictions("disk", len(evicted))
         self._report()
         return True
 
     def remove(self, digest: str) -> None:
         with self._lock:
-            trash = self._hide(digest) if self._kept.remove(digest) else None
+            trash = self._hide(digest) if self._cache.remove(digest) else None
         if trash is not None:
             self._discard(digest, trash)
         self._report()
@@ -202,9 +202,9 @@ class DiskTier:
 
     def _discard(self, digest: str, trash: Path) -> None:
         shutil.rmtree(trash, ignore_errors=True)
-        self._events.moved("deleted from disk", digest)
+        self._events.on_move("deleted from disk", digest)
 
-    def _take_stock(self) -> None:
+    def _load_index(self) -> None:
         found = []
         with os.scandir(self._objects) as folders:
             for folder in folders:
@@ -215,15 +215,15 @@ class DiskTier:
                 else:
                     found.append((folder.stat().st_mtime, folder.name, sum(entry.files.values()), entry.load_s))
         for _, digest, size_bytes, load_s in sorted(found):
-            evicted = self._kept.add(digest, size_bytes, load_s)
+            evicted = self._cache.add(digest, size_bytes, load_s)
             for old in [digest] if evicted is None else evicted:
                 self._discard(old, self._hide(old))
         self._report()
 
     def _report(self) -> None:
         with self._lock:
-            size_bytes, number = self._kept.total_bytes, len(self._kept)
-        self._counts.holds("disk", size_bytes, number)
+            size_bytes, number = self._cache.total_bytes, len(self._cache)
+        self._counts.set_size("disk", size_bytes, number)
 
 
 class _Entry(NamedTuple):
@@ -264,7 +264,7 @@ def _remove_leftovers(staging: Path) -> None:
             lock.unlink(missing_ok=True)
 
 
-def _make_whole(staged: Path, entry: dict[str, object]) -> None:
+def _write_entry(staged: Path, entry: dict[str, object]) -> None:
     """Its entry beside its files, all of it on the disk."""
     (staged / _ENTRY).write_text(json.dumps(entry))
     for file in staged.iterdir():

@@ -53,7 +53,7 @@ class FailureBackoff:
                 retry_after_s=left_s,
             )
 
-    def failed(self, key: str, reason: str) -> Failure:
+    def record_failure(self, key: str, reason: str) -> Failure:
         before = self._failures.pop(key, None)
         number = 1 if before is None else before.num_failures + 1
         wait_s = min(FIRST_S * 2.0 ** min(number - 1, 30), LONGEST_S)

@@ -20,9 +20,9 @@ class TierMetrics(TierCounters):
     `with_heartbeat` is told of each load of known contents, by tier and digest, in the thread that did it.
     """
 
-    def __init__(self, heard: Callable[[Tier, str], None] | None = None) -> None:
+    def __init__(self, on_load: Callable[[Tier, str], None] | None = None) -> None:
         super().__init__()
-        self._heard = heard
+        self._on_load = on_load
         tags = ("tier",)
         self._hits = Counter("polylora_adapter_hits", "Adapters found in a tier.", tag_keys=tags)
         self._misses = Counter("polylora_adapter_misses", "Adapters not found in a tier.", tag_keys=tags)
@@ -45,19 +45,19 @@ class TierMetrics(TierCounters):
         if number:
             self._misses.inc(number, tags={"tier": tier})
 
-    def evicted(self, tier: Tier, number: int) -> None:
-        super().evicted(tier, number)
+    def record_evictions(self, tier: Tier, number: int) -> None:
+        super().record_evictions(tier, number)
         if number:
             self._evictions.inc(number, tags={"tier": tier})
 
-    def loaded(self, tier: Tier, seconds: float, size_bytes: int, digest: str | None = None) -> None:
-        super().loaded(tier, seconds, size_bytes, digest)
-        if digest is not None and self._heard is not None:
-            self._heard(tier, digest)
+    def record_load(self, tier: Tier, seconds: float, size_bytes: int, digest: str | None = None) -> None:
+        super().record_load(tier, seconds, size_bytes, digest)
+        if digest is not None and self._on_load is not None:
+            self._on_load(tier, digest)
         self._load_s.observe(seconds, tags={"tier": tier})
         self._loaded_bytes.inc(max(size_bytes, 1), tags={"tier": tier})
 
-    def holds(self, tier: Tier, size_bytes: int, number: int) -> None:
-        super().holds(tier, size_bytes, number)
+    def set_size(self, tier: Tier, size_bytes: int, number: int) -> None:
+        super().set_size(tier, size_bytes, number)
         self._bytes.set(size_bytes, tier=tier)
         self._number.set(number, tier=tier)

@@ -25,15 +25,15 @@ MAX_READERS = 128
 ABANDON_S = 20.0
 _CHECK_INTERVAL_S = 1.0
 #: Lanes that need no network have threads of their own, however many sources hang.
-_NEAR_LANES = ("local", "disk", "put", "compose")
+_LOCAL_LANES = ("local", "disk", "put", "combine")
 
 
 class ReaderPool:
     """Threads that read. A lane or a host that hangs takes only its own share of them."""
 
     def __init__(self) -> None:
-        self._far = ThreadPoolExecutor(MAX_READERS, thread_name_prefix="adapter-fetcher")
-        self._near = ThreadPoolExecutor(len(_NEAR_LANES) * MAX_READERS_PER_LANE, thread_name_prefix="adapter-reader")
+        self._remote = ThreadPoolExecutor(MAX_READERS, thread_name_prefix="adapter-fetcher")
+        self._local = ThreadPoolExecutor(len(_LOCAL_LANES) * MAX_READERS_PER_LANE, thread_name_prefix="adapter-reader")
         self._lanes: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
         self._hosts: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
 
@@ -41,12 +41,12 @@ class ReaderPool:
         """Run blocking work in a thread, with at most a few at a time of one lane, and of one host."""
         limit = self._lanes.setdefault(lane, asyncio.Semaphore(MAX_READERS_PER_LANE))
         share = self._hosts.setdefault(host or lane, asyncio.Semaphore(MAX_READERS_PER_HOST))
-        threads = self._near if lane in _NEAR_LANES else self._far
+        threads = self._local if lane in _LOCAL_LANES else self._remote
         async with limit, share:
             return await asyncio.get_running_loop().run_in_executor(threads, work)
 
     def close(self) -> None:
-        for threads in (self._far, self._near):
+        for threads in (self._remote, self._local):
             threads.shutdown(wait=False, cancel_futures=True)
 
 

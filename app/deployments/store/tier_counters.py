@@ -29,14 +29,14 @@ class TierCounters:
     def miss(self, tier: Tier, number: int = 1) -> None:
         self._add(tier, misses=number)
 
-    def evicted(self, tier: Tier, number: int) -> None:
+    def record_evictions(self, tier: Tier, number: int) -> None:
         self._add(tier, evictions=number)
 
-    def loaded(self, tier: Tier, seconds: float, size_bytes: int, digest: str | None = None) -> None:  # noqa: ARG002
+    def record_load(self, tier: Tier, seconds: float, size_bytes: int, digest: str | None = None) -> None:  # noqa: ARG002
         """An adapter was brought up from this tier to the next faster one; `digest` where it is known which."""
         self._add(tier, loads=1, load_s=seconds, loaded_bytes=size_bytes)
 
-    def holds(self, tier: Tier, size_bytes: int, number: int) -> None:
+    def set_size(self, tier: Tier, size_bytes: int, number: int) -> None:
         with self._lock:
             self._counts.setdefault(tier, {}).update(held_bytes=size_bytes, held_adapters=number)
 

@@ -2,7 +2,7 @@
 
 In: the two files of an adapter, and which uploads names mean. Out: a source, `upload://<digest>`, that is read like a
 folder under the roots. An upload is written beside its place, flushed and renamed, so what has a digest for a name is
-complete. Rule: an upload that nothing has named for `GRACE_S` is removed; what is being loaded is kept. Answers that
+complete. Rule: an upload that nothing has referenced for `GRACE_S` is removed; what is being loaded is kept. Answers that
 began with an older version may need it for as long as a request lasts, hence the grace. Called from any thread.
 """
 
@@ -40,14 +40,14 @@ class Uploads:
         self._clock = clock
         self._lock = threading.Lock()
         self._loading: Counter[str] = Counter()  # digests that are being loaded
-        self._unnamed_s: dict[str, float] = {}  # digest -> when it was first seen without a name
+        self._unreferenced_s: dict[str, float] = {}  # digest -> when it was first seen without a name
         root.mkdir(parents=True, exist_ok=True)
         for left in root.glob(f"*{_PART}"):  # of a process that ended while it wrote
             shutil.rmtree(left)
         self._size_bytes = {folder.name: _size_bytes(folder) for folder in root.iterdir()}
 
     @contextlib.contextmanager
-    def storage(self, config: bytes, weights: bytes) -> Iterator[str]:
+    def store(self, config: bytes, weights: bytes) -> Iterator[str]:
         """The source of these files, which stay while the block runs.
 
         Raises AdapterTooLarge for files that never fit, QueueFull while other uploads leave no room.
@@ -68,17 +68,17 @@ class Uploads:
                 if not self._loading[digest]:
                     del self._loading[digest]
 
-    def sweep(self, named: Collection[str]) -> int:
-        """Remove what no source in `named` is, and was not for a while; how many that were."""
+    def sweep(self, referenced: Collection[str]) -> int:
+        """Remove what no source in `referenced` is, and was not for a while; how many that were."""
         now_s = self._clock()
         with self._lock:
-            unnamed = [digest for digest in self._size_bytes if UPLOADED + digest not in named]
-            unnamed = [digest for digest in unnamed if digest not in self._loading]
-            self._unnamed_s = {digest: self._unnamed_s.get(digest, now_s) for digest in unnamed}
-            gone = [digest for digest, since_s in self._unnamed_s.items() if now_s - since_s >= GRACE_S]
-            for digest in gone:
+            unreferenced = [digest for digest in self._size_bytes if UPLOADED + digest not in referenced]
+            unreferenced = [digest for digest in unreferenced if digest not in self._loading]
+            self._unreferenced_s = {digest: self._unreferenced_s.get(digest, now_s) for digest in unreferenced}
+            expired = [digest for digest, since_s in self._unreferenced_s.items() if now_s - since_s >= GRACE_S]
+            for digest in expired:
                 self._remove(digest)
-        return len(gone)
+        return len(expired)
 
     def _reserve(self, digest: str, size_bytes: int) -> None:
         """Room for an upload; what has been without a name for longest goes first."""
@@ -86,11 +86,11 @@ class Uploads:
             return
         if size_bytes > self._max_bytes:
             raise AdapterTooLarge(f"the adapter has {size_bytes} bytes but uploads have {self._max_bytes} together")
-        for unnamed in sorted(self._unnamed_s, key=self._unnamed_s.__getitem__):
+        for unreferenced in sorted(self._unreferenced_s, key=self._unreferenced_s.__getitem__):
             if sum(self._size_bytes.values()) + size_bytes <= self._max_bytes:
                 break
-            if unnamed not in self._loading:
-                self._remove(unnamed)
+            if unreferenced not in self._loading:
+                self._remove(unreferenced)
         if sum(self._size_bytes.values()) + size_bytes > self._max_bytes:
             raise QueueFull(
                 f"uploaded adapters leave no room for {size_bytes} bytes more of adapters.disk_cache_bytes "
@@ -123,7 +123,7 @@ class Uploads:
     def _remove(self, digest: str) -> None:
         shutil.rmtree(self.root / digest, ignore_errors=True)
         del self._size_bytes[digest]
-        self._unnamed_s.pop(digest, None)
+        self._unreferenced_s.pop(digest, None)
 
 
 def _size_bytes(folder: Path) -> int:

@@ -72,7 +72,7 @@ async def test_an_adapter_that_is_on_no_device_is_read_ahead_once(
     expected: list[AdapterRef] = []
     gate = asyncio.Event()
 
-    async def expect(ref: AdapterRef) -> None:
+    async def prefetch(ref: AdapterRef) -> None:
         expected.append(ref)
         await gate.wait()
         if is_away:

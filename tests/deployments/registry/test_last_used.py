@@ -80,11 +80,11 @@ def test_contents_that_no_name_means_are_forgotten(registry: Registry) -> None:
             query = text("SELECT digest FROM uses WHERE base_digest = :base")
             return set(connection.scalars(query.bindparams(base=registry.database.base_digest)))
 
-    registry.catalog.drained(registry.catalog.drain("a", **ADA).job)
+    registry.catalog.finish_unload(registry.catalog.begin_unload("a", **ADA).job)
     assert storage() == {"d1", "d2"}
     register(registry.catalog, "b", "/", "d3", max_rank=1, size_bytes=1, **ADA)
     assert storage() == {"d1"}
-    registry.catalog.drained(registry.catalog.drain("twin", **ADA).job)
+    registry.catalog.finish_unload(registry.catalog.begin_unload("twin", **ADA).job)
     assert storage() == set()
     entry = registry.catalog.get("b", **MINE)
     assert entry is not None

@@ -31,7 +31,7 @@ class Failing:
     def __init__(self, error: Exception) -> None:
         self.error = error
 
-    async def fetch_soon(self, ref: AdapterRef, wait_s: float, *, again: bool = False) -> None:  # noqa: ARG002
+    async def try_fetch(self, ref: AdapterRef, wait_s: float, *, again: bool = False) -> None:  # noqa: ARG002
         raise self.error
 
 

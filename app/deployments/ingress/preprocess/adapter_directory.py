@@ -88,7 +88,7 @@ class AdapterDirectory:
 
     async def _expect(self, ref: AdapterRef) -> None:
         try:
-            await self._store.expect(ref)
+            await self._store.prefetch(ref)
             await asyncio.sleep(EXPECTED_S)
         except NotReady as error:
             logger.info("adapter %s is not read ahead: %s", ref.name, error)

@@ -13,7 +13,7 @@ from sqlalchemy import ColumnElement, Connection, select
 
 from app.deployments.registry.db.tables import adapters
 from app.deployments.registry.feed.view import Entry, Key
-from app.deployments.registry.models import MEANT_STATES, CatalogEntry, LoadRequest, State
+from app.deployments.registry.models import LIVE_STATES, CatalogEntry, LoadRequest, State
 from app.engine.adapters.card import AdapterCard, AdapterRef
 
 #: Rows fetched at a time: a server ends a transaction whose client says nothing while it makes entries of a million.
@@ -68,7 +68,7 @@ def card_values(card: AdapterCard) -> dict[str, Any]:
 
 def merged_settings(old: Mapping[Any, Any] | None, request: LoadRequest) -> dict[str, Any]:
     """How a name is treated from now on: as asked, or as it was while it meant something, or as a new one."""
-    before: Mapping[Any, Any] = {} if old is None or old["state"] not in MEANT_STATES else old
+    before: Mapping[Any, Any] = {} if old is None or old["state"] not in LIVE_STATES else old
     pinned, traffic_weight = request.pinned, request.traffic_weight
     return {
         "owner": before.get("owner", request.who),
@@ -84,9 +84,9 @@ def changed_adapters(connection: Connection, base_digest: str, after: int) -> li
     if after:  # by the index that finds them: a cursor of PostgreSQL would walk all names in their order instead
         query, order = query.where(adapters.c.revision > after), (adapters.c.revision, *order)
     else:
-        query = query.where(adapters.c.state.in_(MEANT_STATES))
+        query = query.where(adapters.c.state.in_(LIVE_STATES))
     query = query.execution_options(yield_per=_READ_AT_ONCE)
     return [
-        (row["revision"], (row["tenant_id"], row["name"]), entry_of(row) if row["state"] in MEANT_STATES else None)
+        (row["revision"], (row["tenant_id"], row["name"]), entry_of(row) if row["state"] in LIVE_STATES else None)
         for row in connection.execute(query.order_by(*order)).mappings()
     ]

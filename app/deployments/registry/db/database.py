@@ -56,7 +56,7 @@ POOL_SIZE = 4
 MAX_TEXT = 2000
 #: What PostgreSQL calls a text that it cannot keep: no character of the encoding, too long. None: psycopg itself said
 #: so.
-_NO_TEXT = (None, "22021", "22P05", "22001")
+_UNSTORABLE_TEXT = (None, "22021", "22P05", "22001")
 
 
 class Database:
@@ -70,13 +70,13 @@ class Database:
         self.base_digest = base_digest
         self.clock = clock
         self.known_revision = 0  # of the newest change that this process has seen; the caller's to set
-        parsed = _checked(url)
+        parsed = _parse_url(url)
         self.address = parsed.render_as_string(hide_password=True)
         self._num_open, self._idle = 0, threading.Condition()
         self._is_sqlite = parsed.get_backend_name() == "sqlite"
         options: dict[str, Any]
         if self._is_sqlite:
-            _make_folder_of(Path(parsed.database or ""))
+            _make_parent(Path(parsed.database or ""))
             # Connections are kept: to open one takes ten times what most transactions do, and when the last is closed
             # SQLite writes its log back into the file. No bound on how many there are at a time: nobody waits for one.
             # AUTOCOMMIT: `_transaction` says where one begins, which pysqlite by itself does late.
@@ -92,7 +92,7 @@ class Database:
                 "pool_size": POOL_SIZE,
                 "pool_timeout": CONNECT_TIMEOUT_S,
                 "pool_pre_ping": True,
-                "connect_args": _limits(parsed),
+                "connect_args": _postgres_options(parsed),
             }
         try:
             self._engine = create_engine(parsed, **options)
@@ -101,7 +101,7 @@ class Database:
                     PostgresTimeouts,  # psycopg: only where it is asked for
                 )
 
-                self._patience = PostgresTimeouts(
+                self._timeouts = PostgresTimeouts(
                     self._engine, idle_s=CONNECT_TIMEOUT_S, busy_s=STATEMENT_TIMEOUT_S + GRACE_S
                 )
         except ModuleNotFoundError as error:
@@ -109,12 +109,12 @@ class Database:
                 f"adapters.registry_url needs {error.name}, which is not installed; pip install 'polylora[postgres]'"
             ) from error
         if self._is_sqlite:
-            event.listen(self._engine, "connect", _write_ahead)
-            event.listen(self._engine, "checkout", _must_be_at(Path(parsed.database or "")))
+            event.listen(self._engine, "connect", _use_wal)
+            event.listen(self._engine, "checkout", _check_same_file(Path(parsed.database or "")))
         try:
             self._create_schema()
-            self.origin = self._enter()
-        except _Damaged as error:
+            self.origin = self._registry_id()
+        except _CorruptDatabase as error:
             self.close()
             raise ConfigError(
                 f"the registry at {self.address} is damaged ({error.reason}); restore a copy of it"
@@ -145,7 +145,7 @@ class Database:
         raised = mine.values(revision=registries.c.revision + 1).returning(registries.c.revision)
         revision: int = connection.execute(raised).scalar_one()
         if revision <= self.known_revision:
-            raise older(self.known_revision)
+            raise older_database_error(self.known_revision)
         return revision
 
     def close(self) -> None:
@@ -173,7 +173,7 @@ class Database:
                     "load the adapters again"
                 )
 
-    def _enter(self) -> str:
+    def _registry_id(self) -> str:
         """What tells this registry from every other, one at the same place included: drawn when it was new."""
         query = select(registries.c.id).where(registries.c.base_digest == self.base_digest)
         with self.write() as connection:
@@ -187,7 +187,7 @@ class Database:
     def _transaction(self, *, lock: str | None) -> Iterator[Connection]:
         """`lock`: what writers take turns at; None: it only reads. SQLite has one turn for all."""
         try:
-            with self._counted(), self._engine.connect() as connection:
+            with self._count_open(), self._engine.connect() as connection:
                 if self._is_sqlite:
                     connection.exec_driver_sql("BEGIN" if lock is None else "BEGIN IMMEDIATE")
                 elif lock is None:
@@ -201,19 +201,19 @@ class Database:
                     raise
                 self._end(connection, "COMMIT")
         except UnicodeEncodeError as error:
-            raise _no_text() from error
+            raise _unstorable_text_error() from error
         except SQLAlchemyError as error:
-            if isinstance(error, DataError) and getattr(error.orig, "sqlstate", None) in _NO_TEXT:
-                raise _no_text() from error
+            if isinstance(error, DataError) and getattr(error.orig, "sqlstate", None) in _UNSTORABLE_TEXT:
+                raise _unstorable_text_error() from error
             logger.warning("the registry at %s: %s", self.address, getattr(error, "orig", None) or error)
             if type(error) is DatabaseError:  # SQLite's, for a file that is not what it wrote
-                raise _Damaged(str(error.orig)) from error
+                raise _CorruptDatabase(str(error.orig)) from error
             raise NotReady(
                 "the registry's database does not answer as it should; ask again", retry_after_s=5
             ) from error
 
     @contextmanager
-    def _counted(self) -> Iterator[None]:
+    def _count_open(self) -> Iterator[None]:
         with self._idle:
             self._num_open += 1
         try:
@@ -234,7 +234,7 @@ class Database:
             connection.rollback()
 
 
-def older(known_revision: int) -> NotReady:
+def older_database_error(known_revision: int) -> NotReady:
     """What everybody is told while the database is older than what is known of it."""
     return NotReady(
         f"the registry's database is older than change {known_revision}, which is served; nothing is changed: restore "
@@ -242,7 +242,7 @@ def older(known_revision: int) -> NotReady:
     )  # fmt: skip
 
 
-class _Damaged(NotReady):
+class _CorruptDatabase(NotReady):
     """A file that is no database any more. Until it is restored there is no registry."""
 
     def __init__(self, reason: str) -> None:
@@ -250,10 +250,10 @@ class _Damaged(NotReady):
         self.reason = reason
 
     def __reduce__(self) -> tuple[object, ...]:
-        return (_Damaged, (self.reason,))
+        return (_CorruptDatabase, (self.reason,))
 
 
-def storable(text: str) -> str:
+def storable_text(text: str) -> str:
     """Words for people as every database keeps them, at most `MAX_TEXT` characters."""
     return text[:MAX_TEXT].encode("utf-8", "replace").decode().replace("\0", "\N{REPLACEMENT CHARACTER}")
 
@@ -262,7 +262,7 @@ def sqlite_url(path: Path) -> str:
     return URL.create("sqlite", database=str(path)).render_as_string()
 
 
-def _checked(url: str) -> URL:
+def _parse_url(url: str) -> URL:
     try:
         parsed = make_url(url)
         backend = parsed.get_backend_name()
@@ -278,7 +278,7 @@ def _checked(url: str) -> URL:
     )
 
 
-def _limits(url: URL) -> dict[str, Any]:
+def _postgres_options(url: URL) -> dict[str, Any]:
     """libpq's arguments: no call waits without end for a server that is gone, or for another's transaction.
 
     For one that stands still see `patient`.
@@ -307,18 +307,18 @@ def _lock_number(what: str) -> int:
     return int.from_bytes(hashlib.blake2b(f"polylora {what}".encode(), digest_size=8).digest(), signed=True)
 
 
-def _no_text() -> InvalidRequest:
+def _unstorable_text_error() -> InvalidRequest:
     return InvalidRequest("a text has characters that no database keeps (NUL, half a surrogate), or too many")
 
 
-def _make_folder_of(file: Path) -> None:
+def _make_parent(file: Path) -> None:
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(f"the registry's folder {file.parent} cannot be made: {error.strerror}") from error
 
 
-def _must_be_at(file: Path) -> Callable[[sqlite3.Connection, ConnectionPoolEntry, object], None]:
+def _check_same_file(file: Path) -> Callable[[sqlite3.Connection, ConnectionPoolEntry, object], None]:
     """Closes a kept connection whose file is no longer the one at this path: a backup was put there, or it was removed.
 
     Its changes would be in a file that nobody can find any more.
@@ -336,7 +336,7 @@ def _must_be_at(file: Path) -> Callable[[sqlite3.Connection, ConnectionPoolEntry
     return check
 
 
-def _write_ahead(connection: sqlite3.Connection, _: object) -> None:
+def _use_wal(connection: sqlite3.Connection, _: object) -> None:
     """Readers beside one writer. The mode is the file's; it is set once, and asked for by every connection.
 
     Of several that open a new file at once SQLite lets one set it, and refuses the others without its own wait.

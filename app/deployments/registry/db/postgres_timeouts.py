@@ -20,19 +20,19 @@ T = TypeVar("T")
 
 
 class TimedConnection(psycopg.Connection[tuple[Any, ...]]):
-    """Waits for at most `patience_s` at a time."""
+    """Waits for at most `timeout_s` at a time."""
 
-    patience_s = math.inf
+    timeout_s = math.inf
 
     def wait(self, gen: PQGen[T], interval: float = 0.1, timeout: float | None = None) -> T:
         """Raises OperationalError when a statement has not ended after that long; then the connection is closed."""
         began_s = time.monotonic()
         try:
-            return super().wait(gen, interval, self.patience_s if timeout is None else timeout)
+            return super().wait(gen, interval, self.timeout_s if timeout is None else timeout)
         except psycopg.OperationalError:
-            if time.monotonic() - began_s >= self.patience_s:
+            if time.monotonic() - began_s >= self.timeout_s:
                 self.close()
-                raise psycopg.OperationalError(f"the server has said nothing for {self.patience_s:g} s") from None
+                raise psycopg.OperationalError(f"the server has said nothing for {self.timeout_s:g} s") from None
             raise
 
 
@@ -47,12 +47,12 @@ class PostgresTimeouts:
 
     def _connect(self, _: object, __: object, words: list[Any], options: dict[str, Any]) -> TimedConnection:
         connection = TimedConnection.connect(*words, **options)
-        connection.patience_s = self.idle_s
+        connection.timeout_s = self.idle_s
         return connection
 
     def _begin(self, connection: TimedConnection, _: object, __: object) -> None:
-        connection.patience_s = self.busy_s
+        connection.timeout_s = self.busy_s
 
     def _end(self, connection: TimedConnection | None, _: object) -> None:
         if connection is not None:  # it was not lost meanwhile
-            connection.patience_s = self.idle_s
+            connection.timeout_s = self.idle_s

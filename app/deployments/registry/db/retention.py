@@ -17,7 +17,7 @@ from app.deployments.registry.models import FINAL_STATES, UPLOADED, State
 
 _DAY_S = 86_400.0
 #: Rows that one transaction deletes, and that one call of `trim` looks for in a table.
-_AT_ONCE, _AT_MOST = 2_000, 100_000
+_DELETE_BATCH, _MAX_ROWS = 2_000, 100_000
 
 
 class Limits(NamedTuple):
@@ -81,9 +81,9 @@ def _trim(
     query = _beyond(database, table, time_s, order, limits, where)
     with database.read() as connection:
         ids = connection.scalars(query).all()
-    for start in range(0, len(ids), _AT_ONCE):
+    for start in range(0, len(ids), _DELETE_BATCH):
         with database.write() as connection:
-            connection.execute(delete(table).where(table.c.id.in_(ids[start : start + _AT_ONCE])))
+            connection.execute(delete(table).where(table.c.id.in_(ids[start : start + _DELETE_BATCH])))
     return len(ids)
 
 
@@ -108,4 +108,4 @@ def _beyond(
         places.c.of_all > limits.total,
         places.c.at_s < database.clock() - limits.age_s,
     )
-    return select(places.c.id).where(is_beyond).limit(_AT_MOST)
+    return select(places.c.id).where(is_beyond).limit(_MAX_ROWS)

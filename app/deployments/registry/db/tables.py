@@ -221,6 +221,6 @@ uses = Table(
 )
 
 
-def named(table: Table, base_digest: str, tenant_id: str, name: str) -> tuple[ColumnElement[bool], ...]:
+def name_condition(table: Table, base_digest: str, tenant_id: str, name: str) -> tuple[ColumnElement[bool], ...]:
     """The condition for one name's rows."""
     return (table.c.base_digest == base_digest, table.c.tenant_id == tenant_id, table.c.name == name)

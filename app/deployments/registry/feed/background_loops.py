@@ -31,13 +31,13 @@ async def sync_loop(registry: Registry, published: ChangeFeed, loads: LoadJobs) 
 
     async def turn() -> None:
         nonlocal held, beat_s
-        await published.take_newer()
+        await published.publish_newer()
         revision = published.revision
         if revision != held or time.monotonic() - beat_s >= BEAT_INTERVAL_S:
             is_settled = await published.table.settled(_TAKE_OVER_S)
             held, beat_s = revision if is_settled else held, time.monotonic()
             beat = await _to_its_end(registry.stores.beat, max(held, 0))
-            await loads.take_up(beat.adopted)
+            await loads.adopt(beat.adopted)
 
     await repeat(turn, POLL_INTERVAL_S, "following the registry's database")
 

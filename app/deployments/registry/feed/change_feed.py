@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
-from app.deployments.registry.db.database import older
+from app.deployments.registry.db.database import older_database_error
 from app.deployments.registry.feed.change_query import RegistryChanges
 from app.deployments.registry.feed.view import Entry, Key
 from app.deployments.registry.models import CatalogEntry
@@ -48,29 +48,29 @@ class ChangeFeed:
         self._pin = pin
         self._registry = registry
         self._tasks = Tasks()
-        self._taking = asyncio.Lock()  # what is newer is published once, and in order
+        self._publishing = asyncio.Lock()  # what is newer is published once, and in order
         self._next: asyncio.Task[bool] | None = None  # the look at the database that has not begun
-        origin, news = registry.database.origin, registry.revisions.since(0)
-        self._revision = news.revision
+        origin, changes = registry.database.origin, registry.change_query.since(0)
+        self._revision = changes.revision
         self._was_older = False  # the database than what is published, when it was last looked at
-        entries = [entry for _, entry in news.rows if entry is not None]
+        entries = [entry for _, entry in changes.rows if entry is not None]
         adapters = [entry for entry in entries if isinstance(entry, CatalogEntry)]
         grace_s = FOLLOWERS_COME_S if registry.stores.follows_another else 0.0
         self.table: LongPollTable[Key, Entry] = LongPollTable(time.monotonic, origin=origin, grace_s=grace_s)
-        self._pin_book, self._share_book = PinTable(adapters), TrafficShares(adapters)
-        self.pins: LongPollHost[Pins] = LongPollHost(self._pin_book.value, time.monotonic, origin=origin)
+        self._pin_table, self._traffic_shares = PinTable(adapters), TrafficShares(adapters)
+        self.pins: LongPollHost[Pins] = LongPollHost(self._pin_table.value, time.monotonic, origin=origin)
         self.shares: LongPollTable[str, float] = LongPollTable(time.monotonic, origin=origin)
-        self._stamp(news.revision)
+        self._stamp(changes.revision)
         self.table.publish({(entry.tenant_id, entry.name): entry for entry in entries})
-        self.shares.publish(self._share_book.value)
-        pin(self._pin_book.value.digests)
+        self.shares.publish(self._traffic_shares.value)
+        pin(self._pin_table.value.digests)
 
     @property
     def revision(self) -> int:
         """Of the newest change that is published."""
         return self._revision
 
-    def check_held(self, held: Version | None) -> None:
+    def check_version(self, held: Version | None) -> None:
         """Raises NotReady if a watcher holds what this registry cannot know: its own copy is the better one."""
         if held is None or not held.origin:
             return
@@ -91,69 +91,69 @@ class ChangeFeed:
         async def change() -> E:
             entry = await asyncio.to_thread(call)
             if entry is not None:
-                await self._make_known()
+                await self._settle()
             return entry
 
         return await asyncio.shield(self._tasks.start(change()))
 
-    async def take_newer(self) -> bool:
+    async def publish_newer(self) -> bool:
         """Publish what others have changed; whether there was anything. Raises NotReady.
 
         Who asks while a look at the database is under way shares the next one: it sees what all of them have written.
         """
         if self._next is None:
-            self._next = self._tasks.start(self._look())
+            self._next = self._tasks.start(self._publish_changes())
         return await asyncio.shield(self._next)
 
-    async def _look(self) -> bool:
-        async with self._taking:
+    async def _publish_changes(self) -> bool:
+        async with self._publishing:
             self._next = None
-            news = await self._news(self._revision)
+            changes = await self._changes_since(self._revision)
             if self._was_older:  # some of what is published may never have been in this database
-                news = await self._news(0)
-                meant = {key for key, _ in news.rows}
-                news = news._replace(
-                    rows=[*((key, None) for key in self.table.present() if key not in meant), *news.rows]
+                changes = await self._changes_since(0)
+                meant = {key for key, _ in changes.rows}
+                changes = changes._replace(
+                    rows=[*((key, None) for key in self.table.present() if key not in meant), *changes.rows]
                 )
                 self._was_older = False
-            self._publish(news)
-            return bool(news.rows)
+            self._publish(changes)
+            return bool(changes.rows)
 
-    async def _news(self, after: int) -> RegistryChanges:
+    async def _changes_since(self, after: int) -> RegistryChanges:
         """Raises NotReady if the database is older than what is published."""
-        news = await asyncio.to_thread(self._registry.revisions.since, after)
-        if news.revision < self._revision:
+        changes = await asyncio.to_thread(self._registry.change_query.since, after)
+        if changes.revision < self._revision:
             self._was_older = True
-            raise older(self._revision)
-        return news
+            raise older_database_error(self._revision)
+        return changes
 
-    async def _make_known(self) -> None:
+    async def _settle(self) -> None:
         """Return when every ingress holds what has just been written; after a while, with a line in the log, anyway."""
         try:
             async with asyncio.timeout(SETTLE_TIMEOUT_S):
-                await self.take_newer()
+                await self.publish_newer()
                 revision = self._revision
                 await self.table.settled(SETTLE_TIMEOUT_S)
-                while any(held < revision for held in await self._others_hold()):
+                while any(held < revision for held in await self._peer_revisions()):
                     await asyncio.sleep(_ASK_INTERVAL_S)
         except TimeoutError:
             logger.warning("an ingress did not take over a change of the registry in %g s", SETTLE_TIMEOUT_S)
         except NotReady as error:  # it is written down; the next look at the database finds it
             logger.warning("a change of the registry is published later: %s", error)
 
-    async def _others_hold(self) -> list[int]:
+    async def _peer_revisions(self) -> list[int]:
         return list((await asyncio.to_thread(self._registry.stores.others)).values())
 
-    def _publish(self, news: RegistryChanges) -> None:
-        self._stamp(news.revision)
-        self.table.publish(dict(news.rows))
-        are_pins_new = [self._pin_book.apply(key, entry) for key, entry in news.rows]
+    def _publish(self, changes: RegistryChanges) -> None:
+        self._stamp(changes.revision)
+        self.table.publish(dict(changes.rows))
+        are_pins_new = [self._pin_table.apply(key, entry) for key, entry in changes.rows]
         if any(are_pins_new):
-            self._pin(self._pin_book.value.digests)
-            self.pins.publish(self._pin_book.value)
+            self._pin(self._pin_table.value.digests)
+            self.pins.publish(self._pin_table.value)
         shares: dict[str, float | None] = {}
-        for key, entry in news.rows:
-            shares |= self._share_book.apply(key, entry)
+        for key, entry in changes.rows:
+            shares |= self._traffic_shares.apply(key, entry)
         self.shares.publish(shares)
 
     def _stamp(self, revision: int) -> None:

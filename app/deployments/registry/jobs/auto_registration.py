@@ -25,7 +25,7 @@ from app.deployments.registry.service import RegistryService
 from app.deployments.rpc.background_tasks import SingleFlight, Tasks
 from app.engine.errors import AdapterQuarantined, NotFound, Overloaded, PolyloraError, SourceError
 
-#: Names that are remembered as not found; beyond them the oldest is forgotten.
+#: Names that are recorded_outcome as not found; beyond them the oldest is forgotten.
 MAX_ABSENT = 10_000
 #: Functions and file systems that are asked at a time, for all tenants and for one: one whose resolver hangs holds up
 #: itself.
@@ -44,17 +44,17 @@ class Failures(Protocol):
 
     def check(self, key: str, what: str) -> None: ...
 
-    def failed(self, key: str, reason: str) -> object: ...
+    def record_failure(self, key: str, reason: str) -> object: ...
 
     def clear(self, key: str) -> None: ...
 
 
-class SourcePaths(NamedTuple):
+class ResolverSettings(NamedTuple):
     """Where names are looked for, in order; how long one that was not found is not looked for again, and how long one
     resolver may take, in seconds."""
 
     resolvers: Sequence[Resolver] = ()
-    again_s: float = 30.0
+    negative_ttl_s: float = 30.0
     timeout_s: float = 300.0
 
 
@@ -67,14 +67,14 @@ class AutoRegistration:
         store: Reader,
         names: RegistryService,
         failures: Failures,
-        places: SourcePaths,
+        settings: ResolverSettings,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._registry = registry
         self._store = store
         self._names = names
         self._failures = failures
-        self._places = places
+        self._settings = settings
         self._clock = clock
         self._absent_until_s: OrderedDict[Key, float] = OrderedDict()
         self._threads = ThreadPoolExecutor(MAX_LOOKERS, thread_name_prefix="name-resolver")
@@ -82,9 +82,9 @@ class AutoRegistration:
         self._tasks = Tasks()
         self._pending: SingleFlight[Key, bool] = SingleFlight(self._tasks)
 
-    def use(self, places: SourcePaths) -> None:
-        """Look in other places from now on, for all names."""
-        self._places = places
+    def reconfigure(self, settings: ResolverSettings) -> None:
+        """Look in other settings from now on, for all names."""
+        self._settings = settings
         self._absent_until_s.clear()
 
     async def resolve(self, name: str, *, tenant_id: str, who: str) -> bool:
@@ -92,10 +92,10 @@ class AutoRegistration:
         AdapterQuarantined for a while after that."""
         key = (tenant_id, name)
         is_free = is_name(name) and name != AUTO and name not in self._names.reserved_names
-        if not self._places.resolvers or not is_free or self._is_absent(key):
+        if not self._settings.resolvers or not is_free or self._is_absent(key):
             return False
         if key not in self._pending:
-            self._failures.check(words(key), f"adapter {name!r}")
+            self._failures.check(failure_key(key), f"adapter {name!r}")
         return await asyncio.shield(self._pending.task(key, lambda: self._resolve(key, who)))
 
     def close(self) -> None:
@@ -111,19 +111,19 @@ class AutoRegistration:
         return until_s is not None
 
     async def _resolve(self, key: Key, who: str) -> bool:
-        with remembered(self._failures, key):
+        with recorded_outcome(self._failures, key):
             is_served = await self._register(key, who)
         if not is_served:
-            self._absent_until_s[key] = self._clock() + self._places.again_s
+            self._absent_until_s[key] = self._clock() + self._settings.negative_ttl_s
             while len(self._absent_until_s) > MAX_ABSENT:
                 self._absent_until_s.popitem(last=False)
         return is_served
 
     async def _register(self, key: Key, who: str) -> bool:
         tenant_id, name = key
-        if not await asyncio.to_thread(self._is_nobodys, key):
+        if not await asyncio.to_thread(self._is_unclaimed, key):
             return False
-        for resolver in self._places.resolvers:
+        for resolver in self._settings.resolvers:
             source = await self._source(resolver, key)
             if source is None:
                 continue
@@ -131,7 +131,7 @@ class AutoRegistration:
                 read = await self._store.load(source, tenant_id)
             except NotFound:
                 continue
-            if not await asyncio.to_thread(self._is_nobodys, key):  # somebody has decided about it meanwhile
+            if not await asyncio.to_thread(self._is_unclaimed, key):  # somebody has decided about it meanwhile
                 return False
             await self._names.load_and_wait(LoadRequest(tenant_id, name, source, f"resolver for {who}"), read)
             return True
@@ -142,16 +142,16 @@ class AutoRegistration:
         tenant_id, name = key
         lookers = self._lookers.setdefault(tenant_id, asyncio.Semaphore(MAX_LOOKERS_PER_TENANT))
         try:
-            async with asyncio.timeout(self._places.timeout_s):
+            async with asyncio.timeout(self._settings.timeout_s):
                 await lookers.acquire()
                 asked = self._threads.submit(resolver.source, name, tenant_id)
                 asked.add_done_callback(partial(_release, asyncio.get_running_loop(), lookers))
                 return await asyncio.wrap_future(asked)
         except TimeoutError:
-            limit = f"adapters.source_timeout_s ({self._places.timeout_s:g} s)"
+            limit = f"adapters.source_timeout_s ({self._settings.timeout_s:g} s)"
             raise SourceError(f"a resolver said nothing of {name!r} in {limit}; ask again later") from None
 
-    def _is_nobodys(self, key: Key) -> bool:
+    def _is_unclaimed(self, key: Key) -> bool:
         """Whether the tenant has never had an adapter of this name, has no such alias, and loads none."""
         tenant_id, name = key
         if self._registry.aliases.get(name, tenant_id=tenant_id) is not None:
@@ -168,13 +168,13 @@ def _release(loop: asyncio.AbstractEventLoop, lookers: asyncio.Semaphore, _: Fut
         loop.call_soon_threadsafe(lookers.release)
 
 
-def words(key: Key) -> str:
+def failure_key(key: Key) -> str:
     """A name's key among `Failures`."""
     return "/".join(key)
 
 
 @contextmanager
-def remembered(failures: Failures, key: Key) -> Iterator[None]:
+def recorded_outcome(failures: Failures, key: Key) -> Iterator[None]:
     """An attempt at a name, whose end is noted: a failure of the adapter's, or none any more."""
     try:
         yield
@@ -182,6 +182,6 @@ def remembered(failures: Failures, key: Key) -> Iterator[None]:
         raise
     except Exception as error:
         is_ours = isinstance(error, PolyloraError)
-        failures.failed(words(key), str(error) if is_ours else f"internal error ({type(error).__name__})")
+        failures.record_failure(failure_key(key), str(error) if is_ours else f"internal error ({type(error).__name__})")
         raise
-    failures.clear(words(key))
+    failures.clear(failure_key(key))

@@ -16,8 +16,8 @@ from typing import Any, Literal
 
 from sqlalchemy import Connection, delete, insert, select, update
 
-from app.deployments.registry.db.database import Database, storable
-from app.deployments.registry.db.tables import jobs, named
+from app.deployments.registry.db.database import Database, storable_text
+from app.deployments.registry.db.tables import jobs, name_condition
 from app.deployments.registry.event_log import NewEvent, record_audit, record_events
 from app.deployments.registry.models import FINAL_STATES, LoadRequest, RegistryJob, State
 from app.engine.adapters.combining.combination import shown_source
@@ -38,7 +38,7 @@ _EVENTS = {
 }
 
 
-class LoadsAhead(NotReady):
+class EarlierLoadsPending(NotReady):
     """Loads of the name that were asked for before have not ended: this one takes effect after them."""
 
 
@@ -83,14 +83,14 @@ class Jobs:
         after = replace(
             job,
             state=state,
-            reason=reason and storable(reason),
+            reason=reason and storable_text(reason),
             generation=job.generation if generation is None else generation,
             digest=job.digest if digest is None else digest,
             updated_s=self._database.clock(),
         )
         with self._database.write() as connection:
             if not update_job(connection, after):
-                raise taken_over(job)
+                raise taken_over_error(job)
             steps = [(*step, None) for step in passed] + [(state, after.updated_s, reason)]
             news = [
                 NewEvent(_EVENTS[step], job.name, job.tenant_id, after.generation, after.digest, detail, time_s=time_s)
@@ -108,12 +108,12 @@ class Jobs:
 
     def latest(self, name: str, *, tenant_id: str) -> RegistryJob | None:
         """The last thing that was asked of a name."""
-        query = select(jobs).where(*named(jobs, self._base, tenant_id, name))
+        query = select(jobs).where(*name_condition(jobs, self._base, tenant_id, name))
         with self._database.read() as connection:
             row = connection.execute(query.order_by(jobs.c.number.desc()).limit(1)).mappings().first()
         return None if row is None else _job(row)
 
-    def unfinished(self, kind: Literal["load", "unload"]) -> list[RegistryJob]:
+    def unfinished_jobs(self, kind: Literal["load", "unload"]) -> list[RegistryJob]:
         """Jobs of a kind that have not ended, oldest first."""
         states = (State.DRAINING,) if kind == "unload" else _UNFINISHED
         query = select(jobs).where(jobs.c.base_digest == self._base, jobs.c.state.in_(states), jobs.c.kind == kind)
@@ -124,7 +124,7 @@ class Jobs:
 def insert_job(connection: Connection, database: Database, job: RegistryJob) -> None:
     """Part of the caller's transaction."""
     connection.execute(insert(jobs).values(base_digest=database.base_digest, **asdict(job)))
-    key = named(jobs, database.base_digest, job.tenant_id, job.name)
+    key = name_condition(jobs, database.base_digest, job.tenant_id, job.name)
     newest = select(jobs.c.id).where(*key).order_by(jobs.c.number.desc()).limit(MAX_JOBS_PER_NAME)
     connection.execute(
         delete(jobs).where(*key, jobs.c.state.in_(FINAL_STATES), jobs.c.id.not_in(newest.scalar_subquery()))
@@ -133,9 +133,13 @@ def insert_job(connection: Connection, database: Database, job: RegistryJob) -> 
 
 def cancel_loads(connection: Connection, database: Database, tenant_id: str, name: str) -> list[str]:
     """The ids of the loads of a name that have not ended: now they have. Part of the caller's transaction."""
-    mine = (*named(jobs, database.base_digest, tenant_id, name), jobs.c.kind == "load", jobs.c.state.in_(_UNFINISHED))
+    mine = (
+        *name_condition(jobs, database.base_digest, tenant_id, name),
+        jobs.c.kind == "load",
+        jobs.c.state.in_(_UNFINISHED),
+    )
     ids = list(connection.scalars(select(jobs.c.id).where(*mine)))
-    values = {"state": State.FAILED, "reason": str(unloaded(name)), "updated_s": database.clock()}
+    values = {"state": State.FAILED, "reason": str(unloaded_error(name)), "updated_s": database.clock()}
     connection.execute(update(jobs).where(*mine).values(values))
     return ids
 
@@ -155,24 +159,26 @@ def adopt_loads(connection: Connection, database: Database, owner: str, living: 
 
 def check_turn(connection: Connection, base_digest: str, job: RegistryJob) -> None:
     """Raises AdapterUnloaded for a load that was cancelled, NotReady for one that another store works on by now, and
-    LoadsAhead if it is not this one's turn. Part of the caller's transaction."""
+    EarlierLoadsPending if it is not this one's turn. Part of the caller's transaction."""
     row = connection.execute(select(jobs.c.state, jobs.c.owner).where(jobs.c.id == job.id)).first()
     if row is None or row.state == State.FAILED:
-        raise unloaded(job.name)
+        raise unloaded_error(job.name)
     if row.owner != job.owner:
-        raise taken_over(job)
+        raise taken_over_error(job)
     ahead = (jobs.c.kind == "load", jobs.c.state.in_(_UNFINISHED), jobs.c.number < job.number)
-    query = select(jobs.c.id).where(*named(jobs, base_digest, job.tenant_id, job.name), *ahead)
+    query = select(jobs.c.id).where(*name_condition(jobs, base_digest, job.tenant_id, job.name), *ahead)
     if connection.scalar(query.limit(1)) is not None:
-        raise LoadsAhead(f"adapter {job.name!r} is being loaded by another request that came before", retry_after_s=1)
+        raise EarlierLoadsPending(
+            f"adapter {job.name!r} is being loaded by another request that came before", retry_after_s=1
+        )
 
 
-def unloaded(name: str) -> AdapterUnloaded:
+def unloaded_error(name: str) -> AdapterUnloaded:
     """What a load ends with that was cancelled."""
     return AdapterUnloaded(f"adapter {name!r} was unloaded while it was being loaded; load it again if it is wanted")
 
 
-def taken_over(job: RegistryJob) -> NotReady:
+def taken_over_error(job: RegistryJob) -> NotReady:
     """What a load ends with whose store was taken for dead."""
     return NotReady(f"another process has taken over the load of {job.name!r}; ask for job {job.id}", retry_after_s=2)
 

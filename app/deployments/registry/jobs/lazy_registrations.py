@@ -18,19 +18,19 @@ from typing import Any
 
 from sqlalchemy import Connection, bindparam, insert, select, update
 
-from app.deployments.registry.catalog import not_registered
+from app.deployments.registry.catalog import not_registered_error
 from app.deployments.registry.db.database import Database
 from app.deployments.registry.db.tables import adapters, aliases, audit, events
 from app.deployments.registry.feed.view import Key
-from app.deployments.registry.jobs.auto_registration import Failures, remembered, words
+from app.deployments.registry.jobs.auto_registration import Failures, failure_key, recorded_outcome
 from app.deployments.registry.last_used import forget_use
 from app.deployments.registry.models import (
+    LIVE_STATES,
     MAX_REGISTRATIONS,
-    MEANT_STATES,
     CatalogEntry,
     LoadRequest,
-    Registered,
     Registration,
+    RegistrationCounts,
     RegistryJob,
     State,
     check_description,
@@ -66,21 +66,21 @@ class LazyRegistrations:
         self._tasks = Tasks()
         self._pending: SingleFlight[Key, tuple[RegistryJob, CatalogEntry]] = SingleFlight(self._tasks)
 
-    async def register(self, registrations: Sequence[Registration], *, tenant_id: str, who: str) -> Registered:
+    async def register(self, registrations: Sequence[Registration], *, tenant_id: str, who: str) -> RegistrationCounts:
         """All of them or none; every ingress knows them when this returns.
 
         A name that is loaded from the same place stays so. Raises InvalidRequest for a name that cannot be one, is an
         alias's, comes twice or is loaded from another place, UnsafeSource, AdapterQuotaReached.
         """
-        check_together(registrations)
+        check_registrations(registrations)
         for item in registrations:
             self._lifecycle.check_name(item.name)
             check_source(item.source)
             check_description(item.description)
         database, check_quota = self._registry.database, self._registry.catalog.check_quota
-        counts: list[Registered] = []
+        counts: list[RegistrationCounts] = []
 
-        def write() -> Registered | None:
+        def write() -> RegistrationCounts | None:
             with database.write() as connection:
                 counts.append(_write(connection, database, registrations, tenant_id, who))
                 check_quota(connection, tenant_id)
@@ -88,29 +88,29 @@ class LazyRegistrations:
 
         await self._lifecycle.published.change(write)
         for item in registrations:
-            self._failures.clear(words((tenant_id, item.name)))
+            self._failures.clear(failure_key((tenant_id, item.name)))
         logger.info(LogEvent("adapters registered unread", number=counts[-1].num_changed, tenant=tenant_id, by=who))
         return counts[-1]
 
-    async def read(self, name: str, *, tenant_id: str, who: str) -> tuple[RegistryJob | None, CatalogEntry]:
+    async def load_registered(self, name: str, *, tenant_id: str, who: str) -> tuple[RegistryJob | None, CatalogEntry]:
         """Have every ingress serve the name; no job if that is so already. Raises NotFound, and what reading raises."""
         key = (tenant_id, name)
         entry = await asyncio.to_thread(self._registry.catalog.get, name, tenant_id=tenant_id)
         if entry is None:
-            raise not_registered(name)
+            raise not_registered_error(name)
         if entry.is_read:
             return None, entry
         return await asyncio.shield(self._pending.task(key, lambda: self._load(entry, who)))
 
-    async def read_for_request(self, name: str, *, tenant_id: str, who: str) -> None:
+    async def load_for_request(self, name: str, *, tenant_id: str, who: str) -> None:
         """`read`; what a request hears of a failure names no place of this server: the job and the log do.
 
         Raises AdapterUnreadable, also for a while after a failure; NotReady while the database is away.
         """
         try:
             if (tenant_id, name) not in self._pending:
-                self._failures.check(words((tenant_id, name)), f"adapter {name!r}")
-            await self.read(name, tenant_id=tenant_id, who=f"first use by {who}")
+                self._failures.check(failure_key((tenant_id, name)), f"adapter {name!r}")
+            await self.load_registered(name, tenant_id=tenant_id, who=f"first use by {who}")
         except (Overloaded, CompositionRefused):
             raise
         except PolyloraError as error:
@@ -127,11 +127,11 @@ class LazyRegistrations:
 
     async def _load(self, entry: CatalogEntry, who: str) -> tuple[RegistryJob, CatalogEntry]:
         request = LoadRequest(entry.tenant_id, entry.name, entry.source, who, description=entry.description or None)
-        with remembered(self._failures, (entry.tenant_id, entry.name)):
+        with recorded_outcome(self._failures, (entry.tenant_id, entry.name)):
             return await self._lifecycle.load_and_wait(request)
 
 
-def check_together(registrations: Sequence[Registration]) -> None:
+def check_registrations(registrations: Sequence[Registration]) -> None:
     """Raises InvalidRequest for none, too many, and a name that comes twice."""
     if not 1 <= len(registrations) <= MAX_REGISTRATIONS:
         raise InvalidRequest(
@@ -145,7 +145,7 @@ def check_together(registrations: Sequence[Registration]) -> None:
 
 def _write(
     connection: Connection, database: Database, registrations: Sequence[Registration], tenant_id: str, who: str
-) -> Registered:
+) -> RegistrationCounts:
     """Part of the caller's transaction. Raises InvalidRequest."""
     place = {"base_digest": database.base_digest, "tenant_id": tenant_id}
     names = [item.name for item in registrations]
@@ -179,12 +179,12 @@ def _write(
         asked = notes | {"who": who, "action": "register"}
         details = [(name, json.dumps({"uri": source}, ensure_ascii=False)) for name, source in changed]
         connection.execute(insert(audit), [asked | {"name": name, "detail": detail} for name, detail in details])
-    return Registered(len(changed), len(registrations) - len(changed))
+    return RegistrationCounts(len(changed), len(registrations) - len(changed))
 
 
 def _values(item: Registration, old: Any, who: str) -> dict[str, Any] | None:
     """A name's row without what all have in common; None: it stays as it is. Raises InvalidRequest."""
-    before = old if old is not None and old["state"] in MEANT_STATES else None
+    before = old if old is not None and old["state"] in LIVE_STATES else None
     if before is not None and before["state"] == State.LOADED:
         if item.source in (before["source"], before["uri"]):
             return None

@@ -20,10 +20,10 @@ from typing import Any, Protocol
 
 from app.deployments.registry.feed.change_feed import ChangeFeed
 from app.deployments.registry.feed.view import Key
-from app.deployments.registry.jobs.job_table import LoadsAhead, unloaded
+from app.deployments.registry.jobs.job_table import EarlierLoadsPending, unloaded_error
 from app.deployments.registry.models import (
-    AHEAD,
     MAX_METADATA_CHARS,
+    STATES_AHEAD,
     CatalogEntry,
     LoadRequest,
     ReadAdapter,
@@ -45,13 +45,13 @@ logger = logging.getLogger(__name__)
 RETRY_S = 5.0
 #: A load whose turn has not come, because another process works on one before it, asks again after this long.
 TURN_INTERVAL_S = 0.5
-#: Loads that one process works on at a time; more are refused, and those that a dead process left are always taken.
+#: Loads that one process works on at a time; more are refused, and those that a dead process adopted are always taken.
 MAX_LOADS = 10_000
-#: Of the loads that a dead process left, those of one host that are begun at a time: what has begun is a dozen objects,
+#: Of the loads that a dead process adopted, those of one host that are begun at a time: what has begun is a dozen objects,
 #: and thousands of them are a garbage collection that stops the event loop for 0.1 s and more.
-TAKEN_UP_AT_ONCE = 64
+MAX_ADOPTED_PER_HOST = 64
 #: Loads that are taken up before other work of the event loop gets its turn.
-_NOTED_AT_ONCE = 50
+_ADOPT_BATCH = 50
 
 
 class Reader(Protocol):
@@ -82,25 +82,25 @@ class LoadJobs:
         self._published = published
         self._clock = clock
         self._jobs: dict[str, RegistryJob] = {}  # being worked on
-        self._of_source: defaultdict[str, set[str]] = defaultdict(set)  # source -> ids of these
-        self._passed: dict[str, list[tuple[State, float]]] = {}  # of these: written down with their last state
-        self._has_read: dict[str, str] = {}  # of these: the digest that was read, once it was
+        self._ids_by_source: defaultdict[str, set[str]] = defaultdict(set)  # source -> ids of these
+        self._state_times: dict[str, list[tuple[State, float]]] = {}  # of these: written down with their last state
+        self._read_digests: dict[str, str] = {}  # of these: the digest that was read, once it was
         self._tasks: dict[str, asyncio.Task[RegistryJob]] = {}
         self._cancelled: dict[str, asyncio.Future[None]] = {}  # per load: done when an unload has cancelled it
-        self._left: dict[
+        self._adopted: dict[
             str, dict[str, RegistryJob]
-        ] = {}  # host -> loads by id that a dead process left, not begun yet
-        self._num_taken_up: Counter[str] = Counter()  # host -> those of them that have begun
-        self._last: dict[Key, asyncio.Task[RegistryJob]] = {}  # per name, the job that was asked for last
+        ] = {}  # host -> loads by id that a dead process adopted, not begun yet
+        self._num_adopted_running: Counter[str] = Counter()  # host -> those of them that have begun
+        self._last_by_name: dict[Key, asyncio.Task[RegistryJob]] = {}  # per name, the job that was asked for last
         self._work, self._writing = Tasks(), Tasks()
 
-    async def take_up(self, jobs: Sequence[RegistryJob]) -> None:
-        """Work on the loads that a dead process has left to this one, in their order, a few of each host at a time."""
+    async def adopt(self, jobs: Sequence[RegistryJob]) -> None:
+        """Work on the loads that a dead process has adopted to this one, in their order, a few of each host at a time."""
         for number, job in enumerate(jobs):
             host = self._store.host(job.source)
-            self._left.setdefault(host, {})[job.id] = job
-            self._begin_left(host)
-            if number % _NOTED_AT_ONCE == _NOTED_AT_ONCE - 1:
+            self._adopted.setdefault(host, {})[job.id] = job
+            self._begin_adopted(host)
+            if number % _ADOPT_BATCH == _ADOPT_BATCH - 1:
                 await asyncio.sleep(0)
 
     async def load(self, request: LoadRequest, read: ReadAdapter | None = None) -> RegistryJob:
@@ -135,53 +135,53 @@ class LoadJobs:
         for job_id in job_ids:
             if (cancelled := self._cancelled.get(job_id)) is not None and not cancelled.done():
                 cancelled.set_result(None)
-            for left in self._left.values():
-                left.pop(job_id, None)
+            for adopted in self._adopted.values():
+                adopted.pop(job_id, None)
 
     def running(self, job_id: str) -> RegistryJob | None:
         """The present state of a load that is being worked on; None for any other job."""
         return self._jobs.get(job_id)
 
-    def reached(self, source: str, state: State, job_id: str | None = None) -> None:
+    def on_progress(self, source: str, state: State, job_id: str | None = None) -> None:
         """Reading a source has come this far, and so has every job that waits for it; on the event loop.
 
         A job that is further already stays there: the source is being read again, for another.
         """
         now_s = self._clock()
-        for id_ in self._of_source.get(source, ()) if job_id is None else (job_id,):
-            if state in AHEAD.get(self._jobs[id_].state, ()):
+        for id_ in self._ids_by_source.get(source, ()) if job_id is None else (job_id,):
+            if state in STATES_AHEAD.get(self._jobs[id_].state, ()):
                 self._jobs[id_] = replace(self._jobs[id_], state=state, updated_s=now_s)
-                self._passed[id_].append((state, now_s))
+                self._state_times[id_].append((state, now_s))
 
-    def _begin_left(self, host: str) -> None:
+    def _begin_adopted(self, host: str) -> None:
         """Begin the next ones of a host, if it is their turn."""
-        left = self._left.get(host, {})
-        while left and self._num_taken_up[host] < TAKEN_UP_AT_ONCE:
-            self._num_taken_up[host] += 1
-            self._begin(left.pop(next(iter(left)))).add_done_callback(partial(self._end_taken_up, host))
-        if not left:
-            self._left.pop(host, None)
+        adopted = self._adopted.get(host, {})
+        while adopted and self._num_adopted_running[host] < MAX_ADOPTED_PER_HOST:
+            self._num_adopted_running[host] += 1
+            self._begin(adopted.pop(next(iter(adopted)))).add_done_callback(partial(self._end_adopted, host))
+        if not adopted:
+            self._adopted.pop(host, None)
 
-    def _end_taken_up(self, host: str, _: asyncio.Task[RegistryJob]) -> None:
-        self._num_taken_up[host] -= 1
-        self._begin_left(host)
+    def _end_adopted(self, host: str, _: asyncio.Task[RegistryJob]) -> None:
+        self._num_adopted_running[host] -= 1
+        self._begin_adopted(host)
 
     def _begin(self, job: RegistryJob, read: ReadAdapter | None = None) -> asyncio.Task[RegistryJob]:
         key = (job.tenant_id, job.name)
-        self._jobs[job.id], self._passed[job.id] = job, []
-        self._of_source[job.source].add(job.id)
+        self._jobs[job.id], self._state_times[job.id] = job, []
+        self._ids_by_source[job.source].add(job.id)
         self._cancelled[job.id] = asyncio.get_running_loop().create_future()
-        task = self._work.start(self._run(job.id, self._last.get(key), read))
-        self._tasks[job.id] = self._last[key] = task
+        task = self._work.start(self._run(job.id, self._last_by_name.get(key), read))
+        self._tasks[job.id] = self._last_by_name[key] = task
 
         def end(task: asyncio.Task[RegistryJob]) -> None:
-            del self._jobs[job.id], self._passed[job.id], self._tasks[job.id], self._cancelled[job.id]
-            self._has_read.pop(job.id, None)
-            self._of_source[job.source].discard(job.id)
-            if not self._of_source[job.source]:
-                del self._of_source[job.source]
-            if self._last.get(key) is task:
-                del self._last[key]
+            del self._jobs[job.id], self._state_times[job.id], self._tasks[job.id], self._cancelled[job.id]
+            self._read_digests.pop(job.id, None)
+            self._ids_by_source[job.source].discard(job.id)
+            if not self._ids_by_source[job.source]:
+                del self._ids_by_source[job.source]
+            if self._last_by_name.get(key) is task:
+                del self._last_by_name[key]
 
         task.add_done_callback(end)
         return task
@@ -191,15 +191,15 @@ class LoadJobs:
     ) -> RegistryJob:
         job = self._jobs[job_id]
         try:
-            self.reached(job.source, State.DOWNLOADING, job_id)
+            self.on_progress(job.source, State.DOWNLOADING, job_id)
             uri, card = await self._read(job) if read is None else read
-            self._has_read[job_id] = card.digest
-            self.reached(job.source, State.ON_HOST, job_id)
+            self._read_digests[job_id] = card.digest
+            self.on_progress(job.source, State.ON_HOST, job_id)
             if before is not None:
                 await asyncio.wait([before])
-            shown = replace(card, metadata=_kept_metadata(job.name, card))
+            shown = replace(card, metadata=_bounded_metadata(job.name, card))
             register = partial(self._registry.catalog.register, job.request, uri, shown, job)
-            entry = await self._in_turn(register)
+            entry = await self._register_in_turn(register)
             generation, digest = entry.ref.generation, entry.ref.digest
             return await self._end(job_id, State.LOADED, generation=generation, digest=digest)
         except Exception as error:
@@ -208,23 +208,23 @@ class LoadJobs:
                 logger.exception("loading %s failed", job.name)
             reason = str(error) if is_ours else f"internal error ({type(error).__name__}); the store's log has it"
             await self._end(job_id, State.FAILED, reason=reason)
-            if (refused := self._has_read.pop(job_id, None)) is not None:
-                await self._let_go(refused)
+            if (refused := self._read_digests.pop(job_id, None)) is not None:
+                await self._release_host_copy(refused)
             raise
 
-    async def _let_go(self, digest: str) -> None:
+    async def _release_host_copy(self, digest: str) -> None:
         """Free the host's copy of what was read and refused, unless a name means it or another load has read it."""
         with contextlib.suppress(NotReady):  # nobody knows: it goes when others need its room
             is_used = await asyncio.to_thread(self._registry.catalog.is_used, digest)
-            if not is_used and digest not in self._has_read.values():
+            if not is_used and digest not in self._read_digests.values():
                 self._store.forget(digest)
 
-    async def _in_turn(self, register: Callable[[], CatalogEntry]) -> CatalogEntry:
+    async def _register_in_turn(self, register: Callable[[], CatalogEntry]) -> CatalogEntry:
         """Wait for loads of the name that other processes work on and that were asked for before."""
         while True:
             try:
                 return await self._published.change(register)
-            except LoadsAhead:
+            except EarlierLoadsPending:
                 await asyncio.sleep(TURN_INTERVAL_S)
 
     async def _read(self, job: RegistryJob) -> ReadAdapter:
@@ -235,11 +235,11 @@ class LoadJobs:
         if reading.done():
             return reading.result()
         reading.cancel()
-        raise unloaded(job.name)
+        raise unloaded_error(job.name)
 
     async def _end(self, job_id: str, state: State, **what: Any) -> RegistryJob:
         """A job's last state. While the database does not take it nobody waits: it is written down later."""
-        job, passed = self._jobs[job_id], tuple(self._passed[job_id])
+        job, passed = self._jobs[job_id], tuple(self._state_times[job_id])
         logger.log(
             logging.WARNING if state is State.FAILED else logging.INFO,
             LogEvent(
@@ -258,11 +258,11 @@ class LoadJobs:
         except NotReady as error:
             logger.warning("that %s is %s is written down later: %s", job.name, state, error)
             self._jobs[job_id] = replace(job, state=state, **what)
-            self._writing.start(_insist(write))
+            self._writing.start(_retry_until_written(write))
         return self._jobs[job_id]
 
 
-async def _insist(write: Callable[[], RegistryJob]) -> None:
+async def _retry_until_written(write: Callable[[], RegistryJob]) -> None:
     """Until the database takes it."""
     while True:
         await asyncio.sleep(RETRY_S)
@@ -271,7 +271,7 @@ async def _insist(write: Callable[[], RegistryJob]) -> None:
             return
 
 
-def _kept_metadata(name: str, card: AdapterCard) -> str:
+def _bounded_metadata(name: str, card: AdapterCard) -> str:
     """A card's, unless it is longer than every ingress should hold."""
     if len(card.metadata) <= MAX_METADATA_CHARS:
         return card.metadata

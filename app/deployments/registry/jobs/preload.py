@@ -21,7 +21,7 @@ from sqlalchemy import delete, insert, select
 from app.config import PreloadedAdapter
 from app.deployments.registry.aliases import is_alias
 from app.deployments.registry.db.database import Database
-from app.deployments.registry.db.tables import adapters, named, preloads
+from app.deployments.registry.db.tables import adapters, name_condition, preloads
 from app.deployments.registry.models import CatalogEntry, LoadRequest
 from app.deployments.registry.registry import Registry
 from app.deployments.registry.service import RegistryService
@@ -52,7 +52,7 @@ class Preloads:
             for item in wanted:
                 key = (base_digest, tenant_id, item.name)
                 noted = connection.execute(
-                    select(preloads.c.source, preloads.c.description).where(*named(preloads, *key))
+                    select(preloads.c.source, preloads.c.description).where(*name_condition(preloads, *key))
                 ).first()
                 if noted is not None and noted.source == item.path:
                     if item.description not in (None, noted.description):
@@ -61,7 +61,7 @@ class Preloads:
                 if is_alias(connection, *key):
                     logger.warning("%s is not preloaded from %s: it is an alias now", item.name, item.path)
                     continue
-                is_known = connection.scalar(select(adapters.c.name).where(*named(adapters, *key))) is not None
+                is_known = connection.scalar(select(adapters.c.name).where(*name_condition(adapters, *key))) is not None
                 if noted is None and is_known:
                     logger.info("%s is registered, and not preloaded from %s", item.name, item.path)
                     connection.execute(insert(preloads).values(**_row(key, item)))
@@ -73,7 +73,7 @@ class Preloads:
         """It was loaded from there, and described so."""
         key = (self._database.base_digest, tenant_id, item.name)
         with self._database.write() as connection:
-            connection.execute(delete(preloads).where(*named(preloads, *key)))
+            connection.execute(delete(preloads).where(*name_condition(preloads, *key)))
             connection.execute(insert(preloads).values(**_row(key, item)))
 
 

@@ -29,13 +29,13 @@ BEAT_INTERVAL_S = 2.0
 #: One that has not said so for so long is dead to the others.
 LEASE_S = 8.0
 #: A process that has not looked at the others for so long was not able to: that time counts as one beat's.
-UNSEEN_S = LEASE_S / 2
+STALL_S = LEASE_S / 2
 #: A row that is seen for the first time, and whose time is long ago, is a dead one's if it says nothing for two beats.
 FIRST_LEASE_S = 2 * BEAT_INTERVAL_S
 #: Ingresses of a store that ended less than this long ago may still be there, and come to the next one.
 FOLLOWING_S = 60.0
 #: How long the row of a dead process is kept.
-_KEPT_S = 86_400.0
+_ROW_RETENTION_S = 86_400.0
 
 
 class Heartbeat(NamedTuple):
@@ -45,7 +45,7 @@ class Heartbeat(NamedTuple):
     adopted: list[RegistryJob]
 
 
-class _Seen(NamedTuple):
+class _PeerLease(NamedTuple):
     """When a process said last that it lives, by its clock, and until when that counts, by ours."""
 
     beat_s: float
@@ -63,9 +63,9 @@ class StoreLeases:
         self._database = database
         self._actor = actor
         self._monotonic = monotonic
-        self._seen: dict[str, _Seen] = {}  # each other process by its id
-        self._looked_s = math.inf  # when they were looked at last; by ours
-        self._looking = threading.Lock()
+        self._peers: dict[str, _PeerLease] = {}  # each other process by its id
+        self._last_check_s = math.inf  # when they were looked at last; by ours
+        self._peers_lock = threading.Lock()
         self.id = uuid.uuid4().hex
         self._has_entered = False
         self.follows_another = (
@@ -96,7 +96,7 @@ class StoreLeases:
                 self._insert(connection, now_s, revision)  # a process of the same name took this one for dead
             others = self._others(connection, now_s)
             is_dead = stores.c.id.not_in([self.id, *others])
-            connection.execute(delete(stores).where(self._ours(), is_dead, stores.c.beat_s < now_s - _KEPT_S))
+            connection.execute(delete(stores).where(self._ours(), is_dead, stores.c.beat_s < now_s - _ROW_RETENTION_S))
             return Heartbeat(others, adopt_loads(connection, self._database, self.id, {self.id, *others}))
 
     def others(self) -> Mapping[str, int]:
@@ -104,7 +104,7 @@ class StoreLeases:
         with self._database.read() as connection:
             return self._others(connection, self._database.clock())
 
-    def keep_settings(self, settings: str) -> None:
+    def save_settings(self, settings: str) -> None:
         """Have the next life of this actor know what it was told in this one."""
         with self._database.write() as connection:
             connection.execute(update(stores).where(self._ours(), stores.c.id == self.id).values(settings=settings))
@@ -130,11 +130,11 @@ class StoreLeases:
     def _others(self, connection: Connection, wall_s: float) -> Mapping[str, int]:
         query = select(stores.c.id, stores.c.revision, stores.c.beat_s).where(self._ours(), stores.c.id != self.id)
         rows = connection.execute(query).all()
-        with self._looking:
-            before, now_s = self._seen, self._monotonic()
-            unseen_s, self._looked_s = now_s - self._looked_s, now_s
-            unseen_s = unseen_s - BEAT_INTERVAL_S if unseen_s > UNSEEN_S else 0.0
-            self._seen = {}
+        with self._peers_lock:
+            before, now_s = self._peers, self._monotonic()
+            unseen_s, self._last_check_s = now_s - self._last_check_s, now_s
+            unseen_s = unseen_s - BEAT_INTERVAL_S if unseen_s > STALL_S else 0.0
+            self._peers = {}
             for row in rows:
                 seen = before.get(row.id)
                 if row.beat_s == 0.0:
@@ -145,8 +145,8 @@ class StoreLeases:
                     until_s = seen.until_s + unseen_s
                 else:
                     until_s = now_s + LEASE_S
-                self._seen[row.id] = _Seen(row.beat_s, until_s)
-            return {row.id: row.revision for row in rows if self._seen[row.id].until_s >= now_s}
+                self._peers[row.id] = _PeerLease(row.beat_s, until_s)
+            return {row.id: row.revision for row in rows if self._peers[row.id].until_s >= now_s}
 
     def _ours(self) -> ColumnElement[bool]:
         return stores.c.base_digest == self._database.base_digest

@@ -27,7 +27,7 @@ from app.logging import LogEvent
 logger = logging.getLogger(__name__)
 
 #: An unload that no ingress has spoken of for this long is given to the one that asks.
-UNSEEN_S = 35.0
+ORPHAN_TIMEOUT_S = 35.0
 
 
 class UnloadJobs:
@@ -49,18 +49,18 @@ class UnloadJobs:
         self._seen_s: dict[str, float] = {}  # unloads, and when an ingress last said that it sees to them
 
     async def begin(self, name: str, *, tenant_id: str, who: str) -> tuple[UnloadResult, CatalogEntry | None]:
-        """Take a name out of service: when this returns no ingress knows it. `end` follows, or `left`.
+        """Take a name out of service: when this returns no ingress knows it. `end` follows, or `orphaned`.
 
         Loads of it that were asked for before end with AdapterUnloaded; if there was nothing else the unload has no
         digest, and is over. Raises NotFound, AdapterBusy.
         """
         done: list[UnloadStarted] = []
 
-        def drain() -> CatalogEntry | None:
-            done.append(self._registry.catalog.drain(name, tenant_id=tenant_id, who=who))
+        def take_out() -> CatalogEntry | None:
+            done.append(self._registry.catalog.begin_unload(name, tenant_id=tenant_id, who=who))
             return done[0].entry
 
-        entry = await self._published.change(drain)
+        entry = await self._published.change(take_out)
         self._loads.cancel(done[0].cancelled)
         return await asyncio.to_thread(self._unload, done[0].job), entry
 
@@ -71,33 +71,33 @@ class UnloadJobs:
             self._store.forget(unload.digest)
         job = unload.job
         logger.info(LogEvent("adapter removed", name=job.name, tenant=job.tenant_id, by=job.requested_by))
-        return await asyncio.to_thread(self._registry.catalog.drained, unload.job)
+        return await asyncio.to_thread(self._registry.catalog.finish_unload, unload.job)
 
     async def is_used(self, digest: str) -> bool:
         """Whether any name means these contents."""
         return await asyncio.to_thread(self._registry.catalog.is_used, digest)
 
-    async def gone(self, digests: Collection[str]) -> list[str]:
+    async def unreferenced(self, digests: Collection[str]) -> list[str]:
         """Those of these contents that names have meant and none means any more; contents never heard of are not."""
-        return await asyncio.to_thread(_gone, self._registry.database, digests)
+        return await asyncio.to_thread(_unreferenced, self._registry.database, digests)
 
-    async def left(self, seen_to: Collection[str]) -> list[UnloadResult]:
-        """Unloads that nobody sees to, for the caller to end; `seen_to` are the ids of those that it sees to already.
+    async def orphaned_unloads(self, own_ids: Collection[str]) -> list[UnloadResult]:
+        """Unloads that nobody sees to, for the caller to end; `own_ids` are the ids of those that it sees to already.
 
         Their ingress has ended, or could not tell the registry. Should it be there after all, two end the same unload.
         """
         now_s = self._clock()
-        jobs = await asyncio.to_thread(self._registry.jobs.unfinished, "unload")
+        jobs = await asyncio.to_thread(self._registry.jobs.unfinished_jobs, "unload")
         last_s = {job.id: max(job.created_s, self._seen_s.get(job.id, 0.0)) for job in jobs}
-        left = [job for job in jobs if job.id not in seen_to and now_s - last_s[job.id] > UNSEEN_S]
-        self._seen_s = last_s | dict.fromkeys((*seen_to, *(job.id for job in left)), now_s)
-        return [await asyncio.to_thread(self._unload, job) for job in left]
+        orphaned = [job for job in jobs if job.id not in own_ids and now_s - last_s[job.id] > ORPHAN_TIMEOUT_S]
+        self._seen_s = last_s | dict.fromkeys((*own_ids, *(job.id for job in orphaned)), now_s)
+        return [await asyncio.to_thread(self._unload, job) for job in orphaned]
 
     def _unload(self, job: RegistryJob) -> UnloadResult:
         return UnloadResult(job, job.digest, job.digest is None or self._registry.catalog.is_used(job.digest))
 
 
-def _gone(database: Database, digests: Collection[str]) -> list[str]:
+def _unreferenced(database: Database, digests: Collection[str]) -> list[str]:
     is_meant = select(adapters.c.name).where(
         adapters.c.base_digest == database.base_digest,
         adapters.c.digest == generations.c.digest,

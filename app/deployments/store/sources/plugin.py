@@ -47,18 +47,18 @@ class PluginFetcher:
 
 
 def _load(dotted_path: str, base_name: str) -> Callable[[str, Path], str | None]:
-    found: Any = import_dotted(dotted_path, "adapters.custom_fetcher")
-    if not isinstance(found, type):
-        if not callable(found):
+    target: Any = import_dotted(dotted_path, "adapters.custom_fetcher")
+    if not isinstance(target, type):
+        if not callable(target):
             raise ConfigError(f"adapters.custom_fetcher {dotted_path!r} is not a function of (uri, folder)")
-        download: Callable[[str, Path], str | None] = found
+        download: Callable[[str, Path], str | None] = target
         return download
-    if not callable(getattr(found, METHOD, None)):
+    if not callable(getattr(target, METHOD, None)):
         raise ConfigError(
             f"adapters.custom_fetcher {dotted_path!r} is a class without {METHOD}(name, base_model, path)"
         )
     try:
-        method = getattr(found(), METHOD)
+        method = getattr(target(), METHOD)
     except Exception as error:
         # Another's code: whatever it raises, the setting is of no use.
         raise ConfigError(

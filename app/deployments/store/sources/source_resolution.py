@@ -1,6 +1,6 @@
 """What a client calls a source, and what this server makes of it.
 
-In: text (a registered path, or a URI). Out: a `LocalPlace` under the configured roots, or a `RemotePlace` whose
+In: text (a registered path, or a URI). Out: a `LocalSource` under the configured roots, or a `RemoteSource` whose
 `fetch` fills an empty folder; anything else is `UnsafeSource`. A download is two plain files of known
 names or one card: links, folders and other files that came along are refused or left behind, archives
 are never unpacked. Looking at the contents is left to the reader.
@@ -57,14 +57,14 @@ def unbounded(folder: Path, num_bytes: int, wait_s: float = 0.0) -> None:
     """A `Reserve` where there is room for everything."""
 
 
-class LocalPlace(NamedTuple):
+class LocalSource(NamedTuple):
     """A folder or card that exists under a root."""
 
     uri: str
     path: Path
 
 
-class RemotePlace(NamedTuple):
+class RemoteSource(NamedTuple):
     """Something a fetcher fetches."""
 
     uri: str
@@ -103,17 +103,17 @@ class Sources:
         """What may hang together: a host or bucket, or a hub with all its organisations."""
         return "hf" if source.startswith("hf://") else self.lane(source)
 
-    def locate(self, source: str) -> LocalPlace | RemotePlace:
+    def locate(self, source: str) -> LocalSource | RemoteSource:
         """Raises UnsafeSource for what this server does not read, NotFound for a local path that is not there."""
         if self.is_local(source):
             path = resolve_adapter_path(source, self._roots)
-            return LocalPlace(str(path), path)
+            return LocalSource(str(path), path)
         upload = _UPLOAD.fullmatch(source)
         if upload is not None and self._uploads is not None:
             path = self._uploads / upload["digest"]
             if not path.is_dir():
                 raise NotFound(f"{source} is not among the uploads of this machine; put the weights again")
-            return LocalPlace(source, path)
+            return LocalSource(source, path)
         match = _PLAIN_URI.fullmatch(source)
         if match is None or any(part in (".", "..") for part in (match["path"] or "").split("/")):
             raise UnsafeSource(
@@ -121,7 +121,7 @@ class Sources:
             )
         for fetcher in self._fetchers:
             if fetcher.accepts(source):
-                return RemotePlace(source, fetcher)
+                return RemoteSource(source, fetcher)
         raise UnsafeSource(
             f"{short(source)} is not a source this server reads; name a folder under its roots, "
             "or have it allowed (adapters.allow_hub, adapters.urls, adapters.custom_fetcher)"
@@ -133,7 +133,7 @@ def lane_of(uri: str) -> str:
     return "/".join(uri[:300].split("/")[:3])
 
 
-def wanted_files(uri: str) -> tuple[str, ...]:
+def adapter_files(uri: str) -> tuple[str, ...]:
     """The names of the files at `uri`: a card, or PEFT's two. The signature is not among them."""
     name = uri.rsplit("/", 1)[-1]
     return (name,) if name.endswith(CARD_SUFFIX) else _PEFT_NAMES
@@ -160,7 +160,7 @@ def adapter_path(folder: Path) -> Path:
     return folder / names[0] if len(names) == 1 else folder
 
 
-def delivered(folder: Path) -> Path:
+def clean_download(folder: Path) -> Path:
     """As `adapter_path`, after everything that is not part of the adapter was removed."""
     names = _names(folder)
     for file in folder.iterdir():

@@ -19,7 +19,7 @@ from typing import Any
 from fsspec import AbstractFileSystem, filesystem
 from fsspec.callbacks import Callback
 
-from app.deployments.store.sources.source_resolution import Reserve, signature_name, unbounded, wanted_files
+from app.deployments.store.sources.source_resolution import Reserve, adapter_files, signature_name, unbounded
 from app.engine.adapters.adapter_tokenizer import TEXT_FILES
 from app.engine.adapters.signing.trusted_keys import SIGNATURE_SUFFIX
 from app.engine.adapters.strict_json import short
@@ -53,7 +53,7 @@ class UrlFetcher:
     def fetch(self, uri: str, folder: Path) -> str:
         """Raises SourceError, NotFound, AdapterTooLarge."""
         deadline_s = time.monotonic() + self._timeout_s
-        names = wanted_files(uri)
+        names = adapter_files(uri)
         for name in names:
             self._fetch_file(
                 uri if uri.endswith(f"/{name}") else f"{uri.rstrip('/')}/{name}", folder / name, deadline_s

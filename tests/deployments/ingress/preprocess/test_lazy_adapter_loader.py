@@ -11,7 +11,7 @@ from app.config import LimitsConfig
 from app.deployments.ingress.preprocess.lazy_adapter_loader import MAX_LOOKUPS_PER_TENANT, LazyAdapterLoader
 from app.deployments.ingress.principal import Principal, handle_principal
 from app.deployments.registry.feed.view import RegistryView
-from app.deployments.registry.jobs.auto_registration import SourcePaths
+from app.deployments.registry.jobs.auto_registration import ResolverSettings
 from app.deployments.tenancy.models import Tenant
 from app.engine.errors import AdapterFormatError, AdapterMismatch, NotReady, QueueFull
 from tests.deployments.http_service import Service
@@ -29,7 +29,7 @@ class ByName:
 
 @pytest.fixture
 def finding(service: Service) -> Service:
-    service.managed.resolution.use(SourcePaths([ByName()]))
+    service.managed.resolution.reconfigure(ResolverSettings([ByName()]))
     return service
 
 
@@ -91,7 +91,7 @@ class Gated:
         await self.gate.wait()
         return True
 
-    async def read_for_request(self, name: str, *, tenant_id: str, who: str) -> None:
+    async def load_for_request(self, name: str, *, tenant_id: str, who: str) -> None:
         await self.resolve(name, tenant_id=tenant_id, who=who)
 
 

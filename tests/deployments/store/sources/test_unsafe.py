@@ -160,7 +160,7 @@ async def test_an_attack_is_refused_and_the_store_goes_on(store: Store, tmp_path
     assert len(str(caught.value)) < 2000
     assert [entry.ref.name for entry in store.entries()] == ["before"]
     good = (await store.register("good", "original")).ref
-    store.lost(good.digest)
+    store.invalidate(good.digest)
     await store.fetch(good)
     assert not (tmp_path.parent / "escaped").exists()
 

@@ -24,7 +24,7 @@ from app.deployments.ingress.schemas.batches import MAX_LIFE_S, MIN_LIFE_S
 from app.deployments.ingress.schemas.files import FileObject
 from app.deployments.ingress.schemas.response_model import Deleted, PageResponse
 from app.deployments.ingress.service import IngressService
-from app.deployments.object_storage.models import StoredFile, no_purpose
+from app.deployments.object_storage.models import StoredFile, unsupported_purpose_error
 from app.engine.errors import InvalidRequest, QueueFull
 from app.redaction import holds_key
 
@@ -151,7 +151,7 @@ async def _kept(form: FormData, service: IngressService, tenant_id: str) -> Stor
     if unknown := sorted(set(form) - {"file", "purpose", "expires_after[anchor]", "expires_after[seconds]"}):
         raise InvalidRequest(f"{unknown[0][:80]!r} is no field of a file", param=unknown[0][:80])
     if purpose != "batch":
-        raise no_purpose(str(purpose))
+        raise unsupported_purpose_error(str(purpose))
     if not isinstance(upload, UploadFile) or not upload.size:
         raise InvalidRequest("file is missing or empty: a file with one request a line", param="file")
     if upload.size > config.max_file_bytes:

@@ -27,7 +27,7 @@ from app.deployments.ingress.schemas.loras import (
 from app.deployments.ingress.schemas.response_model import PageResponse
 from app.deployments.ingress.serializers.loras import adapter_body, description_body, job_body
 from app.deployments.ingress.service import IngressService
-from app.deployments.registry.models import CatalogEntry, LoadRequest, Registration, cannot_pin
+from app.deployments.registry.models import CatalogEntry, LoadRequest, Registration, cannot_pin_error
 from app.engine.adapters.combining.combination import shown_source
 from app.engine.errors import InvalidRequest
 
@@ -55,9 +55,11 @@ async def _register_lazily(
 ) -> Response:
     """Raises InvalidRequest for what only contents that are known can have."""
     if body.compose is not None:
-        raise InvalidRequest("lazy is true, but a combination is made when it is registered; leave lazy out", param="lazy")
+        raise InvalidRequest(
+            "lazy is true, but a combination is made when it is registered; leave lazy out", param="lazy"
+        )
     if body.pinned:
-        raise cannot_pin(body.name)
+        raise cannot_pin_error(body.name)
     store = service.management.store
     await store.register([_registration(load)], tenant_id=caller.tenant_id, who=caller.who)
     described = await store.describe(load.name, tenant_id=caller.tenant_id)
@@ -114,7 +116,7 @@ def _add_named_routes(routes: APIRouter, service: IngressService) -> None:
     async def load(name: str, request: Request) -> Response:
         """Load a registered adapter before a request needs it; answers when it is served."""
         caller = http_principal(request)
-        job, entry = await service.management.store.read(name, tenant_id=caller.tenant_id, who=caller.who)
+        job, entry = await service.management.store.load_registered(name, tenant_id=caller.tenant_id, who=caller.who)
         return JSONResponse(adapter_body(entry) | {"job": None if job is None else job_body(job)})
 
     @routes.get("/v1/loras/{name}", response_model=LoraStatus)
