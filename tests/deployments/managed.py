@@ -134,7 +134,7 @@ class FakeStore:
     def failure(self, ref: AdapterRef) -> Failure | None:
         return self.failures.get(ref.digest)
 
-    def forget(self, digest: str) -> None:
+    def invalidate(self, digest: str) -> None:
         self.cached_digests.discard(digest)
 
     def pin(self, digests: Collection[str]) -> None:

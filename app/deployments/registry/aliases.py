@@ -1,8 +1,7 @@
-"""Names that stand for adapters, with weights: canaries, promotion, rollback.
+"""Aliases: names that stand for adapters by weight, for canaries, promotion and rollback.
 
-In: an alias and the adapters it sends requests to. Out: `AliasEntry`s. Every change is a new version;
-versions are kept, so that a rollback is one write and brings back exactly what was in force. An alias
-only ever points to registered adapters and the base. Choosing a target for a request is left to `view.py`.
+Every change is a new version. Versions are stored, so a rollback is one write and restores exactly what was in force.
+An alias points only to registered adapters and the base. `view.choose_target` picks the target of a request.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ class Aliases:
     """Every call is one transaction."""
 
     def __init__(self, database: Database, base_names: Collection[str] = ()) -> None:
-        """base_names: of the base model, which an alias may stand for beside adapters."""
+        """base_names: names of the base model, which an alias may point to."""
         self.base_names = frozenset(base_names)
         self._database = database
         self._base = database.base_digest
@@ -62,7 +61,7 @@ class Aliases:
             return self._put(connection, name, {target: 1.0}, tenant_id, who)
 
     def rollback(self, name: str, version: int | None = None, *, tenant_id: str, who: str) -> AliasEntry:
-        """Bring back a version, by default the one before the last change. Raises NotFound, InvalidRequest."""
+        """Restore a version, by default the one before the last change. Raises NotFound, InvalidRequest."""
         key = name_condition(aliases, self._base, tenant_id, name)
         with self._database.write() as connection:
             old = connection.execute(select(aliases).where(*key, aliases.c.removed.is_(False))).mappings().first()
@@ -86,7 +85,7 @@ class Aliases:
             return self._entry(connection, tenant_id, name)
 
     def remove(self, name: str, *, tenant_id: str, who: str) -> AliasEntry:
-        """Forget an alias; its versions keep counting if it returns. Raises NotFound."""
+        """Remove an alias; version numbers continue if it is put again. Raises NotFound."""
         key = name_condition(aliases, self._base, tenant_id, name)
         with self._database.write() as connection:
             if not is_alias(connection, self._base, tenant_id, name):
@@ -102,7 +101,7 @@ class Aliases:
             return self._entry(connection, tenant_id, name) if is_here else None
 
     def entries(self, *, tenant_id: str | None = None) -> list[AliasEntry]:
-        """All aliases, in order: one tenant's, or everybody's."""
+        """All aliases in order of name, of one tenant or of all."""
         query = _with_targets(self._base).where(aliases.c.removed.is_(False))
         if tenant_id is not None:
             query = query.where(aliases.c.tenant_id == tenant_id)
@@ -153,7 +152,7 @@ class Aliases:
         return self._entry(connection, tenant_id, name)
 
     def _change(self, connection: Connection) -> dict[str, float]:
-        """What every change writes into its row."""
+        """Columns that every change sets."""
         return {"updated_s": self._database.clock(), "revision": self._database.next_revision(connection)}
 
     def _entry(self, connection: Connection, tenant_id: str, name: str) -> AliasEntry:
@@ -189,7 +188,7 @@ class Aliases:
 
 
 def changed_aliases(connection: Connection, base_digest: str, after: int) -> list[tuple[int, Key, Entry | None]]:
-    """(revision, name, alias or None where it is gone) of changes after a revision; after 0 nothing that is gone."""
+    """(revision, key, alias or None if removed) of changes after `after`; after 0: only aliases that exist."""
     query = _with_targets(base_digest)
     query = query.where(aliases.c.revision > after) if after else query.where(aliases.c.removed.is_(False))
     return [
@@ -206,7 +205,7 @@ def is_alias(connection: Connection, base_digest: str, tenant_id: str, name: str
 
 
 def aliases_to(connection: Connection, base_digest: str, tenant_id: str, target: str) -> Sequence[str]:
-    """Aliases whose version in force sends requests to this adapter."""
+    """Names of the aliases whose version in force points to this adapter."""
     query = (
         select(aliases.c.name)
         .join(alias_targets, _IN_FORCE)
@@ -231,14 +230,14 @@ def _with_targets(base_digest: str) -> Select[Any]:
 
 
 def _read(connection: Connection, query: Select[Any]) -> list[tuple[Mapping[Any, Any], AliasEntry]]:
-    """Each alias's row and entry; `query` has a row per target."""
+    """Each alias's row and entry; `query` returns one row per target."""
     targets: dict[Key, list[AliasTarget]] = defaultdict(list)
-    heads: dict[Key, Mapping[Any, Any]] = {}
+    alias_rows: dict[Key, Mapping[Any, Any]] = {}
     for row in connection.execute(query).mappings():
         key = (row["tenant_id"], row["name"])
-        heads[key] = row
+        alias_rows[key] = row
         targets[key].append(AliasTarget(row["target"], row["weight"]))
-    return [(row, _alias(row, tuple(targets[key]))) for key, row in heads.items()]
+    return [(row, _alias(row, tuple(targets[key]))) for key, row in alias_rows.items()]
 
 
 def _living(connection: Connection, base_digest: str, tenant_id: str, names: Sequence[str]) -> set[str]:

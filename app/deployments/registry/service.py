@@ -1,8 +1,7 @@
-"""The life of names: the parts that work on them, and the changes that take one step.
+"""The registry's service: loads, unloads, and changes that take one step.
 
-In: requests to configure, alias and describe; `loads` and `unloads` take the others. Out: the registry's values. When
-a call returns every ingress knows what it changed (`publishing`). Work that takes more than one step is a job, and
-belongs to `loading` and `unloading`.
+When a call returns, every ingress has its change (`feed.change_feed`). Work of several steps is a job of `loads` or
+`unloads`.
 """
 
 from __future__ import annotations
@@ -43,17 +42,17 @@ from app.redaction import without_keys
 
 
 class HostCache(Reader, Protocol):
-    """What the registry needs of the adapter store."""
+    """What the registry needs of the host cache."""
 
     @property
     def cached_digests(self) -> Collection[str]: ...
 
     def pin(self, digests: Collection[str]) -> None:
-        """Exactly these are pinned."""
+        """Pin exactly these."""
 
 
 class RegistryService:
-    """One event loop; the database is called in threads. `events` is what the store's tiers tell.
+    """One event loop; the database is called in threads. `events` come from the store's tiers.
 
     `reserved_names`, the base model's, may be replaced.
     """
@@ -68,7 +67,7 @@ class RegistryService:
         clock: Callable[[], float] = time.time,
         sweep: Callable[[Collection[str]], object] = lambda _: None,
     ) -> None:
-        """`sweep` is told now and then which uploads names mean, or open loads; it is called in threads."""
+        """`sweep` is called in threads with the upload sources in use."""
         self._registry = registry
         self._sweep = sweep
         self._store = store
@@ -82,7 +81,7 @@ class RegistryService:
         self._tasks = Tasks()
 
     def start(self) -> None:
-        """Follow the store's tiers and the database from now on; a second call changes nothing."""
+        """Follow the tiers and the database from now on; further calls change nothing."""
         if self._tasks:
             return
         self._events.follow(self.loads.on_progress, self._moves.write_soon)
@@ -92,21 +91,21 @@ class RegistryService:
         )
 
     async def close(self) -> None:
-        """Follow nothing any more, and leave unfinished loads to other processes at once."""
+        """Stop following, and leave unfinished loads to other processes at once."""
         await self._tasks.close()
-        with suppress(NotReady):  # then they wait until this process has been silent for long enough
+        with suppress(NotReady):  # then the loads wait until this store's lease expires
             await self._use.write()
             await asyncio.to_thread(self._registry.stores.leave)
 
     async def load(self, request: LoadRequest) -> RegistryJob:
-        """`Loads.load`. Raises InvalidRequest for a name that cannot be one, UnsafeSource for such a source."""
+        """`LoadJobs.load`. Raises InvalidRequest for an invalid name, UnsafeSource."""
         self.check_name(request.name)
         return await self.loads.load(request)
 
     async def load_and_wait(
         self, request: LoadRequest, read: ReadAdapter | None = None
     ) -> tuple[RegistryJob, CatalogEntry]:
-        """`load`, and its end. `read`: what the source holds, if it has just been read. Raises what made it fail."""
+        """Load and wait for the end. `read`: the adapter, if the source was just read. Raises what made it fail."""
         self.check_name(request.name)
         return await self.loads.load_and_wait(request, read)
 
@@ -120,10 +119,7 @@ class RegistryService:
         traffic_weight: float | None = None,
         description: str | None = None,
     ) -> CatalogEntry:
-        """Change how a name is treated (None: as it is); every ingress knows when this returns.
-
-        Raises NotFound, and InvalidRequest for a description that is too long.
-        """
+        """Change the settings of a name (None: unchanged). Raises NotFound, InvalidRequest for a long description."""
         check_description(description)
         configure = partial(self._registry.catalog.configure, name, tenant_id=tenant_id, who=who)
         return await self.published.change(
@@ -157,18 +153,18 @@ class RegistryService:
     async def observe(
         self, replica_id: str, loaded: Sequence[str], unloaded: Sequence[str], used_s: Mapping[str, float]
     ) -> None:
-        """What came to and left a replica's device, and when requests last used which digests (Unix time)."""
+        """Record what a replica's device loaded and unloaded, and when requests last used which digests (Unix time)."""
         if loaded or unloaded:
             await asyncio.to_thread(self._registry.catalog.note_residency, replica_id, loaded, unloaded)
-        self._use.note(used_s)  # last: what fails is told again
+        self._use.note(used_s)  # last: the replica repeats a failed report
 
     async def hot(self, limit: int) -> list[CatalogEntry]:
-        """`Catalog.hot`, of all use until now."""
+        """`Catalog.hot`, including uses that are not stored yet."""
         await self._use.write()
         return await asyncio.to_thread(self._registry.catalog.hot, limit)
 
     async def describe(self, name: str, *, tenant_id: str) -> Description:
-        """Raises NotFound for a name that nobody ever asked for."""
+        """Raises NotFound for a name without an entry or job."""
         if not is_name(name):
             raise not_registered_error(name)
         entry, job = await asyncio.gather(
@@ -184,7 +180,7 @@ class RegistryService:
         return Description(entry, job and (self.loads.running(job.id) or job), is_on_host)
 
     async def job(self, job_id: str, *, tenant_id: str) -> RegistryJob:
-        """A job as it stands now. Raises NotFound."""
+        """A job in its present state. Raises NotFound."""
         running = self.loads.running(job_id)
         if running is not None and running.tenant_id == tenant_id:
             return running
@@ -194,7 +190,7 @@ class RegistryService:
         return job
 
     def check_name(self, name: str) -> None:
-        """Raises InvalidRequest for what cannot be an adapter's or an alias's name here."""
+        """Raises InvalidRequest for an invalid or reserved name."""
         check_name(name)
         if name == AUTO:
             raise InvalidRequest(

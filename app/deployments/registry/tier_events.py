@@ -1,8 +1,6 @@
-"""What the store's tiers tell, carried from their threads to one event loop.
+"""Events of the store's tiers, carried from their threads to one follower's event loop.
 
-In: how far reading a source has come, and contents that came to or left a tier, from any thread. Out: the same, handed
-to one follower on its event loop. It is made before the tiers and before its follower; what is told before there is a
-follower waits for it.
+It exists before the tiers and before its follower; earlier events wait for the follower.
 """
 
 from __future__ import annotations
@@ -17,7 +15,7 @@ from app.deployments.registry.models import State
 
 
 class Move(NamedTuple):
-    """Something that happened to contents, whatever their names: "deleted from host", for one."""
+    """A change of contents on a tier, such as "deleted from host"."""
 
     event: str
     digest: str
@@ -25,7 +23,7 @@ class Move(NamedTuple):
 
 
 class TierEvents:
-    """What the tiers tell, for one follower. `clock` gives Unix seconds."""
+    """`clock` gives Unix seconds."""
 
     def __init__(self, clock: Callable[[], float] = time.time) -> None:
         self._clock = clock
@@ -35,9 +33,8 @@ class TierEvents:
         self._waiting: list[Move | tuple[str, State]] = []
 
     def follow(self, on_progress: Callable[[str, State], None], on_move: Callable[[Move], None]) -> None:
-        """Have these called on the running event loop, with what is told from now on and what has waited.
-
-        Later calls change nothing: the follower is one.
+        """Call these on the running event loop with waiting and future events. There is one follower: later calls
+        change nothing.
         """
         with self._lock:
             if self._loop is not None:
@@ -48,7 +45,7 @@ class TierEvents:
             self._waiting.clear()
 
     def on_progress(self, source: str, state: State) -> None:
-        """Reading a source has come this far. Called from any thread."""
+        """Reading a source has reached this state. Called from any thread."""
         self._deliver((source, state))
 
     def on_move(self, event: str, digest: str) -> None:

@@ -1,8 +1,9 @@
-"""The adapter store as a named actor: the registry, and the machine's copies of the adapters.
+"""The adapter store as a named actor: the registry, the tenants, the object storage, and the machine's copies of
+adapters.
 
-In: the service's configuration, calls from every ingress and replica. Out: answers, and the registry's table published
-to whoever watches, so that no request waits for this actor. It starts empty after a crash and fills again from its
-database and the adapters' sources. When nobody watches any more, it ends (`attendance`).
+Every ingress and replica calls it; the registry's table is published to followers, so that no request waits for this
+actor. After a crash it starts empty and refills from its database and the adapters' sources. Without followers it shuts
+down (`rpc.idle_shutdown`).
 """
 
 from __future__ import annotations
@@ -28,17 +29,17 @@ from app.deployments.tenancy.usage.adapter_stats import AdapterStatsTable
 from app.engine.adapters.sandbox.packing import PackedAdapter
 from app.logging import start_log
 
-#: The resource that Ray gives to the node of its head, and to no other.
+#: A resource that only Ray's head node has.
 HEAD_NODE = "node:__internal_head__"
 
 
 class AdapterStoreActor(StoreService[SharedAdapter]):
-    """`StoreService` with Ray's object store for host memory; it leaves when nobody watches any more."""
+    """`StoreService` with Ray's object store as host memory; shuts down when no process follows it any more."""
 
     def __init__(self, config_json: str, logs_json: str) -> None:
         start_log(LogsConfig.model_validate_json(logs_json), "store")
         from app.deployments.object_storage.storage import Storage
-        from app.deployments.store.factory import OpenStore  # heavy: only this process needs it
+        from app.deployments.store.factory import OpenStore  # slow to import
         from app.deployments.tenancy.metrics import AdapterGauges, TenantGauges
         from app.deployments.tenancy.tenant_store import TenantStore
 
@@ -54,11 +55,11 @@ class AdapterStoreActor(StoreService[SharedAdapter]):
         self._repeating: asyncio.Task[None] | None = None
 
     async def tenants(self, method: str, args: tuple[Any, ...], options: Mapping[str, Any]) -> Any:
-        """A call of `TenantsService`, which lives here beside the registry and its database."""
+        """Call a method of `TenantsService`."""
         return await find_remote_method(self._tenants, method)(*args, **options)
 
     async def storage(self, method: str, args: tuple[Any, ...], options: Mapping[str, Any]) -> Any:
-        """A call of `StorageService`, which lives here beside the registry and its database."""
+        """Call a method of `StorageService`."""
         return await find_remote_method(self._storage, method)(*args, **options)
 
     def _keep_alive(self) -> None:
@@ -68,9 +69,9 @@ class AdapterStoreActor(StoreService[SharedAdapter]):
 
 
 def store_actor(config: AppConfig) -> NamedActor:
-    """One per cluster and registry; a service with other settings tells it those (`StoreService.preload`).
+    """One actor per cluster and registry; a service with other settings sends them with `StoreService.preload`.
 
-    A registry in a file is on one machine: the store runs on the head node, wherever it was asked for.
+    A registry in a file is on one machine, so the store then runs on the head node.
     """
     resources = {HEAD_NODE: 0.001} if registry_place(config.adapters).startswith("file ") else {}
     logs = config.logs.model_dump_json()
@@ -78,27 +79,27 @@ def store_actor(config: AppConfig) -> NamedActor:
 
 
 def store_service(actor: NamedActor) -> StoreService[SharedAdapter]:
-    """The store, as other processes call it."""
+    """The store, for other processes."""
     return actor_proxy(StoreService[SharedAdapter], actor)
 
 
 def tenants_service(actor: NamedActor) -> TenantsService:
-    """The owner of tenants, which lives in the store's actor."""
+    """The tenants' service in the store's actor."""
     return actor_proxy(TenantsService, actor, AdapterStoreActor.tenants)
 
 
 def storage_service(actor: NamedActor) -> StorageService:
-    """What is kept for clients, which lives in the store's actor."""
+    """The object storage in the store's actor."""
     return actor_proxy(StorageService, actor, AdapterStoreActor.storage)
 
 
 def store_settings(config: AppConfig) -> str:
-    """What the store is made with, and told by a service that starts."""
+    """The settings that the store is created with, and that each service sends when it starts."""
     return config.for_store.model_dump_json()
 
 
 def store_name(config: AppConfig) -> str:
-    """The actor's."""
+    """The actor's name."""
     return f"adapter-store-{config.store_key}"
 
 

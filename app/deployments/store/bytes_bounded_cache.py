@@ -1,8 +1,7 @@
-"""A set of things with sizes that never exceeds a number of bytes: who stays, who goes.
+"""The accounting of a cache that is bounded in bytes: which keys stay and which are evicted.
 
-In: keys with their sizes and what loading them cost. Out: what must go to make room, in the order of a policy
-(`app.engine.pools.eviction`), cost being load seconds and room bytes. Neither a pinned
-thing nor one that is referred to is ever given up. Storing the things themselves, and deleting them, is the caller's.
+Eviction follows a policy of `app.engine.pools.eviction`, with load seconds as cost and bytes as size. Pinned keys and
+keys with references are never evicted. The caller stores and deletes the things themselves.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ class _Entry:
 
 
 class BytesBoundedCache:
-    """The books of one tier. Not for several threads at once."""
+    """Not thread-safe."""
 
     def __init__(self, max_bytes: int, policy: EvictionPolicy) -> None:
         self.max_bytes = max_bytes
@@ -38,7 +37,7 @@ class BytesBoundedCache:
         self._pinned: frozenset[str] = frozenset()
         self._queue: list[tuple[Priority, str]] = []  # may hold outdated priorities
         self._total_bytes = 0
-        self._fixed_bytes = 0  # of what is here and pinned, or referred to
+        self._fixed_bytes = 0  # of present keys that are pinned or referenced
 
     @property
     def total_bytes(self) -> int:
@@ -54,7 +53,7 @@ class BytesBoundedCache:
         return iter(self._entries)
 
     def record_hit(self, key: str, tenant_id: str = "") -> None:
-        """It was wanted, by this tenant, and is here."""
+        """Record a cache hit for this tenant."""
         entry = self._entries[key]
         self._shares.used(key, entry.size_bytes, tenant_id)
         entry.uses += 1
@@ -68,9 +67,9 @@ class BytesBoundedCache:
             heapq.heapify(self._queue)
 
     def add(self, key: str, size_bytes: int, load_s: float, tenant_id: str = "") -> list[str] | None:
-        """Take in a new thing, used once: what goes for it, or None (and nothing changes) if it cannot fit.
+        """Add a new key, used once; returns the evicted keys, or None (and changes nothing) if it cannot fit.
 
-        What others keep of their share (`app.engine.pools.eviction`) goes when there is nothing else.
+        Keys within other tenants' quotas (`app.engine.pools.eviction`) are evicted last.
         """
         assert key not in self._entries
         if self._fixed_bytes + size_bytes > self.max_bytes:
@@ -103,7 +102,7 @@ class BytesBoundedCache:
         return evicted
 
     def set_limit(self, max_bytes: int, policy: EvictionPolicy) -> list[str]:
-        """Keep within other limits from now on: what goes for that, which is none of what is pinned or referred to."""
+        """Apply another limit and policy; returns the evicted keys. Pinned and referenced keys stay."""
         old = sorted(self._entries.items(), key=lambda item: item[1].priority)
         self.max_bytes, self._order, self._queue = max_bytes, EvictionOrder(policy), []
         for key, entry in old:
@@ -119,7 +118,7 @@ class BytesBoundedCache:
         return evicted
 
     def remove(self, key: str) -> bool:
-        """Forget it, pinned, read or neither. False if it was not here."""
+        """Remove a key, also a pinned or referenced one. False if it was not here."""
         entry = self._entries.get(key)
         if entry is None:
             return False
@@ -130,7 +129,7 @@ class BytesBoundedCache:
         return True
 
     def pin(self, keys: Iterable[str]) -> None:
-        """Pin exactly these, whether they are here already or come later."""
+        """Pin exactly these keys, present or not."""
         before, self._pinned = self._pinned, frozenset(keys)
         for key in before ^ self._pinned:
             entry = self._entries.get(key)
@@ -142,13 +141,13 @@ class BytesBoundedCache:
         return sum(self._entries[key].size_bytes for key in self._pinned if key in self._entries)
 
     def ref(self, key: str) -> None:
-        """Somebody reads it: it stays until `unref`."""
+        """Keep the key until `unref`."""
         entry = self._entries[key]
         self._fixed_bytes += 0 if self._is_fixed(key) else entry.size_bytes
         entry.num_refs += 1
 
     def unref(self, key: str) -> None:
-        """Nothing happens if it was removed while it was read."""
+        """Has no effect if the key was removed meanwhile."""
         entry = self._entries.get(key)
         if entry is not None:
             assert entry.num_refs > 0

@@ -1,8 +1,6 @@
-"""The store's process put together: what every part of it is given, and by whom.
+"""Opens the store's process: constructs its parts and applies other settings while they work.
 
-In: the service's configuration, and where packed adapters are put. Out: the parts of a `StoreService`, and the way in
-which other settings reach them while they work. The only place that knows all of them; importing it takes a second, so
-only the process that runs the store does.
+It imports everything, which takes a second, so only the store's process imports it.
 """
 
 from __future__ import annotations
@@ -45,7 +43,7 @@ H = TypeVar("H")
 
 
 class OpenStore(Generic[H]):
-    """Opens the base's description, the registry, the disk tier and the sources."""
+    """Opens the base model's description, the registry, the disk tier and the sources."""
 
     def __init__(
         self,
@@ -56,11 +54,11 @@ class OpenStore(Generic[H]):
         *,
         actor: str = "",
     ) -> None:
-        """`put` makes of a packed adapter what `fetch` answers, and `get_object` the reverse; they are called in threads.
-        `counts` hears what the tiers do.
+        """`put` turns a packed adapter into what `fetch` returns, and `get` is its inverse; both are called in threads.
+        `counts` counts what the tiers do.
 
-        `actor` names this process over restarts: what it was told in its former life counts for more than `config`.
-        Raises ConfigError, NotReady.
+        `actor` names this process over restarts: the settings of its former life override `config`. Raises ConfigError,
+        NotReady.
         """
         self._counts = counts
         self._checkpoint = open_model(config.model.uri, config.model.name)
@@ -72,7 +70,7 @@ class OpenStore(Generic[H]):
         self._registry.reconfigure(PinLimits.of(config), (config.model.name,))
         uploads = Path(config.adapters.state_dir).expanduser() / "uploads" / config.store_key
         self._uploads = Uploads(uploads, config.adapters.disk_cache_bytes, time.monotonic)
-        self._events = TierEvents()  # first: the tiers tell it, the registry follows it
+        self._events = TierEvents()  # first: the tiers send to it, the registry follows it
         adapters = config.adapters
         self._store = HostAdapterCache(
             self._open_reader(config),
@@ -91,14 +89,14 @@ class OpenStore(Generic[H]):
         self._auto_registration = AutoRegistration(
             self._registry, self._store, self._lifecycle, FailureBackoff(), _resolver_settings(config.adapters)
         )
-        unread = LazyRegistrations(self._registry, self._lifecycle, FailureBackoff())
+        lazy_registrations = LazyRegistrations(self._registry, self._lifecycle, FailureBackoff())
         self._reconfiguring = asyncio.Lock()
         self.parts = StoreParts(
             self._registry,
             self._lifecycle,
             self._store,
             adapters.preload,
-            unread,
+            lazy_registrations,
             self.apply_settings,
             self._auto_registration,
             self._uploads,
@@ -108,7 +106,7 @@ class OpenStore(Generic[H]):
     async def apply_settings(self, settings: str) -> StoreParts[H]:
         """Work with other settings from now on; equal ones change nothing.
 
-        Raises ConfigError for settings that cannot be; then nothing has changed.
+        Raises ConfigError for invalid settings, without changing anything.
         """
         async with self._reconfiguring:
             config = AppConfig.model_validate_json(settings).for_store
@@ -130,7 +128,7 @@ class OpenStore(Generic[H]):
                 self._lifecycle.reserved_names = names
                 self._settings = settings
                 self.parts = self.parts._replace(preloaded=adapters.preload, roots=_roots(adapters))
-                logger.info("the store works with other settings from now on")
+                logger.info("the store has applied new settings")
         return self.parts
 
     def _open_reader(self, config: AppConfig) -> AdapterReader:
@@ -161,16 +159,16 @@ def _saved_config(settings: str | None) -> AppConfig | None:
     try:
         return AppConfig.model_validate_json(settings)
     except ValidationError as error:  # of another version of the code
-        logger.warning("the settings that this store was told before are not understood: %s", error)
+        logger.warning("the saved settings of this store are invalid and are ignored: %s", error)
         return None
 
 
 def merge_adapters(
     spec: ModelSpec, get: Callable[[H], PackedAdapter], composition: Combination, parts: Sequence[H]
 ) -> PackedAdapter:
-    """A `store.Combine` once it has its first two arguments: the parts' combination, for this base.
+    """The parts' combination for this base; with its first two arguments bound it is a `host_cache.Combine`.
 
-    `get_object` gives what `put` has put. Nothing is read, and the parts stay as they are. Raises CompositionRefused.
+    The parts are not changed. Raises CompositionRefused.
     """
     packed = [get(part) for part in parts]
     adapters = [unpack_adapter(one.header, one.arrays) for one in packed]

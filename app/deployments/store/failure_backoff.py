@@ -1,8 +1,8 @@
-"""What failed a moment ago and is not tried again yet.
+"""Exponential backoff: what failed a moment ago is not tried again yet.
 
-In: keys that failed, and why. Out: `AdapterQuarantined` with the reason and the time left for whoever asks
-for one of them. The time doubles with each failure in a row, up to a limit; a success or `clear` ends it.
-So a broken adapter or a source that is down costs one attempt now and then, however many requests ask.
+A key that failed raises AdapterQuarantined with the reason and the time left. The time doubles with each failure in a
+row, up to a limit; `clear` ends it. So a broken adapter or a source that is down costs one attempt now and then,
+however many requests need it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ MAX_KEYS = 8192
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """`num_failures` in a row, the last one's words, and when (on the quarantine's clock) it may be tried again."""
+    """The number of failures in a row, the last one's reason, and when the key may be tried again (on the backoff's
+    clock).
+    """
 
     reason: str
     num_failures: int
@@ -30,7 +32,7 @@ class Failure:
 
 
 class FailureBackoff:
-    """One event loop's; `clock` gives seconds."""
+    """Used on one event loop; `clock` gives seconds."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -40,7 +42,7 @@ class FailureBackoff:
         return self._failures.get(key)
 
     def check(self, key: str, what: str) -> None:
-        """Raises AdapterQuarantined if `key` must not be tried yet; `what` is its name in the message."""
+        """Raises AdapterQuarantined if `key` must not be tried yet; `what` names it in the message."""
         failure = self._failures.get(key)
         if failure is None:
             return

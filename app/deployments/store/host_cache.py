@@ -1,11 +1,10 @@
-"""Adapters in host memory: one read per source, one copy per machine.
+"""The host cache: adapters in host memory, one read per source and one copy per machine.
 
-In: sources to read, digests to fetch. Out: their facts, and handles to packed adapters. However many ask at once, each
-source is read once and each digest is put once; a slow source delays only those who asked for it: reading happens in
-threads, a few per source, and nobody waits for another's. The cache is bounded in bytes (`eviction`); what was evicted
-comes from the machine's disk or its source again and must still have the digest it was registered with. What fails is
-left alone for a while (`backoff`), and a download that nobody asks about any more is given up. Where packed bytes
-are put (Ray's object store, a dictionary in tests) is the caller's choice of `put`.
+However many callers ask at once, each source is read once and each digest is put once. Reading runs in threads, a few
+per source, so a slow source delays only its own callers. The cache is bounded in bytes; an evicted adapter is read
+again from disk or its source, and must still have its registered digest. Failures back off (`failure_backoff`), and a
+download that no caller waits for is abandoned. `put` decides where packed bytes go: Ray's object store, or a dictionary
+in tests.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ from app.engine.errors import (
 
 T = TypeVar("T")
 
-#: Contents whose last failure is remembered as it was.
+#: Exceptions that are kept for callers that wait for a failed read.
 MAX_ERRORS = 1024
 
 
@@ -51,20 +50,20 @@ class _CachedAdapter(NamedTuple, Generic[T]):
     card: AdapterCard
     handle: T
     signer: str | None
-    is_new: bool = False  # it was not here before
+    is_new: bool = False  # whether it was added by this read
 
 
-#: Makes a composition's adapter of its parts' handles, in their order; it blocks. Raises CompositionRefused.
+#: Combines the parts of a `Combination`, given by their handles in order; it blocks. Raises CompositionRefused.
 Combine = Callable[[Combination, Sequence[T]], PackedAdapter]
 
 
 def refuse_combinations(composition: Combination, parts: Sequence[object]) -> PackedAdapter:  # noqa: ARG001
-    """The `Combine` of a store that makes none."""
-    raise CompositionRefused(f"this store combines no adapters: {composition.name!r} cannot be made")
+    """The `Combine` of a store that supports no combinations."""
+    raise CompositionRefused(f"this store cannot combine adapters: {composition.name!r} is refused")
 
 
 class HostAdapterCache(Generic[T]):
-    """Host cache. All methods run on one event loop; only `read` and `put` leave it."""
+    """All methods run on one event loop; only the reader, `put` and `combine` run in threads."""
 
     def __init__(
         self,
@@ -80,7 +79,7 @@ class HostAdapterCache(Generic[T]):
         combine: Combine[T] = refuse_combinations,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`put` and `combine` are called in threads, `events` from any thread; `clock` gives seconds."""
+        """`clock` gives seconds."""
         self._clock = clock
         self._reader = reader
         self._put = put
@@ -90,13 +89,11 @@ class HostAdapterCache(Generic[T]):
         self._cache = BytesBoundedCache(max_bytes, policy)
         self._handles: dict[str, T] = {}
         self._pending: dict[str, asyncio.Task[_CachedAdapter[T]]] = {}
-        self._read_began_s: dict[str, float] = {}  # when the reads that are pending began
-        self._requested: dict[
-            str, str
-        ] = {}  # what is being read that somebody asked for (`_error_key`), and its source
-        self._errors: dict[str, Exception] = {}  # what made it fail, for the first who asks again
+        self._read_began_s: dict[str, float] = {}  # key of a pending read -> when it began
+        self._requested: dict[str, str] = {}  # `_error_key` of a requested read -> source
+        self._errors: dict[str, Exception] = {}  # `_error_key` -> error, for the first caller that asks again
         self._tasks = Tasks()
-        self._prefetched: set[str] = set()  # digests that were read before anybody wanted them
+        self._prefetched: set[str] = set()  # digests that were read ahead and not requested since
         self._backoff = backoff or FailureBackoff(clock)
         self._trusted = trusted
         self.counts = counts or TierCounters()
@@ -111,13 +108,13 @@ class HostAdapterCache(Generic[T]):
         return tuple(self._cache)
 
     def host(self, source: str) -> str:
-        """What may hang together: the host or bucket of a source, or all local folders."""
+        """The host or bucket of a source, or one name for all local folders."""
         return self._reader.host(source)
 
     async def load(self, source: str, tenant_id: str) -> ReadAdapter:
-        """Read the adapter at `source`, whatever may be cached of it, and keep it.
+        """Read the adapter at `source` anew, whatever is cached, and keep it.
 
-        Raises whatever reading raises, and AdapterUntrusted for a tenant that does not trust who signed it.
+        Raises whatever reading raises, and AdapterUntrusted for a tenant that does not trust the signer.
         """
         with self._demand.waits_for(source):
             cached = await self._from_source(source, tenant_id)
@@ -127,20 +124,20 @@ class HostAdapterCache(Generic[T]):
                 self._trusted.check(tenant_id, cached.signer, f"the adapter at {uri}")
             except AdapterUntrusted:
                 if cached.is_new:
-                    self.forget(card.digest)
+                    self.invalidate(card.digest)
                 raise
         self._backoff.clear(_error_key(card.digest, uri))
         return ReadAdapter(uri, card)
 
     def pin(self, digests: Collection[str]) -> None:
-        """Pin exactly these: once they are here, or on disk, they are not given up for others."""
+        """Pin exactly these: once in memory or on disk, they are not evicted."""
         self._cache.pin(digests)
         self._reader.pin(digests)
 
     def reconfigure(
         self, reader: AdapterReader, *, max_bytes: int, policy: EvictionPolicy, trusted: TrustedKeys
     ) -> None:
-        """Read with another reader, and keep within other limits, from now on; reads under way end as they began."""
+        """Use another reader and other limits from now on; running reads end with the former reader."""
         former, self._reader, self._trusted = self._reader, reader, trusted
         for digest in self._cache.set_limit(max_bytes, policy):
             del self._handles[digest]
@@ -149,24 +146,20 @@ class HostAdapterCache(Generic[T]):
         self._report()
         self._tasks.start(self._close_when_idle(former, tuple(self._pending.values())))
 
-    def forget(self, digest: str) -> None:
-        """Free the copy: no name means these contents any more."""
-        self.invalidate(digest)
-
     async def fetch(self, ref: AdapterRef) -> T:
-        """The packed adapter with this digest.
+        """The handle of the adapter with this digest.
 
-        Raises AdapterMismatch if its source now holds something else, whatever reading raises, and
-        AdapterQuarantined for a while after either.
+        Raises AdapterMismatch if its source now has other contents, whatever reading raises, and AdapterQuarantined for
+        a while after either.
         """
         with self._demand.waits_for(ref.uri):
             handle = self._cached_handle(ref)
             return (await asyncio.shield(self._request(ref))).handle if handle is None else handle
 
     async def try_fetch(self, ref: AdapterRef, wait_s: float, *, again: bool = False) -> T | None:
-        """As `fetch`, but None if it is not here after `wait_s`: it is being read for as long as somebody asks.
+        """Like `fetch`, but None if the adapter is not here after `wait_s`; the read goes on as long as callers ask.
 
-        `again`: this caller has been told so before.
+        `again`: this caller has received None before.
         """
         if (handle := self._cached_handle(ref, is_counted=not again)) is not None:
             return handle
@@ -174,14 +167,14 @@ class HostAdapterCache(Generic[T]):
             task = self._request(ref)
         except AdapterQuarantined:
             if again and (error := self._errors.pop(_error_key(ref.digest, ref.uri), None)) is not None:
-                raise error from None  # it waited for this very read; one says why
+                raise error from None  # the caller waited for this very read: raise its cause once
             raise
         self._demand.ask(ref.uri)
         await asyncio.wait([task], timeout=wait_s)
         return task.result().handle if task.done() else None
 
     async def prefetch(self, ref: AdapterRef) -> None:
-        """Begin what `fetch` will ask for soon. Neither counts nor fails: what goes wrong is for `fetch` to meet."""
+        """Start the read that `fetch` will need soon. Neither counts nor raises: `fetch` meets the failure."""
         if ref.digest in self._handles or self.failure(ref) is not None:
             return
         self._demand.ask(ref.uri)
@@ -189,11 +182,11 @@ class HostAdapterCache(Generic[T]):
             await asyncio.shield(self._read_once(ref))
 
     def failure(self, ref: AdapterRef) -> Failure | None:
-        """Why these contents could not be read from there the last time that somebody waited for them."""
+        """Why the last requested read of these contents failed."""
         return self._backoff.get(_error_key(ref.digest, ref.uri))
 
     def invalidate(self, digest: str) -> None:
-        """A handle no longer resolves (its memory was lost): read the source again on the next fetch."""
+        """Drop a handle that no longer resolves, or whose contents no name means."""
         self._prefetched.discard(digest)
         if self._cache.remove(digest):
             del self._handles[digest]
@@ -206,7 +199,7 @@ class HostAdapterCache(Generic[T]):
         self._readers.close()
 
     def _cached_handle(self, ref: AdapterRef, *, is_counted: bool = True) -> T | None:
-        """What is here, as a use of it; None, as a miss, if it is not."""
+        """The cached handle, counted as a hit; None, counted as a miss."""
         handle = self._handles.get(ref.digest)
         if handle is None:
             if is_counted:
@@ -222,7 +215,7 @@ class HostAdapterCache(Generic[T]):
         return handle
 
     def _request(self, ref: AdapterRef) -> asyncio.Task[_CachedAdapter[T]]:
-        """Somebody wants this now. Raises AdapterQuarantined."""
+        """Start the read for a caller that waits. Raises AdapterQuarantined."""
         key = _error_key(ref.digest, ref.uri)
         self._backoff.check(key, f"adapter {ref.name!r}")
         self._requested[key] = ref.uri
@@ -237,7 +230,7 @@ class HostAdapterCache(Generic[T]):
             del self._errors[next(iter(self._errors))]
 
     def _abandon(self, source: str) -> None:
-        """Nobody asks about a read any more: it is to end, and what comes of it is nobody's failure."""
+        """End a read that no caller waits for; its failure is not recorded."""
         self._requested = {key: uri for key, uri in self._requested.items() if uri != source}
         self._reader.abandon(source)
 
@@ -249,7 +242,7 @@ class HostAdapterCache(Generic[T]):
     def _single_flight(
         self, key: str, work: Callable[[], Coroutine[Any, Any, _CachedAdapter[T]]]
     ) -> asyncio.Task[_CachedAdapter[T]]:
-        """Do this work unless it is being done already. Whoever waits shields it: others may wait, too."""
+        """Start this work unless it is running. Callers shield the task: others may wait for it too."""
         task = self._pending.get(key)
         if task is None:
             task = asyncio.get_running_loop().create_task(work(), context=contextvars.Context())
@@ -264,11 +257,11 @@ class HostAdapterCache(Generic[T]):
             task.exception()  # retrieved: every caller may have given up
 
     async def _load(self, ref: AdapterRef) -> _CachedAdapter[T]:
-        """Contents that were registered before. A failure that somebody waited for is remembered for a while."""
+        """Read contents that were registered before. The failure of a requested read is recorded."""
         started_s, key = self._clock(), _error_key(ref.digest, ref.uri)
         try:
             packed = None
-            if not is_composition(ref.uri):  # made again rather than kept on disk
+            if not is_composition(ref.uri):  # combinations are not kept on disk
                 packed = await self._readers.run("disk", lambda: self._reader.from_disk(ref.digest, ref.uri))
             if packed is not None:
                 cached = await self._keep(LocatedAdapter(ref.uri, packed), self._clock() - started_s, ref.tenant_id)
@@ -281,7 +274,7 @@ class HostAdapterCache(Generic[T]):
                     f"{cached.card.digest[:12]}; register it again"
                 )
         except Exception as error:
-            if key in self._requested and not isinstance(error, CompositionRefused):  # whoever asks again is told
+            if key in self._requested and not isinstance(error, CompositionRefused):
                 reason = str(error) if isinstance(error, PolyloraError) else f"internal error ({type(error).__name__})"
                 self._backoff.record_failure(key, reason)
                 self._events.on_move("failed to read", ref.digest)
@@ -297,25 +290,25 @@ class HostAdapterCache(Generic[T]):
         return cached
 
     async def _from_source(self, source: str, tenant_id: str) -> _CachedAdapter[T]:
-        """One read for all who ask for one version of a source; a local one that was overwritten is another.
+        """One read serves all callers with one version of a source; an overwritten local source is another version.
 
-        Where nothing tells versions apart, whoever asks when a read has begun waits for the next: what is being read
-        may be older than the question.
+        Without versions, a caller that comes after a read has begun waits for the next one: the present read may be
+        older than the request.
         """
         if is_composition(source):
             return await asyncio.shield(
                 self._single_flight(f"source::{source}", lambda: self._make_combination(source, tenant_id))
             )
-        asked_s = self._clock()
+        requested_s = self._clock()
         lane = self._reader.lane(source)
         version = await self._readers.run(lane, lambda: self._reader.version(source))
         key = f"source:{version}:{source}"
-        while not version and key in self._pending and self._read_began_s.get(key, math.inf) <= asked_s:
+        while not version and key in self._pending and self._read_began_s.get(key, math.inf) <= requested_s:
             await asyncio.wait([self._pending[key]])
         return await asyncio.shield(self._single_flight(key, lambda: self._read_and_keep(key, lane, source, tenant_id)))
 
     async def _make_combination(self, source: str, tenant_id: str) -> _CachedAdapter[T]:
-        """A derived adapter, of parts that are fetched like any other. Raises what fetching one raises."""
+        """Combine parts that are fetched like any other adapter. Raises what fetching raises."""
         started_s, composition = self._clock(), read_composition(source)
         parts = await asyncio.gather(*(self.fetch(part.ref) for part in composition.parts))
         packed = await self._readers.run("combine", lambda: self._combine(composition, parts))
@@ -334,7 +327,7 @@ class HostAdapterCache(Generic[T]):
         return await self._keep(located, self._clock() - started_s, tenant_id)
 
     async def _keep(self, located: LocatedAdapter, load_s: float, tenant_id: str) -> _CachedAdapter[T]:
-        """Put an adapter into host memory unless it is there, and let others go for it."""
+        """Put an adapter into host memory unless it is there, and evict others for it."""
         card, is_new = located.packed.card, False
         if card.digest not in self._handles:
             if card.size_bytes > self._cache.max_bytes:
@@ -347,9 +340,9 @@ class HostAdapterCache(Generic[T]):
                 evicted = self._cache.add(card.digest, card.size_bytes, load_s, tenant_id)
                 if evicted is None:
                     raise AdapterTooLarge(
-                        f"the adapter at {located.uri} has {card.size_bytes} bytes, but pinned adapters hold "
-                        f"{self._cache.pinned_bytes} of adapters.host_cache_bytes {self._cache.max_bytes}; raise it, or "
-                        "unpin an adapter"
+                        f"the adapter at {located.uri} has {card.size_bytes} bytes, but pinned adapters take "
+                        f"{self._cache.pinned_bytes} of adapters.host_cache_bytes {self._cache.max_bytes}; raise it, "
+                        "or unpin an adapter"
                     )
                 self._handles[card.digest], is_new = handle, True
                 for digest in evicted:
@@ -365,5 +358,5 @@ class HostAdapterCache(Generic[T]):
 
 
 def _error_key(digest: str, uri: str) -> str:
-    """Contents at one source: where another tenant has the same ones, that source may fail and this one not."""
+    """The key of contents at one source: another source of the same contents may work while this one fails."""
     return f"{digest} {uri}"

@@ -57,7 +57,7 @@ def test_an_outage_does_not_make_it_grow(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_what_is_written_is_proportional_to_what_was_used(registry: Registry, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(last_used, "_MAX_ASKED", 7)
+    monkeypatch.setattr(last_used, "_QUERY_BATCH", 7)
     for index in range(20):
         register(registry.catalog, f"n{index}", "/", f"d{index}", max_rank=1, size_bytes=1, **ADA)
     statements = []

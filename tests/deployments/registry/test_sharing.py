@@ -348,8 +348,8 @@ async def test_a_registry_that_is_empty_or_older_than_what_is_held_is_no_news(
     assert (held.origin, held.revision) == (table.origin, a.lifecycle.published.revision)
     assert await a.client.watch(held, "ingress", 0.0) is None
     for other, words in (
-        (held._replace(epoch="x", origin="another"), "another one than before; its copies are kept"),
-        (held._replace(epoch="x", revision=held.revision + 1), "but a copy is at .*; its copies are kept"),
+        (held._replace(epoch="x", origin="another"), "not the one that ingresses follow"),
+        (held._replace(epoch="x", revision=held.revision + 1), "but an ingress is at .*; ingresses keep"),
     ):
         for watch in (a.client.watch, a.client.watch_pins, a.client.watch_shares):
             with pytest.raises(NotReady, match=words):
@@ -390,7 +390,7 @@ async def test_a_database_that_falls_back_is_not_ready_until_it_has_caught_up(st
     ):
         assert "is older than change" in str(await fails(change))
     assert revision() == newest - 3, "no number is given twice"
-    with pytest.raises(NotReady, match=r"is older than change .* restart the service to have it take the older"):
+    with pytest.raises(NotReady, match=r"is older than change .* restart the service to accept the older"):
         await a.lifecycle.published.publish_newer()
     assert [name for name in ("sql", "lost") if a.view.find(name, DEFAULT_TENANT)] == ["sql", "lost"]
     write("UPDATE registries SET revision = revision + 4 WHERE base_digest = :base")

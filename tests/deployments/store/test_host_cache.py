@@ -64,7 +64,7 @@ class Sources:
         if gate := self.gates.get(source):
             assert gate.wait(600)
         if source in self.abandoned:
-            raise SourceError(f"{source} was not waited for any longer")
+            raise SourceError(f"{source} was abandoned")
         if adapter is None:
             raise AdapterFormatError(f"{source} is broken")
         uri = f"/canonical/{source}" if "/" not in source else source
@@ -238,7 +238,7 @@ async def test_equal_contents_are_kept_once(store: HostAdapterCache[str], source
     assert one.card.digest == two.card.digest
     assert (one.uri, two.uri) == ("/canonical/a", "/canonical/b")
     assert len(sources.puts) == 1
-    store.forget(one.card.digest)
+    store.invalidate(one.card.digest)
     assert store.cached_bytes == 0
     with pytest.raises(AdapterFormatError):
         await store.load("broken", "default")
@@ -353,7 +353,7 @@ async def test_pinned_adapters_stay_and_what_they_leave_no_room_for_is_told_so(
     await load(store, "c")
     assert set(store.cached_digests) == {digests["a"], digests["c"]}, "b was used last, but a is pinned"
     add(sources, "large", size=70)
-    with pytest.raises(AdapterTooLarge, match=r"70 bytes, but pinned adapters hold 40 of .*host_cache_bytes 100"):
+    with pytest.raises(AdapterTooLarge, match=r"70 bytes, but pinned adapters take 40 of .*host_cache_bytes 100"):
         await load(store, "large")
     assert set(store.cached_digests) == {digests["a"], digests["c"]}
     store.pin([])
@@ -361,7 +361,7 @@ async def test_pinned_adapters_stay_and_what_they_leave_no_room_for_is_told_so(
     assert set(store.cached_digests) == {digests["b"], digests["c"]}
     await load(store, "large")
     assert store.cached_bytes == 70
-    store.forget(a.digest)
+    store.invalidate(a.digest)
     events = [(event, next(name for name in "abc" if digests[name] == digest)) for event, digest in told.moves]
     assert events == [
         ("deleted from host", "b"),
@@ -495,7 +495,7 @@ async def test_a_source_that_fails_is_nobody_elses_failure(store: HostAdapterCac
     add(sources, "theirs", as_name="mine")
     mine, theirs = await load(store, "mine"), await load(store, "theirs")
     assert mine.digest == theirs.digest
-    store.forget(mine.digest)
+    store.invalidate(mine.digest)
     del sources.contents["/canonical/theirs"]
     with pytest.raises(AdapterFormatError):
         await store.fetch(theirs)
@@ -511,7 +511,7 @@ async def test_who_asks_beside_a_source_that_hangs_reads_from_its_own(
     add(sources, "mine")
     add(sources, "theirs", as_name="mine")
     mine, theirs = await load(store, "mine"), await load(store, "theirs")
-    store.forget(mine.digest)
+    store.invalidate(mine.digest)
     gate = sources.gates["/canonical/theirs"] = threading.Event()
     hangs = asyncio.create_task(store.fetch(theirs))
     while "/canonical/theirs" not in sources.reads:

@@ -1,8 +1,6 @@
-"""What a store does all the time for its registry: it follows the database and keeps the books.
+"""The two loops of a registry's process: following the database, and its maintenance.
 
-In: the registry and what is published of it. Out: two loops that never end by themselves. One publishes what other
-processes have changed, tells them what this one's ingresses hold, and takes up loads whose process has died. The other
-writes down use and forgets what is too old. Rule: whatever is raised costs one turn, and is in the log once.
+An exception ends only the turn that raised it and is logged once.
 """
 
 from __future__ import annotations
@@ -19,31 +17,31 @@ from app.deployments.registry.last_used import WRITE_INTERVAL_S, LastUsed
 from app.deployments.registry.registry import Registry
 from app.deployments.rpc.background_tasks import repeat
 
-#: How long ingresses have to take over what others have changed before the beat says that they do not hold it.
-_TAKE_OVER_S = 0.5
-#: How often the journal and the jobs are trimmed.
+#: How long the heartbeat waits for ingresses to receive new changes before it reports an older revision.
+_SETTLE_S = 0.5
+#: How often old events, audit records and jobs are deleted.
 TRIM_INTERVAL_S = 600.0
 
 
 async def sync_loop(registry: Registry, published: ChangeFeed, loads: LoadJobs) -> None:
-    """Publish what others change, and beat; until cancelled."""
-    held, beat_s = -1, -BEAT_INTERVAL_S
+    """Publish other processes' changes, send heartbeats and adopt the loads of dead processes; until cancelled."""
+    settled, beat_s = -1, -BEAT_INTERVAL_S
 
     async def turn() -> None:
-        nonlocal held, beat_s
+        nonlocal settled, beat_s
         await published.publish_newer()
         revision = published.revision
-        if revision != held or time.monotonic() - beat_s >= BEAT_INTERVAL_S:
-            is_settled = await published.table.settled(_TAKE_OVER_S)
-            held, beat_s = revision if is_settled else held, time.monotonic()
-            beat = await _to_its_end(registry.stores.beat, max(held, 0))
+        if revision != settled or time.monotonic() - beat_s >= BEAT_INTERVAL_S:
+            is_settled = await published.table.settled(_SETTLE_S)
+            settled, beat_s = revision if is_settled else settled, time.monotonic()
+            beat = await _beat_to_completion(registry.stores.beat, max(settled, 0))
             await loads.adopt(beat.adopted)
 
     await repeat(turn, POLL_INTERVAL_S, "following the registry's database")
 
 
 async def maintenance_loop(registry: Registry, use: LastUsed, sweep: Callable[[Collection[str]], object]) -> None:
-    """Write down use, forget what is too old, and tell `sweep` which uploads are in use; until cancelled."""
+    """Store last uses, delete old rows, and call `sweep` with the uploads in use; until cancelled."""
     trimmed_s = time.monotonic()
 
     async def turn() -> None:
@@ -55,11 +53,13 @@ async def maintenance_loop(registry: Registry, use: LastUsed, sweep: Callable[[C
             await asyncio.to_thread(trim, registry.database)
 
     await asyncio.sleep(WRITE_INTERVAL_S)
-    await repeat(turn, WRITE_INTERVAL_S, "keeping the registry's books")
+    await repeat(turn, WRITE_INTERVAL_S, "the registry's maintenance")
 
 
-async def _to_its_end(beat: Callable[[int], Heartbeat], revision: int) -> Heartbeat:
-    """In a thread, which is waited for when this is cancelled: or a store that has left would say that it lives."""
+async def _beat_to_completion(beat: Callable[[int], Heartbeat], revision: int) -> Heartbeat:
+    """Send a heartbeat in a thread and wait for it even when cancelled: it must not follow the message that this store
+    leaves.
+    """
     beating = asyncio.ensure_future(asyncio.to_thread(beat, revision))
     try:
         return await asyncio.shield(beating)

@@ -1,11 +1,9 @@
-"""The registry as every process sees it: published tables that follow the database.
+"""The change feed: published tables of names, pins and traffic shares that follow the database.
 
-In: changes of the database, whoever makes them. Out: the table of names, the pins and the traffic shares, published in
-the order in which the database took the changes: those made through this object at once, those of other processes
-within `POLL_INTERVAL_S`. A change returns when every living ingress holds it, those of other stores included, so that
-"loaded" means routable everywhere. What watchers hold is never replaced by an older registry or another one: that is
-`NotReady`, and so is every change while the database is older than what is published. Once it has caught up (it was a
-copy that lagged behind) everything is compared.
+Changes are published in the database's order: those made through `ChangeFeed.change` at once, those of other processes
+within `POLL_INTERVAL_S`. `change` returns when every living ingress has the change, other stores' ingresses included,
+so "loaded" means routable everywhere. An older or a different registry never replaces what watchers have: until the
+database has caught up, every change is NotReady; then (it was a lagging copy) everything is compared.
 """
 
 from __future__ import annotations
@@ -30,29 +28,30 @@ from app.engine.errors import NotReady
 logger = logging.getLogger(__name__)
 E = TypeVar("E")
 
-#: How long a change waits for every ingress to hold it.
+#: How long a change waits for every ingress to receive it.
 SETTLE_TIMEOUT_S = 5.0
-#: How often the database is asked for changes of others, and how often others are asked whether they hold a change.
+#: How often the database is polled for other processes' changes.
 POLL_INTERVAL_S = 0.5
-_ASK_INTERVAL_S = 0.1
-#: How long a store that follows another waits for the other's ingresses to come before it takes who came for everybody.
+#: How often the heartbeats of other stores are read while a change waits for their ingresses.
+_SETTLE_POLL_S = 0.1
+#: How long a store that replaces another waits for that one's ingresses before it counts the present ones as all.
 FOLLOWERS_COME_S = 2.0
 
 
 class ChangeFeed:
-    """One event loop; the database is called in threads. `pin` is given the pinned digests whenever they change."""
+    """One event loop; the database is called in threads. `pin` receives the pinned digests when they change."""
 
     def __init__(self, registry: Registry, pin: Callable[[frozenset[str]], None]) -> None:
-        """Takes a place among the stores, and reads the whole registry. Raises NotReady."""
+        """Enters the stores' table and reads the whole registry. Raises NotReady."""
         registry.stores.enter()
         self._pin = pin
         self._registry = registry
         self._tasks = Tasks()
-        self._publishing = asyncio.Lock()  # what is newer is published once, and in order
-        self._next: asyncio.Task[bool] | None = None  # the look at the database that has not begun
+        self._publishing = asyncio.Lock()  # changes are published once, in order
+        self._next: asyncio.Task[bool] | None = None  # the next poll of the database, not begun yet
         origin, changes = registry.database.origin, registry.change_query.since(0)
         self._revision = changes.revision
-        self._was_older = False  # the database than what is published, when it was last looked at
+        self._was_older = False  # whether the database was older than the published tables at the last poll
         entries = [entry for _, entry in changes.rows if entry is not None]
         adapters = [entry for entry in entries if isinstance(entry, CatalogEntry)]
         grace_s = FOLLOWERS_COME_S if registry.stores.follows_another else 0.0
@@ -67,25 +66,29 @@ class ChangeFeed:
 
     @property
     def revision(self) -> int:
-        """Of the newest change that is published."""
+        """The newest published revision."""
         return self._revision
 
     def check_version(self, held: Version | None) -> None:
-        """Raises NotReady if a watcher holds what this registry cannot know: its own copy is the better one."""
+        """Raises NotReady if a watcher has a newer revision than this registry, or another registry: its copy is the
+        better one.
+        """
         if held is None or not held.origin:
             return
         if held.origin != self.table.origin:
-            raise NotReady("the registry's database is another one than before; its copies are kept", retry_after_s=5)
+            raise NotReady(
+                "the registry's database is not the one that ingresses follow; they keep their copies", retry_after_s=5
+            )
         if held.revision > self._revision:
             raise NotReady(
-                f"the registry's database is at change {self._revision} but a copy is at {held.revision}; its copies "
-                "are kept", retry_after_s=5,
+                f"the registry's database is at change {self._revision} but an ingress is at {held.revision}; "
+                "ingresses keep their copies", retry_after_s=5,
             )  # fmt: skip
 
     async def change(self, call: Callable[[], E]) -> E:
-        """Change the database by `call`, in a thread, and publish what has changed. None: nothing has.
+        """Run `call`, which changes the database, in a thread and publish the change; a result of None means no change.
 
-        The work is a task of its own: a caller that leaves in between must not part the database and the table.
+        The work is a task of its own: if the caller is cancelled, the database and the table must not diverge.
         """
 
         async def change() -> E:
@@ -97,9 +100,9 @@ class ChangeFeed:
         return await asyncio.shield(self._tasks.start(change()))
 
     async def publish_newer(self) -> bool:
-        """Publish what others have changed; whether there was anything. Raises NotReady.
+        """Publish other processes' changes; returns whether there were any. Raises NotReady.
 
-        Who asks while a look at the database is under way shares the next one: it sees what all of them have written.
+        Callers during a poll share the next one, which sees what all of them have written.
         """
         if self._next is None:
             self._next = self._tasks.start(self._publish_changes())
@@ -109,7 +112,7 @@ class ChangeFeed:
         async with self._publishing:
             self._next = None
             changes = await self._changes_since(self._revision)
-            if self._was_older:  # some of what is published may never have been in this database
+            if self._was_older:  # some published rows may never have been in this database
                 changes = await self._changes_since(0)
                 meant = {key for key, _ in changes.rows}
                 changes = changes._replace(
@@ -128,18 +131,18 @@ class ChangeFeed:
         return changes
 
     async def _settle(self) -> None:
-        """Return when every ingress holds what has just been written; after a while, with a line in the log, anyway."""
+        """Wait until every ingress has what was just written, at most `SETTLE_TIMEOUT_S`; a timeout is only logged."""
         try:
             async with asyncio.timeout(SETTLE_TIMEOUT_S):
                 await self.publish_newer()
                 revision = self._revision
                 await self.table.settled(SETTLE_TIMEOUT_S)
                 while any(held < revision for held in await self._peer_revisions()):
-                    await asyncio.sleep(_ASK_INTERVAL_S)
+                    await asyncio.sleep(_SETTLE_POLL_S)
         except TimeoutError:
-            logger.warning("an ingress did not take over a change of the registry in %g s", SETTLE_TIMEOUT_S)
-        except NotReady as error:  # it is written down; the next look at the database finds it
-            logger.warning("a change of the registry is published later: %s", error)
+            logger.warning("an ingress did not receive a registry change within %g s", SETTLE_TIMEOUT_S)
+        except NotReady as error:  # the change is stored; the next poll finds it
+            logger.warning("a registry change will be published later: %s", error)
 
     async def _peer_revisions(self) -> list[int]:
         return list((await asyncio.to_thread(self._registry.stores.others)).values())

@@ -1,9 +1,8 @@
-"""Names that are registered without being read: their adapter is read when a request first uses it, or when asked.
+"""Lazy registration: names that are registered without reading their adapters, which load on first use or on demand.
 
-In: names and places, up to thousands in one call. Out: names that are listed as REGISTERED, and a load for each that is
-used. Rule: to register costs no look at a source, so a place that holds nothing is met by the first request; each name
-is read once however many ask, and one that could not be read is not tried again for a while. What a load does is
-`loading`'s; which requests wait for one is the ingress'.
+Registering looks at no source, so a wrong source shows at the first request. Each name is loaded once however many
+requests wait, and a name that failed is not tried again for a while. `load_jobs` does the loads; which requests wait is
+the ingress's decision.
 """
 
 from __future__ import annotations
@@ -57,7 +56,7 @@ FIRST_S = 5.0
 
 
 class LazyRegistrations:
-    """One event loop; the database is called in threads. `failures`: names that could not be read a moment ago."""
+    """One event loop; the database is called in threads. `failures`: names that could not be loaded a moment ago."""
 
     def __init__(self, registry: Registry, lifecycle: RegistryService, failures: Failures) -> None:
         self._registry = registry
@@ -67,10 +66,10 @@ class LazyRegistrations:
         self._pending: SingleFlight[Key, tuple[RegistryJob, CatalogEntry]] = SingleFlight(self._tasks)
 
     async def register(self, registrations: Sequence[Registration], *, tenant_id: str, who: str) -> RegistrationCounts:
-        """All of them or none; every ingress knows them when this returns.
+        """Register all names or none; every ingress has them when this returns.
 
-        A name that is loaded from the same place stays so. Raises InvalidRequest for a name that cannot be one, is an
-        alias's, comes twice or is loaded from another place, UnsafeSource, AdapterQuotaReached.
+        A name that is loaded from the same source stays loaded. Raises InvalidRequest for a name that is invalid, an
+        alias, repeated or loaded from another source, UnsafeSource, AdapterQuotaReached.
         """
         check_registrations(registrations)
         for item in registrations:
@@ -93,7 +92,9 @@ class LazyRegistrations:
         return counts[-1]
 
     async def load_registered(self, name: str, *, tenant_id: str, who: str) -> tuple[RegistryJob | None, CatalogEntry]:
-        """Have every ingress serve the name; no job if that is so already. Raises NotFound, and what reading raises."""
+        """Load a registered name so that every ingress serves it; no job if it is loaded already. Raises NotFound, and
+        what loading raises.
+        """
         key = (tenant_id, name)
         entry = await asyncio.to_thread(self._registry.catalog.get, name, tenant_id=tenant_id)
         if entry is None:
@@ -103,7 +104,8 @@ class LazyRegistrations:
         return await asyncio.shield(self._pending.task(key, lambda: self._load(entry, who)))
 
     async def load_for_request(self, name: str, *, tenant_id: str, who: str) -> None:
-        """`read`; what a request hears of a failure names no place of this server: the job and the log do.
+        """`load_registered`, with an error for clients that names no place of this server; the job and the log have the
+        cause.
 
         Raises AdapterUnreadable, also for a while after a failure; NotReady while the database is away.
         """
@@ -122,7 +124,7 @@ class LazyRegistrations:
             ) from None
 
     def close(self) -> None:
-        """Begin nothing any more; loads that have begun are the lifecycle's."""
+        """Start no more loads; running ones belong to `LoadJobs`."""
         self._tasks.cancel()
 
     async def _load(self, entry: CatalogEntry, who: str) -> tuple[RegistryJob, CatalogEntry]:
@@ -132,15 +134,15 @@ class LazyRegistrations:
 
 
 def check_registrations(registrations: Sequence[Registration]) -> None:
-    """Raises InvalidRequest for none, too many, and a name that comes twice."""
+    """Raises InvalidRequest for no registration, too many, or a repeated name."""
     if not 1 <= len(registrations) <= MAX_REGISTRATIONS:
         raise InvalidRequest(
-            f"{len(registrations)} adapters in one call; it takes 1 to {MAX_REGISTRATIONS}: send several",
+            f"{len(registrations)} adapters in one call; a call takes 1 to {MAX_REGISTRATIONS}: send several calls",
             param="adapters",
         )
     name, times = Counter(item.name for item in registrations).most_common(1)[0]
     if times > 1:
-        raise InvalidRequest(f"the name {name[:80]!r} comes {times} times; a name has one place", param="adapters")
+        raise InvalidRequest(f"the name {name[:80]!r} is given {times} times; give each name once", param="adapters")
 
 
 def _write(
@@ -176,29 +178,29 @@ def _write(
         notes = place | {"time_s": common["registered_s"]}
         event = notes | {"event": "registered unread"}
         connection.execute(insert(events), [event | {"name": name, "detail": source} for name, source in changed])
-        asked = notes | {"who": who, "action": "register"}
+        record = notes | {"who": who, "action": "register"}
         details = [(name, json.dumps({"uri": source}, ensure_ascii=False)) for name, source in changed]
-        connection.execute(insert(audit), [asked | {"name": name, "detail": detail} for name, detail in details])
+        connection.execute(insert(audit), [record | {"name": name, "detail": detail} for name, detail in details])
     return RegistrationCounts(len(changed), len(registrations) - len(changed))
 
 
 def _values(item: Registration, old: Any, who: str) -> dict[str, Any] | None:
-    """A name's row without what all have in common; None: it stays as it is. Raises InvalidRequest."""
+    """The columns of a name's row that are not common to all; None if the row stays as it is. Raises InvalidRequest."""
     before = old if old is not None and old["state"] in LIVE_STATES else None
     if before is not None and before["state"] == State.LOADED:
         if item.source in (before["source"], before["uri"]):
             return None
         raise InvalidRequest(
-            f"adapter {item.name!r} is loaded from {shown_source(before['source'])!r}; load it from another place, or "
-            "unload it first: a name that is served is not given up for one that nobody has read",
+            f"adapter {item.name!r} is loaded from {shown_source(before['source'])!r}; to change its source, load it "
+            "from there or unload it first: lazy registration does not replace an adapter that is served",
             param="path",
         )
-    kept: dict[str, Any] = {"traffic_weight": 1.0, "description": ""}
+    present: dict[str, Any] = {"traffic_weight": 1.0, "description": ""}
     if before is not None:
-        kept = {column: before[column] for column in ("source", *kept)}
-    asked = {"source": item.source, "traffic_weight": item.traffic_weight, "description": item.description}
-    values = kept | {column: value for column, value in asked.items() if value is not None}
-    if before is not None and values == kept:
+        present = {column: before[column] for column in ("source", *present)}
+    given = {"source": item.source, "traffic_weight": item.traffic_weight, "description": item.description}
+    values = present | {column: value for column, value in given.items() if value is not None}
+    if before is not None and values == present:
         return None
     return values | {
         "state": State.REGISTERED, "uri": item.source, "owner": who if before is None else before["owner"],

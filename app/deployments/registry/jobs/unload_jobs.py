@@ -1,9 +1,9 @@
-"""Unloads: a name goes out of service, then its contents out of memory.
+"""Unload jobs: a name goes out of service, then its contents out of memory.
 
-In: requests to unload. Out: jobs whose work an ingress does, for only an ingress can free rows on replicas. An unload
-cancels the loads of its name that were asked for before. One whose ingress ended, or could not tell that it is done, is
-given to the next ingress that asks. Rows are freed by the ingress (`ingress.management`), the host's copy by the
-store; a replica that nobody could tell asks what is gone (`replica.leftovers`).
+An unload cancels the earlier loads of its name. An ingress then frees the rows on replicas (`ingress.adapter_admin`),
+since only ingresses can, and the store frees the host copy. An unload whose ingress has ended, or could not report the
+end, is given to the next ingress that asks. A replica that no ingress could reach asks for unreferenced contents itself
+(`replica.orphan_cleanup`).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from app.logging import LogEvent
 
 logger = logging.getLogger(__name__)
 
-#: An unload that no ingress has spoken of for this long is given to the one that asks.
+#: An unload that no ingress has claimed for so long is orphaned.
 ORPHAN_TIMEOUT_S = 35.0
 
 
@@ -46,29 +46,29 @@ class UnloadJobs:
         self._published = published
         self._loads = loads
         self._clock = clock
-        self._seen_s: dict[str, float] = {}  # unloads, and when an ingress last said that it sees to them
+        self._seen_s: dict[str, float] = {}  # unload job id -> when an ingress last claimed it
 
     async def begin(self, name: str, *, tenant_id: str, who: str) -> tuple[UnloadResult, CatalogEntry | None]:
-        """Take a name out of service: when this returns no ingress knows it. `end` follows, or `orphaned`.
+        """Take a name out of service; when this returns no ingress routes to it. `end` follows.
 
-        Loads of it that were asked for before end with AdapterUnloaded; if there was nothing else the unload has no
-        digest, and is over. Raises NotFound, AdapterBusy.
+        Unfinished loads of the name end with AdapterUnloaded; if there was nothing else, the unload has no digest and
+        is over. Raises NotFound, AdapterBusy.
         """
-        done: list[UnloadStarted] = []
+        started: list[UnloadStarted] = []
 
         def take_out() -> CatalogEntry | None:
-            done.append(self._registry.catalog.begin_unload(name, tenant_id=tenant_id, who=who))
-            return done[0].entry
+            started.append(self._registry.catalog.begin_unload(name, tenant_id=tenant_id, who=who))
+            return started[0].entry
 
         entry = await self._published.change(take_out)
-        self._loads.cancel(done[0].cancelled)
-        return await asyncio.to_thread(self._unload, done[0].job), entry
+        self._loads.cancel(started[0].cancelled)
+        return await asyncio.to_thread(self._unload, started[0].job), entry
 
     async def end(self, unload: UnloadResult) -> RegistryJob:
-        """No sequence uses the adapter any more and its rows are free: free the host's copy, and be done."""
+        """No device has rows of the adapter any more: free the host copy and end the job."""
         assert unload.digest is not None, "then it is over"
         if not await self.is_used(unload.digest):
-            self._store.forget(unload.digest)
+            self._store.invalidate(unload.digest)
         job = unload.job
         logger.info(LogEvent("adapter removed", name=job.name, tenant=job.tenant_id, by=job.requested_by))
         return await asyncio.to_thread(self._registry.catalog.finish_unload, unload.job)
@@ -78,13 +78,13 @@ class UnloadJobs:
         return await asyncio.to_thread(self._registry.catalog.is_used, digest)
 
     async def unreferenced(self, digests: Collection[str]) -> list[str]:
-        """Those of these contents that names have meant and none means any more; contents never heard of are not."""
+        """The digests that names have meant and none means any more; unknown digests are not among them."""
         return await asyncio.to_thread(_unreferenced, self._registry.database, digests)
 
     async def orphaned_unloads(self, own_ids: Collection[str]) -> list[UnloadResult]:
-        """Unloads that nobody sees to, for the caller to end; `own_ids` are the ids of those that it sees to already.
+        """Unloads without an ingress, for the caller to end; `own_ids` are the ids of those it already works on.
 
-        Their ingress has ended, or could not tell the registry. Should it be there after all, two end the same unload.
+        If the former ingress lives after all, two ingresses end the same unload, which is harmless.
         """
         now_s = self._clock()
         jobs = await asyncio.to_thread(self._registry.jobs.unfinished_jobs, "unload")

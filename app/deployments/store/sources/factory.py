@@ -1,8 +1,4 @@
-"""The sources that a configuration allows.
-
-In: `AdaptersConfig` and the environment (`LORA_HF_TOKEN`, `LORA_DOWNLOADER_PLUGIN`). Out: `Sources`.
-Raises ConfigError for a downloader that cannot be imported.
-"""
+"""Opens the sources that a configuration allows."""
 
 from __future__ import annotations
 
@@ -26,10 +22,12 @@ def open_sources(
     reserve: Reserve = unbounded,
     uploads: Path | None = None,
 ) -> Sources:
-    """URLs first, then the operator's downloader, then the hub; each within its time.
+    """URLs first, then the custom fetcher or the hub, each with a timeout. Raises ConfigError if the fetcher cannot be
+    imported.
 
-    `reserve` finds room for what the hub and web servers say they will send; of a downloader's bytes nothing is known.
-    `base_name`: what clients call the base model, for a downloader. `uploads`: where adapters lie that came as bytes.
+    The environment may set LORA_HF_TOKEN and LORA_DOWNLOADER_PLUGIN. `reserve` reserves disk space for announced sizes;
+    a custom fetcher announces none. `base_name`: the base model's name for clients, for the fetcher. `uploads`: the
+    folder of uploaded adapters.
     """
     environ = os.environ if environ is None else environ
     max_bytes, timeout_s = config.max_adapter_bytes, config.source_timeout_s

@@ -43,7 +43,7 @@ async def read_ahead(service: Service, monkeypatch: pytest.MonkeyPatch) -> Async
     store.contents["activated"] = ADAPTER.card.digest
     store.invocations[ADAPTER.card.digest] = CALL
     await service.managed.client.load_and_wait(wanted("activated", "activated"))
-    monkeypatch.setattr(service._names._store, "expect", expect)
+    monkeypatch.setattr(service._names._store, "prefetch", prefetch)
     yield asked
 
 

@@ -123,7 +123,7 @@ async def test_a_manifest_may_be_sent_again_and_gives_nothing_up(known: Known) -
     [
         ([Registration("fine", "x"), Registration("old", "hub/else")], "loaded from 'hub/old'"),
         ([Registration("fine", "x"), Registration("app", "x")], "'app' is an alias"),
-        ([Registration("fine", "x"), Registration("fine", "y")], "comes 2 times"),
+        ([Registration("fine", "x"), Registration("fine", "y")], "is given 2 times"),
         ([Registration("fine", "x"), Registration("base", "x")], "the base model's"),
         ([Registration("fine", "x"), Registration("a b", "x")], "must be 1 to 128"),
         ([Registration("fine", "x"), Registration("hub", "hf://org/repo")], "a revision is missing"),

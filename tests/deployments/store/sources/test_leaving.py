@@ -114,7 +114,7 @@ def test_what_is_fetched_too_late_is_removed(tmp_path: Path, why: str) -> None:
         if why != "time":
             fetcher.abandon("x://host/other")
             fetcher.abandon("x://host/a")
-        with pytest.raises(SourceError, match=r"within adapters.source_timeout_s|not waited for"):
+        with pytest.raises(SourceError, match=r"within adapters.source_timeout_s|was abandoned"):
             fetching.result()
     late.gate.set()
     assert late.has_ended.wait(60)

@@ -115,7 +115,7 @@ def test_a_downloader_may_be_a_class(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert asked == [("any://a", "base", str(tmp_path))]
     with pytest.raises(ConfigError, match="without download_lora_to_disk"):
         PluginFetcher("a_plugin.Nothing", "base")
-    with pytest.raises(ConfigError, match="cannot be made: TypeError"):
+    with pytest.raises(ConfigError, match="cannot be constructed: TypeError"):
         PluginFetcher("a_plugin.Broken", "base")
 
 
