@@ -52,8 +52,9 @@ IRREGULAR = frozenset(
 
 def is_participle(name: str) -> bool:
     """Whether a function's, class's or module's name is a bare participle, such as `told` or `_described`."""
-    word = name.strip("_").lower()
-    return word not in NO_PARTICIPLES and (word in IRREGULAR or re.fullmatch(r"[a-z]+ed", word) is not None)
+    word = name.strip("_")  # one word: `LeaseExpired` is a noun with its participle
+    is_participle_form = word.lower() in IRREGULAR or re.fullmatch(r"[A-Za-z][a-z]+ed", word) is not None
+    return word.lower() not in NO_PARTICIPLES and is_participle_form
 
 
 def docstrings_and_names(tree: ast.Module) -> Iterator[tuple[int, str | None, str | None]]:

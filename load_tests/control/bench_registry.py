@@ -42,13 +42,13 @@ from app.deployments.placement.view import PlacementView
 from app.deployments.registry.db.database import sqlite_url
 from app.deployments.registry.db.tables import adapters, events
 from app.deployments.registry.feed.view import RegistryView
+from app.deployments.registry.jobs.failure_backoff import FailureBackoff
 from app.deployments.registry.jobs.lazy_registrations import LazyRegistrations
 from app.deployments.registry.models import DEFAULT_TENANT, State
 from app.deployments.registry.registry import Registry
 from app.deployments.registry.service import RegistryService
 from app.deployments.registry.tier_events import TierEvents
 from app.deployments.rpc.long_poll_host import Version
-from app.deployments.store.failure_backoff import FailureBackoff
 from app.deployments.store.host_cache import HostAdapterCache
 from app.deployments.store.service import StoreParts, StoreService
 from app.deployments.store.shared_adapter import SharedAdapter

@@ -15,6 +15,7 @@ from app.deployments.registry.catalog import Catalog
 from app.deployments.registry.db.database import sqlite_url
 from app.deployments.registry.feed.view import RegistryView
 from app.deployments.registry.jobs.auto_registration import AutoRegistration, ResolverSettings
+from app.deployments.registry.jobs.failure_backoff import Failure, FailureBackoff
 from app.deployments.registry.jobs.lazy_registrations import LazyRegistrations
 from app.deployments.registry.models import (
     DEFAULT_TENANT,
@@ -31,7 +32,6 @@ from app.deployments.registry.tier_events import TierEvents
 from app.deployments.rpc.actor_proxy import actor_proxy
 from app.deployments.rpc.long_poll_host import Version
 from app.deployments.rpc.named_actor import NamedActor
-from app.deployments.store.failure_backoff import Failure, FailureBackoff
 from app.deployments.store.service import StoreParts, StoreService
 from app.deployments.store.tier_counters import TierCounters
 from app.deployments.store.uploads import Uploads

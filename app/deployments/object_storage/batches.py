@@ -12,6 +12,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import asdict, fields
 from typing import NamedTuple
 
 from sqlalchemy import ColumnElement, Connection, case, delete, func, insert, or_, select, update
@@ -36,11 +37,6 @@ from app.deployments.registry.db.storage_tables import batch_lines, batches, fil
 
 #: How long a batch stays with a process that writes nothing.
 LEASE_S = 30.0
-_FIELDS = (
-    "id", "tenant_id", "key_id", "endpoint", "input_file_id", "status", "created_s", "expires_s", "began_s",
-    "cancelling_s", "ended_s", "num_lines", "num_completed", "num_failed", "output_file_id", "error_file_id", "note",
-    "errors",
-)  # fmt: skip
 
 
 class _LeaseSighting(NamedTuple):
@@ -81,18 +77,13 @@ class BatchStore:
                 insert(batches).values(
                     base_digest=self._database.base_digest,
                     id=batch_id,
-                    tenant_id=new_batch.tenant_id,
-                    key_id=new_batch.key_id,
-                    endpoint=new_batch.endpoint,
-                    input_file_id=new_batch.input_file_id,
+                    **{name: value for name, value in asdict(new_batch).items() if name in batches.c},
                     status="validating",
                     created_s=now_s,
                     expires_s=now_s + new_batch.window_s,
-                    output_life_s=new_batch.output_life_s,
                     num_lines=0,
                     num_completed=0,
                     num_failed=0,
-                    note=new_batch.note,
                     errors="[]",
                     owner="",
                     lease_s=0.0,
@@ -276,4 +267,4 @@ class BatchStore:
 
 
 def _batch(row: RowMapping) -> Batch:
-    return Batch(**{name: row[name] for name in _FIELDS})
+    return Batch(**{field.name: row[field.name] for field in fields(Batch)})

@@ -7,6 +7,7 @@ parts: its contents are the lines in `batch_lines`. Every call is one transactio
 from __future__ import annotations
 
 import secrets
+from dataclasses import asdict, fields
 
 from sqlalchemy import Column, ColumnElement, Connection, and_, delete, func, insert, or_, select, update
 from sqlalchemy.engine import RowMapping
@@ -48,21 +49,8 @@ class FileStore:
 
     def insert(self, connection: Connection, tenant_id: str, file: StoredFile, num_parts: int | None) -> None:
         """Part of the caller's transaction."""
-        connection.execute(
-            insert(files).values(
-                base_digest=self._database.base_digest,
-                id=file.id,
-                tenant_id=tenant_id,
-                filename=file.filename,
-                purpose=file.purpose,
-                size_bytes=file.size_bytes,
-                created_s=file.created_s,
-                expires_s=file.expires_s,
-                num_parts=num_parts,
-                batch_id=file.batch_id,
-                is_error=file.is_error,
-            )
-        )
+        place = {"base_digest": self._database.base_digest, "tenant_id": tenant_id, "num_parts": num_parts}
+        connection.execute(insert(files).values(**place, **asdict(file)))
 
     def add_part(self, file_id: str, number: int, content: bytes) -> None:
         with self._database.write() as connection:
@@ -174,16 +162,7 @@ class FileStore:
 
 
 def _file(row: RowMapping) -> StoredFile:
-    return StoredFile(
-        row["id"],
-        row["filename"],
-        row["purpose"],
-        row["size_bytes"],
-        row["created_s"],
-        row["expires_s"],
-        row["batch_id"],
-        row["is_error"],
-    )
+    return StoredFile(**{field.name: row[field.name] for field in fields(StoredFile)})
 
 
 def beyond(place: tuple[Column[float], Column[str]], last: tuple[float, str], *, newest: bool) -> ColumnElement[bool]:

@@ -25,6 +25,8 @@ logger = logging.getLogger(__name__)
 
 #: Moves are written in one transaction, this long after the first.
 MOVES_DELAY_S = 0.2
+#: The fields of an `Event` after its id.
+_EVENT_COLUMNS = ("name", "event", "time_s", "generation", "digest", "detail", "replica_id")
 
 
 class NewEvent(NamedTuple):
@@ -94,16 +96,7 @@ class EventLog:
         self, name: str | None = None, *, limit: int = 100, before: str | None = None, tenant_id: str
     ) -> list[Event]:
         return [
-            Event(
-                row["public_id"],
-                row["name"],
-                row["event"],
-                row["time_s"],
-                row["generation"],
-                row["digest"],
-                row["detail"],
-                row["replica_id"],
-            )
+            Event(row["public_id"], *(row[column] for column in _EVENT_COLUMNS))
             for row in self._page(events, name, limit, before, tenant_id)
         ]
 

@@ -14,13 +14,15 @@ from dataclasses import replace
 from functools import partial
 from typing import Protocol
 
+from app.deployments.registry.aliases import Aliases
 from app.deployments.registry.catalog import not_registered_error
+from app.deployments.registry.db.retention import trim, uploads_in_use
 from app.deployments.registry.event_log import MoveWriter
-from app.deployments.registry.feed.background_loops import maintenance_loop, sync_loop
-from app.deployments.registry.feed.change_feed import ChangeFeed
+from app.deployments.registry.feed.change_feed import POLL_INTERVAL_S, ChangeFeed
 from app.deployments.registry.jobs.load_jobs import LoadJobs, Reader
+from app.deployments.registry.jobs.store_leases import BEAT_INTERVAL_S, Heartbeat
 from app.deployments.registry.jobs.unload_jobs import UnloadJobs
-from app.deployments.registry.last_used import LastUsed
+from app.deployments.registry.last_used import WRITE_INTERVAL_S, LastUsed
 from app.deployments.registry.models import (
     AUTO,
     AliasEntry,
@@ -36,9 +38,14 @@ from app.deployments.registry.models import (
 )
 from app.deployments.registry.registry import Registry
 from app.deployments.registry.tier_events import TierEvents
-from app.deployments.rpc.background_tasks import Tasks
+from app.deployments.rpc.background_tasks import Tasks, repeat
 from app.engine.errors import InvalidRequest, NotFound, NotReady
 from app.redaction import without_keys
+
+#: How long the heartbeat waits for ingresses to receive new changes before it reports an older revision.
+_SETTLE_S = 0.5
+#: How often old events, audit records and jobs are deleted.
+TRIM_INTERVAL_S = 600.0
 
 
 class HostCache(Reader, Protocol):
@@ -126,29 +133,10 @@ class RegistryService:
             lambda: configure(pinned=pinned, traffic_weight=traffic_weight, description=description)
         )
 
-    async def put_alias(self, name: str, targets: Mapping[str, float], *, tenant_id: str, who: str) -> AliasEntry:
-        """`Aliases.put`; every ingress knows when it returns, as with the other changes of aliases."""
+    async def change_alias(self, name: str, change: Callable[[Aliases], AliasEntry]) -> AliasEntry:
+        """Change an alias; every ingress has the change when this returns. Raises InvalidRequest for its name."""
         self.check_name(name)
-        aliases = self._registry.aliases
-        return await self.published.change(lambda: aliases.put(name, targets, tenant_id=tenant_id, who=who))
-
-    async def promote_alias(self, name: str, target: str, *, tenant_id: str, who: str) -> AliasEntry:
-        """`Aliases.promote`."""
-        self.check_name(name)
-        aliases = self._registry.aliases
-        return await self.published.change(lambda: aliases.promote(name, target, tenant_id=tenant_id, who=who))
-
-    async def roll_back_alias(self, name: str, version: int | None, *, tenant_id: str, who: str) -> AliasEntry:
-        """`Aliases.rollback`."""
-        self.check_name(name)
-        aliases = self._registry.aliases
-        return await self.published.change(lambda: aliases.rollback(name, version, tenant_id=tenant_id, who=who))
-
-    async def remove_alias(self, name: str, *, tenant_id: str, who: str) -> AliasEntry:
-        """`Aliases.remove`."""
-        self.check_name(name)
-        aliases = self._registry.aliases
-        return await self.published.change(lambda: aliases.remove(name, tenant_id=tenant_id, who=who))
+        return await self.published.change(lambda: change(self._registry.aliases))
 
     async def observe(
         self, replica_id: str, loaded: Sequence[str], unloaded: Sequence[str], used_s: Mapping[str, float]
@@ -198,3 +186,48 @@ class RegistryService:
             )
         if name in self.reserved_names:
             raise InvalidRequest(f"the name {name!r} is the base model's; choose another", param="name")
+
+
+async def sync_loop(registry: Registry, published: ChangeFeed, loads: LoadJobs) -> None:
+    """Publish other processes' changes, send heartbeats and adopt the loads of dead processes; until cancelled."""
+    settled, beat_s = -1, -BEAT_INTERVAL_S
+
+    async def turn() -> None:
+        nonlocal settled, beat_s
+        await published.publish_newer()
+        revision = published.revision
+        if revision != settled or time.monotonic() - beat_s >= BEAT_INTERVAL_S:
+            is_settled = await published.table.settled(_SETTLE_S)
+            settled, beat_s = revision if is_settled else settled, time.monotonic()
+            beat = await _beat_to_completion(registry.stores.beat, max(settled, 0))
+            await loads.adopt(beat.adopted)
+
+    await repeat(turn, POLL_INTERVAL_S, "following the registry's database")
+
+
+async def maintenance_loop(registry: Registry, use: LastUsed, sweep: Callable[[Collection[str]], object]) -> None:
+    """Store last uses, delete old rows, and call `sweep` with the uploads in use; until cancelled."""
+    trimmed_s = time.monotonic()
+
+    async def turn() -> None:
+        nonlocal trimmed_s
+        await use.write()
+        await asyncio.to_thread(lambda: sweep(uploads_in_use(registry.database)))
+        if time.monotonic() - trimmed_s >= TRIM_INTERVAL_S:
+            trimmed_s = time.monotonic()
+            await asyncio.to_thread(trim, registry.database)
+
+    await asyncio.sleep(WRITE_INTERVAL_S)
+    await repeat(turn, WRITE_INTERVAL_S, "the registry's maintenance")
+
+
+async def _beat_to_completion(beat: Callable[[int], Heartbeat], revision: int) -> Heartbeat:
+    """Send a heartbeat in a thread and wait for it even when cancelled: it must not follow the message that this store
+    leaves.
+    """
+    beating = asyncio.ensure_future(asyncio.to_thread(beat, revision))
+    try:
+        return await asyncio.shield(beating)
+    except asyncio.CancelledError:
+        await asyncio.wait([beating])
+        raise

@@ -40,7 +40,7 @@ class OrphanedAdapters:
     async def look(self) -> None:
         """Begin to free what is gone. Raises what asking raises."""
         held = self._service.held() - self._dropping
-        for digest in await self._store.unreferenced(sorted(held)) if held else ():
+        for digest in await self._store.unreferenced_digests(sorted(held)) if held else ():
             self._dropping.add(digest)
             self._drops.start(self._drop(digest))
 

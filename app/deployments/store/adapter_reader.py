@@ -7,8 +7,9 @@ digest. The sandboxed validator interprets an adapter's bytes, not this process.
 from __future__ import annotations
 
 import logging
+import os
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,8 +17,19 @@ from app.config import AdaptersConfig
 from app.deployments.registry.models import State
 from app.deployments.registry.tier_events import TierEvents
 from app.deployments.store.disk_tier import DiskTier
-from app.deployments.store.sources.factory import open_sources
-from app.deployments.store.sources.source_resolution import LocalSource, Sources, adapter_path, clean_download
+from app.deployments.store.sources.fetch_timeout import FetchTimeout
+from app.deployments.store.sources.hub import HubFetcher
+from app.deployments.store.sources.plugin import PluginFetcher
+from app.deployments.store.sources.source_resolution import (
+    Fetcher,
+    LocalSource,
+    Reserve,
+    Sources,
+    adapter_path,
+    clean_download,
+    unbounded,
+)
+from app.deployments.store.sources.urls import UrlFetcher
 from app.deployments.store.tier_counters import TierCounters
 from app.engine.adapters.adapter_chat import AdapterTokenizerCache
 from app.engine.adapters.base_weight_dedup import BaseWeightDedup
@@ -208,3 +220,49 @@ def open_adapter_reader(
         base_copies=BaseWeightDedup(checkpoint, served),
         texts=AdapterTokenizerCache(lambda: load_tokenizer(checkpoint.tokenizer_source)),
     )
+
+
+def open_sources(
+    config: AdaptersConfig,
+    environ: Mapping[str, str] | None = None,
+    *,
+    base_name: str,
+    reserve: Reserve = unbounded,
+    uploads: Path | None = None,
+) -> Sources:
+    """URLs first, then the custom fetcher or the hub, each with a timeout. Raises ConfigError if the fetcher cannot be
+    imported.
+
+    The environment may set LORA_HF_TOKEN and LORA_DOWNLOADER_PLUGIN. `reserve` reserves disk space for announced sizes;
+    a custom fetcher announces none. `base_name`: the base model's name for clients, for the fetcher. `uploads`: the
+    folder of uploaded adapters.
+    """
+    environ = os.environ if environ is None else environ
+    max_bytes, timeout_s = config.max_adapter_bytes, config.source_timeout_s
+    fetchers: list[Fetcher] = []
+    if config.urls:
+        fetchers.append(
+            UrlFetcher(
+                config.urls,
+                options=config.url_options,
+                max_bytes=max_bytes,
+                timeout_s=timeout_s,
+                signatures=config.signing.trusted.matter,
+                reserve=reserve,
+            )
+        )
+    custom_fetcher = config.custom_fetcher or environ.get("LORA_DOWNLOADER_PLUGIN")
+    if custom_fetcher:
+        fetchers.append(PluginFetcher(custom_fetcher, base_name))
+    elif config.allow_hub:
+        token = environ.get("LORA_HF_TOKEN")
+        fetchers.append(
+            HubFetcher(config.hub_endpoint, token, max_bytes=max_bytes, timeout_s=timeout_s, reserve=reserve)
+        )
+    timed = [FetchTimeout(fetcher, timeout_s) for fetcher in fetchers]
+
+    def abandon(uri: str) -> None:
+        for fetcher in timed:
+            fetcher.abandon(uri)
+
+    return Sources([Path(root) for root in config.roots], timed, abandon, uploads)

@@ -17,13 +17,13 @@ from pydantic import ValidationError
 
 from app.config import AdaptersConfig, AppConfig
 from app.deployments.registry.jobs.auto_registration import AutoRegistration, ResolverSettings
+from app.deployments.registry.jobs.failure_backoff import FailureBackoff
 from app.deployments.registry.jobs.lazy_registrations import LazyRegistrations
 from app.deployments.registry.pins import PinLimits
 from app.deployments.registry.registry import open_registry
 from app.deployments.registry.service import RegistryService
 from app.deployments.registry.tier_events import TierEvents
 from app.deployments.store.adapter_reader import AdapterReader, open_adapter_reader
-from app.deployments.store.failure_backoff import FailureBackoff
 from app.deployments.store.host_cache import HostAdapterCache
 from app.deployments.store.service import StoreParts
 from app.deployments.store.sources.resolvers import open_resolvers

@@ -17,12 +17,12 @@ import time
 from collections.abc import Callable, Collection, Coroutine, Sequence
 from typing import Any, Generic, NamedTuple, TypeVar
 
+from app.deployments.registry.jobs.failure_backoff import Failure, FailureBackoff
 from app.deployments.registry.models import ReadAdapter
 from app.deployments.registry.tier_events import TierEvents
 from app.deployments.rpc.background_tasks import Tasks
 from app.deployments.store.adapter_reader import AdapterReader, LocatedAdapter
 from app.deployments.store.bytes_bounded_cache import BytesBoundedCache
-from app.deployments.store.failure_backoff import Failure, FailureBackoff
 from app.deployments.store.reader_pool import ReadDemand, ReaderPool
 from app.deployments.store.tier_counters import TierCounters
 from app.engine.adapters.card import AdapterCard, AdapterRef
@@ -112,7 +112,7 @@ class HostAdapterCache(Generic[T]):
         return self._reader.host(source)
 
     async def load(self, source: str, tenant_id: str) -> ReadAdapter:
-        """Read the adapter at `source` anew, whatever is cached, and keep it.
+        """Read the adapter at `source` again, whatever is cached, and keep it.
 
         Raises whatever reading raises, and AdapterUntrusted for a tenant that does not trust the signer.
         """

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -18,6 +17,7 @@ from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 
 from app.config import PreloadedAdapter
 from app.deployments.registry.feed.view import Entry, Key
+from app.deployments.registry.jobs.failure_backoff import unreadable_error
 from app.deployments.registry.models import (
     DEFAULT_TENANT,
     AliasEntry,
@@ -38,10 +38,9 @@ from app.deployments.registry.pins import Pins
 from app.deployments.rpc.actor_proxy import remote_method
 from app.deployments.rpc.background_tasks import Tasks
 from app.deployments.rpc.long_poll_host import Changes, Version
-from app.deployments.store.failure_backoff import FIRST_S
 from app.deployments.store.tier_counters import TIERS, Tier
 from app.engine.adapters.card import AdapterRef
-from app.engine.errors import AdapterQuarantined, AdapterUnreadable, CompositionRefused, NotReady, PolyloraError
+from app.engine.errors import AdapterQuarantined, CompositionRefused, NotReady, PolyloraError
 from app.logging import LogEvent
 
 if TYPE_CHECKING:  # processes that only call it need no database package
@@ -185,13 +184,13 @@ class StoreService(Generic[H]):
     async def is_used(self, digest: str) -> bool:
         """Whether any name means these contents."""
         self._on_call()
-        return await self._lifecycle.unloads.is_used(digest)
+        return await asyncio.to_thread(self._registry.catalog.is_used, digest)
 
     @remote_method
-    async def unreferenced(self, digests: Collection[str]) -> list[str]:
+    async def unreferenced_digests(self, digests: Collection[str]) -> list[str]:
         """The digests that names have meant and none means any more."""
         self._on_call()
-        return await self._lifecycle.unloads.unreferenced(digests)
+        return await self._lifecycle.unloads.unreferenced_digests(digests)
 
     @remote_method
     async def configure(
@@ -216,25 +215,33 @@ class StoreService(Generic[H]):
     async def put_alias(self, name: str, targets: Mapping[str, float], *, tenant_id: str, who: str) -> AliasEntry:
         """Set an alias's targets and weights. Raises InvalidRequest, NotFound."""
         self._on_call()
-        return await self._lifecycle.put_alias(name, targets, tenant_id=tenant_id, who=who)
+        return await self._lifecycle.change_alias(
+            name, lambda aliases: aliases.put(name, targets, tenant_id=tenant_id, who=who)
+        )
 
     @remote_method
     async def promote_alias(self, name: str, target: str, *, tenant_id: str, who: str) -> AliasEntry:
         """Send all of an alias's requests to one of its targets. Raises InvalidRequest, NotFound."""
         self._on_call()
-        return await self._lifecycle.promote_alias(name, target, tenant_id=tenant_id, who=who)
+        return await self._lifecycle.change_alias(
+            name, lambda aliases: aliases.promote(name, target, tenant_id=tenant_id, who=who)
+        )
 
     @remote_method
     async def roll_back_alias(self, name: str, version: int | None, *, tenant_id: str, who: str) -> AliasEntry:
         """Restore a version; None: the one before the last change. Raises InvalidRequest, NotFound."""
         self._on_call()
-        return await self._lifecycle.roll_back_alias(name, version, tenant_id=tenant_id, who=who)
+        return await self._lifecycle.change_alias(
+            name, lambda aliases: aliases.rollback(name, version, tenant_id=tenant_id, who=who)
+        )
 
     @remote_method
     async def remove_alias(self, name: str, *, tenant_id: str, who: str) -> AliasEntry:
         """Remove an alias. Raises NotFound."""
         self._on_call()
-        return await self._lifecycle.remove_alias(name, tenant_id=tenant_id, who=who)
+        return await self._lifecycle.change_alias(
+            name, lambda aliases: aliases.remove(name, tenant_id=tenant_id, who=who)
+        )
 
     @remote_method
     async def alias_versions(self, name: str, *, tenant_id: str) -> list[AliasVersion]:
@@ -310,12 +317,7 @@ class StoreService(Generic[H]):
             if not isinstance(error, AdapterQuarantined):  # it was tried just now: log the cause
                 known = {"name": ref.name, "tenant": ref.tenant_id, "digest": ref.digest[:12]}
                 logger.warning(LogEvent("adapter cannot be read", **known, reason=str(error)))
-            wait_s = error.retry_after_s if isinstance(error, AdapterQuarantined) else FIRST_S
-            raise AdapterUnreadable(
-                f"adapter {ref.name!r} is registered but cannot be read at the moment, and is tried again in "
-                f"{math.ceil(wait_s)} s; whoever manages it sees why at GET /v1/loras/{ref.name}",
-                retry_after_s=wait_s,
-            ) from None
+            raise unreadable_error(ref.name, error) from None
         finally:
             self._num_waiting -= 1
 

@@ -15,7 +15,7 @@ import pytest_asyncio
 from app.deployments.ingress import adapter_admin as management_module
 from app.deployments.ingress.adapter_admin import AdapterAdmin
 from app.deployments.registry import catalog as catalog_module
-from app.deployments.registry.feed import background_loops as following_module
+from app.deployments.registry import service as service_module
 from app.deployments.registry.jobs import load_jobs as loading_module
 from app.deployments.registry.jobs import unload_jobs as unloading_module
 from app.deployments.registry.jobs.store_leases import Heartbeat
@@ -390,16 +390,16 @@ async def test_contents_are_gone_when_names_have_meant_them_and_none_does(manage
     for name, source in (("kept", "one"), ("same", "one"), ("changed", "two")):
         await managed.client.load_and_wait(wanted(name, source))
     every = ["d1", "d2", "d3", "never heard of"]
-    assert await managed.client.unreferenced(every) == []
+    assert await managed.client.unreferenced_digests(every) == []
     managed.store.contents["three"] = "d3"
     await managed.client.load_and_wait(wanted("changed", "three"))
-    assert await managed.client.unreferenced(every) == ["d2"]
+    assert await managed.client.unreferenced_digests(every) == ["d2"]
     await management.unload("same", **ADA)
-    assert await managed.client.unreferenced(every) == ["d2"], "another name means the same contents"
+    assert await managed.client.unreferenced_digests(every) == ["d2"], "another name means the same contents"
     await management.unload("kept", **ADA)
-    assert sorted(await managed.client.unreferenced(every)) == ["d1", "d2"]
+    assert sorted(await managed.client.unreferenced_digests(every)) == ["d1", "d2"]
     await managed.client.load_and_wait(wanted("kept", "two"))
-    assert await managed.client.unreferenced(every) == ["d1"]
+    assert await managed.client.unreferenced_digests(every) == ["d1"]
     await management.close()
 
 
@@ -543,8 +543,8 @@ async def test_what_was_cut_short_is_taken_up_although_the_database_was_away_at_
     cut_short = await managed.client.load(wanted("cut", "two"))
     await managed.kill()
     registry = open_again()
-    monkeypatch.setattr(following_module, "POLL_INTERVAL_S", 0.01)
-    monkeypatch.setattr(following_module, "BEAT_INTERVAL_S", 0.01)
+    monkeypatch.setattr(service_module, "POLL_INTERVAL_S", 0.01)
+    monkeypatch.setattr(service_module, "BEAT_INTERVAL_S", 0.01)
     beats = []
 
     def beat(revision: int) -> Heartbeat:

@@ -10,8 +10,9 @@ import pytest
 import pytest_asyncio
 from sqlalchemy import select, text
 
+from app.deployments.registry import service
 from app.deployments.registry.db.tables import stores as stores_table
-from app.deployments.registry.feed import background_loops, change_feed
+from app.deployments.registry.feed import change_feed
 from app.deployments.registry.jobs import load_jobs
 from app.deployments.registry.jobs.store_leases import BEAT_INTERVAL_S, FIRST_LEASE_S, LEASE_S
 from app.deployments.registry.models import DEFAULT_TENANT, Registration, RegistryJob, State
@@ -65,9 +66,9 @@ class Stores:
 
 @pytest_asyncio.fixture
 async def stores(open_again: Callable[..., Registry], monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Stores]:
-    for module in (background_loops, change_feed):
+    for module in (service, change_feed):
         monkeypatch.setattr(module, "POLL_INTERVAL_S", 0.01)
-    monkeypatch.setattr(background_loops, "BEAT_INTERVAL_S", 0.01)
+    monkeypatch.setattr(service, "BEAT_INTERVAL_S", 0.01)
     monkeypatch.setattr(load_jobs, "TURN_INTERVAL_S", 0.01)
     monkeypatch.setattr(change_feed, "FOLLOWERS_COME_S", 0.0)
     stores = Stores(open_again)

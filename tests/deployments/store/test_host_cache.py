@@ -8,9 +8,9 @@ from collections.abc import Collection, Iterator
 
 import pytest
 
+from app.deployments.registry.jobs.failure_backoff import FIRST_S, FailureBackoff
 from app.deployments.store import reader_pool as reads_module
 from app.deployments.store.adapter_reader import LocatedAdapter
-from app.deployments.store.failure_backoff import FIRST_S, FailureBackoff
 from app.deployments.store.host_cache import HostAdapterCache
 from app.deployments.store.reader_pool import ABANDON_S, MAX_READERS, MAX_READERS_PER_HOST, MAX_READERS_PER_LANE
 from app.engine.adapters.adapter import LoraAdapter

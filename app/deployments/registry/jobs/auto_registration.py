@@ -17,6 +17,7 @@ from typing import NamedTuple, Protocol
 from weakref import WeakValueDictionary
 
 from app.deployments.registry.feed.view import Key
+from app.deployments.registry.jobs.failure_backoff import FailureBackoff
 from app.deployments.registry.jobs.load_jobs import Reader
 from app.deployments.registry.models import AUTO, LoadRequest, State, is_name
 from app.deployments.registry.registry import Registry
@@ -37,16 +38,6 @@ class Resolver(Protocol):
         """The source of the adapter, or None if it is not here. Raises SourceError."""
 
 
-class Failures(Protocol):
-    """`FailureBackoff`: names whose adapter could not be read a moment ago."""
-
-    def check(self, key: str, what: str) -> None: ...
-
-    def record_failure(self, key: str, reason: str) -> object: ...
-
-    def clear(self, key: str) -> None: ...
-
-
 class ResolverSettings(NamedTuple):
     """Resolvers in order; how long a name that was not found stays in the negative cache, and how long one resolver may
     take, in seconds.
@@ -65,7 +56,7 @@ class AutoRegistration:
         registry: Registry,
         store: Reader,
         names: RegistryService,
-        failures: Failures,
+        failures: FailureBackoff,
         settings: ResolverSettings,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -172,7 +163,7 @@ def failure_key(key: Key) -> str:
 
 
 @contextmanager
-def recorded_outcome(failures: Failures, key: Key) -> Iterator[None]:
+def recorded_outcome(failures: FailureBackoff, key: Key) -> Iterator[None]:
     """An attempt at a name, whose outcome is recorded: a failure of the adapter, or a success."""
     try:
         yield

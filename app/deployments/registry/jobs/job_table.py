@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, replace
 from typing import Any, Literal
 
 from sqlalchemy import Connection, delete, insert, select, update
@@ -192,22 +192,5 @@ def update_job(connection: Connection, job: RegistryJob) -> bool:
 
 
 def _job(row: Mapping[Any, Any]) -> RegistryJob:
-    return RegistryJob(
-        row["id"],
-        row["name"],
-        row["kind"],
-        row["source"],
-        State(row["state"]),
-        row["requested_by"],
-        row["created_s"],
-        row["updated_s"],
-        row["pinned"],
-        row["traffic_weight"],
-        row["reason"],
-        row["generation"],
-        row["digest"],
-        tenant_id=row["tenant_id"],
-        owner=row["owner"],
-        number=row["number"],
-        description=row["description"],
-    )
+    values = {field.name: row[field.name] for field in fields(RegistryJob)}
+    return RegistryJob(**values | {"state": State(row["state"])})

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import math
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
@@ -21,7 +20,8 @@ from app.deployments.registry.catalog import not_registered_error
 from app.deployments.registry.db.database import Database
 from app.deployments.registry.db.tables import adapters, aliases, audit, events
 from app.deployments.registry.feed.view import Key
-from app.deployments.registry.jobs.auto_registration import Failures, failure_key, recorded_outcome
+from app.deployments.registry.jobs.auto_registration import failure_key, recorded_outcome
+from app.deployments.registry.jobs.failure_backoff import FailureBackoff, unreadable_error
 from app.deployments.registry.last_used import forget_use
 from app.deployments.registry.models import (
     LIVE_STATES,
@@ -40,8 +40,6 @@ from app.deployments.registry.service import RegistryService
 from app.deployments.rpc.background_tasks import SingleFlight, Tasks
 from app.engine.adapters.combining.combination import shown_source
 from app.engine.errors import (
-    AdapterQuarantined,
-    AdapterUnreadable,
     CompositionRefused,
     InvalidRequest,
     Overloaded,
@@ -51,14 +49,11 @@ from app.logging import LogEvent
 
 logger = logging.getLogger(__name__)
 
-#: What a request that met a failure is told to wait at least, in seconds.
-FIRST_S = 5.0
-
 
 class LazyRegistrations:
     """One event loop; the database is called in threads. `failures`: names that could not be loaded a moment ago."""
 
-    def __init__(self, registry: Registry, lifecycle: RegistryService, failures: Failures) -> None:
+    def __init__(self, registry: Registry, lifecycle: RegistryService, failures: FailureBackoff) -> None:
         self._registry = registry
         self._lifecycle = lifecycle
         self._failures = failures
@@ -116,12 +111,7 @@ class LazyRegistrations:
         except (Overloaded, CompositionRefused):
             raise
         except PolyloraError as error:
-            wait_s = error.retry_after_s if isinstance(error, AdapterQuarantined) else FIRST_S
-            raise AdapterUnreadable(
-                f"adapter {name!r} is registered but cannot be read at the moment, and is tried again in "
-                f"{math.ceil(wait_s)} s; whoever manages it sees why at GET /v1/loras/{name}",
-                retry_after_s=wait_s,
-            ) from None
+            raise unreadable_error(name, error) from None
 
     def close(self) -> None:
         """Start no more loads; running ones belong to `LoadJobs`."""

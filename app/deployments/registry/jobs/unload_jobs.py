@@ -67,19 +67,15 @@ class UnloadJobs:
     async def end(self, unload: UnloadResult) -> RegistryJob:
         """No device has rows of the adapter any more: free the host copy and end the job."""
         assert unload.digest is not None, "then it is over"
-        if not await self.is_used(unload.digest):
+        if not await asyncio.to_thread(self._registry.catalog.is_used, unload.digest):
             self._store.invalidate(unload.digest)
         job = unload.job
         logger.info(LogEvent("adapter removed", name=job.name, tenant=job.tenant_id, by=job.requested_by))
         return await asyncio.to_thread(self._registry.catalog.finish_unload, unload.job)
 
-    async def is_used(self, digest: str) -> bool:
-        """Whether any name means these contents."""
-        return await asyncio.to_thread(self._registry.catalog.is_used, digest)
-
-    async def unreferenced(self, digests: Collection[str]) -> list[str]:
+    async def unreferenced_digests(self, digests: Collection[str]) -> list[str]:
         """The digests that names have meant and none means any more; unknown digests are not among them."""
-        return await asyncio.to_thread(_unreferenced, self._registry.database, digests)
+        return await asyncio.to_thread(_unreferenced_digests, self._registry.database, digests)
 
     async def orphaned_unloads(self, own_ids: Collection[str]) -> list[UnloadResult]:
         """Unloads without an ingress, for the caller to end; `own_ids` are the ids of those it already works on.
@@ -97,7 +93,7 @@ class UnloadJobs:
         return UnloadResult(job, job.digest, job.digest is None or self._registry.catalog.is_used(job.digest))
 
 
-def _unreferenced(database: Database, digests: Collection[str]) -> list[str]:
+def _unreferenced_digests(database: Database, digests: Collection[str]) -> list[str]:
     is_meant = select(adapters.c.name).where(
         adapters.c.base_digest == database.base_digest,
         adapters.c.digest == generations.c.digest,

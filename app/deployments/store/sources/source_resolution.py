@@ -46,10 +46,8 @@ class Fetcher(Protocol):
         """
 
 
-class Reserve(Protocol):
-    """`DiskTier.reserve`: reserves space for a download before its bytes come."""
-
-    def __call__(self, folder: Path, num_bytes: int, wait_s: float = 0.0) -> None: ...
+#: `DiskTier.reserve` (folder, bytes, seconds to wait): reserves space for a download before its bytes come.
+Reserve = Callable[[Path, int, float], None]
 
 
 def unbounded(folder: Path, num_bytes: int, wait_s: float = 0.0) -> None:

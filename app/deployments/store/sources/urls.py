@@ -99,7 +99,7 @@ class UrlFetcher:
         else:
             files = filesystem(scheme, **options)
         bound = _Bound(url, self._max_bytes, deadline_s, self._timeout_s)
-        bound.reserve = lambda num_bytes: self._reserve(file.parent, num_bytes)
+        bound.reserve = lambda num_bytes: self._reserve(file.parent, num_bytes, 0.0)
         files.get_file(url, str(file), callback=bound, timeout=bound.left_s(), **more)
         bound.check(file.stat().st_size)
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from app.config import AdaptersConfig, load_config
-from app.deployments.store.sources.factory import open_sources
+from app.deployments.store.adapter_reader import open_sources
 from app.deployments.store.sources.hub import HubFetcher
 from app.deployments.store.sources.plugin import PluginFetcher
 from app.deployments.store.sources.source_resolution import RemoteSource, Sources

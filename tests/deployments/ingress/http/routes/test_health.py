@@ -17,7 +17,7 @@ from app.deployments.ingress.http.middleware.origin_check import HttpPolicy
 from app.deployments.ingress.http.openapi import api_routes
 from app.deployments.ingress.http.request_parsing import body_model
 from app.deployments.ingress.schemas.request_model import INERT, NEUTRAL
-from app.deployments.store.failure_backoff import Failure
+from app.deployments.registry.jobs.failure_backoff import Failure
 from app.version import version
 from tests.cli.test_status import STATUS
 from tests.deployments.http_service import Service

@@ -7,8 +7,8 @@ import pickle
 import pytest
 
 from app.deployments.ingress.error_responses import error_reply
-from app.deployments.store import failure_backoff
-from app.deployments.store.failure_backoff import FailureBackoff
+from app.deployments.registry.jobs import failure_backoff
+from app.deployments.registry.jobs.failure_backoff import FailureBackoff
 from app.engine.errors import AdapterQuarantined
 
 

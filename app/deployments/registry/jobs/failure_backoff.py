@@ -13,7 +13,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from app.engine.errors import AdapterQuarantined
+from app.engine.errors import AdapterQuarantined, AdapterUnreadable
 
 FIRST_S = 5.0
 LONGEST_S = 600.0
@@ -66,3 +66,13 @@ class FailureBackoff:
 
     def clear(self, key: str) -> None:
         self._failures.pop(key, None)
+
+
+def unreadable_error(name: str, error: Exception) -> AdapterUnreadable:
+    """What a client gets for `error`: without any place of this server, and with the time until the next attempt."""
+    wait_s = error.retry_after_s if isinstance(error, AdapterQuarantined) else FIRST_S
+    return AdapterUnreadable(
+        f"adapter {name!r} is registered but cannot be read at the moment; it is tried again in {math.ceil(wait_s)} s, "
+        f"and GET /v1/loras/{name} gives its owner the cause",
+        retry_after_s=wait_s,
+    )
