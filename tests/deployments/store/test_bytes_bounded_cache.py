@@ -150,7 +150,7 @@ def test_a_hundred_thousand_are_taken_in_without_looking_at_the_others() -> None
 
         items = values = __iter__  # type: ignore[assignment]
 
-    storage._kept = Watched()  # type: ignore[assignment]
+    storage._entries = Watched()  # type: ignore[assignment]
     for index in range(60):
         assert storage.add(f"k{index}", 1, 1.0) == []
     assert Watched.num_walks == 0

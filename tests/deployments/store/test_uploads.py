@@ -94,7 +94,7 @@ def test_a_restart_finds_what_was_whole(uploads: Uploads, clock: Clock) -> None:
     again = Uploads(uploads.root, 100, clock)
     assert [UPLOADED + folder.name for folder in uploads.root.iterdir()] == [source]
     again.sweep({source})
-    with pytest.raises(QueueFull), again.storage(b"{}", b"x" * 60):
+    with pytest.raises(QueueFull), again.store(b"{}", b"x" * 60):
         pass
 
 

@@ -305,7 +305,7 @@ async def test_what_actors_raise_holds_no_key(org: Org) -> None:
         lambda: store.remove_alias(key, **mine),
         lambda: store.begin_unload(key, **mine),
         lambda: store.describe(key, **its),
-        lambda: store.read(key, **mine),
+        lambda: store.load_registered(key, **mine),
         lambda: store.job(key, **its),
     ]
     for ask in asked:

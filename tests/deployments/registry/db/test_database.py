@@ -231,7 +231,7 @@ def test_a_damaged_file_is_said(tmp_path: Path, contents: bytes | None) -> None:
     register(registry.catalog, "sql", "/sql", "d", max_rank=1, size_bytes=1, **ADA)
     registry.close()
     file.write_bytes(file.read_bytes()[:9000] if contents is None else contents)
-    with pytest.raises(NotReady, match="the registry's database is damaged; its log says how"):
+    with pytest.raises(NotReady, match="the registry's database is damaged; the store's log has the details"):
         registry.catalog.entries()
     with pytest.raises(ConfigError, match=r"registry\.sqlite is damaged \((file is not|database disk image is)"):
         Registry(sqlite_url(file), "base").revisions.since(0)

@@ -88,5 +88,5 @@ def test_another_base_models_registry_keeps_its_own(shared_url: str, registry: R
     with other.database.read():
         pass
     trim(registry.database)
-    assert len(other.journal.events("old", **MINE)) == 3
+    assert len(other.event_log.events("old", **MINE)) == 3
     other.close()

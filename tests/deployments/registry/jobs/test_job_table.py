@@ -20,13 +20,13 @@ def test_a_job_is_found_again_as_it_was_left(registry: Registry, open_again: Cal
     two = registry.jobs.advance(two, State.FAILED, reason="tensor 'x' has NaN")
     after = open_again().jobs
     assert after.get(one.id, **MINE) == one == after.latest("a", **MINE)
-    assert after.unfinished("load") == [one]
+    assert after.unfinished_jobs("load") == [one]
     assert after.get(two.id, **MINE) == two
     assert (two.state, two.reason, two.is_done) == (State.FAILED, "tensor 'x' has NaN", True)
     done = after.advance(one, State.LOADED, generation=3, digest="d")
     assert after.get(one.id, **MINE) == done
     assert (done.generation, done.pinned, done.traffic_weight, done.requested_by) == (3, True, 2.0, "ada")
-    assert after.unfinished("load") == []
+    assert after.unfinished_jobs("load") == []
     assert after.get("absent", **MINE) is None
     assert after.get(one.id, tenant_id="bob") is None
     assert after.latest("absent", **MINE) is None

@@ -72,12 +72,12 @@ async def test_it_is_read_once_however_many_ask_and_keeps_what_was_said_of_it(kn
 
 
 async def test_reading_it_when_asked_is_a_load_like_any_other(known: Known) -> None:
-    job, entry = await known.client.read("math", **ADA)
+    job, entry = await known.client.load_registered("math", **ADA)
     assert job is not None
     assert (job.state, job.requested_by, entry.ref.digest) == (State.LOADED, "ada", "d2")
-    assert (await known.client.read("math", **ADA))[0] is None
+    assert (await known.client.load_registered("math", **ADA))[0] is None
     with pytest.raises(NotFound, match="no adapter is registered as 'nobody'"):
-        await known.client.read("nobody", **ADA)
+        await known.client.load_registered("nobody", **ADA)
 
 
 async def test_a_failing_read_is_told_to_who_asked_and_remembered(known: Known) -> None:
@@ -127,7 +127,7 @@ async def test_a_manifest_may_be_sent_again_and_gives_nothing_up(known: Known) -
         ([Registration("fine", "x"), Registration("base", "x")], "the base model's"),
         ([Registration("fine", "x"), Registration("a b", "x")], "must be 1 to 128"),
         ([Registration("fine", "x"), Registration("hub", "hf://org/repo")], "a revision is missing"),
-        ([], "it takes 1 to"),
+        ([], "a call takes 1 to"),
     ],
 )
 async def test_all_of_a_manifest_or_nothing(known: Known, rows: list[Registration], said: str) -> None:
@@ -161,7 +161,7 @@ async def test_a_name_that_was_unloaded_keeps_counting(known: Known) -> None:
     await known.client.register([Registration("old", "hub/math")], **ADA)
     await known.client.end_unload(unload)
     assert known.state("old") is State.REGISTERED, "the unload was of what it meant before"
-    _, entry = await known.client.read("old", **ADA)
+    _, entry = await known.client.load_registered("old", **ADA)
     assert (entry.ref.generation, entry.ref.digest) == (2, "d2")
 
 

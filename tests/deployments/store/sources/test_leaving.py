@@ -134,8 +134,8 @@ def test_downloads_wait_until_their_bytes_fit_beside_the_others(tmp_path: Path) 
             waiting = thread.submit(tier.reserve, two, 10, 60.0)
             assert not waiting.done()
             tier._staged_bytes[one] = 60
-            with tier._staged_fewer:
-                tier._staged_fewer.notify_all()
+            with tier._staging_changed:
+                tier._staging_changed.notify_all()
             waiting.result()
             tier.reserve(two, 30)
             with pytest.raises(SourceError):
