@@ -66,7 +66,7 @@ def check_model(settings: AppConfig, path: Path) -> ModelSpec:
 def check_preloaded(settings: AppConfig) -> None:
     """Raises ConfigError for an adapter that is to be there from the start and cannot be: local ones have to exist."""
     from app.deployments.registry.models import check_source  # heavy, as the next
-    from app.deployments.store.sources.factory import open_sources
+    from app.deployments.store.adapter_reader import open_sources
 
     sources = open_sources(settings.adapters, base_name=settings.model.name)
     for adapter in settings.adapters.preload:

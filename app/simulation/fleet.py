@@ -181,7 +181,7 @@ class _Fleet:
         if digest in self._coming_s and self._coming_s[digest] > self._now_s:
             return self._coming_s[digest] - self._now_s
         if digest in self._host:
-            self._host.use(digest)
+            self._host.record_hit(digest)
             self.result.num_host_hits += 1
             return costs.host_s
         read_s = costs.disk_s + (0.0 if digest in self._on_disk else costs.source_s)

@@ -20,13 +20,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from app.config import AdaptersConfig, AppConfig
+from app.deployments.registry.jobs.failure_backoff import FailureBackoff
 from app.deployments.registry.jobs.lazy_registrations import LazyRegistrations
 from app.deployments.registry.models import DEFAULT_TENANT, UPLOADED, CatalogEntry, LoadRequest
 from app.deployments.registry.registry import open_registry
 from app.deployments.registry.service import RegistryService
 from app.deployments.registry.tier_events import TierEvents
 from app.deployments.store.adapter_reader import AdapterReader, open_adapter_reader
-from app.deployments.store.failure_backoff import FailureBackoff
 from app.deployments.store.host_cache import HostAdapterCache
 from app.deployments.store.service import StoreParts, StoreService
 from app.deployments.store.tier_counters import TierCounters

@@ -42,13 +42,13 @@ from app.deployments.placement.view import PlacementView
 from app.deployments.registry.db.database import sqlite_url
 from app.deployments.registry.db.tables import adapters, events
 from app.deployments.registry.feed.view import RegistryView
+from app.deployments.registry.jobs.failure_backoff import FailureBackoff
 from app.deployments.registry.jobs.lazy_registrations import LazyRegistrations
 from app.deployments.registry.models import DEFAULT_TENANT, State
 from app.deployments.registry.registry import Registry
 from app.deployments.registry.service import RegistryService
 from app.deployments.registry.tier_events import TierEvents
 from app.deployments.rpc.long_poll_host import Version
-from app.deployments.store.failure_backoff import FailureBackoff
 from app.deployments.store.host_cache import HostAdapterCache
 from app.deployments.store.service import StoreParts, StoreService
 from app.deployments.store.shared_adapter import SharedAdapter
@@ -72,12 +72,12 @@ class _NoBytes(HostAdapterCache[None]):
     def __init__(self) -> None:
         self.counts = TierCounters()
 
-    async def fetch_soon(self, ref: AdapterRef, wait_s: float, *, again: bool = False) -> None:
+    async def try_fetch(self, ref: AdapterRef, wait_s: float, *, again: bool = False) -> None:
         raise NotImplementedError(ref.name)
 
-    async def expect(self, ref: AdapterRef) -> None: ...
+    async def prefetch(self, ref: AdapterRef) -> None: ...
 
-    def lost(self, digest: str) -> None: ...
+    def invalidate(self, digest: str) -> None: ...
 
     def failure(self, ref: AdapterRef) -> None: ...
 
@@ -256,7 +256,7 @@ async def measure(url: str, num_adapters: int, num_samples: int) -> list[tuple[s
 
 def _database_calls(registry: Registry, name: Callable[[], str]) -> dict[str, Callable[[], object]]:
     """What of the registry's routes is asked of the database itself."""
-    catalog, journal = registry.catalog, registry.journal
+    catalog, journal = registry.catalog, registry.event_log
     with registry.database.read() as connection:
         sample = select(events.c.public_id).order_by(func.random()).limit(1000)
         event_ids = connection.scalars(sample).all()

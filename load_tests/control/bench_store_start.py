@@ -53,7 +53,7 @@ class InstantStore:
     def host(self, source: str) -> str:  # noqa: ARG002
         return "local"
 
-    def forget(self, digest: str) -> None:
+    def invalidate(self, digest: str) -> None:
         pass
 
     def pin(self, digests: Collection[str]) -> None:

@@ -14,7 +14,8 @@ from app.deployments.object_storage.storage import Storage
 from app.deployments.registry.catalog import Catalog
 from app.deployments.registry.db.database import sqlite_url
 from app.deployments.registry.feed.view import RegistryView
-from app.deployments.registry.jobs.auto_registration import AutoRegistration, SourcePaths
+from app.deployments.registry.jobs.auto_registration import AutoRegistration, ResolverSettings
+from app.deployments.registry.jobs.failure_backoff import Failure, FailureBackoff
 from app.deployments.registry.jobs.lazy_registrations import LazyRegistrations
 from app.deployments.registry.models import (
     DEFAULT_TENANT,
@@ -31,7 +32,6 @@ from app.deployments.registry.tier_events import TierEvents
 from app.deployments.rpc.actor_proxy import actor_proxy
 from app.deployments.rpc.long_poll_host import Version
 from app.deployments.rpc.named_actor import NamedActor
-from app.deployments.store.failure_backoff import Failure, FailureBackoff
 from app.deployments.store.service import StoreParts, StoreService
 from app.deployments.store.tier_counters import TierCounters
 from app.deployments.store.uploads import Uploads
@@ -128,13 +128,13 @@ class FakeStore:
     def host(self, source: str) -> str:
         return source.rpartition("/")[0]
 
-    async def expect(self, ref: AdapterRef) -> None:
+    async def prefetch(self, ref: AdapterRef) -> None:
         """What is read ahead makes no difference here."""
 
     def failure(self, ref: AdapterRef) -> Failure | None:
         return self.failures.get(ref.digest)
 
-    def forget(self, digest: str) -> None:
+    def invalidate(self, digest: str) -> None:
         self.cached_digests.discard(digest)
 
     def pin(self, digests: Collection[str]) -> None:
@@ -155,12 +155,14 @@ class ManagedStore:
         self.registry, self.store = registry, store
         registry.catalog.check_quota = AdapterQuota(registry.database.base_digest)
         self.events = TierEvents()
-        store.on_read = self.events.reached
+        store.on_read = self.events.on_progress
         self.lifecycle = RegistryService(registry, store, self.events, reserved_names=("base",), clock=clock)
-        self.resolution = AutoRegistration(registry, store, self.lifecycle, FailureBackoff(clock), SourcePaths(), clock)
+        self.resolution = AutoRegistration(
+            registry, store, self.lifecycle, FailureBackoff(clock), ResolverSettings(), clock
+        )
         self.unread = LazyRegistrations(registry, self.lifecycle, FailureBackoff(clock))
         parts = StoreParts(
-            registry, self.lifecycle, store, (), self.unread, resolution=self.resolution, uploads=uploads
+            registry, self.lifecycle, store, (), self.unread, auto_registration=self.resolution, uploads=uploads
         )
         self.client = actor_proxy(StoreService[Any], Here(StoreService(parts, lambda: None)))
         self.view = RegistryView()

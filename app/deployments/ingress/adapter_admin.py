@@ -56,7 +56,7 @@ class AdapterAdmin:
 
     async def resume_unloads(self) -> None:
         """Continue unloads whose ingress has died, and those that could not be finished."""
-        for unload in await self.store.left_unloads(tuple(self._draining)):
+        for unload in await self.store.orphaned_unloads(tuple(self._draining)):
             self._tasks.start(self._drain(unload))
 
     async def close(self) -> None:

@@ -1,1 +1,1 @@
-"""What is kept for clients: files, batches of requests and their answers, responses."""
+"""OpenAI objects that clients store here: files, batches with their output, responses."""

@@ -1,10 +1,10 @@
-"""Batches in the database: asked for, worked on by one process at a time, answered line by line.
+"""Batches in the database: created by clients, worked on by one process at a time, answered line by line.
 
-In: calls of clients for one tenant, and of processes that work. Out: `BatchResponse`es. A process that works on a batch holds a
-lease, which each of its answers renews; when it dies the lease runs out, and another goes on with the lines that have
-no answer yet. A lease has run out when its row has not changed for `LEASE_S`, which whoever looks measures with a clock
-of its own that is never set: clocks of different machines are not compared. Rule: every call is one transaction; a line
-has one answer, the first that is written; what a process writes without the lease is refused with LeaseLost.
+A process that works on a batch holds a lease, which each of its writes renews. When the process dies, the lease expires
+and another process continues with the lines that have no answer yet. A lease has expired when its row has not changed
+for `LEASE_S`, measured by the observer's own monotonic clock, so that clocks of different machines are never compared.
+Every call is one transaction. The first answer that is written for a line stays; a write without the lease raises
+LeaseLost.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import asdict, fields
 from typing import NamedTuple
 
 from sqlalchemy import ColumnElement, Connection, case, delete, func, insert, or_, select, update
@@ -28,23 +29,18 @@ from app.deployments.object_storage.models import (
     NewBatch,
     StorageQuotaExceeded,
     StoredFile,
-    no_purpose,
     not_found_error,
+    unsupported_purpose_error,
 )
 from app.deployments.registry.db.database import Database
 from app.deployments.registry.db.storage_tables import batch_lines, batches, files
 
-#: How long a batch is left to a process of which nothing is heard.
+#: How long a batch stays with a process that writes nothing.
 LEASE_S = 30.0
-_FIELDS = (
-    "id", "tenant_id", "key_id", "endpoint", "input_file_id", "status", "created_s", "expires_s", "began_s",
-    "cancelling_s", "ended_s", "num_lines", "num_completed", "num_failed", "output_file_id", "error_file_id", "note",
-    "errors",
-)  # fmt: skip
 
 
-class _Seen(NamedTuple):
-    """What the row of a batch that is worked on says, and since when, by the clock of whoever looks."""
+class _LeaseSighting(NamedTuple):
+    """A lease as it was last read, and since when it has been unchanged, by the reader's clock."""
 
     owner: str
     lease_s: float
@@ -52,26 +48,26 @@ class _Seen(NamedTuple):
 
 
 class BatchStore:
-    """Raises NotFound for what the tenant does not have. `monotonic` gives seconds that no change of the time moves."""
+    """Raises NotFound for what the tenant does not have. `monotonic` gives seconds that clock changes do not affect."""
 
     def __init__(
-        self, database: Database, file_books: FileStore, monotonic: Callable[[], float] = time.monotonic
+        self, database: Database, file_store: FileStore, monotonic: Callable[[], float] = time.monotonic
     ) -> None:
         self._database = database
-        self._files = file_books
+        self._files = file_store
         self._monotonic = monotonic
-        self._seen: dict[str, _Seen] = {}  # batches that were worked on at the last look
+        self._seen: dict[str, _LeaseSighting] = {}  # batch id -> its lease when `claim` last looked
 
-    def create(self, wanted: NewBatch) -> Batch:
-        """Raises StorageQuotaExceeded while the tenant has `desired_replicas.max_open` batches that have not ended."""
+    def create(self, new_batch: NewBatch) -> Batch:
+        """Raises StorageQuotaExceeded if the tenant has `max_open` batches that have not ended."""
         now_s = self._database.clock()
         with self._database.write() as connection:
-            row = self._files.row(connection, wanted.input_file_id, wanted.tenant_id)
+            row = self._files.row(connection, new_batch.input_file_id, new_batch.tenant_id)
             if row["purpose"] != "batch":
-                raise no_purpose(row["purpose"])
-            mine = (*self._ours(), batches.c.tenant_id == wanted.tenant_id, batches.c.status.in_(OPEN))
+                raise unsupported_purpose_error(row["purpose"])
+            mine = (*self._ours(), batches.c.tenant_id == new_batch.tenant_id, batches.c.status.in_(OPEN))
             num_open = connection.scalar(select(func.count()).select_from(batches).where(*mine)) or 0
-            if num_open >= wanted.max_open:
+            if num_open >= new_batch.max_open:
                 raise StorageQuotaExceeded(
                     f"{num_open} batches have not ended, as many as storage.max_open_batches allows; wait for one, or "
                     "cancel one"
@@ -81,24 +77,19 @@ class BatchStore:
                 insert(batches).values(
                     base_digest=self._database.base_digest,
                     id=batch_id,
-                    tenant_id=wanted.tenant_id,
-                    key_id=wanted.key_id,
-                    endpoint=wanted.endpoint,
-                    input_file_id=wanted.input_file_id,
+                    **{name: value for name, value in asdict(new_batch).items() if name in batches.c},
                     status="validating",
                     created_s=now_s,
-                    expires_s=now_s + wanted.window_s,
-                    output_life_s=wanted.output_life_s,
+                    expires_s=now_s + new_batch.window_s,
                     num_lines=0,
                     num_completed=0,
                     num_failed=0,
-                    note=wanted.note,
                     errors="[]",
                     owner="",
                     lease_s=0.0,
                 )
             )
-            return _batch(self._row(connection, batch_id, wanted.tenant_id))
+            return _batch(self._row(connection, batch_id, new_batch.tenant_id))
 
     def get(self, batch_id: str, *, tenant_id: str) -> Batch:
         with self._database.read() as connection:
@@ -117,23 +108,23 @@ class BatchStore:
         return BatchPage(tuple(_batch(row) for row in rows[:limit]), len(rows) > limit)
 
     def cancel(self, batch_id: str, *, tenant_id: str) -> Batch:
-        """Whoever works on it ends it soon; one that has ended stays as it is."""
+        """The process that works on it ends it soon; a batch that has ended stays as it is."""
         with self._database.write() as connection:
             row = self._row(connection, batch_id, tenant_id)
             if row["status"] in ("validating", "in_progress"):
                 self._set(connection, batch_id, status="cancelling", cancelling_s=self._database.clock())
             return _batch(self._row(connection, batch_id, tenant_id))
 
-    # -- for whoever works on them ------------------------------------------------------------------
+    # What follows is called by processes that work on batches.
 
     def claim(self, holder: str) -> Batch | None:
-        """A batch that nobody works on: the oldest of the tenant of whose batches the fewest are worked on."""
-        with self._database.read() as connection:  # nearly always there is none
-            free = self._free(self._run_out(connection))
+        """Take over a batch without a valid lease: the oldest one of the tenant with the fewest batches in work."""
+        with self._database.read() as connection:  # the usual case, without the writers' lock: there is none
+            free = self._free(self._expired_leases(connection))
             if connection.scalar(select(batches.c.id).where(*self._open(), free).limit(1)) is None:
                 return None
         with self._database.write() as connection:
-            free = self._free(self._run_out(connection))
+            free = self._free(self._expired_leases(connection))
             worked = (
                 select(batches.c.tenant_id, func.sum(case((free, 0), else_=1)).label("num"))
                 .where(*self._open())
@@ -149,27 +140,27 @@ class BatchStore:
             row = connection.execute(query.limit(1)).mappings().first()
             if row is None:
                 return None
-            self._set(connection, row["id"], owner=holder, lease_s=self._renewed())
+            self._set(connection, row["id"], owner=holder, lease_s=self._next_lease_s())
             return _batch(row)
 
     def begin(self, batch_id: str, holder: str, num_lines: int) -> Batch:
-        """Its file is well formed."""
+        """Note that the input file is valid and has this many lines."""
         with self._database.write() as connection:
-            row = self._held(connection, batch_id, holder)
+            row = self._leased_row(connection, batch_id, holder)
             if row["status"] == "validating":
                 status, began_s = "in_progress", self._database.clock()
                 self._set(connection, batch_id, status=status, began_s=began_s, num_lines=num_lines)
-            return _batch(self._held(connection, batch_id, holder))
+            return _batch(self._leased_row(connection, batch_id, holder))
 
-    def answered(self, batch_id: str) -> list[int]:
+    def answered_lines(self, batch_id: str) -> list[int]:
         """The numbers of the lines that have an answer."""
         with self._database.read() as connection:
             return list(connection.scalars(select(batch_lines.c.number).where(*self._lines(batch_id))))
 
     def answer(self, batch_id: str, holder: str, lines: Sequence[LineResult]) -> Batch:
-        """Write answers down, and renew the lease; none may be given."""
+        """Store answers and renew the lease; `lines` may be empty."""
         with self._database.write() as connection:
-            row = self._held(connection, batch_id, holder)
+            row = self._leased_row(connection, batch_id, holder)
             numbers = [line.number for line in lines]
             there = select(batch_lines.c.number).where(*self._lines(batch_id), batch_lines.c.number.in_(numbers))
             known = set(connection.scalars(there)) if lines else set()
@@ -182,18 +173,18 @@ class BatchStore:
             self._set(
                 connection,
                 batch_id,
-                lease_s=self._renewed(),
+                lease_s=self._next_lease_s(),
                 num_failed=row["num_failed"] + num_failed,
                 num_completed=row["num_completed"] + len(new) - num_failed,
             )
-            return _batch(self._held(connection, batch_id, holder))
+            return _batch(self._leased_row(connection, batch_id, holder))
 
     def finish(self, batch_id: str, holder: str, status: BatchStatus, errors: str = "[]") -> Batch:
-        """The last status: its answers become files."""
+        """Set the final status and make files of the answers."""
         now_s = self._database.clock()
         with self._database.write() as connection:
-            row = self._held(connection, batch_id, holder)
-            made: dict[str, str] = {}
+            row = self._leased_row(connection, batch_id, holder)
+            file_ids: dict[str, str] = {}
             for is_error, column in ((False, "output_file_id"), (True, "error_file_id")):
                 lines = (*self._lines(batch_id), batch_lines.c.is_error == is_error)
                 size = select(func.count(), func.sum(func.length(batch_lines.c.line) + 1)).where(*lines)
@@ -205,20 +196,22 @@ class BatchStore:
                     file = StoredFile(id_, name, "batch_output", size_bytes, now_s, life_s, batch_id, is_error)
                     num_parts = -(-row["num_lines"] // PART_LINES)
                     self._files.insert(connection, row["tenant_id"], file, num_parts=num_parts)
-                    made[column] = id_
-            self._set(connection, batch_id, status=status, ended_s=now_s, errors=errors, lease_s=0.0, owner="", **made)
+                    file_ids[column] = id_
+            self._set(
+                connection, batch_id, status=status, ended_s=now_s, errors=errors, lease_s=0.0, owner="", **file_ids
+            )
             return _batch(self._row(connection, batch_id, row["tenant_id"]))
 
     def release(self, holder: str) -> None:
-        """A process that ends leaves its batches to others at once."""
+        """Give up all leases of a process that ends, so that others can claim its batches at once."""
         with self._database.write() as connection:
             mine = (*self._ours(), batches.c.owner == holder)
             connection.execute(update(batches).where(*mine).values(lease_s=0.0, owner=""))
 
     def forget_before(self, connection: Connection, created_s: float) -> None:
-        """Batches that are so old that none of their files is left."""
-        gone = select(batches.c.id).where(*self._ours(), batches.c.created_s < created_s, batches.c.status.not_in(OPEN))
-        ids = list(connection.scalars(gone.limit(100)))
+        """Delete batches so old that none of their files is left."""
+        old = select(batches.c.id).where(*self._ours(), batches.c.created_s < created_s, batches.c.status.not_in(OPEN))
+        ids = list(connection.scalars(old.limit(100)))
         base_digest = self._database.base_digest
         connection.execute(
             delete(batch_lines).where(batch_lines.c.base_digest == base_digest, batch_lines.c.batch_id.in_(ids))
@@ -226,28 +219,28 @@ class BatchStore:
         connection.execute(delete(files).where(files.c.base_digest == base_digest, files.c.batch_id.in_(ids)))
         connection.execute(delete(batches).where(*self._ours(), batches.c.id.in_(ids)))
 
-    def _run_out(self, connection: Connection) -> list[str]:
-        """Batches whose rows say the same as `LEASE_S` ago: nothing was heard of their processes since."""
+    def _expired_leases(self, connection: Connection) -> list[str]:
+        """Batches whose lease has not changed for `LEASE_S`."""
         query = select(batches.c.id, batches.c.owner, batches.c.lease_s).where(*self._open(), batches.c.lease_s > 0.0)
-        asked_s, rows, before = self._monotonic(), connection.execute(query).all(), self._seen
-        told_s = self._monotonic()
-        seen: dict[str, _Seen] = {}
+        query_began_s, rows, before = self._monotonic(), connection.execute(query).all(), self._seen
+        query_ended_s = self._monotonic()
+        seen: dict[str, _LeaseSighting] = {}
         for batch_id, owner, lease_s in rows:
-            new = _Seen(owner, lease_s, told_s)
+            new = _LeaseSighting(owner, lease_s, query_ended_s)
             old = before.get(batch_id, new)
             seen[batch_id] = old if old[:2] == new[:2] else new
         self._seen = seen
-        return [batch_id for batch_id, row in seen.items() if asked_s - row.since_s >= LEASE_S]
+        return [batch_id for batch_id, row in seen.items() if query_began_s - row.since_s >= LEASE_S]
 
-    def _renewed(self) -> float:
-        """Other than before, which is all that counts."""
+    def _next_lease_s(self) -> float:
+        """A value that differs from the last one; nothing else about it matters."""
         return self._database.clock() + LEASE_S
 
-    def _held(self, connection: Connection, batch_id: str, holder: str) -> RowMapping:
+    def _leased_row(self, connection: Connection, batch_id: str, holder: str) -> RowMapping:
         query = select(batches).where(*self._ours(), batches.c.id == batch_id, batches.c.owner == holder)
         row = connection.execute(query).mappings().first()
         if row is None:
-            raise LeaseLost(f"batch {batch_id} is worked on by another process")
+            raise LeaseLost(f"batch {batch_id} is now processed by another worker")
         return row
 
     def _row(self, connection: Connection, batch_id: str, tenant_id: str) -> RowMapping:
@@ -266,12 +259,12 @@ class BatchStore:
     def _open(self) -> tuple[ColumnElement[bool], ...]:
         return (*self._ours(), batches.c.status.in_(OPEN))
 
-    def _free(self, run_out: Collection[str]) -> ColumnElement[bool]:
-        return or_(batches.c.lease_s == 0.0, batches.c.id.in_(run_out))
+    def _free(self, expired: Collection[str]) -> ColumnElement[bool]:
+        return or_(batches.c.lease_s == 0.0, batches.c.id.in_(expired))
 
     def _lines(self, batch_id: str) -> tuple[ColumnElement[bool], ...]:
         return (batch_lines.c.base_digest == self._database.base_digest, batch_lines.c.batch_id == batch_id)
 
 
 def _batch(row: RowMapping) -> Batch:
-    return Batch(**{name: row[name] for name in _FIELDS})
+    return Batch(**{field.name: row[field.name] for field in fields(Batch)})

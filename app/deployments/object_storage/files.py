@@ -1,13 +1,13 @@
-"""Files in the database, in parts: what clients have sent for batches, and what batches have answered.
+"""Files in the database, in parts: what clients upload for batches, and the output of batches.
 
-In: calls for one tenant. Out: `StoredFile`s and their contents, part by part. A file is there once all its parts are;
-until then it counts towards the tenant's bytes. The contents of a batch's output are the lines that it has answered.
-Rule: every call is one transaction; what has expired is not there.
+A file exists once all its parts do; before that, it only counts towards the tenant's bytes. A batch's output has no
+parts: its contents are the lines in `batch_lines`. Every call is one transaction; an expired file is NotFound.
 """
 
 from __future__ import annotations
 
 import secrets
+from dataclasses import asdict, fields
 
 from sqlalchemy import Column, ColumnElement, Connection, and_, delete, func, insert, or_, select, update
 from sqlalchemy.engine import RowMapping
@@ -17,9 +17,9 @@ from app.deployments.registry.db.database import Database
 from app.deployments.registry.db.storage_tables import batch_lines, batches, file_parts, files
 from app.engine.errors import InvalidRequest
 
-#: Bytes of a part of a file, and lines of a part of a batch's answers.
+#: Bytes in a part of an uploaded file; input lines in a part of a batch's output.
 PART_BYTES, PART_LINES = 1 << 20, 256
-#: How long the parts of a file may take to come.
+#: How long an upload may take; unfinished ones are deleted after it.
 ARRIVAL_S = 3600.0
 
 
@@ -32,15 +32,15 @@ class FileStore:
     def begin(
         self, tenant_id: str, filename: str, purpose: str, size_bytes: int, life_s: float, max_bytes: int
     ) -> StoredFile:
-        """Make room. Raises StorageQuotaExceeded if the tenant would keep more than `max_bytes`."""
+        """Reserve space for an upload. Raises StorageQuotaExceeded if the tenant would store more than `max_bytes`."""
         now_s = self._database.clock()
         with self._database.write() as connection:
-            storage = (
+            used_bytes = (
                 connection.scalar(select(func.sum(files.c.size_bytes)).where(*self._present(tenant_id, now_s))) or 0
             )
-            if storage + size_bytes > max_bytes:
+            if used_bytes + size_bytes > max_bytes:
                 raise StorageQuotaExceeded(
-                    f"the file has {size_bytes} bytes but {max(0, max_bytes - storage)} are left of "
+                    f"the file has {size_bytes} bytes but {max(0, max_bytes - used_bytes)} are left of "
                     f"storage.max_tenant_bytes {max_bytes}; delete files, or have them expire sooner"
                 )
             file = StoredFile(f"file-{secrets.token_hex(12)}", filename, purpose, size_bytes, now_s, now_s + life_s)
@@ -48,22 +48,9 @@ class FileStore:
         return file
 
     def insert(self, connection: Connection, tenant_id: str, file: StoredFile, num_parts: int | None) -> None:
-        """Within another's transaction."""
-        connection.execute(
-            insert(files).values(
-                base_digest=self._database.base_digest,
-                id=file.id,
-                tenant_id=tenant_id,
-                filename=file.filename,
-                purpose=file.purpose,
-                size_bytes=file.size_bytes,
-                created_s=file.created_s,
-                expires_s=file.expires_s,
-                num_parts=num_parts,
-                batch_id=file.batch_id,
-                is_error=file.is_error,
-            )
-        )
+        """Part of the caller's transaction."""
+        place = {"base_digest": self._database.base_digest, "tenant_id": tenant_id, "num_parts": num_parts}
+        connection.execute(insert(files).values(**place, **asdict(file)))
 
     def add_part(self, file_id: str, number: int, content: bytes) -> None:
         with self._database.write() as connection:
@@ -74,7 +61,7 @@ class FileStore:
             )
 
     def end(self, file_id: str, num_parts: int, *, tenant_id: str) -> None:
-        """All parts are here: the file is."""
+        """Mark an upload as complete: the file exists from now on."""
         with self._database.write() as connection:
             connection.execute(
                 update(files)
@@ -118,7 +105,7 @@ class FileStore:
             self.forget(connection, row)
 
     def forget(self, connection: Connection, row: RowMapping) -> None:
-        """Within another's transaction."""
+        """Delete a file and its contents; part of the caller's transaction."""
         base_digest = self._database.base_digest
         parts = delete(file_parts).where(file_parts.c.base_digest == base_digest, file_parts.c.file_id == row["id"])
         if row["batch_id"] is not None:
@@ -127,7 +114,7 @@ class FileStore:
         connection.execute(delete(files).where(files.c.base_digest == base_digest, files.c.id == row["id"]))
 
     def part(self, file_id: str, number: int, *, tenant_id: str) -> bytes | None:
-        """A part of the contents; None behind the last."""
+        """A part of the contents; None after the last one."""
         with self._database.read() as connection:
             row = self.row(connection, file_id, tenant_id)
             if not 0 <= number < row["num_parts"]:
@@ -146,15 +133,15 @@ class FileStore:
             )
             return "".join(f"{line}\n" for line in connection.scalars(lines.order_by(batch_lines.c.number))).encode()
 
-    def expired(self, connection: Connection) -> list[RowMapping]:
-        """Files that are not there any more, and those that have not come whole."""
+    def expired_rows(self, connection: Connection) -> list[RowMapping]:
+        """Expired files and abandoned uploads, at most 100."""
         now_s = self._database.clock()
         gone = (files.c.expires_s <= now_s) | (files.c.num_parts.is_(None) & (files.c.created_s <= now_s - ARRIVAL_S))
         query = select(files).where(files.c.base_digest == self._database.base_digest, gone)
         return list(connection.execute(query.limit(100)).mappings().all())
 
     def row(self, connection: Connection, file_id: str, tenant_id: str) -> RowMapping:
-        """Within another's transaction."""
+        """Part of the caller's transaction."""
         present = self._present(tenant_id, self._database.clock())
         query = select(files).where(*present, files.c.id == file_id, files.c.num_parts.is_not(None))
         row = connection.execute(query).mappings().first()
@@ -175,20 +162,11 @@ class FileStore:
 
 
 def _file(row: RowMapping) -> StoredFile:
-    return StoredFile(
-        row["id"],
-        row["filename"],
-        row["purpose"],
-        row["size_bytes"],
-        row["created_s"],
-        row["expires_s"],
-        row["batch_id"],
-        row["is_error"],
-    )
+    return StoredFile(**{field.name: row[field.name] for field in fields(StoredFile)})
 
 
 def beyond(place: tuple[Column[float], Column[str]], last: tuple[float, str], *, newest: bool) -> ColumnElement[bool]:
-    """What comes after `last` in an order by time and id."""
+    """The condition for rows after `last` in an order by time and id."""
     time_s, id_ = place
     if newest:
         return or_(time_s < last[0], and_(time_s == last[0], id_ < last[1]))

@@ -1,7 +1,6 @@
-"""What is kept for clients, as it travels between processes: files, batches, responses.
+"""Messages of the object storage: files, batches and responses, as they travel between processes.
 
-In: rows of the database. Out: frozen values for ingresses. Times are Unix seconds. Rule: whoever asks for one gives the
-tenant whose it is; another tenant's is NotFound, in the words for what was never there.
+Times are Unix seconds. Every call names a tenant; another tenant's object raises the same NotFound as a missing one.
 """
 
 from __future__ import annotations
@@ -16,22 +15,22 @@ from app.redaction import without_keys
 BatchStatus = Literal[
     "validating", "in_progress", "finalizing", "completed", "failed", "expired", "cancelling", "cancelled"
 ]
-#: A batch that somebody works on, or has to.
+#: Statuses of batches that still need work.
 OPEN: tuple[BatchStatus, ...] = ("validating", "in_progress", "cancelling")
 
 
 class StorageQuotaExceeded(PolyloraError):
-    """A tenant keeps as much here as it may. Waiting helps only once something of it expires."""
+    """A tenant's storage limit is reached; waiting helps only when something expires."""
 
 
 class LeaseLost(PolyloraError):
-    """Another process works on the batch by now."""
+    """Another process has taken over the batch."""
 
 
 @message
 @dataclass(frozen=True, slots=True)
 class StoredFile:
-    """`batch_id`: the batch that it is the output of, or, `is_error`, the lines that failed."""
+    """`batch_id`: the batch that wrote the file; `is_error` tells its error file from its output file."""
 
     id: str
     filename: str
@@ -46,8 +45,9 @@ class StoredFile:
 @message
 @dataclass(frozen=True, slots=True)
 class NewBatch:
-    """What is asked for. `window_s`: for how long it may run; `output_life_s`: for how long its answers are kept;
-    `max_open`: how many of the tenant's may run at once. `key_id` pays for it; `note` is the client's own JSON."""
+    """`window_s`: how long the batch may run; `output_life_s`: how long its output files are stored; `max_open`: how
+    many unfinished batches the tenant may have. `key_id` pays; `note` is the client's metadata as JSON.
+    """
 
     tenant_id: str
     key_id: str
@@ -62,7 +62,7 @@ class NewBatch:
 @message
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """`began_s` and `ended_s`: when its first line could run, and when its last had. `key_id` pays for it."""
+    """`began_s` and `ended_s`: when its first line could start and when its last one was answered. `key_id` pays."""
 
     id: str
     tenant_id: str
@@ -86,7 +86,7 @@ class Batch:
 
 @message
 class LineResult(NamedTuple):
-    """A line of a batch's output, JSON; or, `is_error`, of its error file."""
+    """One line of a batch's output file, as JSON, or of its error file (`is_error`)."""
 
     number: int
     is_error: bool
@@ -96,7 +96,7 @@ class LineResult(NamedTuple):
 @message
 @dataclass(frozen=True, slots=True)
 class StoredResponse:
-    """`items` is the conversation that it answers, `body` the response; both JSON."""
+    """`items`: the conversation that the response answers; `body`: the response; both JSON."""
 
     id: str
     items: str
@@ -120,10 +120,10 @@ class BatchPage(NamedTuple):
 
 
 def not_found_error(what: str, id_: str) -> NotFound:
-    """For one that is not there, and for another tenant's. Ray keeps what is raised in an actor, and shows it."""
+    """Without the key that a client may have sent as an id: Ray stores and shows what an actor raises."""
     return NotFound(f"there is no {what} {without_keys(id_)[:80]!r}")
 
 
-def no_purpose(purpose: str) -> InvalidRequest:
-    """For files that nothing here is done with."""
-    return InvalidRequest(f"purpose is {purpose[:40]!r}; files are for batches here: purpose batch", param="purpose")
+def unsupported_purpose_error(purpose: str) -> InvalidRequest:
+    """Only batch input files are supported."""
+    return InvalidRequest(f"purpose is {purpose[:40]!r}; only purpose 'batch' is supported", param="purpose")

@@ -1,7 +1,6 @@
-"""Responses that were to be stored, in the database.
+"""Stored responses in the database.
 
-In: calls for one tenant. Out: `StoredResponse`s. Rule: a tenant keeps so many and no more: the oldest go for the newest.
-What has expired is not there.
+A tenant has a maximum number and size; the oldest are deleted for new ones. An expired response is NotFound.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ class ResponseStore:
         self._database = database
 
     def keep(self, response: StoredResponse, *, tenant_id: str, life_s: float, max_count: int, max_bytes: int) -> None:
-        """The oldest beyond `max_count`, or beyond `max_bytes` together, go."""
+        """Deletes the tenant's oldest responses beyond `max_count`, or beyond `max_bytes` in total."""
         now_s = self._database.clock()
         size_bytes = len(response.items.encode()) + len(response.body.encode())
         with self._database.write() as connection:

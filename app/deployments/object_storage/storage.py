@@ -1,7 +1,4 @@
-"""All that the database keeps for clients, opened.
-
-In: the registry's database. Out: the parts, which share it and nothing else, and the removal of what has expired.
-"""
+"""Object storage, opened: its stores share the registry's database and nothing else."""
 
 from __future__ import annotations
 
@@ -13,12 +10,12 @@ from app.deployments.object_storage.files import FileStore
 from app.deployments.object_storage.responses import ResponseStore
 from app.deployments.registry.db.database import Database
 
-#: A batch is told of for so long; its files live 30 days at most, after the day it may take.
+#: How long a batch is listed. Its files live 30 days at most, after the day that it may run.
 BATCH_LIFE_S = 45 * 86_400.0
 
 
 class Storage:
-    """Calls may come from several threads; each is one transaction. `monotonic`: `BatchStore`'s."""
+    """Callable from several threads; each call is one transaction. `monotonic` is for `BatchStore`."""
 
     def __init__(self, database: Database, monotonic: Callable[[], float] = time.monotonic) -> None:
         self._database = database
@@ -27,9 +24,9 @@ class Storage:
         self.responses = ResponseStore(database)
 
     def sweep(self) -> None:
-        """Remove what has expired, some of it."""
+        """Delete expired objects, up to 100 of each kind."""
         with self._database.write() as connection:
-            for row in self.files.expired(connection):
+            for row in self.files.expired_rows(connection):
                 self.files.forget(connection, row)
             self.batches.forget_before(connection, self._database.clock() - BATCH_LIFE_S)
             self.responses.forget_expired(connection)

@@ -1,1 +1,1 @@
-"""The registry: what every name means, kept in a database that outlives all processes."""
+"""The registry: what every name means, in a database that outlives all processes."""

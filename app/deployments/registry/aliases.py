@@ -1,8 +1,7 @@
-"""Names that stand for adapters, with weights: canaries, promotion, rollback.
+"""Aliases: names that stand for adapters by weight, for canaries, promotion and rollback.
 
-In: an alias and the adapters it sends requests to. Out: `AliasEntry`s. Every change is a new version;
-versions are kept, so that a rollback is one write and brings back exactly what was in force. An alias
-only ever points to registered adapters and the base. Choosing a target for a request is left to `view.py`.
+Every change is a new version. Versions are stored, so a rollback is one write and restores exactly what was in force.
+An alias points only to registered adapters and the base. `view.choose_target` picks the target of a request.
 """
 
 from __future__ import annotations
@@ -15,10 +14,10 @@ from typing import Any
 from sqlalchemy import Connection, Select, and_, insert, select, update
 
 from app.deployments.registry.db.database import Database
-from app.deployments.registry.db.tables import adapters, alias_targets, aliases, named
+from app.deployments.registry.db.tables import adapters, alias_targets, aliases, name_condition
 from app.deployments.registry.event_log import NewEvent, record_audit, record_events
 from app.deployments.registry.feed.view import Entry, Key
-from app.deployments.registry.models import MEANT_STATES, AliasEntry, AliasTarget, AliasVersion
+from app.deployments.registry.models import LIVE_STATES, AliasEntry, AliasTarget, AliasVersion
 from app.engine.errors import InvalidRequest, NotFound
 from app.redaction import without_keys
 
@@ -37,7 +36,7 @@ class Aliases:
     """Every call is one transaction."""
 
     def __init__(self, database: Database, base_names: Collection[str] = ()) -> None:
-        """base_names: of the base model, which an alias may stand for beside adapters."""
+        """base_names: names of the base model, which an alias may point to."""
         self.base_names = frozenset(base_names)
         self._database = database
         self._base = database.base_digest
@@ -62,8 +61,8 @@ class Aliases:
             return self._put(connection, name, {target: 1.0}, tenant_id, who)
 
     def rollback(self, name: str, version: int | None = None, *, tenant_id: str, who: str) -> AliasEntry:
-        """Bring back a version, by default the one before the last change. Raises NotFound, InvalidRequest."""
-        key = named(aliases, self._base, tenant_id, name)
+        """Restore a version, by default the one before the last change. Raises NotFound, InvalidRequest."""
+        key = name_condition(aliases, self._base, tenant_id, name)
         with self._database.write() as connection:
             old = connection.execute(select(aliases).where(*key, aliases.c.removed.is_(False))).mappings().first()
             if old is None:
@@ -86,8 +85,8 @@ class Aliases:
             return self._entry(connection, tenant_id, name)
 
     def remove(self, name: str, *, tenant_id: str, who: str) -> AliasEntry:
-        """Forget an alias; its versions keep counting if it returns. Raises NotFound."""
-        key = named(aliases, self._base, tenant_id, name)
+        """Remove an alias; version numbers continue if it is put again. Raises NotFound."""
+        key = name_condition(aliases, self._base, tenant_id, name)
         with self._database.write() as connection:
             if not is_alias(connection, self._base, tenant_id, name):
                 raise _absent(name)
@@ -102,7 +101,7 @@ class Aliases:
             return self._entry(connection, tenant_id, name) if is_here else None
 
     def entries(self, *, tenant_id: str | None = None) -> list[AliasEntry]:
-        """All aliases, in order: one tenant's, or everybody's."""
+        """All aliases in order of name, of one tenant or of all."""
         query = _with_targets(self._base).where(aliases.c.removed.is_(False))
         if tenant_id is not None:
             query = query.where(aliases.c.tenant_id == tenant_id)
@@ -113,7 +112,7 @@ class Aliases:
         """Everything an alias has stood for, newest first. Raises NotFound."""
         query = (
             select(alias_targets.c.version, alias_targets.c.target, alias_targets.c.weight)
-            .where(*named(alias_targets, self._base, tenant_id, name))
+            .where(*name_condition(alias_targets, self._base, tenant_id, name))
             .order_by(alias_targets.c.version.desc(), alias_targets.c.target)
         )
         with self._database.read() as connection:
@@ -129,7 +128,7 @@ class Aliases:
     def _put(
         self, connection: Connection, name: str, targets: Mapping[str, float], tenant_id: str, who: str
     ) -> AliasEntry:
-        key = named(aliases, self._base, tenant_id, name)
+        key = name_condition(aliases, self._base, tenant_id, name)
         place = {"base_digest": self._base, "tenant_id": tenant_id, "name": name}
         if _living(connection, self._base, tenant_id, [name]):
             raise InvalidRequest(f"{name!r} is an adapter; choose another name for the alias", param="name")
@@ -153,16 +152,20 @@ class Aliases:
         return self._entry(connection, tenant_id, name)
 
     def _change(self, connection: Connection) -> dict[str, float]:
-        """What every change writes into its row."""
+        """Columns that every change sets."""
         return {"updated_s": self._database.clock(), "revision": self._database.next_revision(connection)}
 
     def _entry(self, connection: Connection, tenant_id: str, name: str) -> AliasEntry:
-        row = connection.execute(select(aliases).where(*named(aliases, self._base, tenant_id, name))).mappings().one()
+        row = (
+            connection.execute(select(aliases).where(*name_condition(aliases, self._base, tenant_id, name)))
+            .mappings()
+            .one()
+        )
         return _alias(row, self._targets(connection, tenant_id, name, row["version"]))
 
     def _targets(self, connection: Connection, tenant_id: str, name: str, version: int) -> tuple[AliasTarget, ...]:
         query = select(alias_targets.c.target, alias_targets.c.weight).where(
-            *named(alias_targets, self._base, tenant_id, name), alias_targets.c.version == version
+            *name_condition(alias_targets, self._base, tenant_id, name), alias_targets.c.version == version
         )
         rows = connection.execute(query.order_by(alias_targets.c.target)).all()
         return tuple(AliasTarget(target, weight) for target, weight in rows)
@@ -185,7 +188,7 @@ class Aliases:
 
 
 def changed_aliases(connection: Connection, base_digest: str, after: int) -> list[tuple[int, Key, Entry | None]]:
-    """(revision, name, alias or None where it is gone) of changes after a revision; after 0 nothing that is gone."""
+    """(revision, key, alias or None if removed) of changes after `after`; after 0: only aliases that exist."""
     query = _with_targets(base_digest)
     query = query.where(aliases.c.revision > after) if after else query.where(aliases.c.removed.is_(False))
     return [
@@ -195,12 +198,14 @@ def changed_aliases(connection: Connection, base_digest: str, after: int) -> lis
 
 
 def is_alias(connection: Connection, base_digest: str, tenant_id: str, name: str) -> bool:
-    query = select(aliases.c.name).where(*named(aliases, base_digest, tenant_id, name), aliases.c.removed.is_(False))
+    query = select(aliases.c.name).where(
+        *name_condition(aliases, base_digest, tenant_id, name), aliases.c.removed.is_(False)
+    )
     return connection.scalar(query) is not None
 
 
 def aliases_to(connection: Connection, base_digest: str, tenant_id: str, target: str) -> Sequence[str]:
-    """Aliases whose version in force sends requests to this adapter."""
+    """Names of the aliases whose version in force points to this adapter."""
     query = (
         select(aliases.c.name)
         .join(alias_targets, _IN_FORCE)
@@ -225,14 +230,14 @@ def _with_targets(base_digest: str) -> Select[Any]:
 
 
 def _read(connection: Connection, query: Select[Any]) -> list[tuple[Mapping[Any, Any], AliasEntry]]:
-    """Each alias's row and entry; `query` has a row per target."""
+    """Each alias's row and entry; `query` returns one row per target."""
     targets: dict[Key, list[AliasTarget]] = defaultdict(list)
-    heads: dict[Key, Mapping[Any, Any]] = {}
+    alias_rows: dict[Key, Mapping[Any, Any]] = {}
     for row in connection.execute(query).mappings():
         key = (row["tenant_id"], row["name"])
-        heads[key] = row
+        alias_rows[key] = row
         targets[key].append(AliasTarget(row["target"], row["weight"]))
-    return [(row, _alias(row, tuple(targets[key]))) for key, row in heads.items()]
+    return [(row, _alias(row, tuple(targets[key]))) for key, row in alias_rows.items()]
 
 
 def _living(connection: Connection, base_digest: str, tenant_id: str, names: Sequence[str]) -> set[str]:
@@ -240,7 +245,7 @@ def _living(connection: Connection, base_digest: str, tenant_id: str, names: Seq
         adapters.c.base_digest == base_digest,
         adapters.c.tenant_id == tenant_id,
         adapters.c.name.in_(names),
-        adapters.c.state.in_(MEANT_STATES),
+        adapters.c.state.in_(LIVE_STATES),
     )
     return set(connection.scalars(query))
 

@@ -1,10 +1,8 @@
-"""Which name means which contents.
+"""The catalog: which name means which adapter contents.
 
-In: names, where they came from, the digest of what was found there. Out: `CatalogEntry`s that survive
-every process. A name's generation rises whenever its contents change and never falls, not even over a
-removal, so nothing made for an older meaning of a name can be taken for the present one. Equal contents
-keep their digest under any name. Adapters and aliases share one namespace. Reading adapters is left to
-the store.
+A name's generation rises whenever its contents change and never falls, not even over a removal, so nothing that was
+made for an older meaning of a name can be taken for the present one. Equal contents have the same digest under any
+name. Adapters and aliases share one namespace. Reading adapters is left to the store.
 """
 
 from __future__ import annotations
@@ -21,18 +19,18 @@ from app.config import MAX_DESCRIPTION_CHARS
 from app.deployments.registry.aliases import aliases_to, is_alias
 from app.deployments.registry.db.adapter_queries import card_values, entry_of, merged_settings, next_generation, ref_of
 from app.deployments.registry.db.database import Database
-from app.deployments.registry.db.tables import adapters, generations, named, uses
+from app.deployments.registry.db.tables import adapters, generations, name_condition, uses
 from app.deployments.registry.event_log import NewEvent, record_audit, record_events
 from app.deployments.registry.jobs.job_table import cancel_loads, check_turn, insert_job, update_job
 from app.deployments.registry.last_used import forget_use, note_uses
 from app.deployments.registry.models import (
-    MEANT_STATES,
+    LIVE_STATES,
     CatalogEntry,
     Generation,
     LoadRequest,
     RegistryJob,
     State,
-    cannot_pin,
+    cannot_pin_error,
 )
 from app.deployments.registry.pins import PinLimits
 from app.deployments.registry.tier_events import Move
@@ -41,16 +39,16 @@ from app.engine.adapters.combining.combination import display_source
 from app.engine.errors import AdapterBusy, InvalidRequest, NotFound
 from app.redaction import without_keys
 
-#: A new replica is offered the last used of so many contents.
+#: How many of the most recently used contents a new replica may be offered.
 MAX_HOT = 1024
 
 _SAME_CONTENTS = and_(uses.c.base_digest == adapters.c.base_digest, uses.c.digest == adapters.c.digest)
 
 
 class UnloadStarted(NamedTuple):
-    """What an unload began with; it is over if its job has no digest.
+    """The first step of an unload; if the job has no digest, it is also the last.
 
-    `entry` None: there was none yet. `cancelled`: jobs of loads of the name.
+    `entry` None: the name had no entry yet. `cancelled`: ids of cancelled load jobs of the name.
     """
 
     entry: CatalogEntry | None
@@ -59,7 +57,7 @@ class UnloadStarted(NamedTuple):
 
 
 class Catalog:
-    """Every call is one transaction; threads and processes may call at the same time. `pin_limits` may be replaced."""
+    """Every call is one transaction; threads and processes may call concurrently. `pin_limits` may be replaced."""
 
     def __init__(
         self,
@@ -67,8 +65,7 @@ class Catalog:
         pin_limits: PinLimits = PinLimits(),  # noqa: B008  (frozen)
         check_quota: Callable[[Connection, str], None] = lambda *_: None,
     ) -> None:
-        """`check_quota`: asked in the transaction that registers an adapter of a tenant, after the change; raises to
-        undo it."""
+        """`check_quota` is called with the tenant id at the end of a registering transaction; raising undoes it."""
         self._database = database
         self._base = database.base_digest
         self.pin_limits = pin_limits
@@ -77,12 +74,13 @@ class Catalog:
     def register(
         self, request: LoadRequest, uri: str, card: AdapterCard, job: RegistryJob | None = None
     ) -> CatalogEntry:
-        """Give a name its meaning. The generation rises if the contents differ from the name's last ones.
+        """Make `request.name` mean the contents that `card` describes, found at `uri` (the canonical form of the
+        source).
 
-        `card` is of what was found at `uri`, the canonical form of the request's source. Raises InvalidRequest if an
-        alias has the name, AdapterTooLarge if no engine could hold it or if it would be pinned and does not fit,
-        AdapterUnloaded if `job`, the load that it is for, was cancelled, LoadsAhead if another comes before it,
-        NotReady if another process works on it by now.
+        The generation rises if the contents differ from the name's last ones. Raises InvalidRequest if an alias has the
+        name, AdapterTooLarge if no engine could hold the adapter or its pin does not fit, AdapterUnloaded if the load
+        `job` was cancelled, EarlierLoadsPending if another load comes first, NotReady if another process now works on
+        `job`.
         """
         name, tenant_id, who = request.name, request.tenant_id, request.who
         self.pin_limits.alone.check(name, card.max_rank, card.extra_bytes)
@@ -92,7 +90,11 @@ class Catalog:
                 check_turn(connection, self._base, job)
             if is_alias(connection, self._base, tenant_id, name):
                 raise InvalidRequest(f"{name!r} is an alias; remove the alias or choose another name", param="name")
-            old = connection.execute(select(adapters).where(*self._named(adapters, tenant_id, name))).mappings().first()
+            old = (
+                connection.execute(select(adapters).where(*self._name_condition(adapters, tenant_id, name)))
+                .mappings()
+                .first()
+            )
             values = {
                 "state": State.LOADED,
                 "generation": next_generation(old, card.digest),
@@ -114,27 +116,27 @@ class Catalog:
                 forget_use(connection, self._base, old["digest"])
         return entry
 
-    def drain(self, name: str, *, tenant_id: str, who: str) -> UnloadStarted:
-        """Take a name out of service, and cancel the loads of it that were asked for; its generation is remembered.
+    def begin_unload(self, name: str, *, tenant_id: str, who: str) -> UnloadStarted:
+        """Take a name out of service and cancel its unfinished loads; its generation is remembered.
 
-        The job is unfinished until `drained` ends it, unless there was nothing but loads to cancel.
-        Raises NotFound, and AdapterBusy while an alias sends requests to it.
+        The job is unfinished until `finish_unload`, unless there were only loads to cancel. Raises NotFound, and
+        AdapterBusy while an alias points to the adapter.
         """
-        key = self._named(adapters, tenant_id, name)
+        key = self._name_condition(adapters, tenant_id, name)
         now_s = self._database.clock()
         with self._database.write() as connection:
             cancelled = cancel_loads(connection, self._database, tenant_id, name)
-            query = select(adapters).where(*key, adapters.c.state.in_(MEANT_STATES))
+            query = select(adapters).where(*key, adapters.c.state.in_(LIVE_STATES))
             row = connection.execute(query).mappings().first()
             if row is None and not cancelled:
-                raise not_registered(name)
+                raise not_registered_error(name)
             users = aliases_to(connection, self._base, tenant_id, name)
             if row is not None and users:
                 raise AdapterBusy(
                     f"alias {users[0]!r} sends requests to adapter {name!r}; promote or remove the alias first"
                 )
             revision = self._database.next_revision(connection)
-            if row is None or row["state"] == State.REGISTERED:  # nobody has it to give up
+            if row is None or row["state"] == State.REGISTERED:  # no replica holds it
                 if row is not None:
                     connection.execute(update(adapters).where(*key).values(state=State.REMOVED, revision=revision))
                 job = RegistryJob(
@@ -155,10 +157,10 @@ class Catalog:
             record_events(connection, self._database, [NewEvent("draining", name, tenant_id, generation, digest)])
         return UnloadStarted(entry_of(row), job, cancelled)
 
-    def drained(self, job: RegistryJob) -> RegistryJob:
-        """An unload is complete, and so is the name's removal, unless it has been registered again meanwhile."""
+    def finish_unload(self, job: RegistryJob) -> RegistryJob:
+        """End an unload job and remove the name, unless it has been registered again since."""
         after = replace(job, state=State.REMOVED, updated_s=self._database.clock())
-        key = self._named(adapters, job.tenant_id, job.name)
+        key = self._name_condition(adapters, job.tenant_id, job.name)
         with self._database.write() as connection:
             update_job(connection, after)
             done = connection.execute(
@@ -182,18 +184,18 @@ class Catalog:
         tenant_id: str,
         who: str,
     ) -> CatalogEntry:
-        """Change how a name is treated; None leaves a value as it is.
+        """Change the settings of a name; None keeps a value.
 
-        Raises NotFound, AdapterTooLarge for a pin that does not fit beside the others, InvalidRequest for a pin of what
-        is not read.
+        Raises NotFound, AdapterTooLarge for a pin that does not fit beside the others, InvalidRequest for a pin of an
+        adapter that is not loaded.
         """
-        asked = {"pinned": pinned, "traffic_weight": traffic_weight, "description": description}
-        changes = {field: value for field, value in asked.items() if value is not None}
-        key = self._named(adapters, tenant_id, name)
+        given = {"pinned": pinned, "traffic_weight": traffic_weight, "description": description}
+        changes = {field: value for field, value in given.items() if value is not None}
+        key = self._name_condition(adapters, tenant_id, name)
         with self._database.write() as connection:
             old = self._living(connection, tenant_id, name)
             if pinned and old["state"] == State.REGISTERED:
-                raise cannot_pin(name)
+                raise cannot_pin_error(name)
             if changes:
                 revision = self._database.next_revision(connection)
                 connection.execute(update(adapters).where(*key).values(**changes, revision=revision))
@@ -201,26 +203,26 @@ class Catalog:
                 record_audit(connection, self._database, who, "configure", name, tenant_id, changes)
             if pinned is not None and pinned != old["pinned"]:
                 event = "pinned" if pinned else "unpinned"
-                news = NewEvent(event, name, tenant_id, old["generation"], old["digest"])
-                record_events(connection, self._database, [news])
+                new_event = NewEvent(event, name, tenant_id, old["generation"], old["digest"])
+                record_events(connection, self._database, [new_event])
             return entry_of(connection.execute(select(adapters).where(*key)).mappings().one())
 
     def get(self, name: str, *, tenant_id: str) -> CatalogEntry | None:
-        """What a name means, and when that was last used; of one that is not read yet, where it is."""
+        """The entry of a name, with the time of its last use; also of a name that is registered but not loaded."""
         query = (
             select(adapters, uses.c.last_used_s)
             .outerjoin(uses, _SAME_CONTENTS)
-            .where(*self._named(adapters, tenant_id, name), adapters.c.state.in_(MEANT_STATES))
+            .where(*self._name_condition(adapters, tenant_id, name), adapters.c.state.in_(LIVE_STATES))
         )
         with self._database.read() as connection:
             row = connection.execute(query).mappings().first()
         return None if row is None else entry_of(row)
 
     def entries(self, *, tenant_id: str | None = None) -> list[CatalogEntry]:
-        """All names with a meaning, in order: one tenant's, or everybody's."""
+        """All loaded names in order, of one tenant or of all."""
         return self._select(*(() if tenant_id is None else (adapters.c.tenant_id == tenant_id,)))
 
-    def pinned(self) -> list[CatalogEntry]:
+    def pinned_entries(self) -> list[CatalogEntry]:
         return self._select(adapters.c.pinned)
 
     def is_used(self, digest: str) -> bool:
@@ -228,8 +230,8 @@ class Catalog:
         return bool(self._select(adapters.c.digest == digest))
 
     def generations(self, name: str, *, tenant_id: str) -> list[Generation]:
-        """Everything a name has meant, newest first."""
-        query = select(generations).where(*self._named(generations, tenant_id, name))
+        """All generations of a name, newest first."""
+        query = select(generations).where(*self._name_condition(generations, tenant_id, name))
         with self._database.read() as connection:
             rows = connection.execute(query.order_by(generations.c.generation.desc())).mappings().all()
         return [
@@ -238,19 +240,19 @@ class Catalog:
         ]
 
     def note_use(self, last_used_s: Mapping[str, float]) -> None:
-        """When requests last used which contents (Unix time); an older time than is known changes nothing."""
+        """Record when requests last used which digests (Unix time); older times than the known ones are ignored."""
         with self._database.write() as connection:
             note_uses(connection, self._base, last_used_s)
 
     def note_residency(self, replica_id: str, loaded: Sequence[str], unloaded: Sequence[str]) -> None:
-        """A replica's device holds these digests, or holds them no more: an event for each name that means them."""
+        """Record an event for each name of the digests that were loaded to or unloaded from a replica's device."""
         now_s = self._database.clock()
         moves = [Move("loaded to device", digest, now_s) for digest in loaded]
         moves += [Move("unloaded from device", digest, now_s) for digest in unloaded]
         self.note_moves(moves, replica_id)
 
     def note_moves(self, moves: Sequence[Move], replica_id: str | None = None) -> None:
-        """An event for each name that means, or meant last, what moved."""
+        """Record an event for each name whose present or last contents moved."""
         if not moves:
             return
         query = select(adapters).where(
@@ -258,7 +260,7 @@ class Catalog:
         )
         with self._database.write() as connection:
             rows = connection.execute(query).mappings().all()
-            news = [
+            new_events = [
                 NewEvent(
                     move.event,
                     row["name"],
@@ -272,12 +274,12 @@ class Catalog:
                 for row in rows
                 if row["digest"] == move.digest
             ]
-            record_events(connection, self._database, news)
+            record_events(connection, self._database, new_events)
 
     def hot(self, limit: int) -> list[CatalogEntry]:
-        """Registered adapters by last use, the hottest first; each digest once.
+        """Registered adapters, most recently used first; each digest once.
 
-        Place n in the order of use counts as n over the traffic weight; weight 0 comes last.
+        The sort key is (rank by recency) / (traffic weight), so weight 0 comes last.
         """
         hottest = (
             select(uses.c.digest, uses.c.last_used_s)
@@ -307,7 +309,7 @@ class Catalog:
     def _write(
         self, connection: Connection, tenant_id: str, name: str, values: Mapping[str, Any], *, is_new: bool
     ) -> CatalogEntry:
-        key = self._named(adapters, tenant_id, name)
+        key = self._name_condition(adapters, tenant_id, name)
         if is_new:
             place = {"base_digest": self._base, "tenant_id": tenant_id, "name": name}
             connection.execute(insert(adapters).values(**place, **values))
@@ -323,7 +325,7 @@ class Catalog:
         record_events(connection, self._database, [event])
 
     def _check_pins(self, connection: Connection, name: str, pinned: bool) -> None:
-        """After a change, before it counts."""
+        """Check the limits after a change, before it is committed."""
         if not pinned:
             return
         query = select(adapters).where(
@@ -338,14 +340,14 @@ class Catalog:
         return [entry_of(row) for row in rows]
 
     def _living(self, connection: Connection, tenant_id: str, name: str) -> Mapping[Any, Any]:
-        named_so = (*self._named(adapters, tenant_id, name), adapters.c.state.in_(MEANT_STATES))
+        named_so = (*self._name_condition(adapters, tenant_id, name), adapters.c.state.in_(LIVE_STATES))
         row = connection.execute(select(adapters).where(*named_so)).mappings().first()
         if row is None:
-            raise not_registered(name)
+            raise not_registered_error(name)
         return row
 
-    def _named(self, table: Table, tenant_id: str, name: str) -> Sequence[ColumnElement[bool]]:
-        return named(table, self._base, tenant_id, name)
+    def _name_condition(self, table: Table, tenant_id: str, name: str) -> Sequence[ColumnElement[bool]]:
+        return name_condition(table, self._base, tenant_id, name)
 
 
 def _note_generation(connection: Connection, base_digest: str, entry: CatalogEntry, who: str) -> None:
@@ -365,8 +367,7 @@ def _note_generation(connection: Connection, base_digest: str, entry: CatalogEnt
     connection.execute(insert(generations).values(**values))
 
 
-def not_registered(name: str) -> NotFound:
-    """What to raise for a name that means nothing."""
+def not_registered_error(name: str) -> NotFound:
     return NotFound(f"no adapter is registered as {without_keys(name)[:80]!r}; GET /v1/loras lists the registered ones")
 
 

@@ -1,7 +1,7 @@
-"""What happened to adapters, and who asked for what.
+"""The event log (what happened to adapters) and the audit log (who requested what).
 
-In: events and requests, written in the transaction of what they tell of, so that neither is ever without
-the other. Out: pages of them, newest first. What is too much or too old is forgotten by `trimming`.
+A record is written in the transaction of the change it describes, so neither exists without the other. `db.retention`
+deletes old records.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from sqlalchemy import Connection, Table, insert, select
 
-from app.deployments.registry.db.database import Database, storable
+from app.deployments.registry.db.database import Database, storable_text
 from app.deployments.registry.db.tables import audit, events
 from app.deployments.registry.models import AuditRecord, Event
 from app.deployments.registry.tier_events import Move
@@ -23,12 +23,14 @@ from app.engine.errors import InvalidRequest, NotReady
 
 logger = logging.getLogger(__name__)
 
-#: Moves are written down together, this long after the first.
+#: Moves are written in one transaction, this long after the first.
 MOVES_DELAY_S = 0.2
+#: The fields of an `Event` after its id.
+_EVENT_COLUMNS = ("name", "event", "time_s", "generation", "digest", "detail", "replica_id")
 
 
 class NewEvent(NamedTuple):
-    """An event before it is written; `time_s` None: now. `event` is a phrase: "loaded to device", "registered"."""
+    """An event to write; `time_s` None: now. `event` is a phrase such as "loaded to device" or "registered"."""
 
     event: str
     name: str
@@ -40,9 +42,9 @@ class NewEvent(NamedTuple):
     time_s: float | None = None
 
 
-def record_events(connection: Connection, database: Database, news: Sequence[NewEvent]) -> None:
+def record_events(connection: Connection, database: Database, new_events: Sequence[NewEvent]) -> None:
     """Part of the caller's transaction."""
-    if not news:
+    if not new_events:
         return
     now_s = database.clock()
     rows = [
@@ -50,9 +52,9 @@ def record_events(connection: Connection, database: Database, news: Sequence[New
         | {
             "base_digest": database.base_digest,
             "time_s": now_s if item.time_s is None else item.time_s,
-            "detail": item.detail and storable(item.detail),
+            "detail": item.detail and storable_text(item.detail),
         }
-        for item in news
+        for item in new_events
     ]
     connection.execute(insert(events), rows)
 
@@ -81,10 +83,10 @@ def record_audit(
 
 
 class EventLog:
-    """Reads both. `before` is the id of the last record of the page that was read last.
+    """Reads both logs, newest first; `before` is the id of the last record of the previous page.
 
-    Raises InvalidRequest if the tenant has no such record. Ids are random: numbers would tell a tenant how much happens
-    to others.
+    Raises InvalidRequest if the tenant has no record `before`. Ids are random: numbers would tell a tenant how much
+    happens to others.
     """
 
     def __init__(self, database: Database) -> None:
@@ -94,16 +96,7 @@ class EventLog:
         self, name: str | None = None, *, limit: int = 100, before: str | None = None, tenant_id: str
     ) -> list[Event]:
         return [
-            Event(
-                row["public_id"],
-                row["name"],
-                row["event"],
-                row["time_s"],
-                row["generation"],
-                row["digest"],
-                row["detail"],
-                row["replica_id"],
-            )
+            Event(row["public_id"], *(row[column] for column in _EVENT_COLUMNS))
             for row in self._page(events, name, limit, before, tenant_id)
         ]
 
@@ -130,15 +123,17 @@ class EventLog:
         is_it = (table.c.base_digest == self._database.base_digest, table.c.public_id == public_id)
         number: int | None = connection.scalar(select(table.c.id).where(*is_it, table.c.tenant_id == tenant_id))
         if number is None:
-            raise InvalidRequest(f"before is {public_id[:40]!r}; it is the id of a record of this list", param="before")
+            raise InvalidRequest(
+                f"before is {public_id[:40]!r}; it must be the id of a record of this list", param="before"
+            )
         return number
 
 
 class MoveWriter:
-    """Writes moves between tiers together, `MOVES_DELAY_S` after the first; one event loop.
+    """Writes moves between tiers in batches, `MOVES_DELAY_S` after the first; one event loop.
 
-    `write` is called in threads. Moves that the database does not take are lost, with a line in the log: the tiers do
-    not wait for their history.
+    `write` is called in threads. Moves that the database does not accept are lost, with a log line: the tiers do not
+    wait for their history.
     """
 
     def __init__(self, write: Callable[[Sequence[Move]], None]) -> None:
@@ -157,4 +152,4 @@ class MoveWriter:
         try:
             await asyncio.to_thread(self._write, moves)
         except NotReady as error:
-            logger.warning("%d moves between tiers are not in the journal: %s", len(moves), error)
+            logger.warning("%d moves between tiers are missing in the event log: %s", len(moves), error)

@@ -1,8 +1,8 @@
-"""When adapters were last used: kept in memory, written down now and then.
+"""When adapters were last used: collected in memory and stored now and then.
 
-In: digests and times, as replicas tell them once a second. Out: rows of `uses`, written together every
-`WRITE_INTERVAL_S`, as many as digests were used since. What is lost with a crash is the order of half a minute. Rule:
-an older time never replaces a newer one, and contents that no name means have no row.
+Replicas report digests and times once a second; every `WRITE_INTERVAL_S` they go to the table `uses` in one
+transaction. A crash loses the order of the last half minute. An older time never replaces a newer one, and digests that
+no name means have no row.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from sqlalchemy.dialects import postgresql, sqlite
 from app.deployments.registry.db.tables import adapters, uses
 from app.deployments.registry.models import State
 
-#: How often use is written down.
+#: How often uses are stored.
 WRITE_INTERVAL_S = 30.0
-#: Digests whose use may wait to be written; of more the last used are kept.
+#: Digests that may wait to be stored; beyond this the least recently used are dropped.
 MAX_UNWRITTEN = 16_384
-#: Digests that one question may name: fewer than SQLite's limit of variables.
-_MAX_ASKED = 10_000
+#: Digests in one query: fewer than SQLite's limit of variables.
+_QUERY_BATCH = 10_000
 
 
 class LastUsed:
-    """Use that is not written down yet; one event loop. `write` is called in threads and may raise NotReady."""
+    """Uses that are not stored yet; one event loop. `write` is called in threads and may raise NotReady."""
 
     def __init__(self, write: Callable[[Mapping[str, float]], None]) -> None:
         self._write = write
@@ -45,7 +45,7 @@ class LastUsed:
         return self._last_s.get(digest)
 
     async def write(self) -> None:
-        """Write down what there is. Raises NotReady; then it is tried again with what comes until then."""
+        """Store all uses. Raises NotReady; the uses are then stored with the next call."""
         taken, self._last_s = self._last_s, {}
         if not taken:
             return
@@ -59,9 +59,9 @@ class LastUsed:
 def note_uses(connection: Connection, base_digest: str, last_used_s: Mapping[str, float]) -> None:
     """Part of the caller's transaction."""
     digests = iter(last_used_s)
-    while asked := list(islice(digests, _MAX_ASKED)):
+    while batch := list(islice(digests, _QUERY_BATCH)):
         living = select(adapters.c.digest).where(
-            adapters.c.base_digest == base_digest, adapters.c.state == State.LOADED, adapters.c.digest.in_(asked)
+            adapters.c.base_digest == base_digest, adapters.c.state == State.LOADED, adapters.c.digest.in_(batch)
         )
         rows = [
             {"base_digest": base_digest, "digest": digest, "last_used_s": last_used_s[digest]}
@@ -72,7 +72,7 @@ def note_uses(connection: Connection, base_digest: str, last_used_s: Mapping[str
 
 
 def forget_use(connection: Connection, base_digest: str, digest: str | None) -> None:
-    """A name no longer means these contents; if none does, they have no row. Part of the caller's transaction."""
+    """Delete the row of contents that no name means any more. Part of the caller's transaction."""
     others = select(adapters.c.digest).where(
         adapters.c.base_digest == base_digest, adapters.c.digest == digest, adapters.c.state == State.LOADED
     )
@@ -80,7 +80,7 @@ def forget_use(connection: Connection, base_digest: str, digest: str | None) -> 
 
 
 def _insert_or_update(connection: Connection) -> Executable:
-    """A row, or a later time in the row that is there."""
+    """An upsert that replaces only older times."""
     make: Callable[..., Any] = sqlite.insert if connection.dialect.name == "sqlite" else postgresql.insert
     statement = make(uses)
     upsert: Executable = statement.on_conflict_do_update(

@@ -1,6 +1,6 @@
-"""What the registry says: frozen values, one kind per table; and what may be a name or a source.
+"""The registry's values, frozen: they travel from the database to every process that serves requests.
 
-These travel from the database to every process that serves requests. Times are Unix seconds.
+Also the rules for names and sources. Times are Unix seconds.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from app.engine.wire_format import message
 from app.redaction import holds_key
 
 DEFAULT_TENANT = "default"
-#: The model's name in requests whose adapter the service is to choose.
+#: The model name for which the semantic router chooses an adapter.
 AUTO = "auto"
 MAX_SOURCE_CHARS = 4096
-#: What the sources of uploaded adapters begin with; a digest follows. No client names one.
+#: The scheme of uploaded adapters' sources, followed by a digest; clients cannot use it.
 UPLOADED = "upload://"
-#: Longest metadata of a card that is kept, as JSON: every ingress holds it.
+#: Longest metadata of a card that is stored, as JSON: every ingress holds it.
 MAX_METADATA_CHARS = 2000
-#: Names that one call registers without reading them, in one transaction.
+#: Names that one call registers lazily, in one transaction.
 MAX_REGISTRATIONS = 10_000
 
 
 class State(StrEnum):
-    """Where an adapter's registration is. A load goes down the list to LOADED, or FAILED from anywhere.
+    """Where an adapter's registration is. A load goes down the list to LOADED, or to FAILED from anywhere.
 
-    REGISTERED: the name and its place are known, and nothing has been read; the first request for it begins a load.
-    LOADED: every ingress routes requests to it. DRAINING: no new request reaches it, running ones finish.
+    REGISTERED: the name and source are known and nothing has been read; the first request starts a load. LOADED: every
+    ingress routes requests to it. DRAINING: no new request reaches it, running ones finish.
     """
 
     REGISTERED = "REGISTERED"
@@ -50,23 +50,22 @@ class State(StrEnum):
 
 
 _LOADING = (State.REQUESTED, State.DOWNLOADING, State.VALIDATING, State.ON_DISK, State.ON_HOST)
-#: What is ahead of a load in each state before its last.
-AHEAD: Mapping[State, Sequence[State]] = {state: _LOADING[place + 1 :] for place, state in enumerate(_LOADING)}
-#: States a job does not leave.
+#: The states ahead of a load in each state.
+STATES_AHEAD: Mapping[State, Sequence[State]] = {state: _LOADING[place + 1 :] for place, state in enumerate(_LOADING)}
+#: Final states of a job.
 FINAL_STATES = (State.LOADED, State.REMOVED, State.FAILED)
-#: States of a name that means something.
-MEANT_STATES = (State.LOADED, State.REGISTERED)
+#: States of a name that is in service.
+LIVE_STATES = (State.LOADED, State.REGISTERED)
 
 
 @message
 @dataclass(frozen=True, slots=True)
 class CatalogEntry:
-    """One name and what it means now. `source` is how whoever loaded it called `ref.uri`.
+    """A name and what it means now. `source` is as requested; `ref.uri` is its canonical form.
 
-    What has not been read yet (REGISTERED) has no digest, and its rank and sizes are 0.
-    `size_bytes` is its size in host memory, `extra_bytes` what a device holds of it beside rank rows.
-    `last_used_s` is known of an entry that was asked for by name; lists and published tables do not have it.
-    `text` is `AdapterCard.text`. `description`: what it is for, as whoever loaded it says, or its card.
+    An adapter that has not been read (REGISTERED) has no digest, and its rank and sizes are 0. `size_bytes` is its size
+    in host memory, `extra_bytes` its device memory beside rank rows. `last_used_s` is set only by a query for one name,
+    not in lists and published tables. `description` comes from the load request, or else from the card. `text`,
     `invocation_tokens` and `metadata` are the `AdapterCard`'s.
     """
 
@@ -95,7 +94,7 @@ class CatalogEntry:
 
     @property
     def is_read(self) -> bool:
-        """Whether it is known what the adapter holds."""
+        """Whether the adapter has been read, so that its contents are known."""
         return bool(self.ref.digest)
 
     @property
@@ -106,7 +105,7 @@ class CatalogEntry:
 @message
 @dataclass(frozen=True, slots=True)
 class Registration:
-    """A name and its place, to be known without being read. None: as it was, or as the adapter says of itself."""
+    """A name to register lazily. None: as before, or as the adapter's card says."""
 
     name: str
     source: str
@@ -117,9 +116,8 @@ class Registration:
 @message
 @dataclass(frozen=True, slots=True)
 class LoadRequest:
-    """What is asked for when a name is to be loaded. `pinned` and `traffic_weight` None: as they were.
-
-    `description` None: as the adapter says of itself.
+    """A request to load a name. `pinned` and `traffic_weight` None: as before; `description` None: from the adapter's
+    card.
     """
 
     tenant_id: str
@@ -132,15 +130,15 @@ class LoadRequest:
 
 
 @message
-class Registered(NamedTuple):
-    """How many names are new or at another place now, and how many were registered just so before."""
+class RegistrationCounts(NamedTuple):
+    """How many names are new or have another source now, and how many were registered like this before."""
 
     num_changed: int
     num_unchanged: int
 
 
 class ReadAdapter(NamedTuple):
-    """An adapter that was read and is in host memory: its canonical place and its facts."""
+    """An adapter that was read into host memory: its canonical source and its card."""
 
     uri: str
     card: AdapterCard
@@ -149,7 +147,7 @@ class ReadAdapter(NamedTuple):
 @message
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """One of the things a name has meant."""
+    """One generation of a name."""
 
     ref: AdapterRef
     max_rank: int
@@ -161,7 +159,7 @@ class Generation:
 @message
 @dataclass(frozen=True, slots=True)
 class AliasTarget:
-    """An adapter's name and its share: weight over the sum of the alias's weights."""
+    """An adapter's name and its weight; its share is the weight over the sum of the alias's weights."""
 
     name: str
     weight: float
@@ -183,7 +181,7 @@ class AliasEntry:
 @message
 @dataclass(frozen=True, slots=True)
 class AliasVersion:
-    """What an alias stood for, or stands for now (`is_in_force`)."""
+    """A version of an alias; one of them is in force."""
 
     version: int
     targets: tuple[AliasTarget, ...]
@@ -193,11 +191,10 @@ class AliasVersion:
 @message
 @dataclass(frozen=True, slots=True)
 class RegistryJob:
-    """Work on a name. `pinned` and `traffic_weight` None: as they are.
+    """A load or an unload. `pinned` and `traffic_weight` None: unchanged.
 
-    `generation` and `digest`, of what is loaded or unloaded, are known when a load is done; of an unload always, unless
-    there was but a load to cancel. `owner` is the store that works on it, `number` its place in the order in which work
-    was asked for.
+    `generation` and `digest` are known when a load is done; for an unload always, unless there was only a load to
+    cancel. `owner` is the store that works on it, `number` its place in the order of requests.
     """
 
     id: str
@@ -224,7 +221,7 @@ class RegistryJob:
 
     @property
     def request(self) -> LoadRequest:
-        """What a load was asked for."""
+        """The request of a load."""
         return LoadRequest(
             self.tenant_id, self.name, self.source, self.requested_by, self.pinned, self.traffic_weight,
             self.description,
@@ -234,7 +231,7 @@ class RegistryJob:
 @message
 @dataclass(frozen=True, slots=True)
 class Event:
-    """Something happened to an adapter; `replica_id` saw it, if it happened on a device."""
+    """Something that happened to an adapter; `replica_id` is set for events on a device."""
 
     id: str
     name: str
@@ -249,7 +246,7 @@ class Event:
 @message
 @dataclass(frozen=True, slots=True)
 class AuditRecord:
-    """Somebody asked for something."""
+    """A requested change."""
 
     id: str
     who: str
@@ -263,7 +260,7 @@ class AuditRecord:
 class UnloadResult(NamedTuple):
     """An unload that has begun. `is_shared`: another name means the same contents, so nothing is freed.
 
-    `digest` None: nothing was registered yet, only loads of the name were cancelled, and the unload is over.
+    `digest` None: only loads of the name were cancelled, and the unload is over.
     """
 
     job: RegistryJob
@@ -273,21 +270,23 @@ class UnloadResult(NamedTuple):
 
 @message
 class Description(NamedTuple):
-    """All the registry knows of a name. `entry` is None for one that is not (or no longer) registered."""
+    """All the registry knows of a name. `entry` is None for one that is not, or no longer, registered."""
 
     entry: CatalogEntry | None
     job: RegistryJob | None
     is_on_host: bool
-    last_error: str | None = None  # why it could not be read for a request, if that failed the last time
+    last_error: str | None = None  # why the last read for a request failed, if it did
 
 
 def is_name(text: str) -> bool:
-    """Whether an adapter or an alias may be called this."""
-    return re.fullmatch(NAME_PATTERN, text) is not None and not holds_key(text)  # lists, metrics and logs have names
+    """Whether an adapter or alias may have this name."""
+    return re.fullmatch(NAME_PATTERN, text) is not None and not holds_key(
+        text
+    )  # names appear in lists, metrics and logs
 
 
 def check_name(name: str) -> None:
-    """Raises InvalidRequest for what cannot be an adapter's or an alias's name."""
+    """Raises InvalidRequest for an invalid name of an adapter or alias."""
     if holds_key(name):
         raise InvalidRequest("an API key is given for a name; is it in the wrong place?", param="name")
     if not is_name(name):
@@ -298,33 +297,35 @@ def check_name(name: str) -> None:
         )
 
 
-def cannot_pin(name: str) -> InvalidRequest:
-    """What to raise for a pin of contents that nobody has read: how much they take is not known."""
+def cannot_pin_error(name: str) -> InvalidRequest:
+    """An adapter whose size is unknown cannot be pinned."""
     return InvalidRequest(
-        f"adapter {name!r} is not read yet and cannot be pinned; load it first: POST /v1/loras/{name}/read",
+        f"adapter {name!r} is not loaded yet and cannot be pinned; load it first: POST /v1/loras/{name}/load",
         param="pinned",
     )
 
 
 def check_description(description: str | None) -> None:
-    """Raises InvalidRequest for one that is too long."""
+    """Raises InvalidRequest for a description that is too long."""
     if description is not None and len(description) > MAX_DESCRIPTION_CHARS:
         raise InvalidRequest(
-            f"the description has {len(description)} characters but at most {MAX_DESCRIPTION_CHARS} are kept; "
+            f"the description has {len(description)} characters but at most {MAX_DESCRIPTION_CHARS} are allowed; "
             "say what the adapter is for in a sentence or two",
             param="description",
         )
 
 
 def check_source(source: str) -> None:
-    """Raises UnsafeSource for what is no place, wherever adapters may come from; InvalidRequest for half of one."""
-    if is_combination(source):  # made by this service: as long as its parts are
+    """Raises UnsafeSource for a malformed source, wherever adapters may come from; InvalidRequest for a missing
+    revision.
+    """
+    if is_combination(source):  # made by this service, so its length is that of its parts
         return
     if "\0" in source or len(source) > MAX_SOURCE_CHARS:
-        raise UnsafeSource(f"{source[:80]!r} is no place: it has a NUL or over {MAX_SOURCE_CHARS} characters")
+        raise UnsafeSource(f"{source[:80]!r} is not a source: it has a NUL or over {MAX_SOURCE_CHARS} characters")
     if any("\ud800" <= each <= "\udfff" for each in source):
-        raise UnsafeSource(f"{source[:80]!r} is no place: half of a character cannot be written down")
+        raise UnsafeSource(f"{source[:80]!r} is not a source: it has half of a character (a lone surrogate)")
     if source.startswith("hf://") and "@" not in source:
         raise InvalidRequest(
-            f"{source[:200]!r}: a revision is missing; say which one: {source[:200]}@main, or a commit", param="path"
+            f"{source[:200]!r}: a revision is missing; give one: {source[:200]}@main, or a commit", param="path"
         )

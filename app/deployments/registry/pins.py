@@ -1,8 +1,6 @@
-"""Which adapters operators have pinned, and how much may be pinned.
+"""Pins: which adapters operators have pinned, and how many may be pinned.
 
-In: registered adapters as they come, change and go. Out: `Pins`, the same value for the tiers of the store and for
-every replica, and the verdict on whether a pin fits. A pinned adapter is on every replica's device, in host memory,
-and on disk if it came over a network.
+A pinned adapter is on every replica's device, in host memory, and on disk if it came over a network.
 """
 
 from __future__ import annotations
@@ -22,7 +20,7 @@ from app.engine.wire_format import message
 @message
 @dataclass(frozen=True, slots=True)
 class Pins:
-    """The pinned adapters: each digest once, the one with the highest traffic weight first."""
+    """The pinned adapters: each digest once, highest traffic weight first."""
 
     entries: tuple[CatalogEntry, ...] = ()
 
@@ -32,14 +30,14 @@ class Pins:
 
 
 class PinTable:
-    """Keeps `value` equal to the pins of the registry; one event loop."""
+    """Keeps `value` equal to the registry's pins; one event loop."""
 
     def __init__(self, entries: Iterable[CatalogEntry] = ()) -> None:
         self._pinned = {(entry.tenant_id, entry.name): entry for entry in entries if entry.pinned}
         self.value = self._pins()
 
     def apply(self, key: Key, entry: Entry | None) -> bool:
-        """Take over a change of one name (None: it is gone); whether `value` is another now."""
+        """Apply a change of one name (None: removed); returns whether `value` has changed."""
         before = self._pinned.pop(key, None)
         if isinstance(entry, CatalogEntry) and entry.pinned:
             self._pinned[key] = entry
@@ -57,7 +55,7 @@ class PinTable:
 
 @dataclass(frozen=True, slots=True)
 class EngineCapacity:
-    """What one adapter may take of an engine that holds no other. The default has no bound."""
+    """The largest adapter that an otherwise empty engine can hold. The default has no limit."""
 
     rank: float = math.inf
     extra_bytes: float = math.inf
@@ -86,9 +84,9 @@ class EngineCapacity:
 
 @dataclass(frozen=True, slots=True)
 class PinLimits:
-    """What pinned adapters may take together, and what one adapter may `alone`.
+    """Limits for all pinned adapters together, and for one adapter `alone`. The default has none.
 
-    Runs of rank rows are multiples of `rank_alignment`. The default has no bound.
+    Runs of rank rows are multiples of `rank_alignment`.
     """
 
     rank_rows: float = math.inf
@@ -111,7 +109,7 @@ class PinLimits:
         )
 
     def check(self, name: str, pinned: Iterable[CatalogEntry]) -> None:
-        """Raise AdapterTooLarge if these cannot all be pinned; `name` is the one that was asked for."""
+        """Raise AdapterTooLarge if these adapters cannot all be pinned; `name` is the one that was requested."""
         entries = {entry.ref.digest: entry for entry in pinned}.values()
         num_rows = sum(rows_of(entry.max_rank, self.rank_alignment) for entry in entries)
         for needed, limit, what, setting in (

@@ -1,7 +1,4 @@
-"""The whole registry of one base model, opened.
-
-In: a database's URL. Out: its parts, which share the database and nothing else.
-"""
+"""The registry of one base model, opened: its parts share the database and nothing else."""
 
 from __future__ import annotations
 
@@ -39,21 +36,20 @@ class Registry:
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
         """base_names: what clients call the base model. `actor` names this process over restarts (`StoreLeases`).
-        `check_quota`: as `Catalog`'s.
-
-        `clock` gives the Unix times that are written down, `monotonic` seconds that no change of the time moves.
+        `check_quota`: see `Catalog`. `clock` gives the Unix times that are stored, `monotonic` seconds that clock
+        changes do not affect.
 
         Raises ConfigError, NotReady.
         """
         self.database = Database(url, base_digest, clock)
         self.stores = StoreLeases(self.database, actor, monotonic)
-        self.revisions = ChangeQuery(self.database)
+        self.change_query = ChangeQuery(self.database)
         self.catalog = Catalog(self.database, pin_limits, check_quota)
         self.aliases = Aliases(self.database, base_names)
         self.jobs = Jobs(self.database, self.stores.id)
-        self.journal = EventLog(self.database)
+        self.event_log = EventLog(self.database)
 
-    def use(self, pin_limits: PinLimits, base_names: Collection[str]) -> None:
+    def reconfigure(self, pin_limits: PinLimits, base_names: Collection[str]) -> None:
         """Work with other settings from now on."""
         self.catalog.pin_limits = pin_limits
         self.aliases.base_names = frozenset(base_names)
@@ -70,7 +66,7 @@ def open_registry(
     check_quota: Callable[[Connection, str], None] = lambda *_: None,
     environ: Mapping[str, str] | None = None,
 ) -> Registry:
-    """The configured database, or a file of SQLite per base model. Raises ConfigError, NotReady."""
+    """The configured database, or a SQLite file per base model. Raises ConfigError, NotReady."""
     url = database_url(config.adapters, base_digest, os.environ if environ is None else environ)
     return Registry(
         url,
@@ -83,7 +79,7 @@ def open_registry(
 
 
 def database_url(adapters: AdaptersConfig, base_digest: str, environ: Mapping[str, str]) -> str:
-    """Where the registry is, with the password that the environment has for it."""
+    """Where the registry is, with the password from the environment."""
     if adapters.registry_url is None:
         return sqlite_url(Path(adapters.state_dir) / f"catalog-{base_digest[:12]}.sqlite")
     given = environ.get("POLYLORA_REGISTRY_URL", "")

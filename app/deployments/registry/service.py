@@ -1,8 +1,7 @@
-"""The life of names: the parts that work on them, and the changes that take one step.
+"""The registry's service: loads, unloads, and changes that take one step.
 
-In: requests to configure, alias and describe; `loads` and `unloads` take the others. Out: the registry's values. When
-a call returns every ingress knows what it changed (`publishing`). Work that takes more than one step is a job, and
-belongs to `loading` and `unloading`.
+When a call returns, every ingress has its change (`feed.change_feed`). Work of several steps is a job of `loads` or
+`unloads`.
 """
 
 from __future__ import annotations
@@ -15,13 +14,15 @@ from dataclasses import replace
 from functools import partial
 from typing import Protocol
 
-from app.deployments.registry.catalog import not_registered
+from app.deployments.registry.aliases import Aliases
+from app.deployments.registry.catalog import not_registered_error
+from app.deployments.registry.db.retention import trim, uploads_in_use
 from app.deployments.registry.event_log import MoveWriter
-from app.deployments.registry.feed.background_loops import maintenance_loop, sync_loop
-from app.deployments.registry.feed.change_feed import ChangeFeed
+from app.deployments.registry.feed.change_feed import POLL_INTERVAL_S, ChangeFeed
 from app.deployments.registry.jobs.load_jobs import LoadJobs, Reader
+from app.deployments.registry.jobs.store_leases import BEAT_INTERVAL_S, Heartbeat
 from app.deployments.registry.jobs.unload_jobs import UnloadJobs
-from app.deployments.registry.last_used import LastUsed
+from app.deployments.registry.last_used import WRITE_INTERVAL_S, LastUsed
 from app.deployments.registry.models import (
     AUTO,
     AliasEntry,
@@ -37,23 +38,28 @@ from app.deployments.registry.models import (
 )
 from app.deployments.registry.registry import Registry
 from app.deployments.registry.tier_events import TierEvents
-from app.deployments.rpc.background_tasks import Tasks
+from app.deployments.rpc.background_tasks import Tasks, repeat
 from app.engine.errors import InvalidRequest, NotFound, NotReady
 from app.redaction import without_keys
 
+#: How long the heartbeat waits for ingresses to receive new changes before it reports an older revision.
+_SETTLE_S = 0.5
+#: How often old events, audit records and jobs are deleted.
+TRIM_INTERVAL_S = 600.0
+
 
 class HostCache(Reader, Protocol):
-    """What the registry needs of the adapter store."""
+    """What the registry needs of the host cache."""
 
     @property
     def cached_digests(self) -> Collection[str]: ...
 
     def pin(self, digests: Collection[str]) -> None:
-        """Exactly these are pinned."""
+        """Pin exactly these."""
 
 
 class RegistryService:
-    """One event loop; the database is called in threads. `events` is what the store's tiers tell.
+    """One event loop; the database is called in threads. `events` come from the store's tiers.
 
     `reserved_names`, the base model's, may be replaced.
     """
@@ -68,7 +74,7 @@ class RegistryService:
         clock: Callable[[], float] = time.time,
         sweep: Callable[[Collection[str]], object] = lambda _: None,
     ) -> None:
-        """`sweep` is told now and then which uploads names mean, or open loads; it is called in threads."""
+        """`sweep` is called in threads with the upload sources in use."""
         self._registry = registry
         self._sweep = sweep
         self._store = store
@@ -82,31 +88,31 @@ class RegistryService:
         self._tasks = Tasks()
 
     def start(self) -> None:
-        """Follow the store's tiers and the database from now on; a second call changes nothing."""
+        """Follow the tiers and the database from now on; further calls change nothing."""
         if self._tasks:
             return
-        self._events.follow(self.loads.reached, self._moves.write_soon)
+        self._events.follow(self.loads.on_progress, self._moves.write_soon)
         self._tasks.run_forever(
             partial(sync_loop, self._registry, self.published, self.loads),
             partial(maintenance_loop, self._registry, self._use, self._sweep),
         )
 
     async def close(self) -> None:
-        """Follow nothing any more, and leave unfinished loads to other processes at once."""
+        """Stop following, and leave unfinished loads to other processes at once."""
         await self._tasks.close()
-        with suppress(NotReady):  # then they wait until this process has been silent for long enough
+        with suppress(NotReady):  # then the loads wait until this store's lease expires
             await self._use.write()
             await asyncio.to_thread(self._registry.stores.leave)
 
     async def load(self, request: LoadRequest) -> RegistryJob:
-        """`Loads.load`. Raises InvalidRequest for a name that cannot be one, UnsafeSource for such a source."""
+        """`LoadJobs.load`. Raises InvalidRequest for an invalid name, UnsafeSource."""
         self.check_name(request.name)
         return await self.loads.load(request)
 
     async def load_and_wait(
         self, request: LoadRequest, read: ReadAdapter | None = None
     ) -> tuple[RegistryJob, CatalogEntry]:
-        """`load`, and its end. `read`: what the source holds, if it has just been read. Raises what made it fail."""
+        """Load and wait for the end. `read`: the adapter, if the source was just read. Raises what made it fail."""
         self.check_name(request.name)
         return await self.loads.load_and_wait(request, read)
 
@@ -120,63 +126,41 @@ class RegistryService:
         traffic_weight: float | None = None,
         description: str | None = None,
     ) -> CatalogEntry:
-        """Change how a name is treated (None: as it is); every ingress knows when this returns.
-
-        Raises NotFound, and InvalidRequest for a description that is too long.
-        """
+        """Change the settings of a name (None: unchanged). Raises NotFound, InvalidRequest for a long description."""
         check_description(description)
         configure = partial(self._registry.catalog.configure, name, tenant_id=tenant_id, who=who)
         return await self.published.change(
             lambda: configure(pinned=pinned, traffic_weight=traffic_weight, description=description)
         )
 
-    async def put_alias(self, name: str, targets: Mapping[str, float], *, tenant_id: str, who: str) -> AliasEntry:
-        """`Aliases.put`; every ingress knows when it returns, as with the other changes of aliases."""
+    async def change_alias(self, name: str, change: Callable[[Aliases], AliasEntry]) -> AliasEntry:
+        """Change an alias; every ingress has the change when this returns. Raises InvalidRequest for its name."""
         self.check_name(name)
-        aliases = self._registry.aliases
-        return await self.published.change(lambda: aliases.put(name, targets, tenant_id=tenant_id, who=who))
-
-    async def promote_alias(self, name: str, target: str, *, tenant_id: str, who: str) -> AliasEntry:
-        """`Aliases.promote`."""
-        self.check_name(name)
-        aliases = self._registry.aliases
-        return await self.published.change(lambda: aliases.promote(name, target, tenant_id=tenant_id, who=who))
-
-    async def roll_back_alias(self, name: str, version: int | None, *, tenant_id: str, who: str) -> AliasEntry:
-        """`Aliases.rollback`."""
-        self.check_name(name)
-        aliases = self._registry.aliases
-        return await self.published.change(lambda: aliases.rollback(name, version, tenant_id=tenant_id, who=who))
-
-    async def remove_alias(self, name: str, *, tenant_id: str, who: str) -> AliasEntry:
-        """`Aliases.remove`."""
-        self.check_name(name)
-        aliases = self._registry.aliases
-        return await self.published.change(lambda: aliases.remove(name, tenant_id=tenant_id, who=who))
+        return await self.published.change(lambda: change(self._registry.aliases))
 
     async def observe(
         self, replica_id: str, loaded: Sequence[str], unloaded: Sequence[str], used_s: Mapping[str, float]
     ) -> None:
-        """What came to and left a replica's device, and when requests last used which digests (Unix time)."""
+        """Record what a replica's device loaded and unloaded, and when requests last used which digests (Unix time)."""
         if loaded or unloaded:
             await asyncio.to_thread(self._registry.catalog.note_residency, replica_id, loaded, unloaded)
-        self._use.note(used_s)  # last: what fails is told again
+        self._use.note(used_s)  # last: the replica repeats a failed report
 
     async def hot(self, limit: int) -> list[CatalogEntry]:
-        """`Catalog.hot`, of all use until now."""
+        """`Catalog.hot`, including uses that are not stored yet."""
         await self._use.write()
         return await asyncio.to_thread(self._registry.catalog.hot, limit)
 
     async def describe(self, name: str, *, tenant_id: str) -> Description:
-        """Raises NotFound for a name that nobody ever asked for."""
+        """Raises NotFound for a name without an entry or job."""
         if not is_name(name):
-            raise not_registered(name)
+            raise not_registered_error(name)
         entry, job = await asyncio.gather(
             asyncio.to_thread(self._registry.catalog.get, name, tenant_id=tenant_id),
             asyncio.to_thread(self._registry.jobs.latest, name, tenant_id=tenant_id),
         )
         if entry is None and (job is None or job.state is State.REMOVED):
-            raise not_registered(name)
+            raise not_registered_error(name)
         if entry is not None:
             times_s = (entry.last_used_s, self._use.last_s(entry.ref.digest))
             entry = replace(entry, last_used_s=max((time_s for time_s in times_s if time_s is not None), default=None))
@@ -184,7 +168,7 @@ class RegistryService:
         return Description(entry, job and (self.loads.running(job.id) or job), is_on_host)
 
     async def job(self, job_id: str, *, tenant_id: str) -> RegistryJob:
-        """A job as it stands now. Raises NotFound."""
+        """A job in its present state. Raises NotFound."""
         running = self.loads.running(job_id)
         if running is not None and running.tenant_id == tenant_id:
             return running
@@ -194,7 +178,7 @@ class RegistryService:
         return job
 
     def check_name(self, name: str) -> None:
-        """Raises InvalidRequest for what cannot be an adapter's or an alias's name here."""
+        """Raises InvalidRequest for an invalid or reserved name."""
         check_name(name)
         if name == AUTO:
             raise InvalidRequest(
@@ -202,3 +186,48 @@ class RegistryService:
             )
         if name in self.reserved_names:
             raise InvalidRequest(f"the name {name!r} is the base model's; choose another", param="name")
+
+
+async def sync_loop(registry: Registry, published: ChangeFeed, loads: LoadJobs) -> None:
+    """Publish other processes' changes, send heartbeats and adopt the loads of dead processes; until cancelled."""
+    settled, beat_s = -1, -BEAT_INTERVAL_S
+
+    async def turn() -> None:
+        nonlocal settled, beat_s
+        await published.publish_newer()
+        revision = published.revision
+        if revision != settled or time.monotonic() - beat_s >= BEAT_INTERVAL_S:
+            is_settled = await published.table.wait_until_current(_SETTLE_S)
+            settled, beat_s = revision if is_settled else settled, time.monotonic()
+            beat = await _beat_to_completion(registry.stores.beat, max(settled, 0))
+            await loads.adopt(beat.adopted)
+
+    await repeat(turn, POLL_INTERVAL_S, "following the registry's database")
+
+
+async def maintenance_loop(registry: Registry, use: LastUsed, sweep: Callable[[Collection[str]], object]) -> None:
+    """Store last uses, delete old rows, and call `sweep` with the uploads in use; until cancelled."""
+    trimmed_s = time.monotonic()
+
+    async def turn() -> None:
+        nonlocal trimmed_s
+        await use.write()
+        await asyncio.to_thread(lambda: sweep(uploads_in_use(registry.database)))
+        if time.monotonic() - trimmed_s >= TRIM_INTERVAL_S:
+            trimmed_s = time.monotonic()
+            await asyncio.to_thread(trim, registry.database)
+
+    await asyncio.sleep(WRITE_INTERVAL_S)
+    await repeat(turn, WRITE_INTERVAL_S, "the registry's maintenance")
+
+
+async def _beat_to_completion(beat: Callable[[int], Heartbeat], revision: int) -> Heartbeat:
+    """Send a heartbeat in a thread and wait for it even when cancelled: it must not follow the message that this store
+    leaves.
+    """
+    beating = asyncio.ensure_future(asyncio.to_thread(beat, revision))
+    try:
+        return await asyncio.shield(beating)
+    except asyncio.CancelledError:
+        await asyncio.wait([beating])
+        raise

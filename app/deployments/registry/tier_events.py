@@ -1,8 +1,6 @@
-"""What the store's tiers tell, carried from their threads to one event loop.
+"""Events of the store's tiers, carried from their threads to one follower's event loop.
 
-In: how far reading a source has come, and contents that came to or left a tier, from any thread. Out: the same, handed
-to one follower on its event loop. It is made before the tiers and before its follower; what is told before there is a
-follower waits for it.
+It exists before the tiers and before its follower; earlier events wait for the follower.
 """
 
 from __future__ import annotations
@@ -17,7 +15,7 @@ from app.deployments.registry.models import State
 
 
 class Move(NamedTuple):
-    """Something that happened to contents, whatever their names: "deleted from host", for one."""
+    """A change of contents on a tier, such as "deleted from host"."""
 
     event: str
     digest: str
@@ -25,7 +23,7 @@ class Move(NamedTuple):
 
 
 class TierEvents:
-    """What the tiers tell, for one follower. `clock` gives Unix seconds."""
+    """`clock` gives Unix seconds."""
 
     def __init__(self, clock: Callable[[], float] = time.time) -> None:
         self._clock = clock
@@ -34,38 +32,37 @@ class TierEvents:
         self._follow: tuple[Callable[[str, State], None], Callable[[Move], None]] | None = None
         self._waiting: list[Move | tuple[str, State]] = []
 
-    def follow(self, reached: Callable[[str, State], None], moved: Callable[[Move], None]) -> None:
-        """Have these called on the running event loop, with what is told from now on and what has waited.
-
-        Later calls change nothing: the follower is one.
+    def follow(self, on_progress: Callable[[str, State], None], on_move: Callable[[Move], None]) -> None:
+        """Call these on the running event loop with waiting and future events. There is one follower: later calls
+        change nothing.
         """
         with self._lock:
             if self._loop is not None:
                 return
-            self._loop, self._follow = asyncio.get_running_loop(), (reached, moved)
+            self._loop, self._follow = asyncio.get_running_loop(), (on_progress, on_move)
             for item in self._waiting:
-                self._loop.call_soon_threadsafe(self._hand_over, item)
+                self._loop.call_soon_threadsafe(self._call_follower, item)
             self._waiting.clear()
 
-    def reached(self, source: str, state: State) -> None:
-        """Reading a source has come this far. Called from any thread."""
-        self._tell((source, state))
+    def on_progress(self, source: str, state: State) -> None:
+        """Reading a source has reached this state. Called from any thread."""
+        self._deliver((source, state))
 
-    def moved(self, event: str, digest: str) -> None:
+    def on_move(self, event: str, digest: str) -> None:
         """Contents came to or left a tier. Called from any thread."""
-        self._tell(Move(event, digest, self._clock()))
+        self._deliver(Move(event, digest, self._clock()))
 
-    def _tell(self, item: Move | tuple[str, State]) -> None:
+    def _deliver(self, item: Move | tuple[str, State]) -> None:
         with self._lock:
             if self._loop is None:
                 self._waiting.append(item)
             else:
-                self._loop.call_soon_threadsafe(self._hand_over, item)
+                self._loop.call_soon_threadsafe(self._call_follower, item)
 
-    def _hand_over(self, item: Move | tuple[str, State]) -> None:
+    def _call_follower(self, item: Move | tuple[str, State]) -> None:
         assert self._follow is not None, "it is set with the loop"
-        reached, moved = self._follow
+        on_progress, on_move = self._follow
         if isinstance(item, Move):
-            moved(item)
+            on_move(item)
         else:
-            reached(*item)
+            on_progress(*item)

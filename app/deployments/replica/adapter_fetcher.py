@@ -68,7 +68,7 @@ class AdapterFetcher:
         while True:
             try:
                 if is_lost:
-                    await self._store.lost(ref.digest)
+                    await self._store.invalidate(ref.digest)
                 return await self._fetch_once(ref)
             except ActorUnavailable as error:
                 if self._clock() >= deadline_s:

@@ -104,10 +104,10 @@ class DeviceMetrics:
 
         self._counts.hit("device", round(since("num_adapter_hits")))
         self._counts.miss("device", round(since("num_adapter_misses")))
-        self._counts.evicted("device", round(since("num_adapter_evictions")))
+        self._counts.record_evictions("device", round(since("num_adapter_evictions")))
         num_writes = round(since("num_adapter_writes"))
         for _ in range(num_writes):  # each with the mean size and duration
             size_bytes = round(since("num_adapter_write_bytes") / num_writes)
-            self._counts.loaded("device", since("adapter_write_s") / num_writes, size_bytes)
+            self._counts.record_load("device", since("adapter_write_s") / num_writes, size_bytes)
         held_bytes = sum(item.num_rows * self._row_bytes + item.extra_bytes for item in stats.residents)
-        self._counts.holds("device", held_bytes, len(stats.residents))
+        self._counts.set_size("device", held_bytes, len(stats.residents))

@@ -39,7 +39,7 @@ class OrphanedAdapters:
     async def check(self) -> None:
         """Start freeing adapters that are gone. Raises the registry's errors."""
         digests = self._service.cached_digests() - self._dropping
-        for digest in await self._store.gone(sorted(digests)) if digests else ():
+        for digest in await self._store.unreferenced_digests(sorted(digests)) if digests else ():
             self._dropping.add(digest)
             self._drops.start(self._drop(digest))
 

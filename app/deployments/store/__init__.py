@@ -1,1 +1,1 @@
-"""Adapters in tiers: sources, disk, host memory."""
+"""The adapter store: the machine's copies of adapters, and the actor that serves them and the registry."""

@@ -1,8 +1,9 @@
-"""The adapter store as a named actor: the registry, and the machine's copies of the adapters.
+"""The adapter store as a named actor: the registry, the tenants, the object storage, and the machine's copies of
+adapters.
 
-In: the service's configuration, calls from every ingress and replica. Out: answers, and the registry's table published
-to whoever watches, so that no request waits for this actor. It starts empty after a crash and fills again from its
-database and the adapters' sources. When nobody watches any more, it ends (`attendance`).
+Every ingress and replica calls it; the registry's table is published to followers, so that no request waits for this
+actor. After a crash it starts empty and refills from its database and the adapters' sources. Without followers it shuts
+down (`rpc.idle_shutdown`).
 """
 
 from __future__ import annotations
@@ -28,49 +29,49 @@ from app.deployments.tenancy.usage.adapter_stats import AdapterStatsTable
 from app.engine.adapters.sandbox.packing import PackedAdapter
 from app.logging import start_log
 
-#: The resource that Ray gives to the node of its head, and to no other.
+#: A resource that only Ray's head node has.
 HEAD_NODE = "node:__internal_head__"
 
 
 class AdapterStoreActor(StoreService[SharedAdapter]):
-    """`StoreService` with Ray's object store for host memory; it leaves when nobody watches any more."""
+    """`StoreService` with Ray's object store as host memory; shuts down when no process follows it any more."""
 
     def __init__(self, config_json: str, logs_json: str) -> None:
         start_log(LogsConfig.model_validate_json(logs_json), "store")
         from app.deployments.object_storage.storage import Storage
-        from app.deployments.store.factory import OpenStore  # heavy: only this process needs it
+        from app.deployments.store.factory import OpenStore  # slow to import
         from app.deployments.tenancy.metrics import AdapterGauges, TenantGauges
         from app.deployments.tenancy.tenant_store import TenantStore
 
         adapters = AdapterStatsTable(time.time)
         counts = TierMetrics(adapters.loaded)
         actor_id = ray.get_runtime_context().get_actor_id() or ""
-        parts = OpenStore(AppConfig.model_validate_json(config_json), _put, _held, counts, actor=actor_id).parts
-        super().__init__(parts, self._stay)
-        self._tenants = TenantsService(TenantStore(parts.registry.database), self._stay, adapters=adapters)
-        self._kept = StorageService(lambda: Storage(parts.registry.database))
+        parts = OpenStore(AppConfig.model_validate_json(config_json), _put, _get, counts, actor=actor_id).parts
+        super().__init__(parts, self._keep_alive)
+        self._tenants = TenantsService(TenantStore(parts.registry.database), self._keep_alive, adapters=adapters)
+        self._storage = StorageService(lambda: Storage(parts.registry.database))
         self._idle_shutdown = IdleShutdown(exit_actor)
         self._gauges = (*counts.gauges, TenantGauges(self._tenants.attained), AdapterGauges(adapters))
         self._repeating: asyncio.Task[None] | None = None
 
     async def tenants(self, method: str, args: tuple[Any, ...], options: Mapping[str, Any]) -> Any:
-        """A call of `TenantsService`, which lives here beside the registry and its database."""
+        """Call a method of `TenantsService`."""
         return await find_remote_method(self._tenants, method)(*args, **options)
 
     async def storage(self, method: str, args: tuple[Any, ...], options: Mapping[str, Any]) -> Any:
-        """A call of `StorageService`, which lives here beside the registry and its database."""
-        return await find_remote_method(self._kept, method)(*args, **options)
+        """Call a method of `StorageService`."""
+        return await find_remote_method(self._storage, method)(*args, **options)
 
-    def _stay(self) -> None:
+    def _keep_alive(self) -> None:
         self._idle_shutdown.touch()
         if self._repeating is None:
             self._repeating = asyncio.create_task(repeat_gauges(self._gauges))
 
 
 def store_actor(config: AppConfig) -> NamedActor:
-    """One per cluster and registry; a service with other settings tells it those (`StoreService.preload`).
+    """One actor per cluster and registry; a service with other settings sends them with `StoreService.preload`.
 
-    A registry in a file is on one machine: the store runs on the head node, wherever it was asked for.
+    A registry in a file is on one machine, so the store then runs on the head node.
     """
     resources = {HEAD_NODE: 0.001} if registry_place(config.adapters).startswith("file ") else {}
     logs = config.logs.model_dump_json()
@@ -78,27 +79,27 @@ def store_actor(config: AppConfig) -> NamedActor:
 
 
 def store_service(actor: NamedActor) -> StoreService[SharedAdapter]:
-    """The store, as other processes call it."""
+    """The store, for other processes."""
     return actor_proxy(StoreService[SharedAdapter], actor)
 
 
 def tenants_service(actor: NamedActor) -> TenantsService:
-    """The owner of tenants, which lives in the store's actor."""
+    """The tenants' service in the store's actor."""
     return actor_proxy(TenantsService, actor, AdapterStoreActor.tenants)
 
 
 def storage_service(actor: NamedActor) -> StorageService:
-    """What is kept for clients, which lives in the store's actor."""
+    """The object storage in the store's actor."""
     return actor_proxy(StorageService, actor, AdapterStoreActor.storage)
 
 
 def store_settings(config: AppConfig) -> str:
-    """What the store is made with, and told by a service that starts."""
+    """The settings that the store is created with, and that each service sends when it starts."""
     return config.for_store.model_dump_json()
 
 
 def store_name(config: AppConfig) -> str:
-    """The actor's."""
+    """The actor's name."""
     return f"adapter-store-{config.store_key}"
 
 
@@ -106,5 +107,5 @@ def _put(packed: PackedAdapter) -> SharedAdapter:
     return SharedAdapter(packed.header, [ray.put(array) for array in packed.arrays])
 
 
-def _held(shared: SharedAdapter) -> PackedAdapter:
+def _get(shared: SharedAdapter) -> PackedAdapter:
     return PackedAdapter(shared.header, [ray.get(array) for array in shared.arrays])

@@ -1,16 +1,15 @@
-"""From a source, or from this machine's disk, to a packed adapter: the blocking half of the store.
+"""Reading adapters, the blocking half of the store: from a source, or from this machine's disk, to a packed adapter.
 
-In: what a client or the configuration calls an adapter's source, or the digest of one that was here before.
-Out: a `LocatedAdapter`. Local folders are read where they are; what comes over a network is downloaded,
-read, and only then kept on disk under its digest. Nothing here interprets an adapter's bytes (the
-validator has another process do it). Who waits for whom, and how many at once, is the store's business.
+Local folders are read in place; what comes over a network is downloaded, read, and only then kept on disk under its
+digest. The sandboxed validator interprets an adapter's bytes, not this process. Concurrency is limited by the callers.
 """
 
 from __future__ import annotations
 
 import logging
+import os
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,8 +17,19 @@ from app.config import AdaptersConfig
 from app.deployments.registry.models import State
 from app.deployments.registry.tier_events import TierEvents
 from app.deployments.store.disk_tier import DiskTier
-from app.deployments.store.sources.factory import open_sources
-from app.deployments.store.sources.source_resolution import LocalPlace, Sources, adapter_path, delivered
+from app.deployments.store.sources.fetch_timeout import FetchTimeout
+from app.deployments.store.sources.hub import HubFetcher
+from app.deployments.store.sources.plugin import PluginFetcher
+from app.deployments.store.sources.source_resolution import (
+    Fetcher,
+    LocalSource,
+    Reserve,
+    Sources,
+    adapter_path,
+    clean_download,
+    unbounded,
+)
+from app.deployments.store.sources.urls import UrlFetcher
 from app.deployments.store.tier_counters import TierCounters
 from app.engine.adapters.adapter_chat import AdapterTokenizerCache
 from app.engine.adapters.base_weight_dedup import BaseWeightDedup
@@ -37,7 +47,7 @@ logger = logging.getLogger(__name__)
 
 
 class LocatedAdapter(NamedTuple):
-    """A read adapter, the canonical place it came from, and the public key that signed it (None: nobody)."""
+    """A packed adapter, its canonical source, and the public key that signed it (None: unsigned)."""
 
     uri: str
     packed: PackedAdapter
@@ -61,7 +71,9 @@ class AdapterReader:
         texts: AdapterTokenizerCache | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`signatures`: whether `from_source` looks for them. `base_copies`, `texts`: drop what is the base's own."""
+        """`signatures`: whether `from_source` checks signatures. `base_copies` and `texts` drop what equals the base
+        model's.
+        """
         self._clock = clock
         self._sources = sources
         self._disk = disk
@@ -82,56 +94,57 @@ class AdapterReader:
         self._disk.close()
 
     def lane(self, source: str) -> str:
-        """Sources in one lane share a limit and may delay each other: one host, one bucket, the local folders."""
+        """The lane of a source: a host, a bucket or the local folders; reads of one lane share a limit."""
         return self._sources.lane(source)
 
     def host(self, source: str) -> str:
-        """What may hang together has a share of the threads."""
+        """The host of a source; reads of one host share the threads that may hang together."""
         return self._sources.host(source)
 
     def abandon(self, source: str) -> None:
-        """Nobody wants this source any more: what is being downloaded from it ends with SourceError."""
+        """End downloads from this source with SourceError: no caller waits for them."""
         self._sources.abandon(source)
 
     def version(self, source: str) -> str:
-        """Changes when a local source is overwritten, empty for others; one read may serve all who ask for one version.
+        """A text that changes when a local source is overwritten; empty for other sources. One read serves all callers
+        with one version.
 
         Raises UnsafeSource, NotFound.
         """
-        place = self._sources.locate(source)
-        return str(files_identity(place.path)) if isinstance(place, LocalPlace) else ""
+        found = self._sources.locate(source)
+        return str(files_identity(found.path)) if isinstance(found, LocalSource) else ""
 
     def from_source(self, source: str) -> LocatedAdapter:
         """Raises UnsafeSource, NotFound, SourceError, AdapterError (AdapterUntrusted if a signature does not fit)."""
-        place = self._sources.locate(source)
+        found = self._sources.locate(source)
         started_s = self._clock()
-        if isinstance(place, LocalPlace):
-            before = files_identity(place.path)
-            self._events.reached(source, State.VALIDATING)
-            packed = self._read(place.path)
-            self._events.reached(source, State.ON_DISK)
-            if files_identity(place.path) != before:
-                raise AdapterReadFailed(f"{place.uri} changed while it was read; register it when it is complete")
-            self.counts.loaded("source", self._clock() - started_s, packed.card.size_bytes, packed.card.digest)
-            return LocatedAdapter(place.uri, packed, self._signer(place.path, packed))
+        if isinstance(found, LocalSource):
+            before = files_identity(found.path)
+            self._events.on_progress(source, State.VALIDATING)
+            packed = self._read(found.path)
+            self._events.on_progress(source, State.ON_DISK)
+            if files_identity(found.path) != before:
+                raise AdapterReadFailed(f"{found.uri} changed while it was read; register it again once it is complete")
+            self.counts.record_load("source", self._clock() - started_s, packed.card.size_bytes, packed.card.digest)
+            return LocatedAdapter(found.uri, packed, self._signer(found.path, packed))
         with self._disk.staging() as folder:
-            uri = place.fetch(folder)
-            path = delivered(folder)
+            uri = found.fetch(folder)
+            path = clean_download(folder)
             load_s = self._clock() - started_s
-            self._events.reached(source, State.VALIDATING)
+            self._events.on_progress(source, State.VALIDATING)
             packed = self._read(path)
-            self.counts.loaded("source", load_s, packed.card.size_bytes, packed.card.digest)
+            self.counts.record_load("source", load_s, packed.card.size_bytes, packed.card.digest)
             signer = self._signer(path, packed)
             try:
                 if not self._disk.keep(packed.card.digest, folder, load_s):
-                    logger.warning("the adapter from %s is not kept on disk: others are pinned there", uri)
-                self._events.reached(source, State.ON_DISK)
+                    logger.warning("the adapter from %s is not kept on disk: pinned adapters leave no room", uri)
+                self._events.on_progress(source, State.ON_DISK)
             except OSError as error:  # a full disk costs the next download, not this request
                 logger.warning("the adapter from %s is not kept on disk: %s", uri, error)
         return LocatedAdapter(uri, packed, signer)
 
     def from_disk(self, digest: str, source: str) -> PackedAdapter | None:
-        """The adapter with this digest, if this machine's disk has it. Local sources are never on it."""
+        """The adapter with this digest if this machine's disk has it; local sources never are."""
         if self._sources.is_local(source):
             return None
         started_s = self._clock()
@@ -145,10 +158,10 @@ class AdapterReader:
                 raise
             except AdapterError:
                 is_whole = False
-        if not is_whole:  # damaged on disk: the source has it
+        if not is_whole:  # damaged on disk: read the source again
             self._disk.remove(digest)
             return None
-        self.counts.loaded("disk", self._clock() - started_s, packed.card.size_bytes, digest)
+        self.counts.record_load("disk", self._clock() - started_s, packed.card.size_bytes, digest)
         return packed
 
     def _signer(self, path: Path, packed: PackedAdapter) -> str | None:
@@ -162,8 +175,8 @@ class AdapterReader:
             packed = self._texts.strip_base_packed(packed)
         if self._signatures and packed.card.text:
             raise AdapterUntrusted(
-                "the adapter has a chat template or special tokens of its own, which no signature covers; "
-                "take its tokenizer files out of the folder"
+                "the adapter has a chat template or special tokens of its own, which signatures do not cover; "
+                "remove its tokenizer files from the folder"
             )
         return packed
 
@@ -178,10 +191,10 @@ def open_adapter_reader(
     pinned: Collection[str] = (),
     uploads: Path | None = None,
 ) -> AdapterReader:
-    """As configured: sources, the disk tier in `state_dir`, and a process that reads. Raises ConfigError.
+    """The configured sources, the disk tier in `state_dir`, and a reader process. Raises ConfigError.
 
-    `events` is told how far reading has come and what leaves the disk. `pinned`: digests that the disk tier keeps.
-    `uploads`: where adapters lie that came as bytes.
+    `events` receives the progress of reading and what leaves the disk. `pinned`: digests that stay on disk. `uploads`:
+    the folder of uploaded adapters.
     """
     spec = checkpoint.spec
     root = Path(config.state_dir) / f"adapters-{spec.digest[:12]}"
@@ -207,3 +220,49 @@ def open_adapter_reader(
         base_copies=BaseWeightDedup(checkpoint, supported_features),
         texts=AdapterTokenizerCache(lambda: load_tokenizer(checkpoint.tokenizer_source)),
     )
+
+
+def open_sources(
+    config: AdaptersConfig,
+    environ: Mapping[str, str] | None = None,
+    *,
+    base_name: str,
+    reserve: Reserve = unbounded,
+    uploads: Path | None = None,
+) -> Sources:
+    """URLs first, then the custom fetcher or the hub, each with a timeout. Raises ConfigError if the fetcher cannot be
+    imported.
+
+    The environment may set LORA_HF_TOKEN and LORA_DOWNLOADER_PLUGIN. `reserve` reserves disk space for announced sizes;
+    a custom fetcher announces none. `base_name`: the base model's name for clients, for the fetcher. `uploads`: the
+    folder of uploaded adapters.
+    """
+    environ = os.environ if environ is None else environ
+    max_bytes, timeout_s = config.max_adapter_bytes, config.source_timeout_s
+    fetchers: list[Fetcher] = []
+    if config.urls:
+        fetchers.append(
+            UrlFetcher(
+                config.urls,
+                options=config.url_options,
+                max_bytes=max_bytes,
+                timeout_s=timeout_s,
+                signatures=config.signing.trusted.is_enabled,
+                reserve=reserve,
+            )
+        )
+    custom_fetcher = config.custom_fetcher or environ.get("LORA_DOWNLOADER_PLUGIN")
+    if custom_fetcher:
+        fetchers.append(PluginFetcher(custom_fetcher, base_name))
+    elif config.allow_hub:
+        token = environ.get("LORA_HF_TOKEN")
+        fetchers.append(
+            HubFetcher(config.hub_endpoint, token, max_bytes=max_bytes, timeout_s=timeout_s, reserve=reserve)
+        )
+    timed = [FetchTimeout(fetcher, timeout_s) for fetcher in fetchers]
+
+    def abandon(uri: str) -> None:
+        for fetcher in timed:
+            fetcher.abandon(uri)
+
+    return Sources([Path(root) for root in config.roots], timed, abandon, uploads)

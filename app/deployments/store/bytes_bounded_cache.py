@@ -1,8 +1,7 @@
-"""A set of things with sizes that never exceeds a number of bytes: who stays, who goes.
+"""The accounting of a cache that is bounded in bytes: which keys stay and which are evicted.
 
-In: keys with their sizes and what loading them cost. Out: what must go to make room, in the order of a policy
-(`app.engine.pools.eviction`), cost being load seconds and room bytes. Neither a pinned
-thing nor one that is referred to is ever given up. Storing the things themselves, and deleting them, is the caller's.
+Eviction follows a policy of `app.engine.pools.eviction`, with load seconds as cost and bytes as size. Pinned keys and
+keys with references are never evicted. The caller stores and deletes the things themselves.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ _MIN_LOAD_S = 1e-4
 
 
 @dataclass(slots=True)
-class _Kept:
+class _Entry:
     size_bytes: int
     load_s: float
     uses: int = 0
@@ -28,51 +27,51 @@ class _Kept:
 
 
 class BytesBoundedCache:
-    """The books of one tier. Not for several threads at once."""
+    """Not thread-safe."""
 
     def __init__(self, max_bytes: int, policy: EvictionPolicy) -> None:
         self.max_bytes = max_bytes
         self._order = EvictionOrder(policy)
         self._shares = TenantQuota()
-        self._kept: dict[str, _Kept] = {}
+        self._entries: dict[str, _Entry] = {}
         self._pinned: frozenset[str] = frozenset()
         self._queue: list[tuple[Priority, str]] = []  # may hold outdated priorities
         self._total_bytes = 0
-        self._fixed_bytes = 0  # of what is here and pinned, or referred to
+        self._fixed_bytes = 0  # of present keys that are pinned or referenced
 
     @property
     def total_bytes(self) -> int:
         return self._total_bytes
 
     def __len__(self) -> int:
-        return len(self._kept)
+        return len(self._entries)
 
     def __contains__(self, key: str) -> bool:
-        return key in self._kept
+        return key in self._entries
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._kept)
+        return iter(self._entries)
 
-    def use(self, key: str, tenant_id: str = "") -> None:
-        """It was wanted, by this tenant, and is here."""
-        storage = self._kept[key]
-        self._shares.used(key, storage.size_bytes, tenant_id)
-        storage.uses += 1
-        self._queue_up(key, storage)
+    def record_hit(self, key: str, tenant_id: str = "") -> None:
+        """Record a cache hit for this tenant."""
+        entry = self._entries[key]
+        self._shares.used(key, entry.size_bytes, tenant_id)
+        entry.uses += 1
+        self._queue_up(key, entry)
 
-    def _queue_up(self, key: str, storage: _Kept) -> None:
-        storage.priority = self._order.used(storage.uses, max(storage.load_s, _MIN_LOAD_S) / max(storage.size_bytes, 1))
-        heapq.heappush(self._queue, (storage.priority, key))
-        if len(self._queue) > 4 * len(self._kept) + 64:
-            self._queue = [(entry.priority, name) for name, entry in self._kept.items()]
+    def _queue_up(self, key: str, entry: _Entry) -> None:
+        entry.priority = self._order.used(entry.uses, max(entry.load_s, _MIN_LOAD_S) / max(entry.size_bytes, 1))
+        heapq.heappush(self._queue, (entry.priority, key))
+        if len(self._queue) > 4 * len(self._entries) + 64:
+            self._queue = [(entry.priority, name) for name, entry in self._entries.items()]
             heapq.heapify(self._queue)
 
     def add(self, key: str, size_bytes: int, load_s: float, tenant_id: str = "") -> list[str] | None:
-        """Take in a new thing, used once: what goes for it, or None (and nothing changes) if it cannot fit.
+        """Add a new key, used once; returns the evicted keys, or None (and changes nothing) if it cannot fit.
 
-        What others keep of their share (`app.engine.pools.eviction`) goes when there is nothing else.
+        Keys within other tenants' quotas (`app.engine.pools.eviction`) are evicted last.
         """
-        assert key not in self._kept
+        assert key not in self._entries
         if self._fixed_bytes + size_bytes > self.max_bytes:
             return None
         evicted: list[str] = []
@@ -80,35 +79,35 @@ class BytesBoundedCache:
         spared: list[tuple[Priority, str]] = []
         while self._total_bytes + size_bytes > self.max_bytes:
             is_last_resort = not self._queue
-            entry = spared.pop(0) if is_last_resort else heapq.heappop(self._queue)
-            priority, candidate = entry
-            storage = self._kept.get(candidate)
-            if storage is None or storage.priority != priority:
+            queued = spared.pop(0) if is_last_resort else heapq.heappop(self._queue)
+            priority, candidate = queued
+            entry = self._entries.get(candidate)
+            if entry is None or entry.priority != priority:
                 continue
             if self._is_fixed(candidate):
-                skipped.append(entry)
+                skipped.append(queued)
                 continue
             if not is_last_resort and self._shares.is_kept(candidate, tenant_id, self.max_bytes):
-                spared.append(entry)
+                spared.append(queued)
                 continue
             self._order.gave_up(priority)
             self.remove(candidate)
             evicted.append(candidate)
-        for entry in skipped + spared:
-            heapq.heappush(self._queue, entry)
-        self._kept[key] = _Kept(size_bytes, load_s)
+        for queued in skipped + spared:
+            heapq.heappush(self._queue, queued)
+        self._entries[key] = _Entry(size_bytes, load_s)
         self._total_bytes += size_bytes
         self._fixed_bytes += size_bytes if self._is_fixed(key) else 0
-        self.use(key, tenant_id)
+        self.record_hit(key, tenant_id)
         return evicted
 
-    def limit(self, max_bytes: int, policy: EvictionPolicy) -> list[str]:
-        """Keep within other limits from now on: what goes for that, which is none of what is pinned or referred to."""
-        old = sorted(self._kept.items(), key=lambda item: item[1].priority)
+    def set_limit(self, max_bytes: int, policy: EvictionPolicy) -> list[str]:
+        """Apply another limit and policy; returns the evicted keys. Pinned and referenced keys stay."""
+        old = sorted(self._entries.items(), key=lambda item: item[1].priority)
         self.max_bytes, self._order, self._queue = max_bytes, EvictionOrder(policy), []
-        for key, storage in old:
-            storage.uses += 1
-            self._queue_up(key, storage)
+        for key, entry in old:
+            entry.uses += 1
+            self._queue_up(key, entry)
         evicted = []
         for key, _ in old:
             if self._total_bytes <= max_bytes:
@@ -119,41 +118,41 @@ class BytesBoundedCache:
         return evicted
 
     def remove(self, key: str) -> bool:
-        """Forget it, pinned, read or neither. False if it was not here."""
-        storage = self._kept.get(key)
-        if storage is None:
+        """Remove a key, also a pinned or referenced one. False if it was not here."""
+        entry = self._entries.get(key)
+        if entry is None:
             return False
-        self._total_bytes -= storage.size_bytes
-        self._fixed_bytes -= storage.size_bytes if self._is_fixed(key) else 0
-        del self._kept[key]
+        self._total_bytes -= entry.size_bytes
+        self._fixed_bytes -= entry.size_bytes if self._is_fixed(key) else 0
+        del self._entries[key]
         self._shares.left(key)
         return True
 
     def pin(self, keys: Iterable[str]) -> None:
-        """Pin exactly these, whether they are here already or come later."""
+        """Pin exactly these keys, present or not."""
         before, self._pinned = self._pinned, frozenset(keys)
         for key in before ^ self._pinned:
-            storage = self._kept.get(key)
-            if storage is not None and not storage.num_refs:
-                self._fixed_bytes += storage.size_bytes if key in self._pinned else -storage.size_bytes
+            entry = self._entries.get(key)
+            if entry is not None and not entry.num_refs:
+                self._fixed_bytes += entry.size_bytes if key in self._pinned else -entry.size_bytes
 
     @property
     def pinned_bytes(self) -> int:
-        return sum(self._kept[key].size_bytes for key in self._pinned if key in self._kept)
+        return sum(self._entries[key].size_bytes for key in self._pinned if key in self._entries)
 
     def ref(self, key: str) -> None:
-        """Somebody reads it: it stays until `unref`."""
-        storage = self._kept[key]
-        self._fixed_bytes += 0 if self._is_fixed(key) else storage.size_bytes
-        storage.num_refs += 1
+        """Keep the key until `unref`."""
+        entry = self._entries[key]
+        self._fixed_bytes += 0 if self._is_fixed(key) else entry.size_bytes
+        entry.num_refs += 1
 
     def unref(self, key: str) -> None:
-        """Nothing happens if it was removed while it was read."""
-        storage = self._kept.get(key)
-        if storage is not None:
-            assert storage.num_refs > 0
-            storage.num_refs -= 1
-            self._fixed_bytes -= 0 if self._is_fixed(key) else storage.size_bytes
+        """Has no effect if the key was removed meanwhile."""
+        entry = self._entries.get(key)
+        if entry is not None:
+            assert entry.num_refs > 0
+            entry.num_refs -= 1
+            self._fixed_bytes -= 0 if self._is_fixed(key) else entry.size_bytes
 
     def _is_fixed(self, key: str) -> bool:
-        return self._kept[key].num_refs > 0 or key in self._pinned
+        return self._entries[key].num_refs > 0 or key in self._pinned

@@ -1,11 +1,9 @@
-"""Files of remote adapters on this machine's disk, by the digest of their contents.
+"""The disk tier: files of remote adapters on this machine's disk, by the digest of their contents.
 
-In: a folder that was downloaded and found good, and its digest. Out: that folder again, after any restart.
-A download lives under `staging/` until it is whole, flushed and renamed to `objects/<digest>`: what has a
-digest for a name is complete. Each process has a staging folder of its own; those of processes that died are removed at
-start, objects that lost a byte when they are wanted. Bounded in bytes (`eviction`), and so are the downloads under way
-beside them; an object that is being read stays.
-Nobody waits for another's flush or deletion. The digest is checked by whoever reads the contents.
+A download lives under `staging/` until it is complete, flushed and renamed to `objects/<digest>`, so objects are always
+complete. Each process has a staging folder of its own; those of dead processes are removed at start, and objects with
+missing bytes when they are read. The objects are bounded in bytes, and so are the downloads beside them; an object that
+is being read stays. No caller waits for another's flush or deletion. The reader checks the digest of the contents.
 """
 
 from __future__ import annotations
@@ -46,133 +44,133 @@ class DiskTier:
         *,
         pinned: Collection[str] = (),
     ) -> None:
-        """`events` is told each digest that leaves, in the thread that removes it. `pinned`: as `pin`."""
+        """`events` receives each digest that is deleted, in the deleting thread. `pinned`: see `pin`."""
         self._objects, staging = root / "objects", root / "staging"
         for folder in (self._objects, staging):
             folder.mkdir(parents=True, exist_ok=True)
         self._counts = counts
         self._lock = threading.Lock()
-        self._staged_fewer = threading.Condition()
-        self._staged_bytes: dict[Path, int] = {}  # what downloads under way have reserved, by their folder
+        self._staging_changed = threading.Condition()
+        self._staged_bytes: dict[Path, int] = {}  # staging folder -> bytes that its download has reserved
         self._events = events
-        self._kept = BytesBoundedCache(max_bytes, policy)
-        self._kept.pin(pinned)
-        # One process at a time: none finds another's staging folder before the lock that says it is in use.
+        self._cache = BytesBoundedCache(max_bytes, policy)
+        self._cache.pin(pinned)
+        # One process at a time, so that none finds another's staging folder before its lock file.
         with (staging / "guard").open("w") as guard:
             fcntl.flock(guard, fcntl.LOCK_EX)
             _remove_leftovers(staging)
             self._staging = staging / f"{os.getpid()}-{secrets.token_hex(6)}"
-            # Held until this process ends, however it ends.
+            # Locked until this process ends, however it ends.
             self._alive = self._staging.with_suffix(".lock").open("w")
             fcntl.flock(self._alive, fcntl.LOCK_EX)
             self._staging.mkdir()
-        self._take_stock()
+        self._load_index()
 
     @property
     def total_bytes(self) -> int:
         with self._lock:
-            return self._kept.total_bytes
+            return self._cache.total_bytes
 
     @property
     def digests(self) -> frozenset[str]:
         with self._lock:
-            return frozenset(self._kept)
+            return frozenset(self._cache)
 
     def pin(self, digests: Collection[str]) -> None:
-        """Pin exactly these: once they are on disk they are not given up for others."""
+        """Pin exactly these: once on disk, they are not evicted."""
         with self._lock:
-            self._kept.pin(digests)
+            self._cache.pin(digests)
 
     @contextlib.contextmanager
     def reading(self, digest: str) -> Iterator[Path | None]:
-        """The folder with these contents, kept while the block runs; None if it is not here."""
+        """The folder with these contents, which stays while the block runs; None if it is not here."""
         with self._lock:
-            is_kept = digest in self._kept
-        if is_kept and not _is_whole(self._folder(digest)):
+            is_cached = digest in self._cache
+        if is_cached and not _is_whole(self._folder(digest)):
             if self._folder(digest).is_dir():
-                logger.warning("removing %s: it is not as it was written", self._folder(digest))
-            self.remove(digest)  # or another process did
+                logger.warning("removing %s: its files are incomplete", self._folder(digest))
+            self.remove(digest)  # another process may have removed the folder
         with self._lock:
-            found = digest in self._kept
-            if found:
-                self._kept.use(digest)
-                self._kept.ref(digest)
-        if not found:
+            is_cached = digest in self._cache
+            if is_cached:
+                self._cache.record_hit(digest)
+                self._cache.ref(digest)
+        if not is_cached:
             self._counts.miss("disk")
             yield None
             return
         self._counts.hit("disk")
         try:
             with contextlib.suppress(FileNotFoundError):
-                os.utime(self._folder(digest))  # the order of use outlives this process
+                os.utime(self._folder(digest))  # so that the order of use survives a restart
             yield self._folder(digest)
         finally:
             with self._lock:
-                self._kept.unref(digest)
+                self._cache.unref(digest)
 
     @contextlib.contextmanager
     def staging(self) -> Iterator[Path]:
-        """An empty folder to download into; it is gone after the block unless `keep` took it."""
+        """An empty folder to download into; removed after the block unless `keep` took it."""
         folder = self._staging / secrets.token_hex(8)
         folder.mkdir()
         try:
             yield folder
         finally:
             shutil.rmtree(folder, ignore_errors=True)
-            with self._staged_fewer:
+            with self._staging_changed:
                 self._staged_bytes.pop(folder, None)
-                self._staged_fewer.notify_all()
+                self._staging_changed.notify_all()
 
     def reserve(self, folder: Path, num_bytes: int, wait_s: float = 0.0) -> None:
-        """A download of so many bytes comes into this staging folder; waits until it fits beside the others.
+        """Reserve bytes for a download into this staging folder; waits until they fit beside the other downloads.
 
-        One that is larger than all of them may be comes alone. Raises SourceError after `wait_s`.
+        A download larger than the whole limit is admitted alone. Raises SourceError after `wait_s`.
         """
 
         def fits() -> bool:
-            others = sum(held for place, held in self._staged_bytes.items() if place != folder)
-            return not others or others + self._staged_bytes.get(folder, 0) + num_bytes <= self._kept.max_bytes
+            others = sum(num_staged for other, num_staged in self._staged_bytes.items() if other != folder)
+            return not others or others + self._staged_bytes.get(folder, 0) + num_bytes <= self._cache.max_bytes
 
-        with self._staged_fewer:
-            if not self._staged_fewer.wait_for(fits, wait_s):
+        with self._staging_changed:
+            if not self._staging_changed.wait_for(fits, wait_s):
                 raise SourceError(
                     f"{sum(self._staged_bytes.values())} bytes are being downloaded and {num_bytes} more would exceed "
-                    f"adapters.disk_cache_bytes {self._kept.max_bytes}; ask again when they are here, or raise it"
+                    f"adapters.disk_cache_bytes {self._cache.max_bytes}; try again later, or raise it"
                 )
             self._staged_bytes[folder] = self._staged_bytes.get(folder, 0) + num_bytes
 
     def keep(self, digest: str, staged: Path, load_s: float) -> bool:
-        """Make a staged folder the object of this digest. False if there is no room for it beside what is pinned."""
+        """Make a staging folder the object of this digest. False if pinned objects leave no room."""
         with self._lock:
-            if digest in self._kept:
+            if digest in self._cache:
                 return True
         sizes = {file.name: file.stat().st_size for file in staged.iterdir()}
-        _make_whole(staged, {"files": sizes, "load_s": load_s})
+        _write_entry(staged, {"files": sizes, "load_s": load_s})
         hidden: list[tuple[str, Path]] = []
         try:
             with self._lock:
-                if digest in self._kept:  # by another thread, meanwhile
+                if digest in self._cache:  # by another thread, meanwhile
                     return True
-                evicted = self._kept.add(digest, sum(sizes.values()), load_s)
+                evicted = self._cache.add(digest, sum(sizes.values()), load_s)
                 if evicted is None:
                     return False
                 try:
                     hidden += ((old, self._hide(old)) for old in evicted)
                     self._publish(digest, staged)
                 except OSError:
-                    self._kept.remove(digest)
+                    self._cache.remove(digest)
                     raise
         finally:
             for old, trash in hidden:
                 self._discard(old, trash)
         _flush(self._objects)
-        self._counts.evicted("disk", len(evicted))
+        self._counts.record_evictions("disk", len(evicted))
         self._report()
         return True
 
     def remove(self, digest: str) -> None:
         with self._lock:
-            trash = self._hide(digest) if self._kept.remove(digest) else None
+            trash = self._hide(digest) if self._cache.remove(digest) else None
         if trash is not None:
             self._discard(digest, trash)
         self._report()
@@ -191,10 +189,10 @@ class DiskTier:
         except OSError:
             if not self._folder(digest).is_dir():
                 raise
-            # Another process was faster; the contents are the same.
+            # Another process has published the same contents.
 
     def _hide(self, digest: str) -> Path:
-        """First out of sight, then gone: a crash in between leaves a staging folder, not half an object."""
+        """Move an object to staging before deleting it: a crash in between leaves no half object."""
         trash = self._staging / secrets.token_hex(8)
         with contextlib.suppress(FileNotFoundError):
             self._folder(digest).rename(trash)
@@ -202,39 +200,39 @@ class DiskTier:
 
     def _discard(self, digest: str, trash: Path) -> None:
         shutil.rmtree(trash, ignore_errors=True)
-        self._events.moved("deleted from disk", digest)
+        self._events.on_move("deleted from disk", digest)
 
-    def _take_stock(self) -> None:
+    def _load_index(self) -> None:
         found = []
         with os.scandir(self._objects) as folders:
             for folder in folders:
                 entry = _read_entry(folder.path)
                 if entry is None:
-                    logger.warning("removing %s: it is not as it was written", folder.path)
+                    logger.warning("removing %s: its entry cannot be read", folder.path)
                     self._discard(folder.name, self._hide(folder.name))
                 else:
                     found.append((folder.stat().st_mtime, folder.name, sum(entry.files.values()), entry.load_s))
         for _, digest, size_bytes, load_s in sorted(found):
-            evicted = self._kept.add(digest, size_bytes, load_s)
+            evicted = self._cache.add(digest, size_bytes, load_s)
             for old in [digest] if evicted is None else evicted:
                 self._discard(old, self._hide(old))
         self._report()
 
     def _report(self) -> None:
         with self._lock:
-            size_bytes, number = self._kept.total_bytes, len(self._kept)
-        self._counts.holds("disk", size_bytes, number)
+            size_bytes, number = self._cache.total_bytes, len(self._cache)
+        self._counts.set_size("disk", size_bytes, number)
 
 
 class _Entry(NamedTuple):
-    """What lies beside an object's files: their sizes in bytes, and the seconds it took to load them."""
+    """The file `entry.json` of an object: the sizes of its files in bytes, and the seconds it took to load them."""
 
     files: dict[str, int]
     load_s: float
 
 
 def _read_entry(folder: str | Path) -> _Entry | None:
-    """None if there is none that can be read."""
+    """None if it is missing or malformed."""
     try:
         with open(f"{folder}/{_ENTRY}", "rb", buffering=0) as file:
             entry = json.loads(file.read())
@@ -244,7 +242,7 @@ def _read_entry(folder: str | Path) -> _Entry | None:
 
 
 def _is_whole(folder: Path) -> bool:
-    """Whether every file is there and as long as it was."""
+    """Whether every file is there with its full size."""
     entry = _read_entry(folder)
     try:
         return entry is not None and all((folder / name).stat().st_size == size for name, size in entry.files.items())
@@ -253,7 +251,7 @@ def _is_whole(folder: Path) -> bool:
 
 
 def _remove_leftovers(staging: Path) -> None:
-    """Staging folders whose process is gone: nobody holds their lock. The guard is held."""
+    """Remove the staging folders of dead processes: their lock is free. The caller holds the guard."""
     for lock in {path.with_suffix(".lock") for path in staging.iterdir() if path.name != "guard"}:
         with lock.open("w") as stream:
             try:
@@ -264,8 +262,8 @@ def _remove_leftovers(staging: Path) -> None:
             lock.unlink(missing_ok=True)
 
 
-def _make_whole(staged: Path, entry: dict[str, object]) -> None:
-    """Its entry beside its files, all of it on the disk."""
+def _write_entry(staged: Path, entry: dict[str, object]) -> None:
+    """Write the entry beside the files and flush all of them."""
     (staged / _ENTRY).write_text(json.dumps(entry))
     for file in staged.iterdir():
         _flush(file)

@@ -1,11 +1,10 @@
-"""Adapters in host memory: one read per source, one copy per machine.
+"""The host cache: adapters in host memory, one read per source and one copy per machine.
 
-In: sources to read, digests to fetch. Out: their facts, and handles to packed adapters. However many ask at once, each
-source is read once and each digest is put once; a slow source delays only those who asked for it: reading happens in
-threads, a few per source, and nobody waits for another's. The cache is bounded in bytes (`eviction`); what was evicted
-comes from the machine's disk or its source again and must still have the digest it was registered with. What fails is
-left alone for a while (`quarantine`), and a download that nobody asks about any more is given up. Where packed bytes
-are put (Ray's object store, a dictionary in tests) is the caller's choice of `put`.
+However many callers ask at once, each source is read once and each digest is put once. Reading runs in threads, a few
+per source, so a slow source delays only its own callers. The cache is bounded in bytes; an evicted adapter is read
+again from disk or its source, and must still have its registered digest. Failures back off (`failure_backoff`), and a
+download that no caller waits for is abandoned. `put` decides where packed bytes go: Ray's object store, or a dictionary
+in tests.
 """
 
 from __future__ import annotations
@@ -18,12 +17,12 @@ import time
 from collections.abc import Callable, Collection, Coroutine, Sequence
 from typing import Any, Generic, NamedTuple, TypeVar
 
+from app.deployments.registry.jobs.failure_backoff import Failure, FailureBackoff
 from app.deployments.registry.models import ReadAdapter
 from app.deployments.registry.tier_events import TierEvents
 from app.deployments.rpc.background_tasks import Tasks
 from app.deployments.store.adapter_reader import AdapterReader, LocatedAdapter
 from app.deployments.store.bytes_bounded_cache import BytesBoundedCache
-from app.deployments.store.failure_backoff import Failure, FailureBackoff
 from app.deployments.store.reader_pool import ReadDemand, ReaderPool
 from app.deployments.store.tier_counters import TierCounters
 from app.engine.adapters.card import AdapterCard, AdapterRef
@@ -42,142 +41,140 @@ from app.engine.errors import (
 
 T = TypeVar("T")
 
-#: Contents whose last failure is remembered as it was.
+#: Exceptions that are kept for callers that wait for a failed read.
 MAX_ERRORS = 1024
 
 
-class _Kept(NamedTuple, Generic[T]):
+class _CachedAdapter(NamedTuple, Generic[T]):
     uri: str
     card: AdapterCard
     handle: T
     signer: str | None
-    is_new: bool = False  # it was not here before
+    is_new: bool = False  # whether it was added by this read
 
 
-#: Makes a composition's adapter of its parts' handles, in their order; it blocks. Raises CombinationRefused.
-Compose = Callable[[Combination, Sequence[T]], PackedAdapter]
+#: Combines the parts of a `Combination`, given by their handles in order; it blocks. Raises CombinationRefused.
+Combine = Callable[[Combination, Sequence[T]], PackedAdapter]
 
 
-def no_combinations(combination: Combination, parts: Sequence[object]) -> PackedAdapter:  # noqa: ARG001
-    """The `Compose` of a store that makes none."""
-    raise CombinationRefused(f"this store combines no adapters: {combination.name!r} cannot be made")
+def refuse_combinations(combination: Combination, parts: Sequence[object]) -> PackedAdapter:  # noqa: ARG001
+    """The `Combine` of a store that supports no combinations."""
+    raise CombinationRefused(f"this store cannot combine adapters: {combination.name!r} is refused")
 
 
 class HostAdapterCache(Generic[T]):
-    """Host cache. All methods run on one event loop; only `read` and `put` leave it."""
+    """All methods run on one event loop; only the reader, `put` and `combine` run in threads."""
 
     def __init__(
         self,
-        library: AdapterReader,
+        reader: AdapterReader,
         put: Callable[[PackedAdapter], T],
         events: TierEvents,
         *,
         max_bytes: int,
         policy: EvictionPolicy = "lru",
         counts: TierCounters | None = None,
-        quarantine: FailureBackoff | None = None,
+        backoff: FailureBackoff | None = None,
         trusted: TrustedKeys = TrustedKeys(),  # noqa: B008  (frozen)
-        compose: Compose[T] = no_combinations,
+        combine: Combine[T] = refuse_combinations,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`put` and `combine` are called in threads, `events` from any thread; `clock` gives seconds."""
+        """`clock` gives seconds."""
         self._clock = clock
-        self._library = library
+        self._reader = reader
         self._put = put
-        self._compose = compose
+        self._combine = combine
         self._readers = ReaderPool()
         self._demand = ReadDemand(clock, self._abandon)
-        self._kept = BytesBoundedCache(max_bytes, policy)
+        self._cache = BytesBoundedCache(max_bytes, policy)
         self._handles: dict[str, T] = {}
-        self._pending: dict[str, asyncio.Task[_Kept[T]]] = {}
-        self._begun_s: dict[str, float] = {}  # when the reads that are pending began
-        self._wanted: dict[str, str] = {}  # what is being read that somebody asked for (`_place`), and its source
-        self._errors: dict[str, Exception] = {}  # what made it fail, for the first who asks again
+        self._pending: dict[str, asyncio.Task[_CachedAdapter[T]]] = {}
+        self._read_began_s: dict[str, float] = {}  # key of a pending read -> when it began
+        self._requested: dict[str, str] = {}  # `_error_key` of a requested read -> source
+        self._errors: dict[str, Exception] = {}  # `_error_key` -> error, for the first caller that asks again
         self._tasks = Tasks()
-        self._ahead: set[str] = set()  # digests that were read before anybody wanted them
-        self._quarantine = quarantine or FailureBackoff(clock)
+        self._prefetched: set[str] = set()  # digests that were read ahead and not requested since
+        self._backoff = backoff or FailureBackoff(clock)
         self._trusted = trusted
         self.counts = counts or TierCounters()
         self._events = events
 
     @property
     def cached_bytes(self) -> int:
-        return self._kept.total_bytes
+        return self._cache.total_bytes
 
     @property
     def cached_digests(self) -> tuple[str, ...]:
-        return tuple(self._kept)
+        return tuple(self._cache)
 
     def host(self, source: str) -> str:
-        """What may hang together: the host or bucket of a source, or all local folders."""
-        return self._library.host(source)
+        """The host or bucket of a source, or one name for all local folders."""
+        return self._reader.host(source)
 
     async def load(self, source: str, tenant_id: str) -> ReadAdapter:
-        """Read the adapter at `source`, whatever may be cached of it, and keep it.
+        """Read the adapter at `source` again, whatever is cached, and keep it.
 
-        Raises whatever reading raises, and AdapterUntrusted for a tenant that does not trust who signed it.
+        Raises whatever reading raises, and AdapterUntrusted for a tenant that does not trust the signer.
         """
         with self._demand.waits_for(source):
-            storage = await self._from_source(source, tenant_id)
-        uri, card = storage.uri, storage.card
+            cached = await self._from_source(source, tenant_id)
+        uri, card = cached.uri, cached.card
         if self._trusted.is_enabled and not is_combination(source):  # its parts were registered, so they are trusted
             try:
-                self._trusted.check(tenant_id, storage.signer, f"the adapter at {uri}")
+                self._trusted.check(tenant_id, cached.signer, f"the adapter at {uri}")
             except AdapterUntrusted:
-                if storage.is_new:
-                    self.forget(card.digest)
+                if cached.is_new:
+                    self.invalidate(card.digest)
                 raise
-        self._quarantine.clear(_place(card.digest, uri))
+        self._backoff.clear(_error_key(card.digest, uri))
         return ReadAdapter(uri, card)
 
     def pin(self, digests: Collection[str]) -> None:
-        """Pin exactly these: once they are here, or on disk, they are not given up for others."""
-        self._kept.pin(digests)
-        self._library.pin(digests)
+        """Pin exactly these: once in memory or on disk, they are not evicted."""
+        self._cache.pin(digests)
+        self._reader.pin(digests)
 
-    def use(self, library: AdapterReader, *, max_bytes: int, policy: EvictionPolicy, trusted: TrustedKeys) -> None:
-        """Read with another library, and keep within other limits, from now on; reads under way end as they began."""
-        former, self._library, self._trusted = self._library, library, trusted
-        for digest in self._kept.limit(max_bytes, policy):
+    def reconfigure(
+        self, reader: AdapterReader, *, max_bytes: int, policy: EvictionPolicy, trusted: TrustedKeys
+    ) -> None:
+        """Use another reader and other limits from now on; running reads end with the former reader."""
+        former, self._reader, self._trusted = self._reader, reader, trusted
+        for digest in self._cache.set_limit(max_bytes, policy):
             del self._handles[digest]
-            self._ahead.discard(digest)
-            self._events.moved("deleted from host", digest)
+            self._prefetched.discard(digest)
+            self._events.on_move("deleted from host", digest)
         self._report()
         self._tasks.start(self._close_when_idle(former, tuple(self._pending.values())))
 
-    def forget(self, digest: str) -> None:
-        """Free the copy: no name means these contents any more."""
-        self.lost(digest)
-
     async def fetch(self, ref: AdapterRef) -> T:
-        """The packed adapter with this digest.
+        """The handle of the adapter with this digest.
 
-        Raises AdapterMismatch if its source now holds something else, whatever reading raises, and
-        AdapterQuarantined for a while after either.
+        Raises AdapterMismatch if its source now has other contents, whatever reading raises, and AdapterQuarantined for
+        a while after either.
         """
         with self._demand.waits_for(ref.uri):
-            handle = self._found(ref)
-            return (await asyncio.shield(self._begin(ref))).handle if handle is None else handle
+            handle = self._cached_handle(ref)
+            return (await asyncio.shield(self._request(ref))).handle if handle is None else handle
 
-    async def fetch_soon(self, ref: AdapterRef, wait_s: float, *, again: bool = False) -> T | None:
-        """As `fetch`, but None if it is not here after `wait_s`: it is being read for as long as somebody asks.
+    async def try_fetch(self, ref: AdapterRef, wait_s: float, *, again: bool = False) -> T | None:
+        """Like `fetch`, but None if the adapter is not here after `wait_s`; the read goes on as long as callers ask.
 
-        `again`: this caller has been told so before.
+        `again`: this caller has received None before.
         """
-        if (handle := self._found(ref, is_counted=not again)) is not None:
+        if (handle := self._cached_handle(ref, is_counted=not again)) is not None:
             return handle
         try:
-            task = self._begin(ref)
+            task = self._request(ref)
         except AdapterQuarantined:
-            if again and (error := self._errors.pop(_place(ref.digest, ref.uri), None)) is not None:
-                raise error from None  # it waited for this very read; one says why
+            if again and (error := self._errors.pop(_error_key(ref.digest, ref.uri), None)) is not None:
+                raise error from None  # the caller waited for this very read: raise its cause once
             raise
         self._demand.ask(ref.uri)
         await asyncio.wait([task], timeout=wait_s)
         return task.result().handle if task.done() else None
 
-    async def expect(self, ref: AdapterRef) -> None:
-        """Begin what `fetch` will ask for soon. Neither counts nor fails: what goes wrong is for `fetch` to meet."""
+    async def prefetch(self, ref: AdapterRef) -> None:
+        """Start the read that `fetch` will need soon. Neither counts nor raises: `fetch` meets the failure."""
         if ref.digest in self._handles or self.failure(ref) is not None:
             return
         self._demand.ask(ref.uri)
@@ -185,65 +182,67 @@ class HostAdapterCache(Generic[T]):
             await asyncio.shield(self._read_once(ref))
 
     def failure(self, ref: AdapterRef) -> Failure | None:
-        """Why these contents could not be read from there the last time that somebody waited for them."""
-        return self._quarantine.get(_place(ref.digest, ref.uri))
+        """Why the last requested read of these contents failed."""
+        return self._backoff.get(_error_key(ref.digest, ref.uri))
 
-    def lost(self, digest: str) -> None:
-        """A handle no longer resolves (its memory was lost): read the source again on the next fetch."""
-        self._ahead.discard(digest)
-        if self._kept.remove(digest):
+    def invalidate(self, digest: str) -> None:
+        """Drop a handle that no longer resolves, or whose contents no name means."""
+        self._prefetched.discard(digest)
+        if self._cache.remove(digest):
             del self._handles[digest]
             self._report()
-            self._events.moved("deleted from host", digest)
+            self._events.on_move("deleted from host", digest)
 
     def close(self) -> None:
         self._tasks.cancel()
         self._demand.close()
         self._readers.close()
 
-    def _found(self, ref: AdapterRef, *, is_counted: bool = True) -> T | None:
-        """What is here, as a use of it; None, as a miss, if it is not."""
+    def _cached_handle(self, ref: AdapterRef, *, is_counted: bool = True) -> T | None:
+        """The cached handle, counted as a hit; None, counted as a miss."""
         handle = self._handles.get(ref.digest)
         if handle is None:
             if is_counted:
                 self.counts.miss("host")
             return None
-        self._kept.use(ref.digest, ref.tenant_id)
-        was_ahead = ref.digest in self._ahead
-        self._ahead.discard(ref.digest)
-        if was_ahead and is_counted:
+        self._cache.record_hit(ref.digest, ref.tenant_id)
+        was_prefetched = ref.digest in self._prefetched
+        self._prefetched.discard(ref.digest)
+        if was_prefetched and is_counted:
             self.counts.miss("host")
         elif is_counted:
             self.counts.hit("host")
         return handle
 
-    def _begin(self, ref: AdapterRef) -> asyncio.Task[_Kept[T]]:
-        """Somebody wants this now. Raises AdapterQuarantined."""
-        place = _place(ref.digest, ref.uri)
-        self._quarantine.check(place, f"adapter {ref.name!r}")
-        self._wanted[place] = ref.uri
+    def _request(self, ref: AdapterRef) -> asyncio.Task[_CachedAdapter[T]]:
+        """Start the read for a caller that waits. Raises AdapterQuarantined."""
+        key = _error_key(ref.digest, ref.uri)
+        self._backoff.check(key, f"adapter {ref.name!r}")
+        self._requested[key] = ref.uri
         return self._read_once(ref)
 
-    def _read_once(self, ref: AdapterRef) -> asyncio.Task[_Kept[T]]:
-        return self._once(f"digest:{_place(ref.digest, ref.uri)}", lambda: self._load(ref))
+    def _read_once(self, ref: AdapterRef) -> asyncio.Task[_CachedAdapter[T]]:
+        return self._single_flight(f"digest:{_error_key(ref.digest, ref.uri)}", lambda: self._load(ref))
 
-    def _remember(self, place: str, error: Exception) -> None:
-        self._errors[place] = error
+    def _record_error(self, key: str, error: Exception) -> None:
+        self._errors[key] = error
         if len(self._errors) > MAX_ERRORS:
             del self._errors[next(iter(self._errors))]
 
     def _abandon(self, source: str) -> None:
-        """Nobody asks about a read any more: it is to end, and what comes of it is nobody's failure."""
-        self._wanted = {place: uri for place, uri in self._wanted.items() if uri != source}
-        self._library.abandon(source)
+        """End a read that no caller waits for; its failure is not recorded."""
+        self._requested = {key: uri for key, uri in self._requested.items() if uri != source}
+        self._reader.abandon(source)
 
-    async def _close_when_idle(self, library: AdapterReader, reads: Sequence[asyncio.Task[_Kept[T]]]) -> None:
+    async def _close_when_idle(self, reader: AdapterReader, reads: Sequence[asyncio.Task[_CachedAdapter[T]]]) -> None:
         if reads:
             await asyncio.wait(reads)
-        await asyncio.to_thread(library.close)
+        await asyncio.to_thread(reader.close)
 
-    def _once(self, key: str, work: Callable[[], Coroutine[Any, Any, _Kept[T]]]) -> asyncio.Task[_Kept[T]]:
-        """Do this work unless it is being done already. Whoever waits shields it: others may wait, too."""
+    def _single_flight(
+        self, key: str, work: Callable[[], Coroutine[Any, Any, _CachedAdapter[T]]]
+    ) -> asyncio.Task[_CachedAdapter[T]]:
+        """Start this work unless it is running. Callers shield the task: others may wait for it too."""
         task = self._pending.get(key)
         if task is None:
             task = asyncio.get_running_loop().create_task(work(), context=contextvars.Context())
@@ -251,111 +250,113 @@ class HostAdapterCache(Generic[T]):
             task.add_done_callback(lambda task: self._end(key, task))
         return task
 
-    def _end(self, key: str, task: asyncio.Task[_Kept[T]]) -> None:
+    def _end(self, key: str, task: asyncio.Task[_CachedAdapter[T]]) -> None:
         del self._pending[key]
-        self._begun_s.pop(key, None)
+        self._read_began_s.pop(key, None)
         if not task.cancelled():
             task.exception()  # retrieved: every caller may have given up
 
-    async def _load(self, ref: AdapterRef) -> _Kept[T]:
-        """Contents that were registered before. A failure that somebody waited for is remembered for a while."""
-        started_s, place = self._clock(), _place(ref.digest, ref.uri)
+    async def _load(self, ref: AdapterRef) -> _CachedAdapter[T]:
+        """Read contents that were registered before. The failure of a requested read is recorded."""
+        started_s, key = self._clock(), _error_key(ref.digest, ref.uri)
         try:
             packed = None
-            if not is_combination(ref.uri):  # made again rather than kept on disk
-                packed = await self._readers.run("disk", lambda: self._library.from_disk(ref.digest, ref.uri))
+            if not is_combination(ref.uri):  # combinations are not kept on disk
+                packed = await self._readers.run("disk", lambda: self._reader.from_disk(ref.digest, ref.uri))
             if packed is not None:
-                storage = await self._keep(LocatedAdapter(ref.uri, packed), self._clock() - started_s, ref.tenant_id)
+                cached = await self._keep(LocatedAdapter(ref.uri, packed), self._clock() - started_s, ref.tenant_id)
             else:
-                storage = await self._from_source(ref.uri, ref.tenant_id)
-                self._events.moved("fetched again", storage.card.digest)
-            if storage.card.digest != ref.digest:
+                cached = await self._from_source(ref.uri, ref.tenant_id)
+                self._events.on_move("fetched again", cached.card.digest)
+            if cached.card.digest != ref.digest:
                 raise AdapterMismatch(
                     f"adapter {ref.name!r} was registered with contents {ref.digest[:12]} but its source now holds "
-                    f"{storage.card.digest[:12]}; register it again"
+                    f"{cached.card.digest[:12]}; register it again"
                 )
         except Exception as error:
-            if place in self._wanted and not isinstance(error, CombinationRefused):  # whoever asks again is told
+            if key in self._requested and not isinstance(error, CombinationRefused):
                 reason = str(error) if isinstance(error, PolyloraError) else f"internal error ({type(error).__name__})"
-                self._quarantine.failed(place, reason)
-                self._events.moved("failed to read", ref.digest)
-                self._remember(place, error)
+                self._backoff.record_failure(key, reason)
+                self._events.on_move("failed to read", ref.digest)
+                self._record_error(key, error)
             raise
         finally:
-            is_wanted = self._wanted.pop(place, None) is not None
+            is_requested = self._requested.pop(key, None) is not None
             self._demand.forget(ref.uri)
-        if not is_wanted:
-            self._ahead.add(ref.digest)
-        self._quarantine.clear(place)
-        self._events.moved("loaded to host", ref.digest)
-        return storage
+        if not is_requested:
+            self._prefetched.add(ref.digest)
+        self._backoff.clear(key)
+        self._events.on_move("loaded to host", ref.digest)
+        return cached
 
-    async def _from_source(self, source: str, tenant_id: str) -> _Kept[T]:
-        """One read for all who ask for one version of a source; a local one that was overwritten is another.
+    async def _from_source(self, source: str, tenant_id: str) -> _CachedAdapter[T]:
+        """One read serves all callers with one version of a source; an overwritten local source is another version.
 
-        Where nothing tells versions apart, whoever asks when a read has begun waits for the next: what is being read
-        may be older than the question.
+        Without versions, a caller that comes after a read has begun waits for the next one: the present read may be
+        older than the request.
         """
         if is_combination(source):
-            return await asyncio.shield(self._once(f"source::{source}", lambda: self._made(source, tenant_id)))
-        asked_s = self._clock()
-        lane = self._library.lane(source)
-        version = await self._readers.run(lane, lambda: self._library.version(source))
+            return await asyncio.shield(
+                self._single_flight(f"source::{source}", lambda: self._make_combination(source, tenant_id))
+            )
+        requested_s = self._clock()
+        lane = self._reader.lane(source)
+        version = await self._readers.run(lane, lambda: self._reader.version(source))
         key = f"source:{version}:{source}"
-        while not version and key in self._pending and self._begun_s.get(key, math.inf) <= asked_s:
+        while not version and key in self._pending and self._read_began_s.get(key, math.inf) <= requested_s:
             await asyncio.wait([self._pending[key]])
-        return await asyncio.shield(self._once(key, lambda: self._read_and_keep(key, lane, source, tenant_id)))
+        return await asyncio.shield(self._single_flight(key, lambda: self._read_and_keep(key, lane, source, tenant_id)))
 
-    async def _made(self, source: str, tenant_id: str) -> _Kept[T]:
-        """A derived adapter, of parts that are fetched like any other. Raises what fetching one raises."""
+    async def _make_combination(self, source: str, tenant_id: str) -> _CachedAdapter[T]:
+        """Combine parts that are fetched like any other adapter. Raises what fetching raises."""
         started_s, combination = self._clock(), parse_combination(source)
         parts = await asyncio.gather(*(self.fetch(part.ref) for part in combination.parts))
-        packed = await self._readers.run("compose", lambda: self._compose(combination, parts))
+        packed = await self._readers.run("combine", lambda: self._combine(combination, parts))
         return await self._keep(LocatedAdapter(source, packed), self._clock() - started_s, tenant_id)
 
-    async def _read_and_keep(self, key: str, lane: str, source: str, tenant_id: str) -> _Kept[T]:
-        library = self._library
+    async def _read_and_keep(self, key: str, lane: str, source: str, tenant_id: str) -> _CachedAdapter[T]:
+        reader = self._reader
 
         def read() -> LocatedAdapter:
-            self._begun_s[key] = self._clock()
-            return library.from_source(source)
+            self._read_began_s[key] = self._clock()
+            return reader.from_source(source)
 
         started_s = self._clock()
         with self._demand.reads(source):
-            located = await self._readers.run(lane, read, self._library.host(source))
+            located = await self._readers.run(lane, read, self._reader.host(source))
         return await self._keep(located, self._clock() - started_s, tenant_id)
 
-    async def _keep(self, located: LocatedAdapter, load_s: float, tenant_id: str) -> _Kept[T]:
-        """Put an adapter into host memory unless it is there, and let others go for it."""
+    async def _keep(self, located: LocatedAdapter, load_s: float, tenant_id: str) -> _CachedAdapter[T]:
+        """Put an adapter into host memory unless it is there, and evict others for it."""
         card, is_new = located.packed.card, False
         if card.digest not in self._handles:
-            if card.size_bytes > self._kept.max_bytes:
+            if card.size_bytes > self._cache.max_bytes:
                 raise AdapterTooLarge(
                     f"the adapter at {located.uri} has {card.size_bytes} bytes but adapters.host_cache_bytes is "
-                    f"{self._kept.max_bytes}; raise it"
+                    f"{self._cache.max_bytes}; raise it"
                 )
             handle = await self._readers.run("put", lambda: self._put(located.packed))
             if card.digest not in self._handles:
-                evicted = self._kept.add(card.digest, card.size_bytes, load_s, tenant_id)
+                evicted = self._cache.add(card.digest, card.size_bytes, load_s, tenant_id)
                 if evicted is None:
                     raise AdapterTooLarge(
-                        f"the adapter at {located.uri} has {card.size_bytes} bytes, but pinned adapters hold "
-                        f"{self._kept.pinned_bytes} of adapters.host_cache_bytes {self._kept.max_bytes}; raise it, or "
-                        "unpin an adapter"
+                        f"the adapter at {located.uri} has {card.size_bytes} bytes, but pinned adapters take "
+                        f"{self._cache.pinned_bytes} of adapters.host_cache_bytes {self._cache.max_bytes}; raise it, "
+                        "or unpin an adapter"
                     )
                 self._handles[card.digest], is_new = handle, True
                 for digest in evicted:
                     del self._handles[digest]
-                    self._ahead.discard(digest)
-                    self._events.moved("deleted from host", digest)
-                self.counts.evicted("host", len(evicted))
+                    self._prefetched.discard(digest)
+                    self._events.on_move("deleted from host", digest)
+                self.counts.record_evictions("host", len(evicted))
                 self._report()
-        return _Kept(located.uri, card, self._handles[card.digest], located.signer, is_new)
+        return _CachedAdapter(located.uri, card, self._handles[card.digest], located.signer, is_new)
 
     def _report(self) -> None:
-        self.counts.holds("host", self._kept.total_bytes, len(self._kept))
+        self.counts.set_size("host", self._cache.total_bytes, len(self._cache))
 
 
-def _place(digest: str, uri: str) -> str:
-    """Contents at one source: where another tenant has the same ones, that source may fail and this one not."""
+def _error_key(digest: str, uri: str) -> str:
+    """The key of contents at one source: another source of the same contents may work while this one fails."""
     return f"{digest} {uri}"

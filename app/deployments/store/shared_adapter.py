@@ -1,8 +1,4 @@
-"""A packed adapter in Ray's object store, as it travels: a header and references.
-
-In: nothing. Out: `SharedAdapter`. The references are inside a list: Ray passes those on as they are, and would copy the
-weights into the answer otherwise.
-"""
+"""A packed adapter in Ray's object store, as it travels between processes."""
 
 from __future__ import annotations
 
@@ -17,7 +13,9 @@ from app.engine.wire_format import message
 
 @message
 class SharedAdapter(NamedTuple):
-    """`header` and `arrays` of a `PackedAdapter`."""
+    """The `header` and `arrays` of a `PackedAdapter`. The references are in a list because Ray would otherwise resolve
+    them and copy the weights into the answer.
+    """
 
     header: dict[str, Any]
     arrays: list[ray.ObjectRef[NDArray[np.uint8]]]

@@ -1,9 +1,8 @@
-"""What each tier of adapters did: hits, misses, evictions, bytes, seconds.
+"""Counters of the adapter tiers: hits, misses, evictions, loads, bytes.
 
-In: events from the host and disk tiers, from any thread. Out: counts. The tiers, fastest first: "host" (shared
-memory), "disk" (files of remote adapters), "source" (where adapters come from); replicas count "device" (rank
-rows). A hit is a need that the tier met; a miss went on to the next. What is brought up to the device is counted
-there: its loads are writes of rows. Exporting the counts is left to `metrics.TierMetrics`.
+The tiers, fastest first: "device" (rank rows; counted by replicas), "host" (shared memory), "disk" (files of remote
+adapters), "source" (where adapters come from). A miss goes on to the next tier; a load brings an adapter to the next
+faster one, and device loads are writes of rows.
 """
 
 from __future__ import annotations
@@ -12,12 +11,12 @@ import threading
 from typing import Literal
 
 Tier = Literal["device", "host", "disk", "source"]
-#: Those of the store.
+#: The tiers of the store's process.
 TIERS: tuple[Tier, ...] = ("host", "disk", "source")
 
 
 class TierCounters:
-    """Numbers by tier, since the start; bytes and adapters as of now."""
+    """Numbers per tier since the start, and present bytes and adapters. Callable from any thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -29,19 +28,19 @@ class TierCounters:
     def miss(self, tier: Tier, number: int = 1) -> None:
         self._add(tier, misses=number)
 
-    def evicted(self, tier: Tier, number: int) -> None:
+    def record_evictions(self, tier: Tier, number: int) -> None:
         self._add(tier, evictions=number)
 
-    def loaded(self, tier: Tier, seconds: float, size_bytes: int, digest: str | None = None) -> None:  # noqa: ARG002
-        """An adapter was brought up from this tier to the next faster one; `digest` where it is known which."""
+    def record_load(self, tier: Tier, seconds: float, size_bytes: int, digest: str | None = None) -> None:  # noqa: ARG002
+        """An adapter was loaded from this tier to the next faster one; `digest` if known."""
         self._add(tier, loads=1, load_s=seconds, loaded_bytes=size_bytes)
 
-    def holds(self, tier: Tier, size_bytes: int, number: int) -> None:
+    def set_size(self, tier: Tier, size_bytes: int, number: int) -> None:
         with self._lock:
             self._counts.setdefault(tier, {}).update(held_bytes=size_bytes, held_adapters=number)
 
     def of(self, tier: Tier) -> dict[str, float]:
-        """A copy of one tier's numbers; those that never changed are left out."""
+        """A copy of one tier's numbers, without those that never changed."""
         with self._lock:
             return dict(self._counts.get(tier, {}))
 

@@ -1,9 +1,9 @@
-"""Adapters that came as bytes: kept in the state folder under the digest of their files.
+"""Uploaded adapters, stored in the state folder under the digest of their files.
 
-In: the two files of an adapter, and which uploads names mean. Out: a source, `upload://<digest>`, that is read like a
-folder under the roots. An upload is written beside its place, flushed and renamed, so what has a digest for a name is
-complete. Rule: an upload that nothing has named for `GRACE_S` is removed; what is being loaded is kept. Answers that
-began with an older version may need it for as long as a request lasts, hence the grace. Called from any thread.
+Their source is `upload://<digest>`, which is read like a folder under the roots. An upload is written to a temporary
+folder, flushed and renamed, so what has a digest for a name is complete. An upload without references for `GRACE_S` is
+removed, unless it is being loaded; the grace is for requests that began with an older generation. Called from any
+thread.
 """
 
 from __future__ import annotations
@@ -26,31 +26,31 @@ from app.engine.errors import AdapterTooLarge, QueueFull
 
 logger = logging.getLogger(__name__)
 
-#: How long an upload is kept that nothing names.
+#: How long an unreferenced upload stays.
 GRACE_S = 900.0
 _PART = ".part"
 
 
 class Uploads:
-    """One folder of one process. `clock` gives seconds and never goes back; `max_bytes` bounds all uploads together."""
+    """One folder of one process. `clock` gives monotonic seconds; `max_bytes` limits all uploads together."""
 
     def __init__(self, root: Path, max_bytes: int, clock: Callable[[], float]) -> None:
         self.root = root
         self._max_bytes = max_bytes
         self._clock = clock
         self._lock = threading.Lock()
-        self._loading: Counter[str] = Counter()  # digests that are being loaded
-        self._unnamed_s: dict[str, float] = {}  # digest -> when it was first seen without a name
+        self._loading: Counter[str] = Counter()  # digests that are being loaded, with their number of loads
+        self._unreferenced_s: dict[str, float] = {}  # digest -> when it was first seen unreferenced
         root.mkdir(parents=True, exist_ok=True)
-        for left in root.glob(f"*{_PART}"):  # of a process that ended while it wrote
-            shutil.rmtree(left)
+        for partial in root.glob(f"*{_PART}"):  # of a process that ended while it wrote
+            shutil.rmtree(partial)
         self._size_bytes = {folder.name: _size_bytes(folder) for folder in root.iterdir()}
 
     @contextlib.contextmanager
-    def storage(self, config: bytes, weights: bytes) -> Iterator[str]:
+    def store(self, config: bytes, weights: bytes) -> Iterator[str]:
         """The source of these files, which stay while the block runs.
 
-        Raises AdapterTooLarge for files that never fit, QueueFull while other uploads leave no room.
+        Raises AdapterTooLarge for files that can never fit, QueueFull while other uploads leave no room.
         """
         digest = hashlib.sha256(b"%d\n%b" % (len(config), config) + hashlib.sha256(weights).digest()).hexdigest()
         size_bytes = len(config) + len(weights)
@@ -68,29 +68,31 @@ class Uploads:
                 if not self._loading[digest]:
                     del self._loading[digest]
 
-    def sweep(self, named: Collection[str]) -> int:
-        """Remove what no source in `named` is, and was not for a while; how many that were."""
+    def sweep(self, referenced: Collection[str]) -> int:
+        """Remove uploads that were unreferenced for `GRACE_S`; returns their number. `referenced`: sources in use."""
         now_s = self._clock()
         with self._lock:
-            unnamed = [digest for digest in self._size_bytes if UPLOADED + digest not in named]
-            unnamed = [digest for digest in unnamed if digest not in self._loading]
-            self._unnamed_s = {digest: self._unnamed_s.get(digest, now_s) for digest in unnamed}
-            gone = [digest for digest, since_s in self._unnamed_s.items() if now_s - since_s >= GRACE_S]
-            for digest in gone:
+            unreferenced = [digest for digest in self._size_bytes if UPLOADED + digest not in referenced]
+            unreferenced = [digest for digest in unreferenced if digest not in self._loading]
+            self._unreferenced_s = {digest: self._unreferenced_s.get(digest, now_s) for digest in unreferenced}
+            expired = [digest for digest, since_s in self._unreferenced_s.items() if now_s - since_s >= GRACE_S]
+            for digest in expired:
                 self._remove(digest)
-        return len(gone)
+        return len(expired)
 
     def _reserve(self, digest: str, size_bytes: int) -> None:
-        """Room for an upload; what has been without a name for longest goes first."""
+        """Make room for an upload, removing the longest unreferenced ones first."""
         if digest in self._size_bytes:
             return
         if size_bytes > self._max_bytes:
-            raise AdapterTooLarge(f"the adapter has {size_bytes} bytes but uploads have {self._max_bytes} together")
-        for unnamed in sorted(self._unnamed_s, key=self._unnamed_s.__getitem__):
+            raise AdapterTooLarge(
+                f"the adapter has {size_bytes} bytes but all uploads together may have {self._max_bytes}"
+            )
+        for unreferenced in sorted(self._unreferenced_s, key=self._unreferenced_s.__getitem__):
             if sum(self._size_bytes.values()) + size_bytes <= self._max_bytes:
                 break
-            if unnamed not in self._loading:
-                self._remove(unnamed)
+            if unreferenced not in self._loading:
+                self._remove(unreferenced)
         if sum(self._size_bytes.values()) + size_bytes > self._max_bytes:
             raise QueueFull(
                 f"uploaded adapters leave no room for {size_bytes} bytes more of adapters.disk_cache_bytes "
@@ -108,7 +110,7 @@ class Uploads:
                     file.write(content)
                     file.flush()
                     os.fsync(file.fileno())
-            with contextlib.suppress(OSError):  # another call has written the same
+            with contextlib.suppress(OSError):  # another call has written the same files
                 part.rename(self.root / digest)
         except OSError as error:  # a full disk
             logger.error("an uploaded adapter cannot be written: %s", error)
@@ -116,14 +118,16 @@ class Uploads:
             shutil.rmtree(part, ignore_errors=True)
         if not (self.root / digest).is_dir():
             with self._lock:
-                if self._loading[digest] == 1:  # nobody else writes the same
+                if self._loading[digest] == 1:  # no other call writes the same files
                     self._size_bytes.pop(digest, None)
-            raise QueueFull("the adapter could not be written to adapters.state_dir; ask again", retry_after_s=5)
+            raise QueueFull(
+                "the adapter could not be written to adapters.state_dir; free disk space and try again", retry_after_s=5
+            )
 
     def _remove(self, digest: str) -> None:
         shutil.rmtree(self.root / digest, ignore_errors=True)
         del self._size_bytes[digest]
-        self._unnamed_s.pop(digest, None)
+        self._unreferenced_s.pop(digest, None)
 
 
 def _size_bytes(folder: Path) -> int:

@@ -72,13 +72,13 @@ async def test_an_adapter_that_is_on_no_device_is_read_ahead_once(
     expected: list[AdapterRef] = []
     gate = asyncio.Event()
 
-    async def expect(ref: AdapterRef) -> None:
+    async def prefetch(ref: AdapterRef) -> None:
         expected.append(ref)
         await gate.wait()
         if is_away:
             raise NotReady("the store restarts")
 
-    monkeypatch.setattr(service.managed.client, "expect", expect)
+    monkeypatch.setattr(service.managed.client, "prefetch", prefetch)
     caller = handle_principal()
     refs = {await service.preprocessor.resolver.resolve("sql", caller) for _ in range(3)}
     await until(lambda: bool(expected))
@@ -96,7 +96,7 @@ async def test_an_adapter_that_is_on_no_device_is_read_ahead_once(
 async def test_an_adapter_that_is_on_a_device_is_not_read_ahead(
     service: Service, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(service.managed.client, "expect", None)  # calling it would fail
+    monkeypatch.setattr(service.managed.client, "prefetch", None)  # calling it would fail
     ref = service.registry.resolve("sql", "", handle_principal().tenant_id)
     assert ref is not None
     replica = service.fleet.replicas["replica-0"]

@@ -72,14 +72,14 @@ def test_generations_rise_exactly_when_a_name_changes_its_meaning(
         old = model.get(name)
         if digest is None:
             if old is not None and old[2]:
-                entry, job, _ = catalog.drain(name, **ADA)
+                entry, job, _ = catalog.begin_unload(name, **ADA)
                 assert (entry.ref.generation, entry.ref.digest) == old[:2]
                 if len(model) % 2:  # killed before the removal was complete, or not
-                    catalog.drained(job)
+                    catalog.finish_unload(job)
                 model[name] = (old[0], old[1], False)
             else:
                 with pytest.raises(NotFound):
-                    catalog.drain(name, **ADA)
+                    catalog.begin_unload(name, **ADA)
             continue
         entry = register(catalog, name, "uri", digest, max_rank=8, size_bytes=1, **ADA)
         generation = 1 if old is None else old[0] + (old[1] != digest or not old[2])
@@ -104,7 +104,7 @@ def test_bases_and_tenants_keep_their_own_names(shared_url: str) -> None:
             add(registry, "sql", f"{tenant}{number}", tenant_id=tenant)
     assert [entry.ref.digest for entry in bases[0].catalog.entries()] == ["ada0", "bob0"]
     assert [entry.ref.digest for entry in bases[1].catalog.entries(tenant_id="bob")] == ["bob1"]
-    bases[0].catalog.drain("sql", tenant_id="ada", who="ada")
+    bases[0].catalog.begin_unload("sql", tenant_id="ada", who="ada")
     assert bases[0].catalog.get("sql", tenant_id="ada") is None
     assert bases[0].catalog.get("sql", tenant_id="bob") is not None
     assert bases[1].catalog.get("sql", tenant_id="ada") is not None
@@ -121,8 +121,8 @@ def test_pins_and_weights_last_until_the_name_is_removed(
     entry = add(open_again(), "sql", "other", who="bob")
     assert (entry.owner, entry.pinned, entry.traffic_weight) == ("ada", True, 2.5), "new contents, same treatment"
     assert not add(registry, "sql", pinned=False).pinned
-    _, leaving, _ = registry.catalog.drain("sql", **ADA)
-    registry.catalog.drained(leaving)
+    _, leaving, _ = registry.catalog.begin_unload("sql", **ADA)
+    registry.catalog.finish_unload(leaving)
     entry = add(registry, "sql", who="bob")
     assert (entry.owner, entry.pinned, entry.traffic_weight) == ("bob", False, 1.0)
     with pytest.raises(NotFound, match="'absent'"):
@@ -131,15 +131,15 @@ def test_pins_and_weights_last_until_the_name_is_removed(
 
 def test_a_name_that_returns_while_it_drains_stays(registry: Registry) -> None:
     add(registry, "sql")
-    entry, leaving, _ = registry.catalog.drain("sql", **ADA)
-    assert registry.jobs.unfinished("unload") == [leaving] == [registry.jobs.latest("sql", **MINE)]
+    entry, leaving, _ = registry.catalog.begin_unload("sql", **ADA)
+    assert registry.jobs.unfinished_jobs("unload") == [leaving] == [registry.jobs.latest("sql", **MINE)]
     assert (leaving.state, leaving.generation, leaving.digest) == (State.DRAINING, entry.ref.generation, "d")
     back = add(registry, "sql")
     assert back.ref.generation == entry.ref.generation + 1
     for _ in range(2):  # two may end it
-        assert registry.catalog.drained(leaving).state is State.REMOVED
+        assert registry.catalog.finish_unload(leaving).state is State.REMOVED
     assert registry.catalog.get("sql", **MINE) == back
-    assert registry.jobs.unfinished("unload") == []
+    assert registry.jobs.unfinished_jobs("unload") == []
 
 
 def test_use_is_remembered_in_order(registry: Registry, open_again: Callable[[], Registry]) -> None:
@@ -155,7 +155,7 @@ def test_use_is_remembered_in_order(registry: Registry, open_again: Callable[[],
     found = after.get("twin", **MINE)
     assert found is not None
     assert found.last_used_s == 10.0
-    after.drain("c", **ADA)
+    after.begin_unload("c", **ADA)
     assert [entry.name for entry in after.hot(10)] == ["b", "a", "d"]
 
 
@@ -218,14 +218,14 @@ def test_what_an_alias_may_not_do(registry: Registry) -> None:
     with pytest.raises(NotFound, match="'sql'"):
         aliases.put("of-an-alias", {"sql": 1}, **ADA)
     with pytest.raises(AdapterBusy, match="alias 'sql'"):
-        catalog.drain("v1", **ADA)
+        catalog.begin_unload("v1", **ADA)
     with pytest.raises(InvalidRequest, match="no target"):
         aliases.promote("sql", "v2", **ADA)
     for version in (None, 7):
         with pytest.raises(InvalidRequest, match="version"):
             aliases.rollback("sql", version, **ADA)
     aliases.put("sql", {"v2": 1}, **ADA)
-    catalog.drain("v1", **ADA)
+    catalog.begin_unload("v1", **ADA)
     with pytest.raises(NotFound, match="'v1'"):
         aliases.rollback("sql", **ADA)
     assert aliases.get("sql", **MINE) is not None
@@ -307,10 +307,10 @@ def test_pins_that_do_not_fit_are_refused_with_numbers_and_change_nothing(
     assert catalog.configure("b", pinned=True, **ADA).pinned
     with pytest.raises(AdapterTooLarge, match="'a' cannot be pinned: 4 pinned"):  # as it was, and so with new contents
         register(catalog, "a", "/", "digest-new", max_rank=8, size_bytes=1, **ADA)
-    assert sorted(entry.name for entry in catalog.pinned()) == ["a", "a-too", "b", "d"]
-    events = [event.event for event in reversed(registry.journal.events("b", **MINE))]
+    assert sorted(entry.name for entry in catalog.pinned_entries()) == ["a", "a-too", "b", "d"]
+    events = [event.event for event in reversed(registry.event_log.events("b", **MINE))]
     assert events == ["registered", "pinned"]
-    assert [event.event for event in registry.journal.events("c", **MINE)] == [
+    assert [event.event for event in registry.event_log.events("c", **MINE)] == [
         "unpinned",
         "registered",
     ]
@@ -321,6 +321,6 @@ def test_moves_are_told_to_every_name(registry: Registry) -> None:
         add(registry, name, "digest-a")
     registry.catalog.note_moves([Move("deleted from disk", "digest-a", 5.0), Move("deleted from disk", "other", 6.0)])
     for name in ("a", "twin"):
-        event = registry.journal.events(name, **MINE)[0]
+        event = registry.event_log.events(name, **MINE)[0]
         assert (event.event, event.time_s, event.digest) == ("deleted from disk", 5.0, "digest-a")
         assert event.replica_id is None

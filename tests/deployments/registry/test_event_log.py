@@ -40,7 +40,7 @@ def test_a_page_is_read_in_the_order_of_an_index(tmp_path: Any, what: str, name:
         for action in ("requested", "registered"):
             record_events(connection, registry.database, [NewEvent(action, "a", "t")])
             record_audit(connection, registry.database, "ada", action, "a", "t", {})
-    read = getattr(registry.journal, what)
+    read = getattr(registry.event_log, what)
     newest, oldest = read(tenant_id="t")
     with selected() as asked:
         assert read(name, before=newest.id if goes_on else None, tenant_id="t") == [newest, oldest][goes_on:]

@@ -57,7 +57,7 @@ def test_an_outage_does_not_make_it_grow(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_what_is_written_is_proportional_to_what_was_used(registry: Registry, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(last_used, "_MAX_ASKED", 7)
+    monkeypatch.setattr(last_used, "_QUERY_BATCH", 7)
     for index in range(20):
         register(registry.catalog, f"n{index}", "/", f"d{index}", max_rank=1, size_bytes=1, **ADA)
     statements = []
@@ -80,11 +80,11 @@ def test_contents_that_no_name_means_are_forgotten(registry: Registry) -> None:
             query = text("SELECT digest FROM uses WHERE base_digest = :base")
             return set(connection.scalars(query.bindparams(base=registry.database.base_digest)))
 
-    registry.catalog.drained(registry.catalog.drain("a", **ADA).job)
+    registry.catalog.finish_unload(registry.catalog.begin_unload("a", **ADA).job)
     assert storage() == {"d1", "d2"}
     register(registry.catalog, "b", "/", "d3", max_rank=1, size_bytes=1, **ADA)
     assert storage() == {"d1"}
-    registry.catalog.drained(registry.catalog.drain("twin", **ADA).job)
+    registry.catalog.finish_unload(registry.catalog.begin_unload("twin", **ADA).job)
     assert storage() == set()
     entry = registry.catalog.get("b", **MINE)
     assert entry is not None

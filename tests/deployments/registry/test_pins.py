@@ -48,9 +48,9 @@ def test_an_adapter_that_no_engine_could_hold_is_refused(rows: int, slots: int, 
     engine = {"lora_pool_rows": rows, "max_loras": slots, "extra_weights_bytes": 100}
     room = PinLimits.of(load_config({"engine": engine}, environ={})).alone
     room.check("a", largest, 100)
-    assert AdapterPool(rows, 8, slots).max_rank == largest, "what an engine says of itself"
+    assert AdapterPool(rows, 8, slots).limits.max_rank == largest, "what an engine says of itself"
     with pytest.raises(
-        AdapterTooLarge, match=f"'a' has rank {largest + 1} and .* rank {largest}; raise engine.adapter_"
+        AdapterTooLarge, match=f"'a' has rank {largest + 1} and .* rank {largest}; raise engine.lora_pool_rows"
     ):
         room.check("a", largest + 1, 0)
     with pytest.raises(AdapterTooLarge, match=r"'a' takes 101 bytes .* at most 100; raise engine.extra_weights_bytes"):

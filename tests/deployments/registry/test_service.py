@@ -15,7 +15,7 @@ import pytest_asyncio
 from app.deployments.ingress import adapter_admin as management_module
 from app.deployments.ingress.adapter_admin import AdapterAdmin
 from app.deployments.registry import catalog as catalog_module
-from app.deployments.registry.feed import background_loops as following_module
+from app.deployments.registry import service as service_module
 from app.deployments.registry.jobs import load_jobs as loading_module
 from app.deployments.registry.jobs import unload_jobs as unloading_module
 from app.deployments.registry.jobs.store_leases import Heartbeat
@@ -75,7 +75,7 @@ async def test_a_load_goes_through_its_states(managed: ManagedStore) -> None:
     assert (entry.ref.uri, entry.pinned, entry.traffic_weight, entry.owner) == ("/roots/one", True, 3.0, "ada")
     described = await managed.client.describe("sql", **MINE)
     assert (described.entry, described.job, described.is_on_host) == (entry, job, True)
-    events = [event.event for event in reversed(managed.registry.journal.events("sql", **MINE))]
+    events = [event.event for event in reversed(managed.registry.event_log.events("sql", **MINE))]
     assert sorted(events[1:-1]) == ["downloaded to disk", "downloading", "loaded to host", "registered", "validating"]
     assert (events[0], events[-1]) == ("requested", "routable")
 
@@ -151,7 +151,7 @@ async def test_names_that_cannot_be(managed: ManagedStore) -> None:
     for name in ("absent", "a\0b", "../a"):
         assert isinstance(await fails(managed.client.describe(name, **MINE)), NotFound)
     assert isinstance(await fails(managed.client.job("absent", **MINE)), NotFound)
-    assert managed.registry.jobs.unfinished("load") == []
+    assert managed.registry.jobs.unfinished_jobs("load") == []
 
 
 async def test_loads_of_one_name_take_effect_in_the_order_they_were_asked_for(managed: ManagedStore) -> None:
@@ -184,7 +184,7 @@ async def test_a_job_never_goes_back_when_its_source_is_read_again(managed: Mana
         gate.set()
     for job in (waiting, other):
         assert (await end_of(managed, job)).state is State.LOADED
-    events = [event.event for event in managed.registry.journal.events("sql", **MINE)]
+    events = [event.event for event in managed.registry.event_log.events("sql", **MINE)]
     assert events.count("validating") == events.count("downloaded to disk") == 2, "each job went through it once"
 
 
@@ -208,7 +208,7 @@ async def test_jobs_that_have_ended_leave_nothing_in_memory(
     ending.set()
     await end_of(managed, first)
     await until(lambda: not loads._tasks)
-    assert (loads._jobs, loads._passed, loads._last) == ({}, {}, {})
+    assert (loads._jobs, loads._state_times, loads._last_by_name) == ({}, {}, {})
 
 
 async def test_an_unload_drains_then_frees(managed: ManagedStore) -> None:
@@ -259,7 +259,7 @@ async def test_an_unload_is_not_overtaken_by_loads_that_were_asked_for_before(
     ended = await end_of(managed, pending)
     assert (ended.state, ended.generation) == (State.FAILED, None)
     assert "'sql' was unloaded while it was being loaded" in str(ended.reason)
-    assert [item.name for item in open_again().jobs.unfinished("load")] == ["other"]
+    assert [item.name for item in open_again().jobs.unfinished_jobs("load")] == ["other"]
     gate.set()
     assert (await end_of(managed, other)).state is State.LOADED, "another name's load goes on"
     await until(lambda: not managed.lifecycle.loads._tasks)
@@ -287,7 +287,7 @@ async def test_a_load_that_was_read_before_the_unload_and_waits_its_turn_does_no
     monkeypatch.setattr(managed.registry.catalog, "register", register_late)
     pending = await managed.client.load(wanted("sql", "one"))
     await asyncio.to_thread(arrived.wait, 600)
-    drained = managed.registry.catalog.drain("sql", **ADA)  # as another process would
+    drained = managed.registry.catalog.begin_unload("sql", **ADA)  # as another process would
     may_go.set()
     assert drained.cancelled == [pending.id]
     assert (await end_of(managed, pending)).state is State.FAILED
@@ -338,10 +338,10 @@ async def test_an_unload_whose_ingress_ends_is_taken_up_by_another(
     managed.drop_gate.clear()
     job, _ = await first.unload("sql", wait=False, **ADA)
     await until(lambda: job.id in first._draining)
-    monkeypatch.setattr(unloading_module, "UNSEEN_S", 1e9)
+    monkeypatch.setattr(unloading_module, "ORPHAN_TIMEOUT_S", 1e9)
     await second.resume_unloads()
     assert second._draining == set(), "its ingress may be at it"
-    monkeypatch.setattr(unloading_module, "UNSEEN_S", -1.0)
+    monkeypatch.setattr(unloading_module, "ORPHAN_TIMEOUT_S", -1.0)
     num_tasks = len(first._tasks)
     await first.resume_unloads()
     assert len(first._tasks) == num_tasks, "it sees to it"
@@ -369,18 +369,18 @@ async def test_an_unload_is_seen_to_while_an_ingress_says_so(
     await managed.client.load_and_wait(wanted("sql", "one"))
     unload, _ = await managed.client.begin_unload("sql", **ADA)
     began_s = unload.job.created_s
-    left = managed.client.left_unloads
-    for after_s, seen_to, expected in (
-        (unloading_module.UNSEEN_S - 5, [unload.job.id], []),
-        (2 * unloading_module.UNSEEN_S - 10, [], []),
-        (2 * unloading_module.UNSEEN_S, [], [unload]),
-        (3 * unloading_module.UNSEEN_S - 5, [], []),  # whoever was given it sees to it
-        (3 * unloading_module.UNSEEN_S + 5, [], [unload]),
+    orphaned = managed.client.orphaned_unloads
+    for after_s, own_ids, expected in (
+        (unloading_module.ORPHAN_TIMEOUT_S - 5, [unload.job.id], []),
+        (2 * unloading_module.ORPHAN_TIMEOUT_S - 10, [], []),
+        (2 * unloading_module.ORPHAN_TIMEOUT_S, [], [unload]),
+        (3 * unloading_module.ORPHAN_TIMEOUT_S - 5, [], []),  # whoever was given it sees to it
+        (3 * unloading_module.ORPHAN_TIMEOUT_S + 5, [], [unload]),
     ):
         now_s[0] = began_s + after_s
-        assert await left(seen_to) == expected
+        assert await orphaned(own_ids) == expected
     await managed.client.end_unload(unload)
-    assert await left([]) == []
+    assert await orphaned([]) == []
     assert managed.lifecycle.unloads._seen_s == {}
     await managed.close()
 
@@ -390,16 +390,16 @@ async def test_contents_are_gone_when_names_have_meant_them_and_none_does(manage
     for name, source in (("kept", "one"), ("same", "one"), ("changed", "two")):
         await managed.client.load_and_wait(wanted(name, source))
     every = ["d1", "d2", "d3", "never heard of"]
-    assert await managed.client.gone(every) == []
+    assert await managed.client.unreferenced_digests(every) == []
     managed.store.contents["three"] = "d3"
     await managed.client.load_and_wait(wanted("changed", "three"))
-    assert await managed.client.gone(every) == ["d2"]
+    assert await managed.client.unreferenced_digests(every) == ["d2"]
     await management.unload("same", **ADA)
-    assert await managed.client.gone(every) == ["d2"], "another name means the same contents"
+    assert await managed.client.unreferenced_digests(every) == ["d2"], "another name means the same contents"
     await management.unload("kept", **ADA)
-    assert sorted(await managed.client.gone(every)) == ["d1", "d2"]
+    assert sorted(await managed.client.unreferenced_digests(every)) == ["d1", "d2"]
     await managed.client.load_and_wait(wanted("kept", "two"))
-    assert await managed.client.gone(every) == ["d1"]
+    assert await managed.client.unreferenced_digests(every) == ["d1"]
     await management.close()
 
 
@@ -409,12 +409,12 @@ async def test_an_unload_whose_end_the_database_did_not_take_ends_later(
     management = AdapterAdmin(managed.client, managed, Placed())
     await managed.client.load_and_wait(wanted("sql", "one"))
     with monkeypatch.context() as patch:
-        patch.setattr(managed.registry.catalog, "drained", _away)
+        patch.setattr(managed.registry.catalog, "finish_unload", _away)
         assert isinstance(await fails(management.unload("sql", **ADA)), NotReady)
     described = await managed.client.describe("sql", **MINE)
     assert described.job is not None
     assert described.job.state is State.DRAINING
-    monkeypatch.setattr(unloading_module, "UNSEEN_S", -1.0)
+    monkeypatch.setattr(unloading_module, "ORPHAN_TIMEOUT_S", -1.0)
     await management.resume_unloads()
     assert (await end_of(managed, described.job)).state is State.REMOVED
     assert isinstance(await fails(managed.client.describe("sql", **MINE)), NotFound)
@@ -531,7 +531,7 @@ async def test_the_next_process_takes_up_everything(managed: ManagedStore, open_
     assert (entry.owner, entry.traffic_weight) == ("ada", 2.0)
     assert (await after.client.job(unload.job.id, **MINE)).state is State.DRAINING, "engines may still be at it"
     assert [item.name for item in await after.client.hot(5)] == ["kept"]
-    events = after.registry.journal.events("kept", **MINE)
+    events = after.registry.event_log.events("kept", **MINE)
     assert (events[0].event, events[0].replica_id) == ("loaded to device", "r1")
     await after.close()
 
@@ -543,8 +543,8 @@ async def test_what_was_cut_short_is_taken_up_although_the_database_was_away_at_
     cut_short = await managed.client.load(wanted("cut", "two"))
     await managed.kill()
     registry = open_again()
-    monkeypatch.setattr(following_module, "POLL_INTERVAL_S", 0.01)
-    monkeypatch.setattr(following_module, "BEAT_INTERVAL_S", 0.01)
+    monkeypatch.setattr(service_module, "POLL_INTERVAL_S", 0.01)
+    monkeypatch.setattr(service_module, "BEAT_INTERVAL_S", 0.01)
     beats = []
 
     def beat(revision: int) -> Heartbeat:
@@ -584,11 +584,11 @@ async def test_the_end_of_a_load_is_written_down_when_the_database_is_back(
         assert isinstance(await fails(managed.client.load_and_wait(wanted("sql", source))), NotFound), (
             "what was wrong with it"
         )
-    (unfinished,) = managed.registry.jobs.unfinished("load")
+    (unfinished,) = managed.registry.jobs.unfinished_jobs("load")
     away.clear()
     job = await end_of(managed, unfinished)
     assert (job.state, job.digest) == (end, "d1" if end is State.LOADED else None)
-    events = [event.event for event in managed.registry.journal.events("sql", **MINE)]
+    events = [event.event for event in managed.registry.event_log.events("sql", **MINE)]
     assert events.count("downloading") == events.count("routable" if end is State.LOADED else "failed") == 1
     await until(lambda: not lifecycle.loads._writing)
 
@@ -607,7 +607,7 @@ async def test_what_is_observed_again_is_in_the_journal_once(
         for _ in range(2):
             assert isinstance(await fails(managed.client.observe("r1", ["d1"], [], {"d1": 5.0})), NotReady)
     await managed.client.observe("r1", ["d1"], [], {"d1": 5.0})
-    events = [event.event for event in managed.registry.journal.events("sql", **MINE)]
+    events = [event.event for event in managed.registry.event_log.events("sql", **MINE)]
     assert events.count("loaded to device") == 1
     assert [item.name for item in await managed.client.hot(5)] == ["sql"]
 
@@ -628,7 +628,7 @@ async def test_many_at_once_end_as_the_database_says(managed: ManagedStore) -> N
     entries = managed.registry.catalog.entries()
     found = managed.view.page((type(entries[0]),) if entries else (), limit=100, **MINE).entries
     assert list(found) == entries
-    assert managed.registry.jobs.unfinished("load") == []
+    assert managed.registry.jobs.unfinished_jobs("load") == []
 
 
 async def test_pins_reach_the_tiers_and_the_replicas_and_leave_them(managed: ManagedStore) -> None:
@@ -668,13 +668,13 @@ async def test_a_restart_pins_what_is_pinned_before_anything_is_read(open_again:
 
 
 async def test_moves_between_tiers_are_in_the_journal(managed: ManagedStore) -> None:
-    managed.events.moved("deleted from disk", "d1")
+    managed.events.on_move("deleted from disk", "d1")
     await managed.client.load_and_wait(wanted("sql", "one"))
-    managed.events.moved("deleted from host", "d1")
-    await asyncio.to_thread(managed.events.moved, "fetched again", "d1")
+    managed.events.on_move("deleted from host", "d1")
+    await asyncio.to_thread(managed.events.on_move, "fetched again", "d1")
 
     def told() -> list[str]:
-        events = [event.event for event in reversed(managed.registry.journal.events("sql", **MINE))]
+        events = [event.event for event in reversed(managed.registry.event_log.events("sql", **MINE))]
         return [event for event in events if event in ("deleted from host", "fetched again")]
 
     await until(lambda: len(told()) == 2)

@@ -10,8 +10,9 @@ import pytest
 import pytest_asyncio
 from sqlalchemy import select, text
 
+from app.deployments.registry import service
 from app.deployments.registry.db.tables import stores as stores_table
-from app.deployments.registry.feed import background_loops, change_feed
+from app.deployments.registry.feed import change_feed
 from app.deployments.registry.jobs import load_jobs
 from app.deployments.registry.jobs.store_leases import BEAT_INTERVAL_S, FIRST_LEASE_S, LEASE_S
 from app.deployments.registry.models import DEFAULT_TENANT, Registration, RegistryJob, State
@@ -65,9 +66,9 @@ class Stores:
 
 @pytest_asyncio.fixture
 async def stores(open_again: Callable[..., Registry], monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Stores]:
-    for module in (background_loops, change_feed):
+    for module in (service, change_feed):
         monkeypatch.setattr(module, "POLL_INTERVAL_S", 0.01)
-    monkeypatch.setattr(background_loops, "BEAT_INTERVAL_S", 0.01)
+    monkeypatch.setattr(service, "BEAT_INTERVAL_S", 0.01)
     monkeypatch.setattr(load_jobs, "TURN_INTERVAL_S", 0.01)
     monkeypatch.setattr(change_feed, "FOLLOWERS_COME_S", 0.0)
     stores = Stores(open_again)
@@ -139,7 +140,7 @@ async def test_a_load_is_one_stores_and_a_dead_ones_is_taken_up_by_one(stores: S
     job = await a.client.load(wanted("sql", "one"))
     b, c = stores.open(), stores.open()
     for managed in (b, c):
-        await managed.lifecycle.published.take_newer()
+        await managed.lifecycle.published.publish_newer()
         beat = await asyncio.to_thread(managed.registry.stores.beat, 0)
         assert beat.adopted == []
         assert a.registry.stores.id in beat.others
@@ -259,7 +260,7 @@ async def test_a_store_that_ends_leaves_its_loads_at_once(stores: Stores) -> Non
 async def test_of_many_loads_that_were_left_a_few_of_each_host_are_begun_at_a_time(
     stores: Stores, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(load_jobs, "TAKEN_UP_AT_ONCE", 3)
+    monkeypatch.setattr(load_jobs, "MAX_ADOPTED_PER_HOST", 3)
     a = stores.open()
     sources = [f"slow/{number}" for number in range(8)] + ["two"]
     for source in sources:
@@ -280,21 +281,21 @@ async def test_of_many_loads_that_were_left_a_few_of_each_host_are_begun_at_a_ti
         assert (await end_of(b, job)).state is (State.FAILED if number == 5 else State.LOADED)
     assert b.store.loads == [*sources[:3], "two", *sources[3:5], *sources[6:8]], "what was unloaded is not read"
     await until(lambda: not b.lifecycle.loads._tasks)
-    assert (b.lifecycle.loads._left, b.lifecycle.loads._num_taken_up.total()) == ({}, 0)
+    assert (b.lifecycle.loads._adopted, b.lifecycle.loads._num_adopted_running.total()) == ({}, 0)
 
 
 async def test_changes_at_once_share_a_look_at_the_database(stores: Stores, monkeypatch: pytest.MonkeyPatch) -> None:
     a = stores.open()
     await a.lifecycle._tasks.close()  # nobody else looks
-    since, num_looks = a.registry.revisions.since, [0]
+    since, num_looks = a.registry.change_query.since, [0]
 
     def counted(revision: int) -> Any:
         num_looks[0] += 1
         return since(revision)
 
-    monkeypatch.setattr(a.registry.revisions, "since", counted)
-    async with a.lifecycle.published._taking:  # as while a look is under way
-        looks = [asyncio.create_task(a.lifecycle.published.take_newer()) for _ in range(50)]
+    monkeypatch.setattr(a.registry.change_query, "since", counted)
+    async with a.lifecycle.published._publishing:  # as while a look is under way
+        looks = [asyncio.create_task(a.lifecycle.published.publish_newer()) for _ in range(50)]
         await asyncio.sleep(0.01)
         assert num_looks[0] == 0
     await asyncio.gather(*looks)
@@ -348,8 +349,8 @@ async def test_a_registry_that_is_empty_or_older_than_what_is_held_is_no_news(
     assert (held.origin, held.revision) == (table.origin, a.lifecycle.published.revision)
     assert await a.client.watch(held, "ingress", 0.0) is None
     for other, words in (
-        (held._replace(epoch="x", origin="another"), "another one than before; its copies are kept"),
-        (held._replace(epoch="x", revision=held.revision + 1), "but a copy is at .*; its copies are kept"),
+        (held._replace(epoch="x", origin="another"), "not the one that ingresses follow"),
+        (held._replace(epoch="x", revision=held.revision + 1), "but an ingress is at .*; ingresses keep"),
     ):
         for watch in (a.client.watch, a.client.watch_pins, a.client.watch_shares):
             with pytest.raises(NotReady, match=words):
@@ -390,8 +391,8 @@ async def test_a_database_that_falls_back_is_not_ready_until_it_has_caught_up(st
     ):
         assert "is older than change" in str(await fails(change))
     assert revision() == newest - 3, "no number is given twice"
-    with pytest.raises(NotReady, match=r"is older than change .* restart the service to have it take the older"):
-        await a.lifecycle.published.take_newer()
+    with pytest.raises(NotReady, match=r"is older than change .* restart the service to accept the older"):
+        await a.lifecycle.published.publish_newer()
     assert [name for name in ("sql", "lost") if a.view.find(name, DEFAULT_TENANT)] == ["sql", "lost"]
     write("UPDATE registries SET revision = revision + 4 WHERE base_digest = :base")
     await until(lambda: a.view.find("lost", DEFAULT_TENANT) is None)
@@ -404,7 +405,7 @@ async def test_a_database_that_is_away_costs_a_turn_and_nothing_else(
     stores: Stores, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     a, b = stores.open(), stores.open()
-    real, errors = b.registry.revisions.since, [NotReady("away"), NotReady("away"), RuntimeError("a bug"), None]
+    real, errors = b.registry.change_query.since, [NotReady("away"), NotReady("away"), RuntimeError("a bug"), None]
 
     def since(revision: int) -> Any:
         error = errors.pop(0) if errors else None
@@ -412,7 +413,7 @@ async def test_a_database_that_is_away_costs_a_turn_and_nothing_else(
             raise error
         return real(revision)
 
-    monkeypatch.setattr(b.registry.revisions, "since", since)
+    monkeypatch.setattr(b.registry.change_query, "since", since)
     await until(lambda: not errors)
     await a.client.load_and_wait(wanted("sql", "one"))
     assert b.view.find("sql", DEFAULT_TENANT) is not None

@@ -43,7 +43,7 @@ class FakeStore:
                 arrays[-1].exception()  # only the first is asked for
         return SharedAdapter(packed.header, arrays)  # type: ignore[arg-type]
 
-    async def lost(self, digest: str) -> None:
+    async def invalidate(self, digest: str) -> None:
         self.lost_digests.append(digest)
 
 

@@ -29,7 +29,7 @@ class Registry:
         self.errors: list[Exception] = []
         self.asked: list[Collection[str]] = []
 
-    async def gone(self, digests: Collection[str]) -> list[str]:
+    async def unreferenced_digests(self, digests: Collection[str]) -> list[str]:
         self.asked.append(digests)
         if self.errors:
             raise self.errors.pop()

@@ -38,7 +38,7 @@ def test_every_byte_and_ref_is_accounted_for(policy: EvictionPolicy, events: lis
     pinned: set[str] = set()
     for what, key, size, load_s in events:
         if what == "want" and key in storage:
-            storage.use(key)
+            storage.record_hit(key)
         elif what == "want":
             before = set(storage)
             evicted = storage.add(key, size, load_s)
@@ -81,7 +81,7 @@ def test_lru_is_the_textbooks(keys: list[str]) -> None:
     storage, model = BytesBoundedCache(3, "lru"), OrderedDict[str, None]()
     for key in keys:
         if key in model:
-            storage.use(key)
+            storage.record_hit(key)
         else:
             expected = [model.popitem(last=False)[0]] if len(model) == 3 else []
             assert storage.add(key, 1, 1.0) == expected
@@ -93,7 +93,7 @@ def test_lfu_keeps_what_is_used_often_but_not_for_ever() -> None:
     storage = BytesBoundedCache(3, "lfu")
     storage.add("often", 1, 1.0)
     for _ in range(20):
-        storage.use("often")
+        storage.record_hit("often")
     for number in range(10):
         evicted = storage.add(f"once{number}", 1, 1.0)
         assert evicted is not None
@@ -112,7 +112,7 @@ def test_cost_keeps_what_is_dear_per_byte() -> None:
     storage = BytesBoundedCache(100, "cost")
     storage.add("big and fast", 80, 0.1)
     for _ in range(1000):
-        storage.use("big and fast")
+        storage.record_hit("big and fast")
     storage.add("small and slow", 10, 1.0)
     assert storage.add("new", 50, 1.0) == ["small and slow", "big and fast"], (
         "wanted a thousand times, it is worth more"
@@ -130,7 +130,7 @@ def test_skewed_demand_is_served_better_than_by_chance(policy: EvictionPolicy) -
     for name in wanted:
         if name in storage:
             hits += 1
-            storage.use(name)
+            storage.record_hit(name)
         else:
             storage.add(name, 1, 1.0)
     assert hits / len(wanted) > 0.35
@@ -150,7 +150,7 @@ def test_a_hundred_thousand_are_taken_in_without_looking_at_the_others() -> None
 
         items = values = __iter__  # type: ignore[assignment]
 
-    storage._kept = Watched()  # type: ignore[assignment]
+    storage._entries = Watched()  # type: ignore[assignment]
     for index in range(60):
         assert storage.add(f"k{index}", 1, 1.0) == []
     assert Watched.num_walks == 0
@@ -163,10 +163,10 @@ def test_other_limits_keep_what_was_used_last_and_what_is_fixed() -> None:
         storage.add(name, 20, 1.0)
     storage.pin(["a"])
     storage.ref("b")
-    storage.use("c")
-    assert storage.limit(70, "lru") == ["d", "e"]
+    storage.record_hit("c")
+    assert storage.set_limit(70, "lru") == ["d", "e"]
     assert (set(storage), storage.total_bytes) == ({"a", "b", "c"}, 60)
-    assert storage.limit(30, "lru") == ["c"], "pinned and read ones stay, beyond the limit too"
+    assert storage.set_limit(30, "lru") == ["c"], "pinned and read ones stay, beyond the limit too"
     assert storage.add("f", 10, 1.0) is None
     storage.unref("b")
     assert storage.add("f", 10, 1.0) == ["b"]

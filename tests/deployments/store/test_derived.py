@@ -18,8 +18,8 @@ from app.engine.adapters.combining.combination import CombinationMethod, Combina
 from app.engine.adapters.sandbox.packing import PackedAdapter, unpack_adapter
 from app.engine.adapters.signing.trusted_keys import TrustedKeys
 from app.engine.errors import AdapterMismatch, CombinationRefused
+from tests.deployments.store.recorded_events import RecordedEvents
 from tests.deployments.store.test_host_cache import Sources, load
-from tests.deployments.store.told import Told
 from tests.engine.adapters.making import random_adapter, tiny_spec
 
 SPEC = tiny_spec()
@@ -49,7 +49,11 @@ def opened(sources: Sources, **options: Any) -> HostAdapterCache[PackedAdapter]:
         return packed
 
     return HostAdapterCache(
-        sources, keep, Told(), compose=partial(merge_adapters, SPEC, _same), **({"max_bytes": 1 << 20} | options)
+        sources,
+        keep,
+        RecordedEvents(),
+        combine=partial(merge_adapters, SPEC, _same),
+        **({"max_bytes": 1 << 20} | options),
     )
 
 
@@ -85,7 +89,7 @@ async def test_what_was_evicted_is_made_again_with_its_parts(sources: Sources) -
     ref = await derived_ref(store)
     await store.fetch(ref)
     for digest in store.cached_digests:
-        store.lost(digest)
+        store.invalidate(digest)
     assert (await store.fetch(ref)).card.digest == ref.digest
     assert sorted(sources.reads[2:]) == ["/canonical/sql", "/canonical/tone"]
     store.close()
@@ -95,7 +99,7 @@ async def test_a_part_whose_source_has_changed_is_no_part(sources: Sources) -> N
     store = opened(sources)
     ref = await derived_ref(store)
     for digest in store.cached_digests:
-        store.lost(digest)
+        store.invalidate(digest)
     put(sources, "tone", random_adapter(SPEC, 8, seed=9))
     with pytest.raises(AdapterMismatch, match="adapter 'tone' was registered with contents"):
         await store.fetch(ref)

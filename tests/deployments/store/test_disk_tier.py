@@ -16,7 +16,7 @@ import pytest
 from app.deployments.store import disk_tier
 from app.deployments.store.disk_tier import DiskTier
 from app.deployments.store.tier_counters import TierCounters
-from tests.deployments.store.told import Told
+from tests.deployments.store.recorded_events import RecordedEvents
 
 Open = Callable[..., DiskTier]
 
@@ -26,7 +26,7 @@ def open_tier(tmp_path: Path) -> Iterator[Open]:
     opened: list[DiskTier] = []
 
     def open_one(max_bytes: int = 10_000) -> DiskTier:
-        opened.append(DiskTier(tmp_path, max_bytes, "lru", TierCounters(), Told()))
+        opened.append(DiskTier(tmp_path, max_bytes, "lru", TierCounters(), RecordedEvents()))
         return opened[-1]
 
     yield open_one
@@ -108,7 +108,7 @@ def _die_at(root: str, where: str) -> None:
 
         return run
 
-    tier = DiskTier(Path(root), 250, "lru", TierCounters(), Told())
+    tier = DiskTier(Path(root), 250, "lru", TierCounters(), RecordedEvents())
     for name in ("write_bytes", "write_text", "rename", "mkdir"):
         setattr(Path, name, counted(getattr(Path, name)))
     disk_tier._flush = counted(disk_tier._flush)  # type: ignore[assignment]
@@ -133,7 +133,7 @@ def test_a_crash_at_any_step_leaves_whole_objects_and_no_litter(tmp_path: Path) 
     assert exit_codes[0] == -signal.SIGKILL
     assert exit_codes[-1] == 7
     for step in steps:
-        tier = DiskTier(tmp_path / str(step), 250, "lru", TierCounters(), Told())
+        tier = DiskTier(tmp_path / str(step), 250, "lru", TierCounters(), RecordedEvents())
         for digest in tier.digests:
             assert read(tier, digest) == digest.encode() * 100
         assert tier.total_bytes == 100 * len(tier.digests) <= 250
@@ -156,7 +156,7 @@ def test_a_process_that_starts_at_the_same_time_leaves_our_downloads_alone(
 ) -> None:
     """Another one starts before our step-th call that touches the disk: it may have to wait, and takes nothing."""
     remaining = step
-    other = threading.Thread(target=lambda: DiskTier(tmp_path, 10_000, "lru", TierCounters(), Told()).close())
+    other = threading.Thread(target=lambda: DiskTier(tmp_path, 10_000, "lru", TierCounters(), RecordedEvents()).close())
 
     def counted(call: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -259,7 +259,7 @@ def test_threads_keep_the_books(open_tier: Open) -> None:
 
 
 def test_what_is_pinned_is_not_given_up_and_what_goes_is_told(tmp_path: Path) -> None:
-    told = Told()
+    told = RecordedEvents()
     tier = DiskTier(tmp_path, 300, "lru", TierCounters(), told, pinned=["a"])
     for digest in "abcd":
         add(tier, digest)
@@ -274,7 +274,7 @@ def test_what_is_pinned_is_not_given_up_and_what_goes_is_told(tmp_path: Path) ->
     tier.remove("c")
     assert told.moves == [("deleted from disk", digest) for digest in "bac"]
     tier.close()
-    again = DiskTier(tmp_path, 150, "lru", TierCounters(), Told(), pinned=["d"])
+    again = DiskTier(tmp_path, 150, "lru", TierCounters(), RecordedEvents(), pinned=["d"])
     assert again.digests == {"d"}, "also at start, though it was used longer ago"
     again.close()
 

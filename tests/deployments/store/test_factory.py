@@ -52,7 +52,7 @@ class Process:
     async def close(self) -> None:
         await self.opened.parts.lifecycle.close()
         self.opened._store.close()
-        self.opened._store._library.close()
+        self.opened._store._reader.close()
         self.opened._registry.close()
 
 
@@ -68,9 +68,9 @@ async def test_a_service_that_starts_tells_the_store_its_settings(process: Proce
     service = process.service
     await service.preload(process.config("old").for_store.model_dump_json())
     _, entry = await service.load_and_wait(wanted("a", "old"))
-    library = process.opened._store._library
+    library = process.opened._store._reader
     await service.preload(process.config("old").for_store.model_dump_json())
-    assert process.opened._store._library is library, "equal settings change nothing"
+    assert process.opened._store._reader is library, "equal settings change nothing"
     small = process.config(
         "new",
         host_cache_bytes=1 << 20,
@@ -79,7 +79,7 @@ async def test_a_service_that_starts_tells_the_store_its_settings(process: Proce
         preload=[{"name": "b", "path": "new"}],
     )
     await service.preload(small.for_store.model_dump_json())
-    assert process.opened._store._kept.max_bytes == 1 << 20
+    assert process.opened._store._cache.max_bytes == 1 << 20
     names = {item.name for item in process.opened.parts.registry.catalog.entries()}
     assert names == {"a", "b"}, "what there was stays, and the new preload is here"
     assert isinstance(await fails(service.load(wanted("renamed", "new"))), Exception)
@@ -97,13 +97,13 @@ async def test_the_next_life_begins_with_what_was_told_last(process: Process) ->
 
 
 async def test_settings_that_cannot_be_are_refused_and_change_nothing(process: Process) -> None:
-    before = process.opened._store._library
+    before = process.opened._store._reader
     bad = json.loads(process.config("old").for_store.model_dump_json())
     bad["adapters"] |= {"custom_fetcher": "no.such:function", "allow_hub": False}
     error = await fails(process.service.preload(json.dumps(bad)))
     assert isinstance(error, ConfigError)
     assert "no.such:function" in str(error)
-    assert process.opened._store._library is before
+    assert process.opened._store._reader is before
     await process.service.load_and_wait(wanted("a", "old"))
     assert process.opened.parts.registry.catalog.get("a", **MINE) is not None
 

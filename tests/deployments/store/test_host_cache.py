@@ -8,9 +8,9 @@ from collections.abc import Collection, Iterator
 
 import pytest
 
+from app.deployments.registry.jobs.failure_backoff import FIRST_S, FailureBackoff
 from app.deployments.store import reader_pool as reads_module
 from app.deployments.store.adapter_reader import LocatedAdapter
-from app.deployments.store.failure_backoff import FIRST_S, FailureBackoff
 from app.deployments.store.host_cache import HostAdapterCache
 from app.deployments.store.reader_pool import ABANDON_S, MAX_READERS, MAX_READERS_PER_HOST, MAX_READERS_PER_LANE
 from app.engine.adapters.adapter import LoraAdapter
@@ -18,7 +18,7 @@ from app.engine.adapters.card import AdapterRef
 from app.engine.adapters.sandbox.packing import PackedAdapter, pack_adapter
 from app.engine.adapters.signing.trusted_keys import TrustedKeys
 from app.engine.errors import AdapterFormatError, AdapterMismatch, AdapterQuarantined, AdapterTooLarge, SourceError
-from tests.deployments.store.told import Told
+from tests.deployments.store.recorded_events import RecordedEvents
 from tests.fakes import fake_adapter
 
 
@@ -64,7 +64,7 @@ class Sources:
         if gate := self.gates.get(source):
             assert gate.wait(600)
         if source in self.abandoned:
-            raise SourceError(f"{source} was not waited for any longer")
+            raise SourceError(f"{source} was abandoned")
         if adapter is None:
             raise AdapterFormatError(f"{source} is broken")
         uri = f"/canonical/{source}" if "/" not in source else source
@@ -81,12 +81,12 @@ def sources() -> Sources:
 
 
 @pytest.fixture
-def told() -> Told:
-    return Told()
+def told() -> RecordedEvents:
+    return RecordedEvents()
 
 
 @pytest.fixture
-def store(sources: Sources, told: Told) -> Iterator[HostAdapterCache[str]]:
+def store(sources: Sources, told: RecordedEvents) -> Iterator[HostAdapterCache[str]]:
     store = HostAdapterCache(sources, sources.put, told, max_bytes=100)
     yield store
     store.close()
@@ -133,7 +133,7 @@ async def test_slow_sources_delay_only_their_own_lane(store: HostAdapterCache[st
     while len(sources.reads) < MAX_READERS_PER_LANE:
         await asyncio.sleep(0.001)
     entry = await load(store, "fast")
-    store.lost(entry.digest)
+    store.invalidate(entry.digest)
     await store.fetch(entry)
     assert not any(task.done() for task in slow)
     assert len(sources.reads) == MAX_READERS_PER_LANE + 2
@@ -156,7 +156,7 @@ async def test_what_is_near_never_waits_for_what_is_far(
     while len(sources.reads) < MAX_READERS:
         await asyncio.sleep(0.001)
     ref = await load(store, "near")
-    store.lost(ref.digest)
+    store.invalidate(ref.digest)
     await store.fetch(ref)
     assert not any(task.done() for task in far)
     gate.set()
@@ -223,7 +223,7 @@ async def test_contents_that_changed_behind_the_name_are_refused(
 ) -> None:
     add(sources, "a")
     first = await load(store, "a")
-    store.lost(first.digest)
+    store.invalidate(first.digest)
     add(sources, "a", as_name="other")
     with pytest.raises(AdapterMismatch, match="register it again"):
         await store.fetch(first)
@@ -238,7 +238,7 @@ async def test_equal_contents_are_kept_once(store: HostAdapterCache[str], source
     assert one.card.digest == two.card.digest
     assert (one.uri, two.uri) == ("/canonical/a", "/canonical/b")
     assert len(sources.puts) == 1
-    store.forget(one.card.digest)
+    store.invalidate(one.card.digest)
     assert store.cached_bytes == 0
     with pytest.raises(AdapterFormatError):
         await store.load("broken", "default")
@@ -246,11 +246,11 @@ async def test_equal_contents_are_kept_once(store: HostAdapterCache[str], source
 
 async def test_a_failing_adapter_is_read_once_until_its_time_has_come(sources: Sources) -> None:
     now_s = [0.0]
-    quarantine = FailureBackoff(lambda: now_s[0])
-    store = HostAdapterCache(sources, sources.put, Told(), max_bytes=100, quarantine=quarantine)
+    backoff = FailureBackoff(lambda: now_s[0])
+    store = HostAdapterCache(sources, sources.put, RecordedEvents(), max_bytes=100, backoff=backoff)
     add(sources, "a")
     ref = await load(store, "a")
-    store.lost(ref.digest)
+    store.invalidate(ref.digest)
     del sources.contents["/canonical/a"]
     sources.reads.clear()
     errors = await asyncio.gather(*(store.fetch(ref) for _ in range(20)), return_exceptions=True)
@@ -267,7 +267,7 @@ async def test_a_failing_adapter_is_read_once_until_its_time_has_come(sources: S
     assert len(sources.reads) == 2
     add(sources, "a")
     assert await load(store, "a") == ref
-    store.lost(ref.digest)
+    store.invalidate(ref.digest)
     assert await store.fetch(ref) == f"handle-{ref.digest}", "registered again, it is tried at once"
     store.close()
 
@@ -278,21 +278,21 @@ async def test_what_is_expected_is_read_once_and_still_counts_as_a_miss(
     add(sources, "a")
     ref = await load(store, "a")
     for is_early in (True, False):  # read before it is asked for, or still being read
-        store.lost(ref.digest)
+        store.invalidate(ref.digest)
         sources.reads.clear()
         before = store.counts.of("host")
         sources.gates["/canonical/a"] = gate = threading.Event()
-        expecting = asyncio.create_task(store.expect(ref))
+        prefetching = asyncio.create_task(store.prefetch(ref))
         while not sources.reads:
             await asyncio.sleep(0.001)
         if is_early:
             gate.set()
-            await expecting
+            await prefetching
         fetching = asyncio.create_task(store.fetch(ref))
         await asyncio.sleep(0)
         gate.set()
         assert await fetching == f"handle-{ref.digest}"
-        await expecting
+        await prefetching
         assert sources.reads == ["/canonical/a"]
         await store.fetch(ref)
         after = store.counts.of("host")
@@ -304,19 +304,19 @@ async def test_what_is_expected_is_read_once_and_still_counts_as_a_miss(
 
 async def test_what_is_expected_fails_for_those_who_ask_for_it(sources: Sources) -> None:
     """The error is the one of reading, not that it failed before; and it is remembered when somebody has met it."""
-    store = HostAdapterCache(sources, sources.put, Told(), max_bytes=100)
+    store = HostAdapterCache(sources, sources.put, RecordedEvents(), max_bytes=100)
     add(sources, "a")
     ref = await load(store, "a")
-    store.lost(ref.digest)
+    store.invalidate(ref.digest)
     del sources.contents["/canonical/a"]
     sources.reads.clear()
-    await store.expect(ref)
+    await store.prefetch(ref)
     assert sources.reads == ["/canonical/a"]
     with pytest.raises(AdapterFormatError):
         await store.fetch(ref)
     with pytest.raises(AdapterQuarantined):
         await store.fetch(ref)
-    await store.expect(ref)
+    await store.prefetch(ref)
     assert len(sources.reads) == 2, "what failed for somebody is left alone"
     store.close()
 
@@ -324,11 +324,11 @@ async def test_what_is_expected_fails_for_those_who_ask_for_it(sources: Sources)
 async def test_asking_for_what_is_expected_meets_its_failure(store: HostAdapterCache[str], sources: Sources) -> None:
     add(sources, "a")
     ref = await load(store, "a")
-    store.lost(ref.digest)
+    store.invalidate(ref.digest)
     del sources.contents["/canonical/a"]
     sources.reads.clear()
     sources.gates["/canonical/a"] = gate = threading.Event()
-    expecting = asyncio.create_task(store.expect(ref))
+    prefetching = asyncio.create_task(store.prefetch(ref))
     while not sources.reads:
         await asyncio.sleep(0.001)
     fetching = asyncio.create_task(store.fetch(ref))
@@ -336,14 +336,14 @@ async def test_asking_for_what_is_expected_meets_its_failure(store: HostAdapterC
     gate.set()
     with pytest.raises(AdapterFormatError):
         await fetching
-    await expecting
+    await prefetching
     with pytest.raises(AdapterQuarantined):
         await store.fetch(ref)
     assert sources.reads == ["/canonical/a"]
 
 
 async def test_pinned_adapters_stay_and_what_they_leave_no_room_for_is_told_so(
-    store: HostAdapterCache[str], sources: Sources, told: Told
+    store: HostAdapterCache[str], sources: Sources, told: RecordedEvents
 ) -> None:
     digests = {name: add(sources, name).card.digest for name in "abc"}
     a = await load(store, "a")
@@ -353,7 +353,7 @@ async def test_pinned_adapters_stay_and_what_they_leave_no_room_for_is_told_so(
     await load(store, "c")
     assert set(store.cached_digests) == {digests["a"], digests["c"]}, "b was used last, but a is pinned"
     add(sources, "large", size=70)
-    with pytest.raises(AdapterTooLarge, match=r"70 bytes, but pinned adapters hold 40 of .*host_cache_bytes 100"):
+    with pytest.raises(AdapterTooLarge, match=r"70 bytes, but pinned adapters take 40 of .*host_cache_bytes 100"):
         await load(store, "large")
     assert set(store.cached_digests) == {digests["a"], digests["c"]}
     store.pin([])
@@ -361,7 +361,7 @@ async def test_pinned_adapters_stay_and_what_they_leave_no_room_for_is_told_so(
     assert set(store.cached_digests) == {digests["b"], digests["c"]}
     await load(store, "large")
     assert store.cached_bytes == 70
-    store.forget(a.digest)
+    store.invalidate(a.digest)
     events = [(event, next(name for name in "abc" if digests[name] == digest)) for event, digest in told.moves]
     assert events == [
         ("deleted from host", "b"),
@@ -378,13 +378,13 @@ async def test_whoever_does_not_wait_is_told_to_ask_again_and_it_is_one_miss(
 ) -> None:
     add(sources, "a")
     ref = await load(store, "a")
-    store.lost(ref.digest)
+    store.invalidate(ref.digest)
     gate = sources.gates["/canonical/a"] = threading.Event()
     before = store.counts.of("host").get("misses", 0)
-    assert await store.fetch_soon(ref, 0.0) is None
-    assert await store.fetch_soon(ref, 0.01, again=True) is None
+    assert await store.try_fetch(ref, 0.0) is None
+    assert await store.try_fetch(ref, 0.01, again=True) is None
     gate.set()
-    assert await store.fetch_soon(ref, 600.0, again=True) == f"handle-{ref.digest}"
+    assert await store.try_fetch(ref, 600.0, again=True) == f"handle-{ref.digest}"
     assert store.counts.of("host")["misses"] == before + 1
     assert sources.reads[1:] == ["/canonical/a"]
 
@@ -394,14 +394,14 @@ async def test_whoever_asks_again_meets_what_failed_and_others_that_it_did(
 ) -> None:
     ref = AdapterRef("a", "d" * 64, "t", uri="/canonical/none")
     gate = sources.gates["/canonical/none"] = threading.Event()
-    assert await store.fetch_soon(ref, 0.0) is None
+    assert await store.try_fetch(ref, 0.0) is None
     gate.set()
     while store._pending:
         await asyncio.sleep(0.001)
     with pytest.raises(AdapterFormatError, match="is broken"):
-        await store.fetch_soon(ref, 1.0, again=True)
+        await store.try_fetch(ref, 1.0, again=True)
     with pytest.raises(AdapterQuarantined):
-        await store.fetch_soon(ref, 1.0)
+        await store.try_fetch(ref, 1.0)
     assert len(sources.reads) == 1
 
 
@@ -430,12 +430,12 @@ async def test_one_hanging_host_leaves_threads_for_others(
 async def test_a_read_that_nobody_asks_about_is_given_up(sources: Sources, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reads_module, "_CHECK_INTERVAL_S", 0.001)
     now_s = [0.0]
-    store = HostAdapterCache(sources, sources.put, Told(), max_bytes=100, clock=lambda: now_s[0])
+    store = HostAdapterCache(sources, sources.put, RecordedEvents(), max_bytes=100, clock=lambda: now_s[0])
     refs = [AdapterRef(name, name * 64, "t", uri=f"{name}/x") for name in "abc"]
     for ref in refs:
         add(sources, ref.uri)
         sources.gates[ref.uri] = threading.Event()
-        assert await store.fetch_soon(ref, 0.0) is None
+        assert await store.try_fetch(ref, 0.0) is None
     waiting = asyncio.create_task(store.fetch(refs[1]))
     leaving = asyncio.create_task(store.load("d", "default"))
     add(sources, "d")
@@ -445,7 +445,7 @@ async def test_a_read_that_nobody_asks_about_is_given_up(sources: Sources, monke
     leaving.cancel()
     await asyncio.gather(leaving, return_exceptions=True)
     now_s[0] = ABANDON_S
-    assert await store.fetch_soon(refs[2], 0.0, again=True) is None
+    assert await store.try_fetch(refs[2], 0.0, again=True) is None
     now_s[0] += 1.0
     while len(sources.abandoned) < 2:
         await asyncio.sleep(0.001)
@@ -465,7 +465,7 @@ async def test_a_read_that_nobody_asks_about_is_given_up(sources: Sources, monke
 
 
 async def test_other_settings_reach_what_is_here_and_what_comes(
-    store: HostAdapterCache[str], sources: Sources, told: Told
+    store: HostAdapterCache[str], sources: Sources, told: RecordedEvents
 ) -> None:
     for name in "ab":
         add(sources, name)
@@ -477,7 +477,7 @@ async def test_other_settings_reach_what_is_here_and_what_comes(
         await asyncio.sleep(0.001)
     other = Sources()
     add(other, "c", size=30)
-    store.use(other, max_bytes=70, policy="lru", trusted=TrustedKeys())
+    store.reconfigure(other, max_bytes=70, policy="lru", trusted=TrustedKeys())
     assert store.cached_bytes == 40
     assert [event for event, _ in told.moves] == ["deleted from host"]
     await load(store, "c")
@@ -495,7 +495,7 @@ async def test_a_source_that_fails_is_nobody_elses_failure(store: HostAdapterCac
     add(sources, "theirs", as_name="mine")
     mine, theirs = await load(store, "mine"), await load(store, "theirs")
     assert mine.digest == theirs.digest
-    store.forget(mine.digest)
+    store.invalidate(mine.digest)
     del sources.contents["/canonical/theirs"]
     with pytest.raises(AdapterFormatError):
         await store.fetch(theirs)
@@ -511,7 +511,7 @@ async def test_who_asks_beside_a_source_that_hangs_reads_from_its_own(
     add(sources, "mine")
     add(sources, "theirs", as_name="mine")
     mine, theirs = await load(store, "mine"), await load(store, "theirs")
-    store.forget(mine.digest)
+    store.invalidate(mine.digest)
     gate = sources.gates["/canonical/theirs"] = threading.Event()
     hangs = asyncio.create_task(store.fetch(theirs))
     while "/canonical/theirs" not in sources.reads:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from app.deployments.ingress.error_responses import error_reply
-from app.deployments.store.failure_backoff import FIRST_S
+from app.deployments.registry.jobs.failure_backoff import FIRST_S
 from app.deployments.store.service import StoreParts, StoreService
 from app.engine.adapters.card import AdapterRef
 from app.engine.errors import (
@@ -31,7 +31,7 @@ class Failing:
     def __init__(self, error: Exception) -> None:
         self.error = error
 
-    async def fetch_soon(self, ref: AdapterRef, wait_s: float, *, again: bool = False) -> None:  # noqa: ARG002
+    async def try_fetch(self, ref: AdapterRef, wait_s: float, *, again: bool = False) -> None:  # noqa: ARG002
         raise self.error
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from app.deployments.registry.models import UPLOADED
-from app.deployments.store.sources.source_resolution import LocalPlace, Sources
+from app.deployments.store.sources.source_resolution import LocalSource, Sources
 from app.deployments.store.uploads import GRACE_S, Uploads
 from app.engine.errors import AdapterTooLarge, NotFound, QueueFull, UnsafeSource
 
@@ -33,16 +33,16 @@ def uploads(tmp_path: Path, clock: Clock) -> Uploads:
 
 def test_an_upload_is_a_source_by_its_contents(uploads: Uploads) -> None:
     sources = Sources([], uploads=uploads.root)
-    with uploads.storage(b"{}", b"weights") as source, uploads.storage(b"{}", b"weights") as again:
+    with uploads.store(b"{}", b"weights") as source, uploads.store(b"{}", b"weights") as again:
         assert source == again
         place = sources.locate(source)
-        assert isinstance(place, LocalPlace)
+        assert isinstance(place, LocalSource)
         assert sorted(file.name for file in place.path.iterdir()) == [
             "adapter_config.json",
             "adapter_model.safetensors",
         ]
         assert (place.path / "adapter_model.safetensors").read_bytes() == b"weights"
-    with uploads.storage(b"{}w", b"eights") as other:
+    with uploads.store(b"{}w", b"eights") as other:
         assert other != source, "where one file ends is part of it"
     assert len(list(uploads.root.iterdir())) == 2
     assert sources.lane(source) == "local"
@@ -57,10 +57,10 @@ def test_nothing_else_is_one(uploads: Uploads, name: str) -> None:
 
 
 def test_what_nothing_names_goes_after_a_while(uploads: Uploads, clock: Clock) -> None:
-    with uploads.storage(b"{}", b"one") as one:
+    with uploads.store(b"{}", b"one") as one:
         clock.now_s = 10 * GRACE_S
         assert uploads.sweep(()) == 0, "it is being loaded"
-    with uploads.storage(b"{}", b"two") as two:
+    with uploads.store(b"{}", b"two") as two:
         pass
     assert uploads.sweep({one}) == 0
     clock.now_s += GRACE_S - 1
@@ -74,27 +74,27 @@ def test_what_nothing_names_goes_after_a_while(uploads: Uploads, clock: Clock) -
 
 
 def test_uploads_are_bounded_together(uploads: Uploads) -> None:
-    with pytest.raises(AdapterTooLarge), uploads.storage(b"{}", bytes(99)):
+    with pytest.raises(AdapterTooLarge), uploads.store(b"{}", bytes(99)):
         pass
-    with uploads.storage(b"{}", bytes(60)) as first:
+    with uploads.store(b"{}", bytes(60)) as first:
         uploads.sweep({first})
-        with pytest.raises(QueueFull), uploads.storage(b"{}", b"x" * 60):
+        with pytest.raises(QueueFull), uploads.store(b"{}", b"x" * 60):
             pass
-    with pytest.raises(QueueFull), uploads.storage(b"{}", b"x" * 60):
+    with pytest.raises(QueueFull), uploads.store(b"{}", b"x" * 60):
         pass
     uploads.sweep(())
-    with uploads.storage(b"{}", b"x" * 60):
+    with uploads.store(b"{}", b"x" * 60):
         assert len(list(uploads.root.iterdir())) == 1, "what nothing names makes room at once"
 
 
 def test_a_restart_finds_what_was_whole(uploads: Uploads, clock: Clock) -> None:
-    with uploads.storage(b"{}", bytes(60)) as source:
+    with uploads.store(b"{}", bytes(60)) as source:
         pass
     (uploads.root / "abc.part").mkdir()
     again = Uploads(uploads.root, 100, clock)
     assert [UPLOADED + folder.name for folder in uploads.root.iterdir()] == [source]
     again.sweep({source})
-    with pytest.raises(QueueFull), again.storage(b"{}", b"x" * 60):
+    with pytest.raises(QueueFull), again.store(b"{}", b"x" * 60):
         pass
 
 
@@ -106,8 +106,8 @@ def test_a_full_disk_refuses_an_upload_and_holds_no_room_for_it(
 
     with monkeypatch.context() as disk:
         disk.setattr(os, "fsync", full)
-        with pytest.raises(QueueFull, match="state_dir"), uploads.storage(b"{}", b"w" * 90):
+        with pytest.raises(QueueFull, match="state_dir"), uploads.store(b"{}", b"w" * 90):
             pass
     assert list(uploads.root.iterdir()) == []
-    with uploads.storage(b"{}", b"v" * 90) as source:
+    with uploads.store(b"{}", b"v" * 90) as source:
         assert source.startswith(UPLOADED)

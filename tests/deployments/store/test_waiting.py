@@ -10,7 +10,7 @@ import pytest
 
 from app.deployments.replica import adapter_fetcher
 from app.deployments.store import service as service_module
-from app.deployments.store.service import HOLD_S, MAX_HELD, StoreParts, StoreService
+from app.deployments.store.service import FETCH_WAIT_S, MAX_WAITING_FETCHES, StoreParts, StoreService
 from app.engine.adapters.card import AdapterRef
 from app.engine.errors import AdapterFormatError
 
@@ -24,7 +24,7 @@ class Bytes:
         self.expected: list[str] = []
         self.gate = asyncio.Event()
 
-    async def fetch_soon(self, ref: AdapterRef, wait_s: float, *, again: bool = False) -> str | None:  # noqa: ARG002
+    async def try_fetch(self, ref: AdapterRef, wait_s: float, *, again: bool = False) -> str | None:  # noqa: ARG002
         self.waits_s.append(wait_s)
         found = self.here.get(ref.digest)
         if found is None:
@@ -33,7 +33,7 @@ class Bytes:
             raise found
         return found
 
-    async def expect(self, ref: AdapterRef) -> None:
+    async def prefetch(self, ref: AdapterRef) -> None:
         self.expected.append(ref.digest)
         await self.gate.wait()
 
@@ -51,25 +51,25 @@ def make(store: Bytes) -> tuple[StoreService[str], list[int]]:
 async def test_fetches_of_what_hangs_are_held_shortly_and_no_more_than_so_many() -> None:
     store = Bytes()
     service, calls = make(store)
-    hanging = [asyncio.create_task(service.fetch(ref(f"d{index}"))) for index in range(MAX_HELD + 50)]
+    hanging = [asyncio.create_task(service.fetch(ref(f"d{index}"))) for index in range(MAX_WAITING_FETCHES + 50)]
     async with asyncio.timeout(60):
-        while not all(task.done() for task in hanging[MAX_HELD:]):
+        while not all(task.done() for task in hanging[MAX_WAITING_FETCHES:]):
             await asyncio.sleep(0)
-    assert store.waits_s == [HOLD_S] * MAX_HELD + [0.0] * 50
-    assert [task.done() for task in hanging] == [False] * MAX_HELD + [True] * 50
+    assert store.waits_s == [FETCH_WAIT_S] * MAX_WAITING_FETCHES + [0.0] * 50
+    assert [task.done() for task in hanging] == [False] * MAX_WAITING_FETCHES + [True] * 50
     store.here["good"] = "handle"
     assert await service.fetch(ref("good")) == "handle"
-    assert len(calls) == MAX_HELD + 51, "every call shows that somebody is there"
+    assert len(calls) == MAX_WAITING_FETCHES + 51, "every call shows that somebody is there"
     for task in hanging:
         task.cancel()
 
 
 async def test_expecting_returns_at_once_and_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(service_module, "MAX_EXPECTED", 3)
+    monkeypatch.setattr(service_module, "MAX_PREFETCHES", 3)
     store = Bytes()
     service, _ = make(store)
     for index in range(5):
-        await service.expect(ref(f"d{index}"))
+        await service.prefetch(ref(f"d{index}"))
     await asyncio.sleep(0)
     assert store.expected == ["d0", "d1", "d2"]
     store.gate.set()

@@ -33,7 +33,7 @@ class Answered(StoreService[SharedAdapter]):
     async def fetch(self, ref: AdapterRef, again: bool = False) -> SharedAdapter:  # noqa: ARG002
         return self._shared
 
-    async def lost(self, digest: str) -> None:
+    async def invalidate(self, digest: str) -> None:
         raise AssertionError(f"the bytes of {digest} are not on this node")
 
 

@@ -124,7 +124,7 @@ class BatchRunner:
                 await self._refuse(batch, errors)
                 return
             batch = await self.storage.begin_batch(batch.id, self.holder, check.num_lines)
-            known = set(await self.storage.answered(batch.id))
+            known = set(await self.storage.answered_lines(batch.id))
             await _BatchRun(self, batch, known, min(self.num_streams, check.num_lines)).run()
         except NotFound:
             await self._refuse(batch, [FileError("input_file_gone", "the input file has expired or was deleted")])

@@ -92,7 +92,7 @@ class AdapterDirectory:
 
     async def _prefetch(self, ref: AdapterRef) -> None:
         try:
-            await self._store.expect(ref)
+            await self._store.prefetch(ref)
             await asyncio.sleep(MIN_PREFETCH_S)
         except NotReady as error:
             logger.info("cannot prefetch adapter %s: %s", ref.name, error)

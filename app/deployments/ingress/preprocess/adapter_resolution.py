@@ -82,7 +82,7 @@ class AdapterResolver:
         except _NeedsLoad as not_loaded:
             name = not_loaded.ref.name
             raise InvalidRequest(
-                f"adapter {name!r} is not loaded yet; load it first: POST /v1/loras/{name}/read", param="adapters"
+                f"adapter {name!r} is not loaded yet; load it first: POST /v1/loras/{name}/load", param="adapters"
             ) from None
 
     def _combine(

@@ -67,7 +67,7 @@ class LazyAdapterLoader:
         key = (owner_id, name)
         with self._waiting(self._waiting_reads, key, f"for adapter {name!r} to load", "for any"):
             await self._result(
-                self._reads.task(key, lambda: self._store.read_for_request(name, tenant_id=owner_id, who=caller.who)),
+                self._reads.task(key, lambda: self._store.load_for_request(name, tenant_id=owner_id, who=caller.who)),
                 name,
             )
 

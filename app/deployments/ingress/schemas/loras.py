@@ -16,7 +16,7 @@ from app.deployments.registry.models import MAX_REGISTRATIONS
 class RegisterAdapterBody(Body):
     """`path`: the adapter's source; or `compose`: the registered adapters that it combines.
 
-    `wait`: answer when the adapter is served or has failed, instead of at once. `read` false: register the name only;
+    `wait`: answer when the adapter is served or has failed, instead of at once. `lazy`: register the name only;
     the first request loads the adapter.
     """
 
@@ -24,7 +24,7 @@ class RegisterAdapterBody(Body):
     path: str | None = None
     compose: ComposeBody | None = None
     wait: bool = False
-    read: bool = True
+    lazy: bool = False
     pinned: bool | None = None
     traffic_weight: TrafficWeight | None = None
     description: str | None = None

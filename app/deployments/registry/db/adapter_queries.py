@@ -1,8 +1,4 @@
-"""Rows of the table `adapters`, as what names mean and as what has changed.
-
-In: rows, or a connection inside of a transaction. Out: `CatalogEntry`s, and the values of a name's next row. Rule: a
-name's generation rises whenever its contents change, and over a removal. Writing is the catalog's.
-"""
+"""Rows of the table `adapters`: reading them as `CatalogEntry`s, and the values that the catalog writes."""
 
 from __future__ import annotations
 
@@ -13,20 +9,19 @@ from sqlalchemy import ColumnElement, Connection, select
 
 from app.deployments.registry.db.tables import adapters
 from app.deployments.registry.feed.view import Entry, Key
-from app.deployments.registry.models import MEANT_STATES, CatalogEntry, LoadRequest, State
+from app.deployments.registry.models import LIVE_STATES, CatalogEntry, LoadRequest, State
 from app.engine.adapters.card import AdapterCard, AdapterRef
 
-#: Rows fetched at a time: a server ends a transaction whose client says nothing while it makes entries of a million.
+#: Rows fetched at a time: converting a million rows at once would exceed the server's idle-in-transaction timeout.
 _READ_AT_ONCE = 5_000
 
 
 def ref_of(row: Mapping[Any, Any]) -> AdapterRef:
-    """A row of `adapters` or of `generations`."""
+    """The reference in a row of `adapters` or of `generations`."""
     return AdapterRef(row["name"], row["digest"], row["tenant_id"], row["generation"], row["uri"])
 
 
 def entry_of(row: Mapping[Any, Any]) -> CatalogEntry:
-    """A row of `adapters`."""
     return CatalogEntry(
         ref=ref_of(row),
         max_rank=row["max_rank"],
@@ -46,14 +41,16 @@ def entry_of(row: Mapping[Any, Any]) -> CatalogEntry:
 
 
 def next_generation(old: Mapping[Any, Any] | None, digest: str) -> int:
-    """Of these contents under a name that meant `old`: another one if they differ, or if the name meant nothing."""
+    """The generation of contents `digest` under a name whose row was `old`: it rises if the contents differ, or if the
+    name was not in service.
+    """
     if old is None:
         return 1
     return int(old["generation"] + (old["digest"] != digest or old["state"] != State.LOADED))
 
 
 def card_values(card: AdapterCard) -> dict[str, Any]:
-    """What a row of `adapters` has of a card."""
+    """The columns of `adapters` that come from a card."""
     return {
         "digest": card.digest,
         "max_rank": card.max_rank,
@@ -67,8 +64,10 @@ def card_values(card: AdapterCard) -> dict[str, Any]:
 
 
 def merged_settings(old: Mapping[Any, Any] | None, request: LoadRequest) -> dict[str, Any]:
-    """How a name is treated from now on: as asked, or as it was while it meant something, or as a new one."""
-    before: Mapping[Any, Any] = {} if old is None or old["state"] not in MEANT_STATES else old
+    """A name's owner, pin and weight after a load: as requested, else as before while the name was in service, else
+    defaults.
+    """
+    before: Mapping[Any, Any] = {} if old is None or old["state"] not in LIVE_STATES else old
     pinned, traffic_weight = request.pinned, request.traffic_weight
     return {
         "owner": before.get("owner", request.who),
@@ -78,15 +77,15 @@ def merged_settings(old: Mapping[Any, Any] | None, request: LoadRequest) -> dict
 
 
 def changed_adapters(connection: Connection, base_digest: str, after: int) -> list[tuple[int, Key, Entry | None]]:
-    """(revision, name, adapter or None where it is gone) of changes after a revision; after 0 nothing that is gone."""
+    """(revision, key, entry or None if removed) of changes after `after`; after 0: only entries that exist."""
     query = select(adapters).where(adapters.c.base_digest == base_digest)
     order: Sequence[ColumnElement[Any]] = (adapters.c.tenant_id, adapters.c.name)
-    if after:  # by the index that finds them: a cursor of PostgreSQL would walk all names in their order instead
+    if after:  # ordered by the index on revision: PostgreSQL's cursor would otherwise walk all names in their order
         query, order = query.where(adapters.c.revision > after), (adapters.c.revision, *order)
     else:
-        query = query.where(adapters.c.state.in_(MEANT_STATES))
+        query = query.where(adapters.c.state.in_(LIVE_STATES))
     query = query.execution_options(yield_per=_READ_AT_ONCE)
     return [
-        (row["revision"], (row["tenant_id"], row["name"]), entry_of(row) if row["state"] in MEANT_STATES else None)
+        (row["revision"], (row["tenant_id"], row["name"]), entry_of(row) if row["state"] in LIVE_STATES else None)
         for row in connection.execute(query.order_by(*order)).mappings()
     ]

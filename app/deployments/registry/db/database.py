@@ -1,11 +1,9 @@
-"""The registry's database: where it is, its transactions, its schema.
+"""The registry's database (a SQLite file or PostgreSQL): its transactions and its schema.
 
-In: a URL (a file of SQLite, or PostgreSQL) and the base model whose registry this is. Out: transactions. Writers take
-turns in every database, so that what one has read is still true when it writes; readers wait for nobody, and everything
-ends in bounded time. In an empty database the tables are made with the object, in one transaction, once however many
-processes start together; those of another version are refused and left as they are. Whatever a database does that we
-did not ask for is `NotReady` in a fixed sentence: its own words, which may name hosts and users, are for the log. What
-the rows mean is left to the modules beside this one.
+Writers take turns in every database, so what a writer has read is still true when it writes; readers wait for no one,
+and every call ends in bounded time. In an empty database the constructor creates the tables, in one transaction, also
+when several processes start together; a schema of another version is refused and left alone. A database failure becomes
+NotReady with a fixed message: the database's own words may name hosts and users and go only to the log.
 """
 
 from __future__ import annotations
@@ -40,46 +38,45 @@ from app.engine.errors import ConfigError, InvalidRequest, NotReady
 
 logger = logging.getLogger(__name__)
 
-#: How long a call waits for another's transaction.
+#: How long a call waits for another process's transaction.
 LOCK_TIMEOUT_S = 30.0
-#: How long a call waits for a connection to PostgreSQL: for a new one, or for one of the pool to come free.
+#: How long a call waits for a PostgreSQL connection, new or from the pool.
 CONNECT_TIMEOUT_S = 5
-#: How long one statement may take, and how long the server keeps a transaction whose client says nothing.
+#: The longest a statement may take, and the longest a transaction may be idle before the server ends it.
 STATEMENT_TIMEOUT_S = 60
-#: So much longer than a statement may take we wait for the server to say that it took too long.
+#: How much longer than the statement timeout the client waits for the server to report it.
 GRACE_S = 10.0
-#: How long bytes may stay unacknowledged before a connection counts as lost; a quiet one is tried after half of it.
+#: A connection with bytes unacknowledged for so long is lost; an idle one is probed after half of it.
 SILENCE_TIMEOUT_S = 20
-#: Connections kept open. Calls come from a few threads of one process.
+#: Connections that stay open. Calls come from a few threads of one process.
 POOL_SIZE = 4
-#: A reason may quote a file: this much of it is kept.
+#: Longest free text that is stored: a failure's reason may quote a file.
 MAX_TEXT = 2000
-#: What PostgreSQL calls a text that it cannot keep: no character of the encoding, too long. None: psycopg itself said
-#: so.
-_NO_TEXT = (None, "22021", "22P05", "22001")
+#: SQLSTATEs of texts that PostgreSQL cannot store (invalid characters, too long); None: psycopg refused it itself.
+_UNSTORABLE_TEXT = (None, "22021", "22P05", "22001")
 
 
 class Database:
-    """Every call is one transaction; threads and processes may call at the same time."""
+    """Every call is one transaction; threads and processes may call concurrently."""
 
     def __init__(self, url: str, base_digest: str, clock: Callable[[], float] = time.time) -> None:
-        """`clock` gives the Unix times that are written down.
+        """`clock` gives the Unix times that are stored.
 
-        Raises ConfigError for a URL or a schema that cannot be used, NotReady if nobody answers there.
+        Raises ConfigError for a URL or schema that cannot be used, NotReady if the database does not answer.
         """
         self.base_digest = base_digest
         self.clock = clock
-        self.known_revision = 0  # of the newest change that this process has seen; the caller's to set
-        parsed = _checked(url)
+        self.known_revision = 0  # of the newest change that this process has seen; `ChangeFeed` sets it
+        parsed = _parse_url(url)
         self.address = parsed.render_as_string(hide_password=True)
         self._num_open, self._idle = 0, threading.Condition()
         self._is_sqlite = parsed.get_backend_name() == "sqlite"
         options: dict[str, Any]
         if self._is_sqlite:
-            _make_folder_of(Path(parsed.database or ""))
-            # Connections are kept: to open one takes ten times what most transactions do, and when the last is closed
-            # SQLite writes its log back into the file. No bound on how many there are at a time: nobody waits for one.
-            # AUTOCOMMIT: `_transaction` says where one begins, which pysqlite by itself does late.
+            _make_parent(Path(parsed.database or ""))
+            # Connections stay open: opening one takes ten times as long as most transactions, and closing the last
+            # makes SQLite write its log back into the file. Their number is not limited, so no call waits for one.
+            # AUTOCOMMIT: `_transaction` begins transactions itself; pysqlite would begin them too late.
             options = {
                 "pool_size": POOL_SIZE,
                 "max_overflow": -1,
@@ -92,16 +89,16 @@ class Database:
                 "pool_size": POOL_SIZE,
                 "pool_timeout": CONNECT_TIMEOUT_S,
                 "pool_pre_ping": True,
-                "connect_args": _limits(parsed),
+                "connect_args": _postgres_options(parsed),
             }
         try:
             self._engine = create_engine(parsed, **options)
             if not self._is_sqlite:
                 from app.deployments.registry.db.postgres_timeouts import (
-                    PostgresTimeouts,  # psycopg: only where it is asked for
+                    PostgresTimeouts,  # needs psycopg
                 )
 
-                self._patience = PostgresTimeouts(
+                self._timeouts = PostgresTimeouts(
                     self._engine, idle_s=CONNECT_TIMEOUT_S, busy_s=STATEMENT_TIMEOUT_S + GRACE_S
                 )
         except ModuleNotFoundError as error:
@@ -109,12 +106,12 @@ class Database:
                 f"adapters.registry_url needs {error.name}, which is not installed; pip install 'polylora[postgres]'"
             ) from error
         if self._is_sqlite:
-            event.listen(self._engine, "connect", _write_ahead)
-            event.listen(self._engine, "checkout", _must_be_at(Path(parsed.database or "")))
+            event.listen(self._engine, "connect", _use_wal)
+            event.listen(self._engine, "checkout", _check_same_file(Path(parsed.database or "")))
         try:
             self._create_schema()
-            self.origin = self._enter()
-        except _Damaged as error:
+            self.origin = self._registry_id()
+        except _CorruptDatabase as error:
             self.close()
             raise ConfigError(
                 f"the registry at {self.address} is damaged ({error.reason}); restore a copy of it"
@@ -125,37 +122,36 @@ class Database:
 
     @contextmanager
     def read(self) -> Iterator[Connection]:
-        """One consistent view. Raises NotReady while the database does not answer, InvalidRequest for no text."""
+        """A consistent snapshot. Raises NotReady if the database is away, InvalidRequest for unstorable text."""
         with self._transaction(lock=None) as connection:
             yield connection
 
     @contextmanager
     def write(self) -> Iterator[Connection]:
-        """Nobody else writes to this base model's registry meanwhile. Raises as `read`."""
+        """A transaction during which no one else writes to this base model's registry. Raises the same as `read`."""
         with self._transaction(lock=self.base_digest) as connection:
             yield connection
 
     def next_revision(self, connection: Connection) -> int:
-        """The number of a change that the caller's transaction makes (`revisions`).
+        """The revision of the change that the caller's transaction makes (`feed.change_query`).
 
-        Raises NotReady, so that the transaction is undone, for a number that has been another change's: the database is
-        an older copy of what it was.
+        Raises NotReady, which rolls back, if another change had that revision: the database is an older copy of itself.
         """
         mine = update(registries).where(registries.c.base_digest == self.base_digest)
         raised = mine.values(revision=registries.c.revision + 1).returning(registries.c.revision)
         revision: int = connection.execute(raised).scalar_one()
         if revision <= self.known_revision:
-            raise older(self.known_revision)
+            raise older_database_error(self.known_revision)
         return revision
 
     def close(self) -> None:
-        """Blocks until transactions in other threads have ended, for as long as one may take."""
+        """Waits for transactions in other threads, as long as one may take."""
         with self._idle:
             self._idle.wait_for(lambda: self._num_open == 0, STATEMENT_TIMEOUT_S)
         self._engine.dispose()
 
     def _create_schema(self) -> None:
-        """Make the tables in an empty database. Raises ConfigError if it has those of another version."""
+        """Create the tables in an empty database. Raises ConfigError for a schema of another version."""
         with self._transaction(lock="schema") as connection:
             present = set(inspect(connection).get_table_names()) & metadata.tables.keys()
             found: int | None = None
@@ -173,8 +169,8 @@ class Database:
                     "load the adapters again"
                 )
 
-    def _enter(self) -> str:
-        """What tells this registry from every other, one at the same place included: drawn when it was new."""
+    def _registry_id(self) -> str:
+        """This registry's random id, drawn when it was new: it tells it from a different registry at the same place."""
         query = select(registries.c.id).where(registries.c.base_digest == self.base_digest)
         with self.write() as connection:
             origin: str | None = connection.scalar(query)
@@ -185,9 +181,9 @@ class Database:
 
     @contextmanager
     def _transaction(self, *, lock: str | None) -> Iterator[Connection]:
-        """`lock`: what writers take turns at; None: it only reads. SQLite has one turn for all."""
+        """`lock`: what writers take turns at; None: read only. SQLite has one lock for all."""
         try:
-            with self._counted(), self._engine.connect() as connection:
+            with self._count_open(), self._engine.connect() as connection:
                 if self._is_sqlite:
                     connection.exec_driver_sql("BEGIN" if lock is None else "BEGIN IMMEDIATE")
                 elif lock is None:
@@ -201,19 +197,17 @@ class Database:
                     raise
                 self._end(connection, "COMMIT")
         except UnicodeEncodeError as error:
-            raise _no_text() from error
+            raise _unstorable_text_error() from error
         except SQLAlchemyError as error:
-            if isinstance(error, DataError) and getattr(error.orig, "sqlstate", None) in _NO_TEXT:
-                raise _no_text() from error
+            if isinstance(error, DataError) and getattr(error.orig, "sqlstate", None) in _UNSTORABLE_TEXT:
+                raise _unstorable_text_error() from error
             logger.warning("the registry at %s: %s", self.address, getattr(error, "orig", None) or error)
-            if type(error) is DatabaseError:  # SQLite's, for a file that is not what it wrote
-                raise _Damaged(str(error.orig)) from error
-            raise NotReady(
-                "the registry's database does not answer as it should; ask again", retry_after_s=5
-            ) from error
+            if type(error) is DatabaseError:  # SQLite raises this for a damaged file
+                raise _CorruptDatabase(str(error.orig)) from error
+            raise NotReady("the registry's database does not answer; ask again", retry_after_s=5) from error
 
     @contextmanager
-    def _counted(self) -> Iterator[None]:
+    def _count_open(self) -> Iterator[None]:
         with self._idle:
             self._num_open += 1
         try:
@@ -226,7 +220,7 @@ class Database:
     def _end(self, connection: Connection, how: str) -> None:
         if self._is_sqlite:
             driver: Any = connection.connection.dbapi_connection
-            if how == "COMMIT" or driver.in_transaction:  # when the disk is full SQLite has rolled back itself
+            if how == "COMMIT" or driver.in_transaction:  # SQLite rolls back by itself when the disk is full
                 connection.exec_driver_sql(how)
         elif how == "COMMIT":
             connection.commit()
@@ -234,27 +228,27 @@ class Database:
             connection.rollback()
 
 
-def older(known_revision: int) -> NotReady:
-    """What everybody is told while the database is older than what is known of it."""
+def older_database_error(known_revision: int) -> NotReady:
+    """The error of every change while the database is older than what is already published."""
     return NotReady(
-        f"the registry's database is older than change {known_revision}, which is served; nothing is changed: restore "
-        "the newer one, or restart the service to have it take the older", retry_after_s=5,
+        f"the registry's database is older than change {known_revision}, which is already served; nothing was changed: "
+        "restore the newer database, or restart the service to accept the older one", retry_after_s=5,
     )  # fmt: skip
 
 
-class _Damaged(NotReady):
-    """A file that is no database any more. Until it is restored there is no registry."""
+class _CorruptDatabase(NotReady):
+    """The file is not a database any more; there is no registry until it is restored."""
 
     def __init__(self, reason: str) -> None:
-        super().__init__("the registry's database is damaged; its log says how", retry_after_s=60)
+        super().__init__("the registry's database is damaged; the store's log has the details", retry_after_s=60)
         self.reason = reason
 
     def __reduce__(self) -> tuple[object, ...]:
-        return (_Damaged, (self.reason,))
+        return (_CorruptDatabase, (self.reason,))
 
 
-def storable(text: str) -> str:
-    """Words for people as every database keeps them, at most `MAX_TEXT` characters."""
+def storable_text(text: str) -> str:
+    """A text that every database can store, at most `MAX_TEXT` characters."""
     return text[:MAX_TEXT].encode("utf-8", "replace").decode().replace("\0", "\N{REPLACEMENT CHARACTER}")
 
 
@@ -262,7 +256,7 @@ def sqlite_url(path: Path) -> str:
     return URL.create("sqlite", database=str(path)).render_as_string()
 
 
-def _checked(url: str) -> URL:
+def _parse_url(url: str) -> URL:
     try:
         parsed = make_url(url)
         backend = parsed.get_backend_name()
@@ -278,10 +272,10 @@ def _checked(url: str) -> URL:
     )
 
 
-def _limits(url: URL) -> dict[str, Any]:
-    """libpq's arguments: no call waits without end for a server that is gone, or for another's transaction.
+def _postgres_options(url: URL) -> dict[str, Any]:
+    """libpq's arguments, so that no call waits forever for a lost server or another's transaction.
 
-    For one that stands still see `patient`.
+    A server that hangs but whose kernel still acknowledges bytes is for `postgres_timeouts`.
     """
     milliseconds = {
         "lock_timeout": LOCK_TIMEOUT_S,
@@ -303,32 +297,32 @@ def _limits(url: URL) -> dict[str, Any]:
 
 
 def _lock_number(what: str) -> int:
-    """64 bits with a sign, as PostgreSQL's advisory locks have them."""
+    """A signed 64-bit key for PostgreSQL's advisory locks."""
     return int.from_bytes(hashlib.blake2b(f"polylora {what}".encode(), digest_size=8).digest(), signed=True)
 
 
-def _no_text() -> InvalidRequest:
-    return InvalidRequest("a text has characters that no database keeps (NUL, half a surrogate), or too many")
+def _unstorable_text_error() -> InvalidRequest:
+    return InvalidRequest("a text has characters that cannot be stored (NUL, half a surrogate), or too many")
 
 
-def _make_folder_of(file: Path) -> None:
+def _make_parent(file: Path) -> None:
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(f"the registry's folder {file.parent} cannot be made: {error.strerror}") from error
 
 
-def _must_be_at(file: Path) -> Callable[[sqlite3.Connection, ConnectionPoolEntry, object], None]:
-    """Closes a kept connection whose file is no longer the one at this path: a backup was put there, or it was removed.
+def _check_same_file(file: Path) -> Callable[[sqlite3.Connection, ConnectionPoolEntry, object], None]:
+    """Close a pooled connection if the path now has another file (a restored backup) or none.
 
-    Its changes would be in a file that nobody can find any more.
+    Its changes would go to a file that no one can find any more.
     """
 
     def check(_: sqlite3.Connection, entry: ConnectionPoolEntry, __: object) -> None:
         try:
             found = file.stat()
         except OSError as error:
-            raise DisconnectionError(f"{file} cannot be looked at: {error.strerror}") from error
+            raise DisconnectionError(f"{file} cannot be read: {error.strerror}") from error
         place = found.st_dev, found.st_ino
         if entry.info.setdefault("file", place) != place:
             raise DisconnectionError(f"{file} is another file than before")
@@ -336,10 +330,12 @@ def _must_be_at(file: Path) -> Callable[[sqlite3.Connection, ConnectionPoolEntry
     return check
 
 
-def _write_ahead(connection: sqlite3.Connection, _: object) -> None:
-    """Readers beside one writer. The mode is the file's; it is set once, and asked for by every connection.
+def _use_wal(connection: sqlite3.Connection, _: object) -> None:
+    """Set write-ahead logging, so that readers run beside a writer. The mode belongs to the file; every connection sets
+    it.
 
-    Of several that open a new file at once SQLite lets one set it, and refuses the others without its own wait.
+    When several connections open a new file at once, SQLite lets one set the mode and refuses the others without
+    waiting.
     """
     deadline_s = time.monotonic() + LOCK_TIMEOUT_S
     while True:

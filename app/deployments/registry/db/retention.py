@@ -1,8 +1,8 @@
-"""What a registry forgets, so that it never grows without bound, and which uploads it still needs.
+"""Retention: which rows a registry deletes, so that it stays bounded, and which uploads it still needs.
 
-`trim` deletes events, records of the audit, and jobs of names that nothing is registered under. Each name
-keeps its last ones, so that a busy adapter erases nobody else's history; beyond that age and a total count. Rule: what
-is to go is looked for without holding anybody up, and deleted a few thousand rows at a time.
+`trim` deletes events, audit records, and jobs of names that were never registered. Limits hold per name, so that a busy
+adapter does not erase another's history, and by age and total count. Rows are searched in a read transaction and
+deleted a few thousand at a time, so that no writer waits long.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from app.deployments.registry.db.tables import adapters, audit, events, jobs
 from app.deployments.registry.models import FINAL_STATES, UPLOADED, State
 
 _DAY_S = 86_400.0
-#: Rows that one transaction deletes, and that one call of `trim` looks for in a table.
-_AT_ONCE, _AT_MOST = 2_000, 100_000
+#: Most rows that one transaction deletes, and that one call of `trim` deletes from a table.
+_DELETE_BATCH, _MAX_ROWS = 2_000, 100_000
 
 
 class Limits(NamedTuple):
-    """How many rows of a table a name keeps, how many there are, and how old they become."""
+    """How many rows a table has per name and in total, and their greatest age."""
 
     per_name: int
     total: int
@@ -30,12 +30,12 @@ class Limits(NamedTuple):
 
 EVENTS = Limits(1_000, 1_000_000, 90 * _DAY_S)
 AUDIT = Limits(10_000, 1_000_000, 400 * _DAY_S)
-#: Of names that were never registered, and of no others: a registered name's are bounded by `jobs.MAX_JOBS_PER_NAME`.
+#: Only for names that were never registered; `job_table.MAX_JOBS_PER_NAME` bounds the others.
 UNKNOWN_JOBS = Limits(20, 10_000, 7 * _DAY_S)
 
 
 def trim(database: Database) -> int:
-    """Forget what is beyond the limits; how many rows that were."""
+    """Delete the rows beyond the limits; returns their number."""
     is_known = select(adapters.c.name).where(
         adapters.c.base_digest == jobs.c.base_digest,
         adapters.c.tenant_id == jobs.c.tenant_id,
@@ -52,10 +52,7 @@ def trim(database: Database) -> int:
 
 
 def uploads_in_use(database: Database) -> frozenset[str]:
-    """The sources of uploads that a name means, or that a load which is not over will read; the others may be removed.
-
-    What a name has meant before is not among them.
-    """
+    """The upload sources of names in service and of unfinished loads; earlier generations do not count."""
     meant = select(adapters.c.uri).where(
         adapters.c.base_digest == database.base_digest,
         adapters.c.state != State.REMOVED,
@@ -81,9 +78,9 @@ def _trim(
     query = _beyond(database, table, time_s, order, limits, where)
     with database.read() as connection:
         ids = connection.scalars(query).all()
-    for start in range(0, len(ids), _AT_ONCE):
+    for start in range(0, len(ids), _DELETE_BATCH):
         with database.write() as connection:
-            connection.execute(delete(table).where(table.c.id.in_(ids[start : start + _AT_ONCE])))
+            connection.execute(delete(table).where(table.c.id.in_(ids[start : start + _DELETE_BATCH])))
     return len(ids)
 
 
@@ -95,7 +92,7 @@ def _beyond(
     limits: Limits,
     where: tuple[ColumnElement[bool], ...],
 ) -> Select[Any]:
-    """The ids of rows that are too old, or too far from the newest of their name or of all."""
+    """Ids of rows that are too old, or too far from the newest of their name or of all."""
     of_name = func.row_number().over(partition_by=(table.c.tenant_id, table.c.name), order_by=order.desc())
     of_all = func.row_number().over(order_by=order.desc())
     places = (
@@ -108,4 +105,4 @@ def _beyond(
         places.c.of_all > limits.total,
         places.c.at_s < database.clock() - limits.age_s,
     )
-    return select(places.c.id).where(is_beyond).limit(_AT_MOST)
+    return select(places.c.id).where(is_beyond).limit(_MAX_ROWS)

@@ -1,7 +1,6 @@
-"""The tables of what is kept for clients, beside the registry's and in the same schema.
+"""The tables of the object storage, in the registry's schema; a change of one raises `SCHEMA_VERSION`.
 
-In: nothing. Out: SQLAlchemy's tables, which the books read and write; a change of one raises the registry's
-`SCHEMA_VERSION`. Every row belongs to one base model and one tenant. Times are Unix seconds.
+Every row belongs to one base model and one tenant. Times are Unix seconds.
 """
 
 from __future__ import annotations
@@ -19,8 +18,8 @@ def _id() -> tuple[Column[str], Column[str], Column[str]]:
     )
 
 
-#: A file: what a client has sent, in parts, or what a batch has answered (`batch_id`), whose lines are its contents.
-#: `num_parts` is null until all has come.
+#: A file: an upload in `file_parts`, or a batch's output (`batch_id`), whose contents are in `batch_lines`.
+#: `num_parts` is null until the upload is complete.
 files = Table(
     "files",
     metadata,
@@ -46,8 +45,8 @@ file_parts = Table(
     Column("content", LargeBinary, nullable=False),
 )
 
-#: `owner` is the process that works on it; `lease_s` changes with all that it writes, and is 0 while there is none.
-#: `key_id` pays; `note` (JSON) is the client's metadata, `errors` (JSON) what was wrong with its file.
+#: `owner` is the process that works on it; `lease_s` changes with each of its writes and is 0 without an owner.
+#: `key_id` pays; `note` (JSON) is the client's metadata, `errors` (JSON) what is wrong with the input file.
 batches = Table(
     "batches",
     metadata,
@@ -75,7 +74,7 @@ batches = Table(
     Index("batches_by_status", "base_digest", "status", "lease_s"),
 )
 
-#: What a batch has answered: one row per line of its input, written once.
+#: A batch's output: one row per input line, written once.
 batch_lines = Table(
     "batch_lines",
     metadata,
@@ -86,7 +85,7 @@ batch_lines = Table(
     Column("line", Text, nullable=False),
 )
 
-#: Responses that were to be stored. `items` (JSON) is the conversation up to the response, `body` (JSON) the response.
+#: Stored responses. `items` (JSON) is the conversation up to the response, `body` (JSON) the response.
 responses = Table(
     "responses",
     metadata,

@@ -1,7 +1,7 @@
-"""The registry's tables as they are now.
+"""The registry's tables, which `Database` creates in an empty database.
 
-`Database` makes them in an empty database. Every row belongs to one base model, so that services of different bases may
-share a database. Times are Unix seconds. A `revision` is the number of the change that wrote a row (`revisions`).
+Every row belongs to one base model, so services of different bases can share a database. Times are Unix seconds. A
+`revision` is the number of the change that wrote a row (`feed.change_query`).
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from sqlalchemy import (
 
 metadata = MetaData()
 
-#: Of all tables in `metadata`. Raise it with every change of one: there are no migrations before the first release.
+#: The version of all tables in `metadata`. Raise it with every change: there are no migrations before 0.1.0.
 SCHEMA_VERSION = 1
 
-#: The type of ids that count up: 64 bits in every database. SQLite counts up in a column of this very type only.
+#: The type of autoincrement ids: 64 bits in every database. SQLite autoincrements only INTEGER columns.
 COUNTER = BigInteger().with_variant(Integer, "sqlite")
 
 
 def _name_key() -> tuple[Column[str], Column[str], Column[str]]:
-    """A name, as primary key: names are a tenant's, and of one base model."""
+    """The primary key of a name: names belong to a tenant and a base model."""
     return (
         Column("base_digest", String(64), primary_key=True),
         Column("tenant_id", String(128), primary_key=True),
@@ -40,17 +40,16 @@ def _name_key() -> tuple[Column[str], Column[str], Column[str]]:
     )
 
 
-#: One row: the `SCHEMA_VERSION` of whoever made the tables.
+#: One row: the `SCHEMA_VERSION` that created the tables.
 schema_versions = Table("schema_versions", metadata, Column("version", Integer, primary_key=True, autoincrement=False))
 
 
 def _public_id(prefix: str) -> Column[str]:
-    """A random id, which tells nothing of how many rows there are; `id` is their order."""
+    """A random id that does not reveal how many rows there are; `id` gives their order."""
     return Column("public_id", String(48), nullable=False, default=lambda: f"{prefix}_{secrets.token_hex(12)}")
 
 
-#: One row per base model: `id` is drawn when the database is new, `revision` rises with every change of a name or
-#: alias.
+#: One row per base model: a random `id`, and the `revision` that rises with every change of a name or alias.
 registries = Table(
     "registries",
     metadata,
@@ -59,8 +58,8 @@ registries = Table(
     Column("revision", BigInteger, nullable=False),
 )
 
-#: The processes that serve a registry: `actor` outlives their restarts, `beat_s` is when one last said that it lives,
-#: `revision` is what all its ingresses hold, `settings` what it was last told.
+#: The processes that serve a registry: `actor` outlives their restarts, `beat_s` is the last heartbeat, `revision`
+#: what all its ingresses have, `settings` what it last works with.
 stores = Table(
     "stores",
     metadata,
@@ -72,9 +71,9 @@ stores = Table(
     Column("settings", Text),
 )
 
-#: One row per name that was ever registered: what it means now. `state` is LOADED, DRAINING or REMOVED;
-#: `generation` is the highest the name ever had; `source` is where the adapter was asked from, `uri` where it was.
-#: `invocation_tokens` are ids with spaces between them, `metadata` is a JSON object or nothing.
+#: One row per name that was ever registered: what it means now. `state` is REGISTERED, LOADED, DRAINING or REMOVED;
+#: `generation` is the highest the name ever had; `source` is as requested, `uri` its canonical form.
+#: `invocation_tokens` are ids separated by spaces, `metadata` is a JSON object or empty.
 adapters = Table(
     "adapters",
     metadata,
@@ -100,7 +99,7 @@ adapters = Table(
     Index("adapters_by_revision", "base_digest", "revision"),
 )
 
-#: Everything a name has ever meant.
+#: All generations of each name.
 generations = Table(
     "generations",
     metadata,
@@ -115,8 +114,8 @@ generations = Table(
     Index("generations_by_digest", "base_digest", "digest"),
 )
 
-#: Work on a name: `kind` is load or unload, `state` one of `entries.State`, `reason` why it failed. `owner` is the
-#: store that works on it, `number` its place in the order in which work was asked for.
+#: Load and unload jobs (`kind`): `state` is a `models.State`, `reason` why it failed, `owner` the store that works
+#: on it, `number` its place in the order of requests.
 jobs = Table(
     "jobs",
     metadata,
@@ -165,7 +164,7 @@ alias_targets = Table(
     Column("weight", Double, nullable=False),
 )
 
-#: What happened to adapters, by itself or as asked; `replica_id` is who saw it on a device.
+#: What happened to adapters; `replica_id` is the replica of an event on a device.
 events = Table(
     "events",
     metadata,
@@ -186,7 +185,7 @@ events = Table(
     sqlite_autoincrement=True,
 )
 
-#: Who asked for what.
+#: Who requested which change.
 audit = Table(
     "audit",
     metadata,
@@ -205,12 +204,12 @@ audit = Table(
     sqlite_autoincrement=True,
 )
 
-#: From where a configuration last had a name loaded, and as what it described it: only another place or text is news.
+#: The source and description that a configuration last gave a preloaded name; only a difference is acted on.
 preloads = Table(
     "preloads", metadata, *_name_key(), Column("source", Text, nullable=False), Column("description", Text)
 )
 
-#: When requests last used the contents of registered adapters: a new replica loads the last used before it is ready.
+#: When requests last used a digest: a new replica loads the most recent ones before it is ready.
 uses = Table(
     "uses",
     metadata,
@@ -221,6 +220,6 @@ uses = Table(
 )
 
 
-def named(table: Table, base_digest: str, tenant_id: str, name: str) -> tuple[ColumnElement[bool], ...]:
+def name_condition(table: Table, base_digest: str, tenant_id: str, name: str) -> tuple[ColumnElement[bool], ...]:
     """The condition for one name's rows."""
     return (table.c.base_digest == base_digest, table.c.tenant_id == tenant_id, table.c.name == name)

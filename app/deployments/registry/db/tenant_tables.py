@@ -1,10 +1,8 @@
-"""The tables of tenants, beside the registry's and in the same schema.
+"""The tables of tenants, in the registry's schema; a change of one raises `SCHEMA_VERSION`.
 
-In: nothing. Out: SQLAlchemy's tables, which the books read and write; a change of one raises the registry's
-`SCHEMA_VERSION`. Every row belongs to one base model. Times are Unix seconds.
-A key that is revoked keeps its row: the audit and usage name it, and a service that ever had keys never opens again.
-The `revision` of a row is the number of the last change of what is published of it: who has seen a change reads what is
-newer.
+Every row belongs to one base model. Times are Unix seconds. A revoked key keeps its row: audit and usage refer to it,
+and a service that ever had keys never becomes open again. A row's `revision` is the number of the last change that is
+published, so followers read only newer rows.
 """
 
 from __future__ import annotations
@@ -18,7 +16,7 @@ def _id() -> tuple[Column[str], Column[str]]:
     return (Column("base_digest", String(64), primary_key=True), Column("id", String(64), primary_key=True))
 
 
-#: A tenant. `model_ids` (JSON) are allowed or denied as `model_mode` says; `salt_secret` is 64 hexadecimal digits.
+#: A tenant. `model_mode` says whether `model_ids` (JSON) are allowed or denied; `salt_secret` is 64 hex digits.
 projects = Table(
     "projects",
     metadata,
@@ -74,8 +72,8 @@ api_keys = Table(
     Index("api_keys_by_revision", "base_digest", "revision"),
 )
 
-#: What a project may ask of a model in a minute or a day; null: as much as it likes. The base model's row holds for
-#: everything of the project, an adapter's or alias's row for that name alone, beside it.
+#: A project's rate limits; null: no limit. The base model's row limits the whole project; a row of an adapter or
+#: alias limits that name in addition.
 rate_limits = Table(
     "rate_limits",
     metadata,
@@ -87,7 +85,7 @@ rate_limits = Table(
     Column("requests_per_day", BigInteger),
 )
 
-#: Names that a project lets another use.
+#: Adapter names that one project shares with another.
 adapter_shares = Table(
     "adapter_shares",
     metadata,
@@ -113,7 +111,7 @@ tenant_audit = Table(
     sqlite_autoincrement=True,
 )
 
-#: Rises with each change of the tables above: whoever else has the database open sees that there is news.
+#: Rises with each change of the tables above, so that other processes notice it.
 tenant_revisions = Table(
     "tenant_revisions",
     metadata,
@@ -121,7 +119,7 @@ tenant_revisions = Table(
     Column("number", BigInteger, nullable=False),
 )
 
-#: What was used: a row per minute, project, key, model and contents. `route_kind` is completions or embeddings.
+#: Usage per minute, project, key, model and digest. `route_kind` is completions or embeddings.
 ledger = Table(
     "ledger",
     metadata,
@@ -143,7 +141,7 @@ ledger = Table(
     Column("kv_block_ms", BigInteger, nullable=False),
 )
 
-#: Which batches of each writer are in the ledger: the highest number, as each writer sends them in order.
+#: The number of each writer's last flush in the ledger; a writer sends them in order.
 ledger_writers = Table(
     "ledger_writers",
     metadata,

@@ -1,9 +1,7 @@
-"""What has changed in a registry since it was last looked at, whoever changed it.
+"""Which names have changed since a revision.
 
-In: the number of the last change that somebody knows. Out: the rows that are newer, as they are now, and the number of
-the newest. Every transaction that changes what a name means takes the next number and writes it into the rows it
-changes; a name that is gone keeps its row, so that its going is news as well. Numbers belong to one base model and
-never fall.
+Every transaction that changes what a name means takes the next revision and writes it into the rows it changes. A
+removed name keeps its row, so that its removal is a change too. Revisions belong to one base model and never fall.
 """
 
 from __future__ import annotations
@@ -20,7 +18,7 @@ from app.deployments.registry.feed.view import Entry, Key
 
 
 class RegistryChanges(NamedTuple):
-    """Names that changed, in the order of their changes; None: it means nothing any more."""
+    """Changed names in order of their changes; None: the name has no meaning any more."""
 
     revision: int
     rows: list[tuple[Key, Entry | None]]
@@ -33,7 +31,7 @@ class ChangeQuery:
         self._database = database
 
     def since(self, revision: int) -> RegistryChanges:
-        """What is newer than `revision`. 0: everything that a name means, and nothing of what is gone."""
+        """Changes after `revision`; after 0: all names that mean something."""
         base_digest = self._database.base_digest
         query = select(registries.c.revision).where(registries.c.base_digest == base_digest)
         with self._database.read() as connection:
@@ -42,6 +40,6 @@ class ChangeQuery:
                 return RegistryChanges(newest, [])
             changed = changed_adapters(connection, base_digest, revision)
             changed += changed_aliases(connection, base_digest, revision)
-        # A name may have gone as one kind and come as the other: the later change is what it means.
+        # A name may be removed as an adapter and added as an alias: the later change counts.
         changed.sort(key=lambda item: item[0])
         return RegistryChanges(newest, [(key, entry) for _, key, entry in changed])

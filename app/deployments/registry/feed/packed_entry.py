@@ -1,8 +1,7 @@
-"""A registered adapter in few bytes: how an ingress holds a million of them.
+"""A registered adapter packed into one `bytes` object, so that an ingress can hold a million of them.
 
-In: a `CatalogEntry`. Out: one `bytes` object, and from it an equal entry, or only its reference. A name and its tenant
-are not in it: whoever holds it has them as its key. Rule: packing and unpacking loses nothing, whatever the texts hold;
-what is packed never leaves the process, so that its layout may change with any release.
+The name and tenant are not packed: the holder has them as its key. Packing and unpacking lose nothing, whatever the
+texts contain. Packed entries never leave the process, so the layout may change with any version.
 """
 
 from __future__ import annotations
@@ -16,12 +15,12 @@ from app.engine.adapters.card import AdapterRef
 #: invocation tokens, metadata.
 _HEAD = Struct("<BqqqqdddHIIIIIH")
 _PINNED, _USED, _SAME_SOURCE, _HEX_DIGEST = 1, 2, 4, 8
-#: Texts that a database may not keep in UTF-8 still come back as they were.
+#: Texts that are not valid UTF-8 survive packing too.
 _ERRORS = "surrogatepass"
 
 
 def pack_entry(entry: CatalogEntry) -> bytes:
-    """All of it but its name and tenant."""
+    """Everything but the name and the tenant."""
     ref = entry.ref
     digest, is_hex = _pack_digest(ref.digest)
     is_same = entry.source == ref.uri
@@ -42,7 +41,6 @@ def pack_entry(entry: CatalogEntry) -> bytes:
 
 
 def unpack_ref(packed: bytes, tenant_id: str, name: str) -> AdapterRef:
-    """The entry's `ref`."""
     flags, generation, _, _, _, _, _, _, num_digest, num_uri, *_ = _HEAD.unpack_from(packed)
     end = _HEAD.size + num_digest
     digest = _unpack_digest(packed[_HEAD.size : end], flags)
@@ -50,7 +48,6 @@ def unpack_ref(packed: bytes, tenant_id: str, name: str) -> AdapterRef:
 
 
 def unpack_entry(packed: bytes, tenant_id: str, name: str) -> CatalogEntry:
-    """The entry that was packed, of this name and tenant."""
     (
         flags, _, max_rank, size_bytes, extra_bytes, weight, registered_s, used_s, num_digest, num_uri, num_source,
         num_owner, num_text, num_invocation, num_metadata,
@@ -82,7 +79,7 @@ def unpack_entry(packed: bytes, tenant_id: str, name: str) -> CatalogEntry:
 
 
 def _pack_digest(digest: str) -> tuple[bytes, bool]:
-    """Half of its length, where it is 64 lower-case hexadecimal digits, as contents have; and whether it is."""
+    """The digest in half its length if it is 64 lower-case hex digits; and whether it is."""
     if len(digest) == 64:
         try:
             packed = bytes.fromhex(digest)

@@ -1,8 +1,7 @@
-"""An ingress' copy of the registry: lookups, pages and the choice of an alias's target, without asking anybody.
+"""An ingress's copy of the registry: lookups, pages and alias targets, without calls to other processes.
 
-In: changes, as the owner publishes them. Out: entries by name, names in order, the adapter that a request
-goes to. An alias's target is drawn by weighted rendezvous hashing (Schindelhauer & Schomaker 2005): the
-same user gets the same target everywhere, and when weights change only as many users move as must.
+An alias's target is drawn by weighted rendezvous hashing (Schindelhauer & Schomaker 2005): a user gets the same target
+everywhere, and when weights change only as many users move as necessary.
 """
 
 from __future__ import annotations
@@ -25,23 +24,23 @@ from app.engine.adapters.card import AdapterRef
 Key = tuple[str, str]
 Entry = CatalogEntry | AliasEntry
 
-#: With fewer new names than this, each is inserted in order; with more, the names are sorted once.
+#: Fewer new names than this are inserted one by one; for more, the list is sorted once.
 _FEW = 64
-#: So many entries of a copy are taken over at a time.
+#: Entries that the constructor applies at a time.
 _MANY = 5_000
 
 
 class Page(NamedTuple):
-    """Entries in order of name, and whether there are more behind them."""
+    """Entries in order of name, and whether there are more."""
 
     entries: tuple[Entry, ...]
     has_more: bool
 
 
 class RegistryView:
-    """One event loop. A lookup is a dictionary's; a page costs its own length.
+    """One event loop. A lookup is a dictionary access; a page costs its own length.
 
-    Adapters are held packed (`compact`), and each name once; what is asked for is unpacked.
+    Adapters are stored packed (`packed_entry`), each name once, and unpacked on access.
     """
 
     def __init__(self, entries: Iterable[Entry] = ()) -> None:
@@ -58,25 +57,24 @@ class RegistryView:
         return sum(len(names) for (_, kind), names in self._names.items() if kind is CatalogEntry)
 
     def follow(self, note: Callable[[Key, Entry | None], None]) -> None:
-        """Have `note` told every entry that there is, and each change from now on; None: it is gone."""
+        """Call `note` with every present entry, and with each change from now on; None: removed."""
         self._followers.append(note)
         for tenant_id, held in self._held.items():
             for name in held:
                 note((tenant_id, name), self.find(name, tenant_id))
 
-    def take(self, news: Changes[Key, Entry]) -> None:
-        """Take over a page of the table."""
-        self.apply(self._sync.changes(news, self._keys).items())
+    def take(self, changes: Changes[Key, Entry]) -> None:
+        """Apply a page of the published table."""
+        self.apply(self._sync.changes(changes, self._keys).items())
 
     def apply(self, rows: Iterable[tuple[Key, Entry | None]]) -> None:
-        """Take over changes."""
         added: dict[tuple[str, type], list[str]] = {}
         for (tenant_id, name), entry in dict(rows).items():
             held = self._held.setdefault(tenant_id, {})
             old = held.get(name)
             if entry is None:
                 held.pop(name, None)
-            else:  # the key that is there stays, and with it the one string of the name
+            else:  # the present key stays, so that each name is one string object
                 held[name] = entry if isinstance(entry, AliasEntry) else pack_entry(entry)
             for note in self._followers:
                 note((tenant_id, name), entry)
@@ -98,7 +96,7 @@ class RegistryView:
                 names.sort()
 
     def names(self, tenant_id: str) -> KeysView[str]:
-        """All that a tenant's adapters and aliases are called; it changes with the registry."""
+        """All names of a tenant's adapters and aliases, as a live view."""
         return self._held.get(tenant_id, {}).keys()
 
     def find(self, name: str, tenant_id: str) -> Entry | None:
@@ -110,12 +108,14 @@ class RegistryView:
         return entry if isinstance(entry, CatalogEntry) else None
 
     def means_base(self, name: str, base_name: str, sticky_key: str, tenant_id: str) -> bool:
-        """Whether a request for `name` goes to the base: an alias may stand for it, beside adapters."""
+        """Whether a request for `name` goes to the base model through an alias."""
         held = self._held.get(tenant_id, {}).get(name)
         return isinstance(held, AliasEntry) and choose_target(held, sticky_key) == base_name
 
     def resolve(self, name: str, sticky_key: str, tenant_id: str) -> AdapterRef | None:
-        """The adapter a request for `name` goes to; equal keys choose equally. None: there is no such name."""
+        """The adapter that serves `name`; None for an unknown name. Equal sticky keys choose the same target of an
+        alias.
+        """
         names = self._held.get(tenant_id, {})
         held = names.get(name)
         if isinstance(held, AliasEntry):
@@ -124,12 +124,12 @@ class RegistryView:
         return unpack_ref(held, tenant_id, name) if isinstance(held, bytes) else None
 
     def text(self, ref: AdapterRef) -> str:
-        """What of the adapter's text is its own; nothing once its name means other contents."""
+        """The adapter's own text settings (`AdapterCard.text`); empty once the name means other contents."""
         entry = self._entry_of(ref)
         return "" if entry is None else entry.text
 
     def invocation(self, ref: AdapterRef) -> tuple[int, ...]:
-        """The tokens that activate the adapter; none once its name means other contents."""
+        """The tokens that activate the adapter; empty once the name means other contents."""
         entry = self._entry_of(ref)
         return () if entry is None else entry.invocation_tokens
 
@@ -148,7 +148,7 @@ class RegistryView:
         after: str | None = None,
         tenant_id: str,
     ) -> Page:
-        """Up to `limit` entries of these kinds whose names come after `after`, which need not exist."""
+        """Up to `limit` entries of these kinds with names after `after`, which need not exist."""
         parts = []
         for kind in kinds:
             names = self._names.get((tenant_id, kind), [])
@@ -160,7 +160,7 @@ class RegistryView:
 
 
 def _kind(held: bytes | Entry | None) -> type[Entry] | None:
-    """What kind of entry this is, packed or not."""
+    """The kind of an entry, packed or not."""
     return None if held is None else AliasEntry if isinstance(held, AliasEntry) else CatalogEntry
 
 

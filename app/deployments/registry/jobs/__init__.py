@@ -1,1 +1,1 @@
-"""Load and unload jobs, and which store works on them."""
+"""Load and unload jobs, and the leases of the stores that work on them."""

@@ -1,8 +1,7 @@
-"""Names that nobody has registered: they are looked for when a request first uses them, and registered.
+"""Registration of unknown names: resolvers look for an adapter when a request first uses its name.
 
-In: a name that an ingress does not know, and a tenant. Out: whether it is served now. Rule: each name is looked for
-once however many ask, and what was not found is not looked for again for a while. A name that was an adapter's or is an
-alias's, that is being loaded or was unloaded before it was loaded, is its tenant's to decide about, and left alone.
+A name is looked up once however many requests use it, and a name that was not found is not looked up again for a while.
+A name that its tenant has used before (as an adapter or an alias, or for a load or unload) is left to the tenant.
 """
 
 from __future__ import annotations
@@ -18,6 +17,7 @@ from typing import NamedTuple, Protocol
 from weakref import WeakValueDictionary
 
 from app.deployments.registry.feed.view import Key
+from app.deployments.registry.jobs.failure_backoff import FailureBackoff
 from app.deployments.registry.jobs.load_jobs import Reader
 from app.deployments.registry.models import AUTO, LoadRequest, State, is_name
 from app.deployments.registry.registry import Registry
@@ -25,10 +25,9 @@ from app.deployments.registry.service import RegistryService
 from app.deployments.rpc.background_tasks import SingleFlight, Tasks
 from app.engine.errors import AdapterQuarantined, NotFound, Overloaded, PolyloraError, SourceError
 
-#: Names that are remembered as not found; beyond them the oldest is forgotten.
+#: Size of the negative cache; beyond it the oldest name is forgotten.
 MAX_ABSENT = 10_000
-#: Functions and file systems that are asked at a time, for all tenants and for one: one whose resolver hangs holds up
-#: itself.
+#: Resolver calls at a time, in all and per tenant, so that a tenant whose resolver hangs delays only itself.
 MAX_LOOKERS, MAX_LOOKERS_PER_TENANT = 32, 4
 
 
@@ -36,25 +35,16 @@ class Resolver(Protocol):
     """One place to look for names. Called from any thread; may block."""
 
     def source(self, name: str, tenant_id: str) -> str | None:
-        """Where the adapter would be; None: not here. Raises SourceError."""
+        """The source of the adapter, or None if it is not here. Raises SourceError."""
 
 
-class Failures(Protocol):
-    """`FailureBackoff`: names whose adapter could not be read a moment ago."""
-
-    def check(self, key: str, what: str) -> None: ...
-
-    def failed(self, key: str, reason: str) -> object: ...
-
-    def clear(self, key: str) -> None: ...
-
-
-class SourcePaths(NamedTuple):
-    """Where names are looked for, in order; how long one that was not found is not looked for again, and how long one
-    resolver may take, in seconds."""
+class ResolverSettings(NamedTuple):
+    """Resolvers in order; how long a name that was not found stays in the negative cache, and how long one resolver may
+    take, in seconds.
+    """
 
     resolvers: Sequence[Resolver] = ()
-    again_s: float = 30.0
+    negative_ttl_s: float = 30.0
     timeout_s: float = 300.0
 
 
@@ -66,15 +56,15 @@ class AutoRegistration:
         registry: Registry,
         store: Reader,
         names: RegistryService,
-        failures: Failures,
-        places: SourcePaths,
+        failures: FailureBackoff,
+        settings: ResolverSettings,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._registry = registry
         self._store = store
         self._names = names
         self._failures = failures
-        self._places = places
+        self._settings = settings
         self._clock = clock
         self._absent_until_s: OrderedDict[Key, float] = OrderedDict()
         self._threads = ThreadPoolExecutor(MAX_LOOKERS, thread_name_prefix="name-resolver")
@@ -82,24 +72,24 @@ class AutoRegistration:
         self._tasks = Tasks()
         self._pending: SingleFlight[Key, bool] = SingleFlight(self._tasks)
 
-    def use(self, places: SourcePaths) -> None:
-        """Look in other places from now on, for all names."""
-        self._places = places
+    def reconfigure(self, settings: ResolverSettings) -> None:
+        """Use other resolvers from now on, for all names."""
+        self._settings = settings
         self._absent_until_s.clear()
 
     async def resolve(self, name: str, *, tenant_id: str, who: str) -> bool:
-        """Whether requests for the name are served when this returns. Raises what reading its adapter raises, and
-        AdapterQuarantined for a while after that."""
+        """Whether the name is served when this returns. Raises what reading its adapter raises, and AdapterQuarantined
+        for a while after a failure.
+        """
         key = (tenant_id, name)
         is_free = is_name(name) and name != AUTO and name not in self._names.reserved_names
-        if not self._places.resolvers or not is_free or self._is_absent(key):
+        if not self._settings.resolvers or not is_free or self._is_absent(key):
             return False
         if key not in self._pending:
-            self._failures.check(words(key), f"adapter {name!r}")
+            self._failures.check(failure_key(key), f"adapter {name!r}")
         return await asyncio.shield(self._pending.task(key, lambda: self._resolve(key, who)))
 
     def close(self) -> None:
-        """Look for nothing any more."""
         self._tasks.cancel()
         self._threads.shutdown(wait=False, cancel_futures=True)
 
@@ -111,19 +101,19 @@ class AutoRegistration:
         return until_s is not None
 
     async def _resolve(self, key: Key, who: str) -> bool:
-        with remembered(self._failures, key):
+        with recorded_outcome(self._failures, key):
             is_served = await self._register(key, who)
         if not is_served:
-            self._absent_until_s[key] = self._clock() + self._places.again_s
+            self._absent_until_s[key] = self._clock() + self._settings.negative_ttl_s
             while len(self._absent_until_s) > MAX_ABSENT:
                 self._absent_until_s.popitem(last=False)
         return is_served
 
     async def _register(self, key: Key, who: str) -> bool:
         tenant_id, name = key
-        if not await asyncio.to_thread(self._is_nobodys, key):
+        if not await asyncio.to_thread(self._is_unclaimed, key):
             return False
-        for resolver in self._places.resolvers:
+        for resolver in self._settings.resolvers:
             source = await self._source(resolver, key)
             if source is None:
                 continue
@@ -131,28 +121,28 @@ class AutoRegistration:
                 read = await self._store.load(source, tenant_id)
             except NotFound:
                 continue
-            if not await asyncio.to_thread(self._is_nobodys, key):  # somebody has decided about it meanwhile
+            if not await asyncio.to_thread(self._is_unclaimed, key):  # the tenant has used the name meanwhile
                 return False
             await self._names.load_and_wait(LoadRequest(tenant_id, name, source, f"resolver for {who}"), read)
             return True
         return False
 
     async def _source(self, resolver: Resolver, key: Key) -> str | None:
-        """What one resolver says, as soon as its tenant has one of its threads free."""
+        """The result of one resolver, once the tenant has a free resolver thread."""
         tenant_id, name = key
         lookers = self._lookers.setdefault(tenant_id, asyncio.Semaphore(MAX_LOOKERS_PER_TENANT))
         try:
-            async with asyncio.timeout(self._places.timeout_s):
+            async with asyncio.timeout(self._settings.timeout_s):
                 await lookers.acquire()
-                asked = self._threads.submit(resolver.source, name, tenant_id)
-                asked.add_done_callback(partial(_release, asyncio.get_running_loop(), lookers))
-                return await asyncio.wrap_future(asked)
+                lookup = self._threads.submit(resolver.source, name, tenant_id)
+                lookup.add_done_callback(partial(_release, asyncio.get_running_loop(), lookers))
+                return await asyncio.wrap_future(lookup)
         except TimeoutError:
-            limit = f"adapters.source_timeout_s ({self._places.timeout_s:g} s)"
-            raise SourceError(f"a resolver said nothing of {name!r} in {limit}; ask again later") from None
+            limit = f"adapters.source_timeout_s ({self._settings.timeout_s:g} s)"
+            raise SourceError(f"a resolver did not answer for {name!r} within {limit}; ask again later") from None
 
-    def _is_nobodys(self, key: Key) -> bool:
-        """Whether the tenant has never had an adapter of this name, has no such alias, and loads none."""
+    def _is_unclaimed(self, key: Key) -> bool:
+        """Whether the tenant has never had an adapter of this name, and has no such alias and no load of it."""
         tenant_id, name = key
         if self._registry.aliases.get(name, tenant_id=tenant_id) is not None:
             return False
@@ -163,25 +153,24 @@ class AutoRegistration:
 
 
 def _release(loop: asyncio.AbstractEventLoop, lookers: asyncio.Semaphore, _: Future[str | None]) -> None:
-    """A thread has ended, perhaps long after nobody waited for it any more, or after the loop."""
-    with suppress(RuntimeError):  # the loop is closed: nobody will look again
+    """A resolver thread has ended, perhaps long after its caller gave up or the loop was closed."""
+    with suppress(RuntimeError):  # the loop is closed
         loop.call_soon_threadsafe(lookers.release)
 
 
-def words(key: Key) -> str:
-    """A name's key among `Failures`."""
+def failure_key(key: Key) -> str:
     return "/".join(key)
 
 
 @contextmanager
-def remembered(failures: Failures, key: Key) -> Iterator[None]:
-    """An attempt at a name, whose end is noted: a failure of the adapter's, or none any more."""
+def recorded_outcome(failures: FailureBackoff, key: Key) -> Iterator[None]:
+    """An attempt at a name, whose outcome is recorded: a failure of the adapter, or a success."""
     try:
         yield
     except (Overloaded, AdapterQuarantined):  # nothing is wrong with the adapter
         raise
     except Exception as error:
         is_ours = isinstance(error, PolyloraError)
-        failures.failed(words(key), str(error) if is_ours else f"internal error ({type(error).__name__})")
+        failures.record_failure(failure_key(key), str(error) if is_ours else f"internal error ({type(error).__name__})")
         raise
-    failures.clear(words(key))
+    failures.clear(failure_key(key))

@@ -1,9 +1,8 @@
-"""Names that are registered without being read: their adapter is read when a request first uses it, or when asked.
+"""Lazy registration: names that are registered without reading their adapters, which load on first use or on demand.
 
-In: names and places, up to thousands in one call. Out: names that are listed as REGISTERED, and a load for each that is
-used. Rule: to register costs no look at a source, so a place that holds nothing is met by the first request; each name
-is read once however many ask, and one that could not be read is not tried again for a while. What a load does is
-`loading`'s; which requests wait for one is the ingress'.
+Registering looks at no source, so a wrong source shows at the first request. Each name is loaded once however many
+requests wait, and a name that failed is not tried again for a while. `load_jobs` does the loads; which requests wait is
+the ingress's decision.
 """
 
 from __future__ import annotations
@@ -11,26 +10,26 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import math
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
 from sqlalchemy import Connection, bindparam, insert, select, update
 
-from app.deployments.registry.catalog import not_registered
+from app.deployments.registry.catalog import not_registered_error
 from app.deployments.registry.db.database import Database
 from app.deployments.registry.db.tables import adapters, aliases, audit, events
 from app.deployments.registry.feed.view import Key
-from app.deployments.registry.jobs.auto_registration import Failures, remembered, words
+from app.deployments.registry.jobs.auto_registration import failure_key, recorded_outcome
+from app.deployments.registry.jobs.failure_backoff import FailureBackoff, unreadable_error
 from app.deployments.registry.last_used import forget_use
 from app.deployments.registry.models import (
+    LIVE_STATES,
     MAX_REGISTRATIONS,
-    MEANT_STATES,
     CatalogEntry,
     LoadRequest,
-    Registered,
     Registration,
+    RegistrationCounts,
     RegistryJob,
     State,
     check_description,
@@ -41,8 +40,6 @@ from app.deployments.registry.service import RegistryService
 from app.deployments.rpc.background_tasks import SingleFlight, Tasks
 from app.engine.adapters.combining.combination import display_source
 from app.engine.errors import (
-    AdapterQuarantined,
-    AdapterUnreadable,
     CombinationRefused,
     InvalidRequest,
     Overloaded,
@@ -52,35 +49,32 @@ from app.logging import LogEvent
 
 logger = logging.getLogger(__name__)
 
-#: What a request that met a failure is told to wait at least, in seconds.
-FIRST_S = 5.0
-
 
 class LazyRegistrations:
-    """One event loop; the database is called in threads. `failures`: names that could not be read a moment ago."""
+    """One event loop; the database is called in threads. `failures`: names that could not be loaded a moment ago."""
 
-    def __init__(self, registry: Registry, lifecycle: RegistryService, failures: Failures) -> None:
+    def __init__(self, registry: Registry, lifecycle: RegistryService, failures: FailureBackoff) -> None:
         self._registry = registry
         self._lifecycle = lifecycle
         self._failures = failures
         self._tasks = Tasks()
         self._pending: SingleFlight[Key, tuple[RegistryJob, CatalogEntry]] = SingleFlight(self._tasks)
 
-    async def register(self, registrations: Sequence[Registration], *, tenant_id: str, who: str) -> Registered:
-        """All of them or none; every ingress knows them when this returns.
+    async def register(self, registrations: Sequence[Registration], *, tenant_id: str, who: str) -> RegistrationCounts:
+        """Register all names or none; every ingress has them when this returns.
 
-        A name that is loaded from the same place stays so. Raises InvalidRequest for a name that cannot be one, is an
-        alias's, comes twice or is loaded from another place, UnsafeSource, AdapterQuotaReached.
+        A name that is loaded from the same source stays loaded. Raises InvalidRequest for a name that is invalid, an
+        alias, repeated or loaded from another source, UnsafeSource, AdapterQuotaReached.
         """
-        check_together(registrations)
+        check_registrations(registrations)
         for item in registrations:
             self._lifecycle.check_name(item.name)
             check_source(item.source)
             check_description(item.description)
         database, check_quota = self._registry.database, self._registry.catalog.check_quota
-        counts: list[Registered] = []
+        counts: list[RegistrationCounts] = []
 
-        def write() -> Registered | None:
+        def write() -> RegistrationCounts | None:
             with database.write() as connection:
                 counts.append(_write(connection, database, registrations, tenant_id, who))
                 check_quota(connection, tenant_id)
@@ -88,64 +82,62 @@ class LazyRegistrations:
 
         await self._lifecycle.published.change(write)
         for item in registrations:
-            self._failures.clear(words((tenant_id, item.name)))
+            self._failures.clear(failure_key((tenant_id, item.name)))
         logger.info(LogEvent("adapters registered unread", number=counts[-1].num_changed, tenant=tenant_id, by=who))
         return counts[-1]
 
-    async def read(self, name: str, *, tenant_id: str, who: str) -> tuple[RegistryJob | None, CatalogEntry]:
-        """Have every ingress serve the name; no job if that is so already. Raises NotFound, and what reading raises."""
+    async def load_registered(self, name: str, *, tenant_id: str, who: str) -> tuple[RegistryJob | None, CatalogEntry]:
+        """Load a registered name so that every ingress serves it; no job if it is loaded already. Raises NotFound, and
+        what loading raises.
+        """
         key = (tenant_id, name)
         entry = await asyncio.to_thread(self._registry.catalog.get, name, tenant_id=tenant_id)
         if entry is None:
-            raise not_registered(name)
+            raise not_registered_error(name)
         if entry.is_read:
             return None, entry
         return await asyncio.shield(self._pending.task(key, lambda: self._load(entry, who)))
 
-    async def read_for_request(self, name: str, *, tenant_id: str, who: str) -> None:
-        """`read`; what a request hears of a failure names no place of this server: the job and the log do.
+    async def load_for_request(self, name: str, *, tenant_id: str, who: str) -> None:
+        """`load_registered`, with an error for clients that names no place of this server; the job and the log have the
+        cause.
 
         Raises AdapterUnreadable, also for a while after a failure; NotReady while the database is away.
         """
         try:
             if (tenant_id, name) not in self._pending:
-                self._failures.check(words((tenant_id, name)), f"adapter {name!r}")
-            await self.read(name, tenant_id=tenant_id, who=f"first use by {who}")
+                self._failures.check(failure_key((tenant_id, name)), f"adapter {name!r}")
+            await self.load_registered(name, tenant_id=tenant_id, who=f"first use by {who}")
         except (Overloaded, CombinationRefused):
             raise
         except PolyloraError as error:
-            wait_s = error.retry_after_s if isinstance(error, AdapterQuarantined) else FIRST_S
-            raise AdapterUnreadable(
-                f"adapter {name!r} is registered but cannot be read at the moment, and is tried again in "
-                f"{math.ceil(wait_s)} s; whoever manages it sees why at GET /v1/loras/{name}",
-                retry_after_s=wait_s,
-            ) from None
+            raise unreadable_error(name, error) from None
 
     def close(self) -> None:
-        """Begin nothing any more; loads that have begun are the lifecycle's."""
+        """Start no more loads; running ones belong to `LoadJobs`."""
         self._tasks.cancel()
 
     async def _load(self, entry: CatalogEntry, who: str) -> tuple[RegistryJob, CatalogEntry]:
         request = LoadRequest(entry.tenant_id, entry.name, entry.source, who, description=entry.description or None)
-        with remembered(self._failures, (entry.tenant_id, entry.name)):
+        with recorded_outcome(self._failures, (entry.tenant_id, entry.name)):
             return await self._lifecycle.load_and_wait(request)
 
 
-def check_together(registrations: Sequence[Registration]) -> None:
-    """Raises InvalidRequest for none, too many, and a name that comes twice."""
+def check_registrations(registrations: Sequence[Registration]) -> None:
+    """Raises InvalidRequest for no registration, too many, or a repeated name."""
     if not 1 <= len(registrations) <= MAX_REGISTRATIONS:
         raise InvalidRequest(
-            f"{len(registrations)} adapters in one call; it takes 1 to {MAX_REGISTRATIONS}: send several",
+            f"{len(registrations)} adapters in one call; a call takes 1 to {MAX_REGISTRATIONS}: send several calls",
             param="adapters",
         )
     name, times = Counter(item.name for item in registrations).most_common(1)[0]
     if times > 1:
-        raise InvalidRequest(f"the name {name[:80]!r} comes {times} times; a name has one place", param="adapters")
+        raise InvalidRequest(f"the name {name[:80]!r} is given {times} times; give each name once", param="adapters")
 
 
 def _write(
     connection: Connection, database: Database, registrations: Sequence[Registration], tenant_id: str, who: str
-) -> Registered:
+) -> RegistrationCounts:
     """Part of the caller's transaction. Raises InvalidRequest."""
     place = {"base_digest": database.base_digest, "tenant_id": tenant_id}
     names = [item.name for item in registrations]
@@ -176,29 +168,29 @@ def _write(
         notes = place | {"time_s": common["registered_s"]}
         event = notes | {"event": "registered unread"}
         connection.execute(insert(events), [event | {"name": name, "detail": source} for name, source in changed])
-        asked = notes | {"who": who, "action": "register"}
+        record = notes | {"who": who, "action": "register"}
         details = [(name, json.dumps({"uri": source}, ensure_ascii=False)) for name, source in changed]
-        connection.execute(insert(audit), [asked | {"name": name, "detail": detail} for name, detail in details])
-    return Registered(len(changed), len(registrations) - len(changed))
+        connection.execute(insert(audit), [record | {"name": name, "detail": detail} for name, detail in details])
+    return RegistrationCounts(len(changed), len(registrations) - len(changed))
 
 
 def _values(item: Registration, old: Any, who: str) -> dict[str, Any] | None:
-    """A name's row without what all have in common; None: it stays as it is. Raises InvalidRequest."""
-    before = old if old is not None and old["state"] in MEANT_STATES else None
+    """The columns of a name's row that are not common to all; None if the row stays as it is. Raises InvalidRequest."""
+    before = old if old is not None and old["state"] in LIVE_STATES else None
     if before is not None and before["state"] == State.LOADED:
         if item.source in (before["source"], before["uri"]):
             return None
         raise InvalidRequest(
-            f"adapter {item.name!r} is loaded from {display_source(before['source'])!r}; load it from another place, or "
-            "unload it first: a name that is served is not given up for one that nobody has read",
+            f"adapter {item.name!r} is loaded from {display_source(before['source'])!r}; to change its source, load it "
+            "from there or unload it first: lazy registration does not replace an adapter that is served",
             param="path",
         )
-    kept: dict[str, Any] = {"traffic_weight": 1.0, "description": ""}
+    present: dict[str, Any] = {"traffic_weight": 1.0, "description": ""}
     if before is not None:
-        kept = {column: before[column] for column in ("source", *kept)}
-    asked = {"source": item.source, "traffic_weight": item.traffic_weight, "description": item.description}
-    values = kept | {column: value for column, value in asked.items() if value is not None}
-    if before is not None and values == kept:
+        present = {column: before[column] for column in ("source", *present)}
+    given = {"source": item.source, "traffic_weight": item.traffic_weight, "description": item.description}
+    values = present | {column: value for column, value in given.items() if value is not None}
+    if before is not None and values == present:
         return None
     return values | {
         "state": State.REGISTERED, "uri": item.source, "owner": who if before is None else before["owner"],

@@ -1,9 +1,9 @@
-"""Loads: from a request to a name that every ingress serves.
+"""Load jobs: from a request to a name that every ingress serves.
 
-In: requests to load. Out: jobs that go through the states of `entries.State`. A job is written down before work on it
-begins, so another process takes up what a crash cut short. Loads of one name take effect in the order they were asked
-for, whichever process works on them; while a new meaning is being read the old one serves, and if reading fails it
-stays. "LOADED" is written when every ingress holds the name. Reading is the store's; rows on devices are the replicas'.
+A job is stored before work on it begins, so another process can adopt what a crash interrupted. Loads of one name take
+effect in the order of their requests, whichever process works on them. While new contents are read the old ones serve,
+and if reading fails they stay. "LOADED" is stored once every ingress has the name. Reading is done by the store, device
+rows by the replicas.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from typing import Any, Protocol
 
 from app.deployments.registry.feed.change_feed import ChangeFeed
 from app.deployments.registry.feed.view import Key
-from app.deployments.registry.jobs.job_table import LoadsAhead, unloaded
+from app.deployments.registry.jobs.job_table import EarlierLoadsPending, unloaded_error
 from app.deployments.registry.models import (
-    AHEAD,
     MAX_METADATA_CHARS,
+    STATES_AHEAD,
     CatalogEntry,
     LoadRequest,
     ReadAdapter,
@@ -41,30 +41,30 @@ from app.logging import LogEvent
 
 logger = logging.getLogger(__name__)
 
-#: The end of a load that the database did not take is offered to it again after this long.
+#: The final state of a load that the database did not accept is written again after this long.
 RETRY_S = 5.0
-#: A load whose turn has not come, because another process works on one before it, asks again after this long.
+#: How often a load checks whether earlier loads of its name in other processes have ended.
 TURN_INTERVAL_S = 0.5
-#: Loads that one process works on at a time; more are refused, and those that a dead process left are always taken.
+#: Loads that one process works on at a time; more are refused, but adopted ones never are.
 MAX_LOADS = 10_000
-#: Of the loads that a dead process left, those of one host that are begun at a time: what has begun is a dozen objects,
-#: and thousands of them are a garbage collection that stops the event loop for 0.1 s and more.
-TAKEN_UP_AT_ONCE = 64
-#: Loads that are taken up before other work of the event loop gets its turn.
-_NOTED_AT_ONCE = 50
+#: Adopted loads of one host that run at a time: a running load is a dozen objects, and the garbage collection of
+#: thousands of them stops the event loop for 0.1 s and more.
+MAX_ADOPTED_PER_HOST = 64
+#: Loads that are adopted before other work of the event loop gets its turn.
+_ADOPT_BATCH = 50
 
 
 class Reader(Protocol):
-    """The part of the adapter store that is used here."""
+    """What load jobs need of the host cache."""
 
     async def load(self, source: str, tenant_id: str) -> ReadAdapter:
-        """Read and keep an adapter. Raises what reading raises."""
+        """Read an adapter and keep it in host memory. Raises what reading raises."""
 
     def host(self, source: str) -> str:
-        """What may be slow together: sources of one host."""
+        """The host of a source: sources of one host may be slow together."""
 
-    def forget(self, digest: str) -> None:
-        """No name means these contents, or none any more."""
+    def invalidate(self, digest: str) -> None:
+        """Free the host copy: no name means these contents."""
 
 
 class LoadJobs:
@@ -81,33 +81,33 @@ class LoadJobs:
         self._store = store
         self._published = published
         self._clock = clock
-        self._jobs: dict[str, RegistryJob] = {}  # being worked on
-        self._of_source: defaultdict[str, set[str]] = defaultdict(set)  # source -> ids of these
-        self._passed: dict[str, list[tuple[State, float]]] = {}  # of these: written down with their last state
-        self._has_read: dict[str, str] = {}  # of these: the digest that was read, once it was
+        self._jobs: dict[str, RegistryJob] = {}  # running jobs by id
+        self._ids_by_source: defaultdict[str, set[str]] = defaultdict(set)  # source -> ids of running jobs
+        self._state_times: dict[
+            str, list[tuple[State, float]]
+        ] = {}  # job id -> states passed, stored with the last one
+        self._read_digests: dict[str, str] = {}  # job id -> digest, once it was read
         self._tasks: dict[str, asyncio.Task[RegistryJob]] = {}
-        self._cancelled: dict[str, asyncio.Future[None]] = {}  # per load: done when an unload has cancelled it
-        self._left: dict[
-            str, dict[str, RegistryJob]
-        ] = {}  # host -> loads by id that a dead process left, not begun yet
-        self._num_taken_up: Counter[str] = Counter()  # host -> those of them that have begun
-        self._last: dict[Key, asyncio.Task[RegistryJob]] = {}  # per name, the job that was asked for last
+        self._cancelled: dict[str, asyncio.Future[None]] = {}  # job id -> done when an unload cancels it
+        self._adopted: dict[str, dict[str, RegistryJob]] = {}  # host -> adopted loads by id that have not begun
+        self._num_adopted_running: Counter[str] = Counter()  # host -> how many adopted loads are running
+        self._last_by_name: dict[Key, asyncio.Task[RegistryJob]] = {}  # per name, the last requested load
         self._work, self._writing = Tasks(), Tasks()
 
-    async def take_up(self, jobs: Sequence[RegistryJob]) -> None:
-        """Work on the loads that a dead process has left to this one, in their order, a few of each host at a time."""
+    async def adopt(self, jobs: Sequence[RegistryJob]) -> None:
+        """Work on the loads of a dead process in their order, a few of each host at a time."""
         for number, job in enumerate(jobs):
             host = self._store.host(job.source)
-            self._left.setdefault(host, {})[job.id] = job
-            self._begin_left(host)
-            if number % _NOTED_AT_ONCE == _NOTED_AT_ONCE - 1:
+            self._adopted.setdefault(host, {})[job.id] = job
+            self._begin_adopted(host)
+            if number % _ADOPT_BATCH == _ADOPT_BATCH - 1:
                 await asyncio.sleep(0)
 
     async def load(self, request: LoadRequest, read: ReadAdapter | None = None) -> RegistryJob:
-        """Begin to load; returns the job. Its generation is the one that new contents would get.
+        """Start a load and return its job, with the generation that new contents would get.
 
-        `read`: what the source holds, if it has just been read.
-        Raises UnsafeSource for a source that cannot be one, QueueFull while too many loads are being worked on.
+        `read`: the adapter, if the source has just been read. Raises UnsafeSource, InvalidRequest, and QueueFull while
+        too many loads are running.
         """
         check_source(request.source)
         check_description(request.description)
@@ -122,7 +122,7 @@ class LoadJobs:
     async def load_and_wait(
         self, request: LoadRequest, read: ReadAdapter | None = None
     ) -> tuple[RegistryJob, CatalogEntry]:
-        """`load`, and its end. Raises what made it fail."""
+        """Load and wait for the end. Raises what made the load fail."""
         task = self._tasks[(await self.load(request, read)).id]
         job = await asyncio.shield(task)
         entry = await asyncio.to_thread(self._registry.catalog.get, job.name, tenant_id=job.tenant_id)
@@ -131,57 +131,57 @@ class LoadJobs:
         return job, entry
 
     def cancel(self, job_ids: Collection[str]) -> None:
-        """These loads end at once with AdapterUnloaded: their name was unloaded."""
+        """End these loads with AdapterUnloaded: their name was unloaded."""
         for job_id in job_ids:
             if (cancelled := self._cancelled.get(job_id)) is not None and not cancelled.done():
                 cancelled.set_result(None)
-            for left in self._left.values():
-                left.pop(job_id, None)
+            for adopted in self._adopted.values():
+                adopted.pop(job_id, None)
 
     def running(self, job_id: str) -> RegistryJob | None:
-        """The present state of a load that is being worked on; None for any other job."""
+        """The present state of a running load; None for any other job."""
         return self._jobs.get(job_id)
 
-    def reached(self, source: str, state: State, job_id: str | None = None) -> None:
-        """Reading a source has come this far, and so has every job that waits for it; on the event loop.
+    def on_progress(self, source: str, state: State, job_id: str | None = None) -> None:
+        """Reading a source has reached `state`: advance the jobs that wait for it, or only `job_id`.
 
-        A job that is further already stays there: the source is being read again, for another.
+        A job that is already further stays there: the source is being read again for another job.
         """
         now_s = self._clock()
-        for id_ in self._of_source.get(source, ()) if job_id is None else (job_id,):
-            if state in AHEAD.get(self._jobs[id_].state, ()):
+        for id_ in self._ids_by_source.get(source, ()) if job_id is None else (job_id,):
+            if state in STATES_AHEAD.get(self._jobs[id_].state, ()):
                 self._jobs[id_] = replace(self._jobs[id_], state=state, updated_s=now_s)
-                self._passed[id_].append((state, now_s))
+                self._state_times[id_].append((state, now_s))
 
-    def _begin_left(self, host: str) -> None:
-        """Begin the next ones of a host, if it is their turn."""
-        left = self._left.get(host, {})
-        while left and self._num_taken_up[host] < TAKEN_UP_AT_ONCE:
-            self._num_taken_up[host] += 1
-            self._begin(left.pop(next(iter(left)))).add_done_callback(partial(self._end_taken_up, host))
-        if not left:
-            self._left.pop(host, None)
+    def _begin_adopted(self, host: str) -> None:
+        """Start a host's next adopted loads, up to the limit."""
+        adopted = self._adopted.get(host, {})
+        while adopted and self._num_adopted_running[host] < MAX_ADOPTED_PER_HOST:
+            self._num_adopted_running[host] += 1
+            self._begin(adopted.pop(next(iter(adopted)))).add_done_callback(partial(self._end_adopted, host))
+        if not adopted:
+            self._adopted.pop(host, None)
 
-    def _end_taken_up(self, host: str, _: asyncio.Task[RegistryJob]) -> None:
-        self._num_taken_up[host] -= 1
-        self._begin_left(host)
+    def _end_adopted(self, host: str, _: asyncio.Task[RegistryJob]) -> None:
+        self._num_adopted_running[host] -= 1
+        self._begin_adopted(host)
 
     def _begin(self, job: RegistryJob, read: ReadAdapter | None = None) -> asyncio.Task[RegistryJob]:
         key = (job.tenant_id, job.name)
-        self._jobs[job.id], self._passed[job.id] = job, []
-        self._of_source[job.source].add(job.id)
+        self._jobs[job.id], self._state_times[job.id] = job, []
+        self._ids_by_source[job.source].add(job.id)
         self._cancelled[job.id] = asyncio.get_running_loop().create_future()
-        task = self._work.start(self._run(job.id, self._last.get(key), read))
-        self._tasks[job.id] = self._last[key] = task
+        task = self._work.start(self._run(job.id, self._last_by_name.get(key), read))
+        self._tasks[job.id] = self._last_by_name[key] = task
 
         def end(task: asyncio.Task[RegistryJob]) -> None:
-            del self._jobs[job.id], self._passed[job.id], self._tasks[job.id], self._cancelled[job.id]
-            self._has_read.pop(job.id, None)
-            self._of_source[job.source].discard(job.id)
-            if not self._of_source[job.source]:
-                del self._of_source[job.source]
-            if self._last.get(key) is task:
-                del self._last[key]
+            del self._jobs[job.id], self._state_times[job.id], self._tasks[job.id], self._cancelled[job.id]
+            self._read_digests.pop(job.id, None)
+            self._ids_by_source[job.source].discard(job.id)
+            if not self._ids_by_source[job.source]:
+                del self._ids_by_source[job.source]
+            if self._last_by_name.get(key) is task:
+                del self._last_by_name[key]
 
         task.add_done_callback(end)
         return task
@@ -191,15 +191,15 @@ class LoadJobs:
     ) -> RegistryJob:
         job = self._jobs[job_id]
         try:
-            self.reached(job.source, State.DOWNLOADING, job_id)
+            self.on_progress(job.source, State.DOWNLOADING, job_id)
             uri, card = await self._read(job) if read is None else read
-            self._has_read[job_id] = card.digest
-            self.reached(job.source, State.ON_HOST, job_id)
+            self._read_digests[job_id] = card.digest
+            self.on_progress(job.source, State.ON_HOST, job_id)
             if before is not None:
                 await asyncio.wait([before])
-            shown = replace(card, metadata=_kept_metadata(job.name, card))
+            shown = replace(card, metadata=_bounded_metadata(job.name, card))
             register = partial(self._registry.catalog.register, job.request, uri, shown, job)
-            entry = await self._in_turn(register)
+            entry = await self._register_in_turn(register)
             generation, digest = entry.ref.generation, entry.ref.digest
             return await self._end(job_id, State.LOADED, generation=generation, digest=digest)
         except Exception as error:
@@ -208,38 +208,38 @@ class LoadJobs:
                 logger.exception("loading %s failed", job.name)
             reason = str(error) if is_ours else f"internal error ({type(error).__name__}); the store's log has it"
             await self._end(job_id, State.FAILED, reason=reason)
-            if (refused := self._has_read.pop(job_id, None)) is not None:
-                await self._let_go(refused)
+            if (refused := self._read_digests.pop(job_id, None)) is not None:
+                await self._release_host_copy(refused)
             raise
 
-    async def _let_go(self, digest: str) -> None:
-        """Free the host's copy of what was read and refused, unless a name means it or another load has read it."""
-        with contextlib.suppress(NotReady):  # nobody knows: it goes when others need its room
+    async def _release_host_copy(self, digest: str) -> None:
+        """Free the host copy of refused contents, unless a name means them or another load has read them."""
+        with contextlib.suppress(NotReady):  # unknown while the database is away: the copy stays until it is evicted
             is_used = await asyncio.to_thread(self._registry.catalog.is_used, digest)
-            if not is_used and digest not in self._has_read.values():
-                self._store.forget(digest)
+            if not is_used and digest not in self._read_digests.values():
+                self._store.invalidate(digest)
 
-    async def _in_turn(self, register: Callable[[], CatalogEntry]) -> CatalogEntry:
-        """Wait for loads of the name that other processes work on and that were asked for before."""
+    async def _register_in_turn(self, register: Callable[[], CatalogEntry]) -> CatalogEntry:
+        """Register after the earlier loads of the name that other processes work on."""
         while True:
             try:
                 return await self._published.change(register)
-            except LoadsAhead:
+            except EarlierLoadsPending:
                 await asyncio.sleep(TURN_INTERVAL_S)
 
     async def _read(self, job: RegistryJob) -> ReadAdapter:
-        """Ends at once when the job is cancelled; others may wait for what is read, so reading goes on."""
+        """Ends at once when the job is cancelled; reading goes on, for others may wait for it."""
         reading = self._work.start(self._store.load(job.source, job.tenant_id))
         either: list[asyncio.Future[Any]] = [reading, self._cancelled[job.id]]
         await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
         if reading.done():
             return reading.result()
         reading.cancel()
-        raise unloaded(job.name)
+        raise unloaded_error(job.name)
 
     async def _end(self, job_id: str, state: State, **what: Any) -> RegistryJob:
-        """A job's last state. While the database does not take it nobody waits: it is written down later."""
-        job, passed = self._jobs[job_id], tuple(self._passed[job_id])
+        """Store a job's last state, later if the database does not accept it now: no caller waits for that."""
+        job, passed = self._jobs[job_id], tuple(self._state_times[job_id])
         logger.log(
             logging.WARNING if state is State.FAILED else logging.INFO,
             LogEvent(
@@ -256,14 +256,13 @@ class LoadJobs:
         try:
             self._jobs[job_id] = await asyncio.to_thread(write)
         except NotReady as error:
-            logger.warning("that %s is %s is written down later: %s", job.name, state, error)
+            logger.warning("the state of %s, %s, will be stored later: %s", job.name, state, error)
             self._jobs[job_id] = replace(job, state=state, **what)
-            self._writing.start(_insist(write))
+            self._writing.start(_retry_until_written(write))
         return self._jobs[job_id]
 
 
-async def _insist(write: Callable[[], RegistryJob]) -> None:
-    """Until the database takes it."""
+async def _retry_until_written(write: Callable[[], RegistryJob]) -> None:
     while True:
         await asyncio.sleep(RETRY_S)
         with contextlib.suppress(NotReady):
@@ -271,12 +270,12 @@ async def _insist(write: Callable[[], RegistryJob]) -> None:
             return
 
 
-def _kept_metadata(name: str, card: AdapterCard) -> str:
-    """A card's, unless it is longer than every ingress should hold."""
+def _bounded_metadata(name: str, card: AdapterCard) -> str:
+    """The card's metadata, or nothing if it is too long for every ingress to hold."""
     if len(card.metadata) <= MAX_METADATA_CHARS:
         return card.metadata
     logger.warning(
-        "the metadata of the card of adapter %s has %d characters and is not shown: at most %d are kept",
+        "the card of adapter %s has %d characters of metadata, which are dropped: at most %d are stored",
         name, len(card.metadata), MAX_METADATA_CHARS,
     )  # fmt: skip
     return ""

@@ -1,9 +1,9 @@
-"""Unloads: a name goes out of service, then its contents out of memory.
+"""Unload jobs: a name goes out of service, then its contents out of memory.
 
-In: requests to unload. Out: jobs whose work an ingress does, for only an ingress can free rows on replicas. An unload
-cancels the loads of its name that were asked for before. One whose ingress ended, or could not tell that it is done, is
-given to the next ingress that asks. Rows are freed by the ingress (`ingress.management`), the host's copy by the
-store; a replica that nobody could tell asks what is gone (`replica.leftovers`).
+An unload cancels the earlier loads of its name. An ingress then frees the rows on replicas (`ingress.adapter_admin`),
+since only ingresses can, and the store frees the host copy. An unload whose ingress has ended, or could not report the
+end, is given to the next ingress that asks. A replica that no ingress could reach asks for unreferenced contents itself
+(`replica.orphan_cleanup`).
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from app.logging import LogEvent
 
 logger = logging.getLogger(__name__)
 
-#: An unload that no ingress has spoken of for this long is given to the one that asks.
-UNSEEN_S = 35.0
+#: An unload that no ingress has claimed for so long is orphaned.
+ORPHAN_TIMEOUT_S = 35.0
 
 
 class UnloadJobs:
@@ -46,58 +46,54 @@ class UnloadJobs:
         self._published = published
         self._loads = loads
         self._clock = clock
-        self._seen_s: dict[str, float] = {}  # unloads, and when an ingress last said that it sees to them
+        self._seen_s: dict[str, float] = {}  # unload job id -> when an ingress last claimed it
 
     async def begin(self, name: str, *, tenant_id: str, who: str) -> tuple[UnloadResult, CatalogEntry | None]:
-        """Take a name out of service: when this returns no ingress knows it. `end` follows, or `left`.
+        """Take a name out of service; when this returns no ingress routes to it. `end` follows.
 
-        Loads of it that were asked for before end with AdapterUnloaded; if there was nothing else the unload has no
-        digest, and is over. Raises NotFound, AdapterBusy.
+        Unfinished loads of the name end with AdapterUnloaded; if there was nothing else, the unload has no digest and
+        is over. Raises NotFound, AdapterBusy.
         """
-        done: list[UnloadStarted] = []
+        started: list[UnloadStarted] = []
 
-        def drain() -> CatalogEntry | None:
-            done.append(self._registry.catalog.drain(name, tenant_id=tenant_id, who=who))
-            return done[0].entry
+        def take_out() -> CatalogEntry | None:
+            started.append(self._registry.catalog.begin_unload(name, tenant_id=tenant_id, who=who))
+            return started[0].entry
 
-        entry = await self._published.change(drain)
-        self._loads.cancel(done[0].cancelled)
-        return await asyncio.to_thread(self._unload, done[0].job), entry
+        entry = await self._published.change(take_out)
+        self._loads.cancel(started[0].cancelled)
+        return await asyncio.to_thread(self._unload, started[0].job), entry
 
     async def end(self, unload: UnloadResult) -> RegistryJob:
-        """No sequence uses the adapter any more and its rows are free: free the host's copy, and be done."""
+        """No device has rows of the adapter any more: free the host copy and end the job."""
         assert unload.digest is not None, "then it is over"
-        if not await self.is_used(unload.digest):
-            self._store.forget(unload.digest)
+        if not await asyncio.to_thread(self._registry.catalog.is_used, unload.digest):
+            self._store.invalidate(unload.digest)
         job = unload.job
         logger.info(LogEvent("adapter removed", name=job.name, tenant=job.tenant_id, by=job.requested_by))
-        return await asyncio.to_thread(self._registry.catalog.drained, unload.job)
+        return await asyncio.to_thread(self._registry.catalog.finish_unload, unload.job)
 
-    async def is_used(self, digest: str) -> bool:
-        """Whether any name means these contents."""
-        return await asyncio.to_thread(self._registry.catalog.is_used, digest)
+    async def unreferenced_digests(self, digests: Collection[str]) -> list[str]:
+        """The digests that names have meant and none means any more; unknown digests are not among them."""
+        return await asyncio.to_thread(_unreferenced_digests, self._registry.database, digests)
 
-    async def gone(self, digests: Collection[str]) -> list[str]:
-        """Those of these contents that names have meant and none means any more; contents never heard of are not."""
-        return await asyncio.to_thread(_gone, self._registry.database, digests)
+    async def orphaned_unloads(self, own_ids: Collection[str]) -> list[UnloadResult]:
+        """Unloads without an ingress, for the caller to end; `own_ids` are the ids of those it already works on.
 
-    async def left(self, seen_to: Collection[str]) -> list[UnloadResult]:
-        """Unloads that nobody sees to, for the caller to end; `seen_to` are the ids of those that it sees to already.
-
-        Their ingress has ended, or could not tell the registry. Should it be there after all, two end the same unload.
+        If the former ingress lives after all, two ingresses end the same unload, which is harmless.
         """
         now_s = self._clock()
-        jobs = await asyncio.to_thread(self._registry.jobs.unfinished, "unload")
+        jobs = await asyncio.to_thread(self._registry.jobs.unfinished_jobs, "unload")
         last_s = {job.id: max(job.created_s, self._seen_s.get(job.id, 0.0)) for job in jobs}
-        left = [job for job in jobs if job.id not in seen_to and now_s - last_s[job.id] > UNSEEN_S]
-        self._seen_s = last_s | dict.fromkeys((*seen_to, *(job.id for job in left)), now_s)
-        return [await asyncio.to_thread(self._unload, job) for job in left]
+        orphaned = [job for job in jobs if job.id not in own_ids and now_s - last_s[job.id] > ORPHAN_TIMEOUT_S]
+        self._seen_s = last_s | dict.fromkeys((*own_ids, *(job.id for job in orphaned)), now_s)
+        return [await asyncio.to_thread(self._unload, job) for job in orphaned]
 
     def _unload(self, job: RegistryJob) -> UnloadResult:
         return UnloadResult(job, job.digest, job.digest is None or self._registry.catalog.is_used(job.digest))
 
 
-def _gone(database: Database, digests: Collection[str]) -> list[str]:
+def _unreferenced_digests(database: Database, digests: Collection[str]) -> list[str]:
     is_meant = select(adapters.c.name).where(
         adapters.c.base_digest == database.base_digest,
         adapters.c.digest == generations.c.digest,

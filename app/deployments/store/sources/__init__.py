@@ -1,1 +1,1 @@
-"""Where adapters come from: folders, the hub, object stores and web servers, a downloader of your own."""
+"""Where adapters come from: folders, the hub, object stores, web servers, a custom fetcher."""

@@ -1,10 +1,9 @@
-"""A fetcher that ends, whatever the source does.
+"""A timeout for fetchers, whatever the source does.
 
-In: any `Fetcher` and a number of seconds. Out: its answer, or a `SourceError` when the time is up. Libraries wait where
-no argument reaches (name servers, credentials, an operator's own code), and a thread cannot be stopped: the caller goes
-on, the thread is left behind, and a host, bucket or organisation that has left too many of them behind is not asked
-again before one ends. It is the same when nobody wants the answer any more (`abandon`). Rule: a thread that was left
-behind removes what it has fetched.
+Libraries wait where no argument reaches (name servers, credentials, an operator's own code), and a thread cannot be
+stopped. On a timeout, or when no caller needs the fetch any more (`abandon`), the caller continues and the thread stays
+behind; it removes what it has fetched when it ends. A host, bucket or organisation with too many such threads is
+refused until one ends.
 """
 
 from __future__ import annotations
@@ -19,19 +18,19 @@ from typing import Any
 from app.deployments.store.sources.source_resolution import Fetcher, lane_of
 from app.engine.errors import SourceError
 
-#: Threads of one host, bucket or organisation whose time was up and that have not ended.
+#: Abandoned threads of one host, bucket or organisation that may still run.
 MAX_HANGING = 16
 
 
 class FetchTimeout:
-    """`sources.places.Fetcher`. Called from any thread."""
+    """A `Fetcher`. Called from any thread."""
 
     def __init__(self, fetcher: Fetcher, timeout_s: float) -> None:
         self._fetcher = fetcher
         self._timeout_s = timeout_s
         self._lock = threading.Lock()
         self._hanging: Counter[str] = Counter()
-        self._unwanted: dict[str, list[Future[None]]] = {}  # of fetches under way: done when nobody wants them
+        self._unwanted: dict[str, list[Future[None]]] = {}  # URI -> one per running fetch, done by `abandon`
 
     def accepts(self, uri: str) -> bool:
         return self._fetcher.accepts(uri)
@@ -42,7 +41,7 @@ class FetchTimeout:
         with self._lock:
             if self._hanging[lane] >= MAX_HANGING:
                 raise SourceError(
-                    f"{lane} is not asked for {uri}: {MAX_HANGING} earlier fetches from there have not ended"
+                    f"{uri} is not fetched: {MAX_HANGING} earlier fetches from {lane} still hang; try again later"
                 )
             self._unwanted.setdefault(uri, []).append(unwanted := Future[None]())
         answer: Future[str] = Future()
@@ -59,11 +58,11 @@ class FetchTimeout:
             return answer.result()
         answer.add_done_callback(lambda _: self._has_ended(lane, folder))
         if unwanted in done:
-            raise SourceError(f"{uri} was not waited for any longer")
-        raise SourceError(f"{uri} was not there within adapters.source_timeout_s {self._timeout_s:g}")
+            raise SourceError(f"the fetch of {uri} was abandoned: no request waits for it")
+        raise SourceError(f"{uri} was not fetched within adapters.source_timeout_s {self._timeout_s:g}")
 
     def abandon(self, uri: str) -> None:
-        """Nobody wants this any more: fetches of it that are under way end with SourceError."""
+        """End running fetches of this URI with SourceError: no caller needs them."""
         with self._lock:
             for unwanted in self._unwanted.get(uri, ()):
                 if not unwanted.done():
@@ -72,10 +71,10 @@ class FetchTimeout:
     def _run(self, answer: Future[str], uri: str, folder: Path) -> None:
         try:
             answer.set_result(self._fetcher.fetch(uri, folder))
-        except BaseException as error:  # the caller's, if it still waits
+        except BaseException as error:  # raised by the caller if it still waits
             answer.set_exception(error)
 
     def _has_ended(self, lane: str, folder: Path) -> None:
-        shutil.rmtree(folder, ignore_errors=True)  # the caller removed it; some libraries make it again
+        shutil.rmtree(folder, ignore_errors=True)  # the caller removed it; some libraries create it again
         with self._lock:
             self._hanging[lane] -= 1

@@ -1,7 +1,7 @@
 """Adapters from a Hugging Face hub: `hf://org/name@revision`.
 
-In: such a URI. Out: PEFT's two files, or the one card of the repository, and a URI with the commit: a
-branch may move, what was registered does not. Nothing else of the repository is downloaded.
+Only PEFT's two files and their companions are downloaded, or the repository's one card. The result is a URI with the
+commit: a branch may move, what was registered does not.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from app.engine.models.download.hub import download_hub_files, list_hub_files
 
 
 class HubFetcher:
-    """`sources.places.Fetcher`. `endpoint` None: what HF_ENDPOINT says, else the public hub."""
+    """A `Fetcher`. `endpoint` None: HF_ENDPOINT, else the public hub."""
 
     def __init__(
         self,
@@ -47,7 +47,7 @@ class HubFetcher:
         texts = [] if is_card else [name for name in TEXT_FILES if name in listing.sizes]
         names += [*texts, *([signature] if signature in listing.sizes else [])]
         num_bytes = sum(listing.sizes.get(name, 0) for name in names)
-        if num_bytes <= self._max_bytes:  # or it may be refused below
+        if num_bytes <= self._max_bytes:  # otherwise the download refuses it
             self._reserve(folder, num_bytes, self._timeout_s)
         download_hub_files(
             listing,

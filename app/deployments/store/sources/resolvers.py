@@ -1,8 +1,8 @@
-"""Where an adapter may be that nobody has registered, by its name.
+"""Resolvers: where an unregistered adapter may be, by its name.
 
-In: a name and a tenant. Out: a source, as `Sources.locate` takes it, or None. A resolver is a template with `{name}` in
-it (of a path or a URI) or a function of the operator's. Rule: a name fills one part of a path and is nothing else; of
-local folders a project gets those below its own, `<project id>/`, and nothing outside of the roots is looked at.
+A resolver is a template with `{name}` in it (a path or a URI), or an operator's function. A name fills one part of a
+path and nothing else. A project gets only local folders below its own `<project id>/`, and nothing outside of the roots
+is looked at.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from app.engine.errors import ConfigError, InvalidRequest, NotFound, PolyloraErr
 
 logger = logging.getLogger(__name__)
 
-#: What a function of the operator's is called with: a name and a tenant's id; it returns a source or None.
+#: (name, tenant id) -> source or None.
 Resolve = Callable[[str, str], str | None]
 
 
 def open_resolvers(config: AdaptersConfig) -> tuple[Resolver, ...]:
-    """Those of `adapters.resolvers`, in their order. Raises ConfigError for one that cannot be."""
+    """The resolvers of `adapters.resolvers`, in their order. Raises ConfigError for an invalid one."""
     roots = [Path(root) for root in config.roots]
     return tuple(
         TemplateResolver(text, roots) if "{name}" in text else FunctionResolver(text, roots)
@@ -37,14 +37,14 @@ def open_resolvers(config: AdaptersConfig) -> tuple[Resolver, ...]:
 
 
 class TemplateResolver:
-    """`{name}` becomes the adapter's name and `{tenant}` the tenant's id.
+    """Replaces `{name}` by the adapter's name and `{tenant}` by the tenant's id.
 
-    A path without `{tenant}` has a project's adapters in the project's own folder: `<project id>/<name>`.
+    A path without `{tenant}` has a project's adapters in the project's own folder, `<project id>/<name>`.
     """
 
     def __init__(self, template: str, roots: Sequence[Path]) -> None:
         if template.startswith("hf://") and "@" not in template:
-            raise ConfigError(f"adapters.resolvers: {template!r} says no revision; write {template}@main, or a commit")
+            raise ConfigError(f"adapters.resolvers: {template!r} has no revision; write {template}@main, or a commit")
         self._template = template
         self._roots = roots
 
@@ -59,7 +59,7 @@ class TemplateResolver:
 
 
 class FunctionResolver:
-    """A function of the operator's, by its dotted path."""
+    """An operator's function, given by its dotted path."""
 
     def __init__(self, dotted_path: str, roots: Sequence[Path]) -> None:
         self._dotted_path = dotted_path
@@ -72,10 +72,10 @@ class FunctionResolver:
         except PolyloraError:
             raise
         except BaseException as error:
-            # Another's code, in a thread of ours: whatever it raises is this source's failure. SystemExit would end the
-            # event loop that waits for the answer.
-            words = f"{type(error).__name__}: {str(error)[:300]}"
-            raise SourceError(f"{self._dotted_path} cannot look for {name!r}: {words}") from error
+            # Foreign code in our thread: whatever it raises is this source's failure. SystemExit would end the event
+            # loop that waits for the result.
+            reason = f"{type(error).__name__}: {str(error)[:300]}"
+            raise SourceError(f"{self._dotted_path} cannot look for {name!r}: {reason}") from error
         if source is None:
             return None
         if not isinstance(source, str) or is_combination(source):
@@ -101,7 +101,7 @@ def _is_adapter(path: str, roots: Sequence[Path]) -> bool:
     except NotFound:
         return False
     except UnsafeSource as error:
-        logger.warning("a name is not looked for: %s", error)
+        logger.warning("a resolver's path is refused: %s", error)
         return False
     if found.is_dir():
         return (found / CONFIG_NAME).is_file()

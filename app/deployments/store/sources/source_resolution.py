@@ -1,9 +1,8 @@
-"""What a client calls a source, and what this server makes of it.
+"""Resolving a source: from its text to a local folder or a download.
 
-In: text (a registered path, or a URI). Out: a `LocalPlace` under the configured roots, or a `RemotePlace` whose
-`fetch` fills an empty folder; anything else is `UnsafeSource`. A download is two plain files of known
-names or one card: links, folders and other files that came along are refused or left behind, archives
-are never unpacked. Looking at the contents is left to the reader.
+A source is a path under the configured roots (`LocalSource`) or a URI that a fetcher accepts (`RemoteSource`); anything
+else is UnsafeSource. A download is two plain files of known names, or one card: links, folders and other files are
+refused or removed, and archives are never unpacked. The reader checks the contents.
 """
 
 from __future__ import annotations
@@ -35,37 +34,35 @@ _PEFT_NAMES = (CONFIG_NAME, WEIGHTS_NAME)
 
 
 class Fetcher(Protocol):
-    """One kind of remote source."""
+    """A kind of remote source."""
 
     def accepts(self, uri: str) -> bool:
         """Whether this fetcher is for `uri`, by its text alone."""
 
     def fetch(self, uri: str, folder: Path) -> str:
-        """Put an adapter's files into the empty `folder`; the URI that will give the same contents again.
+        """Put an adapter's files into the empty `folder`; returns the URI that gives the same contents again.
 
         Raises SourceError, NotFound, AdapterTooLarge.
         """
 
 
-class Reserve(Protocol):
-    """`DiskTier.reserve`: room for a download, before its bytes come."""
-
-    def __call__(self, folder: Path, num_bytes: int, wait_s: float = 0.0) -> None: ...
+#: `DiskTier.reserve` (folder, bytes, seconds to wait): reserves space for a download before its bytes come.
+Reserve = Callable[[Path, int, float], None]
 
 
 def unbounded(folder: Path, num_bytes: int, wait_s: float = 0.0) -> None:
-    """A `Reserve` where there is room for everything."""
+    """A `Reserve` without a limit."""
 
 
-class LocalPlace(NamedTuple):
-    """A folder or card that exists under a root."""
+class LocalSource(NamedTuple):
+    """A folder or card under a root."""
 
     uri: str
     path: Path
 
 
-class RemotePlace(NamedTuple):
-    """Something a fetcher fetches."""
+class RemoteSource(NamedTuple):
+    """A URI and its fetcher."""
 
     uri: str
     fetcher: Fetcher
@@ -77,7 +74,7 @@ class RemotePlace(NamedTuple):
 class Sources:
     """The sources of one service. `roots` are local folders; the first fetcher that accepts a URI gets it.
 
-    `abandon` ends the fetches of a URI that are under way: nobody wants it any more. `uploads`: where those lie.
+    `abandon` ends running fetches of a URI. `uploads`: the folder of uploaded adapters.
     """
 
     def __init__(
@@ -96,24 +93,24 @@ class Sources:
         return "://" not in source
 
     def lane(self, source: str) -> str:
-        """What may be slow together: `lane_of` a URI, or all local folders."""
+        """Sources of one lane may be slow together: `lane_of` a URI, or all local folders."""
         return "local" if self.is_local(source) or source.startswith(UPLOADED) else lane_of(source)
 
     def host(self, source: str) -> str:
-        """What may hang together: a host or bucket, or a hub with all its organisations."""
+        """Sources of one host may hang together: a host or bucket, or the hub with all its organisations."""
         return "hf" if source.startswith("hf://") else self.lane(source)
 
-    def locate(self, source: str) -> LocalPlace | RemotePlace:
-        """Raises UnsafeSource for what this server does not read, NotFound for a local path that is not there."""
+    def locate(self, source: str) -> LocalSource | RemoteSource:
+        """Raises UnsafeSource for a source that is not allowed, NotFound for a missing local path."""
         if self.is_local(source):
             path = resolve_adapter_path(source, self._roots)
-            return LocalPlace(str(path), path)
+            return LocalSource(str(path), path)
         upload = _UPLOAD.fullmatch(source)
         if upload is not None and self._uploads is not None:
             path = self._uploads / upload["digest"]
             if not path.is_dir():
-                raise NotFound(f"{source} is not among the uploads of this machine; put the weights again")
-            return LocalPlace(source, path)
+                raise NotFound(f"{source} is not among the uploads of this machine; upload the weights again")
+            return LocalSource(source, path)
         match = _PLAIN_URI.fullmatch(source)
         if match is None or any(part in (".", "..") for part in (match["path"] or "").split("/")):
             raise UnsafeSource(
@@ -121,7 +118,7 @@ class Sources:
             )
         for fetcher in self._fetchers:
             if fetcher.accepts(source):
-                return RemotePlace(source, fetcher)
+                return RemoteSource(source, fetcher)
         raise UnsafeSource(
             f"{short(source)} is not a source this server reads; name a folder under its roots, "
             "or have it allowed (adapters.allow_hub, adapters.urls, adapters.custom_fetcher)"
@@ -133,19 +130,19 @@ def lane_of(uri: str) -> str:
     return "/".join(uri[:300].split("/")[:3])
 
 
-def wanted_files(uri: str) -> tuple[str, ...]:
-    """The names of the files at `uri`: a card, or PEFT's two. The signature is not among them."""
+def adapter_files(uri: str) -> tuple[str, ...]:
+    """The names of the files at `uri`: a card, or PEFT's two; without the signature."""
     name = uri.rsplit("/", 1)[-1]
     return (name,) if name.endswith(CARD_SUFFIX) else _PEFT_NAMES
 
 
 def signature_name(names: Sequence[str]) -> str:
-    """The name of the signature of an adapter that consists of these files."""
+    """The name of the signature file of an adapter that consists of these files."""
     return names[0] + SIGNATURE_SUFFIX if len(names) == 1 else SIGNATURE_NAME
 
 
 def adapter_path(folder: Path) -> Path:
-    """The adapter in a downloaded folder. AdapterFormatError if a file is missing, a link, or no plain file."""
+    """The adapter in a downloaded folder. AdapterFormatError if a file is missing or is not a plain file."""
     names = _names(folder)
     texts = [name for name in TEXT_FILES if len(names) > 1 and os.path.lexists(folder / name)]
     for name in (*names, *texts):
@@ -160,8 +157,8 @@ def adapter_path(folder: Path) -> Path:
     return folder / names[0] if len(names) == 1 else folder
 
 
-def delivered(folder: Path) -> Path:
-    """As `adapter_path`, after everything that is not part of the adapter was removed."""
+def clean_download(folder: Path) -> Path:
+    """Remove everything that is not part of the adapter, then return `adapter_path`."""
     names = _names(folder)
     for file in folder.iterdir():
         if file.name in (*names, signature_name(names)) or (len(names) > 1 and file.name in TEXT_FILES):

@@ -1,11 +1,9 @@
 """Adapters from object stores and web servers, through fsspec.
 
-In: a URL under one of the prefixes that the operator allows (`s3://bucket/adapters/`, `https://host/path/`). Out:
-PEFT's two files or one card. Only files of known names are asked for: nothing is listed, nothing is
-unpacked, and a download ends at its limit of bytes and seconds. A web server may send it on, but only to another place
-that the operator allows, at every hop. Credentials are the environment's, as each
-of fsspec's backends documents; Google's are looked for in this thread, since gcsfs would do it, without a limit,
-in the one that carries every transfer of this process.
+A URL must be under one of the operator's prefixes (`s3://bucket/adapters/`, `https://host/path/`), and so must every
+hop of a redirect. Only files of known names are requested: nothing is listed or unpacked, and a download ends at its
+limit of bytes and seconds. Credentials come from the environment, as each fsspec backend documents. Google's are looked
+up in this thread: gcsfs would do it without a timeout in the thread that carries every transfer of this process.
 """
 
 from __future__ import annotations
@@ -19,7 +17,7 @@ from typing import Any
 from fsspec import AbstractFileSystem, filesystem
 from fsspec.callbacks import Callback
 
-from app.deployments.store.sources.source_resolution import Reserve, signature_name, unbounded, wanted_files
+from app.deployments.store.sources.source_resolution import Reserve, adapter_files, signature_name, unbounded
 from app.engine.adapters.adapter_tokenizer import TEXT_FILES
 from app.engine.adapters.signing.trusted_keys import SIGNATURE_SUFFIX
 from app.engine.adapters.strict_json import short
@@ -27,7 +25,7 @@ from app.engine.errors import AdapterTooLarge, NotFound, PolyloraError, SourceEr
 
 
 class UrlFetcher:
-    """`sources.places.Fetcher`. `options`: arguments of fsspec's file systems by scheme."""
+    """A `Fetcher`. `options`: arguments of fsspec's file systems, by scheme."""
 
     def __init__(
         self,
@@ -40,7 +38,7 @@ class UrlFetcher:
         reserve: Reserve = unbounded,
     ) -> None:
         self._reserve = reserve
-        self._client: dict[str, Any] = {}  # how web servers are asked
+        self._client: dict[str, Any] = {}  # aiohttp's arguments, once they are made
         self._signatures = signatures
         self._prefixes = tuple(prefixes)
         self._options = options
@@ -53,7 +51,7 @@ class UrlFetcher:
     def fetch(self, uri: str, folder: Path) -> str:
         """Raises SourceError, NotFound, AdapterTooLarge."""
         deadline_s = time.monotonic() + self._timeout_s
-        names = wanted_files(uri)
+        names = adapter_files(uri)
         for name in names:
             self._fetch_file(
                 uri if uri.endswith(f"/{name}") else f"{uri.rstrip('/')}/{name}", folder / name, deadline_s
@@ -68,7 +66,7 @@ class UrlFetcher:
         return uri
 
     def _fetch_optional(self, url: str, file: Path, deadline_s: float) -> None:
-        """A file that need not be there. Object stores that may not be listed forbid what they do not have."""
+        """A file that may be missing. Object stores that forbid listing answer PermissionError for a missing file."""
         try:
             with contextlib.suppress(NotFound):
                 self._fetch_file(url, file, deadline_s)
@@ -84,7 +82,7 @@ class UrlFetcher:
         except FileNotFoundError as error:
             raise NotFound(f"there is nothing at {url}") from error
         except Exception as error:
-            # Each backend has errors of its own; for us they mean one thing.
+            # Each backend has its own exceptions; here they all mean a failed source.
             raise SourceError(f"cannot fetch {url}: {type(error).__name__}: {str(error)[:300]}") from error
 
     def _copy(self, url: str, file: Path, deadline_s: float) -> None:
@@ -93,7 +91,7 @@ class UrlFetcher:
         more: dict[str, Any] = {}
         if scheme == "gs":
             files = _google_storage(options, self._timeout_s)
-            more["concurrency"] = 1  # more of it lists the folder first
+            more["concurrency"] = 1  # more would list the folder first
         elif scheme in ("http", "https"):
             files = filesystem(
                 scheme, **{**options, "client_kwargs": self._web_client() | options.get("client_kwargs", {})}
@@ -101,12 +99,12 @@ class UrlFetcher:
         else:
             files = filesystem(scheme, **options)
         bound = _Bound(url, self._max_bytes, deadline_s, self._timeout_s)
-        bound.reserve = lambda num_bytes: self._reserve(file.parent, num_bytes)
+        bound.reserve = lambda num_bytes: self._reserve(file.parent, num_bytes, 0.0)
         files.get_file(url, str(file), callback=bound, timeout=bound.left_s(), **more)
         bound.check(file.stat().st_size)
 
     def _web_client(self) -> dict[str, Any]:
-        """Arguments of aiohttp's client, which tells of each hop before it goes there. The same ones for every call."""
+        """aiohttp's client arguments, which check each redirect before it is followed; made once."""
         if not self._client:
             from aiohttp import TraceConfig
             from yarl import URL
@@ -115,7 +113,7 @@ class UrlFetcher:
                 target = hop.response.url.join(URL(hop.response.headers.get("Location", "")))
                 if not str(target).startswith(self._prefixes) or ".." in target.path.split("/"):
                     raise UnsafeSource(
-                        f"{hop.url} sends on to {short(str(target))}, which no prefix of adapters.urls allows"
+                        f"{hop.url} redirects to {short(str(target))}, which no prefix of adapters.urls allows"
                     )
 
             trace = TraceConfig()
@@ -125,8 +123,8 @@ class UrlFetcher:
 
 
 def _google_storage(options: Mapping[str, Any], timeout_s: float) -> AbstractFileSystem:
-    """With credentials that last for `timeout_s`: those in `options`, else Google's default ones, else none."""
-    from gcsfs.core import GCSFileSystem  # the package's own default asks over gRPC what kind of bucket it is
+    """gcsfs with credentials that last for `timeout_s`: from `options`, else Google's default ones, else anonymous."""
+    from gcsfs.core import GCSFileSystem  # the package's default class asks for the bucket's kind over gRPC
     from gcsfs.credentials import LOCAL_REFRESH_BUFFER
     from google.auth.exceptions import DefaultCredentialsError
 
@@ -141,7 +139,7 @@ def _google_storage(options: Mapping[str, Any], timeout_s: float) -> AbstractFil
 
 
 class _Bound(Callback):  # type: ignore[misc]  # fsspec is not annotated
-    """Ends a transfer that is too long, in bytes or in seconds."""
+    """Ends a transfer that exceeds its bytes or seconds."""
 
     def __init__(self, url: str, max_bytes: int, deadline_s: float, timeout_s: float) -> None:
         super().__init__()
@@ -154,20 +152,22 @@ class _Bound(Callback):  # type: ignore[misc]  # fsspec is not annotated
     def left_s(self) -> float:
         left_s = self._deadline_s - time.monotonic()
         if left_s <= 0:
-            raise SourceError(f"{self._url} was not there within adapters.source_timeout_s {self._timeout_s:g}")
+            raise SourceError(f"{self._url} was not fetched within adapters.source_timeout_s {self._timeout_s:g}")
         return left_s
 
     def check(self, num_bytes: int) -> None:
         if num_bytes > self._max_bytes:
-            raise AdapterTooLarge(f"{self._url} has {num_bytes} bytes but at most {self._max_bytes} are read")
+            raise AdapterTooLarge(
+                f"{self._url} has {num_bytes} bytes but adapters.max_adapter_bytes allows {self._max_bytes}"
+            )
 
     def set_size(self, size: int | None) -> None:
-        """fsspec's, when the length is known."""
+        """Called by fsspec when the length is known."""
         super().set_size(size)
         self.check(size or 0)
         self.reserve(size or 0)
 
     def call(self, *_: Any, **__: Any) -> None:
-        """fsspec's, after each piece."""
+        """Called by fsspec after each piece."""
         self.check(self.value)
         self.left_s()

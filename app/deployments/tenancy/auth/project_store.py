@@ -19,7 +19,7 @@ from sqlalchemy import Connection, and_, delete, func, insert, or_, select
 from app.deployments.registry.db.database import Database
 from app.deployments.registry.db.tables import adapters
 from app.deployments.registry.db.tenant_tables import adapter_shares, projects, rate_limits
-from app.deployments.registry.models import MEANT_STATES, check_name
+from app.deployments.registry.models import LIVE_STATES, check_name
 from app.deployments.tenancy.audited_transaction import audited_transaction, checked_name, new_id, not_found_error
 from app.deployments.tenancy.auth.key_crypto import derived_salt
 from app.deployments.tenancy.models import RateLimit, Tenant, TenantLimits
@@ -252,7 +252,7 @@ class AdapterQuota:
         if row is None or (row.max_adapters is None and row.max_adapter_bytes is None):
             return
         held = select(func.count(), func.coalesce(func.sum(adapters.c.size_bytes), 0)).where(
-            adapters.c.base_digest == self._base, adapters.c.tenant_id == tenant_id, adapters.c.state.in_(MEANT_STATES)
+            adapters.c.base_digest == self._base, adapters.c.tenant_id == tenant_id, adapters.c.state.in_(LIVE_STATES)
         )
         number, size_bytes = connection.execute(held).one()
         _check_quota("max_adapters", "adapters", number, row.max_adapters)

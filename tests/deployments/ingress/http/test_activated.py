@@ -35,7 +35,7 @@ async def read_ahead(service: Service, monkeypatch: pytest.MonkeyPatch) -> Async
     """Names of the adapters that the store was asked to read ahead of a request, `activated` among what it has."""
     asked: list[str] = []
 
-    async def expect(ref: AdapterRef) -> None:
+    async def prefetch(ref: AdapterRef) -> None:
         asked.append(ref.name)
 
     service.fleet.adapters[ADAPTER.card.digest] = ADAPTER
@@ -43,7 +43,7 @@ async def read_ahead(service: Service, monkeypatch: pytest.MonkeyPatch) -> Async
     store.contents["activated"] = ADAPTER.card.digest
     store.invocations[ADAPTER.card.digest] = CALL
     await service.managed.client.load_and_wait(wanted("activated", "activated"))
-    monkeypatch.setattr(service._directory._store, "expect", expect)
+    monkeypatch.setattr(service._directory._store, "prefetch", prefetch)
     yield asked
 
 

@@ -47,7 +47,7 @@ ASKED: list[tuple[str, str, Any]] = [
     ("POST", "/detokenize", {"model": "NAME", "tokens": [1]}),
     ("POST", "/v1/route", {"prompt": "NAME: the other's description", "routing": {"threshold": -1}}),
     ("POST", "/v1/loras", {"name": "mine", "compose": OTHERS, "wait": True}),
-    ("POST", "/v1/loras/NAME/read", {}),
+    ("POST", "/v1/loras/NAME/load", {}),
     ("GET", "/v1/loras/NAME", None),
     ("PATCH", "/v1/loras/NAME", {"description": "x"}),
     ("DELETE", "/v1/loras/NAME", None),
@@ -135,11 +135,11 @@ async def test_a_name_that_another_has_is_free(org: Org) -> None:
     before = (await org.ask("ada", "GET", "/v1/loras/secret")).json()
     seen = []
     for name in ("secret", "nobody"):
-        unread = {"name": name, "path": f"{bob}/two", "read": False}
+        unread = {"name": name, "path": f"{bob}/two", "lazy": True}
         answers = [
             await org.ask("bob", "POST", "/v1/loras", json=unread),
             await org.ask("bob", "POST", "/v1/loras/manifest", json={"adapters": [unread | {"name": f"{name}2"}]}),
-            await org.ask("bob", "POST", f"/v1/loras/{name}/read"),
+            await org.ask("bob", "POST", f"/v1/loras/{name}/load"),
             await org.ask("bob", "GET", f"/v1/loras/{name}"),
             await org.ask("bob", "POST", "/v1/chat/completions", json=CHAT | {"model": name}),
             await org.ask("bob", "DELETE", f"/v1/loras/{name}"),
@@ -305,7 +305,7 @@ async def test_what_actors_raise_holds_no_key(org: Org) -> None:
         lambda: store.remove_alias(key, **mine),
         lambda: store.begin_unload(key, **mine),
         lambda: store.describe(key, **its),
-        lambda: store.read(key, **mine),
+        lambda: store.load_registered(key, **mine),
         lambda: store.job(key, **its),
     ]
     for ask in asked:

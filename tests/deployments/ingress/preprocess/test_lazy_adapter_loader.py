@@ -11,7 +11,7 @@ from app.config import LimitsConfig
 from app.deployments.ingress.preprocess.lazy_adapter_loader import MAX_LOOKUPS_PER_TENANT, LazyAdapterLoader
 from app.deployments.ingress.principal import Principal, handle_principal
 from app.deployments.registry.feed.view import RegistryView
-from app.deployments.registry.jobs.auto_registration import SourcePaths
+from app.deployments.registry.jobs.auto_registration import ResolverSettings
 from app.deployments.tenancy.models import Tenant
 from app.engine.errors import AdapterFormatError, AdapterMismatch, NotReady, QueueFull
 from tests.deployments.http_service import Service
@@ -29,7 +29,7 @@ class ByName:
 
 @pytest.fixture
 def finding(service: Service) -> Service:
-    service.managed.resolution.use(SourcePaths([ByName()]))
+    service.managed.resolution.reconfigure(ResolverSettings([ByName()]))
     return service
 
 
@@ -91,7 +91,7 @@ class Gated:
         await self.gate.wait()
         return True
 
-    async def read_for_request(self, name: str, *, tenant_id: str, who: str) -> None:
+    async def load_for_request(self, name: str, *, tenant_id: str, who: str) -> None:
         await self.resolve(name, tenant_id=tenant_id, who=who)
 
 
@@ -182,10 +182,10 @@ async def test_the_first_request_has_it_read(
     assert (await http.get("/v1/loras/two")).json()["state"] == "LOADED"
 
 
-async def test_one_is_registered_by_the_field_read_and_read_when_asked(
+async def test_one_is_registered_by_the_field_lazy_and_loaded_when_asked(
     service: Service, http: httpx.AsyncClient
 ) -> None:
-    answer = await http.post("/v1/loras", json={"name": "two", "path": "two", "read": False, "description": "counts"})
+    answer = await http.post("/v1/loras", json={"name": "two", "path": "two", "lazy": True, "description": "counts"})
     assert answer.status_code == 201
     assert {key: answer.json()[key] for key in ("id", "state", "generation", "source", "description")} == {
         "id": "two",
@@ -195,9 +195,9 @@ async def test_one_is_registered_by_the_field_read_and_read_when_asked(
         "description": "counts",
     }
     assert service.managed.store.loads == ["sql"]
-    read = await http.post("/v1/loras/two/read")
+    read = await http.post("/v1/loras/two/load")
     assert (read.status_code, read.json()["state"], read.json()["job"]["state"]) == (200, "LOADED", "LOADED")
-    assert (await http.post("/v1/loras/two/read")).json()["job"] is None
+    assert (await http.post("/v1/loras/two/load")).json()["job"] is None
 
 
 async def test_what_cannot_be_read_says_so_to_the_request_and_why_to_who_manages(
@@ -210,14 +210,14 @@ async def test_what_cannot_be_read_says_so_to_the_request_and_why_to_who_manages
     assert int(answer.headers["retry-after"]) >= 1
     described = (await http.get("/v1/loras/bad")).json()
     assert (described["state"], described["last_error"]) == ("REGISTERED", "/srv/bad has no config")
-    assert (await http.post("/v1/loras/bad/read")).status_code == 400
+    assert (await http.post("/v1/loras/bad/load")).status_code == 400
 
 
 @pytest.mark.parametrize(
     ("body", "param"),
     [
-        ({"name": "x", "path": "x", "read": False, "pinned": True}, "pinned"),
-        ({"name": "x", "compose": {"adapters": [{"name": "sql"}]}, "read": False}, "read"),
+        ({"name": "x", "path": "x", "lazy": True, "pinned": True}, "pinned"),
+        ({"name": "x", "compose": {"adapters": [{"name": "sql"}]}, "lazy": True}, "lazy"),
         ({"name": "x", "compose": {"adapters": [{"name": "two"}, {"name": "sql"}]}}, "adapters"),
     ],
 )

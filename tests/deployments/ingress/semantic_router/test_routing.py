@@ -256,7 +256,7 @@ async def test_the_answer_says_what_was_chosen(described: Service, http: httpx.A
 
 
 async def test_one_that_was_not_read_may_win_and_is_read_then(described: Service, http: httpx.AsyncClient) -> None:
-    body = {"name": "two", "path": "two", "description": "knows the law", "read": False}
+    body = {"name": "two", "path": "two", "description": "knows the law", "lazy": True}
     assert (await http.post("/v1/loras", json=body)).json()["state"] == "REGISTERED"
     explained = await http.post("/v1/route", json={"prompt": "law?"})
     assert [one["name"] for one in explained.json()["adapters"]] == ["two"]

@@ -30,7 +30,7 @@ from tests.postgres import PostgresServer
 
 ROOT = Path(__file__).parents[3]
 #: All that a client is told of a database that is in trouble.
-SENTENCE = "^the registry's database does not answer as it should; ask again$"
+SENTENCE = "^the registry's database does not answer; ask again$"
 
 
 #: A schema version, and a digest of its columns, keys and indices.
@@ -231,7 +231,7 @@ def test_a_damaged_file_is_said(tmp_path: Path, contents: bytes | None) -> None:
     register(registry.catalog, "sql", "/sql", "d", max_rank=1, size_bytes=1, **ADA)
     registry.close()
     file.write_bytes(file.read_bytes()[:9000] if contents is None else contents)
-    with pytest.raises(NotReady, match="the registry's database is damaged; its log says how"):
+    with pytest.raises(NotReady, match="the registry's database is damaged; the store's log has the details"):
         registry.catalog.entries()
     with pytest.raises(ConfigError, match=r"registry\.sqlite is damaged \((file is not|database disk image is)"):
         Registry(sqlite_url(file), "base").revisions.since(0)
@@ -345,17 +345,17 @@ def test_a_server_that_stands_still_is_waited_for_no_longer_than_this(
         with database.read() if is_busy else nullcontext() as connection:
             if connection is not None:
                 driver: Any = connection.connection.dbapi_connection
-                driver.patience_s = 0.1
+                driver.timeout_s = 0.1
             server.send(signal.SIGSTOP)
             read() if connection is None else connection.execute(text("SELECT 1"))
 
     def connect_soon(_: object, __: object, ___: object, options: dict[str, Any]) -> None:
         options["connect_timeout"] = 2  # the least there is
 
-    usual = database._patience.idle_s
-    database._patience.idle_s = 0.1
+    usual = database._timeouts.idle_s
+    database._timeouts.idle_s = 0.1
     assert read() == 1, "and the connection is idle from here on"
-    database._patience.idle_s = usual
+    database._timeouts.idle_s = usual
     event.listen(database._engine, "do_connect", connect_soon, insert=True)
     try:
         with pytest.raises(NotReady, match=SENTENCE):
@@ -416,6 +416,6 @@ def test_numbers_go_on_after_two_billion(empty_url: str, table: str) -> None:
     register(registry.catalog, "b", "/b", "d", max_rank=1, size_bytes=1, **ADA)
     with registry.database.read() as connection:
         assert connection.scalar(text(f"SELECT max(id) FROM {table}")) == 2**31
-    page = registry.journal.events(**MINE) if table == "events" else registry.journal.audit(**MINE)
+    page = registry.event_log.events(**MINE) if table == "events" else registry.event_log.audit(**MINE)
     assert page[0].name == "b"
     registry.close()

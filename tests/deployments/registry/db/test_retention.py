@@ -34,14 +34,14 @@ def add_events(registry: Registry, name: str, number: int) -> None:
 
 def test_a_busy_name_erases_nobody_elses_history(registry: Registry, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(retention, "EVENTS", Limits(per_name=5, total=1000, age_s=DAY_S))
-    monkeypatch.setattr(retention, "_AT_ONCE", 3)
+    monkeypatch.setattr(retention, "_DELETE_BATCH", 3)
     add_events(registry, "quiet", 2)
     add_events(registry, "busy", 40)
     assert trim(registry.database) == 35
-    assert [item.event for item in registry.journal.events("busy", **MINE)] == [
+    assert [item.event for item in registry.event_log.events("busy", **MINE)] == [
         f"busy{index}" for index in range(39, 34, -1)
     ]
-    assert [item.event for item in registry.journal.events("quiet", **MINE)] == ["quiet1", "quiet0"]
+    assert [item.event for item in registry.event_log.events("quiet", **MINE)] == ["quiet1", "quiet0"]
     assert trim(registry.database) == 0
 
 
@@ -59,8 +59,8 @@ def test_what_is_old_goes_and_so_does_what_is_too_much(
     with registry.database.write() as connection:
         record_audit(connection, registry.database, "ada", "load", "new", DEFAULT_TENANT, {})
     trim(registry.database)
-    assert [item.event for item in registry.journal.events(**MINE)] == ["c2", "c1", "c0", "b2", "b1", "b0"]
-    assert [item.name for item in registry.journal.audit(**MINE)] == ["new"]
+    assert [item.event for item in registry.event_log.events(**MINE)] == ["c2", "c1", "c0", "b2", "b1", "b0"]
+    assert [item.name for item in registry.event_log.audit(**MINE)] == ["new"]
 
 
 def test_jobs_of_names_that_never_were_go_and_no_others(
@@ -79,7 +79,7 @@ def test_jobs_of_names_that_never_were_go_and_no_others(
     trim(registry.database)
     assert not any(registry.jobs.get(job.id, **MINE) for job in failed)
     assert registry.jobs.get(storage.id, **MINE) == storage
-    assert registry.jobs.unfinished("load") == [unfinished]
+    assert registry.jobs.unfinished_jobs("load") == [unfinished]
 
 
 def test_another_base_models_registry_keeps_its_own(shared_url: str, registry: Registry) -> None:
@@ -88,5 +88,5 @@ def test_another_base_models_registry_keeps_its_own(shared_url: str, registry: R
     with other.database.read():
         pass
     trim(registry.database)
-    assert len(other.journal.events("old", **MINE)) == 3
+    assert len(other.event_log.events("old", **MINE)) == 3
     other.close()

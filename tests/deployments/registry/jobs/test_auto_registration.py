@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest_asyncio
 
-from app.deployments.registry.jobs.auto_registration import MAX_LOOKERS, MAX_LOOKERS_PER_TENANT, SourcePaths
+from app.deployments.registry.jobs.auto_registration import MAX_LOOKERS, MAX_LOOKERS_PER_TENANT, ResolverSettings
 from app.deployments.registry.models import DEFAULT_TENANT
 from app.deployments.registry.registry import Registry
 from app.engine.errors import AdapterFormatError, AdapterQuarantined, NotReady, SourceError
@@ -43,7 +43,7 @@ class Service:
         self.clock, self.hub = Clock(), In("hub")
         self.store = FakeStore()
         self.managed = ManagedStore(registry, self.store, self.clock)
-        self.managed.resolution.use(SourcePaths([self.hub], again_s=30.0, timeout_s=60.0))
+        self.managed.resolution.reconfigure(ResolverSettings([self.hub], negative_ttl_s=30.0, timeout_s=60.0))
 
     async def resolve(self, name: str, tenant_id: str = DEFAULT_TENANT) -> bool:
         return await self.managed.client.resolve(name, tenant_id=tenant_id, who="bob")
@@ -94,11 +94,11 @@ async def test_other_places_are_looked_in_at_once_and_in_order(service: Service)
     assert not await service.resolve("sql")
     first, second = In("first"), In("second")
     service.store.contents |= {"first/json": "d1", "second/json": "d2", "second/sql": "d3"}
-    service.managed.resolution.use(SourcePaths([first, second]))
+    service.managed.resolution.reconfigure(ResolverSettings([first, second]))
     assert await service.resolve("sql")
     assert await service.resolve("json")
     assert (service.meaning("sql"), service.meaning("json")) == ("d3", "d1")
-    service.managed.resolution.use(SourcePaths())
+    service.managed.resolution.reconfigure(ResolverSettings())
     assert not await service.resolve("third")
 
 
@@ -139,7 +139,7 @@ async def test_a_resolver_that_hangs_is_a_source_error(service: Service) -> None
             gate.wait()
             return None
 
-    service.managed.resolution.use(SourcePaths([Hangs()], timeout_s=0.01))
+    service.managed.resolution.reconfigure(ResolverSettings([Hangs()], timeout_s=0.01))
     error = await fails(service.resolve("sql"))
     gate.set()
     assert isinstance(error, SourceError)
@@ -157,7 +157,7 @@ async def test_a_tenant_whose_names_hang_takes_its_own_threads_only(service: Ser
             return super().source(name, tenant_id)
 
     place = HangsForOne("hub")
-    service.managed.resolution.use(SourcePaths([place], timeout_s=60.0))
+    service.managed.resolution.reconfigure(ResolverSettings([place], timeout_s=60.0))
     names = [f"n{index}" for index in range(2 * MAX_LOOKERS)]
     waiting = [asyncio.ensure_future(service.resolve(name, "slow")) for name in names]
     try:

@@ -20,13 +20,13 @@ def test_a_job_is_found_again_as_it_was_left(registry: Registry, open_again: Cal
     two = registry.jobs.advance(two, State.FAILED, reason="tensor 'x' has NaN")
     after = open_again().jobs
     assert after.get(one.id, **MINE) == one == after.latest("a", **MINE)
-    assert after.unfinished("load") == [one]
+    assert after.unfinished_jobs("load") == [one]
     assert after.get(two.id, **MINE) == two
     assert (two.state, two.reason, two.is_done) == (State.FAILED, "tensor 'x' has NaN", True)
     done = after.advance(one, State.LOADED, generation=3, digest="d")
     assert after.get(one.id, **MINE) == done
     assert (done.generation, done.pinned, done.traffic_weight, done.requested_by) == (3, True, 2.0, "ada")
-    assert after.unfinished("load") == []
+    assert after.unfinished_jobs("load") == []
     assert after.get("absent", **MINE) is None
     assert after.get(one.id, tenant_id="bob") is None
     assert after.latest("absent", **MINE) is None
@@ -41,7 +41,7 @@ def test_a_name_keeps_its_last_jobs_and_all_unfinished_ones(registry: Registry) 
     storage = [job for job in failed if registry.jobs.get(job.id, **MINE)]
     assert storage[0] is not failed[0]
     assert MAX_JOBS_PER_NAME - 1 <= len(storage) <= MAX_JOBS_PER_NAME
-    assert registry.jobs.unfinished("load") == [first]
+    assert registry.jobs.unfinished_jobs("load") == [first]
 
 
 def test_the_journal_tells_what_happened_and_who_asked(registry: Registry) -> None:
@@ -53,20 +53,20 @@ def test_the_journal_tells_what_happened_and_who_asked(registry: Registry) -> No
     registry.catalog.configure("a", pinned=True, who="bob", **MINE)
     registry.aliases.put("x", {"a": 1}, who="bob", **MINE)
     registry.aliases.remove("x", who="bob", **MINE)
-    registry.catalog.drained(registry.catalog.drain("a", who="eve", **MINE).job)
-    events = registry.journal.events("a", **MINE)
+    registry.catalog.finish_unload(registry.catalog.begin_unload("a", who="eve", **MINE).job)
+    events = registry.event_log.events("a", **MINE)
     assert [event.event for event in reversed(events)] == [
         "requested", "downloading", "validating", "downloaded to disk", "loaded to host", "registered", "routable",
         "pinned", "draining", "removed",
     ]  # fmt: skip
     assert events[2].generation == 1
-    assert [(record.who, record.action) for record in reversed(registry.journal.audit(**MINE))] == [
+    assert [(record.who, record.action) for record in reversed(registry.event_log.audit(**MINE))] == [
         ("ada", "request load"), ("ada", "load"), ("bob", "configure"), ("bob", "put alias"), ("bob", "remove alias"),
         ("eve", "unload"),
     ]  # fmt: skip
-    first = registry.journal.events("a", limit=4, **MINE)
-    assert first + registry.journal.events("a", before=first[-1].id, **MINE) == events
-    assert registry.journal.events("absent", **MINE) == registry.journal.events("a", tenant_id="bob") == []
+    first = registry.event_log.events("a", limit=4, **MINE)
+    assert first + registry.event_log.events("a", before=first[-1].id, **MINE) == events
+    assert registry.event_log.events("absent", **MINE) == registry.event_log.events("a", tenant_id="bob") == []
 
 
 def test_words_that_a_database_cannot_keep(registry: Registry) -> None:
@@ -79,6 +79,6 @@ def test_words_that_a_database_cannot_keep(registry: Registry) -> None:
     assert len(done.reason) == 2000
     with pytest.raises(InvalidRequest, match="characters"):
         registry.jobs.create(wanted("a", "half a surrogate: \ud800"))
-    for call in (registry.jobs.get, registry.jobs.latest, registry.catalog.get, registry.journal.events):
+    for call in (registry.jobs.get, registry.jobs.latest, registry.catalog.get, registry.event_log.events):
         with pytest.raises(InvalidRequest, match="characters"):
             call("\ud800", **MINE)

@@ -52,13 +52,13 @@ async def test_a_registered_name_is_listed_and_nothing_is_read(known: Known) -> 
     assert entry is not None
     assert (entry.source, entry.traffic_weight, entry.description, entry.max_rank) == ("hub/sql", 2.0, "writes SQL", 0)
     assert known.store.loads == []
-    assert known.registry.catalog.pinned() == []
+    assert known.registry.catalog.pinned_entries() == []
     assert [entry.name for entry in known.registry.catalog.hot(9)] == [], "there is nothing that a replica could fetch"
 
 
 async def test_it_is_read_once_however_many_ask_and_keeps_what_was_said_of_it(known: Known) -> None:
     gate = known.store.gates["hub/sql"] = asyncio.Event()
-    reads = [asyncio.create_task(known.client.read_for_request("sql", **MINE, who="bob")) for _ in range(5)]
+    reads = [asyncio.create_task(known.client.load_for_request("sql", **MINE, who="bob")) for _ in range(5)]
     while known.store.loads != ["hub/sql"]:
         await asyncio.sleep(0)
     gate.set()
@@ -67,22 +67,22 @@ async def test_it_is_read_once_however_many_ask_and_keeps_what_was_said_of_it(kn
     assert entry is not None
     assert (entry.ref.digest, entry.ref.generation, entry.state) == ("d1", 1, State.LOADED)
     assert (entry.traffic_weight, entry.description, entry.owner) == (2.0, "writes SQL", "ada")
-    await known.client.read_for_request("sql", **MINE, who="bob")
+    await known.client.load_for_request("sql", **MINE, who="bob")
     assert known.store.loads == ["hub/sql"], "it is read already"
 
 
 async def test_reading_it_when_asked_is_a_load_like_any_other(known: Known) -> None:
-    job, entry = await known.client.read("math", **ADA)
+    job, entry = await known.client.load_registered("math", **ADA)
     assert job is not None
     assert (job.state, job.requested_by, entry.ref.digest) == (State.LOADED, "ada", "d2")
-    assert (await known.client.read("math", **ADA))[0] is None
+    assert (await known.client.load_registered("math", **ADA))[0] is None
     with pytest.raises(NotFound, match="no adapter is registered as 'nobody'"):
-        await known.client.read("nobody", **ADA)
+        await known.client.load_registered("nobody", **ADA)
 
 
 async def test_a_failing_read_is_told_to_who_asked_and_remembered(known: Known) -> None:
     known.store.contents["hub/sql"] = AdapterFormatError("tensor 'x' of /srv/secret has NaN")
-    error = await fails(known.client.read_for_request("sql", **MINE, who="bob"))
+    error = await fails(known.client.load_for_request("sql", **MINE, who="bob"))
     assert isinstance(error, AdapterUnreadable)
     assert "/srv/secret" not in str(error), "a request is told no place of the server"
     description = await known.client.describe("sql", **MINE)
@@ -90,20 +90,20 @@ async def test_a_failing_read_is_told_to_who_asked_and_remembered(known: Known) 
     assert description.entry is not None
     assert (description.entry.state, known.state("sql")) == (State.REGISTERED, State.REGISTERED)
 
-    await fails(known.client.read_for_request("sql", **MINE, who="bob"))
+    await fails(known.client.load_for_request("sql", **MINE, who="bob"))
     assert known.store.loads == ["hub/sql"], "it is left alone for a while"
     known.store.contents["hub/sql"] = "d1"
     known.clock.now_s += 5.0  # type: ignore[attr-defined]
-    await known.client.read_for_request("sql", **MINE, who="bob")
+    await known.client.load_for_request("sql", **MINE, who="bob")
     assert (known.state("sql"), (await known.client.describe("sql", **MINE)).last_error) == (State.LOADED, None)
 
 
 async def test_another_place_is_tried_at_once(known: Known) -> None:
     known.store.contents["hub/sql"] = AdapterFormatError("no config")
-    await fails(known.client.read_for_request("sql", **MINE, who="bob"))
+    await fails(known.client.load_for_request("sql", **MINE, who="bob"))
     done = await known.client.register([Registration("sql", "hub/math")], **ADA)
     assert done == (1, 0)
-    await known.client.read_for_request("sql", **MINE, who="bob")
+    await known.client.load_for_request("sql", **MINE, who="bob")
     entry = known.view.adapter("sql", "default")
     assert entry is not None
     assert (entry.ref.digest, entry.description) == ("d2", "writes SQL"), "what is left out stays as it was"
@@ -123,11 +123,11 @@ async def test_a_manifest_may_be_sent_again_and_gives_nothing_up(known: Known) -
     [
         ([Registration("fine", "x"), Registration("old", "hub/else")], "loaded from 'hub/old'"),
         ([Registration("fine", "x"), Registration("app", "x")], "'app' is an alias"),
-        ([Registration("fine", "x"), Registration("fine", "y")], "comes 2 times"),
+        ([Registration("fine", "x"), Registration("fine", "y")], "is given 2 times"),
         ([Registration("fine", "x"), Registration("base", "x")], "the base model's"),
         ([Registration("fine", "x"), Registration("a b", "x")], "must be 1 to 128"),
         ([Registration("fine", "x"), Registration("hub", "hf://org/repo")], "a revision is missing"),
-        ([], "it takes 1 to"),
+        ([], "a call takes 1 to"),
     ],
 )
 async def test_all_of_a_manifest_or_nothing(known: Known, rows: list[Registration], said: str) -> None:
@@ -161,7 +161,7 @@ async def test_a_name_that_was_unloaded_keeps_counting(known: Known) -> None:
     await known.client.register([Registration("old", "hub/math")], **ADA)
     await known.client.end_unload(unload)
     assert known.state("old") is State.REGISTERED, "the unload was of what it meant before"
-    _, entry = await known.client.read("old", **ADA)
+    _, entry = await known.client.load_registered("old", **ADA)
     assert (entry.ref.generation, entry.ref.digest) == (2, "d2")
 
 

@@ -20,8 +20,8 @@ from app.engine.adapters.card import AdapterCard
 from app.engine.adapters.formats.peft import read_peft
 from app.engine.adapters.sandbox.packing import PackedAdapter
 from app.engine.adapters.sandbox.validator import Validator
+from tests.deployments.store.recorded_events import RecordedEvents
 from tests.deployments.store.sources.servers import FileServer, HubServer
-from tests.deployments.store.told import Told
 from tests.engine.adapters.making import peft_config, peft_tensors, random_arrays, tiny_spec, write_peft
 
 SPEC = tiny_spec()
@@ -71,9 +71,9 @@ def open_library(tmp_path: Path, validator: Validator) -> Iterator[OpenLibrary]:
 
     def open_one(*fetchers: Fetcher, max_bytes: int = 1 << 20, signatures: bool = False) -> AdapterReader:
         counts = TierCounters()
-        tiers.append(DiskTier(tmp_path / "disk", max_bytes, "lru", counts, Told()))
+        tiers.append(DiskTier(tmp_path / "disk", max_bytes, "lru", counts, RecordedEvents()))
         sources = Sources([tmp_path], fetchers)
-        return AdapterReader(sources, tiers[-1], validator, SPEC, counts, Told(), signatures=signatures)
+        return AdapterReader(sources, tiers[-1], validator, SPEC, counts, RecordedEvents(), signatures=signatures)
 
     yield open_one
     for tier in tiers:
@@ -88,7 +88,7 @@ def library(open_library: OpenLibrary) -> AdapterReader:
 
 @pytest_asyncio.fixture
 async def store(tmp_path: Path, library: AdapterReader) -> AsyncIterator[Store]:
-    store = Store(library, lambda packed: packed, Told(), max_bytes=1 << 20, counts=library.counts)
+    store = Store(library, lambda packed: packed, RecordedEvents(), max_bytes=1 << 20, counts=library.counts)
     store.catalog = Catalog(Database(sqlite_url(tmp_path / "c.sqlite"), "base"))
     yield store
     store.close()

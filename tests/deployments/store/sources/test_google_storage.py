@@ -106,7 +106,7 @@ def test_credentials_that_never_come_delay_their_own_source_only(
 ) -> None:
     storage.gates["/token"] = threading.Event()
     short = FetchTimeout(bucket(storage), 0.3)
-    with pytest.raises(SourceError, match=r"gs://adapters/team/a was not there within adapters.source_timeout_s 0.3"):
+    with pytest.raises(SourceError, match=r"gs://adapters/team/a was not fetched within adapters.source_timeout_s 0.3"):
         open_library(short).from_source("gs://adapters/team/a")
     storage.answer = storage._file
     storage.files |= {f"/web/{name}": contents for name, contents in files.items()}
@@ -151,7 +151,7 @@ def test_a_source_that_hangs_is_left_alone_and_taken_up_again(tmp_path: Path, mo
     for _ in range(2):
         with pytest.raises(SourceError, match=r"within adapters.source_timeout_s 0.05"):
             fetch("models://a/x")
-    with pytest.raises(SourceError, match="models://a is not asked for models://a/y: 2 earlier fetches"):
+    with pytest.raises(SourceError, match="models://a/y is not fetched: 2 earlier fetches from models://a"):
         fetch("models://a/y")
     deadline_s = time.monotonic() + 600
     while len(stuck.asked) < 2:  # the caller's time may be up before its thread has begun

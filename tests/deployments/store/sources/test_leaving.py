@@ -16,9 +16,9 @@ from app.deployments.store.sources.urls import UrlFetcher
 from app.deployments.store.tier_counters import TierCounters
 from app.engine.adapters.card import AdapterCard
 from app.engine.errors import PolyloraError, SourceError, UnsafeSource
+from tests.deployments.store.recorded_events import RecordedEvents
 from tests.deployments.store.sources.conftest import OpenLibrary
 from tests.deployments.store.sources.servers import FileServer
-from tests.deployments.store.told import Told
 
 
 def until(condition: Callable[[], bool]) -> None:
@@ -101,7 +101,7 @@ class Late:
 @pytest.mark.parametrize("why", ["time", "nobody wants it"])
 def test_what_is_fetched_too_late_is_removed(tmp_path: Path, why: str) -> None:
     late = Late()
-    tier = DiskTier(tmp_path, 10_000, "lru", TierCounters(), Told())
+    tier = DiskTier(tmp_path, 10_000, "lru", TierCounters(), RecordedEvents())
     fetcher = FetchTimeout(late, 0.02 if why == "time" else 60.0)
 
     def fetch() -> None:
@@ -114,7 +114,7 @@ def test_what_is_fetched_too_late_is_removed(tmp_path: Path, why: str) -> None:
         if why != "time":
             fetcher.abandon("x://host/other")
             fetcher.abandon("x://host/a")
-        with pytest.raises(SourceError, match=r"within adapters.source_timeout_s|not waited for"):
+        with pytest.raises(SourceError, match=r"within adapters.source_timeout_s|was abandoned"):
             fetching.result()
     late.gate.set()
     assert late.has_ended.wait(60)
@@ -125,7 +125,7 @@ def test_what_is_fetched_too_late_is_removed(tmp_path: Path, why: str) -> None:
 
 
 def test_downloads_wait_until_their_bytes_fit_beside_the_others(tmp_path: Path) -> None:
-    tier = DiskTier(tmp_path, 100, "lru", TierCounters(), Told())
+    tier = DiskTier(tmp_path, 100, "lru", TierCounters(), RecordedEvents())
     with ThreadPoolExecutor(1) as thread:
         with tier.staging() as one, tier.staging() as two:
             tier.reserve(one, 500)  # larger than all may be: it comes alone
@@ -134,8 +134,8 @@ def test_downloads_wait_until_their_bytes_fit_beside_the_others(tmp_path: Path) 
             waiting = thread.submit(tier.reserve, two, 10, 60.0)
             assert not waiting.done()
             tier._staged_bytes[one] = 60
-            with tier._staged_fewer:
-                tier._staged_fewer.notify_all()
+            with tier._staging_changed:
+                tier._staging_changed.notify_all()
             waiting.result()
             tier.reserve(two, 30)
             with pytest.raises(SourceError):

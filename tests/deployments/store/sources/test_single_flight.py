@@ -90,7 +90,7 @@ async def test_a_broken_source_is_asked_once_and_hurts_no_other(
     with pytest.raises(AdapterQuarantined, match="500"):
         await store.fetch(broken)
     assert len(asked) == 1
-    store.lost(good.digest)
+    store.invalidate(good.digest)
     assert (await store.fetch(good)).card == card, "from disk"
     assert len(asked) == 1
 
@@ -103,9 +103,9 @@ async def test_every_tier_counts_what_it_did(
     local = (await store.register("local", str(tmp_path / "original"))).ref
     assert local.digest == remote.digest, "equal contents, wherever they come from"
     await store.fetch(remote)
-    store.lost(remote.digest)
+    store.invalidate(remote.digest)
     await store.fetch(remote)
-    store.lost(remote.digest)
+    store.invalidate(remote.digest)
     await store.fetch(local)
     counts = {tier: store.counts.of(tier) for tier in ("host", "disk", "source")}  # type: ignore[arg-type]
     assert (counts["host"]["hits"], counts["host"]["misses"]) == (1, 2)

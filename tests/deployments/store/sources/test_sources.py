@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from app.config import AdaptersConfig, load_config
-from app.deployments.store.sources.factory import open_sources
+from app.deployments.store.adapter_reader import open_sources
 from app.deployments.store.sources.hub import HubFetcher
 from app.deployments.store.sources.plugin import PluginFetcher
-from app.deployments.store.sources.source_resolution import RemotePlace, Sources
+from app.deployments.store.sources.source_resolution import RemoteSource, Sources
 from app.deployments.store.sources.urls import UrlFetcher
 from app.engine.adapters.adapter_tokenizer import TEXT_FILES
 from app.engine.adapters.card import AdapterCard
@@ -59,12 +59,12 @@ def test_what_is_not_allowed_is_refused_by_its_text(tmp_path: Path, source: str)
     sources = Sources([tmp_path], [urls("s3://bucket/a/", "https://host/ok/")])
     with pytest.raises(UnsafeSource):
         sources.locate(source)
-    assert isinstance(sources.locate("https://host/ok/a"), RemotePlace)
+    assert isinstance(sources.locate("https://host/ok/a"), RemoteSource)
 
 
 def test_a_configuration_opens_only_what_it_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = load_config({"adapters": {"roots": [str(tmp_path)]}}).adapters
-    assert isinstance(open_sources(config, {}, base_name="base").locate("hf://o/n@main"), RemotePlace)
+    assert isinstance(open_sources(config, {}, base_name="base").locate("hf://o/n@main"), RemoteSource)
     with pytest.raises(UnsafeSource):
         open_sources(config, {}, base_name="base").locate("https://host/a")
     with pytest.raises(UnsafeSource):
@@ -79,7 +79,7 @@ def test_a_configuration_opens_only_what_it_names(tmp_path: Path, monkeypatch: p
     sources = open_sources(config, {"LORA_DOWNLOADER_PLUGIN": "a_plugin:get"}, base_name="base")
     for uri in ("hf://o/n@main", "models://anything/else"):
         place = sources.locate(uri)
-        assert isinstance(place, RemotePlace)
+        assert isinstance(place, RemoteSource)
         assert place.fetch(tmp_path) == uri
     assert asked == ["hf://o/n@main", "models://anything/else"]
     for bad in ("a_plugin:put", "no_such_module:get", "get", ""):
@@ -110,12 +110,12 @@ def test_a_downloader_may_be_a_class(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setitem(sys.modules, "a_plugin", module)
     config = load_config({"adapters": {"roots": [str(tmp_path)]}}).adapters
     place = open_sources(config, {"LORA_DOWNLOADER_PLUGIN": "a_plugin.Downloader"}, base_name="base").locate("any://a")
-    assert isinstance(place, RemotePlace)
+    assert isinstance(place, RemoteSource)
     assert place.fetch(tmp_path) == "any://a", "what the method returns is not where the adapter came from"
     assert asked == [("any://a", "base", str(tmp_path))]
     with pytest.raises(ConfigError, match="without download_lora_to_disk"):
         PluginFetcher("a_plugin.Nothing", "base")
-    with pytest.raises(ConfigError, match="cannot be made: TypeError"):
+    with pytest.raises(ConfigError, match="cannot be constructed: TypeError"):
         PluginFetcher("a_plugin.Broken", "base")
 
 

@@ -160,7 +160,7 @@ async def test_an_attack_is_refused_and_the_store_goes_on(store: Store, tmp_path
     assert len(str(caught.value)) < 2000
     assert [entry.ref.name for entry in store.entries()] == ["before"]
     good = (await store.register("good", "original")).ref
-    store.lost(good.digest)
+    store.invalidate(good.digest)
     await store.fetch(good)
     assert not (tmp_path.parent / "escaped").exists()
 
@@ -209,6 +209,6 @@ async def test_paths_that_lead_outside(store: Store, tmp_path: Path, tmp_path_fa
 
 async def test_weights_above_a_limit_name_it(tmp_path: Path, store: Store) -> None:
     write_peft(tmp_path / "wide", peft_config(64, ["q_proj"]), peft_tensors(random_arrays(SPEC, 64, ["q_proj"])))
-    store._kept.max_bytes = 1000
+    store._cache.max_bytes = 1000
     with pytest.raises(AdapterTooLarge, match="host_cache_bytes"):
         await store.register("wide", "wide")

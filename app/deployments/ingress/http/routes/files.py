@@ -23,7 +23,7 @@ from app.deployments.ingress.principal import inference_principal
 from app.deployments.ingress.schemas.batches import MAX_LIFE_S, MIN_LIFE_S, FileObject
 from app.deployments.ingress.schemas.response_model import DeletedResponse, PageResponse
 from app.deployments.ingress.service import IngressService
-from app.deployments.object_storage.models import StoredFile, no_purpose
+from app.deployments.object_storage.models import StoredFile, unsupported_purpose_error
 from app.engine.errors import InvalidRequest, QueueFull
 from app.redaction import holds_key
 
@@ -149,7 +149,7 @@ async def _store_upload(form: FormData, service: IngressService, tenant_id: str)
     if unknown := sorted(set(form) - {"file", "purpose", "expires_after[anchor]", "expires_after[seconds]"}):
         raise InvalidRequest(f"{unknown[0][:80]!r} is not a field of an upload", param=unknown[0][:80])
     if purpose != "batch":
-        raise no_purpose(str(purpose))
+        raise unsupported_purpose_error(str(purpose))
     if not isinstance(upload, UploadFile) or not upload.size:
         raise InvalidRequest("file is missing or empty; send one request per line", param="file")
     if upload.size > config.max_file_bytes:

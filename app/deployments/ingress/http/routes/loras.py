@@ -28,7 +28,14 @@ from app.deployments.ingress.schemas.loras import (
 from app.deployments.ingress.schemas.response_model import PageResponse
 from app.deployments.ingress.serializers.loras import adapter_body, description_body, job_body, unload_body
 from app.deployments.ingress.service import IngressService
-from app.deployments.registry.models import UPLOADED, AliasEntry, CatalogEntry, LoadRequest, Registration, cannot_pin
+from app.deployments.registry.models import (
+    UPLOADED,
+    AliasEntry,
+    CatalogEntry,
+    LoadRequest,
+    Registration,
+    cannot_pin_error,
+)
 from app.engine.adapters.combining.combination import display_source
 from app.engine.errors import InvalidRequest, QueueFull
 from app.redaction import holds_key
@@ -53,9 +60,11 @@ async def _register_lazily(
 ) -> Response:
     """Register a name without reading its adapter. Raises InvalidRequest for settings that need its contents."""
     if body.compose is not None:
-        raise InvalidRequest("read is false, but a combination is made when it is registered", param="read")
+        raise InvalidRequest(
+            "lazy is true, but a combination is made when it is registered; leave lazy out", param="lazy"
+        )
     if body.pinned:
-        raise cannot_pin(body.name)
+        raise cannot_pin_error(body.name)
     store = service.management.store
     await store.register([_registration(load)], tenant_id=caller.tenant_id, who=caller.who)
     description = await store.describe(load.name, tenant_id=caller.tenant_id)
@@ -81,7 +90,7 @@ def _add_collection_routes(routes: APIRouter, service: IngressService) -> None:
         """Load an adapter: 202 with a job, or the adapter if wait is true."""
         caller = http_principal(request)
         load = _load_request(body, caller, service)
-        if not body.read:
+        if body.lazy:
             return await _register_lazily(body, load, caller, service)
         if body.wait if query.wait is None else query.wait:
             job, entry = await service.management.store.load_and_wait(load)
@@ -105,11 +114,11 @@ def _add_collection_routes(routes: APIRouter, service: IngressService) -> None:
 
 
 def _add_adapter_routes(routes: APIRouter, service: IngressService) -> None:
-    @routes.post("/v1/loras/{name}/read", response_model=Lora)
-    async def read(name: str, request: Request) -> Response:
+    @routes.post("/v1/loras/{name}/load", response_model=Lora)
+    async def load(name: str, request: Request) -> Response:
         """Read a lazily registered adapter before a request needs it; answers when it is served."""
         caller = http_principal(request)
-        job, entry = await service.management.store.read(name, tenant_id=caller.tenant_id, who=caller.who)
+        job, entry = await service.management.store.load_registered(name, tenant_id=caller.tenant_id, who=caller.who)
         return JSONResponse(adapter_body(entry) | {"job": None if job is None else job_body(job)})
 
     @routes.get("/v1/loras/{name}", response_model=LoraStatus)

@@ -17,7 +17,7 @@ from app.deployments.ingress.http.middleware.origin_check import HttpPolicy
 from app.deployments.ingress.http.openapi import api_routes
 from app.deployments.ingress.http.request_parsing import body_model
 from app.deployments.ingress.schemas.request_model import INERT, NEUTRAL
-from app.deployments.store.failure_backoff import Failure
+from app.deployments.registry.jobs.failure_backoff import Failure
 from app.version import version
 from tests.cli.test_status import STATUS
 from tests.deployments.http_service import Service
@@ -98,7 +98,7 @@ async def test_what_is_described_is_accepted(http: httpx.AsyncClient) -> None:
 
 #: Routes whose request has no body.
 BODILESS = {
-    "/v1/batches/{batch_id}/cancel", "/v1/loras/{name}/read", "/v1/organization/projects/{project_id}/archive",
+    "/v1/batches/{batch_id}/cancel", "/v1/loras/{name}/load", "/v1/organization/projects/{project_id}/archive",
     "/v1/tenants/{tenant_id}/rotate_salt",
 }  # fmt: skip
 

@@ -260,7 +260,7 @@ async def test_what_a_card_says_of_itself_is_shown(
         assert (await http.post("/v1/loras?wait=true", json={"name": name, "path": name})).status_code == 201
         received[name] = (await http.get(f"/v1/loras/{name}")).json()["metadata"]
     assert received == {"card": {"author": "ada", "version": "3"}, "plain": {}, "long": {}}
-    assert "adapter long has 2014 characters and is not shown" in caplog.text
+    assert "adapter long has 2014 characters of metadata" in caplog.text
     listed = {item["id"]: item["metadata"] for item in (await http.get("/v1/loras")).json()["data"]}
     assert listed == {"sql": {}} | received
     assert (await http.post("/v1/loras?wait=true", json={"name": "card", "path": "plain"})).json()["metadata"] == {}

@@ -21,7 +21,7 @@ HEADERS = {"X-Adapter-Config": CONFIG, "Content-Type": "application/octet-stream
 def known(service: Service, weights: bytes, like: str) -> str:
     """The source of these weights, which are the contents of another adapter of the tests."""
     assert service.managed.uploads is not None
-    with service.managed.uploads.storage(CONFIG.encode(), weights) as source:
+    with service.managed.uploads.store(CONFIG.encode(), weights) as source:
         service.managed.store.contents[source] = service.managed.store.contents[like]
     return source
 

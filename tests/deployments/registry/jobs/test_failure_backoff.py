@@ -7,8 +7,8 @@ import pickle
 import pytest
 
 from app.deployments.ingress.error_responses import error_reply
-from app.deployments.store import failure_backoff
-from app.deployments.store.failure_backoff import FailureBackoff
+from app.deployments.registry.jobs import failure_backoff
+from app.deployments.registry.jobs.failure_backoff import FailureBackoff
 from app.engine.errors import AdapterQuarantined
 
 
@@ -28,7 +28,7 @@ def test_each_failure_in_a_row_doubles_the_wait() -> None:
     sick.check("a", "adapter 'a'")
     waits = []
     for number in range(1, 12):
-        failure = sick.failed("a", "out of order")
+        failure = sick.record_failure("a", "out of order")
         assert failure.num_failures == number
         with pytest.raises(AdapterQuarantined, match=r"'a' failed.*out of order.*registered again") as caught:
             sick.check("a", "adapter 'a'")
@@ -42,14 +42,14 @@ def test_each_failure_in_a_row_doubles_the_wait() -> None:
     assert waits[:4] == pytest.approx([failure_backoff.FIRST_S * 2**n for n in range(4)])
     assert max(waits) == waits[-1] == pytest.approx(failure_backoff.LONGEST_S)
     sick.clear("a")
-    assert sick.failed("a", "x").num_failures == 1
+    assert sick.record_failure("a", "x").num_failures == 1
 
 
 def test_memory_of_failures_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(failure_backoff, "MAX_KEYS", 3)
     sick = FailureBackoff()
     for key in "abcd":
-        sick.failed(key, "x")
+        sick.record_failure(key, "x")
     assert [sick.get(key) is not None for key in "abcd"] == [False, True, True, True]
 
 

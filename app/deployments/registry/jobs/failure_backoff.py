@@ -1,8 +1,8 @@
-"""What failed a moment ago and is not tried again yet.
+"""Exponential backoff: what failed a moment ago is not tried again yet.
 
-In: keys that failed, and why. Out: `AdapterQuarantined` with the reason and the time left for whoever asks
-for one of them. The time doubles with each failure in a row, up to a limit; a success or `clear` ends it.
-So a broken adapter or a source that is down costs one attempt now and then, however many requests ask.
+A key that failed raises AdapterQuarantined with the reason and the time left. The time doubles with each failure in a
+row, up to a limit; `clear` ends it. So a broken adapter or a source that is down costs one attempt now and then,
+however many requests need it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from app.engine.errors import AdapterQuarantined
+from app.engine.errors import AdapterQuarantined, AdapterUnreadable
 
 FIRST_S = 5.0
 LONGEST_S = 600.0
@@ -22,7 +22,9 @@ MAX_KEYS = 8192
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """`num_failures` in a row, the last one's words, and when (on the quarantine's clock) it may be tried again."""
+    """The number of failures in a row, the last one's reason, and when the key may be tried again (on the backoff's
+    clock).
+    """
 
     reason: str
     num_failures: int
@@ -30,7 +32,7 @@ class Failure:
 
 
 class FailureBackoff:
-    """One event loop's; `clock` gives seconds."""
+    """Used on one event loop; `clock` gives seconds."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -40,7 +42,7 @@ class FailureBackoff:
         return self._failures.get(key)
 
     def check(self, key: str, what: str) -> None:
-        """Raises AdapterQuarantined if `key` must not be tried yet; `what` is its name in the message."""
+        """Raises AdapterQuarantined if `key` must not be tried yet; `what` names it in the message."""
         failure = self._failures.get(key)
         if failure is None:
             return
@@ -53,7 +55,7 @@ class FailureBackoff:
                 retry_after_s=left_s,
             )
 
-    def failed(self, key: str, reason: str) -> Failure:
+    def record_failure(self, key: str, reason: str) -> Failure:
         before = self._failures.pop(key, None)
         number = 1 if before is None else before.num_failures + 1
         wait_s = min(FIRST_S * 2.0 ** min(number - 1, 30), LONGEST_S)
@@ -64,3 +66,13 @@ class FailureBackoff:
 
     def clear(self, key: str) -> None:
         self._failures.pop(key, None)
+
+
+def unreadable_error(name: str, error: Exception) -> AdapterUnreadable:
+    """What a client gets for `error`: without any place of this server, and with the time until the next attempt."""
+    wait_s = error.retry_after_s if isinstance(error, AdapterQuarantined) else FIRST_S
+    return AdapterUnreadable(
+        f"adapter {name!r} is registered but cannot be read at the moment; it is tried again in {math.ceil(wait_s)} s, "
+        f"and GET /v1/loras/{name} gives its owner the cause",
+        retry_after_s=wait_s,
+    )
