@@ -117,7 +117,7 @@ class LLM:
         digest = adapter.card.digest
         if any(other.card.digest == digest for other in self._adapters.values()):
             return 0
-        freed = self._engine.drop_adapter(digest)
+        freed = self._engine.unload_adapter(digest)
         while not freed.done():
             self._step()
         return freed.result()
@@ -157,7 +157,7 @@ class LLM:
         decoder = self.tokenizer.incremental_decoder()
         with contextlib.closing(self._run([request])) as chunks:
             for chunk in chunks:
-                if piece := decoder.push(_shown(chunk)):
+                if piece := decoder.push(_visible_ids(chunk)):
                     yield piece
         if piece := decoder.flush():
             yield piece
@@ -242,7 +242,7 @@ class LLM:
         last = chunks[-1]
         assert last.finish_reason is not None
         assert last.usage is not None
-        shown = [token_id for chunk in chunks for token_id in _shown(chunk)]
+        shown = [token_id for chunk in chunks for token_id in _visible_ids(chunk)]
         return Generation(
             text=self.tokenizer.decode(shown),
             token_ids=tuple(token_id for chunk in chunks for token_id in chunk.token_ids),
@@ -252,7 +252,7 @@ class LLM:
         )
 
 
-def _shown(chunk: TokenChunk) -> tuple[int, ...]:
+def _visible_ids(chunk: TokenChunk) -> tuple[int, ...]:
     """The chunk's tokens without the one that stopped it."""
     return chunk.token_ids if chunk.matched_stop is None else chunk.token_ids[:-1]
 

@@ -67,8 +67,8 @@ class BatchBuilder:
                 first, last = pooled_range(sequence.pooling.method, sequence.num_tokens, start, end)
                 pooled.append(sequence)
                 pooled_ranges.append((num_tokens - end + first, num_tokens - end + last))
-            elif end - sequence.num_drafted == sequence.num_tokens:
-                num_rows = 1 + sequence.num_drafted
+            elif end - sequence.num_draft_tokens == sequence.num_tokens:
+                num_rows = 1 + sequence.num_draft_tokens
                 sample_rows += range(num_tokens - num_rows, num_tokens)
                 sample_seqs += [index] * num_rows
                 sampled += [sequence] * num_rows
@@ -94,7 +94,7 @@ class BatchBuilder:
             self._sampled = sampled
             self._constants = _SamplingConstants(sampled)
         constants = self._constants
-        nums_known = [n for s in drawing for n in range(s.num_tokens, s.num_tokens + s.num_drafted + 1)]  # [P]
+        nums_known = [n for s in drawing for n in range(s.num_tokens, s.num_tokens + s.num_draft_tokens + 1)]  # [P]
         history = constants.no_history
         if constants.any_history:
             history = tuple(

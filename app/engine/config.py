@@ -31,8 +31,8 @@ WeightDtype = Literal["auto", "float32", "int8"]
 
 
 #: The most tokens that a sequence may guess in a step.
-MAX_GUESS = 16
-Speculation = Literal["off", "auto"] | Annotated[int, Field(ge=1, le=MAX_GUESS, strict=True)]
+MAX_DRAFT_TOKENS = 16
+Speculation = Literal["off", "auto"] | Annotated[int, Field(ge=1, le=MAX_DRAFT_TOKENS, strict=True)]
 
 
 class _Section(BaseModel):
@@ -204,7 +204,7 @@ class EngineConfig(BaseModel):
         "auto",
         description="Verify guessed tokens (from the prompt and the answer so far, a grammar, a `prediction`) where "
         "the next one is drawn; answers keep their bits. auto: with cpu, while few sequences run and guesses are "
-        f"right; off; or 1 to {MAX_GUESS}, cpu only: always guess so many.",
+        f"right; off; or 1 to {MAX_DRAFT_TOKENS}, cpu only: always guess so many.",
     )
 
     @property

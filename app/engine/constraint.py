@@ -25,7 +25,7 @@ class Matcher(Protocol):
 
     def copy(self) -> Matcher: ...
 
-    def forced(self) -> list[int]: ...
+    def forced_token_ids(self) -> list[int]: ...
 
     def num_allowed(self, token_ids: list[int]) -> int: ...
 
@@ -45,7 +45,7 @@ class Constraint:
         self.error: InvalidRequest | None = None
         self.num_sure = 0
 
-    def ahead(self, output_ids: NDArray[np.int32]) -> Matcher | None:
+    def matcher_after(self, output_ids: NDArray[np.int32]) -> Matcher | None:
         """A copy of the matcher that has seen `output_ids` [n], all that the sequence has generated.
 
         None where the grammar cannot go on, which the next mask finds out. Not while masks are being made.
@@ -57,7 +57,7 @@ class Constraint:
             return None
         return matcher
 
-    def fill(self, output_ids: NDArray[np.int32], drafted_ids: NDArray[np.int32], words: NDArray[np.uint32]) -> None:
+    def fill(self, output_ids: NDArray[np.int32], draft_ids: NDArray[np.int32], words: NDArray[np.uint32]) -> None:
         """What may follow `output_ids` [n], all that the sequence has generated, and then each of its k guesses.
 
         words [1 + k, W] is written in place.
@@ -72,16 +72,16 @@ class Constraint:
             self.error = error
             words[:] = _ALL  # a row with nothing to draw from is no row; the sequence ends with the error
             return
-        if len(drafted_ids):
-            self._fill_ahead(drafted_ids.tolist(), words[1:])
+        if len(draft_ids):
+            self._fill_ahead(draft_ids.tolist(), words[1:])
 
-    def _fill_ahead(self, drafted_ids: list[int], words: NDArray[np.uint32]) -> None:
+    def _fill_ahead(self, draft_ids: list[int], words: NDArray[np.uint32]) -> None:
         """What may follow each guess, as far as the grammar follows them; words [k, W] is written in place."""
-        ahead = self._matcher.copy()
-        for index, token_id in enumerate(drafted_ids):
+        matcher_after = self._matcher.copy()
+        for index, token_id in enumerate(draft_ids):
             try:
-                ahead.consume([token_id])
-                _fill(ahead, words[index])
+                matcher_after.consume([token_id])
+                _fill(matcher_after, words[index])
             except InvalidRequest:  # of a guess; if the answer comes here after all, its own step says why
                 words[index:] = _ALL
                 return

@@ -70,12 +70,12 @@ class _Pin:
 
 
 @dataclass(frozen=True, slots=True)
-class _Elsewhere:
+class _RemoteService:
     served: Mapping[str, float]
     continues: bool
 
 
-def context_of(config: EngineConfig, spec: ModelSpec) -> int:
+def max_model_len_of(config: EngineConfig, spec: ModelSpec) -> int:
     """The longest sequence in tokens. Raises ConfigError for settings that are not for this model."""
     if config.max_model_len > spec.max_positions:
         raise ConfigError(
@@ -102,7 +102,7 @@ def _check_speculation(config: EngineConfig, backend: Backend) -> None:
 def _scheduler(
     config: EngineConfig, limits: BackendLimits, blocks: BlockPool, adapters: AdapterPool, meter: EngineMeter
 ) -> Scheduler:
-    speculator = SpecDecoder(
+    spec_decoder = SpecDecoder(
         config.speculative_decoding,
         blocks,
         meter,
@@ -116,9 +116,9 @@ def _scheduler(
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_num_seqs=config.max_num_seqs,
         max_write_bytes=config.lora_load_bytes_per_step,
-        pace=PrefillBudget(config.target_step_ms / 1000),
-        isolation=TenantIsolation(config.max_tenant_slowdown),
-        speculator=speculator,
+        prefill_budget=PrefillBudget(config.target_step_ms / 1000),
+        tenant_isolation=TenantIsolation(config.max_tenant_slowdown),
+        spec_decoder=spec_decoder,
     )
 
 
@@ -139,7 +139,7 @@ class Engine:
         self.spec = backend.spec
         limits = backend.limits
         _check_speculation(config, backend)
-        self.max_model_len = context_of(config, self.spec)
+        self.max_model_len = max_model_len_of(config, self.spec)
         self._max_queued_requests = config.max_queued_requests
         self._meter = EngineMeter()
         self._split = StepProfile()
@@ -156,14 +156,14 @@ class Engine:
         )
         self._clock = clock
         self._scheduler = _scheduler(config, limits, self._blocks, self._adapters, self._meter)
-        self._compiler = GrammarCompiler(grammars, self._compiled) if grammars is not None else None
+        self._compiler = GrammarCompiler(grammars, self._on_compiled) if grammars is not None else None
         self._builder = BatchBuilder(limits.block_size, self._compiler.masks if self._compiler is not None else None)
         #: Called on any thread when the engine has work that no submit has announced.
         self.on_work: Callable[[], None] = lambda: None
-        self._inbox: deque[_Submit | _Refuse | _Abort | _Pin | _Elsewhere | UnloadCommand | LoadCommand] = deque()
+        self._inbox: deque[_Submit | _Refuse | _Abort | _Pin | _RemoteService | UnloadCommand | LoadCommand] = deque()
         self._live_ids: dict[str, object] = {}  # submitted and not ended; single operations only, they are atomic
-        self._orders = AdapterCommands(self._adapters, limits.extra_bytes_of, limits.rank_rows_of)
-        self._writer = AdapterLoader(backend, self._adapters, self._orders, self._scheduler.live, self._meter, clock)
+        self._commands = AdapterCommands(self._adapters, limits.extra_bytes_of, limits.rank_rows_of)
+        self._writer = AdapterLoader(backend, self._adapters, self._commands, self._scheduler.live, self._meter, clock)
         self.merged = merged
         self._failure: EngineFailure | None = None
         self._plan: Schedule | None = None  # of the present step, or of the last one
@@ -208,7 +208,7 @@ class Engine:
         """End a request in the next step, with finish_reason "abort". One that has just ended is left alone."""
         self._inbox.append(_Abort(request_id))
 
-    def drop_adapter(self, digest: str) -> Future[int]:
+    def unload_adapter(self, digest: str) -> Future[int]:
         """Free an adapter's rows once its last sequence has ended; the result is how many rows were freed.
 
         An adapter that is brought again before that stays, and no rows are freed. The future raises EngineFailure if
@@ -225,15 +225,15 @@ class Engine:
         """
         self._inbox.append(_Pin(frozenset(digests)))
 
-    def hear_elsewhere(self, served: Mapping[str, float], *, continues: bool) -> None:
+    def add_remote_service(self, served: Mapping[str, float], *, continues: bool) -> None:
         """Other replicas served tenants that wait here so much in all: `FairQueue.hear_elsewhere`, in the next step."""
-        self._inbox.append(_Elsewhere(served, continues))
+        self._inbox.append(_RemoteService(served, continues))
 
     def service(self) -> TenantService:
         """What tenants were served here, and which of them wait, as of about now."""
         return self._scheduler.service()
 
-    def bring_adapter(self, adapter: LoraAdapter, ref: AdapterRef) -> Future[int]:
+    def load_adapter(self, adapter: LoraAdapter, ref: AdapterRef) -> Future[int]:
         """Write an adapter before any request asks for it, as soon as sequences in flight leave it room.
 
         `ref` says whose it is. The future is done when the adapter is resident: so many bytes were written for it.
@@ -305,7 +305,7 @@ class Engine:
         try:
             chunks = self._drain_inbox()
             self._plan = self._scheduler.schedule()
-            self._plan, refused = self._writer.perform(self._plan)
+            self._plan, refused = self._writer.apply(self._plan)
             output = self._forward(self._plan)
             self._meter.now_s = self._clock()
             chunks += refused + self._scheduler.commit(self._plan, output)
@@ -348,22 +348,22 @@ class Engine:
                 case _Pin(digests):
                     self._adapters.pin(digests)
                     self._scheduler.live.reopen()
-                case _Elsewhere(served, continues):
-                    self._scheduler.hear_elsewhere(served, continues=continues)
+                case _RemoteService(served, continues):
+                    self._scheduler.add_remote_service(served, continues=continues)
                 case UnloadCommand() | LoadCommand():
-                    self._orders.take(message)
+                    self._commands.take(message)
             if chunk is not None:
                 chunks.append(chunk)
-        self._orders.settle(self._scheduler.live.num_of)
+        self._commands.settle(self._scheduler.live.num_of)
         return chunks
 
-    def _compiled(self, sequence: Sequence, error: PolyloraError | None) -> None:
+    def _on_compiled(self, sequence: Sequence, error: PolyloraError | None) -> None:
         """The compiler's thread: a sequence may queue now."""
         self._inbox.append(_Submit(sequence) if error is None else _Refuse(sequence.request_id, error))
         self.on_work()
 
     def _abort(self, request_id: str) -> TokenChunk | None:
-        if self._compiler is not None and self._compiler.take_back(request_id) is not None:
+        if self._compiler is not None and self._compiler.cancel(request_id) is not None:
             return TokenChunk(request_id, finish_reason="abort")
         return self._scheduler.live.end(request_id, "abort")
 
@@ -401,7 +401,7 @@ class Engine:
     def _refuse_all(self, failure: EngineFailure) -> list[TokenChunk]:
         """End everything live or still arriving with the failure."""
         self._refuse_arrived(failure)
-        self._orders.refuse_all(failure)
+        self._commands.refuse_all(failure)
         return [
             TokenChunk(request_id, finish_reason="error", error=failure)
             for request_id in self._live_ids.copy()

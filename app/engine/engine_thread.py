@@ -50,7 +50,7 @@ class EngineThread:
         self._stopping = False
         self._is_closed = False
         self._failure: EngineFailure | None = None
-        self._failing = threading.Lock()
+        self._failure_lock = threading.Lock()
         self._steps = StepWatchdog(clock)
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
@@ -104,8 +104,8 @@ class EngineThread:
         self._engine.abort(request_id)
         self._wake.set()
 
-    def drop_adapter(self, digest: str) -> Future[int]:
-        freed = self._engine.drop_adapter(digest)
+    def unload_adapter(self, digest: str) -> Future[int]:
+        freed = self._engine.unload_adapter(digest)
         self._wake.set()
         return freed
 
@@ -113,10 +113,10 @@ class EngineThread:
         self._engine.pin_adapters(digests)
         self._wake.set()
 
-    def bring_adapter(self, adapter: LoraAdapter, ref: AdapterRef) -> Future[int]:
+    def load_adapter(self, adapter: LoraAdapter, ref: AdapterRef) -> Future[int]:
         if self.failure is not None:
             raise self.failure
-        resident = self._engine.bring_adapter(adapter, ref)
+        resident = self._engine.load_adapter(adapter, ref)
         self._wake.set()
         return resident
 
@@ -126,8 +126,8 @@ class EngineThread:
     def service(self) -> TenantService:
         return self._engine.service()
 
-    def hear_elsewhere(self, served: Mapping[str, float], *, continues: bool) -> None:
-        self._engine.hear_elsewhere(served, continues=continues)
+    def add_remote_service(self, served: Mapping[str, float], *, continues: bool) -> None:
+        self._engine.add_remote_service(served, continues=continues)
         self._wake.set()
 
     def _run(self) -> None:
@@ -161,7 +161,7 @@ class EngineThread:
 
     def _fail(self, failure: EngineFailure) -> bool:
         """Whether this is the first failure."""
-        with self._failing:
+        with self._failure_lock:
             if self._failure is not None:
                 return False
             self._failure = failure

@@ -8,19 +8,19 @@
       Overloaded              try again later
         QueueFull               this engine's waiting queue is at its limit       (429)
         NotReady                no replica can take the request now               (503)
-          AdapterKeptOut          pinned adapters leave no room for the request's
+          AdapterPoolFull          pinned adapters leave no room for the request's
       DeadlineExceeded        the request took longer than it may                 (504)
       AdapterError            an adapter that cannot be used                      (400)
         AdapterFormatError      a file, key or tensor that is not understood, or is missing
         AdapterMismatch         well formed, but not for this base model
         AdapterTooLarge         more rank rows or bytes than this replica holds
-        CompositionRefused      adapters that have no combination of the kind asked for
+        CombinationError      adapters that have no combination of the kind asked for
         AdapterUntrusted        not signed by whom it must be, or altered          (403)
         AdapterReadFailed       reading it crashed or ran out of time              (503)
         AdapterWriteFailed      its rows did not reach the device                 (503)
         AdapterBusy             the operation must wait for sequences in flight   (409)
         AdapterOverflow         its arithmetic leaves the range of the numbers
-        AdapterMergedAway       this engine has another adapter merged into its weights
+        MergedAdapterOnly       this engine has another adapter merged into its weights
         AdapterUnloaded         it was unloaded while it was being loaded          (409)
         AdapterQuarantined      it failed a moment ago and is not tried again yet (503)
         AdapterUnreadable       it is registered, and cannot be read at the moment (503)
@@ -67,7 +67,7 @@ class NotFound(PolyloraError):
     """No such model, adapter or route for this caller."""
 
 
-class Overloaded(PolyloraError):
+class ServerOverloaded(PolyloraError):
     """The request is fine; this server has no room for it now. `retry_after_s` is a hint."""
 
     def __init__(self, message: str, *, retry_after_s: float = 1.0) -> None:
@@ -78,15 +78,15 @@ class Overloaded(PolyloraError):
         return (_rebuild_retriable, (type(self), str(self), self.retry_after_s))
 
 
-class QueueFull(Overloaded):
+class QueueFull(ServerOverloaded):
     """The engine's waiting queue is at its limit."""
 
 
-class NotReady(Overloaded):
+class NotReady(ServerOverloaded):
     """No replica can take the request at the moment."""
 
 
-class AdapterKeptOut(NotReady):
+class AdapterPoolFull(NotReady):
     """Pinned adapters leave no room on this engine's device for the request's."""
 
 
@@ -110,7 +110,7 @@ class AdapterTooLarge(AdapterError):
     """An adapter that needs more rank rows or bytes than are configured."""
 
 
-class CompositionRefused(AdapterError):
+class CombinationError(AdapterError):
     """Adapters that cannot be combined in the way that was asked for."""
 
 
@@ -126,7 +126,7 @@ class AdapterWriteFailed(AdapterError):
     """Writing it to the device failed. The next request for it writes it again."""
 
 
-class AdapterMergedAway(AdapterError):
+class MergedAdapterOnly(AdapterError):
     """This engine serves the adapter that is merged into its weights, and nothing else."""
 
 
@@ -196,6 +196,6 @@ def _rebuild_invalid_request(kind: type[InvalidRequest], message: str, param: st
 
 
 def _rebuild_retriable(
-    kind: type[Overloaded | AdapterQuarantined], message: str, retry_after_s: float
-) -> Overloaded | AdapterQuarantined:
+    kind: type[ServerOverloaded | AdapterQuarantined], message: str, retry_after_s: float
+) -> ServerOverloaded | AdapterQuarantined:
     return kind(message, retry_after_s=retry_after_s)

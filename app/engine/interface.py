@@ -78,7 +78,7 @@ class RunningEngine(Protocol):
         """
         ...
 
-    def bring_adapter(self, adapter: LoraAdapter, ref: AdapterRef) -> Future[int]:
+    def load_adapter(self, adapter: LoraAdapter, ref: AdapterRef) -> Future[int]:
         """Make an adapter resident before any request asks for it, on behalf of `ref`'s tenant.
 
         The result is how many bytes were written for it: 0 if it was resident already, or is for another such order.
@@ -88,7 +88,7 @@ class RunningEngine(Protocol):
         """
         ...
 
-    def drop_adapter(self, digest: str) -> Future[int]:
+    def unload_adapter(self, digest: str) -> Future[int]:
         """Free an adapter's rows once its last request has ended; the result is how many rows were freed.
 
         An adapter that is brought again before that stays, and no rows are freed. The future may raise EngineFailure.
@@ -103,7 +103,7 @@ class RunningEngine(Protocol):
         """What tenants were served here, and which of them wait, as of about now."""
         ...
 
-    def hear_elsewhere(self, served: Mapping[str, float], *, continues: bool) -> None:
+    def add_remote_service(self, served: Mapping[str, float], *, continues: bool) -> None:
         """Other replicas served tenants that wait here so much in all; it counts for whose turn is next.
 
         `continues`: nothing was missed since the last such call; otherwise the totals are where counting begins.

@@ -77,7 +77,7 @@ def largest(row: NDArray[np.float32], count: int, normaliser: float) -> tuple[ND
     return ids.astype(np.int32), (row[ids].astype(np.float64) - normaliser).astype(np.float32)
 
 
-def overflowed(logits: NDArray[np.float32], token_ids: NDArray[np.int32]) -> tuple[int, ...]:
+def overflowed_rows(logits: NDArray[np.float32], token_ids: NDArray[np.int32]) -> tuple[int, ...]:
     """Rows of `logits` [P, V] in which the chosen token's is infinite or NaN. token_ids: [P]. Reads P values."""
     is_finite = np.isfinite(logits[np.arange(len(token_ids)), token_ids])
     return () if is_finite.all() else tuple(np.flatnonzero(~is_finite).tolist())

@@ -54,10 +54,10 @@ class EngineMeter:
         self.adapter_write_s = 0.0
         self.num_finished = 0
         self.num_aborted = 0
-        self.num_guessed = self.num_guessed_right = 0
+        self.num_draft_tokens = self.num_accepted_tokens = 0
         self._tenants: dict[str, _Tenant] = {}
 
-    def admitted(self, tenant_id: str, num_prompt: int, num_cached: int) -> None:
+    def count_admission(self, tenant_id: str, num_prompt: int, num_cached: int) -> None:
         """A request starts for the first time."""
         self.num_prompt_tokens += num_prompt
         self.num_cached_tokens += num_cached
@@ -65,33 +65,33 @@ class EngineMeter:
         tenant.prompt_tokens += num_prompt
         tenant.cached_tokens += num_cached
 
-    def adapter_granted(self, *, is_hit: bool) -> None:
+    def count_adapter_use(self, *, is_hit: bool) -> None:
         """A sequence starts with an adapter that was on the device, or has to be written first."""
         self.num_adapter_hits += is_hit
         self.num_adapter_misses += not is_hit
 
-    def adapter_written(self, tenant_id: str, size_bytes: int) -> None:
+    def count_adapter_write(self, tenant_id: str, size_bytes: int) -> None:
         self.num_adapter_writes += 1
         self.num_adapter_write_bytes += size_bytes
         self._tenant(tenant_id).adapter_write_bytes += size_bytes
 
-    def generated(self, tenant_id: str) -> None:
+    def count_generated_token(self, tenant_id: str) -> None:
         """One token was produced and sent."""
         self.num_tokens_generated += 1
         self._tenant(tenant_id).completion_tokens += 1
 
-    def guessed(self, num_guessed: int, num_right: int) -> None:
+    def count_draft_tokens(self, num_draft_tokens: int, num_accepted: int) -> None:
         """Guesses were verified, and so many of them were right."""
-        self.num_guessed += num_guessed
-        self.num_guessed_right += num_right
+        self.num_draft_tokens += num_draft_tokens
+        self.num_accepted_tokens += num_accepted
 
-    def ended(self, tenant_id: str, consumption: RequestUsage) -> None:
+    def count_usage(self, tenant_id: str, request_usage: RequestUsage) -> None:
         """A request has ended: what it held counts now."""
-        self.rank_row_ms += consumption.rank_row_ms
-        self.kv_block_ms += consumption.kv_block_ms
+        self.rank_row_ms += request_usage.rank_row_ms
+        self.kv_block_ms += request_usage.kv_block_ms
         tenant = self._tenant(tenant_id)
-        tenant.rank_row_ms += consumption.rank_row_ms
-        tenant.kv_block_ms += consumption.kv_block_ms
+        tenant.rank_row_ms += request_usage.rank_row_ms
+        tenant.kv_block_ms += request_usage.kv_block_ms
 
     def stats(
         self,
@@ -137,16 +137,16 @@ class EngineMeter:
             kv_block_ms=self.kv_block_ms,
             service_gap=service_gap,
             num_kv_tokens=blocks.num_blocks * blocks.block_size,
-            num_guessed=self.num_guessed,
-            num_guessed_right=self.num_guessed_right,
+            num_draft_tokens=self.num_draft_tokens,
+            num_accepted_tokens=self.num_accepted_tokens,
             base_s=split.base_s,
-            deltas_s=split.deltas_s,
+            lora_s=split.lora_s,
             compile_s=compile_s,
-            cached_heads=blocks.cached_heads,
+            cached_prefixes=blocks.cached_prefixes,
         )
 
     def tenants(self) -> dict[str, TenantStats]:
-        return {tenant_id: _told(t) for tenant_id, t in self._tenants.copy().items()}
+        return {tenant_id: _tenant_stats(t) for tenant_id, t in self._tenants.copy().items()}
 
     def _tenant(self, tenant_id: str) -> _Tenant:
         tenant = self._tenants.get(tenant_id)
@@ -157,7 +157,7 @@ class EngineMeter:
         return tenant
 
 
-def _told(tenant: _Tenant) -> TenantStats:
+def _tenant_stats(tenant: _Tenant) -> TenantStats:
     return TenantStats(
         tenant.prompt_tokens,
         tenant.cached_tokens,
@@ -177,7 +177,7 @@ class StepProfile:
     """
 
     def __init__(self) -> None:
-        self.base_s = self.deltas_s = 0.0
+        self.base_s = self.lora_s = 0.0
         self._products = np.zeros((NUM_FEATURES, NUM_FEATURES))  # of features with each other, fading
         self._targets = np.zeros(NUM_FEATURES)  # of features with the time
         self._num_steps = 0
@@ -188,9 +188,9 @@ class StepProfile:
         self._num_steps += 1
         if self._num_steps % SAMPLE_EVERY == 0:
             self._take((1.0, num_tokens, num_rows, num_token_rows), time_s)
-        deltas_s = min(num_rows * self._row_s + num_token_rows * self._token_row_s, time_s)
-        self.deltas_s += deltas_s
-        self.base_s += time_s - deltas_s
+        lora_s = min(num_rows * self._row_s + num_token_rows * self._token_row_s, time_s)
+        self.lora_s += lora_s
+        self.base_s += time_s - lora_s
 
     def _take(self, values: tuple[float, ...], time_s: float) -> None:
         fade, features = 0.5 ** (1 / HALF_LIFE), np.array(values)

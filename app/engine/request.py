@@ -97,7 +97,7 @@ class GenerateRequest:
     unactivated: AdapterRef | None = None
 
     @property
-    def asked_for(self) -> AdapterRef | None:
+    def requested_adapter(self) -> AdapterRef | None:
         """The adapter that its sender named, whether or not anything is computed with it; None: the base."""
         return self.unactivated if self.adapter is None else self.adapter
 
@@ -148,7 +148,7 @@ class TokenChunk:
     The first and the last with tokens have `usage`: whoever has enough of an answer knows its cost so far.
     `matched_stop` is the stop or end-of-sequence token id that ended it (that id is the last of
     `token_ids`; the text layer hides it). `error` is set only with finish_reason "error". `embedding` is what a request
-    with `pooling` ends with, as little-endian float32; its finish_reason is "stop". `consumption` comes with the last
+    with `pooling` ends with, as little-endian float32; its finish_reason is "stop". `request_usage` comes with the last
     chunk, unless the engine failed: then whoever goes on with the request counts all of it.
     """
 
@@ -160,4 +160,4 @@ class TokenChunk:
     usage: Usage | None = None
     error: Exception | None = field(default=None, compare=False)
     embedding: bytes = b""
-    consumption: RequestUsage | None = None
+    request_usage: RequestUsage | None = None

@@ -14,7 +14,7 @@ import numpy as np
 from app.engine.adapters.adapter import LoraAdapter
 from app.engine.adapters.card import AdapterCard, AdapterRef
 from app.engine.backend import BackendLimits
-from app.engine.errors import AdapterMergedAway, AdapterMismatch, ContextOverflow, InvalidRequest, UnsupportedField
+from app.engine.errors import AdapterMismatch, ContextOverflow, InvalidRequest, MergedAdapterOnly, UnsupportedField
 from app.engine.models.spec import ModelSpec
 from app.engine.pools.table_limits import TableLimits
 from app.engine.request import GenerateRequest, PoolingParams, SamplingParams
@@ -44,7 +44,7 @@ class RequestValidator:
         self._has_grammars = has_grammars
 
     def request(self, request: GenerateRequest, adapter: LoraAdapter | None) -> None:
-        """Raises InvalidRequest (ContextOverflow), UnsupportedField, AdapterMergedAway, and as `adapter`."""
+        """Raises InvalidRequest (ContextOverflow), UnsupportedField, MergedAdapterOnly, and as `adapter`."""
         capacity = self._limits.num_kv_blocks * self._limits.block_size
         validate_request(request, self._spec, self._max_model_len, capacity)
         if request.pooling is not None and not self._limits.can_embed:
@@ -64,7 +64,7 @@ class RequestValidator:
             )
 
     def adapter(self, adapter: LoraAdapter, name: str) -> None:
-        """Raises AdapterMismatch, AdapterTooLarge, AdapterMergedAway."""
+        """Raises AdapterMismatch, AdapterTooLarge, MergedAdapterOnly."""
         card = adapter.card
         if self._merged is not None:
             self._is_merged(self._merged, AdapterRef(name, card.digest, ""))
@@ -81,7 +81,7 @@ class RequestValidator:
     def _is_merged(merged: AdapterCard, ref: AdapterRef | None) -> None:
         if ref is None or ref.digest != merged.digest:
             asked = "the base" if ref is None else f"adapter {ref.name!r}"
-            raise AdapterMergedAway(
+            raise MergedAdapterOnly(
                 f"{asked} was asked for, but engine.merged_adapter has merged the adapter with digest "
                 f"{merged.digest[:12]}… into its weights and serves nothing else; ask a service without it"
             )

@@ -47,7 +47,7 @@ class Sequence:
     `has_memory`: whether K and V are kept between steps. `pooled_sums` [H] float64: of one that is
     embedded, the hidden states added so far; else [0]. Its adapter has `num_rows` rank rows here. What it has held
     until `held_since_s` is in `block_seconds` and `row_seconds`.
-    `bias` is added to logits, `stop_bias` until min_tokens. The `num_drafted` ids behind the known ones are guesses for
+    `bias` is added to logits, `stop_bias` until min_tokens. The `num_draft_tokens` ids behind the known ones are guesses for
     this step (`app.engine.spec_decode`), from `prediction` [n] int32 for one; none is of `end_ids`.
     `constraint`: of one whose answer follows a grammar, set before it is queued.
     Tokens before `adapter_start` are computed without its adapter, and blocks before `first_own_block` are the base's
@@ -130,11 +130,11 @@ class Sequence:
         self.token_ids: NDArray[np.int32] = np.empty(capacity, np.int32)
         self.token_ids[: self.num_prompt] = request.token_ids
         self.token_ids[self.num_prompt : self.num_tokens] = request.resume_token_ids
-        self.num_computed = self.num_drafted = 0
+        self.num_computed = self.num_draft_tokens = 0
         self.num_cached: int | None = None
         self.prediction: NDArray[np.int32] = np.array(request.prediction_ids, np.int32)
-        self.found_pace, self.forced_pace = DraftLength(), DraftLength()
-        self.pace_of_guess = self.found_pace
+        self.ngram_draft_length, self.forced_draft_length = DraftLength(), DraftLength()
+        self.draft_length = self.ngram_draft_length
 
         self.has_memory = spec.encoder is None
         self.block_size = block_size
@@ -175,14 +175,14 @@ class Sequence:
         return self.token_ids[self.num_prompt : self.num_tokens]
 
     @property
-    def drafted_ids(self) -> NDArray[np.int32]:
+    def draft_ids(self) -> NDArray[np.int32]:
         """This step's guesses [n], which follow the known tokens."""
-        return self.token_ids[self.num_tokens : self.num_tokens + self.num_drafted]
+        return self.token_ids[self.num_tokens : self.num_tokens + self.num_draft_tokens]
 
-    def draft(self, guess: NDArray[np.int32]) -> None:
+    def set_draft_tokens(self, draft_tokens: NDArray[np.int32]) -> None:
         """Guess these tokens for this step; blocks for them are held."""
-        self.num_drafted = len(guess)
-        self.token_ids[self.num_tokens : self.num_tokens + len(guess)] = guess
+        self.num_draft_tokens = len(draft_tokens)
+        self.token_ids[self.num_tokens : self.num_tokens + len(draft_tokens)] = draft_tokens
 
     def bias_after(self, num_tokens: int) -> Bias | None:
         """What is added to the logits of the token after so many, prompt included."""
@@ -237,7 +237,7 @@ class Sequence:
         self.num_loads += 1
         self.load_bytes += size_bytes
 
-    def consumption(self) -> RequestUsage:
+    def request_usage(self) -> RequestUsage:
         """What it has taken of this engine, and of others that have not said so."""
         charged = self.request.num_charged
         has_begun = self.num_cached is not None or self.num_given > self.num_prompt
@@ -280,7 +280,7 @@ class Sequence:
         """Blocks were given back: everything known must be computed (or found in the cache) again."""
         self.block_table[: self.num_blocks] = 0
         self.num_blocks = 0
-        self.num_computed = self.num_drafted = 0
+        self.num_computed = self.num_draft_tokens = 0
         self.adapter_slot = 0
         self.num_rows = 0
         self.pooled_sums = np.zeros_like(self.pooled_sums)
@@ -306,15 +306,17 @@ class DraftLength:
             return 0
         return self._length
 
-    def told(self, num_guessed: int, num_right: int) -> None:
+    def observe(self, num_draft_tokens: int, num_accepted: int) -> None:
         """What became of a guess of at least one token."""
-        if not num_right:
+        if not num_accepted:
             self._num_wrong += 1
             self._rest = min(1 << self._num_wrong, MAX_REST)
             self._length = 1
             return
         self._num_wrong = 0
-        self._length = min(2 * num_guessed + 1, MAX_LENGTH) if num_right == num_guessed else num_right + 1
+        self._length = (
+            min(2 * num_draft_tokens + 1, MAX_LENGTH) if num_accepted == num_draft_tokens else num_accepted + 1
+        )
 
 
 def _bias(amounts: dict[int, float]) -> Bias:

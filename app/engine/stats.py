@@ -50,13 +50,13 @@ class EngineStats:
     requests ended early: aborted, or failed with their adapter. `num_adapter_hits` of the sequences that started
     with an adapter found it on the device, `num_adapter_misses` did not; writes took `adapter_write_s` in all.
     `rank_row_ms`, `kv_block_ms`: rows and blocks that requests which have ended had referred to, times milliseconds.
-    `num_guessed` tokens were verified beside those that had to be computed, and `num_guessed_right` of them were kept.
+    `num_draft_tokens` tokens were verified beside those that had to be computed, and `num_accepted_tokens` of them were kept.
     `service_gap`: how far the service of tenants that wait is apart, by weight and in prompt tokens.
     An engine that holds adapters in another form than rank rows has none: `num_rank_rows` is 0.
     `num_kv_tokens`: what all KV blocks together hold, and no request may exceed; 0 for a model without KV memory.
     Steps took `base_s + deltas_s` without their writes: what the base and what adapters took of it (`StepProfile`).
     `compile_s`: what making kernels, programs or graphs took until now (`Backend.compile_s`).
-    `cached_heads`: names of what prompts began with that is cached (`prefix_key`), the last used at the end.
+    `cached_prefixes`: names of what prompts began with that is cached (`prefix_key`), the last used at the end.
     """
 
     num_waiting: int
@@ -86,9 +86,9 @@ class EngineStats:
     kv_block_ms: int = 0
     service_gap: float = 0.0
     num_kv_tokens: int = 0
-    num_guessed: int = 0
-    num_guessed_right: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
     base_s: float = 0.0
-    deltas_s: float = 0.0
+    lora_s: float = 0.0
     compile_s: float = 0.0
-    cached_heads: tuple[bytes, ...] = ()
+    cached_prefixes: tuple[bytes, ...] = ()

@@ -58,7 +58,7 @@ def warm_up(engine: Engine) -> None:
         requests.append((request, adapter if uses_adapter else None))
     _run(engine, requests)
     if adapter is not None:
-        engine.drop_adapter(adapter.card.digest)
+        engine.unload_adapter(adapter.card.digest)
         engine.step()
 
 

@@ -165,12 +165,12 @@ class Fleet:
     def dispatcher(self, *, replica_timeout_s: float = 120.0) -> FleetDispatcher:
         return FleetDispatcher(self, replica_timeout_s)
 
-    def ended(self, request: GenerateRequest, consumption: RequestUsage) -> None:
+    def ended(self, request: GenerateRequest, request_usage: RequestUsage) -> None:
         """What replicas count of requests; a replica that was killed counts nothing any more."""
         if not self.replicas[self.where[request.request_id]].dead.is_set():
-            self.consumed[request.request_id] = consumption
+            self.consumed[request.request_id] = request_usage
             if self.counting is not None:
-                self.counting.ended(request, consumption)
+                self.counting.ended(request, request_usage)
 
     def loaded(self, ref: AdapterRef, size_bytes: int) -> None:
         if self.counting is not None:
@@ -200,7 +200,7 @@ class Fleet:
                 failed = replica.thread.failure is not None
                 report = replace(
                     replica.report(), num_kv_tokens=self.kv_tokens.get(replica.replica_id, 0),
-                    cached_heads=replica.thread.stats().cached_heads,
+                    cached_prefixes=replica.thread.stats().cached_prefixes,
                 )  # fmt: skip
                 assert self.books.report(replica.telling.news(report, is_leaving=failed), 0.0)
         return self.books.view

@@ -230,7 +230,7 @@ def _run(
         if generator is not None and generator.integers(12) == 0:
             digests = [c.adapter.card.digest for c in cases if c.adapter is not None]
             if digests:
-                engine.drop_adapter(digests[int(generator.integers(len(digests)))])
+                engine.unload_adapter(digests[int(generator.integers(len(digests)))])
         if generator is not None and aborted and generator.integers(3) == 0:
             engine.abort(sorted(aborted)[int(generator.integers(len(aborted)))])
         for chunk in engine.step():
@@ -352,8 +352,8 @@ def disturbed(
             stats.num_preemptions,
             stats.num_adapter_evictions,
             stats.num_cached_tokens,
-            stats.num_guessed_right,
-            stats.num_guessed - stats.num_guessed_right,
+            stats.num_accepted_tokens,
+            stats.num_draft_tokens - stats.num_accepted_tokens,
         ]
         engine.close()
     return seen

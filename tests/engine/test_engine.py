@@ -123,7 +123,7 @@ def test_any_company_gives_the_tokens_of_being_alone(
                 engine.abort(request_id)
                 aborted.add(request_id)
             case "drop", str(digest):
-                drops.append(engine.drop_adapter(digest))
+                drops.append(engine.unload_adapter(digest))
             case "step", int(count):
                 for _ in range(count):
                     collect(out, engine.step())
@@ -280,7 +280,7 @@ def test_a_failing_backend_ends_every_stream_with_its_error() -> None:
     sampling = SamplingParams(max_tokens=50, temperature=0.0, ignore_eos=True)
     for index in range(5):
         engine.submit(fake_request(f"r{index}", [index], sampling=sampling))
-    pending = engine.drop_adapter("unused")
+    pending = engine.unload_adapter("unused")
     out: dict[str, list[TokenChunk]] = {}
     while engine.has_work:
         collect(out, engine.step())
@@ -378,7 +378,7 @@ def test_an_idle_engine_holds_no_adapter_that_was_dropped() -> None:
     adapter = fake_adapter("a", 8)
     engine.submit(fake_request("r", [1, 2], adapter), adapter)
     run(engine)
-    freed = engine.drop_adapter(adapter.card.digest)
+    freed = engine.unload_adapter(adapter.card.digest)
     run(engine)
     assert freed.result(timeout=0) == 8
     backend.prepared.clear()
@@ -398,7 +398,7 @@ def test_an_adapter_is_not_prepared_again_while_it_is_resident() -> None:
         assert len(backend.prepared) == num_prepared
         assert_as_alone(pair, run(engine)[f"r{index}"])
         if index == 1:
-            freed = engine.drop_adapter(adapter.card.digest)
+            freed = engine.unload_adapter(adapter.card.digest)
             engine.step()
             assert freed.result(timeout=0) == 8
 
@@ -488,7 +488,7 @@ def test_extras_are_bounded_and_released_with_their_adapter() -> None:
     # Two of them never fit together: each write but the first follows the release of what was there.
     assert len(backend.releases) == len(backend.writes) - 1 >= 2
     (left,) = engine.stats().residents
-    dropped = engine.drop_adapter(left.digest)
+    dropped = engine.unload_adapter(left.digest)
     run(engine)
     assert dropped.result() == 8
     assert len(backend.releases) == len(backend.writes)

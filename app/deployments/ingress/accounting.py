@@ -202,7 +202,7 @@ class RequestAccounting:
         return Cost(models, num_prompt + max_tokens, self._rates.prices.at_most(models, num_prompt, max_tokens))
 
     def _models(self, request: GenerateRequest) -> tuple[str, ...]:
-        return paid_models(request.asked_for, self._rates.base_name)
+        return paid_models(request.requested_adapter, self._rates.base_name)
 
     def note_use(self, key_id: str, now_s: float) -> None:
         """A key has let a request in."""

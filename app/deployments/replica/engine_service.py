@@ -169,13 +169,13 @@ class EngineService:
             else:
                 self.engine.abort(request_id)
 
-    async def drop_adapter(self, digest: str) -> int:
+    async def unload_adapter(self, digest: str) -> int:
         """Free an adapter's rows when its last sequence has ended; returns how many rows were freed.
 
         This process's view of it is forgotten, too: the next request fetches it again.
         """
         self._mapped.pop(digest, None)
-        return await asyncio.wrap_future(self.engine.drop_adapter(digest))
+        return await asyncio.wrap_future(self.engine.unload_adapter(digest))
 
     def held(self) -> set[str]:
         """Digests of the adapters on the device, and of those that this process has mapped."""
@@ -321,8 +321,8 @@ class EngineService:
     def _count(self, chunk: TokenChunk) -> None:
         """What a request has taken, once it has ended; one that goes on elsewhere is counted there."""
         request = self._uncounted.pop(chunk.request_id, None)
-        if request is not None and chunk.consumption is not None and self._counting is not None:
-            self._counting.ended(request, chunk.consumption)
+        if request is not None and chunk.request_usage is not None and self._counting is not None:
+            self._counting.ended(request, chunk.request_usage)
 
     def _ended(self, failure: EngineFailure) -> ReplicaGone:
         """The error that every reader hears: nothing is computed any more, and whose fault that may be."""

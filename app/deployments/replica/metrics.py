@@ -70,13 +70,13 @@ class EngineMetrics:
             self._preemptions.inc(stats.num_preemptions - self._num_preemptions)
             self._num_preemptions = stats.num_preemptions
         for part, seconds in (
-            ("base", stats.base_s), ("deltas", stats.deltas_s), ("writes", stats.adapter_write_s)
+            ("base", stats.base_s), ("deltas", stats.lora_s), ("writes", stats.adapter_write_s)
         ):  # fmt: skip
             if seconds > self._num_seconds[part]:
                 self._seconds.inc(seconds - self._num_seconds[part], tags={"part": part})
                 self._num_seconds[part] = seconds
-        num_wrong = stats.num_guessed - stats.num_guessed_right
-        for outcome, count in {"right": stats.num_guessed_right, "wrong": num_wrong}.items():
+        num_wrong = stats.num_draft_tokens - stats.num_accepted_tokens
+        for outcome, count in {"right": stats.num_accepted_tokens, "wrong": num_wrong}.items():
             if count > self._num_guessed[outcome]:
                 self._guesses.inc(count - self._num_guessed[outcome], tags={"outcome": outcome})
                 self._num_guessed[outcome] = count

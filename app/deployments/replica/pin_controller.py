@@ -72,7 +72,7 @@ class PinController:
             adapter = await self._adapters.fetch(entry.ref)
             if digest not in self._pinned:
                 return  # no longer
-            written_bytes = await asyncio.wrap_future(self._engine.bring_adapter(adapter, entry.ref))
+            written_bytes = await asyncio.wrap_future(self._engine.load_adapter(adapter, entry.ref))
             self._service.brought(adapter, entry.ref, written_bytes)
             self._told.pop(digest, None)
         except Exception as error:

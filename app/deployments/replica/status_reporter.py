@@ -122,7 +122,7 @@ class StatusReporter:
         num_rows = {item.digest: item.num_rows for item in stats.residents}
         state = replace(
             state, num_rows=num_rows, num_rank_rows=stats.num_rank_rows, num_kv_tokens=stats.num_kv_tokens,
-            cached_heads=stats.cached_heads if self._tells_heads else (), served=service.served,
+            cached_prefixes=stats.cached_prefixes if self._tells_heads else (), served=service.served,
         )  # fmt: skip
         try:
             async with asyncio.timeout(REPORT_TIMEOUT_S):
@@ -152,7 +152,7 @@ class StatusReporter:
             self._is_listening = False
             return
         self._hearing_troubles.over()
-        self._engine.hear_elsewhere(served, continues=self._is_listening)
+        self._engine.add_remote_service(served, continues=self._is_listening)
         self._is_listening = True
 
     async def _observe(self, resident: set[str]) -> None:

@@ -69,9 +69,9 @@ class ServeTransport:
         """A call to any replica: where there are none it waits in Serve's handle, which the autoscaler is told of."""
         await self._call("any", self._engines.stats.remote())
 
-    async def drop_adapter(self, replica_id: str, digest: str) -> int:
+    async def unload_adapter(self, replica_id: str, digest: str) -> int:
         result: int = await self._call(
-            replica_id, self._engines.drop_adapter.remote(digest, target_replica_id=replica_id)
+            replica_id, self._engines.unload_adapter.remote(digest, target_replica_id=replica_id)
         )
         return result
 

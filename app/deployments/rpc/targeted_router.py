@@ -18,7 +18,7 @@ from app.deployments.rpc.transport import ReplicaLeaving, ReplicaUnreachable
 
 TARGET_KEYWORD = "target_replica_id"
 #: Calls that reach a replica while it drains: they end work instead of bringing any.
-ENDING_METHODS = frozenset({"abort", "drop_adapter"})
+ENDING_METHODS = frozenset({"abort", "unload_adapter"})
 #: Replicas that are remembered after Serve has taken them off the list, the last that left.
 MAX_LEFT = 64
 

@@ -59,7 +59,7 @@ class Transport(Protocol):
 class ReplicaClient(Transport, Protocol):
     """A transport with the calls that carry no request (`ServeTransport`)."""
 
-    async def drop_adapter(self, replica_id: str, digest: str) -> int:
+    async def unload_adapter(self, replica_id: str, digest: str) -> int:
         """Free an adapter's rows when no sequence uses them; returns how many rows were freed."""
         ...
 

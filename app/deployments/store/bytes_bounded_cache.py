@@ -56,12 +56,14 @@ class BytesBoundedCache:
     def use(self, key: str, tenant_id: str = "") -> None:
         """It was wanted, by this tenant, and is here."""
         storage = self._kept[key]
-        self._shares.used(key, storage.size_bytes, tenant_id)
+        self._shares.record_use(key, storage.size_bytes, tenant_id)
         storage.uses += 1
         self._queue_up(key, storage)
 
     def _queue_up(self, key: str, storage: _Kept) -> None:
-        storage.priority = self._order.used(storage.uses, max(storage.load_s, _MIN_LOAD_S) / max(storage.size_bytes, 1))
+        storage.priority = self._order.on_use(
+            storage.uses, max(storage.load_s, _MIN_LOAD_S) / max(storage.size_bytes, 1)
+        )
         heapq.heappush(self._queue, (storage.priority, key))
         if len(self._queue) > 4 * len(self._kept) + 64:
             self._queue = [(entry.priority, name) for name, entry in self._kept.items()]
@@ -88,10 +90,10 @@ class BytesBoundedCache:
             if self._is_fixed(candidate):
                 skipped.append(entry)
                 continue
-            if not is_last_resort and self._shares.is_kept(candidate, tenant_id, self.max_bytes):
+            if not is_last_resort and self._shares.is_protected(candidate, tenant_id, self.max_bytes):
                 spared.append(entry)
                 continue
-            self._order.gave_up(priority)
+            self._order.on_evict(priority)
             self.remove(candidate)
             evicted.append(candidate)
         for entry in skipped + spared:
@@ -126,7 +128,7 @@ class BytesBoundedCache:
         self._total_bytes -= storage.size_bytes
         self._fixed_bytes -= storage.size_bytes if self._is_fixed(key) else 0
         del self._kept[key]
-        self._shares.left(key)
+        self._shares.remove(key)
         return True
 
     def pin(self, keys: Iterable[str]) -> None:

@@ -170,7 +170,7 @@ def merge_adapters(
 ) -> PackedAdapter:
     """A `store.Compose` once it has its first two arguments: the parts' combination, for this base.
 
-    `get_object` gives what `put` has put. Nothing is read, and the parts stay as they are. Raises CompositionRefused.
+    `get_object` gives what `put` has put. Nothing is read, and the parts stay as they are. Raises CombinationError.
     """
     packed = [held(part) for part in parts]
     adapters = [unpack_adapter(one.header, one.arrays) for one in packed]

@@ -36,7 +36,7 @@ from app.engine.errors import (
     AdapterQuarantined,
     AdapterTooLarge,
     AdapterUntrusted,
-    CompositionRefused,
+    CombinationError,
     PolyloraError,
 )
 
@@ -54,13 +54,13 @@ class _Kept(NamedTuple, Generic[T]):
     is_new: bool = False  # it was not here before
 
 
-#: Makes a composition's adapter of its parts' handles, in their order; it blocks. Raises CompositionRefused.
+#: Makes a composition's adapter of its parts' handles, in their order; it blocks. Raises CombinationError.
 Compose = Callable[[Combination, Sequence[T]], PackedAdapter]
 
 
 def no_compositions(composition: Combination, parts: Sequence[object]) -> PackedAdapter:  # noqa: ARG001
     """The `Compose` of a store that makes none."""
-    raise CompositionRefused(f"this store combines no adapters: {composition.name!r} cannot be made")
+    raise CombinationError(f"this store combines no adapters: {composition.name!r} cannot be made")
 
 
 class HostAdapterCache(Generic[T]):
@@ -275,7 +275,7 @@ class HostAdapterCache(Generic[T]):
                     f"{storage.card.digest[:12]}; register it again"
                 )
         except Exception as error:
-            if place in self._wanted and not isinstance(error, CompositionRefused):  # whoever asks again is told
+            if place in self._wanted and not isinstance(error, CombinationError):  # whoever asks again is told
                 reason = str(error) if isinstance(error, PolyloraError) else f"internal error ({type(error).__name__})"
                 self._quarantine.failed(place, reason)
                 self._events.moved("failed to read", ref.digest)

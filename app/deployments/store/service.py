@@ -43,7 +43,7 @@ from app.deployments.rpc.long_poll_host import Changes, Version
 from app.deployments.store.failure_backoff import FIRST_S
 from app.deployments.store.tier_counters import TIERS, Tier
 from app.engine.adapters.card import AdapterRef
-from app.engine.errors import AdapterQuarantined, AdapterUnreadable, CompositionRefused, NotReady, PolyloraError
+from app.engine.errors import AdapterQuarantined, AdapterUnreadable, CombinationError, NotReady, PolyloraError
 from app.logging import LogEvent
 
 if TYPE_CHECKING:  # a database and its tables: a process that only calls the store's starts without
@@ -305,7 +305,7 @@ class StoreService(Generic[H]):
         self._num_held += 1
         try:
             return await self._bytes.fetch_soon(ref, wait_s, again=again)
-        except (NotReady, CompositionRefused):
+        except (NotReady, CombinationError):
             raise
         except PolyloraError as error:
             if not isinstance(error, AdapterQuarantined):  # it was tried just now

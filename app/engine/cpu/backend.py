@@ -20,7 +20,7 @@ from app.engine.cpu.adapter_backend import AdapterBackend, limits_of
 from app.engine.cpu.adapter_layout import PreparedRows
 from app.engine.cpu.extra_weights import AdapterExtras, sample_runs, token_slots
 from app.engine.cpu.lora_memory import LoraMemory
-from app.engine.cpu.lora_views import padded
+from app.engine.cpu.lora_views import padded_width
 from app.engine.cpu.mla import latent_workspace
 from app.engine.cpu.moe import expert_workspace
 from app.engine.cpu.outputs import rows_of, sample, with_sums
@@ -96,14 +96,14 @@ class CpuBackend(AdapterBackend):
         )
         work = self._work
         if work.experts is not None and widest_of_experts > work.experts.shrunk.shape[2]:
-            shape = (len(work.experts.inputs), 2, padded(widest_of_experts))
+            shape = (len(work.experts.inputs), 2, padded_width(widest_of_experts))
             experts = work.experts._replace(shrunk=np.empty(shape, np.float32))
             self._work = work = work._replace(experts=experts)
         if work.latent is not None and widest_of_experts > work.latent.shrunk.shape[2]:
-            shape = (len(work.latent.own), 1, padded(widest_of_experts))
+            shape = (len(work.latent.own), 1, padded_width(widest_of_experts))
             self._work = work = work._replace(latent=work.latent._replace(shrunk=np.empty(shape, np.float32)))
         if widest_rank > work.shrunk.shape[2]:
-            shape = (self._config.max_num_batched_tokens, 3, padded(widest_rank))
+            shape = (self._config.max_num_batched_tokens, 3, padded_width(widest_rank))
             self._work = work = work._replace(shrunk=np.empty(shape, np.float32))
         if has_extras and self._extras.head_width > work.head_inputs.shape[1]:
             head_inputs = np.empty((len(work.sampled), self._extras.head_width), np.float32)
@@ -165,9 +165,9 @@ class CpuBackend(AdapterBackend):
         if first.latent is not None:
             shape = (len(self.spec.layers), self._config.num_kv_blocks, 1, self._config.block_size)
             return np.zeros((*shape[:2], 1, 0, 0), np.float32), np.zeros(
-                (*shape, padded(first.latent.width)), np.float32
+                (*shape, padded_width(first.latent.width)), np.float32
             )
-        width, block_size = padded(first.head_dim), self._config.block_size
+        width, block_size = padded_width(first.head_dim), self._config.block_size
         blocks = (len(self.spec.layers), self._config.num_kv_blocks, first.num_kv_heads)
         return np.zeros((*blocks, width, block_size), np.float32), np.zeros((*blocks, block_size, width), np.float32)
 
@@ -178,18 +178,18 @@ class CpuBackend(AdapterBackend):
         products = {product.name: product for product, _ in stacked_modules(spec)}
         mlp_width = products["down"].d_in if "down" in products else 0
         return cpu_decoder.Workspace(
-            hidden=np.zeros((tokens, padded(spec.hidden_size)), np.float32),
+            hidden=np.zeros((tokens, padded_width(spec.hidden_size)), np.float32),
             normed=np.zeros((tokens, spec.hidden_size), np.float32),
             qkv=np.zeros((tokens, sizes.q_size + 2 * sizes.kv_size), np.float32),
             attended=np.zeros((tokens, products["o"].d_in), np.float32),
-            gate_up=np.zeros((tokens, 2 * padded(mlp_width)), np.float32),
+            gate_up=np.zeros((tokens, 2 * padded_width(mlp_width)), np.float32),
             gated=np.zeros((tokens, mlp_width), np.float32),
             shrunk=np.zeros((tokens, 3, 64), np.float32),
-            kept=np.zeros((tokens, padded(spec.hidden_size)), np.float32),
-            projected=np.zeros((tokens, padded(spec.hidden_size) if sizes.post_norms else 0), np.float32),
+            kept=np.zeros((tokens, padded_width(spec.hidden_size)), np.float32),
+            projected=np.zeros((tokens, padded_width(spec.hidden_size) if sizes.post_norms else 0), np.float32),
             head_inputs=np.zeros((samples, 0), np.float32),
             sampled=np.zeros((samples, spec.hidden_size), np.float32),
-            logits=np.zeros((samples, padded(spec.vocab_size)), np.float32),
+            logits=np.zeros((samples, padded_width(spec.vocab_size)), np.float32),
             states=np.zeros((tokens, spec.hidden_size), np.float32),
             experts=expert_workspace(spec, tokens),
             latent=latent_workspace(spec, tokens),

@@ -20,8 +20,8 @@ from app.engine.cpu.adapter_backend import AdapterBackend, limits_of
 from app.engine.cpu.adapter_layout import PreparedRows
 from app.engine.cpu.extra_weights import AdapterExtras
 from app.engine.cpu.lora_memory import LoraMemory
-from app.engine.cpu.lora_views import padded
-from app.engine.cpu.outputs import added
+from app.engine.cpu.lora_views import padded_width
+from app.engine.cpu.outputs import add_pooled_rows
 from app.engine.cpu.weights import PackedModules
 from app.engine.errors import CheckpointError
 from app.engine.models.hf import encoder_weight_names as names
@@ -49,14 +49,14 @@ class EncoderBackend(AdapterBackend):
         self._sizes = encoder.EncoderSizes(
             num_layers=len(spec.layers),
             head_dim=attention.head_dim,
-            q_size=padded(spec.hidden_size),
+            q_size=padded_width(spec.hidden_size),
             scale=np.float32(attention.scale),
             eps=np.float32(spec.norm_eps),
         )
         self._num_phases = encoder.STEP_PHASES + encoder.LAYER_PHASES * len(spec.layers)
         cpu = config.section(CpuConfig)
         self._team = ThreadTeam(cpu.num_threads or len(os.sched_getaffinity(0)))
-        self._weights = _packed(spec, tensors, cpu.weight_dtype, self._team)
+        self._weights = _pack_weights(spec, tensors, cpu.weight_dtype, self._team)
         self._rows = LoraMemory(spec, self.limits.lora_pool_rows, self.limits.max_loras)
         base = PackedModules(spec, self._weights)
         self._extras = AdapterExtras(spec, base, config.max_loras, self._team)
@@ -80,13 +80,13 @@ class EncoderBackend(AdapterBackend):
             extra_runs=self._extras.runs(runs),
         )
         if step.widest_rank > self._work.shrunk.shape[2]:
-            shape = (len(self._work.shrunk), 3, padded(step.widest_rank))
+            shape = (len(self._work.shrunk), 3, padded_width(step.widest_rank))
             self._work = self._work._replace(shrunk=np.empty(shape, np.float32))
         self._team.run(
             encoder.encode, self._num_phases, self._weights, self._sizes, self._rows.tables, self._extras.tables, step,
             self._work,
         )  # fmt: skip
-        sums = added(self._work.states, batch.pooling.ranges, batch.pooling.sums, self._team)
+        sums = add_pooled_rows(self._work.states, batch.pooling.ranges, batch.pooling.sums, self._team)
         return ForwardOutput(np.zeros(0, np.int32), np.zeros(0, np.float32), (), sums=sums)
 
     def close(self) -> None:
@@ -109,7 +109,7 @@ def _places(token_ids: NDArray[np.int32], query_starts: NDArray[np.int32], first
     return (places * counts + (first_place - 1)).astype(np.int32)
 
 
-def _packed(
+def _pack_weights(
     spec: ModelSpec, tensors: Iterable[tuple[str, np.ndarray]], storage: WeightDtype, team: ThreadTeam
 ) -> encoder.EncoderWeights:
     """Every tensor in its place; CheckpointError for one that has none or is missing."""
@@ -168,12 +168,12 @@ def _workspace(spec: ModelSpec, num_tokens: int) -> encoder.EncoderWorkspace:
         return np.zeros((num_tokens, *shape), np.float32)
 
     return encoder.EncoderWorkspace(
-        hidden=rows(padded(hidden)),
+        hidden=rows(padded_width(hidden)),
         states=rows(hidden),
-        qkv=rows(3 * padded(hidden)),
+        qkv=rows(3 * padded_width(hidden)),
         attended=rows(hidden),
-        up=rows(padded(wide)),
+        up=rows(padded_width(wide)),
         activated=rows(wide),
         shrunk=rows(3, 64),
-        kept=rows(padded(hidden)),
+        kept=rows(padded_width(hidden)),
     )

@@ -20,7 +20,7 @@ from app.kernels.sgmv.cpu import ModuleRows, shrink
 from app.kernels.sgmv.prefetch import NextShrink
 
 
-def padded(size: int) -> int:
+def padded_width(size: int) -> int:
     """Columns of a product of this size, as kernels store it: the next multiple of a panel's width."""
     return -(-size // PANEL) * PANEL
 

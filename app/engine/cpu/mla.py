@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from app.engine.cpu.lora_views import LoraView, padded, rows_at, rows_of_layer, single_product, upcoming_of
+from app.engine.cpu.lora_views import LoraView, padded_width, rows_at, rows_of_layer, single_product, upcoming_of
 from app.engine.models.spec import ModelSpec
 from app.kernels.extra_weights.cpu import ATTENTION_NORM, K_NORM, Q_NORM, rms_norm_with_extras
 from app.kernels.linear.cpu import ProductExtras, project
@@ -193,10 +193,10 @@ def latent_workspace(spec: ModelSpec, num_tokens: int) -> MlaWorkspace | None:
     with_rank = 0 if rank is None else num_tokens
     return MlaWorkspace(
         pairs=pairs,
-        queries=rows(num_tokens, padded(heads * attention.head_dim)),
-        query_latents=rows(with_rank, padded(rank or 0)),
+        queries=rows(num_tokens, padded_width(heads * attention.head_dim)),
+        query_latents=rows(with_rank, padded_width(rank or 0)),
         normed_query_latents=rows(with_rank, rank or 0),
-        latents=rows(num_tokens, padded(latent.width)),
+        latents=rows(num_tokens, padded_width(latent.width)),
         own=rows(num_tokens * heads, latent.key_size),
         absorbed=rows(num_tokens * heads, latent.kv_rank),
         values=rows(num_tokens * heads, latent.value_size),

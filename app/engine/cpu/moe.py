@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from app.engine.cpu.lora_views import LoraView, padded, rows_at, rows_of_layer, single_product, upcoming_of
+from app.engine.cpu.lora_views import LoraView, padded_width, rows_at, rows_of_layer, single_product, upcoming_of
 from app.engine.models.linear_modules import stacked_modules
 from app.engine.models.spec import ModelSpec
 from app.kernels.extra_weights.cpu import MLP_NORM, rms_norm_with_extras
@@ -167,14 +167,14 @@ def expert_workspace(spec: ModelSpec, num_tokens: int) -> MoeWorkspace | None:
 
     return MoeWorkspace(
         pairs=empty_pairs(num_tokens, router.top_k, router.num_experts),
-        logits=rows(num_tokens, padded(router.num_experts)),
+        logits=rows(num_tokens, padded_width(router.num_experts)),
         inputs=rows(num_pairs, spec.hidden_size),
-        gate_up=rows(num_pairs, 2 * padded(expert_size)),
+        gate_up=rows(num_pairs, 2 * padded_width(expert_size)),
         gated=rows(num_pairs, expert_size),
-        outputs=rows(num_pairs, padded(spec.hidden_size)),
+        outputs=rows(num_pairs, padded_width(spec.hidden_size)),
         shrunk=np.zeros((num_pairs, 2, 16), np.float32),
-        gates=rows(num_tokens if "shared_gate" in products else 0, padded(1)),
-        shared_gate_up=rows(num_tokens if shared_size else 0, 2 * padded(shared_size)),
+        gates=rows(num_tokens if "shared_gate" in products else 0, padded_width(1)),
+        shared_gate_up=rows(num_tokens if shared_size else 0, 2 * padded_width(shared_size)),
         shared_gated=rows(num_tokens if shared_size else 0, shared_size),
-        shared=rows(num_tokens if shared_size else 0, padded(spec.hidden_size)),
+        shared=rows(num_tokens if shared_size else 0, padded_width(spec.hidden_size)),
     )

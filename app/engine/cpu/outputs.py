@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from app.engine.batch import ForwardOutput, PoolingBatch, SamplingBatch
-from app.engine.logits import adjust, is_changed, largest, overflowed
+from app.engine.logits import adjust, is_changed, largest, overflowed_rows
 from app.kernels.machine.thread_team import ThreadTeam
 from app.kernels.pooling.cpu import add_rows
 from app.kernels.sampling.cpu import log_sum_exp, row_maximum, sample_rows
@@ -46,7 +46,7 @@ def sample(logits: NDArray[np.float32], sampling: SamplingBatch, team: ThreadTea
         count = int(sampling.num_logprobs[p])
         if count:
             top[p] = largest(row, count, normaliser)
-    return ForwardOutput(tokens, logprobs, tuple(top), overflowed(logits, tokens))
+    return ForwardOutput(tokens, logprobs, tuple(top), overflowed_rows(logits, tokens))
 
 
 def rows_of(pooling: PoolingBatch | None) -> NDArray[np.int32]:
@@ -64,10 +64,10 @@ def with_sums(
         return output
     ends = np.cumsum(pooling.ranges[:, 1] - pooling.ranges[:, 0])
     starts = np.concatenate([np.zeros(1, np.int64), ends[:-1]])
-    return replace(output, sums=added(states, np.stack([starts, ends], axis=1), pooling.sums, team))
+    return replace(output, sums=add_pooled_rows(states, np.stack([starts, ends], axis=1), pooling.sums, team))
 
 
-def added(
+def add_pooled_rows(
     states: NDArray[np.float32], ranges: NDArray[np.int64], sums: NDArray[np.float64], team: ThreadTeam
 ) -> NDArray[np.float64]:
     """The sums [Q, H] with the rows of their ranges [Q, 2] of states [N, H]."""

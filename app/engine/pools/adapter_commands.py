@@ -43,7 +43,7 @@ class LoadCommand:
 class LoadReady(NamedTuple):
     """A bring that has its slot and rows, which are yet to be written."""
 
-    bring: LoadCommand
+    command: LoadCommand
     adapter_slot: int
     row_start: int
 
@@ -59,62 +59,62 @@ class AdapterCommands:
     ) -> None:
         """extra_bytes_of, rank_rows_of: see `BackendLimits`."""
         self._adapters, self._extra_bytes_of, self._rank_rows_of = adapters, extra_bytes_of, rank_rows_of
-        self._drops: dict[str, list[UnloadCommand]] = {}
-        self._brings: dict[str, list[LoadCommand]] = {}
-        self.granted: LoadReady | None = None
+        self._unloads: dict[str, list[UnloadCommand]] = {}
+        self._loads: dict[str, list[LoadCommand]] = {}
+        self.load_ready: LoadReady | None = None
 
     @property
     def num_waiting(self) -> int:
         """Adapters with an order that is not answered yet."""
-        return len(self._drops) + len(self._brings)
+        return len(self._unloads) + len(self._loads)
 
-    def take(self, order: UnloadCommand | LoadCommand) -> None:
+    def take(self, command: UnloadCommand | LoadCommand) -> None:
         """Answer this order later. A drop that nobody waits for any more is carried out all the same."""
-        is_awaited = order.answer.set_running_or_notify_cancel()
-        if isinstance(order, UnloadCommand):
-            waiting = self._drops.setdefault(order.digest, [])
+        is_awaited = command.answer.set_running_or_notify_cancel()
+        if isinstance(command, UnloadCommand):
+            waiting = self._unloads.setdefault(command.digest, [])
             if is_awaited:
-                waiting.append(order)
+                waiting.append(command)
         elif is_awaited:
-            self._brings.setdefault(order.digest, []).append(order)
-            for drop in self._drops.pop(order.digest, ()):  # whoever asked last is obeyed: it stays
-                drop.answer.set_result(0)
+            self._loads.setdefault(command.digest, []).append(command)
+            for unload in self._unloads.pop(command.digest, ()):  # whoever asked last is obeyed: it stays
+                unload.answer.set_result(0)
 
     def settle(self, num_live_of: Callable[[str], int]) -> None:
         """Free the rows of adapters that are dropped and have no live sequences; then give one bring its rows.
 
-        That bring is `granted` until `finish` says how writing it went. Brings that need no write, or never have room,
+        That bring is `load_ready` until `finish` says how writing it went. Brings that need no write, or never have room,
         are answered; those without room keep waiting.
         """
-        for digest in [digest for digest in self._drops if not num_live_of(digest)]:
-            num_rows = self._adapters.drop(digest)
-            for drop in self._drops.pop(digest):
-                drop.answer.set_result(num_rows)
-        assert self.granted is None, "one bring after the other"
-        for digest in list(self._brings):
-            self.granted = self._grant(digest)
-            if self.granted is not None:
+        for digest in [digest for digest in self._unloads if not num_live_of(digest)]:
+            num_rows = self._adapters.unload(digest)
+            for unload in self._unloads.pop(digest):
+                unload.answer.set_result(num_rows)
+        assert self.load_ready is None, "one bring after the other"
+        for digest in list(self._loads):
+            self.load_ready = self._grant(digest)
+            if self.load_ready is not None:
                 break
 
     def finish(self, error: AdapterError | None) -> None:
         """The granted adapter has been written, or cannot be: then its rows are the caller's to drop."""
-        assert self.granted is not None, "nothing was granted"
-        card = self.granted.bring.adapter.card
-        self.granted = None
+        assert self.load_ready is not None, "nothing was granted"
+        card = self.load_ready.command.adapter.card
+        self.load_ready = None
         self._adapters.release(card.digest)
         self._answer(card.digest, error, card.size_bytes)
 
     def refuse_all(self, failure: EngineFailure) -> None:
         """Answer everything that was taken with the failure."""
-        for waiting in (self._drops, self._brings):
-            for orders in waiting.values():
-                for order in orders:
-                    order.answer.set_exception(failure)
+        for waiting in (self._unloads, self._loads):
+            for commands in waiting.values():
+                for command in commands:
+                    command.answer.set_exception(failure)
             waiting.clear()
 
     def _grant(self, digest: str) -> LoadReady | None:
         """Give the adapter rows, if it needs any and they can be had; else its orders wait or are answered."""
-        first = self._brings[digest][0]
+        first = self._loads[digest][0]
         card = first.adapter.card
         extra_bytes, num_needed = self._extra_bytes_of(first.adapter), self._rank_rows_of(first.adapter)
         try:
@@ -135,14 +135,14 @@ class AdapterCommands:
 
     def _answer(self, digest: str, error: Exception | None, written_bytes: int = 0) -> None:
         """What was written is told once, to the first who asked for it."""
-        for index, bring in enumerate(self._brings.pop(digest)):
+        for index, command in enumerate(self._loads.pop(digest)):
             if error is None:
-                bring.answer.set_result(0 if index else written_bytes)
+                command.answer.set_result(0 if index else written_bytes)
             else:
-                bring.answer.set_exception(error)
+                command.answer.set_exception(error)
 
 
-def refuse(order: UnloadCommand | LoadCommand, failure: EngineFailure) -> None:
+def refuse(command: UnloadCommand | LoadCommand, failure: EngineFailure) -> None:
     """Answer an order that is never taken."""
-    if order.answer.set_running_or_notify_cancel():
-        order.answer.set_exception(failure)
+    if command.answer.set_running_or_notify_cancel():
+        command.answer.set_exception(failure)

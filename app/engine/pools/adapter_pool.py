@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from app.engine.config import EvictionPolicy
-from app.engine.errors import AdapterKeptOut
+from app.engine.errors import AdapterPoolFull
 from app.engine.pools.eviction import NEVER, EvictionOrder, Priority, TenantQuota
 from app.engine.pools.row_allocator import RowAllocator, RowRange, length_of
 from app.engine.pools.table_limits import TableLimits
@@ -74,10 +74,10 @@ class AdapterPool:
         self._residents: dict[str, _Resident] = {}
         self._free_slots = list(range(max_loras - 1, 0, -1))
         self._order = EvictionOrder(policy)
-        self._shares = TenantQuota()
+        self._tenant_quota = TenantQuota()
         self._pinned: frozenset[str] = frozenset()
         self._reservation: _Reservation | None = None
-        self._vacated: list[int] = []  # slots whose extras nobody has released yet
+        self._pending_free: list[int] = []  # slots whose extras nobody has released yet
         self.num_evictions = 0
 
     @property
@@ -98,16 +98,16 @@ class AdapterPool:
         return sum(1 for entry in self._residents.values() if entry.num_refs)
 
     @property
-    def num_vacated(self) -> int:
-        """Slots that `take_vacated` would return."""
-        return len(self._vacated)
+    def num_pending_free(self) -> int:
+        """Slots that `take_pending_free` would return."""
+        return len(self._pending_free)
 
     @property
     def reserved_for(self) -> str | None:
         return self._reservation.digest if self._reservation is not None else None
 
     def check_room(self, name: str, digest: str, num_needed: int, extra_bytes: int = 0) -> None:
-        """Raise AdapterKeptOut if pinned adapters leave no room for this adapter, whatever else leaves."""
+        """Raise AdapterPoolFull if pinned adapters leave no room for this adapter, whatever else leaves."""
         if digest in self._residents:
             return
         length = self._length(num_needed)
@@ -128,12 +128,12 @@ class AdapterPool:
             )
         else:
             return
-        raise AdapterKeptOut(
+        raise AdapterPoolFull(
             f"pinned adapters leave no room for adapter {name!r}. It needs {lack}, or unpin an adapter"
         )
 
     def pin(self, digests: Iterable[str]) -> None:
-        """From now on exactly these are never evicted once they are resident; `drop` frees them all the same.
+        """From now on exactly these are never evicted once they are resident; `unload` frees them all the same.
 
         A reservation that stands in their way ends; its holder has to ask again.
         """
@@ -166,12 +166,12 @@ class AdapterPool:
         if run is None:
             return None
         evicted = self._make_room(run, extra_bytes, tenant_id)
-        priority = self._order.used(1, size_bytes / run.length)
+        priority = self._order.on_use(1, size_bytes / run.length)
         slot = self._free_slots.pop()
         resident = _Resident(digest, num_needed, slot, run, 1, 1, size_bytes, priority, extra_bytes)
         self._residents[digest] = resident
-        self._runs.give(run, resident)
-        self._shares.used(digest, run.length, tenant_id)
+        self._runs.assign(run, resident)
+        self._tenant_quota.record_use(digest, run.length, tenant_id)
         self.cancel_reservation(digest)
         self.num_evictions += len(evicted)
         return self._grant(resident, needs_write=True, evicted=tuple(evicted))
@@ -181,9 +181,9 @@ class AdapterPool:
         resident = self._residents[digest]
         assert resident.num_refs > 0, "reference released twice"
         resident.num_refs -= 1
-        resident.priority = self._order.touched(resident.priority)
+        resident.priority = self._order.on_release(resident.priority)
 
-    def drop(self, digest: str) -> int:
+    def unload(self, digest: str) -> int:
         """Free an unreferenced adapter's rows, pinned or not.
 
         Returns how many were freed: 0 if the adapter is absent or still referenced.
@@ -194,9 +194,9 @@ class AdapterPool:
         self._evict(resident)
         return resident.run.length * self._alignment
 
-    def take_vacated(self) -> list[int]:
+    def take_pending_free(self) -> list[int]:
         """Slots whose adapters have gone and whose extras are to be released; each is told once."""
-        vacated, self._vacated = self._vacated, []
+        vacated, self._pending_free = self._pending_free, []
         return vacated
 
     def reserve(self, digest: str, num_needed: int, extra_bytes: int = 0) -> None:
@@ -256,8 +256,8 @@ class AdapterPool:
                 return None
         resident.num_refs += 1
         resident.uses += 1
-        self._shares.used(resident.digest, resident.run.length, tenant_id)
-        resident.priority = self._order.used(resident.uses, resident.size_bytes / resident.run.length)
+        self._tenant_quota.record_use(resident.digest, resident.run.length, tenant_id)
+        resident.priority = self._order.on_use(resident.uses, resident.size_bytes / resident.run.length)
         return self._grant(resident, needs_write=False, evicted=())
 
     def _grant(self, resident: _Resident, *, needs_write: bool, evicted: tuple[str, ...]) -> AdapterGrant:
@@ -302,28 +302,28 @@ class AdapterPool:
         num_units = self._runs.num_units
         has_right = (
             self.reserved_for == digest
-            or self._shares.has_room(tenant_id, length, num_units)
+            or self._tenant_quota.has_room(tenant_id, length, num_units)
             or not self.num_referenced  # nothing runs that could end
         )
 
         def price(entries: list[_Resident]) -> tuple[bool, Priority, int] | None:
             if not all(map(self._may_go, entries)):
                 return None
-            is_kept = any(self._shares.is_kept(entry.digest, tenant_id, num_units) for entry in entries)
-            if is_kept and not has_right:
+            is_protected = any(self._tenant_quota.is_protected(entry.digest, tenant_id, num_units) for entry in entries)
+            if is_protected and not has_right:
                 return None
-            return is_kept, max([entry.priority for entry in entries], default=NEVER), len(entries)
+            return is_protected, max([entry.priority for entry in entries], default=NEVER), len(entries)
 
-        closed = self._closed_to(digest)
+        excluded = self._closed_to(digest)
         if digest in self._pinned:
-            return self._runs.cheapest(length, lambda entries: 0 if all(map(self._may_go, entries)) else None, closed)
-        return self._runs.best_fit(length, closed) or self._runs.cheapest(length, price, closed)
+            return self._runs.cheapest(length, lambda entries: 0 if all(map(self._may_go, entries)) else None, excluded)
+        return self._runs.best_fit(length, excluded) or self._runs.cheapest(length, price, excluded)
 
     def _make_room(self, run: RowRange, extra_bytes: int, tenant_id: str) -> list[str]:
         """Evict whoever has these rows, and for a slot and the bytes whoever is idle; returns their digests."""
 
         def price(entry: _Resident) -> tuple[bool, Priority]:
-            return self._shares.is_kept(entry.digest, tenant_id, self._runs.num_units), entry.priority
+            return self._tenant_quota.is_protected(entry.digest, tenant_id, self._runs.num_units), entry.priority
 
         evicted = [self._give_up(entry) for entry in self._runs.owners(run)]
         if not self._free_slots:
@@ -336,17 +336,17 @@ class AdapterPool:
 
     def _give_up(self, resident: _Resident) -> str:
         """As `_evict`, for room."""
-        self._order.gave_up(resident.priority)
+        self._order.on_evict(resident.priority)
         return self._evict(resident)
 
     def _evict(self, resident: _Resident) -> str:
         assert resident.num_refs == 0, "an adapter in use is never evicted"
         del self._residents[resident.digest]
-        self._runs.take_back(resident.run)
-        self._shares.left(resident.digest)
+        self._runs.free(resident.run)
+        self._tenant_quota.remove(resident.digest)
         self._free_slots.append(resident.adapter_slot)
         if resident.extra_bytes:
-            self._vacated.append(resident.adapter_slot)
+            self._pending_free.append(resident.adapter_slot)
         return resident.digest
 
 

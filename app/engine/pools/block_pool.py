@@ -6,7 +6,7 @@ nothing is shared across any of the three. Every block is either free or counted
 still hold a published prefix, and the one used longest ago is handed out first. Only full blocks are
 shared. K and V themselves belong to the backend.
 
-A prompt's head is its first `HEAD_TOKENS` tokens. Its name, the same in an engine and where requests are placed, is the
+A prompt's head is its first `PREFIX_TOKENS` tokens. Its name, the same in an engine and where requests are placed, is the
 beginning of the hash of its last block. The chain's root contains the adapter's digest and the tenant's salt, so equal
 texts of two tenants have different names, and a name says nothing about tokens.
 """
@@ -19,11 +19,11 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 
 #: Prompt heads that a pool reports, the last used ones.
-MAX_HEADS = 32
+MAX_CACHED_PREFIXES = 32
 #: Bytes of a hash that name a head: enough that no two heads of one service are confused.
-HEAD_BYTES = 8
+PREFIX_KEY_BYTES = 8
 #: Tokens of a head, rounded up to whole blocks. A shorter prompt is computed sooner than a replica is waited for.
-HEAD_TOKENS = 128
+PREFIX_TOKENS = 128
 
 
 def root_hash(base_digest: str, adapter_digest: str | None, cache_salt: bytes) -> bytes:
@@ -58,13 +58,13 @@ def block_hash(parent: bytes, token_bytes: bytes) -> bytes:
 
 def num_prefix_blocks(block_size: int) -> int:
     """Blocks that make a head."""
-    return -(-HEAD_TOKENS // block_size)
+    return -(-PREFIX_TOKENS // block_size)
 
 
 def prefix_key(
     base_digest: str, adapter_digest: str | None, cache_salt: bytes, token_ids: Sequence[int], block_size: int
 ) -> bytes | None:
-    """The name of a prompt's head, `HEAD_BYTES` long; None if nothing of the prompt comes behind a head.
+    """The name of a prompt's head, `PREFIX_KEY_BYTES` long; None if nothing of the prompt comes behind a head.
 
     Blocks of an activated LoRA have the base's names as far as they are the base's: heads of it are not found.
     """
@@ -75,7 +75,7 @@ def prefix_key(
     key = root_hash(base_digest, adapter_digest, cache_salt)
     for start in range(0, num_tokens, block_size):
         key = block_hash(key, tokens[start : start + block_size].tobytes())
-    return key[:HEAD_BYTES]
+    return key[:PREFIX_KEY_BYTES]
 
 
 class BlockPool:
@@ -93,7 +93,7 @@ class BlockPool:
         self._by_hash: dict[bytes, int] = {}
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))  # first is handed out first
         self._num_cached = 0
-        self._heads = CachedPrefixes()
+        self._cached_prefixes = CachedPrefixes()
 
     @property
     def num_free(self) -> int:
@@ -106,9 +106,9 @@ class BlockPool:
         return self._num_cached
 
     @property
-    def cached_heads(self) -> tuple[bytes, ...]:
+    def cached_prefixes(self) -> tuple[bytes, ...]:
         """Names of published heads (`prefix_key`), the one that was used last at the end. Any thread may ask."""
-        return self._heads.told
+        return self._cached_prefixes.keys
 
     def find(self, hashes: Iterable[bytes], block_bytes: Callable[[int], bytes]) -> list[int]:
         """The longest cached prefix: block numbers, not yet referenced.
@@ -137,7 +137,7 @@ class BlockPool:
                 del self._free[block]
                 self._num_cached -= 1
             self._num_refs[block] += 1
-            self._heads.use(block)
+            self._cached_prefixes.use(block)
 
     def allocate(self, count: int) -> list[int] | None:
         """`count` blocks to write into, or None and nothing changed. Least recently used prefixes go first."""
@@ -151,22 +151,22 @@ class BlockPool:
                 del self._by_hash[published[0]]
                 self._published[block] = None
                 self._num_cached -= 1
-                self._heads.drop(block)
+                self._cached_prefixes.drop(block)
             self._num_refs[block] = 1
             blocks.append(block)
         return blocks
 
-    def publish(self, block: int, key: bytes, token_bytes: bytes, *, is_head: bool = False) -> None:
+    def publish(self, block: int, key: bytes, token_bytes: bytes, *, ends_prefix: bool = False) -> None:
         """Offer a full, computed, held block to later prefixes. The first publisher of a hash stays.
 
-        `is_head`: the chain up to it is what a prompt begins with, and is told.
+        `ends_prefix`: the chain up to it is what a prompt begins with, and is told.
         """
         assert self._num_refs[block] > 0, "only a held block can be published"
         if self._share and key not in self._by_hash and self._published[block] is None:
             self._by_hash[key] = block
             self._published[block] = (key, token_bytes)
-            if is_head:
-                self._heads.add(block, key)
+            if ends_prefix:
+                self._cached_prefixes.add(block, key)
 
     def release(self, blocks: Sequence[int]) -> None:
         """Give one reference back for each block, in table order: a chain's tail is reused before its head."""
@@ -196,20 +196,20 @@ class BlockPool:
 
 
 class CachedPrefixes:
-    """Prompt heads that one pool has cached, by the block that ends each. Any thread may read `told`."""
+    """Prompt heads that one pool has cached, by the block that ends each. Any thread may read `keys`."""
 
     def __init__(self) -> None:
         self._of_block: dict[int, bytes] = {}
         self._last: dict[bytes, None] = {}  # those that were used last, the very last one at the end
 
     @property
-    def told(self) -> tuple[bytes, ...]:
-        """Names, each `HEAD_BYTES` long, in order of their last use."""
+    def keys(self) -> tuple[bytes, ...]:
+        """Names, each `PREFIX_KEY_BYTES` long, in order of their last use."""
         return tuple(self._last.copy())
 
     def add(self, block: int, key: bytes) -> None:
         """A head is cached: `key` [32] is the hash of its last block."""
-        self._of_block[block] = key[:HEAD_BYTES]
+        self._of_block[block] = key[:PREFIX_KEY_BYTES]
         self.use(block)
 
     def use(self, block: int) -> None:
@@ -219,7 +219,7 @@ class CachedPrefixes:
             return
         self._last.pop(name, None)
         self._last[name] = None
-        if len(self._last) > MAX_HEADS:
+        if len(self._last) > MAX_CACHED_PREFIXES:
             del self._last[next(iter(self._last))]
 
     def drop(self, block: int) -> None:

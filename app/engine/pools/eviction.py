@@ -40,18 +40,18 @@ class EvictionOrder:
         self._age = 0.0
         self._num_uses = 0
 
-    def used(self, uses: int, cost_per_room: float) -> Priority:
+    def on_use(self, uses: int, cost_per_room: float) -> Priority:
         """The priority of a thing that is used now, for the `uses`-th time."""
         self._num_uses += 1
         worth = {"lru": 0.0, "lfu": 1.0, "cost": cost_per_room}[self.policy]
         return Priority(self._age + uses * worth, self._num_uses)
 
-    def touched(self, priority: Priority) -> Priority:
+    def on_release(self, priority: Priority) -> Priority:
         """The priority of a thing whose use ends now: that is no further use, but as recent as one."""
         self._num_uses += 1
         return Priority(priority.value, self._num_uses)
 
-    def gave_up(self, priority: Priority) -> None:
+    def on_evict(self, priority: Priority) -> None:
         """A thing of this priority has left to make room."""
         self._age = max(self._age, priority.value)
 
@@ -68,7 +68,7 @@ class TenantQuota:
         self._users: dict[str, set[str]] = {}  # by thing
         self._sizes: dict[str, int] = {}  # by thing
 
-    def used(self, key: str, size: int, tenant_id: str) -> None:
+    def record_use(self, key: str, size: int, tenant_id: str) -> None:
         """A tenant uses a thing that is here, or comes now."""
         users = self._users.setdefault(key, set())
         self._sizes[key] = size
@@ -76,7 +76,7 @@ class TenantQuota:
             users.add(tenant_id)
             self._amounts[tenant_id] = self._amounts.get(tenant_id, 0) + size
 
-    def left(self, key: str) -> None:
+    def remove(self, key: str) -> None:
         """A thing is no longer here."""
         size = self._sizes.pop(key, 0)
         for tenant_id in self._users.pop(key, ()):
@@ -84,7 +84,7 @@ class TenantQuota:
             if not self._amounts[tenant_id]:
                 del self._amounts[tenant_id]
 
-    def is_kept(self, key: str, tenant_id: str, capacity: int) -> bool:
+    def is_protected(self, key: str, tenant_id: str, capacity: int) -> bool:
         """Whether a thing is to stay as long as anything else can make room for this tenant."""
         if len(self._amounts) < 2 and tenant_id in self._amounts:
             return False  # nobody else has anything here

@@ -31,7 +31,7 @@ class RowRange(NamedTuple):
 
 
 class RowAllocator(Generic[Owner]):
-    """The owners of `num_units` units. `closed` is always a run that must not be touched, or None."""
+    """The owners of `num_units` units. `excluded` is always a run that must not be touched, or None."""
 
     def __init__(self, num_units: int) -> None:
         self.num_units = num_units
@@ -63,34 +63,34 @@ class RowAllocator(Generic[Owner]):
         owners = dict.fromkeys(self._owners[run.start : run.start + run.length])
         return [owner for owner in owners if owner is not None]
 
-    def give(self, run: RowRange, owner: Owner) -> None:
+    def assign(self, run: RowRange, owner: Owner) -> None:
         """Everything in the run is free and becomes this owner's."""
         assert self._is_free(run), "two adapters share a row"
         self._owners[run.start : run.end] = [owner] * run.length
         held = run
-        while not self._forget(held):  # the free run that holds it is halved down to it
-            self._remember(self._buddy(held))
-            held = self._doubled(held)
+        while not self._remove_free(held):  # the free run that holds it is halved down to it
+            self._add_free(self._buddy(held))
+            held = self._parent(held)
 
-    def take_back(self, run: RowRange) -> None:
+    def free(self, run: RowRange) -> None:
         """The run, which has one owner, is free from now on."""
         self._owners[run.start : run.end] = [None] * run.length
-        while self._forget(self._buddy(run)):
-            run = self._doubled(run)
-        self._remember(run)
+        while self._remove_free(self._buddy(run)):
+            run = self._parent(run)
+        self._add_free(run)
 
-    def best_fit(self, length: int, closed: RowRange | None) -> RowRange | None:
-        """A free run in the shortest free one that has room for it beside `closed`, so that long runs stay whole."""
+    def best_fit(self, length: int, excluded: RowRange | None) -> RowRange | None:
+        """A free run in the shortest free one that has room for it beside `excluded`, so that long runs stay whole."""
         for room, starts in self._free.items():
             if room < length:
                 continue
             for start in starts:
                 runs = (RowRange(at, length) for at in range(start, start + room, length))
-                if (run := next((run for run in runs if not run.overlaps(closed)), None)) is not None:
+                if (run := next((run for run in runs if not run.overlaps(excluded)), None)) is not None:
                     return run
         return None
 
-    def cheapest(self, length: int, cost: Callable[[list[Owner]], Any], closed: RowRange | None) -> RowRange | None:
+    def cheapest(self, length: int, cost: Callable[[list[Owner]], Any], excluded: RowRange | None) -> RowRange | None:
         """The place that costs least to clear, the lowest of equals.
 
         `cost` maps the owners of a place to something that compares, or to None if one of them must stay.
@@ -98,7 +98,7 @@ class RowAllocator(Generic[Owner]):
         best: tuple[Any, RowRange] | None = None
         priced: list[Owner] | None = None
         for run in self.places(length):
-            if run.overlaps(closed) or (owners := self.owners(run)) == priced:
+            if run.overlaps(excluded) or (owners := self.owners(run)) == priced:
                 continue  # what the place before it costs, this one costs, too
             priced = owners
             price = cost(owners)
@@ -124,7 +124,7 @@ class RowAllocator(Generic[Owner]):
     def _is_free(self, run: RowRange) -> bool:
         return self._owners[run.start : run.end].count(None) == run.length
 
-    def _forget(self, run: RowRange) -> bool:
+    def _remove_free(self, run: RowRange) -> bool:
         """Whether this was one of the free runs, which it is no longer."""
         starts = self._free.get(run.length, [])
         at = bisect_left(starts, run.start)
@@ -133,7 +133,7 @@ class RowAllocator(Generic[Owner]):
         del starts[at]
         return True
 
-    def _remember(self, run: RowRange) -> None:
+    def _add_free(self, run: RowRange) -> None:
         insort(self._free[run.length], run.start)
 
     @staticmethod
@@ -142,7 +142,7 @@ class RowAllocator(Generic[Owner]):
         return RowRange(run.start ^ run.length, run.length)
 
     @staticmethod
-    def _doubled(run: RowRange) -> RowRange:
+    def _parent(run: RowRange) -> RowRange:
         """The run of twice the length that holds this one."""
         return RowRange(run.start & ~run.length, 2 * run.length)
 

@@ -27,14 +27,14 @@ class AdapterLoader:
         self,
         backend: Backend,
         adapters: AdapterPool,
-        orders: AdapterCommands,
+        commands: AdapterCommands,
         sequences: LiveSequences,
         meter: EngineMeter,
         clock: Callable[[], float],
     ) -> None:
         self._backend = backend
         self._adapters = adapters
-        self._orders = orders
+        self._commands = commands
         self._sequences = sequences
         self._meter = meter
         self._clock = clock
@@ -42,23 +42,23 @@ class AdapterLoader:
     @property
     def has_work(self) -> bool:
         """Whether orders wait, or slots whose extras are yet to be released."""
-        return self._orders.num_waiting > 0 or self._adapters.num_vacated > 0
+        return self._commands.num_waiting > 0 or self._adapters.num_pending_free > 0
 
-    def perform(self, plan: Schedule) -> tuple[Schedule, list[TokenChunk]]:
+    def apply(self, plan: Schedule) -> tuple[Schedule, list[TokenChunk]]:
         """Bring the tables up to date for this plan; returns what of it can be computed, and chunks of ended requests.
 
         Sequences whose adapter is still being written are left out, unless there are no others: then the step waits.
         """
-        for adapter_slot in self._adapters.take_vacated():  # before the writes: a slot may have its next adapter
+        for adapter_slot in self._adapters.take_pending_free():  # before the writes: a slot may have its next adapter
             self._backend.release_adapter(adapter_slot)
         refused: dict[str, PolyloraError] = dict(plan.refusals)
-        if (granted := self._orders.granted) is not None:
-            bring = granted.bring
-            write = AdapterWrite(granted.adapter_slot, granted.row_start, bring.adapter, bring.ref.tenant_id)
+        if (load_ready := self._commands.load_ready) is not None:
+            command = load_ready.command
+            write = AdapterWrite(load_ready.adapter_slot, load_ready.row_start, command.adapter, command.ref.tenant_id)
             error = self._write(write)
             if error is not None:
-                refused[bring.digest] = error
-            self._orders.finish(error)
+                refused[command.digest] = error
+            self._commands.finish(error)
             self._sequences.reopen()
         for write in plan.adapter_writes:
             if (error := self._write(write)) is not None:
@@ -67,7 +67,7 @@ class AdapterLoader:
         chunks: list[TokenChunk] = []
         for digest, reason in refused.items():
             chunks += self._sequences.end_adapter(digest, reason)
-            self._adapters.drop(digest)
+            self._adapters.unload(digest)
         if not refused and not unready:
             return plan, chunks
         left = [item for item in plan.items if item[0].adapter_digest not in refused]
@@ -83,7 +83,7 @@ class AdapterLoader:
         except AdapterError as error:
             return error
         self._meter.adapter_write_s += self._clock() - started_s
-        self._meter.adapter_written(write.tenant_id, adapter.card.size_bytes)
+        self._meter.count_adapter_write(write.tenant_id, adapter.card.size_bytes)
         if write.sequence is not None:
             write.sequence.count_load(adapter.card.size_bytes)
         return None

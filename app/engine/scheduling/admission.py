@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
-from app.engine.errors import AdapterKeptOut
+from app.engine.errors import AdapterPoolFull
 from app.engine.meter import EngineMeter
 from app.engine.pools.adapter_pool import AdapterPool
 from app.engine.pools.block_pool import BlockPool
@@ -39,7 +39,7 @@ BATCH_FREE_SHARE = 1 / 4
 _NO_ROWS = 1 << 62
 
 
-class Admitted(NamedTuple):
+class AdmissionResult(NamedTuple):
     """Sequences that hold their blocks and rows, the writes they need, and adapters that must not wait."""
 
     sequences: list[Sequence]
@@ -73,8 +73,8 @@ class _Pass:
         elif self.passed_first is not None:
             self.passed_first.bypassed += 1
 
-    def result(self) -> Admitted:
-        return Admitted(self.admitted, self.writes, self.refusals)
+    def result(self) -> AdmissionResult:
+        return AdmissionResult(self.admitted, self.writes, self.refusals)
 
 
 class Admission:
@@ -101,14 +101,14 @@ class Admission:
         max_tokens: int,
         num_running: int,
         max_batches: int = 0,
-        room_of: Mapping[str, int] | None = None,
-        favoured: list[Sequence] | None = None,
-    ) -> Admitted:
+        token_limit_of: Mapping[str, int] | None = None,
+        preferred: list[Sequence] | None = None,
+    ) -> AdmissionResult:
         """Sequences in fair order.
 
         At most `max_sequences`, of which `max_batches` may be batches', and none beyond those that fill `max_tokens`.
-        `room_of`: tokens that some tenants may compute in this step at most; no more of theirs counts.
-        `favoured`, for whom places were made, are tried before all others.
+        `token_limit_of`: tokens that some tenants may compute in this step at most; no more of theirs counts.
+        `preferred`, for whom places were made, are tried before all others.
         Writes are limited for the sake of those that run: where nothing runs, all that have room start together.
         """
         look = _Pass()
@@ -116,8 +116,8 @@ class Admission:
             return look.result()
         self._is_open = False
         num_tokens = num_block_refusals = num_batches = 0
-        left_of = dict(room_of or {})
-        for sequence in _with_first(favoured or [], self._queue.candidates()):
+        left_of = dict(token_limit_of or {})
+        for sequence in _with_first(preferred or [], self._queue.candidates()):
             if len(look.admitted) == max_sequences or num_tokens >= max_tokens:
                 self._is_open = True
                 break
@@ -149,10 +149,10 @@ class Admission:
                 left_of[sequence.tenant_id] -= count
         for sequence in look.admitted:
             self._queue.remove(sequence)
-        self._age(look.passed_first)
+        self._mark_bypassed(look.passed_first)
         return look.result()
 
-    def leave(self, sequence: Sequence) -> None:
+    def cancel(self, sequence: Sequence) -> None:
         """A waiting sequence goes away for good: nothing stays reserved for it."""
         if sequence.adapter_digest is not None:
             self._adapters.cancel_reservation(sequence.adapter_digest)
@@ -193,7 +193,7 @@ class Admission:
             if is_new and not sequence.extra_bytes:  # else bytes may be what is missing, not rows
                 look.refused_rows[tenant_id] = sequence.num_needed
             return False
-        self._meter.adapter_granted(is_hit=not grant.needs_write)
+        self._meter.count_adapter_use(is_hit=not grant.needs_write)
         sequence.adapter_slot = grant.adapter_slot
         sequence.num_rows = grant.num_rows
         if grant.needs_write:
@@ -207,11 +207,11 @@ class Admission:
         assert sequence.request.adapter is not None
         try:
             self._adapters.check_room(sequence.request.adapter.name, digest, sequence.num_needed, sequence.extra_bytes)
-        except AdapterKeptOut as error:
+        except AdapterPoolFull as error:
             return Refusal(digest, error)
         return None
 
-    def _age(self, passed_first: Sequence | None) -> None:
+    def _mark_bypassed(self, passed_first: Sequence | None) -> None:
         """The first in fair order that had to let others pass may become urgent; those behind it wait for theirs."""
         if passed_first is None or passed_first.bypassed < MAX_BYPASSES or self._queue.num_urgent >= MAX_URGENT:
             return
@@ -247,7 +247,7 @@ class Admission:
         if sequence.num_cached is None:
             sequence.num_cached = min(num_cached, sequence.num_prompt)
             if sequence.request.num_charged is None:
-                self._meter.admitted(sequence.tenant_id, sequence.num_prompt, sequence.num_cached)
+                self._meter.count_admission(sequence.tenant_id, sequence.num_prompt, sequence.num_cached)
             self._queue.charge(sequence, INPUT_PRICE * (sequence.num_prompt - sequence.num_cached))
         if sequence.order is None:
             sequence.order = self._num_admitted

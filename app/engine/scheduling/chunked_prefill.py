@@ -86,21 +86,21 @@ def split_prefill(prefills: list[Sequence], budget: int, waiting_tenants: Set[st
     return counts
 
 
-def keep_room(prefills: list[Sequence], counts: list[int], room_of: dict[str, int]) -> None:
+def limit_prefill(prefills: list[Sequence], counts: list[int], token_limit_of: dict[str, int]) -> None:
     """Cut what wide tenants' prompts take to their room; both are written in place, and nobody else's is cut."""
     for index, sequence in enumerate(prefills):
-        room = room_of.get(sequence.tenant_id)
+        room = token_limit_of.get(sequence.tenant_id)
         if room is not None:
             counts[index] = min(counts[index], room)
-            room_of[sequence.tenant_id] = room - counts[index]
+            token_limit_of[sequence.tenant_id] = room - counts[index]
 
 
-def spend_rest(prefills: list[Sequence], counts: list[int], budget: int, wide: Container[str] = ()) -> None:
+def fill_prefill(prefills: list[Sequence], counts: list[int], budget: int, wide_tenants: Container[str] = ()) -> None:
     """Give what is left to the oldest first, but nothing to wide tenants; `counts` is written in place."""
     for index, sequence in enumerate(prefills):
         if budget <= 0:
             return
-        if sequence.tenant_id in wide:
+        if sequence.tenant_id in wide_tenants:
             continue
         more = min(sequence.num_pending - counts[index], budget)
         counts[index] += more

@@ -59,7 +59,7 @@ class LiveSequences:
             self.running.remove(sequence)
             self._give_back(sequence)
         else:
-            self._admission.leave(sequence)
+            self._admission.cancel(sequence)
         self._meter.num_aborted += 1
         self._forget(sequence)
         return self.last_chunk(sequence, reason, error=error)
@@ -104,10 +104,10 @@ class LiveSequences:
     ) -> TokenChunk:
         """The chunk that ends a sequence, with its usage."""
         matched_stop = sequence.matched_stop() if reason == "stop" else None
-        usage, consumption = sequence.usage(), sequence.consumption()
-        self._meter.ended(sequence.tenant_id, consumption)
+        usage, request_usage = sequence.usage(), sequence.request_usage()
+        self._meter.count_usage(sequence.tenant_id, request_usage)
         return TokenChunk(
-            sequence.request_id, token_ids, logprobs, reason, matched_stop, usage, error, vector, consumption
+            sequence.request_id, token_ids, logprobs, reason, matched_stop, usage, error, vector, request_usage
         )
 
     def check(self, num_waiting: int) -> None:

@@ -17,7 +17,7 @@ from app.engine.request import PoolingParams, TokenLogprobs
 from app.engine.sequence import Sequence
 
 
-def pooled(sequence: Sequence, output: ForwardOutput, index: int, *, is_complete: bool) -> bytes | None:
+def pool_output(sequence: Sequence, output: ForwardOutput, index: int, *, is_complete: bool) -> bytes | None:
     """Keep what a step has added up; the embedding once all is there, until then nothing, None if it is not finite."""
     assert sequence.pooling is not None
     assert output.sums is not None, "the backend has added up what was to be pooled"

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from app.engine.adapters.adapter import LoraAdapter
-from app.engine.errors import AdapterKeptOut
+from app.engine.errors import AdapterPoolFull
 from app.engine.sequence import Sequence
 
 
@@ -31,7 +31,7 @@ class Refusal(NamedTuple):
     """No sequence of this adapter can start, for this reason."""
 
     digest: str
-    error: AdapterKeptOut
+    error: AdapterPoolFull
 
 
 @dataclass(frozen=True, slots=True)

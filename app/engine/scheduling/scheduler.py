@@ -17,10 +17,10 @@ from app.engine.pools.adapter_pool import AdapterPool
 from app.engine.pools.block_pool import BlockPool, num_prefix_blocks
 from app.engine.request import TokenChunk
 from app.engine.scheduling.admission import Admission
-from app.engine.scheduling.chunked_prefill import PrefillBudget, keep_room, spend_rest, split_prefill
+from app.engine.scheduling.chunked_prefill import PrefillBudget, fill_prefill, limit_prefill, split_prefill
 from app.engine.scheduling.fair_queue import INPUT_PRICE, FairQueue
 from app.engine.scheduling.live_sequences import LiveSequences
-from app.engine.scheduling.outputs import logprobs_of, overflow_error, pooled
+from app.engine.scheduling.outputs import logprobs_of, overflow_error, pool_output
 from app.engine.scheduling.schedule import AdapterWrite, Refusal, Schedule
 from app.engine.scheduling.tenant_isolation import TenantIsolation
 from app.engine.sequence import Sequence, Status
@@ -40,20 +40,20 @@ class Scheduler:
         max_num_batched_tokens: int,
         max_num_seqs: int,
         max_write_bytes: int,
-        pace: PrefillBudget,
-        isolation: TenantIsolation,
-        speculator: SpecDecoder,
+        prefill_budget: PrefillBudget,
+        tenant_isolation: TenantIsolation,
+        spec_decoder: SpecDecoder,
     ) -> None:
         self._blocks = blocks
         self._has_memory = blocks.num_blocks > 0
-        self._head_index = num_prefix_blocks(blocks.block_size) - 1
+        self._prefix_end_block = num_prefix_blocks(blocks.block_size) - 1
         self._adapters = adapters
         self._meter = meter
         self._max_tokens = max_num_batched_tokens
         self._max_sequences = min(max_num_seqs, max_num_batched_tokens)  # each decodes one token per step
-        self._pace = pace
-        self._isolation = isolation
-        self._speculator = speculator
+        self._prefill_budget = prefill_budget
+        self._isolation = tenant_isolation
+        self._spec_decoder = spec_decoder
         self._queue = FairQueue()
         self._admission = Admission(self._queue, blocks, adapters, meter, max_write_bytes=max_write_bytes)
         self.live = LiveSequences(blocks, adapters, meter, self._admission)
@@ -74,9 +74,9 @@ class Scheduler:
         """What tenants were served here, and which of them wait; any thread may ask."""
         return self._queue.service()
 
-    def hear_elsewhere(self, served: Mapping[str, float], *, continues: bool) -> None:
+    def add_remote_service(self, served: Mapping[str, float], *, continues: bool) -> None:
         """`FairQueue.hear_elsewhere`."""
-        self._queue.hear_elsewhere(served, continues=continues)
+        self._queue.add_remote_service(served, continues=continues)
 
     def add(self, sequence: Sequence) -> TokenChunk | None:
         """Queue a sequence. One that was already complete when it was resumed is answered at once."""
@@ -95,35 +95,39 @@ class Scheduler:
         prefills: list[Sequence] = []
         block_size = self._blocks.block_size
         running, queue = self.live.running, self._queue
-        room_of: dict[str, int] = {}
+        token_limit_of: dict[str, int] = {}
         if self._isolation.is_on and self._has_memory:
-            room_of = self._isolation.wide(running, queue.first_of_each(), queue.counter_of)
-        favoured: list[Sequence] = []
+            token_limit_of = self._isolation.token_limits(running, queue.first_of_each(), queue.counter_of)
+        preferred: list[Sequence] = []
         displaced: list[Sequence] = []
-        if room_of:
+        if token_limit_of:
             places = self._max_sequences - len(running)
-            favoured, displaced = self._isolation.make_places(running, queue, room_of, places, self._displace)
+            preferred, displaced = self._isolation.make_places(running, queue, token_limit_of, places, self._displace)
         preempted: list[Sequence] = []
-        left_out = self._isolation.take_turns(running, room_of)
+        skipped = self._isolation.take_turns(running, token_limit_of)
         index = 0
         while index < len(running):
             sequence = running[index]
             index += 1
-            sequence.num_drafted = 0  # of a step that was planned and could not be computed
+            sequence.num_draft_tokens = 0  # of a step that was planned and could not be computed
             if sequence.num_tokens - sequence.num_computed > 1 or not sequence.has_memory:
                 prefills.append(sequence)
                 continue
-            if left_out and sequence.request_id in left_out:
+            if skipped and sequence.request_id in skipped:
                 continue
             if sequence.num_computed == sequence.num_blocks * block_size and not self._grow(sequence, preempted):
                 index -= 1  # it is not among them any more
                 continue
             items.append((sequence, 1))
-        num_paced = sum(sequence.tenant_id not in room_of for sequence, _ in items) if room_of else len(items)
-        budget = self._pace.max_tokens(num_paced, self._max_tokens - len(items))  # wide tenants' streams hold up nobody
+        num_paced = (
+            sum(sequence.tenant_id not in token_limit_of for sequence, _ in items) if token_limit_of else len(items)
+        )
+        budget = self._prefill_budget.max_tokens(
+            num_paced, self._max_tokens - len(items)
+        )  # wide tenants' streams hold up nobody
         prefills = [sequence for sequence in prefills if sequence.status is Status.RUNNING]
         counts = self._split(prefills, budget)
-        keep_room(prefills, counts, room_of)
+        limit_prefill(prefills, counts, token_limit_of)
         budget -= sum(counts)
         writes: list[AdapterWrite] = []
         refusals: list[Refusal] = []
@@ -132,34 +136,34 @@ class Scheduler:
             num_batches = sum(sequence.request.is_batch for sequence in running)
             batch_room = max(1, self._max_sequences // 2) - num_batches
             admitted, writes, refusals = self._admission.admit(
-                room, budget, len(running), max(0, batch_room), room_of, favoured
+                room, budget, len(running), max(0, batch_room), token_limit_of, preferred
             )
             for sequence in admitted:
-                count = min(sequence.num_pending, budget, room_of.get(sequence.tenant_id, budget))
+                count = min(sequence.num_pending, budget, token_limit_of.get(sequence.tenant_id, budget))
                 if not count:
                     continue
                 items.append((sequence, count))
                 budget -= count
-                if sequence.tenant_id in room_of:
-                    room_of[sequence.tenant_id] -= count
+                if sequence.tenant_id in token_limit_of:
+                    token_limit_of[sequence.tenant_id] -= count
             if admitted:
                 self.live.run(admitted)
-        spend_rest(prefills, counts, budget, room_of)
+        fill_prefill(prefills, counts, budget, token_limit_of)
         items += [(sequence, count) for sequence, count in zip(prefills, counts, strict=True) if count]
         assert items or refusals or not queue or self._adapters.num_referenced, (
             "with nothing running, and no adapter being brought, the first in the queue always fits"
         )
-        items = self._speculator.plan(items, len(running))
+        items = self._spec_decoder.plan(items, len(running))
         items.sort(key=_adapter_slot)
         return Schedule(items, writes, displaced + preempted, refusals)
 
     def observe(self, plan: Schedule, took_s: float) -> None:
         """Learn from how long computing a planned step took."""
-        if any(sequence.num_drafted for sequence, _ in plan.items):
+        if any(sequence.num_draft_tokens for sequence, _ in plan.items):
             return  # such a step says nothing about how long one of prompts, or of single tokens, takes
         prompt_counts = [count for _, count in plan.items if count > 1]
         num_decoding = len(plan.items) - len(prompt_counts)
-        self._pace.observe(num_decoding, sum(prompt_counts), took_s)
+        self._prefill_budget.observe(num_decoding, sum(prompt_counts), took_s)
         self._isolation.observe(num_decoding + sum(prompt_counts), took_s)
 
     def commit(self, plan: Schedule, output: ForwardOutput | None) -> list[TokenChunk]:
@@ -178,8 +182,8 @@ class Scheduler:
         for sequence, count in plan.items:
             self._meter.num_tokens_computed += count
             if sequence.pooling is None:
-                num_rows = 1 + sequence.num_drafted
-                is_complete = sequence.num_computed + count == sequence.num_tokens + sequence.num_drafted
+                num_rows = 1 + sequence.num_draft_tokens
+                is_complete = sequence.num_computed + count == sequence.num_tokens + sequence.num_draft_tokens
                 chunk = self._commit_text(sequence, count, output, row if is_complete else None)
                 row += num_rows * is_complete
             else:
@@ -205,7 +209,7 @@ class Scheduler:
     ) -> TokenChunk | None:
         """`first_row`: where the output has what follows the sequence's tokens; None while its prompt is computed."""
         before = sequence.num_computed
-        after = sequence.num_computed = before + count - sequence.num_drafted
+        after = sequence.num_computed = before + count - sequence.num_draft_tokens
         failure = sequence.constraint.error if sequence.constraint is not None else None
         if failure is not None or first_row in output.overflowed:
             return self.live.end(sequence.request_id, "error", failure or overflow_error(sequence))
@@ -227,7 +231,7 @@ class Scheduler:
         before = sequence.num_computed
         sequence.num_computed = before + count
         is_complete = sequence.num_computed == sequence.num_tokens
-        vector = pooled(sequence, output, index, is_complete=is_complete)
+        vector = pool_output(sequence, output, index, is_complete=is_complete)
         if vector is None:
             return self.live.end(sequence.request_id, "error", overflow_error(sequence))
         self._publish(sequence, before)
@@ -235,12 +239,12 @@ class Scheduler:
 
     def _take(self, sequence: Sequence, output: ForwardOutput, first_row: int) -> tuple[int, ...]:
         """The tokens that a sequence's rows add to its answer: charged one by one, wrong guesses as what they cost."""
-        verified = self._speculator.verify(sequence, output, first_row)
+        verified = self._spec_decoder.verify(sequence, output, first_row)
         for _ in verified.token_ids:
-            self._meter.generated(sequence.tenant_id)
+            self._meter.count_generated_token(sequence.tenant_id)
             self._queue.charge_token(sequence)
-        if verified.num_wrong:
-            self._queue.charge(sequence, INPUT_PRICE * verified.num_wrong)
+        if verified.num_rejected:
+            self._queue.charge(sequence, INPUT_PRICE * verified.num_rejected)
         return verified.token_ids
 
     def _grow(self, sequence: Sequence, preempted: list[Sequence]) -> bool:
@@ -282,7 +286,7 @@ class Scheduler:
         for index in range(first, end):
             self._blocks.publish(
                 int(sequence.block_table[index]), hashes[index], sequence.block_bytes(index),
-                is_head=index == self._head_index,
+                ends_prefix=index == self._prefix_end_block,
             )  # fmt: skip
 
     def _split(self, prefills: list[Sequence], budget: int) -> list[int]:

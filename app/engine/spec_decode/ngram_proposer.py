@@ -34,7 +34,7 @@ def propose_ngram(known: Ids, max_tokens: int) -> Ids:
     return np.resize(known[place + 1 :], max_tokens)
 
 
-def predicted(output: Ids, prediction: Ids, max_tokens: int) -> Ids:
+def propose_predicted(output: Ids, prediction: Ids, max_tokens: int) -> Ids:
     """Up to `max_tokens` ids that follow in `prediction` [m] where it agrees with the end of `output` [n].
 
     An output that is the prediction so far goes on with it, however short.
@@ -45,7 +45,7 @@ def predicted(output: Ids, prediction: Ids, max_tokens: int) -> Ids:
     return _NOTHING if place is None else prediction[place + 1 : place + 1 + max_tokens]
 
 
-def num_predicted(output: Sequence[int], prediction: Sequence[int]) -> int:
+def num_predicted_tokens(output: Sequence[int], prediction: Sequence[int]) -> int:
     """How many tokens of an output a prediction foretold: those that follow in it where the two tokens before are.
 
     Counted from ids alone, and so the same whatever was verified in one step.

@@ -17,7 +17,7 @@ from app.engine.config import Speculation
 from app.engine.meter import EngineMeter
 from app.engine.pools.block_pool import BlockPool
 from app.engine.sequence import DraftLength, Sequence
-from app.engine.spec_decode.ngram_proposer import Ids, predicted, propose_ngram
+from app.engine.spec_decode.ngram_proposer import Ids, propose_ngram, propose_predicted
 
 #: Rows of a step, those of decoding included, up to which "auto" guesses. On two cores with AVX-512 a step of 8 rows
 #: takes twice as long as one of a single row, and each row beyond that as much as the first (docs/performance.md).
@@ -30,7 +30,7 @@ class Verified(NamedTuple):
     """The tokens that one sequence's rows add to its answer, and how many guesses were in vain."""
 
     token_ids: tuple[int, ...]
-    num_wrong: int
+    num_rejected: int
 
 
 class SpecDecoder:
@@ -57,7 +57,7 @@ class SpecDecoder:
         """The same items, those that decode with guesses behind them as far as rows and memory are free."""
         if not self._most or not self._num_rows:
             return items
-        decoding = [i for i, (sequence, count) in enumerate(items) if _decodes(sequence, count)]
+        decoding = [i for i, (sequence, count) in enumerate(items) if _is_decoding(sequence, count)]
         if self._is_auto:
             room = min(AUTO_ROWS - len(decoding), self._num_rows) if len(decoding) == len(items) else 0
         else:
@@ -67,9 +67,9 @@ class SpecDecoder:
             if room <= 0:
                 break
             sequence = items[index][0]
-            self._guess(sequence, min(-(-room // num_left), self._most), num_running)
-            items[index] = (sequence, 1 + sequence.num_drafted)
-            room -= sequence.num_drafted
+            self._draft(sequence, min(-(-room // num_left), self._most), num_running)
+            items[index] = (sequence, 1 + sequence.num_draft_tokens)
+            room -= sequence.num_draft_tokens
         return items
 
     def verify(self, sequence: Sequence, output: ForwardOutput, first_row: int) -> Verified:
@@ -78,77 +78,77 @@ class SpecDecoder:
         `first_row` of `output` is the sequence's first; a row for each of its guesses follows. A row whose mask could
         not be made, or whose logits overflowed, is left to the next step, which has it first.
         """
-        guesses = sequence.drafted_ids.tolist()
-        sequence.num_drafted = 0
-        num_sure = 1 + len(guesses) if sequence.constraint is None else sequence.constraint.num_sure
+        draft_ids = sequence.draft_ids.tolist()
+        sequence.num_draft_tokens = 0
+        num_sure = 1 + len(draft_ids) if sequence.constraint is None else sequence.constraint.num_sure
         token_ids: list[int] = []
-        num_right = 0
-        for index in range(1 + len(guesses)):
+        num_accepted = 0
+        for index in range(1 + len(draft_ids)):
             if index and (index >= num_sure or first_row + index in output.overflowed):
                 break
             token_id = int(output.token_ids[first_row + index])
             sequence.append(token_id)
             token_ids.append(token_id)
-            if index == len(guesses) or token_id != guesses[index]:
+            if index == len(draft_ids) or token_id != draft_ids[index]:
                 break
-            num_right += 1
-        if guesses:
-            sequence.pace_of_guess.told(len(guesses), num_right)
-            self._meter.guessed(len(guesses), num_right)
-        return Verified(tuple(token_ids), len(guesses) - num_right)
+            num_accepted += 1
+        if draft_ids:
+            sequence.draft_length.observe(len(draft_ids), num_accepted)
+            self._meter.count_draft_tokens(len(draft_ids), num_accepted)
+        return Verified(tuple(token_ids), len(draft_ids) - num_accepted)
 
-    def _guess(self, sequence: Sequence, room: int, num_running: int) -> None:
+    def _draft(self, sequence: Sequence, room: int, num_running: int) -> None:
         """Put up to `room` ids behind the sequence's known tokens, with blocks for them."""
         room = min(room, sequence.max_tokens - sequence.num_output - 1)
         if room <= 0:
             return
-        guess = self._forced_or_found(sequence, room)
-        if not len(guess):
+        draft_tokens = self._forced_or_found(sequence, room)
+        if not len(draft_tokens):
             return
-        wanted = sequence.num_blocks_for(sequence.num_tokens + len(guess)) - sequence.num_blocks
+        wanted = sequence.num_blocks_for(sequence.num_tokens + len(draft_tokens)) - sequence.num_blocks
         if wanted > 0 and self._blocks.num_free >= num_running + wanted:
             blocks = self._blocks.allocate(wanted)
             assert blocks is not None, "free blocks were counted"
             sequence.count_held(self._meter.now_s)
             sequence.add_blocks(blocks)
-        sequence.draft(guess[: sequence.num_blocks * sequence.block_size - sequence.num_tokens])
+        sequence.set_draft_tokens(draft_tokens[: sequence.num_blocks * sequence.block_size - sequence.num_tokens])
 
     def _forced_or_found(self, sequence: Sequence, room: int) -> Ids:
         """What the grammar asks for, else what a prediction or the text so far suggests and the grammar allows."""
-        ahead = None
+        matcher_after = None
         if sequence.constraint is not None:
-            ahead = sequence.constraint.ahead(sequence.output_ids)
-            if ahead is None:
+            matcher_after = sequence.constraint.matcher_after(sequence.output_ids)
+            if matcher_after is None:
                 return _NOTHING
-            if length := self._length(sequence.forced_pace, room):
-                forced = _cut(sequence, np.array(ahead.forced()[:length], np.int32))
-                if len(forced):
-                    sequence.pace_of_guess = sequence.forced_pace
-                    return forced
-        length = self._length(sequence.found_pace, room)
-        found = _cut(sequence, _found(sequence, length)) if length else _NOTHING
-        sequence.pace_of_guess = sequence.found_pace
-        return found if ahead is None or not len(found) else found[: ahead.num_allowed(found.tolist())]
+            if length := self._length(sequence.forced_draft_length, room):
+                forced_token_ids = _until_end(sequence, np.array(matcher_after.forced_token_ids()[:length], np.int32))
+                if len(forced_token_ids):
+                    sequence.draft_length = sequence.forced_draft_length
+                    return forced_token_ids
+        length = self._length(sequence.ngram_draft_length, room)
+        found = _until_end(sequence, _propose(sequence, length)) if length else _NOTHING
+        sequence.draft_length = sequence.ngram_draft_length
+        return found if matcher_after is None or not len(found) else found[: matcher_after.num_allowed(found.tolist())]
 
     def _length(self, pace: DraftLength, room: int) -> int:
         return min(pace.length(), room) if self._is_auto else room
 
 
-def _decodes(sequence: Sequence, count: int) -> bool:
+def _is_decoding(sequence: Sequence, count: int) -> bool:
     return count == 1 and sequence.num_pending == 1 and sequence.pooling is None and sequence.has_memory
 
 
-def _found(sequence: Sequence, length: int) -> Ids:
+def _propose(sequence: Sequence, length: int) -> Ids:
     if len(sequence.prediction):
-        guess = predicted(sequence.output_ids, sequence.prediction, length)
-        if len(guess):
-            return guess
+        draft_tokens = propose_predicted(sequence.output_ids, sequence.prediction, length)
+        if len(draft_tokens):
+            return draft_tokens
     return propose_ngram(sequence.token_ids[: sequence.num_tokens], length)
 
 
-def _cut(sequence: Sequence, guess: Ids) -> Ids:
+def _until_end(sequence: Sequence, draft_tokens: Ids) -> Ids:
     """The guess up to the first token that would end the answer: the row before draws that one by itself."""
-    for index, token_id in enumerate(guess.tolist()):
+    for index, token_id in enumerate(draft_tokens.tolist()):
         if token_id in sequence.end_ids:
-            return guess[:index]
-    return guess
+            return draft_tokens[:index]
+    return draft_tokens

@@ -42,13 +42,13 @@ class Vocabulary:
         """Takes about a fifth of a second for 50,000 tokens."""
         tokenizer = LLTokenizer(tokenizer_json, n_vocab=vocab_size, eos_token=list(eos_token_ids))
         self._tokenizer = tokenizer.with_slices(LLTokenizer.json_slices())
-        self._kept: OrderedDict[tuple[str, str], LLMatcher] = OrderedDict()
+        self._compiled: OrderedDict[tuple[str, str], LLMatcher] = OrderedDict()
         self.num_words = -(-vocab_size // 32)
 
     @property
-    def num_kept(self) -> int:
+    def num_compiled(self) -> int:
         """Compiled grammars."""
-        return len(self._kept)
+        return len(self._compiled)
 
     def matcher(self, grammar: str, tenant_id: str) -> GrammarMatcher:
         """At the beginning of an answer. Compiled grammars are kept for a tenant's next request.
@@ -56,15 +56,15 @@ class Vocabulary:
         Raises InvalidRequest.
         """
         key = (tenant_id, grammar)
-        found = self._kept.get(key)
+        found = self._compiled.get(key)
         if found is None:
             found = LLMatcher(self._tokenizer, grammar, log_level=0, limits=_LIMITS)
             if found.is_error():
                 raise InvalidRequest(why(found.get_error()))
-            self._kept[key] = found
-            if len(self._kept) > _NUM_KEPT:
-                self._kept.popitem(last=False)
-        self._kept.move_to_end(key)
+            self._compiled[key] = found
+            if len(self._compiled) > _NUM_KEPT:
+                self._compiled.popitem(last=False)
+        self._compiled.move_to_end(key)
         return GrammarMatcher(found.deep_copy())  # of one that has seen no token: its limits count nobody else's steps
 
     def complaint(self, grammar: str) -> str:
@@ -100,7 +100,7 @@ class GrammarMatcher:
         """Another that has come as far, and goes on without this one."""
         return GrammarMatcher(self._matcher.deep_copy())
 
-    def forced(self) -> list[int]:
+    def forced_token_ids(self) -> list[int]:
         """The tokens that the grammar's only possible text begins with, as its tokenizer would write them, if any.
 
         This matcher's masks may differ afterwards: ask a copy.

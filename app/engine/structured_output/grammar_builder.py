@@ -49,7 +49,7 @@ def json_grammar(schema: Mapping[str, Any] | bool, place: str, *, lenient: bool 
     """
     check_schema(schema, place)
     text = json.dumps(_as_object(schema))
-    return _made(lambda: LLMatcher.grammar_from_json_schema(text, overrides=_options(lenient=lenient)), place)
+    return _build(lambda: LLMatcher.grammar_from_json_schema(text, overrides=_options(lenient=lenient)), place)
 
 
 def schema_rule(schema: Mapping[str, Any] | bool, place: str, *, lenient: bool) -> str:
@@ -64,7 +64,7 @@ def regex_grammar(pattern: str, place: str) -> str:
         raise InvalidRequest(
             f"{place}: has {len(pattern)} characters; at most {MAX_REGEX_CHARS} are taken", param=place
         )
-    return _made(lambda: LLMatcher.grammar_from_regex(pattern), place)
+    return _build(lambda: LLMatcher.grammar_from_regex(pattern), place)
 
 
 def choice_grammar(choices: Sequence[str], place: str) -> str:
@@ -73,14 +73,14 @@ def choice_grammar(choices: Sequence[str], place: str) -> str:
         raise InvalidRequest(f"{place}: has {len(choices)} choices; give 1 to {MAX_CHOICES}", param=place)
     if "" in choices:
         raise InvalidRequest(f"{place}: has an empty choice, which would be no answer", param=place)
-    return lark_grammar("start: " + " | ".join(quoted(choice) for choice in choices), place)
+    return lark_grammar("start: " + " | ".join(quote(choice) for choice in choices), place)
 
 
 def lark_grammar(text: str, place: str) -> str:
     """A text that these rules derive from `start`. Raises InvalidRequest."""
     if len(text) > MAX_GRAMMAR_CHARS:
         raise InvalidRequest(f"{place}: has {len(text)} characters; at most {MAX_GRAMMAR_CHARS} are taken", param=place)
-    return _made(lambda: LLMatcher.grammar_from_lark(text), place)
+    return _build(lambda: LLMatcher.grammar_from_lark(text), place)
 
 
 def client_lark_grammar(text: str, place: str) -> str:
@@ -94,7 +94,7 @@ def client_lark_grammar(text: str, place: str) -> str:
     return lark_grammar(text, place)
 
 
-def quoted(text: str) -> str:
+def quote(text: str) -> str:
     """A text as a Lark grammar writes it."""
     return json.dumps(text, ensure_ascii=False)
 
@@ -147,7 +147,7 @@ def _as_object(schema: Mapping[str, Any] | bool) -> dict[str, Any]:
     return dict(schema) if isinstance(schema, Mapping) else {} if schema else {"allOf": [False]}
 
 
-def _made(make: Callable[[], str], place: str) -> str:
+def _build(make: Callable[[], str], place: str) -> str:
     """What the grammar's library makes; what it cannot hold (half a surrogate, a huge number) is InvalidRequest."""
     try:
         return make()

@@ -51,7 +51,7 @@ class GrammarCompiler:
         self._waiting[sequence.request_id] = sequence
         self._thread.submit(self._compile, sequence)
 
-    def take_back(self, request_id: str) -> Sequence | None:
+    def cancel(self, request_id: str) -> Sequence | None:
         """A sequence that is still here, and will not come out any more."""
         return self._waiting.pop(request_id, None)
 
@@ -101,10 +101,10 @@ class BitmaskBuilder:
 
         None if none of the sequences has a grammar.
         """
-        work = [(s.constraint, s.output_ids, s.drafted_ids) for s in drawing if s.constraint is not None]
+        work = [(s.constraint, s.output_ids, s.draft_ids) for s in drawing if s.constraint is not None]
         if not work:
             return None
-        nums_rows = [1 + sequence.num_drafted for sequence in drawing]
+        nums_rows = [1 + sequence.num_draft_tokens for sequence in drawing]
         has_mask = np.repeat([sequence.constraint is not None for sequence in drawing], nums_rows)  # [P]
         of_row = np.where(has_mask, np.cumsum(has_mask) - 1, -1).astype(np.int32)
         self._pending = self._thread.submit(self._fill, work)
@@ -120,9 +120,9 @@ class BitmaskBuilder:
         self._thread.shutdown()
 
     def _fill(self, work: list[tuple[Constraint, NDArray[np.int32], NDArray[np.int32]]]) -> NDArray[np.uint32]:
-        words = np.empty((sum(1 + len(drafted_ids) for _, _, drafted_ids in work), self._num_words), np.uint32)
+        words = np.empty((sum(1 + len(draft_ids) for _, _, draft_ids in work), self._num_words), np.uint32)
         end = 0
-        for constraint, output_ids, drafted_ids in work:
-            first, end = end, end + 1 + len(drafted_ids)
-            constraint.fill(output_ids, drafted_ids, words[first:end])
+        for constraint, output_ids, draft_ids in work:
+            first, end = end, end + 1 + len(draft_ids)
+            constraint.fill(output_ids, draft_ids, words[first:end])
         return words

@@ -64,7 +64,7 @@ def test_every_row_slot_and_reference_is_accounted_for(
         elif action == "drop" and where:
             digest = data.draw(st.sampled_from(sorted(where)))
             before = pool.num_rows_free
-            freed = pool.drop(digest)
+            freed = pool.unload(digest)
             assert freed == (0 if refs.get(digest) else where[digest].num_rows)
             assert pool.num_rows_free == before + freed
             if freed:
@@ -290,7 +290,7 @@ def test_extras_never_exceed_their_bytes_and_are_released_once(
             pool.release(digest)
             pins[digest] -= 1
         elif action == "drop":
-            pool.drop(digest)
+            pool.unload(digest)
         elif action == "acquire" and size > max_extra_bytes:
             with pytest.raises(AdapterTooLarge, match=f"holds {size} bytes.*most {max_extra_bytes}.*raise engine"):
                 pool.acquire(digest, 8, size)
@@ -301,12 +301,12 @@ def test_extras_never_exceed_their_bytes_and_are_released_once(
             assert (grant is not None) == (pins.get(digest, 0) > 0 or (fits and len(others) < slots - 1))
             if grant is not None:
                 pins[digest] = pins.get(digest, 0) + 1
-                for adapter_slot in pool.take_vacated():
+                for adapter_slot in pool.take_pending_free():
                     assert not pins.get(held.pop(adapter_slot), 0)
                 if size and grant.needs_write:
                     assert grant.adapter_slot not in held
                     held[grant.adapter_slot] = digest
-        for adapter_slot in pool.take_vacated():
+        for adapter_slot in pool.take_pending_free():
             del held[adapter_slot]
         pool.check()
         assert sorted(held.values()) == sorted(r.digest for r in pool.residents() if not r.digest.endswith("/0"))
@@ -377,7 +377,7 @@ def test_slots_of_pinned_adapters_stay_theirs() -> None:
     assert pool.acquire("c", 8) is None
     with pytest.raises(NotReady, match=r"'c'.*slot: all 2"):
         pool.check_room("c", "c", 8)
-    assert pool.drop("a") == 8
+    assert pool.unload("a") == 8
     assert pool.acquire("c", 8) is not None
 
 

@@ -72,7 +72,7 @@ def test_a_request_that_needs_all_rows_starts_after_the_adapter_that_is_being_br
     engine, backend = make_engine(rows=32, max_loras=8)
     small, large = ADAPTERS[1], ADAPTERS[4]
     assert large.card.max_rank > 16
-    brought = engine.bring_adapter(small, AdapterRef("small", small.card.digest, "t"))
+    brought = engine.load_adapter(small, AdapterRef("small", small.card.digest, "t"))
     submitted = fake_request("large", [1, 2], large), large
     engine.submit(*submitted)
     engine.step()
@@ -85,7 +85,7 @@ def test_a_granted_adapter_that_cannot_be_written_ends_the_requests_that_came_wi
     engine, backend = make_engine()
     adapter = ADAPTERS[1]
     backend.write_error = AdapterWriteFailed("the link is down")
-    brought = engine.bring_adapter(adapter, AdapterRef("it", adapter.card.digest, "t"))
+    brought = engine.load_adapter(adapter, AdapterRef("it", adapter.card.digest, "t"))
     engine.submit(fake_request("r", [1], adapter), adapter)
     (chunk,) = run(engine)["r"]
     assert chunk.error is backend.write_error

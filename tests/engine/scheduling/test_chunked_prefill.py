@@ -11,7 +11,7 @@ from app.engine.batch import ForwardBatch, ForwardOutput
 from app.engine.config import EngineConfig
 from app.engine.engine import Engine
 from app.engine.request import SamplingParams
-from app.engine.scheduling.chunked_prefill import MIN_SHARE, PrefillBudget, spend_rest, split_prefill
+from app.engine.scheduling.chunked_prefill import MIN_SHARE, PrefillBudget, fill_prefill, split_prefill
 from app.engine.sequence import Sequence
 from tests.fakes import FakeBackend, fake_request, fake_spec
 
@@ -149,7 +149,7 @@ def test_the_budget_is_kept_and_spent(prompts: list[Sequence], budget: int, wait
     assert sum(counts) <= budget
     if prompts and budget:
         assert counts[0] > 0, "the oldest always goes on"
-    spend_rest(prompts, counts, budget - sum(counts))
+    fill_prefill(prompts, counts, budget - sum(counts))
     assert sum(counts) == min(budget, sum(each.num_pending for each in prompts))
     assert all(0 <= count <= each.num_pending for count, each in zip(counts, prompts, strict=True))
 

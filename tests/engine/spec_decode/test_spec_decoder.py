@@ -55,7 +55,7 @@ def test_right_guesses_save_steps(setting: Speculation, num_steps: int) -> None:
     assert_as_alone((request, None), out["r"])
     stats = engine.stats()
     assert stats.num_steps == num_steps
-    assert stats.num_guessed == stats.num_guessed_right == 21 - num_steps
+    assert stats.num_draft_tokens == stats.num_accepted_tokens == 21 - num_steps
     assert_told(engine, out)
     assert_empty(engine)
 
@@ -73,11 +73,11 @@ def test_wrong_guesses_change_nothing_and_are_paid_as_computed_tokens() -> None:
         assert engine.stats().num_tokens_generated == len(wrong)
         counters.append(engine._scheduler._queue.counters()["default"])
     stats = engine.stats()
-    num_wrong = stats.num_guessed - stats.num_guessed_right
-    assert num_wrong > 0
-    assert stats.num_tokens_computed == len(PROMPT) + len(wrong) - 1 + num_wrong
+    num_rejected = stats.num_draft_tokens - stats.num_accepted_tokens
+    assert num_rejected > 0
+    assert stats.num_tokens_computed == len(PROMPT) + len(wrong) - 1 + num_rejected
     held = 1.0  # blocks may be held some tokens earlier
-    assert 0 <= counters[1] - counters[0] - INPUT_PRICE * num_wrong < held
+    assert 0 <= counters[1] - counters[0] - INPUT_PRICE * num_rejected < held
 
 
 def test_auto_leaves_off_with_many_sequences_and_beside_prompts() -> None:
@@ -87,13 +87,13 @@ def test_auto_leaves_off_with_many_sequences_and_beside_prompts() -> None:
         engine.submit(request)
     for _ in range(12):
         engine.step()
-    assert engine.stats().num_guessed == 0
+    assert engine.stats().num_draft_tokens == 0
     run(engine)
     engine.submit(requests[0])
     engine.submit(fake_request("long", [1] * 200, sampling=SamplingParams(max_tokens=1)))
     for _ in range(3):
         engine.step()
-        assert engine.stats().num_guessed == 0
+        assert engine.stats().num_draft_tokens == 0
 
 
 def test_where_guesses_cannot_be_verified_auto_is_off_and_a_number_is_refused() -> None:
@@ -101,7 +101,7 @@ def test_where_guesses_cannot_be_verified_auto_is_off_and_a_number_is_refused() 
     engine.submit(foretold())
     run(engine)
     assert backend.num_forwards == 21
-    assert engine.stats().num_guessed == 0
+    assert engine.stats().num_draft_tokens == 0
     with pytest.raises(ConfigError, match="speculation is 4"):
         make_engine(speculative_decoding=4)
 
@@ -151,6 +151,6 @@ def test_answers_are_those_of_no_guesses_in_tight_memory(setting: Speculation) -
     for request_id, pair in submitted.items():
         assert_as_alone(pair, out[request_id])
     stats = engine.stats()
-    assert 0 < stats.num_guessed_right < stats.num_guessed
+    assert 0 < stats.num_accepted_tokens < stats.num_draft_tokens
     assert_told(engine, out)
     assert_empty(engine)

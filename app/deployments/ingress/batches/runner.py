@@ -41,7 +41,7 @@ from app.engine.errors import (
     DeadlineExceeded,
     NotFound,
     NotReady,
-    Overloaded,
+    ServerOverloaded,
 )
 
 logger = logging.getLogger(__name__)
@@ -250,4 +250,4 @@ def is_passing(error: Exception) -> bool:
     """Whether the same request may be answered later."""
     if isinstance(error, LimitReached):
         return error.retry_after_s is not None
-    return isinstance(error, (Overloaded, DeadlineExceeded, *ADAPTER_ERRORS))
+    return isinstance(error, (ServerOverloaded, DeadlineExceeded, *ADAPTER_ERRORS))

@@ -26,7 +26,7 @@ ADAPTER_HEADER, DIGEST_HEADER = "X-Polylora-Adapter", "X-Polylora-Adapter-Digest
 
 def adapter_header(job: GenerationTask) -> dict[str, str]:
     """Says which adapter answers, and how the service has chosen it, if it was to."""
-    adapter = job.requests[0].asked_for
+    adapter = job.requests[0].requested_adapter
     headers: dict[str, str] = {}
     if adapter is not None:
         headers = {ADAPTER_HEADER: f"{adapter.name}@{adapter.generation}", DIGEST_HEADER: adapter.digest}

@@ -104,7 +104,7 @@ class AdapterResolver:
         sticky_key: str,
         adapters: Sequence[WeightedAdapter] | None,
     ) -> AdapterRef | None:
-        """`_found`, once all that it names has been read."""
+        """`_propose`, once all that it names has been read."""
         seen: set[tuple[str, str]] = set()
         while True:
             try:

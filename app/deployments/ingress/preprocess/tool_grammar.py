@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from app.engine.models.chat.tool_call_formats import ToolCallFormat
-from app.engine.structured_output.grammar_builder import lark_grammar, quoted, schema_rule
+from app.engine.structured_output.grammar_builder import lark_grammar, quote, schema_rule
 
 #: Any text. Where calls begin with a marker that is text too, the first one ends it.
 _TEXT = r"TEXT: /(.|\n)*/"
@@ -41,7 +41,7 @@ def tool_grammar(
 
     def fixed(text: str) -> str:
         pieces = re.split("(" + "|".join(map(re.escape, specials)) + ")", text) if specials else [text]
-        return " ".join(f"<[{specials[piece]}]>" if piece in specials else quoted(piece) for piece in pieces if piece)
+        return " ".join(f"<[{specials[piece]}]>" if piece in specials else quote(piece) for piece in pieces if piece)
 
     def call_rules(name: str, begin: str) -> list[str]:
         """One call of any tool, of which `begin` is there already."""
@@ -69,7 +69,7 @@ def tool_grammar(
         lines += call_rules("first", "" if form.opening else form.marker)
         lines += [
             "start: TEXT | trigger behind",
-            f"trigger[lazy]: TEXT {quoted(form.marker)}",
+            f"trigger[lazy]: TEXT {quote(form.marker)}",
             f"behind: {fixed(opening)} first{more} {fixed(form.closing)}",
             _TEXT,
         ]

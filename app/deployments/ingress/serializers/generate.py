@@ -14,7 +14,7 @@ from app.engine.request import Usage
 
 def generate_result(job: GenerationTask, index: int, answer: SequenceOutput) -> dict[str, Any]:
     """One answer of /generate and of the Python handle."""
-    adapter = job.requests[index].asked_for
+    adapter = job.requests[index].requested_adapter
     usage = usage_body([answer.usage])
     return {
         "text": answer.text,

@@ -36,7 +36,7 @@ class TokenIdOutput(NamedTuple):
     @property
     def adapter(self) -> dict[str, Any]:
         """Which contents have drawn all tokens of the job; null is the base model."""
-        return {"adapter": adapter_body(self.job.requests[0].asked_for)}
+        return {"adapter": adapter_body(self.job.requests[0].requested_adapter)}
 
     def choice(self, index: int, token_ids: Sequence[int], *, is_first: bool) -> dict[str, Any]:
         """Fields of a choice, or of a piece of one; its first has the prompt, too."""

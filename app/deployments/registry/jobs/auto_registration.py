@@ -23,7 +23,7 @@ from app.deployments.registry.models import AUTO, LoadRequest, State, is_name
 from app.deployments.registry.registry import Registry
 from app.deployments.registry.service import RegistryService
 from app.deployments.rpc.background_tasks import SingleFlight, Tasks
-from app.engine.errors import AdapterQuarantined, NotFound, Overloaded, PolyloraError, SourceError
+from app.engine.errors import AdapterQuarantined, NotFound, PolyloraError, ServerOverloaded, SourceError
 
 #: Names that are remembered as not found; beyond them the oldest is forgotten.
 MAX_ABSENT = 10_000
@@ -178,7 +178,7 @@ def remembered(failures: Failures, key: Key) -> Iterator[None]:
     """An attempt at a name, whose end is noted: a failure of the adapter's, or none any more."""
     try:
         yield
-    except (Overloaded, AdapterQuarantined):  # nothing is wrong with the adapter
+    except (ServerOverloaded, AdapterQuarantined):  # nothing is wrong with the adapter
         raise
     except Exception as error:
         is_ours = isinstance(error, PolyloraError)

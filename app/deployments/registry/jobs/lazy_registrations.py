@@ -43,10 +43,10 @@ from app.engine.adapters.combining.combination import shown_source
 from app.engine.errors import (
     AdapterQuarantined,
     AdapterUnreadable,
-    CompositionRefused,
+    CombinationError,
     InvalidRequest,
-    Overloaded,
     PolyloraError,
+    ServerOverloaded,
 )
 from app.logging import LogEvent
 
@@ -111,7 +111,7 @@ class LazyRegistrations:
             if (tenant_id, name) not in self._pending:
                 self._failures.check(words((tenant_id, name)), f"adapter {name!r}")
             await self.read(name, tenant_id=tenant_id, who=f"first use by {who}")
-        except (Overloaded, CompositionRefused):
+        except (ServerOverloaded, CombinationError):
             raise
         except PolyloraError as error:
             wait_s = error.retry_after_s if isinstance(error, AdapterQuarantined) else FIRST_S

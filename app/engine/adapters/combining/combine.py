@@ -23,7 +23,7 @@ from app.engine.adapters.adapter import BFLOAT16, LoraAdapter, LoraKey, LoraPair
 from app.engine.adapters.card import AdapterCard
 from app.engine.adapters.combining.combination import Combination, CombinationMethod
 from app.engine.adapters.extra_weights import extra_bytes
-from app.engine.errors import CompositionRefused
+from app.engine.errors import CombinationError
 from app.engine.models.spec import ModelSpec
 
 Floats = NDArray[np.float32]
@@ -47,18 +47,18 @@ class _Weighted(NamedTuple):
 
 
 def combine(composition: Combination, adapters: Sequence[LoraAdapter], spec: ModelSpec) -> LoraAdapter:
-    """The derived adapter. Raises CompositionRefused for what cannot be combined, by name."""
+    """The derived adapter. Raises CombinationError for what cannot be combined, by name."""
     names, recipe = [part.ref.name for part in composition.parts], composition.recipe
     for name, adapter in zip(names, adapters, strict=True):
         beyond = sorted(adapter.features - (_SUMMED if recipe.method == "cat" else _WITHOUT_BIAS))
         if beyond:
-            raise CompositionRefused(
+            raise CombinationError(
                 f"adapter {name!r} has {' and '.join(beyond)}, of which {recipe.method!r} makes no sum; use it alone"
             )
         if recipe.method in _ELECTING:
             _check_votes(name, adapter, recipe.method)
     if len({adapter.card.text for adapter in adapters}) > 1:
-        raise CompositionRefused(
+        raise CombinationError(
             f"adapters {', '.join(names)} write prompts differently: their chat templates or special tokens are not "
             "the same; combine adapters with the same"
         )
@@ -85,7 +85,7 @@ def _check_votes(name: str, adapter: LoraAdapter, method: str) -> None:
     """Of a scale of zero b has nothing left to elect a sign with."""
     for key, scale in (*adapter.scales.items(), *adapter.outer_scales.items()):
         if scale == 0:
-            raise CompositionRefused(
+            raise CombinationError(
                 f"adapter {name!r} has lora_alpha 0 for {_said(key)}, which says nothing and yet has a vote with "
                 f"{method!r}; leave the adapter out, or use {method + '_svd'!r}"
             )
@@ -109,7 +109,7 @@ class _Combiner:
             having = [(pairs, scales, weight) for pairs, scales, weight in parts if key in pairs]
             slices = [keys[id(pairs[key].a)] for (pairs, _, _), keys in zip(parts, fused, strict=True) if key in pairs]
             if len(set(slices)) > 1:
-                raise CompositionRefused(f"module {_said(key)} is saved fused by one adapter and split by another")
+                raise CombinationError(f"module {_said(key)} is saved fused by one adapter and split by another")
             keys = slices[0]  # of a fused module, which PEFT combines as the one module that it is
             whole = [
                 _Weighted(
@@ -121,7 +121,7 @@ class _Combiner:
             ]
             a, b = self._pair(whole, _said(key))
             if not (np.isfinite(a).all() and np.isfinite(b).all()):
-                raise CompositionRefused(f"module {_said(key)}: the combined values leave float32; lower the weights")
+                raise CombinationError(f"module {_said(key)}: the combined values leave float32; lower the weights")
             narrow = all(matrix.dtype == BFLOAT16 for pairs, _, _ in having for one in keys for matrix in pairs[one])
             a = _narrowed(a) if narrow else a
             ends = np.cumsum([having[0][0][one].b.shape[1] for one in keys])
@@ -142,9 +142,7 @@ class _Combiner:
             u, s, vh = np.linalg.svd(self._merged(deltas, [part.weight for part in parts]), full_matrices=False)
             return LoraPair(vh[: self._svd_rank], (u * s)[:, : self._svd_rank].T)
         if len(set(ranks)) > 1:
-            raise CompositionRefused(
-                f"module {where}: ranks {ranks} differ, and {method!r} needs equal ones; use 'cat'"
-            )
+            raise CombinationError(f"module {where}: ranks {ranks} differ, and {method!r} needs equal ones; use 'cat'")
         return self._halves(parts)
 
     def _halves(self, parts: Sequence[_Weighted]) -> LoraPair:

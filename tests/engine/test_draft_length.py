@@ -16,19 +16,19 @@ def rests(pace: DraftLength) -> int:
 def test_guesses_grow_while_they_are_right_and_shrink_to_what_was_right() -> None:
     pace = DraftLength()
     assert pace.length() == FIRST_LENGTH
-    pace.told(FIRST_LENGTH, FIRST_LENGTH)
+    pace.observe(FIRST_LENGTH, FIRST_LENGTH)
     assert pace.length() == MAX_LENGTH
-    pace.told(MAX_LENGTH, 2)
+    pace.observe(MAX_LENGTH, 2)
     assert pace.length() == 3
 
 
 def test_each_wrong_guess_doubles_the_time_without_one_until_one_is_right() -> None:
     pace, waited = DraftLength(), []
     for _ in range(9):
-        pace.told(1, 0)
+        pace.observe(1, 0)
         waited.append(rests(pace))
     assert waited == [2, 4, 8, 16, 32, 64, MAX_REST, MAX_REST, MAX_REST]
-    pace.told(1, 1)
+    pace.observe(1, 1)
     assert rests(pace) == 0
-    pace.told(1, 0)
+    pace.observe(1, 0)
     assert rests(pace) == 2

@@ -10,9 +10,9 @@ from app.deployments.ingress.dispatch.request_router import PrefixHasher
 from app.engine.config import EngineConfig
 from app.engine.engine import Engine
 from app.engine.pools.block_pool import (
-    HEAD_BYTES,
-    HEAD_TOKENS,
-    MAX_HEADS,
+    MAX_CACHED_PREFIXES,
+    PREFIX_KEY_BYTES,
+    PREFIX_TOKENS,
     BlockPool,
     CachedPrefixes,
     num_prefix_blocks,
@@ -26,7 +26,7 @@ from tests.fakes import FakeBackend, fake_adapter, fake_request, fake_spec
 ADAPTER = fake_adapter("a", 8)
 
 
-def prompt(seed: int, count: int = HEAD_TOKENS + 40) -> list[int]:
+def prompt(seed: int, count: int = PREFIX_TOKENS + 40) -> list[int]:
     return [(seed * 31 + index * 7) % 50 for index in range(count)]
 
 
@@ -36,7 +36,7 @@ def heads_of(engine: Engine, *requests: GenerateRequest) -> tuple[bytes, ...]:
         engine.submit(request, ADAPTER if request.adapter is not None else None)
         while engine.has_work:
             engine.step()
-    return engine.stats().cached_heads
+    return engine.stats().cached_prefixes
 
 
 def new_engine(num_kv_blocks: int = 256) -> Engine:
@@ -54,8 +54,8 @@ def test_a_head_is_named_as_the_engine_names_its_blocks(block_size: int, adapter
     count = num_prefix_blocks(block_size)
     digest = None if chosen is None else chosen.card.digest
     name = prefix_key(fake_spec().digest, digest, salt, request.token_ids, block_size)
-    assert name == sequence.extend_hashes(count)[count - 1][:HEAD_BYTES]
-    assert count * block_size >= HEAD_TOKENS
+    assert name == sequence.extend_hashes(count)[count - 1][:PREFIX_KEY_BYTES]
+    assert count * block_size >= PREFIX_TOKENS
 
 
 def test_what_an_ingress_computes_is_what_an_engine_tells() -> None:
@@ -71,8 +71,8 @@ def test_equal_heads_have_one_name_whatever_follows_and_short_prompts_have_none(
     heads = PrefixHasher(fake_spec().digest, LIMITS.block_size)
     assert heads.of(fake_request("a", prompt(1))) == heads.of(fake_request("b", prompt(1)[:-20] + [3] * 9))
     assert heads.of(fake_request("c", prompt(2))) != heads.of(fake_request("a", prompt(1)))
-    assert heads.of(fake_request("d", prompt(1, HEAD_TOKENS))) is None
-    assert heads.of(fake_request("e", prompt(1, HEAD_TOKENS + 1))) is not None
+    assert heads.of(fake_request("d", prompt(1, PREFIX_TOKENS))) is None
+    assert heads.of(fake_request("e", prompt(1, PREFIX_TOKENS + 1))) is not None
     assert heads.of(replace(fake_request("f", prompt(1)), pooling=PoolingParams())) is None
 
 
@@ -94,7 +94,7 @@ def test_a_head_whose_blocks_hold_something_else_is_told_no_more() -> None:
 def test_nothing_is_told_where_nothing_is_shared() -> None:
     engine = Engine(FakeBackend(LIMITS), EngineConfig(speculative_decoding="off", enable_prefix_caching=False))
     assert heads_of(engine, fake_request("one", prompt(1))) == ()
-    assert heads_of(new_engine(), fake_request("short", prompt(1, HEAD_TOKENS - 30))) == ()
+    assert heads_of(new_engine(), fake_request("short", prompt(1, PREFIX_TOKENS - 30))) == ()
 
 
 def test_only_so_many_are_told_those_that_were_used_last() -> None:
@@ -102,25 +102,25 @@ def test_only_so_many_are_told_those_that_were_used_last() -> None:
     names = [index.to_bytes(32, "big")[::-1] for index in range(100)]
     for block, key in enumerate(names):
         heads.add(block, key)
-    assert heads.told == tuple(key[:HEAD_BYTES] for key in names[-MAX_HEADS:])
+    assert heads.told == tuple(key[:PREFIX_KEY_BYTES] for key in names[-MAX_CACHED_PREFIXES:])
     heads.use(0)
     heads.use(5000)
     heads.drop(99)
     heads.drop(1)
-    assert heads.told[-1] == names[0][:HEAD_BYTES], "used again, it is told again"
-    assert names[99][:HEAD_BYTES] not in heads.told
-    assert len(heads.told) == MAX_HEADS - 1
-    assert sum(map(len, heads.told)) <= MAX_HEADS * HEAD_BYTES
+    assert heads.told[-1] == names[0][:PREFIX_KEY_BYTES], "used again, it is told again"
+    assert names[99][:PREFIX_KEY_BYTES] not in heads.told
+    assert len(heads.told) == MAX_CACHED_PREFIXES - 1
+    assert sum(map(len, heads.told)) <= MAX_CACHED_PREFIXES * PREFIX_KEY_BYTES
 
 
 def test_a_pool_forgets_heads_with_their_blocks() -> None:
     pool = BlockPool(2, 8)
     blocks = pool.allocate(2)
     assert blocks is not None
-    pool.publish(blocks[0], b"a" * 32, b"x", is_head=True)
+    pool.publish(blocks[0], b"a" * 32, b"x", ends_prefix=True)
     pool.publish(blocks[1], b"b" * 32, b"y")
-    assert pool.cached_heads == (b"a" * HEAD_BYTES,)
+    assert pool.cached_prefixes == (b"a" * PREFIX_KEY_BYTES,)
     pool.release(blocks)
-    assert pool.cached_heads == (b"a" * HEAD_BYTES,)
+    assert pool.cached_prefixes == (b"a" * PREFIX_KEY_BYTES,)
     assert pool.allocate(2) is not None
-    assert pool.cached_heads == ()
+    assert pool.cached_prefixes == ()
