@@ -52,7 +52,10 @@ IRREGULAR = frozenset(
 
 def is_participle(name: str) -> bool:
     """Whether a function's, class's or module's name is a bare participle, such as `told` or `_described`."""
-    word = name.strip("_").lower()
+    word = name.strip("_")
+    if word[1:] != word[1:].lower():
+        return False  # a class named by several words, such as AdapterUnloaded
+    word = word.lower()
     return word not in NO_PARTICIPLES and (word in IRREGULAR or re.fullmatch(r"[a-z]+ed", word) is not None)
 
 
@@ -93,6 +96,7 @@ def complaints(name: str, source: str) -> list[str]:
         ("def _described() -> None: ...\n", 1),
         ("def tell() -> None: ...\n", 0),
         ("class Kept: ...\n", 1),
+        ("class AdapterUnloaded: ...\n", 0),
         ("x = 'nobody is here'  # at hand\n", 2),
         ("def seed() -> None: ...\n", 0),
     ],

@@ -1,7 +1,7 @@
-"""Counters of a running engine, and the snapshot that is made of them.
+"""Counters of a running engine, and the snapshot made of them.
 
-Only the engine's thread writes them. Tenants beyond `MAX_TENANTS` are counted together under `OTHER_TENANTS`, so the
-sums over tenants are always the totals.
+Only the engine's thread writes them. Tenants beyond `MAX_TENANTS` are counted together as `OTHER_TENANTS`, so the sums
+over tenants are always the totals.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from app.engine.stats import EngineStats, ResidentAdapter, TenantStats
 
 MAX_TENANTS = 256
 OTHER_TENANTS = "~other"
-#: One step of so many is part of the sample, and the line is fitted anew after so many of those.
+#: One step of so many is sampled, and the line is fitted again after so many samples.
 SAMPLE_EVERY, FIT_EVERY = 4, 16
-#: Those of so many sampled steps before count half.
+#: A sample's weight halves after so many later ones.
 HALF_LIFE = 128
-#: Of a step: itself, its tokens, rank rows that are read, and tokens times rows of their adapter.
+#: Features of a step: 1, its tokens, its adapters' rank rows, and the sum over tokens of their adapter's rows.
 NUM_FEATURES = 4
 
 
@@ -35,7 +35,7 @@ class _Tenant:
 
 
 class EngineMeter:
-    """Counters, written by the engine's thread only. `now_s` is when its present step began, by the engine's clock."""
+    """Counters, written by the engine's thread only. `now_s`: when its current step began, by the engine's clock."""
 
     def __init__(self) -> None:
         self.now_s = 0.0
@@ -81,12 +81,12 @@ class EngineMeter:
         self._tenant(tenant_id).completion_tokens += 1
 
     def count_draft_tokens(self, num_draft_tokens: int, num_accepted: int) -> None:
-        """Guesses were verified, and so many of them were right."""
+        """Draft tokens were verified, and so many of them accepted."""
         self.num_draft_tokens += num_draft_tokens
         self.num_accepted_tokens += num_accepted
 
     def count_usage(self, tenant_id: str, request_usage: RequestUsage) -> None:
-        """A request has ended: what it held counts now."""
+        """A request has ended with this usage."""
         self.rank_row_ms += request_usage.rank_row_ms
         self.kv_block_ms += request_usage.kv_block_ms
         tenant = self._tenant(tenant_id)
@@ -105,7 +105,7 @@ class EngineMeter:
         service_gap: float,
         compile_s: float,
     ) -> EngineStats:
-        """A snapshot of an engine with these pools. An adapter that is `merged` is resident for good, without rows."""
+        """A snapshot of an engine with these pools. A `merged` adapter is always resident, without rows."""
         residents = adapters.residents()
         if merged is not None:
             residents += (ResidentAdapter(merged.digest, merged.max_rank, 0, 0, 0),)
@@ -169,48 +169,48 @@ def _tenant_stats(tenant: _Tenant) -> TenantStats:
 
 
 class StepProfile:
-    """What of the steps' time is the base's, and what the adapters'. Written by the engine's thread only.
+    """Splits the steps' time into the base model's part and the adapters'. Written by the engine's thread only.
 
-    A step is one call in which base products and deltas take turns thread by thread, so no clock tells them apart: the
-    deltas' part is that of a line fitted to a sample of the last steps. It costs a few additions a step. As long as
-    steps do not differ in their adapters, no line can tell, and all of the time is the base's.
+    A step is one call in which base products and LoRA products alternate thread by thread, so no clock can separate
+    them: the adapters' part comes from a line fitted to a sample of recent steps, at the cost of a few additions per
+    step. While all steps use adapters alike, no line can be fitted, and all of the time is the base model's.
     """
 
     def __init__(self) -> None:
         self.base_s = self.lora_s = 0.0
-        self._products = np.zeros((NUM_FEATURES, NUM_FEATURES))  # of features with each other, fading
-        self._targets = np.zeros(NUM_FEATURES)  # of features with the time
+        self._products = np.zeros((NUM_FEATURES, NUM_FEATURES))  # sums of products of features, decaying
+        self._targets = np.zeros(NUM_FEATURES)  # sums of features times the step's time, decaying
         self._num_steps = 0
         self._row_s = self._token_row_s = 0.0
 
     def observe(self, num_tokens: int, num_rows: int, num_token_rows: int, time_s: float) -> None:
-        """A step. num_rows: rank rows of its adapters, each counted once; num_token_rows: the same for every token."""
+        """Add a step. num_rows: its adapters' rank rows, each counted once; num_token_rows: summed over tokens."""
         self._num_steps += 1
         if self._num_steps % SAMPLE_EVERY == 0:
-            self._take((1.0, num_tokens, num_rows, num_token_rows), time_s)
+            self._add_sample((1.0, num_tokens, num_rows, num_token_rows), time_s)
         lora_s = min(num_rows * self._row_s + num_token_rows * self._token_row_s, time_s)
         self.lora_s += lora_s
         self.base_s += time_s - lora_s
 
-    def _take(self, values: tuple[float, ...], time_s: float) -> None:
-        fade, features = 0.5 ** (1 / HALF_LIFE), np.array(values)
-        self._products = fade * self._products + np.outer(features, features)
-        self._targets = fade * self._targets + time_s * features
+    def _add_sample(self, values: tuple[float, ...], time_s: float) -> None:
+        decay, features = 0.5 ** (1 / HALF_LIFE), np.array(values)
+        self._products = decay * self._products + np.outer(features, features)
+        self._targets = decay * self._targets + time_s * features
         if self._num_steps % (SAMPLE_EVERY * FIT_EVERY) == 0:
             self._fit()
 
     def _fit(self) -> None:
-        """Least squares without negative times: what the others explain, or what comes out below 0, is left out."""
+        """Least squares without negative times: redundant features and those with a negative time are left out."""
         scale = np.sqrt(np.maximum(np.diag(self._products), 1e-30))
         products, targets = self._products / np.outer(scale, scale), self._targets / scale
-        kept, found = [*range(NUM_FEATURES)], np.zeros(NUM_FEATURES)
-        while kept:
-            part, _, rank, _ = np.linalg.lstsq(products[np.ix_(kept, kept)], targets[kept], rcond=1e-6)
-            if rank < len(kept):
-                kept.pop()  # the adapters' first: what could be the base's is the base's
+        used, seconds = [*range(NUM_FEATURES)], np.zeros(NUM_FEATURES)
+        while used:
+            part, _, rank, _ = np.linalg.lstsq(products[np.ix_(used, used)], targets[used], rcond=1e-6)
+            if rank < len(used):
+                used.pop()  # the adapters' features come last: in doubt the time is the base model's
             elif (part < 0).any():
-                kept.pop(int(np.argmin(part)))
+                used.pop(int(np.argmin(part)))
             else:
-                found[kept] = part / scale[kept]
+                seconds[used] = part / scale[used]
                 break
-        self._row_s, self._token_row_s = float(found[2]), float(found[3])
+        self._row_s, self._token_row_s = float(seconds[2]), float(seconds[3])

@@ -24,8 +24,8 @@ def test_guesses_are_refused_by_name_where_they_cannot_be_verified(section: str)
     assert EngineConfig.model_validate({section: {}}).speculative_decoding == "auto"
 
 
-def test_yaml_s_off_switches_guesses_off() -> None:
-    assert EngineConfig.model_validate(yaml.safe_load("speculation: off")).speculative_decoding == "off"
+def test_yaml_s_off_switches_speculative_decoding_off() -> None:
+    assert EngineConfig.model_validate(yaml.safe_load("speculative_decoding: off")).speculative_decoding == "off"
     for wrong in (True, 0, 17, "on"):
         with pytest.raises(ValidationError, match="speculative_decoding"):
             EngineConfig.model_validate({"speculative_decoding": wrong})

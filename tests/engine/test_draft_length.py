@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from app.engine.sequence import FIRST_LENGTH, MAX_LENGTH, MAX_REST, DraftLength
+from app.engine.sequence import FIRST_DRAFT_LENGTH, MAX_DRAFT_LENGTH, MAX_PAUSE, DraftLength
 
 
 def rests(pace: DraftLength) -> int:
@@ -15,10 +15,10 @@ def rests(pace: DraftLength) -> int:
 
 def test_guesses_grow_while_they_are_right_and_shrink_to_what_was_right() -> None:
     pace = DraftLength()
-    assert pace.length() == FIRST_LENGTH
-    pace.observe(FIRST_LENGTH, FIRST_LENGTH)
-    assert pace.length() == MAX_LENGTH
-    pace.observe(MAX_LENGTH, 2)
+    assert pace.length() == FIRST_DRAFT_LENGTH
+    pace.observe(FIRST_DRAFT_LENGTH, FIRST_DRAFT_LENGTH)
+    assert pace.length() == MAX_DRAFT_LENGTH
+    pace.observe(MAX_DRAFT_LENGTH, 2)
     assert pace.length() == 3
 
 
@@ -27,7 +27,7 @@ def test_each_wrong_guess_doubles_the_time_without_one_until_one_is_right() -> N
     for _ in range(9):
         pace.observe(1, 0)
         waited.append(rests(pace))
-    assert waited == [2, 4, 8, 16, 32, 64, MAX_REST, MAX_REST, MAX_REST]
+    assert waited == [2, 4, 8, 16, 32, 64, MAX_PAUSE, MAX_PAUSE, MAX_PAUSE]
     pace.observe(1, 1)
     assert rests(pace) == 0
     pace.observe(1, 0)

@@ -1,8 +1,7 @@
 """The CPU engine's backend: owns weights, KV memory and adapter tables.
 
-In: a checkpoint's tensors, by their Hugging Face names, and the engine's sizes. Out: a `Backend`. It
-moves bytes and calls `decoder.forward`; which rows and blocks are used is decided elsewhere, and how
-weights lie in memory by `weights`.
+It is built from a checkpoint's tensors by their Hugging Face names and moves bytes and calls `decoder.forward`. The
+engine decides which rows and blocks are used; `weights` decides how weights lie in memory.
 """
 
 from __future__ import annotations
@@ -34,17 +33,17 @@ from app.kernels.sgmv.cpu import adapter_runs, shrink_tasks
 
 Floats = NDArray[np.float32]
 
-#: Rows of logits for guesses, beside one for each sequence: 6 MB for a vocabulary of 49,152 tokens.
+#: Rows of logits for draft tokens, beside one for each sequence: 6 MB for a vocabulary of 49,152 tokens.
 DRAFT_ROWS = 32
 
 
 class CpuBackend(AdapterBackend):
-    """Weights in packed panels, float32 arithmetic; every row's bits independent of its company."""
+    """Weights in packed panels, float32 arithmetic; batch-invariant."""
 
     def __init__(self, spec: ModelSpec, tensors: Iterable[tuple[str, np.ndarray]], config: EngineConfig) -> None:
         """`tensors` yields each weight once, e.g. ("model.layers.0.self_attn.q_proj.weight", [d_out, d_in]).
 
-        Raises CheckpointError for a missing tensor or a spec this decoder cannot run.
+        Raises CheckpointError for a missing tensor or a spec that this decoder cannot run.
         """
         self.spec = spec
         self._config = config
@@ -57,12 +56,12 @@ class CpuBackend(AdapterBackend):
         cpu = config.section(CpuConfig)
         self._team = ThreadTeam(cpu.num_threads or len(os.sched_getaffinity(0)))
         self._rows = LoraMemory(spec, self.limits.lora_pool_rows, self.limits.max_loras)
-        # The first adapter needs all pages. They come while weights are unpacked.
+        # The first adapter needs all pages. They are faulted in while weights are unpacked.
         pages_of_rows = PagePrefaulter([self._rows.memory])
         self._weights = WeightPacker(spec, max_positions, cpu.weight_dtype, self._team).pack_all(tensors)
         pages_of_rows.wait()
         self._k_memory, self._v_memory = self._new_kv_memory()
-        # A block is in all layers: with pages of 2 MB the first token in new pages would wait for 60 of them.
+        # A block is in all layers: with pages of 2 MB the first token in new pages would fault 60 of them.
         self._pages = PagePrefaulter([layer for layer in (*self._k_memory, *self._v_memory) if layer.size])
         self._work = self._new_workspace()
         base = PackedModules(spec, self._weights)
@@ -116,7 +115,7 @@ class CpuBackend(AdapterBackend):
         return with_sums(output, work.states, batch.pooling, self._team)
 
     def logits(self, num_rows: int) -> Floats:
-        """The last step's logits [num_rows, vocab_size]; valid until the next step (tests read it)."""
+        """The last step's logits [num_rows, vocab_size], for tests; valid until the next step."""
         return self._work.logits[:num_rows, : self.spec.vocab_size]
 
     def close(self) -> None:
@@ -128,9 +127,9 @@ class CpuBackend(AdapterBackend):
                 delattr(self, name)
 
     def _warm_up(self) -> None:
-        """Run every kernel once, on one token of no consequence: compiled here, not under the first request.
+        """Run every kernel once, on one token: compiled here, not during the first request.
 
-        Block 0 and, if there are rank rows, row 0 are written; nobody reads either before writing it anew.
+        Block 0 and, with rank rows, row 0 are written; both are written again before they are read.
         """
         one = np.zeros(1, np.int32)
         single = np.ones(1, np.float32)

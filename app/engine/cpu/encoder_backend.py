@@ -1,7 +1,6 @@
 """The CPU engine's backend for encoders: owns weights and adapter tables, and has no KV memory.
 
-In: a checkpoint's tensors, by their Hugging Face names, and the engine's sizes. Out: a `Backend` whose batches hold
-whole texts, every one of them to be pooled. Which rows are used is decided elsewhere.
+Its batches hold whole texts, all to be pooled. The engine decides which rows are used.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ Floats = NDArray[np.float32]
 
 
 class EncoderBackend(AdapterBackend):
-    """Weights in packed panels, float32 arithmetic; every text's bits independent of its company."""
+    """Weights in packed panels, float32 arithmetic; batch-invariant."""
 
     def __init__(self, spec: ModelSpec, tensors: Iterable[tuple[str, np.ndarray]], config: EngineConfig) -> None:
         """`tensors` yields each weight once. Raises CheckpointError for a missing tensor."""
@@ -67,7 +66,7 @@ class EncoderBackend(AdapterBackend):
 
     def forward(self, batch: ForwardBatch) -> ForwardOutput:
         """See `Backend.forward`; no token is drawn."""
-        assert batch.pooling is not None, "an encoder's requests are all to be embedded"
+        assert batch.pooling is not None, "an encoder's requests are all embedded"
         runs = adapter_runs(batch.run_starts, batch.run_adapter_slots)
         step = encoder.EncoderStep(
             token_ids=batch.token_ids,
@@ -98,10 +97,10 @@ class EncoderBackend(AdapterBackend):
 
 
 def _places(token_ids: NDArray[np.int32], query_starts: NDArray[np.int32], first_place: int) -> NDArray[np.int32]:
-    """[T] rows of the table of places: of whole texts, which begin at query_starts, each from `first_place` on.
+    """[T] rows of the table of positions: each text, beginning at query_starts, counts from `first_place` on.
 
-    Where that is not 0, the row before it and the token of the same number are padding's, as transformers'
-    `create_position_ids_from_input_ids` has it: such a token in a text takes that row, and none of the text's own.
+    If that is not 0, the row before it belongs to padding, whose token has the same number, like in transformers'
+    `create_position_ids_from_input_ids`: such a token in a text takes that row and no position of the text.
     """
     counts = token_ids != first_place - 1  # [T]
     places = np.cumsum(counts)
@@ -112,7 +111,7 @@ def _places(token_ids: NDArray[np.int32], query_starts: NDArray[np.int32], first
 def _pack_weights(
     spec: ModelSpec, tensors: Iterable[tuple[str, np.ndarray]], storage: WeightDtype, team: ThreadTeam
 ) -> encoder.EncoderWeights:
-    """Every tensor in its place; CheckpointError for one that has none or is missing."""
+    """Put every tensor in its place; CheckpointError for one that has none or is missing."""
     expected = names.encoder_tensors(spec)
     count, hidden = len(spec.layers), spec.hidden_size
     norms = {names.ATTENTION_NORM: np.zeros((count, 2, hidden), np.float32)}

@@ -1,7 +1,7 @@
-"""The output of a step on the CPU: tokens drawn from logits, and hidden states added up for embeddings.
+"""The output of a step on the CPU: tokens drawn from logits, and hidden states summed for embeddings.
 
-Log-probabilities are the model's own, before penalties and temperature. Every logits row is computed alone, and pooled
-rows are added in their order, so no sequence changes another's output.
+Log-probabilities are the model's own, before penalties and temperature. Every row of logits is computed alone, and
+pooled rows are added in order, so no sequence changes another's output.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def rows_of(pooling: PoolingBatch | None) -> NDArray[np.int32]:
 def with_sums(
     output: ForwardOutput, states: NDArray[np.float32], pooling: PoolingBatch | None, team: ThreadTeam
 ) -> ForwardOutput:
-    """`output` and the sums of states [N, H], the rows that `rows_of` names."""
+    """`output` with the sums of states [N, H], the rows that `rows_of` names."""
     if pooling is None:
         return output
     ends = np.cumsum(pooling.ranges[:, 1] - pooling.ranges[:, 0])
@@ -70,7 +70,7 @@ def with_sums(
 def add_pooled_rows(
     states: NDArray[np.float32], ranges: NDArray[np.int64], sums: NDArray[np.float64], team: ThreadTeam
 ) -> NDArray[np.float64]:
-    """The sums [Q, H] with the rows of their ranges [Q, 2] of states [N, H]."""
+    """The sums [Q, H] plus the rows of their ranges [Q, 2] of states [N, H]."""
     total = sums.copy()
     team.run(add_rows, 1, states, ranges, total)
     return total

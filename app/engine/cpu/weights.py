@@ -1,8 +1,8 @@
-"""A checkpoint's tensors in the layout of the CPU decoder: panels, stacked over layers.
+"""Packs a checkpoint's tensors into the layout of the CPU decoder: panels, stacked over layers.
 
-In: tensors by their Hugging Face names, in any order. Out: `cpu_decoder.Weights`. Every tensor has one place and
-must come; one unpacked tensor is in memory at a time. Which modules share a product, and where each begins in it:
-`app.engine.models.linear_modules`; which stacks are in 8 bits: `app.engine.models.weight_stacks`.
+Tensors come by their Hugging Face names, in any order, each exactly once; at most one unpacked tensor is in memory.
+`app.engine.models.linear_modules` defines which modules share a product and where each begins in it,
+`app.engine.models.weight_stacks` which stacks are in 8 bits.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ Floats = NDArray[np.float32]
 
 
 def decoder_sizes(spec: ModelSpec) -> cpu_decoder.Sizes:
-    """Raises CheckpointError for layers whose attention is of unequal size."""
+    """The sizes of this model. Raises CheckpointError for layers whose attention is of unequal size."""
     first, qkv = spec.layers[0], stacked_modules(spec)[0].product
     q_size, kv_size = (0, 0) if first.attention.latent is not None else qkv.padded_widths(PANEL)[:2]
     routers = [layer.experts.router for layer in spec.layers if layer.experts is not None]
@@ -81,7 +81,7 @@ def decoder_sizes(spec: ModelSpec) -> cpu_decoder.Sizes:
 
 
 class PackedModules:
-    """The base's linear modules, for `AdapterExtras`."""
+    """The base model's linear modules, for `AdapterExtras`."""
 
     def __init__(self, spec: ModelSpec, weights: cpu_decoder.Weights | EncoderWeights) -> None:
         stacked = stacked_modules(spec)
@@ -109,10 +109,10 @@ class PackedModules:
         return biases[place, product.columns(key.target, PANEL)]
 
     def _array(self, name: str) -> Any:
-        """Of a product, or of its biases: the model's, its experts' or its latents'."""
+        """The array of a linear module or of its biases, in the model's, its experts' or its MLA weights."""
         weights: Any = self._weights
-        holders = (weights, getattr(weights, "experts", None), getattr(weights, "latent", None))
-        return next(getattr(one, name) for one in holders if one is not None and name in one._fields)
+        parts = (weights, getattr(weights, "experts", None), getattr(weights, "latent", None))
+        return next(getattr(part, name) for part in parts if part is not None and name in part._fields)
 
 
 class WeightPacker:
@@ -141,12 +141,12 @@ class WeightPacker:
             "query_latent_norm": zeros(count, latent_widths.get("query_latent_norm", 0)),
             "latent_norm": zeros(count, latent_widths.get("latent_norm", 0)),
             "sinks": zeros(count, attentions[0].num_heads if attentions[0].sinks else 0),
-            "qkv_bias": zeros(0, 0),  # unless there are such products
-            "gate_up_bias": zeros(0, 0),  # unless there are such layers
+            "qkv_bias": zeros(0, 0),  # for a model without this module
+            "gate_up_bias": zeros(0, 0),  # for a model without such layers
             "down_bias": zeros(0, 0),
         }
         self._stacks = {"head": StackWriter((1, spec.vocab_size, hidden), storage, team)}
-        self._places: dict[str, tuple[str, int, int]] = {}  # module -> product, place in its stack, first column in it
+        self._places: dict[str, tuple[str, int, int]] = {}  # module -> stack, index in it, first column
         absorbed = [one for one in paged_modules(spec) if one.product not in [other.product for other in stacked]]
         for one in (*stacked, *absorbed):
             if one.product.kind is not LATENT_B:
@@ -161,7 +161,7 @@ class WeightPacker:
         self._norms: dict[str, str] = {path: name for name, path in (LAYER_NORMS | LATENT_NORMS | POST_NORMS).items()}
 
     def _make_room(self, stacked: Stacked, storage: WeightDtype, team: ThreadTeam) -> None:
-        """For one product of the layers that have it, and of each of its experts."""
+        """Allocate the stack of one linear module, for the layers that have it and each of its experts."""
         product, layers = stacked
         width, experts = product.width(PANEL), product.experts
         self._stacks[product.name] = StackWriter((len(layers) * len(experts), width, product.d_in), storage, team)
@@ -175,7 +175,7 @@ class WeightPacker:
                 self._places[path] = product.name, place, start
 
     def pack_all(self, tensors: Iterable[tuple[str, np.ndarray]]) -> cpu_decoder.Weights:
-        """Consume every tensor; CheckpointError for one that has no place or is missing."""
+        """Pack every tensor; CheckpointError for one that has no place or is missing."""
         expected = set(expected_tensors(self._spec))
         for name, tensor in tensors:
             if name not in expected:
@@ -219,7 +219,7 @@ class WeightPacker:
                 self._stacks[product].store(place, column, tensor)
 
     def _place_latent_heads(self, layer: int, tensor: Floats) -> None:
-        """kv_b_proj's rows, head by head: those of keys the other way round, those of values as they are."""
+        """Store kv_b_proj's rows head by head: keys transposed, values as they are."""
         attention = self._spec.layers[layer].attention
         assert attention.latent is not None, "only latent attention has this module"
         heads = tensor.reshape(attention.num_heads, -1, attention.latent.kv_rank)

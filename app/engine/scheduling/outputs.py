@@ -1,7 +1,6 @@
-"""What a step's output says of one sequence: its embedding, its tokens' log probabilities, why it has no next token.
+"""What a step's output means for one sequence: its embedding, its log-probabilities, or its overflow error.
 
-In: a sequence and the output. Out: parts of its chunk, or the error that ends it. Nothing is decided or booked here,
-except that an embedding's sums are kept with their sequence.
+Pure functions, except that `pool_output` stores the sums in the sequence.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from app.engine.sequence import Sequence
 
 
 def pool_output(sequence: Sequence, output: ForwardOutput, index: int, *, is_complete: bool) -> bytes | None:
-    """Keep what a step has added up; the embedding once all is there, until then nothing, None if it is not finite."""
+    """Store a step's sums. Returns the embedding when complete, b"" before, None if it is not finite."""
     assert sequence.pooling is not None
     assert output.sums is not None, "the backend has added up what was to be pooled"
     sequence.pooled_sums = output.sums[index]
@@ -26,8 +25,8 @@ def pool_output(sequence: Sequence, output: ForwardOutput, index: int, *, is_com
 
 
 def overflow_error(sequence: Sequence) -> Exception:
-    """Why a sequence ends whose next token, or embedding, cannot be told."""
-    where = f"is no finite number after {sequence.num_tokens} tokens"
+    """The error of a sequence whose next token or embedding is not a finite number."""
+    where = f"is not a finite number after {sequence.num_tokens} tokens"
     adapter = sequence.request.adapter
     if adapter is None:
         return EngineFailure(f"the output of the base model {where}")
@@ -48,8 +47,7 @@ def logprobs_of(output: ForwardOutput, first_row: int, token_ids: tuple[int, ...
 def embedding(sums: NDArray[np.float64], num_tokens: int, params: PoolingParams) -> bytes | None:
     """The embedding of a text of `num_tokens`, as little-endian float32, from the sums [H] over its pooled rows.
 
-    None if one of its numbers is not finite. A vector of zeros, which has no direction, stays as it is. The
-    length is an exact sum, rounded once.
+    None if a number is not finite. A zero vector stays as it is. The length is an exact sum, rounded once.
     """
     kept = sums[: params.num_dimensions] / (num_tokens if params.method == "mean" else 1)
     if not np.isfinite(kept).all():

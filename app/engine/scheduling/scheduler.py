@@ -1,10 +1,10 @@
-"""What the next step computes: continuous batching with chunked prefill.
+"""The scheduler: continuous batching with chunked prefill.
 
-In: sequences to run or to end, and each step's output. Out: a `Schedule` per step and the chunks it
-produced. Every running sequence that decodes gets its token first; the rest of the token budget, no more than the pace
-of prefill allows beside them, is shared by prefill chunks and newly admitted sequences. When blocks run out the
-youngest gives all of its own back and is computed again later (preemption by recompute), a batch's before others: the
-oldest always finishes, so everyone does. Arrays are the batch builder's, memory is the pools'.
+It makes a `Schedule` per step and turns the step's output into chunks. Every decoding sequence gets its token first;
+prefill chunks and newly admitted sequences share the rest of the token budget, at most what the prefill budget allows.
+When blocks run out, the youngest sequence, batch ones before others, releases all of its blocks and is recomputed later
+(preemption by recompute). The oldest always finishes, so every sequence does. Arrays are the batch builder's, memory is
+the pools'.
 """
 
 from __future__ import annotations
@@ -67,19 +67,18 @@ class Scheduler:
         return len(self.live.running)
 
     def service_gap(self) -> float:
-        """How far the weighted service of tenants that wait is apart, in prompt tokens."""
+        """The spread of the weighted service of waiting tenants, in prompt tokens."""
         return self._queue.gap()
 
     def service(self) -> TenantService:
-        """What tenants were served here, and which of them wait; any thread may ask."""
+        """Service per tenant on this engine and the tenants that wait. Any thread."""
         return self._queue.service()
 
     def add_remote_service(self, served: Mapping[str, float], *, continues: bool) -> None:
-        """`FairQueue.hear_elsewhere`."""
         self._queue.add_remote_service(served, continues=continues)
 
     def add(self, sequence: Sequence) -> TokenChunk | None:
-        """Queue a sequence. One that was already complete when it was resumed is answered at once."""
+        """Queue a sequence. A resumed one that is already complete is answered at once."""
         reason = sequence.finish_reason()
         if reason is not None:
             sequence.status = Status.FINISHED
@@ -90,7 +89,7 @@ class Scheduler:
         return None
 
     def schedule(self) -> Schedule:
-        """Plan one step. Blocks for every planned token are held afterwards."""
+        """Plan one step. Afterwards the blocks of all planned tokens are held."""
         items: list[tuple[Sequence, int]] = []
         prefills: list[Sequence] = []
         block_size = self._blocks.block_size
@@ -109,22 +108,20 @@ class Scheduler:
         while index < len(running):
             sequence = running[index]
             index += 1
-            sequence.num_draft_tokens = 0  # of a step that was planned and could not be computed
+            sequence.num_draft_tokens = 0  # left from a step that was planned but not computed
             if sequence.num_tokens - sequence.num_computed > 1 or not sequence.has_memory:
                 prefills.append(sequence)
                 continue
             if skipped and sequence.request_id in skipped:
                 continue
             if sequence.num_computed == sequence.num_blocks * block_size and not self._grow(sequence, preempted):
-                index -= 1  # it is not among them any more
+                index -= 1  # it was removed from `running`
                 continue
             items.append((sequence, 1))
-        num_paced = (
-            sum(sequence.tenant_id not in token_limit_of for sequence, _ in items) if token_limit_of else len(items)
-        )
-        budget = self._prefill_budget.max_tokens(
-            num_paced, self._max_tokens - len(items)
-        )  # wide tenants' streams hold up nobody
+        num_decoding = len(items)
+        if token_limit_of:  # the streams of wide tenants do not reduce the prefill budget
+            num_decoding = sum(sequence.tenant_id not in token_limit_of for sequence, _ in items)
+        budget = self._prefill_budget.max_tokens(num_decoding, self._max_tokens - len(items))
         prefills = [sequence for sequence in prefills if sequence.status is Status.RUNNING]
         counts = self._split(prefills, budget)
         limit_prefill(prefills, counts, token_limit_of)
@@ -151,28 +148,27 @@ class Scheduler:
         fill_prefill(prefills, counts, budget, token_limit_of)
         items += [(sequence, count) for sequence, count in zip(prefills, counts, strict=True) if count]
         assert items or refusals or not queue or self._adapters.num_referenced, (
-            "with nothing running, and no adapter being brought, the first in the queue always fits"
+            "with nothing running, and no adapter being loaded, the first in the queue always fits"
         )
         items = self._spec_decoder.plan(items, len(running))
         items.sort(key=_adapter_slot)
         return Schedule(items, writes, displaced + preempted, refusals)
 
     def observe(self, plan: Schedule, took_s: float) -> None:
-        """Learn from how long computing a planned step took."""
+        """Update the time estimates with the duration of a computed step."""
         if any(sequence.num_draft_tokens for sequence, _ in plan.items):
-            return  # such a step says nothing about how long one of prompts, or of single tokens, takes
+            return  # its time fits neither the estimate for prompts nor the one for single tokens
         prompt_counts = [count for _, count in plan.items if count > 1]
         num_decoding = len(plan.items) - len(prompt_counts)
         self._prefill_budget.observe(num_decoding, sum(prompt_counts), took_s)
         self._isolation.observe(num_decoding + sum(prompt_counts), took_s)
 
     def commit(self, plan: Schedule, output: ForwardOutput | None) -> list[TokenChunk]:
-        """Book a computed step: tokens, full blocks, charges, ends. One chunk per sequence that drew a token, or was
-        embedded.
+        """Account for a computed step: tokens, full blocks, charges, ends. One chunk per sequence with a token or an
+        embedding.
 
-        Without output nothing was computed, and there is nothing to book.
-        A sequence whose output overflowed, or whose grammar cannot go on, ends with an error, and what it computed in
-        this step is not shared.
+        `output` is None if nothing was computed. A sequence whose output overflowed, or whose grammar cannot go on,
+        ends with an error, and its blocks of this step are not published.
         """
         chunks: list[TokenChunk] = []
         if output is None:
@@ -207,13 +203,13 @@ class Scheduler:
     def _commit_text(
         self, sequence: Sequence, count: int, output: ForwardOutput, first_row: int | None
     ) -> TokenChunk | None:
-        """`first_row`: where the output has what follows the sequence's tokens; None while its prompt is computed."""
+        """`first_row`: the sequence's first row in the output; None until its prompt is complete."""
         before = sequence.num_computed
         after = sequence.num_computed = before + count - sequence.num_draft_tokens
         failure = sequence.constraint.error if sequence.constraint is not None else None
         if failure is not None or first_row in output.overflowed:
             return self.live.end(sequence.request_id, "error", failure or overflow_error(sequence))
-        token_ids = () if first_row is None else self._take(sequence, output, first_row)
+        token_ids = () if first_row is None else self._accept_tokens(sequence, output, first_row)
         sequence.num_computed = max(after, before + len(token_ids))
         self._publish(sequence, before)
         if first_row is None:
@@ -227,7 +223,7 @@ class Scheduler:
         return TokenChunk(sequence.request_id, token_ids, logprobs, usage=sequence.usage() if is_first else None)
 
     def _commit_pooled(self, sequence: Sequence, count: int, output: ForwardOutput, index: int) -> TokenChunk | None:
-        """`index`: the sequence's place among those that the step pools."""
+        """`index`: the sequence's place among the pooled ones of the step."""
         before = sequence.num_computed
         sequence.num_computed = before + count
         is_complete = sequence.num_computed == sequence.num_tokens
@@ -237,8 +233,8 @@ class Scheduler:
         self._publish(sequence, before)
         return self.live.finish(sequence, "stop", vector=vector) if is_complete else None
 
-    def _take(self, sequence: Sequence, output: ForwardOutput, first_row: int) -> tuple[int, ...]:
-        """The tokens that a sequence's rows add to its answer: charged one by one, wrong guesses as what they cost."""
+    def _accept_tokens(self, sequence: Sequence, output: ForwardOutput, first_row: int) -> tuple[int, ...]:
+        """Add the step's tokens to the answer and charge them; rejected draft tokens are charged like prompt tokens."""
         verified = self._spec_decoder.verify(sequence, output, first_row)
         for _ in verified.token_ids:
             self._meter.count_generated_token(sequence.tenant_id)
@@ -248,7 +244,7 @@ class Scheduler:
         return verified.token_ids
 
     def _grow(self, sequence: Sequence, preempted: list[Sequence]) -> bool:
-        """One more block, from the free ones or from others behind it; False if it had to give way itself."""
+        """Allocate one more block, preempting younger sequences if none is free. False if it was preempted itself."""
         while True:
             blocks = self._blocks.allocate(1)
             if blocks is not None:
@@ -263,8 +259,7 @@ class Scheduler:
                 return False
 
     def _youngest(self, sequence: Sequence) -> Sequence:
-        """Whom to preempt of `sequence` and those behind it, which are not planned yet: the youngest batch, else the
-        youngest."""
+        """The sequence to preempt, from `sequence` on: the youngest batch sequence, else the youngest."""
         for other in reversed(self.live.running):
             if other.request.is_batch:
                 return other
@@ -278,7 +273,7 @@ class Scheduler:
         self._queue.push_back(sequence)
 
     def _publish(self, sequence: Sequence, before: int) -> None:
-        """Share the blocks that the step has filled; `before` it so many tokens were computed."""
+        """Publish the blocks that this step has filled; `before` it so many tokens were computed."""
         first, end = before // self._blocks.block_size, sequence.num_computed // self._blocks.block_size
         if first == end or not sequence.has_memory:
             return
@@ -290,7 +285,7 @@ class Scheduler:
             )  # fmt: skip
 
     def _split(self, prefills: list[Sequence], budget: int) -> list[int]:
-        """Tokens of each. Without KV memory a text is computed whole; all fitted into one step when they started."""
+        """Tokens per prompt. Without KV memory a text is computed whole; admission made sure that it fits."""
         if not self._has_memory:
             return [sequence.num_pending for sequence in prefills]
         return split_prefill(prefills, budget, self._queue.waiting_tenants())
