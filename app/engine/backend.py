@@ -15,16 +15,6 @@ from app.engine.batch import ForwardBatch, ForwardOutput
 from app.engine.models.spec import ModelSpec
 
 
-def counted_extra_bytes(adapter: LoraAdapter) -> int:
-    """The default of `BackendLimits.extra_bytes_of`: the bytes counted when the adapter was read."""
-    return adapter.card.extra_bytes
-
-
-def counted_rank_rows(adapter: LoraAdapter) -> int:
-    """The default of `BackendLimits.rank_rows_of`: its largest rank, if a row has space for every module."""
-    return adapter.card.max_rank
-
-
 @dataclass(frozen=True, slots=True)
 class BackendLimits:
     """Sizes that the engine may use, fixed when the backend is built.
@@ -47,8 +37,8 @@ class BackendLimits:
     takes_bfloat16: bool = False
     can_embed: bool = False
     num_draft_rows: int = 0
-    extra_bytes_of: Callable[[LoraAdapter], int] = counted_extra_bytes
-    rank_rows_of: Callable[[LoraAdapter], int] = counted_rank_rows
+    extra_bytes_of: Callable[[LoraAdapter], int] = lambda adapter: adapter.card.extra_bytes
+    rank_rows_of: Callable[[LoraAdapter], int] = lambda adapter: adapter.card.max_rank
 
 
 class Backend(Protocol):

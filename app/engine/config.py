@@ -276,24 +276,16 @@ class EngineConfig(BaseModel):
         return value
 
     @model_validator(mode="after")
-    def _check_speculative_decoding(self) -> Self:
+    def _check(self) -> Self:
         if isinstance(self.speculative_decoding, int) and self.cpu is None:
             raise ValueError(
                 f"engine.speculative_decoding is {self.speculative_decoding}, but engine.{self.device.name} cannot "
                 "verify draft tokens with the bits of drawing them one by one; set auto or off, or use engine.cpu"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _check_max_tenant_slowdown(self) -> Self:
         if 0 < self.max_tenant_slowdown < 1:
             raise ValueError(
                 f"engine.max_tenant_slowdown is {self.max_tenant_slowdown}, but must be at least 1, or 0 for no bound"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _check_num_kv_blocks(self) -> Self:
         if self.num_kv_blocks < 2 and not (self.cuda and self.num_kv_blocks == 0):
             raise ValueError(
                 f"num_kv_blocks is {self.num_kv_blocks}; at least 2 are needed (0, as many as fit, is for engine.cuda)"

@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future
 from dataclasses import replace
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from app.engine.adapters.adapter import LoraAdapter
 from app.engine.adapters.card import AdapterCard, AdapterRef, is_activated
@@ -45,7 +45,10 @@ from app.engine.scheduling.tenant_isolation import TenantIsolation
 from app.engine.sequence import Sequence
 from app.engine.spec_decode.spec_decoder import SpecDecoder
 from app.engine.stats import EngineStats, TenantService
-from app.engine.structured_output.grammar_compiler import CompiledGrammars, GrammarCompiler
+from app.engine.structured_output.grammar_compiler import GrammarCompiler
+
+if TYPE_CHECKING:  # llguidance is loaded by the first grammar
+    from app.engine.structured_output.backend_guidance import Vocabulary
 
 
 class _Submit(NamedTuple):
@@ -125,7 +128,7 @@ class Engine:
         backend: Backend,
         config: EngineConfig,
         clock: Callable[[], float] = time.perf_counter,
-        grammars: Callable[[], CompiledGrammars] | None = None,
+        grammars: Callable[[], Vocabulary] | None = None,
         merged: AdapterCard | None = None,
     ) -> None:
         """`grammars` loads the vocabulary for structured output; without it such requests are refused. `merged`: the
@@ -227,7 +230,7 @@ class Engine:
 
     def service(self) -> TenantService:
         """Service per tenant on this engine and the tenants that wait, at about this moment."""
-        return self._scheduler.service()
+        return self._scheduler.queue.service()
 
     def load_adapter(self, adapter: LoraAdapter, ref: AdapterRef) -> Future[int]:
         """Make an adapter resident before any request needs it, as soon as running sequences leave it room.
@@ -285,7 +288,7 @@ class Engine:
             num_live=len(self._live_ids),
             num_running=self._scheduler.num_running,
             merged=self.merged,
-            service_gap=self._scheduler.service_gap(),
+            service_gap=self._scheduler.queue.gap(),
             compile_s=self._backend.compile_s,
         )
 
@@ -344,7 +347,7 @@ class Engine:
                     self._adapters.pin(digests)
                     self._scheduler.live.reopen()
                 case _RemoteService(served, continues):
-                    self._scheduler.add_remote_service(served, continues=continues)
+                    self._scheduler.queue.add_remote_service(served, continues=continues)
                 case UnloadCommand() | LoadCommand():
                     self._commands.add(message)
             if chunk is not None:

@@ -51,9 +51,6 @@ class InvalidRequest(PolyloraError):
         super().__init__(message)
         self.param = param
 
-    def __reduce__(self) -> tuple[object, ...]:
-        return (_rebuild_invalid_request, (type(self), str(self), self.param))
-
 
 class UnsupportedField(InvalidRequest):
     """A field that would change the result is not implemented here."""
@@ -73,9 +70,6 @@ class ServerOverloaded(PolyloraError):
     def __init__(self, message: str, *, retry_after_s: float = 1.0) -> None:
         super().__init__(message)
         self.retry_after_s = retry_after_s
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return (_rebuild_retriable, (type(self), str(self), self.retry_after_s))
 
 
 class QueueFull(ServerOverloaded):
@@ -149,9 +143,6 @@ class AdapterQuarantined(AdapterError):
         super().__init__(message)
         self.retry_after_s = retry_after_s
 
-    def __reduce__(self) -> tuple[object, ...]:
-        return (_rebuild_retriable, (type(self), str(self), self.retry_after_s))
-
 
 class AdapterUnreadable(AdapterQuarantined):
     """The adapter is registered, but its files cannot be read or have changed.
@@ -189,13 +180,3 @@ class EngineFailure(PolyloraError):
     def __init__(self, message: str, *, computing: Iterable[str] = ()) -> None:
         super().__init__(message)
         self.computing = frozenset(computing)
-
-
-def _rebuild_invalid_request(kind: type[InvalidRequest], message: str, param: str | None) -> InvalidRequest:
-    return kind(message, param=param)
-
-
-def _rebuild_retriable(
-    kind: type[ServerOverloaded | AdapterQuarantined], message: str, retry_after_s: float
-) -> ServerOverloaded | AdapterQuarantined:
-    return kind(message, retry_after_s=retry_after_s)

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from app.engine.adapters.adapter import FEATURES
 from app.engine.backend import Backend
@@ -19,8 +20,10 @@ from app.engine.errors import CheckpointError, ConfigError
 from app.engine.interface import OnChunks, OnFailure, RunningEngine
 from app.engine.models.checkpoint import Checkpoint
 from app.engine.models.tokenizers.tokenizer import load_tokenizer
-from app.engine.structured_output.grammar_compiler import CompiledGrammars
 from app.engine.xla.supported_features import SERVED as XLA_FEATURES
+
+if TYPE_CHECKING:  # llguidance is loaded by the first grammar
+    from app.engine.structured_output.backend_guidance import Vocabulary
 
 
 def create_engine(
@@ -52,7 +55,7 @@ def new_engine(checkpoint: Checkpoint, config: EngineConfig, clock: Callable[[],
     return Engine(load_backend(checkpoint, config), config, clock, grammars, merged)
 
 
-def load_vocabulary(checkpoint: Checkpoint) -> CompiledGrammars:
+def load_vocabulary(checkpoint: Checkpoint) -> Vocabulary:
     """The vocabulary for structured output. Raises CheckpointError."""
     from app.engine.structured_output.backend_guidance import Vocabulary
 

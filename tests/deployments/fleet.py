@@ -34,7 +34,7 @@ from app.engine.engine import Engine
 from app.engine.engine_thread import EngineThread
 from app.engine.models.spec import ModelSpec
 from app.engine.request import GenerateRequest, RequestUsage
-from app.engine.structured_output.grammar_compiler import CompiledGrammars
+from app.engine.structured_output.backend_guidance import Vocabulary
 from tests.deployments.placed import ORIGIN
 from tests.fakes import FakeBackend, fake_spec
 
@@ -129,7 +129,7 @@ class Fleet:
         max_queued_requests: int = 512,
         idle_s: float = 5.0,
         spec: ModelSpec | None = None,
-        grammars: Callable[[], CompiledGrammars] | None = None,
+        grammars: Callable[[], Vocabulary] | None = None,
         num_guesses: int = 0,
     ) -> None:
         self._options = (max_queued_requests, idle_s)

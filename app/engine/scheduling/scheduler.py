@@ -9,23 +9,25 @@ the pools'.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+
+import numpy as np
+from numpy.typing import NDArray
 
 from app.engine.batch import ForwardOutput
+from app.engine.errors import AdapterOverflow, EngineFailure
 from app.engine.meter import EngineMeter
 from app.engine.pools.adapter_pool import AdapterPool
 from app.engine.pools.block_pool import BlockPool, num_prefix_blocks
-from app.engine.request import TokenChunk
+from app.engine.request import PoolingParams, TokenChunk, TokenLogprobs
 from app.engine.scheduling.admission import Admission
 from app.engine.scheduling.chunked_prefill import PrefillBudget, fill_prefill, limit_prefill, split_prefill
 from app.engine.scheduling.fair_queue import INPUT_PRICE, FairQueue
 from app.engine.scheduling.live_sequences import LiveSequences
-from app.engine.scheduling.outputs import logprobs_of, overflow_error, pool_output
 from app.engine.scheduling.schedule import AdapterWrite, Refusal, Schedule
 from app.engine.scheduling.tenant_isolation import TenantIsolation
 from app.engine.sequence import Sequence, Status
 from app.engine.spec_decode.spec_decoder import SpecDecoder
-from app.engine.stats import TenantService
 
 
 class Scheduler:
@@ -54,28 +56,17 @@ class Scheduler:
         self._prefill_budget = prefill_budget
         self._isolation = tenant_isolation
         self._spec_decoder = spec_decoder
-        self._queue = FairQueue()
-        self._admission = Admission(self._queue, blocks, adapters, meter, max_write_bytes=max_write_bytes)
+        self.queue = FairQueue()
+        self._admission = Admission(self.queue, blocks, adapters, meter, max_write_bytes=max_write_bytes)
         self.live = LiveSequences(blocks, adapters, meter, self._admission)
 
     @property
     def num_waiting(self) -> int:
-        return len(self._queue)
+        return len(self.queue)
 
     @property
     def num_running(self) -> int:
         return len(self.live.running)
-
-    def service_gap(self) -> float:
-        """The spread of the weighted service of waiting tenants, in prompt tokens."""
-        return self._queue.gap()
-
-    def service(self) -> TenantService:
-        """Service per tenant on this engine and the tenants that wait. Any thread."""
-        return self._queue.service()
-
-    def add_remote_service(self, served: Mapping[str, float], *, continues: bool) -> None:
-        self._queue.add_remote_service(served, continues=continues)
 
     def add(self, sequence: Sequence) -> TokenChunk | None:
         """Queue a sequence. A resumed one that is already complete is answered at once."""
@@ -84,7 +75,7 @@ class Scheduler:
             sequence.status = Status.FINISHED
             return self.live.last_chunk(sequence, reason)
         self.live.add(sequence)
-        self._queue.push(sequence)
+        self.queue.push(sequence)
         self._admission.reopen()
         return None
 
@@ -93,7 +84,7 @@ class Scheduler:
         items: list[tuple[Sequence, int]] = []
         prefills: list[Sequence] = []
         block_size = self._blocks.block_size
-        running, queue = self.live.running, self._queue
+        running, queue = self.live.running, self.queue
         token_limit_of: dict[str, int] = {}
         if self._isolation.is_on and self._has_memory:
             token_limit_of = self._isolation.token_limits(running, queue.first_of_each(), queue.counter_of)
@@ -190,7 +181,7 @@ class Scheduler:
         assert row == len(output.token_ids), "the backend drew a token for every sample row and no other"
         if self._meter.num_finished != num_finished:
             self.live.drop_finished()
-            self._queue.forget_absent({sequence.tenant_id for sequence in self.live.running})
+            self.queue.forget_absent({sequence.tenant_id for sequence in self.live.running})
         self._meter.num_steps += 1
         return chunks
 
@@ -198,7 +189,7 @@ class Scheduler:
         """Assert that blocks, references and counts are accounted for; for tests."""
         self._blocks.check()
         self._adapters.check()
-        self.live.check(len(self._queue))
+        self.live.check(len(self.queue))
 
     def _commit_text(
         self, sequence: Sequence, count: int, output: ForwardOutput, first_row: int | None
@@ -208,13 +199,13 @@ class Scheduler:
         after = sequence.num_computed = before + count - sequence.num_draft_tokens
         failure = sequence.constraint.error if sequence.constraint is not None else None
         if failure is not None or first_row in output.overflowed:
-            return self.live.end(sequence.request_id, "error", failure or overflow_error(sequence))
+            return self.live.end(sequence.request_id, "error", failure or _overflow_error(sequence))
         token_ids = () if first_row is None else self._accept_tokens(sequence, output, first_row)
         sequence.num_computed = max(after, before + len(token_ids))
         self._publish(sequence, before)
         if first_row is None:
             return None
-        logprobs = logprobs_of(output, first_row, token_ids) if sequence.wants_logprobs else ()
+        logprobs = _logprobs_of(output, first_row, token_ids) if sequence.wants_logprobs else ()
         if token_ids[-1] in sequence.stop_ids or sequence.num_output >= sequence.max_tokens:
             reason = sequence.finish_reason()
             assert reason is not None
@@ -227,9 +218,9 @@ class Scheduler:
         before = sequence.num_computed
         sequence.num_computed = before + count
         is_complete = sequence.num_computed == sequence.num_tokens
-        vector = pool_output(sequence, output, index, is_complete=is_complete)
+        vector = _pool_output(sequence, output, index, is_complete=is_complete)
         if vector is None:
-            return self.live.end(sequence.request_id, "error", overflow_error(sequence))
+            return self.live.end(sequence.request_id, "error", _overflow_error(sequence))
         self._publish(sequence, before)
         return self.live.finish(sequence, "stop", vector=vector) if is_complete else None
 
@@ -238,9 +229,9 @@ class Scheduler:
         verified = self._spec_decoder.verify(sequence, output, first_row)
         for _ in verified.token_ids:
             self._meter.count_generated_token(sequence.tenant_id)
-            self._queue.charge_token(sequence)
+            self.queue.charge_token(sequence)
         if verified.num_rejected:
-            self._queue.charge(sequence, INPUT_PRICE * verified.num_rejected)
+            self.queue.charge(sequence, INPUT_PRICE * verified.num_rejected)
         return verified.token_ids
 
     def _grow(self, sequence: Sequence, preempted: list[Sequence]) -> bool:
@@ -253,7 +244,7 @@ class Scheduler:
                 return True
             victim = self._youngest(sequence)
             self.live.stop(victim)
-            self._queue.push_preempted(victim)
+            self.queue.push_preempted(victim)
             preempted.append(victim)
             if victim is sequence:
                 return False
@@ -270,7 +261,7 @@ class Scheduler:
     def _displace(self, sequence: Sequence) -> None:
         """Take a running sequence's place for another tenant's."""
         self.live.stop(sequence)
-        self._queue.push_back(sequence)
+        self.queue.push_back(sequence)
 
     def _publish(self, sequence: Sequence, before: int) -> None:
         """Publish the blocks that this step has filled; `before` it so many tokens were computed."""
@@ -288,8 +279,48 @@ class Scheduler:
         """Tokens per prompt. Without KV memory a text is computed whole; admission made sure that it fits."""
         if not self._has_memory:
             return [sequence.num_pending for sequence in prefills]
-        return split_prefill(prefills, budget, self._queue.waiting_tenants())
+        return split_prefill(prefills, budget, self.queue.waiting_tenants())
 
 
 def _adapter_slot(item: tuple[Sequence, int]) -> int:
     return item[0].adapter_slot
+
+
+def _pool_output(sequence: Sequence, output: ForwardOutput, index: int, *, is_complete: bool) -> bytes | None:
+    """Store a step's sums. Returns the embedding when complete, b"" before, None if it is not finite."""
+    assert sequence.pooling is not None
+    assert output.sums is not None, "the backend has added up what was to be pooled"
+    sequence.pooled_sums = output.sums[index]
+    return embedding(sequence.pooled_sums, sequence.num_tokens, sequence.pooling) if is_complete else b""
+
+
+def _overflow_error(sequence: Sequence) -> Exception:
+    """The error of a sequence whose next token or embedding is not a finite number."""
+    where = f"is not a finite number after {sequence.num_tokens} tokens"
+    adapter = sequence.request.adapter
+    if adapter is None:
+        return EngineFailure(f"the output of the base model {where}")
+    return AdapterOverflow(
+        f"the output of adapter {adapter.name!r} {where}: its values are too large; lower alpha or train it again"
+    )
+
+
+def _logprobs_of(output: ForwardOutput, first_row: int, token_ids: tuple[int, ...]) -> tuple[TokenLogprobs, ...]:
+    lines = []
+    for row, token_id in enumerate(token_ids, first_row):
+        top = output.top_logprobs[row]
+        pairs = () if top is None else tuple(zip(top[0].tolist(), top[1].tolist(), strict=True))
+        lines.append(TokenLogprobs(token_id, float(output.logprobs[row]), pairs))
+    return tuple(lines)
+
+
+def embedding(sums: NDArray[np.float64], num_tokens: int, params: PoolingParams) -> bytes | None:
+    """The embedding of a text of `num_tokens`, as little-endian float32, from the sums [H] over its pooled rows.
+
+    None if a number is not finite. A zero vector stays as it is. The length is an exact sum, rounded once.
+    """
+    vector = sums[: params.num_dimensions] / (num_tokens if params.method == "mean" else 1)
+    if not np.isfinite(vector).all():
+        return None
+    length = math.sqrt(math.fsum((vector * vector).tolist()))
+    return (vector / length if length > 0 else vector).astype("<f4").tobytes()

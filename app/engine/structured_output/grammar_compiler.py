@@ -8,23 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from app.engine.batch import TokenMasks
-from app.engine.constraint import Constraint, Matcher
+from app.engine.constraint import Constraint
 from app.engine.errors import EngineFailure, PolyloraError
 from app.engine.sequence import Sequence
 
-
-class CompiledGrammars(Protocol):
-    """A model's vocabulary and its compiled grammars (`backend_guidance.Vocabulary`)."""
-
-    num_words: int
-
-    def matcher(self, grammar: str, tenant_id: str) -> Matcher: ...
+if TYPE_CHECKING:  # llguidance is loaded by the first grammar
+    from app.engine.structured_output.backend_guidance import Vocabulary
 
 
 #: Receives a sequence that is ready, or one that cannot run and its error. Called on the compiler's thread.
@@ -34,7 +29,7 @@ OnCompiled = Callable[[Sequence, PolyloraError | None], None]
 class GrammarCompiler:
     """Compiles grammars on one thread, which loads the vocabulary first."""
 
-    def __init__(self, load: Callable[[], CompiledGrammars], on_compiled: OnCompiled) -> None:
+    def __init__(self, load: Callable[[], Vocabulary], on_compiled: OnCompiled) -> None:
         self._thread = ThreadPoolExecutor(1, "grammars")
         self._vocabulary = self._thread.submit(load)
         self._on_compiled = on_compiled
