@@ -75,19 +75,13 @@ class BatchBuilder:
                 drawing.append(sequence)
         query_starts = np.cumsum([0, *(count for _, count in items)], dtype=np.int32)  # [B+1]
         return ForwardBatch(
-            token_ids=np.array(token_ids, np.int32),
-            positions=np.array(positions, np.int32),
-            kv_slots=np.array(kv_slots, np.int64),
-            query_starts=query_starts,
-            seq_lens=np.array(seq_lens, np.int32),
-            block_tables=block_tables,
-            run_starts=np.array([*runs.starts, num_tokens], np.int32),
-            run_adapter_slots=np.array(runs.adapter_slots, np.int32),
-            sample_rows=np.array(sample_rows, np.int32),
-            sample_seqs=np.array(sample_seqs, np.int32),
-            sampling=self._sampling(sampled, drawing),
+            token_ids=np.array(token_ids, np.int32), positions=np.array(positions, np.int32),
+            kv_slots=np.array(kv_slots, np.int64), query_starts=query_starts, seq_lens=np.array(seq_lens, np.int32),
+            block_tables=block_tables, run_starts=np.array([*runs.starts, num_tokens], np.int32),
+            run_adapter_slots=np.array(runs.adapter_slots, np.int32), sample_rows=np.array(sample_rows, np.int32),
+            sample_seqs=np.array(sample_seqs, np.int32), sampling=self._sampling(sampled, drawing),
             pooling=_pooling(pooled, pooled_ranges),
-        )
+        )  # fmt: skip
 
     def _sampling(self, sampled: list[Sequence], drawing: list[Sequence]) -> SamplingBatch:
         if sampled != self._sampled:
@@ -102,21 +96,13 @@ class BatchBuilder:
                 for sequence, num_known in zip(sampled, nums_known, strict=True)
             )
         return SamplingBatch(
-            temperature=constants.temperature,
-            top_p=constants.top_p,
-            top_k=constants.top_k,
-            min_p=constants.min_p,
-            presence=constants.presence,
-            frequency=constants.frequency,
-            repetition=constants.repetition,
-            seeds=constants.seeds,
-            positions=np.array(nums_known, np.int64),
-            num_logprobs=constants.num_logprobs,
-            history=history,
-            prompt_lens=constants.prompt_lens,
+            temperature=constants.temperature, top_p=constants.top_p, top_k=constants.top_k, min_p=constants.min_p,
+            presence=constants.presence, frequency=constants.frequency, repetition=constants.repetition,
+            seeds=constants.seeds, positions=np.array(nums_known, np.int64), num_logprobs=constants.num_logprobs,
+            history=history, prompt_lens=constants.prompt_lens,
             biases=tuple(map(Sequence.bias_after, sampled, nums_known)) if constants.any_bias else (),
             masks=None if self._masks is None else self._masks(drawing),
-        )
+        )  # fmt: skip
 
 
 def _kv_slots(table: NDArray[np.int32], positions: NDArray[np.int64], block_size: int) -> list[int]:

@@ -108,16 +108,10 @@ def _scheduler(
         num_draft_rows=limits.num_draft_rows,
     )
     return Scheduler(
-        blocks,
-        adapters,
-        meter,
-        max_num_batched_tokens=config.max_num_batched_tokens,
-        max_num_seqs=config.max_num_seqs,
-        max_write_bytes=config.lora_load_bytes_per_step,
-        prefill_budget=PrefillBudget(config.target_step_ms / 1000),
-        tenant_isolation=TenantIsolation(config.max_tenant_slowdown),
-        spec_decoder=spec_decoder,
-    )
+        blocks, adapters, meter, max_num_batched_tokens=config.max_num_batched_tokens, max_num_seqs=config.max_num_seqs,
+        max_write_bytes=config.lora_load_bytes_per_step, prefill_budget=PrefillBudget(config.target_step_ms / 1000),
+        tenant_isolation=TenantIsolation(config.max_tenant_slowdown), spec_decoder=spec_decoder,
+    )  # fmt: skip
 
 
 class Engine:
@@ -204,24 +198,17 @@ class Engine:
             raise self._failure  # it failed in the meantime, and no step ended this request
 
     def abort(self, request_id: str) -> None:
-        """End a request in the next step, with finish_reason "abort". Unknown and finished requests are ignored."""
+        """See `RunningEngine.abort`."""
         self._inbox.append(_Abort(request_id))
 
     def unload_adapter(self, digest: str) -> Future[int]:
-        """Free an adapter's rows once its last sequence has ended; the result is the number of rows freed.
-
-        If the adapter is loaded again before that, it stays and the result is 0. The future raises EngineFailure if the
-        engine has stopped or stops first.
-        """
+        """See `RunningEngine.unload_adapter`; EngineFailure if the engine has stopped or stops first."""
         freed: Future[int] = Future()
         self._enqueue(UnloadCommand(digest, freed))
         return freed
 
     def pin_adapters(self, digests: Collection[str]) -> None:
-        """Pin exactly these adapters from the next step on: once resident they are never evicted, idle or not.
-
-        Requests for adapters that then have no room end with AdapterPoolFull.
-        """
+        """See `RunningEngine.pin_adapters`; in effect from the next step on."""
         self._inbox.append(_Pin(frozenset(digests)))
 
     def add_remote_service(self, served: Mapping[str, float], *, continues: bool) -> None:
@@ -229,15 +216,11 @@ class Engine:
         self._inbox.append(_RemoteService(served, continues))
 
     def service(self) -> TenantService:
-        """Service per tenant on this engine and the tenants that wait, at about this moment."""
+        """See `RunningEngine.service`."""
         return self._scheduler.queue.service()
 
     def load_adapter(self, adapter: LoraAdapter, ref: AdapterRef) -> Future[int]:
-        """Make an adapter resident before any request needs it, as soon as running sequences leave it room.
-
-        `ref` names the tenant it is loaded for. The future's result is the number of bytes written. Raises what
-        `submit` raises for its adapter; the future may raise AdapterPoolFull, EngineFailure, or the error of the write.
-        """
+        """See `RunningEngine.load_adapter`; it is written as soon as running sequences leave it room."""
         self._check.adapter(adapter, ref.name)
         resident: Future[int] = Future()
         if self.merged is not None:
@@ -270,7 +253,7 @@ class Engine:
 
     @property
     def failure(self) -> EngineFailure | None:
-        """Why the engine stopped computing, or None while it works."""
+        """See `RunningEngine.failure`."""
         return self._failure
 
     @property
@@ -280,17 +263,12 @@ class Engine:
         return [] if plan is None else [sequence.request_id for sequence, _ in plan.items]
 
     def stats(self) -> EngineStats:
-        """A snapshot of what the engine holds and has done, at about this moment."""
+        """See `RunningEngine.stats`."""
         return self._meter.stats(
-            self._blocks,
-            self._adapters,
-            self._split,
-            num_live=len(self._live_ids),
-            num_running=self._scheduler.num_running,
-            merged=self.merged,
-            service_gap=self._scheduler.queue.gap(),
+            self._blocks, self._adapters, self._split, num_live=len(self._live_ids),
+            num_running=self._scheduler.num_running, merged=self.merged, service_gap=self._scheduler.queue.gap(),
             compile_s=self._backend.compile_s,
-        )
+        )  # fmt: skip
 
     # Everything below runs on the engine's thread.
 

@@ -110,43 +110,30 @@ class EngineMeter:
         if merged is not None:
             residents += (ResidentAdapter(merged.digest, merged.max_rank, 0, 0, 0),)
         return EngineStats(
-            num_waiting=max(0, num_live - num_running),
-            num_running=num_running,
-            num_blocks=blocks.num_blocks,
-            num_blocks_free=blocks.num_free,
-            num_blocks_cached=blocks.num_cached,
-            num_rank_rows=adapters.limits.num_rows,
-            num_rank_rows_free=adapters.num_rows_free,
-            residents=residents,
-            num_steps=self.num_steps,
-            num_tokens_computed=self.num_tokens_computed,
-            num_tokens_generated=self.num_tokens_generated,
-            num_prompt_tokens=self.num_prompt_tokens,
-            num_cached_tokens=self.num_cached_tokens,
-            num_preemptions=self.num_preemptions,
-            num_adapter_hits=self.num_adapter_hits,
-            num_adapter_misses=self.num_adapter_misses,
-            num_adapter_writes=self.num_adapter_writes,
-            num_adapter_write_bytes=self.num_adapter_write_bytes,
-            adapter_write_s=self.adapter_write_s,
-            num_adapter_evictions=adapters.num_evictions,
-            num_finished=self.num_finished,
-            num_aborted=self.num_aborted,
-            tenants=self.tenants(),
-            rank_row_ms=self.rank_row_ms,
-            kv_block_ms=self.kv_block_ms,
-            service_gap=service_gap,
-            num_kv_tokens=blocks.num_blocks * blocks.block_size,
-            num_draft_tokens=self.num_draft_tokens,
-            num_accepted_tokens=self.num_accepted_tokens,
-            base_s=split.base_s,
-            lora_s=split.lora_s,
-            compile_s=compile_s,
+            num_waiting=max(0, num_live - num_running), num_running=num_running, num_blocks=blocks.num_blocks,
+            num_blocks_free=blocks.num_free, num_blocks_cached=blocks.num_cached,
+            num_rank_rows=adapters.limits.num_rows, num_rank_rows_free=adapters.num_rows_free, residents=residents,
+            num_steps=self.num_steps, num_tokens_computed=self.num_tokens_computed,
+            num_tokens_generated=self.num_tokens_generated, num_prompt_tokens=self.num_prompt_tokens,
+            num_cached_tokens=self.num_cached_tokens, num_preemptions=self.num_preemptions,
+            num_adapter_hits=self.num_adapter_hits, num_adapter_misses=self.num_adapter_misses,
+            num_adapter_writes=self.num_adapter_writes, num_adapter_write_bytes=self.num_adapter_write_bytes,
+            adapter_write_s=self.adapter_write_s, num_adapter_evictions=adapters.num_evictions,
+            num_finished=self.num_finished, num_aborted=self.num_aborted, tenants=self.tenants(),
+            rank_row_ms=self.rank_row_ms, kv_block_ms=self.kv_block_ms, service_gap=service_gap,
+            num_kv_tokens=blocks.num_blocks * blocks.block_size, num_draft_tokens=self.num_draft_tokens,
+            num_accepted_tokens=self.num_accepted_tokens, base_s=split.base_s, lora_s=split.lora_s, compile_s=compile_s,
             cached_prefixes=blocks.cached_prefixes,
-        )
+        )  # fmt: skip
 
     def tenants(self) -> dict[str, TenantStats]:
-        return {tenant_id: _tenant_stats(t) for tenant_id, t in self._tenants.copy().items()}
+        return {
+            tenant_id: TenantStats(
+                t.prompt_tokens, t.cached_tokens, t.completion_tokens, t.adapter_write_bytes, t.rank_row_ms,
+                t.kv_block_ms,
+            )
+            for tenant_id, t in self._tenants.copy().items()
+        }  # fmt: skip
 
     def _tenant(self, tenant_id: str) -> _Tenant:
         tenant = self._tenants.get(tenant_id)
@@ -155,17 +142,6 @@ class EngineMeter:
                 tenant_id = OTHER_TENANTS
             tenant = self._tenants.setdefault(tenant_id, _Tenant())
         return tenant
-
-
-def _tenant_stats(tenant: _Tenant) -> TenantStats:
-    return TenantStats(
-        tenant.prompt_tokens,
-        tenant.cached_tokens,
-        tenant.completion_tokens,
-        tenant.adapter_write_bytes,
-        tenant.rank_row_ms,
-        tenant.kv_block_ms,
-    )
 
 
 class StepProfile:

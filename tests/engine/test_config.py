@@ -18,7 +18,7 @@ SECTIONS: list[DeviceConfig] = [
 
 
 @pytest.mark.parametrize("section", ["cuda", "xla"])
-def test_guesses_are_refused_by_name_where_they_cannot_be_verified(section: str) -> None:
+def test_speculative_decoding_is_refused_by_name_where_they_cannot_be_verified(section: str) -> None:
     with pytest.raises(ValidationError, match=rf"engine.speculative_decoding is 4, but engine.{section} cannot verify"):
         EngineConfig.model_validate({"speculative_decoding": 4, section: {}})
     assert EngineConfig.model_validate({section: {}}).speculative_decoding == "auto"

@@ -1,34 +1,34 @@
-"""How long guesses are, and when none is made."""
+"""How long drafts are, and when none is made."""
 
 from __future__ import annotations
 
 from app.engine.sequence import FIRST_DRAFT_LENGTH, MAX_DRAFT_LENGTH, MAX_PAUSE, DraftLength
 
 
-def rests(pace: DraftLength) -> int:
-    """Steps until the next guess."""
+def pause(draft_length: DraftLength) -> int:
+    """Steps until the next draft."""
     count = 0
-    while not pace.length():
+    while not draft_length.length():
         count += 1
     return count
 
 
-def test_guesses_grow_while_they_are_right_and_shrink_to_what_was_right() -> None:
-    pace = DraftLength()
-    assert pace.length() == FIRST_DRAFT_LENGTH
-    pace.observe(FIRST_DRAFT_LENGTH, FIRST_DRAFT_LENGTH)
-    assert pace.length() == MAX_DRAFT_LENGTH
-    pace.observe(MAX_DRAFT_LENGTH, 2)
-    assert pace.length() == 3
+def test_drafts_grow_while_accepted_and_shrink_to_the_accepted_part() -> None:
+    draft_length = DraftLength()
+    assert draft_length.length() == FIRST_DRAFT_LENGTH
+    draft_length.observe(FIRST_DRAFT_LENGTH, FIRST_DRAFT_LENGTH)
+    assert draft_length.length() == MAX_DRAFT_LENGTH
+    draft_length.observe(MAX_DRAFT_LENGTH, 2)
+    assert draft_length.length() == 3
 
 
-def test_each_wrong_guess_doubles_the_time_without_one_until_one_is_right() -> None:
-    pace, waited = DraftLength(), []
+def test_each_rejected_draft_doubles_the_pause_until_one_is_accepted() -> None:
+    draft_length, waited = DraftLength(), []
     for _ in range(9):
-        pace.observe(1, 0)
-        waited.append(rests(pace))
+        draft_length.observe(1, 0)
+        waited.append(pause(draft_length))
     assert waited == [2, 4, 8, 16, 32, 64, MAX_PAUSE, MAX_PAUSE, MAX_PAUSE]
-    pace.observe(1, 1)
-    assert rests(pace) == 0
-    pace.observe(1, 0)
-    assert rests(pace) == 2
+    draft_length.observe(1, 1)
+    assert pause(draft_length) == 0
+    draft_length.observe(1, 0)
+    assert pause(draft_length) == 2

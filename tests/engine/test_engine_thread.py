@@ -169,7 +169,7 @@ def test_a_thread_that_never_ran_leaves_nothing_unanswered() -> None:
 
 
 class StuckBackend(FakeBackend):
-    """Its second step does not return before it is told to."""
+    """Its second step does not return before the test lets it."""
 
     def __init__(self) -> None:
         super().__init__(BackendLimits(64, 8, 64, 8, 8))

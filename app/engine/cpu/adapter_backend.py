@@ -21,17 +21,11 @@ def limits_of(
 ) -> BackendLimits:
     """The limits of a CPU backend. Runs of rank rows begin anywhere: here a row is memory, not a table row."""
     return BackendLimits(
-        num_kv_blocks=num_kv_blocks,
-        block_size=config.block_size,
-        lora_pool_rows=config.lora_pool_rows // RANK_PANEL * RANK_PANEL,
-        rank_alignment=1,
-        max_loras=config.max_loras,
-        extra_weights_bytes=config.extra_weights_bytes,
-        takes_bfloat16=True,
-        can_embed=True,
-        num_draft_rows=num_draft_rows,
-        rank_rows_of=lambda adapter: prepared.of(adapter).num_rows,
-    )
+        num_kv_blocks=num_kv_blocks, block_size=config.block_size,
+        lora_pool_rows=config.lora_pool_rows // RANK_PANEL * RANK_PANEL, rank_alignment=1, max_loras=config.max_loras,
+        extra_weights_bytes=config.extra_weights_bytes, takes_bfloat16=True, can_embed=True,
+        num_draft_rows=num_draft_rows, rank_rows_of=lambda adapter: prepared.of(adapter).num_rows,
+    )  # fmt: skip
 
 
 class AdapterBackend:

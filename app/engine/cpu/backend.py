@@ -76,23 +76,15 @@ class CpuBackend(AdapterBackend):
         extra_runs = self._extras.runs(runs)
         has_extras = len(extra_runs) > 0
         step = cpu_decoder.Step(
-            token_ids=batch.token_ids,
-            positions=batch.positions,
-            kv_slots=batch.kv_slots,
-            query_starts=batch.query_starts,
-            seq_lens=batch.seq_lens,
-            block_tables=batch.block_tables,
-            attention_tasks=attention_tasks(batch.query_starts),
-            runs=runs,
-            shrink_tasks=shrink_tasks(runs),
-            widest_rank=widest_rank,
-            sample_rows=batch.sample_rows,
-            extra_runs=extra_runs,
+            token_ids=batch.token_ids, positions=batch.positions, kv_slots=batch.kv_slots,
+            query_starts=batch.query_starts, seq_lens=batch.seq_lens, block_tables=batch.block_tables,
+            attention_tasks=attention_tasks(batch.query_starts), runs=runs, shrink_tasks=shrink_tasks(runs),
+            widest_rank=widest_rank, sample_rows=batch.sample_rows, extra_runs=extra_runs,
             extra_samples=sample_runs(extra_runs, batch.sample_rows) if has_extras else extra_runs,
             extra_slots=token_slots(extra_runs, len(batch.token_ids) if has_extras else 0),
             pooled_rows=rows_of(batch.pooling),
             adapter_slots=token_slots(runs, len(batch.token_ids) if widest_of_experts else 0),
-        )
+        )  # fmt: skip
         work = self._work
         if work.experts is not None and widest_of_experts > work.experts.shrunk.shape[2]:
             shape = (len(work.experts.inputs), 2, padded_width(widest_of_experts))
@@ -141,19 +133,11 @@ class CpuBackend(AdapterBackend):
         starts = np.array([0, 1], np.int32)
         self.forward(
             ForwardBatch(
-                token_ids=one,
-                positions=one,
-                kv_slots=np.zeros(1, np.int64),
-                query_starts=starts,
-                seq_lens=one + 1,
-                block_tables=one[None],
-                run_starts=starts,
-                run_adapter_slots=one,
-                sample_rows=one,
-                sample_seqs=one,
+                token_ids=one, positions=one, kv_slots=np.zeros(1, np.int64), query_starts=starts, seq_lens=one + 1,
+                block_tables=one[None], run_starts=starts, run_adapter_slots=one, sample_rows=one, sample_seqs=one,
                 sampling=sampling,
             )
-        )
+        )  # fmt: skip
         if self.limits.lora_pool_rows and self.limits.extra_weights_bytes:
             self._extras.warm_up()
         if self.limits.lora_pool_rows:
@@ -182,14 +166,11 @@ class CpuBackend(AdapterBackend):
             qkv=np.zeros((tokens, sizes.q_size + 2 * sizes.kv_size), np.float32),
             attended=np.zeros((tokens, products["o"].d_in), np.float32),
             gate_up=np.zeros((tokens, 2 * padded_width(mlp_width)), np.float32),
-            gated=np.zeros((tokens, mlp_width), np.float32),
-            shrunk=np.zeros((tokens, 3, 64), np.float32),
+            gated=np.zeros((tokens, mlp_width), np.float32), shrunk=np.zeros((tokens, 3, 64), np.float32),
             kept=np.zeros((tokens, padded_width(spec.hidden_size)), np.float32),
             projected=np.zeros((tokens, padded_width(spec.hidden_size) if sizes.post_norms else 0), np.float32),
-            head_inputs=np.zeros((samples, 0), np.float32),
-            sampled=np.zeros((samples, spec.hidden_size), np.float32),
+            head_inputs=np.zeros((samples, 0), np.float32), sampled=np.zeros((samples, spec.hidden_size), np.float32),
             logits=np.zeros((samples, padded_width(spec.vocab_size)), np.float32),
-            states=np.zeros((tokens, spec.hidden_size), np.float32),
-            experts=expert_workspace(spec, tokens),
+            states=np.zeros((tokens, spec.hidden_size), np.float32), experts=expert_workspace(spec, tokens),
             latent=latent_workspace(spec, tokens),
-        )
+        )  # fmt: skip

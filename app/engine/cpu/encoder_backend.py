@@ -149,15 +149,10 @@ def _pack_weights(
     packed: dict[str, Any] = {name: writer.stack for name, writer in stacks.items()}
     log_storage(spec.name, packed)
     return encoder.EncoderWeights(
-        words=whole[names.WORDS],
-        places=whole[names.PLACES],
-        segment=whole[names.SEGMENTS][0].copy(),
-        input_norm=input_norm,
-        attention_norm=norms[names.ATTENTION_NORM],
-        mlp_norm=norms[names.MLP_NORM],
-        **packed,
+        words=whole[names.WORDS], places=whole[names.PLACES], segment=whole[names.SEGMENTS][0].copy(),
+        input_norm=input_norm, attention_norm=norms[names.ATTENTION_NORM], mlp_norm=norms[names.MLP_NORM], **packed,
         **biases,
-    )
+    )  # fmt: skip
 
 
 def _workspace(spec: ModelSpec, num_tokens: int) -> encoder.EncoderWorkspace:
@@ -167,12 +162,7 @@ def _workspace(spec: ModelSpec, num_tokens: int) -> encoder.EncoderWorkspace:
         return np.zeros((num_tokens, *shape), np.float32)
 
     return encoder.EncoderWorkspace(
-        hidden=rows(padded_width(hidden)),
-        states=rows(hidden),
-        qkv=rows(3 * padded_width(hidden)),
-        attended=rows(hidden),
-        up=rows(padded_width(wide)),
-        activated=rows(wide),
-        shrunk=rows(3, 64),
+        hidden=rows(padded_width(hidden)), states=rows(hidden), qkv=rows(3 * padded_width(hidden)),
+        attended=rows(hidden), up=rows(padded_width(wide)), activated=rows(wide), shrunk=rows(3, 64),
         kept=rows(padded_width(hidden)),
-    )
+    )  # fmt: skip

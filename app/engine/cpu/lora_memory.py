@@ -185,10 +185,6 @@ class MoeLoraMemory:
         self._held: dict[int, NDArray[np.uint8]] = {}
         self._widest = np.zeros(num_slots, np.int64)
 
-    def held_bytes(self, adapter_slot: int) -> int:
-        """Bytes of the slot's rows."""
-        return self._held[adapter_slot].nbytes if adapter_slot in self._held else 0
-
     def widest(self, adapter_slots: NDArray[np.int64]) -> int:
         """The largest rank of these slots' experts; 0 where none changes an expert."""
         return int(self._widest[adapter_slots].max(initial=0))

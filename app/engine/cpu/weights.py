@@ -59,25 +59,15 @@ def decoder_sizes(spec: ModelSpec) -> cpu_decoder.Sizes:
     q_size, kv_size = (0, 0) if first.attention.latent is not None else qkv.padded_widths(PANEL)[:2]
     routers = [layer.experts.router for layer in spec.layers if layer.experts is not None]
     return cpu_decoder.Sizes(
-        num_heads=first.attention.num_heads,
-        num_kv_heads=first.attention.num_kv_heads,
-        head_dim=first.attention.head_dim,
-        q_size=q_size,
-        kv_size=kv_size,
-        gelu=first.mlp.activation == "gelu_tanh",
-        eps=np.float32(spec.norm_eps),
-        post_norms=first.post_norms,
-        softcap=np.float32(first.attention.softcap or 0.0),
-        logit_softcap=np.float32(spec.logit_softcap or 0.0),
-        embedding_scale=np.float32(spec.embedding_scale),
-        whole_norm=first.attention.whole_qk_norm,
-        normalised=bool(routers) and routers[0].normalised,
-        limit=np.float32(first.mlp.limit or 0.0),
-        alpha=np.float32(first.mlp.alpha),
+        num_heads=first.attention.num_heads, num_kv_heads=first.attention.num_kv_heads,
+        head_dim=first.attention.head_dim, q_size=q_size, kv_size=kv_size, gelu=first.mlp.activation == "gelu_tanh",
+        eps=np.float32(spec.norm_eps), post_norms=first.post_norms, softcap=np.float32(first.attention.softcap or 0.0),
+        logit_softcap=np.float32(spec.logit_softcap or 0.0), embedding_scale=np.float32(spec.embedding_scale),
+        whole_norm=first.attention.whole_qk_norm, normalised=bool(routers) and routers[0].normalised,
+        limit=np.float32(first.mlp.limit or 0.0), alpha=np.float32(first.mlp.alpha),
         share_scale=np.float32(routers[0].scale if routers else 1.0),
-        num_groups=routers[0].num_groups if routers else 1,
-        top_groups=routers[0].top_groups if routers else 1,
-    )
+        num_groups=routers[0].num_groups if routers else 1, top_groups=routers[0].top_groups if routers else 1,
+    )  # fmt: skip
 
 
 class PackedModules:
@@ -240,18 +230,12 @@ def _expert_weights(spec: ModelSpec, stacks: Mapping[str, Stack], arrays: Mappin
         return None
     return ExpertWeights(
         place=np.where(has_experts, np.cumsum(has_experts) - 1, -1),
-        dense_place=np.where(has_experts, -1, np.cumsum(~has_experts) - 1),
-        router=stacks["router"],
-        gate_up=stacks["experts_gate_up"],
-        down=stacks["experts_down"],
-        shared_gate=stacks.get("shared_gate", _ABSENT),
-        shared_gate_up=stacks.get("shared_gate_up", _ABSENT),
-        shared_down=stacks.get("shared_down", _ABSENT),
-        router_bias=arrays["router_bias"],
-        gate_up_bias=arrays["experts_gate_up_bias"],
-        down_bias=arrays["experts_down_bias"],
-        no_bias=np.zeros(0, np.float32),
-    )
+        dense_place=np.where(has_experts, -1, np.cumsum(~has_experts) - 1), router=stacks["router"],
+        gate_up=stacks["experts_gate_up"], down=stacks["experts_down"], shared_gate=stacks.get("shared_gate", _ABSENT),
+        shared_gate_up=stacks.get("shared_gate_up", _ABSENT), shared_down=stacks.get("shared_down", _ABSENT),
+        router_bias=arrays["router_bias"], gate_up_bias=arrays["experts_gate_up_bias"],
+        down_bias=arrays["experts_down_bias"], no_bias=np.zeros(0, np.float32),
+    )  # fmt: skip
 
 
 def _latent_weights(spec: ModelSpec, stacks: Mapping[str, Stack], arrays: Mapping[str, Floats]) -> MlaWeights | None:
@@ -260,22 +244,13 @@ def _latent_weights(spec: ModelSpec, stacks: Mapping[str, Stack], arrays: Mappin
         return None
     nothing = np.zeros((len(spec.layers), 0), np.float32)
     return MlaWeights(
-        query=stacks.get("query", _ABSENT),
-        query_a=stacks.get("query_a", _ABSENT),
-        query_a_bias=arrays.get("query_a_bias", nothing),
-        query_b=stacks.get("query_b", _ABSENT),
-        latent_a=stacks["latent_a"],
-        latent_a_bias=arrays["latent_a_bias"],
-        latent_keys=stacks[LATENT_KEYS.name],
-        latent_values=stacks[LATENT_VALUES.name],
-        query_latent_norm=arrays["query_latent_norm"],
-        latent_norm=arrays["latent_norm"],
-        no_bias=np.zeros(0, np.float32),
-        no_biases=np.zeros((0, 0), np.float32),
-        key_size=latent.key_size,
-        rope_size=latent.rope_size,
-        norm_eps=np.float32(latent.norm_eps),
-    )
+        query=stacks.get("query", _ABSENT), query_a=stacks.get("query_a", _ABSENT),
+        query_a_bias=arrays.get("query_a_bias", nothing), query_b=stacks.get("query_b", _ABSENT),
+        latent_a=stacks["latent_a"], latent_a_bias=arrays["latent_a_bias"], latent_keys=stacks[LATENT_KEYS.name],
+        latent_values=stacks[LATENT_VALUES.name], query_latent_norm=arrays["query_latent_norm"],
+        latent_norm=arrays["latent_norm"], no_bias=np.zeros(0, np.float32), no_biases=np.zeros((0, 0), np.float32),
+        key_size=latent.key_size, rope_size=latent.rope_size, norm_eps=np.float32(latent.norm_eps),
+    )  # fmt: skip
 
 
 def _rope_tables(ropes: list[RopeSpec], max_positions: int) -> tuple[Floats, Floats]:

@@ -98,7 +98,3 @@ class TenantQuota:
     def share(self, tenant_id: str, capacity: int) -> float:
         """The part of the capacity for each tenant with items here, this one included."""
         return capacity / (len(self._amounts) + (tenant_id not in self._amounts))
-
-    def amount(self, tenant_id: str) -> int:
-        """What a tenant holds here."""
-        return self._amounts.get(tenant_id, 0)

@@ -5,7 +5,7 @@ Frozen values. Sequences in `items` already hold their blocks and a reference on
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from app.engine.adapters.adapter import LoraAdapter
@@ -42,5 +42,4 @@ class Schedule:
 
     items: list[tuple[Sequence, int]]
     adapter_writes: list[AdapterWrite]
-    preempted: list[Sequence]
-    refusals: list[Refusal] = field(default_factory=list)
+    refusals: list[Refusal]

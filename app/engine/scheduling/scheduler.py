@@ -61,10 +61,6 @@ class Scheduler:
         self.live = LiveSequences(blocks, adapters, meter, self._admission)
 
     @property
-    def num_waiting(self) -> int:
-        return len(self.queue)
-
-    @property
     def num_running(self) -> int:
         return len(self.live.running)
 
@@ -89,10 +85,9 @@ class Scheduler:
         if self._isolation.is_on and self._has_memory:
             token_limit_of = self._isolation.token_limits(running, queue.first_of_each(), queue.counter_of)
         preferred: list[Sequence] = []
-        displaced: list[Sequence] = []
         if token_limit_of:
             places = self._max_sequences - len(running)
-            preferred, displaced = self._isolation.make_places(running, queue, token_limit_of, places, self._displace)
+            preferred = self._isolation.make_places(running, queue, token_limit_of, places, self._displace)
         preempted: list[Sequence] = []
         skipped = self._isolation.take_turns(running, token_limit_of)
         index = 0
@@ -143,7 +138,7 @@ class Scheduler:
         )
         items = self._spec_decoder.plan(items, len(running))
         items.sort(key=_adapter_slot)
-        return Schedule(items, writes, displaced + preempted, refusals)
+        return Schedule(items, writes, refusals)
 
     def observe(self, plan: Schedule, took_s: float) -> None:
         """Update the time estimates with the duration of a computed step."""

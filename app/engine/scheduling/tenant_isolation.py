@@ -144,15 +144,14 @@ class TenantIsolation:
         wide_tenants: Container[str],
         num_free: int,
         displace: Callable[[Sequence], None],
-    ) -> tuple[list[Sequence], list[Sequence]]:
+    ) -> list[Sequence]:
         """If no place is free, displace the youngest sequence of the widest tenant for the first request of each other
         tenant.
 
         `displace` removes a sequence from `running` and queues it again; most of its blocks stay in the prefix cache.
-        Returns the sequences that got a place and the displaced ones.
+        Returns the sequences that got a place.
         """
         preferred: list[Sequence] = []
-        displaced: list[Sequence] = []
         least = queue.least_waiting()
         for waiting_sequence in queue.first_of_each():
             num_free -= 1
@@ -162,9 +161,8 @@ class TenantIsolation:
             if victim is None:
                 continue
             displace(victim)
-            displaced.append(victim)
             preferred.append(waiting_sequence)
-        return preferred, displaced
+        return preferred
 
     def take_turns(self, running: SequenceOf[Sequence], token_limit_of: dict[str, int]) -> set[str]:
         """Request ids of the wide tenants' streams that are not computed in this step.

@@ -18,8 +18,8 @@ Ids = NDArray[np.int32]
 #: sequence's own text two are too few: every value of a JSON object begins with the same two.
 MIN_MATCH, MIN_MATCH_PREDICTED, MAX_MATCH = 3, 2, 8
 
-_NOTHING: Ids = np.empty(0, np.int32)
-_NOTHING.flags.writeable = False
+NOTHING: Ids = np.empty(0, np.int32)
+NOTHING.flags.writeable = False
 
 
 def propose_ngram(known: Ids, max_tokens: int) -> Ids:
@@ -29,7 +29,7 @@ def propose_ngram(known: Ids, max_tokens: int) -> Ids:
     """
     place = _best_place(known, known, MIN_MATCH)
     if place is None or max_tokens <= 0:
-        return _NOTHING
+        return NOTHING
     return np.resize(known[place + 1 :], max_tokens)
 
 
@@ -41,7 +41,7 @@ def propose_predicted(output: Ids, prediction: Ids, max_tokens: int) -> Ids:
     place: int | None = len(output) - 1
     if not np.array_equal(prediction[: len(output)], output):
         place = _best_place(output, prediction, MIN_MATCH_PREDICTED)
-    return _NOTHING if place is None else prediction[place + 1 : place + 1 + max_tokens]
+    return NOTHING if place is None else prediction[place + 1 : place + 1 + max_tokens]
 
 
 def num_predicted_tokens(output: Sequence[int], prediction: Sequence[int]) -> int:

@@ -16,14 +16,12 @@ from app.engine.config import Speculation
 from app.engine.meter import EngineMeter
 from app.engine.pools.block_pool import BlockPool
 from app.engine.sequence import DraftLength, Sequence
-from app.engine.spec_decode.ngram_proposer import Ids, propose_ngram, propose_predicted
+from app.engine.spec_decode.ngram_proposer import NOTHING, Ids, propose_ngram, propose_predicted
 
 #: Rows of a step, one per decoding sequence included, up to which "auto" adds draft tokens. On two cores with AVX-512 a
 #: step of 8 rows takes twice as long as one of a single row, and each row beyond that as much as the first
 #: (docs/performance.md).
 AUTO_ROWS = 8
-
-_NOTHING: Ids = np.empty(0, np.int32)
 
 
 class VerifiedTokens(NamedTuple):
@@ -119,14 +117,14 @@ class SpecDecoder:
         if sequence.constraint is not None:
             matcher = sequence.constraint.matcher_after(sequence.output_ids)
             if matcher is None:
-                return _NOTHING
+                return NOTHING
             if length := self._length(sequence.forced_draft_length, room):
                 forced = _until_end(sequence, np.array(matcher.forced_token_ids()[:length], np.int32))
                 if len(forced):
                     sequence.draft_length = sequence.forced_draft_length
                     return forced
         length = self._length(sequence.ngram_draft_length, room)
-        draft = _until_end(sequence, _propose(sequence, length)) if length else _NOTHING
+        draft = _until_end(sequence, _propose(sequence, length)) if length else NOTHING
         sequence.draft_length = sequence.ngram_draft_length
         return draft if matcher is None or not len(draft) else draft[: matcher.num_allowed(draft.tolist())]
 

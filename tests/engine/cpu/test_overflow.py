@@ -1,4 +1,4 @@
-"""An adapter whose values are too large for float32 ends its own requests; nobody else's tokens change."""
+"""An adapter whose values are too large for float32 ends its own requests; no other tokens change."""
 
 from __future__ import annotations
 

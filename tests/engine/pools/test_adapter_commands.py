@@ -1,4 +1,4 @@
-"""Drops, brings and what is pinned: orders about adapters that no request makes, each answered exactly once."""
+"""Unloads, loads and pins: commands about adapters that no request makes, each answered exactly once."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_drop_waits_for_sequences_in_flight_and_frees_the_rows() -> None:
     assert again.result(timeout=0) == 0
 
 
-def test_an_adapter_that_is_brought_again_before_it_could_be_dropped_stays() -> None:
+def test_an_adapter_that_is_loaded_again_before_it_could_be_unloaded_stays() -> None:
     engine, _ = make_engine()
     adapter = ADAPTERS[1]
     digest = adapter.card.digest
@@ -47,11 +47,11 @@ def test_an_adapter_that_is_brought_again_before_it_could_be_dropped_stays() -> 
     engine.step()
     assert not freed[0].done()
     freed.append(engine.unload_adapter(digest))
-    brought = engine.load_adapter(adapter, AdapterRef("it", digest, "t"))
+    loaded = engine.load_adapter(adapter, AdapterRef("it", digest, "t"))
     engine.pin_adapters([digest])
     run(engine)
-    assert brought.result(timeout=0) == 0, "it was there, and nothing was written for it"
-    assert [drop.result(timeout=0) for drop in freed] == [0, 0]
+    assert loaded.result(timeout=0) == 0, "it was there, and nothing was written for it"
+    assert [each.result(timeout=0) for each in freed] == [0, 0]
     assert [item.digest for item in engine.stats().residents] == [digest]
     last = engine.unload_adapter(digest)
     run(engine)
@@ -223,12 +223,12 @@ def test_orders_of_many_threads_at_the_end_are_all_answered() -> None:
     assert all(answer.done() for answer in answers)
 
 
-#: Submit, abort, drop, bring: an index of ADAPTERS (None: the base). Keep: several of them. Step: how many.
+#: Submit, abort, unload, load: an index of ADAPTERS (None: the base). Keep: several of them. Step: how many.
 EVENTS = st.one_of(
     st.tuples(st.just("submit"), st.sampled_from([None, *range(len(ADAPTERS))])),
     st.tuples(st.just("submit"), st.sampled_from([None, *range(len(ADAPTERS))])),
     st.tuples(st.just("abort"), st.integers(0, 40)),
-    st.tuples(st.sampled_from(["drop", "bring"]), st.integers(0, len(ADAPTERS) - 1)),
+    st.tuples(st.sampled_from(["unload", "load"]), st.integers(0, len(ADAPTERS) - 1)),
     st.tuples(st.just("keep"), st.frozensets(st.integers(0, len(ADAPTERS) - 1), max_size=3)),
     st.tuples(st.just("step"), st.integers(1, 6)),
 )
@@ -263,9 +263,9 @@ def test_orders_in_any_company_end_and_nothing_is_left(
             submitted[request.request_id] = (request, adapter)
         elif what == "abort":
             engine.abort(f"r{which}")
-        elif what == "drop":
+        elif what == "unload":
             answers.append(engine.unload_adapter(ADAPTERS[which].card.digest))
-        elif what == "bring":
+        elif what == "load":
             answers.append(engine.load_adapter(ADAPTERS[which], ref_of(which)))
         elif what == "keep":
             engine.pin_adapters([ADAPTERS[index].card.digest for index in which])

@@ -53,7 +53,7 @@ def test_every_row_slot_and_reference_is_accounted_for(
     for _ in range(data.draw(st.integers(1, 40))):
         rank = data.draw(st.integers(1, 40))
         digest = f"{data.draw(st.integers(0, 3))}/{rank}"
-        action = data.draw(st.sampled_from(["acquire"] * 3 + ["release", "drop", "pin"]))
+        action = data.draw(st.sampled_from(["acquire"] * 3 + ["release", "unload", "pin"]))
         if action == "pin":
             pinned = data.draw(st.frozensets(st.sampled_from([digest, *sorted(where)]), max_size=3))
             pool.pin(pinned)
@@ -61,7 +61,7 @@ def test_every_row_slot_and_reference_is_accounted_for(
             digest = data.draw(st.sampled_from(sorted(d for d, n in refs.items() if n)))
             pool.release(digest)
             refs[digest] -= 1
-        elif action == "drop" and where:
+        elif action == "unload" and where:
             digest = data.draw(st.sampled_from(sorted(where)))
             before = pool.num_rows_free
             freed = pool.unload(digest)
@@ -284,15 +284,15 @@ def test_extras_never_exceed_their_bytes_and_are_released_once(
     for _ in range(data.draw(st.integers(1, 40))):
         size = data.draw(st.sampled_from([0, 0, 7, 20, 45]))
         digest = f"{data.draw(st.integers(0, 3))}/{size}"
-        action = data.draw(st.sampled_from(["acquire"] * 3 + ["release", "drop"]))
+        action = data.draw(st.sampled_from(["acquire"] * 3 + ["release", "unload"]))
         if action == "release" and any(pins.values()):
             digest = data.draw(st.sampled_from(sorted(d for d, n in pins.items() if n)))
             pool.release(digest)
             pins[digest] -= 1
-        elif action == "drop":
+        elif action == "unload":
             pool.unload(digest)
         elif action == "acquire" and size > max_extra_bytes:
-            with pytest.raises(AdapterTooLarge, match=f"holds {size} bytes.*most {max_extra_bytes}.*raise engine"):
+            with pytest.raises(AdapterTooLarge, match=f"has {size} bytes.*most {max_extra_bytes}.*raise engine"):
                 pool.acquire(digest, 8, size)
         elif action == "acquire":
             others = [d for d, n in pins.items() if n and d != digest]
@@ -396,7 +396,7 @@ def test_nobody_s_thousand_adapters_evict_another_s_one(policy: EvictionPolicy) 
     for index in range(1000):
         assert use(pool, "many", f"{index}") is not None
         assert pool.is_resident("the one")
-    assert pool.num_rows_free == 0, "what nobody else wants is theirs"
+    assert pool.num_rows_free == 0, "what no other tenant needs is theirs"
 
 
 def test_who_has_more_than_its_share_waits_for_its_own_rows_while_anything_runs() -> None:

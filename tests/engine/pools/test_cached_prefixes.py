@@ -1,4 +1,4 @@
-"""The name of a prompt's head is the same in an engine and in an ingress, and a pool tells a few of those it has."""
+"""A prefix has the same key in an engine and in an ingress, and a pool reports the most recently used ones."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def prompt(seed: int, count: int = PREFIX_TOKENS + 40) -> list[int]:
     return [(seed * 31 + index * 7) % 50 for index in range(count)]
 
 
-def heads_of(engine: Engine, *requests: GenerateRequest) -> tuple[bytes, ...]:
+def cached_keys(engine: Engine, *requests: GenerateRequest) -> tuple[bytes, ...]:
     """What the engine tells once these have run, one after another."""
     for request in requests:
         engine.submit(request, ADAPTER if request.adapter is not None else None)
@@ -47,7 +47,7 @@ def new_engine(num_kv_blocks: int = 256) -> Engine:
 @pytest.mark.parametrize("block_size", [8, 16, 48, 128, 256])
 @pytest.mark.parametrize("adapter", [None, ADAPTER])
 @pytest.mark.parametrize("salt", [b"", b"one tenant"])
-def test_a_head_is_named_as_the_engine_names_its_blocks(block_size: int, adapter: object, salt: bytes) -> None:
+def test_a_prefix_key_is_the_hash_of_its_last_block(block_size: int, adapter: object, salt: bytes) -> None:
     chosen = ADAPTER if adapter is not None else None
     request = replace(fake_request("r", prompt(1, 600), chosen), cache_salt=salt)
     sequence = Sequence(request, chosen, fake_spec(), block_size)
@@ -59,61 +59,61 @@ def test_a_head_is_named_as_the_engine_names_its_blocks(block_size: int, adapter
 
 
 def test_what_an_ingress_computes_is_what_an_engine_tells() -> None:
-    heads = PrefixHasher(fake_spec().digest, LIMITS.block_size)
+    hasher = PrefixHasher(fake_spec().digest, LIMITS.block_size)
     base, other = fake_request("base", prompt(1)), fake_request("other", prompt(1), ADAPTER)
     salted = replace(fake_request("salted", prompt(1)), cache_salt=b"another tenant")
-    told = heads_of(new_engine(), base, other, salted)
-    assert [name.hex() for name in told] == [heads.of(base), heads.of(other), heads.of(salted)]
-    assert len({*told}) == 3, "an adapter and a salt change the name"
+    keys = cached_keys(new_engine(), base, other, salted)
+    assert [name.hex() for name in keys] == [hasher.of(base), hasher.of(other), hasher.of(salted)]
+    assert len({*keys}) == 3, "an adapter and a salt change the name"
 
 
-def test_equal_heads_have_one_name_whatever_follows_and_short_prompts_have_none() -> None:
-    heads = PrefixHasher(fake_spec().digest, LIMITS.block_size)
-    assert heads.of(fake_request("a", prompt(1))) == heads.of(fake_request("b", prompt(1)[:-20] + [3] * 9))
-    assert heads.of(fake_request("c", prompt(2))) != heads.of(fake_request("a", prompt(1)))
-    assert heads.of(fake_request("d", prompt(1, PREFIX_TOKENS))) is None
-    assert heads.of(fake_request("e", prompt(1, PREFIX_TOKENS + 1))) is not None
-    assert heads.of(replace(fake_request("f", prompt(1)), pooling=PoolingParams())) is None
+def test_equal_prefixes_have_one_key_whatever_follows_and_short_prompts_have_none() -> None:
+    hasher = PrefixHasher(fake_spec().digest, LIMITS.block_size)
+    assert hasher.of(fake_request("a", prompt(1))) == hasher.of(fake_request("b", prompt(1)[:-20] + [3] * 9))
+    assert hasher.of(fake_request("c", prompt(2))) != hasher.of(fake_request("a", prompt(1)))
+    assert hasher.of(fake_request("d", prompt(1, PREFIX_TOKENS))) is None
+    assert hasher.of(fake_request("e", prompt(1, PREFIX_TOKENS + 1))) is not None
+    assert hasher.of(replace(fake_request("f", prompt(1)), pooling=PoolingParams())) is None
 
 
-def test_a_head_that_is_found_again_is_the_last_used() -> None:
+def test_a_prefix_that_is_found_again_is_the_last_used() -> None:
     one, two = fake_request("one", prompt(1)), fake_request("two", prompt(2))
-    heads = PrefixHasher(fake_spec().digest, LIMITS.block_size)
-    told = heads_of(new_engine(), one, two, replace(one, request_id="again"))
-    assert [name.hex() for name in told] == [heads.of(two), heads.of(one)]
+    hasher = PrefixHasher(fake_spec().digest, LIMITS.block_size)
+    keys = cached_keys(new_engine(), one, two, replace(one, request_id="again"))
+    assert [name.hex() for name in keys] == [hasher.of(two), hasher.of(one)]
 
 
-def test_a_head_whose_blocks_hold_something_else_is_told_no_more() -> None:
+def test_a_prefix_whose_blocks_were_reused_is_not_reported() -> None:
     engine = new_engine(num_kv_blocks=24)  # of 8 tokens: room for one prompt and its answer
     one, two = fake_request("one", prompt(1)), fake_request("two", prompt(2))
-    assert len(heads_of(engine, one)) == 1
-    told = heads_of(engine, two)
-    assert [name.hex() for name in told] == [PrefixHasher(fake_spec().digest, LIMITS.block_size).of(two)]
+    assert len(cached_keys(engine, one)) == 1
+    keys = cached_keys(engine, two)
+    assert [name.hex() for name in keys] == [PrefixHasher(fake_spec().digest, LIMITS.block_size).of(two)]
 
 
-def test_nothing_is_told_where_nothing_is_shared() -> None:
+def test_nothing_is_reported_where_nothing_is_shared() -> None:
     engine = Engine(FakeBackend(LIMITS), EngineConfig(speculative_decoding="off", enable_prefix_caching=False))
-    assert heads_of(engine, fake_request("one", prompt(1))) == ()
-    assert heads_of(new_engine(), fake_request("short", prompt(1, PREFIX_TOKENS - 30))) == ()
+    assert cached_keys(engine, fake_request("one", prompt(1))) == ()
+    assert cached_keys(new_engine(), fake_request("short", prompt(1, PREFIX_TOKENS - 30))) == ()
 
 
-def test_only_so_many_are_told_those_that_were_used_last() -> None:
-    heads = CachedPrefixes()
+def test_only_the_most_recently_used_are_reported() -> None:
+    prefixes = CachedPrefixes()
     names = [index.to_bytes(32, "big")[::-1] for index in range(100)]
     for block, key in enumerate(names):
-        heads.add(block, key)
-    assert heads.told == tuple(key[:PREFIX_KEY_BYTES] for key in names[-MAX_CACHED_PREFIXES:])
-    heads.use(0)
-    heads.use(5000)
-    heads.drop(99)
-    heads.drop(1)
-    assert heads.told[-1] == names[0][:PREFIX_KEY_BYTES], "used again, it is told again"
-    assert names[99][:PREFIX_KEY_BYTES] not in heads.told
-    assert len(heads.told) == MAX_CACHED_PREFIXES - 1
-    assert sum(map(len, heads.told)) <= MAX_CACHED_PREFIXES * PREFIX_KEY_BYTES
+        prefixes.add(block, key)
+    assert prefixes.keys == tuple(key[:PREFIX_KEY_BYTES] for key in names[-MAX_CACHED_PREFIXES:])
+    prefixes.use(0)
+    prefixes.use(5000)
+    prefixes.drop(99)
+    prefixes.drop(1)
+    assert prefixes.keys[-1] == names[0][:PREFIX_KEY_BYTES], "used again, it is reported again"
+    assert names[99][:PREFIX_KEY_BYTES] not in prefixes.keys
+    assert len(prefixes.keys) == MAX_CACHED_PREFIXES - 1
+    assert sum(map(len, prefixes.keys)) <= MAX_CACHED_PREFIXES * PREFIX_KEY_BYTES
 
 
-def test_a_pool_forgets_heads_with_their_blocks() -> None:
+def test_a_pool_forgets_prefixes_with_their_blocks() -> None:
     pool = BlockPool(2, 8)
     blocks = pool.allocate(2)
     assert blocks is not None

@@ -100,7 +100,7 @@ def test_finding_a_free_run_looks_at_no_unit(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(runs, "_owners", None)
     assert runs.best_fit(1, None) == RowRange(1, 1)
     assert runs.best_fit(64, None) == RowRange(64_000, 64)
-    assert runs.best_fit(2, closed=RowRange(2, 2)) == RowRange(66, 2)
+    assert runs.best_fit(2, excluded=RowRange(2, 2)) == RowRange(66, 2)
 
 
 def test_a_long_run_is_priced_once_for_all_the_short_ones_in_it() -> None:

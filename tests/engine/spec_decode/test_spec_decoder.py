@@ -1,4 +1,4 @@
-"""Answers are the same with guesses right, wrong and none, and what guesses cost is told and charged."""
+"""Answers are the same with accepted, rejected and no draft tokens, which are counted and charged."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def speculating(setting: Speculation, **others: int | bool) -> Engine:
 def foretold(
     prompt: Sequence[int] = PROMPT, num_tokens: int = 21, adapter: LoraAdapter | None = None, name: str = "r"
 ) -> GenerateRequest:
-    """A request that predicts its own answer, which has no end-of-sequence token to stop a guess at."""
+    """A request that predicts its own answer, which has no end-of-sequence token to stop a draft at."""
     for seed in range(100):
         sampling = SamplingParams(max_tokens=num_tokens, ignore_eos=True, seed=seed, num_logprobs=1)
         request = fake_request(name, prompt, adapter, sampling=sampling)
@@ -48,7 +48,7 @@ def foretold(
 
 
 @pytest.mark.parametrize(("setting", "num_steps"), [("off", 21), (1, 11), (4, 5), (16, 3), ("auto", 4)])
-def test_right_guesses_save_steps(setting: Speculation, num_steps: int) -> None:
+def test_accepted_draft_tokens_save_steps(setting: Speculation, num_steps: int) -> None:
     engine, request = speculating(setting), foretold()
     engine.submit(request)
     out = run(engine)
@@ -60,7 +60,7 @@ def test_right_guesses_save_steps(setting: Speculation, num_steps: int) -> None:
     assert_empty(engine)
 
 
-def test_wrong_guesses_change_nothing_and_are_paid_as_computed_tokens() -> None:
+def test_rejected_draft_tokens_change_nothing_and_are_paid_as_computed_tokens() -> None:
     request = foretold()
     wrong = tuple((token_id + (index % 5 == 0)) % VOCAB for index, token_id in enumerate(request.prediction_ids))
     counters = []
@@ -96,7 +96,7 @@ def test_auto_leaves_off_with_many_sequences_and_beside_prompts() -> None:
         assert engine.stats().num_draft_tokens == 0
 
 
-def test_where_guesses_cannot_be_verified_auto_is_off_and_a_number_is_refused() -> None:
+def test_where_draft_tokens_cannot_be_verified_auto_is_off_and_a_number_is_refused() -> None:
     engine, backend = make_engine(speculative_decoding="auto")
     engine.submit(foretold())
     run(engine)
@@ -108,7 +108,7 @@ def test_where_guesses_cannot_be_verified_auto_is_off_and_a_number_is_refused() 
 
 @pytest.mark.parametrize("setting", ["off", 4])
 def test_output_that_overflows_ends_an_answer_at_the_same_token(setting: Speculation) -> None:
-    """From the third step on the adapter's logits overflow; a guess of that step keeps nothing that follows from it."""
+    """From the third step on the adapter's logits overflow; a draft of that step keeps nothing that follows from it."""
     adapter = ADAPTERS[1]
     engine, backend = make_engine(num_draft_rows=32, speculative_decoding=setting)  # type: ignore[arg-type]
     request = foretold(adapter=adapter)
@@ -123,7 +123,7 @@ def test_output_that_overflows_ends_an_answer_at_the_same_token(setting: Specula
 
 
 @pytest.mark.parametrize("setting", ["auto", 1, 4, 16])
-def test_answers_are_those_of_no_guesses_in_tight_memory(setting: Speculation) -> None:
+def test_answers_are_those_of_no_draft_tokens_in_tight_memory(setting: Speculation) -> None:
     generator = np.random.default_rng(any_seed())
     engine = speculating(setting, num_kv_blocks=14, rows=32, max_loras=4, max_num_batched_tokens=24, max_num_seqs=6)
     submitted = {}
