@@ -6,17 +6,28 @@ A mask is a function of the grammar and the sequence's own tokens. If it cannot 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from app.engine.errors import InvalidRequest
 
-if TYPE_CHECKING:  # llguidance is loaded by the engines that compile grammars
-    from app.engine.structured_output.backend_guidance import GrammarMatcher
-
 _ALL = np.uint32(0xFFFFFFFF)
+
+
+class Matcher(Protocol):
+    """What a constraint needs of `backend_guidance.GrammarMatcher`, which this module may not import (layers)."""
+
+    def consume(self, token_ids: list[int]) -> None: ...
+
+    def fill(self, words: NDArray[np.uint32]) -> None: ...
+
+    def copy(self) -> Matcher: ...
+
+    def forced_token_ids(self) -> list[int]: ...
+
+    def num_allowed(self, token_ids: list[int]) -> int: ...
 
 
 class Constraint:
@@ -29,13 +40,13 @@ class Constraint:
 
     __slots__ = ("_matcher", "_num_seen", "error", "num_sure")
 
-    def __init__(self, matcher: GrammarMatcher, num_seen: int = 0) -> None:
+    def __init__(self, matcher: Matcher, num_seen: int = 0) -> None:
         self._matcher = matcher
         self._num_seen = num_seen
         self.error: InvalidRequest | None = None
         self.num_sure = 0
 
-    def matcher_after(self, output_ids: NDArray[np.int32]) -> GrammarMatcher | None:
+    def matcher_after(self, output_ids: NDArray[np.int32]) -> Matcher | None:
         """A copy of the matcher that has consumed `output_ids` [n], all generated tokens.
 
         None if the grammar does not allow them; the next mask reports that. Not while masks are being computed.
@@ -78,7 +89,7 @@ class Constraint:
             self.num_sure += 1
 
 
-def _fill(matcher: GrammarMatcher, words: NDArray[np.uint32]) -> None:
+def _fill(matcher: Matcher, words: NDArray[np.uint32]) -> None:
     matcher.fill(words)
     if not words.any():
         raise InvalidRequest("the model has no token that the grammar allows here")

@@ -102,7 +102,7 @@ def test_where_draft_tokens_cannot_be_verified_auto_is_off_and_a_number_is_refus
     run(engine)
     assert backend.num_forwards == 21
     assert engine.stats().num_draft_tokens == 0
-    with pytest.raises(ConfigError, match="speculation is 4"):
+    with pytest.raises(ConfigError, match="speculative_decoding is 4"):
         make_engine(speculative_decoding=4)
 
 
