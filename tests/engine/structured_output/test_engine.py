@@ -161,7 +161,7 @@ def test_an_engine_that_stops_answers_what_is_being_compiled() -> None:
 
 def test_an_engine_without_grammars_refuses_them() -> None:
     engine, _ = make_engine(None)
-    with pytest.raises(UnsupportedField, match="no grammars"):
+    with pytest.raises(UnsupportedField, match="no structured outputs"):
         engine.submit(fake_request("r", [1, 2], sampling=params()))
 
 
