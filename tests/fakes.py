@@ -1,4 +1,4 @@
-"""A backend whose tokens come out of its own memory, so that wrong books give wrong tokens.
+"""A backend whose tokens come out of its own memory, so that a wrong block or row gives a wrong token.
 
 `FakeBackend` keeps one number per KV slot and one per rank row. The number stored for a token is
 mixed from the token, its position, the rows of its run's adapter and the number of the token before

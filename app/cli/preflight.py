@@ -55,11 +55,11 @@ def check_cache() -> None:
 
 def check_model(settings: AppConfig, path: Path) -> ModelSpec:
     """What the base model at `path` is. Raises ConfigError for settings that are not for it, and CheckpointError."""
-    from app.engine.engine import context_of
+    from app.engine.engine import max_model_len_of
     from app.engine.models.checkpoint import load_checkpoint
 
     spec = load_checkpoint(path, settings.model.name).spec
-    context_of(settings.engine, spec)
+    max_model_len_of(settings.engine, spec)
     return spec
 
 

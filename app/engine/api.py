@@ -4,8 +4,8 @@
         prompts = [llm.chat_prompt("How many users are there?")] * 2
         with_sql, without = llm.generate(prompts, ["examples/adapters/sql", None])
 
-Everything happens in the caller's thread. A prompt's answer does not depend on the others in the
-list. Stop strings, `n` and chat histories are the HTTP layer's.
+Everything runs in the caller's thread. A prompt's answer does not depend on the others in the list. Stop strings, `n`
+and chat histories belong to the HTTP layer.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ from app.engine.stats import EngineStats
 
 Prompt = str | Sequence[int]
 
-#: In a process of one's own there is one tenant.
+#: The only tenant of this process.
 TENANT = "local"
 
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """One answer. `token_ids` end with the stop token if one was met; `text` does not show it."""
+    """One answer. `token_ids` include the stop token that ended it, if any; `text` does not."""
 
     text: str
     token_ids: tuple[int, ...]
@@ -68,7 +68,8 @@ class LLM:
     def __init__(
         self, model: str | Path, config: EngineConfig | None = None, *, progress: Progress | None = None
     ) -> None:
-        """Fetch if need be, and load. `model` is a path or a source URI. SourceError, CheckpointError, ConfigError."""
+        """Download the model if needed, and load it. `model`: a path or a source URI. SourceError, CheckpointError,
+        ConfigError."""
         config = config or EngineConfig()
         checkpoint = load_checkpoint(resolve_model(str(model), progress=progress))
         self.spec = checkpoint.spec
@@ -79,7 +80,7 @@ class LLM:
         self._texts, self._templates = AdapterTokenizerCache(lambda: self.tokenizer), ChatTemplateSandbox()
         self._adapters: dict[Path, LoraAdapter] = {}
         self._request_ids = itertools.count()
-        self._arrived: dict[str, list[TokenChunk]] = {}  # chunks of live requests that nobody has read yet
+        self._arrived: dict[str, list[TokenChunk]] = {}  # unread chunks of live requests
 
     def close(self) -> None:
         """Release the model's memory."""
@@ -95,7 +96,7 @@ class LLM:
         self.close()
 
     def load_adapter(self, path: str | Path) -> LoraAdapter:
-        """Read an adapter, a folder saved by PEFT or a `.lora.arrow` card, once per path. Raises an AdapterError."""
+        """Read an adapter (PEFT folder or `.lora.arrow` card) once per path. Raises an AdapterError."""
         path = Path(path).resolve()
         adapter = self._adapters.get(path)
         if adapter is None:
@@ -107,10 +108,10 @@ class LLM:
         return adapter
 
     def remove_adapter(self, path: str | Path) -> int:
-        """Forget an adapter, and free its rank rows once answers under way have ended; returns how many were freed.
+        """Remove an adapter and free its rank rows once its running answers have ended; returns the number of rows
+        freed.
 
-        Nothing else is forgotten: the same contents under another path stay loaded. Raises NotFound for one that is not
-        loaded.
+        The same contents loaded under another path stay loaded. Raises NotFound for an adapter that is not loaded.
         """
         path = Path(path).resolve()
         adapter = self._adapters.pop(path, None)
@@ -119,13 +120,13 @@ class LLM:
         digest = adapter.card.digest
         if any(other.card.digest == digest for other in self._adapters.values()):
             return 0
-        freed = self._engine.drop_adapter(digest)
+        freed = self._engine.unload_adapter(digest)
         while not freed.done():
             self._step()
         return freed.result()
 
     def chat_prompt(self, message: str, *, system: str | None = None, adapter: str | Path | None = None) -> list[int]:
-        """Token ids of a one-message conversation, as the model's chat template writes it, or the adapter's own."""
+        """Token ids of a one-message conversation in the model's chat template, or the adapter's own."""
         messages = [{"role": "system", "content": system}] if system is not None else []
         messages.append({"role": "user", "content": message})
         text = self.load_adapter(adapter).card.text if adapter is not None else ""
@@ -137,10 +138,10 @@ class LLM:
         adapters: str | Path | Sequence[str | Path | None] | None = None,
         sampling: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> list[Generation]:
-        """Answers in the order of the prompts, all computed together.
+        """Answers in the order of the prompts, computed together.
 
-        `adapters` and `sampling` are one for all, or one per prompt. The first error of any prompt is raised,
-        and then none is answered.
+        `adapters` and `sampling` are one for all, or one per prompt. Raises the first error of any prompt; then there
+        are no answers.
         """
         many = _as_prompts(prompts)
         paths = _spread("adapters", adapters, len(many))
@@ -159,7 +160,7 @@ class LLM:
         decoder = self.tokenizer.incremental_decoder()
         with contextlib.closing(self._run([request])) as chunks:
             for chunk in chunks:
-                if piece := decoder.push(_shown(chunk)):
+                if piece := decoder.push(_visible_ids(chunk)):
                     yield piece
         if piece := decoder.flush():
             yield piece
@@ -203,21 +204,21 @@ class LLM:
         return request, adapter
 
     def _run(self, requests: list[tuple[GenerateRequest, LoraAdapter | None]]) -> Generator[TokenChunk]:
-        """Chunks of these requests until all have ended. More than the engine queues are held back here.
+        """Chunks of these requests until all have ended; requests beyond the engine's queue wait here.
 
-        Several runs may be read in turns: what a step brings for another run is kept for it.
+        Several runs may be read in turns: chunks for another run are kept for it.
         """
-        left = list(reversed(requests))
+        unsubmitted = list(reversed(requests))
         live = [request.request_id for request, _ in requests]
         self._arrived.update((request_id, []) for request_id in live)
         try:
             while live:
-                while left:
+                while unsubmitted:
                     try:
-                        self._engine.submit(*left[-1])
+                        self._engine.submit(*unsubmitted[-1])
                     except QueueFull:
                         break
-                    left.pop()
+                    unsubmitted.pop()
                 if not any(self._arrived[request_id] for request_id in live):
                     self._step()
                 for request_id in list(live):
@@ -235,16 +236,16 @@ class LLM:
                 del self._arrived[request.request_id]
 
     def _step(self) -> None:
-        """Keep what it brings for whoever reads it."""
+        """Run a step and keep its chunks for the runs that read them."""
         for chunk in self._engine.step():
-            if chunk.request_id in self._arrived:  # else it was abandoned
+            if chunk.request_id in self._arrived:  # else its run was abandoned
                 self._arrived[chunk.request_id].append(chunk)
 
     def _generation(self, chunks: list[TokenChunk]) -> Generation:
         last = chunks[-1]
         assert last.finish_reason is not None
         assert last.usage is not None
-        shown = [token_id for chunk in chunks for token_id in _shown(chunk)]
+        shown = [token_id for chunk in chunks for token_id in _visible_ids(chunk)]
         return Generation(
             text=self.tokenizer.decode(shown),
             token_ids=tuple(token_id for chunk in chunks for token_id in chunk.token_ids),
@@ -254,13 +255,13 @@ class LLM:
         )
 
 
-def _shown(chunk: TokenChunk) -> tuple[int, ...]:
-    """The chunk's tokens without the one that stopped it."""
+def _visible_ids(chunk: TokenChunk) -> tuple[int, ...]:
+    """The chunk's tokens without the stop token."""
     return chunk.token_ids if chunk.matched_stop is None else chunk.token_ids[:-1]
 
 
 def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """One prompt, as text or token ids, or many of them, as a list."""
+    """A list of prompts from one prompt (text or token ids) or many."""
     if isinstance(prompts, str):
         return [prompts]
     many: list[Prompt] = []
@@ -276,7 +277,7 @@ def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
 
 
 def _spread(name: str, value: object, count: int) -> list[Any]:
-    """One value for all, or one each."""
+    """One value for all prompts, or one each."""
     if not isinstance(value, list | tuple):
         return [value] * count
     if len(value) != count:

@@ -1,9 +1,9 @@
-"""The arrays that cross from the engine to a backend and back: one `ForwardBatch` per step.
+"""The arrays between the engine and a backend: one `ForwardBatch` per step.
 
-All NumPy, all frozen; a backend copies what it keeps. Letters: T tokens in the step, B sequences,
-N blocks in the longest table, G runs of tokens with one adapter, P sequences that sample.
-Tokens of one sequence are consecutive and sequences with equal adapters are neighbours; what an activated adapter's
-sequence has before its invocation is a run of the base's between them.
+All NumPy, all frozen; a backend copies what it keeps. Letters: T tokens in the step, B sequences, N blocks in the
+longest table, G runs of tokens with one adapter, P rows that draw a token. Tokens of one sequence are consecutive, and
+sequences with equal adapters are neighbours; the tokens before an activated adapter's invocation are a run of the base
+model between them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 
 class Bias(NamedTuple):
-    """What is added to a row's logits. Ids are distinct, [n] int64; amounts [n] float32, -inf forbids a token."""
+    """An addition to a row's logits. Ids are distinct, [n] int64; amounts [n] float32; -inf forbids a token."""
 
     ids: NDArray[np.int64]
     amounts: NDArray[np.float32]
@@ -25,10 +25,10 @@ class Bias(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class TokenMasks:
-    """Which tokens the M rows with a grammar may draw.
+    """The tokens that the M rows with a grammar may draw, at least one each.
 
-    of_row: [P] int32, which mask a row has, -1 for none. `words()`: [M, W] uint32, bit i of a row, lowest first, is
-    token i; it waits until they are there. At least one token of each is allowed.
+    of_row: [P] int32, the mask of each row, -1 for none. `words()`: [M, W] uint32, bit i of a row, lowest first, is
+    token i; it waits until the masks are computed.
     """
 
     of_row: NDArray[np.int32]
@@ -37,14 +37,14 @@ class TokenMasks:
 
 @dataclass(frozen=True, slots=True)
 class SamplingBatch:
-    """Sampling parameters of the P rows that produce a token, in order.
+    """Sampling parameters of the P rows that draw a token, in order.
 
-    temperature, top_p, min_p, presence, frequency, repetition: [P] float32. top_k: [P] int32, 0 is
-    off. seeds: [P] uint64. positions: [P] int64, index of the token to be drawn, prompt included:
-    the counter of the random generator. num_logprobs: [P] int32, -1 none wanted, 0 chosen only.
-    history: for rows with a penalty, the token ids so far [n] int32, else an empty array;
-    prompt_lens: [P] int32, how many of them are prompt. biases: [P], or () where no row has one; masks: None where no
-    row has one. Penalties come first, then biases, masks, the temperature and the filters.
+    temperature, top_p, min_p, presence, frequency, repetition: [P] float32. top_k: [P] int32, 0 is off. seeds: [P]
+    uint64. positions: [P] int64, the position of the token to draw, prompt included: the counter of the random
+    generator. num_logprobs: [P] int32, -1 for none, 0 for the chosen token only. history: for rows with a penalty the
+    token ids so far [n] int32, else an empty array; prompt_lens: [P] int32, how many of them are prompt. biases: [P],
+    or () where no row has one; masks: None where no row has one. The order is penalties, biases, masks, temperature,
+    filters.
     """
 
     temperature: NDArray[np.float32]
@@ -65,9 +65,9 @@ class SamplingBatch:
 
 @dataclass(frozen=True, slots=True)
 class PoolingBatch:
-    """The Q sequences of a step whose hidden states are added up, in order.
+    """The Q sequences of a step whose hidden states are summed, in order.
 
-    ranges: [Q, 2] int64, first and end row of T of each. sums: [Q, H] float64, what earlier steps have added.
+    ranges: [Q, 2] int64, the first and end row of T of each. sums: [Q, H] float64, the sums of earlier steps.
     """
 
     ranges: NDArray[np.int64]
@@ -78,16 +78,15 @@ class PoolingBatch:
 class ForwardBatch:
     """One step's work.
 
-    token_ids: [T] int32. positions: [T] int32. kv_slots: [T] int64, where each token's K and V go:
-    block * block_size + offset. query_starts: [B+1] int32, prefix sums of tokens per sequence.
-    seq_lens: [B] int32, keys visible to the last query of the sequence, itself included (query i of
-    a sequence with q queries sees seq_len - q + i + 1). block_tables: [B, N] int32, unused entries 0.
-    run_starts: [G+1] int32 and run_adapter_slots: [G] int32 cover all T tokens; slot 0 is the base
-    and runs of neighbours differ. A sequence has one run of its adapter at
-    most, at its end (activated LoRA). sample_rows: [P] int32, rows of T whose next token is drawn, ascending;
-    sample_seqs: [P] int32, which sequence each belongs to: its last row, or, where guesses are verified
-    (`BackendLimits.num_draft_rows`), its last ones. pooling: None where nothing is embedded. An
-    encoder has no KV memory: kv_slots and block_tables are empty, and every sequence is there whole.
+    token_ids: [T] int32. positions: [T] int32. kv_slots: [T] int64, where each token's K and V go: block * block_size +
+    offset. query_starts: [B+1] int32, prefix sums of tokens per sequence. seq_lens: [B] int32, keys visible to the last
+    query of the sequence, itself included (query i of a sequence with q queries sees seq_len - q + i + 1).
+    block_tables: [B, N] int32, unused entries 0. run_starts: [G+1] int32 and run_adapter_slots: [G] int32 cover all T
+    tokens; slot 0 is the base, and neighbouring runs differ. A sequence has at most one run of its adapter, at its end
+    (activated LoRA). sample_rows: [P] int32, rows of T whose next token is drawn, ascending: a sequence's last row, or
+    its last ones if draft tokens are verified (`BackendLimits.num_draft_rows`); sample_seqs: [P] int32, the sequence of
+    each. pooling: None where nothing is embedded. An encoder has no KV memory: kv_slots and block_tables are empty, and
+    every sequence is complete.
     """
 
     token_ids: NDArray[np.int32]
@@ -106,11 +105,11 @@ class ForwardBatch:
 
 @dataclass(frozen=True, slots=True)
 class ForwardOutput:
-    """token_ids: [P] int32. logprobs: [P] float32, the chosen token's (0 where not wanted).
+    """token_ids: [P] int32. logprobs: [P] float32 of the chosen tokens (0 where not requested).
 
-    top_logprobs: per row, (ids [k] int32, logprobs [k] float32) in descending order, or None. overflowed: rows whose
-    logits have no finite number for the chosen token, ascending; a backend looks if they are in the host's memory.
-    sums: [Q, H] float64, `PoolingBatch.sums` with the rows of this step added, or None without pooling.
+    top_logprobs: per row (ids [k] int32, logprobs [k] float32) in descending order, or None. overflowed: rows whose
+    logit of the chosen token is not finite, ascending; checked by backends whose logits are in the host's memory. sums:
+    [Q, H] float64, `PoolingBatch.sums` plus the rows of this step, or None without pooling.
     """
 
     token_ids: NDArray[np.int32]

@@ -1,7 +1,7 @@
-"""A step's plan as arrays: `Schedule` items in, one frozen `ForwardBatch` out.
+"""The batch builder: a `Schedule`'s items as one frozen `ForwardBatch`.
 
-Items arrive sorted by adapter slot. Nothing is decided here and nothing is kept except sampling
-parameters, which are reused while the same sequences sample in the same order (steady decoding).
+Items arrive sorted by adapter slot. Nothing is kept between steps except sampling parameters, which are reused while
+the same sequences sample in the same order (steady decoding).
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ class BatchBuilder:
     """Builds one batch per step for a block size."""
 
     def __init__(self, block_size: int, masks: Callable[[list[Sequence]], TokenMasks | None] | None = None) -> None:
-        """masks: begins with the masks of the sequences that sample; None where there are no grammars."""
+        """masks: starts computing the masks of the sequences that sample; None without structured output."""
         self._block_size = block_size
         self._masks = masks
         self._sampled: list[Sequence] = []
         self._constants = _SamplingConstants([])
 
     def build(self, items: list[tuple[Sequence, int]]) -> ForwardBatch:
-        """The arrays for a step: `count` tokens of each sequence from `num_computed` on, guesses included."""
+        """The arrays of a step: `count` tokens of each sequence from `num_computed` on, draft tokens included."""
         block_size = self._block_size
         num_blocks = max(sequence.num_blocks for sequence, _ in items)
         block_tables = np.zeros((len(items), num_blocks), np.int32)  # [B, N]
@@ -51,7 +51,7 @@ class BatchBuilder:
             end = start + count
             table = sequence.block_table
             block_tables[index, : sequence.num_blocks] = table[: sequence.num_blocks]
-            if count == 1 and sequence.has_memory:  # most often, and without an array
+            if count == 1 and sequence.has_memory:  # the common case, without an array
                 token_ids.append(sequence.token_ids.item(start))
                 positions.append(start)
                 kv_slots.append(table.item(start // block_size) * block_size + start % block_size)
@@ -61,40 +61,34 @@ class BatchBuilder:
                 if sequence.has_memory:
                     kv_slots += _kv_slots(table, np.arange(start, end), block_size)
             seq_lens.append(end)
-            runs.take(sequence, start, end, num_tokens)
+            runs.add(sequence, start, end, num_tokens)
             num_tokens += count
             if sequence.pooling is not None:
                 first, last = pooled_range(sequence.pooling.method, sequence.num_tokens, start, end)
                 pooled.append(sequence)
                 pooled_ranges.append((num_tokens - end + first, num_tokens - end + last))
-            elif end - sequence.num_drafted == sequence.num_tokens:
-                num_rows = 1 + sequence.num_drafted
+            elif end - sequence.num_draft_tokens == sequence.num_tokens:
+                num_rows = 1 + sequence.num_draft_tokens
                 sample_rows += range(num_tokens - num_rows, num_tokens)
                 sample_seqs += [index] * num_rows
                 sampled += [sequence] * num_rows
                 drawing.append(sequence)
         query_starts = np.cumsum([0, *(count for _, count in items)], dtype=np.int32)  # [B+1]
         return ForwardBatch(
-            token_ids=np.array(token_ids, np.int32),
-            positions=np.array(positions, np.int32),
-            kv_slots=np.array(kv_slots, np.int64),
-            query_starts=query_starts,
-            seq_lens=np.array(seq_lens, np.int32),
-            block_tables=block_tables,
-            run_starts=np.array([*runs.starts, num_tokens], np.int32),
-            run_adapter_slots=np.array(runs.adapter_slots, np.int32),
-            sample_rows=np.array(sample_rows, np.int32),
-            sample_seqs=np.array(sample_seqs, np.int32),
-            sampling=self._sampling(sampled, drawing),
+            token_ids=np.array(token_ids, np.int32), positions=np.array(positions, np.int32),
+            kv_slots=np.array(kv_slots, np.int64), query_starts=query_starts, seq_lens=np.array(seq_lens, np.int32),
+            block_tables=block_tables, run_starts=np.array([*runs.starts, num_tokens], np.int32),
+            run_adapter_slots=np.array(runs.adapter_slots, np.int32), sample_rows=np.array(sample_rows, np.int32),
+            sample_seqs=np.array(sample_seqs, np.int32), sampling=self._sampling(sampled, drawing),
             pooling=_pooling(pooled, pooled_ranges),
-        )
+        )  # fmt: skip
 
     def _sampling(self, sampled: list[Sequence], drawing: list[Sequence]) -> SamplingBatch:
         if sampled != self._sampled:
             self._sampled = sampled
             self._constants = _SamplingConstants(sampled)
         constants = self._constants
-        nums_known = [n for s in drawing for n in range(s.num_tokens, s.num_tokens + s.num_drafted + 1)]  # [P]
+        nums_known = [n for s in drawing for n in range(s.num_tokens, s.num_tokens + s.num_draft_tokens + 1)]  # [P]
         history = constants.no_history
         if constants.any_history:
             history = tuple(
@@ -102,21 +96,13 @@ class BatchBuilder:
                 for sequence, num_known in zip(sampled, nums_known, strict=True)
             )
         return SamplingBatch(
-            temperature=constants.temperature,
-            top_p=constants.top_p,
-            top_k=constants.top_k,
-            min_p=constants.min_p,
-            presence=constants.presence,
-            frequency=constants.frequency,
-            repetition=constants.repetition,
-            seeds=constants.seeds,
-            positions=np.array(nums_known, np.int64),
-            num_logprobs=constants.num_logprobs,
-            history=history,
-            prompt_lens=constants.prompt_lens,
+            temperature=constants.temperature, top_p=constants.top_p, top_k=constants.top_k, min_p=constants.min_p,
+            presence=constants.presence, frequency=constants.frequency, repetition=constants.repetition,
+            seeds=constants.seeds, positions=np.array(nums_known, np.int64), num_logprobs=constants.num_logprobs,
+            history=history, prompt_lens=constants.prompt_lens,
             biases=tuple(map(Sequence.bias_after, sampled, nums_known)) if constants.any_bias else (),
             masks=None if self._masks is None else self._masks(drawing),
-        )
+        )  # fmt: skip
 
 
 def _kv_slots(table: NDArray[np.int32], positions: NDArray[np.int64], block_size: int) -> list[int]:
@@ -125,15 +111,15 @@ def _kv_slots(table: NDArray[np.int32], positions: NDArray[np.int64], block_size
 
 
 class _Runs:
-    """Runs of a step's tokens that have one adapter each: where they start, and in which slot it is."""
+    """Runs of a step's tokens with one adapter each: their starts and slots."""
 
     def __init__(self) -> None:
         self.starts: list[int] = []
         self.adapter_slots: list[int] = []
 
-    def take(self, sequence: Sequence, start: int, end: int, num_tokens: int) -> None:
-        """Tokens `start` to `end` of a sequence come behind `num_tokens` others; before its adapter is activated they
-        have none."""
+    def add(self, sequence: Sequence, start: int, end: int, num_tokens: int) -> None:
+        """Add tokens `start` to `end` of a sequence after `num_tokens` others; before its adapter's activation they are
+        the base's."""
         activated = min(max(sequence.adapter_start, start), end)
         if start < activated:
             self._continue(num_tokens, 0)
@@ -141,21 +127,21 @@ class _Runs:
             self._continue(num_tokens + activated - start, sequence.adapter_slot)
 
     def _continue(self, first: int, adapter_slot: int) -> None:
-        """Tokens from `first` on have this adapter: a run of their own, unless the last one has it too."""
+        """Tokens from `first` on have this adapter: a new run, unless the last run has the same one."""
         if not self.adapter_slots or self.adapter_slots[-1] != adapter_slot:
             self.starts.append(first)
             self.adapter_slots.append(adapter_slot)
 
 
 def _pooling(pooled: list[Sequence], ranges: list[tuple[int, int]]) -> PoolingBatch | None:
-    """`ranges`: of each pooled sequence, which rows of the step count."""
+    """`ranges`: the rows of the step that count for each pooled sequence."""
     if not pooled:
         return None
     return PoolingBatch(np.array(ranges, np.int64), np.stack([sequence.pooled_sums for sequence in pooled]))
 
 
 class _SamplingConstants:
-    """The arrays of a `SamplingBatch` that stay the same while the same sequences sample."""
+    """The arrays of a `SamplingBatch` that do not change while the same sequences sample."""
 
     def __init__(self, sampled: list[Sequence]) -> None:
         params = [sequence.request.sampling for sequence in sampled]
@@ -175,7 +161,7 @@ class _SamplingConstants:
 
 
 def pooled_range(method: Pooling, num_tokens: int, start: int, end: int) -> tuple[int, int]:
-    """Which of tokens `start` to `end` of a sequence of `num_tokens` count: first and end, equal for none."""
+    """The pooled tokens among `start` to `end` of a sequence of `num_tokens`: first and end, equal for none."""
     match method:
         case "mean":
             return start, end

@@ -1,7 +1,7 @@
-"""The grammar that one sequence's answer follows, and the masks of the tokens that may come next.
+"""A sequence's constraint: the grammar of its answer and the masks of the tokens that may come next.
 
-A mask is a function of the grammar and the sequence's own tokens. One that cannot be made ends its own sequence alone.
-Compiling grammars and computing masks beside the engine's steps is left to `structured`.
+A mask is a function of the grammar and the sequence's own tokens. If it cannot be computed, only its own sequence ends.
+`app.engine.structured_output` compiles grammars and computes masks beside the engine's steps.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _ALL = np.uint32(0xFFFFFFFF)
 
 
 class Matcher(Protocol):
-    """How far one answer has come in its grammar (`guidance.GrammarMatcher`)."""
+    """What a constraint needs of `backend_guidance.GrammarMatcher`, which this module may not import (layers)."""
 
     def consume(self, token_ids: list[int]) -> None: ...
 
@@ -25,16 +25,17 @@ class Matcher(Protocol):
 
     def copy(self) -> Matcher: ...
 
-    def forced(self) -> list[int]: ...
+    def forced_token_ids(self) -> list[int]: ...
 
     def num_allowed(self, token_ids: list[int]) -> int: ...
 
 
 class Constraint:
-    """One sequence's grammar: how many of its tokens the matcher has seen, and why it could not go on.
+    """The grammar of one sequence: how many of its tokens the matcher has consumed, and the error if it could not go
+    on.
 
-    `num_sure` rows of the last masks are what the grammar says; those behind follow guesses that it could not follow.
-    The matcher itself sees no guess, only copies of it do.
+    The first `num_sure` rows of the last masks come from the grammar; the rows after them follow draft tokens that it
+    does not allow. Draft tokens are consumed by copies of the matcher only.
     """
 
     __slots__ = ("_matcher", "_num_seen", "error", "num_sure")
@@ -45,10 +46,10 @@ class Constraint:
         self.error: InvalidRequest | None = None
         self.num_sure = 0
 
-    def ahead(self, output_ids: NDArray[np.int32]) -> Matcher | None:
-        """A copy of the matcher that has seen `output_ids` [n], all that the sequence has generated.
+    def matcher_after(self, output_ids: NDArray[np.int32]) -> Matcher | None:
+        """A copy of the matcher that has consumed `output_ids` [n], all generated tokens.
 
-        None where the grammar cannot go on, which the next mask finds out. Not while masks are being made.
+        None if the grammar does not allow them; the next mask reports that. Not while masks are being computed.
         """
         matcher = self._matcher.copy()
         try:
@@ -57,8 +58,8 @@ class Constraint:
             return None
         return matcher
 
-    def fill(self, output_ids: NDArray[np.int32], drafted_ids: NDArray[np.int32], words: NDArray[np.uint32]) -> None:
-        """What may follow `output_ids` [n], all that the sequence has generated, and then each of its k guesses.
+    def fill(self, output_ids: NDArray[np.int32], draft_ids: NDArray[np.int32], words: NDArray[np.uint32]) -> None:
+        """Write the masks after `output_ids` [n], all generated tokens, and after each of the k draft tokens.
 
         words [1 + k, W] is written in place.
         """
@@ -70,19 +71,19 @@ class Constraint:
             _fill(self._matcher, words[0])
         except InvalidRequest as error:
             self.error = error
-            words[:] = _ALL  # a row with nothing to draw from is no row; the sequence ends with the error
+            words[:] = _ALL  # a row must allow a token; the sequence ends with the error
             return
-        if len(drafted_ids):
-            self._fill_ahead(drafted_ids.tolist(), words[1:])
+        if len(draft_ids):
+            self._fill_ahead(draft_ids.tolist(), words[1:])
 
-    def _fill_ahead(self, drafted_ids: list[int], words: NDArray[np.uint32]) -> None:
-        """What may follow each guess, as far as the grammar follows them; words [k, W] is written in place."""
-        ahead = self._matcher.copy()
-        for index, token_id in enumerate(drafted_ids):
+    def _fill_ahead(self, draft_ids: list[int], words: NDArray[np.uint32]) -> None:
+        """Write the masks after each draft token, as far as the grammar allows them, into words [k, W]."""
+        matcher = self._matcher.copy()
+        for index, token_id in enumerate(draft_ids):
             try:
-                ahead.consume([token_id])
-                _fill(ahead, words[index])
-            except InvalidRequest:  # of a guess; if the answer comes here after all, its own step says why
+                matcher.consume([token_id])
+                _fill(matcher, words[index])
+            except InvalidRequest:  # caused by a draft token; if the answer gets here, its own step reports the error
                 words[index:] = _ALL
                 return
             self.num_sure += 1
@@ -91,4 +92,4 @@ class Constraint:
 def _fill(matcher: Matcher, words: NDArray[np.uint32]) -> None:
     matcher.fill(words)
     if not words.any():
-        raise InvalidRequest("the model has no token for what the grammar asks for here")
+        raise InvalidRequest("the model has no token that the grammar allows here")

@@ -1,10 +1,9 @@
-"""Requests in, tokens out.
+"""The engine: requests in, tokens out, without Ray and without HTTP.
 
-In: submits, aborts and orders about adapters from any thread, through an inbox. Out: one list of chunks per
-`step()`, which one thread calls. A step does no I/O, awaits nothing and takes no lock. Once the backend has
-failed, or the engine was shut down, nothing is computed any more: every stream and every adapter order,
-including those that come later, ends with an `EngineFailure`. The scheduler chooses what a step computes,
-the adapter writer keeps the device's tables, and the backend computes.
+Any thread submits, aborts, loads and unloads through an inbox; one thread calls `step()`, which returns that step's
+chunks. A step does no I/O, awaits nothing and takes no lock. After a failure or a shutdown nothing is computed: every
+stream and every adapter command, including later ones, ends with an `EngineFailure`. The scheduler chooses what a step
+computes, the adapter loader keeps the device's tables up to date, and the backend computes.
 """
 
 from __future__ import annotations
@@ -14,7 +13,8 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import TYPE_CHECKING, NamedTuple
 
 from app.engine.adapters.adapter import LoraAdapter
 from app.engine.adapters.card import AdapterCard, AdapterRef, is_activated
@@ -45,38 +45,36 @@ from app.engine.scheduling.tenant_isolation import TenantIsolation
 from app.engine.sequence import Sequence
 from app.engine.spec_decode.spec_decoder import SpecDecoder
 from app.engine.stats import EngineStats, TenantService
-from app.engine.structured_output.grammar_compiler import CompiledGrammars, GrammarCompiler
+from app.engine.structured_output.grammar_compiler import GrammarCompiler
+
+if TYPE_CHECKING:  # llguidance is loaded by the first grammar
+    from app.engine.structured_output.backend_guidance import Vocabulary
 
 
-@dataclass(frozen=True, slots=True)
-class _Submit:
+class _Submit(NamedTuple):
     sequence: Sequence
 
 
-@dataclass(frozen=True, slots=True)
-class _Refuse:
+class _Refuse(NamedTuple):
     request_id: str
     error: PolyloraError
 
 
-@dataclass(frozen=True, slots=True)
-class _Abort:
+class _Abort(NamedTuple):
     request_id: str
 
 
-@dataclass(frozen=True, slots=True)
-class _Pin:
+class _Pin(NamedTuple):
     digests: Collection[str]
 
 
-@dataclass(frozen=True, slots=True)
-class _Elsewhere:
+class _RemoteService(NamedTuple):
     served: Mapping[str, float]
     continues: bool
 
 
-def context_of(config: EngineConfig, spec: ModelSpec) -> int:
-    """The longest sequence in tokens. Raises ConfigError for settings that are not for this model."""
+def max_model_len_of(config: EngineConfig, spec: ModelSpec) -> int:
+    """The longest sequence in tokens. Raises ConfigError if a setting does not fit this model."""
     if config.max_model_len > spec.max_positions:
         raise ConfigError(
             f"engine.max_model_len is {config.max_model_len} but model {spec.name!r} has "
@@ -85,8 +83,8 @@ def context_of(config: EngineConfig, spec: ModelSpec) -> int:
     longest = config.max_model_len or spec.max_positions
     if spec.encoder is not None and config.max_num_batched_tokens < longest:
         raise ConfigError(
-            f"engine.max_num_batched_tokens is {config.max_num_batched_tokens} but an encoder computes a text in one step, and "
-            f"{spec.name!r} takes up to {longest} tokens; raise it, or lower engine.max_model_len"
+            f"engine.max_num_batched_tokens is {config.max_num_batched_tokens} but an encoder computes a text in one "
+            f"step, and {spec.name!r} takes up to {longest} tokens; raise it, or lower engine.max_model_len"
         )
     return longest
 
@@ -94,15 +92,15 @@ def context_of(config: EngineConfig, spec: ModelSpec) -> int:
 def _check_speculation(config: EngineConfig, backend: Backend) -> None:
     if isinstance(config.speculative_decoding, int) and not backend.limits.num_draft_rows:
         raise ConfigError(
-            f"engine.speculative_decoding is {config.speculative_decoding}, but this engine cannot verify guessed tokens for "
-            f"{backend.spec.name!r}; set auto or off"
+            f"engine.speculative_decoding is {config.speculative_decoding}, but this engine cannot verify draft tokens "
+            f"for {backend.spec.name!r}; set auto or off"
         )
 
 
 def _scheduler(
     config: EngineConfig, limits: BackendLimits, blocks: BlockPool, adapters: AdapterPool, meter: EngineMeter
 ) -> Scheduler:
-    speculator = SpecDecoder(
+    spec_decoder = SpecDecoder(
         config.speculative_decoding,
         blocks,
         meter,
@@ -110,16 +108,10 @@ def _scheduler(
         num_draft_rows=limits.num_draft_rows,
     )
     return Scheduler(
-        blocks,
-        adapters,
-        meter,
-        max_num_batched_tokens=config.max_num_batched_tokens,
-        max_num_seqs=config.max_num_seqs,
-        max_write_bytes=config.lora_load_bytes_per_step,
-        pace=PrefillBudget(config.target_step_ms / 1000),
-        isolation=TenantIsolation(config.max_tenant_slowdown),
-        speculator=speculator,
-    )
+        blocks, adapters, meter, max_num_batched_tokens=config.max_num_batched_tokens, max_num_seqs=config.max_num_seqs,
+        max_write_bytes=config.lora_load_bytes_per_step, prefill_budget=PrefillBudget(config.target_step_ms / 1000),
+        tenant_isolation=TenantIsolation(config.max_tenant_slowdown), spec_decoder=spec_decoder,
+    )  # fmt: skip
 
 
 class Engine:
@@ -130,16 +122,17 @@ class Engine:
         backend: Backend,
         config: EngineConfig,
         clock: Callable[[], float] = time.perf_counter,
-        grammars: Callable[[], CompiledGrammars] | None = None,
+        grammars: Callable[[], Vocabulary] | None = None,
         merged: AdapterCard | None = None,
     ) -> None:
-        """`grammars` loads what answers with a grammar need; without it they are refused. `merged`: the adapter that
-        the backend's weights hold, and that alone is served; its requests are computed as the base's."""
+        """`grammars` loads the vocabulary for structured output; without it such requests are refused. `merged`: the
+        adapter that is part of the backend's weights and the only one served; its requests are computed like the base
+        model's."""
         self._backend = backend
         self.spec = backend.spec
         limits = backend.limits
         _check_speculation(config, backend)
-        self.max_model_len = context_of(config, self.spec)
+        self.max_model_len = max_model_len_of(config, self.spec)
         self._max_queued_requests = config.max_queued_requests
         self._meter = EngineMeter()
         self._split = StepProfile()
@@ -156,41 +149,41 @@ class Engine:
         )
         self._clock = clock
         self._scheduler = _scheduler(config, limits, self._blocks, self._adapters, self._meter)
-        self._compiler = GrammarCompiler(grammars, self._compiled) if grammars is not None else None
+        self._compiler = GrammarCompiler(grammars, self._on_compiled) if grammars is not None else None
         self._builder = BatchBuilder(limits.block_size, self._compiler.masks if self._compiler is not None else None)
-        #: Called on any thread when the engine has work that no submit has announced.
+        #: Called on any thread when there is work that did not come from a call of this class (a compiled grammar).
         self.on_work: Callable[[], None] = lambda: None
-        self._inbox: deque[_Submit | _Refuse | _Abort | _Pin | _Elsewhere | UnloadCommand | LoadCommand] = deque()
-        self._live_ids: dict[str, object] = {}  # submitted and not ended; single operations only, they are atomic
-        self._orders = AdapterCommands(self._adapters, limits.extra_bytes_of, limits.rank_rows_of)
-        self._writer = AdapterLoader(backend, self._adapters, self._orders, self._scheduler.live, self._meter, clock)
+        self._inbox: deque[_Submit | _Refuse | _Abort | _Pin | _RemoteService | UnloadCommand | LoadCommand] = deque()
+        self._live_ids: dict[str, object] = {}  # submitted, not ended; used by atomic single operations only
+        self._commands = AdapterCommands(self._adapters, limits.extra_bytes_of, limits.rank_rows_of)
+        self._writer = AdapterLoader(backend, self._adapters, self._commands, self._scheduler.live, self._meter, clock)
         self.merged = merged
         self._failure: EngineFailure | None = None
-        self._plan: Schedule | None = None  # of the present step, or of the last one
-
-    # -- any thread ---------------------------------------------------------------------------
+        self._plan: Schedule | None = None  # of the current step, or of the last one
 
     def submit(self, request: GenerateRequest, adapter: LoraAdapter | None = None) -> None:
-        """Queue a request; its chunks come out of later steps.
+        """Queue a request; later steps return its chunks. Any thread, like all methods up to `stats`.
 
-        Raises InvalidRequest (ContextOverflow), AdapterTooLarge, AdapterMismatch, QueueFull or EngineFailure;
-        then nothing was queued. `adapter` holds the weights `request.adapter` refers to; one that the prompt does not
-        activate takes no part. A resumed request is queued however many wait: its client has begun to read the answer.
+        Raises InvalidRequest (ContextOverflow), AdapterTooLarge, AdapterMismatch, QueueFull or EngineFailure; then
+        nothing was queued. `adapter` holds the weights of `request.adapter`; an activated LoRA that the prompt does not
+        invoke is not used. A resumed request is queued even if the queue is full: its client has already read part of
+        the answer.
         """
         if self._failure is not None:
             raise self._failure
         self._check.request(request, adapter)
         if self.merged is not None:
-            adapter = None  # it is in the weights
+            adapter = None  # merged into the weights
         elif adapter is not None and not is_activated(request.token_ids, adapter.card.invocation_tokens):
             request, adapter = replace(request, adapter=None, unactivated=request.adapter), None
         num_waiting = len(self._live_ids) - self._scheduler.num_running
         if num_waiting >= self._max_queued_requests and not request.resume_token_ids:
             raise QueueFull(
-                f"{num_waiting} requests are waiting and engine.max_queued_requests is {self._max_queued_requests}; try again later"
+                f"{num_waiting} requests are waiting and engine.max_queued_requests is {self._max_queued_requests}; "
+                "try again later"
             )
         if adapter is not None and not self._adapters.is_resident(adapter.card.digest):
-            self._backend.prepare_adapter(adapter)  # one that leaves before its turn is prepared when it is written
+            self._backend.prepare_adapter(adapter)  # if it is evicted before it runs, the write prepares it
         sequence = Sequence(request, adapter, self.spec, self._blocks.block_size)
         if adapter is not None:
             limits = self._backend.limits
@@ -198,61 +191,49 @@ class Engine:
         if self._live_ids.setdefault(request.request_id, sequence) is not sequence:
             raise InvalidRequest(f"request_id {request.request_id!r} is already in use", param="request_id")
         if request.sampling.grammar and self._compiler is not None:
-            self._compiler.take(sequence)
+            self._compiler.submit(sequence)
         else:
             self._inbox.append(_Submit(sequence))
         if self._failure is not None and self._live_ids.pop(request.request_id, None) is not None:
-            raise self._failure  # it failed meanwhile, and no step has answered for this request
+            raise self._failure  # it failed in the meantime, and no step ended this request
 
     def abort(self, request_id: str) -> None:
-        """End a request in the next step, with finish_reason "abort". One that has just ended is left alone."""
+        """See `RunningEngine.abort`."""
         self._inbox.append(_Abort(request_id))
 
-    def drop_adapter(self, digest: str) -> Future[int]:
-        """Free an adapter's rows once its last sequence has ended; the result is how many rows were freed.
-
-        An adapter that is brought again before that stays, and no rows are freed. The future raises EngineFailure if
-        the engine has stopped or stops before.
-        """
+    def unload_adapter(self, digest: str) -> Future[int]:
+        """See `RunningEngine.unload_adapter`; EngineFailure if the engine has stopped or stops first."""
         freed: Future[int] = Future()
-        self._order(UnloadCommand(digest, freed))
+        self._enqueue(UnloadCommand(digest, freed))
         return freed
 
     def pin_adapters(self, digests: Collection[str]) -> None:
-        """Never evict these adapters, and no others, from the next step on, once they are resident, idle or not.
-
-        Requests for adapters that they leave no room for end with NotReady.
-        """
+        """See `RunningEngine.pin_adapters`; in effect from the next step on."""
         self._inbox.append(_Pin(frozenset(digests)))
 
-    def hear_elsewhere(self, served: Mapping[str, float], *, continues: bool) -> None:
-        """Other replicas served tenants that wait here so much in all: `FairQueue.hear_elsewhere`, in the next step."""
-        self._inbox.append(_Elsewhere(served, continues))
+    def add_remote_service(self, served: Mapping[str, float], *, continues: bool) -> None:
+        """Pass the service that other replicas gave to waiting tenants to the fair queue, in the next step."""
+        self._inbox.append(_RemoteService(served, continues))
 
     def service(self) -> TenantService:
-        """What tenants were served here, and which of them wait, as of about now."""
-        return self._scheduler.service()
+        """See `RunningEngine.service`."""
+        return self._scheduler.queue.service()
 
-    def bring_adapter(self, adapter: LoraAdapter, ref: AdapterRef) -> Future[int]:
-        """Write an adapter before any request asks for it, as soon as sequences in flight leave it room.
-
-        `ref` says whose it is. The future is done when the adapter is resident: so many bytes were written for it.
-        Raises what `submit` raises for its adapter; the future may raise NotReady (pinned adapters leave no room),
-        EngineFailure, or what writing met.
-        """
+    def load_adapter(self, adapter: LoraAdapter, ref: AdapterRef) -> Future[int]:
+        """See `RunningEngine.load_adapter`; it is written as soon as running sequences leave it room."""
         self._check.adapter(adapter, ref.name)
         resident: Future[int] = Future()
         if self.merged is not None:
             resident.set_result(0)
             return resident
         self._backend.prepare_adapter(adapter)
-        self._order(LoadCommand(adapter, ref, resident))
+        self._enqueue(LoadCommand(adapter, ref, resident))
         return resident
 
-    def _order(self, order: UnloadCommand | LoadCommand) -> None:
-        self._inbox.append(order)
+    def _enqueue(self, command: UnloadCommand | LoadCommand) -> None:
+        self._inbox.append(command)
         if self._failure is not None:
-            self._refuse_arrived(self._failure)  # no step takes it in any more
+            self._refuse_inbox(self._failure)  # no step will read it
 
     @property
     def has_work(self) -> bool:
@@ -262,7 +243,7 @@ class Engine:
 
     @property
     def max_rank(self) -> int:
-        """The largest rank that any adapter may have here, whichever modules it changes; 0 if there is no room."""
+        """The largest rank that an adapter may have here, whichever modules it changes; 0 without rank rows."""
         return self._adapters.limits.max_rank
 
     @property
@@ -272,32 +253,27 @@ class Engine:
 
     @property
     def failure(self) -> EngineFailure | None:
-        """Why the engine stopped computing, or None while it works."""
+        """See `RunningEngine.failure`."""
         return self._failure
 
     @property
     def computing(self) -> list[str]:
-        """Ids of the requests in the present step, or in the last one."""
+        """Ids of the requests in the current step, or in the last one."""
         plan = self._plan
         return [] if plan is None else [sequence.request_id for sequence, _ in plan.items]
 
     def stats(self) -> EngineStats:
-        """What the engine holds and has done, as of about now."""
+        """See `RunningEngine.stats`."""
         return self._meter.stats(
-            self._blocks,
-            self._adapters,
-            self._split,
-            num_live=len(self._live_ids),
-            num_running=self._scheduler.num_running,
-            merged=self.merged,
-            service_gap=self._scheduler.service_gap(),
+            self._blocks, self._adapters, self._split, num_live=len(self._live_ids),
+            num_running=self._scheduler.num_running, merged=self.merged, service_gap=self._scheduler.queue.gap(),
             compile_s=self._backend.compile_s,
-        )
+        )  # fmt: skip
 
-    # -- the engine's thread ------------------------------------------------------------------
+    # Everything below runs on the engine's thread.
 
     def step(self) -> list[TokenChunk]:
-        """Take in what has arrived, compute one batch, and return what it produced."""
+        """Read the inbox, compute one batch and return its chunks."""
         if self._failure is not None:
             return self._refuse_all(self._failure)
         self._plan = None
@@ -305,7 +281,7 @@ class Engine:
         try:
             chunks = self._drain_inbox()
             self._plan = self._scheduler.schedule()
-            self._plan, refused = self._writer.perform(self._plan)
+            self._plan, refused = self._writer.apply(self._plan)
             output = self._forward(self._plan)
             self._meter.now_s = self._clock()
             chunks += refused + self._scheduler.commit(self._plan, output)
@@ -317,13 +293,13 @@ class Engine:
         return chunks
 
     def shut_down(self, reason: EngineFailure) -> list[TokenChunk]:
-        """Stop for good; returns the last chunks of everything live. `close` releases the memory."""
+        """Stop for good; returns the last chunk of every live request. `close` releases the memory."""
         if self._failure is None:
             self._failure = reason
         return self._refuse_all(self._failure)
 
     def close(self) -> None:
-        """Release the device's memory. Nothing may step this engine any more."""
+        """Release the device's memory. No step may follow."""
         if self._compiler is not None:
             self._compiler.close()
         self._backend.close()
@@ -333,7 +309,7 @@ class Engine:
         self._scheduler.check()
 
     def _drain_inbox(self) -> list[TokenChunk]:
-        """Take in what has arrived, and give free rows to orders about adapters; returns chunks of what that ended."""
+        """Handle all messages and advance the adapter commands; returns the chunks of requests that this ended."""
         chunks: list[TokenChunk] = []
         for _ in range(len(self._inbox)):
             message = self._inbox.popleft()
@@ -348,30 +324,30 @@ class Engine:
                 case _Pin(digests):
                     self._adapters.pin(digests)
                     self._scheduler.live.reopen()
-                case _Elsewhere(served, continues):
-                    self._scheduler.hear_elsewhere(served, continues=continues)
+                case _RemoteService(served, continues):
+                    self._scheduler.queue.add_remote_service(served, continues=continues)
                 case UnloadCommand() | LoadCommand():
-                    self._orders.take(message)
+                    self._commands.add(message)
             if chunk is not None:
                 chunks.append(chunk)
-        self._orders.settle(self._scheduler.live.num_of)
+        self._commands.settle(self._scheduler.live.num_of)
         return chunks
 
-    def _compiled(self, sequence: Sequence, error: PolyloraError | None) -> None:
-        """The compiler's thread: a sequence may queue now."""
+    def _on_compiled(self, sequence: Sequence, error: PolyloraError | None) -> None:
+        """Queue a sequence whose grammar is compiled, or refuse it. Called on the compiler's thread."""
         self._inbox.append(_Submit(sequence) if error is None else _Refuse(sequence.request_id, error))
         self.on_work()
 
     def _abort(self, request_id: str) -> TokenChunk | None:
-        if self._compiler is not None and self._compiler.take_back(request_id) is not None:
+        if self._compiler is not None and self._compiler.cancel(request_id):
             return TokenChunk(request_id, finish_reason="abort")
         return self._scheduler.live.end(request_id, "abort")
 
     def _forward(self, plan: Schedule) -> ForwardOutput | None:
         """Compute the step.
 
-        None if there is nothing to compute, or if a write that the step waited for failed: the next one ends its
-        adapter's requests and computes the others.
+        None if there is nothing to compute, or if an adapter write that the step waited for failed: the next step ends
+        that adapter's requests and computes the others.
         """
         if not plan.items:
             return None
@@ -392,25 +368,25 @@ class Engine:
         return output
 
     def _fail(self, error: Exception) -> list[TokenChunk]:
-        """Stop for good. The state of the device and of the books is unknown: nothing here can be trusted any more."""
+        """Stop for good: after an exception the state of the device and of the pools is unknown."""
         failure = EngineFailure(f"the engine stopped: {type(error).__name__}: {error}", computing=self.computing)
         failure.__cause__ = error
         self._failure = failure
         return self._refuse_all(failure)
 
     def _refuse_all(self, failure: EngineFailure) -> list[TokenChunk]:
-        """End everything live or still arriving with the failure."""
-        self._refuse_arrived(failure)
-        self._orders.refuse_all(failure)
+        """End every live or arriving request and command with the failure."""
+        self._refuse_inbox(failure)
+        self._commands.refuse_all(failure)
         return [
             TokenChunk(request_id, finish_reason="error", error=failure)
             for request_id in self._live_ids.copy()
             if self._live_ids.pop(request_id, None) is not None
         ]
 
-    def _refuse_arrived(self, failure: EngineFailure) -> None:
-        """Answer the orders in the inbox. Any thread, once no step drains it: whoever takes one out answers it."""
-        with contextlib.suppress(IndexError):  # another thread took the last one
+    def _refuse_inbox(self, failure: EngineFailure) -> None:
+        """Fail the commands in the inbox. Any thread, once no step reads it; the thread that pops one answers it."""
+        with contextlib.suppress(IndexError):  # another thread popped the last one
             while self._inbox:
                 message = self._inbox.popleft()
                 if isinstance(message, UnloadCommand | LoadCommand):

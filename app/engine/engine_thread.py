@@ -1,9 +1,9 @@
-"""The one thread that owns a device: it steps an engine while there is work and sleeps otherwise.
+"""The thread that owns a device: it steps an engine while there is work and sleeps otherwise.
 
-In: the engine's submits, aborts and adapter orders, from any thread. Out: each step's chunks, in one call of
-`on_chunks` made from this thread, and at most one call of `on_failure`. Rule: every submitted request gets
-a last chunk and every adapter order an answer, also when the engine fails or the thread is stopped. Only a step that
-hangs answers nobody: nothing can end it, so it is told as a failure, and the process has to be replaced.
+Each step's chunks go to `on_chunks`, called on this thread; a failure goes to `on_failure`, once. Every submitted
+request gets a last chunk and every adapter command an answer, also when the engine fails or the thread is stopped. The
+exception is a step that hangs: a thread cannot be ended, so `check_progress` reports a failure and the process has to
+be replaced.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from app.engine.request import GenerateRequest
 from app.engine.stats import EngineStats, TenantService
 from app.engine.warm_up import warm_up
 
-#: A step that takes this many times as long as usual may have hung.
+#: A step may hang if it takes this many times as long as the median step.
 HUNG_FACTOR = 50
-#: So many steps say what is usual.
+#: Steps in the median.
 NUM_STEPS = 64
-#: More time than this between two looks is time in which this process did not run; looks are a second apart.
+#: The age of a step is sampled once a second. A longer gap than this is time in which this process did not run.
 LONGEST_GAP_S = 2.0
 
 
 class EngineThread:
-    """Runs one engine: `app.engine.interface.RunningEngine` says what each method promises."""
+    """Runs one engine; `app.engine.interface.RunningEngine` documents the methods."""
 
     def __init__(
         self,
@@ -50,12 +50,12 @@ class EngineThread:
         self._stopping = False
         self._is_closed = False
         self._failure: EngineFailure | None = None
-        self._failing = threading.Lock()
+        self._failure_lock = threading.Lock()
         self._steps = StepWatchdog(clock)
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     def warm_up(self) -> None:
-        """Step the engine in the caller's thread, which `start` hands over to its own."""
+        """Warm the engine up on the caller's thread; `start` hands the engine over to its own thread."""
         assert self._thread.ident is None, "warm up before you start"
         warm_up(self._engine)
 
@@ -63,10 +63,10 @@ class EngineThread:
         self._thread.start()
 
     def stop(self, timeout_s: float | None = None) -> bool:
-        """End all requests with an EngineFailure, the thread after its current step, and then close the engine.
+        """End all requests with an EngineFailure, stop the thread after its current step and close the engine.
 
-        Returns whether the thread has ended; as long as it has not, the memory it may write to is not released.
-        Draining is the caller's: stop submitting, wait for the last chunks, then stop.
+        Returns whether the thread has ended. Until it has, the memory it may write to is not released. To drain, the
+        caller stops submitting and waits for the last chunks before it calls this.
         """
         self._stopping = True
         self._wake.set()
@@ -82,19 +82,19 @@ class EngineThread:
 
     @property
     def failure(self) -> EngineFailure | None:
-        """The engine's failure, or that of this thread."""
+        """The engine's failure, or this thread's."""
         return self._failure or self._engine.failure
 
     def check_progress(self, max_step_s: float) -> bool:
-        """Declare the engine failed if its present step hangs; whether that is so, and was not known before."""
+        """Report the engine as failed if its current step hangs. True the first time it finds that."""
         age_s, usual_s = self._steps.age_s(), self._steps.usual_s
         if age_s <= max(max_step_s, HUNG_FACTOR * usual_s):
             return False
-        reason = f"a step has lasted for {age_s:.0f} s, and usually one lasts for {usual_s:.3g} s: it hangs"
+        reason = f"a step has run for {age_s:.0f} s; the median step takes {usual_s:.3g} s: it hangs"
         return self._fail(EngineFailure(reason, computing=self._engine.computing))
 
     def submit(self, request: GenerateRequest, adapter: LoraAdapter | None = None) -> None:
-        """As `Engine.submit`, and wakes the thread."""
+        """`Engine.submit`, and wake the thread."""
         if self.failure is not None:
             raise self.failure
         self._engine.submit(request, adapter)
@@ -104,8 +104,8 @@ class EngineThread:
         self._engine.abort(request_id)
         self._wake.set()
 
-    def drop_adapter(self, digest: str) -> Future[int]:
-        freed = self._engine.drop_adapter(digest)
+    def unload_adapter(self, digest: str) -> Future[int]:
+        freed = self._engine.unload_adapter(digest)
         self._wake.set()
         return freed
 
@@ -113,10 +113,10 @@ class EngineThread:
         self._engine.pin_adapters(digests)
         self._wake.set()
 
-    def bring_adapter(self, adapter: LoraAdapter, ref: AdapterRef) -> Future[int]:
+    def load_adapter(self, adapter: LoraAdapter, ref: AdapterRef) -> Future[int]:
         if self.failure is not None:
             raise self.failure
-        resident = self._engine.bring_adapter(adapter, ref)
+        resident = self._engine.load_adapter(adapter, ref)
         self._wake.set()
         return resident
 
@@ -126,8 +126,8 @@ class EngineThread:
     def service(self) -> TenantService:
         return self._engine.service()
 
-    def hear_elsewhere(self, served: Mapping[str, float], *, continues: bool) -> None:
-        self._engine.hear_elsewhere(served, continues=continues)
+    def add_remote_service(self, served: Mapping[str, float], *, continues: bool) -> None:
+        self._engine.add_remote_service(served, continues=continues)
         self._wake.set()
 
     def _run(self) -> None:
@@ -141,14 +141,14 @@ class EngineThread:
                 self._steps.begin()
                 chunks = engine.step()
                 self._steps.end()
-                if self._failure is not None and engine.failure is None:  # the step came back after all: too late
+                if self._failure is not None and engine.failure is None:  # the hung step returned, too late
                     chunks += engine.shut_down(self._failure)
                 if chunks:
                     self._on_chunks(chunks)
                 if engine.failure is not None:
                     self._fail(engine.failure)
             self._shut_down()
-        except Exception as error:  # a callback broke its promise: report it, answer nobody through it again
+        except Exception as error:  # a callback raised: report the failure, but use no callback for chunks again
             failure = EngineFailure(f"the engine's thread ended: {type(error).__name__}: {error}")
             failure.__cause__ = error
             engine.shut_down(failure)
@@ -160,8 +160,8 @@ class EngineThread:
             self._on_chunks(chunks)
 
     def _fail(self, failure: EngineFailure) -> bool:
-        """Whether this is the first failure."""
-        with self._failing:
+        """Record and report a failure. False if there was one before."""
+        with self._failure_lock:
             if self._failure is not None:
                 return False
             self._failure = failure
@@ -171,46 +171,43 @@ class EngineThread:
 
 
 class StepWatchdog:
-    """How long the present step has lasted, and how long steps usually last; `clock` gives seconds and never goes back.
+    """Measures how long the current step has run and how long steps usually take. `clock` is monotonic, in seconds.
 
-    The age is the time between looks that saw the same step, so a process that was stopped, or whose machine slept,
-    does not look like a step that hangs.
+    The age counts only time between two samples that saw the same step, so a process that was stopped, or a machine
+    that slept, does not look like a hanging step. `begin` and `end` are called by the thread that steps; `age_s` and
+    `usual_s` by one other thread.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._num_begun = 0
-        self._present: int | None = None
-        self._began_s = 0.0
-        self._lasted_s: deque[float] = deque(maxlen=NUM_STEPS)
-        self._seen: int | None = None
-        self._looked_s = 0.0
+        self._num_steps = 0
+        self._current: int | None = None
+        self._started_s = 0.0
+        self._durations_s: deque[float] = deque(maxlen=NUM_STEPS)
+        self._sampled: int | None = None
+        self._sampled_s = 0.0
         self._age_s = 0.0
 
-    # -- the thread that steps ------------------------------------------------------------------------
-
     def begin(self) -> None:
-        self._num_begun += 1
-        self._began_s = self._clock()
-        self._present = self._num_begun
+        self._num_steps += 1
+        self._started_s = self._clock()
+        self._current = self._num_steps
 
     def end(self) -> None:
-        self._present = None
-        self._lasted_s.append(self._clock() - self._began_s)
-
-    # -- whoever looks, one thread --------------------------------------------------------------------
+        self._current = None
+        self._durations_s.append(self._clock() - self._started_s)
 
     @property
     def usual_s(self) -> float:
-        """The median of the last steps; 0 before the first has ended."""
-        return median(list(self._lasted_s)) if self._lasted_s else 0.0
+        """The median duration of recent steps; 0 before the first has ended."""
+        return median(list(self._durations_s)) if self._durations_s else 0.0
 
     def age_s(self) -> float:
-        """How long the present step has been seen; 0 at the first look at it, or when there is none."""
-        now_s, present = self._clock(), self._present
-        if present is None or present != self._seen:
+        """How long the current step has been observed; 0 at its first sample or without a step."""
+        now_s, current = self._clock(), self._current
+        if current is None or current != self._sampled:
             self._age_s = 0.0
         else:
-            self._age_s += min(now_s - self._looked_s, LONGEST_GAP_S)
-        self._seen, self._looked_s = present, now_s
+            self._age_s += min(now_s - self._sampled_s, LONGEST_GAP_S)
+        self._sampled, self._sampled_s = current, now_s
         return self._age_s

@@ -1,38 +1,38 @@
-"""Every error a caller can meet, as one tree.
+"""Every error that a caller can meet, as one tree.
 
     PolyloraError
       InvalidRequest          the request can never succeed as written            (400)
         UnsupportedField        a field that would change the result is not implemented
         ContextOverflow         prompt + max_tokens exceed the context or the KV memory
       NotFound                no such model, adapter or route for this caller     (404)
-      Overloaded              try again later
+      ServerOverloaded        try again later
         QueueFull               this engine's waiting queue is at its limit       (429)
         NotReady                no replica can take the request now               (503)
-          AdapterKeptOut          pinned adapters leave no room for the request's
+          AdapterPoolFull         pinned adapters leave no room for the request's
       DeadlineExceeded        the request took longer than it may                 (504)
       AdapterError            an adapter that cannot be used                      (400)
-        AdapterFormatError      a file, key or tensor that is not understood, or is missing
+        AdapterFormatError      an unknown, malformed or missing file, key or tensor
         AdapterMismatch         well formed, but not for this base model
         AdapterTooLarge         more rank rows or bytes than this replica holds
-        CombinationRefused      adapters that have no combination of the kind asked for
-        AdapterUntrusted        not signed by whom it must be, or altered          (403)
-        AdapterReadFailed       reading it crashed or ran out of time              (503)
+        CombinationError        adapters that cannot be combined as requested
+        AdapterUntrusted        not signed by a trusted key, or altered           (403)
+        AdapterReadFailed       reading it crashed or timed out                   (503)
         AdapterWriteFailed      its rows did not reach the device                 (503)
-        AdapterBusy             the operation must wait for sequences in flight   (409)
-        AdapterOverflow         its arithmetic leaves the range of the numbers
-        AdapterMergedAway       this engine has another adapter merged into its weights
-        AdapterUnloaded         it was unloaded while it was being loaded          (409)
-        AdapterQuarantined      it failed a moment ago and is not tried again yet (503)
-        AdapterUnreadable       it is registered, and cannot be read at the moment (503)
+        AdapterBusy             running sequences still use it                    (409)
+        AdapterOverflow         its arithmetic gives infinite or NaN values
+        MergedAdapterOnly       this engine has another adapter merged into its weights
+        AdapterUnloaded         it was unloaded while it was being loaded         (409)
+        AdapterQuarantined      it failed recently and is not tried again yet     (503)
+        AdapterUnreadable       it is registered, but cannot be read at present   (503)
       UnsafeSource            a path or URI outside what this server may read     (403)
       SourceError             fetching from a permitted source failed             (502)
       CheckpointError         a base model that cannot be loaded                  (at start)
       ConfigError             a configuration that contradicts itself             (at start)
-        OutOfDeviceMemory       weights, KV blocks and adapters exceed the device's memory
+        OutOfDeviceMemory     weights, KV blocks and adapters exceed the device's memory
       EngineFailure           the engine died; its streams end with this          (500)
 
-A message gives the offending value, the limit and the way out. HTTP codes live in one table at
-the door (`app.deployments`); the numbers above are for the reader.
+A message gives the offending value, the limit and the way out. The table of HTTP codes is in `app.deployments.ingress`;
+the numbers above are for the reader.
 """
 
 from __future__ import annotations
@@ -45,14 +45,11 @@ class PolyloraError(Exception):
 
 
 class InvalidRequest(PolyloraError):
-    """The request can never succeed as written. `param` names the offending field, if one does."""
+    """The request can never succeed as written. `param` names the offending field, if there is one."""
 
     def __init__(self, message: str, *, param: str | None = None) -> None:
         super().__init__(message)
         self.param = param
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return (_rebuild_invalid_request, (type(self), str(self), self.param))
 
 
 class UnsupportedField(InvalidRequest):
@@ -67,27 +64,24 @@ class NotFound(PolyloraError):
     """No such model, adapter or route for this caller."""
 
 
-class Overloaded(PolyloraError):
-    """The request is fine; this server has no room for it now. `retry_after_s` is a hint."""
+class ServerOverloaded(PolyloraError):
+    """The request is valid, but this server has no room for it now. `retry_after_s` is a hint."""
 
     def __init__(self, message: str, *, retry_after_s: float = 1.0) -> None:
         super().__init__(message)
         self.retry_after_s = retry_after_s
 
-    def __reduce__(self) -> tuple[object, ...]:
-        return (_rebuild_retriable, (type(self), str(self), self.retry_after_s))
 
-
-class QueueFull(Overloaded):
+class QueueFull(ServerOverloaded):
     """The engine's waiting queue is at its limit."""
 
 
-class NotReady(Overloaded):
+class NotReady(ServerOverloaded):
     """No replica can take the request at the moment."""
 
 
-class AdapterKeptOut(NotReady):
-    """Pinned adapters leave no room on this engine's device for the request's."""
+class AdapterPoolFull(NotReady):
+    """Pinned adapters leave no room on this engine's device for the request's adapter."""
 
 
 class DeadlineExceeded(PolyloraError):
@@ -99,7 +93,7 @@ class AdapterError(PolyloraError):
 
 
 class AdapterFormatError(AdapterError):
-    """A file, configuration key or tensor that is not understood, malformed, or missing."""
+    """A file, configuration key or tensor that is unknown, malformed or missing."""
 
 
 class AdapterMismatch(AdapterError):
@@ -110,53 +104,50 @@ class AdapterTooLarge(AdapterError):
     """An adapter that needs more rank rows or bytes than are configured."""
 
 
-class CombinationRefused(AdapterError):
-    """Adapters that cannot be combined in the way that was asked for."""
+class CombinationError(AdapterError):
+    """Adapters that cannot be combined as requested."""
 
 
 class AdapterUntrusted(AdapterError):
-    """An adapter that is not signed by a trusted key, or not what was signed."""
+    """An adapter that is not signed by a trusted key, or was altered after signing."""
 
 
 class AdapterReadFailed(AdapterError):
-    """Reading ended without a verdict: because of the file or of the machine. It may be tried again later."""
+    """Reading failed because of the file or of the machine. It may be tried again later."""
 
 
 class AdapterWriteFailed(AdapterError):
     """Writing it to the device failed. The next request for it writes it again."""
 
 
-class AdapterMergedAway(AdapterError):
-    """This engine serves the adapter that is merged into its weights, and nothing else."""
+class MergedAdapterOnly(AdapterError):
+    """This engine serves only the adapter that is merged into its weights."""
 
 
 class AdapterOverflow(AdapterError):
-    """With it a request's output is no finite number: its values are too large."""
+    """A request's output with this adapter is not a finite number: its values are too large."""
 
 
 class AdapterBusy(AdapterError):
-    """The operation must wait until sequences in flight have left the adapter."""
+    """The operation must wait until running sequences have ended."""
 
 
 class AdapterUnloaded(AdapterError):
-    """It was being loaded when somebody unloaded it."""
+    """The adapter was unloaded while it was being loaded."""
 
 
 class AdapterQuarantined(AdapterError):
-    """It failed before and is left alone for `retry_after_s`."""
+    """The adapter failed recently and is not tried again for `retry_after_s`."""
 
     def __init__(self, message: str, *, retry_after_s: float = 1.0) -> None:
         super().__init__(message)
         self.retry_after_s = retry_after_s
 
-    def __reduce__(self) -> tuple[object, ...]:
-        return (_rebuild_retriable, (type(self), str(self), self.retry_after_s))
-
 
 class AdapterUnreadable(AdapterQuarantined):
-    """It is registered, but its files cannot be read, or are no longer the registered ones.
+    """The adapter is registered, but its files cannot be read or have changed.
 
-    Why is for who manages adapters, not for who uses them: it may name places of the server.
+    The message is for those who manage adapters, not for those who use them: it may contain paths of the server.
     """
 
 
@@ -177,25 +168,15 @@ class ConfigError(PolyloraError):
 
 
 class OutOfDeviceMemory(ConfigError):
-    """What the configuration asks for does not fit the device; the message has the numbers."""
+    """The configuration does not fit the device's memory; the message has the numbers."""
 
 
 class EngineFailure(PolyloraError):
-    """The engine stopped working; every stream it held ends with this error.
+    """The engine stopped working; every stream of it ends with this error.
 
-    `computing`: ids of the requests in the step that failed, if a step did: one of them may have been the cause.
+    `computing`: ids of the requests in the step that failed, if one did: one of them may be the cause.
     """
 
     def __init__(self, message: str, *, computing: Iterable[str] = ()) -> None:
         super().__init__(message)
         self.computing = frozenset(computing)
-
-
-def _rebuild_invalid_request(kind: type[InvalidRequest], message: str, param: str | None) -> InvalidRequest:
-    return kind(message, param=param)
-
-
-def _rebuild_retriable(
-    kind: type[Overloaded | AdapterQuarantined], message: str, retry_after_s: float
-) -> Overloaded | AdapterQuarantined:
-    return kind(message, retry_after_s=retry_after_s)

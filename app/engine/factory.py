@@ -1,7 +1,6 @@
-"""The configured engine for a checkpoint: the one place that knows which engines and backends there are.
+"""Factory of engines: the one place that knows which engines and backends exist.
 
-In: a checkpoint and the engine's settings. Out: a `RunningEngine`, its memory allocated and its programs compiled or
-compiling. A backend's libraries are imported here, when it is chosen, in the process that computes.
+A backend's libraries are imported here when it is chosen, in the process that computes.
 """
 
 from __future__ import annotations
@@ -10,6 +9,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from app.engine.adapters.adapter import FEATURES
 from app.engine.backend import Backend
@@ -20,8 +20,10 @@ from app.engine.errors import CheckpointError, ConfigError
 from app.engine.interface import OnChunks, OnFailure, RunningEngine
 from app.engine.models.checkpoint import Checkpoint
 from app.engine.models.tokenizers.tokenizer import load_tokenizer
-from app.engine.structured_output.grammar_compiler import CompiledGrammars
 from app.engine.xla.supported_features import SERVED as XLA_FEATURES
+
+if TYPE_CHECKING:  # llguidance is loaded by the first grammar
+    from app.engine.structured_output.backend_guidance import Vocabulary
 
 
 def create_engine(
@@ -32,9 +34,9 @@ def create_engine(
     *,
     clock: Callable[[], float] = time.perf_counter,
 ) -> RunningEngine:
-    """An engine that waits for `warm_up` and `start`. `clock` tells seconds, from any origin.
+    """An engine that waits for `warm_up` and `start`. `clock` returns seconds, from any origin.
 
-    Raises CheckpointError or ConfigError if the model or a setting is not for this engine or machine.
+    Raises CheckpointError or ConfigError if the model or a setting does not fit this engine or machine.
     """
     return EngineThread(new_engine(checkpoint, config, clock), on_chunks, on_failure)
 
@@ -53,8 +55,8 @@ def new_engine(checkpoint: Checkpoint, config: EngineConfig, clock: Callable[[],
     return Engine(load_backend(checkpoint, config), config, clock, grammars, merged)
 
 
-def load_vocabulary(checkpoint: Checkpoint) -> CompiledGrammars:
-    """What answers with a grammar need of a base model. Raises CheckpointError."""
+def load_vocabulary(checkpoint: Checkpoint) -> Vocabulary:
+    """The vocabulary for structured output. Raises CheckpointError."""
     from app.engine.structured_output.backend_guidance import Vocabulary
 
     spec = checkpoint.spec
@@ -62,12 +64,12 @@ def load_vocabulary(checkpoint: Checkpoint) -> CompiledGrammars:
 
 
 def served_features(config: EngineConfig) -> frozenset[str]:
-    """Those of `FEATURES` that the configured engine applies; adapters that need another are refused when they come."""
+    """The `FEATURES` that the configured engine applies; adapters that need others are refused when they are read."""
     return XLA_FEATURES if isinstance(config.device, XlaConfig) else FEATURES
 
 
 def check_device_is_here(config: EngineConfig) -> None:
-    """Raises ConfigError for a GPU that this machine does not have. Imports torch for `engine.cuda`, else nothing."""
+    """Raise ConfigError for a GPU that this machine does not have. Imports torch, for `engine.cuda` only."""
     if isinstance(config.device, CudaConfig):
         from app.engine.cuda import factory as cuda_loading
 
@@ -75,7 +77,7 @@ def check_device_is_here(config: EngineConfig) -> None:
 
 
 def load_backend(checkpoint: Checkpoint, config: EngineConfig) -> Backend:
-    """CheckpointError or ConfigError if the model or a setting is not for this backend or machine."""
+    """The configured backend. CheckpointError or ConfigError if the model or a setting does not fit it or the host."""
     config.check_installed()
     if checkpoint.spec.encoder is not None and not isinstance(config.device, CpuConfig):
         raise ConfigError(
@@ -83,8 +85,8 @@ def load_backend(checkpoint: Checkpoint, config: EngineConfig) -> Backend:
         )
     if checkpoint.spec.has_gemma_arithmetic and not isinstance(config.device, CpuConfig):
         raise CheckpointError(
-            f"models of family {checkpoint.spec.family!r} (soft caps, scaled embeddings, norms behind each block) are "
-            "computed by engine.cpu alone"
+            f"models of family {checkpoint.spec.family!r} (soft caps, scaled embeddings, norms after each block) run "
+            "with engine.cpu only"
         )
     match config.device:
         case CpuConfig():

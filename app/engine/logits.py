@@ -1,4 +1,4 @@
-"""Parts of sampling that every backend shares: penalties, biases, masks and lists of likely tokens, on rows of logits.
+"""The parts of sampling that every backend shares: penalties, biases, masks and top log-probabilities.
 
 NumPy in and out, one row at a time: no row can see another.
 """
@@ -14,8 +14,8 @@ from app.engine.batch import Bias, SamplingBatch
 
 
 class Penalties(NamedTuple):
-    """What one row's penalties do: seen tokens' logits are divided by (or, below zero, multiplied with) `repetition`;
-    then generated tokens' logits lose their amount. Ids are distinct, [n] int64; amounts [n] float32."""
+    """The penalties of one row: logits of `seen` tokens are divided by `repetition` (or multiplied, below zero), then
+    `amounts` are subtracted from those of `generated` tokens. Ids are distinct, [n] int64; amounts [n] float32."""
 
     seen: NDArray[np.int64]
     repetition: np.float32
@@ -24,8 +24,8 @@ class Penalties(NamedTuple):
 
 
 def penalties(sampling: SamplingBatch, p: int) -> Penalties:
-    """Sampled row p's: repetition (Keskar et al. 2019, over prompt and output), presence and frequency (OpenAI,
-    over output)."""
+    """The penalties of sampled row p: repetition (Keskar et al. 2019, over prompt and output), presence and frequency
+    (OpenAI, over output)."""
     history, prompt_len = sampling.history[p], int(sampling.prompt_lens[p])
     repetition = sampling.repetition[p]
     seen = np.unique(history) if repetition != 1.0 else history[:0]
@@ -43,13 +43,13 @@ def penalise(row: NDArray[np.float32], sampling: SamplingBatch, p: int) -> None:
 
 
 def is_changed(sampling: SamplingBatch, p: int) -> bool:
-    """Whether sampled row p draws from other logits than the model's."""
+    """Whether row p samples from other logits than the model's."""
     has_mask = sampling.masks is not None and sampling.masks.of_row[p] >= 0
     return has_mask or sampling.history[p].size > 0 or bias_of(sampling, p) is not None
 
 
 def bias_of(sampling: SamplingBatch, p: int) -> Bias | None:
-    """Sampled row p's."""
+    """The bias of sampled row p."""
     return sampling.biases[p] if sampling.biases else None
 
 
@@ -77,7 +77,7 @@ def largest(row: NDArray[np.float32], count: int, normaliser: float) -> tuple[ND
     return ids.astype(np.int32), (row[ids].astype(np.float64) - normaliser).astype(np.float32)
 
 
-def overflowed(logits: NDArray[np.float32], token_ids: NDArray[np.int32]) -> tuple[int, ...]:
-    """Rows of `logits` [P, V] in which the chosen token's is infinite or NaN. token_ids: [P]. Reads P values."""
+def overflowed_rows(logits: NDArray[np.float32], token_ids: NDArray[np.int32]) -> tuple[int, ...]:
+    """Rows of `logits` [P, V] whose chosen token has an infinite or NaN logit. token_ids: [P]. Reads P values."""
     is_finite = np.isfinite(logits[np.arange(len(token_ids)), token_ids])
     return () if is_finite.all() else tuple(np.flatnonzero(~is_finite).tolist())

@@ -1,8 +1,7 @@
 """What enters the engine and what comes back: frozen value types.
 
-In: a `GenerateRequest` (token ids, never text). Out: `TokenChunk`s, one per engine step and
-request at most. A request's tokens are a function of (weights, adapter, prompt, sampling): nothing
-else in these types may influence them.
+A `GenerateRequest` has token ids, never text; each step returns at most one `TokenChunk` per request. A request's
+tokens are a function of (weights, adapter, prompt, sampling): nothing else in these types may influence them.
 """
 
 from __future__ import annotations
@@ -20,15 +19,14 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 @message
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How the next token is chosen.
+    """How the next token is chosen. Validated by `validate_sampling`.
 
-    temperature 0 is greedy. `seed` keys the counter-based generator together with the token's
-    position, so equal seeds give equal tokens in any company. `num_logprobs` None: none wanted;
-    0: only the chosen token's; n: also the n most likely tokens'. Penalties follow OpenAI
-    (presence, frequency: over generated tokens) and transformers (repetition: over prompt and
-    generated tokens); 0, 0 and 1 switch them off. `logit_bias`: (token id, amount) pairs, added after penalties. Before
-    `min_tokens` tokens are generated none is drawn that ends the answer. `grammar` is what the answer follows, as text
-    (`app.engine.structured_output.grammar_builder`), "" for none. Validated by `validate_sampling`.
+    temperature 0 is greedy. `seed` and the token's position key the counter-based generator, so equal seeds give equal
+    tokens in any batch. `num_logprobs`: None for none, 0 for the chosen token's, n for the n most likely tokens' as
+    well. Penalties follow OpenAI (presence, frequency: over generated tokens) and transformers (repetition: over prompt
+    and generated tokens); 0, 0 and 1 switch them off. `logit_bias`: (token id, amount) pairs, added after the
+    penalties. Tokens that end the answer are forbidden before `min_tokens` tokens are generated. `grammar` is the text
+    of a grammar that the answer follows (`app.engine.structured_output.grammar_builder`), "" for none.
     """
 
     max_tokens: int = 16
@@ -51,10 +49,11 @@ class SamplingParams:
 @message
 @dataclass(frozen=True, slots=True)
 class PoolingParams:
-    """How a sequence's hidden states, behind the last norm, become one vector.
+    """How a sequence's hidden states, after the last norm, become one vector of length 1. Validated by
+    `validate_request`.
 
-    `num_dimensions`: only so many of its first numbers, None for all. The vector is divided by its length then.
-    "cls" is for encoders alone: a decoder's first token has seen nothing else. Validated by `validate_request`.
+    `num_dimensions` keeps the first numbers only; None keeps all. "cls" is for encoders alone: a decoder's first token
+    has seen no other.
     """
 
     method: Pooling = "last"
@@ -64,19 +63,17 @@ class PoolingParams:
 @message
 @dataclass(frozen=True, slots=True)
 class GenerateRequest:
-    """One sequence to generate, or, with `pooling`, one to embed: then `sampling` is not read and nothing is resumed.
+    """One sequence to generate or, with `pooling`, to embed; then `sampling` is not read and nothing is resumed.
 
-    `resume_token_ids` are tokens this request has already produced elsewhere: they are treated as
-    generated output (they count against max_tokens and penalties) and are not sent again.
-    `cache_salt` keys the prefix cache beside the adapter digest; it is derived by the server.
-    `weight` is the tenant's share in fair queueing. `num_failures` engines have failed in a step that computed it.
-    `key_id` is the API key that pays, empty for requests without one; None: whoever sends the request counts it.
-    `num_charged` of the resumed tokens are charged already, and so is the prompt; None: nothing is.
-    `prediction_ids` are what the client expects as the answer: where they are right it comes sooner, and
-    they change nothing of it.
-    `is_batch`: nobody waits for it; it is computed after everything that somebody waits for.
-    `unactivated`: the adapter that was asked for where it changes nothing, because the prompt has not its invocation
-    (`app.engine.adapters.card`): the base computes, `adapter` is None, and what it takes is the adapter's.
+    `resume_token_ids` are tokens that another engine has already produced for this request: they count as output
+    (against max_tokens and penalties) and are not sent again. `cache_salt` separates cached prefixes, beside the
+    adapter's digest; the server derives it. `weight` is the tenant's weight in the fair queue. `num_failures`: engines
+    that failed in a step with this request. `key_id` is the API key that pays, empty for requests without one; None:
+    the sender counts the usage. `num_charged` of the resumed tokens, and with them the prompt, are charged already;
+    None: nothing is. `prediction_ids` are the answer that the client expects: they speed it up where they are right and
+    never change it. `is_batch`: computed after all interactive requests. `unactivated`: the requested adapter where it
+    changes nothing because the prompt does not contain its invocation (`app.engine.adapters.card`); then `adapter` is
+    None, the base model computes, and the usage is the adapter's.
     """
 
     request_id: str
@@ -97,8 +94,8 @@ class GenerateRequest:
     unactivated: AdapterRef | None = None
 
     @property
-    def asked_for(self) -> AdapterRef | None:
-        """The adapter that its sender named, whether or not anything is computed with it; None: the base."""
+    def requested_adapter(self) -> AdapterRef | None:
+        """The adapter that the request names, activated or not; None: the base model."""
         return self.unactivated if self.adapter is None else self.adapter
 
 
@@ -115,7 +112,7 @@ class TokenLogprobs:
 @message
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Token counts of one request. `cached_tokens` are prompt tokens whose KV was found in the cache."""
+    """Token counts of one request. `cached_tokens` are prompt tokens whose K and V were found in the cache."""
 
     prompt_tokens: int
     cached_tokens: int
@@ -124,11 +121,11 @@ class Usage:
 
 @message
 class RequestUsage(NamedTuple):
-    """What an engine has spent on one request, told when the request has ended there.
+    """The resources that one engine has spent on a request, known when the request has ended there.
 
-    Of a request that goes on from another engine's tokens they count too, unless they are charged (`num_charged`).
-    `rank_row_ms`, `kv_block_ms`: rows and blocks it referred to, times milliseconds; what several requests share counts
-    for each of them. Loads are those of adapter rows to the device that this request caused.
+    The counts include tokens resumed from another engine, unless they are charged (`num_charged`). `rank_row_ms`,
+    `kv_block_ms`: rows and blocks referenced, times milliseconds; shared ones count for each request. `num_loads`,
+    `load_bytes`: adapter writes to the device that this request caused.
     """
 
     prompt_tokens: int = 0
@@ -143,13 +140,13 @@ class RequestUsage(NamedTuple):
 @message
 @dataclass(frozen=True, slots=True)
 class TokenChunk:
-    """What one step produced for one request. The last chunk of a request has `finish_reason` set.
+    """The output of one step for one request. The last chunk of a request has `finish_reason` set.
 
-    The first and the last with tokens have `usage`: whoever has enough of an answer knows its cost so far.
-    `matched_stop` is the stop or end-of-sequence token id that ended it (that id is the last of
-    `token_ids`; the text layer hides it). `error` is set only with finish_reason "error". `embedding` is what a request
-    with `pooling` ends with, as little-endian float32; its finish_reason is "stop". `consumption` comes with the last
-    chunk, unless the engine failed: then whoever goes on with the request counts all of it.
+    `usage` is set in the first and the last chunk with tokens, so a client that stops early knows the cost so far.
+    `matched_stop` is the stop or end-of-sequence token that ended the request; it is the last of `token_ids`, and the
+    text layer hides it. `error` is set only with finish_reason "error". `embedding` is the result of a request with
+    `pooling`, as little-endian float32; its finish_reason is "stop". `request_usage` is set in the last chunk unless
+    the engine failed: then the engine that resumes the request counts all of it.
     """
 
     request_id: str
@@ -160,4 +157,4 @@ class TokenChunk:
     usage: Usage | None = None
     error: Exception | None = field(default=None, compare=False)
     embedding: bytes = b""
-    consumption: RequestUsage | None = None
+    request_usage: RequestUsage | None = None

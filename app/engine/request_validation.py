@@ -1,8 +1,7 @@
-"""Whether this engine can compute a request as written, with the adapter that comes with it.
+"""Validation: whether this engine can compute a request as written, with the adapter that comes with it.
 
-In: values from outside. Out: nothing, or an error that names the field, the value and the limit: ranges of sampling
-parameters, token ids, lengths, and adapters that do not fit the tables when nothing else is in them. Runs in the
-caller's thread, so the engine's thread only ever sees sound requests.
+It checks ranges of sampling parameters, token ids, lengths, and adapters that do not fit empty tables; an error names
+the field, the value and the limit. It runs in the caller's thread, so the engine's thread only sees valid requests.
 """
 
 from __future__ import annotations
@@ -14,20 +13,20 @@ import numpy as np
 from app.engine.adapters.adapter import LoraAdapter
 from app.engine.adapters.card import AdapterCard, AdapterRef
 from app.engine.backend import BackendLimits
-from app.engine.errors import AdapterMergedAway, AdapterMismatch, ContextOverflow, InvalidRequest, UnsupportedField
+from app.engine.errors import AdapterMismatch, ContextOverflow, InvalidRequest, MergedAdapterOnly, UnsupportedField
 from app.engine.models.spec import ModelSpec
 from app.engine.pools.table_limits import TableLimits
 from app.engine.request import GenerateRequest, PoolingParams, SamplingParams
 
 MAX_LOGPROBS = 20
-#: The least temperature that is not greedy: its reciprocal, and logits times that, must be float32s.
+#: The lowest temperature that is not greedy: its reciprocal, and logits times that, must be float32s.
 MIN_TEMPERATURE = 1e-30
 MAX_STOP_TOKEN_IDS = 256
 MAX_BIASES = 1024
 
 
 class RequestValidator:
-    """What one engine can compute. `merged`: the adapter that the backend's weights hold, and that alone is served."""
+    """The checks of one engine. `merged`: the adapter that is part of the weights and the only one served."""
 
     def __init__(
         self,
@@ -44,30 +43,30 @@ class RequestValidator:
         self._has_grammars = has_grammars
 
     def request(self, request: GenerateRequest, adapter: LoraAdapter | None) -> None:
-        """Raises InvalidRequest (ContextOverflow), UnsupportedField, AdapterMergedAway, and as `adapter`."""
+        """Raises InvalidRequest (ContextOverflow), UnsupportedField, MergedAdapterOnly, and what `adapter` raises."""
         capacity = self._limits.num_kv_blocks * self._limits.block_size
         validate_request(request, self._spec, self._max_model_len, capacity)
         if request.pooling is not None and not self._limits.can_embed:
-            raise UnsupportedField("this engine computes no embeddings; serve them with engine.cpu", param="pooling")
+            raise UnsupportedField("this engine cannot compute embeddings; use engine.cpu", param="pooling")
         if request.sampling.grammar and not self._has_grammars:
-            raise UnsupportedField("this engine knows no grammars", param="structured_outputs")
+            raise UnsupportedField("this engine has no structured outputs", param="structured_outputs")
         ref = request.adapter
         if self._merged is not None:
-            self._is_merged(self._merged, ref)
+            self._check_merged(self._merged, ref)
         elif ref is not None and adapter is not None and ref.digest == adapter.card.digest:
             self.adapter(adapter, ref.name)
         elif ref is not None or adapter is not None:
             named = ref.digest if ref is not None else "none"
-            given = adapter.card.digest if adapter is not None else "none"
+            weights = adapter.card.digest if adapter is not None else "none"
             raise InvalidRequest(
-                f"the request names adapter digest {named} but the weights given are {given}", param="adapter"
+                f"the request names adapter digest {named} but the weights given are {weights}", param="adapter"
             )
 
     def adapter(self, adapter: LoraAdapter, name: str) -> None:
-        """Raises AdapterMismatch, AdapterTooLarge, AdapterMergedAway."""
+        """Raises AdapterMismatch, AdapterTooLarge, MergedAdapterOnly."""
         card = adapter.card
         if self._merged is not None:
-            self._is_merged(self._merged, AdapterRef(name, card.digest, ""))
+            self._check_merged(self._merged, AdapterRef(name, card.digest, ""))
             return
         if card.base_digest != self._spec.digest:
             raise AdapterMismatch(
@@ -78,12 +77,13 @@ class RequestValidator:
         self._tables.check_extras(name, self._limits.extra_bytes_of(adapter))
 
     @staticmethod
-    def _is_merged(merged: AdapterCard, ref: AdapterRef | None) -> None:
+    def _check_merged(merged: AdapterCard, ref: AdapterRef | None) -> None:
         if ref is None or ref.digest != merged.digest:
-            asked = "the base" if ref is None else f"adapter {ref.name!r}"
-            raise AdapterMergedAway(
-                f"{asked} was asked for, but engine.merged_adapter has merged the adapter with digest "
-                f"{merged.digest[:12]}… into its weights and serves nothing else; ask a service without it"
+            requested = "the base model" if ref is None else f"adapter {ref.name!r}"
+            raise MergedAdapterOnly(
+                f"the request is for {requested}, but this engine serves only the adapter with digest "
+                f"{merged.digest[:12]}…, which engine.merged_adapter has merged into its weights; use a service "
+                "without engine.merged_adapter"
             )
 
 
@@ -126,17 +126,19 @@ def validate_sampling(params: SamplingParams, spec: ModelSpec) -> None:
         _number("logit_bias", amount, -100.0, 100.0)
     if params.grammar and (params.ignore_eos or params.min_tokens):
         name = "ignore_eos" if params.ignore_eos else "min_tokens"
-        raise InvalidRequest(f"{name} is not for an answer with a grammar, which says itself where it ends", param=name)
+        raise InvalidRequest(
+            f"{name} cannot be combined with a grammar, which decides where the answer ends", param=name
+        )
 
 
 def validate_request(request: GenerateRequest, spec: ModelSpec, max_model_len: int, kv_capacity: int) -> None:
     """Raise InvalidRequest or ContextOverflow for a request that can never be computed.
 
-    `kv_capacity` is the number of tokens that all KV blocks together hold.
+    `kv_capacity`: the tokens that all KV blocks together hold.
     """
     if request.pooling is None:
         if spec.encoder is not None:
-            raise InvalidRequest(f"{spec.name!r} is an encoder: it writes no text, only embeddings", param="model")
+            raise InvalidRequest(f"{spec.name!r} is an encoder: it computes embeddings, not text", param="model")
         validate_sampling(request.sampling, spec)
     else:
         _check_pooling(request.pooling, spec)
@@ -149,7 +151,7 @@ def validate_request(request: GenerateRequest, spec: ModelSpec, max_model_len: i
     num_prompt = len(request.token_ids)
     if request.pooling is not None:
         if request.resume_token_ids:
-            raise InvalidRequest("resume_token_ids are not for a request with pooling", param="resume_token_ids")
+            raise InvalidRequest("resume_token_ids cannot be combined with pooling", param="resume_token_ids")
         _check_text(num_prompt, max_model_len, kv_capacity if spec.encoder is None else max_model_len)
         return
     max_tokens = request.sampling.max_tokens
@@ -173,7 +175,7 @@ def validate_request(request: GenerateRequest, spec: ModelSpec, max_model_len: i
 
 
 def _check_text(num_tokens: int, max_model_len: int, kv_capacity: int) -> None:
-    """ContextOverflow for a text that is too long to be embedded."""
+    """Raise ContextOverflow for a text that is too long to be embedded."""
     for limit, what in ((max_model_len, "the context"), (kv_capacity, "the KV memory")):
         if num_tokens > limit:
             raise ContextOverflow(
@@ -185,7 +187,7 @@ def _check_pooling(pooling: PoolingParams, spec: ModelSpec) -> None:
     methods = ("last", "mean") if spec.encoder is None else ("last", "mean", "cls")
     if pooling.method not in methods:
         known = " and ".join(map(repr, methods))
-        raise InvalidRequest(f"pooling is {pooling.method!r} but {spec.name!r} has {known}", param="pooling")
+        raise InvalidRequest(f"pooling is {pooling.method!r} but {spec.name!r} supports {known}", param="pooling")
     if pooling.num_dimensions is not None:
         _integer("dimensions", pooling.num_dimensions, 1, spec.hidden_size)
 
@@ -209,7 +211,7 @@ def _check_token_ids(name: str, token_ids: tuple[int, ...], vocab_size: int) -> 
         array = np.empty(0)
     if array.ndim == 1 and array.dtype.kind in "iu" and array.min() >= 0 and array.max() < vocab_size:
         return
-    for token_id in token_ids:  # one by one, which takes longer and says which
+    for token_id in token_ids:  # slower, to name the offending id
         if isinstance(token_id, bool) or not isinstance(token_id, int | np.integer) or not 0 <= token_id < vocab_size:
             raise InvalidRequest(
                 f"{name} contains {token_id!r} but token ids of this model are integers from 0 to {vocab_size - 1}",

@@ -1,9 +1,8 @@
-"""A request while it lives in the engine: the one mutable object per request.
+"""The running state of a request in the engine: the one mutable object per request.
 
-In: a checked `GenerateRequest` and its adapter. Owns: every token id so far, how many of them have
-K and V in memory, and which blocks and adapter slot it holds. Rule: `num_computed` tokens are in
-the blocks of `block_table`, in order; a sequence that is not running holds no block and no rows.
-When and how much to compute is the scheduler's decision.
+It owns the token ids, the number of them that have K and V in memory, and the blocks and the adapter slot it holds. The
+first `num_computed` tokens are in the blocks of `block_table`, in order; a sequence that is not running holds no block
+and no rows. The scheduler decides when and how much to compute.
 """
 
 from __future__ import annotations
@@ -22,10 +21,10 @@ from app.engine.models.spec import ModelSpec
 from app.engine.pools.block_pool import activation_hash, block_hash, root_hash
 from app.engine.request import FinishReason, GenerateRequest, RequestUsage, Usage
 
-#: Of a sequence's first guess, and of any.
-FIRST_LENGTH, MAX_LENGTH = 3, 7
-#: The longest time without a guess, in steps.
-MAX_REST = 128
+#: Draft tokens of a sequence's first draft, and of any.
+FIRST_DRAFT_LENGTH, MAX_DRAFT_LENGTH = 3, 7
+#: The longest pause between drafts, in steps.
+MAX_PAUSE = 128
 
 
 class Status(Enum):
@@ -39,70 +38,31 @@ class Status(Enum):
 class Sequence:
     """Running state of one request.
 
-    `token_ids` [prompt + max_tokens] int32 holds prompt, resumed and generated ids; the first
-    `num_tokens` count. `block_table` [blocks for all of them] int32; the first `num_blocks` count.
-    `order` is the number of its first admission, kept through preemption: the older of two
-    sequences is never preempted for the younger. `bypassed` counts admissions of others made while
-    this one was first in fair order and had to wait. `num_given` tokens came with the request.
-    `has_memory`: whether K and V are kept between steps. `pooled_sums` [H] float64: of one that is
-    embedded, the hidden states added so far; else [0]. Its adapter has `num_rows` rank rows here. What it has held
-    until `held_since_s` is in `block_seconds` and `row_seconds`.
-    `bias` is added to logits, `stop_bias` until min_tokens. The `num_drafted` ids behind the known ones are guesses for
-    this step (`app.engine.spec_decode`), from `prediction` [n] int32 for one; none is of `end_ids`.
-    `constraint`: of one whose answer follows a grammar, set before it is queued.
-    Tokens before `adapter_start` are computed without its adapter, and blocks before `first_own_block` are the base's
-    (activated LoRA).
+    `token_ids` [prompt + max_tokens] int32 holds prompt, resumed and generated ids, of which the first `num_tokens` are
+    known; `num_given` of them came with the request. The next `num_draft_tokens` ids are the current step's draft
+    tokens (`app.engine.spec_decode`), some from `prediction` [n] int32; none of them is in `end_ids`. `block_table`
+    [blocks for all ids] int32; the first `num_blocks` count. `has_memory`: whether K and V are kept between steps (not
+    for encoders). `pooled_sums` [H] float64: the sum of hidden states so far if it is embedded, else [0].
+
+    `order` is the number of its first admission and survives preemption: the older of two sequences is never preempted
+    for the younger. `bypassed` counts admissions of others while this one was first in fair order and had to wait. Its
+    adapter needs `num_needed` rank rows and has `num_rows` here. `block_seconds` and `row_seconds` are what it has held
+    until `held_since_s`. `bias` is added to its logits, `stop_bias` instead until min_tokens. `constraint` is the
+    grammar of a structured output, set before it is queued.
+
+    Activated LoRA: tokens before `adapter_start` are computed without the adapter, and blocks before `first_own_block`
+    are the base's.
     """
 
     __slots__ = (
-        "adapter",
-        "adapter_digest",
-        "adapter_slot",
-        "adapter_start",
-        "bias",
-        "block_hashes",
-        "block_seconds",
-        "block_size",
-        "block_table",
-        "bypassed",
-        "constraint",
-        "end_ids",
-        "extra_bytes",
-        "first_own_block",
-        "forced_pace",
-        "found_pace",
-        "has_memory",
-        "held_since_s",
-        "load_bytes",
-        "max_tokens",
-        "num_blocks",
-        "num_cached",
-        "num_computed",
-        "num_drafted",
-        "num_given",
-        "num_loads",
-        "num_needed",
-        "num_prompt",
-        "num_rows",
-        "num_tokens",
-        "order",
-        "pace_of_guess",
-        "pooled_sums",
-        "pooling",
-        "prediction",
-        "rank",
-        "request",
-        "request_id",
-        "root",
-        "row_seconds",
-        "status",
-        "stop_bias",
-        "stop_ids",
-        "tenant_id",
-        "token_ids",
-        "wants_history",
-        "wants_logprobs",
-    )
+        "adapter", "adapter_digest", "adapter_slot", "adapter_start", "bias", "block_hashes", "block_seconds",
+        "block_size", "block_table", "bypassed", "constraint", "draft_length", "end_ids", "extra_bytes",
+        "first_own_block", "forced_draft_length", "has_memory", "held_since_s", "load_bytes", "max_tokens",
+        "ngram_draft_length", "num_blocks", "num_cached", "num_computed", "num_draft_tokens", "num_given", "num_loads",
+        "num_needed", "num_prompt", "num_rows", "num_tokens", "order", "pooled_sums", "pooling", "prediction", "rank",
+        "request", "request_id", "root", "row_seconds", "status", "stop_bias", "stop_ids", "tenant_id", "token_ids",
+        "wants_history", "wants_logprobs",
+    )  # fmt: skip
 
     def __init__(self, request: GenerateRequest, adapter: LoraAdapter | None, spec: ModelSpec, block_size: int) -> None:
         sampling = request.sampling
@@ -112,7 +72,7 @@ class Sequence:
         self.adapter = adapter
         self.adapter_digest = adapter.card.digest if adapter is not None else None
         self.rank = adapter.card.max_rank if adapter is not None else 0
-        self.num_needed, self.extra_bytes = self.rank, 0  # the engine asks its device
+        self.num_needed, self.extra_bytes = self.rank, 0  # the engine sets what its device needs
         self.adapter_slot = 0
         self.status = Status.WAITING
         self.order: int | None = None
@@ -130,11 +90,11 @@ class Sequence:
         self.token_ids: NDArray[np.int32] = np.empty(capacity, np.int32)
         self.token_ids[: self.num_prompt] = request.token_ids
         self.token_ids[self.num_prompt : self.num_tokens] = request.resume_token_ids
-        self.num_computed = self.num_drafted = 0
+        self.num_computed = self.num_draft_tokens = 0
         self.num_cached: int | None = None
         self.prediction: NDArray[np.int32] = np.array(request.prediction_ids, np.int32)
-        self.found_pace, self.forced_pace = DraftLength(), DraftLength()
-        self.pace_of_guess = self.found_pace
+        self.ngram_draft_length, self.forced_draft_length = DraftLength(), DraftLength()
+        self.draft_length = self.ngram_draft_length
 
         self.has_memory = spec.encoder is None
         self.block_size = block_size
@@ -175,27 +135,27 @@ class Sequence:
         return self.token_ids[self.num_prompt : self.num_tokens]
 
     @property
-    def drafted_ids(self) -> NDArray[np.int32]:
-        """This step's guesses [n], which follow the known tokens."""
-        return self.token_ids[self.num_tokens : self.num_tokens + self.num_drafted]
+    def draft_ids(self) -> NDArray[np.int32]:
+        """This step's draft tokens [n], which follow the known tokens."""
+        return self.token_ids[self.num_tokens : self.num_tokens + self.num_draft_tokens]
 
-    def draft(self, guess: NDArray[np.int32]) -> None:
-        """Guess these tokens for this step; blocks for them are held."""
-        self.num_drafted = len(guess)
-        self.token_ids[self.num_tokens : self.num_tokens + len(guess)] = guess
+    def set_draft_tokens(self, draft_tokens: NDArray[np.int32]) -> None:
+        """Set this step's draft tokens; the blocks for them must be held."""
+        self.num_draft_tokens = len(draft_tokens)
+        self.token_ids[self.num_tokens : self.num_tokens + len(draft_tokens)] = draft_tokens
 
     def bias_after(self, num_tokens: int) -> Bias | None:
-        """What is added to the logits of the token after so many, prompt included."""
+        """The bias on the logits of the token after `num_tokens` tokens, prompt included."""
         is_early = num_tokens - self.num_prompt < self.request.sampling.min_tokens and self.stop_bias is not None
         return self.stop_bias if is_early else self.bias
 
     @property
     def may_skip_tokens(self) -> bool:
-        """Whether it can start from cached K and V: a mean needs every token's own state."""
+        """Whether it can start from cached K and V: mean pooling needs every token's own state."""
         return self.has_memory and (self.pooling is None or self.pooling.method == "last")
 
     def num_blocks_for(self, num_tokens: int) -> int:
-        """Blocks that so many tokens take; none of an encoder's, whose tokens are all computed in one step."""
+        """Blocks for so many tokens; 0 for an encoder, which computes all tokens in one step."""
         return -(-num_tokens // self.block_size) if self.has_memory else 0
 
     @property
@@ -216,7 +176,7 @@ class Sequence:
         return "length" if self.num_output >= self.max_tokens else None
 
     def matched_stop(self) -> int | None:
-        """The last generated token, if it is one that ends the sequence."""
+        """The last generated token, if it ends the sequence."""
         if self.num_tokens == self.num_prompt:
             return None
         last = int(self.token_ids[self.num_tokens - 1])
@@ -226,19 +186,19 @@ class Sequence:
         return Usage(self.num_prompt, self.num_cached or 0, self.num_output)
 
     def count_held(self, now_s: float) -> None:
-        """Add what it has held since this was last called; before the number of blocks or rows changes."""
+        """Account for the blocks and rows held since the last call; call it before their number changes."""
         seconds = now_s - self.held_since_s
         self.block_seconds += self.num_blocks * seconds
         self.row_seconds += self.num_rows * seconds
         self.held_since_s = now_s
 
     def count_load(self, size_bytes: int) -> None:
-        """Its adapter was written to the device for its sake."""
+        """Account for a write of its adapter to the device that this sequence caused."""
         self.num_loads += 1
         self.load_bytes += size_bytes
 
-    def consumption(self) -> RequestUsage:
-        """What it has taken of this engine, and of others that have not said so."""
+    def request_usage(self) -> RequestUsage:
+        """What it has used of this engine, and of engines before that have not reported their part."""
         charged = self.request.num_charged
         has_begun = self.num_cached is not None or self.num_given > self.num_prompt
         pays_prompt = charged is None and has_begun
@@ -253,7 +213,7 @@ class Sequence:
         )
 
     def block_bytes(self, index: int) -> bytes:
-        """The token ids of one full block, as bytes: what its hash covers and a hit is checked against."""
+        """The token ids of one full block as bytes: its hash covers them and a cache hit is compared with them."""
         start = index * self.block_size
         return self.token_ids[start : start + self.block_size].tobytes()
 
@@ -277,44 +237,46 @@ class Sequence:
         self.num_blocks = count + len(blocks)
 
     def forget_memory(self) -> None:
-        """Blocks were given back: everything known must be computed (or found in the cache) again."""
+        """Reset after its blocks were released: every known token must be computed, or found in the cache, again."""
         self.block_table[: self.num_blocks] = 0
         self.num_blocks = 0
-        self.num_computed = self.num_drafted = 0
+        self.num_computed = self.num_draft_tokens = 0
         self.adapter_slot = 0
         self.num_rows = 0
         self.pooled_sums = np.zeros_like(self.pooled_sums)
 
 
 class DraftLength:
-    """How many tokens a sequence's next guess of one kind has; 0 for no guess.
+    """Chooses the number of draft tokens of a sequence's next draft of one kind; 0 for none.
 
-    Guesses grow while they are right and shrink to what was right of them. After one that was all wrong none is made
-    for a while, and that time doubles.
+    Drafts grow while all their tokens are accepted and shrink to the accepted part. After a draft without an accepted
+    token there is a pause, which doubles each time.
     """
 
-    __slots__ = ("_length", "_num_wrong", "_rest")
+    __slots__ = ("_length", "_num_rejections", "_pause")
 
     def __init__(self) -> None:
-        self._length = FIRST_LENGTH
-        self._num_wrong = self._rest = 0
+        self._length = FIRST_DRAFT_LENGTH
+        self._num_rejections = self._pause = 0
 
     def length(self) -> int:
-        """For the present step; called once in each."""
-        if self._rest:
-            self._rest -= 1
+        """The length for the current step; to be called once per step."""
+        if self._pause:
+            self._pause -= 1
             return 0
         return self._length
 
-    def told(self, num_guessed: int, num_right: int) -> None:
-        """What became of a guess of at least one token."""
-        if not num_right:
-            self._num_wrong += 1
-            self._rest = min(1 << self._num_wrong, MAX_REST)
+    def observe(self, num_draft_tokens: int, num_accepted: int) -> None:
+        """Record how many tokens of a draft of at least one token were accepted."""
+        if not num_accepted:
+            self._num_rejections += 1
+            self._pause = min(1 << self._num_rejections, MAX_PAUSE)
             self._length = 1
             return
-        self._num_wrong = 0
-        self._length = min(2 * num_guessed + 1, MAX_LENGTH) if num_right == num_guessed else num_right + 1
+        self._num_rejections = 0
+        self._length = (
+            min(2 * num_draft_tokens + 1, MAX_DRAFT_LENGTH) if num_accepted == num_draft_tokens else num_accepted + 1
+        )
 
 
 def _bias(amounts: dict[int, float]) -> Bias:

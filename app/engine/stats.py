@@ -1,7 +1,7 @@
-"""What an engine has done and holds: one frozen snapshot of it.
+"""A frozen snapshot of what an engine holds and has done.
 
-Any thread may ask an engine for its `EngineStats`; the numbers are each true, and true together when the engine is
-idle. Counting is `meter`'s. Turning them into metrics is left to whoever serves.
+Any thread may take one; each number is true by itself, and all of them together while the engine is idle.
+`app.engine.meter` does the counting; the replica turns snapshots into metrics.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 
 class ResidentAdapter(NamedTuple):
-    """An adapter on the device. `num_refs` running sequences hold it there; it needs `num_needed` of its rank rows."""
+    """An adapter on the device. `num_refs` running sequences use it; it needs `num_needed` of its rank rows."""
 
     digest: str
     num_needed: int
@@ -23,8 +23,8 @@ class ResidentAdapter(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class TenantStats:
-    """Totals of one tenant. `adapter_write_bytes` were written on behalf of its requests; what those held is told when
-    they have ended."""
+    """Totals of one tenant. `adapter_write_bytes` were written for its requests. Rows and blocks count when a request
+    ends."""
 
     prompt_tokens: int
     cached_tokens: int
@@ -35,7 +35,7 @@ class TenantStats:
 
 
 class TenantService(NamedTuple):
-    """What the fair queue has counted: each tenant's service in all, in prompt tokens by weight, and who waits."""
+    """The fair queue's totals: each tenant's service in prompt tokens by weight, and the waiting tenants."""
 
     served: dict[str, float]
     waiting: tuple[str, ...]
@@ -45,18 +45,16 @@ class TenantService(NamedTuple):
 class EngineStats:
     """A snapshot. Totals count since the engine started.
 
-    `num_blocks_cached` of the free blocks hold a reusable prefix. `num_tokens_computed` went
-    through the model, recomputed ones included; `num_tokens_generated` were sent. `num_aborted`
-    requests ended early: aborted, or failed with their adapter. `num_adapter_hits` of the sequences that started
-    with an adapter found it on the device, `num_adapter_misses` did not; writes took `adapter_write_s` in all.
-    `rank_row_ms`, `kv_block_ms`: rows and blocks that requests which have ended had referred to, times milliseconds.
-    `num_guessed` tokens were verified beside those that had to be computed, and `num_guessed_right` of them were kept.
-    `service_gap`: how far the service of tenants that wait is apart, by weight and in prompt tokens.
-    An engine that holds adapters in another form than rank rows has none: `num_rank_rows` is 0.
-    `num_kv_tokens`: what all KV blocks together hold, and no request may exceed; 0 for a model without KV memory.
-    Steps took `base_s + deltas_s` without their writes: what the base and what adapters took of it (`StepProfile`).
-    `compile_s`: what making kernels, programs or graphs took until now (`Backend.compile_s`).
-    `cached_heads`: names of what prompts began with that is cached (`prefix_key`), the last used at the end.
+    `num_blocks_cached` of the free blocks hold a reusable prefix. `num_tokens_computed` went through the model,
+    recomputed ones included; `num_tokens_generated` were sent. `num_aborted` requests ended early: aborted, or failed
+    with their adapter. `num_adapter_hits` sequences found their adapter on the device when they started,
+    `num_adapter_misses` did not; writes took `adapter_write_s` in all. `rank_row_ms`, `kv_block_ms`: rows and blocks
+    that ended requests had referenced, times milliseconds. `num_draft_tokens` were verified, and `num_accepted_tokens`
+    of them were kept. `service_gap`: the spread of waiting tenants' service, by weight and in prompt tokens.
+    `num_rank_rows` is 0 for an engine that holds adapters in another form. `num_kv_tokens`: the capacity of all KV
+    blocks, which no request may exceed; 0 for a model without KV memory. Steps took `base_s + lora_s` without their
+    writes: the parts of the base model and of adapters (`StepProfile`). `compile_s`: see `Backend.compile_s`.
+    `cached_prefixes`: keys of cached prefixes (`prefix_key`), the last used at the end.
     """
 
     num_waiting: int
@@ -86,9 +84,9 @@ class EngineStats:
     kv_block_ms: int = 0
     service_gap: float = 0.0
     num_kv_tokens: int = 0
-    num_guessed: int = 0
-    num_guessed_right: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
     base_s: float = 0.0
-    deltas_s: float = 0.0
+    lora_s: float = 0.0
     compile_s: float = 0.0
-    cached_heads: tuple[bytes, ...] = ()
+    cached_prefixes: tuple[bytes, ...] = ()

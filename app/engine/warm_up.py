@@ -1,8 +1,7 @@
-"""Make a new engine do everything once before it is called ready.
+"""Warm-up: run requests through a new engine before it is called ready.
 
-In: an engine that nobody uses yet. Out: the same engine, with its kernels compiled (the first start on a machine takes
-most of a minute for that; later ones find them cached) and its memory touched. Rule: afterwards its books are as they
-were, with nothing cached and nothing resident.
+It compiles the kernels (most of a minute at the first start on a machine; later starts find them cached) and touches
+the memory. Afterwards the engine's pools are empty again: nothing cached, nothing resident.
 """
 
 from __future__ import annotations
@@ -20,15 +19,15 @@ from app.engine.models.linear_modules import layer_linear_modules
 from app.engine.models.spec import ModelSpec
 from app.engine.request import GenerateRequest, PoolingParams, SamplingParams
 
-#: The tenant of the requests that warm an engine up, and the name of their adapter.
+#: The tenant of the warm-up requests, and the name of their adapter.
 WARM_UP = "warm-up"
 
-#: Enough prompt tokens for a prefill that is no decode, and enough answers to decode several at a time.
+#: Enough prompt tokens for a prefill, and enough answer tokens and requests to decode several at a time.
 NUM_PROMPT_TOKENS, NUM_ANSWER_TOKENS, NUM_REQUESTS = 24, 4, 4
 
 
 def warm_up(engine: Engine) -> None:
-    """Run base and (if there are rank rows) adapter requests. Raises EngineFailure if that does not work."""
+    """Run base and (if there are rank rows) adapter requests. Raises EngineFailure if one fails."""
     num_prompt_tokens = min(NUM_PROMPT_TOKENS, engine.max_model_len - NUM_ANSWER_TOKENS)
     if num_prompt_tokens < 1:
         return
@@ -58,19 +57,19 @@ def warm_up(engine: Engine) -> None:
         requests.append((request, adapter if uses_adapter else None))
     _run(engine, requests)
     if adapter is not None:
-        engine.drop_adapter(adapter.card.digest)
+        engine.unload_adapter(adapter.card.digest)
         engine.step()
 
 
 def _run(engine: Engine, requests: Sequence[tuple[GenerateRequest, LoraAdapter | None]]) -> None:
-    """Run all to their ends, as many at a time as the engine queues. Raises what a request ends with."""
-    left = list(reversed(requests))
+    """Run all to their ends, as many at a time as the engine queues. Raises the error that a request ends with."""
+    unsubmitted = list(reversed(requests))
     num_open = len(requests)
     while num_open:
         with contextlib.suppress(QueueFull):
-            while left:
-                engine.submit(*left[-1])
-                left.pop()
+            while unsubmitted:
+                engine.submit(*unsubmitted[-1])
+                unsubmitted.pop()
         for chunk in engine.step():
             if chunk.finish_reason == "error":
                 raise chunk.error or EngineFailure("the engine failed while warming up")

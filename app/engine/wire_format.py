@@ -1,9 +1,8 @@
-"""Values that travel between processes are pickled by the names of their fields.
+"""Pickling by field name for frozen values that travel between processes.
 
-In: classes of frozen values (dataclasses, named tuples). Out: the same classes, whose pickles hold values by name.
-Python pickles a dataclass with slots, and a named tuple, by position: a process whose class has other fields would take
-one for another. Here it raises TypeError, and a field that its sender does not have takes its default. Processes that
-could not understand each other have different numbers (`app.deployments.rpc.transport`).
+Python pickles a dataclass with slots, and a named tuple, by position: a process whose class has other fields would read
+wrong values. A `message` class pickles values by name: an unknown field raises TypeError, and a missing one takes its
+default. Processes that could not understand each other have different numbers in `app.deployments.rpc.transport`.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ C = TypeVar("C", bound=type)
 
 
 def message(cls: C) -> C:
-    """Have the instances of a dataclass, or of a named tuple, pickled by name. Subclasses are messages of their own."""
+    """Pickle the instances of a dataclass or a named tuple by name. Subclasses need the decorator themselves."""
     names = message_fields(cls)
 
     def reduce(self: Any) -> tuple[Callable[..., Any], tuple[type, dict[str, Any]]]:
@@ -35,5 +34,5 @@ def message_fields(cls: type) -> tuple[str, ...]:
 
 
 def _restore(cls: type, values: Mapping[str, Any]) -> Any:
-    """The message. The name of this function is in every pickle: it stays."""
+    """Build the message. This function's name is in every pickle, so it must not change."""
     return cls(**values)

@@ -271,7 +271,7 @@ class _Fleet:
             tuple(residents),
             Counter(job.digest for job in replica.jobs.values() if job.digest is not None),
             num_rows=residents, num_rank_rows=replica.size.lora_pool_rows,
-            cached_heads=replica.cached_heads if self._plan.placement.prefix_affinity else (),
+            cached_prefixes=replica.cached_prefixes if self._plan.placement.prefix_affinity else (),
         )  # fmt: skip
         assert self._books.report(self._tellings[replica.replica_id].news(state, is_leaving=is_leaving), self._now_s)
 

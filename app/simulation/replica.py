@@ -19,9 +19,9 @@ from typing import Any
 
 from app.engine.config import EvictionPolicy
 from app.engine.pools.adapter_pool import AdapterPool
-from app.engine.pools.block_pool import MAX_HEADS
+from app.engine.pools.block_pool import MAX_CACHED_PREFIXES
 from app.engine.scheduling.admission import MAX_BLOCK_REFUSALS, MAX_BYPASSES, MAX_URGENT
-from app.engine.scheduling.chunked_prefill import PrefillBudget, spend_rest, split_prefill
+from app.engine.scheduling.chunked_prefill import PrefillBudget, fill_prefill, split_prefill
 from app.engine.scheduling.fair_queue import (
     HELD_BLOCK_PRICE,
     HELD_ROW_PRICE,
@@ -156,10 +156,10 @@ class Replica:
         return self._residents
 
     @property
-    def cached_heads(self) -> tuple[bytes, ...]:
-        """As the engine tells them: at most `MAX_HEADS`, the last used at the end."""
+    def cached_prefixes(self) -> tuple[bytes, ...]:
+        """As the engine tells them: at most `MAX_CACHED_PREFIXES`, the last used at the end."""
         heads = [key for key in self._cached if isinstance(key, bytes)]
-        return tuple(heads[-MAX_HEADS:])
+        return tuple(heads[-MAX_CACHED_PREFIXES:])
 
     def next_s(self) -> float:
         """When the present steps end, if nothing comes before; infinity if there are none."""
@@ -245,7 +245,7 @@ class Replica:
             if count:
                 self._chunks.append((job, count))
                 budget -= count
-        spend_rest(prompts, counts, budget)
+        fill_prefill(prompts, counts, budget)
         self._chunks += [(job, count) for job, count in zip(self._prompts, counts, strict=True) if count]
         self._prompts += admitted
         return num_written

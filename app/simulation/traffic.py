@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from app.engine.pools.block_pool import HEAD_BYTES
+from app.engine.pools.block_pool import PREFIX_KEY_BYTES
 from app.simulation.trace import TraceEntry
 
 #: The adapter of requests for the base.
@@ -63,7 +63,7 @@ class Traffic:
         found = []
         for key in zip(self.head.tolist(), self.adapter.tolist(), self.tenant.tolist(), strict=True):
             if key not in names:
-                name = hashlib.sha256(repr(key).encode()).digest()[:HEAD_BYTES]
+                name = hashlib.sha256(repr(key).encode()).digest()[:PREFIX_KEY_BYTES]
                 names[key] = (None, 0) if key[0] < 0 else (name, int(self.head_tokens[key[0]]))
             found.append(names[key])
         return found

@@ -125,7 +125,7 @@ class _Service:
 
     def drop(self, digest: str) -> int:
         """Rows freed."""
-        dropped = self.engine.drop_adapter(digest)
+        dropped = self.engine.unload_adapter(digest)
         while not dropped.done():
             self.engine.step()
         return dropped.result()

@@ -106,7 +106,7 @@ class _Nowhere:
 
 
 class _Dropper:
-    async def drop_adapter(self, replica_id: str, digest: str) -> int:  # noqa: ARG002
+    async def unload_adapter(self, replica_id: str, digest: str) -> int:  # noqa: ARG002
         return 0
 
 

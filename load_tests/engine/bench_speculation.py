@@ -201,14 +201,14 @@ def run(settings: Settings) -> str:
         later = engines[1].stats()
         if found["off"].answers[name] != found["auto"].answers[name]:
             raise AssertionError(f"{name}: answers differ with guesses")
-        num_guessed = later.num_guessed - earlier.num_guessed
-        num_right = later.num_guessed_right - earlier.num_guessed_right
+        num_draft_tokens = later.num_draft_tokens - earlier.num_draft_tokens
+        num_right = later.num_accepted_tokens - earlier.num_accepted_tokens
         off, auto = (spread(values[speculative_decoding]).median for speculative_decoding in found)
         num_tokens = later.num_tokens_generated - earlier.num_tokens_generated
         lines.append(
             f"| {name} | {off:.0f} | {auto:.0f} | {ratios(values['auto'], values['off'])} "
             f"| {ratios(per_cpu['auto'], per_cpu['off'])} "
-            f"| {num_guessed / num_tokens:.2f} | {num_right / num_tokens:.2f} |"
+            f"| {num_draft_tokens / num_tokens:.2f} | {num_right / num_tokens:.2f} |"
         )
         print(lines[-1], file=sys.stderr, flush=True)  # a run that is broken off has measured something, too
     for engine in engines:

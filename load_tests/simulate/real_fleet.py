@@ -185,11 +185,11 @@ class SteppedEngine:
     def pin_adapters(self, digests: Collection[str]) -> None:
         self.engine.pin_adapters(digests)
 
-    def bring_adapter(self, adapter: LoraAdapter, ref: AdapterRef) -> Future[int]:
-        return self.engine.bring_adapter(adapter, ref)
+    def load_adapter(self, adapter: LoraAdapter, ref: AdapterRef) -> Future[int]:
+        return self.engine.load_adapter(adapter, ref)
 
-    def drop_adapter(self, digest: str) -> Future[int]:
-        return self.engine.drop_adapter(digest)
+    def unload_adapter(self, digest: str) -> Future[int]:
+        return self.engine.unload_adapter(digest)
 
     def stats(self) -> EngineStats:
         return self.engine.stats()
@@ -197,8 +197,8 @@ class SteppedEngine:
     def service(self) -> TenantService:
         return self.engine.service()
 
-    def hear_elsewhere(self, served: Mapping[str, float], *, continues: bool) -> None:
-        self.engine.hear_elsewhere(served, continues=continues)
+    def add_remote_service(self, served: Mapping[str, float], *, continues: bool) -> None:
+        self.engine.add_remote_service(served, continues=continues)
         self._wake.set()
 
 

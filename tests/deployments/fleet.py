@@ -34,7 +34,7 @@ from app.engine.engine import Engine
 from app.engine.engine_thread import EngineThread
 from app.engine.models.spec import ModelSpec
 from app.engine.request import GenerateRequest, RequestUsage
-from app.engine.structured_output.grammar_compiler import CompiledGrammars
+from app.engine.structured_output.backend_guidance import Vocabulary
 from tests.deployments.placed import ORIGIN
 from tests.fakes import FakeBackend, fake_spec
 
@@ -131,7 +131,7 @@ class Fleet:
         max_queued_requests: int = 512,
         idle_s: float = 5.0,
         spec: ModelSpec | None = None,
-        grammars: Callable[[], CompiledGrammars] | None = None,
+        grammars: Callable[[], Vocabulary] | None = None,
         num_guesses: int = 0,
     ) -> None:
         self._options = (max_queued_requests, idle_s)
@@ -167,12 +167,12 @@ class Fleet:
     def dispatcher(self, *, replica_timeout_s: float = 120.0) -> FleetDispatcher:
         return FleetDispatcher(self, replica_timeout_s)
 
-    def ended(self, request: GenerateRequest, consumption: RequestUsage) -> None:
+    def ended(self, request: GenerateRequest, request_usage: RequestUsage) -> None:
         """What replicas count of requests; a replica that was killed counts nothing any more."""
         if not self.replicas[self.where[request.request_id]].dead.is_set():
-            self.consumed[request.request_id] = consumption
+            self.consumed[request.request_id] = request_usage
             if self.usage_recorder is not None:
-                self.usage_recorder.ended(request, consumption)
+                self.usage_recorder.ended(request, request_usage)
 
     def loaded(self, ref: AdapterRef, size_bytes: int) -> None:
         if self.usage_recorder is not None:
@@ -202,7 +202,7 @@ class Fleet:
                 failed = replica.thread.failure is not None
                 report = replace(
                     replica.report(), num_kv_tokens=self.kv_tokens.get(replica.replica_id, 0),
-                    cached_heads=replica.thread.stats().cached_heads,
+                    cached_prefixes=replica.thread.stats().cached_prefixes,
                 )  # fmt: skip
                 assert self.books.report(replica.telling.news(report, is_leaving=failed), 0.0)
         return self.books.view

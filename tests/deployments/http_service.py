@@ -105,8 +105,8 @@ class FleetReplicas:
     async def abort(self, replica_id: str, request_ids: Sequence[str]) -> None:
         await self._fleet.abort(replica_id, request_ids)
 
-    async def drop_adapter(self, replica_id: str, digest: str) -> int:
-        return await self._managed.drop_adapter(replica_id, digest)
+    async def unload_adapter(self, replica_id: str, digest: str) -> int:
+        return await self._managed.unload_adapter(replica_id, digest)
 
     async def stats(self, replica_id: str) -> dict[str, Any]:
         return {"replica_id": replica_id, "num_running": self._fleet.replicas[replica_id].report().num_running}

@@ -187,7 +187,7 @@ class ManagedStore:
         registry = Registry(sqlite_url(folder / "registry.sqlite"), "base", base_names=("base",))
         return cls(registry, FakeStore(), uploads=Uploads(folder / "uploads", 1 << 20, time.monotonic))
 
-    async def drop_adapter(self, replica_id: str, digest: str) -> int:
+    async def unload_adapter(self, replica_id: str, digest: str) -> int:
         await self.drop_gate.wait()
         if replica_id in self.drop_errors:
             raise self.drop_errors[replica_id]

@@ -1,11 +1,11 @@
 """One round of the fuzz for bit identity: requests alone, and the same requests in company.
 
-Requests of all kinds are first run alone: one at a time, in an engine with room for everything and one
-thread. Then they run together in engines of random shape: blocks, chunks and batches of random
-sizes, one or two threads, guesses verified or not, of predictions right and wrong, memory tight enough for preemption
-and for adapters (in float32 and in bfloat16, plain, and with whole matrices, norms, scales, biases or token rows of
-their own) to evict each other, prefix caches that hit, aborts and unloads in between, and streams that resume in the
-middle. Zero differing bits are allowed.
+Requests of all kinds are first run alone: one at a time, in an engine with room for everything and one thread. Then
+they run together in engines of random shape: blocks, chunks and batches of random sizes, one or two threads, draft
+tokens verified or not, of right and wrong predictions, memory tight enough for preemption and for adapters (in float32
+and in bfloat16, plain, and with whole matrices, norms, scales, biases or token rows of their own) to evict each other,
+prefix caches that hit, aborts and unloads in between, and streams that resume in the middle. Zero differing bits are
+allowed.
 """
 
 from __future__ import annotations
@@ -230,7 +230,7 @@ def _run(
         if generator is not None and generator.integers(12) == 0:
             digests = [c.adapter.card.digest for c in cases if c.adapter is not None]
             if digests:
-                engine.drop_adapter(digests[int(generator.integers(len(digests)))])
+                engine.unload_adapter(digests[int(generator.integers(len(digests)))])
         if generator is not None and aborted and generator.integers(3) == 0:
             engine.abort(sorted(aborted)[int(generator.integers(len(aborted)))])
         for chunk in engine.step():
@@ -297,7 +297,7 @@ def disturbed(
 ) -> np.ndarray:
     """One random set of requests, alone and in several engines.
 
-    Returns [batches, preemptions, evictions, cached tokens, right guesses, wrong ones].
+    Returns [batches, preemptions, evictions, cached tokens, accepted draft tokens, rejected ones].
 
     `device` is the same everywhere but for its threads, the other settings are drawn; KV memory for one of `kv_tokens`.
     The model is a dense one if no `spec` is given, its weights and the `adapters` are random if these are not;
@@ -352,8 +352,8 @@ def disturbed(
             stats.num_preemptions,
             stats.num_adapter_evictions,
             stats.num_cached_tokens,
-            stats.num_guessed_right,
-            stats.num_guessed - stats.num_guessed_right,
+            stats.num_accepted_tokens,
+            stats.num_draft_tokens - stats.num_accepted_tokens,
         ]
         engine.close()
     return seen

@@ -96,10 +96,10 @@ def assert_empty(engine: Engine) -> None:
 
 
 def assert_told(engine: Engine, out: dict[str, list[TokenChunk]]) -> None:
-    """What requests were told that they consumed is, together, what the engine has computed and written for them."""
-    stats, told = engine.stats(), [chunks[-1].consumption for chunks in out.values()]
-    assert None not in told
-    sums = RequestUsage(*map(sum, zip(*filter(None, told), strict=True))) if told else RequestUsage()
+    """The reported usage of all requests is what the engine has computed and written for them."""
+    stats, usages = engine.stats(), [chunks[-1].request_usage for chunks in out.values()]
+    assert None not in usages
+    sums = RequestUsage(*map(sum, zip(*filter(None, usages), strict=True))) if usages else RequestUsage()
     assert sums == RequestUsage(
         stats.num_prompt_tokens,
         stats.num_cached_tokens,

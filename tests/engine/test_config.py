@@ -18,14 +18,14 @@ SECTIONS: list[DeviceConfig] = [
 
 
 @pytest.mark.parametrize("section", ["cuda", "xla"])
-def test_guesses_are_refused_by_name_where_they_cannot_be_verified(section: str) -> None:
+def test_speculative_decoding_is_refused_by_name_where_they_cannot_be_verified(section: str) -> None:
     with pytest.raises(ValidationError, match=rf"engine.speculative_decoding is 4, but engine.{section} cannot verify"):
         EngineConfig.model_validate({"speculative_decoding": 4, section: {}})
     assert EngineConfig.model_validate({section: {}}).speculative_decoding == "auto"
 
 
-def test_yaml_s_off_switches_guesses_off() -> None:
-    assert EngineConfig.model_validate(yaml.safe_load("speculation: off")).speculative_decoding == "off"
+def test_yaml_s_off_switches_speculative_decoding_off() -> None:
+    assert EngineConfig.model_validate(yaml.safe_load("speculative_decoding: off")).speculative_decoding == "off"
     for wrong in (True, 0, 17, "on"):
         with pytest.raises(ValidationError, match="speculative_decoding"):
             EngineConfig.model_validate({"speculative_decoding": wrong})
@@ -56,7 +56,7 @@ def test_a_section_is_set_by_its_key_and_survives_being_written(device: DeviceCo
         ({"cpu": {"tensor_parallel": 2}}, r"cpu.tensor_parallel\n  Extra inputs"),
         ({"max_lora_rank": 8}, r"max_lora_rank\n  Extra inputs"),
         ({"cuda": {"index": -1}}, r"cuda.index\n"),
-        ({"merged_adapter": "auto"}, "engine.merged_adapter is 'auto', .* speed alone cannot decide"),
+        ({"merged_adapter": "auto"}, "engine.merged_adapter is 'auto', .* merging is not chosen automatically"),
     ],
 )
 def test_a_section_has_its_own_keys_and_no_others(values: dict[str, Any], message: str) -> None:

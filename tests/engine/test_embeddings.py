@@ -14,7 +14,7 @@ from app.engine.engine import Engine
 from app.engine.errors import AdapterOverflow, ContextOverflow, InvalidRequest, UnsupportedField
 from app.engine.models.spec import Pooling
 from app.engine.request import PoolingParams, SamplingParams
-from app.engine.scheduling.outputs import embedding
+from app.engine.scheduling.scheduler import embedding
 from tests.engine.driving import ADAPTERS, make_engine, run
 from tests.fakes import FakeBackend, fake_embedding, fake_request
 from tests.seeds import rng

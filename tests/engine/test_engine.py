@@ -62,7 +62,7 @@ def sampling_params(draw: st.DrawFn) -> SamplingParams:
 
 @st.composite
 def scripts(draw: st.DrawFn) -> tuple[dict[str, float | bool], list[tuple[str, object]]]:
-    """A configuration and what happens: submits, aborts, drops, steps."""
+    """A configuration and what happens: submits, aborts, unloads, steps."""
     config: dict[str, float | bool] = {
         "num_kv_blocks": draw(st.integers(9, 24)),
         "rows": draw(st.sampled_from([32, 48, 64])),
@@ -77,7 +77,7 @@ def scripts(draw: st.DrawFn) -> tuple[dict[str, float | bool], list[tuple[str, o
     prefixes = draw(st.lists(st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=30), min_size=1, max_size=3))
     events: list[tuple[str, object]] = []
     for index in range(draw(st.integers(1, 24))):
-        kind = draw(st.sampled_from(["submit"] * 6 + ["abort", "drop", "step", "step"]))
+        kind = draw(st.sampled_from(["submit"] * 6 + ["abort", "unload", "step", "step"]))
         if kind == "submit":
             adapter = draw(st.sampled_from([None, None, *ADAPTERS]))
             invocation = draw(st.sampled_from([[], list(adapter.card.invocation_tokens)])) if adapter else []
@@ -95,8 +95,8 @@ def scripts(draw: st.DrawFn) -> tuple[dict[str, float | bool], list[tuple[str, o
             events.append(("submit", (request, adapter)))
         elif kind == "abort":
             events.append(("abort", f"r{draw(st.integers(0, index))}"))
-        elif kind == "drop":
-            events.append(("drop", draw(st.sampled_from(ADAPTERS)).card.digest))
+        elif kind == "unload":
+            events.append(("unload", draw(st.sampled_from(ADAPTERS)).card.digest))
         else:
             events.append(("step", draw(st.integers(1, 6))))
     return config, events
@@ -113,7 +113,7 @@ def test_any_company_gives_the_tokens_of_being_alone(
     submitted: dict[str, Submitted] = {}
     aborted: set[str] = set()
     out: dict[str, list[TokenChunk]] = {}
-    drops = []
+    unloads = []
     for kind, value in events:
         match kind, value:
             case "submit", (GenerateRequest() as request, adapter):
@@ -122,8 +122,8 @@ def test_any_company_gives_the_tokens_of_being_alone(
             case "abort", str(request_id):
                 engine.abort(request_id)
                 aborted.add(request_id)
-            case "drop", str(digest):
-                drops.append(engine.drop_adapter(digest))
+            case "unload", str(digest):
+                unloads.append(engine.unload_adapter(digest))
             case "step", int(count):
                 for _ in range(count):
                     collect(out, engine.step())
@@ -138,7 +138,7 @@ def test_any_company_gives_the_tokens_of_being_alone(
             assert tokens_of(chunks) == expected[: len(tokens_of(chunks))]
         else:
             assert_as_alone(submitted[request_id], chunks)
-    assert all(freed.done() for freed in drops)
+    assert all(freed.done() for freed in unloads)
     assert_empty(engine)
     assert_told(engine, out)
 
@@ -280,7 +280,7 @@ def test_a_failing_backend_ends_every_stream_with_its_error() -> None:
     sampling = SamplingParams(max_tokens=50, temperature=0.0, ignore_eos=True)
     for index in range(5):
         engine.submit(fake_request(f"r{index}", [index], sampling=sampling))
-    pending = engine.drop_adapter("unused")
+    pending = engine.unload_adapter("unused")
     out: dict[str, list[TokenChunk]] = {}
     while engine.has_work:
         collect(out, engine.step())
@@ -378,7 +378,7 @@ def test_an_idle_engine_holds_no_adapter_that_was_dropped() -> None:
     adapter = fake_adapter("a", 8)
     engine.submit(fake_request("r", [1, 2], adapter), adapter)
     run(engine)
-    freed = engine.drop_adapter(adapter.card.digest)
+    freed = engine.unload_adapter(adapter.card.digest)
     run(engine)
     assert freed.result(timeout=0) == 8
     backend.prepared.clear()
@@ -398,7 +398,7 @@ def test_an_adapter_is_not_prepared_again_while_it_is_resident() -> None:
         assert len(backend.prepared) == num_prepared
         assert_as_alone(pair, run(engine)[f"r{index}"])
         if index == 1:
-            freed = engine.drop_adapter(adapter.card.digest)
+            freed = engine.unload_adapter(adapter.card.digest)
             engine.step()
             assert freed.result(timeout=0) == 8
 
@@ -488,7 +488,7 @@ def test_extras_are_bounded_and_released_with_their_adapter() -> None:
     # Two of them never fit together: each write but the first follows the release of what was there.
     assert len(backend.releases) == len(backend.writes) - 1 >= 2
     (left,) = engine.stats().residents
-    dropped = engine.drop_adapter(left.digest)
+    dropped = engine.unload_adapter(left.digest)
     run(engine)
     assert dropped.result() == 8
     assert len(backend.releases) == len(backend.writes)
@@ -514,7 +514,7 @@ def test_a_step_leaves_out_whose_adapter_is_still_being_written_unless_there_is_
     backend.unready = set()
     collect(out, engine.step())
     assert list(out) == ["base", "adapted"]
-    backend.unready = set(range(1, 8))  # from here on a step that has nobody else waits
+    backend.unready = set(range(1, 8))  # from here on a step with no other sequence waits
     for chunks in run(engine).items():
         out.setdefault(chunks[0], []).extend(chunks[1])
     for submitted in (base, adapted):

@@ -75,7 +75,7 @@ def test_requests_from_many_threads_are_answered_on_the_engines_thread() -> None
     for request in requests:
         tokens = [token for chunk in listener.chunks[request.request_id] for token in chunk.token_ids]
         assert tokens == [line.token_id for line in fake_tokens(request, adapter if request.adapter else None)]
-    assert thread.drop_adapter(adapter.card.digest).result(timeout=120) == 8
+    assert thread.unload_adapter(adapter.card.digest).result(timeout=120) == 8
     assert thread.stop(timeout_s=120)
     assert len(listener.threads) == 1
     assert listener.failures == []
@@ -149,9 +149,9 @@ def test_orders_after_the_stop_are_answered() -> None:
     thread, _ = start(listener)
     assert thread.stop(timeout_s=120)
     with pytest.raises(EngineFailure, match="was stopped"):
-        thread.drop_adapter(adapter.card.digest).result(timeout=120)
+        thread.unload_adapter(adapter.card.digest).result(timeout=120)
     with pytest.raises(EngineFailure, match="was stopped"):
-        thread.bring_adapter(adapter, AdapterRef("a", adapter.card.digest, "t"))
+        thread.load_adapter(adapter, AdapterRef("a", adapter.card.digest, "t"))
 
 
 def test_a_thread_that_never_ran_leaves_nothing_unanswered() -> None:
@@ -160,7 +160,7 @@ def test_a_thread_that_never_ran_leaves_nothing_unanswered() -> None:
     backend = FakeBackend(BackendLimits(64, 8, 64, 8, 8))
     thread = EngineThread(Engine(backend, EngineConfig()), listener.on_chunks, listener.failures.append)
     thread.submit(fake_request("r", [1]))
-    orders = [thread.drop_adapter("any"), thread.bring_adapter(adapter, AdapterRef("a", adapter.card.digest, "t"))]
+    orders = [thread.unload_adapter("any"), thread.load_adapter(adapter, AdapterRef("a", adapter.card.digest, "t"))]
     assert thread.stop()
     assert isinstance(listener.chunks["r"][-1].error, EngineFailure)
     for order in orders:
@@ -169,7 +169,7 @@ def test_a_thread_that_never_ran_leaves_nothing_unanswered() -> None:
 
 
 class StuckBackend(FakeBackend):
-    """Its second step does not return before it is told to."""
+    """Its second step does not return before the test lets it."""
 
     def __init__(self) -> None:
         super().__init__(BackendLimits(64, 8, 64, 8, 8))

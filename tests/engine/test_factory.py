@@ -52,7 +52,7 @@ def test_a_setting_that_cannot_be_had_is_refused_by_name(xla: dict[str, Any], me
 
 
 def test_a_backend_given_another_devices_section_says_which() -> None:
-    with pytest.raises(ConfigError, match=r"engine\.xla is set, and this engine reads engine\.cpu"):
+    with pytest.raises(ConfigError, match=r"engine\.xla is set, but this engine reads engine\.cpu"):
         CpuBackend(checkpoint().spec, checkpoint().tensors(), EngineConfig(xla=XlaConfig()))
 
 

@@ -1,4 +1,4 @@
-"""Contents are the identity: what a name meant before, and what else it is called, changes nobody's tokens."""
+"""Contents are the identity: what a name meant before, and what else it is called, changes no tokens."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from peft import LoraConfig
 from app.engine.adapters.card import AdapterRef
 from app.engine.api import LLM
 from app.engine.config import EngineConfig
-from app.engine.errors import AdapterMergedAway, AdapterMismatch
+from app.engine.errors import AdapterMismatch, MergedAdapterOnly
 from app.engine.factory import create_engine, new_engine
 from app.engine.models.checkpoint import load_checkpoint
 from app.engine.request import SamplingParams
@@ -60,9 +60,9 @@ def test_answers_are_those_of_the_adapter_beside_the_base(folder: Path) -> None:
 
 def test_everything_else_is_refused_by_name(folder: Path) -> None:
     with LLM(folder / "base", merged(folder)) as within:
-        with pytest.raises(AdapterMergedAway, match="the base was asked for"):
+        with pytest.raises(MergedAdapterOnly, match="the base was asked for"):
             within.generate([[5, 6]], None, GREEDY)
-        with pytest.raises(AdapterMergedAway, match="other"):
+        with pytest.raises(MergedAdapterOnly, match="other"):
             within.generate([[5, 6]], folder / "other", GREEDY)
 
 
@@ -74,10 +74,10 @@ def test_whoever_places_requests_finds_it_resident_and_it_stays(folder: Path) ->
     with LLM(folder / "base", CONFIG) as beside:
         one, other = (beside.load_adapter(folder / name) for name in ("one", "other"))
     assert one.card.digest == digest
-    assert engine.bring_adapter(one, AdapterRef("one", digest, "t")).result() == 0
-    with pytest.raises(AdapterMergedAway):
-        engine.bring_adapter(other, AdapterRef("other", other.card.digest, "t"))
-    freed = engine.drop_adapter(digest)
+    assert engine.load_adapter(one, AdapterRef("one", digest, "t")).result() == 0
+    with pytest.raises(MergedAdapterOnly):
+        engine.load_adapter(other, AdapterRef("other", other.card.digest, "t"))
+    freed = engine.unload_adapter(digest)
     engine.step()
     assert freed.result() == 0
     assert [(resident.digest, resident.num_rows) for resident in engine.stats().residents] == [(digest, 0)]

@@ -8,9 +8,9 @@ from app.engine.meter import MAX_TENANTS, OTHER_TENANTS, EngineMeter
 def test_tenants_beyond_the_limit_are_counted_together() -> None:
     meter = EngineMeter()
     for index in range(MAX_TENANTS + 50):
-        meter.admitted(f"t{index}", 3, 1)
-        meter.generated(f"t{index}")
-        meter.adapter_written(f"t{index}", 10)
+        meter.count_admission(f"t{index}", 3, 1)
+        meter.count_generated_token(f"t{index}")
+        meter.count_adapter_write(f"t{index}", 10)
     tenants = meter.tenants()
     assert len(tenants) == MAX_TENANTS + 1
     assert tenants[OTHER_TENANTS].prompt_tokens == 150

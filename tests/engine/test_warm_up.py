@@ -1,4 +1,4 @@
-"""Whatever settings load, warming up works and leaves the books as they were."""
+"""Whatever settings load, warming up works and leaves the pools as they were."""
 
 from __future__ import annotations
 

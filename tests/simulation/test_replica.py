@@ -118,7 +118,7 @@ def test_what_a_prompt_begins_with_is_computed_once_as_long_as_it_has_room() -> 
     assert [each.num_cached for each in jobs] == [0, 30, 0, 0], "the third left the first's no room"
     seconds = [each.first_s - start_s for each, start_s in zip(jobs, starts, strict=True)]
     assert seconds == pytest.approx([0.1 + 0.4, 0.1 + 0.1, 0.1 + 0.4, 0.1 + 0.4])
-    assert replica.cached_heads[-1] == b"one"
+    assert replica.cached_prefixes[-1] == b"one"
 
 
 def test_a_tenant_with_a_backlog_does_not_hold_up_another() -> None:

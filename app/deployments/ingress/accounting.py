@@ -201,7 +201,7 @@ class RequestAccounting:
         return Cost(models, num_prompt + max_tokens, self._pricing.prices.at_most(models, num_prompt, max_tokens))
 
     def _models(self, request: GenerateRequest) -> tuple[str, ...]:
-        return paid_models(request.asked_for, self._pricing.base_name)
+        return paid_models(request.requested_adapter, self._pricing.base_name)
 
     def note_key_use(self, key_id: str, now_s: float) -> None:
         """Remember that a key was used; reported later."""

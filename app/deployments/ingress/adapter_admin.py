@@ -105,6 +105,6 @@ class AdapterAdmin:
 
     async def _drop(self, replica_id: str, digest: str) -> None:
         try:
-            await self._replicas.drop_adapter(replica_id, digest)
+            await self._replicas.unload_adapter(replica_id, digest)
         except (ReplicaGone, ReplicaUnreachable, EngineFailure, NotReady) as error:
             logger.info("no rows to free: %s", error)  # they are gone with the replica or its engine

@@ -87,7 +87,7 @@ TABLE: dict[type[Exception], HttpError] = {
     errors.NotFound: HttpError(404, "invalid_request_error", "model_not_found"),
     errors.QueueFull: HttpError(429, "rate_limit_error", "queue_full"),
     errors.NotReady: HttpError(503, "server_error", "not_ready"),
-    errors.Overloaded: HttpError(503, "server_error", "overloaded"),
+    errors.ServerOverloaded: HttpError(503, "server_error", "overloaded"),
     ClientGone: HttpError(499, "client_closed_request", "client_closed_request"),
     errors.DeadlineExceeded: HttpError(504, "server_error", "timeout"),
     errors.AdapterBusy: HttpError(409, "invalid_request_error", "adapter_busy"),
@@ -140,7 +140,7 @@ def error_reply(error: BaseException) -> ErrorReply:
         }
     }
     headers = {}
-    if isinstance(error, errors.Overloaded | errors.AdapterQuarantined):
+    if isinstance(error, errors.ServerOverloaded | errors.AdapterQuarantined):
         headers["Retry-After"] = str(max(1, math.ceil(error.retry_after_s)))
     elif isinstance(error, errors.AdapterReadFailed | errors.AdapterWriteFailed):
         headers["Retry-After"] = str(MACHINE_RETRY_S)

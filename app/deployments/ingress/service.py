@@ -163,7 +163,7 @@ class IngressService:
             status,
             arrival_s=first.arrival_s if first is not None else None,
             first_s=job.progress.first_s if job is not None else None,
-            is_adapter=first is not None and first.asked_for is not None,
+            is_adapter=first is not None and first.requested_adapter is not None,
             usages=job.usages if job is not None else [],
         )
 

@@ -51,7 +51,7 @@ class DeltaReporter:
                 num_rows=dict(state.num_rows),
                 num_rank_rows=state.num_rank_rows,
                 num_kv_tokens=state.num_kv_tokens,
-                cached_heads=state.cached_heads,
+                cached_prefixes=state.cached_prefixes,
             )
         before, now = set(told.resident), set(state.resident)
         return replace(
@@ -59,8 +59,8 @@ class DeltaReporter:
             num_rows={digest: rows for digest, rows in state.num_rows.items() if digest not in before},
             loaded=tuple(sorted(now - before)),
             unloaded=tuple(sorted(before - now)),
-            cached_heads=tuple(sorted({*state.cached_heads}.difference(told.cached_heads))),
-            dropped_heads=tuple(sorted({*told.cached_heads}.difference(state.cached_heads))),
+            cached_prefixes=tuple(sorted({*state.cached_prefixes}.difference(told.cached_prefixes))),
+            dropped_heads=tuple(sorted({*told.cached_prefixes}.difference(state.cached_prefixes))),
             used_s={d: used_s for d, used_s in state.last_used_s.items() if told.last_used_s.get(d) != used_s},
         )
 

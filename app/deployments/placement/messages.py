@@ -20,7 +20,7 @@ class ReplicaReport:
 
     `last_used_s`: when a request last entered with each of the resident (Unix time); absent if none did. `num_rows`:
     rank rows that each of the resident takes; `num_rank_rows`: those that the replica has; `num_kv_tokens`: tokens that
-    its KV memory holds. `cached_heads`: names of what prompts began with that is cached (`prefix_key`).
+    its KV memory holds. `cached_prefixes`: names of what prompts began with that is cached (`prefix_key`).
     `served`: what its fair queue has counted of each tenant.
     """
 
@@ -33,7 +33,7 @@ class ReplicaReport:
     num_rows: Mapping[str, int] = field(default_factory=dict)
     num_rank_rows: int = 0
     num_kv_tokens: int = 0
-    cached_heads: tuple[bytes, ...] = ()
+    cached_prefixes: tuple[bytes, ...] = ()
     served: Mapping[str, float] = field(default_factory=dict)
 
     @property
@@ -58,7 +58,7 @@ class ReplicaDelta:
 
     A message that `is_whole` stands alone: `loaded` is all that is resident, and it has an `origin`. `is_leaving`: the
     replica takes no new requests, for good. `num_rows` are the rank rows of what is `loaded`, `num_rank_rows` those
-    that the replica has, `num_kv_tokens` what its KV memory holds, as far as it says so. `cached_heads` are new ones,
+    that the replica has, `num_kv_tokens` what its KV memory holds, as far as it says so. `cached_prefixes` are new ones,
     or all in a whole message, `dropped_heads` are cached no more or were not used lately; 8 bytes each. `served`: the
     totals of tenants that were served since, in the fair queue's prices by weight; not of all if they are many.
     """
@@ -76,7 +76,7 @@ class ReplicaDelta:
     num_rows: Mapping[str, int] = field(default_factory=dict)
     num_rank_rows: int = 0
     num_kv_tokens: int = 0
-    cached_heads: tuple[bytes, ...] = ()
+    cached_prefixes: tuple[bytes, ...] = ()
     dropped_heads: tuple[bytes, ...] = ()
     served: Mapping[str, float] = field(default_factory=dict)
 

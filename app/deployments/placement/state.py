@@ -219,7 +219,7 @@ class PlacementState:
     def _note_heads(self, replica_id: str, replica: _Replica, news: ReplicaDelta) -> None:
         """Take over what a replica has cached of what prompts begin with."""
         heads = set() if news.is_whole else replica.heads.difference(news.dropped_heads)
-        heads.update(news.cached_heads)
+        heads.update(news.cached_prefixes)
         if heads != replica.heads:
             replica.heads = heads
             self._change(("heads", replica_id), tuple(sorted(head.hex() for head in heads)) or None)

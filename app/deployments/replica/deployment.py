@@ -158,10 +158,10 @@ class EngineReplica:
         self._check_target(target_replica_id)
         self._service.abort(request_ids)
 
-    async def drop_adapter(self, digest: str, target_replica_id: str | None = None) -> int:
+    async def unload_adapter(self, digest: str, target_replica_id: str | None = None) -> int:
         """Free an adapter's rows once its last sequence has ended; returns the number of freed rows."""
         self._check_target(target_replica_id)
-        return await self._service.drop_adapter(digest)
+        return await self._service.unload_adapter(digest)
 
     async def stats(self, target_replica_id: str | None = None) -> dict[str, Any]:
         """Counts, for tests and operators."""

@@ -170,13 +170,13 @@ class EngineService:
             else:
                 self.engine.abort(request_id)
 
-    async def drop_adapter(self, digest: str) -> int:
+    async def unload_adapter(self, digest: str) -> int:
         """Free an adapter's rows once its last sequence has ended; returns the number of freed rows.
 
         The mapping in this process is dropped too; the next request fetches the adapter again.
         """
         self._mapped.pop(digest, None)
-        return await asyncio.wrap_future(self.engine.drop_adapter(digest))
+        return await asyncio.wrap_future(self.engine.unload_adapter(digest))
 
     def cached_digests(self) -> set[str]:
         """Digests of adapters that are on the device or mapped in this process."""
@@ -322,8 +322,8 @@ class EngineService:
     def _count(self, chunk: TokenChunk) -> None:
         """Record the usage of a finished request; one that continues elsewhere is recorded there."""
         request = self._unbilled.pop(chunk.request_id, None)
-        if request is not None and chunk.consumption is not None and self._usage_recorder is not None:
-            self._usage_recorder.ended(request, chunk.consumption)
+        if request is not None and chunk.request_usage is not None and self._usage_recorder is not None:
+            self._usage_recorder.ended(request, chunk.request_usage)
 
     def _end_error(self, failure: EngineFailure) -> ReplicaGone:
         """The error for every reader, naming the requests that may have caused the failure."""

@@ -69,13 +69,13 @@ class EngineMetrics:
             self._preemptions.inc(stats.num_preemptions - self._num_preemptions)
             self._num_preemptions = stats.num_preemptions
         for part, seconds in (
-            ("base", stats.base_s), ("lora", stats.deltas_s), ("adapter_load", stats.adapter_write_s)
+            ("base", stats.base_s), ("lora", stats.lora_s), ("adapter_load", stats.adapter_write_s)
         ):  # fmt: skip
             if seconds > self._num_seconds[part]:
                 self._seconds.inc(seconds - self._num_seconds[part], tags={"part": part})
                 self._num_seconds[part] = seconds
-        num_rejected = stats.num_guessed - stats.num_guessed_right
-        for outcome, count in {"accepted": stats.num_guessed_right, "rejected": num_rejected}.items():
+        num_rejected = stats.num_draft_tokens - stats.num_accepted_tokens
+        for outcome, count in {"accepted": stats.num_accepted_tokens, "rejected": num_rejected}.items():
             if count > self._num_draft_tokens[outcome]:
                 self._draft_tokens.inc(count - self._num_draft_tokens[outcome], tags={"outcome": outcome})
                 self._num_draft_tokens[outcome] = count

@@ -48,7 +48,7 @@ class OrphanedAdapters:
 
     async def _drop(self, digest: str) -> None:
         try:
-            num_rows = await self._service.drop_adapter(digest)
+            num_rows = await self._service.unload_adapter(digest)
             logger.info("adapter %s is gone from the registry: %d rows freed", digest[:12], num_rows)
         except EngineFailure as error:
             logger.info("no rows to free: %s", error)  # they are gone with the engine

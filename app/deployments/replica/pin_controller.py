@@ -69,7 +69,7 @@ class PinController:
             adapter = await self._adapters.fetch(entry.ref)
             if digest not in self._pinned:
                 return  # unpinned meanwhile
-            written_bytes = await asyncio.wrap_future(self._engine.bring_adapter(adapter, entry.ref))
+            written_bytes = await asyncio.wrap_future(self._engine.load_adapter(adapter, entry.ref))
             self._service.on_prefetched(adapter, entry.ref, written_bytes)
             self._logged.pop(digest, None)
         except Exception as error:

@@ -120,7 +120,7 @@ class StatusReporter:
         num_rows = {item.digest: item.num_rows for item in stats.residents}
         state = replace(
             state, num_rows=num_rows, num_rank_rows=stats.num_rank_rows, num_kv_tokens=stats.num_kv_tokens,
-            cached_heads=stats.cached_heads if self._reports_prefixes else (), served=service.served,
+            cached_prefixes=stats.cached_prefixes if self._reports_prefixes else (), served=service.served,
         )  # fmt: skip
         try:
             async with asyncio.timeout(REPORT_TIMEOUT_S):
@@ -150,7 +150,7 @@ class StatusReporter:
             self._has_service_history = False
             return
         self._service_errors.on_recovery()
-        self._engine.hear_elsewhere(served, continues=self._has_service_history)
+        self._engine.add_remote_service(served, continues=self._has_service_history)
         self._has_service_history = True
 
     async def _report_to_registry(self, resident: set[str]) -> None:

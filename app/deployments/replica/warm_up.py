@@ -147,7 +147,7 @@ async def load_adapters(
     refused: list[tuple[AdapterRef, Exception]] = []
     for ref, adapter in reversed(adapters):
         try:
-            written_bytes = await asyncio.wrap_future(engine.bring_adapter(adapter, ref))
+            written_bytes = await asyncio.wrap_future(engine.load_adapter(adapter, ref))
         except (AdapterError, NotReady) as error:
             refused.append((ref, error))
         else:

@@ -65,9 +65,9 @@ class ServeTransport:
         """Call any replica. Without replicas the call waits in Serve's handle, whose queue the autoscaler sees."""
         await self._call("any", self._engines.stats.remote())
 
-    async def drop_adapter(self, replica_id: str, digest: str) -> int:
+    async def unload_adapter(self, replica_id: str, digest: str) -> int:
         result: int = await self._call(
-            replica_id, self._engines.drop_adapter.remote(digest, target_replica_id=replica_id)
+            replica_id, self._engines.unload_adapter.remote(digest, target_replica_id=replica_id)
         )
         return result
 

@@ -17,7 +17,7 @@ from app.deployments.rpc.transport import ReplicaLeaving, ReplicaUnreachable
 
 TARGET_KEYWORD = "target_replica_id"
 #: Methods that end work; they also reach a draining replica.
-ENDING_METHODS = frozenset({"abort", "drop_adapter"})
+ENDING_METHODS = frozenset({"abort", "unload_adapter"})
 #: Replicas that are remembered after Serve has removed them from its list, the most recent.
 MAX_REMOVED = 64
 

@@ -70,7 +70,7 @@ class Transport(Protocol):
 class ReplicaClient(Transport, Protocol):
     """`Transport` with the calls that carry no request."""
 
-    async def drop_adapter(self, replica_id: str, digest: str) -> int:
+    async def unload_adapter(self, replica_id: str, digest: str) -> int:
         """Free an adapter's rows once no sequence uses them; returns the number of freed rows."""
         ...
 

@@ -55,12 +55,12 @@ class BytesBoundedCache:
     def record_hit(self, key: str, tenant_id: str = "") -> None:
         """Record a cache hit for this tenant."""
         entry = self._entries[key]
-        self._shares.used(key, entry.size_bytes, tenant_id)
+        self._shares.record_use(key, entry.size_bytes, tenant_id)
         entry.uses += 1
         self._queue_up(key, entry)
 
     def _queue_up(self, key: str, entry: _Entry) -> None:
-        entry.priority = self._order.used(entry.uses, max(entry.load_s, _MIN_LOAD_S) / max(entry.size_bytes, 1))
+        entry.priority = self._order.on_use(entry.uses, max(entry.load_s, _MIN_LOAD_S) / max(entry.size_bytes, 1))
         heapq.heappush(self._queue, (entry.priority, key))
         if len(self._queue) > 4 * len(self._entries) + 64:
             self._queue = [(entry.priority, name) for name, entry in self._entries.items()]
@@ -87,10 +87,10 @@ class BytesBoundedCache:
             if self._is_fixed(candidate):
                 skipped.append(queued)
                 continue
-            if not is_last_resort and self._shares.is_kept(candidate, tenant_id, self.max_bytes):
+            if not is_last_resort and self._shares.is_protected(candidate, tenant_id, self.max_bytes):
                 spared.append(queued)
                 continue
-            self._order.gave_up(priority)
+            self._order.on_evict(priority)
             self.remove(candidate)
             evicted.append(candidate)
         for queued in skipped + spared:
@@ -125,7 +125,7 @@ class BytesBoundedCache:
         self._total_bytes -= entry.size_bytes
         self._fixed_bytes -= entry.size_bytes if self._is_fixed(key) else 0
         del self._entries[key]
-        self._shares.left(key)
+        self._shares.remove(key)
         return True
 
     def pin(self, keys: Iterable[str]) -> None:

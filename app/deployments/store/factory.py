@@ -168,7 +168,7 @@ def merge_adapters(
 ) -> PackedAdapter:
     """The parts' combination for this base; with its first two arguments bound it is a `host_cache.Combine`.
 
-    The parts are not changed. Raises CombinationRefused.
+    The parts are not changed. Raises CombinationError.
     """
     packed = [get(part) for part in parts]
     adapters = [unpack_adapter(one.header, one.arrays) for one in packed]

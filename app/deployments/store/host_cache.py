@@ -35,7 +35,7 @@ from app.engine.errors import (
     AdapterQuarantined,
     AdapterTooLarge,
     AdapterUntrusted,
-    CombinationRefused,
+    CombinationError,
     PolyloraError,
 )
 
@@ -53,13 +53,13 @@ class _CachedAdapter(NamedTuple, Generic[T]):
     is_new: bool = False  # whether it was added by this read
 
 
-#: Combines the parts of a `Combination`, given by their handles in order; it blocks. Raises CombinationRefused.
+#: Combines the parts of a `Combination`, given by their handles in order; it blocks. Raises CombinationError.
 Combine = Callable[[Combination, Sequence[T]], PackedAdapter]
 
 
 def refuse_combinations(combination: Combination, parts: Sequence[object]) -> PackedAdapter:  # noqa: ARG001
     """The `Combine` of a store that supports no combinations."""
-    raise CombinationRefused(f"this store cannot combine adapters: {combination.name!r} is refused")
+    raise CombinationError(f"this store cannot combine adapters: {combination.name!r} is refused")
 
 
 class HostAdapterCache(Generic[T]):
@@ -274,7 +274,7 @@ class HostAdapterCache(Generic[T]):
                     f"{cached.card.digest[:12]}; register it again"
                 )
         except Exception as error:
-            if key in self._requested and not isinstance(error, CombinationRefused):
+            if key in self._requested and not isinstance(error, CombinationError):
                 reason = str(error) if isinstance(error, PolyloraError) else f"internal error ({type(error).__name__})"
                 self._backoff.record_failure(key, reason)
                 self._events.on_move("failed to read", ref.digest)

@@ -40,7 +40,7 @@ from app.deployments.rpc.background_tasks import Tasks
 from app.deployments.rpc.long_poll_host import Changes, Version
 from app.deployments.store.tier_counters import TIERS, Tier
 from app.engine.adapters.card import AdapterRef
-from app.engine.errors import AdapterQuarantined, CombinationRefused, NotReady, PolyloraError
+from app.engine.errors import AdapterQuarantined, CombinationError, NotReady, PolyloraError
 from app.logging import LogEvent
 
 if TYPE_CHECKING:  # processes that only call it need no database package
@@ -311,7 +311,7 @@ class StoreService(Generic[H]):
         self._num_waiting += 1
         try:
             return await self._host_cache.try_fetch(ref, wait_s, again=again)
-        except (NotReady, CombinationRefused):
+        except (NotReady, CombinationError):
             raise
         except PolyloraError as error:
             if not isinstance(error, AdapterQuarantined):  # it was tried just now: log the cause

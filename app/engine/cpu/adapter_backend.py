@@ -1,7 +1,6 @@
-"""What both of the CPU engine's backends do with adapters: their rank rows and their extras.
+"""The adapter methods that both CPU backends share: rank rows and extra weights.
 
-In: adapters, and the slots and rows that the engine chose for them. Out: tables that a step reads. Rule: which slot and
-which rows are used is decided elsewhere, and a write has ended when it returns.
+The engine chooses slots and rows. A write is complete when it returns.
 """
 
 from __future__ import annotations
@@ -20,19 +19,13 @@ from app.kernels.sgmv.cpu import RANK_PANEL
 def limits_of(
     config: EngineConfig, num_kv_blocks: int, prepared: PreparedRows, *, num_draft_rows: int = 0
 ) -> BackendLimits:
-    """What the engine may use of a backend on the CPU. Runs of rank rows begin anywhere: they are memory, not rows."""
+    """The limits of a CPU backend. Runs of rank rows begin anywhere: here a row is memory, not a table row."""
     return BackendLimits(
-        num_kv_blocks=num_kv_blocks,
-        block_size=config.block_size,
-        lora_pool_rows=config.lora_pool_rows // RANK_PANEL * RANK_PANEL,
-        rank_alignment=1,
-        max_loras=config.max_loras,
-        extra_weights_bytes=config.extra_weights_bytes,
-        takes_bfloat16=True,
-        can_embed=True,
-        num_draft_rows=num_draft_rows,
-        rank_rows_of=lambda adapter: prepared.of(adapter).num_rows,
-    )
+        num_kv_blocks=num_kv_blocks, block_size=config.block_size,
+        lora_pool_rows=config.lora_pool_rows // RANK_PANEL * RANK_PANEL, rank_alignment=1, max_loras=config.max_loras,
+        extra_weights_bytes=config.extra_weights_bytes, takes_bfloat16=True, can_embed=True,
+        num_draft_rows=num_draft_rows, rank_rows_of=lambda adapter: prepared.of(adapter).num_rows,
+    )  # fmt: skip
 
 
 class AdapterBackend:
@@ -45,7 +38,7 @@ class AdapterBackend:
 
     @property
     def compile_s(self) -> float:
-        """See `Backend.compile_s`: of the whole process."""
+        """See `Backend.compile_s`; counted for the whole process."""
         return compile_seconds()
 
     def prepare_adapter(self, adapter: LoraAdapter) -> None:
@@ -58,7 +51,7 @@ class AdapterBackend:
         self._rows.write(self._team, adapter_slot, row_start, self._prepared.of(adapter))
 
     def is_ready(self, adapter_slot: int) -> bool:  # noqa: ARG002
-        """See `Backend.is_ready`: a write has ended when it returns."""
+        """See `Backend.is_ready`: always, a write is complete when it returns."""
         return True
 
     def release_adapter(self, adapter_slot: int) -> None:

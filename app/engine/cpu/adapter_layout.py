@@ -1,7 +1,7 @@
-"""What a CPU backend needs to know of an adapter to write its rank rows, worked out once and on any thread.
+"""The layout of an adapter in a CPU engine's rank rows, computed once, on any thread.
 
-In: a `LoraAdapter`. Out: `AdapterLayout`, kept as long as the adapter lives. It takes a millisecond of Python for
-hundreds of matrices; a step that writes the adapter finds it done, and every stream of the batch waits for that step.
+It takes a millisecond of Python for hundreds of matrices and is cached while the adapter lives, so that the step that
+writes the adapter, and every stream in its batch, does not wait for it.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ def row_bytes(spec: ModelSpec) -> int:
 
 
 class ExpertMatrices(NamedTuple):
-    """Those of experts, and where each belongs.
+    """Matrices of experts and their positions.
 
-    products: [M], an index among the products that have experts. places: [M], the layer's among its layers.
+    products: [M], an index among the linear modules with experts. places: [M], the index of the layer among its layers.
     """
 
     matrices: Matrices
@@ -53,11 +53,11 @@ class ExpertMatrices(NamedTuple):
 
 
 class AdapterLayout(NamedTuple):
-    """matrices: those of the adapter's modules that every token uses, and how they will lie in `num_rows` rank rows.
-    ranks: [L, N] int32, 0 for untouched modules.
+    """`matrices` are those of modules that every token uses; `packing` places them in `num_rows` rank rows. ranks: [L,
+    N] int32, 0 for unchanged modules.
 
-    Modules are numbered as in `targets_of` the model's `shared_table_modules`; layers by their places among those that have
-    the module. experts: None where the adapter leaves all experts alone.
+    Modules are numbered as in `targets_of` the model's `shared_table_modules`, layers by their index among those with the
+    module. experts: None if no expert is changed.
     """
 
     matrices: Matrices
@@ -68,7 +68,7 @@ class AdapterLayout(NamedTuple):
 
 
 class PreparedRows:
-    """`AdapterLayout` by adapter. Any thread."""
+    """`AdapterLayout` per adapter. Any thread."""
 
     def __init__(self, spec: ModelSpec) -> None:
         stacked = stacked_modules(spec)
@@ -87,13 +87,13 @@ class PreparedRows:
         self._rows: WeakKeyDictionary[LoraAdapter, AdapterLayout] = WeakKeyDictionary()
 
     def of(self, adapter: LoraAdapter) -> AdapterLayout:
-        """Raises AdapterMismatch for a module that this decoder does not have."""
+        """The adapter's layout. Raises AdapterMismatch for a module that this model does not have."""
         rows = self._rows.get(adapter)
         if rows is None:
-            rows = self._rows[adapter] = self._work_out(adapter)
+            rows = self._rows[adapter] = self._compute(adapter)
         return rows
 
-    def _work_out(self, adapter: LoraAdapter) -> AdapterLayout:
+    def _compute(self, adapter: LoraAdapter) -> AdapterLayout:
         modules, of_experts = [], []
         for key, pair in adapter.weights.items():
             self._check(key)
@@ -106,16 +106,16 @@ class PreparedRows:
         ranks = np.zeros((self._num_layers, len(self._numbers)), np.int32)
         for place, n, pair in modules:
             ranks[place, n] = pair.rank
-        found = matrices((place, n, *pair) for place, n, pair in modules)
+        own = matrices((place, n, *pair) for place, n, pair in modules)
         experts = self._expert_matrices(of_experts) if of_experts else None
-        packed = packing(found)
-        return AdapterLayout(found, packed, max(1, -(-packed.num_bytes // self._row_bytes)), ranks, experts)
+        packed = packing(own)
+        return AdapterLayout(own, packed, max(1, -(-packed.num_bytes // self._row_bytes)), ranks, experts)
 
     def _by_head(self, key: LoraKey, pair: LoraPair) -> list[tuple[LoraKey, LoraPair]]:
         keys, values = absorbed_pairs(pair, self._spec.layers[key.layer].attention)
-        found = zip((LATENT_KEYS, LATENT_VALUES), (keys, values), strict=True)
+        kinds = zip((LATENT_KEYS, LATENT_VALUES), (keys, values), strict=True)
         return [
-            (LoraKey(key.layer, kind.targets[0], head), one) for kind, ones in found for head, one in enumerate(ones)
+            (LoraKey(key.layer, kind.targets[0], head), one) for kind, ones in kinds for head, one in enumerate(ones)
         ]
 
     def _check(self, key: LoraKey) -> None:
@@ -130,9 +130,9 @@ class PreparedRows:
         lines: list[tuple[int, ...]] = []
         for key, _ in pairs:
             index, product = self._expert_products[key.target]
-            assert key.expert is not None, "only experts come here"
-            place = self._places.get(key[:2], key.layer)  # heads' products are in every layer
+            assert key.expert is not None, "an expert's matrix has an expert"
+            place = self._places.get(key[:2], key.layer)  # heads' modules are in every layer
             lines.append((index, place, key.expert, product.targets.index(key.target)))
         columns = np.ascontiguousarray(np.array(lines, np.int64).T)
-        found = matrices((0, 0, *pair) for _, pair in pairs)
-        return ExpertMatrices(found, packing(found), *columns)
+        own = matrices((0, 0, *pair) for _, pair in pairs)
+        return ExpertMatrices(own, packing(own), *columns)

@@ -1,8 +1,7 @@
 """The CPU engine's backend: owns weights, KV memory and adapter tables.
 
-In: a checkpoint's tensors, by their Hugging Face names, and the engine's sizes. Out: a `Backend`. It
-moves bytes and calls `decoder.forward`; which rows and blocks are used is decided elsewhere, and how
-weights lie in memory by `weights`.
+It is built from a checkpoint's tensors by their Hugging Face names and moves bytes and calls `decoder.forward`. The
+engine decides which rows and blocks are used; `weights` decides how weights lie in memory.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from app.engine.cpu.adapter_backend import AdapterBackend, limits_of
 from app.engine.cpu.adapter_layout import PreparedRows
 from app.engine.cpu.extra_weights import AdapterExtras, sample_runs, token_slots
 from app.engine.cpu.lora_memory import LoraMemory
-from app.engine.cpu.lora_views import padded
+from app.engine.cpu.lora_views import padded_width
 from app.engine.cpu.mla import latent_workspace
 from app.engine.cpu.moe import expert_workspace
 from app.engine.cpu.outputs import rows_of, sample, with_sums
@@ -34,17 +33,17 @@ from app.kernels.sgmv.cpu import adapter_runs, shrink_tasks
 
 Floats = NDArray[np.float32]
 
-#: Rows of logits for guesses, beside one for each sequence: 6 MB for a vocabulary of 49,152 tokens.
+#: Rows of logits for draft tokens, beside one for each sequence: 6 MB for a vocabulary of 49,152 tokens.
 DRAFT_ROWS = 32
 
 
 class CpuBackend(AdapterBackend):
-    """Weights in packed panels, float32 arithmetic; every row's bits independent of its company."""
+    """Weights in packed panels, float32 arithmetic; batch-invariant."""
 
     def __init__(self, spec: ModelSpec, tensors: Iterable[tuple[str, np.ndarray]], config: EngineConfig) -> None:
         """`tensors` yields each weight once, e.g. ("model.layers.0.self_attn.q_proj.weight", [d_out, d_in]).
 
-        Raises CheckpointError for a missing tensor or a spec this decoder cannot run.
+        Raises CheckpointError for a missing tensor or a spec that this decoder cannot run.
         """
         self.spec = spec
         self._config = config
@@ -57,12 +56,12 @@ class CpuBackend(AdapterBackend):
         cpu = config.section(CpuConfig)
         self._team = ThreadTeam(cpu.num_threads or len(os.sched_getaffinity(0)))
         self._rows = LoraMemory(spec, self.limits.lora_pool_rows, self.limits.max_loras)
-        # The first adapter needs all pages. They come while weights are unpacked.
+        # The first adapter needs all pages. They are faulted in while weights are unpacked.
         pages_of_rows = PagePrefaulter([self._rows.memory])
         self._weights = WeightPacker(spec, max_positions, cpu.weight_dtype, self._team).pack_all(tensors)
         pages_of_rows.wait()
         self._k_memory, self._v_memory = self._new_kv_memory()
-        # A block is in all layers: with pages of 2 MB the first token in new pages would wait for 60 of them.
+        # A block is in all layers: with pages of 2 MB the first token in new pages would fault 60 of them.
         self._pages = PagePrefaulter([layer for layer in (*self._k_memory, *self._v_memory) if layer.size])
         self._work = self._new_workspace()
         base = PackedModules(spec, self._weights)
@@ -77,33 +76,25 @@ class CpuBackend(AdapterBackend):
         extra_runs = self._extras.runs(runs)
         has_extras = len(extra_runs) > 0
         step = cpu_decoder.Step(
-            token_ids=batch.token_ids,
-            positions=batch.positions,
-            kv_slots=batch.kv_slots,
-            query_starts=batch.query_starts,
-            seq_lens=batch.seq_lens,
-            block_tables=batch.block_tables,
-            attention_tasks=attention_tasks(batch.query_starts),
-            runs=runs,
-            shrink_tasks=shrink_tasks(runs),
-            widest_rank=widest_rank,
-            sample_rows=batch.sample_rows,
-            extra_runs=extra_runs,
+            token_ids=batch.token_ids, positions=batch.positions, kv_slots=batch.kv_slots,
+            query_starts=batch.query_starts, seq_lens=batch.seq_lens, block_tables=batch.block_tables,
+            attention_tasks=attention_tasks(batch.query_starts), runs=runs, shrink_tasks=shrink_tasks(runs),
+            widest_rank=widest_rank, sample_rows=batch.sample_rows, extra_runs=extra_runs,
             extra_samples=sample_runs(extra_runs, batch.sample_rows) if has_extras else extra_runs,
             extra_slots=token_slots(extra_runs, len(batch.token_ids) if has_extras else 0),
             pooled_rows=rows_of(batch.pooling),
             adapter_slots=token_slots(runs, len(batch.token_ids) if widest_of_experts else 0),
-        )
+        )  # fmt: skip
         work = self._work
         if work.experts is not None and widest_of_experts > work.experts.shrunk.shape[2]:
-            shape = (len(work.experts.inputs), 2, padded(widest_of_experts))
+            shape = (len(work.experts.inputs), 2, padded_width(widest_of_experts))
             experts = work.experts._replace(shrunk=np.empty(shape, np.float32))
             self._work = work = work._replace(experts=experts)
         if work.latent is not None and widest_of_experts > work.latent.shrunk.shape[2]:
-            shape = (len(work.latent.own), 1, padded(widest_of_experts))
+            shape = (len(work.latent.own), 1, padded_width(widest_of_experts))
             self._work = work = work._replace(latent=work.latent._replace(shrunk=np.empty(shape, np.float32)))
         if widest_rank > work.shrunk.shape[2]:
-            shape = (self._config.max_num_batched_tokens, 3, padded(widest_rank))
+            shape = (self._config.max_num_batched_tokens, 3, padded_width(widest_rank))
             self._work = work = work._replace(shrunk=np.empty(shape, np.float32))
         if has_extras and self._extras.head_width > work.head_inputs.shape[1]:
             head_inputs = np.empty((len(work.sampled), self._extras.head_width), np.float32)
@@ -116,7 +107,7 @@ class CpuBackend(AdapterBackend):
         return with_sums(output, work.states, batch.pooling, self._team)
 
     def logits(self, num_rows: int) -> Floats:
-        """The last step's logits [num_rows, vocab_size]; valid until the next step (tests read it)."""
+        """The last step's logits [num_rows, vocab_size], for tests; valid until the next step."""
         return self._work.logits[:num_rows, : self.spec.vocab_size]
 
     def close(self) -> None:
@@ -128,9 +119,9 @@ class CpuBackend(AdapterBackend):
                 delattr(self, name)
 
     def _warm_up(self) -> None:
-        """Run every kernel once, on one token of no consequence: compiled here, not under the first request.
+        """Run every kernel once, on one token: compiled here, not during the first request.
 
-        Block 0 and, if there are rank rows, row 0 are written; nobody reads either before writing it anew.
+        Block 0 and, with rank rows, row 0 are written; both are written again before they are read.
         """
         one = np.zeros(1, np.int32)
         single = np.ones(1, np.float32)
@@ -142,19 +133,11 @@ class CpuBackend(AdapterBackend):
         starts = np.array([0, 1], np.int32)
         self.forward(
             ForwardBatch(
-                token_ids=one,
-                positions=one,
-                kv_slots=np.zeros(1, np.int64),
-                query_starts=starts,
-                seq_lens=one + 1,
-                block_tables=one[None],
-                run_starts=starts,
-                run_adapter_slots=one,
-                sample_rows=one,
-                sample_seqs=one,
+                token_ids=one, positions=one, kv_slots=np.zeros(1, np.int64), query_starts=starts, seq_lens=one + 1,
+                block_tables=one[None], run_starts=starts, run_adapter_slots=one, sample_rows=one, sample_seqs=one,
                 sampling=sampling,
             )
-        )
+        )  # fmt: skip
         if self.limits.lora_pool_rows and self.limits.extra_weights_bytes:
             self._extras.warm_up()
         if self.limits.lora_pool_rows:
@@ -165,9 +148,9 @@ class CpuBackend(AdapterBackend):
         if first.latent is not None:
             shape = (len(self.spec.layers), self._config.num_kv_blocks, 1, self._config.block_size)
             return np.zeros((*shape[:2], 1, 0, 0), np.float32), np.zeros(
-                (*shape, padded(first.latent.width)), np.float32
+                (*shape, padded_width(first.latent.width)), np.float32
             )
-        width, block_size = padded(first.head_dim), self._config.block_size
+        width, block_size = padded_width(first.head_dim), self._config.block_size
         blocks = (len(self.spec.layers), self._config.num_kv_blocks, first.num_kv_heads)
         return np.zeros((*blocks, width, block_size), np.float32), np.zeros((*blocks, block_size, width), np.float32)
 
@@ -178,19 +161,16 @@ class CpuBackend(AdapterBackend):
         products = {product.name: product for product, _ in stacked_modules(spec)}
         mlp_width = products["down"].d_in if "down" in products else 0
         return cpu_decoder.Workspace(
-            hidden=np.zeros((tokens, padded(spec.hidden_size)), np.float32),
+            hidden=np.zeros((tokens, padded_width(spec.hidden_size)), np.float32),
             normed=np.zeros((tokens, spec.hidden_size), np.float32),
             qkv=np.zeros((tokens, sizes.q_size + 2 * sizes.kv_size), np.float32),
             attended=np.zeros((tokens, products["o"].d_in), np.float32),
-            gate_up=np.zeros((tokens, 2 * padded(mlp_width)), np.float32),
-            gated=np.zeros((tokens, mlp_width), np.float32),
-            shrunk=np.zeros((tokens, 3, 64), np.float32),
-            kept=np.zeros((tokens, padded(spec.hidden_size)), np.float32),
-            projected=np.zeros((tokens, padded(spec.hidden_size) if sizes.post_norms else 0), np.float32),
-            head_inputs=np.zeros((samples, 0), np.float32),
-            sampled=np.zeros((samples, spec.hidden_size), np.float32),
-            logits=np.zeros((samples, padded(spec.vocab_size)), np.float32),
-            states=np.zeros((tokens, spec.hidden_size), np.float32),
-            experts=expert_workspace(spec, tokens),
+            gate_up=np.zeros((tokens, 2 * padded_width(mlp_width)), np.float32),
+            gated=np.zeros((tokens, mlp_width), np.float32), shrunk=np.zeros((tokens, 3, 64), np.float32),
+            kept=np.zeros((tokens, padded_width(spec.hidden_size)), np.float32),
+            projected=np.zeros((tokens, padded_width(spec.hidden_size) if sizes.post_norms else 0), np.float32),
+            head_inputs=np.zeros((samples, 0), np.float32), sampled=np.zeros((samples, spec.hidden_size), np.float32),
+            logits=np.zeros((samples, padded_width(spec.vocab_size)), np.float32),
+            states=np.zeros((tokens, spec.hidden_size), np.float32), experts=expert_workspace(spec, tokens),
             latent=latent_workspace(spec, tokens),
-        )
+        )  # fmt: skip

@@ -1,13 +1,13 @@
 """The decoder on the CPU: one compiled call runs all layers of a step, without the GIL.
 
-In: packed weights, adapter tables, KV memory, a step's arrays. Out: hidden states of the rows that
-sample, turned into logits. Everything is a NumPy array; the kernels are `app.kernels`. Weights and
-tables of all layers are stacked so that the loop over layers is compiled too, and every thread of a `ThreadTeam`
-runs it: a layer is eight phases, and four more where adapters are in the batch.
+Input: packed weights, adapter tables, KV memory and a step's arrays; output: logits of the rows that sample. Everything
+is a NumPy array; the kernels are in `app.kernels`. Weights and tables are stacked over layers so that the loop over
+layers is compiled too, and every thread of a `ThreadTeam` runs it: a layer is eight phases, and four more with adapters
+in the batch.
 
-There is one base product per module and step, whatever adapters the batch holds; deltas are added to it
-in place, per run of tokens with one adapter. Base tokens do no adapter work. What an adapter does beyond low-rank
-deltas (`app.kernels.extra_weights`) is done to its own rows in the same phases, in batches that have such rows.
+There is one base product per module and step, whatever adapters the batch holds; LoRA products are added to it in
+place, per run of tokens with one adapter. Base tokens do no adapter work. Extra weights (`app.kernels.extra_weights`)
+are applied to an adapter's own rows in the same phases, in batches that have such rows.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ Floats = NDArray[np.float32]
 class Weights(NamedTuple):
     """Packed weights, layers stacked: L layers, P panels of 16 columns; a `Stack` is float32 or 8 bits.
 
-    qkv and gate_up hold their modules side by side, each padded to whole panels; gate_up and down those of the layers
-    that have no experts (`experts`: of a model where some have). Biases, q_norm and
-    k_norm are `[L, 0]` where the model has none. `embedding` is `[V, H]`, or `[0, H]` if the rows are read
-    from `head` `[1, P, H, 16]` (tied). cos, sin: [ropes, positions, rotary / 2]; layer_rope, layer_window: [L].
-    post_attention_norm and post_mlp_norm are `[L, 0]` in layers without them, and so are sinks `[L, heads]`.
+    qkv and gate_up hold their modules side by side, each padded to whole panels; gate_up and down have the layers
+    without experts only (`experts` has the others). Biases, q_norm and k_norm are `[L, 0]` where the model has none.
+    `embedding` is `[V, H]`, or `[0, H]` if the rows are read from `head` `[1, P, H, 16]` (tied). cos, sin: [ropes,
+    positions, rotary / 2]; layer_rope, layer_window: [L]. post_attention_norm and post_mlp_norm are `[L, 0]` in models
+    without them, and so are sinks `[L, heads]`.
     """
 
     embedding: Floats
@@ -85,7 +85,7 @@ class Weights(NamedTuple):
 class Sizes(NamedTuple):
     """Integers of the model. q_size and kv_size are padded to whole panels.
 
-    whole_norm: q_norm and k_norm are of all heads together. normalised, share_scale, num_groups, top_groups: see
+    whole_norm: q_norm and k_norm span all heads. normalised, share_scale, num_groups, top_groups: see
     `app.kernels.moe_lora.routing.route`. limit, alpha: see `activate_clamped`; 0 for another activation.
     """
 
@@ -110,7 +110,7 @@ class Sizes(NamedTuple):
 
 
 class AdapterTables(NamedTuple):
-    """Rank rows of all products."""
+    """Rank rows of all linear modules."""
 
     qkv: LoraView
     o: LoraView
@@ -123,10 +123,10 @@ class AdapterTables(NamedTuple):
 class Step(NamedTuple):
     """A step's arrays, as in `app.engine.batch.ForwardBatch`, with the kernels' task lists.
 
-    pooled_rows: [N], tokens whose normalised states are wanted. widest_rank: the largest rank of its adapters.
-    extra_runs: [E, 3], the runs whose adapters have extras; extra_samples: [E', 3], the same over sampled rows;
-    extra_slots: [T], their adapter slots, else 0. adapter_slots: [T], those of adapters that change experts, else 0;
-    [0] where none does.
+    pooled_rows: [N], tokens whose normalised states are summed. widest_rank: the largest rank of its adapters.
+    extra_runs: [E, 3], the runs whose adapters have extra weights; extra_samples: [E', 3], the same over sampled rows;
+    extra_slots: [T], their adapter slots, else 0. adapter_slots: [T], the slots of adapters that change experts, else
+    0; [0] if none does.
     """
 
     token_ids: NDArray[np.int32]
@@ -150,10 +150,9 @@ class Step(NamedTuple):
 class Workspace(NamedTuple):
     """Scratch for the largest step: T rows each, P rows of sampled states and logits.
 
-    hidden, qkv and gate_up are as wide as the panels they are written in (padding included); normed,
-    attended, gated and sampled are exactly as wide as the products that read them. shrunk: [T, 3, W].
-    kept is as wide as hidden, and so is projected where there are post_norms; head_inputs: [P, W]; states: [T, H],
-    those of the pooled rows.
+    hidden, qkv and gate_up are as wide as the panels they are written in (padding included); normed, attended, gated
+    and sampled are exactly as wide as the products that read them. shrunk: [T, 3, W]. kept is as wide as hidden, and so
+    is projected with post_norms; head_inputs: [P, W]; states: [T, H], of the pooled rows.
     """
 
     hidden: Floats
@@ -173,7 +172,7 @@ class Workspace(NamedTuple):
     latent: MlaWorkspace | None
 
 
-#: Phases of a step outside its layers, and of a layer at most.
+#: Phases of a step outside its layers, and the most of a layer.
 STEP_PHASES, LAYER_PHASES = 8, 11 + EXPERT_PHASES + LATENT_PHASES
 
 
@@ -181,10 +180,10 @@ STEP_PHASES, LAYER_PHASES = 8, 11 + EXPERT_PHASES + LATENT_PHASES
 def forward(team, phase, weights, sizes, tables, extras, k_memory, v_memory, step, work):
     """Run every layer over the step's T tokens; leave the P sampled rows' logits in work.logits.
 
-    team, phase: see `app.kernels.machine.thread_team`. k_memory: [L, blocks, kv_heads, D, block_size]; v_memory: [L, blocks,
-    kv_heads, block_size, D]; the step's keys and values are written there. Latents lie in v_memory, with
-    one head. Where no adapter of the step has extras, `step.extra_runs` and `step.extra_slots` are empty and the
-    operations that take them do the base's arithmetic only.
+    team, phase: see `app.kernels.machine.thread_team`. k_memory: [L, blocks, kv_heads, D, block_size]; v_memory: [L,
+    blocks, kv_heads, block_size, D]; the step's keys and values are written there. MLA's latents are in v_memory, with
+    one head. If no adapter of the step has extra weights, `step.extra_runs` and `step.extra_slots` are empty, and the
+    operations that take them do the base model's arithmetic only.
     """
     num_tokens, width, num_layers = step.token_ids.shape[0], weights.final_norm.shape[0], weights.layer_rope.shape[0]
     hidden = work.hidden[:num_tokens]
@@ -209,7 +208,7 @@ def forward(team, phase, weights, sizes, tables, extras, k_memory, v_memory, ste
 
 
 def _any_attention(team, phase, layer, weights, sizes, tables, extras, k_memory, v_memory, step, work):
-    """hidden += the layer's attention, of the kind that the model has."""
+    """hidden += the layer's attention, of the model's kind."""
     raise NotImplementedError("called from compiled code only")
 
 
@@ -226,7 +225,7 @@ def _attention_of(team, phase, layer, weights, sizes, tables, extras, k_memory, 
 
 @jit
 def _attention(team, phase, layer, weights, sizes, tables, extras, k_memory, v_memory, step, work):
-    """hidden += o(attention(qkv(norm(hidden)))), every product with its deltas."""
+    """hidden += o(attention(qkv(norm(hidden)))), every product with its LoRA."""
     num_tokens = step.token_ids.shape[0]
     hidden, normed, qkv = work.hidden[:num_tokens], work.normed[:num_tokens], work.qkv[:num_tokens]
     attended, shrunk, kept = work.attended[:num_tokens], work.shrunk[:num_tokens], work.kept[:num_tokens]
@@ -261,7 +260,7 @@ def _attention(team, phase, layer, weights, sizes, tables, extras, k_memory, v_m
     )  # fmt: skip
     if runs.shape[0] > 0:
         phase = shrink(team, phase, attended, rows_o, tasks, step.widest_rank, shrunk)
-    # Without a norm behind o, the residual is where its sums start: no separate addition.
+    # Without a norm after o, its sums start from the residual: no separate addition.
     own = work.projected[:num_tokens] if sizes.post_norms else hidden
     phase = project(
         team, phase, attended, layer_panels(weights.o, layer), weights.o_bias[layer], not sizes.post_norms, shrunk,
@@ -274,7 +273,7 @@ def _attention(team, phase, layer, weights, sizes, tables, extras, k_memory, v_m
 
 
 def _any_feed_forward(team, phase, layer, weights, sizes, tables, extras, step, work):
-    """hidden += the layer's feed-forward: the one there is, or the kind that the layer has."""
+    """hidden += the layer's feed-forward, of the model's or the layer's kind."""
     raise NotImplementedError("called from compiled code only")
 
 
@@ -291,7 +290,7 @@ def _feed_forward_of(team, phase, layer, weights, sizes, tables, extras, step, w
 
 @jit
 def _mixed_feed_forward(team, phase, layer, weights, sizes, tables, extras, step, work):
-    """Of a model in which some layers have experts."""
+    """The feed-forward of a model in which some layers have experts."""
     place = weights.experts.dense_place[layer]
     if place >= 0:
         return _feed_forward(team, phase, layer, place, weights, sizes, tables, extras, step, work)
@@ -300,9 +299,9 @@ def _mixed_feed_forward(team, phase, layer, weights, sizes, tables, extras, step
 
 @jit
 def _feed_forward(team, phase, layer, place, weights, sizes, tables, extras, step, work):
-    """hidden += down(act(gate(x)) * up(x)) with x = norm(hidden), every product with its deltas.
+    """hidden += down(act(gate(x)) * up(x)) with x = norm(hidden), every product with its LoRA.
 
-    place: the layer's among those without experts.
+    place: the layer's index among those without experts.
     """
     num_tokens = step.token_ids.shape[0]
     hidden, normed, gate_up = work.hidden[:num_tokens], work.normed[:num_tokens], work.gate_up[:num_tokens]

@@ -1,8 +1,8 @@
 """An encoder on the CPU: one compiled call runs all layers over whole texts, without the GIL.
 
-In: packed weights, adapter tables, a step's arrays. Out: the last hidden state of every token. As the decoder's
-(`app.engine.cpu.decoder`) it is run by every thread of a `ThreadTeam`, with one base product per module and step and deltas
-added in place; but norms come behind what they norm, a token sees its whole text, and nothing is kept between steps.
+Its output is the last hidden state of every token. Like the decoder (`app.engine.cpu.decoder`) it is run by every
+thread of a `ThreadTeam`, with one base product per module and step and LoRA products added in place; but norms come
+after what they norm, a token sees its whole text, and nothing is kept between steps.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ Floats = NDArray[np.float32]
 
 
 class EncoderWeights(NamedTuple):
-    """Packed weights, layers stacked, as the decoder's `Weights`.
+    """Packed weights, layers stacked, like the decoder's `Weights`.
 
-    words: [V, H]; places: [P, H]; segment: [H]. input_norm: [2, H], weight and bias; attention_norm, mlp_norm:
-    [L, 2, H], of the norms behind attention and behind the feed-forward.
+    words: [V, H]; places: [P, H]; segment: [H]. input_norm: [2, H], weight and bias; attention_norm, mlp_norm: [L, 2,
+    H], the norms after attention and after the feed-forward.
     """
 
     words: Floats
@@ -58,7 +58,7 @@ class EncoderSizes(NamedTuple):
 
 
 class EncoderTables(NamedTuple):
-    """Rank rows of all products."""
+    """Rank rows of all linear modules."""
 
     qkv: LoraView
     o: LoraView
@@ -67,9 +67,9 @@ class EncoderTables(NamedTuple):
 
 
 class EncoderStep(NamedTuple):
-    """A step's arrays, as in `app.engine.batch.ForwardBatch`; positions are rows of the table of places.
+    """A step's arrays, as in `app.engine.batch.ForwardBatch`; positions are rows of the table of positions.
 
-    longest: tokens of the longest text. The others as in the decoder's `Step`.
+    longest: tokens of the longest text. The others are like the decoder's `Step`.
     """
 
     token_ids: NDArray[np.int32]
@@ -119,7 +119,7 @@ def encode(team, phase, weights, sizes, tables, extras, step, work):
 
 @jit
 def _attention(team, phase, layer, weights, sizes, tables, extras, step, work):
-    """states = norm(hidden + o(attention(qkv(states)))), every product with its deltas."""
+    """states = norm(hidden + o(attention(qkv(states)))), every product with its LoRA."""
     num_tokens = step.token_ids.shape[0]
     hidden, states, qkv = work.hidden[:num_tokens], work.states[:num_tokens], work.qkv[:num_tokens]
     attended, shrunk, kept = work.attended[:num_tokens], work.shrunk[:num_tokens], work.kept[:num_tokens]
@@ -147,7 +147,7 @@ def _attention(team, phase, layer, weights, sizes, tables, extras, step, work):
 
 @jit
 def _feed_forward(team, phase, layer, weights, sizes, tables, extras, step, work):
-    """states = norm(hidden + down(gelu(up(states)))), every product with its deltas."""
+    """states = norm(hidden + down(gelu(up(states)))), every product with its LoRA."""
     num_tokens = step.token_ids.shape[0]
     hidden, states, up = work.hidden[:num_tokens], work.states[:num_tokens], work.up[:num_tokens]
     activated, shrunk, kept = work.activated[:num_tokens], work.shrunk[:num_tokens], work.kept[:num_tokens]

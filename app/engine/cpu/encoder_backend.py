@@ -1,7 +1,6 @@
 """The CPU engine's backend for encoders: owns weights and adapter tables, and has no KV memory.
 
-In: a checkpoint's tensors, by their Hugging Face names, and the engine's sizes. Out: a `Backend` whose batches hold
-whole texts, every one of them to be pooled. Which rows are used is decided elsewhere.
+Its batches hold whole texts, all to be pooled. The engine decides which rows are used.
 """
 
 from __future__ import annotations
@@ -20,8 +19,8 @@ from app.engine.cpu.adapter_backend import AdapterBackend, limits_of
 from app.engine.cpu.adapter_layout import PreparedRows
 from app.engine.cpu.extra_weights import AdapterExtras
 from app.engine.cpu.lora_memory import LoraMemory
-from app.engine.cpu.lora_views import padded
-from app.engine.cpu.outputs import added
+from app.engine.cpu.lora_views import padded_width
+from app.engine.cpu.outputs import add_pooled_rows
 from app.engine.cpu.weights import PackedModules
 from app.engine.errors import CheckpointError
 from app.engine.models.hf import encoder_weight_names as names
@@ -36,7 +35,7 @@ Floats = NDArray[np.float32]
 
 
 class EncoderBackend(AdapterBackend):
-    """Weights in packed panels, float32 arithmetic; every text's bits independent of its company."""
+    """Weights in packed panels, float32 arithmetic; batch-invariant."""
 
     def __init__(self, spec: ModelSpec, tensors: Iterable[tuple[str, np.ndarray]], config: EngineConfig) -> None:
         """`tensors` yields each weight once. Raises CheckpointError for a missing tensor."""
@@ -49,14 +48,14 @@ class EncoderBackend(AdapterBackend):
         self._sizes = encoder.EncoderSizes(
             num_layers=len(spec.layers),
             head_dim=attention.head_dim,
-            q_size=padded(spec.hidden_size),
+            q_size=padded_width(spec.hidden_size),
             scale=np.float32(attention.scale),
             eps=np.float32(spec.norm_eps),
         )
         self._num_phases = encoder.STEP_PHASES + encoder.LAYER_PHASES * len(spec.layers)
         cpu = config.section(CpuConfig)
         self._team = ThreadTeam(cpu.num_threads or len(os.sched_getaffinity(0)))
-        self._weights = _packed(spec, tensors, cpu.weight_dtype, self._team)
+        self._weights = _pack_weights(spec, tensors, cpu.weight_dtype, self._team)
         self._rows = LoraMemory(spec, self.limits.lora_pool_rows, self.limits.max_loras)
         base = PackedModules(spec, self._weights)
         self._extras = AdapterExtras(spec, base, config.max_loras, self._team)
@@ -67,7 +66,7 @@ class EncoderBackend(AdapterBackend):
 
     def forward(self, batch: ForwardBatch) -> ForwardOutput:
         """See `Backend.forward`; no token is drawn."""
-        assert batch.pooling is not None, "an encoder's requests are all to be embedded"
+        assert batch.pooling is not None, "an encoder's requests are all embedded"
         runs = adapter_runs(batch.run_starts, batch.run_adapter_slots)
         step = encoder.EncoderStep(
             token_ids=batch.token_ids,
@@ -80,13 +79,13 @@ class EncoderBackend(AdapterBackend):
             extra_runs=self._extras.runs(runs),
         )
         if step.widest_rank > self._work.shrunk.shape[2]:
-            shape = (len(self._work.shrunk), 3, padded(step.widest_rank))
+            shape = (len(self._work.shrunk), 3, padded_width(step.widest_rank))
             self._work = self._work._replace(shrunk=np.empty(shape, np.float32))
         self._team.run(
             encoder.encode, self._num_phases, self._weights, self._sizes, self._rows.tables, self._extras.tables, step,
             self._work,
         )  # fmt: skip
-        sums = added(self._work.states, batch.pooling.ranges, batch.pooling.sums, self._team)
+        sums = add_pooled_rows(self._work.states, batch.pooling.ranges, batch.pooling.sums, self._team)
         return ForwardOutput(np.zeros(0, np.int32), np.zeros(0, np.float32), (), sums=sums)
 
     def close(self) -> None:
@@ -98,10 +97,10 @@ class EncoderBackend(AdapterBackend):
 
 
 def _places(token_ids: NDArray[np.int32], query_starts: NDArray[np.int32], first_position: int) -> NDArray[np.int32]:
-    """[T] rows of the table of places: of whole texts, which begin at query_starts, each from `first_position` on.
+    """[T] rows of the table of positions: each text, beginning at query_starts, counts from `first_position` on.
 
-    Where that is not 0, the row before it and the token of the same number are padding's, as transformers'
-    `create_position_ids_from_input_ids` has it: such a token in a text takes that row, and none of the text's own.
+    If that is not 0, the row before it belongs to padding, whose token has the same number, like in transformers'
+    `create_position_ids_from_input_ids`: such a token in a text takes that row and no position of the text.
     """
     counts = token_ids != first_position - 1  # [T]
     places = np.cumsum(counts)
@@ -109,10 +108,10 @@ def _places(token_ids: NDArray[np.int32], query_starts: NDArray[np.int32], first
     return (places * counts + (first_position - 1)).astype(np.int32)
 
 
-def _packed(
+def _pack_weights(
     spec: ModelSpec, tensors: Iterable[tuple[str, np.ndarray]], storage: WeightDtype, team: ThreadTeam
 ) -> encoder.EncoderWeights:
-    """Every tensor in its place; CheckpointError for one that has none or is missing."""
+    """Put every tensor in its place; CheckpointError for one that has none or is missing."""
     expected = names.encoder_tensors(spec)
     count, hidden = len(spec.layers), spec.hidden_size
     norms = {names.ATTENTION_NORM: np.zeros((count, 2, hidden), np.float32)}
@@ -150,15 +149,10 @@ def _packed(
     packed: dict[str, Any] = {name: writer.stack for name, writer in stacks.items()}
     log_storage(spec.name, packed)
     return encoder.EncoderWeights(
-        words=whole[names.WORDS],
-        places=whole[names.PLACES],
-        segment=whole[names.SEGMENTS][0].copy(),
-        input_norm=input_norm,
-        attention_norm=norms[names.ATTENTION_NORM],
-        mlp_norm=norms[names.MLP_NORM],
-        **packed,
+        words=whole[names.WORDS], places=whole[names.PLACES], segment=whole[names.SEGMENTS][0].copy(),
+        input_norm=input_norm, attention_norm=norms[names.ATTENTION_NORM], mlp_norm=norms[names.MLP_NORM], **packed,
         **biases,
-    )
+    )  # fmt: skip
 
 
 def _workspace(spec: ModelSpec, num_tokens: int) -> encoder.EncoderWorkspace:
@@ -168,12 +162,7 @@ def _workspace(spec: ModelSpec, num_tokens: int) -> encoder.EncoderWorkspace:
         return np.zeros((num_tokens, *shape), np.float32)
 
     return encoder.EncoderWorkspace(
-        hidden=rows(padded(hidden)),
-        states=rows(hidden),
-        qkv=rows(3 * padded(hidden)),
-        attended=rows(hidden),
-        up=rows(padded(wide)),
-        activated=rows(wide),
-        shrunk=rows(3, 64),
-        kept=rows(padded(hidden)),
-    )
+        hidden=rows(padded_width(hidden)), states=rows(hidden), qkv=rows(3 * padded_width(hidden)),
+        attended=rows(hidden), up=rows(padded_width(wide)), activated=rows(wide), shrunk=rows(3, 64),
+        kept=rows(padded_width(hidden)),
+    )  # fmt: skip

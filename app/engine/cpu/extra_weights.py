@@ -1,8 +1,7 @@
-"""What resident adapters hold beside their rank rows, on a CPU: where each part of an adapter's plan lies in memory.
+"""Extra weights of resident adapters on a CPU: where each part of an adapter's plan lies in memory.
 
-In: an adapter and its slot, when it is written. Out: `ExtraTables` for the kernels, and the runs of a step that need
-them. Memory is allocated per adapter and freed when its slot is released; how much may be held is the engine's
-business (`AdapterCard.extra_bytes`).
+Memory is allocated when an adapter is written and freed when its slot is released; `ExtraTables` hold the addresses for
+the kernels. The engine limits the total (`AdapterCard.extra_bytes`).
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from app.kernels.matmul.cpu import PANEL, pack
 
 Floats = NDArray[np.float32]
 
-#: Places on the last axis of `ExtraTables.norms`.
+#: Indices on the last axis of `ExtraTables.norms`.
 _NORMS = {"attention_norm": ATTENTION_NORM, "mlp_norm": MLP_NORM, "q_norm": Q_NORM, "k_norm": K_NORM}
 _NORMS |= {"query_latent_norm": Q_NORM, "latent_norm": K_NORM}
 
@@ -40,34 +39,34 @@ class AdapterExtras:
         self.tables = empty_tables(len(spec.layers), max_loras, len(self._targets))
 
     def held_bytes(self, adapter_slot: int) -> int:
-        """Bytes of what the slot's adapter has."""
+        """Bytes of extra weights of the slot's adapter."""
         return sum(array.nbytes for array in self._held.get(adapter_slot, ()))
 
     def release(self, adapter_slot: int) -> None:
-        """Forget the slot's extras and free their memory."""
+        """Free the slot's extra weights."""
         if self._held.pop(adapter_slot, None) is not None:
             for table in self.tables:
                 table[(slice(None),) * (table.ndim > 1) + (adapter_slot,)] = 0
 
     @property
     def head_width(self) -> int:
-        """Width that `extra_head_inputs` needs for any adapter held."""
+        """The width that `extra_head_inputs` needs for any resident adapter."""
         panels = -(-self.tables.num_head_ids // PANEL) - (-self.tables.head_ranks // PANEL)
         return int(np.max(panels)) * PANEL
 
     def runs(self, runs: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Those of the runs [G, 3] (first, end, adapter slot) whose adapter has extras."""
+        """The runs [G, 3] (first, end, adapter slot) whose adapter has extra weights."""
         return runs[[adapter_slot in self._held for adapter_slot in runs[:, 2].tolist()]]
 
     def warm_up(self) -> None:
-        """Compile what `write` calls, on weights of no consequence."""
+        """Compile what `write` calls, on throwaway weights."""
         key = LoraKey(0, self._targets[0])
         d_in, d_out = target_shape(self._spec, *key[:2])
         nothing = LoraPair(np.zeros((1, d_in), np.float32), np.zeros((1, d_out), np.float32))
         self.dora_scale(key, nothing.b[0], nothing)
 
     def write(self, adapter_slot: int, adapter: LoraAdapter) -> None:
-        """Take the slot's extras from `adapter`, dropping what was there."""
+        """Replace the slot's extra weights by those of `adapter`."""
         self.release(adapter_slot)
         for part in plan(adapter, self._spec, self):
             self._place(adapter_slot, part)
@@ -102,7 +101,7 @@ def sample_runs(runs: NDArray[np.int64], sample_rows: NDArray[np.int32]) -> NDAr
 
 
 def token_slots(runs: NDArray[np.int64], num_tokens: int) -> NDArray[np.int64]:
-    """[T] adapter slot of each token of the runs [E, 3], and 0 for the others."""
+    """[T] adapter slot of each token of the runs [E, 3], 0 for the others."""
     slots = np.zeros(num_tokens, np.int64)
     for first, end, adapter_slot in runs.tolist():
         slots[first:end] = adapter_slot
@@ -117,11 +116,11 @@ def _whole_panels(values: Floats) -> Floats:
 
 
 def _copy(values: NDArray[Any]) -> NDArray[Any]:
-    """The slot's own memory: an adapter's may be another process's."""
+    """A copy in this engine's memory: an adapter's array may be another process's."""
     return np.array(values, order="C")
 
 
-#: How a part lies in memory, where not as it is.
+#: The memory layout of a part, where it differs from the adapter's.
 _LAYOUTS: dict[str, Callable[[NDArray[Any]], NDArray[Any]]] = {
     "weight": pack,
     "scale": _whole_panels,
@@ -131,5 +130,5 @@ _LAYOUTS: dict[str, Callable[[NDArray[Any]], NDArray[Any]]] = {
     "head_a": pack,
     "head_b": lambda b: pack(b.T),
 }
-#: Where the length of a part is told, too.
+#: The table with the length of a part.
 _COUNTS = {"embed_ids": "num_embed_ids", "embed_b": "embed_ranks", "head_ids": "num_head_ids", "head_b": "head_ranks"}

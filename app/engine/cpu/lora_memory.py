@@ -1,10 +1,10 @@
-"""Rank rows of a CPU engine: the memory they lie in, the decoder's view of it, and the write of an adapter.
+"""The LoRA pool of a CPU engine: the memory of rank rows, the decoder's view of it, and the write of an adapter.
 
-In: the base's products, and what `PreparedRows` has worked out of an adapter. Out: `decoder.AdapterTables`. A rank row
-is as much memory as one row of every module takes in float32. An adapter's matrices lie one after the other from its
-first row on, and tables of addresses say where each is. All targets lie in one order (`targets_of` the products), and a
-product's part of the tables is that of its targets. Rows of experts, and of heads of latents, lie in memory that is
-allocated when their adapter is written and freed when its slot is released; `AdapterCard.extra_bytes` counts them.
+A rank row is as much memory as one row of every module takes in float32. An adapter's matrices lie one after the other
+from its first row on, and tables of addresses say where each is. All targets are in one order (`targets_of` the linear
+modules), and a linear module's part of the tables is that of its targets. Rows of experts and of MLA heads lie in
+memory that is allocated when their adapter is written and freed when its slot is released; `AdapterCard.extra_bytes`
+counts them.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ from app.kernels.moe_lora.cpu import ExpertRows
 from app.kernels.sgmv.adapter_copy import RANK, TO_A, TO_B, Packing, matrices, packing, write_plan
 from app.kernels.sgmv.prefetch import NextShrink
 
-#: Product -> the targets whose shrinks come next, which it asks memory for on its way: at most three, side by side in
-#: the order of targets. o is the smallest product and gate's and up's the largest shrinks: gate is asked for before o.
+#: Linear module -> the targets whose shrinks come next, which it prefetches: at most three, side by side in the order
+#: of targets. o is the smallest product and gate's and up's the largest shrinks: gate is prefetched before o.
 _ASKED_FOR = {
     "qkv": ("o_proj", "gate_proj"),
     "o": ("up_proj",),
@@ -51,18 +51,18 @@ _ENCODER_ASKED_FOR = {
     "up": ("output.dense",),
     "down": ("query", "key", "value"),
 }
-#: The same where layers differ: what comes next is of the same layers, or known when experts are chosen.
+#: The same in models with experts: what comes next is in the same layers, or known when experts are chosen.
 _ASKED_FOR_BESIDE_EXPERTS = {"qkv": ("o_proj",), "gate_up": ("down_proj",)}
 
 
 class LoraMemory:
-    """One set of tables for all adapters, and those of adapters' experts."""
+    """One set of tables for all adapters, and their experts' tables."""
 
     def __init__(self, spec: ModelSpec, num_rows: int, num_slots: int) -> None:
         singles = [one for one in stacked_modules(spec) if one.module.has_rank_rows]
         self._targets = targets_of(one.module for one in singles)
         self._row_bytes = row_bytes(spec)
-        #: Holds every adapter's rank rows, [num_rows * row_bytes].
+        #: Every adapter's rank rows, [num_rows * row_bytes].
         self.memory = np.zeros(num_rows * self._row_bytes, np.uint8)
         shape = (len(spec.layers), num_slots, len(self._targets))
         self._a, self._b = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
@@ -72,10 +72,10 @@ class LoraMemory:
         self._num_panels = np.array([width // PANEL for one in singles for width in one.module.padded_widths(PANEL)])
         mixed = paged_modules(spec)
         self._experts = MoeLoraMemory(mixed, num_slots)
-        asked_for = _ASKED_FOR_BESIDE_EXPERTS if mixed else _ASKED_FOR
+        requested_adapter = _ASKED_FOR_BESIDE_EXPERTS if mixed else _ASKED_FOR
         if spec.encoder is not None:
-            asked_for = _ENCODER_ASKED_FOR
-        rows = {one.module.name: self._product_rows(one.module, asked_for) for one in singles}
+            requested_adapter = _ENCODER_ASKED_FOR
+        rows = {one.module.name: self._product_rows(one.module, requested_adapter) for one in singles}
         #: `AdapterTables`, or an encoder's `EncoderTables`.
         self.tables: Any = self._decoder_tables(rows) if spec.encoder is None else EncoderTables(**rows)
 
@@ -89,11 +89,11 @@ class LoraMemory:
         return int(self._ranks[:, adapter_slots].max(initial=0))
 
     def widest_of_experts(self, adapter_slots: NDArray[np.int64]) -> int:
-        """The same on experts; 0 where none of these adapters changes an expert."""
+        """The largest rank on experts; 0 if none of these adapters changes an expert."""
         return self._experts.widest(adapter_slots)
 
     def write(self, team: ThreadTeam, adapter_slot: int, row_start: int, rows: AdapterLayout) -> None:
-        """Rows, ranks and addresses of one adapter, whose rows begin with `row_start`."""
+        """Write one adapter's rows, ranks and addresses, from `row_start` on."""
         plan, in_bf16 = self._write(team, rows.packing, row_start)
         self._ranks[:, adapter_slot] = rows.ranks
         where = rows.matrices.layers, adapter_slot, rows.matrices.modules
@@ -102,11 +102,11 @@ class LoraMemory:
         self._experts.write(team, adapter_slot, rows.experts)
 
     def release(self, adapter_slot: int) -> None:
-        """Free what the slot's adapter holds for its experts."""
+        """Free the memory of the slot's experts."""
         self._experts.release(adapter_slot)
 
     def warm_up(self, team: ThreadTeam) -> None:
-        """Compile what `write` calls: row 0 is written, which nobody reads before writing it anew."""
+        """Compile what `write` calls, by writing row 0; it is written again before it is read."""
         source = matrices([(0, 0, np.zeros((1, 1), np.float32), np.zeros((1, 1), np.float32))])
         self._write(team, packing(source), 0)
 
@@ -118,18 +118,18 @@ class LoraMemory:
         team.run(write_plan, 2, plan, too_fine)
         return plan, not too_fine[0]
 
-    def _product_rows(self, product: LinearModule, asked_for: Mapping[str, tuple[str, ...]]) -> LoraView:
-        own, coming = self._slice(product.targets), self._slice(asked_for.get(product.name, ()))
+    def _product_rows(self, product: LinearModule, requested_adapter: Mapping[str, tuple[str, ...]]) -> LoraView:
+        own, coming = self._slice(product.targets), self._slice(requested_adapter.get(product.name, ()))
         return self._view(own, coming)
 
     def _view(self, own: slice, coming: slice) -> LoraView:
-        """The tables of modules that lie side by side, and of those whose shrink they ask memory for."""
+        """The tables of neighbouring modules, and those whose shrink they prefetch."""
         upcoming = NextShrink(self._a[:, :, coming], self._ranks[:, :, coming], self._depths[coming], self._in_bf16)
         a, b, ranks = self._a[:, :, own], self._b[:, :, own], self._ranks[:, :, own]
         return LoraView(a, b, ranks, self._num_panels[own], self._in_bf16, own.start, upcoming)
 
     def _slice(self, targets: tuple[str, ...]) -> slice:
-        """Places of targets that lie side by side."""
+        """The indices of targets that lie side by side."""
         first = self._targets.index(targets[0]) if targets else 0
         return slice(first, first + len(targets))
 
@@ -144,7 +144,8 @@ class LoraMemory:
         )
 
     def _absent(self, *, asks: bool = False) -> LoraView:
-        """Of a product that no layer has: nobody reads it. `asks`: of the type of one that asks for what comes next."""
+        """A placeholder for a linear module that no layer has; never read. `asks`: has the type of one that prefetches
+        the next."""
         return self._view(slice(0, 1), slice(0, int(asks)))
 
     def _expert_tables(self, rows: Mapping[str, LoraView]) -> ExpertTables:
@@ -169,12 +170,12 @@ class LoraMemory:
 
 
 class MoeLoraMemory:
-    """Rank rows of experts, and of heads of latents (`paged_modules`), by layer, slot and expert."""
+    """Rank rows of experts and of MLA heads (`paged_modules`), by layer, slot and expert."""
 
     def __init__(self, stacked: tuple[StackedModule, ...], num_slots: int) -> None:
-        """stacked: the products that have experts, in the order of `ExpertMatrices.products`."""
+        """stacked: the linear modules with experts, in the order of `ExpertMatrices.products`."""
         in_bf16 = np.zeros(num_slots, np.bool_)
-        #: By the product's name.
+        #: By the linear module's name.
         self.tables: dict[str, ExpertRows] = {}
         for product, layers in stacked:
             shape = (len(layers), num_slots, len(product.experts), len(product.targets))
@@ -184,23 +185,19 @@ class MoeLoraMemory:
         self._held: dict[int, NDArray[np.uint8]] = {}
         self._widest = np.zeros(num_slots, np.int64)
 
-    def held_bytes(self, adapter_slot: int) -> int:
-        """Bytes of the slot's rows."""
-        return self._held[adapter_slot].nbytes if adapter_slot in self._held else 0
-
     def widest(self, adapter_slots: NDArray[np.int64]) -> int:
         """The largest rank of these slots' experts; 0 where none changes an expert."""
         return int(self._widest[adapter_slots].max(initial=0))
 
     def release(self, adapter_slot: int) -> None:
-        """Forget the slot's rows and free their memory."""
+        """Free the slot's rows."""
         if self._held.pop(adapter_slot, None) is not None:
             self._widest[adapter_slot] = 0
             for rows in self.tables.values():
                 rows.ranks[:, adapter_slot] = 0
 
     def write(self, team: ThreadTeam, adapter_slot: int, source: ExpertMatrices | None) -> None:
-        """Take the slot's rows from `source`, dropping what was there."""
+        """Replace the slot's rows by those of `source`."""
         self.release(adapter_slot)
         if source is None:
             return
@@ -208,7 +205,7 @@ class MoeLoraMemory:
         plan, in_bf16 = source.packing.at(memory.ctypes.data), source.packing.in_bf16
         too_fine = np.array([not in_bf16])
         team.run(write_plan, 2, plan, too_fine)
-        assert too_fine[0] != in_bf16, "what is saved in bfloat16 fits two bytes"
+        assert too_fine[0] != in_bf16, "values saved in bfloat16 fit into two bytes"
         self._held[adapter_slot] = memory
         self._in_bf16[adapter_slot] = in_bf16
         self._widest[adapter_slot] = plan[:, RANK].max()

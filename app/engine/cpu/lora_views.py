@@ -1,7 +1,6 @@
-"""Rank rows of one product, as the decoder's compiled functions read them, and the product with its deltas.
+"""Rank rows of one linear module as the decoder's compiled functions read them, and the product with its LoRA.
 
-The tables are stacked over the layers that have the product. Numbers of layers are places in these stacks: the layer's
-own number where every layer has the product.
+The tables are stacked over the layers that have the module; a layer's index (place) counts these layers only.
 """
 
 from __future__ import annotations
@@ -20,16 +19,16 @@ from app.kernels.sgmv.cpu import ModuleRows, shrink
 from app.kernels.sgmv.prefetch import NextShrink
 
 
-def padded(size: int) -> int:
-    """Columns of a product of this size, as kernels store it: the next multiple of a panel's width."""
+def padded_width(size: int) -> int:
+    """Columns of a product of this size as kernels store it: the next multiple of a panel's width."""
     return -(-size // PANEL) * PANEL
 
 
 class LoraView(NamedTuple):
-    """Rank rows of one product's N modules: `ModuleRows` and `NextShrink` with an axis of layers before the others.
+    """Rank rows of one linear module's N targets: `ModuleRows` and `NextShrink` with a leading axis of layers.
 
-    a, b, ranks: [L, S, N]. first: the number of the first module in tables that count all of a layer's. upcoming: what
-    the shrink after this product reads, for all layers; for the last product it is the first one's, of the next layer.
+    a, b, ranks: [L, S, N]. first: the number of the first target in tables that count all of a layer's. upcoming: what
+    the shrink after this product reads, for all layers; for the last product it is the first one's of the next layer.
     """
 
     a: NDArray[np.int64]
@@ -43,20 +42,20 @@ class LoraView(NamedTuple):
 
 @jit
 def rows_at(rows, place):
-    """One layer's rows of a product."""
+    """One layer's rows."""
     return ModuleRows(rows.a[place], rows.b[place], rows.ranks[place], rows.num_panels, rows.in_bf16)
 
 
 @jit
 def upcoming_of(rows, place):
-    """One layer of what a product asks memory for."""
+    """One layer of what a product prefetches."""
     upcoming = rows.upcoming
     return NextShrink(upcoming.a[place], upcoming.ranks[place], upcoming.depths, upcoming.in_bf16)
 
 
 @jit
 def single_product(team, phase, layer, place, x, stack, bias, rows, extras, step, work, out):
-    """out = x @ w with the deltas of a product of one module. One phase, and one more with adapters."""
+    """out = x @ w with the LoRA of a linear module with one target. One phase, and one more with adapters."""
     num_tokens = x.shape[0]
     shrunk, kept, own = work.shrunk[:num_tokens], work.kept[:num_tokens], rows_at(rows, place)
     if step.runs.shape[0] > 0:

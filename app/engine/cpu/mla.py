@@ -1,9 +1,8 @@
-"""Latent attention on the CPU, as one layer of `decoder.forward` computes it, and its scratch memory.
+"""Multi-head latent attention (MLA) on the CPU: one layer of `decoder.forward`, and its scratch memory.
 
-In: hidden states, a layer's projections, and where adapters' rows of them lie. Out: hidden states with attention
-added, and the latents of the step's tokens in memory. `kv_b_proj` is never applied to a latent: its rows of keys are
-applied to queries and its rows of values to sums of latents, head by head, with adapters' deltas on either side. A head
-is treated as an expert that every token uses (`app.kernels.moe_lora`): a token's bits do not depend on its company.
+The latents of the step's tokens are written to the KV memory. `kv_b_proj` is never applied to a latent (absorption):
+its rows of keys are applied to queries and its rows of values to sums of latents, head by head, with LoRA on either
+side. A head is treated as an expert that every token uses (`app.kernels.moe_lora`), so it is batch-invariant.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from app.engine.cpu.lora_views import LoraView, padded, rows_at, rows_of_layer, single_product, upcoming_of
+from app.engine.cpu.lora_views import LoraView, padded_width, rows_at, rows_of_layer, single_product, upcoming_of
 from app.engine.models.spec import ModelSpec
 from app.kernels.extra_weights.cpu import ATTENTION_NORM, K_NORM, Q_NORM, rms_norm_with_extras
 from app.kernels.linear.cpu import ProductExtras, project
@@ -26,7 +25,7 @@ from app.kernels.sgmv.cpu import shrink
 
 Floats = NDArray[np.float32]
 
-#: Phases of a layer's latent attention at most.
+#: The most phases of a layer's latent attention.
 LATENT_PHASES = 20
 
 
@@ -55,7 +54,7 @@ class MlaWeights(NamedTuple):
 
 
 class MlaTables(NamedTuple):
-    """Rank rows by product. keys, values: `ExpertRows` with heads for experts, [L, S, N, 1]."""
+    """Rank rows by linear module. keys, values: `ExpertRows` with heads as experts, [L, S, N, 1]."""
 
     query: LoraView
     query_a: LoraView
@@ -66,7 +65,7 @@ class MlaTables(NamedTuple):
 
 
 class MlaWorkspace(NamedTuple):
-    """Scratch for the largest step of T tokens, which make T * N pairs with heads; widths as of `decoder.Workspace`.
+    """Scratch for the largest step of T tokens, which make T * N pairs with heads; widths as in `decoder.Workspace`.
 
     pairs: every token with every head. query_latents: [T, R], [0, 0] without such. own: [T * N, P]; absorbed: [T * N,
     R]; values: [T * N, V]. shrunk: [T * N, 1, W].
@@ -85,7 +84,7 @@ class MlaWorkspace(NamedTuple):
 
 @jit
 def latent_attention_block(team, phase, layer, weights, sizes, tables, extras, memory, step, work):
-    """hidden += o(attention(norm(hidden))), every product with its deltas. memory: [blocks, 1, block_size, W]."""
+    """hidden += o(attention(norm(hidden))), every product with its LoRA. memory: [blocks, 1, block_size, W]."""
     num_tokens, latent, scratch = step.token_ids.shape[0], weights.latent, work.latent
     hidden, normed = work.hidden[:num_tokens], work.normed[:num_tokens]
     norms, slots, rope = extras.norms[layer], step.extra_slots, weights.layer_rope[layer]
@@ -129,7 +128,7 @@ def latent_attention_block(team, phase, layer, weights, sizes, tables, extras, m
 
 @jit
 def _queries(team, phase, layer, weights, tables, extras, step, work):
-    """The queries of all heads, at once or through a latent of their own."""
+    """The queries of all heads, directly or through a query latent."""
     num_tokens, latent, scratch = step.token_ids.shape[0], weights.latent, work.latent
     normed, queries = work.normed[:num_tokens], scratch.queries[:num_tokens]
     if scratch.query_latents.shape[0] == 0:
@@ -154,7 +153,7 @@ def _queries(team, phase, layer, weights, tables, extras, step, work):
 
 @jit
 def _by_head(team, phase, layer, x, stack, no_biases, rows, step, scratch, out):
-    """out[h * T + t] = x[h * T + t] @ head h's weight, with its adapter's delta."""
+    """out[h * T + t] = x[h * T + t] @ head h's weight, with its adapter's LoRA."""
     num_heads = scratch.pairs.busy.shape[0]
     num_pairs, slots = step.token_ids.shape[0] * num_heads, step.adapter_slots
     if slots.shape[0] > 0:
@@ -178,7 +177,7 @@ def _output(team, phase, layer, attended, weights, tables, extras, step, work):
 
 
 def latent_workspace(spec: ModelSpec, num_tokens: int) -> MlaWorkspace | None:
-    """All layers share it."""
+    """The scratch memory that all layers share; None without MLA."""
     attention = spec.layers[0].attention
     latent, heads = attention.latent, attention.num_heads
     if latent is None:
@@ -193,10 +192,10 @@ def latent_workspace(spec: ModelSpec, num_tokens: int) -> MlaWorkspace | None:
     with_rank = 0 if rank is None else num_tokens
     return MlaWorkspace(
         pairs=pairs,
-        queries=rows(num_tokens, padded(heads * attention.head_dim)),
-        query_latents=rows(with_rank, padded(rank or 0)),
+        queries=rows(num_tokens, padded_width(heads * attention.head_dim)),
+        query_latents=rows(with_rank, padded_width(rank or 0)),
         normed_query_latents=rows(with_rank, rank or 0),
-        latents=rows(num_tokens, padded(latent.width)),
+        latents=rows(num_tokens, padded_width(latent.width)),
         own=rows(num_tokens * heads, latent.key_size),
         absorbed=rows(num_tokens * heads, latent.kv_rank),
         values=rows(num_tokens * heads, latent.value_size),

@@ -1,8 +1,7 @@
-"""A mixture of experts on the CPU, as one layer of `decoder.forward` computes it, and its scratch memory.
+"""A mixture of experts on the CPU: one layer of `decoder.forward`, and its scratch memory.
 
-In: hidden states, the layer's router, experts and shared expert, and where adapters' rows of them lie. Out: hidden
-states with the token's experts added. Tokens are sorted by expert, so a layer reads the weights of the experts that
-its tokens use, once each, and no others. A token's bits do not depend on its company (`app.kernels.moe_lora`).
+Tokens are sorted by expert, so a layer reads the weights of the experts that its tokens use, once each, and no others.
+It is batch-invariant (`app.kernels.moe_lora`).
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from app.engine.cpu.lora_views import LoraView, padded, rows_at, rows_of_layer, single_product, upcoming_of
+from app.engine.cpu.lora_views import LoraView, padded_width, rows_at, rows_of_layer, single_product, upcoming_of
 from app.engine.models.linear_modules import stacked_modules
 from app.engine.models.spec import ModelSpec
 from app.kernels.extra_weights.cpu import MLP_NORM, rms_norm_with_extras
@@ -25,17 +24,17 @@ from app.kernels.sgmv.cpu import shrink
 
 Floats = NDArray[np.float32]
 
-#: Phases of a layer's feed-forward that is a mixture of experts.
+#: Phases of a mixture-of-experts feed-forward.
 EXPERT_PHASES = 17
 
 
 class ExpertWeights(NamedTuple):
-    """Packed weights of the M layers that have experts, and which layers these are.
+    """Packed weights of the M layers that have experts, and the numbers of these layers.
 
-    place: [L], a layer's index among those M, or -1; dense_place: [L], its index among the others, or -1. router:
-    [M, ...]; gate_up, down: [M * E, ...], a layer's experts one after the other. shared_gate, shared_gate_up,
-    shared_down: [M, ...], or [0, ...] where no expert is shared, or its gate is missing. router_bias: [M, W], or
-    [M, 0]; gate_up_bias, down_bias: [M * E, ...], or [0, 0]. no_bias: [0].
+    place: [L], a layer's index among those M, or -1; dense_place: [L], its index among the others, or -1. router: [M,
+    ...]; gate_up, down: [M * E, ...], a layer's experts one after the other. shared_gate, shared_gate_up, shared_down:
+    [M, ...], or [0, ...] where there is no shared expert, or no gate of it. router_bias: [M, W], or [M, 0];
+    gate_up_bias, down_bias: [M * E, ...], or [0, 0]. no_bias: [0].
     """
 
     place: NDArray[np.int64]
@@ -53,7 +52,7 @@ class ExpertWeights(NamedTuple):
 
 
 class ExpertTables(NamedTuple):
-    """Rank rows by product, their layers counted as in `ExpertWeights`. gate_up, down: `ExpertRows`, [M, S, E, N]."""
+    """Rank rows by linear module, layers counted as in `ExpertWeights`. gate_up, down: `ExpertRows`, [M, S, E, N]."""
 
     router: LoraView
     shared_gate: LoraView
@@ -64,7 +63,7 @@ class ExpertTables(NamedTuple):
 
 
 class MoeWorkspace(NamedTuple):
-    """Scratch for the largest step of T tokens, which make P = T * K pairs; widths as of `decoder.Workspace`.
+    """Scratch for the largest step of T tokens, which make P = T * K pairs; widths as in `decoder.Workspace`.
 
     shrunk: [P, 2, W]. gates: [T, W] or [0, W], column 0 is the shared expert's gate; shared*: [T, ...] or [0, ...].
     """
@@ -84,7 +83,7 @@ class MoeWorkspace(NamedTuple):
 
 @jit
 def expert_feed_forward(team, phase, layer, weights, sizes, tables, extras, step, work):
-    """hidden += Σ share_e * expert_e(x) + gate * shared(x) with x = norm(hidden), every product with its deltas."""
+    """hidden += Σ share_e * expert_e(x) + gate * shared(x) with x = norm(hidden), every product with its LoRA."""
     num_tokens, width = step.token_ids.shape[0], weights.final_norm.shape[0]
     mixture, scratch = weights.experts, work.experts
     place, pairs = mixture.place[layer], scratch.pairs
@@ -128,7 +127,7 @@ def expert_feed_forward(team, phase, layer, weights, sizes, tables, extras, step
 
 @jit
 def _shared_expert(team, phase, layer, place, weights, sizes, tables, extras, step, work):
-    """What every token adds beside its experts, into the shared scratch, and its gate."""
+    """Compute the shared expert of every token, and its gate, into the shared scratch."""
     num_tokens, mixture, scratch = step.token_ids.shape[0], weights.experts, work.experts
     normed, gated = work.normed[:num_tokens], scratch.shared_gated[:num_tokens]
     shrunk, kept = work.shrunk[:num_tokens], work.kept[:num_tokens]
@@ -153,7 +152,7 @@ def _shared_expert(team, phase, layer, place, weights, sizes, tables, extras, st
 
 
 def expert_workspace(spec: ModelSpec, num_tokens: int) -> MoeWorkspace | None:
-    """All layers with experts share it."""
+    """The scratch memory that all layers with experts share; None without experts."""
     products = {product.name: product for product, _ in stacked_modules(spec)}
     mixture = next((layer.experts for layer in spec.layers if layer.experts is not None), None)
     if mixture is None:
@@ -167,14 +166,14 @@ def expert_workspace(spec: ModelSpec, num_tokens: int) -> MoeWorkspace | None:
 
     return MoeWorkspace(
         pairs=empty_pairs(num_tokens, router.top_k, router.num_experts),
-        logits=rows(num_tokens, padded(router.num_experts)),
+        logits=rows(num_tokens, padded_width(router.num_experts)),
         inputs=rows(num_pairs, spec.hidden_size),
-        gate_up=rows(num_pairs, 2 * padded(expert_size)),
+        gate_up=rows(num_pairs, 2 * padded_width(expert_size)),
         gated=rows(num_pairs, expert_size),
-        outputs=rows(num_pairs, padded(spec.hidden_size)),
+        outputs=rows(num_pairs, padded_width(spec.hidden_size)),
         shrunk=np.zeros((num_pairs, 2, 16), np.float32),
-        gates=rows(num_tokens if "shared_gate" in products else 0, padded(1)),
-        shared_gate_up=rows(num_tokens if shared_size else 0, 2 * padded(shared_size)),
+        gates=rows(num_tokens if "shared_gate" in products else 0, padded_width(1)),
+        shared_gate_up=rows(num_tokens if shared_size else 0, 2 * padded_width(shared_size)),
         shared_gated=rows(num_tokens if shared_size else 0, shared_size),
-        shared=rows(num_tokens if shared_size else 0, padded(spec.hidden_size)),
+        shared=rows(num_tokens if shared_size else 0, padded_width(spec.hidden_size)),
     )

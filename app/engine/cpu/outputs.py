@@ -1,7 +1,7 @@
-"""The output of a step on the CPU: tokens drawn from logits, and hidden states added up for embeddings.
+"""The output of a step on the CPU: tokens drawn from logits, and hidden states summed for embeddings.
 
-Log-probabilities are the model's own, before penalties and temperature. Every logits row is computed alone, and pooled
-rows are added in their order, so no sequence changes another's output.
+Log-probabilities are the model's own, before penalties and temperature. Every row of logits is computed alone, and
+pooled rows are added in order, so no sequence changes another's output.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from app.engine.batch import ForwardOutput, PoolingBatch, SamplingBatch
-from app.engine.logits import adjust, is_changed, largest, overflowed
+from app.engine.logits import adjust, is_changed, largest, overflowed_rows
 from app.kernels.machine.thread_team import ThreadTeam
 from app.kernels.pooling.cpu import add_rows
 from app.kernels.sampling.cpu import log_sum_exp, row_maximum, sample_rows
@@ -46,7 +46,7 @@ def sample(logits: NDArray[np.float32], sampling: SamplingBatch, team: ThreadTea
         count = int(sampling.num_logprobs[p])
         if count:
             top[p] = largest(row, count, normaliser)
-    return ForwardOutput(tokens, logprobs, tuple(top), overflowed(logits, tokens))
+    return ForwardOutput(tokens, logprobs, tuple(top), overflowed_rows(logits, tokens))
 
 
 def rows_of(pooling: PoolingBatch | None) -> NDArray[np.int32]:
@@ -59,18 +59,18 @@ def rows_of(pooling: PoolingBatch | None) -> NDArray[np.int32]:
 def with_sums(
     output: ForwardOutput, states: NDArray[np.float32], pooling: PoolingBatch | None, team: ThreadTeam
 ) -> ForwardOutput:
-    """`output` and the sums of states [N, H], the rows that `rows_of` names."""
+    """`output` with the sums of states [N, H], the rows that `rows_of` names."""
     if pooling is None:
         return output
     ends = np.cumsum(pooling.ranges[:, 1] - pooling.ranges[:, 0])
     starts = np.concatenate([np.zeros(1, np.int64), ends[:-1]])
-    return replace(output, sums=added(states, np.stack([starts, ends], axis=1), pooling.sums, team))
+    return replace(output, sums=add_pooled_rows(states, np.stack([starts, ends], axis=1), pooling.sums, team))
 
 
-def added(
+def add_pooled_rows(
     states: NDArray[np.float32], ranges: NDArray[np.int64], sums: NDArray[np.float64], team: ThreadTeam
 ) -> NDArray[np.float64]:
-    """The sums [Q, H] with the rows of their ranges [Q, 2] of states [N, H]."""
+    """The sums [Q, H] plus the rows of their ranges [Q, 2] of states [N, H]."""
     total = sums.copy()
     team.run(add_rows, 1, states, ranges, total)
     return total

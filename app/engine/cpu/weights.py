@@ -1,8 +1,8 @@
-"""A checkpoint's tensors in the layout of the CPU decoder: panels, stacked over layers.
+"""Packs a checkpoint's tensors into the layout of the CPU decoder: panels, stacked over layers.
 
-In: tensors by their Hugging Face names, in any order. Out: `cpu_decoder.Weights`. Every tensor has one place and
-must come; one unpacked tensor is in memory at a time. Which modules share a product, and where each begins in it:
-`app.engine.models.linear_modules`; which stacks are in 8 bits: `app.engine.models.weight_stacks`.
+Tensors come by their Hugging Face names, in any order, each exactly once; at most one unpacked tensor is in memory.
+`app.engine.models.linear_modules` defines which modules share a product and where each begins in it,
+`app.engine.models.weight_stacks` which stacks are in 8 bits.
 """
 
 from __future__ import annotations
@@ -54,34 +54,24 @@ Floats = NDArray[np.float32]
 
 
 def decoder_sizes(spec: ModelSpec) -> cpu_decoder.Sizes:
-    """Raises CheckpointError for layers whose attention is of unequal size."""
+    """The sizes of this model. Raises CheckpointError for layers whose attention is of unequal size."""
     first, qkv = spec.layers[0], stacked_modules(spec)[0].module
     q_size, kv_size = (0, 0) if first.attention.latent is not None else qkv.padded_widths(PANEL)[:2]
     routers = [layer.experts.router for layer in spec.layers if layer.experts is not None]
     return cpu_decoder.Sizes(
-        num_heads=first.attention.num_heads,
-        num_kv_heads=first.attention.num_kv_heads,
-        head_dim=first.attention.head_dim,
-        q_size=q_size,
-        kv_size=kv_size,
-        gelu=first.mlp.activation == "gelu_tanh",
-        eps=np.float32(spec.norm_eps),
-        post_norms=first.post_norms,
-        softcap=np.float32(first.attention.softcap or 0.0),
-        logit_softcap=np.float32(spec.logit_softcap or 0.0),
-        embedding_scale=np.float32(spec.embedding_scale),
-        whole_norm=first.attention.whole_qk_norm,
-        normalised=bool(routers) and routers[0].normalised,
-        limit=np.float32(first.mlp.limit or 0.0),
-        alpha=np.float32(first.mlp.alpha),
+        num_heads=first.attention.num_heads, num_kv_heads=first.attention.num_kv_heads,
+        head_dim=first.attention.head_dim, q_size=q_size, kv_size=kv_size, gelu=first.mlp.activation == "gelu_tanh",
+        eps=np.float32(spec.norm_eps), post_norms=first.post_norms, softcap=np.float32(first.attention.softcap or 0.0),
+        logit_softcap=np.float32(spec.logit_softcap or 0.0), embedding_scale=np.float32(spec.embedding_scale),
+        whole_norm=first.attention.whole_qk_norm, normalised=bool(routers) and routers[0].normalised,
+        limit=np.float32(first.mlp.limit or 0.0), alpha=np.float32(first.mlp.alpha),
         share_scale=np.float32(routers[0].scale if routers else 1.0),
-        num_groups=routers[0].num_groups if routers else 1,
-        top_groups=routers[0].top_groups if routers else 1,
-    )
+        num_groups=routers[0].num_groups if routers else 1, top_groups=routers[0].top_groups if routers else 1,
+    )  # fmt: skip
 
 
 class PackedModules:
-    """The base's linear modules, for `AdapterExtras`."""
+    """The base model's linear modules, for `AdapterExtras`."""
 
     def __init__(self, spec: ModelSpec, weights: cpu_decoder.Weights | EncoderWeights) -> None:
         stacked = stacked_modules(spec)
@@ -109,10 +99,10 @@ class PackedModules:
         return biases[place, product.columns(key.target, PANEL)]
 
     def _array(self, name: str) -> Any:
-        """Of a product, or of its biases: the model's, its experts' or its latents'."""
+        """The array of a linear module or of its biases, in the model's, its experts' or its MLA weights."""
         weights: Any = self._weights
-        holders = (weights, getattr(weights, "experts", None), getattr(weights, "latent", None))
-        return next(getattr(one, name) for one in holders if one is not None and name in one._fields)
+        parts = (weights, getattr(weights, "experts", None), getattr(weights, "latent", None))
+        return next(getattr(part, name) for part in parts if part is not None and name in part._fields)
 
 
 class WeightPacker:
@@ -141,12 +131,12 @@ class WeightPacker:
             "query_latent_norm": zeros(count, latent_widths.get("query_latent_norm", 0)),
             "latent_norm": zeros(count, latent_widths.get("latent_norm", 0)),
             "sinks": zeros(count, attentions[0].num_heads if attentions[0].sinks else 0),
-            "qkv_bias": zeros(0, 0),  # unless there are such products
-            "gate_up_bias": zeros(0, 0),  # unless there are such layers
+            "qkv_bias": zeros(0, 0),  # for a model without this module
+            "gate_up_bias": zeros(0, 0),  # for a model without such layers
             "down_bias": zeros(0, 0),
         }
         self._stacks = {"head": StackWriter((1, spec.vocab_size, hidden), storage, team)}
-        self._places: dict[str, tuple[str, int, int]] = {}  # module -> product, place in its stack, first column in it
+        self._places: dict[str, tuple[str, int, int]] = {}  # module -> stack, index in it, first column
         absorbed = [one for one in paged_modules(spec) if one.module not in [other.module for other in stacked]]
         for one in (*stacked, *absorbed):
             if one.module.kind is not LATENT_B:
@@ -161,7 +151,7 @@ class WeightPacker:
         self._norms: dict[str, str] = {path: name for name, path in (LAYER_NORMS | LATENT_NORMS | POST_NORMS).items()}
 
     def _make_room(self, stacked: StackedModule, storage: WeightDtype, team: ThreadTeam) -> None:
-        """For one product of the layers that have it, and of each of its experts."""
+        """Allocate the stack of one linear module, for the layers that have it and each of its experts."""
         product, layers = stacked
         width, experts = product.width(PANEL), product.experts
         self._stacks[product.name] = StackWriter((len(layers) * len(experts), width, product.d_in), storage, team)
@@ -175,7 +165,7 @@ class WeightPacker:
                 self._places[path] = product.name, place, start
 
     def pack_all(self, tensors: Iterable[tuple[str, np.ndarray]]) -> cpu_decoder.Weights:
-        """Consume every tensor; CheckpointError for one that has no place or is missing."""
+        """Pack every tensor; CheckpointError for one that has no place or is missing."""
         expected = set(expected_tensors(self._spec))
         for name, tensor in tensors:
             if name not in expected:
@@ -219,7 +209,7 @@ class WeightPacker:
                 self._stacks[product].store(place, column, tensor)
 
     def _place_latent_heads(self, layer: int, tensor: Floats) -> None:
-        """kv_b_proj's rows, head by head: those of keys the other way round, those of values as they are."""
+        """Store kv_b_proj's rows head by head: keys transposed, values as they are."""
         attention = self._spec.layers[layer].attention
         assert attention.latent is not None, "only latent attention has this module"
         heads = tensor.reshape(attention.num_heads, -1, attention.latent.kv_rank)
@@ -240,18 +230,12 @@ def _expert_weights(spec: ModelSpec, stacks: Mapping[str, Stack], arrays: Mappin
         return None
     return ExpertWeights(
         place=np.where(has_experts, np.cumsum(has_experts) - 1, -1),
-        dense_place=np.where(has_experts, -1, np.cumsum(~has_experts) - 1),
-        router=stacks["router"],
-        gate_up=stacks["experts_gate_up"],
-        down=stacks["experts_down"],
-        shared_gate=stacks.get("shared_gate", _ABSENT),
-        shared_gate_up=stacks.get("shared_gate_up", _ABSENT),
-        shared_down=stacks.get("shared_down", _ABSENT),
-        router_bias=arrays["router_bias"],
-        gate_up_bias=arrays["experts_gate_up_bias"],
-        down_bias=arrays["experts_down_bias"],
-        no_bias=np.zeros(0, np.float32),
-    )
+        dense_place=np.where(has_experts, -1, np.cumsum(~has_experts) - 1), router=stacks["router"],
+        gate_up=stacks["experts_gate_up"], down=stacks["experts_down"], shared_gate=stacks.get("shared_gate", _ABSENT),
+        shared_gate_up=stacks.get("shared_gate_up", _ABSENT), shared_down=stacks.get("shared_down", _ABSENT),
+        router_bias=arrays["router_bias"], gate_up_bias=arrays["experts_gate_up_bias"],
+        down_bias=arrays["experts_down_bias"], no_bias=np.zeros(0, np.float32),
+    )  # fmt: skip
 
 
 def _latent_weights(spec: ModelSpec, stacks: Mapping[str, Stack], arrays: Mapping[str, Floats]) -> MlaWeights | None:
@@ -260,22 +244,13 @@ def _latent_weights(spec: ModelSpec, stacks: Mapping[str, Stack], arrays: Mappin
         return None
     nothing = np.zeros((len(spec.layers), 0), np.float32)
     return MlaWeights(
-        query=stacks.get("query", _ABSENT),
-        query_a=stacks.get("query_a", _ABSENT),
-        query_a_bias=arrays.get("query_a_bias", nothing),
-        query_b=stacks.get("query_b", _ABSENT),
-        latent_a=stacks["latent_a"],
-        latent_a_bias=arrays["latent_a_bias"],
-        latent_keys=stacks[LATENT_KEYS.name],
-        latent_values=stacks[LATENT_VALUES.name],
-        query_latent_norm=arrays["query_latent_norm"],
-        latent_norm=arrays["latent_norm"],
-        no_bias=np.zeros(0, np.float32),
-        no_biases=np.zeros((0, 0), np.float32),
-        key_size=latent.key_size,
-        rope_size=latent.rope_size,
-        norm_eps=np.float32(latent.norm_eps),
-    )
+        query=stacks.get("query", _ABSENT), query_a=stacks.get("query_a", _ABSENT),
+        query_a_bias=arrays.get("query_a_bias", nothing), query_b=stacks.get("query_b", _ABSENT),
+        latent_a=stacks["latent_a"], latent_a_bias=arrays["latent_a_bias"], latent_keys=stacks[LATENT_KEYS.name],
+        latent_values=stacks[LATENT_VALUES.name], query_latent_norm=arrays["query_latent_norm"],
+        latent_norm=arrays["latent_norm"], no_bias=np.zeros(0, np.float32), no_biases=np.zeros((0, 0), np.float32),
+        key_size=latent.key_size, rope_size=latent.rope_size, norm_eps=np.float32(latent.norm_eps),
+    )  # fmt: skip
 
 
 def _rope_tables(ropes: list[RopeSpec], max_positions: int) -> tuple[Floats, Floats]:

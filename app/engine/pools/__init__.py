@@ -1,1 +1,1 @@
-"""Books over what a device holds: KV blocks and adapter rows."""
+"""Accounting of device memory: KV blocks, rank rows and adapter slots."""

@@ -1,9 +1,8 @@
-"""What is asked of an engine's adapters without a request: drops and brings, and who waits for them.
+"""Load and unload commands: adapters that are written or freed without a request.
 
-In: orders, as the engine takes them from its inbox. Out: their answers, each given once: the result, or why it
-cannot be had. A drop waits for its adapter's last sequence, or until somebody brings it again; a bring waits for
-rows that sequences in flight hold, and never for pinned adapters' rows. The engine's thread calls everything here;
-`refuse` alone may be called by whoever took an order that this module has not seen.
+An unload waits for its adapter's last sequence, or until the adapter is loaded again. A load waits for rows that
+running sequences hold, but never for pinned adapters' rows. Every command is answered once. All methods run on the
+engine's thread; `refuse` may be called by any thread for a command that was not added.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from app.engine.pools.adapter_pool import AdapterPool
 
 @dataclass(frozen=True, slots=True)
 class UnloadCommand:
-    """Free an adapter's rows; answered with how many were freed."""
+    """Free an adapter's rows; the result is the number of rows freed."""
 
     digest: str
     answer: Future[int]
@@ -29,7 +28,7 @@ class UnloadCommand:
 
 @dataclass(frozen=True, slots=True)
 class LoadCommand:
-    """Write an adapter, for `ref`'s tenant; answered when it is resident, with how many bytes were written for it."""
+    """Write an adapter, for `ref`'s tenant; the result is the number of bytes written, once it is resident."""
 
     adapter: LoraAdapter
     ref: AdapterRef
@@ -41,15 +40,15 @@ class LoadCommand:
 
 
 class LoadReady(NamedTuple):
-    """A bring that has its slot and rows, which are yet to be written."""
+    """A load command whose slot and rows are assigned and not written yet."""
 
-    bring: LoadCommand
+    command: LoadCommand
     adapter_slot: int
     row_start: int
 
 
 class AdapterCommands:
-    """Orders that were taken and not answered yet, by digest."""
+    """Unanswered commands by digest."""
 
     def __init__(
         self,
@@ -57,64 +56,64 @@ class AdapterCommands:
         extra_bytes_of: Callable[[LoraAdapter], int],
         rank_rows_of: Callable[[LoraAdapter], int],
     ) -> None:
-        """extra_bytes_of, rank_rows_of: see `BackendLimits`."""
+        """`extra_bytes_of`, `rank_rows_of`: see `BackendLimits`."""
         self._adapters, self._extra_bytes_of, self._rank_rows_of = adapters, extra_bytes_of, rank_rows_of
-        self._drops: dict[str, list[UnloadCommand]] = {}
-        self._brings: dict[str, list[LoadCommand]] = {}
-        self.granted: LoadReady | None = None
+        self._unloads: dict[str, list[UnloadCommand]] = {}
+        self._loads: dict[str, list[LoadCommand]] = {}
+        self.load_ready: LoadReady | None = None
 
     @property
     def num_waiting(self) -> int:
-        """Adapters with an order that is not answered yet."""
-        return len(self._drops) + len(self._brings)
+        """Adapters with an unanswered command."""
+        return len(self._unloads) + len(self._loads)
 
-    def take(self, order: UnloadCommand | LoadCommand) -> None:
-        """Answer this order later. A drop that nobody waits for any more is carried out all the same."""
-        is_awaited = order.answer.set_running_or_notify_cancel()
-        if isinstance(order, UnloadCommand):
-            waiting = self._drops.setdefault(order.digest, [])
+    def add(self, command: UnloadCommand | LoadCommand) -> None:
+        """Accept a command. A cancelled unload is carried out all the same."""
+        is_awaited = command.answer.set_running_or_notify_cancel()
+        if isinstance(command, UnloadCommand):
+            waiting = self._unloads.setdefault(command.digest, [])
             if is_awaited:
-                waiting.append(order)
+                waiting.append(command)
         elif is_awaited:
-            self._brings.setdefault(order.digest, []).append(order)
-            for drop in self._drops.pop(order.digest, ()):  # whoever asked last is obeyed: it stays
-                drop.answer.set_result(0)
+            self._loads.setdefault(command.digest, []).append(command)
+            for unload in self._unloads.pop(command.digest, ()):  # the last command wins: the adapter stays
+                unload.answer.set_result(0)
 
     def settle(self, num_live_of: Callable[[str], int]) -> None:
-        """Free the rows of adapters that are dropped and have no live sequences; then give one bring its rows.
+        """Free unloaded adapters that have no live sequences, then assign rows to one load.
 
-        That bring is `granted` until `finish` says how writing it went. Brings that need no write, or never have room,
-        are answered; those without room keep waiting.
+        That load is `load_ready` until `finish` reports its write. Loads that need no write, or never have room, are
+        answered; those without room now keep waiting.
         """
-        for digest in [digest for digest in self._drops if not num_live_of(digest)]:
-            num_rows = self._adapters.drop(digest)
-            for drop in self._drops.pop(digest):
-                drop.answer.set_result(num_rows)
-        assert self.granted is None, "one bring after the other"
-        for digest in list(self._brings):
-            self.granted = self._grant(digest)
-            if self.granted is not None:
+        for digest in [digest for digest in self._unloads if not num_live_of(digest)]:
+            num_rows = self._adapters.unload(digest)
+            for unload in self._unloads.pop(digest):
+                unload.answer.set_result(num_rows)
+        assert self.load_ready is None, "one load after the other"
+        for digest in list(self._loads):
+            self.load_ready = self._grant(digest)
+            if self.load_ready is not None:
                 break
 
     def finish(self, error: AdapterError | None) -> None:
-        """The granted adapter has been written, or cannot be: then its rows are the caller's to drop."""
-        assert self.granted is not None, "nothing was granted"
-        card = self.granted.bring.adapter.card
-        self.granted = None
+        """Report the write of the ready load. After an error the caller unloads the adapter's rows."""
+        assert self.load_ready is not None, "no load is ready"
+        card = self.load_ready.command.adapter.card
+        self.load_ready = None
         self._adapters.release(card.digest)
         self._answer(card.digest, error, card.size_bytes)
 
     def refuse_all(self, failure: EngineFailure) -> None:
-        """Answer everything that was taken with the failure."""
-        for waiting in (self._drops, self._brings):
-            for orders in waiting.values():
-                for order in orders:
-                    order.answer.set_exception(failure)
+        """Answer all commands with the failure."""
+        for waiting in (self._unloads, self._loads):
+            for commands in waiting.values():
+                for command in commands:
+                    command.answer.set_exception(failure)
             waiting.clear()
 
     def _grant(self, digest: str) -> LoadReady | None:
-        """Give the adapter rows, if it needs any and they can be had; else its orders wait or are answered."""
-        first = self._brings[digest][0]
+        """Assign rows if the adapter needs them and there are some; else its loads wait or are answered."""
+        first = self._loads[digest][0]
         card = first.adapter.card
         extra_bytes, num_needed = self._extra_bytes_of(first.adapter), self._rank_rows_of(first.adapter)
         try:
@@ -134,15 +133,15 @@ class AdapterCommands:
         return LoadReady(first, grant.adapter_slot, grant.row_start)
 
     def _answer(self, digest: str, error: Exception | None, written_bytes: int = 0) -> None:
-        """What was written is told once, to the first who asked for it."""
-        for index, bring in enumerate(self._brings.pop(digest)):
+        """Answer an adapter's loads; only the first gets the number of bytes written."""
+        for index, command in enumerate(self._loads.pop(digest)):
             if error is None:
-                bring.answer.set_result(0 if index else written_bytes)
+                command.answer.set_result(0 if index else written_bytes)
             else:
-                bring.answer.set_exception(error)
+                command.answer.set_exception(error)
 
 
-def refuse(order: UnloadCommand | LoadCommand, failure: EngineFailure) -> None:
-    """Answer an order that is never taken."""
-    if order.answer.set_running_or_notify_cancel():
-        order.answer.set_exception(failure)
+def refuse(command: UnloadCommand | LoadCommand, failure: EngineFailure) -> None:
+    """Answer a command that was never added."""
+    if command.answer.set_running_or_notify_cancel():
+        command.answer.set_exception(failure)

@@ -1,11 +1,10 @@
-"""Which adapter occupies which rank rows of the device tables.
+"""The adapter pool: which adapter occupies which rank rows and which slot of the device's tables.
 
-In: a content digest, the rank rows it needs and the bytes held beside them ("extras": DoRA, norms, whole modules).
-Out: an adapter slot, a run of rows and, sometimes, a write to perform. Slot 0 is the base model: rank 0, never given
-away, never written. An adapter that sequences reference is never moved or evicted. Idle ones stay until their rows,
-slot or bytes are wanted, and leave in the order of a policy (`eviction`: the cost is the bytes to write again, the room
-is the rows held). Adapters that an operator pinned are never evicted at all.
-Where runs of rows may lie is decided in `row_runs`; moving bytes is the backend's job. This module keeps the books.
+Slot 0 is the base model: rank 0, never assigned, never written. An adapter with references is never moved or evicted.
+Idle ones stay until their rows, slot or extra bytes (DoRA, norms, whole modules) are needed, and leave in the order of
+the eviction policy (`eviction`: cost is the bytes to write again, size the rows held). Pinned adapters are never
+evicted. `row_allocator` knows where runs of rows may lie; the backend copies weights. This module only does the
+accounting.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from app.engine.config import EvictionPolicy
-from app.engine.errors import AdapterKeptOut
+from app.engine.errors import AdapterPoolFull
 from app.engine.pools.eviction import NEVER, EvictionOrder, Priority, TenantQuota
 from app.engine.pools.row_allocator import RowAllocator, RowRange, length_of
 from app.engine.pools.table_limits import TableLimits
@@ -23,7 +22,7 @@ from app.engine.stats import ResidentAdapter
 
 
 class AdapterGrant(NamedTuple):
-    """A referenced place in the tables. With `needs_write`, the rows must be written before their first use."""
+    """A referenced slot and rows. With `needs_write`, the rows must be written before their first use."""
 
     adapter_slot: int
     row_start: int
@@ -52,7 +51,7 @@ class _Reservation(NamedTuple):
 
 
 class AdapterPool:
-    """digest -> adapter slot -> run of rows, with references and an order among the unreferenced."""
+    """digest -> adapter slot -> run of rows, with reference counts and an eviction order."""
 
     def __init__(
         self,
@@ -74,40 +73,40 @@ class AdapterPool:
         self._residents: dict[str, _Resident] = {}
         self._free_slots = list(range(max_loras - 1, 0, -1))
         self._order = EvictionOrder(policy)
-        self._shares = TenantQuota()
+        self._tenant_quota = TenantQuota()
         self._pinned: frozenset[str] = frozenset()
         self._reservation: _Reservation | None = None
-        self._vacated: list[int] = []  # slots whose extras nobody has released yet
+        self._pending_free: list[int] = []  # evicted slots whose extra weights are still on the device
         self.num_evictions = 0
 
     @property
     def num_rows_free(self) -> int:
-        """Rows held by no adapter, idle ones counted as held."""
+        """Rows held by no adapter; idle adapters hold theirs."""
         return (
             self.limits.num_rows - sum(entry.run.length for entry in self._residents.copy().values()) * self._alignment
         )
 
     @property
     def extra_bytes(self) -> int:
-        """Bytes of extras held, those of idle adapters counted."""
+        """Bytes of extra weights held, idle adapters included."""
         return sum(entry.extra_bytes for entry in self._residents.copy().values())
 
     @property
     def num_referenced(self) -> int:
-        """Adapters that are in use."""
+        """Adapters in use."""
         return sum(1 for entry in self._residents.values() if entry.num_refs)
 
     @property
-    def num_vacated(self) -> int:
-        """Slots that `take_vacated` would return."""
-        return len(self._vacated)
+    def num_pending_free(self) -> int:
+        """Slots that `take_pending_free` would return."""
+        return len(self._pending_free)
 
     @property
     def reserved_for(self) -> str | None:
         return self._reservation.digest if self._reservation is not None else None
 
     def check_room(self, name: str, digest: str, num_needed: int, extra_bytes: int = 0) -> None:
-        """Raise AdapterKeptOut if pinned adapters leave no room for this adapter, whatever else leaves."""
+        """Raise AdapterPoolFull if pinned adapters leave no room for this adapter, whatever else is evicted."""
         if digest in self._residents:
             return
         length = self._length(num_needed)
@@ -128,14 +127,14 @@ class AdapterPool:
             )
         else:
             return
-        raise AdapterKeptOut(
+        raise AdapterPoolFull(
             f"pinned adapters leave no room for adapter {name!r}. It needs {lack}, or unpin an adapter"
         )
 
     def pin(self, digests: Iterable[str]) -> None:
-        """From now on exactly these are never evicted once they are resident; `drop` frees them all the same.
+        """Pin exactly these adapters: once resident they are never evicted; `unload` frees them all the same.
 
-        A reservation that stands in their way ends; its holder has to ask again.
+        A reservation of rows that a pinned adapter now holds ends; its holder has to reserve again.
         """
         self._pinned = frozenset(digests)
         if self._reservation is not None and self._has_pinned(self._reservation.run):
@@ -147,12 +146,12 @@ class AdapterPool:
     def acquire(
         self, digest: str, num_needed: int, extra_bytes: int = 0, size_bytes: int = 0, tenant_id: str = ""
     ) -> AdapterGrant | None:
-        """Reference an adapter, making room if need be; None if it must wait for references to others to end.
+        """Reference an adapter and evict others if needed; None if it must wait for references to others to end.
 
-        `size_bytes`: what writing it takes, for the policy "cost". AdapterTooLarge if it never fits;
-        `check_room` says if it cannot while others are pinned. Rows and bytes under another adapter's
-        reservation are not touched, nor rows that others keep (`shares`) from a tenant that has more than its share,
-        unless nothing runs or the rows are reserved for it.
+        `size_bytes`: bytes to write, for the policy "cost". AdapterTooLarge if it never fits; `check_room` tells
+        whether pinned adapters are in the way. Rows and bytes under another adapter's reservation are not used. A
+        tenant above its quota gets no rows that other tenants' quotas protect, unless nothing runs or the rows are
+        reserved for it.
         """
         assert num_needed > 0, "an adapter has at least one rank row; the base is slot 0 and never acquired"
         resident = self._residents.get(digest)
@@ -166,24 +165,24 @@ class AdapterPool:
         if run is None:
             return None
         evicted = self._make_room(run, extra_bytes, tenant_id)
-        priority = self._order.used(1, size_bytes / run.length)
+        priority = self._order.on_use(1, size_bytes / run.length)
         slot = self._free_slots.pop()
         resident = _Resident(digest, num_needed, slot, run, 1, 1, size_bytes, priority, extra_bytes)
         self._residents[digest] = resident
-        self._runs.give(run, resident)
-        self._shares.used(digest, run.length, tenant_id)
+        self._runs.assign(run, resident)
+        self._tenant_quota.record_use(digest, run.length, tenant_id)
         self.cancel_reservation(digest)
         self.num_evictions += len(evicted)
         return self._grant(resident, needs_write=True, evicted=tuple(evicted))
 
     def release(self, digest: str) -> None:
-        """Give one reference back. The adapter stays resident until its rows are wanted."""
+        """Release one reference. The adapter stays resident until its rows are needed."""
         resident = self._residents[digest]
         assert resident.num_refs > 0, "reference released twice"
         resident.num_refs -= 1
-        resident.priority = self._order.touched(resident.priority)
+        resident.priority = self._order.on_release(resident.priority)
 
-    def drop(self, digest: str) -> int:
+    def unload(self, digest: str) -> int:
         """Free an unreferenced adapter's rows, pinned or not.
 
         Returns how many were freed: 0 if the adapter is absent or still referenced.
@@ -194,18 +193,17 @@ class AdapterPool:
         self._evict(resident)
         return resident.run.length * self._alignment
 
-    def take_vacated(self) -> list[int]:
-        """Slots whose adapters have gone and whose extras are to be released; each is told once."""
-        vacated, self._vacated = self._vacated, []
-        return vacated
+    def take_pending_free(self) -> list[int]:
+        """Slots whose adapters were evicted and whose extra weights must be freed; each is returned once."""
+        slots, self._pending_free = self._pending_free, []
+        return slots
 
     def reserve(self, digest: str, num_needed: int, extra_bytes: int = 0) -> None:
-        """Set a run of rows, a slot and the bytes aside for an adapter that has waited too long.
+        """Reserve a run of rows, a slot and the bytes for an adapter that has waited too long.
 
-        The run with the fewest references, and no pinned adapter, is chosen. Until the holder acquires, or
-        cancels, nothing else is placed or referenced anew there, nor adapters with extras that leave too few
-        bytes, so the references in the way can only end. There is one reservation at a time: a second one is
-        ignored and has to ask again.
+        The run with the fewest references, and no pinned adapter, is chosen. Until the holder acquires or cancels, no
+        other adapter is placed or referenced there, and none with extra weights that leave too few bytes, so the
+        references in the way can only end. There is one reservation at a time: a second one is ignored.
         """
         if self._reservation is not None or digest in self._residents:
             return
@@ -219,16 +217,16 @@ class AdapterPool:
             return (slot_is_short and not entries, sum(entry.num_refs for entry in entries), dearest)
 
         run = self._runs.cheapest(self._length(num_needed), pressure, None)
-        if run is not None:  # else it is refused by `check_room`
+        if run is not None:  # else `check_room` refuses it
             self._reservation = _Reservation(digest, run, extra_bytes)
 
     def cancel_reservation(self, digest: str) -> None:
-        """The holder no longer needs its reservation; nothing happens if it holds none."""
+        """Cancel the adapter's reservation, if it holds one."""
         if self.reserved_for == digest:
             self._reservation = None
 
     def residents(self) -> tuple[ResidentAdapter, ...]:
-        """Who is in the tables, by row."""
+        """The resident adapters, by row."""
         alignment = self._alignment
         entries = sorted(self._residents.copy().values(), key=lambda entry: entry.run.start)
         return tuple(
@@ -247,17 +245,17 @@ class AdapterPool:
         assert self.extra_bytes <= self.limits.max_extra_bytes
 
     def _reference(self, resident: _Resident, tenant_id: str) -> AdapterGrant | None:
-        if resident.run.overlaps(self._closed_to(resident.digest)):
+        if resident.run.overlaps(self._rows_reserved_for_others(resident.digest)):
             return None
-        if resident.digest not in self._pinned:  # a pinned adapter has its slot and bytes for good
+        if resident.digest not in self._pinned:  # a pinned adapter keeps its slot and bytes
             if resident.num_refs == 0 and not self._may_take_adapter_slot(resident.digest):
                 return None
             if not self._may_hold(resident.digest, resident.extra_bytes):
                 return None
         resident.num_refs += 1
         resident.uses += 1
-        self._shares.used(resident.digest, resident.run.length, tenant_id)
-        resident.priority = self._order.used(resident.uses, resident.size_bytes / resident.run.length)
+        self._tenant_quota.record_use(resident.digest, resident.run.length, tenant_id)
+        resident.priority = self._order.on_use(resident.uses, resident.size_bytes / resident.run.length)
         return self._grant(resident, needs_write=False, evicted=())
 
     def _grant(self, resident: _Resident, *, needs_write: bool, evicted: tuple[str, ...]) -> AdapterGrant:
@@ -273,19 +271,19 @@ class AdapterPool:
     def _has_pinned(self, run: RowRange) -> bool:
         return any(entry.digest in self._pinned for entry in self._runs.owners(run))
 
-    def _closed_to(self, digest: str) -> RowRange | None:
-        """The run that is reserved for another adapter."""
+    def _rows_reserved_for_others(self, digest: str) -> RowRange | None:
+        """The rows that are reserved for another adapter."""
         held = self._reservation
         return None if held is None or held.digest == digest else held.run
 
     def _may_take_adapter_slot(self, digest: str) -> bool:
-        """Whether a slot can be had for one more referenced adapter, leaving one for a reservation's holder."""
+        """Whether one more adapter can be referenced, with a slot left for a reservation's holder."""
         supply = len(self._free_slots) + sum(map(self._may_go, self._residents.values()))
         held = self._reservation
         return supply > (0 if held is None or held.digest == digest else 1)
 
     def _may_hold(self, digest: str, extra_bytes: int) -> bool:
-        """Whether this adapter's extras fit beside those that stay and those a reservation keeps room for."""
+        """Whether this adapter's extra weights fit beside those that stay and those that are reserved."""
         if extra_bytes == 0:
             return True
         held = self._reservation
@@ -294,36 +292,37 @@ class AdapterPool:
         return stays + reserved + extra_bytes <= self.limits.max_extra_bytes
 
     def _find_run(self, digest: str, length: int, tenant_id: str) -> RowRange | None:
-        """A free run, or else the one whose dearest adapter is the cheapest to give up, others' share being dearest.
+        """A free run, or else the run with the cheapest eviction; adapters protected by other tenants' quotas cost
+        most.
 
-        A pinned adapter takes the lowest run that can be had, so that the rows of such adapters lie together.
+        A pinned adapter takes the lowest possible run, so that the rows of pinned adapters lie together.
         """
 
         num_units = self._runs.num_units
         has_right = (
             self.reserved_for == digest
-            or self._shares.has_room(tenant_id, length, num_units)
-            or not self.num_referenced  # nothing runs that could end
+            or self._tenant_quota.has_room(tenant_id, length, num_units)
+            or not self.num_referenced  # nothing runs, so waiting would not help
         )
 
         def price(entries: list[_Resident]) -> tuple[bool, Priority, int] | None:
             if not all(map(self._may_go, entries)):
                 return None
-            is_kept = any(self._shares.is_kept(entry.digest, tenant_id, num_units) for entry in entries)
-            if is_kept and not has_right:
+            is_protected = any(self._tenant_quota.is_protected(entry.digest, tenant_id, num_units) for entry in entries)
+            if is_protected and not has_right:
                 return None
-            return is_kept, max([entry.priority for entry in entries], default=NEVER), len(entries)
+            return is_protected, max([entry.priority for entry in entries], default=NEVER), len(entries)
 
-        closed = self._closed_to(digest)
+        excluded = self._rows_reserved_for_others(digest)
         if digest in self._pinned:
-            return self._runs.cheapest(length, lambda entries: 0 if all(map(self._may_go, entries)) else None, closed)
-        return self._runs.best_fit(length, closed) or self._runs.cheapest(length, price, closed)
+            return self._runs.cheapest(length, lambda entries: 0 if all(map(self._may_go, entries)) else None, excluded)
+        return self._runs.best_fit(length, excluded) or self._runs.cheapest(length, price, excluded)
 
     def _make_room(self, run: RowRange, extra_bytes: int, tenant_id: str) -> list[str]:
-        """Evict whoever has these rows, and for a slot and the bytes whoever is idle; returns their digests."""
+        """Evict the owners of these rows, and idle adapters for a slot and the bytes; returns their digests."""
 
         def price(entry: _Resident) -> tuple[bool, Priority]:
-            return self._shares.is_kept(entry.digest, tenant_id, self._runs.num_units), entry.priority
+            return self._tenant_quota.is_protected(entry.digest, tenant_id, self._runs.num_units), entry.priority
 
         evicted = [self._give_up(entry) for entry in self._runs.owners(run)]
         if not self._free_slots:
@@ -335,21 +334,21 @@ class AdapterPool:
         return evicted
 
     def _give_up(self, resident: _Resident) -> str:
-        """As `_evict`, for room."""
-        self._order.gave_up(resident.priority)
+        """Evict an adapter to make room, and let the eviction order know."""
+        self._order.on_evict(resident.priority)
         return self._evict(resident)
 
     def _evict(self, resident: _Resident) -> str:
         assert resident.num_refs == 0, "an adapter in use is never evicted"
         del self._residents[resident.digest]
-        self._runs.take_back(resident.run)
-        self._shares.left(resident.digest)
+        self._runs.free(resident.run)
+        self._tenant_quota.remove(resident.digest)
         self._free_slots.append(resident.adapter_slot)
         if resident.extra_bytes:
-            self._vacated.append(resident.adapter_slot)
+            self._pending_free.append(resident.adapter_slot)
         return resident.digest
 
 
 def rows_of(rank: int, alignment: int) -> int:
-    """Rank rows that an adapter takes whose modules all have this rank, and that any of this rank takes at most."""
+    """Rank rows of an adapter whose modules all have this rank; the most that any of this rank takes."""
     return alignment * length_of(rank, alignment)

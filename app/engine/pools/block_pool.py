@@ -1,14 +1,13 @@
-"""Which KV block belongs to whom, and which holds a prefix worth keeping.
+"""The block pool: which KV blocks are in use, and which hold a cached prefix.
 
-In: numbers of blocks wanted, given back, or full. Out: block numbers. Blocks never learn what they
-hold: identity is the hash chain, whose root names base model, adapter contents and tenant salt, so
-nothing is shared across any of the three. Every block is either free or counted; a free block may
-still hold a published prefix, and the one used longest ago is handed out first. Only full blocks are
-shared. K and V themselves belong to the backend.
+A block's identity is a hash chain whose root includes the base model, the adapter's digest and the tenant's salt, so
+nothing is shared across any of the three. Every block is free or referenced; a free block may still hold a published
+prefix, and the least recently used one is handed out first. Only full blocks are shared. K and V themselves belong to
+the backend.
 
-A prompt's head is its first `HEAD_TOKENS` tokens. Its name, the same in an engine and where requests are placed, is the
-beginning of the hash of its last block. The chain's root contains the adapter's digest and the tenant's salt, so equal
-texts of two tenants have different names, and a name says nothing about tokens.
+For routing, a prompt's prefix is its first `PREFIX_TOKENS` tokens. Its key, the same in an engine and where requests
+are routed, is the beginning of the hash of its last block. Equal texts of two tenants have different keys, and a key
+says nothing about tokens.
 """
 
 from __future__ import annotations
@@ -18,12 +17,12 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 
-#: Prompt heads that a pool reports, the last used ones.
-MAX_HEADS = 32
-#: Bytes of a hash that name a head: enough that no two heads of one service are confused.
-HEAD_BYTES = 8
-#: Tokens of a head, rounded up to whole blocks. A shorter prompt is computed sooner than a replica is waited for.
-HEAD_TOKENS = 128
+#: The number of cached prefixes that a pool reports, the most recently used ones.
+MAX_CACHED_PREFIXES = 32
+#: Bytes of a prefix's key: enough that no two prefixes of one service have the same.
+PREFIX_KEY_BYTES = 8
+#: Tokens of a prefix, rounded up to whole blocks. A shorter prompt is computed sooner than it would wait for a replica.
+PREFIX_TOKENS = 128
 
 
 def root_hash(base_digest: str, adapter_digest: str | None, cache_salt: bytes) -> bytes:
@@ -45,7 +44,7 @@ def root_hash(base_digest: str, adapter_digest: str | None, cache_salt: bytes) -
 
 
 def activation_hash(parent: bytes, adapter_digest: str, start: int) -> bytes:
-    """What a chain that began as the base's goes on from, where an adapter is activated at token `start`: 32 bytes."""
+    """Parent hash of the blocks that follow an adapter's activation at token `start` of a base chain: 32 bytes."""
     hasher = hashlib.sha256(b"polylora.kv-activated.v1\0" + parent + start.to_bytes(8, "little"))
     hasher.update(adapter_digest.encode())
     return hasher.digest()
@@ -57,31 +56,31 @@ def block_hash(parent: bytes, token_bytes: bytes) -> bytes:
 
 
 def num_prefix_blocks(block_size: int) -> int:
-    """Blocks that make a head."""
-    return -(-HEAD_TOKENS // block_size)
+    """Blocks of a prefix."""
+    return -(-PREFIX_TOKENS // block_size)
 
 
 def prefix_key(
     base_digest: str, adapter_digest: str | None, cache_salt: bytes, token_ids: Sequence[int], block_size: int
 ) -> bytes | None:
-    """The name of a prompt's head, `HEAD_BYTES` long; None if nothing of the prompt comes behind a head.
+    """The key of a prompt's prefix, `PREFIX_KEY_BYTES` long; None if the prompt is not longer than a prefix.
 
-    Blocks of an activated LoRA have the base's names as far as they are the base's: heads of it are not found.
+    The blocks of an activated LoRA before its activation have the base's hashes, so their prefixes are not found by it.
     """
     num_tokens = num_prefix_blocks(block_size) * block_size
-    if len(token_ids) <= num_tokens:  # the last token is always computed: its output is wanted
+    if len(token_ids) <= num_tokens:  # the last token is always computed: its output is needed
         return None
     tokens = array("i", token_ids[:num_tokens])
     key = root_hash(base_digest, adapter_digest, cache_salt)
     for start in range(0, num_tokens, block_size):
         key = block_hash(key, tokens[start : start + block_size].tobytes())
-    return key[:HEAD_BYTES]
+    return key[:PREFIX_KEY_BYTES]
 
 
 class BlockPool:
     """Reference-counted blocks with an LRU of published, unreferenced ones.
 
-    With `share=False` nothing is ever published or found.
+    With `share=False` nothing is published or found.
     """
 
     def __init__(self, num_blocks: int, block_size: int, *, share: bool = True) -> None:
@@ -93,11 +92,11 @@ class BlockPool:
         self._by_hash: dict[bytes, int] = {}
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))  # first is handed out first
         self._num_cached = 0
-        self._heads = CachedPrefixes()
+        self._cached_prefixes = CachedPrefixes()
 
     @property
     def num_free(self) -> int:
-        """Blocks that can be handed out, those with a cached prefix included."""
+        """Blocks that can be allocated, cached ones included."""
         return len(self._free)
 
     @property
@@ -106,9 +105,9 @@ class BlockPool:
         return self._num_cached
 
     @property
-    def cached_heads(self) -> tuple[bytes, ...]:
-        """Names of published heads (`prefix_key`), the one that was used last at the end. Any thread may ask."""
-        return self._heads.told
+    def cached_prefixes(self) -> tuple[bytes, ...]:
+        """Keys of cached prefixes (`prefix_key`), the last used at the end. Any thread."""
+        return self._cached_prefixes.keys
 
     def find(self, hashes: Iterable[bytes], block_bytes: Callable[[int], bytes]) -> list[int]:
         """The longest cached prefix: block numbers, not yet referenced.
@@ -127,17 +126,17 @@ class BlockPool:
         return found
 
     def num_free_without(self, blocks: Iterable[int]) -> int:
-        """Blocks left to hand out if `blocks` (from `find`) were referenced."""
+        """Blocks that could still be allocated if `blocks` (from `find`) were referenced."""
         return len(self._free) - sum(1 for block in blocks if self._num_refs[block] == 0)
 
     def reference(self, blocks: Iterable[int]) -> None:
-        """Hold blocks returned by `find` in the same step."""
+        """Reference blocks that `find` returned in the same step."""
         for block in blocks:
             if self._num_refs[block] == 0:
                 del self._free[block]
                 self._num_cached -= 1
             self._num_refs[block] += 1
-            self._heads.use(block)
+            self._cached_prefixes.use(block)
 
     def allocate(self, count: int) -> list[int] | None:
         """`count` blocks to write into, or None and nothing changed. Least recently used prefixes go first."""
@@ -151,25 +150,25 @@ class BlockPool:
                 del self._by_hash[published[0]]
                 self._published[block] = None
                 self._num_cached -= 1
-                self._heads.drop(block)
+                self._cached_prefixes.drop(block)
             self._num_refs[block] = 1
             blocks.append(block)
         return blocks
 
-    def publish(self, block: int, key: bytes, token_bytes: bytes, *, is_head: bool = False) -> None:
-        """Offer a full, computed, held block to later prefixes. The first publisher of a hash stays.
+    def publish(self, block: int, key: bytes, token_bytes: bytes, *, ends_prefix: bool = False) -> None:
+        """Make a full, computed, referenced block available to later prefixes. The first publisher of a hash stays.
 
-        `is_head`: the chain up to it is what a prompt begins with, and is told.
+        `ends_prefix`: it is the last block of a prompt's prefix, whose key is reported.
         """
         assert self._num_refs[block] > 0, "only a held block can be published"
         if self._share and key not in self._by_hash and self._published[block] is None:
             self._by_hash[key] = block
             self._published[block] = (key, token_bytes)
-            if is_head:
-                self._heads.add(block, key)
+            if ends_prefix:
+                self._cached_prefixes.add(block, key)
 
     def release(self, blocks: Sequence[int]) -> None:
-        """Give one reference back for each block, in table order: a chain's tail is reused before its head."""
+        """Release one reference per block, in table order: the end of a chain is reused before its beginning."""
         for block in reversed(blocks):
             refs = self._num_refs[block] - 1
             assert refs >= 0, "block released twice"
@@ -196,34 +195,34 @@ class BlockPool:
 
 
 class CachedPrefixes:
-    """Prompt heads that one pool has cached, by the block that ends each. Any thread may read `told`."""
+    """The cached prefixes of one pool, by the block that ends each. Any thread may read `keys`."""
 
     def __init__(self) -> None:
         self._of_block: dict[int, bytes] = {}
-        self._last: dict[bytes, None] = {}  # those that were used last, the very last one at the end
+        self._last: dict[bytes, None] = {}  # the most recently used ones, the last at the end
 
     @property
-    def told(self) -> tuple[bytes, ...]:
-        """Names, each `HEAD_BYTES` long, in order of their last use."""
+    def keys(self) -> tuple[bytes, ...]:
+        """Keys, each `PREFIX_KEY_BYTES` long, in order of their last use."""
         return tuple(self._last.copy())
 
     def add(self, block: int, key: bytes) -> None:
-        """A head is cached: `key` [32] is the hash of its last block."""
-        self._of_block[block] = key[:HEAD_BYTES]
+        """Add a prefix: `key` [32] is the hash of its last block."""
+        self._of_block[block] = key[:PREFIX_KEY_BYTES]
         self.use(block)
 
     def use(self, block: int) -> None:
-        """A block was found in the cache; nothing happens if no head ends with it."""
+        """Mark the prefix that ends with this block as used, if there is one."""
         name = self._of_block.get(block)
         if name is None:
             return
         self._last.pop(name, None)
         self._last[name] = None
-        if len(self._last) > MAX_HEADS:
+        if len(self._last) > MAX_CACHED_PREFIXES:
             del self._last[next(iter(self._last))]
 
     def drop(self, block: int) -> None:
-        """A block holds something else from now on."""
+        """Remove the prefix that ends with this block: the block is reused."""
         name = self._of_block.pop(block, None)
         if name is not None:
             self._last.pop(name, None)

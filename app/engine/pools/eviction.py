@@ -1,17 +1,17 @@
-"""Which of the things that may leave a tier leaves first: one rule for files, host memory and rank rows.
+"""Eviction: which adapter leaves a full tier first. One rule for files, host memory and rank rows.
 
-Each use has a cost, per unit of room, of getting the thing again. The lowest priority leaves first, and of equals the
-one used longest ago:
+Each use has a cost, per unit of size, of loading the adapter again. The lowest priority leaves first, and of equals the
+least recently used:
 
     lru    the time of its last use
     lfu    age + uses                                  (LFU with dynamic ageing)
-    cost   age + uses * cost / room                    (GreedyDual-Size-Frequency, Cherkasova 1998)
+    cost   age + uses * cost / size                    (GreedyDual-Size-Frequency, Cherkasova 1998)
 
-The age is the priority of the last thing that left, so that what was popular once grows old. `TenantQuota` keeps tenants
-from pushing each other out: the tenants that have something in a tier share its room equally, what a tenant uses stays
-while it has no more than its share there, and a tenant that has more makes room with its own. Each tier says itself
-what may not leave (because it is pinned or in use), and makes the room: `adapter_pool` for rank rows, the store's
-`bounded_set` for files and host memory.
+The age is the priority of the last evicted item, so that popularity fades. `TenantQuota` keeps tenants from evicting
+each other's adapters: the tenants with items in a tier share it equally, a tenant's items are protected while it holds
+no more than its share, and a tenant above its share evicts its own. Each tier decides itself what cannot leave (pinned
+or in use) and frees the room: `adapter_pool` for rank rows, `app.deployments.store.bytes_bounded_cache` for files and
+host memory.
 """
 
 from __future__ import annotations
@@ -28,77 +28,73 @@ class Priority(NamedTuple):
     last_used: int
 
 
-#: Before every priority that a use can give.
+#: Lower than every priority of a used item.
 NEVER = Priority(0.0, 0)
 
 
 class EvictionOrder:
-    """The priorities of one tier. Not for several threads at once."""
+    """The priorities of one tier. Not thread-safe."""
 
     def __init__(self, policy: EvictionPolicy) -> None:
         self.policy = policy
         self._age = 0.0
         self._num_uses = 0
 
-    def used(self, uses: int, cost_per_room: float) -> Priority:
-        """The priority of a thing that is used now, for the `uses`-th time."""
+    def on_use(self, uses: int, cost_per_room: float) -> Priority:
+        """The priority of an item at its `uses`-th use."""
         self._num_uses += 1
         worth = {"lru": 0.0, "lfu": 1.0, "cost": cost_per_room}[self.policy]
         return Priority(self._age + uses * worth, self._num_uses)
 
-    def touched(self, priority: Priority) -> Priority:
-        """The priority of a thing whose use ends now: that is no further use, but as recent as one."""
+    def on_release(self, priority: Priority) -> Priority:
+        """The priority of an item whose use ends: not one more use, but as recent as one."""
         self._num_uses += 1
         return Priority(priority.value, self._num_uses)
 
-    def gave_up(self, priority: Priority) -> None:
-        """A thing of this priority has left to make room."""
+    def on_evict(self, priority: Priority) -> None:
+        """Record that an item of this priority was evicted."""
         self._age = max(self._age, priority.value)
 
 
-#: Users of one thing that are remembered: the first so many.
+#: Tenants recorded per item: the first so many.
 MAX_USERS = 8
 
 
 class TenantQuota:
-    """The books of one tier. Not for several threads at once."""
+    """What each tenant holds in one tier, and its share. Not thread-safe."""
 
     def __init__(self) -> None:
         self._amounts: dict[str, int] = {}  # by tenant
-        self._users: dict[str, set[str]] = {}  # by thing
-        self._sizes: dict[str, int] = {}  # by thing
+        self._users: dict[str, set[str]] = {}  # by item
+        self._sizes: dict[str, int] = {}  # by item
 
-    def used(self, key: str, size: int, tenant_id: str) -> None:
-        """A tenant uses a thing that is here, or comes now."""
+    def record_use(self, key: str, size: int, tenant_id: str) -> None:
+        """A tenant uses an item of the tier."""
         users = self._users.setdefault(key, set())
         self._sizes[key] = size
         if tenant_id not in users and len(users) < MAX_USERS:
             users.add(tenant_id)
             self._amounts[tenant_id] = self._amounts.get(tenant_id, 0) + size
 
-    def left(self, key: str) -> None:
-        """A thing is no longer here."""
+    def remove(self, key: str) -> None:
+        """An item has left the tier."""
         size = self._sizes.pop(key, 0)
         for tenant_id in self._users.pop(key, ()):
             self._amounts[tenant_id] -= size
             if not self._amounts[tenant_id]:
                 del self._amounts[tenant_id]
 
-    def is_kept(self, key: str, tenant_id: str, capacity: int) -> bool:
-        """Whether a thing is to stay as long as anything else can make room for this tenant."""
+    def is_protected(self, key: str, tenant_id: str, capacity: int) -> bool:
+        """Whether an item must stay as long as another can make room for this tenant."""
         if len(self._amounts) < 2 and tenant_id in self._amounts:
-            return False  # nobody else has anything here
+            return False  # no other tenant has items here
         share = self.share(tenant_id, capacity)
         return any(user != tenant_id and self._amounts[user] <= share for user in self._users.get(key, ()))
 
     def has_room(self, tenant_id: str, size: int, capacity: int) -> bool:
-        """Whether a tenant would still be within its share with so much more."""
+        """Whether a tenant would still be within its share with `size` more."""
         return self._amounts.get(tenant_id, 0) + size <= self.share(tenant_id, capacity)
 
     def share(self, tenant_id: str, capacity: int) -> float:
-        """What everybody who has something here, and this tenant, may have."""
+        """The part of the capacity for each tenant with items here, this one included."""
         return capacity / (len(self._amounts) + (tenant_id not in self._amounts))
-
-    def amount(self, tenant_id: str) -> int:
-        """What a tenant has here."""
-        return self._amounts.get(tenant_id, 0)

@@ -1,9 +1,8 @@
-"""Where runs of rank rows may lie, and who owns which.
+"""Buddy allocator of rank rows: where runs of rows may lie, and who owns them.
 
-In: lengths in units (a unit is the rank alignment) that are powers of two. Out: runs. Rule: a run starts at a multiple
-of its length, as in a buddy allocator, so two freed neighbours always make one run of twice the length. The free ones
-are kept by their lengths, so that finding one does not grow with the number of units. Who may be asked to leave, and
-what that costs, is for the caller to say.
+Lengths are powers of two in units of the rank alignment. A run starts at a multiple of its length, so two free
+neighbours always merge into a run of twice the length. Free runs are kept by length, so that finding one does not grow
+with the number of units. The caller decides what may be evicted and at which cost.
 """
 
 from __future__ import annotations
@@ -31,13 +30,13 @@ class RowRange(NamedTuple):
 
 
 class RowAllocator(Generic[Owner]):
-    """The owners of `num_units` units. `closed` is always a run that must not be touched, or None."""
+    """The owners of `num_units` units. `excluded` is always a run that must not be used, or None."""
 
     def __init__(self, num_units: int) -> None:
         self.num_units = num_units
         self._owners: list[Owner | None] = [None] * num_units
-        self._places: dict[int, tuple[RowRange, ...]] = {}  # by length, as they are asked for
-        #: Starts of the free runs that no longer free one holds, in order; by length, the shortest first.
+        self._places: dict[int, tuple[RowRange, ...]] = {}  # by length, computed on first use
+        #: Sorted starts of the maximal free runs, by length, the shortest first.
         self._free: dict[int, list[int]] = {1 << power: [] for power in range(num_units.bit_length())}
         start = 0
         for length in reversed(self._free):
@@ -47,11 +46,11 @@ class RowAllocator(Generic[Owner]):
 
     @property
     def max_length(self) -> int:
-        """The longest run there can be; 0 if there are no units."""
+        """The longest possible run; 0 without units."""
         return 1 << (self.num_units.bit_length() - 1) if self.num_units else 0
 
     def places(self, length: int) -> tuple[RowRange, ...]:
-        """Every place where a run of this length may lie, the lowest first."""
+        """All positions of a run of this length, the lowest first."""
         places = self._places.get(length)
         if places is None:
             starts = range(0, self.num_units - length + 1, length)
@@ -59,47 +58,48 @@ class RowAllocator(Generic[Owner]):
         return places
 
     def owners(self, run: RowRange) -> list[Owner]:
-        """Who owns units of this run, each once, the lowest first."""
+        """The owners of units in this run, each once, the lowest first."""
         owners = dict.fromkeys(self._owners[run.start : run.start + run.length])
         return [owner for owner in owners if owner is not None]
 
-    def give(self, run: RowRange, owner: Owner) -> None:
-        """Everything in the run is free and becomes this owner's."""
+    def assign(self, run: RowRange, owner: Owner) -> None:
+        """Give a free run to this owner."""
         assert self._is_free(run), "two adapters share a row"
         self._owners[run.start : run.end] = [owner] * run.length
         held = run
-        while not self._forget(held):  # the free run that holds it is halved down to it
-            self._remember(self._buddy(held))
-            held = self._doubled(held)
+        while not self._remove_free(held):  # split the free run that contains it
+            self._add_free(self._buddy(held))
+            held = self._parent(held)
 
-    def take_back(self, run: RowRange) -> None:
-        """The run, which has one owner, is free from now on."""
+    def free(self, run: RowRange) -> None:
+        """Free a run that has one owner."""
         self._owners[run.start : run.end] = [None] * run.length
-        while self._forget(self._buddy(run)):
-            run = self._doubled(run)
-        self._remember(run)
+        while self._remove_free(self._buddy(run)):
+            run = self._parent(run)
+        self._add_free(run)
 
-    def best_fit(self, length: int, closed: RowRange | None) -> RowRange | None:
-        """A free run in the shortest free one that has room for it beside `closed`, so that long runs stay whole."""
+    def best_fit(self, length: int, excluded: RowRange | None) -> RowRange | None:
+        """A free run, taken from the shortest free one with room for it outside `excluded`, so that long runs stay
+        whole."""
         for room, starts in self._free.items():
             if room < length:
                 continue
             for start in starts:
                 runs = (RowRange(at, length) for at in range(start, start + room, length))
-                if (run := next((run for run in runs if not run.overlaps(closed)), None)) is not None:
+                if (run := next((run for run in runs if not run.overlaps(excluded)), None)) is not None:
                     return run
         return None
 
-    def cheapest(self, length: int, cost: Callable[[list[Owner]], Any], closed: RowRange | None) -> RowRange | None:
-        """The place that costs least to clear, the lowest of equals.
+    def cheapest(self, length: int, cost: Callable[[list[Owner]], Any], excluded: RowRange | None) -> RowRange | None:
+        """The run with the lowest eviction cost, the lowest position of equals.
 
-        `cost` maps the owners of a place to something that compares, or to None if one of them must stay.
+        `cost` maps a run's owners to a comparable value, or to None if one of them must stay.
         """
         best: tuple[Any, RowRange] | None = None
         priced: list[Owner] | None = None
         for run in self.places(length):
-            if run.overlaps(closed) or (owners := self.owners(run)) == priced:
-                continue  # what the place before it costs, this one costs, too
+            if run.overlaps(excluded) or (owners := self.owners(run)) == priced:
+                continue  # same owners as the run before, same cost
             priced = owners
             price = cost(owners)
             if price is not None and (best is None or price < best[0]):
@@ -124,8 +124,8 @@ class RowAllocator(Generic[Owner]):
     def _is_free(self, run: RowRange) -> bool:
         return self._owners[run.start : run.end].count(None) == run.length
 
-    def _forget(self, run: RowRange) -> bool:
-        """Whether this was one of the free runs, which it is no longer."""
+    def _remove_free(self, run: RowRange) -> bool:
+        """Remove a run from the free ones; False if it is not among them."""
         starts = self._free.get(run.length, [])
         at = bisect_left(starts, run.start)
         if at == len(starts) or starts[at] != run.start:
@@ -133,7 +133,7 @@ class RowAllocator(Generic[Owner]):
         del starts[at]
         return True
 
-    def _remember(self, run: RowRange) -> None:
+    def _add_free(self, run: RowRange) -> None:
         insort(self._free[run.length], run.start)
 
     @staticmethod
@@ -142,11 +142,11 @@ class RowAllocator(Generic[Owner]):
         return RowRange(run.start ^ run.length, run.length)
 
     @staticmethod
-    def _doubled(run: RowRange) -> RowRange:
-        """The run of twice the length that holds this one."""
+    def _parent(run: RowRange) -> RowRange:
+        """The run of twice the length that contains this one."""
         return RowRange(run.start & ~run.length, 2 * run.length)
 
 
 def length_of(rank: int, alignment: int) -> int:
-    """Units of the shortest run that holds this rank (at least 1): a power of two."""
+    """Units of the shortest run for this rank (at least 1): a power of two."""
     return 1 << (-(-rank // alignment) - 1).bit_length()

@@ -1,1 +1,1 @@
-"""Whose turn it is: admission, fairness, prefill beside decoding."""
+"""Scheduling of an engine's steps: fair order, admission, chunked prefill and the step's plan."""

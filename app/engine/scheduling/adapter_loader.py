@@ -1,8 +1,7 @@
-"""What happens to the device's adapter tables in a step: extras are released and rows are written.
+"""The adapter work of a step: free the extra weights of evicted adapters, then write new adapters to the device.
 
-In: a step's plan, and the bring that was granted its rows. Out: the plan without sequences whose adapter is not on the
-device yet, and the last chunks of those whose adapter never will be. Rule: an adapter that cannot be written, or never
-has room, ends its own requests only. Which rows an adapter gets is the pool's choice; the backend moves the bytes.
+Sequences whose adapter is not on the device yet are left out of the plan. An adapter that cannot be written, or never
+has room, ends its own requests only. The pool chooses the rows; the backend moves the bytes.
 """
 
 from __future__ import annotations
@@ -21,44 +20,44 @@ from app.engine.scheduling.schedule import AdapterWrite, Schedule
 
 
 class AdapterLoader:
-    """Keeps one backend's adapter tables as the pool's books say."""
+    """Keeps one backend's adapter tables in the state that the adapter pool has decided."""
 
     def __init__(
         self,
         backend: Backend,
         adapters: AdapterPool,
-        orders: AdapterCommands,
+        commands: AdapterCommands,
         sequences: LiveSequences,
         meter: EngineMeter,
         clock: Callable[[], float],
     ) -> None:
         self._backend = backend
         self._adapters = adapters
-        self._orders = orders
+        self._commands = commands
         self._sequences = sequences
         self._meter = meter
         self._clock = clock
 
     @property
     def has_work(self) -> bool:
-        """Whether orders wait, or slots whose extras are yet to be released."""
-        return self._orders.num_waiting > 0 or self._adapters.num_vacated > 0
+        """Whether commands wait, or slots whose extra weights are to be freed."""
+        return self._commands.num_waiting > 0 or self._adapters.num_pending_free > 0
 
-    def perform(self, plan: Schedule) -> tuple[Schedule, list[TokenChunk]]:
-        """Bring the tables up to date for this plan; returns what of it can be computed, and chunks of ended requests.
+    def apply(self, plan: Schedule) -> tuple[Schedule, list[TokenChunk]]:
+        """Update the tables for this plan; returns the part of it that can be computed, and chunks of ended requests.
 
         Sequences whose adapter is still being written are left out, unless there are no others: then the step waits.
         """
-        for adapter_slot in self._adapters.take_vacated():  # before the writes: a slot may have its next adapter
+        for adapter_slot in self._adapters.take_pending_free():  # before the writes: a slot may be in use again
             self._backend.release_adapter(adapter_slot)
         refused: dict[str, PolyloraError] = dict(plan.refusals)
-        if (granted := self._orders.granted) is not None:
-            bring = granted.bring
-            write = AdapterWrite(granted.adapter_slot, granted.row_start, bring.adapter, bring.ref.tenant_id)
+        if (load_ready := self._commands.load_ready) is not None:
+            command = load_ready.command
+            write = AdapterWrite(load_ready.adapter_slot, load_ready.row_start, command.adapter, command.ref.tenant_id)
             error = self._write(write)
             if error is not None:
-                refused[bring.digest] = error
-            self._orders.finish(error)
+                refused[command.digest] = error
+            self._commands.finish(error)
             self._sequences.reopen()
         for write in plan.adapter_writes:
             if (error := self._write(write)) is not None:
@@ -67,7 +66,7 @@ class AdapterLoader:
         chunks: list[TokenChunk] = []
         for digest, reason in refused.items():
             chunks += self._sequences.end_adapter(digest, reason)
-            self._adapters.drop(digest)
+            self._adapters.unload(digest)
         if not refused and not unready:
             return plan, chunks
         left = [item for item in plan.items if item[0].adapter_digest not in refused]
@@ -75,7 +74,7 @@ class AdapterLoader:
         return replace(plan, items=ready or left), chunks
 
     def _write(self, write: AdapterWrite) -> AdapterError | None:
-        """Write an adapter's rows; returns why that failed, if it is the adapter's own trouble."""
+        """Write an adapter's rows; returns the error if only this adapter is affected."""
         started_s = self._clock()
         adapter = write.adapter if self._backend.limits.takes_bfloat16 else write.adapter.to_float32()
         try:
@@ -83,13 +82,13 @@ class AdapterLoader:
         except AdapterError as error:
             return error
         self._meter.adapter_write_s += self._clock() - started_s
-        self._meter.adapter_written(write.tenant_id, adapter.card.size_bytes)
+        self._meter.count_adapter_write(write.tenant_id, adapter.card.size_bytes)
         if write.sequence is not None:
             write.sequence.count_load(adapter.card.size_bytes)
         return None
 
     def _unready(self, plan: Schedule, refused: dict[str, PolyloraError]) -> set[int]:
-        """Slots whose adapter is still being written. Adapters whose write has failed are entered in `refused`."""
+        """Slots whose adapter is still being written. Adapters whose write failed are added to `refused`."""
         unready = set()
         slots = {sequence.adapter_slot: sequence.adapter_digest for sequence, _ in plan.items}
         for adapter_slot, digest in slots.items():

@@ -1,14 +1,14 @@
-"""Which waiting sequences start in this step, and the adapter writes that this takes.
+"""Admission: which waiting sequences start in this step, and the adapter writes that this takes.
 
-In: the fair queue, the block and adapter pools. Out: admitted sequences that hold their blocks and a reference on their
-adapter's rows, and the writes to perform before they run. A sequence that must wait (for rank rows, for blocks, for its
-turn to write) does not hold up the others. But once `MAX_BYPASSES` of them have been admitted past the first in fair
-order, or if it was preempted, it is urgent: rows are reserved for it, and while it waits for blocks nobody else is
-admitted. Everything running ends, so everything waiting starts; only adapters for which pinned ones leave no room are
-refused. The queue says whose turn it is; what runs next is the scheduler's choice.
+Admitted sequences hold their blocks and a reference on their adapter's rows; the writes are performed before they run.
+A sequence that must wait (for rank rows, for blocks, for its turn to write) does not hold up the others. Once
+`MAX_BYPASSES` others have been admitted past the first in fair order, or if it was preempted, it is urgent: rows are
+reserved for it, and while it waits for blocks no other sequence is admitted. Everything running ends, so everything
+waiting starts; only adapters for which pinned ones leave no room are refused. The fair queue gives the order; the
+scheduler chooses what runs next.
 
-Batches' sequences, which come last, leave others room: they hold at most half of the places, and start while a quarter
-of the blocks is free. The first of them that has no blocks holds the others of its class up, so that it starts.
+Batch sequences come last and leave room for others: they take at most half of the places, and start while a quarter of
+the blocks is free. The first of them that finds no blocks holds up the others of its class, so that it starts.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
-from app.engine.errors import AdapterKeptOut
+from app.engine.errors import AdapterPoolFull
 from app.engine.meter import EngineMeter
 from app.engine.pools.adapter_pool import AdapterPool
 from app.engine.pools.block_pool import BlockPool
@@ -24,23 +24,24 @@ from app.engine.scheduling.fair_queue import INPUT_PRICE, RANK_ROW_PRICE, FairQu
 from app.engine.scheduling.schedule import AdapterWrite, Refusal
 from app.engine.sequence import Sequence, Status
 
-#: Admissions of others that a considered sequence lets pass before it is put first.
+#: Admissions of others past the first in fair order before it becomes urgent.
 MAX_BYPASSES = 16
 
-#: Sequences put first for their age at a time. More would replace the fair order by that of arrival.
+#: Sequences that are urgent because they were bypassed, at a time. More would replace the fair order by that of
+#: arrival.
 MAX_URGENT = 4
 
-#: Sequences refused for want of blocks before a pass over the queue stops (each costs a cache lookup).
+#: A pass over the queue stops after so many sequences that find no blocks (each costs a cache lookup).
 MAX_BLOCK_REFUSALS = 32
 
-#: Beside others a batch's sequence starts only while this share of the blocks stays free.
+#: While others run, a batch sequence starts only if this share of the blocks stays free.
 BATCH_FREE_SHARE = 1 / 4
 
 _NO_ROWS = 1 << 62
 
 
-class Admitted(NamedTuple):
-    """Sequences that hold their blocks and rows, the writes they need, and adapters that must not wait."""
+class AdmissionResult(NamedTuple):
+    """Sequences that hold their blocks and rows, the writes they need, and adapters to refuse."""
 
     sequences: list[Sequence]
     writes: list[AdapterWrite]
@@ -48,11 +49,10 @@ class Admitted(NamedTuple):
 
 
 class _Pass:
-    """One look over the queue: what starts in it, and what is known to have no room.
+    """One pass over the queue.
 
-    `refused_rows`: of a tenant, there are no rows for an absent adapter of this rank, so for none above it but the
-    reserved one.
-    `passed_first` is the first in fair order that others have been admitted past, if it is not admitted itself.
+    `refused_rows`: per tenant, the rank for which there are no rows, so none above it either, except for the reserved
+    adapter. `passed_first`: the first in fair order that others were admitted past, unless it is admitted itself.
     """
 
     __slots__ = ("admitted", "passed_first", "refusals", "refused_digests", "refused_rows", "writes", "written_bytes")
@@ -62,7 +62,7 @@ class _Pass:
         self.writes: list[AdapterWrite] = []
         self.refusals: list[Refusal] = []
         self.passed_first: Sequence | None = None
-        self.refused_digests: set[tuple[str, str]] = set()  # with the tenant: another may have a right to room
+        self.refused_digests: set[tuple[str, str]] = set()  # (tenant, digest): another tenant's quota may have room
         self.refused_rows: dict[str, int] = {}
         self.written_bytes = 0
 
@@ -73,12 +73,12 @@ class _Pass:
         elif self.passed_first is not None:
             self.passed_first.bypassed += 1
 
-    def result(self) -> Admitted:
-        return Admitted(self.admitted, self.writes, self.refusals)
+    def result(self) -> AdmissionResult:
+        return AdmissionResult(self.admitted, self.writes, self.refusals)
 
 
 class Admission:
-    """Moves sequences from the queue into running, as far as memory allows."""
+    """Starts waiting sequences as far as memory allows."""
 
     def __init__(
         self, queue: FairQueue, blocks: BlockPool, adapters: AdapterPool, meter: EngineMeter, *, max_write_bytes: int
@@ -92,7 +92,7 @@ class Admission:
         self._is_open = True
 
     def reopen(self) -> None:
-        """Something arrived or something was given back: it is worth looking at the queue again."""
+        """Allow the next pass: something arrived or was released."""
         self._is_open = True
 
     def admit(
@@ -101,35 +101,35 @@ class Admission:
         max_tokens: int,
         num_running: int,
         max_batches: int = 0,
-        room_of: Mapping[str, int] | None = None,
-        favoured: list[Sequence] | None = None,
-    ) -> Admitted:
-        """Sequences in fair order.
+        token_limit_of: Mapping[str, int] | None = None,
+        preferred: list[Sequence] | None = None,
+    ) -> AdmissionResult:
+        """Start sequences in fair order.
 
-        At most `max_sequences`, of which `max_batches` may be batches', and none beyond those that fill `max_tokens`.
-        `room_of`: tokens that some tenants may compute in this step at most; no more of theirs counts.
-        `favoured`, for whom places were made, are tried before all others.
-        Writes are limited for the sake of those that run: where nothing runs, all that have room start together.
+        At most `max_sequences`, `max_batches` of them batch sequences, until `max_tokens` are filled. `token_limit_of`:
+        the most tokens that some tenants may compute in this step. `preferred` sequences, for which places were made,
+        are tried first. The limit on bytes written protects running streams: if nothing runs, all that have room start
+        together.
         """
         look = _Pass()
         if not self._is_open or max_sequences <= 0 or not len(self._queue):
             return look.result()
         self._is_open = False
         num_tokens = num_block_refusals = num_batches = 0
-        left_of = dict(room_of or {})
-        for sequence in _with_first(favoured or [], self._queue.candidates()):
+        tokens_left_of = dict(token_limit_of or {})
+        for sequence in _with_first(preferred or [], self._queue.candidates()):
             if len(look.admitted) == max_sequences or num_tokens >= max_tokens:
                 self._is_open = True
                 break
             is_batch = sequence.request.is_batch
             if is_batch and num_batches == max_batches:
-                break  # all that follow are, too
+                break  # all that follow are batch sequences
             is_urgent = self._queue.is_urgent(sequence)
             if not sequence.has_memory and num_tokens + sequence.num_pending > max_tokens:
-                self._is_open = True  # it is computed whole, in the next step
+                self._is_open = True  # an encoder's text is computed whole, in the next step
                 break
             if look.passed_first is None and not is_urgent and not is_batch:
-                look.passed_first = sequence  # unless it is admitted below
+                look.passed_first = sequence  # reset below if it is admitted
             if self._is_refused(sequence, look):
                 continue
             found = self._find_prefix(sequence)
@@ -143,24 +143,24 @@ class Admission:
             self._start(sequence, found)
             look.admit(sequence)
             num_batches += is_batch
-            count = min(sequence.num_pending, left_of.get(sequence.tenant_id, max_tokens))
+            count = min(sequence.num_pending, tokens_left_of.get(sequence.tenant_id, max_tokens))
             num_tokens += count
-            if sequence.tenant_id in left_of:
-                left_of[sequence.tenant_id] -= count
+            if sequence.tenant_id in tokens_left_of:
+                tokens_left_of[sequence.tenant_id] -= count
         for sequence in look.admitted:
             self._queue.remove(sequence)
-        self._age(look.passed_first)
+        self._mark_bypassed(look.passed_first)
         return look.result()
 
-    def leave(self, sequence: Sequence) -> None:
-        """A waiting sequence goes away for good: nothing stays reserved for it."""
+    def cancel(self, sequence: Sequence) -> None:
+        """Remove a waiting sequence that ends; nothing stays reserved for it."""
         if sequence.adapter_digest is not None:
             self._adapters.cancel_reservation(sequence.adapter_digest)
         self._queue.remove(sequence)
         self._is_open = True
 
     def _is_refused(self, sequence: Sequence, look: _Pass) -> bool:
-        """Whether this pass already knows that the sequence's adapter has no room."""
+        """Whether this pass already found that the sequence's adapter has no room."""
         digest = sequence.adapter_digest
         if digest is None:
             return False
@@ -171,7 +171,7 @@ class Admission:
         return is_too_large and not self._adapters.is_resident(digest)
 
     def _place_adapter(self, sequence: Sequence, look: _Pass, *, is_urgent: bool, is_limited: bool) -> bool:
-        """Reference the sequence's rows, and plan their write if they need one; False if it has to wait for them."""
+        """Reference the adapter's rows and plan their write if needed; False if the sequence must wait."""
         adapter, digest = sequence.adapter, sequence.adapter_digest
         if adapter is None or digest is None:
             return True
@@ -179,7 +179,7 @@ class Admission:
         is_new = not self._adapters.is_resident(digest)
         size = card.size_bytes if is_new else 0
         if is_limited and is_new and look.written_bytes and look.written_bytes + size > self._max_write_bytes:
-            self._is_open = True  # the budget is new in the next step
+            self._is_open = True  # the next step has a new budget
             look.refused_digests.add((tenant_id, digest))
             return False
         grant = self._adapters.acquire(digest, sequence.num_needed, sequence.extra_bytes, card.size_bytes, tenant_id)
@@ -190,10 +190,10 @@ class Admission:
                 return False
             if is_urgent:
                 self._adapters.reserve(digest, sequence.num_needed, sequence.extra_bytes)
-            if is_new and not sequence.extra_bytes:  # else bytes may be what is missing, not rows
+            if is_new and not sequence.extra_bytes:  # else bytes may be missing, not rows
                 look.refused_rows[tenant_id] = sequence.num_needed
             return False
-        self._meter.adapter_granted(is_hit=not grant.needs_write)
+        self._meter.count_adapter_use(is_hit=not grant.needs_write)
         sequence.adapter_slot = grant.adapter_slot
         sequence.num_rows = grant.num_rows
         if grant.needs_write:
@@ -203,30 +203,30 @@ class Admission:
         return True
 
     def _refusal(self, sequence: Sequence, digest: str) -> Refusal | None:
-        """Why waiting would be in vain, if it would."""
+        """The error of an adapter that can never get room, if that is so."""
         assert sequence.request.adapter is not None
         try:
             self._adapters.check_room(sequence.request.adapter.name, digest, sequence.num_needed, sequence.extra_bytes)
-        except AdapterKeptOut as error:
+        except AdapterPoolFull as error:
             return Refusal(digest, error)
         return None
 
-    def _age(self, passed_first: Sequence | None) -> None:
-        """The first in fair order that had to let others pass may become urgent; those behind it wait for theirs."""
+    def _mark_bypassed(self, passed_first: Sequence | None) -> None:
+        """Mark the first in fair order as urgent if too many were admitted past it."""
         if passed_first is None or passed_first.bypassed < MAX_BYPASSES or self._queue.num_urgent >= MAX_URGENT:
             return
         self._queue.mark_urgent(passed_first)
         self._is_open = True
 
     def _find_prefix(self, sequence: Sequence) -> list[int]:
-        """Cached blocks it can start from. The last known token is always computed: its output is wanted."""
+        """Cached blocks it can start from. The last known token is always computed: its output is needed."""
         if not sequence.may_skip_tokens:
             return []
         num_full = (sequence.num_tokens - 1) // self._blocks.block_size
         return self._blocks.find(sequence.extend_hashes(num_full)[:num_full], sequence.block_bytes)
 
     def _blocks_suffice(self, sequence: Sequence, found: list[int], num_running: int) -> bool:
-        """Room for every known token, and one spare block for each running sequence to grow into."""
+        """Whether there are blocks for every known token, and one spare block per running sequence."""
         if not sequence.has_memory:
             return True
         num_new = sequence.num_blocks_for(sequence.num_tokens) - len(found)
@@ -247,7 +247,7 @@ class Admission:
         if sequence.num_cached is None:
             sequence.num_cached = min(num_cached, sequence.num_prompt)
             if sequence.request.num_charged is None:
-                self._meter.admitted(sequence.tenant_id, sequence.num_prompt, sequence.num_cached)
+                self._meter.count_admission(sequence.tenant_id, sequence.num_prompt, sequence.num_cached)
             self._queue.charge(sequence, INPUT_PRICE * (sequence.num_prompt - sequence.num_cached))
         if sequence.order is None:
             sequence.order = self._num_admitted

@@ -1,24 +1,22 @@
-"""Whose waiting sequence is next: virtual token counters per tenant (VTC, Sheng et al., OSDI 2024).
+"""The fair queue: waiting sequences in the order of virtual token counters per tenant (VTC, Sheng et al., OSDI 2024).
 
-In: waiting sequences and the cost of what was served. Out: sequences in fair order. The tenant that
-was served least, priced and divided by its weight, goes first; within a tenant, first come first
-served. A tenant that returns is lifted to the least counter of those waiting, so idling saves up no
-credit. Bound (VTC's fairness theorem): while two tenants both wait and what they wait for is a turn,
-their weighted service differs by at most twice the larger of one longest prompt's price, with its
-adapter's load, and the price of everything running at once, with what it holds. With `engine.max_tenant_slowdown` it is
-`MAX_LEAD` more: a tenant may be given the place of another's stream, ahead of this order, until it was served by so
-much more than any tenant that waits. A sequence marked as urgent (it was
-preempted, or could not be placed while others passed it) is offered first. What fits, and when, is
-for admission to decide.
+The tenant that was served least, priced and divided by its weight, goes first; within a tenant, first come first
+served. A returning tenant is lifted to the lowest counter of the waiting tenants, so idling earns no credit. Urgent
+sequences (preempted, or passed by others because they did not fit) are offered first. What fits, and when, is for
+admission to decide.
 
-Over several replicas: a tenant that was served more elsewhere than the others that wait here owes the difference
-(`hear_elsewhere`), and while it does, whatever it gets here is charged up to `SURCHARGE` times. So of two tenants that
-wait here, none gets less here than the other's service divided by `SURCHARGE`, but for one bound, and one that owes
-nothing is ahead over all replicas by at most `SURCHARGE` bounds, and what was not told yet. What exceeds `MAX_DEBT` is
-forgiven. Who hears nothing from elsewhere charges nothing for it.
+VTC's bound: while two tenants both wait for a turn, their weighted service differs by at most twice the larger of one
+longest prompt's price, with its adapter load, and the price of everything running at once, with what it holds.
+`engine.max_tenant_slowdown` adds `MAX_LEAD`: a tenant may get the place of another's stream, ahead of this order, until
+it is that far ahead of every waiting tenant.
 
-There are two classes, each with counters of its own: batches' sequences, for which nobody waits, are offered after all
-others. The bound holds within a class.
+Over several replicas: `add_remote_service` reports what other replicas served. A tenant that got more there than the
+other tenants that wait here has a remote debt, and its service here is charged up to `SURCHARGE` times until the debt
+is paid. So no waiting tenant gets less here than another's service divided by `SURCHARGE`, apart from one bound, and a
+tenant without debt is ahead over all replicas by at most `SURCHARGE` bounds plus what is not reported yet. Debt above
+`MAX_REMOTE_DEBT` is forgiven. Without reports nothing is charged.
+
+There are two classes with their own counters: interactive sequences, then batch ones. The bound holds within a class.
 """
 
 from __future__ import annotations
@@ -35,47 +33,47 @@ from app.engine.stats import TenantService
 INPUT_PRICE = 1.0
 OUTPUT_PRICE = 2.0
 RANK_ROW_PRICE = 1.0
-#: What a running sequence holds is read in every step, and kept from others: each block and rank row, per token that
-#: the sequence gets. A context of 1,000 tokens and an adapter of rank 64 each add one to a token's price of two.
+#: A running sequence's blocks and rank rows are read in every step and kept from others, so each is charged per
+#: generated token: a context of 1,000 tokens and an adapter of rank 64 each add one to a token's price of two.
 HELD_BLOCK_PRICE = 1 / 64
 HELD_ROW_PRICE = 1 / 64
 
-#: By how much more a tenant may have been served, in these prices and by weight, and still be given another's place.
+#: The lead, in these prices and by weight, up to which a tenant may still be given another's place.
 MAX_LEAD = 4096.0
 
-#: What is served here to a tenant that was served more elsewhere is charged so many times at most, and
-#: what it owes for that is no more than this, in these prices and by weight: it bounds what a wrong report can do.
+#: The factor on the charges of a tenant with remote debt, and the most debt it may have, in these prices and by weight.
+#: The latter bounds the effect of a wrong report.
 SURCHARGE = 4.0
-MAX_DEBT = 16384.0
+MAX_REMOTE_DEBT = 16384.0
 
-#: Counters of absent tenants that are remembered; beyond it the lowest are forgotten, which favours
-#: a returning tenant by at most the difference to the queue's least counter.
+#: The number of absent tenants whose counters are kept. Beyond it the lowest are dropped, which favours a returning
+#: tenant by at most the difference to the queue's lowest counter.
 MAX_ABSENT_TENANTS = 4096
 
 
 class _Tenant:
-    __slots__ = ("counter", "debt", "elsewhere", "num_waiting", "queue", "served")
+    __slots__ = ("counter", "num_waiting", "queue", "remote_debt", "remote_served", "served")
 
     def __init__(self) -> None:
         self.counter = 0.0
-        self.served = 0.0  # weighted service here since it is known: only grows, and absence does not lift it
-        self.elsewhere: float | None = None  # the same of other replicas, as last heard while it waits
-        self.debt = 0.0  # by how much more it was served elsewhere than others that wait here
+        self.served = 0.0  # weighted service here; only grows, not lifted after an absence
+        self.remote_served: float | None = None  # the same on other replicas, as last reported while it waits
+        self.remote_debt = 0.0  # how much more other replicas served it than others that wait here
         self.num_waiting = 0  # in `queue` or urgent
         self.queue: dict[str, Sequence] = {}  # by request id, in arrival order
 
 
 class _Class:
-    """The tenants of one class, and what of them waits."""
+    """The tenants of one class, and their waiting sequences."""
 
-    __slots__ = ("last_left", "num_waiting", "tenants", "urgent", "waiting_tenants")
+    __slots__ = ("last_counter", "num_waiting", "tenants", "urgent", "waiting_tenants")
 
     def __init__(self) -> None:
         self.tenants: dict[str, _Tenant] = {}
         self.urgent: dict[str, Sequence] = {}
         self.num_waiting = 0
         self.waiting_tenants: dict[str, None] = {}  # in the order in which they began to wait
-        self.last_left = 0.0  # counter of the tenant that emptied the class
+        self.last_counter = 0.0  # counter of the tenant whose sequence was the last to leave
 
     def enter(self, sequence: Sequence) -> _Tenant:
         tenant = self.tenants.get(sequence.tenant_id)
@@ -83,9 +81,9 @@ class _Class:
             tenant = self.tenants[sequence.tenant_id] = _Tenant()
         if tenant.num_waiting == 0:
             waiting = [self.tenants[other].counter for other in self.waiting_tenants]
-            lift = max(0.0, (min(waiting) if waiting else self.last_left) - tenant.counter)
+            lift = max(0.0, (min(waiting) if waiting else self.last_counter) - tenant.counter)
             tenant.counter += lift
-            tenant.debt = max(0.0, tenant.debt - lift)  # the credit that an absence loses pays it
+            tenant.remote_debt = max(0.0, tenant.remote_debt - lift)  # the credit lost by the absence pays debt
             self.waiting_tenants[sequence.tenant_id] = None
         tenant.num_waiting += 1
         self.num_waiting += 1
@@ -98,10 +96,10 @@ class _Class:
         tenant.num_waiting -= 1
         if not tenant.num_waiting:
             del self.waiting_tenants[sequence.tenant_id]
-            tenant.elsewhere = None
+            tenant.remote_served = None
         self.num_waiting -= 1
         if self.num_waiting == 0:
-            self.last_left = tenant.counter
+            self.last_counter = tenant.counter
 
     def candidates(self) -> Iterator[Sequence]:
         yield from self.urgent.values()
@@ -121,15 +119,15 @@ class _Class:
             cost = charged if is_admitted else INPUT_PRICE * sequence.num_pending / sequence.request.weight
             heapq.heapreplace(heap, (counter + cost, index, queue))
 
-    def hear_elsewhere(self, served: Mapping[str, float], *, continues: bool) -> None:
+    def add_remote_service(self, served: Mapping[str, float], *, continues: bool) -> None:
         waiting = [(name, self.tenants[name]) for name in self.waiting_tenants]
         for name, tenant in waiting:
-            before, tenant.elsewhere = tenant.elsewhere, served.get(name)
-            if continues and before is not None and tenant.elsewhere is not None:
-                tenant.debt += max(0.0, tenant.elsewhere - before)
-        least = min((tenant.debt for _, tenant in waiting), default=0.0)
+            before, tenant.remote_served = tenant.remote_served, served.get(name)
+            if continues and before is not None and tenant.remote_served is not None:
+                tenant.remote_debt += max(0.0, tenant.remote_served - before)
+        least = min((tenant.remote_debt for _, tenant in waiting), default=0.0)
         for _, tenant in waiting:
-            tenant.debt = min(tenant.debt - least, MAX_DEBT)
+            tenant.remote_debt = min(tenant.remote_debt - least, MAX_REMOTE_DEBT)
 
     def forget_absent(self, present: set[str]) -> None:
         if len(self.tenants) <= MAX_ABSENT_TENANTS:
@@ -145,122 +143,124 @@ class FairQueue:
     """Waiting sequences of all tenants."""
 
     def __init__(self) -> None:
-        self._awaited, self._batches = _Class(), _Class()
+        self._interactive, self._batches = _Class(), _Class()
 
     def __len__(self) -> int:
-        return self._awaited.num_waiting + self._batches.num_waiting
+        return self._interactive.num_waiting + self._batches.num_waiting
 
     def push(self, sequence: Sequence) -> None:
-        """Queue a new arrival behind its tenant's others."""
+        """Queue a new sequence behind its tenant's others."""
         self._class(sequence).enter(sequence).queue[sequence.request_id] = sequence
 
     def push_preempted(self, sequence: Sequence) -> None:
-        """Queue a sequence that had to give its blocks back first of its class: its stream has stopped."""
-        mine = self._class(sequence)
-        mine.enter(sequence)
-        mine.urgent = {sequence.request_id: sequence, **mine.urgent}
+        """Queue a preempted sequence first of its class: its stream has stopped."""
+        own_class = self._class(sequence)
+        own_class.enter(sequence)
+        own_class.urgent = {sequence.request_id: sequence, **own_class.urgent}
 
     def push_back(self, sequence: Sequence) -> None:
-        """Queue a sequence that gave its place to another tenant's first of its tenant's."""
+        """Queue a sequence that gave its place to another tenant's, first of its tenant's."""
         tenant = self._class(sequence).enter(sequence)
         tenant.queue = {sequence.request_id: sequence, **tenant.queue}
 
     def first_of_each(self) -> list[Sequence]:
-        """A waiting sequence of each tenant that waits, batches aside: the one it waits longest with."""
-        firsts = {sequence.tenant_id: sequence for sequence in reversed(self._awaited.urgent.values())}
-        tenants = self._awaited.tenants
-        for tenant_id in self._awaited.waiting_tenants:
+        """The next sequence of each waiting tenant, without batch sequences."""
+        firsts = {sequence.tenant_id: sequence for sequence in reversed(self._interactive.urgent.values())}
+        tenants = self._interactive.tenants
+        for tenant_id in self._interactive.waiting_tenants:
             if tenant_id not in firsts:
                 firsts[tenant_id] = next(iter(tenants[tenant_id].queue.values()))
         return list(firsts.values())
 
     def remove(self, sequence: Sequence) -> None:
-        """Take out a sequence that was admitted or aborted."""
+        """Remove a sequence that was admitted or aborted."""
         self._class(sequence).remove(sequence)
 
     def waiting_tenants(self) -> Set[str]:
-        """Tenants with a waiting sequence that is no batch's, as a live view."""
-        return self._awaited.waiting_tenants.keys()
+        """Tenants with a waiting interactive sequence, as a live view."""
+        return self._interactive.waiting_tenants.keys()
 
     def mark_urgent(self, sequence: Sequence) -> None:
-        """Offer this sequence before all others from now on, in the order of marking. Not for batches'."""
-        if sequence.request_id not in self._awaited.urgent:
-            del self._awaited.tenants[sequence.tenant_id].queue[sequence.request_id]
-            self._awaited.urgent[sequence.request_id] = sequence
+        """Offer this interactive sequence before all others from now on, in the order of marking."""
+        if sequence.request_id not in self._interactive.urgent:
+            del self._interactive.tenants[sequence.tenant_id].queue[sequence.request_id]
+            self._interactive.urgent[sequence.request_id] = sequence
 
     def is_urgent(self, sequence: Sequence) -> bool:
-        """Whether it is offered before all others; a batch's never is."""
-        return sequence.request_id in self._awaited.urgent
+        """Whether it is offered before all others; batch sequences never are."""
+        return sequence.request_id in self._interactive.urgent
 
     @property
     def num_urgent(self) -> int:
-        return len(self._awaited.urgent)
+        return len(self._interactive.urgent)
 
     def candidates(self) -> Iterator[Sequence]:
-        """All waiting sequences in the order they should be tried. The queue must not change meanwhile.
+        """All waiting sequences in the order to try them. The queue must not change during the iteration.
 
-        Each one offered counts as what it was charged, or as if it were admitted if it was not, so one tenant's backlog
-        does not hide the others.
+        Each offered sequence advances its tenant's position by its charge, or by its prompt's price if it was not
+        admitted, so that one tenant's backlog does not hide the others.
         """
-        yield from self._awaited.candidates()
+        yield from self._interactive.candidates()
         yield from self._batches.candidates()
 
     def charge_token(self, sequence: Sequence) -> None:
-        """Count a generated token, and what the sequence held for it, against its tenant."""
+        """Charge a generated token, and the memory held for it, to the sequence's tenant."""
         held = HELD_BLOCK_PRICE * sequence.num_blocks + HELD_ROW_PRICE * sequence.num_needed
         self.charge(sequence, OUTPUT_PRICE + held)
 
     def charge(self, sequence: Sequence, price: float) -> None:
-        """Count served work, in prompt tokens, against the sequence's tenant."""
+        """Charge served work, in prompt tokens, to the sequence's tenant."""
         tenant = self._class(sequence).tenants[sequence.tenant_id]
         price /= sequence.request.weight
-        extra = min(tenant.debt, (SURCHARGE - 1) * price)
-        tenant.debt -= extra
+        extra = min(tenant.remote_debt, (SURCHARGE - 1) * price)
+        tenant.remote_debt -= extra
         tenant.served += price
         tenant.counter += price + extra
 
-    def hear_elsewhere(self, served: Mapping[str, float], *, continues: bool) -> None:
-        """Learn what tenants that wait here were served on other replicas: totals that grow, priced and by weight.
+    def add_remote_service(self, served: Mapping[str, float], *, continues: bool) -> None:
+        """Record what other replicas served to tenants that wait here: growing totals, priced and by weight.
 
-        `continues`: what is new since the last such call was served while this queue listened, and counts. Otherwise,
-        and for a tenant that has just begun to wait, a total is only where counting begins. One that has become smaller
-        (a replica has left, placement has restarted) counts nothing.
+        `continues`: no report was missed since the last call, so the increase counts. Otherwise, and for a tenant that
+        has just begun to wait, a total is only the starting point. A total that has shrunk (a replica has left,
+        placement has restarted) counts as no increase.
         """
-        self._awaited.hear_elsewhere(served, continues=continues)
+        self._interactive.add_remote_service(served, continues=continues)
 
     def service(self) -> TenantService:
-        """Batches aside, what tenants were served here, without what was charged for other replicas. Any thread."""
-        served = {tenant_id: tenant.served for tenant_id, tenant in self._awaited.tenants.copy().items()}
-        return TenantService(served, tuple(self._awaited.waiting_tenants.copy()))
+        """What interactive requests were served here per tenant, without surcharges. Any thread."""
+        served = {tenant_id: tenant.served for tenant_id, tenant in self._interactive.tenants.copy().items()}
+        return TenantService(served, tuple(self._interactive.waiting_tenants.copy()))
 
-    def debt_of(self, tenant_id: str) -> float:
-        """What a tenant owes for service elsewhere; 0 of one that is not known."""
-        tenant = self._awaited.tenants.get(tenant_id)
-        return tenant.debt if tenant is not None else 0.0
+    def remote_debt_of(self, tenant_id: str) -> float:
+        """A tenant's remote debt; 0 for an unknown tenant."""
+        tenant = self._interactive.tenants.get(tenant_id)
+        return tenant.remote_debt if tenant is not None else 0.0
 
     def gap(self) -> float:
-        """How far the counters of tenants that wait are apart: what the bound is about, as of now."""
-        tenants = self._awaited.tenants.copy()
-        counters = [tenants[name].counter for name in self._awaited.waiting_tenants.copy() if name in tenants]
+        """The current spread of the waiting tenants' counters, which VTC bounds."""
+        tenants = self._interactive.tenants.copy()
+        counters = [tenants[name].counter for name in self._interactive.waiting_tenants.copy() if name in tenants]
         return max(counters) - min(counters) if counters else 0.0
 
     def least_waiting(self) -> float:
-        """Virtual counter of the tenant that was served least of those that wait, batches aside; infinite of none."""
-        return min((self._awaited.tenants[name].counter for name in self._awaited.waiting_tenants), default=math.inf)
+        """The lowest counter of the tenants with waiting interactive sequences; infinite if there are none."""
+        return min(
+            (self._interactive.tenants[name].counter for name in self._interactive.waiting_tenants), default=math.inf
+        )
 
     def counter_of(self, tenant_id: str) -> float:
-        """Virtual counter of a tenant, batches aside; 0 of one that is not known."""
-        tenant = self._awaited.tenants.get(tenant_id)
+        """A tenant's counter in the interactive class; 0 for an unknown tenant."""
+        tenant = self._interactive.tenants.get(tenant_id)
         return tenant.counter if tenant is not None else 0.0
 
     def counters(self) -> dict[str, float]:
-        """Virtual counter per known tenant, batches aside."""
-        return {tenant_id: tenant.counter for tenant_id, tenant in self._awaited.tenants.copy().items()}
+        """Counter per known tenant of the interactive class."""
+        return {tenant_id: tenant.counter for tenant_id, tenant in self._interactive.tenants.copy().items()}
 
     def forget_absent(self, present: set[str]) -> None:
-        """Drop the lowest counters of tenants with nothing here, if there are too many."""
-        self._awaited.forget_absent(present)
+        """Drop the lowest counters of tenants without sequences here, if there are too many."""
+        self._interactive.forget_absent(present)
         self._batches.forget_absent(present)
 
     def _class(self, sequence: Sequence) -> _Class:
-        return self._batches if sequence.request.is_batch else self._awaited
+        return self._batches if sequence.request.is_batch else self._interactive

@@ -1,7 +1,7 @@
-"""The sequences that live in one engine: which of them run, and what happens to what they hold when they stop.
+"""The live sequences of one engine: the running ones, and what happens to their memory when they stop.
 
 A sequence is live from the step that queues it until its last chunk. While it runs it holds blocks and a reference on
-its adapter's rows; both are given back when it ends or is preempted, and then waiting sequences may start.
+its adapter's rows; both are released when it ends or is preempted, and then waiting sequences may start.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from app.engine.sequence import Sequence, Status
 
 
 class LiveSequences:
-    """`running` is in order of first admission, the oldest first."""
+    """All live sequences. `running` is in order of first admission, the oldest first."""
 
     def __init__(self, blocks: BlockPool, adapters: AdapterPool, meter: EngineMeter, admission: Admission) -> None:
         self._blocks = blocks
@@ -31,19 +31,19 @@ class LiveSequences:
         return self._num_of.get(digest, 0)
 
     def add(self, sequence: Sequence) -> None:
-        """A sequence arrives."""
+        """Register a new sequence."""
         self._by_id[sequence.request_id] = sequence
         digest = sequence.adapter_digest
         if digest is not None:
             self._num_of[digest] = self._num_of.get(digest, 0) + 1
 
     def run(self, admitted: list[Sequence]) -> None:
-        """These start; they hold their blocks and rows."""
+        """Start admitted sequences, which hold their blocks and rows."""
         self.running += admitted
         self.running.sort(key=_order)
 
     def stop(self, sequence: Sequence) -> None:
-        """Take what a running sequence holds; the caller queues it again."""
+        """Stop a running sequence and release what it holds; the caller queues it again."""
         self.running.remove(sequence)
         self._give_back(sequence)
         sequence.forget_memory()
@@ -51,7 +51,7 @@ class LiveSequences:
         self._meter.num_preemptions += 1
 
     def end(self, request_id: str, reason: FinishReason, error: Exception | None = None) -> TokenChunk | None:
-        """End a live sequence early and give back what it holds; None if there is none (it has just finished)."""
+        """End a live sequence early and release what it holds; None if it has just finished or is unknown."""
         sequence = self._by_id.get(request_id)
         if sequence is None:
             return None
@@ -59,7 +59,7 @@ class LiveSequences:
             self.running.remove(sequence)
             self._give_back(sequence)
         else:
-            self._admission.leave(sequence)
+            self._admission.cancel(sequence)
         self._meter.num_aborted += 1
         self._forget(sequence)
         return self.last_chunk(sequence, reason, error=error)
@@ -70,7 +70,7 @@ class LiveSequences:
         return [chunk for request_id in live if (chunk := self.end(request_id, "error", error)) is not None]
 
     def reopen(self) -> None:
-        """What the adapter tables hold has changed: waiting sequences may start, or are to be refused."""
+        """Let admission look again: the adapter tables have changed."""
         self._admission.reopen()
 
     def finish(
@@ -82,14 +82,14 @@ class LiveSequences:
         *,
         vector: bytes = b"",
     ) -> TokenChunk:
-        """The last chunk of a running sequence that is complete; it stays in `running` until `drop_finished`."""
+        """The last chunk of a complete running sequence; it stays in `running` until `drop_finished`."""
         self._give_back(sequence)
         self._forget(sequence)
         self._meter.num_finished += 1
         return self.last_chunk(sequence, reason, token_ids, logprobs, vector=vector)
 
     def drop_finished(self) -> None:
-        """Take the sequences that `finish` has ended out of `running`."""
+        """Remove the finished sequences from `running`."""
         self.running = [sequence for sequence in self.running if sequence.status is Status.RUNNING]
 
     def last_chunk(
@@ -104,10 +104,10 @@ class LiveSequences:
     ) -> TokenChunk:
         """The chunk that ends a sequence, with its usage."""
         matched_stop = sequence.matched_stop() if reason == "stop" else None
-        usage, consumption = sequence.usage(), sequence.consumption()
-        self._meter.ended(sequence.tenant_id, consumption)
+        usage, request_usage = sequence.usage(), sequence.request_usage()
+        self._meter.count_usage(sequence.tenant_id, request_usage)
         return TokenChunk(
-            sequence.request_id, token_ids, logprobs, reason, matched_stop, usage, error, vector, consumption
+            sequence.request_id, token_ids, logprobs, reason, matched_stop, usage, error, vector, request_usage
         )
 
     def check(self, num_waiting: int) -> None:
@@ -127,7 +127,7 @@ class LiveSequences:
         assert sum(self._num_of.values()) == sum(1 for s in self._by_id.values() if s.adapter is not None)
 
     def _give_back(self, sequence: Sequence) -> None:
-        """Return blocks and adapter of a sequence that stops running; its order of arrival is kept."""
+        """Release the blocks and the adapter of a sequence that stops running."""
         sequence.count_held(self._meter.now_s)
         self._blocks.release(sequence.held_blocks())
         if sequence.adapter_digest is not None:
@@ -136,7 +136,7 @@ class LiveSequences:
 
     def _forget(self, sequence: Sequence) -> None:
         sequence.status = Status.FINISHED
-        sequence.adapter = None  # the batch builder may remember the sequence for as long as nothing runs
+        sequence.adapter = None  # the batch builder may keep the sequence while nothing runs
         del self._by_id[sequence.request_id]
         digest = sequence.adapter_digest
         if digest is not None:

@@ -1,23 +1,22 @@
-"""What one step is to do: the plan that the scheduler makes and the adapter writer and the batch builder carry out.
+"""The plan of one step: made by the scheduler, carried out by the adapter loader and the batch builder.
 
-In: the scheduler's decisions. Out: frozen values. Rule: `items` hold their blocks, and a reference on their adapter's
-rows, before anybody sees the plan.
+Frozen values. Sequences in `items` already hold their blocks and a reference on their adapter's rows.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from app.engine.adapters.adapter import LoraAdapter
-from app.engine.errors import AdapterKeptOut
+from app.engine.errors import AdapterPoolFull
 from app.engine.sequence import Sequence
 
 
 class AdapterWrite(NamedTuple):
-    """Copy an adapter's weights into rows from `row_start` and point `adapter_slot` at them, for a tenant.
+    """Copy an adapter's weights into rows from `row_start` and point `adapter_slot` at them, on behalf of a tenant.
 
-    `sequence` is the one that asked for it; None: nobody's request did.
+    `sequence` caused the write; None for a load command.
     """
 
     adapter_slot: int
@@ -28,20 +27,19 @@ class AdapterWrite(NamedTuple):
 
 
 class Refusal(NamedTuple):
-    """No sequence of this adapter can start, for this reason."""
+    """The error that ends every waiting sequence of this adapter."""
 
     digest: str
-    error: AdapterKeptOut
+    error: AdapterPoolFull
 
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """One step: how many tokens of which sequences (neighbours share an adapter), after which writes.
+    """One step: the tokens to compute per sequence (equal adapters are neighbours), after the adapter writes.
 
-    `refusals`: adapters whose waiting sequences are to be ended.
+    `refusals`: adapters whose waiting sequences end with an error.
     """
 
     items: list[tuple[Sequence, int]]
     adapter_writes: list[AdapterWrite]
-    preempted: list[Sequence]
-    refusals: list[Refusal] = field(default_factory=list)
+    refusals: list[Refusal]

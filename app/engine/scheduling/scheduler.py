@@ -1,31 +1,33 @@
-"""What the next step computes: continuous batching with chunked prefill.
+"""The scheduler: continuous batching with chunked prefill.
 
-In: sequences to run or to end, and each step's output. Out: a `Schedule` per step and the chunks it
-produced. Every running sequence that decodes gets its token first; the rest of the token budget, no more than the pace
-of prefill allows beside them, is shared by prefill chunks and newly admitted sequences. When blocks run out the
-youngest gives all of its own back and is computed again later (preemption by recompute), a batch's before others: the
-oldest always finishes, so everyone does. Arrays are the batch builder's, memory is the pools'.
+It makes a `Schedule` per step and turns the step's output into chunks. Every decoding sequence gets its token first;
+prefill chunks and newly admitted sequences share the rest of the token budget, at most what the prefill budget allows.
+When blocks run out, the youngest sequence, batch ones before others, releases all of its blocks and is recomputed later
+(preemption by recompute). The oldest always finishes, so every sequence does. Arrays are the batch builder's, memory is
+the pools'.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+
+import numpy as np
+from numpy.typing import NDArray
 
 from app.engine.batch import ForwardOutput
+from app.engine.errors import AdapterOverflow, EngineFailure
 from app.engine.meter import EngineMeter
 from app.engine.pools.adapter_pool import AdapterPool
 from app.engine.pools.block_pool import BlockPool, num_prefix_blocks
-from app.engine.request import TokenChunk
+from app.engine.request import PoolingParams, TokenChunk, TokenLogprobs
 from app.engine.scheduling.admission import Admission
-from app.engine.scheduling.chunked_prefill import PrefillBudget, keep_room, spend_rest, split_prefill
+from app.engine.scheduling.chunked_prefill import PrefillBudget, fill_prefill, limit_prefill, split_prefill
 from app.engine.scheduling.fair_queue import INPUT_PRICE, FairQueue
 from app.engine.scheduling.live_sequences import LiveSequences
-from app.engine.scheduling.outputs import logprobs_of, overflow_error, pooled
 from app.engine.scheduling.schedule import AdapterWrite, Refusal, Schedule
 from app.engine.scheduling.tenant_isolation import TenantIsolation
 from app.engine.sequence import Sequence, Status
 from app.engine.spec_decode.spec_decoder import SpecDecoder
-from app.engine.stats import TenantService
 
 
 class Scheduler:
@@ -40,90 +42,75 @@ class Scheduler:
         max_num_batched_tokens: int,
         max_num_seqs: int,
         max_write_bytes: int,
-        pace: PrefillBudget,
-        isolation: TenantIsolation,
-        speculator: SpecDecoder,
+        prefill_budget: PrefillBudget,
+        tenant_isolation: TenantIsolation,
+        spec_decoder: SpecDecoder,
     ) -> None:
         self._blocks = blocks
         self._has_memory = blocks.num_blocks > 0
-        self._head_index = num_prefix_blocks(blocks.block_size) - 1
+        self._prefix_end_block = num_prefix_blocks(blocks.block_size) - 1
         self._adapters = adapters
         self._meter = meter
         self._max_tokens = max_num_batched_tokens
         self._max_sequences = min(max_num_seqs, max_num_batched_tokens)  # each decodes one token per step
-        self._pace = pace
-        self._isolation = isolation
-        self._speculator = speculator
-        self._queue = FairQueue()
-        self._admission = Admission(self._queue, blocks, adapters, meter, max_write_bytes=max_write_bytes)
+        self._prefill_budget = prefill_budget
+        self._isolation = tenant_isolation
+        self._spec_decoder = spec_decoder
+        self.queue = FairQueue()
+        self._admission = Admission(self.queue, blocks, adapters, meter, max_write_bytes=max_write_bytes)
         self.live = LiveSequences(blocks, adapters, meter, self._admission)
-
-    @property
-    def num_waiting(self) -> int:
-        return len(self._queue)
 
     @property
     def num_running(self) -> int:
         return len(self.live.running)
 
-    def service_gap(self) -> float:
-        """How far the weighted service of tenants that wait is apart, in prompt tokens."""
-        return self._queue.gap()
-
-    def service(self) -> TenantService:
-        """What tenants were served here, and which of them wait; any thread may ask."""
-        return self._queue.service()
-
-    def hear_elsewhere(self, served: Mapping[str, float], *, continues: bool) -> None:
-        """`FairQueue.hear_elsewhere`."""
-        self._queue.hear_elsewhere(served, continues=continues)
-
     def add(self, sequence: Sequence) -> TokenChunk | None:
-        """Queue a sequence. One that was already complete when it was resumed is answered at once."""
+        """Queue a sequence. A resumed one that is already complete is answered at once."""
         reason = sequence.finish_reason()
         if reason is not None:
             sequence.status = Status.FINISHED
             return self.live.last_chunk(sequence, reason)
         self.live.add(sequence)
-        self._queue.push(sequence)
+        self.queue.push(sequence)
         self._admission.reopen()
         return None
 
     def schedule(self) -> Schedule:
-        """Plan one step. Blocks for every planned token are held afterwards."""
+        """Plan one step. Afterwards the blocks of all planned tokens are held."""
         items: list[tuple[Sequence, int]] = []
         prefills: list[Sequence] = []
         block_size = self._blocks.block_size
-        running, queue = self.live.running, self._queue
-        room_of: dict[str, int] = {}
+        running, queue = self.live.running, self.queue
+        token_limit_of: dict[str, int] = {}
         if self._isolation.is_on and self._has_memory:
-            room_of = self._isolation.wide(running, queue.first_of_each(), queue.counter_of)
-        favoured: list[Sequence] = []
-        displaced: list[Sequence] = []
-        if room_of:
+            token_limit_of = self._isolation.token_limits(running, queue.first_of_each(), queue.counter_of)
+        preferred: list[Sequence] = []
+        if token_limit_of:
             places = self._max_sequences - len(running)
-            favoured, displaced = self._isolation.make_places(running, queue, room_of, places, self._displace)
+            preferred = self._isolation.make_places(running, queue, token_limit_of, places, self._displace)
         preempted: list[Sequence] = []
-        left_out = self._isolation.take_turns(running, room_of)
+        skipped = self._isolation.take_turns(running, token_limit_of)
         index = 0
         while index < len(running):
             sequence = running[index]
             index += 1
-            sequence.num_drafted = 0  # of a step that was planned and could not be computed
+            sequence.num_draft_tokens = 0  # left from a step that was planned but not computed
             if sequence.num_tokens - sequence.num_computed > 1 or not sequence.has_memory:
                 prefills.append(sequence)
                 continue
-            if left_out and sequence.request_id in left_out:
+            if skipped and sequence.request_id in skipped:
                 continue
             if sequence.num_computed == sequence.num_blocks * block_size and not self._grow(sequence, preempted):
-                index -= 1  # it is not among them any more
+                index -= 1  # it was removed from `running`
                 continue
             items.append((sequence, 1))
-        num_paced = sum(sequence.tenant_id not in room_of for sequence, _ in items) if room_of else len(items)
-        budget = self._pace.max_tokens(num_paced, self._max_tokens - len(items))  # wide tenants' streams hold up nobody
+        num_decoding = len(items)
+        if token_limit_of:  # the streams of wide tenants do not reduce the prefill budget
+            num_decoding = sum(sequence.tenant_id not in token_limit_of for sequence, _ in items)
+        budget = self._prefill_budget.max_tokens(num_decoding, self._max_tokens - len(items))
         prefills = [sequence for sequence in prefills if sequence.status is Status.RUNNING]
         counts = self._split(prefills, budget)
-        keep_room(prefills, counts, room_of)
+        limit_prefill(prefills, counts, token_limit_of)
         budget -= sum(counts)
         writes: list[AdapterWrite] = []
         refusals: list[Refusal] = []
@@ -132,43 +119,42 @@ class Scheduler:
             num_batches = sum(sequence.request.is_batch for sequence in running)
             batch_room = max(1, self._max_sequences // 2) - num_batches
             admitted, writes, refusals = self._admission.admit(
-                room, budget, len(running), max(0, batch_room), room_of, favoured
+                room, budget, len(running), max(0, batch_room), token_limit_of, preferred
             )
             for sequence in admitted:
-                count = min(sequence.num_pending, budget, room_of.get(sequence.tenant_id, budget))
+                count = min(sequence.num_pending, budget, token_limit_of.get(sequence.tenant_id, budget))
                 if not count:
                     continue
                 items.append((sequence, count))
                 budget -= count
-                if sequence.tenant_id in room_of:
-                    room_of[sequence.tenant_id] -= count
+                if sequence.tenant_id in token_limit_of:
+                    token_limit_of[sequence.tenant_id] -= count
             if admitted:
                 self.live.run(admitted)
-        spend_rest(prefills, counts, budget, room_of)
+        fill_prefill(prefills, counts, budget, token_limit_of)
         items += [(sequence, count) for sequence, count in zip(prefills, counts, strict=True) if count]
         assert items or refusals or not queue or self._adapters.num_referenced, (
-            "with nothing running, and no adapter being brought, the first in the queue always fits"
+            "with nothing running, and no adapter being loaded, the first in the queue always fits"
         )
-        items = self._speculator.plan(items, len(running))
+        items = self._spec_decoder.plan(items, len(running))
         items.sort(key=_adapter_slot)
-        return Schedule(items, writes, displaced + preempted, refusals)
+        return Schedule(items, writes, refusals)
 
     def observe(self, plan: Schedule, took_s: float) -> None:
-        """Learn from how long computing a planned step took."""
-        if any(sequence.num_drafted for sequence, _ in plan.items):
-            return  # such a step says nothing about how long one of prompts, or of single tokens, takes
+        """Update the time estimates with the duration of a computed step."""
+        if any(sequence.num_draft_tokens for sequence, _ in plan.items):
+            return  # its time fits neither the estimate for prompts nor the one for single tokens
         prompt_counts = [count for _, count in plan.items if count > 1]
         num_decoding = len(plan.items) - len(prompt_counts)
-        self._pace.observe(num_decoding, sum(prompt_counts), took_s)
+        self._prefill_budget.observe(num_decoding, sum(prompt_counts), took_s)
         self._isolation.observe(num_decoding + sum(prompt_counts), took_s)
 
     def commit(self, plan: Schedule, output: ForwardOutput | None) -> list[TokenChunk]:
-        """Book a computed step: tokens, full blocks, charges, ends. One chunk per sequence that drew a token, or was
-        embedded.
+        """Account for a computed step: tokens, full blocks, charges, ends. One chunk per sequence with a token or an
+        embedding.
 
-        Without output nothing was computed, and there is nothing to book.
-        A sequence whose output overflowed, or whose grammar cannot go on, ends with an error, and what it computed in
-        this step is not shared.
+        `output` is None if nothing was computed. A sequence whose output overflowed, or whose grammar cannot go on,
+        ends with an error, and its blocks of this step are not published.
         """
         chunks: list[TokenChunk] = []
         if output is None:
@@ -178,8 +164,8 @@ class Scheduler:
         for sequence, count in plan.items:
             self._meter.num_tokens_computed += count
             if sequence.pooling is None:
-                num_rows = 1 + sequence.num_drafted
-                is_complete = sequence.num_computed + count == sequence.num_tokens + sequence.num_drafted
+                num_rows = 1 + sequence.num_draft_tokens
+                is_complete = sequence.num_computed + count == sequence.num_tokens + sequence.num_draft_tokens
                 chunk = self._commit_text(sequence, count, output, row if is_complete else None)
                 row += num_rows * is_complete
             else:
@@ -190,7 +176,7 @@ class Scheduler:
         assert row == len(output.token_ids), "the backend drew a token for every sample row and no other"
         if self._meter.num_finished != num_finished:
             self.live.drop_finished()
-            self._queue.forget_absent({sequence.tenant_id for sequence in self.live.running})
+            self.queue.forget_absent({sequence.tenant_id for sequence in self.live.running})
         self._meter.num_steps += 1
         return chunks
 
@@ -198,23 +184,23 @@ class Scheduler:
         """Assert that blocks, references and counts are accounted for; for tests."""
         self._blocks.check()
         self._adapters.check()
-        self.live.check(len(self._queue))
+        self.live.check(len(self.queue))
 
     def _commit_text(
         self, sequence: Sequence, count: int, output: ForwardOutput, first_row: int | None
     ) -> TokenChunk | None:
-        """`first_row`: where the output has what follows the sequence's tokens; None while its prompt is computed."""
+        """`first_row`: the sequence's first row in the output; None until its prompt is complete."""
         before = sequence.num_computed
-        after = sequence.num_computed = before + count - sequence.num_drafted
+        after = sequence.num_computed = before + count - sequence.num_draft_tokens
         failure = sequence.constraint.error if sequence.constraint is not None else None
         if failure is not None or first_row in output.overflowed:
-            return self.live.end(sequence.request_id, "error", failure or overflow_error(sequence))
-        token_ids = () if first_row is None else self._take(sequence, output, first_row)
+            return self.live.end(sequence.request_id, "error", failure or _overflow_error(sequence))
+        token_ids = () if first_row is None else self._accept_tokens(sequence, output, first_row)
         sequence.num_computed = max(after, before + len(token_ids))
         self._publish(sequence, before)
         if first_row is None:
             return None
-        logprobs = logprobs_of(output, first_row, token_ids) if sequence.wants_logprobs else ()
+        logprobs = _logprobs_of(output, first_row, token_ids) if sequence.wants_logprobs else ()
         if token_ids[-1] in sequence.stop_ids or sequence.num_output >= sequence.max_tokens:
             reason = sequence.finish_reason()
             assert reason is not None
@@ -223,28 +209,28 @@ class Scheduler:
         return TokenChunk(sequence.request_id, token_ids, logprobs, usage=sequence.usage() if is_first else None)
 
     def _commit_pooled(self, sequence: Sequence, count: int, output: ForwardOutput, index: int) -> TokenChunk | None:
-        """`index`: the sequence's place among those that the step pools."""
+        """`index`: the sequence's place among the pooled ones of the step."""
         before = sequence.num_computed
         sequence.num_computed = before + count
         is_complete = sequence.num_computed == sequence.num_tokens
-        vector = pooled(sequence, output, index, is_complete=is_complete)
+        vector = _pool_output(sequence, output, index, is_complete=is_complete)
         if vector is None:
-            return self.live.end(sequence.request_id, "error", overflow_error(sequence))
+            return self.live.end(sequence.request_id, "error", _overflow_error(sequence))
         self._publish(sequence, before)
         return self.live.finish(sequence, "stop", vector=vector) if is_complete else None
 
-    def _take(self, sequence: Sequence, output: ForwardOutput, first_row: int) -> tuple[int, ...]:
-        """The tokens that a sequence's rows add to its answer: charged one by one, wrong guesses as what they cost."""
-        verified = self._speculator.verify(sequence, output, first_row)
+    def _accept_tokens(self, sequence: Sequence, output: ForwardOutput, first_row: int) -> tuple[int, ...]:
+        """Add the step's tokens to the answer and charge them; rejected draft tokens are charged like prompt tokens."""
+        verified = self._spec_decoder.verify(sequence, output, first_row)
         for _ in verified.token_ids:
-            self._meter.generated(sequence.tenant_id)
-            self._queue.charge_token(sequence)
-        if verified.num_wrong:
-            self._queue.charge(sequence, INPUT_PRICE * verified.num_wrong)
+            self._meter.count_generated_token(sequence.tenant_id)
+            self.queue.charge_token(sequence)
+        if verified.num_rejected:
+            self.queue.charge(sequence, INPUT_PRICE * verified.num_rejected)
         return verified.token_ids
 
     def _grow(self, sequence: Sequence, preempted: list[Sequence]) -> bool:
-        """One more block, from the free ones or from others behind it; False if it had to give way itself."""
+        """Allocate one more block, preempting younger sequences if none is free. False if it was preempted itself."""
         while True:
             blocks = self._blocks.allocate(1)
             if blocks is not None:
@@ -253,14 +239,13 @@ class Scheduler:
                 return True
             victim = self._youngest(sequence)
             self.live.stop(victim)
-            self._queue.push_preempted(victim)
+            self.queue.push_preempted(victim)
             preempted.append(victim)
             if victim is sequence:
                 return False
 
     def _youngest(self, sequence: Sequence) -> Sequence:
-        """Whom to preempt of `sequence` and those behind it, which are not planned yet: the youngest batch, else the
-        youngest."""
+        """The sequence to preempt, from `sequence` on: the youngest batch sequence, else the youngest."""
         for other in reversed(self.live.running):
             if other.request.is_batch:
                 return other
@@ -271,10 +256,10 @@ class Scheduler:
     def _displace(self, sequence: Sequence) -> None:
         """Take a running sequence's place for another tenant's."""
         self.live.stop(sequence)
-        self._queue.push_back(sequence)
+        self.queue.push_back(sequence)
 
     def _publish(self, sequence: Sequence, before: int) -> None:
-        """Share the blocks that the step has filled; `before` it so many tokens were computed."""
+        """Publish the blocks that this step has filled; `before` it so many tokens were computed."""
         first, end = before // self._blocks.block_size, sequence.num_computed // self._blocks.block_size
         if first == end or not sequence.has_memory:
             return
@@ -282,15 +267,55 @@ class Scheduler:
         for index in range(first, end):
             self._blocks.publish(
                 int(sequence.block_table[index]), hashes[index], sequence.block_bytes(index),
-                is_head=index == self._head_index,
+                ends_prefix=index == self._prefix_end_block,
             )  # fmt: skip
 
     def _split(self, prefills: list[Sequence], budget: int) -> list[int]:
-        """Tokens of each. Without KV memory a text is computed whole; all fitted into one step when they started."""
+        """Tokens per prompt. Without KV memory a text is computed whole; admission made sure that it fits."""
         if not self._has_memory:
             return [sequence.num_pending for sequence in prefills]
-        return split_prefill(prefills, budget, self._queue.waiting_tenants())
+        return split_prefill(prefills, budget, self.queue.waiting_tenants())
 
 
 def _adapter_slot(item: tuple[Sequence, int]) -> int:
     return item[0].adapter_slot
+
+
+def _pool_output(sequence: Sequence, output: ForwardOutput, index: int, *, is_complete: bool) -> bytes | None:
+    """Store a step's sums. Returns the embedding when complete, b"" before, None if it is not finite."""
+    assert sequence.pooling is not None
+    assert output.sums is not None, "the backend has added up what was to be pooled"
+    sequence.pooled_sums = output.sums[index]
+    return embedding(sequence.pooled_sums, sequence.num_tokens, sequence.pooling) if is_complete else b""
+
+
+def _overflow_error(sequence: Sequence) -> Exception:
+    """The error of a sequence whose next token or embedding is not a finite number."""
+    where = f"is not a finite number after {sequence.num_tokens} tokens"
+    adapter = sequence.request.adapter
+    if adapter is None:
+        return EngineFailure(f"the output of the base model {where}")
+    return AdapterOverflow(
+        f"the output of adapter {adapter.name!r} {where}: its values are too large; lower alpha or train it again"
+    )
+
+
+def _logprobs_of(output: ForwardOutput, first_row: int, token_ids: tuple[int, ...]) -> tuple[TokenLogprobs, ...]:
+    lines = []
+    for row, token_id in enumerate(token_ids, first_row):
+        top = output.top_logprobs[row]
+        pairs = () if top is None else tuple(zip(top[0].tolist(), top[1].tolist(), strict=True))
+        lines.append(TokenLogprobs(token_id, float(output.logprobs[row]), pairs))
+    return tuple(lines)
+
+
+def embedding(sums: NDArray[np.float64], num_tokens: int, params: PoolingParams) -> bytes | None:
+    """The embedding of a text of `num_tokens`, as little-endian float32, from the sums [H] over its pooled rows.
+
+    None if a number is not finite. A zero vector stays as it is. The length is an exact sum, rounded once.
+    """
+    vector = sums[: params.num_dimensions] / (num_tokens if params.method == "mean" else 1)
+    if not np.isfinite(vector).all():
+        return None
+    length = math.sqrt(math.fsum((vector * vector).tolist()))
+    return (vector / length if length > 0 else vector).astype("<f4").tobytes()

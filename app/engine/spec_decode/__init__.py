@@ -1,1 +1,1 @@
-"""Tokens guessed before they are drawn, to verify several in one step."""
+"""Speculative decoding: several draft tokens verified in one step."""

@@ -1,8 +1,7 @@
-"""What may come next because it came next before, in the same text or in one that the client predicts.
+"""Draft tokens by n-gram lookup: what followed the last tokens earlier in the same text, or in a predicted one.
 
-In: the token ids of a sequence, and those of a prediction. Out: a guess, as token ids, or nothing. Rule: a guess is a
-function of ids alone. Whether it is right is found out by verifying it. Prompt lookup is Saxena's
-(https://github.com/apoorvumang/prompt-lookup-decoding, 2023); OpenAI calls the other one predicted outputs.
+A draft is a function of token ids alone. Prompt lookup is Saxena's
+(https://github.com/apoorvumang/prompt-lookup-decoding, 2023); OpenAI calls the other kind predicted outputs.
 """
 
 from __future__ import annotations
@@ -15,40 +14,40 @@ from numpy.typing import NDArray
 
 Ids = NDArray[np.int32]
 
-#: So many last tokens must have come before, and no more than so many are compared to choose the best place. In a text
-#: of one's own two are too few: every value of a JSON object begins with the same two.
+#: The fewest last tokens that must occur earlier, and the most that are compared to choose the best place. In the
+#: sequence's own text two are too few: every value of a JSON object begins with the same two.
 MIN_MATCH, MIN_MATCH_PREDICTED, MAX_MATCH = 3, 2, 8
 
-_NOTHING: Ids = np.empty(0, np.int32)
-_NOTHING.flags.writeable = False
+NOTHING: Ids = np.empty(0, np.int32)
+NOTHING.flags.writeable = False
 
 
 def propose_ngram(known: Ids, max_tokens: int) -> Ids:
-    """Up to `max_tokens` ids that followed where `known` [n] last had the longest end in common with its own.
+    """Up to `max_tokens` ids that followed where the longest suffix of `known` [n] last occurred in it.
 
-    Where what followed reaches the end of `known`, it goes on from there: what repeats is expected to repeat.
+    Where these reach the end of `known`, they are repeated.
     """
     place = _best_place(known, known, MIN_MATCH)
     if place is None or max_tokens <= 0:
-        return _NOTHING
+        return NOTHING
     return np.resize(known[place + 1 :], max_tokens)
 
 
-def predicted(output: Ids, prediction: Ids, max_tokens: int) -> Ids:
+def propose_predicted(output: Ids, prediction: Ids, max_tokens: int) -> Ids:
     """Up to `max_tokens` ids that follow in `prediction` [m] where it agrees with the end of `output` [n].
 
-    An output that is the prediction so far goes on with it, however short.
+    An output that equals the beginning of the prediction continues with it, however short.
     """
     place: int | None = len(output) - 1
     if not np.array_equal(prediction[: len(output)], output):
         place = _best_place(output, prediction, MIN_MATCH_PREDICTED)
-    return _NOTHING if place is None else prediction[place + 1 : place + 1 + max_tokens]
+    return NOTHING if place is None else prediction[place + 1 : place + 1 + max_tokens]
 
 
-def num_predicted(output: Sequence[int], prediction: Sequence[int]) -> int:
-    """How many tokens of an output a prediction foretold: those that follow in it where the two tokens before are.
+def num_predicted_tokens(output: Sequence[int], prediction: Sequence[int]) -> int:
+    """How many tokens of an output were predicted: those that follow in the prediction after the same two tokens.
 
-    Counted from ids alone, and so the same whatever was verified in one step.
+    Counted from ids alone, so independent of what was verified together.
     """
     place_after = {pair: place + 2 for place, pair in enumerate(itertools.pairwise(prediction))}
     count, place = 0, 0
@@ -61,7 +60,7 @@ def num_predicted(output: Sequence[int], prediction: Sequence[int]) -> int:
 
 
 def _best_place(known: Ids, source: Ids, min_match: int) -> int | None:
-    """The last index of `source`, but for its end, at which it ends as `known` does, for as many tokens as possible."""
+    """The last index of `source`, except its end, with the longest common suffix with `known`."""
     if len(known) < min_match:
         return None
     places = np.flatnonzero(source[:-1] == known[-1])

@@ -1,9 +1,8 @@
-"""Which tokens a step verifies beside those it computes anyway, and which of them an answer keeps.
+"""Speculative decoding: adds draft tokens to a step and keeps those that the model would have drawn.
 
-In: a step's sequences that decode, and what the step drew. Out: guesses behind their known tokens, and the tokens that
-count. Rule: a token counts if it was drawn from the logits that follow its own answer; a guess only lets the step know
-those logits early. So an answer has the same bits with any guess and with none. Whose turn it is and who gives way when
-memory is short is the scheduler's.
+A token counts if it was drawn from the logits after the answer's own tokens; a draft token only makes these logits
+available earlier. So an answer has the same bits with any draft and with none. The scheduler decides which sequences
+run and which are preempted.
 """
 
 from __future__ import annotations
@@ -17,24 +16,23 @@ from app.engine.config import Speculation
 from app.engine.meter import EngineMeter
 from app.engine.pools.block_pool import BlockPool
 from app.engine.sequence import DraftLength, Sequence
-from app.engine.spec_decode.ngram_proposer import Ids, predicted, propose_ngram
+from app.engine.spec_decode.ngram_proposer import NOTHING, Ids, propose_ngram, propose_predicted
 
-#: Rows of a step, those of decoding included, up to which "auto" guesses. On two cores with AVX-512 a step of 8 rows
-#: takes twice as long as one of a single row, and each row beyond that as much as the first.
+#: Rows of a step, one per decoding sequence included, up to which "auto" adds draft tokens. On two cores with AVX-512 a
+#: step of 8 rows takes twice as long as one of a single row, and each row beyond that as much as the first
+#: (docs/reference/performance.md).
 AUTO_ROWS = 8
 
-_NOTHING: Ids = np.empty(0, np.int32)
 
-
-class Verified(NamedTuple):
-    """The tokens that one sequence's rows add to its answer, and how many guesses were in vain."""
+class VerifiedTokens(NamedTuple):
+    """The tokens that one sequence's rows add to its answer, and the number of rejected draft tokens."""
 
     token_ids: tuple[int, ...]
-    num_wrong: int
+    num_rejected: int
 
 
 class SpecDecoder:
-    """Guesses for one engine."""
+    """The draft tokens of one engine."""
 
     def __init__(
         self,
@@ -45,19 +43,19 @@ class SpecDecoder:
         max_num_batched_tokens: int,
         num_draft_rows: int,
     ) -> None:
-        """`num_draft_rows`: as in BackendLimits; 0 guesses nothing."""
+        """`num_draft_rows`: as in BackendLimits; 0 switches it off."""
         self._is_auto = setting == "auto"
-        self._most = 0 if setting == "off" else num_draft_rows if setting == "auto" else setting
+        self._max_draft_tokens = 0 if setting == "off" else num_draft_rows if setting == "auto" else setting
         self._blocks = blocks
         self._meter = meter
         self._max_tokens = max_num_batched_tokens
         self._num_rows = num_draft_rows
 
     def plan(self, items: list[tuple[Sequence, int]], num_running: int) -> list[tuple[Sequence, int]]:
-        """The same items, those that decode with guesses behind them as far as rows and memory are free."""
-        if not self._most or not self._num_rows:
+        """The same items, with draft tokens for decoding sequences as far as rows and blocks are free."""
+        if not self._max_draft_tokens or not self._num_rows:
             return items
-        decoding = [i for i, (sequence, count) in enumerate(items) if _decodes(sequence, count)]
+        decoding = [i for i, (sequence, count) in enumerate(items) if _is_decoding(sequence, count)]
         if self._is_auto:
             room = min(AUTO_ROWS - len(decoding), self._num_rows) if len(decoding) == len(items) else 0
         else:
@@ -67,88 +65,88 @@ class SpecDecoder:
             if room <= 0:
                 break
             sequence = items[index][0]
-            self._guess(sequence, min(-(-room // num_left), self._most), num_running)
-            items[index] = (sequence, 1 + sequence.num_drafted)
-            room -= sequence.num_drafted
+            self._add_draft(sequence, min(-(-room // num_left), self._max_draft_tokens), num_running)
+            items[index] = (sequence, 1 + sequence.num_draft_tokens)
+            room -= sequence.num_draft_tokens
         return items
 
-    def verify(self, sequence: Sequence, output: ForwardOutput, first_row: int) -> Verified:
-        """Append what a sequence's rows drew, as far as each follows from the ones before.
+    def verify(self, sequence: Sequence, output: ForwardOutput, first_row: int) -> VerifiedTokens:
+        """Append the tokens drawn for a sequence, as far as each follows from the ones before.
 
-        `first_row` of `output` is the sequence's first; a row for each of its guesses follows. A row whose mask could
-        not be made, or whose logits overflowed, is left to the next step, which has it first.
+        `first_row` of `output` is the sequence's first; one row per draft token follows. A row whose mask could not be
+        computed, or whose logits overflowed, is left to the next step, which computes it first.
         """
-        guesses = sequence.drafted_ids.tolist()
-        sequence.num_drafted = 0
-        num_sure = 1 + len(guesses) if sequence.constraint is None else sequence.constraint.num_sure
+        draft_ids = sequence.draft_ids.tolist()
+        sequence.num_draft_tokens = 0
+        num_sure = 1 + len(draft_ids) if sequence.constraint is None else sequence.constraint.num_sure
         token_ids: list[int] = []
-        num_right = 0
-        for index in range(1 + len(guesses)):
+        num_accepted = 0
+        for index in range(1 + len(draft_ids)):
             if index and (index >= num_sure or first_row + index in output.overflowed):
                 break
             token_id = int(output.token_ids[first_row + index])
             sequence.append(token_id)
             token_ids.append(token_id)
-            if index == len(guesses) or token_id != guesses[index]:
+            if index == len(draft_ids) or token_id != draft_ids[index]:
                 break
-            num_right += 1
-        if guesses:
-            sequence.pace_of_guess.told(len(guesses), num_right)
-            self._meter.guessed(len(guesses), num_right)
-        return Verified(tuple(token_ids), len(guesses) - num_right)
+            num_accepted += 1
+        if draft_ids:
+            sequence.draft_length.observe(len(draft_ids), num_accepted)
+            self._meter.count_draft_tokens(len(draft_ids), num_accepted)
+        return VerifiedTokens(tuple(token_ids), len(draft_ids) - num_accepted)
 
-    def _guess(self, sequence: Sequence, room: int, num_running: int) -> None:
-        """Put up to `room` ids behind the sequence's known tokens, with blocks for them."""
+    def _add_draft(self, sequence: Sequence, room: int, num_running: int) -> None:
+        """Add up to `room` draft tokens to the sequence, with blocks for them."""
         room = min(room, sequence.max_tokens - sequence.num_output - 1)
         if room <= 0:
             return
-        guess = self._forced_or_found(sequence, room)
-        if not len(guess):
+        draft_tokens = self._choose_draft(sequence, room)
+        if not len(draft_tokens):
             return
-        wanted = sequence.num_blocks_for(sequence.num_tokens + len(guess)) - sequence.num_blocks
-        if wanted > 0 and self._blocks.num_free >= num_running + wanted:
-            blocks = self._blocks.allocate(wanted)
+        num_new = sequence.num_blocks_for(sequence.num_tokens + len(draft_tokens)) - sequence.num_blocks
+        if num_new > 0 and self._blocks.num_free >= num_running + num_new:
+            blocks = self._blocks.allocate(num_new)
             assert blocks is not None, "free blocks were counted"
             sequence.count_held(self._meter.now_s)
             sequence.add_blocks(blocks)
-        sequence.draft(guess[: sequence.num_blocks * sequence.block_size - sequence.num_tokens])
+        sequence.set_draft_tokens(draft_tokens[: sequence.num_blocks * sequence.block_size - sequence.num_tokens])
 
-    def _forced_or_found(self, sequence: Sequence, room: int) -> Ids:
-        """What the grammar asks for, else what a prediction or the text so far suggests and the grammar allows."""
-        ahead = None
+    def _choose_draft(self, sequence: Sequence, room: int) -> Ids:
+        """Tokens that the grammar forces, else tokens from a prediction or the text so far that the grammar allows."""
+        matcher = None
         if sequence.constraint is not None:
-            ahead = sequence.constraint.ahead(sequence.output_ids)
-            if ahead is None:
-                return _NOTHING
-            if length := self._length(sequence.forced_pace, room):
-                forced = _cut(sequence, np.array(ahead.forced()[:length], np.int32))
+            matcher = sequence.constraint.matcher_after(sequence.output_ids)
+            if matcher is None:
+                return NOTHING
+            if length := self._length(sequence.forced_draft_length, room):
+                forced = _until_end(sequence, np.array(matcher.forced_token_ids()[:length], np.int32))
                 if len(forced):
-                    sequence.pace_of_guess = sequence.forced_pace
+                    sequence.draft_length = sequence.forced_draft_length
                     return forced
-        length = self._length(sequence.found_pace, room)
-        found = _cut(sequence, _found(sequence, length)) if length else _NOTHING
-        sequence.pace_of_guess = sequence.found_pace
-        return found if ahead is None or not len(found) else found[: ahead.num_allowed(found.tolist())]
+        length = self._length(sequence.ngram_draft_length, room)
+        draft = _until_end(sequence, _propose(sequence, length)) if length else NOTHING
+        sequence.draft_length = sequence.ngram_draft_length
+        return draft if matcher is None or not len(draft) else draft[: matcher.num_allowed(draft.tolist())]
 
-    def _length(self, pace: DraftLength, room: int) -> int:
-        return min(pace.length(), room) if self._is_auto else room
+    def _length(self, draft_length: DraftLength, room: int) -> int:
+        return min(draft_length.length(), room) if self._is_auto else room
 
 
-def _decodes(sequence: Sequence, count: int) -> bool:
+def _is_decoding(sequence: Sequence, count: int) -> bool:
     return count == 1 and sequence.num_pending == 1 and sequence.pooling is None and sequence.has_memory
 
 
-def _found(sequence: Sequence, length: int) -> Ids:
+def _propose(sequence: Sequence, length: int) -> Ids:
     if len(sequence.prediction):
-        guess = predicted(sequence.output_ids, sequence.prediction, length)
-        if len(guess):
-            return guess
+        draft_tokens = propose_predicted(sequence.output_ids, sequence.prediction, length)
+        if len(draft_tokens):
+            return draft_tokens
     return propose_ngram(sequence.token_ids[: sequence.num_tokens], length)
 
 
-def _cut(sequence: Sequence, guess: Ids) -> Ids:
-    """The guess up to the first token that would end the answer: the row before draws that one by itself."""
-    for index, token_id in enumerate(guess.tolist()):
+def _until_end(sequence: Sequence, draft_tokens: Ids) -> Ids:
+    """The draft up to the first token that would end the answer: the row before draws that one by itself."""
+    for index, token_id in enumerate(draft_tokens.tolist()):
         if token_id in sequence.end_ids:
-            return guess[:index]
-    return guess
+            return draft_tokens[:index]
+    return draft_tokens

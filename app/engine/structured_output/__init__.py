@@ -1,1 +1,1 @@
-"""Answers that follow a grammar."""
+"""Structured output: answers that follow a JSON schema, a regular expression, a choice or a grammar."""

@@ -1,7 +1,7 @@
-"""Which tokens may come next in an answer with a grammar: llguidance over the base's own tokens.
+"""Structured output with llguidance: which tokens may come next, over the base model's own vocabulary.
 
-In: a tokenizer as JSON, grammars as text (`grammars` makes them), token ids as they are drawn. Out: one bit per token.
-Rule: bits depend on the grammar and on the sequence's own tokens alone; what runs into a limit ends its own sequence.
+Grammars are texts from `grammar_builder`; the result is one bit per token. The bits depend on the grammar and on the
+sequence's own tokens alone; a grammar that exceeds a limit ends its own sequence.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 from app.engine.errors import InvalidRequest
 from app.engine.structured_output.grammar_builder import below, json_grammar, subschemas
 
-#: Fuel is counted by llguidance: about 50,000 a millisecond for compiling, 14,000 a millisecond (20,000 items) for a
-#: mask. So a grammar that is made to be slow ends after some milliseconds.
+#: llguidance counts fuel: about 50,000 per millisecond for compiling, 14,000 per millisecond (20,000 items) for a mask.
+#: A grammar that is made to be slow thus ends after some milliseconds.
 _LIMITS = LLParserLimits(
     initial_lexer_fuel=200_000,
     step_lexer_fuel=60_000,
@@ -28,44 +28,44 @@ _LIMITS = LLParserLimits(
     max_grammar_size=50_000,
     verbose_errors=False,
 )
-#: Compiled grammars that a vocabulary keeps; each is some hundred kilobytes at most.
+#: The number of compiled grammars kept; each takes some hundred kilobytes at most.
 _NUM_KEPT = 64
 _MAX_TRIES = 100
-#: Where a message begins to show the grammar.
+#: The part of a message that quotes the grammar.
 _DRAWING = re.compile(r"\n\s*\d* *\|.*", re.DOTALL)
 
 
 class Vocabulary:
-    """The tokens that a model may draw. One thread compiles with it at a time; masks are computed by any."""
+    """The tokens that a model may draw. One thread at a time compiles with it; any thread computes masks."""
 
     def __init__(self, tokenizer_json: str, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
         """Takes about a fifth of a second for 50,000 tokens."""
         tokenizer = LLTokenizer(tokenizer_json, n_vocab=vocab_size, eos_token=list(eos_token_ids))
         self._tokenizer = tokenizer.with_slices(LLTokenizer.json_slices())
-        self._kept: OrderedDict[tuple[str, str], LLMatcher] = OrderedDict()
+        self._compiled: OrderedDict[tuple[str, str], LLMatcher] = OrderedDict()
         self.num_words = -(-vocab_size // 32)
 
     @property
-    def num_kept(self) -> int:
-        """Compiled grammars."""
-        return len(self._kept)
+    def num_compiled(self) -> int:
+        """Compiled grammars in memory."""
+        return len(self._compiled)
 
     def matcher(self, grammar: str, tenant_id: str) -> GrammarMatcher:
-        """At the beginning of an answer. Compiled grammars are kept for a tenant's next request.
+        """A matcher at the beginning of an answer. Compiled grammars are kept for a tenant's next request.
 
         Raises InvalidRequest.
         """
         key = (tenant_id, grammar)
-        found = self._kept.get(key)
+        found = self._compiled.get(key)
         if found is None:
             found = LLMatcher(self._tokenizer, grammar, log_level=0, limits=_LIMITS)
             if found.is_error():
                 raise InvalidRequest(why(found.get_error()))
-            self._kept[key] = found
-            if len(self._kept) > _NUM_KEPT:
-                self._kept.popitem(last=False)
-        self._kept.move_to_end(key)
-        return GrammarMatcher(found.deep_copy())  # of one that has seen no token: its limits count nobody else's steps
+            self._compiled[key] = found
+            if len(self._compiled) > _NUM_KEPT:
+                self._compiled.popitem(last=False)
+        self._compiled.move_to_end(key)
+        return GrammarMatcher(found.deep_copy())  # a fresh copy: llguidance's limits count per matcher
 
     def complaint(self, grammar: str) -> str:
         """Why this grammar cannot be used; empty if it can."""
@@ -74,7 +74,7 @@ class Vocabulary:
 
 
 class GrammarMatcher:
-    """How far one answer has come in its grammar. One thread at a time."""
+    """The position of one answer in its grammar. One thread at a time."""
 
     __slots__ = ("_matcher",)
 
@@ -82,28 +82,28 @@ class GrammarMatcher:
         self._matcher = matcher
 
     def consume(self, token_ids: list[int]) -> None:
-        """The answer's next tokens. Raises InvalidRequest for one that the grammar does not allow there."""
+        """Advance by the answer's next tokens. Raises InvalidRequest for one that the grammar does not allow."""
         if not self._matcher.consume_tokens(token_ids):
             raise InvalidRequest(f"the answer left its grammar: {why(self._matcher.get_error())}")
 
     def fill(self, words: NDArray[np.uint32]) -> None:
-        """Bit i of words [W], lowest first, is whether token i may come next; written in place.
+        """Write the mask: bit i of words [W], lowest first, is whether token i may come next.
 
-        Where the answer is complete that is only the token that ends it. Raises InvalidRequest for a grammar that runs
-        into a limit here.
+        Where the answer is complete that is only the token that ends it. Raises InvalidRequest for a grammar that
+        exceeds a limit here.
         """
         self._matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
         if self._matcher.is_error():
-            raise InvalidRequest(f"the grammar is too complex at this place: {why(self._matcher.get_error())}")
+            raise InvalidRequest(f"the grammar is too complex at this point: {why(self._matcher.get_error())}")
 
     def copy(self) -> GrammarMatcher:
-        """Another that has come as far, and goes on without this one."""
+        """A copy at the same position, independent of this matcher."""
         return GrammarMatcher(self._matcher.deep_copy())
 
-    def forced(self) -> list[int]:
-        """The tokens that the grammar's only possible text begins with, as its tokenizer would write them, if any.
+    def forced_token_ids(self) -> list[int]:
+        """The next tokens, as the tokenizer would write them, if the grammar allows only one text.
 
-        This matcher's masks may differ afterwards: ask a copy.
+        This matcher's masks may differ afterwards: call it on a copy.
         """
         return list(self._matcher.compute_ff_tokens())
 
@@ -117,23 +117,23 @@ class GrammarMatcher:
 
 
 def why(message: str) -> str:
-    """llguidance's reason in one line, without the grammar's text."""
+    """llguidance's reason in one line, without the quoted grammar."""
     return " ".join(_DRAWING.sub("", message).split())[:300]
 
 
 def place_of(schema: Mapping[str, Any], place: str, vocabulary: Vocabulary) -> tuple[str, str]:
-    """Where in a schema that cannot be enforced the reason lies, as a JSON pointer, and the reason.
+    """The JSON pointer of the part of a schema that cannot be enforced, and the reason.
 
-    It is the innermost schema that cannot be enforced alone, and the keyword in it if without that one it could be.
-    Tries `_MAX_TRIES` of them.
+    It is the innermost schema that cannot be enforced by itself, and in it the keyword without which it could be.
+    Checks at most `_MAX_TRIES` schemas.
     """
     definitions = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
-    left = _MAX_TRIES
+    tries_left = _MAX_TRIES
 
     def complaint(candidate: Mapping[str, Any]) -> str:
-        nonlocal left
-        left -= 1
-        return vocabulary.complaint(json_grammar({**definitions, **candidate}, place)) if left >= 0 else ""
+        nonlocal tries_left
+        tries_left -= 1
+        return vocabulary.complaint(json_grammar({**definitions, **candidate}, place)) if tries_left >= 0 else ""
 
     pointer, innermost, reason = "#", schema, vocabulary.complaint(json_grammar(schema, place))
     while True:
@@ -143,7 +143,7 @@ def place_of(schema: Mapping[str, Any], place: str, vocabulary: Vocabulary) -> t
                 break
         else:
             break
-    for keyword in innermost if left >= len(innermost) else ():
+    for keyword in innermost if tries_left >= len(innermost) else ():
         if not complaint({name: value for name, value in innermost.items() if name != keyword}):
             return below(pointer, keyword), reason
     return pointer, reason

@@ -1,8 +1,8 @@
-"""What an answer may be, as one grammar's text: a JSON schema, a regular expression, a list of choices, Lark rules.
+"""Grammars as text, from a JSON schema, a regular expression, a list of choices or Lark rules.
 
-In: what a client asks for. Out: the text of a grammar for `guidance.Vocabulary`, or an InvalidRequest that names the
-place and the limit. Rule: sizes are checked here, before the grammar's library sees anything: some of its steps recurse
-once per rule, and the stack of a process that serves others is no client's to fill.
+The result is for `backend_guidance.Vocabulary`; an InvalidRequest names the place and the limit. Sizes are checked
+before llguidance sees anything: some of its steps recurse once per rule, and a client must not overflow the stack of a
+process that serves others.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from app.engine.errors import InvalidRequest
 if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
 
-#: Of a grammar as text, of a regular expression and of one choice.
+#: Limits of a grammar's text, of a regular expression and of a choice.
 MAX_GRAMMAR_CHARS, MAX_REGEX_CHARS = 65_536, 4096
-#: Of a JSON schema: levels, values at all levels together, and references.
+#: Limits of a JSON schema: levels, values at all levels together, references.
 MAX_DEPTH, MAX_VALUES, MAX_REFERENCES = 64, 4000, 300
-#: Of a Lark grammar: rules and terminals.
+#: Rules and terminals of a client's Lark grammar.
 MAX_RULES = 100
 MAX_CHOICES = 1000
 
-#: JSON as Python's json writes it, and chat templates with it: one space, and none that has no end.
+#: JSON as Python's json and chat templates write it: one space after separators, no unbounded whitespace.
 _JSON_OPTIONS: JsonCompileOptions = {
     "item_separator": ", ",
     "key_separator": ": ",
@@ -37,19 +37,20 @@ _JSON_OPTIONS: JsonCompileOptions = {
 _DIRECTIVES = frozenset({"ignore", "import", "regex", "llguidance"})
 _RULE = re.compile(r"^\s*[?!]?\w+[^\n:\"/]*:", re.MULTILINE)
 _DIRECTIVE = re.compile(r"%(\w+)")
-#: Below these a schema has schemas by name, in a list, or one.
+#: Keywords whose value has schemas by name, in a list, or is one schema.
 _BY_NAME = ("properties", "patternProperties", "$defs", "definitions")
 _LISTS, _SINGLE = ("anyOf", "allOf", "oneOf", "prefixItems"), ("items", "additionalProperties", "not")
 
 
 def json_grammar(schema: Mapping[str, Any] | bool, place: str, *, lenient: bool = False) -> str:
-    """A JSON value that is valid by this schema. `lenient`: keywords that cannot be enforced are left out.
+    """A grammar of the JSON values that are valid by this schema. `lenient` leaves out keywords that cannot be
+    enforced.
 
-    `place` is what the client calls the schema. Raises InvalidRequest.
+    `place` is the request field of the schema, for messages. Raises InvalidRequest.
     """
     check_schema(schema, place)
     text = json.dumps(_as_object(schema))
-    return _made(lambda: LLMatcher.grammar_from_json_schema(text, overrides=_options(lenient=lenient)), place)
+    return _build(lambda: LLMatcher.grammar_from_json_schema(text, overrides=_options(lenient=lenient)), place)
 
 
 def schema_rule(schema: Mapping[str, Any] | bool, place: str, *, lenient: bool) -> str:
@@ -59,48 +60,52 @@ def schema_rule(schema: Mapping[str, Any] | bool, place: str, *, lenient: bool) 
 
 
 def regex_grammar(pattern: str, place: str) -> str:
-    """A text that the whole expression matches. Raises InvalidRequest."""
+    """A grammar of the texts that the whole expression matches. Raises InvalidRequest."""
     if len(pattern) > MAX_REGEX_CHARS:
         raise InvalidRequest(
-            f"{place}: has {len(pattern)} characters; at most {MAX_REGEX_CHARS} are taken", param=place
+            f"{place}: has {len(pattern)} characters; at most {MAX_REGEX_CHARS} are allowed", param=place
         )
-    return _made(lambda: LLMatcher.grammar_from_regex(pattern), place)
+    return _build(lambda: LLMatcher.grammar_from_regex(pattern), place)
 
 
 def choice_grammar(choices: Sequence[str], place: str) -> str:
-    """One of these texts. Raises InvalidRequest."""
+    """A grammar of these texts. Raises InvalidRequest."""
     if not 1 <= len(choices) <= MAX_CHOICES:
         raise InvalidRequest(f"{place}: has {len(choices)} choices; give 1 to {MAX_CHOICES}", param=place)
     if "" in choices:
-        raise InvalidRequest(f"{place}: has an empty choice, which would be no answer", param=place)
-    return lark_grammar("start: " + " | ".join(quoted(choice) for choice in choices), place)
+        raise InvalidRequest(f"{place}: has an empty choice; every choice needs at least one character", param=place)
+    return lark_grammar("start: " + " | ".join(quote(choice) for choice in choices), place)
 
 
 def lark_grammar(text: str, place: str) -> str:
-    """A text that these rules derive from `start`. Raises InvalidRequest."""
+    """A grammar of the texts that these rules derive from `start`. Raises InvalidRequest."""
     if len(text) > MAX_GRAMMAR_CHARS:
-        raise InvalidRequest(f"{place}: has {len(text)} characters; at most {MAX_GRAMMAR_CHARS} are taken", param=place)
-    return _made(lambda: LLMatcher.grammar_from_lark(text), place)
+        raise InvalidRequest(
+            f"{place}: has {len(text)} characters; at most {MAX_GRAMMAR_CHARS} are allowed", param=place
+        )
+    return _build(lambda: LLMatcher.grammar_from_lark(text), place)
 
 
 def client_lark_grammar(text: str, place: str) -> str:
-    """The same for a client's own rules. Raises InvalidRequest."""
+    """The same for a client's own rules, which are limited further. Raises InvalidRequest."""
     num_rules = len(_RULE.findall(text))
     if num_rules > MAX_RULES:
-        raise InvalidRequest(f"{place}: has {num_rules} rules; at most {MAX_RULES} are taken", param=place)
+        raise InvalidRequest(f"{place}: has {num_rules} rules; at most {MAX_RULES} are allowed", param=place)
     unknown = next((name for name in _DIRECTIVE.findall(text) if name not in _DIRECTIVES), None)
     if unknown is not None:
-        raise InvalidRequest(f"{place}: %{unknown[:40]} is not taken in a grammar; a schema goes to json", param=place)
+        raise InvalidRequest(
+            f"{place}: %{unknown[:40]} is not supported in a grammar; send a schema as json", param=place
+        )
     return lark_grammar(text, place)
 
 
-def quoted(text: str) -> str:
+def quote(text: str) -> str:
     """A text as a Lark grammar writes it."""
     return json.dumps(text, ensure_ascii=False)
 
 
 def check_schema(schema: object, place: str) -> None:
-    """InvalidRequest for a schema that is none, or a larger one than is taken."""
+    """Raise InvalidRequest for a value that is no schema, or for a schema above the limits."""
     if not isinstance(schema, Mapping | bool):
         raise InvalidRequest(f"{place}: a JSON schema is an object, not {type(schema).__name__}", param=place)
     num_references = 0
@@ -118,12 +123,12 @@ def check_schema(schema: object, place: str) -> None:
 
 
 def below(pointer: str, *keys: str | int) -> str:
-    """A JSON pointer (RFC 6901) to what lies further down."""
+    """A JSON pointer (RFC 6901) extended by these keys."""
     return pointer + "".join("/" + str(key).replace("~", "~0").replace("/", "~1") for key in keys)
 
 
 def subschemas(schema: object, pointer: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """The schemas directly below one, each with where it is: a JSON pointer."""
+    """The schemas directly below one, each with its JSON pointer."""
     if not isinstance(schema, Mapping):
         return
     for keyword in _BY_NAME:
@@ -143,26 +148,26 @@ def subschemas(schema: object, pointer: str) -> Iterator[tuple[str, Mapping[str,
 
 
 def _as_object(schema: Mapping[str, Any] | bool) -> dict[str, Any]:
-    """The library takes options beside a schema's keywords, so it needs an object."""
+    """The schema as an object, because llguidance takes its options beside a schema's keywords."""
     return dict(schema) if isinstance(schema, Mapping) else {} if schema else {"allOf": [False]}
 
 
-def _made(make: Callable[[], str], place: str) -> str:
-    """What the grammar's library makes; what it cannot hold (half a surrogate, a huge number) is InvalidRequest."""
+def _build(make: Callable[[], str], place: str) -> str:
+    """Call llguidance; a value that it cannot represent (half a surrogate, a huge number) is an InvalidRequest."""
     try:
         return make()
     except ValueError as error:  # UnicodeEncodeError among them
         reason = "half a surrogate" if isinstance(error, UnicodeError) else str(error)[:200]
-        raise InvalidRequest(f"{place}: has something that no grammar can hold: {reason}", param=place) from None
+        raise InvalidRequest(f"{place}: has a value that no grammar can represent: {reason}", param=place) from None
 
 
 def _options(*, lenient: bool) -> JsonCompileOptions:
-    """Of the schema's compiler, all of them, so that a schema's own `x-guidance` changes none."""
+    """All options of the schema compiler, so that a schema's own `x-guidance` changes none."""
     return {**_JSON_OPTIONS, "lenient": lenient}
 
 
 def _values(value: object) -> Iterator[tuple[int, str, object]]:
-    """Every value at any depth, with its depth and its key. Without recursion: what is asked is how deep it goes."""
+    """Every value at any depth, with its depth and its key. Without recursion: the depth is not checked yet."""
     stack: list[tuple[int, str, object]] = [(1, "", value)]
     while stack:
         depth, key, item = stack.pop()

@@ -1,62 +1,56 @@
-"""Grammars compiled, and masks made, beside the engine's steps.
+"""Threads that compile grammars and compute masks beside the engine's steps.
 
-A sequence with a grammar comes out once, with its constraint or the reason why it has none, and queues then. One that
-is taken back meanwhile does not come out. No step waits for a compilation. A step's masks are made while its forward
-pass runs, and are there when its logits are.
+Every sequence with a grammar is handed back once, with its constraint or an error, and is queued then, unless it was
+cancelled. No step waits for a compilation. A step's masks are computed while its forward pass runs.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from app.engine.batch import TokenMasks
-from app.engine.constraint import Constraint, Matcher
+from app.engine.constraint import Constraint
 from app.engine.errors import EngineFailure, PolyloraError
 from app.engine.sequence import Sequence
 
-
-class CompiledGrammars(Protocol):
-    """The tokens of a model, and what grammars make of them (`guidance.Vocabulary`)."""
-
-    num_words: int
-
-    def matcher(self, grammar: str, tenant_id: str) -> Matcher: ...
+if TYPE_CHECKING:  # llguidance is loaded by the first grammar
+    from app.engine.structured_output.backend_guidance import Vocabulary
 
 
-#: Takes a sequence that may queue now, or with an error cannot. On the compiler's thread.
+#: Receives a sequence that is ready, or one that cannot run and its error. Called on the compiler's thread.
 OnCompiled = Callable[[Sequence, PolyloraError | None], None]
 
 
 class GrammarCompiler:
-    """One thread, which loads the vocabulary first."""
+    """Compiles grammars on one thread, which loads the vocabulary first."""
 
-    def __init__(self, load: Callable[[], CompiledGrammars], on_compiled: OnCompiled) -> None:
+    def __init__(self, load: Callable[[], Vocabulary], on_compiled: OnCompiled) -> None:
         self._thread = ThreadPoolExecutor(1, "grammars")
         self._vocabulary = self._thread.submit(load)
         self._on_compiled = on_compiled
-        self._waiting: dict[str, Sequence] = {}  # by request id; single operations only, they are atomic
+        self._waiting: dict[str, Sequence] = {}  # by request id; used by atomic single operations only
         self._masks: BitmaskBuilder | None = None
 
     @property
     def num_waiting(self) -> int:
         return len(self._waiting)
 
-    def take(self, sequence: Sequence) -> None:
-        """Compile a sequence's grammar and let it catch up with the tokens it comes with."""
+    def submit(self, sequence: Sequence) -> None:
+        """Compile a sequence's grammar and consume the tokens it resumes from."""
         self._waiting[sequence.request_id] = sequence
         self._thread.submit(self._compile, sequence)
 
-    def take_back(self, request_id: str) -> Sequence | None:
-        """A sequence that is still here, and will not come out any more."""
-        return self._waiting.pop(request_id, None)
+    def cancel(self, request_id: str) -> bool:
+        """Forget a sequence. True if it was still here; it is not handed back then."""
+        return self._waiting.pop(request_id, None) is not None
 
     def masks(self, drawing: list[Sequence]) -> TokenMasks | None:
-        """Begin with a step's masks (`BitmaskBuilder.start`)."""
+        """Start computing a step's masks (`BitmaskBuilder.start`)."""
         if self._masks is None:
             if all(sequence.constraint is None for sequence in drawing):
                 return None
@@ -82,14 +76,14 @@ class GrammarCompiler:
             sequence.constraint = Constraint(matcher, num_seen=len(sequence.request.resume_token_ids))
         except PolyloraError as found:
             error = found
-        except Exception as found:  # of the vocabulary, or of the grammar's library
+        except Exception as found:  # from loading the vocabulary, or from llguidance
             error = EngineFailure(f"the grammar could not be compiled: {type(found).__name__}: {found}")
         if self._waiting.pop(sequence.request_id, None) is sequence:
             self._on_compiled(sequence, error)
 
 
 class BitmaskBuilder:
-    """Makes masks on a thread of its own, which waits beside the engine's."""
+    """Computes masks on a thread of its own."""
 
     def __init__(self, num_words: int) -> None:
         self._num_words = num_words
@@ -97,21 +91,21 @@ class BitmaskBuilder:
         self._pending: Future[NDArray[np.uint32]] | None = None
 
     def start(self, drawing: list[Sequence]) -> TokenMasks | None:
-        """Begin with the masks of a step, a row for each sequence and then one for each of its guesses.
+        """Start computing the masks of a step: a row for each sequence and then one for each of its draft tokens.
 
         None if none of the sequences has a grammar.
         """
-        work = [(s.constraint, s.output_ids, s.drafted_ids) for s in drawing if s.constraint is not None]
+        work = [(s.constraint, s.output_ids, s.draft_ids) for s in drawing if s.constraint is not None]
         if not work:
             return None
-        nums_rows = [1 + sequence.num_drafted for sequence in drawing]
+        nums_rows = [1 + sequence.num_draft_tokens for sequence in drawing]
         has_mask = np.repeat([sequence.constraint is not None for sequence in drawing], nums_rows)  # [P]
         of_row = np.where(has_mask, np.cumsum(has_mask) - 1, -1).astype(np.int32)
         self._pending = self._thread.submit(self._fill, work)
         return TokenMasks(of_row, self._pending.result)
 
     def wait(self) -> None:
-        """Until no mask is being made: a forward pass that failed has not asked for its masks."""
+        """Wait until no mask is being computed: a forward pass that failed has not read its masks."""
         if self._pending is not None:
             self._pending.exception()
             self._pending = None
@@ -120,9 +114,9 @@ class BitmaskBuilder:
         self._thread.shutdown()
 
     def _fill(self, work: list[tuple[Constraint, NDArray[np.int32], NDArray[np.int32]]]) -> NDArray[np.uint32]:
-        words = np.empty((sum(1 + len(drafted_ids) for _, _, drafted_ids in work), self._num_words), np.uint32)
+        words = np.empty((sum(1 + len(draft_ids) for _, _, draft_ids in work), self._num_words), np.uint32)
         end = 0
-        for constraint, output_ids, drafted_ids in work:
-            first, end = end, end + 1 + len(drafted_ids)
-            constraint.fill(output_ids, drafted_ids, words[first:end])
+        for constraint, output_ids, draft_ids in work:
+            first, end = end, end + 1 + len(draft_ids)
+            constraint.fill(output_ids, draft_ids, words[first:end])
         return words

@@ -100,7 +100,7 @@ async def test_an_adapter_that_is_on_a_device_is_not_read_ahead(
     ref = service.registry.resolve("sql", "", handle_principal().tenant_id)
     assert ref is not None
     replica = service.fleet.replicas["replica-0"]
-    await asyncio.wrap_future(replica.thread.bring_adapter(service.fleet.adapters[ref.digest], ref))
+    await asyncio.wrap_future(replica.thread.load_adapter(service.fleet.adapters[ref.digest], ref))
     assert await service.preprocessor.resolver.resolve("sql", handle_principal()) == ref
 
 

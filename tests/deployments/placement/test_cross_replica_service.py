@@ -65,7 +65,7 @@ class QueueReplica:
         """Ask what tenants were served elsewhere; without an answer it is as `StatusReporter` does."""
         if books is not None:
             waiting = self.queue.service().waiting
-            self.queue.hear_elsewhere(books.elsewhere(self.replica_id, waiting), continues=self.listens)
+            self.queue.add_remote_service(books.elsewhere(self.replica_id, waiting), continues=self.listens)
         self.listens = books is not None
 
     def served(self, tenant: str) -> float:
@@ -142,8 +142,8 @@ def test_who_owes_nothing_is_ahead_over_all_replicas_by_no_more_than_the_bound(d
         for replica in replicas:
             for one, other in combinations(at[replica.replica_id], 2):
                 for ahead, behind in ((one, other), (other, one)):
-                    debt = replica.queue.debt_of(ahead)
-                    assert debt < fair_queue.MAX_DEBT, "or something was forgiven"
+                    debt = replica.queue.remote_debt_of(ahead)
+                    assert debt < fair_queue.MAX_REMOTE_DEBT, "or something was forgiven"
                     untold = of_all(replicas, ahead) - replica.served(ahead) - known[replica.replica_id][ahead]
                     lead = of_all(replicas, ahead) - of_all(replicas, behind)
                     assert lead <= SURCHARGE * bound(weights) + debt + untold + 1e-6

@@ -12,7 +12,7 @@ from app.deployments.placement.messages import ReplicaDelta, ReplicaReport
 from app.deployments.placement.policy import PlacementPolicy
 from app.deployments.placement.replica_choice import HEAD_FACTOR, HEAD_MARGIN, choose_replica
 from app.deployments.placement.view import PlacementView
-from app.engine.pools.block_pool import MAX_HEADS
+from app.engine.pools.block_pool import MAX_CACHED_PREFIXES
 from tests.deployments.placed import ORIGIN
 from tests.deployments.placement.said import LEAST_LOADED, STICKY, ToldBooks
 from tests.fakes import fake_request
@@ -24,7 +24,7 @@ def fleet(**heads: tuple[bytes, ...]) -> ToldBooks:
     """Replicas that have these cached."""
     books = ToldBooks()
     for replica_id, cached in heads.items():
-        books.hear(ReplicaReport(replica_id, cached_heads=cached), 0.0)
+        books.hear(ReplicaReport(replica_id, cached_prefixes=cached), 0.0)
     return books
 
 
@@ -117,23 +117,23 @@ def test_only_changes_are_told_and_the_table_follows_them() -> None:
     books, telling = ToldBooks(), DeltaReporter(ORIGIN)
 
     def tell(*heads: bytes) -> ReplicaDelta:
-        news = telling.news(ReplicaReport("r0", cached_heads=heads))
+        news = telling.news(ReplicaReport("r0", cached_prefixes=heads))
         assert books.report(news, 0.0)
         return news
 
     def known() -> set[str]:
         return {head for head in (ONE.hex(), TWO.hex()) if books.view.with_head(head)}
 
-    assert tell(ONE).cached_heads == (ONE,)
+    assert tell(ONE).cached_prefixes == (ONE,)
     books.take_changes()
-    assert tell(ONE).cached_heads == ()
+    assert tell(ONE).cached_prefixes == ()
     assert ("heads", "r0") not in books.take_changes(), "nothing has changed"
     news = tell(TWO, ONE)
-    assert (news.cached_heads, news.dropped_heads) == ((TWO,), ())
+    assert (news.cached_prefixes, news.dropped_heads) == ((TWO,), ())
     assert books.take_changes() == {("heads", "r0"): (ONE.hex(), TWO.hex())}
     assert known() == {ONE.hex(), TWO.hex()}
     news = tell(TWO)
-    assert (news.cached_heads, news.dropped_heads) == ((), (ONE,))
+    assert (news.cached_prefixes, news.dropped_heads) == ((), (ONE,))
     assert known() == {TWO.hex()}
     telling.forget()
     assert tell(ONE).is_whole
@@ -142,11 +142,13 @@ def test_only_changes_are_told_and_the_table_follows_them() -> None:
 
 def test_a_message_is_no_longer_than_the_heads_that_are_told() -> None:
     telling = DeltaReporter(ORIGIN)
-    one, two = (tuple(bytes([half, index] * 4) for index in range(MAX_HEADS)) for half in (1, 2))
+    one, two = (tuple(bytes([half, index] * 4) for index in range(MAX_CACHED_PREFIXES)) for half in (1, 2))
     telling.news(ReplicaReport("r0"))
     none = len(pickle.dumps(telling.news(ReplicaReport("r0"))))
-    telling.news(ReplicaReport("r0", cached_heads=one))
-    assert len(pickle.dumps(telling.news(ReplicaReport("r0", cached_heads=two)))) < none + 2 * MAX_HEADS * 12
+    telling.news(ReplicaReport("r0", cached_prefixes=one))
+    assert (
+        len(pickle.dumps(telling.news(ReplicaReport("r0", cached_prefixes=two)))) < none + 2 * MAX_CACHED_PREFIXES * 12
+    )
 
 
 def test_a_copy_of_the_table_forgets_what_is_no_more() -> None:

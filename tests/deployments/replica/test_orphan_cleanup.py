@@ -48,7 +48,7 @@ class Bench:
     async def hold(self, *names: str) -> FakeReplica:
         for name in names:
             ref = AdapterRef(name, DIGESTS[name], "t")
-            written_bytes = await asyncio.wrap_future(self.replica.thread.bring_adapter(ADAPTERS[name], ref))
+            written_bytes = await asyncio.wrap_future(self.replica.thread.load_adapter(ADAPTERS[name], ref))
             self.replica.service.on_prefetched(ADAPTERS[name], ref, written_bytes)
         return self.replica
 
@@ -132,10 +132,10 @@ async def test_an_engine_that_fails_takes_its_rows_along(bench: Bench) -> None:
     bench.registry.names = ("gone",)
     replica = bench.replica
 
-    def drop_adapter(digest: str) -> None:
+    def unload_adapter(digest: str) -> None:
         raise EngineFailure(f"it computes nothing more: {digest[:4]}")
 
-    replica.service.drop_adapter = drop_adapter  # type: ignore[method-assign, assignment]
+    replica.service.unload_adapter = unload_adapter  # type: ignore[method-assign, assignment]
     await bench.leftovers.check()
     await until(lambda: not bench.leftovers._dropping)
     assert bench.held() == {"gone"}

@@ -139,7 +139,7 @@ async def test_placement_hears_what_prompts_began_with_if_it_wants_to(bench: Ben
     heard = bench.listeners.reports
     count = len(heard)
     await until(lambda: len(heard) > count + 1)  # the last of them was begun after the answer's end
-    told = {head.hex() for news in heard for head in news.cached_heads}
+    told = {head.hex() for news in heard for head in news.cached_prefixes}
     assert told == ({PrefixHasher("fake-base", LIMITS.block_size).of(request)} if reports_prefixes else set())
 
 
@@ -200,7 +200,7 @@ async def test_the_registry_hears_only_news(bench: Bench) -> None:
     ((loaded, unloaded, used_s),) = bench.listeners.observed
     assert (loaded, unloaded, set(used_s)) == ([a.card.digest], [], {a.card.digest})
     await bench.use("r1", b)
-    assert bench.replica.thread.drop_adapter(a.card.digest).result(60) > 0
+    assert bench.replica.thread.unload_adapter(a.card.digest).result(60) > 0
     await until(lambda: [a.card.digest] in [gone for _, gone, _ in bench.listeners.observed])
     assert sorted(digest for loaded, _, _ in bench.listeners.observed for digest in loaded) == sorted(
         [a.card.digest, b.card.digest]
@@ -307,7 +307,7 @@ async def test_where_tenants_wait_placement_is_asked_what_they_were_served_elsew
     heard: list[tuple[dict[str, float], bool]] = []
     engine = bench.replica.thread
     engine.service = lambda: TenantService({}, waiting)  # type: ignore[method-assign]
-    engine.hear_elsewhere = lambda served, *, continues: heard.append((dict(served), continues))  # type: ignore[method-assign]
+    engine.add_remote_service = lambda served, *, continues: heard.append((dict(served), continues))  # type: ignore[method-assign]
     waiting: tuple[str, ...] = ("a",)
     bench.start(interval_s=0.01)
     await until(lambda: len(bench.listeners.reports) > 2)

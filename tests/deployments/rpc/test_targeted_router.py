@@ -58,7 +58,7 @@ async def test_what_ends_work_reaches_a_replica_that_drains(left: list[str]) -> 
     steered = router("a", "b")
     steered.update_replicas([replica(unique_id) for unique_id in left])
     assert await chosen(steered, "abort", "a") == "a"
-    assert await chosen(steered, "drop_adapter", "a") == "a"
+    assert await chosen(steered, "unload_adapter", "a") == "a"
     for method in ("submit", "frames", "stats"):
         with pytest.raises(ReplicaLeaving):
             await chosen(steered, method, "a")

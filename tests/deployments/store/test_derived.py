@@ -17,7 +17,7 @@ from app.engine.adapters.card import AdapterRef
 from app.engine.adapters.combining.combination import CombinationMethod, CombinationPart, make_combination
 from app.engine.adapters.sandbox.packing import PackedAdapter, unpack_adapter
 from app.engine.adapters.signing.trusted_keys import TrustedKeys
-from app.engine.errors import AdapterMismatch, CombinationRefused
+from app.engine.errors import AdapterMismatch, CombinationError
 from tests.deployments.store.recorded_events import RecordedEvents
 from tests.deployments.store.test_host_cache import Sources, load
 from tests.engine.adapters.making import random_adapter, tiny_spec
@@ -109,7 +109,7 @@ async def test_a_part_whose_source_has_changed_is_no_part(sources: Sources) -> N
 async def test_a_refusal_is_told_each_time(store: HostAdapterCache[PackedAdapter]) -> None:
     ref = await derived_ref(store, CombinationMethod("linear"))
     for _ in range(2):
-        with pytest.raises(CombinationRefused, match="'linear' needs equal ones; use 'cat'"):
+        with pytest.raises(CombinationError, match="'linear' needs equal ones; use 'cat'"):
             await store.fetch(ref)
 
 

@@ -24,7 +24,7 @@ from app.engine.adapters.merge import MERGED
 from app.engine.adapters.sandbox.packing import pack_adapter, unpack_adapter
 from app.engine.api import LLM, Generation
 from app.engine.config import EngineConfig
-from app.engine.errors import AdapterFormatError, AdapterMismatch, CombinationRefused
+from app.engine.errors import AdapterFormatError, AdapterMismatch, CombinationError
 from app.engine.request import SamplingParams
 from tests.engine.adapters.formats.test_peft_parity import PEFT_WARNINGS
 from tests.engine.adapters.making import peft_beyond, peft_config, peft_tensors, random_arrays, tiny_spec, write_peft
@@ -216,7 +216,7 @@ def test_what_it_cannot_be_combined_with_is_refused_by_name(served: Served) -> N
     adapter = read_adapter(served.activated, spec, supported_features=FEATURES)
     assert not adapter.features & MERGED
     part = CombinationPart(AdapterRef("it", adapter.card.digest, "t"), 1.0)
-    with pytest.raises(CombinationRefused, match="'it' has activated LoRA"):
+    with pytest.raises(CombinationError, match="'it' has activated LoRA"):
         combine(Combination((part, part), CombinationMethod("cat")), [adapter, adapter], spec)
 
 

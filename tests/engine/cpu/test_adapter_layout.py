@@ -77,7 +77,7 @@ def test_the_engine_prepares_an_adapter_when_it_is_named_not_when_it_is_written(
     engine, backend = make_engine()
     first, second = fake_adapter("first", 8), fake_adapter("second", 8)
     engine.submit(fake_request("r", [1, 2], first), first)
-    brought = engine.bring_adapter(second, fake_request("s", [1], second).adapter)
+    brought = engine.load_adapter(second, fake_request("s", [1], second).adapter)
     assert [backend.prepared, backend.writes] == [[first, second], []]
     engine.step()
     assert brought.done()

@@ -39,7 +39,7 @@ def test_greedy_tokens_equal_transformers_in_chunks_with_prefixes_and_preemption
         num_kv_blocks=16,
         lora_pool_rows=64,
         max_num_batched_tokens=24,
-        speculative_decoding="off",  # guessed tokens end answers sooner where random weights repeat some: nothing is preempted
+        speculative_decoding="off",  # draft tokens end answers sooner where random weights repeat: no preemption
     )
     engine = Engine(CpuBackend(checkpoint.spec, checkpoint.tensors(), config), config)
     found: dict[str, list[int]] = {}

@@ -1,4 +1,4 @@
-"""An adapter whose values are too large for float32 ends its own requests; nobody else's tokens change."""
+"""An adapter whose values are too large for float32 ends its own requests; no other tokens change."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_an_adapter_that_overflows_ends_its_own_requests() -> None:
     for name in ("greedy", "drawn"):
         (chunk,) = together[name]
         assert isinstance(chunk.error, AdapterOverflow)
-        assert f"'{name}' is no finite number after 3 tokens" in str(chunk.error)
+        assert f"'{name}' is not a finite number after 3 tokens" in str(chunk.error)
     for found in (together, run("base", "good")):
         for name, chunks in alone.items():
             assert [(c.token_ids, c.logprobs) for c in found[name]] == [(c.token_ids, c.logprobs) for c in chunks]

@@ -63,7 +63,7 @@ def test_all_are_resident_at_once_and_one_that_comes_after_another_has_its_own_t
     for adapter in found:
         engine.submit(request("alone", adapter), adapter)
         alone.append(tokens_of(run(engine)["alone"]))
-        engine.drop_adapter(adapter.card.digest)
+        engine.unload_adapter(adapter.card.digest)
         engine.step()
     for index, adapter in enumerate(found):
         engine.submit(request(str(index), adapter), adapter)

@@ -1,4 +1,4 @@
-"""Drops, brings and what is pinned: orders about adapters that no request makes, each answered exactly once."""
+"""Unloads, loads and pins: commands about adapters that no request makes, each answered exactly once."""
 
 from __future__ import annotations
 
@@ -24,36 +24,36 @@ def test_drop_waits_for_sequences_in_flight_and_frees_the_rows() -> None:
     sampling = SamplingParams(max_tokens=10, temperature=0.0, ignore_eos=True)
     engine.submit(fake_request("r", [1, 2, 3], adapter, sampling=sampling), adapter)
     engine.step()
-    freed = engine.drop_adapter(adapter.card.digest)
+    freed = engine.unload_adapter(adapter.card.digest)
     engine.step()
     assert not freed.done()
     assert engine.stats().num_rank_rows_free == 48
     run(engine)
     assert freed.result(timeout=0) == 16
     assert engine.stats().num_rank_rows_free == 64
-    again = engine.drop_adapter(adapter.card.digest)
+    again = engine.unload_adapter(adapter.card.digest)
     engine.step()
     assert again.result(timeout=0) == 0
 
 
-def test_an_adapter_that_is_brought_again_before_it_could_be_dropped_stays() -> None:
+def test_an_adapter_that_is_loaded_again_before_it_could_be_unloaded_stays() -> None:
     engine, _ = make_engine()
     adapter = ADAPTERS[1]
     digest = adapter.card.digest
     sampling = SamplingParams(max_tokens=5, temperature=0.0, ignore_eos=True)
     engine.submit(fake_request("r", [1, 2], adapter, sampling=sampling), adapter)
     engine.step()
-    freed = [engine.drop_adapter(digest)]
+    freed = [engine.unload_adapter(digest)]
     engine.step()
     assert not freed[0].done()
-    freed.append(engine.drop_adapter(digest))
-    brought = engine.bring_adapter(adapter, AdapterRef("it", digest, "t"))
+    freed.append(engine.unload_adapter(digest))
+    loaded = engine.load_adapter(adapter, AdapterRef("it", digest, "t"))
     engine.pin_adapters([digest])
     run(engine)
-    assert brought.result(timeout=0) == 0, "it was there, and nothing was written for it"
-    assert [drop.result(timeout=0) for drop in freed] == [0, 0]
+    assert loaded.result(timeout=0) == 0, "it was there, and nothing was written for it"
+    assert [each.result(timeout=0) for each in freed] == [0, 0]
     assert [item.digest for item in engine.stats().residents] == [digest]
-    last = engine.drop_adapter(digest)
+    last = engine.unload_adapter(digest)
     run(engine)
     assert last.result(timeout=0) == 8, "a later one is obeyed"
 
@@ -62,7 +62,7 @@ def test_a_pinned_adapter_is_written_before_it_is_asked_for_and_stays() -> None:
     engine, backend = make_engine(rows=32, max_loras=8)
     pinned, others = ADAPTERS[3], [ADAPTERS[1], ADAPTERS[2], ADAPTERS[6], ADAPTERS[7]]
     engine.pin_adapters([pinned.card.digest])
-    resident = engine.bring_adapter(pinned, AdapterRef("pinned", pinned.card.digest, "acme"))
+    resident = engine.load_adapter(pinned, AdapterRef("pinned", pinned.card.digest, "acme"))
     assert engine.has_work
     run(engine)
     assert resident.result(timeout=0) == pinned.card.size_bytes
@@ -85,9 +85,7 @@ def test_a_pinned_adapter_is_written_before_it_is_asked_for_and_stays() -> None:
 def test_what_pinned_adapters_leave_no_room_for_is_refused_and_nobody_else() -> None:
     engine, _ = make_engine(rows=32, max_loras=8)
     pinned, large, small = ADAPTERS[1], ADAPTERS[4], ADAPTERS[6]
-    futures = [
-        engine.bring_adapter(adapter, AdapterRef("it", adapter.card.digest, "t")) for adapter in (pinned, pinned)
-    ]
+    futures = [engine.load_adapter(adapter, AdapterRef("it", adapter.card.digest, "t")) for adapter in (pinned, pinned)]
     engine.pin_adapters([pinned.card.digest])
     for name, adapter in (("large", large), ("small", small), ("large too", large), ("base", None)):
         engine.submit(fake_request(name, [1, 2, 3], adapter), adapter)
@@ -100,7 +98,7 @@ def test_what_pinned_adapters_leave_no_room_for_is_refused_and_nobody_else() -> 
         assert "32 rank rows: 8 of 32" in str(chunk.error)
     for name in ("small", "base"):
         assert out[name][-1].finish_reason in ("stop", "length")
-    refused = engine.bring_adapter(large, AdapterRef("large", large.card.digest, "t"))
+    refused = engine.load_adapter(large, AdapterRef("large", large.card.digest, "t"))
     run(engine)
     with pytest.raises(NotReady, match="'large'"):
         refused.result(timeout=0)
@@ -116,7 +114,7 @@ def test_a_pinned_adapter_waits_for_sequences_in_flight_only() -> None:
     engine.submit(fake_request("busy", [1], busy, sampling=SamplingParams(max_tokens=6, ignore_eos=True)), busy)
     engine.step()
     engine.pin_adapters([pinned.card.digest])
-    resident = engine.bring_adapter(pinned, AdapterRef("pinned", pinned.card.digest, "t"))
+    resident = engine.load_adapter(pinned, AdapterRef("pinned", pinned.card.digest, "t"))
     engine.submit(fake_request("waits", [1], busy), busy)
     engine.step()
     assert not resident.done()
@@ -129,12 +127,12 @@ def test_a_pinned_adapter_waits_for_sequences_in_flight_only() -> None:
 def test_an_answer_that_nobody_waits_for_does_not_end_the_engine() -> None:
     engine, _ = make_engine()
     adapter = ADAPTERS[1]
-    assert engine.drop_adapter(adapter.card.digest).cancel()
-    assert engine.bring_adapter(adapter, AdapterRef("it", adapter.card.digest, "t")).cancel()
+    assert engine.unload_adapter(adapter.card.digest).cancel()
+    assert engine.load_adapter(adapter, AdapterRef("it", adapter.card.digest, "t")).cancel()
     engine.submit(fake_request("r", [1], adapter), adapter)
     assert run(engine)["r"][-1].finish_reason in ("stop", "length")
-    assert engine.drop_adapter(adapter.card.digest).cancel()
-    assert engine.bring_adapter(adapter, AdapterRef("it", adapter.card.digest, "t")).cancel()
+    assert engine.unload_adapter(adapter.card.digest).cancel()
+    assert engine.load_adapter(adapter, AdapterRef("it", adapter.card.digest, "t")).cancel()
     engine.shut_down(EngineFailure("the end"))
 
 
@@ -143,7 +141,7 @@ def test_a_pinned_adapter_that_cannot_be_written_is_no_trouble_for_others() -> N
     backend.write_error = AdapterFormatError("a broken row")
     adapter = ADAPTERS[1]
     engine.pin_adapters([adapter.card.digest])
-    resident = engine.bring_adapter(adapter, AdapterRef("it", adapter.card.digest, "t"))
+    resident = engine.load_adapter(adapter, AdapterRef("it", adapter.card.digest, "t"))
     engine.submit(fake_request("base", [1]))
     assert run(engine)["base"][-1].finish_reason in ("stop", "length")
     with pytest.raises(AdapterFormatError, match="broken row"):
@@ -165,7 +163,7 @@ def test_orders_after_the_engines_end_are_refused_at_once(fails: bool) -> None:
     else:
         engine.shut_down(EngineFailure("the engine was stopped"))
     reason = "on fire" if fails else "was stopped"
-    for answer in (engine.drop_adapter("any"), engine.bring_adapter(ADAPTERS[1], ref_of(1))):
+    for answer in (engine.unload_adapter("any"), engine.load_adapter(ADAPTERS[1], ref_of(1))):
         with pytest.raises(EngineFailure, match=reason):
             answer.result(timeout=0)
     assert not engine.has_work
@@ -176,10 +174,10 @@ def test_orders_that_wait_end_with_the_engine() -> None:
     busy, waiting = ADAPTERS[3], ADAPTERS[7]
     engine.submit(fake_request("busy", [1], busy, sampling=SamplingParams(max_tokens=50, ignore_eos=True)), busy)
     engine.step()
-    taken = [engine.drop_adapter(busy.card.digest), engine.bring_adapter(waiting, ref_of(7))]
+    taken = [engine.unload_adapter(busy.card.digest), engine.load_adapter(waiting, ref_of(7))]
     engine.step()
     assert not any(answer.done() for answer in taken)
-    in_the_inbox = [engine.drop_adapter(busy.card.digest), engine.bring_adapter(waiting, ref_of(7))]
+    in_the_inbox = [engine.unload_adapter(busy.card.digest), engine.load_adapter(waiting, ref_of(7))]
     (last,) = engine.shut_down(EngineFailure("the engine was stopped"))
     for answer in taken + in_the_inbox:
         with pytest.raises(EngineFailure, match="was stopped"):
@@ -197,7 +195,7 @@ def test_orders_that_race_with_the_end_are_answered_exactly_once(monkeypatch: py
             engine.shut_down(EngineFailure("the engine was stopped"))
 
     monkeypatch.setattr(engine, "_inbox", Inbox())
-    for answer in (engine.drop_adapter("any"), engine.bring_adapter(ADAPTERS[1], ref_of(1))):
+    for answer in (engine.unload_adapter("any"), engine.load_adapter(ADAPTERS[1], ref_of(1))):
         with pytest.raises(EngineFailure, match="was stopped"):
             answer.result(timeout=0)
 
@@ -210,8 +208,8 @@ def test_orders_of_many_threads_at_the_end_are_all_answered() -> None:
     def order() -> None:
         begun.wait(120)
         for _ in range(200):
-            answers.append(engine.drop_adapter("any"))
-            answers.append(engine.bring_adapter(ADAPTERS[1], ref_of(1)))
+            answers.append(engine.unload_adapter("any"))
+            answers.append(engine.load_adapter(ADAPTERS[1], ref_of(1)))
 
     threads = [threading.Thread(target=order) for _ in range(4)]
     for thread in threads:
@@ -225,12 +223,12 @@ def test_orders_of_many_threads_at_the_end_are_all_answered() -> None:
     assert all(answer.done() for answer in answers)
 
 
-#: Submit, abort, drop, bring: an index of ADAPTERS (None: the base). Keep: several of them. Step: how many.
+#: Submit, abort, unload, load: an index of ADAPTERS (None: the base). Keep: several of them. Step: how many.
 EVENTS = st.one_of(
     st.tuples(st.just("submit"), st.sampled_from([None, *range(len(ADAPTERS))])),
     st.tuples(st.just("submit"), st.sampled_from([None, *range(len(ADAPTERS))])),
     st.tuples(st.just("abort"), st.integers(0, 40)),
-    st.tuples(st.sampled_from(["drop", "bring"]), st.integers(0, len(ADAPTERS) - 1)),
+    st.tuples(st.sampled_from(["unload", "load"]), st.integers(0, len(ADAPTERS) - 1)),
     st.tuples(st.just("keep"), st.frozensets(st.integers(0, len(ADAPTERS) - 1), max_size=3)),
     st.tuples(st.just("step"), st.integers(1, 6)),
 )
@@ -265,10 +263,10 @@ def test_orders_in_any_company_end_and_nothing_is_left(
             submitted[request.request_id] = (request, adapter)
         elif what == "abort":
             engine.abort(f"r{which}")
-        elif what == "drop":
-            answers.append(engine.drop_adapter(ADAPTERS[which].card.digest))
-        elif what == "bring":
-            answers.append(engine.bring_adapter(ADAPTERS[which], ref_of(which)))
+        elif what == "unload":
+            answers.append(engine.unload_adapter(ADAPTERS[which].card.digest))
+        elif what == "load":
+            answers.append(engine.load_adapter(ADAPTERS[which], ref_of(which)))
         elif what == "keep":
             engine.pin_adapters([ADAPTERS[index].card.digest for index in which])
         else:

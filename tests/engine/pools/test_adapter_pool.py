@@ -53,7 +53,7 @@ def test_every_row_slot_and_reference_is_accounted_for(
     for _ in range(data.draw(st.integers(1, 40))):
         rank = data.draw(st.integers(1, 40))
         digest = f"{data.draw(st.integers(0, 3))}/{rank}"
-        action = data.draw(st.sampled_from(["acquire"] * 3 + ["release", "drop", "pin"]))
+        action = data.draw(st.sampled_from(["acquire"] * 3 + ["release", "unload", "pin"]))
         if action == "pin":
             pinned = data.draw(st.frozensets(st.sampled_from([digest, *sorted(where)]), max_size=3))
             pool.pin(pinned)
@@ -61,10 +61,10 @@ def test_every_row_slot_and_reference_is_accounted_for(
             digest = data.draw(st.sampled_from(sorted(d for d, n in refs.items() if n)))
             pool.release(digest)
             refs[digest] -= 1
-        elif action == "drop" and where:
+        elif action == "unload" and where:
             digest = data.draw(st.sampled_from(sorted(where)))
             before = pool.num_rows_free
-            freed = pool.drop(digest)
+            freed = pool.unload(digest)
             assert freed == (0 if refs.get(digest) else where[digest].num_rows)
             assert pool.num_rows_free == before + freed
             if freed:
@@ -284,15 +284,15 @@ def test_extras_never_exceed_their_bytes_and_are_released_once(
     for _ in range(data.draw(st.integers(1, 40))):
         size = data.draw(st.sampled_from([0, 0, 7, 20, 45]))
         digest = f"{data.draw(st.integers(0, 3))}/{size}"
-        action = data.draw(st.sampled_from(["acquire"] * 3 + ["release", "drop"]))
+        action = data.draw(st.sampled_from(["acquire"] * 3 + ["release", "unload"]))
         if action == "release" and any(pins.values()):
             digest = data.draw(st.sampled_from(sorted(d for d, n in pins.items() if n)))
             pool.release(digest)
             pins[digest] -= 1
-        elif action == "drop":
-            pool.drop(digest)
+        elif action == "unload":
+            pool.unload(digest)
         elif action == "acquire" and size > max_extra_bytes:
-            with pytest.raises(AdapterTooLarge, match=f"holds {size} bytes.*most {max_extra_bytes}.*raise engine"):
+            with pytest.raises(AdapterTooLarge, match=f"has {size} bytes.*most {max_extra_bytes}.*raise engine"):
                 pool.acquire(digest, 8, size)
         elif action == "acquire":
             others = [d for d, n in pins.items() if n and d != digest]
@@ -301,12 +301,12 @@ def test_extras_never_exceed_their_bytes_and_are_released_once(
             assert (grant is not None) == (pins.get(digest, 0) > 0 or (fits and len(others) < slots - 1))
             if grant is not None:
                 pins[digest] = pins.get(digest, 0) + 1
-                for adapter_slot in pool.take_vacated():
+                for adapter_slot in pool.take_pending_free():
                     assert not pins.get(held.pop(adapter_slot), 0)
                 if size and grant.needs_write:
                     assert grant.adapter_slot not in held
                     held[grant.adapter_slot] = digest
-        for adapter_slot in pool.take_vacated():
+        for adapter_slot in pool.take_pending_free():
             del held[adapter_slot]
         pool.check()
         assert sorted(held.values()) == sorted(r.digest for r in pool.residents() if not r.digest.endswith("/0"))
@@ -377,7 +377,7 @@ def test_slots_of_pinned_adapters_stay_theirs() -> None:
     assert pool.acquire("c", 8) is None
     with pytest.raises(NotReady, match=r"'c'.*slot: all 2"):
         pool.check_room("c", "c", 8)
-    assert pool.drop("a") == 8
+    assert pool.unload("a") == 8
     assert pool.acquire("c", 8) is not None
 
 
@@ -396,7 +396,7 @@ def test_nobody_s_thousand_adapters_evict_another_s_one(policy: EvictionPolicy) 
     for index in range(1000):
         assert use(pool, "many", f"{index}") is not None
         assert pool.is_resident("the one")
-    assert pool.num_rows_free == 0, "what nobody else wants is theirs"
+    assert pool.num_rows_free == 0, "what no other tenant needs is theirs"
 
 
 def test_who_has_more_than_its_share_waits_for_its_own_rows_while_anything_runs() -> None:

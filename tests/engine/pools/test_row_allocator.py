@@ -24,7 +24,7 @@ def test_any_giving_and_taking_keeps_buddies(num_units: int, data: st.DataObject
     for owner in range(data.draw(st.integers(1, 30))):
         if given_to and data.draw(st.booleans()):
             gone = data.draw(st.sampled_from(sorted(given_to)))
-            runs.take_back(given_to.pop(gone))
+            runs.free(given_to.pop(gone))
         length = data.draw(LENGTHS)
         start = data.draw(st.integers(-1, num_units))
         closed = None if start < 0 else RowRange(start, 4)
@@ -40,7 +40,7 @@ def test_any_giving_and_taking_keeps_buddies(num_units: int, data: st.DataObject
         if run is None:
             continue
         assert room_around(run, free, num_units) == min(room_around(place, free, num_units) for place in fits)
-        runs.give(run, owner)
+        runs.assign(run, owner)
         given_to[owner] = run
         runs.check((run, owner) for owner, run in given_to.items())
         whole = RowRange(0, num_units)
@@ -69,7 +69,7 @@ def test_the_cheapest_place_is_the_lowest_of_equals(prices: list[int | None], le
     """Every unit has an owner of its own; one without a price must stay."""
     runs: RowAllocator[int] = RowAllocator(len(prices))
     for unit in range(len(prices)):
-        runs.give(RowRange(unit, 1), unit)
+        runs.assign(RowRange(unit, 1), unit)
 
     def cost(owners: list[int]) -> int | None:
         found = [prices[owner] for owner in owners]
@@ -87,26 +87,26 @@ def test_the_cheapest_place_is_the_lowest_of_equals(prices: list[int | None], le
 
 def test_a_run_that_somebody_has_is_not_given_twice() -> None:
     runs: RowAllocator[str] = RowAllocator(4)
-    runs.give(RowRange(0, 2), "a")
+    runs.assign(RowRange(0, 2), "a")
     with pytest.raises(AssertionError, match="two adapters share a row"):
-        runs.give(RowRange(1, 1), "b")
+        runs.assign(RowRange(1, 1), "b")
 
 
 def test_finding_a_free_run_looks_at_no_unit(monkeypatch: pytest.MonkeyPatch) -> None:
     """A pool has a unit for each rank row: a walk over them would hold up the step."""
     runs: RowAllocator[int] = RowAllocator(1 << 16)
     for owner in range(1000):
-        runs.give(RowRange(64 * owner, 1), owner)
+        runs.assign(RowRange(64 * owner, 1), owner)
     monkeypatch.setattr(runs, "_owners", None)
     assert runs.best_fit(1, None) == RowRange(1, 1)
     assert runs.best_fit(64, None) == RowRange(64_000, 64)
-    assert runs.best_fit(2, closed=RowRange(2, 2)) == RowRange(66, 2)
+    assert runs.best_fit(2, excluded=RowRange(2, 2)) == RowRange(66, 2)
 
 
 def test_a_long_run_is_priced_once_for_all_the_short_ones_in_it() -> None:
     runs: RowAllocator[str] = RowAllocator(48)
     for start, owner in enumerate("abc"):
-        runs.give(RowRange(16 * start, 16), owner)
+        runs.assign(RowRange(16 * start, 16), owner)
     asked: list[list[str]] = []
 
     def cost(owners: list[str]) -> int:

@@ -1,4 +1,4 @@
-"""Rows are written as planned; whoever's cannot be ends alone, and nobody waits for ever."""
+"""Rows are written as planned; an adapter that cannot be written ends its own requests only; none waits for ever."""
 
 from __future__ import annotations
 
@@ -67,16 +67,16 @@ def test_a_write_that_is_known_to_have_failed_is_not_computed_with() -> None:
     assert engine.stats().residents == ()
 
 
-def test_a_request_that_needs_all_rows_starts_after_the_adapter_that_is_being_brought() -> None:
-    """In the step that brings one, nothing else runs and nothing else has room."""
+def test_a_request_that_needs_all_rows_starts_after_the_adapter_that_is_being_loaded() -> None:
+    """In the step that loads one, nothing else runs and nothing else has room."""
     engine, backend = make_engine(rows=32, max_loras=8)
     small, large = ADAPTERS[1], ADAPTERS[4]
     assert large.card.max_rank > 16
-    brought = engine.bring_adapter(small, AdapterRef("small", small.card.digest, "t"))
+    loaded = engine.load_adapter(small, AdapterRef("small", small.card.digest, "t"))
     submitted = fake_request("large", [1, 2], large), large
     engine.submit(*submitted)
     engine.step()
-    assert brought.result(timeout=0) == small.card.size_bytes
+    assert loaded.result(timeout=0) == small.card.size_bytes
     assert backend.num_forwards == 0
     assert_as_alone(submitted, run(engine)["large"])
 
@@ -85,10 +85,10 @@ def test_a_granted_adapter_that_cannot_be_written_ends_the_requests_that_came_wi
     engine, backend = make_engine()
     adapter = ADAPTERS[1]
     backend.write_error = AdapterWriteFailed("the link is down")
-    brought = engine.bring_adapter(adapter, AdapterRef("it", adapter.card.digest, "t"))
+    loaded = engine.load_adapter(adapter, AdapterRef("it", adapter.card.digest, "t"))
     engine.submit(fake_request("r", [1], adapter), adapter)
     (chunk,) = run(engine)["r"]
     assert chunk.error is backend.write_error
-    assert brought.exception(timeout=0) is backend.write_error
+    assert loaded.exception(timeout=0) is backend.write_error
     assert engine.stats().residents == ()
     assert not engine.has_work

@@ -1,4 +1,4 @@
-"""Who starts when: nobody starves, nobody blocks the others, writes keep to their budget."""
+"""Who starts when: no request starves, none blocks the others, writes keep to their budget."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from app.engine.batch import ForwardBatch, ForwardOutput
 from app.engine.config import EngineConfig
 from app.engine.engine import Engine
 from app.engine.request import SamplingParams
-from app.engine.scheduling.chunked_prefill import MIN_SHARE, PrefillBudget, spend_rest, split_prefill
+from app.engine.scheduling.chunked_prefill import MIN_SHARE, PrefillBudget, fill_prefill, split_prefill
 from app.engine.sequence import Sequence
 from tests.fakes import FakeBackend, fake_request, fake_spec
 
@@ -21,8 +21,8 @@ ROOM = 100_000
 class Machine:
     """Steps that take a base time and a time per token, of streams or prompts."""
 
-    def __init__(self, pace: PrefillBudget, base_s: float, token_s: float) -> None:
-        self._pace, self._base_s, self._token_s = pace, base_s, token_s
+    def __init__(self, prefill_budget: PrefillBudget, base_s: float, token_s: float) -> None:
+        self._prefill_budget, self._base_s, self._token_s = prefill_budget, base_s, token_s
         self.num_tokens = 0
 
     def alone_s(self, num_decoding: int) -> float:
@@ -30,13 +30,13 @@ class Machine:
 
     def decode(self, num_decoding: int, num_steps: int) -> None:
         for _ in range(num_steps):
-            self._pace.observe(num_decoding, 0, self.alone_s(num_decoding))
+            self._prefill_budget.observe(num_decoding, 0, self.alone_s(num_decoding))
 
     def step(self, num_decoding: int, room: int = ROOM) -> float:
-        """Seconds of a step with as many prompt tokens as the pace allows."""
-        self.num_tokens = self._pace.max_tokens(num_decoding, room)
+        """Seconds of a step with as many prompt tokens as the prefill_budget allows."""
+        self.num_tokens = self._prefill_budget.max_tokens(num_decoding, room)
         time_s = self.alone_s(num_decoding) + self._token_s * self.num_tokens
-        self._pace.observe(num_decoding, self.num_tokens, time_s)
+        self._prefill_budget.observe(num_decoding, self.num_tokens, time_s)
         return time_s
 
 
@@ -48,8 +48,8 @@ class Machine:
 def test_steps_settle_at_the_target_or_at_twice_decoding(
     base_s: float, token_s: float, num_decoding: int, first: int, has_decoded: bool
 ) -> None:
-    pace = PrefillBudget(0.1)
-    machine = Machine(pace, base_s, token_s)
+    prefill_budget = PrefillBudget(0.1)
+    machine = Machine(prefill_budget, base_s, token_s)
     machine.step(0, first)
     if has_decoded:
         machine.decode(num_decoding, 3)
@@ -64,25 +64,25 @@ def test_steps_settle_at_the_target_or_at_twice_decoding(
 
 
 def test_prompts_go_on_however_slow_steps_are() -> None:
-    pace = PrefillBudget(0.1)
-    pace.observe(0, 32, 30.0)
-    assert [pace.max_tokens(n, ROOM) for n in (1, 16, 40)] == [MIN_SHARE, 16, 40]
-    assert [pace.max_tokens(n, 20) for n in (1, 16, 40)] == [16, 16, 20]
+    prefill_budget = PrefillBudget(0.1)
+    prefill_budget.observe(0, 32, 30.0)
+    assert [prefill_budget.max_tokens(n, ROOM) for n in (1, 16, 40)] == [MIN_SHARE, 16, 40]
+    assert [prefill_budget.max_tokens(n, 20) for n in (1, 16, 40)] == [16, 16, 20]
 
 
 @pytest.mark.parametrize("is_alone", [True, False])
 def test_one_slow_step_is_forgotten(is_alone: bool) -> None:
-    pace = PrefillBudget(0.1)
-    machine = Machine(pace, 0.0, 0.001)
+    prefill_budget = PrefillBudget(0.1)
+    machine = Machine(prefill_budget, 0.0, 0.001)
     machine.step(0, 256)
     machine.decode(4, 9)
     for _ in range(10):
         machine.step(4)
-    pace.observe(4, 0 if is_alone else 96, 2.0)
+    prefill_budget.observe(4, 0 if is_alone else 96, 2.0)
     if is_alone:
         assert machine.step(4) < 0.11
     else:
-        assert machine.num_tokens > pace.max_tokens(4, ROOM)
+        assert machine.num_tokens > prefill_budget.max_tokens(4, ROOM)
     for _ in range(12):
         machine.step(4)
     assert 85 < machine.num_tokens <= 97
@@ -90,8 +90,8 @@ def test_one_slow_step_is_forgotten(is_alone: bool) -> None:
 
 def test_what_many_took_is_not_taken_for_what_few_do() -> None:
     """With half of the streams gone and no step without prompts since, no step is longer for it."""
-    pace = PrefillBudget(0.1)
-    machine = Machine(pace, 0.0, 0.002)
+    prefill_budget = PrefillBudget(0.1)
+    machine = Machine(prefill_budget, 0.0, 0.002)
     machine.step(0, 256)
     machine.decode(40, 9)
     machine.step(40)
@@ -99,11 +99,11 @@ def test_what_many_took_is_not_taken_for_what_few_do() -> None:
 
 
 def test_nothing_is_held_back_for_nobody_or_without_a_target() -> None:
-    pace, free = PrefillBudget(0.1), PrefillBudget(0.0)
-    assert pace.max_tokens(8, 256) == MIN_SHARE, "nothing is known yet"
-    for each in (pace, free):
+    prefill_budget, free = PrefillBudget(0.1), PrefillBudget(0.0)
+    assert prefill_budget.max_tokens(8, 256) == MIN_SHARE, "nothing is known yet"
+    for each in (prefill_budget, free):
         each.observe(0, 256, 10.0)
-    assert pace.max_tokens(0, 256) == 256
+    assert prefill_budget.max_tokens(0, 256) == 256
     assert free.max_tokens(8, 248) == 248
 
 
@@ -149,7 +149,7 @@ def test_the_budget_is_kept_and_spent(prompts: list[Sequence], budget: int, wait
     assert sum(counts) <= budget
     if prompts and budget:
         assert counts[0] > 0, "the oldest always goes on"
-    spend_rest(prompts, counts, budget - sum(counts))
+    fill_prefill(prompts, counts, budget - sum(counts))
     assert sum(counts) == min(budget, sum(each.num_pending for each in prompts))
     assert all(0 <= count <= each.num_pending for count, each in zip(counts, prompts, strict=True))
 

@@ -165,7 +165,7 @@ def test_backlogged_tenants_stay_within_the_bound(data: st.DataObject) -> None:
 def test_the_bound_holds_with_loads_held_memory_and_preemptions(data: st.DataObject) -> None:
     """Random lengths, ranks and weights; adapters are loaded, contexts grow, and sequences lose their blocks.
 
-    A preempted sequence is computed again at nobody's charge: it is not its tenant's fault. It comes back first.
+    A preempted sequence is computed again without charge: it is not its tenant's fault. It comes back first.
     """
     tenants = {f"t{i}": data.draw(st.sampled_from([0.5, 1.0, 4.0])) for i in range(data.draw(st.integers(2, 4)))}
     longest, max_running, max_output, max_rank, block_size = 32, 4, 12, 64, 8
@@ -246,7 +246,7 @@ def test_who_gave_its_place_is_first_of_its_tenant_and_of_nobody_else() -> None:
     assert {item.request_id for item in queue.first_of_each()} == {"a-gave", "b0"}
     queue.mark_urgent(items[1])
     assert {item.request_id for item in queue.first_of_each()} == {"a1", "b0"}
-    assert (queue.counter_of("a"), queue.counter_of("nobody")) == (100, 0)
+    assert (queue.counter_of("a"), queue.counter_of("unknown")) == (100, 0)
 
 
 def test_the_number_of_remembered_tenants_is_bounded() -> None:
@@ -271,55 +271,55 @@ def waiting(*tenants: str) -> tuple[FairQueue, dict[str, Sequence]]:
     return queue, items
 
 
-def test_who_was_served_elsewhere_pays_for_it_with_what_it_gets_here() -> None:
+def test_a_tenant_served_by_other_replicas_pays_for_it_with_what_it_gets_here() -> None:
     queue, items = waiting("a", "b", "c")
-    queue.hear_elsewhere({"a": 500.0, "b": 100.0, "c": 0.0}, continues=False)
-    assert queue.debt_of("a") == 0, "counting begins"
-    queue.hear_elsewhere({"a": 550.0, "b": 110.0, "c": 10.0}, continues=True)
-    assert [queue.debt_of(name) for name in "abc"] == [40, 0, 0], "what all of them had is no difference"
+    queue.add_remote_service({"a": 500.0, "b": 100.0, "c": 0.0}, continues=False)
+    assert queue.remote_debt_of("a") == 0, "counting begins"
+    queue.add_remote_service({"a": 550.0, "b": 110.0, "c": 10.0}, continues=True)
+    assert [queue.remote_debt_of(name) for name in "abc"] == [40, 0, 0], "what all of them had is no difference"
     queue.charge(items["a"], 10)
-    assert (queue.counter_of("a"), queue.debt_of("a")) == (10 * SURCHARGE, 10)
+    assert (queue.counter_of("a"), queue.remote_debt_of("a")) == (10 * SURCHARGE, 10)
     queue.charge(items["a"], 10)
-    assert (queue.counter_of("a"), queue.debt_of("a")) == (10 * SURCHARGE + 20, 0)
-    assert queue.service().served["a"] == 20, "others are told what it was served"
+    assert (queue.counter_of("a"), queue.remote_debt_of("a")) == (10 * SURCHARGE + 20, 0)
+    assert queue.service().served["a"] == 20, "others learn what it was served"
 
 
 def test_totals_that_shrink_or_that_nobody_listened_to_charge_nothing() -> None:
     queue, _ = waiting("a", "b")
     for served, continues in (({"a": 50.0}, False), ({"a": 10.0}, True), ({"a": 90.0}, False), ({}, True)):
-        queue.hear_elsewhere(served | {"b": 0.0}, continues=continues)
-    queue.hear_elsewhere({"a": 200.0, "b": 0.0}, continues=True)
-    assert queue.debt_of("a") == 0
+        queue.add_remote_service(served | {"b": 0.0}, continues=continues)
+    queue.add_remote_service({"a": 200.0, "b": 0.0}, continues=True)
+    assert queue.remote_debt_of("a") == 0
 
 
-def test_what_was_served_elsewhere_while_a_tenant_did_not_wait_here_is_not_charged() -> None:
+def test_what_was_served_by_other_replicas_while_a_tenant_did_not_wait_here_is_not_charged() -> None:
     queue, items = waiting("a", "b")
-    queue.hear_elsewhere({"a": 0.0, "b": 0.0}, continues=False)
+    queue.add_remote_service({"a": 0.0, "b": 0.0}, continues=False)
     queue.remove(items["a"])
     queue.push(sequence("again", "a"))
-    queue.hear_elsewhere({"a": 70.0, "b": 0.0}, continues=True)
-    assert queue.debt_of("a") == 0
+    queue.add_remote_service({"a": 70.0, "b": 0.0}, continues=True)
+    assert queue.remote_debt_of("a") == 0
 
 
 def test_the_credit_that_an_absence_loses_pays_debts() -> None:
     queue, items = waiting("a", "b")
     for total in (0.0, 100.0):
-        queue.hear_elsewhere({"a": total, "b": 0.0}, continues=total > 0)
+        queue.add_remote_service({"a": total, "b": 0.0}, continues=total > 0)
     queue.remove(items["a"])
     queue.charge(items["b"], 30)
     queue.push(sequence("again", "a"))
-    assert (queue.counter_of("a"), queue.debt_of("a")) == (30, 70)
+    assert (queue.counter_of("a"), queue.remote_debt_of("a")) == (30, 70)
 
 
 def test_a_debt_is_bounded_whatever_is_reported() -> None:
     queue, _ = waiting("a", "b")
     for total in (0.0, 1e300):
-        queue.hear_elsewhere({"a": total, "b": 0.0}, continues=total > 0)
-    assert queue.debt_of("a") == fair_queue.MAX_DEBT
-    assert queue.debt_of("nobody") == 0
+        queue.add_remote_service({"a": total, "b": 0.0}, continues=total > 0)
+    assert queue.remote_debt_of("a") == fair_queue.MAX_REMOTE_DEBT
+    assert queue.remote_debt_of("unknown") == 0
 
 
-def test_an_engine_gives_fewer_turns_to_who_was_served_elsewhere() -> None:
+def test_an_engine_gives_fewer_turns_to_a_tenant_served_by_other_replicas() -> None:
     """Through its inbox, in the step that follows; a place at a time, so that turns are what is waited for."""
     config = EngineConfig(max_num_seqs=1, enable_prefix_caching=False, speculative_decoding="off")
     engine = Engine(FakeBackend(BackendLimits(64, 8, 0, 8, 1)), config)
@@ -330,7 +330,7 @@ def test_an_engine_gives_fewer_turns_to_who_was_served_elsewhere() -> None:
     engine.step()
     assert set(engine.service().waiting) == {"a", "b"}
     for total in (0.0, 1000.0):
-        engine.hear_elsewhere({"a": total, "b": 0.0}, continues=total > 0)
+        engine.add_remote_service({"a": total, "b": 0.0}, continues=total > 0)
     ended = [chunk.request_id[0] for _ in range(30) for chunk in engine.step()]
     assert abs(ended.count("b") - ended.count("a") * SURCHARGE) <= 2 * SURCHARGE
     served = engine.service().served

@@ -41,45 +41,45 @@ def test_the_widest_step_takes_as_long_as_it_may(
     times = StepTimes()
     for width in seen:
         times.observe(width, start_s + token_s * width)
-    widest = times.widest(num_tokens, slowdown)
+    max_step_tokens = times.max_step_tokens(num_tokens, slowdown)
     alone_s = start_s + token_s * num_tokens
-    assert start_s + token_s * widest <= max(alone_s, slowdown * alone_s) * (1 + 1e-6)
-    assert widest >= num_tokens
+    assert start_s + token_s * max_step_tokens <= max(alone_s, slowdown * alone_s) * (1 + 1e-6)
+    assert max_step_tokens >= num_tokens
     if slowdown > 1:
-        assert start_s + token_s * (widest + 2) > slowdown * alone_s * (1 - 1e-6), "and no less"
+        assert start_s + token_s * (max_step_tokens + 2) > slowdown * alone_s * (1 - 1e-6), "and no less"
 
 
 def test_one_width_alone_errs_to_the_narrow_side() -> None:
     times = StepTimes()
-    assert times.widest(4, 1.5) == 4, "nothing is known yet"
+    assert times.max_step_tokens(4, 1.5) == 4, "nothing is known yet"
     times.observe(40, 0.1)
-    assert times.widest(4, 1.5) == 6
+    assert times.max_step_tokens(4, 1.5) == 6
     times.observe(6, 0.05)
-    assert times.widest(4, 1.5) > 6
+    assert times.max_step_tokens(4, 1.5) > 6
 
 
 def test_who_runs_most_is_held_back_and_never_below_the_others() -> None:
     isolation = TenantIsolation(1.5)
     for width in (4, 44):
         isolation.observe(width, 0.010 + 0.0005 * width)  # 12 ms for 4, 32 ms for 44
-    assert isolation.wide(sequences(one=4, flood=40)) == {"flood": 12}, "18 ms"
-    assert isolation.wide(sequences(one=4, flood=4)) == {}
+    assert isolation.token_limits(sequences(one=4, flood=40)) == {"flood": 12}, "18 ms"
+    assert isolation.token_limits(sequences(one=4, flood=4)) == {}
     for width in (4, 44):
         for _ in range(9):
             isolation.observe(width, 0.001 * width)  # a step is all tokens: 1.5 leaves room for 2
-    assert isolation.wide(sequences(one=4, flood=40)) == {"flood": 4}, "served equally all the same"
-    assert isolation.wide(sequences(one=1, two=2, flood=9)) == {"flood": 2}
-    assert TenantIsolation(0).wide(sequences(one=4, flood=40)) == {}
+    assert isolation.token_limits(sequences(one=4, flood=40)) == {"flood": 4}, "served equally all the same"
+    assert isolation.token_limits(sequences(one=1, two=2, flood=9)) == {"flood": 2}
+    assert TenantIsolation(0).token_limits(sequences(one=4, flood=40)) == {}
 
 
 def test_a_tenant_that_comes_back_finds_no_wide_step() -> None:
     isolation, flood = TenantIsolation(1.5), sequences(flood=40)
     for width in (4, 44):
         isolation.observe(width, 0.001 * width)
-    assert isolation.wide(flood) == {}, "it has the engine to itself"
-    assert isolation.wide(flood, sequences(one=1)) == {"flood": 1}, "who waits is about to run"
-    assert isolation.wide([*flood, *sequences(one=4)]) == {"flood": 4}
-    rooms = [isolation.wide(flood).get("flood") for _ in range(20)]
+    assert isolation.token_limits(flood) == {}, "it has the engine to itself"
+    assert isolation.token_limits(flood, sequences(one=1)) == {"flood": 1}, "who waits is about to run"
+    assert isolation.token_limits([*flood, *sequences(one=4)]) == {"flood": 4}
+    rooms = [isolation.token_limits(flood).get("flood") for _ in range(20)]
     num_held = rooms.index(None)
     assert 0 < num_held < 20
     assert rooms == [4] * num_held + [None] * (20 - num_held), "for a moment, and then no longer"
@@ -90,31 +90,35 @@ def test_who_is_held_back_and_behind_gets_more() -> None:
     for width in (4, 44):
         isolation.observe(width, 0.001 * width)
     running = sequences(one=4, flood=40)
-    rooms = [isolation.wide(running, (), {"one": lead, "flood": 0.0}.__getitem__)["flood"] for lead in (0, 200, 2000)]
+    rooms = [
+        isolation.token_limits(running, (), {"one": lead, "flood": 0.0}.__getitem__)["flood"] for lead in (0, 200, 2000)
+    ]
     assert rooms[0] == rooms[1] == 4 < rooms[2]
 
 
 def test_a_place_is_given_by_the_widest_while_it_stays_wider() -> None:
     isolation, wide = TenantIsolation(1.5), {"flood", "two"}
     (asking,) = sequences(one=1)
-    giver = isolation.giver(sequences(two=3, flood=9), asking, wide)
-    assert giver is not None
-    assert giver.request_id == "flood8", "its youngest"
-    assert isolation.giver(sequences(one=4, flood=5), asking, {"flood"}) is None, "both would have five and four"
-    assert isolation.giver(sequences(two=3), asking, {"flood"}) is None
-    assert isolation.giver(sequences(flood=9), sequences(flood=1)[0], {"flood"}) is None
+    victim = isolation.victim(sequences(two=3, flood=9), asking, wide)
+    assert victim is not None
+    assert victim.request_id == "flood8", "its youngest"
+    assert isolation.victim(sequences(one=4, flood=5), asking, {"flood"}) is None, "both would have five and four"
+    assert isolation.victim(sequences(two=3), asking, {"flood"}) is None
+    assert isolation.victim(sequences(flood=9), sequences(flood=1)[0], {"flood"}) is None
     served = {"one": MAX_LEAD, "flood": 0.0}.__getitem__
-    assert isolation.giver(sequences(flood=9), asking, {"flood"}, served, 0.0) is not None
-    assert isolation.giver(sequences(flood=9), asking, {"flood"}, served, -1.0) is None, "somebody else was served less"
+    assert isolation.victim(sequences(flood=9), asking, {"flood"}, served, 0.0) is not None
+    assert isolation.victim(sequences(flood=9), asking, {"flood"}, served, -1.0) is None, (
+        "somebody else was served less"
+    )
     served = {"one": MAX_LEAD + 1, "flood": 0.0}.__getitem__
-    assert isolation.giver(sequences(flood=9), asking, {"flood"}, served) is None, "it waits in fair order"
+    assert isolation.victim(sequences(flood=9), asking, {"flood"}, served) is None, "it waits in fair order"
 
 
 def test_turns_go_round() -> None:
     isolation, waiting = TenantIsolation(1.5), sequences(flood=10)
     counts = dict.fromkeys((each.request_id for each in waiting), 0)
     for _ in range(20):
-        for each in isolation.turn(waiting, 3):
+        for each in isolation.next_turn(waiting, 3):
             counts[each.request_id] += 1
     assert set(counts.values()) == {6}
 

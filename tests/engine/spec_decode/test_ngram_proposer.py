@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from app.engine.spec_decode.ngram_proposer import num_predicted, predicted, propose_ngram
+from app.engine.spec_decode.ngram_proposer import num_predicted_tokens, propose_ngram, propose_predicted
 
 
 def ids(*values: int) -> np.ndarray:
@@ -13,7 +13,7 @@ def ids(*values: int) -> np.ndarray:
 
 
 @pytest.mark.parametrize(
-    ("known", "guess"),
+    ("known", "draft"),
     [
         ((), []),
         ((1,), []),
@@ -26,13 +26,13 @@ def ids(*values: int) -> np.ndarray:
         ((6, 7, 6, 7, 6, 7), [6, 7, 6]),
     ],
 )
-def test_what_followed_the_same_tokens_before_may_follow_again(known: tuple[int, ...], guess: list[int]) -> None:
-    assert propose_ngram(ids(*known), 3).tolist() == guess
+def test_what_followed_the_same_tokens_before_may_follow_again(known: tuple[int, ...], draft: list[int]) -> None:
+    assert propose_ngram(ids(*known), 3).tolist() == draft
     assert len(propose_ngram(ids(*known), 0)) == 0
 
 
 @pytest.mark.parametrize(
-    ("output", "guess"),
+    ("output", "draft"),
     [
         ((), [1, 2, 3]),
         ((1,), [2, 3, 4]),
@@ -45,8 +45,8 @@ def test_what_followed_the_same_tokens_before_may_follow_again(known: tuple[int,
         ((2, 5), []),  # the end of the prediction
     ],
 )
-def test_a_prediction_goes_on_where_the_answer_agrees_with_it(output: tuple[int, ...], guess: list[int]) -> None:
-    assert predicted(ids(*output), ids(1, 2, 3, 4, 1, 2, 5), 3).tolist() == guess
+def test_a_prediction_goes_on_where_the_answer_agrees_with_it(output: tuple[int, ...], draft: list[int]) -> None:
+    assert propose_predicted(ids(*output), ids(1, 2, 3, 4, 1, 2, 5), 3).tolist() == draft
 
 
 @pytest.mark.parametrize(
@@ -62,4 +62,4 @@ def test_a_prediction_goes_on_where_the_answer_agrees_with_it(output: tuple[int,
     ],
 )
 def test_tokens_that_a_prediction_foretold_are_counted(output: list[int], prediction: list[int], count: int) -> None:
-    assert num_predicted(output, prediction) == count
+    assert num_predicted_tokens(output, prediction) == count

@@ -1,4 +1,4 @@
-"""Answers are the same with guesses right, wrong and none, and what guesses cost is told and charged."""
+"""Answers are the same with accepted, rejected and no draft tokens, which are counted and charged."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def speculating(setting: Speculation, **others: int | bool) -> Engine:
 def foretold(
     prompt: Sequence[int] = PROMPT, num_tokens: int = 21, adapter: LoraAdapter | None = None, name: str = "r"
 ) -> GenerateRequest:
-    """A request that predicts its own answer, which has no end-of-sequence token to stop a guess at."""
+    """A request that predicts its own answer, which has no end-of-sequence token to stop a draft at."""
     for seed in range(100):
         sampling = SamplingParams(max_tokens=num_tokens, ignore_eos=True, seed=seed, num_logprobs=1)
         request = fake_request(name, prompt, adapter, sampling=sampling)
@@ -48,19 +48,19 @@ def foretold(
 
 
 @pytest.mark.parametrize(("setting", "num_steps"), [("off", 21), (1, 11), (4, 5), (16, 3), ("auto", 4)])
-def test_right_guesses_save_steps(setting: Speculation, num_steps: int) -> None:
+def test_accepted_draft_tokens_save_steps(setting: Speculation, num_steps: int) -> None:
     engine, request = speculating(setting), foretold()
     engine.submit(request)
     out = run(engine)
     assert_as_alone((request, None), out["r"])
     stats = engine.stats()
     assert stats.num_steps == num_steps
-    assert stats.num_guessed == stats.num_guessed_right == 21 - num_steps
+    assert stats.num_draft_tokens == stats.num_accepted_tokens == 21 - num_steps
     assert_told(engine, out)
     assert_empty(engine)
 
 
-def test_wrong_guesses_change_nothing_and_are_paid_as_computed_tokens() -> None:
+def test_rejected_draft_tokens_change_nothing_and_are_paid_as_computed_tokens() -> None:
     request = foretold()
     wrong = tuple((token_id + (index % 5 == 0)) % VOCAB for index, token_id in enumerate(request.prediction_ids))
     counters = []
@@ -71,13 +71,13 @@ def test_wrong_guesses_change_nothing_and_are_paid_as_computed_tokens() -> None:
         assert_as_alone((request, None), out["r"])
         assert_told(engine, out)
         assert engine.stats().num_tokens_generated == len(wrong)
-        counters.append(engine._scheduler._queue.counters()["default"])
+        counters.append(engine._scheduler.queue.counters()["default"])
     stats = engine.stats()
-    num_wrong = stats.num_guessed - stats.num_guessed_right
-    assert num_wrong > 0
-    assert stats.num_tokens_computed == len(PROMPT) + len(wrong) - 1 + num_wrong
+    num_rejected = stats.num_draft_tokens - stats.num_accepted_tokens
+    assert num_rejected > 0
+    assert stats.num_tokens_computed == len(PROMPT) + len(wrong) - 1 + num_rejected
     held = 1.0  # blocks may be held some tokens earlier
-    assert 0 <= counters[1] - counters[0] - INPUT_PRICE * num_wrong < held
+    assert 0 <= counters[1] - counters[0] - INPUT_PRICE * num_rejected < held
 
 
 def test_auto_leaves_off_with_many_sequences_and_beside_prompts() -> None:
@@ -87,28 +87,28 @@ def test_auto_leaves_off_with_many_sequences_and_beside_prompts() -> None:
         engine.submit(request)
     for _ in range(12):
         engine.step()
-    assert engine.stats().num_guessed == 0
+    assert engine.stats().num_draft_tokens == 0
     run(engine)
     engine.submit(requests[0])
     engine.submit(fake_request("long", [1] * 200, sampling=SamplingParams(max_tokens=1)))
     for _ in range(3):
         engine.step()
-        assert engine.stats().num_guessed == 0
+        assert engine.stats().num_draft_tokens == 0
 
 
-def test_where_guesses_cannot_be_verified_auto_is_off_and_a_number_is_refused() -> None:
+def test_where_draft_tokens_cannot_be_verified_auto_is_off_and_a_number_is_refused() -> None:
     engine, backend = make_engine(speculative_decoding="auto")
     engine.submit(foretold())
     run(engine)
     assert backend.num_forwards == 21
-    assert engine.stats().num_guessed == 0
-    with pytest.raises(ConfigError, match="speculation is 4"):
+    assert engine.stats().num_draft_tokens == 0
+    with pytest.raises(ConfigError, match="speculative_decoding is 4"):
         make_engine(speculative_decoding=4)
 
 
 @pytest.mark.parametrize("setting", ["off", 4])
 def test_output_that_overflows_ends_an_answer_at_the_same_token(setting: Speculation) -> None:
-    """From the third step on the adapter's logits overflow; a guess of that step keeps nothing that follows from it."""
+    """From the third step on the adapter's logits overflow; a draft of that step keeps nothing that follows from it."""
     adapter = ADAPTERS[1]
     engine, backend = make_engine(num_draft_rows=32, speculative_decoding=setting)  # type: ignore[arg-type]
     request = foretold(adapter=adapter)
@@ -123,7 +123,7 @@ def test_output_that_overflows_ends_an_answer_at_the_same_token(setting: Specula
 
 
 @pytest.mark.parametrize("setting", ["auto", 1, 4, 16])
-def test_answers_are_those_of_no_guesses_in_tight_memory(setting: Speculation) -> None:
+def test_answers_are_those_of_no_draft_tokens_in_tight_memory(setting: Speculation) -> None:
     generator = np.random.default_rng(any_seed())
     engine = speculating(setting, num_kv_blocks=14, rows=32, max_loras=4, max_num_batched_tokens=24, max_num_seqs=6)
     submitted = {}
@@ -151,6 +151,6 @@ def test_answers_are_those_of_no_guesses_in_tight_memory(setting: Speculation) -
     for request_id, pair in submitted.items():
         assert_as_alone(pair, out[request_id])
     stats = engine.stats()
-    assert 0 < stats.num_guessed_right < stats.num_guessed
+    assert 0 < stats.num_accepted_tokens < stats.num_draft_tokens
     assert_told(engine, out)
     assert_empty(engine)

@@ -13,8 +13,8 @@ from app.engine.config import EngineConfig
 from app.engine.engine import Engine
 from app.engine.errors import EngineFailure, InvalidRequest, UnsupportedField
 from app.engine.request import SamplingParams, TokenChunk
+from app.engine.structured_output.backend_guidance import Vocabulary
 from app.engine.structured_output.grammar_builder import client_lark_grammar, json_grammar, regex_grammar
-from app.engine.structured_output.grammar_compiler import CompiledGrammars
 from tests.engine.structured_output.tokens import text_of, tiny_vocabulary
 from tests.fakes import FakeBackend, fake_request, fake_spec
 
@@ -90,7 +90,7 @@ def test_no_step_waits_for_a_compilation_and_an_abort_ends_it() -> None:
     """The vocabulary is not there before the others have been answered."""
     go = threading.Event()
 
-    def load() -> CompiledGrammars:
+    def load() -> Vocabulary:
         go.wait(600)
         return tiny_vocabulary()
 
@@ -118,7 +118,7 @@ def test_what_cannot_be_compiled_ends_its_own_request() -> None:
 
 
 def test_a_vocabulary_that_cannot_be_loaded_fails_grammars_alone() -> None:
-    def load() -> CompiledGrammars:
+    def load() -> Vocabulary:
         raise ValueError("no tokenizer")
 
     engine, _ = make_engine(load)
@@ -148,7 +148,7 @@ def test_a_grammar_that_runs_into_a_limit_ends_its_own_request() -> None:
 def test_an_engine_that_stops_answers_what_is_being_compiled() -> None:
     go = threading.Event()
 
-    def load() -> CompiledGrammars:
+    def load() -> Vocabulary:
         go.wait(600)
         return tiny_vocabulary()
 
@@ -161,14 +161,14 @@ def test_an_engine_that_stops_answers_what_is_being_compiled() -> None:
 
 def test_an_engine_without_grammars_refuses_them() -> None:
     engine, _ = make_engine(None)
-    with pytest.raises(UnsupportedField, match="no grammars"):
+    with pytest.raises(UnsupportedField, match="no structured outputs"):
         engine.submit(fake_request("r", [1, 2], sampling=params()))
 
 
 @pytest.mark.parametrize("field", [{"ignore_eos": True}, {"min_tokens": 3}])
 def test_a_grammar_says_itself_where_an_answer_ends(field: dict[str, object]) -> None:
     engine, _ = make_engine()
-    with pytest.raises(InvalidRequest, match="says itself where it ends"):
+    with pytest.raises(InvalidRequest, match="cannot be combined with a grammar"):
         engine.submit(fake_request("r", [1], sampling=params(**field)))
     engine.close()
 
@@ -191,4 +191,4 @@ def test_a_regex_over_several_requests_is_compiled_for_each_tenant() -> None:
     grammar = regex_grammar("[0-9]{3}", "r")
     for tenant in ("a", "b", "a"):
         vocabulary.matcher(grammar, tenant).consume([20, 21])  # "12", as tokens "1" and "2"
-    assert vocabulary.num_kept == 2
+    assert vocabulary.num_compiled == 2

@@ -69,7 +69,7 @@ def test_each_kind_of_grammar_takes_its_texts_and_no_others(vocabulary: Vocabula
         (lambda: grammar_builder.choice_grammar([], "s"), "1 to 1000"),
         (lambda: grammar_builder.choice_grammar(["a", ""], "s"), "empty choice"),
         (lambda: grammar_builder.client_lark_grammar("start: a\n" + "a: b\n" * 200, "s"), "at most 100"),
-        (lambda: grammar_builder.client_lark_grammar("start: %json {}", "s"), "%json is not taken"),
+        (lambda: grammar_builder.client_lark_grammar("start: %json {}", "s"), "%json is not supported"),
     ],
 )
 def test_what_is_too_large_is_refused_before_it_is_compiled(make: Any, words: str) -> None:
@@ -166,6 +166,6 @@ def _follow(matcher: Any, vocabulary: Vocabulary) -> None:
     ],
 )
 def test_what_the_library_cannot_hold_is_the_clients_mistake(make: Callable[[], str]) -> None:
-    with pytest.raises(InvalidRequest, match=r"^place: has something that no grammar") as caught:
+    with pytest.raises(InvalidRequest, match=r"^place: has a value that no grammar") as caught:
         make()
     assert caught.value.param == "place"

@@ -39,7 +39,7 @@ from app.engine.errors import (
     DeadlineExceeded,
     NotFound,
     NotReady,
-    Overloaded,
+    ServerOverloaded,
 )
 
 logger = logging.getLogger(__name__)
@@ -248,4 +248,4 @@ def is_transient(error: Exception) -> bool:
     """Whether the same request may succeed later."""
     if isinstance(error, LimitReached):
         return error.retry_after_s is not None
-    return isinstance(error, (Overloaded, DeadlineExceeded, *ADAPTER_ERRORS))
+    return isinstance(error, (ServerOverloaded, DeadlineExceeded, *ADAPTER_ERRORS))

@@ -18,7 +18,7 @@ from app.deployments.ingress.serializers.detokenizer import Decoder, TextDelta, 
 from app.deployments.ingress.serializers.tool_parser import ToolConfig
 from app.deployments.tenancy.quota.rate_limiter import Reservation
 from app.engine.request import GenerateRequest, TokenLogprobs, Usage
-from app.engine.spec_decode.ngram_proposer import num_predicted
+from app.engine.spec_decode.ngram_proposer import num_predicted_tokens
 
 
 @dataclass(slots=True)
@@ -117,7 +117,7 @@ class GenerationTask:
                 if prediction:
                     answered += delta.token_ids
                     if delta.finish_reason is not None:
-                        num_accepted = num_predicted(answered, prediction)
+                        num_accepted = num_predicted_tokens(answered, prediction)
                         self.progress.predictions[index] = PredictionUsage(num_accepted, len(prediction) - num_accepted)
                 yield index, replace(delta, text=echo + delta.text) if echo else delta
                 echo = ""

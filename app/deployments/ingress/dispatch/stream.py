@@ -18,7 +18,14 @@ from enum import Enum, auto
 from typing import Generic, TypeVar
 
 from app.deployments.rpc.transport import EngineFailed
-from app.engine.errors import AdapterKeptOut, DeadlineExceeded, EngineFailure, Overloaded, PolyloraError, QueueFull
+from app.engine.errors import (
+    AdapterPoolFull,
+    DeadlineExceeded,
+    EngineFailure,
+    PolyloraError,
+    QueueFull,
+    ServerOverloaded,
+)
 from app.engine.request import GenerateRequest, RequestUsage, TokenChunk
 
 T = TypeVar("T")
@@ -62,7 +69,7 @@ class ReplicaFull:
 
     attempt: int
     replica_id: str
-    error: Overloaded
+    error: ServerOverloaded
 
 
 class SingleReaderQueue(Generic[T]):
@@ -114,7 +121,7 @@ class Stream:
     num_failures: int = 0
     num_charged: int | None = None
     num_before: int = 0
-    refusals: dict[str, Overloaded] = field(default_factory=dict)
+    refusals: dict[str, ServerOverloaded] = field(default_factory=dict)
     submitting: bool = False
     closed: bool = False
 
@@ -237,7 +244,7 @@ class ReplicaConnection:
         stream = self.streams.get(chunk.request_id)
         if stream is None:
             return
-        if isinstance(chunk.error, QueueFull | AdapterKeptOut):
+        if isinstance(chunk.error, QueueFull | AdapterPoolFull):
             stream.inbox.put(ReplicaFull(stream.attempt, self.replica_id, chunk.error))
         else:
             stream.inbox.put(chunk)

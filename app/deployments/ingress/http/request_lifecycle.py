@@ -29,7 +29,7 @@ ADAPTER_HEADER, DIGEST_HEADER = "X-Polylora-Adapter", "X-Polylora-Adapter-Digest
 
 def adapter_header(task: GenerationTask) -> dict[str, str]:
     """Headers that name the adapter and, if the semantic router chose it, the decision."""
-    adapter = task.requests[0].asked_for
+    adapter = task.requests[0].requested_adapter
     headers: dict[str, str] = {}
     if adapter is not None:
         headers = {ADAPTER_HEADER: f"{adapter.name}@{adapter.generation}", DIGEST_HEADER: adapter.digest}

@@ -17,7 +17,7 @@ from app.deployments.ingress.schemas.openai import ChatCompletionRequest, ChatMe
 from app.deployments.ingress.serializers.tool_parser import ToolConfig
 from app.engine.errors import InvalidRequest
 from app.engine.models.chat.tool_call_formats import ToolCallFormat
-from app.engine.structured_output.grammar_builder import lark_grammar, quoted, schema_rule
+from app.engine.structured_output.grammar_builder import lark_grammar, quote, schema_rule
 
 #: Any text. Where calls begin with a marker that is plain text, the first marker ends it.
 _TEXT = r"TEXT: /(.|\n)*/"
@@ -141,7 +141,7 @@ def tool_grammar(
 
     def literal(text: str) -> str:
         pieces = re.split("(" + "|".join(map(re.escape, specials)) + ")", text) if specials else [text]
-        return " ".join(f"<[{specials[piece]}]>" if piece in specials else quoted(piece) for piece in pieces if piece)
+        return " ".join(f"<[{specials[piece]}]>" if piece in specials else quote(piece) for piece in pieces if piece)
 
     def call_rules(name: str, begin: str) -> list[str]:
         """One call of any tool, after `begin` was generated."""
@@ -169,7 +169,7 @@ def tool_grammar(
         lines += call_rules("first", "" if form.opening else form.marker)
         lines += [
             "start: TEXT | trigger behind",
-            f"trigger[lazy]: TEXT {quoted(form.marker)}",
+            f"trigger[lazy]: TEXT {quote(form.marker)}",
             f"behind: {literal(opening)} first{more} {literal(form.closing)}",
             _TEXT,
         ]

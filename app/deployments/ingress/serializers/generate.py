@@ -11,7 +11,7 @@ from app.engine.request import Usage
 
 def generate_result(task: GenerationTask, index: int, answer: SequenceOutput) -> dict[str, Any]:
     """One answer of /generate and of the Python handle."""
-    adapter = task.requests[index].asked_for
+    adapter = task.requests[index].requested_adapter
     usage = usage_body([answer.usage])
     return {
         "text": answer.text,

@@ -269,7 +269,7 @@ class TokenIdOutput(NamedTuple):
     @property
     def adapter(self) -> dict[str, Any]:
         """The adapter, fixed for the whole answer when the request arrived; null is the base model."""
-        ref = self.task.requests[0].asked_for
+        ref = self.task.requests[0].requested_adapter
         adapter = None if ref is None else {"name": ref.name, "generation": ref.generation, "digest": ref.digest}
         return {"adapter": adapter}
 

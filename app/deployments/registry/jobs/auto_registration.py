@@ -23,7 +23,7 @@ from app.deployments.registry.models import AUTO, LoadRequest, State, is_name
 from app.deployments.registry.registry import Registry
 from app.deployments.registry.service import RegistryService
 from app.deployments.rpc.background_tasks import SingleFlight, Tasks
-from app.engine.errors import AdapterQuarantined, NotFound, Overloaded, PolyloraError, SourceError
+from app.engine.errors import AdapterQuarantined, NotFound, PolyloraError, ServerOverloaded, SourceError
 
 #: Size of the negative cache; beyond it the oldest name is forgotten.
 MAX_ABSENT = 10_000
@@ -167,7 +167,7 @@ def recorded_outcome(failures: FailureBackoff, key: Key) -> Iterator[None]:
     """An attempt at a name, whose outcome is recorded: a failure of the adapter, or a success."""
     try:
         yield
-    except (Overloaded, AdapterQuarantined):  # nothing is wrong with the adapter
+    except (ServerOverloaded, AdapterQuarantined):  # nothing is wrong with the adapter
         raise
     except Exception as error:
         is_ours = isinstance(error, PolyloraError)

@@ -40,10 +40,10 @@ from app.deployments.registry.service import RegistryService
 from app.deployments.rpc.background_tasks import SingleFlight, Tasks
 from app.engine.adapters.combining.combination import display_source
 from app.engine.errors import (
-    CombinationRefused,
+    CombinationError,
     InvalidRequest,
-    Overloaded,
     PolyloraError,
+    ServerOverloaded,
 )
 from app.logging import LogEvent
 
@@ -108,7 +108,7 @@ class LazyRegistrations:
             if (tenant_id, name) not in self._pending:
                 self._failures.check(failure_key((tenant_id, name)), f"adapter {name!r}")
             await self.load_registered(name, tenant_id=tenant_id, who=f"first use by {who}")
-        except (Overloaded, CombinationRefused):
+        except (ServerOverloaded, CombinationError):
             raise
         except PolyloraError as error:
             raise unreadable_error(name, error) from None

@@ -36,14 +36,14 @@ class UsageRecorder:
         key = LedgerKey(self._minute(), tenant_id, key_id, _shortened(self._base_name), "", "embeddings")
         self.metering.add(key, UsageRecord(num_requests=1))
 
-    def ended(self, request: GenerateRequest, consumption: RequestUsage) -> None:
+    def ended(self, request: GenerateRequest, request_usage: RequestUsage) -> None:
         """A sequence has ended. One of a sender that counts itself (`key_id` None) is not counted here."""
         if request.key_id is None:
             return
         key = self._key(request)
-        used = Usage(consumption.prompt_tokens, consumption.cached_tokens, consumption.completion_tokens)
-        models = paid_models(request.asked_for, self._base_name)
-        charge = UsageRecord(**consumption._asdict(), cost_nanos=self._prices.of(models, used))
+        used = Usage(request_usage.prompt_tokens, request_usage.cached_tokens, request_usage.completion_tokens)
+        models = paid_models(request.requested_adapter, self._base_name)
+        charge = UsageRecord(**request_usage._asdict(), cost_nanos=self._prices.of(models, used))
         self.metering.add(key, charge)
 
     def loaded(self, ref: AdapterRef, size_bytes: int) -> None:
@@ -53,7 +53,7 @@ class UsageRecorder:
             self.metering.add(key, UsageRecord(num_loads=1, load_bytes=size_bytes))
 
     def _key(self, request: GenerateRequest) -> LedgerKey:
-        adapter = request.asked_for
+        adapter = request.requested_adapter
         model, digest = (self._base_name, "") if adapter is None else (adapter.name, adapter.digest)
         kind: RouteKind = "completions" if request.pooling is None else "embeddings"
         return LedgerKey(self._minute(), request.tenant_id, request.key_id or "", _shortened(model), digest, kind)

@@ -22,7 +22,7 @@ from app.engine.adapters.adapter import BFLOAT16, LoraAdapter, LoraKey, LoraPair
 from app.engine.adapters.card import AdapterCard
 from app.engine.adapters.combining.combination import Combination, CombinationMethod
 from app.engine.adapters.extra_weights import extra_bytes
-from app.engine.errors import CombinationRefused
+from app.engine.errors import CombinationError
 from app.engine.models.spec import ModelSpec
 
 Floats = NDArray[np.float32]
@@ -46,19 +46,19 @@ class _WeightedPair(NamedTuple):
 
 
 def combine(combination: Combination, adapters: Sequence[LoraAdapter], spec: ModelSpec) -> LoraAdapter:
-    """The derived adapter. Raises CombinationRefused, with the name of what cannot be combined."""
+    """The derived adapter. Raises CombinationError, with the name of what cannot be combined."""
     names, recipe = [part.ref.name for part in combination.parts], combination.recipe
     for name, adapter in zip(names, adapters, strict=True):
         unsupported = sorted(adapter.features - (_SUMMED if recipe.method == "cat" else _WITHOUT_BIAS))
         if unsupported:
-            raise CombinationRefused(
+            raise CombinationError(
                 f"adapter {name!r} has {' and '.join(unsupported)}, which {recipe.method!r} cannot combine; "
                 "use it alone"
             )
         if recipe.method in _SIGN_ELECTING:
             _check_votes(name, adapter, recipe.method)
     if len({adapter.card.text for adapter in adapters}) > 1:
-        raise CombinationRefused(
+        raise CombinationError(
             f"adapters {', '.join(names)} write prompts differently: their chat templates or special tokens are not "
             "the same; combine adapters with the same"
         )
@@ -85,7 +85,7 @@ def _check_votes(name: str, adapter: LoraAdapter, method: str) -> None:
     """With a scale of zero, b is zero and has no sign to vote with."""
     for key, scale in (*adapter.scales.items(), *adapter.outer_scales.items()):
         if scale == 0:
-            raise CombinationRefused(
+            raise CombinationError(
                 f"adapter {name!r} has lora_alpha 0 for {_module_name(key)}: its values are zero, yet would get a "
                 f"vote with {method!r}; leave the adapter out, or use {method + '_svd'!r}"
             )
@@ -109,9 +109,7 @@ class _Combiner:
             owners = [(pairs, scales, weight) for pairs, scales, weight in parts if key in pairs]
             slices = [keys[id(pairs[key].a)] for (pairs, _, _), keys in zip(parts, fused, strict=True) if key in pairs]
             if len(set(slices)) > 1:
-                raise CombinationRefused(
-                    f"module {_module_name(key)} is saved fused by one adapter and split by another"
-                )
+                raise CombinationError(f"module {_module_name(key)} is saved fused by one adapter and split by another")
             keys = slices[0]  # several for a fused module, which PEFT combines as one module
             whole = [
                 _WeightedPair(
@@ -125,7 +123,7 @@ class _Combiner:
             ]
             a, b = self._pair(whole, _module_name(key))
             if not (np.isfinite(a).all() and np.isfinite(b).all()):
-                raise CombinationRefused(
+                raise CombinationError(
                     f"module {_module_name(key)}: the combined values leave float32; lower the weights"
                 )
             narrow = all(matrix.dtype == BFLOAT16 for pairs, _, _ in owners for one in keys for matrix in pairs[one])
@@ -148,9 +146,7 @@ class _Combiner:
             u, s, vh = np.linalg.svd(self._merge_tensors(deltas, [part.weight for part in parts]), full_matrices=False)
             return LoraPair(vh[: self._svd_rank], (u * s)[:, : self._svd_rank].T)
         if len(set(ranks)) > 1:
-            raise CombinationRefused(
-                f"module {where}: ranks {ranks} differ, and {method!r} needs equal ones; use 'cat'"
-            )
+            raise CombinationError(f"module {where}: ranks {ranks} differ, and {method!r} needs equal ones; use 'cat'")
         return self._halves(parts)
 
     def _halves(self, parts: Sequence[_WeightedPair]) -> LoraPair:

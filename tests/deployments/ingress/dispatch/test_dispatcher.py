@@ -441,7 +441,7 @@ async def test_rows_that_pins_take_on_one_replica_are_no_reason_to_refuse(make_f
     (home_id,) = fleet.homes(adapter.card.digest)
     home = fleet.replicas[home_id]
     home.thread.pin_adapters([pinned.card.digest])
-    await asyncio.wrap_future(home.thread.bring_adapter(pinned, AdapterRef("pinned", pinned.card.digest, "t")))
+    await asyncio.wrap_future(home.thread.load_adapter(pinned, AdapterRef("pinned", pinned.card.digest, "t")))
     request = make_request("r", [1], adapter, max_tokens=4, ignore_eos=True)
     assert (await collect(dispatcher, request))[0] == expected(request, adapter)
     assert [item.request_id for item in home.submitted] == ["r/1"]

@@ -31,7 +31,7 @@ from app.engine.adapters.combining.combination import (
 from app.engine.adapters.combining.combine import combine
 from app.engine.adapters.formats.peft import read_peft
 from app.engine.adapters.sandbox.packing import pack_adapter, unpack_adapter
-from app.engine.errors import CombinationRefused, InvalidRequest
+from app.engine.errors import CombinationError, InvalidRequest
 from tests.engine.adapters.formats.test_peft_parity import PEFT_WARNINGS
 from tests.engine.adapters.making import random_adapter, tiny_spec
 from tests.engine.adapters.parity import (
@@ -112,7 +112,7 @@ def test_combinations_are_those_of_peft(method: Any, layout: str, tmp_path: Path
     asked: dict[str, Any] = {} if method in ("cat", "linear", "svd") else {"density": 0.6}
     recipe = CombinationMethod(method, **asked)
     if layout == "mixed ranks" and method != "cat" and not method.endswith("svd"):
-        with pytest.raises(CombinationRefused, match=r"ranks \[.*\] differ, and .* needs equal ones; use 'cat'"):
+        with pytest.raises(CombinationError, match=r"ranks \[.*\] differ, and .* needs equal ones; use 'cat'"):
             mixed_by_us(adapters, spec, recipe)
         return
     expected = peft_mix(model, folders, tokens, combination_type=method, **asked)
@@ -174,7 +174,7 @@ def test_an_alpha_of_zero_adds_nothing_and_is_refused_where_it_would_vote(method
     recipe = CombinationMethod(method, **asked)
     if method in ("ties", "dare_ties"):
         said = rf"adapter 'law' has lora_alpha 0 for \w+ of layer 0: .* a vote with '{method}'; .* '{method}_svd'"
-        with pytest.raises(CombinationRefused, match=said):
+        with pytest.raises(CombinationError, match=said):
             mixed_by_us(adapters, spec, recipe)
         return
     expected = peft_mix(model, folders, tokens, combination_type=method, **asked)
@@ -234,7 +234,7 @@ def test_what_has_no_sum_is_refused_by_name(
     if said is None:
         assert mixed_by_us(adapters, spec, CombinationMethod(method)).card.max_rank == 8
         return
-    with pytest.raises(CombinationRefused, match=said):
+    with pytest.raises(CombinationError, match=said):
         mixed_by_us(adapters, spec, CombinationMethod(method))
 
 
@@ -254,7 +254,7 @@ def test_adapters_that_write_prompts_differently_are_not_combined() -> None:
     spec = tiny_spec()
     first, second = (random_adapter(spec, 4, seed=seed) for seed in (1, 2))
     second = replace(second, card=replace(second.card, text="another template"))
-    with pytest.raises(CombinationRefused, match=r"adapters .* write prompts differently"):
+    with pytest.raises(CombinationError, match=r"adapters .* write prompts differently"):
         mixed_by_us({"sql": first, "tone": second}, spec, CombinationMethod())
 
 
