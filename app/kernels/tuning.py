@@ -34,7 +34,7 @@ def shape_key(operation: str, *sizes: int, dtype: torch.dtype) -> str:
     return "/".join([operation, *map(str, sizes), str(dtype).removeprefix("torch.")])
 
 
-def measured(device: torch.device, key: str) -> Mapping[str, int] | None:
+def tuned_config(device: torch.device, key: str) -> Mapping[str, int] | None:
     """The configuration measured on this device for this shape, None where there is none."""
     if device.type != "cuda":
         return None

@@ -66,7 +66,7 @@ MAX_EXPECTED = 1000
 
 
 class StoreParts(NamedTuple, Generic[H]):
-    """What the service works with (`opening.OpenStore`). `take` has them work with other settings, which are JSON."""
+    """What the service works with (`opening.OpenStore`). `claim_piece` has them work with other settings, which are JSON."""
 
     registry: Registry
     lifecycle: RegistryService

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from app.engine.adapters.adapter import LoraAdapter, Matrix, widened
 from app.engine.cuda.lora_tables import Layout, LoraTables
-from app.engine.cuda.moe_lora_tables import MoeLoraTables, Placed
+from app.engine.cuda.moe_lora_tables import ExpertLayout, MoeLoraTables
 from app.engine.errors import AdapterMismatch, AdapterWriteFailed
 from app.engine.models.spec import ModelSpec
 from app.kernels.cast_bf16.cpu import round_rows, tasks_of
@@ -58,7 +58,7 @@ class AdapterTables:
         self.max_ranks = np.zeros(max_slots, np.int64)  # the host's: the largest rank of a slot's adapter
         self._pending: dict[int, Future[torch.cuda.Event | None]] = {}
         self._writer = ThreadPoolExecutor(1, "adapter-writer")
-        self._rounding = ThreadPoolExecutor(_NUM_ROUNDING, "adapter-rounding")
+        self._round_pool = ThreadPoolExecutor(_NUM_ROUNDING, "adapter-rounding")
         size = max(1, _PIECE_BYTES // dtype.itemsize)
         on_gpu = device.type == "cuda"
         self._buffers = [_Buffer(size, dtype, pinned=on_gpu) for _ in range(_NUM_BUFFERS if num_rows else 0)]
@@ -93,12 +93,12 @@ class AdapterTables:
         Raises torch.OutOfMemoryError where there is no room for the rows of experts.
         """
         self.release(adapter_slot)
-        layout, placed = self._layout(adapter), self._experts.take(adapter_slot, adapter)
+        layout, expert_layout = self._layout(adapter), self._experts.take(adapter_slot, adapter)
         launched = None
         if self._stream is not None:
             launched = torch.cuda.current_stream(self._device).record_event()
         self._pending[adapter_slot] = self._writer.submit(
-            self._write, adapter_slot, row_start, layout, placed, launched
+            self._write, adapter_slot, row_start, layout, expert_layout, launched
         )
         of_experts = (pair.rank for key, pair in adapter.weights.items() if key.expert is not None)
         self.max_ranks[adapter_slot] = max(adapter.card.max_rank, max(of_experts, default=0))
@@ -135,7 +135,7 @@ class AdapterTables:
     def close(self) -> None:
         """End the threads; a write that has begun is finished."""
         self._writer.shutdown()
-        self._rounding.shutdown()
+        self._round_pool.shutdown()
 
     def _layout(self, adapter: LoraAdapter) -> Layout:
         found = self._layouts.get(adapter)
@@ -159,25 +159,25 @@ class AdapterTables:
         adapter_slot: int,
         row_start: int,
         layout: Layout,
-        placed: Placed | None,
+        expert_layout: ExpertLayout | None,
         launched: torch.cuda.Event | None,
     ) -> torch.cuda.Event | None:
         if self._stream is None or launched is None:
-            self._send_all(adapter_slot, row_start, layout, placed)
+            self._send_all(adapter_slot, row_start, layout, expert_layout)
             return None
         with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
             launched.wait()
-            self._send_all(adapter_slot, row_start, layout, placed)
+            self._send_all(adapter_slot, row_start, layout, expert_layout)
             done = torch.cuda.Event()
             done.record()
         return done
 
-    def _send_all(self, adapter_slot: int, row_start: int, layout: Layout, placed: Placed | None) -> None:
+    def _send_all(self, adapter_slot: int, row_start: int, layout: Layout, expert_layout: ExpertLayout | None) -> None:
         sent = self._send(self._singles.run(row_start, layout), layout.matrices, 0)
         self._singles.point(adapter_slot, row_start, layout)
-        if placed is not None:
-            self._send(placed.memory, placed.matrices, sent)
-        self._experts.point(adapter_slot, placed)
+        if expert_layout is not None:
+            self._send(expert_layout.memory, expert_layout.matrices, sent)
+        self._experts.point(adapter_slot, expert_layout)
         self.num_writes += 1
 
     def _send(self, memory: Tensor, matrices: list[tuple[Matrix, int]], sent: int) -> int:
@@ -191,18 +191,18 @@ class AdapterTables:
             for array, start in matrices[bisect_right(ends, first) : bisect_left(starts, end)]:
                 flat = np.ascontiguousarray(widened(array)).reshape(1, -1)
                 parts.append((flat[:, max(first - start, 0) : end - start], max(start - first, 0)))
-            piece = self._rounded(tasks_of(parts), end - first, sent)
+            piece = self._round(tasks_of(parts), end - first, sent)
             self._copy(memory[first:end], piece, sent)
             sent += 1
         return sent
 
-    def _rounded(self, tasks: NDArray[np.int64], size: int, sent: int) -> Tensor:
+    def _round(self, tasks: NDArray[np.int64], size: int, sent: int) -> Tensor:
         """Every task's numbers in the next buffer, once what it held has been sent."""
         buffer = self._buffers[sent % len(self._buffers)]
         if buffer.sent is not None:
             buffer.sent.synchronize()
         rounding = [
-            self._rounding.submit(round_rows, tasks[n::_NUM_ROUNDING], 0, 1, size, buffer.bits)
+            self._round_pool.submit(round_rows, tasks[n::_NUM_ROUNDING], 0, 1, size, buffer.bits)
             for n in range(min(_NUM_ROUNDING, len(tasks)))
         ]
         for part in rounding:

@@ -54,11 +54,11 @@ class CudaBackend:
         kernels: Kernels = TRITON,
     ) -> None:
         """Raises CheckpointError for tensors that do not fit the spec, OutOfDeviceMemory for sizes that do not fit."""
-        self._products = single_modules(stacked_modules(spec))
+        self._modules = single_modules(stacked_modules(spec))
         self.spec = spec
         self._device = device
         cuda = config.section(CudaConfig)
-        self._deterministic = cuda.batch_invariant
+        self._batch_invariant = cuda.batch_invariant
         dtype = getattr(torch, cuda.dtype)
         free, total = torch.cuda.mem_get_info(device) if device.type == "cuda" else (_UNBOUNDED, _UNBOUNDED)
         self.plan = plan_memory(spec, config, device_bytes=total, free_bytes=free, element_bytes=dtype.itemsize)
@@ -223,7 +223,7 @@ class CudaBackend:
             max_rank=max_rank,
             block_tokens=block_tokens,
         )
-        extras = ExtraRows(runs, batch.sample_rows, self._products, self._decoder.product) if runs else None
+        extras = ExtraRows(runs, batch.sample_rows, self._modules, self._decoder.multiply) if runs else None
         hidden = self._decoder.hidden_states(step, extras)
         sampled = hidden[torch.from_numpy(batch.sample_rows).to(self._device)]
         logits = torch.empty(len(sampled), self.spec.vocab_size, device=self._device)
@@ -240,9 +240,9 @@ class CudaBackend:
 
     def _block_tokens(self, num_tokens: int, max_rank: int, *, is_decode: bool) -> int:
         """Rows per segment, or 0 where rows are taken one by one (or have no adapters at all)."""
-        if not max_rank or (is_decode and not self._deterministic):
+        if not max_rank or (is_decode and not self._batch_invariant):
             return 0
-        return self._kernels.block_tokens(num_tokens, batch_invariant=self._deterministic)
+        return self._kernels.block_tokens(num_tokens, batch_invariant=self._batch_invariant)
 
     def _segments(self, batch: ForwardBatch, block_tokens: int) -> NDArray[np.int32]:
         """[G, 3]: the batch's runs cut into pieces of `block_tokens` rows; none where rows are taken one by one."""

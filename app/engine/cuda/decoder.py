@@ -54,7 +54,7 @@ class CudaDecoder:
         self._kv = kv
         self._kernels = kernels
         self._max_seq_len = max_seq_len
-        self._deterministic = batch_invariant
+        self._batch_invariant = batch_invariant
         self._rank_rows = [tables.rows(layer) for layer in range(len(spec.layers))]
         self._expert_rows = [tables.expert_rows(layer) for layer in range(len(spec.layers))]
 
@@ -69,15 +69,15 @@ class CudaDecoder:
             if layer.spec.attention.latent is not None:
                 attended = self._attend_latents(index, layer, layer.spec.attention.latent, normed, heads, step, extras)
             else:
-                qkv = self._changed_product(index, "qkv", normed, step, extras)
+                qkv = self._linear(index, "qkv", normed, step, extras)
                 attended = self._attend(index, layer, qkv, step, extras)
-            self._add_product(index, "o", attended, hidden, step, extras)
+            self._add_linear(index, "o", attended, hidden, step, extras)
             self._norm(index, "mlp_norm", hidden, layer.mlp_norm, normed, extras)
             if layer.spec.experts is not None:
                 self._add_experts(index, layer.spec, layer.spec.experts, normed, hidden, step, extras)
             else:
-                gated = self._gated(self._changed_product(index, "gate_up", normed, step, extras), layer.spec.mlp)
-                self._add_product(index, "down", gated, hidden, step, extras)
+                gated = self._mlp_activation(self._linear(index, "gate_up", normed, step, extras), layer.spec.mlp)
+                self._add_linear(index, "down", gated, hidden, step, extras)
         return hidden
 
     def logits(self, hidden: Tensor, out: Tensor, extras: ExtraRows | None = None) -> None:
@@ -87,13 +87,13 @@ class CudaDecoder:
         if extras is not None:
             for first, end, weight in extras.final_norms():
                 self._kernels.rms_norm(hidden[first:end], weight, self._spec.norm_eps, normed[first:end])
-        self._float_product(normed, self._weights.head, out)
+        self._float32_linear(normed, self._weights.head, out)
         if extras is not None:
             extras.change_logits(normed, out)
 
-    def product(self, x: Tensor, weight: Tensor) -> Tensor:
+    def multiply(self, x: Tensor, weight: Tensor) -> Tensor:
         """x [T, d_in] @ weight.T, for weights [d_out, d_in] that adapters bring."""
-        return self._product(x, weight, None)
+        return self._base_linear(x, weight, None)
 
     def _add_experts(
         self,
@@ -107,42 +107,42 @@ class CudaDecoder:
     ) -> None:
         """hidden += Σ share_e * expert_e(x) + gate * shared(x), every product with its deltas (Shazeer et al. 2017)."""
         kernels, router = self._kernels, mixture.router
-        logits = self._changed_product(index, "router", normed, step, extras)
+        logits = self._linear(index, "router", normed, step, extras)
         experts = torch.empty(len(normed), router.top_k, dtype=torch.int32, device=normed.device)
-        shares = torch.empty(len(normed), router.top_k, dtype=torch.float32, device=normed.device)
+        topk_weights = torch.empty(len(normed), router.top_k, dtype=torch.float32, device=normed.device)
         kernels.route(
-            logits, experts, shares, normalised=router.normalised, scale=router.scale, num_groups=router.num_groups,
+            logits, experts, topk_weights, normalised=router.normalised, scale=router.scale, num_groups=router.num_groups,
             top_groups=router.top_groups,
         )  # fmt: skip
         pairs = kernels.sort_pairs(experts, router.num_experts, kernels.block_rows(normed.dtype))
-        gate_up = self._expert_product(index, "experts_gate_up", normed, pairs, step, x_divisor=router.top_k)
-        outputs = self._expert_product(index, "experts_down", self._gated(gate_up, layer.mlp), pairs, step)
+        gate_up = self._expert_linear(index, "experts_gate_up", normed, pairs, step, x_divisor=router.top_k)
+        outputs = self._expert_linear(index, "experts_down", self._mlp_activation(gate_up, layer.mlp), pairs, step)
         shared = gates = None
         if mixture.shared is not None:
-            both = self._changed_product(index, "shared_gate_up", normed, step, extras)
-            shared = self._changed_product(index, "shared_down", self._gated(both, mixture.shared.mlp), step, extras)
+            both = self._linear(index, "shared_gate_up", normed, step, extras)
+            shared = self._linear(index, "shared_down", self._mlp_activation(both, mixture.shared.mlp), step, extras)
             if mixture.shared.is_gated:
-                gates = self._changed_product(index, "shared_gate", normed, step, extras)
-        kernels.combine(outputs, shares, hidden, shared, gates)
+                gates = self._linear(index, "shared_gate", normed, step, extras)
+        kernels.combine(outputs, topk_weights, hidden, shared, gates)
 
-    def _expert_product(
-        self, layer: int, product: str, x: Tensor, pairs: SortedPairs, step: Step, x_divisor: int = 1
+    def _expert_linear(
+        self, layer: int, module: str, x: Tensor, pairs: SortedPairs, step: Step, x_divisor: int = 1
     ) -> Tensor:
         """[P, W]: every pair through its expert, with its adapter's delta. Tiles are fixed in either mode."""
         weights = self._weights.layers[layer]
-        weight = weights.products[product]
+        weight = weights.modules[module]
         out = x.new_empty(len(pairs.order), weight.shape[1])
-        self._kernels.expert_product(x, weight, out, pairs, weights.biases.get(product), x_divisor=x_divisor)
+        self._kernels.expert_linear(x, weight, out, pairs, weights.biases.get(module), x_divisor=x_divisor)
         if step.max_rank:
-            rows = self._expert_rows[layer][product]
+            rows = self._expert_rows[layer][module]
             self._kernels.add_lora_to_experts(
                 x, out, rows, step.adapter_slots, pairs, max_rank=step.max_rank, x_divisor=x_divisor
             )
         return out
 
-    def _gated(self, gate_up: Tensor, mlp: MlpSpec) -> Tensor:
+    def _mlp_activation(self, gate_up: Tensor, mlp: MlpSpec) -> Tensor:
         gated = gate_up.new_empty(len(gate_up), gate_up.shape[1] // 2)
-        self._kernels.gated(gate_up, gated, mlp.activation, mlp.limit, mlp.alpha)
+        self._kernels.gated_activation(gate_up, gated, mlp.activation, mlp.limit, mlp.alpha)
         return gated
 
     def _attend(self, index: int, layer: LayerWeights, qkv: Tensor, step: Step, extras: ExtraRows | None) -> Tensor:
@@ -154,7 +154,7 @@ class CudaDecoder:
             pieces = extras.head_norms(index, num_tokens, layer.q_norm, layer.k_norm)
         for first, end, q_norm, k_norm in pieces:
             if attention.whole_qk_norm:
-                self._normalise_whole(qkv[first:end], attention.num_heads * dim, q_norm, k_norm)
+                self._norm_whole(qkv[first:end], attention.num_heads * dim, q_norm, k_norm)
                 q_norm = k_norm = None  # noqa: PLW2901
             self._kernels.rotate_and_write(
                 qkv[first:end],
@@ -185,7 +185,7 @@ class CudaDecoder:
             max_seq_len=self._max_seq_len,
             window=attention.window,
             sinks=layer.sinks,
-            batch_invariant=self._deterministic,
+            batch_invariant=self._batch_invariant,
         )
         return attended.flatten(1)
 
@@ -215,11 +215,11 @@ class CudaDecoder:
         name, narrow = "query", normed
         if latent.query_rank is not None:
             assert layer.query_latent_norm is not None, "the norm comes with the checkpoint"
-            raw = self._changed_product(index, "query_a", normed, step, extras)
+            raw = self._linear(index, "query_a", normed, step, extras)
             name, narrow = "query_b", torch.empty_like(raw)
             self._norm(index, "query_latent_norm", raw, layer.query_latent_norm, narrow, extras, latent.norm_eps)
-        queries = self._changed_product(index, name, narrow, step, extras)
-        raw = self._changed_product(index, "latent_a", normed, step, extras)
+        queries = self._linear(index, name, narrow, step, extras)
+        raw = self._linear(index, "latent_a", normed, step, extras)
         rows = raw.clone()
         self._norm(index, "latent_norm", raw[:, :rank], layer.latent_norm, rows[:, :rank], extras, latent.norm_eps)
         self._kernels.rotate_latents(
@@ -227,7 +227,7 @@ class CudaDecoder:
         )
         by_head = queries.view(len(normed) * attention.num_heads, -1)
         own, rotated = by_head[:, : latent.key_size], by_head[:, latent.key_size :]
-        absorbed = self._expert_product(index, LATENT_KEYS.name, own, heads, step)
+        absorbed = self._expert_linear(index, LATENT_KEYS.name, own, heads, step)
         attended, shape = torch.empty_like(absorbed), (len(normed), attention.num_heads)
         self._kernels.latent_attention(
             absorbed.unflatten(0, shape),
@@ -240,11 +240,11 @@ class CudaDecoder:
             scale=attention.scale,
             max_query_len=step.max_query_len,
             max_seq_len=self._max_seq_len,
-            batch_invariant=self._deterministic,
+            batch_invariant=self._batch_invariant,
         )
-        return self._expert_product(index, LATENT_VALUES.name, attended, heads, step).view(len(normed), -1)
+        return self._expert_linear(index, LATENT_VALUES.name, attended, heads, step).view(len(normed), -1)
 
-    def _normalise_whole(self, qkv: Tensor, q_size: int, q_norm: Tensor | None, k_norm: Tensor | None) -> None:
+    def _norm_whole(self, qkv: Tensor, q_size: int, q_norm: Tensor | None, k_norm: Tensor | None) -> None:
         """All heads' queries together, and all heads' keys, in place."""
         assert q_norm is not None, "both norms come with the checkpoint"
         assert k_norm is not None, "both norms come with the checkpoint"
@@ -268,10 +268,10 @@ class CudaDecoder:
             for first, end, adapters_weight in extras.norms(layer, kind):
                 self._kernels.rms_norm(x[first:end], adapters_weight, eps, out[first:end])
 
-    def _add_product(
+    def _add_linear(
         self,
         layer: int,
-        product: str,
+        module: str,
         x: Tensor,
         hidden: Tensor,
         step: Step,
@@ -279,22 +279,24 @@ class CudaDecoder:
     ) -> None:
         """hidden += x @ weight.T + bias, with the deltas: the residual is where the sums start."""
         weights = self._weights.layers[layer]
-        weight, bias = weights.products[product], weights.biases.get(product)
-        kept = extras.set_aside(layer, product, hidden) if extras is not None else []
-        if self._deterministic:
+        weight, bias = weights.modules[module], weights.biases.get(module)
+        saved = extras.save_rows(layer, module, hidden) if extras is not None else []
+        if self._batch_invariant:
             self._kernels.fixed_linear(x, weight, hidden, bias, accumulate=True)
         else:
             hidden.addmm_(x, weight.T)
             if bias is not None:
                 hidden += bias
-        self._change(layer, product, x, hidden, step, extras)
+        self._apply_adapters(layer, module, x, hidden, step, extras)
         if extras is not None:
-            extras.put_back(kept, hidden)
+            extras.restore_rows(saved, hidden)
 
-    def _change(self, layer: int, product: str, x: Tensor, y: Tensor, step: Step, extras: ExtraRows | None) -> None:
+    def _apply_adapters(
+        self, layer: int, module: str, x: Tensor, y: Tensor, step: Step, extras: ExtraRows | None
+    ) -> None:
         """Add the deltas of the step's adapters to a base product, and do their extras."""
         if step.max_rank:
-            rows = self._rank_rows[layer][product]
+            rows = self._rank_rows[layer][module]
             if step.block_tokens:
                 self._kernels.add_lora_to_runs(
                     x,
@@ -303,30 +305,30 @@ class CudaDecoder:
                     step.segments,
                     max_rank=step.max_rank,
                     block_tokens=step.block_tokens,
-                    batch_invariant=self._deterministic,
+                    batch_invariant=self._batch_invariant,
                 )
             else:
                 self._kernels.add_lora_to_rows(x, y, rows, step.adapter_slots, max_rank=step.max_rank)
         if extras is not None:
-            extras.change(layer, product, x, y)
+            extras.change(layer, module, x, y)
 
-    def _changed_product(self, layer: int, product: str, x: Tensor, step: Step, extras: ExtraRows | None) -> Tensor:
+    def _linear(self, layer: int, module: str, x: Tensor, step: Step, extras: ExtraRows | None) -> Tensor:
         """x @ weight.T + bias, with the deltas."""
         weights = self._weights.layers[layer]
-        y = self._product(x, weights.products[product], weights.biases.get(product))
-        self._change(layer, product, x, y, step, extras)
+        y = self._base_linear(x, weights.modules[module], weights.biases.get(module))
+        self._apply_adapters(layer, module, x, y, step, extras)
         return y
 
-    def _product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        if not self._deterministic:
+    def _base_linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        if not self._batch_invariant:
             return torch.nn.functional.linear(x, weight, bias)
         out = x.new_empty(len(x), len(weight))
         self._kernels.fixed_linear(x, weight, out, bias)
         return out
 
-    def _float_product(self, x: Tensor, weight: Tensor, out: Tensor) -> None:
+    def _float32_linear(self, x: Tensor, weight: Tensor, out: Tensor) -> None:
         """As `_product`, into float32 whatever x and weight are: logits are not rounded."""
-        if self._deterministic:
+        if self._batch_invariant:
             self._kernels.fixed_linear(x, weight, out)
         elif x.is_cuda and x.dtype != torch.float32:
             torch.mm(x, weight.T, out_dtype=torch.float32, out=out)

@@ -36,9 +36,9 @@ class CudaExtras:
     def __init__(self, spec: ModelSpec, weights: Weights, dora_scale: Callable[..., Tensor]) -> None:
         """dora_scale: see `app.kernels.dora.torch`."""
         self._spec, self._dora_scale = spec, dora_scale
-        self._products = single_modules(stacked_modules(spec))
+        self._modules = single_modules(stacked_modules(spec))
         self._weights = weights
-        self._held: dict[int, Parts] = {}
+        self._parts: dict[int, Parts] = {}
         self._device, self._dtype = weights.embedding.device, weights.embedding.dtype
 
     def write(self, adapter_slot: int, adapter: LoraAdapter) -> None:
@@ -48,23 +48,23 @@ class CudaExtras:
         for part in plan(adapter, self._spec, self):
             parts[part.kind, part.layer, part.target] = self._tensor(part)
         if parts:
-            self._held[adapter_slot] = parts
+            self._parts[adapter_slot] = parts
 
     def release(self, adapter_slot: int) -> None:
         """Forget the slot's parts."""
-        self._held.pop(adapter_slot, None)
+        self._parts.pop(adapter_slot, None)
 
     def runs(self, run_starts: NDArray[np.int32], run_adapter_slots: NDArray[np.int32]) -> list[tuple[int, int, Parts]]:
         """(first row, end, parts) of the runs whose adapter has extras."""
-        if not self._held:
+        if not self._parts:
             return []
         bounds = zip(run_starts[:-1].tolist(), run_starts[1:].tolist(), run_adapter_slots.tolist(), strict=True)
-        return [(first, end, self._held[slot]) for first, end, slot in bounds if slot in self._held]
+        return [(first, end, self._parts[slot]) for first, end, slot in bounds if slot in self._parts]
 
     def dora_scale(self, key: LoraKey, magnitude: NDArray[np.float32], pair: LoraPair) -> NDArray[np.float32]:
         """See `BaseWeights.dora_scale`."""
-        product = linear_module_of(self._products, key.target)
-        weight = self._weights.layers[key.layer].products[product.name][product.columns(key.target)]
+        module = linear_module_of(self._modules, key.target)
+        weight = self._weights.layers[key.layer].modules[module.name][module.columns(key.target)]
         operands = (to_tensor(values).to(self._device) for values in (magnitude, widened(pair.a), widened(pair.b)))
         magnitude_, a, b = operands
         scale: NDArray[np.float32] = self._dora_scale(magnitude_, weight, a, b).cpu().numpy()
@@ -72,9 +72,9 @@ class CudaExtras:
 
     def bias(self, key: LoraKey) -> NDArray[np.float32] | None:
         """See `BaseWeights.bias`."""
-        product = linear_module_of(self._products, key.target)
-        bias = self._weights.layers[key.layer].biases.get(product.name)
-        return None if bias is None else bias[product.columns(key.target)].float().cpu().numpy()
+        module = linear_module_of(self._modules, key.target)
+        bias = self._weights.layers[key.layer].biases.get(module.name)
+        return None if bias is None else bias[module.columns(key.target)].float().cpu().numpy()
 
     def _tensor(self, part: ExtraWeight) -> Tensor:
         """A copy on the device, never the adapter's own memory."""
@@ -91,12 +91,12 @@ class ExtraRows:
         self,
         runs: list[tuple[int, int, Parts]],
         sample_rows: NDArray[np.int32],
-        products: Iterable[LinearModule],
+        modules: Iterable[LinearModule],
         multiply: Multiply,
     ) -> None:
         """`runs` over the step's tokens; `sample_rows`: [P] ascending; `products`: of all layers."""
         self._runs = runs
-        self._products = {one.name: one for one in products}
+        self._modules = {one.name: one for one in modules}
         self._multiply = multiply
         bounds = [np.searchsorted(sample_rows, run[:2]).tolist() for run in runs]
         self._samples = [(first, end, run[2]) for (first, end), run in zip(bounds, runs, strict=True) if first < end]
@@ -138,29 +138,29 @@ class ExtraRows:
             pieces.append((at, num_tokens, q_norm, k_norm))
         return pieces
 
-    def set_aside(self, layer: int, product: str, out: Tensor) -> list[tuple[int, int, Tensor]]:
-        """Zero the rows that a product is added to, where it is scaled or shifted first; see `put_back`."""
-        kept = []
-        places = [(kind, layer, target) for kind in MODULE_KINDS for target in self._products[product].targets]
+    def save_rows(self, layer: int, module: str, out: Tensor) -> list[tuple[int, int, Tensor]]:
+        """Zero the rows that a product is added to, where it is scaled or shifted first; see `restore_rows`."""
+        saved = []
+        places = [(kind, layer, target) for kind in MODULE_KINDS for target in self._modules[module].targets]
         for first, end, parts in self._runs:
             if any(place in parts for place in places):
-                kept.append((first, end, out[first:end].clone()))
+                saved.append((first, end, out[first:end].clone()))
                 out[first:end] = 0
-        return kept
+        return saved
 
-    def put_back(self, kept: list[tuple[int, int, Tensor]], out: Tensor) -> None:
-        """Add again what `set_aside` took."""
-        for first, end, rows in kept:
+    def restore_rows(self, saved: list[tuple[int, int, Tensor]], out: Tensor) -> None:
+        """Add again what `save_rows` took."""
+        for first, end, rows in saved:
             out[first:end] += rows
 
-    def change(self, layer: int, product: str, x: Tensor, out: Tensor) -> None:
+    def change(self, layer: int, module: str, x: Tensor, out: Tensor) -> None:
         """The modules' outputs in place: out [T, W] holds the base's product with the deltas."""
         for first, end, parts in self._runs:
-            for target in self._products[product].targets:
+            for target in self._modules[module].targets:
                 weight, scale, shift = (parts.get((kind, layer, target)) for kind in MODULE_KINDS)
                 if weight is scale is shift is None:
                     continue
-                columns = self._products[product].columns(target)
+                columns = self._modules[module].columns(target)
                 y = out[first:end, columns].float()
                 if weight is not None:
                     y = self._multiply(x[first:end], weight).float()

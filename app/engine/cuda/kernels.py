@@ -29,7 +29,7 @@ class Kernels:
     """
 
     rms_norm: Callable[..., None]
-    gated: Callable[..., None]
+    gated_activation: Callable[..., None]
     rotate_and_write: Callable[..., None]
     paged_attention: Callable[..., None]
     add_lora_to_rows: Callable[..., None]
@@ -41,7 +41,7 @@ class Kernels:
     route: Callable[..., None]
     block_rows: Callable[..., int]
     sort_pairs: Callable[..., Any]
-    expert_product: Callable[..., None]
+    expert_linear: Callable[..., None]
     add_lora_to_experts: Callable[..., None]
     combine: Callable[..., None]
     rotate_latents: Callable[..., None]
@@ -52,7 +52,7 @@ class Kernels:
 
 TRITON = Kernels(
     rms_norm=norms.rms_norm,
-    gated=activation.gated,
+    gated_activation=activation.gated_activation,
     rotate_and_write=rotary.rotate_and_write,
     paged_attention=paged_attention.paged_attention,
     add_lora_to_rows=bgmv.add_lora,
@@ -64,7 +64,7 @@ TRITON = Kernels(
     route=moe_routing.route,
     block_rows=moe_routing.block_rows,
     sort_pairs=moe_routing.sort_pairs,
-    expert_product=moe_lora.product,
+    expert_linear=moe_lora.expert_linear,
     add_lora_to_experts=moe_lora.add_lora,
     combine=moe_routing.combine,
     rotate_latents=latent_attention.rotate_and_store,

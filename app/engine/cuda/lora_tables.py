@@ -46,19 +46,19 @@ class LoraTables:
         """Raises CheckpointError for layers that differ in what is not their feed-forward."""
         self._stacked = tuple(one for one in stacked_modules(spec) if one.product.has_rank_rows)
         self._places = {
-            (layer, target): (product, place)
-            for product, layers in self._stacked
+            (layer, target): (module, place)
+            for module, layers in self._stacked
             for place, layer in enumerate(layers)
-            for target in product.targets
+            for target in module.targets
         }
         self._row_size, self._device = rank_row_size(spec), device
         #: Every adapter's matrices, [num_rows * numbers of a rank row].
         self.memory = torch.zeros(num_rows * self._row_size, dtype=dtype, device=device)
         self._tables: dict[str, tuple[Tensor, Tensor, Tensor]] = {}  # starts of a and b, ranks: [L, S, N]
-        for product, layers in self._stacked:
-            shape = (len(layers), max_slots, len(product.targets))
+        for module, layers in self._stacked:
+            shape = (len(layers), max_slots, len(module.targets))
             a, b = (torch.zeros(shape, dtype=torch.int64, device=device) for _ in range(2))
-            self._tables[product.name] = (a, b, torch.zeros(shape, dtype=torch.int32, device=device))
+            self._tables[module.name] = (a, b, torch.zeros(shape, dtype=torch.int32, device=device))
 
     def has(self, key: LoraKey) -> bool:
         """Whether this is a module that every token uses."""
@@ -67,10 +67,10 @@ class LoraTables:
     def rows(self, layer: int) -> dict[str, RankRows]:
         """The tables of one layer's products, by name; their addresses never change."""
         found = {}
-        for product, layers in self._stacked:
+        for module, layers in self._stacked:
             if layer in layers:
-                a, b, ranks = (table[layers.index(layer)] for table in self._tables[product.name])
-                found[product.name] = RankRows(self.memory, a, b, ranks, product.d_in, product.widths)
+                a, b, ranks = (table[layers.index(layer)] for table in self._tables[module.name])
+                found[module.name] = RankRows(self.memory, a, b, ranks, module.d_in, module.widths)
         return found
 
     def layout(self, adapter: LoraAdapter) -> Layout:
@@ -91,10 +91,10 @@ class LoraTables:
                     starts[id(array)], end = size, size + array.size
                     matrices.append((array, size))
                     size = -(-end // START_MULTIPLE) * START_MULTIPLE
-            product, place = self._places[key[:2]]
-            where = place, product.targets.index(key.target)
-            a[product.name][where], b[product.name][where] = starts[id(pair.a)], starts[id(pair.b)]
-            ranks[product.name][where] = pair.rank
+            module, place = self._places[key[:2]]
+            where = place, module.targets.index(key.target)
+            a[module.name][where], b[module.name][where] = starts[id(pair.a)], starts[id(pair.b)]
+            ranks[module.name][where] = pair.rank
         return Layout(max(1, -(-end // self._row_size)), end, matrices, a, b, ranks)
 
     def run(self, row_start: int, layout: Layout) -> Tensor:

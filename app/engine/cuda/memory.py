@@ -112,26 +112,26 @@ def _working_bytes(spec: ModelSpec, config: EngineConfig, element_bytes: int) ->
 def _numbers_per_token(spec: ModelSpec, layer: int) -> int:
     """Activations of one layer: twice what q, k and v (or queries and latents) are, with sums of latents by head; three
     times what gate is, and inputs and outputs."""
-    products = {product.name: product for product in layer_linear_modules(spec, layer)}
+    modules = {module.name: module for module in layer_linear_modules(spec, layer)}
     count = 4 * spec.hidden_size
     count += sum(
-        2 * products[name].width() for name in ("qkv", "query", "query_a", "query_b", "latent_a") if name in products
+        2 * modules[name].width() for name in ("qkv", "query", "query_a", "query_b", "latent_a") if name in modules
     )
     attention = spec.layers[layer].attention
     if attention.latent is not None:
         count += attention.num_heads * (2 * attention.latent.kv_rank + attention.latent.value_size)
-    for name, product in products.items():
+    for name, module in modules.items():
         if name.endswith("gate_up"):
-            count += 3 * product.widths[0] * _uses(spec, layer, product)
+            count += 3 * module.widths[0] * _uses(spec, layer, module)
         elif name in ("experts_down", "shared_down"):
-            count += product.width() * _uses(spec, layer, product)
+            count += module.width() * _uses(spec, layer, module)
     return count
 
 
-def _uses(spec: ModelSpec, layer: int, product: LinearModule) -> int:
+def _uses(spec: ModelSpec, layer: int, module: LinearModule) -> int:
     """How many times a token passes the product: once, or through each of its experts."""
     mixture = spec.layers[layer].experts
-    return 1 if product.num_experts is None or mixture is None else mixture.router.top_k
+    return 1 if module.num_experts is None or mixture is None else mixture.router.top_k
 
 
 def _size(num_bytes: int) -> str:

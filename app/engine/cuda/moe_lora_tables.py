@@ -22,7 +22,7 @@ from app.engine.models.spec import ModelSpec
 from app.kernels.moe_lora.expert_lora_rows import ALIGNMENT, ExpertRows
 
 
-class Placed(NamedTuple):
+class ExpertLayout(NamedTuple):
     """An adapter's rows of experts, laid out.
 
     memory: on the device, not filled yet. matrices: each with its first element there. a, b, ranks: by product, what
@@ -43,35 +43,35 @@ class MoeLoraTables:
         self._spec, self._device, self._dtype = spec, device, dtype
         self._stacked = paged_modules(spec)
         self._places = {
-            (layer, target): (product, place)
-            for product, layers in self._stacked
+            (layer, target): (module, place)
+            for module, layers in self._stacked
             for place, layer in enumerate(layers)
-            for target in product.targets
+            for target in module.targets
         }
         self._tables: dict[str, tuple[Tensor, Tensor, Tensor]] = {}  # addresses of a and b, ranks: [M, S, E, N]
-        for product, layers in self._stacked:
-            shape = (len(layers), max_slots, len(product.experts), len(product.targets))
+        for module, layers in self._stacked:
+            shape = (len(layers), max_slots, len(module.experts), len(module.targets))
             a, b = (torch.zeros(shape, dtype=torch.int64, device=device) for _ in range(2))
-            self._tables[product.name] = (a, b, torch.zeros(shape, dtype=torch.int32, device=device))
-        self._held: dict[int, Placed] = {}
+            self._tables[module.name] = (a, b, torch.zeros(shape, dtype=torch.int32, device=device))
+        self._layouts: dict[int, ExpertLayout] = {}
 
     def has(self, key: LoraKey) -> bool:
         """Whether this is a module of an expert, or the one that heads of latents share."""
         if key.target in LATENT_B.targets:
             return (key.layer, LATENT_KEYS.targets[0]) in self._places and key.expert is None
-        product, _ = self._places.get(key[:2], (None, 0))
-        return product is not None and key.expert in product.experts
+        module, _ = self._places.get(key[:2], (None, 0))
+        return module is not None and key.expert in module.experts
 
     def rows(self, layer: int) -> dict[str, ExpertRows]:
         """The tables of one layer's experts, by product; their addresses never change."""
         found = {}
-        for product, layers in self._stacked:
+        for module, layers in self._stacked:
             if layer in layers:
-                a, b, ranks = (table[layers.index(layer)] for table in self._tables[product.name])
-                found[product.name] = ExpertRows(a, b, ranks, product.d_in, product.widths[0])
+                a, b, ranks = (table[layers.index(layer)] for table in self._tables[module.name])
+                found[module.name] = ExpertRows(a, b, ranks, module.d_in, module.widths[0])
         return found
 
-    def take(self, adapter_slot: int, adapter: LoraAdapter) -> Placed | None:
+    def take(self, adapter_slot: int, adapter: LoraAdapter) -> ExpertLayout | None:
         """Memory for the slot's rows, dropping what it had; None where the adapter leaves all experts alone.
 
         Raises torch.OutOfMemoryError.
@@ -94,26 +94,26 @@ class MoeLoraTables:
         assert base % ALIGNMENT == 0, "allocators align to more than that"
         a, b, ranks = self._empty(), self._empty(), self._empty()
         for key, pair in own.items():
-            product, place = self._places[key[:2]]
-            where = place, key.expert, product.targets.index(key.target)
-            a[product.name][where] = base + starts[id(pair.a)] * self._dtype.itemsize
-            b[product.name][where] = base + starts[id(pair.b)] * self._dtype.itemsize
-            ranks[product.name][where] = pair.rank
-        placed = self._held[adapter_slot] = Placed(memory, matrices, a, b, ranks)
-        return placed
+            module, place = self._places[key[:2]]
+            where = place, key.expert, module.targets.index(key.target)
+            a[module.name][where] = base + starts[id(pair.a)] * self._dtype.itemsize
+            b[module.name][where] = base + starts[id(pair.b)] * self._dtype.itemsize
+            ranks[module.name][where] = pair.rank
+        layout = self._layouts[adapter_slot] = ExpertLayout(memory, matrices, a, b, ranks)
+        return layout
 
-    def point(self, adapter_slot: int, placed: Placed | None) -> None:
+    def point(self, adapter_slot: int, layout: ExpertLayout | None) -> None:
         """Let the tables say where the slot's rows lie, on the current stream."""
         for name, tables in self._tables.items():
-            if placed is None:
+            if layout is None:
                 tables[2][:, adapter_slot] = 0
                 continue
-            for table, values in zip(tables, (placed.a[name], placed.b[name], placed.ranks[name]), strict=True):
+            for table, values in zip(tables, (layout.a[name], layout.b[name], layout.ranks[name]), strict=True):
                 table[:, adapter_slot] = torch.from_numpy(values).to(self._device)
 
     def release(self, adapter_slot: int) -> None:
         """Free the slot's memory. The tables may speak of it still: nothing in flight has the slot."""
-        self._held.pop(adapter_slot, None)
+        self._layouts.pop(adapter_slot, None)
 
     def _by_expert(self, adapter: LoraAdapter) -> dict[LoraKey, LoraPair]:
         """The adapter's deltas of experts, and that of `kv_b_proj` by head, on either side of attention."""
@@ -130,6 +130,6 @@ class MoeLoraTables:
     def _empty(self) -> dict[str, NDArray[np.int64]]:
         """Zeros [M, E, N] by product."""
         return {
-            product.name: np.zeros((len(layers), len(product.experts), len(product.targets)), np.int64)
-            for product, layers in self._stacked
+            module.name: np.zeros((len(layers), len(module.experts), len(module.targets)), np.int64)
+            for module, layers in self._stacked
         }

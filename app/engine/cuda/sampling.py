@@ -33,7 +33,7 @@ def sample(logits: Tensor, sampling: SamplingBatch, exp: Exp = torch.exp) -> For
     top: list[tuple[NDArray[np.int32], NDArray[np.float32]] | None] = [None] * num_rows
     if not num_rows:
         return ForwardOutput(np.zeros(0, np.int32), logprobs, ())
-    scores = _masked(_biased(_penalised(logits, sampling), logits, sampling), logits, sampling)
+    scores = _apply_masks(_apply_biases(_apply_penalties(logits, sampling), logits, sampling), logits, sampling)
     tokens = scores.argmax(-1)  # the first of equals
     drawn = np.flatnonzero(sampling.temperature != 0)
     if len(drawn):
@@ -58,7 +58,7 @@ def sample(logits: Tensor, sampling: SamplingBatch, exp: Exp = torch.exp) -> For
     return ForwardOutput(tokens.cpu().numpy().astype(np.int32), logprobs, tuple(top))
 
 
-def _penalised(logits: Tensor, sampling: SamplingBatch) -> Tensor:
+def _apply_penalties(logits: Tensor, sampling: SamplingBatch) -> Tensor:
     """A copy with the rows' penalties applied, or the logits themselves where there are none."""
     rows = [p for p in range(len(sampling.history)) if sampling.history[p].size]
     if not rows:
@@ -79,7 +79,7 @@ def _penalised(logits: Tensor, sampling: SamplingBatch) -> Tensor:
     return logits
 
 
-def _biased(scores: Tensor, logits: Tensor, sampling: SamplingBatch) -> Tensor:
+def _apply_biases(scores: Tensor, logits: Tensor, sampling: SamplingBatch) -> Tensor:
     """The rows' biases added, to a copy if the scores are still the logits."""
     own = [(p, bias) for p in range(len(sampling.biases)) if (bias := bias_of(sampling, p)) is not None]
     if not own:
@@ -91,7 +91,7 @@ def _biased(scores: Tensor, logits: Tensor, sampling: SamplingBatch) -> Tensor:
     return scores
 
 
-def _masked(scores: Tensor, logits: Tensor, sampling: SamplingBatch) -> Tensor:
+def _apply_masks(scores: Tensor, logits: Tensor, sampling: SamplingBatch) -> Tensor:
     """-inf for tokens that the rows' masks do not allow, in a copy if the scores are still the logits."""
     masks = sampling.masks
     if masks is None:
@@ -128,11 +128,11 @@ def _draw(logits: Tensor, sampling: SamplingBatch, rows: NDArray[np.intp], exp: 
         place = torch.minimum((candidates < needed).sum(-1, keepdim=True), last)
         nucleus = torch.where(column(top_p < 1), ordered.gather(1, place), 0.0)
         floor = torch.maximum(torch.maximum(floor, cutoff), nucleus)
-    held = torch.where(p >= floor, _units(p), 0).cumsum(-1)
-    mass = held[:, -1:]
+    cumulative = torch.where(p >= floor, _units(p), 0).cumsum(-1)
+    mass = cumulative[:, -1:]
     draws = [uniform(int(sampling.seeds[row]), int(sampling.positions[row])) for row in rows]
     target = torch.minimum((mass.double() * column(np.array(draws))).long(), mass - 1)
-    return (held <= target).sum(-1)
+    return (cumulative <= target).sum(-1)
 
 
 def _units(p: Tensor) -> Tensor:

@@ -45,7 +45,7 @@ class StepShape(NamedTuple):
     @property
     def size(self) -> int:
         """Length of the vector in int32."""
-        return sum(_padded(math.prod(sizes)) for sizes in self.fields.values()) + _padded(2 * self.num_tokens)
+        return sum(_align(math.prod(sizes)) for sizes in self.fields.values()) + _align(2 * self.num_tokens)
 
 
 class Step(NamedTuple):
@@ -120,10 +120,10 @@ def _views(flat: Any, shape: StepShape) -> dict[str, Any]:
         if name == "kv_slots":
             part = part.view(torch.int64) if isinstance(part, Tensor) else part.view(np.int64)
         views[name] = part.reshape(sizes)
-        start += _padded(width)
+        start += _align(width)
     return views
 
 
-def _padded(count: int) -> int:
+def _align(count: int) -> int:
     """Fields begin at multiples of 16 bytes, whatever the shape: kernels are compiled for aligned addresses."""
     return -(-count // 4) * 4

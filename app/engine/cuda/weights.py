@@ -40,7 +40,7 @@ class LayerWeights:
     spec: LayerSpec
     attention_norm: Tensor
     mlp_norm: Tensor
-    products: dict[str, Tensor]
+    modules: dict[str, Tensor]
     biases: dict[str, Tensor]
     q_norm: Tensor | None
     k_norm: Tensor | None
@@ -105,12 +105,12 @@ def _empty(spec: ModelSpec, max_positions: int, device: torch.device, dtype: tor
     layers = []
     for index, layer in enumerate(spec.layers):
         prefix = f"model.layers.{index}."
-        products, biases = {}, {}
-        for product in _stored_products(spec, index):
-            experts = () if product.num_experts is None else (product.num_experts,)
-            products[product.name] = empty(*experts, product.width(), product.d_in)
-            if product.has_bias:
-                biases[product.name] = empty(*experts, product.width())
+        modules, biases = {}, {}
+        for module in _stored_modules(spec, index):
+            experts = () if module.num_experts is None else (module.num_experts,)
+            modules[module.name] = empty(*experts, module.width(), module.d_in)
+            if module.has_bias:
+                biases[module.name] = empty(*experts, module.width())
         cos, sin = angles[layer.attention.rope]
         layers.append(
             LayerWeights(
@@ -118,7 +118,7 @@ def _empty(spec: ModelSpec, max_positions: int, device: torch.device, dtype: tor
                 **{name: floats(f"{prefix}{path}.weight") for name, path in (LAYER_NORMS | LATENT_NORMS).items()},  # type: ignore[arg-type]
                 cos=cos,
                 sin=sin,
-                products=products,
+                modules=modules,
                 biases=biases,
                 sinks=floats(f"{prefix}{SINKS}"),
             )
@@ -142,10 +142,10 @@ class _Heads:
         self.values.copy_(by_head[:, self.keys.shape[1] :])
 
 
-def _stored_products(spec: ModelSpec, layer: int) -> tuple[LinearModule, ...]:
+def _stored_modules(spec: ModelSpec, layer: int) -> tuple[LinearModule, ...]:
     """What a layer has weights for: `kv_b_proj` as the products that stand for it."""
-    products = tuple(one for one in layer_linear_modules(spec, layer) if one.kind is not LATENT_B)
-    return (*products, *absorbed_modules(spec.layers[layer].attention))
+    modules = tuple(one for one in layer_linear_modules(spec, layer) if one.kind is not LATENT_B)
+    return (*modules, *absorbed_modules(spec.layers[layer].attention))
 
 
 def _places(spec: ModelSpec, weights: Weights) -> dict[str, Tensor | _Heads]:
@@ -157,15 +157,15 @@ def _places(spec: ModelSpec, weights: Weights) -> dict[str, Tensor | _Heads]:
     for index, layer in enumerate(weights.layers):
         prefix = f"model.layers.{index}."
         if layer.spec.attention.latent is not None:
-            keys, values = (layer.products[one.name] for one in absorbed_modules(layer.spec.attention))
+            keys, values = (layer.modules[one.name] for one in absorbed_modules(layer.spec.attention))
             path = LATENT_B.path(LATENT_B.targets[0])
             places[f"{prefix}{path}.weight"] = _Heads(keys.transpose(1, 2), values)
-        for product in layer_linear_modules(spec, index):
-            if product.kind is LATENT_B:
+        for module in layer_linear_modules(spec, index):
+            if module.kind is LATENT_B:
                 continue
-            weight, bias = layer.products[product.name], layer.biases.get(product.name)
-            for target, expert in itertools.product(product.targets, product.experts):
-                name, columns = f"{prefix}{product.kind.path(target, expert)}", product.columns(target)
+            weight, bias = layer.modules[module.name], layer.biases.get(module.name)
+            for target, expert in itertools.product(module.targets, module.experts):
+                name, columns = f"{prefix}{module.kind.path(target, expert)}", module.columns(target)
                 places[f"{name}.weight"] = (weight if expert is None else weight[expert])[columns]
                 if bias is not None:
                     places[f"{name}.bias"] = (bias if expert is None else bias[expert])[columns]

@@ -23,8 +23,8 @@ from app.engine.errors import AdapterMismatch
 from app.engine.models.linear_modules import linear_module_of
 from app.engine.models.sharding import shard_columns
 from app.engine.xla.arrays import SHARD_AXES, AdapterPlaces, ExpertPages, Floats, RankTables, XlaWeights
-from app.engine.xla.base_weights import XlaBaseValues
-from app.engine.xla.moe_lora_tables import XlaExpertRows
+from app.engine.xla.base_weights import XlaBaseWeights
+from app.engine.xla.moe_lora_tables import XlaMoeLoraTables
 from app.engine.xla.sizes import XlaSizes
 from app.engine.xla.step import StepAdapters
 from app.engine.xla.supported_features import SERVED
@@ -45,15 +45,15 @@ class XlaAdapters:
         """extra_bytes: of what adapters may hold beside rank rows; with 0, those that have scales, shifts or deltas of
         experts are refused."""
         self._sizes, self._num_rows = sizes, num_rows
-        self._columns = {product.name: shard_columns(product, sizes.shards_of(product)) for product in sizes.whole}
-        self._base = XlaBaseValues(sizes, weights.layers, mesh) if extra_bytes and num_rows else None
-        self.experts = XlaExpertRows(sizes, num_slots, extra_bytes)
+        self._columns = {module.name: shard_columns(module, sizes.shards_of(module)) for module in sizes.whole}
+        self._base = XlaBaseWeights(sizes, weights.layers, mesh) if extra_bytes and num_rows else None
+        self.experts = XlaMoeLoraTables(sizes, num_slots, extra_bytes)
         self._plans: WeakKeyDictionary[LoraAdapter, tuple[ExtraWeight, ...]] = WeakKeyDictionary()
         self._starts, self._max_ranks = (np.zeros(num_slots, np.int32) for _ in range(2))
         self._has_extras = np.zeros(num_slots, np.bool_)
         self._ranks = {
-            product.name: np.zeros((len(sizes.layers_of(product.name)), num_slots, len(product.targets)), np.int32)
-            for product in sizes.single
+            module.name: np.zeros((len(sizes.layers_of(module.name)), num_slots, len(module.targets)), np.int32)
+            for module in sizes.single
         }
         self._replicated = NamedSharding(mesh, P())
         self._on_device: AdapterPlaces | None = None
@@ -76,12 +76,12 @@ class XlaAdapters:
     def _shapes(self, num_rows: int, num_extra_rows: int) -> RankTables:
         sizes = self._sizes
         a, b, extras = {}, {}, {}
-        for product in sizes.single:
-            is_input, count = product.kind.split == "input", len(sizes.layers_of(product.name))
-            if product.has_rank_rows:
-                extras[product.name] = (count, num_extra_rows, sizes.total_width(product))
-            for target, width in zip(product.targets, product.widths, strict=True):
-                a[target] = (count, num_rows, product.d_in * (sizes.num_shards if is_input else 1))
+        for module in sizes.single:
+            is_input, count = module.kind.split == "input", len(sizes.layers_of(module.name))
+            if module.has_rank_rows:
+                extras[module.name] = (count, num_extra_rows, sizes.total_width(module))
+            for target, width in zip(module.targets, module.widths, strict=True):
+                a[target] = (count, num_rows, module.d_in * (sizes.num_shards if is_input else 1))
                 b[target] = (count, num_rows, width * (1 if is_input else sizes.num_shards))
         if self._base is None:
             extras = {}
@@ -90,12 +90,12 @@ class XlaAdapters:
     def specs(self) -> RankTables:
         """A of o and down is split like their input, B of the others like their output; the rest is replicated."""
         split, a, b, extras = P(None, None, SHARD_AXES), {}, {}, {}
-        for product in self._sizes.single:
-            is_input = product.kind.split == "input"
-            for target in product.targets:
+        for module in self._sizes.single:
+            is_input = module.kind.split == "input"
+            for target in module.targets:
                 a[target], b[target] = (split, P()) if is_input else (P(), split)
-            if product.has_rank_rows:
-                extras[product.name] = P() if is_input else split
+            if module.has_rank_rows:
+                extras[module.name] = P() if is_input else split
         if self._base is None:
             extras = {}
         return RankTables(a, b, extras, dict(extras), self.experts.specs() if self.experts.num_pages else None)
@@ -125,19 +125,19 @@ class XlaAdapters:
         shapes = self.shapes(num_rows)
         a: dict[str, Floats] = {}
         b: dict[str, Floats] = {}  # [L, shards, floats]; one shard of what is replicated
-        for product in sizes.single:
-            is_input = product.kind.split == "input"
-            for target in product.targets:
+        for module in sizes.single:
+            is_input = module.kind.split == "input"
+            for target in module.targets:
                 for table, shape, is_split in ((a, shapes.a, is_input), (b, shapes.b, not is_input)):
                     parts, floats = shards if is_split else 1, num_rows * shape[target][2]
                     table[target] = np.zeros((shape[target][0], parts, floats // parts), np.float32)
         for (layer, target, _), pair in _single(adapter):
-            product = linear_module_of(sizes.single, target)
-            place = sizes.place(product.name, layer)
+            module = linear_module_of(sizes.single, target)
+            place = sizes.place(module.name, layer)
             wide_a, wide_b = widened(pair.a), widened(pair.b)
-            for shard, columns in enumerate(self._columns[product.name][target]):
-                own_a = wide_a[:, columns] if product.kind.split == "input" else wide_a
-                own_b = wide_b[:, columns] if product.kind.split == "output" else wide_b
+            for shard, columns in enumerate(self._columns[module.name][target]):
+                own_a = wide_a[:, columns] if module.kind.split == "input" else wide_a
+                own_b = wide_b[:, columns] if module.kind.split == "output" else wide_b
                 for whole, rows in ((a[target], own_a), (b[target], own_b)):
                     whole[place, min(shard, whole.shape[1] - 1), : rows.size] = rows.reshape(-1)
         whole_a, whole_b = (
@@ -150,9 +150,9 @@ class XlaAdapters:
         for table in self._ranks.values():
             table[:, adapter_slot] = 0
         for (layer, target, _), pair in _single(adapter):
-            product = linear_module_of(self._sizes.single, target)
-            place = self._sizes.place(product.name, layer)
-            self._ranks[product.name][place, adapter_slot, product.targets.index(target)] = pair.rank
+            module = linear_module_of(self._sizes.single, target)
+            place = self._sizes.place(module.name, layer)
+            self._ranks[module.name][place, adapter_slot, module.targets.index(target)] = pair.rank
         self._starts[adapter_slot] = row_start
         self._max_ranks[adapter_slot] = max((pair.rank for _, pair in _single(adapter)), default=0)
         self._has_extras[adapter_slot] = bool(adapter.features - {ACTIVATED})
@@ -186,7 +186,7 @@ class XlaAdapters:
 
     def _check_modules(self, adapter: LoraAdapter) -> None:
         for layer, target, expert in adapter.weights:
-            found = [product for product in self._sizes.products if target in product.targets]
+            found = [module for module in self._sizes.modules if target in module.targets]
             if not found or expert not in found[0].experts or layer not in self._sizes.layers_of(found[0].name):
                 raise AdapterMismatch(f"this engine has no module {target!r} (expert {expert}) in layer {layer}")
         self.experts.check(adapter)
@@ -205,14 +205,14 @@ class XlaAdapters:
             assert kind in ("scale", "shift")
             assert target is not None
             assert layer is not None
-            product = linear_module_of(self._sizes.single, target)
-            table = (scales if kind == "scale" else shifts)[product.name][self._sizes.place(product.name, layer), 0]
-            columns = product.columns(target)
-            if product.kind.split == "input":
+            module = linear_module_of(self._sizes.single, target)
+            table = (scales if kind == "scale" else shifts)[module.name][self._sizes.place(module.name, layer), 0]
+            columns = module.columns(target)
+            if module.kind.split == "input":
                 table[columns] = values
             else:
                 by_shard = table.reshape(self._sizes.num_shards, -1)  # a view
-                by_shard[:, columns] = values[self._columns[product.name][target]]
+                by_shard[:, columns] = values[self._columns[module.name][target]]
         return scales, shifts
 
 
@@ -237,13 +237,13 @@ def base_tables(shapes: RankTables) -> RankTables:
 def write_rows(tables: RankTables, rows: RankTables, row_start: Array) -> RankTables:
     """The tables with an adapter's rows at `row_start`; donated, so written in place."""
 
-    def written(table: dict[str, Array], new: dict[str, Array], at: Array) -> dict[str, Array]:
+    def update(table: dict[str, Array], new: dict[str, Array], at: Array) -> dict[str, Array]:
         return {name: lax.dynamic_update_slice_in_dim(table[name], new[name], at, axis=1) for name in table}
 
     extra_row = row_start // RANK_CHUNK
     return RankTables(
-        written(tables.a, rows.a, row_start), written(tables.b, rows.b, row_start),
-        written(tables.scales, rows.scales, extra_row), written(tables.shifts, rows.shifts, extra_row), tables.experts,
+        update(tables.a, rows.a, row_start), update(tables.b, rows.b, row_start),
+        update(tables.scales, rows.scales, extra_row), update(tables.shifts, rows.shifts, extra_row), tables.experts,
     )  # fmt: skip
 
 

@@ -32,7 +32,7 @@ class XlaLayers(NamedTuple):
     of latents lie like experts: (shards) * layers * (heads of a shard).
     """
 
-    products: dict[str, Any]
+    modules: dict[str, Any]
     biases: dict[str, Any]
     attention_norm: Any
     mlp_norm: Any
@@ -81,13 +81,13 @@ class RankTables(NamedTuple):
     experts: ExpertPages | None = None
 
 
-class ExpertPlaces(NamedTuple):
+class ExpertPageTables(NamedTuple):
     """Where adapters' pages lie, int32; page N is nobody's. heads: [L, experts * S], an adapter's first page of an
     expert. following: [N + 1], the page after each. ranks: by product, [N + 1, modules], rank rows in a page.
     """
 
-    heads: Any
-    following: Any
+    first_pages: Any
+    next_pages: Any
     ranks: dict[str, Any]
 
 
@@ -99,7 +99,7 @@ class AdapterPlaces(NamedTuple):
 
     starts: Any
     ranks: dict[str, Any]
-    experts: ExpertPlaces | None = None
+    experts: ExpertPageTables | None = None
 
 
 class KvMemory(NamedTuple):

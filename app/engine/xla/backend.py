@@ -167,13 +167,13 @@ class JaxBackend:
     def _compile_writer(self, count: int) -> Any:
         """The program that writes an adapter of at most `count` rank rows."""
 
-        def described(shape: tuple[int, ...], spec: jax.sharding.PartitionSpec) -> jax.ShapeDtypeStruct:
+        def shape_struct(shape: tuple[int, ...], spec: jax.sharding.PartitionSpec) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct(shape, np.float32, sharding=NamedSharding(self._mesh, spec))
 
         shapes = jax.tree.map(_shape_of, self._tables)
         specs = self._row_specs._replace(experts=None)
-        rows = jax.tree.map(described, self._adapters.shapes(count), specs, is_leaf=_is_shape)
-        start = described((), sharding.REPLICATED).update(dtype=np.int32)
+        rows = jax.tree.map(shape_struct, self._adapters.shapes(count), specs, is_leaf=_is_shape)
+        start = shape_struct((), sharding.REPLICATED).update(dtype=np.int32)
         shardings = jax.tree.map(lambda shape: shape.sharding, shapes)
         return jax.jit(write_rows, donate_argnums=(0,), out_shardings=shardings).lower(shapes, rows, start).compile()
 
@@ -182,13 +182,13 @@ class JaxBackend:
         if self._tables.experts is None:
             return None
 
-        def described(shape: tuple[int, ...], spec: jax.sharding.PartitionSpec) -> jax.ShapeDtypeStruct:
+        def shape_struct(shape: tuple[int, ...], spec: jax.sharding.PartitionSpec) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct(shape, np.float32, sharding=NamedSharding(self._mesh, spec))
 
         shapes = jax.tree.map(_shape_of, self._tables.experts)
         experts = self._adapters.experts
-        rows = jax.tree.map(described, experts.shapes(PAGES_AT_ONCE), experts.specs(), is_leaf=_is_shape)
-        pages = described((PAGES_AT_ONCE,), sharding.REPLICATED).update(dtype=np.int32)
+        rows = jax.tree.map(shape_struct, experts.shapes(PAGES_AT_ONCE), experts.specs(), is_leaf=_is_shape)
+        pages = shape_struct((PAGES_AT_ONCE,), sharding.REPLICATED).update(dtype=np.int32)
         shardings = jax.tree.map(lambda shape: shape.sharding, shapes)
         return jax.jit(write_pages, donate_argnums=(0,), out_shardings=shardings).lower(shapes, rows, pages).compile()
 

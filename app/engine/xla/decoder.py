@@ -97,7 +97,7 @@ class _Decoder:
         if self._sizes.attention.whole_qk_norm:
             q, k = self._whole_norm(q, k, q_norm[layer], k_norm[layer])
             q_norm = k_norm = None
-        q, k = (self._rotated(rows, norm, layer) for rows, norm in ((q, q_norm), (k, k_norm)))
+        q, k = (self._rotate(rows, norm, layer) for rows, norm in ((q, q_norm), (k, k_norm)))
         sinks = jnp.zeros(0, jnp.float32) if layers.sinks is None else layers.sinks[layer]
         attended, keys, values = store_and_attend(
             q, k, v, *kv, step.queries, self._tiles, layer, layers.scale[layer], layers.window[layer], sinks
@@ -115,10 +115,10 @@ class _Decoder:
             name, narrow = "query_b", self.linear(x, layer, "query_a")[0]
             narrow = self._norm(narrow, layers.query_latent_norm[layer], latent.norm_eps)
         queries = self.linear(narrow, layer, name)[0].reshape(len(x), -1, self._sizes.attention.head_dim)
-        own, rotated = queries[:, :, : latent.key_size], self._turned(queries[:, :, latent.key_size :], layer)
+        own, rotated = queries[:, :, : latent.key_size], self._rotate_pairs(queries[:, :, latent.key_size :], layer)
         (rows,) = self.linear(x, layer, "latent_a")
         normed = self._norm(rows[:, :rank], layers.latent_norm[layer], latent.norm_eps)
-        rows = jnp.concatenate([normed, self._turned(rows[:, None, rank:], layer)[:, 0]], axis=1)
+        rows = jnp.concatenate([normed, self._rotate_pairs(rows[:, None, rank:], layer)[:, 0]], axis=1)
         attended, latents = latent_attention.store_and_attend(
             self._by_head(own, layer, latent, LATENT_KEYS), rotated, rows, kv.keys, step.queries, self._tiles, layer,
             layers.scale[layer],
@@ -129,7 +129,7 @@ class _Decoder:
         """Rows by head [T, N, D] times each head's part of `kv_b_proj`, with the deltas: [T, N, columns]."""
         (target,) = LATENT_B.targets
         first = layer * self._sizes.group_size(self._sizes.absorbed[0])
-        y = latent_attention.multiply_heads(x, self._weights.layers.products[kind.name], first)
+        y = latent_attention.multiply_heads(x, self._weights.layers.modules[kind.name], first)
         return latent_attention.add_deltas(
             x, y, self._tables.a[target], self._tables.b[target], layer, self._step.segments, self._places.starts,
             self._places.ranks[LATENT_B.name], latent.key_size, of_keys=kind is LATENT_KEYS,
@@ -141,14 +141,14 @@ class _Decoder:
         x = self._norm(hidden, self._weights.layers.mlp_norm[layer])
         dense, mixed = sizes.layers_of("gate_up"), sizes.layers_of("router")
         if not mixed:
-            return self._gated(x, layer, "gate_up", "down")
+            return self._mlp(x, layer, "gate_up", "down")
         place = self._place(mixed, layer)
         if not dense:
             return self._experts(x, place)
         is_dense = jnp.array([one in dense for one in range(sizes.num_layers)])[layer]
         added: Array = lax.cond(
             is_dense,
-            lambda x: self._gated(x, self._place(dense, layer), "gate_up", "down"),
+            lambda x: self._mlp(x, self._place(dense, layer), "gate_up", "down"),
             lambda x: self._experts(x, place),
             x,
         )
@@ -167,33 +167,33 @@ class _Decoder:
 
         layer: among those that have the product.
         """
-        layers, step, product = self._weights.layers, self._step, self._sizes.product(name)
-        y = _multiply(x, layers.products[name][layer])
-        a, b = ([table[target] for target in product.targets] for table in (self._tables.a, self._tables.b))
+        layers, step, module = self._weights.layers, self._step, self._sizes.module(name)
+        y = _multiply(x, layers.modules[name][layer])
+        a, b = ([table[target] for target in module.targets] for table in (self._tables.a, self._tables.b))
         y = self._add_deltas(x, y, a, b, layer, step.segments, self._places.starts, self._places.ranks[name])
-        if product.kind.split == "input" and self._sizes.num_shards > 1:
+        if module.kind.split == "input" and self._sizes.num_shards > 1:
             y = lax.psum(y, SHARD_AXES)
         if layers.biases[name] is not None:
             y = y + layers.biases[name][layer]
-        return self._columns(self._scaled(y, layer, product), name)
+        return self._columns(self._apply_extras(y, layer, module), name)
 
     def _experts(self, x: Array, place: Array) -> Array:
         """Normed rows [T, H] -> Σ share * expert(x) + gate * shared(x). place: among the layers that have experts."""
-        sizes, products, step = self._sizes, self._weights.layers.products, self._step
+        sizes, modules, step = self._sizes, self._weights.layers.modules, self._step
         mixture, count = sizes.mixture, sizes.experts_per_shard
         (logits,) = self.linear(x, place, "router")
-        experts, shares = route(logits, mixture.router)
+        experts, topk_weights = route(logits, mixture.router)
         mine = lax.axis_index(EXPERT_AXIS) * count if sizes.expert_shards > 1 else jnp.int32(0)
         num_slots = len(self._places.starts)
-        pairs = sort_pairs(experts, shares, mine, count, step.expert_slots, num_slots, step.num_tokens)
+        pairs = sort_pairs(experts, topk_weights, mine, count, step.expert_slots, num_slots, step.num_tokens)
         pages = self._places.experts
         runs = None
         if pages is not None:
-            heads = lax.dynamic_slice(pages.heads[place], (mine * num_slots,), (count * num_slots,))
-            runs = page_runs(pairs.keys, heads, len(pages.following) - 1)
+            first_pages = lax.dynamic_slice(pages.first_pages[place], (mine * num_slots,), (count * num_slots,))
+            runs = page_runs(pairs.keys, first_pages, len(pages.next_pages) - 1)
 
         def linear(x: Array, name: str) -> tuple[Array, ...]:
-            y = multiply_groups(x, products[name], place * count, pairs.starts)
+            y = multiply_groups(x, modules[name], place * count, pairs.starts)
             if runs is not None:
                 y = self._expert_deltas(x, y, name, runs)
             bias = self._weights.layers.biases[name]
@@ -205,23 +205,23 @@ class _Decoder:
             return self._columns(y, name)
 
         gate, up = linear(x[pairs.tokens], "experts_gate_up")
-        out = combine(linear(self._activated(gate, up), "experts_down")[0], pairs)
+        out = combine(linear(self._activation(gate, up), "experts_down")[0], pairs)
         if sizes.num_shards > 1:
             out = lax.psum(out, SHARD_AXES)
         if mixture.shared is None:
             return out
-        shared = self._gated(x, place, "shared_gate_up", "shared_down")
+        shared = self._mlp(x, place, "shared_gate_up", "shared_down")
         return out + (
             jax.nn.sigmoid(self.linear(x, place, "shared_gate")[0]) * shared if mixture.shared.is_gated else shared
         )
 
     def _expert_deltas(self, x: Array, y: Array, name: str, runs: PageRuns) -> Array:
         """y [P, columns] of the pairs in order, with their adapters' deltas of their experts, page after page."""
-        pages, tables, product = self._places.experts, self._tables.experts, self._sizes.product(name)
+        pages, tables, module = self._places.experts, self._tables.experts, self._sizes.module(name)
         assert pages is not None
         assert tables is not None
-        a, b = ([table[target][None] for target in product.targets] for table in (tables.a, tables.b))
-        starts = jnp.arange(len(pages.following), dtype=jnp.int32) * RANK_CHUNK
+        a, b = ([table[target][None] for target in module.targets] for table in (tables.a, tables.b))
+        starts = jnp.arange(len(pages.next_pages), dtype=jnp.int32) * RANK_CHUNK
 
         def add_page(_: Array, state: tuple[Array, Array]) -> tuple[Array, Array]:
             y, page = state
@@ -229,17 +229,17 @@ class _Decoder:
             segments = Segments(lines, runs.num_runs, jnp.int32(RANK_CHUNK))
             ranks = pages.ranks[name][None]
             y = self._add_deltas(x, y, a, b, jnp.int32(0), segments, starts, ranks)
-            return y, pages.following[page]
+            return y, pages.next_pages[page]
 
         added: Array = lax.fori_loop(0, self._step.most_pages, add_page, (y, runs.pages))[0]
         return added
 
-    def _gated(self, x: Array, place: Array, gate_up: str, down: str) -> Array:
+    def _mlp(self, x: Array, place: Array, gate_up: str, down: str) -> Array:
         """The feed-forward of normed rows [T, H]."""
         gate, up = self.linear(x, place, gate_up)
-        return self.linear(self._activated(gate, up), place, down)[0]
+        return self.linear(self._activation(gate, up), place, down)[0]
 
-    def _activated(self, gate: Array, up: Array) -> Array:
+    def _activation(self, gate: Array, up: Array) -> Array:
         """What down takes; see `MlpSpec`."""
         mlp = self._sizes.spec.layers[0].mlp
         if mlp.limit is not None:
@@ -255,16 +255,16 @@ class _Decoder:
 
     def _columns(self, y: Array, name: str) -> tuple[Array, ...]:
         """Each target's own columns of a product."""
-        product = self._sizes.product(name)
-        return tuple(y[:, product.columns(target)] for target in product.targets)
+        module = self._sizes.module(name)
+        return tuple(y[:, module.columns(target)] for target in module.targets)
 
-    def _scaled(self, y: Array, layer: Array, product: LinearModule) -> Array:
+    def _apply_extras(self, y: Array, layer: Array, module: LinearModule) -> Array:
         """scale * y + shift, with each row's adapter's own; y itself in a step without such adapters."""
-        if product.name not in self._tables.scales:
+        if module.name not in self._tables.scales:
             return y
         scales, shifts, rows = (
-            self._tables.scales[product.name],
-            self._tables.shifts[product.name],
+            self._tables.scales[module.name],
+            self._tables.shifts[module.name],
             self._step.extra_rows,
         )
 
@@ -274,7 +274,7 @@ class _Decoder:
         changed: Array = lax.cond(self._step.num_extra_tokens > 0, change, lambda y: y, y)
         return changed
 
-    def _rotated(self, rows: Array, norms: Array | None, layer: Array) -> Array:
+    def _rotate(self, rows: Array, norms: Array | None, layer: Array) -> Array:
         """Rows [T, heads * D] normalised by head (Qwen3) and rotated: half-split layout (Su et al. 2021)."""
         heads = rows.reshape(len(rows), -1, self._sizes.attention.head_dim)
         if norms is not None:
@@ -284,7 +284,7 @@ class _Decoder:
         first, second = jnp.split(heads, 2, axis=-1)
         return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).reshape(rows.shape)
 
-    def _turned(self, x: Array, layer: Array) -> Array:
+    def _rotate_pairs(self, x: Array, layer: Array) -> Array:
         """x [T, heads, E]: neighbours are turned together, not halves."""
         rope = self._weights.layers.rope[layer]
         cos, sin = self._cos[rope][:, None], self._sin[rope][:, None]  # [T, 1, E / 2]

@@ -42,22 +42,22 @@ def make_mesh(devices: Sequence[jax.Device], tensor_parallel: int, expert_parall
 def weight_specs(weights: XlaWeights, sizes: XlaSizes) -> XlaWeights:
     """A PartitionSpec for each array of `weights`; None stays None."""
     specs: XlaWeights = jax.tree.map(lambda _: REPLICATED, weights)
-    products, biases = dict(specs.layers.products), dict(specs.layers.biases)
-    for product in sizes.products:
-        if product.kind is LATENT_B:
+    modules, biases = dict(specs.layers.modules), dict(specs.layers.biases)
+    for module in sizes.modules:
+        if module.kind is LATENT_B:
             continue  # `absorbed` stand for it
-        is_output = product.kind.split == "output"
-        columns, depth = (_COLUMNS, _DEPTH) if product.num_experts is None else (_EXPERT_COLUMNS, _EXPERT_DEPTH)
-        products[product.name] = _each(products[product.name], columns if is_output else depth)
-        if product.num_experts is None:
+        is_output = module.kind.split == "output"
+        columns, depth = (_COLUMNS, _DEPTH) if module.num_experts is None else (_EXPERT_COLUMNS, _EXPERT_DEPTH)
+        modules[module.name] = _each(modules[module.name], columns if is_output else depth)
+        if module.num_experts is None:
             bias = _COLUMNS if is_output else REPLICATED
         else:
             bias = _EXPERT_COLUMNS if is_output else P(EXPERT_AXIS)
-        biases[product.name] = _each(biases[product.name], bias)
-    for product in sizes.absorbed:
-        products[product.name] = _each(products[product.name], P(SHARD_AXES))
+        biases[module.name] = _each(biases[module.name], bias)
+    for module in sizes.absorbed:
+        modules[module.name] = _each(modules[module.name], P(SHARD_AXES))
     sinks = _each(specs.layers.sinks, _COLUMNS)
-    layers = specs.layers._replace(products=products, biases=biases, sinks=sinks)
+    layers = specs.layers._replace(modules=modules, biases=biases, sinks=sinks)
     if sizes.attention.whole_qk_norm:
         layers = layers._replace(q_norm=_COLUMNS, k_norm=_COLUMNS)
     return specs._replace(head=_each(specs.head, _COLUMNS), layers=layers)

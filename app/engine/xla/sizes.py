@@ -28,7 +28,7 @@ class XlaSizes:
     tensor_shards: int
     expert_shards: int
     whole: tuple[LinearModule, ...]
-    products: tuple[LinearModule, ...]
+    modules: tuple[LinearModule, ...]
     layers: tuple[tuple[int, ...], ...]
     absorbed: tuple[LinearModule, ...] = ()
 
@@ -54,7 +54,7 @@ class XlaSizes:
     @property
     def kv_heads(self) -> int:
         """KV heads of one shard."""
-        return self.product("qkv").groups[1]
+        return self.module("qkv").groups[1]
 
     @property
     def vocab_per_shard(self) -> int:
@@ -64,54 +64,54 @@ class XlaSizes:
     @property
     def single(self) -> tuple[LinearModule, ...]:
         """One shard's, of which there are not several by expert."""
-        return tuple(product for product in self.products if product.num_experts is None)
+        return tuple(module for module in self.modules if module.num_experts is None)
 
     @property
     def experts_per_shard(self) -> int:
         """Experts of a layer that one device has; 0 for a model without."""
-        counts = (product.num_experts for product in self.products if product.num_experts is not None)
+        counts = (module.num_experts for module in self.modules if module.num_experts is not None)
         return next(counts, 0) // self.expert_shards
 
     @property
-    def stored(self) -> tuple[LinearModule, ...]:
+    def with_weights(self) -> tuple[LinearModule, ...]:
         """One shard's, of which there are weights."""
-        return (*(product for product in self.products if product.kind is not LATENT_B), *self.absorbed)
+        return (*(module for module in self.modules if module.kind is not LATENT_B), *self.absorbed)
 
-    def group_size(self, product: LinearModule) -> int:
+    def group_size(self, module: LinearModule) -> int:
         """Experts of a layer, or heads of latents, that one device has."""
-        return self.attention.num_heads // self.num_shards if product in self.absorbed else self.experts_per_shard
+        return self.attention.num_heads // self.num_shards if module in self.absorbed else self.experts_per_shard
 
-    def product(self, name: str) -> LinearModule:
+    def module(self, name: str) -> LinearModule:
         """One shard's, by name."""
-        return next(product for product in self.products if product.name == name)
+        return next(module for module in self.modules if module.name == name)
 
     def layers_of(self, name: str) -> tuple[int, ...]:
         """The layers that have a product, in order; none where there is no such product."""
-        found = (layers for product, layers in zip(self.products, self.layers, strict=True) if product.name == name)
-        is_absorbed = any(product.name == name for product in self.absorbed)
+        found = (layers for module, layers in zip(self.modules, self.layers, strict=True) if module.name == name)
+        is_absorbed = any(module.name == name for module in self.absorbed)
         return tuple(range(self.num_layers)) if is_absorbed else next(found, ())
 
     def place(self, name: str, layer: int) -> int:
         """A layer's index in the arrays of a product that it has."""
         return self.layers_of(name).index(layer)
 
-    def shards_of(self, product: LinearModule) -> int:
+    def shards_of(self, module: LinearModule) -> int:
         """Over how many devices the columns of a product are divided."""
-        if product in self.absorbed:
+        if module in self.absorbed:
             return 1
-        return self.num_shards if product.num_experts is None else self.tensor_shards
+        return self.num_shards if module.num_experts is None else self.tensor_shards
 
-    def total_width(self, product: LinearModule) -> int:
+    def total_width(self, module: LinearModule) -> int:
         """Columns of all shards of a product that is split on its output; else those of any shard."""
-        return product.width() * (self.shards_of(product) if product.kind.split == "output" else 1)
+        return module.width() * (self.shards_of(module) if module.kind.split == "output" else 1)
 
 
 def sizes_of(spec: ModelSpec, tensor_shards: int, expert_shards: int = 1) -> XlaSizes:
     """CheckpointError for what this engine does not compute; ConfigError if the model does not divide so."""
     _check_served(spec)
     stacked = stacked_modules(spec)
-    whole = tuple(product for product, _ in stacked)
-    counts = {product.num_experts for product in whole if product.num_experts is not None}
+    whole = tuple(module for module, _ in stacked)
+    counts = {module.num_experts for module in whole if module.num_experts is not None}
     if expert_shards > 1 and not counts:
         raise ConfigError(f"engine.xla.expert_parallel is {expert_shards} but {spec.name} has no experts; set 1")
     for count in counts:
@@ -123,12 +123,12 @@ def sizes_of(spec: ModelSpec, tensor_shards: int, expert_shards: int = 1) -> Xla
     setting = "engine.xla.tensor_parallel" + (" times expert_parallel," if expert_shards > 1 else "")
     check_shards((one for one in whole if one.num_experts is None), tensor_shards * expert_shards, spec.name, setting)
     check_shards((one for one in whole if one.num_experts is not None), tensor_shards, spec.name)
-    products = tuple(
+    modules = tuple(
         shard_product(one, tensor_shards * (expert_shards if one.num_experts is None else 1)) for one in whole
     )
     layers = tuple(layers for _, layers in stacked)
     absorbed = absorbed_modules(spec.layers[0].attention)
-    return XlaSizes(spec, tensor_shards, expert_shards, whole, products, layers, absorbed)
+    return XlaSizes(spec, tensor_shards, expert_shards, whole, modules, layers, absorbed)
 
 
 def _check_served(spec: ModelSpec) -> None:

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 
 from app.kernels.lora_rows import START_MULTIPLE, RankRows, check_operands
-from app.kernels.tuning import ceil_div, measured, next_power_of_two, shape_key
+from app.kernels.tuning import ceil_div, next_power_of_two, shape_key, tuned_config
 
 #: Programs that keep every multiprocessor of a large GPU busy (H200: 132, four each).
 _ENOUGH_PROGRAMS = 528
@@ -46,7 +46,7 @@ def configuration(num_rows: int, rows: RankRows, max_rank: int) -> Configuration
     """
     width, num_slices = sum(rows.widths), len(rows.widths)
     bucket = next_power_of_two(num_rows)
-    if (found := measured(rows.memory.device, key(num_rows, rows, max_rank))) is not None:
+    if (found := tuned_config(rows.memory.device, key(num_rows, rows, max_rank))) is not None:
         return Configuration(**found)
     block_rank = min(next_power_of_two(max_rank), 16)
     num_parts = min(ceil_div(max_rank, block_rank), 4)

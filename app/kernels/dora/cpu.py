@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from app.kernels.machine.jit import jit
-from app.kernels.machine.thread_team import ThreadTeam, leave, take
+from app.kernels.machine.thread_team import ThreadTeam, claim_piece, finish_phase
 from app.kernels.matmul.cpu import PANEL, multiply_columns
 
 
@@ -53,7 +53,7 @@ def _row_squares(team, phase, panels, rows, gram, columns, squares):
     num_panels, done = panels.shape[0], 0
     rank, depth = rows.shape
     cross, inner = np.empty((rank, PANEL), np.float32), np.empty(PANEL)  # A w, one row of A Aᵀ b
-    p = take(team, phase)
+    p = claim_piece(team, phase)
     while p < num_panels:
         multiply_columns(
             rows.ctypes.data, panels.ctypes.data + p * depth * PANEL * 4, PANEL, 0, 1, depth, cross.ctypes.data, False,
@@ -73,5 +73,5 @@ def _row_squares(team, phase, panels, rows, gram, columns, squares):
         for c in range(PANEL):
             squares[p, c] = max(own[c], 0.0)
         done += 1
-        p = take(team, phase)
-    return leave(team, phase, num_panels, done)
+        p = claim_piece(team, phase)
+    return finish_phase(team, phase, num_panels, done)

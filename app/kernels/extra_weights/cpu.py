@@ -20,9 +20,9 @@ from numba.extending import intrinsic
 from numpy.typing import NDArray
 
 from app.kernels.machine.jit import jit
-from app.kernels.machine.thread_team import count_pieces, leave, piece, take
+from app.kernels.machine.thread_team import claim_piece, count_pieces, finish_phase, piece
 from app.kernels.matmul.cpu import NO_FETCH, PANEL, multiply_columns, panels_per_piece
-from app.kernels.matmul.quantised import multiply_any_panels, num_panels_of
+from app.kernels.matmul.int8 import multiply_any_panels, num_panels_of
 from app.kernels.norms.cpu import NORM_ROWS, gather_normed, normalise_row, rms_norm
 from app.kernels.rotary.cpu import rotate_and_store, rotate_and_store_token
 
@@ -111,14 +111,14 @@ def rms_norm_with_extras(team, phase, x, weight, eps, addresses, slots, out):
     if slots.shape[0] == 0:
         return rms_norm(team, phase, x, weight, eps, out)
     num_pieces, done = count_pieces(x.shape[0], NORM_ROWS), 0
-    index = take(team, phase)
+    index = claim_piece(team, phase)
     while index < num_pieces:
         first, end = piece(index, x.shape[0], NORM_ROWS)
         for t in range(first, end):
             normalise_row(x[t], _weight_of(addresses, slots, t, weight), eps, weight.shape[0], out[t])
         done += 1
-        index = take(team, phase)
-    return leave(team, phase, num_pieces, done)
+        index = claim_piece(team, phase)
+    return finish_phase(team, phase, num_pieces, done)
 
 
 @jit
@@ -134,7 +134,7 @@ def rotate_and_store_with_extras(
             num_kv_heads, head_dim, q_size, kv_size,
         )  # fmt: skip
     num_tokens, done = qkv.shape[0], 0
-    t = take(team, phase)
+    t = claim_piece(team, phase)
     while t < num_tokens:
         rotate_and_store_token(
             t, qkv, positions, kv_slots, cos, sin, _weight_of(norms[:, Q_NORM], slots, t, q_norm),
@@ -142,8 +142,8 @@ def rotate_and_store_with_extras(
             q_size, kv_size,
         )  # fmt: skip
         done += 1
-        t = take(team, phase)
-    return leave(team, phase, num_tokens, done)
+        t = claim_piece(team, phase)
+    return finish_phase(team, phase, num_tokens, done)
 
 
 @jit
@@ -184,24 +184,24 @@ def changes_sum(tables, layer, adapter_slot, module):
 
 
 @jit
-def set_aside(tables, layer, module, runs, first, end, out, kept):
+def save_rows(tables, layer, module, runs, first, end, out, saved):
     """Before a product is added to what out holds: rows whose sum `change_columns` will change start from zero."""
     for g in range(runs.shape[0]):
         if changes_sum(tables, layer, runs[g, 2], module):
             for t in range(runs[g, 0], runs[g, 1]):
                 for i in range(first * PANEL, end * PANEL):
-                    kept[t, i] = out[t, i]
+                    saved[t, i] = out[t, i]
                     out[t, i] = np.float32(0.0)
 
 
 @jit
-def put_back(tables, layer, module, runs, first, end, kept, out):
-    """After `change_columns`: what `set_aside` took."""
+def restore_rows(tables, layer, module, runs, first, end, saved, out):
+    """After `change_columns`: what `save_rows` took."""
     for g in range(runs.shape[0]):
         if changes_sum(tables, layer, runs[g, 2], module):
             for t in range(runs[g, 0], runs[g, 1]):
                 for i in range(first * PANEL, end * PANEL):
-                    out[t, i] += kept[t, i]
+                    out[t, i] += saved[t, i]
 
 
 # -- tokens -----------------------------------------------------------------------------------
@@ -251,13 +251,13 @@ def _change_embedding(token, tables, adapter_slot, out):
 def change_embeddings(team, phase, token_ids, tables, slots, out):
     """out[t] = the adapter's own row for the token, if it has one, plus its low-rank delta. out: [T, H]. One phase."""
     num_tokens, done = token_ids.shape[0], 0
-    t = take(team, phase)
+    t = claim_piece(team, phase)
     while t < num_tokens:
         if slots[t] != 0:
             _change_embedding(np.int64(token_ids[t]), tables, slots[t], out[t])
         done += 1
-        t = take(team, phase)
-    return leave(team, phase, num_tokens, done)
+        t = claim_piece(team, phase)
+    return finish_phase(team, phase, num_tokens, done)
 
 
 @jit
@@ -267,12 +267,12 @@ def gather_normed_with_extras(team, phase, x, rows, weight, eps, addresses, slot
     if slots.shape[0] == 0:
         return gather_normed(team, phase, x, rows, weight, eps, out)
     num_rows, done = rows.shape[0], 0
-    p = take(team, phase)
+    p = claim_piece(team, phase)
     while p < num_rows:
         normalise_row(x[rows[p]], _weight_of(addresses, slots, rows[p], weight), eps, weight.shape[0], out[p])
         done += 1
-        p = take(team, phase)
-    return leave(team, phase, num_rows, done)
+        p = claim_piece(team, phase)
+    return finish_phase(team, phase, num_rows, done)
 
 
 @jit
@@ -285,7 +285,7 @@ def extra_head_inputs(team, phase, x, tables, runs, out):
     num_panels, done = out.shape[1] // PANEL, 0
     num_pieces = runs.shape[0] * num_panels
     depth, x_row, out_row = x.shape[1], x.strides[0] // 4, out.strides[0] // 4
-    index = take(team, phase)
+    index = claim_piece(team, phase)
     while index < num_pieces:
         g = index // num_panels
         panel = index - g * num_panels
@@ -302,8 +302,8 @@ def extra_head_inputs(team, phase, x, tables, runs, out):
                 out.ctypes.data + (first * out_row + panel * PANEL) * 4, False, end - first, x_row, out_row,
             )  # fmt: skip
         done += 1
-        index = take(team, phase)
-    return leave(team, phase, num_pieces, done)
+        index = claim_piece(team, phase)
+    return finish_phase(team, phase, num_pieces, done)
 
 
 @jit
@@ -347,11 +347,11 @@ def head_with_extras(team, phase, x, w, tables, runs, inputs, logits):
     num_panels, done = num_panels_of(w), 0
     size = panels_per_piece(x.shape[0], num_panels)
     num_pieces = count_pieces(num_panels, size)
-    index = take(team, phase)
+    index = claim_piece(team, phase)
     while index < num_pieces:
         first, end = piece(index, num_panels, size)
         multiply_any_panels(x, w, first, end, logits, False, NO_FETCH)
         _change_logits(x, tables, runs, inputs, first, end, logits)
         done += 1
-        index = take(team, phase)
-    return leave(team, phase, num_pieces, done)
+        index = claim_piece(team, phase)
+    return finish_phase(team, phase, num_pieces, done)

@@ -11,7 +11,7 @@ import math
 import numpy as np
 
 from app.kernels.machine.jit import jit
-from app.kernels.machine.thread_team import count_pieces, leave, piece, take
+from app.kernels.machine.thread_team import claim_piece, count_pieces, finish_phase, piece
 
 #: Rows that one thread takes at a time.
 NORM_ROWS = 4
@@ -53,7 +53,7 @@ def layer_norm(team, phase, x, weight, bias, eps, out):
     size = weight.shape[0]
     lanes, squares = np.empty(8, np.float32), np.empty(size, np.float32)
     num_pieces, done = count_pieces(x.shape[0], NORM_ROWS), 0
-    index = take(team, phase)
+    index = claim_piece(team, phase)
     while index < num_pieces:
         first, end = piece(index, x.shape[0], NORM_ROWS)
         for t in range(first, end):
@@ -61,8 +61,8 @@ def layer_norm(team, phase, x, weight, bias, eps, out):
             for i in range(size):
                 x[t, i] = out[t, i]
         done += 1
-        index = take(team, phase)
-    return leave(team, phase, num_pieces, done)
+        index = claim_piece(team, phase)
+    return finish_phase(team, phase, num_pieces, done)
 
 
 @jit
@@ -75,7 +75,7 @@ def embed_normed(team, phase, token_ids, positions, words, places, segment, weig
     size = weight.shape[0]
     lanes, squares = np.empty(8, np.float32), np.empty(size, np.float32)
     num_pieces, done = count_pieces(token_ids.shape[0], NORM_ROWS), 0
-    index = take(team, phase)
+    index = claim_piece(team, phase)
     while index < num_pieces:
         first, end = piece(index, token_ids.shape[0], NORM_ROWS)
         for t in range(first, end):
@@ -85,5 +85,5 @@ def embed_normed(team, phase, token_ids, positions, words, places, segment, weig
             for i in range(size):
                 hidden[t, i] = out[t, i]
         done += 1
-        index = take(team, phase)
-    return leave(team, phase, num_pieces, done)
+        index = claim_piece(team, phase)
+    return finish_phase(team, phase, num_pieces, done)

@@ -13,11 +13,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from app.kernels.activation.cpu import activate
-from app.kernels.extra_weights.cpu import ExtraTables, change_columns, put_back, set_aside
+from app.kernels.extra_weights.cpu import ExtraTables, change_columns, restore_rows, save_rows
 from app.kernels.machine.jit import jit
-from app.kernels.machine.thread_team import count_pieces, leave, piece, take
+from app.kernels.machine.thread_team import claim_piece, count_pieces, finish_phase, piece
 from app.kernels.matmul.cpu import NO_FETCH, PANEL, panels_per_piece
-from app.kernels.matmul.quantised import multiply_any_panels, num_panels_of
+from app.kernels.matmul.int8 import multiply_any_panels, num_panels_of
 from app.kernels.sgmv.cpu import expand_panels
 from app.kernels.sgmv.prefetch import MOST_BLOCKS, list_fetch, shrink_ranges
 
@@ -27,14 +27,14 @@ Floats = NDArray[np.float32]
 _ADAPTED_PANELS = 12
 
 
-class ProductExtras(NamedTuple):
+class LinearExtras(NamedTuple):
     """Extras of one layer's product: its first module, and the runs that have them (none: nothing is done)."""
 
     tables: ExtraTables
     layer: int | np.int64
     module: int | np.int64
     runs: NDArray[np.int64]
-    kept: Floats
+    saved: Floats
 
 
 @jit
@@ -67,14 +67,14 @@ def project(team, phase, x, w, bias, accumulate, h, rows, runs, upcoming, extras
     num_pieces = count_pieces(num_panels, size)
     blocks = np.empty(MOST_BLOCKS if runs.shape[0] > 0 else 0, np.int64)
     soon, fetch = np.empty((0, 2), np.int64), NO_FETCH
-    index = take(team, phase)
+    index = claim_piece(team, phase)
     while index < num_pieces:
         first, end = piece(index, num_panels, size)
         if runs.shape[0] > 0:
             soon = shrink_ranges(upcoming, runs) if done == 0 else soon
             fetch = list_fetch(rows, runs, first, end, num_panels, soon, blocks)
         if accumulate and has_extras:
-            set_aside(extras.tables, extras.layer, extras.module, extras.runs, first, end, out, extras.kept)
+            save_rows(extras.tables, extras.layer, extras.module, extras.runs, first, end, out, extras.saved)
         adds = _fill(out, bias, first * PANEL, min(end * PANEL, bias.shape[0]), accumulate)
         multiply_any_panels(x, w, first, end, out, adds, fetch)
         if runs.shape[0] > 0:
@@ -90,10 +90,10 @@ def project(team, phase, x, w, bias, accumulate, h, rows, runs, upcoming, extras
                         )
                 at += width
         if accumulate and has_extras:
-            put_back(extras.tables, extras.layer, extras.module, extras.runs, first, end, extras.kept, out)
+            restore_rows(extras.tables, extras.layer, extras.module, extras.runs, first, end, extras.saved, out)
         done += 1
-        index = take(team, phase)
-    return leave(team, phase, num_pieces, done)
+        index = claim_piece(team, phase)
+    return finish_phase(team, phase, num_pieces, done)
 
 
 @jit
@@ -108,7 +108,7 @@ def gate_and_up(team, phase, x, w, bias, h, rows, runs, upcoming, extras, gelu, 
     num_pieces = count_pieces(num_panels, size)
     blocks = np.empty(MOST_BLOCKS if runs.shape[0] > 0 else 0, np.int64)
     soon, fetch = np.empty((0, 2), np.int64), NO_FETCH
-    index = take(team, phase)
+    index = claim_piece(team, phase)
     while index < num_pieces:
         first, end = piece(index, num_panels, size)
         if runs.shape[0] > 0 and done == 0:
@@ -126,5 +126,5 @@ def gate_and_up(team, phase, x, w, bias, h, rows, runs, upcoming, extras, gelu, 
                 change_columns(x, extras.tables, extras.layer, extras.module + n, extras.runs, first, end, gate_up, at)
         activate(gate_up, width, gelu, first * PANEL, min(end * PANEL, gated.shape[1]), gated)
         done += 1
-        index = take(team, phase)
-    return leave(team, phase, num_pieces, done)
+        index = claim_piece(team, phase)
+    return finish_phase(team, phase, num_pieces, done)

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from app.kernels.activation.reference import Activation, gated
+from app.kernels.activation.reference import Activation, gated_activation
 from app.kernels.extra_weights.reference import module
 
 Floats = NDArray[np.float32]
@@ -58,4 +58,4 @@ def gate_and_up(
     parts = [
         linear(x, weights[n], None if biases is None else biases[n], slots, adapters[n]) for n in range(len(weights))
     ]
-    return gated(np.concatenate(parts, axis=1), activation)
+    return gated_activation(np.concatenate(parts, axis=1), activation)

@@ -40,7 +40,7 @@ class PagePrefaulter:
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._take_all, name="memory-pages", daemon=True)
         self._pieces = _in_order([_place(part) for part in parts])
-        if not _taken(islice(self._pieces, len(parts))):
+        if not _populate(islice(self._pieces, len(parts))):
             for part in parts:
                 part[...] = 0
             self._stopped.set()
@@ -72,7 +72,7 @@ def prefault_pages(array: NDArray[Any]) -> None:
     A system that cannot take pages ahead has it written to. Raises OSError when there is no memory.
     """
     address, num_bytes = _place(array)
-    if not _taken([(address, address + num_bytes)]):
+    if not _populate([(address, address + num_bytes)]):
         array[...] = 0
 
 
@@ -89,7 +89,7 @@ def _in_order(places: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int]]:
             yield address + min(offset, num_bytes), address + min(offset + _PIECE_BYTES, num_bytes)
 
 
-def _taken(pieces: Iterable[tuple[int, int]]) -> bool:
+def _populate(pieces: Iterable[tuple[int, int]]) -> bool:
     """Whether this system takes pages ahead. Raises OSError when it does, but has none."""
     try:
         for first, end in pieces:

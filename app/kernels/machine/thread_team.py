@@ -87,13 +87,13 @@ def _offer_core(typingctx: Any) -> Any:
 
 
 @jit
-def take(team, phase):
+def claim_piece(team, phase):
     """The next piece of this phase, counted from 0; past the last one there is nothing left to do."""
     return _add(team.ctypes.data + (phase * 16 + _TAKEN) * 8, 1)
 
 
 @jit
-def leave(team, phase, num_pieces, num_done):
+def finish_phase(team, phase, num_pieces, num_done):
     """Report the pieces this thread did and wait until all of them are done. Returns the next phase."""
     at = team.ctypes.data + (phase * 16 + _DONE) * 8
     if num_done > 0:
@@ -114,7 +114,7 @@ def count_pieces(num_items, size):
     count = max(num_items - TAIL, 0) // size
     left = num_items - count * size
     while left > 0:
-        left -= _share(left, size)
+        left -= _tail_piece(left, size)
         count += 1
     return count
 
@@ -125,12 +125,12 @@ def piece(index, num_items, size):
     large = max(num_items - TAIL, 0) // size
     first, end = 0, min(index, large) * size
     for _ in range(large, index + 1):
-        first, end = end, end + _share(num_items - end, size)
+        first, end = end, end + _tail_piece(num_items - end, size)
     return (first, end) if index >= large else (end, end + size)
 
 
 @jit
-def _share(left, size):
+def _tail_piece(left, size):
     """Of the last items of a phase, those of the next piece: so many that two threads end within a single one."""
     return max(min(left // 3, size), 1)
 

@@ -23,7 +23,7 @@ from app.kernels.machine.simd import (
     multiply_tile,
     multiply_wide_tile,
 )
-from app.kernels.machine.thread_team import count_pieces, leave, piece, take
+from app.kernels.machine.thread_team import claim_piece, count_pieces, finish_phase, piece
 
 #: Columns of one panel.
 PANEL = 16
@@ -214,10 +214,10 @@ def matmul(team, phase, x, w, out, accumulate):
     num_panels, done = w.shape[0], 0
     size = panels_per_piece(x.shape[0], num_panels)
     num_pieces = count_pieces(num_panels, size)
-    index = take(team, phase)
+    index = claim_piece(team, phase)
     while index < num_pieces:
         first, end = piece(index, num_panels, size)
         multiply_panels(x, w, first, end, out, accumulate, NO_FETCH)
         done += 1
-        index = take(team, phase)
-    return leave(team, phase, num_pieces, done)
+        index = claim_piece(team, phase)
+    return finish_phase(team, phase, num_pieces, done)

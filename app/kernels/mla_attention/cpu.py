@@ -15,7 +15,7 @@ from __future__ import annotations
 import numpy as np
 
 from app.kernels.machine.jit import jit
-from app.kernels.machine.thread_team import leave, take
+from app.kernels.machine.thread_team import claim_piece, finish_phase
 from app.kernels.matmul.cpu import PANEL, multiply_columns
 from app.kernels.paged_attention.softmax import KEYS, softmax_step
 
@@ -43,7 +43,7 @@ def rotate_and_store(
     """
     num_tokens, done, block_size = latents.shape[0], 0, memory.shape[2]
     rope_size = 2 * cos.shape[1]
-    t = take(team, phase)
+    t = claim_piece(team, phase)
     while t < num_tokens:
         block, position = kv_slots[t] // block_size, positions[t]
         for head in range(num_heads):
@@ -54,8 +54,8 @@ def rotate_and_store(
         width = kv_rank + rope_size
         memory[block, 0, kv_slots[t] - block * block_size, :width] = latents[t, :width]
         done += 1
-        t = take(team, phase)
-    return leave(team, phase, num_tokens, done)
+        t = claim_piece(team, phase)
+    return finish_phase(team, phase, num_tokens, done)
 
 
 @jit
@@ -131,7 +131,7 @@ def latent_attention(
     by_key, scores = np.empty((KEYS, panels * PANEL), np.float32), np.empty((most, KEYS), np.float32)
     acc = np.empty((most, kv_rank), np.float32)
     maxima, sums = np.empty(most, np.float32), np.empty(most, np.float32)
-    job = take(team, phase)
+    job = claim_piece(team, phase)
     while job < num_pieces:
         task, first_head = job // num_groups, job % num_groups * PANEL
         b, group = tasks[task, 0], min(PANEL, num_heads - first_head)
@@ -145,8 +145,8 @@ def latent_attention(
             for i in range(kv_rank):
                 absorbed[place, i] = acc[row, i] / sums[row]
         done += 1
-        job = take(team, phase)
-    return leave(team, phase, num_pieces, done)
+        job = claim_piece(team, phase)
+    return finish_phase(team, phase, num_pieces, done)
 
 
 @jit
@@ -154,10 +154,10 @@ def bring_heads_together(team, phase, values, num_heads, out):
     """out[t, h * V + i] = values[h * T + t, i]; values: [>= N * T, >= V], out: [T, N * V]. One phase."""
     num_tokens, done = out.shape[0], 0
     size = out.shape[1] // num_heads
-    t = take(team, phase)
+    t = claim_piece(team, phase)
     while t < num_tokens:
         for head in range(num_heads):
             out[t, head * size : (head + 1) * size] = values[head * num_tokens + t, :size]
         done += 1
-        t = take(team, phase)
-    return leave(team, phase, num_tokens, done)
+        t = claim_piece(team, phase)
+    return finish_phase(team, phase, num_tokens, done)

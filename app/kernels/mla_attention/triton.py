@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from app.kernels.paged_attention.triton import _merge_parts, _merged, _splits, _tile, _write
+from app.kernels.paged_attention.triton import _merge, _merge_parts, _splits, _tile, _write
 from app.kernels.tuning import ceil_div, next_power_of_two
 
 _ENOUGH_PROGRAMS = 528
@@ -231,7 +231,7 @@ def _attend_latents(
             tl.store(states + at_part * 2, top, mask=live)
             tl.store(states + at_part * 2 + 1, weight, mask=live)
         elif FIXED_KEYS > 0:
-            all_sums, all_weight, all_top = _merged(all_sums, all_weight, all_top, sums, weight, top)
+            all_sums, all_weight, all_top = _merge(all_sums, all_weight, all_top, sums, weight, top)
         else:
             all_sums, all_weight, all_top = sums, weight, top
     if not HAS_PARTS:

@@ -17,9 +17,9 @@ from numpy.typing import NDArray
 from app.kernels.activation.cpu import activate, activate_clamped
 from app.kernels.machine.jit import jit
 from app.kernels.machine.simd import BYTES_AHEAD
-from app.kernels.machine.thread_team import leave, take
+from app.kernels.machine.thread_team import claim_piece, finish_phase
 from app.kernels.matmul.cpu import NO_FETCH, PANEL, multiply_columns, panels_per_piece
-from app.kernels.matmul.quantised import layer_panels, multiply_any_panels
+from app.kernels.matmul.int8 import layer_panels, multiply_any_panels
 from app.kernels.sgmv.cpu import RANK_PANEL, shrink_rows
 
 #: Pairs of one piece of a shrink, where there are few and where there are many.
@@ -61,7 +61,7 @@ def shrink_pairs(team, phase, x, num_pairs, pairs, slots, rows, h):
     size = _MANY_PAIRS if num_pairs > _MANY else _FEW_PAIRS
     num_chunks = -(-num_pairs // size)
     num_pieces = num_chunks * num_modules
-    index = take(team, phase)
+    index = claim_piece(team, phase)
     while index < num_pieces:
         n, chunk = index // num_chunks, index % num_chunks
         i, end = chunk * size, min((chunk + 1) * size, num_pairs)
@@ -79,8 +79,8 @@ def shrink_pairs(team, phase, x, num_pairs, pairs, slots, rows, h):
                 )  # fmt: skip
             i = stop
         done += 1
-        index = take(team, phase)
-    return leave(team, phase, num_pieces, done)
+        index = claim_piece(team, phase)
+    return finish_phase(team, phase, num_pieces, done)
 
 
 @jit
@@ -134,7 +134,7 @@ def experts_gate_and_up(
     num_experts, half, done = pairs.busy.shape[0], gate_up.shape[1] // (2 * PANEL), 0
     most, size, count = _pieces(num_pairs, num_experts, half)
     num_pieces = most * count
-    index = take(team, phase)
+    index = claim_piece(team, phase)
     while index < num_pieces:
         if index // count < pairs.num_busy[0]:
             expert, first = pairs.busy[index // count], index % count * size
@@ -152,8 +152,8 @@ def experts_gate_and_up(
             else:
                 activate(columns, half * PANEL, gelu, first * PANEL, last, gated[low:high])
         done += 1
-        index = take(team, phase)
-    return leave(team, phase, num_pieces, done)
+        index = claim_piece(team, phase)
+    return finish_phase(team, phase, num_pieces, done)
 
 
 @jit
@@ -165,7 +165,7 @@ def experts_down(team, phase, x, num_pairs, pairs, slots, stack, at, biases, row
     num_experts, num_panels, done = pairs.busy.shape[0], out.shape[1] // PANEL, 0
     most, size, count = _pieces(num_pairs, num_experts, num_panels)
     num_pieces = most * count
-    index = take(team, phase)
+    index = claim_piece(team, phase)
     while index < num_pieces:
         if index // count < pairs.num_busy[0]:
             expert, first = pairs.busy[index // count], index % count * size
@@ -178,5 +178,5 @@ def experts_down(team, phase, x, num_pairs, pairs, slots, stack, at, biases, row
             if slots.shape[0] > 0:
                 _add_deltas(pairs, slots, rows, expert, 0, first, end, h, out, 0)
         done += 1
-        index = take(team, phase)
-    return leave(team, phase, num_pieces, done)
+        index = claim_piece(team, phase)
+    return finish_phase(team, phase, num_pieces, done)

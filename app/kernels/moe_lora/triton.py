@@ -24,7 +24,7 @@ from app.kernels.tuning import ceil_div
 _BLOCK_RANK, _LORA_COLUMNS = 16, 128
 
 
-def product(
+def expert_linear(
     x: torch.Tensor,
     weight: torch.Tensor,
     out: torch.Tensor,
@@ -68,7 +68,7 @@ def add_lora(
     """out[p] += B A x[p // x_divisor], of adapter slots[p // K] and of pair p's expert, in place (Hu et al. 2021).
 
     slots: [T] int32, 0 for the base. max_rank: at least every rank in `rows.ranks`; it sizes the workspace. The rest as
-    for `product`. ValueError for operands that do not fit.
+    for `expert_linear`. ValueError for operands that do not fit.
     """
     num_experts, num_modules = rows.ranks.shape[1:]
     check_operands(x, out, pairs, rows.depth, num_modules * rows.width, x_divisor)

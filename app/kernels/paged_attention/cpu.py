@@ -18,10 +18,10 @@ from numpy.typing import NDArray
 
 from app.kernels.machine.jit import jit
 from app.kernels.machine.scalar_math import exp_float32
-from app.kernels.machine.thread_team import leave, take
+from app.kernels.machine.thread_team import claim_piece, finish_phase
 from app.kernels.matmul.cpu import multiply_columns
 from app.kernels.paged_attention.softmax import KEYS, softmax_step
-from app.kernels.softcap.cpu import capped
+from app.kernels.softcap.cpu import cap_value
 
 #: Queries of one task.
 _TILE_TOKENS = 16
@@ -70,7 +70,7 @@ def _attend(
             for row in range(token * group, (token + 1) * group):
                 if softcap > np.float32(0.0):
                     for column in range(low, min(visible - base, KEYS)):
-                        scores[row, column] = capped(scores[row, column], softcap)
+                        scores[row, column] = cap_value(scores[row, column], softcap)
                 softmax_step(
                     scores.ctypes.data + row * KEYS * 4, low, min(visible - base, KEYS), maxima.ctypes.data + row * 4,
                     sums.ctypes.data + row * 4, acc.ctypes.data + row * width * 4, width,
@@ -127,9 +127,9 @@ def paged_attention(
     scores, acc = np.empty((most, KEYS), np.float32), np.empty((most, width), np.float32)
     maxima, sums = np.empty(most, np.float32), np.empty(most, np.float32)
     num_pieces, done = tasks.shape[0] * num_kv_heads, 0
-    job = take(team, phase)
+    job = claim_piece(team, phase)
     while job < num_pieces:
-        next_job = take(team, phase)
+        next_job = claim_piece(team, phase)
         head, b, start, first_visible = _task(job, num_kv_heads, tasks, query_starts, seq_lens)
         after = np.int64(k_memory.ctypes.data)
         if next_job < num_pieces:
@@ -157,7 +157,7 @@ def paged_attention(
                     out[t, column + i] = acc[row, i] / total
         done += 1
         job = next_job
-    return leave(team, phase, num_pieces, done)
+    return finish_phase(team, phase, num_pieces, done)
 
 
 @jit

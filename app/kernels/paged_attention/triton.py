@@ -19,7 +19,7 @@ import torch
 import triton
 import triton.language as tl
 
-from app.kernels.tuning import ceil_div, measured, next_power_of_two, shape_key
+from app.kernels.tuning import ceil_div, next_power_of_two, shape_key, tuned_config
 
 _ENOUGH_PROGRAMS = 528
 
@@ -56,7 +56,7 @@ def configuration(
     group = num_heads // num_kv_heads
     if not batch_invariant:
         sizes = (next_power_of_two(num_tokens), num_heads, num_kv_heads, head_dim, min(max_query_len, 2), max_seq_len)
-        if (found := measured(q.device, shape_key("paged_attention", *sizes, dtype=q.dtype))) is not None:
+        if (found := tuned_config(q.device, shape_key("paged_attention", *sizes, dtype=q.dtype))) is not None:
             return Configuration(**found)
     is_decode = max_query_len == 1 and not batch_invariant
     is_small = is_decode or q.dtype.itemsize == 4
@@ -265,7 +265,7 @@ def _attend(
             tl.store(states + at * 2, top, mask=live)
             tl.store(states + at * 2 + 1, weight, mask=live)
         elif FIXED_KEYS > 0:
-            all_sums, all_weight, all_top = _merged(all_sums, all_weight, all_top, sums, weight, top)
+            all_sums, all_weight, all_top = _merge(all_sums, all_weight, all_top, sums, weight, top)
         else:
             all_sums, all_weight, all_top = sums, weight, top
     if not HAS_PARTS:
@@ -304,7 +304,7 @@ def _merge_parts(
         part = tl.load(parts + at[:, None] * DIM + d[None, :], mask=live[:, None] & (d[None, :] < DIM), other=0.0)
         part_top = tl.load(states + at * 2, mask=live, other=float("-inf"))
         part_weight = tl.load(states + at * 2 + 1, mask=live, other=0.0)
-        sums, weight, top = _merged(sums, weight, top, part, part_weight, part_top)
+        sums, weight, top = _merge(sums, weight, top, part, part_weight, part_top)
     _write(out, sums, weight, top, sinks, token, head, d, live, out_row, out_head, DIM, HAS_SINKS)
 
 
@@ -349,7 +349,7 @@ def _splits(
 
 
 @triton.jit
-def _merged(sums, weight, top, more_sums, more_weight, more_top):
+def _merge(sums, weight, top, more_sums, more_weight, more_top):
     """Two online softmaxes as one. Merging with one that has seen no key changes no bit."""
     new_top = tl.maximum(top, more_top)
     finite_top = tl.where(new_top == float("-inf"), 0.0, new_top)
@@ -365,7 +365,7 @@ def _write(
     """Sums divided by their weights; a sink is merged like a split that saw one key, whose value is zero."""
     if HAS_SINKS:
         sink = tl.load(sinks + head) * 1.4426950408889634
-        sums, weight, top = _merged(sums, weight, top, tl.zeros_like(sums), tl.zeros_like(weight) + 1.0, sink)
+        sums, weight, top = _merge(sums, weight, top, tl.zeros_like(sums), tl.zeros_like(weight) + 1.0, sink)
     result = sums / tl.where(weight == 0.0, 1.0, weight)[:, None]
     at = out + token[:, None] * out_row + head[:, None] * out_head + d[None, :]
     tl.store(at, result.to(out.dtype.element_ty), mask=live[:, None] & (d[None, :] < DIM))

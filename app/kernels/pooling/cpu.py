@@ -7,7 +7,7 @@ the sum was before, so a sum's bits are the same in one call and in several.
 from __future__ import annotations
 
 from app.kernels.machine.jit import jit
-from app.kernels.machine.thread_team import leave, take
+from app.kernels.machine.thread_team import claim_piece, finish_phase
 
 
 @jit
@@ -17,11 +17,11 @@ def add_rows(team, phase, x, ranges, sums):
     One phase.
     """
     num_ranges, done = ranges.shape[0], 0
-    q = take(team, phase)
+    q = claim_piece(team, phase)
     while q < num_ranges:
         for row in range(ranges[q, 0], ranges[q, 1]):
             for i in range(sums.shape[1]):
                 sums[q, i] += x[row, i]
         done += 1
-        q = take(team, phase)
-    return leave(team, phase, num_ranges, done)
+        q = claim_piece(team, phase)
+    return finish_phase(team, phase, num_ranges, done)

@@ -12,7 +12,7 @@ import numpy as np
 
 from app.kernels.machine.jit import jit
 from app.kernels.machine.scalar_math import exp_float32
-from app.kernels.machine.thread_team import leave, take
+from app.kernels.machine.thread_team import claim_piece, finish_phase
 
 
 @jit
@@ -169,7 +169,7 @@ def sample_rows(
     none. Temperature 0 is greedy, ties to the smallest id.
     """
     num_rows, done = logits.shape[0], 0
-    p = take(team, phase)
+    p = claim_piece(team, phase)
     while p < num_rows:
         if mask_of_row[p] >= 0:
             forbid(logits[p], masks[mask_of_row[p]])
@@ -181,5 +181,5 @@ def sample_rows(
         else:
             tokens[p] = draw(logits[p], temperature[p], top_k[p], top_p[p], min_p[p], seeds[p], positions[p])
         done += 1
-        p = take(team, phase)
-    return leave(team, phase, num_rows, done)
+        p = claim_piece(team, phase)
+    return finish_phase(team, phase, num_rows, done)

@@ -20,7 +20,7 @@ from numba.extending import intrinsic
 from numpy.typing import NDArray
 
 from app.kernels.machine.jit import jit
-from app.kernels.machine.thread_team import leave, take
+from app.kernels.machine.thread_team import claim_piece, finish_phase
 from app.kernels.machine.vectors import INT, INTS, LANES, WORD, across, load_bf16
 from app.kernels.matmul.cpu import PANEL
 
@@ -45,7 +45,7 @@ def _turn_block(typingctx: Any, source: Any, stride: Any, size: Any, to: Any, in
         places = [builder.add(source, builder.mul(stride, WORD(lane))) for lane in range(LANES)]
         rows = _load_vectors(builder, places, size)
 
-        def mixed(one: Any, other: Any, order: list[int]) -> Any:
+        def interleave(one: Any, other: Any, order: list[int]) -> Any:
             mask = ir.Constant(INTS, order)
             return builder.shuffle_vector(one, other, mask)
 
@@ -53,7 +53,7 @@ def _turn_block(typingctx: Any, source: Any, stride: Any, size: Any, to: Any, in
         low = [0, 8, 1, 9, 2, 10, 3, 11]
         for _ in range(3):
             pairs = [(rows[r], rows[r + 4]) for r in range(4)]
-            rows = [mixed(*pair, [i + half for i in low]) for pair in pairs for half in (0, 4)]
+            rows = [interleave(*pair, [i + half for i in low]) for pair in pairs for half in (0, 4)]
         return _store_vectors(builder, rows, to, in_bf16)
 
     return types.int32(*([types.intp] * 4), types.boolean), codegen
@@ -203,13 +203,13 @@ def write_plan(team, phase, plan, too_fine):
     """
     for attempt in range(2):
         done = 0
-        index = take(team, phase)
+        index = claim_piece(team, phase)
         while index < plan.shape[0]:
             if too_fine[0] == (attempt == 1) and not _write_line(plan[index], attempt == 0):
                 too_fine[0] = True
             done += 1
-            index = take(team, phase)
-        phase = leave(team, phase, plan.shape[0], done)
+            index = claim_piece(team, phase)
+        phase = finish_phase(team, phase, plan.shape[0], done)
     return phase
 
 
@@ -264,8 +264,8 @@ def packing(source: Matrices) -> Packing:
     plan[:, _FACTS] = source.facts
     in_bf16 = bool((plan[:, [A_SIZE, B_SIZE]] == 2).all())
     width = 2 if in_bf16 else 4
-    num_a, plan[:, TO_A] = _packed(plan[:, A], _panels(plan[:, RANK], LANES) * plan[:, D_IN] * width)
-    num_b, plan[:, TO_B] = _packed(plan[:, B], plan[:, RANK] * _panels(plan[:, D_OUT], PANEL) * width)
+    num_a, plan[:, TO_A] = _pack_offsets(plan[:, A], _panels(plan[:, RANK], LANES) * plan[:, D_IN] * width)
+    num_b, plan[:, TO_B] = _pack_offsets(plan[:, B], plan[:, RANK] * _panels(plan[:, D_OUT], PANEL) * width)
     plan[:, TO_B] += num_a
     return Packing(plan, num_a + num_b, in_bf16)
 
@@ -275,7 +275,7 @@ def _panels(sizes: NDArray[np.int64], panel: int) -> NDArray[np.int64]:
     return -(-sizes // panel) * panel
 
 
-def _packed(sources: NDArray[np.int64], sizes: NDArray[np.int64]) -> tuple[int, NDArray[np.int64]]:
+def _pack_offsets(sources: NDArray[np.int64], sizes: NDArray[np.int64]) -> tuple[int, NDArray[np.int64]]:
     """Bytes of all matrices one after the other, and where each begins."""
     _, first, same = np.unique(sources, return_index=True, return_inverse=True)
     assert (sizes == sizes[first][same]).all(), "matrices at one address are one matrix"

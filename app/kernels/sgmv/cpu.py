@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from app.kernels.machine.jit import jit
 from app.kernels.machine.simd import BYTES_AHEAD, multiply_tile
-from app.kernels.machine.thread_team import count_pieces, leave, piece, take
+from app.kernels.machine.thread_team import claim_piece, count_pieces, finish_phase, piece
 from app.kernels.matmul.cpu import PANEL, multiply_columns
 
 #: Rank rows of one panel of a: an adapter's rows start at a multiple of this.
@@ -88,7 +88,7 @@ def shrink(team, phase, x, rows, tasks, widest, h):
     step = _PIECE_PANELS * RANK_PANEL
     num_parts = (widest + step - 1) // step
     num_pieces = tasks.shape[0] * num_modules * num_parts
-    index = take(team, phase)
+    index = claim_piece(team, phase)
     while index < num_pieces:
         job = index // num_parts
         first_rank = (index - job * num_parts) * step
@@ -104,8 +104,8 @@ def shrink(team, phase, x, rows, tasks, widest, h):
                 h.ctypes.data + (first * h_row + n * h_module + first_rank) * 4, h_row, in_bf16,
             )  # fmt: skip
         done += 1
-        index = take(team, phase)
-    return leave(team, phase, num_pieces, done)
+        index = claim_piece(team, phase)
+    return finish_phase(team, phase, num_pieces, done)
 
 
 @jit
@@ -144,7 +144,7 @@ def expand(team, phase, h, rows, runs, out):
     """out[t] += B_n h[t, n] for all modules n, their columns side by side in out; see `expand_panels`. One phase."""
     num_panels, done = rows.num_panels.sum(), 0
     num_pieces = count_pieces(num_panels, _EXPANDED_PANELS)
-    index = take(team, phase)
+    index = claim_piece(team, phase)
     while index < num_pieces:
         first, end = piece(index, num_panels, _EXPANDED_PANELS)
         at = 0
@@ -155,8 +155,8 @@ def expand(team, phase, h, rows, runs, out):
                 expand_panels(h, n, rows, runs, low, high, out, at)
             at += width
         done += 1
-        index = take(team, phase)
-    return leave(team, phase, num_pieces, done)
+        index = claim_piece(team, phase)
+    return finish_phase(team, phase, num_pieces, done)
 
 
 def adapter_runs(run_starts: NDArray[np.int32], run_adapter_slots: NDArray[np.int32]) -> NDArray[np.int64]:

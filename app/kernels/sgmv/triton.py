@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from app.kernels.bgmv.triton import slice_of_tile
 from app.kernels.lora_rows import START_MULTIPLE, RankRows, check_operands
-from app.kernels.tuning import ceil_div, measured, next_power_of_two, shape_key
+from app.kernels.tuning import ceil_div, next_power_of_two, shape_key, tuned_config
 
 #: Rows per segment in deterministic mode and while decoding: the smallest tensor-core tile.
 MIN_BLOCK_TOKENS = 16
@@ -87,7 +87,7 @@ def configuration(
     """
     width, num_slices = sum(rows.widths), len(rows.widths)
     if not batch_invariant:
-        found = measured(rows.memory.device, key(num_segments, block_tokens, rows, max_rank))
+        found = tuned_config(rows.memory.device, key(num_segments, block_tokens, rows, max_rank))
         if found is not None:
             return Configuration(**found)
     block_rank = 16 if batch_invariant else min(max(next_power_of_two(max_rank), 16), 64)

@@ -16,7 +16,7 @@ from app.kernels.moe_routing.pairs import SortedPairs
 from tests.kernels.torch_forms.fixed_order import product as fixed_product
 
 
-def product(
+def expert_linear(
     x: Tensor, weight: Tensor, out: Tensor, pairs: SortedPairs, bias: Tensor | None = None, *, x_divisor: int = 1
 ) -> None:
     """out[p] = W_e x[p // x_divisor] + bias_e of every pair's expert e, in place; float32 sums, one rounding.
@@ -44,7 +44,7 @@ def add_lora(
 ) -> None:
     """out[p] += B A x[p // x_divisor], of adapter slots[p // K] and of pair p's expert, in place.
 
-    slots: [T] int32, 0 for the base; the rest as for `product`.
+    slots: [T] int32, 0 for the base; the rest as for `expert_linear`.
     """
     num_modules = rows.ranks.shape[2]
     check_operands(x, out, pairs, rows.depth, num_modules * rows.width, x_divisor)
