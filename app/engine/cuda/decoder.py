@@ -1,11 +1,11 @@
 """The decoder on a device: a step's arrays in, hidden states and logits out.
 
-One base product per fused module for the whole batch, whatever adapters it holds; deltas are added in place after it,
-per token or per run. Nothing here looks at a device value from the host and no shape depends on one, so a step can be
-captured in a CUDA graph; what adapters have beside rank rows (`ExtraRows`) is done to their rows outside of graphs.
+Each fused linear module is multiplied once for the whole batch, whatever adapters it holds; LoRA deltas are added in
+place afterwards, per token or per run. The host never reads a device value and no shape depends on one, so a step can
+be captured in a CUDA graph. Extra weights of adapters (`ExtraRows`) are applied to their rows outside of graphs.
 
-In deterministic mode every operation has fixed tiles, and a row's bits do not depend on the others. Otherwise base
-products are the library's (cuBLAS), which chooses its tiles by the batch; those of experts have fixed tiles always.
+In batch-invariant mode every operation has fixed tiles, and a row's bits do not depend on other rows. Otherwise base
+products come from the library (cuBLAS), which chooses its tiles by the batch; those of experts always have fixed tiles.
 """
 
 from __future__ import annotations
@@ -28,8 +28,11 @@ from app.kernels.moe_routing.pairs import SortedPairs
 
 @dataclass(frozen=True, slots=True)
 class KvMemory:
-    """keys, values: [blocks, kv_heads, block_size, D] per layer. Latent attention keeps a latent and a rotated key side
-    by side in keys [blocks, 1, block_size, R + E], and has no values."""
+    """Paged KV memory per layer.
+
+    keys, values: [blocks, kv_heads, block_size, D]. Latent attention keeps a latent and a rotated key side by side in
+    keys [blocks, 1, block_size, R + E], and has no values.
+    """
 
     keys: list[Tensor]
     values: list[Tensor]
@@ -59,7 +62,7 @@ class CudaDecoder:
         self._expert_rows = [tables.expert_rows(layer) for layer in range(len(spec.layers))]
 
     def hidden_states(self, step: Step, extras: ExtraRows | None = None) -> Tensor:
-        """[T, H] after the last layer; K and V of the step's tokens are written."""
+        """Hidden states [T, H] after the last layer; writes K and V of the step's tokens."""
         hidden = torch.nn.functional.embedding(step.token_ids, self._weights.embedding)  # [T, H]
         if extras is not None:
             extras.embed(step.token_ids, hidden)
@@ -81,7 +84,7 @@ class CudaDecoder:
         return hidden
 
     def logits(self, hidden: Tensor, out: Tensor, extras: ExtraRows | None = None) -> None:
-        """out [P, V] float32 from the hidden states [P, H] of the rows that sample."""
+        """Write logits to out [P, V] float32 from the sampled rows' hidden states [P, H]."""
         normed = torch.empty_like(hidden)
         self._kernels.rms_norm(hidden, self._weights.final_norm, self._spec.norm_eps, normed)
         if extras is not None:
@@ -92,7 +95,7 @@ class CudaDecoder:
             extras.change_logits(normed, out)
 
     def multiply(self, x: Tensor, weight: Tensor) -> Tensor:
-        """x [T, d_in] @ weight.T, for weights [d_out, d_in] that adapters bring."""
+        """x [T, d_in] @ weight.T, for an adapter's own weight [d_out, d_in]."""
         return self._base_linear(x, weight, None)
 
     def _add_experts(
@@ -105,7 +108,7 @@ class CudaDecoder:
         step: Step,
         extras: ExtraRows | None,
     ) -> None:
-        """hidden += Σ share_e * expert_e(x) + gate * shared(x), every product with its deltas (Shazeer et al. 2017)."""
+        """hidden += Σ weight_e * expert_e(x) + gate * shared(x), each with its LoRA deltas (Shazeer et al. 2017)."""
         kernels, router = self._kernels, mixture.router
         logits = self._linear(index, "router", normed, step, extras)
         experts = torch.empty(len(normed), router.top_k, dtype=torch.int32, device=normed.device)
@@ -128,7 +131,7 @@ class CudaDecoder:
     def _expert_linear(
         self, layer: int, module: str, x: Tensor, pairs: SortedPairs, step: Step, x_divisor: int = 1
     ) -> Tensor:
-        """[P, W]: every pair through its expert, with its adapter's delta. Tiles are fixed in either mode."""
+        """[P, W]: every pair through its expert, with its adapter's delta. Tiles are fixed in both modes."""
         weights = self._weights.layers[layer]
         weight = weights.modules[module]
         out = x.new_empty(len(pairs.order), weight.shape[1])
@@ -190,7 +193,7 @@ class CudaDecoder:
         return attended.flatten(1)
 
     def _pairs_with_heads(self, hidden: Tensor) -> SortedPairs | None:
-        """Every token paired with every head, as if heads were experts; None where attention has no latents."""
+        """Pair every token with every head, as if heads were experts; None without latent attention."""
         attention = self._spec.layers[0].attention
         if attention.latent is None:
             return None
@@ -208,7 +211,9 @@ class CudaDecoder:
         step: Step,
         extras: ExtraRows | None,
     ) -> Tensor:
-        """[T, N * V] (DeepSeek-AI 2024): `kv_b_proj` is applied to queries and to sums of latents, never to latents."""
+        """Latent attention [T, N * V] (DeepSeek-AI 2024): `kv_b_proj` is applied to queries and to sums of latents,
+        never to latents.
+        """
         assert heads is not None, "all layers have one kind of attention"
         assert layer.latent_norm is not None, "the norm comes with the checkpoint"
         attention, rank, memory = layer.spec.attention, latent.kv_rank, self._kv.keys[index]
@@ -245,7 +250,7 @@ class CudaDecoder:
         return self._expert_linear(index, LATENT_VALUES.name, attended, heads, step).view(len(normed), -1)
 
     def _norm_whole(self, qkv: Tensor, q_size: int, q_norm: Tensor | None, k_norm: Tensor | None) -> None:
-        """All heads' queries together, and all heads' keys, in place."""
+        """Normalise all heads' queries together, and all heads' keys, in place."""
         assert q_norm is not None, "both norms come with the checkpoint"
         assert k_norm is not None, "both norms come with the checkpoint"
         for part, weight in ((qkv[:, :q_size], q_norm), (qkv[:, q_size : q_size + len(k_norm)], k_norm)):
@@ -261,7 +266,7 @@ class CudaDecoder:
         extras: ExtraRows | None,
         eps: float | None = None,
     ) -> None:
-        """Into out, which is not x. eps: the model's if None."""
+        """RMS norm of x into out, which must not be x. eps: the model's if None."""
         eps = self._spec.norm_eps if eps is None else eps
         self._kernels.rms_norm(x, weight, eps, out)
         if extras is not None:
@@ -277,7 +282,7 @@ class CudaDecoder:
         step: Step,
         extras: ExtraRows | None,
     ) -> None:
-        """hidden += x @ weight.T + bias, with the deltas: the residual is where the sums start."""
+        """hidden += x @ weight.T + bias, with the deltas: sums start from the residual."""
         weights = self._weights.layers[layer]
         weight, bias = weights.modules[module], weights.biases.get(module)
         saved = extras.save_rows(layer, module, hidden) if extras is not None else []
@@ -294,7 +299,7 @@ class CudaDecoder:
     def _apply_adapters(
         self, layer: int, module: str, x: Tensor, y: Tensor, step: Step, extras: ExtraRows | None
     ) -> None:
-        """Add the deltas of the step's adapters to a base product, and do their extras."""
+        """Add the step's LoRA deltas to a base product and apply extra weights."""
         if step.max_rank:
             rows = self._rank_rows[layer][module]
             if step.block_tokens:
@@ -313,7 +318,7 @@ class CudaDecoder:
             extras.change(layer, module, x, y)
 
     def _linear(self, layer: int, module: str, x: Tensor, step: Step, extras: ExtraRows | None) -> Tensor:
-        """x @ weight.T + bias, with the deltas."""
+        """x @ weight.T + bias, with the step's LoRA deltas and extra weights."""
         weights = self._weights.layers[layer]
         y = self._base_linear(x, weights.modules[module], weights.biases.get(module))
         self._apply_adapters(layer, module, x, y, step, extras)
@@ -327,7 +332,7 @@ class CudaDecoder:
         return out
 
     def _float32_linear(self, x: Tensor, weight: Tensor, out: Tensor) -> None:
-        """As `_product`, into float32 whatever x and weight are: logits are not rounded."""
+        """Like `_base_linear`, but into float32 whatever x and weight are: logits are not rounded."""
         if self._batch_invariant:
             self._kernels.fixed_linear(x, weight, out)
         elif x.is_cuda and x.dtype != torch.float32:

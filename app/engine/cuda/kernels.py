@@ -1,4 +1,4 @@
-"""The kernels behind the GPU decoder: Triton's, and what torch computes for sampling and DoRA."""
+"""The table of kernels that the GPU decoder calls: Triton's, and torch's for sampling and DoRA."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from app.kernels.sgmv import triton as sgmv
 
 @dataclass(frozen=True, slots=True)
 class Kernels:
-    """One function per operation; see `app/kernels/<operation>/`. Tests without a GPU pass others of their own.
+    """One function per operation; see `app/kernels/<operation>/`. Tests without a GPU pass their own.
 
-    exp: element by element, in float32; the bits of an exponential must not depend on where in a tensor it stands.
+    exp: element by element, in float32; an element's bits must not depend on its place in the tensor.
     """
 
     rms_norm: Callable[..., None]

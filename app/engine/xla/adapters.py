@@ -1,9 +1,8 @@
-"""Resident adapters on the devices: rank rows, scales and shifts, in tables that no adapter changes the shape of.
+"""Resident adapters on the devices: LoRA rows, scales and shifts in tables whose shapes no adapter changes.
 
-In: a `LoraAdapter`, its slot and its first rank row. Out: its rows in one fixed shape per rank class, zero wherever it
-has nothing, to be written by a donated update; per slot, where an adapter's rows begin and their ranks. A class is
-`RANK_CHUNK` times a power of two, like the runs of rank rows that the engine hands out. Beside rank rows an adapter may
-have a scale and a shift per column of any module (DoRA, biases): every run of rank rows comes with room for them.
+An adapter's rows have one fixed shape per rank class, with zeros where it has nothing, and are written by a donated
+update. A class is `RANK_CHUNK` times a power of two, like the runs of rank rows that the engine hands out. An adapter
+may also have a scale and a shift per column of any module (DoRA, biases): every run of rank rows has room for them.
 """
 
 from __future__ import annotations
@@ -32,18 +31,19 @@ from app.kernels.sgmv.xla import RANK_CHUNK
 
 
 def rank_classes(num_rows: int) -> list[int]:
-    """Lengths of the runs an adapter can own, shortest first."""
+    """Possible lengths of an adapter's run of rank rows, shortest first."""
     return [RANK_CHUNK << k for k in range(32) if RANK_CHUNK << k <= num_rows]
 
 
 class XlaAdapters:
-    """What the programs are told of resident adapters."""
+    """Tables of resident adapters: the programs' arguments, and the arrays to write."""
 
     def __init__(
         self, sizes: XlaSizes, weights: XlaWeights, num_slots: int, num_rows: int, extra_bytes: int, mesh: Mesh
     ) -> None:
-        """extra_bytes: of what adapters may hold beside rank rows; with 0, those that have scales, shifts or deltas of
-        experts are refused."""
+        """extra_bytes: the bound of adapters' extra weights; with 0, adapters with scales, shifts or deltas of experts
+        are refused.
+        """
         self._sizes, self._num_rows = sizes, num_rows
         self._columns = {module.name: shard_columns(module, sizes.shards_of(module)) for module in sizes.whole}
         self._base = XlaBaseWeights(sizes, weights.layers, mesh) if extra_bytes and num_rows else None
@@ -59,7 +59,7 @@ class XlaAdapters:
         self._on_device: AdapterPlaces | None = None
 
     def warm_up(self) -> None:
-        """Compile what preparing an adapter calls."""
+        """Compile the programs that `prepare` calls."""
         if self._base is not None:
             self._base.warm_up()
 
@@ -68,7 +68,7 @@ class XlaAdapters:
         return self._shapes(num_rows, 1)
 
     def table_shapes(self) -> RankTables:
-        """The shape of each table."""
+        """The shape of each table with all rank rows."""
         shapes = self._shapes(self._num_rows, self._base_row + 1)
         experts = self.experts
         return shapes._replace(experts=experts.shapes(experts.num_pages) if experts.num_pages else None)
@@ -88,7 +88,9 @@ class XlaAdapters:
         return RankTables(a, b, extras, dict(extras))
 
     def specs(self) -> RankTables:
-        """A of o and down is split like their input, B of the others like their output; the rest is replicated."""
+        """PartitionSpecs: A of o and down is split like their input, B of the others like their output; the rest is
+        replicated.
+        """
         split, a, b, extras = P(None, None, SHARD_AXES), {}, {}, {}
         for module in self._sizes.single:
             is_input = module.kind.split == "input"
@@ -101,7 +103,9 @@ class XlaAdapters:
         return RankTables(a, b, extras, dict(extras), self.experts.specs() if self.experts.num_pages else None)
 
     def prepare(self, adapter: LoraAdapter) -> None:
-        """Any thread: raises AdapterMismatch for what is not served; works out the scales of an adapter with DoRA."""
+        """Check an adapter and compute the scales of DoRA. Any thread. Raises AdapterMismatch for an unsupported
+        feature.
+        """
         self._check_modules(adapter)
         beyond = adapter.features - {ACTIVATED}
         if not beyond:
@@ -120,11 +124,11 @@ class XlaAdapters:
             self._plans[adapter] = plan(adapter, self._sizes.spec, self._base)
 
     def rows_of(self, adapter: LoraAdapter, num_rows: int) -> RankTables:
-        """What is to be written of an adapter that has been prepared: NumPy arrays in the tables' layout."""
+        """A prepared adapter's rows to write: NumPy arrays in the tables' layout."""
         sizes, shards = self._sizes, self._sizes.num_shards
         shapes = self.shapes(num_rows)
         a: dict[str, Floats] = {}
-        b: dict[str, Floats] = {}  # [L, shards, floats]; one shard of what is replicated
+        b: dict[str, Floats] = {}  # [L, shards, floats]; one shard for replicated tables
         for module in sizes.single:
             is_input = module.kind.split == "input"
             for target in module.targets:
@@ -146,7 +150,7 @@ class XlaAdapters:
         return RankTables(whole_a, whole_b, *self._extras_of(adapter))
 
     def assign(self, adapter_slot: int, row_start: int, adapter: LoraAdapter) -> None:
-        """From now on the slot's adapter is this one, its rows at `row_start`."""
+        """Record that the slot holds this adapter, with its rows from `row_start` on."""
         for table in self._ranks.values():
             table[:, adapter_slot] = 0
         for (layer, target, _), pair in _single(adapter):
@@ -159,20 +163,20 @@ class XlaAdapters:
         self._on_device = None
 
     def release(self, adapter_slot: int) -> None:
-        """The slot's adapter is gone."""
+        """Free the slot's pages."""
         self.experts.release(adapter_slot)
         self._on_device = None
 
     def places(self) -> AdapterPlaces:
-        """The programs' argument."""
+        """The tables' locations and ranks as the programs' argument."""
         if self._on_device is None:
             ranks = {name: table.copy() for name, table in self._ranks.items()}
             copied = AdapterPlaces(self._starts.copy(), ranks, self.experts.places())
-            self._on_device = jax.device_put(copied, self._replicated)  # JAX may keep what it is given
+            self._on_device = jax.device_put(copied, self._replicated)  # JAX may keep the arrays that it is given
         return self._on_device
 
     def of_step(self, batch: ForwardBatch) -> StepAdapters:
-        """What a step's adapters are."""
+        """A step's adapters, as `pack` takes them."""
         slots, counts = batch.run_adapter_slots, np.diff(batch.run_starts)
         rows = np.where(self._max_ranks[slots] > 0, self._starts[slots] // RANK_CHUNK, self._base_row)
         pages = self.experts.longest(slots)
@@ -193,11 +197,11 @@ class XlaAdapters:
 
     @property
     def _base_row(self) -> int:
-        """The base's row of the tables of scales and shifts."""
+        """The base model's row in the tables of scales and shifts."""
         return self._num_rows // RANK_CHUNK
 
     def _extras_of(self, adapter: LoraAdapter) -> tuple[dict[str, Floats], dict[str, Floats]]:
-        """Scales and shifts by product [L, 1, columns of all shards]: 1 and 0 where the adapter has none."""
+        """Scales and shifts by module [L, 1, columns of all shards]: 1 and 0 where the adapter has none."""
         shapes = self.shapes(RANK_CHUNK)
         scales = {name: np.ones(shape, np.float32) for name, shape in shapes.scales.items()}
         shifts = {name: np.zeros(shape, np.float32) for name, shape in shapes.shifts.items()}
@@ -217,12 +221,12 @@ class XlaAdapters:
 
 
 def _single(adapter: LoraAdapter) -> list[tuple[LoraKey, LoraPair]]:
-    """What an adapter changes that is no expert's."""
+    """The adapter's weights outside of experts."""
     return [(key, pair) for key, pair in adapter.weights.items() if key.expert is None]
 
 
 def base_tables(shapes: RankTables) -> RankTables:
-    """Tables of these shapes in which there are no adapters, as NumPy arrays."""
+    """Tables of these shapes without adapters, as NumPy arrays."""
     a, b, shifts = (
         {name: np.zeros(shape, np.float32) for name, shape in table.items()}
         for table in (shapes.a, shapes.b, shapes.shifts)

@@ -1,8 +1,8 @@
-"""What an adapter's extras need to know of the base, whose weights lie on devices: DoRA's scales, and biases.
+"""Base weights on devices, as an adapter's extra weights need them: for DoRA's scales, and biases.
 
-In: a module, and an adapter's rows of it. Out: vectors [d_out] on the host. Per output it is |W + BA|^2 = |W|^2 +
-2 sum_r b_r (W a_r) + b (A A^T) b, so only |W|^2 and W a_r are left to the device: a product of the base with the
-adapter's rank rows in place of tokens. One program per product, compiled at start, for adapters of any rank.
+Per output, |W + BA|^2 = |W|^2 + 2 sum_r b_r (W a_r) + b (A A^T) b, so the device computes only |W|^2 and W a_r: a
+product of the base with the adapter's rank rows in place of tokens. There is one program per module, compiled at start,
+for adapters of any rank.
 """
 
 from __future__ import annotations
@@ -79,13 +79,13 @@ class XlaBaseWeights:
         return products, found[0][-1]
 
     def _whole(self, line: Floats, module: LinearModule, target: str) -> Floats:
-        """One module's [d_out] of a value per column of the product."""
+        """A target's [d_out] from one value per column of the module."""
         if module.kind.split == "input":
             return line[: module.widths[0]]
         return whole_output(line, module, target, self._sizes.num_shards)
 
     def _compile(self, module: LinearModule) -> Any:
-        """(weights of all layers, rows, layer) -> the products of the rows, then the squares: one line each."""
+        """Compile (weights of all layers, rows, layer) -> the rows' products and then the squares, one line each."""
         stack, splits_input = self._layers.modules[module.name], module.kind.split == "input"
         run: Any = _products_and_squares
         num_shards = self._sizes.num_shards
@@ -108,12 +108,12 @@ class XlaBaseWeights:
 
 
 def _products_and_squares(stack: Array, rows: Array, layer: Array) -> Array:
-    """[rows + 1, columns]."""
+    """Products of the rows and, as the last line, the squares: [rows + 1, columns]."""
     weights = stack[layer]
     products = lax.dot_general(rows, weights, (((1,), (1,)), ((), ())), precision=lax.Precision.HIGHEST)
     return jnp.concatenate([products, (weights * weights).sum(axis=1)[None]])
 
 
 def _sum_over_shards(run: Any, *args: Any) -> Array:
-    """Of products whose input is split: the shards' parts, added up."""
+    """Run a product whose input is split, and add up the shards' parts."""
     return lax.psum(run(*args), SHARD_AXES)

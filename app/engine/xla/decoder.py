@@ -1,21 +1,20 @@
 """The decoder as one pure function in plain JAX: memory and arrays in, new memory, tokens and logits out.
 
-In: weights, adapter tables, KV memory and a packed step, all arguments. Out: the KV memory (donated, so written in
-place), the most likely token and the logits of each sampled row. Layers run under `lax.scan`: a program's size and
-compile time do not grow with depth. Attention and products of experts are `app.kernels.*.xla`; adapters' deltas are
-added by the kernel of `kernel_backend`. KV memory and tables are indexed by layer, never sliced or copied.
+Layers run under `lax.scan`: a program's size and compile time do not grow with depth. KV memory is donated, so it is
+written in place; memory and tables are indexed by layer, never sliced or copied. Attention and products of experts are
+`app.kernels.*.xla`; LoRA deltas are added by the kernel of `kernel_backend`. Layers may differ in their feed-forward:
+arrays of a module count the layers that have it (`XlaSizes.place`).
 
-Layers may differ in their feed-forward: arrays of a product count the layers that have it (`XlaSizes.place`).
-
-On several devices: the same function runs in every shard. q, k, v, gate and up are split on the output, o and down on
-the input, with one sum over shards after each of the latter. Experts are divided among devices, and the columns of each
-are, too; each device computes the pairs of tokens and experts that are its own, and one sum puts them together. A LoRA
-delta is added before such a sum (A of o and down is split like the input, B like the output), scales and shifts after
-it: adapters add no communication.
+On several devices every shard runs the same function. q, k, v, gate and up are split on the output, o and down on the
+input, with one sum over shards after each of the latter. Experts are divided among devices, and so are the columns of
+each; a device computes its own pairs of tokens and experts, and one sum joins them. A LoRA delta is added before such a
+sum (A of o and down is split like the input, B like the output), scales and shifts after it: adapters add no
+communication.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -34,7 +33,6 @@ from app.engine.xla.arrays import (
     StepResult,
     XlaWeights,
 )
-from app.engine.xla.kernels import AddDeltas
 from app.engine.xla.routing import PageRuns, combine, page_runs, route, sort_pairs
 from app.engine.xla.sizes import XlaSizes
 from app.engine.xla.step import Bucket, XlaStep, unpack
@@ -42,6 +40,9 @@ from app.kernels.mla_attention import xla as latent_attention
 from app.kernels.moe_lora.xla import multiply_groups
 from app.kernels.paged_attention.xla import store_and_attend, tiles_of
 from app.kernels.sgmv.xla import RANK_CHUNK, Segments
+
+#: See `app.kernels.sgmv.xla.add_deltas`.
+AddDeltas = Callable[..., Array]
 
 
 def forward(
@@ -80,14 +81,14 @@ class _Decoder:
         self._cos, self._sin = weights.cos[:, step.positions], weights.sin[:, step.positions]  # [ropes, T, D / 2]
 
     def embed(self) -> Array:
-        """[T, H]."""
+        """Token embeddings [T, H]."""
         weights, token_ids = self._weights, self._step.token_ids
         if weights.embedding is None:
             return weights.head[0, token_ids]
         return weights.embedding[token_ids]
 
     def attend(self, hidden: Array, kv: KvMemory, layer: Array) -> tuple[Array, KvMemory]:
-        """[T, H] -> what was attended [T, heads * D], and the memory with the rows' keys and values."""
+        """Attention over hidden states [T, H]: [T, heads * D], and the memory with the step's keys and values."""
         layers, step = self._weights.layers, self._step
         x, latent = self._norm(hidden, layers.attention_norm[layer]), self._sizes.attention.latent
         if latent is not None:
@@ -105,7 +106,7 @@ class _Decoder:
         return attended, KvMemory(keys, values)
 
     def _attend_latents(self, x: Array, kv: KvMemory, layer: Array, latent: LatentSpec) -> tuple[Array, KvMemory]:
-        """Normed rows [T, H] -> values that were attended [T, heads * V] (DeepSeek-AI 2024), and the memory.
+        """Latent attention (DeepSeek-AI 2024) over normed rows [T, H]: [T, heads * V], and the new memory.
 
         `kv_b_proj` is never applied to a latent: its rows of keys are applied to queries, those of values to sums.
         """
@@ -136,7 +137,7 @@ class _Decoder:
         )  # fmt: skip
 
     def feed_forward(self, hidden: Array, layer: Array) -> Array:
-        """[T, H] -> what the layer's feed-forward adds, [T, H]: the one there is, or of experts."""
+        """The layer's feed-forward [T, H] of hidden states [T, H]: dense or a mixture of experts."""
         sizes = self._sizes
         x = self._norm(hidden, self._weights.layers.mlp_norm[layer])
         dense, mixed = sizes.layers_of("gate_up"), sizes.layers_of("router")
@@ -155,7 +156,7 @@ class _Decoder:
         return added
 
     def logits(self, hidden: Array) -> Array:
-        """[T, H] -> [B, V] of the sampled rows."""
+        """Logits [B, V] of the sampled rows of hidden states [T, H]."""
         rows = self._norm(hidden[self._step.sample_rows], self._weights.final_norm)
         logits = _multiply(rows, self._weights.head[0])
         if self._sizes.num_shards > 1:
@@ -163,9 +164,10 @@ class _Decoder:
         return logits[:, : self._sizes.spec.vocab_size]
 
     def linear(self, x: Array, layer: Array, name: str) -> tuple[Array, ...]:
-        """One base product for the whole batch, with all that the batch's adapters do to it: [T, d_out] per target.
+        """Apply a linear module to the whole batch, with its adapters' deltas, scales and shifts: [T, d_out] per
+        target.
 
-        layer: among those that have the product.
+        layer: index among those that have the module.
         """
         layers, step, module = self._weights.layers, self._step, self._sizes.module(name)
         y = _multiply(x, layers.modules[name][layer])
@@ -178,7 +180,7 @@ class _Decoder:
         return self._columns(self._apply_extras(y, layer, module), name)
 
     def _experts(self, x: Array, place: Array) -> Array:
-        """Normed rows [T, H] -> Σ share * expert(x) + gate * shared(x). place: among the layers that have experts."""
+        """Σ weight * expert(x) + gate * shared(x) of normed rows [T, H]. place: index among the layers with experts."""
         sizes, modules, step = self._sizes, self._weights.layers.modules, self._step
         mixture, count = sizes.mixture, sizes.experts_per_shard
         (logits,) = self.linear(x, place, "router")
@@ -198,8 +200,8 @@ class _Decoder:
                 y = self._expert_deltas(x, y, name, runs)
             bias = self._weights.layers.biases[name]
             if bias is not None:
-                expert = jnp.minimum(pairs.keys // num_slots, count - 1)  # of pairs that are not mine: any
-                # The parts of down's sums are added up over the devices that share an expert: one of them has the bias.
+                expert = jnp.minimum(pairs.keys // num_slots, count - 1)  # any expert for pairs of other devices
+                # Devices that share an expert add up their parts of down: only one of them adds the bias.
                 is_mine = name == "experts_gate_up" or sizes.tensor_shards == 1 or lax.axis_index(TENSOR_AXIS) == 0
                 y = y + jnp.where(is_mine, bias[place * count + expert], 0)
             return self._columns(y, name)
@@ -216,7 +218,7 @@ class _Decoder:
         )
 
     def _expert_deltas(self, x: Array, y: Array, name: str, runs: PageRuns) -> Array:
-        """y [P, columns] of the pairs in order, with their adapters' deltas of their experts, page after page."""
+        """Add adapters' deltas of experts to y [P, columns] of the sorted pairs, page after page."""
         pages, tables, module = self._places.experts, self._tables.experts, self._sizes.module(name)
         assert pages is not None
         assert tables is not None
@@ -235,12 +237,12 @@ class _Decoder:
         return added
 
     def _mlp(self, x: Array, place: Array, gate_up: str, down: str) -> Array:
-        """The feed-forward of normed rows [T, H]."""
+        """The dense feed-forward of normed rows [T, H]."""
         gate, up = self.linear(x, place, gate_up)
         return self.linear(self._activation(gate, up), place, down)[0]
 
     def _activation(self, gate: Array, up: Array) -> Array:
-        """What down takes; see `MlpSpec`."""
+        """act(gate) * up, or its clamped form; see `MlpSpec`."""
         mlp = self._sizes.spec.layers[0].mlp
         if mlp.limit is not None:
             gate, up = jnp.minimum(gate, mlp.limit), jnp.clip(up, -mlp.limit, mlp.limit)
@@ -254,12 +256,12 @@ class _Decoder:
         return jnp.array(places, jnp.int32)[layer]
 
     def _columns(self, y: Array, name: str) -> tuple[Array, ...]:
-        """Each target's own columns of a product."""
+        """Each target's columns of a module's output."""
         module = self._sizes.module(name)
         return tuple(y[:, module.columns(target)] for target in module.targets)
 
     def _apply_extras(self, y: Array, layer: Array, module: LinearModule) -> Array:
-        """scale * y + shift, with each row's adapter's own; y itself in a step without such adapters."""
+        """scale * y + shift of each row's adapter; y itself in a step without such adapters."""
         if module.name not in self._tables.scales:
             return y
         scales, shifts, rows = (
@@ -285,14 +287,14 @@ class _Decoder:
         return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).reshape(rows.shape)
 
     def _rotate_pairs(self, x: Array, layer: Array) -> Array:
-        """x [T, heads, E]: neighbours are turned together, not halves."""
+        """Rotate neighbouring pairs, not halves, of x [T, heads, E]."""
         rope = self._weights.layers.rope[layer]
         cos, sin = self._cos[rope][:, None], self._sin[rope][:, None]  # [T, 1, E / 2]
         first, second = x[..., ::2], x[..., 1::2]
         return jnp.stack([first * cos - second * sin, second * cos + first * sin], axis=-1).reshape(x.shape)
 
     def _whole_norm(self, q: Array, k: Array, q_norm: Array, k_norm: Array) -> tuple[Array, Array]:
-        """Queries [T, heads * D] and keys normalised over all heads together (OLMoE), of which a shard has some."""
+        """Normalise queries [T, heads * D] and keys over all heads together (OLMoE); a shard holds some of the heads."""
         sizes = self._sizes
         shards, groups = sizes.num_shards, self._whole_heads
         squares = jnp.stack([(rows * rows).sum(axis=1) for rows in (q, k)])  # [2, T]

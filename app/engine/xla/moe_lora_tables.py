@@ -1,9 +1,8 @@
-"""Adapters' rank rows of experts on the devices, in pages: an adapter has as many as its own experts' ranks need.
+"""Adapters' LoRA rows of experts on the devices, in pages: an adapter takes as many as its experts' ranks need.
 
-In: an adapter and its slot. Out: pages to be written, and tables that say where they are. A page is room for eight
-rank rows of one expert of one layer, of each of its modules. An expert's pages are a list, each naming the next, so any
-free page will do and nothing is ever moved; page `num_pages` is nobody's and ends every list. How much may be held is
-the engine's business (`extra_bytes`).
+A page has room for eight rank rows of one expert of one layer, for each of its modules. An expert's pages form a linked
+list, so any free page will do and nothing is ever moved; page `num_pages` belongs to no adapter and ends every list.
+The engine bounds the memory (`extra_bytes`).
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ PAGES_AT_ONCE = 32
 
 
 class XlaMoeLoraTables:
-    """The books of a model's pages; for a model without experts, or with room for nothing, there are none."""
+    """Page allocation of a model; without experts or room there are no pages."""
 
     def __init__(self, sizes: XlaSizes, num_slots: int, max_bytes: int) -> None:
         self._sizes, self._num_slots = sizes, num_slots
@@ -52,7 +51,7 @@ class XlaMoeLoraTables:
         self._ranks = {one.name: np.zeros((self.num_pages + 1, len(one.targets)), np.int32) for one in self._modules}
 
     def check(self, adapter: LoraAdapter) -> None:
-        """AdapterMismatch for deltas of experts where there is no room for any."""
+        """Raises AdapterMismatch for deltas of experts if there is no room for any."""
         if not self.num_pages and _by_expert(adapter):
             raise AdapterMismatch(
                 f"the xla engine has no room for deltas of experts, of which {self.page_bytes} bytes hold eight rank "
@@ -60,12 +59,12 @@ class XlaMoeLoraTables:
             )
 
     def extra_bytes(self, adapter: LoraAdapter) -> int:
-        """What an adapter holds beside its rank rows, its pages included."""
+        """Bytes of an adapter's extra weights, its pages included."""
         others = adapter.card.extra_bytes - expert_bytes(adapter, self._sizes.spec)
         return others + self.page_bytes * sum(_num_pages(pairs.values()) for pairs in _by_expert(adapter).values())
 
     def shapes(self, num_pages: int) -> ExpertPages:
-        """The shape of each table with room for so many pages."""
+        """The shape of each table with `num_pages` pages."""
         a, b = {}, {}
         for module in self._modules:
             is_input, shards = module.kind.split == "input", self._sizes.tensor_shards
@@ -75,7 +74,9 @@ class XlaMoeLoraTables:
         return ExpertPages(a, b)
 
     def specs(self) -> ExpertPages:
-        """As of other modules' rows, but over the devices that share an expert; each device has all pages."""
+        """PartitionSpecs: like other modules' rows, but over the devices that share an expert; each device has all
+        pages.
+        """
         split, a, b = P(None, TENSOR_AXIS), {}, {}
         for module in self._modules:
             for target in module.targets:
@@ -83,7 +84,7 @@ class XlaMoeLoraTables:
         return ExpertPages(a, b)
 
     def write(self, adapter_slot: int, adapter: LoraAdapter) -> Iterator[tuple[ExpertPages, NDArray[np.int32]]]:
-        """Give the slot's adapter its pages, and yield what to write to which pages, `PAGES_AT_ONCE` at a time."""
+        """Assign pages to the slot's adapter and yield their contents and numbers, `PAGES_AT_ONCE` at a time."""
         self.release(adapter_slot)
         own_pages = self._pages_of[adapter_slot] = []
         filled: list[tuple[int, dict[str, LoraPair]]] = []
@@ -106,7 +107,7 @@ class XlaMoeLoraTables:
             yield self._pack(filled[first : first + PAGES_AT_ONCE])
 
     def release(self, adapter_slot: int) -> None:
-        """Take the slot's pages back."""
+        """Free the slot's pages."""
         pages = self._pages_of.pop(adapter_slot, [])
         self._free += pages
         self._first_pages[:, :, adapter_slot] = self.num_pages
@@ -115,11 +116,11 @@ class XlaMoeLoraTables:
             ranks[pages] = 0
 
     def longest(self, adapter_slots: NDArray[np.int32]) -> NDArray[np.int32]:
-        """Pages of the longest list that each of these slots has; 0 for an adapter that changes no expert."""
+        """Length of the longest page list of each slot; 0 for an adapter that changes no expert."""
         return self._longest[adapter_slots]
 
     def places(self) -> ExpertPageTables | None:
-        """The programs' argument, copied."""
+        """The page lists as the programs' argument, copied."""
         if not self.num_pages:
             return None
         first_pages = self._first_pages.reshape(len(self._first_pages), -1)
@@ -128,7 +129,7 @@ class XlaMoeLoraTables:
         )
 
     def _pack(self, filled: list[tuple[int, dict[str, LoraPair]]]) -> tuple[ExpertPages, NDArray[np.int32]]:
-        """Pages, and their numbers; a number that is nobody's for what is left over."""
+        """Pages and their numbers; unused entries get the number past the last page."""
         shapes = self.shapes(PAGES_AT_ONCE)
         a, b = ({name: np.zeros(shape, np.float32) for name, shape in table.items()} for table in shapes)
         pages = np.full(PAGES_AT_ONCE, self.num_pages, np.int32)
@@ -153,7 +154,7 @@ class XlaMoeLoraTables:
 
 
 def write_pages(tables: ExpertPages, rows: ExpertPages, pages: Array) -> ExpertPages:
-    """The tables with these pages; donated, so written in place. What goes to nobody's page is dropped."""
+    """The tables with these pages written, in place because donated. Writes beyond the last page are dropped."""
     at = (pages[:, None] * RANK_CHUNK + np.arange(RANK_CHUNK, dtype=np.int32)).reshape(-1)
 
     def update(table: dict[str, Array], new: dict[str, Array]) -> dict[str, Array]:
@@ -163,7 +164,7 @@ def write_pages(tables: ExpertPages, rows: ExpertPages, pages: Array) -> ExpertP
 
 
 def _by_expert(adapter: LoraAdapter) -> dict[tuple[int, int], dict[str, LoraPair]]:
-    """(layer, expert) -> the modules that the adapter changes of it."""
+    """(layer, expert) -> the adapter's LoRA pairs by target."""
     found: dict[tuple[int, int], dict[str, LoraPair]] = defaultdict(dict)
     for key, pair in adapter.weights.items():
         if key.expert is not None:

@@ -1,8 +1,7 @@
-"""Which experts each token goes to, and the way of its rows there and back, in plain JAX.
+"""MoE routing in plain JAX: each token's experts, its rows sorted by expert, and the weighted sum afterwards.
 
-In: a router's logits. Out: pairs of a token and one of its experts, sorted by expert, so that each expert's rows lie
-together; and after the experts, one sum per token. Every array has the shape that the step's tokens give it, whatever
-is chosen. Of equal topk_weights the lower expert comes first. With experts on several devices each has the pairs of its own.
+Every array's shape follows from the step's number of tokens, whatever the routing. The lower expert wins ties. With
+experts on several devices each device has the pairs of its own.
 """
 
 from __future__ import annotations
@@ -18,12 +17,11 @@ from app.kernels.sgmv.xla import SEGMENT_TOKENS
 
 
 class Pairs(NamedTuple):
-    """T tokens with K experts each, P = T * K, of which this device's lie in front.
+    """T tokens with K experts each, P = T * K pairs; this device's pairs come first.
 
-    topk_weights: [T, K]. tokens: [P], the token of each pair in order. places: [T, K], where each pair lies in that order.
-    mine: [T, K], whether its expert is on this device. starts: [E + 1], where the pairs of each of this device's
-    experts begin. keys: [P], expert * adapter slots + adapter slot, ascending; E * adapter slots and more for pairs
-    that are not mine.
+    topk_weights: [T, K]. tokens: [P], the token of each sorted pair. places: [T, K], each pair's place in that order.
+    mine: [T, K], whether its expert is on this device. starts: [E + 1], first pair of each of this device's experts.
+    keys: [P], expert * adapter slots + adapter slot, ascending; E * adapter slots and more for pairs of other devices.
     """
 
     topk_weights: Array
@@ -69,7 +67,7 @@ def sort_pairs(
 
 
 class PageRuns(NamedTuple):
-    """Up to `SEGMENT_TOKENS` pairs of one expert and one adapter that changes it, of which num_runs are real, int32.
+    """Runs of up to `SEGMENT_TOKENS` pairs of one expert and one adapter that changes it; num_runs are real, int32.
 
     bounds: [P, 2], first and end pair. pages: [P], the adapter's first page of the expert.
     """
@@ -91,7 +89,7 @@ def page_runs(keys: Array, first_pages: Array, no_page: int) -> PageRuns:
 
 
 def combine(outputs: Array, pairs: Pairs) -> Array:
-    """[P, H] of the pairs in order -> [T, H], the sum of each token's, times their topk_weights, of this device's experts."""
+    """Weighted sum [T, H] of each token's outputs of this device's experts. outputs: [P, H], by sorted pair."""
     total = jnp.zeros((len(pairs.topk_weights), outputs.shape[1]), jnp.float32)
     for k in range(pairs.topk_weights.shape[1]):  # one after the other: [T, K, H] would be K times as much memory
         mine = outputs[pairs.places[:, k]]

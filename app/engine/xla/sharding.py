@@ -1,9 +1,8 @@
-"""Which axis of each array lies along which axis of the device mesh.
+"""PartitionSpecs: the array axes that lie along each axis of the device mesh.
 
-In: devices. Out: a mesh with three named axes, `data` (replicas of the model, of length 1 today), `expert` and
-`tensor`, and a PartitionSpec per array. Experts lie along `expert`, their columns along `tensor`; everything else is
-divided over both together. Axes hold whole shards one after the other: nothing is left to a partitioner's choice, and
-the only communication is what the decoder writes down.
+The mesh has three named axes, `data` (replicas of the model, of length 1 today), `expert` and `tensor`. Experts lie
+along `expert`, their columns along `tensor`; everything else is divided over both together. Axes hold whole shards one
+after the other: no partitioner decides anything, and the decoder spells out all communication.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ _EXPERT_COLUMNS, _EXPERT_DEPTH = P(EXPERT_AXIS, TENSOR_AXIS), P(EXPERT_AXIS, Non
 
 
 def make_mesh(devices: Sequence[jax.Device], tensor_parallel: int, expert_parallel: int = 1) -> Mesh:
-    """The first devices, as many as the product of both, as a mesh; ConfigError if there are not enough."""
+    """A mesh of the first tensor_parallel * expert_parallel devices. Raises ConfigError if there are fewer."""
     count = tensor_parallel * expert_parallel
     if len(devices) < count:
         times = f" times engine.xla.expert_parallel {expert_parallel}" if expert_parallel > 1 else ""
@@ -64,7 +63,9 @@ def weight_specs(weights: XlaWeights, sizes: XlaSizes) -> XlaWeights:
 
 
 def kv_specs(sizes: XlaSizes) -> KvMemory:
-    """Keys and values are divided by their heads; latents, which all heads share, are on every device."""
+    """PartitionSpecs of KV memory: keys and values are divided by heads; latents, which all heads share, are on every
+    device.
+    """
     if sizes.attention.latent is not None:
         return KvMemory(REPLICATED, None)
     by_head = P(None, None, SHARD_AXES)
@@ -78,7 +79,7 @@ def _each(field: Any, spec: P) -> Any:
 def over_shards(
     step: Callable[..., Any], mesh: Mesh, weights: XlaWeights, tables: RankTables, sizes: XlaSizes
 ) -> Callable[..., Any]:
-    """`step(weights, tables, places, kv, flat)` run in every shard of `mesh`; as it is where there is only one.
+    """`step(weights, tables, places, kv, flat)` run in every shard of `mesh`; `step` itself for a single one.
 
     tables: a PartitionSpec for each table.
     """

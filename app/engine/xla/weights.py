@@ -1,8 +1,8 @@
-"""A checkpoint as the stacked arrays that `lax.scan` walks over, shard by shard.
+"""A checkpoint as stacked arrays for `lax.scan`, shard by shard.
 
-In: a checkpoint's tensors, one at a time. Out: `XlaWeights`, a pytree of NumPy arrays ready to be put on devices. Which
-columns a shard holds says `app.engine.models.sharding`. Weights keep the checkpoint's orientation [d_out, d_in], in
-float32; each shard's part of a matrix is stored by itself.
+`XlaWeights` is a pytree of NumPy arrays ready to be put on devices. `app.engine.models.sharding` decides which columns
+a shard holds. Weights keep the checkpoint's orientation [d_out, d_in], in float32; each shard's part of a matrix is
+stored separately.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ _NORMS: dict[str, LayerNorm | LatentNorm] = {
     "self_attn.k_norm": "k_norm",
     **{path: name for name, path in LATENT_NORMS.items()},
 }
-#: The modules whose outputs they normalise.
+#: The target whose output each norm normalises.
 _QK_NORMS: dict[LayerNorm, str] = {"q_norm": "q_proj", "k_norm": "k_proj"}
 
 
 def read_weights(sizes: XlaSizes, tensors: Iterable[tuple[str, NDArray[Any]]], max_positions: int) -> XlaWeights:
-    """Consume every tensor, as float32. CheckpointError for one that has no place, or is missing."""
+    """Consume every tensor, as float32. Raises CheckpointError for one that has no place or is missing."""
     filling = _Filling(sizes)
     missing = set(expected_tensors(sizes.spec))
     for name, stored in tensors:
@@ -57,7 +57,7 @@ def read_weights(sizes: XlaSizes, tensors: Iterable[tuple[str, NDArray[Any]]], m
 
 
 class _Filling:
-    """The arrays while tensors come in."""
+    """The arrays while tensors are read."""
 
     def __init__(self, sizes: XlaSizes) -> None:
         self._sizes = sizes
@@ -78,7 +78,7 @@ class _Filling:
         self._norms: dict[str, Floats | None] = {
             name: np.zeros((count, hidden), np.float32) for name in ("attention_norm", "mlp_norm")
         }
-        #: Of all heads together a shard has its heads' part, else every shard has the whole of it.
+        #: A norm over all heads is divided by heads; otherwise every shard has all of it.
         self._norm_parts: dict[LayerNorm | LatentNorm, NDArray[np.int64]] = {}
         for name, width in qk_norm_widths(sizes.attention).items():
             own = self._columns["qkv"][_QK_NORMS[name]].reshape(-1)
@@ -93,7 +93,7 @@ class _Filling:
         self._top: dict[str, Floats] = {}
 
     def place(self, name: str, tensor: Floats) -> None:
-        """Put "model.layers.<n>.<module>.<kind>", or a matrix of the vocabulary, where it belongs."""
+        """Copy "model.layers.<n>.<module>.<kind>", or a vocabulary matrix, to its place."""
         if name in (EMBEDDING, FINAL_NORM, LM_HEAD):
             self._top[name] = tensor
             return
@@ -131,7 +131,7 @@ class _Filling:
             self._stacks[module.name][matrix, columns] = tensor[part] if is_output else tensor[:, part]
 
     def _place_heads(self, layer: int, tensor: Floats) -> None:
-        """kv_b_proj's rows, head by head: those of keys the other way round, those of values as they are."""
+        """Copy kv_b_proj's rows head by head: those of keys transposed, those of values as they are."""
         attention = self._sizes.attention
         assert attention.latent is not None, "only latent attention has this module"
         key_size = attention.latent.key_size
@@ -140,7 +140,7 @@ class _Filling:
                 self._stacks[module.name][self._matrix(module, layer, head)] = part
 
     def _matrix(self, module: LinearModule, place: int, expert: int | None) -> int:
-        """A matrix's index in its product's stack: expert shards, then layers, then experts of a shard; or heads."""
+        """A matrix's index in its module's stack: expert shards, then layers, then experts of a shard; or heads."""
         if expert is None:
             return place
         count = self._sizes.group_size(module)
@@ -148,7 +148,7 @@ class _Filling:
         return (expert // count * layers + place) * count + expert % count
 
     def finish(self, max_positions: int) -> XlaWeights:
-        """Everything that has been placed."""
+        """The finished weights."""
         spec, shards = self._sizes.spec, self._sizes.num_shards
         attentions = [layer.attention for layer in spec.layers]
         ropes = list(dict.fromkeys(attention.rope for attention in attentions))

@@ -16,7 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
-from app.kernels.moe_lora.expert_lora_rows import ALIGNMENT, ExpertRows, check_operands
+from app.kernels.lora_rows import ALIGNMENT, ExpertRows, check_expert_operands
 from app.kernels.moe_routing.pairs import SortedPairs
 from app.kernels.tuning import ceil_div
 
@@ -39,7 +39,7 @@ def expert_linear(
     do not fit.
     """
     _, width, depth = weight.shape
-    check_operands(x, out, pairs, depth, width, x_divisor)
+    check_expert_operands(x, out, pairs, depth, width, x_divisor)
     if not weight.is_contiguous() or (bias is not None and not bias.is_contiguous()):
         raise ValueError("weights and biases of experts must be contiguous")
     num_tiles = len(pairs.tiles)
@@ -71,7 +71,7 @@ def add_lora(
     for `expert_linear`. ValueError for operands that do not fit.
     """
     num_experts, num_modules = rows.ranks.shape[1:]
-    check_operands(x, out, pairs, rows.depth, num_modules * rows.width, x_divisor)
+    check_expert_operands(x, out, pairs, rows.depth, num_modules * rows.width, x_divisor)
     num_pairs, num_tiles = len(pairs.order), len(pairs.tiles)
     if slots.shape != (num_pairs // pairs.top_k,) or not all(t.is_contiguous() for t in rows[:3]):
         raise ValueError(

@@ -14,9 +14,8 @@ from app.engine.errors import CheckpointError
 from app.engine.models.checkpoint import Checkpoint, load_checkpoint
 from app.engine.xla.adapters import XlaAdapters, base_tables
 from app.engine.xla.arrays import KvMemory
-from app.engine.xla.backend import JaxBackend
+from app.engine.xla.backend import JaxBackend, lora_kernel
 from app.engine.xla.decoder import forward
-from app.engine.xla.kernels import lora_kernel
 from app.engine.xla.sharding import make_mesh
 from app.engine.xla.sizes import sizes_of
 from app.engine.xla.step import PREFILL_TILE, Bucket

@@ -14,11 +14,10 @@ import torch
 
 from app.kernels.activation import triton as activations
 from app.kernels.bgmv import triton as bgmv
-from app.kernels.lora_rows import RankRows
+from app.kernels.lora_rows import ExpertRows, RankRows
 from app.kernels.matmul import triton as matmul
 from app.kernels.mla_attention import triton as latent_attention
 from app.kernels.moe_lora import triton as moe_lora
-from app.kernels.moe_lora.expert_lora_rows import ExpertRows
 from app.kernels.moe_routing import triton as moe_routing
 from app.kernels.norms import triton as norms
 from app.kernels.paged_attention import triton as paged_attention

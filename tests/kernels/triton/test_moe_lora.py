@@ -9,9 +9,9 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
+from app.kernels.lora_rows import ExpertRows
 from app.kernels.moe_lora import reference
 from app.kernels.moe_lora import triton as triton_lora
-from app.kernels.moe_lora.expert_lora_rows import ExpertRows
 from app.kernels.moe_routing import reference as routing
 from app.kernels.moe_routing import triton as triton_routing
 from app.kernels.moe_routing.pairs import SortedPairs
