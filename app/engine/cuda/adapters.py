@@ -144,13 +144,13 @@ class AdapterTables:
         return found
 
     def _end_of_write(self, adapter_slot: int) -> torch.cuda.Event | None:
-        """Wait for the writer thread, not for the device. A failed write stays failed until the slot is written again."""
+        """Wait for the writer thread, not for the device. A failure stays until the slot is written again."""
         try:
             return self._pending[adapter_slot].result()
         except Exception as error:  # memory, files or the driver may raise anything: it concerns this adapter only
             raise AdapterWriteFailed(
-                f"an adapter could not be written to {self._device}: {type(error).__name__}: {error}; its next request "
-                "writes it again"
+                f"writing an adapter to {self._device} failed: {type(error).__name__}: {error}; its next request "
+                "tries it again"
             ) from error
 
     def _write(

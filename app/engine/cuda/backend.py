@@ -248,7 +248,7 @@ class CudaBackend:
         return self._kernels.block_tokens(num_tokens, batch_invariant=self._batch_invariant)
 
     def _segments(self, batch: ForwardBatch, block_tokens: int) -> NDArray[np.int32]:
-        """[G, 3]: the batch's runs cut into pieces of `block_tokens` tokens; empty if tokens are computed one by one."""
+        """[G, 3]: the batch's runs cut into pieces of `block_tokens` tokens; empty for tokens computed one by one."""
         if not block_tokens:
             return np.zeros((0, 3), np.int32)
         found: NDArray[np.int32] = self._kernels.segments(batch.run_starts, batch.run_adapter_slots, block_tokens)
@@ -256,8 +256,8 @@ class CudaBackend:
 
     def _out_of_memory(self, error: Exception) -> OutOfDeviceMemory:
         return OutOfDeviceMemory(
-            f"{self._device} ran out of memory ({error}); planned were {self.plan}; lower engine.cuda.gpu_memory_utilization, "
-            "engine.num_kv_blocks, lora_pool_rows or max_num_batched_tokens"
+            f"{self._device} ran out of memory ({error}); the plan was: {self.plan}; lower "
+            "engine.cuda.gpu_memory_utilization, engine.num_kv_blocks, lora_pool_rows or max_num_batched_tokens"
         )
 
 

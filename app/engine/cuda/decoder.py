@@ -114,8 +114,8 @@ class CudaDecoder:
         experts = torch.empty(len(normed), router.top_k, dtype=torch.int32, device=normed.device)
         topk_weights = torch.empty(len(normed), router.top_k, dtype=torch.float32, device=normed.device)
         kernels.route(
-            logits, experts, topk_weights, normalised=router.normalised, scale=router.scale, num_groups=router.num_groups,
-            top_groups=router.top_groups,
+            logits, experts, topk_weights, normalised=router.normalised, scale=router.scale,
+            num_groups=router.num_groups, top_groups=router.top_groups,
         )  # fmt: skip
         pairs = kernels.sort_pairs(experts, router.num_experts, kernels.block_rows(normed.dtype))
         gate_up = self._expert_linear(index, "experts_gate_up", normed, pairs, step, x_divisor=router.top_k)

@@ -139,7 +139,7 @@ class ExtraRows:
         return pieces
 
     def save_rows(self, layer: int, module: str, out: Tensor) -> list[tuple[int, int, Tensor]]:
-        """Copy and zero the rows whose adapters scale or replace the product that is added to them; see `restore_rows`."""
+        """Copy and zero rows whose adapters scale or replace the product added to them; see `restore_rows`."""
         saved = []
         places = [(kind, layer, target) for kind in MODULE_KINDS for target in self._modules[module].targets]
         for first, end, parts in self._runs:

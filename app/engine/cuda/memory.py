@@ -69,7 +69,7 @@ def plan_memory(
     if budget > free_bytes:
         raise OutOfDeviceMemory(
             f"the memory budget is {_size(budget)} but {_size(free_bytes)} of the device's {_size(device_bytes)} are "
-            "free; lower engine.cuda.gpu_memory_utilization or engine.cuda.memory_bytes, or end what else runs there"
+            "free; lower engine.cuda.gpu_memory_utilization or engine.cuda.memory_bytes, or stop other processes there"
         )
     rows = config.lora_pool_rows // RANK_ALIGNMENT * RANK_ALIGNMENT
     block_bytes = kv_block_bytes(spec, config.block_size, element_bytes)
@@ -87,12 +87,13 @@ def plan_memory(
         plan = replace(plan, num_kv_blocks=max(0, budget - plan.total_bytes) // block_bytes)
         if plan.num_kv_blocks < 2:
             raise OutOfDeviceMemory(
-                f"nothing is left for KV blocks of {_size(block_bytes)} each: {plan}; raise "
-                "engine.cuda.gpu_memory_utilization or lower engine.lora_pool_rows, extra_weights_bytes or max_num_batched_tokens"
+                f"no memory is left for KV blocks of {_size(block_bytes)} each: {plan}; raise "
+                "engine.cuda.gpu_memory_utilization or lower engine.lora_pool_rows, extra_weights_bytes or "
+                "max_num_batched_tokens"
             )
     if plan.total_bytes > budget:
         raise OutOfDeviceMemory(
-            f"what is configured does not fit: {plan}; lower engine.num_kv_blocks (0 takes as many as fit), "
+            f"the configured sizes do not fit: {plan}; lower engine.num_kv_blocks (0 takes as many as fit), "
             "lora_pool_rows, extra_weights_bytes or max_num_batched_tokens, or raise engine.cuda.gpu_memory_utilization"
         )
     return plan

@@ -294,7 +294,7 @@ class _Decoder:
         return jnp.stack([first * cos - second * sin, second * cos + first * sin], axis=-1).reshape(x.shape)
 
     def _whole_norm(self, q: Array, k: Array, q_norm: Array, k_norm: Array) -> tuple[Array, Array]:
-        """Normalise queries [T, heads * D] and keys over all heads together (OLMoE); a shard holds some of the heads."""
+        """Normalise queries [T, heads * D] and keys over all heads together (OLMoE); a shard holds some heads."""
         sizes = self._sizes
         shards, groups = sizes.num_shards, self._whole_heads
         squares = jnp.stack([(rows * rows).sum(axis=1) for rows in (q, k)])  # [2, T]

@@ -54,8 +54,8 @@ class XlaMoeLoraTables:
         """Raises AdapterMismatch for deltas of experts if there is no room for any."""
         if not self.num_pages and _by_expert(adapter):
             raise AdapterMismatch(
-                f"the xla engine has no room for deltas of experts, of which {self.page_bytes} bytes hold eight rank "
-                "rows of one; raise engine.extra_weights_bytes"
+                f"the xla engine has no room for deltas of experts: a page of eight rank rows takes "
+                f"{self.page_bytes} bytes; raise engine.extra_weights_bytes"
             )
 
     def extra_bytes(self, adapter: LoraAdapter) -> int:

@@ -33,7 +33,7 @@ class Pairs(NamedTuple):
 
 
 def route(logits: Array, router: RouterSpec) -> tuple[Array, Array]:
-    """Each token's experts and topk_weights, [T, K], the largest share first. logits: [T, E]."""
+    """Each token's experts and their weights, [T, K], the largest weight first. logits: [T, E]."""
     probs = jax.nn.softmax(logits, axis=1)
     if router.top_groups < router.num_groups:
         groups = probs.reshape(len(probs), router.num_groups, -1)
@@ -78,7 +78,9 @@ class PageRuns(NamedTuple):
 
 
 def page_runs(keys: Array, first_pages: Array, no_page: int) -> PageRuns:
-    """keys: `Pairs.keys`. first_pages: [E * adapter slots], first pages by key, `no_page` where an adapter has none."""
+    """Cut sorted pairs into runs. keys: `Pairs.keys`. first_pages: [E * adapter slots] by key, `no_page` where an
+    adapter has none.
+    """
     row = jnp.arange(len(keys), dtype=jnp.int32)
     pages = jnp.where(keys < len(first_pages), first_pages[jnp.minimum(keys, len(first_pages) - 1)], no_page)
     first, end = (jnp.searchsorted(keys, keys, side=side).astype(jnp.int32) for side in ("left", "right"))

@@ -15,7 +15,7 @@ def activation_of(x: float, activation: Activation) -> float:
     """silu: x / (1 + e^-x). gelu_tanh: x / 2 (1 + tanh(sqrt(2 / π) (x + 0.044715 x³))) (Hendrycks & Gimpel 2016)."""
     if activation == "gelu_tanh":
         return 0.5 * x * (1.0 + math.tanh(math.sqrt(2.0 / math.pi) * (x + 0.044715 * x**3)))
-    return x / (1.0 + math.exp(-x)) if x > 0 else x * math.exp(x) / (1.0 + math.exp(x))  # whichever does not overflow
+    return x / (1.0 + math.exp(-x)) if x > 0 else x * math.exp(x) / (1.0 + math.exp(x))  # without overflow
 
 
 def gated_activation(gate_up: NDArray[np.floating], activation: Activation) -> NDArray[np.float64]:

@@ -1,6 +1,5 @@
-"""Gated activations on the GPU.
-
-In: gate and up side by side. Out: act(gate) * up. Every element alone, in float32, with one rounding at the end.
+"""Gated activations on the GPU: act(gate) * up, with gate and up side by side. Each element is computed by itself, in
+float32, with one rounding at the end.
 """
 
 from __future__ import annotations

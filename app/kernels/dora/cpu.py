@@ -1,8 +1,8 @@
 """DoRA's scale from packed weights, without forming W + BA.
 
-‖w + Aᵀb‖² = ‖w‖² + 2 b·(A w) + bᵀ(A Aᵀ)b for each row w of W and its column b of B: one pass over W. A w is a
-product like any other (float32, `app.kernels.machine.simd`), the sums of squares are float64, and all orders are
-fixed, so a replica computes the bits that every other one does.
+‖w + Aᵀb‖² = ‖w‖² + 2 b·(A w) + bᵀ(A Aᵀ)b for each row w of W and its column b of B: one pass over W. A w is a float32
+product in the order of `app.kernels.machine.simd`, the sums of squares are float64, and all orders are fixed, so every
+replica computes the same bits.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ def dora_scale(
     a: NDArray[np.float32],
     b: NDArray[np.float32],
 ) -> NDArray[np.float32]:
-    """As `app.kernels.dora.reference.dora_scale`, with the weight packed: panels `[P, d_in, 16]`."""
+    """`app.kernels.dora.reference.dora_scale` for a packed weight: panels `[P, d_in, 16]`."""
     padded = np.zeros((len(b), len(panels) * PANEL))
     padded[:, : len(magnitude)] = b
     columns = np.ascontiguousarray(padded.reshape(len(b), len(panels), PANEL).transpose(1, 0, 2))  # [P, r, 16]
-    rows = np.array(a, np.float32, order="C")  # an own copy: one kind of array, whether or not `a` may be written
+    rows = np.array(a, np.float32, order="C")  # a copy: one kind of array, whether or not `a` is writable
     squares = np.empty((len(panels), PANEL))
     team.run(_row_squares, 1, panels, rows, _gram(rows), columns, squares)
     norms = np.sqrt(squares.reshape(-1)[: len(magnitude)])

@@ -1,8 +1,8 @@
-"""Bidirectional attention on the CPU: whole sequences, nothing kept between calls, the same bits in any company.
+"""Bidirectional attention on the CPU: batch-invariant, over whole sequences, without a cache.
 
 One piece of work is a sequence and a head: its keys and values are packed once, then queries come in tiles. Keys come
 in groups of `KEYS` in order, with an online softmax (Milakov & Gimelshein 2018) as in `paged_attention`, so a row's
-bits depend on its own sequence alone. Of the last group the keys that are not there count exactly nothing.
+bits depend on its own sequence alone. Missing keys of the last group count as exactly nothing.
 """
 
 from __future__ import annotations

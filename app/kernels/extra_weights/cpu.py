@@ -1,12 +1,11 @@
-"""What adapters do to their own rows beside low-rank deltas, on the CPU.
+"""Adapters' extra weights on the CPU: everything that changes their rows beside low-rank deltas.
 
 A layer's module becomes `y = scale * (W x + B A x) + shift`, W the base's or the adapter's own; a norm takes the
-adapter's own weight; tokens are looked up in, and logits computed from, the adapter's own matrices or rows.
-The base's step is computed for the whole batch; then, in the same phase, the rows of the few adapters that have
-such extras are changed, each alone: rows of others are not touched, and a row's result does not depend on its
-company. Batches without such rows call nothing of this.
+adapter's own weight; tokens are looked up in, and logits computed from, the adapter's own matrices or rows. The base's
+step is computed for the whole batch; then, in the same phase, the rows of adapters with extra weights are changed one
+by one. Other rows are not touched and results are batch-invariant. Batches without such rows call nothing of this.
 
-Extras lie where they were allocated, one array each. Tables hold their addresses per adapter slot, 0 for none.
+Each array lies where it was allocated. Tables hold the addresses per adapter slot, 0 for none.
 """
 
 from __future__ import annotations
@@ -62,7 +61,7 @@ class ExtraTables(NamedTuple):
 
 
 def empty_tables(num_layers: int, num_slots: int, num_modules: int) -> ExtraTables:
-    """No adapter has extras."""
+    """Tables without any adapter's extra weights."""
     by_module, by_norm = (num_layers, num_slots, num_modules), (num_layers, num_slots, 4)
     shapes = {"scales": by_module, "shifts": by_module, "weights": by_module, "norms": by_norm}
     return ExtraTables._make(np.zeros(shapes.get(name, (num_slots,)), np.int64) for name in ExtraTables._fields)
@@ -106,8 +105,10 @@ def _weight_of(addresses, slots, t, weight):
 
 @jit
 def rms_norm_with_extras(team, phase, x, weight, eps, addresses, slots, out):
-    """As `rms_norm`, with the weight at addresses[slots[t]] where that is not 0. addresses: [S]; slots: [T], or [0] for
-    the base's alone. One phase."""
+    """`rms_norm` with the weight at addresses[slots[t]] where that is not 0.
+
+    addresses: [S]; slots: [T], or [0] for the base alone. One phase.
+    """
     if slots.shape[0] == 0:
         return rms_norm(team, phase, x, weight, eps, out)
     num_pieces, done = count_pieces(x.shape[0], NORM_ROWS), 0
@@ -126,8 +127,10 @@ def rotate_and_store_with_extras(
     team, phase, norms, slots, qkv, positions, kv_slots, cos, sin, q_norm, k_norm, eps, k_memory, v_memory, num_heads,
     num_kv_heads, head_dim, q_size, kv_size,
 ):  # fmt: skip
-    """As `rotate_and_store`, with the norms at norms[slots[t]] where those are not 0. norms: [S, 4]; slots: [T], or [0]
-    for the base's alone. One phase."""
+    """`rotate_and_store` with the norms at norms[slots[t]] where those are not 0.
+
+    norms: [S, 4]; slots: [T], or [0] for the base alone. One phase.
+    """
     if slots.shape[0] == 0:
         return rotate_and_store(
             team, phase, qkv, positions, kv_slots, cos, sin, q_norm, k_norm, eps, k_memory, v_memory, num_heads,
@@ -148,7 +151,8 @@ def rotate_and_store_with_extras(
 
 @jit
 def change_columns(x, tables, layer, module, runs, first, end, out, out_panel):
-    """y = scale * y + shift, y the adapter's own W x[t] or what out holds: panels first to end of a module's outputs.
+    """y = scale * y + shift, y being the adapter's own W x[t] or the contents of out: panels first to end of a module's
+    outputs.
 
     x: [T, d_in]; out: [T, ...] in place, the module's outputs beginning at out_panel. One thread.
     """
@@ -179,13 +183,13 @@ def change_columns(x, tables, layer, module, runs, first, end, out, out_panel):
 
 @jit
 def changes_sum(tables, layer, adapter_slot, module):
-    """Whether `change_columns` scales or replaces what a product would be added to."""
+    """Whether `change_columns` scales or replaces a product that is added to a residual."""
     return tables.scales[layer, adapter_slot, module] != 0 or tables.weights[layer, adapter_slot, module] != 0
 
 
 @jit
 def save_rows(tables, layer, module, runs, first, end, out, saved):
-    """Before a product is added to what out holds: rows whose sum `change_columns` will change start from zero."""
+    """Before a product is added to out: copy and zero the rows whose product `change_columns` will change."""
     for g in range(runs.shape[0]):
         if changes_sum(tables, layer, runs[g, 2], module):
             for t in range(runs[g, 0], runs[g, 1]):
@@ -196,7 +200,7 @@ def save_rows(tables, layer, module, runs, first, end, out, saved):
 
 @jit
 def restore_rows(tables, layer, module, runs, first, end, saved, out):
-    """After `change_columns`: what `save_rows` took."""
+    """After `change_columns`: add back the rows that `save_rows` copied."""
     for g in range(runs.shape[0]):
         if changes_sum(tables, layer, runs[g, 2], module):
             for t in range(runs[g, 0], runs[g, 1]):
@@ -262,8 +266,10 @@ def change_embeddings(team, phase, token_ids, tables, slots, out):
 
 @jit
 def gather_normed_with_extras(team, phase, x, rows, weight, eps, addresses, slots, out):
-    """As `gather_normed`, with the weight at addresses[slots[rows[p]]] where that is not 0. slots: [T], or [0] for the
-    base's alone. One phase."""
+    """`gather_normed` with the weight at addresses[slots[rows[p]]] where that is not 0.
+
+    slots: [T], or [0] for the base alone. One phase.
+    """
     if slots.shape[0] == 0:
         return gather_normed(team, phase, x, rows, weight, eps, out)
     num_rows, done = rows.shape[0], 0
@@ -277,7 +283,7 @@ def gather_normed_with_extras(team, phase, x, rows, weight, eps, addresses, slot
 
 @jit
 def extra_head_inputs(team, phase, x, tables, runs, out):
-    """What `head_with_extras` needs of the sampled rows x [P, H]: logits of the adapter's own rows, then its A x.
+    """Inputs of `head_with_extras` for the sampled rows x [P, H]: logits of the adapter's own rows, then its A x.
 
     runs: [E, 3] over the rows of x. out: [P, W]: for each row its adapter's panels of head_rows, then of head_a. One
     phase.

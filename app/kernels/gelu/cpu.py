@@ -1,7 +1,6 @@
-"""gelu on the CPU, as erf defines it: not one of its approximations.
+"""gelu on the CPU with the exact erf. Each element is computed by itself.
 
-In: rows. Out: gelu of every element. Every element alone; its bits depend on nothing else. erf is a quotient of two
-polynomials, without branches or tables, so that loops over it vectorise.
+erf is a quotient of two polynomials, without branches or tables, so that loops over it vectorise.
 """
 
 from __future__ import annotations

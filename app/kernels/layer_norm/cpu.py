@@ -1,8 +1,4 @@
-"""Layer norm on the CPU.
-
-In: rows. Out: every row normalised. Each row is summed alone, in eight fixed lanes, so its bits depend on nothing but
-its contents.
-"""
+"""Layer norm on the CPU. Each row is summed by itself in eight fixed lanes, so its bits depend on its contents only."""
 
 from __future__ import annotations
 
@@ -48,8 +44,11 @@ def normalise_centred_row(x, weight, bias, eps, lanes, squares, out):
 
 @jit
 def layer_norm(team, phase, x, weight, bias, eps, out):
-    """x[t] = out[t] = layer_norm(x[t]) * weight + bias. x: [T, >= H] float32, in place; out: [T, H]; weight, bias: [H];
-    eps float32. A post-norm model adds its next product to what the norm left: both are wanted. One phase."""
+    """x[t] = out[t] = layer_norm(x[t]) * weight + bias.
+
+    x: [T, >= H] float32, in place; out: [T, H]; weight, bias: [H]; eps float32. A post-norm model adds its next product
+    to the norm's output, so both are written. One phase.
+    """
     size = weight.shape[0]
     lanes, squares = np.empty(8, np.float32), np.empty(size, np.float32)
     num_pieces, done = count_pieces(x.shape[0], NORM_ROWS), 0

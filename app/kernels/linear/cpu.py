@@ -1,8 +1,8 @@
-"""A linear module with everything adapters do to it, on the CPU: one pass over the columns.
+"""A linear module with all its adapters on the CPU: one pass over the columns.
 
-In: rows, packed weights, what `shrink` left, and the extras of the batch's adapters. Out: base product, bias, deltas
-and own columns, piece by piece of the columns, so that each is still in the cache when the next is added. Every row's
-bits are those it has alone: each part adds in one fixed order, and touches no rows but its own adapter's.
+Base product, bias, deltas and the adapters' own columns are computed for one piece of columns after the other, so that
+each is still in the cache when the next is added. Every row has the bits that it has alone: each part adds in one fixed
+order and touches only its own adapter's rows.
 """
 
 from __future__ import annotations
@@ -23,12 +23,14 @@ from app.kernels.sgmv.prefetch import MOST_BLOCKS, list_fetch, shrink_ranges
 
 Floats = NDArray[np.float32]
 
-#: Panels of one piece of a product with deltas: four at a time took a quarter longer to read rows from memory.
+#: Panels per piece of a product with deltas: four at a time took a quarter longer to read rows from memory.
 _ADAPTED_PANELS = 12
 
 
 class LinearExtras(NamedTuple):
-    """Extras of one layer's product: its first module, and the runs that have them (none: nothing is done)."""
+    """Extra weights of one layer's linear module: its first target, and the runs that have any (empty: nothing is
+    done).
+    """
 
     tables: ExtraTables
     layer: int | np.int64
@@ -39,7 +41,7 @@ class LinearExtras(NamedTuple):
 
 @jit
 def _fill(out, bias, first, end, accumulate):
-    """Start columns first to end of a product from their bias; returns whether the product adds to them."""
+    """Initialise columns first to end from their bias; returns whether the product adds to them."""
     if bias.shape[0] == 0:
         return accumulate
     for t in range(out.shape[0]):
@@ -50,14 +52,14 @@ def _fill(out, bias, first, end, accumulate):
 
 @jit
 def _panels_per_piece(num_rows, num_panels, runs):
-    """As `panels_per_piece`; with adapters more at a time, for their rows are read fastest in long pieces."""
+    """`panels_per_piece`, with more panels for adapters: their rows are read fastest in long pieces."""
     size = panels_per_piece(num_rows, num_panels)
     return max(size, _ADAPTED_PANELS) if runs.shape[0] > 0 else size
 
 
 @jit
 def project(team, phase, x, w, bias, accumulate, h, rows, runs, upcoming, extras, out):
-    """out (+)= x @ w + bias, and the modules' deltas: x, w, out as in `matmul`, the rest as in `expand_panels`.
+    """out (+)= x @ w + bias, and the modules' deltas. x, w, out: see `matmul`; the rest: see `expand_panels`.
 
     The modules lie side by side in w and out. upcoming: the `NextShrink`. One phase.
     """

@@ -1,6 +1,6 @@
-"""The definition: a linear module's rows with everything that the row's adapter does to them, one row at a time.
+"""The definition: a linear module's rows with their adapters, one row at a time.
 
-y = W x + bias + B (A x); with a weight of the adapter's own, W' x in place of all that; then scale * y + shift.
+y = W x + bias + B (A x); with a weight of the adapter's own, W' x replaces all of that; then scale * y + shift.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Floats = NDArray[np.float32]
 
 
 class ModuleAdapter(NamedTuple):
-    """What an adapter does to one module: a [r, d_in] and b [r, d_out] with the scale folded in, and its extras."""
+    """An adapter's part in one module: a [r, d_in] and b [r, d_out] with the scale folded in, and extra weights."""
 
     a: Floats | None = None
     b: Floats | None = None
@@ -54,7 +54,7 @@ def gate_and_up(
     adapters: tuple[Mapping[int, ModuleAdapter], Mapping[int, ModuleAdapter]],
     activation: Activation,
 ) -> NDArray[np.float64]:
-    """act(gate) * up [T, d_out], both modules as `linear` has them; pairs are gate's and up's."""
+    """act(gate) * up [T, d_out], both modules computed by `linear`; pairs are gate's and up's."""
     parts = [
         linear(x, weights[n], None if biases is None else biases[n], slots, adapters[n]) for n in range(len(weights))
     ]

@@ -1,12 +1,12 @@
-"""Weights stored in 8 bits, multiplied in float32: a quarter of the bytes where reading them is the limit.
+"""Products with weights stored in 8 bits, in float32 arithmetic: a quarter of the bytes where reading them is the
+limit.
 
-A column's weights are taken in groups of 32 along the sum; each group stores a float32 scale and offset
-and one byte per weight: w = scale * q + offset, one fused multiply-add. For one tile of rows that happens in
-registers; with more the first of them leave what they expanded, a chunk at a time, to the others. Either way sums are
-added in the order of `app.kernels.machine.simd`, so bits are as independent of company as there, and equal to those of
-float32 storage of the expanded values.
+A column's weights are taken in groups of 32 along the sum; each group stores a float32 scale and offset and one byte
+per weight: w = scale * q + offset, one fused multiply-add. For one tile of rows the weights are expanded in registers;
+with more, the first tile leaves the expanded weights, a chunk at a time, to the others. Either way sums are added in
+the order of `app.kernels.machine.simd`: batch-invariant, with the bits of float32 storage of the expanded values.
 
-How weights come into this form, and which lose nothing by it: `app.kernels.matmul.pack_weights`.
+`app.kernels.matmul.pack_weights` converts weights and says which lose nothing.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _expanding_tile = multiply_and_expand_tile(MOST_ROWS)
 
 
 class Int8Panels(NamedTuple):
-    """levels: [..., P, K, 16] uint8; scales, offsets: [..., P, ceil(K / 32), 16] float32."""
+    """8-bit weights. levels: [..., P, K, 16] uint8; scales, offsets: [..., P, ceil(K / 32), 16] float32."""
 
     levels: NDArray[np.uint8]
     scales: NDArray[np.float32]
@@ -70,7 +70,7 @@ def _plain(rows, x, x_row, levels, scales, offsets, depth, out, out_row, accumul
 
 @jit
 def _fetching(rows, x, x_row, levels, scales, offsets, depth, out, out_row, accumulate, blocks, step, rate):
-    """`_plain`, asking for blocks. A function of its own: the other is faster without this beside it."""
+    """`_plain` with prefetching. A separate function: `_plain` is faster without this code in it."""
     _fetching_tile(rows, x, x_row, levels, scales, offsets, depth, out, out_row, accumulate, blocks, step, rate)
 
 
@@ -82,7 +82,7 @@ def _expanding(rows, x, x_row, levels, scales, offsets, depth, out, out_row, acc
 
 @jit
 def multiply_int8_panels(x, w, first, end, out, accumulate, fetch):
-    """As `app.kernels.matmul.cpu.multiply_panels` with the packed weights in 8 bits."""
+    """`app.kernels.matmul.cpu.multiply_panels` with the packed weights in 8 bits."""
     num_rows, depth = x.shape
     x_row, out_row, num_groups = x.strides[0] // 4, out.strides[0] // 4, w.scales.shape[1]
     rows = tile_rows(num_rows)
@@ -162,7 +162,7 @@ def _multiply_any_panels(x, w, first, end, out, accumulate, fetch):
 
 @jit
 def multiply(team, phase, x, w, out):
-    """out = x @ w, as `app.kernels.matmul.cpu.matmul`, for either kind of weights of one layer. One phase."""
+    """out = x @ w for either kind of weights of one layer; see `app.kernels.matmul.cpu.matmul`. One phase."""
     num_panels, done = num_panels_of(w), 0
     size = panels_per_piece(x.shape[0], num_panels)
     num_pieces = count_pieces(num_panels, size)

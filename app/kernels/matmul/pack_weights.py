@@ -1,10 +1,10 @@
-"""From a checkpoint's float32 weights to packed stacks: as they are, or in 8 bits.
+"""Packs a checkpoint's float32 weights [N, K] into a `Stack`: float32 panels, or 8-bit `Int8Panels`.
 
-In: weights [N, K]. Out: a `Stack`, float32 panels or `Int8Panels` ones. A group of 32 weights that lies on a grid of
-at most 255 equal steps is stored on that grid, so that the product reads back every weight to the bit: checkpoints
-that were quantised in groups of 32 (GGUF Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, mostly Q4_K and Q5_K) lose nothing, as long as
-float32 holds a group's offset and steps without rounding (an offset of 2**-9 steps and less takes more bits). Other
-groups are rounded to 255 steps from their smallest to their largest weight, or refused, as the caller wants.
+A group of 32 weights that lies on a grid of at most 255 equal steps is stored on that grid, so that the product reads
+back every weight to the bit: checkpoints that were quantised in groups of 32 (GGUF Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, mostly
+Q4_K and Q5_K) lose nothing, as long as float32 holds a group's offset and steps without rounding (an offset of 2**-9
+steps and less takes more bits). Other groups are rounded to 255 steps from their smallest to their largest weight, or
+rejected, as the caller chooses.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ MAX_STEPS = 255
 
 
 def empty_stack(num_layers: int, num_columns: int, depth: int, *, quantised: bool) -> Stack:
-    """Room for `num_layers` weights [num_columns, depth]: what it holds before `store` is arbitrary."""
+    """Allocate `num_layers` weights [num_columns, depth]; the contents are arbitrary before `store`."""
     shape = (num_layers, -(-num_columns // PANEL))
     if not quantised:
         return np.empty((*shape, depth, PANEL), np.float32)
@@ -38,9 +38,9 @@ def empty_stack(num_layers: int, num_columns: int, depth: int, *, quantised: boo
 def store(
     team: ThreadTeam, stack: Stack, layer: int, first_column: int, w: NDArray[np.float32], *, only_exact: bool = False
 ) -> bool:
-    """Pack w [N, K] into columns first_column (a multiple of 16) and up of one layer; whether that lost nothing.
+    """Pack w [N, K] into columns first_column (a multiple of 16) and up of one layer; returns whether that was exact.
 
-    `only_exact`: give up, with those columns arbitrary, as soon as a weight is found that 8 bits would change.
+    `only_exact`: stop, leaving those columns arbitrary, at the first weight that 8 bits would change.
     """
     first = first_column // PANEL
     columns = slice(first, first - (-w.shape[0] // PANEL))
@@ -56,7 +56,7 @@ def store(
 def dequantise_stack(
     team: ThreadTeam, stack: Int8Panels, stored: Sequence[tuple[int, int, int]]
 ) -> NDArray[np.float32]:
-    """The same weights in float32, to the bit; `stored` lists (layer, first column, end column) of what to keep."""
+    """The stack in float32, to the bit; `stored` lists the (layer, first column, end column) to copy."""
     wide = np.empty(stack.levels.shape, np.float32)
     for layer, first_column, end_column in stored:
         panels = slice(first_column // PANEL, -(-end_column // PANEL))
@@ -104,7 +104,7 @@ def expand_panels(team, phase, w, out):
 
 @jit
 def quantise_panels(team, phase, w, out, only_exact, changed):
-    """w [N, K] -> `Int8Panels` panels in place; changed[0] = 1 if any weight reads back as another value. One phase."""
+    """w [N, K] -> `Int8Panels` panels in place; changed[0] = 1 if any weight reads back changed. One phase."""
     num_panels, done = out.levels.shape[0], 0
     expanded = np.empty((w.shape[1], PANEL), np.float32)
     p = claim_piece(team, phase)
@@ -129,7 +129,7 @@ def quantise_panels(team, phase, w, out, only_exact, changed):
 
 @jit
 def _quantise_group(column, group, on_grid, levels, scales, offsets):
-    """One group of a column [K], in place: on the grid that it seems to lie on, or over the finest one."""
+    """Quantise one group of a column [K] in place: on the grid that it seems to lie on, or over the finest one."""
     first, end = group * GROUP, min((group + 1) * GROUP, column.shape[0])
     low = high = column[first]
     for k in range(first + 1, end):

@@ -1,8 +1,8 @@
-"""Experts' products with their LoRA deltas on the CPU: one product per expert that has rows, over the dense tiles.
+"""Experts' linear modules with their LoRA deltas on the CPU: one product per expert that has rows.
 
-In: rows sorted by expert (`routing`), packed weights, and the rank rows of adapters by expert. Out: every row through
-its own expert, with its own adapter's delta of that expert, before the activation (gate and up) or before the shares
-(down). A row's bits depend on nothing but itself: its sums run in the tiles' order, whoever else the expert has.
+Rows are sorted by expert (`routing`). Every row passes its own expert with its own adapter's delta of that expert,
+before the activation (gate and up) or before the weighted sum (down). Results are batch-invariant: a row's sums run in
+the tiles' order, whatever other rows the expert has.
 
 The pieces of a phase are counted by shapes alone, as if every expert that could have rows had some.
 """
@@ -22,15 +22,15 @@ from app.kernels.matmul.cpu import NO_FETCH, PANEL, multiply_columns, panels_per
 from app.kernels.matmul.int8 import layer_panels, multiply_any_panels
 from app.kernels.sgmv.cpu import RANK_PANEL, shrink_rows
 
-#: Pairs of one piece of a shrink, where there are few and where there are many.
+#: Pairs per piece of a shrink, for few and for many pairs.
 _FEW_PAIRS, _MANY_PAIRS, _MANY = 2, 12, 256
 
 
 class ExpertRows(NamedTuple):
-    """Rank rows of one product's N modules (gate and up; down) of every expert, in one layer.
+    """LoRA rows of N modules (gate and up; down) of every expert in one layer.
 
-    a, b: [S, E, N] int64 addresses: panels [r / 8, d_in, 8] and [W / 16, r, 16], as `app.kernels.sgmv.cpu` says.
-    ranks: [S, E, N] int32, 0 where an adapter leaves a module of an expert alone. in_bf16: [S] bool: two bytes a value.
+    a, b: [S, E, N] int64 addresses: panels [r / 8, d_in, 8] and [W / 16, r, 16], see `app.kernels.sgmv.cpu`. ranks: [S,
+    E, N] int32, 0 where an adapter does not change a module of an expert. in_bf16: [S] bool: two bytes a value.
     """
 
     a: NDArray[np.int64]
@@ -41,7 +41,7 @@ class ExpertRows(NamedTuple):
 
 @jit
 def _end_of_run(pairs, slots, first, end):
-    """The end of the pairs that have the adapter of the first one; all of one expert."""
+    """The end of the run of pairs, all of one expert, that have the first one's adapter."""
     top_k = pairs.experts.shape[1]
     adapter_slot, i = slots[pairs.order[first] // top_k], first + 1
     while i < end and slots[pairs.order[i] // top_k] == adapter_slot:
@@ -105,7 +105,7 @@ def _add_deltas(pairs, slots, rows, expert, n, first, end, h, out, out_panel):
 
 @jit
 def _fill(out, biases, expert, first, end):
-    """Start panels first to end from an expert's biases; returns whether the product adds to them."""
+    """Initialise panels first to end from an expert's biases; returns whether the product adds to them."""
     if biases.shape[0] == 0:
         return False
     for i in range(out.shape[0]):

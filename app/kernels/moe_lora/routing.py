@@ -1,8 +1,7 @@
-"""Which experts each token goes to, on the CPU, and the way of its rows there and back.
+"""MoE routing on the CPU: each token's experts, its rows sorted by expert, and the weighted sum afterwards.
 
-In: a router's logits. Out: pairs of a token and one of its experts, P = T * K of them, sorted by expert so that each
-expert's rows lie together; and after the experts, one sum per token. Every sum runs in one fixed order over a token's
-own numbers, and of equal topk_weights the lower expert comes first, so a token's bits do not depend on its company.
+There are P = T * K pairs of a token and one of its experts. Every sum runs in one fixed order over a token's own
+numbers, and the lower expert wins ties, so results are batch-invariant.
 """
 
 from __future__ import annotations
@@ -21,11 +20,11 @@ _ROWS = 4
 
 
 class Pairs(NamedTuple):
-    """Where a step's pairs go; every layer writes it anew. T tokens with K experts each, of E.
+    """A step's pairs, rewritten by every layer. T tokens with K experts each, of E.
 
-    experts, topk_weights: [T, K], each token's experts, the largest share first. order: [T * K], the pairs t * K + k sorted
-    by expert, then by token; places: [T * K], where each pair lies in that order. starts: [E + 1], where each expert's
-    pairs begin in it. busy: [E], the experts that have pairs, those with most first, of which there are num_busy[0].
+    experts, topk_weights: [T, K], each token's experts, the largest weight first. order: [T * K], the pairs t * K + k
+    sorted by expert, then by token; places: [T * K], each pair's place in that order. starts: [E + 1], each expert's
+    first pair in it. busy: [E], the experts that have pairs, those with most first; num_busy[0] counts them.
     """
 
     experts: NDArray[np.int64]
@@ -38,7 +37,7 @@ class Pairs(NamedTuple):
 
 
 def empty_pairs(num_tokens: int, top_k: int, num_experts: int) -> Pairs:
-    """Room for so many tokens."""
+    """Allocate pairs for `num_tokens` tokens."""
     count = num_tokens * top_k
     return Pairs(
         np.zeros((num_tokens, top_k), np.int64),
@@ -53,12 +52,12 @@ def empty_pairs(num_tokens: int, top_k: int, num_experts: int) -> Pairs:
 
 @jit
 def route(team, phase, logits, normalised, scale, num_groups, top_groups, pairs):
-    """Each token's experts and topk_weights: the largest of a softmax over its E logits, divided by their sum if
+    """Each token's experts and their weights: the largest of a softmax over its E logits, divided by their sum if
     `normalised`, times `scale` (float32).
 
-    Of num_groups groups of neighbours the top_groups with the largest topk_weights are chosen from (DeepSeek-AI 2024): the
-    topk_weights of the others count as zero. logits: [T, >= E]. pairs: `Pairs`, of whose experts and topk_weights the first T rows
-    are written. One phase.
+    Only the top_groups of num_groups groups of neighbouring experts with the largest probability are chosen from
+    (DeepSeek-AI 2024); the others count as zero. logits: [T, >= E]. pairs: `Pairs`, of whose experts and topk_weights
+    the first T rows are written. One phase.
     """
     num_tokens, num_experts, done = logits.shape[0], pairs.busy.shape[0], 0
     num_pieces = count_pieces(num_tokens, _ROWS)
@@ -95,7 +94,7 @@ def _softmax(logits, out):
 
 @jit
 def _leave_groups(probs, num_groups, top_groups):
-    """Zero for the probs of all groups but those with the largest single ones; of equal groups the lower is left."""
+    """Zero the probabilities of all groups but those with the largest single ones; the lower group wins ties."""
     size = probs.shape[0] // num_groups
     left = np.zeros(num_groups, np.bool_)
     for _ in range(top_groups):
@@ -112,7 +111,7 @@ def _leave_groups(probs, num_groups, top_groups):
 
 @jit
 def _choose(probs, taken, normalised, experts, chosen):
-    """Fill experts and chosen [K]. Shares that are no numbers choose experts all the same, the lowest first."""
+    """Fill experts and chosen [K]. NaN probabilities choose experts all the same, the lowest first."""
     total = np.float32(0.0)
     for k in range(experts.shape[0]):
         best = -1
@@ -129,7 +128,7 @@ def _choose(probs, taken, normalised, experts, chosen):
 
 @jit
 def sort_pairs(team, phase, num_tokens, pairs):
-    """Fill the rest of `pairs` from its experts of the first num_tokens tokens. One phase of one piece."""
+    """Fill the rest of `pairs` from the experts of the first num_tokens tokens. One phase of one piece."""
     done = 0
     if claim_piece(team, phase) == 0:
         top_k, starts, num_experts = pairs.experts.shape[1], pairs.starts, pairs.busy.shape[0]
@@ -153,7 +152,7 @@ def sort_pairs(team, phase, num_tokens, pairs):
 
 @jit
 def _list_busy(counts, busy, num_busy):
-    """Experts with pairs, those with most first: threads finish together where the last pieces are small."""
+    """List experts with pairs, those with most first: threads finish together if the last pieces are small."""
     count = 0
     for e in range(busy.shape[0]):
         if counts[e + 1] > 0:
@@ -184,7 +183,7 @@ def gather_pairs(team, phase, x, num_tokens, pairs, out):
 
 @jit
 def combine(team, phase, outputs, pairs, shared, gates, width, hidden):
-    """hidden[t] += Σ_k topk_weights[t, k] * outputs[place of t's k-th pair] + logistic(gates[t]) * shared[t]. One phase.
+    """hidden[t] += Σ_k topk_weights[t, k] * outputs[place of pair t, k] + logistic(gates[t]) * shared[t]. One phase.
 
     outputs: [>= T * K, W], which serves as scratch. shared: [T, W], or [0, W] where no expert is shared; gates: [T], or
     [0] where all of it is added. hidden: [T, W], of which `width` columns are written.

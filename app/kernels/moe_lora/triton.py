@@ -1,13 +1,12 @@
-"""Experts' products and their LoRA deltas on the GPU: one tile of rows, all of one expert, at a time.
+"""Experts' linear modules and their LoRA deltas on the GPU: one tile of rows, all of one expert, at a time.
 
-In: pairs sorted by expert (`app.kernels.moe_routing`), all experts' weights, and where adapters' rows of them lie.
-Out: every pair through its own expert, with its own adapter's delta of that expert: before the activation for gate and
-up, before the shares for down. An expert that no token chose is not read. A tile may hold rows of several adapters:
-each adapter's rows are multiplied with its own matrices, one adapter after the other, and an adapter that leaves the
-expert alone costs the load of a rank.
+Pairs are sorted by expert (`app.kernels.moe_routing`). Every pair passes its own expert with its own adapter's delta of
+that expert: before the activation for gate and up, before the weighted sum for down. An expert that no token chose is
+not read. A tile may hold rows of several adapters: each adapter's rows are multiplied with its own matrices, one
+adapter after the other, and an adapter that does not change the expert costs the load of a rank.
 
-Tiles have one size per type, sums over the input and over ranks run in one order, nothing is added by atomics: a row's
-bits depend on its own numbers only, in either mode of the engine. Grids follow from shapes, so a step can be captured.
+Tiles have one size per type, sums over the input and over ranks run in one order, nothing is added by atomics:
+batch-invariant in both modes of the engine. Grids follow from shapes, so a step can be captured.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from app.kernels.lora_rows import ALIGNMENT, ExpertRows, check_expert_operands
 from app.kernels.moe_routing.pairs import SortedPairs
 from app.kernels.tuning import ceil_div
 
-#: Rank rows of one product of tensor cores, and columns of an expand.
+#: Rank rows per tensor-core product, and columns per expand.
 _BLOCK_RANK, _LORA_COLUMNS = 16, 128
 
 
@@ -98,7 +97,7 @@ def add_lora(
 
 
 def _precision(x: torch.Tensor) -> str:
-    """Says nothing for half types."""
+    """The input precision of tl.dot, which has no effect for half types."""
     return "ieee" if x.dtype == torch.float32 else "tf32"
 
 
@@ -137,7 +136,7 @@ def _expert_product(
 
 @triton.jit
 def _next_adapter(adapter, after):
-    """The smallest slot of the tile's rows beyond `after`, or one that no row has."""
+    """The smallest slot of the tile's rows above `after`, or one that no row has."""
     return tl.min(tl.where(adapter > after, adapter, 2147483647), axis=0)
 
 

@@ -1,7 +1,7 @@
 """The definition of routing: one token at a time, in float64.
 
-p = softmax(logits), of chosen groups only;  the K largest p, of equal ones the lower index;  each over their sum if
-normalised, times a scale (Shazeer et al. 2017; groups: DeepSeek-AI 2024)
+p = softmax(logits), of chosen groups only; the K largest p, ties to the lower index; each over their sum if normalised,
+times a scale (Shazeer et al. 2017; groups: DeepSeek-AI 2024)
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 
 class Routing(NamedTuple):
-    """experts: [T, K] int64, the largest share first. topk_weights: [T, K] float64."""
+    """experts: [T, K] int64, the largest weight first. topk_weights: [T, K] float64."""
 
     experts: NDArray[np.int64]
     topk_weights: NDArray[np.float64]
@@ -28,8 +28,9 @@ def route(
     num_groups: int = 1,
     top_groups: int = 1,
 ) -> Routing:
-    """logits: [T, E]. Of num_groups groups of neighbours the top_groups with the largest single topk_weights are kept; the
-    topk_weights of the others count as zero."""
+    """Route logits [T, E]. The top_groups of num_groups groups of neighbours with the largest single probabilities are
+    chosen from; the others count as zero.
+    """
     num_tokens, num_experts = logits.shape
     experts, topk_weights = np.zeros((num_tokens, top_k), np.int64), np.zeros((num_tokens, top_k))
     for t in range(num_tokens):

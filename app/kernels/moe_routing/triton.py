@@ -1,8 +1,7 @@
-"""Routing on the GPU: the experts of each token, pairs sorted by expert, and the weighted sum of what experts give.
+"""MoE routing on the GPU: each token's experts, pairs sorted by expert, and the weighted sum of experts' outputs.
 
-In: a router's logits. Out: experts and topk_weights, the order that groups an expert's rows in tiles of its own, and hidden
-states. Every grid follows from shapes, nothing is read by the host and nothing is added by atomics: a step with experts
-is captured like any other, and a token's bits depend on its own numbers only.
+Every grid follows from shapes, the host reads nothing and nothing is added by atomics: a step with experts is captured
+like any other, and results are batch-invariant.
 """
 
 from __future__ import annotations
@@ -30,9 +29,9 @@ def route(
     num_groups: int = 1,
     top_groups: int = 1,
 ) -> None:
-    """experts [T, K] int32 and topk_weights [T, K] float32 from logits [T, E], in place; see `reference`.
+    """Write experts [T, K] int32 and topk_weights [T, K] float32 from logits [T, E]; see `reference`.
 
-    Shares that are no numbers choose experts all the same, the lowest first. ValueError for operands that do not fit.
+    NaN probabilities choose experts all the same, the lowest first. Raises ValueError for operands that do not fit.
     """
     (num_tokens, num_experts), top_k = logits.shape, experts.shape[1]
     fits = experts.shape == topk_weights.shape == (num_tokens, top_k) and top_k <= num_experts
@@ -44,14 +43,14 @@ def route(
     if num_tokens == 0:
         return
     _route[(num_tokens,)](
-        logits, experts, topk_weights, scale, logits.stride(0), NUM_EXPERTS=num_experts, TOP_K=top_k, NORMALISED=normalised,
-        NUM_GROUPS=num_groups, TOP_GROUPS=top_groups, BLOCK=next_power_of_two(num_experts),
+        logits, experts, topk_weights, scale, logits.stride(0), NUM_EXPERTS=num_experts, TOP_K=top_k,
+        NORMALISED=normalised, NUM_GROUPS=num_groups, TOP_GROUPS=top_groups, BLOCK=next_power_of_two(num_experts),
         BLOCK_TOP=next_power_of_two(top_k), num_warps=1 if num_experts <= 256 else 4, enable_fp_fusion=True,
     )  # fmt: skip
 
 
 def block_rows(dtype: torch.dtype) -> int:
-    """Rows of an expert's tile: one size per type, whatever a step holds, or a row's bits would tell of its company."""
+    """Rows of an expert's tile: one size per type, or a row's bits would depend on the batch."""
     return 64 if dtype.itemsize == 2 else 16
 
 
@@ -82,16 +81,18 @@ def combine(
     shared: torch.Tensor | None = None,
     gates: torch.Tensor | None = None,
 ) -> None:
-    """hidden[t] += Σ_k topk_weights[t, k] * outputs[t * K + k] + logistic(gates[t]) * shared[t], in place, rounded once.
+    """hidden[t] += Σ_k topk_weights[t, k] * outputs[t * K + k] + logistic(gates[t]) * shared[t], in place, rounded
+    once.
 
-    outputs: [T * K, H]; topk_weights: [T, K] float32; hidden, shared: [T, H]; gates: [T, 1], or None for a factor of one.
-    ValueError for operands that do not fit.
+    outputs: [T * K, H]; topk_weights: [T, K] float32; hidden, shared: [T, H]; gates: [T, 1], or None for a factor of
+    one. Raises ValueError for operands that do not fit.
     """
     (num_tokens, top_k), width = topk_weights.shape, hidden.shape[1]
     fits = outputs.shape == (num_tokens * top_k, width) and len(hidden) == num_tokens and topk_weights.is_contiguous()
     if not fits or (shared is not None and shared.shape != hidden.shape) or (gates is not None and shared is None):
         raise ValueError(
-            f"outputs {tuple(outputs.shape)}, topk_weights {tuple(topk_weights.shape)} and hidden {tuple(hidden.shape)} do not fit"
+            f"outputs {tuple(outputs.shape)}, topk_weights {tuple(topk_weights.shape)} and hidden "
+            f"{tuple(hidden.shape)} do not fit"
         )
     if num_tokens == 0:
         return
@@ -126,14 +127,14 @@ def _route(
             other = tl.max(tl.where(group == g, prob, 0.0), axis=0)
             num_better += ((other > best) | ((other == best) & (g < group))).to(tl.int32)
         prob = tl.where(num_better < TOP_GROUPS, prob, 0.0)
-    # Numbers first, then what is none, and never a place behind the last expert.
+    # Numbers first, then NaN, and never a place beyond the last expert.
     left = tl.where(inside, tl.where(prob >= 0.0, prob, -1.0), -3.0)
     k = tl.arange(0, BLOCK_TOP)
     chosen = tl.zeros((BLOCK_TOP,), tl.int32)
     found = tl.zeros((BLOCK_TOP,), tl.float32)
     total = 0.0
     for n in tl.static_range(TOP_K):
-        expert = tl.argmax(left, axis=0)  # of equal ones the lowest
+        expert = tl.argmax(left, axis=0)  # ties to the lowest
         value = tl.sum(tl.where(e == expert, prob, 0.0), axis=0)
         left = tl.where(e == expert, -2.0, left)
         chosen = tl.where(k == n, expert, chosen)
@@ -161,7 +162,7 @@ def _place_pairs(
     experts, counts, order, tiles, num_pairs, num_chunks, num_tiles, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
     TILES: tl.constexpr, BLOCK_ROWS: tl.constexpr,
 ):  # fmt: skip
-    """The places of a chunk's pairs: behind all of lower experts and those of their own in front of them."""
+    """Place a chunk's pairs: after all pairs of lower experts and the earlier ones of their own expert."""
     c = tl.program_id(0)
     e = tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), tl.int32)

@@ -1,8 +1,4 @@
-"""RMS norm on the CPU.
-
-In: rows. Out: every row normalised. Each row is summed alone, in eight fixed lanes, so its bits depend on nothing but
-its contents.
-"""
+"""RMS norm on the CPU. Each row is summed by itself in eight fixed lanes, so its bits depend on its contents only."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
-"""Sums of rows on the CPU.
+"""Sums of row ranges on the CPU, in float64.
 
-In: rows, and ranges of them. Out: a sum per range, in float64. Rule: rows are added one by one, in their order, to what
-the sum was before, so a sum's bits are the same in one call and in several.
+Rows are added one by one, in order, to the previous sum, so a sum has the same bits in one call and in several.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""Rotary embedding on the CPU, with the norms of heads before it and the write of keys and values after it.
+"""Rotary embedding on the CPU, with the norms of heads before it and the write of keys and values to the cache after
+it.
 
-In: queries, keys and values side by side, and where each token stands. Out: rotated queries in place; keys and values
-in the caches. Each token is treated alone, so its bits depend on nothing but its contents and its position.
+Queries, keys and values lie side by side. Each token is computed by itself: its bits depend on its contents and
+position only.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The definition: pairs (x[i], x[i + half]) of a head turned by the angle of the token's position, then written.
+"""The definition: pairs (x[i], x[i + half]) of a head rotated by the angle of the token's position, then written.
 
 A head's first 2 * half elements rotate; the rest stays. Keys and values go to their tokens' places in the caches.
 """
@@ -14,7 +14,7 @@ Floats = NDArray[np.floating]
 
 
 def rotate(head: Floats, cos: Floats, sin: Floats) -> NDArray[np.float64]:
-    """One head [D] turned by angles given as cos, sin: [half] (Su et al. 2021, half-split layout)."""
+    """One head [D] rotated by angles given as cos, sin: [half] (Su et al. 2021, half-split layout)."""
     out, half = head.astype(np.float64), len(cos)
     for i in range(half):
         first, second = float(head[i]), float(head[i + half])

@@ -1,4 +1,4 @@
-"""Rows times a number, and soft caps, on the CPU: every element alone, so its bits depend on nothing else."""
+"""Rows times a number, and soft caps, on the CPU. Each element is computed by itself."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from app.kernels.machine.thread_team import claim_piece, finish_phase
 def cap_value(x, cap):
     """cap * tanh(x / cap), float32: (e - 1) / (e + 1) with e = exp(2 x / cap).
 
-    What is not finite becomes NaN: a cap must not hide that a sum overflowed.
+    Infinite and NaN inputs become NaN: a cap must not hide that a sum overflowed.
     """
     e = exp_float32(np.float32(2.0) * x / cap)
     return cap * ((e - np.float32(1.0)) / (e + np.float32(1.0))) + (x - x)

@@ -1,4 +1,4 @@
-"""The definition: what scaled embeddings and soft caps do to a number (Gemma Team 2024)."""
+"""The definition of scaled embeddings and soft caps (Gemma Team 2024)."""
 
 from __future__ import annotations
 

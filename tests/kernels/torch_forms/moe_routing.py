@@ -69,7 +69,7 @@ def combine(
 ) -> None:
     """hidden[t] += Σ_k topk_weights[t, k] * outputs[t * K + k] + logistic(gates[t]) * shared[t], in place.
 
-    outputs: [T * K, H]; topk_weights: [T, K] float32; hidden, shared: [T, H]; gates: [T, 1], or None for a factor of one.
+    outputs: [T * K, H]; topk_weights: [T, K] float32; hidden, shared: [T, H]; gates: [T, 1], None: a factor of one.
     """
     of_token = outputs.float().view(*topk_weights.shape, outputs.shape[1])  # [T, K, H]
     total = of_token[:, 0] * topk_weights[:, :1]

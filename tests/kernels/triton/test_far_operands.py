@@ -120,7 +120,8 @@ def test_attention(
     operands[operand] = spread(operands[operand], dim)
     paged_attention.paged_attention(
         operands["q"], operands["keys"], operands["values"], tensor(starts), tensor(lens), operands["tables"],
-        operands["out"], scale=dim_head**-0.5, max_query_len=max(counts), max_seq_len=70, batch_invariant=batch_invariant,
+        operands["out"], scale=dim_head**-0.5, max_query_len=max(counts), max_seq_len=70,
+        batch_invariant=batch_invariant,
     )  # fmt: skip
     assert error(operands["out"], expected) < TOLERANCE[DTYPE]
 

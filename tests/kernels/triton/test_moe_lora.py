@@ -120,8 +120,8 @@ def check_mixture(
     form.routing.combine(outputs, tensor(topk_weights), hidden)
 
     expected = reference.mixture(
-        numpy(x), numpy(gate_up), numpy(down), experts, topk_weights, np.array(slots, np.int32), first.arrays, second.arrays,
-        silu,
+        numpy(x), numpy(gate_up), numpy(down), experts, topk_weights, np.array(slots, np.int32),
+        first.arrays, second.arrays, silu,
     )  # fmt: skip
     assert error(hidden, expected) < TOLERANCE[dtype], dtype
 
