@@ -1,6 +1,6 @@
 """One way to time decoding, whoever decodes.
 
-In: prompts (token ids) and an adapter index per prompt, or None for the base. Out: a `Decoded`: tokens,
+In: prompts (token ids) and an adapter index per prompt, or None for the base. Out: a `DecodeResult`: tokens,
 and the times of the steps in which every stream is decoding: from the moment the last stream has
 its first token to the moment the first stream ends. Prefill is timed apart. Greedy, no end of text.
 """
@@ -20,7 +20,7 @@ from app.engine.request import GenerateRequest, SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
-class Decoded:
+class DecodeResult:
     """`prefill_s` is until the last stream's first token; each of `step_s` gave every stream one token."""
 
     token_ids: tuple[tuple[int, ...], ...]
@@ -41,7 +41,7 @@ class Decoded:
 class Decoder(Protocol):
     """Anything that can be timed."""
 
-    def decode(self, prompts: Sequence[Sequence[int]], adapters: Sequence[int | None], num_tokens: int) -> Decoded:
+    def decode(self, prompts: Sequence[Sequence[int]], adapters: Sequence[int | None], num_tokens: int) -> DecodeResult:
         """Generate `num_tokens` (at least 2) for every prompt."""
         ...
 
@@ -56,7 +56,7 @@ class EngineDecoder:
         self._grammar = grammar
         self._num_runs = 0
 
-    def decode(self, prompts: Sequence[Sequence[int]], adapters: Sequence[int | None], num_tokens: int) -> Decoded:
+    def decode(self, prompts: Sequence[Sequence[int]], adapters: Sequence[int | None], num_tokens: int) -> DecodeResult:
         self._num_runs += 1
         names = [f"{self._num_runs}-{i}" for i in range(len(prompts))]
         sampling = SamplingParams(
@@ -87,4 +87,4 @@ class EngineDecoder:
             any_ended = len(live) < len(names)
         if not step_s:
             raise ValueError(f"{num_tokens} tokens are too few: no step had all {len(prompts)} streams; ask for more")
-        return Decoded(tuple(tuple(tokens[name]) for name in names), opened - started, tuple(step_s))
+        return DecodeResult(tuple(tuple(tokens[name]) for name in names), opened - started, tuple(step_s))

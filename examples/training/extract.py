@@ -11,15 +11,15 @@ import json
 from random import Random
 
 from examples.training.task import Example, Split, Task
-from examples.training.words import HELDOUT, listed, words
+from examples.training.words import HELDOUT, split_list, words
 
 FIELDS = ("name", "item", "quantity", "city", "day")
 DAYS = ("Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday")
 NUMBER_WORDS = ("two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
 MADE_UP_SHARE = 0.5
-STARTS = listed("b, br, c, ch, d, dr, f, fl, g, gr, h, j, k, l, m, n, p, pl, qu, r, s, sh, st, t, tr, v, w, z")
-VOWELS = listed("a, e, i, o, u, ai, ea, ee, ie, io, oo, ou")
-ENDINGS = listed("ck, der, ga, l, ler, ma, mer, n, nd, ner, nia, r, ra, rd, rt, ta, ter, tin, ton, vi, x")
+STARTS = split_list("b, br, c, ch, d, dr, f, fl, g, gr, h, j, k, l, m, n, p, pl, qu, r, s, sh, st, t, tr, v, w, z")
+VOWELS = split_list("a, e, i, o, u, ai, ea, ee, ie, io, oo, ou")
+ENDINGS = split_list("ck, der, ga, l, ler, ma, mer, n, nd, ner, nia, r, ra, rd, rt, ta, ter, tin, ton, vi, x")
 
 KNOWN_WORDINGS = (
     "Hi, this is {name}. Please send {quantity} {item} to {city} on {day}.",

@@ -34,7 +34,7 @@ class Intent:
     new: tuple[str, ...]
 
     @property
-    def ordered(self) -> bool:
+    def is_ordered(self) -> bool:
         """Whether the question asks for an order of rows."""
         return "ORDER BY" in self.query
 
@@ -260,7 +260,7 @@ def make(rng: Random, split: Split) -> Example:
     return Example(
         prompt=question.format(**values),
         answer=query,
-        facts={"query": query, "ordered": int(intent.ordered)},
+        facts={"query": query, "ordered": int(intent.is_ordered)},
         wording="new" if new else "known",
     )
 

@@ -23,12 +23,12 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from load_tests.chaos.events import VICTIMS, Deeds, Events
+from load_tests.chaos.events import VICTIMS, Events, Faults
 from load_tests.chaos.hub import Hub
 from load_tests.chaos.node import SecondNode
 from load_tests.chaos.registrations import Registrations
-from load_tests.chaos.traffic import Doors, Traffic, ask
-from load_tests.chaos.usage import grown, usage
+from load_tests.chaos.traffic import ProxyOutages, Traffic, ask
+from load_tests.chaos.usage import leaks, usage
 from load_tests.process_tree import processes
 from load_tests.service import Service, free_port, serve_arguments
 from tests.e2e.tiny import save_adapter, save_tiny_model
@@ -93,12 +93,12 @@ async def run(world: World, url: str, options: argparse.Namespace) -> dict[str, 
     """Everything after the start; the report."""
     import httpx
 
-    doors, rng = Doors(), random.Random(options.seed)
-    traffic = Traffic(url, bodies(random.Random(options.seed), options.requests), doors, options.seed)
+    outages, rng = ProxyOutages(), random.Random(options.seed)
+    traffic = Traffic(url, bodies(random.Random(options.seed), options.requests), outages, options.seed)
     sources = {**{name: name for name in RANKS}, **{name: f"{world.hub.url}{name}/" for name in HUB_RANKS}}
     registrations = Registrations(url, list(sources.values()), options.seed)
-    deeds = Deeds(world.service.process.pid, world.node, world.database, world.hub, doors, rng)
-    events = Events(deeds.deeds, options.every, rng, doors.clock)
+    faults = Faults(world.service.process.pid, world.node, world.database, world.hub, outages, rng)
+    events = Events(faults.faults, options.every, rng, outages.clock)
     probe = {"prompt": "the quick", "max_tokens": 24, "temperature": 0.0, "seed": 1, "ignore_eos": True}
     async with httpx.AsyncClient(base_url=url, timeout=60) as http:
         expected = {source: await ask(http, {**probe, "model": name}) for name, source in sources.items()}
@@ -107,11 +107,11 @@ async def run(world: World, url: str, options: argparse.Namespace) -> dict[str, 
         group.create_task(traffic.run(options.streams))
         group.create_task(registrations.run())
         await asyncio.sleep(WARM_UP_S)
-        before, until_s = usage(*deeds.session_ids()), doors.clock() + 60 * options.minutes
+        before, until_s = usage(*faults.session_ids()), outages.clock() + 60 * options.minutes
         await events.run(until_s)
-        await asyncio.sleep(max(0.0, until_s - doors.clock()))
-        await settled(url, deeds)
-        after = usage(*deeds.session_ids())
+        await asyncio.sleep(max(0.0, until_s - outages.clock()))
+        await wait_until_settled(url, faults)
+        after = usage(*faults.session_ids())
         traffic.stop()
         registrations.stop()
     await registrations.check(probe, expected)
@@ -122,23 +122,23 @@ async def run(world: World, url: str, options: argparse.Namespace) -> dict[str, 
         "events": events.happened,
         "requests": dict(traffic.ended),
         "slowest_s": round(traffic.slowest_s, 1),
-        "doors_away_s": round(doors.away_s, 1),
+        "doors_away_s": round(outages.away_s, 1),
         "registrations": dict(registrations.ended),
-        "before": before.told(),
-        "after": after.told(),
+        "before": before.to_json(),
+        "after": after.to_json(),
         "more open files": dict((after.kinds - before.kinds).most_common(8)),
-        "wrong": [*traffic.wrongs, *registrations.wrongs, *grown(before, after), *staged(world.service.folder)],
+        "wrong": [*traffic.wrongs, *registrations.wrongs, *leaks(before, after), *staged_files(world.service.folder)],
     }
 
 
-async def settled(url: str, deeds: Deeds) -> None:
+async def wait_until_settled(url: str, faults: Faults) -> None:
     """Return when all roles are there and the service says that it is healthy. Raises TimeoutError."""
     import httpx
 
     wanted = dict.fromkeys(VICTIMS, 1) | {"engine": 2, "ingress": 2}
     async with asyncio.timeout(SETTLE_S), httpx.AsyncClient(base_url=url, timeout=10) as http:
         while True:
-            found: Mapping[str, Sequence[int]] = processes(*deeds.session_ids())
+            found: Mapping[str, Sequence[int]] = processes(*faults.session_ids())
             with suppress(httpx.TransportError):
                 is_whole = all(len(found.get(role, ())) >= count for role, count in wanted.items())
                 if is_whole and (await http.get("/v1/loras/a0")).status_code == 200:
@@ -146,7 +146,7 @@ async def settled(url: str, deeds: Deeds) -> None:
             await asyncio.sleep(0.5)
 
 
-def staged(folder: Path) -> list[str]:
+def staged_files(folder: Path) -> list[str]:
     """What downloads have left behind under a service's folder."""
     left = [path for staging in folder.rglob("staging") for path in staging.rglob("*") if path.is_file()]
     left = [path for path in left if path.name != "guard" and path.suffix != ".lock"]

@@ -20,24 +20,24 @@ from functools import partial
 
 from load_tests.chaos.hub import Hub
 from load_tests.chaos.node import SecondNode
-from load_tests.chaos.traffic import Doors
+from load_tests.chaos.traffic import ProxyOutages
 from load_tests.process_tree import processes
 from tests.postgres import PostgresServer
 
 #: Whose death a client sees.
-DOORS = ("ingress", "haproxy")
+CLIENT_FACING = ("ingress", "haproxy")
 VICTIMS = ("engine", "ingress", "store", "placement", "haproxy")
 STOPPED_S = 10.0
 #: A node, or a database, that was killed is started again after so long.
 AWAY_S = 3.0
 #: Without PostgreSQL's programs its deeds are left out.
-DATABASE_DEEDS = ("kill the database", "stop the database")
+DATABASE_FAULTS = ("kill the database", "stop the database")
 
 #: Does something and returns what it did it to.
-Deed = Callable[[], Awaitable[str]]
+Fault = Callable[[], Awaitable[str]]
 
 
-class Deeds:
+class Faults:
     """All that can be done to a service; `deeds` has them by name."""
 
     def __init__(
@@ -46,25 +46,25 @@ class Deeds:
         node: SecondNode,
         database: PostgresServer | None,
         hub: Hub,
-        doors: Doors,
+        outages: ProxyOutages,
         rng: random.Random,
     ) -> None:
         self._service_id = service_id
         self._node = node
         self._database = database
         self._hub = hub
-        self._doors = doors
+        self._outages = outages
         self._random = rng
-        self.deeds: dict[str, Deed] = {}
+        self.faults: dict[str, Fault] = {}
         for role in VICTIMS:
-            self.deeds[f"kill {role}"] = partial(self._kill, role)
-            self.deeds[f"stop {role}"] = partial(self._stop, role)
-        self.deeds |= {"kill a raylet": self._kill_raylet, "stop a raylet": self._stop_raylet}
-        self.deeds |= {"fill the store's disk": self._fill_disk, "hang the hub": self._hang_hub}
+            self.faults[f"kill {role}"] = partial(self._kill, role)
+            self.faults[f"stop {role}"] = partial(self._stop, role)
+        self.faults |= {"kill a raylet": self._kill_raylet, "stop a raylet": self._stop_raylet}
+        self.faults |= {"fill the store's disk": self._fill_disk, "hang the hub": self._hang_hub}
         if database is not None:
-            self.deeds |= {
-                name: partial(self._database_away, database, deed)
-                for name, deed in zip(DATABASE_DEEDS, (_restart, _stand_still), strict=True)
+            self.faults |= {
+                name: partial(self._database_away, database, fault)
+                for name, fault in zip(DATABASE_FAULTS, (_restart, _stand_still), strict=True)
             }
 
     def session_ids(self) -> tuple[int, int]:
@@ -73,8 +73,8 @@ class Deeds:
 
     async def _kill(self, role: str) -> str:
         for pid in self._one(role):
-            if role in DOORS:
-                self._doors.killed()
+            if role in CLIENT_FACING:
+                self._outages.record_kill()
             os.kill(pid, signal.SIGKILL)
             return str(pid)
         return "none was there"
@@ -85,7 +85,7 @@ class Deeds:
     async def _kill_raylet(self) -> str:
         """What runs on the node dies with it, an ingress perhaps; then the node is started again."""
         raylets = self._node.raylets
-        self._doors.killed()
+        self._outages.record_kill()
         for pid in raylets:
             os.kill(pid, signal.SIGKILL)
         await asyncio.sleep(AWAY_S)
@@ -116,8 +116,8 @@ class Deeds:
             self._hub.answers.set()
         return self._hub.url
 
-    async def _database_away(self, database: PostgresServer, deed: Callable[[PostgresServer], Awaitable[None]]) -> str:
-        await deed(database)
+    async def _database_away(self, database: PostgresServer, fault: Callable[[PostgresServer], Awaitable[None]]) -> str:
+        await fault(database)
         return "PostgreSQL"
 
     def _one(self, role: str) -> Sequence[int]:
@@ -130,9 +130,9 @@ class Events:
     """One deed after the other, in an order of chance."""
 
     def __init__(
-        self, deeds: Mapping[str, Deed], every_s: float, rng: random.Random, clock: Callable[[], float]
+        self, faults: Mapping[str, Fault], every_s: float, rng: random.Random, clock: Callable[[], float]
     ) -> None:
-        self._deeds = deeds
+        self._faults = faults
         self._every_s = every_s
         self._random = rng
         self._clock = clock
@@ -144,12 +144,12 @@ class Events:
         while self._clock() + self._every_s < until_s:
             await asyncio.sleep(self._every_s)
             if not plan:
-                plan = list(self._deeds)
+                plan = list(self._faults)
                 self._random.shuffle(plan)
             name, at = plan.pop(), time.strftime("%H:%M:%S")
             print(f"{at} {name}", file=sys.stderr, flush=True)
             with suppress(ProcessLookupError):  # it has just ended by itself
-                self.happened.append(f"{at} {name}: {await self._deeds[name]()}")
+                self.happened.append(f"{at} {name}: {await self._faults[name]()}")
 
 
 async def _still(pids: Sequence[int]) -> str:

@@ -24,7 +24,7 @@ class Usage(NamedTuple):
     resident_mb: int
     kinds: Counter[str]
 
-    def told(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, Any]:
         """Without the kinds."""
         return {"num_processes": self.num_processes, "num_files": self.num_files, "resident_mb": self.resident_mb}
 
@@ -43,7 +43,7 @@ def usage(*session_ids: int) -> Usage:
     return Usage(num_processes, kinds.total(), resident >> 20, kinds)
 
 
-def grown(before: Usage, after: Usage) -> list[str]:
+def leaks(before: Usage, after: Usage) -> list[str]:
     """What the service holds more of than it may: processes that died were replaced, one by one."""
     limits = {
         "num_processes": before.num_processes + 8,

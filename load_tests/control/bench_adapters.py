@@ -159,11 +159,11 @@ async def _costs(settings: Settings, checkpoint: Checkpoint, folder: Path) -> st
     config = EngineConfig(cpu=cpu, lora_pool_rows=8 * settings.rank, num_kv_blocks=64)
     service = _Service(checkpoint, folder, config, host_bytes=1 << 30)
     service.library.from_source(str(folders[0]))  # the reading process is up
-    warm_s = [_timed(lambda path=path: service.library.from_source(str(path))) for path in folders]
+    warm_s = [_elapsed_s(lambda path=path: service.library.from_source(str(path))) for path in folders]
     cold_s = []
     for path in folders:
         _drop_from_page_cache(path)
-        cold_s.append(_timed(lambda path=path: service.library.from_source(str(path))))
+        cold_s.append(_elapsed_s(lambda path=path: service.library.from_source(str(path))))
     apply_s, prepare_s, rows_s, remove_s = [], [], [], []
     for index, path in enumerate(folders):
         started_s = time.perf_counter()
@@ -172,8 +172,8 @@ async def _costs(settings: Settings, checkpoint: Checkpoint, folder: Path) -> st
         service.first_token(f"r{index}", entry.ref, adapter)
         apply_s.append(time.perf_counter() - started_s)
         fresh = replace(adapter)  # what nobody has worked out anything about
-        prepare_s.append(_timed(lambda fresh=fresh: service.backend.prepare_adapter(fresh)))
-        rows_s.append(_timed(lambda fresh=fresh: service.backend.write_adapter(1, 0, fresh)))
+        prepare_s.append(_elapsed_s(lambda fresh=fresh: service.backend.prepare_adapter(fresh)))
+        rows_s.append(_elapsed_s(lambda fresh=fresh: service.backend.write_adapter(1, 0, fresh)))
         started_s = time.perf_counter()
         unload, _ = await service.lifecycle.unloads.begin(path.name, tenant_id=DEFAULT_TENANT, who="bench")
         await service.lifecycle.unloads.end(unload)
@@ -273,7 +273,7 @@ async def _serve(
     return errors
 
 
-def _timed(work: object) -> float:
+def _elapsed_s(work: object) -> float:
     started_s = time.perf_counter()
     work()  # type: ignore[operator]
     return time.perf_counter() - started_s

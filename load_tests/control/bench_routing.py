@@ -77,7 +77,7 @@ class BaseInProcess:
         return np.stack(self._llm.embed(list(texts), None, PoolingParams("mean")))
 
 
-class Asked(NamedTuple):
+class RoutingResult(NamedTuple):
     """What was chosen for a prompt, without a threshold: the best name, its score; `desired_replicas` None: the base."""
 
     wanted: str | None
@@ -103,18 +103,18 @@ def router_of(descriptions: dict[str, str], embedder: TextEmbedder) -> Router:
     return Router(SemanticRouterConfig(threshold=-1.0), RegistryView(entries), embedder, wait_s=600.0)
 
 
-async def ask(router: Router, prompts: Sequence[tuple[str | None, str]]) -> tuple[list[Asked], list[float]]:
+async def ask(router: Router, prompts: Sequence[tuple[str | None, str]]) -> tuple[list[RoutingResult], list[float]]:
     """What is chosen for (wanted, prompt), and seconds of each decision."""
     asked, seconds = [], []
     for wanted, prompt in prompts:
         started_s = time.perf_counter()
         decision: Decision = await router.decide(prompt, CALLER)
         seconds.append(time.perf_counter() - started_s)
-        asked.append(Asked(wanted, decision.chosen[0].name, decision.chosen[0].score))
+        asked.append(RoutingResult(wanted, decision.chosen[0].name, decision.chosen[0].score))
     return asked, seconds
 
 
-def accuracy(asked: Sequence[Asked], threshold: float | None = None) -> Accuracy:
+def accuracy(asked: Sequence[RoutingResult], threshold: float | None = None) -> Accuracy:
     """With this threshold, or with the best one; adapters' prompts and the base's count alike, however many."""
     of_adapters = [one for one in asked if one.wanted is not None]
     of_base = [one for one in asked if one.wanted is None]

@@ -52,7 +52,7 @@ def run(settings: Settings) -> str:
         invocation = tuple(range(11, 11 + settings.num_invocation))
         paths = {
             "LoRA": write_random_adapter(Path(folder) / "plain", llm.spec, settings.rank, settings.seed),
-            "activated LoRA": _activated(Path(folder) / "activated", llm, settings, invocation),
+            "activated LoRA": _write_activated(Path(folder) / "activated", llm, settings, invocation),
         }
         for length in settings.lengths:
             call = _Call(llm, length, invocation, settings.seed)
@@ -100,7 +100,7 @@ class _Call:
         return took_ms
 
 
-def _activated(folder: Path, llm: LLM, settings: Settings, invocation: tuple[int, ...]) -> Path:
+def _write_activated(folder: Path, llm: LLM, settings: Settings, invocation: tuple[int, ...]) -> Path:
     """The same adapter with an invocation."""
     write_random_adapter(folder, llm.spec, settings.rank, settings.seed)
     config = folder / "adapter_config.json"

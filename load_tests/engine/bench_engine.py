@@ -31,7 +31,7 @@ from app.engine.engine import Engine
 from app.engine.factory import load_backend
 from app.engine.models.checkpoint import Checkpoint, load_checkpoint
 from app.engine.models.download.model_download import DEFAULT_MODEL_URI, resolve_model
-from load_tests.decoding import Decoded, Decoder, EngineDecoder
+from load_tests.decoding import Decoder, DecodeResult, EngineDecoder
 from load_tests.random_adapters import write_random_adapters
 from load_tests.stats import Spread, environment, numbers, ratios, rounds, spread
 
@@ -184,7 +184,7 @@ def run(settings: Settings, log: Callable[[dict[str, object]], None]) -> str:
     with tempfile.TemporaryDirectory() as folder, ExitStack() as closing:
         found = decoders(settings, checkpoint, Path(folder), closing)
 
-        def decode(case: Case, num_tokens: int) -> Decoded:
+        def decode(case: Case, num_tokens: int) -> DecodeResult:
             n, a = case.num_streams, case.num_adapters
             return found[case.system].decode(prompts[:n], [i % a if a else None for i in range(n)], num_tokens)
 

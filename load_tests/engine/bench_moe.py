@@ -201,7 +201,7 @@ class _PeftDecoder(TransformersDecoder):
         return super().decode(prompts, [None] * len(prompts), num_tokens)
 
 
-class Measured(NamedTuple):
+class Measurement(NamedTuple):
     """Of one case in one round. The CPU time is of this process: NaN of vLLM, which has processes of its own."""
 
     tokens_per_s: float
@@ -212,7 +212,7 @@ def run(settings: Settings) -> str:
     """Measure everything; returns the Markdown."""
     torch.set_num_threads(settings.num_threads or torch.get_num_threads())
     tokens: dict[Case, list[tuple[int, ...]]] = {}
-    measured: dict[Case, list[Measured]] = {}
+    measured: dict[Case, list[Measurement]] = {}
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as closing:
         found = decoders(settings, Path(folder), closing)
         rng = np.random.default_rng(settings.seed)
@@ -227,7 +227,7 @@ def run(settings: Settings) -> str:
             cpu_ms = (time.process_time() - before) * 1e3 / (n * count)
             tokens[case] = [row[: settings.num_reference_tokens] for row in decoded.token_ids]
             cpu_ms = math.nan if case.system == VLLM else cpu_ms
-            measured.setdefault(case, []).append(Measured(decoded.tokens_per_s, cpu_ms))
+            measured.setdefault(case, []).append(Measurement(decoded.tokens_per_s, cpu_ms))
             print(case, measured[case][-1], file=sys.stderr)  # a run takes minutes
             return decoded.tokens_per_s
 
@@ -277,7 +277,7 @@ def _check_tokens(settings: Settings, tokens: dict[Case, list[tuple[int, ...]]])
 
 def report(
     settings: Settings,
-    measured: dict[Case, list[Measured]],
+    measured: dict[Case, list[Measurement]],
     bandwidth: Sequence[float],
     num_bytes: dict[int, float],
 ) -> str:

@@ -133,14 +133,14 @@ class Answering:
         """All prompts of a case, one after the other or at once; from the first submit to the last token."""
         groups = [case.prompts] if case.at_once else [(prompt,) for prompt in case.prompts]
         started_s, cpu_s = time.perf_counter(), time.process_time()
-        answers = [answer for group in groups for answer in self._answered(group, case)]
+        answers = [answer for group in groups for answer in self._answer_all(group, case)]
         taken_s, cpu_s = time.perf_counter() - started_s, time.process_time() - cpu_s
         self.answers[name] = answers
         num_tokens = sum(map(len, answers))
         self.tokens_per_cpu_s.append(num_tokens / cpu_s)
         return num_tokens / taken_s
 
-    def _answered(self, prompts: Sequence[str], case: Case) -> list[list[int]]:
+    def _answer_all(self, prompts: Sequence[str], case: Case) -> list[list[int]]:
         answers: dict[str, list[int]] = {}
         prediction = tuple(self._tokenizer.encode(case.prediction)) if case.prediction else ()
         for prompt in prompts:

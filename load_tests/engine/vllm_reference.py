@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from load_tests.decoding import Decoded
+from load_tests.decoding import DecodeResult
 
 WORKER = Path(__file__).with_name("vllm_worker.py")
 
@@ -67,13 +67,13 @@ class VllmDecoder:
         adapters: Sequence[int | None],
         num_tokens: int,
         schema: dict[str, Any] | None = None,
-    ) -> Decoded:
+    ) -> DecodeResult:
         folders = [None if index is None else str(self._adapters[index]) for index in adapters]
         child = self._lora if any(folders) else self._base
         job = {"prompts": [list(p) for p in prompts], "loras": folders, "num_tokens": num_tokens, "schema": schema}
         answer = child.ask(job)
         tokens = tuple(tuple(row) for row in answer["token_ids"])
-        return Decoded(tokens, answer["prefill_s"], tuple(answer["step_s"]))
+        return DecodeResult(tokens, answer["prefill_s"], tuple(answer["step_s"]))
 
     def close(self) -> None:
         """End the child processes."""

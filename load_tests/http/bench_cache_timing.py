@@ -105,12 +105,12 @@ class Bench:
                 times_s[is_same].append(time_s)
         return auc_of(times_s, self._resampling)
 
-    def measure_names(self, num_trials: int, refused: Callable[[str], float]) -> Auc:
+    def measure_names(self, num_trials: int, time_refusal: Callable[[str], float]) -> Auc:
         """Of the times to a 404 for the name of another's adapter, against those for nobody's."""
         times_s: dict[bool, list[float]] = {True: [], False: []}
         for number in range(-_NUM_WARM_UP, num_trials):
             is_anothers = bool(self._rng.random() < 0.5)
-            time_s = refused(_VICTIMS_NAME if is_anothers else _NOBODYS_NAME)
+            time_s = time_refusal(_VICTIMS_NAME if is_anothers else _NOBODYS_NAME)
             if number >= 0:
                 times_s[is_anothers].append(time_s)
         return auc_of(times_s, self._resampling)
@@ -176,7 +176,7 @@ class ServiceTenants:
                 pass
         return took_s
 
-    def refused(self, name: str) -> float:
+    def time_refusal(self, name: str) -> float:
         """Seconds to the attacker's 404. Raises RuntimeError for another answer."""
         started_s = time.perf_counter()
         answer = self._http[ATTACKER].post("/completions", json={"model": name, "prompt": "x", "max_tokens": 1})
@@ -225,7 +225,7 @@ def main() -> None:
     else:
         del checkpoint  # the service has its own
         with serving(given.config, settings.name, given.adapter) as tenants:
-            names = measure(tenants.ask).measure_names(given.trials, tenants.refused)
+            names = measure(tenants.ask).measure_names(given.trials, tenants.time_refusal)
         rows.append(("it names another tenant's adapter, not nobody's", given.trials, names))
     lines = [f"| {what} | {num_trials} | {found} |" for what, num_trials, found in rows]
     print(

@@ -140,15 +140,15 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("results/bench_http.jsonl"))
     arguments = parser.parse_args()
     if arguments.url is not None:
-        print(measured(arguments, arguments.url, None))
+        print(measure_all(arguments, arguments.url, None))
         return
     port = free_port()
     with Service(serve_arguments(str(arguments.config), port)) as service:
         service.wait_for("Ready after")
-        print(measured(arguments, f"http://127.0.0.1:{port}/v1", service.process.pid))
+        print(measure_all(arguments, f"http://127.0.0.1:{port}/v1", service.process.pid))
 
 
-def measured(arguments: argparse.Namespace, url: str, session_id: int | None) -> str:
+def measure_all(arguments: argparse.Namespace, url: str, session_id: int | None) -> str:
     """Everything that is printed; the JSON lines are written on the way."""
     config = read_settings(arguments.config)
     bench = Bench(config, url, session_id, arguments.prompt_words, arguments.tokens, arguments.seed)

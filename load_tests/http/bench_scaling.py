@@ -91,7 +91,7 @@ TRAFFIC: Mapping[str, Sequence[Phase]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class TrafficResult:
     """Of one traffic: answers, (seconds, replicas) at every look, and adapters that were written to devices.
 
     num_reloaded: writes of pinned adapters beyond one a replica.
@@ -199,7 +199,7 @@ def num_writes(url: str, num_adapters: int) -> int:
     return sum(body["activity"]["loads"]["device"] for body in bodies)
 
 
-def measure(url: str, session_id: int, fleet: Fleet, phases: Sequence[Phase]) -> Seen:
+def measure(url: str, session_id: int, fleet: Fleet, phases: Sequence[Phase]) -> TrafficResult:
     """Ask a service; its replicas are counted by their processes."""
     pids = set(processes(session_id)["engine"])
     num_before = len(pids)
@@ -215,10 +215,10 @@ def measure(url: str, session_id: int, fleet: Fleet, phases: Sequence[Phase]) ->
         outcomes = asyncio.run(open_loop(endpoint, requests(phases, seed=1)))
     num_loads = num_writes(url, fleet.num_adapters) - before
     num_reloaded = num_writes(url, fleet.num_pinned) - pinned_before - fleet.num_pinned * (len(pids) - num_before)
-    return Seen(outcomes, counts, num_loads, num_reloaded)
+    return TrafficResult(outcomes, counts, num_loads, num_reloaded)
 
 
-def row(policy: str, phases: Sequence[Phase], seen: Seen) -> str:
+def row(policy: str, phases: Sequence[Phase], seen: TrafficResult) -> str:
     """A line of the table."""
     first_s = [outcome.ttft_s for outcome in seen.outcomes if outcome.chunk_s]
     lost = sum(outcome.error is not None for outcome in seen.outcomes)

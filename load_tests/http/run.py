@@ -50,7 +50,7 @@ def run(
         asyncio.run(closed_loop(endpoint, requests, num_streams, on_end))
 
 
-class Recorded(NamedTuple):
+class RunResult(NamedTuple):
     """`complete`: the outcomes are of all requests; not after ctrl-C. `report`: for people, empty for no outcome."""
 
     outcomes: list[Outcome]
@@ -60,7 +60,7 @@ class Recorded(NamedTuple):
 
 def record(
     out: Path, config: Mapping[str, Any], endpoint: Endpoint, requests: Sequence[PlannedRequest], slo: Slo
-) -> Recorded:
+) -> RunResult:
     """Run and write OUT.jsonl, each request's line when it ends, OUT.md and, with matplotlib, OUT.png. What an older
     run left there is gone before anything is sent. OSError for files that cannot be written, before that too."""
     outcomes: list[Outcome] = []
@@ -84,7 +84,7 @@ def record(
         except KeyboardInterrupt:
             complete = False
         if not outcomes:
-            return Recorded([], complete, "")
+            return RunResult([], complete, "")
         summary = summarise(outcomes, slo, len(requests) - len(outcomes))
         file.write(json_line("summary", summary))
     text = markdown(out.name, summary)
@@ -95,7 +95,7 @@ def record(
         from load_tests.http.plot import plot
 
         plot(outcomes, out.name, plot_path)
-    return Recorded(outcomes, complete, text)
+    return RunResult(outcomes, complete, text)
 
 
 def show(report: str) -> None:

@@ -108,7 +108,7 @@ class Workload:
             found.append((slice(int(rows[0]), int(rows[-1]) + 1), slice(start, start + int(self.ranks[adapter]))))
         return found
 
-    def expected(self, layer: int) -> torch.Tensor:
+    def expected_output(self, layer: int) -> torch.Tensor:
         """y + delta in float64, by the definition."""
         out = self.y[layer].double()
         for rows, ranks in self.groups:
@@ -146,7 +146,7 @@ def check(workload: Workload, form: Form) -> float:
     """The relative error of the first layer."""
     out = workload.y[0].clone()
     form(0, out)
-    return relative_error(out, workload.expected(0))
+    return relative_error(out, workload.expected_output(0))
 
 
 def _bgmv(w: Workload, config: bgmv.Configuration | None = None) -> Form:
@@ -203,7 +203,7 @@ def _gather(w: Workload) -> Form:
     return add
 
 
-def _padded(w: Workload) -> Form:
+def _pad_and_multiply(w: Workload) -> Form:
     """(c) The rows of every adapter padded to the most rows any has, then one batched product."""
     a, b = _padded_tables(w)
     groups = w.groups
@@ -260,5 +260,5 @@ FORMS: dict[str, Callable[..., Form]] = {
     "deterministic": partial(_sgmv, batch_invariant=True),
     "loop": _loop,
     "gather+bmm": _gather,
-    "padded bmm": _padded,
+    "padded bmm": _pad_and_multiply,
 }

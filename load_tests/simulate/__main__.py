@@ -29,7 +29,7 @@ from app.simulation.replica import ReplicaSize
 from app.simulation.result import Interval, intervals
 from app.simulation.scaling import QueueLength, Scaling
 from app.simulation.traffic import Traffic
-from load_tests.simulate.scenarios import CROWDS_S, SCENARIOS, alternating, diurnal, flash_crowd, large, shared_heads
+from load_tests.simulate.scenarios import CROWDS_S, SCENARIOS, alternating, diurnal, flash_crowd, large, shared_prefixes
 
 POLICIES = ("sticky", "rendezvous", "round_robin", "traffic_weighted", "rank_aware", "min_cost_flow", "least_loaded")
 #: The service's own policy with the delays of configs/serve-autoscale.yaml; Ray's as it comes, and tuned to the same.
@@ -96,7 +96,7 @@ def compare_alternating(num_seeds: int, costs: Costs) -> str:
     return table(rows)
 
 
-def compare_heads(num_seeds: int, costs: Costs) -> str:
+def compare_prefixes(num_seeds: int, costs: Costs) -> str:
     """Requests for the base, whose prompts begin alike: 8 replicas, different numbers of heads and loads."""
     columns = {
         "cached_share": "prompt tokens cached",
@@ -105,12 +105,12 @@ def compare_heads(num_seeds: int, costs: Costs) -> str:
         "ttft_p99_s": "p99, s",
     }
     rows = {}
-    for num_heads, rate in ((20, 10.0), (200, 7.0), (200, 10.0), (2000, 7.0)):
+    for num_prefixes, rate in ((20, 10.0), (200, 7.0), (200, 10.0), (2000, 7.0)):
         for is_on in (False, True):
             plan = Plan(8, costs, placement=PlacementConfig(prefix_affinity=is_on))
-            make = partial(shared_heads, num_heads=num_heads, rate=rate)
+            make = partial(shared_prefixes, num_prefixes=num_prefixes, rate=rate)
             found = summaries(make, plan, num_seeds)
-            rows[f"{num_heads} heads, {rate:g} requests/s, {'on' if is_on else 'off'}"] = intervals(found)
+            rows[f"{num_prefixes} heads, {rate:g} requests/s, {'on' if is_on else 'off'}"] = intervals(found)
     return table(rows, columns, "traffic, prefix_affinity")
 
 
@@ -205,7 +205,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         case "alternating":
             print(compare_alternating(arguments.seeds, costs))
         case "heads":
-            print(compare_heads(arguments.seeds, costs))
+            print(compare_prefixes(arguments.seeds, costs))
         case "scaling":
             print(compare_scaling(arguments.seeds, costs))
         case "starts":

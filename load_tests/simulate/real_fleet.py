@@ -45,7 +45,7 @@ from app.engine.models.spec import ModelSpec
 from app.engine.request import GenerateRequest, SamplingParams
 from app.engine.stats import EngineStats, TenantService
 from app.simulation.traffic import BASE, Traffic
-from load_tests.control.simulated import SimulatedIngress
+from load_tests.control.simulated_service import SimulatedIngress
 from load_tests.popularity import adapter_indices
 from load_tests.random_adapters import write_random_adapter
 from load_tests.virtual_time import run_virtually
@@ -84,7 +84,7 @@ class Step(NamedTuple):
 
 
 @dataclass
-class Measured:
+class FleetResult:
     """Times of N requests in seconds from their arrival, [N] float64, and the replicas' counts."""
 
     first_token_s: NDArray[np.float64]
@@ -95,7 +95,7 @@ class Measured:
     steps: list[Step] = field(default_factory=list)
 
 
-class _Watched:
+class _RecordingBackend:
     """A backend that notes what it is given. It is a `Backend` as far as the engine asks."""
 
     def __init__(self, backend: Backend) -> None:
@@ -130,7 +130,7 @@ class SteppedEngine:
     def __init__(self, backend: Backend, config: EngineConfig, spent_s: Callable[[], float]) -> None:
         self._loop = asyncio.get_running_loop()
         self._spent_s = spent_s
-        self._backend = _Watched(backend)
+        self._backend = _RecordingBackend(backend)
         self.engine = Engine(self._backend, config, self._clock)
         self._began_s: float | None = None
         self._wake = asyncio.Event()
@@ -280,7 +280,7 @@ async def measure_fleet(
     traffic: Traffic,
     seed: int = 0,
     spent_s: Callable[[], float] = time.thread_time,
-) -> Measured:
+) -> FleetResult:
     """Run the traffic to its end on one replica per backend; on a `VirtualLoop`. adapters[i]: of index i.
 
     `seed` is of the ingress's choices between replicas. `spent_s` counts the seconds that backends have computed.
@@ -296,7 +296,7 @@ async def measure_fleet(
     await asyncio.sleep(3.0)  # placement has heard of all of them, and gives homes
     began_s = loop.time()
     count = traffic.num_requests
-    measured = Measured(np.full(count, math.nan), np.full(count, math.nan))
+    measured = FleetResult(np.full(count, math.nan), np.full(count, math.nan))
 
     async def ask(index: int) -> None:
         await asyncio.sleep(float(traffic.arrival_s[index]) - (loop.time() - began_s))
@@ -370,7 +370,9 @@ def make_adapters(spec: ModelSpec, folder: Path) -> list[LoraAdapter]:
     return adapters
 
 
-def run_real(backends: Sequence[Backend], adapters: Sequence[LoraAdapter], traffic: Traffic, seed: int = 0) -> Measured:
+def run_real(
+    backends: Sequence[Backend], adapters: Sequence[LoraAdapter], traffic: Traffic, seed: int = 0
+) -> FleetResult:
     """`measure_fleet` on the virtual clock, with `CONFIG`."""
     gc.collect()
     gc.freeze()  # what is there now is there for the whole run; a step does not pay for looking at it

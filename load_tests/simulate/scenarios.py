@@ -95,15 +95,15 @@ SCENARIOS: dict[str, Callable[[Rng], Traffic]] = {
 }
 
 
-def shared_heads(rng: Rng, num_heads: int, rate: float, num_ticks: int = NUM_TICKS) -> Traffic:
+def shared_prefixes(rng: Rng, num_prefixes: int, rate: float, num_ticks: int = NUM_TICKS) -> Traffic:
     """Requests for the base, Poisson at `rate` a second, whose prompts begin with one of so many heads (Zipf 1.0).
 
     Heads have 256 to 1,023 tokens, and what follows `LENGTHS`: system prompts, tools, documents that are asked about.
     """
     count = rng.poisson(rate * TICK_S * num_ticks)
     arrival_s = np.sort(rng.random(count) * TICK_S * num_ticks)
-    head = adapter_indices("zipf:1", num_heads, arrival_s, rng).astype(np.int64)
-    head_tokens = rng.integers(256, 1024, num_heads)
+    head = adapter_indices("zipf:1", num_prefixes, arrival_s, rng).astype(np.int64)
+    head_tokens = rng.integers(256, 1024, num_prefixes)
     plain = _traffic(arrival_s, np.full(count, BASE), np.zeros(0, np.int64), rng)
     return replace(plain, prompt_tokens=plain.prompt_tokens + head_tokens[head], head=head, head_tokens=head_tokens)
 

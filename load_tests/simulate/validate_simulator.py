@@ -29,7 +29,7 @@ from app.simulation.replica import ReplicaSize
 from app.simulation.result import Result, percentile
 from app.simulation.traffic import Traffic
 from load_tests.simulate.measure import fit
-from load_tests.simulate.real_fleet import CONFIG, RANKS_PER_ROW, Measured, make_adapters, run_real, trace
+from load_tests.simulate.real_fleet import CONFIG, RANKS_PER_ROW, FleetResult, make_adapters, run_real, trace
 
 SIZE = ReplicaSize(
     max_num_seqs=CONFIG.max_num_seqs,
@@ -48,7 +48,7 @@ WHAT = {
 }
 
 
-def of_real(runs: Sequence[tuple[Measured, Traffic]]) -> dict[str, float]:
+def of_real(runs: Sequence[tuple[FleetResult, Traffic]]) -> dict[str, float]:
     """Of one trace, or of several: all of their requests."""
     first_s = np.concatenate([measured.first_token_s for measured, _ in runs])
     speeds = [float((t.prompt_tokens + t.output_tokens).sum()) / measured.end_s for measured, t in runs]

@@ -54,7 +54,7 @@ class XlaMoeLoraTables:
         """Raises AdapterMismatch for deltas of experts if there is no room for any."""
         if not self.num_pages and _by_expert(adapter):
             raise AdapterMismatch(
-                f"the xla engine has no room for deltas of experts: a page of eight rank rows takes "
+                "the xla engine has no room for deltas of experts: a page of eight rank rows takes "
                 f"{self.page_bytes} bytes; raise engine.extra_weights_bytes"
             )
 

@@ -58,9 +58,9 @@ def test_rates_are_over_the_time_in_which_requests_were_due_and_answered() -> No
         (Slo(e2e_s=0.49), False),
     ],
 )
-def test_every_objective_counts(slo: Slo, met: bool) -> None:
-    assert slo.met(FAST) is met
-    assert not slo.met(FAILED)
+def test_every_objective_counts(slo: Slo, is_met: bool) -> None:
+    assert slo.is_met(FAST) is is_met
+    assert not slo.is_met(FAILED)
 
 
 def test_percentiles_are_linear_between_ranks() -> None:

@@ -209,7 +209,7 @@ class Stream:
 class ReplicaConnection:
     """The connection to one replica, and the streams that are computed there.
 
-    `settled` is set when it is known whether the replica has attached us: with the first frame, or when the link ends
+    `wait_until_settled` is set when it is known whether the replica has attached us: with the first frame, or when the link ends
     before. A replica that is `draining` takes no new requests; sooner or later it is stopped. `count` is told of
     streams that come (more than 0) and leave.
     """

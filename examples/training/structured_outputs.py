@@ -5,7 +5,7 @@ answers the same held-out prompts twice, greedily: freely, and by a grammar as t
 (`extract`), of strict tools (`tools`, with `tool_choice: auto`) or of a regular expression (`sql`, `support`).
 Malformed is an answer that no program can read, whatever it says. The engine is this project's own, without a server.
 
-    python -m examples.training.structured
+    python -m examples.training.structured_outputs
 """
 
 from __future__ import annotations
