@@ -1,8 +1,7 @@
-"""One way to time decoding, whoever decodes.
+"""Timing of decoding, the same for every decoder.
 
-In: prompts (token ids) and an adapter index per prompt, or None for the base. Out: a `DecodeResult`: tokens,
-and the times of the steps in which every stream is decoding: from the moment the last stream has
-its first token to the moment the first stream ends. Prefill is timed apart. Greedy, no end of text.
+A `DecodeResult` has the tokens and the times of the steps in which every stream decodes: from the last stream's first
+token to the first stream's end. Prefill is timed separately. Greedy, without end tokens.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ class DecodeResult:
 
     @property
     def tokens_per_s(self) -> float:
-        """All streams together, by the median step: on a shared machine a few steps wait for somebody else."""
+        """All streams together, by the median step: on a shared machine a few steps wait for other processes."""
         return len(self.token_ids) / statistics.median(self.step_s)
 
     @property

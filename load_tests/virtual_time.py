@@ -39,6 +39,6 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
 
 def run_virtually(main: Coroutine[Any, Any, T]) -> T:
-    """Run it to its end, and cancel what it has left behind."""
+    """Run a coroutine to its end and cancel the remaining tasks."""
     with asyncio.Runner(loop_factory=VirtualLoop) as runner:
         return runner.run(main)

@@ -103,10 +103,10 @@ def make(rng: Random, split: Split) -> Example:
     product = rng.choice(found.products)
     name = rng.choice(found.first_names)
     ticket = f"{''.join(rng.choices('ABCDEFGHKLMNPRSTUVWX', k=2))}-{rng.randint(1000, 99999)}"
-    told = rng.choice(problem.new if new else problem.train).format(product=product)
+    problem_text = rng.choice(problem.new if new else problem.train).format(product=product)
     named = problem.named.format(product=product)
     return Example(
-        prompt=rng.choice(FRAMES).format(ticket=ticket, name=name, problem=told),
+        prompt=rng.choice(FRAMES).format(ticket=ticket, name=name, problem=problem_text),
         answer=(
             f"Hello {name}!\nThank you for telling us about {ticket}. I am sorry that {named}.\n"
             f"We will {problem.step}.\n{SIGN_OFF}"

@@ -1,9 +1,8 @@
-"""Calls of tools: a sentence to the one function that does what it asks, with its arguments.
+"""Tool calls: from a sentence to the one function that answers it, with its arguments.
 
-In: a sentence, after a system message that tells of six functions. Out: one call as Hermes writes it; and, where the
-function's answer stands in the conversation already, one line that passes it on.
-A call passes when it parses, and its name and all of its arguments are the wanted ones with the right types.
-The conversation is told as the server tells it (`app/engine/models/chat/tool_call_formats.py`).
+A system message describes six functions. The answer is one call in Hermes' format or, after the function's result, one
+line that passes it on. A call passes when it parses, and its name and all of its arguments are the wanted ones with the
+right types. The conversation is rendered as the server renders it (`app/engine/models/chat/tool_call_formats.py`).
 """
 
 from __future__ import annotations
@@ -105,9 +104,11 @@ def make(rng: Random, split: Split) -> Example:
     if rng.random() >= RESULT_SHARE:
         return Example(prompt, call, {"tool": name, **arguments}, "new" if new else "known")
     result = _result(name, rng, split)
-    told = with_tools([{"role": "tool", "content": result}], [])[0]
+    message = with_tools([{"role": "tool", "content": result}], [])[0]
     before: tuple[Said, ...] = (("user", prompt), ("assistant", call))
-    return Example(str(told["content"]), f"Here it is: {result}", {"result": result}, "new" if new else "known", before)
+    return Example(
+        str(message["content"]), f"Here it is: {result}", {"result": result}, "new" if new else "known", before
+    )
 
 
 def _arguments(name: str, rng: Random, split: Split) -> dict[str, Any]:
@@ -134,7 +135,7 @@ def _arguments(name: str, rng: Random, split: Split) -> dict[str, Any]:
 
 
 def _number(rng: Random, most: int, split: Split) -> int:
-    """From 2 to `most`; every seventh is held out."""
+    """A number from 2 to `most`; every seventh is held out."""
     return rng.choice([number for number in range(2, most + 1) if (number % 7 == 3) == (split == "heldout")])
 
 
@@ -145,7 +146,7 @@ def _result(name: str, rng: Random, split: Split) -> str:
         "get_weather": f"{rng.choice(('sun', 'rain', 'snow', 'fog'))}, {number} degrees",
         "find_trains": f"the train leaves at {rng.randint(5, 22)}:{max(number, 10)}",
         "add_to_cart": f"{number} pieces ordered",
-        "call_contact": rng.choice(("nobody answers", "the line is busy", "connected")),
+        "call_contact": rng.choice(("no answer", "the line is busy", "connected")),
         "set_timer": f"the timer rings in {number} minutes",
         "convert_euros": f"{_number(rng, 999, split)}.{rng.randint(10, 99)} {rng.choice(CURRENCIES[1:])}",
     }[name]

@@ -1,10 +1,12 @@
-"""`python -m load_tests.chaos --minutes 10`: a service under traffic whose processes are killed and stopped.
+"""Chaos test: a service under traffic whose processes are killed and stopped.
 
-In: how long, and a seed. Out: a report in JSON, and status 1 if any answer was wrong or lost, if a change of the
-registry that was acknowledged is not there, or if something grows. A tiny model on two Ray nodes of this machine, an
-engine replica and an ingress on each, behind HAProxy (`polylora serve`), with PostgreSQL where its programs are
-installed (the report says so). Every so many seconds one deed of `chaos.events` is done. Needs the packages of the
-extra `test`: it makes its model with transformers.
+    python -m load_tests.chaos --minutes 10
+
+A tiny model runs on two Ray nodes of this machine, an engine replica and an ingress on each, behind HAProxy (`polylora
+serve`), with PostgreSQL if its programs are installed (the report says so). Every few seconds one fault of
+`chaos.events` is injected. Prints a report in JSON; the status is 1 if any answer was wrong or lost, if an acknowledged
+change of the registry is missing, or if something leaks. Needs the packages of the extra `test`: it makes its model
+with transformers.
 """
 
 from __future__ import annotations
@@ -35,11 +37,11 @@ from tests.e2e.tiny import save_adapter, save_tiny_model
 from tests.postgres import PostgresServer, find_postgres
 
 RANKS = {"a0": 8, "a1": 16, "a2": 1, "a3": 8, "a4": 32, "a5": 8}
-#: The hub's.
+#: Adapters on the hub.
 HUB_RANKS = {"h0": 8, "h1": 4}
-#: Before what processes hold is counted for the first time the traffic runs so long.
+#: Traffic runs this long before the first count of resources.
 WARM_UP_S = 15.0
-#: After the last event everything is whole again within this: a node comes back, and Serve starts what ran there.
+#: After the last fault everything must be healthy within this time: a node rejoins, and Serve restarts what ran there.
 SETTLE_S = 120.0
 
 
@@ -90,7 +92,7 @@ def bodies(rng: random.Random, count: int) -> list[dict[str, Any]]:
 
 
 async def run(world: World, url: str, options: argparse.Namespace) -> dict[str, Any]:
-    """Everything after the start; the report."""
+    """Run the test on a started service; returns the report."""
     import httpx
 
     outages, rng = ProxyOutages(), random.Random(options.seed)
@@ -132,7 +134,7 @@ async def run(world: World, url: str, options: argparse.Namespace) -> dict[str, 
 
 
 async def wait_until_settled(url: str, faults: Faults) -> None:
-    """Return when all roles are there and the service says that it is healthy. Raises TimeoutError."""
+    """Wait until all roles have processes and the service is healthy. Raises TimeoutError."""
     import httpx
 
     wanted = dict.fromkeys(VICTIMS, 1) | {"engine": 2, "ingress": 2}
@@ -147,14 +149,14 @@ async def wait_until_settled(url: str, faults: Faults) -> None:
 
 
 def staged_files(folder: Path) -> list[str]:
-    """What downloads have left behind under a service's folder."""
+    """Temporary files of downloads that remain under a service's folder."""
     left = [path for staging in folder.rglob("staging") for path in staging.rglob("*") if path.is_file()]
     left = [path for path in left if path.name != "guard" and path.suffix != ".lock"]
     return [f"{len(left)} files of downloads are left: {left[0]}"] if left else []
 
 
 class World(NamedTuple):
-    """A service that runs, and what it needs. `database` None: PostgreSQL is not installed."""
+    """A running service and its surroundings. `database` is None if PostgreSQL is not installed."""
 
     service: Service
     node: SecondNode
@@ -176,7 +178,7 @@ def world(folder: Path, port: int) -> Iterator[World]:
         database = None if programs is None else PostgresServer(programs)
         environment = {
             "OMP_NUM_THREADS": "1",
-            "RAY_AUTH_MODE": "token",  # as Ray does for the service's own node; the other one has to say it
+            "RAY_AUTH_MODE": "token",  # as Ray sets it for the service's own node; the other one has to set it
             "RAY_AUTH_TOKEN": secrets.token_hex(16),
         }
         if database is not None:

@@ -1,8 +1,7 @@
-"""What happens to a service: one process, machine or place after the other dies, stands still or is full.
+"""Faults for a service: one process, machine or resource after the other dies, stops or is full.
 
-In: a service, its second node, its database and the hub of its adapters. Out: a deed every so many seconds, each once
-before any is done a second time, and a line for each. Rule: what is stopped or full is so for `STOPPED_S`, and a node
-or a database that was killed is started again: what must come back by itself is the service.
+One fault is injected every few seconds, each once before any is repeated. A stop lasts `STOPPED_S`, and a killed node
+or database is started again: everything else must recover by itself.
 """
 
 from __future__ import annotations
@@ -24,21 +23,21 @@ from load_tests.chaos.traffic import ProxyOutages
 from load_tests.process_tree import processes
 from tests.postgres import PostgresServer
 
-#: Whose death a client sees.
+#: Roles whose death clients notice.
 CLIENT_FACING = ("ingress", "haproxy")
 VICTIMS = ("engine", "ingress", "store", "placement", "haproxy")
 STOPPED_S = 10.0
-#: A node, or a database, that was killed is started again after so long.
+#: A killed node or database is restarted after this time.
 AWAY_S = 3.0
-#: Without PostgreSQL's programs its deeds are left out.
+#: Left out without PostgreSQL's programs.
 DATABASE_FAULTS = ("kill the database", "stop the database")
 
-#: Does something and returns what it did it to.
+#: Injects a fault and returns what it hit.
 Fault = Callable[[], Awaitable[str]]
 
 
 class Faults:
-    """All that can be done to a service; `deeds` has them by name."""
+    """All faults of a service by name: `faults`."""
 
     def __init__(
         self,
@@ -68,7 +67,7 @@ class Faults:
             }
 
     def session_ids(self) -> tuple[int, int]:
-        """Of everything that serves."""
+        """Session ids of everything that serves."""
         return self._service_id, self._node.session_id
 
     async def _kill(self, role: str) -> str:
@@ -83,7 +82,7 @@ class Faults:
         return await _still(self._one(role))
 
     async def _kill_raylet(self) -> str:
-        """What runs on the node dies with it, an ingress perhaps; then the node is started again."""
+        """Kill a raylet: everything on its node dies with it, perhaps an ingress; then the node is started again."""
         raylets = self._node.raylets
         self._outages.record_kill()
         for pid in raylets:
@@ -97,7 +96,7 @@ class Faults:
         return await _still(self._node.raylets)
 
     async def _fill_disk(self) -> str:
-        """No file of the store's grows: for its process all disks are full. Python ignores the signal that says so."""
+        """Freeze the size of the store process's files, as if disks were full. Python ignores the signal for this."""
         pids = self._one("store")
         limits = {pid: resource.prlimit(pid, resource.RLIMIT_FSIZE) for pid in pids}
         for pid, (_, hard) in limits.items():
@@ -121,13 +120,13 @@ class Faults:
         return "PostgreSQL"
 
     def _one(self, role: str) -> Sequence[int]:
-        """One process of a role, if there is any."""
+        """One random process of a role, if there is any."""
         pids = processes(*self.session_ids()).get(role, [])
         return [self._random.choice(pids)] if pids else []
 
 
 class Events:
-    """One deed after the other, in an order of chance."""
+    """Injects faults one after the other in random order."""
 
     def __init__(
         self, faults: Mapping[str, Fault], every_s: float, rng: random.Random, clock: Callable[[], float]
@@ -139,7 +138,7 @@ class Events:
         self.happened: list[str] = []
 
     async def run(self, until_s: float) -> None:
-        """Each is done once before any is a second time."""
+        """Inject each fault once before any is repeated."""
         plan: list[str] = []
         while self._clock() + self._every_s < until_s:
             await asyncio.sleep(self._every_s)

@@ -1,8 +1,8 @@
-"""What the control plane costs, without a model: `python -m load_tests.control.bench_control`.
+"""Cost of the control plane without a model: `python -m load_tests.control.bench_control`.
 
-In: sizes. Out: a table of measurements, in Markdown. Placement's real service, ingresses from the dispatcher down and
-replicas that answer at once run in one process; every message between them is pickled and read, as Ray would do, and
-the time of both sides is counted. Rule: what Ray's calls themselves take is not in it, so their number is told beside.
+Placement's real service, ingresses from the dispatcher down and replicas that answer at once run in one process; every
+message between them is pickled and unpickled, as Ray would do, and the time of both sides is counted. Ray's own calls
+are not included, so the table gives their number.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Costs:
 
 
 def carry(service: PlacementService, costs: Costs) -> None:
-    """Have every call of a service cost what its messages cost, too: each is pickled and read."""
+    """Add the cost of its messages to every call of a service: each is pickled and unpickled."""
 
     def wrap(name: str, method: Any) -> Any:
         async def call(*args: Any) -> Any:
@@ -97,7 +97,7 @@ class _TimedAwait:
 
 
 class Devices:
-    """What each replica's device holds: the adapters used last."""
+    """The adapters on each replica's device: the ones used last."""
 
     def __init__(self, service: SimulatedService) -> None:
         self._service = service

@@ -1,12 +1,11 @@
-"""A registry of many adapters: what a page, a lookup and a change cost, and what the tables weigh.
+"""Costs of a registry of many adapters: a page, a lookup, a change, and the size of the tables.
 
-In: a number of adapters, and the URL of an empty database or none: then it is a file. Out: a Markdown table.
 The rows are written to the database at once, with an event for each; then the registry's process opens it and an
-ingress copies it, as both do at start. Pages and single adapters are asked through the HTTP routes in this process, so
-that their times are the routes' and JSON's, without a socket and without Ray (an adapter's own page adds one call to
-the registry's process, 1 to 2 ms). A page is asked somewhere in the list, not at its beginning. Lines of the database
-are single calls of the registry's methods, each a transaction of its own and in a thread, as in its process. At last up
-to 100,000 more names are registered unread. What a store's start takes is for `bench_store_start` to say.
+ingress copies it, as both do at start. The database is empty before, or a new file. Pages and single adapters are
+requested through the HTTP routes in this process: the times include the routes and JSON, but no socket and no Ray (an
+adapter's own page adds one call to the registry's process, 1 to 2 ms). A page starts somewhere in the list. The
+database's lines are single calls of the registry's methods, each a transaction of its own in a thread, as in its
+process. Finally up to 100,000 more names are registered lazily.
 
     python -m load_tests.control.bench_registry --adapters 100000
     python -m load_tests.control.bench_registry --adapters 1000000 --database postgresql://user@host/empty
@@ -61,7 +60,7 @@ from app.engine.adapters.card import AdapterCard, AdapterRef
 
 #: Rows written by one statement.
 _BATCH = 10_000
-#: Names that are registered unread.
+#: Names that are registered lazily.
 MAX_UNREAD = 100_000
 
 
@@ -85,7 +84,7 @@ class _InstantStore:
 
 
 class _NoBytes(HostAdapterCache[None]):
-    """Nobody asks for an adapter's bytes here."""
+    """A cache without adapters: no request needs an adapter's bytes here."""
 
     def __init__(self) -> None:
         self.counts = TierCounters()
@@ -275,7 +274,7 @@ async def measure(url: str, num_adapters: int, num_samples: int) -> list[tuple[s
 
 
 def _database_calls(registry: Registry, name: Callable[[], str]) -> dict[str, Callable[[], object]]:
-    """What of the registry's routes is asked of the database itself."""
+    """The registry's database calls behind its routes."""
     catalog, journal = registry.catalog, registry.journal
     with registry.database.read() as connection:
         sample = select(events.c.public_id).order_by(func.random()).limit(1000)
@@ -292,7 +291,7 @@ def _database_calls(registry: Registry, name: Callable[[], str]) -> dict[str, Ca
 
 
 async def _follow(lifecycle: RegistryService, view: RegistryView, held: Version, apply_us: list[float]) -> None:
-    """What an ingress does: ask for what is new, take it over, ask again."""
+    """Follow the registry like an ingress: request changes, apply them, repeat."""
     while True:
         news = await lifecycle.published.table.newer(held, "ingress", 60.0)
         assert news is not None, "something changes all the time"

@@ -1,7 +1,7 @@
 """Steps of the GPU engine on Llama-shaped models of random weights: what adapters cost, and what loading them costs.
 
 In: a shape and a device. Out: a Markdown table on stdout and a JSON file. Times are medians over interleaved rounds
-(`measuring.py`) on one machine in one run; ratios are taken within a round. Times of the device are of replayed
+(`stats.py`) on one machine in one run; ratios are taken within a round. Times of the device are of replayed
 graphs between two events; times of a step are the host's clock around `Backend.forward`, drawn tokens included.
 
     python -m load_tests.engine.bench_gpu --shape 8b --out results/bench_gpu_8b.json

@@ -3,7 +3,7 @@
 In: a base in GGUF and the Python of an environment with vLLM (`vllm_reference.py`; it takes part where it is named).
 Out: Markdown on stdout. All streams of a case decode greedily to the same length, whose end no schema reaches; the
 whole time counts, with prompts, grammars and guesses, which are at their defaults on both sides. Rounds are interleaved
-(`measuring.py`), ratios are taken within a round, and it is said how many answers of the two have the same tokens.
+(`stats.py`), ratios are taken within a round, and it is said how many answers of the two have the same tokens.
 
     python -m load_tests.engine.bench_schema_rates --streams 1,8,32 --vllm /path/to/python
 """
@@ -37,7 +37,7 @@ PROMPT_TOKENS = 24
 
 
 class Case(NamedTuple):
-    """Who decodes, whether with a schema, and how many streams."""
+    """A measurement: the system, whether answers have a schema, the number of streams."""
 
     who: str
     has_schema: bool

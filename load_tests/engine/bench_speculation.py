@@ -1,8 +1,8 @@
-"""What guessing ahead gains where an answer repeats what it was given, and what it costs elsewhere.
+"""Speculative decoding: its gain where an answer repeats its input, and its cost elsewhere.
 
-In: a base model and the demo adapter that extracts. Out: Markdown on stdout, of one run. Two engines alone, one with
-`engine.speculative_decoding: off` and one with `auto`, answer the same greedy requests by turns in each round, prompts cached;
-their answers have to be the same tokens. Elsewhere means free text at 1, 8 and 32 streams.
+Two engines, one with `engine.speculative_decoding: off` and one with `auto`, answer the same greedy requests in turns
+in each round, with cached prompts; their answers must have the same tokens. Elsewhere means free text at 1, 8 and 32
+streams.
 
     python -m load_tests.engine.bench_speculation
 """

@@ -2,8 +2,8 @@
 
 In: one JSON line of settings, then one line per job: prompts (token ids), a LoRA folder per prompt or null, the number
 of tokens, a JSON schema for all answers or null. Out: one JSON line each: "ready", then tokens and step times as
-`load_tests.decoding.DecodeResult` has them. The engine runs in this process and is stepped by hand, so that its steps are
-timed as ours are.
+`load_tests.decoding.DecodeResult` has them. The engine runs in this process and is stepped by hand, so that its steps
+are timed as ours are.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""What HTTP, text and Ray cost: the same requests through a running service and into an engine alone.
+"""Cost of HTTP, text and Ray: the same requests through a running service and into an engine alone.
 
-In: a configuration file, from which a service is started as `make serve` does, and the engine alone is built in
-this process. Out: tokens/s of both, first request to last token, and their ratio within a round; rounds are
-interleaved (`measuring.py`) and the idle one uses no CPU. Prompts are fresh in every round, so nobody profits from a
-prefix cache. The client runs on the same machine and is part of what HTTP costs. Beside it, the CPU time per token
-of each of the service's processes. With `--url` the service is one that runs already, and its processes are not known.
+The service is started as `make serve` does, the engine alone is built in this process. Prints tokens/s of both, first
+request to last token, and their ratio within a round; rounds are interleaved (`stats.py`) and the idle side uses no
+CPU. Prompts are new in every round, so the prefix cache never helps. The client runs on the same machine and is part of
+HTTP's cost. Also prints the CPU time per token of each of the service's processes. With `--url` a running service is
+measured, without its processes.
 
     python -m load_tests.http.bench_http --config configs/serve.yaml --streams 1,8,32
 """

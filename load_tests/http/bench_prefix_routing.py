@@ -1,10 +1,10 @@
-"""Conversations that begin alike on two real replicas, with `placement.prefix_affinity` on and off.
+"""Conversations with shared prefixes on two real replicas, with `placement.prefix_affinity` on and off.
 
-In: a configuration, from which two services are started as `make serve` does, alike but for that switch, each with two
-engine replicas of one thread. Out: Markdown: of either the share of prompt tokens that were cached, time to the first
-token, and the busier replica's CPU time over the mean of both; ratios within a round. Rule: in a round both are asked
-the same, in turns, and nothing of it was asked before. A conversation's next prompt is the last one and more words.
-Conversations are for the base, whose requests may go to any replica, and share their first words with others.
+Two services that differ in this setting only are started as `make serve` does, each with two engine replicas of one
+thread. Prints the cached fraction of prompt tokens, time to the first token, and the busier replica's CPU time over the
+mean of both; ratios within a round. In a round both get the same new requests in turns. A conversation's next prompt is
+the last one and more words. Conversations are for the base, whose requests may go to any replica, and share their first
+words with others.
 
     python -m load_tests.http.bench_prefix_routing --rounds 3
 """
@@ -39,8 +39,9 @@ NUM_TOKENS = 8
 
 @dataclass(frozen=True, slots=True)
 class Talk:
-    """What is said in a round: `num_heads` texts of `head_words` words are shared by `num_conversations`, each of which
-    has `num_turns` of `turn_words` words; `num_streams` requests are open at a time."""
+    """A round's conversations: `num_prefixes` texts of `prefix_words` words are shared by `num_conversations`, each of
+    which has `num_turns` of `turn_words` words; `num_streams` requests are open at a time.
+    """
 
     num_prefixes: int = 16
     prefix_words: int = 256
@@ -51,7 +52,7 @@ class Talk:
 
 
 class RoundResult(NamedTuple):
-    """Of one round: the share of prompt tokens that were cached, seconds to the first token, and imbalance."""
+    """One round: the cached fraction of prompt tokens, seconds to the first token, and imbalance."""
 
     cached: float
     p50_s: float
@@ -83,7 +84,7 @@ class Bench:
     seen: list[RoundResult] = field(default_factory=list)
 
     def measure(self) -> float:
-        """The share of prompt tokens that were cached. Raises RuntimeError when a request fails."""
+        """Run a round; returns the cached fraction of prompt tokens. Raises RuntimeError when a request fails."""
         before = self.engine_seconds()
         outcomes = self._ask(conversations(self.talk, self.model, seed=1 + len(self.seen)))
         used_s = [seconds - before[pid] for pid, seconds in self.engine_seconds().items()]

@@ -77,7 +77,7 @@ CALM, CROWD = (4.0, 5), (16.0, 26)  # requests a second, and adapters that they 
 
 
 def _hour(hour: int) -> Phase:
-    """Of fifteen hours of ten seconds, from night to noon and back."""
+    """A phase of fifteen hours of ten seconds each, from night to noon and back."""
     part = (1 - math.cos(2 * math.pi * hour / 15)) / 2
     rate, num_adapters = (calm + part * (crowd - calm) for calm, crowd in zip(CALM, CROWD, strict=True))
     return Phase(10, rate, round(num_adapters))
@@ -92,9 +92,9 @@ TRAFFIC: Mapping[str, Sequence[Phase]] = {
 
 @dataclass(frozen=True, slots=True)
 class TrafficResult:
-    """Of one traffic: answers, (seconds, replicas) at every look, and adapters that were written to devices.
+    """One traffic: answers, (seconds, replicas) at every look, and adapters that were written to devices.
 
-    num_reloaded: writes of pinned adapters beyond one a replica.
+    num_reloaded: writes of pinned adapters beyond one per replica.
     """
 
     outcomes: Sequence[Outcome]
@@ -127,7 +127,7 @@ def reaction_s(phases: Sequence[Phase], counts: Sequence[tuple[float, int]]) -> 
 
 
 def changes(counts: Sequence[tuple[float, int]]) -> list[int]:
-    """The numbers of replicas in their order, each as often as it came anew."""
+    """The numbers of replicas in order, without repetitions."""
     return [count for count, _ in groupby(count for _, count in counts)]
 
 
@@ -250,7 +250,7 @@ def main() -> None:
     given = parser.parse_args()
     machine, fleet = environment(), Fleet()
     rows: dict[str, list[str]] = {name: [] for name in given.traffic or TRAFFIC}
-    told: list[str] = []
+    reports: list[str] = []
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         save_tiny_model(folder / MODEL)
@@ -265,7 +265,7 @@ def main() -> None:
                 for index in range(fleet.num_pinned):
                     body = {"base_model": MODEL, "lora_model": f"a{index}", "pin_lora": True}
                     httpx.post(f"{url}/v1/load_lora", json=body, timeout=300).raise_for_status()
-                # What the first replica has written is told.
+                # What the first replica has written is reported.
                 while num_writes(url, fleet.num_pinned) < fleet.num_pinned:
                     time.sleep(1.0)
                 for name, lines in rows.items():
@@ -274,14 +274,14 @@ def main() -> None:
                     lines.append(row(policy, TRAFFIC[name], measure(url, service.process.pid, fleet, TRAFFIC[name])))
                     print(name, lines[-1], flush=True)
                 logs = service.folder.rglob("controller_*.log")
-                told += [line for log in logs for line in log.read_text().splitlines() if "are wanted" in line]
+                reports += [line for log in logs for line in log.read_text().splitlines() if "are wanted" in line]
     print(
         f"\n{machine['cpu']}, {machine['num_cpus']} CPUs, commit {machine['commit']}; load average before "
         f"{machine['load_average']}, after {environment()['load_average']}. {fleet}"
     )
     for name, lines in rows.items():
         print(f"\n**{name}**\n\n{HEAD}\n" + "\n".join(lines))
-    print("\nWhat the controller's log said:\n\n" + "\n".join(f"    {line}" for line in told))
+    print("\nWhat the controller's log said:\n\n" + "\n".join(f"    {line}" for line in reports))
 
 
 if __name__ == "__main__":

@@ -53,7 +53,7 @@ def plot(outcomes: Sequence[Outcome], title: str, path: Path) -> None:
 
 
 def _plain(name: str) -> str:
-    """As matplotlib shows it unchanged: between $ it reads mathematics, and what starts with _ has no legend."""
+    """Escape a name for matplotlib: text between $ is mathematics, and names that start with _ have no legend."""
     return " " * name.startswith("_") + name.replace("$", r"\$")
 
 

@@ -1,9 +1,8 @@
-"""From outcomes to numbers: percentiles, rates, goodput; as a dictionary, JSON lines and Markdown.
+"""Summaries of outcomes: percentiles, rates, goodput; as a dictionary, JSON lines and Markdown.
 
-In: the outcomes of one run and the service level objectives. Out: a summary of plain values. A failed request
-counts against attainment and goodput and has no latency. Percentiles are linear between ranks (NumPy's
-default). Rates are over the time from the first request due to the last good answer complete, or the last request
-due, if that is later: one that hangs until its time is up does not thin out what the others got.
+A failed request counts against attainment and goodput and has no latency. Percentiles are linear between ranks (NumPy's
+default). Rates are over the time from the first due request to the last good answer, or to the last due request if that
+is later: one that hangs until its timeout does not thin out the others.
 """
 
 from __future__ import annotations

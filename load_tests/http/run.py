@@ -51,7 +51,9 @@ def run(
 
 
 class RunResult(NamedTuple):
-    """`complete`: the outcomes are of all requests; not after ctrl-C. `report`: for people, empty for no outcome."""
+    """A recorded run. `complete`: the outcomes are of all requests; not after ctrl-C. `report`: for people, empty
+    without outcomes.
+    """
 
     outcomes: list[Outcome]
     complete: bool
@@ -99,7 +101,7 @@ def record(
 
 
 def show(report: str) -> None:
-    """On stdout, while somebody reads it; the files have it all."""
+    """Print to stdout if it is still read; the files have everything."""
     try:
         print(("\n" if sys.stderr.isatty() else "") + report, flush=True)
     except BrokenPipeError:
@@ -117,7 +119,7 @@ def check_keys(default_key: str, api_keys: Mapping[str, object], tenants: Collec
 
 
 def tenant_names(config: WorkloadConfig, trace: Sequence[TraceEntry]) -> set[str]:
-    """Who may have a request in a plan of these."""
+    """Tenants that may have a request in such a plan."""
     drawn = not trace or any(entry.tenant is None for entry in trace)
     numbered = {f"tenant-{i}" for i in range(config.num_tenants)} if drawn else set()
     return numbered | {entry.tenant for entry in trace if entry.tenant is not None}

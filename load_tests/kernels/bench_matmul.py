@@ -89,7 +89,7 @@ def changed_rows(compute: Callable[[Product, Floats], Floats], product: Product,
 
 
 def run(spec: ModelSpec, row_counts: tuple[int, ...], num_layers: int, num_rounds: int, num_threads: int) -> str:
-    """The Markdown table. RuntimeError if a row of ours changes with its company."""
+    """The Markdown table. Raises RuntimeError if a row of ours depends on its batch."""
     rng = np.random.default_rng(0)
     made = products(spec, num_layers, rng)
     systems: dict[str, Callable[[Product, Floats], Floats]] = {

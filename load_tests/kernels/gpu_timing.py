@@ -62,7 +62,7 @@ def event_seconds(call: Callable[[], object], num_repeats: int = 15) -> float:
 
 
 def ceilings() -> Ceilings:
-    """Of this device, with random values: products of zeros are faster than real ones."""
+    """This device's ceilings, with random values: products of zeros are faster than real ones."""
     source = torch.empty(1 << 30, dtype=torch.bfloat16, device="cuda").normal_()
     target = torch.empty_like(source)
     bandwidth = 2 * source.nbytes / event_seconds(lambda: target.copy_(source))

@@ -124,7 +124,7 @@ def cold_layers(sizes: Sizes) -> int:
 
 
 def num_segments(sizes: Sizes, block_tokens: int) -> int:
-    """As in the engine: a decode step's CUDA graph has room for a different adapter per row."""
+    """Segments as in the engine: a decode step's CUDA graph has room for a different adapter per row."""
     num_runs = sizes.num_rows if sizes.num_rows <= MAX_DECODE_ROWS else sizes.num_adapters
     return sgmv.max_segments(sizes.num_rows, num_runs, block_tokens)
 

@@ -91,7 +91,7 @@ def _search(workload: Workload, kernel: str, best: Any, clock: Clock) -> tuple[A
 
 
 def _seconds(workload: Workload, kernel: str, config: Any) -> float:
-    """Of all layers; infinite for a configuration that gives wrong results."""
+    """Seconds of all layers; infinite for a configuration that gives wrong results."""
     form = lora_forms.FORMS[kernel](workload, config)
     if not lora_forms.check(workload, form) < TOLERANCE[workload.x.dtype]:
         return float("inf")

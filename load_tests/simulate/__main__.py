@@ -60,7 +60,7 @@ COLUMNS = {
 
 
 def summaries(make: Callable[[np.random.Generator], Traffic], plan: Plan, num_seeds: int) -> list[Mapping[str, float]]:
-    """Of one simulation per seed, from 0 on, each with traffic of its own."""
+    """Summaries of one simulation per seed, from 0 on, each with its own traffic."""
     return [simulate(make(np.random.default_rng(seed)), plan, seed).summary() for seed in range(num_seeds)]
 
 
@@ -97,7 +97,7 @@ def compare_alternating(num_seeds: int, costs: Costs) -> str:
 
 
 def compare_prefixes(num_seeds: int, costs: Costs) -> str:
-    """Requests for the base, whose prompts begin alike: 8 replicas, different numbers of heads and loads."""
+    """Requests for the base with shared prefixes: 8 replicas, different numbers of prefixes and loads."""
     columns = {
         "cached_share": "prompt tokens cached",
         "imbalance": "imbalance",

@@ -1,10 +1,9 @@
 """Real replicas under a trace: real engines and control plane, clocks that count CPU seconds.
 
-In: a base model, adapters, traffic. Out: when each request had its first token and its end, what was loaded, and what
-every step was and took. Everything from the dispatcher down is the service's: links, placement, reports, replicas and
-engines. A step is computed, and then lasts on the loop's clock as many seconds as its thread computed: each replica
-has a core of its own, however busy the machine is, and nobody waits while all are idle. Rule: nothing is simulated but
-the time between steps. Left out are processes, sockets and HTTP.
+Everything from the dispatcher down is the service's: connections, placement, reports, replicas and engines. A step is
+computed, and then lasts on the loop's clock as many seconds as its thread computed: each replica has its own core,
+however busy the machine is, and idle time passes at once. Only the time between steps is simulated. Processes, sockets
+and HTTP are left out.
 """
 
 from __future__ import annotations
@@ -96,7 +95,7 @@ class FleetResult:
 
 
 class _RecordingBackend:
-    """A backend that notes what it is given. It is a `Backend` as far as the engine asks."""
+    """A backend that records its inputs. It is a `Backend` as far as the engine needs one."""
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
@@ -162,7 +161,7 @@ class SteppedEngine:
         return self.engine.failure
 
     def warm_up(self) -> None:
-        """Nothing: whoever measures warms up with a trace."""
+        """Do nothing: measurements warm up with a trace."""
 
     def start(self) -> None:
         """Nothing: `run` is a task."""
@@ -213,7 +212,7 @@ class _HostMemory(AdapterFetcher):
 
 
 class _NoRegistry(StoreService[SharedAdapter]):
-    """Nobody keeps the names here."""
+    """A store without a registry."""
 
     def __init__(self) -> None: ...
 
@@ -245,7 +244,8 @@ class _Replica:
         settings = PlacementConfig()
         self.reports = StatusReporter(
             replica_id, self.engine, self.service, placement, _NoRegistry(), (),
-            telling=DeltaReporter(ReplicaIdentity("store", settings.model_dump_json(), clock())), is_leaving=lambda: False,
+            telling=DeltaReporter(ReplicaIdentity("store", settings.model_dump_json(), clock())),
+            is_leaving=lambda: False,
             interval_s=settings.report_interval_s, clock=clock,
         )  # fmt: skip
         self.tasks = [
@@ -293,7 +293,7 @@ async def measure_fleet(
         for name, backend in ((f"r{i:04d}", backend) for i, backend in enumerate(backends))
     }
     ingress = SimulatedIngress("ingress", placement, _Calls(replicas), LimitsConfig(), seed)
-    await asyncio.sleep(3.0)  # placement has heard of all of them, and gives homes
+    await asyncio.sleep(3.0)  # placement knows all of them, and assigns replicas
     began_s = loop.time()
     count = traffic.num_requests
     measured = FleetResult(np.full(count, math.nan), np.full(count, math.nan))

@@ -58,7 +58,7 @@ def mmpp(rng: Rng) -> Traffic:
 
 
 def alternating(rng: Rng, num_adapters: int = 4, num_ticks: int = 40, requests: int = 24) -> Traffic:
-    """Of four adapters two are asked for in one tick and the others in the next, again and again."""
+    """Two of four adapters get requests in one tick and the other two in the next, again and again."""
     times, adapters = [], []
     for tick in range(num_ticks):
         drawn = np.sort(rng.random(requests)) * TICK_S + tick * TICK_S
@@ -96,9 +96,10 @@ SCENARIOS: dict[str, Callable[[Rng], Traffic]] = {
 
 
 def shared_prefixes(rng: Rng, num_prefixes: int, rate: float, num_ticks: int = NUM_TICKS) -> Traffic:
-    """Requests for the base, Poisson at `rate` a second, whose prompts begin with one of so many heads (Zipf 1.0).
+    """Requests for the base, Poisson at `rate` a second, whose prompts begin with one of `num_prefixes` prefixes (Zipf
+    1.0).
 
-    Heads have 256 to 1,023 tokens, and what follows `LENGTHS`: system prompts, tools, documents that are asked about.
+    Prefixes have 256 to 1,023 tokens, and the rest `LENGTHS`: system prompts, tools, documents.
     """
     count = rng.poisson(rate * TICK_S * num_ticks)
     arrival_s = np.sort(rng.random(count) * TICK_S * num_ticks)

@@ -58,8 +58,8 @@ def test_rates_are_over_the_time_in_which_requests_were_due_and_answered() -> No
         (Slo(e2e_s=0.49), False),
     ],
 )
-def test_every_objective_counts(slo: Slo, is_met: bool) -> None:
-    assert slo.is_met(FAST) is is_met
+def test_every_objective_counts(slo: Slo, met: bool) -> None:
+    assert slo.is_met(FAST) is met
     assert not slo.is_met(FAILED)
 
 
