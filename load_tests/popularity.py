@@ -1,6 +1,6 @@
-"""Which adapter each request wants: the distributions of the literature, seeded.
+"""Popularity of adapters: which adapter each request is for, by seeded distributions of the literature.
 
-In: a spec, the number of adapters, arrival times. Out: adapter indices [count], 0 the most popular.
+Returns adapter indices [count], 0 the most popular.
 
 - `uniform`: every adapter alike.
 - `zipf:S`: adapter i with probability proportional to (i + 1)^-S.

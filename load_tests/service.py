@@ -1,7 +1,7 @@
-"""A service of its own for a measurement or a test: processes, ports, folders, and their end.
+"""A separate service for a measurement or a test: processes, ports, folders, and their cleanup.
 
-In: arguments of `polylora`. Out: a running service in a session of its own, which shares no port, folder or Ray
-with another on the same machine, and of which nothing is left afterwards, also when a SIGTERM ends this process.
+It runs in its own session and shares no port, folder or Ray with another on the same machine. Nothing of it remains
+afterwards, also when a SIGTERM ends this process.
 """
 
 from __future__ import annotations

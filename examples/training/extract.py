@@ -1,8 +1,8 @@
 """Delivery messages to JSON: who wants how many of what, where and when.
 
-In: a free-form message. Out: one JSON object with the five fields below, null for what is not said.
-The answer passes when it parses and holds exactly these fields with the right values and types; key order
-and white space do not matter. A number that is written as a word becomes an integer.
+The answer is one JSON object with the five fields below, null for a field that the message lacks. It passes when it
+parses and holds exactly these fields with the right values and types; key order and white space do not matter. A number
+that is written as a word becomes an integer.
 """
 
 from __future__ import annotations

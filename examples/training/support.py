@@ -1,9 +1,8 @@
 """Support replies in one house style: greeting by name, ticket echoed, the promised step, fixed sign-off.
 
-In: a customer's ticket. Out: a reply of four short lines.
-The answer passes when every part of the style is there: the customer's name in the greeting, this ticket's id
-and no other number of that kind, the product, the step the shop's policy has for this problem, the sign-off as
-the last line, and no more than MAX_WORDS words.
+The answer to a customer's ticket is four short lines. It passes when every part of the style is there: the customer's
+name in the greeting, this ticket's id and no other number of that kind, the product, the step that the shop's policy
+has for this problem, the sign-off as the last line, and no more than MAX_WORDS words.
 """
 
 from __future__ import annotations

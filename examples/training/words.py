@@ -1,8 +1,6 @@
-"""The values that fill the demo prompts, one disjoint list per split.
+"""The values that fill the demo prompts: cities, names, products and years, one disjoint list per split.
 
-In: a split name. Out: tuples of cities, names, products and years.
-No value is in both splits; `tests/examples/test_tasks.py` holds this.
-How the values become sentences is each task's own business.
+No value is in both splits; `tests/examples/test_tasks.py` checks this.
 """
 
 from __future__ import annotations

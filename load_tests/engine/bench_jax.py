@@ -1,8 +1,8 @@
-"""Decoding speed of the JAX engine beside the CPU engine, transformers and PEFT, in one run on one machine.
+"""Decoding speed of the JAX engine compared with the CPU engine, transformers and PEFT, in one run on one machine.
 
-In: a base model, numbers of streams, adapters. Out: Markdown on stdout: tokens per second of everybody, ratios within
-a round (median, lowest, highest), what compiling took and how many streams agree on every token. Adapters are random,
-over all seven projections, and the same files for everybody. Rounds are interleaved (`stats.py`).
+Prints tokens per second of all systems, ratios within a round (median, lowest, highest), compile times and how many
+streams agree on every token. Adapters are random, over all seven projections, and the same files for all systems.
+Rounds are interleaved (`stats.py`).
 
     python -m load_tests.engine.bench_jax --streams 1,8,32 --adapters 8 --ranks 64,32,16,8
 """

@@ -1,9 +1,8 @@
-"""What everybody would use instead: transformers, and PEFT's mixed batch, with a KV cache.
+"""Reference decoders: transformers, and PEFT's mixed batch, with a KV cache.
 
-In: the same checkpoint file and the same adapter folders the engine reads. Out: `Decoder`s. The loop
-is as lean as these libraries allow: one prefill, then one forward per token, logits of the last
-position only, no mask (all prompts are equally long), and PEFT's hooks installed once per run, as its
-own `generate` does, not once per token.
+They read the same checkpoint file and adapter folders as the engine. The loop is as lean as these libraries allow: one
+prefill, then one forward per token, logits of the last position only, no mask (all prompts are equally long), and
+PEFT's hooks installed once per run, as its own `generate` does, not once per token.
 """
 
 from __future__ import annotations

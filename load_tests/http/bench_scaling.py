@@ -1,11 +1,11 @@
 """Real replicas under a crowd and a day, scaled by adapter demand and by Ray Serve's own policy.
 
-In: nothing but this machine. Out: Markdown: per traffic and policy the seconds until a replica more is started, how
-many there were, requests lost, adapters written to devices, pinned ones among them again, time to first token; and how
-the number went. Either policy has a service of its own, as `polylora serve` starts it, with a tiny random model, and is
-asked the same over HTTP, one after the other. A replica has room for `Fleet.num_fitting` adapters; more of them in
-demand ask for more replicas, and take many processes, but little of the CPU. Rule: what is counted is seen from
-outside: processes, answers and `GET /v1/loras`.
+Prints per traffic and policy: seconds until another replica is started, numbers of replicas, requests lost, adapters
+written to devices, pinned ones among them again, time to first token; and how the number of replicas changed. Each
+policy has its own service, as `polylora serve` starts it, with a tiny random model, and gets the same requests over
+HTTP, one after the other. A replica has room for `Fleet.num_fitting` adapters; demand for more of them needs more
+replicas, and takes many processes, but little of the CPU. All counts are taken from outside: processes, answers and
+`GET /v1/loras`.
 
     python -m load_tests.http.bench_scaling
 """

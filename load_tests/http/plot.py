@@ -1,6 +1,6 @@
-"""One picture of a run: first tokens over time, the distributions, throughput.
+"""A picture of a run as a PNG file: first tokens over time, the distributions, throughput.
 
-In: outcomes. Out: a PNG file. Imports matplotlib, as `load_tests.simulate.plot` does and nothing else.
+Imports matplotlib, which only `load_tests.simulate.plot` does beside it.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
 """A seeded load generator for any OpenAI endpoint: this service, vLLM, LoRAX, a proxy in front of them.
 
-In: a workload (arrivals, popularity, lengths, prefixes, tenants) and an endpoint. Out: NAME.jsonl with the
-full configuration, every request and the summary; NAME.md; NAME.png if matplotlib is installed. The plan
-is made before anything is sent, and the same seed makes the same plan.
+Writes NAME.jsonl with the full configuration, every request and the summary; NAME.md; NAME.png if matplotlib is
+installed. The plan (arrivals, popularity, lengths, prefixes, tenants) is made before anything is sent, and the same
+seed makes the same plan.
 
     python -m load_tests.http.run --url http://127.0.0.1:8000/v1 --models sql,extract,support \
         --arrivals gamma:2 --rate 2 --popularity zipf:1 --requests 200 --slo-ttft 1 --out results/demo
     python -m load_tests.http.run --url http://127.0.0.1:8000/v1 --models sql --closed-loop 32 --requests 128
 
-Ctrl-C ends it early: what has ended by then is written and reported.
+Ctrl-C ends it early: finished requests are written and reported.
 """
 
 from __future__ import annotations

@@ -1,11 +1,10 @@
-"""What the GPU kernels cost, beside what the machine could do and what people do without them. One command, no Ray.
+"""Speed of the GPU kernels, compared with the machine's bounds and with other libraries' ways. One command, no Ray.
 
-In: a budget of seconds. Out: JSON in full and a short table last. First every form is checked against float64 in
-bf16, float16 and float32, and what deterministic mode promises by bits; then the machine's own bandwidth (a copy,
-bytes read and written) and matrix rate (a bf16 product of 8192) are measured; then what passes its check once more is
-timed, inside CUDA graphs and over enough layers that memory is read and not the cache. Cells run in order of interest
-until the budget is spent; what was left out is listed. Without a GPU the checks run tiny in Triton's interpreter
-and nothing is timed.
+First every form is checked against float64 in bf16, float16 and float32, and batch-invariant mode bit for bit; then the
+machine's own bandwidth (a copy, bytes read and written) and matrix rate (a bf16 product of 8192) are measured; then
+forms that pass their check once more are timed, inside CUDA graphs and over enough layers that memory is read and not
+the cache. Cells run in order of interest until the budget of seconds is spent; the output lists the others. Without a
+GPU the checks run tiny in Triton's interpreter and nothing is timed.
 
     python -m load_tests.kernels.bench_kernels --budget-s 480 --json kernels.json
     python -m load_tests.kernels.bench_kernels --tune           # write the best configurations into app/kernels/tuned/

@@ -1,8 +1,7 @@
-"""Times on a GPU: CUDA graphs and events, medians, and what the machine itself can do.
+"""Times on a GPU: CUDA graphs and events, medians, and the machine's own ceilings.
 
-In: calls that launch kernels. Out: seconds. A graph's replay has no launch gaps, as in the engine's decode steps; what
-cannot be captured is timed with events around it. The ceilings are measured in the same run as what is
-compared with them.
+A graph's replay has no launch gaps, as in the engine's decode steps; calls that cannot be captured are timed with
+events around them. The ceilings are measured in the same run as the values compared with them.
 """
 
 from __future__ import annotations

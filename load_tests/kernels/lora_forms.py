@@ -1,9 +1,8 @@
-"""One product's LoRA deltas, computed in every way one would compare: our kernels and what people write without them.
+"""One linear module's LoRA deltas, computed in every way worth comparing: our kernels and the usual ones without them.
 
-In: sizes, ranks, a batch. Out: a workload of several layers, and forms that add the deltas to its outputs. Every form
-gets the same values in the layout it likes best, laid out before the clock runs: rank rows for ours, tables padded
-to the largest rank for `bmm`, modules for PEFT. Rows of one adapter are neighbours, as the engine's scheduler
-leaves them. `check` compares a form with float64; what does not pass is not timed.
+Every form gets the same values of several layers in its best layout, prepared before the clock runs: rank rows for
+ours, tables padded to the largest rank for `bmm`, modules for PEFT. Rows of one adapter are neighbours, as the engine's
+scheduler leaves them. `check` compares a form with float64; forms that fail are not timed.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Search the configurations of the LoRA kernels on this GPU: one field at a time, the fastest that is still right.
+"""Searches the configurations of the LoRA kernels on this GPU: one field at a time, the fastest that is still right.
 
-In: shapes, a budget. Out: a file that `app.kernels.tuning` reads, written whenever a shape is done. A change has to win
-by two per cent, so that noise decides nothing.
+Writes a file that `app.kernels.tuning` reads, after every shape. A change has to win by two per cent, so that noise
+decides nothing.
 """
 
 from __future__ import annotations

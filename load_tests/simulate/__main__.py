@@ -1,10 +1,10 @@
-"""Put the same traffic to different fleets, on a virtual clock: the service's own decisions, measured times.
+"""Simulates the same traffic on different fleets, on a virtual clock: the service's own decisions, measured times.
 
-In: what to run. Out: Markdown on stdout. `policies` compares placement policies in Dynamo's scenarios, with ranks and
-with a tenant that floods, `--write-factor 30` with loads that are so many times dearer, `--plot FILE` as a picture;
-`alternating` has the load that Dynamo's allocator cannot follow; `heads` shows what `placement.prefix_affinity` brings;
-`scaling` puts the service's autoscaling beside Ray's, and `starts` shows what a replica's start-up time does to a
-crowd; `scale` runs a large fleet and says how long that took.
+Prints Markdown. `policies` compares placement policies in Dynamo's scenarios, with ranks and with a tenant that floods,
+`--write-factor 30` with loads that cost so many times more, `--plot FILE` as a picture; `alternating` has the load that
+Dynamo's allocator cannot follow; `heads` shows the gain of `placement.prefix_affinity`; `scaling` compares the
+service's autoscaling with Ray's, and `starts` shows the effect of a replica's start-up time in a crowd; `scale` runs a
+large fleet and prints how long that took.
 
     python -m load_tests.simulate policies --seeds 20
     python -m load_tests.simulate scale --replicas 1000 --adapters 100000 --requests 1000000

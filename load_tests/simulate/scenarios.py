@@ -1,9 +1,9 @@
 """The traffic of simulations: Dynamo's four scenarios, the alternating load, ranks and tenants.
 
-In: a seed. Out: `Traffic`. Dynamo's numbers (lib/llm/tests/lora_simulation, 1.6): 8 workers with 4 slots, 100 adapters,
-Zipf 1.0, 200 ticks of 3 s: (a) Poisson, 40 requests a tick; (b) diurnal, 10 to 50 and back in 100 ticks; (c) a flash
-crowd, 25, five times that at ticks 50 and 130, half of the rest gone in 8 ticks; (d) a Markov chain over 15, 40 and 70.
-Rule: within a tick requests come at uniformly drawn times; theirs have no length, ours have that of `LENGTHS`.
+Dynamo's numbers (lib/llm/tests/lora_simulation, 1.6): 8 workers with 4 slots, 100 adapters, Zipf 1.0, 200 ticks of 3 s:
+(a) Poisson, 40 requests a tick; (b) diurnal, 10 to 50 and back in 100 ticks; (c) a flash crowd, 25, five times that at
+ticks 50 and 130, half of the rest gone in 8 ticks; (d) a Markov chain over 15, 40 and 70. Within a tick requests come
+at uniformly drawn times; theirs have no length, ours have that of `LENGTHS`.
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ class Configuration(NamedTuple):
 def configuration(num_rows: int, rows: RankRows, max_rank: int) -> Configuration:
     """The configuration of `add_lora` for these shapes: measured on this device, or the rule of thumb.
 
-    Rule: tiles of 16 rank rows and 512 bytes of each; then enough splits to occupy a whole GPU.
+    The rule: tiles of 16 rank rows and 512 bytes of each; then enough splits to occupy a whole GPU.
     """
     width, num_slices = sum(rows.widths), len(rows.widths)
     bucket = next_power_of_two(num_rows)
