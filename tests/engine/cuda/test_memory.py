@@ -64,8 +64,8 @@ def test_a_plan_prints_its_numbers() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"num_kv_blocks": 10**8}, r"does not fit: weights .* 100000000 KV blocks .* of 7.20 GiB; lower"),
-        ({"lora_pool_rows": 10**8}, r"does not fit: .* rank rows .* GiB.*lower engine.num_kv_blocks"),
+        ({"num_kv_blocks": 10**8}, r"do not fit: weights .* 100000000 KV blocks .* of 7.20 GiB; lower"),
+        ({"lora_pool_rows": 10**8}, r"do not fit: .* rank rows .* GiB.*lower engine.num_kv_blocks"),
         ({"memory_bytes": 3 * GIB, "free_bytes": 2 * GIB}, r"budget is 3.00 GiB but 2.00 GiB of the device's 8.00 GiB"),
         ({"memory_bytes": GIB // 2, "num_kv_blocks": 0}, r"no memory is left for KV blocks of .*: weights"),
     ],
