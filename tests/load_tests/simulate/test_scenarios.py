@@ -38,7 +38,7 @@ def test_prompts_are_longer_than_what_they_begin_with() -> None:
     assert traffic.head is not None
     assert traffic.head_tokens is not None
     assert (traffic.prompt_tokens > traffic.head_tokens[traffic.head]).all()
-    names = {name for name, _ in traffic.prefixes()}
+    names = {name for name, _ in traffic.heads()}
     assert 1 < len(names) <= 5
     assert simulate(traffic, Plan(2, read_costs()), 0).num_lost == 0
 
