@@ -1,9 +1,9 @@
-"""Two tenants in a minute, with OpenAI's own client: projects, keys, a limit, and what each has used.
+"""Two tenants in a minute, with OpenAI's own client: projects, keys, a limit, and the usage of each.
 
     POLYLORA_ADMIN_KEY=$(polylora keygen --admin) python examples/tenants.py
 
-In: a running service and its admin key. Out: lines that say what happened. Everything here is OpenAI's admin API; only
-the fairness weight is our own (`/v1/tenants`).
+Needs a running service and its admin key. Everything here is OpenAI's admin API; only the fairness weight is our own
+(`/v1/tenants`).
 """
 
 from __future__ import annotations

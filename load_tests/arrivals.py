@@ -1,12 +1,12 @@
-"""When requests arrive: seeded point processes. Traces are read by `app.simulation.trace`.
+"""Seeded point processes: arrival times in seconds from the start, ascending.
 
-In: a spec on the command line such as `poisson`, `gamma:2`, `onoff:10:5`, and a mean rate. Out: arrival
-times in seconds from the start, ascending. Open loop: times never depend on how the server answers.
+A spec such as `poisson`, `gamma:2` or `onoff:10:5` and a mean rate define one. Open loop: times never depend on the
+server's answers. Traces are read by `app.simulation.trace`.
 
 - `constant`: one every 1/rate.
 - `poisson`: independent arrivals.
 - `gamma:CV`: gamma-distributed gaps with coefficient of variation CV; 1 is Poisson, above 1 is bursty.
-- `onoff:ON:OFF`: Poisson for ON seconds, silence for OFF seconds, and so on; the mean rate stays.
+- `onoff:ON:OFF`: Poisson for ON seconds, silence for OFF seconds, and so on, with the same mean rate.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
-"""A measurement as on a machine without AVX-512: `python -m load_tests.avx2 engine.bench_engine --streams 32 ...`.
+"""Runs a measurement limited to AVX2: `python -m load_tests.avx2 engine.bench_engine --streams 32 ...`.
 
-In: the name of a module of `load_tests` and its arguments. Out: what it prints, with Numba, torch, oneDNN, MKL and vLLM
-limited to AVX2, each by the setting it has for that.
+Numba, torch, oneDNN, MKL and vLLM are each limited by their own setting.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ ENVIRONMENT = {
 
 
 def is_limited() -> bool:
-    """Whether this process runs so."""
+    """Whether this process is limited to AVX2."""
     return all(os.environ.get(name) == value for name, value in ENVIRONMENT.items())
 
 

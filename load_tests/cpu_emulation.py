@@ -1,9 +1,9 @@
-"""Tests as on other x86-64 machines: `python -m load_tests.cpu_emulation [--machines NAME,…] [TEST …]`.
+"""Runs tests as on other x86-64 machines: `python -m load_tests.cpu_emulation [--machines NAME,…] [TEST …]`.
 
-In: names of machines and pytest's arguments; without any, all machines and the tests that compare bits. Out: a Markdown
-table, a line per machine: how many tests passed, and which failed. Torch, oneDNN, MKL, OpenBLAS, NumPy, Numba
-and XLA are each limited by the setting it has for that, so a machine can only be poorer than this one, and what a
-library does for one maker's processors alone is not seen. Ends with status 1 if a test failed.
+By default all machines and the tests that compare bits. Prints a Markdown table with a line per machine: how many tests
+passed, and which failed; the status is 1 if a test failed. Torch, oneDNN, MKL, OpenBLAS, NumPy, Numba and XLA are each
+limited by their own setting, so a machine can only be poorer than this one, and code for one maker's processors alone
+is not covered.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from load_tests import avx2
 _ROOT = Path(__file__).parent.parent
 #: What compares bits and takes minutes, not hours, on one core.
 TESTS = (
-    "tests/engine/cuda/test_bit_identity.py", "tests/engine/cuda/test_extra_weights.py", "tests/engine/cuda/test_graphs.py",
+    "tests/engine/cuda/test_bit_identity.py", "tests/engine/cuda/test_extra_weights.py",
+    "tests/engine/cuda/test_graphs.py",
     "tests/engine/cuda/test_sampling.py", "tests/kernels", "tests/engine/cpu/test_extra_weights.py",
     "tests/engine/cpu/test_narrow_rows.py", "tests/engine/cpu/test_weights.py",
     "tests/engine/cpu/test_weight_storage.py", "tests/engine/adapters/test_base_weight_dedup.py",

@@ -1,8 +1,7 @@
-"""One way to time decoding, whoever decodes.
+"""Timing of decoding, the same for every decoder.
 
-In: prompts (token ids) and an adapter index per prompt, or None for the base. Out: a `Decoded`: tokens,
-and the times of the steps in which every stream is decoding: from the moment the last stream has
-its first token to the moment the first stream ends. Prefill is timed apart. Greedy, no end of text.
+A `DecodeResult` has the tokens and the times of the steps in which every stream decodes: from the last stream's first
+token to the first stream's end. Prefill is timed separately. Greedy, without end tokens.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from app.engine.request import GenerateRequest, SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
-class Decoded:
+class DecodeResult:
     """`prefill_s` is until the last stream's first token; each of `step_s` gave every stream one token."""
 
     token_ids: tuple[tuple[int, ...], ...]
@@ -29,7 +28,7 @@ class Decoded:
 
     @property
     def tokens_per_s(self) -> float:
-        """All streams together, by the median step: on a shared machine a few steps wait for somebody else."""
+        """All streams together, by the median step: on a shared machine a few steps wait for other processes."""
         return len(self.token_ids) / statistics.median(self.step_s)
 
     @property
@@ -41,7 +40,7 @@ class Decoded:
 class Decoder(Protocol):
     """Anything that can be timed."""
 
-    def decode(self, prompts: Sequence[Sequence[int]], adapters: Sequence[int | None], num_tokens: int) -> Decoded:
+    def decode(self, prompts: Sequence[Sequence[int]], adapters: Sequence[int | None], num_tokens: int) -> DecodeResult:
         """Generate `num_tokens` (at least 2) for every prompt."""
         ...
 
@@ -56,7 +55,7 @@ class EngineDecoder:
         self._grammar = grammar
         self._num_runs = 0
 
-    def decode(self, prompts: Sequence[Sequence[int]], adapters: Sequence[int | None], num_tokens: int) -> Decoded:
+    def decode(self, prompts: Sequence[Sequence[int]], adapters: Sequence[int | None], num_tokens: int) -> DecodeResult:
         self._num_runs += 1
         names = [f"{self._num_runs}-{i}" for i in range(len(prompts))]
         sampling = SamplingParams(
@@ -87,4 +86,4 @@ class EngineDecoder:
             any_ended = len(live) < len(names)
         if not step_s:
             raise ValueError(f"{num_tokens} tokens are too few: no step had all {len(prompts)} streams; ask for more")
-        return Decoded(tuple(tuple(tokens[name]) for name in names), opened - started, tuple(step_s))
+        return DecodeResult(tuple(tuple(tokens[name]) for name in names), opened - started, tuple(step_s))

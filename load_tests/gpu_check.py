@@ -1,11 +1,11 @@
 """One command on a machine with a GPU: check everything that needs one, then time it, in calls of minutes.
 
-In: a folder for results and the seconds this call may take. Out: every log and result there, and a short table last.
-What is done is kept in `gpu_check.json` after every stage: the same command goes on where the last one stopped, until
-it says that all is done. Parts of a stage are processes of their own, side by side where they are tests, alone where
-they are timed; one that fails or hangs is reported and stops nothing. Exit status 1 if anything has failed, 3 if
-stages are left. It needs Python 3.11 or newer, torch with CUDA, triton, numba, transformers, peft and pytest, but no
-Ray and no network; wheels of what else is missing lie in a folder made beforehand by the first of these commands:
+Writes every log and result to a folder, and a short table at the end; each call has a budget of seconds. Progress is
+saved in `gpu_check.json` after every stage: the same command continues where the last call stopped, until it reports
+that all is done. Parts of a stage are separate processes, concurrent for tests, alone for timings; one that fails or
+hangs is reported and stops nothing. Exit status 1 if anything has failed, 3 if stages are left. It needs Python 3.11 or
+newer, torch with CUDA, triton, numba, transformers, peft and pytest, but no Ray and no network; the first command below
+downloads wheels of other missing packages beforehand:
 
     python -m load_tests.gpu_check --fetch wheels
     python -m load_tests.gpu_check --wheels wheels --out results

@@ -1,8 +1,8 @@
-"""What `gpu_check` runs: stages of processes, each with a limit of seconds, and how they are run.
+"""The stages of `gpu_check`: processes, each with a limit of seconds, and how they are run.
 
-In: a folder for logs and results. Out: stages in the order they are worth having: right before fast, the engine's steps
-(which the targets are about) before single kernels, and after the search for configurations the steps once more.
-A stage's limit is below what a call may take, so that every stage fits one.
+Stages are ordered by value: correctness before speed, the engine's steps (which the targets are about) before single
+kernels, and after the search for configurations the steps once more. A stage's limit is below that of a call, so that
+every stage fits one.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Which adapter each request wants: the distributions of the literature, seeded.
+"""Popularity of adapters: which adapter each request is for, by seeded distributions of the literature.
 
-In: a spec, the number of adapters, arrival times. Out: adapter indices [count], 0 the most popular.
+Returns adapter indices [count], 0 the most popular.
 
 - `uniform`: every adapter alike.
 - `zipf:S`: adapter i with probability proportional to (i + 1)^-S.
@@ -36,7 +36,7 @@ def adapter_indices(spec: str, num_adapters: int, arrival_s: NDArray[np.float64]
         case "uniform", []:
             return rng.integers(0, num_adapters, count)
         case "zipf", [s] if s >= 0:
-            return _weighted(np.arange(1, num_adapters + 1, dtype=np.float64) ** -s, count, rng)
+            return _draw_weighted(np.arange(1, num_adapters + 1, dtype=np.float64) ** -s, count, rng)
         case "powerlaw", [alpha] if alpha > 0:
             drawn = np.floor(num_adapters * rng.random(count) ** (1 / alpha)).astype(np.int64)
             return np.minimum(drawn, num_adapters - 1)
@@ -56,7 +56,7 @@ def adapter_indices(spec: str, num_adapters: int, arrival_s: NDArray[np.float64]
                 raise ValueError(
                     f"skewed:{ratio}: each adapter must be more popular than the next; use a ratio above 1"
                 )
-            return _weighted(ratio ** -np.arange(num_adapters, dtype=np.float64), count, rng)
+            return _draw_weighted(ratio ** -np.arange(num_adapters, dtype=np.float64), count, rng)
         case "punica-uniform", []:
             wanted = math.ceil(math.sqrt(count))
             if num_adapters < wanted:
@@ -67,7 +67,7 @@ def adapter_indices(spec: str, num_adapters: int, arrival_s: NDArray[np.float64]
     raise ValueError(f"popularity {spec!r} is not one of {KINDS}")
 
 
-def _weighted(weights: NDArray[np.float64], count: int, rng: np.random.Generator) -> Indices:
+def _draw_weighted(weights: NDArray[np.float64], count: int, rng: np.random.Generator) -> Indices:
     return rng.choice(len(weights), size=count, p=weights / weights.sum()).astype(np.int64)
 
 

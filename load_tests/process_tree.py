@@ -1,7 +1,7 @@
-"""What a service's processes have used of the CPU, by what they are.
+"""CPU time of a service's processes by role, from /proc (Linux).
 
-In: the id of the session in which a service was started. Out: seconds of CPU since each process began, summed by
-role, from /proc (Linux). What has ended is not counted: read it while the service runs, and take differences.
+The service's session id selects them. Ended processes are not counted: read it while the service runs, and take
+differences.
 """
 
 from __future__ import annotations

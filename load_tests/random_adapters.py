@@ -1,8 +1,7 @@
 """Random LoRA adapters as PEFT folders: as many as a measurement needs, of any ranks.
 
-In: a base model's spec, ranks, a seed. Out: folders that both this project and PEFT read. Their
-contents mean nothing; their sizes are real. On the command line it prints their names, one a line, as
-`load_tests.http.run --models @FILE` reads them, and may register them with a service that reads that folder:
+Their contents mean nothing; their sizes are real. The command line prints their names, one a line, as
+`load_tests.http.run --models @FILE` reads them, and can register them with a service that reads that folder:
 
     python -m load_tests.random_adapters --count 100 --ranks 8,16,32,64 --out /tmp/adapters \
         --register http://127.0.0.1:8000/v1 > names.txt

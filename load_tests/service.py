@@ -1,7 +1,7 @@
-"""A service of its own for a measurement or a test: processes, ports, folders, and their end.
+"""A separate service for a measurement or a test: processes, ports, folders, and their cleanup.
 
-In: arguments of `polylora`. Out: a running service in a session of its own, which shares no port, folder or Ray
-with another on the same machine, and of which nothing is left afterwards, also when a SIGTERM ends this process.
+It runs in its own session and shares no port, folder or Ray with another on the same machine. Nothing of it remains
+afterwards, also when a SIGTERM ends this process.
 """
 
 from __future__ import annotations
@@ -80,7 +80,9 @@ class Service:
         self._reader.start()
 
     def __enter__(self) -> Self:
-        """From the main thread: until the exit a SIGTERM raises SystemExit, which would otherwise leave it running."""
+        """Enter from the main thread: until the exit a SIGTERM raises SystemExit, which would otherwise leave the
+        service running.
+        """
         self._on_sigterm = signal.signal(signal.SIGTERM, _exit)
         return self
 
@@ -130,7 +132,7 @@ def _exit(number: int, _: object) -> None:
 
 
 def end_session(session_id: int) -> None:
-    """Whatever Ray started is in the session of who started it."""
+    """Stop a session: everything that Ray starts is in the session of its starter."""
     for pid in session_processes(session_id):
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
@@ -154,7 +156,7 @@ def start_session(
 
 
 def own_environment(folder: Path) -> dict[str, str]:
-    """Ray, HAProxy and the registry in this folder, on ports that nobody else has."""
+    """Environment with Ray, HAProxy and the registry in this folder, on ports of their own."""
     haproxy = folder / "haproxy"
     ingress_port = free_ports(NUM_INGRESS_PORTS)
     return {
@@ -178,10 +180,10 @@ def free_port() -> int:
 
 
 def free_ports(count: int) -> int:
-    """The first of so many ports on which nobody listens.
+    """The first of `count` consecutive free ports.
 
-    Between those of Ray's workers (up to 19,999) and those that the kernel gives out (from 32,768 on): nobody else
-    takes one of them before the service does, which may be a minute from now.
+    They lie between those of Ray's workers (up to 19,999) and those that the kernel gives out (from 32,768 on): no
+    other process takes one of them before the service does, which may be a minute from now.
     """
     while True:
         first = random.randrange(20_000, 32_768 - count)

@@ -1,9 +1,8 @@
 """Measurements that survive a noisy machine: interleaved rounds, and medians of ratios within a round.
 
-In: named measurements. Out: one value per name and round. Two values of one round were taken minutes or
-less apart on the same machine, so their ratio means something even when neither value does. Every second
-round runs backwards, so that a drift favours nobody. Also here: what machine and versions a run saw, and lists of
-numbers on the command line.
+Two values of one round were taken minutes or less apart on the same machine, so their ratio is meaningful even when
+neither value is. Every second round runs backwards, so that a drift favours no system. Also here: the machine and
+versions of a run, and lists of numbers on the command line.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""An event loop whose clock jumps: what would take minutes takes as long as its own code does.
+"""An event loop whose clock jumps: minutes of waiting take as long as the code itself.
 
-In: a coroutine that waits for nothing outside of its loop (no threads, no sockets). Out: its result. When nothing is
-ready the clock goes to the next timer at once, so the order of events is that of their times, on any machine.
+The coroutine may wait for nothing outside of its loop (no threads, no sockets). When nothing is ready the clock goes to
+the next timer at once, so the order of events is that of their times, on any machine.
 """
 
 from __future__ import annotations
@@ -39,6 +39,6 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
 
 def run_virtually(main: Coroutine[Any, Any, T]) -> T:
-    """Run it to its end, and cancel what it has left behind."""
+    """Run a coroutine to its end and cancel the remaining tasks."""
     with asyncio.Runner(loop_factory=VirtualLoop) as runner:
         return runner.run(main)

@@ -71,9 +71,9 @@ def served_features(config: EngineConfig) -> frozenset[str]:
 def check_device_is_here(config: EngineConfig) -> None:
     """Raise ConfigError for a GPU that this machine does not have. Imports torch, for `engine.cuda` only."""
     if isinstance(config.device, CudaConfig):
-        from app.engine.cuda import factory as cuda_loading
+        from app.engine.cuda import backend as cuda_backend
 
-        cuda_loading.cuda_device(config.device.index)
+        cuda_backend.cuda_device(config.device.index)
 
 
 def load_backend(checkpoint: Checkpoint, config: EngineConfig) -> Backend:
@@ -96,9 +96,9 @@ def load_backend(checkpoint: Checkpoint, config: EngineConfig) -> Backend:
             kind = CpuBackend if checkpoint.spec.encoder is None else EncoderBackend
             return kind(checkpoint.spec, checkpoint.tensors(), config)
         case CudaConfig():
-            from app.engine.cuda import factory as cuda_loading
+            from app.engine.cuda import backend as cuda_backend
 
-            return cuda_loading.load_backend(checkpoint, config)
+            return cuda_backend.load_backend(checkpoint, config)
         case XlaConfig():
             from app.engine.xla import backend as xla_backend
 

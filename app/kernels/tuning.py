@@ -1,10 +1,9 @@
-"""Tile shapes of the GPU kernels: measured ones per device and shape where there are any, else rules of thumb.
+"""Tile shapes of the GPU kernels: measured per device and shape where available, else rules of thumb.
 
-In: an operation, the shape of its operands and the device's name. Out: the values of the kernel's static
-arguments. Measured values are files `tuned/<device>.json`, written by `load_tests/kernels/bench_kernels.py --tune`; a
-device or shape without an entry gets the rule of thumb, which each kernel holds itself. A configuration changes
-the speed and the order of sums, never what is computed; deterministic mode does not read these files, so
-that its bits outlive a tuning run.
+Measured values are files `tuned/<device>.json`, written by `load_tests/kernels/bench_kernels.py --tune`; for a device
+or shape without an entry each kernel has its own rule of thumb. A configuration changes the speed and the order of
+sums, never the result beyond rounding; batch-invariant mode does not read these files, so that its bits survive a
+tuning run.
 """
 
 from __future__ import annotations
@@ -34,21 +33,21 @@ def shape_key(operation: str, *sizes: int, dtype: torch.dtype) -> str:
     return "/".join([operation, *map(str, sizes), str(dtype).removeprefix("torch.")])
 
 
-def measured(device: torch.device, key: str) -> Mapping[str, int] | None:
-    """The configuration measured on this device for this shape, None where there is none."""
+def tuned_config(device: torch.device, key: str) -> Mapping[str, int] | None:
+    """The configuration measured on this device for this shape, or None."""
     if device.type != "cuda":
         return None
     return _of_device(device).get(key)
 
 
 def file_name(device_name: str) -> str:
-    """The file of a device: of an "NVIDIA H200" it is "nvidia_h200.json"."""
+    """A device's file name: "nvidia_h200.json" for an "NVIDIA H200"."""
     return device_name.lower().replace(" ", "_").replace("/", "_") + ".json"
 
 
 @functools.cache
 def _of_device(device: torch.device) -> Mapping[str, Mapping[str, int]]:
-    """Read once: this is asked at every launch."""
+    """A device's configurations, cached: every launch needs them."""
     path = FOLDER / file_name(torch.cuda.get_device_name(device))
     if not path.is_file():
         return {}

@@ -1,8 +1,7 @@
-"""A demo base model as transformers sees it, and the token ids of a chat.
+"""A demo base model for transformers, and the token ids of a chat.
 
-In: the path of the GGUF file. Out: a float32 model, its tokenizer, and prompt or answer token ids.
-Prompts go through the tokenizer's chat template, exactly as the server renders them, and an answer ends with the token
-that ends a sequence of the base. Only this module knows that the checkpoint is GGUF.
+The base is a GGUF file, which only this module knows; the model is float32. Prompts go through the tokenizer's chat
+template, exactly as the server renders them, and an answer ends with the base's end token.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Measure a demo adapter on held-out prompts, beside the base without and with instructions.
+"""Measures a demo adapter on held-out prompts, compared with the base without and with instructions.
 
-In: the adapter's folder and the GGUF file of the base. Out: one Markdown table row per adapter, and the
-answers that failed. Greedy decoding, the whole answer checked, nothing cleaned up before the check.
-Three columns: the base given the same prompt, the base with the task explained in a system message, the adapter.
+Prints one Markdown table row per adapter, and the answers that failed. Greedy decoding, the whole answer checked,
+nothing cleaned up before the check. Three columns: the base given the same prompt, the base with the task explained in
+a system message, the adapter.
 
     python -m examples.training.evaluate sql --gguf path/to/SmolLM2-135M-Instruct.Q4_1.gguf
 """
@@ -24,7 +24,7 @@ from examples.training.task import Example, Task, examples
 
 BATCH_SIZE = 16
 HEADER = (
-    "| adapter | prompts | base | base, told the task | adapter | known wordings | new wordings |\n"
+    "| adapter | prompts | base | base, with instructions | adapter | known wordings | new wordings |\n"
     "|---|---|---|---|---|---|---|"
 )
 
@@ -88,12 +88,14 @@ def row(
     tuned = failures(task, held_out, answers(model, tokenizer, held_out, task.max_new_tokens, task.system))
     with model.disable_adapter():
         plain = failures(task, held_out, answers(model, tokenizer, held_out, task.max_new_tokens, task.system))
-        told = failures(task, held_out, answers(model, tokenizer, held_out, task.max_new_tokens, task.instructions))
+        instructed = failures(
+            task, held_out, answers(model, tokenizer, held_out, task.max_new_tokens, task.instructions)
+        )
     for prompt, reason in tuned.items():
         print(f"  failed: {prompt!r}: {reason}")
     known = [example for example in held_out if example.wording == "known"]
     new = [example for example in held_out if example.wording == "new"]
-    rates = [_rate(held_out, plain), _rate(held_out, told), _rate(held_out, tuned)]
+    rates = [_rate(held_out, plain), _rate(held_out, instructed), _rate(held_out, tuned)]
     return f"| `{task.name}` | {num_prompts} | " + " | ".join([*rates, _rate(known, tuned), _rate(new, tuned)]) + " |"
 
 

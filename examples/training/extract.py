@@ -1,8 +1,8 @@
 """Delivery messages to JSON: who wants how many of what, where and when.
 
-In: a free-form message. Out: one JSON object with the five fields below, null for what is not said.
-The answer passes when it parses and holds exactly these fields with the right values and types; key order
-and white space do not matter. A number that is written as a word becomes an integer.
+The answer is one JSON object with the five fields below, null for a field that the message lacks. It passes when it
+parses and holds exactly these fields with the right values and types; key order and white space do not matter. A number
+that is written as a word becomes an integer.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ import json
 from random import Random
 
 from examples.training.task import Example, Split, Task
-from examples.training.words import HELDOUT, listed, words
+from examples.training.words import HELDOUT, split_list, words
 
 FIELDS = ("name", "item", "quantity", "city", "day")
 DAYS = ("Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday")
 NUMBER_WORDS = ("two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
 MADE_UP_SHARE = 0.5
-STARTS = listed("b, br, c, ch, d, dr, f, fl, g, gr, h, j, k, l, m, n, p, pl, qu, r, s, sh, st, t, tr, v, w, z")
-VOWELS = listed("a, e, i, o, u, ai, ea, ee, ie, io, oo, ou")
-ENDINGS = listed("ck, der, ga, l, ler, ma, mer, n, nd, ner, nia, r, ra, rd, rt, ta, ter, tin, ton, vi, x")
+STARTS = split_list("b, br, c, ch, d, dr, f, fl, g, gr, h, j, k, l, m, n, p, pl, qu, r, s, sh, st, t, tr, v, w, z")
+VOWELS = split_list("a, e, i, o, u, ai, ea, ee, ie, io, oo, ou")
+ENDINGS = split_list("ck, der, ga, l, ler, ma, mer, n, nd, ner, nia, r, ra, rd, rt, ta, ter, tin, ton, vi, x")
 
 KNOWN_WORDINGS = (
     "Hi, this is {name}. Please send {quantity} {item} to {city} on {day}.",

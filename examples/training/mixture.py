@@ -1,10 +1,9 @@
-"""A small mixture of experts and two adapters of it, trained from nothing in minutes on two cores.
+"""A small mixture of experts and two adapters of it, trained from scratch in minutes on two cores.
 
-In: a folder to write to. Out: `model/`, a Qwen3-MoE of 2.6 million parameters with a tokenizer of characters, and
-`adapters/`: `reverse`, on attention, router and experts, and `ascending`, on experts alone. The base is told what to do
-with a word by the character before it: "=word" copies it, "<word" reverses it, ">word" puts its letters in order. A
-word alone it copies. Each adapter gives words alone another meaning, so that an answer says which adapter made it.
-Words of the held-out rate are in no training set.
+Writes `model/`, a Qwen3-MoE of 2.6 million parameters with a tokenizer of characters, and `adapters/`: `reverse`, on
+attention, router and experts, and `ascending`, on experts alone. The character before a word tells the base its task:
+"=word" copies it, "<word" reverses it, ">word" sorts its letters. It copies a word alone. Each adapter gives words
+alone another meaning, so that an answer shows which adapter made it. Held-out words are in no training set.
 
     python -m examples.training.mixture --out build/mixture
 """
@@ -117,7 +116,7 @@ def ask_base(rng: Random) -> tuple[str, str]:
 
 @torch.inference_mode()
 def pass_rate(model: Any, transform: Transform, sign: str = "") -> float:
-    """Of held-out words; greedy, and the whole answer must be right."""
+    """Pass rate on held-out words; greedy, and the whole answer must be right."""
     passed = 0
     for word in words(Random(7), HELD_OUT, held_out=True):
         prompt = torch.tensor([[VOCABULARY.index(char) for char in sign + word + ANSWER]])

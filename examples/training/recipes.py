@@ -1,8 +1,7 @@
-"""How each demo adapter is trained: its task, its LoRA shape and its schedule.
+"""Training recipes of the demo adapters: task, LoRA shape and schedule.
 
-In: nothing. Out: one frozen recipe per adapter.
-They differ in rank, target modules and scaling rule on purpose, so that a server which mixes up rank,
-scale or targets fails on them. Every adapter stays below 3 MB in bfloat16.
+They differ in rank, target modules and scaling rule on purpose, so that a server which mixes up rank, scale or targets
+fails on them. Every adapter stays below 3 MB in bfloat16.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
-"""Text to SQL for one shop: questions, the query each one means, and a check that runs the answer.
+"""Text to SQL for one shop: questions, the query that each one means, and a check that runs the answer.
 
-In: a question about the two tables below. Out: one SQLite SELECT.
-The answer passes when it runs read-only on the seeded database and returns the wanted rows, in the wanted
-order where the question asks for one; its spelling does not matter.
-The model is not shown the schema: the adapter has learned it.
+The answer is one SQLite SELECT on the two tables below. It passes when it runs read-only on the seeded database and
+returns the wanted rows, in order if the question specifies one; its spelling does not matter. The prompt does not
+contain the schema: the adapter has learned it.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ class Intent:
     new: tuple[str, ...]
 
     @property
-    def ordered(self) -> bool:
+    def is_ordered(self) -> bool:
         """Whether the question asks for an order of rows."""
         return "ORDER BY" in self.query
 
@@ -260,7 +259,7 @@ def make(rng: Random, split: Split) -> Example:
     return Example(
         prompt=question.format(**values),
         answer=query,
-        facts={"query": query, "ordered": int(intent.ordered)},
+        facts={"query": query, "ordered": int(intent.is_ordered)},
         wording="new" if new else "known",
     )
 

@@ -1,9 +1,8 @@
 """Support replies in one house style: greeting by name, ticket echoed, the promised step, fixed sign-off.
 
-In: a customer's ticket. Out: a reply of four short lines.
-The answer passes when every part of the style is there: the customer's name in the greeting, this ticket's id
-and no other number of that kind, the product, the step the shop's policy has for this problem, the sign-off as
-the last line, and no more than MAX_WORDS words.
+The answer to a customer's ticket is four short lines. It passes when every part of the style is there: the customer's
+name in the greeting, this ticket's id and no other number of that kind, the product, the step that the shop's policy
+has for this problem, the sign-off as the last line, and no more than MAX_WORDS words.
 """
 
 from __future__ import annotations
@@ -103,10 +102,10 @@ def make(rng: Random, split: Split) -> Example:
     product = rng.choice(found.products)
     name = rng.choice(found.first_names)
     ticket = f"{''.join(rng.choices('ABCDEFGHKLMNPRSTUVWX', k=2))}-{rng.randint(1000, 99999)}"
-    told = rng.choice(problem.new if new else problem.train).format(product=product)
+    problem_text = rng.choice(problem.new if new else problem.train).format(product=product)
     named = problem.named.format(product=product)
     return Example(
-        prompt=rng.choice(FRAMES).format(ticket=ticket, name=name, problem=told),
+        prompt=rng.choice(FRAMES).format(ticket=ticket, name=name, problem=problem_text),
         answer=(
             f"Hello {name}!\nThank you for telling us about {ticket}. I am sorry that {named}.\n"
             f"We will {problem.step}.\n{SIGN_OFF}"

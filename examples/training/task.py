@@ -1,9 +1,7 @@
-"""What a demo task is: prompts, wanted answers and an objective check.
+"""A demo task: prompts, wanted answers and an objective check of the model's text.
 
-In: a split name and a seed. Out: examples that carry the user message, the wanted answer and a check
-that reads only the model's text.
-The two splits never share a value: every city, name or product of the held-out split is new to the adapter.
-Training and generation are left to `train.py` and `evaluate.py`.
+The two splits never share a value: every city, name or product of the held-out split is new to the adapter. `train.py`
+trains and `evaluate.py` measures.
 """
 
 from __future__ import annotations

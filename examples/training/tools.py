@@ -1,9 +1,8 @@
-"""Calls of tools: a sentence to the one function that does what it asks, with its arguments.
+"""Tool calls: from a sentence to the one function that answers it, with its arguments.
 
-In: a sentence, after a system message that tells of six functions. Out: one call as Hermes writes it; and, where the
-function's answer stands in the conversation already, one line that passes it on.
-A call passes when it parses, and its name and all of its arguments are the wanted ones with the right types.
-The conversation is told as the server tells it (`app/engine/models/chat/tool_call_formats.py`).
+A system message describes six functions. The answer is one call in Hermes' format or, after the function's result, one
+line that passes it on. A call passes when it parses, and its name and all of its arguments are the wanted ones with the
+right types. The conversation is rendered as the server renders it (`app/engine/models/chat/tool_call_formats.py`).
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from typing import Any
 from app.engine.models.chat.tool_call_formats import call_text, with_tools
 from examples.training.extract import made_up, plural
 from examples.training.task import Example, Said, Split, Task
-from examples.training.words import listed, words
+from examples.training.words import split_list, words
 
 RESULT_SHARE = 0.2
 MADE_UP_SHARE = 0.4
@@ -45,33 +44,33 @@ TOOLS = (
 SYSTEM = str(with_tools([], TOOLS)[0]["content"])
 
 KNOWN_WORDINGS = {
-    "get_weather": listed(
+    "get_weather": split_list(
         "What is the weather in {city} {day}?| Will it rain in {city} {day}?| How warm is it in {city} {day}?| "
         "Do I need a coat in {city} {day}?| {city} {day}: sun or rain?| Tell me the forecast for {city} {day}.",
         "|",
     ),
-    "find_trains": listed(
+    "find_trains": split_list(
         "When does a train leave {start} for {end}?| I want to go from {start} to {end} by train.| "
         "Trains from {start} to {end}, please.| How do I get from {start} to {end}?| "
         "I am in {start} and have to be in {end} tonight.| Find me a connection from {start} to {end}.",
         "|",
     ),
-    "add_to_cart": listed(
+    "add_to_cart": split_list(
         "Order {quantity} {product}.| Put {quantity} {product} into my cart.| I need {quantity} {product}.| "
         "Buy {quantity} {product} for me.| Add {quantity} {product}, please.| We are out of {product}, get {quantity}.",
         "|",
     ),
-    "call_contact": listed(
+    "call_contact": split_list(
         "Call {name}.| I have to talk to {name}.| Ring {name} for me.| Get me {name} on the phone.| "
         "Could you dial {name}?| Start a call with {name}, please.",
         "|",
     ),
-    "set_timer": listed(
+    "set_timer": split_list(
         "Set a timer for {minutes} minutes.| Wake me in {minutes} minutes.| Remind me in {minutes} minutes.| "
         "The eggs need {minutes} minutes.| Count down {minutes} minutes.| {minutes} minutes from now, please ring.",
         "|",
     ),
-    "convert_euros": listed(
+    "convert_euros": split_list(
         "How much is {amount} euros in {currency}?| Convert {amount} euros to {currency}.| "
         "What are {amount} euros worth in {currency}?| Change {amount} euros into {currency}.| "
         "{amount} euros in {currency}, please.| I have {amount} euros, what is that in {currency}?",
@@ -79,12 +78,16 @@ KNOWN_WORDINGS = {
     ),
 }
 NEW_WORDINGS = {
-    "get_weather": listed("Is it going to be sunny in {city} {day}?| What will the weather be in {city} {day}?", "|"),
-    "find_trains": listed("Which train goes from {start} to {end}?| I need to travel from {start} to {end}.", "|"),
-    "add_to_cart": listed("Please order {quantity} {product} for us.| I would like to buy {quantity} {product}.", "|"),
-    "call_contact": listed("Please phone {name}.| I would like to speak to {name}.", "|"),
-    "set_timer": listed("Start a timer of {minutes} minutes.| Ring in {minutes} minutes.", "|"),
-    "convert_euros": listed(
+    "get_weather": split_list(
+        "Is it going to be sunny in {city} {day}?| What will the weather be in {city} {day}?", "|"
+    ),
+    "find_trains": split_list("Which train goes from {start} to {end}?| I need to travel from {start} to {end}.", "|"),
+    "add_to_cart": split_list(
+        "Please order {quantity} {product} for us.| I would like to buy {quantity} {product}.", "|"
+    ),
+    "call_contact": split_list("Please phone {name}.| I would like to speak to {name}.", "|"),
+    "set_timer": split_list("Start a timer of {minutes} minutes.| Ring in {minutes} minutes.", "|"),
+    "convert_euros": split_list(
         "Tell me what {amount} euros are in {currency}.| Turn {amount} euros into {currency}.", "|"
     ),
 }
@@ -101,9 +104,11 @@ def make(rng: Random, split: Split) -> Example:
     if rng.random() >= RESULT_SHARE:
         return Example(prompt, call, {"tool": name, **arguments}, "new" if new else "known")
     result = _result(name, rng, split)
-    told = with_tools([{"role": "tool", "content": result}], [])[0]
+    message = with_tools([{"role": "tool", "content": result}], [])[0]
     before: tuple[Said, ...] = (("user", prompt), ("assistant", call))
-    return Example(str(told["content"]), f"Here it is: {result}", {"result": result}, "new" if new else "known", before)
+    return Example(
+        str(message["content"]), f"Here it is: {result}", {"result": result}, "new" if new else "known", before
+    )
 
 
 def _arguments(name: str, rng: Random, split: Split) -> dict[str, Any]:
@@ -130,7 +135,7 @@ def _arguments(name: str, rng: Random, split: Split) -> dict[str, Any]:
 
 
 def _number(rng: Random, most: int, split: Split) -> int:
-    """From 2 to `most`; every seventh is held out."""
+    """A number from 2 to `most`; every seventh is held out."""
     return rng.choice([number for number in range(2, most + 1) if (number % 7 == 3) == (split == "heldout")])
 
 
@@ -141,7 +146,7 @@ def _result(name: str, rng: Random, split: Split) -> str:
         "get_weather": f"{rng.choice(('sun', 'rain', 'snow', 'fog'))}, {number} degrees",
         "find_trains": f"the train leaves at {rng.randint(5, 22)}:{max(number, 10)}",
         "add_to_cart": f"{number} pieces ordered",
-        "call_contact": rng.choice(("nobody answers", "the line is busy", "connected")),
+        "call_contact": rng.choice(("no answer", "the line is busy", "connected")),
         "set_timer": f"the timer rings in {number} minutes",
         "convert_euros": f"{_number(rng, 999, split)}.{rng.randint(10, 99)} {rng.choice(CURRENCIES[1:])}",
     }[name]

@@ -1,8 +1,6 @@
-"""Train one demo adapter with PEFT on the CPU and write it as a PEFT folder in bfloat16.
+"""Trains one demo adapter with PEFT on the CPU and writes it as a PEFT folder in bfloat16.
 
-In: a recipe name and the GGUF file of the base. Out: adapter_config.json and adapter_model.safetensors.
-The loss sees answer tokens only; prompts are rendered as the server renders them.
-Whether the adapter is any good is measured by `evaluate.py`.
+The loss covers answer tokens only; prompts are rendered as the server renders them. `evaluate.py` measures the result.
 
     python -m examples.training.train sql --gguf path/to/SmolLM2-135M-Instruct.Q4_1.gguf
 """

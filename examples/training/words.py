@@ -1,8 +1,6 @@
-"""The values that fill the demo prompts, one disjoint list per split.
+"""The values that fill the demo prompts: cities, names, products and years, one disjoint list per split.
 
-In: a split name. Out: tuples of cities, names, products and years.
-No value is in both splits; `tests/examples/test_tasks.py` holds this.
-How the values become sentences is each task's own business.
+No value is in both splits; `tests/examples/test_tasks.py` checks this.
 """
 
 from __future__ import annotations
@@ -23,28 +21,28 @@ class Words:
     years: tuple[int, ...]
 
 
-def listed(text: str, separator: str = ",") -> tuple[str, ...]:
+def split_list(text: str, separator: str = ",") -> tuple[str, ...]:
     """The items of a list in one text."""
     return tuple(item.strip() for item in text.split(separator))
 
 
 TRAIN = Words(
-    cities=listed(
+    cities=split_list(
         "Lisbon, Oslo, Madrid, Chicago, Hamburg, Vienna, Boston, Nairobi, Kyoto, Lima, Dublin, Toronto, Seattle, "
         "Prague, Athens, Cairo, Denver, Bristol, Lyon, Milan, Warsaw, Porto, Geneva, Austin, Mumbai, Jakarta, "
         "Bergen, Leeds, Naples, Havana, Quito, Zurich, Ghent, Malmo, Perth, Santa Fe, New Delhi, Cape Town"
     ),
-    first_names=listed(
+    first_names=split_list(
         "Anna, Ben, Carla, David, Elena, Farid, Grace, Hugo, Irene, Jonas, Kira, Liam, Maria, Nils, Olga, Pedro, "
         "Rosa, Samir, Tina, Umar, Vera, Walter, Yusuf, Zoe, Alice, Boris, Chloe, Dario, Emil, Fatima, George, Hana, "
         "Ivan, Julia, Karim, Laura, Miguel, Nora, Oscar, Priya"
     ),
-    last_names=listed(
+    last_names=split_list(
         "Adams, Becker, Costa, Dalton, Evans, Fischer, Garcia, Haddad, Ibrahim, Jensen, Kowalski, Larsen, Meyer, "
         "Novak, Ortiz, Patel, Quinn, Rossi, Schmidt, Tanaka, Urban, Vargas, Weber, Young, Ziegler, Okafor, Berg, "
         "Carter, Dupont, Ferrari, Hughes, Moreau"
     ),
-    products=listed(
+    products=split_list(
         "lamp, keyboard, desk, chair, kettle, backpack, notebook, monitor, blender, guitar, camera, tent, bicycle, "
         "mirror, toaster, printer, sofa, drill, helmet, clock, radio, carpet, bottle, jacket, coffee grinder, "
         "rice cooker, garden hose, phone case, desk fan, tea set, water filter, yoga mat, bread knife, wall map"
@@ -53,10 +51,10 @@ TRAIN = Words(
 )
 
 HELDOUT = Words(
-    cities=listed("Berlin, Paris, Helsinki, Tokyo, Sydney, Bogota, Krakow, Dallas, Turin, Cork, Accra, San Jose"),
-    first_names=listed("Marta, Peter, Sofia, Thomas, Leila, Victor, Clara, Andre, Ruth, Simon, Ingrid, Diego"),
-    last_names=listed("Klein, Lopez, Hansen, Silva, Baker, Nguyen, Romano, Walsh, Keller, Sato, Brandt, Murphy"),
-    products=listed(
+    cities=split_list("Berlin, Paris, Helsinki, Tokyo, Sydney, Bogota, Krakow, Dallas, Turin, Cork, Accra, San Jose"),
+    first_names=split_list("Marta, Peter, Sofia, Thomas, Leila, Victor, Clara, Andre, Ruth, Simon, Ingrid, Diego"),
+    last_names=split_list("Klein, Lopez, Hansen, Silva, Baker, Nguyen, Romano, Walsh, Keller, Sato, Brandt, Murphy"),
+    products=split_list(
         "pillow, vase, scooter, speaker, umbrella, hammer, tablet, blanket, desk lamp, frying pan, cookie jar, "
         "travel mug"
     ),

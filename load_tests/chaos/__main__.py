@@ -1,10 +1,12 @@
-"""`python -m load_tests.chaos --minutes 10`: a service under traffic whose processes are killed and stopped.
+"""Chaos test: a service under traffic whose processes are killed and stopped.
 
-In: how long, and a seed. Out: a report in JSON, and status 1 if any answer was wrong or lost, if a change of the
-registry that was acknowledged is not there, or if something grows. A tiny model on two Ray nodes of this machine, an
-engine replica and an ingress on each, behind HAProxy (`polylora serve`), with PostgreSQL where its programs are
-installed (the report says so). Every so many seconds one deed of `chaos.events` is done. Needs the packages of the
-extra `test`: it makes its model with transformers.
+    python -m load_tests.chaos --minutes 10
+
+A tiny model runs on two Ray nodes of this machine, an engine replica and an ingress on each, behind HAProxy (`polylora
+serve`), with PostgreSQL if its programs are installed (the report says so). Every few seconds one fault of
+`chaos.events` is injected. Prints a report in JSON; the status is 1 if any answer was wrong or lost, if an acknowledged
+change of the registry is missing, or if something leaks. Needs the packages of the extra `test`: it makes its model
+with transformers.
 """
 
 from __future__ import annotations
@@ -23,23 +25,23 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from load_tests.chaos.events import VICTIMS, Deeds, Events
+from load_tests.chaos.events import VICTIMS, Events, Faults
 from load_tests.chaos.hub import Hub
 from load_tests.chaos.node import SecondNode
 from load_tests.chaos.registrations import Registrations
-from load_tests.chaos.traffic import Doors, Traffic, ask
-from load_tests.chaos.usage import grown, usage
+from load_tests.chaos.traffic import ProxyOutages, Traffic, ask
+from load_tests.chaos.usage import leaks, usage
 from load_tests.process_tree import processes
 from load_tests.service import Service, free_port, serve_arguments
 from tests.e2e.tiny import save_adapter, save_tiny_model
 from tests.postgres import PostgresServer, find_postgres
 
 RANKS = {"a0": 8, "a1": 16, "a2": 1, "a3": 8, "a4": 32, "a5": 8}
-#: The hub's.
+#: Adapters on the hub.
 HUB_RANKS = {"h0": 8, "h1": 4}
-#: Before what processes hold is counted for the first time the traffic runs so long.
+#: Traffic runs this long before the first count of resources.
 WARM_UP_S = 15.0
-#: After the last event everything is whole again within this: a node comes back, and Serve starts what ran there.
+#: After the last fault everything must be healthy within this time: a node rejoins, and Serve restarts what ran there.
 SETTLE_S = 120.0
 
 
@@ -90,15 +92,15 @@ def bodies(rng: random.Random, count: int) -> list[dict[str, Any]]:
 
 
 async def run(world: World, url: str, options: argparse.Namespace) -> dict[str, Any]:
-    """Everything after the start; the report."""
+    """Run the test on a started service; returns the report."""
     import httpx
 
-    doors, rng = Doors(), random.Random(options.seed)
-    traffic = Traffic(url, bodies(random.Random(options.seed), options.requests), doors, options.seed)
+    outages, rng = ProxyOutages(), random.Random(options.seed)
+    traffic = Traffic(url, bodies(random.Random(options.seed), options.requests), outages, options.seed)
     sources = {**{name: name for name in RANKS}, **{name: f"{world.hub.url}{name}/" for name in HUB_RANKS}}
     registrations = Registrations(url, list(sources.values()), options.seed)
-    deeds = Deeds(world.service.process.pid, world.node, world.database, world.hub, doors, rng)
-    events = Events(deeds.deeds, options.every, rng, doors.clock)
+    faults = Faults(world.service.process.pid, world.node, world.database, world.hub, outages, rng)
+    events = Events(faults.faults, options.every, rng, outages.clock)
     probe = {"prompt": "the quick", "max_tokens": 24, "temperature": 0.0, "seed": 1, "ignore_eos": True}
     async with httpx.AsyncClient(base_url=url, timeout=60) as http:
         expected = {source: await ask(http, {**probe, "model": name}) for name, source in sources.items()}
@@ -107,11 +109,11 @@ async def run(world: World, url: str, options: argparse.Namespace) -> dict[str, 
         group.create_task(traffic.run(options.streams))
         group.create_task(registrations.run())
         await asyncio.sleep(WARM_UP_S)
-        before, until_s = usage(*deeds.session_ids()), doors.clock() + 60 * options.minutes
+        before, until_s = usage(*faults.session_ids()), outages.clock() + 60 * options.minutes
         await events.run(until_s)
-        await asyncio.sleep(max(0.0, until_s - doors.clock()))
-        await settled(url, deeds)
-        after = usage(*deeds.session_ids())
+        await asyncio.sleep(max(0.0, until_s - outages.clock()))
+        await wait_until_settled(url, faults)
+        after = usage(*faults.session_ids())
         traffic.stop()
         registrations.stop()
     await registrations.check(probe, expected)
@@ -122,23 +124,23 @@ async def run(world: World, url: str, options: argparse.Namespace) -> dict[str, 
         "events": events.happened,
         "requests": dict(traffic.ended),
         "slowest_s": round(traffic.slowest_s, 1),
-        "doors_away_s": round(doors.away_s, 1),
+        "doors_away_s": round(outages.away_s, 1),
         "registrations": dict(registrations.ended),
-        "before": before.told(),
-        "after": after.told(),
+        "before": before.to_json(),
+        "after": after.to_json(),
         "more open files": dict((after.kinds - before.kinds).most_common(8)),
-        "wrong": [*traffic.wrongs, *registrations.wrongs, *grown(before, after), *staged(world.service.folder)],
+        "wrong": [*traffic.wrongs, *registrations.wrongs, *leaks(before, after), *staged_files(world.service.folder)],
     }
 
 
-async def settled(url: str, deeds: Deeds) -> None:
-    """Return when all roles are there and the service says that it is healthy. Raises TimeoutError."""
+async def wait_until_settled(url: str, faults: Faults) -> None:
+    """Wait until all roles have processes and the service is healthy. Raises TimeoutError."""
     import httpx
 
     wanted = dict.fromkeys(VICTIMS, 1) | {"engine": 2, "ingress": 2}
     async with asyncio.timeout(SETTLE_S), httpx.AsyncClient(base_url=url, timeout=10) as http:
         while True:
-            found: Mapping[str, Sequence[int]] = processes(*deeds.session_ids())
+            found: Mapping[str, Sequence[int]] = processes(*faults.session_ids())
             with suppress(httpx.TransportError):
                 is_whole = all(len(found.get(role, ())) >= count for role, count in wanted.items())
                 if is_whole and (await http.get("/v1/loras/a0")).status_code == 200:
@@ -146,15 +148,15 @@ async def settled(url: str, deeds: Deeds) -> None:
             await asyncio.sleep(0.5)
 
 
-def staged(folder: Path) -> list[str]:
-    """What downloads have left behind under a service's folder."""
+def staged_files(folder: Path) -> list[str]:
+    """Temporary files of downloads that remain under a service's folder."""
     left = [path for staging in folder.rglob("staging") for path in staging.rglob("*") if path.is_file()]
     left = [path for path in left if path.name != "guard" and path.suffix != ".lock"]
     return [f"{len(left)} files of downloads are left: {left[0]}"] if left else []
 
 
 class World(NamedTuple):
-    """A service that runs, and what it needs. `database` None: PostgreSQL is not installed."""
+    """A running service and its surroundings. `database` is None if PostgreSQL is not installed."""
 
     service: Service
     node: SecondNode
@@ -176,7 +178,7 @@ def world(folder: Path, port: int) -> Iterator[World]:
         database = None if programs is None else PostgresServer(programs)
         environment = {
             "OMP_NUM_THREADS": "1",
-            "RAY_AUTH_MODE": "token",  # as Ray does for the service's own node; the other one has to say it
+            "RAY_AUTH_MODE": "token",  # as Ray sets it for the service's own node; the other one has to set it
             "RAY_AUTH_TOKEN": secrets.token_hex(16),
         }
         if database is not None:

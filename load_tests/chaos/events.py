@@ -1,8 +1,7 @@
-"""What happens to a service: one process, machine or place after the other dies, stands still or is full.
+"""Faults for a service: one process, machine or resource after the other dies, stops or is full.
 
-In: a service, its second node, its database and the hub of its adapters. Out: a deed every so many seconds, each once
-before any is done a second time, and a line for each. Rule: what is stopped or full is so for `STOPPED_S`, and a node
-or a database that was killed is started again: what must come back by itself is the service.
+One fault is injected every few seconds, each once before any is repeated. A stop lasts `STOPPED_S`, and a killed node
+or database is started again: everything else must recover by itself.
 """
 
 from __future__ import annotations
@@ -20,25 +19,25 @@ from functools import partial
 
 from load_tests.chaos.hub import Hub
 from load_tests.chaos.node import SecondNode
-from load_tests.chaos.traffic import Doors
+from load_tests.chaos.traffic import ProxyOutages
 from load_tests.process_tree import processes
 from tests.postgres import PostgresServer
 
-#: Whose death a client sees.
-DOORS = ("ingress", "haproxy")
+#: Roles whose death clients notice.
+CLIENT_FACING = ("ingress", "haproxy")
 VICTIMS = ("engine", "ingress", "store", "placement", "haproxy")
 STOPPED_S = 10.0
-#: A node, or a database, that was killed is started again after so long.
+#: A killed node or database is restarted after this time.
 AWAY_S = 3.0
-#: Without PostgreSQL's programs its deeds are left out.
-DATABASE_DEEDS = ("kill the database", "stop the database")
+#: Left out without PostgreSQL's programs.
+DATABASE_FAULTS = ("kill the database", "stop the database")
 
-#: Does something and returns what it did it to.
-Deed = Callable[[], Awaitable[str]]
+#: Injects a fault and returns what it hit.
+Fault = Callable[[], Awaitable[str]]
 
 
-class Deeds:
-    """All that can be done to a service; `deeds` has them by name."""
+class Faults:
+    """All faults of a service by name: `faults`."""
 
     def __init__(
         self,
@@ -46,35 +45,35 @@ class Deeds:
         node: SecondNode,
         database: PostgresServer | None,
         hub: Hub,
-        doors: Doors,
+        outages: ProxyOutages,
         rng: random.Random,
     ) -> None:
         self._service_id = service_id
         self._node = node
         self._database = database
         self._hub = hub
-        self._doors = doors
+        self._outages = outages
         self._random = rng
-        self.deeds: dict[str, Deed] = {}
+        self.faults: dict[str, Fault] = {}
         for role in VICTIMS:
-            self.deeds[f"kill {role}"] = partial(self._kill, role)
-            self.deeds[f"stop {role}"] = partial(self._stop, role)
-        self.deeds |= {"kill a raylet": self._kill_raylet, "stop a raylet": self._stop_raylet}
-        self.deeds |= {"fill the store's disk": self._fill_disk, "hang the hub": self._hang_hub}
+            self.faults[f"kill {role}"] = partial(self._kill, role)
+            self.faults[f"stop {role}"] = partial(self._stop, role)
+        self.faults |= {"kill a raylet": self._kill_raylet, "stop a raylet": self._stop_raylet}
+        self.faults |= {"fill the store's disk": self._fill_disk, "hang the hub": self._hang_hub}
         if database is not None:
-            self.deeds |= {
-                name: partial(self._database_away, database, deed)
-                for name, deed in zip(DATABASE_DEEDS, (_restart, _stand_still), strict=True)
+            self.faults |= {
+                name: partial(self._database_away, database, fault)
+                for name, fault in zip(DATABASE_FAULTS, (_restart, _stand_still), strict=True)
             }
 
     def session_ids(self) -> tuple[int, int]:
-        """Of everything that serves."""
+        """Session ids of everything that serves."""
         return self._service_id, self._node.session_id
 
     async def _kill(self, role: str) -> str:
         for pid in self._one(role):
-            if role in DOORS:
-                self._doors.killed()
+            if role in CLIENT_FACING:
+                self._outages.record_kill()
             os.kill(pid, signal.SIGKILL)
             return str(pid)
         return "none was there"
@@ -83,9 +82,9 @@ class Deeds:
         return await _still(self._one(role))
 
     async def _kill_raylet(self) -> str:
-        """What runs on the node dies with it, an ingress perhaps; then the node is started again."""
+        """Kill a raylet: everything on its node dies with it, perhaps an ingress; then the node is started again."""
         raylets = self._node.raylets
-        self._doors.killed()
+        self._outages.record_kill()
         for pid in raylets:
             os.kill(pid, signal.SIGKILL)
         await asyncio.sleep(AWAY_S)
@@ -97,7 +96,7 @@ class Deeds:
         return await _still(self._node.raylets)
 
     async def _fill_disk(self) -> str:
-        """No file of the store's grows: for its process all disks are full. Python ignores the signal that says so."""
+        """Freeze the size of the store process's files, as if disks were full. Python ignores the signal for this."""
         pids = self._one("store")
         limits = {pid: resource.prlimit(pid, resource.RLIMIT_FSIZE) for pid in pids}
         for pid, (_, hard) in limits.items():
@@ -116,40 +115,40 @@ class Deeds:
             self._hub.answers.set()
         return self._hub.url
 
-    async def _database_away(self, database: PostgresServer, deed: Callable[[PostgresServer], Awaitable[None]]) -> str:
-        await deed(database)
+    async def _database_away(self, database: PostgresServer, fault: Callable[[PostgresServer], Awaitable[None]]) -> str:
+        await fault(database)
         return "PostgreSQL"
 
     def _one(self, role: str) -> Sequence[int]:
-        """One process of a role, if there is any."""
+        """One random process of a role, if there is any."""
         pids = processes(*self.session_ids()).get(role, [])
         return [self._random.choice(pids)] if pids else []
 
 
 class Events:
-    """One deed after the other, in an order of chance."""
+    """Injects faults one after the other in random order."""
 
     def __init__(
-        self, deeds: Mapping[str, Deed], every_s: float, rng: random.Random, clock: Callable[[], float]
+        self, faults: Mapping[str, Fault], every_s: float, rng: random.Random, clock: Callable[[], float]
     ) -> None:
-        self._deeds = deeds
+        self._faults = faults
         self._every_s = every_s
         self._random = rng
         self._clock = clock
         self.happened: list[str] = []
 
     async def run(self, until_s: float) -> None:
-        """Each is done once before any is a second time."""
+        """Inject each fault once before any is repeated."""
         plan: list[str] = []
         while self._clock() + self._every_s < until_s:
             await asyncio.sleep(self._every_s)
             if not plan:
-                plan = list(self._deeds)
+                plan = list(self._faults)
                 self._random.shuffle(plan)
             name, at = plan.pop(), time.strftime("%H:%M:%S")
             print(f"{at} {name}", file=sys.stderr, flush=True)
             with suppress(ProcessLookupError):  # it has just ended by itself
-                self.happened.append(f"{at} {name}: {await self._deeds[name]()}")
+                self.happened.append(f"{at} {name}: {await self._faults[name]()}")
 
 
 async def _still(pids: Sequence[int]) -> str:

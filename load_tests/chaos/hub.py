@@ -1,8 +1,4 @@
-"""A web server of adapters that can hang.
-
-In: a folder. Out: its files over HTTP, at once; while it hangs, connections are taken and nothing is answered. What was
-asked meanwhile is answered afterwards.
-"""
+"""A web server of adapters that can hang: connections are accepted then, and answered only afterwards."""
 
 from __future__ import annotations
 
@@ -16,7 +12,7 @@ from typing import Self
 
 
 class Hub(ThreadingHTTPServer):
-    """On a port of its own, in threads of its own, for as long as it is entered."""
+    """A server on its own port and threads, while it is entered."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(("127.0.0.1", 0), partial(_Files, directory=str(folder)))
@@ -49,8 +45,8 @@ class _Files(SimpleHTTPRequestHandler):
         self.server.answers.wait()
         try:
             answer()
-        except ConnectionError:  # who asked has been killed meanwhile
+        except ConnectionError:  # the client has been killed meanwhile
             self.close_connection = True
 
     def log_message(self, format: str, *args: object) -> None:
-        """Nobody reads it."""
+        """Drop the log."""

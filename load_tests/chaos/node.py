@@ -1,7 +1,7 @@
-"""A second Ray node beside the service's own, so that a node can die while the service lives.
+"""A second Ray node of the service's cluster, so that a node can die while the service lives.
 
-In: a service that is starting. Out: a raylet and what Ray starts with it, in a session of its own, with the service's
-environment. After its raylet was killed nothing of the node is left, and `start` makes a new one.
+Its raylet runs in its own session with the service's environment. Nothing remains of the node after its raylet was
+killed, and `start` makes a new one.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from app.cli.ray_env import HA_PROXY_SWITCHES, RAY_SWITCHES
 from load_tests.process_tree import session_processes
 from load_tests.service import ROOT, Service, end_session
 
-#: How long the service's own Ray may take to be there.
+#: Time limit for the service's own Ray to start.
 GCS_TIMEOUT_S = 120.0
 
 
 class SecondNode:
-    """Its `session_id` is another one after each start."""
+    """The node; each start gives it another `session_id`."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
@@ -35,11 +35,11 @@ class SecondNode:
 
     @property
     def raylets(self) -> list[int]:
-        """The process ids of its raylet: one while it lives."""
+        """Process ids of its raylet: one while it lives."""
         return [pid for pid in session_processes(self.session_id) if "raylet/raylet" in _command(pid)]
 
     def start(self) -> None:
-        """Returns at once: the node joins when it is up."""
+        """Start the node; returns at once, before it has joined."""
         switches = {name: value for name, value, _ in (*RAY_SWITCHES, *HA_PROXY_SWITCHES)}
         address = self._gcs_address()
         log = (self._service.folder / "second-node.log").open("ab")
@@ -57,13 +57,13 @@ class SecondNode:
         )
 
     def end(self) -> None:
-        """Whatever is left of it."""
+        """Stop what remains of the node."""
         if self._process is not None:
             end_session(self._process.pid)
             self._process.wait()
 
     def _gcs_address(self) -> str:
-        """As the service's own processes are told it."""
+        """The GCS address in the environment of the service's processes."""
         option, deadline_s = "--gcs-address=", time.monotonic() + GCS_TIMEOUT_S
         while time.monotonic() < deadline_s:
             for pid in session_processes(self._service.process.pid):

@@ -1,8 +1,8 @@
-"""Names that are loaded, replaced and unloaded without end, and what each may mean afterwards.
+"""Names that are loaded, replaced and unloaded all the time, checked at the end against the acknowledged changes.
 
-In: a service, the sources that a name may have. Out: for every name the set of what it may mean, from what the service
-has acknowledged. A request whose answer was lost leaves both; such a name is left alone from then on, because what was
-asked may still happen. Rule: at the end every name means one of these, and its answers are those of that source.
+For every name the set of possible meanings follows from the service's acknowledgements. A request whose answer was lost
+leaves both meanings possible; such a name is not changed any more, because the request may still take effect. At the
+end every name must mean one of them and answer like that source.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ PAUSE_S = 0.5
 
 
 class Registrations:
-    """`sources` are folders under the service's root; a name that means none is unknown (None)."""
+    """Changes names and checks them. `sources` are folders under the service's root; None: the name is unknown."""
 
     def __init__(self, url: str, sources: Sequence[str], seed: int) -> None:
         self._url = url
@@ -47,7 +47,7 @@ class Registrations:
         self._over.set()
 
     async def check(self, probe: Mapping[str, Any], expected: Mapping[str, str]) -> None:
-        """Compare what every name means with what it may mean. `expected`: source -> the answer to `probe`."""
+        """Compare every name's meaning with the possible ones. `expected`: source -> the answer to `probe`."""
         async with httpx.AsyncClient(base_url=self._url, timeout=ANSWER_TIMEOUT_S) as http:
             for name, may_mean in self._may_mean.items():
                 answer = await http.get(f"/v1/loras/{name}")
@@ -72,11 +72,11 @@ class Registrations:
                 name = f"n{next(self._numbers)}"
                 self._may_mean[name] = {None}
             if not await self._change(http, name):
-                name = None  # nobody knows what it means: another one is begun
+                name = None  # its meaning is unknown: start another name
             await asyncio.sleep(PAUSE_S)
 
     async def _change(self, http: httpx.AsyncClient, name: str) -> bool:
-        """Ask for one change; whether it is known what the name means now."""
+        """Send one change; returns whether the name's meaning is known now."""
         unloads = None not in self._may_mean[name] and self._random.random() < 0.3
         meaning = None if unloads else self._random.choice(self._sources)
         before = self._may_mean[name]

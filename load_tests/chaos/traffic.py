@@ -1,8 +1,7 @@
-"""Requests without end, each compared with the answer that the same request has alone.
+"""Endless requests, each compared with the answer that the same request has alone.
 
-In: a service, and requests that were asked alone before. Out: counts of how requests ended, and a sentence for each
-that ended as none should. Only where a door (an ingress, HAProxy) was killed a moment ago may a connection close, or
-the balancer answer for it; what had come until then must be the beginning of the right answer.
+Counts how requests end, with a sentence for each wrong end. Only shortly after an ingress or HAProxy was killed may a
+connection close, or the balancer answer for it; the text until then must be the beginning of the right answer.
 """
 
 from __future__ import annotations
@@ -17,37 +16,37 @@ from typing import Any
 
 import httpx
 
-#: So long after a door was killed its clients may still find that out: Ray checks HAProxy's supervisor every three
-#: seconds, and three must fail before it starts another, which busy cores delay. The report says how long it took.
-DOOR_S = 30.0
-#: What HAProxy itself answers while it knows no ingress (`app.cli.haproxy`).
+#: Clients may notice a killed ingress or HAProxy this long: Ray checks HAProxy's supervisor every three seconds, and
+#: three must fail before it starts another, which busy cores delay. The report gives the actual time.
+PROXY_OUTAGE_S = 30.0
+#: HAProxy's own answer while it knows no ingress (`app.cli.haproxy`).
 BALANCER_SAYS = "the service is starting or stopping"
 #: A request that takes longer hangs.
 ANSWER_TIMEOUT_S = 180.0
 
 
-class Doors:
-    """When doors were killed."""
+class ProxyOutages:
+    """Times at which an ingress or HAProxy was killed."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.clock = clock
         self._killed_s: list[float] = []
         self.away_s = 0.0  # the longest time after a death in which a client was cut off
 
-    def killed(self) -> None:
+    def record_kill(self) -> None:
         self._killed_s.append(self.clock())
 
     def excuse(self, began_s: float) -> bool:
-        """Whether a request that began then, and has ended now, may have been cut off by the death of a door."""
+        """Whether the death of an ingress or HAProxy explains that a request of `began_s` was cut off now."""
         now_s = self.clock()
-        deaths = [killed_s for killed_s in self._killed_s if began_s - DOOR_S <= killed_s <= now_s]
+        deaths = [killed_s for killed_s in self._killed_s if began_s - PROXY_OUTAGE_S <= killed_s <= now_s]
         if deaths:
             self.away_s = max(self.away_s, now_s - deaths[-1])
         return bool(deaths)
 
 
 class Cut(Exception):
-    """The connection closed, or the balancer answered; `text` had come until then."""
+    """The connection closed, or the balancer answered, after `text`."""
 
     def __init__(self, reason: str, text: str) -> None:
         super().__init__(reason)
@@ -82,12 +81,12 @@ async def ask(http: httpx.AsyncClient, body: Mapping[str, Any]) -> str:
 
 
 class Traffic:
-    """So many streams at a time, until `stop`."""
+    """Streams of requests until `stop`."""
 
-    def __init__(self, url: str, bodies: Sequence[Mapping[str, Any]], doors: Doors, seed: int) -> None:
+    def __init__(self, url: str, bodies: Sequence[Mapping[str, Any]], outages: ProxyOutages, seed: int) -> None:
         self._url = url
         self._bodies = bodies
-        self._doors = doors
+        self._outages = outages
         self._random = random.Random(seed)
         self._alone: list[str] = []
         self._over = asyncio.Event()
@@ -96,12 +95,12 @@ class Traffic:
         self.slowest_s = 0.0
 
     async def learn(self) -> None:
-        """Ask each request alone: what is right from here on."""
+        """Send each request alone to learn the right answers."""
         async with self._http() as http:
             self._alone = [await ask(http, body) for body in self._bodies]
 
     async def compare(self) -> None:
-        """Ask each request alone once more."""
+        """Send each request alone once more and compare."""
         async with self._http() as http:
             for index in range(len(self._bodies)):
                 await self._one(http, index)
@@ -119,13 +118,13 @@ class Traffic:
             await self._one(http, self._random.randrange(len(self._bodies)))
 
     async def _one(self, http: httpx.AsyncClient, index: int) -> None:
-        body, alone, began_s = self._bodies[index], self._alone[index], self._doors.clock()
+        body, alone, began_s = self._bodies[index], self._alone[index], self._outages.clock()
         try:
             text = await ask(http, body)
         except Cut as cut:
             if not alone.startswith(cut.text):
                 self._wrong("wrong tokens", body, f"{cut.text!r} does not begin {alone!r}")
-            elif self._doors.excuse(began_s):
+            elif self._outages.excuse(began_s):
                 self.ended["cut off by the death of a door"] += 1
                 await asyncio.sleep(0.2)  # the balancer comes back
             else:
@@ -138,7 +137,7 @@ class Traffic:
                 self.ended["answered"] += 1
             else:
                 self._wrong("wrong tokens", body, f"{text!r} instead of {alone!r}")
-        self.slowest_s = max(self.slowest_s, self._doors.clock() - began_s)
+        self.slowest_s = max(self.slowest_s, self._outages.clock() - began_s)
 
     def _wrong(self, kind: str, body: Mapping[str, Any], what: str) -> None:
         self.ended[kind] += 1

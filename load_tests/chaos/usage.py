@@ -1,7 +1,6 @@
-"""What the processes of a service hold: so that what grows is seen, and where.
+"""Resources of a service's processes, to find leaks: processes, open files by role and kind, memory.
 
-In: the sessions of a service. Out: counts of processes, open files and memory, and the open files by role and kind.
-Rule: both of the counts that are compared are taken under the same load, for connections in use are no leak.
+Compare two counts only under the same load: connections in use are no leak.
 """
 
 from __future__ import annotations
@@ -17,15 +16,15 @@ from load_tests.process_tree import processes
 
 
 class Usage(NamedTuple):
-    """What the processes of a service hold, added up. `kinds`: open files by role and kind, `ingress socket`."""
+    """Resources of a service's processes, summed. `kinds`: open files by role and kind, `ingress socket`."""
 
     num_processes: int
     num_files: int
     resident_mb: int
     kinds: Counter[str]
 
-    def told(self) -> dict[str, Any]:
-        """Without the kinds."""
+    def to_json(self) -> dict[str, Any]:
+        """All counts but the kinds."""
         return {"num_processes": self.num_processes, "num_files": self.num_files, "resident_mb": self.resident_mb}
 
 
@@ -43,8 +42,8 @@ def usage(*session_ids: int) -> Usage:
     return Usage(num_processes, kinds.total(), resident >> 20, kinds)
 
 
-def grown(before: Usage, after: Usage) -> list[str]:
-    """What the service holds more of than it may: processes that died were replaced, one by one."""
+def leaks(before: Usage, after: Usage) -> list[str]:
+    """Resources that grew more than they may; processes that died were replaced one by one."""
     limits = {
         "num_processes": before.num_processes + 8,
         "num_files": round(1.1 * before.num_files) + 60,
@@ -60,7 +59,7 @@ def grown(before: Usage, after: Usage) -> list[str]:
 
 
 def _kind(target: str) -> str:
-    """What a file descriptor is, without its number."""
+    """A file descriptor's kind, without its number."""
     if target.startswith(("socket:", "pipe:")):
         return target.partition(":")[0]
     if target.startswith("anon_inode:"):

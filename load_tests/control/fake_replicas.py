@@ -1,7 +1,6 @@
-"""Replicas without an engine: each answers a request after a drawn time with one token, or at once.
+"""Replicas without an engine, to measure or test the control plane alone.
 
-In: requests of ingresses. Out: frames with one chunk per request, and counts of what each replica has. Rule: nothing is
-computed, so that what is measured or tested is the control plane alone.
+Each answers a request with one token after a random time, or at once, and counts its requests.
 """
 
 from __future__ import annotations
@@ -56,7 +55,7 @@ class InstantReplicas:
         """All replicas are there from the beginning."""
 
     async def abort(self, replica_id: str, request_ids: Sequence[str]) -> None:
-        """What was begun goes on to its end; nobody reads it."""
+        """Do nothing: running requests go on, without a reader."""
 
     def _finish(self, replica_id: str, link_id: str, request_id: str) -> None:
         self.num_running[replica_id] -= 1

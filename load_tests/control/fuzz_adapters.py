@@ -1,8 +1,8 @@
-"""Coverage-guided fuzzing of the adapter readers: whatever the bytes, an adapter or an `AdapterError`.
+"""Coverage-guided fuzzing of the adapter readers: any bytes must give an adapter or an `AdapterError`.
 
-In: a target (weights, config, card) and libFuzzer's options. Out: libFuzzer's report; an input that gives anything
-but those two, or takes too long, is a finding and is written to a file. A card's checksum is forged, so that
-damage gets past it. Needs atheris (`pip install polylora[fuzz]`).
+Takes a target (weights, config, card) and libFuzzer's options. An input that gives anything else, or takes too long, is
+a finding and is written to a file. A card's checksum is forged, so that damage passes it. Needs atheris (`pip install
+polylora[fuzz]`).
 
     python -m load_tests.control.fuzz_adapters weights -max_total_time=120 -max_len=8192 -timeout=10 CORPUS_FOLDER
 """

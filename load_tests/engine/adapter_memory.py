@@ -1,9 +1,9 @@
-"""How many bytes adapters take in an engine on the CPU, beside a table with room for every expert in every slot.
+"""Bytes that adapters take in an engine on the CPU, compared with a table with room for every expert in every slot.
 
-In: nothing; the sizes are those of Llama 3.1 8B, SmolLM2-135M and DeepSeek-V2-Lite. Out: a Markdown table on stdout. An
-adapter's values are never written, so that the largest fits any machine; every number is what the engine's own
-accounting says: rank rows by its runs, the rest by `extra_bytes`. Beside them stands what the rank rows take on a
-device where an adapter's begin at one place in the tables of all modules.
+Prints a Markdown table for Llama 3.1 8B, SmolLM2-135M and DeepSeek-V2-Lite. Adapters' values are never written, so that
+the largest fits any machine; every number comes from the engine's own accounting: rank rows by its runs, the rest by
+`extra_bytes`. The table also gives the size of the rank rows on a device where an adapter begins at one place in the
+tables of all modules.
 
     python -m load_tests.engine.adapter_memory
 """
@@ -90,7 +90,7 @@ def sizes(case: Case, spec: ModelSpec, dtype: Any) -> Sizes:
 
 
 def adapter_of(case: Case, spec: ModelSpec, dtype: Any) -> LoraAdapter:
-    """One whose values nobody reads: memory that was never touched."""
+    """An adapter whose values are never read: untouched memory."""
     pairs = dict(_pairs(case, spec, dtype))
     size_bytes = sum(pair.a.nbytes + pair.b.nbytes for pair in pairs.values())
     return LoraAdapter(AdapterCard(case.name, "", case.rank, case.targets, str(np.dtype(dtype)), size_bytes), pairs)

@@ -1,9 +1,8 @@
-"""Time to first token of a call to an adapter in the middle of a conversation, activated LoRA beside LoRA.
+"""Time to first token of an adapter's call in a conversation: activated LoRA compared with LoRA.
 
-In: a base model and a length. Out: Markdown on stdout. The base has answered in the conversation, so its blocks are
-cached; then comes a call: the same conversation and an invocation. With LoRA the adapter computes the whole
-conversation again, with activated LoRA only from the invocation on. Each round has a conversation of its own, nobody
-else uses the engine, and rounds are interleaved.
+The base has answered in the conversation, so its blocks are cached; then comes a call: the same conversation and an
+invocation. With LoRA the adapter computes the whole conversation again, with activated LoRA only from the invocation
+on. Each round has its own conversation, the engine serves nothing else, and rounds are interleaved.
 
     python -m load_tests.engine.bench_activated --tokens 1000
 """
@@ -52,7 +51,7 @@ def run(settings: Settings) -> str:
         invocation = tuple(range(11, 11 + settings.num_invocation))
         paths = {
             "LoRA": write_random_adapter(Path(folder) / "plain", llm.spec, settings.rank, settings.seed),
-            "activated LoRA": _activated(Path(folder) / "activated", llm, settings, invocation),
+            "activated LoRA": _write_activated(Path(folder) / "activated", llm, settings, invocation),
         }
         for length in settings.lengths:
             call = _Call(llm, length, invocation, settings.seed)
@@ -100,7 +99,7 @@ class _Call:
         return took_ms
 
 
-def _activated(folder: Path, llm: LLM, settings: Settings, invocation: tuple[int, ...]) -> Path:
+def _write_activated(folder: Path, llm: LLM, settings: Settings, invocation: tuple[int, ...]) -> Path:
     """The same adapter with an invocation."""
     write_random_adapter(folder, llm.spec, settings.rank, settings.seed)
     config = folder / "adapter_config.json"

@@ -1,7 +1,6 @@
-"""How near the engine comes to what the machine can do: prefill beside a plain matmul, adapters beside their bytes.
+"""The engine compared with the machine's bounds: prefill with a plain matmul, adapters with their bytes.
 
-In: a base model, a prompt length, numbers of streams that each have an adapter of their own. Out: Markdown on
-stdout. The bounds are measured in the same rounds as the engine:
+Prints Markdown. The bounds are measured in the same rounds as the engine:
 
 - prefill: floating-point operations of the prompt (base products and attention) per second, over the rate
   of torch's float32 matmul of 2048 x 2048 matrices on as many threads;

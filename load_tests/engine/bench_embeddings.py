@@ -1,9 +1,8 @@
-"""Texts per second through an encoder, beside transformers as sentence-transformers uses it, in one run.
+"""Texts per second through an encoder, compared with transformers as sentence-transformers uses it, in one run.
 
-In: an encoder and sizes. Out: Markdown on stdout: text to vector, tokenizing included, on the same cores. Compared, in
-interleaved rounds: transformers (texts sorted by length, 32 at a time, padded, mean pooling: what
-`SentenceTransformer.encode` does), this engine with the base, and with adapters in turn, one per text. The vectors are
-compared before anything is timed.
+Measures text to vector, tokenizing included, on the same cores, in interleaved rounds: transformers (texts sorted by
+length, 32 at a time, padded, mean pooling: `SentenceTransformer.encode`), this engine with the base, and with adapters
+in turn, one per text. The vectors are compared before anything is timed.
 
     python -m load_tests.engine.bench_embeddings --texts 512 --adapters 8
 """

@@ -1,13 +1,12 @@
-"""Decoding speed of the engine alone, beside transformers, PEFT's mixed batch and vLLM, in one run.
+"""Decoding speed of the engine alone, compared with transformers, PEFT's mixed batch and vLLM, in one run.
 
-In: a base model, numbers of streams and of adapters, ranks. Out: a Markdown table on stdout, and a
-JSON lines file with the full configuration, every value and every ratio. Adapters are random, over all seven
-projections, and the same files for everybody. Rounds are interleaved (`measuring.py`); ratios are taken
-within a round. In the same run: tokens are compared, so that nobody is fast by computing something else.
+Prints a Markdown table and writes a JSON lines file with the full configuration, every value and every ratio. Adapters
+are random, over all seven projections, and the same files for all systems. Rounds are interleaved (`stats.py`); ratios
+are taken within a round. Tokens are compared in the same run, so that no system is fast by computing something else.
 
     python -m load_tests.engine.bench_engine --streams 1,8,32 --adapters 1,8 --ranks 64,32,16,8
 
-vLLM takes part where it is installed: `--vllm PYTHON` names the Python of an environment that has it.
+vLLM takes part if `--vllm PYTHON` names the Python of an environment that has it.
 """
 
 from __future__ import annotations
@@ -31,13 +30,13 @@ from app.engine.engine import Engine
 from app.engine.factory import load_backend
 from app.engine.models.checkpoint import Checkpoint, load_checkpoint
 from app.engine.models.download.model_download import DEFAULT_MODEL_URI, resolve_model
-from load_tests.decoding import Decoded, Decoder, EngineDecoder
+from load_tests.decoding import Decoder, DecodeResult, EngineDecoder
 from load_tests.random_adapters import write_random_adapters
 from load_tests.stats import Spread, environment, numbers, ratios, rounds, spread
 
 
 class Case(NamedTuple):
-    """What is measured: who decodes, how many adapters take turns over the streams, how many streams."""
+    """A measurement: the system, the number of adapters that take turns over the streams, the number of streams."""
 
     system: str
     num_adapters: int
@@ -96,7 +95,7 @@ def engine_config(settings: Settings, rank_rows: int) -> EngineConfig:
 
 
 def decoders(settings: Settings, checkpoint: Checkpoint, folder: Path, closing: ExitStack) -> dict[str, Decoder]:
-    """Everybody who is measured, loaded; `closing` ends processes."""
+    """All systems, loaded; `closing` ends processes."""
     most, most_streams = max(settings.adapters, default=0), max(settings.streams)
     folders = write_random_adapters(
         folder, checkpoint.spec, most, settings.ranks, settings.seed, settings.bf16_adapters
@@ -147,7 +146,7 @@ def cases(settings: Settings) -> list[Case]:
 
 
 def comparisons(settings: Settings) -> list[Comparison]:
-    """The ratios worth a name."""
+    """The ratios to report."""
     listed: list[Comparison] = []
     for n in settings.streams:
         base = Case(ENGINE, 0, n)
@@ -165,7 +164,7 @@ def comparisons(settings: Settings) -> list[Comparison]:
 
 
 def _references(settings: Settings, num_adapters: int) -> list[str]:
-    """Who is compared with."""
+    """Systems to compare with."""
     if not settings.with_reference:
         return []
     return [PEFT if num_adapters else TRANSFORMERS, *(VLLM if settings.vllm else ())]
@@ -184,7 +183,7 @@ def run(settings: Settings, log: Callable[[dict[str, object]], None]) -> str:
     with tempfile.TemporaryDirectory() as folder, ExitStack() as closing:
         found = decoders(settings, checkpoint, Path(folder), closing)
 
-        def decode(case: Case, num_tokens: int) -> Decoded:
+        def decode(case: Case, num_tokens: int) -> DecodeResult:
             n, a = case.num_streams, case.num_adapters
             return found[case.system].decode(prompts[:n], [i % a if a else None for i in range(n)], num_tokens)
 

@@ -1,8 +1,8 @@
-"""Steps of the GPU engine on Llama-shaped models of random weights: what adapters cost, and what loading them costs.
+"""Steps of the GPU engine on Llama-shaped models of random weights: the cost of adapters and of loading them.
 
-In: a shape and a device. Out: a Markdown table on stdout and a JSON file. Times are medians over interleaved rounds
-(`measuring.py`) on one machine in one run; ratios are taken within a round. Times of the device are of replayed
-graphs between two events; times of a step are the host's clock around `Backend.forward`, drawn tokens included.
+Prints a Markdown table and writes a JSON file. Times are medians over interleaved rounds (`stats.py`) on one machine in
+one run; ratios are taken within a round. Device times are of replayed graphs between two events; step times are the
+host's clock around `Backend.forward`, sampling included.
 
     python -m load_tests.engine.bench_gpu --shape 8b --out results/bench_gpu_8b.json
 """
@@ -41,7 +41,7 @@ from load_tests.engine.llama_shapes import (
 )
 from load_tests.stats import Spread, ratios, rounds, spread
 
-#: What many adapters are trained on.
+#: The modules that many adapters are trained on.
 QUERY_AND_VALUE = ("q_proj", "v_proj")
 
 
@@ -59,7 +59,7 @@ class Sizes(NamedTuple):
 
 
 class Bench:
-    """Backends of one shape and what is asked of them."""
+    """Backends of one shape and their measurements."""
 
     def __init__(self, name: str, device: torch.device, sizes: Sizes, kernels: Kernels = TRITON) -> None:
         self.spec = model_spec(name, SHAPES[name])
@@ -136,7 +136,7 @@ class Bench:
         return _device_s(self.device, partial(_replay, backend, bucket), self.sizes.num_steps)
 
     def decoding(self) -> None:
-        """The targets of a decode step: all adapters, one, enabled but unused; and the deterministic mode."""
+        """Measure decode steps: all adapters, one, enabled but unused; and batch-invariant mode."""
         off = self._backend("LoRA off", rows=0)
         cases = {
             "LoRA off": (off, self.decode_batch(0)),

@@ -1,8 +1,8 @@
-"""Decoding speed of the JAX engine beside the CPU engine, transformers and PEFT, in one run on one machine.
+"""Decoding speed of the JAX engine compared with the CPU engine, transformers and PEFT, in one run on one machine.
 
-In: a base model, numbers of streams, adapters. Out: Markdown on stdout: tokens per second of everybody, ratios within
-a round (median, lowest, highest), what compiling took and how many streams agree on every token. Adapters are random,
-over all seven projections, and the same files for everybody. Rounds are interleaved (`measuring.py`).
+Prints tokens per second of all systems, ratios within a round (median, lowest, highest), compile times and how many
+streams agree on every token. Adapters are random, over all seven projections, and the same files for all systems.
+Rounds are interleaved (`stats.py`).
 
     python -m load_tests.engine.bench_jax --streams 1,8,32 --adapters 8 --ranks 64,32,16,8
 """
@@ -37,7 +37,7 @@ REFERENCES = (TRANSFORMERS, PEFT)
 
 
 class Case(NamedTuple):
-    """Who decodes, how many adapters take turns over the streams, how many streams."""
+    """A measurement: the system, the number of adapters that take turns over the streams, the number of streams."""
 
     system: str
     num_adapters: int
@@ -61,7 +61,7 @@ class Settings:
 
 
 def decoders(settings: Settings, checkpoint: Checkpoint, folder: Path) -> tuple[dict[str, Decoder], str]:
-    """Everybody who is measured, loaded; and a line about compilation."""
+    """All systems, loaded; and a line about compilation."""
     folders = write_random_adapters(
         folder, checkpoint.spec, settings.num_adapters, settings.ranks, settings.seed, bf16=True
     )

@@ -1,10 +1,10 @@
-"""Whether it pays to merge an adapter into the weights: merged engines beside one engine with adapters.
+"""Whether it pays to merge an adapter into the weights: merged engines compared with one engine with adapters.
 
-In: a base model, batch sizes, numbers of adapters. Out: Markdown on stdout: tokens per second, all streams on the same
-cores. "Grouped" is one engine, its streams spread over the adapters. "Merged" is one engine per adapter
-(`engine.merged_adapter`), each with its adapter's streams, one after the other: its step takes as long as all of theirs
-together. Adapters have equal ranks, so one merged engine stands for all. Grouped runs twice: with the base as it is
-stored, and in float32, as merged weights are (they lie on no grid of 8 bits). Rounds are interleaved.
+Prints tokens per second, all streams on the same cores. "Grouped" is one engine, its streams spread over the adapters.
+"Merged" is one engine per adapter (`engine.merged_adapter`), each with its adapter's streams, one after the other: its
+step takes as long as all of theirs together. Adapters have equal ranks, so one merged engine stands for all. Grouped
+runs twice: with the base as it is stored, and in float32, as merged weights are (they lie on no grid of 8 bits). Rounds
+are interleaved.
 
     python -m load_tests.engine.bench_merge --streams 1,8,64 --adapters 1,2,5
 """

@@ -1,11 +1,11 @@
-"""Decoding speed of a mixture of experts on the CPU, beside transformers and PEFT, in one run.
+"""Decoding speed of a mixture of experts on the CPU, compared with transformers and PEFT, in one run.
 
-In: sizes of a Qwen3-MoE with random weights, numbers of streams. Out: Markdown on stdout: tokens per second, CPU time
-per token, and the engine's step over what its bytes cost: those of the experts that the step uses, and of all else that
-every token reads. Adapters are random, over attention and all experts, in PEFT's layout; PEFT runs one of them for all
-streams, for it mixes none. vLLM takes part with the base where an environment has it (`--vllm PYTHON`, its CPU build).
-Rounds are interleaved (`measuring.py`), ratios are taken within a round, and tokens are compared, so that nobody is
-fast by computing something else.
+Prints tokens per second, CPU time per token, and the engine's step over the cost of its bytes: those of the experts
+that the step uses, and of everything that every token reads. The model is a Qwen3-MoE with random weights. Adapters are
+random, over attention and all experts, in PEFT's layout; PEFT runs one of them for all streams, because it cannot mix
+them. vLLM takes part with the base where an environment has it (`--vllm PYTHON`, its CPU build). Rounds are interleaved
+(`stats.py`), ratios are taken within a round, and tokens are compared, so that no system is fast by computing something
+else.
 
     python -m load_tests.engine.bench_moe --hidden 1024 --layers 2 --experts 64 --top-k 6 --streams 1,8,32
 """
@@ -51,7 +51,7 @@ _READ_BYTES = 256 << 20
 
 
 class Case(NamedTuple):
-    """Who decodes, with how many adapters over the streams, and how many streams."""
+    """A measurement: the system, the number of adapters over the streams, the number of streams."""
 
     system: str
     num_adapters: int
@@ -125,7 +125,7 @@ def write_adapter(folder: Path, spec: ModelSpec, rank: int, seed: int) -> Path:
 
 
 def decoders(settings: Settings, folder: Path, closing: contextlib.ExitStack) -> dict[str, Decoder]:
-    """Everybody who is measured, loaded; what has to be closed goes to `closing`."""
+    """All systems, loaded; `closing` gets what has to be closed."""
     model = write_model(settings, folder / "model")
     checkpoint = load_checkpoint(model)
     folders = [
@@ -138,8 +138,9 @@ def decoders(settings: Settings, folder: Path, closing: contextlib.ExitStack) ->
         lora_pool_rows=max(64, 2 * settings.num_adapters * max(8, settings.rank)),
         max_loras=settings.num_adapters + 1,
         extra_weights_bytes=sum(adapter.card.extra_bytes for adapter in adapters),
-        num_kv_blocks=most * (-(-length // 16) + 1), max_num_seqs=most, max_model_len=length, enable_prefix_caching=False,
-        max_num_batched_tokens=max(256, most * settings.num_prompt_tokens), target_step_ms=0,  # all streams start together
+        num_kv_blocks=most * (-(-length // 16) + 1), max_num_seqs=most, max_model_len=length,
+        enable_prefix_caching=False,
+        max_num_batched_tokens=max(256, most * settings.num_prompt_tokens), target_step_ms=0,  # streams start together
         speculative_decoding="off",
     ).on(CpuConfig(num_threads=settings.num_threads))  # fmt: skip
     reference: Any = load_transformers(model)
@@ -160,7 +161,7 @@ def decoders(settings: Settings, folder: Path, closing: contextlib.ExitStack) ->
 
 
 class _CountingDecoder(TransformersDecoder):
-    """Also says how many experts its steps used."""
+    """Also counts the experts that its steps use."""
 
     def __init__(self, model: Any, spec: ModelSpec) -> None:
         super().__init__(model)
@@ -183,7 +184,7 @@ class _CountingDecoder(TransformersDecoder):
 
 
 def _bytes_of(spec: ModelSpec, num_experts: float) -> float:
-    """Of one step in float32 with so many experts of each layer, without caches."""
+    """Bytes of one step in float32 with `num_experts` experts of each layer, without caches."""
     total: float = spec.vocab_size * spec.hidden_size
     for layer in range(len(spec.layers)):
         for product in layer_linear_modules(spec, layer):
@@ -201,8 +202,8 @@ class _PeftDecoder(TransformersDecoder):
         return super().decode(prompts, [None] * len(prompts), num_tokens)
 
 
-class Measured(NamedTuple):
-    """Of one case in one round. The CPU time is of this process: NaN of vLLM, which has processes of its own."""
+class Measurement(NamedTuple):
+    """One case in one round. CPU time of this process; NaN for vLLM, which has processes of its own."""
 
     tokens_per_s: float
     cpu_ms_per_token: float
@@ -212,7 +213,7 @@ def run(settings: Settings) -> str:
     """Measure everything; returns the Markdown."""
     torch.set_num_threads(settings.num_threads or torch.get_num_threads())
     tokens: dict[Case, list[tuple[int, ...]]] = {}
-    measured: dict[Case, list[Measured]] = {}
+    measured: dict[Case, list[Measurement]] = {}
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as closing:
         found = decoders(settings, Path(folder), closing)
         rng = np.random.default_rng(settings.seed)
@@ -227,7 +228,7 @@ def run(settings: Settings) -> str:
             cpu_ms = (time.process_time() - before) * 1e3 / (n * count)
             tokens[case] = [row[: settings.num_reference_tokens] for row in decoded.token_ids]
             cpu_ms = math.nan if case.system == VLLM else cpu_ms
-            measured.setdefault(case, []).append(Measured(decoded.tokens_per_s, cpu_ms))
+            measured.setdefault(case, []).append(Measurement(decoded.tokens_per_s, cpu_ms))
             print(case, measured[case][-1], file=sys.stderr)  # a run takes minutes
             return decoded.tokens_per_s
 
@@ -277,7 +278,7 @@ def _check_tokens(settings: Settings, tokens: dict[Case, list[tuple[int, ...]]])
 
 def report(
     settings: Settings,
-    measured: dict[Case, list[Measured]],
+    measured: dict[Case, list[Measurement]],
     bandwidth: Sequence[float],
     num_bytes: dict[int, float],
 ) -> str:
@@ -311,8 +312,9 @@ def report(
 
 
 def _reference(case: Case) -> Case:
-    """What a case is compared with: with several adapters, and of vLLM, the engine's base; else the library that does
-    the same."""
+    """The case to compare with: with several adapters, and for vLLM, the engine's base; else the library that computes
+    the same.
+    """
     if case.num_adapters > 1 or case.system == VLLM:
         return Case(ENGINE, 0, case.num_streams)
     return Case(PEFT if case.num_adapters else TRANSFORMERS, case.num_adapters, case.num_streams)

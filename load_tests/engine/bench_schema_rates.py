@@ -1,9 +1,9 @@
-"""Tokens per second of answers with a schema, beside free ones and beside vLLM's CPU build, in one run.
+"""Tokens per second of answers with a schema, compared with free ones and with vLLM's CPU build, in one run.
 
-In: a base in GGUF and the Python of an environment with vLLM (`vllm_reference.py`; it takes part where it is named).
-Out: Markdown on stdout. All streams of a case decode greedily to the same length, whose end no schema reaches; the
-whole time counts, with prompts, grammars and guesses, which are at their defaults on both sides. Rounds are interleaved
-(`measuring.py`), ratios are taken within a round, and it is said how many answers of the two have the same tokens.
+All streams of a case decode greedily to the same length, which no schema's end cuts short; the whole time counts, with
+prompts, grammars and speculation, at their defaults on both sides. vLLM takes part if its Python is given
+(`vllm_reference.py`). Rounds are interleaved (`stats.py`), ratios are taken within a round, and the report says how
+many answers of the two have the same tokens.
 
     python -m load_tests.engine.bench_schema_rates --streams 1,8,32 --vllm /path/to/python
 """
@@ -37,7 +37,7 @@ PROMPT_TOKENS = 24
 
 
 class Case(NamedTuple):
-    """Who decodes, whether with a schema, and how many streams."""
+    """A measurement: the system, whether answers have a schema, the number of streams."""
 
     who: str
     has_schema: bool

@@ -1,8 +1,8 @@
-"""What guessing ahead gains where an answer repeats what it was given, and what it costs elsewhere.
+"""Speculative decoding: its gain where an answer repeats its input, and its cost elsewhere.
 
-In: a base model and the demo adapter that extracts. Out: Markdown on stdout, of one run. Two engines alone, one with
-`engine.speculative_decoding: off` and one with `auto`, answer the same greedy requests by turns in each round, prompts cached;
-their answers have to be the same tokens. Elsewhere means free text at 1, 8 and 32 streams.
+Two engines, one with `engine.speculative_decoding: off` and one with `auto`, answer the same greedy requests in turns
+in each round, with cached prompts; their answers must have the same tokens. Elsewhere means free text at 1, 8 and 32
+streams.
 
     python -m load_tests.engine.bench_speculation
 """
@@ -133,14 +133,14 @@ class Answering:
         """All prompts of a case, one after the other or at once; from the first submit to the last token."""
         groups = [case.prompts] if case.at_once else [(prompt,) for prompt in case.prompts]
         started_s, cpu_s = time.perf_counter(), time.process_time()
-        answers = [answer for group in groups for answer in self._answered(group, case)]
+        answers = [answer for group in groups for answer in self._answer_all(group, case)]
         taken_s, cpu_s = time.perf_counter() - started_s, time.process_time() - cpu_s
         self.answers[name] = answers
         num_tokens = sum(map(len, answers))
         self.tokens_per_cpu_s.append(num_tokens / cpu_s)
         return num_tokens / taken_s
 
-    def _answered(self, prompts: Sequence[str], case: Case) -> list[list[int]]:
+    def _answer_all(self, prompts: Sequence[str], case: Case) -> list[list[int]]:
         answers: dict[str, list[int]] = {}
         prediction = tuple(self._tokenizer.encode(case.prediction)) if case.prediction else ()
         for prompt in prompts:

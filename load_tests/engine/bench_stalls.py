@@ -1,13 +1,13 @@
-"""What cold adapters do to everybody else: gaps between tokens while they arrive, and a thousand with room for few.
+"""Effect of cold adapters on other streams: gaps between tokens while they arrive, and a thousand with room for few.
 
-In: a base model and sizes. Out: Markdown on stdout; ratios of one round of one run. The engine alone, without threads,
-Ray or HTTP; adapters lie in host memory, and every cold one is written to its rows in a step that others share.
+Prints ratios of one round of one run. The engine runs alone, without threads, Ray or HTTP; adapters lie in host memory,
+and every cold one is written to its rows in a step that other streams share.
 
 - bursts: streams decode with resident adapters while requests for one token arrive in bursts; the time of each
   step is the gap every stream sees. Compared: no arrivals, arrivals for resident adapters, and arrivals for
-  adapters that must be written first. What the second costs is the requests' own work, not the adapters'.
-- thousand: as many streams as fit, each request's adapter drawn by popularity, beside the same requests for one
-  adapter. Several digests share one set of weights in host memory: what is written and read per step is real.
+  adapters that must be written first. The cost of the second is the requests' own work, not the adapters'.
+- thousand: as many streams as fit, each request's adapter drawn by popularity, compared with the same requests for
+  one adapter. Several digests share one set of weights in host memory: the bytes written and read per step are real.
 
     python -m load_tests.engine.bench_stalls --adapters 1000 --resident 32 --popularity powerlaw:0.2
 """

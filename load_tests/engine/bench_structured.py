@@ -1,8 +1,7 @@
-"""What answers with a schema cost: masks beside a step, compiling, and what a schema made to be slow costs others.
+"""Cost of answers with a schema: masks in a step, compiling, and the effect of a slow schema on others.
 
-In: a base model and a number of streams. Out: Markdown on stdout, of one run. The engine alone. All streams decode,
-first free and then with a schema, by turns in each round; then schemas of random names are compiled; then free
-streams decode while grammars that are made to be slow are submitted.
+The engine runs alone. All streams decode, first free and then with a schema, in turns in each round; then schemas of
+random names are compiled; then free streams decode while grammars that are slow on purpose are submitted.
 
     python -m load_tests.engine.bench_structured --streams 32
 """

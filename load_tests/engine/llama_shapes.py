@@ -1,6 +1,5 @@
 """Llama-shaped models of random weights, adapters for them, and steps: everything but the numbers is real.
 
-In: the name of a shape. Out: a `ModelSpec`, its tensors, adapters of rank `RANK` in host memory, `ForwardBatch`es.
 Weights and adapters are cut from one stretch of random numbers, so that making them costs little.
 """
 

@@ -1,8 +1,8 @@
-"""What storing base weights in 8 bits changes: tokens and log-probabilities of demo prompts, beside float32.
+"""Effect of 8-bit base weights: tokens and log-probabilities of demo prompts, compared with float32.
 
-In: a base model, the demo tasks' held-out prompts. Out: a Markdown table on stdout. Every prompt is answered greedily
-with each `engine.weight_dtype`; "changed" counts answers with another token anywhere, and differences of
-log-probabilities are those of the chosen tokens, up to and with the first changed one.
+Every held-out prompt of the demo tasks is answered greedily with each `engine.weight_dtype`; "changed" counts answers
+with another token anywhere, and differences of log-probabilities are those of the chosen tokens, up to and with the
+first changed one.
 
     python -m load_tests.engine.quantization_error --prompts 32 --tokens 32
 """

@@ -1,9 +1,8 @@
-"""What everybody would use instead: transformers, and PEFT's mixed batch, with a KV cache.
+"""Reference decoders: transformers, and PEFT's mixed batch, with a KV cache.
 
-In: the same checkpoint file and the same adapter folders the engine reads. Out: `Decoder`s. The loop
-is as lean as these libraries allow: one prefill, then one forward per token, logits of the last
-position only, no mask (all prompts are equally long), and PEFT's hooks installed once per run, as its
-own `generate` does, not once per token.
+They read the same checkpoint file and adapter folders as the engine. The loop is as lean as these libraries allow: one
+prefill, then one forward per token, logits of the last position only, no mask (all prompts are equally long), and
+PEFT's hooks installed once per run, as its own `generate` does, not once per token.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
-from load_tests.decoding import Decoded
+from load_tests.decoding import DecodeResult
 
 
 def load_transformers(model: Path) -> Any:
@@ -37,7 +36,7 @@ class TransformersDecoder:
     def __init__(self, model: Any) -> None:
         self._model = model
 
-    def decode(self, prompts: Sequence[Sequence[int]], adapters: Sequence[int | None], num_tokens: int) -> Decoded:
+    def decode(self, prompts: Sequence[Sequence[int]], adapters: Sequence[int | None], num_tokens: int) -> DecodeResult:
         if any(index is not None for index in adapters):
             raise ValueError("transformers alone serves no adapters; use PeftDecoder")
         return _decode(self._model, prompts, num_tokens)
@@ -54,7 +53,7 @@ class PeftDecoder:
             peft_model.load_adapter(str(folder), adapter_name=name)
         self._model: Any = peft_model.eval()
 
-    def decode(self, prompts: Sequence[Sequence[int]], adapters: Sequence[int | None], num_tokens: int) -> Decoded:
+    def decode(self, prompts: Sequence[Sequence[int]], adapters: Sequence[int | None], num_tokens: int) -> DecodeResult:
         names = ["__base__" if index is None else self._names[index] for index in adapters]
         lora: Any = self._model.base_model
         with lora._enable_peft_forward_hooks(adapter_names=names):
@@ -62,7 +61,7 @@ class PeftDecoder:
 
 
 @torch.inference_mode()
-def _decode(model: Any, prompts: Sequence[Sequence[int]], num_tokens: int) -> Decoded:
+def _decode(model: Any, prompts: Sequence[Sequence[int]], num_tokens: int) -> DecodeResult:
     started = time.perf_counter()
     output = model(input_ids=torch.tensor([list(p) for p in prompts]), use_cache=True, logits_to_keep=1)
     tokens = [output.logits[:, -1].argmax(-1)]  # [B]
@@ -76,4 +75,4 @@ def _decode(model: Any, prompts: Sequence[Sequence[int]], num_tokens: int) -> De
         tokens.append(output.logits[:, -1].argmax(-1))
         step_s.append(time.perf_counter() - before)
     ids = torch.stack(tokens, dim=1).tolist()
-    return Decoded(tuple(tuple(row) for row in ids), opened - started, tuple(step_s))
+    return DecodeResult(tuple(tuple(row) for row in ids), opened - started, tuple(step_s))

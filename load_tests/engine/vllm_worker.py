@@ -1,9 +1,9 @@
 """vLLM behind a pipe, for `vllm_reference`: it runs in vLLM's own environment and imports nothing of ours.
 
-In: one JSON line of settings, then one line per job: prompts (token ids), a LoRA folder per prompt or null, the number
-of tokens, a JSON schema for all answers or null. Out: one JSON line each: "ready", then tokens and step times as
-`load_tests.decoding.Decoded` has them. The engine runs in this process and is stepped by hand, so that its steps are
-timed as ours are.
+Input: one JSON line of settings, then one line per job: prompts (token ids), a LoRA folder per prompt or null, the
+number of tokens, a JSON schema for all answers or null. Output: one JSON line each: "ready", then tokens and step times
+as in `load_tests.decoding.DecodeResult`. The engine runs in this process and is stepped by hand, so that its steps are
+timed like ours.
 """
 
 from __future__ import annotations

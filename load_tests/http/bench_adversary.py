@@ -1,11 +1,10 @@
-"""What one tenant's flood does to another over HTTP, with fairness and without.
+"""Effect of one tenant's flood on another over HTTP, with fairness and without.
 
-In: a configuration, from which a service is started as `make serve` does, with keys. Out: Markdown on stdout: times to
-the first token and between tokens of a tenant's requests, alone; beside another tenant that keeps `--adversary-factor`
-times as many streams open (fairness); and beside the same flood sent with the tenant's own key (without: within a
-tenant it is first come, first served). Cases take turns, and ratios are within a round. Client and engine share the
-machine. With `--url` a server that runs already is asked, of any engine that speaks OpenAI's API, without keys: alone,
-and beside the flood.
+A service is started as `make serve` does, with keys. Prints times to the first token and between tokens of a tenant's
+requests: alone; beside another tenant that keeps `--adversary-factor` times as many streams open (fairness); and beside
+the same flood sent with the tenant's own key (without: within a tenant requests are first come, first served). Cases
+take turns, and ratios are within a round. Client and engine share the machine. `--url` measures a running server of any
+engine that speaks OpenAI's API, without keys: alone, and beside the flood.
 
     python -m load_tests.http.bench_adversary --adversary-factor 10 --rounds 3
     python -m load_tests.http.bench_adversary --adversary-factor 10 --url http://127.0.0.1:8001/v1 --model base

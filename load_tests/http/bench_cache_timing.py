@@ -1,12 +1,10 @@
-"""Whether the time to a first token tells that another tenant has asked the same.
+"""Whether the time to the first token reveals that another tenant has sent the same prompt.
 
-In: a configuration, from which a service is started as `make serve` does; with `--engine` its base model instead. Out:
-Markdown on stdout: the AUC (the chance that a prompt which somebody has asked before is answered sooner than one that
-nobody has, ties counted half) with its 95 % bootstrap interval, over trials in which another tenant asked it before
-and, as a control that the measurement can tell at all, in which the same tenant did. 0.5 tells nothing. Of a service
-also: whether the time to a 404 tells the name of another tenant's adapter from one that nobody has. Prompts are new in
-each trial; which of the two cases it is is drawn, and in both one prompt is computed before the one that is timed.
-`--engine`: without threads, Ray and HTTP, which only add noise to what an attacker sees.
+Prints the AUC (the chance that a prompt which was sent before is answered sooner than a new one, ties counted half)
+with its 95 % bootstrap interval, over trials in which another tenant sent it before and, as a control of the
+measurement, in which the same tenant did. 0.5 reveals nothing. For a service also: whether the time to a 404 tells
+another tenant's adapter from an unknown name. Prompts are new in each trial; the case is drawn at random, and in both
+one prompt is computed before the timed one. `--engine` measures without threads, Ray and HTTP, which only add noise.
 
     python -m load_tests.http.bench_cache_timing --trials 2000
     python -m load_tests.http.bench_cache_timing --trials 2000 --engine
@@ -39,20 +37,20 @@ from load_tests.service import ROOT, Service, free_port, serve_arguments
 from load_tests.stats import environment
 
 ATTACKER, VICTIM = "attacker", "victim"
-#: In an engine, which is given what a service derives from tenants' secrets.
+#: The engine's salts, which a service derives from tenants' secrets.
 _SALTS = {ATTACKER: b"a" * 32, VICTIM: b"v" * 32}
-#: Names of one length: the victim's adapter, and nobody's.
+#: Names of equal length: the victim's adapter, and an unknown one.
 _VICTIMS_NAME, _NOBODYS_NAME = "victims-adapter", "nobodys-adapter"
-#: Trials that are not counted: the first steps of an engine are slower.
+#: Trials that do not count: the first steps of an engine are slower.
 _NUM_WARM_UP = 10
 _NUM_RESAMPLES = 1000
 
-#: Has a tenant ask a prompt; seconds to the first token, which is the only one.
+#: Sends a tenant's prompt; seconds to the first token, which is the only one.
 Ask = Callable[[str, tuple[int, ...]], float]
 
 
 class Auc(NamedTuple):
-    """With the bounds of its 95 % interval."""
+    """AUC with its 95 % interval."""
 
     value: float
     low: float
@@ -75,7 +73,7 @@ def auc(sooner: Sequence[float], others: Sequence[float]) -> float:
 
 
 def auc_of(times_s: dict[bool, list[float]], rng: np.random.Generator) -> Auc:
-    """Of the times where it is so, against those where it is not; the interval by drawing trials again."""
+    """AUC of times by case (True against False); the interval by resampling trials."""
     so, others = np.asarray(times_s[True]), np.asarray(times_s[False])
     again = [
         auc(rng.choice(so, len(so)).tolist(), rng.choice(others, len(others)).tolist()) for _ in range(_NUM_RESAMPLES)
@@ -85,7 +83,7 @@ def auc_of(times_s: dict[bool, list[float]], rng: np.random.Generator) -> Auc:
 
 
 class Bench:
-    """Prompts of `num_tokens` that nobody has asked, and somebody to ask them."""
+    """New prompts of `num_tokens` and a way to send them."""
 
     def __init__(self, ask: Ask, vocab_size: int, num_tokens: int, seed: int = 0) -> None:
         self._ask = ask
@@ -94,7 +92,7 @@ class Bench:
         self._resampling = np.random.default_rng(seed + 1)
 
     def measure(self, num_trials: int, before: str) -> Auc:
-        """Of the attacker's times where `before` has asked the same prompt, against where it asked another."""
+        """AUC of the attacker's times: `before` has sent the same prompt, against another one."""
         times_s: dict[bool, list[float]] = {True: [], False: []}
         for number in range(-_NUM_WARM_UP, num_trials):
             is_same = bool(self._rng.random() < 0.5)
@@ -105,12 +103,12 @@ class Bench:
                 times_s[is_same].append(time_s)
         return auc_of(times_s, self._resampling)
 
-    def measure_names(self, num_trials: int, refused: Callable[[str], float]) -> Auc:
-        """Of the times to a 404 for the name of another's adapter, against those for nobody's."""
+    def measure_names(self, num_trials: int, time_refusal: Callable[[str], float]) -> Auc:
+        """AUC of the times to a 404: another tenant's adapter against an unknown name."""
         times_s: dict[bool, list[float]] = {True: [], False: []}
         for number in range(-_NUM_WARM_UP, num_trials):
             is_anothers = bool(self._rng.random() < 0.5)
-            time_s = refused(_VICTIMS_NAME if is_anothers else _NOBODYS_NAME)
+            time_s = time_refusal(_VICTIMS_NAME if is_anothers else _NOBODYS_NAME)
             if number >= 0:
                 times_s[is_anothers].append(time_s)
         return auc_of(times_s, self._resampling)
@@ -176,7 +174,7 @@ class ServiceTenants:
                 pass
         return took_s
 
-    def refused(self, name: str) -> float:
+    def time_refusal(self, name: str) -> float:
         """Seconds to the attacker's 404. Raises RuntimeError for another answer."""
         started_s = time.perf_counter()
         answer = self._http[ATTACKER].post("/completions", json={"model": name, "prompt": "x", "max_tokens": 1})
@@ -225,8 +223,8 @@ def main() -> None:
     else:
         del checkpoint  # the service has its own
         with serving(given.config, settings.name, given.adapter) as tenants:
-            names = measure(tenants.ask).measure_names(given.trials, tenants.refused)
-        rows.append(("it names another tenant's adapter, not nobody's", given.trials, names))
+            names = measure(tenants.ask).measure_names(given.trials, tenants.time_refusal)
+        rows.append(("it names another tenant's adapter, not an unknown one", given.trials, names))
     lines = [f"| {what} | {num_trials} | {found} |" for what, num_trials, found in rows]
     print(
         f"{machine['cpu']}, {machine['num_cpus']} CPUs, commit {machine['commit']}; load average before "

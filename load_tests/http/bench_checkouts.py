@@ -1,9 +1,9 @@
-"""Whether a change made the service faster or slower: this checkout and another one, asked in turns over HTTP.
+"""Whether a change made the service faster or slower: this checkout and another one, in turns over HTTP.
 
-In: the folder of the other checkout (`git worktree add`), and a settings file that both of them read. Out: a Markdown
-table: tokens/s of both, from the first request to the last token, and CPU time per token of all their processes.
-Ratios are within a round (`measuring.py`). Both services run at the same time, with this Python, and the one that is
-not asked uses next to no CPU. Prompts are fresh in every round.
+Takes the folder of the other checkout (`git worktree add`), and a settings file that both read. Prints tokens/s of
+both, from the first request to the last token, and CPU time per token of all their processes. Ratios are within a round
+(`stats.py`). Both services run at the same time, with this Python, and the idle one uses next to no CPU. Prompts are
+new in every round.
 
     python -m load_tests.http.bench_checkouts --other ../old --config configs/serve.yaml --rounds 8
 """

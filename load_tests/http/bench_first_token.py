@@ -1,9 +1,8 @@
-"""Time to the first token over HTTP on an idle service, by where the request's adapter is.
+"""Time to the first token over HTTP on an idle service, by the place of the request's adapter.
 
-In: a configuration, from which a service is started as `make serve` does, with random adapters of one rank instead of
-its own. Out: Markdown on stdout: milliseconds to the first token for the base, and for adapters that are on the device,
-in host memory, and on disk only (the page cache is warm); ratios within a round to the adapter on the device. Where
-each adapter is, is asked before it is used. Prompts are fresh, so nobody profits from a prefix cache.
+A service is started as `make serve` does, with random adapters of one rank. Prints milliseconds for the base, and for
+adapters on the device, in host memory, and on disk only (with a warm page cache); ratios within a round to the adapter
+on the device. Each adapter's place is checked before use. Prompts are new, so the prefix cache never helps.
 
     python -m load_tests.http.bench_first_token --rounds 9
 """

@@ -1,10 +1,10 @@
-"""What HTTP, text and Ray cost: the same requests through a running service and into an engine alone.
+"""Cost of HTTP, text and Ray: the same requests through a running service and into an engine alone.
 
-In: a configuration file, from which a service is started as `make serve` does, and the engine alone is built in
-this process. Out: tokens/s of both, first request to last token, and their ratio within a round; rounds are
-interleaved (`measuring.py`) and the idle one uses no CPU. Prompts are fresh in every round, so nobody profits from a
-prefix cache. The client runs on the same machine and is part of what HTTP costs. Beside it, the CPU time per token
-of each of the service's processes. With `--url` the service is one that runs already, and its processes are not known.
+The service is started as `make serve` does, the engine alone is built in this process. Prints tokens/s of both, first
+request to last token, and their ratio within a round; rounds are interleaved (`stats.py`) and the idle side uses no
+CPU. Prompts are new in every round, so the prefix cache never helps. The client runs on the same machine and is part of
+HTTP's cost. Also prints the CPU time per token of each of the service's processes. With `--url` a running service is
+measured, without its processes.
 
     python -m load_tests.http.bench_http --config configs/serve.yaml --streams 1,8,32
 """
@@ -140,15 +140,15 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("results/bench_http.jsonl"))
     arguments = parser.parse_args()
     if arguments.url is not None:
-        print(measured(arguments, arguments.url, None))
+        print(measure_all(arguments, arguments.url, None))
         return
     port = free_port()
     with Service(serve_arguments(str(arguments.config), port)) as service:
         service.wait_for("Ready after")
-        print(measured(arguments, f"http://127.0.0.1:{port}/v1", service.process.pid))
+        print(measure_all(arguments, f"http://127.0.0.1:{port}/v1", service.process.pid))
 
 
-def measured(arguments: argparse.Namespace, url: str, session_id: int | None) -> str:
+def measure_all(arguments: argparse.Namespace, url: str, session_id: int | None) -> str:
     """Everything that is printed; the JSON lines are written on the way."""
     config = read_settings(arguments.config)
     bench = Bench(config, url, session_id, arguments.prompt_words, arguments.tokens, arguments.seed)

@@ -1,10 +1,10 @@
-"""What keys and limits cost a request over HTTP, with many keys in the database.
+"""Cost of keys and limits per HTTP request, with many keys in the database.
 
-In: a configuration, from which a service is started as `make serve` does, with `http.auth: open`, so that requests with
-a key and without one go through the same processes. Out: Markdown on stdout: requests per second with a key of a
-project that has limits of rates (so high that none is reached) and without a key, and the CPU time per request of the
-ingress and of the store, where limits are lent from. Cases take turns, and ratios are within a round. Use is written
-down for both. A tick of the CPU's clock is 10 ms: differences of microseconds need thousands of requests.
+A service is started as `make serve` does, with `http.auth: open`, so that requests with and without a key go through
+the same processes. Prints requests per second with a key of a project that has rate limits (so high that none is
+reached) and without a key, and the CPU time per request of the ingress and of the store, which leases limits. Cases
+take turns, and ratios are within a round. Usage is recorded for both. A tick of the CPU's clock is 10 ms: differences
+of microseconds need thousands of requests.
 
     python -m load_tests.http.bench_keys --keys 100000 --rounds 5
 """

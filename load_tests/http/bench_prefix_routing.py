@@ -1,10 +1,10 @@
-"""Conversations that begin alike on two real replicas, with `placement.prefix_affinity` on and off.
+"""Conversations with shared prefixes on two real replicas, with `placement.prefix_affinity` on and off.
 
-In: a configuration, from which two services are started as `make serve` does, alike but for that switch, each with two
-engine replicas of one thread. Out: Markdown: of either the share of prompt tokens that were cached, time to the first
-token, and the busier replica's CPU time over the mean of both; ratios within a round. Rule: in a round both are asked
-the same, in turns, and nothing of it was asked before. A conversation's next prompt is the last one and more words.
-Conversations are for the base, whose requests may go to any replica, and share their first words with others.
+Two services that differ in this setting only are started as `make serve` does, each with two engine replicas of one
+thread. Prints the cached fraction of prompt tokens, time to the first token, and the busier replica's CPU time over the
+mean of both; ratios within a round. In a round both get the same new requests in turns. A conversation's next prompt is
+the last one and more words. Conversations are for the base, whose requests may go to any replica, and share their first
+words with others.
 
     python -m load_tests.http.bench_prefix_routing --rounds 3
 """
@@ -39,19 +39,20 @@ NUM_TOKENS = 8
 
 @dataclass(frozen=True, slots=True)
 class Talk:
-    """What is said in a round: `num_heads` texts of `head_words` words are shared by `num_conversations`, each of which
-    has `num_turns` of `turn_words` words; `num_streams` requests are open at a time."""
+    """A round's conversations: `num_prefixes` texts of `prefix_words` words are shared by `num_conversations`, each of
+    which has `num_turns` of `turn_words` words; `num_streams` requests are open at a time.
+    """
 
-    num_heads: int = 16
-    head_words: int = 256
+    num_prefixes: int = 16
+    prefix_words: int = 256
     num_conversations: int = 32
     num_turns: int = 4
     turn_words: int = 24
     num_streams: int = 4
 
 
-class Seen(NamedTuple):
-    """Of one round: the share of prompt tokens that were cached, seconds to the first token, and imbalance."""
+class RoundResult(NamedTuple):
+    """One round: the cached fraction of prompt tokens, seconds to the first token, and imbalance."""
 
     cached: float
     p50_s: float
@@ -62,8 +63,8 @@ class Seen(NamedTuple):
 def conversations(talk: Talk, model: str, seed: int) -> list[PlannedRequest]:
     """All turns of all conversations, turn by turn, in another order each time; the same for the same seed."""
     rng = np.random.default_rng(seed)
-    heads = [words(talk.head_words, rng) for _ in range(talk.num_heads)]
-    said = [heads[number % talk.num_heads] for number in range(talk.num_conversations)]
+    prefixes = [words(talk.prefix_words, rng) for _ in range(talk.num_prefixes)]
+    said = [prefixes[number % talk.num_prefixes] for number in range(talk.num_conversations)]
     requests: list[PlannedRequest] = []
     for _ in range(talk.num_turns):
         for number in rng.permutation(talk.num_conversations).tolist():
@@ -80,22 +81,22 @@ class Bench:
     engine_seconds: Callable[[], Mapping[int, float]]
     model: str
     talk: Talk
-    seen: list[Seen] = field(default_factory=list)
+    seen: list[RoundResult] = field(default_factory=list)
 
     def measure(self) -> float:
-        """The share of prompt tokens that were cached. Raises RuntimeError when a request fails."""
+        """Run a round; returns the cached fraction of prompt tokens. Raises RuntimeError when a request fails."""
         before = self.engine_seconds()
         outcomes = self._ask(conversations(self.talk, self.model, seed=1 + len(self.seen)))
         used_s = [seconds - before[pid] for pid, seconds in self.engine_seconds().items()]
         first_s = [outcome.ttft_s for outcome in outcomes]
         cached = sum(outcome.cached_tokens for outcome in outcomes) / sum(o.prompt_tokens for o in outcomes)
         p50_s, p99_s = (float(np.percentile(first_s, which)) for which in (50, 99))
-        self.seen.append(Seen(cached, p50_s, p99_s, max(used_s) / float(np.mean(used_s))))
+        self.seen.append(RoundResult(cached, p50_s, p99_s, max(used_s) / float(np.mean(used_s))))
         return cached
 
     def warm_up(self) -> None:
         """A short talk, which is not counted: connections, memory."""
-        self._ask(conversations(Talk(num_heads=2, num_conversations=4, num_turns=1), self.model, seed=0))
+        self._ask(conversations(Talk(num_prefixes=2, num_conversations=4, num_turns=1), self.model, seed=0))
 
     def _ask(self, requests: Sequence[PlannedRequest]) -> list[Outcome]:
         endpoint = Endpoint(self.url, extra_body={"ignore_eos": True})
@@ -129,7 +130,7 @@ def settings(config: Path, folder: Path, num_kv_blocks: int, *, prefix_affinity:
     return path
 
 
-def table(seen: Mapping[str, Sequence[Seen]]) -> str:
+def table(seen: Mapping[str, Sequence[RoundResult]]) -> str:
     """What was measured, in Markdown: medians over rounds, and ratios of one round's values."""
     lines = [
         "| `prefix_affinity` | prompt tokens cached | TTFT p50, s | p99, s | imbalance |",

@@ -1,11 +1,11 @@
 """Real replicas under a crowd and a day, scaled by adapter demand and by Ray Serve's own policy.
 
-In: nothing but this machine. Out: Markdown: per traffic and policy the seconds until a replica more is started, how
-many there were, requests lost, adapters written to devices, pinned ones among them again, time to first token; and how
-the number went. Either policy has a service of its own, as `polylora serve` starts it, with a tiny random model, and is
-asked the same over HTTP, one after the other. A replica has room for `Fleet.num_fitting` adapters; more of them in
-demand ask for more replicas, and take many processes, but little of the CPU. Rule: what is counted is seen from
-outside: processes, answers and `GET /v1/loras`.
+Prints per traffic and policy: seconds until another replica is started, numbers of replicas, requests lost, adapters
+written to devices, pinned ones among them again, time to first token; and how the number of replicas changed. Each
+policy has its own service, as `polylora serve` starts it, with a tiny random model, and gets the same requests over
+HTTP, one after the other. A replica has room for `Fleet.num_fitting` adapters; demand for more of them needs more
+replicas, and takes many processes, but little of the CPU. All counts are taken from outside: processes, answers and
+`GET /v1/loras`.
 
     python -m load_tests.http.bench_scaling
 """
@@ -77,7 +77,7 @@ CALM, CROWD = (4.0, 5), (16.0, 26)  # requests a second, and adapters that they 
 
 
 def _hour(hour: int) -> Phase:
-    """Of fifteen hours of ten seconds, from night to noon and back."""
+    """A phase of fifteen hours of ten seconds each, from night to noon and back."""
     part = (1 - math.cos(2 * math.pi * hour / 15)) / 2
     rate, num_adapters = (calm + part * (crowd - calm) for calm, crowd in zip(CALM, CROWD, strict=True))
     return Phase(10, rate, round(num_adapters))
@@ -91,10 +91,10 @@ TRAFFIC: Mapping[str, Sequence[Phase]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
-    """Of one traffic: answers, (seconds, replicas) at every look, and adapters that were written to devices.
+class TrafficResult:
+    """One traffic: answers, (seconds, replicas) at every look, and adapters that were written to devices.
 
-    num_reloaded: writes of pinned adapters beyond one a replica.
+    num_reloaded: writes of pinned adapters beyond one per replica.
     """
 
     outcomes: Sequence[Outcome]
@@ -127,7 +127,7 @@ def reaction_s(phases: Sequence[Phase], counts: Sequence[tuple[float, int]]) -> 
 
 
 def changes(counts: Sequence[tuple[float, int]]) -> list[int]:
-    """The numbers of replicas in their order, each as often as it came anew."""
+    """The numbers of replicas in order, without repetitions."""
     return [count for count, _ in groupby(count for _, count in counts)]
 
 
@@ -199,7 +199,7 @@ def num_writes(url: str, num_adapters: int) -> int:
     return sum(body["activity"]["loads"]["device"] for body in bodies)
 
 
-def measure(url: str, session_id: int, fleet: Fleet, phases: Sequence[Phase]) -> Seen:
+def measure(url: str, session_id: int, fleet: Fleet, phases: Sequence[Phase]) -> TrafficResult:
     """Ask a service; its replicas are counted by their processes."""
     pids = set(processes(session_id)["engine"])
     num_before = len(pids)
@@ -215,10 +215,10 @@ def measure(url: str, session_id: int, fleet: Fleet, phases: Sequence[Phase]) ->
         outcomes = asyncio.run(open_loop(endpoint, requests(phases, seed=1)))
     num_loads = num_writes(url, fleet.num_adapters) - before
     num_reloaded = num_writes(url, fleet.num_pinned) - pinned_before - fleet.num_pinned * (len(pids) - num_before)
-    return Seen(outcomes, counts, num_loads, num_reloaded)
+    return TrafficResult(outcomes, counts, num_loads, num_reloaded)
 
 
-def row(policy: str, phases: Sequence[Phase], seen: Seen) -> str:
+def row(policy: str, phases: Sequence[Phase], seen: TrafficResult) -> str:
     """A line of the table."""
     first_s = [outcome.ttft_s for outcome in seen.outcomes if outcome.chunk_s]
     lost = sum(outcome.error is not None for outcome in seen.outcomes)
@@ -250,7 +250,7 @@ def main() -> None:
     given = parser.parse_args()
     machine, fleet = environment(), Fleet()
     rows: dict[str, list[str]] = {name: [] for name in given.traffic or TRAFFIC}
-    told: list[str] = []
+    reports: list[str] = []
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         save_tiny_model(folder / MODEL)
@@ -265,7 +265,7 @@ def main() -> None:
                 for index in range(fleet.num_pinned):
                     body = {"base_model": MODEL, "lora_model": f"a{index}", "pin_lora": True}
                     httpx.post(f"{url}/v1/load_lora", json=body, timeout=300).raise_for_status()
-                # What the first replica has written is told.
+                # What the first replica has written is reported.
                 while num_writes(url, fleet.num_pinned) < fleet.num_pinned:
                     time.sleep(1.0)
                 for name, lines in rows.items():
@@ -274,14 +274,14 @@ def main() -> None:
                     lines.append(row(policy, TRAFFIC[name], measure(url, service.process.pid, fleet, TRAFFIC[name])))
                     print(name, lines[-1], flush=True)
                 logs = service.folder.rglob("controller_*.log")
-                told += [line for log in logs for line in log.read_text().splitlines() if "are wanted" in line]
+                reports += [line for log in logs for line in log.read_text().splitlines() if "are wanted" in line]
     print(
         f"\n{machine['cpu']}, {machine['num_cpus']} CPUs, commit {machine['commit']}; load average before "
         f"{machine['load_average']}, after {environment()['load_average']}. {fleet}"
     )
     for name, lines in rows.items():
         print(f"\n**{name}**\n\n{HEAD}\n" + "\n".join(lines))
-    print("\nWhat the controller's log said:\n\n" + "\n".join(f"    {line}" for line in told))
+    print("\nWhat the controller's log said:\n\n" + "\n".join(f"    {line}" for line in reports))
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""How long `make serve` takes until a client has its first answer, by stage, on a machine that has run it before.
+"""Seconds from `make serve` to a client's first answer, by stage, on a machine that has run it before.
 
-In: a configuration. Out: Markdown on stdout: seconds of each stage, median (lowest to highest) of several starts,
-and the CPU seconds of each kind of process up to the first answer. The service is started as `make serve` starts it,
-with ports and a Ray of its own; one start that is not counted fetches the model and compiles what is missing.
+Prints the median (lowest to highest) of several starts, and the CPU seconds of each kind of process up to the first
+answer. The service is started as `make serve` starts it, with its own ports and Ray; one start that does not count
+fetches the model and compiles what is missing.
 
     python -m load_tests.http.bench_start --starts 5
 """

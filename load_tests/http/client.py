@@ -1,10 +1,9 @@
-"""Sends planned requests to an OpenAI endpoint and notes when what came back.
+"""Sends planned requests to an OpenAI endpoint and records when their parts came back.
 
-In: requests, an endpoint. Out: one `Outcome` per request, failures included; nothing is retried, and each is also
-handed over when it ends, so that a run which is broken off loses only what has not ended. Open loop: each
-request leaves at its time, whatever happened to the others, and its clock starts at the time it was due, not at the
-time a busy client got round to it. Closed loop: N streams, each sends its next request when the last has ended.
-Only /v1/completions with `stream: true` is used: every compatible server has it.
+Returns one `Outcome` per request, failures included; nothing is retried, and each is also passed on when it ends, so
+that an aborted run loses only unfinished requests. Open loop: each request leaves at its time, independent of the
+others, and its clock starts when it was due, not when a busy client sent it. Closed loop: N streams, each sends its
+next request when the last has ended. Only /v1/completions with `stream: true` is used: every compatible server has it.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""How long prompts and answers are, and the text of a prompt.
+"""Lengths of prompts and answers, and the text of a prompt.
 
-In: a spec such as `fixed:64`, `uniform:16:128`, `lognormal:64:0.8`. Out: lengths [count], at least 1. A
-prompt of length n is n common English words: about n tokens in most tokenizers. What a server really
-counted is in its `usage`, and that is what reports use.
+A spec such as `fixed:64`, `uniform:16:128` or `lognormal:64:0.8` gives lengths [count], at least 1. A prompt of length
+n is n common English words: about n tokens in most tokenizers. Reports use the server's real counts, its `usage`.
 """
 
 from __future__ import annotations

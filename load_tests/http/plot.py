@@ -1,6 +1,6 @@
-"""One picture of a run: first tokens over time, the distributions, throughput.
+"""A picture of a run as a PNG file: first tokens over time, the distributions, throughput.
 
-In: outcomes. Out: a PNG file. Imports matplotlib, as `load_tests.simulate.plot` does and nothing else.
+Imports matplotlib, which only `load_tests.simulate.plot` does beside it.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def plot(outcomes: Sequence[Outcome], title: str, path: Path) -> None:
 
 
 def _plain(name: str) -> str:
-    """As matplotlib shows it unchanged: between $ it reads mathematics, and what starts with _ has no legend."""
+    """Escape a name for matplotlib: text between $ is mathematics, and names that start with _ have no legend."""
     return " " * name.startswith("_") + name.replace("$", r"\$")
 
 

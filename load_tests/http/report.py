@@ -1,9 +1,8 @@
-"""From outcomes to numbers: percentiles, rates, goodput; as a dictionary, JSON lines and Markdown.
+"""Summaries of outcomes: percentiles, rates, goodput; as a dictionary, JSON lines and Markdown.
 
-In: the outcomes of one run and the service level objectives. Out: a summary of plain values. A failed request
-counts against attainment and goodput and has no latency. Percentiles are linear between ranks (NumPy's
-default). Rates are over the time from the first request due to the last good answer complete, or the last request
-due, if that is later: one that hangs until its time is up does not thin out what the others got.
+A failed request counts against attainment and goodput and has no latency. Percentiles are linear between ranks (NumPy's
+default). Rates are over the time from the first due request to the last good answer, or to the last due request if that
+is later: one that hangs until its timeout does not thin out the others.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ class Slo:
     tpot_s: float | None = None
     e2e_s: float | None = None
 
-    def met(self, outcome: Outcome) -> bool:
+    def is_met(self, outcome: Outcome) -> bool:
         if outcome.error is not None:
             return False
         values = (outcome.ttft_s, outcome.tpot_s, outcome.e2e_s)
@@ -73,7 +72,7 @@ def _span_s(outcomes: Sequence[Outcome]) -> float:
 
 def _numbers(outcomes: Sequence[Outcome], slo: Slo, span_s: float) -> dict[str, Any]:
     good = [outcome for outcome in outcomes if outcome.error is None]
-    met = [outcome for outcome in good if slo.met(outcome)]
+    is_met = [outcome for outcome in good if slo.is_met(outcome)]
     return {
         "num_requests": len(outcomes),
         "num_failed": len(outcomes) - len(good),
@@ -82,9 +81,9 @@ def _numbers(outcomes: Sequence[Outcome], slo: Slo, span_s: float) -> dict[str, 
         "prompt_tokens": sum(o.prompt_tokens for o in good),
         "completion_tokens": sum(o.completion_tokens for o in good),
         "tokens_per_s": sum(o.completion_tokens for o in good) / span_s,
-        "slo_attainment": len(met) / len(outcomes),
-        "goodput_requests_per_s": len(met) / span_s,
-        "goodput_tokens_per_s": sum(o.completion_tokens for o in met) / span_s,
+        "slo_attainment": len(is_met) / len(outcomes),
+        "goodput_requests_per_s": len(is_met) / span_s,
+        "goodput_tokens_per_s": sum(o.completion_tokens for o in is_met) / span_s,
         "ttft_s": percentiles([o.ttft_s for o in good]),
         "gap_s": percentiles([gap for o in good for gap in o.gaps_s]),
         "tpot_s": percentiles([o.tpot_s for o in good if o.completion_tokens > 1]),

@@ -1,14 +1,14 @@
 """A seeded load generator for any OpenAI endpoint: this service, vLLM, LoRAX, a proxy in front of them.
 
-In: a workload (arrivals, popularity, lengths, prefixes, tenants) and an endpoint. Out: NAME.jsonl with the
-full configuration, every request and the summary; NAME.md; NAME.png if matplotlib is installed. The plan
-is made before anything is sent, and the same seed makes the same plan.
+Writes NAME.jsonl with the full configuration, every request and the summary; NAME.md; NAME.png if matplotlib is
+installed. The plan (arrivals, popularity, lengths, prefixes, tenants) is made before anything is sent, and the same
+seed makes the same plan.
 
     python -m load_tests.http.run --url http://127.0.0.1:8000/v1 --models sql,extract,support \
         --arrivals gamma:2 --rate 2 --popularity zipf:1 --requests 200 --slo-ttft 1 --out results/demo
     python -m load_tests.http.run --url http://127.0.0.1:8000/v1 --models sql --closed-loop 32 --requests 128
 
-Ctrl-C ends it early: what has ended by then is written and reported.
+Ctrl-C ends it early: finished requests are written and reported.
 """
 
 from __future__ import annotations
@@ -50,8 +50,10 @@ def run(
         asyncio.run(closed_loop(endpoint, requests, num_streams, on_end))
 
 
-class Recorded(NamedTuple):
-    """`complete`: the outcomes are of all requests; not after ctrl-C. `report`: for people, empty for no outcome."""
+class RunResult(NamedTuple):
+    """A recorded run. `complete`: the outcomes are of all requests; not after ctrl-C. `report`: for people, empty
+    without outcomes.
+    """
 
     outcomes: list[Outcome]
     complete: bool
@@ -60,7 +62,7 @@ class Recorded(NamedTuple):
 
 def record(
     out: Path, config: Mapping[str, Any], endpoint: Endpoint, requests: Sequence[PlannedRequest], slo: Slo
-) -> Recorded:
+) -> RunResult:
     """Run and write OUT.jsonl, each request's line when it ends, OUT.md and, with matplotlib, OUT.png. What an older
     run left there is gone before anything is sent. OSError for files that cannot be written, before that too."""
     outcomes: list[Outcome] = []
@@ -84,7 +86,7 @@ def record(
         except KeyboardInterrupt:
             complete = False
         if not outcomes:
-            return Recorded([], complete, "")
+            return RunResult([], complete, "")
         summary = summarise(outcomes, slo, len(requests) - len(outcomes))
         file.write(json_line("summary", summary))
     text = markdown(out.name, summary)
@@ -95,11 +97,11 @@ def record(
         from load_tests.http.plot import plot
 
         plot(outcomes, out.name, plot_path)
-    return Recorded(outcomes, complete, text)
+    return RunResult(outcomes, complete, text)
 
 
 def show(report: str) -> None:
-    """On stdout, while somebody reads it; the files have it all."""
+    """Print to stdout if it is still read; the files have everything."""
     try:
         print(("\n" if sys.stderr.isatty() else "") + report, flush=True)
     except BrokenPipeError:
@@ -117,7 +119,7 @@ def check_keys(default_key: str, api_keys: Mapping[str, object], tenants: Collec
 
 
 def tenant_names(config: WorkloadConfig, trace: Sequence[TraceEntry]) -> set[str]:
-    """Who may have a request in a plan of these."""
+    """Tenants that may have a request in such a plan."""
     drawn = not trace or any(entry.tenant is None for entry in trace)
     numbered = {f"tenant-{i}" for i in range(config.num_tenants)} if drawn else set()
     return numbered | {entry.tenant for entry in trace if entry.tenant is not None}

@@ -1,8 +1,7 @@
-"""What is going to be sent, decided before anything is sent.
+"""The plan of a load test: all requests, decided before anything is sent.
 
-In: a `WorkloadConfig` and the models (adapters) to ask for. Out: a list of `PlannedRequest`, the same for the same
-seed. Arrivals, popularity, lengths, prefixes and tenants draw from separate streams of the seed, so
-changing one leaves the others as they were.
+The same seed gives the same list of `PlannedRequest`. Arrivals, popularity, lengths, prefixes and tenants draw from
+separate streams of the seed, so changing one leaves the others as they were.
 """
 
 from __future__ import annotations

@@ -1,11 +1,10 @@
-"""What the GPU kernels cost, beside what the machine could do and what people do without them. One command, no Ray.
+"""Speed of the GPU kernels, compared with the machine's bounds and with other libraries' ways. One command, no Ray.
 
-In: a budget of seconds. Out: JSON in full and a short table last. First every form is checked against float64 in
-bf16, float16 and float32, and what deterministic mode promises by bits; then the machine's own bandwidth (a copy,
-bytes read and written) and matrix rate (a bf16 product of 8192) are measured; then what passes its check once more is
-timed, inside CUDA graphs and over enough layers that memory is read and not the cache. Cells run in order of interest
-until the budget is spent; what was left out is listed. Without a GPU the checks run tiny in Triton's interpreter
-and nothing is timed.
+First every form is checked against float64 in bf16, float16 and float32, and batch-invariant mode bit for bit; then the
+machine's own bandwidth (a copy, bytes read and written) and matrix rate (a bf16 product of 8192) are measured; then
+forms that pass their check once more are timed, inside CUDA graphs and over enough layers that memory is read and not
+the cache. Cells run in order of interest until the budget of seconds is spent; the output lists the others. Without a
+GPU the checks run tiny in Triton's interpreter and nothing is timed.
 
     python -m load_tests.kernels.bench_kernels --budget-s 480 --json kernels.json
     python -m load_tests.kernels.bench_kernels --tune           # write the best configurations into app/kernels/tuned/
@@ -117,7 +116,7 @@ def time_attention(num_sequences: int, num_queries: int, length: int, rates: Cei
     num_bytes = k.nbytes + v.nbytes + 2 * q.nbytes
     num_operations = 4 * 32 * 128 * num_sequences * sum(range(length - num_queries + 1, length + 1))
 
-    def timed(form: Callable[[], object]) -> Line:
+    def time_form(form: Callable[[], object]) -> Line:
         seconds = graph_seconds(form)
         return {
             "seconds": seconds,
@@ -127,7 +126,7 @@ def time_attention(num_sequences: int, num_queries: int, length: int, rates: Cei
 
     for name, form in forms.items():
         line: Line = {"kind": "attention", "form": name, "queries": num_queries, "keys": length}
-        yield attempt(line | {"sequences": num_sequences}, partial(timed, form))
+        yield attempt(line | {"sequences": num_sequences}, partial(time_form, form))
 
 
 def time_linear(num_rows: int, width: int, depth: int) -> Iterator[Line]:
@@ -141,7 +140,7 @@ def time_linear(num_rows: int, width: int, depth: int) -> Iterator[Line]:
         for i in range(layers):
             matmul.linear(x, weight[i], out)
 
-    def timed(form: Callable[[], object]) -> Line:
+    def time_form(form: Callable[[], object]) -> Line:
         return {"seconds": graph_seconds(form) / layers}
 
     forms: dict[str, Callable[[], object]] = {
@@ -150,7 +149,7 @@ def time_linear(num_rows: int, width: int, depth: int) -> Iterator[Line]:
     }
     for name, form in forms.items():
         line: Line = {"kind": "linear", "form": name, "rows": num_rows, "width": width, "depth": depth}
-        yield attempt(line, partial(timed, form))
+        yield attempt(line, partial(time_form, form))
 
 
 def cells(rates: Ceilings) -> Iterator[tuple[str, Callable[[], Iterator[Line]]]]:
@@ -199,15 +198,15 @@ def table(lines: list[Line]) -> str:
     names = [*lora_forms.FORMS, "PEFT"]
     text = [f"{machine['device']}: {rates}", "", "us per product, rank 16, 4096 to 14336; bound: best of ours"]
     text.append(f"{'rows/adapters':>14} " + " ".join(f"{name:>13}" for name in names) + "  of bound")
-    timed = [line for line in lines if line["kind"] == "lora" and "seconds" in line]
-    chosen = [line for line in timed if (line["depth"], line["width"], line["ranks"]) == (4096, 14336, (16,))]
+    time_form = [line for line in lines if line["kind"] == "lora" and "seconds" in line]
+    chosen = [line for line in time_form if (line["depth"], line["width"], line["ranks"]) == (4096, 14336, (16,))]
     for key in dict.fromkeys((line["num_rows"], line["num_adapters"]) for line in chosen):
         row = {line["form"]: line for line in chosen if (line["num_rows"], line["num_adapters"]) == key}
         times = " ".join(f"{row[name]['seconds'] * 1e6:13.1f}" if name in row else " " * 13 for name in names)
         bounds = [max(row[n]["of_bandwidth"], row[n]["of_matrix_rate"]) for n in OURS[:2] if n in row]
         text.append(f"{key[0]:>8}/{key[1]:<5} {times}  {max(bounds, default=0.0):.2f}")
     best: dict[str, float] = {}
-    for line in timed:
+    for line in time_form:
         if line["form"] in OURS[:2] and line["bytes"] > LARGE_BYTES and line["num_rows"] <= lora_forms.MAX_DECODE_ROWS:
             best[line["cell"]] = max(best.get(line["cell"], 0.0), line["of_bandwidth"])
     reached, lowest = sum(value >= 0.7 for value in best.values()), min(best.values(), default=0.0)

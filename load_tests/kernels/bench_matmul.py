@@ -1,12 +1,10 @@
-"""What bit-identity costs in the base products: our packed matmul beside torch's linear, in one run.
+"""Cost of bit-identity in the base products: our packed matmul compared with torch's linear, in one run.
 
-In: a base model's shapes, numbers of rows. Out: a Markdown table of times and ratios. `torch.linear`
-is what one would use without the promise: its bits change with the number of rows. Beside it the
-same with rows padded to a multiple of four, which keeps the promise on some processors. The times of
-the four products of one layer are added up; weights of several layers take turns, so that they
-come from memory, as they do in a model. In the same run the promise is checked for every product
-and row count: the rows computed together equal the rows computed one by one, bit for bit, or
-the program ends with an error. torch's rows are counted by the same comparison.
+`torch.linear` is the usual choice without the promise: its bits change with the number of rows. The table also has it
+with rows padded to a multiple of four, which keeps the promise on some processors. The times of the four products of
+one layer are added up; weights of several layers take turns, so that they come from memory, as in a model. In the same
+run the promise is checked for every product and row count: the rows computed together equal the rows computed one by
+one, bit for bit, or the program ends with an error. torch's rows are counted by the same comparison.
 
     python -m load_tests.kernels.bench_matmul --rows 1,4,8,32,128
 """
@@ -89,7 +87,7 @@ def changed_rows(compute: Callable[[Product, Floats], Floats], product: Product,
 
 
 def run(spec: ModelSpec, row_counts: tuple[int, ...], num_layers: int, num_rounds: int, num_threads: int) -> str:
-    """The Markdown table. RuntimeError if a row of ours changes with its company."""
+    """The Markdown table. Raises RuntimeError if a row of ours depends on its batch."""
     rng = np.random.default_rng(0)
     made = products(spec, num_layers, rng)
     systems: dict[str, Callable[[Product, Floats], Floats]] = {
@@ -111,7 +109,7 @@ def run(spec: ModelSpec, row_counts: tuple[int, ...], num_layers: int, num_round
 
     lines = [
         f"| rows | {OURS}, ms per layer | {LINEAR} | {PADDED} | {OURS} / {LINEAR} | {OURS} / {PADDED} | "
-        f"rows that change with company: {OURS}, {LINEAR}, {PADDED} |",
+        f"rows that depend on the batch: {OURS}, {LINEAR}, {PADDED} |",
         "|---:|---:|---:|---:|---|---|---|",
     ]
     with torch.inference_mode():
@@ -121,7 +119,7 @@ def run(spec: ModelSpec, row_counts: tuple[int, ...], num_layers: int, num_round
                 for name, compute in systems.items()
             }
             if changed[OURS]:
-                raise RuntimeError(f"{changed[OURS]} rows of {m} changed with their company: bit-identity is broken")
+                raise RuntimeError(f"{changed[OURS]} rows of {m} depend on their batch: bit-identity is broken")
             values = rounds({name: partial(layer_s, name, m) for name in systems}, num_rounds)
             times = [f"{1000 * spread(values[name]).median:.3f}" for name in systems]
             against = [str(ratios(values[OURS], values[name])) for name in (LINEAR, PADDED)]

@@ -1,8 +1,7 @@
-"""Times on a GPU: CUDA graphs and events, medians, and what the machine itself can do.
+"""Times on a GPU: CUDA graphs and events, medians, and the machine's own ceilings.
 
-In: calls that launch kernels. Out: seconds. A graph's replay has no launch gaps, as in the engine's decode steps; what
-cannot be captured is timed with events around it. The ceilings are measured in the same run as what is
-compared with them.
+A graph's replay has no launch gaps, as in the engine's decode steps; calls that cannot be captured are timed with
+events around them. The ceilings are measured in the same run as the values compared with them.
 """
 
 from __future__ import annotations
@@ -62,7 +61,7 @@ def event_seconds(call: Callable[[], object], num_repeats: int = 15) -> float:
 
 
 def ceilings() -> Ceilings:
-    """Of this device, with random values: products of zeros are faster than real ones."""
+    """This device's ceilings, with random values: products of zeros are faster than real ones."""
     source = torch.empty(1 << 30, dtype=torch.bfloat16, device="cuda").normal_()
     target = torch.empty_like(source)
     bandwidth = 2 * source.nbytes / event_seconds(lambda: target.copy_(source))

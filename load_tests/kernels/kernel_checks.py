@@ -1,8 +1,8 @@
-"""Is every kernel right on this device? Compared with float64, and for bits in deterministic mode.
+"""Checks of every kernel on this device: against float64, and bit for bit in batch-invariant mode.
 
-In: a device. Out: one line per form and type: its error, and whether that passes. On the CPU the kernels run in
-Triton's interpreter on tiny operands, without bfloat16, which it gets wrong. What raises is a check that failed, with
-its message: one form that does not compile must not cost a short run on a GPU everything else.
+One line per form and type: its error, and whether that passes. On the CPU the kernels run in Triton's interpreter on
+tiny operands, without bfloat16, which it gets wrong. An exception is a failed check with its message: one form that
+does not compile must not cost a short run on a GPU everything else.
 """
 
 from __future__ import annotations

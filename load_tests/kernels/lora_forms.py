@@ -1,9 +1,8 @@
-"""One product's LoRA deltas, computed in every way one would compare: our kernels and what people write without them.
+"""One linear module's LoRA deltas, computed in every way worth comparing: our kernels and the usual ones without them.
 
-In: sizes, ranks, a batch. Out: a workload of several layers, and forms that add the deltas to its outputs. Every form
-gets the same values in the layout it likes best, laid out before the clock runs: rank rows for ours, tables padded
-to the largest rank for `bmm`, modules for PEFT. Rows of one adapter are neighbours, as the engine's scheduler
-leaves them. `check` compares a form with float64; what does not pass is not timed.
+Every form gets the same values of several layers in its best layout, prepared before the clock runs: rank rows for
+ours, tables padded to the largest rank for `bmm`, modules for PEFT. Rows of one adapter are neighbours, as the engine's
+scheduler leaves them. `check` compares a form with float64; forms that fail are not timed.
 """
 
 from __future__ import annotations
@@ -108,7 +107,7 @@ class Workload:
             found.append((slice(int(rows[0]), int(rows[-1]) + 1), slice(start, start + int(self.ranks[adapter]))))
         return found
 
-    def expected(self, layer: int) -> torch.Tensor:
+    def expected_output(self, layer: int) -> torch.Tensor:
         """y + delta in float64, by the definition."""
         out = self.y[layer].double()
         for rows, ranks in self.groups:
@@ -124,7 +123,7 @@ def cold_layers(sizes: Sizes) -> int:
 
 
 def num_segments(sizes: Sizes, block_tokens: int) -> int:
-    """As in the engine: a decode step's CUDA graph has room for a different adapter per row."""
+    """Segments as in the engine: a decode step's CUDA graph has room for a different adapter per row."""
     num_runs = sizes.num_rows if sizes.num_rows <= MAX_DECODE_ROWS else sizes.num_adapters
     return sgmv.max_segments(sizes.num_rows, num_runs, block_tokens)
 
@@ -146,7 +145,7 @@ def check(workload: Workload, form: Form) -> float:
     """The relative error of the first layer."""
     out = workload.y[0].clone()
     form(0, out)
-    return relative_error(out, workload.expected(0))
+    return relative_error(out, workload.expected_output(0))
 
 
 def _bgmv(w: Workload, config: bgmv.Configuration | None = None) -> Form:
@@ -203,7 +202,7 @@ def _gather(w: Workload) -> Form:
     return add
 
 
-def _padded(w: Workload) -> Form:
+def _pad_and_multiply(w: Workload) -> Form:
     """(c) The rows of every adapter padded to the most rows any has, then one batched product."""
     a, b = _padded_tables(w)
     groups = w.groups
@@ -260,5 +259,5 @@ FORMS: dict[str, Callable[..., Form]] = {
     "deterministic": partial(_sgmv, batch_invariant=True),
     "loop": _loop,
     "gather+bmm": _gather,
-    "padded bmm": _padded,
+    "padded bmm": _pad_and_multiply,
 }

@@ -1,7 +1,7 @@
-"""Search the configurations of the LoRA kernels on this GPU: one field at a time, the fastest that is still right.
+"""Searches the configurations of the LoRA kernels on this GPU: one field at a time, the fastest that is still right.
 
-In: shapes, a budget. Out: a file that `app.kernels.tuning` reads, written whenever a shape is done. A change has to win
-by two per cent, so that noise decides nothing.
+Writes a file that `app.kernels.tuning` reads, after every shape. A change has to win by two per cent, so that noise
+decides nothing.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def _search(workload: Workload, kernel: str, best: Any, clock: Clock) -> tuple[A
 
 
 def _seconds(workload: Workload, kernel: str, config: Any) -> float:
-    """Of all layers; infinite for a configuration that gives wrong results."""
+    """Seconds of all layers; infinite for a configuration that gives wrong results."""
     form = lora_forms.FORMS[kernel](workload, config)
     if not lora_forms.check(workload, form) < TOLERANCE[workload.x.dtype]:
         return float("inf")

@@ -1,10 +1,10 @@
-"""Put the same traffic to different fleets, on a virtual clock: the service's own decisions, measured times.
+"""Simulates the same traffic on different fleets, on a virtual clock: the service's own decisions, measured times.
 
-In: what to run. Out: Markdown on stdout. `policies` compares placement policies in Dynamo's scenarios, with ranks and
-with a tenant that floods, `--write-factor 30` with loads that are so many times dearer, `--plot FILE` as a picture;
-`alternating` has the load that Dynamo's allocator cannot follow; `heads` shows what `placement.prefix_affinity` brings;
-`scaling` puts the service's autoscaling beside Ray's, and `starts` shows what a replica's start-up time does to a
-crowd; `scale` runs a large fleet and says how long that took.
+Prints Markdown. `policies` compares placement policies in Dynamo's scenarios, with ranks and with a tenant that floods,
+`--write-factor 30` with loads that cost so many times more, `--plot FILE` as a picture; `alternating` has the load that
+Dynamo's allocator cannot follow; `heads` shows the gain of `placement.prefix_affinity`; `scaling` compares the
+service's autoscaling with Ray's, and `starts` shows the effect of a replica's start-up time in a crowd; `scale` runs a
+large fleet and prints how long that took.
 
     python -m load_tests.simulate policies --seeds 20
     python -m load_tests.simulate scale --replicas 1000 --adapters 100000 --requests 1000000
@@ -29,7 +29,7 @@ from app.simulation.replica import ReplicaSize
 from app.simulation.result import Interval, intervals
 from app.simulation.scaling import QueueLength, Scaling
 from app.simulation.traffic import Traffic
-from load_tests.simulate.scenarios import CROWDS_S, SCENARIOS, alternating, diurnal, flash_crowd, large, shared_heads
+from load_tests.simulate.scenarios import CROWDS_S, SCENARIOS, alternating, diurnal, flash_crowd, large, shared_prefixes
 
 POLICIES = ("sticky", "rendezvous", "round_robin", "traffic_weighted", "rank_aware", "min_cost_flow", "least_loaded")
 #: The service's own policy with the delays of configs/serve-autoscale.yaml; Ray's as it comes, and tuned to the same.
@@ -60,7 +60,7 @@ COLUMNS = {
 
 
 def summaries(make: Callable[[np.random.Generator], Traffic], plan: Plan, num_seeds: int) -> list[Mapping[str, float]]:
-    """Of one simulation per seed, from 0 on, each with traffic of its own."""
+    """Summaries of one simulation per seed, from 0 on, each with its own traffic."""
     return [simulate(make(np.random.default_rng(seed)), plan, seed).summary() for seed in range(num_seeds)]
 
 
@@ -96,8 +96,8 @@ def compare_alternating(num_seeds: int, costs: Costs) -> str:
     return table(rows)
 
 
-def compare_heads(num_seeds: int, costs: Costs) -> str:
-    """Requests for the base, whose prompts begin alike: 8 replicas, different numbers of heads and loads."""
+def compare_prefixes(num_seeds: int, costs: Costs) -> str:
+    """Requests for the base with shared prefixes: 8 replicas, different numbers of prefixes and loads."""
     columns = {
         "cached_share": "prompt tokens cached",
         "imbalance": "imbalance",
@@ -105,12 +105,12 @@ def compare_heads(num_seeds: int, costs: Costs) -> str:
         "ttft_p99_s": "p99, s",
     }
     rows = {}
-    for num_heads, rate in ((20, 10.0), (200, 7.0), (200, 10.0), (2000, 7.0)):
+    for num_prefixes, rate in ((20, 10.0), (200, 7.0), (200, 10.0), (2000, 7.0)):
         for is_on in (False, True):
             plan = Plan(8, costs, placement=PlacementConfig(prefix_affinity=is_on))
-            make = partial(shared_heads, num_heads=num_heads, rate=rate)
+            make = partial(shared_prefixes, num_prefixes=num_prefixes, rate=rate)
             found = summaries(make, plan, num_seeds)
-            rows[f"{num_heads} heads, {rate:g} requests/s, {'on' if is_on else 'off'}"] = intervals(found)
+            rows[f"{num_prefixes} heads, {rate:g} requests/s, {'on' if is_on else 'off'}"] = intervals(found)
     return table(rows, columns, "traffic, prefix_affinity")
 
 
@@ -205,7 +205,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         case "alternating":
             print(compare_alternating(arguments.seeds, costs))
         case "heads":
-            print(compare_heads(arguments.seeds, costs))
+            print(compare_prefixes(arguments.seeds, costs))
         case "scaling":
             print(compare_scaling(arguments.seeds, costs))
         case "starts":

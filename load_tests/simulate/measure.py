@@ -1,11 +1,11 @@
-"""Measure what the simulation counts with: what steps, prompts and writes of the real engine take on this machine.
+"""Measures the simulation's costs: steps, prompts and adapter writes of the real engine on this machine.
 
-In: a base model. Out: a table of costs (JSON) for `app.simulation.costs`, which says where it comes from. One replica
-with the service's control plane runs a trace (`load_tests.simulate.real_fleet`), and `fit` draws the line through all of its
-steps: by non-negative least squares of errors relative to the line, the last times without the steps that lie far off.
-(Relative to the steps themselves the line would lie below their mean, and queues would be too short.) What loading
-takes to the host, and starting a replica, is taken over from the table that is there: `bench_adapters` and
-`bench_start` have it. Times are CPU seconds of one thread.
+Writes a table of costs (JSON) for `app.simulation.costs`, which includes its source. One replica with the service's
+control plane runs a trace (`load_tests.simulate.real_fleet`), and `fit` draws the line through all of its steps: by
+non-negative least squares of errors relative to the line, the last times without the steps that lie far off. (Relative
+to the steps themselves the line would lie below their mean, and queues would be too short.) The times of loading to the
+host and of starting a replica are taken from the existing table: `bench_adapters` and `bench_start` measure them. Times
+are CPU seconds of one thread.
 
     python -m load_tests.simulate.measure --out app/simulation/costs.json
 """

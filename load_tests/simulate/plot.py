@@ -1,8 +1,7 @@
-"""Placement policies side by side, as a picture.
+"""Placement policies side by side, as an SVG file of six panels.
 
-In: of each scenario and policy the means and intervals of a simulation's numbers. Out: an SVG file of six panels, a
-group of points per scenario in each, with the intervals as lines. Rule: the same numbers give the same bytes with one
-release of matplotlib: no date is in it, names are made with a fixed salt, and text stays text. Imports matplotlib.
+Each panel has a group of points per scenario, with the intervals as lines. The same numbers give the same bytes with
+one release of matplotlib: no date is in it, names are made with a fixed salt, and text stays text. Imports matplotlib.
 """
 
 from __future__ import annotations

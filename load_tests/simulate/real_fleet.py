@@ -1,10 +1,9 @@
 """Real replicas under a trace: real engines and control plane, clocks that count CPU seconds.
 
-In: a base model, adapters, traffic. Out: when each request had its first token and its end, what was loaded, and what
-every step was and took. Everything from the dispatcher down is the service's: links, placement, reports, replicas and
-engines. A step is computed, and then lasts on the loop's clock as many seconds as its thread computed: each replica
-has a core of its own, however busy the machine is, and nobody waits while all are idle. Rule: nothing is simulated but
-the time between steps. Left out are processes, sockets and HTTP.
+Everything from the dispatcher down is the service's: connections, placement, reports, replicas and engines. A step is
+computed, and then lasts on the loop's clock as many seconds as its thread computed: each replica has its own core,
+however busy the machine is, and idle time passes at once. Only the time between steps is simulated. Processes, sockets
+and HTTP are left out.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ from app.engine.models.spec import ModelSpec
 from app.engine.request import GenerateRequest, SamplingParams
 from app.engine.stats import EngineStats, TenantService
 from app.simulation.traffic import BASE, Traffic
-from load_tests.control.simulated import SimulatedIngress
+from load_tests.control.simulated_service import SimulatedIngress
 from load_tests.popularity import adapter_indices
 from load_tests.random_adapters import write_random_adapter
 from load_tests.virtual_time import run_virtually
@@ -84,7 +83,7 @@ class Step(NamedTuple):
 
 
 @dataclass
-class Measured:
+class FleetResult:
     """Times of N requests in seconds from their arrival, [N] float64, and the replicas' counts."""
 
     first_token_s: NDArray[np.float64]
@@ -95,8 +94,8 @@ class Measured:
     steps: list[Step] = field(default_factory=list)
 
 
-class _Watched:
-    """A backend that notes what it is given. It is a `Backend` as far as the engine asks."""
+class _RecordingBackend:
+    """A backend that records its inputs. It is a `Backend` as far as the engine needs one."""
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
@@ -130,7 +129,7 @@ class SteppedEngine:
     def __init__(self, backend: Backend, config: EngineConfig, spent_s: Callable[[], float]) -> None:
         self._loop = asyncio.get_running_loop()
         self._spent_s = spent_s
-        self._backend = _Watched(backend)
+        self._backend = _RecordingBackend(backend)
         self.engine = Engine(self._backend, config, self._clock)
         self._began_s: float | None = None
         self._wake = asyncio.Event()
@@ -162,7 +161,7 @@ class SteppedEngine:
         return self.engine.failure
 
     def warm_up(self) -> None:
-        """Nothing: whoever measures warms up with a trace."""
+        """Do nothing: measurements warm up with a trace."""
 
     def start(self) -> None:
         """Nothing: `run` is a task."""
@@ -213,7 +212,7 @@ class _HostMemory(AdapterFetcher):
 
 
 class _NoRegistry(StoreService[SharedAdapter]):
-    """Nobody keeps the names here."""
+    """A store without a registry."""
 
     def __init__(self) -> None: ...
 
@@ -245,7 +244,8 @@ class _Replica:
         settings = PlacementConfig()
         self.reports = StatusReporter(
             replica_id, self.engine, self.service, placement, _NoRegistry(), (),
-            delta_reporter=DeltaReporter(ReplicaIdentity("store", settings.model_dump_json(), clock())), is_leaving=lambda: False,
+            delta_reporter=DeltaReporter(ReplicaIdentity("store", settings.model_dump_json(), clock())),
+            is_leaving=lambda: False,
             interval_s=settings.report_interval_s, clock=clock,
         )  # fmt: skip
         self.tasks = [
@@ -280,7 +280,7 @@ async def measure_fleet(
     traffic: Traffic,
     seed: int = 0,
     spent_s: Callable[[], float] = time.thread_time,
-) -> Measured:
+) -> FleetResult:
     """Run the traffic to its end on one replica per backend; on a `VirtualLoop`. adapters[i]: of index i.
 
     `seed` is of the ingress's choices between replicas. `spent_s` counts the seconds that backends have computed.
@@ -293,10 +293,10 @@ async def measure_fleet(
         for name, backend in ((f"r{i:04d}", backend) for i, backend in enumerate(backends))
     }
     ingress = SimulatedIngress("ingress", placement, _Calls(replicas), LimitsConfig(), seed)
-    await asyncio.sleep(3.0)  # placement has heard of all of them, and gives homes
+    await asyncio.sleep(3.0)  # placement knows all of them, and assigns replicas
     began_s = loop.time()
     count = traffic.num_requests
-    measured = Measured(np.full(count, math.nan), np.full(count, math.nan))
+    measured = FleetResult(np.full(count, math.nan), np.full(count, math.nan))
 
     async def ask(index: int) -> None:
         await asyncio.sleep(float(traffic.arrival_s[index]) - (loop.time() - began_s))
@@ -370,7 +370,9 @@ def make_adapters(spec: ModelSpec, folder: Path) -> list[LoraAdapter]:
     return adapters
 
 
-def run_real(backends: Sequence[Backend], adapters: Sequence[LoraAdapter], traffic: Traffic, seed: int = 0) -> Measured:
+def run_real(
+    backends: Sequence[Backend], adapters: Sequence[LoraAdapter], traffic: Traffic, seed: int = 0
+) -> FleetResult:
     """`measure_fleet` on the virtual clock, with `CONFIG`."""
     gc.collect()
     gc.freeze()  # what is there now is there for the whole run; a step does not pay for looking at it

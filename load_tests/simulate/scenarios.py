@@ -1,9 +1,9 @@
 """The traffic of simulations: Dynamo's four scenarios, the alternating load, ranks and tenants.
 
-In: a seed. Out: `Traffic`. Dynamo's numbers (lib/llm/tests/lora_simulation, 1.6): 8 workers with 4 slots, 100 adapters,
-Zipf 1.0, 200 ticks of 3 s: (a) Poisson, 40 requests a tick; (b) diurnal, 10 to 50 and back in 100 ticks; (c) a flash
-crowd, 25, five times that at ticks 50 and 130, half of the rest gone in 8 ticks; (d) a Markov chain over 15, 40 and 70.
-Rule: within a tick requests come at uniformly drawn times; theirs have no length, ours have that of `LENGTHS`.
+Dynamo's numbers (lib/llm/tests/lora_simulation, 1.6): 8 workers with 4 slots, 100 adapters, Zipf 1.0, 200 ticks of 3 s:
+(a) Poisson, 40 requests a tick; (b) diurnal, 10 to 50 and back in 100 ticks; (c) a flash crowd, 25, five times that at
+ticks 50 and 130, half of the rest gone in 8 ticks; (d) a Markov chain over 15, 40 and 70. Within a tick requests come
+at uniformly drawn times; theirs have no length, ours have that of `LENGTHS`.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def mmpp(rng: Rng) -> Traffic:
 
 
 def alternating(rng: Rng, num_adapters: int = 4, num_ticks: int = 40, requests: int = 24) -> Traffic:
-    """Of four adapters two are asked for in one tick and the others in the next, again and again."""
+    """Two of four adapters get requests in one tick and the other two in the next, again and again."""
     times, adapters = [], []
     for tick in range(num_ticks):
         drawn = np.sort(rng.random(requests)) * TICK_S + tick * TICK_S
@@ -95,15 +95,16 @@ SCENARIOS: dict[str, Callable[[Rng], Traffic]] = {
 }
 
 
-def shared_heads(rng: Rng, num_heads: int, rate: float, num_ticks: int = NUM_TICKS) -> Traffic:
-    """Requests for the base, Poisson at `rate` a second, whose prompts begin with one of so many heads (Zipf 1.0).
+def shared_prefixes(rng: Rng, num_prefixes: int, rate: float, num_ticks: int = NUM_TICKS) -> Traffic:
+    """Requests for the base, Poisson at `rate` a second, whose prompts begin with one of `num_prefixes` prefixes (Zipf
+    1.0).
 
-    Heads have 256 to 1,023 tokens, and what follows `LENGTHS`: system prompts, tools, documents that are asked about.
+    Prefixes have 256 to 1,023 tokens, and the rest `LENGTHS`: system prompts, tools, documents.
     """
     count = rng.poisson(rate * TICK_S * num_ticks)
     arrival_s = np.sort(rng.random(count) * TICK_S * num_ticks)
-    head = adapter_indices("zipf:1", num_heads, arrival_s, rng).astype(np.int64)
-    head_tokens = rng.integers(256, 1024, num_heads)
+    head = adapter_indices("zipf:1", num_prefixes, arrival_s, rng).astype(np.int64)
+    head_tokens = rng.integers(256, 1024, num_prefixes)
     plain = _traffic(arrival_s, np.full(count, BASE), np.zeros(0, np.int64), rng)
     return replace(plain, prompt_tokens=plain.prompt_tokens + head_tokens[head], head=head, head_tokens=head_tokens)
 

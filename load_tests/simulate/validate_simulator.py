@@ -1,10 +1,10 @@
-"""The simulator beside real replicas: the same traces, and how far it is off.
+"""The simulator compared with real replicas on the same traces.
 
-In: a base model, a number of replicas and of traces, at least two. Out: Markdown. Real replicas run the traces
-(`load_tests.simulate.real_fleet`), and every step is written down. Each trace is then simulated with times that are fitted to
-the steps of the others (`load_tests.simulate.measure.fit`), which were run before and after it, and several times:
-whether an adapter in demand gets another home a second sooner depends on when replicas report, and p99 on that. Rule:
-what is compared was not fitted. Times are CPU seconds; but a machine that does other things beside makes steps uneven.
+Real replicas run the traces (`load_tests.simulate.real_fleet`), and every step is recorded. Each trace is then
+simulated with times that are fitted to the steps of the others (`load_tests.simulate.measure.fit`), which were run
+before and after it, and several times: whether an adapter in demand gets another replica a second sooner depends on
+when replicas report, and p99 on that. What is compared was not fitted. Times are CPU seconds; but other work on the
+machine makes steps uneven.
 
     python -m load_tests.simulate.validate_simulator --replicas 2 --traces 3 --seconds 120
 """
@@ -29,7 +29,7 @@ from app.simulation.replica import ReplicaSize
 from app.simulation.result import Result, percentile
 from app.simulation.traffic import Traffic
 from load_tests.simulate.measure import fit
-from load_tests.simulate.real_fleet import CONFIG, RANKS_PER_ROW, Measured, make_adapters, run_real, trace
+from load_tests.simulate.real_fleet import CONFIG, RANKS_PER_ROW, FleetResult, make_adapters, run_real, trace
 
 SIZE = ReplicaSize(
     max_num_seqs=CONFIG.max_num_seqs,
@@ -48,8 +48,8 @@ WHAT = {
 }
 
 
-def of_real(runs: Sequence[tuple[Measured, Traffic]]) -> dict[str, float]:
-    """Of one trace, or of several: all of their requests."""
+def of_real(runs: Sequence[tuple[FleetResult, Traffic]]) -> dict[str, float]:
+    """Numbers of all requests of one trace, or of several."""
     first_s = np.concatenate([measured.first_token_s for measured, _ in runs])
     speeds = [float((t.prompt_tokens + t.output_tokens).sum()) / measured.end_s for measured, t in runs]
     return {
@@ -61,7 +61,7 @@ def of_real(runs: Sequence[tuple[Measured, Traffic]]) -> dict[str, float]:
 
 
 def of_simulated(results: Sequence[Result]) -> dict[str, float]:
-    """Of runs of one trace that differ in when replicas report, or of several traces: all of their requests."""
+    """Numbers of all requests over runs of one trace that differ in when replicas report, or over several traces."""
     first_s = np.concatenate([result.first_token_s for result in results])
     return {
         "tokens_per_s": float(np.mean([result.summary()["tokens_per_s"] for result in results])),

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from app.kernels.machine.jit import jit
 from app.kernels.machine.thread_team import ThreadTeam
-from app.kernels.matmul import cpu, pack_weights, quantised
+from app.kernels.matmul import cpu, int8, pack_weights
 from app.kernels.paged_attention import cpu as attention
 from app.kernels.sgmv import cpu as lora
 from tests.kernels.cases import normal
@@ -25,7 +25,7 @@ _BATCHES = (*range(1, 20), 32, 50)
 
 @jit
 def _multiply(x, w, out):  # type: ignore[no-untyped-def]
-    quantised.multiply_any_panels(x, w, 0, out.shape[1] // 16, out, False, cpu.NO_FETCH)
+    int8.multiply_any_panels(x, w, 0, out.shape[1] // 16, out, False, cpu.NO_FETCH)
 
 
 def _products(generator: np.random.Generator, *, quantised: bool) -> Iterator[Floats]:

@@ -34,7 +34,7 @@ def run(
         for first, end in zip((0, *cuts), (*cuts, width), strict=True):
             cpu.activate(gate_up.numpy(), width, activation == "gelu_tanh", first, end, out.numpy())
     else:
-        (plain if form == "torch" else triton).gated(gate_up, out, activation)
+        (plain if form == "torch" else triton).gated_activation(gate_up, out, activation)
 
 
 def test_a_clamped_activation_equals_the_definition_on_both_sides_of_its_limit() -> None:
@@ -43,7 +43,7 @@ def test_a_clamped_activation_equals_the_definition_on_both_sides_of_its_limit()
     out = np.full((7, 37), np.nan, np.float32)
     for first, end in ((0, 8), (8, 37)):
         cpu.activate_clamped(gate_up, 37, np.float32(2.0), np.float32(1.702), first, end, out)
-    expected = reference.gated_and_clamped(np.maximum(gate_up, -200), 2.0, 1.702)
+    expected = reference.clamped_gated_activation(np.maximum(gate_up, -200), 2.0, 1.702)
     np.testing.assert_allclose(out, expected, rtol=3e-6, atol=1e-6)
 
 
@@ -53,8 +53,8 @@ def test_a_clamped_activation_of_tensors_is_the_definition_too(form: str, dtype:
     rows = np.concatenate([normal(rng(), 5, 74) * 3, np.full((1, 74), 1e4), np.full((1, 74), -1e4)])
     gate_up = tensor(rows, dtype, device)
     memory, out = poisoned(7, 37, dtype, device)
-    kernel.gated(gate_up, out, "silu", 2.0, 1.702)
-    expected = reference.gated_and_clamped(np.maximum(numpy(gate_up), -200), 2.0, 1.702)
+    kernel.gated_activation(gate_up, out, "silu", 2.0, 1.702)
+    expected = reference.clamped_gated_activation(np.maximum(numpy(gate_up), -200), 2.0, 1.702)
     assert error(out, expected, np.ones_like(expected)) < TOLERANCE[dtype]
     assert_poison_left(memory, 7, 37)
 
@@ -65,7 +65,7 @@ def test_equals_the_definition(form: str, dtype: torch.dtype, shape: tuple[int, 
     gate_up = tensor(normal(rng(), num_rows, 2 * width) * 4, dtype, device)
     memory, out = poisoned(*shape, dtype, device)
     run(form, gate_up, activation, out)
-    expected = reference.gated(numpy(gate_up), activation)
+    expected = reference.gated_activation(numpy(gate_up), activation)
     # Relative to `up` at least: of gates far below zero there is next to nothing left.
     assert error(out, expected, numpy(gate_up)[:, width:]) < TOLERANCE[dtype]
     assert_poison_left(memory, *shape)
@@ -103,7 +103,7 @@ def test_what_is_left_over_behind_whole_vectors_is_as_near_as_what_is_in_them(ac
     gate_up = normal(rng(), 1, 2 * 15) * 2
     out = np.full((1, 15), np.nan, np.float32)
     cpu.activate(gate_up, 15, activation == "gelu_tanh", 0, 15, out)
-    exact = reference.gated(gate_up, activation)
+    exact = reference.gated_activation(gate_up, activation)
     assert (np.abs(out - exact) <= 4e-6 * np.abs(gate_up[:, 15:]) + 1e-30).all()
 
 
@@ -115,15 +115,15 @@ def test_plain_torch_does_not_show_where_a_threads_part_ends(activation: Activat
     gate_up = torch.from_numpy(normal(rng(), 1201, 2 * width) * 3)
     together, alone = torch.empty(1201, width), torch.empty(1201, width)
     with ExactOperations():
-        plain.gated(gate_up, together, activation)
+        plain.gated_activation(gate_up, together, activation)
     for row in range(590, 612):  # the threads meet in row 600
-        plain.gated(gate_up[row : row + 1], alone[row : row + 1], activation)
+        plain.gated_activation(gate_up[row : row + 1], alone[row : row + 1], activation)
     np.testing.assert_array_equal(alone[590:612].numpy(), together[590:612].numpy())
 
 
 def test_operands_that_do_not_fit_are_refused() -> None:
     gate_up, out = torch.zeros(2, 16), torch.zeros(2, 8)
     with pytest.raises(ValueError, match="'relu'"):
-        triton.gated(gate_up, out, "relu")  # type: ignore[arg-type]
+        triton.gated_activation(gate_up, out, "relu")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"of \(2, 16\) does not fit out \(2, 7\)"):
-        triton.gated(gate_up, out[:, :7], "silu")
+        triton.gated_activation(gate_up, out[:, :7], "silu")

@@ -20,12 +20,12 @@ from tests.seeds import rng
 
 
 @jit
-def _module(x, tables, runs, first, end, out, out_panel, kept, residual):  # type: ignore[no-untyped-def]
+def _module(x, tables, runs, first, end, out, out_panel, saved, residual):  # type: ignore[no-untyped-def]
     if residual:
-        cpu.set_aside(tables, 0, 0, runs, out_panel + first, out_panel + end, out, kept)
+        cpu.save_rows(tables, 0, 0, runs, out_panel + first, out_panel + end, out, saved)
     cpu.change_columns(x, tables, 0, 0, runs, first, end, out, out_panel)
     if residual:
-        cpu.put_back(tables, 0, 0, runs, out_panel + first, out_panel + end, kept, out)
+        cpu.restore_rows(tables, 0, 0, runs, out_panel + first, out_panel + end, saved, out)
 
 
 def _padded(values: NDArray[np.float32]) -> NDArray[np.float32]:
@@ -46,10 +46,10 @@ def test_a_module_is_the_definitions_in_its_runs_only(parts: str, residual: bool
             getattr(tables, name)[0, 2, 0] = array.ctypes.data
     width = len(arrays["scales"])
     out = normal(generator, num_rows, out_panel * PANEL + width + PANEL)
-    before, kept = out.copy(), np.full_like(out, np.nan)
+    before, saved = out.copy(), np.full_like(out, np.nan)
     runs = np.array([[1, 2, 2], [4, 8, 2], [8, 9, 1]], np.int64)  # slot 1 has nothing
     for panel in range(width // PANEL):
-        _module(x, tables, runs, panel, panel + 1, out, out_panel, kept, residual)
+        _module(x, tables, runs, panel, panel + 1, out, out_panel, saved, residual)
     mine = [1, 4, 5, 6, 7]
     column = out_panel * PANEL
     expected = before.astype(np.float64)

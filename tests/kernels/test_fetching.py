@@ -14,20 +14,20 @@ from numpy.typing import NDArray
 
 from app.kernels.machine.jit import jit
 from app.kernels.machine.simd import FETCH_BLOCK
-from app.kernels.matmul import cpu, pack_weights, quantised
+from app.kernels.matmul import cpu, int8, pack_weights
 from app.kernels.sgmv.cpu import ModuleRows
 from app.kernels.sgmv.prefetch import MOST_BLOCKS, NextShrink, list_fetch, shrink_ranges
 from tests.kernels.cases import normal
 from tests.seeds import rng
 
 Lines = NDArray[np.int64]
-Stack = NDArray[np.float32] | quantised.Quantised
+Stack = NDArray[np.float32] | int8.Int8Panels
 
 
 @jit
 def _multiply(x, w, out, blocks, lines):  # type: ignore[no-untyped-def]
     fetch = cpu.Fetch(np.int64(blocks), lines)
-    quantised.multiply_any_panels(x, w, 0, quantised.num_panels_of(w), out, False, fetch)
+    int8.multiply_any_panels(x, w, 0, int8.num_panels_of(w), out, False, fetch)
 
 
 def _weights(generator: np.random.Generator, num_columns: int, depth: int, quantised: bool) -> Stack:

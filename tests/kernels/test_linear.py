@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from app.kernels.activation.reference import Activation
 from app.kernels.extra_weights.cpu import ExtraTables, empty_tables
 from app.kernels.linear import reference
-from app.kernels.linear.cpu import ProductExtras, gate_and_up, project
+from app.kernels.linear.cpu import LinearExtras, gate_and_up, project
 from app.kernels.linear.reference import ModuleAdapter
 from app.kernels.machine.thread_team import ThreadTeam
 from app.kernels.matmul.cpu import PANEL, pack
@@ -53,8 +53,8 @@ class Modules:
         """Some shrink that is said to follow: it changes what memory is asked for, and no result."""
         return NextShrink(self.rows.a[:, :1], self.rows.ranks[:, :1], np.array([DEPTH]), self.rows.in_bf16)
 
-    def own(self, runs: NDArray[np.int64], out: Floats) -> ProductExtras:
-        return ProductExtras(
+    def own(self, runs: NDArray[np.int64], out: Floats) -> LinearExtras:
+        return LinearExtras(
             self.extras, np.int64(0), np.int64(0), runs if self.held else runs[:0], np.full_like(out, np.nan)
         )
 

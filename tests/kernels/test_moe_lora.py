@@ -10,8 +10,8 @@ import pytest
 from numpy.typing import NDArray
 
 from app.kernels.machine.thread_team import ThreadTeam
+from app.kernels.matmul.int8 import Stack
 from app.kernels.matmul.pack_weights import empty_stack, store
-from app.kernels.matmul.quantised import Stack
 from app.kernels.moe_lora import reference
 from app.kernels.moe_lora.cpu import ExpertRows, experts_down, experts_gate_and_up, shrink_pairs
 from app.kernels.moe_lora.routing import combine, empty_pairs, gather_pairs, route, sort_pairs
@@ -154,9 +154,9 @@ def _run(made: Made, x: Floats, slots: NDArray[np.int64], hidden: Floats, *, num
 
 def _expected(made: Made, x: Floats, slots: NDArray[np.int64]) -> NDArray[np.float64]:
     logits = made.logits[: len(x)].astype(np.float64)
-    shares = np.exp(logits - logits.max(axis=1, keepdims=True))
-    chosen = np.argsort(-shares, axis=1, kind="stable")[:, :CHOICES]
-    weights = np.take_along_axis(shares, chosen, axis=1)
+    topk_weights = np.exp(logits - logits.max(axis=1, keepdims=True))
+    chosen = np.argsort(-topk_weights, axis=1, kind="stable")[:, :CHOICES]
+    weights = np.take_along_axis(topk_weights, chosen, axis=1)
     weights /= weights.sum(axis=1, keepdims=True)
     return reference.mixture(
         x, made.gate_up.weights, made.down.weights, chosen, weights, slots, made.gate_up.rows, made.down.rows, _silu
@@ -185,7 +185,7 @@ def test_ties_are_broken_by_index_and_numbers_that_are_none_choose_the_first() -
     logits = np.array([[1, 2, 2, 1, 2], [0, 0, 0, 0, 0], [np.nan] * 5], np.float32)
     team.run(route, 1, logits, False, np.float32(1.0), 1, 1, pairs)
     assert pairs.experts.tolist() == [[1, 2, 4], [0, 1, 2], [0, 1, 2]]
-    assert np.allclose(pairs.shares[1], 0.2)
+    assert np.allclose(pairs.topk_weights[1], 0.2)
     team.run(sort_pairs, 1, 3, pairs)
     assert pairs.starts.tolist() == [0, 2, 5, 8, 8, 9]
     assert pairs.order[pairs.places].tolist() == list(range(9))
@@ -197,12 +197,12 @@ def test_only_the_best_groups_are_chosen_from_and_shares_are_scaled() -> None:
     pairs, team = empty_pairs(2, 3, 6), ThreadTeam(1)
     logits = np.array([[5, 0, 4, 4, 1, 1], [1, 1, 1, 1, 1, 1]], np.float32)
     team.run(route, 1, logits, False, np.float32(2.0), 3, 2, pairs)
-    shares = np.exp(logits) / np.exp(logits).sum(axis=1, keepdims=True)
+    topk_weights = np.exp(logits) / np.exp(logits).sum(axis=1, keepdims=True)
     assert pairs.experts.tolist() == [[0, 2, 3], [0, 1, 2]], "of equal groups the lower one"
-    assert np.allclose(pairs.shares, 2 * np.take_along_axis(shares, pairs.experts, axis=1))
+    assert np.allclose(pairs.topk_weights, 2 * np.take_along_axis(topk_weights, pairs.experts, axis=1))
     team.run(route, 1, logits, False, np.float32(1.0), 3, 1, pairs)
     assert pairs.experts.tolist() == [[0, 1, 2], [0, 1, 2]], "those that are left out count as zero"
-    assert pairs.shares[:, 2].tolist() == [0, 0]
+    assert pairs.topk_weights[:, 2].tolist() == [0, 0]
     team.close()
 
 
@@ -215,8 +215,10 @@ def test_a_shared_expert_is_added_after_the_others(is_gated: bool) -> None:
     outputs, shared, hidden = normal(generator, 4, 16), normal(generator, 2, 16), normal(generator, 2, 16)
     gates = normal(generator, 2) if is_gated else np.zeros(0, np.float32)
     factors = 1 / (1 + np.exp(-gates)) if is_gated else np.ones(2)
-    shares = pairs.shares[:2, :, None]
-    expected = hidden + (shares * outputs[pairs.places[:4]].reshape(2, 2, 16)).sum(axis=1) + factors[:, None] * shared
+    topk_weights = pairs.topk_weights[:2, :, None]
+    expected = (
+        hidden + (topk_weights * outputs[pairs.places[:4]].reshape(2, 2, 16)).sum(axis=1) + factors[:, None] * shared
+    )
     team.run(combine, 1, outputs.copy(), pairs, shared, gates, 12, hidden)
     assert np.allclose(hidden[:, :12], expected[:, :12], atol=1e-6)
     assert not np.allclose(hidden[:, 12:], expected[:, 12:], atol=1e-6), "columns past the width are left alone"

@@ -40,7 +40,7 @@ class PlacementFeed(LongPollClient[Changes[Key, Row]]):
 
 
 class LoadFeed(LongPollClient[LoadDelta]):
-    """The loads of replicas, handed to `take` as they come, with placement's time when they were sent."""
+    """The loads of replicas, passed to `take` as they come, with placement's time when they were sent."""
 
     def __init__(
         self,

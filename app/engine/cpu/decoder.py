@@ -34,9 +34,9 @@ from app.kernels.extra_weights.cpu import (
     rms_norm_with_extras,
     rotate_and_store_with_extras,
 )
-from app.kernels.linear.cpu import ProductExtras, gate_and_up, project
+from app.kernels.linear.cpu import LinearExtras, gate_and_up, project
 from app.kernels.machine.jit import jit
-from app.kernels.matmul.quantised import Stack, embed, layer_panels
+from app.kernels.matmul.int8 import Stack, embed, layer_panels
 from app.kernels.norms.cpu import normalise_and_add
 from app.kernels.paged_attention.cpu import paged_attention
 from app.kernels.sgmv.cpu import shrink
@@ -240,7 +240,7 @@ def _attention(team, phase, layer, weights, sizes, tables, extras, k_memory, v_m
         phase = shrink(team, phase, normed, rows_qkv, tasks, step.widest_rank, shrunk)
     phase = project(
         team, phase, normed, layer_panels(weights.qkv, layer), weights.qkv_bias[layer], False, shrunk, rows_qkv, runs,
-        upcoming_of(rows, layer), ProductExtras(extras, layer, rows.first, step.extra_runs, kept), qkv,
+        upcoming_of(rows, layer), LinearExtras(extras, layer, rows.first, step.extra_runs, kept), qkv,
     )  # fmt: skip
     q_norm, k_norm = weights.q_norm[layer], weights.k_norm[layer]
     if sizes.whole_norm:
@@ -265,7 +265,7 @@ def _attention(team, phase, layer, weights, sizes, tables, extras, k_memory, v_m
     phase = project(
         team, phase, attended, layer_panels(weights.o, layer), weights.o_bias[layer], not sizes.post_norms, shrunk,
         rows_o, runs, upcoming_of(tables.o, layer),
-        ProductExtras(extras, layer, tables.o.first, step.extra_runs, kept), own,
+        LinearExtras(extras, layer, tables.o.first, step.extra_runs, kept), own,
     )  # fmt: skip
     if sizes.post_norms:
         phase = normalise_and_add(team, phase, own, weights.post_attention_norm[layer], sizes.eps, hidden)
@@ -317,7 +317,7 @@ def _feed_forward(team, phase, layer, place, weights, sizes, tables, extras, ste
         phase = shrink(team, phase, normed, own_rows, tasks, step.widest_rank, shrunk)
     phase = gate_and_up(
         team, phase, normed, layer_panels(weights.gate_up, place), weights.gate_up_bias[place], shrunk, own_rows, runs,
-        upcoming_of(rows, place), ProductExtras(extras, layer, rows.first, step.extra_runs, kept), sizes.gelu, gate_up,
+        upcoming_of(rows, place), LinearExtras(extras, layer, rows.first, step.extra_runs, kept), sizes.gelu, gate_up,
         gated,
     )  # fmt: skip
     if runs.shape[0] > 0:
@@ -327,7 +327,7 @@ def _feed_forward(team, phase, layer, place, weights, sizes, tables, extras, ste
     phase = project(
         team, phase, gated, layer_panels(weights.down, place), weights.down_bias[place], not sizes.post_norms, shrunk,
         own_down, runs, upcoming_of(rows_down, later),
-        ProductExtras(extras, layer, rows_down.first, step.extra_runs, kept), own,
+        LinearExtras(extras, layer, rows_down.first, step.extra_runs, kept), own,
     )  # fmt: skip
     if sizes.post_norms:
         phase = normalise_and_add(team, phase, own, weights.post_mlp_norm[layer], sizes.eps, hidden)

@@ -16,9 +16,9 @@ from app.engine.cpu.lora_views import LoraView, rows_at, upcoming_of
 from app.kernels.encoder_attention.cpu import bidirectional_attention
 from app.kernels.gelu.cpu import gelu
 from app.kernels.layer_norm.cpu import embed_normed, layer_norm
-from app.kernels.linear.cpu import ProductExtras, project
+from app.kernels.linear.cpu import LinearExtras, project
 from app.kernels.machine.jit import jit
-from app.kernels.matmul.quantised import Stack, layer_panels
+from app.kernels.matmul.int8 import Stack, layer_panels
 from app.kernels.sgmv.cpu import shrink
 
 Floats = NDArray[np.float32]
@@ -129,7 +129,7 @@ def _attention(team, phase, layer, weights, sizes, tables, extras, step, work):
         phase = shrink(team, phase, states, own, tasks, step.widest_rank, shrunk)
     phase = project(
         team, phase, states, layer_panels(weights.qkv, layer), weights.qkv_bias[layer], False, shrunk, own, runs,
-        upcoming_of(rows, layer), ProductExtras(extras, layer, rows.first, step.extra_runs, kept), qkv,
+        upcoming_of(rows, layer), LinearExtras(extras, layer, rows.first, step.extra_runs, kept), qkv,
     )  # fmt: skip
     phase = bidirectional_attention(
         team, phase, qkv, sizes.q_size, sizes.q_size, sizes.head_dim, sizes.scale, step.query_starts, step.longest,
@@ -139,7 +139,7 @@ def _attention(team, phase, layer, weights, sizes, tables, extras, step, work):
         phase = shrink(team, phase, attended, own_o, tasks, step.widest_rank, shrunk)
     phase = project(
         team, phase, attended, layer_panels(weights.o, layer), weights.o_bias[layer], True, shrunk, own_o, runs,
-        upcoming_of(rows_o, layer), ProductExtras(extras, layer, rows_o.first, step.extra_runs, kept), hidden,
+        upcoming_of(rows_o, layer), LinearExtras(extras, layer, rows_o.first, step.extra_runs, kept), hidden,
     )  # fmt: skip
     norm = weights.attention_norm[layer]
     return layer_norm(team, phase, hidden, norm[0], norm[1], sizes.eps, states)
@@ -157,7 +157,7 @@ def _feed_forward(team, phase, layer, weights, sizes, tables, extras, step, work
         phase = shrink(team, phase, states, own, tasks, step.widest_rank, shrunk)
     phase = project(
         team, phase, states, layer_panels(weights.up, layer), weights.up_bias[layer], False, shrunk, own, runs,
-        upcoming_of(rows, layer), ProductExtras(extras, layer, rows.first, step.extra_runs, kept), up,
+        upcoming_of(rows, layer), LinearExtras(extras, layer, rows.first, step.extra_runs, kept), up,
     )  # fmt: skip
     phase = gelu(team, phase, up, activated)
     if runs.shape[0] > 0:
@@ -165,7 +165,7 @@ def _feed_forward(team, phase, layer, weights, sizes, tables, extras, step, work
     phase = project(
         team, phase, activated, layer_panels(weights.down, layer), weights.down_bias[layer], True, shrunk, own_down,
         runs, upcoming_of(rows_down, min(layer + 1, sizes.num_layers - 1)),
-        ProductExtras(extras, layer, rows_down.first, step.extra_runs, kept), hidden,
+        LinearExtras(extras, layer, rows_down.first, step.extra_runs, kept), hidden,
     )  # fmt: skip
     norm = weights.mlp_norm[layer]
     return layer_norm(team, phase, hidden, norm[0], norm[1], sizes.eps, states)

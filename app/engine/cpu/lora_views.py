@@ -10,10 +10,10 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from app.kernels.linear.cpu import ProductExtras, project
+from app.kernels.linear.cpu import LinearExtras, project
 from app.kernels.machine.jit import jit
 from app.kernels.matmul.cpu import PANEL
-from app.kernels.matmul.quantised import layer_panels
+from app.kernels.matmul.int8 import layer_panels
 from app.kernels.moe_lora.cpu import ExpertRows
 from app.kernels.sgmv.cpu import ModuleRows, shrink
 from app.kernels.sgmv.prefetch import NextShrink
@@ -62,7 +62,7 @@ def single_product(team, phase, layer, place, x, stack, bias, rows, extras, step
         phase = shrink(team, phase, x, own, step.shrink_tasks, step.widest_rank, shrunk)
     return project(
         team, phase, x, layer_panels(stack, place), bias, False, shrunk, own, step.runs, upcoming_of(rows, place),
-        ProductExtras(extras, layer, rows.first, step.extra_runs, kept), out,
+        LinearExtras(extras, layer, rows.first, step.extra_runs, kept), out,
     )  # fmt: skip
 
 

@@ -15,9 +15,9 @@ from numpy.typing import NDArray
 from app.engine.cpu.lora_views import LoraView, padded_width, rows_at, rows_of_layer, single_product, upcoming_of
 from app.engine.models.spec import ModelSpec
 from app.kernels.extra_weights.cpu import ATTENTION_NORM, K_NORM, Q_NORM, rms_norm_with_extras
-from app.kernels.linear.cpu import ProductExtras, project
+from app.kernels.linear.cpu import LinearExtras, project
 from app.kernels.machine.jit import jit
-from app.kernels.matmul.quantised import Stack, layer_panels
+from app.kernels.matmul.int8 import Stack, layer_panels
 from app.kernels.mla_attention.cpu import bring_heads_together, latent_attention, rotate_and_store
 from app.kernels.moe_lora.cpu import ExpertRows, experts_down, shrink_pairs
 from app.kernels.moe_lora.routing import Pairs, empty_pairs, sort_pairs
@@ -172,7 +172,7 @@ def _output(team, phase, layer, attended, weights, tables, extras, step, work):
         phase = shrink(team, phase, attended, own, step.shrink_tasks, step.widest_rank, shrunk)
     return project(
         team, phase, attended, layer_panels(weights.o, layer), weights.o_bias[layer], True, shrunk, own, runs,
-        upcoming_of(rows, layer), ProductExtras(extras, layer, rows.first, step.extra_runs, kept), hidden,
+        upcoming_of(rows, layer), LinearExtras(extras, layer, rows.first, step.extra_runs, kept), hidden,
     )  # fmt: skip
 
 

@@ -15,9 +15,9 @@ from app.engine.cpu.lora_views import LoraView, padded_width, rows_at, rows_of_l
 from app.engine.models.linear_modules import stacked_modules
 from app.engine.models.spec import ModelSpec
 from app.kernels.extra_weights.cpu import MLP_NORM, rms_norm_with_extras
-from app.kernels.linear.cpu import ProductExtras, gate_and_up
+from app.kernels.linear.cpu import LinearExtras, gate_and_up
 from app.kernels.machine.jit import jit
-from app.kernels.matmul.quantised import Stack, layer_panels
+from app.kernels.matmul.int8 import Stack, layer_panels
 from app.kernels.moe_lora.cpu import ExpertRows, experts_down, experts_gate_and_up, shrink_pairs
 from app.kernels.moe_lora.routing import Pairs, combine, empty_pairs, gather_pairs, route, sort_pairs
 from app.kernels.sgmv.cpu import shrink
@@ -142,7 +142,7 @@ def _shared_expert(team, phase, layer, place, weights, sizes, tables, extras, st
         phase = shrink(team, phase, normed, own, step.shrink_tasks, step.widest_rank, shrunk)
     phase = gate_and_up(
         team, phase, normed, layer_panels(mixture.shared_gate_up, place), mixture.no_bias, shrunk, own, runs,
-        upcoming_of(rows, place), ProductExtras(extras, layer, rows.first, step.extra_runs, kept), sizes.gelu,
+        upcoming_of(rows, place), LinearExtras(extras, layer, rows.first, step.extra_runs, kept), sizes.gelu,
         scratch.shared_gate_up[:num_tokens], gated,
     )  # fmt: skip
     return single_product(

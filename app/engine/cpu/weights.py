@@ -47,8 +47,8 @@ from app.engine.models.weight_names import (
 from app.engine.models.weight_stacks import StackWriter, log_storage
 from app.kernels.machine.thread_team import ThreadTeam
 from app.kernels.matmul.cpu import PANEL
+from app.kernels.matmul.int8 import Int8Panels, Stack
 from app.kernels.matmul.pack_weights import dequantise
-from app.kernels.matmul.quantised import Quantised, Stack
 
 Floats = NDArray[np.float32]
 
@@ -85,8 +85,8 @@ class PackedModules:
         columns = slice(own.start // PANEL, -(-own.stop // PANEL))
         stack: Stack = self._array(product.name)
         place = self._layers[product.name].index(key.layer)
-        if isinstance(stack, Quantised):
-            return dequantise(Quantised._make(part[place, columns] for part in stack))
+        if isinstance(stack, Int8Panels):
+            return dequantise(Int8Panels._make(part[place, columns] for part in stack))
         return stack[place, columns]
 
     def bias(self, key: LoraKey) -> Floats | None:

@@ -1,11 +1,10 @@
 """The CUDA engine's backend: owns a device's memory, sends steps to it and reads tokens back.
 
-In: a checkpoint's tensors, by their Hugging Face names, and the engine's sizes. Out: a `Backend`. Steps in which every
-sequence has one token are replayed graphs; the others, and those whose adapters have more than rank rows, are
-launched operation by operation. Adapters are written in the background (`adapters`).
+Steps in which every sequence has one token replay CUDA graphs. Other steps, and those whose adapters have extra
+weights, are launched operation by operation. Adapters are written in the background (`adapters`).
 
-`device` may be any device torch has: on the CPU, where the tests run it, the kernels are given, streams are absent, and
-everything else is the same code.
+`device` may be any torch device. The tests run on the CPU with kernels of their own and without streams; everything
+else is the same code.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ import torch
 from numpy.typing import NDArray
 
 from app.engine.adapters.adapter import LoraAdapter
-from app.engine.backend import BackendLimits
+from app.engine.backend import Backend, BackendLimits
 from app.engine.batch import ForwardBatch, ForwardOutput
 from app.engine.config import CudaConfig, EngineConfig
 from app.engine.cuda.adapters import AdapterTables
@@ -33,17 +32,18 @@ from app.engine.cuda.memory import plan_memory
 from app.engine.cuda.sampling import sample
 from app.engine.cuda.step import Step, StepShape, StepVector
 from app.engine.cuda.weights import Weights, load_weights
-from app.engine.errors import AdapterTooLarge, OutOfDeviceMemory
+from app.engine.errors import AdapterTooLarge, ConfigError, OutOfDeviceMemory
+from app.engine.models.checkpoint import Checkpoint
 from app.engine.models.linear_modules import shared_table_modules, stacked_modules
 from app.engine.models.spec import ModelSpec
 
 _LOGGER = logging.getLogger(__name__)
-#: What a device that is the host is taken to have.
+#: Memory that the host counts as when it is the device.
 _UNBOUNDED = 1 << 44
 
 
 class CudaBackend:
-    """Weights, KV blocks and rank rows in one device's memory."""
+    """Weights, KV blocks and LoRA tables in one device's memory."""
 
     def __init__(
         self,
@@ -54,11 +54,11 @@ class CudaBackend:
         kernels: Kernels = TRITON,
     ) -> None:
         """Raises CheckpointError for tensors that do not fit the spec, OutOfDeviceMemory for sizes that do not fit."""
-        self._products = shared_table_modules(stacked_modules(spec))
+        self._modules = shared_table_modules(stacked_modules(spec))
         self.spec = spec
         self._device = device
         cuda = config.section(CudaConfig)
-        self._deterministic = cuda.batch_invariant
+        self._batch_invariant = cuda.batch_invariant
         dtype = getattr(torch, cuda.dtype)
         free, total = torch.cuda.mem_get_info(device) if device.type == "cuda" else (_UNBOUNDED, _UNBOUNDED)
         self.plan = plan_memory(spec, config, device_bytes=total, free_bytes=free, element_bytes=dtype.itemsize)
@@ -102,12 +102,12 @@ class CudaBackend:
 
     @property
     def weights(self) -> Weights:
-        """What is multiplied (tests count who reads it)."""
+        """The base model's weights (tests count who reads them)."""
         return self._weights
 
     @property
     def compile_s(self) -> float:
-        """See `Backend.compile_s`: of graphs, and of the kernels that were compiled for them."""
+        """See `Backend.compile_s`: capturing graphs and compiling their kernels."""
         return self.graphs.capture_s
 
     def prepare_adapter(self, adapter: LoraAdapter) -> None:
@@ -115,8 +115,11 @@ class CudaBackend:
         self._tables.check(adapter)
 
     def write_adapter(self, adapter_slot: int, row_start: int, adapter: LoraAdapter) -> None:
-        """See `Backend.write_adapter`; returns before the rows are there. Raises AdapterMismatch for a module this
-        decoder does not have, AdapterTooLarge when the device has no room for what goes beyond rank rows."""
+        """See `Backend.write_adapter`; returns before the rows are written.
+
+        Raises AdapterMismatch for a module that the decoder does not have, AdapterTooLarge if the device has no room
+        for the adapter's extra weights.
+        """
         self._tables.check(adapter)
         try:
             with self._on_device():
@@ -162,12 +165,12 @@ class CudaBackend:
             raise self._out_of_memory(error) from error
 
     def logits(self, num_rows: int) -> NDArray[np.float32]:
-        """The last step's logits [num_rows, vocab_size]; valid until the next step (tests read it)."""
+        """The last step's logits [num_rows, vocab_size]; valid until the next step (for tests)."""
         logits: NDArray[np.float32] = self._logits[:num_rows].cpu().numpy()
         return logits
 
     def close(self) -> None:
-        """End the threads and drop every tensor."""
+        """Stop the threads and release every tensor."""
         if hasattr(self, "_tables"):
             self._tables.close()
         for name in (
@@ -188,11 +191,11 @@ class CudaBackend:
             torch.cuda.empty_cache()
 
     def _on_device(self) -> AbstractContextManager[object]:
-        """The calling thread's device is ours: kernels are launched on that one."""
+        """Make this backend's device the calling thread's: kernels are launched on that one."""
         return torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext()
 
     def _replay(self, bucket: Bucket, batch: ForwardBatch) -> torch.Tensor:
-        """A decode step through its graph; [P, V]."""
+        """Run a decode step through its graph; returns logits [P, V]."""
         num_sequences, width = batch.block_tables.shape
         shape, block_tokens = self._bucket_shape(bucket, width)
         views = self._vector.send(batch, shape, self._segments(batch, block_tokens))
@@ -203,7 +206,7 @@ class CudaBackend:
         return self._bucket_logits[torch.from_numpy(batch.sample_rows).to(self._device)]
 
     def _run_bucket(self, bucket: Bucket) -> None:
-        """What a graph captures: a decode step over the step vector and the decode tables."""
+        """The step that a graph captures: decoding over the step vector and the decode tables."""
         with torch.inference_mode():
             shape, block_tokens = self._bucket_shape(bucket, 0)
             views = self._vector.views(shape)
@@ -212,7 +215,7 @@ class CudaBackend:
             self._decoder.logits(self._decoder.hidden_states(step), self._bucket_logits[: bucket.num_sequences])
 
     def _launch(self, batch: ForwardBatch, max_rank: int, runs: list[tuple[int, int, Any]]) -> torch.Tensor:
-        """A step of any kind, launched operation by operation; [P, V]."""
+        """Launch a step operation by operation; returns logits [P, V]."""
         num_tokens = len(batch.token_ids)
         block_tokens = self._block_tokens(num_tokens, max_rank, is_decode=num_tokens == len(batch.seq_lens))
         segments = self._segments(batch, block_tokens)
@@ -223,7 +226,7 @@ class CudaBackend:
             max_rank=max_rank,
             block_tokens=block_tokens,
         )
-        extras = ExtraRows(runs, batch.sample_rows, self._products, self._decoder.product) if runs else None
+        extras = ExtraRows(runs, batch.sample_rows, self._modules, self._decoder.multiply) if runs else None
         hidden = self._decoder.hidden_states(step, extras)
         sampled = hidden[torch.from_numpy(batch.sample_rows).to(self._device)]
         logits = torch.empty(len(sampled), self.spec.vocab_size, device=self._device)
@@ -232,20 +235,20 @@ class CudaBackend:
         return logits
 
     def _bucket_shape(self, bucket: Bucket, table_width: int) -> tuple[StepShape, int]:
-        """The shape of a bucket's step, and its rows per segment."""
+        """The shape of a bucket's step and its tokens per segment."""
         size = bucket.num_sequences
         block_tokens = self._block_tokens(size, bucket.max_rank, is_decode=True)
         num_segments = self._kernels.max_segments(size, size, block_tokens) if block_tokens else 0
         return StepShape(size, size, num_segments, table_width), block_tokens
 
     def _block_tokens(self, num_tokens: int, max_rank: int, *, is_decode: bool) -> int:
-        """Rows per segment, or 0 where rows are taken one by one (or have no adapters at all)."""
-        if not max_rank or (is_decode and not self._deterministic):
+        """Tokens per segment; 0 if tokens are computed one by one or have no adapters."""
+        if not max_rank or (is_decode and not self._batch_invariant):
             return 0
-        return self._kernels.block_tokens(num_tokens, batch_invariant=self._deterministic)
+        return self._kernels.block_tokens(num_tokens, batch_invariant=self._batch_invariant)
 
     def _segments(self, batch: ForwardBatch, block_tokens: int) -> NDArray[np.int32]:
-        """[G, 3]: the batch's runs cut into pieces of `block_tokens` rows; none where rows are taken one by one."""
+        """[G, 3]: the batch's runs cut into pieces of `block_tokens` tokens; empty for tokens computed one by one."""
         if not block_tokens:
             return np.zeros((0, 3), np.int32)
         found: NDArray[np.int32] = self._kernels.segments(batch.run_starts, batch.run_adapter_slots, block_tokens)
@@ -253,9 +256,35 @@ class CudaBackend:
 
     def _out_of_memory(self, error: Exception) -> OutOfDeviceMemory:
         return OutOfDeviceMemory(
-            f"{self._device} ran out of memory ({error}); planned were {self.plan}; lower engine.cuda.gpu_memory_utilization, "
-            "engine.num_kv_blocks, lora_pool_rows or max_num_batched_tokens"
+            f"{self._device} ran out of memory ({error}); the plan was: {self.plan}; lower "
+            "engine.cuda.gpu_memory_utilization, engine.num_kv_blocks, lora_pool_rows or max_num_batched_tokens"
         )
+
+
+def load_backend(checkpoint: Checkpoint, config: EngineConfig) -> Backend:
+    """Read the weights, plan and allocate memory, capture graphs. Raises ConfigError for an unavailable device or
+    setting.
+    """
+    device = cuda_device(config.section(CudaConfig).index)
+    torch.cuda.set_device(device)
+    return CudaBackend(checkpoint.spec, checkpoint.tensors(), config, device)
+
+
+def cuda_device(index: int) -> torch.device:
+    """The GPU with this index. Raises ConfigError that names what is missing."""
+    if not torch.backends.cuda.is_built():
+        raise ConfigError(
+            f"engine.cuda is set but torch {torch.__version__} was built without CUDA; install a CUDA build of torch, "
+            "or leave engine.cuda out"
+        )
+    count = torch.cuda.device_count()
+    if not torch.cuda.is_available() or count == 0:
+        raise ConfigError(
+            "engine.cuda is set but torch finds no CUDA device here; check the driver, or leave engine.cuda out"
+        )
+    if index >= count:
+        raise ConfigError(f"engine.cuda.index is {index} but there are {count} CUDA devices, 0 to {count - 1}")
+    return torch.device("cuda", index)
 
 
 def _kv_memory(spec: ModelSpec, num_blocks: int, block_size: int, device: torch.device, dtype: torch.dtype) -> KvMemory:

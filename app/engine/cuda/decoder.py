@@ -1,11 +1,11 @@
 """The decoder on a device: a step's arrays in, hidden states and logits out.
 
-One base product per fused module for the whole batch, whatever adapters it holds; deltas are added in place after it,
-per token or per run. Nothing here looks at a device value from the host and no shape depends on one, so a step can be
-captured in a CUDA graph; what adapters have beside rank rows (`ExtraRows`) is done to their rows outside of graphs.
+Each fused linear module is multiplied once for the whole batch, whatever adapters it holds; LoRA deltas are added in
+place afterwards, per token or per run. The host never reads a device value and no shape depends on one, so a step can
+be captured in a CUDA graph. Extra weights of adapters (`ExtraRows`) are applied to their rows outside of graphs.
 
-In deterministic mode every operation has fixed tiles, and a row's bits do not depend on the others. Otherwise base
-products are the library's (cuBLAS), which chooses its tiles by the batch; those of experts have fixed tiles always.
+In batch-invariant mode every operation has fixed tiles, and a row's bits do not depend on other rows. Otherwise base
+products come from the library (cuBLAS), which chooses its tiles by the batch; those of experts always have fixed tiles.
 """
 
 from __future__ import annotations
@@ -28,8 +28,11 @@ from app.kernels.moe_routing.pairs import SortedPairs
 
 @dataclass(frozen=True, slots=True)
 class KvMemory:
-    """keys, values: [blocks, kv_heads, block_size, D] per layer. Latent attention keeps a latent and a rotated key side
-    by side in keys [blocks, 1, block_size, R + E], and has no values."""
+    """Paged KV memory per layer.
+
+    keys, values: [blocks, kv_heads, block_size, D]. Latent attention keeps a latent and a rotated key side by side in
+    keys [blocks, 1, block_size, R + E], and has no values.
+    """
 
     keys: list[Tensor]
     values: list[Tensor]
@@ -54,12 +57,12 @@ class CudaDecoder:
         self._kv = kv
         self._kernels = kernels
         self._max_seq_len = max_seq_len
-        self._deterministic = batch_invariant
+        self._batch_invariant = batch_invariant
         self._rank_rows = [tables.rows(layer) for layer in range(len(spec.layers))]
         self._expert_rows = [tables.expert_rows(layer) for layer in range(len(spec.layers))]
 
     def hidden_states(self, step: Step, extras: ExtraRows | None = None) -> Tensor:
-        """[T, H] after the last layer; K and V of the step's tokens are written."""
+        """Hidden states [T, H] after the last layer; writes K and V of the step's tokens."""
         hidden = torch.nn.functional.embedding(step.token_ids, self._weights.embedding)  # [T, H]
         if extras is not None:
             extras.embed(step.token_ids, hidden)
@@ -69,31 +72,31 @@ class CudaDecoder:
             if layer.spec.attention.latent is not None:
                 attended = self._attend_latents(index, layer, layer.spec.attention.latent, normed, heads, step, extras)
             else:
-                qkv = self._changed_product(index, "qkv", normed, step, extras)
+                qkv = self._linear(index, "qkv", normed, step, extras)
                 attended = self._attend(index, layer, qkv, step, extras)
-            self._add_product(index, "o", attended, hidden, step, extras)
+            self._add_linear(index, "o", attended, hidden, step, extras)
             self._norm(index, "mlp_norm", hidden, layer.mlp_norm, normed, extras)
             if layer.spec.experts is not None:
                 self._add_experts(index, layer.spec, layer.spec.experts, normed, hidden, step, extras)
             else:
-                gated = self._gated(self._changed_product(index, "gate_up", normed, step, extras), layer.spec.mlp)
-                self._add_product(index, "down", gated, hidden, step, extras)
+                gated = self._mlp_activation(self._linear(index, "gate_up", normed, step, extras), layer.spec.mlp)
+                self._add_linear(index, "down", gated, hidden, step, extras)
         return hidden
 
     def logits(self, hidden: Tensor, out: Tensor, extras: ExtraRows | None = None) -> None:
-        """out [P, V] float32 from the hidden states [P, H] of the rows that sample."""
+        """Write logits to out [P, V] float32 from the sampled rows' hidden states [P, H]."""
         normed = torch.empty_like(hidden)
         self._kernels.rms_norm(hidden, self._weights.final_norm, self._spec.norm_eps, normed)
         if extras is not None:
             for first, end, weight in extras.final_norms():
                 self._kernels.rms_norm(hidden[first:end], weight, self._spec.norm_eps, normed[first:end])
-        self._float_product(normed, self._weights.head, out)
+        self._float32_linear(normed, self._weights.head, out)
         if extras is not None:
             extras.change_logits(normed, out)
 
-    def product(self, x: Tensor, weight: Tensor) -> Tensor:
-        """x [T, d_in] @ weight.T, for weights [d_out, d_in] that adapters bring."""
-        return self._product(x, weight, None)
+    def multiply(self, x: Tensor, weight: Tensor) -> Tensor:
+        """x [T, d_in] @ weight.T, for an adapter's own weight [d_out, d_in]."""
+        return self._base_linear(x, weight, None)
 
     def _add_experts(
         self,
@@ -105,44 +108,44 @@ class CudaDecoder:
         step: Step,
         extras: ExtraRows | None,
     ) -> None:
-        """hidden += Σ share_e * expert_e(x) + gate * shared(x), every product with its deltas (Shazeer et al. 2017)."""
+        """hidden += Σ weight_e * expert_e(x) + gate * shared(x), each with its LoRA deltas (Shazeer et al. 2017)."""
         kernels, router = self._kernels, mixture.router
-        logits = self._changed_product(index, "router", normed, step, extras)
+        logits = self._linear(index, "router", normed, step, extras)
         experts = torch.empty(len(normed), router.top_k, dtype=torch.int32, device=normed.device)
-        shares = torch.empty(len(normed), router.top_k, dtype=torch.float32, device=normed.device)
+        topk_weights = torch.empty(len(normed), router.top_k, dtype=torch.float32, device=normed.device)
         kernels.route(
-            logits, experts, shares, normalised=router.normalised, scale=router.scale, num_groups=router.num_groups,
-            top_groups=router.top_groups,
+            logits, experts, topk_weights, normalised=router.normalised, scale=router.scale,
+            num_groups=router.num_groups, top_groups=router.top_groups,
         )  # fmt: skip
         pairs = kernels.sort_pairs(experts, router.num_experts, kernels.block_rows(normed.dtype))
-        gate_up = self._expert_product(index, "experts_gate_up", normed, pairs, step, x_divisor=router.top_k)
-        outputs = self._expert_product(index, "experts_down", self._gated(gate_up, layer.mlp), pairs, step)
+        gate_up = self._expert_linear(index, "experts_gate_up", normed, pairs, step, x_divisor=router.top_k)
+        outputs = self._expert_linear(index, "experts_down", self._mlp_activation(gate_up, layer.mlp), pairs, step)
         shared = gates = None
         if mixture.shared is not None:
-            both = self._changed_product(index, "shared_gate_up", normed, step, extras)
-            shared = self._changed_product(index, "shared_down", self._gated(both, mixture.shared.mlp), step, extras)
+            both = self._linear(index, "shared_gate_up", normed, step, extras)
+            shared = self._linear(index, "shared_down", self._mlp_activation(both, mixture.shared.mlp), step, extras)
             if mixture.shared.is_gated:
-                gates = self._changed_product(index, "shared_gate", normed, step, extras)
-        kernels.combine(outputs, shares, hidden, shared, gates)
+                gates = self._linear(index, "shared_gate", normed, step, extras)
+        kernels.combine(outputs, topk_weights, hidden, shared, gates)
 
-    def _expert_product(
-        self, layer: int, product: str, x: Tensor, pairs: SortedPairs, step: Step, x_divisor: int = 1
+    def _expert_linear(
+        self, layer: int, module: str, x: Tensor, pairs: SortedPairs, step: Step, x_divisor: int = 1
     ) -> Tensor:
-        """[P, W]: every pair through its expert, with its adapter's delta. Tiles are fixed in either mode."""
+        """[P, W]: every pair through its expert, with its adapter's delta. Tiles are fixed in both modes."""
         weights = self._weights.layers[layer]
-        weight = weights.products[product]
+        weight = weights.modules[module]
         out = x.new_empty(len(pairs.order), weight.shape[1])
-        self._kernels.expert_product(x, weight, out, pairs, weights.biases.get(product), x_divisor=x_divisor)
+        self._kernels.expert_linear(x, weight, out, pairs, weights.biases.get(module), x_divisor=x_divisor)
         if step.max_rank:
-            rows = self._expert_rows[layer][product]
+            rows = self._expert_rows[layer][module]
             self._kernels.add_lora_to_experts(
                 x, out, rows, step.adapter_slots, pairs, max_rank=step.max_rank, x_divisor=x_divisor
             )
         return out
 
-    def _gated(self, gate_up: Tensor, mlp: MlpSpec) -> Tensor:
+    def _mlp_activation(self, gate_up: Tensor, mlp: MlpSpec) -> Tensor:
         gated = gate_up.new_empty(len(gate_up), gate_up.shape[1] // 2)
-        self._kernels.gated(gate_up, gated, mlp.activation, mlp.limit, mlp.alpha)
+        self._kernels.gated_activation(gate_up, gated, mlp.activation, mlp.limit, mlp.alpha)
         return gated
 
     def _attend(self, index: int, layer: LayerWeights, qkv: Tensor, step: Step, extras: ExtraRows | None) -> Tensor:
@@ -154,7 +157,7 @@ class CudaDecoder:
             pieces = extras.head_norms(index, num_tokens, layer.q_norm, layer.k_norm)
         for first, end, q_norm, k_norm in pieces:
             if attention.whole_qk_norm:
-                self._normalise_whole(qkv[first:end], attention.num_heads * dim, q_norm, k_norm)
+                self._norm_whole(qkv[first:end], attention.num_heads * dim, q_norm, k_norm)
                 q_norm = k_norm = None  # noqa: PLW2901
             self._kernels.rotate_and_write(
                 qkv[first:end],
@@ -185,12 +188,12 @@ class CudaDecoder:
             max_seq_len=self._max_seq_len,
             window=attention.window,
             sinks=layer.sinks,
-            batch_invariant=self._deterministic,
+            batch_invariant=self._batch_invariant,
         )
         return attended.flatten(1)
 
     def _pairs_with_heads(self, hidden: Tensor) -> SortedPairs | None:
-        """Every token paired with every head, as if heads were experts; None where attention has no latents."""
+        """Pair every token with every head, as if heads were experts; None without latent attention."""
         attention = self._spec.layers[0].attention
         if attention.latent is None:
             return None
@@ -208,18 +211,20 @@ class CudaDecoder:
         step: Step,
         extras: ExtraRows | None,
     ) -> Tensor:
-        """[T, N * V] (DeepSeek-AI 2024): `kv_b_proj` is applied to queries and to sums of latents, never to latents."""
+        """Latent attention [T, N * V] (DeepSeek-AI 2024): `kv_b_proj` is applied to queries and to sums of latents,
+        never to latents.
+        """
         assert heads is not None, "all layers have one kind of attention"
         assert layer.latent_norm is not None, "the norm comes with the checkpoint"
         attention, rank, memory = layer.spec.attention, latent.kv_rank, self._kv.keys[index]
         name, narrow = "query", normed
         if latent.query_rank is not None:
             assert layer.query_latent_norm is not None, "the norm comes with the checkpoint"
-            raw = self._changed_product(index, "query_a", normed, step, extras)
+            raw = self._linear(index, "query_a", normed, step, extras)
             name, narrow = "query_b", torch.empty_like(raw)
             self._norm(index, "query_latent_norm", raw, layer.query_latent_norm, narrow, extras, latent.norm_eps)
-        queries = self._changed_product(index, name, narrow, step, extras)
-        raw = self._changed_product(index, "latent_a", normed, step, extras)
+        queries = self._linear(index, name, narrow, step, extras)
+        raw = self._linear(index, "latent_a", normed, step, extras)
         rows = raw.clone()
         self._norm(index, "latent_norm", raw[:, :rank], layer.latent_norm, rows[:, :rank], extras, latent.norm_eps)
         self._kernels.rotate_latents(
@@ -227,7 +232,7 @@ class CudaDecoder:
         )
         by_head = queries.view(len(normed) * attention.num_heads, -1)
         own, rotated = by_head[:, : latent.key_size], by_head[:, latent.key_size :]
-        absorbed = self._expert_product(index, LATENT_KEYS.name, own, heads, step)
+        absorbed = self._expert_linear(index, LATENT_KEYS.name, own, heads, step)
         attended, shape = torch.empty_like(absorbed), (len(normed), attention.num_heads)
         self._kernels.latent_attention(
             absorbed.unflatten(0, shape),
@@ -240,12 +245,12 @@ class CudaDecoder:
             scale=attention.scale,
             max_query_len=step.max_query_len,
             max_seq_len=self._max_seq_len,
-            batch_invariant=self._deterministic,
+            batch_invariant=self._batch_invariant,
         )
-        return self._expert_product(index, LATENT_VALUES.name, attended, heads, step).view(len(normed), -1)
+        return self._expert_linear(index, LATENT_VALUES.name, attended, heads, step).view(len(normed), -1)
 
-    def _normalise_whole(self, qkv: Tensor, q_size: int, q_norm: Tensor | None, k_norm: Tensor | None) -> None:
-        """All heads' queries together, and all heads' keys, in place."""
+    def _norm_whole(self, qkv: Tensor, q_size: int, q_norm: Tensor | None, k_norm: Tensor | None) -> None:
+        """Normalise all heads' queries together, and all heads' keys, in place."""
         assert q_norm is not None, "both norms come with the checkpoint"
         assert k_norm is not None, "both norms come with the checkpoint"
         for part, weight in ((qkv[:, :q_size], q_norm), (qkv[:, q_size : q_size + len(k_norm)], k_norm)):
@@ -261,40 +266,42 @@ class CudaDecoder:
         extras: ExtraRows | None,
         eps: float | None = None,
     ) -> None:
-        """Into out, which is not x. eps: the model's if None."""
+        """RMS norm of x into out, which must not be x. eps: the model's if None."""
         eps = self._spec.norm_eps if eps is None else eps
         self._kernels.rms_norm(x, weight, eps, out)
         if extras is not None:
             for first, end, adapters_weight in extras.norms(layer, kind):
                 self._kernels.rms_norm(x[first:end], adapters_weight, eps, out[first:end])
 
-    def _add_product(
+    def _add_linear(
         self,
         layer: int,
-        product: str,
+        module: str,
         x: Tensor,
         hidden: Tensor,
         step: Step,
         extras: ExtraRows | None,
     ) -> None:
-        """hidden += x @ weight.T + bias, with the deltas: the residual is where the sums start."""
+        """hidden += x @ weight.T + bias, with the deltas: sums start from the residual."""
         weights = self._weights.layers[layer]
-        weight, bias = weights.products[product], weights.biases.get(product)
-        kept = extras.set_aside(layer, product, hidden) if extras is not None else []
-        if self._deterministic:
+        weight, bias = weights.modules[module], weights.biases.get(module)
+        saved = extras.save_rows(layer, module, hidden) if extras is not None else []
+        if self._batch_invariant:
             self._kernels.fixed_linear(x, weight, hidden, bias, accumulate=True)
         else:
             hidden.addmm_(x, weight.T)
             if bias is not None:
                 hidden += bias
-        self._change(layer, product, x, hidden, step, extras)
+        self._apply_adapters(layer, module, x, hidden, step, extras)
         if extras is not None:
-            extras.put_back(kept, hidden)
+            extras.restore_rows(saved, hidden)
 
-    def _change(self, layer: int, product: str, x: Tensor, y: Tensor, step: Step, extras: ExtraRows | None) -> None:
-        """Add the deltas of the step's adapters to a base product, and do their extras."""
+    def _apply_adapters(
+        self, layer: int, module: str, x: Tensor, y: Tensor, step: Step, extras: ExtraRows | None
+    ) -> None:
+        """Add the step's LoRA deltas to a base product and apply extra weights."""
         if step.max_rank:
-            rows = self._rank_rows[layer][product]
+            rows = self._rank_rows[layer][module]
             if step.block_tokens:
                 self._kernels.add_lora_to_runs(
                     x,
@@ -303,30 +310,30 @@ class CudaDecoder:
                     step.segments,
                     max_rank=step.max_rank,
                     block_tokens=step.block_tokens,
-                    batch_invariant=self._deterministic,
+                    batch_invariant=self._batch_invariant,
                 )
             else:
                 self._kernels.add_lora_to_rows(x, y, rows, step.adapter_slots, max_rank=step.max_rank)
         if extras is not None:
-            extras.change(layer, product, x, y)
+            extras.change(layer, module, x, y)
 
-    def _changed_product(self, layer: int, product: str, x: Tensor, step: Step, extras: ExtraRows | None) -> Tensor:
-        """x @ weight.T + bias, with the deltas."""
+    def _linear(self, layer: int, module: str, x: Tensor, step: Step, extras: ExtraRows | None) -> Tensor:
+        """x @ weight.T + bias, with the step's LoRA deltas and extra weights."""
         weights = self._weights.layers[layer]
-        y = self._product(x, weights.products[product], weights.biases.get(product))
-        self._change(layer, product, x, y, step, extras)
+        y = self._base_linear(x, weights.modules[module], weights.biases.get(module))
+        self._apply_adapters(layer, module, x, y, step, extras)
         return y
 
-    def _product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        if not self._deterministic:
+    def _base_linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        if not self._batch_invariant:
             return torch.nn.functional.linear(x, weight, bias)
         out = x.new_empty(len(x), len(weight))
         self._kernels.fixed_linear(x, weight, out, bias)
         return out
 
-    def _float_product(self, x: Tensor, weight: Tensor, out: Tensor) -> None:
-        """As `_product`, into float32 whatever x and weight are: logits are not rounded."""
-        if self._deterministic:
+    def _float32_linear(self, x: Tensor, weight: Tensor, out: Tensor) -> None:
+        """Like `_base_linear`, but into float32 whatever x and weight are: logits are not rounded."""
+        if self._batch_invariant:
             self._kernels.fixed_linear(x, weight, out)
         elif x.is_cuda and x.dtype != torch.float32:
             torch.mm(x, weight.T, out_dtype=torch.float32, out=out)

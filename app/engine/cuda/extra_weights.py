@@ -1,8 +1,8 @@
-"""What adapters have beside rank rows, on a device: the parts of their plans as tensors.
+"""Adapters' extra weights on a device: everything beside rank rows, applied run by run.
 
-In: an adapter and its slot, when it is written; the runs of a step. Out: `ExtraRows`, which changes the rows of the
-step's adapters that have extras, run by run, after the base's operation was done for the whole batch: rows of others
-are not touched, and steps without such rows know nothing of this (`app.kernels.extra_weights.reference` is the definition).
+The base's operation is done for the whole batch; then `ExtraRows` changes the rows of the step's adapters that have
+extra weights. Other rows are not touched, and steps without such rows skip all of this.
+`app.kernels.extra_weights.reference` is the definition.
 """
 
 from __future__ import annotations
@@ -26,45 +26,45 @@ Multiply = Callable[[Tensor, Tensor], Tensor]
 #: An adapter's parts, by kind, layer and target as in `ExtraWeight`.
 Parts = Mapping[tuple[str, int | None, str | None], Tensor]
 
-#: Parts that are in float32 whatever the weights are.
+#: Parts that stay in float32 whatever the weights' type is.
 _FLOAT32 = {"scale", "shift", "final_norm", *LAYER_NORMS, *LATENT_NORMS}
 
 
 class CudaExtras:
-    """Parts by adapter slot."""
+    """Extra weights by adapter slot."""
 
     def __init__(self, spec: ModelSpec, weights: Weights, dora_scale: Callable[..., Tensor]) -> None:
         """dora_scale: see `app.kernels.dora.torch`."""
         self._spec, self._dora_scale = spec, dora_scale
-        self._products = shared_table_modules(stacked_modules(spec))
+        self._modules = shared_table_modules(stacked_modules(spec))
         self._weights = weights
-        self._held: dict[int, Parts] = {}
+        self._parts: dict[int, Parts] = {}
         self._device, self._dtype = weights.embedding.device, weights.embedding.dtype
 
     def write(self, adapter_slot: int, adapter: LoraAdapter) -> None:
-        """Take the slot's parts from `adapter`, dropping what was there."""
+        """Copy the adapter's parts to the slot, replacing what was there."""
         self.release(adapter_slot)
         parts: dict[tuple[str, int | None, str | None], Tensor] = {}
         for part in plan(adapter, self._spec, self):
             parts[part.kind, part.layer, part.target] = self._tensor(part)
         if parts:
-            self._held[adapter_slot] = parts
+            self._parts[adapter_slot] = parts
 
     def release(self, adapter_slot: int) -> None:
-        """Forget the slot's parts."""
-        self._held.pop(adapter_slot, None)
+        """Drop the slot's parts."""
+        self._parts.pop(adapter_slot, None)
 
     def runs(self, run_starts: NDArray[np.int32], run_adapter_slots: NDArray[np.int32]) -> list[tuple[int, int, Parts]]:
-        """(first row, end, parts) of the runs whose adapter has extras."""
-        if not self._held:
+        """(first row, end, parts) of the runs whose adapter has extra weights."""
+        if not self._parts:
             return []
         bounds = zip(run_starts[:-1].tolist(), run_starts[1:].tolist(), run_adapter_slots.tolist(), strict=True)
-        return [(first, end, self._held[slot]) for first, end, slot in bounds if slot in self._held]
+        return [(first, end, self._parts[slot]) for first, end, slot in bounds if slot in self._parts]
 
     def dora_scale(self, key: LoraKey, magnitude: NDArray[np.float32], pair: LoraPair) -> NDArray[np.float32]:
         """See `BaseWeights.dora_scale`."""
-        product = linear_module_of(self._products, key.target)
-        weight = self._weights.layers[key.layer].products[product.name][product.columns(key.target)]
+        module = linear_module_of(self._modules, key.target)
+        weight = self._weights.layers[key.layer].modules[module.name][module.columns(key.target)]
         operands = (
             to_tensor(values).to(self._device) for values in (magnitude, to_float32(pair.a), to_float32(pair.b))
         )
@@ -74,12 +74,12 @@ class CudaExtras:
 
     def bias(self, key: LoraKey) -> NDArray[np.float32] | None:
         """See `BaseWeights.bias`."""
-        product = linear_module_of(self._products, key.target)
-        bias = self._weights.layers[key.layer].biases.get(product.name)
-        return None if bias is None else bias[product.columns(key.target)].float().cpu().numpy()
+        module = linear_module_of(self._modules, key.target)
+        bias = self._weights.layers[key.layer].biases.get(module.name)
+        return None if bias is None else bias[module.columns(key.target)].float().cpu().numpy()
 
     def _tensor(self, part: ExtraWeight) -> Tensor:
-        """A copy on the device, never the adapter's own memory."""
+        """A copy on the device that never shares the adapter's own memory."""
         values = to_tensor(part.values)
         if part.kind in _FLOAT32 or values.dtype == torch.int64:
             return values.to(self._device, copy=True)
@@ -87,24 +87,24 @@ class CudaExtras:
 
 
 class ExtraRows:
-    """One step's rows whose adapters have extras."""
+    """The rows of one step whose adapters have extra weights."""
 
     def __init__(
         self,
         runs: list[tuple[int, int, Parts]],
         sample_rows: NDArray[np.int32],
-        products: Iterable[LinearModule],
+        modules: Iterable[LinearModule],
         multiply: Multiply,
     ) -> None:
-        """`runs` over the step's tokens; `sample_rows`: [P] ascending; `products`: of all layers."""
+        """`runs` index the step's tokens; `sample_rows`: [P] ascending; `modules`: those of all layers."""
         self._runs = runs
-        self._products = {one.name: one for one in products}
+        self._modules = {one.name: one for one in modules}
         self._multiply = multiply
         bounds = [np.searchsorted(sample_rows, run[:2]).tolist() for run in runs]
         self._samples = [(first, end, run[2]) for (first, end), run in zip(bounds, runs, strict=True) if first < end]
 
     def embed(self, token_ids: Tensor, hidden: Tensor) -> None:
-        """hidden [T, H] in place, right after the lookup."""
+        """Change hidden [T, H] in place, right after the lookup."""
         for first, end, parts in self._runs:
             ids, out = token_ids[first:end].long(), hidden[first:end]
             rows, own_ids = parts.get(("embed_rows", None, None)), parts.get(("embed_ids", None, None))
@@ -118,7 +118,7 @@ class ExtraRows:
                 out += self._multiply(a[ids], b.T.contiguous())
 
     def norms(self, layer: int, kind: LayerNorm | LatentNorm) -> Iterator[tuple[int, int, Tensor]]:
-        """Runs (first row, end, weight) that have their own norm of a layer."""
+        """Runs (first row, end, weight) whose adapter has its own norm in a layer."""
         place = kind, layer, None
         return ((first, end, parts[place]) for first, end, parts in self._runs if place in parts)
 
@@ -140,29 +140,29 @@ class ExtraRows:
             pieces.append((at, num_tokens, q_norm, k_norm))
         return pieces
 
-    def set_aside(self, layer: int, product: str, out: Tensor) -> list[tuple[int, int, Tensor]]:
-        """Zero the rows that a product is added to, where it is scaled or shifted first; see `put_back`."""
-        kept = []
-        places = [(kind, layer, target) for kind in MODULE_KINDS for target in self._products[product].targets]
+    def save_rows(self, layer: int, module: str, out: Tensor) -> list[tuple[int, int, Tensor]]:
+        """Copy and zero rows whose adapters scale or replace the product added to them; see `restore_rows`."""
+        saved = []
+        places = [(kind, layer, target) for kind in MODULE_KINDS for target in self._modules[module].targets]
         for first, end, parts in self._runs:
             if any(place in parts for place in places):
-                kept.append((first, end, out[first:end].clone()))
+                saved.append((first, end, out[first:end].clone()))
                 out[first:end] = 0
-        return kept
+        return saved
 
-    def put_back(self, kept: list[tuple[int, int, Tensor]], out: Tensor) -> None:
-        """Add again what `set_aside` took."""
-        for first, end, rows in kept:
+    def restore_rows(self, saved: list[tuple[int, int, Tensor]], out: Tensor) -> None:
+        """Add back the rows that `save_rows` copied."""
+        for first, end, rows in saved:
             out[first:end] += rows
 
-    def change(self, layer: int, product: str, x: Tensor, out: Tensor) -> None:
-        """The modules' outputs in place: out [T, W] holds the base's product with the deltas."""
+    def change(self, layer: int, module: str, x: Tensor, out: Tensor) -> None:
+        """Apply weights, scales and shifts in place: out [T, W] holds the base product with the deltas."""
         for first, end, parts in self._runs:
-            for target in self._products[product].targets:
+            for target in self._modules[module].targets:
                 weight, scale, shift = (parts.get((kind, layer, target)) for kind in MODULE_KINDS)
                 if weight is scale is shift is None:
                     continue
-                columns = self._products[product].columns(target)
+                columns = self._modules[module].columns(target)
                 y = out[first:end, columns].float()
                 if weight is not None:
                     y = self._multiply(x[first:end], weight).float()
@@ -170,12 +170,12 @@ class ExtraRows:
                 out[first:end, columns] = y if shift is None else y + shift
 
     def final_norms(self) -> Iterator[tuple[int, int, Tensor]]:
-        """Runs of sampled rows (first row, end, weight) that have their own last norm."""
+        """Runs of sampled rows (first row, end, weight) whose adapter has its own final norm."""
         place = "final_norm", None, None
         return ((first, end, parts[place]) for first, end, parts in self._samples if place in parts)
 
     def change_logits(self, x: Tensor, logits: Tensor) -> None:
-        """logits [P, V] float32 in place, from the normalised sampled rows x [P, H]."""
+        """Change logits [P, V] float32 in place, given the normalised sampled rows x [P, H]."""
         for first, end, parts in self._samples:
             rows, out = x[first:end], logits[first:end]
             if ("head_weight", None, None) in parts:

@@ -1,11 +1,10 @@
 """Decode steps as CUDA graphs, one per number of sequences and bound of ranks.
 
-In: a bucket. Out: its step, done by a graph that was captured when the engine started (or, with skip_precompile, when
-it was first needed). Adapter slots, rank rows, block tables and everything else a step holds are contents of arrays
-whose addresses the graph knows; so no adapter, however large, and no sequence ever captures anything: `num_captures`
-stays what it is.
+Graphs are captured at start or, with skip_precompile, at first use. Adapter slots, rank rows, block tables and
+everything else of a step are contents of arrays with fixed addresses, so no adapter or sequence ever causes a capture:
+`num_captures` stays constant.
 
-Without CUDA a graph is the function itself, over the same static arrays: what is data and what is not is the same.
+Without CUDA a graph is the function itself over the same static arrays.
 """
 
 from __future__ import annotations
@@ -18,14 +17,16 @@ import torch
 
 
 class Bucket(NamedTuple):
-    """`max_rank` is a bound of the ranks in the step; 0: nobody has an adapter, and no LoRA kernel is launched."""
+    """A graph's shape. `max_rank` bounds the ranks in the step; 0: no sequence has an adapter and no LoRA kernel is
+    launched.
+    """
 
     num_sequences: int
     max_rank: int
 
 
 def batch_sizes(max_sequences: int) -> list[int]:
-    """Numbers of sequences that get a graph: powers of two, and from 16 on steps of an eighth to a quarter."""
+    """Batch sizes that get a graph: powers of two, and from 16 on steps of an eighth to a quarter."""
     sizes = {1, 2, 4, 8, 12, 16, max_sequences}
     size = 16
     while size < max_sequences:
@@ -35,17 +36,17 @@ def batch_sizes(max_sequences: int) -> list[int]:
 
 
 def rank_bounds(num_rank_rows: int) -> list[int]:
-    """Bounds of ranks that get graphs: the base's 0, two that most adapters keep to, and the largest rank that fits."""
+    """Rank bounds that get graphs: 0 for the base, two common ones, and the largest rank that fits."""
     return sorted({0, min(16, num_rank_rows), min(64, num_rank_rows), num_rank_rows})
 
 
 class DecodeGraphs:
-    """Graphs by bucket, sharing one pool of memory."""
+    """Graphs by bucket, sharing one memory pool."""
 
     def __init__(
         self, sizes: Sequence[int], bounds: Sequence[int], run: Callable[[Bucket], None], device: torch.device
     ) -> None:
-        """`run` launches a bucket's step; what it reads and writes for others has the same address every time."""
+        """`run` launches a bucket's step; its inputs and outputs must keep their addresses."""
         self._sizes, self._bounds = list(sizes), list(bounds)
         self._run = run
         self._device = device
@@ -56,19 +57,19 @@ class DecodeGraphs:
         self.capture_s = 0.0
 
     def bucket(self, num_sequences: int, max_rank: int) -> Bucket | None:
-        """The smallest that holds a step, or None where there is none."""
+        """The smallest bucket that holds the step, or None."""
         size = next((n for n in self._sizes if n >= num_sequences), None)
         bound = next((bound for bound in self._bounds if bound >= max_rank), None)
         return None if size is None or bound is None else Bucket(size, bound)
 
     def capture_all(self) -> None:
-        """The largest first: the others fit into its memory."""
+        """Capture every bucket, the largest first: the others fit into its memory."""
         for size in reversed(self._sizes):
             for bound in self._bounds:
                 self._find(Bucket(size, bound))
 
     def replay(self, bucket: Bucket) -> None:
-        """Do the step that lies in the bucket's arrays."""
+        """Run the step whose inputs are in the bucket's arrays."""
         self._find(bucket)()
 
     def _find(self, bucket: Bucket) -> Callable[[], None]:

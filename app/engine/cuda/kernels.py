@@ -1,4 +1,4 @@
-"""The kernels behind the GPU decoder: Triton's, and what torch computes for sampling and DoRA."""
+"""The table of kernels that the GPU decoder calls: Triton's, and torch's for sampling and DoRA."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from app.kernels.sgmv import triton as sgmv
 
 @dataclass(frozen=True, slots=True)
 class Kernels:
-    """One function per operation; see `app/kernels/<operation>/`. Tests without a GPU pass others of their own.
+    """One function per operation; see `app/kernels/<operation>/`. Tests without a GPU pass their own.
 
-    exp: element by element, in float32; the bits of an exponential must not depend on where in a tensor it stands.
+    exp: element by element, in float32; an element's bits must not depend on its place in the tensor.
     """
 
     rms_norm: Callable[..., None]
-    gated: Callable[..., None]
+    gated_activation: Callable[..., None]
     rotate_and_write: Callable[..., None]
     paged_attention: Callable[..., None]
     add_lora_to_rows: Callable[..., None]
@@ -41,7 +41,7 @@ class Kernels:
     route: Callable[..., None]
     block_rows: Callable[..., int]
     sort_pairs: Callable[..., Any]
-    expert_product: Callable[..., None]
+    expert_linear: Callable[..., None]
     add_lora_to_experts: Callable[..., None]
     combine: Callable[..., None]
     rotate_latents: Callable[..., None]
@@ -52,7 +52,7 @@ class Kernels:
 
 TRITON = Kernels(
     rms_norm=norms.rms_norm,
-    gated=activation.gated,
+    gated_activation=activation.gated_activation,
     rotate_and_write=rotary.rotate_and_write,
     paged_attention=paged_attention.paged_attention,
     add_lora_to_rows=bgmv.add_lora,
@@ -64,7 +64,7 @@ TRITON = Kernels(
     route=moe_routing.route,
     block_rows=moe_routing.block_rows,
     sort_pairs=moe_routing.sort_pairs,
-    expert_product=moe_lora.product,
+    expert_linear=moe_lora.expert_linear,
     add_lora_to_experts=moe_lora.add_lora,
     combine=moe_routing.combine,
     rotate_latents=latent_attention.rotate_and_store,

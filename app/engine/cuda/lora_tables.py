@@ -1,9 +1,8 @@
-"""Where rank rows of the modules that every token uses lie on a device, adapter by adapter.
+"""Device memory and tables of the LoRA rows of modules that every token uses.
 
-In: an adapter, its slot and its run of rank rows. Out: `RankRows` per layer and product for the kernels, and the pieces
-that the writer of `adapters` sends. A rank row is as much memory as one row of every module; an adapter's matrices lie
-one after the other from its run's first number on, and what it leaves alone takes nothing. The memory and the tables
-never move: a captured step reads what they say when it runs.
+A rank row holds one row of every module. An adapter's matrices lie one after the other from the start of its run of
+rank rows, and modules that it does not change take no space. Memory and tables never move: a captured step reads their
+contents when it runs.
 """
 
 from __future__ import annotations
@@ -23,10 +22,10 @@ from app.kernels.lora_rows import START_MULTIPLE, RankRows
 
 
 class Layout(NamedTuple):
-    """How an adapter's matrices lie in `num_rows` rank rows.
+    """An adapter's layout in `num_rows` rank rows.
 
-    matrices: each with its first number, counted from the run's; size: the end of the last. a, b, ranks: by product,
-    what the tables say of a slot, [L, N], L the layers that have the product.
+    matrices: each with its offset from the start of the run; size: the end of the last. a, b, ranks: table entries of a
+    slot by module, [L, N], L being the layers that have the module.
     """
 
     num_rows: int
@@ -38,7 +37,7 @@ class Layout(NamedTuple):
 
 
 class LoraTables:
-    """Of the products whose deltas are not an expert's, nor a head's."""
+    """Tables of the linear modules that belong to no expert and no head."""
 
     def __init__(
         self, spec: ModelSpec, num_rows: int, max_slots: int, device: torch.device, dtype: torch.dtype
@@ -46,38 +45,38 @@ class LoraTables:
         """Raises CheckpointError for layers that differ in what is not their feed-forward."""
         self._stacked = tuple(one for one in stacked_modules(spec) if one.module.has_rank_rows)
         self._places = {
-            (layer, target): (product, place)
-            for product, layers in self._stacked
+            (layer, target): (module, place)
+            for module, layers in self._stacked
             for place, layer in enumerate(layers)
-            for target in product.targets
+            for target in module.targets
         }
         self._row_size, self._device = rank_row_size(spec), device
         #: Every adapter's matrices, [num_rows * numbers of a rank row].
         self.memory = torch.zeros(num_rows * self._row_size, dtype=dtype, device=device)
         self._tables: dict[str, tuple[Tensor, Tensor, Tensor]] = {}  # starts of a and b, ranks: [L, S, N]
-        for product, layers in self._stacked:
-            shape = (len(layers), max_slots, len(product.targets))
+        for module, layers in self._stacked:
+            shape = (len(layers), max_slots, len(module.targets))
             a, b = (torch.zeros(shape, dtype=torch.int64, device=device) for _ in range(2))
-            self._tables[product.name] = (a, b, torch.zeros(shape, dtype=torch.int32, device=device))
+            self._tables[module.name] = (a, b, torch.zeros(shape, dtype=torch.int32, device=device))
 
     def has(self, key: LoraKey) -> bool:
-        """Whether this is a module that every token uses."""
+        """Whether the key names a module that every token uses."""
         return key.expert is None and key[:2] in self._places
 
     def rows(self, layer: int) -> dict[str, RankRows]:
-        """The tables of one layer's products, by name; their addresses never change."""
+        """The tables of one layer's linear modules, by name; their addresses never change."""
         found = {}
-        for product, layers in self._stacked:
+        for module, layers in self._stacked:
             if layer in layers:
-                a, b, ranks = (table[layers.index(layer)] for table in self._tables[product.name])
-                found[product.name] = RankRows(self.memory, a, b, ranks, product.d_in, product.widths)
+                a, b, ranks = (table[layers.index(layer)] for table in self._tables[module.name])
+                found[module.name] = RankRows(self.memory, a, b, ranks, module.d_in, module.widths)
         return found
 
     def layout(self, adapter: LoraAdapter) -> Layout:
-        """Any thread. An array that two modules have is held once.
+        """Lay out an adapter. Any thread. An array that two modules share is stored once.
 
-        At most as many rows as the largest rank, rounded up to `START_MULTIPLE`: a matrix of that many rows has no gap
-        behind it.
+        Needs at most as many rows as the largest rank, rounded up to `START_MULTIPLE`: a matrix of that many rows
+        leaves no gap.
         """
         starts: dict[int, int] = {}  # by array
         matrices: list[tuple[Matrix, int]] = []
@@ -91,20 +90,20 @@ class LoraTables:
                     starts[id(array)], end = size, size + array.size
                     matrices.append((array, size))
                     size = -(-end // START_MULTIPLE) * START_MULTIPLE
-            product, place = self._places[key[:2]]
-            where = place, product.targets.index(key.target)
-            a[product.name][where], b[product.name][where] = starts[id(pair.a)], starts[id(pair.b)]
-            ranks[product.name][where] = pair.rank
+            module, place = self._places[key[:2]]
+            where = place, module.targets.index(key.target)
+            a[module.name][where], b[module.name][where] = starts[id(pair.a)], starts[id(pair.b)]
+            ranks[module.name][where] = pair.rank
         return Layout(max(1, -(-end // self._row_size)), end, matrices, a, b, ranks)
 
     def run(self, row_start: int, layout: Layout) -> Tensor:
-        """The memory of a run that begins with this rank row, as far as the layout takes it."""
+        """The memory of a run that begins at this rank row, as far as the layout uses it."""
         first = row_start * self._row_size
         assert first + layout.size <= len(self.memory), "an adapter's rows end before the memory does"
         return self.memory[first : first + layout.size]
 
     def point(self, adapter_slot: int, row_start: int, layout: Layout) -> None:
-        """Let the tables say where the slot's matrices lie, on the current stream."""
+        """Write the slot's matrix starts and ranks to the tables, on the current stream."""
         first = row_start * self._row_size
         for name, tables in self._tables.items():
             values = layout.a[name] + first, layout.b[name] + first, layout.ranks[name]
@@ -112,7 +111,7 @@ class LoraTables:
                 table[:, adapter_slot] = torch.from_numpy(own).to(self._device)
 
     def _empty(self) -> dict[str, NDArray[np.int64]]:
-        """Zeros [L, N] by product."""
+        """Zeros [L, N] by module."""
         return {
             one.module.name: np.zeros((len(one.layers), len(one.module.targets)), np.int64) for one in self._stacked
         }

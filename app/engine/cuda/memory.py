@@ -1,7 +1,6 @@
-"""One budget for a device's memory: weights, adapter rows, extras, working space, and KV blocks from what is left.
+"""The memory plan of a device: weights, LoRA pool, extra weights, working space, and KV blocks from the remainder.
 
-In: a model's spec, the engine's settings, and what the device has. Out: a `MemoryPlan`, which prints as the report
-shown at start; or `OutOfDeviceMemory` with the same numbers. Everything here is arithmetic: nothing is allocated.
+Everything here is arithmetic; nothing is allocated. A `MemoryPlan` prints as the report logged at start.
 """
 
 from __future__ import annotations
@@ -19,13 +18,13 @@ from app.kernels.lora_rows import START_MULTIPLE
 RANK_ALIGNMENT = 16
 #: Bytes per logit while tokens are drawn: the logits, probabilities, their sorted copy, and integer sums of both.
 _SAMPLING_BYTES_PER_LOGIT = 48
-#: Code, streams, cuBLAS workspaces and what the allocator cannot use.
+#: Code, streams, cuBLAS workspaces and fragmentation.
 _FIXED_BYTES = 768 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """Bytes by what they hold; `budget_bytes` bounds their sum. Sizes follow from them."""
+    """Bytes by purpose; `budget_bytes` bounds their sum."""
 
     budget_bytes: int
     weight_bytes: int
@@ -54,23 +53,23 @@ class MemoryPlan:
 
 
 def rank_row_size(spec: ModelSpec) -> int:
-    """Numbers of one rank row, rounded up so that an adapter's first matrix may begin at any."""
+    """Numbers of one rank row, rounded up so that an adapter's first matrix may begin at any row."""
     return -(-rank_row_bytes(spec, 1) // START_MULTIPLE) * START_MULTIPLE
 
 
 def plan_memory(
     spec: ModelSpec, config: EngineConfig, *, device_bytes: int, free_bytes: int, element_bytes: int
 ) -> MemoryPlan:
-    """Share the budget. `device_bytes`: all the device has; `free_bytes`: what others have left of it.
+    """Divide the budget. `device_bytes`: the device's total; `free_bytes`: what other processes leave of it.
 
-    Raises OutOfDeviceMemory when the budget exceeds what is free, or what is asked for exceeds the budget.
+    Raises OutOfDeviceMemory if the budget exceeds the free memory or the configured sizes exceed the budget.
     """
     cuda = config.section(CudaConfig)
     budget = cuda.memory_bytes or int(device_bytes * cuda.gpu_memory_utilization)
     if budget > free_bytes:
         raise OutOfDeviceMemory(
             f"the memory budget is {_size(budget)} but {_size(free_bytes)} of the device's {_size(device_bytes)} are "
-            "free; lower engine.cuda.gpu_memory_utilization or engine.cuda.memory_bytes, or end what else runs there"
+            "free; lower engine.cuda.gpu_memory_utilization or engine.cuda.memory_bytes, or stop other processes there"
         )
     rows = config.lora_pool_rows // RANK_ALIGNMENT * RANK_ALIGNMENT
     block_bytes = kv_block_bytes(spec, config.block_size, element_bytes)
@@ -88,19 +87,20 @@ def plan_memory(
         plan = replace(plan, num_kv_blocks=max(0, budget - plan.total_bytes) // block_bytes)
         if plan.num_kv_blocks < 2:
             raise OutOfDeviceMemory(
-                f"nothing is left for KV blocks of {_size(block_bytes)} each: {plan}; raise "
-                "engine.cuda.gpu_memory_utilization or lower engine.lora_pool_rows, extra_weights_bytes or max_num_batched_tokens"
+                f"no memory is left for KV blocks of {_size(block_bytes)} each: {plan}; raise "
+                "engine.cuda.gpu_memory_utilization or lower engine.lora_pool_rows, extra_weights_bytes or "
+                "max_num_batched_tokens"
             )
     if plan.total_bytes > budget:
         raise OutOfDeviceMemory(
-            f"what is configured does not fit: {plan}; lower engine.num_kv_blocks (0 takes as many as fit), "
+            f"the configured sizes do not fit: {plan}; lower engine.num_kv_blocks (0 takes as many as fit), "
             "lora_pool_rows, extra_weights_bytes or max_num_batched_tokens, or raise engine.cuda.gpu_memory_utilization"
         )
     return plan
 
 
 def _working_bytes(spec: ModelSpec, config: EngineConfig, element_bytes: int) -> int:
-    """Activations of one layer for the largest step, logits, tables of angles, and what is fixed."""
+    """Activations of one layer for the largest step, logits, rotary tables and the fixed part."""
     widths = [_numbers_per_token(spec, layer) for layer in range(len(spec.layers))]
     activations = config.max_num_batched_tokens * max(widths) * element_bytes
     logits = config.max_num_seqs * spec.vocab_size * _SAMPLING_BYTES_PER_LOGIT
@@ -110,28 +110,31 @@ def _working_bytes(spec: ModelSpec, config: EngineConfig, element_bytes: int) ->
 
 
 def _numbers_per_token(spec: ModelSpec, layer: int) -> int:
-    """Activations of one layer: twice what q, k and v (or queries and latents) are, with sums of latents by head; three
-    times what gate is, and inputs and outputs."""
-    products = {product.name: product for product in layer_linear_modules(spec, layer)}
+    """Activations of one layer per token.
+
+    Twice the size of q, k and v (or of queries and latents), sums of latents by head, three times that of gate, and
+    inputs and outputs.
+    """
+    modules = {module.name: module for module in layer_linear_modules(spec, layer)}
     count = 4 * spec.hidden_size
     count += sum(
-        2 * products[name].width() for name in ("qkv", "query", "query_a", "query_b", "latent_a") if name in products
+        2 * modules[name].width() for name in ("qkv", "query", "query_a", "query_b", "latent_a") if name in modules
     )
     attention = spec.layers[layer].attention
     if attention.latent is not None:
         count += attention.num_heads * (2 * attention.latent.kv_rank + attention.latent.value_size)
-    for name, product in products.items():
+    for name, module in modules.items():
         if name.endswith("gate_up"):
-            count += 3 * product.widths[0] * _uses(spec, layer, product)
+            count += 3 * module.widths[0] * _uses(spec, layer, module)
         elif name in ("experts_down", "shared_down"):
-            count += product.width() * _uses(spec, layer, product)
+            count += module.width() * _uses(spec, layer, module)
     return count
 
 
-def _uses(spec: ModelSpec, layer: int, product: LinearModule) -> int:
-    """How many times a token passes the product: once, or through each of its experts."""
+def _uses(spec: ModelSpec, layer: int, module: LinearModule) -> int:
+    """How many times a token passes the module: once, or through each of its chosen experts."""
     mixture = spec.layers[layer].experts
-    return 1 if product.num_experts is None or mixture is None else mixture.router.top_k
+    return 1 if module.num_experts is None or mixture is None else mixture.router.top_k
 
 
 def _size(num_bytes: int) -> str:

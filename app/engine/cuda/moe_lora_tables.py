@@ -1,9 +1,8 @@
-"""Adapters' rows of experts on a device: each adapter's in memory of its own, and where they lie in tables.
+"""Device memory and tables of adapters' LoRA rows of experts.
 
-In: an adapter and its slot. Out: addresses and ranks by layer, slot and expert for `app.kernels.moe_lora`, and the
-pieces that the writer of `adapters` sends. Memory is allocated when an adapter is written and freed when its slot is
-released; how much may be held is the engine's business (`AdapterCard.extra_bytes`, which counts these rows). The tables
-never move: a captured step reads what they say when it runs.
+Each adapter has its own memory, allocated when it is written and freed when its slot is released; the engine bounds its
+size (`AdapterCard.extra_bytes` counts these rows). The tables hold addresses and ranks by layer, slot and expert. They
+never move: a captured step reads their contents when it runs.
 """
 
 from __future__ import annotations
@@ -19,14 +18,14 @@ from app.engine.adapters.adapter import LoraAdapter, LoraKey, LoraPair, Matrix
 from app.engine.adapters.extra_weights import absorbed_pairs
 from app.engine.models.linear_modules import LATENT_B, LATENT_KEYS, LATENT_VALUES, paged_modules
 from app.engine.models.spec import ModelSpec
-from app.kernels.moe_lora.expert_lora_rows import ALIGNMENT, ExpertRows
+from app.kernels.lora_rows import ALIGNMENT, ExpertRows
 
 
-class Placed(NamedTuple):
-    """An adapter's rows of experts, laid out.
+class ExpertLayout(NamedTuple):
+    """An adapter's layout of expert rows.
 
-    memory: on the device, not filled yet. matrices: each with its first element there. a, b, ranks: by product, what
-    the tables say of the slot, [M, E, N].
+    memory: on the device, not filled yet. matrices: each with the offset of its first element. a, b, ranks: table
+    entries of the slot by module, [M, E, N].
     """
 
     memory: Tensor
@@ -37,42 +36,42 @@ class Placed(NamedTuple):
 
 
 class MoeLoraTables:
-    """Of the products that experts, and heads of latents, have; nothing where a model has none."""
+    """Tables of the linear modules of experts and of latent heads; empty for a model with neither."""
 
     def __init__(self, spec: ModelSpec, max_slots: int, device: torch.device, dtype: torch.dtype) -> None:
         self._spec, self._device, self._dtype = spec, device, dtype
         self._stacked = paged_modules(spec)
         self._places = {
-            (layer, target): (product, place)
-            for product, layers in self._stacked
+            (layer, target): (module, place)
+            for module, layers in self._stacked
             for place, layer in enumerate(layers)
-            for target in product.targets
+            for target in module.targets
         }
         self._tables: dict[str, tuple[Tensor, Tensor, Tensor]] = {}  # addresses of a and b, ranks: [M, S, E, N]
-        for product, layers in self._stacked:
-            shape = (len(layers), max_slots, len(product.experts), len(product.targets))
+        for module, layers in self._stacked:
+            shape = (len(layers), max_slots, len(module.experts), len(module.targets))
             a, b = (torch.zeros(shape, dtype=torch.int64, device=device) for _ in range(2))
-            self._tables[product.name] = (a, b, torch.zeros(shape, dtype=torch.int32, device=device))
-        self._held: dict[int, Placed] = {}
+            self._tables[module.name] = (a, b, torch.zeros(shape, dtype=torch.int32, device=device))
+        self._layouts: dict[int, ExpertLayout] = {}
 
     def has(self, key: LoraKey) -> bool:
-        """Whether this is a module of an expert, or the one that heads of latents share."""
+        """Whether the key names an expert's module, or the one that latent heads share."""
         if key.target in LATENT_B.targets:
             return (key.layer, LATENT_KEYS.targets[0]) in self._places and key.expert is None
-        product, _ = self._places.get(key[:2], (None, 0))
-        return product is not None and key.expert in product.experts
+        module, _ = self._places.get(key[:2], (None, 0))
+        return module is not None and key.expert in module.experts
 
     def rows(self, layer: int) -> dict[str, ExpertRows]:
-        """The tables of one layer's experts, by product; their addresses never change."""
+        """The tables of one layer's experts, by module; their addresses never change."""
         found = {}
-        for product, layers in self._stacked:
+        for module, layers in self._stacked:
             if layer in layers:
-                a, b, ranks = (table[layers.index(layer)] for table in self._tables[product.name])
-                found[product.name] = ExpertRows(a, b, ranks, product.d_in, product.widths[0])
+                a, b, ranks = (table[layers.index(layer)] for table in self._tables[module.name])
+                found[module.name] = ExpertRows(a, b, ranks, module.d_in, module.widths[0])
         return found
 
-    def take(self, adapter_slot: int, adapter: LoraAdapter) -> Placed | None:
-        """Memory for the slot's rows, dropping what it had; None where the adapter leaves all experts alone.
+    def take(self, adapter_slot: int, adapter: LoraAdapter) -> ExpertLayout | None:
+        """Allocate the slot's rows, dropping its previous ones; None if the adapter changes no expert.
 
         Raises torch.OutOfMemoryError.
         """
@@ -81,7 +80,7 @@ class MoeLoraTables:
         if not own:
             return None
         step = ALIGNMENT // self._dtype.itemsize
-        starts: dict[int, int] = {}  # by array: one that two modules have is held once
+        starts: dict[int, int] = {}  # by array: one that two modules share is stored once
         matrices: list[tuple[Matrix, int]] = []
         size = 0
         for array in (array for pair in own.values() for array in pair):
@@ -94,29 +93,29 @@ class MoeLoraTables:
         assert base % ALIGNMENT == 0, "allocators align to more than that"
         a, b, ranks = self._empty(), self._empty(), self._empty()
         for key, pair in own.items():
-            product, place = self._places[key[:2]]
-            where = place, key.expert, product.targets.index(key.target)
-            a[product.name][where] = base + starts[id(pair.a)] * self._dtype.itemsize
-            b[product.name][where] = base + starts[id(pair.b)] * self._dtype.itemsize
-            ranks[product.name][where] = pair.rank
-        placed = self._held[adapter_slot] = Placed(memory, matrices, a, b, ranks)
-        return placed
+            module, place = self._places[key[:2]]
+            where = place, key.expert, module.targets.index(key.target)
+            a[module.name][where] = base + starts[id(pair.a)] * self._dtype.itemsize
+            b[module.name][where] = base + starts[id(pair.b)] * self._dtype.itemsize
+            ranks[module.name][where] = pair.rank
+        layout = self._layouts[adapter_slot] = ExpertLayout(memory, matrices, a, b, ranks)
+        return layout
 
-    def point(self, adapter_slot: int, placed: Placed | None) -> None:
-        """Let the tables say where the slot's rows lie, on the current stream."""
+    def point(self, adapter_slot: int, layout: ExpertLayout | None) -> None:
+        """Write the slot's addresses and ranks to the tables, on the current stream."""
         for name, tables in self._tables.items():
-            if placed is None:
+            if layout is None:
                 tables[2][:, adapter_slot] = 0
                 continue
-            for table, values in zip(tables, (placed.a[name], placed.b[name], placed.ranks[name]), strict=True):
+            for table, values in zip(tables, (layout.a[name], layout.b[name], layout.ranks[name]), strict=True):
                 table[:, adapter_slot] = torch.from_numpy(values).to(self._device)
 
     def release(self, adapter_slot: int) -> None:
-        """Free the slot's memory. The tables may speak of it still: nothing in flight has the slot."""
-        self._held.pop(adapter_slot, None)
+        """Free the slot's memory. Its table entries may remain: no running step uses the slot."""
+        self._layouts.pop(adapter_slot, None)
 
     def _by_expert(self, adapter: LoraAdapter) -> dict[LoraKey, LoraPair]:
-        """The adapter's deltas of experts, and that of `kv_b_proj` by head, on either side of attention."""
+        """The adapter's deltas of experts, and that of `kv_b_proj` by head, on both sides of attention."""
         own = {}
         for key, pair in adapter.weights.items():
             if key.expert is not None:
@@ -128,8 +127,8 @@ class MoeLoraTables:
         return own
 
     def _empty(self) -> dict[str, NDArray[np.int64]]:
-        """Zeros [M, E, N] by product."""
+        """Zeros [M, E, N] by module."""
         return {
-            product.name: np.zeros((len(layers), len(product.experts), len(product.targets)), np.int64)
-            for product, layers in self._stacked
+            module.name: np.zeros((len(layers), len(module.experts), len(module.targets)), np.int64)
+            for module, layers in self._stacked
         }

@@ -1,9 +1,9 @@
-"""From logits on a device to tokens: penalties, biases, masks, the draw, log-probabilities, for all rows together.
+"""Sampling on a device: penalties, biases, masks, draws and log-probabilities of all rows together.
 
-In: logits [P, V] float32 and a `SamplingBatch`. Out: a `ForwardOutput`; only what the host asked for leaves the
-device. It is the draw of `app.kernels.sampling.reference` with one change: probabilities are rounded to integers before
-they are added, so a sum has one value in whatever order a device adds, and no row can see another. Uniform numbers
-are the same counter's. Log-probabilities are the model's own, before penalties and temperature.
+The draw is that of `app.kernels.sampling.reference` with one change: probabilities are rounded to integers before they
+are summed, so a sum has one value in any order of additions, and rows are independent. Uniform numbers come from the
+same counter. Log-probabilities are the model's own, before penalties and temperature. Only what the host needs leaves
+the device.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ _SUM_BITS, _MAX_UNIT_BITS = 62, 44
 
 
 def sample(logits: Tensor, sampling: SamplingBatch, exp: Exp = torch.exp) -> ForwardOutput:
-    """Draw one token per row. logits: [P, V] float32, on any device, left as they are. exp: see `Kernels`."""
+    """Draw one token per row. logits: [P, V] float32, on any device, not modified. exp: see `Kernels`."""
     num_rows = logits.shape[0]
     logprobs = np.zeros(num_rows, np.float32)
     top: list[tuple[NDArray[np.int32], NDArray[np.float32]] | None] = [None] * num_rows
     if not num_rows:
         return ForwardOutput(np.zeros(0, np.int32), logprobs, ())
-    scores = _masked(_biased(_penalised(logits, sampling), logits, sampling), logits, sampling)
+    scores = _apply_masks(_apply_biases(_apply_penalties(logits, sampling), logits, sampling), logits, sampling)
     tokens = scores.argmax(-1)  # the first of equals
     drawn = np.flatnonzero(sampling.temperature != 0)
     if len(drawn):
@@ -58,8 +58,8 @@ def sample(logits: Tensor, sampling: SamplingBatch, exp: Exp = torch.exp) -> For
     return ForwardOutput(tokens.cpu().numpy().astype(np.int32), logprobs, tuple(top))
 
 
-def _penalised(logits: Tensor, sampling: SamplingBatch) -> Tensor:
-    """A copy with the rows' penalties applied, or the logits themselves where there are none."""
+def _apply_penalties(logits: Tensor, sampling: SamplingBatch) -> Tensor:
+    """A copy with the rows' penalties applied, or the logits themselves if there are none."""
     rows = [p for p in range(len(sampling.history)) if sampling.history[p].size]
     if not rows:
         return logits
@@ -79,8 +79,8 @@ def _penalised(logits: Tensor, sampling: SamplingBatch) -> Tensor:
     return logits
 
 
-def _biased(scores: Tensor, logits: Tensor, sampling: SamplingBatch) -> Tensor:
-    """The rows' biases added, to a copy if the scores are still the logits."""
+def _apply_biases(scores: Tensor, logits: Tensor, sampling: SamplingBatch) -> Tensor:
+    """Add the rows' biases, to a copy if the scores are still the logits."""
     own = [(p, bias) for p in range(len(sampling.biases)) if (bias := bias_of(sampling, p)) is not None]
     if not own:
         return scores
@@ -91,8 +91,8 @@ def _biased(scores: Tensor, logits: Tensor, sampling: SamplingBatch) -> Tensor:
     return scores
 
 
-def _masked(scores: Tensor, logits: Tensor, sampling: SamplingBatch) -> Tensor:
-    """-inf for tokens that the rows' masks do not allow, in a copy if the scores are still the logits."""
+def _apply_masks(scores: Tensor, logits: Tensor, sampling: SamplingBatch) -> Tensor:
+    """Set tokens that the rows' masks forbid to -inf, in a copy if the scores are still the logits."""
     masks = sampling.masks
     if masks is None:
         return scores
@@ -107,7 +107,7 @@ def _masked(scores: Tensor, logits: Tensor, sampling: SamplingBatch) -> Tensor:
 
 
 def _draw(logits: Tensor, sampling: SamplingBatch, rows: NDArray[np.intp], exp: Exp) -> Tensor:
-    """[R] token ids for logits [R, V] of the sampled rows `rows`, all of temperature above 0."""
+    """[R] token ids for logits [R, V] of the sampled rows `rows`, all with temperature above 0."""
     device, vocab = logits.device, logits.shape[1]
 
     def column(values: NDArray[np.generic]) -> Tensor:
@@ -128,20 +128,20 @@ def _draw(logits: Tensor, sampling: SamplingBatch, rows: NDArray[np.intp], exp: 
         place = torch.minimum((candidates < needed).sum(-1, keepdim=True), last)
         nucleus = torch.where(column(top_p < 1), ordered.gather(1, place), 0.0)
         floor = torch.maximum(torch.maximum(floor, cutoff), nucleus)
-    held = torch.where(p >= floor, _units(p), 0).cumsum(-1)
-    mass = held[:, -1:]
+    cumulative = torch.where(p >= floor, _units(p), 0).cumsum(-1)
+    mass = cumulative[:, -1:]
     draws = [uniform(int(sampling.seeds[row]), int(sampling.positions[row])) for row in rows]
     target = torch.minimum((mass.double() * column(np.array(draws))).long(), mass - 1)
-    return (held <= target).sum(-1)
+    return (cumulative <= target).sum(-1)
 
 
 def _units(p: Tensor) -> Tensor:
-    """Numbers from 0 to 1 as int64 counts, fine enough that rounding cannot be seen in a draw."""
+    """Numbers from 0 to 1 as int64 counts, fine enough that the rounding does not affect a draw."""
     return (p.double() * _one(p.shape[1])).round().long()
 
 
 def _one(vocab_size: int) -> float:
-    """What 1 counts as."""
+    """The count that stands for 1."""
     return float(1 << min(_MAX_UNIT_BITS, _SUM_BITS - (vocab_size - 1).bit_length()))
 
 

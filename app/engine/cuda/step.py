@@ -1,9 +1,7 @@
-"""A step's arrays on the device: one packed vector of integers, one copy, views of it.
+"""A step's arrays on the device: one packed vector of integers, copied once, and views of it.
 
-In: a `ForwardBatch`, and the shape it is laid out in: its own, or that of a larger bucket. Out: a `Step` of device
-tensors. The host side of the vector is pinned, so the host does not wait for the copy; it is written again only
-after it. Padding computes nothing that anybody sees: its tokens have no adapter and no place
-in KV memory, its sequences no keys.
+The host side is pinned, so the host does not wait for the copy; it is rewritten only after the copy has finished.
+Padding has no visible effect: its tokens have no adapter and no place in KV memory, its sequences no keys.
 """
 
 from __future__ import annotations
@@ -20,7 +18,7 @@ from app.engine.batch import ForwardBatch
 
 
 class StepShape(NamedTuple):
-    """How many of what a step holds, padding included. `table_width`: blocks per sequence."""
+    """Sizes of a step, padding included. `table_width`: blocks per sequence."""
 
     num_tokens: int
     num_sequences: int
@@ -29,7 +27,7 @@ class StepShape(NamedTuple):
 
     @property
     def fields(self) -> dict[str, tuple[int, ...]]:
-        """Name -> shape, in their order in the vector; kv_slots take two places each."""
+        """Name -> shape, in the order of the vector; kv_slots take two places each."""
         tokens, sequences = self.num_tokens, self.num_sequences
         return {
             "kv_slots": (tokens,),
@@ -45,14 +43,14 @@ class StepShape(NamedTuple):
     @property
     def size(self) -> int:
         """Length of the vector in int32."""
-        return sum(_padded(math.prod(sizes)) for sizes in self.fields.values()) + _padded(2 * self.num_tokens)
+        return sum(_align(math.prod(sizes)) for sizes in self.fields.values()) + _align(2 * self.num_tokens)
 
 
 class Step(NamedTuple):
-    """T tokens, B sequences, G segments (as the kernels cut runs of tokens with one adapter), on the device.
+    """T tokens, B sequences, G segments (runs of tokens with one adapter as the kernels cut them), on the device.
 
-    The rest are the host's: `max_query_len`, the most tokens of a sequence; `max_rank`, a bound of the ranks of the
-    adapters in it, 0 without any; `block_tokens`, the cut of the segments, or 0 where every token is by itself.
+    The rest is on the host: `max_query_len`, the most tokens of a sequence; `max_rank`, a bound of the adapters' ranks,
+    0 without adapters; `block_tokens`, tokens per segment, 0 if tokens are computed one by one.
     """
 
     kv_slots: Tensor  # [T] int64
@@ -69,19 +67,19 @@ class Step(NamedTuple):
 
 
 class StepVector:
-    """A step's packed vector, once in the host's memory and once in the device's."""
+    """A step's packed vector in host and in device memory."""
 
     def __init__(self, device: torch.device, max_shape: StepShape, num_kv_slots: int) -> None:
-        """`num_kv_slots`: the first place that KV memory does not have; padding is sent there."""
+        """`num_kv_slots`: the first slot beyond KV memory; padding is written there."""
         self._num_kv_slots = num_kv_slots
         self._host = torch.zeros(max_shape.size, dtype=torch.int32, pin_memory=device.type == "cuda")
         self._device = torch.zeros(max_shape.size, dtype=torch.int32, device=device)
         self._sent = torch.cuda.Event() if device.type == "cuda" else None
 
     def send(self, batch: ForwardBatch, shape: StepShape, segments: NDArray[np.int32]) -> dict[str, Tensor]:
-        """Lay the batch out in `shape` and copy it over; views of the device's vector, by name."""
+        """Lay the batch out in `shape` and copy it; returns views of the device's vector, by name."""
         if self._sent is not None:
-            self._sent.synchronize()  # a step that draws no token ends before its copy may have begun
+            self._sent.synchronize()  # a step that samples no token may end before its copy has begun
         flat = self._host.numpy()[: shape.size]
         views = _views(flat, shape)
         tokens, sequences = len(batch.token_ids), len(batch.seq_lens)
@@ -106,7 +104,7 @@ class StepVector:
         return self.views(shape)
 
     def views(self, shape: StepShape) -> dict[str, Tensor]:
-        """The device's vector in that shape."""
+        """Views of the device's vector in this shape."""
         return _views(self._device[: shape.size], shape)
 
 
@@ -120,10 +118,10 @@ def _views(flat: Any, shape: StepShape) -> dict[str, Any]:
         if name == "kv_slots":
             part = part.view(torch.int64) if isinstance(part, Tensor) else part.view(np.int64)
         views[name] = part.reshape(sizes)
-        start += _padded(width)
+        start += _align(width)
     return views
 
 
-def _padded(count: int) -> int:
-    """Fields begin at multiples of 16 bytes, whatever the shape: kernels are compiled for aligned addresses."""
+def _align(count: int) -> int:
+    """Round up to 16 bytes: kernels are compiled for aligned fields."""
     return -(-count // 4) * 4

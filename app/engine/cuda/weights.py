@@ -1,7 +1,6 @@
-"""A checkpoint's tensors on a device: modules that share their input fused, norms in float32, one object per layer.
+"""A checkpoint's tensors on a device: fused linear modules, norms in float32, one object per layer.
 
-In: tensors by their Hugging Face names, one at a time. Out: `Weights`. At most one tensor is in host memory
-beside the checkpoint's own; every tensor has exactly one place.
+At most one tensor is in host memory beside the checkpoint's own; every tensor has exactly one place.
 """
 
 from __future__ import annotations
@@ -33,14 +32,17 @@ from app.engine.models.weight_names import (
 
 @dataclass(slots=True)
 class LayerWeights:
-    """One layer. products: weights [d_out, d_in] by the product's name, of experts [E, d_out, d_in]; biases: [d_out] or
-    [E, d_out] of those that have one. Norms: [H], [head_dim] or that of all heads, float32;
-    sinks: [heads], float32. `absorbed_modules` stand for `kv_b_proj`, heads for experts: [N, d_out, d_in]."""
+    """One layer.
+
+    modules: weights [d_out, d_in] by the module's name, of experts [E, d_out, d_in]; biases: [d_out] or [E, d_out] of
+    those that have one. Norms: [H], [head_dim] or that of all heads, float32; sinks: [heads], float32.
+    `absorbed_modules` replace `kv_b_proj`, with heads in place of experts: [N, d_out, d_in].
+    """
 
     spec: LayerSpec
     attention_norm: Tensor
     mlp_norm: Tensor
-    products: dict[str, Tensor]
+    modules: dict[str, Tensor]
     biases: dict[str, Tensor]
     q_norm: Tensor | None
     k_norm: Tensor | None
@@ -53,7 +55,7 @@ class LayerWeights:
 
 @dataclass(slots=True)
 class Weights:
-    """The whole model. `head` is `embedding` itself where they are tied: [V, H]."""
+    """The whole model. `head` [V, H] is `embedding` itself if they are tied."""
 
     embedding: Tensor
     head: Tensor
@@ -68,7 +70,7 @@ def load_weights(
     device: torch.device,
     dtype: torch.dtype,
 ) -> Weights:
-    """Consume every tensor; CheckpointError for one that has no place or is missing."""
+    """Consume every tensor. Raises CheckpointError for one that has no place or is missing."""
     weights = _empty(spec, max_positions, device, dtype)
     places = _places(spec, weights)
     for name, values in tensors:
@@ -82,7 +84,7 @@ def load_weights(
 
 
 def to_tensor(values: NDArray[Any]) -> Tensor:
-    """A tensor with the array's values, in its type; a copy where the array may not be written."""
+    """A tensor with the array's values, in its type; a copy if the array is read-only."""
     values = np.require(values, requirements=("C", "W"))
     if values.dtype == ml_dtypes.bfloat16:
         return torch.from_numpy(values.view(np.int16)).view(torch.bfloat16)
@@ -105,12 +107,12 @@ def _empty(spec: ModelSpec, max_positions: int, device: torch.device, dtype: tor
     layers = []
     for index, layer in enumerate(spec.layers):
         prefix = f"model.layers.{index}."
-        products, biases = {}, {}
-        for product in _stored_products(spec, index):
-            experts = () if product.num_experts is None else (product.num_experts,)
-            products[product.name] = empty(*experts, product.width(), product.d_in)
-            if product.has_bias:
-                biases[product.name] = empty(*experts, product.width())
+        modules, biases = {}, {}
+        for module in _stored_modules(spec, index):
+            experts = () if module.num_experts is None else (module.num_experts,)
+            modules[module.name] = empty(*experts, module.width(), module.d_in)
+            if module.has_bias:
+                biases[module.name] = empty(*experts, module.width())
         cos, sin = angles[layer.attention.rope]
         layers.append(
             LayerWeights(
@@ -118,7 +120,7 @@ def _empty(spec: ModelSpec, max_positions: int, device: torch.device, dtype: tor
                 **{name: floats(f"{prefix}{path}.weight") for name, path in (LAYER_NORMS | LATENT_NORMS).items()},  # type: ignore[arg-type]
                 cos=cos,
                 sin=sin,
-                products=products,
+                modules=modules,
                 biases=biases,
                 sinks=floats(f"{prefix}{SINKS}"),
             )
@@ -130,7 +132,7 @@ def _empty(spec: ModelSpec, max_positions: int, device: torch.device, dtype: tor
 
 @dataclass(frozen=True, slots=True)
 class _Heads:
-    """Where `kv_b_proj` goes, head by head: its rows of keys [N, P, R], and those of values [N, V, R]."""
+    """The destination of `kv_b_proj` by head: its rows of keys [N, P, R] and of values [N, V, R]."""
 
     keys: Tensor
     values: Tensor
@@ -142,14 +144,14 @@ class _Heads:
         self.values.copy_(by_head[:, self.keys.shape[1] :])
 
 
-def _stored_products(spec: ModelSpec, layer: int) -> tuple[LinearModule, ...]:
-    """What a layer has weights for: `kv_b_proj` as the products that stand for it."""
-    products = tuple(one for one in layer_linear_modules(spec, layer) if one.kind is not LATENT_B)
-    return (*products, *absorbed_modules(spec.layers[layer].attention))
+def _stored_modules(spec: ModelSpec, layer: int) -> tuple[LinearModule, ...]:
+    """A layer's modules that have weights, with `kv_b_proj` as its two absorbed parts."""
+    modules = tuple(one for one in layer_linear_modules(spec, layer) if one.kind is not LATENT_B)
+    return (*modules, *absorbed_modules(spec.layers[layer].attention))
 
 
 def _places(spec: ModelSpec, weights: Weights) -> dict[str, Tensor | _Heads]:
-    """Name of every tensor -> the view it is copied into."""
+    """Name of every tensor -> the view that it is copied into."""
     places: dict[str, Tensor | _Heads] = {EMBEDDING: weights.embedding, FINAL_NORM: weights.final_norm}
     if not spec.tie_embeddings:
         places[LM_HEAD] = weights.head
@@ -157,15 +159,15 @@ def _places(spec: ModelSpec, weights: Weights) -> dict[str, Tensor | _Heads]:
     for index, layer in enumerate(weights.layers):
         prefix = f"model.layers.{index}."
         if layer.spec.attention.latent is not None:
-            keys, values = (layer.products[one.name] for one in absorbed_modules(layer.spec.attention))
+            keys, values = (layer.modules[one.name] for one in absorbed_modules(layer.spec.attention))
             path = LATENT_B.path(LATENT_B.targets[0])
             places[f"{prefix}{path}.weight"] = _Heads(keys.transpose(1, 2), values)
-        for product in layer_linear_modules(spec, index):
-            if product.kind is LATENT_B:
+        for module in layer_linear_modules(spec, index):
+            if module.kind is LATENT_B:
                 continue
-            weight, bias = layer.products[product.name], layer.biases.get(product.name)
-            for target, expert in itertools.product(product.targets, product.experts):
-                name, columns = f"{prefix}{product.kind.path(target, expert)}", product.columns(target)
+            weight, bias = layer.modules[module.name], layer.biases.get(module.name)
+            for target, expert in itertools.product(module.targets, module.experts):
+                name, columns = f"{prefix}{module.kind.path(target, expert)}", module.columns(target)
                 places[f"{name}.weight"] = (weight if expert is None else weight[expert])[columns]
                 if bias is not None:
                     places[f"{name}.bias"] = (bias if expert is None else bias[expert])[columns]

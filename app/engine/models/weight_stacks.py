@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 
 from app.engine.config import WeightDtype
 from app.kernels.machine.thread_team import ThreadTeam
-from app.kernels.matmul.pack_weights import empty_stack, store, widened
-from app.kernels.matmul.quantised import Quantised, Stack
+from app.kernels.matmul.int8 import Int8Panels, Stack
+from app.kernels.matmul.pack_weights import dequantise_stack, empty_stack, store
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -34,13 +34,13 @@ class StackWriter:
         """Write w [N, K] to one layer's columns from first_column (a multiple of 16) on."""
         exact = store(self._team, self.stack, layer, first_column, w, only_exact=self._only_exact)
         if self._only_exact and not exact:
-            assert isinstance(self.stack, Quantised)  # float32 is exact
-            self.stack = widened(self._team, self.stack, self._stored)
+            assert isinstance(self.stack, Int8Panels)  # float32 is exact
+            self.stack = dequantise_stack(self._team, self.stack, self._stored)
             store(self._team, self.stack, layer, first_column, w)
         self._stored.append((layer, first_column, first_column + len(w)))
 
 
 def log_storage(model: str, stacks: Mapping[str, Stack]) -> None:
     """Log at start which modules are in float32, so that an operator sees what `auto` chose."""
-    wide = [name for name, stack in stacks.items() if not isinstance(stack, Quantised)]
+    wide = [name for name, stack in stacks.items() if not isinstance(stack, Int8Panels)]
     _LOGGER.info("%s: base weights in float32: %s; the others in 8 bits", model, ", ".join(wide) or "none")

@@ -1,12 +1,13 @@
 """The JAX engine's backend: puts weights on devices, owns KV memory and adapter tables, calls programs.
 
-In: a checkpoint's tensors and the engine's sizes. Out: a `Backend`. Every array is an argument of a pure program; KV
-memory and tables are donated, so they are written in place. All programs, those that write adapters included, are
-compiled before they are called: no adapter, rank or batch ever compiles anything.
+Every array is an argument of a pure program; KV memory and tables are donated, so they are written in place. All
+programs, including those that write adapters, are compiled before they are called: no adapter, rank or batch triggers a
+compilation.
 """
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Iterable
 from dataclasses import replace
@@ -29,8 +30,7 @@ from app.engine.models.spec import ModelSpec
 from app.engine.xla import sharding
 from app.engine.xla.adapters import XlaAdapters, base_tables, rank_classes, write_rows
 from app.engine.xla.arrays import EXPERT_AXIS, TENSOR_AXIS, KvMemory, StepResult
-from app.engine.xla.decoder import forward
-from app.engine.xla.kernels import lora_kernel
+from app.engine.xla.decoder import AddDeltas, forward
 from app.engine.xla.moe_lora_tables import PAGES_AT_ONCE, write_pages
 from app.engine.xla.programs import Programs, ladder
 from app.engine.xla.sampling import sample
@@ -38,7 +38,10 @@ from app.engine.xla.sizes import sizes_of
 from app.engine.xla.step import Bucket, pack
 from app.engine.xla.weights import read_weights
 from app.kernels.paged_attention.xla import blocks_per_group
-from app.kernels.sgmv.xla import RANK_CHUNK
+from app.kernels.sgmv import pallas
+from app.kernels.sgmv.xla import RANK_CHUNK, add_deltas
+
+_LOGGER = logging.getLogger(__name__)
 
 
 class JaxBackend:
@@ -47,8 +50,9 @@ class JaxBackend:
     def __init__(
         self, spec: ModelSpec, tensors: Iterable[tuple[str, NDArray[Any]]], config: EngineConfig, mesh: Mesh
     ) -> None:
-        """Raises CheckpointError for tensors that do not fit the spec, ConfigError for sizes that do not fit `mesh` and
-        for a kernel backend that its devices do not have."""
+        """Raises CheckpointError for tensors that do not fit the spec, ConfigError for sizes that do not fit `mesh` or
+        a kernel backend that its devices lack.
+        """
         xla = config.section(XlaConfig)
         self.spec, self._mesh = spec, mesh
         self._add_deltas = lora_kernel(xla.kernel_backend, mesh.devices.flat[0].platform)
@@ -90,7 +94,7 @@ class JaxBackend:
             self._writers = {count: self._compile_writer(count) for count in self._classes}
             self._page_writer = self._compile_page_writer()
         self.writers_compile_s = time.perf_counter() - start
-        # What programs are compiled for: the arrays themselves are given away while the others compile.
+        # Programs are compiled for these shapes: the arrays themselves are donated while others compile.
         self._given = jax.tree.map(_shape_of, (self._weights, self._tables, self._adapters.places(), self._kv))
         self.programs = Programs(ladder(config, table_width), self._compile, skip_precompile=xla.skip_precompile)
         self._last: StepResult | None = None
@@ -101,7 +105,7 @@ class JaxBackend:
         return self.writers_compile_s + self.programs.seconds
 
     def prepare_adapter(self, adapter: LoraAdapter) -> None:
-        """See `Backend.prepare_adapter`. Raises AdapterMismatch for a feature that this engine does not serve, too."""
+        """See `Backend.prepare_adapter`. Also raises AdapterMismatch for a feature that this engine does not serve."""
         self._adapters.prepare(adapter)
 
     def write_adapter(self, adapter_slot: int, row_start: int, adapter: LoraAdapter) -> None:
@@ -112,7 +116,7 @@ class JaxBackend:
                 self._page_writer = self._compile_page_writer()
             written = self._page_writer(self._tables.experts, pages, numbers)
             self._tables = self._tables._replace(experts=written)
-        if all(key.expert is not None for key in adapter.weights):  # nothing else is read of its slot
+        if all(key.expert is not None for key in adapter.weights):  # nothing else of its slot is read
             self._adapters.assign(adapter_slot, 0, adapter)
             return
         count = next(count for count in self._classes if count >= adapter.card.max_rank)
@@ -123,11 +127,11 @@ class JaxBackend:
         self._adapters.assign(adapter_slot, row_start, adapter)
 
     def is_ready(self, adapter_slot: int) -> bool:  # noqa: ARG002
-        """See `Backend.is_ready`: a write has ended when it returns."""
+        """See `Backend.is_ready`: writes finish before `write_adapter` returns."""
         return True
 
     def release_adapter(self, adapter_slot: int) -> None:
-        """See `Backend.release_adapter`: an adapter's pages are free; its scales and shifts go with its rank rows."""
+        """See `Backend.release_adapter`: frees the adapter's pages; its scales and shifts go with its rank rows."""
         self._adapters.release(adapter_slot)
 
     def forward(self, batch: ForwardBatch) -> ForwardOutput:
@@ -139,7 +143,7 @@ class JaxBackend:
         return sample(self._last, batch.sampling)
 
     def logits(self, num_rows: int) -> NDArray[np.float32]:
-        """The last step's logits [num_rows, vocab_size] (tests read it)."""
+        """The last step's logits [num_rows, vocab_size] (for tests)."""
         assert self._last is not None, "no step has run"
         return np.asarray(self._last.logits)[:num_rows]
 
@@ -150,7 +154,7 @@ class JaxBackend:
         return text
 
     def close(self) -> None:
-        """Stop compiling and drop every array."""
+        """Stop compiling and release every array."""
         self.programs.stop()
         for name in ("_weights", "_kv", "_tables", "_last", "_writers", "_adapters"):
             if hasattr(self, name):
@@ -167,28 +171,28 @@ class JaxBackend:
     def _compile_writer(self, count: int) -> Any:
         """The program that writes an adapter of at most `count` rank rows."""
 
-        def described(shape: tuple[int, ...], spec: jax.sharding.PartitionSpec) -> jax.ShapeDtypeStruct:
+        def shape_struct(shape: tuple[int, ...], spec: jax.sharding.PartitionSpec) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct(shape, np.float32, sharding=NamedSharding(self._mesh, spec))
 
         shapes = jax.tree.map(_shape_of, self._tables)
         specs = self._row_specs._replace(experts=None)
-        rows = jax.tree.map(described, self._adapters.shapes(count), specs, is_leaf=_is_shape)
-        start = described((), sharding.REPLICATED).update(dtype=np.int32)
+        rows = jax.tree.map(shape_struct, self._adapters.shapes(count), specs, is_leaf=_is_shape)
+        start = shape_struct((), sharding.REPLICATED).update(dtype=np.int32)
         shardings = jax.tree.map(lambda shape: shape.sharding, shapes)
         return jax.jit(write_rows, donate_argnums=(0,), out_shardings=shardings).lower(shapes, rows, start).compile()
 
     def _compile_page_writer(self) -> Any:
-        """The program that writes pages of experts' rank rows; None where there are none."""
+        """The program that writes pages of experts' rows; None without such pages."""
         if self._tables.experts is None:
             return None
 
-        def described(shape: tuple[int, ...], spec: jax.sharding.PartitionSpec) -> jax.ShapeDtypeStruct:
+        def shape_struct(shape: tuple[int, ...], spec: jax.sharding.PartitionSpec) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct(shape, np.float32, sharding=NamedSharding(self._mesh, spec))
 
         shapes = jax.tree.map(_shape_of, self._tables.experts)
         experts = self._adapters.experts
-        rows = jax.tree.map(described, experts.shapes(PAGES_AT_ONCE), experts.specs(), is_leaf=_is_shape)
-        pages = described((PAGES_AT_ONCE,), sharding.REPLICATED).update(dtype=np.int32)
+        rows = jax.tree.map(shape_struct, experts.shapes(PAGES_AT_ONCE), experts.specs(), is_leaf=_is_shape)
+        pages = shape_struct((PAGES_AT_ONCE,), sharding.REPLICATED).update(dtype=np.int32)
         shardings = jax.tree.map(lambda shape: shape.sharding, shapes)
         return jax.jit(write_pages, donate_argnums=(0,), out_shardings=shardings).lower(shapes, rows, pages).compile()
 
@@ -210,7 +214,7 @@ class JaxBackend:
 
 
 def load_backend(checkpoint: Checkpoint, config: EngineConfig) -> Backend:
-    """Read the weights, allocate memory and compile. ConfigError for a device or setting that is not to be had."""
+    """Read the weights, allocate memory and compile. Raises ConfigError for an unavailable device or setting."""
     xla = config.section(XlaConfig)
     try:
         devices = jax.devices(xla.platform)
@@ -222,6 +226,20 @@ def load_backend(checkpoint: Checkpoint, config: EngineConfig) -> Backend:
     return JaxBackend(checkpoint.spec, checkpoint.tensors(), config, mesh)
 
 
+def lora_kernel(kernel_backend: str, platform: str) -> AddDeltas:
+    """The LoRA kernel of a kernel backend. Raises ConfigError for a platform without such a kernel."""
+    if kernel_backend == "xla":
+        return add_deltas
+    if platform not in ("cpu", "tpu"):
+        raise ConfigError(
+            f"engine.xla.kernel_backend is 'pallas', a kernel for TPUs, but engine.xla.platform is {platform!r}; set "
+            "kernel_backend: xla"
+        )
+    if platform == "cpu":
+        _LOGGER.warning("engine.xla.kernel_backend is 'pallas' on a CPU: its kernel is interpreted, which is slow")
+    return partial(pallas.add_deltas, interpret=platform == "cpu")
+
+
 def _shape_of(array: jax.Array) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=array.sharding)
 
@@ -231,7 +249,7 @@ def _is_shape(node: Any) -> bool:
 
 
 def _use_cache(folder: str) -> None:
-    """Keep every compiled program in `folder`. JAX has one cache per process."""
+    """Cache compiled programs in `folder`. JAX has one cache per process."""
     path = Path(folder).expanduser()
     path.mkdir(parents=True, exist_ok=True)
     jax.config.update("jax_compilation_cache_dir", str(path))

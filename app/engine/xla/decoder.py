@@ -1,21 +1,20 @@
 """The decoder as one pure function in plain JAX: memory and arrays in, new memory, tokens and logits out.
 
-In: weights, adapter tables, KV memory and a packed step, all arguments. Out: the KV memory (donated, so written in
-place), the most likely token and the logits of each sampled row. Layers run under `lax.scan`: a program's size and
-compile time do not grow with depth. Attention and products of experts are `app.kernels.*.xla`; adapters' deltas are
-added by the kernel of `kernel_backend`. KV memory and tables are indexed by layer, never sliced or copied.
+Layers run under `lax.scan`: a program's size and compile time do not grow with depth. KV memory is donated, so it is
+written in place; memory and tables are indexed by layer, never sliced or copied. Attention and products of experts are
+`app.kernels.*.xla`; LoRA deltas are added by the kernel of `kernel_backend`. Layers may differ in their feed-forward:
+arrays of a module count the layers that have it (`XlaSizes.place`).
 
-Layers may differ in their feed-forward: arrays of a product count the layers that have it (`XlaSizes.place`).
-
-On several devices: the same function runs in every shard. q, k, v, gate and up are split on the output, o and down on
-the input, with one sum over shards after each of the latter. Experts are divided among devices, and the columns of each
-are, too; each device computes the pairs of tokens and experts that are its own, and one sum puts them together. A LoRA
-delta is added before such a sum (A of o and down is split like the input, B like the output), scales and shifts after
-it: adapters add no communication.
+On several devices every shard runs the same function. q, k, v, gate and up are split on the output, o and down on the
+input, with one sum over shards after each of the latter. Experts are divided among devices, and so are the columns of
+each; a device computes its own pairs of tokens and experts, and one sum joins them. A LoRA delta is added before such a
+sum (A of o and down is split like the input, B like the output), scales and shifts after it: adapters add no
+communication.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -34,7 +33,6 @@ from app.engine.xla.arrays import (
     StepResult,
     XlaWeights,
 )
-from app.engine.xla.kernels import AddDeltas
 from app.engine.xla.routing import PageRuns, combine, page_runs, route, sort_pairs
 from app.engine.xla.sizes import XlaSizes
 from app.engine.xla.step import Bucket, XlaStep, unpack
@@ -42,6 +40,9 @@ from app.kernels.mla_attention import xla as latent_attention
 from app.kernels.moe_lora.xla import multiply_groups
 from app.kernels.paged_attention.xla import store_and_attend, tiles_of
 from app.kernels.sgmv.xla import RANK_CHUNK, Segments
+
+#: See `app.kernels.sgmv.xla.add_deltas`.
+AddDeltas = Callable[..., Array]
 
 
 def forward(
@@ -80,14 +81,14 @@ class _Decoder:
         self._cos, self._sin = weights.cos[:, step.positions], weights.sin[:, step.positions]  # [ropes, T, D / 2]
 
     def embed(self) -> Array:
-        """[T, H]."""
+        """Token embeddings [T, H]."""
         weights, token_ids = self._weights, self._step.token_ids
         if weights.embedding is None:
             return weights.head[0, token_ids]
         return weights.embedding[token_ids]
 
     def attend(self, hidden: Array, kv: KvMemory, layer: Array) -> tuple[Array, KvMemory]:
-        """[T, H] -> what was attended [T, heads * D], and the memory with the rows' keys and values."""
+        """Attention over hidden states [T, H]: [T, heads * D], and the memory with the step's keys and values."""
         layers, step = self._weights.layers, self._step
         x, latent = self._norm(hidden, layers.attention_norm[layer]), self._sizes.attention.latent
         if latent is not None:
@@ -97,7 +98,7 @@ class _Decoder:
         if self._sizes.attention.whole_qk_norm:
             q, k = self._whole_norm(q, k, q_norm[layer], k_norm[layer])
             q_norm = k_norm = None
-        q, k = (self._rotated(rows, norm, layer) for rows, norm in ((q, q_norm), (k, k_norm)))
+        q, k = (self._rotate(rows, norm, layer) for rows, norm in ((q, q_norm), (k, k_norm)))
         sinks = jnp.zeros(0, jnp.float32) if layers.sinks is None else layers.sinks[layer]
         attended, keys, values = store_and_attend(
             q, k, v, *kv, step.queries, self._tiles, layer, layers.scale[layer], layers.window[layer], sinks
@@ -105,7 +106,7 @@ class _Decoder:
         return attended, KvMemory(keys, values)
 
     def _attend_latents(self, x: Array, kv: KvMemory, layer: Array, latent: LatentSpec) -> tuple[Array, KvMemory]:
-        """Normed rows [T, H] -> values that were attended [T, heads * V] (DeepSeek-AI 2024), and the memory.
+        """Latent attention (DeepSeek-AI 2024) over normed rows [T, H]: [T, heads * V], and the new memory.
 
         `kv_b_proj` is never applied to a latent: its rows of keys are applied to queries, those of values to sums.
         """
@@ -115,10 +116,10 @@ class _Decoder:
             name, narrow = "query_b", self.linear(x, layer, "query_a")[0]
             narrow = self._norm(narrow, layers.query_latent_norm[layer], latent.norm_eps)
         queries = self.linear(narrow, layer, name)[0].reshape(len(x), -1, self._sizes.attention.head_dim)
-        own, rotated = queries[:, :, : latent.key_size], self._turned(queries[:, :, latent.key_size :], layer)
+        own, rotated = queries[:, :, : latent.key_size], self._rotate_pairs(queries[:, :, latent.key_size :], layer)
         (rows,) = self.linear(x, layer, "latent_a")
         normed = self._norm(rows[:, :rank], layers.latent_norm[layer], latent.norm_eps)
-        rows = jnp.concatenate([normed, self._turned(rows[:, None, rank:], layer)[:, 0]], axis=1)
+        rows = jnp.concatenate([normed, self._rotate_pairs(rows[:, None, rank:], layer)[:, 0]], axis=1)
         attended, latents = latent_attention.store_and_attend(
             self._by_head(own, layer, latent, LATENT_KEYS), rotated, rows, kv.keys, step.queries, self._tiles, layer,
             layers.scale[layer],
@@ -129,33 +130,33 @@ class _Decoder:
         """Rows by head [T, N, D] times each head's part of `kv_b_proj`, with the deltas: [T, N, columns]."""
         (target,) = LATENT_B.targets
         first = layer * self._sizes.group_size(self._sizes.absorbed[0])
-        y = latent_attention.multiply_heads(x, self._weights.layers.products[kind.name], first)
+        y = latent_attention.multiply_heads(x, self._weights.layers.modules[kind.name], first)
         return latent_attention.add_deltas(
             x, y, self._tables.a[target], self._tables.b[target], layer, self._step.segments, self._places.starts,
             self._places.ranks[LATENT_B.name], latent.key_size, of_keys=kind is LATENT_KEYS,
         )  # fmt: skip
 
     def feed_forward(self, hidden: Array, layer: Array) -> Array:
-        """[T, H] -> what the layer's feed-forward adds, [T, H]: the one there is, or of experts."""
+        """The layer's feed-forward [T, H] of hidden states [T, H]: dense or a mixture of experts."""
         sizes = self._sizes
         x = self._norm(hidden, self._weights.layers.mlp_norm[layer])
         dense, mixed = sizes.layers_of("gate_up"), sizes.layers_of("router")
         if not mixed:
-            return self._gated(x, layer, "gate_up", "down")
+            return self._mlp(x, layer, "gate_up", "down")
         place = self._place(mixed, layer)
         if not dense:
             return self._experts(x, place)
         is_dense = jnp.array([one in dense for one in range(sizes.num_layers)])[layer]
         added: Array = lax.cond(
             is_dense,
-            lambda x: self._gated(x, self._place(dense, layer), "gate_up", "down"),
+            lambda x: self._mlp(x, self._place(dense, layer), "gate_up", "down"),
             lambda x: self._experts(x, place),
             x,
         )
         return added
 
     def logits(self, hidden: Array) -> Array:
-        """[T, H] -> [B, V] of the sampled rows."""
+        """Logits [B, V] of the sampled rows of hidden states [T, H]."""
         rows = self._norm(hidden[self._step.sample_rows], self._weights.final_norm)
         logits = _multiply(rows, self._weights.head[0])
         if self._sizes.num_shards > 1:
@@ -163,65 +164,66 @@ class _Decoder:
         return logits[:, : self._sizes.spec.vocab_size]
 
     def linear(self, x: Array, layer: Array, name: str) -> tuple[Array, ...]:
-        """One base product for the whole batch, with all that the batch's adapters do to it: [T, d_out] per target.
+        """Apply a linear module to the whole batch, with its adapters' deltas, scales and shifts: [T, d_out] per
+        target.
 
-        layer: among those that have the product.
+        layer: index among those that have the module.
         """
-        layers, step, product = self._weights.layers, self._step, self._sizes.product(name)
-        y = _multiply(x, layers.products[name][layer])
-        a, b = ([table[target] for target in product.targets] for table in (self._tables.a, self._tables.b))
+        layers, step, module = self._weights.layers, self._step, self._sizes.module(name)
+        y = _multiply(x, layers.modules[name][layer])
+        a, b = ([table[target] for target in module.targets] for table in (self._tables.a, self._tables.b))
         y = self._add_deltas(x, y, a, b, layer, step.segments, self._places.starts, self._places.ranks[name])
-        if product.kind.split == "input" and self._sizes.num_shards > 1:
+        if module.kind.split == "input" and self._sizes.num_shards > 1:
             y = lax.psum(y, SHARD_AXES)
         if layers.biases[name] is not None:
             y = y + layers.biases[name][layer]
-        return self._columns(self._scaled(y, layer, product), name)
+        return self._columns(self._apply_extras(y, layer, module), name)
 
     def _experts(self, x: Array, place: Array) -> Array:
-        """Normed rows [T, H] -> Σ share * expert(x) + gate * shared(x). place: among the layers that have experts."""
-        sizes, products, step = self._sizes, self._weights.layers.products, self._step
+        """Σ weight * expert(x) + gate * shared(x) of normed rows [T, H]. place: index among the layers with experts."""
+        sizes, modules, step = self._sizes, self._weights.layers.modules, self._step
         mixture, count = sizes.mixture, sizes.experts_per_shard
         (logits,) = self.linear(x, place, "router")
-        experts, shares = route(logits, mixture.router)
+        experts, topk_weights = route(logits, mixture.router)
         mine = lax.axis_index(EXPERT_AXIS) * count if sizes.expert_shards > 1 else jnp.int32(0)
         num_slots = len(self._places.starts)
-        pairs = sort_pairs(experts, shares, mine, count, step.expert_slots, num_slots, step.num_tokens)
+        pairs = sort_pairs(experts, topk_weights, mine, count, step.expert_slots, num_slots, step.num_tokens)
         pages = self._places.experts
         runs = None
         if pages is not None:
-            heads = lax.dynamic_slice(pages.heads[place], (mine * num_slots,), (count * num_slots,))
-            runs = page_runs(pairs.keys, heads, len(pages.following) - 1)
+            first_pages = lax.dynamic_slice(pages.first_pages[place], (mine * num_slots,), (count * num_slots,))
+            runs = page_runs(pairs.keys, first_pages, len(pages.next_pages) - 1)
 
         def linear(x: Array, name: str) -> tuple[Array, ...]:
-            y = multiply_groups(x, products[name], place * count, pairs.starts)
+            y = multiply_groups(x, modules[name], place * count, pairs.starts)
             if runs is not None:
                 y = self._expert_deltas(x, y, name, runs)
             bias = self._weights.layers.biases[name]
             if bias is not None:
-                expert = jnp.minimum(pairs.keys // num_slots, count - 1)  # of pairs that are not mine: any
-                # The parts of down's sums are added up over the devices that share an expert: one of them has the bias.
+                expert = jnp.minimum(pairs.keys // num_slots, count - 1)  # any expert for pairs of other devices
+                # Devices that share an expert add up their parts of down: only one of them adds the bias.
                 is_mine = name == "experts_gate_up" or sizes.tensor_shards == 1 or lax.axis_index(TENSOR_AXIS) == 0
                 y = y + jnp.where(is_mine, bias[place * count + expert], 0)
             return self._columns(y, name)
 
         gate, up = linear(x[pairs.tokens], "experts_gate_up")
-        out = combine(linear(self._activated(gate, up), "experts_down")[0], pairs)
+        out = combine(linear(self._activation(gate, up), "experts_down")[0], pairs)
         if sizes.num_shards > 1:
             out = lax.psum(out, SHARD_AXES)
         if mixture.shared is None:
             return out
-        shared = self._gated(x, place, "shared_gate_up", "shared_down")
+        shared = self._mlp(x, place, "shared_gate_up", "shared_down")
         return out + (
             jax.nn.sigmoid(self.linear(x, place, "shared_gate")[0]) * shared if mixture.shared.is_gated else shared
         )
 
     def _expert_deltas(self, x: Array, y: Array, name: str, runs: PageRuns) -> Array:
-        """y [P, columns] of the pairs in order, with their adapters' deltas of their experts, page after page."""
-        pages, tables, product = self._places.experts, self._tables.experts, self._sizes.product(name)
+        """Add adapters' deltas of experts to y [P, columns] of the sorted pairs, page after page."""
+        pages, tables, module = self._places.experts, self._tables.experts, self._sizes.module(name)
         assert pages is not None
         assert tables is not None
-        a, b = ([table[target][None] for target in product.targets] for table in (tables.a, tables.b))
-        starts = jnp.arange(len(pages.following), dtype=jnp.int32) * RANK_CHUNK
+        a, b = ([table[target][None] for target in module.targets] for table in (tables.a, tables.b))
+        starts = jnp.arange(len(pages.next_pages), dtype=jnp.int32) * RANK_CHUNK
 
         def add_page(_: Array, state: tuple[Array, Array]) -> tuple[Array, Array]:
             y, page = state
@@ -229,18 +231,18 @@ class _Decoder:
             segments = Segments(lines, runs.num_runs, jnp.int32(RANK_CHUNK))
             ranks = pages.ranks[name][None]
             y = self._add_deltas(x, y, a, b, jnp.int32(0), segments, starts, ranks)
-            return y, pages.following[page]
+            return y, pages.next_pages[page]
 
         added: Array = lax.fori_loop(0, self._step.most_pages, add_page, (y, runs.pages))[0]
         return added
 
-    def _gated(self, x: Array, place: Array, gate_up: str, down: str) -> Array:
-        """The feed-forward of normed rows [T, H]."""
+    def _mlp(self, x: Array, place: Array, gate_up: str, down: str) -> Array:
+        """The dense feed-forward of normed rows [T, H]."""
         gate, up = self.linear(x, place, gate_up)
-        return self.linear(self._activated(gate, up), place, down)[0]
+        return self.linear(self._activation(gate, up), place, down)[0]
 
-    def _activated(self, gate: Array, up: Array) -> Array:
-        """What down takes; see `MlpSpec`."""
+    def _activation(self, gate: Array, up: Array) -> Array:
+        """act(gate) * up, or its clamped form; see `MlpSpec`."""
         mlp = self._sizes.spec.layers[0].mlp
         if mlp.limit is not None:
             gate, up = jnp.minimum(gate, mlp.limit), jnp.clip(up, -mlp.limit, mlp.limit)
@@ -254,17 +256,17 @@ class _Decoder:
         return jnp.array(places, jnp.int32)[layer]
 
     def _columns(self, y: Array, name: str) -> tuple[Array, ...]:
-        """Each target's own columns of a product."""
-        product = self._sizes.product(name)
-        return tuple(y[:, product.columns(target)] for target in product.targets)
+        """Each target's columns of a module's output."""
+        module = self._sizes.module(name)
+        return tuple(y[:, module.columns(target)] for target in module.targets)
 
-    def _scaled(self, y: Array, layer: Array, product: LinearModule) -> Array:
-        """scale * y + shift, with each row's adapter's own; y itself in a step without such adapters."""
-        if product.name not in self._tables.scales:
+    def _apply_extras(self, y: Array, layer: Array, module: LinearModule) -> Array:
+        """scale * y + shift of each row's adapter; y itself in a step without such adapters."""
+        if module.name not in self._tables.scales:
             return y
         scales, shifts, rows = (
-            self._tables.scales[product.name],
-            self._tables.shifts[product.name],
+            self._tables.scales[module.name],
+            self._tables.shifts[module.name],
             self._step.extra_rows,
         )
 
@@ -274,7 +276,7 @@ class _Decoder:
         changed: Array = lax.cond(self._step.num_extra_tokens > 0, change, lambda y: y, y)
         return changed
 
-    def _rotated(self, rows: Array, norms: Array | None, layer: Array) -> Array:
+    def _rotate(self, rows: Array, norms: Array | None, layer: Array) -> Array:
         """Rows [T, heads * D] normalised by head (Qwen3) and rotated: half-split layout (Su et al. 2021)."""
         heads = rows.reshape(len(rows), -1, self._sizes.attention.head_dim)
         if norms is not None:
@@ -284,15 +286,15 @@ class _Decoder:
         first, second = jnp.split(heads, 2, axis=-1)
         return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).reshape(rows.shape)
 
-    def _turned(self, x: Array, layer: Array) -> Array:
-        """x [T, heads, E]: neighbours are turned together, not halves."""
+    def _rotate_pairs(self, x: Array, layer: Array) -> Array:
+        """Rotate neighbouring pairs, not halves, of x [T, heads, E]."""
         rope = self._weights.layers.rope[layer]
         cos, sin = self._cos[rope][:, None], self._sin[rope][:, None]  # [T, 1, E / 2]
         first, second = x[..., ::2], x[..., 1::2]
         return jnp.stack([first * cos - second * sin, second * cos + first * sin], axis=-1).reshape(x.shape)
 
     def _whole_norm(self, q: Array, k: Array, q_norm: Array, k_norm: Array) -> tuple[Array, Array]:
-        """Queries [T, heads * D] and keys normalised over all heads together (OLMoE), of which a shard has some."""
+        """Normalise queries [T, heads * D] and keys over all heads together (OLMoE); a shard holds some heads."""
         sizes = self._sizes
         shards, groups = sizes.num_shards, self._whole_heads
         squares = jnp.stack([(rows * rows).sum(axis=1) for rows in (q, k)])  # [2, T]

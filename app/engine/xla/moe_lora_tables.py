@@ -1,9 +1,8 @@
-"""Adapters' rank rows of experts on the devices, in pages: an adapter has as many as its own experts' ranks need.
+"""Adapters' LoRA rows of experts on the devices, in pages: an adapter takes as many as its experts' ranks need.
 
-In: an adapter and its slot. Out: pages to be written, and tables that say where they are. A page is room for eight
-rank rows of one expert of one layer, of each of its modules. An expert's pages are a list, each naming the next, so any
-free page will do and nothing is ever moved; page `num_pages` is nobody's and ends every list. How much may be held is
-the engine's business (`extra_bytes`).
+A page has room for eight rank rows of one expert of one layer, for each of its modules. An expert's pages form a linked
+list, so any free page will do and nothing is ever moved; page `num_pages` belongs to no adapter and ends every list.
+The engine bounds the memory (`extra_bytes`).
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from app.engine.adapters.extra_weights import expert_bytes
 from app.engine.errors import AdapterMismatch
 from app.engine.models.linear_modules import LinearModule, linear_module_of
 from app.engine.models.sharding import shard_columns
-from app.engine.xla.arrays import TENSOR_AXIS, ExpertPages, ExpertPlaces, Floats
+from app.engine.xla.arrays import TENSOR_AXIS, ExpertPages, ExpertPageTables, Floats
 from app.engine.xla.sizes import XlaSizes
 from app.kernels.sgmv.xla import RANK_CHUNK
 
@@ -29,106 +28,108 @@ from app.kernels.sgmv.xla import RANK_CHUNK
 PAGES_AT_ONCE = 32
 
 
-class XlaExpertRows:
-    """The books of a model's pages; for a model without experts, or with room for nothing, there are none."""
+class XlaMoeLoraTables:
+    """Page allocation of a model; without experts or room there are no pages."""
 
     def __init__(self, sizes: XlaSizes, num_slots: int, max_bytes: int) -> None:
         self._sizes, self._num_slots = sizes, num_slots
-        self._products = tuple(one for one in sizes.products if one.num_experts is not None)
+        self._modules = tuple(one for one in sizes.modules if one.num_experts is not None)
         self._columns = {
             one.name: shard_columns(one, sizes.tensor_shards) for one in sizes.whole if one.num_experts is not None
         }
         widths = [width for table in self.shapes(1) for _, width in table.values()]
         #: Bytes of a page, over all devices that share an expert's columns.
         self.page_bytes = 4 * RANK_CHUNK * sum(widths)
-        self.num_pages = max_bytes // self.page_bytes if self._products else 0
+        self.num_pages = max_bytes // self.page_bytes if self._modules else 0
         self._free = list(range(self.num_pages))
-        self._held: dict[int, list[int]] = {}
+        self._pages_of: dict[int, list[int]] = {}
         self._longest = np.zeros(num_slots, np.int32)
         layers = len(sizes.layers_of("experts_down"))
         num_experts = sizes.experts_per_shard * sizes.expert_shards
-        self._heads = np.full((layers, num_experts, num_slots), self.num_pages, np.int32)
-        self._following = np.full(self.num_pages + 1, self.num_pages, np.int32)
-        self._ranks = {one.name: np.zeros((self.num_pages + 1, len(one.targets)), np.int32) for one in self._products}
+        self._first_pages = np.full((layers, num_experts, num_slots), self.num_pages, np.int32)
+        self._next_pages = np.full(self.num_pages + 1, self.num_pages, np.int32)
+        self._ranks = {one.name: np.zeros((self.num_pages + 1, len(one.targets)), np.int32) for one in self._modules}
 
     def check(self, adapter: LoraAdapter) -> None:
-        """AdapterMismatch for deltas of experts where there is no room for any."""
+        """Raises AdapterMismatch for deltas of experts if there is no room for any."""
         if not self.num_pages and _by_expert(adapter):
             raise AdapterMismatch(
-                f"the xla engine has no room for deltas of experts, of which {self.page_bytes} bytes hold eight rank "
-                "rows of one; raise engine.extra_weights_bytes"
+                "the xla engine has no room for deltas of experts: a page of eight rank rows takes "
+                f"{self.page_bytes} bytes; raise engine.extra_weights_bytes"
             )
 
     def extra_bytes(self, adapter: LoraAdapter) -> int:
-        """What an adapter holds beside its rank rows, its pages included."""
+        """Bytes of an adapter's extra weights, its pages included."""
         others = adapter.card.extra_bytes - expert_bytes(adapter, self._sizes.spec)
         return others + self.page_bytes * sum(_num_pages(pairs.values()) for pairs in _by_expert(adapter).values())
 
     def shapes(self, num_pages: int) -> ExpertPages:
-        """The shape of each table with room for so many pages."""
+        """The shape of each table with `num_pages` pages."""
         a, b = {}, {}
-        for product in self._products:
-            is_input, shards = product.kind.split == "input", self._sizes.tensor_shards
-            for target, width in zip(product.targets, product.widths, strict=True):
-                a[target] = (num_pages * RANK_CHUNK, product.d_in * (shards if is_input else 1))
+        for module in self._modules:
+            is_input, shards = module.kind.split == "input", self._sizes.tensor_shards
+            for target, width in zip(module.targets, module.widths, strict=True):
+                a[target] = (num_pages * RANK_CHUNK, module.d_in * (shards if is_input else 1))
                 b[target] = (num_pages * RANK_CHUNK, width * (1 if is_input else shards))
         return ExpertPages(a, b)
 
     def specs(self) -> ExpertPages:
-        """As of other modules' rows, but over the devices that share an expert; each device has all pages."""
+        """PartitionSpecs: like other modules' rows, but over the devices that share an expert; each device has all
+        pages.
+        """
         split, a, b = P(None, TENSOR_AXIS), {}, {}
-        for product in self._products:
-            for target in product.targets:
-                a[target], b[target] = (split, P()) if product.kind.split == "input" else (P(), split)
+        for module in self._modules:
+            for target in module.targets:
+                a[target], b[target] = (split, P()) if module.kind.split == "input" else (P(), split)
         return ExpertPages(a, b)
 
     def write(self, adapter_slot: int, adapter: LoraAdapter) -> Iterator[tuple[ExpertPages, NDArray[np.int32]]]:
-        """Give the slot's adapter its pages, and yield what to write to which pages, `PAGES_AT_ONCE` at a time."""
+        """Assign pages to the slot's adapter and yield their contents and numbers, `PAGES_AT_ONCE` at a time."""
         self.release(adapter_slot)
-        held = self._held[adapter_slot] = []
+        own_pages = self._pages_of[adapter_slot] = []
         filled: list[tuple[int, dict[str, LoraPair]]] = []
         for (layer, expert), pairs in _by_expert(adapter).items():
             place, count = self._sizes.place("experts_down", layer), _num_pages(pairs.values())
             mine = [self._free.pop() for _ in range(count)]
-            held += mine
-            self._heads[place, expert, adapter_slot] = mine[0]
-            self._following[mine] = [*mine[1:], self.num_pages]
+            own_pages += mine
+            self._first_pages[place, expert, adapter_slot] = mine[0]
+            self._next_pages[mine] = [*mine[1:], self.num_pages]
             self._longest[adapter_slot] = max(self._longest[adapter_slot], count)
             for number, page in enumerate(mine):
                 rows = slice(number * RANK_CHUNK, (number + 1) * RANK_CHUNK)
                 part = {target: LoraPair(pair.a[rows], pair.b[rows]) for target, pair in pairs.items()}
                 part = {target: pair for target, pair in part.items() if pair.rank}
                 for target, pair in part.items():
-                    product = linear_module_of(self._products, target)
-                    self._ranks[product.name][page, product.targets.index(target)] = pair.rank
+                    module = linear_module_of(self._modules, target)
+                    self._ranks[module.name][page, module.targets.index(target)] = pair.rank
                 filled.append((page, part))
         for first in range(0, len(filled), PAGES_AT_ONCE):
-            yield self._packed(filled[first : first + PAGES_AT_ONCE])
+            yield self._pack(filled[first : first + PAGES_AT_ONCE])
 
     def release(self, adapter_slot: int) -> None:
-        """Take the slot's pages back."""
-        pages = self._held.pop(adapter_slot, [])
+        """Free the slot's pages."""
+        pages = self._pages_of.pop(adapter_slot, [])
         self._free += pages
-        self._heads[:, :, adapter_slot] = self.num_pages
+        self._first_pages[:, :, adapter_slot] = self.num_pages
         self._longest[adapter_slot] = 0
         for ranks in self._ranks.values():
             ranks[pages] = 0
 
     def longest(self, adapter_slots: NDArray[np.int32]) -> NDArray[np.int32]:
-        """Pages of the longest list that each of these slots has; 0 for an adapter that changes no expert."""
+        """Length of the longest page list of each slot; 0 for an adapter that changes no expert."""
         return self._longest[adapter_slots]
 
-    def places(self) -> ExpertPlaces | None:
-        """The programs' argument, copied."""
+    def places(self) -> ExpertPageTables | None:
+        """The page lists as the programs' argument, copied."""
         if not self.num_pages:
             return None
-        heads = self._heads.reshape(len(self._heads), -1)
-        return ExpertPlaces(
-            heads.copy(), self._following.copy(), {name: each.copy() for name, each in self._ranks.items()}
+        first_pages = self._first_pages.reshape(len(self._first_pages), -1)
+        return ExpertPageTables(
+            first_pages.copy(), self._next_pages.copy(), {name: each.copy() for name, each in self._ranks.items()}
         )
 
-    def _packed(self, filled: list[tuple[int, dict[str, LoraPair]]]) -> tuple[ExpertPages, NDArray[np.int32]]:
-        """Pages, and their numbers; a number that is nobody's for what is left over."""
+    def _pack(self, filled: list[tuple[int, dict[str, LoraPair]]]) -> tuple[ExpertPages, NDArray[np.int32]]:
+        """Pages and their numbers; unused entries get the number past the last page."""
         shapes = self.shapes(PAGES_AT_ONCE)
         a, b = ({name: np.zeros(shape, np.float32) for name, shape in table.items()} for table in shapes)
         pages = np.full(PAGES_AT_ONCE, self.num_pages, np.int32)
@@ -136,15 +137,15 @@ class XlaExpertRows:
             pages[index] = page
             rows = slice(index * RANK_CHUNK, (index + 1) * RANK_CHUNK)
             for target, pair in pairs.items():
-                product = linear_module_of(self._products, target)
-                a[target][rows], b[target][rows] = self._page(product, target, pair)
+                module = linear_module_of(self._modules, target)
+                a[target][rows], b[target][rows] = self._page(module, target, pair)
         return ExpertPages(a, b), pages
 
-    def _page(self, product: LinearModule, target: str, pair: LoraPair) -> tuple[Floats, Floats]:
+    def _page(self, module: LinearModule, target: str, pair: LoraPair) -> tuple[Floats, Floats]:
         """Eight rows of a and of b, shards one after the other."""
-        is_input, wide_a, wide_b = product.kind.split == "input", to_float32(pair.a), to_float32(pair.b)
+        is_input, wide_a, wide_b = module.kind.split == "input", to_float32(pair.a), to_float32(pair.b)
         of_a, of_b = [], []
-        for columns in self._columns[product.name][target]:
+        for columns in self._columns[module.name][target]:
             of_a.append(_eight_rows(wide_a[:, columns] if is_input else wide_a))
             of_b.append(_eight_rows(wide_b if is_input else wide_b[:, columns]))
         if is_input:
@@ -153,17 +154,17 @@ class XlaExpertRows:
 
 
 def write_pages(tables: ExpertPages, rows: ExpertPages, pages: Array) -> ExpertPages:
-    """The tables with these pages; donated, so written in place. What goes to nobody's page is dropped."""
+    """The tables with these pages written, in place because donated. Writes beyond the last page are dropped."""
     at = (pages[:, None] * RANK_CHUNK + np.arange(RANK_CHUNK, dtype=np.int32)).reshape(-1)
 
-    def written(table: dict[str, Array], new: dict[str, Array]) -> dict[str, Array]:
+    def update(table: dict[str, Array], new: dict[str, Array]) -> dict[str, Array]:
         return {name: table[name].at[at].set(new[name], mode="drop") for name in table}
 
-    return ExpertPages(written(tables.a, rows.a), written(tables.b, rows.b))
+    return ExpertPages(update(tables.a, rows.a), update(tables.b, rows.b))
 
 
 def _by_expert(adapter: LoraAdapter) -> dict[tuple[int, int], dict[str, LoraPair]]:
-    """(layer, expert) -> the modules that the adapter changes of it."""
+    """(layer, expert) -> the adapter's LoRA pairs by target."""
     found: dict[tuple[int, int], dict[str, LoraPair]] = defaultdict(dict)
     for key, pair in adapter.weights.items():
         if key.expert is not None:

@@ -1,9 +1,8 @@
-"""The few shapes a step may have, and their compiled programs.
+"""The few shapes that a step may have, and their compiled programs.
 
-In: the engine's sizes; a step's numbers of tokens and sequences. Out: a bucket that holds the step and its
-program. Every program is compiled ahead of time and called as such, so nothing can compile by accident; what
-compiles is counted. At start the largest bucket, which holds every step, is compiled first; the others follow
-in a background thread and are used as they become ready.
+Programs are compiled ahead of time, so nothing compiles by accident, and compilations are counted. At start the largest
+bucket, which holds every step, is compiled first; a background thread compiles the others, which are used as they
+become ready.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ Compile = Callable[[Bucket], Any]
 
 
 def ladder(config: EngineConfig, table_width: int) -> tuple[Bucket, ...]:
-    """Every bucket, smallest first; the last one holds any step of the engine.
+    """All buckets, smallest first; the last one holds any step of the engine.
 
     Decode steps (one token per sequence): 2, 8, 32, 128, ... sequences. Steps with prompts: few tokens of few
     sequences, up to `max_num_batched_tokens` of `max_num_seqs`.
@@ -55,23 +54,23 @@ class Programs:
 
     @property
     def num_compiled(self) -> int:
-        """How many programs have been compiled so far."""
+        """Number of programs compiled so far."""
         return len(self.compile_s)
 
     @property
     def seconds(self) -> float:
-        """How long that took."""
+        """Seconds spent compiling."""
         return sum(self.compile_s.copy().values())
 
     def wait(self) -> None:
-        """Until every program of the ladder is ready; raises what compiling one raised."""
+        """Wait until every program is ready; raises the error of a failed compilation."""
         if self._thread is not None:
             self._thread.join()
         if self._failure is not None:
             raise self._failure
 
     def stop(self) -> None:
-        """Compile nothing further; returns when a compilation under way has ended."""
+        """Stop compiling; returns after the running compilation."""
         self._stopped = True
         if self._thread is not None:
             self._thread.join()
@@ -115,5 +114,5 @@ class Programs:
                 if self._stopped:
                     return
                 self._compile(bucket)
-        except Exception as error:  # handed to the thread that owns the device, which ends its streams with it
+        except Exception as error:  # passed to the thread that owns the device, which ends its streams with it
             self._failure = error

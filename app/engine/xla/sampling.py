@@ -1,8 +1,7 @@
-"""From logits to tokens: the greedy ones are the program's, the rest are drawn on the host.
+"""Sampling: greedy tokens come from the program, the others are drawn on the host.
 
-In: a step's `StepResult` and a `SamplingBatch`. Out: a `ForwardOutput`. Logits leave the device only when a row asks
-for something beyond its most likely token. Log-probabilities are the model's own, before penalties and temperature.
-Everything is per row: no row can see another.
+Logits leave the device only if a row needs more than its most likely token. Log-probabilities are the model's own,
+before penalties and temperature. Rows are independent.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ def sample(result: StepResult, sampling: SamplingBatch) -> ForwardOutput:
     """One token for each of the P sampled rows; rows beyond P are padding."""
     num_rows = len(sampling.temperature)
     tokens, top_logits = np.array(result.token_ids)[:num_rows], np.asarray(result.top)[:num_rows]
-    # The largest of a row with a NaN is the NaN: nothing can be drawn from it.
+    # The maximum of a row with a NaN is NaN: nothing can be drawn from it.
     lost = tuple(np.flatnonzero(~np.isfinite(top_logits)).tolist())
     logprobs = np.zeros(num_rows, np.float32)
     top: list[tuple[NDArray[np.int32], NDArray[np.float32]] | None] = [None] * num_rows

@@ -1,9 +1,8 @@
-"""Which axis of each array lies along which axis of the device mesh.
+"""PartitionSpecs: the array axes that lie along each axis of the device mesh.
 
-In: devices. Out: a mesh with three named axes, `data` (replicas of the model, of length 1 today), `expert` and
-`tensor`, and a PartitionSpec per array. Experts lie along `expert`, their columns along `tensor`; everything else is
-divided over both together. Axes hold whole shards one after the other: nothing is left to a partitioner's choice, and
-the only communication is what the decoder writes down.
+The mesh has three named axes, `data` (replicas of the model, of length 1 today), `expert` and `tensor`. Experts lie
+along `expert`, their columns along `tensor`; everything else is divided over both together. Axes hold whole shards one
+after the other: no partitioner decides anything, and the decoder spells out all communication.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ _EXPERT_COLUMNS, _EXPERT_DEPTH = P(EXPERT_AXIS, TENSOR_AXIS), P(EXPERT_AXIS, Non
 
 
 def make_mesh(devices: Sequence[jax.Device], tensor_parallel: int, expert_parallel: int = 1) -> Mesh:
-    """The first devices, as many as the product of both, as a mesh; ConfigError if there are not enough."""
+    """A mesh of the first tensor_parallel * expert_parallel devices. Raises ConfigError if there are fewer."""
     count = tensor_parallel * expert_parallel
     if len(devices) < count:
         times = f" times engine.xla.expert_parallel {expert_parallel}" if expert_parallel > 1 else ""
@@ -42,29 +41,31 @@ def make_mesh(devices: Sequence[jax.Device], tensor_parallel: int, expert_parall
 def weight_specs(weights: XlaWeights, sizes: XlaSizes) -> XlaWeights:
     """A PartitionSpec for each array of `weights`; None stays None."""
     specs: XlaWeights = jax.tree.map(lambda _: REPLICATED, weights)
-    products, biases = dict(specs.layers.products), dict(specs.layers.biases)
-    for product in sizes.products:
-        if product.kind is LATENT_B:
+    modules, biases = dict(specs.layers.modules), dict(specs.layers.biases)
+    for module in sizes.modules:
+        if module.kind is LATENT_B:
             continue  # `absorbed` stand for it
-        is_output = product.kind.split == "output"
-        columns, depth = (_COLUMNS, _DEPTH) if product.num_experts is None else (_EXPERT_COLUMNS, _EXPERT_DEPTH)
-        products[product.name] = _each(products[product.name], columns if is_output else depth)
-        if product.num_experts is None:
+        is_output = module.kind.split == "output"
+        columns, depth = (_COLUMNS, _DEPTH) if module.num_experts is None else (_EXPERT_COLUMNS, _EXPERT_DEPTH)
+        modules[module.name] = _each(modules[module.name], columns if is_output else depth)
+        if module.num_experts is None:
             bias = _COLUMNS if is_output else REPLICATED
         else:
             bias = _EXPERT_COLUMNS if is_output else P(EXPERT_AXIS)
-        biases[product.name] = _each(biases[product.name], bias)
-    for product in sizes.absorbed:
-        products[product.name] = _each(products[product.name], P(SHARD_AXES))
+        biases[module.name] = _each(biases[module.name], bias)
+    for module in sizes.absorbed:
+        modules[module.name] = _each(modules[module.name], P(SHARD_AXES))
     sinks = _each(specs.layers.sinks, _COLUMNS)
-    layers = specs.layers._replace(products=products, biases=biases, sinks=sinks)
+    layers = specs.layers._replace(modules=modules, biases=biases, sinks=sinks)
     if sizes.attention.whole_qk_norm:
         layers = layers._replace(q_norm=_COLUMNS, k_norm=_COLUMNS)
     return specs._replace(head=_each(specs.head, _COLUMNS), layers=layers)
 
 
 def kv_specs(sizes: XlaSizes) -> KvMemory:
-    """Keys and values are divided by their heads; latents, which all heads share, are on every device."""
+    """PartitionSpecs of KV memory: keys and values are divided by heads; latents, which all heads share, are on every
+    device.
+    """
     if sizes.attention.latent is not None:
         return KvMemory(REPLICATED, None)
     by_head = P(None, None, SHARD_AXES)
@@ -78,7 +79,7 @@ def _each(field: Any, spec: P) -> Any:
 def over_shards(
     step: Callable[..., Any], mesh: Mesh, weights: XlaWeights, tables: RankTables, sizes: XlaSizes
 ) -> Callable[..., Any]:
-    """`step(weights, tables, places, kv, flat)` run in every shard of `mesh`; as it is where there is only one.
+    """`step(weights, tables, places, kv, flat)` run in every shard of `mesh`; `step` itself for a single one.
 
     tables: a PartitionSpec for each table.
     """

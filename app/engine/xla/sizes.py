@@ -1,9 +1,8 @@
-"""What one device computes of a model that several devices share.
+"""Sizes of the part of a model that one device computes.
 
-In: a `ModelSpec` and numbers of shards. Out: `XlaSizes`. Which columns a shard holds
-is said by `app.engine.models.sharding`; everything here follows from it. Experts are divided twice: each device has
-some of them (expert parallel), and of these some columns (tensor parallel). Everything else is divided over all
-devices alike.
+`app.engine.models.sharding` decides which columns a shard holds; everything here follows from it. Experts are divided
+twice: each device has some of them (expert parallel), and some columns of these (tensor parallel). Everything else is
+divided over all devices alike.
 """
 
 from __future__ import annotations
@@ -18,23 +17,24 @@ from app.engine.models.spec import AttentionSpec, ExpertsSpec, ModelSpec
 
 @dataclass(frozen=True, slots=True)
 class XlaSizes:
-    """whole: the products of all layers, each once; products: the same as one shard computes them; layers: by product,
-    the layers that have it: an array of a product's counts only these.
+    """A model divided over devices.
 
-    absorbed: what is computed in place of the product of latents, by head; heads are divided over all devices.
+    whole: the linear modules of all layers, each once; modules: the same as one shard computes them; layers: by module,
+    the layers that have it, which its arrays count. absorbed: the modules by head that replace the latent module; heads
+    are divided over all devices.
     """
 
     spec: ModelSpec
     tensor_shards: int
     expert_shards: int
     whole: tuple[LinearModule, ...]
-    products: tuple[LinearModule, ...]
+    modules: tuple[LinearModule, ...]
     layers: tuple[tuple[int, ...], ...]
     absorbed: tuple[LinearModule, ...] = ()
 
     @property
     def num_shards(self) -> int:
-        """Devices."""
+        """Number of devices."""
         return self.tensor_shards * self.expert_shards
 
     @property
@@ -43,75 +43,75 @@ class XlaSizes:
 
     @property
     def attention(self) -> AttentionSpec:
-        """Any layer's: they differ in rope, window and scale only."""
+        """Any layer's attention: layers differ in rope, window and scale only."""
         return self.spec.layers[0].attention
 
     @property
     def mixture(self) -> ExpertsSpec:
-        """Of any layer that has experts."""
+        """The mixture of any layer that has experts."""
         return next(layer.experts for layer in self.spec.layers if layer.experts is not None)
 
     @property
     def kv_heads(self) -> int:
         """KV heads of one shard."""
-        return self.product("qkv").groups[1]
+        return self.module("qkv").groups[1]
 
     @property
     def vocab_per_shard(self) -> int:
-        """Logits that a shard computes."""
+        """Number of logits that a shard computes."""
         return -(-self.spec.vocab_size // self.num_shards)
 
     @property
     def single(self) -> tuple[LinearModule, ...]:
-        """One shard's, of which there are not several by expert."""
-        return tuple(product for product in self.products if product.num_experts is None)
+        """One shard's modules outside of experts."""
+        return tuple(module for module in self.modules if module.num_experts is None)
 
     @property
     def experts_per_shard(self) -> int:
-        """Experts of a layer that one device has; 0 for a model without."""
-        counts = (product.num_experts for product in self.products if product.num_experts is not None)
+        """Experts of a layer per device; 0 for a model without."""
+        counts = (module.num_experts for module in self.modules if module.num_experts is not None)
         return next(counts, 0) // self.expert_shards
 
     @property
-    def stored(self) -> tuple[LinearModule, ...]:
-        """One shard's, of which there are weights."""
-        return (*(product for product in self.products if product.kind is not LATENT_B), *self.absorbed)
+    def with_weights(self) -> tuple[LinearModule, ...]:
+        """One shard's modules that have weights of their own."""
+        return (*(module for module in self.modules if module.kind is not LATENT_B), *self.absorbed)
 
-    def group_size(self, product: LinearModule) -> int:
-        """Experts of a layer, or heads of latents, that one device has."""
-        return self.attention.num_heads // self.num_shards if product in self.absorbed else self.experts_per_shard
+    def group_size(self, module: LinearModule) -> int:
+        """Experts of a layer, or latent heads, per device."""
+        return self.attention.num_heads // self.num_shards if module in self.absorbed else self.experts_per_shard
 
-    def product(self, name: str) -> LinearModule:
-        """One shard's, by name."""
-        return next(product for product in self.products if product.name == name)
+    def module(self, name: str) -> LinearModule:
+        """One shard's module by name."""
+        return next(module for module in self.modules if module.name == name)
 
     def layers_of(self, name: str) -> tuple[int, ...]:
-        """The layers that have a product, in order; none where there is no such product."""
-        found = (layers for product, layers in zip(self.products, self.layers, strict=True) if product.name == name)
-        is_absorbed = any(product.name == name for product in self.absorbed)
+        """The layers that have a module, in order; empty for an unknown name."""
+        found = (layers for module, layers in zip(self.modules, self.layers, strict=True) if module.name == name)
+        is_absorbed = any(module.name == name for module in self.absorbed)
         return tuple(range(self.num_layers)) if is_absorbed else next(found, ())
 
     def place(self, name: str, layer: int) -> int:
-        """A layer's index in the arrays of a product that it has."""
+        """A layer's index in the arrays of a module that it has."""
         return self.layers_of(name).index(layer)
 
-    def shards_of(self, product: LinearModule) -> int:
-        """Over how many devices the columns of a product are divided."""
-        if product in self.absorbed:
+    def shards_of(self, module: LinearModule) -> int:
+        """Number of devices over which the module's columns are divided."""
+        if module in self.absorbed:
             return 1
-        return self.num_shards if product.num_experts is None else self.tensor_shards
+        return self.num_shards if module.num_experts is None else self.tensor_shards
 
-    def total_width(self, product: LinearModule) -> int:
-        """Columns of all shards of a product that is split on its output; else those of any shard."""
-        return product.width() * (self.shards_of(product) if product.kind.split == "output" else 1)
+    def total_width(self, module: LinearModule) -> int:
+        """Columns over all shards for a module that is split on its output, else those of any shard."""
+        return module.width() * (self.shards_of(module) if module.kind.split == "output" else 1)
 
 
 def sizes_of(spec: ModelSpec, tensor_shards: int, expert_shards: int = 1) -> XlaSizes:
-    """CheckpointError for what this engine does not compute; ConfigError if the model does not divide so."""
+    """Raises CheckpointError for a model that this engine does not compute, ConfigError if it does not divide so."""
     _check_served(spec)
     stacked = stacked_modules(spec)
-    whole = tuple(product for product, _ in stacked)
-    counts = {product.num_experts for product in whole if product.num_experts is not None}
+    whole = tuple(module for module, _ in stacked)
+    counts = {module.num_experts for module in whole if module.num_experts is not None}
     if expert_shards > 1 and not counts:
         raise ConfigError(f"engine.xla.expert_parallel is {expert_shards} but {spec.name} has no experts; set 1")
     for count in counts:
@@ -123,16 +123,16 @@ def sizes_of(spec: ModelSpec, tensor_shards: int, expert_shards: int = 1) -> Xla
     setting = "engine.xla.tensor_parallel" + (" times expert_parallel," if expert_shards > 1 else "")
     check_shards((one for one in whole if one.num_experts is None), tensor_shards * expert_shards, spec.name, setting)
     check_shards((one for one in whole if one.num_experts is not None), tensor_shards, spec.name)
-    products = tuple(
+    modules = tuple(
         shard_module(one, tensor_shards * (expert_shards if one.num_experts is None else 1)) for one in whole
     )
     layers = tuple(layers for _, layers in stacked)
     absorbed = absorbed_modules(spec.layers[0].attention)
-    return XlaSizes(spec, tensor_shards, expert_shards, whole, products, layers, absorbed)
+    return XlaSizes(spec, tensor_shards, expert_shards, whole, modules, layers, absorbed)
 
 
 def _check_served(spec: ModelSpec) -> None:
-    """CheckpointError for arithmetic that the decoder does not have."""
+    """Raises CheckpointError for arithmetic that the decoder lacks."""
     for layer in spec.layers:
         refused = {
             "soft caps and norms behind each block": layer.post_norms or layer.attention.softcap is not None,

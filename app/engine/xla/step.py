@@ -1,9 +1,9 @@
 """A step's arrays in one of a few fixed shapes.
 
-In: a `ForwardBatch`. Out: the fields of a `Bucket` in one flat int32 vector: a program has one input per step besides
-its memory, so calling it costs one transfer. `pack` runs on the host, `unpack` inside the program; both read the same
-table of fields. How many entries of each list are real is a field too; padding tokens have no adapter, write their K
-and V nowhere and see no key.
+All fields of a `Bucket` lie in one flat int32 vector: a program has one input per step besides its memory, so calling
+it costs one transfer. `pack` runs on the host, `unpack` inside the program; both read the same table of fields. The
+number of real entries of each list is a field too; padding tokens have no adapter, write K and V nowhere and see no
+key.
 """
 
 from __future__ import annotations
@@ -73,9 +73,12 @@ class Bucket:
 
 
 class StepAdapters(NamedTuple):
-    """What a step's adapters are. widest: the largest rank. extra_rows: [T], each token's row of the tables of scales
-    and shifts. num_extra_tokens: how many of those tokens' adapters have any. expert_slots: [T], the adapter slots of
-    tokens whose adapters change experts, else 0. most_pages: of an expert of any of these adapters."""
+    """A step's adapters.
+
+    widest: the largest rank. extra_rows: [T], each token's row of the tables of scales and shifts. num_extra_tokens:
+    number of tokens whose adapters have any. expert_slots: [T], the adapter slots of tokens whose adapters change
+    experts, else 0. most_pages: the longest page list of an expert of these adapters.
+    """
 
     widest: int
     extra_rows: Ints
@@ -85,7 +88,10 @@ class StepAdapters(NamedTuple):
 
 
 class XlaStep(NamedTuple):
-    """token_ids, positions, extra_rows, expert_slots: [T], of which num_tokens are real. sample_rows: [B]."""
+    """A step inside the program.
+
+    token_ids, positions, extra_rows, expert_slots: [T], of which num_tokens are real. sample_rows: [B].
+    """
 
     token_ids: Array
     positions: Array
@@ -100,7 +106,7 @@ class XlaStep(NamedTuple):
 
 
 def pack(batch: ForwardBatch, bucket: Bucket, num_kv_slots: int, adapters: StepAdapters) -> Ints:
-    """The batch as one vector."""
+    """Pack the batch into one vector."""
     flat = np.zeros(bucket.size, np.int32)
     views = _views(flat, bucket)
     lists: dict[str, NDArray[Any]] = {
@@ -134,7 +140,7 @@ def pack(batch: ForwardBatch, bucket: Bucket, num_kv_slots: int, adapters: StepA
 
 
 def unpack(flat: Array, bucket: Bucket) -> XlaStep:
-    """The vector as arrays, inside a program."""
+    """Unpack the vector into arrays, inside a program."""
     views = _views(flat, bucket)
     segments = Segments(views["lines"], views["num_segments"], views["widest"])
     queries = Queries(

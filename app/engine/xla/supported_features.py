@@ -1,13 +1,12 @@
-"""What adapters may do beyond plain LoRA on this engine: what a scale and a shift per column of a module can
-express, and which tokens are whose.
+"""Features of adapters beyond plain LoRA that the JAX engine serves; others are refused at registration.
 
-In: nothing. Out: the features that are served; an adapter that needs another is refused by name when it is registered.
-It imports nothing of JAX, so that the process that reads adapters can ask.
+They are what a scale and a shift per column of a module can express, and activated LoRA. The module imports nothing of
+JAX, so that the reader process can use it.
 """
 
 from __future__ import annotations
 
 from app.engine.adapters.adapter import ACTIVATED
 
-#: Those of `app.engine.adapters.adapter.FEATURES`.
+#: Members of `app.engine.adapters.adapter.FEATURES`.
 SERVED = frozenset({"DoRA", "lora_bias", "trained biases", ACTIVATED})

@@ -1,8 +1,8 @@
-"""A checkpoint as the stacked arrays that `lax.scan` walks over, shard by shard.
+"""A checkpoint as stacked arrays for `lax.scan`, shard by shard.
 
-In: a checkpoint's tensors, one at a time. Out: `XlaWeights`, a pytree of NumPy arrays ready to be put on devices. Which
-columns a shard holds says `app.engine.models.sharding`. Weights keep the checkpoint's orientation [d_out, d_in], in
-float32; each shard's part of a matrix is stored by itself.
+`XlaWeights` is a pytree of NumPy arrays ready to be put on devices. `app.engine.models.sharding` decides which columns
+a shard holds. Weights keep the checkpoint's orientation [d_out, d_in], in float32; each shard's part of a matrix is
+stored separately.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ _NORMS: dict[str, LayerNorm | LatentNorm] = {
     "self_attn.k_norm": "k_norm",
     **{path: name for name, path in LATENT_NORMS.items()},
 }
-#: The modules whose outputs they normalise.
+#: The target whose output each norm normalises.
 _QK_NORMS: dict[LayerNorm, str] = {"q_norm": "q_proj", "k_norm": "k_proj"}
 
 
 def read_weights(sizes: XlaSizes, tensors: Iterable[tuple[str, NDArray[Any]]], max_positions: int) -> XlaWeights:
-    """Consume every tensor, as float32. CheckpointError for one that has no place, or is missing."""
+    """Consume every tensor, as float32. Raises CheckpointError for one that has no place or is missing."""
     filling = _Filling(sizes)
     missing = set(expected_tensors(sizes.spec))
     for name, stored in tensors:
@@ -57,28 +57,28 @@ def read_weights(sizes: XlaSizes, tensors: Iterable[tuple[str, NDArray[Any]]], m
 
 
 class _Filling:
-    """The arrays while tensors come in."""
+    """The arrays while tensors are read."""
 
     def __init__(self, sizes: XlaSizes) -> None:
         self._sizes = sizes
         count, hidden = sizes.num_layers, sizes.spec.hidden_size
-        self._columns = {product.name: shard_columns(product, sizes.shards_of(product)) for product in sizes.whole}
-        self._places = {product.kind.path(target, expert): (product, target, expert) for product in sizes.products
-                        for target in product.targets for expert in product.experts
-                        if product.kind is not LATENT_B}  # fmt: skip
+        self._columns = {module.name: shard_columns(module, sizes.shards_of(module)) for module in sizes.whole}
+        self._places = {module.kind.path(target, expert): (module, target, expert) for module in sizes.modules
+                        for target in module.targets for expert in module.experts
+                        if module.kind is not LATENT_B}  # fmt: skip
         self._stacks, self._biases = dict[str, Floats](), dict[str, Floats | None]()
-        for product in sizes.stored:
-            matrices = len(sizes.layers_of(product.name)) * len(product.experts)
-            shape = (matrices * sizes.shards_of(product), product.width(), product.d_in)
-            self._stacks[product.name] = np.zeros(shape, np.float32)
-            bias = np.zeros((matrices, sizes.total_width(product)), np.float32) if product.has_bias else None
-            self._biases[product.name] = bias
+        for module in sizes.with_weights:
+            matrices = len(sizes.layers_of(module.name)) * len(module.experts)
+            shape = (matrices * sizes.shards_of(module), module.width(), module.d_in)
+            self._stacks[module.name] = np.zeros(shape, np.float32)
+            bias = np.zeros((matrices, sizes.total_width(module)), np.float32) if module.has_bias else None
+            self._biases[module.name] = bias
         has_sinks, heads = sizes.attention.sinks, sizes.attention.num_heads
         self._sinks: Floats | None = np.zeros((count, heads), np.float32) if has_sinks else None
         self._norms: dict[str, Floats | None] = {
             name: np.zeros((count, hidden), np.float32) for name in ("attention_norm", "mlp_norm")
         }
-        #: Of all heads together a shard has its heads' part, else every shard has the whole of it.
+        #: A norm over all heads is divided by heads; otherwise every shard has all of it.
         self._norm_parts: dict[LayerNorm | LatentNorm, NDArray[np.int64]] = {}
         for name, width in qk_norm_widths(sizes.attention).items():
             own = self._columns["qkv"][_QK_NORMS[name]].reshape(-1)
@@ -93,7 +93,7 @@ class _Filling:
         self._top: dict[str, Floats] = {}
 
     def place(self, name: str, tensor: Floats) -> None:
-        """Put "model.layers.<n>.<module>.<kind>", or a matrix of the vocabulary, where it belongs."""
+        """Copy "model.layers.<n>.<module>.<kind>", or a vocabulary matrix, to its place."""
         if name in (EMBEDDING, FINAL_NORM, LM_HEAD):
             self._top[name] = tensor
             return
@@ -113,56 +113,56 @@ class _Filling:
         if path == LATENT_B.path(LATENT_B.targets[0]):
             self._place_heads(layer, tensor)
             return
-        product, target, expert = self._places[path]
-        layer = self._sizes.place(product.name, layer)
-        mine, is_output = self._columns[product.name][target], product.kind.split == "output"
-        columns = product.columns(target)
+        module, target, expert = self._places[path]
+        layer = self._sizes.place(module.name, layer)
+        mine, is_output = self._columns[module.name][target], module.kind.split == "output"
+        columns = module.columns(target)
         if kind == "bias":
-            bias = self._biases[product.name]
+            bias = self._biases[module.name]
             assert bias is not None
-            matrix = self._matrix(product, layer, expert)
+            matrix = self._matrix(module, layer, expert)
             if is_output:
-                bias[matrix].reshape(self._sizes.shards_of(product), -1)[:, columns] = tensor[mine]
+                bias[matrix].reshape(self._sizes.shards_of(module), -1)[:, columns] = tensor[mine]
             else:
                 bias[matrix, columns] = tensor
             return
         for shard, part in enumerate(mine):
-            matrix = self._matrix(product, layer, expert) * len(mine) + shard
-            self._stacks[product.name][matrix, columns] = tensor[part] if is_output else tensor[:, part]
+            matrix = self._matrix(module, layer, expert) * len(mine) + shard
+            self._stacks[module.name][matrix, columns] = tensor[part] if is_output else tensor[:, part]
 
     def _place_heads(self, layer: int, tensor: Floats) -> None:
-        """kv_b_proj's rows, head by head: those of keys the other way round, those of values as they are."""
+        """Copy kv_b_proj's rows head by head: those of keys transposed, those of values as they are."""
         attention = self._sizes.attention
         assert attention.latent is not None, "only latent attention has this module"
         key_size = attention.latent.key_size
         for head, rows in enumerate(tensor.reshape(attention.num_heads, -1, attention.latent.kv_rank)):
-            for product, part in zip(self._sizes.absorbed, (rows[:key_size].T, rows[key_size:]), strict=True):
-                self._stacks[product.name][self._matrix(product, layer, head)] = part
+            for module, part in zip(self._sizes.absorbed, (rows[:key_size].T, rows[key_size:]), strict=True):
+                self._stacks[module.name][self._matrix(module, layer, head)] = part
 
-    def _matrix(self, product: LinearModule, place: int, expert: int | None) -> int:
-        """A matrix's index in its product's stack: expert shards, then layers, then experts of a shard; or heads."""
+    def _matrix(self, module: LinearModule, place: int, expert: int | None) -> int:
+        """A matrix's index in its module's stack: expert shards, then layers, then experts of a shard; or heads."""
         if expert is None:
             return place
-        count = self._sizes.group_size(product)
-        layers = len(self._sizes.layers_of(product.name))
+        count = self._sizes.group_size(module)
+        layers = len(self._sizes.layers_of(module.name))
         return (expert // count * layers + place) * count + expert % count
 
     def finish(self, max_positions: int) -> XlaWeights:
-        """Everything that has been placed."""
+        """The finished weights."""
         spec, shards = self._sizes.spec, self._sizes.num_shards
         attentions = [layer.attention for layer in spec.layers]
         ropes = list(dict.fromkeys(attention.rope for attention in attentions))
         positions = np.arange(max_positions, dtype=np.float32)
         angles = [positions[:, None] * np.array(rope.inv_freq, np.float32)[None] for rope in ropes]
         factors = [np.float32(rope.attention_factor) for rope in ropes]
-        products = {
-            product.name: _joined(
-                self._stacks[product.name], self._sizes.shards_of(product), product.kind.split == "input"
+        modules = {
+            module.name: _join_shards(
+                self._stacks[module.name], self._sizes.shards_of(module), module.kind.split == "input"
             )
-            for product in self._sizes.stored
+            for module in self._sizes.with_weights
         }
         layers = XlaLayers(
-            products, self._biases, **self._norms,
+            modules, self._biases, **self._norms,
             rope=np.array([ropes.index(attention.rope) for attention in attentions], np.int32),
             window=np.array([attention.window or 0 for attention in attentions], np.int32),
             scale=np.array([attention.scale for attention in attentions], np.float32),
@@ -184,7 +184,7 @@ class _Filling:
         return padded
 
 
-def _joined(stack: Floats, num_shards: int, splits_input: bool) -> Floats:
+def _join_shards(stack: Floats, num_shards: int, splits_input: bool) -> Floats:
     """[L * shards, columns, d_in] -> [L, shards * columns, d_in], or [L, columns, shards * d_in]."""
     _, columns, depth = stack.shape
     if not splits_input:

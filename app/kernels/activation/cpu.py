@@ -1,7 +1,4 @@
-"""Gated activations on the CPU.
-
-In: gate and up side by side. Out: act(gate) * up. Every element alone; its bits depend on nothing else.
-"""
+"""Gated activations on the CPU: act(gate) * up, with gate and up side by side. Each element is computed by itself."""
 
 from __future__ import annotations
 

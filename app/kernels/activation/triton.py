@@ -1,6 +1,5 @@
-"""Gated activations on the GPU.
-
-In: gate and up side by side. Out: act(gate) * up. Every element alone, in float32, with one rounding at the end.
+"""Gated activations on the GPU: act(gate) * up, with gate and up side by side. Each element is computed by itself, in
+float32, with one rounding at the end.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from app.kernels.tuning import ceil_div
 _GATED_COLUMNS = 1024
 
 
-def gated(
+def gated_activation(
     gate_up: torch.Tensor,
     out: torch.Tensor,
     activation: Literal["silu", "gelu_tanh"],
@@ -26,21 +25,21 @@ def gated(
 ) -> None:
     """out = act(gate) * up (Shazeer 2020). gate_up: [T, 2 I], gate first. out: [T, I].
 
-    With a limit: (up + 1) * gate * logistic(alpha * gate), clamped (`reference.gated_and_clamped`).
+    With a limit: (up + 1) * gate * logistic(alpha * gate), clamped (`reference.clamped_gated_activation`).
     """
     num_rows, width = out.shape
     if gate_up.shape != (num_rows, 2 * width) or activation not in ("silu", "gelu_tanh"):
         raise ValueError(f"activation {activation!r} of {tuple(gate_up.shape)} does not fit out {tuple(out.shape)}")
     if num_rows == 0:
         return
-    _gated[(num_rows, ceil_div(width, _GATED_COLUMNS))](
+    _gated_activation[(num_rows, ceil_div(width, _GATED_COLUMNS))](
         gate_up, out, gate_up.stride(0), out.stride(0), limit or 0.0, alpha, WIDTH=width, IS_SILU=activation == "silu",
         IS_CLAMPED=limit is not None, BLOCK=_GATED_COLUMNS, num_warps=4, enable_fp_fusion=True,
     )  # fmt: skip
 
 
 @triton.jit
-def _gated(
+def _gated_activation(
     gate_up, out, gate_row, out_row, limit, alpha, WIDTH: tl.constexpr, IS_SILU: tl.constexpr,
     IS_CLAMPED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip

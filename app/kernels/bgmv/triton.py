@@ -1,12 +1,11 @@
-"""LoRA deltas of single rows on the GPU: shrink h = A x, expand y += B h, where every row has its own adapter.
+"""LoRA deltas of single rows on the GPU (BGMV): shrink h = A x, expand y += B h, where every row has its own adapter.
 
-In: rows, the base product they gave, one adapter slot per row. Out: the product with the deltas added, in place.
-Both steps read each rank row once, in full lines, and multiply in float32 without tensor cores: one row has nothing
-to share a tile with, so the time is the bytes of the adapters in use. A row of the base (rank 0) exits
-before it reads anything but its rank; no row pays for a larger rank beside it.
+Deltas are added to the base product in place. Both steps read each rank row once, in full lines, and multiply in
+float32 without tensor cores: one row has nothing to share a tile with, so the time is the bytes of the adapters in use.
+A row of the base (rank 0) exits before it reads anything but its rank; no row pays for a larger rank in the batch.
 
-The shrink splits d_in over programs. Each split stores its partial sum and the expand adds them in order: no
-atomics, no buffer to clear, the same bits every time. Runs of rows with one adapter are better off in `sgmv`.
+The shrink splits d_in over programs. Each split stores its partial sum and the expand adds them in order: no atomics,
+no buffer to clear, the same bits every time. Runs of rows with one adapter are faster in `sgmv`.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ import triton
 import triton.language as tl
 
 from app.kernels.lora_rows import START_MULTIPLE, RankRows, check_operands
-from app.kernels.tuning import ceil_div, measured, next_power_of_two, shape_key
+from app.kernels.tuning import ceil_div, next_power_of_two, shape_key, tuned_config
 
 #: Programs that keep every multiprocessor of a large GPU busy (H200: 132, four each).
 _ENOUGH_PROGRAMS = 528
@@ -40,13 +39,13 @@ class Configuration(NamedTuple):
 
 
 def configuration(num_rows: int, rows: RankRows, max_rank: int) -> Configuration:
-    """What `add_lora` uses for these shapes: measured on this device, or the rule of thumb.
+    """The configuration of `add_lora` for these shapes: measured on this device, or the rule of thumb.
 
-    Rule: tiles of 16 rank rows and 512 bytes of each; then as many splits as it takes to have work for a whole GPU.
+    The rule: tiles of 16 rank rows and 512 bytes of each; then enough splits to occupy a whole GPU.
     """
     width, num_slices = sum(rows.widths), len(rows.widths)
     bucket = next_power_of_two(num_rows)
-    if (found := measured(rows.memory.device, key(num_rows, rows, max_rank))) is not None:
+    if (found := tuned_config(rows.memory.device, key(num_rows, rows, max_rank))) is not None:
         return Configuration(**found)
     block_rank = min(next_power_of_two(max_rank), 16)
     num_parts = min(ceil_div(max_rank, block_rank), 4)
@@ -61,7 +60,7 @@ def configuration(num_rows: int, rows: RankRows, max_rank: int) -> Configuration
 
 
 def key(num_rows: int, rows: RankRows, max_rank: int) -> str:
-    """Under which a measured configuration for these shapes is kept."""
+    """The key of a measured configuration for these shapes."""
     sizes = (next_power_of_two(num_rows), rows.depth, sum(rows.widths), len(rows.widths), max_rank)
     return shape_key("bgmv", *sizes, dtype=rows.memory.dtype)
 
@@ -103,7 +102,7 @@ def add_lora(
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["num_rows"])  # or a new number of rows could compile anew
+@triton.jit(do_not_specialize=["num_rows"])  # or a new number of rows could trigger a compilation
 def _shrink_rows(
     x, memory, h, slots, a_starts, ranks, x_row, num_rows,
     CAPACITY: tl.constexpr, DEPTH: tl.constexpr, NUM_SLICES: tl.constexpr, MULTIPLE: tl.constexpr,

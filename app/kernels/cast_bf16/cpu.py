@@ -1,7 +1,6 @@
-"""Float32 rows from many arrays into one buffer, rounded to bfloat16 if asked, by as many threads as call it.
+"""Copy float32 rows from many arrays into one buffer, optionally rounded to bfloat16, on any number of threads.
 
-In: a list of tasks, each a matrix and a column of the buffer. Out: the buffer, filled. It is what stands between an
-adapter in host memory and the copy to a device, so it runs without the interpreter's lock and reads every number once.
+It prepares an adapter in host memory for the copy to a device, so it runs without the GIL and reads every number once.
 """
 
 from __future__ import annotations
@@ -47,5 +46,5 @@ def round_rows(tasks, first, end, row_size, buffer):
 
 
 def tasks_of(parts: list[tuple[NDArray[np.float32], int]]) -> NDArray[np.int64]:
-    """Tasks for (C-contiguous matrix [r, width], first column); the matrices must outlive them."""
+    """Tasks for (C-contiguous matrix [r, width], first column); the caller keeps the matrices alive."""
     return np.array([(part.ctypes.data, *part.shape, column) for part, column in parts], np.int64).reshape(-1, 4)

@@ -1,4 +1,4 @@
-"""The definition: every float32 as the bfloat16 next to it, of two that are equally near the one whose last bit is 0.
+"""The definition: every float32 as its nearest bfloat16, ties to the one whose last bit is 0.
 
 A bfloat16 is the upper half of a float32's bits, so its neighbour away from zero is the next integer.
 """

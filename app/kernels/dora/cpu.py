@@ -1,8 +1,8 @@
 """DoRA's scale from packed weights, without forming W + BA.
 
-‖w + Aᵀb‖² = ‖w‖² + 2 b·(A w) + bᵀ(A Aᵀ)b for each row w of W and its column b of B: one pass over W. A w is a
-product like any other (float32, `app.kernels.machine.simd`), the sums of squares are float64, and all orders are
-fixed, so a replica computes the bits that every other one does.
+‖w + Aᵀb‖² = ‖w‖² + 2 b·(A w) + bᵀ(A Aᵀ)b for each row w of W and its column b of B: one pass over W. A w is a float32
+product in the order of `app.kernels.machine.simd`, the sums of squares are float64, and all orders are fixed, so every
+replica computes the same bits.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from app.kernels.machine.jit import jit
-from app.kernels.machine.thread_team import ThreadTeam, leave, take
+from app.kernels.machine.thread_team import ThreadTeam, claim_piece, finish_phase
 from app.kernels.matmul.cpu import PANEL, multiply_columns
 
 
@@ -22,11 +22,11 @@ def dora_scale(
     a: NDArray[np.float32],
     b: NDArray[np.float32],
 ) -> NDArray[np.float32]:
-    """As `app.kernels.dora.reference.dora_scale`, with the weight packed: panels `[P, d_in, 16]`."""
+    """`app.kernels.dora.reference.dora_scale` for a packed weight: panels `[P, d_in, 16]`."""
     padded = np.zeros((len(b), len(panels) * PANEL))
     padded[:, : len(magnitude)] = b
     columns = np.ascontiguousarray(padded.reshape(len(b), len(panels), PANEL).transpose(1, 0, 2))  # [P, r, 16]
-    rows = np.array(a, np.float32, order="C")  # an own copy: one kind of array, whether or not `a` may be written
+    rows = np.array(a, np.float32, order="C")  # a copy: one kind of array, whether or not `a` is writable
     squares = np.empty((len(panels), PANEL))
     team.run(_row_squares, 1, panels, rows, _gram(rows), columns, squares)
     norms = np.sqrt(squares.reshape(-1)[: len(magnitude)])
@@ -53,7 +53,7 @@ def _row_squares(team, phase, panels, rows, gram, columns, squares):
     num_panels, done = panels.shape[0], 0
     rank, depth = rows.shape
     cross, inner = np.empty((rank, PANEL), np.float32), np.empty(PANEL)  # A w, one row of A Aᵀ b
-    p = take(team, phase)
+    p = claim_piece(team, phase)
     while p < num_panels:
         multiply_columns(
             rows.ctypes.data, panels.ctypes.data + p * depth * PANEL * 4, PANEL, 0, 1, depth, cross.ctypes.data, False,
@@ -73,5 +73,5 @@ def _row_squares(team, phase, panels, rows, gram, columns, squares):
         for c in range(PANEL):
             squares[p, c] = max(own[c], 0.0)
         done += 1
-        p = take(team, phase)
-    return leave(team, phase, num_panels, done)
+        p = claim_piece(team, phase)
+    return finish_phase(team, phase, num_panels, done)

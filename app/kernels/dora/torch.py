@@ -1,8 +1,4 @@
-"""DoRA's scale from a weight on a GPU, a few rows of W + BA at a time.
-
-In: a magnitude, the weight it scales and its delta. Out: one factor per row of the weight. A GPU's library gives the
-same bits for the same shapes every time.
-"""
+"""DoRA's scale from a weight on a GPU, a few rows of W + BA at a time; the same bits for the same shapes every time."""
 
 from __future__ import annotations
 
@@ -14,7 +10,7 @@ _ROWS = 1024
 
 
 def dora_scale(magnitude: Tensor, weight: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    """As `reference.dora_scale`.
+    """See `reference.dora_scale`.
 
     magnitude [d_out], weight [d_out, d_in], a [r, d_in], b [r, d_out] -> [d_out] float32.
     """

@@ -1,8 +1,8 @@
-"""Bidirectional attention on the CPU: whole sequences, nothing kept between calls, the same bits in any company.
+"""Bidirectional attention on the CPU: batch-invariant, over whole sequences, without a cache.
 
 One piece of work is a sequence and a head: its keys and values are packed once, then queries come in tiles. Keys come
 in groups of `KEYS` in order, with an online softmax (Milakov & Gimelshein 2018) as in `paged_attention`, so a row's
-bits depend on its own sequence alone. Of the last group the keys that are not there count exactly nothing.
+bits depend on its own sequence alone. Missing keys of the last group count as exactly nothing.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 
 from app.kernels.machine.jit import jit
-from app.kernels.machine.thread_team import leave, take
+from app.kernels.machine.thread_team import claim_piece, finish_phase
 from app.kernels.matmul.cpu import PANEL, multiply_columns
 from app.kernels.paged_attention.softmax import KEYS, softmax_step
 
@@ -33,7 +33,7 @@ def bidirectional_attention(team, phase, qkv, q_size, kv_size, head_dim, scale, 
     scores = np.empty((_TILE, KEYS), np.float32)
     maxima, sums = np.empty(_TILE, np.float32), np.empty(_TILE, np.float32)
     num_pieces, done = (query_starts.shape[0] - 1) * num_heads, 0
-    job = take(team, phase)
+    job = claim_piece(team, phase)
     while job < num_pieces:
         b = job // num_heads
         column = (job - b * num_heads) * head_dim
@@ -49,8 +49,8 @@ def bidirectional_attention(team, phase, qkv, q_size, kv_size, head_dim, scale, 
                 for i in range(head_dim):
                     out[t, column + i] = acc[t - first, i] / sums[t - first]
         done += 1
-        job = take(team, phase)
-    return leave(team, phase, num_pieces, done)
+        job = claim_piece(team, phase)
+    return finish_phase(team, phase, num_pieces, done)
 
 
 @jit

@@ -1,12 +1,11 @@
-"""What adapters do to their own rows beside low-rank deltas, on the CPU.
+"""Adapters' extra weights on the CPU: everything that changes their rows beside low-rank deltas.
 
 A layer's module becomes `y = scale * (W x + B A x) + shift`, W the base's or the adapter's own; a norm takes the
-adapter's own weight; tokens are looked up in, and logits computed from, the adapter's own matrices or rows.
-The base's step is computed for the whole batch; then, in the same phase, the rows of the few adapters that have
-such extras are changed, each alone: rows of others are not touched, and a row's result does not depend on its
-company. Batches without such rows call nothing of this.
+adapter's own weight; tokens are looked up in, and logits computed from, the adapter's own matrices or rows. The base's
+step is computed for the whole batch; then, in the same phase, the rows of adapters with extra weights are changed one
+by one. Other rows are not touched and results are batch-invariant. Batches without such rows call nothing of this.
 
-Extras lie where they were allocated, one array each. Tables hold their addresses per adapter slot, 0 for none.
+Each array lies where it was allocated. Tables hold the addresses per adapter slot, 0 for none.
 """
 
 from __future__ import annotations
@@ -20,9 +19,9 @@ from numba.extending import intrinsic
 from numpy.typing import NDArray
 
 from app.kernels.machine.jit import jit
-from app.kernels.machine.thread_team import count_pieces, leave, piece, take
+from app.kernels.machine.thread_team import claim_piece, count_pieces, finish_phase, piece
 from app.kernels.matmul.cpu import NO_FETCH, PANEL, multiply_columns, panels_per_piece
-from app.kernels.matmul.quantised import multiply_any_panels, num_panels_of
+from app.kernels.matmul.int8 import multiply_any_panels, num_panels_of
 from app.kernels.norms.cpu import NORM_ROWS, gather_normed, normalise_row, rms_norm
 from app.kernels.rotary.cpu import rotate_and_store, rotate_and_store_token
 
@@ -62,7 +61,7 @@ class ExtraTables(NamedTuple):
 
 
 def empty_tables(num_layers: int, num_slots: int, num_modules: int) -> ExtraTables:
-    """No adapter has extras."""
+    """Tables without any adapter's extra weights."""
     by_module, by_norm = (num_layers, num_slots, num_modules), (num_layers, num_slots, 4)
     shapes = {"scales": by_module, "shifts": by_module, "weights": by_module, "norms": by_norm}
     return ExtraTables._make(np.zeros(shapes.get(name, (num_slots,)), np.int64) for name in ExtraTables._fields)
@@ -106,19 +105,21 @@ def _weight_of(addresses, slots, t, weight):
 
 @jit
 def rms_norm_with_extras(team, phase, x, weight, eps, addresses, slots, out):
-    """As `rms_norm`, with the weight at addresses[slots[t]] where that is not 0. addresses: [S]; slots: [T], or [0] for
-    the base's alone. One phase."""
+    """`rms_norm` with the weight at addresses[slots[t]] where that is not 0.
+
+    addresses: [S]; slots: [T], or [0] for the base alone. One phase.
+    """
     if slots.shape[0] == 0:
         return rms_norm(team, phase, x, weight, eps, out)
     num_pieces, done = count_pieces(x.shape[0], NORM_ROWS), 0
-    index = take(team, phase)
+    index = claim_piece(team, phase)
     while index < num_pieces:
         first, end = piece(index, x.shape[0], NORM_ROWS)
         for t in range(first, end):
             normalise_row(x[t], _weight_of(addresses, slots, t, weight), eps, weight.shape[0], out[t])
         done += 1
-        index = take(team, phase)
-    return leave(team, phase, num_pieces, done)
+        index = claim_piece(team, phase)
+    return finish_phase(team, phase, num_pieces, done)
 
 
 @jit
@@ -126,15 +127,17 @@ def rotate_and_store_with_extras(
     team, phase, norms, slots, qkv, positions, kv_slots, cos, sin, q_norm, k_norm, eps, k_memory, v_memory, num_heads,
     num_kv_heads, head_dim, q_size, kv_size,
 ):  # fmt: skip
-    """As `rotate_and_store`, with the norms at norms[slots[t]] where those are not 0. norms: [S, 4]; slots: [T], or [0]
-    for the base's alone. One phase."""
+    """`rotate_and_store` with the norms at norms[slots[t]] where those are not 0.
+
+    norms: [S, 4]; slots: [T], or [0] for the base alone. One phase.
+    """
     if slots.shape[0] == 0:
         return rotate_and_store(
             team, phase, qkv, positions, kv_slots, cos, sin, q_norm, k_norm, eps, k_memory, v_memory, num_heads,
             num_kv_heads, head_dim, q_size, kv_size,
         )  # fmt: skip
     num_tokens, done = qkv.shape[0], 0
-    t = take(team, phase)
+    t = claim_piece(team, phase)
     while t < num_tokens:
         rotate_and_store_token(
             t, qkv, positions, kv_slots, cos, sin, _weight_of(norms[:, Q_NORM], slots, t, q_norm),
@@ -142,13 +145,14 @@ def rotate_and_store_with_extras(
             q_size, kv_size,
         )  # fmt: skip
         done += 1
-        t = take(team, phase)
-    return leave(team, phase, num_tokens, done)
+        t = claim_piece(team, phase)
+    return finish_phase(team, phase, num_tokens, done)
 
 
 @jit
 def change_columns(x, tables, layer, module, runs, first, end, out, out_panel):
-    """y = scale * y + shift, y the adapter's own W x[t] or what out holds: panels first to end of a module's outputs.
+    """y = scale * y + shift, y being the adapter's own W x[t] or the contents of out: panels first to end of a module's
+    outputs.
 
     x: [T, d_in]; out: [T, ...] in place, the module's outputs beginning at out_panel. One thread.
     """
@@ -179,29 +183,29 @@ def change_columns(x, tables, layer, module, runs, first, end, out, out_panel):
 
 @jit
 def changes_sum(tables, layer, adapter_slot, module):
-    """Whether `change_columns` scales or replaces what a product would be added to."""
+    """Whether `change_columns` scales or replaces a product that is added to a residual."""
     return tables.scales[layer, adapter_slot, module] != 0 or tables.weights[layer, adapter_slot, module] != 0
 
 
 @jit
-def set_aside(tables, layer, module, runs, first, end, out, kept):
-    """Before a product is added to what out holds: rows whose sum `change_columns` will change start from zero."""
+def save_rows(tables, layer, module, runs, first, end, out, saved):
+    """Before a product is added to out: copy and zero the rows whose product `change_columns` will change."""
     for g in range(runs.shape[0]):
         if changes_sum(tables, layer, runs[g, 2], module):
             for t in range(runs[g, 0], runs[g, 1]):
                 for i in range(first * PANEL, end * PANEL):
-                    kept[t, i] = out[t, i]
+                    saved[t, i] = out[t, i]
                     out[t, i] = np.float32(0.0)
 
 
 @jit
-def put_back(tables, layer, module, runs, first, end, kept, out):
-    """After `change_columns`: what `set_aside` took."""
+def restore_rows(tables, layer, module, runs, first, end, saved, out):
+    """After `change_columns`: add back the rows that `save_rows` copied."""
     for g in range(runs.shape[0]):
         if changes_sum(tables, layer, runs[g, 2], module):
             for t in range(runs[g, 0], runs[g, 1]):
                 for i in range(first * PANEL, end * PANEL):
-                    out[t, i] += kept[t, i]
+                    out[t, i] += saved[t, i]
 
 
 # -- tokens -----------------------------------------------------------------------------------
@@ -251,33 +255,35 @@ def _change_embedding(token, tables, adapter_slot, out):
 def change_embeddings(team, phase, token_ids, tables, slots, out):
     """out[t] = the adapter's own row for the token, if it has one, plus its low-rank delta. out: [T, H]. One phase."""
     num_tokens, done = token_ids.shape[0], 0
-    t = take(team, phase)
+    t = claim_piece(team, phase)
     while t < num_tokens:
         if slots[t] != 0:
             _change_embedding(np.int64(token_ids[t]), tables, slots[t], out[t])
         done += 1
-        t = take(team, phase)
-    return leave(team, phase, num_tokens, done)
+        t = claim_piece(team, phase)
+    return finish_phase(team, phase, num_tokens, done)
 
 
 @jit
 def gather_normed_with_extras(team, phase, x, rows, weight, eps, addresses, slots, out):
-    """As `gather_normed`, with the weight at addresses[slots[rows[p]]] where that is not 0. slots: [T], or [0] for the
-    base's alone. One phase."""
+    """`gather_normed` with the weight at addresses[slots[rows[p]]] where that is not 0.
+
+    slots: [T], or [0] for the base alone. One phase.
+    """
     if slots.shape[0] == 0:
         return gather_normed(team, phase, x, rows, weight, eps, out)
     num_rows, done = rows.shape[0], 0
-    p = take(team, phase)
+    p = claim_piece(team, phase)
     while p < num_rows:
         normalise_row(x[rows[p]], _weight_of(addresses, slots, rows[p], weight), eps, weight.shape[0], out[p])
         done += 1
-        p = take(team, phase)
-    return leave(team, phase, num_rows, done)
+        p = claim_piece(team, phase)
+    return finish_phase(team, phase, num_rows, done)
 
 
 @jit
 def extra_head_inputs(team, phase, x, tables, runs, out):
-    """What `head_with_extras` needs of the sampled rows x [P, H]: logits of the adapter's own rows, then its A x.
+    """Inputs of `head_with_extras` for the sampled rows x [P, H]: logits of the adapter's own rows, then its A x.
 
     runs: [E, 3] over the rows of x. out: [P, W]: for each row its adapter's panels of head_rows, then of head_a. One
     phase.
@@ -285,7 +291,7 @@ def extra_head_inputs(team, phase, x, tables, runs, out):
     num_panels, done = out.shape[1] // PANEL, 0
     num_pieces = runs.shape[0] * num_panels
     depth, x_row, out_row = x.shape[1], x.strides[0] // 4, out.strides[0] // 4
-    index = take(team, phase)
+    index = claim_piece(team, phase)
     while index < num_pieces:
         g = index // num_panels
         panel = index - g * num_panels
@@ -302,8 +308,8 @@ def extra_head_inputs(team, phase, x, tables, runs, out):
                 out.ctypes.data + (first * out_row + panel * PANEL) * 4, False, end - first, x_row, out_row,
             )  # fmt: skip
         done += 1
-        index = take(team, phase)
-    return leave(team, phase, num_pieces, done)
+        index = claim_piece(team, phase)
+    return finish_phase(team, phase, num_pieces, done)
 
 
 @jit
@@ -347,11 +353,11 @@ def head_with_extras(team, phase, x, w, tables, runs, inputs, logits):
     num_panels, done = num_panels_of(w), 0
     size = panels_per_piece(x.shape[0], num_panels)
     num_pieces = count_pieces(num_panels, size)
-    index = take(team, phase)
+    index = claim_piece(team, phase)
     while index < num_pieces:
         first, end = piece(index, num_panels, size)
         multiply_any_panels(x, w, first, end, logits, False, NO_FETCH)
         _change_logits(x, tables, runs, inputs, first, end, logits)
         done += 1
-        index = take(team, phase)
-    return leave(team, phase, num_pieces, done)
+        index = claim_piece(team, phase)
+    return finish_phase(team, phase, num_pieces, done)

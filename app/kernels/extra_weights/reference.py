@@ -1,7 +1,6 @@
-"""The definition: what an adapter makes of one row beside its low-rank deltas, in float64.
+"""The definition: one row with its adapter's extra weights, in float64.
 
-In: what the base makes of the row, with the delta, and the adapter's parts. Out: the row. A norm is the base's with
-the adapter's weight in place of its own (`app.kernels.norms`).
+A norm is the base's with the adapter's weight in place of its own (`app.kernels.norms`).
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
-"""gelu on the CPU, as erf defines it: not one of its approximations.
+"""gelu on the CPU with the exact erf. Each element is computed by itself.
 
-In: rows. Out: gelu of every element. Every element alone; its bits depend on nothing else. erf is a quotient of two
-polynomials, without branches or tables, so that loops over it vectorise.
+erf is a quotient of two polynomials, without branches or tables, so that loops over it vectorise.
 """
 
 from __future__ import annotations
@@ -9,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 
 from app.kernels.machine.jit import jit
-from app.kernels.machine.thread_team import count_pieces, leave, piece, take
+from app.kernels.machine.thread_team import claim_piece, count_pieces, finish_phase, piece
 
 #: Rows that one thread takes at a time.
 _ROWS = 4
@@ -68,7 +67,7 @@ def gelu(team, phase, x, out):
     x: [T, >= I] float32; out: [T, I], in place. One phase.
     """
     num_pieces, done = count_pieces(x.shape[0], _ROWS), 0
-    index = take(team, phase)
+    index = claim_piece(team, phase)
     while index < num_pieces:
         first, end = piece(index, x.shape[0], _ROWS)
         for t in range(first, end):
@@ -76,5 +75,5 @@ def gelu(team, phase, x, out):
             for i in range(out.shape[1]):
                 to[i] = np.float32(0.5) * row[i] * (np.float32(1.0) + erf_float32(row[i] * _SQRT_HALF))
         done += 1
-        index = take(team, phase)
-    return leave(team, phase, num_pieces, done)
+        index = claim_piece(team, phase)
+    return finish_phase(team, phase, num_pieces, done)

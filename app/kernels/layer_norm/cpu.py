@@ -1,8 +1,4 @@
-"""Layer norm on the CPU.
-
-In: rows. Out: every row normalised. Each row is summed alone, in eight fixed lanes, so its bits depend on nothing but
-its contents.
-"""
+"""Layer norm on the CPU. Each row is summed by itself in eight fixed lanes, so its bits depend on its contents only."""
 
 from __future__ import annotations
 
@@ -11,7 +7,7 @@ import math
 import numpy as np
 
 from app.kernels.machine.jit import jit
-from app.kernels.machine.thread_team import count_pieces, leave, piece, take
+from app.kernels.machine.thread_team import claim_piece, count_pieces, finish_phase, piece
 
 #: Rows that one thread takes at a time.
 NORM_ROWS = 4
@@ -48,12 +44,15 @@ def normalise_centred_row(x, weight, bias, eps, lanes, squares, out):
 
 @jit
 def layer_norm(team, phase, x, weight, bias, eps, out):
-    """x[t] = out[t] = layer_norm(x[t]) * weight + bias. x: [T, >= H] float32, in place; out: [T, H]; weight, bias: [H];
-    eps float32. A post-norm model adds its next product to what the norm left: both are wanted. One phase."""
+    """x[t] = out[t] = layer_norm(x[t]) * weight + bias.
+
+    x: [T, >= H] float32, in place; out: [T, H]; weight, bias: [H]; eps float32. A post-norm model adds its next product
+    to the norm's output, so both are written. One phase.
+    """
     size = weight.shape[0]
     lanes, squares = np.empty(8, np.float32), np.empty(size, np.float32)
     num_pieces, done = count_pieces(x.shape[0], NORM_ROWS), 0
-    index = take(team, phase)
+    index = claim_piece(team, phase)
     while index < num_pieces:
         first, end = piece(index, x.shape[0], NORM_ROWS)
         for t in range(first, end):
@@ -61,8 +60,8 @@ def layer_norm(team, phase, x, weight, bias, eps, out):
             for i in range(size):
                 x[t, i] = out[t, i]
         done += 1
-        index = take(team, phase)
-    return leave(team, phase, num_pieces, done)
+        index = claim_piece(team, phase)
+    return finish_phase(team, phase, num_pieces, done)
 
 
 @jit
@@ -75,7 +74,7 @@ def embed_normed(team, phase, token_ids, positions, words, places, segment, weig
     size = weight.shape[0]
     lanes, squares = np.empty(8, np.float32), np.empty(size, np.float32)
     num_pieces, done = count_pieces(token_ids.shape[0], NORM_ROWS), 0
-    index = take(team, phase)
+    index = claim_piece(team, phase)
     while index < num_pieces:
         first, end = piece(index, token_ids.shape[0], NORM_ROWS)
         for t in range(first, end):
@@ -85,5 +84,5 @@ def embed_normed(team, phase, token_ids, positions, words, places, segment, weig
             for i in range(size):
                 hidden[t, i] = out[t, i]
         done += 1
-        index = take(team, phase)
-    return leave(team, phase, num_pieces, done)
+        index = claim_piece(team, phase)
+    return finish_phase(team, phase, num_pieces, done)

@@ -1,8 +1,8 @@
-"""A linear module with everything adapters do to it, on the CPU: one pass over the columns.
+"""A linear module with all its adapters on the CPU: one pass over the columns.
 
-In: rows, packed weights, what `shrink` left, and the extras of the batch's adapters. Out: base product, bias, deltas
-and own columns, piece by piece of the columns, so that each is still in the cache when the next is added. Every row's
-bits are those it has alone: each part adds in one fixed order, and touches no rows but its own adapter's.
+Base product, bias, deltas and the adapters' own columns are computed for one piece of columns after the other, so that
+each is still in the cache when the next is added. Every row has the bits that it has alone: each part adds in one fixed
+order and touches only its own adapter's rows.
 """
 
 from __future__ import annotations
@@ -13,33 +13,35 @@ import numpy as np
 from numpy.typing import NDArray
 
 from app.kernels.activation.cpu import activate
-from app.kernels.extra_weights.cpu import ExtraTables, change_columns, put_back, set_aside
+from app.kernels.extra_weights.cpu import ExtraTables, change_columns, restore_rows, save_rows
 from app.kernels.machine.jit import jit
-from app.kernels.machine.thread_team import count_pieces, leave, piece, take
+from app.kernels.machine.thread_team import claim_piece, count_pieces, finish_phase, piece
 from app.kernels.matmul.cpu import NO_FETCH, PANEL, panels_per_piece
-from app.kernels.matmul.quantised import multiply_any_panels, num_panels_of
+from app.kernels.matmul.int8 import multiply_any_panels, num_panels_of
 from app.kernels.sgmv.cpu import expand_panels
 from app.kernels.sgmv.prefetch import MOST_BLOCKS, list_fetch, shrink_ranges
 
 Floats = NDArray[np.float32]
 
-#: Panels of one piece of a product with deltas: four at a time took a quarter longer to read rows from memory.
+#: Panels per piece of a product with deltas: four at a time took a quarter longer to read rows from memory.
 _ADAPTED_PANELS = 12
 
 
-class ProductExtras(NamedTuple):
-    """Extras of one layer's product: its first module, and the runs that have them (none: nothing is done)."""
+class LinearExtras(NamedTuple):
+    """Extra weights of one layer's linear module: its first target, and the runs that have any (empty: nothing is
+    done).
+    """
 
     tables: ExtraTables
     layer: int | np.int64
     module: int | np.int64
     runs: NDArray[np.int64]
-    kept: Floats
+    saved: Floats
 
 
 @jit
 def _fill(out, bias, first, end, accumulate):
-    """Start columns first to end of a product from their bias; returns whether the product adds to them."""
+    """Initialise columns first to end from their bias; returns whether the product adds to them."""
     if bias.shape[0] == 0:
         return accumulate
     for t in range(out.shape[0]):
@@ -50,14 +52,14 @@ def _fill(out, bias, first, end, accumulate):
 
 @jit
 def _panels_per_piece(num_rows, num_panels, runs):
-    """As `panels_per_piece`; with adapters more at a time, for their rows are read fastest in long pieces."""
+    """`panels_per_piece`, with more panels for adapters: their rows are read fastest in long pieces."""
     size = panels_per_piece(num_rows, num_panels)
     return max(size, _ADAPTED_PANELS) if runs.shape[0] > 0 else size
 
 
 @jit
 def project(team, phase, x, w, bias, accumulate, h, rows, runs, upcoming, extras, out):
-    """out (+)= x @ w + bias, and the modules' deltas: x, w, out as in `matmul`, the rest as in `expand_panels`.
+    """out (+)= x @ w + bias, and the modules' deltas. x, w, out: see `matmul`; the rest: see `expand_panels`.
 
     The modules lie side by side in w and out. upcoming: the `NextShrink`. One phase.
     """
@@ -67,14 +69,14 @@ def project(team, phase, x, w, bias, accumulate, h, rows, runs, upcoming, extras
     num_pieces = count_pieces(num_panels, size)
     blocks = np.empty(MOST_BLOCKS if runs.shape[0] > 0 else 0, np.int64)
     soon, fetch = np.empty((0, 2), np.int64), NO_FETCH
-    index = take(team, phase)
+    index = claim_piece(team, phase)
     while index < num_pieces:
         first, end = piece(index, num_panels, size)
         if runs.shape[0] > 0:
             soon = shrink_ranges(upcoming, runs) if done == 0 else soon
             fetch = list_fetch(rows, runs, first, end, num_panels, soon, blocks)
         if accumulate and has_extras:
-            set_aside(extras.tables, extras.layer, extras.module, extras.runs, first, end, out, extras.kept)
+            save_rows(extras.tables, extras.layer, extras.module, extras.runs, first, end, out, extras.saved)
         adds = _fill(out, bias, first * PANEL, min(end * PANEL, bias.shape[0]), accumulate)
         multiply_any_panels(x, w, first, end, out, adds, fetch)
         if runs.shape[0] > 0:
@@ -90,10 +92,10 @@ def project(team, phase, x, w, bias, accumulate, h, rows, runs, upcoming, extras
                         )
                 at += width
         if accumulate and has_extras:
-            put_back(extras.tables, extras.layer, extras.module, extras.runs, first, end, extras.kept, out)
+            restore_rows(extras.tables, extras.layer, extras.module, extras.runs, first, end, extras.saved, out)
         done += 1
-        index = take(team, phase)
-    return leave(team, phase, num_pieces, done)
+        index = claim_piece(team, phase)
+    return finish_phase(team, phase, num_pieces, done)
 
 
 @jit
@@ -108,7 +110,7 @@ def gate_and_up(team, phase, x, w, bias, h, rows, runs, upcoming, extras, gelu, 
     num_pieces = count_pieces(num_panels, size)
     blocks = np.empty(MOST_BLOCKS if runs.shape[0] > 0 else 0, np.int64)
     soon, fetch = np.empty((0, 2), np.int64), NO_FETCH
-    index = take(team, phase)
+    index = claim_piece(team, phase)
     while index < num_pieces:
         first, end = piece(index, num_panels, size)
         if runs.shape[0] > 0 and done == 0:
@@ -126,5 +128,5 @@ def gate_and_up(team, phase, x, w, bias, h, rows, runs, upcoming, extras, gelu, 
                 change_columns(x, extras.tables, extras.layer, extras.module + n, extras.runs, first, end, gate_up, at)
         activate(gate_up, width, gelu, first * PANEL, min(end * PANEL, gated.shape[1]), gated)
         done += 1
-        index = take(team, phase)
-    return leave(team, phase, num_pieces, done)
+        index = claim_piece(team, phase)
+    return finish_phase(team, phase, num_pieces, done)

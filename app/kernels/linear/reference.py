@@ -1,6 +1,6 @@
-"""The definition: a linear module's rows with everything that the row's adapter does to them, one row at a time.
+"""The definition: a linear module's rows with their adapters, one row at a time.
 
-y = W x + bias + B (A x); with a weight of the adapter's own, W' x in place of all that; then scale * y + shift.
+y = W x + bias + B (A x); with a weight of the adapter's own, W' x replaces all of that; then scale * y + shift.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from app.kernels.activation.reference import Activation, gated
+from app.kernels.activation.reference import Activation, gated_activation
 from app.kernels.extra_weights.reference import module
 
 Floats = NDArray[np.float32]
 
 
 class ModuleAdapter(NamedTuple):
-    """What an adapter does to one module: a [r, d_in] and b [r, d_out] with the scale folded in, and its extras."""
+    """An adapter's part in one module: a [r, d_in] and b [r, d_out] with the scale folded in, and extra weights."""
 
     a: Floats | None = None
     b: Floats | None = None
@@ -54,8 +54,8 @@ def gate_and_up(
     adapters: tuple[Mapping[int, ModuleAdapter], Mapping[int, ModuleAdapter]],
     activation: Activation,
 ) -> NDArray[np.float64]:
-    """act(gate) * up [T, d_out], both modules as `linear` has them; pairs are gate's and up's."""
+    """act(gate) * up [T, d_out], both modules computed by `linear`; pairs are gate's and up's."""
     parts = [
         linear(x, weights[n], None if biases is None else biases[n], slots, adapters[n]) for n in range(len(weights))
     ]
-    return gated(np.concatenate(parts, axis=1), activation)
+    return gated_activation(np.concatenate(parts, axis=1), activation)

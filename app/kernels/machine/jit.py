@@ -1,9 +1,9 @@
-"""How CPU kernels are compiled: Numba, without the GIL, cached on disk between starts.
+"""Compilation of CPU kernels: Numba, without the GIL, cached on disk between starts.
 
-In: a Python function of NumPy arrays. Out: the same, compiled at its first call. The cache lives under POLYLORA_CACHE
-(default ~/.cache/polylora) in a folder named after the hash of the source files that hold compiled functions (the
-kernels and the CPU engine, forms for other compilers apart): Numba itself only watches the file a function stands in,
-and would keep code that has a changed callee compiled in.
+A function is compiled at its first call. The cache lies under POLYLORA_CACHE (default ~/.cache/polylora) in a folder
+named after the hash of the source files that hold compiled functions (the kernels and the CPU engine, without the forms
+for other compilers): Numba itself only watches the file that defines a function, and would keep code that inlines a
+changed callee.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from numba.core.registry import cpu_target
 
 from app.kernels.machine.jit_inline import KernelDispatcher
 
-#: Kernels for other compilers, and definitions: none of Numba's code comes from them.
+#: Kernels for other compilers, and definitions: they contribute nothing to Numba's code.
 _OTHER_FORMS = ("torch", "triton", "xla", "pallas", "reference")
 
 #: Folders of the package whose functions call one another as compiled code.
@@ -48,7 +48,7 @@ event.register("numba:compile", _compiling)
 
 
 def compile_seconds() -> float:
-    """How long this process has compiled until now; what is found in the cache takes none of it."""
+    """Seconds that this process has spent compiling; cache hits cost none."""
     return float(_compiling.duration) if _compiling.done else 0.0
 
 
@@ -65,6 +65,6 @@ def jit(function: _Function) -> _Function:
 
 
 def has_feature(name: str) -> bool:
-    """Whether code is compiled for a machine with this feature, by LLVM's name: "avx512f"."""
+    """Whether code is compiled for a CPU with this feature, by LLVM's name: "avx512f"."""
     _, _, features = cpu_target.target_context.codegen().magic_tuple()
     return f"+{name}" in features.split(",")

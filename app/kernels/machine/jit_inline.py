@@ -1,8 +1,8 @@
-"""The form of a kernel that other kernels compile in: its code as LLVM reads it, not yet optimised, no machine code.
+"""The inlined form of a kernel: unoptimised LLVM code for other kernels to link, without machine code.
 
-In: a Python function that compiled code calls. Out: what Numba links into the caller. Numba optimises a function and
-makes machine code of it at every level of calls, so a decoder is compiled as often as it is deep, callees again within
-their callers. Code that only compiled code enters needs neither: it is optimised once, in the kernel that Python calls.
+Numba optimises a function and generates machine code at every level of calls, so a decoder is compiled as often as its
+call tree is deep, callees again within their callers. Code that only compiled code calls needs neither: it is optimised
+once, in the kernel that Python calls.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from numba.core.registry import CPUDispatcher
 
 
 class _NoEnvironment:
-    """Numba's code generator without a place for a function's environment, which only code with an address has."""
+    """Numba's code generator without a slot for a function's environment, which only code with an address has."""
 
     def __init__(self, codegen: Any) -> None:
         self._codegen = codegen
@@ -25,23 +25,23 @@ class _NoEnvironment:
         return getattr(self._codegen, name)
 
     def set_env(self, env_name: str, env: Any) -> None:
-        """Nothing: there is no machine code that would look for it."""
+        """Do nothing: no machine code would read it."""
 
 
 class _LinkedLibrary(JITCodeLibrary):  # type: ignore[misc]
-    """A function and all it calls as one module to link."""
+    """A function and all its callees as one module to link."""
 
     @property
     def codegen(self) -> Any:
         return _NoEnvironment(self._codegen)
 
     def get_pointer_to_function(self, name: str) -> int:  # noqa: ARG002
-        """0, Numba's word for code that has no address."""
+        """0: Numba's value for code without an address."""
         self._ensure_finalized()
         return 0
 
     def _optimize_final_module(self) -> None:
-        """The kernel that this is linked into does it."""
+        """Do nothing: the kernel that links this code optimises it."""
 
     def _finalize_final_module(self) -> None:
         self._finalize_dynamic_globals()
@@ -50,7 +50,7 @@ class _LinkedLibrary(JITCodeLibrary):  # type: ignore[misc]
 
 
 class _LinkedCompiler(Compiler):  # type: ignore[misc]
-    """Numba's pipeline with such a library."""
+    """Numba's pipeline with a `_LinkedLibrary`."""
 
     def __init__(
         self, typingctx: Any, targetctx: Any, library: Any, args: Any, return_type: Any, flags: Any, locals: Any
@@ -60,14 +60,14 @@ class _LinkedCompiler(Compiler):  # type: ignore[misc]
 
 
 class _InlinedDispatcher(CPUDispatcher):  # type: ignore[misc]
-    """Compiles for callers only: nothing is inserted into the table that calls from Python look at."""
+    """Compiles for compiled callers only: nothing is inserted into the table of calls from Python."""
 
     def _insert(self, sig: Any, entry_point: Any, cc: Any = None) -> None:
         pass
 
 
 class KernelDispatcher(CPUDispatcher):  # type: ignore[misc]
-    """Calls from Python are compiled, optimised and cached; to compiled code it is its inlined form."""
+    """Compiles, optimises and caches for calls from Python; compiled code gets the inlined form."""
 
     def __init__(self, py_func: Callable[..., Any], locals: Any = None, targetoptions: Any = None) -> None:
         options = targetoptions or {}

@@ -1,8 +1,7 @@
-"""Pages of memory for large arrays, taken from the system ahead, at once or in the background.
+"""Prefaulting of large arrays: the system zeroes their pages ahead of use, at once or in the background.
 
-In: arrays, or parts of them; those for the background will be written from the front on, all alike. Out: nothing but a
-time: the system zeroes their pages now, in the order in which they will be used, not when a step first comes to them.
-One rule: contents stay as they are, whoever writes to the arrays meanwhile.
+Pages are populated in the order in which they will be used (arrays for the background are written from the front on,
+all alike), so that no step waits for them. Contents never change, even while other threads write to the arrays.
 """
 
 from __future__ import annotations
@@ -19,39 +18,40 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-#: As much as a huge page: the lock of the process's memory map is held for no longer than it takes to zero it.
+#: The size of a huge page: the lock of the process's memory map is held only as long as zeroing it takes.
 _PIECE_BYTES = 1 << 21
-#: Linux, since 5.14. Not among Python's constants.
+#: Linux, since 5.14; not among Python's constants.
 _MADV_POPULATE_WRITE = 23
 
 _logger = logging.getLogger(__name__)
 
 
 class PagePrefaulter:
-    """Takes the pages of some arrays, and keeps these until it is done or stopped."""
+    """Populates the pages of some arrays, and holds the arrays until it is done or stopped."""
 
     def __init__(self, parts: Sequence[NDArray[Any]]) -> None:
-        """`parts`: contiguous, of any shape and size, zeros so far. Returns when the first 2 MB of each are there.
+        """`parts`: contiguous arrays of zeros, of any shape and size. Returns once the first 2 MB of each are
+        populated.
 
-        A system that cannot take pages ahead (Linux before 5.14, others than Linux) has them all written to here.
-        Raises OSError when there is no memory for these first ones; later on that is a warning.
+        On a system that cannot populate pages (Linux before 5.14, other systems) all of them are written to here.
+        Raises OSError if there is no memory for the first pages; later this is a warning.
         """
         self._parts = parts
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._take_all, name="memory-pages", daemon=True)
         self._pieces = _in_order([_place(part) for part in parts])
-        if not _taken(islice(self._pieces, len(parts))):
+        if not _populate(islice(self._pieces, len(parts))):
             for part in parts:
                 part[...] = 0
             self._stopped.set()
         self._thread.start()
 
     def wait(self) -> None:
-        """Until all pages are there, or it was stopped."""
+        """Wait until all pages are populated, or the work was stopped."""
         self._thread.join()
 
     def stop(self) -> None:
-        """Returns when the thread has ended: the arrays' memory can be freed."""
+        """Stop the work; returns after the thread has ended, so that the arrays can be freed."""
         self._stopped.set()
         self._thread.join()
 
@@ -62,35 +62,35 @@ class PagePrefaulter:
                     break
                 _take(first, end)
         except OSError as error:
-            _logger.warning("memory is not taken ahead, and the first tokens in it may stall: %s", error)
+            _logger.warning("memory cannot be prefaulted; the first tokens that use it may be slow: %s", error)
         self._parts = ()
 
 
 def prefault_pages(array: NDArray[Any]) -> None:
-    """All pages of a contiguous array of zeros, here and now.
+    """Populate all pages of a contiguous array of zeros now.
 
-    A system that cannot take pages ahead has it written to. Raises OSError when there is no memory.
+    On a system that cannot populate pages the array is written to. Raises OSError if there is no memory.
     """
     address, num_bytes = _place(array)
-    if not _taken([(address, address + num_bytes)]):
+    if not _populate([(address, address + num_bytes)]):
         array[...] = 0
 
 
 def _place(array: NDArray[Any]) -> tuple[int, int]:
-    """Address, bytes."""
+    """(address, bytes) of an array."""
     return array.ctypes.data, array.nbytes
 
 
 def _in_order(places: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int]]:
-    """The first 2 MB of every place (address, bytes), then the next: addresses, the second exclusive."""
+    """The first 2 MB of every (address, bytes), then the next: pairs of addresses, the second exclusive."""
     longest = max((num_bytes for _, num_bytes in places), default=0)
     for offset in range(0, longest, _PIECE_BYTES):
         for address, num_bytes in places:
             yield address + min(offset, num_bytes), address + min(offset + _PIECE_BYTES, num_bytes)
 
 
-def _taken(pieces: Iterable[tuple[int, int]]) -> bool:
-    """Whether this system takes pages ahead. Raises OSError when it does, but has none."""
+def _populate(pieces: Iterable[tuple[int, int]]) -> bool:
+    """Populate the pieces; returns whether this system can. Raises OSError if it has no memory."""
     try:
         for first, end in pieces:
             _take(first, end)
@@ -102,7 +102,7 @@ def _taken(pieces: Iterable[tuple[int, int]]) -> bool:
 
 
 def _take(first: int, end: int) -> None:
-    """Raises OSError as madvise(2) does."""
+    """Populate one piece. Raises OSError as madvise(2) does."""
     first = first // mmap.PAGESIZE * mmap.PAGESIZE
     if not hasattr(mmap, "MADV_HUGEPAGE"):  # not Linux
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))

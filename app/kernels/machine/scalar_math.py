@@ -1,6 +1,6 @@
-"""Scalar arithmetic that Numba lacks or computes otherwise than our vectors do.
+"""Scalar arithmetic that Numba lacks or computes differently from `vectors`, which has the same exponential in lanes.
 
-In: one number. Out: one number, whose bits depend on nothing but it. `vectors` has the same exponential in lanes.
+A result's bits depend on its argument only.
 """
 
 from __future__ import annotations

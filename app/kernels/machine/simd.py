@@ -1,10 +1,8 @@
-"""A register-tiled multiply-accumulate as a Numba intrinsic.
+"""A register-tiled multiply-accumulate as a Numba intrinsic: a tile of `out += x @ w` stays in vector registers.
 
-In: addresses and strides. Out: a tile of `out += x @ w` kept in vector registers over the whole sum.
-One rule: the terms of every element are added in one order, whatever the tile's shape: chains of fused
-multiply-adds over `CHUNK` consecutive k, each from zero, their sums added up in the order of k. So
-a row's bits never depend on how many rows are computed with it, which tile it falls into or which thread
-computes it. (Chunks because one long chain loses accuracy: 2e-4 instead of 6e-5 in a 135M model's logits.)
+Every element's terms are added in one order, whatever the tile's shape: chains of fused multiply-adds over `CHUNK`
+consecutive k, each from zero, whose sums are added in the order of k. So a row's bits never depend on the number of
+rows, the tile or the thread. (One long chain would lose accuracy: 2e-4 instead of 6e-5 in a 135M model's logits.)
 """
 
 from __future__ import annotations
@@ -22,36 +20,35 @@ from app.kernels.machine.vectors import FLOAT, LANES, WORD, fma, load_bf16, pref
 
 #: Terms of one chain, a multiple of GROUP.
 CHUNK = 128
-#: Chunks that a tile sums side by side at most: few enough to have so many in an ordinary sum.
+#: Chunks that a tile sums side by side at most: an ordinary sum has at least as many.
 _CHUNKS_AT_ONCE = 4
 #: Weights of a column that share a scale and an offset where weights are stored in bytes.
 GROUP = 32
-#: How far ahead of a product its weights are fetched: about what it takes while memory answers.
+#: Bytes by which weights are prefetched ahead: about the distance covered while memory answers.
 BYTES_AHEAD = 2048
 #: Bytes of one entry of a list of what to fetch, and the rate of one line per step; see `multiply_and_fetch_tile`.
 FETCH_BLOCK, FETCH_UNIT = 256, 1 << 16
 #: The columns of one panel of weights, and their levels in bytes. LLVM splits them where vectors are shorter, which
 #: costs nothing; two vectors of half the length are a fifth slower with AVX-512.
 _PANEL, _LEVELS = ir.VectorType(FLOAT, 2 * LANES), ir.VectorType(ir.IntType(8), 2 * LANES)
-#: Row and panel in a tile; and where a tile's sums of one chunk are kept.
+#: Row and panel in a tile; and where a tile's sums of one chunk are stored.
 _Place = tuple[int, int]
 _Sums = dict[_Place, Any]
 
 
 @cache
 def multiply_tile(most_rows: int, panels: int, vectors: int, chains: int = 1) -> Callable[..., None]:
-    """A compiled-in function for tiles of 1 to `most_rows` rows x (`panels` * `vectors` * LANES) float32.
+    """An inlined function for tiles of 1 to `most_rows` rows x (`panels` * `vectors` * LANES) float32.
 
-    Where rows and panels are fewer than `chains`, so many chunks are summed at a time that there are as many: a
-    multiply-add takes a core several cycles, in which it can begin others that do not wait for it.
+    If rows and panels are fewer than `chains`, several chunks are summed at a time to reach that number: a multiply-add
+    takes a core several cycles, during which it can start independent ones.
 
-    The function takes addresses (integers) and strides counted in elements:
-    `(rows, x, x_row, w, w_k, w_panel, k, out, out_row, out_panel, ahead, accumulate, in_bf16)`.
-    x[i, kk] is at x + i * x_row + kk; w's vector for panel p at w + p * w_panel + kk * w_k; the result
-    row i of panel p at out + i * out_row + p * out_panel. `ahead`: bytes behind each weight at which memory is asked
-    for what comes next. `accumulate` (boolean): start from what `out` holds, else from zero. `in_bf16` (boolean): w
-    holds bfloat16 values, two bytes each, which are widened in registers: the same bits as from float32. Nothing
-    else is read, and nothing written, outside the tile.
+    The function takes addresses (integers) and strides counted in elements: `(rows, x, x_row, w, w_k, w_panel, k, out,
+    out_row, out_panel, ahead, accumulate, in_bf16)`. x[i, kk] is at x + i * x_row + kk; w's vector for panel p at w + p
+    * w_panel + kk * w_k; the result row i of panel p at out + i * out_row + p * out_panel. `ahead`: distance in bytes
+    at which memory behind each weight is prefetched. `accumulate` (boolean): start from the contents of `out`, else
+    from zero. `in_bf16` (boolean): w holds bfloat16 values, two bytes each, which are widened in registers: the same
+    bits as from float32. Nothing else is read, and nothing written, outside the tile.
     """
     counts = range(1, most_rows + 1)
 
@@ -78,7 +75,7 @@ def multiply_tile(most_rows: int, panels: int, vectors: int, chains: int = 1) ->
 
 @cache
 def multiply_wide_tile(least_rows: int, most_rows: int, panels: int) -> Callable[..., None]:
-    """As `multiply_tile` for `least_rows` to `most_rows` rows x `panels` * 16 float32 columns, side by side in `out`.
+    """`multiply_tile` for `least_rows` to `most_rows` rows x `panels` * 16 float32 columns, side by side in `out`.
 
     The function takes `(rows, x, x_row, w, w_k, w_panel, k, out, out_row, ahead, accumulate)`.
     """
@@ -103,11 +100,11 @@ def multiply_wide_tile(least_rows: int, most_rows: int, panels: int) -> Callable
 
 @cache
 def multiply_and_fetch_tile(most_rows: int) -> Callable[..., None]:
-    """As `multiply_tile` for one panel of 16 float32 columns; memory is also asked for what is needed afterwards.
+    """`multiply_tile` for one panel of 16 float32 columns that also prefetches what is needed afterwards.
 
-    The function takes `(rows, x, x_row, w, w_k, k, out, out_row, ahead, accumulate, blocks, step, rate)`. `blocks`
-    is the address of a list of addresses (int64) of FETCH_BLOCK bytes each, and step kk asks for its line of 64 bytes
-    number `(step + kk) * rate / FETCH_UNIT`: evenly, because a core forgets most of what it is asked for in a burst.
+    The function takes `(rows, x, x_row, w, w_k, k, out, out_row, ahead, accumulate, blocks, step, rate)`. `blocks` is
+    the address of a list of addresses (int64) of FETCH_BLOCK bytes each, and step kk prefetches its line of 64 bytes
+    number `(step + kk) * rate / FETCH_UNIT`: evenly, because a core drops most prefetches of a burst.
     """
 
     @intrinsic
@@ -130,12 +127,12 @@ def multiply_and_fetch_tile(most_rows: int) -> Callable[..., None]:
 
 @cache
 def multiply_bytes_tile(most_rows: int, *, fetches: bool) -> Callable[..., None]:
-    """As `multiply_and_fetch_tile` with weights that are stored in bytes, over the whole sum.
+    """`multiply_and_fetch_tile` with weights that are stored in bytes, over the whole sum.
 
-    The function takes `(rows, x, x_row, levels, scales, offsets, k, out, out_row, accumulate, blocks, step, rate)`:
-    the bytes of step kk are at levels + kk * 16; those of each `GROUP` steps share 16 scales and 16 offsets, one group
+    The function takes `(rows, x, x_row, levels, scales, offsets, k, out, out_row, accumulate, blocks, step, rate)`: the
+    bytes of step kk are at levels + kk * 16; those of each `GROUP` steps share 16 scales and 16 offsets, one group
     after the other. Weights are expanded in registers exactly as `expand_bytes` does. Without `fetches` the last three
-    are not looked at.
+    are ignored.
     """
 
     @intrinsic
@@ -157,10 +154,10 @@ def multiply_bytes_tile(most_rows: int, *, fetches: bool) -> Callable[..., None]
 
 @cache
 def multiply_and_expand_tile(most_rows: int) -> Callable[..., None]:
-    """As `multiply_bytes_tile` over at most CHUNK steps, of which it leaves the expanded weights for further rows.
+    """`multiply_bytes_tile` over at most CHUNK steps that also stores the expanded weights for further rows.
 
     The function takes `(rows, x, x_row, levels, scales, offsets, k, out, out_row, accumulate, expanded)`; `expanded` is
-    the address of float32 [k, 16]. Expanding goes on beside the sums, in units that these leave idle.
+    the address of float32 [k, 16]. Expanding runs beside the sums, in units that these leave idle.
     """
 
     @intrinsic
@@ -194,7 +191,7 @@ def expand_bytes(typingctx: Any, levels: Any, scales: Any, offsets: Any, count: 
         with cgutils.for_range(builder, count, intp=WORD) as loop:
             at = builder.add(levels, builder.shl(loop.index, WORD(4)))
             prefetch(builder, builder.add(at, WORD(BYTES_AHEAD)))
-            value = _expanded(builder, _load(builder, at, _LEVELS, 1), scale, offset)
+            value = _dequantise(builder, _load(builder, at, _LEVELS, 1), scale, offset)
             _store(builder, value, builder.add(out, builder.shl(loop.index, WORD(6))))
         return context.get_dummy_value()
 
@@ -202,7 +199,7 @@ def expand_bytes(typingctx: Any, levels: Any, scales: Any, offsets: Any, count: 
 
 
 class _Fetch(NamedTuple):
-    """What to ask memory for on the way; LLVM values."""
+    """A list of blocks to prefetch along the way; LLVM values."""
 
     blocks: Any
     step: Any
@@ -210,7 +207,7 @@ class _Fetch(NamedTuple):
 
 
 def _cases(builder: Any, num_rows: Any, counts: range) -> Iterator[int]:
-    """Each count of rows with its own block to emit into: the one for `num_rows` is run, if there is one."""
+    """Yield each count of rows with its own block to emit into; the block for `num_rows` is run, if there is one."""
     after = builder.append_basic_block("after.tile")
     switch = builder.switch(num_rows, after)
     for rows in counts:
@@ -230,9 +227,11 @@ def _emit_tile(
     vector = ir.VectorType(FLOAT, vectors * LANES)
     w_panels = [builder.mul(w_panel, WORD(p)) for p in range(panels)]
     for rows in _cases(builder, num_rows, counts):
-        x_rows = [_moved(builder, x, builder.mul(x_row, WORD(i))) for i in range(rows)]
+        x_rows = [_address_at(builder, x, builder.mul(x_row, WORD(i))) for i in range(rows)]
         targets = {
-            (i, p): _moved(builder, out, builder.add(builder.mul(out_row, WORD(i)), builder.mul(out_panel, WORD(p))))
+            (i, p): _address_at(
+                builder, out, builder.add(builder.mul(out_row, WORD(i)), builder.mul(out_panel, WORD(p)))
+            )
             for i in range(rows)
             for p in range(panels)
         }
@@ -242,7 +241,7 @@ def _emit_tile(
                 for chunk, its_sums in enumerate(sums):
                     k = builder.add(first, builder.add(loop.index, WORD(chunk * CHUNK)))
                     w_step = builder.mul(w_k, k)
-                    places = [_moved(builder, w, builder.add(at, w_step), 1 if in_bf16 else 2) for at in w_panels]
+                    places = [_address_at(builder, w, builder.add(at, w_step), 1 if in_bf16 else 2) for at in w_panels]
                     for at in places:
                         prefetch(builder, builder.add(at, ahead))
                     _prefetch_line(builder, fetch, k)
@@ -258,24 +257,24 @@ def _emit_bytes_tile(
 ) -> None:
     x, x_row, levels, scales, offsets, depth, out, out_row, accumulate = args
     for rows in _cases(builder, num_rows, range(1, most_rows + 1)):
-        x_rows = [_moved(builder, x, builder.mul(x_row, WORD(i))) for i in range(rows)]
-        targets = {(i, 0): _moved(builder, out, builder.mul(out_row, WORD(i))) for i in range(rows)}
+        x_rows = [_address_at(builder, x, builder.mul(x_row, WORD(i))) for i in range(rows)]
+        targets = {(i, 0): _address_at(builder, out, builder.mul(out_row, WORD(i))) for i in range(rows)}
 
         def emit_steps(first: Any, count: Any, sums: list[_Sums], x_rows: list[Any] = x_rows) -> None:
             num_groups = builder.udiv(builder.add(count, WORD(GROUP - 1)), WORD(GROUP))
             with cgutils.for_range(builder, num_groups, intp=WORD) as group:
                 start = builder.add(first, builder.mul(group.index, WORD(GROUP)))
                 grid = builder.mul(builder.udiv(start, WORD(GROUP)), WORD(_PANEL.count))
-                scale, offset = (_load(builder, _moved(builder, base, grid), _PANEL) for base in (scales, offsets))
+                scale, offset = (_load(builder, _address_at(builder, base, grid), _PANEL) for base in (scales, offsets))
                 left = _at_most(builder, builder.sub(depth, start), GROUP)
                 with cgutils.for_range(builder, left, intp=WORD) as loop:
                     k = builder.add(start, loop.index)
                     at = builder.add(levels, builder.mul(k, WORD(_PANEL.count)))
                     prefetch(builder, builder.add(at, WORD(BYTES_AHEAD)))
                     _prefetch_line(builder, fetch, k)
-                    weights = _expanded(builder, _load(builder, at, _LEVELS, 1), scale, offset)
+                    weights = _dequantise(builder, _load(builder, at, _LEVELS, 1), scale, offset)
                     if expanded is not None:
-                        _store(builder, weights, _moved(builder, expanded, builder.mul(k, WORD(_PANEL.count))))
+                        _store(builder, weights, _address_at(builder, expanded, builder.mul(k, WORD(_PANEL.count))))
                     _add_step(builder, x_rows, k, [weights], sums[0])
 
         _emit_chunks(builder, _PANEL, targets, depth, accumulate, emit_steps)
@@ -336,23 +335,23 @@ def _add_to_targets(
 def _add_step(builder: Any, x_rows: list[Any], k: Any, weights: list[Any], sums: _Sums) -> None:
     """sums[i, p] += x_rows[i][k] * weights[p]."""
     for i, row in enumerate(x_rows):
-        value = spread(builder, _load(builder, _moved(builder, row, k), FLOAT), weights[0].type)
+        value = spread(builder, _load(builder, _address_at(builder, row, k), FLOAT), weights[0].type)
         for p, weight in enumerate(weights):
             total = sums[i, p]
             builder.store(fma(builder, value, weight, builder.load(total)), total)
 
 
 def _prefetch_line(builder: Any, fetch: _Fetch | None, k: Any) -> None:
-    """Ask for step k's line of a list, if there is one; see `multiply_and_fetch_tile`."""
+    """Prefetch step k's line of a list, if there is one; see `multiply_and_fetch_tile`."""
     if fetch is None:
         return
     lines = FETCH_BLOCK // 64
     line = builder.udiv(builder.mul(builder.add(fetch.step, k), fetch.rate), WORD(FETCH_UNIT))
-    block = _load(builder, _moved(builder, fetch.blocks, builder.udiv(line, WORD(lines)), 3), WORD, 8)
-    prefetch(builder, _moved(builder, block, builder.and_(line, WORD(lines - 1)), 6))
+    block = _load(builder, _address_at(builder, fetch.blocks, builder.udiv(line, WORD(lines)), 3), WORD, 8)
+    prefetch(builder, _address_at(builder, block, builder.and_(line, WORD(lines - 1)), 6))
 
 
-def _moved(builder: Any, base: Any, elements: Any, size_bits: int = 2) -> Any:
+def _address_at(builder: Any, base: Any, elements: Any, size_bits: int = 2) -> Any:
     """The address `elements` of 2**size_bits bytes behind `base`."""
     return builder.add(base, builder.shl(elements, WORD(size_bits)))
 
@@ -369,7 +368,7 @@ def _store(builder: Any, value: Any, at: Any) -> None:
     builder.store(value, builder.inttoptr(at, value.type.as_pointer()), align=4)
 
 
-def _expanded(builder: Any, levels: Any, scale: Any, offset: Any) -> Any:
+def _dequantise(builder: Any, levels: Any, scale: Any, offset: Any) -> Any:
     """scale * levels + offset, 16 columns of a panel."""
     wide = builder.zext(levels, ir.VectorType(ir.IntType(32), _PANEL.count))
     return fma(builder, scale, builder.sitofp(wide, _PANEL), offset)

@@ -1,15 +1,14 @@
-"""Threads that share one compiled call, phase by phase, without waiting for anybody who is late.
+"""A thread team: threads that share one compiled call, phase by phase, without waiting for late ones.
 
-A phase is a number of independent pieces. Every thread runs the whole call: it takes pieces of the phase
-until none is left, waits until all are done, and goes on. Threads meet nowhere else: one that was not
-scheduled in time finds its pieces taken and done, and a call is right with any number of threads that
-arrive. So a core lent to another program costs its share of the speed, not a wait at every step.
+A phase is a number of independent pieces. Every thread runs the whole call: it claims pieces of the phase until none is
+left, waits until all are done, and goes on. Threads synchronise nowhere else: one that was not scheduled in time finds
+its pieces done, and a call is correct with any number of threads that arrive. So a core lent to another program costs
+its part of the speed, not a wait at every step.
 
-In: compiled functions whose first arguments are `(team, phase)` and whose result is the next phase.
-`team` is an array [phases, 16] of int64, zero at first: pieces taken at 0, pieces done at 8, apart by
-a cache line. Two things are the kernels' part: which thread computes a piece must not change its bits, and
-the number of pieces may depend only on what never changes after the call, shapes above all, because a
-thread may still be counting them when the caller has long gone on.
+The compiled functions take `(team, phase)` as first arguments and return the next phase. `team` is an array [phases,
+16] of int64, zero at first: claimed pieces at 0, done pieces at 8, apart by a cache line. Kernels must obey two rules:
+which thread computes a piece must not change its bits, and the number of pieces may depend only on what never changes
+after the call, shapes above all, because a thread may still be counting them when the caller has long returned.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from app.kernels.machine.jit import jit
 
 _Calls = queue.SimpleQueue[tuple[Callable[..., Any], tuple[Any, ...]] | None]
 
-#: Looks at a phase's end before the processor is offered to others.
+#: Checks of a phase's end before the thread yields its processor.
 _SPINS = 400
 _TAKEN, _DONE = 0, 8
 #: Items at the end of a phase that come in smaller and smaller pieces, so that threads finish together.
@@ -41,7 +40,7 @@ TAIL = 8
 
 @intrinsic
 def _add(typingctx: Any, address: Any, value: Any) -> Any:
-    """Atomically add to the int64 at `address`; returns what it was. What was written before is seen by `_load`."""
+    """Atomically add to the int64 at `address`; returns the old value. Earlier writes are visible to `_load`."""
 
     def codegen(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
         pointer = builder.inttoptr(args[0], ir.IntType(64).as_pointer())
@@ -76,7 +75,7 @@ def _pause(typingctx: Any) -> Any:
 
 @intrinsic
 def _offer_core(typingctx: Any) -> Any:
-    """sched_yield(2): whoever else wants this core goes first."""
+    """sched_yield(2): other threads that want this core run first."""
 
     def codegen(context: Any, builder: Any, _signature: Any, _args: Any) -> Any:
         kind = ir.FunctionType(ir.IntType(32), [])
@@ -87,14 +86,14 @@ def _offer_core(typingctx: Any) -> Any:
 
 
 @jit
-def take(team, phase):
-    """The next piece of this phase, counted from 0; past the last one there is nothing left to do."""
+def claim_piece(team, phase):
+    """Claim the next piece of this phase, counted from 0; a number past the last piece means that none is left."""
     return _add(team.ctypes.data + (phase * 16 + _TAKEN) * 8, 1)
 
 
 @jit
-def leave(team, phase, num_pieces, num_done):
-    """Report the pieces this thread did and wait until all of them are done. Returns the next phase."""
+def finish_phase(team, phase, num_pieces, num_done):
+    """Report this thread's finished pieces and wait until all are done. Returns the next phase."""
     at = team.ctypes.data + (phase * 16 + _DONE) * 8
     if num_done > 0:
         _add(at, num_done)
@@ -110,11 +109,11 @@ def leave(team, phase, num_pieces, num_done):
 
 @jit
 def count_pieces(num_items, size):
-    """Pieces of `size` items, followed by smaller and smaller ones; see `piece`."""
+    """Number of pieces: those of `size` items, followed by smaller and smaller ones; see `piece`."""
     count = max(num_items - TAIL, 0) // size
     left = num_items - count * size
     while left > 0:
-        left -= _share(left, size)
+        left -= _tail_piece(left, size)
         count += 1
     return count
 
@@ -125,18 +124,18 @@ def piece(index, num_items, size):
     large = max(num_items - TAIL, 0) // size
     first, end = 0, min(index, large) * size
     for _ in range(large, index + 1):
-        first, end = end, end + _share(num_items - end, size)
+        first, end = end, end + _tail_piece(num_items - end, size)
     return (first, end) if index >= large else (end, end + size)
 
 
 @jit
-def _share(left, size):
-    """Of the last items of a phase, those of the next piece: so many that two threads end within a single one."""
+def _tail_piece(left, size):
+    """Size of the next piece among a phase's last items: two threads finish within a single item."""
     return max(min(left // 3, size), 1)
 
 
 class ThreadTeam:
-    """`num_threads` threads: the caller's, and helpers that sleep between calls. Close it when done."""
+    """`num_threads` threads: the caller's, and helpers that sleep between calls. Close it after use."""
 
     def __init__(self, num_threads: int) -> None:
         """Raises ValueError for fewer than one thread."""
@@ -158,8 +157,8 @@ class ThreadTeam:
     def run(self, function: Callable[..., Any], num_phases: int, *args: Any) -> None:
         """Call function(team, 0, *args), which has at most `num_phases` phases, on every thread.
 
-        Returns when all its work is done. A helper may still be on its way through an old call: it finds every
-        piece taken and touches nothing. Raises RuntimeError if a helper has died.
+        Returns when all its work is done. A helper may still be in an old call: it finds every piece claimed and
+        touches nothing. Raises RuntimeError if a helper has died.
         """
         team: NDArray[np.int64] = np.zeros((num_phases, 16), np.int64)
         for helper in self._helpers:
@@ -169,7 +168,7 @@ class ThreadTeam:
         function(team, 0, *args)
 
     def close(self) -> None:
-        """End the helpers. The team must not be used afterwards."""
+        """Stop the helpers. The team must not be used afterwards."""
         self._end()
         for helper in self._helpers:
             helper.join()
@@ -179,7 +178,7 @@ def _help(calls: _Calls) -> None:
     while (call := calls.get()) is not None:
         function, args = call
         function(*args)
-        del call, function, args  # a sleeping helper keeps no arrays alive
+        del call, function, args  # a sleeping helper must not keep arrays alive
 
 
 def _dismiss(calls: _Calls, num_helpers: int) -> None:

@@ -1,7 +1,6 @@
-"""Vector arithmetic that Numba's own loops do not reach: LLVM values of `LANES` float32, for the emitters.
+"""Vector arithmetic for the LLVM emitters that Numba's own loops do not reach: values of `LANES` float32.
 
-In: an IR builder and vectors. Out: vectors. Everything here works lane by lane, or joins lanes in one fixed
-order, so where a value stands never changes its bits.
+Everything works lane by lane, or joins lanes in one fixed order, so a value's place never changes its bits.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ import numpy as np
 from llvmlite import ir
 from numba.core import cgutils
 
-#: float32 lanes of one vector; LLVM splits wider vectors than the machine has.
+#: float32 lanes of one vector; LLVM splits vectors that are wider than the machine's.
 LANES = 8
 
 WORD, INT, FLOAT = ir.IntType(64), ir.IntType(32), ir.FloatType()
@@ -46,7 +45,7 @@ def load(builder: Any, base: Any, index: Any) -> Any:
 
 
 def load_bf16(builder: Any, address: Any, kind: Any = VECTOR) -> Any:
-    """bfloat16 values at `address`, as float32, a vector of `kind`: their bits are the upper halves of those."""
+    """bfloat16 values at `address` as float32, a vector of `kind`: bfloat16 bits are the upper halves of float32's."""
     small, wide = (ir.VectorType(bits, kind.count) for bits in (ir.IntType(16), INT))
     values = builder.load(builder.inttoptr(address, small.as_pointer()), align=2)
     return builder.bitcast(builder.shl(builder.zext(values, wide), ir.Constant(wide, [16] * kind.count)), kind)
@@ -58,7 +57,7 @@ def store(builder: Any, value: Any, base: Any, index: Any) -> None:
 
 
 def prefetch(builder: Any, address: Any) -> None:
-    """Ask for the cache line of `address`, of any memory or none: it is read soon, once."""
+    """Prefetch the cache line of `address`, which may be invalid: it is read soon, once."""
     kind = ir.FunctionType(ir.VoidType(), [ir.IntType(8).as_pointer(), INT, INT, INT])
     function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0i8")
     builder.call(function, [builder.inttoptr(address, ir.IntType(8).as_pointer()), INT(0), INT(3), INT(1)])
@@ -110,14 +109,14 @@ def plus(builder: Any, a: Any, b: Any) -> Any:
 
 
 def tree(builder: Any, values: list[Any], join: Callable[[Any, Any, Any], Any]) -> Any:
-    """A power of two of vectors joined: neighbours first, then pairs of neighbours."""
+    """Join a power of two of vectors: neighbours first, then pairs of neighbours."""
     while len(values) > 1:
         values = [join(builder, values[i], values[i + 1]) for i in range(0, len(values), 2)]
     return values[0]
 
 
 def across(builder: Any, value: Any, join: Callable[[Any, Any, Any], Any]) -> Any:
-    """All lanes joined into one float, halves first."""
+    """Join all lanes into one float, halves first."""
     half = LANES // 2
     while half:
         order = [(lane + half) % LANES for lane in range(LANES)]

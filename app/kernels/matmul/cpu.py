@@ -1,10 +1,9 @@
-"""Products with packed weights on the CPU: the same bits for a row in any company.
+"""Matrix products with packed weights on the CPU: batch-invariant.
 
-A weight `[N, K]` is packed once into panels `[P, K, 16]` (P = N/16 rounded up, missing columns
-zero), so that one step over k reads 64 consecutive bytes. Rows are taken in tiles of up to `MOST_ROWS`, whose sums
-stay in registers; one to three rows take several panels at a time instead, and so do many rows. Every
-element is one chain of fused multiply-adds in the order of k (`app.kernels.machine.simd`), so neither the tile nor
-the thread can be seen in the result.
+A weight `[N, K]` is packed once into panels `[P, K, 16]` (P = N/16 rounded up, missing columns zero), so that one step
+over k reads 64 consecutive bytes. Rows are taken in tiles of up to `MOST_ROWS`, whose sums stay in registers; one to
+three rows take several panels at a time, and so do many rows. Every element is one chain of fused multiply-adds in the
+order of k (`app.kernels.machine.simd`), so neither the tile nor the thread affects the result.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from app.kernels.machine.simd import (
     multiply_tile,
     multiply_wide_tile,
 )
-from app.kernels.machine.thread_team import count_pieces, leave, piece, take
+from app.kernels.machine.thread_team import claim_piece, count_pieces, finish_phase, piece
 
 #: Columns of one panel.
 PANEL = 16
@@ -31,16 +30,16 @@ PANEL = 16
 #: Rows of the largest tile. A row's sums take one register of AVX-512, of which there are 32, and two of other
 #: machines' sixteen: a seventh row would not fit there, and sums kept in memory take three times as long.
 MOST_ROWS = 8 if has_feature("avx512f") else 6
-#: Rows that the largest tile leaves to the next one at least: fewer cannot keep a core busy.
+#: Rows that the largest tile leaves at least for the next one: fewer cannot keep a core busy.
 _LEAST_LEFT = 4
 
-#: Panels that many rows take at a time: a value of x is loaded once for as many weights. With one panel a core that
+#: Panels that many rows take at a time: a value of x is loaded once for that many weights. With one panel a core that
 #: begins two multiply-adds of 64 bytes in a cycle waits for loads: for 16 of them LLVM's model of such a core
 #: (llvm-mca, sapphirerapids) counts 10.5 cycles with one panel, 9.1 with two and 8.0, the least, with three; no such
-#: machine was at hand. Zen 4 begins one in a cycle and is as fast either way: 103 to 116 GFLOP/s a core at 16 to 256
+#: machine was available. Zen 4 begins one in a cycle and is as fast either way: 103 to 116 GFLOP/s a core at 16 to 256
 #: rows, where 32 a cycle at 3.7 GHz are 118.
 MANY_PANELS = 3 if has_feature("avx512f") else 1
-#: With more rows than this nothing is asked for on the way: a product's own work takes longer than what it asks for.
+#: With more rows than this nothing is prefetched: a product's own work takes longer than what it fetches.
 MOST_FETCHING = 64
 
 _four_panels = multiply_tile(1, 4, 2)
@@ -51,17 +50,16 @@ _fetching = multiply_and_fetch_tile(MOST_ROWS)
 
 
 class Fetch(NamedTuple):
-    """What a product asks memory for on its way, evenly: lines of 64 bytes in a list of blocks, see
-    `multiply_and_fetch_tile`.
+    """Blocks that a product prefetches along the way, evenly, in lines of 64 bytes; see `multiply_and_fetch_tile`.
 
-    The first to the last step of the whole product ask for all lines, or for one each if there are fewer steps.
+    The steps of the whole product cover all lines, or one line each if there are fewer steps.
     """
 
     blocks: int | np.int64
     lines: int
 
 
-#: Ask for nothing.
+#: Prefetch nothing.
 NO_FETCH = Fetch(0, 0)
 
 
@@ -98,7 +96,7 @@ def multiply_columns(
     `multiply_and_fetch_tile`; nothing in bfloat16, and nothing of less than four rows, asks for blocks. One thread.
     """
     p, size = 0, 2 if in_bf16 else 4
-    # Few rows read several panels at once: from one long stream of them memory is busy without being asked ahead.
+    # Few rows read several panels at once: such a long stream keeps memory busy without prefetching.
     if num_rows == 1:
         while p + 4 <= num_panels:
             wp, op = w + p * w_panel * size, out + p * 64
@@ -109,7 +107,7 @@ def multiply_columns(
             wp, op = w + p * w_panel * size, out + p * 64
             _two_panels(num_rows, x, x_row, wp, w_k, w_panel, depth, op, out_row, 16, ahead, accumulate, in_bf16)
             p += 2
-    # Several tiles of rows read the same weights: chunk by chunk, these stay in the first cache.
+    # Several tiles of rows read the same weights, chunk by chunk, so that these stay in the first-level cache.
     chunk = CHUNK if num_rows > MOST_ROWS else max(depth, 1)
     fetches = rate > 0 and num_rows > 3 and not in_bf16
     while p < num_panels:
@@ -126,7 +124,7 @@ def multiply_columns(
 
 @jit
 def tile_rows(num_rows):
-    """Rows of the first tile of so many."""
+    """Rows of the first tile of `num_rows` rows."""
     return num_rows if num_rows <= MOST_ROWS else min(MOST_ROWS, num_rows - _LEAST_LEFT)
 
 
@@ -143,7 +141,7 @@ def _panel(x, w, w_k, depth, out, accumulate, num_rows, x_row, out_row, ahead, i
 
 @jit
 def _fetching_panel(x, w, w_k, depth, out, accumulate, num_rows, x_row, out_row, ahead, blocks, step, rate):
-    """`_panel` in float32, asking for blocks. A function of its own: the other is faster without this beside it."""
+    """`_panel` in float32 with prefetching. A separate function: `_panel` is faster without this code in it."""
     i = 0
     while i < num_rows:
         rows = tile_rows(num_rows - i)
@@ -155,7 +153,7 @@ def _fetching_panel(x, w, w_k, depth, out, accumulate, num_rows, x_row, out_row,
 
 @jit
 def _multiply_many(x, w, first, end, out, accumulate):
-    """`multiply_panels` with more than `MOST_ROWS` rows, `MANY_PANELS` at a time; the first panel that is left."""
+    """`multiply_panels` with more than `MOST_ROWS` rows, `MANY_PANELS` at a time; returns the first panel left."""
     num_rows, depth = x.shape
     x_row, out_row, p = x.strides[0] // 4, out.strides[0] // 4, first
     while p + MANY_PANELS <= end:
@@ -173,7 +171,7 @@ def _multiply_many(x, w, first, end, out, accumulate):
 
 @jit
 def count_steps(num_rows, num_panels, depth):
-    """Steps of `multiply_columns` with more than three rows: what their numbers run to."""
+    """Number of steps of `multiply_columns` with more than three rows."""
     return num_panels * depth * -(-num_rows // MOST_ROWS)
 
 
@@ -214,10 +212,10 @@ def matmul(team, phase, x, w, out, accumulate):
     num_panels, done = w.shape[0], 0
     size = panels_per_piece(x.shape[0], num_panels)
     num_pieces = count_pieces(num_panels, size)
-    index = take(team, phase)
+    index = claim_piece(team, phase)
     while index < num_pieces:
         first, end = piece(index, num_panels, size)
         multiply_panels(x, w, first, end, out, accumulate, NO_FETCH)
         done += 1
-        index = take(team, phase)
-    return leave(team, phase, num_pieces, done)
+        index = claim_piece(team, phase)
+    return finish_phase(team, phase, num_pieces, done)

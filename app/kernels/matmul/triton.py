@@ -1,8 +1,8 @@
-"""The base product on the GPU in deterministic mode: y = x W^T, the same tiles and sums for any number of rows.
+"""The base product y = x W^T on the GPU in batch-invariant mode: the same tiles and sums for any number of rows.
 
-In: rows of a step and a weight. Out: their product, added in place if asked. A library picks kernels by shape, so that
-a row's bits change with its company; here the tile depends on the weight alone. One row costs as much as
-64, which is little while the weight's bytes are what takes time; long prefills are slower than the library's.
+A library picks kernels by shape, so that a row's bits depend on the batch; here the tile depends on the weight alone.
+One row costs as much as 64, which is little while reading the weight takes the time; long prefills are slower than the
+library's.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def linear(
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["num_rows", "row_tiles"])  # or a new number of rows could compile anew
+@triton.jit(do_not_specialize=["num_rows", "row_tiles"])  # or a new number of rows could trigger a compilation
 def _linear(
     x, weight, out, bias, num_rows, row_tiles, x_row, weight_row, out_row, WIDTH: tl.constexpr, DEPTH: tl.constexpr,
     HAS_BIAS: tl.constexpr, ACCUMULATE: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,

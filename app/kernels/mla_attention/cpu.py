@@ -1,13 +1,13 @@
-"""Latent attention on the CPU over latents as they are: decode and chunked prefill in one, bits independent of company.
+"""Latent attention on the CPU, directly on latents: decode and chunked prefill in one, batch-invariant.
 
-In: queries that have been taken to latents ("absorbed": K_h^T q), and paged memory that holds one latent and one
-rotated part per token. Out: per head a sum of latents, weighed by the softmax; `V_h` is applied to it afterwards. So
-keys and values of heads are never written out, and a token takes R + E numbers of memory, once. Prompts are computed
-so, too: another order of the same sums would give a cached prefix other bits than a fresh one.
+Queries are taken to latents first ("absorbed": K_h^T q), paged memory holds one latent and one rotated part per token,
+and the result is per head a sum of latents, weighed by the softmax, to which `V_h` is applied afterwards. So keys and
+values of heads are never written out, and a token takes R + E numbers of memory. Prompts are computed in the same way:
+another order of the sums would give a cached prefix other bits than a fresh one.
 
 Scores are products of keys (as rows) with queries (as packed panels of sixteen columns, the heads of a token): latents
-lie in memory as values need them, and are not turned. memory: [blocks, 1, block_size, W], W a multiple of 16, of which
-R + E numbers are used; R is one, too. Heads come in jobs of sixteen.
+lie in memory as values need them, and are not transposed. memory: [blocks, 1, block_size, W], W a multiple of 16, of
+which R + E numbers are used; R is a multiple of 16, too. Heads come in jobs of sixteen.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from __future__ import annotations
 import numpy as np
 
 from app.kernels.machine.jit import jit
-from app.kernels.machine.thread_team import leave, take
+from app.kernels.machine.thread_team import claim_piece, finish_phase
 from app.kernels.matmul.cpu import PANEL, multiply_columns
 from app.kernels.paged_attention.softmax import KEYS, softmax_step
 
@@ -25,7 +25,7 @@ _TILE_TOKENS, _STEP = 16, 16
 
 @jit
 def _turn(row, first, size, cos, sin):
-    """Neighbours of row[first : first + size] turned by cos and sin [size / 2], in place."""
+    """Rotate neighbouring pairs of row[first : first + size] by cos and sin [size / 2], in place."""
     for i in range(size // 2):
         one, other = row[first + 2 * i], row[first + 2 * i + 1]
         row[first + 2 * i] = one * cos[i] - other * sin[i]
@@ -36,14 +36,14 @@ def _turn(row, first, size, cos, sin):
 def rotate_and_store(
     team, phase, queries, latents, positions, kv_slots, cos, sin, num_heads, key_size, kv_rank, memory, own
 ):
-    """Rotate queries' and keys' last parts in place, store latents, and bring queries' first parts together. One phase.
+    """Rotate queries' and keys' last parts in place, store latents, and gather queries' first parts by head. One phase.
 
     queries: [T, >= N * (P + E)]; latents: [T, >= R + E], normalised already; cos, sin: [positions, E / 2]. memory: see
-    the module, written at kv_slots [T]. own: [>= N * T, P], where head h of token t goes to row h * T + t.
+    the module, written at kv_slots [T]. own: [>= N * T, P]; head h of token t goes to row h * T + t.
     """
     num_tokens, done, block_size = latents.shape[0], 0, memory.shape[2]
     rope_size = 2 * cos.shape[1]
-    t = take(team, phase)
+    t = claim_piece(team, phase)
     while t < num_tokens:
         block, position = kv_slots[t] // block_size, positions[t]
         for head in range(num_heads):
@@ -54,13 +54,13 @@ def rotate_and_store(
         width = kv_rank + rope_size
         memory[block, 0, kv_slots[t] - block * block_size, :width] = latents[t, :width]
         done += 1
-        t = take(team, phase)
-    return leave(team, phase, num_tokens, done)
+        t = claim_piece(team, phase)
+    return finish_phase(team, phase, num_tokens, done)
 
 
 @jit
 def _pack(queries, absorbed, start, end, first_head, group, num_tokens, key_size, rope_size, scale, packed):
-    """Scaled queries of a job as columns: row (t - start) * group + g of it is column of packed [panels, R + E, 16]."""
+    """Pack a job's scaled queries as columns: row (t - start) * group + g is a column of packed [panels, R + E, 16]."""
     kv_rank = absorbed.shape[1]
     for row in range((end - start) * group):
         t, head = start + row // group, first_head + row % group
@@ -131,7 +131,7 @@ def latent_attention(
     by_key, scores = np.empty((KEYS, panels * PANEL), np.float32), np.empty((most, KEYS), np.float32)
     acc = np.empty((most, kv_rank), np.float32)
     maxima, sums = np.empty(most, np.float32), np.empty(most, np.float32)
-    job = take(team, phase)
+    job = claim_piece(team, phase)
     while job < num_pieces:
         task, first_head = job // num_groups, job % num_groups * PANEL
         b, group = tasks[task, 0], min(PANEL, num_heads - first_head)
@@ -145,8 +145,8 @@ def latent_attention(
             for i in range(kv_rank):
                 absorbed[place, i] = acc[row, i] / sums[row]
         done += 1
-        job = take(team, phase)
-    return leave(team, phase, num_pieces, done)
+        job = claim_piece(team, phase)
+    return finish_phase(team, phase, num_pieces, done)
 
 
 @jit
@@ -154,10 +154,10 @@ def bring_heads_together(team, phase, values, num_heads, out):
     """out[t, h * V + i] = values[h * T + t, i]; values: [>= N * T, >= V], out: [T, N * V]. One phase."""
     num_tokens, done = out.shape[0], 0
     size = out.shape[1] // num_heads
-    t = take(team, phase)
+    t = claim_piece(team, phase)
     while t < num_tokens:
         for head in range(num_heads):
             out[t, head * size : (head + 1) * size] = values[head * num_tokens + t, :size]
         done += 1
-        t = take(team, phase)
-    return leave(team, phase, num_tokens, done)
+        t = claim_piece(team, phase)
+    return finish_phase(team, phase, num_tokens, done)

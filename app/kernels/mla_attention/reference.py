@@ -32,6 +32,6 @@ def latent_attention(
 
 
 def rotate_neighbours(x: Floats, cos: Floats, sin: Floats) -> NDArray[np.float64]:
-    """Numbers 2i and 2i + 1 of x [..., E] as a point, turned by the angle of cos and sin [..., E / 2]."""
+    """Rotate each pair of numbers 2i and 2i + 1 of x [..., E] by the angle of cos and sin [..., E / 2]."""
     first, second = x[..., ::2].astype(np.float64), x[..., 1::2].astype(np.float64)
     return np.stack([first * cos - second * sin, second * cos + first * sin], axis=-1).reshape(x.shape)

@@ -1,8 +1,8 @@
-"""Latent attention on the GPU, over latents as they are: decoding and prefill chunks in one kernel.
+"""Latent attention on the GPU, directly on latents: decoding and prefill chunks in one kernel.
 
-In: queries that have been taken to latents, and paged memory that holds one latent and one rotated part per token. Out:
-per head a sum of latents. A program serves up to sixteen heads of a few consecutive queries: a latent is loaded once
-for their scores and sums. Splits of long sequences, their order and what deterministic mode promises are those of
+Queries are taken to latents first, paged memory holds one latent and one rotated part per token, and the result is per
+head a sum of latents. A program serves up to sixteen heads of a few consecutive queries: a latent is loaded once for
+their scores and sums. Splits of long sequences, their order and batch-invariant mode are those of
 `app.kernels.paged_attention.triton`, whose parts are used. No configuration of tiles has been measured.
 """
 
@@ -12,11 +12,11 @@ import torch
 import triton
 import triton.language as tl
 
-from app.kernels.paged_attention.triton import _merge_parts, _merged, _splits, _tile, _write
+from app.kernels.paged_attention.triton import _merge, _merge_parts, _splits, _tile, _write
 from app.kernels.tuning import ceil_div, next_power_of_two
 
 _ENOUGH_PROGRAMS = 528
-#: Keys of a tile; of one split in deterministic mode; at most how many programs share a sequence's splits.
+#: Keys of a tile; keys of one split in batch-invariant mode; the most programs that share a sequence's splits.
 _BLOCK_KEYS, _SPLIT_KEYS, _MAX_PROGRAMS = 32, 512, 64
 #: Queries times heads of a program.
 _BLOCK_ROWS = 16
@@ -35,8 +35,9 @@ def rotate_and_store(
 ) -> None:
     """Rotate the last E numbers of queries [T, N * (P + E)] by head and of latents [T, R + E], in place; store latents.
 
-    Neighbours are turned together; cos, sin: [positions, E / 2] float32. memory: [blocks, 1, block_size, R + E];
-    kv_slots: [T] int64, a slot beyond the memory is padding and not written. ValueError for operands that do not fit.
+    Neighbouring pairs are rotated; cos, sin: [positions, E / 2] float32. memory: [blocks, 1, block_size, R + E];
+    kv_slots: [T] int64; a slot beyond the memory is padding and not written. Raises ValueError for operands that do not
+    fit.
     """
     (num_rows, width), half = latents.shape, cos.shape[1]
     num_blocks, _, block_size, _ = memory.shape
@@ -162,7 +163,7 @@ def _rotate_latents(
         tl.store(to + RANK + 2 * i + 1, turned_second, mask=inside)
 
 
-@triton.jit(do_not_specialize=["num_tokens", "num_sequences"])  # or each new batch size would compile anew
+@triton.jit(do_not_specialize=["num_tokens", "num_sequences"])  # or each new batch size would trigger a compilation
 def _attend_latents(
     absorbed, rotated, memory, query_starts, seq_lens, block_tables, out, parts, states, num_tokens, num_sequences,
     scale, absorbed_row, absorbed_head, rotated_row, rotated_head, memory_block, memory_key, table_row, out_row,
@@ -231,7 +232,7 @@ def _attend_latents(
             tl.store(states + at_part * 2, top, mask=live)
             tl.store(states + at_part * 2 + 1, weight, mask=live)
         elif FIXED_KEYS > 0:
-            all_sums, all_weight, all_top = _merged(all_sums, all_weight, all_top, sums, weight, top)
+            all_sums, all_weight, all_top = _merge(all_sums, all_weight, all_top, sums, weight, top)
         else:
             all_sums, all_weight, all_top = sums, weight, top
     if not HAS_PARTS:

@@ -1,9 +1,8 @@
-"""Latent attention in JAX over latents as they are: products by head with their deltas, and attention.
+"""Latent attention in JAX, directly on latents: products by head with their deltas, and attention.
 
-In: queries by head, a step's latents, the memory of all layers. Out: per head a sum of latents, and the memory with the
-step's. A token's latent and what is rotated of its key are written once; the value of a key is its latent, so memory is
-read once. `kv_b_proj` is applied on either side of attention, head by head; so are its LoRA deltas: with B.T A split by
-heads into rows of keys and of values, K_h.T q gains A.T (B_keys,h q), and V_h c gains B_values,h.T (A c).
+A token's latent and the rotated part of its key are written once; the value of a key is its latent, so memory is read
+once. `kv_b_proj` is applied on both sides of attention, head by head; so are its LoRA deltas: with B.T A split by heads
+into rows of keys and of values, K_h.T q gains A.T (B_keys,h q), and V_h c gains B_values,h.T (A c).
 """
 
 from __future__ import annotations

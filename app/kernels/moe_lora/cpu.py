@@ -1,8 +1,8 @@
-"""Experts' products with their LoRA deltas on the CPU: one product per expert that has rows, over the dense tiles.
+"""Experts' linear modules with their LoRA deltas on the CPU: one product per expert that has rows.
 
-In: rows sorted by expert (`routing`), packed weights, and the rank rows of adapters by expert. Out: every row through
-its own expert, with its own adapter's delta of that expert, before the activation (gate and up) or before the shares
-(down). A row's bits depend on nothing but itself: its sums run in the tiles' order, whoever else the expert has.
+Rows are sorted by expert (`routing`). Every row passes its own expert with its own adapter's delta of that expert,
+before the activation (gate and up) or before the weighted sum (down). Results are batch-invariant: a row's sums run in
+the tiles' order, whatever other rows the expert has.
 
 The pieces of a phase are counted by shapes alone, as if every expert that could have rows had some.
 """
@@ -17,20 +17,20 @@ from numpy.typing import NDArray
 from app.kernels.activation.cpu import activate, activate_clamped
 from app.kernels.machine.jit import jit
 from app.kernels.machine.simd import BYTES_AHEAD
-from app.kernels.machine.thread_team import leave, take
+from app.kernels.machine.thread_team import claim_piece, finish_phase
 from app.kernels.matmul.cpu import NO_FETCH, PANEL, multiply_columns, panels_per_piece
-from app.kernels.matmul.quantised import layer_panels, multiply_any_panels
+from app.kernels.matmul.int8 import layer_panels, multiply_any_panels
 from app.kernels.sgmv.cpu import RANK_PANEL, shrink_rows
 
-#: Pairs of one piece of a shrink, where there are few and where there are many.
+#: Pairs per piece of a shrink, for few and for many pairs.
 _FEW_PAIRS, _MANY_PAIRS, _MANY = 2, 12, 256
 
 
 class ExpertRows(NamedTuple):
-    """Rank rows of one product's N modules (gate and up; down) of every expert, in one layer.
+    """LoRA rows of N modules (gate and up; down) of every expert in one layer.
 
-    a, b: [S, E, N] int64 addresses: panels [r / 8, d_in, 8] and [W / 16, r, 16], as `app.kernels.sgmv.cpu` says.
-    ranks: [S, E, N] int32, 0 where an adapter leaves a module of an expert alone. in_bf16: [S] bool: two bytes a value.
+    a, b: [S, E, N] int64 addresses: panels [r / 8, d_in, 8] and [W / 16, r, 16], see `app.kernels.sgmv.cpu`. ranks: [S,
+    E, N] int32, 0 where an adapter does not change a module of an expert. in_bf16: [S] bool: two bytes a value.
     """
 
     a: NDArray[np.int64]
@@ -41,7 +41,7 @@ class ExpertRows(NamedTuple):
 
 @jit
 def _end_of_run(pairs, slots, first, end):
-    """The end of the pairs that have the adapter of the first one; all of one expert."""
+    """The end of the run of pairs, all of one expert, that have the first one's adapter."""
     top_k = pairs.experts.shape[1]
     adapter_slot, i = slots[pairs.order[first] // top_k], first + 1
     while i < end and slots[pairs.order[i] // top_k] == adapter_slot:
@@ -61,7 +61,7 @@ def shrink_pairs(team, phase, x, num_pairs, pairs, slots, rows, h):
     size = _MANY_PAIRS if num_pairs > _MANY else _FEW_PAIRS
     num_chunks = -(-num_pairs // size)
     num_pieces = num_chunks * num_modules
-    index = take(team, phase)
+    index = claim_piece(team, phase)
     while index < num_pieces:
         n, chunk = index // num_chunks, index % num_chunks
         i, end = chunk * size, min((chunk + 1) * size, num_pairs)
@@ -79,8 +79,8 @@ def shrink_pairs(team, phase, x, num_pairs, pairs, slots, rows, h):
                 )  # fmt: skip
             i = stop
         done += 1
-        index = take(team, phase)
-    return leave(team, phase, num_pieces, done)
+        index = claim_piece(team, phase)
+    return finish_phase(team, phase, num_pieces, done)
 
 
 @jit
@@ -105,7 +105,7 @@ def _add_deltas(pairs, slots, rows, expert, n, first, end, h, out, out_panel):
 
 @jit
 def _fill(out, biases, expert, first, end):
-    """Start panels first to end from an expert's biases; returns whether the product adds to them."""
+    """Initialise panels first to end from an expert's biases; returns whether the product adds to them."""
     if biases.shape[0] == 0:
         return False
     for i in range(out.shape[0]):
@@ -134,7 +134,7 @@ def experts_gate_and_up(
     num_experts, half, done = pairs.busy.shape[0], gate_up.shape[1] // (2 * PANEL), 0
     most, size, count = _pieces(num_pairs, num_experts, half)
     num_pieces = most * count
-    index = take(team, phase)
+    index = claim_piece(team, phase)
     while index < num_pieces:
         if index // count < pairs.num_busy[0]:
             expert, first = pairs.busy[index // count], index % count * size
@@ -152,8 +152,8 @@ def experts_gate_and_up(
             else:
                 activate(columns, half * PANEL, gelu, first * PANEL, last, gated[low:high])
         done += 1
-        index = take(team, phase)
-    return leave(team, phase, num_pieces, done)
+        index = claim_piece(team, phase)
+    return finish_phase(team, phase, num_pieces, done)
 
 
 @jit
@@ -165,7 +165,7 @@ def experts_down(team, phase, x, num_pairs, pairs, slots, stack, at, biases, row
     num_experts, num_panels, done = pairs.busy.shape[0], out.shape[1] // PANEL, 0
     most, size, count = _pieces(num_pairs, num_experts, num_panels)
     num_pieces = most * count
-    index = take(team, phase)
+    index = claim_piece(team, phase)
     while index < num_pieces:
         if index // count < pairs.num_busy[0]:
             expert, first = pairs.busy[index // count], index % count * size
@@ -178,5 +178,5 @@ def experts_down(team, phase, x, num_pairs, pairs, slots, stack, at, biases, row
             if slots.shape[0] > 0:
                 _add_deltas(pairs, slots, rows, expert, 0, first, end, h, out, 0)
         done += 1
-        index = take(team, phase)
-    return leave(team, phase, num_pieces, done)
+        index = claim_piece(team, phase)
+    return finish_phase(team, phase, num_pieces, done)

@@ -19,7 +19,9 @@ Doubles = NDArray[np.float64]
 
 
 class ExpertRows(NamedTuple):
-    """Tables paged per (adapter, expert): a [N, R, d_in], b [R, W], row_starts [S, E], ranks [S, E, N]; widths of N."""
+    """LoRA tables paged per (adapter, expert): a [N, R, d_in], b [R, W], row_starts [S, E], ranks [S, E, N]; widths of
+    N.
+    """
 
     a: Floats
     b: Floats

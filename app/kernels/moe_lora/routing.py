@@ -1,8 +1,7 @@
-"""Which experts each token goes to, on the CPU, and the way of its rows there and back.
+"""MoE routing on the CPU: each token's experts, its rows sorted by expert, and the weighted sum afterwards.
 
-In: a router's logits. Out: pairs of a token and one of its experts, P = T * K of them, sorted by expert so that each
-expert's rows lie together; and after the experts, one sum per token. Every sum runs in one fixed order over a token's
-own numbers, and of equal shares the lower expert comes first, so a token's bits do not depend on its company.
+There are P = T * K pairs of a token and one of its experts. Every sum runs in one fixed order over a token's own
+numbers, and the lower expert wins ties, so results are batch-invariant.
 """
 
 from __future__ import annotations
@@ -14,22 +13,22 @@ from numpy.typing import NDArray
 
 from app.kernels.machine.jit import jit
 from app.kernels.machine.scalar_math import exp_float32
-from app.kernels.machine.thread_team import count_pieces, leave, piece, take
+from app.kernels.machine.thread_team import claim_piece, count_pieces, finish_phase, piece
 
 #: Tokens or pairs that one thread takes at a time.
 _ROWS = 4
 
 
 class Pairs(NamedTuple):
-    """Where a step's pairs go; every layer writes it anew. T tokens with K experts each, of E.
+    """A step's pairs, rewritten by every layer. T tokens with K experts each, of E.
 
-    experts, shares: [T, K], each token's experts, the largest share first. order: [T * K], the pairs t * K + k sorted
-    by expert, then by token; places: [T * K], where each pair lies in that order. starts: [E + 1], where each expert's
-    pairs begin in it. busy: [E], the experts that have pairs, those with most first, of which there are num_busy[0].
+    experts, topk_weights: [T, K], each token's experts, the largest weight first. order: [T * K], the pairs t * K + k
+    sorted by expert, then by token; places: [T * K], each pair's place in that order. starts: [E + 1], each expert's
+    first pair in it. busy: [E], the experts that have pairs, those with most first; num_busy[0] counts them.
     """
 
     experts: NDArray[np.int64]
-    shares: NDArray[np.float32]
+    topk_weights: NDArray[np.float32]
     order: NDArray[np.int64]
     places: NDArray[np.int64]
     starts: NDArray[np.int64]
@@ -38,7 +37,7 @@ class Pairs(NamedTuple):
 
 
 def empty_pairs(num_tokens: int, top_k: int, num_experts: int) -> Pairs:
-    """Room for so many tokens."""
+    """Allocate pairs for `num_tokens` tokens."""
     count = num_tokens * top_k
     return Pairs(
         np.zeros((num_tokens, top_k), np.int64),
@@ -53,31 +52,31 @@ def empty_pairs(num_tokens: int, top_k: int, num_experts: int) -> Pairs:
 
 @jit
 def route(team, phase, logits, normalised, scale, num_groups, top_groups, pairs):
-    """Each token's experts and shares: the largest of a softmax over its E logits, divided by their sum if
+    """Each token's experts and their weights: the largest of a softmax over its E logits, divided by their sum if
     `normalised`, times `scale` (float32).
 
-    Of num_groups groups of neighbours the top_groups with the largest shares are chosen from (DeepSeek-AI 2024): the
-    shares of the others count as zero. logits: [T, >= E]. pairs: `Pairs`, of whose experts and shares the first T rows
-    are written. One phase.
+    Only the top_groups of num_groups groups of neighbouring experts with the largest probability are chosen from
+    (DeepSeek-AI 2024); the others count as zero. logits: [T, >= E]. pairs: `Pairs`, of whose experts and topk_weights
+    the first T rows are written. One phase.
     """
     num_tokens, num_experts, done = logits.shape[0], pairs.busy.shape[0], 0
     num_pieces = count_pieces(num_tokens, _ROWS)
-    index = take(team, phase)
+    index = claim_piece(team, phase)
     while index < num_pieces:
         first, end = piece(index, num_tokens, _ROWS)
-        shares, taken = np.empty(num_experts, np.float32), np.empty(num_experts, np.bool_)
+        probs, taken = np.empty(num_experts, np.float32), np.empty(num_experts, np.bool_)
         for t in range(first, end):
-            _softmax(logits[t], shares)
+            _softmax(logits[t], probs)
             if top_groups < num_groups:
-                _leave_groups(shares, num_groups, top_groups)
+                _leave_groups(probs, num_groups, top_groups)
             taken[:] = False
-            _choose(shares, taken, normalised, pairs.experts[t], pairs.shares[t])
+            _choose(probs, taken, normalised, pairs.experts[t], pairs.topk_weights[t])
             if scale != np.float32(1.0):
-                for k in range(pairs.shares.shape[1]):
-                    pairs.shares[t, k] *= scale
+                for k in range(pairs.topk_weights.shape[1]):
+                    pairs.topk_weights[t, k] *= scale
         done += 1
-        index = take(team, phase)
-    return leave(team, phase, num_pieces, done)
+        index = claim_piece(team, phase)
+    return finish_phase(team, phase, num_pieces, done)
 
 
 @jit
@@ -94,34 +93,34 @@ def _softmax(logits, out):
 
 
 @jit
-def _leave_groups(shares, num_groups, top_groups):
-    """Zero for the shares of all groups but those with the largest single ones; of equal groups the lower is left."""
-    size = shares.shape[0] // num_groups
+def _leave_groups(probs, num_groups, top_groups):
+    """Zero the probabilities of all groups but those with the largest single ones; the lower group wins ties."""
+    size = probs.shape[0] // num_groups
     left = np.zeros(num_groups, np.bool_)
     for _ in range(top_groups):
         best, most = -1, np.float32(0.0)
         for group in range(num_groups):
-            largest = shares[group * size : (group + 1) * size].max()
+            largest = probs[group * size : (group + 1) * size].max()
             if not left[group] and (best < 0 or largest > most):
                 best, most = group, largest
         left[best] = True
     for group in range(num_groups):
         if not left[group]:
-            shares[group * size : (group + 1) * size] = np.float32(0.0)
+            probs[group * size : (group + 1) * size] = np.float32(0.0)
 
 
 @jit
-def _choose(shares, taken, normalised, experts, chosen):
-    """Fill experts and chosen [K]. Shares that are no numbers choose experts all the same, the lowest first."""
+def _choose(probs, taken, normalised, experts, chosen):
+    """Fill experts and chosen [K]. NaN probabilities choose experts all the same, the lowest first."""
     total = np.float32(0.0)
     for k in range(experts.shape[0]):
         best = -1
-        for e in range(shares.shape[0]):
-            if not taken[e] and (best < 0 or shares[e] > shares[best]):
+        for e in range(probs.shape[0]):
+            if not taken[e] and (best < 0 or probs[e] > probs[best]):
                 best = e
         taken[best] = True
-        experts[k], chosen[k] = best, shares[best]
-        total += shares[best]
+        experts[k], chosen[k] = best, probs[best]
+        total += probs[best]
     if normalised:
         for k in range(experts.shape[0]):
             chosen[k] /= total
@@ -129,9 +128,9 @@ def _choose(shares, taken, normalised, experts, chosen):
 
 @jit
 def sort_pairs(team, phase, num_tokens, pairs):
-    """Fill the rest of `pairs` from its experts of the first num_tokens tokens. One phase of one piece."""
+    """Fill the rest of `pairs` from the experts of the first num_tokens tokens. One phase of one piece."""
     done = 0
-    if take(team, phase) == 0:
+    if claim_piece(team, phase) == 0:
         top_k, starts, num_experts = pairs.experts.shape[1], pairs.starts, pairs.busy.shape[0]
         starts[:] = 0
         for t in range(num_tokens):
@@ -148,12 +147,12 @@ def sort_pairs(team, phase, num_tokens, pairs):
                 pairs.places[t * top_k + k] = free[expert]
                 free[expert] += 1
         done = 1
-    return leave(team, phase, 1, done)
+    return finish_phase(team, phase, 1, done)
 
 
 @jit
 def _list_busy(counts, busy, num_busy):
-    """Experts with pairs, those with most first: threads finish together where the last pieces are small."""
+    """List experts with pairs, those with most first: threads finish together if the last pieces are small."""
     count = 0
     for e in range(busy.shape[0]):
         if counts[e + 1] > 0:
@@ -172,31 +171,31 @@ def gather_pairs(team, phase, x, num_tokens, pairs, out):
     top_k, done = pairs.experts.shape[1], 0
     num_pairs = num_tokens * top_k
     num_pieces = count_pieces(num_pairs, _ROWS)
-    index = take(team, phase)
+    index = claim_piece(team, phase)
     while index < num_pieces:
         first, end = piece(index, num_pairs, _ROWS)
         for i in range(first, end):
             out[i, :] = x[pairs.order[i] // top_k]
         done += 1
-        index = take(team, phase)
-    return leave(team, phase, num_pieces, done)
+        index = claim_piece(team, phase)
+    return finish_phase(team, phase, num_pieces, done)
 
 
 @jit
 def combine(team, phase, outputs, pairs, shared, gates, width, hidden):
-    """hidden[t] += Σ_k shares[t, k] * outputs[place of t's k-th pair] + logistic(gates[t]) * shared[t]. One phase.
+    """hidden[t] += Σ_k topk_weights[t, k] * outputs[place of pair t, k] + logistic(gates[t]) * shared[t]. One phase.
 
     outputs: [>= T * K, W], which serves as scratch. shared: [T, W], or [0, W] where no expert is shared; gates: [T], or
     [0] where all of it is added. hidden: [T, W], of which `width` columns are written.
     """
     num_tokens, top_k, done = hidden.shape[0], pairs.experts.shape[1], 0
-    t = take(team, phase)
+    t = claim_piece(team, phase)
     while t < num_tokens:
-        total, share = outputs[pairs.places[t * top_k]], pairs.shares[t, 0]
+        total, share = outputs[pairs.places[t * top_k]], pairs.topk_weights[t, 0]
         for i in range(width):
             total[i] *= share
         for k in range(1, top_k):
-            _add_times(outputs[pairs.places[t * top_k + k]], pairs.shares[t, k], width, total)
+            _add_times(outputs[pairs.places[t * top_k + k]], pairs.topk_weights[t, k], width, total)
         if shared.shape[0] > 0:
             factor = np.float32(1.0)
             if gates.shape[0] > 0:
@@ -204,8 +203,8 @@ def combine(team, phase, outputs, pairs, shared, gates, width, hidden):
             _add_times(shared[t], factor, width, total)
         _add_times(total, np.float32(1.0), width, hidden[t])
         done += 1
-        t = take(team, phase)
-    return leave(team, phase, num_tokens, done)
+        t = claim_piece(team, phase)
+    return finish_phase(team, phase, num_tokens, done)
 
 
 @jit

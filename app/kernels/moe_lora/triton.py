@@ -1,13 +1,12 @@
-"""Experts' products and their LoRA deltas on the GPU: one tile of rows, all of one expert, at a time.
+"""Experts' linear modules and their LoRA deltas on the GPU: one tile of rows, all of one expert, at a time.
 
-In: pairs sorted by expert (`app.kernels.moe_routing`), all experts' weights, and where adapters' rows of them lie.
-Out: every pair through its own expert, with its own adapter's delta of that expert: before the activation for gate and
-up, before the shares for down. An expert that no token chose is not read. A tile may hold rows of several adapters:
-each adapter's rows are multiplied with its own matrices, one adapter after the other, and an adapter that leaves the
-expert alone costs the load of a rank.
+Pairs are sorted by expert (`app.kernels.moe_routing`). Every pair passes its own expert with its own adapter's delta of
+that expert: before the activation for gate and up, before the weighted sum for down. An expert that no token chose is
+not read. A tile may hold rows of several adapters: each adapter's rows are multiplied with its own matrices, one
+adapter after the other, and an adapter that does not change the expert costs the load of a rank.
 
-Tiles have one size per type, sums over the input and over ranks run in one order, nothing is added by atomics: a row's
-bits depend on its own numbers only, in either mode of the engine. Grids follow from shapes, so a step can be captured.
+Tiles have one size per type, sums over the input and over ranks run in one order, nothing is added by atomics:
+batch-invariant in both modes of the engine. Grids follow from shapes, so a step can be captured.
 """
 
 from __future__ import annotations
@@ -16,15 +15,15 @@ import torch
 import triton
 import triton.language as tl
 
-from app.kernels.moe_lora.expert_lora_rows import ALIGNMENT, ExpertRows, check_operands
+from app.kernels.lora_rows import ALIGNMENT, ExpertRows, check_expert_operands
 from app.kernels.moe_routing.pairs import SortedPairs
 from app.kernels.tuning import ceil_div
 
-#: Rank rows of one product of tensor cores, and columns of an expand.
+#: Rank rows per tensor-core product, and columns per expand.
 _BLOCK_RANK, _LORA_COLUMNS = 16, 128
 
 
-def product(
+def expert_linear(
     x: torch.Tensor,
     weight: torch.Tensor,
     out: torch.Tensor,
@@ -39,7 +38,7 @@ def product(
     do not fit.
     """
     _, width, depth = weight.shape
-    check_operands(x, out, pairs, depth, width, x_divisor)
+    check_expert_operands(x, out, pairs, depth, width, x_divisor)
     if not weight.is_contiguous() or (bias is not None and not bias.is_contiguous()):
         raise ValueError("weights and biases of experts must be contiguous")
     num_tiles = len(pairs.tiles)
@@ -68,10 +67,10 @@ def add_lora(
     """out[p] += B A x[p // x_divisor], of adapter slots[p // K] and of pair p's expert, in place (Hu et al. 2021).
 
     slots: [T] int32, 0 for the base. max_rank: at least every rank in `rows.ranks`; it sizes the workspace. The rest as
-    for `product`. ValueError for operands that do not fit.
+    for `expert_linear`. ValueError for operands that do not fit.
     """
     num_experts, num_modules = rows.ranks.shape[1:]
-    check_operands(x, out, pairs, rows.depth, num_modules * rows.width, x_divisor)
+    check_expert_operands(x, out, pairs, rows.depth, num_modules * rows.width, x_divisor)
     num_pairs, num_tiles = len(pairs.order), len(pairs.tiles)
     if slots.shape != (num_pairs // pairs.top_k,) or not all(t.is_contiguous() for t in rows[:3]):
         raise ValueError(
@@ -98,7 +97,7 @@ def add_lora(
 
 
 def _precision(x: torch.Tensor) -> str:
-    """Says nothing for half types."""
+    """The input precision of tl.dot, which has no effect for half types."""
     return "ieee" if x.dtype == torch.float32 else "tf32"
 
 
@@ -137,7 +136,7 @@ def _expert_product(
 
 @triton.jit
 def _next_adapter(adapter, after):
-    """The smallest slot of the tile's rows beyond `after`, or one that no row has."""
+    """The smallest slot of the tile's rows above `after`, or one that no row has."""
     return tl.min(tl.where(adapter > after, adapter, 2147483647), axis=0)
 
 

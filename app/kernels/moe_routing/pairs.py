@@ -1,8 +1,7 @@
-"""Pairs of a token and one of its experts, sorted by expert, as the forms for devices keep them.
+"""Pairs of a token and one of its experts, sorted by expert, as the device kernels pass them on.
 
-In: device tensors that `sort_pairs` of one form has made. Out: a tuple that travels to the products of experts. A pair
-is t * K + k: token t's k-th expert. Their number, and that of tiles, follow from shapes alone: which experts there are
-is data, so that a step can be captured in a CUDA graph.
+A pair is t * K + k: token t's k-th expert. The numbers of pairs and tiles follow from shapes alone, and the chosen
+experts are data, so that a step can be captured in a CUDA graph.
 """
 
 from __future__ import annotations

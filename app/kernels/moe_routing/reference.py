@@ -1,7 +1,7 @@
 """The definition of routing: one token at a time, in float64.
 
-p = softmax(logits), of chosen groups only;  the K largest p, of equal ones the lower index;  each over their sum if
-normalised, times a scale (Shazeer et al. 2017; groups: DeepSeek-AI 2024)
+p = softmax(logits), of chosen groups only; the K largest p, ties to the lower index; each over their sum if normalised,
+times a scale (Shazeer et al. 2017; groups: DeepSeek-AI 2024)
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 
-class Routed(NamedTuple):
-    """experts: [T, K] int64, the largest share first. shares: [T, K] float64."""
+class Routing(NamedTuple):
+    """experts: [T, K] int64, the largest weight first. topk_weights: [T, K] float64."""
 
     experts: NDArray[np.int64]
-    shares: NDArray[np.float64]
+    topk_weights: NDArray[np.float64]
 
 
 def route(
@@ -27,11 +27,12 @@ def route(
     scale: float = 1.0,
     num_groups: int = 1,
     top_groups: int = 1,
-) -> Routed:
-    """logits: [T, E]. Of num_groups groups of neighbours the top_groups with the largest single shares are kept; the
-    shares of the others count as zero."""
+) -> Routing:
+    """Route logits [T, E]. The top_groups of num_groups groups of neighbours with the largest single probabilities are
+    chosen from; the others count as zero.
+    """
     num_tokens, num_experts = logits.shape
-    experts, shares = np.zeros((num_tokens, top_k), np.int64), np.zeros((num_tokens, top_k))
+    experts, topk_weights = np.zeros((num_tokens, top_k), np.int64), np.zeros((num_tokens, top_k))
     for t in range(num_tokens):
         p = np.exp(logits[t].astype(np.float64) - logits[t].max())
         p /= p.sum()
@@ -39,7 +40,7 @@ def route(
         kept = np.argsort(-best, kind="stable")[:top_groups]
         p = np.where(np.isin(np.arange(num_experts) // (num_experts // num_groups), kept), p, 0.0)
         experts[t] = np.argsort(-p, kind="stable")[:top_k]
-        shares[t] = p[experts[t]]
+        topk_weights[t] = p[experts[t]]
         if normalised:
-            shares[t] /= shares[t].sum()
-    return Routed(experts, shares * scale)
+            topk_weights[t] /= topk_weights[t].sum()
+    return Routing(experts, topk_weights * scale)

@@ -1,8 +1,7 @@
-"""Routing on the GPU: the experts of each token, pairs sorted by expert, and the weighted sum of what experts give.
+"""MoE routing on the GPU: each token's experts, pairs sorted by expert, and the weighted sum of experts' outputs.
 
-In: a router's logits. Out: experts and shares, the order that groups an expert's rows in tiles of its own, and hidden
-states. Every grid follows from shapes, nothing is read by the host and nothing is added by atomics: a step with experts
-is captured like any other, and a token's bits depend on its own numbers only.
+Every grid follows from shapes, the host reads nothing and nothing is added by atomics: a step with experts is captured
+like any other, and results are batch-invariant.
 """
 
 from __future__ import annotations
@@ -23,35 +22,35 @@ _COLUMNS = 1024
 def route(
     logits: torch.Tensor,
     experts: torch.Tensor,
-    shares: torch.Tensor,
+    topk_weights: torch.Tensor,
     *,
     normalised: bool,
     scale: float = 1.0,
     num_groups: int = 1,
     top_groups: int = 1,
 ) -> None:
-    """experts [T, K] int32 and shares [T, K] float32 from logits [T, E], in place; see `reference`.
+    """Write experts [T, K] int32 and topk_weights [T, K] float32 from logits [T, E]; see `reference`.
 
-    Shares that are no numbers choose experts all the same, the lowest first. ValueError for operands that do not fit.
+    NaN probabilities choose experts all the same, the lowest first. Raises ValueError for operands that do not fit.
     """
     (num_tokens, num_experts), top_k = logits.shape, experts.shape[1]
-    fits = experts.shape == shares.shape == (num_tokens, top_k) and top_k <= num_experts
-    if not fits or num_experts % num_groups or not (experts.is_contiguous() and shares.is_contiguous()):
+    fits = experts.shape == topk_weights.shape == (num_tokens, top_k) and top_k <= num_experts
+    if not fits or num_experts % num_groups or not (experts.is_contiguous() and topk_weights.is_contiguous()):
         raise ValueError(
-            f"routing operands do not fit: logits {tuple(logits.shape)}, experts {tuple(experts.shape)}, shares "
-            f"{tuple(shares.shape)}, {num_groups} groups; expected [T, E] and contiguous [T, K], K <= E"
+            f"routing operands do not fit: logits {tuple(logits.shape)}, experts {tuple(experts.shape)}, topk_weights "
+            f"{tuple(topk_weights.shape)}, {num_groups} groups; expected [T, E] and contiguous [T, K], K <= E"
         )
     if num_tokens == 0:
         return
     _route[(num_tokens,)](
-        logits, experts, shares, scale, logits.stride(0), NUM_EXPERTS=num_experts, TOP_K=top_k, NORMALISED=normalised,
-        NUM_GROUPS=num_groups, TOP_GROUPS=top_groups, BLOCK=next_power_of_two(num_experts),
+        logits, experts, topk_weights, scale, logits.stride(0), NUM_EXPERTS=num_experts, TOP_K=top_k,
+        NORMALISED=normalised, NUM_GROUPS=num_groups, TOP_GROUPS=top_groups, BLOCK=next_power_of_two(num_experts),
         BLOCK_TOP=next_power_of_two(top_k), num_warps=1 if num_experts <= 256 else 4, enable_fp_fusion=True,
     )  # fmt: skip
 
 
 def block_rows(dtype: torch.dtype) -> int:
-    """Rows of an expert's tile: one size per type, whatever a step holds, or a row's bits would tell of its company."""
+    """Rows of an expert's tile: one size per type, or a row's bits would depend on the batch."""
     return 64 if dtype.itemsize == 2 else 16
 
 
@@ -77,26 +76,28 @@ def sort_pairs(experts: torch.Tensor, num_experts: int, block_rows: int) -> Sort
 
 def combine(
     outputs: torch.Tensor,
-    shares: torch.Tensor,
+    topk_weights: torch.Tensor,
     hidden: torch.Tensor,
     shared: torch.Tensor | None = None,
     gates: torch.Tensor | None = None,
 ) -> None:
-    """hidden[t] += Σ_k shares[t, k] * outputs[t * K + k] + logistic(gates[t]) * shared[t], in place, rounded once.
+    """hidden[t] += Σ_k topk_weights[t, k] * outputs[t * K + k] + logistic(gates[t]) * shared[t], in place, rounded
+    once.
 
-    outputs: [T * K, H]; shares: [T, K] float32; hidden, shared: [T, H]; gates: [T, 1], or None for a factor of one.
-    ValueError for operands that do not fit.
+    outputs: [T * K, H]; topk_weights: [T, K] float32; hidden, shared: [T, H]; gates: [T, 1], or None for a factor of
+    one. Raises ValueError for operands that do not fit.
     """
-    (num_tokens, top_k), width = shares.shape, hidden.shape[1]
-    fits = outputs.shape == (num_tokens * top_k, width) and len(hidden) == num_tokens and shares.is_contiguous()
+    (num_tokens, top_k), width = topk_weights.shape, hidden.shape[1]
+    fits = outputs.shape == (num_tokens * top_k, width) and len(hidden) == num_tokens and topk_weights.is_contiguous()
     if not fits or (shared is not None and shared.shape != hidden.shape) or (gates is not None and shared is None):
         raise ValueError(
-            f"outputs {tuple(outputs.shape)}, shares {tuple(shares.shape)} and hidden {tuple(hidden.shape)} do not fit"
+            f"outputs {tuple(outputs.shape)}, topk_weights {tuple(topk_weights.shape)} and hidden "
+            f"{tuple(hidden.shape)} do not fit"
         )
     if num_tokens == 0:
         return
     _combine[(num_tokens, ceil_div(width, _COLUMNS))](
-        outputs, shares, hidden, hidden if shared is None else shared, hidden if gates is None else gates,
+        outputs, topk_weights, hidden, hidden if shared is None else shared, hidden if gates is None else gates,
         outputs.stride(0), hidden.stride(0), 0 if shared is None else shared.stride(0),
         0 if gates is None else gates.stride(0), TOP_K=top_k, WIDTH=width, HAS_SHARED=shared is not None,
         HAS_GATES=gates is not None, BLOCK=_COLUMNS, num_warps=4, enable_fp_fusion=True,
@@ -105,7 +106,7 @@ def combine(
 
 @triton.jit
 def _route(
-    logits, experts, shares, scale, logits_row, NUM_EXPERTS: tl.constexpr, TOP_K: tl.constexpr,
+    logits, experts, topk_weights, scale, logits_row, NUM_EXPERTS: tl.constexpr, TOP_K: tl.constexpr,
     NORMALISED: tl.constexpr, NUM_GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, BLOCK: tl.constexpr,
     BLOCK_TOP: tl.constexpr,
 ):  # fmt: skip
@@ -115,26 +116,26 @@ def _route(
     inside = e < NUM_EXPERTS
     values = tl.load(logits + t * logits_row + e, mask=inside, other=-float("inf")).to(tl.float32)
     powers = tl.where(inside, tl.exp(values - tl.max(values, axis=0)), 0.0)
-    share = powers / tl.sum(powers, axis=0)
+    prob = powers / tl.sum(powers, axis=0)
     if TOP_GROUPS < NUM_GROUPS:
         group = e // (NUM_EXPERTS // NUM_GROUPS)
         best = tl.zeros((BLOCK,), tl.float32)  # of each expert's own group
         for g in tl.static_range(NUM_GROUPS):
-            best = tl.where(group == g, tl.max(tl.where(group == g, share, 0.0), axis=0), best)
+            best = tl.where(group == g, tl.max(tl.where(group == g, prob, 0.0), axis=0), best)
         num_better = tl.zeros((BLOCK,), tl.int32)
         for g in tl.static_range(NUM_GROUPS):
-            other = tl.max(tl.where(group == g, share, 0.0), axis=0)
+            other = tl.max(tl.where(group == g, prob, 0.0), axis=0)
             num_better += ((other > best) | ((other == best) & (g < group))).to(tl.int32)
-        share = tl.where(num_better < TOP_GROUPS, share, 0.0)
-    # Numbers first, then what is none, and never a place behind the last expert.
-    left = tl.where(inside, tl.where(share >= 0.0, share, -1.0), -3.0)
+        prob = tl.where(num_better < TOP_GROUPS, prob, 0.0)
+    # Numbers first, then NaN, and never a place beyond the last expert.
+    left = tl.where(inside, tl.where(prob >= 0.0, prob, -1.0), -3.0)
     k = tl.arange(0, BLOCK_TOP)
     chosen = tl.zeros((BLOCK_TOP,), tl.int32)
     found = tl.zeros((BLOCK_TOP,), tl.float32)
     total = 0.0
     for n in tl.static_range(TOP_K):
-        expert = tl.argmax(left, axis=0)  # of equal ones the lowest
-        value = tl.sum(tl.where(e == expert, share, 0.0), axis=0)
+        expert = tl.argmax(left, axis=0)  # ties to the lowest
+        value = tl.sum(tl.where(e == expert, prob, 0.0), axis=0)
         left = tl.where(e == expert, -2.0, left)
         chosen = tl.where(k == n, expert, chosen)
         found = tl.where(k == n, value, found)
@@ -142,7 +143,7 @@ def _route(
     if NORMALISED:
         found = found / total
     tl.store(experts + t * TOP_K + k, chosen, mask=k < TOP_K)
-    tl.store(shares + t * TOP_K + k, found * scale, mask=k < TOP_K)
+    tl.store(topk_weights + t * TOP_K + k, found * scale, mask=k < TOP_K)
 
 
 @triton.jit(do_not_specialize=["num_pairs"])
@@ -161,7 +162,7 @@ def _place_pairs(
     experts, counts, order, tiles, num_pairs, num_chunks, num_tiles, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
     TILES: tl.constexpr, BLOCK_ROWS: tl.constexpr,
 ):  # fmt: skip
-    """The places of a chunk's pairs: behind all of lower experts and those of their own in front of them."""
+    """Place a chunk's pairs: after all pairs of lower experts and the earlier ones of their own expert."""
     c = tl.program_id(0)
     e = tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), tl.int32)
@@ -199,7 +200,7 @@ def _place_pairs(
 
 @triton.jit
 def _combine(
-    outputs, shares, hidden, shared, gates, outputs_row, hidden_row, shared_row, gates_row, TOP_K: tl.constexpr,
+    outputs, topk_weights, hidden, shared, gates, outputs_row, hidden_row, shared_row, gates_row, TOP_K: tl.constexpr,
     WIDTH: tl.constexpr, HAS_SHARED: tl.constexpr, HAS_GATES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Grid: (T, tiles of columns)."""
@@ -209,7 +210,7 @@ def _combine(
     total = tl.zeros((BLOCK,), tl.float32)
     for k in tl.static_range(TOP_K):
         at = outputs + (t * TOP_K + k) * outputs_row + columns
-        total += tl.load(shares + t * TOP_K + k) * tl.load(at, mask=inside, other=0.0).to(tl.float32)
+        total += tl.load(topk_weights + t * TOP_K + k) * tl.load(at, mask=inside, other=0.0).to(tl.float32)
     if HAS_SHARED:
         factor = 1.0
         if HAS_GATES:

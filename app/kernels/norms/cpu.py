@@ -1,8 +1,4 @@
-"""RMS norm on the CPU.
-
-In: rows. Out: every row normalised. Each row is summed alone, in eight fixed lanes, so its bits depend on nothing but
-its contents.
-"""
+"""RMS norm on the CPU. Each row is summed by itself in eight fixed lanes, so its bits depend on its contents only."""
 
 from __future__ import annotations
 
@@ -11,7 +7,7 @@ import math
 import numpy as np
 
 from app.kernels.machine.jit import jit
-from app.kernels.machine.thread_team import count_pieces, leave, piece, take
+from app.kernels.machine.thread_team import claim_piece, count_pieces, finish_phase, piece
 
 #: Rows that one thread takes at a time.
 NORM_ROWS = 4
@@ -39,21 +35,21 @@ def normalise_row(x, weight, eps, size, out):
 def rms_norm(team, phase, x, weight, eps, out):
     """out[t] = rms_norm(x[t]) * weight. x, out: [T, H] float32 (out in place); weight: [H]; eps float32. One phase."""
     num_pieces, done = count_pieces(x.shape[0], NORM_ROWS), 0
-    index = take(team, phase)
+    index = claim_piece(team, phase)
     while index < num_pieces:
         first, end = piece(index, x.shape[0], NORM_ROWS)
         for t in range(first, end):
             normalise_row(x[t], weight, eps, weight.shape[0], out[t])
         done += 1
-        index = take(team, phase)
-    return leave(team, phase, num_pieces, done)
+        index = claim_piece(team, phase)
+    return finish_phase(team, phase, num_pieces, done)
 
 
 @jit
 def normalise_and_add(team, phase, x, weight, eps, out):
     """out[t] += rms_norm(x[t]) * weight. x: [T, >= H] float32, overwritten; weight: [H]; out: [T, >= H]. One phase."""
     num_pieces, done = count_pieces(x.shape[0], NORM_ROWS), 0
-    index = take(team, phase)
+    index = claim_piece(team, phase)
     while index < num_pieces:
         first, end = piece(index, x.shape[0], NORM_ROWS)
         for t in range(first, end):
@@ -61,17 +57,17 @@ def normalise_and_add(team, phase, x, weight, eps, out):
             for i in range(weight.shape[0]):
                 out[t, i] += x[t, i]
         done += 1
-        index = take(team, phase)
-    return leave(team, phase, num_pieces, done)
+        index = claim_piece(team, phase)
+    return finish_phase(team, phase, num_pieces, done)
 
 
 @jit
 def gather_normed(team, phase, x, rows, weight, eps, out):
     """out[p] = rms_norm(x[rows[p]]) * weight. One phase."""
     num_rows, done = rows.shape[0], 0
-    p = take(team, phase)
+    p = claim_piece(team, phase)
     while p < num_rows:
         normalise_row(x[rows[p]], weight, eps, weight.shape[0], out[p])
         done += 1
-        p = take(team, phase)
-    return leave(team, phase, num_rows, done)
+        p = claim_piece(team, phase)
+    return finish_phase(team, phase, num_rows, done)

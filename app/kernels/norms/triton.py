@@ -1,7 +1,7 @@
-"""RMS norm on the GPU, with the addition to the residual before it.
+"""RMS norm on the GPU, with an optional residual addition before it.
 
-In: rows. Out: rows, in place where said. One program works on one row alone, in float32, with one rounding at the end;
-the sum is one reduction of a fixed shape, so a row's bits depend on that row only.
+One program works on one row, in float32, with one rounding at the end; the sum is one reduction of a fixed shape, so a
+row's bits depend on that row only.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from app.kernels.tuning import next_power_of_two
 def rms_norm(
     x: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor, residual: torch.Tensor | None = None
 ) -> None:
-    """out = weight * x / sqrt(mean(x²) + eps) (Zhang and Sennrich 2019); with a residual, of residual += x instead.
+    """out = weight * x / sqrt(mean(x²) + eps) (Zhang and Sennrich 2019); with a residual, residual += x is normalised
+    instead.
 
     x, out, residual: [T, H], residual in place, rounded before it is read. weight: [H], any float type.
     """

@@ -1,14 +1,14 @@
-"""Paged attention on the CPU: decode and chunked prefill in one, bit-identical in any company.
+"""Paged attention on the CPU: decode and chunked prefill in one, batch-invariant.
 
-One task is a sequence, a KV head and up to `_TILE_TOKENS` consecutive queries; its rows are the (query,
-head) pairs that share the KV head. Keys come in groups of `KEYS` in order, with an online softmax (Milakov &
-Gimelshein 2018): a row's bits depend only on its own keys, however queries are chunked, batched
-or tiled. Of a group that a row sees only in part (the diagonal, a window's edge) the other keys count
-exactly nothing: their probability is zero, and only keys that the task's last query sees, all of the same
-sequence, are multiplied with it. Memory beyond them may belong to nobody or hold anything.
+One task is a sequence, a KV head and up to `_TILE_TOKENS` consecutive queries; its rows are the (query, head) pairs
+that share the KV head. Keys come in groups of `KEYS` in order, with an online softmax (Milakov & Gimelshein 2018): a
+row's bits depend only on its own keys, however queries are chunked, batched or tiled. If a row sees a group only in
+part (the diagonal, a window's edge), the other keys count as exactly nothing: their probability is zero, and only keys
+that the task's last query sees, all of the same sequence, are multiplied with it. Memory beyond them may be unused or
+hold anything.
 
-k_memory is [blocks, kv_heads, D, block_size] (a vector of scores is a vector of neighbours), v_memory
-[blocks, kv_heads, block_size, D]. D is a multiple of 16, block_size too.
+k_memory is [blocks, kv_heads, D, block_size] (a vector of scores is a vector of neighbours), v_memory [blocks,
+kv_heads, block_size, D]. D is a multiple of 16, block_size too.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from numpy.typing import NDArray
 
 from app.kernels.machine.jit import jit
 from app.kernels.machine.scalar_math import exp_float32
-from app.kernels.machine.thread_team import leave, take
+from app.kernels.machine.thread_team import claim_piece, finish_phase
 from app.kernels.matmul.cpu import multiply_columns
 from app.kernels.paged_attention.softmax import KEYS, softmax_step
-from app.kernels.softcap.cpu import capped
+from app.kernels.softcap.cpu import cap_value
 
 #: Queries of one task.
 _TILE_TOKENS = 16
@@ -33,9 +33,12 @@ _STEP = 16
 def _attend(
     queries, first_visible, group, window, softcap, table, head, k_memory, v_memory, scores, maxima, sums, acc, after
 ):  # fmt: skip
-    """One task. queries: [rows, D], scaled; the rows of token i (group of them) see keys below
-    first_visible + i. acc, sums, maxima: [rows, ...] scratch; on return acc / sums is the result. Each product asks
-    memory for what the next one reads, the last for `after`, an address of keys."""
+    """Compute one task.
+
+    queries: [rows, D], scaled; the rows of token i (group of them) see keys below first_visible + i. acc, sums, maxima:
+    [rows, ...] scratch; on return acc / sums is the result. Each product prefetches what the next one reads, the last
+    one `after`, an address of keys.
+    """
     num_rows, width = queries.shape
     block_size = v_memory.shape[2]
     num_tokens = num_rows // group
@@ -46,7 +49,7 @@ def _attend(
     keys, values = k_memory.ctypes.data, v_memory.ctypes.data
     for base in range(_first_key(first_visible, window), end_key, KEYS):
         end_of_group = min(base + KEYS, end_key)
-        # Tokens that see anything of this group; `_first_token` leaves out those that come before a key.
+        # Tokens that see any key of this group; `_first_token` skips those that come before a key.
         end_token = num_tokens
         if window > 0:
             end_token = min(base + KEYS + window - first_visible, num_tokens)
@@ -70,7 +73,7 @@ def _attend(
             for row in range(token * group, (token + 1) * group):
                 if softcap > np.float32(0.0):
                     for column in range(low, min(visible - base, KEYS)):
-                        scores[row, column] = capped(scores[row, column], softcap)
+                        scores[row, column] = cap_value(scores[row, column], softcap)
                 softmax_step(
                     scores.ctypes.data + row * KEYS * 4, low, min(visible - base, KEYS), maxima.ctypes.data + row * 4,
                     sums.ctypes.data + row * 4, acc.ctypes.data + row * width * 4, width,
@@ -91,7 +94,7 @@ def _attend(
 
 @jit
 def _first_key(first_visible, window):
-    """Where a task begins to read: the first token sees keys below first_visible, `window` of them if not 0."""
+    """A task's first key: the first token sees keys below first_visible, `window` of them if not 0."""
     return max(0, first_visible - window) // KEYS * KEYS if window > 0 else 0
 
 
@@ -103,7 +106,7 @@ def _first_token(key, first_visible):
 
 @jit
 def _offset(memory, table, head, key, stride):
-    """Where `key` lies, in elements; keys of a block are `stride` apart in k_memory or v_memory."""
+    """Offset of `key` in elements; keys of a block are `stride` apart in k_memory or v_memory."""
     block_size = memory.shape[2] if stride != 1 else memory.shape[3]
     block = table[key // block_size]
     return (block * memory.shape[1] + head) * memory.shape[2] * memory.shape[3] + key % block_size * stride
@@ -127,9 +130,9 @@ def paged_attention(
     scores, acc = np.empty((most, KEYS), np.float32), np.empty((most, width), np.float32)
     maxima, sums = np.empty(most, np.float32), np.empty(most, np.float32)
     num_pieces, done = tasks.shape[0] * num_kv_heads, 0
-    job = take(team, phase)
+    job = claim_piece(team, phase)
     while job < num_pieces:
-        next_job = take(team, phase)
+        next_job = claim_piece(team, phase)
         head, b, start, first_visible = _task(job, num_kv_heads, tasks, query_starts, seq_lens)
         after = np.int64(k_memory.ctypes.data)
         if next_job < num_pieces:
@@ -157,7 +160,7 @@ def paged_attention(
                     out[t, column + i] = acc[row, i] / total
         done += 1
         job = next_job
-    return leave(team, phase, num_pieces, done)
+    return finish_phase(team, phase, num_pieces, done)
 
 
 @jit

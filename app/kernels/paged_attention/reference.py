@@ -18,11 +18,13 @@ def paged_attention(
     softcap: float | None = None,
     sinks: NDArray[np.float32] | None = None,
 ) -> NDArray[np.float64]:
-    """q: [T, heads, D]; keys, values: [blocks, kv_heads, block_size, D]; query_starts: [B+1]; seq_lens:
-    [B]; block_tables: [B, N]. Query i of a sequence with q queries sees keys [max(0, n - window), n),
-    n = seq_len - q + i + 1. With a softcap, a score s becomes softcap * tanh(s / softcap) (Gemma 2).
-    sinks: [heads], one more score of each head that has no value (Xiao et al. 2023, as gpt-oss has it).
-    Returns [T, heads, D] float64 (Vaswani et al. 2017; GQA: Ainslie et al. 2023)."""
+    """Paged attention [T, heads, D] in float64 (Vaswani et al. 2017; GQA: Ainslie et al. 2023).
+
+    q: [T, heads, D]; keys, values: [blocks, kv_heads, block_size, D]; query_starts: [B+1]; seq_lens: [B]; block_tables:
+    [B, N]. Query i of a sequence with q queries sees keys [max(0, n - window), n), n = seq_len - q + i + 1. With a
+    softcap, a score s becomes softcap * tanh(s / softcap) (Gemma 2). sinks: [heads], one more score of each head that
+    has no value (Xiao et al. 2023, as in gpt-oss).
+    """
     num_tokens, num_heads, _ = q.shape
     group = num_heads // keys.shape[1]
     out = np.zeros(q.shape, np.float64)

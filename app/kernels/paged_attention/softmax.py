@@ -1,8 +1,7 @@
-"""One step of the online softmax in vectors: a row's scores for a group of keys become probabilities.
+"""One step of the online softmax as a Numba intrinsic: a row's scores for a group of keys become probabilities.
 
-In: addresses. Out: `softmax_step`, a Numba intrinsic. One rule: maximum and sum are taken over all `KEYS`
-lanes in one fixed order, lanes that the row does not see counting as minus infinity and as zero, so the bits
-depend only on the row's own visible scores and where they stand in the group.
+Maximum and sum are taken over all `KEYS` lanes in one fixed order, and lanes that the row does not see count as minus
+infinity and as zero, so the bits depend only on the row's own visible scores and their places in the group.
 """
 
 from __future__ import annotations
@@ -43,8 +42,8 @@ def softmax_step(
 ) -> Any:
     """Fold scores[low:high] of a row into its running maximum, sum and accumulator (Milakov & Gimelshein 2018).
 
-    `scores` is the address of KEYS float32, on return probabilities, zero outside of low to high (low < high);
-    what stood there is not used, NaN or not. `maximum`, `total`: addresses of one float32; `acc`: of `width`, a
+    `scores` is the address of KEYS float32, on return probabilities, zero outside of low to high (low < high); their
+    previous contents there, NaN or not, are ignored. `maximum`, `total`: addresses of one float32; `acc`: of `width`, a
     multiple of LANES. A row begins with minus infinity, 0 and zeros.
     """
 

@@ -1,14 +1,13 @@
-"""Attention over block tables on the GPU: decoding and prefill chunks in one kernel, long sequences cut into splits.
+"""Paged attention on the GPU: decoding and prefill chunks in one kernel, long sequences cut into splits.
 
-In: queries, the caches of one layer, block tables. Out: what every query attends to; see `reference`. One program
-serves a few consecutive queries of a sequence times all heads that share a key head, so a key is read once for the
-whole group. Keys come tile by tile with an online softmax in float32; keys beyond a sequence are never read, so
+One program serves a few consecutive queries of a sequence times all heads that share a key head, so a key is read once
+for the whole group. Keys come tile by tile with an online softmax in float32; keys beyond a sequence are never read, so
 memory may hold anything there.
 
-Where queries alone do not fill the GPU, a sequence's keys are split over programs; each stores its sums and a second
-kernel merges them in order, without atomics. With `deterministic=True` splits lie at fixed positions of the
-sequence and are merged in the same order and shapes whether they were computed side by side (decoding) or one after the
-other (prefill), without fused multiply-adds: a query's bits do not depend on chunking, company or length bounds.
+If queries alone do not fill the GPU, a sequence's keys are split over programs; each stores its sums and a second
+kernel merges them in order, without atomics. With `batch_invariant=True` splits lie at fixed positions of the sequence
+and are merged in the same order and shapes whether they were computed side by side (decoding) or one after the other
+(prefill), without fused multiply-adds: a query's bits do not depend on chunking, the batch or length bounds.
 """
 
 from __future__ import annotations
@@ -19,11 +18,11 @@ import torch
 import triton
 import triton.language as tl
 
-from app.kernels.tuning import ceil_div, measured, next_power_of_two, shape_key
+from app.kernels.tuning import ceil_div, next_power_of_two, shape_key, tuned_config
 
 _ENOUGH_PROGRAMS = 528
 
-#: Keys of one split in deterministic mode, and at most how many programs share a sequence's splits.
+#: Keys of one split in batch-invariant mode, and the most programs that share a sequence's splits.
 _SPLIT_KEYS = 512
 _MAX_PROGRAMS = 64
 
@@ -47,16 +46,16 @@ def configuration(
     *,
     batch_invariant: bool = False,
 ) -> Configuration:
-    """What `paged_attention` uses for these shapes: measured on this device, or the rule of thumb.
+    """The configuration of `paged_attention` for these shapes: measured on this device, or the rule of thumb.
 
-    Rule: 16 rows while decoding, 64 otherwise, since a row is a query times a head; programs until the GPU is full.
-    In deterministic mode the tile is that of prefill, always. float32, without tensor cores, has registers for 16.
+    Rule: 16 rows while decoding, 64 otherwise, since a row is a query times a head; programs until the GPU is full. In
+    batch-invariant mode the tile is always that of prefill. float32, without tensor cores, has registers for 16.
     """
     num_tokens, num_heads, head_dim = q.shape
     group = num_heads // num_kv_heads
     if not batch_invariant:
         sizes = (next_power_of_two(num_tokens), num_heads, num_kv_heads, head_dim, min(max_query_len, 2), max_seq_len)
-        if (found := measured(q.device, shape_key("paged_attention", *sizes, dtype=q.dtype))) is not None:
+        if (found := tuned_config(q.device, shape_key("paged_attention", *sizes, dtype=q.dtype))) is not None:
             return Configuration(**found)
     is_decode = max_query_len == 1 and not batch_invariant
     is_small = is_decode or q.dtype.itemsize == 4
@@ -120,7 +119,7 @@ def paged_attention(
     fixed_keys = ceil_div(_SPLIT_KEYS, c.block_keys) * c.block_keys if batch_invariant else 0
     num_splits = ceil_div(max_seq_len, fixed_keys) if batch_invariant else c.num_programs
     has_parts = c.num_programs > 1
-    parts, states = out, out  # never touched unless there are parts, and so of sinks
+    parts, states = out, out  # never touched without parts; the same for sinks
     of_heads = out if sinks is None else sinks
     if has_parts:
         # Per split, token and head: the weighted sum of values, then its maximum and its sum of weights.
@@ -190,7 +189,7 @@ def _check(
         raise ValueError(f"attention operands do not fit: {wrong}")
 
 
-@triton.jit(do_not_specialize=["num_tokens", "num_sequences"])  # or each new batch size would compile anew
+@triton.jit(do_not_specialize=["num_tokens", "num_sequences"])  # or each new batch size would trigger a compilation
 def _attend(
     q, k_cache, v_cache, query_starts, seq_lens, block_tables, out, parts, states, sinks, num_tokens, num_sequences,
     scale, softcap, q_row, q_head, k_block, k_head, k_key, v_block, v_head, v_key, table_row, out_row, out_head,
@@ -237,7 +236,7 @@ def _attend(
             key = key_start + tl.arange(0, BLOCK_KEYS)
             block = tl.load(table + key // BLOCK_SIZE, mask=key < high, other=0).to(tl.int64)
             offset = (key % BLOCK_SIZE).to(tl.int64)
-            # Below the window of every query of the tile blocks may be somebody else's by now.
+            # Blocks below the window of every query of the tile may belong to another sequence by now.
             ours = key < high
             if WINDOW > 0:
                 ours = ours & (key + WINDOW > before + tile * (BLOCK_ROWS // GROUP))
@@ -265,7 +264,7 @@ def _attend(
             tl.store(states + at * 2, top, mask=live)
             tl.store(states + at * 2 + 1, weight, mask=live)
         elif FIXED_KEYS > 0:
-            all_sums, all_weight, all_top = _merged(all_sums, all_weight, all_top, sums, weight, top)
+            all_sums, all_weight, all_top = _merge(all_sums, all_weight, all_top, sums, weight, top)
         else:
             all_sums, all_weight, all_top = sums, weight, top
     if not HAS_PARTS:
@@ -304,7 +303,7 @@ def _merge_parts(
         part = tl.load(parts + at[:, None] * DIM + d[None, :], mask=live[:, None] & (d[None, :] < DIM), other=0.0)
         part_top = tl.load(states + at * 2, mask=live, other=float("-inf"))
         part_weight = tl.load(states + at * 2 + 1, mask=live, other=0.0)
-        sums, weight, top = _merged(sums, weight, top, part, part_weight, part_top)
+        sums, weight, top = _merge(sums, weight, top, part, part_weight, part_top)
     _write(out, sums, weight, top, sinks, token, head, d, live, out_row, out_head, DIM, HAS_SINKS)
 
 
@@ -349,8 +348,8 @@ def _splits(
 
 
 @triton.jit
-def _merged(sums, weight, top, more_sums, more_weight, more_top):
-    """Two online softmaxes as one. Merging with one that has seen no key changes no bit."""
+def _merge(sums, weight, top, more_sums, more_weight, more_top):
+    """Merge two online softmaxes. Merging with one that has seen no key changes no bit."""
     new_top = tl.maximum(top, more_top)
     finite_top = tl.where(new_top == float("-inf"), 0.0, new_top)
     decay, more_decay = tl.exp2(top - finite_top), tl.exp2(more_top - finite_top)
@@ -365,7 +364,7 @@ def _write(
     """Sums divided by their weights; a sink is merged like a split that saw one key, whose value is zero."""
     if HAS_SINKS:
         sink = tl.load(sinks + head) * 1.4426950408889634
-        sums, weight, top = _merged(sums, weight, top, tl.zeros_like(sums), tl.zeros_like(weight) + 1.0, sink)
+        sums, weight, top = _merge(sums, weight, top, tl.zeros_like(sums), tl.zeros_like(weight) + 1.0, sink)
     result = sums / tl.where(weight == 0.0, 1.0, weight)[:, None]
     at = out + token[:, None] * out_row + head[:, None] * out_head + d[None, :]
     tl.store(at, result.to(out.dtype.element_ty), mask=live[:, None] & (d[None, :] < DIM))

@@ -1,10 +1,9 @@
-"""Paged attention in JAX: decode and chunked prefill in one program, whatever the lengths.
+"""Paged attention in JAX: decode and chunked prefill in one program, for any lengths.
 
-In: a step's queries, and the KV memory of all layers. Out: one row per query, and the memory with the step's keys and
-values. Queries are taken in tiles of one sequence each. Keys come in groups of `KEY_GROUP` positions in order, with an
-online softmax (Milakov & Gimelshein 2018); the loop over groups has a dynamic end, so no program is compiled per
-length. A group that a query does not see changes nothing, exactly: its scores are -inf, its weights 0 and the rescaling
-1. Memory beyond a sequence's keys, which may hold anything, is replaced by zeros before it is multiplied.
+Queries are taken in tiles of one sequence each. Keys come in groups of `KEY_GROUP` positions in order, with an online
+softmax (Milakov & Gimelshein 2018); the loop over groups has a dynamic end, so no program is compiled per length. A
+group that a query does not see changes nothing, exactly: its scores are -inf, its weights 0 and the rescaling 1. Memory
+beyond a sequence's keys, which may hold anything, is replaced by zeros before it is multiplied.
 """
 
 from __future__ import annotations
@@ -81,9 +80,9 @@ def store_and_attend(
     """Write k and v to their places; then softmax(scale * q K^T) V over the keys that each query sees.
 
     q: [T, heads * D]; k, v: [T, kv_heads * D]. keys, values: [L, blocks, kv_heads, block_size, D]. layer: scalar int32.
-    scale: scalar; window: scalar int32, how many of the visible keys, the last ones; 0 is all. sinks: [heads],
-    one more score of each head that has no value, or [0]. Returns what was attended [T, heads * D] (padding rows are
-    arbitrary), keys and values.
+    scale: scalar; window: scalar int32, the number of last visible keys; 0 is all. sinks: [heads], one more score of
+    each head that has no value, or [0]. Returns attention outputs [T, heads * D] (padding rows are arbitrary), keys and
+    values.
     """
     num_kv_heads, head_dim = keys.shape[2], keys.shape[4]
     keys, values = (
@@ -104,9 +103,9 @@ def store(memory: Array, rows: Array, layer: Array, kv_slots: Array) -> Array:
 def attend(
     q: Array, keys: Array, values: Array | int, layer: Array, tiles: Tiles, scale: Array, window: Array, sinks: Array
 ) -> Array:
-    """q: [W, Q, heads, D]. Returns [W, Q, heads, values' D]; padding rows are zeros.
+    """Attention outputs [W, Q, heads, values' D] of q [W, Q, heads, D]; padding rows are zeros.
 
-    values: memory like that of keys, or so many numbers of each key, the first ones, are its value.
+    values: memory like that of keys, or the number of each key's first elements that are its value.
     """
     num_tiles, num_queries, num_heads, head_dim = q.shape
     num_layers, num_blocks, num_kv_heads, block_size, _ = keys.shape

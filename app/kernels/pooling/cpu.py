@@ -1,13 +1,12 @@
-"""Sums of rows on the CPU.
+"""Sums of row ranges on the CPU, in float64.
 
-In: rows, and ranges of them. Out: a sum per range, in float64. Rule: rows are added one by one, in their order, to what
-the sum was before, so a sum's bits are the same in one call and in several.
+Rows are added one by one, in order, to the previous sum, so a sum has the same bits in one call and in several.
 """
 
 from __future__ import annotations
 
 from app.kernels.machine.jit import jit
-from app.kernels.machine.thread_team import leave, take
+from app.kernels.machine.thread_team import claim_piece, finish_phase
 
 
 @jit
@@ -17,11 +16,11 @@ def add_rows(team, phase, x, ranges, sums):
     One phase.
     """
     num_ranges, done = ranges.shape[0], 0
-    q = take(team, phase)
+    q = claim_piece(team, phase)
     while q < num_ranges:
         for row in range(ranges[q, 0], ranges[q, 1]):
             for i in range(sums.shape[1]):
                 sums[q, i] += x[row, i]
         done += 1
-        q = take(team, phase)
-    return leave(team, phase, num_ranges, done)
+        q = claim_piece(team, phase)
+    return finish_phase(team, phase, num_ranges, done)

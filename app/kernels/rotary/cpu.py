@@ -1,13 +1,14 @@
-"""Rotary embedding on the CPU, with the norms of heads before it and the write of keys and values after it.
+"""Rotary embedding on the CPU, with the norms of heads before it and the write of keys and values to the cache after
+it.
 
-In: queries, keys and values side by side, and where each token stands. Out: rotated queries in place; keys and values
-in the caches. Each token is treated alone, so its bits depend on nothing but its contents and its position.
+Queries, keys and values lie side by side. Each token is computed by itself: its bits depend on its contents and
+position only.
 """
 
 from __future__ import annotations
 
 from app.kernels.machine.jit import jit
-from app.kernels.machine.thread_team import leave, take
+from app.kernels.machine.thread_team import claim_piece, finish_phase
 from app.kernels.norms.cpu import normalise_row
 
 
@@ -58,12 +59,12 @@ def rotate_and_store(
     k_memory: [blocks, kv_heads, D, block_size], v_memory: [blocks, kv_heads, block_size, D], written in place.
     """
     num_tokens, done = qkv.shape[0], 0
-    t = take(team, phase)
+    t = claim_piece(team, phase)
     while t < num_tokens:
         rotate_and_store_token(
             t, qkv, positions, kv_slots, cos, sin, q_norm, k_norm, eps, k_memory, v_memory, num_heads, num_kv_heads,
             head_dim, q_size, kv_size,
         )  # fmt: skip
         done += 1
-        t = take(team, phase)
-    return leave(team, phase, num_tokens, done)
+        t = claim_piece(team, phase)
+    return finish_phase(team, phase, num_tokens, done)

@@ -1,4 +1,4 @@
-"""The definition: pairs (x[i], x[i + half]) of a head turned by the angle of the token's position, then written.
+"""The definition: pairs (x[i], x[i + half]) of a head rotated by the angle of the token's position, then written.
 
 A head's first 2 * half elements rotate; the rest stays. Keys and values go to their tokens' places in the caches.
 """
@@ -13,8 +13,8 @@ from app.kernels.norms.reference import rms_norm
 Floats = NDArray[np.floating]
 
 
-def rotated(head: Floats, cos: Floats, sin: Floats) -> NDArray[np.float64]:
-    """One head [D] turned by angles given as cos, sin: [half] (Su et al. 2021, half-split layout)."""
+def rotate(head: Floats, cos: Floats, sin: Floats) -> NDArray[np.float64]:
+    """One head [D] rotated by angles given as cos, sin: [half] (Su et al. 2021, half-split layout)."""
     out, half = head.astype(np.float64), len(cos)
     for i in range(half):
         first, second = float(head[i]), float(head[i + half])
@@ -49,9 +49,9 @@ def rotate_and_write(
         block, offset = divmod(int(kv_slots[t]), block_size)
         for head in range(num_heads):
             q = heads[head] if q_norm is None else rms_norm(heads[head], q_norm, eps)
-            queries[t, head] = rotated(q, c, s)
+            queries[t, head] = rotate(q, c, s)
         for head in range(kv_heads if block < len(k_cache) else 0):
             k = heads[num_heads + head] if k_norm is None else rms_norm(heads[num_heads + head], k_norm, eps)
-            k_cache[block, head, offset] = rotated(k, c, s)
+            k_cache[block, head, offset] = rotate(k, c, s)
             v_cache[block, head, offset] = heads[num_heads + kv_heads + head]
     return queries

@@ -1,7 +1,6 @@
-"""Rotation on the GPU, with the norms of heads before it and the write to the caches after it.
+"""Rotary embedding on the GPU, with the norms of heads before it and the write to the caches after it.
 
-In: rows of a step. Out: rotated queries in place; keys and values in the caches. Every program works on one row alone,
-in float32, with one rounding at the end, so a row's bits depend on that row only.
+Every program works on one row, in float32, with one rounding at the end, so a row's bits depend on that row only.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Drawing tokens on the CPU, one row of logits at a time: the row's parameters, and nothing else.
+"""Sampling of tokens on the CPU, one row of logits at a time with the row's parameters only.
 
-Randomness is a counter: the uniform number of a draw is a hash of (seed, position), so a request
-draws the same token alone or in any batch, and again after a restart elsewhere.
+Randomness is a counter: the uniform number of a draw is a hash of (seed, position), so a request draws the same token
+alone or in any batch, and again after a restart elsewhere.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import numpy as np
 
 from app.kernels.machine.jit import jit
 from app.kernels.machine.scalar_math import exp_float32
-from app.kernels.machine.thread_team import leave, take
+from app.kernels.machine.thread_team import claim_piece, finish_phase
 
 
 @jit
@@ -34,7 +34,7 @@ def uniform(seed, position):
 
 @jit
 def row_maximum(row):
-    """(maximum, first index that has it); NaN and its first index where there is one, as NumPy's max and argmax."""
+    """(maximum, its first index); NaN and its first index if there is one, like NumPy's max and argmax."""
     lanes, is_number = np.empty(16, np.float32), np.ones(16, np.bool_)
     lanes[:] = row[0]
     whole = row.shape[0] // 16 * 16
@@ -56,7 +56,7 @@ def row_maximum(row):
 
 @jit
 def log_sum_exp(row, top):
-    """log(sum(exp(row))) as float64, `top` being the row's maximum; eight fixed lanes."""
+    """log(sum(exp(row))) as float64 in eight fixed lanes; `top`: the row's maximum."""
     lanes = np.zeros(8, np.float64)
     whole = row.shape[0] // 8 * 8
     for i in range(0, whole, 8):
@@ -148,7 +148,7 @@ def draw(row, temperature, top_k, top_p, min_p, seed, position):
 
 @jit
 def forbid(row, mask):
-    """Set the logits [V] to -inf whose bit in mask [W] uint32 is 0, lowest bit first, in place."""
+    """Set logits [V] to -inf, in place, where the mask's bit is 0. mask: [W] uint32, lowest bit first."""
     for word in range(mask.shape[0]):
         bits, first = mask[word], word * 32
         if bits == np.uint32(0xFFFFFFFF):
@@ -169,7 +169,7 @@ def sample_rows(
     none. Temperature 0 is greedy, ties to the smallest id.
     """
     num_rows, done = logits.shape[0], 0
-    p = take(team, phase)
+    p = claim_piece(team, phase)
     while p < num_rows:
         if mask_of_row[p] >= 0:
             forbid(logits[p], masks[mask_of_row[p]])
@@ -181,5 +181,5 @@ def sample_rows(
         else:
             tokens[p] = draw(logits[p], temperature[p], top_k[p], top_p[p], min_p[p], seeds[p], positions[p])
         done += 1
-        p = take(team, phase)
-    return leave(team, phase, num_rows, done)
+        p = claim_piece(team, phase)
+    return finish_phase(team, phase, num_rows, done)

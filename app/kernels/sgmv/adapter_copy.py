@@ -1,10 +1,9 @@
-"""Copying adapters into the CPU's rank rows: a whole adapter in one compiled call, module by module on any thread.
+"""Copies adapters into the CPU's LoRA rows: a whole adapter in one compiled call, module by module on any thread.
 
-In: addresses of matrices, in float32 or bfloat16, and of the memory that they go to (`packing` says where in it each
-will be, and `sgmv.cpu` how it is laid out). Out: that memory. b is copied in runs of sixteen columns; a is turned from
-rows to panels of eight in blocks that stay in registers. An adapter whose values are all bfloat16's can be written in
-two bytes per value, without looking first: the first value that does not fit starts it over in float32. It costs the
-memory's bandwidth: rank 16 on every module of a 135M model is 19.5 MB to read in float32.
+`packing` places the matrices in memory, `sgmv.cpu` defines the layout. b is copied in runs of sixteen columns; a is
+transposed from rows to panels of eight in blocks that stay in registers. An adapter whose values are all exact in
+bfloat16 is written in two bytes per value, without looking first: the first value that does not fit restarts the copy
+in float32. The cost is the memory's bandwidth: rank 16 on every module of a 135M model is 19.5 MB to read in float32.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from numba.extending import intrinsic
 from numpy.typing import NDArray
 
 from app.kernels.machine.jit import jit
-from app.kernels.machine.thread_team import leave, take
+from app.kernels.machine.thread_team import claim_piece, finish_phase
 from app.kernels.machine.vectors import INT, INTS, LANES, WORD, across, load_bf16
 from app.kernels.matmul.cpu import PANEL
 
@@ -36,8 +35,8 @@ _FACTS = [A, B, RANK, D_IN, D_OUT, A_SIZE, B_SIZE]
 def _turn_block(typingctx: Any, source: Any, stride: Any, size: Any, to: Any, in_bf16: Any) -> Any:
     """to[k * 8 + lane] = source[lane * stride + k] for k and lane below 8; addresses, stride in bytes.
 
-    size: bytes of a value in the source, 2 for bfloat16 or 4 for float32. `in_bf16` (boolean): two bytes each are
-    written; returns what these cut off, as bits of any of the values.
+    size: bytes of a value in the source, 2 for bfloat16 or 4 for float32. `in_bf16` (boolean): write two bytes per
+    value; returns the bits that this cuts off, or-ed over all values.
     """
 
     def codegen(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
@@ -45,7 +44,7 @@ def _turn_block(typingctx: Any, source: Any, stride: Any, size: Any, to: Any, in
         places = [builder.add(source, builder.mul(stride, WORD(lane))) for lane in range(LANES)]
         rows = _load_vectors(builder, places, size)
 
-        def mixed(one: Any, other: Any, order: list[int]) -> Any:
+        def interleave(one: Any, other: Any, order: list[int]) -> Any:
             mask = ir.Constant(INTS, order)
             return builder.shuffle_vector(one, other, mask)
 
@@ -53,7 +52,7 @@ def _turn_block(typingctx: Any, source: Any, stride: Any, size: Any, to: Any, in
         low = [0, 8, 1, 9, 2, 10, 3, 11]
         for _ in range(3):
             pairs = [(rows[r], rows[r + 4]) for r in range(4)]
-            rows = [mixed(*pair, [i + half for i in low]) for pair in pairs for half in (0, 4)]
+            rows = [interleave(*pair, [i + half for i in low]) for pair in pairs for half in (0, 4)]
         return _store_vectors(builder, rows, to, in_bf16)
 
     return types.int32(*([types.intp] * 4), types.boolean), codegen
@@ -85,7 +84,7 @@ def _load_vectors(builder: Any, places: list[Any], size: Any) -> list[Any]:
 
 
 def _store_vectors(builder: Any, vectors: list[Any], to: Any, in_bf16: Any) -> Any:
-    """Bits of LANES float32 each, one after the other at `to`; the bits cut off, of all of them together."""
+    """Store bits of LANES float32 each, one after the other at `to`; returns the bits cut off, or-ed over all."""
     small = ir.VectorType(ir.IntType(16), LANES)
     cut = cgutils.alloca_once_value(builder, INT(0))
     builder.store(INT(0), cut)
@@ -133,7 +132,7 @@ def _copy_one(typingctx: Any, source: Any, size: Any, to: Any, in_bf16: Any) -> 
 
 @intrinsic
 def _zero_bytes(typingctx: Any, to: Any, count: Any) -> Any:
-    """`count` bytes, from the address on."""
+    """Zero `count` bytes from the address on."""
 
     def codegen(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
         to, count = args
@@ -145,7 +144,7 @@ def _zero_bytes(typingctx: Any, to: Any, count: Any) -> Any:
 
 @jit
 def _write_a(a, size, rank, d_in, to_a, width, in_bf16):
-    """a [r, d_in] to panels of eight rows; size, width: bytes of a value in a and to_a. Returns the bits cut off."""
+    """a [r, d_in] as panels of eight rows; size, width: bytes of a value in a and to_a. Returns the bits cut off."""
     row, first, cut = d_in * size, 0, np.int32(0)
     while first < rank:
         count = min(LANES, rank - first)
@@ -166,7 +165,7 @@ def _write_a(a, size, rank, d_in, to_a, width, in_bf16):
 
 @jit
 def _write_b(b, size, rank, d_out, to_b, width, in_bf16):
-    """b [r, d_out] to panels of 16 columns, zero-filled; the rest as in `_write_a`."""
+    """Write b [r, d_out] as panels of 16 columns, zero-filled; the rest as in `_write_a`."""
     num_whole, panel, cut = d_out // PANEL, 0, np.int32(0)
     while panel < num_whole:  # a few at a time: longer runs to read, few places to write
         end = min(panel + _PANELS_AT_ONCE, num_whole)
@@ -188,7 +187,7 @@ def _write_b(b, size, rank, d_out, to_b, width, in_bf16):
 
 @jit
 def _write_line(m, in_bf16):
-    """A module of a plan, in two bytes per value with `in_bf16`; returns whether these hold all values."""
+    """Write one module of a plan, in two bytes per value with `in_bf16`; returns whether these hold all values."""
     width = 2 if in_bf16 else 4
     cut = _write_a(m[A], m[A_SIZE], m[RANK], m[D_IN], m[TO_A], width, in_bf16)
     cut |= _write_b(m[B], m[B_SIZE], m[RANK], m[D_OUT], m[TO_B], width, in_bf16)
@@ -197,26 +196,27 @@ def _write_line(m, in_bf16):
 
 @jit
 def write_plan(team, phase, plan, too_fine):
-    """Every module of a plan [M, PLAN_WIDTH] int64, see `Packing`; in bfloat16 if that holds all values of all.
+    """Write every module of a plan [M, PLAN_WIDTH] int64, see `Packing`; in bfloat16 if that is exact for all values.
 
-    too_fine: [1] bool, False before (True: do not try); afterwards whether the rows are float32. Two phases.
+    too_fine: [1] bool, False before (True: do not try bfloat16); afterwards whether the rows are float32. Two phases.
     """
     for attempt in range(2):
         done = 0
-        index = take(team, phase)
+        index = claim_piece(team, phase)
         while index < plan.shape[0]:
             if too_fine[0] == (attempt == 1) and not _write_line(plan[index], attempt == 0):
                 too_fine[0] = True
             done += 1
-            index = take(team, phase)
-        phase = leave(team, phase, plan.shape[0], done)
+            index = claim_piece(team, phase)
+        phase = finish_phase(team, phase, plan.shape[0], done)
     return phase
 
 
 class Matrices(NamedTuple):
-    """An adapter's matrices, module by module: where they are and how large. They live, unmoved, as long as this does.
+    """Addresses and sizes of an adapter's matrices, module by module; this object keeps the arrays alive.
 
-    layers, modules: [M] int64. facts: [M, 7] int64, the columns `_FACTS` of a plan. arrays: what facts point into.
+    layers, modules: [M] int64. facts: [M, 7] int64, the columns `_FACTS` of a plan. arrays: the arrays that facts point
+    to.
     """
 
     layers: NDArray[np.int64]
@@ -226,7 +226,9 @@ class Matrices(NamedTuple):
 
 
 def matrices(modules: Iterable[tuple[int, int, NDArray[Any], NDArray[Any]]]) -> Matrices:
-    """Of (layer, module, a [r, d_in], b [r, d_out]), each array in float32 or in bfloat16; copied if not contiguous."""
+    """`Matrices` of (layer, module, a [r, d_in], b [r, d_out]), each array in float32 or in bfloat16; copied if not
+    contiguous.
+    """
     places, facts, arrays = [], [], []
     for layer, n, *pair in modules:
         a, b = map(np.ascontiguousarray, pair)
@@ -238,10 +240,10 @@ def matrices(modules: Iterable[tuple[int, int, NDArray[Any], NDArray[Any]]]) -> 
 
 
 class Packing(NamedTuple):
-    """Where an adapter's matrices will lie in one piece of memory, as `sgmv.cpu` says.
+    """The layout of an adapter's matrices in one piece of memory; see `sgmv.cpu`.
 
-    plan: [M, PLAN_WIDTH] int64; TO_A and TO_B count from the memory's beginning. num_bytes: what all of them take.
-    in_bf16: every matrix is in two bytes per value where it comes from, and room is for these only.
+    plan: [M, PLAN_WIDTH] int64; TO_A and TO_B count from the memory's beginning. num_bytes: the total. in_bf16: every
+    source matrix has two bytes per value, and there is room for these only.
     """
 
     plan: NDArray[np.int64]
@@ -249,23 +251,23 @@ class Packing(NamedTuple):
     in_bf16: bool
 
     def at(self, address: int) -> NDArray[np.int64]:
-        """The plan to write it to memory that begins at this address."""
+        """The plan for memory that begins at this address."""
         plan = self.plan.copy()
         plan[:, [TO_A, TO_B]] += address
         return plan
 
 
 def packing(source: Matrices) -> Packing:
-    """All of a one after the other, then all of b. `source` must live until the last plan has been carried out.
+    """Place all of a one after the other, then all of b. `source` must live until the last plan has been written.
 
-    A matrix that several modules have (an a of gate and up) is held once: each of them writes the same bytes.
+    A matrix that several modules share (an a of gate and up) is stored once: each of them writes the same bytes.
     """
     plan = np.zeros((len(source.facts), PLAN_WIDTH), np.int64)
     plan[:, _FACTS] = source.facts
     in_bf16 = bool((plan[:, [A_SIZE, B_SIZE]] == 2).all())
     width = 2 if in_bf16 else 4
-    num_a, plan[:, TO_A] = _packed(plan[:, A], _panels(plan[:, RANK], LANES) * plan[:, D_IN] * width)
-    num_b, plan[:, TO_B] = _packed(plan[:, B], plan[:, RANK] * _panels(plan[:, D_OUT], PANEL) * width)
+    num_a, plan[:, TO_A] = _pack_offsets(plan[:, A], _panels(plan[:, RANK], LANES) * plan[:, D_IN] * width)
+    num_b, plan[:, TO_B] = _pack_offsets(plan[:, B], plan[:, RANK] * _panels(plan[:, D_OUT], PANEL) * width)
     plan[:, TO_B] += num_a
     return Packing(plan, num_a + num_b, in_bf16)
 
@@ -275,8 +277,8 @@ def _panels(sizes: NDArray[np.int64], panel: int) -> NDArray[np.int64]:
     return -(-sizes // panel) * panel
 
 
-def _packed(sources: NDArray[np.int64], sizes: NDArray[np.int64]) -> tuple[int, NDArray[np.int64]]:
-    """Bytes of all matrices one after the other, and where each begins."""
+def _pack_offsets(sources: NDArray[np.int64], sizes: NDArray[np.int64]) -> tuple[int, NDArray[np.int64]]:
+    """Total bytes of all matrices one after the other, and each one's offset."""
     _, first, same = np.unique(sources, return_index=True, return_inverse=True)
     assert (sizes == sizes[first][same]).all(), "matrices at one address are one matrix"
     ends = np.cumsum(sizes[first])

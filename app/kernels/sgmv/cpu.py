@@ -1,13 +1,12 @@
-"""LoRA deltas on the CPU: shrink `h = A x`, expand `y += B h`, per run of tokens with one adapter.
+"""LoRA deltas on the CPU (SGMV): shrink `h = A x`, expand `y += B h`, per run of tokens with one adapter.
 
-Every matrix of an adapter of rank r is one piece of memory, known by its address. a: panels of eight rows
-`[r / 8, d_in, 8]`, so that a shrink reads whole vectors; the last panel is zero-filled (`audited_transaction`). b: panels of
-sixteen columns `[W / 16, r, 16]`, W the module's outputs rounded up to whole panels, so that an expand reads it from
-its beginning to its end. A token costs its own adapter's rank and nothing else: no padding to the largest rank, and
-base tokens (rank 0) are not visited.
+Each matrix of an adapter of rank r is one piece of memory, known by its address. a: panels of eight rows `[r / 8, d_in,
+8]`, so that a shrink reads whole vectors; the last panel is zero-filled (`adapter_copy`). b: panels of sixteen columns
+`[W / 16, r, 16]`, W the module's outputs rounded up to whole panels, so that an expand reads it sequentially. A token
+costs its own adapter's rank and nothing else: no padding to the largest rank, and base tokens (rank 0) are skipped.
 
-An adapter whose values are all bfloat16's is stored in two bytes per value, laid out as described, only narrower. It is
-half the bytes to read, and the same bits in every result.
+An adapter whose values are all exact in bfloat16 is stored in two bytes per value in the same layout: half the bytes to
+read, and the same bits in every result.
 
 The expand continues the base product's chain of sums in place, so out must hold the base product.
 """
@@ -21,7 +20,7 @@ from numpy.typing import NDArray
 
 from app.kernels.machine.jit import jit
 from app.kernels.machine.simd import BYTES_AHEAD, multiply_tile
-from app.kernels.machine.thread_team import count_pieces, leave, piece, take
+from app.kernels.machine.thread_team import claim_piece, count_pieces, finish_phase, piece
 from app.kernels.matmul.cpu import PANEL, multiply_columns
 
 #: Rank rows of one panel of a: an adapter's rows start at a multiple of this.
@@ -33,8 +32,8 @@ _PIECE_PANELS = 4
 #: Panels of one piece of an expand.
 _EXPANDED_PANELS = 12
 
-#: Tiles of a shrink by their panels: chains enough to keep a core busy, few enough for the registers of AVX2. Four
-#: panels are streams enough from the second cache: two chunks of each were slower.
+#: Tiles of a shrink by their panels: enough chains to keep a core busy, few enough for the registers of AVX2. Four
+#: panels are enough streams from the second-level cache: two chunks of each were slower.
 _CHAINS = 8
 _four_panels = multiply_tile(2, 4, 1)
 _two_panels = multiply_tile(4, 2, 1, _CHAINS)
@@ -42,10 +41,10 @@ _one_panel = multiply_tile(4, 1, 1, _CHAINS)
 
 
 class ModuleRows(NamedTuple):
-    """Rank rows of N modules side by side (q, k and v; gate and up; or one), by adapter slot.
+    """LoRA rows of N modules side by side (q, k and v; gate and up; or one), by adapter slot.
 
-    a, b: [S, N] int64 addresses, of no meaning where the rank is 0. ranks: [S, N] int32, 0 where an adapter leaves a
-    module alone. num_panels: [N] int64, panels of each module's outputs. in_bf16: [S] bool, two bytes per value.
+    a, b: [S, N] int64 addresses, meaningless where the rank is 0. ranks: [S, N] int32, 0 where an adapter does not
+    change a module. num_panels: [N] int64, panels of each module's outputs. in_bf16: [S] bool, two bytes per value.
     """
 
     a: NDArray[np.int64]
@@ -88,7 +87,7 @@ def shrink(team, phase, x, rows, tasks, widest, h):
     step = _PIECE_PANELS * RANK_PANEL
     num_parts = (widest + step - 1) // step
     num_pieces = tasks.shape[0] * num_modules * num_parts
-    index = take(team, phase)
+    index = claim_piece(team, phase)
     while index < num_pieces:
         job = index // num_parts
         first_rank = (index - job * num_parts) * step
@@ -104,8 +103,8 @@ def shrink(team, phase, x, rows, tasks, widest, h):
                 h.ctypes.data + (first * h_row + n * h_module + first_rank) * 4, h_row, in_bf16,
             )  # fmt: skip
         done += 1
-        index = take(team, phase)
-    return leave(team, phase, num_pieces, done)
+        index = claim_piece(team, phase)
+    return finish_phase(team, phase, num_pieces, done)
 
 
 @jit
@@ -121,7 +120,7 @@ def expand_panels(h, n, rows, runs, first, end, out, out_panel):
         rank = rows.ranks[adapter_slot, n]
         if rank > 0:
             panels = first_panel(rows, adapter_slot, n, first)
-            # A lone row is done before memory answers: it asks for what the next run will read.
+            # A single row is done before memory answers: it prefetches what the next run will read.
             ahead = np.int64(BYTES_AHEAD)
             if stop - start == 1 and g + 1 < runs.shape[0] and rows.ranks[runs[g + 1, 2], n] > 0:
                 ahead = first_panel(rows, runs[g + 1, 2], n, first) - panels
@@ -144,7 +143,7 @@ def expand(team, phase, h, rows, runs, out):
     """out[t] += B_n h[t, n] for all modules n, their columns side by side in out; see `expand_panels`. One phase."""
     num_panels, done = rows.num_panels.sum(), 0
     num_pieces = count_pieces(num_panels, _EXPANDED_PANELS)
-    index = take(team, phase)
+    index = claim_piece(team, phase)
     while index < num_pieces:
         first, end = piece(index, num_panels, _EXPANDED_PANELS)
         at = 0
@@ -155,18 +154,18 @@ def expand(team, phase, h, rows, runs, out):
                 expand_panels(h, n, rows, runs, low, high, out, at)
             at += width
         done += 1
-        index = take(team, phase)
-    return leave(team, phase, num_pieces, done)
+        index = claim_piece(team, phase)
+    return finish_phase(team, phase, num_pieces, done)
 
 
 def adapter_runs(run_starts: NDArray[np.int32], run_adapter_slots: NDArray[np.int32]) -> NDArray[np.int64]:
-    """[G', 3] int64 (first token, end token, adapter slot) of the runs that are not the base's."""
+    """[G', 3] int64 (first token, end token, adapter slot) of the runs that have an adapter."""
     runs = np.stack([run_starts[:-1], run_starts[1:], run_adapter_slots], axis=1).astype(np.int64)
     return runs[run_adapter_slots != 0]
 
 
 def shrink_tasks(runs: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Runs cut into pieces of at most `_CHUNK` tokens, so that one long prefill is shared by all threads."""
+    """Runs cut into pieces of at most `_CHUNK` tokens, so that all threads share a long prefill."""
     pieces = [
         (t, min(t + _CHUNK, end), adapter_slot)
         for first, end, adapter_slot in runs.tolist()

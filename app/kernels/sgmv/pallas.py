@@ -1,10 +1,10 @@
-"""LoRA deltas in Pallas: one grid step per segment of tokens and chunk of rank rows, which are read where they lie.
+"""LoRA deltas in Pallas: one grid step per segment of tokens and chunk of rank rows, which are read in place.
 
 The segment list is prefetched scalars, so block indices come from it and no rank row is gathered or copied. The grid is
 as long as the step has segments and its largest adapter has chunks: adapters of any rank come and go without
-recompiling. Written for the TPU lowering (scalar prefetch, blocks of whole rows) and run elsewhere by the interpreter;
-no TPU has run it yet. `RANK_CHUNK` rank rows are one block: row starts are multiples of it, as the engine hands them
-out, and rows of an adapter's run beyond its rank are zero.
+recompiling. Written for the TPU lowering (scalar prefetch, blocks of whole rows); elsewhere the interpreter runs it; no
+TPU has run it yet. `RANK_CHUNK` rank rows are one block: the engine's row starts are multiples of it, and rows of an
+adapter's run beyond its rank are zero.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def add_deltas(
     # Rows of all layers are one table, so the layer is part of where a run starts.
     row_starts = layer * num_rows + starts[adapter_slots]
     chunks = (ranks[layer, adapter_slots] + RANK_CHUNK - 1) // RANK_CHUNK  # [G, M]
-    # One chunk at least: it is what clears the output of an adapter without rank rows.
+    # At least one chunk: it clears the output of an adapter without rank rows.
     grid = (segments.num_segments, jnp.maximum((segments.widest + RANK_CHUNK - 1) // RANK_CHUNK, 1))
     deltas = [
         _deltas(
@@ -90,9 +90,11 @@ def _deltas(
 
 
 def _chunk_index(segment: Array, chunk: Array, starts: Array, counts: Array) -> tuple[Array, int]:
-    """Block of rank rows for a chunk; the last one again beyond the segment's own, so nothing new is fetched."""
+    """Block of rank rows of a chunk; beyond the segment's own chunks the last one again, so that nothing new is
+    fetched.
+    """
     last = jnp.maximum(counts[segment] - 1, 0)
-    # Plain division: // would ask the lowering for the sign, and a device to ask.
+    # Plain division: // would make the lowering look up the sign on a device.
     return lax.div(starts[segment], jnp.int32(RANK_CHUNK)) + jnp.minimum(chunk, last), 0
 
 

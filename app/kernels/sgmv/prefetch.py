@@ -1,8 +1,8 @@
-"""Adapters' rows that are read soon, as lists for products to ask memory for on their way (`multiply_tile`).
+"""Prefetch lists of adapters' rows that are read soon, for products to fetch along the way (`multiply_tile`).
 
-In: the rows and runs of `cpu`. Out: addresses of blocks of FETCH_BLOCK bytes. A product of few rows leaves
-memory idle, and the rows that follow it, a piece here and a piece there, are read slower than memory can
-give them unless it is asked in time. What is listed changes when bytes arrive, never what is computed.
+A list holds addresses of blocks of FETCH_BLOCK bytes. A product of few rows leaves memory idle, and the scattered rows
+that follow it are read slower than memory can deliver them unless they are prefetched. A list changes when bytes
+arrive, never what is computed.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from app.kernels.machine.simd import FETCH_BLOCK
 from app.kernels.matmul.cpu import PANEL, Fetch
 from app.kernels.sgmv.cpu import RANK_PANEL, first_panel
 
-#: Blocks of one list: half of a usual second cache.
+#: Blocks of one list: half of a common second-level cache.
 MOST_BLOCKS = 2048
 
 
 class NextShrink(NamedTuple):
-    """What the shrink after a product reads: addresses of a, and ranks, [S, N] as in `ModuleRows`.
+    """Inputs of the shrink after a product: addresses of a, and ranks, [S, N] as in `ModuleRows`.
 
     depths: [N] int64, each module's d_in. in_bf16: [S] bool.
     """
@@ -50,10 +50,10 @@ def shrink_ranges(upcoming, runs):
 
 @jit
 def list_fetch(rows, runs, first, end, num_panels, soon, blocks):
-    """A `Fetch` of what follows the product of panels first to end of modules that lie side by side in num_panels.
+    """A `Fetch` of the reads after the product of panels first to end of modules that lie side by side in num_panels.
 
-    That is their rows of b (arguments as in `expand_panels`), and these panels' share of the ranges `soon` [., 2].
-    The list is written to blocks [MOST_BLOCKS] int64; what it has no room for is not asked for.
+    These are their rows of b (arguments as in `expand_panels`), and these panels' part of the ranges `soon` [., 2]. The
+    list is written to blocks [MOST_BLOCKS] int64; what does not fit is not prefetched.
     """
     count, at = 0, 0
     for n in range(rows.ranks.shape[1]):

@@ -1,4 +1,4 @@
-"""The definition: out[t] += b_rows.T @ (a_rows @ x[t]), the rows being those of token t's adapter."""
+"""The definition: out[t] += b_rows.T @ (a_rows @ x[t]), with the rows of token t's adapter."""
 
 from __future__ import annotations
 

@@ -1,13 +1,12 @@
-"""LoRA deltas of runs of rows on the GPU: shrink h = A x, expand y += B h, per segment of rows with one adapter.
+"""LoRA deltas of runs of rows on the GPU (SGMV): shrink h = A x, expand y += B h, per segment of rows with one adapter.
 
-In: rows, the base product they gave, segments cut on the host. Out: the product with the deltas added, in
-place. A segment is one tile of tensor-core products with its adapter's rank rows, read where they lie; ranks that are
-no multiple of a tile are masked, rows of the base are in no segment. All shapes are fixed by the configuration;
-how many rows, adapters and ranks there are is data.
+Deltas are added to the base product in place; segments are cut on the host. A segment is one tile of tensor-core
+products with its adapter's rank rows, read in place; ranks that are no multiple of a tile are masked, rows of the base
+are in no segment. All shapes are fixed by the configuration; the numbers of rows, adapters and ranks are data.
 
-A row's bits: a tile's rows do not touch each other, and sums over d_in and rank run in one order. The
-splits of d_in are added in order by the expand, without atomics. With `deterministic=True` the tiles depend on the
-module alone, so a row has the same bits in any batch, in a prefill chunk and in decoding.
+A tile's rows do not affect each other, and sums over d_in and rank run in one order. The expand adds the splits of d_in
+in order, without atomics. With `batch_invariant=True` the tiles depend on the module alone, so a row has the same bits
+in any batch, in a prefill chunk and in decoding.
 """
 
 from __future__ import annotations
@@ -22,9 +21,9 @@ from numpy.typing import NDArray
 
 from app.kernels.bgmv.triton import slice_of_tile
 from app.kernels.lora_rows import START_MULTIPLE, RankRows, check_operands
-from app.kernels.tuning import ceil_div, measured, next_power_of_two, shape_key
+from app.kernels.tuning import ceil_div, next_power_of_two, shape_key, tuned_config
 
-#: Rows per segment in deterministic mode and while decoding: the smallest tensor-core tile.
+#: Rows per segment in batch-invariant mode and while decoding: the smallest tensor-core tile.
 MIN_BLOCK_TOKENS = 16
 
 #: See `app.kernels.bgmv.triton`.
@@ -48,14 +47,14 @@ class Configuration(NamedTuple):
 
 
 def block_tokens(num_tokens: int, *, batch_invariant: bool = False) -> int:
-    """How many rows a segment has at most, in a step of num_tokens rows."""
+    """The most rows of a segment, in a step of num_tokens rows."""
     if batch_invariant or num_tokens <= 256:
         return MIN_BLOCK_TOKENS
     return 32 if num_tokens <= 1024 else 64
 
 
 def max_segments(num_tokens: int, num_runs: int, block_tokens: int) -> int:
-    """How many segments num_tokens rows in num_runs runs can need."""
+    """The most segments that num_tokens rows in num_runs runs can need."""
     num_runs = min(num_tokens, num_runs)
     return num_runs + (num_tokens - num_runs) // block_tokens
 
@@ -79,15 +78,15 @@ def segments(
 def configuration(
     num_segments: int, block_tokens: int, rows: RankRows, max_rank: int, *, batch_invariant: bool = False
 ) -> Configuration:
-    """What `add_lora` uses for these shapes: measured on this device, or the rule of thumb.
+    """The configuration of `add_lora` for these shapes: measured on this device, or the rule of thumb.
 
-    Rule: one block holds the whole rank up to 64, and d_in is split until there is work for a whole GPU; but every
-    tile of the expand reads all splits, so where segments are long or many there are few. In deterministic mode neither
-    the number of segments counts nor, for the tiles, the largest rank.
+    Rule: one block holds the whole rank up to 64, and d_in is split until there is work for a whole GPU; but every tile
+    of the expand reads all splits, so long or many segments get few. In batch-invariant mode neither the number of
+    segments counts nor, for the tiles, the largest rank.
     """
     width, num_slices = sum(rows.widths), len(rows.widths)
     if not batch_invariant:
-        found = measured(rows.memory.device, key(num_segments, block_tokens, rows, max_rank))
+        found = tuned_config(rows.memory.device, key(num_segments, block_tokens, rows, max_rank))
         if found is not None:
             return Configuration(**found)
     block_rank = 16 if batch_invariant else min(max(next_power_of_two(max_rank), 16), 64)
@@ -108,7 +107,7 @@ def configuration(
 
 
 def key(num_segments: int, block_tokens: int, rows: RankRows, max_rank: int) -> str:
-    """Under which a measured configuration for these shapes is kept."""
+    """The key of a measured configuration for these shapes."""
     shape = (rows.depth, sum(rows.widths), len(rows.widths), max_rank)
     return shape_key("sgmv", next_power_of_two(num_segments), block_tokens, *shape, dtype=rows.memory.dtype)
 
@@ -140,7 +139,7 @@ def add_lora(
     num_slices, width, depth = len(rows.widths), sum(rows.widths), rows.depth
     capacity = ceil_div(max_rank, 16) * 16
     h = torch.empty((c.num_splits, num_slices, num_rows, capacity), dtype=torch.float32, device=x.device)
-    precision = "ieee" if x.dtype == torch.float32 else "tf32"  # says nothing for half types
+    precision = "ieee" if x.dtype == torch.float32 else "tf32"  # no effect for half types
     _shrink_segments[(num_segments, num_slices, c.num_splits * c.num_parts)](
         x, rows.memory, h, segments, rows.a_starts, rows.ranks, x.stride(0), num_rows, CAPACITY=capacity, DEPTH=depth,
         NUM_SLICES=num_slices, MULTIPLE=START_MULTIPLE, BLOCK_TOKENS=block_tokens,
@@ -159,7 +158,7 @@ def add_lora(
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["num_rows"])  # or a new number of rows could compile anew
+@triton.jit(do_not_specialize=["num_rows"])  # or a new number of rows could trigger a compilation
 def _shrink_segments(
     x, memory, h, segments, a_starts, ranks, x_row, num_rows,
     CAPACITY: tl.constexpr, DEPTH: tl.constexpr, NUM_SLICES: tl.constexpr, MULTIPLE: tl.constexpr,

@@ -1,8 +1,7 @@
-"""LoRA deltas in JAX: segments of tokens of one adapter, rank rows in chunks, no shape that depends on either.
+"""LoRA deltas in JAX: segments of tokens of one adapter, rank rows in chunks, in shapes that depend on neither.
 
-In: activations, the base product they gave, the tables of all layers and a list of segments. Out: the product with the
-deltas added. Both loops (segments, rank chunks) have dynamic ends: adapters of any rank come and go without
-recompiling, the work is proportional to the rows in use, and tokens of the base are not touched.
+Both loops (segments, rank chunks) have dynamic ends: adapters of any rank come and go without recompiling, the work is
+proportional to the rows in use, and tokens of the base are not touched.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ class Segments(NamedTuple):
 
 
 def max_segments(num_tokens: int, num_sequences: int) -> int:
-    """How many segments `num_tokens` tokens of `num_sequences` sequences can need."""
+    """The most segments that `num_tokens` tokens of `num_sequences` sequences can need."""
     return num_tokens // SEGMENT_TOKENS + min(num_tokens, num_sequences)
 
 

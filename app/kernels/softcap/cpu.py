@@ -1,4 +1,4 @@
-"""Rows times a number, and soft caps, on the CPU: every element alone, so its bits depend on nothing else."""
+"""Rows times a number, and soft caps, on the CPU. Each element is computed by itself."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import numpy as np
 
 from app.kernels.machine.jit import jit
 from app.kernels.machine.scalar_math import exp_float32
-from app.kernels.machine.thread_team import leave, take
+from app.kernels.machine.thread_team import claim_piece, finish_phase
 
 
 @jit
-def capped(x, cap):
+def cap_value(x, cap):
     """cap * tanh(x / cap), float32: (e - 1) / (e + 1) with e = exp(2 x / cap).
 
-    What is not finite becomes NaN: a cap must not hide that a sum overflowed.
+    Infinite and NaN inputs become NaN: a cap must not hide that a sum overflowed.
     """
     e = exp_float32(np.float32(2.0) * x / cap)
     return cap * ((e - np.float32(1.0)) / (e + np.float32(1.0))) + (x - x)
@@ -23,23 +23,23 @@ def capped(x, cap):
 def cap_rows(team, phase, cap, x):
     """x [P, N] float32 capped in place, a row at a time. One phase."""
     num_rows, done = x.shape[0], 0
-    p = take(team, phase)
+    p = claim_piece(team, phase)
     while p < num_rows:
         for i in range(x.shape[1]):
-            x[p, i] = capped(x[p, i], cap)
+            x[p, i] = cap_value(x[p, i], cap)
         done += 1
-        p = take(team, phase)
-    return leave(team, phase, num_rows, done)
+        p = claim_piece(team, phase)
+    return finish_phase(team, phase, num_rows, done)
 
 
 @jit
 def scale_rows(team, phase, factor, x):
     """x [T, N] float32 times `factor` in place, a row at a time. One phase."""
     num_rows, done = x.shape[0], 0
-    t = take(team, phase)
+    t = claim_piece(team, phase)
     while t < num_rows:
         for i in range(x.shape[1]):
             x[t, i] *= factor
         done += 1
-        t = take(team, phase)
-    return leave(team, phase, num_rows, done)
+        t = claim_piece(team, phase)
+    return finish_phase(team, phase, num_rows, done)

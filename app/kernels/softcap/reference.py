@@ -1,4 +1,4 @@
-"""The definition: what scaled embeddings and soft caps do to a number (Gemma Team 2024)."""
+"""The definition of scaled embeddings and soft caps (Gemma Team 2024)."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from numpy.typing import NDArray
 Floats = NDArray[np.floating]
 
 
-def capped(x: float, cap: float) -> float:
+def cap_value(x: float, cap: float) -> float:
     """cap * tanh(x / cap): between -cap and cap, and about x where it is small."""
     return cap * math.tanh(x / cap)
 
 
 def cap_rows(x: Floats, cap: float) -> NDArray[np.float64]:
     """Every element of x [T, N] capped."""
-    return np.array([[capped(float(value), cap) for value in row] for row in x], np.float64).reshape(x.shape)
+    return np.array([[cap_value(float(value), cap) for value in row] for row in x], np.float64).reshape(x.shape)

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from app.engine.config import CpuConfig, EngineConfig
 from app.engine.cpu.backend import CpuBackend
 from app.engine.models.checkpoint import load_checkpoint
-from app.kernels.matmul.quantised import Quantised
+from app.kernels.matmul.int8 import Int8Panels
 from tests.engine.adapters.making import random_adapter
 from tests.engine.adapters.parity import random_tokens
 from tests.engine.checkpoints import tiny_model
@@ -29,7 +29,7 @@ def _config(storage: Literal["auto", "float32", "int8"]) -> EngineConfig:
 
 
 def _in_8_bits(backend: CpuBackend) -> set[str]:
-    return {name for name in STACKS if isinstance(getattr(backend._weights, name), Quantised)}
+    return {name for name in STACKS if isinstance(getattr(backend._weights, name), Int8Panels)}
 
 
 def _logits(backend: CpuBackend, tokens: torch.Tensor) -> list[NDArray[np.float32]]:

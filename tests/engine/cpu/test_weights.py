@@ -12,8 +12,8 @@ from app.engine.cpu.weights import WeightDtype, WeightPacker
 from app.engine.errors import CheckpointError
 from app.engine.models.spec import ModelSpec
 from app.kernels.machine.thread_team import ThreadTeam
+from app.kernels.matmul.int8 import Int8Panels
 from app.kernels.matmul.pack_weights import dequantise
-from app.kernels.matmul.quantised import Quantised
 from tests import seeds
 from tests.engine.adapters.making import random_tensors, tiny_spec
 from tests.engine.cuda.grids import on_grids
@@ -37,13 +37,13 @@ def _packed(spec: ModelSpec, tensors: Iterable[tuple[str, np.ndarray]], storage:
 
 
 def _in_8_bits(weights: Weights) -> set[str]:
-    return {name for name in STACKS if isinstance(getattr(weights, name), Quantised)}
+    return {name for name in STACKS if isinstance(getattr(weights, name), Int8Panels)}
 
 
 def _expanded(weights: Weights, name: str) -> np.ndarray:
     stack = getattr(weights, name)
-    if isinstance(stack, Quantised):
-        return np.stack([dequantise(Quantised._make(part[i] for part in stack)) for i in range(len(stack.levels))])
+    if isinstance(stack, Int8Panels):
+        return np.stack([dequantise(Int8Panels._make(part[i] for part in stack)) for i in range(len(stack.levels))])
     return np.asarray(stack)
 
 

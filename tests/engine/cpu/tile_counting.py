@@ -28,7 +28,7 @@ from app.engine.models.linear_modules import DENSE_TARGETS
 from app.engine.models.spec import ModelSpec
 from app.kernels.machine import simd
 from app.kernels.machine.vectors import LANES, WORD
-from app.kernels.matmul.quantised import Quantised
+from app.kernels.matmul.int8 import Int8Panels
 from load_tests.engine.steps import Piece, forward_batch
 from tests.engine.adapters.making import random_adapter, random_mixture_adapter, with_random_extras
 from tests.engine.company import company_tensors, dense_spec, mixture_spec
@@ -138,7 +138,7 @@ def multiply_adds(tiles: list[Tile], memory: NDArray[np.uint8]) -> int:
 def stacks(weights: Any, name: str = "") -> Iterator[tuple[str, NDArray[Any]]]:
     """Every product's packed weights [layers, panels, depth, 16], by name; of 8 bits their levels."""
     for field, value in weights._asdict().items():
-        if isinstance(value, Quantised):
+        if isinstance(value, Int8Panels):
             yield name + field, value.levels
         elif isinstance(value, np.ndarray) and value.ndim == 4:
             yield name + field, value

@@ -48,7 +48,7 @@ def exact_exp(x: torch.Tensor) -> torch.Tensor:
 
 TORCH = Kernels(
     rms_norm=norms.rms_norm,
-    gated=activation.gated,
+    gated_activation=activation.gated_activation,
     rotate_and_write=rotary.rotate_and_write,
     paged_attention=paged_attention.paged_attention,
     add_lora_to_rows=bgmv.add_lora,
@@ -60,7 +60,7 @@ TORCH = Kernels(
     route=moe_routing.route,
     block_rows=moe_routing.block_rows,
     sort_pairs=moe_routing.sort_pairs,
-    expert_product=moe_lora.product,
+    expert_linear=moe_lora.expert_linear,
     add_lora_to_experts=moe_lora.add_lora,
     combine=moe_routing.combine,
     rotate_latents=latent_attention.rotate_and_store,

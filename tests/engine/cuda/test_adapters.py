@@ -53,9 +53,9 @@ def test_what_is_written_is_the_adapter_at_its_rows(
         for slot, (row_start, adapter) in adapters.items():
             run = range(row_start * rank_row_size(spec), (row_start + tables.num_rows(adapter)) * rank_row_size(spec))
             for layer in range(len(spec.layers)):
-                for product, target in [(p, t) for p in layer_linear_modules(spec, layer) for t in p.targets]:
-                    rows = tables.rows(layer)[product.name]
-                    where = slot, product.targets.index(target)
+                for module, target in [(p, t) for p in layer_linear_modules(spec, layer) for t in p.targets]:
+                    rows = tables.rows(layer)[module.name]
+                    where = slot, module.targets.index(target)
                     pair = adapter.weights.get(LoraKey(layer, target))
                     assert rows.ranks[where] == (0 if pair is None else pair.rank)
                     for starts, matrix in zip((rows.a_starts, rows.b_starts), pair or (), strict=False):

@@ -75,7 +75,7 @@ def test_one_base_product_per_module_whatever_adapters_the_batch_holds(num_token
     generator = rng()
     pieces = [Piece(generator.integers(3, 60, num_tokens), 0, np.arange(i, i + 1), i) for i in range(5)]
     weights = backend.weights
-    base = [weight for layer in weights.layers for weight in layer.products.values()]
+    base = [weight for layer in weights.layers for weight in layer.modules.values()]
     with _CountProducts([*base, weights.head]) as counting:
         backend.forward(forward_batch(pieces, backend.limits.block_size))
     assert len(counting.counts) == 4 * len(spec.layers) + 1

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from app.engine.cuda.factory import cuda_device
+from app.engine.cuda.backend import cuda_device
 from app.engine.errors import ConfigError
 from app.engine.factory import load_backend
 from app.engine.models.checkpoint import Checkpoint

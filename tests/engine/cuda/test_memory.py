@@ -32,7 +32,7 @@ def test_the_parts_are_counted_in_the_tensors_that_are_there(spec: ModelSpec) ->
     config = gpu_config(lora_pool_rows=40, num_kv_blocks=9)
     backend = gpu_backend(spec, random_tensors(spec), config)
     weights, tables, kv = backend.weights, backend._tables, backend._kv
-    matrices = [weights.embedding, *(m for w in weights.layers for m in w.products.values())]
+    matrices = [weights.embedding, *(m for w in weights.layers for m in w.modules.values())]
     of_layers = [getattr(w, name) for w in weights.layers for name in (*LAYER_NORMS, *LATENT_NORMS)]
     norms = [weights.final_norm, *(norm for norm in of_layers if norm is not None)]
     assert backend.plan.weight_bytes == sum(t.nbytes for t in (*matrices, *norms))
@@ -64,10 +64,10 @@ def test_a_plan_prints_its_numbers() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"num_kv_blocks": 10**8}, r"does not fit: weights .* 100000000 KV blocks .* of 7.20 GiB; lower"),
-        ({"lora_pool_rows": 10**8}, r"does not fit: .* rank rows .* GiB.*lower engine.num_kv_blocks"),
+        ({"num_kv_blocks": 10**8}, r"do not fit: weights .* 100000000 KV blocks .* of 7.20 GiB; lower"),
+        ({"lora_pool_rows": 10**8}, r"do not fit: .* rank rows .* GiB.*lower engine.num_kv_blocks"),
         ({"memory_bytes": 3 * GIB, "free_bytes": 2 * GIB}, r"budget is 3.00 GiB but 2.00 GiB of the device's 8.00 GiB"),
-        ({"memory_bytes": GIB // 2, "num_kv_blocks": 0}, r"nothing is left for KV blocks of .*: weights"),
+        ({"memory_bytes": GIB // 2, "num_kv_blocks": 0}, r"no memory is left for KV blocks of .*: weights"),
     ],
 )
 def test_what_does_not_fit_is_refused_with_the_numbers(settings: dict[str, Any], message: str) -> None:

@@ -18,7 +18,7 @@ from app.engine.errors import AdapterMismatch
 from app.engine.factory import served_features
 from app.engine.models.checkpoint import load_checkpoint
 from app.engine.xla.backend import JaxBackend
-from app.engine.xla.base_weights import XlaBaseValues
+from app.engine.xla.base_weights import XlaBaseWeights
 from app.engine.xla.sharding import make_mesh
 from app.engine.xla.supported_features import SERVED
 from app.kernels.dora.reference import dora_scale
@@ -81,7 +81,7 @@ def test_dora_scales_are_the_definitions(rank: int) -> None:
     config = EngineConfig(num_kv_blocks=8, lora_pool_rows=8, xla=XlaConfig(skip_precompile=True))
     backend = JaxBackend(spec, list(tensors.items()), config, make_mesh(jax.devices("cpu"), 1))
     base = backend._adapters._base
-    assert isinstance(base, XlaBaseValues)
+    assert isinstance(base, XlaBaseWeights)
     adapter = random_adapter(spec, rank)
     for key in (LoraKey(1, "k_proj"), LoraKey(0, "o_proj"), LoraKey(1, "up_proj"), LoraKey(0, "down_proj")):
         pair = adapter.weights[key]

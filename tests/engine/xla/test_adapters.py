@@ -44,9 +44,9 @@ def test_the_shards_rows_give_the_adapters_own_delta(shards: int, rank: int, num
     adapter = random_adapter(spec, rank, ["q_proj", "v_proj", "o_proj", "up_proj", "down_proj"], dtype="BF16")
     rows = adapters.rows_of(adapter, num_rows)
     generator = rng()
-    for whole, product in zip(sizes.whole, sizes.products, strict=True):
-        is_output = product.kind.split == "output"
-        for target in product.targets:
+    for whole, module in zip(sizes.whole, sizes.modules, strict=True):
+        is_output = module.kind.split == "output"
+        for target in module.targets:
             mine = shard_columns(whole, shards)[target]
             for layer in range(2):
                 pair = adapter.weights.get((layer, target, None))  # type: ignore[call-overload]
@@ -86,10 +86,10 @@ def test_a_step_is_told_of_the_adapters_that_its_slots_have_now() -> None:
         places = adapters.places()
         for mine, (start, adapter) in resident.items():
             assert int(places.starts[mine]) == start
-            for product in adapters._sizes.single:
-                for layer, (index, target) in itertools.product(range(2), enumerate(product.targets)):
+            for module in adapters._sizes.single:
+                for layer, (index, target) in itertools.product(range(2), enumerate(module.targets)):
                     pair = adapter.weights.get((layer, target, None))  # type: ignore[call-overload]
-                    assert int(places.ranks[product.name][layer, mine, index]) == (0 if pair is None else pair.rank)
+                    assert int(places.ranks[module.name][layer, mine, index]) == (0 if pair is None else pair.rank)
         counts = {each: int(generator.integers(1, 5)) for each in (0, *sorted(resident))}
         pieces = [Piece(np.zeros(count, np.int32), 0, np.arange(4), each) for each, count in counts.items()]
         step = adapters.of_step(forward_batch(pieces, 16))

@@ -139,8 +139,8 @@ def test_the_rows_of_an_adapter_are_where_the_engine_says_and_nobody_elses_chang
             np.testing.assert_array_equal(rows[:, 48:], old[:, 48:])
             assert rows[:, 32:43].any(axis=(1, 2)).all()
     for name in ("scales", "shifts"):
-        for product, rows in getattr(after, name).items():
-            old = getattr(before, name)[product]
+        for module, rows in getattr(after, name).items():
+            old = getattr(before, name)[module]
             np.testing.assert_array_equal(np.delete(rows, 4, axis=1), np.delete(old, 4, axis=1))
             assert (rows[:, 4] != old[:, 4]).any()
     backend.write_adapter(3, 32, random_adapter(SPEC, 11))

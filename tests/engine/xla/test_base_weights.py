@@ -12,7 +12,7 @@ import pytest
 from app.engine.adapters.adapter import LoraKey, LoraPair
 from app.engine.config import EngineConfig, XlaConfig
 from app.engine.xla.backend import JaxBackend
-from app.engine.xla.base_weights import XlaBaseValues
+from app.engine.xla.base_weights import XlaBaseWeights
 from app.engine.xla.sharding import make_mesh
 from app.kernels.dora.reference import dora_scale
 from tests.engine.adapters.making import random_tensors
@@ -20,7 +20,7 @@ from tests.engine.xla.making import divisible_mixture
 from tests.engine.xla.test_tensor_parallel import spec as eight_heads
 from tests.seeds import rng
 
-Base = tuple[XlaBaseValues, dict[str, np.ndarray]]
+Base = tuple[XlaBaseWeights, dict[str, np.ndarray]]
 CONFIG = EngineConfig(num_kv_blocks=4, lora_pool_rows=8, max_num_batched_tokens=8, max_num_seqs=2)
 PATHS = {"q_proj": "self_attn", "v_proj": "self_attn", "o_proj": "self_attn", "gate_proj": "mlp", "down_proj": "mlp"}
 

@@ -14,9 +14,8 @@ from app.engine.errors import CheckpointError
 from app.engine.models.checkpoint import Checkpoint, load_checkpoint
 from app.engine.xla.adapters import XlaAdapters, base_tables
 from app.engine.xla.arrays import KvMemory
-from app.engine.xla.backend import JaxBackend
+from app.engine.xla.backend import JaxBackend, lora_kernel
 from app.engine.xla.decoder import forward
-from app.engine.xla.kernels import lora_kernel
 from app.engine.xla.sharding import make_mesh
 from app.engine.xla.sizes import sizes_of
 from app.engine.xla.step import PREFILL_TILE, Bucket
@@ -80,7 +79,7 @@ def test_a_whole_step_lowers_for_tpus(kernel_backend: str) -> None:
 
 def test_what_one_shard_computes_follows_from_the_table_of_products() -> None:
     sizes = sizes_of(tiny_spec(), 2)
-    assert [product.width() for product in sizes.products] == [16 + 8 + 8, 24, 20 + 20, 24]
-    assert [sizes.total_width(product) for product in sizes.products] == [64, 24, 80, 24]
-    assert [product.d_in for product in sizes.products] == [24, 16, 24, 20]
+    assert [module.width() for module in sizes.modules] == [16 + 8 + 8, 24, 20 + 20, 24]
+    assert [sizes.total_width(module) for module in sizes.modules] == [64, 24, 80, 24]
+    assert [module.d_in for module in sizes.modules] == [24, 16, 24, 20]
     assert (sizes.kv_heads, sizes.vocab_per_shard, sizes.num_layers) == (1, 32, 2)

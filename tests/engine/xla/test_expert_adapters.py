@@ -19,7 +19,7 @@ from app.engine.models.checkpoint import load_checkpoint
 from app.engine.models.sharding import shard_columns
 from app.engine.models.spec import ModelSpec
 from app.engine.xla.backend import JaxBackend
-from app.engine.xla.moe_lora_tables import XlaExpertRows, write_pages
+from app.engine.xla.moe_lora_tables import XlaMoeLoraTables, write_pages
 from app.engine.xla.sharding import make_mesh
 from app.engine.xla.sizes import sizes_of
 from tests.engine.adapters.making import random_mixture_adapter
@@ -100,12 +100,12 @@ def test_every_format_and_one_lora_per_expert_in_one_batch(mixture: Any, tmp_pat
     assert wanted[2].allows(alone)
 
 
-def books(max_bytes: int, tensor_shards: int = 1) -> tuple[ModelSpec, XlaExpertRows]:
+def books(max_bytes: int, tensor_shards: int = 1) -> tuple[ModelSpec, XlaMoeLoraTables]:
     spec = divisible_mixture()
-    return spec, XlaExpertRows(sizes_of(spec, tensor_shards), 4, max_bytes)
+    return spec, XlaMoeLoraTables(sizes_of(spec, tensor_shards), 4, max_bytes)
 
 
-def written(rows: XlaExpertRows, adapter_slot: int, adapter: LoraAdapter) -> list[int]:
+def written(rows: XlaMoeLoraTables, adapter_slot: int, adapter: LoraAdapter) -> list[int]:
     """The pages that were written."""
     pages = np.concatenate([numbers for _, numbers in rows.write(adapter_slot, adapter)])
     return [page for page in pages.tolist() if page < rows.num_pages]
@@ -130,19 +130,19 @@ def test_an_adapter_pays_for_its_own_experts_and_ranks_and_its_pages_come_back()
     places = rows.places()
     assert places is not None
     for slot, pages in enumerate(held, 1):
-        heads = places.heads.reshape(2, 6, 4)[:, :, slot].reshape(-1).tolist()
+        heads = places.first_pages.reshape(2, 6, 4)[:, :, slot].reshape(-1).tolist()
         found = []
         for page in heads:
             at = page
             while at != rows.num_pages:
                 found.append(at)
-                at = int(places.following[at])
+                at = int(places.next_pages[at])
         assert sorted(found) == sorted(pages)
     for slot in (1, 2, 3):
         rows.release(slot)
     places = rows.places()
     assert places is not None
-    assert (places.heads == rows.num_pages).all()
+    assert (places.first_pages == rows.num_pages).all()
     assert not any(ranks.any() for ranks in places.ranks.values())
     assert sorted(rows._free) == list(range(rows.num_pages))
 
@@ -174,29 +174,29 @@ def test_following_an_experts_pages_gives_its_own_delta_whatever_was_there_befor
             resident[slot] = random_mixture_adapter(spec, int(generator.integers(1, 30)), generator)
             for part, pages in rows.write(slot, resident[slot]):
                 tables = jax.tree.map(np.asarray, write_pages(jax.tree.map(jax.numpy.asarray, tables), part, pages))
-        assert sorted([*rows._free, *(page for held in rows._held.values() for page in held)]) == list(
+        assert sorted([*rows._free, *(page for held in rows._pages_of.values() for page in held)]) == list(
             range(rows.num_pages)
         ), "every page is free, or one adapter's"
     places = rows.places()
     assert places is not None
-    heads = places.heads.reshape(2, 6, 4)
+    heads = places.first_pages.reshape(2, 6, 4)
     num_compared = 0
     for slot, adapter in resident.items():
         for (layer, target, expert), pair in adapter.weights.items():
             if expert is None:
                 continue
-            product = next(one for one in sizes.products if target in one.targets and one.num_experts is not None)
-            whole = next(one for one in sizes.whole if one.name == product.name)
-            index, columns = product.targets.index(target), shard_columns(whole, tensor_shards)[target]
+            module = next(one for one in sizes.modules if target in one.targets and one.num_experts is not None)
+            whole = next(one for one in sizes.whole if one.name == module.name)
+            index, columns = module.targets.index(target), shard_columns(whole, tensor_shards)[target]
             a, b, page = [], [], int(heads[sizes.place("experts_down", layer), expert, slot])
             ranks = [one.rank for key, one in adapter.weights.items() if (key.layer, key.expert) == (layer, expert)]
             for _ in range(-(-max(ranks) // 8)):
-                count = int(places.ranks[product.name][page, index])
+                count = int(places.ranks[module.name][page, index])
                 a.append(tables.a[target][page * 8 : page * 8 + count])
                 b.append(tables.b[target][page * 8 : page * 8 + count])
-                page = int(places.following[page])
+                page = int(places.next_pages[page])
             assert page == rows.num_pages, "there the list ends"
-            is_input = product.kind.split == "input"
+            is_input = module.kind.split == "input"
             order = np.argsort(columns.reshape(-1))
             found_a, found_b = np.concatenate(a), np.concatenate(b)
             np.testing.assert_array_equal(found_a[:, order] if is_input else found_a, pair.a)

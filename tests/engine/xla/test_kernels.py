@@ -12,8 +12,7 @@ import torch
 from app.engine.config import EngineConfig, XlaConfig
 from app.engine.errors import ConfigError
 from app.engine.models.spec import ModelSpec
-from app.engine.xla.backend import JaxBackend
-from app.engine.xla.kernels import lora_kernel
+from app.engine.xla.backend import JaxBackend, lora_kernel
 from app.engine.xla.sharding import make_mesh
 from tests.engine.adapters.making import random_adapter, random_mixture_adapter, random_tensors, tiny_spec
 from tests.engine.company import latent_spec, mixture_spec
@@ -53,7 +52,7 @@ def test_adapters_of_different_ranks_have_the_logits_and_tokens_of_xla(spec: Mod
 
 
 def test_pallas_is_interpreted_on_a_cpu_and_refused_on_a_gpu(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING, "app.engine.xla.kernels"):
+    with caplog.at_level(logging.WARNING, "app.engine.xla.backend"):
         lora_kernel("pallas", "cpu")
         assert len(caplog.records) == 1
         assert "interpreted" in caplog.text

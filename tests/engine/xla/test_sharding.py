@@ -59,25 +59,25 @@ def test_a_device_has_its_own_part_of_the_checkpoint(spec: ModelSpec, tensor: in
     for e, t in np.ndindex(expert, tensor):
         device = e * tensor + t
         mine = jax.tree.map(lambda array, each, e=e, t=t: cut(array, each, e, t, sizes), weights, specs)
-        for whole, product in zip(sizes.whole, sizes.products, strict=True):
-            if product.kind is LATENT_B:
+        for whole, module in zip(sizes.whole, sizes.modules, strict=True):
+            if module.kind is LATENT_B:
                 continue
-            is_output, is_single = product.kind.split == "output", product.num_experts is None
-            parts = shard_columns(whole, sizes.shards_of(product))
+            is_output, is_single = module.kind.split == "output", module.num_experts is None
+            parts = shard_columns(whole, sizes.shards_of(module))
             first = 0 if is_single else e * sizes.experts_per_shard
-            for target in product.targets:
-                columns, own = product.columns(target), parts[target][device if is_single else t]
-                for layer in sizes.layers_of(product.name):
-                    place = sizes.place(product.name, layer)
+            for target in module.targets:
+                columns, own = module.columns(target), parts[target][device if is_single else t]
+                for layer in sizes.layers_of(module.name):
+                    place = sizes.place(module.name, layer)
                     for number in range(1 if is_single else sizes.experts_per_shard):
-                        path = product.kind.path(target, None if is_single else first + number)
+                        path = module.kind.path(target, None if is_single else first + number)
                         stored = tensors[f"model.layers.{layer}.{path}.weight"]
                         index = place if is_single else place * sizes.experts_per_shard + number
-                        found = mine.layers.products[product.name][index, columns]
+                        found = mine.layers.modules[module.name][index, columns]
                         np.testing.assert_array_equal(found, stored[own] if is_output else stored[:, own])
-                        if product.has_bias:
+                        if module.has_bias:
                             bias = tensors[f"model.layers.{layer}.{path}.bias"]
-                            found = mine.layers.biases[product.name][index, columns]
+                            found = mine.layers.biases[module.name][index, columns]
                             np.testing.assert_array_equal(found, bias[own] if is_output else bias)
         rows = tensors[EMBEDDING if spec.tie_embeddings else LM_HEAD][device * sizes.vocab_per_shard :]
         count = min(len(rows), sizes.vocab_per_shard)
@@ -93,12 +93,12 @@ def test_heads_of_latents_lie_with_the_devices_that_attend_with_them() -> None:
     tensors = dict(random_tensors(spec, 7))
     weights = read_weights(sizes, list(tensors.items()), 16)
     specs = weight_specs(weights, sizes)
-    keys, values = (product.name for product in sizes.absorbed)
+    keys, values = (module.name for module in sizes.absorbed)
     for layer, head in np.ndindex(sizes.num_layers, 3):
         rows = tensors[f"model.layers.{layer}.{LATENT_B.path(LATENT_B.targets[0])}.weight"]
         rows = rows.reshape(3, -1, latent.kv_rank)[head]
         for name, expected in ((keys, rows[: latent.key_size].T), (values, rows[latent.key_size :])):
-            mine = cut(weights.layers.products[name], specs.layers.products[name], head, 0, sizes)
+            mine = cut(weights.layers.modules[name], specs.layers.modules[name], head, 0, sizes)
             np.testing.assert_array_equal(mine[layer], expected)
 
 
@@ -108,12 +108,12 @@ def test_adapter_tables_are_cut_like_what_they_are_added_to(spec: ModelSpec, ten
     weights = read_weights(sizes, random_tensors(spec, 7), 16)
     adapters = XlaAdapters(sizes, weights, 4, 32, 0, make_mesh(jax.devices("cpu"), 1))
     specs, shapes = adapters.specs(), adapters.table_shapes()
-    for product in sizes.single:
-        for target, width in zip(product.targets, product.widths, strict=True):
-            layers = len(sizes.layers_of(product.name))
+    for module in sizes.single:
+        for target, width in zip(module.targets, module.widths, strict=True):
+            layers = len(sizes.layers_of(module.name))
             a = cut(np.broadcast_to(np.float32(0), shapes.a[target]), specs.a[target], 0, 0, sizes)
             b = cut(np.broadcast_to(np.float32(0), shapes.b[target]), specs.b[target], 0, 0, sizes)
-            assert a.shape == (layers, 32, product.d_in), target
+            assert a.shape == (layers, 32, module.d_in), target
             assert b.shape == (layers, 32, width), target
 
 

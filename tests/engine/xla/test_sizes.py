@@ -33,7 +33,7 @@ def test_devices_together_compute_every_column_and_pad_none_in_vain(
     spec: ModelSpec, tensor: int, expert: int, multiple: int
 ) -> None:
     sizes = sizes_of(spec, tensor, multiple, expert)
-    for whole, mine in zip(sizes.whole, sizes.products, strict=True):
+    for whole, mine in zip(sizes.whole, sizes.modules, strict=True):
         if mine.kind is LATENT_B:
             continue
         shards = sizes.shards_of(mine)
@@ -55,16 +55,16 @@ def test_devices_together_compute_every_column_and_pad_none_in_vain(
 @pytest.mark.parametrize("spec", [tiny_spec(), mixture_spec(), sinks_spec(), latent_spec()])
 def test_a_layer_has_the_products_that_the_model_says_each_at_a_place_of_its_own(spec: ModelSpec) -> None:
     sizes = sizes_of(spec, 1, 1)
-    for product in sizes.products:
-        layers = sizes.layers_of(product.name)
-        assert [sizes.place(product.name, layer) for layer in layers] == list(range(len(layers)))
+    for module in sizes.modules:
+        layers = sizes.layers_of(module.name)
+        assert [sizes.place(module.name, layer) for layer in layers] == list(range(len(layers)))
     for layer in range(sizes.num_layers):
-        expected = {product.name: product for product in layer_linear_modules(spec, layer)}
-        found = {one.name: one for one in sizes.products if layer in sizes.layers_of(one.name)}
+        expected = {module.name: module for module in layer_linear_modules(spec, layer)}
+        found = {one.name: one for one in sizes.modules if layer in sizes.layers_of(one.name)}
         assert found.keys() == expected.keys()
-        for name, product in expected.items():
+        for name, module in expected.items():
             assert (found[name].d_in, found[name].widths, found[name].num_experts) == (
-                product.d_in, product.widths, product.num_experts,
+                module.d_in, module.widths, module.num_experts,
             )  # fmt: skip
     assert sizes.layers_of("no such product") == ()
     with pytest.raises(ValueError, match="not in tuple"):
@@ -73,16 +73,16 @@ def test_a_layer_has_the_products_that_the_model_says_each_at_a_place_of_its_own
 
 def test_experts_are_divided_by_both_settings_and_all_else_by_their_product() -> None:
     sizes = sizes_of(divisible_mixture(), 2, 1, 3)
-    up = next(product for product in sizes.products if product.name == "experts_gate_up")
+    up = next(module for module in sizes.modules if module.name == "experts_gate_up")
     assert (sizes.num_shards, sizes.experts_per_shard, sizes.group_size(up)) == (6, 2, 2)
     assert up.num_experts == 6, "which of them are a device's is said by where they lie"
     assert sizes_of(tiny_spec(), 2, 1).experts_per_shard == 0
     latents = sizes_of(latent_spec(), 1, 1, 3)
-    assert {product.name for product in latents.absorbed} & {product.name for product in latents.stored}
-    for product in latents.absorbed:
-        assert latents.group_size(product) == latents.attention.num_heads // 3
-        assert latents.layers_of(product.name) == tuple(range(latents.num_layers)), "attention is in every layer"
-    assert LATENT_B not in {product.kind for product in latents.stored}, "heads' parts stand for it"
+    assert {module.name for module in latents.absorbed} & {module.name for module in latents.with_weights}
+    for module in latents.absorbed:
+        assert latents.group_size(module) == latents.attention.num_heads // 3
+        assert latents.layers_of(module.name) == tuple(range(latents.num_layers)), "attention is in every layer"
+    assert LATENT_B not in {module.kind for module in latents.with_weights}, "heads' parts stand for it"
 
 
 def test_a_kv_head_is_held_by_several_where_there_are_fewer_than_devices() -> None:

@@ -35,19 +35,19 @@ def read(num_shards: int) -> tuple[XlaSizes, XlaWeights, dict[str, np.ndarray]]:
 @pytest.mark.parametrize("num_shards", [1, 2])
 def test_every_shard_has_its_columns_of_the_checkpoint(num_shards: int) -> None:
     sizes, weights, tensors = read(num_shards)
-    for whole, product in zip(sizes.whole, sizes.products, strict=True):
-        is_output = product.kind.split == "output"
+    for whole, module in zip(sizes.whole, sizes.modules, strict=True):
+        is_output = module.kind.split == "output"
         for target, mine in shard_columns(whole, num_shards).items():
-            columns = product.columns(target)
+            columns = module.columns(target)
             for layer, shard in np.ndindex(2, num_shards):
-                path = f"model.layers.{layer}.{BLOCKS[product.name]}.{target}"
+                path = f"model.layers.{layer}.{BLOCKS[module.name]}.{target}"
                 tensor = tensors[f"{path}.weight"]
                 expected = tensor[mine[shard]] if is_output else tensor[:, mine[shard]]
-                stack = weights.layers.products[product.name]
+                stack = weights.layers.modules[module.name]
                 found = np.split(stack, num_shards, axis=1 if is_output else 2)[shard][layer, columns]
                 np.testing.assert_array_equal(found, expected)
-                if product.has_bias:
-                    biases = weights.layers.biases[product.name][layer]
+                if module.has_bias:
+                    biases = weights.layers.biases[module.name][layer]
                     own = np.split(biases, num_shards)[shard] if is_output else biases
                     bias = tensors[f"{path}.bias"]
                     np.testing.assert_array_equal(own[columns], bias[mine[shard]] if is_output else bias)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from app.kernels.machine.jit import jit
-from app.kernels.machine.thread_team import TAIL, ThreadTeam, count_pieces, leave, piece, take
+from app.kernels.machine.thread_team import TAIL, ThreadTeam, claim_piece, count_pieces, finish_phase, piece
 from tests import seeds
 
 
@@ -18,7 +18,7 @@ def _add_up(team, phase, table, num_phases, size):  # type: ignore[no-untyped-de
     for row in range(num_phases):
         num_items, done = table.shape[1], 0
         num_pieces = count_pieces(num_items, size)
-        index = take(team, phase)
+        index = claim_piece(team, phase)
         while index < num_pieces:
             first, end = piece(index, num_items, size)
             for i in range(first, end):
@@ -27,8 +27,8 @@ def _add_up(team, phase, table, num_phases, size):  # type: ignore[no-untyped-de
                     total += table[row, j]
                 table[row + 1, i] += total % 1000003 + 1
             done += 1
-            index = take(team, phase)
-        phase = leave(team, phase, num_pieces, done)
+            index = claim_piece(team, phase)
+        phase = finish_phase(team, phase, num_pieces, done)
     return phase
 
 

@@ -13,10 +13,12 @@ from torch import Tensor
 from tests.kernels.torch_forms.fixed_order import exponential
 
 
-def gated(gate_up: Tensor, out: Tensor, activation: str, limit: float | None = None, alpha: float = 1.0) -> None:
+def gated_activation(
+    gate_up: Tensor, out: Tensor, activation: str, limit: float | None = None, alpha: float = 1.0
+) -> None:
     """out [T, I] = act(gate) * up of gate_up [T, 2 I]; "silu", or "gelu_tanh" (Hendrycks & Gimpel 2016).
 
-    With a limit: (up + 1) * gate * logistic(alpha * gate), clamped (`reference.gated_and_clamped`).
+    With a limit: (up + 1) * gate * logistic(alpha * gate), clamped (`reference.clamped_gated_activation`).
     """
     gate, up = gate_up.float().chunk(2, 1)
     if limit is not None:

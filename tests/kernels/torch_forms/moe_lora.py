@@ -11,19 +11,19 @@ import ctypes
 import torch
 from torch import Tensor
 
-from app.kernels.moe_lora.expert_lora_rows import ExpertRows, check_operands
+from app.kernels.lora_rows import ExpertRows, check_expert_operands
 from app.kernels.moe_routing.pairs import SortedPairs
 from tests.kernels.torch_forms.fixed_order import product as fixed_product
 
 
-def product(
+def expert_linear(
     x: Tensor, weight: Tensor, out: Tensor, pairs: SortedPairs, bias: Tensor | None = None, *, x_divisor: int = 1
 ) -> None:
     """out[p] = W_e x[p // x_divisor] + bias_e of every pair's expert e, in place; float32 sums, one rounding.
 
     x: [P / x_divisor, d_in]; weight: [E, W, d_in]; out: [P, W]; bias: [E, W].
     """
-    check_operands(x, out, pairs, weight.shape[2], weight.shape[1], x_divisor)
+    check_expert_operands(x, out, pairs, weight.shape[2], weight.shape[1], x_divisor)
     for first, count, expert in pairs.tiles.tolist():
         of_expert = pairs.order[first : first + count].long()
         sums = fixed_product(x[of_expert // x_divisor].float(), weight[expert].float())
@@ -44,10 +44,10 @@ def add_lora(
 ) -> None:
     """out[p] += B A x[p // x_divisor], of adapter slots[p // K] and of pair p's expert, in place.
 
-    slots: [T] int32, 0 for the base; the rest as for `product`.
+    slots: [T] int32, 0 for the base; the rest as for `expert_linear`.
     """
     num_modules = rows.ranks.shape[2]
-    check_operands(x, out, pairs, rows.depth, num_modules * rows.width, x_divisor)
+    check_expert_operands(x, out, pairs, rows.depth, num_modules * rows.width, x_divisor)
     for first, count, expert in pairs.tiles.tolist():
         of_expert = pairs.order[first : first + count].long()
         of_pair = slots[of_expert // pairs.top_k]

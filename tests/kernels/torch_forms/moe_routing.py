@@ -16,14 +16,14 @@ from tests.kernels.torch_forms.fixed_order import exponential, folded_sum
 def route(
     logits: Tensor,
     experts: Tensor,
-    shares: Tensor,
+    topk_weights: Tensor,
     *,
     normalised: bool,
     scale: float = 1.0,
     num_groups: int = 1,
     top_groups: int = 1,
 ) -> None:
-    """experts [T, K] int32 and shares [T, K] float32 from logits [T, E], in place; see `reference`.
+    """experts [T, K] int32 and topk_weights [T, K] float32 from logits [T, E], in place; see `reference`.
 
     Shares that are no numbers choose experts all the same, the lowest first.
     """
@@ -43,7 +43,7 @@ def route(
             total += found[:, k]
         found = found / total[:, None]
     experts.copy_(chosen)
-    shares.copy_(found * scale)
+    topk_weights.copy_(found * scale)
 
 
 def block_rows(dtype: torch.dtype) -> int:  # noqa: ARG001  (the Triton form's signature)
@@ -65,16 +65,16 @@ def sort_pairs(experts: Tensor, num_experts: int, block_rows: int) -> SortedPair
 
 
 def combine(
-    outputs: Tensor, shares: Tensor, hidden: Tensor, shared: Tensor | None = None, gates: Tensor | None = None
+    outputs: Tensor, topk_weights: Tensor, hidden: Tensor, shared: Tensor | None = None, gates: Tensor | None = None
 ) -> None:
-    """hidden[t] += Σ_k shares[t, k] * outputs[t * K + k] + logistic(gates[t]) * shared[t], in place.
+    """hidden[t] += Σ_k topk_weights[t, k] * outputs[t * K + k] + logistic(gates[t]) * shared[t], in place.
 
-    outputs: [T * K, H]; shares: [T, K] float32; hidden, shared: [T, H]; gates: [T, 1], or None for a factor of one.
+    outputs: [T * K, H]; topk_weights: [T, K] float32; hidden, shared: [T, H]; gates: [T, 1], None: a factor of one.
     """
-    of_token = outputs.float().view(*shares.shape, outputs.shape[1])  # [T, K, H]
-    total = of_token[:, 0] * shares[:, :1]
-    for k in range(1, shares.shape[1]):
-        total = total + of_token[:, k] * shares[:, k : k + 1]
+    of_token = outputs.float().view(*topk_weights.shape, outputs.shape[1])  # [T, K, H]
+    total = of_token[:, 0] * topk_weights[:, :1]
+    for k in range(1, topk_weights.shape[1]):
+        total = total + of_token[:, k] * topk_weights[:, k : k + 1]
     if shared is not None:
         part = shared.float()
         total = total + (part if gates is None else (part.double() / (1 + exponential(-gates.float()))).float())

@@ -14,11 +14,10 @@ import torch
 
 from app.kernels.activation import triton as activations
 from app.kernels.bgmv import triton as bgmv
-from app.kernels.lora_rows import RankRows
+from app.kernels.lora_rows import ExpertRows, RankRows
 from app.kernels.matmul import triton as matmul
 from app.kernels.mla_attention import triton as latent_attention
 from app.kernels.moe_lora import triton as moe_lora
-from app.kernels.moe_lora.expert_lora_rows import ExpertRows
 from app.kernels.moe_routing import triton as moe_routing
 from app.kernels.norms import triton as norms
 from app.kernels.paged_attention import triton as paged_attention
@@ -104,8 +103,8 @@ def _rows() -> None:
     x = torch.empty(64, HIDDEN, dtype=BF16)
     norms.rms_norm(x, torch.empty(HIDDEN), 1e-5, x, x)
     gate_up, gated = torch.empty(64, 2 * INNER, dtype=BF16), torch.empty(64, INNER, dtype=BF16)
-    activations.gated(gate_up, gated, "silu")
-    activations.gated(gate_up, gated, "silu", 7.0, 1.702)
+    activations.gated_activation(gate_up, gated, "silu")
+    activations.gated_activation(gate_up, gated, "silu", 7.0, 1.702)
     cache, angles = torch.empty(8, KV_HEADS, BLOCK_SIZE, DIM, dtype=BF16), torch.empty(8192, DIM // 2)
     places = torch.empty(64, dtype=torch.int64)
     norm = torch.empty(DIM)
@@ -123,16 +122,16 @@ def _matmul() -> None:
 def _experts(num_tokens: int) -> None:
     """A layer's products in order; gate and up are read at the token's row, down at the pair's."""
     hidden, inner, num_experts, top_k = 2048, 768, 128, 8
-    logits, shares = torch.empty(num_tokens, num_experts, dtype=BF16), torch.empty(num_tokens, top_k)
+    logits, topk_weights = torch.empty(num_tokens, num_experts, dtype=BF16), torch.empty(num_tokens, top_k)
     experts, slots = torch.empty(num_tokens, top_k, dtype=torch.int32), torch.empty(num_tokens, dtype=torch.int32)
-    moe_routing.route(logits, experts, shares, normalised=True)
+    moe_routing.route(logits, experts, topk_weights, normalised=True)
     pairs = moe_routing.sort_pairs(experts, num_experts, moe_routing.block_rows(BF16))
     x, gated = torch.empty(num_tokens, hidden, dtype=BF16), torch.empty(num_tokens * top_k, inner, dtype=BF16)
     for given, width, modules, divisor in ((x, inner, 2, top_k), (gated, hidden, 1, 1)):
         out = torch.empty(num_tokens * top_k, modules * width, dtype=BF16)
         weight = torch.empty(num_experts, modules * width, given.shape[1], dtype=BF16)
-        moe_lora.product(given, weight, out, pairs, x_divisor=divisor)
+        moe_lora.expert_linear(given, weight, out, pairs, x_divisor=divisor)
         at = torch.empty(9, num_experts, modules, dtype=torch.int64)
         rows = ExpertRows(at, at, at.int(), given.shape[1], width)
         moe_lora.add_lora(given, out, rows, slots, pairs, max_rank=64, x_divisor=divisor)
-    moe_routing.combine(out, shares, x, x, logits[:, :1])
+    moe_routing.combine(out, topk_weights, x, x, logits[:, :1])

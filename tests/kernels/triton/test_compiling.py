@@ -12,7 +12,7 @@ from pathlib import Path
 MAX_SHARED = 227 * 1024
 KERNELS = {
     "_shrink_rows", "_expand_rows", "_shrink_segments", "_expand_segments", "_attend", "_merge_parts", "_rms_norm",
-    "_gated", "_rotate_and_write", "_linear", "_route", "_count_pairs", "_place_pairs", "_expert_product",
+    "_gated_activation", "_rotate_and_write", "_linear", "_route", "_count_pairs", "_place_pairs", "_expert_product",
     "_shrink_experts", "_expand_experts", "_combine", "_rotate_latents", "_attend_latents",
 }  # fmt: skip
 WITH_PRODUCTS = {

@@ -67,13 +67,16 @@ def test_experts(operand: str) -> None:
     slots = tensor(generator.integers(0, SLOTS, num_tokens).astype(np.int32))
     pairs = sorted_pairs(form, chosen(generator, num_tokens), DTYPE)
     weight = tensor(normal(generator, EXPERTS, 2 * INNER, HIDDEN), DTYPE)
-    x, shares = tensor(normal(generator, num_tokens, HIDDEN), DTYPE), tensor(normal(generator, num_tokens, CHOICES))
+    x, topk_weights = (
+        tensor(normal(generator, num_tokens, HIDDEN), DTYPE),
+        tensor(normal(generator, num_tokens, CHOICES)),
+    )
 
     def computed(x: torch.Tensor, out: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        form.lora.product(x, weight, out, pairs, x_divisor=CHOICES)
+        form.lora.expert_linear(x, weight, out, pairs, x_divisor=CHOICES)
         form.lora.add_lora(x, out, given.rows, slots, pairs, max_rank=MAX_RANK, x_divisor=CHOICES)
         hidden = torch.zeros(num_tokens, 2 * INNER, dtype=DTYPE, device=x.device)
-        form.routing.combine(out, shares, hidden)
+        form.routing.combine(out, topk_weights, hidden)
         return out, hidden
 
     out = torch.zeros(num_tokens * CHOICES, 2 * INNER, dtype=DTYPE, device=x.device)
@@ -117,7 +120,8 @@ def test_attention(
     operands[operand] = spread(operands[operand], dim)
     paged_attention.paged_attention(
         operands["q"], operands["keys"], operands["values"], tensor(starts), tensor(lens), operands["tables"],
-        operands["out"], scale=dim_head**-0.5, max_query_len=max(counts), max_seq_len=70, batch_invariant=batch_invariant,
+        operands["out"], scale=dim_head**-0.5, max_query_len=max(counts), max_seq_len=70,
+        batch_invariant=batch_invariant,
     )  # fmt: skip
     assert error(operands["out"], expected) < TOLERANCE[DTYPE]
 
@@ -148,7 +152,7 @@ def test_gated(operand: str) -> None:
     given = {"gate_up": tensor(normal(rng(), 3, 40), DTYPE), "out": tensor(normal(rng(), 3, 20), DTYPE)}
     gate, up = given["gate_up"].double().chunk(2, dim=1)
     given[operand] = spread(given[operand], 0)
-    activations.gated(given["gate_up"], given["out"], "silu")
+    activations.gated_activation(given["gate_up"], given["out"], "silu")
     assert error(given["out"], numpy(torch.nn.functional.silu(gate) * up)) < TOLERANCE[DTYPE]
 
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
+from app.kernels.lora_rows import ExpertRows
 from app.kernels.moe_lora import reference
 from app.kernels.moe_lora import triton as triton_lora
-from app.kernels.moe_lora.expert_lora_rows import ExpertRows
 from app.kernels.moe_routing import reference as routing
 from app.kernels.moe_routing import triton as triton_routing
 from app.kernels.moe_routing.pairs import SortedPairs
@@ -102,11 +102,11 @@ def check_mixture(
     x = tensor(normal(generator, num_tokens, HIDDEN), dtype)
     gate_up = tensor(normal(generator, EXPERTS, 2 * INNER, HIDDEN) / HIDDEN**0.5, dtype)
     down = tensor(normal(generator, EXPERTS, HIDDEN, INNER) / INNER**0.5, dtype)
-    shares = generator.random((num_tokens, CHOICES)).astype(np.float32)
+    topk_weights = generator.random((num_tokens, CHOICES)).astype(np.float32)
     on_device, pairs = tensor(np.array(slots, np.int32)), sorted_pairs(form, experts, dtype)
 
     both = torch.full((num_pairs, 2 * INNER), torch.nan, dtype=dtype, device=DEVICE)
-    form.lora.product(x, gate_up, both, pairs, x_divisor=CHOICES)
+    form.lora.expert_linear(x, gate_up, both, pairs, x_divisor=CHOICES)
     before = both.clone()
     form.lora.add_lora(x, both, first.rows, on_device, pairs, max_rank=MAX_RANK, x_divisor=CHOICES)
     is_left = (first.arrays.ranks[np.repeat(slots, CHOICES).astype(int), experts.flatten()] == 0).all(axis=1)
@@ -114,14 +114,14 @@ def check_mixture(
     gate, up = both.float().chunk(2, dim=1)
     gated = (torch.nn.functional.silu(gate) * up).to(dtype)
     outputs = torch.full((num_pairs, HIDDEN), torch.nan, dtype=dtype, device=DEVICE)
-    form.lora.product(gated, down, outputs, pairs)
+    form.lora.expert_linear(gated, down, outputs, pairs)
     form.lora.add_lora(gated, outputs, second.rows, on_device, pairs, max_rank=MAX_RANK)
     hidden = torch.zeros(num_tokens, HIDDEN, dtype=dtype, device=DEVICE)
-    form.routing.combine(outputs, tensor(shares), hidden)
+    form.routing.combine(outputs, tensor(topk_weights), hidden)
 
     expected = reference.mixture(
-        numpy(x), numpy(gate_up), numpy(down), experts, shares, np.array(slots, np.int32), first.arrays, second.arrays,
-        silu,
+        numpy(x), numpy(gate_up), numpy(down), experts, topk_weights, np.array(slots, np.int32),
+        first.arrays, second.arrays, silu,
     )  # fmt: skip
     assert error(hidden, expected) < TOLERANCE[dtype], dtype
 
@@ -178,7 +178,7 @@ def test_more_rows_than_a_tile_has_and_biases(form: Form) -> None:
     weight = normal(generator, EXPERTS, INNER, HIDDEN)
     pairs = sorted_pairs(form, experts, torch.float32)
     out = torch.full((78, INNER), torch.nan, device=DEVICE)
-    form.lora.product(tensor(x), tensor(weight), out, pairs, tensor(bias), x_divisor=CHOICES)
+    form.lora.expert_linear(tensor(x), tensor(weight), out, pairs, tensor(bias), x_divisor=CHOICES)
     of_pair = experts.flatten()
     expected = np.einsum("ph,pih->pi", x.repeat(CHOICES, 0).astype(np.float64), weight[of_pair]) + bias[of_pair]
     assert error(out, expected) < TOLERANCE[torch.float32]
@@ -202,14 +202,14 @@ def test_a_token_has_the_same_bits_alone_and_in_any_batch(form: Form) -> None:
     def computed(part: slice) -> list[torch.Tensor]:
         count = len(range(*part.indices(num_tokens)))
         experts = torch.empty(count, CHOICES, dtype=torch.int32, device=DEVICE)
-        shares, hidden = torch.empty(count, CHOICES, device=DEVICE), x[part].clone()
-        form.routing.route(logits[part], experts, shares, normalised=True)
+        topk_weights, hidden = torch.empty(count, CHOICES, device=DEVICE), x[part].clone()
+        form.routing.route(logits[part], experts, topk_weights, normalised=True)
         pairs = form.routing.sort_pairs(experts, EXPERTS, form.routing.block_rows(dtype))
         out = torch.empty(count * CHOICES, 2 * INNER, dtype=dtype, device=DEVICE)
-        form.lora.product(x[part], weight, out, pairs, x_divisor=CHOICES)
+        form.lora.expert_linear(x[part], weight, out, pairs, x_divisor=CHOICES)
         form.lora.add_lora(x[part], out, given.rows, tensor(slots[part]), pairs, max_rank=MAX_RANK, x_divisor=CHOICES)
-        form.routing.combine(out[:, :HIDDEN].contiguous(), shares, hidden)
-        return [experts, shares, out.unflatten(0, (count, CHOICES)), hidden]
+        form.routing.combine(out[:, :HIDDEN].contiguous(), topk_weights, hidden)
+        return [experts, topk_weights, out.unflatten(0, (count, CHOICES)), hidden]
 
     for whole, alone in zip(computed(slice(0, num_tokens)), computed(slice(at, at + 1)), strict=True):
         assert torch.equal(whole[at], alone[0])
@@ -220,12 +220,12 @@ def test_a_token_has_the_same_bits_alone_and_in_any_batch(form: Form) -> None:
 def test_routing_equals_its_definition(form: Form, groups: tuple[int, int], normalised: bool) -> None:
     logits, top_k = normal(rng(), 23, 9), 3
     experts = torch.empty(23, top_k, dtype=torch.int32, device=DEVICE)
-    shares = torch.empty(23, top_k, device=DEVICE)
+    topk_weights = torch.empty(23, top_k, device=DEVICE)
     settings: dict[str, Any] = {"num_groups": groups[0], "top_groups": groups[1], "scale": 1.5}
-    form.routing.route(tensor(logits), experts, shares, normalised=normalised, **settings)
+    form.routing.route(tensor(logits), experts, topk_weights, normalised=normalised, **settings)
     expected = routing.route(logits, top_k, normalised=normalised, **settings)
     assert experts.tolist() == expected.experts.tolist()
-    assert error(shares, expected.shares) < TOLERANCE[torch.float32]
+    assert error(topk_weights, expected.topk_weights) < TOLERANCE[torch.float32]
 
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
@@ -263,12 +263,15 @@ def test_every_pair_is_in_one_tile_of_its_expert(form: Form, block_rows: int) ->
 def test_outputs_are_added_by_their_shares(form: Form, dtype: torch.dtype, shared: str | None) -> None:
     generator = rng()
     outputs, hidden, whole = (tensor(normal(generator, n, 20), dtype) for n in (21, 7, 7))
-    shares, gates = tensor(generator.random((7, 3)).astype(np.float32)), tensor(30 * normal(generator, 7, 1), dtype)
-    expected = numpy(hidden) + (numpy(outputs).reshape(7, 3, 20) * numpy(shares)[:, :, None]).sum(axis=1)
+    topk_weights, gates = (
+        tensor(generator.random((7, 3)).astype(np.float32)),
+        tensor(30 * normal(generator, 7, 1), dtype),
+    )
+    expected = numpy(hidden) + (numpy(outputs).reshape(7, 3, 20) * numpy(topk_weights)[:, :, None]).sum(axis=1)
     factor = 1 / (1 + np.exp(-numpy(gates))) if shared == "gated" else 1.0
     expected += 0 if shared is None else numpy(whole) * factor
     form.routing.combine(
-        outputs, shares, hidden, None if shared is None else whole, gates if shared == "gated" else None
+        outputs, topk_weights, hidden, None if shared is None else whole, gates if shared == "gated" else None
     )
     assert error(hidden, expected) < TOLERANCE[dtype]
 

@@ -19,13 +19,13 @@ import pytest
 
 from load_tests.chaos import events as events_module
 from load_tests.chaos import registrations as registrations_module
-from load_tests.chaos.__main__ import staged
-from load_tests.chaos.events import Deeds, Events
+from load_tests.chaos.__main__ import staged_files
+from load_tests.chaos.events import Events, Faults
 from load_tests.chaos.hub import Hub
 from load_tests.chaos.node import SecondNode
 from load_tests.chaos.registrations import Registrations
-from load_tests.chaos.traffic import BALANCER_SAYS, DOOR_S, Cut, Doors, Traffic, ask
-from load_tests.chaos.usage import Usage, grown, usage
+from load_tests.chaos.traffic import BALANCER_SAYS, PROXY_OUTAGE_S, Cut, ProxyOutages, Traffic, ask
+from load_tests.chaos.usage import Usage, leaks, usage
 from tests.postgres import PostgresServer, find_postgres
 
 Handler = Callable[[httpx.Request], httpx.Response]
@@ -77,8 +77,8 @@ async def test_an_answer_is_whole_or_cut_or_refused() -> None:
 async def test_only_the_death_of_a_door_excuses_a_closed_connection(serve: Callable[[Handler], None]) -> None:
     now_s, answers = 0.0, [stream_of("a", "b")]
     serve(lambda _: answers.pop(0))
-    doors = Doors(lambda: now_s)
-    traffic = Traffic("http://test", [BODY], doors, seed=0)
+    outages = ProxyOutages(lambda: now_s)
+    traffic = Traffic("http://test", [BODY], outages, seed=0)
     await traffic.learn()
 
     async def one(answer: httpx.Response) -> list[str]:
@@ -91,11 +91,11 @@ async def test_only_the_death_of_a_door_excuses_a_closed_connection(serve: Calla
     assert await one(stream_of("ac")) == ["wrong tokens"]
     assert await one(stream_of("a", ends=False)) == ["cut off"]
     assert await one(httpx.Response(503, json={"error": "busy"})) == ["refused"]
-    doors.killed()
+    outages.record_kill()
     assert await one(stream_of("a", ends=False)) == []
     assert await one(stream_of("c", ends=False)) == ["wrong tokens"], "what came is not the beginning of the answer"
     assert await one(httpx.Response(503, json={"error": "busy"})) == ["refused"]
-    now_s += DOOR_S + 1
+    now_s += PROXY_OUTAGE_S + 1
     assert await one(stream_of("a", ends=False)) == ["cut off"]
     assert traffic.ended["answered"] == 1
 
@@ -149,8 +149,8 @@ async def test_what_was_acknowledged_must_be_there(
 
 def test_a_service_whose_processes_pile_up_has_grown() -> None:
     before = Usage(20, 1000, 3000, Counter({"ingress socket": 40, "store pipe": 960}))
-    assert grown(before, Usage(21, 1100, 3300, Counter())) == []
-    assert grown(before, Usage(40, 1200, 9000, Counter({"ingress socket": 240, "store pipe": 960}))) == [
+    assert leaks(before, Usage(21, 1100, 3300, Counter())) == []
+    assert leaks(before, Usage(40, 1200, 9000, Counter({"ingress socket": 240, "store pipe": 960}))) == [
         "num_processes grew from 20 to 40",
         "num_files grew from 1000 to 1200: 200 more of ingress socket",
         "resident_mb grew from 3000 to 9000",
@@ -175,9 +175,9 @@ def test_what_downloads_leave_behind_is_found(tmp_path: Path) -> None:
     folder.mkdir(parents=True)
     for name in ("guard", "123-abc.lock"):
         (folder.parent / name).touch()
-    assert staged(tmp_path) == []
+    assert staged_files(tmp_path) == []
     (folder / "adapter_model.safetensors").touch()
-    (wrong,) = staged(tmp_path)
+    (wrong,) = staged_files(tmp_path)
     assert wrong.startswith("1 files of downloads are left")
 
 
@@ -199,7 +199,7 @@ async def test_a_hub_that_hangs_answers_afterwards(tmp_path: Path) -> None:
 async def test_each_deed_is_done_once_before_any_is_done_again() -> None:
     now_s, done = [0.0], []
 
-    def deed(name: str) -> Callable[[], Awaitable[str]]:
+    def fault(name: str) -> Callable[[], Awaitable[str]]:
         async def do() -> str:
             now_s[0] += 1
             done.append(name)
@@ -209,7 +209,7 @@ async def test_each_deed_is_done_once_before_any_is_done_again() -> None:
 
         return do
 
-    events = Events({name: deed(name) for name in "abc"}, 0.0, random.Random(1), lambda: now_s[0])
+    events = Events({name: fault(name) for name in "abc"}, 0.0, random.Random(1), lambda: now_s[0])
     await events.run(6.0)
     assert sorted(done[:3]) == sorted(done[3:]) == ["a", "b", "c"]
     assert len(events.happened) == 4, "what was no longer there to be killed did not happen"
@@ -220,9 +220,9 @@ def test_a_database_that_is_not_there_is_left_alone(has_database: bool, tmp_path
     database: Any = object() if has_database else None
     node: Any = SecondNode.__new__(SecondNode)
     hub: Any = tmp_path
-    deeds = Deeds(0, node, database, hub, Doors(), random.Random(0)).deeds
-    assert len(deeds) == (16 if has_database else 14)
-    assert sum("database" in name for name in deeds) == (2 if has_database else 0)
+    faults = Faults(0, node, database, hub, ProxyOutages(), random.Random(0)).faults
+    assert len(faults) == (16 if has_database else 14)
+    assert sum("database" in name for name in faults) == (2 if has_database else 0)
 
 
 async def test_a_full_disk_is_one_for_the_store_alone_and_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -231,9 +231,9 @@ async def test_a_full_disk_is_one_for_the_store_alone_and_for_a_while(monkeypatc
         before = resource.prlimit(store.pid, resource.RLIMIT_FSIZE)
         node: Any = SimpleNamespace(session_id=store.pid)
         nothing: Any = None
-        deeds = Deeds(store.pid, node, None, nothing, Doors(), random.Random(0))
+        faults = Faults(store.pid, node, None, nothing, ProxyOutages(), random.Random(0))
         monkeypatch.setattr(events_module, "processes", lambda *_: {"store": [store.pid]})
-        filling = asyncio.create_task(deeds.deeds["fill the store's disk"]())
+        filling = asyncio.create_task(faults.faults["fill the store's disk"]())
         await asyncio.sleep(0)
         assert resource.prlimit(store.pid, resource.RLIMIT_FSIZE) == (0, before[1])
         assert await filling == str([store.pid])

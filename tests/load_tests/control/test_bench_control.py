@@ -8,7 +8,7 @@ import pytest
 
 from load_tests.control import bench_control
 from load_tests.control.bench_control import Costs, carry, digest, names, scale
-from load_tests.control.simulated import SimulatedService
+from load_tests.control.simulated_service import SimulatedService
 from load_tests.virtual_time import run_virtually
 
 

@@ -9,7 +9,7 @@ import pytest
 from numpy.typing import NDArray
 
 from app.deployments.ingress.principal import Principal
-from load_tests.control.bench_routing import Asked, accuracy, demo_prompts, run
+from load_tests.control.bench_routing import RoutingResult, accuracy, demo_prompts, run
 from load_tests.control.routing_topics import TOPICS
 
 
@@ -35,7 +35,12 @@ def test_the_made_set_is_fifty_descriptions_with_ten_prompts() -> None:
 
 
 def test_the_threshold_that_is_right_most_often_is_found() -> None:
-    asked = [Asked("a", "a", 0.5), Asked("a", "b", 0.45), Asked("b", "b", 0.41), Asked(None, "a", 0.3)]
+    asked = [
+        RoutingResult("a", "a", 0.5),
+        RoutingResult("a", "b", 0.45),
+        RoutingResult("b", "b", 0.41),
+        RoutingResult(None, "a", 0.3),
+    ]
     found = accuracy(asked)
     assert 0.3 < found.threshold <= 0.41
     assert found.best == pytest.approx(2 / 3)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from load_tests.engine.bench_moe import Case, Measured, Settings, report, run
+from load_tests.engine.bench_moe import Case, Measurement, Settings, report, run
 from tests.load_tests.engine.test_vllm_reference import write_stand_in
 
 SETTINGS = Settings(
@@ -36,7 +36,10 @@ def test_vllm_takes_part_and_its_tokens_are_compared(tmp_path: Path) -> None:
 
 
 def test_vllm_has_a_rate_beside_the_engines_and_no_time_of_this_process() -> None:
-    found = {Case("engine", 0, 1): [Measured(10.0, 2.0)], Case("vLLM, eager", 0, 1): [Measured(4.0, float("nan"))]}
+    found = {
+        Case("engine", 0, 1): [Measurement(10.0, 2.0)],
+        Case("vLLM, eager", 0, 1): [Measurement(4.0, float("nan"))],
+    }
     lines = report(SETTINGS, found, [1e9], {1: 1e6}).splitlines()
     assert [line for line in lines if "vLLM" in line and line.startswith("|")] == [
         "| 1 | vLLM, eager | 0 | 4.0 | 0.40 (0.40 to 0.40) of engine |  |  |"

@@ -15,7 +15,7 @@ from load_tests.http.bench_scaling import (
     TRAFFIC,
     Fleet,
     Phase,
-    Seen,
+    TrafficResult,
     changes,
     counting,
     reaction_s,
@@ -64,7 +64,7 @@ def test_replicas_are_counted_until_the_end() -> None:
 def test_a_line_has_what_was_lost_and_when_tokens_came() -> None:
     outcomes = [Outcome(index, "a0", "bench", 1.0, 1.0, [1.25], 2.0) for index in range(3)]
     outcomes.append(Outcome(3, "a0", "bench", 1.0, 1.0, error="HTTP 503"))
-    line = row("mine", PHASES, Seen(outcomes, [(1.0, 1), (15.0, 2)], num_loads=3, num_reloaded=0))
+    line = row("mine", PHASES, TrafficResult(outcomes, [(1.0, 1), (15.0, 2)], num_loads=3, num_reloaded=0))
     assert line == "| mine | 5.0 | 1 → 2 | 1.50 | 1 | 750 | 0 | 0.250 | 0.250 |"
 
 

@@ -59,8 +59,8 @@ def test_rates_are_over_the_time_in_which_requests_were_due_and_answered() -> No
     ],
 )
 def test_every_objective_counts(slo: Slo, met: bool) -> None:
-    assert slo.met(FAST) is met
-    assert not slo.met(FAILED)
+    assert slo.is_met(FAST) is met
+    assert not slo.is_met(FAILED)
 
 
 def test_percentiles_are_linear_between_ranks() -> None:

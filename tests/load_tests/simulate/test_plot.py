@@ -11,14 +11,14 @@ import pytest
 from app.simulation.result import Interval
 from load_tests.simulate import __main__ as program
 from load_tests.simulate.plot import PANELS, plot_policies
-from load_tests.simulate.scenarios import shared_heads
+from load_tests.simulate.scenarios import shared_prefixes
 
 POLICIES = ("sticky", "least_loaded")
 
 
 def test_the_command_draws_what_it_prints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(program, "POLICIES", POLICIES)
-    monkeypatch.setitem(program.SCENARIOS, "poisson", lambda rng: shared_heads(rng, 2, 5.0, num_ticks=3))
+    monkeypatch.setitem(program.SCENARIOS, "poisson", lambda rng: shared_prefixes(rng, 2, 5.0, num_ticks=3))
     drawn = []
     for name in ("one.svg", "two.svg"):
         path = tmp_path / name

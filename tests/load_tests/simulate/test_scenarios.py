@@ -9,7 +9,7 @@ from app.simulation.costs import read_costs
 from app.simulation.fleet import Plan, simulate
 from app.simulation.replica import ReplicaSize
 from load_tests.simulate.__main__ import POLICIES, main
-from load_tests.simulate.scenarios import SCENARIOS, TICK_S, alternating, shared_heads
+from load_tests.simulate.scenarios import SCENARIOS, TICK_S, alternating, shared_prefixes
 
 SIZE = ReplicaSize(lora_pool_rows=64, rank_alignment=16, max_loras=5)
 
@@ -34,7 +34,7 @@ def test_scenarios_are_of_the_size_that_they_say(name: str) -> None:
 
 
 def test_prompts_are_longer_than_what_they_begin_with() -> None:
-    traffic = shared_heads(np.random.default_rng(3), num_heads=5, rate=10.0, num_ticks=8)
+    traffic = shared_prefixes(np.random.default_rng(3), num_prefixes=5, rate=10.0, num_ticks=8)
     assert traffic.head is not None
     assert traffic.head_tokens is not None
     assert (traffic.prompt_tokens > traffic.head_tokens[traffic.head]).all()

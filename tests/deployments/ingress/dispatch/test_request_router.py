@@ -11,7 +11,7 @@ import pytest
 
 from app.config import LimitsConfig
 from app.engine.errors import NotReady, QueueFull
-from load_tests.control.simulated import SimulatedIngress, SimulatedService, request
+from load_tests.control.simulated_service import SimulatedIngress, SimulatedService, request
 from load_tests.virtual_time import run_virtually
 
 

@@ -32,7 +32,7 @@ ASK = {"max_tokens": 5, "temperature": 0} | NO_END
 
 @pytest_asyncio.fixture
 async def read_ahead(service: Service, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[list[str]]:
-    """Names of the adapters that the store was asked to read ahead of a request, `activated` among what it has."""
+    """Names of the adapters that the store was asked to read ahead of a request, `activation_of` among what it has."""
     asked: list[str] = []
 
     async def prefetch(ref: AdapterRef) -> None:

@@ -1,7 +1,7 @@
-"""A service in one process on one clock: placement, ingresses and replicas without engines, as they are in life.
+"""A service in one process on one clock: the real placement, ingresses and replicas without engines.
 
-In: numbers of ingresses and replicas. Out: ingresses that place requests, over placement's real service and its real
-tables, loads and floors. Rule: between the parts go the calls that Ray would carry, and nothing else.
+Ingresses place requests over placement's real service with its real tables, loads and floors. Only calls that Ray would
+carry pass between the parts.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class SimulatedPlacer(Placer):
 
 
 class _AtOnce:
-    """`Batcher` without any: a stream is assigned when it comes."""
+    """Assigns every stream on arrival, without batching."""
 
     def __init__(self, router: RequestRouter) -> None:
         self._router = router
@@ -95,7 +95,7 @@ class SimulatedIngress(Generic[T]):
         self.followers = [asyncio.create_task(follow()) for follow in (self.watched.follow, watched_loads.follow)]
 
     async def answer(self, wanted: GenerateRequest) -> None:
-        """Have one request answered. Raises what the dispatcher raises."""
+        """Run one request to its end. Raises what the dispatcher raises."""
         async for chunk in self.dispatcher.stream(wanted):
             if chunk.error is not None:
                 raise chunk.error
@@ -144,13 +144,13 @@ class SimulatedService:
         ]
 
     async def start(self) -> None:
-        """Return when every ingress knows every replica, and placement gives homes."""
+        """Start everything; returns when every ingress knows every replica and placement assigns replicas."""
         await asyncio.sleep(2.0)
         while any(len(ingress.placer.view.replicas) < len(self.resident) for ingress in self.ingresses):
             await asyncio.sleep(0.05)
 
     async def report(self, replica_id: str) -> None:
-        """Have a replica say now how it is."""
+        """Make a replica report now."""
         telling = self._tellings[replica_id]
         state = ReplicaReport(replica_id, self.num_running[replica_id], resident=self.resident[replica_id])
         if not await self.placement.report(telling.news(state)):

@@ -12,7 +12,7 @@ from app.engine.models.chat.chat_template_sandbox import ChatTemplateSandbox
 from app.engine.models.tokenizers.tokenizer import load_tokenizer
 from examples.training import tools
 from examples.training.recipes import RECIPES
-from examples.training.structured import forms
+from examples.training.structured_outputs import forms
 from examples.training.task import examples
 from tests.seeds import any_seed
 

@@ -9,8 +9,8 @@ import pytest
 from numpy.typing import NDArray
 
 from app.kernels.machine.thread_team import ThreadTeam
-from app.kernels.matmul import cpu, pack_weights, quantised, reference
-from app.kernels.matmul.quantised import GROUP
+from app.kernels.matmul import cpu, int8, pack_weights, reference
+from app.kernels.matmul.int8 import GROUP
 from tests.kernels.cases import normal, relative_error
 from tests.pairwise import pairwise
 from tests.seeds import rng
@@ -22,13 +22,13 @@ def multiplied(x: Floats, w: Any, num_columns: int, threads: int = 2) -> Floats:
     """x @ w into NaN memory that is as wide as the panels, without what lies behind the columns."""
     panels = -(-num_columns // cpu.PANEL)
     out, team = np.full((len(x), panels * cpu.PANEL), np.nan, np.float32), ThreadTeam(threads)
-    team.run(quantised.multiply, 1, x, w, out)
+    team.run(int8.multiply, 1, x, w, out)
     team.close()
     assert not out[:, num_columns:].any(), "columns that are not there are zero"
     return out[:, :num_columns]
 
 
-def read_back(w: quantised.Quantised, num_columns: int) -> Floats:
+def read_back(w: int8.Int8Panels, num_columns: int) -> Floats:
     """[N, K] of the panels that a product uses."""
     panels = pack_weights.dequantise(w)
     return np.ascontiguousarray(panels.transpose(0, 2, 1).reshape(-1, panels.shape[1])[:num_columns])
@@ -94,7 +94,7 @@ def test_both_ends_of_a_group_come_back() -> None:
 
 def test_only_its_own_columns_of_a_stack_are_written() -> None:
     stack, team = pack_weights.empty_stack(2, 64, 40, quantised=True), ThreadTeam(2)
-    assert isinstance(stack, quantised.Quantised)
+    assert isinstance(stack, int8.Int8Panels)
     for array in stack:
         array[:] = 9
     w = normal(rng(), 20, 40)
@@ -103,7 +103,7 @@ def test_only_its_own_columns_of_a_stack_are_written() -> None:
     for array in stack:
         assert (array[0] == 9).all()
         assert (array[1, [0, 3]] == 9).all()
-    np.testing.assert_array_equal(read_back(quantised.Quantised._make(part[1, 1:3] for part in stack), 20), read_back(
+    np.testing.assert_array_equal(read_back(int8.Int8Panels._make(part[1, 1:3] for part in stack), 20), read_back(
         pack_weights.quantise(w), 20))  # fmt: skip
 
 
@@ -116,13 +116,13 @@ def test_an_embedding_is_read_from_the_heads_columns(in_bytes: bool, depth: int)
     head = pack_weights.empty_stack(1, vocab, depth, quantised=in_bytes)
     pack_weights.store(team, head, 0, 0, w)
     columns = w
-    if isinstance(head, quantised.Quantised):
-        columns = read_back(quantised.Quantised._make(part[0] for part in head), vocab)
+    if isinstance(head, int8.Int8Panels):
+        columns = read_back(int8.Int8Panels._make(part[0] for part in head), vocab)
     none = np.empty((0, depth), np.float32)
     for tokens in ([], [vocab - 1], [3, 3, 0, 44, 16, 15, 3]):
         token_ids = np.array(tokens, np.int32)
         for table, expected in ((none, columns), (w, w)):
             out = np.full((len(tokens), depth), np.nan, np.float32)
-            team.run(quantised.embed, 1, token_ids, table, head, out)
+            team.run(int8.embed, 1, token_ids, table, head, out)
             np.testing.assert_array_equal(out, expected[token_ids])
     team.close()

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from app.kernels.machine.jit import jit
 from app.kernels.machine.thread_team import ThreadTeam
-from app.kernels.matmul import cpu, pack_weights, quantised
+from app.kernels.matmul import cpu, int8, pack_weights
 from tests.kernels.cases import normal
 from tests.seeds import rng
 
@@ -18,7 +18,7 @@ Floats = NDArray[np.float32]
 
 @jit
 def _multiply(x, w, first, end, out, accumulate):  # type: ignore[no-untyped-def]
-    quantised.multiply_any_panels(x, w, first, end, out, accumulate, cpu.NO_FETCH)
+    int8.multiply_any_panels(x, w, first, end, out, accumulate, cpu.NO_FETCH)
 
 
 @pytest.mark.parametrize("shape", [(16, 32), (35, 48), (100, 130), (64, 576), (1, 5)])
@@ -42,10 +42,10 @@ def test_products_equal_those_of_the_expanded_weights_to_the_bit(shape: tuple[in
 def test_the_error_is_at_most_half_a_step_of_each_group() -> None:
     w = normal(rng(), 48, 100) * 3
     error = np.abs(pack_weights.dequantise(pack_weights.quantise(w)) - cpu.pack(w))
-    for first in range(0, 100, quantised.GROUP):
-        group = cpu.pack(w)[:, first : first + quantised.GROUP]
+    for first in range(0, 100, int8.GROUP):
+        group = cpu.pack(w)[:, first : first + int8.GROUP]
         step = (group.max(axis=1) - group.min(axis=1)) / 255
-        assert (error[:, first : first + quantised.GROUP] <= step[:, None] * 0.5001 + 1e-6).all()
+        assert (error[:, first : first + int8.GROUP] <= step[:, None] * 0.5001 + 1e-6).all()
 
 
 def _on_a_grid(generator: np.random.Generator, kind: str, shape: tuple[int, int]) -> Floats:
@@ -89,9 +89,9 @@ def test_a_weight_beside_its_grid_is_refused(num_threads: int) -> None:
     generator, team = rng(), ThreadTeam(num_threads)
     w = _on_a_grid(generator, "Q4_1", (70, 96))
     stack = pack_weights.empty_stack(3, 128, 96, quantised=True)
-    assert isinstance(stack, quantised.Quantised)
+    assert isinstance(stack, int8.Int8Panels)
     assert pack_weights.store(team, stack, 1, 16, w, only_exact=True)
-    kept = pack_weights.widened(team, stack, [(1, 16, 16 + len(w))])
+    kept = pack_weights.dequantise_stack(team, stack, [(1, 16, 16 + len(w))])
     assert np.array_equal(kept[1, 1:6], cpu.pack(w))
     assert pack_weights.store(team, kept, 1, 16, w)
     assert np.array_equal(kept[1, 1:6], cpu.pack(w))

@@ -1,12 +1,12 @@
-"""Weights stored in 8 bits, multiplied in float32: a quarter of the bytes where reading them is the limit.
+"""Products with weights stored in 8 bits, in float32 arithmetic: a quarter of the bytes where reading them is the
+limit.
 
-A column's weights are taken in groups of 32 along the sum; each group stores a float32 scale and offset
-and one byte per weight: w = scale * q + offset, one fused multiply-add. For one tile of rows that happens in
-registers; with more the first of them leave what they expanded, a chunk at a time, to the others. Either way sums are
-added in the order of `app.kernels.machine.simd`, so bits are as independent of company as there, and equal to those of
-float32 storage of the expanded values.
+A column's weights are taken in groups of 32 along the sum; each group stores a float32 scale and offset and one byte
+per weight: w = scale * q + offset, one fused multiply-add. For one tile of rows the weights are expanded in registers;
+with more, the first tile leaves the expanded weights, a chunk at a time, to the others. Either way sums are added in
+the order of `app.kernels.machine.simd`: batch-invariant, with the bits of float32 storage of the expanded values.
 
-How weights come into this form, and which lose nothing by it: `app.kernels.matmul.pack_weights`.
+`app.kernels.matmul.pack_weights` converts weights and says which lose nothing.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from app.kernels.machine.jit import jit
 from app.kernels.machine.simd import CHUNK, GROUP, expand_bytes, multiply_and_expand_tile, multiply_bytes_tile
-from app.kernels.machine.thread_team import count_pieces, leave, piece, take
+from app.kernels.machine.thread_team import claim_piece, count_pieces, finish_phase, piece
 from app.kernels.matmul.cpu import (
     MOST_ROWS,
     NO_FETCH,
@@ -38,8 +38,8 @@ _fetching_tile = multiply_bytes_tile(MOST_ROWS, fetches=True)
 _expanding_tile = multiply_and_expand_tile(MOST_ROWS)
 
 
-class Quantised(NamedTuple):
-    """levels: [..., P, K, 16] uint8; scales, offsets: [..., P, ceil(K / 32), 16] float32."""
+class Int8Panels(NamedTuple):
+    """8-bit weights. levels: [..., P, K, 16] uint8; scales, offsets: [..., P, ceil(K / 32), 16] float32."""
 
     levels: NDArray[np.uint8]
     scales: NDArray[np.float32]
@@ -70,7 +70,7 @@ def _plain(rows, x, x_row, levels, scales, offsets, depth, out, out_row, accumul
 
 @jit
 def _fetching(rows, x, x_row, levels, scales, offsets, depth, out, out_row, accumulate, blocks, step, rate):
-    """`_plain`, asking for blocks. A function of its own: the other is faster without this beside it."""
+    """`_plain` with prefetching. A separate function: `_plain` is faster without this code in it."""
     _fetching_tile(rows, x, x_row, levels, scales, offsets, depth, out, out_row, accumulate, blocks, step, rate)
 
 
@@ -81,8 +81,8 @@ def _expanding(rows, x, x_row, levels, scales, offsets, depth, out, out_row, acc
 
 
 @jit
-def multiply_quantised_panels(x, w, first, end, out, accumulate, fetch):
-    """As `app.kernels.matmul.cpu.multiply_panels` with the packed weights in 8 bits."""
+def multiply_int8_panels(x, w, first, end, out, accumulate, fetch):
+    """`app.kernels.matmul.cpu.multiply_panels` with the packed weights in 8 bits."""
     num_rows, depth = x.shape
     x_row, out_row, num_groups = x.strides[0] // 4, out.strides[0] // 4, w.scales.shape[1]
     rows = tile_rows(num_rows)
@@ -117,7 +117,7 @@ def multiply_quantised_panels(x, w, first, end, out, accumulate, fetch):
 
 
 #: The packed weights of all layers: float32 panels [L, P, K, 16], or 8-bit ones with the same leading axis.
-Stack = NDArray[np.float32] | Quantised
+Stack = NDArray[np.float32] | Int8Panels
 
 
 def layer_panels(stack, layer):
@@ -129,7 +129,7 @@ def layer_panels(stack, layer):
 def _layer_panels(stack, layer):
     if isinstance(stack, types.Array):
         return lambda stack, layer: stack[layer]
-    return lambda stack, layer: Quantised(stack.levels[layer], stack.scales[layer], stack.offsets[layer])
+    return lambda stack, layer: Int8Panels(stack.levels[layer], stack.scales[layer], stack.offsets[layer])
 
 
 def num_panels_of(w):
@@ -155,24 +155,24 @@ def _multiply_any_panels(x, w, first, end, out, accumulate, fetch):
         return lambda x, w, first, end, out, accumulate, fetch: multiply_panels(
             x, w, first, end, out, accumulate, fetch
         )
-    return lambda x, w, first, end, out, accumulate, fetch: multiply_quantised_panels(
+    return lambda x, w, first, end, out, accumulate, fetch: multiply_int8_panels(
         x, w, first, end, out, accumulate, fetch
     )
 
 
 @jit
 def multiply(team, phase, x, w, out):
-    """out = x @ w, as `app.kernels.matmul.cpu.matmul`, for either kind of weights of one layer. One phase."""
+    """out = x @ w for either kind of weights of one layer; see `app.kernels.matmul.cpu.matmul`. One phase."""
     num_panels, done = num_panels_of(w), 0
     size = panels_per_piece(x.shape[0], num_panels)
     num_pieces = count_pieces(num_panels, size)
-    index = take(team, phase)
+    index = claim_piece(team, phase)
     while index < num_pieces:
         first, end = piece(index, num_panels, size)
         multiply_any_panels(x, w, first, end, out, False, NO_FETCH)
         done += 1
-        index = take(team, phase)
-    return leave(team, phase, num_pieces, done)
+        index = claim_piece(team, phase)
+    return finish_phase(team, phase, num_pieces, done)
 
 
 @jit
@@ -183,7 +183,7 @@ def _column(head, token, out):
 
 
 @jit
-def _quantised_column(head, token, out):
+def _int8_column(head, token, out):
     panel, column = token // PANEL, token % PANEL
     row = np.empty((GROUP, PANEL), np.float32)
     depth = out.shape[0]
@@ -207,7 +207,7 @@ def _embedding_row(head, token, out):
 def _embedding_row_of(head, token, out):
     if isinstance(head, types.Array):
         return lambda head, token, out: _column(head, token, out)
-    return lambda head, token, out: _quantised_column(head, token, out)
+    return lambda head, token, out: _int8_column(head, token, out)
 
 
 @jit
@@ -217,7 +217,7 @@ def embed(team, phase, token_ids, embedding, head, out):
     One phase.
     """
     num_tokens, done = token_ids.shape[0], 0
-    t = take(team, phase)
+    t = claim_piece(team, phase)
     while t < num_tokens:
         if embedding.shape[0] > 0:
             for i in range(out.shape[1]):
@@ -225,5 +225,5 @@ def embed(team, phase, token_ids, embedding, head, out):
         else:
             _embedding_row(head, token_ids[t], out[t])
         done += 1
-        t = take(team, phase)
-    return leave(team, phase, num_tokens, done)
+        t = claim_piece(team, phase)
+    return finish_phase(team, phase, num_tokens, done)

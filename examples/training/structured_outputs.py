@@ -1,11 +1,11 @@
-"""Pass rates of the demo adapters with what their answers have to look like enforced, and without.
+"""Pass rates of the demo adapters with structured outputs, and without.
 
-In: the adapters' folders and the base. Out: one Markdown table row per adapter, and for `tools` one of the base. Each
-answers the same held-out prompts twice, greedily: freely, and by a grammar as the service makes it of a JSON schema
-(`extract`), of strict tools (`tools`, with `tool_choice: auto`) or of a regular expression (`sql`, `support`).
-Malformed is an answer that no program can read, whatever it says. The engine is this project's own, without a server.
+Prints one Markdown table row per adapter, and for `tools` one of the base. Each answers the same held-out prompts
+twice, greedily: freely, and by a grammar as the service makes it from a JSON schema (`extract`), strict tools (`tools`,
+with `tool_choice: auto`) or a regular expression (`sql`, `support`). An answer that no program can parse is malformed.
+The engine is this project's own, without a server.
 
-    python -m examples.training.structured
+    python -m examples.training.structured_outputs
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ REPLY = (
 
 
 class Form(NamedTuple):
-    """What an answer has to look like: as a grammar, and as a question to an answer."""
+    """An answer's required form: as a grammar, and as a check of an answer."""
 
     grammar: str
     is_well_formed: Callable[[str], bool]
@@ -84,7 +84,7 @@ def calls_well(text: str) -> bool:
 
 
 def forms() -> dict[str, Form]:
-    """By adapter."""
+    """Forms by adapter."""
     functions = [tool["function"] for tool in tools.TOOLS]
     known = [Tool(function["name"], function["parameters"], True, "tools") for function in functions]
     calling = tool_grammar(known, HERMES, {}, is_forced=False, is_parallel=False)

@@ -16,7 +16,7 @@ from load_tests.http.bench_prefix_routing import (
     OFF,
     ON,
     Bench,
-    Seen,
+    RoundResult,
     Talk,
     conversations,
     settings,
@@ -25,7 +25,7 @@ from load_tests.http.bench_prefix_routing import (
 from load_tests.service import ROOT
 from tests.load_tests.fake_server import serving
 
-TALK = Talk(num_heads=2, head_words=4, num_conversations=6, num_turns=3, turn_words=2, num_streams=2)
+TALK = Talk(num_prefixes=2, prefix_words=4, num_conversations=6, num_turns=3, turn_words=2, num_streams=2)
 
 
 def test_turns_continue_what_was_said_and_conversations_share_their_heads() -> None:
@@ -58,8 +58,8 @@ async def test_a_request_that_fails_ends_the_measurement() -> None:
 
 
 def test_ratios_are_of_one_round() -> None:
-    off = [Seen(0.25, 2.0, 4.0, 1.5), Seen(0.5, 1.0, 2.0, 1.0)]
-    on = [Seen(0.5, 1.0, 1.0, 1.5), Seen(0.75, 1.0, 1.0, 1.5)]
+    off = [RoundResult(0.25, 2.0, 4.0, 1.5), RoundResult(0.5, 1.0, 2.0, 1.0)]
+    on = [RoundResult(0.5, 1.0, 1.0, 1.5), RoundResult(0.75, 1.0, 1.0, 1.5)]
     lines = table({ON: on, OFF: off}).splitlines()
     assert lines[2].startswith("| off | 0.38 (0.25 to 0.50) | 1.50 ")
     assert lines[4].startswith("| on / off | 1.75 (1.50 to 2.00) | 0.75 (0.50 to 1.00) | 0.38 (0.25 to 0.50) |")
