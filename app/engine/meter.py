@@ -142,7 +142,7 @@ class EngineMeter:
             base_s=split.base_s,
             deltas_s=split.deltas_s,
             compile_s=compile_s,
-            cached_heads=blocks.cached_heads,
+            cached_prefixes=blocks.cached_prefixes,
         )
 
     def tenants(self) -> dict[str, TenantStats]:

@@ -56,7 +56,7 @@ class EngineStats:
     `num_kv_tokens`: what all KV blocks together hold, and no request may exceed; 0 for a model without KV memory.
     Steps took `base_s + deltas_s` without their writes: what the base and what adapters took of it (`StepProfile`).
     `compile_s`: what making kernels, programs or graphs took until now (`Backend.compile_s`).
-    `cached_heads`: names of what prompts began with that is cached (`prefix_key`), the last used at the end.
+    `cached_prefixes`: names of what prompts began with that is cached (`prefix_key`), the last used at the end.
     """
 
     num_waiting: int
@@ -91,4 +91,4 @@ class EngineStats:
     base_s: float = 0.0
     deltas_s: float = 0.0
     compile_s: float = 0.0
-    cached_heads: tuple[bytes, ...] = ()
+    cached_prefixes: tuple[bytes, ...] = ()

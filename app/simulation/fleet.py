@@ -61,7 +61,7 @@ class _Fleet:
         self._draw = random.Random(seed)
         self._policy = make_policy(plan.placement)
         placement = plan.placement
-        self._books = PlacementState(
+        self._placement = PlacementState(
             self._policy, placement.heartbeat_timeout_s, placement.report_interval_s, placement.min_replicas_per_adapter
         )
         self._loads = ReplicaLoadTracker(lambda: self._now_s)
@@ -71,7 +71,7 @@ class _Fleet:
         self._digests = traffic.digests()
         self._replicas: dict[str, Replica] = {}
         self._leaving: list[Replica] = []
-        self._tellings: dict[str, DeltaReporter] = {}
+        self._reporters: dict[str, DeltaReporter] = {}
         self._usable_ids: list[str] = []
         self._homes: dict[str, Row] = {}
         self._events: list[tuple[float, int, str, object]] = []
@@ -150,12 +150,12 @@ class _Fleet:
         if not self._usable_ids:
             self._stranded.append(job)
             return
-        digest, view = job.digest, self._books.view
+        digest, view = job.digest, self._placement.view
         if digest is not None:
             if self._scaler is not None:
                 self._scaler.asked(digest, self._now_s)
-            if self._policy.has_homes and not view.homes(digest):
-                self._books.assign([digest])
+            if self._policy.has_affinity and not view.assigned_replicas(digest):
+                self._placement.assign([digest])
         chosen = choose_replica(
             digest, view, self._policy, self._replicas, self._usable_ids, self._loads.of, self._draw,
             lambda: None if job.head is None else job.head.hex(),
@@ -215,7 +215,7 @@ class _Fleet:
         replica = Replica(replica_id, self._now_s, self._plan.costs, self._plan.size)
         replica.pin(self._pinned)
         self._replicas[replica_id] = replica
-        self._tellings[replica_id] = DeltaReporter(ReplicaIdentity("store", "{}", self._now_s))
+        self._reporters[replica_id] = DeltaReporter(ReplicaIdentity("store", "{}", self._now_s))
         self._report(replica)
         self._at(self._now_s + self._draw.random() * self._plan.placement.report_interval_s, "report", replica)
         self._usable_ids = [*self._replicas]
@@ -224,7 +224,7 @@ class _Fleet:
             self._dispatch(job)
 
     def _remove(self, replica: Replica) -> None:
-        self._report(replica, is_leaving=True)
+        self._report(replica, is_draining=True)
         del self._replicas[replica.replica_id]
         self._usable_ids = [*self._replicas]
 
@@ -261,8 +261,8 @@ class _Fleet:
         if self._is_going_on:
             self._at(self._now_s + self._plan.placement.report_interval_s, "report", replica)
 
-    def _report(self, replica: Replica, *, is_leaving: bool = False) -> None:
-        if replica.reported_version == replica.version and not replica.jobs and not is_leaving:
+    def _report(self, replica: Replica, *, is_draining: bool = False) -> None:
+        if replica.reported_version == replica.version and not replica.jobs and not is_draining:
             return  # it would say what it said before
         replica.reported_version = replica.version
         residents = replica.residents()
@@ -271,15 +271,17 @@ class _Fleet:
             tuple(residents),
             Counter(job.digest for job in replica.jobs.values() if job.digest is not None),
             num_rows=residents, num_rank_rows=replica.size.lora_pool_rows,
-            cached_heads=replica.cached_heads if self._plan.placement.prefix_affinity else (),
+            cached_prefixes=replica.cached_prefixes if self._plan.placement.prefix_affinity else (),
         )  # fmt: skip
-        assert self._books.report(self._tellings[replica.replica_id].news(state, is_leaving=is_leaving), self._now_s)
+        assert self._placement.report(
+            self._reporters[replica.replica_id].next_delta(state, is_draining=is_draining), self._now_s
+        )
 
     # -- the clock --------------------------------------------------------------------------------------
 
     def _tick(self) -> None:
         """Placement looks at what replicas have reported."""
-        self._books.rebalance(self._now_s)
+        self._placement.rebalance(self._now_s)
         self._note_changes()
         for replica in [each for each in self._leaving if not each.jobs]:
             self._leaving.remove(replica)
@@ -294,8 +296,8 @@ class _Fleet:
 
     def _note_changes(self) -> None:
         """Count the routes that have changed: homes that came to an adapter that had some, and that left it."""
-        for key, row in self._books.take_changes().items():
-            if key[0] == "home":
+        for key, row in self._placement.take_changes().items():
+            if key[0] == "assigned":
                 before, now = self._homes.get(key[1], ()), row or ()
                 if before:
                     self.result.num_route_changes += len(set(before) ^ set(now))
@@ -322,7 +324,7 @@ class _Fleet:
         assert scaling is not None
         assert self._scaler is not None
         target = len(self._replicas) + self._to_start
-        count = self._scaler.count(now_s, target, self._replicas.values(), self._books.view)
+        count = self._scaler.count(now_s, target, self._replicas.values(), self._placement.view)
         if count != target:
             self.result.scalings.append((now_s, target, count))
         for _ in range(count - target):

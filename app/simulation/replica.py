@@ -107,7 +107,7 @@ class Replica:
         self.size = size
         self.version = 0  # of its next event: earlier ones are void
         self.reported_version = -1
-        self.is_leaving = False
+        self.is_draining = False
         self.pool = AdapterPool(size.lora_pool_rows, size.rank_alignment, size.max_loras, policy=size.eviction)
         self.num_hits = self.num_loads = self.num_pinned_loads = self.num_tokens = 0
         self._pinned: frozenset[str] = frozenset()
@@ -156,7 +156,7 @@ class Replica:
         return self._residents
 
     @property
-    def cached_heads(self) -> tuple[bytes, ...]:
+    def cached_prefixes(self) -> tuple[bytes, ...]:
         """As the engine tells them: at most `MAX_HEADS`, the last used at the end."""
         heads = [key for key in self._cached if isinstance(key, bytes)]
         return tuple(heads[-MAX_HEADS:])

@@ -106,6 +106,8 @@ class Scaler:
             job.num_prompt + job.output_tokens if math.isnan(job.first_s) else job.output_tokens / 2
             for job in replica.jobs.values()
         )
-        here = [digest for digest in view.at_home(replica.replica_id) if digest in self._asked_s]
-        rows = sum((view.num_rows(digest) or view.usual_rows) / max(len(view.homes(digest)), 1) for digest in here)
+        here = [digest for digest in view.assigned_adapters(replica.replica_id) if digest in self._asked_s]
+        rows = sum(
+            (view.num_rows(digest) or view.usual_rows) / max(len(view.assigned_replicas(digest)), 1) for digest in here
+        )
         return Demand(work, rate, rows, replica.size.lora_pool_rows, replica.kv_used)

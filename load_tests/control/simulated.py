@@ -53,10 +53,10 @@ class SimulatedPlacer(Placer):
     async def assign(self, digests: Sequence[str]) -> None:
         self.questions.append(digests)
         await asyncio.sleep(self.delay_s)
-        self.view.answer(await self._placement.assign(digests))
+        self.view.add_pending(await self._placement.assign(digests))
 
-    async def unreached(self, replica_ids: Sequence[str]) -> None:
-        await self._placement.unreached(self._ingress_id, replica_ids)
+    async def report_unreachable(self, replica_ids: Sequence[str]) -> None:
+        await self._placement.report_unreachable(self._ingress_id, replica_ids)
 
 
 class _AtOnce:
@@ -153,9 +153,9 @@ class SimulatedService:
         """Have a replica say now how it is."""
         telling = self._tellings[replica_id]
         state = ReplicaReport(replica_id, self.num_running[replica_id], resident=self.resident[replica_id])
-        if not await self.placement.report(telling.news(state)):
-            telling.forget()
-            await self.placement.report(telling.news(state))
+        if not await self.placement.report(telling.next_delta(state)):
+            telling.reset()
+            await self.placement.report(telling.next_delta(state))
 
     async def close(self) -> None:
         for task in self._reporting:

@@ -245,7 +245,7 @@ class _Replica:
         settings = PlacementConfig()
         self.reports = StatusReporter(
             replica_id, self.engine, self.service, placement, _NoRegistry(), (),
-            telling=DeltaReporter(ReplicaIdentity("store", settings.model_dump_json(), clock())), is_leaving=lambda: False,
+            telling=DeltaReporter(ReplicaIdentity("store", settings.model_dump_json(), clock())), is_draining=lambda: False,
             interval_s=settings.report_interval_s, clock=clock,
         )  # fmt: skip
         self.tasks = [

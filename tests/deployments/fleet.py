@@ -200,19 +200,19 @@ class Fleet:
                 failed = replica.thread.failure is not None
                 report = replace(
                     replica.report(), num_kv_tokens=self.kv_tokens.get(replica.replica_id, 0),
-                    cached_heads=replica.thread.stats().cached_heads,
+                    cached_prefixes=replica.thread.stats().cached_prefixes,
                 )  # fmt: skip
-                assert self.books.report(replica.telling.news(report, is_leaving=failed), 0.0)
+                assert self.books.report(replica.telling.next_delta(report, is_draining=failed), 0.0)
         return self.books.view
 
-    def homes(self, digest: str) -> Row:
-        return self.view.homes(digest)
+    def assigned_replicas(self, digest: str) -> Row:
+        return self.view.assigned_replicas(digest)
 
     def drop(self, replica_id: str) -> None:
         """Placement takes a replica off the table."""
         self.off_table.add(replica_id)
         telling = self.replicas[replica_id].telling
-        self.books.report(telling.news(ReplicaReport(replica_id), is_leaving=True), 0.0)
+        self.books.report(telling.next_delta(ReplicaReport(replica_id), is_draining=True), 0.0)
 
     async def assign(self, digests: Sequence[str]) -> None:
         assert self.view.replicas is not None
@@ -221,7 +221,7 @@ class Fleet:
     async def changed(self, timeout_s: float) -> None:
         await asyncio.sleep(min(timeout_s, 0.01))
 
-    async def unreached(self, replica_ids: Sequence[str]) -> None:
+    async def report_unreachable(self, replica_ids: Sequence[str]) -> None:
         self.unreached_ids.update(replica_ids)
 
     async def residency(self, digest: str) -> list[Residency]:

@@ -96,7 +96,7 @@ class AdapterAdmin:
     async def _drop_everywhere(self, digest: str) -> None:
         """Where the contents are, or may come: their homes. What a replica holds beyond that it drops by itself."""
         view = self._placer.view
-        replica_ids = {*view.holders(digest), *view.homes(digest)}
+        replica_ids = {*view.resident_replicas(digest), *view.assigned_replicas(digest)}
         with suppress(NotReady):  # then the table is all that is known
             replica_ids.update(each.replica_id for each in await self._placer.residency(digest))
         await asyncio.gather(*(self._drop(replica_id, digest) for replica_id in sorted(replica_ids)))

@@ -1,7 +1,6 @@
-"""What one process knows of placement, and how it asks for homes.
+"""An ingress's client of placement: a copy of its tables, and the calls that assign adapters and report failures.
 
-In: adapters that need a home, replicas that cannot be reached. Out: where adapters are, read from this process's
-memory. Rule: a placement actor that is away costs freshness, never an answer.
+Reads never leave this process. When the placement actor is unavailable, the copy grows stale but still answers.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ ASSIGN_TIMEOUT_S = 0.5
 
 
 class PlacementFeed(LongPollClient[Changes[Key, Row]]):
-    """The table, copied by its changes into `view`."""
+    """The placement table, applied to `view` as it changes."""
 
     def __init__(self, watch: Watch[Changes[Key, Row]], watcher_id: str) -> None:
         super().__init__(watch, watcher_id)
@@ -30,7 +29,7 @@ class PlacementFeed(LongPollClient[Changes[Key, Row]]):
         self.view = PlacementView()
 
     async def changed(self, timeout_s: float) -> None:
-        """Wait for news, at most this long."""
+        """Wait for a change, at most this long."""
         await wait_for_event(self._news, timeout_s)
 
     def _take(self, version: Version, news: Changes[Key, Row]) -> None:
@@ -41,7 +40,7 @@ class PlacementFeed(LongPollClient[Changes[Key, Row]]):
 
 
 class LoadFeed(LongPollClient[LoadDelta]):
-    """The loads of replicas, handed to `take` as they come, with placement's time when they were sent."""
+    """The loads of replicas, passed to `take` as they arrive, with placement's time when they were sent."""
 
     def __init__(
         self,
@@ -58,7 +57,7 @@ class LoadFeed(LongPollClient[LoadDelta]):
 
 
 class Placer:
-    """What the ingress of this id knows of placement, and how it asks."""
+    """The placement client of one ingress."""
 
     def __init__(self, placement: PlacementService, watched: PlacementFeed, ingress_id: str) -> None:
         self._placement = placement
@@ -72,24 +71,24 @@ class Placer:
         return self._watched.view
 
     async def assign(self, digests: Sequence[str]) -> None:
-        """Find homes for these adapters; returns (not raises) when placement cannot be asked."""
+        """Have replicas assigned to these adapters; returns (does not raise) when placement is unavailable."""
         try:
             async with asyncio.timeout(ASSIGN_TIMEOUT_S):
-                self.view.answer(await self._placement.assign(digests))
-        except Exception as error:  # away, too late, of another version: the last table decides
+                self.view.add_pending(await self._placement.assign(digests))
+        except Exception as error:  # unavailable, too late or of another version: use the last table
             self._troubles.met(error)
         else:
             self._troubles.over()
 
     async def changed(self, timeout_s: float) -> None:
-        """Wait for news of the table, at most this long."""
+        """Wait for a change of the table, at most this long."""
         await self._watched.changed(timeout_s)
 
-    async def unreached(self, replica_ids: Sequence[str]) -> None:
-        """Tell placement all replicas that this process cannot reach now; returns also when placement is away."""
+    async def report_unreachable(self, replica_ids: Sequence[str]) -> None:
+        """Report all replicas that this process cannot reach now; returns also when placement is unavailable."""
         try:
-            await self._placement.unreached(self._ingress_id, replica_ids)
-        except Exception as error:  # it will miss the replicas' reports, if they are gone
+            await self._placement.report_unreachable(self._ingress_id, replica_ids)
+        except Exception as error:  # it notices dead replicas by their missing reports
             self._troubles.met(error)
 
     async def residency(self, digest: str) -> list[Residency]:

@@ -1,8 +1,7 @@
-"""The order in which an adapter prefers replicas: rendezvous hashing (Thaler & Ravishankar 1998).
+"""Rendezvous hashing (Thaler & Ravishankar 1998): the order in which an adapter prefers replicas.
 
-In: the replicas, and digests. Out: for each digest the replicas, the preferred one first. Rule: the order of two
-replicas depends on the digest and on these two alone, so every process computes the same one, and a replica that comes
-or goes changes no other's place. A thousand replicas are ordered in some 50 us.
+The order of two replicas depends on the digest and these two alone, so every process computes the same order, and a
+replica that comes or goes does not move the others. A thousand replicas are ordered in about 50 us.
 """
 
 from __future__ import annotations
@@ -13,24 +12,24 @@ from collections.abc import Iterable, Iterator
 import numpy as np
 from numpy.typing import NDArray
 
-#: So many are found without ordering the others.
+#: This many are found without sorting the others.
 _FIRST = 16
 _MIX_1, _MIX_2 = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 
 
 class Rendezvous:
-    """The replicas of one fleet."""
+    """The hashes of one fleet's replicas."""
 
     def __init__(self, replica_ids: Iterable[str] = ()) -> None:
         self._replica_ids = sorted(replica_ids)
         self._hashes = np.fromiter(map(_hash, self._replica_ids), np.uint64, len(self._replica_ids))
 
     def order(self, digest: str) -> list[str]:
-        """All replicas by falling score of (digest, replica): each digest has its own order."""
+        """All replicas by descending score of (digest, replica)."""
         return [*self.preferred(digest)]
 
     def preferred(self, digest: str) -> Iterator[str]:
-        """The same, one by one: the first few cost less than all."""
+        """The same lazily: the first few cost less than all."""
         scores = _mixed(self._hashes ^ np.uint64(_hash(digest)))
         if len(scores) > 2 * _FIRST:
             first = np.argpartition(scores, -_FIRST)[-_FIRST:]

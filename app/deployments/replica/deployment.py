@@ -98,10 +98,10 @@ class EngineReplica:
             store,
             (EngineMetrics(start_s), DeviceMetrics(TierMetrics(), checkpoint.spec)),
             telling=DeltaReporter(origin),
-            is_leaving=serve_ends_us,
+            is_draining=serve_ends_us,
             interval_s=config.placement.report_interval_s,
             clock=time.monotonic,
-            tells_heads=config.placement.prefix_affinity,
+            reports_prefixes=config.placement.prefix_affinity,
         )
         self._demand = AutoscalingMetrics(time.monotonic)
         self._tasks = Tasks()

@@ -45,7 +45,7 @@ class StatsMetrics(Protocol):
 class StatusReporter:
     """One per replica, on its event loop. `clock` gives seconds and never goes back.
 
-    `is_leaving` says whether Serve ends this replica. `tells_heads`: placement is told what the engine has cached of
+    `is_draining` says whether Serve ends this replica. `reports_prefixes`: placement is told what the engine has cached of
     what prompts begin with (`placement.prefix_affinity`).
     """
 
@@ -59,12 +59,12 @@ class StatusReporter:
         metrics: Sequence[StatsMetrics],
         *,
         telling: DeltaReporter,
-        is_leaving: Callable[[], bool],
+        is_draining: Callable[[], bool],
         interval_s: float,
         clock: Callable[[], float],
-        tells_heads: bool = False,
+        reports_prefixes: bool = False,
     ) -> None:
-        self._tells_heads = tells_heads
+        self._reports_prefixes = reports_prefixes
         self._replica_id = replica_id
         self._engine = engine
         self._service = service
@@ -72,7 +72,7 @@ class StatusReporter:
         self._store = store
         self._metrics = metrics
         self._telling = telling
-        self._is_leaving = is_leaving
+        self._is_draining = is_draining
         self._interval_s = interval_s
         self._clock = clock
         self._observed_s = clock()
@@ -87,14 +87,14 @@ class StatusReporter:
 
     async def run(self) -> None:
         """Report until the engine has failed, or the task is cancelled."""
-        is_due, reported_s, was_leaving = True, self._clock(), False
+        is_due, reported_s, was_draining = True, self._clock(), False
         while self._engine.failure is None:
-            stats, now_s, is_leaving = self._engine.stats(), self._clock(), self._is_leaving()
-            is_due = is_due and self._telling.is_news(_resident(stats))
-            if is_due or is_leaving != was_leaving or now_s - reported_s >= self._interval_s:
-                reported_s, was_leaving = now_s, is_leaving
+            stats, now_s, is_draining = self._engine.stats(), self._clock(), self._is_draining()
+            is_due = is_due and self._telling.has_changed(_resident(stats))
+            if is_due or is_draining != was_draining or now_s - reported_s >= self._interval_s:
+                reported_s, was_draining = now_s, is_draining
                 service = self._engine.service()
-                await self._report(stats, service, is_leaving=is_leaving)
+                await self._report(stats, service, is_draining=is_draining)
                 self._ask_elsewhere(service)
             if now_s - self._observed_s >= OBSERVE_INTERVAL_S and not self._observing:
                 self._observed_s = now_s
@@ -102,7 +102,7 @@ class StatusReporter:
                     metrics.update(stats)
                 self._observing.start(self._observe({item.digest for item in stats.residents}))
             is_due = await self._has_changed(min(self._interval_s, OBSERVE_INTERVAL_S))
-        await self._report(self._engine.stats(), self._engine.service(), is_leaving=True)
+        await self._report(self._engine.stats(), self._engine.service(), is_draining=True)
 
     def close(self) -> None:
         """Tell the registry nothing more."""
@@ -117,20 +117,20 @@ class StatusReporter:
         self._service.changed.clear()
         return True
 
-    async def _report(self, stats: EngineStats, service: TenantService, *, is_leaving: bool) -> None:
+    async def _report(self, stats: EngineStats, service: TenantService, *, is_draining: bool) -> None:
         state = self._service.report(self._replica_id, stats.num_running, stats.num_waiting, _resident(stats))
         num_rows = {item.digest: item.num_rows for item in stats.residents}
         state = replace(
             state, num_rows=num_rows, num_rank_rows=stats.num_rank_rows, num_kv_tokens=stats.num_kv_tokens,
-            cached_heads=stats.cached_heads if self._tells_heads else (), served=service.served,
+            cached_prefixes=stats.cached_prefixes if self._reports_prefixes else (), served=service.served,
         )  # fmt: skip
         try:
             async with asyncio.timeout(REPORT_TIMEOUT_S):
-                if not await self._placement.report(self._telling.news(state, is_leaving=is_leaving)):
-                    self._telling.forget()
-                    await self._placement.report(self._telling.news(state, is_leaving=is_leaving))
+                if not await self._placement.report(self._telling.next_delta(state, is_draining=is_draining)):
+                    self._telling.reset()
+                    await self._placement.report(self._telling.next_delta(state, is_draining=is_draining))
         except Exception as error:  # nothing that placement does may end a replica
-            self._telling.forget()  # who knows what it has heard: the next report is a whole one
+            self._telling.reset()  # who knows what it has heard: the next report is a whole one
             self._placement_troubles.met(error)
         else:
             self._placement_troubles.over()

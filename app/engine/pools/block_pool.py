@@ -106,7 +106,7 @@ class BlockPool:
         return self._num_cached
 
     @property
-    def cached_heads(self) -> tuple[bytes, ...]:
+    def cached_prefixes(self) -> tuple[bytes, ...]:
         """Names of published heads (`prefix_key`), the one that was used last at the end. Any thread may ask."""
         return self._heads.told
 

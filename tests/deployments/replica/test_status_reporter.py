@@ -78,13 +78,13 @@ class Bench:
         self.dispatcher = self.fleet.dispatcher()
         self.listeners = Listeners()
         self.running: asyncio.Task[None] | None = None
-        self.is_leaving = False
+        self.is_draining = False
 
     @property
     def replica(self) -> FakeReplica:
         return self.fleet.replicas["replica-0"]
 
-    def start(self, interval_s: float, *, tells_heads: bool = False) -> None:
+    def start(self, interval_s: float, *, reports_prefixes: bool = False) -> None:
         heard = self.listeners
         self.reports = StatusReporter(
             "replica-0",
@@ -94,10 +94,10 @@ class Bench:
             heard,
             [heard],
             telling=DeltaReporter(ORIGIN),
-            is_leaving=lambda: self.is_leaving,
+            is_draining=lambda: self.is_draining,
             interval_s=interval_s,
             clock=time.monotonic,
-            tells_heads=tells_heads,
+            reports_prefixes=reports_prefixes,
         )
         self.running = asyncio.create_task(self.reports.run())
 
@@ -130,17 +130,17 @@ async def until(condition: Callable[[], bool]) -> None:
             await asyncio.sleep(0.002)
 
 
-@pytest.mark.parametrize("tells_heads", [True, False])
-async def test_placement_hears_what_prompts_began_with_if_it_wants_to(bench: Bench, *, tells_heads: bool) -> None:
-    bench.start(interval_s=0.001, tells_heads=tells_heads)
+@pytest.mark.parametrize("reports_prefixes", [True, False])
+async def test_placement_hears_what_prompts_began_with_if_it_wants_to(bench: Bench, *, reports_prefixes: bool) -> None:
+    bench.start(interval_s=0.001, reports_prefixes=reports_prefixes)
     request = fake_request("long", [index % 50 for index in range(200)])
     async for _ in bench.dispatcher.stream(request):
         pass
     heard = bench.listeners.reports
     count = len(heard)
     await until(lambda: len(heard) > count + 1)  # the last of them was begun after the answer's end
-    told = {head.hex() for news in heard for head in news.cached_heads}
-    assert told == ({PrefixHasher("fake-base", LIMITS.block_size).of(request)} if tells_heads else set())
+    told = {head.hex() for news in heard for head in news.cached_prefixes}
+    assert told == ({PrefixHasher("fake-base", LIMITS.block_size).of(request)} if reports_prefixes else set())
 
 
 async def test_placement_hears_where_an_adapter_is_before_its_interval_is_over(
@@ -185,9 +185,9 @@ async def test_placement_that_has_missed_something_is_told_the_whole(bench: Benc
 async def test_a_replica_that_serve_ends_says_so_and_goes_on_saying_so(bench: Bench) -> None:
     bench.start(interval_s=0.01)
     await until(lambda: len(bench.listeners.reports) > 1)
-    assert not any(news.is_leaving for news in bench.listeners.reports)
-    bench.is_leaving = True
-    await until(lambda: sum(news.is_leaving for news in bench.listeners.reports) > 2)
+    assert not any(news.is_draining for news in bench.listeners.reports)
+    bench.is_draining = True
+    await until(lambda: sum(news.is_draining for news in bench.listeners.reports) > 2)
 
 
 async def test_the_registry_hears_only_news(bench: Bench) -> None:
@@ -243,7 +243,7 @@ async def test_a_failed_engine_is_said_to_be_gone(bench: Bench) -> None:
     assert bench.running is not None
     await asyncio.wait([bench.running])
     assert bench.running.exception() is None
-    assert bench.listeners.reports[-1].is_leaving
+    assert bench.listeners.reports[-1].is_draining
 
 
 @pytest.mark.parametrize("error", [ConfigError("a damaged table"), TypeError("of another version"), TimeoutError()])

@@ -36,7 +36,7 @@ def heads_of(engine: Engine, *requests: GenerateRequest) -> tuple[bytes, ...]:
         engine.submit(request, ADAPTER if request.adapter is not None else None)
         while engine.has_work:
             engine.step()
-    return engine.stats().cached_heads
+    return engine.stats().cached_prefixes
 
 
 def new_engine(num_kv_blocks: int = 256) -> Engine:
@@ -119,8 +119,8 @@ def test_a_pool_forgets_heads_with_their_blocks() -> None:
     assert blocks is not None
     pool.publish(blocks[0], b"a" * 32, b"x", is_head=True)
     pool.publish(blocks[1], b"b" * 32, b"y")
-    assert pool.cached_heads == (b"a" * HEAD_BYTES,)
+    assert pool.cached_prefixes == (b"a" * HEAD_BYTES,)
     pool.release(blocks)
-    assert pool.cached_heads == (b"a" * HEAD_BYTES,)
+    assert pool.cached_prefixes == (b"a" * HEAD_BYTES,)
     assert pool.allocate(2) is not None
-    assert pool.cached_heads == ()
+    assert pool.cached_prefixes == ()

@@ -218,7 +218,7 @@ class ReplicaConnections:
             is_told = True
             while self._avoided or is_told:
                 is_told = bool(self._avoided)
-                await self._placer.unreached(sorted(self._avoided))
+                await self._placer.report_unreachable(sorted(self._avoided))
                 await asyncio.sleep(TELL_INTERVAL_S)
         finally:
             self._telling = False

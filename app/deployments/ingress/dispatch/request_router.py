@@ -66,7 +66,7 @@ class RequestRouter:
         known = []
         for stream in streams:
             digest = _digest(stream)
-            if digest is not None and self._policy.has_homes and not self._placer.view.homes(digest):
+            if digest is not None and self._policy.has_affinity and not self._placer.view.assigned_replicas(digest):
                 self._homeless.setdefault(digest, []).append(stream)
             else:
                 known.append(stream)
