@@ -1,8 +1,4 @@
-"""What somebody may have meant who wrote a word that is not known.
-
-In: the word, and the words that are. Out: half a sentence for the end of a message, or nothing. Rule: a guess is said
-only where it is close; a wrong one is worse than none.
-"""
+""" "Did you mean …?" suggestions for unknown keys. Only close matches are suggested; a wrong one is worse than none."""
 
 from __future__ import annotations
 
@@ -14,10 +10,10 @@ from typing import Any
 
 from pydantic import BaseModel
 
-#: How alike two words have to be, from 0 to 1.
+#: Required similarity of two words, from 0 to 1.
 _ALIKE = 0.7
 _MAX_CHARS = 80
-#: `n` and the like are the end of too many words to say anything.
+#: Shorter parts such as `n` end too many words to be a hint.
 _MIN_CHARS_OF_A_PART = 4
 
 
@@ -38,13 +34,13 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
 
 
 def settings_at(model: type[BaseModel], path: Sequence[int | str]) -> set[str]:
-    """The fields of what lies at `path` inside a model, and with dots between them the fields of these."""
+    """The fields at `path` inside a model, and the dotted fields of their models."""
     here = fields_at(model, path)
     return here | {f"{field}.{inner}" for field in here for inner in fields_at(model, (*path, field))}
 
 
 def fields_at(model: type[BaseModel], path: Sequence[int | str]) -> set[str]:
-    """The fields of what lies at `path` (keys and indices) inside a model; none where that is no model."""
+    """The fields at `path` (keys and indices) inside a model; empty if there is no model."""
     inner: type[BaseModel] | None = model
     for part in path:
         if inner is None or isinstance(part, int):
@@ -55,7 +51,7 @@ def fields_at(model: type[BaseModel], path: Sequence[int | str]) -> set[str]:
 
 
 def model_in(annotation: Any) -> type[BaseModel] | None:
-    """The model that a field holds, however it is wrapped: optional, annotated, in a list."""
+    """The model in a field's annotation, also if it is optional, annotated or in a list."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
     if typing.get_origin(annotation) in (typing.Union, types.UnionType, typing.Annotated, list, tuple):

@@ -1,10 +1,9 @@
-"""A whole fleet on the virtual clock: placement, the choice of a replica, loads, and replicas that come, go and die.
+"""A fleet on a virtual clock: placement, replica choice, loads, and replicas that start, drain and die.
 
-In: traffic, the size of the fleet, a placement policy, costs and a seed. Out: a `Result`. Decisions are production's
-own: `PlacementState` with the policy, the ingress's `Loads` and `choose_replica`, the store's `BytesBoundedCache` for host memory, the
-autoscaler's (`scaling`). Rule: everything happens in order of its time, and what is random comes from the
-seed, so a run is the same on any machine. Simplified are: one ingress, which knows placement's table at once, and one
-node's host memory for all replicas.
+Decisions are production's own code: `PlacementState` with its policy, the ingress's `ReplicaLoadTracker` and
+`choose_replica`, the store's `BytesBoundedCache` for host memory, and the autoscaler (`scaling`). Events happen in
+order of time and all randomness comes from the seed, so a run is the same on any machine. Simplifications: one ingress
+that sees placement's table at once, and one node's host memory for all replicas.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ from app.simulation.traffic import BASE, Traffic
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What is simulated, beside the traffic. `lost_s`: at each of these times the replica with the most work dies."""
+    """The simulated fleet. `lost_s`: at each of these times the replica with the most work dies."""
 
     num_replicas: int
     costs: Costs
@@ -44,7 +43,7 @@ class Plan:
     scaling: Scaling | None = None
     lost_s: Sequence[float] = ()
     is_warm: bool = True  # every adapter is on disk already
-    pinned: Sequence[int] = ()  # adapters that every replica brings to its rows before it takes requests
+    pinned: Sequence[int] = ()  # adapters that every replica loads before it takes requests
 
 
 def simulate(traffic: Traffic, plan: Plan, seed: int) -> Result:
@@ -67,7 +66,7 @@ class _Fleet:
         self._loads = ReplicaLoadTracker(lambda: self._now_s)
         self._host = BytesBoundedCache(plan.host_bytes, "lru")
         self._on_disk: set[str] = set(traffic.digests()) if plan.is_warm else set()
-        self._coming_s: dict[str, float] = {}  # adapters that are being fetched, and when they are there
+        self._coming_s: dict[str, float] = {}  # adapters being loaded, and when they are ready
         self._digests = traffic.digests()
         self._replicas: dict[str, Replica] = {}
         self._leaving: list[Replica] = []
@@ -94,7 +93,7 @@ class _Fleet:
         times, adapters, ranks = traffic.arrival_s.tolist(), traffic.adapter.tolist(), traffic.rank.tolist()
         prompts, outputs = traffic.prompt_tokens.tolist(), traffic.output_tokens.tolist()
         tenants = traffic.tenant.tolist()
-        heads = traffic.heads()
+        prefixes = traffic.prefixes()
         events = self._events
         for index, arrival_s in enumerate(times):
             while events and events[0][0] <= arrival_s:
@@ -107,7 +106,7 @@ class _Fleet:
                 index, arrival_s, adapter,
                 None if is_base else self._digests[adapter], 0 if is_base else ranks[adapter],
                 prompts[index], outputs[index], f"t{tenants[index]}", traffic.weights.get(tenants[index], 1.0),
-                *heads[index],
+                *prefixes[index],
             )  # fmt: skip
             self._dispatch(job)
         while self._num_jobs_open:
@@ -158,7 +157,7 @@ class _Fleet:
                 self._placement.assign([digest])
         chosen = choose_replica(
             digest, view, self._policy, self._replicas, self._usable_ids, self._loads.of, self._draw,
-            lambda: None if job.head is None else job.head.hex(),
+            lambda: None if job.prefix is None else job.prefix.hex(),
         )  # fmt: skip
         replica = job.replica = self._replicas[chosen]
         replica.jobs[job.index] = job
@@ -176,7 +175,7 @@ class _Fleet:
         self._expect(job.replica)
 
     def _fetch_s(self, digest: str, rank: int) -> float:
-        """How long the adapter takes to the engine; who asks while it is being read waits for the same copy."""
+        """How long until the adapter is at the engine; requests during a load wait for the same copy."""
         costs = self._plan.costs
         if digest in self._coming_s and self._coming_s[digest] > self._now_s:
             return self._coming_s[digest] - self._now_s
@@ -229,7 +228,7 @@ class _Fleet:
         self._usable_ids = [*self._replicas]
 
     def _lose(self) -> None:
-        """The replica with the most work is gone; what it had goes elsewhere, from the tokens that were sent."""
+        """The replica with the most work dies; its requests move, continuing after the tokens that were sent."""
         if not self._replicas:
             return
         replica = max(self._replicas.values(), key=lambda each: (len(each.jobs), each.replica_id))
@@ -253,7 +252,7 @@ class _Fleet:
         self.result.num_unloads += replica.pool.num_evictions
 
     def _report_again(self, replica: Replica) -> None:
-        """At its own moments: what placement decides by is half an interval old in the mean."""
+        """Periodic report at the replica's own times: placement's data is half an interval old on average."""
         if replica.replica_id not in self._replicas:
             return
         self._report(replica)
@@ -263,7 +262,7 @@ class _Fleet:
 
     def _report(self, replica: Replica, *, is_draining: bool = False) -> None:
         if replica.reported_version == replica.version and not replica.jobs and not is_draining:
-            return  # it would say what it said before
+            return  # nothing has changed
         replica.reported_version = replica.version
         residents = replica.residents()
         state = ReplicaReport(
@@ -280,7 +279,7 @@ class _Fleet:
     # -- the clock --------------------------------------------------------------------------------------
 
     def _tick(self) -> None:
-        """Placement looks at what replicas have reported."""
+        """Let placement rebalance, and record the state."""
         self._placement.rebalance(self._now_s)
         self._note_changes()
         for replica in [each for each in self._leaving if not each.jobs]:
@@ -295,7 +294,7 @@ class _Fleet:
         return bool(self._num_jobs_open or self._now_s <= self._traffic.arrival_s[-1])
 
     def _note_changes(self) -> None:
-        """Count the routes that have changed: homes that came to an adapter that had some, and that left it."""
+        """Count changed routes: replicas added to or removed from an adapter that had some."""
         for key, row in self._placement.take_changes().items():
             if key[0] == "assigned":
                 before, now = self._homes.get(key[1], ()), row or ()

@@ -105,7 +105,7 @@ def shared_heads(rng: Rng, num_heads: int, rate: float, num_ticks: int = NUM_TIC
     head = adapter_indices("zipf:1", num_heads, arrival_s, rng).astype(np.int64)
     head_tokens = rng.integers(256, 1024, num_heads)
     plain = _traffic(arrival_s, np.full(count, BASE), np.zeros(0, np.int64), rng)
-    return replace(plain, prompt_tokens=plain.prompt_tokens + head_tokens[head], head=head, head_tokens=head_tokens)
+    return replace(plain, prompt_tokens=plain.prompt_tokens + head_tokens[head], prefix=head, prefix_tokens=head_tokens)
 
 
 def large(rng: Rng, num_requests: int, num_adapters: int, rate: float) -> Traffic:

@@ -170,11 +170,11 @@ class Fleet:
         if not self.replicas[self.where[request.request_id]].dead.is_set():
             self.consumed[request.request_id] = consumption
             if self.counting is not None:
-                self.counting.ended(request, consumption)
+                self.counting.record_usage(request, consumption)
 
     def loaded(self, ref: AdapterRef, size_bytes: int) -> None:
         if self.counting is not None:
-            self.counting.loaded(ref, size_bytes)
+            self.counting.record_load(ref, size_bytes)
 
     def kill(self, replica_id: str) -> None:
         self.replicas[replica_id].dead.set()

@@ -103,17 +103,17 @@ def test_requests_without_room_wait_and_adapters_in_use_stay() -> None:
     assert replica.num_hits + replica.num_loads == 40
 
 
-def replicas_with_prefix(index: int, head: bytes, num_head: int = 30, *, prompt: int = 40) -> SimulatedRequest:
+def request_with_prefix(index: int, head: bytes, num_head: int = 30, *, prompt: int = 40) -> SimulatedRequest:
     return SimulatedRequest(index, 0.0, -1, None, 0, prompt, 5, "t", 1.0, head, num_head)
 
 
 def test_what_a_prompt_begins_with_is_computed_once_as_long_as_it_has_room() -> None:
     replica = Replica("r", 0.0, COSTS, ReplicaSize(kv_tokens=100))
     jobs = [
-        replicas_with_prefix(0, b"one"),
-        replicas_with_prefix(1, b"one"),
-        replicas_with_prefix(2, b"two"),
-        replicas_with_prefix(3, b"one"),
+        request_with_prefix(0, b"one"),
+        request_with_prefix(1, b"one"),
+        request_with_prefix(2, b"two"),
+        request_with_prefix(3, b"one"),
     ]
     starts = []
     for each in jobs:

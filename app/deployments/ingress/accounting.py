@@ -85,7 +85,7 @@ class RequestAccounting:
         self.view = view
         self.owner = owner
         self.clock = clock
-        self.limiter = RateLimiter(owner.lend, holder, monotonic)
+        self.limiter = RateLimiter(owner.lease, holder, monotonic)
         self.metering = UsageFlusher(owner.record, holder, journal)
         self.counting = UsageRecorder(self.metering, rates.prices, rates.base_name, clock)
         self._rates = rates
@@ -105,7 +105,7 @@ class RequestAccounting:
             taken = request_costs(caller.tenant, self._rates.base_name, needs)
             reservation = await self.limiter.reserve(caller.tenant, taken, held)
         if not caller.is_batch:  # a line of a batch may come again and again before it is answered
-            self.counting.came(requests[0])
+            self.counting.record_request(requests[0])
         return reservation
 
     async def admit_choice(self, caller: Principal, num_tokens: int) -> ReservedQuota:
@@ -115,7 +115,7 @@ class RequestAccounting:
             base_name = self._rates.base_name
             need = Cost((base_name,), num_tokens, self._rates.prices.at_most((base_name,), num_tokens, 0))
             reservation = await self.limiter.reserve(caller.tenant, request_costs(caller.tenant, base_name, [need]))
-        return ReservedQuota(*reservation.parted(("tokens", "spend")))
+        return ReservedQuota(*reservation.split(("tokens", "spend")))
 
     @asynccontextmanager
     async def one_request(self, caller: Principal, ref: AdapterRef | None) -> AsyncIterator[None]:
@@ -148,8 +148,8 @@ class RequestAccounting:
         self.limiter.settle(held.request, {})
 
     def came_to_choose(self, caller: Principal) -> None:
-        """`UsageRecorder.came_to_choose`."""
-        self.counting.came_to_choose(caller.tenant_id, caller.key_id)
+        """`UsageRecorder.record_routing_request`."""
+        self.counting.record_routing_request(caller.tenant_id, caller.key_id)
 
     def end(self, job: GenerationTask, *, is_cut: bool) -> None:
         """A job has ended: settle what it reserved. What its sequences took is counted where they were computed.
@@ -164,7 +164,7 @@ class RequestAccounting:
         self._settle(job, is_request=False)
 
     def _settle(self, job: GenerationTask, *, is_cut: bool = False, is_request: bool = True) -> None:
-        if job.reservation.settled:
+        if job.reservation.is_settled:
             return
         taken: list[Cost] = []
         for request, usage in zip(job.requests, job.usages, strict=True):

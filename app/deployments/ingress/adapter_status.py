@@ -31,7 +31,7 @@ async def adapter_status(
         return description_body(name, description, ())
     is_project = caller.kind == "project"
     await activity.tell()  # so that whoever asks after a request sees it, if it was of this ingress
-    seen = await activity.owner.seen(entry.ref, tenant_id=caller.tenant_id if is_project else None)
+    seen = await activity.owner.adapter_stats(entry.ref, tenant_id=caller.tenant_id if is_project else None)
     told = {"since": int(seen.since_s)} | activity_body(seen.activity)
     if is_project:
         body = description_body(name, description, ())

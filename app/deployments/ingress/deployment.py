@@ -50,7 +50,7 @@ from app.deployments.store.actor import (
     store_settings,
     tenants_service,
 )
-from app.deployments.tenancy.metrics import RefusalCounters
+from app.deployments.tenancy.metrics import RejectionCounters
 from app.deployments.tenancy.usage.prices import Prices
 from app.deployments.tenancy.usage.wal import open_wal
 from app.logging import start_log
@@ -105,11 +105,11 @@ class Ingress(AsgiIngress):
             registry.follow,
             tenants.follow,
             parts.tenancy.keep_telling,
-            parts.tenancy.limiter.keep_telling,
-            parts.tenancy.metering.keep_flushing,
+            parts.tenancy.limiter.report_loop,
+            parts.tenancy.metering.flush_loop,
             placed.follow,
             LoadFeed(placement.watch_loads, ingress_id, loads.take).follow,
-            partial(repeat_gauges, (*metrics.gauges, RefusalCounters(parts.tenancy.limiter))),
+            partial(repeat_gauges, (*metrics.gauges, RejectionCounters(parts.tenancy.limiter))),
             self._service.management.keep_taking_up,
             self._service.activity.keep_telling,
             self._service.batch_runner(BatchExecutor(self._service).answer, holder).run,

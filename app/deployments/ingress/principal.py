@@ -68,7 +68,7 @@ def admin_principal(request: HTTPConnection) -> Principal:
     """Who administers. Raises WrongKeyKind for everybody else."""
     caller = http_principal(request)
     if caller.kind != "admin":
-        raise WrongKeyKind("tenants are managed with an admin key; polylora keygen --admin makes the first")
+        raise WrongKeyKind("tenants are managed with an admin key; polylora create-admin-key makes the first")
     return caller
 
 

@@ -89,7 +89,7 @@ class IngressService:
             PrefixHasher(parts.text.spec.digest, config.engine.block_size).of,
         )  # fmt: skip
         self._cold = ColdStartLimiter(parts.placer, config.limits)
-        count = parts.tenancy.counting.ended
+        count = parts.tenancy.counting.record_usage
         dispatcher = Dispatcher(parts.make_batcher(self._assigner), self._links, self._cold, count)
         self._names = AdapterDirectory(parts.registry, parts.placer, parts.store, parts.steady_clock)
         self._lazy_loader = LazyAdapterLoader(

@@ -239,7 +239,7 @@ class PlacementState:
                 self._add_replicas(digest)
 
     def _add_replicas(self, digest: str) -> None:
-        """Add the replicas that an adapter's weight and `min_replicas_per_adapter` ask for, in its order of preference."""
+        """Add the replicas that an adapter's weight and `min_replicas_per_adapter` ask for, preferred ones first."""
         assigned = self.view.assigned_replicas(digest)
         num_missing = self._num_desired(digest) - len(assigned)
         if num_missing > 0:

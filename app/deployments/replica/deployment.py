@@ -83,7 +83,7 @@ class EngineReplica:
         start_s = await self._start_engine(checkpoint, config.engine, started_s)
         pinned = LongPollValue(store.watch_pins, replica_id, Pins())
         await first_pins(store, pinned, replica_id)
-        warm_up = WarmUp(self._engine, config.engine, adapters, store, count_load=counting.loaded)
+        warm_up = WarmUp(self._engine, config.engine, adapters, store, count_load=counting.record_load)
         for adapter in reversed(await warm_up.run(pinned.value)):
             service.keep(adapter)
         self._socket = FrameSocket(replica_id)
@@ -107,7 +107,7 @@ class EngineReplica:
         self._tasks = Tasks()
         self._tasks.run_forever(
             self._reports.run,
-            metering.keep_flushing,
+            metering.flush_loop,
             partial(self._pins.follow, pinned),
             pinned.follow,
             self._leftovers.run,

@@ -190,7 +190,7 @@ class EngineService:
     def count_load(self, ref: AdapterRef, written_bytes: int) -> None:
         """So much was written to the device for an adapter that no request had asked for."""
         if self._counting is not None:
-            self._counting.loaded(ref, written_bytes)
+            self._counting.record_load(ref, written_bytes)
 
     def keep(self, adapter: LoraAdapter) -> None:
         """Hold this process's view of an adapter, the least recently used out."""
@@ -322,7 +322,7 @@ class EngineService:
         """What a request has taken, once it has ended; one that goes on elsewhere is counted there."""
         request = self._uncounted.pop(chunk.request_id, None)
         if request is not None and chunk.consumption is not None and self._counting is not None:
-            self._counting.ended(request, chunk.consumption)
+            self._counting.record_usage(request, chunk.consumption)
 
     def _ended(self, failure: EngineFailure) -> ReplicaGone:
         """The error that every reader hears: nothing is computed any more, and whose fault that may be."""

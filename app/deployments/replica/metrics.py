@@ -33,11 +33,11 @@ class EngineMetrics:
         self._preemptions = Counter("polylora_preemptions", "Sequences that gave up their KV blocks to others.")
         self._num_preemptions = 0
         self._guesses = Counter(
-            "polylora_spec_decode_tokens", "Tokens verified ahead of their turn.", tag_keys=("outcome",)
+            "polylora_spec_decode_tokens", "Draft tokens of speculative decoding, by outcome.", tag_keys=("outcome",)
         )
-        self._num_guessed = {"right": 0, "wrong": 0}
+        self._num_guessed = {"accepted": 0, "rejected": 0}
         self._seconds = Counter("polylora_step_seconds", "Seconds that steps took, by part.", tag_keys=("part",))
-        self._num_seconds = {"base": 0.0, "deltas": 0.0, "writes": 0.0}
+        self._num_seconds = {"base": 0.0, "lora": 0.0, "adapter_load": 0.0}
         self._gap = Gauge(
             "polylora_fairness_gap_tokens", "How far waiting tenants' weighted service is apart, in tokens."
         )
@@ -57,7 +57,7 @@ class EngineMetrics:
             ),
             (
                 self._rows,
-                {"held": stats.num_rank_rows - stats.num_rank_rows_free, "free": stats.num_rank_rows_free},
+                {"used": stats.num_rank_rows - stats.num_rank_rows_free, "free": stats.num_rank_rows_free},
             ),
         ):
             for state, value in values.items():
@@ -70,13 +70,13 @@ class EngineMetrics:
             self._preemptions.inc(stats.num_preemptions - self._num_preemptions)
             self._num_preemptions = stats.num_preemptions
         for part, seconds in (
-            ("base", stats.base_s), ("deltas", stats.deltas_s), ("writes", stats.adapter_write_s)
+            ("base", stats.base_s), ("lora", stats.deltas_s), ("adapter_load", stats.adapter_write_s)
         ):  # fmt: skip
             if seconds > self._num_seconds[part]:
                 self._seconds.inc(seconds - self._num_seconds[part], tags={"part": part})
                 self._num_seconds[part] = seconds
         num_wrong = stats.num_guessed - stats.num_guessed_right
-        for outcome, count in {"right": stats.num_guessed_right, "wrong": num_wrong}.items():
+        for outcome, count in {"accepted": stats.num_guessed_right, "rejected": num_wrong}.items():
             if count > self._num_guessed[outcome]:
                 self._guesses.inc(count - self._num_guessed[outcome], tags={"outcome": outcome})
                 self._num_guessed[outcome] = count

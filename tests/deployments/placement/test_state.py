@@ -156,11 +156,11 @@ def test_replicas_and_adapters_that_came_and_went_leave_nothing_in_the_books() -
     assert set(fleet._replicas) == {"r0", "r1"}
     assert fleet._reachability._votes == {}
     for digest in names:
-        fleet._set_homes(digest, ())
+        fleet._set_assigned(digest, ())
     for replica_id in ("r0", "r1"):
         fleet.leave(replica_id)
     view = fleet.view
-    assert (view._homes, view._holders, view._at_home, view._replicas) == ({}, {}, {}, {})
+    assert (view._assigned, view._resident, view._assigned_adapters, view._replicas) == ({}, {}, {}, {})
     assert (view.num_assignments, fleet._replicated, fleet._used) == (0, set(), {})
 
 
@@ -352,7 +352,9 @@ def test_homes_are_living_replicas_and_copies_by_changes_are_equal(
                 rows[key] = row
     assert set(copy._keys()) == set(fleet.view._keys()) == set(rows)
     for digest in names:
-        assert copy.assigned_replicas(digest) == fleet.view.assigned_replicas(digest) == rows.get(("assigned", digest), ())
+        assert (
+            copy.assigned_replicas(digest) == fleet.view.assigned_replicas(digest) == rows.get(("assigned", digest), ())
+        )
         assert copy.resident_replicas(digest) == fleet.view.resident_replicas(digest)
         homes = copy.assigned_replicas(digest)
         assert len(set(homes)) == len(homes)

@@ -88,11 +88,11 @@ def test_what_an_engine_holds_is_told_as_it_is(monkeypatch: pytest.MonkeyPatch) 
         blocks = [told["polylora_kv_blocks", state] for state in ("used", "cached", "free")]
         assert (sum(blocks), min(blocks) >= 0) == (6, True)
         assert blocks[0] == stats.num_blocks - stats.num_blocks_free
-        assert (told["polylora_lora_pool_rows", "held"], told["polylora_lora_pool_rows", "free"]) == (16, 16)
+        assert (told["polylora_lora_pool_rows", "used"], told["polylora_lora_pool_rows", "free"]) == (16, 16)
     assert told["polylora_preemptions", ""] == engine.stats().num_preemptions > 0
     assert (told["polylora_startup_seconds", "load"], told["polylora_startup_seconds", "warm_up"]) == (2.0, 1.5)
     assert told["polylora_compile_seconds", ""] == 12.5
     stats = engine.stats()
     assert told["polylora_step_seconds", "base"] == pytest.approx(stats.base_s)
-    assert told["polylora_step_seconds", "writes"] == pytest.approx(stats.adapter_write_s)
-    assert told.get(("polylora_step_seconds", "deltas"), 0.0) == pytest.approx(stats.deltas_s)
+    assert told["polylora_step_seconds", "adapter_load"] == pytest.approx(stats.adapter_write_s)
+    assert told.get(("polylora_step_seconds", "lora"), 0.0) == pytest.approx(stats.deltas_s)

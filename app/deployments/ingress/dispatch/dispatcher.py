@@ -21,7 +21,7 @@ from app.deployments.ingress.dispatch.stream import Stream
 from app.engine.errors import PolyloraError
 from app.engine.request import GenerateRequest, RequestUsage, TokenChunk
 
-#: (request, what was consumed): a request has ended (`UsageRecorder.ended`).
+#: (request, what was consumed): a request has ended (`UsageRecorder.record_usage`).
 CountEnded = Callable[[GenerateRequest, RequestUsage], None]
 
 

@@ -60,7 +60,7 @@ class BatchExecutor:
         if is_passing:
             self._service.tenancy.comes_again(job)
         else:
-            self._service.tenancy.counting.came(job.requests[0])
+            self._service.tenancy.counting.record_request(job.requests[0])
 
     async def _begun(self, endpoint: str, body: Mapping[str, Any], caller: Principal, request_id: str) -> _Begun:
         frontend = self._service.frontend

@@ -45,5 +45,5 @@ class Policy:
         having_room = (each for each in fleet.preferred(digest) if fleet.num_assigned_to(each) < capacity)
         candidates = [*islice(having_room, self._candidates)]
         used = max(1.0, sum(map(fleet.traffic_at, candidates)) / len(candidates))
-        # Traffic stands still between two reports; counting assignments keeps new adapters from all going to one replica.
+        # Traffic is constant between two reports: counting assignments spreads new adapters meanwhile.
         return (min(candidates, key=lambda each: fleet.traffic_at(each) / used + fleet.num_assigned_to(each) / mean),)

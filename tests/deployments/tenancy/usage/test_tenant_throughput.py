@@ -85,11 +85,11 @@ def test_series_are_few_and_refusals_are_counted_once(monkeypatch: pytest.Monkey
         return []
 
     limiter = RateLimiter(lend, "ingress", Clock())
-    limiter.refused[RejectedRequest("tokens", is_enforced=True)] += 3
-    refusals = exported.RefusalCounters(limiter)
+    limiter.rejected[RejectedRequest("tokens", is_enforced=True)] += 3
+    refusals = exported.RejectionCounters(limiter)
     refusals.repeat()
     refusals.repeat()
-    limiter.refused[RejectedRequest("tokens", is_enforced=True)] += 1
+    limiter.rejected[RejectedRequest("tokens", is_enforced=True)] += 1
     refusals.repeat()
     tags = {"reason": "tokens", "enforced": "yes"}
     assert told == [("polylora_rate_limit_rejections", 3, tags), ("polylora_rate_limit_rejections", 1, tags)]

@@ -55,7 +55,7 @@ class Authenticator:
                 return _operator(request)
             raise InvalidApiKey(
                 "this service has no API keys yet and answers to its own machine only; make the first with polylora "
-                "keygen --admin, or say http.auth: open to let everybody in"
+                "create-admin-key, or say http.auth: open to let everybody in"
             )
         return Principal(DEFAULT_TENANT, address_of(request))
 

@@ -30,7 +30,7 @@ def add_batch_routes(app: FastAPI, service: IngressService) -> None:
     async def create(request: Request, body: JsonBody[BatchBody]) -> Response:
         """Have the requests of a file computed when nobody else wants the engines, within a day."""
         caller, config = inference_principal(request), service.storage_config
-        life_s = config.days * DAY_S
+        life_s = config.retention_days * DAY_S
         if body.output_expires_after is not None:
             life_s = min(life_s, body.output_expires_after.seconds)
         wanted = NewBatch(

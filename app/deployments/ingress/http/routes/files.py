@@ -156,7 +156,7 @@ async def _kept(form: FormData, service: IngressService, tenant_id: str) -> Stor
         raise InvalidRequest("file is missing or empty: a file with one request a line", param="file")
     if upload.size > config.max_file_bytes:
         raise BodyTooLarge(f"the file has {upload.size} bytes; storage.max_file_bytes is {config.max_file_bytes}")
-    life_s = min(config.days * DAY_S, _life_s(form))
+    life_s = min(config.retention_days * DAY_S, _life_s(form))
     name = upload.filename or "upload.jsonl"
     if holds_key(name):
         raise InvalidRequest("the file's name holds an API key, and lists have it; give it another", param="file")
