@@ -92,7 +92,7 @@ class SigningConfig(_Settings):
     )
 
     @property
-    def trusted(self) -> TrustedKeys:
+    def trust(self) -> TrustedKeys:
         return TrustedKeys(self.required, self.trusted_keys)
 
 
@@ -289,7 +289,7 @@ class SemanticRouterConfig(_Settings):
 
 
 class HttpConfig(_Settings):
-    """Who may access the service. Where it listens is Serve's `http_options`."""
+    """Access control. Where the service listens is Serve's `http_options`."""
 
     management: ManagementAccess = Field(
         default="loopback",

@@ -24,7 +24,7 @@ from app.engine.errors import ConfigError
         ),
         (
             {"engine": {"weight_dtype": "int8"}},
-            r"weight_dtype is an unknown key; did you mean 'cpu\.weight_dtype' or 'xla\.weight_dtype'\?",
+            r"weight_dtype is an unknown key; did you mean 'cpu\.weight_dtype'\?",
         ),
         ({"engine": {"max_lora_rank": 8}}, r"engine\.max_lora_rank"),
         ({"engine": {"block_size": 7}}, r"engine\.block_size"),

@@ -1,4 +1,4 @@
-"""`polylora convert`, `inspect`, `check` and `merge`: adapters on the command line, without a server."""
+"""`polylora convert`, `inspect`, `check`, `merge`, `keygen` and `sign`: commands on adapters that need no server."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from app.engine.adapters.formats.arrow import CARD_SUFFIX, ArrowCard, read_card,
 from app.engine.adapters.formats.arrow_rows import LORA, rows_of
 from app.engine.adapters.formats.convert import quantize_adapter, write_peft_folder
 from app.engine.adapters.formats.peft_moe_export import with_one_gate_up
-from app.engine.adapters.formats.reading import read_stored
+from app.engine.adapters.formats.reading import read_adapter, read_stored
 from app.engine.adapters.quantize import Quantization
 from app.engine.adapters.raw_adapter import RawAdapter, RawModule, content_digest
 from app.engine.adapters.strict_json import short
@@ -62,7 +62,7 @@ def base_spec_of(arguments: argparse.Namespace) -> ModelSpec:
 
 
 def add_commands(commands: Any) -> None:
-    """Add the four commands to `argparse.ArgumentParser.add_subparsers()`."""
+    """Add the commands to `argparse.ArgumentParser.add_subparsers()`."""
     convert = commands.add_parser("convert", help="convert a PEFT folder to an Arrow card, or a card to a folder")
     convert.add_argument("source", type=Path, help=f"PEFT folder or {CARD_SUFFIX} file")
     convert.add_argument("target", type=Path, help=f"{CARD_SUFFIX} file, or a folder for PEFT")
@@ -96,6 +96,16 @@ def add_commands(commands: Any) -> None:
     merge.add_argument("target", type=Path, help="a new folder")
     add_base_options(merge)
     merge.set_defaults(run=_merge)
+
+    keygen = commands.add_parser("keygen", help="make a key for signing adapters")
+    keygen.add_argument("key", type=Path, help="file to write the private key to; prints the public key")
+    keygen.set_defaults(run=_keygen)
+
+    sign = commands.add_parser("sign", help="sign an adapter for a base model")
+    sign.add_argument("source", type=Path, help="PEFT folder or card")
+    sign.add_argument("--key", type=Path, required=True, help="a file made by keygen")
+    add_base_options(sign)
+    sign.set_defaults(run=_sign)
 
 
 def report(stored: RawAdapter) -> list[str]:
@@ -218,7 +228,6 @@ def _check(arguments: argparse.Namespace) -> int:
 
 def _merge(arguments: argparse.Namespace) -> int:
     from app.cli.config_file import read_settings
-    from app.engine.adapters.formats.reading import read_adapter
     from app.engine.adapters.merge import merge
     from app.engine.models.checkpoint import load_checkpoint
     from app.engine.models.download.model_download import resolve_model
@@ -227,6 +236,26 @@ def _merge(arguments: argparse.Namespace) -> int:
     adapter = read_adapter(arguments.adapter, checkpoint.spec, served=FEATURES)
     num_modules = merge(checkpoint, adapter, arguments.target)
     print(f"wrote {arguments.target}: {num_modules} modules merged")
+    return 0
+
+
+def _keygen(arguments: argparse.Namespace) -> int:
+    from app.engine.adapters.signing.signing import new_private_key, public_key
+
+    print(public_key(new_private_key(arguments.key)))
+    return 0
+
+
+def _sign(arguments: argparse.Namespace) -> int:
+    from app.engine.adapters.signing.signing import public_key, read_private_key, sign, signature_path
+
+    # read on its base model, as a server would: what cannot be served is not signed
+    key = read_private_key(arguments.key)
+    spec = base_spec_of(arguments)
+    digest = read_adapter(arguments.source, spec, served=FEATURES).card.digest
+    path = signature_path(arguments.source)
+    path.write_text(sign(digest, key))
+    print(f"wrote {path}: {digest[:12]} on '{spec.name}', signed by {public_key(key)}")
     return 0
 
 

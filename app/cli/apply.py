@@ -25,11 +25,11 @@ DEFAULT_FILE = "configs/adapters.yaml"
 Name = Annotated[str, Field(pattern=NAME_PATTERN)]
 
 
-class _Wanted(BaseModel):
+class _Desired(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
-class DesiredAdapter(_Wanted):
+class DesiredAdapter(_Desired):
     """An adapter as in `POST /v1/loras`."""
 
     name: Name
@@ -38,12 +38,12 @@ class DesiredAdapter(_Wanted):
     traffic_weight: TrafficWeight = 1.0
 
 
-class DesiredAlias(_Wanted):
+class DesiredAlias(_Desired):
     name: Name
     targets: dict[Name, Annotated[float, Field(gt=0, allow_inf_nan=False)]] = Field(min_length=1)
 
 
-class DesiredState(_Wanted):
+class DesiredState(_Desired):
     """The whole file."""
 
     adapters: tuple[DesiredAdapter, ...] = ()

@@ -80,11 +80,11 @@ def _doctor(arguments: argparse.Namespace) -> int:
         found.append((address_in(document, arguments.host, arguments.port), settings))
         return f"{arguments.config}, {settings.model.name}"
 
-    well = [_checked("settings", read)]
+    well = [_run_check("settings", read)]
     for address, settings in found:
-        well += [_checked(what, check) for what, check in _checks(address, settings).items()]
-    _checked("disk", lambda: f"{_size(shutil.disk_usage(Path.cwd()).free)} free")
-    _checked(
+        well += [_run_check(what, check) for what, check in _checks(address, settings).items()]
+    _run_check("disk", lambda: f"{_size(shutil.disk_usage(Path.cwd()).free)} free")
+    _run_check(
         "HAProxy", lambda: "comes with Ray" if has_ha_proxy() else "not available; Serve's own proxy takes more CPU"
     )
     return 0 if all(well) else 1
@@ -119,7 +119,7 @@ def _checks(address: tuple[str, int], settings: AppConfig) -> Mapping[str, Calla
     }
 
 
-def _checked(what: str, check: Callable[[], str]) -> bool:
+def _run_check(what: str, check: Callable[[], str]) -> bool:
     try:
         print(f"ok    {what}: {check()}")
     except PolyloraError as error:

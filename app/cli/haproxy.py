@@ -63,7 +63,7 @@ def main() -> None:
         if "-f" not in arguments:
             os.execv(binary, [binary, *arguments])
         file = Path(arguments[arguments.index("-f") + 1])
-        changed = _changed(file, os.environ)
+        changed = _write_changed(file, os.environ)
         if "-c" in arguments:  # only check it
             os.execv(binary, [binary, *(str(changed.file) if word == str(file) else word for word in arguments)])
         supervisor = Supervisor(binary, arguments, changed.file, changed.admin, str(file))
@@ -127,14 +127,14 @@ def error_answer(status: int) -> str:
     )
 
 
-class _Changed(NamedTuple):
+class _ChangedFile(NamedTuple):
     """The file for HAProxy, and where Ray expects its control socket."""
 
     file: Path
     admin: Path
 
 
-def _changed(path: Path, environ: Mapping[str, str]) -> _Changed:
+def _write_changed(path: Path, environ: Mapping[str, str]) -> _ChangedFile:
     """Write the changed copy beside Ray's file. Raises UnknownConfiguration, OSError, ValueError."""
     text = path.read_text()
     errors = {status: path.with_name(f"{status}.http") for status in (502, 503, 504)}
@@ -150,7 +150,7 @@ def _changed(path: Path, environ: Mapping[str, str]) -> _Changed:
     admin = Path(found[1])
     own = path.with_name(f"{os.getpid()}.cfg")
     own.write_text(changed.replace(str(admin), str(socket_of(admin.parent, os.getpid())), 1))
-    return _Changed(own, admin)
+    return _ChangedFile(own, admin)
 
 
 def _sections(text: str) -> list[_Section]:

@@ -48,7 +48,7 @@ class Supervisor:
         self._ray_config = ray_config
         self._pid_file = self._folder / f"{os.getpid()}.pid"
         self._replaced = [] if "-sf" in arguments else self._orphans()
-        self._first = [binary, *self._translated(arguments)]
+        self._first = [binary, *self._translate(arguments)]
         self._again = [binary, *_without_takeover(arguments, config)]
         self._child: asyncio.subprocess.Process | None = None
         self._stop_signal: int | None = None  # the last signal that stops HAProxy
@@ -178,7 +178,7 @@ class Supervisor:
         with (self._folder / "failures").open("a", encoding="utf-8") as file:
             file.write(f"{said}\n")
 
-    def _translated(self, arguments: Sequence[str]) -> list[str]:
+    def _translate(self, arguments: Sequence[str]) -> list[str]:
         """The command line with HAProxys instead of their supervisors."""
         old = [int(word) for word in arguments if word.isdigit()] if "-sf" in arguments else self._replaced
         children = [child for pid in old if (child := self._child_of(pid)) is not None]

@@ -35,7 +35,6 @@ from app.cli.apply import add_apply
 from app.cli.capacity import add_capacity
 from app.cli.doctor import add_doctor
 from app.cli.register import add_register
-from app.cli.signing import add_signing_commands
 from app.cli.status import add_status
 from app.cli.tenants import add_create_admin_key, add_tenants
 from app.engine.errors import PolyloraError
@@ -50,7 +49,6 @@ def make_parser() -> argparse.ArgumentParser:
     _add_serve(commands)
     _add_download(commands)
     add_commands(commands)
-    add_signing_commands(commands)
     add_apply(commands)
     add_register(commands)
     add_create_admin_key(commands)
@@ -74,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return int(arguments.run(arguments))
     except PolyloraError as error:
-        return _failed(arguments, str(error), getattr(error, "details", ""))
+        return _fail(arguments, str(error), getattr(error, "details", ""))
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:  # the reader has gone (`| head`); Python would complain again at its flush
@@ -82,7 +80,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 141
     except Exception as error:  # a bug: print the traceback only with --verbose
         said = str(error).strip().partition("\n")[0]
-        return _failed(arguments, f"{type(error).__name__}: {said}; --verbose prints the traceback")
+        return _fail(arguments, f"{type(error).__name__}: {said}; --verbose prints the traceback")
 
 
 def _describe_subcommands(parser: argparse.ArgumentParser) -> None:
@@ -95,7 +93,7 @@ def _describe_subcommands(parser: argparse.ArgumentParser) -> None:
                 _describe_subcommands(subcommand)
 
 
-def _failed(arguments: argparse.Namespace, message: str, details: str = "") -> int:
+def _fail(arguments: argparse.Namespace, message: str, details: str = "") -> int:
     """Print why a command failed; with --verbose also the traceback. Called while the error is handled."""
     if arguments.verbose:
         traceback.print_exc()

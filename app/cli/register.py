@@ -35,7 +35,7 @@ def add_register(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
 def _register(arguments: argparse.Namespace) -> int:
     service = ApiClient(arguments.url)
     num_new = num_same = 0
-    with sys.stdin if str(arguments.file) == "-" else _opened(arguments.file) as lines:
+    with sys.stdin if str(arguments.file) == "-" else _open(arguments.file) as lines:
         adapters = adapters_of(lines, str(arguments.file))
         while some := list(islice(adapters, BATCH)):
             try:
@@ -72,7 +72,7 @@ def _by_line(refusal: str, numbers: Sequence[int], file: str) -> str:
     return f"{file}, line {numbers[int(found[1])]}: {refusal[found.end() :]}"
 
 
-def _opened(path: Path) -> Any:
+def _open(path: Path) -> Any:
     try:
         return path.open(encoding="utf-8")
     except OSError as error:

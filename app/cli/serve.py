@@ -25,7 +25,7 @@ from app.cli.preflight import check_device, check_folders, check_ha_proxy_ports,
 from app.cli.ray_env import ha_proxy_folder, set_ray_switches
 from app.cli.startup import (
     ReplicaWatch,
-    StartFailed,
+    StartError,
     check_actors,
     check_ha_proxy,
     deployments_of,
@@ -122,7 +122,7 @@ def _start_ray(dashboard: bool) -> None:
     try:
         context = ray.init(**quiet, include_dashboard=dashboard)
     except Exception as error:  # Ray raises a dozen kinds
-        raise StartFailed(f"Ray does not start: {reason_in(str(error))}", str(error)) from error
+        raise StartError(f"Ray does not start: {reason_in(str(error))}", str(error)) from error
     if dashboard:  # if 8265 is in use, Ray takes the next free port
         _say(f"Ray's dashboard is http://{context.dashboard_url}; `ray get-auth-token` prints its token")
 

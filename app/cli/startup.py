@@ -40,7 +40,7 @@ _RAISED = re.compile(r"^\s*(?:[a-zA-Z_][\w.]*\.)?([A-Z]\w+): (\S.*)$", re.MULTIL
 _WRAPPERS = ("RayTaskError", "RuntimeError", "ActorDiedError", "RayActorError")
 
 
-class StartFailed(EngineFailure):
+class StartError(EngineFailure):
     """The service does not start; `details` is the full text from Ray or Serve."""
 
     def __init__(self, message: str, details: str = "") -> None:
@@ -67,7 +67,7 @@ def wait_until_ready(
         for state in states:
             if state.status in ("DEPLOY_FAILED", "UNHEALTHY"):
                 words = _last_words(state)
-                raise StartFailed(reason_in(words), words)
+                raise StartError(reason_in(words), words)
         is_running = len(states) == len(app_names) and all(state.status == "RUNNING" for state in states)
         if is_running and (health_url is None or answers(health_url)):
             return
@@ -77,7 +77,7 @@ def wait_until_ready(
             next_look_s = time.monotonic() + 1.0
         if time.monotonic() > deadline_s:
             logs = ray.get_runtime_context().get_session_name()
-            raise StartFailed(f"it is not ready after {START_TIMEOUT_S:g} s; Ray's session {logs} has the logs")
+            raise StartError(f"it is not ready after {START_TIMEOUT_S:g} s; Ray's session {logs} has the logs")
         time.sleep(0.1)
 
 
@@ -91,7 +91,7 @@ def reason_in(words: str) -> str:
 
 
 def check_actors(made: Sequence[tuple[str, Any]]) -> None:
-    """made: (name, reference that resolves when it exists). Raises StartFailed if one could not be created."""
+    """made: (name, reference that resolves when it exists). Raises StartError if one could not be created."""
     import ray
     from ray.exceptions import RayError
 
@@ -100,15 +100,15 @@ def check_actors(made: Sequence[tuple[str, Any]]) -> None:
             try:
                 ray.get(is_there)
             except RayError as error:
-                raise StartFailed(f"{what}: {reason_in(str(error))}", str(error)) from error
+                raise StartError(f"{what}: {reason_in(str(error))}", str(error)) from error
 
 
 def check_ha_proxy(folder: Path) -> None:
-    """folder: HAProxy's, with one inside for each node. Raises StartFailed if HAProxy fails repeatedly."""
+    """folder: HAProxy's, with one inside for each node. Raises StartError if HAProxy fails repeatedly."""
     for path in folder.glob("*/failures"):
         failures = path.read_text(encoding="utf-8").splitlines()
         if len(failures) >= MAX_HA_PROXY_FAILURES:
-            raise StartFailed(f"HAProxy exits repeatedly: {failures[-1]}", "\n".join(failures))
+            raise StartError(f"HAProxy exits repeatedly: {failures[-1]}", "\n".join(failures))
 
 
 def answers(health_url: str) -> bool:
@@ -151,7 +151,7 @@ def no_room(
     kinds = sorted({kind for _, asked in waiting for kind, _ in asked})
     has = [_amounts({kind: node.get(kind, 0.0) for kind in kinds}) for node in machines.values()]
     return (
-        f"Ray cannot place {', '.join(wants)}; there is {_listed(has, 'on a machine')}, used by "
+        f"Ray cannot place {', '.join(wants)}; there is {_list_of(has, 'on a machine')}, used by "
         f"{_holders(actors, kinds, app_names) or 'no actor'}. Request less (ray_actor_options under deployments: in "
         "the configuration), run fewer replicas, or add machines"
     )
@@ -262,6 +262,6 @@ def _amounts(amounts: Mapping[str, float]) -> str:
     return " and ".join(f"{round(amount, 4):g} {kind}" for kind, amount in sorted(amounts.items())) or "nothing"
 
 
-def _listed(has: Sequence[str], where: str) -> str:
+def _list_of(has: Sequence[str], where: str) -> str:
     counts = Counter(has)
     return ", ".join(f"{one} {where}" if n == 1 else f"{one} on each of {n} machines" for one, n in counts.items())

@@ -125,12 +125,12 @@ def _create(service: ApiClient, arguments: argparse.Namespace) -> Result:
     project = service.call("POST", "/v1/organization/projects", {"name": arguments.name})
     path = f"/v1/organization/projects/{project['id']}/service_accounts"
     account = service.call("POST", path, {"name": arguments.name})
-    return {"project": project, "service_account": account}, _made(
+    return {"project": project, "service_account": account}, _new_key_lines(
         project=project["id"], key=account["api_key"]["value"]
     )
 
 
-def _made(**values: str) -> list[str]:
+def _new_key_lines(**values: str) -> list[str]:
     if not sys.stdout.isatty():
         return list(values.values())
     width = max(map(len, values))
@@ -138,9 +138,9 @@ def _made(**values: str) -> list[str]:
 
 
 def _show(service: ApiClient, arguments: argparse.Namespace) -> Result:
-    project = f"/v1/organization/projects/{_quoted(arguments.project)}"
+    project = f"/v1/organization/projects/{_quote(arguments.project)}"
     answer = {
-        "tenant": service.call("GET", f"/v1/tenants/{_quoted(arguments.project)}"),
+        "tenant": service.call("GET", f"/v1/tenants/{_quote(arguments.project)}"),
         "rate_limits": service.call("GET", f"{project}/rate_limits")["data"],
         "api_keys": service.call("GET", f"{project}/api_keys?limit=100")["data"],
     }
@@ -153,7 +153,7 @@ def _show(service: ApiClient, arguments: argparse.Namespace) -> Result:
 
 
 def _limit(service: ApiClient, arguments: argparse.Namespace) -> Result:
-    given, project = vars(arguments), _quoted(arguments.project)
+    given, project = vars(arguments), _quote(arguments.project)
     answer: dict[str, Any] = {}
     rates = {long: given[short] for short, long in _RATES.items() if given[short] is not None}
     if rates:
@@ -161,7 +161,7 @@ def _limit(service: ApiClient, arguments: argparse.Namespace) -> Result:
         model = arguments.model or listed[0]["model"]  # the base's is the first
         body = {name: 2**31 - 1 if value < 0 else value for name, value in rates.items()}
         answer["rate_limit"] = service.call(
-            "POST", f"/v1/organization/projects/{project}/rate_limits/rl-{_quoted(model)}", body
+            "POST", f"/v1/organization/projects/{project}/rate_limits/rl-{_quote(model)}", body
         )
     settings = {name: given[name] for name in _SETTINGS if given[name] is not None}
     if arguments.enforce is not None:
@@ -181,13 +181,13 @@ def _limit(service: ApiClient, arguments: argparse.Namespace) -> Result:
 
 
 def _key(service: ApiClient, arguments: argparse.Namespace) -> Result:
-    accounts = f"/v1/organization/projects/{_quoted(arguments.project)}/service_accounts"
+    accounts = f"/v1/organization/projects/{_quote(arguments.project)}/service_accounts"
     found = service.call("GET", f"{accounts}?limit=1")["data"]
     if not found:
         raise ApiError("the project has no service account; create one with OpenAI's admin client")
     body = {} if arguments.expires_in_s is None else {"expires_in_seconds": arguments.expires_in_s}
     answer = service.call("POST", f"{accounts}/{found[0]['id']}/api_keys", body)
-    return answer, _made(id=answer["id"], key=answer["value"])
+    return answer, _new_key_lines(id=answer["id"], key=answer["value"])
 
 
 def _usage(service: ApiClient, arguments: argparse.Namespace) -> Result:
@@ -213,16 +213,16 @@ def _usage(service: ApiClient, arguments: argparse.Namespace) -> Result:
 
 def _one(method: str, path: str, words: str, body: Mapping[str, Any] | None = None) -> Any:
     def act(service: ApiClient, arguments: argparse.Namespace) -> Result:
-        names = {name: _quoted(value) for name, value in vars(arguments).items() if isinstance(value, str)}
+        names = {name: _quote(value) for name, value in vars(arguments).items() if isinstance(value, str)}
         return service.call(method, path.format(**names), body), [words.format(**names)]
 
     return act
 
 
 def _share(service: ApiClient, arguments: argparse.Namespace) -> Result:
-    path = f"/v1/tenants/{_quoted(arguments.project)}/shares/{_quoted(arguments.adapter)}"
+    path = f"/v1/tenants/{_quote(arguments.project)}/shares/{_quote(arguments.adapter)}"
     answer = service.call("PUT", path, {"project_ids": arguments.with_projects})
-    return answer, [f"{arguments.adapter}: {', '.join(arguments.with_projects) or 'nobody else'}"]
+    return answer, [f"{arguments.adapter}: {', '.join(arguments.with_projects) or 'no other project'}"]
 
 
 _ACTIONS: Mapping[str, Any] = {
@@ -239,5 +239,5 @@ _ACTIONS: Mapping[str, Any] = {
 }
 
 
-def _quoted(text: str) -> str:
+def _quote(text: str) -> str:
     return urllib.parse.quote(text, safe="")

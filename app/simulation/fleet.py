@@ -123,7 +123,7 @@ class _Fleet:
             assert isinstance(what, tuple)
             replica, version = what
             if replica.version == version:
-                self._ended(replica.run(time_s))
+                self._on_end(replica.run(time_s))
                 self._expect(replica)
         elif kind == "enter":
             assert isinstance(what, tuple)
@@ -143,8 +143,6 @@ class _Fleet:
         else:
             self._lose()
 
-    # -- requests ---------------------------------------------------------------------------------------
-
     def _dispatch(self, job: SimulatedRequest) -> None:
         if not self._usable_ids:
             self._stranded.append(job)
@@ -152,7 +150,7 @@ class _Fleet:
         digest, view = job.digest, self._placement.view
         if digest is not None:
             if self._scaler is not None:
-                self._scaler.asked(digest, self._now_s)
+                self._scaler.note_request(digest, self._now_s)
             if self._policy.has_affinity and not view.assigned_replicas(digest):
                 self._placement.assign([digest])
         chosen = choose_replica(
@@ -171,7 +169,7 @@ class _Fleet:
 
     def _enter(self, job: SimulatedRequest) -> None:
         assert job.replica is not None
-        self._ended(job.replica.enter(job, self._now_s))
+        self._on_end(job.replica.enter(job, self._now_s))
         self._expect(job.replica)
 
     def _fetch_s(self, digest: str, rank: int) -> float:
@@ -190,7 +188,7 @@ class _Fleet:
         self._coming_s[digest] = self._now_s + read_s + costs.host_s
         return read_s + costs.host_s
 
-    def _ended(self, jobs: Sequence[SimulatedRequest]) -> None:
+    def _on_end(self, jobs: Sequence[SimulatedRequest]) -> None:
         for job in jobs:
             assert job.replica is not None
             self._loads.change(job.replica.replica_id, -1)
@@ -205,8 +203,6 @@ class _Fleet:
     def _at(self, time_s: float, kind: str, what: object) -> None:
         self._num_events += 1
         heapq.heappush(self._events, (time_s, self._num_events, kind, what))
-
-    # -- replicas ---------------------------------------------------------------------------------------
 
     def _start_replica(self) -> None:
         replica_id = f"r{self._num_started:04d}"
@@ -232,7 +228,7 @@ class _Fleet:
         if not self._replicas:
             return
         replica = max(self._replicas.values(), key=lambda each: (len(each.jobs), each.replica_id))
-        self._ended(replica.run(self._now_s))
+        self._on_end(replica.run(self._now_s))
         replica.version += 1
         self._remove(replica)
         self._count(replica)
@@ -275,8 +271,6 @@ class _Fleet:
         assert self._placement.report(
             self._reporters[replica.replica_id].next_delta(state, is_draining=is_draining), self._now_s
         )
-
-    # -- the clock --------------------------------------------------------------------------------------
 
     def _tick(self) -> None:
         """Let placement rebalance, and record the state."""

@@ -156,7 +156,7 @@ class Replica:
 
     @property
     def cached_prefixes(self) -> tuple[bytes, ...]:
-        """As the engine reports them: at most `MAX_HEADS`, the last used at the end."""
+        """The cached prefixes that an engine would report: at most `MAX_HEADS`, the last used at the end."""
         prefixes = [key for key in self._cached if isinstance(key, bytes)]
         return tuple(prefixes[-MAX_HEADS:])
 

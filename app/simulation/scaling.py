@@ -73,7 +73,7 @@ class Scaler:
         self._asked_s: dict[str, float] = {}  # last request per adapter
         self._rates: dict[str, tuple[float, int, float]] = {}  # (time, tokens until then, best rate)
 
-    def asked(self, digest: str, now_s: float) -> None:
+    def note_request(self, digest: str, now_s: float) -> None:
         """Note a request for an adapter."""
         self._asked_s[digest] = now_s
 

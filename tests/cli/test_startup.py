@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from app.cli.startup import MAX_HA_PROXY_FAILURES, StartFailed, check_ha_proxy, reason_in
+from app.cli.startup import MAX_HA_PROXY_FAILURES, StartError, check_ha_proxy, reason_in
 
 #: As Serve says that an ingress's constructor failed, shortened in its middle.
 CONSTRUCTOR = """Deploying app 'polylora' failed: ...
@@ -49,5 +49,5 @@ def test_a_ha_proxy_that_ends_again_and_again_ends_the_start(tmp_path: Path) -> 
     check_ha_proxy(tmp_path)
     with failures.open("a") as file:
         file.write("cannot bind socket (Address already in use)\n")
-    with pytest.raises(StartFailed, match=r"HAProxy exits repeatedly: cannot bind .*Address already"):
+    with pytest.raises(StartError, match=r"HAProxy exits repeatedly: cannot bind .*Address already"):
         check_ha_proxy(tmp_path)

@@ -218,7 +218,7 @@ class Fleet:
         assert self.view.replicas is not None
         self.books.assign(digests)
 
-    async def changed(self, timeout_s: float) -> None:
+    async def wait_for_change(self, timeout_s: float) -> None:
         await asyncio.sleep(min(timeout_s, 0.01))
 
     async def report_unreachable(self, replica_ids: Sequence[str]) -> None:

@@ -95,11 +95,11 @@ class RequestAccounting:
         self, caller: Principal, requests: Sequence[GenerateRequest], held: Reservation | None = None
     ) -> Reservation:
         """Reserve what these sequences may take at most, and count that a request came; of a batch that is counted when
-        the line is answered. Raises LimitReached.
+        the line is answered. Raises LimitError.
 
         `get_object`: what the request holds already, because its adapter was chosen; the reservation takes it over.
         """
-        reservation = Reservation({}, settled=True)
+        reservation = Reservation({}, is_settled=True)
         if caller.tenant.limits != _NO_LIMITS:
             needs = [self._need(request) for request in requests]
             taken = request_costs(caller.tenant, self._rates.base_name, needs)
@@ -109,8 +109,8 @@ class RequestAccounting:
         return reservation
 
     async def admit_choice(self, caller: Principal, num_tokens: int) -> ReservedQuota:
-        """Reserve one request, and the tokens of choosing its adapter. Raises LimitReached."""
-        reservation = Reservation({}, settled=True)
+        """Reserve one request, and the tokens of choosing its adapter. Raises LimitError."""
+        reservation = Reservation({}, is_settled=True)
         if caller.tenant.limits != _NO_LIMITS:
             base_name = self._rates.base_name
             need = Cost((base_name,), num_tokens, self._rates.prices.at_most((base_name,), num_tokens, 0))
@@ -119,12 +119,12 @@ class RequestAccounting:
 
     @asynccontextmanager
     async def one_request(self, caller: Principal, ref: AdapterRef | None) -> AsyncIterator[None]:
-        """Reserve one request of a model that no engine is asked for, while the block runs. Raises LimitReached.
+        """Reserve one request of a model that no engine is asked for, while the block runs. Raises LimitError.
 
         It has no tokens and costs nothing, so only what counts requests may refuse it. What the block refuses as
         malformed takes nothing.
         """
-        reservation = Reservation({}, settled=True)
+        reservation = Reservation({}, is_settled=True)
         if caller.tenant.limits != _NO_LIMITS:
             base_name = self._rates.base_name
             needs = request_costs(caller.tenant, base_name, [Cost(paid_models(ref, base_name), 0, 0)])

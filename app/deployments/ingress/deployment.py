@@ -34,7 +34,7 @@ from app.deployments.ingress.metrics import IngressMetrics
 from app.deployments.ingress.preprocess.tokenizer_service import open_tokenizer_service
 from app.deployments.ingress.service import IngressService, Parts
 from app.deployments.placement.actor import placement_service
-from app.deployments.placement.placer import LoadFeed, PlacementFeed, Placer
+from app.deployments.placement.placer import LoadTableClient, PlacementTableClient, Placer
 from app.deployments.placement.replica_choice import make_policy
 from app.deployments.registry.feed.view import Entry, Key, RegistryView
 from app.deployments.rpc.background_tasks import Tasks
@@ -76,7 +76,7 @@ class Ingress(AsgiIngress):
         metrics = IngressMetrics(time.time)
         registry = RegistryMirror(store.watch, ingress_id, metrics.adapters)
         tenants = TenantFeed(owner, ingress_id)
-        placed, loads = PlacementFeed(placement.watch, ingress_id), ReplicaLoadTracker(time.monotonic)
+        placed, loads = PlacementTableClient(placement.watch, ingress_id), ReplicaLoadTracker(time.monotonic)
         holder = f"{ingress_id}-{uuid.uuid4().hex[:8]}"
         text = await asyncio.to_thread(open_tokenizer_service, config)
         prices, base_name = config.tenants.prices, config.model.name
@@ -108,7 +108,7 @@ class Ingress(AsgiIngress):
             parts.tenancy.limiter.report_loop,
             parts.tenancy.metering.flush_loop,
             placed.follow,
-            LoadFeed(placement.watch_loads, ingress_id, loads.take).follow,
+            LoadTableClient(placement.watch_loads, ingress_id, loads.take).follow,
             partial(repeat_gauges, (*metrics.gauges, RejectionCounters(parts.tenancy.limiter))),
             self._service.management.keep_taking_up,
             self._service.activity.keep_telling,

@@ -37,7 +37,7 @@ class DeltaReporter:
             state.load,
             is_draining=is_draining,
             active=dict(state.active),
-            served=self._served(state),
+            served=self._service_changes(state),
         )
         if last is None:
             used_s = dict(state.last_used_s)
@@ -63,7 +63,7 @@ class DeltaReporter:
             used_s={d: used_s for d, used_s in state.last_used_s.items() if last.last_used_s.get(d) != used_s},
         )
 
-    def _served(self, state: ReplicaReport) -> dict[str, float]:
+    def _service_changes(self, state: ReplicaReport) -> dict[str, float]:
         """Totals that have changed. A lost message is made good by the next, because they are totals."""
         since = {name: total - self._reported_served.get(name, 0.0) for name, total in state.served.items()}
         changed = [name for name, amount in since.items() if amount]

@@ -20,7 +20,7 @@ from app.deployments.rpc.wait_for_event import wait_for_event
 ASSIGN_TIMEOUT_S = 0.5
 
 
-class PlacementFeed(LongPollClient[Changes[Key, Row]]):
+class PlacementTableClient(LongPollClient[Changes[Key, Row]]):
     """The placement table, applied to `view` as it changes."""
 
     def __init__(self, watch: Watch[Changes[Key, Row]], watcher_id: str) -> None:
@@ -28,7 +28,7 @@ class PlacementFeed(LongPollClient[Changes[Key, Row]]):
         self._news = asyncio.Event()
         self.view = PlacementView()
 
-    async def changed(self, timeout_s: float) -> None:
+    async def wait_for_change(self, timeout_s: float) -> None:
         """Wait for a change, at most this long."""
         await wait_for_event(self._news, timeout_s)
 
@@ -39,7 +39,7 @@ class PlacementFeed(LongPollClient[Changes[Key, Row]]):
         self._news = asyncio.Event()
 
 
-class LoadFeed(LongPollClient[LoadDelta]):
+class LoadTableClient(LongPollClient[LoadDelta]):
     """The loads of replicas, passed to `take` as they arrive, with placement's time when they were sent."""
 
     def __init__(
@@ -59,7 +59,7 @@ class LoadFeed(LongPollClient[LoadDelta]):
 class Placer:
     """The placement client of one ingress."""
 
-    def __init__(self, placement: PlacementService, watched: PlacementFeed, ingress_id: str) -> None:
+    def __init__(self, placement: PlacementService, watched: PlacementTableClient, ingress_id: str) -> None:
         self._placement = placement
         self._watched = watched
         self._ingress_id = ingress_id
@@ -80,9 +80,9 @@ class Placer:
         else:
             self._troubles.over()
 
-    async def changed(self, timeout_s: float) -> None:
+    async def wait_for_change(self, timeout_s: float) -> None:
         """Wait for a change of the table, at most this long."""
-        await self._watched.changed(timeout_s)
+        await self._watched.wait_for_change(timeout_s)
 
     async def report_unreachable(self, replica_ids: Sequence[str]) -> None:
         """Report all replicas that this process cannot reach now; returns also when placement is unavailable."""

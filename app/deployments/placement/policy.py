@@ -39,7 +39,7 @@ class PlacementFleet(Protocol):
         """Replicas whose device holds the adapter, in the adapter's order of preference."""
         ...
 
-    def preferred(self, digest: str) -> Iterator[str]:
+    def preference_order(self, digest: str) -> Iterator[str]:
         """All replicas in the adapter's order of preference (`rendezvous`)."""
         ...
 

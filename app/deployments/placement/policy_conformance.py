@@ -148,35 +148,35 @@ class _CountingFleet:
         return self._fleet.num_assignments
 
     def num_assigned_to(self, replica_id: str) -> int:
-        return self._counted(self._fleet.num_assigned_to)(replica_id)
+        return self._count(self._fleet.num_assigned_to)(replica_id)
 
     def load(self, replica_id: str) -> int:
-        return self._counted(self._fleet.load)(replica_id)
+        return self._count(self._fleet.load)(replica_id)
 
     def traffic_at(self, replica_id: str) -> float:
-        return self._counted(self._fleet.traffic_at)(replica_id)
+        return self._count(self._fleet.traffic_at)(replica_id)
 
     def num_rows(self, digest: str) -> int:
-        return self._counted(self._fleet.num_rows)(digest)
+        return self._count(self._fleet.num_rows)(digest)
 
     def num_rows_at(self, replica_id: str) -> int:
-        return self._counted(self._fleet.num_rows_at)(replica_id)
+        return self._count(self._fleet.num_rows_at)(replica_id)
 
     def num_rank_rows(self, replica_id: str) -> int:
-        return self._counted(self._fleet.num_rank_rows)(replica_id)
+        return self._count(self._fleet.num_rank_rows)(replica_id)
 
     def started_s(self, replica_id: str) -> float:
-        return self._counted(self._fleet.started_s)(replica_id)
+        return self._count(self._fleet.started_s)(replica_id)
 
     def resident_replicas(self, digest: str) -> Sequence[str]:
-        return self._counted(self._fleet.resident_replicas)(digest)
+        return self._count(self._fleet.resident_replicas)(digest)
 
-    def preferred(self, digest: str) -> Iterator[str]:
-        for replica_id in self._fleet.preferred(digest):
+    def preference_order(self, digest: str) -> Iterator[str]:
+        for replica_id in self._fleet.preference_order(digest):
             self.num_answers += 1
             yield replica_id
 
-    def _counted(self, answer: Callable[P, T]) -> Callable[P, T]:
+    def _count(self, answer: Callable[P, T]) -> Callable[P, T]:
         self.num_answers += 1
         return answer
 

@@ -19,8 +19,8 @@ from app.config import PlacementConfig
 from app.deployments.placement import policies
 from app.deployments.placement.policy import PlacementPolicy, less_loaded
 from app.deployments.placement.view import PlacementView, UsableFleet
-from app.dotted import import_dotted
 from app.engine.errors import ConfigError
+from app.import_path import import_dotted
 
 #: A replica with the cached prefix may have this many times the requests of the other, or this many more.
 PREFIX_LOAD_FACTOR, PREFIX_LOAD_MARGIN = 1.5, 4

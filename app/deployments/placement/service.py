@@ -173,9 +173,8 @@ class PlacementService:
             return
         if self._followed is not None:
             self._followed[1].cancel()
-            self._state.set_traffic_weights(
-                dict.fromkeys(self._state.traffic_weights)
-            )  # the other store's weights count from now on
+            # the other store's weights count from now on
+            self._state.set_traffic_weights(dict.fromkeys(self._state.traffic_weights))
         store = min(stores)
         follower = _TrafficWeightsClient(self._watch_shares(store), "placement", self._set_traffic_weights)
         self._followed = store, self._tasks.start(follower.follow())

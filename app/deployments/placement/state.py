@@ -243,7 +243,7 @@ class PlacementState:
         assigned = self.view.assigned_replicas(digest)
         num_missing = self._num_desired(digest) - len(assigned)
         if num_missing > 0:
-            others = [other for other in self.view.preferred(digest) if other not in assigned]
+            others = [other for other in self.view.preference_order(digest) if other not in assigned]
             self._set_assigned(digest, (*assigned, *others[:num_missing]))
 
     def _scale_out(self, now_s: float) -> None:

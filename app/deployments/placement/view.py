@@ -6,16 +6,22 @@ table in a view too, so both give a policy the same answers.
 
 from __future__ import annotations
 
+import hashlib
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, KeysView, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Iterator, KeysView, Mapping, Sequence, Set
+
+import numpy as np
+from numpy.typing import NDArray
 
 from app.deployments.placement.messages import Key, Row
-from app.deployments.placement.rendezvous import Rendezvous
 from app.deployments.rpc.long_poll_client import TableSync
 from app.deployments.rpc.long_poll_host import Changes
 
 #: Assignments that were answered to this process but not yet published; the newest are kept.
 MAX_PENDING = 4096
+#: This many are found without sorting the others.
+_FIRST = 16
+_MIX_1, _MIX_2 = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 
 
 class PlacementView:
@@ -95,7 +101,9 @@ class PlacementView:
         """Replicas whose device holds the adapter, in its order of preference."""
         resident_on = self._resident.get(digest, set()) & self._replicas.keys()
         return (
-            [*resident_on] if len(resident_on) < 2 else [each for each in self.preferred(digest) if each in resident_on]
+            [*resident_on]
+            if len(resident_on) < 2
+            else [each for each in self.preference_order(digest) if each in resident_on]
         )
 
     @property
@@ -107,11 +115,11 @@ class PlacementView:
         """The replicas that have cached a prompt prefix, by its hexadecimal hash; in any order."""
         return self._by_prefix.get(prefix, ())
 
-    def preferred(self, digest: str) -> Iterator[str]:
+    def preference_order(self, digest: str) -> Iterator[str]:
         """All replicas, in the adapter's order of preference."""
         if self._rendezvous is None:
             self._rendezvous = Rendezvous(self._replicas)
-        return self._rendezvous.preferred(digest)
+        return self._rendezvous.preference_order(digest)
 
     def take(self, news: Changes[Key, Row]) -> None:
         """Apply a page of the table."""
@@ -246,5 +254,43 @@ class UsableFleet:
     def resident_replicas(self, digest: str) -> list[str]:
         return [each for each in self._view.resident_replicas(digest) if each in self._usable]
 
-    def preferred(self, digest: str) -> Iterator[str]:
-        return (each for each in self._view.preferred(digest) if each in self._usable)
+    def preference_order(self, digest: str) -> Iterator[str]:
+        return (each for each in self._view.preference_order(digest) if each in self._usable)
+
+
+class Rendezvous:
+    """Rendezvous hashing (Thaler & Ravishankar 1998): the order in which an adapter prefers replicas.
+
+    The order of two replicas depends on the digest and these two alone, so every process computes the same order, and a
+    replica that comes or goes does not move the others. A thousand replicas are ordered in about 50 us.
+    """
+
+    def __init__(self, replica_ids: Iterable[str] = ()) -> None:
+        self._replica_ids = sorted(replica_ids)
+        self._hashes = np.fromiter(map(_hash, self._replica_ids), np.uint64, len(self._replica_ids))
+
+    def order(self, digest: str) -> list[str]:
+        """All replicas by descending score of (digest, replica)."""
+        return [*self.preference_order(digest)]
+
+    def preference_order(self, digest: str) -> Iterator[str]:
+        """The same lazily: the first few cost less than all."""
+        scores = _mix(self._hashes ^ np.uint64(_hash(digest)))
+        if len(scores) > 2 * _FIRST:
+            first = np.argpartition(scores, -_FIRST)[-_FIRST:]
+            for index in first[np.argsort(scores[first], kind="stable")[::-1]].tolist():
+                yield self._replica_ids[index]
+        order = np.argsort(scores, kind="stable")[::-1].tolist()
+        for index in order[_FIRST:] if len(scores) > 2 * _FIRST else order:
+            yield self._replica_ids[index]
+
+
+def _hash(name: str) -> int:
+    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest())
+
+
+def _mix(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """splitmix64's finaliser (Steele, Lea & Flood 2014), modulo 2^64: [N] -> [N]."""
+    values = (values ^ (values >> np.uint64(30))) * _MIX_1
+    values = (values ^ (values >> np.uint64(27))) * _MIX_2
+    return values ^ (values >> np.uint64(31))

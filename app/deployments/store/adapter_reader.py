@@ -203,7 +203,7 @@ def open_adapter_reader(
         spec,
         counts,
         events,
-        signatures=config.signing.trusted.matter,
+        signatures=config.signing.trust.matter,
         base_copies=BaseWeightDedup(checkpoint, served),
         texts=AdapterTokenizerCache(lambda: load_tokenizer(checkpoint.tokenizer_source)),
     )

@@ -81,7 +81,7 @@ class OpenStore(Generic[H]):
             max_bytes=adapters.host_cache_bytes,
             policy=adapters.host_eviction,
             counts=counts,
-            trusted=adapters.signing.trusted,
+            trusted=adapters.signing.trust,
             compose=partial(merge_adapters, self._checkpoint.spec, held),
         )
         names = (config.model.name,)
@@ -122,7 +122,7 @@ class OpenStore(Generic[H]):
                     library,
                     max_bytes=adapters.host_cache_bytes,
                     policy=adapters.host_eviction,
-                    trusted=adapters.signing.trusted,
+                    trusted=adapters.signing.trust,
                 )
                 self._resolution.use(places)
                 names = frozenset((config.model.name,))

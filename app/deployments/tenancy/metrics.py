@@ -35,7 +35,7 @@ class TenantGauges:
         )
 
     def repeat(self) -> None:
-        for tenant, served in self._throughput.served().items():
+        for tenant, served in self._throughput.by_tenant().items():
             for kind in ("prompt", "cached", "completion"):
                 self._tokens.set(getattr(served, kind), tags={"tenant": tenant, "kind": kind})
             self._loads.set(served.loads, tags={"tenant": tenant})

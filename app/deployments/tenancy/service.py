@@ -77,8 +77,6 @@ class TenantsService:
             self._tasks.start(self._sync_loop())
         return await self.table.newer(held, watcher_id, timeout_s)
 
-    # -- projects -----------------------------------------------------------------------------------
-
     @remote_method
     async def create_project(self, name: str, *, actor: str) -> Tenant:
         return await self._change(lambda: self._store.projects.create(name, actor=actor))
@@ -126,8 +124,6 @@ class TenantsService:
     @remote_method
     async def projects(self, limit: int, after: str | None, *, with_archived: bool) -> list[Tenant]:
         return await asyncio.to_thread(self._store.projects.page, limit, after, with_archived=with_archived)
-
-    # -- service accounts and keys --------------------------------------------------------------------
 
     @remote_method
     async def create_account(
@@ -205,8 +201,6 @@ class TenantsService:
             changes, limit, before=before, after=after, project_ids=project_ids, events=events
         )
 
-    # -- limits and usage -------------------------------------------------------------------------------
-
     @remote_method
     async def lease(self, holder: str, requests: Sequence[LeaseRequest]) -> list[LeaseGrant]:
         """Report what an ingress holds of limits; returns a grant for each request."""
@@ -253,8 +247,6 @@ class TenantsService:
     def _tenant(self, tenant_id: str) -> Tenant | None:
         row = self._rows.get(("tenant", tenant_id))
         return row if isinstance(row, Tenant) else None
-
-    # -- publishing -----------------------------------------------------------------------------------
 
     async def _change(self, call: Callable[[], T]) -> T:
         """Change the database by `call`, in a thread, and publish the difference.

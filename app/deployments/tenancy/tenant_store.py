@@ -45,9 +45,7 @@ class TenantStore:
             number = connection.scalar(select(tenant_revisions.c.number).where(place)) or 0
             if number == revision:
                 return TenantChanges(number, [], [])
-            known = (
-                revision if revision < number else 0
-            )  # the database was replaced by an older copy: all rows may differ
+            known = revision if revision < number else 0  # an older copy of the database: all rows may differ
             return TenantChanges(number, self.projects.newer(connection, known), self.keys.newer(connection, known))
 
     def changes(
@@ -73,14 +71,6 @@ class TenantStore:
         with self._database.read() as connection:
             rows = connection.execute(query.order_by(columns.id.desc()).limit(limit)).mappings().all()
         return [
-            TenantChange(
-                row["id"],
-                row["event"],
-                row["actor"],
-                row["project_id"],
-                row["target"],
-                row["detail"],
-                row["time_s"],
-            )
+            TenantChange(*(row[name] for name in ("id", "event", "actor", "project_id", "target", "detail", "time_s")))
             for row in rows
         ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from app.deployments.placement.messages import Key, Row
-from app.deployments.placement.placer import PlacementFeed, Placer
+from app.deployments.placement.placer import PlacementTableClient, Placer
 from app.deployments.placement.service import PlacementService
 from app.deployments.rpc.actor_proxy import actor_proxy
 from app.deployments.rpc.long_poll_host import Changes, Version
@@ -18,7 +18,7 @@ async def unused(*_: object) -> tuple[Version, Changes[Key, Row]] | None:
 
 
 def placer_over(*answers: object) -> Placer:
-    placer = Placer(actor_proxy(PlacementService, Scripted(*answers)), PlacementFeed(unused, "me"), "me")  # type: ignore[arg-type]
+    placer = Placer(actor_proxy(PlacementService, Scripted(*answers)), PlacementTableClient(unused, "me"), "me")  # type: ignore[arg-type]
     placer.view.apply({("replica", "r0"): ("0.0", "0", "0"), ("assigned", "known"): ("r0",)})
     return placer
 

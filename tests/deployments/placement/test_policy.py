@@ -6,8 +6,7 @@ import random
 from collections import Counter
 
 from app.deployments.placement.policy import less_loaded
-from app.deployments.placement.rendezvous import Rendezvous
-from app.deployments.placement.view import UsableFleet
+from app.deployments.placement.view import Rendezvous, UsableFleet
 from tests.deployments.placement.said import LEAST_LOADED, STICKY, ToldBooks, digests
 
 
@@ -53,5 +52,5 @@ def test_a_home_that_cannot_be_used_is_none() -> None:
     (home,) = books.homes[digest]
     usable = [each for each in books.replicas if each != home]
     (other,) = STICKY.assign(digest, UsableFleet(books.view, usable, no_load))
-    assert other == next(each for each in books.view.preferred(digest) if each != home)
+    assert other == next(each for each in books.view.preference_order(digest) if each != home)
     assert STICKY.assign(digest, UsableFleet(books.view, [], no_load)) == ()

@@ -12,7 +12,7 @@ import pytest
 from app.config import PlacementConfig
 from app.deployments.placement.delta_reporter import DeltaReporter
 from app.deployments.placement.messages import ReplicaDelta, ReplicaIdentity, ReplicaLoad, ReplicaReport
-from app.deployments.placement.placer import LoadFeed, PlacementFeed
+from app.deployments.placement.placer import LoadTableClient, PlacementTableClient
 from app.deployments.placement.service import LOADS_FLOOR_S, TABLE_FLOOR_S, PlacementService, TrafficWeightChanges
 from app.deployments.rpc.long_poll_client import Watch
 from app.deployments.rpc.long_poll_host import LongPollTable, Version
@@ -70,9 +70,9 @@ class Life:
     async def settle(self) -> None:
         await asyncio.sleep(PlacementConfig().report_interval_s + 0.6)
 
-    async def watched(self) -> PlacementFeed:
+    async def watched(self) -> PlacementTableClient:
         """A new copy of the table, as it is now."""
-        copy = PlacementFeed(self.service.watch, "a new one")
+        copy = PlacementTableClient(self.service.watch, "a new one")
         news = await self.service.watch(None, "a new one", 1.0)
         if news is not None:
             copy._take(*news)
@@ -117,7 +117,7 @@ async def test_an_ingress_hears_of_changes_ten_times_a_second_at_most_and_of_not
     for index in range(100):
         await life.report(f"r{index}", *digests(255, seed=index))
     await life.settle()
-    copy = PlacementFeed(life.service.watch, "ingress")
+    copy = PlacementTableClient(life.service.watch, "ingress")
     takes: list[tuple[float, int, int]] = []
     take = copy._take
 
@@ -162,7 +162,7 @@ async def test_an_answer_is_as_long_as_the_question() -> None:
 async def test_loads_are_told_apart_from_adapters_and_with_their_age() -> None:
     life = Life()
     heard: list[tuple[float, dict[str, ReplicaLoad | None], float]] = []
-    loads = LoadFeed(
+    loads = LoadTableClient(
         life.service.watch_loads, "ingress", lambda rows, sent_s: heard.append((now_s(), dict(rows), sent_s))
     )
     await life.report("r0", load=3)
@@ -191,7 +191,7 @@ async def test_one_ingress_that_reaches_nobody_changes_nothing_and_a_dead_replic
     life = Life()
     for index in range(8):
         await life.report(f"r{index}")
-    watchers = [PlacementFeed(life.service.watch, f"ingress{index}") for index in range(3)]
+    watchers = [PlacementTableClient(life.service.watch, f"ingress{index}") for index in range(3)]
     followers = [asyncio.create_task(watcher.follow()) for watcher in watchers]
 
     async def reports() -> None:

@@ -80,7 +80,7 @@ def test_an_answer_costs_the_same_in_a_fleet_of_any_size(question: str, digest: 
 
 def test_all_holders_are_told_in_the_order_in_which_the_adapter_prefers_them() -> None:
     view = known(40, 1).view
-    holders = [*view.preferred("many")][5:35:7]
+    holders = [*view.preference_order("many")][5:35:7]
     view.apply({("resident", "many", replica_id): () for replica_id in holders})
     assert view.resident_replicas("many") == holders
     view.apply({("replica", holders[0]): None})

@@ -14,7 +14,7 @@ from app.deployments.registry.db.database import Database, sqlite_url
 from app.deployments.tenancy.models import RateLimit, Tenant, TenantLimits
 from app.deployments.tenancy.quota import rate_limiter
 from app.deployments.tenancy.quota.leases import HOLDER_TIMEOUT_S, LeaseGrant, LeaseRequest, QuotaService
-from app.deployments.tenancy.quota.limits import BudgetCounter, LimitKey, LimitReached, SpendReached
+from app.deployments.tenancy.quota.limits import BudgetCounter, LimitError, LimitKey, SpendLimitError
 from app.deployments.tenancy.quota.rate_limiter import RateLimiter, Reservation
 from app.deployments.tenancy.usage.flusher import LedgerKey, UsageRecord
 from app.deployments.tenancy.usage.ledger import Ledger
@@ -80,7 +80,7 @@ class Service:
     async def is_admitted(self, name: str, needs: Mapping[LimitKey, int]) -> Reservation | None:
         try:
             return await self.ingresses[name].reserve(self.tenant, needs)
-        except LimitReached:
+        except LimitError:
             return None
 
     async def num_admitted(self, name: str, needs: Mapping[LimitKey, int], asks: int) -> int:
@@ -193,14 +193,14 @@ async def test_what_an_ingress_that_died_had_spent_without_a_word_is_learnt_from
 
 async def test_the_ledger_is_asked_less_and_less_often(database: Database, monkeypatch: pytest.MonkeyPatch) -> None:
     service, asked_s = Service(database, spend_cents=1), list[float]()
-    spent_by = service.ledger.spent_by
+    spend_by_project = service.ledger.spend_by_project
 
     def noting(project_ids: Collection[str], now_s: float) -> dict[str, int]:
         asked_s.append(now_s)
-        return spent_by(project_ids, now_s)
+        return spend_by_project(project_ids, now_s)
 
     await service.lease("one", LeaseRequest(SPEND, 1, 1))
-    monkeypatch.setattr(service.ledger, "spent_by", noting)
+    monkeypatch.setattr(service.ledger, "spend_by_project", noting)
     for ingress in ("one", "two"):
         await service.lease(ingress, LeaseRequest(SPEND, 1, 1))
         for _ in range(1800):
@@ -232,7 +232,7 @@ async def test_the_ledger_says_what_was_spent_before_and_a_new_month_has_new_mon
     service = Service(database, *"ab", spend_cents=1)
     service.spend(8_000_000, 1)
     assert await service.num_admitted("b", {SPEND: 1_000_000}, 9) == 2
-    with pytest.raises(SpendReached):
+    with pytest.raises(SpendLimitError):
         await service.ingresses["a"].reserve(service.tenant, {SPEND: 1_000_000})
     assert service.owner.remaining_spend("t") == 0
     service.now_s += 31 * 86_400

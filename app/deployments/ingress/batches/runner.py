@@ -33,7 +33,7 @@ from app.deployments.object_storage.models import Batch, BatchStatus, LeaseLost,
 from app.deployments.object_storage.service import StorageService
 from app.deployments.rpc.background_tasks import Tasks, backoff_s
 from app.deployments.rpc.wait_for_event import wait_for_event
-from app.deployments.tenancy.quota.limits import LimitReached
+from app.deployments.tenancy.quota.limits import LimitError
 from app.engine.errors import (
     AdapterQuarantined,
     AdapterReadFailed,
@@ -248,6 +248,6 @@ class _Work:
 
 def is_passing(error: Exception) -> bool:
     """Whether the same request may be answered later."""
-    if isinstance(error, LimitReached):
+    if isinstance(error, LimitError):
         return error.retry_after_s is not None
     return isinstance(error, (Overloaded, DeadlineExceeded, *ADAPTER_ERRORS))

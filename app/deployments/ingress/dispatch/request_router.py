@@ -93,7 +93,7 @@ class RequestRouter:
         """Try those again that no replica could take, until each has one or has waited for too long."""
         try:
             while self._stranded:
-                await self._placer.changed(RETRY_S)
+                await self._placer.wait_for_change(RETRY_S)
                 now_s, stranded, self._stranded = self._clock(), self._stranded, []
                 if self._links.usable:
                     self.assign([stream for stream, _ in stranded])

@@ -39,7 +39,7 @@ from app.deployments.ingress.principal import http_principal
 from app.deployments.ingress.schemas.response_model import ErrorResponse
 from app.deployments.ingress.serializers.messages import body_told
 from app.deployments.ingress.service import IngressService
-from app.deployments.tenancy.quota.limits import LimitReached
+from app.deployments.tenancy.quota.limits import LimitError
 from app.engine.errors import PolyloraError
 from app.redaction import without_keys
 
@@ -77,7 +77,7 @@ def make_app(service: IngressService, rules: HttpPolicy, *, log_requests: bool =
         path: str = getattr(request.scope.get("route"), "path", "/none")  # as declared: names are not filled in
         route = path.removeprefix("/v1").split("/")[1]
         service.observe(route, answer.status, getattr(request.state, "job", None))
-        headers = service.tenancy.headers(http_principal(request)) if isinstance(error, LimitReached) else {}
+        headers = service.tenancy.headers(http_principal(request)) if isinstance(error, LimitError) else {}
         body = body_told(answer, request.scope["path"])
         return JSONResponse(body, status_code=answer.status, headers=headers | answer.headers)
 

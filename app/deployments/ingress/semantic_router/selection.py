@@ -34,7 +34,7 @@ class AdapterSelector:
         self._tenancy = tenancy
 
     async def choose(self, question: str, caller: Principal, wishes: RoutingFields | None = None) -> Decision:
-        """For a request that asks for nothing else. Raises LimitReached and what `Router.decide` raises."""
+        """For a request that asks for nothing else. Raises LimitError and what `Router.decide` raises."""
         async with self.choosing(question, caller, wishes) as chosen:
             self._tenancy.came_to_choose(caller)
             return chosen.decision

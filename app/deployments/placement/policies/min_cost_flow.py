@@ -76,7 +76,7 @@ class Policy:
         for digest in digests:
             wish: dict[str, float] = {}
             resident_on = fleet.resident_replicas(digest)
-            for replica_id in (*resident_on, *fleet.preferred(digest)):
+            for replica_id in (*resident_on, *fleet.preference_order(digest)):
                 if replica_id in wish:
                     continue
                 if replica_id not in taken:

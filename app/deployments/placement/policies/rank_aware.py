@@ -36,5 +36,5 @@ class Policy:
             return ()
         if resident_on := fleet.resident_replicas(digest):
             return (resident_on[0],)
-        candidates = [*islice(fleet.preferred(digest), self._candidates)]
+        candidates = [*islice(fleet.preference_order(digest), self._candidates)]
         return (min(candidates, key=lambda each: fleet.num_rows_at(each) / (fleet.num_rank_rows(each) or 1)),)

@@ -30,4 +30,4 @@ class Policy:
         self._num_replicas = options.num_replicas
 
     def assign(self, digest: str, fleet: PlacementFleet) -> tuple[str, ...]:
-        return tuple(islice(fleet.preferred(digest), self._num_replicas))
+        return tuple(islice(fleet.preference_order(digest), self._num_replicas))

@@ -25,4 +25,4 @@ class Policy:
     def assign(self, digest: str, fleet: PlacementFleet) -> tuple[str, ...]:
         if not fleet.num_replicas:
             return ()
-        return (min(fleet.preferred(digest), key=fleet.num_assigned_to),)
+        return (min(fleet.preference_order(digest), key=fleet.num_assigned_to),)

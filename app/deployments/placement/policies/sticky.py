@@ -37,4 +37,4 @@ class Policy:
         if resident_on := fleet.resident_replicas(digest):
             return (resident_on[0],)
         capacity = math.ceil(self._load_bound * (fleet.num_assignments + 1) / fleet.num_replicas)
-        return (next(each for each in fleet.preferred(digest) if fleet.num_assigned_to(each) < capacity),)
+        return (next(each for each in fleet.preference_order(digest) if fleet.num_assigned_to(each) < capacity),)

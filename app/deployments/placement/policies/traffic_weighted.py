@@ -42,7 +42,7 @@ class Policy:
             return (resident_on[0],)
         mean = (fleet.num_assignments + 1) / fleet.num_replicas
         capacity = math.ceil(self._load_bound * mean)
-        having_room = (each for each in fleet.preferred(digest) if fleet.num_assigned_to(each) < capacity)
+        having_room = (each for each in fleet.preference_order(digest) if fleet.num_assigned_to(each) < capacity)
         candidates = [*islice(having_room, self._candidates)]
         used = max(1.0, sum(map(fleet.traffic_at, candidates)) / len(candidates))
         # Traffic is constant between two reports: counting assignments spreads new adapters meanwhile.

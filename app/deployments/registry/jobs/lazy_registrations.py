@@ -70,7 +70,7 @@ class LazyRegistrations:
         """All of them or none; every ingress knows them when this returns.
 
         A name that is loaded from the same place stays so. Raises InvalidRequest for a name that cannot be one, is an
-        alias's, comes twice or is loaded from another place, UnsafeSource, AdapterQuotaReached.
+        alias's, comes twice or is loaded from another place, UnsafeSource, AdapterQuotaError.
         """
         check_together(registrations)
         for item in registrations:

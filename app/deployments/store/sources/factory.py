@@ -41,7 +41,7 @@ def open_sources(
                 options=config.url_options,
                 max_bytes=max_bytes,
                 timeout_s=timeout_s,
-                signatures=config.signing.trusted.matter,
+                signatures=config.signing.trust.matter,
                 reserve=reserve,
             )
         )

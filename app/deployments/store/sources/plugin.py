@@ -14,8 +14,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from app.dotted import import_dotted
 from app.engine.errors import ConfigError, PolyloraError, SourceError
+from app.import_path import import_dotted
 
 #: What a downloader that is a class has.
 METHOD = "download_lora_to_disk"

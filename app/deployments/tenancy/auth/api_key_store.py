@@ -34,8 +34,6 @@ class ApiKeyStore:
         self._database = database
         self._base = database.base_digest
 
-    # -- service accounts ---------------------------------------------------------------------------
-
     def create_account(
         self, project_id: str, name: str, *, with_key: bool, expires_in_s: int | None, actor: str
     ) -> tuple[ServiceAccount, IssuedKey | None]:
@@ -83,8 +81,6 @@ class ApiKeyStore:
         with self._database.read() as connection:
             self._check_project(connection, project_id)
             return [_account(row) for row in self._page(connection, service_accounts, limit, after, *place)]
-
-    # -- keys -----------------------------------------------------------------------------------------
 
     def create_key(
         self, project_id: str, account_id: str, name: str, expires_in_s: int | None, *, actor: str

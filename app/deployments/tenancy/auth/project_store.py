@@ -23,7 +23,7 @@ from app.deployments.registry.models import MEANT_STATES, check_name
 from app.deployments.tenancy.audited_transaction import audited_transaction, checked_name, new_id, not_found_error
 from app.deployments.tenancy.auth.key_crypto import derived_salt
 from app.deployments.tenancy.models import RateLimit, Tenant, TenantLimits
-from app.deployments.tenancy.quota.limits import AdapterQuotaReached
+from app.deployments.tenancy.quota.limits import AdapterQuotaError
 from app.engine.errors import InvalidRequest
 
 #: Weights outside this range are mistakes that would starve a tenant.
@@ -243,7 +243,7 @@ class AdapterQuota:
         self._base = base_digest
 
     def __call__(self, connection: Connection, tenant_id: str) -> None:
-        """Raises AdapterQuotaReached. Unknown projects, and those whose limits are not enforced, pass."""
+        """Raises AdapterQuotaError. Unknown projects, and those whose limits are not enforced, pass."""
         columns = projects.c
         query = select(columns.max_adapters, columns.max_adapter_bytes).where(
             columns.base_digest == self._base, columns.id == tenant_id, columns.enforce.is_(True)
@@ -289,7 +289,7 @@ def _check_limit(name: str, value: int | None) -> None:
 
 def _check_quota(setting: str, what: str, would_have: int, may_have: int | None) -> None:
     if may_have is not None and would_have > may_have:
-        raise AdapterQuotaReached(
+        raise AdapterQuotaError(
             f"the project would have {would_have} {what} and may have {may_have}; unload one, or raise {setting}",
             "adapters",
             None,

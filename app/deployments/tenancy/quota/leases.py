@@ -95,8 +95,8 @@ class QuotaService:
         expired_s = self._lessor.expired_s
         if not expired_s or now_s - self._reconciled_s < (self._reconciled_s - expired_s) * RECONCILE_PART:
             return
-        if tenant_ids := self._lessor.unreconciled():
-            self._lessor.reconcile(await asyncio.to_thread(self._ledger.spent_by, tenant_ids, now_s), now_s)
+        if tenant_ids := self._lessor.tenants_to_reconcile():
+            self._lessor.reconcile(await asyncio.to_thread(self._ledger.spend_by_project, tenant_ids, now_s), now_s)
         self._reconciled_s = now_s
 
     async def _read_spent(self, keys: Sequence[LimitKey], now_s: float) -> None:
@@ -106,7 +106,7 @@ class QuotaService:
         spent = self._spent[month]
         for tenant_id in (key.tenant_id for key in keys if key.kind == "spend"):
             if tenant_id not in spent:
-                spent[tenant_id] = await asyncio.to_thread(self._ledger.spent, tenant_id, now_s)
+                spent[tenant_id] = await asyncio.to_thread(self._ledger.project_spend, tenant_id, now_s)
 
 
 class QuotaLessor:
@@ -148,7 +148,7 @@ class QuotaLessor:
         tenant = self._tenant(tenant_id)
         return [] if tenant is None else limit_keys(tenant)
 
-    def unreconciled(self) -> list[str]:
+    def tenants_to_reconcile(self) -> list[str]:
         """Tenants whose spend was leased to ingresses that have expired."""
         counters = self._counters.items()
         return [key.tenant_id for key, each in counters if isinstance(each, BudgetCounter) and each.unreconciled]

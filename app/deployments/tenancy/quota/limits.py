@@ -54,7 +54,7 @@ class Cost(NamedTuple):
     cost_nanos: int
 
 
-class LimitReached(PolyloraError):
+class LimitError(PolyloraError):
     """A tenant's limit is exhausted. `retry_after_s` None: waiting does not help."""
 
     def __init__(self, message: str, kind: MeterKind, retry_after_s: float | None) -> None:
@@ -66,11 +66,11 @@ class LimitReached(PolyloraError):
         return (type(self), (str(self), self.kind, self.retry_after_s))
 
 
-class AdapterQuotaReached(LimitReached):
+class AdapterQuotaError(LimitError):
     """A project has its maximum number or bytes of adapters."""
 
 
-class SpendReached(LimitReached):
+class SpendLimitError(LimitError):
     """The monthly spend limit is exhausted."""
 
 
@@ -112,24 +112,24 @@ def request_costs(tenant: Tenant, base_name: str, costs: Sequence[Cost]) -> dict
     return {key: amount for key, amount in taken.items() if limit_of(limits, key) is not None}
 
 
-def refusal(key: LimitKey, amount: int, limit: int, wait_s: float) -> LimitReached:
+def refusal(key: LimitKey, amount: int, limit: int, wait_s: float) -> LimitError:
     """The error for a refused request, with the value, the limit and the way out."""
     of = f" of model {key.model!r}" if key.model else ""
     if key.kind == "spend":
-        return SpendReached(
+        return SpendLimitError(
             f"the project's {_NAMES['spend']} has reached its limit of {limit / NANOS_PER_CENT / 100:.2f} USD; raise "
             "the limit or wait for the next month",
             key.kind,
             None,
         )
     if amount > limit:
-        return LimitReached(
+        return LimitError(
             f"the request needs {amount} of the project's {_NAMES[key.kind]}{of}, and the limit is {limit}; shorten "
             "the prompt, lower max_tokens, or raise the limit",
             key.kind,
             None,
         )
-    return LimitReached(
+    return LimitError(
         f"the project's {_NAMES[key.kind]}{of} have reached their limit of {limit}; try again in {wait_s:.3g} s",
         key.kind,
         wait_s,

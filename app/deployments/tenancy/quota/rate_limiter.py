@@ -25,8 +25,8 @@ from app.deployments.tenancy.quota.limits import (
     CONCURRENT_RETRY_S,
     PERIOD_S,
     GcraCounter,
+    LimitError,
     LimitKey,
-    LimitReached,
     MeterKind,
     limit_of,
     refusal,
@@ -127,7 +127,7 @@ class RateLimiter:
     async def reserve(
         self, tenant: Tenant, costs: Mapping[LimitKey, int], reserved: Reservation | None = None
     ) -> Reservation:
-        """Reserve units, waiting for the lessor if need be. Raises LimitReached, but never for an unenforced limit.
+        """Reserve units, waiting for the lessor if need be. Raises LimitError, but never for an unenforced limit.
 
         `reserved` is a part of `costs` that the request holds already: the result takes it over. If this raises, the
         caller keeps it. A request that was rejected for that part already is not counted again.
@@ -151,7 +151,7 @@ class RateLimiter:
                     raise refusal(key, amount, limit, math.inf)
             if not self._take(costs):
                 await self._wait(costs)
-        except LimitReached as error:
+        except LimitError as error:
             self.rejected[RejectedRequest(error.kind, tenant.enforce)] += 1
             if tenant.enforce:
                 raise
@@ -198,8 +198,6 @@ class RateLimiter:
     async def close(self) -> None:
         await self._tasks.close()
 
-    # -- leases -----------------------------------------------------------------------------------------
-
     def _lease_of(self, key: LimitKey) -> _Lease:
         lease = self._leases.get(key)
         if lease is None:
@@ -223,8 +221,6 @@ class RateLimiter:
             lease = self._lease_of(key)
             lease.units += amount
             lease.reserved -= amount
-
-    # -- exchange with the lessor -----------------------------------------------------------------------
 
     async def _wait(self, costs: Mapping[LimitKey, int]) -> None:
         waiter = _Waiter(costs, asyncio.get_running_loop().create_future())

@@ -32,7 +32,7 @@ _LAST_BUCKET = 44  # an hour and more
 
 @message
 class ActivityKey(NamedTuple):
-    """Who requested which adapter: it belongs to `owner_id`, which need not be the requesting `tenant_id`."""
+    """A tenant and the adapter it requested, which belongs to `owner_id`, possibly another tenant."""
 
     tenant_id: str
     owner_id: str

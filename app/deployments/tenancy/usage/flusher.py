@@ -72,7 +72,7 @@ class UsageLog(Protocol):
 
     def acknowledge(self, number: int) -> None: ...
 
-    def orphaned(self) -> Iterator[tuple[str, int, Sequence[Row]]]: ...
+    def orphans(self) -> Iterator[tuple[str, int, Sequence[Row]]]: ...
 
     def close(self) -> None: ...
 
@@ -114,7 +114,7 @@ class UsageFlusher:
         if self._wal is None:
             return
         try:
-            for writer_id, number, rows in self._wal.orphaned():
+            for writer_id, number, rows in self._wal.orphans():
                 await self._send(writer_id, number, rows)
                 logger.warning("recorded %d rows of usage for the killed process %s", len(rows), writer_id)
         except NotReady as error:

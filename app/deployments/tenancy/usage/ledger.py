@@ -82,11 +82,11 @@ class Ledger:
         starts = range(query.start_s, query.end_s, query.width_s)
         return [UsageBucket(each, each + query.width_s, tuple(found.get(each, ()))) for each in starts]
 
-    def spent(self, project_id: str, now_s: float) -> int:
+    def project_spend(self, project_id: str, now_s: float) -> int:
         """A project's spend since the start of the month of `now_s`, in nanos."""
-        return self.spent_by([project_id], now_s)[project_id]
+        return self.spend_by_project([project_id], now_s)[project_id]
 
-    def spent_by(self, project_ids: Collection[str], now_s: float) -> dict[str, int]:
+    def spend_by_project(self, project_ids: Collection[str], now_s: float) -> dict[str, int]:
         """The same for several projects."""
         sums = func.sum(ledger.c.cost_nanos)
         since_month = (ledger.c.base_digest == self._base, ledger.c.minute >= int(month_start_s(now_s)) // 60)

@@ -80,7 +80,7 @@ class TenantThroughput:
         for key, usage in rows:
             self._recent.add(key.project_id, usage)
 
-    def served(self) -> Mapping[str, ServedTokens]:
+    def by_tenant(self) -> Mapping[str, ServedTokens]:
         """Throughput by tenant: the largest ones, and the others together."""
         sums = self._recent.sums()
         largest = sorted(sums, key=lambda tenant_id: (-_service(sums[tenant_id]), tenant_id))

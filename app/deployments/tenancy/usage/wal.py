@@ -70,7 +70,7 @@ class UsageWal:
         self._files.clear()
         os.close(self._lock)
 
-    def orphaned(self) -> Iterator[OrphanedBatch]:
+    def orphans(self) -> Iterator[OrphanedBatch]:
         """Batches of dead writers, each writer's in order; a batch is deleted when the next one is requested."""
         for lock in sorted(self._folder.glob("*.lock")):
             writer_id = lock.stem

@@ -14,7 +14,7 @@ from app.deployments.tenancy.quota.limits import (
     Cost,
     GcraCounter,
     LimitKey,
-    SpendReached,
+    SpendLimitError,
     month_of,
     month_start_s,
     refusal,
@@ -120,7 +120,7 @@ def test_who_is_refused_hears_the_value_the_limit_and_the_way_out() -> None:
     assert never.retry_after_s is None
     assert "5000" in str(never)
     money = refusal(LimitKey("t", "spend"), 5, 1_500_000_000, math.inf)
-    assert isinstance(money, SpendReached)
+    assert isinstance(money, SpendLimitError)
     assert "1.50 USD" in str(money)
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from app.deployments.tenancy.models import RateLimit, Tenant, TenantLimits
 from app.deployments.tenancy.quota.leases import HOLDER_TIMEOUT_S, LeaseGrant, LeaseRequest, QuotaLessor
-from app.deployments.tenancy.quota.limits import LimitKey, LimitReached, SpendReached
+from app.deployments.tenancy.quota.limits import LimitError, LimitKey, SpendLimitError
 from app.deployments.tenancy.quota.rate_limiter import REPORT_INTERVAL_S, RateLimiter, Reservation
 from app.engine.errors import NotReady
 
@@ -49,14 +49,14 @@ def tenant(*, enforce: bool = True, **limits: int) -> Tenant:
     return Tenant("t", "t", 0.0, enforce=enforce, limits=TenantLimits(rates, **limits))
 
 
-async def attempt(limiter: RateLimiter, owner: Owner, needs: Mapping[LimitKey, int]) -> Reservation | LimitReached:
+async def attempt(limiter: RateLimiter, owner: Owner, needs: Mapping[LimitKey, int]) -> Reservation | LimitError:
     try:
         return await limiter.reserve(owner.tenant, needs)
-    except LimitReached as error:
+    except LimitError as error:
         return error
 
 
-def admitted(results: Sequence[Reservation | LimitReached]) -> list[Reservation]:
+def admitted(results: Sequence[Reservation | LimitError]) -> list[Reservation]:
     return [result for result in results if isinstance(result, Reservation)]
 
 
@@ -78,7 +78,7 @@ async def test_tokens_and_money_are_reserved_before_and_settled_after() -> None:
     owner = Owner(tenant(tokens=1000, spend_cents=1))
     limiter, needs = owner.limiter("a"), {TOKENS: 400, SPEND: 4_000_000}
     first, second = [await limiter.reserve(owner.tenant, needs) for _ in range(2)]
-    with pytest.raises(LimitReached):
+    with pytest.raises(LimitError):
         await limiter.reserve(owner.tenant, needs)
     limiter.settle(first, {TOKENS: 100, SPEND: 1_000_000})
     limiter.settle(first, {TOKENS: 0, SPEND: 0})  # once
@@ -86,14 +86,14 @@ async def test_tokens_and_money_are_reserved_before_and_settled_after() -> None:
     for reservation in (second, third):
         limiter.settle(reservation, {TOKENS: 400, SPEND: 4_000_000})
     owner.now_s += 3600
-    with pytest.raises(SpendReached):
+    with pytest.raises(SpendLimitError):
         await limiter.reserve(owner.tenant, needs)
     await limiter.reserve(owner.tenant, {TOKENS: 1000, SPEND: 1_000_000})
 
 
 async def test_a_request_that_is_larger_than_the_limit_is_told_so_without_asking() -> None:
     owner = Owner(tenant(tokens=100))
-    with pytest.raises(LimitReached, match="needs 101") as caught:
+    with pytest.raises(LimitError, match="needs 101") as caught:
         await owner.limiter("a").reserve(owner.tenant, {TOKENS: 101})
     assert caught.value.retry_after_s is None
     assert owner.num_calls == 0
@@ -103,7 +103,7 @@ async def test_what_one_ingress_holds_and_does_not_use_serves_another() -> None:
     owner = Owner(tenant(requests=100, max_concurrent=5))
     one, two = owner.limiter("a"), owner.limiter("b")
     held = [await one.reserve(owner.tenant, {REQUESTS: 1, CONCURRENT: 1}) for _ in range(5)]
-    assert isinstance(await attempt(two, owner, {CONCURRENT: 1}), LimitReached)
+    assert isinstance(await attempt(two, owner, {CONCURRENT: 1}), LimitError)
     for reservation in held:
         one.settle(reservation, {})
     await one.report()
@@ -120,7 +120,7 @@ async def test_at_a_steady_load_over_two_ingresses_less_than_one_percent_is_refu
     for index in range(3000):  # five minutes at the limit: a request of 100 tokens each 0.1 s
         needs = {REQUESTS: 1, TOKENS: 100}
         result = await attempt(ingresses[index % 2], owner, needs)
-        if isinstance(result, LimitReached):
+        if isinstance(result, LimitError):
             num_refused += 1
         else:
             reservations.append(result)
@@ -153,7 +153,7 @@ async def test_below_the_limit_nothing_trips_early_over_several_ingresses(num_in
         limiter, used = rng.choice(ingresses), rng.randint(100, 280)
         result = await attempt(limiter, owner, {REQUESTS: 1, TOKENS: used + 100, CONCURRENT: 1})
         num_asked += 1
-        if isinstance(result, LimitReached):
+        if isinstance(result, LimitError):
             num_refused += 1
         else:
             open_.append((owner.now_s + rng.uniform(0.1, 5.0), limiter, result, used))
@@ -226,7 +226,7 @@ async def test_an_ingress_that_died_holds_nothing() -> None:
     dead, living = owner.limiter("a"), owner.limiter("b")
     for _ in range(2):
         await dead.reserve(owner.tenant, {CONCURRENT: 1})
-    assert isinstance(await attempt(living, owner, {CONCURRENT: 1}), LimitReached)
+    assert isinstance(await attempt(living, owner, {CONCURRENT: 1}), LimitError)
     owner.now_s += HOLDER_TIMEOUT_S + 1
     assert isinstance(await attempt(living, owner, {CONCURRENT: 1}), Reservation)
 
@@ -268,7 +268,7 @@ async def test_what_is_not_enforced_is_counted_once_for_a_request_in_two_parts()
 async def test_the_month_s_money_is_new_with_the_month() -> None:
     owner = Owner(tenant(spend_cents=1), spent=9_000_000)
     limiter = owner.limiter("a")
-    assert isinstance(await attempt(limiter, owner, {SPEND: 2_000_000}), SpendReached)
+    assert isinstance(await attempt(limiter, owner, {SPEND: 2_000_000}), SpendLimitError)
     owner.now_s += 31 * 86_400
     owner.spent = 0
     assert isinstance(await attempt(limiter, owner, {SPEND: 2_000_000}), Reservation)

@@ -250,5 +250,5 @@ def test_what_is_spent_is_this_month_s(database: Database) -> None:
     ledger.record(
         "a", 1, [(key(MINUTE), UsageRecord(cost_nanos=5)), (key(MINUTE - 40 * 1440), UsageRecord(cost_nanos=50))]
     )
-    assert ledger.spent("p", float(NOW_S)) == 5
-    assert ledger.spent("nobody", float(NOW_S)) == 0
+    assert ledger.project_spend("p", float(NOW_S)) == 5
+    assert ledger.project_spend("nobody", float(NOW_S)) == 0

@@ -138,11 +138,11 @@ def test_what_a_newer_release_counted_is_kept_for_its_like(tmp_path: Path, caplo
     first = tmp_path / "newer.1.batch"
     content = json.dumps([*KEY, *UsageRecord(1, 10), 5]).encode() + b"\n"
     first.write_bytes(content)
-    assert list(UsageWal(tmp_path, "today").orphaned()) == []
+    assert list(UsageWal(tmp_path, "today").orphans()) == []
     assert first.read_bytes() == content
     assert "newer.1.batch has fields that this version does not know; keeping the file" in caplog.text
     first.write_bytes(json.dumps([*KEY, *UsageRecord(1, 10)]).encode() + b"\n")
-    assert [batch.number for batch in UsageWal(tmp_path, "later").orphaned()] == [1, 2]
+    assert [batch.number for batch in UsageWal(tmp_path, "later").orphans()] == [1, 2]
 
 
 def test_where_nothing_can_be_written_there_is_no_journal(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
