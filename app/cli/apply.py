@@ -25,11 +25,11 @@ DEFAULT_FILE = "configs/adapters.yaml"
 Name = Annotated[str, Field(pattern=NAME_PATTERN)]
 
 
-class _Desired(BaseModel):
+class _FileModel(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
-class DesiredAdapter(_Desired):
+class DesiredAdapter(_FileModel):
     """An adapter as in `POST /v1/loras`."""
 
     name: Name
@@ -38,12 +38,12 @@ class DesiredAdapter(_Desired):
     traffic_weight: TrafficWeight = 1.0
 
 
-class DesiredAlias(_Desired):
+class DesiredAlias(_FileModel):
     name: Name
     targets: dict[Name, Annotated[float, Field(gt=0, allow_inf_nan=False)]] = Field(min_length=1)
 
 
-class DesiredState(_Desired):
+class DesiredState(_FileModel):
     """The whole file."""
 
     adapters: tuple[DesiredAdapter, ...] = ()

@@ -6,6 +6,7 @@ To rotate a key, create another for the service account and let the old one expi
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from typing import Any
 
 from sqlalchemy import ColumnElement, Connection, Table, and_, or_, select, update
@@ -181,12 +182,12 @@ class ApiKeyStore:
             if last is None:
                 raise not_found_error("entry", after)
             time_s, row_id = last["created_s"], last["id"]
-            behind, beside = (
+            later, equal = (
                 (table.c.created_s < time_s, table.c.id < row_id)
                 if is_newest_first
                 else (table.c.created_s > time_s, table.c.id > row_id)
             )
-            query = query.where(or_(behind, and_(table.c.created_s == time_s, beside)))
+            query = query.where(or_(later, and_(table.c.created_s == time_s, equal)))
         ordered = query.order_by(*(column.desc() if is_newest_first else column for column in order))
         return connection.execute(ordered.limit(limit)).mappings().all()
 
@@ -232,18 +233,7 @@ def _checked_life(seconds: int) -> int:
 
 
 def _key(row: Mapping[Any, Any]) -> ApiKey:
-    return ApiKey(
-        row["id"],
-        row["digest"],
-        row["redacted"],
-        row["name"],
-        row["created_s"],
-        row["project_id"],
-        row["service_account_id"],
-        row["expires_s"],
-        row["revoked_s"],
-        row["last_used_s"],
-    )
+    return ApiKey(**{field.name: row[field.name] for field in fields(ApiKey)})
 
 
 def _account(row: Mapping[Any, Any]) -> ServiceAccount:
