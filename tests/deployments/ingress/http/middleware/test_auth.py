@@ -226,7 +226,7 @@ def test_the_environment_may_hold_a_hash_instead() -> None:
     assert rules == HttpPolicy.of(HttpConfig(management="token"), {ADMIN_KEY: key, MANAGEMENT_TOKEN: "s3cret"})
     assert rules.is_management_token("s3cret")
     assert not rules.is_management_token(key_digest("s3cret")), "whoever reads the environment has not the token"
-    with pytest.raises(ConfigError, match="64 digits"):
+    with pytest.raises(ConfigError, match="64 hexadecimal digits"):
         HttpPolicy.of(HttpConfig(), {f"{ADMIN_KEY}{DIGEST}": "hunter2"})
 
 
