@@ -34,12 +34,12 @@ serve: install $(EXTRAS)
 	@exec $(BIN)/polylora serve --config $(CONFIG) --host $(HOST) --port $(PORT) $(if $(DASHBOARD),--dashboard)
 
 fetch: install
-	@$(BIN)/polylora fetch --config $(CONFIG)
+	@$(BIN)/polylora download --config $(CONFIG)
 
 install: $(VENV)/.installed
 
 test: $(VENV)/.installed-test
-	@$(BIN)/polylora fetch --config $(CONFIG)
+	@$(BIN)/polylora download --config $(CONFIG)
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadscope --no-loadscope-reorder --durations 25 --durations-min 10 --max-worker-restart 1 $(PYTEST_ARGS)
 
 test-nightly:

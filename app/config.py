@@ -1,11 +1,11 @@
-"""The service's settings: what `args:` of the Serve application file may say.
+"""The service's settings: the `args:` of the Serve application file.
 
-In: a mapping (YAML). Out: a frozen `AppConfig`, checked before anything loads; an unknown key is an error. How many
-replicas there are and what each may use is Ray Serve's own configuration (`deployments:` in the same file) and is not
-repeated here. Environment variables carry secrets and paths only: `LORA_PATH` adds a folder that adapters may be loaded
-from, `POLYLORA_STATE_DIR` moves the registry and `POLYLORA_REGISTRY_URL` puts it into another database; a password in
-it is for the process of the registry alone. `POLYLORA_MANAGEMENT_TOKEN` and `POLYLORA_ADMIN_KEY`, or their
-SHA-256 under the same names with `_SHA256`, are read where an ingress runs and nowhere else.
+`load_config` checks them before anything loads; an unknown key is an error. The number of replicas and their resources
+are Ray Serve's own configuration (`deployments:` in the same file). Environment variables carry secrets and paths only:
+`LORA_PATH` adds a folder that adapters may be loaded from, `POLYLORA_STATE_DIR` moves the registry and
+`POLYLORA_REGISTRY_URL` puts it into another database; a password in it reaches only the registry's process.
+`POLYLORA_MANAGEMENT_TOKEN` and `POLYLORA_ADMIN_KEY`, or their SHA-256 under the same names with `_SHA256`, are read
+where an ingress runs and nowhere else.
 """
 
 from __future__ import annotations
@@ -28,29 +28,29 @@ from app.suggestions import did_you_mean, settings_at
 
 #: One line of letters, digits, dot, dash and underscore: no path, no colon, nothing to escape with.
 NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$"
-#: Longest text that says what an adapter is for.
+#: Longest description of an adapter.
 MAX_DESCRIPTION_CHARS = 1000
 #: A path or URI with {name} in it, or module:function.
 RESOLVER_PATTERN = r"^(.*\{name\}.*|[A-Za-z_][\w.]*:[A-Za-z_]\w*)$"
 
-#: How much traffic to expect for an adapter, 1 being the usual. Bounded, so that sums over all adapters are numbers.
+#: Expected traffic of an adapter, 1 being the usual. Bounded, so that sums over all adapters are finite.
 TrafficWeight = Annotated[float, Field(ge=0, le=1_000_000, allow_inf_nan=False)]
 
 DEFAULT_MODEL_URI = model_download.DEFAULT_MODEL_URI
 
-#: The environment variable that holds the token of `http.management: token`.
+#: The environment variable with the token of `http.management: token`.
 MANAGEMENT_TOKEN = "POLYLORA_MANAGEMENT_TOKEN"
 
-#: The environment variable that holds an admin key, beside those that are in the database.
+#: The environment variable with an admin key, in addition to those in the database.
 ADMIN_KEY = "POLYLORA_ADMIN_KEY"
 
-#: What follows either name where the environment holds the SHA-256, in hexadecimal digits, in place of the secret.
+#: Suffix of either name where the environment holds the secret's SHA-256 in hexadecimal digits instead.
 DIGEST = "_SHA256"
 
 ManagementAccess = Literal["loopback", "token", "open"]
 AuthMode = Literal["auto", "keys", "open"]
 
-#: Engine settings that the adapter store depends on, beside the kind of device.
+#: Engine settings that the adapter store depends on, in addition to the kind of device.
 _STORE_ENGINE_FIELDS = ("lora_pool_rows", "max_loras", "extra_weights_bytes")
 
 
@@ -59,10 +59,11 @@ class _Settings(BaseModel):
 
 
 class ModelConfig(_Settings):
-    """The base model and what clients call it."""
+    """The base model and its name for clients."""
 
     uri: str = Field(
-        default=DEFAULT_MODEL_URI, description="A folder, a GGUF file, hf://org/name@revision or pypi://..."
+        default=DEFAULT_MODEL_URI,
+        description="The base model: a folder, a GGUF file, hf://org/name@revision or pypi://...",
     )
     name: str = Field(
         default="smollm2-135m-instruct", pattern=NAME_PATTERN, description="The base model's name in requests."
@@ -77,40 +78,44 @@ class PreloadedAdapter(_Settings):
     description: str | None = Field(
         default=None,
         max_length=MAX_DESCRIPTION_CHARS,
-        description='What it is for, as lists show it and model "auto" compares it; by default as its card says.',
+        description='What the adapter is for; shown in lists and compared for model "auto". Default: from its card.',
     )
 
 
 class SigningConfig(_Settings):
-    """Whose adapters may be registered."""
+    """Which signatures adapters need."""
 
     required: bool = Field(default=False, description="Refuse adapters that are not signed by a trusted key.")
     trusted_keys: dict[str, tuple[Annotated[str, Field(pattern=PUBLIC_KEY_PATTERN)], ...]] = Field(
-        default_factory=dict, description="Public keys (`polylora keygen`) by tenant; without tenants it is 'default'."
+        default_factory=dict,
+        description="Public keys (`polylora keygen`) by tenant; the tenant is 'default' if there are none.",
     )
 
     @property
-    def trusted(self) -> TrustedKeys:
+    def trust(self) -> TrustedKeys:
         return TrustedKeys(self.required, self.trusted_keys)
 
 
 class AdaptersConfig(_Settings):
-    """Where adapters come from and how much host memory they may fill."""
+    """Where adapters come from and how much memory and disk they may use."""
 
     roots: tuple[str, ...] = Field(
         default=(), description="Folders that adapters may be loaded from; LORA_PATH is added."
     )
     preload: tuple[PreloadedAdapter, ...] = Field(default=(), description="Adapters registered at start.")
     allow_hub: bool = Field(default=True, description="Whether hf://org/name@revision may be loaded.")
-    hub_endpoint: str | None = Field(default=None, description="Another hub than HF_ENDPOINT or the public one.")
+    hub_endpoint: str | None = Field(
+        default=None, description="The hub's URL, instead of HF_ENDPOINT or the public hub."
+    )
     urls: tuple[str, ...] = Field(
-        default=(), description="Prefixes of URLs that may be loaded: s3://bucket/folder/, gs://..., https://host/..."
+        default=(), description="URL prefixes that may be loaded from: s3://bucket/folder/, gs://..., https://host/..."
     )
     url_options: dict[str, dict[str, Any]] = Field(
-        default_factory=dict, description="fsspec's arguments by scheme, such as s3: {endpoint_url: ...}; no secrets."
+        default_factory=dict,
+        description="Arguments for fsspec by scheme, such as s3: {endpoint_url: ...}; without secrets.",
     )
     custom_fetcher: str | None = Field(
-        default=None, description="module:function that fetches other URIs instead of the hub's downloader."
+        default=None, description="module:function that downloads URIs of other schemes."
     )
     resolvers: tuple[Annotated[str, Field(pattern=RESOLVER_PATTERN)], ...] | None = Field(
         default=None,
@@ -118,33 +123,45 @@ class AdaptersConfig(_Settings):
         "module:function. Default: <LORA_PATH>/{name} if LORA_PATH is set; [] disables this.",
     )
     negative_cache_ttl_s: float = Field(
-        default=30.0, gt=0, description="A name that was not found is looked for again after this long."
+        default=30.0, gt=0, description="Seconds until a name that was not found is looked up again."
     )
-    source_timeout_s: float = Field(default=300.0, gt=0, description="Longest download of one adapter.")
-    max_adapter_bytes: int = Field(default=8 << 30, ge=1 << 10, description="Largest file of weights that is read.")
-    max_rank: int = Field(default=4096, ge=1, description="Highest rank that is read.")
+    source_timeout_s: float = Field(default=300.0, gt=0, description="Longest download of one adapter, in seconds.")
+    max_adapter_bytes: int = Field(
+        default=8 << 30, ge=1 << 10, description="Largest weights file that is accepted, in bytes."
+    )
+    max_rank: int = Field(default=4096, ge=1, description="Highest rank that is accepted.")
     parser_memory_bytes: int = Field(
-        default=1 << 30, ge=256 << 20, description="Memory for reading one adapter, beside eight times its size."
+        default=1 << 30,
+        ge=256 << 20,
+        description="Memory limit for parsing one adapter, in addition to eight times its size.",
     )
     parser_timeout_s: float = Field(
-        default=20.0, gt=0, description="Time for reading one adapter, beside a second per 20 MB."
+        default=20.0, gt=0, description="Time limit for parsing one adapter, in addition to a second per 20 MB."
     )
     host_cache_bytes: int = Field(
-        default=512 << 20, ge=1 << 20, description="Adapters kept in the object store, in bytes."
+        default=512 << 20,
+        ge=1 << 20,
+        description="Size of the host cache of adapters (in Ray's object store), in bytes.",
     )
     max_pinned_fraction: float = Field(
         default=0.5,
         ge=0,
         le=1,
-        description="Part of rank rows, adapter slots and host memory that pinned adapters may take together.",
+        description="Fraction of rank rows, adapter slots and host memory that pinned adapters may use together.",
     )
-    host_eviction: EvictionPolicy = Field(default="lru", description="Who leaves the object store: lru, lfu or cost.")
-    disk_cache_bytes: int = Field(default=8 << 30, ge=1 << 20, description="Remote adapters kept on disk, in bytes.")
+    host_eviction: EvictionPolicy = Field(
+        default="lru", description="Eviction policy of the host cache: lru, lfu or cost."
+    )
+    disk_cache_bytes: int = Field(
+        default=8 << 30, ge=1 << 20, description="Size of the disk cache of remote adapters, in bytes."
+    )
     signing: SigningConfig = Field(default_factory=SigningConfig)
-    disk_eviction: EvictionPolicy = Field(default="cost", description="Who leaves the disk: lru, lfu or cost.")
+    disk_eviction: EvictionPolicy = Field(
+        default="cost", description="Eviction policy of the disk cache: lru, lfu or cost."
+    )
     state_dir: str = Field(default="~/.local/state/polylora", description="Folder of the registry's database.")
     registry_url: str | None = Field(
-        default=None, description="postgresql://user@host/database for a registry elsewhere than in state_dir."
+        default=None, description="postgresql://user@host/database, if the registry is not in state_dir."
     )
 
     @field_validator("registry_url")
@@ -152,7 +169,7 @@ class AdaptersConfig(_Settings):
     def _no_password(cls, url: str | None) -> str | None:
         if url is not None and url.startswith("postgresql") and url != without_password(url):
             raise ValueError(
-                "holds a password, which settings do not: put the URL into POLYLORA_REGISTRY_URL, or the password "
+                "holds a password, which settings must not: put the URL into POLYLORA_REGISTRY_URL, or the password "
                 "into PGPASSWORD or the file that PGPASSFILE names"
             )
         return url
@@ -174,147 +191,161 @@ class PlacementConfig(_Settings):
 
     policy: str = Field(
         default="sticky",
-        description="A file of app/deployments/placement/policies (sticky keeps an adapter where its rows are; "
+        description="A module of app/deployments/placement/policies (sticky keeps an adapter where its rows are; "
         "docs/fleet.md compares them), or the dotted path of a class.",
     )
     policy_options: dict[str, Any] = Field(
-        default_factory=dict, description="The policy's own settings; they stand in the policy's file."
+        default_factory=dict, description="The policy's own settings, which are defined in its module."
     )
     min_replicas_per_adapter: int = Field(
-        default=1, ge=1, description="Replicas that serve each adapter: with 2, losing one costs no adapter its place."
+        default=1,
+        ge=1,
+        description="Replicas assigned to each adapter; with 2, every adapter survives the loss of a replica.",
     )
     prefix_affinity: bool = Field(
         default=True,
-        description="Requests for the base, and for adapters with several homes, prefer a replica that has the first "
-        "128 tokens of their prompt cached, unless it has much more to do than others (docs/fleet.md).",
+        description="Requests for the base model, and for adapters with several replicas, prefer one that has the "
+        "first 128 tokens of their prompt cached, unless it is much more loaded than others (docs/fleet.md).",
     )
-    report_interval_s: float = Field(default=1.0, gt=0, description="How often a replica reports when nothing changes.")
+    report_interval_s: float = Field(
+        default=1.0, gt=0, description="Seconds between two reports of a replica when nothing changes."
+    )
     heartbeat_timeout_s: float = Field(
-        default=10.0, gt=0, description="A replica silent for this long is taken off the table."
+        default=10.0, gt=0, description="Seconds without a report after which a replica is removed from placement."
     )
 
     @model_validator(mode="after")
     def _silence_is_longer(self) -> Self:
         if self.heartbeat_timeout_s < 2 * self.report_interval_s:
             raise ValueError(
-                f"heartbeat_timeout_s {self.heartbeat_timeout_s} must be at least twice report_interval_s {self.report_interval_s}"
+                f"heartbeat_timeout_s {self.heartbeat_timeout_s} must be at least twice report_interval_s "
+                f"{self.report_interval_s}"
             )
         return self
 
 
 class LimitsConfig(_Settings):
-    """What one HTTP request may ask for."""
+    """Limits of one HTTP request."""
 
     max_body_bytes: int = Field(default=4 << 20, ge=1024, description="Largest request body in bytes (413 beyond).")
     max_upload_bytes: int = Field(
         default=256 << 20, ge=1024, description="Largest weights that PUT /v1/loras/{name}/weights takes (413 beyond)."
     )
-    max_sequences: int = Field(default=64, ge=1, description="Prompts times n of one request.")
+    max_sequences: int = Field(default=64, ge=1, description="Most sequences of one request: prompts times n.")
     max_logprobs: int = Field(default=20, ge=0, description="Most likely tokens reported per position.")
-    max_stop_strings: int = Field(default=16, ge=0, description="Stop strings of one request.")
-    request_timeout_s: float = Field(default=600.0, gt=0, description="A request older than this is aborted (504).")
+    max_stop_strings: int = Field(default=16, ge=0, description="Most stop strings of one request.")
+    request_timeout_s: float = Field(default=600.0, gt=0, description="Seconds after which a request is aborted (504).")
     replica_timeout_s: float = Field(
-        default=30.0, gt=0, description="How long a request waits for any replica (503 beyond)."
+        default=30.0, gt=0, description="Seconds that a request waits for a replica (503 beyond)."
     )
     max_pending_requests_per_adapter: int = Field(
-        default=128, ge=1, description="Requests of one ingress that wait for one adapter to be read (429 beyond)."
+        default=128, ge=1, description="Requests of one ingress that may wait for one adapter to load (429 beyond)."
     )
     max_pending_cold_requests: int = Field(
-        default=512, ge=1, description="Requests of one ingress that wait for adapters to be read (429 beyond)."
+        default=512, ge=1, description="Requests of one ingress that may wait for adapters to load (429 beyond)."
     )
     adapter_load_timeout_s: float = Field(
-        default=60.0, gt=0, description="How long a request waits for its adapter to be read (503 beyond)."
+        default=60.0, gt=0, description="Seconds that a request waits for its adapter to load (503 beyond)."
     )
 
 
 class StorageConfig(_Settings):
-    """What is kept for clients: files, batches, responses. Bytes and counts are each tenant's."""
+    """Stored files, batches and responses of clients. Bytes and counts are per tenant."""
 
-    max_file_bytes: int = Field(default=100 << 20, ge=1024, description="Largest file that is uploaded (413 beyond).")
-    max_tenant_bytes: int = Field(default=1 << 30, ge=1024, description="A tenant's files together (403 beyond).")
-    max_batch_lines: int = Field(default=50_000, ge=1, description="Requests of one batch.")
-    max_open_batches: int = Field(default=50, ge=1, description="A tenant's batches that have not ended.")
+    max_file_bytes: int = Field(default=100 << 20, ge=1024, description="Largest uploaded file, in bytes (413 beyond).")
+    max_tenant_bytes: int = Field(
+        default=1 << 30, ge=1024, description="Total size of a tenant's files, in bytes (403 beyond)."
+    )
+    max_batch_lines: int = Field(default=50_000, ge=1, description="Most requests of one batch.")
+    max_open_batches: int = Field(default=50, ge=1, description="Most unfinished batches of a tenant.")
     batch_concurrency: int = Field(
-        default=16, ge=1, description="Requests of batches that one ingress has computed at a time."
+        default=16, ge=1, description="Batch requests that one ingress has running at a time."
     )
     store_responses: bool = Field(
-        default=False, description="Whether a response is stored whose request does not say (`store`)."
+        default=False, description="Whether responses are stored if the request has no `store`."
     )
-    max_responses: int = Field(default=10_000, ge=1, description="Stored responses: the oldest go for the newest.")
-    max_response_bytes: int = Field(default=256 << 20, ge=1024, description="Stored responses together, likewise.")
-    days: float = Field(default=30.0, gt=0, le=365, description="How long files and responses are kept at most.")
+    max_responses: int = Field(default=10_000, ge=1, description="Most stored responses; the oldest are evicted.")
+    max_response_bytes: int = Field(
+        default=256 << 20, ge=1024, description="Total size of stored responses, in bytes; the oldest are evicted."
+    )
+    retention_days: float = Field(default=30.0, gt=0, le=365, description="Days until files and responses are deleted.")
 
 
 class SemanticRouterConfig(_Settings):
     """How an adapter is chosen for requests whose model is "auto"."""
 
     embedder: str | None = Field(
-        default=None, description="A small encoder beside the service, as model.uri; by default the base itself."
+        default=None, description="A small encoder, as in model.uri; default: the base model itself."
     )
     threshold: float = Field(
-        default=0.6, ge=-1, le=1, description="Lowest cosine of an adapter's description; calibrate it per embedder."
+        default=0.6,
+        ge=-1,
+        le=1,
+        description="Lowest cosine similarity with an adapter's description; calibrate it per embedder.",
     )
-    top_k: int = Field(default=1, ge=1, le=16, description="Adapters chosen at most; several are combined.")
+    top_k: int = Field(
+        default=1, ge=1, le=16, description="Most adapters chosen for one request; several are combined."
+    )
 
 
 class HttpConfig(_Settings):
-    """Who may ask. Where the service listens is Serve's `http_options`."""
+    """Access control. Where the service listens is Serve's `http_options`."""
 
     management: ManagementAccess = Field(
         default="loopback",
-        description="Who may manage adapters: loopback, requests from the service's own machine; token, who sends "
-        "Authorization: Bearer with what POLYLORA_MANAGEMENT_TOKEN holds; open, everybody.",
+        description="Who may manage adapters: loopback, requests from the service's own machine; token, requests with "
+        "Authorization: Bearer and the token in POLYLORA_MANAGEMENT_TOKEN; open, everybody.",
     )
     auth: AuthMode = Field(
         default="auto",
-        description="When a request needs an API key: auto, once there is any key, and before that requests come from "
-        "the service's own machine only; keys, always; open, never (a key that is sent is used all the same).",
+        description="When a request needs an API key: auto, once there is any key, and until then only requests from "
+        "the service's own machine are accepted; keys, always; open, never (a key that is sent is still used).",
     )
     allowed_origins: tuple[Annotated[str, Field(pattern=r"^https?://[^/\s]+$")], ...] = Field(
         default=(),
-        description="Other sites whose pages may ask from a browser (CORS), such as https://app.example.com.",
+        description="Origins of web pages that may call the service (CORS), such as https://app.example.com.",
     )
     allowed_hosts: tuple[str, ...] = Field(
-        default=(), description="Names, beside localhost, by which a service that listens on loopback may be asked."
+        default=(), description="Host names that a service on loopback accepts, in addition to localhost."
     )
     ready_at_zero_replicas: bool = Field(
         default=False,
         description="/readyz and /health are 200 while no engine replica runs: for EngineReplica's min_replicas 0, "
-        "where the first request has one started and waits for it, limits.replica_timeout_s at most.",
+        "where the first request starts one and waits for it, for limits.replica_timeout_s at most.",
     )
 
 
 class LogsConfig(_Settings):
-    """The service's own log; Ray's and Serve's have settings of their own (`logging_config` of the file)."""
+    """The service's own log. Ray's and Serve's logs have their own settings (`logging_config` of the file)."""
 
-    folder: str = Field(default="", description="Where polylora.log is written; by default logs in adapters.state_dir.")
+    folder: str = Field(default="", description="Folder of polylora.log; default: logs in adapters.state_dir.")
     level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = Field(
-        default="INFO", description="What is not written below."
+        default="INFO", description="Minimum severity that is logged."
     )
-    format: Literal["text", "json"] = Field(default="text", description="Lines for people, or for programs.")
-    requests: bool = Field(default=False, description="A line for each HTTP request (an access log).")
+    format: Literal["text", "json"] = Field(default="text", description="Format of the log's lines.")
+    requests: bool = Field(default=False, description="Whether each HTTP request is logged (an access log).")
 
 
 class PriceConfig(_Settings):
-    """What tokens cost, in dollars per million."""
+    """Token prices in dollars per million."""
 
-    input: float = Field(default=0.0, ge=0, le=1e6, allow_inf_nan=False, description="Prompt tokens.")
+    input: float = Field(default=0.0, ge=0, le=1e6, allow_inf_nan=False, description="Price of uncached prompt tokens.")
     cached_input: float = Field(
-        default=0.0, ge=0, le=1e6, allow_inf_nan=False, description="Prompt tokens found in the cache."
+        default=0.0, ge=0, le=1e6, allow_inf_nan=False, description="Price of cached prompt tokens."
     )
-    output: float = Field(default=0.0, ge=0, le=1e6, allow_inf_nan=False, description="Generated tokens.")
+    output: float = Field(default=0.0, ge=0, le=1e6, allow_inf_nan=False, description="Price of generated tokens.")
 
 
 class TenantsConfig(_Settings):
-    """What is charged. Who the tenants are, their keys and limits are in the database (`polylora tenants`)."""
+    """Prices. Tenants, their keys and limits are in the database (`polylora tenants`)."""
 
     prices: dict[str, PriceConfig] = Field(
-        default_factory=dict, description="By name of the base model, or of adapters that cost something else."
+        default_factory=dict, description="Prices by name of the base model, or of an adapter with its own price."
     )
 
 
 class AppConfig(_Settings):
-    """Everything `app.main:build` needs."""
+    """All settings of the service."""
 
     model: ModelConfig = Field(default_factory=ModelConfig)
     engine: EngineConfig = Field(default_factory=EngineConfig)
@@ -337,9 +368,9 @@ class AppConfig(_Settings):
 
     @property
     def for_store(self) -> AppConfig:
-        """What the adapter store is built from, everything else as by default.
+        """The settings that the adapter store depends on, everything else at its default.
 
-        Of the engine it matters how much it holds: pins are checked against that.
+        Its engine settings are the capacities that pins are checked against.
         """
         engine = EngineConfig(**self.engine.model_dump(include=set(_STORE_ENGINE_FIELDS)))
         device = type(self.engine.device)()
@@ -347,13 +378,13 @@ class AppConfig(_Settings):
 
     @property
     def store_key(self) -> str:
-        """One for each registry: its database and its base model. Other settings reach the store that there is."""
+        """Identifies a registry by its database and base model. A running store gets changes of other settings."""
         place = registry_place(self.adapters)
         return hashlib.sha256(f"{place}\n{self.model.uri}".encode()).hexdigest()[:12]
 
 
 def registry_place(adapters: AdaptersConfig) -> str:
-    """Which database the registry is in, whoever asks there."""
+    """Identifies the registry's database, the same from every process."""
     if adapters.registry_url is None:
         return f"file {adapters.state_dir}"
     url = urlsplit(adapters.registry_url)
@@ -364,12 +395,12 @@ def registry_place(adapters: AdaptersConfig) -> str:
 
 
 def usage_folder(config: AppConfig) -> Path:
-    """Where processes of one machine keep what they have counted and not told the ledger yet."""
+    """The folder where processes of one machine keep recorded usage until the ledger has it."""
     return Path(config.adapters.state_dir).expanduser() / "usage" / config.store_key
 
 
 def without_password(url: str) -> str:
-    """A database's URL as it may be shown, and told to other processes."""
+    """A database's URL without its password, to show it or send it to other processes."""
     parts = urlsplit(url)
     user, at, host = parts.netloc.rpartition("@")
     query = urlencode([(key, value) for key, value in parse_qsl(parts.query) if key != "password"], safe="/")
@@ -379,15 +410,15 @@ def without_password(url: str) -> str:
 def load_config(values: Mapping[str, Any], *, environ: Mapping[str, str] | None = None) -> AppConfig:
     """Check the settings, add the environment's paths and make every path absolute.
 
-    Relative roots start at the working directory. Raises ConfigError naming each bad field, or a root
-    that is not a folder, or a path in a home directory that is not known.
+    Relative roots start at the working directory. Raises ConfigError naming each bad field, a root that is not a
+    folder, or a path in an unknown home directory.
     """
     environ = os.environ if environ is None else environ
     try:
         config = AppConfig.model_validate(values)
     except ValidationError as error:
         lines = (_complaint(item["loc"], item["type"], item["msg"]) for item in error.errors())
-        raise ConfigError("bad service configuration; " + "; ".join(lines)) from error
+        raise ConfigError("invalid service configuration; " + "; ".join(lines)) from error
     roots = [_absolute(root) for root in config.adapters.roots]
     resolvers = config.adapters.resolvers
     if lora_path := environ.get("LORA_PATH"):
@@ -422,4 +453,4 @@ def _absolute(path: str) -> Path:
     try:
         return Path(path).expanduser().resolve()
     except RuntimeError as error:
-        raise ConfigError(f"{path} begins with a home directory that is not known here; write the path out") from error
+        raise ConfigError(f"{path} begins with an unknown home directory; write the full path") from error

@@ -1,12 +1,9 @@
-"""The service's own log: one file for all of its processes on a machine, one line for each thing that happened.
+"""The service's own log: one file for all its processes on a machine, one line per event.
 
-In: records of the loggers under `app`. Out: lines of text or of JSON in `polylora.log`, with the time (UTC), the
-process and what is known by name: adapter, tenant, replica, request. Rule: a line is written whole, so that processes
-may share the file; whoever rotates it (logrotate) moves it away, and the next line opens a new one.
-
-An API key that somebody put where none belongs is written as its prefix.
-
-Ray's and Serve's own logs stay where Ray keeps them.
+Records of the loggers under `app` become lines of text or JSON in `polylora.log`, with the time (UTC), the process and
+named fields such as adapter, tenant, replica, request. A line is written in one piece, so processes may share the file;
+if it is rotated (logrotate), the next line opens a new one. API keys are cut to their prefix. Ray's and Serve's own
+logs stay where Ray keeps them.
 """
 
 from __future__ import annotations
@@ -23,12 +20,12 @@ from app.config import LogsConfig
 from app.redaction import without_keys
 
 FILE = "polylora.log"
-#: Beyond it a line could be written in two pieces.
+#: Longer lines could be written in two pieces.
 MAX_LINE_CHARS = 7000
 
 
 class LogEvent:
-    """What a line tells: a few words, and what is known by name. A record's message: `logger.info(Happened(...))`."""
+    """A record's message with named fields: `logger.info(LogEvent("adapter loaded", name=...))`."""
 
     def __init__(self, what: str, **known: Any) -> None:
         self.what = what
@@ -39,9 +36,9 @@ class LogEvent:
 
 
 def start_log(config: LogsConfig, process: str) -> Path:
-    """Have this process write to the log, as `process`; the log's path. Calling it again replaces what was.
+    """Make this process write to the log, as `process`; returns the log's path. A later call replaces an earlier one.
 
-    A folder that cannot be written is told on stderr, which is in Ray's own logs then, and nothing is written.
+    If the folder cannot be written, this is reported on stderr, which is in Ray's own logs then, and nothing is logged.
     """
     path = Path(config.folder) / FILE
     logger = logging.getLogger("app")
@@ -53,7 +50,7 @@ def start_log(config: LogsConfig, process: str) -> Path:
         path.parent.mkdir(parents=True, exist_ok=True)
         handler = _LogFile(path, encoding="utf-8")
     except OSError as error:
-        print(f"polylora: no log is written to {path}: {error.strerror}", file=sys.stderr)
+        print(f"polylora: cannot write the log {path}: {error.strerror}", file=sys.stderr)
         return path
     handler.setFormatter((_Json if config.format == "json" else _Text)(process))
     logger.addHandler(handler)
@@ -96,7 +93,7 @@ def _time(record: logging.LogRecord) -> str:
 
 
 def _plain(value: Any) -> str:
-    """A value as one word, or in quotes; never a second line."""
+    """A value as one word or in quotes, never on two lines."""
     if isinstance(value, float):
         return f"{value:.3f}"
     text = str(value)

@@ -1,8 +1,7 @@
 """The Serve application: `serve run configs/serve.yaml` calls `build` with the file's `args`.
 
-In: the settings of `app.config`. Out: an application of two deployments, wired once. How many replicas
-there are and what each takes is Serve's to say (`deployments:` in the same file); the options here are
-what the design needs.
+It has two deployments. Their numbers of replicas and resources belong to Serve (`deployments:` in the same file); the
+options here are what the design requires.
 """
 
 from __future__ import annotations
@@ -18,17 +17,17 @@ from app.deployments.ingress.deployment import Ingress
 from app.deployments.placement.replica_choice import make_policy
 from app.deployments.replica.deployment import EngineReplica
 
-#: Calls a replica may have open at once: readers and short admissions. The engine's queue is the real limit.
+#: Open calls per replica: readers and short admissions. The engine's queue is the real limit.
 MAX_ENGINE_CALLS = 1000
-#: HTTP requests an ingress may have open at once, waiting ones included.
+#: Open HTTP requests per ingress, including waiting ones.
 MAX_INGRESS_CALLS = 2000
-#: Shares of Ray's count of CPUs, which bound how many replicas start on a machine and nothing else: one engine and one
-#: ingress fit on each core, two of each on two.
+#: Fractions of Ray's CPU count. They only bound how many replicas start on a machine: one engine and one ingress per
+#: core.
 ENGINE_CPUS, INGRESS_CPUS = 0.9, 0.1
-#: How long an engine replica that is being replaced may finish its streams; what it does not finish goes on elsewhere.
+#: How long a draining engine replica may finish its streams; unfinished ones move to other replicas.
 DRAIN_TIMEOUT_S = 120.0
-#: An ingress that is being replaced may finish whatever it has accepted: nobody else holds its connections. It may
-#: last this much longer than the longest request.
+#: A draining ingress may finish everything it has accepted, because only it has the connections: this much longer than
+#: the longest request.
 INGRESS_DRAIN_MARGIN_S = 30.0
 
 

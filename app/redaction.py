@@ -1,22 +1,21 @@
-"""API keys where none belong: in a path, a model's name, a source, a line of a log.
+"""Removal of API keys from text: paths, model names, sources, log lines.
 
-In: text that somebody sent, or that is about to be written or answered. Out: the same without keys. Rule: what is cut
-off is taken for a key, too, as long as enough of it is left that the rest could be guessed sooner than a whole one.
+A truncated key is removed too, as long as enough of it remains to guess the rest more easily than a whole key.
 """
 
 from __future__ import annotations
 
 import re
 
-#: As keys begin (`tenants.key_material`), and more of one than a name would have by chance.
+#: A key's prefix (`key_crypto`) and more of it than a name would contain by chance.
 _KEY = re.compile(r"(sk-(?:admin-)?poly-)[A-Za-z0-9_-]{12,}")
 
 
 def holds_key(text: str) -> bool:
-    """Whether an API key, or much of one, is in it."""
+    """Whether the text contains an API key, or a large part of one."""
     return _KEY.search(text) is not None
 
 
 def without_keys(text: str) -> str:
-    """Dots in place of what follows a key's prefix."""
+    """The text with dots after the prefix of every key."""
     return _KEY.sub(r"\1...", text) if "sk-" in text else text

@@ -1,8 +1,4 @@
-"""What somebody may have meant who wrote a word that is not known.
-
-In: the word, and the words that are. Out: half a sentence for the end of a message, or nothing. Rule: a guess is said
-only where it is close; a wrong one is worse than none.
-"""
+""" "Did you mean …?" suggestions for unknown keys. Only close matches are suggested; a wrong one is worse than none."""
 
 from __future__ import annotations
 
@@ -14,11 +10,14 @@ from typing import Any
 
 from pydantic import BaseModel
 
-#: How alike two words have to be, from 0 to 1.
+#: Required similarity of two words, from 0 to 1.
 _ALIKE = 0.7
 _MAX_CHARS = 80
-#: `n` and the like are the end of too many words to say anything.
+#: Shorter parts such as `n` end too many words to be a hint.
 _MIN_CHARS_OF_A_PART = 4
+_STEM = 4
+#: Parts that say too little about a setting to be compared.
+_COMMON = frozenset({"max", "min", "num", "per", "s", "ms", "adapter", "adapters", "lora"})
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
@@ -31,20 +30,39 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     part_of = [name for name in names if word in name.split("_")]
     if not near and len(part_of) == 1:
         near = part_of
+    near = near or _most_words(word, names)
     last = word.rpartition("_")[2]
     if not near and len(last) >= _MIN_CHARS_OF_A_PART and last in names:  # other servers' lora_name and lora_path
         near = [last]
     return f"; did you mean {near[0]!r}?" if near else ""
 
 
+def _most_words(word: str, names: Iterable[str]) -> list[str]:
+    """The one name that has more of the word's parts than any other, and at least half of them; else nothing."""
+    parts = set(word.split("_")) - _COMMON
+    scores = {name: sum(_part_score(part, name.split("_")) for part in parts) for name in names if "." not in name}
+    best = max(scores.values(), default=0.0)
+    found = [name for name in scores if scores[name] == best]
+    return found if len(found) == 1 and best and 2 * best >= len(parts) and len(word) <= _MAX_CHARS else []
+
+
+def _part_score(part: str, others: Iterable[str]) -> float:
+    """1 for an equal part, less for one with the same stem (cache, caching)."""
+    if len(part) < _MIN_CHARS_OF_A_PART:
+        return 0.0
+    if part in others:
+        return 1.0
+    return 0.75 if len(part) > _STEM and any(part[:_STEM] == other[:_STEM] for other in others) else 0.0
+
+
 def settings_at(model: type[BaseModel], path: Sequence[int | str]) -> set[str]:
-    """The fields of what lies at `path` inside a model, and with dots between them the fields of these."""
+    """The fields at `path` inside a model, and the dotted fields of their models."""
     here = fields_at(model, path)
     return here | {f"{field}.{inner}" for field in here for inner in fields_at(model, (*path, field))}
 
 
 def fields_at(model: type[BaseModel], path: Sequence[int | str]) -> set[str]:
-    """The fields of what lies at `path` (keys and indices) inside a model; none where that is no model."""
+    """The fields at `path` (keys and indices) inside a model; empty if there is no model."""
     inner: type[BaseModel] | None = model
     for part in path:
         if inner is None or isinstance(part, int):
@@ -55,7 +73,7 @@ def fields_at(model: type[BaseModel], path: Sequence[int | str]) -> set[str]:
 
 
 def model_in(annotation: Any) -> type[BaseModel] | None:
-    """The model that a field holds, however it is wrapped: optional, annotated, in a list."""
+    """The model in a field's annotation, also if it is optional, annotated or in a list."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
     if typing.get_origin(annotation) in (typing.Union, types.UnionType, typing.Annotated, list, tuple):

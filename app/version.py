@@ -1,8 +1,4 @@
-"""Which release of polylora this is.
-
-In: the installed package, or the checkout's pyproject.toml. Out: its version. Rule: it is written down in
-pyproject.toml and nowhere else.
-"""
+"""The version of polylora, from pyproject.toml or the installed package."""
 
 from __future__ import annotations
 
@@ -14,8 +10,8 @@ from pathlib import Path
 
 @functools.cache
 def version() -> str:
-    """As in pyproject.toml."""
+    """The version in pyproject.toml."""
     project = Path(__file__).parents[1] / "pyproject.toml"
-    if project.is_file():  # a checkout: what was installed from it may be older
+    if project.is_file():  # a checkout: the installed metadata may be older
         return str(tomllib.loads(project.read_text(encoding="utf-8"))["project"]["version"])
     return importlib.metadata.version("polylora")

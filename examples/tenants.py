@@ -1,6 +1,6 @@
 """Two tenants in a minute, with OpenAI's own client: projects, keys, a limit, and the usage of each.
 
-    POLYLORA_ADMIN_KEY=$(polylora keygen --admin) python examples/tenants.py
+    POLYLORA_ADMIN_KEY=$(polylora create-admin-key) python examples/tenants.py
 
 Needs a running service and its admin key. Everything here is OpenAI's admin API; only the fairness weight is our own
 (`/v1/tenants`).

@@ -83,7 +83,7 @@ def test_a_folder_that_cannot_be_made_is_told(tmp_path: Path, capsys: pytest.Cap
     (tmp_path / "file").write_text("")
     start_log(LogsConfig(folder=str(tmp_path / "file" / "logs")), "a")
     logger.info("lost")
-    assert "no log is written to" in capsys.readouterr().err
+    assert "cannot write the log" in capsys.readouterr().err
 
 
 def test_processes_share_the_file(tmp_path: Path) -> None:

@@ -1,9 +1,4 @@
-"""`polylora convert`, `inspect` and `check`: adapters on the command line, without a server.
-
-In: arguments. Out: files and text on stdout; an `AdapterError` goes to the caller. `add_commands`
-hangs the three on an argparse parser; each sets `run`, a function of the parsed arguments that
-returns the exit status. The reports are made by functions that only compute.
-"""
+"""`polylora convert`, `inspect`, `check`, `merge`, `keygen` and `sign`: commands on adapters that need no server."""
 
 from __future__ import annotations
 
@@ -20,10 +15,10 @@ import numpy as np
 from app.engine.adapters.adapter import FEATURES
 from app.engine.adapters.adapter_builder import build_adapter
 from app.engine.adapters.formats.arrow import CARD_SUFFIX, ArrowCard, read_card, write_arrowengine_card, write_card
-from app.engine.adapters.formats.arrow_rows import LORA, card_rows
+from app.engine.adapters.formats.arrow_rows import card_rows
 from app.engine.adapters.formats.convert import quantize_adapter, write_peft_folder
 from app.engine.adapters.formats.peft_experts import fuse_gate_up
-from app.engine.adapters.formats.reading import read_raw_adapter
+from app.engine.adapters.formats.reading import read_adapter, read_raw_adapter
 from app.engine.adapters.quantize import Quantization
 from app.engine.adapters.raw_adapter import RawAdapter, RawModule, content_digest
 from app.engine.adapters.strict_json import short
@@ -33,31 +28,33 @@ from app.engine.models.spec import ModelSpec
 if TYPE_CHECKING:  # with the registry's tables, for `check` alone
     from app.deployments.registry.pins import EngineCapacity
 
-#: The settings file of commands that are given none.
+#: Settings file of commands that are given none.
 DEFAULT_CONFIG = "configs/serve.yaml"
 
 _QUANTIZE = {"int8": "I8", "int4": "I4"}
 
 
 def add_config_option(parser: argparse._ActionsContainer, what: str) -> None:
-    """`--config`; what: what the file is for this command."""
+    """Add `--config`; what: what the file is for this command."""
     parser.add_argument("--config", type=Path, default=Path(DEFAULT_CONFIG), help=f"{what}; default: {DEFAULT_CONFIG}")
 
 
 def add_base_options(parser: argparse.ArgumentParser) -> None:
-    """What says which base model a command is about."""
+    """Add the options that choose a base model."""
     base = parser.add_mutually_exclusive_group()
     base.add_argument("--base", help="path or source URI of the base model")
     add_config_option(base, "a settings file: its base")
 
 
 def base_spec_of(arguments: argparse.Namespace) -> ModelSpec:
-    """The base model that the options name; its `name` is as people call it, with its file's where that differs."""
+    """The base model that the options name. Its `name` is the one in the settings, followed by the file's if that
+    differs.
+    """
     from app.cli.config_file import read_settings
 
     if arguments.base:
         spec = _base_spec(arguments.base)
-        is_fetched = "://" in arguments.base  # into a folder whose name says little
+        is_fetched = "://" in arguments.base  # its folder's name says little
         return replace(spec, name=arguments.base) if is_fetched else spec
     model = read_settings(arguments.config).model
     spec = _base_spec(model.uri)
@@ -65,17 +62,17 @@ def base_spec_of(arguments: argparse.Namespace) -> ModelSpec:
 
 
 def add_commands(commands: Any) -> None:
-    """Add the three to `argparse.ArgumentParser.add_subparsers()`."""
-    convert = commands.add_parser("convert", help="turn a PEFT folder into an Arrow card, or a card into a folder")
+    """Add the commands to `argparse.ArgumentParser.add_subparsers()`."""
+    convert = commands.add_parser("convert", help="convert a PEFT folder to an Arrow card, or a card to a folder")
     convert.add_argument("source", type=Path, help=f"PEFT folder or {CARD_SUFFIX} file")
     convert.add_argument("target", type=Path, help=f"{CARD_SUFFIX} file, or a folder for PEFT")
-    convert.add_argument("--name", help="name in the card; the file's name if not given")
+    convert.add_argument("--name", help="name in the card; default: the file's name")
     convert.add_argument(
-        "--quantize", choices=sorted(_QUANTIZE), help="round the weights; the error goes into the card"
+        "--quantize", choices=sorted(_QUANTIZE), help="quantize the weights; the error is stored in the card"
     )
     convert.add_argument(
         "--base",
-        help="path or source URI of the base model: tells old layouts of experts by its sizes, and writes today's",
+        help="path or source URI of the base model, to recognise old layouts of experts and write the current one",
     )
     convert.add_argument(
         "--plain",
@@ -89,14 +86,30 @@ def add_commands(commands: Any) -> None:
     inspect.add_argument("source", type=Path, help=f"PEFT folder or {CARD_SUFFIX} file")
     inspect.set_defaults(run=_inspect)
 
-    check = commands.add_parser("check", help="would this adapter load on that base model, and if not, why not")
+    check = commands.add_parser("check", help="check whether an adapter loads on a base model, and if not, why")
     check.add_argument("source", type=Path, help=f"PEFT folder or {CARD_SUFFIX} file")
     add_base_options(check)
     check.set_defaults(run=_check)
 
+    merge = commands.add_parser("merge", help="write the base model with an adapter merged into it")
+    merge.add_argument("adapter", type=Path, help="PEFT folder or card")
+    merge.add_argument("target", type=Path, help="a new folder")
+    add_base_options(merge)
+    merge.set_defaults(run=_merge)
+
+    keygen = commands.add_parser("keygen", help="make a key for signing adapters")
+    keygen.add_argument("key", type=Path, help="file to write the private key to; prints the public key")
+    keygen.set_defaults(run=_keygen)
+
+    sign = commands.add_parser("sign", help="sign an adapter for a base model")
+    sign.add_argument("source", type=Path, help="PEFT folder or card")
+    sign.add_argument("--key", type=Path, required=True, help="a file made by keygen")
+    add_base_options(sign)
+    sign.set_defaults(run=_sign)
+
 
 def report(raw: RawAdapter) -> list[str]:
-    """Lines about an adapter: what it changes and how strongly."""
+    """Lines that describe an adapter: what it changes and how strongly."""
     rows = card_rows(raw)
     tensors = [tensor for row in rows if row.role == LORA for tensor in (row.a, row.b)]
     size = sum(len(tensor.data) + len(tensor.scales) for tensor in tensors)
@@ -128,19 +141,19 @@ def report(raw: RawAdapter) -> list[str]:
 
 
 def _target(path: str) -> str:
-    """A module's name, of an expert "experts.down_proj"."""
+    """A module's name; "experts.down_proj" for an expert's."""
     name = path.rsplit(".", 1)[-1]
     return f"experts.{name}" if ".experts." in path else name
 
 
 def _activation_line(raw: RawAdapter) -> list[str]:
-    """By which tokens of a prompt it is activated; nothing for an adapter that changes all of it."""
+    """The invocation tokens of an activated LoRA; nothing for other adapters."""
     tokens = ", ".join(map(str, raw.invocation_tokens))
     return [f"activated    from the last {tokens} of a prompt on (alora_invocation_tokens)"] if tokens else []
 
 
 def experts_line(raw: RawAdapter) -> list[str]:
-    """How many experts it changes, and of how many layers; nothing if it changes none."""
+    """How many experts an adapter changes, in how many layers; nothing if none."""
     found = {tuple(path.split(".")[2:6:3]) for path in (m.path for m in raw.modules) if ".experts." in path}
     if not found:
         return []
@@ -156,7 +169,7 @@ def delta_norm(module: RawModule) -> float:
 
 
 def parse_metadata(pairs: list[str]) -> Mapping[str, str]:
-    """KEY=TEXT arguments as a table. `AdapterFormatError` for one without a key, or a key twice."""
+    """KEY=TEXT arguments as a table. `AdapterFormatError` for one without a key, or a key given twice."""
     metadata: dict[str, str] = {}
     for pair in pairs:
         key, separator, text = pair.partition("=")
@@ -213,10 +226,43 @@ def _check(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def fits(source: Path, spec: ModelSpec, room: EngineCapacity) -> list[str]:
-    """Lines about an adapter that loads on this base. Raises an `AdapterError` that says why it does not.
+def _merge(arguments: argparse.Namespace) -> int:
+    from app.cli.config_file import read_settings
+    from app.engine.adapters.merge import merge
+    from app.engine.models.checkpoint import load_checkpoint
+    from app.engine.models.download.model_download import resolve_model
 
-    `room`: what an engine could hold.
+    checkpoint = load_checkpoint(resolve_model(arguments.base or read_settings(arguments.config).model.uri))
+    adapter = read_adapter(arguments.adapter, checkpoint.spec, supported_features=FEATURES)
+    num_modules = merge(checkpoint, adapter, arguments.target)
+    print(f"wrote {arguments.target}: {num_modules} modules merged")
+    return 0
+
+
+def _keygen(arguments: argparse.Namespace) -> int:
+    from app.engine.adapters.signing.signing import new_private_key, public_key
+
+    print(public_key(new_private_key(arguments.key)))
+    return 0
+
+
+def _sign(arguments: argparse.Namespace) -> int:
+    from app.engine.adapters.signing.signing import public_key, read_private_key, sign, signature_path
+
+    # read on its base model, as a server would: what cannot be served is not signed
+    key = read_private_key(arguments.key)
+    spec = base_spec_of(arguments)
+    digest = read_adapter(arguments.source, spec, supported_features=FEATURES).card.digest
+    path = signature_path(arguments.source)
+    path.write_text(sign(digest, key))
+    print(f"wrote {path}: {digest[:12]} on '{spec.name}', signed by {public_key(key)}")
+    return 0
+
+
+def fits(source: Path, spec: ModelSpec, room: EngineCapacity) -> list[str]:
+    """Lines about an adapter that loads on this base model. Raises an `AdapterError` that says why it does not.
+
+    `room`: what an engine can hold.
     """
     adapter = build_adapter(read_raw_adapter(source, spec), spec, supported_features=FEATURES)
     card = adapter.card
@@ -236,7 +282,7 @@ def fits(source: Path, spec: ModelSpec, room: EngineCapacity) -> list[str]:
 def _load(
     source: Path, spec: ModelSpec | None = None
 ) -> tuple[RawAdapter, str, Mapping[str, str], Quantization | None]:
-    """(as saved, name, free metadata, what rounding cost or None)"""
+    """(raw adapter, name, free metadata, quantization error or None)"""
     _check_there(source)
     if source.name.endswith(CARD_SUFFIX):
         card = read_card(source)
@@ -245,7 +291,7 @@ def _load(
 
 
 def _check_there(source: Path) -> None:
-    """Readers, which serve clients too, name no more than the last part of a path."""
+    """Raise AdapterFormatError with the whole path, of which readers name only the last part."""
     if not source.exists():
         raise AdapterFormatError(f"there is no file or folder '{source}'")
 

@@ -1,7 +1,6 @@
-"""HTTP client for a running service: what every command asks it.
+"""HTTP client for a running service.
 
-A URL may end in /v1, as OpenAI's clients are given it. `POLYLORA_ADMIN_KEY` or `POLYLORA_MANAGEMENT_TOKEN` is sent with
-each request if it is set.
+A URL may end in /v1, as in OpenAI's clients. `POLYLORA_ADMIN_KEY` or `POLYLORA_MANAGEMENT_TOKEN` is sent if it is set.
 """
 
 from __future__ import annotations
@@ -19,12 +18,12 @@ from app.config import ADMIN_KEY, MANAGEMENT_TOKEN
 from app.engine.errors import PolyloraError
 
 DEFAULT_URL = "http://127.0.0.1:8000"
-#: Longest wait for one answer: a load may download.
+#: Longest wait for one answer: a load may include a download.
 TIMEOUT_S = 600.0
 
 
 class ApiError(PolyloraError):
-    """The service answered with an error, or did not answer (`result_line`)."""
+    """The service answered with an error, or did not answer (`answered`)."""
 
     def __init__(self, message: str, *, answered: bool = True) -> None:
         super().__init__(message)
@@ -53,10 +52,12 @@ class ApiClient:
             with error:
                 way_out = f"; set {ADMIN_KEY} to an admin key" if error.code == 401 else ""
                 raise ApiError(_error_message(error) + way_out) from error
-        # ValueError: no URL, or an answer that is no JSON; HTTPException: one that is no HTTP, or half of it.
+        # ValueError: not a URL, or the answer is not JSON; HTTPException: it is not HTTP, or incomplete.
         except (OSError, ValueError, http.client.HTTPException) as error:
-            reason = " ".join(str(getattr(error, "reason", error)).split())  # it may quote lines of the answer
-            raise ApiError(f"no answer from {self._url}: {reason}; --url names the service", answered=False) from error
+            reason = " ".join(str(getattr(error, "reason", error)).split())  # it may quote the answer
+            raise ApiError(
+                f"no answer from {self._url}: {reason}; --url sets the service's address", answered=False
+            ) from error
 
     def everything(self, route: str, query: str = "limit=1000") -> Iterator[dict[str, Any]]:
         """The rows of all pages of a list. Raises ApiError."""
@@ -66,7 +67,7 @@ class ApiClient:
             try:
                 rows, has_more, last_id = page["data"], page["has_more"], page["last_id"]
             except (KeyError, TypeError) as error:
-                raise ApiError(f"{self._url}{route} is no list of this service's; --url names the service") from error
+                raise ApiError(f"{self._url}{route} is not a list of this service; check --url") from error
             yield from rows
             if not has_more:
                 return
@@ -77,4 +78,4 @@ def _error_message(error: urllib.error.HTTPError) -> str:
     try:
         return str(json.load(error)["error"]["message"])
     except (ValueError, KeyError, TypeError):
-        return f"status {error.code}, in a shape that is not this service's; --url names the service"
+        return f"status {error.code}, but not in this service's format; check --url"

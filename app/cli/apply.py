@@ -1,10 +1,8 @@
-"""`polylora apply`: make a running service's adapters and aliases what a file says.
+"""`polylora apply`: make a running service's adapters and aliases match a file.
 
-In: a YAML file and a service's URL. Out: the difference, printed; the changes, made; an exit status. What
-is equal is left alone, so applying twice changes nothing. Names that the file does not mention stay unless
-`--prune` is given; a file that says nothing of adapters removes none. Adapters come before the aliases that point to
-them, and go after them. One change that fails does not keep the others from being made; the exit status then is 1.
-Keys are sent along as `client` says.
+Prints the difference and applies it. Applying twice changes nothing. Names that the file does not mention stay unless
+`--prune` is given; a file without adapters removes none. Adapters are created before the aliases that point to them,
+and removed after them. A failed change does not stop the others; the exit status is 1 then.
 """
 
 from __future__ import annotations
@@ -27,12 +25,12 @@ DEFAULT_FILE = "configs/adapters.yaml"
 Name = Annotated[str, Field(pattern=NAME_PATTERN)]
 
 
-class _Wanted(BaseModel):
+class _FileModel(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
-class DesiredAdapter(_Wanted):
-    """As in `POST /v1/loras`. What is left out keeps its default."""
+class DesiredAdapter(_FileModel):
+    """An adapter as in `POST /v1/loras`."""
 
     name: Name
     path: str
@@ -40,12 +38,12 @@ class DesiredAdapter(_Wanted):
     traffic_weight: TrafficWeight = 1.0
 
 
-class DesiredAlias(_Wanted):
+class DesiredAlias(_FileModel):
     name: Name
     targets: dict[Name, Annotated[float, Field(gt=0, allow_inf_nan=False)]] = Field(min_length=1)
 
 
-class DesiredState(_Wanted):
+class DesiredState(_FileModel):
     """The whole file."""
 
     adapters: tuple[DesiredAdapter, ...] = ()
@@ -61,7 +59,7 @@ class DesiredState(_Wanted):
 
 
 class PlannedChange(NamedTuple):
-    """One line of the difference and the request that makes it so; `request` None: it is left as it is."""
+    """One line of the difference and its request; `request` None: no change."""
 
     sign: str
     name: str
@@ -70,11 +68,13 @@ class PlannedChange(NamedTuple):
 
 
 def add_apply(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = commands.add_parser("apply", help="make a running service's adapters what a file says")
+    parser = commands.add_parser("apply", help="make a running service's adapters match a file")
     parser.add_argument("file", type=Path, nargs="?", default=Path(DEFAULT_FILE), help=f"default: {DEFAULT_FILE}")
     parser.add_argument("--url", default=DEFAULT_URL, help=f"the service; default: {DEFAULT_URL}")
     parser.add_argument("--prune", action="store_true", help="remove what the file does not mention")
-    parser.add_argument("--reload", action="store_true", help="read every adapter again: its files may have changed")
+    parser.add_argument(
+        "--reload", action="store_true", help="load every adapter again, because its files may have changed"
+    )
     parser.add_argument("--dry-run", action="store_true", help="print the difference and change nothing")
     parser.set_defaults(run=_apply)
 
@@ -89,7 +89,7 @@ def _apply(arguments: argparse.Namespace) -> int:
 
 
 def read_desired_state(path: Path) -> DesiredState:
-    """Raises ConfigError."""
+    """The parsed file. Raises ConfigError."""
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
         return DesiredState.model_validate({} if content is None else content)
@@ -142,7 +142,7 @@ def _removal(kind: str, route: str, name: str, *, prune: bool) -> PlannedChange:
 
 
 def apply_changes(changes: Sequence[PlannedChange], call: Callable[..., Any], *, dry_run: bool) -> int:
-    """Print every change, and make it unless `dry_run`. Returns the exit status."""
+    """Print every change, and apply it unless `dry_run`. Returns the exit status."""
     num_done = num_failed = 0
     for change in changes:
         print(f"{change.sign} {change.name}  {change.text}")

@@ -1,7 +1,6 @@
-"""`polylora plan`: how many replicas a recorded traffic needs, and what breaks first with fewer.
+"""`polylora capacity`: how many replicas a recorded traffic needs, and what limits fewer replicas.
 
-In: a trace (one JSON object a line), an objective for the first token, and a table of what steps and loads take. Out: a
-line per fact on stdout. Nothing is started: the service's own decisions run on a virtual clock.
+Nothing is started: the service's own decisions run on a virtual clock, with a table of what steps and loads take.
 """
 
 from __future__ import annotations
@@ -15,24 +14,25 @@ from app.cli.config_file import read_settings
 from app.engine.errors import ConfigError
 
 
-def add_plan(commands: Any) -> None:
-    """Add it to `argparse.ArgumentParser.add_subparsers()`."""
-    parser = commands.add_parser("plan", help="how many replicas a recorded traffic needs, and what breaks first")
-    parser.add_argument("--trace", type=Path, required=True, help="one JSON object a line, with arrival_s at least")
-    parser.add_argument("--slo-ttft", type=float, required=True, metavar="S", help="seconds to the first token")
-    parser.add_argument("--percentile", type=float, default=99.0, help="of the requests that are to keep it")
-    add_config_option(parser, "a Serve application file: what a replica is")
+def add_capacity(commands: Any) -> None:
+    parser = commands.add_parser("capacity", help="compute how many replicas a recorded traffic needs")
+    parser.add_argument("--trace", type=Path, required=True, help="JSON lines, each with at least arrival_s")
     parser.add_argument(
-        "--costs", type=Path, help="what steps and loads take (JSON); else that of a laptop's two cores"
+        "--slo-ttft", type=float, required=True, metavar="S", help="objective: seconds to the first token"
     )
-    parser.add_argument("--rank", type=int, default=16, help="of every adapter in the trace")
-    parser.add_argument("--prompt-tokens", type=int, default=64, help="where the trace does not say")
-    parser.add_argument("--output-tokens", type=int, default=64, help="where the trace does not say")
+    parser.add_argument(
+        "--percentile", type=float, default=99.0, help="percentage of the requests that must meet the objective"
+    )
+    add_config_option(parser, "a Serve application file with the replica's settings")
+    parser.add_argument("--costs", type=Path, help="times of steps and loads (JSON); default: a laptop with two cores")
+    parser.add_argument("--rank", type=int, default=16, help="rank of every adapter in the trace")
+    parser.add_argument("--prompt-tokens", type=int, default=64, help="used where the trace has none")
+    parser.add_argument("--output-tokens", type=int, default=64, help="used where the trace has none")
     parser.add_argument("--max-replicas", type=int, default=256)
-    parser.set_defaults(run=_plan)
+    parser.set_defaults(run=_capacity)
 
 
-def _plan(arguments: argparse.Namespace) -> int:
+def _capacity(arguments: argparse.Namespace) -> int:
     from app.simulation.costs import DEFAULT_COSTS, read_costs
     from app.simulation.fleet import Plan
     from app.simulation.planning import plan_fleet

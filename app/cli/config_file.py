@@ -1,8 +1,4 @@
-"""The settings inside a Serve application file.
-
-In: the YAML that `serve run` takes. Out: its content, and the `AppConfig` of its one polylora application. Commands
-that need the settings without starting Ray read them here; Serve itself hands `args` to `app.main:build`.
-"""
+"""The `AppConfig` inside a Serve application file, for commands that do not start Ray."""
 
 from __future__ import annotations
 
@@ -19,12 +15,12 @@ IMPORT_PATH = "app.main:build"
 
 
 def read_settings(path: Path) -> AppConfig:
-    """ConfigError if the file cannot be read, has no such application, several, or bad settings."""
+    """The settings in a file. Raises ConfigError if it is unreadable, invalid, or has not one polylora application."""
     return settings_of(read_document(path), path)
 
 
 def read_document(path: Path) -> dict[str, Any]:
-    """The whole file. Raises ConfigError."""
+    """The parsed file. Raises ConfigError."""
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -39,7 +35,7 @@ def read_document(path: Path) -> dict[str, Any]:
 
 
 def yaml_problem(error: yaml.YAMLError | UnicodeDecodeError) -> str:
-    """What is wrong with a file, and where, on one line."""
+    """What is wrong with a YAML file, and where, in one line."""
     mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None)
     if mark is None or problem is None:
         return " ".join(str(error).split())
@@ -47,7 +43,7 @@ def yaml_problem(error: yaml.YAMLError | UnicodeDecodeError) -> str:
 
 
 def settings_of(document: Mapping[str, Any], path: Path) -> AppConfig:
-    """The settings of our application in a file's content. Raises ConfigError."""
+    """The settings of the polylora application in a parsed file. Raises ConfigError."""
     applications = document.get("applications")
     if not isinstance(applications, list):
         raise ConfigError(f"{path} has no list of applications; see configs/serve.yaml")
@@ -58,16 +54,15 @@ def settings_of(document: Mapping[str, Any], path: Path) -> AppConfig:
 
 
 def address_in(document: dict[str, Any], host: str | None, port: int | None) -> tuple[str, int]:
-    """Host and port to listen on: as asked for, else as the file says. Written into `document`, for Serve.
-
-    Raises ConfigError for what is no address or port.
-    """
+    """Host and port: as given, else the file's. Both are written into `document`, for Serve. Raises ConfigError."""
     options = document.get("http_options") or {}
     if not isinstance(options, dict):
-        raise ConfigError(f"http_options is {options!r}; it has a host and a port, see configs/serve.yaml")
+        raise ConfigError(
+            f"http_options is {options!r}; it must be a mapping with host and port, see configs/serve.yaml"
+        )
     host = host or options.get("host") or "127.0.0.1"
     if not isinstance(host, str):
-        raise ConfigError(f"http_options.host is {host!r}; it is a name or an address, in quotes if need be")
+        raise ConfigError(f"http_options.host is {host!r}; it must be a name or an address, quoted if necessary")
     if port is None:
         port = options.get("port", 8000)
     if type(port) is not int or not 1 <= port <= 65_535:

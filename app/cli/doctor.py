@@ -1,7 +1,7 @@
 """`polylora doctor`: would a service start on this machine, and what could it hold.
 
-In: a settings file and this machine. Out: a line per check on stdout, each with a way out where something is wrong; an
-exit status, 0 if nothing is. Nothing is started; the base model is fetched if it is not here yet.
+Prints one line per check, with a remedy where something is wrong; exits with 0 if nothing is. Starts nothing; downloads
+the base model if it is not here yet.
 """
 
 from __future__ import annotations
@@ -26,16 +26,15 @@ from app.engine.models.spec import ModelSpec
 from app.version import version
 
 _GIB = 1 << 30
-#: Of one engine process beside what is counted: Python, compiled kernels, activations of a step.
+#: Memory of one engine process besides weights, KV cache and rank rows: Python, compiled kernels, activations.
 PROCESS_BYTES = 900 << 20
 _FLOAT32 = 4
-#: Between the lines of what one check says.
+#: Separator of the lines of one check.
 _INDENT = "\n      "
 
 
 def add_doctor(commands: Any) -> None:
-    """Add it to `argparse.ArgumentParser.add_subparsers()`."""
-    parser = commands.add_parser("doctor", help="check this machine: would a service start, and what could it hold")
+    parser = commands.add_parser("doctor", help="check whether a service would start here, and what it could hold")
     add_config_option(parser, "a Serve application file")
     parser.add_argument("--host", help="address that the service would listen on instead of the file's")
     parser.add_argument("--port", type=int, help="port that it would listen on instead of the file's")
@@ -43,7 +42,7 @@ def add_doctor(commands: Any) -> None:
 
 
 def memory_lines(spec: ModelSpec, settings: AppConfig, available_bytes: int) -> list[str]:
-    """What one CPU engine takes of memory, by what, and how many of them this machine has room for.
+    """The memory of one CPU engine by purpose, and how many engines this machine has room for.
 
     Raises ConfigError, with the same lines, if there is room for none.
     """
@@ -81,16 +80,18 @@ def _doctor(arguments: argparse.Namespace) -> int:
         found.append((address_in(document, arguments.host, arguments.port), settings))
         return f"{arguments.config}, {settings.model.name}"
 
-    well = [_checked("settings", read)]
+    well = [_run_check("settings", read)]
     for address, settings in found:
-        well += [_checked(what, check) for what, check in _checks(address, settings).items()]
-    _checked("disk", lambda: f"{_size(shutil.disk_usage(Path.cwd()).free)} free")
-    _checked("HAProxy", lambda: "comes with Ray" if has_ha_proxy() else "not here; Serve's own proxy costs more CPU")
+        well += [_run_check(what, check) for what, check in _checks(address, settings).items()]
+    _run_check("disk", lambda: f"{_size(shutil.disk_usage(Path.cwd()).free)} free")
+    _run_check(
+        "HAProxy", lambda: "comes with Ray" if has_ha_proxy() else "not available; Serve's own proxy takes more CPU"
+    )
     return 0 if all(well) else 1
 
 
 def _checks(address: tuple[str, int], settings: AppConfig) -> Mapping[str, Callable[[], str]]:
-    """By what they are about; each raises PolyloraError, or says what it found."""
+    """The checks by name; each returns what it found or raises PolyloraError."""
 
     def engine() -> str:
         check_device(settings.engine)
@@ -106,7 +107,7 @@ def _checks(address: tuple[str, int], settings: AppConfig) -> Mapping[str, Calla
 
     def port() -> str:
         host, number = address
-        check_port(host, number, "a service that runs, perhaps (polylora status); or choose another port")
+        check_port(host, number, "is a service running already (polylora status)? Or choose another port")
         return f"{host}:{number} is free"
 
     return {
@@ -118,7 +119,7 @@ def _checks(address: tuple[str, int], settings: AppConfig) -> Mapping[str, Calla
     }
 
 
-def _checked(what: str, check: Callable[[], str]) -> bool:
+def _run_check(what: str, check: Callable[[], str]) -> bool:
     try:
         print(f"ok    {what}: {check()}")
     except PolyloraError as error:
@@ -133,12 +134,12 @@ def _model(settings: AppConfig) -> str:
     check_cache()
     spec = check_model(settings, resolve_model(settings.model.uri))
     if not isinstance(settings.engine.device, CpuConfig):
-        return f"{spec.name} can be read; whether it fits the device is known when the engine starts"
+        return f"{spec.name} is readable; whether it fits the device shows when the engine starts"
     return _INDENT.join(memory_lines(spec, settings, _available_bytes()))
 
 
 def _available_bytes() -> int:
-    """Memory that programs can still have. Linux says; elsewhere all there is."""
+    """Memory available to programs on Linux; elsewhere the machine's total."""
     info = Path("/proc/meminfo")
     if info.exists():
         line = next(line for line in info.read_text().splitlines() if line.startswith("MemAvailable:"))

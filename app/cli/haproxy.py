@@ -1,22 +1,21 @@
-"""The program that Ray starts as HAProxy: HAProxy itself, with a few lines of Ray's configuration changed.
+"""The program that Ray starts as HAProxy: HAProxy with some lines of Ray's configuration changed.
 
-In: HAProxy's command line as Ray 2.60 writes it, `-f FILE` among it. Out: a HAProxy that runs with FILE's contents
-changed, and is started again when it ends (`haproxy_supervisor`). Rule: a configuration that is not Ray's is refused in
-words; it is never served half changed. Ray finds this program by `RAY_SERVE_HAPROXY_BINARY_PATH` (`ray_switches`).
+Arguments are HAProxy's command line as Ray 2.60 writes it, with `-f FILE`. HAProxy runs with a changed copy of FILE and
+is restarted when it exits (`haproxy_supervisor`). An unknown configuration is refused; it is never used half changed.
+Ray finds this program by `RAY_SERVE_HAPROXY_BINARY_PATH` (`ray_env`).
 
 What changes, and why:
 
-- Bodies are not spliced. With `option splice-request` HAProxy 2.8 does not see that a client has left whose body came
-  in a later packet than its head, as every Python client's does, and the answer was computed to its end.
-- While no ingress is there, HAProxy answers at once: 503, JSON, Retry-After. Ray would answer 404, or hold the
-  connection in a second proxy (port 8500) until an ingress is there; that one is kept for the moment in which ingresses
-  take each other's place, but `/health` and `/readyz` do not wait for it. `/livez` says that the door stands, whoever
-  is behind it.
+- Bodies are not spliced. With `option splice-request` HAProxy 2.8 misses that a client has disconnected if its body
+  came in a later packet than its headers, as every Python client's does, and the answer was computed to its end.
+- While no ingress is up, HAProxy answers at once: 503, JSON, Retry-After. Ray would answer 404, or hold the
+  connection in a second proxy (port 8500) until an ingress is up. That proxy is kept for the moment in which ingresses
+  replace each other, but `/health` and `/readyz` do not wait for it. `/livez` says that HAProxy itself is up.
 - `X-Forwarded-For` is the address that HAProxy sees, unless it comes from `POLYLORA_TRUSTED_PROXIES` (addresses or
-  networks, separated by commas). Ray's template leaves it to the client what the audit says of it.
-- Its log has no queries, and no API keys in paths or in `X-Request-ID`, which Serve answers and logs.
-- Its control socket is open to its own user only, not to every user of the machine.
-- HAProxy's own metrics and statistics listen nowhere unless their ports were asked for
+  networks, separated by commas). With Ray's template a client could forge the address in the audit log.
+- Its log has no queries, and no API keys in paths or in `X-Request-ID`, which Serve echoes and logs.
+- Its control socket is accessible to its own user only, not to every user of the machine.
+- HAProxy's own metrics and statistics do not listen unless their ports are requested
   (`RAY_SERVE_HAPROXY_METRICS_PORT`, `RAY_SERVE_HAPROXY_STATS_PORT`), and then on loopback.
 """
 
@@ -34,16 +33,16 @@ from typing import NamedTuple
 from app.cli.haproxy_supervisor import Supervisor, socket_of
 
 TRUSTED_PROXIES = "POLYLORA_TRUSTED_PROXIES"
-#: The ports of the two sections that are left out: section, environment variable.
+#: Sections that are left out unless their port is requested: (section, environment variable).
 LISTENERS = (
     ("frontend prometheus", "RAY_SERVE_HAPROXY_METRICS_PORT"),
     ("listen stats", "RAY_SERVE_HAPROXY_STATS_PORT"),
 )
 RETRY_AFTER_S = 2
 
-#: An API key, as HAProxy's regular expressions find it.
+#: An API key, as a regular expression of HAProxy.
 _KEY = "sk-[a-z-]*poly-[A-Za-z0-9_-]+"
-#: `option httplog`, with a path in the place of the request's line.
+#: `option httplog`, with the path instead of the request line.
 _LOG_FORMAT = (
     '    log-format "%ci:%cp [%tr] %ft %b/%s %TR/%Tw/%Tc/%Tr/%Ta %ST %B %CC %CS %tsc %ac/%fc/%bc/%sc/%rc %sq/%bq '
     '%hr %hs %{+Q}HM %{+Q}[var(txn.path)] %HV"'
@@ -53,19 +52,19 @@ _Section = list[str]
 
 
 class UnknownConfiguration(Exception):
-    """The configuration is not the one that this module knows how to change."""
+    """The configuration is not the one that this module can change."""
 
 
 def main() -> None:
-    """Run HAProxy with the file that `-f` names, changed; without a file, become HAProxy."""
+    """Run HAProxy with a changed copy of the file in `-f`; without a file, exec HAProxy."""
     arguments = sys.argv[1:]
     try:
         binary = haproxy_binary()
         if "-f" not in arguments:
             os.execv(binary, [binary, *arguments])
         file = Path(arguments[arguments.index("-f") + 1])
-        changed = _changed(file, os.environ)
-        if "-c" in arguments:  # only to be checked
+        changed = _write_changed(file, os.environ)
+        if "-c" in arguments:  # only check it
             os.execv(binary, [binary, *(str(changed.file) if word == str(file) else word for word in arguments)])
         supervisor = Supervisor(binary, arguments, changed.file, changed.admin, str(file))
     except (UnknownConfiguration, ImportError, OSError, ValueError) as error:
@@ -84,11 +83,10 @@ def haproxy_binary() -> str:
 
 
 def rewritten(text: str, errors: Mapping[int, Path], environ: Mapping[str, str], *, was_up: bool = False) -> str:
-    """Ray's configuration with the lines of the module's docstring changed.
+    """Ray's configuration with the changes of the module's docstring.
 
-    errors: files of whole HTTP answers by status (502, 503, 504). was_up: whether an ingress was announced before.
-    Raises UnknownConfiguration, or ValueError for a
-    trusted proxy that is no address.
+    errors: files of complete HTTP answers by status (502, 503, 504). was_up: whether an ingress was announced before.
+    Raises UnknownConfiguration, or ValueError for an invalid trusted proxy.
     """
     sections = _sections(text)
     kept = []
@@ -116,11 +114,11 @@ def rewritten(text: str, errors: Mapping[int, Path], environ: Mapping[str, str],
 
 
 def error_answer(status: int) -> str:
-    """A whole HTTP answer for what HAProxy itself has to say."""
+    """A complete HTTP answer for an error of HAProxy itself."""
     reason, code, message = {
-        502: ("Bad Gateway", "ingress_lost", "the process that answered this request ended; ask again"),
-        503: ("Service Unavailable", "not_ready", "no ingress is ready; ask again"),
-        504: ("Gateway Timeout", "ingress_silent", "the process that answers did not do so in time"),
+        502: ("Bad Gateway", "ingress_lost", "the process that answered this request ended; try again"),
+        503: ("Service Unavailable", "not_ready", "no ingress is ready; try again"),
+        504: ("Gateway Timeout", "ingress_silent", "the ingress did not answer in time"),
     }[status]
     body = _error_body(code, message)
     return (
@@ -129,20 +127,20 @@ def error_answer(status: int) -> str:
     )
 
 
-class _Changed(NamedTuple):
+class _ChangedFile(NamedTuple):
     """The file for HAProxy, and where Ray expects its control socket."""
 
     file: Path
     admin: Path
 
 
-def _changed(path: Path, environ: Mapping[str, str]) -> _Changed:
-    """Ray's file, changed, beside it. Raises UnknownConfiguration, OSError, ValueError."""
+def _write_changed(path: Path, environ: Mapping[str, str]) -> _ChangedFile:
+    """Write the changed copy beside Ray's file. Raises UnknownConfiguration, OSError, ValueError."""
     text = path.read_text()
     errors = {status: path.with_name(f"{status}.http") for status in (502, 503, 504)}
     for status, file in errors.items():
         file.write_text(error_answer(status))
-    was_up = path.with_name("was_up")  # the folder is this Ray node's own: it is not there at the next start
+    was_up = path.with_name("was_up")  # in this Ray node's own folder, so it is gone at the next start
     changed = rewritten(text, errors, environ, was_up=was_up.exists())
     if any(_ingresses(section) for section in _sections(text)):
         was_up.touch()
@@ -152,7 +150,7 @@ def _changed(path: Path, environ: Mapping[str, str]) -> _Changed:
     admin = Path(found[1])
     own = path.with_name(f"{os.getpid()}.cfg")
     own.write_text(changed.replace(str(admin), str(socket_of(admin.parent, os.getpid())), 1))
-    return _Changed(own, admin)
+    return _ChangedFile(own, admin)
 
 
 def _sections(text: str) -> list[_Section]:
@@ -169,7 +167,7 @@ def _sections(text: str) -> list[_Section]:
 
 
 def _change(sections: list[_Section], name: str, change: Callable[[_Section], _Section]) -> None:
-    """Replace the one section of this name."""
+    """Replace the only section of this name."""
     found = [index for index, section in enumerate(sections) if section[0].strip() == name]
     if len(found) != 1:
         raise UnknownConfiguration(f"Ray's HAProxy configuration has {len(found)} sections {name!r}; one was expected")
@@ -180,9 +178,11 @@ def _defaults(lines: Sequence[str], errors: Mapping[int, Path]) -> _Section:
     left = [line for line in lines if not re.match(r"\s*errorfile ", line)]
     spliced, left = left, [line for line in left if not re.match(r"\s*option splice-", line)]
     if len(left) == len(spliced):
-        raise UnknownConfiguration("Ray's HAProxy configuration no longer splices; see whether it needs to be changed")
+        raise UnknownConfiguration(
+            "Ray's HAProxy configuration no longer splices; check whether this change is still needed"
+        )
     if sum(line.strip() == "option httplog" for line in left) != 1:
-        raise UnknownConfiguration("Ray's HAProxy configuration no longer logs as HTTP; see whether it tells queries")
+        raise UnknownConfiguration("Ray's HAProxy configuration no longer logs as HTTP; check whether it logs queries")
     left = [_LOG_FORMAT if line.strip() == "option httplog" else line for line in left]
     return [*left, *(f"    errorfile {status} {path}" for status, path in errors.items())]
 
@@ -208,7 +208,7 @@ def _frontend(lines: Sequence[str], servers: Sequence[str], trusted: str) -> _Se
 
 
 def _not_ready(when: str = "request") -> str:
-    body = _error_body("not_ready", "the service is starting or stopping; ask again")
+    body = _error_body("not_ready", "the service is starting or stopping; try again")
     return (
         f"http-{when} return status 503 content-type application/json hdr Retry-After {RETRY_AFTER_S} string '{body}'"
     )
@@ -219,22 +219,27 @@ def _error_body(code: str, message: str) -> str:
 
 
 def _ingresses(section: Sequence[str]) -> list[str]:
-    """The names of a backend's servers beside Serve's own proxy, which is the backup."""
+    """The names of a backend's servers, without Serve's own proxy, which is the backup."""
     servers = (re.match(r"\s*server (\S+) .*?( backup)?$", line) for line in section)
     return [server[1] for server in servers if server and not server[2]]
 
 
 def _without_lone_fallback(section: _Section) -> _Section:
-    """While ingresses take each other's place, Serve's second proxy holds requests for a moment. Before any ingress was
-    announced it would hold them for as long as none is there: without it they are answered."""
+    """Remove the backup from a backend without ingresses.
+
+    Serve's second proxy holds requests for a moment while ingresses replace each other. Before any ingress was
+    announced it would hold them indefinitely; without it they are answered.
+    """
     if not section[0].startswith("backend ") or _ingresses(section):
         return section
     return [line for line in section if not re.match(r"\s*server .* backup$", line)]
 
 
 def _with_fallback_that_says_503(section: _Section) -> _Section:
-    """Serve's second proxy no longer knows an application that is being stopped, and says 404 in plain text: clients do
-    not ask again then. Answers of the application, which are JSON, pass."""
+    """Turn the backup's plain-text 404 for an application that is being stopped into a 503, which clients retry.
+
+    The application's own answers, which are JSON, pass.
+    """
     found = next((match for line in section if (match := re.match(r"\s*server (\S+) .* backup$", line))), None)
     if not section[0].startswith("backend ") or found is None:
         return section

@@ -1,14 +1,12 @@
-"""Keeps a HAProxy running in the place of one that ended, and stands for it before Ray.
+"""Restarts HAProxy when it exits, and represents it to Ray.
 
-In: HAProxy's program, its command line as Ray writes it, and the configuration that Ray wrote. Out: this process's
-exit status, when HAProxy has ended on purpose or cannot run. Rule: for Ray this process is HAProxy: its id is the one
-that the control socket tells, a signal to it goes to HAProxy, and when it is killed HAProxy is killed with it.
+For Ray this process is HAProxy: the control socket reports its process id, a signal to it goes to HAProxy, and when it
+is killed HAProxy is killed too. Ray itself notices only after half a minute that its HAProxy has exited, and no request
+is answered meanwhile. Here it is restarted within a tenth of a second; its connections are lost.
 
-Ray itself notices after half a minute that its HAProxy has ended, and all that time nobody is answered. So it is
-started again here, within a tenth of a second; connections that it held are lost. Ray asks HAProxy through a Unix
-socket; it gets this process's, which hands the questions on to HAProxy's own, in the same folder. A reload is a new one
-of these processes whose command line names the old ones: their HAProxys are named to the new HAProxy in their place. A
-manager of Ray's that died has left its HAProxy behind, which goes on serving; the next one takes its place in the same
+Ray asks HAProxy through a Unix socket. It gets this process's socket, which forwards the questions to HAProxy's own in
+the same folder. A reload is another such process whose command line names the old ones; the new HAProxy gets the old
+HAProxys' ids instead. A HAProxy whose manager in Ray died goes on serving until the next one replaces it in the same
 way.
 """
 
@@ -25,22 +23,23 @@ from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 
-#: A HAProxy that lived for less has not really run; after so many in a row this gives up.
+#: A HAProxy that ran for less has failed; after this many failures in a row the supervisor gives up.
 SHORT_LIFE_S = 1.0
 MAX_SHORT_LIVES = 5
-#: How long to wait before the next start after a short life, times their number.
+#: Pause before a restart after a failure, times the number of failures.
 PAUSE_S = 0.2
 _PR_SET_PDEATHSIG = 1
 
 
 def socket_of(folder: Path, pid: int) -> Path:
-    """The control socket of the HAProxy that a supervisor runs."""
+    """The control socket of a supervisor's HAProxy."""
     return folder / f"{pid}.sock"
 
 
 class Supervisor:
-    """One process's. `config`: the file for HAProxy, whose control socket is `socket_of` this process; `admin`: where
-    Ray looks for one. Both lie in the folder of this node."""
+    """`config`: HAProxy's file, whose control socket is `socket_of` this process. `admin`: where Ray looks for the
+    socket. Both are in the folder of this node.
+    """
 
     def __init__(self, binary: str, arguments: Sequence[str], config: Path, admin: Path, ray_config: str) -> None:
         self._folder = admin.parent
@@ -48,24 +47,24 @@ class Supervisor:
         self._config = config
         self._ray_config = ray_config
         self._pid_file = self._folder / f"{os.getpid()}.pid"
-        self._left = [] if "-sf" in arguments else self._left_behind()
-        self._first = [binary, *self._translated(arguments)]
+        self._replaced = [] if "-sf" in arguments else self._orphans()
+        self._first = [binary, *self._translate(arguments)]
         self._again = [binary, *_without_takeover(arguments, config)]
         self._child: asyncio.subprocess.Process | None = None
-        self._stop_signal: int | None = None  # the last that told HAProxy to end
+        self._stop_signal: int | None = None  # the last signal that stops HAProxy
         self._last_words: deque[str] = deque(maxlen=1)
 
     async def run(self) -> int:
-        """Until HAProxy has ended for good; its exit status."""
+        """Run until HAProxy has exited for good; returns its exit status."""
         loop = asyncio.get_running_loop()
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal: everybody in its foreground gets it
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to the whole foreground group
         for number in (signal.SIGUSR1, signal.SIGTERM):
             loop.add_signal_handler(number, self._stop, number)
         try:
             return await self._keep_running()
         finally:
             loop.remove_signal_handler(signal.SIGUSR1)
-            signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # it may come while this process ends
+            signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # it may arrive while this process exits
             for path in (self._pid_file, self._part(), self._config, socket_of(self._folder, os.getpid())):
                 path.unlink(missing_ok=True)
 
@@ -78,7 +77,7 @@ class Supervisor:
             assert self._child is not None
             if server is None and await self._is_up():
                 server = await self._listen()
-                for pid in self._left:
+                for pid in self._replaced:
                     with contextlib.suppress(ProcessLookupError):
                         os.kill(pid, signal.SIGUSR1)
             status = await self._child.wait()
@@ -89,7 +88,7 @@ class Supervisor:
             self._note(status)
             if server is None or num_short >= MAX_SHORT_LIVES:
                 return status if status > 0 else 1
-            print(f"polylora-haproxy: HAProxy ended with {status}; it is started again", file=sys.stderr, flush=True)
+            print(f"polylora-haproxy: HAProxy exited with {status}; restarting it", file=sys.stderr, flush=True)
             await asyncio.sleep(PAUSE_S * num_short)
             command = self._again
         return 0
@@ -102,21 +101,21 @@ class Supervisor:
             process_group=0,
         )
         self._reading = asyncio.create_task(self._pass_on(self._child))
-        if self._stop_signal is not None:  # it came in between, when there was nobody to hand it to
-            self._tell(self._stop_signal)
+        if self._stop_signal is not None:  # it arrived while no HAProxy was running
+            self._signal(self._stop_signal)
 
     def _become_haproxy(self) -> None:
-        """In the new process, before it is HAProxy: no HAProxy runs that the file does not name, whole."""
+        """In the child before exec: write the pid file, so that every running HAProxy is named by a complete file."""
         _die_with_parent()
         self._part().write_text(str(os.getpid()), encoding="utf-8")
         self._part().replace(self._pid_file)
 
     def _part(self) -> Path:
-        """The pid file until it is whole."""
+        """The pid file while it is incomplete."""
         return self._pid_file.with_suffix(".part")
 
     async def _pass_on(self, child: asyncio.subprocess.Process) -> None:
-        """What HAProxy says, and the last of it kept."""
+        """Copy HAProxy's output, and remember its last line."""
         assert child.stderr is not None
         async for line in child.stderr:
             sys.stderr.buffer.write(line)
@@ -124,17 +123,17 @@ class Supervisor:
             self._last_words.append(line.decode(errors="replace").strip())
 
     async def _is_up(self) -> bool:
-        """Whether HAProxy answers; waits until it does, or has ended."""
+        """Whether HAProxy answers; waits until it does or has exited."""
         assert self._child is not None
         while self._child.returncode is None:
             with contextlib.suppress(OSError):
-                await self._asked(b"show info\n")
+                await self._query(b"show info\n")
                 return True
             await asyncio.sleep(0.02)
         return False
 
     async def _listen(self) -> asyncio.Server:
-        """Take the path where Ray asks, from whoever had it."""
+        """Replace the socket at the path where Ray asks."""
         new = self._folder / f"{os.getpid()}.new"
         new.unlink(missing_ok=True)
         server = await asyncio.start_unix_server(self._hand_on, new)
@@ -143,14 +142,14 @@ class Supervisor:
         return server
 
     async def _hand_on(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """One question, which HAProxy answers."""
+        """Forward one question to HAProxy."""
         with contextlib.suppress(OSError):
-            answer = await self._asked(await reader.readline())
+            answer = await self._query(await reader.readline())
             writer.write(re.sub(rb"(?m)^Pid: \d+", b"Pid: %d" % os.getpid(), answer))
             await writer.drain()
         writer.close()
 
-    async def _asked(self, question: bytes) -> bytes:
+    async def _query(self, question: bytes) -> bytes:
         reader, writer = await asyncio.open_unix_connection(socket_of(self._folder, os.getpid()))
         try:
             writer.write(question)
@@ -161,38 +160,41 @@ class Supervisor:
 
     def _stop(self, number: int) -> None:
         self._stop_signal = number
-        self._tell(number)
+        self._signal(number)
 
-    def _tell(self, number: int) -> None:
-        """Send HAProxy a signal, if it runs. `send_signal` would first take the status of one that has just ended, and
-        asyncio, which waits for it as well, would then report 255."""
+    def _signal(self, number: int) -> None:
+        """Send HAProxy a signal, if it runs.
+
+        `send_signal` would first collect the status of a process that has just exited, and asyncio, which waits for it
+        too, would then report 255.
+        """
         if self._child is not None and self._child.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self._child.pid, number)
 
     def _note(self, status: int) -> None:
-        """Write down why HAProxy ended: `polylora serve` tells it when the start comes to nothing."""
+        """Record why HAProxy exited; `polylora serve` prints it when the start fails."""
         said = self._last_words[-1] if self._last_words else f"its exit status is {status}"
         with (self._folder / "failures").open("a", encoding="utf-8") as file:
             file.write(f"{said}\n")
 
-    def _translated(self, arguments: Sequence[str]) -> list[str]:
-        """The command line with HAProxys in place of their supervisors."""
-        old = [int(word) for word in arguments if word.isdigit()] if "-sf" in arguments else self._left
+    def _translate(self, arguments: Sequence[str]) -> list[str]:
+        """The command line with HAProxys instead of their supervisors."""
+        old = [int(word) for word in arguments if word.isdigit()] if "-sf" in arguments else self._replaced
         children = [child for pid in old if (child := self._child_of(pid)) is not None]
         sockets = [path for pid in old if (path := socket_of(self._folder, pid)).exists()]
         takeover = ["-sf", *map(str, children)] if children else []
-        transfer = ["-x", str(sockets[0])] if sockets and ("-x" in arguments or self._left) else []
+        transfer = ["-x", str(sockets[0])] if sockets and ("-x" in arguments or self._replaced) else []
         return [*_without_takeover(arguments, self._config), *transfer, *takeover]
 
     def _child_of(self, pid: int) -> int | None:
-        """The HAProxy of a supervisor; None if there is none, for there is no file."""
+        """The HAProxy of a supervisor; None if it has no pid file."""
         with contextlib.suppress(FileNotFoundError):
             return int((self._folder / f"{pid}.pid").read_text(encoding="utf-8"))
         return None
 
-    def _left_behind(self) -> list[int]:
-        """Supervisors of this folder that live, and that nobody names: their manager has died."""
+    def _orphans(self) -> list[int]:
+        """Living supervisors of this folder whose manager has died."""
         pids = [int(path.stem) for path in self._folder.glob("*.pid") if path.stem.isdigit()]
         return [pid for pid in pids if self._is_supervisor(pid)]
 
@@ -203,7 +205,7 @@ class Supervisor:
 
 
 def _without_takeover(arguments: Sequence[str], config: Path) -> list[str]:
-    """The command line for a HAProxy that takes nobody's place, with our configuration."""
+    """The command line for a HAProxy with our configuration that replaces no other."""
     kept: list[str] = []
     words = iter(arguments)
     for word in words:

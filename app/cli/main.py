@@ -1,23 +1,23 @@
-"""The `polylora` command: one subcommand per thing an operator does at a shell.
+"""The `polylora` command.
 
-    polylora serve --config configs/serve.yaml    fetch the model, start the service, stay until ctrl-C
-    polylora fetch --config configs/serve.yaml    get the base model, with progress
-    polylora convert adapters/sql sql.lora.arrow  turn an adapter into one mapped file, or back
+    polylora serve --config configs/serve.yaml    download the model, start the service, run until ctrl-C
+    polylora download --config configs/serve.yaml download the base model
+    polylora convert adapters/sql sql.lora.arrow  turn an adapter into an Arrow card, or back
     polylora inspect sql.lora.arrow               show an adapter's ranks, targets, norms and size
-    polylora check adapters/sql                   would it load on the settings' base (--base: on another), or why not
-    polylora merge adapters/sql merged/           the base with an adapter merged into it, as a folder
+    polylora check adapters/sql                   check that an adapter loads on the settings' base (--base: another)
+    polylora merge adapters/sql merged/           write the base model with an adapter merged into it
     polylora keygen signing.pem                   make a key for signing adapters
-    polylora keygen --admin                       make the first key that manages tenants
     polylora sign adapters/sql --key signing.pem
-    polylora tenants create acme                  a project and its first key; limits, usage and more
-    polylora apply configs/adapters.yaml          make a running service's adapters what the file says
-    polylora register names.jsonl                 many adapters by name and place, read when they are first used
-    polylora status                               how a running service is
-    polylora doctor --config configs/serve.yaml   would a service start here, and what could it hold
-    polylora plan --trace log.jsonl --slo-ttft 1  how many replicas a recorded traffic needs
+    polylora create-admin-key                     make the first key that manages tenants
+    polylora tenants create acme                  create a project and its first key; also limits, usage and more
+    polylora apply configs/adapters.yaml          make a running service's adapters match a file
+    polylora register names.jsonl                 register many adapters, to be loaded at first use
+    polylora status                               show a running service
+    polylora doctor --config configs/serve.yaml   check whether a service would start here, and what it could hold
+    polylora capacity --trace log.jsonl --slo-ttft 1  how many replicas a recorded traffic needs
 
-In: arguments. Out: an exit status; what is expected to go wrong is one line on stderr, not a traceback.
-A subcommand's module is imported when it runs, so that `fetch` starts without torch or Ray.
+Expected errors are one line on stderr and an exit status, not a traceback. Modules of subcommands are imported when
+they run, so `download` starts without torch or Ray.
 """
 
 from __future__ import annotations
@@ -32,41 +32,38 @@ from typing import TextIO
 
 from app.cli.adapters import add_commands, add_config_option
 from app.cli.apply import add_apply
-from app.cli.capacity import add_plan
+from app.cli.capacity import add_capacity
 from app.cli.doctor import add_doctor
-from app.cli.merge import add_merge
 from app.cli.register import add_register
-from app.cli.signing import add_signing_commands
 from app.cli.status import add_status
-from app.cli.tenants import add_tenants
+from app.cli.tenants import add_create_admin_key, add_tenants
 from app.engine.errors import PolyloraError
 from app.version import version
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """What the command takes; `arguments.run(arguments)` does it and returns an exit status."""
+    """The argument parser; `arguments.run(arguments)` runs the command and returns an exit status."""
     parser = argparse.ArgumentParser(prog="polylora", description="One base model, many LoRA adapters.")
     parser.add_argument("--version", action="version", version=f"polylora {version()}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     _add_serve(commands)
-    _add_fetch(commands)
+    _add_download(commands)
     add_commands(commands)
-    add_merge(commands)
-    add_signing_commands(commands)
     add_apply(commands)
     add_register(commands)
+    add_create_admin_key(commands)
     add_tenants(commands)
     add_status(commands)
     add_doctor(commands)
-    add_plan(commands)
+    add_capacity(commands)
     for command in commands.choices.values():
-        command.add_argument("--verbose", action="store_true", help="show where an error comes from")
+        command.add_argument("--verbose", action="store_true", help="print the traceback of an error")
     _describe_subcommands(parser)
     return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one subcommand; its exit status."""
+    """Run one subcommand; returns its exit status."""
     parser = make_parser()
     arguments = parser.parse_args(argv)
     if arguments.command is None:
@@ -75,19 +72,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return int(arguments.run(arguments))
     except PolyloraError as error:
-        return _failed(arguments, str(error), getattr(error, "details", ""))
+        return _fail(arguments, str(error), getattr(error, "details", ""))
     except KeyboardInterrupt:
         return 130
-    except BrokenPipeError:  # who reads has seen enough (`| head`); Python would complain again when it flushes
+    except BrokenPipeError:  # the reader has gone (`| head`); Python would complain again at its flush
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
-    except Exception as error:  # a bug, ours or another's: its trace is for who asks
+    except Exception as error:  # a bug: print the traceback only with --verbose
         said = str(error).strip().partition("\n")[0]
-        return _failed(arguments, f"{type(error).__name__}: {said}; --verbose shows where it comes from")
+        return _fail(arguments, f"{type(error).__name__}: {said}; --verbose prints the traceback")
 
 
 def _describe_subcommands(parser: argparse.ArgumentParser) -> None:
-    """Have the help of each subcommand, and of theirs, begin with what the list of them says it does."""
+    """Use each subcommand's line in the command list as the description in its own help."""
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
             for listed in action._choices_actions:
@@ -96,8 +93,8 @@ def _describe_subcommands(parser: argparse.ArgumentParser) -> None:
                 _describe_subcommands(subcommand)
 
 
-def _failed(arguments: argparse.Namespace, message: str, details: str = "") -> int:
-    """Say why a command ends, in one line, and the whole of it to who asks. Called while the error is handled."""
+def _fail(arguments: argparse.Namespace, message: str, details: str = "") -> int:
+    """Print why a command failed; with --verbose also the traceback. Called while the error is handled."""
     if arguments.verbose:
         traceback.print_exc()
         print(details, file=sys.stderr)
@@ -130,13 +127,13 @@ def _serve(arguments: argparse.Namespace) -> int:
     )
 
 
-def _add_fetch(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = commands.add_parser("fetch", help="get the base model of a configuration and check that it loads")
+def _add_download(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser("download", help="download the base model of a configuration and check that it loads")
     add_config_option(parser, "a Serve application file")
-    parser.set_defaults(run=_fetch)
+    parser.set_defaults(run=_download)
 
 
-def _fetch(arguments: argparse.Namespace) -> int:
+def _download(arguments: argparse.Namespace) -> int:
     from app.cli.config_file import read_settings
     from app.cli.preflight import check_cache
     from app.engine.models.checkpoint import load_checkpoint
@@ -157,7 +154,7 @@ def _fetch(arguments: argparse.Namespace) -> int:
 
 
 class ProgressLine:
-    """One line that is overwritten on a terminal; elsewhere, a line per quarter so that logs stay short."""
+    """A progress line, overwritten on a terminal; elsewhere one line per quarter, so that logs stay short."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream, self._terminal = stream, stream.isatty()
@@ -171,7 +168,7 @@ class ProgressLine:
             self._stream.write("\n")
 
     def show(self, what: str, done: int, total: int | None) -> None:
-        """`app.engine.models.download.model_download.Progress`."""
+        """A `model_download.Progress` callback."""
         if self._terminal:
             if self._last is not None and self._last[0] != what:
                 self._stream.write("\n")

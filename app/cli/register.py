@@ -1,8 +1,8 @@
-"""`polylora register`: have a running service know adapters by name and place, without reading them.
+"""`polylora register`: register adapters with a running service without loading them.
 
-In: a file of JSON lines, one adapter each (`name`, `path`; `traffic_weight` and `description` if wanted), or stdin.
-Out: how many names are new, and an exit status. Rule: lines are sent some thousand at a time, and each such part is
-registered as a whole or not at all; sending a file again changes nothing. The first request for an adapter has it read.
+Reads JSON lines with `name` and `path`, optionally `traffic_weight` and `description`, from a file or stdin. They are
+sent in batches, each registered as a whole or not at all; sending a file again changes nothing. An adapter is loaded at
+its first request.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from typing import Any
 from app.cli.api_client import DEFAULT_URL, ApiClient, ApiError
 from app.engine.errors import ConfigError
 
-#: Adapters that one call registers: well below what the service takes at once and below 4 MiB of body.
+#: Adapters per call: well below the service's maximum and below 4 MiB of body.
 BATCH = 5_000
-#: How a refusal that is about one of them begins.
+#: The beginning of an error about one adapter of the batch.
 _OF_ONE = re.compile(r"adapters\.(\d+)[.:] ?")
 
 
 def add_register(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = commands.add_parser("register", help="have a running service know adapters without reading them")
+    parser = commands.add_parser("register", help="register adapters with a running service without loading them")
     parser.add_argument("file", type=Path, help='JSON lines like {"name": "sql", "path": "sql"}; - for stdin')
     parser.add_argument("--url", default=DEFAULT_URL, help=f"the service; default: {DEFAULT_URL}")
     parser.set_defaults(run=_register)
@@ -35,7 +35,7 @@ def add_register(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
 def _register(arguments: argparse.Namespace) -> int:
     service = ApiClient(arguments.url)
     num_new = num_same = 0
-    with sys.stdin if str(arguments.file) == "-" else _opened(arguments.file) as lines:
+    with sys.stdin if str(arguments.file) == "-" else _open(arguments.file) as lines:
         adapters = adapters_of(lines, str(arguments.file))
         while some := list(islice(adapters, BATCH)):
             try:
@@ -49,8 +49,9 @@ def _register(arguments: argparse.Namespace) -> int:
 
 
 def adapters_of(lines: Iterable[str], file: str) -> Iterator[tuple[int, Mapping[str, Any]]]:
-    """Each line's number and what it says, empty ones left out. Raises ConfigError with the line's number; fields are
-    the service's."""
+    """(line number, adapter) of each line that is not empty. Raises ConfigError with the line's number; the service
+    checks the fields.
+    """
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
@@ -59,19 +60,19 @@ def adapters_of(lines: Iterable[str], file: str) -> Iterator[tuple[int, Mapping[
         except ValueError as error:
             raise ConfigError(f"{file}, line {number} is not JSON: {error}") from error
         if not isinstance(found, dict):
-            raise ConfigError(f'{file}, line {number} is no object like {{"name": "sql", "path": "sql"}}')
+            raise ConfigError(f'{file}, line {number} is not an object like {{"name": "sql", "path": "sql"}}')
         yield number, found
 
 
 def _by_line(refusal: str, numbers: Sequence[int], file: str) -> str:
-    """What the service says of the adapter at an index, said of its line."""
+    """The service's error about the adapter at an index, with its line instead."""
     found = _OF_ONE.match(refusal)
     if found is None:
         return refusal
     return f"{file}, line {numbers[int(found[1])]}: {refusal[found.end() :]}"
 
 
-def _opened(path: Path) -> Any:
+def _open(path: Path) -> Any:
     try:
         return path.open(encoding="utf-8")
     except OSError as error:

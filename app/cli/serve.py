@@ -1,10 +1,8 @@
 """`polylora serve`: `serve run` for people: one command, a few lines of output, a URL at the end.
 
-In: a Serve application file and perhaps another host and port. Out: a running service until a signal, and
-an exit status. Everything that can be checked is checked before anything starts: the file, the port, the
-model. The service is the one that `serve run` with the same file starts, with Ray's switches set
-(`ray_switches`) and without its dashboard unless it is asked for. What can start side by side does: the
-store and placement beside Serve's controller, proxies beside the deployments.
+The file, the port and the model are checked before anything starts. The service is the one that `serve run` starts with
+the same file, with Ray's environment prepared (`ray_env`) and without Ray's dashboard by default. Independent parts
+start at the same time: the store and placement beside Serve's controller, proxies beside the deployments.
 """
 
 from __future__ import annotations
@@ -27,7 +25,7 @@ from app.cli.preflight import check_device, check_folders, check_ha_proxy_ports,
 from app.cli.ray_env import ha_proxy_folder, set_ray_switches
 from app.cli.startup import (
     ReplicaWatch,
-    StartFailed,
+    StartError,
     check_actors,
     check_ha_proxy,
     deployments_of,
@@ -43,19 +41,21 @@ if TYPE_CHECKING:  # Ray is imported when its switches are set
 
 logger = logging.getLogger(__name__)
 
-#: How often the running service is looked at for replicas that were lost; one that is back sooner goes unnoticed. Each
-#: look takes about 18 ms of CPU, here and in Serve's controller, which engines on this machine could use.
+#: How often lost replicas are looked for; one that is back sooner goes unnoticed. Each look takes about 18 ms of CPU,
+#: here and in Serve's controller, which engines on this machine could use.
 LOOK_INTERVAL_S = 5.0
 
 
 def serve_until_stopped(
     config_path: Path, host: str | None, port: int | None, *, dashboard: bool, is_encoder: bool = False
 ) -> int:
-    """Run the service in the foreground. Raises PolyloraError when it cannot. is_encoder: greet so."""
+    """Run the service in the foreground. Raises PolyloraError if it cannot. is_encoder: print the greeting of an
+    embedder.
+    """
     document = read_document(config_path)
     settings = settings_of(document, config_path)
     is_joined = bool(os.environ.get("RAY_ADDRESS"))
-    if not is_joined:  # another cluster has environments of its own
+    if not is_joined:  # a joined cluster has its own environments
         check_device(settings.engine)
     host, port = address_in(document, host, port)
     url = f"http://{_reachable(host)}:{port}"
@@ -65,10 +65,10 @@ def serve_until_stopped(
     if not is_joined:
         check_preloaded(settings)
         make_policy(settings.placement)
-    keep_digests(os.environ)  # before Ray starts: its processes inherit what is left
+    keep_digests(os.environ)  # before Ray starts: its processes inherit the environment
     has_ha_proxy = set_ray_switches()
     if not has_ha_proxy:
-        _say("HAProxy is not used; Serve's own proxy costs more CPU per token")
+        _say("HAProxy is not available; Serve's own proxy takes more CPU per token")
     elif not is_joined:
         check_ha_proxy_ports(os.environ)
     schema = _schema(document, config_path)
@@ -76,7 +76,7 @@ def serve_until_stopped(
     _say(f"the log is {start_log(settings.logs, 'serve')}")
     _say("starting Ray")
     _start_ray(dashboard)
-    _take_rays_paragraphs()
+    _redirect_ray_errors()
     with _stop_on_signals():
         app_names = [application.name for application in schema.applications]
         folder = _own_ha_proxy_folder() if has_ha_proxy and not is_joined else None
@@ -95,7 +95,7 @@ def serve_until_stopped(
             if settings.http.auth == "auto" and not needs_key:
                 _say(OPEN_NOTICE)
             _wait_for_signal(app_names)
-            _say("stopping when running requests have ended; ctrl-C again to end them now")
+            _say("stopping when running requests have ended; press ctrl-C again to abort them")
             _drain(app_names)
             return 0
         except KeyboardInterrupt:
@@ -109,7 +109,7 @@ def serve_until_stopped(
 
 
 def _start_ray(dashboard: bool) -> None:
-    """Start Ray, or join RAY_ADDRESS. The working directory can be imported from in every process."""
+    """Start Ray, or join RAY_ADDRESS. Every process can import from the working directory."""
     import ray
 
     quiet: dict[str, Any] = {"namespace": "serve", "log_to_driver": False, "logging_level": logging.ERROR}
@@ -117,18 +117,18 @@ def _start_ray(dashboard: bool) -> None:
     if os.environ.get("RAY_ADDRESS"):
         ray.init(**quiet, runtime_env={"env_vars": {"PYTHONPATH": python_path}})
         return
-    # Inherited: workers that Ray starts ahead have no runtime environment, and only such can be used then.
+    # Inherited, because prestarted workers can only be used without a runtime environment.
     os.environ["PYTHONPATH"] = python_path
     try:
         context = ray.init(**quiet, include_dashboard=dashboard)
-    except Exception as error:  # whatever Ray raises: it has a dozen kinds
-        raise StartFailed(f"Ray does not start: {reason_in(str(error))}", str(error)) from error
-    if dashboard:  # where 8265 is taken, Ray takes the next port that is free
-        _say(f"Ray's dashboard is http://{context.dashboard_url}; `ray get-auth-token` lets you in")
+    except Exception as error:  # Ray raises a dozen kinds
+        raise StartError(f"Ray does not start: {reason_in(str(error))}", str(error)) from error
+    if dashboard:  # if 8265 is in use, Ray takes the next free port
+        _say(f"Ray's dashboard is http://{context.dashboard_url}; `ray get-auth-token` prints its token")
 
 
-def _take_rays_paragraphs() -> None:
-    """What Ray would print here in colours goes into the log: `ReplicaWatch` says what it means."""
+def _redirect_ray_errors() -> None:
+    """Log the messages that Ray would print here in colours; `ReplicaWatch` reports what they mean."""
     from app.deployments.rpc.ray_private import redirect_error_messages
 
     redirect_error_messages(lambda lines: logger.warning(LogEvent("Ray says", text=" ".join(lines))))
@@ -167,7 +167,7 @@ def _deploy(schema: ServeDeploySchema, settings: AppConfig, ha_proxy: Path | Non
 
 
 def _health_url(document: dict[str, Any], url: str) -> str | None:
-    """Where our application says that it is ready; None if the file keeps it from HTTP."""
+    """The URL of our application's health check; None if the file does not expose it over HTTP."""
     ours = next(item for item in document["applications"] if item.get("import_path") == IMPORT_PATH)
     prefix = ours.get("route_prefix", "/")
     if prefix is None or document.get("proxy_location") == "Disabled":
@@ -176,7 +176,7 @@ def _health_url(document: dict[str, Any], url: str) -> str | None:
 
 
 def _own_ha_proxy_folder() -> Path:
-    """Where the HAProxy of this node, which is all of the cluster, has its files."""
+    """The folder of HAProxy's files on this node, which is the whole cluster."""
     import ray
 
     return ha_proxy_folder() / ray.get_runtime_context().get_node_id()
@@ -185,18 +185,18 @@ def _own_ha_proxy_folder() -> Path:
 def _wait_for_signal(app_names: Sequence[str]) -> None:
     from ray import serve
 
-    watch = ReplicaWatch(_tell)
+    watch = ReplicaWatch(_warn)
     with contextlib.suppress(KeyboardInterrupt):
         while True:
             applications: Mapping[str, Any] = {}
-            with contextlib.suppress(Exception):  # Serve's controller may be away for a moment, or Ray be stopping
+            with contextlib.suppress(Exception):  # Serve's controller may be restarting, or Ray stopping
                 applications = serve.status().applications
             watch.look(deployments_of([applications[name] for name in app_names if name in applications]))
             time.sleep(LOOK_INTERVAL_S)
 
 
 def _drain(app_names: Sequence[str]) -> None:
-    """Take no more requests and return when those that run have ended, or Serve's patience with them."""
+    """Accept no more requests; return when running ones have ended or Serve's timeout has passed."""
     import ray
     from ray import serve
 
@@ -204,7 +204,7 @@ def _drain(app_names: Sequence[str]) -> None:
         while True:
             try:
                 serve.delete(name)
-            except TimeoutError:  # Serve's function waits for a minute, its replicas longer
+            except TimeoutError:  # Serve's function waits for a minute, its replicas wait longer
                 continue
             except ray.exceptions.RayError:  # nothing is left to drain
                 pass
@@ -212,7 +212,7 @@ def _drain(app_names: Sequence[str]) -> None:
 
 
 def _stop(app_names: Sequence[str]) -> None:
-    """Remove our applications; a Ray that was started here ends with this process."""
+    """Delete our applications; a Ray that was started here stops."""
     import ray
     from ray import serve
 
@@ -231,9 +231,9 @@ def _stop(app_names: Sequence[str]) -> None:
 
 @contextlib.contextmanager
 def _stop_on_signals() -> Iterator[None]:
-    """SIGTERM ends the service as ctrl-C does; a second signal does not wait for running streams.
+    """SIGTERM stops the service as ctrl-C does; a second signal does not wait for running streams.
 
-    Entered after Ray was started: Ray sets handlers of its own.
+    Entered after Ray has started, because Ray sets handlers of its own.
     """
 
     def stop(*_: object) -> None:
@@ -273,8 +273,8 @@ def _greeting(
     )
 
 
-def _tell(text: str) -> None:
-    """On the terminal and in the log."""
+def _warn(text: str) -> None:
+    """Print a message and log it."""
     _say(text)
     logger.warning(text)
 

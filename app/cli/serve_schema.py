@@ -1,8 +1,7 @@
-"""Serve's own part of the settings file: everything in it is known to Serve before Serve is started.
+"""Validation of Serve's own part of the settings file, before Serve starts.
 
-In: the file's content. Out: Serve's schema of it, or a ConfigError that names what is wrong. Rule: a key that Serve
-would pass over in silence is an error here, with what may have been meant. `args` of our application are
-`app.config`'s. Ray is imported here: its switches have to be set before (`ray_switches`).
+A key that Serve would silently ignore is an error here, with a suggestion. The `args` of our application are checked by
+`app.config`. Ray is imported here, so its environment (`ray_env`) must be set before.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from app.suggestions import did_you_mean, model_in
 DEPLOYMENTS = ("EngineReplica", "Ingress")
 #: Serve's own policy counts open calls, of which each ingress keeps one per engine replica.
 _ENGINE_POLICY = "app.deployments.placement.autoscaling:AdapterDemand"
-#: What Serve's schema takes as any mapping, and reads as one of these later.
+#: Fields that Serve's schema accepts as any mapping and validates as one of these later.
 _READ_LATER: Mapping[str, type[BaseModel]] = {
     "autoscaling_config": AutoscalingConfig,
     "request_router_config": RequestRouterConfig,
@@ -31,7 +30,7 @@ _READ_LATER: Mapping[str, type[BaseModel]] = {
 
 
 def serve_schema(document: Mapping[str, Any], path: Path) -> ServeDeploySchema:
-    """Raises ConfigError naming each unknown key, or each value that Serve refuses."""
+    """The validated schema. Raises ConfigError naming each unknown key, or each value that Serve refuses."""
     wrong = [*_unknown_keys(document, ServeDeploySchema, ""), *_wrong_deployments(document)]
     if wrong:
         raise ConfigError(f"{path}: " + "; ".join(wrong))

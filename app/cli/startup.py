@@ -1,10 +1,9 @@
-"""A service while it starts and runs, for the terminal: until it answers, or the sentence that says why it does not.
+"""A service's startup and replicas, as `polylora serve` reports them.
 
-`wait_until_ready` returns when every application runs and ours answers, and raises EngineFailure with one line as soon
-as it is known that nothing will get better: Serve has given an application up, an actor could not be made, HAProxy ends
-again and again, replicas fit on no machine (`no_room`). What tasks and placement groups of other jobs hold is not
-counted there. `ReplicaWatch` reports replicas that are lost while the service runs; one that is stopped on purpose (a
-redeployment, a smaller load) is no loss.
+`wait_until_ready` returns when every application runs and ours answers. It raises EngineFailure with one line as soon
+as waiting is pointless: Serve has given up an application, an actor could not be created, HAProxy exits repeatedly, or
+replicas fit on no machine (`no_room`; resources of other jobs' tasks and placement groups are not counted).
+`ReplicaWatch` reports replicas lost while the service runs, but not those stopped by a redeployment or by autoscaling.
 """
 
 from __future__ import annotations
@@ -23,26 +22,26 @@ from typing import Any
 from app.engine import errors
 from app.engine.errors import EngineFailure
 
-#: A first start compiles kernels for most of a minute; a large model takes its time to load.
+#: A first start compiles kernels for most of a minute, and a large model takes time to load.
 START_TIMEOUT_S = 900.0
-#: HAProxy is started again by Serve; after so many ends that begin with the same words nothing will change.
+#: Serve restarts HAProxy; after this many failures it will not recover.
 MAX_HA_PROXY_FAILURES = 3
-#: Ray counts in ten-thousandths.
+#: Ray counts resources in ten-thousandths.
 _LEAST = 1e-4
-#: Something that waits for so long is told: Ray needs less to place what it has room for.
+#: A shortage of this duration is reported: Ray needs less time to place what fits.
 PATIENCE_S = 5.0
-#: In a cluster of our own nothing changes any more; the command ends after so long.
+#: In our own cluster a shortage is permanent; the command ends after this long.
 OWN_CLUSTER_LIMIT_S = 20.0
-#: What Serve does with a deployment whose replicas it stops itself.
+#: Statuses of a deployment whose replicas Serve stops itself.
 ON_PURPOSE = frozenset({"UPDATING", "UPSCALING", "DOWNSCALING"})
-#: The last line of a traceback: an exception's class, with or without its module, and what it says.
+#: The last line of a traceback: the exception's class, with or without its module, and its message.
 _RAISED = re.compile(r"^\s*(?:[a-zA-Z_][\w.]*\.)?([A-Z]\w+): (\S.*)$", re.MULTILINE)
-#: Classes that tell of another one's end, and not why.
-_TELLERS = ("RayTaskError", "RuntimeError", "ActorDiedError", "RayActorError")
+#: Classes that wrap another exception and do not name the cause.
+_WRAPPERS = ("RayTaskError", "RuntimeError", "ActorDiedError", "RayActorError")
 
 
-class StartFailed(EngineFailure):
-    """The service does not start; `details` is all that Ray or Serve say of it."""
+class StartError(EngineFailure):
+    """The service does not start; `details` is the full text from Ray or Serve."""
 
     def __init__(self, message: str, details: str = "") -> None:
         super().__init__(f"the service does not start: {message}")
@@ -55,7 +54,7 @@ def wait_until_ready(
     say: Callable[[str], None],
     look: Callable[[], None],
 ) -> None:
-    """Return when every application runs and ours answers. `look` is called now and then; what it raises ends this."""
+    """Return when every application runs and ours answers. `look` is called now and then and may raise."""
     import ray
     from ray import serve
 
@@ -68,7 +67,7 @@ def wait_until_ready(
         for state in states:
             if state.status in ("DEPLOY_FAILED", "UNHEALTHY"):
                 words = _last_words(state)
-                raise StartFailed(reason_in(words), words)
+                raise StartError(reason_in(words), words)
         is_running = len(states) == len(app_names) and all(state.status == "RUNNING" for state in states)
         if is_running and (health_url is None or answers(health_url)):
             return
@@ -78,21 +77,21 @@ def wait_until_ready(
             next_look_s = time.monotonic() + 1.0
         if time.monotonic() > deadline_s:
             logs = ray.get_runtime_context().get_session_name()
-            raise StartFailed(f"it is not ready after {START_TIMEOUT_S:g} s; Ray's session {logs} has the logs")
+            raise StartError(f"it is not ready after {START_TIMEOUT_S:g} s; Ray's session {logs} has the logs")
         time.sleep(0.1)
 
 
 def reason_in(words: str) -> str:
-    """The one line of a traceback, or of several, that says why: the last exception that tells of itself."""
+    """The line of a traceback, or of several, that names the cause: the last exception that is not a wrapper."""
     found: list[tuple[str, str]] = _RAISED.findall(words)
     raised = [(kind, said.strip()) for kind, said in found if kind.endswith("Error") or hasattr(errors, kind)]
     lines = [line.strip() for line in words.splitlines() if line.strip()]
-    told = [said for kind, said in raised if kind not in _TELLERS] or [said for _, said in raised] or lines[:1]
-    return told[-1] if told else "Serve does not say why"
+    reasons = [said for kind, said in raised if kind not in _WRAPPERS] or [said for _, said in raised] or lines[:1]
+    return reasons[-1] if reasons else "Serve gives no reason"
 
 
 def check_actors(made: Sequence[tuple[str, Any]]) -> None:
-    """made: (what it is, what Ray answers when it is there). Raises StartFailed if one of them could not be made."""
+    """made: (name, reference that resolves when it exists). Raises StartError if one could not be created."""
     import ray
     from ray.exceptions import RayError
 
@@ -101,19 +100,19 @@ def check_actors(made: Sequence[tuple[str, Any]]) -> None:
             try:
                 ray.get(is_there)
             except RayError as error:
-                raise StartFailed(f"{what}: {reason_in(str(error))}", str(error)) from error
+                raise StartError(f"{what}: {reason_in(str(error))}", str(error)) from error
 
 
 def check_ha_proxy(folder: Path) -> None:
-    """folder: HAProxy's, with one inside for each node. Raises StartFailed if it ends as often as it is started."""
+    """folder: HAProxy's, with one inside for each node. Raises StartError if HAProxy fails repeatedly."""
     for path in folder.glob("*/failures"):
         failures = path.read_text(encoding="utf-8").splitlines()
         if len(failures) >= MAX_HA_PROXY_FAILURES:
-            raise StartFailed(f"HAProxy ends again and again: {failures[-1]}", "\n".join(failures))
+            raise StartError(f"HAProxy exits repeatedly: {failures[-1]}", "\n".join(failures))
 
 
 def answers(health_url: str) -> bool:
-    """The way a client comes: an application may run before the proxies know of it."""
+    """Whether a client gets an answer: an application may run before the proxies know it."""
     direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
         with direct.open(health_url, timeout=30) as answer:
@@ -124,7 +123,7 @@ def answers(health_url: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Actor:
-    """A living actor, by its Ray name; `node_id` is None while it waits for a place."""
+    """A living actor by its Ray name; `node_id` is None while it waits for a node."""
 
     name: str
     resources: Mapping[str, float]
@@ -134,7 +133,7 @@ class Actor:
 def no_room(
     machines: Mapping[str, Mapping[str, float]], actors: Sequence[Actor], app_names: Sequence[str]
 ) -> str | None:
-    """What keeps replicas of these applications waiting. machines: node id -> what it has in all."""
+    """Why replicas of these applications cannot be placed, or None. machines: node id -> its total resources."""
     free = {node_id: Counter(has) for node_id, has in machines.items()}
     for actor in actors:
         if actor.node_id in free:
@@ -148,28 +147,28 @@ def no_room(
     )
     if not waiting:
         return None
-    wants = [f"{count} of {name} ({_told(dict(asked))} each)" for (name, asked), count in sorted(waiting.items())]
+    wants = [f"{count} of {name} ({_amounts(dict(asked))} each)" for (name, asked), count in sorted(waiting.items())]
     kinds = sorted({kind for _, asked in waiting for kind, _ in asked})
-    has = [_told({kind: node.get(kind, 0.0) for kind in kinds}) for node in machines.values()]
+    has = [_amounts({kind: node.get(kind, 0.0) for kind in kinds}) for node in machines.values()]
     return (
-        f"Ray has no room for {', '.join(wants)}; there is {_listed(has, 'on a machine')}, held by "
-        f"{_holders(actors, kinds, app_names) or 'nobody'}. Ask for less (ray_actor_options under deployments: in the "
-        "configuration), run fewer replicas, or add machines"
+        f"Ray cannot place {', '.join(wants)}; there is {_list_of(has, 'on a machine')}, used by "
+        f"{_holders(actors, kinds, app_names) or 'no actor'}. Request less (ray_actor_options under deployments: in "
+        "the configuration), run fewer replicas, or add machines"
     )
 
 
 class ResourceWatch:
-    """Tells what has no room, once, and gives up after `limit_s`."""
+    """Reports a shortage once, and gives up after `limit_s`."""
 
     def __init__(self, say: Callable[[str], None], limit_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._say = say
         self._limit_s = limit_s
         self._clock = clock
         self._since_s: float | None = None
-        self._told: str | None = None
+        self._reported: str | None = None
 
     def look(self, sentence: str | None) -> None:
-        """`sentence`: of `no_room`, now. Raises EngineFailure with it when there has been one for `limit_s`."""
+        """`sentence`: the current answer of `no_room`. Raises EngineFailure with it after a shortage of `limit_s`."""
         if sentence is None:
             self._since_s = None
             return
@@ -178,22 +177,22 @@ class ResourceWatch:
         waited_s = self._clock() - self._since_s
         if waited_s >= self._limit_s:
             raise EngineFailure(f"the service does not start: {sentence}")
-        if waited_s >= PATIENCE_S and sentence != self._told:
-            self._told = sentence
+        if waited_s >= PATIENCE_S and sentence != self._reported:
+            self._reported = sentence
             self._say(sentence)
 
 
 class ReplicaWatch:
-    """`say` gets a line; `clock` gives seconds."""
+    """Reports lost and recovered replicas. `say` gets a line; `clock` gives seconds."""
 
     def __init__(self, say: Callable[[str], None], clock: Callable[[], float] = time.monotonic) -> None:
         self._say = say
         self._clock = clock
         self._running: dict[str, int] = {}
-        self._lost: dict[str, tuple[int, float]] = {}  # by deployment: how many ran before, and when one was lost
+        self._lost: dict[str, tuple[int, float]] = {}  # by deployment: number before, and time of the loss
 
     def look(self, deployments: Mapping[str, tuple[str, int]]) -> None:
-        """deployments: by name, what Serve does with it, and how many replicas run."""
+        """deployments: name -> (Serve's status, number of running replicas)."""
         for name, (doing, now) in deployments.items():
             before = self._running.get(name, 0)
             self._running[name] = now
@@ -202,11 +201,11 @@ class ReplicaWatch:
                 self._say(f"{before - now} of {before} {name} lost; Serve starts another")
             elif name in self._lost and now >= self._lost[name][0]:
                 _, since_s = self._lost.pop(name)
-                self._say(f"{now} {name} again, after {self._clock() - since_s:.0f} s")
+                self._say(f"{now} {name} running again after {self._clock() - since_s:.0f} s")
 
 
 def deployments_of(applications: Iterable[Any]) -> dict[str, tuple[str, int]]:
-    """What `ReplicaWatch.look` takes, of applications as Serve's status has them."""
+    """The argument of `ReplicaWatch.look`, from Serve's status of applications."""
     return {
         title: (deployment.status.value, replica_counts(deployment).get("RUNNING", 0))
         for application in applications
@@ -215,13 +214,12 @@ def deployments_of(applications: Iterable[Any]) -> dict[str, tuple[str, int]]:
 
 
 def replica_counts(deployment: Any) -> dict[str, int]:
-    """How many replicas are in which state. Serve's own type says that states are enum members; over Ray they come as
-    their names."""
+    """Number of replicas by state. Serve's type says that states are enum members; over Ray they arrive as names."""
     return {getattr(state, "value", state): number for state, number in deployment.replica_states.items()}
 
 
 def _without_room(app_names: Sequence[str]) -> str | None:
-    """Which replicas fit on no machine of the cluster, as a sentence."""
+    """The shortage of this cluster as a sentence, or None."""
     import ray
 
     from app.deployments.rpc.ray_private import actor_places
@@ -238,7 +236,7 @@ def _last_words(state: Any) -> str:
 
 
 def _deployment(actor_name: str, app_names: Sequence[str]) -> str | None:
-    """Of a replica of one of these applications: Serve names it SERVE_REPLICA::application#deployment#id."""
+    """The deployment of a replica's actor name, SERVE_REPLICA::application#deployment#id; None for other actors."""
     words = actor_name.removeprefix("SERVE_REPLICA::").split("#")
     return words[1] if len(words) == 3 and words[0] in app_names else None
 
@@ -248,7 +246,7 @@ def _fits(asked: Mapping[str, float], left: Mapping[str, float]) -> bool:
 
 
 def _holders(actors: Iterable[Actor], kinds: Sequence[str], app_names: Sequence[str]) -> str:
-    """Who holds what of these kinds."""
+    """Which actors use how much of these resources."""
     held: dict[str, Counter[str]] = {}
     counts: Counter[str] = Counter()
     for actor in actors:
@@ -257,13 +255,13 @@ def _holders(actors: Iterable[Actor], kinds: Sequence[str], app_names: Sequence[
             name = _deployment(actor.name, app_names) or actor.name
             counts[name] += 1
             held.setdefault(name, Counter()).update(amounts)
-    return ", ".join(f"{counts[name]} of {name} ({_told(held[name])} together)" for name in sorted(held))
+    return ", ".join(f"{counts[name]} of {name} ({_amounts(held[name])} together)" for name in sorted(held))
 
 
-def _told(amounts: Mapping[str, float]) -> str:
+def _amounts(amounts: Mapping[str, float]) -> str:
     return " and ".join(f"{round(amount, 4):g} {kind}" for kind, amount in sorted(amounts.items())) or "nothing"
 
 
-def _listed(has: Sequence[str], where: str) -> str:
+def _list_of(has: Sequence[str], where: str) -> str:
     counts = Counter(has)
     return ", ".join(f"{one} {where}" if n == 1 else f"{one} on each of {n} machines" for one, n in counts.items())

@@ -1,8 +1,7 @@
-"""`polylora status`: how a running service is.
+"""`polylora status`: replicas, tiers and recent failures of a running service.
 
-In: its URL. Out: lines on stdout: replicas, tiers, what failed lately; an exit status, 0 if it is ready. A service that
-does not answer over HTTP, because it is starting or stuck, is asked for through Ray on the same machine; Ray's token is
-found where Ray keeps it.
+Exits with 0 if it is ready. If the service does not answer over HTTP, because it is starting or stuck, Ray on this
+machine is asked instead; Ray's token is found where Ray keeps it.
 """
 
 from __future__ import annotations
@@ -23,15 +22,14 @@ _MIB = 1 << 20
 
 
 def add_status(commands: Any) -> None:
-    """Add it to `argparse.ArgumentParser.add_subparsers()`."""
-    parser = commands.add_parser("status", help="show how a running service is: replicas, tiers, recent failures")
+    parser = commands.add_parser("status", help="show a running service: replicas, tiers, recent failures")
     parser.add_argument("--url", default=DEFAULT_URL, help=f"the service; default: {DEFAULT_URL}")
     parser.set_defaults(run=_status)
 
 
 def status_lines(status: Mapping[str, Any], url: str) -> list[str]:
-    """What GET /v1/status says, for people."""
-    readiness = "ready" if status["is_ready"] else "not ready: no engine replica can be used"
+    """The answer of GET /v1/status as text."""
+    readiness = "ready" if status["is_ready"] else "not ready: no engine replica is usable"
     failures = status["failures"]
     return [
         f"{url}: {readiness}",
@@ -47,13 +45,13 @@ def status_lines(status: Mapping[str, Any], url: str) -> list[str]:
             [_tier_row(name, counts) for name, counts in status["tiers"].items()],
         ),
         "",
-        "failed lately:" if failures else "nothing failed lately",
+        "recent failures:" if failures else "no recent failures",
         *(_failure_line(item) for item in failures),
     ]
 
 
 def ray_lines(applications: Mapping[str, Any]) -> list[str]:
-    """What Serve says of its applications: of one that does not answer."""
+    """Serve's status of its applications as text."""
     lines = []
     for name, application in applications.items():
         lines.append(f"application {name}: {application.status.value} {application.message}".rstrip())
@@ -80,7 +78,7 @@ def _status(arguments: argparse.Namespace) -> int:
 
 
 def _applications() -> Mapping[str, Any]:
-    """Of the cluster that runs here. Raises PolyloraError if there is none."""
+    """The applications of the Ray cluster on this machine. Raises PolyloraError if there is none."""
     if (Path.home() / ".ray" / "auth_token").is_file():
         os.environ.setdefault("RAY_AUTH_MODE", "token")
     import ray
@@ -90,9 +88,9 @@ def _applications() -> Mapping[str, Any]:
         ray.init("auto", namespace="serve", log_to_driver=False, logging_level=logging.ERROR)
         applications: Mapping[str, Any] = serve.status().applications
         return applications
-    except Exception as error:  # whatever Ray raises: it has a dozen kinds
+    except Exception as error:  # Ray raises a dozen kinds
         said = str(error).strip().partition("\n")[0]
-        raise PolyloraError(f"no Ray cluster here can be asked ({said}); is the service running?") from error
+        raise PolyloraError(f"cannot reach a Ray cluster on this machine ({said}); is the service running?") from error
     finally:
         ray.shutdown()
 
@@ -122,7 +120,7 @@ def _failure_line(event: Mapping[str, Any]) -> str:
 
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    """Columns as wide as what is in them, the first to the left."""
+    """Columns as wide as their contents, the first left-aligned."""
     cells = [head, *rows]
     widths = [max(len(row[column]) for row in cells) for column in range(len(head))]
     return [

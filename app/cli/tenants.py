@@ -1,8 +1,8 @@
-"""`polylora tenants`: what OpenAI's admin client does, from a shell.
+"""`polylora tenants`: OpenAI's admin API from a shell; and `polylora create-admin-key`.
 
-In: arguments, an admin key in `POLYLORA_ADMIN_KEY` (never on the command line, where `ps` shows it) and a running
-service. Out: lines of text, or with --json what the service answered. A key's value is printed once, when it is made.
-Rule: what is made is printed a value a line for scripts, and with a word before each where a person reads it.
+`tenants` needs an admin key in `POLYLORA_ADMIN_KEY` (never on the command line, where `ps` shows it) and a running
+service. It prints text, or with --json the service's answer. A new key's value is printed once; in scripts one value
+per line, on a terminal with a label before each.
 """
 
 from __future__ import annotations
@@ -16,12 +16,13 @@ import urllib.parse
 from collections.abc import Mapping
 from typing import Any
 
+from app.cli.adapters import add_config_option
 from app.cli.api_client import DEFAULT_URL, ApiClient, ApiError
-from app.config import ADMIN_KEY
+from app.config import ADMIN_KEY, without_password
 from app.engine.errors import ConfigError
 
 _TIMEOUT_S = 60.0
-#: What OpenAI's limits call the arguments of `tenants limit`.
+#: Arguments of `tenants limit`, and OpenAI's names for them.
 _RATES = {
     "requests_per_min": "max_requests_per_1_minute",
     "tokens_per_min": "max_tokens_per_1_minute",
@@ -31,7 +32,6 @@ _SETTINGS = ("weight", "max_concurrent", "max_adapters", "max_adapter_bytes")
 
 
 def add_tenants(commands: Any) -> None:
-    """Add `tenants` and its subcommands to `argparse.ArgumentParser.add_subparsers()`."""
     parser = commands.add_parser("tenants", help=f"manage projects, keys and limits (needs {ADMIN_KEY})")
     _add_common(parser, DEFAULT_URL, False)
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
@@ -42,44 +42,71 @@ def add_tenants(commands: Any) -> None:
     create.add_argument("name")
     for action, text in (
         ("show", "a project's settings, limits and keys"),
-        ("archive", "end a project; its keys are good for nothing"),
+        ("archive", "archive a project; its keys become invalid"),
         ("usage", "what a project used in the last day"),
-        ("rotate-salt", "let nothing be found of what is cached of a project"),
+        ("rotate-salt", "discard a project's cached prefixes"),
     ):
         actions.add_parser(action, help=text).add_argument("project", help="its id")
-    limit = actions.add_parser("limit", help="change what a project may ask for; -1 lifts a limit")
+    limit = actions.add_parser("limit", help="change a project's limits; -1 removes one")
     limit.add_argument("project", help="its id")
-    limit.add_argument("--model", help="of which adapter the rates are; the base model's hold for everything")
+    limit.add_argument(
+        "--model", help="the adapter whose rates to change; default: the base model, whose rates cover everything"
+    )
     for name in _RATES:
         limit.add_argument(f"--{name.replace('_', '-')}", type=int)
-    limit.add_argument("--weight", type=float, help="its share when many wait")
+    limit.add_argument("--weight", type=float, help="its fair share when requests wait")
     for name in _SETTINGS[1:]:
         limit.add_argument(f"--{name.replace('_', '-')}", type=int)
     limit.add_argument("--spend-cents", type=int, help="per calendar month")
-    limit.add_argument("--enforce", choices=("true", "false"), help="false only counts what would be refused")
+    limit.add_argument(
+        "--enforce", choices=("true", "false"), help="false: count requests over a limit, do not reject them"
+    )
     key = actions.add_parser("key", help="another key for a project; prints it once")
     key.add_argument("project", help="its id")
     key.add_argument("--expires-in-s", type=int)
-    revoke = actions.add_parser("revoke", help="a key is good for nothing any more")
+    revoke = actions.add_parser("revoke", help="revoke a key")
     revoke.add_argument("project", help="its id")
     revoke.add_argument("key", help="its id")
-    share = actions.add_parser("share", help="let exactly these projects use an adapter")
-    share.add_argument("project", help="whose adapter it is")
+    share = actions.add_parser("share", help="share an adapter with exactly these projects")
+    share.add_argument("project", help="id of the adapter's project")
     share.add_argument("adapter")
-    share.add_argument("with_projects", nargs="*", metavar="PROJECT", help="who may use it; none takes it back")
-    for action_parser in actions.choices.values():  # behind the action, too, where most people write them
+    share.add_argument(
+        "with_projects", nargs="*", metavar="PROJECT", help="projects that may use it; none ends sharing"
+    )
+    for action_parser in actions.choices.values():  # also after the action, where most people write them
         _add_common(action_parser, argparse.SUPPRESS, argparse.SUPPRESS)
         action_parser.add_argument("--verbose", action="store_true", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
 
 
+def add_create_admin_key(commands: Any) -> None:
+    parser = commands.add_parser("create-admin-key", help="make an API key that manages tenants; prints it once")
+    add_config_option(parser, "a Serve application file: the service's")
+    parser.set_defaults(run=_create_admin_key)
+
+
+def _create_admin_key(arguments: argparse.Namespace) -> int:
+    from app.cli.admin_key import make_admin_key
+    from app.cli.config_file import read_settings
+
+    settings = read_settings(arguments.config)
+    print(make_admin_key(settings))
+    url = settings.adapters.registry_url
+    place = without_password(url) if url else settings.adapters.state_dir
+    # on stderr, which $(polylora create-admin-key) does not read
+    print(
+        f"the key is in the registry in {place}; services that use it now ask every client for a key", file=sys.stderr
+    )
+    return 0
+
+
 def _add_common(parser: argparse.ArgumentParser, url: str, as_json: bool | str) -> None:
     parser.add_argument("--url", default=url, help=f"the service; default: {DEFAULT_URL}")
-    parser.add_argument("--json", action="store_true", default=as_json, help="print the service's answer as it is")
+    parser.add_argument("--json", action="store_true", default=as_json, help="print the service's answer as JSON")
 
 
 def _run(arguments: argparse.Namespace) -> int:
     if not os.environ.get(ADMIN_KEY):
-        raise ConfigError(f"{ADMIN_KEY} is not set; `polylora keygen --admin` makes an admin key")
+        raise ConfigError(f"{ADMIN_KEY} is not set; `polylora create-admin-key` makes an admin key")
     service = ApiClient(arguments.url, _TIMEOUT_S)
     answer, lines = _ACTIONS[arguments.action](service, arguments)
     print(json.dumps(answer, indent=2) if arguments.json else "\n".join(lines))
@@ -98,12 +125,12 @@ def _create(service: ApiClient, arguments: argparse.Namespace) -> Result:
     project = service.call("POST", "/v1/organization/projects", {"name": arguments.name})
     path = f"/v1/organization/projects/{project['id']}/service_accounts"
     account = service.call("POST", path, {"name": arguments.name})
-    return {"project": project, "service_account": account}, _made(
+    return {"project": project, "service_account": account}, _new_key_lines(
         project=project["id"], key=account["api_key"]["value"]
     )
 
 
-def _made(**values: str) -> list[str]:
+def _new_key_lines(**values: str) -> list[str]:
     if not sys.stdout.isatty():
         return list(values.values())
     width = max(map(len, values))
@@ -111,9 +138,9 @@ def _made(**values: str) -> list[str]:
 
 
 def _show(service: ApiClient, arguments: argparse.Namespace) -> Result:
-    project = f"/v1/organization/projects/{_quoted(arguments.project)}"
+    project = f"/v1/organization/projects/{_quote(arguments.project)}"
     answer = {
-        "tenant": service.call("GET", f"/v1/tenants/{_quoted(arguments.project)}"),
+        "tenant": service.call("GET", f"/v1/tenants/{_quote(arguments.project)}"),
         "rate_limits": service.call("GET", f"{project}/rate_limits")["data"],
         "api_keys": service.call("GET", f"{project}/api_keys?limit=100")["data"],
     }
@@ -126,7 +153,7 @@ def _show(service: ApiClient, arguments: argparse.Namespace) -> Result:
 
 
 def _limit(service: ApiClient, arguments: argparse.Namespace) -> Result:
-    given, project = vars(arguments), _quoted(arguments.project)
+    given, project = vars(arguments), _quote(arguments.project)
     answer: dict[str, Any] = {}
     rates = {long: given[short] for short, long in _RATES.items() if given[short] is not None}
     if rates:
@@ -134,7 +161,7 @@ def _limit(service: ApiClient, arguments: argparse.Namespace) -> Result:
         model = arguments.model or listed[0]["model"]  # the base's is the first
         body = {name: 2**31 - 1 if value < 0 else value for name, value in rates.items()}
         answer["rate_limit"] = service.call(
-            "POST", f"/v1/organization/projects/{project}/rate_limits/rl-{_quoted(model)}", body
+            "POST", f"/v1/organization/projects/{project}/rate_limits/rl-{_quote(model)}", body
         )
     settings = {name: given[name] for name in _SETTINGS if given[name] is not None}
     if arguments.enforce is not None:
@@ -149,18 +176,18 @@ def _limit(service: ApiClient, arguments: argparse.Namespace) -> Result:
             body = {"threshold_amount": arguments.spend_cents, "currency": "USD", "interval": "month"}
             answer["spend_limit"] = service.call("POST", path, body)
     if not answer:
-        raise ConfigError("nothing is to be changed; `polylora tenants limit --help` lists what can be")
+        raise ConfigError("no change given; `polylora tenants limit --help` lists the options")
     return answer, [f"changed {', '.join(answer)}"]
 
 
 def _key(service: ApiClient, arguments: argparse.Namespace) -> Result:
-    accounts = f"/v1/organization/projects/{_quoted(arguments.project)}/service_accounts"
+    accounts = f"/v1/organization/projects/{_quote(arguments.project)}/service_accounts"
     found = service.call("GET", f"{accounts}?limit=1")["data"]
     if not found:
         raise ApiError("the project has no service account; create one with OpenAI's admin client")
     body = {} if arguments.expires_in_s is None else {"expires_in_seconds": arguments.expires_in_s}
     answer = service.call("POST", f"{accounts}/{found[0]['id']}/api_keys", body)
-    return answer, _made(id=answer["id"], key=answer["value"])
+    return answer, _new_key_lines(id=answer["id"], key=answer["value"])
 
 
 def _usage(service: ApiClient, arguments: argparse.Namespace) -> Result:
@@ -186,16 +213,16 @@ def _usage(service: ApiClient, arguments: argparse.Namespace) -> Result:
 
 def _one(method: str, path: str, words: str, body: Mapping[str, Any] | None = None) -> Any:
     def act(service: ApiClient, arguments: argparse.Namespace) -> Result:
-        names = {name: _quoted(value) for name, value in vars(arguments).items() if isinstance(value, str)}
+        names = {name: _quote(value) for name, value in vars(arguments).items() if isinstance(value, str)}
         return service.call(method, path.format(**names), body), [words.format(**names)]
 
     return act
 
 
 def _share(service: ApiClient, arguments: argparse.Namespace) -> Result:
-    path = f"/v1/tenants/{_quoted(arguments.project)}/shares/{_quoted(arguments.adapter)}"
+    path = f"/v1/tenants/{_quote(arguments.project)}/shares/{_quote(arguments.adapter)}"
     answer = service.call("PUT", path, {"project_ids": arguments.with_projects})
-    return answer, [f"{arguments.adapter}: {', '.join(arguments.with_projects) or 'nobody else'}"]
+    return answer, [f"{arguments.adapter}: {', '.join(arguments.with_projects) or 'no other project'}"]
 
 
 _ACTIONS: Mapping[str, Any] = {
@@ -212,5 +239,5 @@ _ACTIONS: Mapping[str, Any] = {
 }
 
 
-def _quoted(text: str) -> str:
+def _quote(text: str) -> str:
     return urllib.parse.quote(text, safe="")

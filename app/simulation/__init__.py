@@ -1,1 +1,1 @@
-"""A fleet on a virtual clock: the service's own decisions, with measured times instead of computed tokens."""
+"""Simulation of a fleet with the service's own scheduling, placement and autoscaling code."""

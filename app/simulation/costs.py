@@ -1,10 +1,9 @@
-"""What steps, prompts and loads take: the table that the simulation counts time with.
+"""The cost table: how long steps, prompts and loads take in the simulation.
 
-In: a JSON file with one number per field, as `python -m load_tests.simulate measure` writes it on a machine. Out:
-`CostsResponse`. Rule: times come from the real engine; a simulation says whose. A step of B decoding sequences whose adapters
-have R rank rows together takes `step_s + B * sequence_s + R * row_s`; P tokens of a prompt, each of which looks at
-itself and all before it, at L in all, take `P * prompt_token_s + L * look_s` beside that; and writing an adapter of r
-rank rows takes `r * row_write_s`.
+A JSON file with one number per field, written by `python -m load_tests.simulate measure` from the real engine. A step
+of B decoding sequences whose adapters have R rank rows together takes `step_s + B * sequence_s + R * row_s`. P prompt
+tokens with L attended positions in all add `P * prompt_token_s + L * look_s`. Loading an adapter of r rank rows takes
+`r * row_write_s`.
 """
 
 from __future__ import annotations
@@ -15,17 +14,17 @@ from pathlib import Path
 
 from app.engine.errors import ConfigError
 
-#: A line through the steps of docs/reference/performance.md (its tables of decoding, prompts and an adapter's way up).
+#: Fitted to the steps in docs/performance.md.
 DEFAULT_COSTS = Path(__file__).with_name("costs.json")
 
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """Seconds, and the size of adapters. `row_bytes`: bytes of an adapter per rank row, on the host.
+    """Seconds, and the size of adapters. `row_bytes`: host bytes of an adapter per rank row.
 
-    `host_s`: from the host's memory to the engine; `disk_s`: from disk to there; `source_s`: from the source to disk.
-    `start_s`: from the decision for one more replica to its first request. `machine`, `source`: where it was measured,
-    and how.
+    `host_s`: from host memory to the engine; `disk_s`: from disk to host memory; `source_s`: from the source to disk.
+    `start_s`: from the decision for a new replica to its first request. `machine`, `source`: where and how it was
+    measured.
     """
 
     step_s: float
@@ -39,8 +38,8 @@ class Costs:
     source_s: float
     start_s: float
     look_s: float = 0.0
-    machine: str = "not said"
-    source: str = "not said"
+    machine: str = "unknown machine"
+    source: str = "unknown source"
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -51,20 +50,20 @@ class Costs:
             raise ConfigError("costs: a step takes no time; give step_s or sequence_s")
 
     def decode_s(self, num_sequences: int, num_rows: int) -> float:
-        """One step of so many decoding sequences, with the rank rows of their adapters."""
+        """One step of decoding sequences with `num_rows` rank rows of their adapters."""
         return self.step_s + num_sequences * self.sequence_s + num_rows * self.row_s
 
     def prompt_s(self, num_before: int, num_tokens: int) -> float:
-        """So many tokens of a prompt that come after so many."""
+        """`num_tokens` tokens of a prompt after `num_before` others."""
         return num_tokens * (self.prompt_token_s + (num_before + (num_tokens + 1) / 2) * self.look_s)
 
 
 def read_costs(path: Path = DEFAULT_COSTS) -> Costs:
-    """Raises ConfigError for a file that is no such table."""
+    """The cost table in a file. Raises ConfigError for an invalid one."""
     try:
         return Costs(**json.loads(path.read_text()))
     except (OSError, ValueError, TypeError) as error:
-        raise ConfigError(f"{path} is no table of costs: {error}") from error
+        raise ConfigError(f"{path} is not a cost table: {error}") from error
 
 
 def write_costs(costs: Costs, path: Path) -> None:

@@ -1,10 +1,9 @@
-"""A whole fleet on the virtual clock: placement, the choice of a replica, loads, and replicas that come, go and die.
+"""A fleet on a virtual clock: placement, replica choice, loads, and replicas that start, drain and die.
 
-In: traffic, the size of the fleet, a placement policy, costs and a seed. Out: a `Result`. Decisions are production's
-own: `PlacementState` with the policy, the ingress's `Loads` and `choose_replica`, the store's `BytesBoundedCache` for host memory, the
-autoscaler's (`scaling`). Rule: everything happens in order of its time, and what is random comes from the
-seed, so a run is the same on any machine. Simplified are: one ingress, which knows placement's table at once, and one
-node's host memory for all replicas.
+Decisions are production's own code: `PlacementState` with its policy, the ingress's `ReplicaLoadTracker` and
+`choose_replica`, the store's `BytesBoundedCache` for host memory, and the autoscaler (`scaling`). Events happen in
+order of time and all randomness comes from the seed, so a run is the same on any machine. Simplifications: one ingress
+that sees placement's table at once, and one node's host memory for all replicas.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ from app.simulation.traffic import BASE, Traffic
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What is simulated, beside the traffic. `lost_s`: at each of these times the replica with the most work dies."""
+    """The simulated fleet. `lost_s`: at each of these times the replica with the most work dies."""
 
     num_replicas: int
     costs: Costs
@@ -44,7 +43,7 @@ class Plan:
     scaling: Scaling | None = None
     lost_s: Sequence[float] = ()
     is_warm: bool = True  # every adapter is on disk already
-    pinned: Sequence[int] = ()  # adapters that every replica brings to its rows before it takes requests
+    pinned: Sequence[int] = ()  # adapters that every replica loads before it takes requests
 
 
 def simulate(traffic: Traffic, plan: Plan, seed: int) -> Result:
@@ -61,17 +60,17 @@ class _Fleet:
         self._draw = random.Random(seed)
         self._policy = make_policy(plan.placement)
         placement = plan.placement
-        self._books = PlacementState(
+        self._placement = PlacementState(
             self._policy, placement.heartbeat_timeout_s, placement.report_interval_s, placement.min_replicas_per_adapter
         )
         self._loads = ReplicaLoadTracker(lambda: self._now_s)
         self._host = BytesBoundedCache(plan.host_bytes, "lru")
         self._on_disk: set[str] = set(traffic.digests()) if plan.is_warm else set()
-        self._coming_s: dict[str, float] = {}  # adapters that are being fetched, and when they are there
+        self._coming_s: dict[str, float] = {}  # adapters being loaded, and when they are ready
         self._digests = traffic.digests()
         self._replicas: dict[str, Replica] = {}
         self._leaving: list[Replica] = []
-        self._tellings: dict[str, DeltaReporter] = {}
+        self._reporters: dict[str, DeltaReporter] = {}
         self._usable_ids: list[str] = []
         self._homes: dict[str, Row] = {}
         self._events: list[tuple[float, int, str, object]] = []
@@ -94,7 +93,7 @@ class _Fleet:
         times, adapters, ranks = traffic.arrival_s.tolist(), traffic.adapter.tolist(), traffic.rank.tolist()
         prompts, outputs = traffic.prompt_tokens.tolist(), traffic.output_tokens.tolist()
         tenants = traffic.tenant.tolist()
-        heads = traffic.heads()
+        prefixes = traffic.prefixes()
         events = self._events
         for index, arrival_s in enumerate(times):
             while events and events[0][0] <= arrival_s:
@@ -107,7 +106,7 @@ class _Fleet:
                 index, arrival_s, adapter,
                 None if is_base else self._digests[adapter], 0 if is_base else ranks[adapter],
                 prompts[index], outputs[index], f"t{tenants[index]}", traffic.weights.get(tenants[index], 1.0),
-                *heads[index],
+                *prefixes[index],
             )  # fmt: skip
             self._dispatch(job)
         while self._num_jobs_open:
@@ -124,7 +123,7 @@ class _Fleet:
             assert isinstance(what, tuple)
             replica, version = what
             if replica.version == version:
-                self._ended(replica.run(time_s))
+                self._on_end(replica.run(time_s))
                 self._expect(replica)
         elif kind == "enter":
             assert isinstance(what, tuple)
@@ -144,21 +143,19 @@ class _Fleet:
         else:
             self._lose()
 
-    # -- requests ---------------------------------------------------------------------------------------
-
     def _dispatch(self, job: SimulatedRequest) -> None:
         if not self._usable_ids:
             self._stranded.append(job)
             return
-        digest, view = job.digest, self._books.view
+        digest, view = job.digest, self._placement.view
         if digest is not None:
             if self._scaler is not None:
-                self._scaler.asked(digest, self._now_s)
-            if self._policy.has_homes and not view.homes(digest):
-                self._books.assign([digest])
+                self._scaler.note_request(digest, self._now_s)
+            if self._policy.has_affinity and not view.assigned_replicas(digest):
+                self._placement.assign([digest])
         chosen = choose_replica(
             digest, view, self._policy, self._replicas, self._usable_ids, self._loads.num_requests, self._draw,
-            lambda: None if job.head is None else job.head.hex(),
+            lambda: None if job.prefix is None else job.prefix.hex(),
         )  # fmt: skip
         replica = job.replica = self._replicas[chosen]
         replica.jobs[job.index] = job
@@ -172,11 +169,11 @@ class _Fleet:
 
     def _enter(self, job: SimulatedRequest) -> None:
         assert job.replica is not None
-        self._ended(job.replica.enter(job, self._now_s))
+        self._on_end(job.replica.enter(job, self._now_s))
         self._expect(job.replica)
 
     def _fetch_s(self, digest: str, rank: int) -> float:
-        """How long the adapter takes to the engine; who asks while it is being read waits for the same copy."""
+        """How long until the adapter is at the engine; requests during a load wait for the same copy."""
         costs = self._plan.costs
         if digest in self._coming_s and self._coming_s[digest] > self._now_s:
             return self._coming_s[digest] - self._now_s
@@ -191,7 +188,7 @@ class _Fleet:
         self._coming_s[digest] = self._now_s + read_s + costs.host_s
         return read_s + costs.host_s
 
-    def _ended(self, jobs: Sequence[SimulatedRequest]) -> None:
+    def _on_end(self, jobs: Sequence[SimulatedRequest]) -> None:
         for job in jobs:
             assert job.replica is not None
             self._loads.add(job.replica.replica_id, -1)
@@ -207,15 +204,13 @@ class _Fleet:
         self._num_events += 1
         heapq.heappush(self._events, (time_s, self._num_events, kind, what))
 
-    # -- replicas ---------------------------------------------------------------------------------------
-
     def _start_replica(self) -> None:
         replica_id = f"r{self._num_started:04d}"
         self._num_started += 1
         replica = Replica(replica_id, self._now_s, self._plan.costs, self._plan.size)
         replica.pin(self._pinned)
         self._replicas[replica_id] = replica
-        self._tellings[replica_id] = DeltaReporter(ReplicaIdentity("store", "{}", self._now_s))
+        self._reporters[replica_id] = DeltaReporter(ReplicaIdentity("store", "{}", self._now_s))
         self._report(replica)
         self._at(self._now_s + self._draw.random() * self._plan.placement.report_interval_s, "report", replica)
         self._usable_ids = [*self._replicas]
@@ -224,16 +219,16 @@ class _Fleet:
             self._dispatch(job)
 
     def _remove(self, replica: Replica) -> None:
-        self._report(replica, is_leaving=True)
+        self._report(replica, is_draining=True)
         del self._replicas[replica.replica_id]
         self._usable_ids = [*self._replicas]
 
     def _lose(self) -> None:
-        """The replica with the most work is gone; what it had goes elsewhere, from the tokens that were sent."""
+        """The replica with the most work dies; its requests move, continuing after the tokens that were sent."""
         if not self._replicas:
             return
         replica = max(self._replicas.values(), key=lambda each: (len(each.jobs), each.replica_id))
-        self._ended(replica.run(self._now_s))
+        self._on_end(replica.run(self._now_s))
         replica.version += 1
         self._remove(replica)
         self._count(replica)
@@ -253,7 +248,7 @@ class _Fleet:
         self.result.num_unloads += replica.pool.num_evictions
 
     def _report_again(self, replica: Replica) -> None:
-        """At its own moments: what placement decides by is half an interval old in the mean."""
+        """Periodic report at the replica's own times: placement's data is half an interval old on average."""
         if replica.replica_id not in self._replicas:
             return
         self._report(replica)
@@ -261,9 +256,9 @@ class _Fleet:
         if self._is_going_on:
             self._at(self._now_s + self._plan.placement.report_interval_s, "report", replica)
 
-    def _report(self, replica: Replica, *, is_leaving: bool = False) -> None:
-        if replica.reported_version == replica.version and not replica.jobs and not is_leaving:
-            return  # it would say what it said before
+    def _report(self, replica: Replica, *, is_draining: bool = False) -> None:
+        if replica.reported_version == replica.version and not replica.jobs and not is_draining:
+            return  # nothing has changed
         replica.reported_version = replica.version
         residents = replica.residents()
         state = ReplicaReport(
@@ -273,13 +268,13 @@ class _Fleet:
             num_rows=residents, num_rank_rows=replica.size.lora_pool_rows,
             cached_prefixes=replica.cached_prefixes if self._plan.placement.prefix_affinity else (),
         )  # fmt: skip
-        assert self._books.report(self._tellings[replica.replica_id].news(state, is_leaving=is_leaving), self._now_s)
-
-    # -- the clock --------------------------------------------------------------------------------------
+        assert self._placement.report(
+            self._reporters[replica.replica_id].next_delta(state, is_draining=is_draining), self._now_s
+        )
 
     def _tick(self) -> None:
-        """Placement looks at what replicas have reported."""
-        self._books.rebalance(self._now_s)
+        """Let placement rebalance, and record the state."""
+        self._placement.rebalance(self._now_s)
         self._note_changes()
         for replica in [each for each in self._leaving if not each.jobs]:
             self._leaving.remove(replica)
@@ -293,9 +288,9 @@ class _Fleet:
         return bool(self._num_jobs_open or self._now_s <= self._traffic.arrival_s[-1])
 
     def _note_changes(self) -> None:
-        """Count the routes that have changed: homes that came to an adapter that had some, and that left it."""
-        for key, row in self._books.take_changes().items():
-            if key[0] == "home":
+        """Count changed routes: replicas added to or removed from an adapter that had some."""
+        for key, row in self._placement.take_changes().items():
+            if key[0] == "assigned":
                 before, now = self._homes.get(key[1], ()), row or ()
                 if before:
                     self.result.num_route_changes += len(set(before) ^ set(now))
@@ -322,7 +317,7 @@ class _Fleet:
         assert scaling is not None
         assert self._scaler is not None
         target = len(self._replicas) + self._to_start
-        count = self._scaler.count(now_s, target, self._replicas.values(), self._books.view)
+        count = self._scaler.count(now_s, target, self._replicas.values(), self._placement.view)
         if count != target:
             self.result.scalings.append((now_s, target, count))
         for _ in range(count - target):

@@ -1,8 +1,7 @@
-"""How large a fleet has to be for some traffic, and what breaks first if it is smaller.
+"""Capacity planning: how many replicas some traffic needs, and which limit one replica fewer runs into.
 
-In: traffic, costs, the size of a replica and an objective. Out: `Cost`: the fewest replicas that keep it, what they
-use, and which limit a fleet of one replica fewer runs into. Rule: the number is found by simulation with the service's
-own decisions, by doubling and halving; more replicas are taken not to be worse.
+The number is found by simulation with the service's own decisions, by doubling and bisection, assuming that more
+replicas are never worse.
 """
 
 from __future__ import annotations
@@ -21,10 +20,10 @@ from app.simulation.traffic import BASE, Traffic
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """The smallest fleet. `breaks_first` says what a smaller one lacks.
+    """The smallest fleet that meets the objective. `breaks_first`: what a smaller one lacks.
 
-    ttft_s: at the percentile that was asked for; rank_rows: of one replica, to hold all that was in use there at a
-    time; host_bytes: of all adapters asked for.
+    ttft_s: at the requested percentile; rank_rows: most rows in use on a replica at a time; host_bytes: of all
+    requested adapters.
     """
 
     num_replicas: int
@@ -36,7 +35,7 @@ class Need:
 
 
 def plan_fleet(traffic: Traffic, plan: Plan, slo_ttft_s: float, at_percentile: float, max_replicas: int) -> Need:
-    """Raises ConfigError if `max_replicas` do not keep the objective: then more of them do not help, or are needed."""
+    """Raises ConfigError if `max_replicas` do not meet the objective."""
 
     def result(num_replicas: int) -> Result:
         return simulate(traffic, replace(plan, num_replicas=num_replicas), seed=0)
@@ -44,7 +43,7 @@ def plan_fleet(traffic: Traffic, plan: Plan, slo_ttft_s: float, at_percentile: f
     def keeps(found: Result) -> bool:
         return percentile(found.first_token_s, at_percentile) <= slo_ttft_s
 
-    least, most = 0, 1  # `least` does not keep it; `most` is tried
+    least, most = 0, 1  # `least` is too few; `most` is being tried
     found = result(most)
     while not keeps(found):
         if most >= max_replicas:
@@ -76,7 +75,7 @@ def plan_fleet(traffic: Traffic, plan: Plan, slo_ttft_s: float, at_percentile: f
 
 
 def _limit(result: Result, plan: Plan) -> str:
-    """The limit that replicas were at for the greatest part of the time."""
+    """The limit that replicas were at for most of the time."""
     size = plan.size
     smallest = rows_of(int(result.traffic.rank.min()), size.rank_alignment) if result.traffic.num_adapters else 0
     parts = {

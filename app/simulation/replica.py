@@ -1,11 +1,10 @@
-"""One engine replica on the virtual clock: who waits, who runs, what is in its rows, and when something happens next.
+"""One engine replica on the virtual clock: queue, running requests, LoRA pool, and its next event.
 
-In: jobs, and the time. Out: the time at which something changes next, and at it the jobs that have ended. Whose turn it
-is, what the rows hold and how prompts share a step is decided by the engine's own `FairQueue`, `AdapterPool`,
-`PrefillBudget` and `split_prefill`; a step is not computed but lasts what `CostsResponse` says. What prompts begin with stays
-cached, the longest unused out, where KV memory has room beside running jobs; so does the rest of them, which nobody
-asks for again. Rule: what arrives waits for the end of the present step, as in the engine; steps that decode the same
-sequences are taken together, so a request costs a few events.
+Scheduling, LoRA pool and chunked prefill are the engine's own `FairQueue`, `AdapterPool`, `PrefillBudget` and
+`split_prefill`; a step is not computed but lasts what `Costs` says. Prompt prefixes stay cached where KV memory has
+room beside running requests, least recently used out first; so does the rest of the prompts, which no request uses
+again. A request that arrives waits for the end of the current step, as in the engine. Steps that decode the same
+sequences are taken together, so a request costs few events.
 """
 
 from __future__ import annotations
@@ -33,15 +32,15 @@ from app.engine.scheduling.fair_queue import (
 from app.engine.sequence import Status
 from app.simulation.costs import Costs
 
-#: Tokens of a KV block (`engine.block_size`).
+#: Tokens per KV block (`engine.block_size`).
 BLOCK_TOKENS = 16
-#: Of steps that are taken together, as many as the pace of prompts remembers are told to it.
+#: How many of the steps taken together are reported to the prefill budget: as many as it remembers.
 PACE_STEPS = 9
 
 
 @dataclass(frozen=True, slots=True)
 class ReplicaSize:
-    """What one replica can hold; the names are those of `engine` in the service's settings."""
+    """A replica's capacity; named like `engine` in the service's settings."""
 
     max_num_seqs: int = 16
     lora_pool_rows: int = 256
@@ -54,11 +53,11 @@ class ReplicaSize:
 
 
 class SimulatedRequest:
-    """One request. It is a `Sequence` as far as the fair queue looks at one."""
+    """One request, with the fields of a `Sequence` that the fair queue uses."""
 
     __slots__ = (
-        "adapter", "arrival_s", "bypassed", "digest", "done_s", "first_s", "head", "index", "num_blocks",
-        "num_cached", "num_charged", "num_head", "num_pending", "num_prompt", "num_tries", "output_tokens", "rank",
+        "adapter", "arrival_s", "bypassed", "digest", "done_s", "first_s", "index", "num_blocks", "num_cached",
+        "num_charged", "num_pending", "num_prompt", "num_tries", "output_tokens", "prefix", "prefix_tokens", "rank",
         "replica", "request_id", "status", "tenant_id", "weight",
     )  # fmt: skip
     is_batch = False
@@ -66,7 +65,7 @@ class SimulatedRequest:
     def __init__(
         self, index: int, arrival_s: float, adapter: int, digest: str | None, rank: int,
         prompt_tokens: int, output_tokens: int, tenant_id: str, weight: float,
-        head: bytes | None = None, num_head: int = 0,
+        prefix: bytes | None = None, prefix_tokens: int = 0,
     ) -> None:  # fmt: skip
         self.index = index
         self.request_id = str(index)
@@ -74,13 +73,13 @@ class SimulatedRequest:
         self.adapter = adapter
         self.digest = digest
         self.rank = rank
-        self.num_prompt = self.num_pending = prompt_tokens  # pending: those that are not computed yet
+        self.num_prompt = self.num_pending = prompt_tokens  # pending: not computed yet
         self.output_tokens = output_tokens
         self.tenant_id = tenant_id
         self.weight = weight
-        self.head, self.num_head = head, num_head  # what its prompt begins with, and how many tokens that is
-        self.num_cached = 0  # prompt tokens that were cached when it last started
-        self.num_charged = 0  # tokens of its answer that its tenant was charged for
+        self.prefix, self.prefix_tokens = prefix, prefix_tokens  # its prompt's shared prefix and its length
+        self.num_cached = 0  # prompt tokens that were cached at its last start
+        self.num_charged = 0  # output tokens charged to its tenant
         self.num_blocks = 0
         self.bypassed = 0
         self.num_tries = 0
@@ -90,7 +89,7 @@ class SimulatedRequest:
 
     @property
     def request(self) -> SimulatedRequest:
-        """The fair queue asks a sequence's request for its weight."""
+        """The fair queue reads the weight from a sequence's request."""
         return self
 
     @property
@@ -107,31 +106,31 @@ class Replica:
         self.size = size
         self.version = 0  # of its next event: earlier ones are void
         self.reported_version = -1
-        self.is_leaving = False
+        self.is_draining = False
         self.pool = AdapterPool(size.lora_pool_rows, size.rank_alignment, size.max_loras, policy=size.eviction)
         self.num_hits = self.num_loads = self.num_pinned_loads = self.num_tokens = 0
         self._pinned: frozenset[str] = frozenset()
-        self.jobs: dict[int, SimulatedRequest] = {}  # those that were given to it and have not ended
+        self.jobs: dict[int, SimulatedRequest] = {}  # requests that were sent to it and have not ended
         self._costs = costs
-        self._queue: Any = FairQueue()  # of jobs, which are sequences to it
+        self._queue: Any = FairQueue()  # of requests in place of sequences
         self._prompts: list[SimulatedRequest] = []  # running, with prompt tokens to compute, oldest first
         self._decoding: list[tuple[int, int, SimulatedRequest]] = []  # (step after which it ends, index, job), a heap
-        self._inbox: list[SimulatedRequest] = []  # what came during the present steps
+        self._inbox: list[SimulatedRequest] = []  # requests that arrived during the current steps
         self._tenant_ids: set[str] = set()
         self._in_batch: Counter[str] = Counter()
         self._residents: dict[str, int] = {}
         self._residents_at = (0, 0)
         self._num_rows = self._kv_tokens = 0
-        self._cached: OrderedDict[bytes | int, int] = OrderedDict()  # tokens by head, or by job for its own
+        self._cached: OrderedDict[bytes | int, int] = OrderedDict()  # tokens by prefix, or by request for the rest
         self._cached_tokens = 0
-        self._num_done = 0  # steps until the present ones
-        # The present steps: when they began and end, how long one lasts, how many, and prompt tokens in the only one.
+        self._num_done = 0  # steps before the current ones
+        # The current steps: begin, end, duration of one, number, and the chunks if it is a single one.
         self._began_s, self._end_s, self._step_s, self._num_steps = started_s, math.inf, 0.0, 0
         self._chunks: list[tuple[SimulatedRequest, int]] = []
         self._pace = PrefillBudget(size.prefill_step_s)
-        self._write_s = 0.0  # of the present step, in which it computes nothing
-        self._in_step = (0, 0)  # sequences with one token in the present step, and tokens of prompts, if it has some
-        self._has_changed = False  # since the queue was last looked at
+        self._write_s = 0.0  # adapter load time of the current step
+        self._in_step = (0, 0)  # of a step with chunks: decoding sequences, prompt tokens
+        self._has_changed = False  # since the last look at the queue
 
     @property
     def num_running(self) -> int:
@@ -139,12 +138,12 @@ class Replica:
 
     @property
     def num_waiting(self) -> int:
-        """Those that wait for their adapter, too."""
+        """Includes requests that wait for their adapter."""
         return len(self.jobs) - self.num_running
 
     @property
     def kv_used(self) -> float:
-        """The part of its KV memory that running jobs hold."""
+        """The fraction of the KV memory that running requests hold."""
         return self._kv_tokens / self.size.kv_tokens
 
     def residents(self) -> dict[str, int]:
@@ -157,29 +156,29 @@ class Replica:
 
     @property
     def cached_prefixes(self) -> tuple[bytes, ...]:
-        """As the engine tells them: at most `MAX_CACHED_PREFIXES`, the last used at the end."""
-        heads = [key for key in self._cached if isinstance(key, bytes)]
-        return tuple(heads[-MAX_CACHED_PREFIXES:])
+        """The cached prefixes that an engine would report: at most `MAX_CACHED_PREFIXES`, the last used at the end."""
+        prefixes = [key for key in self._cached if isinstance(key, bytes)]
+        return tuple(prefixes[-MAX_CACHED_PREFIXES:])
 
     def next_s(self) -> float:
-        """When the present steps end, if nothing comes before; infinity if there are none."""
+        """When the current steps end if no request arrives before; infinity if there are none."""
         return self._end_s
 
     def pin(self, rank_of: Mapping[str, int]) -> None:
-        """Bring these adapters, by digest with their ranks, before the first request; they stay. It is no load."""
+        """Load and pin these adapters (digest -> rank) before the first request; not counted as loads."""
         self._pinned = frozenset(rank_of)
         self.pool.pin(self._pinned)
         for digest, rank in rank_of.items():
-            assert self.pool.acquire(digest, rank) is not None, "what is pinned has room"
+            assert self.pool.acquire(digest, rank) is not None, "pinned adapters fit"
             self.pool.release(digest)
 
     def enter(self, job: SimulatedRequest, now_s: float) -> list[SimulatedRequest]:
-        """A job whose adapter is on the host. Returns those that ended until this moment."""
+        """Accept a request whose adapter is on the host. Returns the requests that ended until now."""
         ended = self.run(now_s)
         self._inbox.append(job)
         if self._end_s == math.inf:
             self._begin(now_s)
-        elif self._num_steps > 1:  # it is looked at when the present one of them ends
+        elif self._num_steps > 1:  # it is considered at the end of the current step
             num_steps = int((now_s - self._began_s) / self._step_s) + 1
             if num_steps < self._num_steps:
                 self._num_steps, self._end_s = num_steps, self._began_s + num_steps * self._step_s
@@ -187,7 +186,7 @@ class Replica:
         return ended
 
     def run(self, now_s: float) -> list[SimulatedRequest]:
-        """Go on to this time. Returns the jobs that have ended."""
+        """Advance to this time. Returns the requests that ended."""
         ended: list[SimulatedRequest] = []
         while self._end_s <= now_s:
             at_s = self._end_s
@@ -196,7 +195,7 @@ class Replica:
         return ended
 
     def _begin(self, now_s: float) -> None:
-        """Plan the next step as the scheduler does; steps that only decode, until the first of the jobs ends."""
+        """Plan the next step as the scheduler does; decode-only steps are combined until the first request ends."""
         if self._inbox:
             self._take_inbox()
         num_decoding = len(self._decoding)
@@ -219,7 +218,7 @@ class Replica:
         self._end_s = now_s + self._num_steps * self._step_s
 
     def _step_with_prompts_s(self, num_decoding: int) -> float:
-        """A step with `_chunks`; a prompt's only or last token, if it comes alone, is computed like a decoded one."""
+        """Duration of a step with `_chunks`; a chunk of one token costs as much as a decoded one."""
         num_rows, prompts_s, num_prompt = self._num_rows, 0.0, 0
         new: set[str] = set()
         for job, count in self._chunks:
@@ -235,8 +234,8 @@ class Replica:
         return self._costs.decode_s(num_decoding, num_rows) + prompts_s
 
     def _take_in(self, budget: int) -> int:
-        """Fill the step's chunks with so many prompt tokens; returns the rank rows that are to be written for it."""
-        prompts: Any = self._prompts  # they are sequences to `split_prefill`
+        """Fill the step's chunks with up to `budget` prompt tokens; returns the rank rows to be loaded for it."""
+        prompts: Any = self._prompts  # in place of sequences for `split_prefill`
         counts = split_prefill(prompts, budget, self._queue.waiting_tenants()) if prompts else []
         budget -= sum(counts)
         admitted, num_written = self._admit(budget) if budget > 0 and self._has_changed else ([], 0)
@@ -251,8 +250,8 @@ class Replica:
         return num_written
 
     def _finish(self, now_s: float, ended: list[SimulatedRequest]) -> None:
-        """The present steps are computed; those who end by it are appended to `ended`."""
-        self._tell_pace()
+        """Complete the current steps; requests that end are appended to `ended`."""
+        self._observe_pace()
         self._num_done += self._num_steps
         self.num_tokens += self._num_steps * len(self._decoding)
         for job, count in self._chunks:
@@ -263,8 +262,8 @@ class Replica:
         while self._decoding and self._decoding[0][0] <= self._num_done:
             ended.append(self._end(heapq.heappop(self._decoding)[2], now_s))
 
-    def _tell_pace(self) -> None:
-        """What the engine tells its pace after each step."""
+    def _observe_pace(self) -> None:
+        """Report the steps to the prefill budget as the engine does."""
         if self._chunks:
             self._pace.observe(*self._in_step, self._step_s - self._write_s)
             return
@@ -276,8 +275,8 @@ class Replica:
         if math.isnan(job.first_s):
             job.first_s = now_s
         self._prompts.remove(job)
-        if job.head is not None:
-            self._keep(job.head, job.num_head)
+        if job.prefix is not None:
+            self._cache(job.prefix, job.prefix_tokens)
         if job.digest is not None:
             self._in_batch[job.digest] += 1
             if self._in_batch[job.digest] == 1:
@@ -288,8 +287,8 @@ class Replica:
         job.done_s = now_s
         self._has_changed = True
         self._kv_tokens -= job.num_kv_tokens
-        if job.head is not None:
-            self._keep(job.index, job.num_kv_tokens - job.num_head)
+        if job.prefix is not None:
+            self._cache(job.index, job.num_kv_tokens - job.prefix_tokens)
         del self.jobs[job.index]
         self._charge(job, job.output_tokens)
         if job.digest is not None:
@@ -301,7 +300,7 @@ class Replica:
         return job
 
     def _take_inbox(self) -> None:
-        """Queue what has arrived since the last step began, when its charges are made."""
+        """Queue the requests that arrived since the last step began, after charging the running ones."""
         for job in self._inbox:
             self._tenant_ids.add(job.tenant_id)
         self._settle()
@@ -311,22 +310,22 @@ class Replica:
         self._has_changed = True
 
     def _settle(self) -> None:
-        """Charge running jobs for what they have, where it decides whose turn it is: between tenants."""
+        """Charge running requests up to now, where it affects the order: between tenants."""
         if len(self._tenant_ids) > 1:
             for last_step, _, job in self._decoding:
                 self._charge(job, job.output_tokens - (last_step - self._num_done))
 
     def _charge(self, job: SimulatedRequest, num_tokens: int) -> None:
-        """So many tokens of a job's answer are there."""
+        """Charge for a request's answer up to `num_tokens` tokens."""
         num_blocks = -(-(job.num_prompt + num_tokens - 1) // BLOCK_TOKENS)
         held = HELD_BLOCK_PRICE * num_blocks + HELD_ROW_PRICE * job.rank
         self._queue.charge(job, (OUTPUT_PRICE + held) * (num_tokens - job.num_charged))
         job.num_charged = num_tokens
 
     def _admit(self, max_tokens: int) -> tuple[list[SimulatedRequest], int]:
-        """As `Admission` does: in fair order, past those that have no room, which are put first after a while.
+        """Admit as `Admission` does: in fair order, bypassing requests without room, which become urgent after a while.
 
-        Returns who starts, and the rank rows that are to be written for them.
+        Returns the admitted requests, and the rank rows to be loaded for them.
         """
         admitted: list[SimulatedRequest] = []
         passed: SimulatedRequest | None = None
@@ -349,7 +348,7 @@ class Replica:
                     break
                 continue
             num_written += job.rank * (self.num_loads - num_loads)
-            self._find_head(job)
+            self._use_cached_prefix(job)
             job.status = Status.RUNNING
             self._queue.charge(job, INPUT_PRICE * job.num_pending)
             num_tokens += job.num_pending
@@ -364,15 +363,15 @@ class Replica:
             self._has_changed = True
         return admitted, num_written
 
-    def _find_head(self, job: SimulatedRequest) -> None:
-        """A job starts: what its prompt begins with need not be computed if it is cached."""
-        if job.head is not None and job.head in self._cached:
-            self._cached.move_to_end(job.head)
-            job.num_cached = job.num_head
-            job.num_pending = job.num_prompt - job.num_head
+    def _use_cached_prefix(self, job: SimulatedRequest) -> None:
+        """Skip the cached prefix of a starting request's prompt."""
+        if job.prefix is not None and job.prefix in self._cached:
+            self._cached.move_to_end(job.prefix)
+            job.num_cached = job.prefix_tokens
+            job.num_pending = job.num_prompt - job.prefix_tokens
 
-    def _keep(self, key: bytes | int, num_tokens: int) -> None:
-        """So many tokens stay cached, and what was not used for the longest goes if there is no room."""
+    def _cache(self, key: bytes | int, num_tokens: int) -> None:
+        """Cache tokens, evicting the least recently used beyond the KV memory."""
         self._cached_tokens += num_tokens - self._cached.pop(key, 0)
         self._cached[key] = num_tokens
         while self._cached and self._cached_tokens + self._kv_tokens > self.size.kv_tokens:

@@ -1,7 +1,7 @@
-"""What a simulated run was like: numbers by name, and their means over seeds with intervals.
+"""The results of a simulated run: numbers by name, and their means over seeds with confidence intervals.
 
-In: jobs that have ended, counts, and the state at every tick. Out: `Result.summary`. Rule: names and definitions are
-those of Dynamo's simulator where it has them: hits, loads and unloads, route churn, imbalance, ticks above capacity.
+Names and definitions follow Dynamo's simulator where it has them: hits, loads and unloads, route churn, imbalance,
+ticks above capacity.
 """
 
 from __future__ import annotations
@@ -17,14 +17,15 @@ from app.simulation.replica import SimulatedRequest
 from app.simulation.traffic import BASE, Traffic
 
 CLASSES = ("hot", "warm", "tail")
-#: Student's t of a two-sided interval of 95 %, by the number of values less one; beyond it that of infinity.
+#: Student's t for a two-sided 95 % interval, by degrees of freedom; beyond the table its limit.
 _T = {1: 12.71, 2: 4.30, 3: 3.18, 4: 2.78, 5: 2.57, 7: 2.36, 9: 2.26, 14: 2.14, 19: 2.09, 29: 2.05}
 
 
 class Tick(NamedTuple):
-    """At one time: replicas, the busiest one's requests over the mean, and replicas with more adapters than room.
+    """At one time: number of replicas, the largest load over the mean, and replicas with more adapters than capacity.
 
-    Of one replica the most: rank rows of the adapters that its requests want, running requests, part of the KV memory.
+    The last three are maxima over replicas: rank rows that its requests need, running requests, used fraction of KV
+    memory.
     """
 
     now_s: float
@@ -48,22 +49,22 @@ class Result:
         self.num_host_hits = self.num_disk_reads = 0
         self.num_cached_tokens = 0
         self.num_route_changes = self.num_moved = self.num_pinned_loads = 0
-        self.scalings: list[tuple[float, int, int]] = []  # (when, replicas that were to be, and from then on)
+        self.scalings: list[tuple[float, int, int]] = []  # (time, target before, target after)
         self.end_s = 0.0
 
     def add(self, job: SimulatedRequest) -> None:
-        """A request has ended."""
+        """Add a request that ended."""
         self.first_token_s[job.index] = job.first_s - job.arrival_s
         self.total_s[job.index] = job.done_s - job.arrival_s
         self.num_cached_tokens += job.num_cached
 
     @property
     def num_lost(self) -> int:
-        """Requests without an end: there must be none."""
+        """Requests that never ended; there must be none."""
         return int(np.isnan(self.total_s).sum())
 
     def reaction_s(self, change_s: float) -> float:
-        """Seconds from a change of the traffic to the next decision for more replicas; infinity if there was none."""
+        """Seconds from a change of the traffic to the next scale-up decision; infinity if there was none."""
         ups_s = [at_s for at_s, before, now in self.scalings if at_s >= change_s and now > before]
         return min(ups_s, default=math.inf) - change_s
 
@@ -97,14 +98,14 @@ class Result:
         return values
 
     def _jain(self) -> float:
-        """Jain's index over tenants of the speed that they see: tokens of an answer over its time; 1 is alike."""
+        """Jain's index over the tenants' answer speed (tokens over time); 1 is equal."""
         speed = self.traffic.output_tokens / np.maximum(self.total_s, 1e-9)
         per_tenant = np.array([speed[self.traffic.tenant == each].mean() for each in np.unique(self.traffic.tenant)])
         return float(per_tenant.sum() ** 2 / (len(per_tenant) * (per_tenant**2).sum()))
 
 
 class Interval(NamedTuple):
-    """The mean of some runs, and how far the true one may lie from it (95 %). NaN: not all of them have the number."""
+    """The mean of several runs, and its 95 % confidence interval. NaN: some run lacks the number."""
 
     mean: float
     plus_minus: float

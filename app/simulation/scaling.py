@@ -1,8 +1,8 @@
-"""How many replicas a simulated fleet has: by the policy of the service, or by that of Ray Serve, to compare the two.
+"""The number of replicas of a simulated fleet, by the service's policy or by Ray Serve's, for comparison.
 
-In: what replicas have to do, at every look. Out: how many there should be. Rule: the service's policy is production's
-own `desired_replicas` and `decide`. Ray's is written down here, since its own reads the machine's clock; a test holds it to that.
-Both wait as Serve has them wait: a change is made once it was wanted at every look for its delay.
+The service's policy is production's `desired_replicas` and `decide`. Serve's is reimplemented, because its own reads
+the machine's clock; a test compares the two. Both are delayed as Serve delays them: a change is made once it was
+desired at every look for its delay.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from app.deployments.placement.view import PlacementView
 from app.deployments.replica.autoscaling_metrics import DEMAND_S, RATE_DECAY
 from app.simulation.replica import Replica
 
-#: How often it is asked.
+#: Interval of scaling decisions.
 SCALING_INTERVAL_S = 1.0
-#: Serve's, against what is lost where two times are taken from each other.
+#: Serve's tolerance for rounding in time differences.
 _DELAY_EPS_S = 1e-6
 
 
 @dataclass(frozen=True, slots=True)
 class QueueLength:
-    """Ray Serve's own policy: requests at replicas, in the mean of `look_back_s`, over `target_ongoing_requests`.
+    """Ray Serve's own policy: requests at replicas, averaged over `look_back_s`, over `target_ongoing_requests`.
 
-    It is told of requests here, as of one call each. In this service it would see one call per ingress and replica.
+    Here each request counts as one call. In the service it would see one call per ingress and replica.
     """
 
     target_ongoing_requests: float = 2.0
@@ -35,7 +35,7 @@ class QueueLength:
 
 @dataclass(frozen=True, slots=True)
 class Scaling:
-    """Replicas follow demand between two numbers; `objective` and delays as in a Serve application file."""
+    """Bounds of the number of replicas; `objective` and delays as in a Serve application file."""
 
     min_replicas: int
     max_replicas: int
@@ -45,14 +45,14 @@ class Scaling:
 
 
 class Delay:
-    """Serve's delays: a number that was wanted for long enough."""
+    """Serve's upscale and downscale delays."""
 
     def __init__(self, scaling: Scaling) -> None:
         self._scaling = scaling
         self._direction, self._since_s = 0, 0.0
 
     def apply(self, desired: int, target: int, now_s: float) -> int:
-        """`desired` once it was above `target`, or below it, for long enough; `target` until then."""
+        """`desired` once it was above or below `target` for the delay; `target` until then."""
         direction = (desired > target) - (desired < target)
         if direction != self._direction:
             self._direction, self._since_s = direction, now_s
@@ -64,21 +64,21 @@ class Delay:
 
 
 class Scaler:
-    """Of one fleet; times are the virtual clock's and never go back."""
+    """The autoscaler of one fleet. Times are the virtual clock's and never go back."""
 
     def __init__(self, scaling: Scaling) -> None:
         self._scaling = scaling
         self._delay = Delay(scaling)
-        self._history: list[tuple[float, float]] = []  # (when, replicas that would do, or requests at replicas)
-        self._asked_s: dict[str, float] = {}  # adapters that were asked for, and when they last were
-        self._rates: dict[str, tuple[float, int, float]] = {}  # (when, tokens until then, best rate)
+        self._history: list[tuple[float, float]] = []  # (time, desired replicas, or requests at replicas)
+        self._asked_s: dict[str, float] = {}  # last request per adapter
+        self._rates: dict[str, tuple[float, int, float]] = {}  # (time, tokens until then, best rate)
 
-    def asked(self, digest: str, now_s: float) -> None:
-        """A request asks for an adapter."""
+    def note_request(self, digest: str, now_s: float) -> None:
+        """Note a request for an adapter."""
         self._asked_s[digest] = now_s
 
     def count(self, now_s: float, target: int, replicas: Collection[Replica], view: PlacementView) -> int:
-        """How many there should be. target: how many there are to be now."""
+        """The desired number of replicas. target: the current target."""
         scaling, objective = self._scaling, self._scaling.objective
         if isinstance(objective, QueueLength):
             self._note(now_s, float(sum(len(replica.jobs) for replica in replicas)), objective.look_back_s)
@@ -97,7 +97,9 @@ class Scaler:
         self._history.append((now_s, value))
 
     def _demand(self, replica: Replica, now_s: float, view: PlacementView) -> Demand:
-        """What the replica says to the autoscaler (`replica.demand` has it from the engine's counts)."""
+        """What the replica reports to the autoscaler (`replica.autoscaling_metrics` computes it from the engine's
+        counts).
+        """
         then_s, tokens, rate = self._rates.get(replica.replica_id, (replica.started_s, 0, 0.0))
         if now_s > then_s and replica.num_running:
             rate = max(rate * RATE_DECAY, (replica.num_tokens - tokens) / (now_s - then_s))
@@ -106,6 +108,8 @@ class Scaler:
             job.num_prompt + job.output_tokens if math.isnan(job.first_s) else job.output_tokens / 2
             for job in replica.jobs.values()
         )
-        here = [digest for digest in view.at_home(replica.replica_id) if digest in self._asked_s]
-        rows = sum((view.num_rows(digest) or view.usual_rows) / max(len(view.homes(digest)), 1) for digest in here)
+        here = [digest for digest in view.assigned_adapters(replica.replica_id) if digest in self._asked_s]
+        rows = sum(
+            (view.num_rows(digest) or view.usual_rows) / max(len(view.assigned_replicas(digest)), 1) for digest in here
+        )
         return Demand(work, rate, rows, replica.size.lora_pool_rows, replica.kv_used)

@@ -1,7 +1,4 @@
-"""Recorded requests: one JSON object a line.
-
-In: lines. Out: `TraceEntry`s. Rule: what is not understood is an error that names its line.
-"""
+"""Recorded requests: one JSON object per line."""
 
 from __future__ import annotations
 
@@ -11,14 +8,15 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-#: No server takes more tokens in one request, and no client should make such prompts by a slip.
+#: Most tokens in one request; more are taken for a mistake.
 MOST_TOKENS = 1_000_000
 
 
 @dataclass(frozen=True, slots=True)
 class TraceEntry:
-    """One line of a trace. What is None is drawn as if there were no trace. ValueError for a field that is no
-    such value: a time below 0, a length below 1 or above `MOST_TOKENS`, an empty name."""
+    """One line of a trace; fields that are None are drawn as without a trace. Raises ValueError for an invalid value: a
+    negative time, a length outside 1 to `MOST_TOKENS`, an empty name.
+    """
 
     arrival_s: float
     model: str | None = None
@@ -40,10 +38,9 @@ class TraceEntry:
 
 
 def read_trace(lines: Iterable[str], source: Path | str = "trace") -> list[TraceEntry]:
-    """JSON lines with `arrival_s` and any of the other fields of `TraceEntry`, in order of arrival.
+    """The entries of JSON lines with `arrival_s` and optional other fields of `TraceEntry`, in order of arrival.
 
-    ValueError names the line that is not understood: an unknown field is one, a time that goes back too. A
-    trace without any request is one as well.
+    Raises ValueError with the line's number for an unknown field or a time that goes back, and for an empty trace.
     """
     entries: list[TraceEntry] = []
     for number, line in enumerate(lines, 1):
@@ -54,8 +51,10 @@ def read_trace(lines: Iterable[str], source: Path | str = "trace") -> list[Trace
         except (ValueError, TypeError, RecursionError) as error:  # RecursionError: deep JSON
             raise ValueError(f"{source}, line {number}: {error}") from error
         if entries and entry.arrival_s < entries[-1].arrival_s:
-            raise ValueError(f"{source}, line {number}: arrival_s {entry.arrival_s} is before the line above; sort it")
+            raise ValueError(
+                f"{source}, line {number}: arrival_s {entry.arrival_s} is before that of the line above; sort the trace"
+            )
         entries.append(entry)
     if not entries:
-        raise ValueError(f"{source} holds no request: one JSON object a line, with arrival_s at least")
+        raise ValueError(f"{source} has no requests; write one JSON object per line, with at least arrival_s")
     return entries

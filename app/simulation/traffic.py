@@ -1,7 +1,6 @@
-"""What is asked of a simulated fleet: requests with their times, adapters and lengths, and adapters with their ranks.
+"""The traffic of a simulated fleet: requests with times, adapters and lengths, and adapters with ranks.
 
-In: arrays, or the entries of a trace. Out: `Traffic`. Rule: it says everything that is random about the requests, so
-the same traffic can be put to different fleets.
+It contains everything random about the requests, so the same traffic can be given to different fleets.
 """
 
 from __future__ import annotations
@@ -16,9 +15,9 @@ from numpy.typing import NDArray
 from app.engine.pools.block_pool import PREFIX_KEY_BYTES
 from app.simulation.trace import TraceEntry
 
-#: The adapter of requests for the base.
+#: The adapter index of requests for the base model.
 BASE = -1
-#: Hot adapters have this part of the requests for adapters, warm ones so much of them besides.
+#: Parts of the adapter requests that hot adapters get, and that warm ones get in addition.
 HOT_PART, WARM_PART = 0.5, 0.4
 
 
@@ -27,9 +26,9 @@ class Traffic:
     """N requests in order of arrival, for A adapters.
 
     arrival_s [N] float64; adapter [N] int64, an index below A or `BASE`; prompt_tokens, output_tokens [N] int64, at
-    least 1; tenant [N] int64; rank [A] int64. `weights`: of the tenants' shares, by index; 1 for those left out.
-    head [N] int64: which of H heads a prompt begins with, -1 for one of its own; head_tokens [H] int64: how many of the
-    prompt's tokens that is, fewer than all. Left out: every prompt is one of its own.
+    least 1; tenant [N] int64; rank [A] int64. `weights`: fair weights by tenant index, 1 by default. prefix [N] int64:
+    which of H shared prefixes a prompt begins with, or -1; prefix_tokens [H] int64: its length, less than any such
+    prompt. Without them no prompt shares a prefix.
     """
 
     arrival_s: NDArray[np.float64]
@@ -39,8 +38,8 @@ class Traffic:
     tenant: NDArray[np.int64]
     rank: NDArray[np.int64]
     weights: dict[int, float] = field(default_factory=dict)
-    head: NDArray[np.int64] | None = None
-    head_tokens: NDArray[np.int64] | None = None
+    prefix: NDArray[np.int64] | None = None
+    prefix_tokens: NDArray[np.int64] | None = None
 
     @property
     def num_requests(self) -> int:
@@ -54,22 +53,23 @@ class Traffic:
         """A digest for each adapter."""
         return [hashlib.sha256(f"adapter {index}".encode()).hexdigest() for index in range(self.num_adapters)]
 
-    def heads(self) -> list[tuple[bytes | None, int]]:
-        """For each request what its prompt begins with, by a name that differs between adapters and tenants, and how
-        many tokens that is; (None, 0) for a prompt of its own."""
-        if self.head is None or self.head_tokens is None:
+    def prefixes(self) -> list[tuple[bytes | None, int]]:
+        """For each request its prefix, named differently per adapter and tenant, and the prefix's length; (None, 0)
+        without one.
+        """
+        if self.prefix is None or self.prefix_tokens is None:
             return [(None, 0)] * self.num_requests
         names: dict[tuple[int, int, int], tuple[bytes | None, int]] = {}
         found = []
-        for key in zip(self.head.tolist(), self.adapter.tolist(), self.tenant.tolist(), strict=True):
+        for key in zip(self.prefix.tolist(), self.adapter.tolist(), self.tenant.tolist(), strict=True):
             if key not in names:
                 name = hashlib.sha256(repr(key).encode()).digest()[:PREFIX_KEY_BYTES]
-                names[key] = (None, 0) if key[0] < 0 else (name, int(self.head_tokens[key[0]]))
+                names[key] = (None, 0) if key[0] < 0 else (name, int(self.prefix_tokens[key[0]]))
             found.append(names[key])
         return found
 
     def classes(self) -> list[str]:
-        """Each adapter's class by how many requests it gets here: "hot", "warm" or "tail"."""
+        """Each adapter's class by its number of requests: "hot", "warm" or "tail"."""
         wanted = self.adapter[self.adapter != BASE]
         counts = np.bincount(wanted, minlength=self.num_adapters)
         names = ["tail"] * self.num_adapters
@@ -85,7 +85,7 @@ class Traffic:
 
 
 def from_trace(entries: Sequence[TraceEntry], rank: int, prompt_tokens: int, output_tokens: int) -> Traffic:
-    """The requests of a trace; every adapter has `rank`, and lengths that the trace does not give are these."""
+    """The requests of a trace; all adapters have `rank`, and missing lengths get the given ones."""
     models = sorted({entry.model for entry in entries if entry.model is not None})
     tenants = sorted({entry.tenant for entry in entries if entry.tenant is not None})
     model_index = {name: index for index, name in enumerate(models)}

@@ -198,7 +198,7 @@ async def thousand() -> Rows:
     began_s = time.perf_counter()
     answers = [await placement.assign([each]) for each in cold]
     assign_s = (time.perf_counter() - began_s) / len(cold)
-    ingress.placer.view.answer({each: homes for answer in answers for each, homes in answer.items()})
+    ingress.placer.view.add_pending({each: homes for answer in answers for each, homes in answer.items()})
     held, _ = await placement.watch(None, "new", 1.0) or (None, None)
     while True:
         held, page = await placement.watch(held, "new", 1.0) or (held, None)
@@ -271,8 +271,10 @@ def names(count: int) -> Rows:
 def _report_bytes() -> tuple[int, int]:
     telling = DeltaReporter(ReplicaIdentity("store", "{}", 0.0))
     before = tuple(sorted(digest(index) for index in range(255)))
-    whole = telling.news(ReplicaReport("EngineReplica#00000001", resident=before))
-    change = telling.news(ReplicaReport("EngineReplica#00000001", resident=tuple(sorted([*before[1:], digest(999)]))))
+    whole = telling.next_delta(ReplicaReport("EngineReplica#00000001", resident=before))
+    change = telling.next_delta(
+        ReplicaReport("EngineReplica#00000001", resident=tuple(sorted([*before[1:], digest(999)])))
+    )
     return len(pickle.dumps(whole)), len(pickle.dumps(change))
 
 

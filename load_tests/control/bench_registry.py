@@ -108,8 +108,8 @@ class _Activities(TenantsService):
     async def note_activity(self, rows: Sequence[tuple[ActivityKey, Activity]]) -> None:
         self._book.add(rows)
 
-    async def seen(self, ref: AdapterRef, *, tenant_id: str | None) -> ActivityStats:
-        return self._book.seen(ref, tenant_id=tenant_id)
+    async def adapter_stats(self, ref: AdapterRef, *, tenant_id: str | None) -> ActivityStats:
+        return self._book.stats(ref, tenant_id=tenant_id)
 
 
 class _Nowhere:

@@ -21,7 +21,7 @@ from app.deployments.ingress.dispatch.request_router import PrefixHasher, Reques
 from app.deployments.ingress.dispatch.stream import Stream
 from app.deployments.placement.delta_reporter import DeltaReporter
 from app.deployments.placement.messages import ReplicaIdentity, ReplicaReport
-from app.deployments.placement.placer import LoadFeed, PlacementFeed, Placer
+from app.deployments.placement.placer import LoadTableClient, PlacementTableClient, Placer
 from app.deployments.placement.replica_choice import make_policy
 from app.deployments.placement.service import PlacementService
 from app.deployments.rpc.long_poll_host import Changes, Version
@@ -45,7 +45,7 @@ async def _no_shares(*_: object) -> tuple[Version, Changes[str, float]] | None:
 class SimulatedPlacer(Placer):
     """A placer over placement's service in this process. `delay_s` is what a question takes."""
 
-    def __init__(self, service: PlacementService, watched: PlacementFeed, ingress_id: str) -> None:
+    def __init__(self, service: PlacementService, watched: PlacementTableClient, ingress_id: str) -> None:
         super().__init__(service, watched, ingress_id)
         self.delay_s = 0.0
         self.questions: list[Sequence[str]] = []
@@ -53,10 +53,10 @@ class SimulatedPlacer(Placer):
     async def assign(self, digests: Sequence[str]) -> None:
         self.questions.append(digests)
         await asyncio.sleep(self.delay_s)
-        self.view.answer(await self._placement.assign(digests))
+        self.view.add_pending(await self._placement.assign(digests))
 
-    async def unreached(self, replica_ids: Sequence[str]) -> None:
-        await self._placement.unreached(self._ingress_id, replica_ids)
+    async def report_unreachable(self, replica_ids: Sequence[str]) -> None:
+        await self._placement.report_unreachable(self._ingress_id, replica_ids)
 
 
 class _AtOnce:
@@ -81,7 +81,7 @@ class SimulatedIngress(Generic[T]):
         clock = asyncio.get_running_loop().time
         self.replicas = replicas
         self.loads = ReplicaLoadTracker(clock)
-        self.watched = PlacementFeed(service.watch, ingress_id)
+        self.watched = PlacementTableClient(service.watch, ingress_id)
         self.placer = SimulatedPlacer(service, self.watched, ingress_id)
         self.connections = ReplicaConnections(replicas, self.placer, self.loads)
         policy = make_policy(PlacementConfig())
@@ -91,7 +91,7 @@ class SimulatedIngress(Generic[T]):
         )
         self.cold = ColdStartLimiter(self.placer, limits)
         self.dispatcher = Dispatcher(_AtOnce(self.router), self.connections, self.cold)
-        watched_loads = LoadFeed(service.watch_loads, ingress_id, self.loads.apply_reports)
+        watched_loads = LoadTableClient(service.watch_loads, ingress_id, self.loads.apply_reports)
         self.followers = [asyncio.create_task(follow()) for follow in (self.watched.follow, watched_loads.follow)]
 
     async def answer(self, wanted: GenerateRequest) -> None:
@@ -153,9 +153,9 @@ class SimulatedService:
         """Make a replica report now."""
         telling = self._tellings[replica_id]
         state = ReplicaReport(replica_id, self.num_running[replica_id], resident=self.resident[replica_id])
-        if not await self.placement.report(telling.news(state)):
-            telling.forget()
-            await self.placement.report(telling.news(state))
+        if not await self.placement.report(telling.next_delta(state)):
+            telling.reset()
+            await self.placement.report(telling.next_delta(state))
 
     async def close(self) -> None:
         for task in self._reporting:

@@ -245,7 +245,7 @@ class _Replica:
         self.reports = StatusReporter(
             replica_id, self.engine, self.service, placement, _NoRegistry(), (),
             delta_reporter=DeltaReporter(ReplicaIdentity("store", settings.model_dump_json(), clock())),
-            is_leaving=lambda: False,
+            is_draining=lambda: False,
             interval_s=settings.report_interval_s, clock=clock,
         )  # fmt: skip
         self.tasks = [

@@ -13,7 +13,7 @@ from app.cli.main import main
 from app.config import ADMIN_KEY, DIGEST, MANAGEMENT_TOKEN, AppConfig
 from app.deployments.registry.registry import open_registry
 from app.deployments.tenancy.auth.key_crypto import is_key, key_digest, new_key
-from app.deployments.tenancy.service import LOOK_INTERVAL_S
+from app.deployments.tenancy.service import SYNC_INTERVAL_S
 from app.deployments.tenancy.tenant_store import TenantStore
 from app.engine.errors import ConfigError
 from app.engine.models import checkpoint
@@ -32,11 +32,11 @@ def test_the_first_admin_key_is_printed_once_and_only_its_hash_is_kept(
     config = tmp_path / "serve.yaml"
     args = {"adapters": {"state_dir": settings.adapters.state_dir}}
     config.write_text(yaml.safe_dump({"applications": [{"import_path": "app.main:build", "args": args}]}))
-    assert main(["keygen", "--admin", "--config", str(config)]) == 0
+    assert main(["create-admin-key", "--config", str(config)]) == 0
     said = capsys.readouterr()
     value = said.out.strip()
     assert is_key(value)
-    assert said.err.startswith(f"the registry in {settings.adapters.state_dir} holds the key now")
+    assert said.err.startswith(f"the key is in the registry in {settings.adapters.state_dir}")
     registry = open_registry(settings, "d" * 64)
     (key,) = TenantStore(registry.database).since(0).keys
     registry.close()
@@ -54,19 +54,13 @@ def test_a_key_is_printed_when_the_service_that_runs_takes_it(settings: AppConfi
     slept_s: list[float] = []
     make_admin_key(settings, slept_s.append)
     assert len(slept_s) == is_running
-    assert all(pause_s > LOOK_INTERVAL_S for pause_s in slept_s)
+    assert all(pause_s > SYNC_INTERVAL_S for pause_s in slept_s)
     registry.close()
-
-
-@pytest.mark.parametrize("arguments", [["keygen"], ["keygen", "signing.pem", "--admin"]])
-def test_keygen_makes_one_kind_of_key(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(arguments) == 1
-    assert "`keygen signing.pem` makes one for signing, `keygen --admin` an admin key" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.1.2.3", "models.example"])
 def test_a_network_is_not_let_in_without_keys(settings: AppConfig, host: str) -> None:
-    with pytest.raises(ConfigError, match=r"keygen --admin.*http\.auth: open"):
+    with pytest.raises(ConfigError, match=r"create-admin-key.*http\.auth: open"):
         check_open_door(settings, host, {})
     for auth in ("open", "keys"):
         chosen = settings.model_copy(update={"http": settings.http.model_copy(update={"auth": auth})})
@@ -92,5 +86,5 @@ def test_what_processes_inherit_are_hashes(settings: AppConfig) -> None:
     keep_digests(environ)
     assert environ == kept | {"PATH": "/bin"}, "what holds hashes already is left as it is"
     check_open_door(settings, "0.0.0.0", environ)
-    with pytest.raises(ConfigError, match="keygen --admin"):
+    with pytest.raises(ConfigError, match="create-admin-key"):
         keep_digests({ADMIN_KEY: "hunter2"})

@@ -224,8 +224,8 @@ def test_a_service_with_keys_says_where_one_goes(capsys: pytest.CaptureFixture[s
     [
         (b"SSH-2.0-OpenSSH_9.9\r\n", "no answer from"),
         (b"HTTP/1.1 200 OK\r\nContent-Length: 20\r\n\r\n{}", "no answer from"),
-        (b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}", "no list of this service's"),
-        (b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n[]", "no list of this service's"),
+        (b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}", "not a list of this service"),
+        (b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n[]", "not a list of this service"),
         (b"HTTP/1.1 404 No\r\nContent-Length: 4\r\n\r\nnone", "status 404"),
     ],
 )
@@ -237,7 +237,7 @@ def test_a_url_of_something_else_is_one_line(
         assert main(["apply", str(tmp_path / "f.yaml"), "--url", url]) == 1
     (line,) = capsys.readouterr().err.splitlines()
     assert message in line
-    assert line.endswith("--url names the service")
+    assert line.endswith(("--url sets the service's address", "check --url"))
 
 
 def test_the_shipped_file_is_read() -> None:

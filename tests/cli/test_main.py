@@ -30,7 +30,7 @@ def write_config(path: Path, **model: str) -> Path:
 
 def test_fetch_says_what_it_has(demo_gguf: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = write_config(tmp_path / "c.yaml", uri=str(demo_gguf), name="demo")
-    assert main(["fetch", "--config", str(config)]) == 0
+    assert main(["download", "--config", str(config)]) == 0
     out = capsys.readouterr().out
     assert out.startswith("demo: llama, 30 layers of 576, digest ")
     assert str(demo_gguf) in out
@@ -38,16 +38,16 @@ def test_fetch_says_what_it_has(demo_gguf: Path, tmp_path: Path, capsys: pytest.
 
 def test_what_goes_wrong_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = write_config(tmp_path / "c.yaml", uri=str(tmp_path / "absent"))
-    assert main(["fetch", "--config", str(config)]) == 1
-    assert capsys.readouterr().err == f"polylora fetch: no base model at {tmp_path / 'absent'}\n"
+    assert main(["download", "--config", str(config)]) == 1
+    assert capsys.readouterr().err == f"polylora download: no base model at {tmp_path / 'absent'}\n"
 
 
 def test_a_trace_is_for_who_asks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = write_config(tmp_path / "c.yaml", uri=str(tmp_path / "absent"))
-    assert main(["fetch", "--config", str(config), "--verbose"]) == 1
+    assert main(["download", "--config", str(config), "--verbose"]) == 1
     error = capsys.readouterr().err
     assert "Traceback" in error
-    assert error.endswith(f"polylora fetch: no base model at {tmp_path / 'absent'}\n")
+    assert error.endswith(f"polylora download: no base model at {tmp_path / 'absent'}\n")
 
 
 def test_a_bug_is_one_line_too(
@@ -57,9 +57,9 @@ def test_a_bug_is_one_line_too(
         raise KeyError("of a table\nand more")
 
     monkeypatch.setattr("app.cli.config_file.read_settings", broken)
-    assert main(["fetch", "--config", str(tmp_path)]) == 1
-    assert capsys.readouterr().err.startswith("polylora fetch: KeyError: ")
-    assert main(["fetch", "--config", str(tmp_path), "--verbose"]) == 1
+    assert main(["download", "--config", str(tmp_path)]) == 1
+    assert capsys.readouterr().err.startswith("polylora download: KeyError: ")
+    assert main(["download", "--config", str(tmp_path), "--verbose"]) == 1
     assert "Traceback" in capsys.readouterr().err
 
 
@@ -74,7 +74,7 @@ def test_a_reader_that_has_seen_enough_is_no_error(
     with (tmp_path / "out").open("wb") as file:
         closed = Closed(file)
         monkeypatch.setattr(sys, "stdout", closed)
-        assert main(["fetch", "--config", str(tmp_path)]) == 141
+        assert main(["download", "--config", str(tmp_path)]) == 141
     assert capsys.readouterr().err == ""
 
 
@@ -116,18 +116,20 @@ def test_a_file_in_another_encoding_is_named(tmp_path: Path) -> None:
 
 def test_a_home_directory_that_is_not_known_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = write_config(tmp_path / "c.yaml", uri="~nobody-of-this-name/model")
-    assert main(["fetch", "--config", str(config)]) == 1
-    assert capsys.readouterr().err.startswith("polylora fetch: ~nobody-of-this-name/model begins with a home directory")
+    assert main(["download", "--config", str(config)]) == 1
+    assert capsys.readouterr().err.startswith(
+        "polylora download: ~nobody-of-this-name/model begins with a home directory"
+    )
     adapters: dict[str, object]
     for adapters in ({"roots": ["~nobody-of-this-name/x"]}, {"state_dir": "~nobody-of-this-name/x"}):
-        with pytest.raises(ConfigError, match="~nobody-of-this-name/x begins with a home directory"):
+        with pytest.raises(ConfigError, match="~nobody-of-this-name/x begins with an unknown home directory"):
             load_config({"adapters": adapters}, environ={})
 
 
 def test_fetch_needs_neither_torch_nor_ray(tmp_path: Path) -> None:
     code = (
         "import sys; from app.cli.main import main\n"
-        f"assert main(['fetch', '--config', {str(write_config(tmp_path / 'c.yaml', uri=str(tmp_path)))!r}]) == 1\n"
+        f"assert main(['download', '--config', {str(write_config(tmp_path / 'c.yaml', uri=str(tmp_path)))!r}]) == 1\n"
         "print(sorted({'torch', 'ray', 'fastapi', 'huggingface_hub'} & set(sys.modules)))"
     )
     done = subprocess.run(

@@ -40,7 +40,8 @@ def test_lines_are_sent_together(
 
 
 @pytest.mark.parametrize(
-    ("text", "said"), [('{"name": "a", "path": "a"}\nsql\n', "line 2 is not JSON"), ("[1]\n", "line 1 is no object")]
+    ("text", "said"),
+    [('{"name": "a", "path": "a"}\nsql\n', "line 2 is not JSON"), ("[1]\n", "line 1 is not an object")],
 )
 def test_a_wrong_line_is_named(
     calls: list[tuple[str, str, Any]], tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, said: str

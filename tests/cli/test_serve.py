@@ -280,7 +280,7 @@ def test_a_placement_policy_that_is_none_is_told_before_anything_starts(
     application = {"import_path": "app.main:build", "args": {"placement": {"policy": "stiky"}}}
     path = tmp_path / "serve.yaml"
     path.write_text(yaml.safe_dump({"applications": [application]}))
-    with pytest.raises(ConfigError, match=r"'stiky' is none of least_loaded, .*sticky"):
+    with pytest.raises(ConfigError, match=r"'stiky' is not one of least_loaded, .*sticky"):
         serving.serve_until_stopped(path, None, free_port(), dashboard=False)
 
 

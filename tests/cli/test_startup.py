@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from app.cli.startup import MAX_HA_PROXY_FAILURES, StartFailed, check_ha_proxy, reason_in
+from app.cli.startup import MAX_HA_PROXY_FAILURES, StartError, check_ha_proxy, reason_in
 
 #: As Serve says that an ingress's constructor failed, shortened in its middle.
 CONSTRUCTOR = """Deploying app 'polylora' failed: ...
@@ -34,7 +34,7 @@ app.engine.errors.ConfigError: cannot open the registry: Permission denied: /x
         (ACTOR, "cannot open the registry: Permission denied: /x"),
         ("RuntimeError: the GCS did not come up", "the GCS did not come up"),
         ("Deployment X does not exist.\nAvailable: Y", "Deployment X does not exist."),
-        ("", "Serve does not say why"),
+        ("", "Serve gives no reason"),
     ],
 )
 def test_the_reason_is_the_last_exception_that_tells_of_itself(words: str, reason: str) -> None:
@@ -49,5 +49,5 @@ def test_a_ha_proxy_that_ends_again_and_again_ends_the_start(tmp_path: Path) -> 
     check_ha_proxy(tmp_path)
     with failures.open("a") as file:
         file.write("cannot bind socket (Address already in use)\n")
-    with pytest.raises(StartFailed, match=r"HAProxy ends again and again: cannot bind .*Address already"):
+    with pytest.raises(StartError, match=r"HAProxy exits repeatedly: cannot bind .*Address already"):
         check_ha_proxy(tmp_path)

@@ -21,7 +21,7 @@ def test_a_loss_and_its_end_are_a_line_each() -> None:
     now_s = 3.2
     watch.look({"EngineReplica": ("HEALTHY", 1)})
     watch.look({"EngineReplica": ("HEALTHY", 2)})
-    assert said == ["1 of 2 EngineReplica lost; Serve starts another", "2 EngineReplica again, after 3 s"]
+    assert said == ["1 of 2 EngineReplica lost; Serve starts another", "2 EngineReplica running again after 3 s"]
 
 
 def test_a_replica_that_is_stopped_on_purpose_is_no_loss() -> None:

@@ -30,8 +30,8 @@ def test_what_waits_beside_what_there_is_and_who_has_it() -> None:
     sentence = told({NODE: {"CPU": 2.0, "memory": 1e9}}, *engines, store, replica("Ingress", None, CPU=0.1))
     assert sentence is not None
     assert sentence.startswith(
-        "Ray has no room for 1 of Ingress (0.1 CPU each); there is 2 CPU on a machine, held by 2 of EngineReplica "
-        "(2 CPU together). Ask for less (ray_actor_options"
+        "Ray cannot place 1 of Ingress (0.1 CPU each); there is 2 CPU on a machine, used by 2 of EngineReplica "
+        "(2 CPU together). Request less (ray_actor_options"
     )
 
 
@@ -39,7 +39,7 @@ def test_what_no_machine_has() -> None:
     sentence = told({NODE: {"CPU": 2.0}, OTHER: {"CPU": 2.0}}, replica("EngineReplica", None, CPU=64.0, GPU=1.0))
     assert sentence is not None
     assert "1 of EngineReplica (64 CPU and 1 GPU each); there is 2 CPU and 0 GPU on each of 2 machines" in sentence
-    assert "held by nobody" in sentence
+    assert "used by no actor" in sentence
 
 
 def test_somebody_elses_actors_hold_what_they_hold_and_wait_for_themselves() -> None:
@@ -49,7 +49,7 @@ def test_somebody_elses_actors_hold_what_they_hold_and_wait_for_themselves() -> 
     sentence = told({NODE: {"CPU": 2.0}}, trainer, other_app, replica("EngineReplica", None, CPU=0.9))
     assert sentence is not None
     assert "1 of EngineReplica (0.9 CPU each)" in sentence
-    assert "held by 1 of Trainer (1.5 CPU together)" in sentence
+    assert "used by 1 of Trainer (1.5 CPU together)" in sentence
 
 
 def test_what_fits_on_some_machine_is_only_starting() -> None:

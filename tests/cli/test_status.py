@@ -62,7 +62,7 @@ def test_a_status_has_a_line_a_replica_a_tier_and_a_failure() -> None:
     assert "disk 0 0.0 0 0 0" in lines
     assert lines[-1] == "1970-01-01T00:00:00Z failed to read sql"
     quiet = status_lines(STATUS | {"failures": [], "is_ready": False}, "http://x")
-    assert quiet[-1] == "nothing failed lately"
+    assert quiet[-1] == "no recent failures"
     assert "not ready" in quiet[0]
 
 
@@ -150,7 +150,7 @@ def test_the_doctor_names_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFi
     config.write_text("applications: [{import_path: 'app.main:build', args: {modle: {}}}]")
     assert main(["doctor", "--config", str(config)]) == 1
     said = capsys.readouterr().out
-    assert "FAIL  settings: bad service configuration; modle is an unknown key; did you mean 'model'?" in said
+    assert "FAIL  settings: invalid service configuration; modle is an unknown key; did you mean 'model'?" in said
     assert "ok    disk: " in said
 
 

@@ -139,7 +139,7 @@ async def test_what_goes_wrong_is_one_line(
     assert await run("show", "proj_none") == 1
     assert "there is no project" in capsys.readouterr().err
     assert await run("limit", "proj_none") == 1
-    assert "nothing is to be changed" in capsys.readouterr().err
+    assert "no change given" in capsys.readouterr().err
     monkeypatch.delenv(ADMIN_KEY)
     assert await run("list") == 1
-    assert "keygen --admin" in capsys.readouterr().err
+    assert "create-admin-key" in capsys.readouterr().err

@@ -172,11 +172,11 @@ class Fleet:
         if not self.replicas[self.where[request.request_id]].dead.is_set():
             self.consumed[request.request_id] = request_usage
             if self.usage_recorder is not None:
-                self.usage_recorder.ended(request, request_usage)
+                self.usage_recorder.record_usage(request, request_usage)
 
     def loaded(self, ref: AdapterRef, size_bytes: int) -> None:
         if self.usage_recorder is not None:
-            self.usage_recorder.loaded(ref, size_bytes)
+            self.usage_recorder.record_load(ref, size_bytes)
 
     def kill(self, replica_id: str) -> None:
         self.replicas[replica_id].dead.set()
@@ -204,26 +204,26 @@ class Fleet:
                     replica.report(), num_kv_tokens=self.kv_tokens.get(replica.replica_id, 0),
                     cached_prefixes=replica.thread.stats().cached_prefixes,
                 )  # fmt: skip
-                assert self.books.report(replica.telling.news(report, is_leaving=failed), 0.0)
+                assert self.books.report(replica.telling.next_delta(report, is_draining=failed), 0.0)
         return self.books.view
 
-    def homes(self, digest: str) -> Row:
-        return self.view.homes(digest)
+    def assigned_replicas(self, digest: str) -> Row:
+        return self.view.assigned_replicas(digest)
 
     def drop(self, replica_id: str) -> None:
         """Placement takes a replica off the table."""
         self.off_table.add(replica_id)
         telling = self.replicas[replica_id].telling
-        self.books.report(telling.news(ReplicaReport(replica_id), is_leaving=True), 0.0)
+        self.books.report(telling.next_delta(ReplicaReport(replica_id), is_draining=True), 0.0)
 
     async def assign(self, digests: Sequence[str]) -> None:
         assert self.view.replicas is not None
         self.books.assign(digests)
 
-    async def changed(self, timeout_s: float) -> None:
+    async def wait_for_change(self, timeout_s: float) -> None:
         await asyncio.sleep(min(timeout_s, 0.01))
 
-    async def unreached(self, replica_ids: Sequence[str]) -> None:
+    async def report_unreachable(self, replica_ids: Sequence[str]) -> None:
         self.unreached_ids.update(replica_ids)
 
     async def residency(self, digest: str) -> list[Residency]:

@@ -50,7 +50,7 @@ class Scripted(NamedActor):
     def watch(self) -> Any:
         return self
 
-    assign = unreached = watch
+    assign = report_unreachable = watch
 
     def ask(self) -> Any:
         """What `call` is given; its name is one of those above."""

@@ -100,5 +100,5 @@ def test_bad_trace_lines_are_named(line: str) -> None:
 
 
 def test_a_trace_of_nothing_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"day\.jsonl holds no request"):
+    with pytest.raises(ValueError, match=r"day\.jsonl has no requests"):
         read_trace(["", " "], "day.jsonl")

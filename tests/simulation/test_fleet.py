@@ -107,7 +107,7 @@ def test_prompts_that_begin_alike_go_where_that_is_cached() -> None:
     rng = np.random.default_rng(0)
     alike = replace(
         plain, adapter=np.full_like(plain.adapter, -1), prompt_tokens=plain.prompt_tokens + 400,
-        head=rng.integers(-1, 60, 800), head_tokens=np.full(60, 400, np.int64),
+        prefix=rng.integers(-1, 60, 800), prefix_tokens=np.full(60, 400, np.int64),
     )  # fmt: skip
     off, on = (
         simulate(alike, replace(PLAN, placement=PlacementConfig(prefix_affinity=is_on)), 0).summary()

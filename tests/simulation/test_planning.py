@@ -47,7 +47,7 @@ def test_the_command_reads_a_trace_and_says_what_is_needed(tmp_path: Path, capsy
     lines = [json.dumps({"arrival_s": index * 0.1, "model": f"a{index % 7}"}) for index in range(100)]
     (tmp_path / "trace.jsonl").write_text("\n".join(lines))
     write_costs(replace(read_costs(), machine="a test"), tmp_path / "costs.json")
-    arguments = ["plan", "--trace", str(tmp_path / "trace.jsonl"), "--slo-ttft", "2"]
+    arguments = ["capacity", "--trace", str(tmp_path / "trace.jsonl"), "--slo-ttft", "2"]
     assert main([*arguments, "--costs", str(tmp_path / "costs.json")]) == 0
     said = capsys.readouterr().out
     assert "times of a test\nreplicas " in said

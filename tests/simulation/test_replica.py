@@ -103,13 +103,18 @@ def test_requests_without_room_wait_and_adapters_in_use_stay() -> None:
     assert replica.num_hits + replica.num_loads == 40
 
 
-def with_head(index: int, head: bytes, num_head: int = 30, *, prompt: int = 40) -> SimulatedRequest:
+def request_with_prefix(index: int, head: bytes, num_head: int = 30, *, prompt: int = 40) -> SimulatedRequest:
     return SimulatedRequest(index, 0.0, -1, None, 0, prompt, 5, "t", 1.0, head, num_head)
 
 
 def test_what_a_prompt_begins_with_is_computed_once_as_long_as_it_has_room() -> None:
     replica = Replica("r", 0.0, COSTS, ReplicaSize(kv_tokens=100))
-    jobs = [with_head(0, b"one"), with_head(1, b"one"), with_head(2, b"two"), with_head(3, b"one")]
+    jobs = [
+        request_with_prefix(0, b"one"),
+        request_with_prefix(1, b"one"),
+        request_with_prefix(2, b"two"),
+        request_with_prefix(3, b"one"),
+    ]
     starts = []
     for each in jobs:
         starts.append(max(0.0, *(other.done_s for other in jobs[: each.index]), 0.0) + 1.0)

@@ -84,7 +84,7 @@ class RequestAccounting:
         self.view = view
         self.owner = owner
         self.clock = clock
-        self.limiter = RateLimiter(owner.lend, holder, monotonic)
+        self.limiter = RateLimiter(owner.lease, holder, monotonic)
         self.usage_flusher = UsageFlusher(owner.record, holder, wal)
         self.usage_recorder = UsageRecorder(self.usage_flusher, pricing.prices, pricing.base_name, clock)
         self._pricing = pricing
@@ -93,38 +93,38 @@ class RequestAccounting:
     async def admit(
         self, caller: Principal, requests: Sequence[GenerateRequest], existing: Reservation | None = None
     ) -> Reservation:
-        """Reserve the most that these sequences may cost, and count the request. Raises LimitReached.
+        """Reserve the most that these sequences may cost, and count the request. Raises LimitError.
 
         A line of a batch is counted when it is answered, because it may be tried again. `existing` is the routing's
         reservation, which the new one replaces.
         """
-        reservation = Reservation({}, settled=True)
+        reservation = Reservation({}, is_settled=True)
         if caller.tenant.limits != _NO_LIMITS:
             needs = [self._need(request) for request in requests]
             costs = request_costs(caller.tenant, self._pricing.base_name, needs)
             reservation = await self.limiter.reserve(caller.tenant, costs, existing)
         if not caller.is_batch:
-            self.usage_recorder.came(requests[0])
+            self.usage_recorder.record_request(requests[0])
         return reservation
 
     async def admit_routing(self, caller: Principal, num_tokens: int) -> ReservedQuota:
-        """Reserve one request and the tokens of choosing its adapter. Raises LimitReached."""
-        reservation = Reservation({}, settled=True)
+        """Reserve one request and the tokens of choosing its adapter. Raises LimitError."""
+        reservation = Reservation({}, is_settled=True)
         if caller.tenant.limits != _NO_LIMITS:
             base_name = self._pricing.base_name
             need = Cost((base_name,), num_tokens, self._pricing.prices.at_most((base_name,), num_tokens, 0))
             reservation = await self.limiter.reserve(caller.tenant, request_costs(caller.tenant, base_name, [need]))
-        return ReservedQuota(*reservation.parted(("tokens", "spend")))
+        return ReservedQuota(*reservation.split(("tokens", "spend")))
 
     @asynccontextmanager
     async def charge_request(self, caller: Principal, ref: AdapterRef | None) -> AsyncIterator[None]:
         """Reserve one request that needs no engine (counting tokens, for instance) while the block runs. Raises
-        LimitReached.
+        LimitError.
 
         It has no tokens and no cost, so only limits on requests apply. A request that the block rejects as malformed is
         given back.
         """
-        reservation = Reservation({}, settled=True)
+        reservation = Reservation({}, is_settled=True)
         if caller.tenant.limits != _NO_LIMITS:
             base_name = self._pricing.base_name
             needs = request_costs(caller.tenant, base_name, [Cost(paid_models(ref, base_name), 0, 0)])
@@ -148,7 +148,7 @@ class RequestAccounting:
         self.limiter.settle(quota.request, {})
 
     def count_routed_request(self, caller: Principal) -> None:
-        self.usage_recorder.came_to_choose(caller.tenant_id, caller.key_id)
+        self.usage_recorder.record_routing_request(caller.tenant_id, caller.key_id)
 
     def end(self, job: GenerationTask, *, is_cut: bool) -> None:
         """Settle a task's reservation. Usage of its sequences is recorded where they were computed.
@@ -163,7 +163,7 @@ class RequestAccounting:
         self._settle(job, is_request=False)
 
     def _settle(self, job: GenerationTask, *, is_cut: bool = False, is_request: bool = True) -> None:
-        if job.reservation.settled:
+        if job.reservation.is_settled:
             return
         costs: list[Cost] = []
         for request, usage in zip(job.requests, job.usages, strict=True):

@@ -98,7 +98,7 @@ class AdapterAdmin:
         """Drop the contents on replicas that hold them and on their assigned replicas. Others drop them by themselves
         (`OrphanedAdapters`)."""
         view = self._placer.view
-        replica_ids = {*view.holders(digest), *view.homes(digest)}
+        replica_ids = {*view.resident_replicas(digest), *view.assigned_replicas(digest)}
         with suppress(NotReady):  # the table is enough
             replica_ids.update(each.replica_id for each in await self._placer.residency(digest))
         await asyncio.gather(*(self._drop(replica_id, digest) for replica_id in sorted(replica_ids)))

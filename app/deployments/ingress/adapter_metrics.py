@@ -95,7 +95,7 @@ async def adapter_status(
         return description_body(name, description, ())
     is_project = caller.kind == "project"
     await activity.flush()  # so that a client sees the request it has just sent to this ingress
-    stats = await activity.owner.seen(entry.ref, tenant_id=caller.tenant_id if is_project else None)
+    stats = await activity.owner.adapter_stats(entry.ref, tenant_id=caller.tenant_id if is_project else None)
     counts = {"since": int(stats.since_s)} | activity_body(stats.activity)
     if is_project:
         body = description_body(name, description, ())

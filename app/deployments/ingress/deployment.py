@@ -32,7 +32,7 @@ from app.deployments.ingress.metrics import IngressMetrics
 from app.deployments.ingress.preprocess.tokenizer_service import open_tokenizer_service
 from app.deployments.ingress.service import IngressService, Parts
 from app.deployments.placement.actor import placement_service
-from app.deployments.placement.placer import LoadFeed, PlacementFeed, Placer
+from app.deployments.placement.placer import LoadTableClient, PlacementTableClient, Placer
 from app.deployments.placement.replica_choice import make_policy
 from app.deployments.registry.feed.view import Entry, Key, RegistryView
 from app.deployments.rpc.background_tasks import Tasks
@@ -48,7 +48,7 @@ from app.deployments.store.actor import (
     store_settings,
     tenants_service,
 )
-from app.deployments.tenancy.metrics import RefusalCounters
+from app.deployments.tenancy.metrics import RejectionCounters
 from app.deployments.tenancy.usage.prices import Prices
 from app.deployments.tenancy.usage.wal import open_wal
 from app.logging import start_log
@@ -74,7 +74,7 @@ class Ingress(AsgiIngress):
         metrics = IngressMetrics(time.time)
         registry = RegistryMirror(store.watch, ingress_id, metrics.adapters)
         tenants = TenantTableClient(owner, ingress_id)
-        placed, loads = PlacementFeed(placement.watch, ingress_id), ReplicaLoadTracker(time.monotonic)
+        placed, loads = PlacementTableClient(placement.watch, ingress_id), ReplicaLoadTracker(time.monotonic)
         holder = f"{ingress_id}-{uuid.uuid4().hex[:8]}"
         text = await asyncio.to_thread(open_tokenizer_service, config)
         prices, base_name = config.tenants.prices, config.model.name
@@ -103,11 +103,11 @@ class Ingress(AsgiIngress):
             registry.follow,
             tenants.follow,
             parts.accounting.keep_reporting_key_use,
-            parts.accounting.limiter.keep_telling,
-            parts.accounting.usage_flusher.keep_flushing,
+            parts.accounting.limiter.report_loop,
+            parts.accounting.usage_flusher.flush_loop,
             placed.follow,
-            LoadFeed(placement.watch_loads, ingress_id, loads.apply_reports).follow,
-            partial(repeat_gauges, (*metrics.gauges, RefusalCounters(parts.accounting.limiter))),
+            LoadTableClient(placement.watch_loads, ingress_id, loads.apply_reports).follow,
+            partial(repeat_gauges, (*metrics.gauges, RejectionCounters(parts.accounting.limiter))),
             self._service.management.keep_resuming_unloads,
             self._service.activity.keep_flushing,
             self._service.batch_runner(BatchExecutor(self._service).answer, holder).run,

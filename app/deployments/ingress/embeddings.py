@@ -48,7 +48,7 @@ class Embedder:
         self._clock = clock
 
     async def job(self, body: EmbeddingsRequest, caller: Principal, request_id: str | None = None) -> GenerationTask:
-        """`request_id` is the client's own. Raises NotFound, InvalidRequest, ContextOverflow, LimitReached."""
+        """`request_id` is the client's own. Raises NotFound, InvalidRequest, ContextOverflow, LimitError."""
         arrival_s = self._clock()
         ref = await self._preprocessor.resolver.resolve(body.model, caller, body.lora_path, body.user, body.adapters)
         texts = body.texts

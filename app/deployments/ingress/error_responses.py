@@ -11,7 +11,7 @@ import math
 from typing import Any, NamedTuple
 
 from app.deployments.object_storage.models import StorageQuotaExceeded
-from app.deployments.tenancy.quota.limits import AdapterQuotaReached, LimitReached, SpendReached
+from app.deployments.tenancy.quota.limits import AdapterQuotaError, LimitError, SpendLimitError
 from app.engine import errors
 from app.redaction import without_keys
 
@@ -77,9 +77,9 @@ TABLE: dict[type[Exception], HttpError] = {
     InvalidApiKey: HttpError(401, "invalid_request_error", "invalid_api_key"),
     WrongKeyKind: HttpError(403, "insufficient_permissions", "insufficient_permissions"),
     StorageQuotaExceeded: HttpError(403, "insufficient_quota", "kept_quota_reached"),
-    AdapterQuotaReached: HttpError(403, "insufficient_quota", "adapter_quota_reached"),
-    SpendReached: HttpError(429, "insufficient_quota", "insufficient_quota"),
-    LimitReached: HttpError(429, "requests", "rate_limit_exceeded"),
+    AdapterQuotaError: HttpError(403, "insufficient_quota", "adapter_quota_reached"),
+    SpendLimitError: HttpError(429, "insufficient_quota", "insufficient_quota"),
+    LimitError: HttpError(429, "requests", "rate_limit_exceeded"),
     InvalidJson: HttpError(400, "invalid_request_error", "invalid_json"),
     errors.ContextOverflow: HttpError(400, "invalid_request_error", "context_length_exceeded"),
     errors.UnsupportedField: HttpError(400, "invalid_request_error", "unsupported_field"),
@@ -129,7 +129,7 @@ def error_reply(error: BaseException) -> ErrorReply:
         row, message = UNEXPECTED, "internal error; the server's log has the details"
     else:
         message = without_keys(str(error))
-    kind = "tokens" if isinstance(error, LimitReached) and error.kind == "tokens" else row.type
+    kind = "tokens" if isinstance(error, LimitError) and error.kind == "tokens" else row.type
     param = getattr(error, "param", None)
     body = {
         "error": {
@@ -144,10 +144,10 @@ def error_reply(error: BaseException) -> ErrorReply:
         headers["Retry-After"] = str(max(1, math.ceil(error.retry_after_s)))
     elif isinstance(error, errors.AdapterReadFailed | errors.AdapterWriteFailed):
         headers["Retry-After"] = str(MACHINE_RETRY_S)
-    elif isinstance(error, LimitReached) and error.retry_after_s is not None:
+    elif isinstance(error, LimitError) and error.retry_after_s is not None:
         headers["Retry-After"] = str(max(1, math.ceil(error.retry_after_s)))
         headers["retry-after-ms"] = str(max(1, math.ceil(error.retry_after_s * 1000)))
-    elif isinstance(error, LimitReached):  # retrying is useless
+    elif isinstance(error, LimitError):  # retrying is useless
         headers["X-Should-Retry"] = "false"
     elif isinstance(error, NotAuthenticated):
         headers["WWW-Authenticate"] = "Bearer"

@@ -70,7 +70,7 @@ def admin_principal(request: HTTPConnection) -> Principal:
     """The caller of an admin route. Raises WrongKeyKind for all but admin keys."""
     caller = http_principal(request)
     if caller.kind != "admin":
-        raise WrongKeyKind("tenants are managed with an admin key; polylora keygen --admin makes the first")
+        raise WrongKeyKind("tenants are managed with an admin key; polylora create-admin-key makes the first")
     return caller
 
 

@@ -88,7 +88,7 @@ class IngressService:
             config.limits.replica_timeout_s, PrefixHasher(parts.text.spec.digest, config.engine.block_size).of,
         )  # fmt: skip
         self._cold = ColdStartLimiter(parts.placer, config.limits)
-        count = parts.accounting.usage_recorder.ended
+        count = parts.accounting.usage_recorder.record_usage
         dispatcher = Dispatcher(parts.make_batcher(self._request_router), self._connections, self._cold, count)
         self._directory = AdapterDirectory(parts.registry, parts.placer, parts.store, parts.steady_clock)
         self._lazy_loader = LazyAdapterLoader(

@@ -1,7 +1,7 @@
-"""The placement actor: `PlacementService` for all ingresses and replicas of one application.
+"""The placement actor: one `PlacementService` for all ingresses and replicas of an application.
 
-In: their calls. Out: the placement table, published to whoever watches, so that no request waits for this actor. It
-starts empty after a crash and is right again with the next reports. When nobody calls any more, it ends (`attendance`).
+It publishes the placement table, so no request waits for this actor. After a crash it starts empty and is complete
+again with the next reports. It exits when nothing calls it any more (`IdleShutdown`).
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 
 from app.config import AppConfig
-from app.deployments.placement.service import PlacementService, ShareChanges
+from app.deployments.placement.service import PlacementService, TrafficWeightChanges
 from app.deployments.rpc.actor_proxy import actor_proxy
 from app.deployments.rpc.idle_shutdown import IdleShutdown
 from app.deployments.rpc.long_poll_client import Watch
@@ -20,7 +20,7 @@ from app.logging import start_log
 
 
 class PlacementActor(PlacementService):
-    """`PlacementService` that leaves when nobody calls any more."""
+    """`PlacementService` that exits when nothing calls it any more."""
 
     def __init__(self, config_json: str) -> None:
         self._idle_shutdown = IdleShutdown(exit_actor, time.monotonic)
@@ -30,17 +30,17 @@ class PlacementActor(PlacementService):
 
 
 def placement_actor(config: AppConfig, app_name: str) -> NamedActor:
-    """One per application, whatever its settings: replicas of two services must not stand on one table.
+    """The actor's name and factory: one per application, because replicas of two services must not share a table.
 
-    `config` is what it starts with if it is not there; replicas tell it of other settings.
+    `config` is what a new actor starts with; later settings come with the replicas' reports.
     """
     return NamedActor(f"placement-{app_name}", PlacementActor, config.model_dump_json())
 
 
 def placement_service(config: AppConfig, app_name: str) -> PlacementService:
-    """The placement of an application, as its ingresses and replicas call it."""
+    """The application's placement service, as its ingresses and replicas call it."""
     return actor_proxy(PlacementService, placement_actor(config, app_name))
 
 
-def _watch_shares(store: str) -> Watch[ShareChanges]:
+def _watch_shares(store: str) -> Watch[TrafficWeightChanges]:
     return actor_proxy(StoreService[SharedAdapter], FoundActor(store)).watch_shares

@@ -1,10 +1,11 @@
-"""How many engine replicas there should be, from what they and their adapters have to do.
+"""Autoscaling policy for Ray Serve: how many engine replicas there should be, from their work and their adapters.
 
-In: what each replica says of itself (`record_autoscaling_stats`), and who waits at a deployment without replicas. Out:
-a number for Ray Serve's autoscaler, which keeps its own bounds and delays, and the reason, as a log line and a metric.
-Serve's own policy counts open calls; here one call per ingress stays open whatever it carries: that count says nothing.
+Input is what each replica records (`record_autoscaling_stats`) and the requests that wait at a deployment without
+replicas. Output is a number for Serve's autoscaler, which applies its own bounds and delays, and the reason, in a log
+line and a metric. Serve's own policy counts open calls; here one call per ingress stays open whatever it carries, so
+that count means nothing.
 
-Rule: Serve's controller is sent this module's source, so it imports nothing of this package. `desired_replicas` is arithmetic.
+Serve's controller is sent this module's source, so it must import nothing of this package.
 """
 
 from __future__ import annotations
@@ -20,24 +21,24 @@ from ray.util.metrics import Gauge
 
 logger = logging.getLogger("ray.serve")
 
-#: A key of the state that Serve keeps between decisions: [(time, replicas that were wanted)], the oldest first.
+#: Key of the state that Serve keeps between decisions: [(time, desired replicas)], oldest first.
 _HISTORY = "polylora_wanted"
-#: Decisions that are remembered, whatever the hold: one is made several times a second.
+#: Decisions that are kept, whatever the scale-down window: Serve asks several times a second.
 _MAX_HISTORY = 4096
-#: Decisions closer than this are one in the history.
+#: Decisions closer together than this share one entry of the history.
 _HISTORY_STEP_S = 0.5
-#: No replica has a number above this to say, and more replicas than this are nobody's answer.
+#: Bounds of what a replica may report, and of the answer.
 _MAX_VALUE, _MAX_REPLICAS = 1e15, 1e6
 
 
 @dataclass(frozen=True)
 class Demand:
-    """One replica's work, and what it can do.
+    """One replica's work and capacity.
 
-    work_tokens: prompt and answer tokens still to compute, of running and waiting requests, as far as can be foretold.
-    tokens_per_s: what it computes when it has enough to do; 0 if it has not been seen to. adapter_rows: rank rows of
-    the adapters that were asked for lately, on the device or not; num_rank_rows: rows it has. kv_used: part of its KV
-    blocks that running sequences hold, 0 to 1.
+    work_tokens: prompt and answer tokens still to compute for running and waiting requests, as far as they can be
+    predicted. tokens_per_s: throughput when the replica has enough to do; 0 if not measured yet. adapter_rows: rank
+    rows of the adapters that were requested lately, on the device or not; num_rank_rows: rows that the replica has.
+    kv_used: fraction of its KV blocks that running sequences hold, 0 to 1.
     """
 
     work_tokens: float
@@ -49,12 +50,12 @@ class Demand:
 
 @dataclass(frozen=True)
 class Objective:
-    """What the number of replicas is to achieve. Keys of `policy_kwargs` in a Serve application file.
+    """What the number of replicas is to achieve; the keys of `policy_kwargs` in a Serve application file.
 
-    target_drain_s: a replica is to have done all work that it has now in so many seconds. max_lora_utilization, max_kv_utilization: how much of the
-    rank rows and KV blocks may be in demand. forecast_s: how far ahead a rising demand is read: about what a replica
-    takes to start. scale_down_window_s: what was wanted so long ago no longer counts. scale_down_utilization: a replica leaves when the others
-    would be used to no more than this part.
+    target_drain_s: a replica should finish all its current work within this time. max_lora_utilization,
+    max_kv_utilization: fraction of the rank rows and KV blocks that may be in demand. forecast_s: how far ahead rising
+    demand is extrapolated; about the time that a replica takes to start. scale_down_window_s: demand older than this is
+    ignored. scale_down_utilization: a replica is removed when the others would then be used no more than this.
     """
 
     target_drain_s: float = 2.0
@@ -69,31 +70,32 @@ class Objective:
         for field in fields(self):
             value = getattr(self, field.name)
             if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value < 0:
-                raise ValueError(f"{field.name} is {value!r}; it is a number, 0 or more")
+                raise ValueError(f"{field.name} is {value!r}; it must be a number of at least 0")
         for name in ("target_drain_s", "max_lora_utilization", "max_kv_utilization", "scale_down_utilization"):
             if getattr(self, name) == 0:
-                raise ValueError(f"{name} is 0; it is more than that")
+                raise ValueError(f"{name} is 0; it must be greater")
         if self.scale_down_utilization > 1:
-            raise ValueError(f"scale_down_utilization is {self.scale_down_utilization}; it is at most 1")
+            raise ValueError(f"scale_down_utilization is {self.scale_down_utilization}; it must be at most 1")
 
 
 @dataclass(frozen=True)
 class DesiredReplicas:
-    """How many replicas would do, not rounded, and what asks for the most of them."""
+    """How many replicas would do, not rounded, and the signal that needs the most of them."""
 
     replicas: float
     reason: str
 
 
 def desired_replicas(demands: Sequence[Demand], objective: Objective) -> DesiredReplicas:
-    """How many replicas would carry what these carry, each to its full.
+    """How many replicas would carry this demand at full utilization.
 
-    Each signal is a sum over replicas of the part of one that it takes; the largest decides. Nothing to do is 0.
+    Each signal is the sum over replicas of the fraction of one replica that it takes; the largest decides. No work
+    gives 0.
     """
     rate = max((demand.tokens_per_s for demand in demands), default=0.0)
     work = sum(demand.work_tokens for demand in demands)
     parts = {
-        "tokens to compute": work / (rate * objective.target_drain_s) if rate > 0 else float(work > 0),
+        "pending tokens": work / (rate * objective.target_drain_s) if rate > 0 else float(work > 0),
         "rank rows in demand": sum(
             demand.adapter_rows / (demand.num_rank_rows * objective.max_lora_utilization)
             for demand in demands
@@ -106,23 +108,24 @@ def desired_replicas(demands: Sequence[Demand], objective: Objective) -> Desired
 
 
 def forecast(history: Sequence[tuple[float, float]], now_s: float, ahead_s: float) -> float:
-    """What will be wanted in `ahead_s`, if it goes on rising as in the last `ahead_s`; never less than what is.
+    """Demand in `ahead_s` if it goes on rising as in the last `ahead_s`; at least the current demand, at most twice
+    that.
 
-    history: (time, wanted), the oldest first, the last of them now. At most twice what is wanted now.
+    history: (time, desired replicas), oldest first, the last entry being now.
     """
     current = history[-1][1]
     lately = [(time_s, value) for time_s, value in history if now_s - time_s <= ahead_s]
     if ahead_s <= 0:
         return current
-    slope = (current - lately[0][1]) / max(now_s - lately[0][0], ahead_s / 2)  # two points close by say little
+    slope = (current - lately[0][1]) / max(now_s - lately[0][0], ahead_s / 2)  # points close together are noise
     return min(max(current, current + slope * ahead_s), 2 * current)
 
 
 def decide(history: Sequence[tuple[float, float]], num_replicas: int, now_s: float, objective: Objective) -> int:
-    """How many replicas there should be. history: as in `forecast`; num_replicas: as many as there are to be now.
+    """How many replicas there should be. history: as in `forecast`; num_replicas: the current target.
 
-    Up at once, to what is foreseen. Down only as far as the others would have room for the most that was wanted lately,
-    where what was wanted counts less the longer ago it was: a spike holds replicas, and lets them go one by one.
+    Scales up at once, to the forecast. Scales down only as far as the others could carry the highest demand of the
+    window, which counts less the older it is: after a spike replicas are removed one by one.
     """
     up = math.ceil(forecast(history, now_s, objective.forecast_s) - 1e-9)
     if up > num_replicas:
@@ -138,7 +141,7 @@ def decide(history: Sequence[tuple[float, float]], num_replicas: int, now_s: flo
 
 
 class AdapterDemand:
-    """The policy class that an application file names: called by Serve's controller with what it knows.
+    """The policy class that a Serve application file names; Serve's controller calls it.
 
     `policy_kwargs` are the fields of `Objective`. Raises TypeError or ValueError for others.
     """
@@ -147,15 +150,15 @@ class AdapterDemand:
         self._objective = Objective(**objective)
         self._gauge = Gauge(
             "polylora_autoscaling_desired_replicas",
-            description="Engine replicas that the autoscaler wants, by what asks for the most of them.",
+            description="Engine replicas that the autoscaler wants, by the signal that needs the most of them.",
             tag_keys=("application", "deployment", "reason"),
         )
         self._last: tuple[int, str] | None = None
 
     def __call__(self, ctx: AutoscalingContext) -> tuple[int, dict[str, Any]]:
-        """The number, and the state that Serve hands back with the next call."""
+        """The number of replicas, and the state that Serve hands back with the next call."""
         if ctx.target_num_replicas == 0:
-            # Nobody is there to say what it has to do; whoever waits for a replica calls through Serve's handle.
+            # No replica can report; requests that wait for one call through Serve's handle.
             return (1 if ctx.total_num_requests > 0 else 0), {}
         now_s = float(ctx.current_time or 0.0)
         demands = latest_demands(ctx.raw_metrics or {})
@@ -167,36 +170,36 @@ class AdapterDemand:
             <= max(self._objective.scale_down_window_s, self._objective.forecast_s)  # the clock may be set back
         ][-_MAX_HISTORY:]
         if not demands:
-            # Nobody has said anything yet. Who was woken is still starting, and what it was woken for has yet to reach
-            # it then: so it counts as wanted now, which `scale_down_window_s` remembers.
+            # No replica has reported yet: they are starting, and the requests they were started for have yet to reach
+            # them. Count them as desired now, which `scale_down_window_s` remembers.
             return ctx.target_num_replicas, {_HISTORY: [*history, (now_s, float(ctx.target_num_replicas))][-2:]}
         want = desired_replicas(demands, self._objective)
         count = decide([*history, (now_s, want.replicas)], ctx.target_num_replicas, now_s, self._objective)
         if len(demands) < min(ctx.current_num_replicas, ctx.target_num_replicas):
-            count = max(count, ctx.target_num_replicas)  # what the silent ones have to do is not known
+            count = max(count, ctx.target_num_replicas)  # the work of replicas without a report is unknown
         if not history or now_s - history[-1][0] >= _HISTORY_STEP_S:
             history.append((now_s, want.replicas))
-        self._tell(ctx, count, want)
+        self._publish(ctx, count, want)
         return count, {_HISTORY: history}
 
-    def _tell(self, ctx: AutoscalingContext, count: int, want: DesiredReplicas) -> None:
+    def _publish(self, ctx: AutoscalingContext, count: int, want: DesiredReplicas) -> None:
         tags = {"application": ctx.app_name or "", "deployment": ctx.deployment_name}
         if self._last is not None and self._last[1] != want.reason:
             self._gauge.set(0, tags | {"reason": self._last[1]})
         self._gauge.set(count, tags | {"reason": want.reason})
         if count != ctx.target_num_replicas and (count, want.reason) != self._last:
             logger.info(
-                "%s: %d replicas are wanted, there are %d to be: %s ask for %.2f",
-                ctx.deployment_name, count, ctx.target_num_replicas, want.reason, want.replicas,
+                "%s: scaling %d -> %d replicas: %s need %.2f",
+                ctx.deployment_name, ctx.target_num_replicas, count, want.reason, want.replicas,
             )  # fmt: skip
         self._last = (count, want.reason)
 
 
 def latest_demands(series: Mapping[str, Mapping[Any, Sequence[Any]]]) -> list[Demand]:
-    """The last word of each replica that has said anything; the others are still starting.
+    """The last report of each replica that has reported; the others are still starting.
 
-    What one has not said, or what is no number to count with, counts as 0: the rest of it counts. series: name ->
-    replica -> points with a value, the oldest first, as Serve keeps what replicas record.
+    A value that is missing or is not a usable number counts as 0. series: name -> replica -> points with a value,
+    oldest first, as Serve keeps what replicas record.
     """
     names = [field.name for field in fields(Demand)]
     replicas = {replica for name in names for replica, points in series.get(name, {}).items() if points}

@@ -1,7 +1,6 @@
-"""How a replica tells placement of itself: by what has changed.
+"""Reports of one replica to placement, as deltas.
 
-In: a replica's state, again and again. Out: messages, each with the changes since the one before. Rule: a message that
-placement may not have had is followed by a whole one, never by changes.
+A delta that placement may have missed is followed by a full report, never by another delta.
 """
 
 from __future__ import annotations
@@ -11,39 +10,39 @@ from dataclasses import replace
 
 from app.deployments.placement.messages import ReplicaDelta, ReplicaIdentity, ReplicaReport
 
-#: So many tenants' service is told at a time, of those that were served most since.
-MAX_TOLD_TENANTS = 64
+#: Tenants whose service goes into one message, those with the most since the last.
+MAX_REPORTED_TENANTS = 64
 
 
 class DeltaReporter:
-    """One per replica. `origin` goes with every whole message."""
+    """One per replica. `origin` goes with every full report."""
 
     def __init__(self, origin: ReplicaIdentity) -> None:
         self._origin = origin
         self._number = 0
-        self._told: ReplicaReport | None = None
-        self._told_served: dict[str, float] = {}
+        self._last: ReplicaReport | None = None
+        self._reported_served: dict[str, float] = {}
 
-    def is_news(self, resident: tuple[str, ...]) -> bool:
-        """Whether other adapters are resident than placement was told."""
-        return self._told is None or self._told.resident != resident
+    def has_changed(self, resident: tuple[str, ...]) -> bool:
+        """Whether the resident adapters differ from the last report."""
+        return self._last is None or self._last.resident != resident
 
-    def news(self, state: ReplicaReport, *, is_leaving: bool = False) -> ReplicaDelta:
-        """The next message. Ask `forget` for a whole one if placement does not take it."""
-        told, self._told = self._told, state
+    def next_delta(self, state: ReplicaReport, *, is_draining: bool = False) -> ReplicaDelta:
+        """The next message. Call `reset` if placement refuses it, so that the next one is a full report."""
+        last, self._last = self._last, state
         self._number += 1
-        news = ReplicaDelta(
+        delta = ReplicaDelta(
             state.replica_id,
             self._number,
             state.load,
-            is_leaving=is_leaving,
+            is_draining=is_draining,
             active=dict(state.active),
-            served=self._served(state),
+            served=self._service_changes(state),
         )
-        if told is None:
+        if last is None:
             used_s = dict(state.last_used_s)
             return replace(
-                news,
+                delta,
                 is_whole=True,
                 loaded=state.resident,
                 used_s=used_s,
@@ -53,27 +52,29 @@ class DeltaReporter:
                 num_kv_tokens=state.num_kv_tokens,
                 cached_prefixes=state.cached_prefixes,
             )
-        before, now = set(told.resident), set(state.resident)
+        before, now = set(last.resident), set(state.resident)
         return replace(
-            news,
+            delta,
             num_rows={digest: rows for digest, rows in state.num_rows.items() if digest not in before},
             loaded=tuple(sorted(now - before)),
             unloaded=tuple(sorted(before - now)),
-            cached_prefixes=tuple(sorted({*state.cached_prefixes}.difference(told.cached_prefixes))),
-            dropped_heads=tuple(sorted({*told.cached_prefixes}.difference(state.cached_prefixes))),
-            used_s={d: used_s for d, used_s in state.last_used_s.items() if told.last_used_s.get(d) != used_s},
+            cached_prefixes=tuple(sorted({*state.cached_prefixes}.difference(last.cached_prefixes))),
+            dropped_prefixes=tuple(sorted({*last.cached_prefixes}.difference(state.cached_prefixes))),
+            used_s={d: used_s for d, used_s in state.last_used_s.items() if last.last_used_s.get(d) != used_s},
         )
 
-    def _served(self, state: ReplicaReport) -> dict[str, float]:
-        """Totals that have changed. They are totals, so a message that was lost is made good by the next."""
-        since = {name: total - self._told_served.get(name, 0.0) for name, total in state.served.items()}
+    def _service_changes(self, state: ReplicaReport) -> dict[str, float]:
+        """Totals that have changed. A lost message is made good by the next, because they are totals."""
+        since = {name: total - self._reported_served.get(name, 0.0) for name, total in state.served.items()}
         changed = [name for name, amount in since.items() if amount]
-        if len(changed) > MAX_TOLD_TENANTS:
-            changed = heapq.nlargest(MAX_TOLD_TENANTS, changed, key=since.__getitem__)
-        told = {name: state.served[name] for name in changed}
-        self._told_served = {name: total for name, total in self._told_served.items() if name in state.served} | told
-        return told
+        if len(changed) > MAX_REPORTED_TENANTS:
+            changed = heapq.nlargest(MAX_REPORTED_TENANTS, changed, key=since.__getitem__)
+        last = {name: state.served[name] for name in changed}
+        self._reported_served = {
+            name: total for name, total in self._reported_served.items() if name in state.served
+        } | last
+        return last
 
-    def forget(self) -> None:
-        """Placement may not know what it was told: the next message is a whole one."""
-        self._told = None
+    def reset(self) -> None:
+        """Make the next message a full report, because placement may have missed one."""
+        self._last = None

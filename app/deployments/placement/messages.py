@@ -1,8 +1,4 @@
-"""What replicas say about themselves, and what every ingress is told: values, without rules.
-
-In: nothing. Out: a replica's state, the messages in which it tells of changes, and the rows of the published tables.
-All of them are frozen: a new fact is a new value.
-"""
+"""Messages between replicas, placement and ingresses, and the rows of the published tables. All are immutable."""
 
 from __future__ import annotations
 
@@ -16,12 +12,12 @@ from app.engine.wire_format import message
 
 @dataclass(frozen=True, slots=True)
 class ReplicaReport:
-    """What a replica knows of itself. `active` counts requests in the engine by adapter digest.
+    """The state of a replica. `active` counts requests in the engine by adapter digest.
 
-    `last_used_s`: when a request last entered with each of the resident (Unix time); absent if none did. `num_rows`:
-    rank rows that each of the resident takes; `num_rank_rows`: those that the replica has; `num_kv_tokens`: tokens that
-    its KV memory holds. `cached_prefixes`: names of what prompts began with that is cached (`prefix_key`).
-    `served`: what its fair queue has counted of each tenant.
+    `last_used_s`: when a request last started with each resident adapter (Unix time); absent if none did. `num_rows`:
+    rank rows of each resident adapter; `num_rank_rows`: rows that the replica has; `num_kv_tokens`: tokens that its KV
+    memory holds. `cached_prefixes`: hashes of the prompt prefixes in its cache (`prefix_key`). `served`: what its fair
+    queue has counted per tenant.
     """
 
     replica_id: str
@@ -44,7 +40,7 @@ class ReplicaReport:
 @message
 @dataclass(frozen=True, slots=True)
 class ReplicaIdentity:
-    """What a replica was started with: its store's name, placement's settings (JSON), and when (Unix time)."""
+    """What a replica was started with: its store's name, placement's settings (JSON), and the time (Unix)."""
 
     store: str
     settings: str
@@ -54,20 +50,20 @@ class ReplicaIdentity:
 @message
 @dataclass(frozen=True, slots=True)
 class ReplicaDelta:
-    """What a replica sends: its load, and what has changed since its message with the number before.
+    """A replica's load, and what has changed since the message with the number before.
 
-    A message that `is_whole` stands alone: `loaded` is all that is resident, and it has an `origin`. `is_leaving`: the
-    replica takes no new requests, for good. `num_rows` are the rank rows of what is `loaded`, `num_rank_rows` those
-    that the replica has, `num_kv_tokens` what its KV memory holds, as far as it says so. `cached_prefixes` are new ones,
-    or all in a whole message, `dropped_heads` are cached no more or were not used lately; 8 bytes each. `served`: the
-    totals of tenants that were served since, in the fair queue's prices by weight; not of all if they are many.
+    With `is_whole` it is a full report: `loaded` is everything resident, and there is an `origin`. `is_draining`: the
+    replica takes no new requests, for good. `num_rows` are the rank rows of `loaded`. `cached_prefixes` are the new
+    ones, or all of them in a full report; `dropped_prefixes` are no longer cached or were not used lately; 8 bytes
+    each. `served`: totals of the tenants that were served since, in the fair queue's prices by weight; not all of them
+    if they are many.
     """
 
     replica_id: str
     number: int
     load: int = 0
     is_whole: bool = False
-    is_leaving: bool = False
+    is_draining: bool = False
     loaded: tuple[str, ...] = ()
     unloaded: tuple[str, ...] = ()
     active: Mapping[str, int] = field(default_factory=dict)
@@ -77,20 +73,19 @@ class ReplicaDelta:
     num_rank_rows: int = 0
     num_kv_tokens: int = 0
     cached_prefixes: tuple[bytes, ...] = ()
-    dropped_heads: tuple[bytes, ...] = ()
+    dropped_prefixes: tuple[bytes, ...] = ()
     served: Mapping[str, float] = field(default_factory=dict)
 
 
-#: ("replica", id) -> (started, rank rows, KV tokens): it is on the table. started: when it was (Unix time).
-#: ("home", digest) -> the replicas that serve the adapter, those that were started first coming first.
-#: ("resident", digest, id) -> (rank rows,): the adapter is on the replica's device.
-#: ("heads", id) -> names in hexadecimal digits: what prompts began with that the replica has cached.
-#: Numbers are written out.
+#: ("replica", id) -> (start time (Unix), rank rows, KV tokens), of each live replica
+#: ("assigned", digest) -> the replicas that serve the adapter, the oldest first
+#: ("resident", digest, id) -> (rank rows,): the adapter is on the replica's device
+#: ("prefixes", id) -> hexadecimal hashes of the prompt prefixes that the replica has cached
+#: Numbers are strings.
 Key = tuple[str, ...]
 Row = tuple[str, ...]
 
-
-#: Requests that a replica has, running and waiting, and when it said so, by placement's clock.
+#: Requests that a replica has, running and waiting, and when it reported them, by placement's clock.
 ReplicaLoad = tuple[int, float]
 
 
@@ -104,7 +99,7 @@ class LoadDelta(NamedTuple):
 
 @message
 class Residency(NamedTuple):
-    """An adapter on one replica: requests that use it, and when one last began to (Unix time)."""
+    """An adapter on one replica: requests that use it, and when one last started with it (Unix time)."""
 
     replica_id: str
     num_requests: int

@@ -1,7 +1,6 @@
-"""What one process knows of placement, and how it asks for homes.
+"""An ingress's client of placement: a copy of its tables, and the calls that assign adapters and report failures.
 
-In: adapters that need a home, replicas that cannot be reached. Out: where adapters are, read from this process's
-memory. Rule: a placement actor that is away costs freshness, never an answer.
+Reads never leave this process. When the placement actor is unavailable, the copy grows stale but still answers.
 """
 
 from __future__ import annotations
@@ -20,16 +19,16 @@ from app.deployments.rpc.long_poll_host import Changes, Version
 ASSIGN_TIMEOUT_S = 0.5
 
 
-class PlacementFeed(LongPollClient[Changes[Key, Row]]):
-    """The table, copied by its changes into `view`."""
+class PlacementTableClient(LongPollClient[Changes[Key, Row]]):
+    """The placement table, applied to `view` as it changes."""
 
     def __init__(self, watch: Watch[Changes[Key, Row]], watcher_id: str) -> None:
         super().__init__(watch, watcher_id)
         self._news = asyncio.Event()
         self.view = PlacementView()
 
-    async def changed(self, timeout_s: float) -> None:
-        """Wait for news, at most this long."""
+    async def wait_for_change(self, timeout_s: float) -> None:
+        """Wait for a change, at most this long."""
         await wait_for_event(self._news, timeout_s)
 
     def _apply(self, version: Version, news: Changes[Key, Row]) -> None:
@@ -39,8 +38,8 @@ class PlacementFeed(LongPollClient[Changes[Key, Row]]):
         self._news = asyncio.Event()
 
 
-class LoadFeed(LongPollClient[LoadDelta]):
-    """The loads of replicas, passed to `take` as they come, with placement's time when they were sent."""
+class LoadTableClient(LongPollClient[LoadDelta]):
+    """The loads of replicas, passed to `take` as they arrive, with placement's time when they were sent."""
 
     def __init__(
         self,
@@ -57,9 +56,9 @@ class LoadFeed(LongPollClient[LoadDelta]):
 
 
 class Placer:
-    """What the ingress of this id knows of placement, and how it asks."""
+    """The placement client of one ingress."""
 
-    def __init__(self, placement: PlacementService, watched: PlacementFeed, ingress_id: str) -> None:
+    def __init__(self, placement: PlacementService, watched: PlacementTableClient, ingress_id: str) -> None:
         self._placement = placement
         self._watched = watched
         self._ingress_id = ingress_id
@@ -71,24 +70,24 @@ class Placer:
         return self._watched.view
 
     async def assign(self, digests: Sequence[str]) -> None:
-        """Find homes for these adapters; returns (not raises) when placement cannot be asked."""
+        """Have replicas assigned to these adapters; returns (does not raise) when placement is unavailable."""
         try:
             async with asyncio.timeout(ASSIGN_TIMEOUT_S):
-                self.view.answer(await self._placement.assign(digests))
-        except Exception as error:  # away, too late, of another version: the last table decides
+                self.view.add_pending(await self._placement.assign(digests))
+        except Exception as error:  # unavailable, too late or of another version: use the last table
             self._troubles.on_error(error)
         else:
             self._troubles.on_recovery()
 
-    async def changed(self, timeout_s: float) -> None:
-        """Wait for news of the table, at most this long."""
-        await self._watched.changed(timeout_s)
+    async def wait_for_change(self, timeout_s: float) -> None:
+        """Wait for a change of the table, at most this long."""
+        await self._watched.wait_for_change(timeout_s)
 
-    async def unreached(self, replica_ids: Sequence[str]) -> None:
-        """Tell placement all replicas that this process cannot reach now; returns also when placement is away."""
+    async def report_unreachable(self, replica_ids: Sequence[str]) -> None:
+        """Report all replicas that this process cannot reach now; returns also when placement is unavailable."""
         try:
-            await self._placement.unreached(self._ingress_id, replica_ids)
-        except Exception as error:  # it will miss the replicas' reports, if they are gone
+            await self._placement.report_unreachable(self._ingress_id, replica_ids)
+        except Exception as error:  # it notices dead replicas by their missing reports
             self._troubles.on_error(error)
 
     async def residency(self, digest: str) -> list[Residency]:

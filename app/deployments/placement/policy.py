@@ -1,9 +1,8 @@
-"""What a placement policy is asked and answers, and how one request uses the answer.
+"""The contract of placement policies, and the choice between the replicas that a policy allows.
 
-In: an adapter's digest and the fleet as one process knows it. Out: the replicas that may serve the adapter, and for one
-request one of them. Nothing here remembers anything: the same fleet gives the same homes in every process. Rule: of
-many replicas that may serve a request, two are drawn and the less loaded is taken (Mitzenmacher 2001), so that
-processes that know the same loads do not all send to the same replica.
+A policy is a pure function of an adapter's digest and the fleet, so every process gets the same answer from the same
+state. Of several allowed replicas two are drawn and the less loaded is taken (power of two choices, Mitzenmacher 2001),
+so that processes with the same loads do not all choose the same replica.
 """
 
 from __future__ import annotations
@@ -16,32 +15,32 @@ from pydantic import BaseModel, ConfigDict
 
 
 class NoOptions(BaseModel):
-    """The options of a policy that has none; the base of those that have some."""
+    """Options of a policy that has none; base class of the options of others."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
 class PlacementFleet(Protocol):
-    """The usable replicas and where adapters are, as far as a policy may ask. Every answer costs what it returns."""
+    """What a policy may ask: the usable replicas and where adapters are. Each answer costs as much as it returns."""
 
     @property
     def num_replicas(self) -> int: ...
 
     @property
-    def num_homes(self) -> int:
-        """Homes that adapters have on all replicas together."""
+    def num_assignments(self) -> int:
+        """Assignments of adapters to replicas, on all replicas together."""
         ...
 
-    def num_homes_at(self, replica_id: str) -> int:
-        """Adapters whose home this replica is."""
+    def num_assigned_to(self, replica_id: str) -> int:
+        """Adapters assigned to this replica."""
         ...
 
-    def holders(self, digest: str) -> Sequence[str]:
-        """Replicas whose device holds the adapter, in the order in which it prefers them."""
+    def resident_replicas(self, digest: str) -> Sequence[str]:
+        """Replicas whose device holds the adapter, in the adapter's order of preference."""
         ...
 
-    def preferred(self, digest: str) -> Iterator[str]:
-        """All replicas in the adapter's own order (`rendezvous`)."""
+    def preference_order(self, digest: str) -> Iterator[str]:
+        """All replicas in the adapter's order of preference (`rendezvous`)."""
         ...
 
     def load(self, replica_id: str) -> int:
@@ -49,16 +48,17 @@ class PlacementFleet(Protocol):
         ...
 
     def traffic_at(self, replica_id: str) -> float:
-        """Requests that the replica has had at a time on average lately, as far as this process knows."""
+        """Mean number of requests that the replica had lately, as far as this process knows."""
         ...
 
     def num_rows(self, digest: str) -> int:
-        """Rank rows that the adapter takes; 0 as long as no device has held it."""
+        """Rank rows of the adapter; 0 until a device has held it."""
         ...
 
     def num_rows_at(self, replica_id: str) -> int:
-        """Rank rows that the adapters take whose home this replica is; one that no device has held yet counts like the
-        mean of the others, or as one row. Costs their number."""
+        """Rank rows of the adapters assigned to this replica. An adapter that no device has held counts as the mean of
+        the others, or as one row. Costs time proportional to their number.
+        """
         ...
 
     def num_rank_rows(self, replica_id: str) -> int:
@@ -66,36 +66,36 @@ class PlacementFleet(Protocol):
         ...
 
     def started_s(self, replica_id: str) -> float:
-        """When the replica was started (Unix time): Serve stops those first that were started last."""
+        """When the replica was started (Unix time): Serve stops the newest replicas first."""
         ...
 
 
 class PlacementPolicy(Protocol):
-    """Where an adapter may be served. An empty answer means anywhere; without `has_homes` it is always empty.
+    """Which replicas serve an adapter. An empty answer means any; without `has_affinity` it is always empty.
 
-    A policy is a class named `Policy` in a file of `policies/`, or anywhere else by its dotted path. Its `Options` are
-    a model of its own, in the same file, and it is made with one: `placement.policy_options`.
+    A policy is a class named `Policy` in a file of `policies/`, or any class by its dotted path. Its `Options` are a
+    pydantic model in the same file; it is constructed with the validated `placement.policy_options`.
     """
 
     Options: ClassVar[type[BaseModel]]
-    has_homes: ClassVar[bool]
+    has_affinity: ClassVar[bool]
 
     def __init__(self, options: Any) -> None: ...
 
-    def homes(self, digest: str, fleet: PlacementFleet) -> tuple[str, ...]: ...
+    def assign(self, digest: str, fleet: PlacementFleet) -> tuple[str, ...]: ...
 
 
 @runtime_checkable
 class BatchPlacementPolicy(Protocol):
-    """What a policy has besides if it places adapters better together than one by one."""
+    """A policy that assigns several adapters better together than one by one."""
 
-    def homes_of_all(self, digests: Sequence[str], fleet: PlacementFleet) -> Mapping[str, tuple[str, ...]]:
-        """The homes of adapters that have none. None of them is among `fleet.num_homes` yet."""
+    def assign_all(self, digests: Sequence[str], fleet: PlacementFleet) -> Mapping[str, tuple[str, ...]]:
+        """Replicas for adapters that have none assigned. None of them counts in `fleet.num_assignments` yet."""
         ...
 
 
 def less_loaded(candidates: Sequence[str], load: Callable[[str], int], draw: random.Random) -> str:
-    """One of `candidates` (at least one): the less loaded of two random ones; equal loads are decided by the draw."""
+    """One of `candidates` (at least one): the less loaded of two random ones; the draw decides between equal loads."""
     if len(candidates) == 1:
         return candidates[0]
     first, second = draw.sample(candidates, 2)

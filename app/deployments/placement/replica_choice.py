@@ -1,9 +1,8 @@
-"""Which policy the configuration names, and where a request goes by its answer.
+"""The configured placement policy, and the replica for one request.
 
-In: `placement.policy` and `placement.policy_options`. Out: the policy; for one request, a replica. Rule: a name without
-a dot is a file of `policies/`, with the class `Policy` in it; anything else is the dotted path of a class. So a new
-policy is one file. Of the replicas that a policy allows, one that has what the prompt begins with cached is preferred,
-as long as it has not much more to do than the one that would be taken otherwise.
+A policy name without a dot is a file of `policies/` with a class `Policy`; otherwise it is the dotted path of a class.
+Among the replicas that the policy allows, one that has the prompt's prefix cached is preferred unless it is much more
+loaded than the one that would be taken otherwise.
 """
 
 from __future__ import annotations
@@ -20,21 +19,20 @@ from app.config import PlacementConfig
 from app.deployments.placement import policies
 from app.deployments.placement.policy import PlacementPolicy, less_loaded
 from app.deployments.placement.view import PlacementView, UsableFleet
-from app.dotted import import_dotted
 from app.engine.errors import ConfigError
+from app.import_path import import_dotted
 
-#: A replica that has a prompt's head cached may have so many times the requests of the one that would be taken
-#: otherwise, or so many more.
-HEAD_FACTOR, HEAD_MARGIN = 1.5, 4
+#: A replica with the cached prefix may have this many times the requests of the other, or this many more.
+PREFIX_LOAD_FACTOR, PREFIX_LOAD_MARGIN = 1.5, 4
 
 
 def no_prefix() -> str | None:
-    """For requests of which no prompt is looked at."""
+    """No prompt prefix is considered."""
     return None
 
 
 def make_policy(config: PlacementConfig) -> PlacementPolicy:
-    """Raises ConfigError if there is no such policy, or it does not have these options."""
+    """The policy with its options. Raises ConfigError for an unknown policy or invalid options."""
     kind = _find(config.policy)
     try:
         options = kind.Options.model_validate(dict(config.policy_options))
@@ -52,24 +50,24 @@ def choose_replica(
     anywhere: Sequence[str],
     load: Callable[[str], int],
     draw: random.Random,
-    head: Callable[[], str | None] = no_prefix,
+    prefix: Callable[[], str | None] = no_prefix,
 ) -> str:
-    """The replica for one request, by the digest of its adapter (None: the base). usable and anywhere: not empty.
+    """The replica for one request. digest: its adapter's, None for the base. usable and anywhere must not be empty.
 
-    `head` names what its prompt begins with (`prefix_key`); it is asked only if that can make a difference.
+    `prefix` returns the hash of the prompt's prefix (`prefix_key`); it is called only if that can make a difference.
     """
     candidates: Sequence[str] = ()
     if digest is not None:
-        candidates = [home for home in view.homes(digest) if home in usable]
-        if not candidates:  # a home that cannot be used counts as lost
-            candidates = policy.homes(digest, UsableFleet(view, usable, load))
+        candidates = [each for each in view.assigned_replicas(digest) if each in usable]
+        if not candidates:  # a replica that cannot be used counts as lost
+            candidates = policy.assign(digest, UsableFleet(view, usable, load))
     chosen = less_loaded(candidates or anywhere, load, draw)
-    if view.has_heads and len(candidates or anywhere) > 1 and (name := head()) is not None:
-        return _with_head(name, chosen, view, candidates or usable, load, draw)
+    if view.has_prefixes and len(candidates or anywhere) > 1 and (name := prefix()) is not None:
+        return _prefer_cached(name, chosen, view, candidates or usable, load, draw)
     return chosen
 
 
-def _with_head(
+def _prefer_cached(
     name: str,
     chosen: str,
     view: PlacementView,
@@ -77,14 +75,14 @@ def _with_head(
     load: Callable[[str], int],
     draw: random.Random,
 ) -> str:
-    """Of two candidates that have the head cached the less loaded, within the bound; else what was chosen."""
-    holders = view.with_head(name)
-    drawn = holders if len(holders) < 3 else draw.sample(holders, 2)
+    """The less loaded of two candidates that have the prefix cached, if within the bound; else `chosen`."""
+    cached_on = view.replicas_with_prefix(name)
+    drawn = cached_on if len(cached_on) < 3 else draw.sample(cached_on, 2)
     there = [each for each in drawn if each in candidates]
     if not there:
         return chosen
     nearest, limit = less_loaded(there, load, draw), load(chosen)
-    return nearest if load(nearest) <= max(HEAD_FACTOR * limit, limit + HEAD_MARGIN) else chosen
+    return nearest if load(nearest) <= max(PREFIX_LOAD_FACTOR * limit, limit + PREFIX_LOAD_MARGIN) else chosen
 
 
 def _find(name: str) -> type[PlacementPolicy]:
@@ -92,12 +90,12 @@ def _find(name: str) -> type[PlacementPolicy]:
     if "." not in name and ":" not in name:
         if name not in names:
             raise ConfigError(
-                f"placement.policy {name!r} is none of {', '.join(names)}; "
-                "a policy of your own is named by the dotted path of its class"
+                f"placement.policy {name!r} is not one of {', '.join(names)}; "
+                "name a policy of your own by the dotted path of its class"
             )
         kind = importlib.import_module(f"{policies.__name__}.{name}").Policy
     else:
         kind = import_dotted(name, "placement.policy")
-    if not all(hasattr(kind, part) for part in ("Options", "has_homes", "homes")):
-        raise ConfigError(f"placement.policy {name!r} is no policy: it needs Options, has_homes and homes")
+    if not all(hasattr(kind, part) for part in ("Options", "has_affinity", "assign")):
+        raise ConfigError(f"placement.policy {name!r} is not a policy: it needs Options, has_affinity and assign")
     return cast(type[PlacementPolicy], kind)

@@ -1,10 +1,9 @@
-"""Placement over time: the books, a clock, and the traffic shares of the adapter store.
+"""Placement over time: the state, a clock, and the traffic weights of the adapter store.
 
-In: news of replicas, questions of ingresses, the shares that the store publishes. Out: two published tables, of where
-adapters are and of how loaded replicas are. After a restart it gives no homes, and replaces no table that somebody
-holds, until every replica had the time to report: ingresses keep the last table, which is better than one without the
-replicas that hold their adapters' rows. Rule: what an answer and a publication cost does not depend on the fleet's
-size.
+Publishes two tables, of where adapters are and of how loaded replicas are. After a restart it assigns nothing, and
+sends no table to a watcher that has one, until every replica had time to report: the last table is better than one that
+lacks the replicas with the adapters' rows. The cost of a call or a publication does not depend on the size of the
+fleet.
 """
 
 from __future__ import annotations
@@ -35,25 +34,25 @@ from app.engine.errors import ConfigError, NotReady
 logger = logging.getLogger(__name__)
 
 REBALANCE_INTERVAL_S = 1.0
-#: By this much later than a report interval after placement's restart every replica has reported.
+#: This long after the first report interval since a restart, every replica has reported.
 SETTLE_MARGIN_S = 0.5
-#: An ingress is told of adapters and of loads at most this often.
+#: Shortest time between two updates of an ingress's tables of adapters and of loads.
 TABLE_FLOOR_S, LOADS_FLOOR_S = 0.1, 0.25
 
-#: Changes of the traffic's shares, by digest.
-ShareChanges = Changes[str, float]
+#: Changed traffic weights, by digest.
+TrafficWeightChanges = Changes[str, float]
 
 
 class PlacementService:
-    """One event loop. `called` is called whenever a process reports or watches; `clock` gives seconds.
+    """One event loop. `called` runs whenever a process reports or watches; `clock` gives seconds.
 
-    `watch_shares` gives the call that waits for the shares of a store, by the store's name.
+    `watch_shares` gives the long poll of a store's traffic weights, by the store's name.
     """
 
     def __init__(
         self,
         config: PlacementConfig,
-        watch_shares: Callable[[str], Watch[ShareChanges]],
+        watch_shares: Callable[[str], Watch[TrafficWeightChanges]],
         called: Callable[[], None],
         clock: Callable[[], float],
     ) -> None:
@@ -61,7 +60,7 @@ class PlacementService:
         self._called = called
         self._now_s = clock
         self._settings = config.model_dump_json()
-        self._books = _books(config)
+        self._state = _new_state(config)
         self._served = CrossReplicaService()
         self._table: LongPollTable[Key, Row] = LongPollTable(clock, floor_s=TABLE_FLOOR_S)
         self._loads: LongPollTable[str, ReplicaLoad] = LongPollTable(clock, floor_s=LOADS_FLOOR_S)
@@ -71,54 +70,54 @@ class PlacementService:
         self._followed: tuple[str, asyncio.Task[None]] | None = None
 
     @remote_method
-    async def report(self, news: ReplicaDelta) -> bool:
-        """A replica speaks. False if its news cannot be understood without a whole message, which is wanted then."""
-        self._be_called()
+    async def report(self, delta: ReplicaDelta) -> bool:
+        """Apply a replica's delta. Returns False if one was missed; the replica must then send a full report."""
+        self._on_call()
         now_s = self._now_s()
-        is_understood = self._books.report(news, now_s)
-        if news.replica_id in self._books.view.replicas:
-            self._served.hear(news)
-            if news.origin is not None:
-                self._origins[news.replica_id] = news.origin
+        is_understood = self._state.report(delta, now_s)
+        if delta.replica_id in self._state.view.replicas:
+            self._served.ingest(delta)
+            if delta.origin is not None:
+                self._origins[delta.replica_id] = delta.origin
             if is_understood:
-                self._loads.publish({news.replica_id: (news.load, now_s)})
+                self._loads.publish({delta.replica_id: (delta.load, now_s)})
         self._publish()
         return is_understood
 
     @remote_method
-    async def unreached(self, ingress_id: str, replica_ids: Sequence[str]) -> None:
-        """An ingress names all replicas that it cannot reach, and does so again while there are any."""
-        self._books.unreached(ingress_id, replica_ids, self._now_s())
+    async def report_unreachable(self, ingress_id: str, replica_ids: Sequence[str]) -> None:
+        """Record all replicas that an ingress cannot reach. It repeats the call while there are any."""
+        self._state.report_unreachable(ingress_id, replica_ids, self._now_s())
 
     @remote_method
     async def assign(self, digests: Sequence[str]) -> Mapping[str, Row]:
-        """The homes of these adapters; those without one are given one.
+        """The replicas assigned to these adapters; assign some where there are none.
 
-        Raises NotReady while replicas may be missing: a home that is given then is a wrong one.
+        Raises NotReady while replicas may be missing, because an assignment made then would be a wrong one.
         """
         if self._now_s() < self._settled_s:
             raise NotReady("placement has just started", retry_after_s=1)
-        homes = self._books.assign(digests)
+        assigned = self._state.assign(digests)
         self._publish()
-        return homes
+        return assigned
 
     @remote_method
     async def residency(self, digest: str) -> list[Residency]:
         """The replicas whose device holds an adapter, and how it is used there."""
-        return self._books.residency(digest)
+        return self._state.residency(digest)
 
     @remote_method
     async def served_elsewhere(self, replica_id: str, tenant_ids: Sequence[str]) -> Mapping[str, float]:
-        """What these tenants were served on other replicas than this one, as far as those have said."""
+        """Service of these tenants on other replicas than this one, as far as those have reported it."""
         return self._served.elsewhere(replica_id, tenant_ids)
 
     @remote_method
     async def watch(
         self, held: Version | None, watcher_id: str, timeout_s: float
     ) -> tuple[Version, Changes[Key, Row]] | None:
-        """A page of the table's rows that `get_object` lacks, as soon as there is one; None after `timeout_s`."""
-        self._be_called()
-        if held is not None and held.epoch != self._table.epoch:  # it has a table, of an earlier life
+        """Long poll: the next page of rows newer than version `held`; None after `timeout_s`."""
+        self._on_call()
+        if held is not None and held.epoch != self._table.epoch:  # it has the table of an earlier actor
             await asyncio.sleep(self._settled_s - self._now_s())
         return await self._table.newer(held, watcher_id, timeout_s)
 
@@ -126,25 +125,25 @@ class PlacementService:
     async def watch_loads(
         self, held: Version | None, watcher_id: str, timeout_s: float
     ) -> tuple[Version, LoadDelta] | None:
-        """The loads that `get_object` lacks, as soon as there are some; None after `timeout_s`."""
-        self._be_called()
+        """Long poll: the loads newer than version `held`; None after `timeout_s`."""
+        self._on_call()
         news = await self._loads.newer(held, watcher_id, timeout_s)
         return None if news is None else (news[0], LoadDelta(news[1], self._now_s()))
 
     async def close(self) -> None:
-        """Stop the clock, and stop following shares."""
+        """Stop the clock and the long poll of traffic weights."""
         await self._tasks.close()
 
-    def _be_called(self) -> None:
+    def _on_call(self) -> None:
         self._called()
         if not self._tasks:
             self._tasks.run_forever(self._run_clock)
 
     def _publish(self) -> None:
-        changes = self._books.take_changes()
+        changes = self._state.take_changes()
         self._table.publish(changes)
         if any(key[0] == "replica" for key in changes):
-            present = self._books.view.replicas
+            present = self._state.view.replicas
             self._origins = {each: origin for each, origin in self._origins.items() if each in present}
             self._served.keep(present)
             self._loads.publish({key[1]: None for key, row in changes.items() if key[0] == "replica" and row is None})
@@ -154,14 +153,14 @@ class PlacementService:
         while True:
             await asyncio.sleep(REBALANCE_INTERVAL_S)
             now_s = self._now_s()
-            self._books.expire(now_s, self._table.num_watchers)
-            self._books.rebalance(now_s)
+            self._state.expire(now_s, self._table.num_watchers)
+            self._state.rebalance(now_s)
             self._publish()
 
     def _follow_newest(self) -> None:
-        """Take the settings of the replica that was started last, and follow a store that replicas work with.
+        """Use the settings of the newest replica, and watch the weights of a store that replicas use.
 
-        During an upgrade they work with two: the one that is followed is until no replica works with it.
+        During an upgrade replicas use two stores; the watched one changes once no replica uses it.
         """
         if not self._origins:
             return
@@ -174,45 +173,49 @@ class PlacementService:
             return
         if self._followed is not None:
             self._followed[1].cancel()
-            self._books.steer(dict.fromkeys(self._books.shares))  # the other store says what counts now
+            # the other store's weights count from now on
+            self._state.set_traffic_weights(dict.fromkeys(self._state.traffic_weights))
         store = min(stores)
-        follower = _SharesFollower(self._watch_shares(store), "placement", self._steer)
+        follower = _TrafficWeightsClient(self._watch_shares(store), "placement", self._set_traffic_weights)
         self._followed = store, self._tasks.start(follower.follow())
 
     def _configure(self, settings: str) -> None:
         try:
             config = PlacementConfig.model_validate_json(settings)
             policy = make_policy(config)
-            self._books.configure(
+            self._state.configure(
                 policy, config.heartbeat_timeout_s, config.report_interval_s, config.min_replicas_per_adapter
             )
-        except (ValueError, ConfigError) as error:  # of another version of the code
-            logger.error("placement goes on with its old settings: %s", error)
+        except (ValueError, ConfigError) as error:  # settings of another version of the code
+            logger.error("placement keeps its old settings, the new ones are invalid: %s", error)
 
-    def _steer(self, shares: Mapping[str, float | None]) -> None:
-        self._books.steer(shares)
+    def _set_traffic_weights(self, weights: Mapping[str, float | None]) -> None:
+        self._state.set_traffic_weights(weights)
         self._publish()
 
 
-def _books(config: PlacementConfig) -> PlacementState:
+def _new_state(config: PlacementConfig) -> PlacementState:
     return PlacementState(
         make_policy(config), config.heartbeat_timeout_s, config.report_interval_s, config.min_replicas_per_adapter
     )
 
 
-class _SharesFollower(LongPollClient[ShareChanges]):
-    """Copies a store's table of shares. Of another store, or another life of it, a whole copy comes first."""
+class _TrafficWeightsClient(LongPollClient[TrafficWeightChanges]):
+    """Copies a store's table of traffic weights. Another store, or a restarted one, sends a full copy first."""
 
     def __init__(
-        self, watch: Watch[ShareChanges], watcher_id: str, steer: Callable[[Mapping[str, float | None]], None]
+        self,
+        watch: Watch[TrafficWeightChanges],
+        watcher_id: str,
+        set_weights: Callable[[Mapping[str, float | None]], None],
     ) -> None:
         super().__init__(watch, watcher_id)
-        self._steer = steer
+        self._set_traffic_weights = set_weights
         self._present: set[str] = set()
         self._sync: TableSync[str, float] = TableSync()
 
-    def _apply(self, version: Version, news: ShareChanges) -> None:
-        self._version = version
+    def _take(self, version: Version, news: TrafficWeightChanges) -> None:
+        self._held = version
         changes = self._sync.changes(news, lambda: self._present)
         self._present = {*self._present, *changes} - {digest for digest, share in changes.items() if share is None}
-        self._steer(changes)
+        self._set_traffic_weights(changes)

@@ -1,10 +1,10 @@
-"""Which replica serves which adapter: the books of the placement actor, without Ray.
+"""The state of the placement actor, without Ray: which replica serves which adapter.
 
-In: news from replicas (who is alive, how loaded, which adapters are resident), questions about adapters that have no
-home yet, what ingresses cannot reach. Out: the changes of a table that every ingress holds and reads without asking
-anybody. An adapter's home changes only when its replica is gone or when sharing it pays: adding a replica moves
-nothing, losing one moves its own adapters only. Where a new adapter goes is the policy's decision (`policies/`). Rule:
-a replica leaves the table by its own word, by its silence, or when most ingresses, and two at least, cannot reach it.
+It ingests replicas' deltas (load, resident adapters) and ingresses' votes on unreachable replicas, and produces changes
+of the table that every ingress copies. An adapter's assignment changes only when its replica is gone or when scaling it
+out pays: adding a replica moves nothing, losing one moves its own adapters only. Where a new adapter goes is the
+policy's decision (`policies/`). A replica leaves the table when it drains, when it stops reporting, or when most
+ingresses, and at least two, cannot reach it.
 """
 
 from __future__ import annotations
@@ -22,29 +22,29 @@ from app.deployments.placement.view import PlacementView, UsableFleet
 
 logger = logging.getLogger(__name__)
 
-#: Adapters with a remembered home; the longest unused are forgotten (their rows, if any, are reported anyway).
-MAX_HOMES = 32_768
-#: A replica shares its busiest adapter when it carries this many times the mean load, and this many more requests.
-SHARE_FACTOR, SHARE_MARGIN = 1.5, 4
-#: Replicas that share an adapter at once, the most loaded ones: the others follow a second later.
-MAX_SHARED = 32
-#: So many replicas with little to do are looked at beside those that are needed, for room in their rank rows.
+#: Adapters with an assignment; beyond that the least recently used are dropped (their rows are reported anyway).
+MAX_ASSIGNED = 32_768
+#: A replica scales out its busiest adapter when its load is this many times the mean, and this much above it.
+OVERLOAD_FACTOR, OVERLOAD_MARGIN = 1.5, 4
+#: Replicas that scale out in one pass, the most loaded ones; the others follow a second later.
+MAX_SCALED_OUT = 32
+#: Idle replicas compared beyond the needed number, to find room in their rank rows.
 NUM_COMPARED = 16
-#: A replica has to carry too much for so long before it shares with one whose rank rows are all spoken for.
+#: A replica must be overloaded for this long before it scales out to a replica with full rank rows.
 PATIENCE_S = 2.0
-#: Seconds between two changes of one adapter's homes, the hysteresis; but one whose requests fill so many times its
-#: homes gets more at once.
+#: Hysteresis: seconds between two changes of one adapter's replicas, unless its requests would fill OUTGROWN times as
+#: many.
 DWELL_S = 10.0
 OUTGROWN = 2
-#: Missed reports after which one ingress that cannot reach a replica is believed.
+#: After this many missed reports the vote of a single ingress is enough to remove a replica.
 MISSED_REPORTS = 2.5
-#: What a replica carried so long ago counts a third of what it carries now, in the mean of its requests.
+#: Time constant of the exponential mean of a replica's requests.
 TRAFFIC_S = 60.0
 
 
 @dataclass(slots=True)
 class _Replica:
-    """What one replica has said."""
+    """The last reports of one replica."""
 
     number: int
     seen_s: float
@@ -54,11 +54,11 @@ class _Replica:
     resident: set[str] = field(default_factory=set)
     active: Mapping[str, int] = field(default_factory=dict)
     used_s: dict[str, float] = field(default_factory=dict)
-    heads: set[bytes] = field(default_factory=set)
+    prefixes: set[bytes] = field(default_factory=set)
 
 
 class PlacementState:
-    """The placement actor's state. What its methods change is in `take_changes`; times are the caller's, in seconds."""
+    """The placement actor's state. Changes accumulate for `take_changes`; times are the caller's, in seconds."""
 
     def __init__(
         self,
@@ -70,15 +70,15 @@ class PlacementState:
         self.view = PlacementView()
         self._changes: dict[Key, Row | None] = {}
         self._replicas: dict[str, _Replica] = {}
-        self._used: dict[str, None] = {}  # adapters with a home, by last use
-        self._shared: set[str] = set()  # those that have several
-        self._peaks: dict[str, float] = {}  # of those the most requests lately
+        self._used: dict[str, None] = {}  # assigned adapters, least recently used first
+        self._replicated: set[str] = set()  # adapters with several replicas
+        self._peaks: dict[str, float] = {}  # their recent maximum of requests
         self._rebalanced_s = 0.0
-        self._changed_s: dict[str, float] = {}  # adapters whose homes dwell, and since when
-        self._overloaded_s: dict[str, float] = {}  # replicas that carry too much, and since when
-        self._kept_out_s: dict[str, float] = {}  # replicas that most could not reach, and when
-        self._witnesses = ReachabilityVotes()
-        self._shares: dict[str, float] = {}
+        self._changed_s: dict[str, float] = {}  # adapters whose assigned dwell, and since when
+        self._overloaded_s: dict[str, float] = {}  # overloaded replicas, and since when
+        self._excluded_s: dict[str, float] = {}  # replicas removed as unreachable, and when
+        self._reachability = ReachabilityVotes()
+        self._traffic_weights: dict[str, float] = {}
         self._min_replicas_per_adapter = 1
         self.configure(policy, heartbeat_timeout_s, report_interval_s, min_replicas_per_adapter)
 
@@ -89,140 +89,140 @@ class PlacementState:
         report_interval_s: float,
         min_replicas_per_adapter: int = 1,
     ) -> None:
-        """Go on with other settings; homes stay, and more are added if `min_replicas_per_adapter` asks for them."""
+        """Apply new settings; assignments stay, and replicas are added if `min_replicas_per_adapter` asks for them."""
         self._policy = policy
         self._places_many = policy if isinstance(policy, BatchPlacementPolicy) else None
         self._min_replicas_per_adapter = min_replicas_per_adapter
-        self._widen_all(self._used)
+        self._add_replicas_to_all(self._used)
         self._heartbeat_timeout_s = heartbeat_timeout_s
         self._missed_s = MISSED_REPORTS * report_interval_s
 
     @property
-    def shares(self) -> Collection[str]:
-        """Adapters that more than the usual part of the traffic is expected for."""
-        return self._shares.keys()
+    def traffic_weights(self) -> Collection[str]:
+        """Adapters with more than the usual part of the expected traffic."""
+        return self._traffic_weights.keys()
 
     def take_changes(self) -> Mapping[Key, Row | None]:
-        """The rows of the table that have changed since this was last asked."""
+        """The rows of the table that changed since the last call."""
         changes, self._changes = self._changes, {}
         return changes
 
-    def report(self, news: ReplicaDelta, now_s: float) -> bool:
-        """A replica speaks. False if its news cannot be understood without a whole message, which is wanted then."""
-        replica_id = news.replica_id
-        if now_s - self._kept_out_s.get(replica_id, -math.inf) <= self._heartbeat_timeout_s:
+    def report(self, delta: ReplicaDelta, now_s: float) -> bool:
+        """Apply a replica's delta. Returns False if one was missed; the replica must then send a full report."""
+        replica_id = delta.replica_id
+        if now_s - self._excluded_s.get(replica_id, -math.inf) <= self._heartbeat_timeout_s:
             return True
-        if news.is_leaving:
-            self._forget(replica_id)
+        if delta.is_draining:
+            self._remove_replica(replica_id)
             return True
         replica = self._replicas.get(replica_id)
-        if replica is not None and news.number <= replica.number:
-            return True  # it was overtaken by a later one
-        if news.is_whole:
-            replica = replica or self._begin(replica_id, news, now_s)
-        elif replica is None or news.number != replica.number + 1:
+        if replica is not None and delta.number <= replica.number:
+            return True  # overtaken by a later one
+        if delta.is_whole:
+            replica = replica or self._add_replica(replica_id, delta, now_s)
+        elif replica is None or delta.number != replica.number + 1:
             return False
-        replica.traffic += (news.load - replica.traffic) * -math.expm1((replica.seen_s - now_s) / TRAFFIC_S)
-        replica.number, replica.seen_s, replica.load, replica.active = news.number, now_s, news.load, news.active
-        self._move(replica_id, replica, news)
-        self._note_heads(replica_id, replica, news)
-        for digest in news.active:
+        replica.traffic += (delta.load - replica.traffic) * -math.expm1((replica.seen_s - now_s) / TRAFFIC_S)
+        replica.number, replica.seen_s, replica.load, replica.active = delta.number, now_s, delta.load, delta.active
+        self._update_resident(replica_id, replica, delta)
+        self._update_prefixes(replica_id, replica, delta)
+        for digest in delta.active:
             if digest in self._used:
                 self._used[digest] = self._used.pop(digest)
         return True
 
-    def unreached(self, ingress_id: str, replica_ids: Collection[str], now_s: float) -> None:
-        """An ingress names all replicas that it cannot reach; `expire` says what comes of it."""
-        self._witnesses.say(ingress_id, [each for each in replica_ids if each in self._replicas], now_s)
+    def report_unreachable(self, ingress_id: str, replica_ids: Collection[str], now_s: float) -> None:
+        """Record an ingress's votes on all replicas that it cannot reach; `expire` acts on them."""
+        self._reachability.vote(ingress_id, [each for each in replica_ids if each in self._replicas], now_s)
 
     def expire(self, now_s: float, num_ingresses: int) -> None:
-        """Drop replicas that have been silent for too long, or that most of this many ingresses cannot reach."""
-        self._kept_out_s = {
-            each: at_s for each, at_s in self._kept_out_s.items() if now_s - at_s <= self._heartbeat_timeout_s
+        """Remove replicas that stopped reporting, or that most of `num_ingresses` ingresses cannot reach."""
+        self._excluded_s = {
+            each: at_s for each, at_s in self._excluded_s.items() if now_s - at_s <= self._heartbeat_timeout_s
         }
         for replica_id, replica in list(self._replicas.items()):
-            silent_s, is_doubted = now_s - replica.seen_s, self._witnesses.num(replica_id, now_s) > 0
+            silent_s, is_doubted = now_s - replica.seen_s, self._reachability.num_votes(replica_id, now_s) > 0
             if silent_s > self._heartbeat_timeout_s or (is_doubted and silent_s > self._missed_s):
-                self._forget(replica_id)
-            elif self._witnesses.is_out_of_reach(replica_id, now_s, num_ingresses):
-                self._kept_out_s[replica_id] = now_s
-                self._forget(replica_id)
+                self._remove_replica(replica_id)
+            elif self._reachability.is_out_of_reach(replica_id, now_s, num_ingresses):
+                self._excluded_s[replica_id] = now_s
+                self._remove_replica(replica_id)
 
     def assign(self, digests: Iterable[str]) -> dict[str, Row]:
-        """Give every adapter that has no home one, by the policy. Returns the homes of those that have one now."""
+        """The replicas of these adapters; the policy assigns some to those that have none."""
         fleet = UsableFleet(self.view, self.view.replicas, self._load, self._traffic)
-        digests, homes = list(digests), dict[str, Row]()
+        digests, assigned = list(digests), dict[str, Row]()
         together: Mapping[str, Row] = {}
         if self._places_many is not None:
-            homeless = [digest for digest in dict.fromkeys(digests) if not self.view.homes(digest)]
-            together = self._places_many.homes_of_all(homeless, fleet) if homeless else {}
+            unassigned = [digest for digest in dict.fromkeys(digests) if not self.view.assigned_replicas(digest)]
+            together = self._places_many.assign_all(unassigned, fleet) if unassigned else {}
         for digest in digests:
-            if not self.view.homes(digest):
-                chosen = together.get(digest, ()) if self._places_many else self._policy.homes(digest, fleet)
+            if not self.view.assigned_replicas(digest):
+                chosen = together.get(digest, ()) if self._places_many else self._policy.assign(digest, fleet)
                 if chosen:
-                    self._set_homes(digest, chosen)
-                    self._widen(digest)
-            if row := self.view.homes(digest):
-                homes[digest] = row
-        while len(self._used) > MAX_HOMES:
-            self._set_homes(next(iter(self._used)), ())
-        return homes
+                    self._set_assigned(digest, chosen)
+                    self._add_replicas(digest)
+            if row := self.view.assigned_replicas(digest):
+                assigned[digest] = row
+        while len(self._used) > MAX_ASSIGNED:
+            self._set_assigned(next(iter(self._used)), ())
+        return assigned
 
-    def steer(self, shares: Mapping[str, float | None]) -> None:
-        """The expected parts of the traffic that have changed (None: no more than usual).
+    def set_traffic_weights(self, weights: Mapping[str, float | None]) -> None:
+        """Update the expected parts of the traffic (None: no more than usual).
 
-        An adapter with a part has that part of the replicas for homes, before the load shows it.
+        An adapter with a weight is assigned that part of the replicas before the load shows it.
         """
-        for digest, share in shares.items():
-            if share is None:
-                self._shares.pop(digest, None)
+        for digest, weight in weights.items():
+            if weight is None:
+                self._traffic_weights.pop(digest, None)
             else:
-                self._shares[digest] = share
-        self._widen_all(self._shares)
+                self._traffic_weights[digest] = weight
+        self._add_replicas_to_all(self._traffic_weights)
 
     def rebalance(self, now_s: float) -> None:
-        """Share the busiest adapter of an overloaded replica; take the extra home back when demand is gone."""
+        """Scale out the busiest adapter of each overloaded replica; scale in where demand is gone."""
         self._changed_s = {digest: at_s for digest, at_s in self._changed_s.items() if now_s - at_s < DWELL_S}
-        self._widen_all(self._shares)
-        self._share(now_s)
-        self._unshare(now_s)
+        self._add_replicas_to_all(self._traffic_weights)
+        self._scale_out(now_s)
+        self._scale_in(now_s)
 
     def residency(self, digest: str) -> list[Residency]:
-        """The replicas whose device holds an adapter, in order of their ids, and how it is used there."""
-        holders = sorted(each for each in self.view.holders(digest) if each in self._replicas)
-        found = [(each, self._replicas[each]) for each in holders]
+        """The replicas whose device holds an adapter, ordered by id, and how it is used there."""
+        resident_on = sorted(each for each in self.view.resident_replicas(digest) if each in self._replicas)
+        found = [(each, self._replicas[each]) for each in resident_on]
         return [Residency(each, replica.active.get(digest, 0), replica.used_s.get(digest)) for each, replica in found]
 
-    def _begin(self, replica_id: str, news: ReplicaDelta, now_s: float) -> _Replica:
-        started_s = news.origin.started_s if news.origin is not None else 0.0
-        row = (repr(started_s), str(news.num_rank_rows), str(news.num_kv_tokens))
+    def _add_replica(self, replica_id: str, delta: ReplicaDelta, now_s: float) -> _Replica:
+        started_s = delta.origin.started_s if delta.origin is not None else 0.0
+        row = (repr(started_s), str(delta.num_rank_rows), str(delta.num_kv_tokens))
         self._change(("replica", replica_id), row)
-        replica = self._replicas[replica_id] = _Replica(news.number, now_s, started_s, traffic=news.load)
+        replica = self._replicas[replica_id] = _Replica(delta.number, now_s, started_s, traffic=delta.load)
         if len(self._replicas) <= self._min_replicas_per_adapter:
-            self._widen_all(self._used)  # there were too few replicas for all homes
+            self._add_replicas_to_all(self._used)  # there were too few replicas for the minimum
         return replica
 
-    def _move(self, replica_id: str, replica: _Replica, news: ReplicaDelta) -> None:
-        """Take over which adapters came to and left a replica's device."""
-        unloaded = replica.resident.difference(news.loaded) if news.is_whole else set(news.unloaded)
+    def _update_resident(self, replica_id: str, replica: _Replica, delta: ReplicaDelta) -> None:
+        """Apply the adapters loaded to and unloaded from a replica's device."""
+        unloaded = replica.resident.difference(delta.loaded) if delta.is_whole else set(delta.unloaded)
         for digest in unloaded & replica.resident:
             self._change(("resident", digest, replica_id), None)
-        for digest in news.loaded:
+        for digest in delta.loaded:
             if digest not in replica.resident:
-                row = (str(news.num_rows[digest]),) if digest in news.num_rows else ()
+                row = (str(delta.num_rows[digest]),) if digest in delta.num_rows else ()
                 self._change(("resident", digest, replica_id), row)
-        replica.resident = (replica.resident - unloaded).union(news.loaded)
-        replica.used_s.update(news.used_s)
+        replica.resident = (replica.resident - unloaded).union(delta.loaded)
+        replica.used_s.update(delta.used_s)
         if unloaded:
             replica.used_s = {each: at_s for each, at_s in replica.used_s.items() if each in replica.resident}
 
-    def _note_heads(self, replica_id: str, replica: _Replica, news: ReplicaDelta) -> None:
-        """Take over what a replica has cached of what prompts begin with."""
-        heads = set() if news.is_whole else replica.heads.difference(news.dropped_heads)
-        heads.update(news.cached_prefixes)
-        if heads != replica.heads:
-            replica.heads = heads
-            self._change(("heads", replica_id), tuple(sorted(head.hex() for head in heads)) or None)
+    def _update_prefixes(self, replica_id: str, replica: _Replica, delta: ReplicaDelta) -> None:
+        """Apply the changes of a replica's cached prompt prefixes."""
+        prefixes = set() if delta.is_whole else replica.prefixes.difference(delta.dropped_prefixes)
+        prefixes.update(delta.cached_prefixes)
+        if prefixes != replica.prefixes:
+            replica.prefixes = prefixes
+            self._change(("prefixes", replica_id), tuple(sorted(prefix.hex() for prefix in prefixes)) or None)
 
     def _load(self, replica_id: str) -> int:
         return self._replicas[replica_id].load
@@ -230,134 +230,142 @@ class PlacementState:
     def _traffic(self, replica_id: str) -> float:
         return self._replicas[replica_id].traffic
 
-    def _num_expected(self, digest: str) -> int:
-        return max(self._min_replicas_per_adapter, round(self._shares.get(digest, 0.0) * len(self._replicas)))
+    def _num_desired(self, digest: str) -> int:
+        return max(self._min_replicas_per_adapter, round(self._traffic_weights.get(digest, 0.0) * len(self._replicas)))
 
-    def _widen_all(self, digests: Iterable[str]) -> None:
+    def _add_replicas_to_all(self, digests: Iterable[str]) -> None:
         for digest in [*digests]:
-            if self.view.homes(digest):
-                self._widen(digest)
+            if self.view.assigned_replicas(digest):
+                self._add_replicas(digest)
 
-    def _widen(self, digest: str) -> None:
-        """Add the homes that an adapter's share and `min_replicas_per_adapter` ask for, in its own order."""
-        homes = self.view.homes(digest)
-        num_missing = self._num_expected(digest) - len(homes)
+    def _add_replicas(self, digest: str) -> None:
+        """Add the replicas that an adapter's weight and `min_replicas_per_adapter` ask for, preferred ones first."""
+        assigned = self.view.assigned_replicas(digest)
+        num_missing = self._num_desired(digest) - len(assigned)
         if num_missing > 0:
-            others = [other for other in self.view.preferred(digest) if other not in homes]
-            self._set_homes(digest, (*homes, *others[:num_missing]))
+            others = [other for other in self.view.preference_order(digest) if other not in assigned]
+            self._set_assigned(digest, (*assigned, *others[:num_missing]))
 
-    def _share(self, now_s: float) -> None:
+    def _scale_out(self, now_s: float) -> None:
         if len(self._replicas) < 2:
             return
         loads: dict[str, float] = {each: replica.load for each, replica in self._replicas.items()}
         mean = sum(loads.values()) / len(loads)
-        bound = max(SHARE_FACTOR * mean, mean + SHARE_MARGIN)
+        bound = max(OVERLOAD_FACTOR * mean, mean + OVERLOAD_MARGIN)
         overloaded = [each for each, load in loads.items() if load > bound]
         self._overloaded_s = {each: self._overloaded_s.get(each, now_s) for each in overloaded}
-        for replica_id in heapq.nsmallest(MAX_SHARED, overloaded, lambda each: (-loads[each], each)):
+        for replica_id in heapq.nsmallest(MAX_SCALED_OUT, overloaded, lambda each: (-loads[each], each)):
             active = self._replicas[replica_id].active
             for digest in sorted(active, key=lambda digest: -active[digest]):
-                homes = self.view.homes(digest)
+                assigned = self.view.assigned_replicas(digest)
                 is_due = digest not in self._changed_s or self._has_outgrown(digest, bound)
-                if replica_id in homes and len(homes) < len(self._replicas) and is_due:
+                if replica_id in assigned and len(assigned) < len(self._replicas) and is_due:
                     is_patient = now_s - self._overloaded_s[replica_id] < PATIENCE_S
-                    if self._add_homes(digest, loads, bound, mean, with_room=is_patient):
+                    if self._assign_more(digest, loads, bound, mean, with_room=is_patient):
                         self._changed_s[digest] = now_s
                     break
 
-    def _add_homes(self, digest: str, loads: dict[str, float], bound: float, mean: float, *, with_room: bool) -> bool:
-        """As many homes more as its requests would fill to the bound, one at least, where there is little to do.
+    def _assign_more(self, digest: str, loads: dict[str, float], bound: float, mean: float, *, with_room: bool) -> bool:
+        """Assign as many more idle replicas as the adapter's requests would fill to the bound, at least one.
 
-        `with_room`: only where its rows have room; False if that is nowhere. Of those replicas the ones that were
-        started last: Serve stops them first, and what is lost then is a copy. `loads` are those that are expected after
-        what was shared before; what comes of this is added.
+        `with_room`: only where its rank rows have room; returns False if that is nowhere. Among equals the newest
+        replicas are taken: Serve stops them first, and then only a copy is lost. `loads` are the loads expected after
+        earlier calls; this one adds its own.
         """
-        homes = self.view.homes(digest)
-        num_active = self._num_active(homes, digest)
-        others = [other for other in loads if other not in homes]
-        num_more = min(max(math.ceil(num_active / bound) - len(homes), 1), len(others))
+        assigned = self.view.assigned_replicas(digest)
+        num_active = self._num_active(assigned, digest)
+        others = [other for other in loads if other not in assigned]
+        num_more = min(max(math.ceil(num_active / bound) - len(assigned), 1), len(others))
         little = (min(loads[other] for other in others) + mean) / 2
         nearest = heapq.nsmallest(
             num_more + NUM_COMPARED,
             others,
             lambda other: (loads[other] > little, -self._replicas[other].started_s, loads[other], other),
         )
-        # Room in the rows first: an adapter that drives another one out makes two of them wait.
+        # Prefer room in the rank rows: evicting another adapter makes two of them wait.
         nearest.sort(key=lambda other: (loads[other] > bound, self._is_full(other, digest), loads[other] > little))
         more = [other for other in nearest[:num_more] if not (with_room and self._is_full(other, digest))]
         if not more:
             return False
         for other in more:
-            loads[other] += num_active / (len(homes) + num_more)
-        self._set_homes(digest, (*homes, *more))
+            loads[other] += num_active / (len(assigned) + num_more)
+        self._set_assigned(digest, (*assigned, *more))
         logger.info(
-            "adapter %s is served by %s, too: %s have %d requests for it, a replica %.1f for all",
-            digest[:12], ", ".join(more), ", ".join(homes), num_active, mean,
+            "adapter %s is now also assigned to %s: %s had %d of its requests, the mean replica load is %.1f",
+            digest[:12], ", ".join(more), ", ".join(assigned), num_active, mean,
         )  # fmt: skip
         return True
 
     def _has_outgrown(self, digest: str, bound: float) -> bool:
-        """Whether an adapter's requests fill twice its homes: it had them before all of the demand was told."""
-        homes = self.view.homes(digest)
-        return math.ceil(self._num_active(homes, digest) / bound) >= OUTGROWN * len(homes)
+        """Whether an adapter's requests fill OUTGROWN times its replicas, which were chosen before all demand was
+        known.
+        """
+        assigned = self.view.assigned_replicas(digest)
+        return math.ceil(self._num_active(assigned, digest) / bound) >= OUTGROWN * len(assigned)
 
     def _is_full(self, replica_id: str, digest: str) -> bool:
-        """Whether the adapters at home there leave one more no rank rows, as far as that is known."""
+        """Whether the adapters assigned there leave no rank rows for one more, as far as that is known."""
         fleet = UsableFleet(self.view, self.view.replicas, self._load)
         return 0 < fleet.num_rank_rows(replica_id) < fleet.num_rows_at(replica_id) + fleet.num_rows(digest)
 
-    def _num_active(self, homes: Row, digest: str) -> int:
-        return sum(self._replicas[home].active.get(digest, 0) for home in homes if home in self._replicas)
+    def _num_active(self, assigned: Row, digest: str) -> int:
+        return sum(
+            self._replicas[replica_id].active.get(digest, 0) for replica_id in assigned if replica_id in self._replicas
+        )
 
-    def _unshare(self, now_s: float) -> None:
-        """Take half of an adapter's homes back where the others would do, for the most that was lately, too.
+    def _scale_in(self, now_s: float) -> None:
+        """Take away half of an adapter's replicas where the rest can carry its recent maximum.
 
-        What was counts less the longer ago it is: load that comes and goes keeps its homes.
+        The maximum decays with time, so that load that comes and goes keeps its replicas.
         """
         left = math.exp((self._rebalanced_s - now_s) / TRAFFIC_S)
         self._rebalanced_s = now_s
         self._peaks = {
-            digest: max(self._num_active(self.view.homes(digest), digest), left * self._peaks.get(digest, 0.0))
-            for digest in self._shared
+            digest: max(
+                self._num_active(self.view.assigned_replicas(digest), digest), left * self._peaks.get(digest, 0.0)
+            )
+            for digest in self._replicated
         }
-        for digest in sorted(self._shared.difference(self._changed_s)):
-            homes = self.view.homes(digest)
-            if len(homes) > self._num_expected(digest):
-                num_kept = max(self._num_expected(digest), len(homes) // 2)
-                if self._peaks[digest] < SHARE_MARGIN / 2 * num_kept:
-                    self._set_homes(digest, homes[:num_kept])
+        for digest in sorted(self._replicated.difference(self._changed_s)):
+            assigned = self.view.assigned_replicas(digest)
+            if len(assigned) > self._num_desired(digest):
+                num_remaining = max(self._num_desired(digest), len(assigned) // 2)
+                if self._peaks[digest] < OVERLOAD_MARGIN / 2 * num_remaining:
+                    self._set_assigned(digest, assigned[:num_remaining])
                     self._changed_s[digest] = now_s
                     logger.info(
-                        "adapter %s is no longer served by %s: its %d homes had %.1f requests lately",
-                        digest[:12], ", ".join(homes[num_kept:]), len(homes), self._peaks[digest],
+                        "adapter %s is no longer assigned to %s: its %d replicas had %.1f requests lately",
+                        digest[:12], ", ".join(assigned[num_remaining:]), len(assigned), self._peaks[digest],
                     )  # fmt: skip
 
-    def _forget(self, replica_id: str) -> None:
-        """Take a replica off the table, and its homes; adapters without another home have none."""
-        self._witnesses.forget(replica_id)
+    def _remove_replica(self, replica_id: str) -> None:
+        """Remove a replica and its assignments; adapters without another replica have none assigned."""
+        self._reachability.remove(replica_id)
         replica = self._replicas.pop(replica_id, None)
         if replica is None:
             return
         self._change(("replica", replica_id), None)
-        if replica.heads:
-            self._change(("heads", replica_id), None)
+        if replica.prefixes:
+            self._change(("prefixes", replica_id), None)
         for digest in replica.resident:
             self._change(("resident", digest, replica_id), None)
-        for digest in list(self.view.at_home(replica_id)):
-            self._set_homes(digest, tuple(home for home in self.view.homes(digest) if home != replica_id))
-            if self.view.homes(digest):
-                self._widen(digest)
+        for digest in list(self.view.assigned_adapters(replica_id)):
+            self._set_assigned(
+                digest, tuple(each for each in self.view.assigned_replicas(digest) if each != replica_id)
+            )
+            if self.view.assigned_replicas(digest):
+                self._add_replicas(digest)
 
-    def _set_homes(self, digest: str, homes: Row) -> None:
-        homes = tuple(sorted(homes, key=lambda home: self._replicas[home].started_s))
-        self._change(("home", digest), homes or None)
-        self._shared.discard(digest)
-        if homes:
+    def _set_assigned(self, digest: str, assigned: Row) -> None:
+        assigned = tuple(sorted(assigned, key=lambda replica_id: self._replicas[replica_id].started_s))
+        self._change(("assigned", digest), assigned or None)
+        self._replicated.discard(digest)
+        if assigned:
             self._used.setdefault(digest)
         else:
             self._used.pop(digest, None)
-        if len(homes) > 1:
-            self._shared.add(digest)
+        if len(assigned) > 1:
+            self._replicated.add(digest)
 
     def _change(self, key: Key, row: Row | None) -> None:
         self._changes[key] = row

@@ -1,46 +1,51 @@
-"""Where adapters are, as one process knows it: a copy of placement's table with quick answers.
+"""One process's copy of the placement table, indexed for quick answers.
 
-In: rows of the table, as they change. Out: which replicas there are, an adapter's homes, who holds it. Rule: an answer
-costs what it returns, whatever the number of replicas and adapters. The placement actor keeps its own table in a view,
-too, so that both give a policy the same answers.
+Each answer costs as much as it returns, whatever the number of replicas and adapters. The placement actor keeps its own
+table in a view too, so both give a policy the same answers.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, KeysView, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Iterator, KeysView, Mapping, Sequence, Set
+
+import numpy as np
+from numpy.typing import NDArray
 
 from app.deployments.placement.messages import Key, Row
-from app.deployments.placement.rendezvous import Rendezvous
 from app.deployments.rpc.long_poll_client import TableSync
 from app.deployments.rpc.long_poll_host import Changes
 
-#: Homes that were answered and not yet published that are kept, the last ones.
-MAX_ANSWERED = 4096
+#: Assignments that were answered to this process but not yet published; the newest are kept.
+MAX_PENDING = 4096
+#: This many are found without sorting the others.
+_FIRST = 16
+_MIX_1, _MIX_2 = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 
 
 class PlacementView:
-    """One event loop. It is a `PlacementFleet` without loads."""
+    """A `PlacementFleet` without loads. One event loop."""
 
     def __init__(self) -> None:
         self._replicas: dict[str, Row] = {}
-        self._num_rows: dict[str, int] = {}  # of adapters that have a home, or are on a device
+        self._num_rows: dict[str, int] = {}  # of adapters that are assigned or resident
         self._total_rows = 0
-        self._homes: dict[str, Row] = {}
-        self._holders: dict[str, set[str]] = {}
-        self._at_home: dict[str, set[str]] = {}
-        self._answered: dict[str, Row] = {}
-        self._num_homes: Counter[str] = Counter()
-        self._heads: dict[str, Row] = {}  # by replica
-        self._with_head: dict[str, list[str]] = {}
+        self._assigned: dict[str, Row] = {}
+        self._resident: dict[str, set[str]] = {}
+        self._assigned_adapters: dict[str, set[str]] = {}
+        self._pending: dict[str, Row] = {}
+        self._num_assigned: Counter[str] = Counter()
+        self._prefixes: dict[str, Row] = {}  # by replica
+        self._by_prefix: dict[str, list[str]] = {}
         self._rendezvous: Rendezvous | None = None
         self._sync: TableSync[Key, Row] = TableSync()
         self.num_replica_changes = 0
-        self._num_kv_tokens: int | None = None  # to be computed from the replicas' rows
+        self._num_kv_tokens: int | None = None  # None: to be computed from the replicas' rows
 
     @property
     def replicas(self) -> KeysView[str]:
-        """The replicas on the table."""
+        """The live replicas."""
         return self._replicas.keys()
 
     @property
@@ -48,16 +53,16 @@ class PlacementView:
         return len(self._replicas)
 
     @property
-    def num_homes(self) -> int:
-        return self._num_homes.total()
+    def num_assignments(self) -> int:
+        return self._num_assigned.total()
 
-    def num_homes_at(self, replica_id: str) -> int:
-        """Adapters whose home this replica is."""
-        return self._num_homes[replica_id]
+    def num_assigned_to(self, replica_id: str) -> int:
+        """Adapters assigned to this replica."""
+        return self._num_assigned[replica_id]
 
-    def at_home(self, replica_id: str) -> Set[str]:
-        """Those adapters."""
-        return self._at_home.get(replica_id, set())
+    def assigned_adapters(self, replica_id: str) -> Set[str]:
+        """Digests of the adapters assigned to this replica."""
+        return self._assigned_adapters.get(replica_id, set())
 
     def started_s(self, replica_id: str) -> float:
         """When the replica was started (Unix time)."""
@@ -69,114 +74,118 @@ class PlacementView:
 
     @property
     def num_kv_tokens(self) -> int:
-        """What the KV memory of each replica holds at least; 0 if the model has no such memory."""
+        """Tokens that each replica's KV memory holds at least; 0 if the model has no such memory."""
         if self._num_kv_tokens is None:
             known = [int(row[2]) for row in self._replicas.values()]
             self._num_kv_tokens = min(filter(None, known), default=0)
         return self._num_kv_tokens
 
     def num_rows(self, digest: str) -> int:
-        """Rank rows that the adapter takes; 0 as long as no device has held it."""
+        """Rank rows of the adapter; 0 until a device has held it."""
         return self._num_rows.get(digest, 0)
 
     @property
     def usual_rows(self) -> float:
-        """Rank rows that an adapter takes on average; 1 as long as nothing is known of any."""
+        """Mean number of rank rows of an adapter; 1 while none is known."""
         return self._total_rows / len(self._num_rows) if self._num_rows else 1.0
 
-    def homes(self, digest: str) -> Row:
-        """The replicas that serve the adapter, oldest first; empty if it has no home."""
-        return self._homes.get(digest) or self._answered.get(digest, ())
+    def assigned_replicas(self, digest: str) -> Row:
+        """The replicas assigned to the adapter, oldest first; may be empty."""
+        return self._assigned.get(digest) or self._pending.get(digest, ())
 
     def is_resident(self, digest: str) -> bool:
-        """Whether the adapter was on any replica's device when that last said so."""
-        return digest in self._holders
+        """Whether any replica reported the adapter as resident."""
+        return digest in self._resident
 
-    def holders(self, digest: str) -> list[str]:
-        """Replicas whose device holds the adapter, in the order in which it prefers them."""
-        holders = self._holders.get(digest, set()) & self._replicas.keys()
-        return [*holders] if len(holders) < 2 else [each for each in self.preferred(digest) if each in holders]
+    def resident_replicas(self, digest: str) -> list[str]:
+        """Replicas whose device holds the adapter, in its order of preference."""
+        resident_on = self._resident.get(digest, set()) & self._replicas.keys()
+        return (
+            [*resident_on]
+            if len(resident_on) < 2
+            else [each for each in self.preference_order(digest) if each in resident_on]
+        )
 
     @property
-    def has_heads(self) -> bool:
-        """Whether any replica has said what it has cached of what prompts begin with."""
-        return bool(self._heads)
+    def has_prefixes(self) -> bool:
+        """Whether any replica has reported cached prompt prefixes."""
+        return bool(self._prefixes)
 
-    def with_head(self, head: str) -> Sequence[str]:
-        """The replicas that have cached what a prompt begins with, by its name in hexadecimal digits; any order."""
-        return self._with_head.get(head, ())
+    def replicas_with_prefix(self, prefix: str) -> Sequence[str]:
+        """The replicas that have cached a prompt prefix, by its hexadecimal hash; in any order."""
+        return self._by_prefix.get(prefix, ())
 
-    def preferred(self, digest: str) -> Iterator[str]:
-        """All replicas, in the adapter's own order."""
+    def preference_order(self, digest: str) -> Iterator[str]:
+        """All replicas, in the adapter's order of preference."""
         if self._rendezvous is None:
             self._rendezvous = Rendezvous(self._replicas)
-        return self._rendezvous.preferred(digest)
+        return self._rendezvous.preference_order(digest)
 
     def take(self, news: Changes[Key, Row]) -> None:
-        """Take over a page of the table."""
+        """Apply a page of the table."""
         self.apply(self._sync.changes(news, self._keys))
 
-    def answer(self, homes: Mapping[str, Row]) -> None:
-        """Homes that placement has given on a question; the table's own row follows, and counts instead."""
-        for digest, row in homes.items():
-            if digest not in self._homes:
-                self._answered[digest] = row
-        while len(self._answered) > MAX_ANSWERED:
-            del self._answered[next(iter(self._answered))]
+    def add_pending(self, assigned: Mapping[str, Row]) -> None:
+        """Use assignments that placement answered until the table's own rows arrive."""
+        for digest, row in assigned.items():
+            if digest not in self._assigned:
+                self._pending[digest] = row
+        while len(self._pending) > MAX_PENDING:
+            del self._pending[next(iter(self._pending))]
 
     def apply(self, rows: Mapping[Key, Row | None]) -> None:
-        """Take over changes; None stands for a row that is no more."""
+        """Apply changed rows; None deletes a row."""
         for key, row in rows.items():
-            if key[0] == "home":
-                self._set_homes(key[1], row)
+            if key[0] == "assigned":
+                self._set_assigned(key[1], row)
             elif key[0] == "resident":
-                self._set_holder(key[1], key[2], row)
+                self._set_resident(key[1], key[2], row)
             elif key[0] == "replica":
                 self._set_replica(key[1], row)
-            elif key[0] == "heads":
-                self._set_heads(key[1], row or ())
+            elif key[0] == "prefixes":
+                self._set_prefixes(key[1], row or ())
 
-    def _set_homes(self, digest: str, row: Row | None) -> None:
-        self._answered.pop(digest, None)
-        for home in self._homes.pop(digest, ()):
-            self._num_homes[home] -= 1
-            self._at_home[home].discard(digest)
-            if not self._at_home[home]:
-                del self._at_home[home], self._num_homes[home]
+    def _set_assigned(self, digest: str, row: Row | None) -> None:
+        self._pending.pop(digest, None)
+        for replica_id in self._assigned.pop(digest, ()):
+            self._num_assigned[replica_id] -= 1
+            self._assigned_adapters[replica_id].discard(digest)
+            if not self._assigned_adapters[replica_id]:
+                del self._assigned_adapters[replica_id], self._num_assigned[replica_id]
         if row is not None:
-            self._homes[digest] = row
-            for home in row:
-                self._num_homes[home] += 1
-                self._at_home.setdefault(home, set()).add(digest)
+            self._assigned[digest] = row
+            for replica_id in row:
+                self._num_assigned[replica_id] += 1
+                self._assigned_adapters.setdefault(replica_id, set()).add(digest)
         self._prune(digest)
 
-    def _set_holder(self, digest: str, replica_id: str, row: Row | None) -> None:
+    def _set_resident(self, digest: str, replica_id: str, row: Row | None) -> None:
         if row is not None:
-            self._holders.setdefault(digest, set()).add(replica_id)
+            self._resident.setdefault(digest, set()).add(replica_id)
             if row:
                 self._total_rows += int(row[0]) - self._num_rows.get(digest, 0)
                 self._num_rows[digest] = int(row[0])
-        elif digest in self._holders:
-            self._holders[digest].discard(replica_id)
-            if not self._holders[digest]:
-                del self._holders[digest]
+        elif digest in self._resident:
+            self._resident[digest].discard(replica_id)
+            if not self._resident[digest]:
+                del self._resident[digest]
         self._prune(digest)
 
-    def _set_heads(self, replica_id: str, row: Row) -> None:
-        before = self._heads.pop(replica_id, ())
-        for head in before:
-            if head not in row:
-                self._with_head[head].remove(replica_id)
-                if not self._with_head[head]:
-                    del self._with_head[head]
-        for head in row:
-            if head not in before:
-                self._with_head.setdefault(head, []).append(replica_id)
+    def _set_prefixes(self, replica_id: str, row: Row) -> None:
+        before = self._prefixes.pop(replica_id, ())
+        for prefix in before:
+            if prefix not in row:
+                self._by_prefix[prefix].remove(replica_id)
+                if not self._by_prefix[prefix]:
+                    del self._by_prefix[prefix]
+        for prefix in row:
+            if prefix not in before:
+                self._by_prefix.setdefault(prefix, []).append(replica_id)
         if row:
-            self._heads[replica_id] = row
+            self._prefixes[replica_id] = row
 
     def _prune(self, digest: str) -> None:
-        if digest not in self._homes and digest not in self._holders:
+        if digest not in self._assigned and digest not in self._resident:
             self._total_rows -= self._num_rows.pop(digest, 0)
 
     def _set_replica(self, replica_id: str, row: Row | None) -> None:
@@ -193,16 +202,16 @@ class PlacementView:
 
     def _keys(self) -> Iterator[Key]:
         yield from (("replica", replica_id) for replica_id in self._replicas)
-        yield from (("home", digest) for digest in self._homes)
-        yield from (("heads", replica_id) for replica_id in self._heads)
-        for digest, holders in self._holders.items():
-            yield from (("resident", digest, replica_id) for replica_id in holders)
+        yield from (("assigned", digest) for digest in self._assigned)
+        yield from (("prefixes", replica_id) for replica_id in self._prefixes)
+        for digest, resident_on in self._resident.items():
+            yield from (("resident", digest, replica_id) for replica_id in resident_on)
 
 
 class UsableFleet:
-    """A view without the replicas that cannot be used, for a policy (`PlacementFleet`).
+    """A view restricted to usable replicas, for a policy (`PlacementFleet`).
 
-    Without `traffic`, what a replica has now stands for what it has had lately.
+    Without `traffic`, the current load stands for the recent one.
     """
 
     def __init__(
@@ -222,11 +231,11 @@ class UsableFleet:
         return len(self._usable)
 
     @property
-    def num_homes(self) -> int:
-        return self._view.num_homes
+    def num_assignments(self) -> int:
+        return self._view.num_assignments
 
-    def num_homes_at(self, replica_id: str) -> int:
-        return self._view.num_homes_at(replica_id)
+    def num_assigned_to(self, replica_id: str) -> int:
+        return self._view.num_assigned_to(replica_id)
 
     def num_rank_rows(self, replica_id: str) -> int:
         return self._view.num_rank_rows(replica_id)
@@ -235,15 +244,53 @@ class UsableFleet:
         return self._view.num_rows(digest)
 
     def num_rows_at(self, replica_id: str) -> int:
-        known = [rows for rows in map(self._view.num_rows, self._view.at_home(replica_id)) if rows]
-        num_unknown = self._view.num_homes_at(replica_id) - len(known)
+        known = [rows for rows in map(self._view.num_rows, self._view.assigned_adapters(replica_id)) if rows]
+        num_unknown = self._view.num_assigned_to(replica_id) - len(known)
         return round(sum(known) + num_unknown * self._view.usual_rows)
 
     def started_s(self, replica_id: str) -> float:
         return self._view.started_s(replica_id)
 
-    def holders(self, digest: str) -> list[str]:
-        return [each for each in self._view.holders(digest) if each in self._usable]
+    def resident_replicas(self, digest: str) -> list[str]:
+        return [each for each in self._view.resident_replicas(digest) if each in self._usable]
 
-    def preferred(self, digest: str) -> Iterator[str]:
-        return (each for each in self._view.preferred(digest) if each in self._usable)
+    def preference_order(self, digest: str) -> Iterator[str]:
+        return (each for each in self._view.preference_order(digest) if each in self._usable)
+
+
+class Rendezvous:
+    """Rendezvous hashing (Thaler & Ravishankar 1998): the order in which an adapter prefers replicas.
+
+    The order of two replicas depends on the digest and these two alone, so every process computes the same order, and a
+    replica that comes or goes does not move the others. A thousand replicas are ordered in about 50 us.
+    """
+
+    def __init__(self, replica_ids: Iterable[str] = ()) -> None:
+        self._replica_ids = sorted(replica_ids)
+        self._hashes = np.fromiter(map(_hash, self._replica_ids), np.uint64, len(self._replica_ids))
+
+    def order(self, digest: str) -> list[str]:
+        """All replicas by descending score of (digest, replica)."""
+        return [*self.preference_order(digest)]
+
+    def preference_order(self, digest: str) -> Iterator[str]:
+        """The same lazily: the first few cost less than all."""
+        scores = _mix(self._hashes ^ np.uint64(_hash(digest)))
+        if len(scores) > 2 * _FIRST:
+            first = np.argpartition(scores, -_FIRST)[-_FIRST:]
+            for index in first[np.argsort(scores[first], kind="stable")[::-1]].tolist():
+                yield self._replica_ids[index]
+        order = np.argsort(scores, kind="stable")[::-1].tolist()
+        for index in order[_FIRST:] if len(scores) > 2 * _FIRST else order:
+            yield self._replica_ids[index]
+
+
+def _hash(name: str) -> int:
+    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest())
+
+
+def _mix(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """splitmix64's finaliser (Steele, Lea & Flood 2014), modulo 2^64: [N] -> [N]."""
+    values = (values ^ (values >> np.uint64(30))) * _MIX_1
+    values = (values ^ (values >> np.uint64(27))) * _MIX_2
+    return values ^ (values >> np.uint64(31))

@@ -83,7 +83,7 @@ class EngineReplica:
         start_s = await self._start_engine(checkpoint, config.engine, started_s)
         pinned = LongPollValue(store.watch_pins, replica_id, Pins())
         await wait_for_pins(store, pinned, replica_id)
-        warm_up = WarmUp(self._engine, config.engine, adapters, store, count_load=recorder.loaded)
+        warm_up = WarmUp(self._engine, config.engine, adapters, store, count_load=recorder.record_load)
         for adapter in reversed(await warm_up.run(pinned.value)):
             service.cache_adapter(adapter)
         self._socket = FrameSocket(replica_id)
@@ -98,7 +98,7 @@ class EngineReplica:
             store,
             (EngineMetrics(start_s), DeviceMetrics(TierMetrics(), checkpoint.spec)),
             delta_reporter=DeltaReporter(origin),
-            is_leaving=serve_ends_us,
+            is_draining=serve_ends_us,
             interval_s=config.placement.report_interval_s,
             clock=time.monotonic,
             reports_prefixes=config.placement.prefix_affinity,
@@ -107,7 +107,7 @@ class EngineReplica:
         self._tasks = Tasks()
         self._tasks.run_forever(
             self._reporter.run,
-            flusher.keep_flushing,
+            flusher.flush_loop,
             partial(self._pins.follow, pinned),
             pinned.follow,
             self._orphans.run,

@@ -191,7 +191,7 @@ class EngineService:
     def count_load(self, ref: AdapterRef, written_bytes: int) -> None:
         """Record bytes written to the device for an adapter without a request."""
         if self._usage_recorder is not None:
-            self._usage_recorder.loaded(ref, written_bytes)
+            self._usage_recorder.record_load(ref, written_bytes)
 
     def cache_adapter(self, adapter: LoraAdapter) -> None:
         """Keep an adapter mapped in this process; evicts the least recently used."""
@@ -323,7 +323,7 @@ class EngineService:
         """Record the usage of a finished request; one that continues elsewhere is recorded there."""
         request = self._unbilled.pop(chunk.request_id, None)
         if request is not None and chunk.request_usage is not None and self._usage_recorder is not None:
-            self._usage_recorder.ended(request, chunk.request_usage)
+            self._usage_recorder.record_usage(request, chunk.request_usage)
 
     def _end_error(self, failure: EngineFailure) -> ReplicaGone:
         """The error for every reader, naming the requests that may have caused the failure."""

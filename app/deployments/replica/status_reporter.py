@@ -43,7 +43,7 @@ class StatsMetrics(Protocol):
 class StatusReporter:
     """One per replica, on its event loop. `clock` gives seconds that never go back.
 
-    `is_leaving`: whether Serve is stopping this replica. `reports_prefixes`: reports contain the keys of cached prompt
+    `is_draining`: whether Serve is stopping this replica. `reports_prefixes`: reports contain the keys of cached prompt
     prefixes (`placement.prefix_affinity`).
     """
 
@@ -57,7 +57,7 @@ class StatusReporter:
         metrics: Sequence[StatsMetrics],
         *,
         delta_reporter: DeltaReporter,
-        is_leaving: Callable[[], bool],
+        is_draining: Callable[[], bool],
         interval_s: float,
         clock: Callable[[], float],
         reports_prefixes: bool = False,
@@ -70,7 +70,7 @@ class StatusReporter:
         self._store = store
         self._metrics = metrics
         self._delta_reporter = delta_reporter
-        self._is_leaving = is_leaving
+        self._is_draining = is_draining
         self._interval_s = interval_s
         self._clock = clock
         self._registry_report_s = clock()
@@ -85,14 +85,14 @@ class StatusReporter:
 
     async def run(self) -> None:
         """Report until the engine has failed, or the task is cancelled."""
-        is_due, reported_s, was_leaving = True, self._clock(), False
+        is_due, reported_s, was_draining = True, self._clock(), False
         while self._engine.failure is None:
-            stats, now_s, is_leaving = self._engine.stats(), self._clock(), self._is_leaving()
-            is_due = is_due and self._delta_reporter.is_news(_resident(stats))
-            if is_due or is_leaving != was_leaving or now_s - reported_s >= self._interval_s:
-                reported_s, was_leaving = now_s, is_leaving
+            stats, now_s, is_draining = self._engine.stats(), self._clock(), self._is_draining()
+            is_due = is_due and self._delta_reporter.has_changed(_resident(stats))
+            if is_due or is_draining != was_draining or now_s - reported_s >= self._interval_s:
+                reported_s, was_draining = now_s, is_draining
                 service = self._engine.service()
-                await self._report(stats, service, is_leaving=is_leaving)
+                await self._report(stats, service, is_draining=is_draining)
                 self._query_remote_service(service)
             if now_s - self._registry_report_s >= OBSERVE_INTERVAL_S and not self._registry_report:
                 self._registry_report_s = now_s
@@ -100,7 +100,7 @@ class StatusReporter:
                     metrics.update(stats)
                 self._registry_report.start(self._report_to_registry({item.digest for item in stats.residents}))
             is_due = await self._has_changed(min(self._interval_s, OBSERVE_INTERVAL_S))
-        await self._report(self._engine.stats(), self._engine.service(), is_leaving=True)
+        await self._report(self._engine.stats(), self._engine.service(), is_draining=True)
 
     def close(self) -> None:
         """Stop reports to the registry."""
@@ -115,7 +115,7 @@ class StatusReporter:
         self._service.changed.clear()
         return True
 
-    async def _report(self, stats: EngineStats, service: TenantService, *, is_leaving: bool) -> None:
+    async def _report(self, stats: EngineStats, service: TenantService, *, is_draining: bool) -> None:
         state = self._service.report(self._replica_id, stats.num_running, stats.num_waiting, _resident(stats))
         num_rows = {item.digest: item.num_rows for item in stats.residents}
         state = replace(
@@ -124,11 +124,11 @@ class StatusReporter:
         )  # fmt: skip
         try:
             async with asyncio.timeout(REPORT_TIMEOUT_S):
-                if not await self._placement.report(self._delta_reporter.news(state, is_leaving=is_leaving)):
-                    self._delta_reporter.forget()
-                    await self._placement.report(self._delta_reporter.news(state, is_leaving=is_leaving))
+                if not await self._placement.report(self._delta_reporter.next_delta(state, is_draining=is_draining)):
+                    self._delta_reporter.reset()
+                    await self._placement.report(self._delta_reporter.next_delta(state, is_draining=is_draining))
         except Exception as error:  # no failure of placement may end a replica
-            self._delta_reporter.forget()  # placement's state is unknown: the next report is complete
+            self._delta_reporter.reset()  # placement's state is unknown: the next report is complete
             self._placement_errors.on_error(error)
         else:
             self._placement_errors.on_recovery()

@@ -44,14 +44,14 @@ class AdapterStoreActor(StoreService[SharedAdapter]):
         from app.deployments.tenancy.tenant_store import TenantStore
 
         adapters = AdapterStatsTable(time.time)
-        counts = TierMetrics(adapters.loaded)
+        counts = TierMetrics(adapters.record_load)
         actor_id = ray.get_runtime_context().get_actor_id() or ""
         parts = OpenStore(AppConfig.model_validate_json(config_json), _put, _get, counts, actor=actor_id).parts
         super().__init__(parts, self._keep_alive)
         self._tenants = TenantsService(TenantStore(parts.registry.database), self._keep_alive, adapters=adapters)
         self._storage = StorageService(lambda: Storage(parts.registry.database))
         self._idle_shutdown = IdleShutdown(exit_actor)
-        self._gauges = (*counts.gauges, TenantGauges(self._tenants.attained), AdapterGauges(adapters))
+        self._gauges = (*counts.gauges, TenantGauges(self._tenants.throughput), AdapterGauges(adapters))
         self._repeating: asyncio.Task[None] | None = None
 
     async def tenants(self, method: str, args: tuple[Any, ...], options: Mapping[str, Any]) -> Any:

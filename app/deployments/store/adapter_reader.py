@@ -216,7 +216,7 @@ def open_adapter_reader(
         spec,
         counts,
         events,
-        signatures=config.signing.trusted.is_enabled,
+        signatures=config.signing.trust.is_enabled,
         base_copies=BaseWeightDedup(checkpoint, supported_features),
         texts=AdapterTokenizerCache(lambda: load_tokenizer(checkpoint.tokenizer_source)),
     )
@@ -247,7 +247,7 @@ def open_sources(
                 options=config.url_options,
                 max_bytes=max_bytes,
                 timeout_s=timeout_s,
-                signatures=config.signing.trusted.is_enabled,
+                signatures=config.signing.trust.is_enabled,
                 reserve=reserve,
             )
         )

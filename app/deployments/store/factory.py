@@ -79,7 +79,7 @@ class OpenStore(Generic[H]):
             max_bytes=adapters.host_cache_bytes,
             policy=adapters.host_eviction,
             counts=counts,
-            trusted=adapters.signing.trusted,
+            trusted=adapters.signing.trust,
             combine=partial(merge_adapters, self._checkpoint.spec, get),
         )
         names = (config.model.name,)
@@ -120,7 +120,7 @@ class OpenStore(Generic[H]):
                     reader,
                     max_bytes=adapters.host_cache_bytes,
                     policy=adapters.host_eviction,
-                    trusted=adapters.signing.trusted,
+                    trusted=adapters.signing.trust,
                 )
                 self._auto_registration.reconfigure(resolver_settings)
                 names = frozenset((config.model.name,))

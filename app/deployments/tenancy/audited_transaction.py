@@ -1,8 +1,8 @@
-"""One change of the tenants' tables: the transaction, its line in the audit, and what has to be published after it.
+"""One change of the tenants' tables: its transaction, its audit record and the revision that publishes it.
 
-In: a database. Out: a transaction that knows who makes it. Rule: a change and its line in the audit are in one
-transaction, and the revision rises with it and is written into the rows that are published, so that another process
-that has the database open sees that there is news, and reads that alone. Transactions that write wait for each other.
+A change and its audit record share one transaction. The revision rises with it and is written into the published rows,
+so another process with the same database notices the change and reads only what is new. Writing transactions wait for
+each other.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class AuditedTransaction:
         self._actor = actor
 
     def row(self, table: Table, row_id: str, what: str, **conditions: object) -> Mapping[Any, Any]:
-        """Raises NotFound."""
+        """One row by id. Raises NotFound."""
         query = select(table).where(table.c.base_digest == self.base, table.c.id == row_id)
         for name, value in conditions.items():
             query = query.where(table.c[name] == value)
@@ -42,21 +42,21 @@ class AuditedTransaction:
         return row
 
     def active_project(self, project_id: str) -> Mapping[Any, Any]:
-        """Raises NotFound, and InvalidRequest for one that is archived."""
+        """A project's row. Raises NotFound, and InvalidRequest if it is archived."""
         row = self.row(projects, project_id, "project")
         if row["archived_s"] is not None:
-            raise InvalidRequest(f"project {project_id[:64]} is archived; nothing in it changes any more")
+            raise InvalidRequest(f"project {project_id[:64]} is archived and cannot be changed")
         return row
 
     def insert(self, table: Table, **values: object) -> None:
         self.connection.execute(insert(table).values(base_digest=self.base, **values, **self._mark(table)))
 
     def update(self, table: Table, row_id: str, **values: object) -> None:
-        """Without values: something beside the row has changed that is published with it."""
+        """Update a row. Without values only its revision rises, because something published with it has changed."""
         self.update_all(table, (table.c.id == row_id,), **values)
 
     def update_all(self, table: Table, conditions: Sequence[ColumnElement[bool]], **values: object) -> None:
-        """Every row of this base model for which the conditions hold."""
+        """Update every row of this base model that matches the conditions."""
         place = (table.c.base_digest == self.base, *conditions)
         self.connection.execute(update(table).where(*place).values(**values, **self._mark(table)))
 
@@ -89,7 +89,7 @@ def audited_transaction(database: Database, actor: str) -> Iterator[AuditedTrans
 
 
 def new_id(prefix: str) -> str:
-    """An id that is in no other database either: proj_..., key_..., svc_acct_..."""
+    """A globally unique id: proj_..., key_..., svc_acct_..."""
     return f"{prefix}_{secrets.token_hex(12)}"
 
 
@@ -98,7 +98,7 @@ def not_found_error(what: str, row_id: str) -> NotFound:
 
 
 def checked_name(name: str, what: str) -> str:
-    """Raises InvalidRequest for a name that nobody could read in a list."""
+    """The name without outer blanks. Raises InvalidRequest for a name that a list could not show."""
     if holds_key(name):
         raise InvalidRequest(f"a {what}'s name holds an API key; give it another", param="name")
     if not 1 <= len(name.strip()) <= 256 or not name.isprintable():

@@ -1,8 +1,7 @@
-"""What operators see of tenants and of adapters, on Ray's Prometheus port (`ray.util.metrics`).
+"""Metrics of tenants and adapters on Ray's Prometheus port (`ray.util.metrics`).
 
-In: what tenants were served lately and what adapters were asked for, and what limits have refused. Out: gauges of the
-largest tenants and the busiest adapters, and of all others together, an index of fairness, and counters of refusals.
-Rule: what is no longer among the largest has no series: Ray drops a gauge that nobody sets again.
+Gauges cover the largest tenants and busiest adapters, and all others together. One that is no longer among them loses
+its series: Ray drops a gauge that is not set again.
 """
 
 from __future__ import annotations
@@ -17,10 +16,10 @@ from app.deployments.tenancy.usage.tenant_throughput import WINDOW_S, TenantThro
 
 
 class TenantGauges:
-    """One in the owner's process; set at every `repeat`, as a `SteadyGauge`."""
+    """One per owner process; set at every `repeat`, like a `SteadyGauge`."""
 
-    def __init__(self, attained: TenantThroughput) -> None:
-        self._attained = attained
+    def __init__(self, throughput: TenantThroughput) -> None:
+        self._throughput = throughput
         self._tokens = Gauge(
             "polylora_tenant_tokens_per_second",
             "Tokens of a tenant in the last minute, per second.",
@@ -32,25 +31,25 @@ class TenantGauges:
             tag_keys=("tenant",),
         )
         self._jain = Gauge(
-            "polylora_tenant_fairness", "Jain's index of what tenants were served in the last minute, by weight."
+            "polylora_tenant_fairness", "Jain's index of the tenants' service in the last minute, by weight."
         )
 
     def repeat(self) -> None:
-        for tenant, served in self._attained.served().items():
+        for tenant, served in self._throughput.by_tenant().items():
             for kind in ("prompt", "cached", "completion"):
                 self._tokens.set(getattr(served, kind), tags={"tenant": tenant, "kind": kind})
             self._loads.set(served.loads, tags={"tenant": tenant})
-        self._jain.set(self._attained.jain_index())
+        self._jain.set(self._throughput.jain_index())
 
 
 class AdapterGauges:
-    """One in the store's process: the adapters that were busiest in the last minute, by owner, name and short digest.
+    """One per store process: the busiest adapters of the last minute, by owner, name and short digest.
 
-    What is of all others together has the name `other` and no owner.
+    All others together have the name `other` and no owner.
     """
 
-    def __init__(self, book: AdapterStatsTable) -> None:
-        self._book = book
+    def __init__(self, stats: AdapterStatsTable) -> None:
+        self._stats = stats
         self._requests = Gauge(
             "polylora_adapter_requests_per_second",
             "Requests for an adapter in the last minute, per second.",
@@ -63,7 +62,7 @@ class AdapterGauges:
         )
         self._first_token_s = Gauge(
             "polylora_adapter_time_to_first_token_seconds",
-            "Within this time so large a part of an adapter's first tokens came in the last minute.",
+            "Quantiles of an adapter's time to first token in the last minute.",
             tag_keys=("tenant", "adapter", "digest", "quantile"),
         )
         self._loads = Gauge(
@@ -73,10 +72,10 @@ class AdapterGauges:
         )
 
     def repeat(self) -> None:
-        for busy in self._book.busiest():
-            self._tell(busy)
+        for busy in self._stats.busiest():
+            self._publish(busy)
 
-    def _tell(self, busy: BusyAdapters) -> None:
+    def _publish(self, busy: BusyAdapters) -> None:
         adapter, activity = busy.adapter, busy.activity
         tags = {"tenant": adapter.owner_id, "adapter": adapter.name, "digest": adapter.digest[:SHORT_DIGEST]}
         outcomes = {"ok": activity.num_requests - activity.num_errors, "error": activity.num_errors}
@@ -92,19 +91,19 @@ class AdapterGauges:
             self._loads.set(number / WINDOW_S, tags=tags | {"tier": tier})
 
 
-class RefusalCounters:
-    """One per ingress: what its limiter has refused, or would have, counted on at every `repeat`."""
+class RejectionCounters:
+    """One per ingress: requests that its limiter rejected, or would have."""
 
     def __init__(self, limiter: RateLimiter) -> None:
         self._limiter = limiter
-        self._told: Counts[RejectedRequest] = Counts()
-        self._refusals = Counter(
+        self._counted: Counts[RejectedRequest] = Counts()
+        self._rejections = Counter(
             "polylora_rate_limit_rejections", "Requests beyond a tenant's limit.", tag_keys=("reason", "enforced")
         )
 
     def repeat(self) -> None:
-        for refused, number in self._limiter.refused.items():
-            if more := number - self._told[refused]:
-                enforced = "yes" if refused.is_enforced else "no"
-                self._refusals.inc(more, tags={"reason": refused.kind, "enforced": enforced})
-                self._told[refused] = number
+        for rejected, number in self._limiter.rejected.items():
+            if more := number - self._counted[rejected]:
+                enforced = "yes" if rejected.is_enforced else "no"
+                self._rejections.inc(more, tags={"reason": rejected.kind, "enforced": enforced})
+                self._counted[rejected] = number

@@ -1,8 +1,7 @@
-"""What is known of tenants: frozen values, as they travel between processes.
+"""Tenants, keys and accounts as immutable values that travel between processes.
 
-In: rows of the database, read by the books. Out: projects, keys, accounts and changes, for ingresses and operators. A
-tenant is an OpenAI project, and its id is the tenant's id everywhere else; times are Unix seconds. Rule: none of these
-values holds a key's secret or a tenant's, except `IssuedKeyResponse`, which is the one answer to whoever made the key.
+A tenant is an OpenAI project, and its id is the tenant's id everywhere; times are Unix seconds. None of them holds a
+key's secret except `IssuedKey`, the one answer to the key's creator.
 """
 
 from __future__ import annotations
@@ -14,14 +13,14 @@ from typing import Literal, NamedTuple
 from app.deployments.registry.models import DEFAULT_TENANT
 from app.engine.wire_format import message
 
-#: What lists of projects, keys and accounts hold unless asked for another number, and at most.
+#: Default and largest page of lists of projects, keys and accounts.
 DEFAULT_PAGE, LARGEST_PAGE = 20, 100
 
 
 @message
 @dataclass(frozen=True, slots=True)
 class RateLimit:
-    """What may be asked of one model; None: as much as one likes."""
+    """Rate limits of one model; None: unlimited."""
 
     requests_per_min: int | None = None
     tokens_per_min: int | None = None
@@ -31,7 +30,7 @@ class RateLimit:
 @message
 @dataclass(frozen=True, slots=True)
 class TenantLimits:
-    """`rates` by model: the base's row holds for everything, an adapter's for it alone, beside that."""
+    """`rates` by model: the base model's row covers everything, an adapter's row that adapter, in addition."""
 
     rates: Mapping[str, RateLimit] = field(default_factory=dict)
     max_concurrent: int | None = None
@@ -45,8 +44,8 @@ class TenantLimits:
 class Tenant:
     """A project as every ingress knows it.
 
-    `shared` are (owner, name) of other tenants' adapters that it may use. `enforce` False: nothing is refused for its
-    limits, and what would have been is counted. `salt` parts its KV blocks from everybody else's.
+    `shared`: (owner, name) of other tenants' adapters that it may use. `enforce` False: limits reject nothing, they
+    only count. `salt` separates its KV blocks from other tenants'.
     """
 
     id: str
@@ -62,20 +61,20 @@ class Tenant:
     shared: frozenset[tuple[str, str]] = frozenset()
 
     def may_use(self, model: str) -> bool:
-        """Whether its operator lets it use this model, adapter or alias."""
+        """Whether its model permissions allow this model, adapter or alias."""
         if self.model_mode is None:
             return True
         return (model in self.model_ids) == (self.model_mode == "allow_list")
 
 
-#: Everybody, as long as there are no keys. What it owns is everybody's when there are.
+#: The tenant of all requests while there are no keys. What it owns stays available to all tenants afterwards.
 PUBLIC = Tenant(DEFAULT_TENANT, "default", 0.0)
 
 
 @message
 @dataclass(frozen=True, slots=True)
 class ApiKey:
-    """A key as it is stored and published. `project_id` None: it administers, and infers nothing."""
+    """A key as stored and published. `project_id` None: an admin key, which cannot run inference."""
 
     id: str
     digest: str
@@ -98,7 +97,7 @@ class ApiKey:
 
 @message
 class IssuedKey(NamedTuple):
-    """A new key and its value: the only time that anybody learns it."""
+    """A new key with its value, which is shown only this once."""
 
     key: ApiKey
     value: str
@@ -107,7 +106,7 @@ class IssuedKey(NamedTuple):
 @message
 @dataclass(frozen=True, slots=True)
 class ServiceAccount:
-    """Whose keys they are, within a project."""
+    """The owner of keys within a project."""
 
     id: str
     project_id: str
@@ -119,7 +118,7 @@ class ServiceAccount:
 @message
 @dataclass(frozen=True, slots=True)
 class TenantChange:
-    """One line of the audit: `event` in OpenAI's words, `actor` the id of the key that did it."""
+    """One audit record: `event` is OpenAI's name for it, `actor` the id of the key that made the change."""
 
     id: int
     event: str

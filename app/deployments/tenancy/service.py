@@ -1,8 +1,8 @@
-"""All that is asked of the owner of tenants: one class without Ray, beside the registry's in the store's process.
+"""The tenant service, without Ray: projects, keys, limits and usage, next to the registry in the store's process.
 
-In: the calls of ingresses, which hold it as an `actor_proxy`. Out: tenants and keys, and a published table of both, so
-that no request waits for this process. What a call changes every ingress knows when the call returns. What others
-change in the same database is seen within `LOOK_INTERVAL_S`.
+Ingresses call it through an `actor_proxy`. It publishes a table of tenants and keys, so no request waits for it. When a
+call returns, every ingress knows what it changed; changes by other processes of the same database arrive within
+`SYNC_INTERVAL_S`.
 """
 
 from __future__ import annotations
@@ -32,33 +32,33 @@ if TYPE_CHECKING:  # a database: a process that only calls the owner starts with
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
-#: How long a change waits for every ingress to hold it.
+#: How long a change waits until every ingress has it.
 SETTLE_TIMEOUT_S = 5.0
-#: How often the database is asked whether somebody else has changed it.
-LOOK_INTERVAL_S = 2.0
+#: How often the database is checked for changes by other processes.
+SYNC_INTERVAL_S = 2.0
 
 
 class TenantsService:
     """One event loop; the database is called in threads.
 
-    `watched` is called whenever a process asks for the table; `clock` gives Unix time, `monotonic` seconds that no
-    change of the time moves. `adapters`: where more than requests is told of adapters, if so.
+    `on_watch` is called whenever a process asks for the table; `clock` gives Unix time, `monotonic` seconds that no
+    change of the clock moves. `adapters`: statistics shared with other parts of the process.
     """
 
     def __init__(
         self,
-        books: TenantStore,
-        watched: Callable[[], None],
+        store: TenantStore,
+        on_watch: Callable[[], None],
         clock: Callable[[], float] = time.time,
         adapters: AdapterStatsTable | None = None,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
         self._adapters = adapters or AdapterStatsTable(clock)
-        self.attained = TenantThroughput(self._weight, monotonic)
-        self._books = books
+        self.throughput = TenantThroughput(self._weight, monotonic)
+        self._store = store
         self._clock = monotonic_unix_clock(clock, monotonic)
-        self._limits = QuotaService(self._tenant, books.ledger)
-        self._watched = watched
+        self._limits = QuotaService(self._tenant, store.ledger)
+        self._on_watch = on_watch
         self._changing = asyncio.Lock()  # the database and the table change in the same order
         self._revision = -1
         self._rows: dict[TenantKey, TenantRow] = {}
@@ -69,71 +69,67 @@ class TenantsService:
     async def watch(
         self, held: Version | None, watcher_id: str, timeout_s: float
     ) -> tuple[Version, Changes[TenantKey, TenantRow]] | None:
-        self._watched()
+        self._on_watch()
         if self._revision < 0:
             async with self._changing:
-                await self._look()
+                await self._sync()
         if not len(self._tasks):
-            self._tasks.start(self._keep_looking())
+            self._tasks.start(self._sync_loop())
         return await self.table.newer(held, watcher_id, timeout_s)
-
-    # -- projects -----------------------------------------------------------------------------------
 
     @remote_method
     async def create_project(self, name: str, *, actor: str) -> Tenant:
-        return await self._change(lambda: self._books.projects.create(name, actor=actor))
+        return await self._change(lambda: self._store.projects.create(name, actor=actor))
 
     @remote_method
     async def rename_project(self, project_id: str, name: str, *, actor: str) -> Tenant:
-        return await self._change(lambda: self._books.projects.rename(project_id, name, actor=actor))
+        return await self._change(lambda: self._store.projects.rename(project_id, name, actor=actor))
 
     @remote_method
     async def archive_project(self, project_id: str, *, actor: str) -> Tenant:
-        return await self._change(lambda: self._books.projects.archive(project_id, actor=actor))
+        return await self._change(lambda: self._store.projects.archive(project_id, actor=actor))
 
     @remote_method
     async def configure_project(self, project_id: str, settings: Mapping[str, Any], *, actor: str) -> Tenant:
-        return await self._change(lambda: self._books.projects.configure(project_id, settings, actor=actor))
+        return await self._change(lambda: self._store.projects.configure(project_id, settings, actor=actor))
 
     @remote_method
     async def rotate_salt(self, project_id: str, *, actor: str) -> Tenant:
-        return await self._change(lambda: self._books.projects.rotate_salt(project_id, actor=actor))
+        return await self._change(lambda: self._store.projects.rotate_salt(project_id, actor=actor))
 
     @remote_method
     async def permit_models(self, project_id: str, mode: str | None, model_ids: Sequence[str], *, actor: str) -> Tenant:
-        return await self._change(lambda: self._books.projects.permit_models(project_id, mode, model_ids, actor=actor))
+        return await self._change(lambda: self._store.projects.permit_models(project_id, mode, model_ids, actor=actor))
 
     @remote_method
     async def limit_rates(self, project_id: str, model: str, changes: Mapping[str, int], *, actor: str) -> Tenant:
-        return await self._change(lambda: self._books.projects.limit_rates(project_id, model, changes, actor=actor))
+        return await self._change(lambda: self._store.projects.limit_rates(project_id, model, changes, actor=actor))
 
     @remote_method
     async def limit_spend(self, project_id: str, cents: int | None, *, actor: str) -> Tenant:
-        return await self._change(lambda: self._books.projects.limit_spend(project_id, cents, actor=actor))
+        return await self._change(lambda: self._store.projects.limit_spend(project_id, cents, actor=actor))
 
     @remote_method
     async def share(self, owner_id: str, name: str, project_ids: Sequence[str], *, actor: str) -> None:
-        await self._change(lambda: self._books.projects.share(owner_id, name, project_ids, actor=actor))
+        await self._change(lambda: self._store.projects.share(owner_id, name, project_ids, actor=actor))
 
     @remote_method
     async def shares(self, owner_id: str) -> dict[str, list[str]]:
-        return await asyncio.to_thread(self._books.projects.shares, owner_id)
+        return await asyncio.to_thread(self._store.projects.shares, owner_id)
 
     @remote_method
     async def project(self, project_id: str) -> Tenant:
-        return await asyncio.to_thread(self._books.projects.get, project_id)
+        return await asyncio.to_thread(self._store.projects.get, project_id)
 
     @remote_method
     async def projects(self, limit: int, after: str | None, *, with_archived: bool) -> list[Tenant]:
-        return await asyncio.to_thread(self._books.projects.page, limit, after, with_archived=with_archived)
-
-    # -- service accounts and keys --------------------------------------------------------------------
+        return await asyncio.to_thread(self._store.projects.page, limit, after, with_archived=with_archived)
 
     @remote_method
     async def create_account(
         self, project_id: str, name: str, *, with_key: bool, expires_in_s: int | None, actor: str
     ) -> tuple[ServiceAccount, IssuedKey | None]:
-        create = self._books.keys.create_account
+        create = self._store.keys.create_account
         return await self._change(
             lambda: create(project_id, name, with_key=with_key, expires_in_s=expires_in_s, actor=actor)
         )
@@ -141,54 +137,54 @@ class TenantsService:
     @remote_method
     async def update_account(self, project_id: str, account_id: str, *, name: str, actor: str) -> ServiceAccount:
         return await self._change(
-            lambda: self._books.keys.update_account(project_id, account_id, name=name, actor=actor)
+            lambda: self._store.keys.update_account(project_id, account_id, name=name, actor=actor)
         )
 
     @remote_method
     async def delete_account(self, project_id: str, account_id: str, *, actor: str) -> None:
-        await self._change(lambda: self._books.keys.delete_account(project_id, account_id, actor=actor))
+        await self._change(lambda: self._store.keys.delete_account(project_id, account_id, actor=actor))
 
     @remote_method
     async def account(self, project_id: str, account_id: str) -> ServiceAccount:
-        return await asyncio.to_thread(self._books.keys.account, project_id, account_id)
+        return await asyncio.to_thread(self._store.keys.account, project_id, account_id)
 
     @remote_method
     async def accounts(self, project_id: str, limit: int, after: str | None) -> list[ServiceAccount]:
-        return await asyncio.to_thread(self._books.keys.accounts, project_id, limit, after)
+        return await asyncio.to_thread(self._store.keys.accounts, project_id, limit, after)
 
     @remote_method
     async def create_key(
         self, project_id: str, account_id: str, name: str, expires_in_s: int | None, *, actor: str
     ) -> IssuedKey:
-        create = self._books.keys.create_key
+        create = self._store.keys.create_key
         return await self._change(lambda: create(project_id, account_id, name, expires_in_s, actor=actor))
 
     @remote_method
     async def create_admin_key(self, name: str, expires_in_s: int | None, *, actor: str) -> IssuedKey:
-        return await self._change(lambda: self._books.keys.create_admin_key(name, expires_in_s, actor=actor))
+        return await self._change(lambda: self._store.keys.create_admin_key(name, expires_in_s, actor=actor))
 
     @remote_method
     async def expire_key(self, project_id: str, key_id: str, expires_in_s: int, *, actor: str) -> ApiKey:
-        return await self._change(lambda: self._books.keys.expire_key(project_id, key_id, expires_in_s, actor=actor))
+        return await self._change(lambda: self._store.keys.expire_key(project_id, key_id, expires_in_s, actor=actor))
 
     @remote_method
     async def revoke_key(self, project_id: str | None, key_id: str, *, actor: str) -> ApiKey:
-        return await self._change(lambda: self._books.keys.revoke_key(project_id, key_id, actor=actor))
+        return await self._change(lambda: self._store.keys.revoke_key(project_id, key_id, actor=actor))
 
     @remote_method
     async def key(self, project_id: str | None, key_id: str) -> ApiKey:
-        return await asyncio.to_thread(self._books.keys.key, project_id, key_id)
+        return await asyncio.to_thread(self._store.keys.key, project_id, key_id)
 
     @remote_method
     async def keys(
         self, project_id: str | None, limit: int, after: str | None, *, is_newest_first: bool = False
     ) -> list[ApiKey]:
-        keys = self._books.keys.keys
+        keys = self._store.keys.keys
         return await asyncio.to_thread(keys, project_id, limit, after, is_newest_first=is_newest_first)
 
     @remote_method
     async def note_use(self, used_s: Mapping[str, float]) -> None:
-        await asyncio.to_thread(self._books.keys.note_use, used_s)
+        await asyncio.to_thread(self._store.keys.note_use, used_s)
 
     @remote_method
     async def changes(
@@ -200,51 +196,49 @@ class TenantsService:
         project_ids: Sequence[str],
         events: Sequence[str],
     ) -> list[TenantChange]:
-        changes = self._books.changes
+        changes = self._store.changes
         return await asyncio.to_thread(
             changes, limit, before=before, after=after, project_ids=project_ids, events=events
         )
 
-    # -- limits and usage -------------------------------------------------------------------------------
+    @remote_method
+    async def lease(self, holder: str, requests: Sequence[LeaseRequest]) -> list[LeaseGrant]:
+        """Report what an ingress holds of limits; returns a grant for each request."""
+        return await self._limits.lease(holder, requests, self._clock())
 
     @remote_method
-    async def lend(self, holder: str, wants: Sequence[LeaseRequest]) -> list[LeaseGrant]:
-        """Tell what an ingress holds of limits, and get what the owner lends it: a grant for each want."""
-        return await self._limits.lend(holder, wants, self._clock())
-
-    @remote_method
-    async def left(self, project_id: str) -> list[tuple[LimitKey, int, int]]:
-        """Each limit of a project, and how much of it is neither used nor lent to an ingress."""
-        return await self._limits.left(project_id, self._clock())
+    async def remaining(self, project_id: str) -> list[tuple[LimitKey, int, int]]:
+        """Each limit of a project, and how much of it is neither used nor leased to an ingress."""
+        return await self._limits.remaining(project_id, self._clock())
 
     @remote_method
     async def remaining_spend(self, project_id: str) -> int | None:
-        """Nanos that a project has left this month; None if nobody has asked for any since the owner began."""
+        """Nanos that a project may still spend this month; None if no ingress has asked since the service started."""
         return self._limits.remaining_spend(project_id)
 
     @remote_method
     async def record(self, writer_id: str, number: int, rows: Sequence[Row]) -> None:
-        """Write a batch of usage down, once however often it is sent."""
-        if await asyncio.to_thread(self._books.ledger.record, writer_id, number, rows):
-            self.attained.add(rows)
-            for key, charge in rows:
-                if charge.num_loads:
-                    self._adapters.loaded("device", key.digest, charge.num_loads)
+        """Record a batch of usage, once however often it is sent."""
+        if await asyncio.to_thread(self._store.ledger.record, writer_id, number, rows):
+            self.throughput.add(rows)
+            for key, usage in rows:
+                if usage.num_loads:
+                    self._adapters.record_load("device", key.digest, usage.num_loads)
 
     @remote_method
     async def note_activity(self, rows: Sequence[tuple[ActivityKey, Activity]]) -> None:
-        """What an ingress has seen of adapters' requests since it last told."""
+        """Add an ingress's statistics of adapters since its last call."""
         self._adapters.add(rows)
 
     @remote_method
-    async def seen(self, ref: AdapterRef, *, tenant_id: str | None) -> ActivityStats:
-        """What is known of an adapter: of one tenant's requests for it, or (None) of everybody's."""
-        return self._adapters.seen(ref, tenant_id=tenant_id)
+    async def adapter_stats(self, ref: AdapterRef, *, tenant_id: str | None) -> ActivityStats:
+        """Statistics of an adapter: requests of one tenant, or (None) of all."""
+        return self._adapters.stats(ref, tenant_id=tenant_id)
 
     @remote_method
     async def usage(self, query: UsageQuery) -> list[UsageBucket]:
-        """What was used, by buckets of time."""
-        return await asyncio.to_thread(self._books.ledger.buckets, query)
+        """Usage by time buckets."""
+        return await asyncio.to_thread(self._store.ledger.buckets, query)
 
     def _weight(self, tenant_id: str) -> float:
         tenant = self._tenant(tenant_id)
@@ -254,49 +248,47 @@ class TenantsService:
         row = self._rows.get(("tenant", tenant_id))
         return row if isinstance(row, Tenant) else None
 
-    # -- publishing -----------------------------------------------------------------------------------
-
     async def _change(self, call: Callable[[], T]) -> T:
-        """Change the database by `call`, in a thread, and publish what is different then.
+        """Change the database by `call`, in a thread, and publish the difference.
 
-        The work is a task of its own: a caller that leaves in between must not part the database and the table.
+        The work is a task of its own: a cancelled caller must not leave the table behind the database.
         """
 
-        def call_and_look() -> tuple[T, int]:
-            return call(), self._books.revision()
+        def call_and_read_revision() -> tuple[T, int]:
+            return call(), self._store.revision()
 
         async def change() -> T:
             async with self._changing:
-                result, revision = await asyncio.to_thread(call_and_look)
-                if revision == self._revision + 1:  # nobody else has changed anything
+                result, revision = await asyncio.to_thread(call_and_read_revision)
+                if revision == self._revision + 1:  # no other process has changed anything
                     self._publish(_rows_of(result))
                     self._revision = revision
                 else:
-                    await self._look()
+                    await self._sync()
             if not await self.table.wait_until_current(SETTLE_TIMEOUT_S):
-                logger.warning("an ingress did not take over a change of the tenants in %g s", SETTLE_TIMEOUT_S)
+                logger.warning("an ingress did not apply a change of the tenants within %g s", SETTLE_TIMEOUT_S)
             return result
 
         return await asyncio.shield(self._tasks.start(change()))
 
-    async def _look(self) -> None:
+    async def _sync(self) -> None:
         """Publish what the table lacks, whoever wrote it. Called with `_changing` held."""
 
         def compare() -> tuple[int, dict[TenantKey, TenantRow | None]] | None:
             known = max(self._revision, 0)
-            found = self._books.since(known)
+            found = self._store.since(known)
             if found.revision == self._revision:
                 return None
             rows = _rows_of([*found.tenants, *found.keys])
             changed: dict[TenantKey, TenantRow | None] = {}
-            if found.revision < known:  # an older copy of the database is in its place
+            if found.revision < known:  # the database was replaced by an older copy
                 changed |= dict.fromkeys(self._rows.keys() - rows.keys())
             changed |= {place: row for place, row in rows.items() if self._rows.get(place) != row}
             return found.revision, changed
 
-        news = await asyncio.to_thread(compare)
-        if news is not None:
-            self._revision, changed = news
+        found = await asyncio.to_thread(compare)
+        if found is not None:
+            self._revision, changed = found
             self._publish(changed)
 
     def _publish(self, changed: Mapping[TenantKey, TenantRow | None]) -> None:
@@ -307,19 +299,19 @@ class TenantsService:
                 self._rows[place] = row
         self.table.publish(changed)
 
-    async def _keep_looking(self) -> None:
+    async def _sync_loop(self) -> None:
         while True:
-            await asyncio.sleep(LOOK_INTERVAL_S)
+            await asyncio.sleep(SYNC_INTERVAL_S)
             try:
                 async with self._changing:
-                    await self._look()
+                    await self._sync()
                 await self._limits.reconcile(self._clock())
             except NotReady as error:
-                logger.warning("%s; tenants stay as they were", error)
+                logger.warning("%s; keeping the tenants as they were", error)
 
 
 def _rows_of(result: object) -> dict[TenantKey, TenantRow]:
-    """The rows of the table that a call has made or changed: they are all in what it returns."""
+    """The table rows that a call changed: all of them are in its result."""
     if isinstance(result, Tenant):
         return {("tenant", result.id): result}
     if isinstance(result, ApiKey):

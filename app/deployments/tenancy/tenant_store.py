@@ -1,7 +1,4 @@
-"""All that the database knows of tenants, opened.
-
-In: the registry's database. Out: the parts, which share it and nothing else, and what has changed, to be published.
-"""
+"""The tenant tables of the database: projects, keys, the ledger and the audit log."""
 
 from __future__ import annotations
 
@@ -19,7 +16,7 @@ from app.deployments.tenancy.usage.ledger import Ledger
 
 
 class TenantChanges(NamedTuple):
-    """Tenants and keys that have changed, as of a revision."""
+    """Tenants and keys that changed, up to a revision."""
 
     revision: int
     tenants: Sequence[Tenant]
@@ -27,7 +24,7 @@ class TenantChanges(NamedTuple):
 
 
 class TenantStore:
-    """Calls may come from several threads; each is one transaction."""
+    """Thread-safe; each call is one transaction."""
 
     def __init__(self, database: Database) -> None:
         self._database = database
@@ -36,19 +33,19 @@ class TenantStore:
         self.ledger = Ledger(database)
 
     def revision(self) -> int:
-        """Rises with each change, whichever process makes it."""
+        """The number of changes so far, by any process."""
         place = tenant_revisions.c.base_digest == self._database.base_digest
         with self._database.read() as connection:
             return connection.scalar(select(tenant_revisions.c.number).where(place)) or 0
 
     def since(self, revision: int) -> TenantChanges:
-        """What is newer than a revision, as it is now; of 0, everything. None of it ever goes: all rows are kept."""
+        """Rows newer than a revision, as they are now; 0 gives all. Rows are never deleted."""
         place = tenant_revisions.c.base_digest == self._database.base_digest
         with self._database.read() as connection:
             number = connection.scalar(select(tenant_revisions.c.number).where(place)) or 0
             if number == revision:
                 return TenantChanges(number, [], [])
-            known = revision if revision < number else 0  # of an older copy of the database, all may be different
+            known = revision if revision < number else 0  # an older copy of the database: all rows may differ
             return TenantChanges(number, self.projects.newer(connection, known), self.keys.newer(connection, known))
 
     def changes(
@@ -60,7 +57,7 @@ class TenantStore:
         project_ids: Sequence[str] = (),
         events: Sequence[str] = (),
     ) -> list[TenantChange]:
-        """The audit, newest first: up to `limit` lines, older than the one `before` and newer than `after`."""
+        """The audit log, newest first: up to `limit` records, older than `before` and newer than `after`."""
         columns = tenant_audit.c
         query = select(tenant_audit).where(columns.base_digest == self._database.base_digest)
         if before is not None:
@@ -74,14 +71,6 @@ class TenantStore:
         with self._database.read() as connection:
             rows = connection.execute(query.order_by(columns.id.desc()).limit(limit)).mappings().all()
         return [
-            TenantChange(
-                row["id"],
-                row["event"],
-                row["actor"],
-                row["project_id"],
-                row["target"],
-                row["detail"],
-                row["time_s"],
-            )
+            TenantChange(*(row[name] for name in ("id", "event", "actor", "project_id", "target", "detail", "time_s")))
             for row in rows
         ]

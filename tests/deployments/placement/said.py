@@ -25,18 +25,18 @@ class ToldBooks(PlacementState):
         for index in range(num_replicas):
             self.hear(ReplicaReport(f"r{index}"), 0.0)
 
-    def hear(self, report: ReplicaReport, now_s: float, *, is_leaving: bool = False) -> bool:
+    def hear(self, report: ReplicaReport, now_s: float, *, is_draining: bool = False) -> bool:
         """A replica says how it is, wholly if it is asked to. Returns whether it had to be asked."""
         telling = self.tellings.setdefault(report.replica_id, DeltaReporter(ORIGIN))
-        if self.report(telling.news(report, is_leaving=is_leaving), now_s):
+        if self.report(telling.next_delta(report, is_draining=is_draining), now_s):
             return False
-        telling.forget()
-        assert self.report(telling.news(report, is_leaving=is_leaving), now_s)
+        telling.reset()
+        assert self.report(telling.next_delta(report, is_draining=is_draining), now_s)
         return True
 
     def leave(self, replica_id: str, now_s: float = 0.0) -> None:
         """A replica says that it leaves."""
-        self.hear(ReplicaReport(replica_id), now_s, is_leaving=True)
+        self.hear(ReplicaReport(replica_id), now_s, is_draining=True)
 
     @property
     def replicas(self) -> list[str]:
@@ -45,8 +45,8 @@ class ToldBooks(PlacementState):
     @property
     def homes(self) -> dict[str, tuple[str, ...]]:
         """All adapters' homes."""
-        digests = {digest for replica_id in self.replicas for digest in self.view.at_home(replica_id)}
-        return {digest: self.view.homes(digest) for digest in digests}
+        digests = {digest for replica_id in self.replicas for digest in self.view.assigned_adapters(replica_id)}
+        return {digest: self.view.assigned_replicas(digest) for digest in digests}
 
 
 def digests(count: int, seed: int = 0) -> list[str]:

@@ -39,14 +39,14 @@ def test_nothing_to_do_asks_for_nothing() -> None:
 @pytest.mark.parametrize(
     ("demands", "replicas", "reason"),
     [
-        ([busy(work_tokens=3000)], 3000 / (500 * 2), "tokens to compute"),
-        ([busy(work_tokens=3000), busy(work_tokens=1000, tokens_per_s=100)], 4000 / (500 * 2), "tokens to compute"),
+        ([busy(work_tokens=3000)], 3000 / (500 * 2), "pending tokens"),
+        ([busy(work_tokens=3000), busy(work_tokens=1000, tokens_per_s=100)], 4000 / (500 * 2), "pending tokens"),
         ([busy(adapter_rows=1843.2)], 2.0, "rank rows in demand"),
         ([busy(adapter_rows=921.6), IDLE, busy(adapter_rows=460.8)], 1.5, "rank rows in demand"),
         ([busy(kv_used=0.85), busy(kv_used=0.425)], 1.5, "KV blocks in use"),
-        ([busy(kv_used=0.85, work_tokens=1500)], 1.5, "tokens to compute"),
-        ([busy(work_tokens=1, tokens_per_s=0)], 1.0, "tokens to compute"),
-        ([busy(num_rank_rows=0, work_tokens=1000)], 1.0, "tokens to compute"),
+        ([busy(kv_used=0.85, work_tokens=1500)], 1.5, "pending tokens"),
+        ([busy(work_tokens=1, tokens_per_s=0)], 1.0, "pending tokens"),
+        ([busy(num_rank_rows=0, work_tokens=1000)], 1.0, "pending tokens"),
     ],
 )
 def test_the_signal_that_asks_for_most_decides(demands: list[Demand], replicas: float, reason: str) -> None:
@@ -146,7 +146,7 @@ def test_the_policy_counts_work_and_not_serves_calls(caplog: pytest.LogCaptureFi
     with caplog.at_level("INFO", "ray.serve"):
         count, state = policy(many)
     assert count == 3
-    assert "3 replicas are wanted, there are 1 to be: tokens to compute ask for 2.90" in caplog.text
+    assert "scaling 1 -> 3 replicas: pending tokens need 2.90" in caplog.text
     assert policy(context(3, 102.0, state, **series_of({"a": IDLE})))[0] == 3  # held
     assert policy(context(3, 200.0, state, **series_of({"a": IDLE})))[0] == 0
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from app.deployments.placement import cross_replica_service as module
 from app.deployments.placement.cross_replica_service import CrossReplicaService
-from app.deployments.placement.delta_reporter import MAX_TOLD_TENANTS, DeltaReporter
+from app.deployments.placement.delta_reporter import MAX_REPORTED_TENANTS, DeltaReporter
 from app.deployments.placement.messages import ReplicaDelta, ReplicaReport
 from app.engine.request import SamplingParams
 from app.engine.scheduling import fair_queue
@@ -59,7 +59,7 @@ class QueueReplica:
         self.running = [entry for entry in self.running if entry[1][0]]
 
     def report(self) -> ReplicaDelta:
-        return self.telling.news(ReplicaReport(self.replica_id, served=self.queue.service().served))
+        return self.telling.next_delta(ReplicaReport(self.replica_id, served=self.queue.service().served))
 
     def hear(self, books: CrossReplicaService | None) -> None:
         """Ask what tenants were served elsewhere; without an answer it is as `StatusReporter` does."""
@@ -100,7 +100,7 @@ def test_the_bounds_hold_over_replicas_with_lost_and_late_messages(data: st.Data
                 late.append(replica.report())
         draw.shuffle(late)
         while late and draw.random() < 0.9:
-            books.hear(late.pop())
+            books.ingest(late.pop())
         for replica in replicas:
             if step % 5 == 0:
                 replica.hear(books if draw.random() >= lost else None)
@@ -122,7 +122,7 @@ def test_who_owes_nothing_is_ahead_over_all_replicas_by_no_more_than_the_bound(d
     books = CrossReplicaService()
     for replica in replicas:
         replica.fill(at[replica.replica_id])
-        books.hear(replica.report())
+        books.ingest(replica.report())
         replica.hear(books)
     told = {replica.replica_id: dict.fromkeys(weights, 0.0) for replica in replicas}
     known = {replica.replica_id: dict.fromkeys(weights, 0.0) for replica in replicas}
@@ -133,7 +133,7 @@ def test_who_owes_nothing_is_ahead_over_all_replicas_by_no_more_than_the_bound(d
                 replica.step()
         if step % interval == 0:
             for replica in replicas:
-                books.hear(replica.report())
+                books.ingest(replica.report())
                 told[replica.replica_id] = {name: replica.served(name) for name in weights}
             for replica in replicas:
                 replica.hear(books)
@@ -165,7 +165,7 @@ def test_a_tenant_with_one_replica_gets_as_much_as_one_that_shares_it_and_has_ot
                 replica.step()
             if step % 20 == 0:
                 for replica in replicas:
-                    books.hear(replica.report())
+                    books.ingest(replica.report())
                 for replica in replicas:
                     replica.hear(books if shares else None)
         served[shares] = {name: of_all(replicas, name) for name in weights}
@@ -181,11 +181,11 @@ def news(replica_id: str, number: int, **served: float) -> ReplicaDelta:
 
 def test_what_counts_is_what_came_since_a_replica_first_named_a_tenant() -> None:
     books = CrossReplicaService()
-    books.hear(news("r0", 1, a=100.0))
+    books.ingest(news("r0", 1, a=100.0))
     assert books.elsewhere("r1", ["a", "b"]) == {"a": 0.0, "b": 0.0}
-    books.hear(news("r0", 2, a=130.0, b=7.0))
-    books.hear(news("r1", 1, a=5.0))
-    books.hear(news("r1", 2, a=7.0))
+    books.ingest(news("r0", 2, a=130.0, b=7.0))
+    books.ingest(news("r1", 1, a=5.0))
+    books.ingest(news("r1", 2, a=7.0))
     assert books.elsewhere("r1", ["a", "b"]) == {"a": 30.0, "b": 0.0}
     assert books.elsewhere("r0", ["a"]) == {"a": 2.0}
     assert books.elsewhere("r2", ["a"]) == {"a": 32.0}
@@ -194,29 +194,29 @@ def test_what_counts_is_what_came_since_a_replica_first_named_a_tenant() -> None
 def test_a_message_that_was_overtaken_counts_nothing_twice() -> None:
     books = CrossReplicaService()
     for number, total in ((1, 0.0), (3, 30.0), (2, 20.0), (4, 40.0), (4, 40.0)):
-        books.hear(news("r0", number, a=total))
+        books.ingest(news("r0", number, a=total))
     assert books.elsewhere("r1", ["a"]) == {"a": 40.0}
 
 
 def test_a_replica_that_leaves_takes_its_part_along() -> None:
     books = CrossReplicaService()
     for number, total in ((1, 0.0), (2, 30.0)):
-        books.hear(news("r0", number, a=total))
-        books.hear(news("r1", number, a=2 * total))
+        books.ingest(news("r0", number, a=total))
+        books.ingest(news("r1", number, a=2 * total))
     books.keep(["r0", "r2"])
     assert books.elsewhere("r2", ["a"]) == {"a": 30.0}
     books.keep([])
     assert books.elsewhere("r2", ["a"]) == {"a": 0.0}
-    books.hear(news("r0", 1, a=500.0))
+    books.ingest(news("r0", 1, a=500.0))
     assert books.elsewhere("r2", ["a"]) == {"a": 0.0}, "it is heard for the first time"
 
 
 def test_the_number_of_tenants_of_a_replica_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MAX_TENANTS", 2)
     books = CrossReplicaService()
-    books.hear(news("r0", 1, a=0.0, b=0.0))
-    books.hear(news("r0", 2, b=2.0, a=1.0))
-    books.hear(news("r0", 3, c=0.0))
+    books.ingest(news("r0", 1, a=0.0, b=0.0))
+    books.ingest(news("r0", 2, b=2.0, a=1.0))
+    books.ingest(news("r0", 3, c=0.0))
     assert books.elsewhere("r1", "abc") == {"a": 1.0, "b": 0.0, "c": 0.0}
     books.keep([])
     assert books.elsewhere("r1", "abc") == {"a": 0.0, "b": 0.0, "c": 0.0}
@@ -224,10 +224,10 @@ def test_the_number_of_tenants_of_a_replica_is_bounded(monkeypatch: pytest.Monke
 
 def test_a_report_names_the_tenants_that_were_served_most_since() -> None:
     telling = DeltaReporter(ORIGIN)
-    served = {f"t{index}": float(index) for index in range(MAX_TOLD_TENANTS + 2)}
-    first = telling.news(ReplicaReport("r0", served=served)).served
+    served = {f"t{index}": float(index) for index in range(MAX_REPORTED_TENANTS + 2)}
+    first = telling.next_delta(ReplicaReport("r0", served=served)).served
     assert set(first) == set(served) - {"t0", "t1"}
-    telling.forget()
+    telling.reset()
     served |= {"t5": 6.0}
-    assert telling.news(ReplicaReport("r0", served=served)).served == {"t5": 6.0, "t1": 1.0}
-    assert telling.news(ReplicaReport("r0", served=served)).served == {}
+    assert telling.next_delta(ReplicaReport("r0", served=served)).served == {"t5": 6.0, "t1": 1.0}
+    assert telling.next_delta(ReplicaReport("r0", served=served)).served == {}

@@ -10,7 +10,7 @@ from app.deployments.ingress.dispatch.request_router import PrefixHasher
 from app.deployments.placement.delta_reporter import DeltaReporter
 from app.deployments.placement.messages import ReplicaDelta, ReplicaReport
 from app.deployments.placement.policy import PlacementPolicy
-from app.deployments.placement.replica_choice import HEAD_FACTOR, HEAD_MARGIN, choose_replica
+from app.deployments.placement.replica_choice import PREFIX_LOAD_FACTOR, PREFIX_LOAD_MARGIN, choose_replica
 from app.deployments.placement.view import PlacementView
 from app.engine.pools.block_pool import MAX_CACHED_PREFIXES
 from tests.deployments.placed import ORIGIN
@@ -65,16 +65,16 @@ def test_of_those_that_have_it_the_less_loaded_takes_it() -> None:
 
 def test_a_replica_that_has_too_much_to_do_is_passed_over() -> None:
     books = fleet(r0=(ONE,), r1=(), r2=())
-    assert chosen(books, ONE, {"r0": HEAD_MARGIN}) == {"r0"}
-    assert "r0" not in chosen(books, ONE, {"r0": HEAD_MARGIN + 1})
+    assert chosen(books, ONE, {"r0": PREFIX_LOAD_MARGIN}) == {"r0"}
+    assert "r0" not in chosen(books, ONE, {"r0": PREFIX_LOAD_MARGIN + 1})
     busy = {"r1": 100, "r2": 100}
-    assert chosen(books, ONE, busy | {"r0": int(HEAD_FACTOR * 100)}) == {"r0"}
-    assert "r0" not in chosen(books, ONE, busy | {"r0": int(HEAD_FACTOR * 100) + 1})
+    assert chosen(books, ONE, busy | {"r0": int(PREFIX_LOAD_FACTOR * 100)}) == {"r0"}
+    assert "r0" not in chosen(books, ONE, busy | {"r0": int(PREFIX_LOAD_FACTOR * 100) + 1})
 
 
 def test_an_adapter_stays_at_its_homes_whoever_has_its_prompt() -> None:
     books = fleet(r0=(), r1=(), r2=(ONE,), r3=(ONE,))
-    books.view.apply({("home", "d"): ("r0", "r2"), ("home", "e"): ("r1",)})
+    books.view.apply({("assigned", "d"): ("r0", "r2"), ("assigned", "e"): ("r1",)})
     assert chosen(books, ONE, digest="d") == {"r2"}
     assert chosen(books, ONE, digest="e") == {"r1"}
 
@@ -84,7 +84,7 @@ def test_a_replica_that_cannot_be_used_takes_nothing() -> None:
     assert chosen(books, ONE, usable=["r1", "r2"]) == {"r1", "r2"}
     books.leave("r0")
     assert chosen(books, ONE) == {"r1", "r2"}
-    assert not books.view.has_heads
+    assert not books.view.has_prefixes
 
 
 def test_nothing_is_computed_of_a_prompt_where_it_makes_no_difference() -> None:
@@ -98,7 +98,7 @@ def test_nothing_is_computed_of_a_prompt_where_it_makes_no_difference() -> None:
     place(fleet(r0=(ONE,)))  # one replica
     place(fleet(r0=(), r1=()))  # nobody tells of heads
     books = fleet(r0=(ONE,), r1=())
-    books.view.apply({("home", "d"): ("r1",)})
+    books.view.apply({("assigned", "d"): ("r1",)})
     place(books, "d")  # one home
 
 
@@ -117,25 +117,25 @@ def test_only_changes_are_told_and_the_table_follows_them() -> None:
     books, telling = ToldBooks(), DeltaReporter(ORIGIN)
 
     def tell(*heads: bytes) -> ReplicaDelta:
-        news = telling.news(ReplicaReport("r0", cached_prefixes=heads))
+        news = telling.next_delta(ReplicaReport("r0", cached_prefixes=heads))
         assert books.report(news, 0.0)
         return news
 
     def known() -> set[str]:
-        return {head for head in (ONE.hex(), TWO.hex()) if books.view.with_head(head)}
+        return {head for head in (ONE.hex(), TWO.hex()) if books.view.replicas_with_prefix(head)}
 
     assert tell(ONE).cached_prefixes == (ONE,)
     books.take_changes()
     assert tell(ONE).cached_prefixes == ()
-    assert ("heads", "r0") not in books.take_changes(), "nothing has changed"
+    assert ("prefixes", "r0") not in books.take_changes(), "nothing has changed"
     news = tell(TWO, ONE)
-    assert (news.cached_prefixes, news.dropped_heads) == ((TWO,), ())
-    assert books.take_changes() == {("heads", "r0"): (ONE.hex(), TWO.hex())}
+    assert (news.cached_prefixes, news.dropped_prefixes) == ((TWO,), ())
+    assert books.take_changes() == {("prefixes", "r0"): (ONE.hex(), TWO.hex())}
     assert known() == {ONE.hex(), TWO.hex()}
     news = tell(TWO)
-    assert (news.cached_prefixes, news.dropped_heads) == ((), (ONE,))
+    assert (news.cached_prefixes, news.dropped_prefixes) == ((), (ONE,))
     assert known() == {TWO.hex()}
-    telling.forget()
+    telling.reset()
     assert tell(ONE).is_whole
     assert known() == {ONE.hex()}, "a whole message stands alone"
 
@@ -143,17 +143,18 @@ def test_only_changes_are_told_and_the_table_follows_them() -> None:
 def test_a_message_is_no_longer_than_the_heads_that_are_told() -> None:
     telling = DeltaReporter(ORIGIN)
     one, two = (tuple(bytes([half, index] * 4) for index in range(MAX_CACHED_PREFIXES)) for half in (1, 2))
-    telling.news(ReplicaReport("r0"))
-    none = len(pickle.dumps(telling.news(ReplicaReport("r0"))))
-    telling.news(ReplicaReport("r0", cached_prefixes=one))
+    telling.next_delta(ReplicaReport("r0"))
+    none = len(pickle.dumps(telling.next_delta(ReplicaReport("r0"))))
+    telling.next_delta(ReplicaReport("r0", cached_prefixes=one))
     assert (
-        len(pickle.dumps(telling.news(ReplicaReport("r0", cached_prefixes=two)))) < none + 2 * MAX_CACHED_PREFIXES * 12
+        len(pickle.dumps(telling.next_delta(ReplicaReport("r0", cached_prefixes=two))))
+        < none + 2 * MAX_CACHED_PREFIXES * 12
     )
 
 
 def test_a_copy_of_the_table_forgets_what_is_no_more() -> None:
     books, view = fleet(r0=(ONE,), r1=(TWO,)), PlacementView()
-    view.apply({("heads", "gone"): (ONE.hex(),), ("heads", "r1"): (ONE.hex(),)})
-    view.apply(dict(books.take_changes()) | {("heads", "gone"): None})
-    assert [*view.with_head(ONE.hex())] == ["r0"]
-    assert [*view.with_head(TWO.hex())] == ["r1"]
+    view.apply({("prefixes", "gone"): (ONE.hex(),), ("prefixes", "r1"): (ONE.hex(),)})
+    view.apply(dict(books.take_changes()) | {("prefixes", "gone"): None})
+    assert [*view.replicas_with_prefix(ONE.hex())] == ["r0"]
+    assert [*view.replicas_with_prefix(TWO.hex())] == ["r1"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from app.deployments.placement.messages import Key, Row
-from app.deployments.placement.placer import PlacementFeed, Placer
+from app.deployments.placement.placer import PlacementTableClient, Placer
 from app.deployments.placement.service import PlacementService
 from app.deployments.rpc.actor_proxy import actor_proxy
 from app.deployments.rpc.long_poll_host import Changes, Version
@@ -18,23 +18,23 @@ async def unused(*_: object) -> tuple[Version, Changes[Key, Row]] | None:
 
 
 def placer_over(*answers: object) -> Placer:
-    placer = Placer(actor_proxy(PlacementService, Scripted(*answers)), PlacementFeed(unused, "me"), "me")  # type: ignore[arg-type]
-    placer.view.apply({("replica", "r0"): ("0.0", "0", "0"), ("home", "known"): ("r0",)})
+    placer = Placer(actor_proxy(PlacementService, Scripted(*answers)), PlacementTableClient(unused, "me"), "me")  # type: ignore[arg-type]
+    placer.view.apply({("replica", "r0"): ("0.0", "0", "0"), ("assigned", "known"): ("r0",)})
     return placer
 
 
 async def test_placement_that_has_just_started_leaves_the_last_table() -> None:
     placer = placer_over(raised(NotReady("just started")))
     await placer.assign(["digest"])
-    assert (placer.view.homes("known"), placer.view.homes("digest")) == (("r0",), ())
+    assert (placer.view.assigned_replicas("known"), placer.view.assigned_replicas("digest")) == (("r0",), ())
 
 
 @pytest.mark.parametrize("error", LOST, ids=lambda error: type(error).__name__)
 async def test_placement_that_is_lost_costs_no_request(error: Exception) -> None:
     placer = placer_over(error, error)
     await placer.assign(["digest"])
-    await placer.unreached(["replica"])
-    assert placer.view.homes("known") == ("r0",)
+    await placer.report_unreachable(["replica"])
+    assert placer.view.assigned_replicas("known") == ("r0",)
 
 
 def test_what_every_replica_holds_is_the_least_that_any_says() -> None:
@@ -51,8 +51,10 @@ async def test_an_answer_counts_until_the_table_says_something_else() -> None:
     placer = placer_over({"asked": ("r1",), "known": ("r9",)})
     await placer.assign(["asked", "known"])
     view = placer.view
-    assert (view.homes("asked"), view.homes("known")) == (("r1",), ("r0",)), "the table's own rows are newer"
-    view.apply({("home", "asked"): ("r2",)})
-    assert view.homes("asked") == ("r2",)
-    view.apply({("home", "asked"): None})
-    assert view.homes("asked") == ()
+    assert (view.assigned_replicas("asked"), view.assigned_replicas("known")) == (("r1",), ("r0",)), (
+        "the table's own rows are newer"
+    )
+    view.apply({("assigned", "asked"): ("r2",)})
+    assert view.assigned_replicas("asked") == ("r2",)
+    view.apply({("assigned", "asked"): None})
+    assert view.assigned_replicas("asked") == ()

@@ -12,7 +12,7 @@ from app.config import PlacementConfig
 from app.deployments.placement import policies
 from app.deployments.placement.messages import ReplicaReport
 from app.deployments.placement.policy import PlacementFleet, PlacementPolicy
-from app.deployments.placement.policy_conformance import CHECKS, MakePolicy, check_no_replica_is_home_to_most
+from app.deployments.placement.policy_conformance import CHECKS, MakePolicy, check_adapters_are_spread
 from app.deployments.placement.replica_choice import make_policy
 from tests.deployments.placement.said import ToldBooks, digests
 
@@ -32,15 +32,15 @@ def test_each_policy_conforms(name: str, check: Callable[[MakePolicy], None]) ->
 def test_a_policy_that_sends_all_to_one_replica_does_not_conform() -> None:
     class Favourite:
         Options = policy("sticky").Options
-        has_homes = True
+        has_affinity = True
 
         def __init__(self, options: object) -> None: ...
 
-        def homes(self, digest: str, fleet: PlacementFleet) -> tuple[str, ...]:  # noqa: ARG002
+        def assign(self, digest: str, fleet: PlacementFleet) -> tuple[str, ...]:  # noqa: ARG002
             return ("r0",) if fleet.num_replicas else ()
 
-    with pytest.raises(AssertionError, match=r"one replica is home to 10\.0 times the mean"):
-        check_no_replica_is_home_to_most(lambda: Favourite(None))
+    with pytest.raises(AssertionError, match=r"one replica has 10\.0 times the mean"):
+        check_adapters_are_spread(lambda: Favourite(None))
 
 
 def num_homes(books: ToldBooks) -> Counter[str]:
@@ -54,7 +54,10 @@ def test_round_robin_deals_out_one_each() -> None:
 
 
 def test_rendezvous_gives_the_same_homes_whatever_was_there_before() -> None:
-    books, later = ToldBooks(5, policy("rendezvous", num_homes=2)), ToldBooks(5, policy("rendezvous", num_homes=2))
+    books, later = (
+        ToldBooks(5, policy("rendezvous", num_replicas=2)),
+        ToldBooks(5, policy("rendezvous", num_replicas=2)),
+    )
     later.assign(digests(300, seed=1))
     assert books.assign(digests(50)) == later.assign(digests(50))
     assert all(len(homes) == 2 for homes in books.homes.values())
@@ -109,7 +112,7 @@ def test_the_cheapest_places_for_all_are_no_worse_than_one_after_the_other() -> 
     for books in (flow, sticky):
         new = digests(300)
         books.assign(new)
-        first_choices.append(sum(books.homes[each] == (next(books.view.preferred(each)),) for each in new))
+        first_choices.append(sum(books.homes[each] == (next(books.view.preference_order(each)),) for each in new))
         assert max(num_homes(books).values()) <= 63, "the bound is 1.25 times the mean of 50"
     assert first_choices[0] > 150
     assert max(num_homes(flow).values()) <= max(num_homes(sticky).values())

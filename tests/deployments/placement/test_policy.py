@@ -6,8 +6,7 @@ import random
 from collections import Counter
 
 from app.deployments.placement.policy import less_loaded
-from app.deployments.placement.rendezvous import Rendezvous
-from app.deployments.placement.view import UsableFleet
+from app.deployments.placement.view import Rendezvous, UsableFleet
 from tests.deployments.placement.said import LEAST_LOADED, STICKY, ToldBooks, digests
 
 
@@ -19,9 +18,9 @@ def test_every_process_chooses_the_same_without_the_actor() -> None:
     views = [ToldBooks(5).view for _ in range(3)]
     for digest in digests(40):
         fleets = [UsableFleet(view, view.replicas, no_load) for view in views]
-        chosen = {STICKY.homes(digest, fleet) for fleet in fleets}
+        chosen = {STICKY.assign(digest, fleet) for fleet in fleets}
         assert chosen == {(Rendezvous(views[0].replicas).order(digest)[0],)}
-        assert LEAST_LOADED.homes(digest, fleets[0]) == ()
+        assert LEAST_LOADED.assign(digest, fleets[0]) == ()
 
 
 def test_a_replica_that_comes_or_goes_changes_no_other_s_place() -> None:
@@ -52,6 +51,6 @@ def test_a_home_that_cannot_be_used_is_none() -> None:
     books.assign([digest])
     (home,) = books.homes[digest]
     usable = [each for each in books.replicas if each != home]
-    (other,) = STICKY.homes(digest, UsableFleet(books.view, usable, no_load))
-    assert other == next(each for each in books.view.preferred(digest) if each != home)
-    assert STICKY.homes(digest, UsableFleet(books.view, [], no_load)) == ()
+    (other,) = STICKY.assign(digest, UsableFleet(books.view, usable, no_load))
+    assert other == next(each for each in books.view.preference_order(digest) if each != home)
+    assert STICKY.assign(digest, UsableFleet(books.view, [], no_load)) == ()

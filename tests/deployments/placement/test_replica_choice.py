@@ -24,12 +24,12 @@ class Options(BaseModel):
 
 class Favourite:
     Options = Options
-    has_homes = True
+    has_affinity = True
 
     def __init__(self, options):
         self.first = options.first
 
-    def homes(self, digest, fleet):
+    def assign(self, digest, fleet):
         return (self.first,)
 """
 
@@ -46,15 +46,15 @@ def test_a_policy_of_one_s_own_is_named_by_its_path(
     (tmp_path / "own_placement.py").write_text(OWN)
     monkeypatch.syspath_prepend(str(tmp_path))
     config = PlacementConfig(policy=f"own_placement{separator}Favourite", policy_options={"first": "r7"})
-    assert make_policy(config).homes("digest", None) == ("r7",)  # type: ignore[arg-type]
+    assert make_policy(config).assign("digest", None) == ("r7",)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
     ("placement", "reason"),
     [
-        ({"policy": "stiky"}, "'stiky' is none of least_loaded, min_cost_flow, rank_aware"),
+        ({"policy": "stiky"}, "'stiky' is not one of least_loaded, min_cost_flow, rank_aware"),
         ({"policy": "no.such.Module"}, "cannot be imported"),
-        ({"policy": "app.config.AppConfig"}, "is no policy"),
+        ({"policy": "app.config.AppConfig"}, "is not a policy"),
         ({"policy_options": {"load_bound": 0.5}}, "load_bound: Input should be greater than or equal to 1"),
         ({"policy_options": {"bound": 2}}, "bound: Extra inputs are not permitted"),
         ({"policy": "least_loaded", "policy_options": {"load_bound": 2}}, "load_bound: Extra inputs"),

@@ -12,8 +12,8 @@ import pytest
 from app.config import PlacementConfig
 from app.deployments.placement.delta_reporter import DeltaReporter
 from app.deployments.placement.messages import ReplicaDelta, ReplicaIdentity, ReplicaLoad, ReplicaReport
-from app.deployments.placement.placer import LoadFeed, PlacementFeed
-from app.deployments.placement.service import LOADS_FLOOR_S, TABLE_FLOOR_S, PlacementService, ShareChanges
+from app.deployments.placement.placer import LoadTableClient, PlacementTableClient
+from app.deployments.placement.service import LOADS_FLOOR_S, TABLE_FLOOR_S, PlacementService, TrafficWeightChanges
 from app.deployments.rpc.long_poll_client import Watch
 from app.deployments.rpc.long_poll_host import LongPollTable, Version
 from app.engine.errors import NotReady
@@ -35,7 +35,7 @@ class Stores:
             self.published[name] = LongPollTable(now_s)
             self.published[name].publish(value)
 
-    def watch(self, name: str) -> Watch[ShareChanges]:
+    def watch(self, name: str) -> Watch[TrafficWeightChanges]:
         self.followed.append(name)
         return self.published[name].newer
 
@@ -56,23 +56,23 @@ class Life:
         load: int = 0,
         store: str = "store",
         settings: PlacementConfig | None = None,
-        is_leaving: bool = False,
+        is_draining: bool = False,
     ) -> bool:
         origin = ReplicaIdentity(store, (settings or PlacementConfig()).model_dump_json(), now_s())
         telling = self.tellings.setdefault(replica_id, DeltaReporter(origin))
         state = ReplicaReport(replica_id, load, resident=tuple(sorted(resident)))
-        if await self.service.report(telling.news(state, is_leaving=is_leaving)):
+        if await self.service.report(telling.next_delta(state, is_draining=is_draining)):
             return True
-        telling.forget()
-        assert await self.service.report(telling.news(state, is_leaving=is_leaving))
+        telling.reset()
+        assert await self.service.report(telling.next_delta(state, is_draining=is_draining))
         return False
 
     async def settle(self) -> None:
         await asyncio.sleep(PlacementConfig().report_interval_s + 0.6)
 
-    async def watched(self) -> PlacementFeed:
+    async def watched(self) -> PlacementTableClient:
         """A new copy of the table, as it is now."""
-        copy = PlacementFeed(self.service.watch, "a new one")
+        copy = PlacementTableClient(self.service.watch, "a new one")
         news = await self.service.watch(None, "a new one", 1.0)
         if news is not None:
             copy._apply(*news)
@@ -117,7 +117,7 @@ async def test_an_ingress_hears_of_changes_ten_times_a_second_at_most_and_of_not
     for index in range(100):
         await life.report(f"r{index}", *digests(255, seed=index))
     await life.settle()
-    copy = PlacementFeed(life.service.watch, "ingress")
+    copy = PlacementTableClient(life.service.watch, "ingress")
     takes: list[tuple[float, int, int]] = []
     take = copy._apply
 
@@ -162,7 +162,7 @@ async def test_an_answer_is_as_long_as_the_question() -> None:
 async def test_loads_are_told_apart_from_adapters_and_with_their_age() -> None:
     life = Life()
     heard: list[tuple[float, dict[str, ReplicaLoad | None], float]] = []
-    loads = LoadFeed(
+    loads = LoadTableClient(
         life.service.watch_loads, "ingress", lambda rows, sent_s: heard.append((now_s(), dict(rows), sent_s))
     )
     await life.report("r0", load=3)
@@ -179,7 +179,7 @@ async def test_loads_are_told_apart_from_adapters_and_with_their_age() -> None:
     load = rows["r0"]
     assert load is not None
     assert load[1] <= sent_s == at_s
-    await life.report("r0", is_leaving=True)
+    await life.report("r0", is_draining=True)
     await asyncio.sleep(0.5)
     assert heard[-1][1] == {"r0": None}
     follower.cancel()
@@ -191,7 +191,7 @@ async def test_one_ingress_that_reaches_nobody_changes_nothing_and_a_dead_replic
     life = Life()
     for index in range(8):
         await life.report(f"r{index}")
-    watchers = [PlacementFeed(life.service.watch, f"ingress{index}") for index in range(3)]
+    watchers = [PlacementTableClient(life.service.watch, f"ingress{index}") for index in range(3)]
     followers = [asyncio.create_task(watcher.follow()) for watcher in watchers]
 
     async def reports() -> None:
@@ -203,7 +203,7 @@ async def test_one_ingress_that_reaches_nobody_changes_nothing_and_a_dead_replic
     reporting = asyncio.create_task(reports())
     everybody = [f"r{index}" for index in range(8)]
     for _ in range(5):
-        await life.service.unreached("ingress0", everybody)
+        await life.service.report_unreachable("ingress0", everybody)
         await asyncio.sleep(1.0)
     assert [set(watcher.view.replicas) for watcher in watchers] == [set(everybody[1:])] * 3, "r0 is silent, too"
     for task in (reporting, *followers):
@@ -245,7 +245,7 @@ async def test_shares_come_from_the_store_that_the_replicas_work_with() -> None:
     await life.report("r4", store="new")
     assert stores.followed == ["old"], "there are replicas that work with it"
     for index in range(4):
-        await life.report(f"r{index}", is_leaving=True)
+        await life.report(f"r{index}", is_draining=True)
     for index in range(5, 8):
         await life.report(f"r{index}", store="new")
     assert await num_homes() == 4
@@ -257,13 +257,13 @@ async def test_shares_come_from_the_store_that_the_replicas_work_with() -> None:
 def test_messages_of_a_replica_are_as_long_as_what_has_changed() -> None:
     telling = DeltaReporter(ReplicaIdentity("store", "{}", 0.0))
     names = digests(256)
-    whole = telling.news(ReplicaReport("r0", resident=tuple(sorted(names[:255]))))
+    whole = telling.next_delta(ReplicaReport("r0", resident=tuple(sorted(names[:255]))))
     assert (whole.is_whole, len(whole.loaded), whole.number) == (True, 255, 1)
     after = tuple(sorted([*names[1:255], names[255]]))
-    change = telling.news(ReplicaReport("r0", 3, 1, resident=after, last_used_s={names[1]: 1.0}))
+    change = telling.next_delta(ReplicaReport("r0", 3, 1, resident=after, last_used_s={names[1]: 1.0}))
     assert change == ReplicaDelta("r0", 2, 4, loaded=(names[255],), unloaded=(names[0],), used_s={names[1]: 1.0})
     assert len(pickle.dumps(change)) < 800
-    again = telling.news(ReplicaReport("r0", resident=after, last_used_s={names[1]: 1.0}))
+    again = telling.next_delta(ReplicaReport("r0", resident=after, last_used_s={names[1]: 1.0}))
     assert again == ReplicaDelta("r0", 3)
 
 
@@ -273,8 +273,8 @@ async def test_a_replica_is_told_what_tenants_were_served_on_those_that_are_on_t
     for total in (0.0, 9.0):
         for replica_id in ("r0", "r1"):
             telling = life.tellings.setdefault(replica_id, DeltaReporter(ReplicaIdentity("store", "{}", 0.0)))
-            await life.service.report(telling.news(ReplicaReport(replica_id, served={"a": 1.0 + total})))
+            await life.service.report(telling.next_delta(ReplicaReport(replica_id, served={"a": 1.0 + total})))
     assert await life.service.served_elsewhere("r0", ["a", "b"]) == {"a": 9.0, "b": 0.0}
-    await life.report("r1", is_leaving=True)
+    await life.report("r1", is_draining=True)
     assert await life.service.served_elsewhere("r0", ["a"]) == {"a": 0.0}
     await life.service.close()

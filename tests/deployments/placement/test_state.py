@@ -73,7 +73,7 @@ def test_one_ingress_that_reaches_nobody_takes_no_replica_off_the_table() -> Non
     fleet.assign(digests(64))
     homes = fleet.homes
     for second in range(60):
-        fleet.unreached("sick", fleet.replicas, float(second))
+        fleet.report_unreachable("sick", fleet.replicas, float(second))
         reports(fleet, float(second))
         assert len(fleet.replicas) == 32
     assert fleet.homes == homes
@@ -82,7 +82,7 @@ def test_one_ingress_that_reaches_nobody_takes_no_replica_off_the_table() -> Non
 def test_one_ingress_is_believed_when_reports_fail_to_come() -> None:
     fleet = ToldBooks(2)
     reports(fleet, 1.0)
-    fleet.unreached("ingress", ["r0"], 2.0)
+    fleet.report_unreachable("ingress", ["r0"], 2.0)
     reports(fleet, 2.0, "r0")
     reports(fleet, 3.0, "r0")
     assert fleet.replicas == ["r0", "r1"]
@@ -95,30 +95,30 @@ def test_one_ingress_is_believed_when_reports_fail_to_come() -> None:
 def test_a_replica_that_most_ingresses_cannot_reach_is_left_out_for_the_time_of_silence() -> None:
     fleet = ToldBooks(2)
     for index in range(4):
-        fleet.unreached(f"ingress{index}", ["r0"], 1.0)
+        fleet.report_unreachable(f"ingress{index}", ["r0"], 1.0)
     reports(fleet, 1.0)
     assert fleet.replicas == ["r0", "r1"], "four of eight are not most"
-    fleet.unreached("ingress4", ["r0"], 1.0)
+    fleet.report_unreachable("ingress4", ["r0"], 1.0)
     reports(fleet, 1.5)
     assert fleet.replicas == ["r1"]
     back_s = [now_s for now_s in range(2, 30) if reports(fleet, float(now_s)) or "r0" in fleet.replicas]
     assert back_s[0] == 12
     alone = ToldBooks(1)
-    alone.unreached("the only ingress", ["r0"], 1.0)
+    alone.report_unreachable("the only ingress", ["r0"], 1.0)
     alone.expire(1.0, 1)
     assert alone.replicas == ["r0"], "one is never enough"
 
 
 def test_a_word_is_withdrawn_and_grows_old() -> None:
     fleet = ToldBooks(1)
-    fleet.unreached("ingress", ["r0", "unknown"], 0.0)
-    fleet.unreached("ingress", [], 1.0)
+    fleet.report_unreachable("ingress", ["r0", "unknown"], 0.0)
+    fleet.report_unreachable("ingress", [], 1.0)
     fleet.expire(4.0, 1)
     assert fleet.replicas == ["r0"], "it was withdrawn"
-    fleet.unreached("ingress", ["r0"], 0.0)
+    fleet.report_unreachable("ingress", ["r0"], 0.0)
     fleet.expire(9.0, 1)
     assert fleet.replicas == ["r0"], "nobody has repeated it"
-    assert fleet._witnesses._words == {}
+    assert fleet._reachability._votes == {}
 
 
 def test_silence_takes_a_replica_off_the_table() -> None:
@@ -149,19 +149,19 @@ def test_replicas_and_adapters_that_came_and_went_leave_nothing_in_the_books() -
         fleet.hear(ReplicaReport(home, 60, resident=(digest,), active={digest: 60}), now_s)
         fleet.rebalance(now_s)
         assert len(fleet.homes[digest]) == 2
-        fleet.unreached("ingress", [f"new{number}", f"never seen {number}"], now_s)
+        fleet.report_unreachable("ingress", [f"new{number}", f"never seen {number}"], now_s)
         fleet.leave(f"new{number}", now_s)
         fleet.expire(now_s, 1)
     assert set(fleet._changed_s) == {names[-1]}, "it dwells"
     assert set(fleet._replicas) == {"r0", "r1"}
-    assert fleet._witnesses._words == {}
+    assert fleet._reachability._votes == {}
     for digest in names:
-        fleet._set_homes(digest, ())
+        fleet._set_assigned(digest, ())
     for replica_id in ("r0", "r1"):
         fleet.leave(replica_id)
     view = fleet.view
-    assert (view._homes, view._holders, view._at_home, view._replicas) == ({}, {}, {}, {})
-    assert (view.num_homes, fleet._shared, fleet._used) == (0, set(), {})
+    assert (view._assigned, view._resident, view._assigned_adapters, view._replicas) == ({}, {}, {}, {})
+    assert (view.num_assignments, fleet._replicated, fleet._used) == (0, set(), {})
 
 
 def test_after_a_restart_adapters_are_found_where_their_rows_are() -> None:
@@ -276,7 +276,7 @@ def test_an_adapter_that_outgrows_its_homes_gets_more_at_once() -> None:
 def test_more_adapters_than_are_remembered_do_not_take_the_homes_of_those_in_use(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(placement, "MAX_HOMES", 8)
+    monkeypatch.setattr(placement, "MAX_ASSIGNED", 8)
     fleet = ToldBooks(3)
     hot, *others = digests(30)
     fleet.assign([hot])
@@ -298,7 +298,7 @@ def test_an_even_load_is_left_alone() -> None:
     fleet.assign(digests(9))
     before = fleet.homes
     for replica_id in fleet.replicas:
-        mine = fleet.view.at_home(replica_id)
+        mine = fleet.view.assigned_adapters(replica_id)
         fleet.hear(ReplicaReport(replica_id, num_running=20, active=dict.fromkeys(mine, 5)), 1.0)
     fleet.rebalance(1.0)
     assert fleet.homes == before
@@ -308,7 +308,7 @@ def test_an_even_load_is_left_alone() -> None:
     num_replicas=st.integers(1, 6),
     events=st.lists(
         st.tuples(
-            st.sampled_from(["assign", "leave", "unreached", "add", "rebalance", "report", "repeat", "steer"]),
+            st.sampled_from(["assign", "leave", "report_unreachable", "add", "rebalance", "report", "repeat", "steer"]),
             st.integers(0, 30),
         ),
         max_size=60,
@@ -327,9 +327,9 @@ def test_homes_are_living_replicas_and_copies_by_changes_are_equal(
                 fleet.assign([names[number]])
             case "leave":
                 fleet.leave(f"r{number % 8}", now_s)
-            case "unreached":
+            case "report_unreachable":
                 for ingress_id in ("a", "b"):
-                    fleet.unreached(ingress_id, [f"r{number % 8}", f"n{number}"], now_s)
+                    fleet.report_unreachable(ingress_id, [f"r{number % 8}", f"n{number}"], now_s)
                 fleet.expire(now_s, 3)
             case "add":
                 fleet.hear(ReplicaReport(f"n{number}"), now_s)
@@ -339,9 +339,9 @@ def test_homes_are_living_replicas_and_copies_by_changes_are_equal(
                     fleet.hear(ReplicaReport(replica_id, number, resident=resident, active=active), now_s)
             case "repeat":
                 for telling in fleet.tellings.values():
-                    telling.forget()
+                    telling.reset()
             case "steer":
-                fleet.steer({names[number]: number / 31 or None})
+                fleet.set_traffic_weights({names[number]: number / 31 or None})
             case "rebalance":
                 fleet.rebalance(now_s * 5)
         changes = fleet.take_changes()
@@ -352,19 +352,21 @@ def test_homes_are_living_replicas_and_copies_by_changes_are_equal(
                 rows[key] = row
     assert set(copy._keys()) == set(fleet.view._keys()) == set(rows)
     for digest in names:
-        assert copy.homes(digest) == fleet.view.homes(digest) == rows.get(("home", digest), ())
-        assert copy.holders(digest) == fleet.view.holders(digest)
-        homes = copy.homes(digest)
+        assert (
+            copy.assigned_replicas(digest) == fleet.view.assigned_replicas(digest) == rows.get(("assigned", digest), ())
+        )
+        assert copy.resident_replicas(digest) == fleet.view.resident_replicas(digest)
+        homes = copy.assigned_replicas(digest)
         assert len(set(homes)) == len(homes)
         assert set(homes) <= set(fleet.replicas)
-    assert copy.num_homes == sum(len(homes) for homes in fleet.homes.values())
+    assert copy.num_assignments == sum(len(homes) for homes in fleet.homes.values())
 
 
 def test_expected_traffic_has_its_part_of_the_replicas_and_gives_it_back() -> None:
     fleet = ToldBooks(4)
     heavy, light = digests(2)
     fleet.assign([light])
-    fleet.steer({heavy: 0.6})
+    fleet.set_traffic_weights({heavy: 0.6})
     assert heavy not in fleet.homes, "it has no home yet"
     fleet.assign([heavy])
     homes = fleet.homes[heavy]
@@ -372,7 +374,7 @@ def test_expected_traffic_has_its_part_of_the_replicas_and_gives_it_back() -> No
     assert len(fleet.homes[light]) == 1
     fleet.rebalance(100.0)
     assert fleet.homes[heavy] == homes, "no load is no reason to take them back"
-    fleet.steer({heavy: 0.9, light: 0.3})
+    fleet.set_traffic_weights({heavy: 0.9, light: 0.3})
     assert len(fleet.homes[heavy]) == 4
     assert fleet.homes[heavy][:2] == homes, "homes are added, not moved"
     assert len(fleet.homes[light]) == 1
@@ -380,7 +382,7 @@ def test_expected_traffic_has_its_part_of_the_replicas_and_gives_it_back() -> No
         fleet.hear(ReplicaReport(f"r{index}"), 100.0)
     fleet.rebalance(100.0)
     assert len(fleet.homes[heavy]) == 7
-    fleet.steer({heavy: None, light: None})
+    fleet.set_traffic_weights({heavy: None, light: None})
     for step in range(6):
         fleet.rebalance(100.0 + (step + 1) * DWELL_S)
     assert len(fleet.homes[heavy]) == len(fleet.homes[light]) == 1
@@ -400,13 +402,13 @@ def test_it_is_told_where_an_adapter_is_and_how_it_is_used() -> None:
 def test_a_message_that_was_lost_is_made_good_by_a_whole_one() -> None:
     fleet = ToldBooks(1)
     telling = fleet.tellings["r0"]
-    telling.news(ReplicaReport("r0", resident=("a",)))  # lost
+    telling.next_delta(ReplicaReport("r0", resident=("a",)))  # lost
     assert fleet.hear(ReplicaReport("r0", resident=("a", "b")), 1.0), "placement asks for the whole"
-    assert [fleet.view.holders(digest) for digest in "ab"] == [["r0"], ["r0"]]
-    late = telling.news(ReplicaReport("r0", resident=("a",)))
+    assert [fleet.view.resident_replicas(digest) for digest in "ab"] == [["r0"], ["r0"]]
+    late = telling.next_delta(ReplicaReport("r0", resident=("a",)))
     fleet.hear(ReplicaReport("r0", resident=()), 2.0)
     assert fleet.report(late, 3.0), "it was overtaken"
-    assert [fleet.view.holders(digest) for digest in "ab"] == [[], []]
+    assert [fleet.view.resident_replicas(digest) for digest in "ab"] == [[], []]
 
 
 def test_settings_change_without_a_home_moving() -> None:

@@ -13,11 +13,11 @@ from app.deployments.placement.view import PlacementView, UsableFleet
 #: Questions about an adapter, as every request for it asks them.
 QUESTIONS: dict[str, Callable[[UsableFleet, PlacementView, str], object]] = {
     "is_resident": lambda _, view, digest: view.is_resident(digest),
-    "homes": lambda _, view, digest: view.homes(digest),
-    "holders": lambda _, view, digest: view.holders(digest),
-    "usable holders": lambda fleet, _, digest: fleet.holders(digest),
+    "homes": lambda _, view, digest: view.assigned_replicas(digest),
+    "holders": lambda _, view, digest: view.resident_replicas(digest),
+    "usable holders": lambda fleet, _, digest: fleet.resident_replicas(digest),
     "num_rows": lambda _, view, digest: view.num_rows(digest),
-    "num_homes_at": lambda fleet, *_: fleet.num_homes_at("r0"),
+    "num_assigned_to": lambda fleet, *_: fleet.num_assigned_to("r0"),
 }
 
 
@@ -80,8 +80,8 @@ def test_an_answer_costs_the_same_in_a_fleet_of_any_size(question: str, digest: 
 
 def test_all_holders_are_told_in_the_order_in_which_the_adapter_prefers_them() -> None:
     view = known(40, 1).view
-    holders = [*view.preferred("many")][5:35:7]
+    holders = [*view.preference_order("many")][5:35:7]
     view.apply({("resident", "many", replica_id): () for replica_id in holders})
-    assert view.holders("many") == holders
+    assert view.resident_replicas("many") == holders
     view.apply({("replica", holders[0]): None})
-    assert view.holders("many") == holders[1:]
+    assert view.resident_replicas("many") == holders[1:]

@@ -78,7 +78,7 @@ class Bench:
         self.dispatcher = self.fleet.dispatcher()
         self.listeners = Listeners()
         self.running: asyncio.Task[None] | None = None
-        self.is_leaving = False
+        self.is_draining = False
 
     @property
     def replica(self) -> FakeReplica:
@@ -94,7 +94,7 @@ class Bench:
             heard,
             [heard],
             delta_reporter=DeltaReporter(ORIGIN),
-            is_leaving=lambda: self.is_leaving,
+            is_draining=lambda: self.is_draining,
             interval_s=interval_s,
             clock=time.monotonic,
             reports_prefixes=reports_prefixes,
@@ -185,9 +185,9 @@ async def test_placement_that_has_missed_something_is_told_the_whole(bench: Benc
 async def test_a_replica_that_serve_ends_says_so_and_goes_on_saying_so(bench: Bench) -> None:
     bench.start(interval_s=0.01)
     await until(lambda: len(bench.listeners.reports) > 1)
-    assert not any(news.is_leaving for news in bench.listeners.reports)
-    bench.is_leaving = True
-    await until(lambda: sum(news.is_leaving for news in bench.listeners.reports) > 2)
+    assert not any(news.is_draining for news in bench.listeners.reports)
+    bench.is_draining = True
+    await until(lambda: sum(news.is_draining for news in bench.listeners.reports) > 2)
 
 
 async def test_the_registry_hears_only_news(bench: Bench) -> None:
@@ -243,7 +243,7 @@ async def test_a_failed_engine_is_said_to_be_gone(bench: Bench) -> None:
     assert bench.running is not None
     await asyncio.wait([bench.running])
     assert bench.running.exception() is None
-    assert bench.listeners.reports[-1].is_leaving
+    assert bench.listeners.reports[-1].is_draining
 
 
 @pytest.mark.parametrize("error", [ConfigError("a damaged table"), TypeError("of another version"), TimeoutError()])

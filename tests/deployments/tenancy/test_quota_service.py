@@ -13,8 +13,8 @@ from sqlalchemy import Connection
 from app.deployments.registry.db.database import Database, sqlite_url
 from app.deployments.tenancy.models import RateLimit, Tenant, TenantLimits
 from app.deployments.tenancy.quota import rate_limiter
-from app.deployments.tenancy.quota.leases import HOLDER_SILENCE_S, LeaseGrant, LeaseRequest, QuotaService
-from app.deployments.tenancy.quota.limits import BudgetCounter, LimitKey, LimitReached, SpendReached
+from app.deployments.tenancy.quota.leases import HOLDER_TIMEOUT_S, LeaseGrant, LeaseRequest, QuotaService
+from app.deployments.tenancy.quota.limits import BudgetCounter, LimitError, LimitKey, SpendLimitError
 from app.deployments.tenancy.quota.rate_limiter import RateLimiter, Reservation
 from app.deployments.tenancy.usage.flusher import LedgerKey, UsageRecord
 from app.deployments.tenancy.usage.ledger import Ledger
@@ -62,15 +62,15 @@ class Service:
         """The owner; its ingresses stay."""
         self.owner = QuotaService(lambda _: self.tenant, self.ledger)
 
-    async def lend(self, holder: str, *wants: LeaseRequest) -> list[LeaseGrant]:
-        return await self.owner.lend(holder, wants, self.now_s)
+    async def lease(self, holder: str, *wants: LeaseRequest) -> list[LeaseGrant]:
+        return await self.owner.lease(holder, wants, self.now_s)
 
     async def reconcile(self) -> None:
         await self.owner.reconcile(self.now_s)
 
-    async def tell(self) -> None:
+    async def report(self) -> None:
         for ingress in self.ingresses.values():
-            await ingress.tell()
+            await ingress.report()
 
     def spend(self, cost_nanos: int, number: int) -> None:
         """In the ledger."""
@@ -80,7 +80,7 @@ class Service:
     async def is_admitted(self, name: str, needs: Mapping[LimitKey, int]) -> Reservation | None:
         try:
             return await self.ingresses[name].reserve(self.tenant, needs)
-        except LimitReached:
+        except LimitError:
             return None
 
     async def num_admitted(self, name: str, needs: Mapping[LimitKey, int], asks: int) -> int:
@@ -88,7 +88,7 @@ class Service:
 
     async def _lend(self, holder: str, wants: Sequence[LeaseRequest]) -> list[LeaseGrant]:
         self.num_calls += 1
-        return await self.owner.lend(holder, wants, self.now_s)
+        return await self.owner.lease(holder, wants, self.now_s)
 
 
 @contextmanager
@@ -114,7 +114,7 @@ async def test_a_limit_of_one_is_every_ingress_s_and_one_in_all(database: Databa
     assert held is not None
     assert [await service.is_admitted(other, {meter: 1}) for other in "abc"] == [None] * 3
     service.ingresses[name].settle(held, {})
-    await service.tell()
+    await service.report()
     service.now_s += 86_400.0
     others = [await service.is_admitted(other, {meter: 1}) for other in "abc"]
     assert sum(each is not None for each in others) == 1
@@ -131,7 +131,7 @@ async def test_a_request_that_needs_the_whole_limit_is_admitted_anywhere(
         assert [await service.is_admitted(other, needs) for other in "abc"] == [None] * 3
         ingress.settle(held, dict.fromkeys(needs, 0))
         service.now_s += 2.0
-        await service.tell()
+        await service.report()
 
 
 @pytest.mark.parametrize(
@@ -158,7 +158,7 @@ async def test_the_database_is_read_only_for_money(database: Database) -> None:
     service = Service(database, "a", requests=10, max_concurrent=10, spend_cents=1)
     with transactions() as opened:
         assert await service.num_admitted("a", {REQUESTS: 1, CONCURRENT: 1}, 20) == 10
-        await service.tell()
+        await service.report()
         assert opened == []
         assert await service.num_admitted("a", {SPEND: 1_000_000}, 11) == 10
     assert opened == [None], "once a month and tenant"
@@ -172,9 +172,9 @@ async def test_two_services_on_one_database_each_allow_the_full_limit(database: 
 async def test_what_an_ingress_that_died_had_spent_without_a_word_is_learnt_from_the_ledger(database: Database) -> None:
     service = Service(database, spend_cents=1)
     owner = service.owner
-    (grant,) = await service.lend("dead", LeaseRequest(SPEND, 6_000_000, 6_000_000))
-    service.now_s += HOLDER_SILENCE_S + 1
-    await service.lend("alive", LeaseRequest(SPEND, used=1))
+    (grant,) = await service.lease("dead", LeaseRequest(SPEND, 6_000_000, 6_000_000))
+    service.now_s += HOLDER_TIMEOUT_S + 1
+    await service.lease("alive", LeaseRequest(SPEND, used=1))
     assert owner.remaining_spend("t") == 10_000_000 - grant.granted
     service.spend(2_000_000, 1)
     await service.reconcile()
@@ -182,30 +182,30 @@ async def test_what_an_ingress_that_died_had_spent_without_a_word_is_learnt_from
     service.spend(3_000_000, 2)  # a replica went on for it, and for another, which says so
     service.now_s += 2.0
     await service.reconcile()
-    await service.lend("alive", LeaseRequest(SPEND, used=1_000_001))
+    await service.lease("alive", LeaseRequest(SPEND, used=1_000_001))
     assert owner.remaining_spend("t") == 4_000_000
     service.now_s += 2.0
     await service.reconcile()
     assert owner.remaining_spend("t") == 5_000_000
-    await service.lend("dead", LeaseRequest(SPEND, holding=500_000, used=4_000_000))  # it was silent, not dead
+    await service.lease("dead", LeaseRequest(SPEND, holding=500_000, used=4_000_000))  # it was silent, not dead
     assert owner.remaining_spend("t") == 4_500_000
 
 
 async def test_the_ledger_is_asked_less_and_less_often(database: Database, monkeypatch: pytest.MonkeyPatch) -> None:
     service, asked_s = Service(database, spend_cents=1), list[float]()
-    spent_by = service.ledger.spent_by
+    spend_by_project = service.ledger.spend_by_project
 
     def noting(project_ids: Collection[str], now_s: float) -> dict[str, int]:
         asked_s.append(now_s)
-        return spent_by(project_ids, now_s)
+        return spend_by_project(project_ids, now_s)
 
-    await service.lend("one", LeaseRequest(SPEND, 1, 1))
-    monkeypatch.setattr(service.ledger, "spent_by", noting)
+    await service.lease("one", LeaseRequest(SPEND, 1, 1))
+    monkeypatch.setattr(service.ledger, "spend_by_project", noting)
     for ingress in ("one", "two"):
-        await service.lend(ingress, LeaseRequest(SPEND, 1, 1))
+        await service.lease(ingress, LeaseRequest(SPEND, 1, 1))
         for _ in range(1800):
             service.now_s += 2.0
-            await service.lend("alive")
+            await service.lease("alive")
             await service.reconcile()
     first = [each for each in asked_s if each < asked_s[0] + 3590.0]
     assert 20 < len(first) < 60
@@ -223,7 +223,7 @@ async def test_an_owner_that_restarts_learns_what_is_held_and_what_was_spent(dat
         service.spend(2_500_000, number + 1)
     service.restart()
     service.now_s += 2.0  # units that were lent ahead go back
-    await service.tell()
+    await service.report()
     assert await service.num_admitted("b", {CONCURRENT: 1}, 9) == 3
     assert await service.num_admitted("b", {SPEND: 2_500_000}, 9) == 1
 
@@ -232,7 +232,7 @@ async def test_the_ledger_says_what_was_spent_before_and_a_new_month_has_new_mon
     service = Service(database, *"ab", spend_cents=1)
     service.spend(8_000_000, 1)
     assert await service.num_admitted("b", {SPEND: 1_000_000}, 9) == 2
-    with pytest.raises(SpendReached):
+    with pytest.raises(SpendLimitError):
         await service.ingresses["a"].reserve(service.tenant, {SPEND: 1_000_000})
     assert service.owner.remaining_spend("t") == 0
     service.now_s += 31 * 86_400
@@ -244,7 +244,7 @@ async def test_what_is_left_is_what_all_ingresses_have_not_taken(database: Datab
     service.spend(4_000_000, 1)
     for name, asks in (("a", 2), ("b", 1)):
         assert await service.num_admitted(name, {REQUESTS: 1, CONCURRENT: 1}, asks) == asks
-    left = {meter: remaining for meter, _, remaining in await service.owner.left("t", service.now_s)}
+    left = {meter: remaining for meter, _, remaining in await service.owner.remaining("t", service.now_s)}
     assert left == {REQUESTS: 7, CONCURRENT: 2, SPEND: 6_000_000}
 
 
@@ -254,7 +254,7 @@ async def test_a_limit_that_is_changed_holds_for_all(database: Database) -> None
     service.tenant = Tenant("t", "t", 0.0, limits=TenantLimits({"base": RateLimit(12)}))
     assert await service.num_admitted("b", {REQUESTS: 1}, 10) == 2
     service.tenant = Tenant("t", "t", 0.0)
-    assert await service.lend("i", LeaseRequest(REQUESTS, 5)) == [LeaseGrant(5, 0)]
+    assert await service.lease("i", LeaseRequest(REQUESTS, 5)) == [LeaseGrant(5, 0)]
 
 
 async def test_ingresses_and_months_that_are_over_are_not_kept(database: Database) -> None:
@@ -263,12 +263,12 @@ async def test_ingresses_and_months_that_are_over_are_not_kept(database: Databas
     for _ in range(12):
         for number in range(3):
             ingress = f"ingress {service.now_s} {number}"
-            await service.lend(ingress, LeaseRequest(CONCURRENT, 1, 1), LeaseRequest(SPEND, used=1))
-            service.now_s += HOLDER_SILENCE_S + 1
-        await service.lend(ingress, LeaseRequest(SPEND, used=4))
+            await service.lease(ingress, LeaseRequest(CONCURRENT, 1, 1), LeaseRequest(SPEND, used=1))
+            service.now_s += HOLDER_TIMEOUT_S + 1
+        await service.lease(ingress, LeaseRequest(SPEND, used=4))
         assert service.owner.remaining_spend("t") == 10_000_000 - 3
         service.now_s += 31 * 86_400
     assert len(service.owner._spent) <= 2
-    counters = service.owner._lender._counters
+    counters = service.owner._lessor._counters
     storage = {meter: len(counter.used_by) for meter, counter in counters.items() if isinstance(counter, BudgetCounter)}
     assert storage == {CONCURRENT: 0, SPEND: 3}

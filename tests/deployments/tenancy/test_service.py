@@ -21,7 +21,7 @@ from app.deployments.tenancy.auth.tenant_mirror import TenantMirror
 from app.deployments.tenancy.models import ApiKey, Tenant, TenantKey, TenantRow
 from app.deployments.tenancy.quota.leases import LeaseRequest
 from app.deployments.tenancy.quota.limits import NANOS_PER_CENT, LimitKey
-from app.deployments.tenancy.quota.rate_limiter import KEEP_S
+from app.deployments.tenancy.quota.rate_limiter import IDLE_RETURN_S
 from app.deployments.tenancy.service import TenantsService
 from app.deployments.tenancy.tenant_store import TenantChanges, TenantStore
 from app.deployments.tenancy.usage.flusher import LedgerKey, Row, UsageRecord
@@ -179,7 +179,7 @@ async def test_a_clock_that_is_set_neither_refuses_for_long_nor_lends_a_limit_tw
     wants = [LeaseRequest(LimitKey(project_id, "requests", "base"), 1, 1)]
 
     async def num_lent() -> int:
-        return sum([(await service.lend("ingress", wants))[0].granted for _ in range(30)])
+        return sum([(await service.lease("ingress", wants))[0].granted for _ in range(30)])
 
     assert await num_lent() == 10
     wall.now_s += step_s
@@ -199,13 +199,13 @@ async def test_what_an_ingress_does_not_need_goes_back_though_its_clock_is_set(
     owner, rates = actor_proxy(TenantsService, Here(service)), RATES
     tenancy = RequestAccounting(TenantMirror(), owner, rates, "ingress", wall, monotonic=passed)
     await tenancy.limiter.reserve(tenant, {LimitKey(project_id, "day", "base"): 1})
-    assert (await service.left(project_id))[0][2] < 999, "it holds some more than it needs"
+    assert (await service.remaining(project_id))[0][2] < 999, "it holds some more than it needs"
     wall.now_s += step_s
-    await tenancy.limiter.tell()
-    assert (await service.left(project_id))[0][2] < 999, "no time has passed"
-    passed.now_s += KEEP_S
-    await tenancy.limiter.tell()
-    assert (await service.left(project_id))[0][2] == 999
+    await tenancy.limiter.report()
+    assert (await service.remaining(project_id))[0][2] < 999, "no time has passed"
+    passed.now_s += IDLE_RETURN_S
+    await tenancy.limiter.report()
+    assert (await service.remaining(project_id))[0][2] == 999
     await tenancy.close()
 
 
@@ -221,7 +221,7 @@ async def test_a_clock_that_is_set_to_another_month_and_back_lends_no_money_twic
 
     async def num_lent(used: int) -> int:
         want = LeaseRequest(LimitKey(project_id, "spend"), most, most, used=used)
-        return (await service.lend("ingress", [want]))[0].granted
+        return (await service.lease("ingress", [want]))[0].granted
 
     assert await num_lent(0) >= most
     await service.record("ingress", 1, spent(project_id, most))
@@ -236,10 +236,10 @@ async def test_a_clock_that_is_set_to_another_month_and_back_lends_no_money_twic
 
 async def test_money_counts_what_was_spent_before_its_limit_came(database: Database) -> None:
     service, project_id = await owner_of_a_project(database, Clock(), Clock())
-    assert await service.left(project_id) == []
+    assert await service.remaining(project_id) == []
     await service.record("ingress", 1, spent(project_id, NANOS_PER_CENT - 1))
     await service.limit_spend(project_id, 1, actor="test")
-    assert await service.left(project_id) == [(LimitKey(project_id, "spend"), NANOS_PER_CENT, 1)]
+    assert await service.remaining(project_id) == [(LimitKey(project_id, "spend"), NANOS_PER_CENT, 1)]
 
 
 def test_a_new_copy_forgets_what_is_no_more() -> None:

@@ -56,7 +56,9 @@ def test_the_default_service_starts_answers_and_stops(demo: ServiceProcess) -> N
     farewell = demo.tail().partition("ctrl-C stops it.")[2].strip().split("\n")
     notice, *told, stopping, stopped = (line.removeprefix("polylora: ") for line in farewell)
     assert notice.startswith("there are no API keys")
-    assert all(re.fullmatch(r"1 of 1 EngineReplica lost; .*|1 EngineReplica again, after \d+ s", line) for line in told)
+    assert all(
+        re.fullmatch(r"1 of 1 EngineReplica lost; .*|1 EngineReplica running again after \d+ s", line) for line in told
+    )
     assert stopping.startswith("stopping when running requests have ended")
     assert stopped == "stopped"
 
@@ -98,8 +100,8 @@ def a_lost_engine_is_told(process: ServiceProcess) -> None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         time.sleep(LOOK_INTERVAL_S + 1.0)
-    process.wait_until_said("1 EngineReplica again, after", 600)
-    for words in ("1 of 1 EngineReplica lost", "1 EngineReplica again, after"):
+    process.wait_until_said("1 EngineReplica running again after", 600)
+    for words in ("1 of 1 EngineReplica lost", "1 EngineReplica running again after"):
         assert words in log.read_text()
 
 

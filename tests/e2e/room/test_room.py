@@ -51,10 +51,10 @@ def test_two_engines_start_and_answer(tmp_path: Path) -> None:
 def test_an_engine_without_room_is_told_and_ends_the_command(tmp_path: Path) -> None:
     process = serving(tmp_path, {"ray_actor_options": {"num_cpus": 64}})
     try:
-        process.wait_until_said("Ray has no room for 1 of EngineReplica (64 CPU each); there is 2 CPU", 600)
+        process.wait_until_said("Ray cannot place 1 of EngineReplica (64 CPU each); there is 2 CPU", 600)
         answer = httpx.get(f"{process.url}/health", timeout=30)
         assert answer.status_code == 503, answer.text
         assert process.process.wait(600) == 1
-        assert "the service does not start: Ray has no room for 1 of EngineReplica" in process.tail()
+        assert "the service does not start: Ray cannot place 1 of EngineReplica" in process.tail()
     finally:
         process.stop()

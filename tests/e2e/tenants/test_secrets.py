@@ -77,7 +77,7 @@ def _make(keyed: Keyed) -> Made:
     settings = keyed.process.folder / "keygen.yaml"
     settings.write_text(json.dumps(keyed.document))
     done = subprocess.run(
-        [*POLYLORA, "keygen", "--admin", "--config", str(settings)],
+        [*POLYLORA, "create-admin-key", "--config", str(settings)],
         cwd=ROOT,
         env={name: value for name, value in keyed.process.environment.items() if name != ADMIN_KEY},
         capture_output=True,

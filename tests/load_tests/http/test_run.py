@@ -322,7 +322,7 @@ def test_ctrl_c_before_anything_has_ended(server: tuple[str, FakeServer], tmp_pa
         (["--api-keys", "/nowhere.json"], "No such file"),
         (["--models", "@/nowhere.txt"], "No such file"),
         (["--trace", "/nowhere.jsonl"], "No such file"),
-        (["--trace", "/dev/null"], "/dev/null holds no request"),
+        (["--trace", "/dev/null"], "/dev/null has no requests"),
         (["--url", "127.0.0.1:8000/v1"], "does not start with http://"),
         (["--adversary-factor", "5"], "there is one tenant"),
         (["--base-model", "b"], "requests for a base need both"),

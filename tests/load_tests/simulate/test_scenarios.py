@@ -9,7 +9,7 @@ from app.simulation.costs import read_costs
 from app.simulation.fleet import Plan, simulate
 from app.simulation.replica import ReplicaSize
 from load_tests.simulate.__main__ import POLICIES, main
-from load_tests.simulate.scenarios import SCENARIOS, TICK_S, alternating, shared_prefixes
+from load_tests.simulate.scenarios import SCENARIOS, TICK_S, alternating
 
 SIZE = ReplicaSize(lora_pool_rows=64, rank_alignment=16, max_loras=5)
 
@@ -35,10 +35,10 @@ def test_scenarios_are_of_the_size_that_they_say(name: str) -> None:
 
 def test_prompts_are_longer_than_what_they_begin_with() -> None:
     traffic = shared_prefixes(np.random.default_rng(3), num_prefixes=5, rate=10.0, num_ticks=8)
-    assert traffic.head is not None
-    assert traffic.head_tokens is not None
-    assert (traffic.prompt_tokens > traffic.head_tokens[traffic.head]).all()
-    names = {name for name, _ in traffic.heads()}
+    assert traffic.prefix is not None
+    assert traffic.prefix_tokens is not None
+    assert (traffic.prompt_tokens > traffic.prefix_tokens[traffic.prefix]).all()
+    names = {name for name, _ in traffic.prefixes()}
     assert 1 < len(names) <= 5
     assert simulate(traffic, Plan(2, read_costs()), 0).num_lost == 0
 

@@ -31,7 +31,7 @@ from app.deployments.ingress.principal import Principal
 from app.deployments.object_storage.models import Batch, BatchStatus, LeaseLost, LineResult
 from app.deployments.object_storage.service import StorageService
 from app.deployments.rpc.background_tasks import Tasks, backoff_s, wait_for_event
-from app.deployments.tenancy.quota.limits import LimitReached
+from app.deployments.tenancy.quota.limits import LimitError
 from app.engine.errors import (
     AdapterQuarantined,
     AdapterReadFailed,
@@ -246,6 +246,6 @@ class _BatchRun:
 
 def is_transient(error: Exception) -> bool:
     """Whether the same request may succeed later."""
-    if isinstance(error, LimitReached):
+    if isinstance(error, LimitError):
         return error.retry_after_s is not None
     return isinstance(error, (ServerOverloaded, DeadlineExceeded, *ADAPTER_ERRORS))

@@ -20,7 +20,7 @@ from app.deployments.ingress.dispatch.stream import Stream
 from app.engine.errors import PolyloraError
 from app.engine.request import GenerateRequest, RequestUsage, TokenChunk
 
-#: (request, its usage), called when a request has ended (`UsageRecorder.ended`).
+#: (request, its usage), called when a request has ended (`UsageRecorder.record_usage`).
 CountEnded = Callable[[GenerateRequest, RequestUsage], None]
 
 

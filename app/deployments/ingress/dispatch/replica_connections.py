@@ -213,7 +213,7 @@ class ReplicaConnections:
             has_unreachable = True
             while self._unreachable or has_unreachable:
                 has_unreachable = bool(self._unreachable)
-                await self._placer.unreached(sorted(self._unreachable))
+                await self._placer.report_unreachable(sorted(self._unreachable))
                 await asyncio.sleep(REPORT_INTERVAL_S)
         finally:
             self._is_reporting = False

@@ -65,7 +65,7 @@ class RequestRouter:
         placeable = []
         for stream in streams:
             digest = _digest(stream)
-            if digest is not None and self._policy.has_homes and not self._placer.view.homes(digest):
+            if digest is not None and self._policy.has_affinity and not self._placer.view.assigned_replicas(digest):
                 self._awaiting_placement.setdefault(digest, []).append(stream)
             else:
                 placeable.append(stream)
@@ -92,7 +92,7 @@ class RequestRouter:
         """Retry streams without a usable replica until each has one or has timed out."""
         try:
             while self._awaiting_replica:
-                await self._placer.changed(RETRY_S)
+                await self._placer.wait_for_change(RETRY_S)
                 now_s, awaiting, self._awaiting_replica = self._clock(), self._awaiting_replica, []
                 if self._connections.usable:
                     self.assign([stream for stream, _ in awaiting])

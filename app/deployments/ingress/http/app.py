@@ -37,7 +37,7 @@ from app.deployments.ingress.principal import http_principal
 from app.deployments.ingress.schemas.response_model import ErrorResponse
 from app.deployments.ingress.serializers.messages import error_body_for
 from app.deployments.ingress.service import IngressService
-from app.deployments.tenancy.quota.limits import LimitReached
+from app.deployments.tenancy.quota.limits import LimitError
 from app.engine.errors import PolyloraError
 from app.redaction import without_keys
 
@@ -75,7 +75,7 @@ def make_app(service: IngressService, policy: HttpPolicy, *, log_requests: bool 
         path: str = getattr(request.scope.get("route"), "path", "/none")  # the template, without values
         route = path.removeprefix("/v1").split("/")[1]
         service.observe(route, answer.status, getattr(request.state, "task", None))
-        headers = service.accounting.headers(http_principal(request)) if isinstance(error, LimitReached) else {}
+        headers = service.accounting.headers(http_principal(request)) if isinstance(error, LimitError) else {}
         body = error_body_for(answer, request.scope["path"])
         return JSONResponse(body, status_code=answer.status, headers=headers | answer.headers)
 

@@ -59,7 +59,7 @@ class BatchExecutor:
         if will_retry:
             self._service.accounting.requeue(task)
         else:
-            self._service.accounting.usage_recorder.came(task.requests[0])
+            self._service.accounting.usage_recorder.record_request(task.requests[0])
 
     async def _start(
         self, endpoint: str, body: Mapping[str, Any], caller: Principal, request_id: str

@@ -114,7 +114,7 @@ class RequestPreprocessor:
     async def chat(
         self, body: ChatCompletionRequest, caller: Principal, request_id: str | None = None
     ) -> GenerationTask:
-        """`request_id` is the client's own. Raises NotFound, InvalidRequest, ContextOverflow, LimitReached."""
+        """`request_id` is the client's own. Raises NotFound, InvalidRequest, ContextOverflow, LimitError."""
         self._check_generates()
         arrival_s = self._clock()
         question = "" if body.model != AUTO else last_user_text(body.messages)

@@ -156,7 +156,7 @@ class AdapterSelector:
         self._accounting = accounting
 
     async def choose(self, question: str, caller: Principal, options: RoutingFields | None = None) -> Decision:
-        """Decide for a request that generates nothing. Raises LimitReached and what `SemanticRouter.decide` raises."""
+        """Decide for a request that generates nothing. Raises LimitError and what `SemanticRouter.decide` raises."""
         async with self.selection(question, caller, options) as selection:
             self._accounting.count_routed_request(caller)
             return selection.decision

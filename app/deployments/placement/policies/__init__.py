@@ -1,1 +1,1 @@
-"""Where an adapter may be served: a file per policy, with its options. `placement.policy` names the file."""
+"""Placement policies, one file each with its options. `placement.policy` names the file."""

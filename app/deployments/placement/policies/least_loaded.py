@@ -1,7 +1,4 @@
-"""The policy without affinity, to compare others with: any replica may serve any adapter.
-
-In: a digest and the fleet. Out: no homes, which means anywhere: a request goes where the load is less.
-"""
+"""Policy without affinity, as a baseline: any replica may serve any adapter, so the less loaded one is taken."""
 
 from __future__ import annotations
 
@@ -13,13 +10,13 @@ from app.deployments.placement.policy import NoOptions, PlacementFleet
 
 
 class Policy:
-    """Adapters are ignored."""
+    """Ignores adapters."""
 
     Options: ClassVar[type[BaseModel]] = NoOptions
-    has_homes: ClassVar[bool] = False
+    has_affinity: ClassVar[bool] = False
 
     def __init__(self, options: NoOptions) -> None:
-        """There is nothing to choose."""
+        """There are no options."""
 
-    def homes(self, digest: str, fleet: PlacementFleet) -> tuple[str, ...]:  # noqa: ARG002
+    def assign(self, digest: str, fleet: PlacementFleet) -> tuple[str, ...]:  # noqa: ARG002
         return ()

@@ -1,12 +1,10 @@
-"""Adapters that come together are placed together, at the least cost for all of them.
+"""Policy that assigns adapters of one call together, at the least total cost.
 
-In: digests and the fleet. Out: one home each. What is paid for a place: how far it stands from the front of the
-adapter's own order, how full the replica gets, and less where the rows are already. Rule: each adapter takes one of the
-places that replicas have under the bound, and no other choice of places costs less: a flow of least cost with one unit
-per adapter, solved by SciPy (`linear_sum_assignment`, Crouse 2016). Adapters that have a home are not moved.
-
-Placed one by one, an adapter may take the only place that the next one could have kept. One solution costs a few
-milliseconds; more adapters than `MAX_TOGETHER` are placed in several.
+The cost of a place grows with the replica's position in the adapter's order of preference and with how full it gets,
+and falls where the adapter's rows already are. Each adapter takes one of the places that replicas have under the bound,
+and no other assignment costs less (SciPy's `linear_sum_assignment`, Crouse 2016). Assigned one by one, an adapter may
+take the only place that the next one could have kept; docs/fleet.md has the measured gain. A solution takes a few
+milliseconds; more than `MAX_TOGETHER` adapters are solved in several. Adapters that are assigned already do not move.
 """
 
 from __future__ import annotations
@@ -21,39 +19,41 @@ from scipy.optimize import linear_sum_assignment
 
 from app.deployments.placement.policy import NoOptions, PlacementFleet
 
-#: Adapters of one solution: the time grows with the third power.
+#: Adapters per solution: the time grows with the third power.
 MAX_TOGETHER = 64
-#: The price of a place that cannot be had: above what all others together cost.
+#: The cost of an impossible place: more than all others together.
 _NEVER = 1e9
 
 
 class FlowOptions(NoOptions):
-    """`placement.policy_options` of this policy: the prices of a place, and what is compared."""
+    """`placement.policy_options` of this policy."""
 
-    candidates: int = Field(default=16, ge=2, description="Replicas that are compared for one adapter.")
+    candidates: int = Field(default=16, ge=2, description="Number of replicas compared for one adapter.")
     load_bound: float = Field(
-        default=1.25, ge=1.0, description="A replica is given at most this times the mean number of adapters."
+        default=1.25, ge=1.0, description="A replica gets at most this times the mean number of adapters."
     )
     order_price: float = Field(
-        default=1.0, ge=0, description="Of the last of the candidates in the adapter's own order."
+        default=1.0, ge=0, description="Cost of the last candidate in the adapter's order of preference."
     )
-    fill_price: float = Field(default=4.0, ge=0, description="Of a replica that has as many adapters as the mean.")
-    keep_gain: float = Field(default=16.0, ge=0, description="What a place is cheaper by where the rows are already.")
+    fill_price: float = Field(default=4.0, ge=0, description="Cost of a replica that has the mean number of adapters.")
+    keep_gain: float = Field(
+        default=16.0, ge=0, description="Discount for a replica that already has the adapter's rows."
+    )
 
 
 class Policy:
-    """Homes for many adapters at once."""
+    """Replicas for many adapters at once."""
 
     Options: ClassVar[type[BaseModel]] = FlowOptions
-    has_homes: ClassVar[bool] = True
+    has_affinity: ClassVar[bool] = True
 
     def __init__(self, options: FlowOptions) -> None:
         self._options = options
 
-    def homes(self, digest: str, fleet: PlacementFleet) -> tuple[str, ...]:
-        return self.homes_of_all([digest], fleet).get(digest, ())
+    def assign(self, digest: str, fleet: PlacementFleet) -> tuple[str, ...]:
+        return self.assign_all([digest], fleet).get(digest, ())
 
-    def homes_of_all(self, digests: Sequence[str], fleet: PlacementFleet) -> Mapping[str, tuple[str, ...]]:
+    def assign_all(self, digests: Sequence[str], fleet: PlacementFleet) -> Mapping[str, tuple[str, ...]]:
         if not fleet.num_replicas:
             return {}
         chosen: dict[str, tuple[str, ...]] = {}
@@ -67,24 +67,24 @@ class Policy:
     def _solve(
         self, digests: Sequence[str], fleet: PlacementFleet, given: Mapping[str, int], num_given: int
     ) -> list[tuple[str, str]]:
-        """given: adapters that replicas got in the solutions before this one."""
+        """given: adapters that replicas got in earlier solutions of this call."""
         options = self._options
-        mean = (fleet.num_homes + num_given + len(digests)) / fleet.num_replicas
+        mean = (fleet.num_assignments + num_given + len(digests)) / fleet.num_replicas
         capacity = math.ceil(options.load_bound * mean)
         taken: dict[str, int] = {}
         wishes: list[dict[str, float]] = []
         for digest in digests:
             wish: dict[str, float] = {}
-            holders = fleet.holders(digest)
-            for replica_id in (*holders, *fleet.preferred(digest)):
+            resident_on = fleet.resident_replicas(digest)
+            for replica_id in (*resident_on, *fleet.preference_order(digest)):
                 if replica_id in wish:
                     continue
                 if replica_id not in taken:
-                    taken[replica_id] = fleet.num_homes_at(replica_id) + given.get(replica_id, 0)
-                is_holder = replica_id in holders
-                if taken[replica_id] < capacity or is_holder:
+                    taken[replica_id] = fleet.num_assigned_to(replica_id) + given.get(replica_id, 0)
+                is_resident = replica_id in resident_on
+                if taken[replica_id] < capacity or is_resident:
                     order = options.order_price * len(wish) / options.candidates
-                    wish[replica_id] = order - (options.keep_gain if is_holder else 0.0)
+                    wish[replica_id] = order - (options.keep_gain if is_resident else 0.0)
                     if len(wish) >= options.candidates:
                         break
             wishes.append(wish)

@@ -1,8 +1,7 @@
-"""Adapters go where their digest says: rendezvous hashing alone (Thaler & Ravishankar 1998).
+"""Policy of plain rendezvous hashing (Thaler & Ravishankar 1998).
 
-In: a digest and the fleet. Out: the replicas that the digest prefers. Rule: the answer depends on the digest and on
-which replicas there are, on nothing else, so that it is the same after any restart. Nothing bounds how many adapters a
-replica is home to: of 1,000 adapters on 10 replicas one gets some 120. `sticky` adds the bound.
+The answer depends only on the digest and the set of replicas, so it survives any restart. Nothing bounds the adapters
+of one replica: of 1,000 adapters on 10 replicas one gets about 120. `sticky` adds the bound.
 """
 
 from __future__ import annotations
@@ -18,17 +17,17 @@ from app.deployments.placement.policy import NoOptions, PlacementFleet
 class RendezvousOptions(NoOptions):
     """`placement.policy_options` of this policy."""
 
-    num_homes: int = Field(default=1, ge=1, description="How many replicas serve each adapter.")
+    num_replicas: int = Field(default=1, ge=1, description="Number of replicas that serve each adapter.")
 
 
 class Policy:
-    """The first replicas in the adapter's own order."""
+    """Assigns the first replicas in the adapter's order of preference."""
 
     Options: ClassVar[type[BaseModel]] = RendezvousOptions
-    has_homes: ClassVar[bool] = True
+    has_affinity: ClassVar[bool] = True
 
     def __init__(self, options: RendezvousOptions) -> None:
-        self._num_homes = options.num_homes
+        self._num_replicas = options.num_replicas
 
-    def homes(self, digest: str, fleet: PlacementFleet) -> tuple[str, ...]:
-        return tuple(islice(fleet.preferred(digest), self._num_homes))
+    def assign(self, digest: str, fleet: PlacementFleet) -> tuple[str, ...]:
+        return tuple(islice(fleet.preference_order(digest), self._num_replicas))

@@ -1,8 +1,7 @@
-"""Adapters are dealt out to the replicas in turn.
+"""Policy that assigns the replica with the fewest adapters.
 
-In: a digest and the fleet. Out: one home, the replica that is home to the fewest adapters. Rule: their numbers differ
-by one at most while no replica comes or goes. Where an adapter's rows are does not count: a replica that has just
-started gets every new adapter until it has as many as the others.
+The counts differ by at most one while no replica comes or goes. Residency is ignored: a new replica gets every new
+adapter until it has as many as the others.
 """
 
 from __future__ import annotations
@@ -15,15 +14,15 @@ from app.deployments.placement.policy import NoOptions, PlacementFleet
 
 
 class Policy:
-    """An adapter goes where the fewest are; of several such replicas to the one that it prefers."""
+    """Assigns the replica with the fewest adapters; among equals the preferred one."""
 
     Options: ClassVar[type[BaseModel]] = NoOptions
-    has_homes: ClassVar[bool] = True
+    has_affinity: ClassVar[bool] = True
 
     def __init__(self, options: NoOptions) -> None:
-        """There is nothing to choose."""
+        """There are no options."""
 
-    def homes(self, digest: str, fleet: PlacementFleet) -> tuple[str, ...]:
+    def assign(self, digest: str, fleet: PlacementFleet) -> tuple[str, ...]:
         if not fleet.num_replicas:
             return ()
-        return (min(fleet.preferred(digest), key=fleet.num_homes_at),)
+        return (min(fleet.preference_order(digest), key=fleet.num_assigned_to),)

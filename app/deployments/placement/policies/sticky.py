@@ -1,7 +1,7 @@
 """The default policy: an adapter stays where its rows are.
 
-In: a digest and the fleet. Out: one home. Rendezvous hashing with bounded loads (Mirrokni et al. 2018): no replica is
-home to more than `load_bound` times the mean, and losing a replica moves its own adapters only.
+Otherwise rendezvous hashing with bounded loads (Mirrokni et al. 2018): no replica gets more than `load_bound` times the
+mean number of adapters, and losing a replica moves its own adapters only.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ class StickyOptions(NoOptions):
     """`placement.policy_options` of this policy."""
 
     load_bound: float = Field(
-        default=1.25, ge=1.0, description="A replica is given at most this times the mean number of adapters."
+        default=1.25, ge=1.0, description="A replica gets at most this times the mean number of adapters."
     )
 
 
 class Policy:
-    """An adapter goes where its rows are, else to its rendezvous replica with room under the bound."""
+    """Assigns the replica that has the adapter's rows, else its first preferred replica with room under the bound."""
 
     Options: ClassVar[type[BaseModel]] = StickyOptions
-    has_homes: ClassVar[bool] = True
+    has_affinity: ClassVar[bool] = True
 
     def __init__(self, options: StickyOptions) -> None:
         self._load_bound = options.load_bound
 
-    def homes(self, digest: str, fleet: PlacementFleet) -> tuple[str, ...]:
+    def assign(self, digest: str, fleet: PlacementFleet) -> tuple[str, ...]:
         if not fleet.num_replicas:
             return ()
-        if holders := fleet.holders(digest):
-            return (holders[0],)
-        capacity = math.ceil(self._load_bound * (fleet.num_homes + 1) / fleet.num_replicas)
-        return (next(each for each in fleet.preferred(digest) if fleet.num_homes_at(each) < capacity),)
+        if resident_on := fleet.resident_replicas(digest):
+            return (resident_on[0],)
+        capacity = math.ceil(self._load_bound * (fleet.num_assignments + 1) / fleet.num_replicas)
+        return (next(each for each in fleet.preference_order(digest) if fleet.num_assigned_to(each) < capacity),)

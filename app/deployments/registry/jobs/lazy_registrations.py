@@ -64,7 +64,7 @@ class LazyRegistrations:
         """Register all names or none; every ingress has them when this returns.
 
         A name that is loaded from the same source stays loaded. Raises InvalidRequest for a name that is invalid, an
-        alias, repeated or loaded from another source, UnsafeSource, AdapterQuotaReached.
+        alias, repeated or loaded from another source, UnsafeSource, AdapterQuotaError.
         """
         check_registrations(registrations)
         for item in registrations:

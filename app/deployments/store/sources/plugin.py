@@ -13,8 +13,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from app.dotted import import_dotted
 from app.engine.errors import ConfigError, PolyloraError, SourceError
+from app.import_path import import_dotted
 
 #: The method of a class that is a custom fetcher.
 METHOD = "download_lora_to_disk"

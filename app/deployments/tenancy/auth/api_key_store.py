@@ -1,13 +1,12 @@
-"""Service accounts and API keys in the database: made, expired, revoked.
+"""Service accounts and API keys in the database. Each call is one transaction; thread-safe.
 
-In: calls of whoever administers. Out: `ApiKeyResponse`s and, once, a key's value. Every call is one transaction; threads may
-call at the same time. To rotate a key, make the service account another and have the old one expire later: both are
-valid in between.
+To rotate a key, create another for the service account and let the old one expire later: both are valid in between.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from typing import Any
 
 from sqlalchemy import ColumnElement, Connection, Table, and_, or_, select, update
@@ -25,23 +24,21 @@ from app.deployments.tenancy.auth.key_crypto import key_digest, new_key, redact_
 from app.deployments.tenancy.models import ApiKey, IssuedKey, ServiceAccount
 from app.engine.errors import InvalidRequest
 
-#: The longest life that a key may be given, and the longest from now that one may still have: ten years.
+#: The longest life of a key, counted from its creation or from a change of its expiry: ten years.
 MAX_LIFE_S = 10 * 365 * 86_400
 
 
 class ApiKeyStore:
-    """Raises NotFound for what is not there, InvalidRequest for values that cannot be."""
+    """Raises NotFound for unknown ids, InvalidRequest for invalid values."""
 
     def __init__(self, database: Database) -> None:
         self._database = database
         self._base = database.base_digest
 
-    # -- service accounts ---------------------------------------------------------------------------
-
     def create_account(
         self, project_id: str, name: str, *, with_key: bool, expires_in_s: int | None, actor: str
     ) -> tuple[ServiceAccount, IssuedKey | None]:
-        """A service account and, unless it is to have none, its first key."""
+        """A service account and, with `with_key`, its first key."""
         with audited_transaction(self._database, actor) as change:
             change.active_project(project_id)
             account_id = new_id("svc_acct")
@@ -62,7 +59,7 @@ class ApiKeyStore:
             return _account({**row, "name": name.strip()})
 
     def delete_account(self, project_id: str, account_id: str, *, actor: str) -> list[ApiKey]:
-        """Its keys are revoked with it; returns them."""
+        """Delete the account and revoke its keys; returns them."""
         with audited_transaction(self._database, actor) as change:
             change.row(service_accounts, account_id, "service account", project_id=project_id, deleted_s=None)
             change.update(service_accounts, account_id, deleted_s=change.now_s)
@@ -85,8 +82,6 @@ class ApiKeyStore:
         with self._database.read() as connection:
             self._check_project(connection, project_id)
             return [_account(row) for row in self._page(connection, service_accounts, limit, after, *place)]
-
-    # -- keys -----------------------------------------------------------------------------------------
 
     def create_key(
         self, project_id: str, account_id: str, name: str, expires_in_s: int | None, *, actor: str
@@ -111,7 +106,7 @@ class ApiKeyStore:
             )
 
     def expire_key(self, project_id: str, key_id: str, expires_in_s: int, *, actor: str) -> ApiKey:
-        """Have a key end so many seconds from now."""
+        """Let a key expire this many seconds from now."""
         with audited_transaction(self._database, actor) as change:
             row = change.row(api_keys, key_id, "API key", project_id=project_id, revoked_s=None)
             if not _key(row).is_valid(change.now_s):
@@ -122,7 +117,7 @@ class ApiKeyStore:
             return _key({**row, "expires_s": expires_s})
 
     def revoke_key(self, project_id: str | None, key_id: str, *, actor: str) -> ApiKey:
-        """A key of a project or, with None, an admin key is good for nothing any more."""
+        """Revoke a project's key or, with None, an admin key."""
         with audited_transaction(self._database, actor) as change:
             row = change.row(api_keys, key_id, "API key", project_id=project_id, revoked_s=None)
             change.update(api_keys, key_id, revoked_s=change.now_s)
@@ -139,7 +134,7 @@ class ApiKeyStore:
         return _key(row)
 
     def keys(self, project_id: str | None, limit: int, after: str | None, *, is_newest_first: bool) -> list[ApiKey]:
-        """Of a project or, with None, the admin keys; revoked ones are left out."""
+        """The keys of a project or, with None, the admin keys, without revoked ones."""
         place = (api_keys.c.project_id == project_id, api_keys.c.revoked_s.is_(None))
         with self._database.read() as connection:
             if project_id is not None:
@@ -148,7 +143,7 @@ class ApiKeyStore:
             return [_key(row) for row in rows]
 
     def note_use(self, used_s: Mapping[str, float]) -> None:
-        """When keys were last used, by id; an older time changes nothing."""
+        """Record when keys were last used, by id; older times change nothing."""
         with self._database.write() as connection:
             for key_id, time_s in used_s.items():
                 place = and_(api_keys.c.base_digest == self._base, api_keys.c.id == key_id)
@@ -156,7 +151,7 @@ class ApiKeyStore:
                 connection.execute(update(api_keys).where(place, older).values(last_used_s=time_s))
 
     def newer(self, connection: Connection, revision: int) -> list[ApiKey]:
-        """What has changed since; of 0, every key there ever was."""
+        """Keys changed since a revision; 0 gives all."""
         query = select(api_keys).where(api_keys.c.base_digest == self._base, api_keys.c.revision > revision)
         return [_key(row) for row in connection.execute(query).mappings()]
 
@@ -179,7 +174,7 @@ class ApiKeyStore:
         *conditions: ColumnElement[bool],
         is_newest_first: bool = False,
     ) -> Sequence[Mapping[Any, Any]]:
-        """Up to `limit` rows in the order in which they were made, behind the one with the id `after`."""
+        """Up to `limit` rows in order of creation, after the one with the id `after`."""
         query = select(table).where(table.c.base_digest == self._base, *conditions)
         order = (table.c.created_s, table.c.id)
         if after is not None:
@@ -187,12 +182,12 @@ class ApiKeyStore:
             if last is None:
                 raise not_found_error("entry", after)
             time_s, row_id = last["created_s"], last["id"]
-            behind, beside = (
+            later, equal = (
                 (table.c.created_s < time_s, table.c.id < row_id)
                 if is_newest_first
                 else (table.c.created_s > time_s, table.c.id > row_id)
             )
-            query = query.where(or_(behind, and_(table.c.created_s == time_s, beside)))
+            query = query.where(or_(later, and_(table.c.created_s == time_s, equal)))
         ordered = query.order_by(*(column.desc() if is_newest_first else column for column in order))
         return connection.execute(ordered.limit(limit)).mappings().all()
 
@@ -238,18 +233,7 @@ def _checked_life(seconds: int) -> int:
 
 
 def _key(row: Mapping[Any, Any]) -> ApiKey:
-    return ApiKey(
-        row["id"],
-        row["digest"],
-        row["redacted"],
-        row["name"],
-        row["created_s"],
-        row["project_id"],
-        row["service_account_id"],
-        row["expires_s"],
-        row["revoked_s"],
-        row["last_used_s"],
-    )
+    return ApiKey(**{field.name: row[field.name] for field in fields(ApiKey)})
 
 
 def _account(row: Mapping[Any, Any]) -> ServiceAccount:

@@ -1,7 +1,7 @@
-"""Projects in the database: made, changed, archived; what each may use and ask for.
+"""Projects in the database: settings, permissions, limits and shared adapters. Each call is one transaction;
+thread-safe.
 
-In: calls of whoever administers. Out: `Tenant`s. Every call is one transaction; threads may call at the same time. An
-archived project stays for its usage to be read; its keys are good for nothing.
+An archived project stays so that its usage can be read; its keys are invalid.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ from app.deployments.registry.models import LIVE_STATES, check_name
 from app.deployments.tenancy.audited_transaction import audited_transaction, checked_name, new_id, not_found_error
 from app.deployments.tenancy.auth.key_crypto import derived_salt
 from app.deployments.tenancy.models import RateLimit, Tenant, TenantLimits
-from app.deployments.tenancy.quota.limits import AdapterQuotaReached
+from app.deployments.tenancy.quota.limits import AdapterQuotaError
 from app.engine.errors import InvalidRequest
 
-#: A weight outside of this is a mistake: nobody's turn would come.
+#: Weights outside this range are mistakes that would starve a tenant.
 MIN_WEIGHT, MAX_WEIGHT = 0.001, 1000.0
-#: The highest limit that can be set. The client has no way to say "none": this number does.
+#: The highest limit that can be set. OpenAI's client cannot say "none", so this number means it.
 NO_LIMIT = 2**31 - 1
 MAX_MODEL_IDS = 10_000
-#: Projects whose limits are asked for by name; of more, all limits there are are read.
+#: Projects whose limits are selected by id; for more, all limits are read.
 MAX_NAMED_ROWS = 1000
 
-#: What `configure` may change.
+#: Settings that `configure` may change.
 _SETTINGS = ("weight", "enforce", "max_concurrent", "max_adapters", "max_adapter_bytes")
 
 
 class ProjectStore:
-    """Raises NotFound for projects that there are not, InvalidRequest for values that cannot be."""
+    """Raises NotFound for unknown projects, InvalidRequest for invalid values."""
 
     def __init__(self, database: Database) -> None:
         self._database = database
@@ -70,7 +70,7 @@ class ProjectStore:
             return self._tenant(change.connection, project_id)
 
     def archive(self, project_id: str, *, actor: str) -> Tenant:
-        """Once; archiving again changes nothing."""
+        """Archive a project; a second time changes nothing."""
         with audited_transaction(self._database, actor) as change:
             if change.row(projects, project_id, "project")["archived_s"] is None:
                 change.update(projects, project_id, archived_s=change.now_s)
@@ -78,7 +78,7 @@ class ProjectStore:
             return self._tenant(change.connection, project_id)
 
     def configure(self, project_id: str, settings: Mapping[str, Any], *, actor: str) -> Tenant:
-        """Change what OpenAI's objects cannot say: weight, enforce, max_concurrent, max_adapters, max_adapter_bytes."""
+        """Change the settings that OpenAI's objects lack (`_SETTINGS`)."""
         if unknown := settings.keys() - set(_SETTINGS):
             raise InvalidRequest(f"a tenant has no setting {min(unknown)[:80]!r}")
         weight = settings.get("weight", 1.0)
@@ -93,7 +93,7 @@ class ProjectStore:
             return self._tenant(change.connection, project_id)
 
     def rotate_salt(self, project_id: str, *, actor: str) -> Tenant:
-        """What is cached of the project is not found again."""
+        """Change the salt, so that nothing cached of the project is found again."""
         with audited_transaction(self._database, actor) as change:
             version = change.active_project(project_id)["salt_version"] + 1
             change.update(projects, project_id, salt_version=version)
@@ -101,7 +101,7 @@ class ProjectStore:
             return self._tenant(change.connection, project_id)
 
     def permit_models(self, project_id: str, mode: str | None, model_ids: Collection[str], *, actor: str) -> Tenant:
-        """Allow or deny these models and adapters; mode None: everything that is there is allowed."""
+        """Allow or deny these models and adapters; mode None allows all."""
         if mode not in (None, "allow_list", "deny_list"):
             raise InvalidRequest(f"mode is {mode[:80]!r}; it is allow_list or deny_list", param="mode")
         if len(model_ids) > MAX_MODEL_IDS:
@@ -115,7 +115,7 @@ class ProjectStore:
             return self._tenant(change.connection, project_id)
 
     def limit_rates(self, project_id: str, model: str, changes: Mapping[str, int], *, actor: str) -> Tenant:
-        """Change what may be asked of a model; `NO_LIMIT` and above: as much as one likes."""
+        """Change a model's rate limits; `NO_LIMIT` and above means unlimited."""
         check_name(model)
         for name, value in changes.items():
             _check_limit(name, value)
@@ -137,7 +137,7 @@ class ProjectStore:
             return self._tenant(change.connection, project_id)
 
     def limit_spend(self, project_id: str, cents: int | None, *, actor: str) -> Tenant:
-        """What it may spend in a calendar month (UTC); None: as much as it likes."""
+        """Set the spend limit per calendar month (UTC); None means unlimited."""
         _check_limit("threshold_amount", cents)
         with audited_transaction(self._database, actor) as change:
             change.active_project(project_id)
@@ -146,7 +146,7 @@ class ProjectStore:
             return self._tenant(change.connection, project_id)
 
     def share(self, owner_id: str, name: str, project_ids: Collection[str], *, actor: str) -> list[Tenant]:
-        """Let exactly these projects use a name of `owner_id`'s. Returns all whose view of it may have changed."""
+        """Share an adapter name of `owner_id` with exactly these projects. Returns all whose view may have changed."""
         check_name(name)
         place = and_(
             adapter_shares.c.base_digest == self._base,
@@ -172,7 +172,7 @@ class ProjectStore:
             return [self._tenant(change.connection, each) for each in concerned]
 
     def shares(self, owner_id: str) -> dict[str, list[str]]:
-        """Which projects may use which names of `owner_id`'s."""
+        """The projects that each adapter name of `owner_id` is shared with."""
         query = select(adapter_shares.c.name, adapter_shares.c.project_id).where(
             adapter_shares.c.base_digest == self._base, adapter_shares.c.owner_id == owner_id
         )
@@ -187,7 +187,7 @@ class ProjectStore:
             return self._tenant(connection, project_id)
 
     def page(self, limit: int, after: str | None, *, with_archived: bool) -> list[Tenant]:
-        """Up to `limit` projects, oldest first, that come after the one with the id `after`."""
+        """Up to `limit` projects, oldest first, after the one with the id `after`."""
         query = select(projects).where(projects.c.base_digest == self._base)
         if not with_archived:
             query = query.where(projects.c.archived_s.is_(None))
@@ -203,7 +203,7 @@ class ProjectStore:
             return self._tenants(connection, rows)
 
     def newer(self, connection: Connection, revision: int) -> list[Tenant]:
-        """What has changed since; of 0, all projects."""
+        """Projects changed since a revision; 0 gives all."""
         query = select(projects).where(projects.c.base_digest == self._base, projects.c.revision > revision)
         rows = connection.execute(query).mappings().all()
         return self._tenants(connection, rows, is_all=revision == 0 or len(rows) > MAX_NAMED_ROWS)
@@ -234,16 +234,16 @@ class ProjectStore:
 
 
 class AdapterQuota:
-    """The catalog's check when it registers an adapter: how many a project may have, and how large together.
+    """The catalog's check at registration: number and total bytes of a project's adapters.
 
-    It is called inside the transaction and after the change, so that loads at the same time cannot pass together.
+    Called inside the transaction and after the change, so concurrent loads cannot pass together.
     """
 
     def __init__(self, base_digest: str) -> None:
         self._base = base_digest
 
     def __call__(self, connection: Connection, tenant_id: str) -> None:
-        """Raises AdapterQuotaReached. What is no project has no limit, nor has one whose limits are not enforced."""
+        """Raises AdapterQuotaError. Unknown projects, and those whose limits are not enforced, pass."""
         columns = projects.c
         query = select(columns.max_adapters, columns.max_adapter_bytes).where(
             columns.base_digest == self._base, columns.id == tenant_id, columns.enforce.is_(True)
@@ -289,7 +289,7 @@ def _check_limit(name: str, value: int | None) -> None:
 
 def _check_quota(setting: str, what: str, would_have: int, may_have: int | None) -> None:
     if may_have is not None and would_have > may_have:
-        raise AdapterQuotaReached(
+        raise AdapterQuotaError(
             f"the project would have {would_have} {what} and may have {may_have}; unload one, or raise {setting}",
             "adapters",
             None,

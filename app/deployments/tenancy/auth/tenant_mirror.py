@@ -1,7 +1,6 @@
-"""What an ingress knows of tenants and keys: a copy that is read without asking anybody.
+"""An ingress's copy of the tenants and keys, for authentication without a remote call.
 
-In: changes, as their owner publishes them, and keys as clients send them. Out: whose key it is. Rule: a key is looked
-up by its SHA-256, so that how long a look-up takes says nothing about any key, and what is found is compared in
+A key is looked up by its SHA-256, so the time of a look-up reveals nothing about any key; the match is compared in
 constant time.
 """
 
@@ -18,27 +17,27 @@ from app.deployments.tenancy.models import ApiKey, Tenant, TenantKey, TenantRow
 
 
 class KnownKey(NamedTuple):
-    """A valid key; `tenant` None: it administers."""
+    """A valid key; `tenant` is None for an admin key."""
 
     key: ApiKey
     tenant: Tenant | None
 
 
 class TenantMirror:
-    """One event loop. 100,000 keys are a dictionary of 100,000."""
+    """One event loop; 100,000 keys are a dictionary of 100,000."""
 
     def __init__(self) -> None:
         self._tenants: dict[str, Tenant] = {}
         self._keys: dict[str, ApiKey] = {}
         self._sync: TableSync[TenantKey, TenantRow] = TableSync()
-        self.has_keys = False  # once true, for as long as the process lives: losing the table opens no door
+        self.has_keys = False  # never reset: losing the table must not disable authentication
 
     @property
     def num_tenants(self) -> int:
         return len(self._tenants)
 
     def take(self, news: Changes[TenantKey, TenantRow]) -> None:
-        """Take over a page of the table."""
+        """Apply a page of the table."""
         for place, row in self._sync.changes(news, self._places).items():
             self._apply(place, row)
 
@@ -46,7 +45,7 @@ class TenantMirror:
         return self._tenants.get(tenant_id)
 
     def find(self, value: str, now_s: float) -> KnownKey | None:
-        """Whose key this is, if it is one that is valid now."""
+        """The key with this value and its tenant, if it is valid now."""
         digest = key_digest(value)
         key = self._keys.get(digest)
         if key is None or not hmac.compare_digest(key.digest, digest) or not key.is_valid(now_s):

@@ -1,1 +1,1 @@
-"""Limits of tenants and how an ingress enforces them."""
+"""Tenants' limits and how ingresses enforce them."""

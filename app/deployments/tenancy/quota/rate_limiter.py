@@ -1,11 +1,11 @@
-"""An ingress's side of limits: a request is admitted with units that were lent to this process, or not at all.
+"""Rate limiter of one ingress: a request is admitted with units that are leased to this process, or not at all.
 
-In: what a request needs of its tenant's meters. Out: a `Reservation`, or `LimitReached`. Units are taken from what this
-process holds; what it lacks is asked of the owner, for all requests that wait at once. When a request ends, what it
-reserved and did not use is there for the next. Rule: no unit admits two requests.
+A request reserves what it costs. Units come from the leases of this process; missing ones are requested from the
+lessor, for all waiting requests at once. Reserved units that a request did not use return to the lease when it ends. No
+unit admits two requests.
 
-While the owner is away a process admits from a bucket of its own that is as large as the tenant's limit (of spend a
-tenth), and says so when the owner is back: n ingresses overdraw a limit at most n times.
+While the lessor is unavailable a process admits from an own bucket as large as the limit (for spend, a tenth of it) and
+reports that use later: n ingresses exceed a limit at most n times.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from app.deployments.tenancy.quota.limits import (
     CONCURRENT_RETRY_S,
     PERIOD_S,
     GcraCounter,
+    LimitError,
     LimitKey,
-    LimitReached,
     MeterKind,
     limit_of,
     refusal,
@@ -35,30 +35,30 @@ from app.engine.errors import NotReady
 
 logger = logging.getLogger(__name__)
 
-#: Units that nobody took for this long go back to their owner.
-KEEP_S = 1.0
-#: How often an ingress tells its owner what it holds and does not need.
-TELL_INTERVAL_S = 0.5
-#: A meter that has nothing in it is forgotten after this long.
-FORGET_S = 60.0
-#: An owner that has not answered by then is away.
+#: Units unused for this long are returned to the lessor.
+IDLE_RETURN_S = 1.0
+#: How often an ingress reports to the lessor.
+REPORT_INTERVAL_S = 0.5
+#: An empty lease is dropped after this long.
+IDLE_DROP_S = 60.0
+#: A lessor that has not answered by then is unavailable.
 OWNER_TIMEOUT_S = 1.0
-#: Part of the month's money that one ingress may spend while the owner is away.
+#: Fraction of the monthly spend limit that one ingress may use while the lessor is unavailable.
 SPEND_OVERDRAFT = 0.1
 
-#: (who, wants) -> grants, one for each. Raises NotReady while the owner is away.
-Lend = Callable[[str, Sequence[LeaseRequest]], Awaitable[Sequence[LeaseGrant]]]
+#: (holder, requests) -> one grant for each. Raises NotReady while the lessor is unavailable.
+LeaseCall = Callable[[str, Sequence[LeaseRequest]], Awaitable[Sequence[LeaseGrant]]]
 
 
 class RejectedRequest(NamedTuple):
-    """Why a request was refused, or would have been if the tenant's limits were enforced."""
+    """Why a request was rejected, or would have been if the tenant's limits were enforced."""
 
     kind: MeterKind
     is_enforced: bool
 
 
 class Allowance(NamedTuple):
-    """What is said of one limit with an answer: the limit, what is left, and when all of it will be there again."""
+    """The rate-limit headers of an answer: the limit, what remains, and when it is full again."""
 
     limit: int
     remaining: int
@@ -67,311 +67,320 @@ class Allowance(NamedTuple):
 
 @dataclass(slots=True)
 class _Lease:
-    """What this process holds of one meter, and what it knows of the owner's count.
+    """This process's lease of one limit, and what it knows of the lessor's count.
 
-    `units` may be taken, `reserved` are of requests that run, `used` are gone for good (spend only, since the process
-    began). `unasked` were used without the owner, which has not heard of it. `own` stands in for it.
+    `units` may be taken, `reserved` belong to running requests, `used` are spent for good (spend only, since the
+    process started). `offline_used` were used while the lessor was unavailable and are not reported yet;
+    `offline_counter` stands in for it.
     """
 
     units: int = 0
     reserved: int = 0
     used: int = 0
-    unasked: int = 0
+    offline_used: int = 0
     taken_s: float = -math.inf
     limit: int = 0
     remaining: int = 0
-    told_s: float = -math.inf
-    own: GcraCounter | None = None
-    overdrawn: int = 0
-    told_holding: int = 0
-    told_used: int = 0
+    answered_s: float = -math.inf
+    offline_counter: GcraCounter | None = None
+    overdraft: int = 0
+    reported_holding: int = 0
+    reported_used: int = 0
 
 
 @dataclass(eq=False, slots=True)
 class Reservation:
-    """What a request holds until it ends. `is_beyond`: nothing, because it was beyond a limit that is not enforced."""
+    """Units of one request until it ends. `is_over_limit`: none, because it exceeded a limit that is not enforced."""
 
     units: Mapping[LimitKey, int]
-    settled: bool = False
-    is_beyond: bool = False
+    is_settled: bool = False
+    is_over_limit: bool = False
 
-    def parted(self, kinds: Collection[MeterKind]) -> tuple[Reservation, Reservation]:
-        """The same in two that are settled apart: all but these kinds, and these."""
-        rest = {meter: amount for meter, amount in self.units.items() if meter.kind not in kinds}
-        part = {meter: amount for meter, amount in self.units.items() if meter.kind in kinds}
-        return Reservation(rest, self.settled, self.is_beyond), Reservation(part, self.settled, self.is_beyond)
+    def split(self, kinds: Collection[MeterKind]) -> tuple[Reservation, Reservation]:
+        """The same in two parts that are settled separately: all but these kinds, and these."""
+        rest = {key: amount for key, amount in self.units.items() if key.kind not in kinds}
+        part = {key: amount for key, amount in self.units.items() if key.kind in kinds}
+        return Reservation(rest, self.is_settled, self.is_over_limit), Reservation(
+            part, self.is_settled, self.is_over_limit
+        )
 
 
 class _Waiter(NamedTuple):
-    needs: Mapping[LimitKey, int]
+    costs: Mapping[LimitKey, int]
     answer: asyncio.Future[None]
 
 
 class RateLimiter:
-    """One per ingress, on its event loop. `clock` gives seconds that never go back; `holder` is this ingress's id."""
+    """One per ingress, on its event loop. `clock` gives monotonic seconds; `holder` is this ingress's id."""
 
-    def __init__(self, lend: Lend, holder: str, clock: Callable[[], float]) -> None:
-        self._lend = lend
+    def __init__(self, lease: LeaseCall, holder: str, clock: Callable[[], float]) -> None:
+        self._lease_call = lease
         self._holder = holder
         self._clock = clock
-        self._pools: dict[LimitKey, _Lease] = {}
+        self._leases: dict[LimitKey, _Lease] = {}
         self._waiters: list[_Waiter] = []
-        self._asking: asyncio.Task[None] | None = None
+        self._refilling: asyncio.Task[None] | None = None
         self._one_at_a_time = asyncio.Lock()
         self._tasks = Tasks()
-        self.refused: Counter[RejectedRequest] = Counter()
+        self.rejected: Counter[RejectedRequest] = Counter()
 
     async def reserve(
-        self, tenant: Tenant, needs: Mapping[LimitKey, int], held: Reservation | None = None
+        self, tenant: Tenant, costs: Mapping[LimitKey, int], reserved: Reservation | None = None
     ) -> Reservation:
-        """Raises LimitReached. Of a tenant whose limits are not enforced nothing is refused.
+        """Reserve units, waiting for the lessor if need be. Raises LimitError, but never for an unenforced limit.
 
-        `get_object` is a part of what is needed that the request has: the reservation takes it over. When this raises, it is
-        still whose it was. A request that was counted as refused for that part already is not counted again.
+        `reserved` is a part of `costs` that the request holds already: the result takes it over. If this raises, the
+        caller keeps it. A request that was rejected for that part already is not counted again.
         """
-        if held is not None and held.is_beyond:
-            return held
-        if held is not None and not held.settled:
-            reservation = await self.reserve(tenant, _without(needs, held.units))
-            if reservation.is_beyond:
-                self.settle(held, {})
+        if reserved is not None and reserved.is_over_limit:
+            return reserved
+        if reserved is not None and not reserved.is_settled:
+            reservation = await self.reserve(tenant, _without(costs, reserved.units))
+            if reservation.is_over_limit:
+                self.settle(reserved, {})
                 return reservation
-            held.settled = True
-            return Reservation(needs)
-        if not needs:
-            return Reservation({}, settled=True)
+            reserved.is_settled = True
+            return Reservation(costs)
+        if not costs:
+            return Reservation({}, is_settled=True)
         try:
-            for meter, amount in needs.items():
-                limit = limit_of(tenant.limits, meter) or 0
-                self._pool(meter).limit = limit
+            for key, amount in costs.items():
+                limit = limit_of(tenant.limits, key) or 0
+                self._lease_of(key).limit = limit
                 if amount > limit:
-                    raise refusal(meter, amount, limit, math.inf)
-            if not self._take(needs):
-                await self._wait(needs)
-        except LimitReached as error:
-            self.refused[RejectedRequest(error.kind, tenant.enforce)] += 1
+                    raise refusal(key, amount, limit, math.inf)
+            if not self._take(costs):
+                await self._wait(costs)
+        except LimitError as error:
+            self.rejected[RejectedRequest(error.kind, tenant.enforce)] += 1
             if tenant.enforce:
                 raise
-            return Reservation({}, settled=True, is_beyond=True)
-        return Reservation(needs)
+            return Reservation({}, is_settled=True, is_over_limit=True)
+        return Reservation(costs)
 
     def settle(self, reservation: Reservation, actual: Mapping[LimitKey, int]) -> None:
-        """A request has ended and took so much (of a meter that is left out: all that it reserved); once."""
-        if reservation.settled:
+        """Settle a request that ended, once, with its actual cost; limits missing in `actual` cost all that was
+        reserved.
+        """
+        if reservation.is_settled:
             return
-        reservation.settled = True
+        reservation.is_settled = True
         now_s = self._clock()
-        for meter, reserved in reservation.units.items():
-            pool = self._pool(meter)
-            used = 0 if meter.kind == "concurrent" else min(reserved, actual.get(meter, reserved))
-            pool.reserved -= reserved
-            pool.used += used if meter.kind == "spend" else 0
+        for key, reserved in reservation.units.items():
+            lease = self._lease_of(key)
+            used = 0 if key.kind == "concurrent" else min(reserved, actual.get(key, reserved))
+            lease.reserved -= reserved
+            lease.used += used if key.kind == "spend" else 0
             if reserved > used:
-                pool.units += reserved - used
-                pool.taken_s = now_s
+                lease.units += reserved - used
+                lease.taken_s = now_s
 
-    def allowance(self, meter: LimitKey) -> Allowance | None:
-        """What this process knows of a rate now; None of one that it has not asked for."""
-        pool = self._pools.get(meter)
-        if pool is None or not pool.limit or meter.kind not in PERIOD_S or pool.told_s == -math.inf:
+    def allowance(self, key: LimitKey) -> Allowance | None:
+        """What this process knows of a rate limit now; None before the first answer of the lessor."""
+        lease = self._leases.get(key)
+        if lease is None or not lease.limit or key.kind not in PERIOD_S or lease.answered_s == -math.inf:
             return None
-        refilled = (self._clock() - pool.told_s) * pool.limit / PERIOD_S[meter.kind]
-        remaining = max(0, min(pool.limit, int(pool.remaining + pool.units + refilled)))
-        return Allowance(pool.limit, remaining, (pool.limit - remaining) * PERIOD_S[meter.kind] / pool.limit)
+        refilled = (self._clock() - lease.answered_s) * lease.limit / PERIOD_S[key.kind]
+        remaining = max(0, min(lease.limit, int(lease.remaining + lease.units + refilled)))
+        return Allowance(lease.limit, remaining, (lease.limit - remaining) * PERIOD_S[key.kind] / lease.limit)
 
-    async def keep_telling(self) -> None:
-        """Give back what is not needed, and say what is held, until cancelled."""
+    async def report_loop(self) -> None:
+        """Return idle units and report totals until cancelled."""
         while True:
-            await asyncio.sleep(TELL_INTERVAL_S)
-            await self.tell()
+            await asyncio.sleep(REPORT_INTERVAL_S)
+            await self.report()
 
-    async def tell(self) -> None:
-        """Once. What the owner does not hear is told the next time."""
-        if self._pools:
-            await self._ask([])
+    async def report(self) -> None:
+        """Report once. What the lessor misses is reported the next time."""
+        if self._leases:
+            await self._exchange([])
 
     async def close(self) -> None:
         await self._tasks.close()
 
-    # -- what is held -----------------------------------------------------------------------------------
+    def _lease_of(self, key: LimitKey) -> _Lease:
+        lease = self._leases.get(key)
+        if lease is None:
+            lease = self._leases[key] = _Lease()
+        return lease
 
-    def _pool(self, meter: LimitKey) -> _Lease:
-        pool = self._pools.get(meter)
-        if pool is None:
-            pool = self._pools[meter] = _Lease()
-        return pool
-
-    def _take(self, needs: Mapping[LimitKey, int]) -> bool:
-        """All of it or nothing."""
-        pools = [(self._pool(meter), amount) for meter, amount in needs.items()]
-        if any(pool.units < amount for pool, amount in pools):
+    def _take(self, costs: Mapping[LimitKey, int]) -> bool:
+        """Reserve all units or none."""
+        leases = [(self._lease_of(key), amount) for key, amount in costs.items()]
+        if any(lease.units < amount for lease, amount in leases):
             return False
         now_s = self._clock()
-        for pool, amount in pools:
-            pool.units -= amount
-            pool.reserved += amount
-            pool.taken_s = now_s
+        for lease, amount in leases:
+            lease.units -= amount
+            lease.reserved += amount
+            lease.taken_s = now_s
         return True
 
-    def _put_back(self, needs: Mapping[LimitKey, int]) -> None:
-        for meter, amount in needs.items():
-            pool = self._pool(meter)
-            pool.units += amount
-            pool.reserved -= amount
+    def _return(self, costs: Mapping[LimitKey, int]) -> None:
+        for key, amount in costs.items():
+            lease = self._lease_of(key)
+            lease.units += amount
+            lease.reserved -= amount
 
-    # -- asking -----------------------------------------------------------------------------------------
-
-    async def _wait(self, needs: Mapping[LimitKey, int]) -> None:
-        waiter = _Waiter(needs, asyncio.get_running_loop().create_future())
+    async def _wait(self, costs: Mapping[LimitKey, int]) -> None:
+        waiter = _Waiter(costs, asyncio.get_running_loop().create_future())
         self._waiters.append(waiter)
-        if self._asking is None:
-            self._asking = self._tasks.start(self._ask_for_all())
+        if self._refilling is None:
+            self._refilling = self._tasks.start(self._refill_for_waiters())
         try:
             await waiter.answer
         except asyncio.CancelledError:
             if waiter.answer.done() and not waiter.answer.cancelled() and waiter.answer.exception() is None:
-                self._put_back(needs)  # it was admitted while it left
+                self._return(costs)  # it was admitted while it was cancelled
             raise
 
-    async def _ask_for_all(self) -> None:
-        """Ask for those who wait, again and again until nobody does."""
+    async def _refill_for_waiters(self) -> None:
+        """Request units for waiting requests until none waits."""
         try:
             while self._waiters:
                 waiters, self._waiters = self._waiters, []
-                is_away = not await self._ask([waiter.needs for waiter in waiters])
-                refused = [waiter for waiter in waiters if not self._answer(waiter, is_away=is_away)]
-                for waiter in refused:  # what was lent for them may help others: it goes back at once
-                    for meter in waiter.needs:
-                        self._pool(meter).taken_s = -math.inf
-                if refused and not self._waiters:
-                    await self._ask([], [meter for waiter in refused for meter in waiter.needs])
+                is_offline = not await self._exchange([waiter.costs for waiter in waiters])
+                rejected = [waiter for waiter in waiters if not self._answer(waiter, is_offline=is_offline)]
+                for waiter in rejected:  # units granted for them may help others: return them at once
+                    for key in waiter.costs:
+                        self._lease_of(key).taken_s = -math.inf
+                if rejected and not self._waiters:
+                    await self._exchange([], [key for waiter in rejected for key in waiter.costs])
         finally:
-            self._asking = None
+            self._refilling = None
 
-    def _answer(self, waiter: _Waiter, *, is_away: bool) -> bool:
-        """Whether the request is admitted, or nobody waits for it any more."""
+    def _answer(self, waiter: _Waiter, *, is_offline: bool) -> bool:
+        """Resolve a waiter. Returns whether it was admitted or cancelled."""
         if waiter.answer.done():
             return True
-        short = self._shortage(waiter.needs, is_away=is_away)
+        short = self._shortage(waiter.costs, is_offline=is_offline)
         if short is None:
-            assert self._take(waiter.needs), "there is enough of each"
+            assert self._take(waiter.costs), "there is enough of each"
             waiter.answer.set_result(None)
             return True
-        meter, wait_s = short
-        waiter.answer.set_exception(refusal(meter, waiter.needs[meter], self._pool(meter).limit, wait_s))
+        key, wait_s = short
+        waiter.answer.set_exception(refusal(key, waiter.costs[key], self._lease_of(key).limit, wait_s))
         return False
 
-    def _shortage(self, needs: Mapping[LimitKey, int], *, is_away: bool) -> tuple[LimitKey, float] | None:
-        """The meter that a request has to wait longest for, and how long; None when there is enough of each."""
+    def _shortage(self, costs: Mapping[LimitKey, int], *, is_offline: bool) -> tuple[LimitKey, float] | None:
+        """The limit that a request has to wait longest for, and how long; None when nothing is missing."""
         short: list[tuple[LimitKey, float]] = []
-        for meter, amount in needs.items():
-            pool = self._pool(meter)
-            missing = amount - pool.units
-            if missing <= 0 or (is_away and self._overdraw(meter, pool, missing)):
+        for key, amount in costs.items():
+            lease = self._lease_of(key)
+            missing = amount - lease.units
+            if missing <= 0 or (is_offline and self._take_offline(key, lease, missing)):
                 continue
-            if meter.kind not in PERIOD_S:
-                short.append((meter, math.inf if meter.kind == "spend" else CONCURRENT_RETRY_S))
+            if key.kind not in PERIOD_S:
+                short.append((key, math.inf if key.kind == "spend" else CONCURRENT_RETRY_S))
                 continue
-            wait_s = (missing - pool.remaining) * PERIOD_S[meter.kind] / max(1, pool.limit)
-            short.append((meter, max(0.001, wait_s)))
+            wait_s = (missing - lease.remaining) * PERIOD_S[key.kind] / max(1, lease.limit)
+            short.append((key, max(0.001, wait_s)))
         return max(short, key=lambda item: item[1]) if short else None
 
-    def _overdraw(self, meter: LimitKey, pool: _Lease, missing: int) -> bool:
-        """Add units that the owner has not lent: of rates from a bucket of this process's own, of counts to a bound."""
-        if meter.kind in PERIOD_S:
-            if pool.own is None:
-                pool.own = GcraCounter(pool.limit, PERIOD_S[meter.kind])
-            if pool.own.remaining(self._clock()) < missing:
+    def _take_offline(self, key: LimitKey, lease: _Lease, missing: int) -> bool:
+        """Add units without the lessor: for rates from the own bucket, for counts up to a bound."""
+        if key.kind in PERIOD_S:
+            if lease.offline_counter is None:
+                lease.offline_counter = GcraCounter(lease.limit, PERIOD_S[key.kind])
+            if lease.offline_counter.remaining(self._clock()) < missing:
                 return False
-            pool.unasked += pool.own.take(missing, self._clock())
+            lease.offline_used += lease.offline_counter.take(missing, self._clock())
         else:
-            bound = pool.limit * SPEND_OVERDRAFT if meter.kind == "spend" else pool.limit
-            if pool.overdrawn + missing > bound:
+            bound = lease.limit * SPEND_OVERDRAFT if key.kind == "spend" else lease.limit
+            if lease.overdraft + missing > bound:
                 return False
-            pool.overdrawn += missing
-        pool.units += missing
+            lease.overdraft += missing
+        lease.units += missing
         return True
 
-    async def _ask(self, needs: Sequence[Mapping[LimitKey, int]], meters: Collection[LimitKey] | None = None) -> bool:
-        """Tell the owner what is held here and get what it lends; False while it is away.
+    async def _exchange(
+        self, costs: Sequence[Mapping[LimitKey, int]], keys: Collection[LimitKey] | None = None
+    ) -> bool:
+        """Report to the lessor and apply its grants; returns False while it is unavailable.
 
-        Of what is needed, or of these meters, or of all: with thousands of tenants not each question is about all.
+        Covers the limits in `costs`, else `keys`, else all: with thousands of tenants not every call is about all of
+        them.
         """
         async with self._one_at_a_time:
             total: dict[LimitKey, int] = {}
             least: dict[LimitKey, int] = {}
-            for each in needs:
-                for meter, amount in each.items():
-                    total[meter] = total.get(meter, 0) + amount
-                    least[meter] = min(amount, least.get(meter, amount))
-            asked = dict.fromkeys(total or meters or self._pools)
-            wants = [
-                want
-                for meter in asked
-                if (want := self._want(meter, self._pool(meter), total.get(meter, 0), least.get(meter, 0))) is not None
+            for each in costs:
+                for key, amount in each.items():
+                    total[key] = total.get(key, 0) + amount
+                    least[key] = min(amount, least.get(key, amount))
+            wanted_keys = dict.fromkeys(total or keys or self._leases)
+            requests = [
+                request
+                for key in wanted_keys
+                if (request := self._lease_request(key, self._lease_of(key), total.get(key, 0), least.get(key, 0)))
+                is not None
             ]
-            grants = await self._lent(wants)
+            grants = await self._call_lessor(requests)
             if grants is None:
-                for want in wants:
-                    pool = self._pool(want.meter)
-                    pool.units += want.returned
-                    pool.unasked += want.unasked
+                for request in requests:
+                    lease = self._lease_of(request.key)
+                    lease.units += request.returned
+                    lease.offline_used += request.offline_used
                 return False
-            for want, grant in zip(wants, grants, strict=True):
-                pool = self._pool(want.meter)
-                pool.units += grant.granted
-                pool.remaining, pool.told_s = grant.remaining, self._clock()
-                pool.own, pool.overdrawn = None, 0
-                pool.told_holding, pool.told_used = want.holding + grant.granted, want.used
+            for request, grant in zip(requests, grants, strict=True):
+                lease = self._lease_of(request.key)
+                lease.units += grant.granted
+                lease.remaining, lease.answered_s = grant.remaining, self._clock()
+                lease.offline_counter, lease.overdraft = None, 0
+                lease.reported_holding, lease.reported_used = request.holding + grant.granted, request.used
                 if grant.granted:
-                    pool.taken_s = pool.told_s
+                    lease.taken_s = lease.answered_s
             if not total:
-                self._forget_idle()
+                self._drop_idle()
             return True
 
-    async def _lent(self, wants: Sequence[LeaseRequest]) -> Sequence[LeaseGrant] | None:
-        """A grant for each; None while the owner is away, which one that answers otherwise than it should is, too."""
+    async def _call_lessor(self, requests: Sequence[LeaseRequest]) -> Sequence[LeaseGrant] | None:
+        """One grant per request; None while the lessor is unavailable or answers something unexpected."""
         try:
             async with asyncio.timeout(OWNER_TIMEOUT_S):
-                grants = await self._lend(self._holder, wants)
-            if len(grants) == len(wants):
+                grants = await self._lease_call(self._holder, requests)
+            if len(grants) == len(requests):
                 return grants
-            logger.error("limits are kept by this ingress alone for now: %d answers to %d", len(grants), len(wants))
+            logger.error(
+                "enforcing limits locally for now: the quota service sent %d grants for %d requests",
+                len(grants),
+                len(requests),
+            )
         except (NotReady, TimeoutError) as error:
-            words = str(error) or f"their owner has not answered for {OWNER_TIMEOUT_S:g} s"
-            logger.warning("limits are kept by this ingress alone for now: %s", words)
-        except Exception:  # an owner of another release may raise anything, and requests wait for an answer
-            logger.exception("limits are kept by this ingress alone for now")
+            reason = str(error) or f"the quota service has not answered for {OWNER_TIMEOUT_S:g} s"
+            logger.warning("enforcing limits locally for now: %s", reason)
+        except Exception:  # a service of another version may raise anything, and requests wait
+            logger.exception("enforcing limits locally for now")
         return None
 
-    def _forget_idle(self) -> None:
-        """Meters that nobody has used for a minute, and of which nothing is left to tell."""
+    def _drop_idle(self) -> None:
+        """Drop leases that were not used for a minute and have nothing to report."""
         if self._waiters:
             return
         now_s = self._clock()
-        for meter, pool in list(self._pools.items()):
-            is_empty = not (pool.units or pool.reserved or pool.used or pool.unasked or pool.told_holding)
-            if is_empty and now_s - pool.taken_s > FORGET_S and now_s - pool.told_s > FORGET_S:
-                del self._pools[meter]
+        for key, lease in list(self._leases.items()):
+            is_empty = not (lease.units or lease.reserved or lease.used or lease.offline_used or lease.reported_holding)
+            if is_empty and now_s - lease.taken_s > IDLE_DROP_S and now_s - lease.answered_s > IDLE_DROP_S:
+                del self._leases[key]
 
-    def _want(self, meter: LimitKey, pool: _Lease, need: int, least: int) -> LeaseRequest | None:
-        """What is said of one meter; None if there is nothing to say."""
-        is_idle = not need and self._clock() - pool.taken_s >= KEEP_S
-        missing = max(0, need - pool.units)
-        if meter.kind in PERIOD_S:
-            returned, unasked = pool.units if is_idle else 0, pool.unasked
-            if not (missing or returned or unasked):
+    def _lease_request(self, key: LimitKey, lease: _Lease, cost: int, least: int) -> LeaseRequest | None:
+        """What to report and request of one limit; None if there is nothing."""
+        is_idle = not cost and self._clock() - lease.taken_s >= IDLE_RETURN_S
+        missing = max(0, cost - lease.units)
+        if key.kind in PERIOD_S:
+            returned, offline_used = lease.units if is_idle else 0, lease.offline_used
+            if not (missing or returned or offline_used):
                 return None
-            pool.units -= returned
-            pool.unasked = 0
-            return LeaseRequest(meter, missing, max(0, least - pool.units), returned, unasked)
-        if not need and (is_idle or meter.kind == "concurrent"):
-            pool.units = 0  # totals are told: what is not held is given back
-        holding = pool.units + pool.reserved
-        if not (missing or holding or pool.told_holding or pool.used != pool.told_used):
+            lease.units -= returned
+            lease.offline_used = 0
+            return LeaseRequest(key, missing, max(0, least - lease.units), returned, offline_used)
+        if not cost and (is_idle or key.kind == "concurrent"):
+            lease.units = 0  # totals are reported: units that are not held are returned by that
+        holding = lease.units + lease.reserved
+        if not (missing or holding or lease.reported_holding or lease.used != lease.reported_used):
             return None
-        return LeaseRequest(meter, missing, max(0, least - pool.units), holding=holding, used=pool.used)
+        return LeaseRequest(key, missing, max(0, least - lease.units), holding=holding, used=lease.used)
 
 
-def _without(needs: Mapping[LimitKey, int], held: Mapping[LimitKey, int]) -> dict[LimitKey, int]:
-    return {meter: amount - held.get(meter, 0) for meter, amount in needs.items() if amount > held.get(meter, 0)}
+def _without(costs: Mapping[LimitKey, int], reserved: Mapping[LimitKey, int]) -> dict[LimitKey, int]:
+    return {key: amount - reserved.get(key, 0) for key, amount in costs.items() if amount > reserved.get(key, 0)}

@@ -1,1 +1,1 @@
-"""Usage from the process that counts it to the ledger, and queries over it."""
+"""Usage: recorded in each process, flushed to the ledger, queried from it."""

@@ -1,9 +1,8 @@
-"""What is seen of every adapter, in the process of the store: in all, for whoever asks for one, and the busiest lately.
+"""Statistics of every adapter, in the process of the store: totals per adapter, and the busiest ones lately.
 
-In: what ingresses saw of requests, and loads of the tiers. Out: what is known of one adapter, and the adapters that
-were busiest in the last minute, all others together. Rule: whatever there is, it fits: the contents that were asked for
-longest ago are forgotten, nothing is said of a time of which something was forgotten, and few adapters are named.
-It is not the ledger: it begins anew with its process, and what an ingress that is killed has not told is not in it.
+Memory is bounded: the least recently requested contents are evicted, totals say since when they are complete, and few
+adapters are named in metrics. It is not the ledger: it starts empty with its process, and lacks what a killed ingress
+had not reported.
 """
 
 from __future__ import annotations
@@ -21,19 +20,19 @@ from app.deployments.tenancy.usage.tenant_throughput import MAX_NAMED, OTHER, Sl
 from app.engine.adapters.card import AdapterRef
 from app.engine.wire_format import message
 
-#: Adapters by who asked for them, of which something is known.
-MAX_KEPT = 16_384
-#: Characters of a digest in a metric's label, and in the log.
+#: Contents and (contents, tenant, name) entries that are kept together.
+MAX_ENTRIES = 16_384
+#: Characters of a digest in metric labels and in the log.
 SHORT_DIGEST = 12
-#: Times to first token are counted in buckets whose bounds grow by the square root of two, so that adding loses nothing
-#: and a quantile is within a fifth of the true one between this and an hour. What is shorter is in the first bucket.
+#: Upper bound of the first bucket of times to first token. Bounds grow by the square root of two, so histograms add
+#: without loss and a quantile is within a fifth of the true one up to an hour.
 SHORTEST_S = 0.001
 _LAST_BUCKET = 44  # an hour and more
 
 
 @message
 class ActivityKey(NamedTuple):
-    """Whose requests, and for which adapter: it is `owner_id`'s, who need not be `tenant_id`, who asked."""
+    """A tenant and the adapter it requested, which belongs to `owner_id`, possibly another tenant."""
 
     tenant_id: str
     owner_id: str
@@ -43,7 +42,7 @@ class ActivityKey(NamedTuple):
 
 @message
 class Activity(NamedTuple):
-    """Amounts. `first_token_s` is the sum of times, `first_tokens` how many were in which bucket, by bucket."""
+    """Sums. `first_token_s`: total time to first token; `first_tokens`: counts by histogram bucket."""
 
     num_requests: int = 0
     num_errors: int = 0
@@ -68,23 +67,24 @@ class Activity(NamedTuple):
 
     @property
     def num_first_tokens(self) -> int:
-        """Requests whose time to first token is known."""
+        """Requests with a known time to first token."""
         return sum(count for _, count in self.first_tokens)
 
     def first_token_quantile_s(self, part: float) -> float:
-        """The time within which that part of the first tokens came, 0 < part <= 1. Raises ValueError where none did."""
+        """The quantile `part` of the time to first token, 0 < part <= 1. Raises ValueError without any."""
         left = math.ceil(part * self.num_first_tokens)
         for bucket, count in self.first_tokens:
             left -= count
             if left <= 0:
-                return SHORTEST_S * 2 ** ((bucket - 0.5) / 2)  # its middle
-        raise ValueError("no first token was seen")
+                return SHORTEST_S * 2 ** ((bucket - 0.5) / 2)  # the bucket's middle
+        raise ValueError("no time to first token was recorded")
 
 
 @message
 class ActivityStats(NamedTuple):
-    """What is known of an adapter since some time (Unix seconds). `num_loads`: by the tier it was brought up from; what
-    is brought to a device is a load of "device"."""
+    """Totals of an adapter since some time (Unix seconds). `num_loads`: by the tier it was loaded from; a load to a
+    device counts as "device".
+    """
 
     since_s: float
     activity: Activity
@@ -92,18 +92,18 @@ class ActivityStats(NamedTuple):
 
 
 class Adapter(NamedTuple):
-    """One name of one tenant, and what it meant. `REST` stands for those that are not named."""
+    """One name of one tenant, and its contents. `OTHERS` stands for all that are not named."""
 
     owner_id: str
     name: str
     digest: str
 
 
-REST = Adapter("", OTHER, "")
+OTHERS = Adapter("", OTHER, "")
 
 
 class BusyAdapters(NamedTuple):
-    """An adapter in the last minute. `num_loads` are of its contents, told with the busiest name that means them."""
+    """An adapter's last minute. `num_loads` are those of its contents, listed with the busiest name that has them."""
 
     adapter: Adapter
     activity: Activity
@@ -118,39 +118,42 @@ class _Contents:
 
 
 class AdapterStatsTable:
-    """Any thread. `clock` gives Unix time, `monotonic` seconds that no change of the time moves."""
+    """Thread-safe. `clock` gives Unix time, `monotonic` seconds that no change of the clock moves."""
 
     def __init__(
-        self, clock: Callable[[], float], max_kept: int = MAX_KEPT, monotonic: Callable[[], float] = time.monotonic
+        self,
+        clock: Callable[[], float],
+        max_entries: int = MAX_ENTRIES,
+        monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
         self._clock = clock
-        self._max_kept = max_kept
+        self._max_entries = max_entries
         self._lock = threading.Lock()
-        self._since_s = clock()  # of contents that are not here: nothing happened to them since then
-        self._contents: OrderedDict[str, _Contents] = OrderedDict()  # the longest ago asked for is the first
-        self._num_kept = 0
+        self._since_s = clock()  # contents without an entry had no activity since then
+        self._contents: OrderedDict[str, _Contents] = OrderedDict()  # least recently requested first
+        self._num_entries = 0
         self._recent: SlidingSums[Adapter, Activity] = SlidingSums(monotonic, Activity.plus)
         self._recent_loads: SlidingSums[tuple[str, str], int] = SlidingSums(monotonic, operator.add)
 
     def add(self, rows: Iterable[tuple[ActivityKey, Activity]]) -> None:
-        """Requests have ended."""
+        """Add requests that ended."""
         with self._lock:
             for key, activity in rows:
-                activities = self._of(key.digest).activities
-                self._num_kept += key not in activities
+                activities = self._contents_of(key.digest).activities
+                self._num_entries += key not in activities
                 activities[key] = activities.get(key, Activity()).plus(activity)
                 self._recent.add(Adapter(key.owner_id, key.name, key.digest), activity)
-            self._bound()
+            self._evict()
 
-    def loaded(self, tier: str, digest: str, number: int = 1) -> None:
-        """These contents were brought up from a tier, so many times."""
+    def record_load(self, tier: str, digest: str, number: int = 1) -> None:
+        """Count loads of these contents from a tier."""
         with self._lock:
-            self._of(digest).num_loads[tier] += number
+            self._contents_of(digest).num_loads[tier] += number
             self._recent_loads.add((digest, tier), number)
-            self._bound()
+            self._evict()
 
-    def seen(self, ref: AdapterRef, *, tenant_id: str | None) -> ActivityStats:
-        """Of a name and what it means: the requests of one tenant; None: everybody's. Loads are everybody's."""
+    def stats(self, ref: AdapterRef, *, tenant_id: str | None) -> ActivityStats:
+        """Totals of a name and its contents: requests of one tenant (None: of all). Loads are those of all tenants."""
         with self._lock:
             found = self._contents.get(ref.digest)
             if found is None:
@@ -163,7 +166,7 @@ class AdapterStatsTable:
             return ActivityStats(found.since_s, activity, dict(found.num_loads))
 
     def busiest(self) -> Sequence[BusyAdapters]:
-        """The `MAX_NAMED` that were served most in the last minute, and `REST` if there were others."""
+        """The `MAX_NAMED` busiest adapters of the last minute, and `OTHERS` if there are more."""
         with self._lock:
             recent, recent_loads = self._recent.sums(), self._recent_loads.sums()
         order = sorted(recent, key=lambda adapter: (-_service(recent[adapter]), -recent[adapter].num_requests, adapter))
@@ -171,29 +174,33 @@ class AdapterStatsTable:
         for adapter in order[MAX_NAMED:]:
             rest = rest.plus(recent[adapter])
         first = {adapter.digest: adapter for adapter in reversed(named)}
-        num_loads: dict[Adapter, Counter[str]] = {adapter: Counter() for adapter in (*named, REST)}
+        num_loads: dict[Adapter, Counter[str]] = {adapter: Counter() for adapter in (*named, OTHERS)}
         for (digest, tier), number in recent_loads.items():
-            num_loads[first.get(digest, REST)][tier] += number
-        told = [BusyAdapters(adapter, recent[adapter], num_loads[adapter]) for adapter in named]
-        return [*told, BusyAdapters(REST, rest, num_loads[REST])] if rest.num_requests or num_loads[REST] else told
+            num_loads[first.get(digest, OTHERS)][tier] += number
+        busiest = [BusyAdapters(adapter, recent[adapter], num_loads[adapter]) for adapter in named]
+        return (
+            [*busiest, BusyAdapters(OTHERS, rest, num_loads[OTHERS])]
+            if rest.num_requests or num_loads[OTHERS]
+            else busiest
+        )
 
-    def _of(self, digest: str) -> _Contents:
+    def _contents_of(self, digest: str) -> _Contents:
         found = self._contents.get(digest)
         if found is None:
             found = self._contents[digest] = _Contents(self._since_s)
-            self._num_kept += 1
+            self._num_entries += 1
         self._contents.move_to_end(digest)
         return found
 
-    def _bound(self) -> None:
-        while self._num_kept > self._max_kept and len(self._contents) > 1:
-            _, forgotten = self._contents.popitem(last=False)
-            self._num_kept -= 1 + len(forgotten.activities)
+    def _evict(self) -> None:
+        while self._num_entries > self._max_entries and len(self._contents) > 1:
+            _, evicted = self._contents.popitem(last=False)
+            self._num_entries -= 1 + len(evicted.activities)
             self._since_s = self._clock()
 
 
 def first_token(seconds: float) -> Activity:
-    """One request's time to first token, and nothing else of it."""
+    """An `Activity` of one time to first token and nothing else."""
     bucket = math.ceil(2 * math.log2(max(seconds, SHORTEST_S) / SHORTEST_S))
     return Activity(first_token_s=seconds, first_tokens=((min(bucket, _LAST_BUCKET), 1),))
 

@@ -1,9 +1,8 @@
-"""What was used, on its way from the process that saw it to the ledger.
+"""Batches of usage on their way from the process that records it to the ledger.
 
-In: what every request has taken, as it ends. Out: numbered batches of sums per minute, project, key, model and
-contents. Rule: a batch is sent until it is acknowledged, and always with the same number and the same rows, so that the
-ledger takes it exactly once; what comes meanwhile is in the next one. With a journal, what a process that was killed
-had counted is sent by another.
+Rows are summed per minute, project, key, model and contents. A batch is sent until it is acknowledged, always with the
+same number and rows, so the ledger takes it exactly once; later usage goes into the next batch. With a WAL, another
+process sends what a killed one had recorded.
 """
 
 from __future__ import annotations
@@ -20,9 +19,9 @@ from app.engine.wire_format import message
 
 logger = logging.getLogger(__name__)
 
-#: How often what was used is written down.
+#: How often usage is flushed.
 FLUSH_INTERVAL_S = 1.0
-#: After so many of them it is looked whether a process of this machine was killed.
+#: Flushes between two looks for orphaned batches of killed processes on this machine.
 ADOPT_EVERY = 5
 
 RouteKind = Literal["completions", "embeddings"]
@@ -42,9 +41,9 @@ class LedgerKey(NamedTuple):
 
 @message
 class UsageRecord(NamedTuple):
-    """What was used. Cached tokens are part of the prompt's. Loads are those of the adapter's rows to a device.
+    """Used amounts. Cached tokens are part of the prompt's. Loads are of the adapter's rows to a device.
 
-    `rank_row_ms`, `kv_block_ms`: rank rows and KV blocks that were held, times milliseconds.
+    `rank_row_ms`, `kv_block_ms`: rank rows and KV blocks held, times milliseconds.
     """
 
     num_requests: int = 0
@@ -62,46 +61,48 @@ class UsageRecord(NamedTuple):
 
 
 Row = tuple[LedgerKey, UsageRecord]
-#: (who writes, number of the batch, rows). Raises NotReady while the ledger is away.
+#: (writer id, batch number, rows). Raises NotReady while the ledger is unavailable.
 Write = Callable[[str, int, Sequence[Row]], Awaitable[None]]
 
 
 class UsageLog(Protocol):
-    """What of a journal is used here (`Journal`)."""
+    """`UsageWal`, which imports this module."""
 
-    def add(self, number: int, key: LedgerKey, charge: UsageRecord) -> None: ...
+    def add(self, number: int, key: LedgerKey, usage: UsageRecord) -> None: ...
 
-    def recorded(self, number: int) -> None: ...
+    def acknowledge(self, number: int) -> None: ...
 
-    def abandoned(self) -> Iterator[tuple[str, int, Sequence[Row]]]: ...
+    def orphans(self) -> Iterator[tuple[str, int, Sequence[Row]]]: ...
 
     def close(self) -> None: ...
 
 
 class UsageFlusher:
-    """One per process, on its event loop. `writer_id` is of this process alone."""
+    """One per process, on its event loop. `writer_id` must be unique to this process."""
 
-    def __init__(self, write: Write, writer_id: str, journal: UsageLog | None = None) -> None:
+    def __init__(self, write: Write, writer_id: str, wal: UsageLog | None = None) -> None:
         self._write = write
         self._writer_id = writer_id
-        self._journal = journal
+        self._wal = wal
         self._open: dict[LedgerKey, UsageRecord] = {}
         self._sent: Sequence[Row] = ()
         self._number = 0
         self._writing = asyncio.Lock()
 
-    def add(self, key: LedgerKey, charge: UsageRecord) -> None:
-        """Something was used."""
-        if self._journal is not None:
+    def add(self, key: LedgerKey, usage: UsageRecord) -> None:
+        """Add usage to the open batch."""
+        if self._wal is not None:
             try:
-                self._journal.add(self._number + 1, key, charge)
-            except OSError as error:  # a disk that is full must not refuse requests
-                logger.error("usage is lost if this process is killed before it has told it: %s", error)
+                self._wal.add(self._number + 1, key, usage)
+            except OSError as error:  # a full disk must not fail requests
+                logger.error(
+                    "cannot write the usage log; usage not yet flushed is lost if this process is killed: %s", error
+                )
         held = self._open.get(key)
-        self._open[key] = charge if held is None else held.plus(charge)
+        self._open[key] = usage if held is None else held.plus(usage)
 
-    async def keep_flushing(self) -> None:
-        """`flush` every second, and now and then for processes that died, until cancelled."""
+    async def flush_loop(self) -> None:
+        """Flush every second, and adopt orphaned batches now and then, until cancelled."""
         for number in itertools.count():
             if number % ADOPT_EVERY == 0:
                 await self.adopt()
@@ -109,54 +110,54 @@ class UsageFlusher:
             await self.flush()
 
     async def adopt(self) -> None:
-        """Have written down what processes of this machine had counted when they were killed."""
-        if self._journal is None:
+        """Send the batches of killed processes on this machine."""
+        if self._wal is None:
             return
         try:
-            for writer_id, number, rows in self._journal.abandoned():
-                await self._written(writer_id, number, rows)
-                logger.warning("wrote down usage of %d kinds for %s, which was killed", len(rows), writer_id)
+            for writer_id, number, rows in self._wal.orphans():
+                await self._send(writer_id, number, rows)
+                logger.warning("recorded %d rows of usage for the killed process %s", len(rows), writer_id)
         except NotReady as error:
-            logger.warning("usage of processes that were killed waits to be written down: %s", error)
+            logger.warning("usage of killed processes is still to be recorded: %s", error)
         except OSError as error:
-            logger.error("usage of processes that were killed cannot be read: %s", error)
+            logger.error("cannot read the usage of killed processes: %s", error)
 
     async def flush(self) -> bool:
-        """Have all that was used so far written down; False while the ledger is away."""
+        """Send all usage so far; returns False while the ledger is unavailable."""
         async with self._writing:
             while self._sent or self._open:
                 if not self._sent:
                     self._sent, self._open = tuple(self._open.items()), {}
                     self._number += 1
                 try:
-                    await self._written(self._writer_id, self._number, self._sent)
-                except ActorUnavailable:  # it is told for all who call the ledger
+                    await self._send(self._writer_id, self._number, self._sent)
+                except ActorUnavailable:  # logged once for all callers of the ledger
                     return False
                 except NotReady as error:
-                    logger.warning("usage of %d kinds waits to be written down: %s", len(self._sent), error)
+                    logger.warning("%d rows of usage are still to be recorded: %s", len(self._sent), error)
                     return False
                 self._sent = ()
-                if self._journal is not None:
-                    self._journal.recorded(self._number)
+                if self._wal is not None:
+                    self._wal.acknowledge(self._number)
             return True
 
-    async def _written(self, writer_id: str, number: int, rows: Sequence[Row]) -> None:
-        """What the ledger can never take is for the log: all that comes after it would wait for ever."""
+    async def _send(self, writer_id: str, number: int, rows: Sequence[Row]) -> None:
+        """Send a batch. One that the ledger refuses is logged and dropped: all later ones would wait for ever."""
         try:
             await self._write(writer_id, number, rows)
         except InvalidRequest as error:
-            logger.error("usage is lost, for the ledger refuses it: %s; %s", error, rows)
+            logger.error("dropping usage that the ledger refuses: %s; %s", error, rows)
 
     async def close(self) -> None:
-        """Write down what was used, and leave the rest to others."""
+        """Flush, and leave the rest to other processes."""
         await self.flush()
-        if self._journal is not None:
-            self._journal.close()
+        if self._wal is not None:
+            self._wal.close()
 
 
 def sum_usage(rows: Iterable[Row]) -> Sequence[Row]:
-    """One row for each key, in the order in which keys came first."""
+    """One row for each key, in order of first occurrence."""
     sums: dict[LedgerKey, UsageRecord] = {}
-    for key, charge in rows:
-        sums[key] = charge if key not in sums else sums[key].plus(charge)
+    for key, usage in rows:
+        sums[key] = usage if key not in sums else sums[key].plus(usage)
     return tuple(sums.items())

@@ -1,8 +1,7 @@
-"""The ledger: what every tenant has used, by the minute, in the database.
+"""The ledger: the database table of every tenant's usage, by the minute.
 
-In: numbered batches of every writer. Out: sums over buckets of time. Rule: a batch is in the ledger once, whoever
-sends it how often: its number is written in the same transaction as its rows, and one that is not above the writer's
-last is known already.
+A batch is recorded once, however often it is sent: its number is written in the same transaction as its rows, and a
+number that is not above the writer's last is known already.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from app.deployments.tenancy.usage.flusher import LedgerKey, Row, UsageRecord
 from app.deployments.tenancy.usage.queries import UsageBucket, UsageQuery
 
 _AMOUNTS = UsageRecord._fields
-# Built once: to build one, and to find its compiled form, takes four times as long as to execute it.
+# Built once: building and compiling the statement takes four times as long as executing it.
 _ADD = (
     update(ledger)
     .where(*(ledger.c[name] == bindparam(f"its_{name}") for name in ("base_digest", *LedgerKey._fields)))
@@ -27,19 +26,19 @@ _ADD = (
 _BEGIN = insert(ledger)
 #: A writer that has been silent for this long sends no batch again.
 _WRITER_LIFE_S = 7 * 86_400.0
-#: Of more projects than this all are summed: databases bound how many values a statement has.
+#: With more projects than this all are summed: databases bound the number of values in a statement.
 _MAX_NAMED = 1000
 
 
 class Ledger:
-    """Every call is one transaction; threads may call at the same time."""
+    """Every call is one transaction. Thread-safe."""
 
     def __init__(self, database: Database) -> None:
         self._database = database
         self._base = database.base_digest
 
     def record(self, writer_id: str, number: int, rows: Sequence[Row]) -> bool:
-        """Add a batch; False if it is in the ledger already."""
+        """Add a batch; returns False if it was recorded already."""
         now_s = self._database.clock()
         place = and_(ledger_writers.c.base_digest == self._base, ledger_writers.c.writer_id == writer_id)
         with self._database.write() as connection:
@@ -54,28 +53,28 @@ class Ledger:
                 connection.execute(insert(ledger_writers).values(**writer, **values))
             else:
                 connection.execute(update(ledger_writers).where(place).values(**values))
-            for key, charge in rows:
-                self._add(connection, key, charge)
+            for key, usage in rows:
+                self._add(connection, key, usage)
             return True
 
     def buckets(self, query: UsageQuery) -> list[UsageBucket]:
-        """Sums of the query's buckets of time, those without any use among them, each grouped as it asks."""
+        """Usage by the query's time buckets, empty ones included, each grouped as the query asks."""
         width = query.width_s // 60
         columns = [ledger.c[name] for name in query.group_by]
         start = ledger.c.minute - ledger.c.minute % width
         sums = [func.sum(ledger.c[name]).label(name) for name in _AMOUNTS]
-        wanted = select(start.label("start"), *columns, *sums).where(
+        query_sums = select(start.label("start"), *columns, *sums).where(
             ledger.c.base_digest == self._base,
             ledger.c.minute >= query.start_s // 60,
             ledger.c.minute < -(-query.end_s // 60),
         )
         if query.route_kind is not None:
-            wanted = wanted.where(ledger.c.route_kind == query.route_kind)
+            query_sums = query_sums.where(ledger.c.route_kind == query.route_kind)
         for name, values in query.only.items():
-            wanted = wanted.where(ledger.c[name].in_(values))
+            query_sums = query_sums.where(ledger.c[name].in_(values))
         found: dict[int, list[tuple[Mapping[str, str], UsageRecord]]] = {}
         with self._database.read() as connection:
-            for row in connection.execute(wanted.group_by(start, *columns).order_by(start, *columns)).mappings():
+            for row in connection.execute(query_sums.group_by(start, *columns).order_by(start, *columns)).mappings():
                 group = {column.name: row[column.name] for column in columns}
                 found.setdefault(row["start"] * 60, []).append(
                     (group, UsageRecord(*(int(row[name]) for name in _AMOUNTS)))
@@ -83,12 +82,12 @@ class Ledger:
         starts = range(query.start_s, query.end_s, query.width_s)
         return [UsageBucket(each, each + query.width_s, tuple(found.get(each, ()))) for each in starts]
 
-    def spent(self, project_id: str, now_s: float) -> int:
-        """What a project has spent since the month of that time began, in nanos."""
-        return self.spent_by([project_id], now_s)[project_id]
+    def project_spend(self, project_id: str, now_s: float) -> int:
+        """A project's spend since the start of the month of `now_s`, in nanos."""
+        return self.spend_by_project([project_id], now_s)[project_id]
 
-    def spent_by(self, project_ids: Collection[str], now_s: float) -> dict[str, int]:
-        """The same of several projects."""
+    def spend_by_project(self, project_ids: Collection[str], now_s: float) -> dict[str, int]:
+        """The same for several projects."""
         sums = func.sum(ledger.c.cost_nanos)
         since_month = (ledger.c.base_digest == self._base, ledger.c.minute >= int(month_start_s(now_s)) // 60)
         query = select(ledger.c.project_id, sums).where(*since_month).group_by(ledger.c.project_id)
@@ -99,15 +98,15 @@ class Ledger:
         return {project_id: found.get(project_id, 0) for project_id in project_ids}
 
     def total(self) -> UsageRecord:
-        """Everything that was ever used."""
+        """All recorded usage."""
         sums = [func.sum(ledger.c[name]) for name in _AMOUNTS]
         with self._database.read() as connection:
             row = connection.execute(select(*sums).where(ledger.c.base_digest == self._base)).one()
         return UsageRecord(*(int(value or 0) for value in row))
 
-    def _add(self, connection: Connection, key: LedgerKey, charge: UsageRecord) -> None:
+    def _add(self, connection: Connection, key: LedgerKey, usage: UsageRecord) -> None:
         place = {"base_digest": self._base, **key._asdict()}
-        amounts = charge._asdict()
+        amounts = usage._asdict()
         added = {f"its_{name}": value for name, value in place.items()}
         added |= {f"more_{name}": amount for name, amount in amounts.items()}
         if not connection.execute(_ADD, added).rowcount:

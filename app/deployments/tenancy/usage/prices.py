@@ -1,8 +1,8 @@
-"""What tokens cost, from the configuration.
+"""Token prices from the configuration.
 
-In: dollars per million tokens, by model or adapter. Out: whole billionths of a dollar, so that sums are exact. An
-adapter without a price of its own costs what its base model does, and a model without any costs nothing. Rule: several
-adapters at once are never cheaper than the dearest of them.
+Dollars per million tokens become whole billionths of a dollar, so sums are exact. An adapter without its own price
+costs what the base model does; a model without any price is free. A combination costs as much as its most expensive
+part.
 """
 
 from __future__ import annotations
@@ -14,23 +14,23 @@ from app.engine.adapters.card import AdapterRef
 from app.engine.adapters.combining.combination import is_combination, parse_combination
 from app.engine.request import Usage
 
-#: A dollar per million tokens is so many nanos per token.
+#: Nanos per token for one dollar per million tokens.
 _NANOS = 1000
 
 
 class Prices:
-    """`base_name` is the base model's."""
+    """Prices by model and adapter name; `base_name` is the base model's."""
 
     def __init__(self, prices: Mapping[str, PriceConfig], base_name: str) -> None:
         self._prices = prices
         self._base = prices.get(base_name, PriceConfig())
 
     def at_most(self, models: tuple[str, ...], num_prompt: int, max_tokens: int) -> int:
-        """What a sequence may cost: nothing of it found in the cache, all of its tokens generated."""
+        """Upper bound of a sequence's cost: nothing cached, all tokens generated."""
         return self.of(models, Usage(num_prompt, 0, max_tokens))
 
     def of(self, models: tuple[str, ...], usage: Usage) -> int:
-        """What a sequence has cost, in nanos. models: as `paid_models` has them."""
+        """Cost of a sequence in nanos. models: as returned by `paid_models`."""
         if len(models) == 1 or models[0] in self._prices:
             return self._of(models[0], usage)
         return max(self._of(model, usage) for model in models[1:])
@@ -46,7 +46,7 @@ class Prices:
 
 
 def paid_models(ref: AdapterRef | None, base_name: str) -> tuple[str, ...]:
-    """The names that a request with this adapter is limited and paid by: its own, and those of what it is made of."""
+    """The names that a request with this adapter is limited and billed by: its own, and those of its parts."""
     if ref is None:
         return (base_name,)
     if not is_combination(ref.uri):

@@ -1,7 +1,6 @@
-"""Questions about usage, as OpenAI's admin API asks them: buckets of time, filters, groups, pages.
+"""Usage queries as in OpenAI's admin API: time buckets, filters, groups, pages.
 
-In: query parameters, already read. Out: a `UsageQuery`, whose buckets begin at whole minutes, hours or days (UTC). A
-page is so many buckets; the next one begins where it ends. Nothing is summed here (`ledger`).
+Buckets begin at whole minutes, hours or days (UTC). A page is a number of buckets; the next begins where it ends.
 """
 
 from __future__ import annotations
@@ -14,14 +13,14 @@ from app.deployments.tenancy.usage.flusher import RouteKind, UsageRecord
 from app.engine.errors import InvalidRequest
 from app.engine.wire_format import message
 
-#: Columns of the ledger that usage is grouped by, by the names that clients use.
+#: Ledger columns to group by, by the names that clients use.
 GROUPS: Mapping[str, str] = {"project_id": "project_id", "api_key_id": "key_id", "model": "model"}
-#: Groups that are asked for and mean nothing here: there are no users, batches or tiers.
+#: Groups that are accepted and have no meaning here: there are no users, batches or service tiers in the ledger.
 EMPTY_GROUPS = frozenset({"user_id", "batch", "service_tier", "api_source", "line_item"})
 
 
 class BucketSize(NamedTuple):
-    """How long a bucket is, and how many a page has: by default and at most."""
+    """The length of a bucket, and the default and maximum number of buckets per page."""
 
     seconds: int
     default_limit: int
@@ -37,7 +36,7 @@ WIDTHS: Mapping[str, BucketSize] = {
 
 @message
 class UsageBucket(NamedTuple):
-    """Usage between two times (Unix seconds): a sum for each group of which there is any."""
+    """Usage between two times (Unix seconds): a sum for each group that has any."""
 
     start_s: int
     end_s: int
@@ -49,7 +48,7 @@ class UsageBucket(NamedTuple):
 class UsageQuery:
     """`start_s` to `end_s` are whole buckets of one page; `next_s` is where the next page begins, None after the last.
 
-    `only`: columns of the ledger and the values that count. `group_by`: columns. `route_kind` None: of every route.
+    `only`: ledger columns and the values to include. `group_by`: columns. `route_kind` None: all routes.
     """
 
     start_s: int
@@ -71,7 +70,7 @@ def usage_query(
     group_by: Sequence[str],
     route_kind: RouteKind | None,
 ) -> UsageQuery:
-    """Raises InvalidRequest. `page` is the `next_page` of the page before."""
+    """A query from request parameters. `page` is the `next_page` of the previous page. Raises InvalidRequest."""
     if end_s <= start_s:
         raise InvalidRequest(f"end_time {end_s} is not after start_time {start_s}", param="end_time")
     limit = width.default_limit if limit is None else limit

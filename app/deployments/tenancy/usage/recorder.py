@@ -1,8 +1,7 @@
-"""What requests have taken, as rows of the ledger.
+"""Recorder of requests and consumption as rows for the ledger.
 
-In: requests that are admitted, what engines say that they consumed, adapters that were loaded for nobody's request.
-Out: charges, added to a `UsageFlusher`. Rule: an ingress counts that a request came, and the engine where it ended counts
-all that was computed and held for it, so that tenants' sums are engines' sums, whatever becomes of ingresses.
+An ingress records that a request arrived. The engine where a sequence ended records all that was computed and held for
+it, so tenants' sums equal engines' sums, whatever becomes of ingresses.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from app.deployments.tenancy.usage.prices import Prices, paid_models
 from app.engine.adapters.card import AdapterRef
 from app.engine.request import GenerateRequest, RequestUsage, Usage
 
-#: Of a model's name in the ledger.
+#: Longest model name in the ledger.
 MAX_MODEL_CHARS = 128
 
 
@@ -27,17 +26,17 @@ class UsageRecorder:
         self._base_name = base_name
         self._clock = clock
 
-    def came(self, request: GenerateRequest) -> None:
-        """A client's request was admitted; `request` is the first of its sequences."""
+    def record_request(self, request: GenerateRequest) -> None:
+        """Count a client's admitted request; `request` is the first of its sequences."""
         self.metering.add(self._key(request), UsageRecord(num_requests=1))
 
-    def came_to_choose(self, tenant_id: str, key_id: str) -> None:
-        """A client asked which adapter is nearest, and for nothing else."""
-        key = LedgerKey(self._minute(), tenant_id, key_id, _shortened(self._base_name), "", "embeddings")
+    def record_routing_request(self, tenant_id: str, key_id: str) -> None:
+        """Count a request that only asked which adapter matches best."""
+        key = LedgerKey(self._minute(), tenant_id, key_id, _shorten(self._base_name), "", "embeddings")
         self.metering.add(key, UsageRecord(num_requests=1))
 
-    def ended(self, request: GenerateRequest, request_usage: RequestUsage) -> None:
-        """A sequence has ended. One of a sender that counts itself (`key_id` None) is not counted here."""
+    def record_usage(self, request: GenerateRequest, request_usage: RequestUsage) -> None:
+        """Record a sequence that ended. Skipped for senders that record it themselves (`key_id` None)."""
         if request.key_id is None:
             return
         key = self._key(request)
@@ -46,22 +45,22 @@ class UsageRecorder:
         charge = UsageRecord(**request_usage._asdict(), cost_nanos=self._prices.of(models, used))
         self.metering.add(key, charge)
 
-    def loaded(self, ref: AdapterRef, size_bytes: int) -> None:
-        """An adapter was written to a device before anybody asked for it: its owner's cost."""
+    def record_load(self, ref: AdapterRef, size_bytes: int) -> None:
+        """Charge an adapter's owner for a load to a device that no request caused."""
         if size_bytes:
-            key = LedgerKey(self._minute(), ref.tenant_id, "", _shortened(ref.name), ref.digest, "completions")
+            key = LedgerKey(self._minute(), ref.tenant_id, "", _shorten(ref.name), ref.digest, "completions")
             self.metering.add(key, UsageRecord(num_loads=1, load_bytes=size_bytes))
 
     def _key(self, request: GenerateRequest) -> LedgerKey:
         adapter = request.requested_adapter
         model, digest = (self._base_name, "") if adapter is None else (adapter.name, adapter.digest)
         kind: RouteKind = "completions" if request.pooling is None else "embeddings"
-        return LedgerKey(self._minute(), request.tenant_id, request.key_id or "", _shortened(model), digest, kind)
+        return LedgerKey(self._minute(), request.tenant_id, request.key_id or "", _shorten(model), digest, kind)
 
     def _minute(self) -> int:
         return int(self._clock()) // 60
 
 
-def _shortened(model: str) -> str:
-    """As the ledger has room for: the name of several adapters at once has no end. The digest tells them apart."""
+def _shorten(model: str) -> str:
+    """Cut a name to the ledger's column: names of combinations are unbounded. The digest distinguishes them."""
     return model if len(model) <= MAX_MODEL_CHARS else model[: MAX_MODEL_CHARS - 1] + "…"

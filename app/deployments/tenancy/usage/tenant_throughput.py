@@ -1,8 +1,7 @@
-"""What each tenant was served lately, in the process that owns the ledger: all of them, so that few can be told.
+"""Recent throughput of every tenant, in the process that owns the ledger.
 
-In: batches as they enter the ledger. Out: tokens per second of the tenants that were served most, of all the others
-together, and how evenly all of them were served. Rule: however many tenants there are, at most so many are named; what
-is not named is in `OTHER`, so that the sum is always everybody's.
+Batches are counted as they enter the ledger. At most `MAX_NAMED` tenants are named, the rest is in `OTHER`, so the sum
+covers everybody.
 """
 
 from __future__ import annotations
@@ -16,17 +15,17 @@ from app.deployments.tenancy.usage.flusher import Row, UsageRecord
 K = TypeVar("K", bound=Hashable)
 V = TypeVar("V")
 
-#: Over so long a time it is looked, in steps of so long.
+#: Length of the window, and of its steps.
 WINDOW_S, STEP_S = 60.0, 5.0
 #: Tenants that are named.
 MAX_NAMED = 32
 OTHER = "other"
-#: As the fair queue of engines prices tokens: those of prompts that were not cached, and generated ones.
+#: Token prices of the engines' fair queue, for uncached prompt tokens and generated tokens.
 _INPUT_PRICE, _OUTPUT_PRICE = 1.0, 2.0
 
 
 class ServedTokens(NamedTuple):
-    """One tenant's part: tokens per second, and loads of adapters per second."""
+    """One tenant's tokens and adapter loads per second."""
 
     prompt: float
     cached: float
@@ -35,9 +34,9 @@ class ServedTokens(NamedTuple):
 
 
 class SlidingSums(Generic[K, V]):
-    """Sums per key over the last minute; a key without amounts in it is forgotten.
+    """Sums per key over the last minute; keys without recent amounts are dropped.
 
-    One thread at a time. `clock` gives seconds and never goes back; `plus` adds two amounts.
+    Not thread-safe. `clock` gives monotonic seconds; `plus` adds two amounts.
     """
 
     def __init__(self, clock: Callable[[], float], plus: Callable[[V, V], V]) -> None:
@@ -47,14 +46,14 @@ class SlidingSums(Generic[K, V]):
 
     def add(self, key: K, amount: V) -> None:
         now_s = self._clock()
-        self._forget(now_s)
+        self._drop_old(now_s)
         if not self._steps or now_s - self._steps[-1][0] >= STEP_S:
             self._steps.append((now_s, {}))
         self._add(self._steps[-1][1], key, amount)
 
     def sums(self) -> Mapping[K, V]:
-        """Of the keys that something came for in the last minute."""
-        self._forget(self._clock())
+        """Sums of all keys with an amount in the last minute."""
+        self._drop_old(self._clock())
         sums: dict[K, V] = {}
         for _, step in self._steps:
             for key, amount in step.items():
@@ -64,54 +63,56 @@ class SlidingSums(Generic[K, V]):
     def _add(self, sums: dict[K, V], key: K, amount: V) -> None:
         sums[key] = self._plus(sums[key], amount) if key in sums else amount
 
-    def _forget(self, now_s: float) -> None:
+    def _drop_old(self, now_s: float) -> None:
         while self._steps and now_s - self._steps[0][0] > WINDOW_S:
             self._steps.popleft()
 
 
 class TenantThroughput:
-    """One event loop. `clock` gives seconds and never goes back; `weight` says a tenant's share."""
+    """One event loop. `clock` gives monotonic seconds; `weight` is a tenant's weight."""
 
     def __init__(self, weight: Callable[[str], float], clock: Callable[[], float]) -> None:
         self._weight = weight
         self._recent: SlidingSums[str, UsageRecord] = SlidingSums(clock, UsageRecord.plus)
 
     def add(self, rows: Iterable[Row]) -> None:
-        """A batch is new in the ledger."""
-        for key, charge in rows:
-            self._recent.add(key.project_id, charge)
+        """Count a batch that is new in the ledger."""
+        for key, usage in rows:
+            self._recent.add(key.project_id, usage)
 
-    def served(self) -> Mapping[str, ServedTokens]:
-        """By tenant: those that were served most, and the others together."""
+    def by_tenant(self) -> Mapping[str, ServedTokens]:
+        """Throughput by tenant: the largest ones, and the others together."""
         sums = self._recent.sums()
         largest = sorted(sums, key=lambda tenant_id: (-_service(sums[tenant_id]), tenant_id))
-        told = {tenant_id: _per_second(sums[tenant_id]) for tenant_id in largest[:MAX_NAMED]}
+        named = {tenant_id: _per_second(sums[tenant_id]) for tenant_id in largest[:MAX_NAMED]}
         rest = UsageRecord()
         for tenant_id in largest[MAX_NAMED:]:
             rest = rest.plus(sums[tenant_id])
-        return told | ({OTHER: _per_second(rest)} if largest[MAX_NAMED:] else {})
+        return named | ({OTHER: _per_second(rest)} if largest[MAX_NAMED:] else {})
 
     def jain_index(self) -> float:
-        """1 if all tenants that were served got service by their weights, 1/n if one of n got all of it (Jain 1984)."""
-        services = [_service(charge) / self._weight(tenant_id) for tenant_id, charge in self._recent.sums().items()]
+        """1 if all active tenants were served in proportion to their weights, 1/n if one of n got everything (Jain
+        1984).
+        """
+        services = [_service(usage) / self._weight(tenant_id) for tenant_id, usage in self._recent.sums().items()]
         return jain_index([service for service in services if service])
 
 
 def jain_index(values: Sequence[float]) -> float:
-    """(sum x)^2 / (n sum x^2); 1 of nothing."""
+    """(sum x)^2 / (n sum x^2); 1 for no values."""
     squares = sum(value * value for value in values)
     return sum(values) ** 2 / (len(values) * squares) if squares else 1.0
 
 
 def weighted_tokens(prompt_tokens: int, cached_tokens: int, completion_tokens: int) -> float:
-    """Tokens by what they cost to compute, in tokens of prompts."""
+    """Tokens by their computing cost, in prompt tokens."""
     return _INPUT_PRICE * (prompt_tokens - cached_tokens) + _OUTPUT_PRICE * completion_tokens
 
 
-def _service(charge: UsageRecord) -> float:
-    return weighted_tokens(charge.prompt_tokens, charge.cached_tokens, charge.completion_tokens)
+def _service(usage: UsageRecord) -> float:
+    return weighted_tokens(usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens)
 
 
-def _per_second(charge: UsageRecord) -> ServedTokens:
-    parts = (charge.prompt_tokens, charge.cached_tokens, charge.completion_tokens, charge.num_loads)
+def _per_second(usage: UsageRecord) -> ServedTokens:
+    parts = (usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens, usage.num_loads)
     return ServedTokens(*(part / WINDOW_S for part in parts))

@@ -1,11 +1,9 @@
-"""What a process has counted and the ledger has not acknowledged, in files that outlive the process.
+"""Write-ahead log of usage: files that keep recorded usage until the ledger has acknowledged it, also if a process
+dies.
 
-In: charges, as they are added, and word of batches that are in the ledger. Out: the batches of processes on this
-machine that died with some. Rule: a batch has one file, named by its writer and number, which nothing is added to once
-the batch is sent; so whoever sends it for a dead writer sends it as the writer did, and the ledger takes it once.
-
-A file is written to as a pipe would be, without waiting for the disk: it survives its process, and not its machine. A
-process that lives holds a lock, which the system takes away when it dies.
+Each batch is a file named by its writer and number. Nothing is appended once the batch is sent, so a process that sends
+it for a dead writer sends the same rows, and the ledger takes them once. Writes are not synced: they survive the
+process, not the machine. A living process holds a lock, which the system releases when it dies.
 """
 
 from __future__ import annotations
@@ -25,15 +23,15 @@ logger = logging.getLogger(__name__)
 
 
 class OrphanedBatch(NamedTuple):
-    """One batch of a writer that has died."""
+    """One batch of a writer that died."""
 
     writer_id: str
     number: int
     rows: Sequence[Row]
 
 
-class _OfAnotherRelease(Exception):
-    """A file's lines have more fields than are known here. Its words are the file's place."""
+class _NewerFormat(Exception):
+    """A file's lines have more fields than this version knows. The message is the file's path."""
 
 
 class UsageWal:
@@ -43,28 +41,28 @@ class UsageWal:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._folder = folder
         self._writer_id = writer_id
-        self._files: dict[int, int] = {}  # descriptors by the number of the batch
+        self._files: dict[int, int] = {}  # file descriptors by batch number
         new = folder / f"{writer_id}.new"
         self._lock = os.open(new, os.O_RDWR | os.O_CREAT, 0o600)
         fcntl.flock(self._lock, fcntl.LOCK_EX)
-        new.rename(_lock_path(folder, writer_id))  # whoever sees it finds it locked
+        new.rename(_lock_path(folder, writer_id))  # locked before others can see it
 
-    def add(self, number: int, key: LedgerKey, charge: UsageRecord) -> None:
-        """Write down one charge of a batch that is not sent yet."""
+    def add(self, number: int, key: LedgerKey, usage: UsageRecord) -> None:
+        """Append one record to a batch that is not sent yet."""
         descriptor = self._files.get(number)
         if descriptor is None:
             path = _batch_path(self._folder, self._writer_id, number)
             descriptor = self._files[number] = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-        os.write(descriptor, json.dumps([*key, *charge]).encode() + b"\n")
+        os.write(descriptor, json.dumps([*key, *usage]).encode() + b"\n")
 
-    def recorded(self, number: int) -> None:
-        """The ledger has the batch."""
+    def acknowledge(self, number: int) -> None:
+        """Delete a batch that the ledger has."""
         if (descriptor := self._files.pop(number, None)) is not None:
             os.close(descriptor)
             _batch_path(self._folder, self._writer_id, number).unlink(missing_ok=True)
 
     def close(self) -> None:
-        """Leave; what is not recorded is found by the others."""
+        """Release the lock; other processes adopt unacknowledged batches."""
         for descriptor in self._files.values():
             os.close(descriptor)
         if not self._files:
@@ -72,15 +70,15 @@ class UsageWal:
         self._files.clear()
         os.close(self._lock)
 
-    def abandoned(self) -> Iterator[OrphanedBatch]:
-        """Batches of writers that have died, each writer's in order; one is forgotten once the next is asked for."""
+    def orphans(self) -> Iterator[OrphanedBatch]:
+        """Batches of dead writers, each writer's in order; a batch is deleted when the next one is requested."""
         for lock in sorted(self._folder.glob("*.lock")):
             writer_id = lock.stem
             if writer_id == self._writer_id:
                 continue
             try:
                 descriptor = os.open(lock, os.O_RDWR)
-            except FileNotFoundError:  # somebody else was faster
+            except FileNotFoundError:  # another process was faster
                 continue
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -89,19 +87,19 @@ class UsageWal:
                     path.unlink(missing_ok=True)
                 lock.unlink(missing_ok=True)
             except BlockingIOError:
-                continue  # it lives
-            except _OfAnotherRelease as error:  # whose processes find it here
-                logger.warning("%s counts what this release does not know; it is kept", error)
+                continue  # the writer lives
+            except _NewerFormat as error:  # left for a process of that version
+                logger.warning("%s has fields that this version does not know; keeping the file", error)
             finally:
                 os.close(descriptor)
 
 
 def open_wal(folder: Path, writer_id: str) -> UsageWal | None:
-    """A journal in that folder; None, and a line in the log, where files cannot be written."""
+    """The WAL in that folder; None, with a log line, where files cannot be written."""
     try:
         return UsageWal(folder, writer_id)
     except OSError as error:
-        logger.warning("usage that is not told yet is lost if this process is killed: %s", error)
+        logger.warning("no usage log; usage not yet flushed is lost if this process is killed: %s", error)
         return None
 
 
@@ -121,9 +119,8 @@ def _batches(folder: Path, writer_id: str) -> Iterator[tuple[int, Path]]:
 
 
 def _read(path: Path) -> Sequence[Row]:
-    """The sums of a batch's lines, as its writer would have sent them. A last line that was cut off is not there.
-
-    Raises _OfAnotherRelease.
+    """The batch's rows, summed as its writer would have sent them; a truncated last line is ignored. Raises
+    _NewerFormat.
     """
     rows: list[Row] = []
     num_fields = len(LedgerKey._fields)
@@ -131,8 +128,8 @@ def _read(path: Path) -> Sequence[Row]:
         with suppress(ValueError, TypeError):
             values = json.loads(line)
             if len(values) > num_fields + len(UsageRecord._fields):
-                raise _OfAnotherRelease(path)
+                raise _NewerFormat(path)
             rows.append((LedgerKey(*values[:num_fields]), UsageRecord(*values[num_fields:])))
             continue
-        logger.error("%s has a line that no writer of ours wrote; it is left out", path)
+        logger.error("%s has an invalid line; ignoring it", path)
     return sum_usage(rows)

@@ -396,7 +396,7 @@ async def test_what_a_full_replica_refuses_goes_where_there_is_room(make_fleet: 
     adapter = fake_adapter("a", 8)
     fleet.adapters[adapter.card.digest] = adapter
     await fleet.assign([adapter.card.digest])
-    (home,) = fleet.homes(adapter.card.digest)
+    (home,) = fleet.assigned_replicas(adapter.card.digest)
     fleet.replicas[home].engine._max_queued_requests = 0
     requests = [make_request(f"r{i}", [i], adapter, max_tokens=4, ignore_eos=True) for i in range(12)]
     for request, (tokens, last) in zip(
@@ -438,7 +438,7 @@ async def test_rows_that_pins_take_on_one_replica_are_no_reason_to_refuse(make_f
     adapter, pinned = fake_adapter("a", 8), fake_adapter("pinned", 64)
     fleet.adapters[adapter.card.digest] = adapter
     await fleet.assign([adapter.card.digest])
-    (home_id,) = fleet.homes(adapter.card.digest)
+    (home_id,) = fleet.assigned_replicas(adapter.card.digest)
     home = fleet.replicas[home_id]
     home.thread.pin_adapters([pinned.card.digest])
     await asyncio.wrap_future(home.thread.load_adapter(pinned, AdapterRef("pinned", pinned.card.digest, "t")))
@@ -701,7 +701,7 @@ async def test_a_failed_engine_takes_no_more_requests(make_fleet: MakeFleet) -> 
     digest = adapter.card.digest
     fleet.adapters[digest] = adapter
     await fleet.assign([digest])
-    failing = fleet.replicas[fleet.homes(digest)[0]]
+    failing = fleet.replicas[fleet.assigned_replicas(digest)[0]]
     failing.backend.fail_at = 0
     for index, with_adapter in enumerate([adapter, None] * 4):
         request = make_request(f"r{index}", [index], with_adapter, max_tokens=4, ignore_eos=True)

@@ -197,7 +197,7 @@ async def test_a_chosen_adapter_s_request_is_one_and_pays_for_the_choice(org: Or
     after = await used(org.service)
     assert after.num_requests - before.num_requests == 2
     assert after.prompt_tokens - before.prompt_tokens == 2 * 2 * len(AUTO["prompt"])
-    spent = org.service.accounting.limiter._pools[LimitKey(org.ids["ada"], "spend")].used
+    spent = org.service.accounting.limiter._leases[LimitKey(org.ids["ada"], "spend")].used
     assert spent == after.cost_nanos - before.cost_nanos > 0
 
 
@@ -226,7 +226,7 @@ async def test_a_choice_of_a_tenant_whose_limits_are_not_enforced_goes_on(org: O
     await owner.configure_project(org.ids["ada"], {"enforce": False, "max_concurrent": 1}, actor="test")
     for _ in range(3):
         assert (await org.ask("ada", "POST", "/v1/completions", json=AUTO)).status_code == 200
-    refused = org.service.accounting.limiter.refused
+    refused = org.service.accounting.limiter.rejected
     assert refused == {RejectedRequest("tokens", is_enforced=False): 3}, "each once, and what was held came back"
 
 
@@ -289,7 +289,7 @@ async def test_a_client_that_leaves_before_the_first_token_pays_for_its_prompt(o
     asking.cancel()
     await asyncio.gather(asking, return_exceptions=True)
     await until(lambda: not org.service.num_streams)
-    pools = org.service.accounting.limiter._pools
+    pools = org.service.accounting.limiter._leases
     assert pools[LimitKey(tenant_id, "spend")].used == 90 * 1000
     assert pools[LimitKey(tenant_id, "concurrent")].reserved == 0
     assert (await org.ask("ada", "POST", "/v1/completions", json=asked)).status_code == 429
@@ -312,7 +312,7 @@ async def test_a_client_that_leaves_while_its_answer_is_stored_holds_nothing(org
     await keeping.wait()
     asking.cancel()
     await asyncio.gather(asking, return_exceptions=True)
-    assert org.service.accounting.limiter._pools[LimitKey(org.ids["ada"], "concurrent")].reserved == 0
+    assert org.service.accounting.limiter._leases[LimitKey(org.ids["ada"], "concurrent")].reserved == 0
     assert (await org.ask("ada", "POST", "/v1/chat/completions", json=CHAT)).status_code == 200
 
 
@@ -352,7 +352,7 @@ async def test_operators_see_what_is_left(org: Org) -> None:
     backend.max_steps = None
     backend.resumed.set()
     assert (await asking).status_code == 200
-    await org.service.accounting.limiter.tell()
+    await org.service.accounting.limiter.report()
     limits = {each["kind"]: each for each in (await org.ask("admin", "GET", url)).json()["limits"]}
     assert (limits["day"]["remaining"], limits["concurrent"]["remaining"]) == (8, 3)
 
@@ -406,7 +406,7 @@ async def test_limits_that_are_not_enforced_refuse_no_request(org: Org) -> None:
     await owner.configure_project(org.ids["ada"], {"enforce": False}, actor="test")
     for _ in range(3):
         assert (await org.ask("ada", "POST", "/v1/chat/completions", json=CHAT)).status_code == 200
-    assert sum(org.service.accounting.limiter.refused.values()) == 2
+    assert sum(org.service.accounting.limiter.rejected.values()) == 2
 
 
 async def test_usage_and_costs_by_the_official_client(org: Org) -> None:

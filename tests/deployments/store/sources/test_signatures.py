@@ -129,7 +129,7 @@ def test_the_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     public = capsys.readouterr().out.strip()
     assert key.stat().st_mode & 0o077 == 0
     trusted = load_config({"adapters": {"signing": {"required": True, "trusted_keys": {"default": [public]}}}})
-    assert trusted.adapters.signing.trusted.keys == {"default": (public,)}
+    assert trusted.adapters.signing.trust.keys == {"default": (public,)}
     with pytest.raises(ConfigError, match="trusted_keys"):
         load_config({"adapters": {"signing": {"trusted_keys": {"default": ["short"]}}}})
     assert cli.main(["keygen", str(key)]) == 1, "a key is never overwritten"

@@ -8,7 +8,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from app.deployments.tenancy.quota.leases import HOLDER_SILENCE_S, LeaseRequest, QuotaLessor
+from app.deployments.tenancy.quota.leases import HOLDER_TIMEOUT_S, LeaseRequest, QuotaLessor
 from app.deployments.tenancy.quota.limits import BudgetCounter, LimitKey
 from tests.budgets import examples
 from tests.deployments.tenancy.quota.test_rate_limiter import tenant
@@ -108,7 +108,7 @@ class Spending(RuleBasedStateMachine):
 
     @rule()
     def bury(self) -> None:
-        self.now_s += HOLDER_SILENCE_S - 1
+        self.now_s += HOLDER_TIMEOUT_S - 1
         for ingress in self.living:
             self.tell(ingress)
         self.now_s += 2.0
@@ -119,19 +119,19 @@ class Spending(RuleBasedStateMachine):
     def pause(self, data: st.DataObject) -> None:
         """One is not heard for so long that it is taken for dead."""
         ingress = data.draw(st.sampled_from(self.living))
-        self.now_s += HOLDER_SILENCE_S + 1
+        self.now_s += HOLDER_TIMEOUT_S + 1
         for other in self.living:
             if other is not ingress:
                 self.tell(other)
 
     @rule()
     def reckon(self) -> None:
-        self.lender.reckon({"t": self.written}, self.now_s)
+        self.lender.reconcile({"t": self.written}, self.now_s)
         self.read = self.written
 
     def tell(self, ingress: Ingress, need: int = 0) -> None:
         want = LeaseRequest(SPEND, need, need, holding=ingress.holding, used=ingress.used)
-        (grant,) = self.lender.lend(ingress.name, [want], self.now_s)
+        (grant,) = self.lender.lease(ingress.name, [want], self.now_s)
         ingress.units += grant.granted
 
     def _die(self, ingress: Ingress) -> None:
@@ -156,11 +156,11 @@ class Spending(RuleBasedStateMachine):
     @invariant()
     def counts_what_the_ledger_said_and_no_more_than_was_spent_or_lent(self) -> None:
         counter = self.counter
-        counted = counter.used + counter.booked
-        assert counted + sum(counter.held.values()) >= self.read
+        counted = counter.used + counter.presumed_used
+        assert counted + sum(counter.leased.values()) >= self.read
         assert counter.used <= self.truly
-        assert counter.booked <= sum(counter.left.values())
-        assert counted <= self.truly + sum(counter.left.values())
+        assert counter.presumed_used <= sum(counter.unreconciled.values())
+        assert counted <= self.truly + sum(counter.unreconciled.values())
 
     def teardown(self) -> None:
         """Everything ends, is told and written, and the ledger is asked once more."""
@@ -173,7 +173,7 @@ class Spending(RuleBasedStateMachine):
         self.written = self.truly
         self.bury()
         self.reckon()
-        assert self.counter.used + self.counter.booked == self.truly
+        assert self.counter.used + self.counter.presumed_used == self.truly
         assert self.counter.remaining() == self.counter.limit - self.truly
 
 
@@ -185,11 +185,11 @@ def test_what_the_ledger_knows_before_it_is_told_is_not_counted_twice() -> None:
     counter = BudgetCounter(1000, is_spent=True)
     for holder in ("dead", "alive"):
         counter.report(holder, 100, 0)
-    counter.forget(["dead"])
+    counter.expire(["dead"])
     assert counter.remaining() == 800, "nothing is free before the ledger was asked"
-    counter.reckon(30 + 50)  # the 50 of the other's, which has not told them
+    counter.reconcile(30 + 50)  # the 50 of the other's, which has not told them
     counter.report("alive", 50, 50)
-    counter.reckon(30 + 50)
-    assert (counter.used, counter.booked, counter.remaining()) == (50, 30, 1000 - 80 - 50)
+    counter.reconcile(30 + 50)
+    assert (counter.used, counter.presumed_used, counter.remaining()) == (50, 30, 1000 - 80 - 50)
     counter.report("dead", 70, 30)  # it lives after all
-    assert (counter.used, counter.booked, counter.remaining()) == (80, 0, 1000 - 80 - 50 - 70)
+    assert (counter.used, counter.presumed_used, counter.remaining()) == (80, 0, 1000 - 80 - 50 - 70)

@@ -14,7 +14,7 @@ from app.deployments.tenancy.quota.limits import (
     Cost,
     GcraCounter,
     LimitKey,
-    SpendReached,
+    SpendLimitError,
     month_of,
     month_start_s,
     refusal,
@@ -53,7 +53,7 @@ def test_what_is_given_back_is_there_again(limit: int, steps: list[tuple[float, 
         before = counter.remaining(now_s)
         got = counter.take(amount, now_s)
         assert got == min(amount, before)
-        counter.give_back(min(back, got), now_s)
+        counter.refund(min(back, got), now_s)
         assert abs(counter.remaining(now_s) - (before - got + min(back, got))) <= 1
         assert 0 <= counter.remaining(now_s) <= limit
 
@@ -89,9 +89,9 @@ def test_a_count_believes_totals_however_often_they_are_told() -> None:
     counter.report("a", 1, 4)
     counter.report("a", 1, 4)
     assert (counter.used, counter.remaining()) == (1, 10 - 1 - 1 - 4)
-    counter.forget(["b"])
+    counter.expire(["b"])
     assert counter.remaining() == 4, "it may have used what it held"
-    counter.reckon(1)
+    counter.reconcile(1)
     assert counter.remaining() == 8
 
 
@@ -120,7 +120,7 @@ def test_who_is_refused_hears_the_value_the_limit_and_the_way_out() -> None:
     assert never.retry_after_s is None
     assert "5000" in str(never)
     money = refusal(LimitKey("t", "spend"), 5, 1_500_000_000, math.inf)
-    assert isinstance(money, SpendReached)
+    assert isinstance(money, SpendLimitError)
     assert "1.50 USD" in str(money)
 
 

@@ -9,9 +9,9 @@ from collections.abc import Mapping, Sequence
 import pytest
 
 from app.deployments.tenancy.models import RateLimit, Tenant, TenantLimits
-from app.deployments.tenancy.quota.leases import HOLDER_SILENCE_S, LeaseGrant, LeaseRequest, QuotaLessor
-from app.deployments.tenancy.quota.limits import LimitKey, LimitReached, SpendReached
-from app.deployments.tenancy.quota.rate_limiter import TELL_INTERVAL_S, RateLimiter, Reservation
+from app.deployments.tenancy.quota.leases import HOLDER_TIMEOUT_S, LeaseGrant, LeaseRequest, QuotaLessor
+from app.deployments.tenancy.quota.limits import LimitError, LimitKey, SpendLimitError
+from app.deployments.tenancy.quota.rate_limiter import REPORT_INTERVAL_S, RateLimiter, Reservation
 from app.engine.errors import NotReady
 
 REQUESTS, TOKENS = LimitKey("t", "requests", "base"), LimitKey("t", "tokens", "base")
@@ -37,7 +37,7 @@ class Owner:
         await asyncio.sleep(0)
         if self.is_away:
             raise NotReady("the owner restarts")
-        return self.lender.lend(holder, wants, self.now_s)
+        return self.lender.lease(holder, wants, self.now_s)
 
     def limiter(self, name: str) -> RateLimiter:
         return RateLimiter(self.lend, name, lambda: self.now_s)
@@ -49,14 +49,14 @@ def tenant(*, enforce: bool = True, **limits: int) -> Tenant:
     return Tenant("t", "t", 0.0, enforce=enforce, limits=TenantLimits(rates, **limits))
 
 
-async def attempt(limiter: RateLimiter, owner: Owner, needs: Mapping[LimitKey, int]) -> Reservation | LimitReached:
+async def attempt(limiter: RateLimiter, owner: Owner, needs: Mapping[LimitKey, int]) -> Reservation | LimitError:
     try:
         return await limiter.reserve(owner.tenant, needs)
-    except LimitReached as error:
+    except LimitError as error:
         return error
 
 
-def admitted(results: Sequence[Reservation | LimitReached]) -> list[Reservation]:
+def admitted(results: Sequence[Reservation | LimitError]) -> list[Reservation]:
     return [result for result in results if isinstance(result, Reservation)]
 
 
@@ -78,7 +78,7 @@ async def test_tokens_and_money_are_reserved_before_and_settled_after() -> None:
     owner = Owner(tenant(tokens=1000, spend_cents=1))
     limiter, needs = owner.limiter("a"), {TOKENS: 400, SPEND: 4_000_000}
     first, second = [await limiter.reserve(owner.tenant, needs) for _ in range(2)]
-    with pytest.raises(LimitReached):
+    with pytest.raises(LimitError):
         await limiter.reserve(owner.tenant, needs)
     limiter.settle(first, {TOKENS: 100, SPEND: 1_000_000})
     limiter.settle(first, {TOKENS: 0, SPEND: 0})  # once
@@ -86,14 +86,14 @@ async def test_tokens_and_money_are_reserved_before_and_settled_after() -> None:
     for reservation in (second, third):
         limiter.settle(reservation, {TOKENS: 400, SPEND: 4_000_000})
     owner.now_s += 3600
-    with pytest.raises(SpendReached):
+    with pytest.raises(SpendLimitError):
         await limiter.reserve(owner.tenant, needs)
     await limiter.reserve(owner.tenant, {TOKENS: 1000, SPEND: 1_000_000})
 
 
 async def test_a_request_that_is_larger_than_the_limit_is_told_so_without_asking() -> None:
     owner = Owner(tenant(tokens=100))
-    with pytest.raises(LimitReached, match="needs 101") as caught:
+    with pytest.raises(LimitError, match="needs 101") as caught:
         await owner.limiter("a").reserve(owner.tenant, {TOKENS: 101})
     assert caught.value.retry_after_s is None
     assert owner.num_calls == 0
@@ -103,13 +103,13 @@ async def test_what_one_ingress_holds_and_does_not_use_serves_another() -> None:
     owner = Owner(tenant(requests=100, max_concurrent=5))
     one, two = owner.limiter("a"), owner.limiter("b")
     held = [await one.reserve(owner.tenant, {REQUESTS: 1, CONCURRENT: 1}) for _ in range(5)]
-    assert isinstance(await attempt(two, owner, {CONCURRENT: 1}), LimitReached)
+    assert isinstance(await attempt(two, owner, {CONCURRENT: 1}), LimitError)
     for reservation in held:
         one.settle(reservation, {})
-    await one.tell()
+    await one.report()
     assert len(admitted([await attempt(two, owner, {CONCURRENT: 1}) for _ in range(6)])) == 5
     owner.now_s += 2.0
-    await one.tell()  # units lent ahead go back
+    await one.report()  # units lent ahead go back
     assert len(admitted([await attempt(two, owner, {REQUESTS: 1}) for _ in range(120)])) in (95 + 3, 95 + 4)
 
 
@@ -120,14 +120,14 @@ async def test_at_a_steady_load_over_two_ingresses_less_than_one_percent_is_refu
     for index in range(3000):  # five minutes at the limit: a request of 100 tokens each 0.1 s
         needs = {REQUESTS: 1, TOKENS: 100}
         result = await attempt(ingresses[index % 2], owner, needs)
-        if isinstance(result, LimitReached):
+        if isinstance(result, LimitError):
             num_refused += 1
         else:
             reservations.append(result)
         owner.now_s += 0.1
         if index % 5 == 0:
             for ingress in ingresses:
-                await ingress.tell()
+                await ingress.report()
     assert num_refused < 0.01 * 3000
 
 
@@ -146,14 +146,14 @@ async def test_below_the_limit_nothing_trips_early_over_several_ingresses(num_in
         for entry in [each for each in open_ if each[0] <= owner.now_s]:
             open_.remove(entry)
             entry[1].settle(entry[2], {REQUESTS: 1, TOKENS: entry[3]})
-        while told_s + TELL_INTERVAL_S <= owner.now_s:
-            told_s += TELL_INTERVAL_S
+        while told_s + REPORT_INTERVAL_S <= owner.now_s:
+            told_s += REPORT_INTERVAL_S
             for ingress in ingresses:
-                await ingress.tell()
+                await ingress.report()
         limiter, used = rng.choice(ingresses), rng.randint(100, 280)
         result = await attempt(limiter, owner, {REQUESTS: 1, TOKENS: used + 100, CONCURRENT: 1})
         num_asked += 1
-        if isinstance(result, LimitReached):
+        if isinstance(result, LimitError):
             num_refused += 1
         else:
             open_.append((owner.now_s + rng.uniform(0.1, 5.0), limiter, result, used))
@@ -170,7 +170,7 @@ async def test_above_the_limit_what_is_admitted_is_the_limit() -> None:
         owner.now_s += 0.02
         if index % 25 == 0:
             for ingress in ingresses:
-                await ingress.tell()
+                await ingress.report()
     allowed = 600 + 600 * 2  # at once, and what two minutes refill
     assert 0.99 * allowed <= num_admitted <= allowed
 
@@ -183,7 +183,7 @@ async def test_without_the_owner_each_ingress_admits_the_limit_once_more_and_say
     assert len(admitted(results)) == 20
     owner.is_away = False
     for ingress in ingresses:
-        await ingress.tell()
+        await ingress.report()
     owner.now_s += 30.0  # of the 20 five are paid for
     results = [await attempt(ingress, owner, {REQUESTS: 1}) for ingress in ingresses for _ in range(30)]
     assert admitted(results) == []
@@ -216,7 +216,7 @@ async def test_an_owner_that_restarts_learns_who_holds_what() -> None:
     owner.spent = 2_000_000  # in the ledger
     owner.restart()
     owner.now_s += 2.0  # units that were lent ahead go back
-    await one.tell()
+    await one.report()
     results = [await attempt(two, owner, {CONCURRENT: 1, SPEND: 2_000_000}) for _ in range(5)]
     assert len(admitted(results)) == 2
 
@@ -226,8 +226,8 @@ async def test_an_ingress_that_died_holds_nothing() -> None:
     dead, living = owner.limiter("a"), owner.limiter("b")
     for _ in range(2):
         await dead.reserve(owner.tenant, {CONCURRENT: 1})
-    assert isinstance(await attempt(living, owner, {CONCURRENT: 1}), LimitReached)
-    owner.now_s += HOLDER_SILENCE_S + 1
+    assert isinstance(await attempt(living, owner, {CONCURRENT: 1}), LimitError)
+    owner.now_s += HOLDER_TIMEOUT_S + 1
     assert isinstance(await attempt(living, owner, {CONCURRENT: 1}), Reservation)
 
 
@@ -248,19 +248,19 @@ async def test_what_is_not_enforced_is_counted() -> None:
     limiter = owner.limiter("a")
     results = [await attempt(limiter, owner, {REQUESTS: 1}) for _ in range(10)]
     assert len(admitted(results)) == 10
-    assert limiter.refused == {("requests", False): 7}
+    assert limiter.rejected == {("requests", False): 7}
 
 
 async def test_what_is_not_enforced_is_counted_once_for_a_request_in_two_parts() -> None:
     owner = Owner(tenant(tokens=10, max_concurrent=1, enforce=False))
     limiter = owner.limiter("a")
     for first, second in ((4, 7), (7, 7), (11, 7)):  # beyond with both parts, and twice with the first one already
-        held, tokens = (await limiter.reserve(owner.tenant, {CONCURRENT: 1, TOKENS: first})).parted(("tokens",))
+        held, tokens = (await limiter.reserve(owner.tenant, {CONCURRENT: 1, TOKENS: first})).split(("tokens",))
         limiter.settle(tokens, {})
         reservation = await limiter.reserve(owner.tenant, {CONCURRENT: 1, TOKENS: second}, held)
-        assert reservation.is_beyond
+        assert reservation.is_over_limit
         assert not reservation.units
-    assert limiter.refused == {("tokens", False): 3}
+    assert limiter.rejected == {("tokens", False): 3}
     owner.now_s += 120.0
     assert (await limiter.reserve(owner.tenant, {CONCURRENT: 1, TOKENS: 10})).units, "nothing was held on"
 
@@ -268,7 +268,7 @@ async def test_what_is_not_enforced_is_counted_once_for_a_request_in_two_parts()
 async def test_the_month_s_money_is_new_with_the_month() -> None:
     owner = Owner(tenant(spend_cents=1), spent=9_000_000)
     limiter = owner.limiter("a")
-    assert isinstance(await attempt(limiter, owner, {SPEND: 2_000_000}), SpendReached)
+    assert isinstance(await attempt(limiter, owner, {SPEND: 2_000_000}), SpendLimitError)
     owner.now_s += 31 * 86_400
     owner.spent = 0
     assert isinstance(await attempt(limiter, owner, {SPEND: 2_000_000}), Reservation)
@@ -296,5 +296,5 @@ async def test_a_question_is_about_what_is_needed_however_many_tenants_there_are
         tenant = Tenant(f"t{index}", "t", 0.0, limits=TenantLimits(max_concurrent=9))
         await limiter.reserve(tenant, {LimitKey(tenant.id, "concurrent"): 1})
     assert asked == [1] * 200
-    await limiter.tell()
+    await limiter.report()
     assert asked[-1] == 200, "now and then all that is held is told"

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from app.deployments.store.metrics import TierMetrics
 from app.deployments.tenancy import metrics as exported
 from app.deployments.tenancy.usage.adapter_stats import (
-    REST,
+    OTHERS,
     SHORTEST_S,
     Activity,
     ActivityKey,
@@ -73,27 +73,27 @@ def test_a_tenant_s_view_has_its_own_requests_for_its_own_name() -> None:
         (of("sql", "e" * 64), Activity(30)),  # what the name meant before
     ])  # fmt: skip
     book.add([(of("sql"), Activity(1))])
-    book.loaded("device", SQL.digest, 3)
+    book.record_load("device", SQL.digest, 3)
     loads = {"device": 3}
-    assert book.seen(SQL, tenant_id="ada") == ActivityStats(100.0, Activity(3, 1, 10, 4, 6), loads)
-    assert book.seen(SQL, tenant_id="bob") == ActivityStats(100.0, Activity(5), loads)
-    assert book.seen(SQL, tenant_id=None) == ActivityStats(100.0, Activity(8, 1, 10, 4, 6), loads)
-    assert book.seen(AdapterRef("sql", "f" * 64, "ada"), tenant_id=None) == ActivityStats(100.0, Activity(), {})
+    assert book.stats(SQL, tenant_id="ada") == ActivityStats(100.0, Activity(3, 1, 10, 4, 6), loads)
+    assert book.stats(SQL, tenant_id="bob") == ActivityStats(100.0, Activity(5), loads)
+    assert book.stats(SQL, tenant_id=None) == ActivityStats(100.0, Activity(8, 1, 10, 4, 6), loads)
+    assert book.stats(AdapterRef("sql", "f" * 64, "ada"), tenant_id=None) == ActivityStats(100.0, Activity(), {})
 
 
 @settings(max_examples=examples(40), deadline=None)
 @given(asked=st.lists(st.tuples(st.integers(0, 9), st.integers(0, 2)), max_size=60))
 def test_what_is_kept_is_bounded_and_says_since_when_it_is_whole(asked: list[tuple[int, int]]) -> None:
     clock, happened = Clock(), [(0.0, -1)]
-    book = AdapterStatsTable(clock, max_kept=8)
+    book = AdapterStatsTable(clock, max_entries=8)
     for digest, tenant in asked:
         clock.now_s += 1
         book.add([(of("n", f"d{digest}", tenant=f"t{tenant}"), Activity(1))])
         happened.append((clock.now_s, digest))
         storage = sum(1 + len(each.activities) for each in book._contents.values())
-        assert storage == book._num_kept <= 8
+        assert storage == book._num_entries <= 8
     for digest in range(10):
-        seen = book.seen(AdapterRef("n", f"d{digest}", "ada"), tenant_id=None)
+        seen = book.stats(AdapterRef("n", f"d{digest}", "ada"), tenant_id=None)
         assert seen.activity.num_requests == sum(at_s > seen.since_s for at_s, each in happened if each == digest)
 
 
@@ -107,14 +107,14 @@ def test_named_and_other_adapters_are_all_of_them(tokens: list[int], loads: list
     for index, number in enumerate(tokens):
         book.add([(of(f"a{index}", f"d{index // 2}"), Activity(1, completion_tokens=number))])
     for index, tier in loads:
-        book.loaded(tier, f"d{index}")
+        book.record_load(tier, f"d{index}")
     busiest = book.busiest()
     assert len(busiest) <= MAX_NAMED + 1
     assert sum(busy.activity.num_requests for busy in busiest) == len(tokens)
     assert sum(busy.activity.completion_tokens for busy in busiest) == sum(tokens)
     told = sum((Counter(busy.num_loads) for busy in busiest), Counter[str]())
     assert told == Counter(tier for _, tier in loads), "contents with two names are told once"
-    named = [busy.activity.completion_tokens for busy in busiest if busy.adapter != REST]
+    named = [busy.activity.completion_tokens for busy in busiest if busy.adapter != OTHERS]
     left = sorted(tokens, reverse=True)[MAX_NAMED:]
     assert not left or min(named) >= left[0]
 
@@ -126,7 +126,7 @@ def test_what_was_busy_long_ago_is_named_no_more_and_is_known_still() -> None:
     assert [busy.adapter for busy in book.busiest()] == [Adapter("ada", "sql", SQL.digest)]
     clock.now_s += WINDOW_S + 1
     assert list(book.busiest()) == []
-    assert book.seen(SQL, tenant_id="ada").activity.num_requests == 1
+    assert book.stats(SQL, tenant_id="ada").activity.num_requests == 1
 
 
 class Recorded:
@@ -157,7 +157,7 @@ def test_series_of_adapters_are_few_and_name_the_short_digest(monkeypatch: pytes
     for index in range(100):
         activity = Activity(6, 3, 60, 30, 60 * (index + 1)).plus(first_token(0.1))
         book.add([(of(f"a{index}", f"{index:02}" * 32), activity)])
-        book.loaded("device", f"{index:02}" * 32, 6)
+        book.record_load("device", f"{index:02}" * 32, 6)
     gauges.repeat()
     told = Recorded.told
     label = ("ada", "a99", "99" * 6)
@@ -177,12 +177,12 @@ def test_loads_of_the_store_s_tiers_are_heard_from_its_threads(monkeypatch: pyte
     for kind in ("Counter", "Histogram", "SteadyGauge"):
         monkeypatch.setattr(f"app.deployments.store.metrics.{kind}", _recorded_by_position)
     book = AdapterStatsTable(Clock())
-    counts = TierMetrics(book.loaded)
+    counts = TierMetrics(book.record_load)
     with ThreadPoolExecutor(4) as pool:
         for tier in ("source", "disk"):
-            list(pool.map(lambda _, tier=tier: counts.record_load(tier, 0.1, 10, SQL.digest), range(50)))
-    counts.record_load("device", 0.1, 10)  # it is not known which
-    assert book.seen(SQL, tenant_id=None).num_loads == {"source": 50, "disk": 50}
+            list(pool.map(lambda _, tier=tier: counts.loaded(tier, 0.1, 10, SQL.digest), range(50)))
+    counts.loaded("device", 0.1, 10)  # it is not known which
+    assert book.stats(SQL, tenant_id=None).num_loads == {"source": 50, "disk": 50}
     assert counts.of("device")["loads"] == 1
 
 

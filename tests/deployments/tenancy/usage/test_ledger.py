@@ -79,9 +79,9 @@ async def test_the_name_of_several_adapters_at_once_fits() -> None:
     parts = [CombinationPart(AdapterRef(f"{index:x}" * 128, f"{index:x}" * 64, "p"), 0.5) for index in range(MAX_PARTS)]
     ref = make_combination(parts).ref("p")
     request = replace(fake_request("r", [1]), adapter=ref, key_id="k")
-    counting.came(request)
-    counting.ended(request, RequestUsage(prompt_tokens=3))
-    counting.loaded(ref, 10)
+    counting.record_request(request)
+    counting.record_usage(request, RequestUsage(prompt_tokens=3))
+    counting.record_load(ref, 10)
     await metering.flush()
     keys = [key for key, _ in batches[0]]
     assert [each.digest for each in keys] == [ref.digest] * 2
@@ -99,7 +99,7 @@ async def test_a_ledger_that_is_away_is_told_of_by_who_called_it(caplog: pytest.
     assert not await metering.flush()
     assert caplog.messages == []
     assert not await metering.flush()
-    assert caplog.messages == ["usage of 1 kinds waits to be written down: the database is locked"]
+    assert caplog.messages == ["1 rows of usage are still to be recorded: the database is locked"]
 
 
 async def test_what_the_ledger_does_not_acknowledge_is_sent_again_as_it_was() -> None:
@@ -250,5 +250,5 @@ def test_what_is_spent_is_this_month_s(database: Database) -> None:
     ledger.record(
         "a", 1, [(key(MINUTE), UsageRecord(cost_nanos=5)), (key(MINUTE - 40 * 1440), UsageRecord(cost_nanos=50))]
     )
-    assert ledger.spent("p", float(NOW_S)) == 5
-    assert ledger.spent("nobody", float(NOW_S)) == 0
+    assert ledger.project_spend("p", float(NOW_S)) == 5
+    assert ledger.project_spend("nobody", float(NOW_S)) == 0

@@ -40,7 +40,7 @@ def test_named_and_others_are_everybody(tokens: list[int]) -> None:
     attained = TenantThroughput(lambda _: 1.0, Clock())
     for index, number in enumerate(tokens):
         attained.add([row(f"t{index}", number)])
-    served = attained.served()
+    served = attained.by_tenant()
     assert len(served) <= MAX_NAMED + 1
     assert sum(each.completion for each in served.values()) * WINDOW_S == pytest.approx(sum(tokens))
     named = [each.completion for name, each in served.items() if name != OTHER]
@@ -54,9 +54,9 @@ def test_what_was_long_ago_is_forgotten() -> None:
     attained.add([row("old", 60)])
     clock.now_s += WINDOW_S / 2
     attained.add([row("new", 120, prompt=6)])
-    assert set(attained.served()) == {"old", "new"}
+    assert set(attained.by_tenant()) == {"old", "new"}
     clock.now_s += WINDOW_S / 2 + 1
-    assert attained.served() == {"new": ServedTokens(0.1, 0.0, 2.0, 0.0)}
+    assert attained.by_tenant() == {"new": ServedTokens(0.1, 0.0, 2.0, 0.0)}
 
 
 def test_jain_s_index_weighs_service() -> None:
@@ -85,11 +85,11 @@ def test_series_are_few_and_refusals_are_counted_once(monkeypatch: pytest.Monkey
         return []
 
     limiter = RateLimiter(lend, "ingress", Clock())
-    limiter.refused[RejectedRequest("tokens", is_enforced=True)] += 3
-    refusals = exported.RefusalCounters(limiter)
+    limiter.rejected[RejectedRequest("tokens", is_enforced=True)] += 3
+    refusals = exported.RejectionCounters(limiter)
     refusals.repeat()
     refusals.repeat()
-    limiter.refused[RejectedRequest("tokens", is_enforced=True)] += 1
+    limiter.rejected[RejectedRequest("tokens", is_enforced=True)] += 1
     refusals.repeat()
     tags = {"reason": "tokens", "enforced": "yes"}
     assert told == [("polylora_rate_limit_rejections", 3, tags), ("polylora_rate_limit_rejections", 1, tags)]

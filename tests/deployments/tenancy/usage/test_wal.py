@@ -23,18 +23,18 @@ OTHER = KEY._replace(model="sql", digest="d")
 KILLED = """
 import asyncio, os, signal, sys
 from pathlib import Path
-from app.deployments.tenancy.usage.wal import Journal
-from app.deployments.tenancy.usage.flusher import Charge, LedgerKey, Metering
+from app.deployments.tenancy.usage.wal import UsageWal
+from app.deployments.tenancy.usage.flusher import LedgerKey, UsageFlusher, UsageRecord
 
 key = LedgerKey(7, "p", "k", "m", "", "completions")
 
 async def run():
     async def write(writer, number, rows):
-        metering.add(key._replace(model="sql", digest="d"), Charge(0, 5))
+        metering.add(key._replace(model="sql", digest="d"), UsageRecord(0, 5))
         os.kill(os.getpid(), signal.SIGKILL)
-    metering = Metering(write, "victim", Journal(Path(sys.argv[1]), "victim"))
-    metering.add(key, Charge(1, 10))
-    metering.add(key, Charge(1, 20))
+    metering = UsageFlusher(write, "victim", UsageWal(Path(sys.argv[1]), "victim"))
+    metering.add(key, UsageRecord(1, 10))
+    metering.add(key, UsageRecord(1, 20))
     await metering.flush()
 
 asyncio.run(run())
@@ -115,7 +115,7 @@ async def test_what_the_ledger_can_never_take_holds_up_nothing_else(
     heir.add(KEY, UsageRecord(1, 7))
     assert await heir.flush()
     assert ledger.batches == {("b", 1): ((KEY, UsageRecord(1, 10)),), ("heir", 2): ((KEY, UsageRecord(1, 7)),)}
-    assert caplog.text.count("the ledger refuses it: a text is too long") == 2
+    assert caplog.text.count("that the ledger refuses: a text is too long") == 2
     await heir.close()
     assert list(tmp_path.iterdir()) == []
 
@@ -138,11 +138,11 @@ def test_what_a_newer_release_counted_is_kept_for_its_like(tmp_path: Path, caplo
     first = tmp_path / "newer.1.batch"
     content = json.dumps([*KEY, *UsageRecord(1, 10), 5]).encode() + b"\n"
     first.write_bytes(content)
-    assert list(UsageWal(tmp_path, "today").abandoned()) == []
+    assert list(UsageWal(tmp_path, "today").orphans()) == []
     assert first.read_bytes() == content
-    assert "newer.1.batch counts what this release does not know; it is kept" in caplog.text
+    assert "newer.1.batch has fields that this version does not know; keeping the file" in caplog.text
     first.write_bytes(json.dumps([*KEY, *UsageRecord(1, 10)]).encode() + b"\n")
-    assert [batch.number for batch in UsageWal(tmp_path, "later").abandoned()] == [1, 2]
+    assert [batch.number for batch in UsageWal(tmp_path, "later").orphans()] == [1, 2]
 
 
 def test_where_nothing_can_be_written_there_is_no_journal(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

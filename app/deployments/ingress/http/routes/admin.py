@@ -308,7 +308,9 @@ def _audit_number(name: str, text: str | None) -> int | None:
 
 def _add_tenant_routes(routes: APIRouter, owner: TenantsService) -> None:
     async def answer(tenant: Tenant) -> Response:
-        return JSONResponse(serializers.tenant_body(tenant, await owner.shares(tenant.id), await owner.left(tenant.id)))
+        return JSONResponse(
+            serializers.tenant_body(tenant, await owner.shares(tenant.id), await owner.remaining(tenant.id))
+        )
 
     @routes.get("/{tenant_id}", response_model=schemas.TenantDetails)
     async def tenant(tenant_id: str) -> Response:

@@ -28,7 +28,7 @@ def add_batch_routes(app: FastAPI, service: IngressService) -> None:
     async def create(request: Request, body: JsonBody[BatchBody]) -> Response:
         """Run the requests of a file within 24 hours, at lower priority than interactive requests."""
         caller, config = inference_principal(request), service.storage_config
-        life_s = config.days * DAY_S
+        life_s = config.retention_days * DAY_S
         if body.output_expires_after is not None:
             life_s = min(life_s, body.output_expires_after.seconds)
         new_batch = NewBatch(

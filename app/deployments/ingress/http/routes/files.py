@@ -154,7 +154,7 @@ async def _store_upload(form: FormData, service: IngressService, tenant_id: str)
         raise InvalidRequest("file is missing or empty; send one request per line", param="file")
     if upload.size > config.max_file_bytes:
         raise BodyTooLarge(f"the file has {upload.size} bytes; storage.max_file_bytes is {config.max_file_bytes}")
-    life_s = min(config.days * DAY_S, _life_s(form))
+    life_s = min(config.retention_days * DAY_S, _life_s(form))
     name = upload.filename or "upload.jsonl"
     if holds_key(name):
         raise InvalidRequest("the file's name contains an API key; rename the file", param="file")

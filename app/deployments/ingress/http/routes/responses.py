@@ -129,7 +129,7 @@ def _store_later(service: IngressService, tenant_id: str, body: ResponsesRequest
         await service.storage.keep_response(
             StoredResponse(stored_id, json.dumps(items), json.dumps(content)),
             tenant_id=tenant_id,
-            life_s=config.days * DAY_S,
+            life_s=config.retention_days * DAY_S,
             max_count=config.max_responses,
             max_bytes=config.max_response_bytes,
         )

@@ -70,7 +70,7 @@ async def test_without_keys_this_machine_is_let_in_and_no_other(service: Service
     async with client_of(service, HttpPolicy(), client="10.0.0.9", host="models.example") as http:
         refused = await http.post("/v1/chat/completions", json=CHAT)
         assert (refused.status_code, refused.json()["error"]["code"]) == (401, "invalid_api_key")
-        assert "keygen --admin" in refused.json()["error"]["message"]
+        assert "create-admin-key" in refused.json()["error"]["message"]
         assert (await http.get("/health")).status_code == 200
     async with client_of(service, HttpPolicy(auth="open"), client="10.0.0.9", host="models.example") as http:
         assert (await http.post("/v1/chat/completions", json=CHAT)).status_code == 200
@@ -214,7 +214,7 @@ async def test_the_key_of_the_environment_administers(service: Service) -> None:
     async with client_of(service, rules) as http:
         assert (await http.get("/v1/models")).status_code == 401, "there is a key now"
         assert (await http.get("/v1/organization/projects", headers=bearer(key))).status_code == 200
-    with pytest.raises(ConfigError, match="keygen --admin") as caught:
+    with pytest.raises(ConfigError, match="create-admin-key") as caught:
         HttpPolicy.of(HttpConfig(), {ADMIN_KEY: "hunter2"})
     assert "hunter2" not in str(caught.value)
 
@@ -226,7 +226,7 @@ def test_the_environment_may_hold_a_hash_instead() -> None:
     assert rules == HttpPolicy.of(HttpConfig(management="token"), {ADMIN_KEY: key, MANAGEMENT_TOKEN: "s3cret"})
     assert rules.is_management_token("s3cret")
     assert not rules.is_management_token(key_digest("s3cret")), "whoever reads the environment has not the token"
-    with pytest.raises(ConfigError, match="64 digits"):
+    with pytest.raises(ConfigError, match="64 hexadecimal digits"):
         HttpPolicy.of(HttpConfig(), {f"{ADMIN_KEY}{DIGEST}": "hunter2"})
 
 

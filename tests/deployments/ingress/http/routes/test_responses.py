@@ -95,7 +95,7 @@ async def test_what_is_not_stored_is_not_there(gpt: openai.AsyncOpenAI, writing:
 
 
 async def test_they_are_bounded_and_expire(gpt: openai.AsyncOpenAI, writing: Service) -> None:
-    writing.storage_config = AppConfig.model_validate({"storage": {"max_responses": 2, "days": 1}}).storage
+    writing.storage_config = AppConfig.model_validate({"storage": {"max_responses": 2, "retention_days": 1}}).storage
     database, now_s = writing.managed.registry.database, [1000.0]
     database.clock = lambda: now_s[0]
     ids = []

@@ -1,9 +1,4 @@
-"""What an operator names by a dotted path: a function or a class of his own.
-
-In: a dotted path (`package.module.name` or `package.module:name`) and the setting that holds it. Out: what stands
-there. Rule: a path that leads nowhere is a ConfigError that names the setting; what the thing has to be is its
-reader's to check.
-"""
+"""Import of a function or class that an operator names by its dotted path."""
 
 from __future__ import annotations
 
@@ -14,7 +9,10 @@ from app.engine.errors import ConfigError
 
 
 def import_dotted(dotted_path: str, setting: str) -> Any:
-    """What stands at `dotted_path`. Raises ConfigError, and whatever else the module raises when it is imported."""
+    """The object at `package.module.name` or `package.module:name`, named by `setting`.
+
+    Raises ConfigError, and whatever else the module raises when it is imported. The caller checks what the object is.
+    """
     module, _, attribute = dotted_path.replace(":", ".").rpartition(".")
     try:
         return getattr(importlib.import_module(module), attribute)
