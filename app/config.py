@@ -192,7 +192,7 @@ class PlacementConfig(_Settings):
     policy: str = Field(
         default="sticky",
         description="A module of app/deployments/placement/policies (sticky keeps an adapter where its rows are; "
-        "docs/fleet.md compares them), or the dotted path of a class.",
+        "docs/how-to/autoscale.md compares them), or the dotted path of a class.",
     )
     policy_options: dict[str, Any] = Field(
         default_factory=dict, description="The policy's own settings, which are defined in its module."
@@ -205,7 +205,7 @@ class PlacementConfig(_Settings):
     prefix_affinity: bool = Field(
         default=True,
         description="Requests for the base model, and for adapters with several replicas, prefer one that has the "
-        "first 128 tokens of their prompt cached, unless it is much more loaded than others (docs/fleet.md).",
+        "first 128 tokens of their prompt cached, unless it is much more loaded (docs/how-to/autoscale.md).",
     )
     report_interval_s: float = Field(
         default=1.0, gt=0, description="Seconds between two reports of a replica when nothing changes."

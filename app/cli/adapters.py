@@ -15,7 +15,7 @@ import numpy as np
 from app.engine.adapters.adapter import FEATURES
 from app.engine.adapters.adapter_builder import build_adapter
 from app.engine.adapters.formats.arrow import CARD_SUFFIX, ArrowCard, read_card, write_arrowengine_card, write_card
-from app.engine.adapters.formats.arrow_rows import card_rows
+from app.engine.adapters.formats.arrow_rows import LORA, card_rows
 from app.engine.adapters.formats.convert import quantize_adapter, write_peft_folder
 from app.engine.adapters.formats.peft_experts import fuse_gate_up
 from app.engine.adapters.formats.reading import read_adapter, read_raw_adapter

@@ -160,7 +160,8 @@ class EngineConfig(BaseModel):
     merged_adapter: str = Field(
         "",
         description="Path of an adapter (PEFT folder or card) to merge into the weights at start. The engine then "
-        "serves this adapter only and refuses others and the base model. docs/performance.md shows when it is faster.",
+        "serves this adapter only and refuses others and the base model. docs/reference/performance.md shows when "
+        "it is faster.",
     )
     max_num_batched_tokens: int = Field(
         256, ge=8, description="Tokens computed per step: decode tokens plus prefill chunks."
@@ -271,7 +272,7 @@ class EngineConfig(BaseModel):
             raise ValueError(
                 "engine.merged_adapter is 'auto', but merging is not chosen automatically: a merged engine refuses the "
                 "base and every other adapter. Name the adapter's path (merging is faster for one adapter and a base "
-                "in float32) or leave it out; docs/performance.md has measurements of both"
+                "in float32) or leave it out; docs/reference/performance.md has measurements of both"
             )
         return value
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from app.engine.errors import ConfigError
 
-#: Fitted to the steps in docs/performance.md.
+#: Fitted to the steps in docs/reference/performance.md.
 DEFAULT_COSTS = Path(__file__).with_name("costs.json")
 
 

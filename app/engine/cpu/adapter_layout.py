@@ -56,8 +56,8 @@ class AdapterLayout(NamedTuple):
     """`matrices` are those of modules that every token uses; `packing` places them in `num_rows` rank rows. ranks: [L,
     N] int32, 0 for unchanged modules.
 
-    Modules are numbered as in `targets_of` the model's `shared_table_modules`, layers by their index among those with the
-    module. experts: None if no expert is changed.
+    Modules are numbered as in `targets_of` the model's `shared_table_modules`, layers by their index among those with
+    the module. experts: None if no expert is changed.
     """
 
     matrices: Matrices

@@ -9,7 +9,7 @@ from app.simulation.costs import read_costs
 from app.simulation.fleet import Plan, simulate
 from app.simulation.replica import ReplicaSize
 from load_tests.simulate.__main__ import POLICIES, main
-from load_tests.simulate.scenarios import SCENARIOS, TICK_S, alternating
+from load_tests.simulate.scenarios import SCENARIOS, TICK_S, alternating, shared_prefixes
 
 SIZE = ReplicaSize(lora_pool_rows=64, rank_alignment=16, max_loras=5)
 

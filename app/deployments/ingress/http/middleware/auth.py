@@ -52,8 +52,8 @@ class Authenticator:
             if self._policy.is_management_token(value):
                 return _operator(request)
             raise InvalidApiKey(
-                "this service has no API keys yet and answers to its own machine only; make the first with polylora "
-                "keygen --admin, or set http.auth: open to admit everyone"
+                "this service has no API keys yet and answers to its own machine only; make the first with "
+                "polylora create-admin-key, or set http.auth: open to admit everyone"
             )
         return Principal(DEFAULT_TENANT, address_of(request))
 
