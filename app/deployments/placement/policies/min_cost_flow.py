@@ -3,8 +3,9 @@
 The cost of a place grows with the replica's position in the adapter's order of preference and with how full it gets,
 and falls where the adapter's rows already are. Each adapter takes one of the places that replicas have under the bound,
 and no other assignment costs less (SciPy's `linear_sum_assignment`, Crouse 2016). Assigned one by one, an adapter may
-take the only place that the next one could have kept; docs/how-to/autoscale.md has the measured gain. A solution takes
-a few milliseconds; more than `MAX_TOGETHER` adapters are solved in several. Adapters that are assigned already do not move.
+take the only place that the next one could have kept; docs/how-to/autoscale.md has the measured gain. A solution
+takes a few milliseconds; more than `MAX_TOGETHER` adapters are solved in several. Adapters that are assigned already do
+not move.
 """
 
 from __future__ import annotations
