@@ -1,11 +1,11 @@
 # make serve       install, fetch the demo model, serve it        PORT= HOST= CONFIG= LORA_PATH= DASHBOARD=1
-# make test        the tests of every commit, side by side on the cores: ten minutes on two   PYTEST_ARGS= WORKERS=
-# make test-nightly   what those leave out, and property and fuzz tests twenty times as long: hours
+# make test        the tests of every commit, in parallel: ten minutes on two cores   PYTEST_ARGS= WORKERS=
+# make test-nightly   the tests that `make test` omits, and property and fuzz tests twenty times as long: hours
 # make lint        ruff, mypy and the links of the documentation
 # make docs        the generated pages of docs/reference, and the site in build/site
 #
-# Everything lives in .venv and in pip's and polylora's caches; a stamp is written when a step is complete,
-# so an interrupted step is simply run again.
+# All files are in .venv and in the caches of pip and polylora. A finished step writes a stamp file, so an interrupted step
+# runs again.
 
 PYTHON ?= python3
 HOST ?= 127.0.0.1
@@ -19,17 +19,17 @@ WORKERS ?= $(shell n=$$(nproc 2>/dev/null || sysctl -n hw.ncpu); echo $$((n < 4 
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
-# The theme recommends its successor at each run.
+# Without this variable the theme prints a warning about MkDocs 2 at each run.
 MKDOCS := NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 TORCH := $(shell sed -n 's/^ *"\(torch==[^"]*\)".*/\1/p' pyproject.toml)
 
 .PHONY: serve fetch install test test-nightly lint docs clean
 
-# A configuration whose engine has a section `cuda:` or `xla:` needs what computes there, too.
+# A configuration with a section `cuda:` or `xla:` needs the packages of that engine.
 has_section = $(shell grep -sE '(^|[{,]) *$(1) *:' $(CONFIG))
 EXTRAS := $(if $(call has_section,cuda),$(VENV)/.installed-cuda) $(if $(call has_section,xla),$(VENV)/.installed-jax)
 
-# It fetches the model itself, with progress.
+# `polylora serve` downloads the model and shows its progress.
 serve: install $(EXTRAS)
 	@exec $(BIN)/polylora serve --config $(CONFIG) --host $(HOST) --port $(PORT) $(if $(DASHBOARD),--dashboard)
 
@@ -77,7 +77,7 @@ $(VENV)/.installed-jax: $(VENV)/.installed
 	@$(PIP) install --editable '.[jax]'
 	@touch $@
 
-# torch first and alone: whichever build the index offers is then kept by everything after it.
+# torch is installed first and alone, so that later installations keep the build that the index offers.
 $(VENV)/.installed-torch: $(VENV)/.installed
 	@echo "installing torch (minutes the first time)"
 	@$(PIP) install $(TORCH)

@@ -19,18 +19,18 @@ _LABELS = {
     "digest": "the first 12 characters of an adapter's digest",
     "enforced": "`yes`, or `no` where a project's limits are only counted",
     "kind": "requests: `base` or `adapter`; tokens per second: `prompt`, `cached` or `completion`",
-    "outcome": "requests: `ok` or `error`; draft tokens: whether they were accepted",
-    "part": "the part of a step or of a start that took the time",
+    "outcome": "requests: `ok` or `error`; draft tokens: `accepted` or `rejected`",
+    "part": "of a step: `base`, `lora` or `adapter_load`; of a start: `load` or `warm_up`",
     "quantile": "`0.5` or `0.99`, within a fifth",
-    "reason": "the limit that was reached (`requests`, `tokens`, `day`, `concurrent`, `spend`), or what decided",
+    "reason": "the limit that was reached (`requests`, `tokens`, `day`, `concurrent`, `spend`), or the autoscaling signal",
     "route": "the first part of the path behind `/v1`, or `handle` for Python callers",
-    "state": "requests: `running` or `waiting`; blocks: `used`, `cached` or `free`; rank rows: used or `free`",
+    "state": "requests: `running` or `waiting`; KV blocks: `used`, `cached` or `free`; rank rows: `used` or `free`",
     "status": "`2xx` and so on; `499`: the client left",
-    "tenant": "a tenant's id: one of the 32 that were served most, or `other`",
+    "tenant": "the id of one of the 32 tenants that were served most, or `other`",
     "tier": "`source`, `disk`, `host` or `device`",
 }  # fmt: skip
 _METRICS_INTRO = """Ray exports metrics to Prometheus on every node, with `ray_` before each name and `_total` after a
-counter. `polylora serve` lets Ray choose the port and Ray writes it down:
+counter. With `polylora serve` Ray chooses the port and writes it into a file:
 
     curl http://127.0.0.1:$(cat /tmp/ray/session_latest/metrics_export_port_*)/metrics
 
