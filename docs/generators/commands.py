@@ -11,8 +11,8 @@ from docs.generators.markdown import table
 
 def cli_page() -> str:
     """Every command of `polylora` with its arguments."""
-    text = "# Commands\n\n`polylora --help` and `polylora COMMAND --help` print the same. `--verbose` adds the traceback "
-    text += "to an error. A failed command exits with status 1 and prints one line to the standard error output.\n\n"
+    text = "# Commands\n\n`polylora --help` and `polylora COMMAND --help` print the same. `--verbose` adds the "
+    text += "traceback to an error. A failed command exits with status 1 and prints one line to standard error.\n\n"
     return text + "".join(_commands(make_parser()))
 
 

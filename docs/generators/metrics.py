@@ -22,7 +22,7 @@ _LABELS = {
     "outcome": "requests: `ok` or `error`; draft tokens: `accepted` or `rejected`",
     "part": "of a step: `base`, `lora` or `adapter_load`; of a start: `load` or `warm_up`",
     "quantile": "`0.5` or `0.99`, within a fifth",
-    "reason": "the limit that was reached (`requests`, `tokens`, `day`, `concurrent`, `spend`), or the autoscaling signal",
+    "reason": "the limit that was reached (`requests`, `tokens`, `day`, `concurrent`, `spend`), or the scaling signal",
     "route": "the first part of the path behind `/v1`, or `handle` for Python callers",
     "state": "requests: `running` or `waiting`; KV blocks: `used`, `cached` or `free`; rank rows: `used` or `free`",
     "status": "`2xx` and so on; `499`: the client left",
