@@ -26,7 +26,7 @@ def main() -> None:
         project = admin.projects.create(name=name)
         account = admin.projects.service_accounts.create(project.id, name="app")
         assert account.api_key is not None
-        keys[name] = account.api_key.value  # the only answer that ever holds it
+        keys[name] = account.api_key.value  # only this answer contains the key
         base = admin.projects.rate_limits.list_rate_limits(project.id).data[0]
         print(f"{name}: {project.id}, model {base.model}")
         if name == "globex":  # two requests a minute, and half of acme's share when both wait

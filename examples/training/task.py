@@ -24,7 +24,7 @@ class TaskDataError(ValueError):
 class Example:
     """One user message, the answer we train on, and the facts the check compares with.
 
-    `before`: what was said earlier.
+    `before`: earlier messages of the conversation.
     """
 
     prompt: str

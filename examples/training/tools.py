@@ -94,7 +94,7 @@ NEW_WORDINGS = {
 
 
 def make(rng: Random, split: Split) -> Example:
-    """One sentence with the call that it asks for, or what a call answered with the line that passes it on."""
+    """A sentence with the call that it needs, or a function's result with the line that repeats it."""
     new = split == "heldout" and rng.random() < 0.5
     name = rng.choice([str(tool["function"]["name"]) for tool in TOOLS])
     arguments = _arguments(name, rng, split)
@@ -140,7 +140,7 @@ def _number(rng: Random, most: int, split: Split) -> int:
 
 
 def _result(name: str, rng: Random, split: Split) -> str:
-    """What a function may answer."""
+    """A possible result of a function."""
     number = _number(rng, 59, split)
     return {
         "get_weather": f"{rng.choice(('sun', 'rain', 'snow', 'fog'))}, {number} degrees",
@@ -155,7 +155,7 @@ def _result(name: str, rng: Random, split: Split) -> str:
 def read_call(text: str) -> dict[str, Any] | None:
     """{"tool": its name} with the arguments of an answer that is one call of a known function, else None.
 
-    Arguments have to be an object; whether they are the function's own is left to who compares them.
+    Arguments must be an object; callers check whether they are the function's own.
     """
     found = text.strip()
     if not found.startswith("<tool_call>") or not found.endswith("</tool_call>"):
