@@ -74,7 +74,8 @@ class Ingress(AsgiIngress):
         metrics = IngressMetrics(time.time)
         registry = RegistryMirror(store.watch, ingress_id, metrics.adapters)
         tenants = TenantTableClient(owner, ingress_id)
-        placed, loads = PlacementTableClient(placement.watch, ingress_id), ReplicaLoadTracker(time.monotonic)
+        placement_table = PlacementTableClient(placement.watch, ingress_id)
+        loads = ReplicaLoadTracker(time.monotonic)
         holder = f"{ingress_id}-{uuid.uuid4().hex[:8]}"
         text = await asyncio.to_thread(open_tokenizer_service, config)
         prices, base_name = config.tenants.prices, config.model.name
@@ -87,7 +88,7 @@ class Ingress(AsgiIngress):
             ),
             store=store,
             storage=storage_service(actor),
-            placer=Placer(placement, placed, ingress_id),
+            placer=Placer(placement, placement_table, ingress_id),
             policy=make_policy(config.placement),
             loads=loads,
             replicas=ServeTransport(engines),
@@ -105,7 +106,7 @@ class Ingress(AsgiIngress):
             parts.accounting.keep_reporting_key_use,
             parts.accounting.limiter.report_loop,
             parts.accounting.usage_flusher.flush_loop,
-            placed.follow,
+            placement_table.follow,
             LoadTableClient(placement.watch_loads, ingress_id, loads.apply_reports).follow,
             partial(repeat_gauges, (*metrics.gauges, RejectionCounters(parts.accounting.limiter))),
             self._service.management.keep_resuming_unloads,
@@ -199,18 +200,18 @@ class ServeBatcher:
 class RegistryMirror(LongPollClient[Changes[Key, Entry]]):
     """A copy of the registry's table in `view`; it keeps its last state while the store is down.
 
-    `complete` is set once the copy has caught up. `on_number` gets the number of adapters after each change.
+    `complete` is set once the copy has caught up. `on_count` gets the number of adapters after each change.
     """
 
-    def __init__(self, watch: Watch[Changes[Key, Entry]], watcher_id: str, on_number: Callable[[int], None]) -> None:
+    def __init__(self, watch: Watch[Changes[Key, Entry]], watcher_id: str, on_count: Callable[[int], None]) -> None:
         super().__init__(watch, watcher_id, HEARTBEAT_S)
-        self._on_number = on_number
+        self._on_count = on_count
         self.view = RegistryView()
         self.complete = asyncio.Event()
 
     def _apply(self, version: Version, update: Changes[Key, Entry]) -> None:
         self._version = version
         self.view.take(update)
-        self._on_number(self.view.num_adapters)
+        self._on_count(self.view.num_adapters)
         if update.is_last:
             self.complete.set()

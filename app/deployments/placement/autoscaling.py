@@ -130,13 +130,13 @@ def decide(history: Sequence[tuple[float, float]], num_replicas: int, now_s: flo
     up = math.ceil(forecast(history, now_s, objective.forecast_s) - 1e-9)
     if up > num_replicas:
         return up
-    held = max(
+    lately = max(
         value * max(0.0, 1.0 - (now_s - time_s) / objective.scale_down_window_s)
         if objective.scale_down_window_s > 0
         else history[-1][1]
         for time_s, value in history
     )
-    down = math.ceil(max(held, history[-1][1]) / objective.scale_down_utilization - 1e-9)
+    down = math.ceil(max(lately, history[-1][1]) / objective.scale_down_utilization - 1e-9)
     return min(num_replicas, max(down, up))
 
 

@@ -344,26 +344,26 @@ class StoreService(Generic[H]):
 
     @remote_method
     async def watch(
-        self, held: Version | None, watcher_id: str, timeout_s: float
+        self, known: Version | None, watcher_id: str, timeout_s: float
     ) -> tuple[Version, Changes[Key, Entry]] | None:
-        """The next page of the registry's table that `held` lacks, as soon as there is one; None after `timeout_s`."""
+        """Long poll: the next page of the registry's table after version `known`; None after `timeout_s`."""
         self._on_call()
         self._lifecycle.start()
-        self._lifecycle.published.check_version(held)
-        return await self._lifecycle.published.table.newer(held, watcher_id, timeout_s)
+        self._lifecycle.published.check_version(known)
+        return await self._lifecycle.published.table.newer(known, watcher_id, timeout_s)
 
     @remote_method
-    async def watch_pins(self, held: Version | None, watcher_id: str, timeout_s: float) -> tuple[Version, Pins] | None:
-        """The pinned adapters, as soon as they differ from `held`; None after `timeout_s`."""
+    async def watch_pins(self, known: Version | None, watcher_id: str, timeout_s: float) -> tuple[Version, Pins] | None:
+        """Long poll: the pinned adapters once they differ from version `known`; None after `timeout_s`."""
         self._on_call()
-        self._lifecycle.published.check_version(held)
-        return await self._lifecycle.published.pins.newer(held, watcher_id, timeout_s)
+        self._lifecycle.published.check_version(known)
+        return await self._lifecycle.published.pins.newer(known, watcher_id, timeout_s)
 
     @remote_method
     async def watch_shares(
-        self, held: Version | None, watcher_id: str, timeout_s: float
+        self, known: Version | None, watcher_id: str, timeout_s: float
     ) -> tuple[Version, Changes[str, float]] | None:
-        """The changes of the traffic shares that `held` lacks, as soon as there are some; None after `timeout_s`."""
+        """Long poll: the changes of the traffic shares after version `known`; None after `timeout_s`."""
         self._on_call()
-        self._lifecycle.published.check_version(held)
-        return await self._lifecycle.published.shares.newer(held, watcher_id, timeout_s)
+        self._lifecycle.published.check_version(known)
+        return await self._lifecycle.published.shares.newer(known, watcher_id, timeout_s)

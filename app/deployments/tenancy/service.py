@@ -67,7 +67,7 @@ class TenantsService:
 
     @remote_method
     async def watch(
-        self, held: Version | None, watcher_id: str, timeout_s: float
+        self, known: Version | None, watcher_id: str, timeout_s: float
     ) -> tuple[Version, Changes[TenantKey, TenantRow]] | None:
         self._on_watch()
         if self._revision < 0:
@@ -75,7 +75,7 @@ class TenantsService:
                 await self._sync()
         if not len(self._tasks):
             self._tasks.start(self._sync_loop())
-        return await self.table.newer(held, watcher_id, timeout_s)
+        return await self.table.newer(known, watcher_id, timeout_s)
 
     @remote_method
     async def create_project(self, name: str, *, actor: str) -> Tenant:

@@ -115,7 +115,7 @@ async def test_what_one_store_changes_every_store_serves(stores: Stores) -> None
         assert managed.lifecycle.published.pins.current[1].digests == {"d1"}
         assert managed.lifecycle.published.shares.get("d1") == 0.6
         assert managed.store.pinned[-1] == {"d1"}
-    assert a.view._held == b.view._held
+    assert a.view._entries == b.view._entries
 
 
 async def test_a_change_waits_for_the_ingresses_of_other_stores(

@@ -69,19 +69,19 @@ class ChangeFeed:
         """The newest published revision."""
         return self._revision
 
-    def check_version(self, held: Version | None) -> None:
+    def check_version(self, known: Version | None) -> None:
         """Raises NotReady if a watcher has a newer revision than this registry, or another registry: its copy is the
         better one.
         """
-        if held is None or not held.origin:
+        if known is None or not known.origin:
             return
-        if held.origin != self.table.origin:
+        if known.origin != self.table.origin:
             raise NotReady(
                 "the registry's database is not the one that ingresses follow; they keep their copies", retry_after_s=5
             )
-        if held.revision > self._revision:
+        if known.revision > self._revision:
             raise NotReady(
-                f"the registry's database is at change {self._revision} but an ingress is at {held.revision}; "
+                f"the registry's database is at change {self._revision} but an ingress is at {known.revision}; "
                 "ingresses keep their copies", retry_after_s=5,
             )  # fmt: skip
 
@@ -137,7 +137,7 @@ class ChangeFeed:
                 await self.publish_newer()
                 revision = self._revision
                 await self.table.wait_until_current(SETTLE_TIMEOUT_S)
-                while any(held < revision for held in await self._peer_revisions()):
+                while any(known < revision for known in await self._peer_revisions()):
                     await asyncio.sleep(_SETTLE_POLL_S)
         except TimeoutError:
             logger.warning("an ingress did not receive a registry change within %g s", SETTLE_TIMEOUT_S)

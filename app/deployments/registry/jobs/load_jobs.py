@@ -197,8 +197,8 @@ class LoadJobs:
             self.on_progress(job.source, State.ON_HOST, job_id)
             if before is not None:
                 await asyncio.wait([before])
-            shown = replace(card, metadata=_bounded_metadata(job.name, card))
-            register = partial(self._registry.catalog.register, job.request, uri, shown, job)
+            bounded_card = replace(card, metadata=_bounded_metadata(job.name, card))
+            register = partial(self._registry.catalog.register, job.request, uri, bounded_card, job)
             entry = await self._register_in_turn(register)
             generation, digest = entry.ref.generation, entry.ref.digest
             return await self._end(job_id, State.LOADED, generation=generation, digest=digest)
