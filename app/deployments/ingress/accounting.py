@@ -20,7 +20,7 @@ from app.deployments.rpc.long_poll_client import LongPollClient
 from app.deployments.rpc.long_poll_host import Changes, Version
 from app.deployments.tenancy.auth.tenant_mirror import TenantMirror
 from app.deployments.tenancy.models import TenantKey, TenantLimits, TenantRow
-from app.deployments.tenancy.quota.limits import Cost, LimitKey, MeterKind, request_costs
+from app.deployments.tenancy.quota.limits import Cost, LimitKey, LimitKind, request_costs
 from app.deployments.tenancy.quota.rate_limiter import RateLimiter, Reservation
 from app.deployments.tenancy.service import TenantsService
 from app.deployments.tenancy.usage.flusher import UsageFlusher
@@ -128,7 +128,7 @@ class RequestAccounting:
         if caller.tenant.limits != _NO_LIMITS:
             base_name = self._pricing.base_name
             needs = request_costs(caller.tenant, base_name, [Cost(paid_models(ref, base_name), 0, 0)])
-            counted = {meter: amount for meter, amount in needs.items() if amount}
+            counted = {key: amount for key, amount in needs.items() if amount}
             reservation = await self.limiter.reserve(caller.tenant, counted)
         try:
             yield
@@ -173,7 +173,7 @@ class RequestAccounting:
             costs.append(Cost(models, used.prompt_tokens + used.completion_tokens, cost))
         actual = request_costs(job.caller.tenant, self._pricing.base_name, costs)
         if not is_request:
-            actual |= {meter: 0 for meter in actual if meter.kind in ("requests", "day")}
+            actual |= {key: 0 for key in actual if key.kind in ("requests", "day")}
         self.limiter.settle(job.reservation, actual)
 
     def headers(self, caller: Principal) -> dict[str, str]:
@@ -181,7 +181,7 @@ class RequestAccounting:
         if not caller.tenant.limits.rates:
             return {}
         headers: dict[str, str] = {}
-        kinds: tuple[MeterKind, ...] = ("requests", "tokens")
+        kinds: tuple[LimitKind, ...] = ("requests", "tokens")
         for kind in kinds:
             allowance = self.limiter.allowance(LimitKey(caller.tenant_id, kind, self._pricing.base_name))
             if allowance is not None:

@@ -82,26 +82,26 @@ class AdapterMetrics:
 
 
 async def adapter_status(
-    management: AdapterAdmin, activity: AdapterMetrics, name: str, caller: Principal
+    admin: AdapterAdmin, metrics: AdapterMetrics, name: str, caller: Principal
 ) -> Mapping[str, Any]:
     """The body of `GET /v1/loras/{name}`. Raises NotFound, and NotReady while the store or placement is down.
 
     A project sees only what it caused itself: equal contents of two tenants share memory, and a shared name serves
     several tenants, but neither tenant may notice the other.
     """
-    description = await management.store.describe(name, tenant_id=caller.tenant_id)
+    description = await admin.store.describe(name, tenant_id=caller.tenant_id)
     entry = description.entry
     if entry is None:
         return description_body(name, description, ())
     is_project = caller.kind == "project"
-    await activity.flush()  # so that a client sees the request it has just sent to this ingress
-    stats = await activity.owner.adapter_stats(entry.ref, tenant_id=caller.tenant_id if is_project else None)
+    await metrics.flush()  # so that a client sees the request it has just sent to this ingress
+    stats = await metrics.owner.adapter_stats(entry.ref, tenant_id=caller.tenant_id if is_project else None)
     counts = {"since": int(stats.since_s)} | activity_body(stats.activity)
     if is_project:
         body = description_body(name, description, ())
         return {field: value for field, value in body.items() if field not in SHARED_FACTS} | {"activity": counts}
     loads = {tier: stats.num_loads.get(tier, 0) for tier in TIERS}
-    replicas = await management.residency(entry.ref.digest) if entry.is_read else ()
+    replicas = await admin.residency(entry.ref.digest) if entry.is_read else ()
     return description_body(name, description, replicas) | {"activity": counts | {"loads": loads}}
 
 

@@ -96,13 +96,13 @@ def list_adapters(service: IngressService) -> list[dict[str, Any]]:
 async def load(service: IngressService, name: str, path: str) -> dict[str, Any]:
     """Load an adapter; returns once every ingress serves it. Raises the load's error."""
     caller = handle_principal()
-    return adapter_body((await service.management.store.load_and_wait(load_request(caller, name, path)))[1])
+    return adapter_body((await service.adapter_admin.store.load_and_wait(load_request(caller, name, path)))[1])
 
 
 async def unload(service: IngressService, name: str) -> dict[str, Any]:
     """Unload an adapter; returns once its rows are free. Raises NotFound, AdapterBusy."""
     caller = handle_principal()
-    job, entry = await service.management.unload(name, tenant_id=caller.tenant_id, who=caller.who)
+    job, entry = await service.adapter_admin.unload(name, tenant_id=caller.tenant_id, who=caller.who)
     return unload_body(entry, job)
 
 

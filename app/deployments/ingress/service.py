@@ -112,8 +112,8 @@ class IngressService:
             lambda: parts.placer.view.num_kv_tokens,
         )
         self.embedder = Embedder(self.preprocessor, dispatcher, parts.accounting, parts.clock)
-        self.management = AdapterAdmin(parts.store, parts.replicas, parts.placer)
-        self.activity = AdapterMetrics(parts.accounting.owner)
+        self.adapter_admin = AdapterAdmin(parts.store, parts.replicas, parts.placer)
+        self.adapter_metrics = AdapterMetrics(parts.accounting.owner)
         self.storage, self.storage_config = parts.storage, config.storage
         self._batches: BatchRunner | None = None
 
@@ -156,7 +156,7 @@ class IngressService:
         """Count a finished request; `job` is None if it failed before it had sequences."""
         if job is not None:
             self.accounting.end(job, is_cut=status == TABLE[ClientGone].status)
-            self.activity.record(job, status)
+            self.adapter_metrics.record(job, status)
         first = job.requests[0] if job is not None else None
         self._metrics.request(
             route,
@@ -178,16 +178,16 @@ class IngressService:
 
         A project does not see numbers of all tenants.
         """
-        about = {"object": "status", "version": version(), "model": self.base_name, "is_ready": self.is_ready()}
+        summary = {"object": "status", "version": version(), "model": self.base_name, "is_ready": self.is_ready()}
         if caller.kind == "project":
-            return about
-        store, tenant_id = self.management.store, caller.tenant_id
+            return summary
+        store, tenant_id = self.adapter_admin.store, caller.tenant_id
         replicas, tiers, events = await asyncio.gather(
             self.replica_stats(),
             store.stats(),
             store.events(None, limit=MAX_EVENTS, before=None, tenant_id=tenant_id),
         )
-        return about | {
+        return summary | {
             "num_adapters": self.registry.num_adapters,
             "num_open_requests": self._connections.num_streams,
             "replicas": [_without_adapter_names(replica) for replica in replicas],
@@ -199,8 +199,8 @@ class IngressService:
         """Stop background work; open streams are left to their callers."""
         if self._batches is not None:
             await self._batches.close()
-        clients = (self.management, self._router, self._lazy_loader, self._directory)
-        for part in (*clients, self._request_router, self._connections, self.activity, self.accounting):
+        clients = (self.adapter_admin, self._router, self._lazy_loader, self._directory)
+        for part in (*clients, self._request_router, self._connections, self.adapter_metrics, self.accounting):
             await part.close()
 
 

@@ -82,9 +82,9 @@ class RegistryService:
         self.reserved_names = frozenset(reserved_names)
         self._moves = MoveWriter(registry.catalog.note_moves)
         self._use = LastUsed(registry.catalog.note_use)
-        self.published = ChangeFeed(registry, store.pin)
-        self.loads = LoadJobs(registry, store, self.published, clock)
-        self.unloads = UnloadJobs(registry, store, self.published, self.loads, clock)
+        self.change_feed = ChangeFeed(registry, store.pin)
+        self.loads = LoadJobs(registry, store, self.change_feed, clock)
+        self.unloads = UnloadJobs(registry, store, self.change_feed, self.loads, clock)
         self._tasks = Tasks()
 
     def start(self) -> None:
@@ -93,7 +93,7 @@ class RegistryService:
             return
         self._events.follow(self.loads.on_progress, self._moves.write_soon)
         self._tasks.run_forever(
-            partial(sync_loop, self._registry, self.published, self.loads),
+            partial(sync_loop, self._registry, self.change_feed, self.loads),
             partial(maintenance_loop, self._registry, self._use, self._sweep),
         )
 
@@ -129,14 +129,14 @@ class RegistryService:
         """Change the settings of a name (None: unchanged). Raises NotFound, InvalidRequest for a long description."""
         check_description(description)
         configure = partial(self._registry.catalog.configure, name, tenant_id=tenant_id, who=who)
-        return await self.published.change(
+        return await self.change_feed.change(
             lambda: configure(pinned=pinned, traffic_weight=traffic_weight, description=description)
         )
 
     async def change_alias(self, name: str, change: Callable[[Aliases], AliasEntry]) -> AliasEntry:
         """Change an alias; every ingress has the change when this returns. Raises InvalidRequest for its name."""
         self.check_name(name)
-        return await self.published.change(lambda: change(self._registry.aliases))
+        return await self.change_feed.change(lambda: change(self._registry.aliases))
 
     async def observe(
         self, replica_id: str, loaded: Sequence[str], unloaded: Sequence[str], used_s: Mapping[str, float]
@@ -188,16 +188,16 @@ class RegistryService:
             raise InvalidRequest(f"the name {name!r} is the base model's; choose another", param="name")
 
 
-async def sync_loop(registry: Registry, published: ChangeFeed, loads: LoadJobs) -> None:
+async def sync_loop(registry: Registry, change_feed: ChangeFeed, loads: LoadJobs) -> None:
     """Publish other processes' changes, send heartbeats and adopt the loads of dead processes; until cancelled."""
     settled, beat_s = -1, -BEAT_INTERVAL_S
 
     async def turn() -> None:
         nonlocal settled, beat_s
-        await published.publish_newer()
-        revision = published.revision
+        await change_feed.publish_newer()
+        revision = change_feed.revision
         if revision != settled or time.monotonic() - beat_s >= BEAT_INTERVAL_S:
-            is_settled = await published.table.wait_until_current(_SETTLE_S)
+            is_settled = await change_feed.table.wait_until_current(_SETTLE_S)
             settled, beat_s = revision if is_settled else settled, time.monotonic()
             beat = await _beat_to_completion(registry.stores.beat, max(settled, 0))
             await loads.adopt(beat.adopted)

@@ -161,5 +161,5 @@ class ChangeFeed:
 
     def _stamp(self, revision: int) -> None:
         self._revision = self._registry.database.known_revision = revision
-        for published in (self.table, self.pins, self.shares):
-            published.revision = revision
+        for host in (self.table, self.pins, self.shares):
+            host.revision = revision

@@ -74,12 +74,12 @@ class LoadJobs:
         self,
         registry: Registry,
         store: Reader,
-        published: ChangeFeed,
+        change_feed: ChangeFeed,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._registry = registry
         self._store = store
-        self._published = published
+        self._change_feed = change_feed
         self._clock = clock
         self._jobs: dict[str, RegistryJob] = {}  # running jobs by id
         self._ids_by_source: defaultdict[str, set[str]] = defaultdict(set)  # source -> ids of running jobs
@@ -223,7 +223,7 @@ class LoadJobs:
         """Register after the earlier loads of the name that other processes work on."""
         while True:
             try:
-                return await self._published.change(register)
+                return await self._change_feed.change(register)
             except EarlierLoadsPending:
                 await asyncio.sleep(TURN_INTERVAL_S)
 

@@ -80,7 +80,7 @@ class Preloads:
 
 async def preload(
     registry: Registry,
-    lifecycle: RegistryService,
+    registry_service: RegistryService,
     preloaded: Sequence[PreloadedAdapter],
     *,
     tenant_id: str,
@@ -104,10 +104,12 @@ async def preload(
         if item in to_load:  # a moved adapter keeps its description
             description = item.description if present is None else present.description
             request = LoadRequest(tenant_id, item.name, item.path, "config", description=description)
-            _, present = await lifecycle.load_and_wait(request)
+            _, present = await registry_service.load_and_wait(request)
         if item in redescribed and present is not None:
             with suppress(NotFound):  # unloaded meanwhile
-                await lifecycle.configure(item.name, tenant_id=tenant_id, who="config", description=item.description)
+                await registry_service.configure(
+                    item.name, tenant_id=tenant_id, who="config", description=item.description
+                )
         await asyncio.to_thread(preloads_table.done, item, tenant_id=tenant_id)
 
     to_load, redescribed = await asyncio.to_thread(find_changes)

@@ -27,7 +27,7 @@ class BucketSize(NamedTuple):
     max_limit: int
 
 
-WIDTHS: Mapping[str, BucketSize] = {
+BUCKET_SIZES: Mapping[str, BucketSize] = {
     "1m": BucketSize(60, 60, 1440),
     "1h": BucketSize(3600, 24, 168),
     "1d": BucketSize(86_400, 7, 31),

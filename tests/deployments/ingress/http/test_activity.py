@@ -73,7 +73,7 @@ async def test_failures_are_errors_and_clients_that_left_are_not(
     assert (found["requests"], found["errors"]) == (2, 1)
     job = service.counted[-1][0]
     assert job is not None
-    service.activity.record(job, 499)
+    service.adapter_metrics.record(job, 499)
     found = await seen(http)
     assert (found["requests"], found["errors"]) == (3, 1)
 
@@ -90,16 +90,16 @@ async def test_what_could_not_be_reported_is_reported_later(
             assert (await http.post("/v1/completions", json=ASK)).status_code == 200
             assert (await http.get("/v1/loras/sql")).status_code == 503
     assert (await seen(http))["requests"] == 2
-    await service.activity.close()
+    await service.adapter_metrics.close()
     assert (await seen(http))["requests"] == 2, "once"
 
 
 async def test_an_ingress_that_ends_tells_what_it_has_seen(http: httpx.AsyncClient, service: Service) -> None:
     assert (await http.post("/v1/completions", json=ASK)).status_code == 200
-    await service.activity.close()
+    await service.adapter_metrics.close()
     ref = service.registry.resolve("sql", "", "default")
     assert ref is not None
-    assert (await service.accounting.owner.seen(ref, tenant_id=None)).activity.num_requests == 1
+    assert (await service.accounting.owner.adapter_stats(ref, tenant_id=None)).activity.num_requests == 1
 
 
 async def test_new_contents_start_from_zero(http: httpx.AsyncClient, service: Service) -> None:

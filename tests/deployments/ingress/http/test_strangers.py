@@ -289,7 +289,7 @@ async def test_a_combination_is_denied_by_its_own_name_and_by_those_of_its_parts
 async def test_what_actors_raise_holds_no_key(org: Org) -> None:
     """Ray keeps it, and its dashboard shows it."""
     service, key, its = org.service, org.keys["ada"], {"tenant_id": org.ids["ada"]}
-    storage, store, mine = service.storage, service.management.store, its | {"who": "test"}
+    storage, store, mine = service.storage, service.adapter_admin.store, its | {"who": "test"}
     await store.put_alias("prod", {"base": 1.0}, **mine)
     asked: list[Callable[[], Awaitable[object]]] = [
         lambda: storage.file(key, **its),

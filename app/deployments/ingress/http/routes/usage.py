@@ -28,7 +28,7 @@ from app.deployments.ingress.schemas.admin import (
 from app.deployments.ingress.serializers import admin as serializers
 from app.deployments.tenancy.quota.limits import NANOS_PER_CENT
 from app.deployments.tenancy.usage.flusher import RouteKind, UsageRecord
-from app.deployments.tenancy.usage.queries import WIDTHS, BucketSize, UsageQuery, next_page, usage_query
+from app.deployments.tenancy.usage.queries import BUCKET_SIZES, BucketSize, UsageQuery, next_page, usage_query
 from app.engine.errors import InvalidRequest, NotFound
 
 #: A group's columns and its sum.
@@ -36,7 +36,7 @@ Sum = tuple[Mapping[str, str], UsageRecord]
 #: Formats the sums of a bucket.
 Results = Callable[[Sequence[Sum]], list[dict[str, Any]]]
 #: Costs are per day: 7 buckets by default, at most 180.
-_COST_WIDTH = BucketSize(86_400, 7, 180)
+_COST_BUCKET_SIZE = BucketSize(86_400, 7, 180)
 #: Up to the year 5138.
 _Time = Annotated[int, WholeNumber(0, 10**11)]
 
@@ -87,7 +87,7 @@ def add_usage_routes(routes: APIRouter, accounting: RequestAccounting) -> None:
     async def costs(query: Annotated[CostQuery, Query()]) -> Response:
         group_by = query.group_by
         others = [name for name in group_by if name not in ("line_item", "model")]
-        usage = _query(query, accounting, _COST_WIDTH, None, [*others, "model"])  # prices are by model
+        usage = _query(query, accounting, _COST_BUCKET_SIZE, None, [*others, "model"])  # prices are by model
         if query.line_items:
             usage = _with_only(usage, "model", query.line_items)
         return await _page(accounting, usage, lambda results: _costs(results, group_by))
@@ -123,7 +123,7 @@ def add_spend_routes(routes: APIRouter, accounting: RequestAccounting) -> None:
 async def _usage(query: ModelUsageQuery, accounting: RequestAccounting, kind: RouteKind, results: Results) -> Response:
     if query.user_ids or (isinstance(query, CompletionsUsageQuery) and query.batch == "true"):
         raise InvalidRequest("usage is not counted by batch or user; ask by project, key or model", param="batch")
-    usage = _query(query, accounting, WIDTHS[query.bucket_width], kind, query.group_by)
+    usage = _query(query, accounting, BUCKET_SIZES[query.bucket_width], kind, query.group_by)
     if query.models:
         usage = _with_only(usage, "model", query.models)
     return await _page(accounting, usage, results)
