@@ -1,4 +1,4 @@
-"""The registry's process without Ray: a lifecycle over a store that reads from a dictionary."""
+"""The registry's process without Ray: a registry service over a store that reads from a dictionary."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ class FakeStore:
         if isinstance(found, Exception):
             raise found
         self.on_read(source, State.ON_DISK)
-        await asyncio.sleep(0)  # the lifecycle takes a note of it before it hears the result, as from a thread
+        await asyncio.sleep(0)  # the registry service notes it before it gets the result, as from a thread
         self.cached_digests.add(found)
         uri = source if is_combination(source) or source.startswith(UPLOADED) else f"/roots/{source}"
         facts = {"text": self.texts.get(found, ""), "metadata": self.metadata.get(found, "")}

@@ -31,11 +31,11 @@ MAX_SCALED_OUT = 32
 #: Idle replicas compared beyond the needed number, to find room in their rank rows.
 NUM_COMPARED = 16
 #: A replica must be overloaded for this long before it scales out to a replica with full rank rows.
-PATIENCE_S = 2.0
-#: Hysteresis: seconds between two changes of one adapter's replicas, unless its requests would fill OUTGROWN times as
-#: many.
+SUSTAINED_OVERLOAD_S = 2.0
+#: Hysteresis: seconds between two changes of one adapter's replicas, unless its requests would fill OUTGROWN_FACTOR
+#: times as many.
 DWELL_S = 10.0
-OUTGROWN = 2
+OUTGROWN_FACTOR = 2
 #: After this many missed reports the vote of a single ingress is enough to remove a replica.
 MISSED_REPORTS = 2.5
 #: Time constant of the exponential mean of a replica's requests.
@@ -260,8 +260,8 @@ class PlacementState:
                 assigned = self.view.assigned_replicas(digest)
                 is_due = digest not in self._changed_s or self._has_outgrown(digest, bound)
                 if replica_id in assigned and len(assigned) < len(self._replicas) and is_due:
-                    is_patient = now_s - self._overloaded_s[replica_id] < PATIENCE_S
-                    if self._assign_more(digest, loads, bound, mean, with_room=is_patient):
+                    is_recent = now_s - self._overloaded_s[replica_id] < SUSTAINED_OVERLOAD_S
+                    if self._assign_more(digest, loads, bound, mean, with_room=is_recent):
                         self._changed_s[digest] = now_s
                     break
 
@@ -297,11 +297,11 @@ class PlacementState:
         return True
 
     def _has_outgrown(self, digest: str, bound: float) -> bool:
-        """Whether an adapter's requests fill OUTGROWN times its replicas, which were chosen before all demand was
-        known.
+        """Whether an adapter's requests fill OUTGROWN_FACTOR times its replicas, which were chosen before all demand
+        was known.
         """
         assigned = self.view.assigned_replicas(digest)
-        return math.ceil(self._num_active(assigned, digest) / bound) >= OUTGROWN * len(assigned)
+        return math.ceil(self._num_active(assigned, digest) / bound) >= OUTGROWN_FACTOR * len(assigned)
 
     def _is_full(self, replica_id: str, digest: str) -> bool:
         """Whether the adapters assigned there leave no rank rows for one more, as far as that is known."""

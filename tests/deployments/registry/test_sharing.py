@@ -70,7 +70,7 @@ async def stores(open_again: Callable[..., Registry], monkeypatch: pytest.Monkey
         monkeypatch.setattr(module, "POLL_INTERVAL_S", 0.01)
     monkeypatch.setattr(service, "BEAT_INTERVAL_S", 0.01)
     monkeypatch.setattr(load_jobs, "TURN_INTERVAL_S", 0.01)
-    monkeypatch.setattr(change_feed, "FOLLOWERS_COME_S", 0.0)
+    monkeypatch.setattr(change_feed, "INGRESS_GRACE_S", 0.0)
     stores = Stores(open_again)
     yield stores
     await stores.close()
@@ -245,7 +245,7 @@ async def test_a_store_that_was_restarted_takes_up_its_own_loads_at_once(stores:
     await a.registry_service.loads._work.close()
     again = stores.open(actor="the store")
     assert (await end_of(again, job)).state is State.LOADED
-    assert again.registry.stores.follows_another
+    assert again.registry.stores.replaces_another
 
 
 async def test_a_store_that_ends_leaves_its_loads_at_once(stores: Stores) -> None:

@@ -2,7 +2,7 @@
 
 Every row belongs to one base model. Times are Unix seconds. A revoked key keeps its row: audit and usage refer to it,
 and a service that ever had keys never becomes open again. A row's `revision` is the number of the last change that is
-published, so followers read only newer rows.
+published, so watchers read only newer rows.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ POLL_INTERVAL_S = 0.5
 #: How often the heartbeats of other stores are read while a change waits for their ingresses.
 _SETTLE_POLL_S = 0.1
 #: How long a store that replaces another waits for that one's ingresses before it counts the present ones as all.
-FOLLOWERS_COME_S = 2.0
+INGRESS_GRACE_S = 2.0
 
 
 class ChangeFeed:
@@ -54,7 +54,7 @@ class ChangeFeed:
         self._was_older = False  # whether the database was older than the published tables at the last poll
         entries = [entry for _, entry in changes.rows if entry is not None]
         adapters = [entry for entry in entries if isinstance(entry, CatalogEntry)]
-        grace_s = FOLLOWERS_COME_S if registry.stores.follows_another else 0.0
+        grace_s = INGRESS_GRACE_S if registry.stores.replaces_another else 0.0
         self.table: LongPollTable[Key, Entry] = LongPollTable(time.monotonic, origin=origin, grace_s=grace_s)
         self._pin_table, self._traffic_shares = PinTable(adapters), TrafficShares(adapters)
         self.pins: LongPollHost[Pins] = LongPollHost(self._pin_table.value, time.monotonic, origin=origin)

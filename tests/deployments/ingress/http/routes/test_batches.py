@@ -367,7 +367,7 @@ async def test_what_is_not_answered_in_time_is_reported(gpt: openai.AsyncOpenAI,
     now_s[0] += 31 * 86_400
     with pytest.raises(openai.NotFoundError):
         await gpt.files.retrieve(batch.error_file_id or "")
-    await asyncio.to_thread(writing.storage._actor._callee._books.sweep)  # type: ignore[attr-defined]
+    await asyncio.to_thread(writing.storage._actor._callee._storage.sweep)  # type: ignore[attr-defined]
     assert await asyncio.to_thread(_num_rows, writing, "file_parts") == 0
 
 
