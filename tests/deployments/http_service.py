@@ -159,10 +159,10 @@ class Service(IngressService):
     def num_streams(self) -> int:
         return self._connections.num_streams
 
-    def observe(self, route: str, status: int, job: GenerationTask | None) -> None:
-        super().observe(route, status, job)
+    def observe(self, route: str, status: int, task: GenerationTask | None) -> None:
+        super().observe(route, status, task)
         self.observed.append((route, status))
-        self.counted.append((job, [] if job is None else job.usages))
+        self.counted.append((task, [] if task is None else task.usages))
 
 
 #: Written by a template that knows tools, in Hermes' form; short, because here a character is a token.

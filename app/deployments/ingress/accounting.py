@@ -150,31 +150,31 @@ class RequestAccounting:
     def count_routed_request(self, caller: Principal) -> None:
         self.usage_recorder.record_routing_request(caller.tenant_id, caller.key_id)
 
-    def end(self, job: GenerationTask, *, is_cut: bool) -> None:
+    def end(self, task: GenerationTask, *, is_cut: bool) -> None:
         """Settle a task's reservation. Usage of its sequences is recorded where they were computed.
 
         `is_cut` says that the client left. Then the whole prompt is charged even before the first token; otherwise a
         client that always leaves early would have prompts computed without limit.
         """
-        self._settle(job, is_cut=is_cut)
+        self._settle(task, is_cut=is_cut)
 
-    def requeue(self, job: GenerationTask) -> None:
+    def requeue(self, task: GenerationTask) -> None:
         """Give back a batch's task that will be tried again, including its request."""
-        self._settle(job, is_request=False)
+        self._settle(task, is_request=False)
 
-    def _settle(self, job: GenerationTask, *, is_cut: bool = False, is_request: bool = True) -> None:
-        if job.reservation.is_settled:
+    def _settle(self, task: GenerationTask, *, is_cut: bool = False, is_request: bool = True) -> None:
+        if task.reservation.is_settled:
             return
         costs: list[Cost] = []
-        for request, usage in zip(job.requests, job.usages, strict=True):
+        for request, usage in zip(task.requests, task.usages, strict=True):
             models = self._models(request)
             used = usage or Usage(len(request.token_ids) if is_cut else 0, 0, 0)
             cost = self._pricing.prices.of(models, used)
             costs.append(Cost(models, used.prompt_tokens + used.completion_tokens, cost))
-        actual = request_costs(job.caller.tenant, self._pricing.base_name, costs)
+        actual = request_costs(task.caller.tenant, self._pricing.base_name, costs)
         if not is_request:
             actual |= {key: 0 for key in actual if key.kind in ("requests", "day")}
-        self.limiter.settle(job.reservation, actual)
+        self.limiter.settle(task.reservation, actual)
 
     def headers(self, caller: Principal) -> dict[str, str]:
         """The tenant's remaining limits per minute in OpenAI's headers; {} without limits."""

@@ -40,14 +40,14 @@ class AdapterMetrics:
         self.owner = owner
         self._pending: dict[ActivityKey, Activity] = {}
 
-    def record(self, job: GenerationTask, status: int) -> None:
+    def record(self, task: GenerationTask, status: int) -> None:
         """Count a finished task; `status` is what its client got. A client that left is no error."""
         is_error = status >= HTTPStatus.BAD_REQUEST and status != TABLE[ClientGone].status
         request = Activity(num_requests=1, num_errors=int(is_error))
-        if job.progress.first_s is not None and len({each.requested_adapter for each in job.requests}) == 1:
-            request = request.plus(first_token(job.progress.first_s - job.requests[0].arrival_s))
+        if task.progress.first_s is not None and len({each.requested_adapter for each in task.requests}) == 1:
+            request = request.plus(first_token(task.progress.first_s - task.requests[0].arrival_s))
         counts: dict[ActivityKey, Activity] = {}
-        for each, usage in zip(job.requests, job.usages, strict=True):
+        for each, usage in zip(task.requests, task.usages, strict=True):
             if (ref := each.requested_adapter) is not None:
                 key = ActivityKey(each.tenant_id, ref.tenant_id, ref.name, ref.digest)
                 counts[key] = counts.get(key, request).plus(_tokens(usage))

@@ -152,19 +152,19 @@ class IngressService:
         """Whether requests are accepted without replicas, because the first one starts a replica."""
         return self._config.http.ready_at_zero_replicas
 
-    def observe(self, route: str, status: int, job: GenerationTask | None) -> None:
-        """Count a finished request; `job` is None if it failed before it had sequences."""
-        if job is not None:
-            self.accounting.end(job, is_cut=status == TABLE[ClientGone].status)
-            self.adapter_metrics.record(job, status)
-        first = job.requests[0] if job is not None else None
+    def observe(self, route: str, status: int, task: GenerationTask | None) -> None:
+        """Count a finished request; `task` is None if it failed before it had sequences."""
+        if task is not None:
+            self.accounting.end(task, is_cut=status == TABLE[ClientGone].status)
+            self.adapter_metrics.record(task, status)
+        first = task.requests[0] if task is not None else None
         self._metrics.request(
             route,
             status,
             arrival_s=first.arrival_s if first is not None else None,
-            first_s=job.progress.first_s if job is not None else None,
+            first_s=task.progress.first_s if task is not None else None,
             is_adapter=first is not None and first.requested_adapter is not None,
-            usages=job.usages if job is not None else [],
+            usages=task.usages if task is not None else [],
         )
 
     async def replica_stats(self) -> list[dict[str, Any]]:

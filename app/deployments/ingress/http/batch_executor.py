@@ -75,7 +75,7 @@ class BatchExecutor:
             return task, self._completion(completion, task)
         if endpoint == "/v1/embeddings":
             embeddings = parse_body(EmbeddingsRequest, body)
-            task = await self._service.embedder.job(embeddings, caller, request_id)
+            task = await self._service.embedder.task(embeddings, caller, request_id)
             return task, self._embedding(embeddings, task)
         response = parse_body(ResponsesRequest, body)
         for field in ("store", "previous_response_id"):

@@ -123,7 +123,7 @@ class RequestPreprocessor:
             requested, tools = chat_grammar(body, self.text_model, self.directory.text(resolved.ref))
             num_logprobs = (body.top_logprobs or 0) if body.logprobs else None
             names = FieldNames("messages", body.limit_field, "top_logprobs")
-            return await self._job(
+            return await self._task(
                 request_ids("chatcmpl", request_id),
                 caller,
                 arrival_s,
@@ -175,7 +175,7 @@ class RequestPreprocessor:
             names = FieldNames("prompt", "max_tokens", "logprobs")
             self._requests.check_sequences(len(prompts), body.n, names)
             token_ids = await self.prompt_ids(prompts, "prompt")
-            job = await self._job(
+            task = await self._task(
                 request_ids("cmpl", request_id),
                 caller,
                 arrival_s,
@@ -188,7 +188,7 @@ class RequestPreprocessor:
                 echoes=await self._echoes(prompts) if body.echo else (),
                 resolved=resolved,
             )
-        return in_token_ids(job, body)
+        return in_token_ids(task, body)
 
     async def _echoes(self, prompts: Sequence[str | list[int]]) -> list[str]:
         length = sum(map(len, prompts))
@@ -212,7 +212,7 @@ class RequestPreprocessor:
             await self.resolver.resolve(self._base_name, caller, name, adapters=body.adapters) for name in body.names
         ]
         token_ids = await self.prompt_ids(body.texts, "text")
-        return await self._job(
+        return await self._task(
             request_ids("gen", request_id), caller, arrival_s, params, token_ids, refs, params.token_limit, None, names
         )
 
@@ -239,7 +239,7 @@ class RequestPreprocessor:
                 )
         return prompt
 
-    async def _job(
+    async def _task(
         self,
         ids: RequestIds,
         caller: Principal,
