@@ -133,7 +133,7 @@ class Service(IngressService):
         self.counted: list[tuple[GenerationTask | None, list[Usage | None]]] = []
         limits = {"max_body_bytes": 20_000, "max_sequences": 4, "request_timeout_s": 120, "replica_timeout_s": 0.2}
         parts = Parts(
-            text=text or Letters(),
+            tokenizer=text or Letters(),
             registry=managed.view,
             accounting=RequestAccounting(
                 managed.tenants, managed.tenants_client, RATES, uuid.uuid4().hex, managed.clock

@@ -41,8 +41,8 @@ _NO_LIMITS = TenantLimits()
 class TenantTableClient(LongPollClient[Changes[TenantKey, TenantRow]]):
     """Copies the tenants' table into `view`. `complete` is set once the copy has caught up."""
 
-    def __init__(self, owner: TenantsService, watcher_id: str) -> None:
-        super().__init__(owner.watch, watcher_id)
+    def __init__(self, tenants_service: TenantsService, watcher_id: str) -> None:
+        super().__init__(tenants_service.watch, watcher_id)
         self.view = TenantMirror()
         self.complete = asyncio.Event()
 
@@ -74,7 +74,7 @@ class RequestAccounting:
     def __init__(
         self,
         view: TenantMirror,
-        owner: TenantsService,
+        tenants_service: TenantsService,
         pricing: PricingContext,
         holder: str,
         clock: Callable[[], float],
@@ -82,10 +82,10 @@ class RequestAccounting:
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
         self.view = view
-        self.owner = owner
+        self.tenants_service = tenants_service
         self.clock = clock
-        self.limiter = RateLimiter(owner.lease, holder, monotonic)
-        self.usage_flusher = UsageFlusher(owner.record, holder, wal)
+        self.limiter = RateLimiter(tenants_service.lease, holder, monotonic)
+        self.usage_flusher = UsageFlusher(tenants_service.record, holder, wal)
         self.usage_recorder = UsageRecorder(self.usage_flusher, pricing.prices, pricing.base_name, clock)
         self._pricing = pricing
         self._key_used_s: dict[str, float] = {}
@@ -219,7 +219,7 @@ class RequestAccounting:
         if not used_s:
             return
         try:
-            await self.owner.note_use(used_s)
+            await self.tenants_service.note_use(used_s)
         except NotReady as error:
             self._key_used_s = used_s | self._key_used_s
             logger.info("cannot record the last use of %d keys yet, will retry: %s", len(used_s), error)

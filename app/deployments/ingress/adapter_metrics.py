@@ -36,8 +36,8 @@ TIERS = ("source", "disk", "device")
 class AdapterMetrics:
     """One per ingress, on its event loop."""
 
-    def __init__(self, owner: TenantsService) -> None:
-        self.owner = owner
+    def __init__(self, tenants_service: TenantsService) -> None:
+        self.tenants_service = tenants_service
         self._pending: dict[ActivityKey, Activity] = {}
 
     def record(self, task: GenerationTask, status: int) -> None:
@@ -59,7 +59,7 @@ class AdapterMetrics:
         if not pending:
             return
         try:
-            await self.owner.note_activity(tuple(pending.items()))
+            await self.tenants_service.note_activity(tuple(pending.items()))
         except BaseException:
             self._add(pending)
             raise
@@ -95,7 +95,7 @@ async def adapter_status(
         return description_body(name, description, ())
     is_project = caller.kind == "project"
     await metrics.flush()  # so that a client sees the request it has just sent to this ingress
-    stats = await metrics.owner.adapter_stats(entry.ref, tenant_id=caller.tenant_id if is_project else None)
+    stats = await metrics.tenants_service.adapter_stats(entry.ref, tenant_id=caller.tenant_id if is_project else None)
     counts = {"since": int(stats.since_s)} | activity_body(stats.activity)
     if is_project:
         body = description_body(name, description, ())

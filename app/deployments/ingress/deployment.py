@@ -69,22 +69,22 @@ class Ingress(AsgiIngress):
         ingress_id = context.replica_id.unique_id
         route_in_this_loop(engines)
         actor = store_actor(config)
-        store, owner = store_service(actor), tenants_service(actor)
+        store, tenants_proxy = store_service(actor), tenants_service(actor)
         placement = placement_service(config, context.app_name)
         metrics = IngressMetrics(time.time)
         registry = RegistryMirror(store.watch, ingress_id, metrics.adapters)
-        tenants = TenantTableClient(owner, ingress_id)
+        tenants = TenantTableClient(tenants_proxy, ingress_id)
         placement_table = PlacementTableClient(placement.watch, ingress_id)
         loads = ReplicaLoadTracker(time.monotonic)
         holder = f"{ingress_id}-{uuid.uuid4().hex[:8]}"
-        text = await asyncio.to_thread(open_tokenizer_service, config)
+        tokenizer = await asyncio.to_thread(open_tokenizer_service, config)
         prices, base_name = config.tenants.prices, config.model.name
         pricing = PricingContext(Prices(prices, base_name), base_name)
         parts = Parts(
-            text=text,
+            tokenizer=tokenizer,
             registry=registry.view,
             accounting=RequestAccounting(
-                tenants.view, owner, pricing, holder, time.time, open_wal(usage_folder(config), holder)
+                tenants.view, tenants_proxy, pricing, holder, time.time, open_wal(usage_folder(config), holder)
             ),
             store=store,
             storage=storage_service(actor),

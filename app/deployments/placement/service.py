@@ -176,8 +176,8 @@ class PlacementService:
             # the other store's shares count from now on
             self._state.set_traffic_shares(dict.fromkeys(self._state.traffic_shares))
         store = min(stores)
-        follower = _TrafficSharesClient(self._watch_shares(store), "placement", self._set_traffic_shares)
-        self._followed = store, self._tasks.start(follower.follow())
+        client = _TrafficSharesClient(self._watch_shares(store), "placement", self._set_traffic_shares)
+        self._followed = store, self._tasks.start(client.follow())
 
     def _configure(self, settings: str) -> None:
         try:

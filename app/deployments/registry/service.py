@@ -81,7 +81,7 @@ class RegistryService:
         self._events = events
         self.reserved_names = frozenset(reserved_names)
         self._moves = MoveWriter(registry.catalog.note_moves)
-        self._use = LastUsed(registry.catalog.note_use)
+        self._last_used = LastUsed(registry.catalog.note_use)
         self.change_feed = ChangeFeed(registry, store.pin)
         self.loads = LoadJobs(registry, store, self.change_feed, clock)
         self.unloads = UnloadJobs(registry, store, self.change_feed, self.loads, clock)
@@ -94,14 +94,14 @@ class RegistryService:
         self._events.follow(self.loads.on_progress, self._moves.write_soon)
         self._tasks.run_forever(
             partial(sync_loop, self._registry, self.change_feed, self.loads),
-            partial(maintenance_loop, self._registry, self._use, self._sweep),
+            partial(maintenance_loop, self._registry, self._last_used, self._sweep),
         )
 
     async def close(self) -> None:
         """Stop following, and leave unfinished loads to other processes at once."""
         await self._tasks.close()
         with suppress(NotReady):  # then the loads wait until this store's lease expires
-            await self._use.write()
+            await self._last_used.write()
             await asyncio.to_thread(self._registry.stores.leave)
 
     async def load(self, request: LoadRequest) -> RegistryJob:
@@ -144,11 +144,11 @@ class RegistryService:
         """Record what a replica's device loaded and unloaded, and when requests last used which digests (Unix time)."""
         if loaded or unloaded:
             await asyncio.to_thread(self._registry.catalog.note_residency, replica_id, loaded, unloaded)
-        self._use.note(used_s)  # last: the replica repeats a failed report
+        self._last_used.note(used_s)  # last: the replica repeats a failed report
 
     async def hot(self, limit: int) -> list[CatalogEntry]:
         """`Catalog.hot`, including uses that are not stored yet."""
-        await self._use.write()
+        await self._last_used.write()
         return await asyncio.to_thread(self._registry.catalog.hot, limit)
 
     async def describe(self, name: str, *, tenant_id: str) -> Description:
@@ -162,7 +162,7 @@ class RegistryService:
         if entry is None and (job is None or job.state is State.REMOVED):
             raise not_registered_error(name)
         if entry is not None:
-            times_s = (entry.last_used_s, self._use.last_s(entry.ref.digest))
+            times_s = (entry.last_used_s, self._last_used.last_s(entry.ref.digest))
             entry = replace(entry, last_used_s=max((time_s for time_s in times_s if time_s is not None), default=None))
         is_on_host = entry is not None and entry.ref.digest in self._store.cached_digests
         return Description(entry, job and (self.loads.running(job.id) or job), is_on_host)
@@ -205,13 +205,13 @@ async def sync_loop(registry: Registry, change_feed: ChangeFeed, loads: LoadJobs
     await repeat(turn, POLL_INTERVAL_S, "following the registry's database")
 
 
-async def maintenance_loop(registry: Registry, use: LastUsed, sweep: Callable[[Collection[str]], object]) -> None:
+async def maintenance_loop(registry: Registry, last_used: LastUsed, sweep: Callable[[Collection[str]], object]) -> None:
     """Store last uses, delete old rows, and call `sweep` with the uploads in use; until cancelled."""
     trimmed_s = time.monotonic()
 
     async def turn() -> None:
         nonlocal trimmed_s
-        await use.write()
+        await last_used.write()
         await asyncio.to_thread(lambda: sweep(uploads_in_use(registry.database)))
         if time.monotonic() - trimmed_s >= TRIM_INTERVAL_S:
             trimmed_s = time.monotonic()

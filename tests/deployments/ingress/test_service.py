@@ -123,7 +123,7 @@ async def test_a_chat_is_written_with_its_adapters_own_text(service: Service) ->
     service.managed.store.texts["d1"] = "mine|"
     for name in ("own", "plain"):
         await service.managed.registry_service.loads.load_and_wait(wanted(name, name))
-    letters, asked = service.preprocessor.text_model, "user:hi|"
+    letters, asked = service.preprocessor.tokenizer, "user:hi|"
     for model, wanted_text in (("own", "mine|" + asked), ("plain", asked), ("base", asked)):
         body = ChatCompletionRequest.model_validate({"model": model, "messages": [{"role": "user", "content": "hi"}]})
         job = await service.preprocessor.chat(body, handle_principal())

@@ -55,14 +55,14 @@ class AutoRegistration:
         self,
         registry: Registry,
         store: Reader,
-        names: RegistryService,
+        registry_service: RegistryService,
         failures: FailureBackoff,
         settings: ResolverSettings,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._registry = registry
         self._store = store
-        self._names = names
+        self._registry_service = registry_service
         self._failures = failures
         self._settings = settings
         self._clock = clock
@@ -82,7 +82,7 @@ class AutoRegistration:
         for a while after a failure.
         """
         key = (tenant_id, name)
-        is_free = is_name(name) and name != AUTO and name not in self._names.reserved_names
+        is_free = is_name(name) and name != AUTO and name not in self._registry_service.reserved_names
         if not self._settings.resolvers or not is_free or self._is_absent(key):
             return False
         if key not in self._pending:
@@ -123,7 +123,9 @@ class AutoRegistration:
                 continue
             if not await asyncio.to_thread(self._is_unclaimed, key):  # the tenant has used the name meanwhile
                 return False
-            await self._names.load_and_wait(LoadRequest(tenant_id, name, source, f"resolver for {who}"), read)
+            await self._registry_service.load_and_wait(
+                LoadRequest(tenant_id, name, source, f"resolver for {who}"), read
+            )
             return True
         return False
 

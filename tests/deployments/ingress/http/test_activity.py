@@ -85,7 +85,7 @@ async def test_what_could_not_be_reported_is_reported_later(
         raise NotReady("the store restarts")
 
     with monkeypatch.context() as patch:
-        patch.setattr(service.accounting.owner, "note_activity", away)
+        patch.setattr(service.accounting.tenants_service, "note_activity", away)
         for _ in range(2):
             assert (await http.post("/v1/completions", json=ASK)).status_code == 200
             assert (await http.get("/v1/loras/sql")).status_code == 503
@@ -99,7 +99,7 @@ async def test_an_ingress_that_ends_tells_what_it_has_seen(http: httpx.AsyncClie
     await service.adapter_metrics.close()
     ref = service.registry.resolve("sql", "", "default")
     assert ref is not None
-    assert (await service.accounting.owner.adapter_stats(ref, tenant_id=None)).activity.num_requests == 1
+    assert (await service.accounting.tenants_service.adapter_stats(ref, tenant_id=None)).activity.num_requests == 1
 
 
 async def test_new_contents_start_from_zero(http: httpx.AsyncClient, service: Service) -> None:
@@ -111,7 +111,7 @@ async def test_new_contents_start_from_zero(http: httpx.AsyncClient, service: Se
 
 async def test_a_project_sees_its_own_requests_and_no_loads(org: Org) -> None:
     service = org.service
-    owner, ada, bob = service.accounting.owner, org.ids["ada"], org.ids["bob"]
+    owner, ada, bob = service.accounting.tenants_service, org.ids["ada"], org.ids["bob"]
     await owner.share(ada, "secret", [bob], actor="test")
     store = service.managed.store
     store.contents[f"{bob}/twin"] = store.contents["secret"]
