@@ -109,8 +109,8 @@ class Ingress(AsgiIngress):
             placement_table.follow,
             LoadTableClient(placement.watch_loads, ingress_id, loads.apply_reports).follow,
             partial(repeat_gauges, (*metrics.gauges, RejectionCounters(parts.accounting.limiter))),
-            self._service.management.keep_resuming_unloads,
-            self._service.activity.keep_flushing,
+            self._service.adapter_admin.keep_resuming_unloads,
+            self._service.adapter_metrics.keep_flushing,
             self._service.batch_runner(BatchExecutor(self._service).answer, holder).run,
         )
         await store.preload(store_settings(config))

@@ -401,7 +401,7 @@ async def test_batches_are_of_the_lowest_class_and_metered(gpt: openai.AsyncOpen
     assert len(replica.submitted) == 3
     assert all(request.is_batch for request in replica.submitted)
     assert writing.observed.count(("chat", 200)) == 3
-    assert all(job is not None and job.reservation.settled for job, _ in writing.counted)
+    assert all(job is not None and job.reservation.is_settled for job, _ in writing.counted)
     await gpt.chat.completions.create(**BODIES[CHAT])
     assert not replica.submitted[-1].is_batch
 
