@@ -79,14 +79,14 @@ class Embedder:
             )
         )
         deadline_s = asyncio.get_running_loop().time() + self._preprocessor.limits.request_timeout_s
-        decoder = self._preprocessor.text_model.decoder
+        decoder = self._preprocessor.tokenizer.decoder
         reservation = await self._accounting.admit(caller, requests)
         return GenerationTask(
             request_id, requests, caller, reservation, (), 1, deadline_s, self._dispatcher, decoder, self._clock
         )
 
     def _pooling(self, body: EmbeddingsRequest) -> PoolingParams:
-        spec = self._preprocessor.text_model.spec
+        spec = self._preprocessor.tokenizer.spec
         if body.dimensions is not None and body.dimensions > spec.hidden_size:
             raise InvalidRequest(
                 f"dimensions is {body.dimensions} but {body.model[:80]!r} has {spec.hidden_size}", param="dimensions"
@@ -95,7 +95,7 @@ class Embedder:
 
     def _check_lengths(self, texts: Sequence[str | list[int]], token_ids: Sequence[Sequence[int]]) -> None:
         """An empty text is an error, as at OpenAI, even if the model adds special tokens around it."""
-        most = self._preprocessor.text_model.max_model_len
+        most = self._preprocessor.tokenizer.max_model_len
         for index, (text, ids) in enumerate(zip(texts, token_ids, strict=True)):
             if not text or not ids:
                 raise InvalidRequest(f"text {index} of input has no tokens; at least one is needed", param="input")

@@ -89,7 +89,7 @@ class BatchExecutor:
     async def _completion(
         self, body: ChatCompletionRequest | CompletionRequest, task: GenerationTask
     ) -> dict[str, Any]:
-        serializer = chat_serializer(self._service.preprocessor.text_model, body, task)
+        serializer = chat_serializer(self._service.preprocessor.tokenizer, body, task)
         return serializer.body(await task.answers(), task.num_per_prompt)
 
     async def _embedding(self, body: EmbeddingsRequest, task: GenerationTask) -> dict[str, Any]:

@@ -69,7 +69,7 @@ async def _respond(
     request.state.task = task
     request.state.model = body.model[:160]
     route = "chat" if isinstance(body, ChatCompletionRequest) else "completions"
-    serializer = chat_serializer(service.preprocessor.text_model, body, task)
+    serializer = chat_serializer(service.preprocessor.tokenizer, body, task)
     headers = adapter_header(task) | service.accounting.headers(task.caller)
     if not body.stream:
         with observe_if_cancelled(service, route, task):
