@@ -98,15 +98,15 @@ class _Service:
         self.store: HostAdapterCache[PackedAdapter] = HostAdapterCache(
             self.library, _host_copy, events, max_bytes=host_bytes, counts=counts
         )
-        self.lifecycle = RegistryService(self.registry, self.store, events)
-        unread = LazyRegistrations(self.registry, self.lifecycle, FailureBackoff())
-        parts = StoreParts(self.registry, self.lifecycle, self.store, (), unread, uploads=uploads)
+        self.registry_service = RegistryService(self.registry, self.store, events)
+        unread = LazyRegistrations(self.registry, self.registry_service, FailureBackoff())
+        parts = StoreParts(self.registry, self.registry_service, self.store, (), unread, uploads=uploads)
         self._calls = StoreService(parts, lambda: None)
         self.backend = load_backend(checkpoint, config)
         self.engine = Engine(self.backend, config)
 
     async def register(self, name: str, source: str) -> CatalogEntry:
-        return (await self.lifecycle.load_and_wait(LoadRequest(DEFAULT_TENANT, name, source, "bench")))[1]
+        return (await self.registry_service.load_and_wait(LoadRequest(DEFAULT_TENANT, name, source, "bench")))[1]
 
     async def upload(self, name: str, config: bytes, weights: bytes) -> CatalogEntry:
         """Like PUT /v1/loras/{name}/weights once the body has arrived."""
@@ -175,8 +175,8 @@ async def _costs(settings: Settings, checkpoint: Checkpoint, folder: Path) -> st
         prepare_s.append(_elapsed_s(lambda fresh=fresh: service.backend.prepare_adapter(fresh)))
         rows_s.append(_elapsed_s(lambda fresh=fresh: service.backend.write_adapter(1, 0, fresh)))
         started_s = time.perf_counter()
-        unload, _ = await service.lifecycle.unloads.begin(path.name, tenant_id=DEFAULT_TENANT, who="bench")
-        await service.lifecycle.unloads.end(unload)
+        unload, _ = await service.registry_service.unloads.begin(path.name, tenant_id=DEFAULT_TENANT, who="bench")
+        await service.registry_service.unloads.end(unload)
         assert service.drop(entry.ref.digest) > 0
         remove_s.append(time.perf_counter() - started_s)
     upload_s = []

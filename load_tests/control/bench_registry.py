@@ -178,13 +178,13 @@ async def measure(url: str, num_adapters: int, num_samples: int) -> list[tuple[s
     memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     started_s = time.perf_counter()
     registry = Registry(url, "base")
-    lifecycle = RegistryService(registry, _InstantStore(), TierEvents())
+    registry_service = RegistryService(registry, _InstantStore(), TierEvents())
     results.append(("the registry's process opens the database", _ms(time.perf_counter() - started_s)))
     started_s = time.perf_counter()
     view, held, slowest_s = RegistryView(), None, 0.0
     while True:
         page_s = time.perf_counter()
-        news = await lifecycle.published.table.newer(held, "ingress", 60.0)
+        news = await registry_service.change_feed.table.newer(held, "ingress", 60.0)
         assert news is not None, "there is more"
         held, changes = news
         view.take(changes)
@@ -207,10 +207,10 @@ async def measure(url: str, num_adapters: int, num_samples: int) -> list[tuple[s
     store: StoreService[None] = StoreService(
         StoreParts(
             registry,
-            lifecycle,
+            registry_service,
             _NoBytes(),
             (),
-            LazyRegistrations(registry, lifecycle, FailureBackoff()),
+            LazyRegistrations(registry, registry_service, FailureBackoff()),
         ),
         lambda: None,
     )
@@ -220,8 +220,10 @@ async def measure(url: str, num_adapters: int, num_samples: int) -> list[tuple[s
         base_name="base",
         registry=view,
         accounting=RequestAccounting(TenantMirror(), activities, rates, "bench", time.time),
-        activity=AdapterMetrics(activities),
-        management=AdapterAdmin(cast(StoreService[SharedAdapter], store), cast(Any, _Dropper()), cast(Any, _Nowhere())),
+        adapter_metrics=AdapterMetrics(activities),
+        adapter_admin=AdapterAdmin(
+            cast(StoreService[SharedAdapter], store), cast(Any, _Dropper()), cast(Any, _Nowhere())
+        ),
         preprocessor=SimpleNamespace(limits=SimpleNamespace(max_body_bytes=4 << 20), max_model_len=2048),
         observe=lambda *_: None,
     )
@@ -252,7 +254,7 @@ async def measure(url: str, num_adapters: int, num_samples: int) -> list[tuple[s
             (await http.post("/v1/loras", json=body)).raise_for_status()
 
         apply_us: list[float] = []
-        following = asyncio.create_task(_follow(lifecycle, view, held, apply_us))
+        following = asyncio.create_task(_follow(registry_service, view, held, apply_us))
         results.append(
             ("POST /v1/loras, wait (without reading)", await _median_time(register, max(5, num_samples // 10)))
         )
@@ -290,10 +292,10 @@ def _database_calls(registry: Registry, name: Callable[[], str]) -> dict[str, Ca
     }
 
 
-async def _follow(lifecycle: RegistryService, view: RegistryView, held: Version, apply_us: list[float]) -> None:
+async def _follow(registry_service: RegistryService, view: RegistryView, held: Version, apply_us: list[float]) -> None:
     """Follow the registry like an ingress: request changes, apply them, repeat."""
     while True:
-        news = await lifecycle.published.table.newer(held, "ingress", 60.0)
+        news = await registry_service.change_feed.table.newer(held, "ingress", 60.0)
         assert news is not None, "something changes all the time"
         held, changes = news
         assert len(changes.rows) <= BATCH, "changes are sent, not the table"

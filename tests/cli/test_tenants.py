@@ -86,7 +86,7 @@ async def test_a_project_s_life_from_the_shell(run: Run, capsys: pytest.CaptureF
     assert await run("limit", project_id, *limits, "--enforce", "false") == 0
     assert await run("limit", project_id, "--model", "sql", "--tokens-per-min", "1000") == 0
     assert await run("limit", project_id, "--max-adapters", "-1") == 0
-    tenant = service.tenancy.view.tenant(project_id)
+    tenant = service.accounting.view.tenant(project_id)
     assert tenant is not None
     assert (tenant.weight, tenant.enforce) == (2, False)
     assert (tenant.limits.max_adapters, tenant.limits.spend_cents) == (None, 500)
@@ -101,11 +101,11 @@ async def test_a_project_s_life_from_the_shell(run: Run, capsys: pytest.CaptureF
     key_id, second = capsys.readouterr().out.split()
     assert is_key(second)
     assert await run("revoke", project_id, key_id) == 0
-    assert service.tenancy.view.find(second, 0.0) is None
+    assert service.accounting.view.find(second, 0.0) is None
     assert await run("share", project_id, "sql") == 0
     salt = tenant.salt
     assert await run("rotate-salt", project_id) == 0
-    assert service.tenancy.view.tenant(project_id).salt != salt  # type: ignore[union-attr]
+    assert service.accounting.view.tenant(project_id).salt != salt  # type: ignore[union-attr]
     capsys.readouterr()
     assert await run("usage", project_id) == 0
     assert capsys.readouterr().out == "nothing was used\n"

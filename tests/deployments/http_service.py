@@ -133,7 +133,7 @@ class Service(IngressService):
         self.counted: list[tuple[GenerationTask | None, list[Usage | None]]] = []
         limits = {"max_body_bytes": 20_000, "max_sequences": 4, "request_timeout_s": 120, "replica_timeout_s": 0.2}
         parts = Parts(
-            text=text or Letters(),
+            tokenizer=text or Letters(),
             registry=managed.view,
             accounting=RequestAccounting(
                 managed.tenants, managed.tenants_client, RATES, uuid.uuid4().hex, managed.clock
@@ -159,10 +159,10 @@ class Service(IngressService):
     def num_streams(self) -> int:
         return self._connections.num_streams
 
-    def observe(self, route: str, status: int, job: GenerationTask | None) -> None:
-        super().observe(route, status, job)
+    def observe(self, route: str, status: int, task: GenerationTask | None) -> None:
+        super().observe(route, status, task)
         self.observed.append((route, status))
-        self.counted.append((job, [] if job is None else job.usages))
+        self.counted.append((task, [] if task is None else task.usages))
 
 
 #: Written by a template that knows tools, in Hermes' form; short, because here a character is a token.

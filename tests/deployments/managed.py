@@ -1,4 +1,4 @@
-"""The registry's process without Ray: a lifecycle over a store that reads from a dictionary."""
+"""The registry's process without Ray: a registry service over a store that reads from a dictionary."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ class FakeStore:
         if isinstance(found, Exception):
             raise found
         self.on_read(source, State.ON_DISK)
-        await asyncio.sleep(0)  # the lifecycle takes a note of it before it hears the result, as from a thread
+        await asyncio.sleep(0)  # the registry service notes it before it gets the result, as from a thread
         self.cached_digests.add(found)
         uri = source if is_combination(source) or source.startswith(UPLOADED) else f"/roots/{source}"
         facts = {"text": self.texts.get(found, ""), "metadata": self.metadata.get(found, "")}
@@ -156,17 +156,17 @@ class ManagedStore:
         registry.catalog.check_quota = AdapterQuota(registry.database.base_digest)
         self.events = TierEvents()
         store.on_read = self.events.on_progress
-        self.lifecycle = RegistryService(registry, store, self.events, reserved_names=("base",), clock=clock)
+        self.registry_service = RegistryService(registry, store, self.events, reserved_names=("base",), clock=clock)
         self.resolution = AutoRegistration(
-            registry, store, self.lifecycle, FailureBackoff(clock), ResolverSettings(), clock
+            registry, store, self.registry_service, FailureBackoff(clock), ResolverSettings(), clock
         )
-        self.unread = LazyRegistrations(registry, self.lifecycle, FailureBackoff(clock))
+        self.unread = LazyRegistrations(registry, self.registry_service, FailureBackoff(clock))
         parts = StoreParts(
-            registry, self.lifecycle, store, (), self.unread, auto_registration=self.resolution, uploads=uploads
+            registry, self.registry_service, store, (), self.unread, auto_registration=self.resolution, uploads=uploads
         )
         self.client = actor_proxy(StoreService[Any], Here(StoreService(parts, lambda: None)))
         self.view = RegistryView()
-        self.lifecycle.start()
+        self.registry_service.start()
         self.clock = clock
         self.books = TenantStore(registry.database)
         self.tenants_client = actor_proxy(TenantsService, Here(TenantsService(self.books, lambda: None, clock)))
@@ -196,14 +196,14 @@ class ManagedStore:
 
     async def kill(self) -> None:
         """The process is gone, and so long ago that others know. What it left in the database stays readable here."""
-        await self.lifecycle._tasks.close()
-        await self.lifecycle.loads._work.close()
+        await self.registry_service._tasks.close()
+        await self.registry_service.loads._work.close()
         self.registry.stores.leave()
 
     async def close(self) -> None:
         self.resolution.close()
         self.unread.close()
-        await self.lifecycle.close()
+        await self.registry_service.close()
         for follower in self.followers:
             follower.cancel()
         await asyncio.gather(*self.followers, return_exceptions=True)
@@ -212,7 +212,7 @@ class ManagedStore:
     async def _follow(self) -> None:
         held: Version | None = None
         while True:
-            news = await self.lifecycle.published.table.newer(held, "ingress", 10.0)
+            news = await self.registry_service.change_feed.table.newer(held, "ingress", 10.0)
             if news is not None:
                 held, changes = news
                 self.view.take(changes)

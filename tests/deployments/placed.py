@@ -13,12 +13,12 @@ ORIGIN = ReplicaIdentity("store", PlacementConfig().model_dump_json(), 0.0)
 
 
 class Placed:
-    """`ingress.management.PlacedAdapters` over books that replicas have reported to, each what is given by its id."""
+    """A placement state that replicas have reported to: each its resident digests, by its id."""
 
     def __init__(self, **resident: tuple[str, ...]) -> None:
         self.books = PlacementState(make_policy(PlacementConfig()), heartbeat_timeout_s=10, report_interval_s=1)
         for replica_id, digests in resident.items():
-            assert self.books.report(DeltaReporter(ORIGIN).news(ReplicaReport(replica_id, resident=digests)), 0.0)
+            assert self.books.report(DeltaReporter(ORIGIN).next_delta(ReplicaReport(replica_id, resident=digests)), 0.0)
 
     @property
     def view(self) -> PlacementView:

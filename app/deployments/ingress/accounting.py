@@ -20,7 +20,7 @@ from app.deployments.rpc.long_poll_client import LongPollClient
 from app.deployments.rpc.long_poll_host import Changes, Version
 from app.deployments.tenancy.auth.tenant_mirror import TenantMirror
 from app.deployments.tenancy.models import TenantKey, TenantLimits, TenantRow
-from app.deployments.tenancy.quota.limits import Cost, LimitKey, MeterKind, request_costs
+from app.deployments.tenancy.quota.limits import Cost, LimitKey, LimitKind, request_costs
 from app.deployments.tenancy.quota.rate_limiter import RateLimiter, Reservation
 from app.deployments.tenancy.service import TenantsService
 from app.deployments.tenancy.usage.flusher import UsageFlusher
@@ -41,8 +41,8 @@ _NO_LIMITS = TenantLimits()
 class TenantTableClient(LongPollClient[Changes[TenantKey, TenantRow]]):
     """Copies the tenants' table into `view`. `complete` is set once the copy has caught up."""
 
-    def __init__(self, owner: TenantsService, watcher_id: str) -> None:
-        super().__init__(owner.watch, watcher_id)
+    def __init__(self, tenants_service: TenantsService, watcher_id: str) -> None:
+        super().__init__(tenants_service.watch, watcher_id)
         self.view = TenantMirror()
         self.complete = asyncio.Event()
 
@@ -74,7 +74,7 @@ class RequestAccounting:
     def __init__(
         self,
         view: TenantMirror,
-        owner: TenantsService,
+        tenants_service: TenantsService,
         pricing: PricingContext,
         holder: str,
         clock: Callable[[], float],
@@ -82,10 +82,10 @@ class RequestAccounting:
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
         self.view = view
-        self.owner = owner
+        self.tenants_service = tenants_service
         self.clock = clock
-        self.limiter = RateLimiter(owner.lease, holder, monotonic)
-        self.usage_flusher = UsageFlusher(owner.record, holder, wal)
+        self.limiter = RateLimiter(tenants_service.lease, holder, monotonic)
+        self.usage_flusher = UsageFlusher(tenants_service.record, holder, wal)
         self.usage_recorder = UsageRecorder(self.usage_flusher, pricing.prices, pricing.base_name, clock)
         self._pricing = pricing
         self._key_used_s: dict[str, float] = {}
@@ -128,7 +128,7 @@ class RequestAccounting:
         if caller.tenant.limits != _NO_LIMITS:
             base_name = self._pricing.base_name
             needs = request_costs(caller.tenant, base_name, [Cost(paid_models(ref, base_name), 0, 0)])
-            counted = {meter: amount for meter, amount in needs.items() if amount}
+            counted = {key: amount for key, amount in needs.items() if amount}
             reservation = await self.limiter.reserve(caller.tenant, counted)
         try:
             yield
@@ -150,38 +150,38 @@ class RequestAccounting:
     def count_routed_request(self, caller: Principal) -> None:
         self.usage_recorder.record_routing_request(caller.tenant_id, caller.key_id)
 
-    def end(self, job: GenerationTask, *, is_cut: bool) -> None:
+    def end(self, task: GenerationTask, *, is_cut: bool) -> None:
         """Settle a task's reservation. Usage of its sequences is recorded where they were computed.
 
         `is_cut` says that the client left. Then the whole prompt is charged even before the first token; otherwise a
         client that always leaves early would have prompts computed without limit.
         """
-        self._settle(job, is_cut=is_cut)
+        self._settle(task, is_cut=is_cut)
 
-    def requeue(self, job: GenerationTask) -> None:
+    def requeue(self, task: GenerationTask) -> None:
         """Give back a batch's task that will be tried again, including its request."""
-        self._settle(job, is_request=False)
+        self._settle(task, is_request=False)
 
-    def _settle(self, job: GenerationTask, *, is_cut: bool = False, is_request: bool = True) -> None:
-        if job.reservation.is_settled:
+    def _settle(self, task: GenerationTask, *, is_cut: bool = False, is_request: bool = True) -> None:
+        if task.reservation.is_settled:
             return
         costs: list[Cost] = []
-        for request, usage in zip(job.requests, job.usages, strict=True):
+        for request, usage in zip(task.requests, task.usages, strict=True):
             models = self._models(request)
             used = usage or Usage(len(request.token_ids) if is_cut else 0, 0, 0)
             cost = self._pricing.prices.of(models, used)
             costs.append(Cost(models, used.prompt_tokens + used.completion_tokens, cost))
-        actual = request_costs(job.caller.tenant, self._pricing.base_name, costs)
+        actual = request_costs(task.caller.tenant, self._pricing.base_name, costs)
         if not is_request:
-            actual |= {meter: 0 for meter in actual if meter.kind in ("requests", "day")}
-        self.limiter.settle(job.reservation, actual)
+            actual |= {key: 0 for key in actual if key.kind in ("requests", "day")}
+        self.limiter.settle(task.reservation, actual)
 
     def headers(self, caller: Principal) -> dict[str, str]:
         """The tenant's remaining limits per minute in OpenAI's headers; {} without limits."""
         if not caller.tenant.limits.rates:
             return {}
         headers: dict[str, str] = {}
-        kinds: tuple[MeterKind, ...] = ("requests", "tokens")
+        kinds: tuple[LimitKind, ...] = ("requests", "tokens")
         for kind in kinds:
             allowance = self.limiter.allowance(LimitKey(caller.tenant_id, kind, self._pricing.base_name))
             if allowance is not None:
@@ -219,7 +219,7 @@ class RequestAccounting:
         if not used_s:
             return
         try:
-            await self.owner.note_use(used_s)
+            await self.tenants_service.note_use(used_s)
         except NotReady as error:
             self._key_used_s = used_s | self._key_used_s
             logger.info("cannot record the last use of %d keys yet, will retry: %s", len(used_s), error)

@@ -21,7 +21,7 @@ from app.engine.errors import EngineFailure, NotReady
 
 logger = logging.getLogger(__name__)
 
-#: How often an ingress looks for orphaned unloads and renews its own. Shorter than `UNSEEN_S`, which orphans them.
+#: How often an ingress looks for orphaned unloads and renews its own; less than `unload_jobs.ORPHAN_TIMEOUT_S`.
 RESUME_INTERVAL_S = 10.0
 #: How often an unload checks whether a name refers to the contents again; then their rows stay.
 STILL_USED_INTERVAL_S = 1.0

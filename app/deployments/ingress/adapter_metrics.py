@@ -36,18 +36,18 @@ TIERS = ("source", "disk", "device")
 class AdapterMetrics:
     """One per ingress, on its event loop."""
 
-    def __init__(self, owner: TenantsService) -> None:
-        self.owner = owner
+    def __init__(self, tenants_service: TenantsService) -> None:
+        self.tenants_service = tenants_service
         self._pending: dict[ActivityKey, Activity] = {}
 
-    def record(self, job: GenerationTask, status: int) -> None:
+    def record(self, task: GenerationTask, status: int) -> None:
         """Count a finished task; `status` is what its client got. A client that left is no error."""
         is_error = status >= HTTPStatus.BAD_REQUEST and status != TABLE[ClientGone].status
         request = Activity(num_requests=1, num_errors=int(is_error))
-        if job.progress.first_s is not None and len({each.requested_adapter for each in job.requests}) == 1:
-            request = request.plus(first_token(job.progress.first_s - job.requests[0].arrival_s))
+        if task.progress.first_s is not None and len({each.requested_adapter for each in task.requests}) == 1:
+            request = request.plus(first_token(task.progress.first_s - task.requests[0].arrival_s))
         counts: dict[ActivityKey, Activity] = {}
-        for each, usage in zip(job.requests, job.usages, strict=True):
+        for each, usage in zip(task.requests, task.usages, strict=True):
             if (ref := each.requested_adapter) is not None:
                 key = ActivityKey(each.tenant_id, ref.tenant_id, ref.name, ref.digest)
                 counts[key] = counts.get(key, request).plus(_tokens(usage))
@@ -59,7 +59,7 @@ class AdapterMetrics:
         if not pending:
             return
         try:
-            await self.owner.note_activity(tuple(pending.items()))
+            await self.tenants_service.note_activity(tuple(pending.items()))
         except BaseException:
             self._add(pending)
             raise
@@ -82,26 +82,26 @@ class AdapterMetrics:
 
 
 async def adapter_status(
-    management: AdapterAdmin, activity: AdapterMetrics, name: str, caller: Principal
+    admin: AdapterAdmin, metrics: AdapterMetrics, name: str, caller: Principal
 ) -> Mapping[str, Any]:
     """The body of `GET /v1/loras/{name}`. Raises NotFound, and NotReady while the store or placement is down.
 
     A project sees only what it caused itself: equal contents of two tenants share memory, and a shared name serves
     several tenants, but neither tenant may notice the other.
     """
-    description = await management.store.describe(name, tenant_id=caller.tenant_id)
+    description = await admin.store.describe(name, tenant_id=caller.tenant_id)
     entry = description.entry
     if entry is None:
         return description_body(name, description, ())
     is_project = caller.kind == "project"
-    await activity.flush()  # so that a client sees the request it has just sent to this ingress
-    stats = await activity.owner.adapter_stats(entry.ref, tenant_id=caller.tenant_id if is_project else None)
+    await metrics.flush()  # so that a client sees the request it has just sent to this ingress
+    stats = await metrics.tenants_service.adapter_stats(entry.ref, tenant_id=caller.tenant_id if is_project else None)
     counts = {"since": int(stats.since_s)} | activity_body(stats.activity)
     if is_project:
         body = description_body(name, description, ())
         return {field: value for field, value in body.items() if field not in SHARED_FACTS} | {"activity": counts}
     loads = {tier: stats.num_loads.get(tier, 0) for tier in TIERS}
-    replicas = await management.residency(entry.ref.digest) if entry.is_read else ()
+    replicas = await admin.residency(entry.ref.digest) if entry.is_read else ()
     return description_body(name, description, replicas) | {"activity": counts | {"loads": loads}}
 
 

@@ -69,25 +69,26 @@ class Ingress(AsgiIngress):
         ingress_id = context.replica_id.unique_id
         route_in_this_loop(engines)
         actor = store_actor(config)
-        store, owner = store_service(actor), tenants_service(actor)
+        store, tenants_proxy = store_service(actor), tenants_service(actor)
         placement = placement_service(config, context.app_name)
         metrics = IngressMetrics(time.time)
         registry = RegistryMirror(store.watch, ingress_id, metrics.adapters)
-        tenants = TenantTableClient(owner, ingress_id)
-        placed, loads = PlacementTableClient(placement.watch, ingress_id), ReplicaLoadTracker(time.monotonic)
+        tenants = TenantTableClient(tenants_proxy, ingress_id)
+        placement_table = PlacementTableClient(placement.watch, ingress_id)
+        loads = ReplicaLoadTracker(time.monotonic)
         holder = f"{ingress_id}-{uuid.uuid4().hex[:8]}"
-        text = await asyncio.to_thread(open_tokenizer_service, config)
+        tokenizer = await asyncio.to_thread(open_tokenizer_service, config)
         prices, base_name = config.tenants.prices, config.model.name
         pricing = PricingContext(Prices(prices, base_name), base_name)
         parts = Parts(
-            text=text,
+            tokenizer=tokenizer,
             registry=registry.view,
             accounting=RequestAccounting(
-                tenants.view, owner, pricing, holder, time.time, open_wal(usage_folder(config), holder)
+                tenants.view, tenants_proxy, pricing, holder, time.time, open_wal(usage_folder(config), holder)
             ),
             store=store,
             storage=storage_service(actor),
-            placer=Placer(placement, placed, ingress_id),
+            placer=Placer(placement, placement_table, ingress_id),
             policy=make_policy(config.placement),
             loads=loads,
             replicas=ServeTransport(engines),
@@ -105,11 +106,11 @@ class Ingress(AsgiIngress):
             parts.accounting.keep_reporting_key_use,
             parts.accounting.limiter.report_loop,
             parts.accounting.usage_flusher.flush_loop,
-            placed.follow,
+            placement_table.follow,
             LoadTableClient(placement.watch_loads, ingress_id, loads.apply_reports).follow,
             partial(repeat_gauges, (*metrics.gauges, RejectionCounters(parts.accounting.limiter))),
-            self._service.management.keep_resuming_unloads,
-            self._service.activity.keep_flushing,
+            self._service.adapter_admin.keep_resuming_unloads,
+            self._service.adapter_metrics.keep_flushing,
             self._service.batch_runner(BatchExecutor(self._service).answer, holder).run,
         )
         await store.preload(store_settings(config))
@@ -199,18 +200,18 @@ class ServeBatcher:
 class RegistryMirror(LongPollClient[Changes[Key, Entry]]):
     """A copy of the registry's table in `view`; it keeps its last state while the store is down.
 
-    `complete` is set once the copy has caught up. `on_number` gets the number of adapters after each change.
+    `complete` is set once the copy has caught up. `on_count` gets the number of adapters after each change.
     """
 
-    def __init__(self, watch: Watch[Changes[Key, Entry]], watcher_id: str, on_number: Callable[[int], None]) -> None:
+    def __init__(self, watch: Watch[Changes[Key, Entry]], watcher_id: str, on_count: Callable[[int], None]) -> None:
         super().__init__(watch, watcher_id, HEARTBEAT_S)
-        self._on_number = on_number
+        self._on_count = on_count
         self.view = RegistryView()
         self.complete = asyncio.Event()
 
     def _apply(self, version: Version, update: Changes[Key, Entry]) -> None:
         self._version = version
         self.view.take(update)
-        self._on_number(self.view.num_adapters)
+        self._on_count(self.view.num_adapters)
         if update.is_last:
             self.complete.set()

@@ -47,7 +47,7 @@ class Embedder:
         self._accounting = accounting
         self._clock = clock
 
-    async def job(self, body: EmbeddingsRequest, caller: Principal, request_id: str | None = None) -> GenerationTask:
+    async def task(self, body: EmbeddingsRequest, caller: Principal, request_id: str | None = None) -> GenerationTask:
         """`request_id` is the client's own. Raises NotFound, InvalidRequest, ContextOverflow, LimitError."""
         arrival_s = self._clock()
         ref = await self._preprocessor.resolver.resolve(body.model, caller, body.lora_path, body.user, body.adapters)
@@ -79,14 +79,14 @@ class Embedder:
             )
         )
         deadline_s = asyncio.get_running_loop().time() + self._preprocessor.limits.request_timeout_s
-        decoder = self._preprocessor.text_model.decoder
+        decoder = self._preprocessor.tokenizer.decoder
         reservation = await self._accounting.admit(caller, requests)
         return GenerationTask(
             request_id, requests, caller, reservation, (), 1, deadline_s, self._dispatcher, decoder, self._clock
         )
 
     def _pooling(self, body: EmbeddingsRequest) -> PoolingParams:
-        spec = self._preprocessor.text_model.spec
+        spec = self._preprocessor.tokenizer.spec
         if body.dimensions is not None and body.dimensions > spec.hidden_size:
             raise InvalidRequest(
                 f"dimensions is {body.dimensions} but {body.model[:80]!r} has {spec.hidden_size}", param="dimensions"
@@ -95,7 +95,7 @@ class Embedder:
 
     def _check_lengths(self, texts: Sequence[str | list[int]], token_ids: Sequence[Sequence[int]]) -> None:
         """An empty text is an error, as at OpenAI, even if the model adds special tokens around it."""
-        most = self._preprocessor.text_model.max_model_len
+        most = self._preprocessor.tokenizer.max_model_len
         for index, (text, ids) in enumerate(zip(texts, token_ids, strict=True)):
             if not text or not ids:
                 raise InvalidRequest(f"text {index} of input has no tokens; at least one is needed", param="input")
@@ -106,28 +106,28 @@ class Embedder:
                 )
 
 
-async def vectors(job: GenerationTask) -> list[bytes]:
+async def vectors(task: GenerationTask) -> list[bytes]:
     """The task's vectors as little-endian float32, in the order of its texts. Raises the first sequence's error."""
     semaphore = asyncio.Semaphore(MAX_OPEN)
-    tasks = [asyncio.create_task(_vector(job, index, semaphore)) for index in range(len(job.requests))]
+    vector_tasks = [asyncio.create_task(_vector(task, index, semaphore)) for index in range(len(task.requests))]
     try:
-        return await asyncio.gather(*tasks)
+        return await asyncio.gather(*vector_tasks)
     finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        for each in vector_tasks:
+            each.cancel()
+        await asyncio.gather(*vector_tasks, return_exceptions=True)
 
 
-async def _vector(job: GenerationTask, index: int, semaphore: asyncio.Semaphore) -> bytes:
-    async with semaphore, aclosing(job.dispatcher.stream(job.requests[index], job.deadline_s)) as chunks:
+async def _vector(task: GenerationTask, index: int, semaphore: asyncio.Semaphore) -> bytes:
+    async with semaphore, aclosing(task.dispatcher.stream(task.requests[index], task.deadline_s)) as chunks:
         async for chunk in chunks:
             if chunk.error is not None:
                 raise chunk.error
             if chunk.usage is not None:
-                job.progress.usages[index] = chunk.usage
+                task.progress.usages[index] = chunk.usage
             if chunk.embedding:
                 return chunk.embedding
-    raise EngineFailure(f"the engine ended request {job.requests[index].request_id} without its embedding")
+    raise EngineFailure(f"the engine ended request {task.requests[index].request_id} without its embedding")
 
 
 def as_floats(vector: bytes) -> list[float]:
@@ -135,13 +135,13 @@ def as_floats(vector: bytes) -> list[float]:
     return numbers
 
 
-def answer(job: GenerationTask, body: EmbeddingsRequest, embeddings: Sequence[bytes]) -> bytes:
+def answer(task: GenerationTask, body: EmbeddingsRequest, embeddings: Sequence[bytes]) -> bytes:
     """The response body in OpenAI's format; "base64" encodes the little-endian float32 bytes."""
     encode = _as_base64 if body.encoding_format == "base64" else as_floats
     data: list[dict[str, Any]] = [
         {"object": "embedding", "index": index, "embedding": encode(vector)} for index, vector in enumerate(embeddings)
     ]
-    usage = usage_body(job.usages)
+    usage = usage_body(task.usages)
     counts = {"prompt_tokens": usage["prompt_tokens"], "total_tokens": usage["total_tokens"]}
     return to_json({"object": "list", "data": data, "model": body.model, "usage": counts})
 

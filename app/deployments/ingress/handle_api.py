@@ -36,9 +36,9 @@ _KINDS: dict[int, type[Exception]] = {
 
 
 class _Call:
-    """A call being counted; `job` is set once it exists."""
+    """A call being counted; `task` is set once it exists."""
 
-    job: GenerationTask | None = None
+    task: GenerationTask | None = None
 
 
 async def generate(
@@ -50,10 +50,10 @@ async def generate(
     """One result for one text, a list for a list. Raises the errors of `RequestPreprocessor.generate` and of the
     engine."""
     with _count_call(service) as call:
-        job = call.job = await _job(service, text, sampling_params, adapter)
-        answers = await job.answers()
-    results = [generate_result(job, index, answer) for index, answer in enumerate(answers)]
-    return results[0] if isinstance(text, str) and job.num_per_prompt == 1 else results
+        task = call.task = await _task(service, text, sampling_params, adapter)
+        answers = await task.answers()
+    results = [generate_result(task, index, answer) for index, answer in enumerate(answers)]
+    return results[0] if isinstance(text, str) and task.num_per_prompt == 1 else results
 
 
 async def stream(
@@ -61,13 +61,13 @@ async def stream(
 ) -> AsyncGenerator[str]:
     """Text of one answer, piece by piece. Raises like `generate`; InvalidRequest for several answers."""
     with _count_call(service) as call:
-        job = call.job = await _job(service, text, sampling_params, adapter)
-        if len(job.requests) != 1:
+        task = call.task = await _task(service, text, sampling_params, adapter)
+        if len(task.requests) != 1:
             raise InvalidRequest(
-                f"a stream has one answer but {len(job.requests)} are requested; use one stream for each",
-                param="text" if job.num_per_prompt == 1 else "sampling_params.n",
+                f"a stream has one answer but {len(task.requests)} are requested; use one stream for each",
+                param="text" if task.num_per_prompt == 1 else "sampling_params.n",
             )
-        async with aclosing(job.deltas()) as deltas:
+        async with aclosing(task.deltas()) as deltas:
             async for _, delta in deltas:
                 if delta.text:
                     yield delta.text
@@ -76,13 +76,13 @@ async def stream(
 async def embed(
     service: IngressService, text: str | list[str], adapter: str | None, pooling: str | None, dimensions: int | None
 ) -> list[float] | list[list[float]]:
-    """One normalized vector for one text, a list for a list. Raises the errors of `Embedder.job` and of the engine."""
+    """One normalized vector for one text, a list for a list. Raises the errors of `Embedder.task` and of the engine."""
     fields = {
         "model": service.base_name, "input": text, "lora_path": adapter, "pooling": pooling, "dimensions": dimensions
     }  # fmt: skip
     with _count_call(service) as call:
-        job = call.job = await service.embedder.job(parse_body(EmbeddingsRequest, fields), handle_principal())
-        result = [as_floats(vector) for vector in await vectors(job)]
+        task = call.task = await service.embedder.task(parse_body(EmbeddingsRequest, fields), handle_principal())
+        result = [as_floats(vector) for vector in await vectors(task)]
     return result[0] if isinstance(text, str) else result
 
 
@@ -96,13 +96,13 @@ def list_adapters(service: IngressService) -> list[dict[str, Any]]:
 async def load(service: IngressService, name: str, path: str) -> dict[str, Any]:
     """Load an adapter; returns once every ingress serves it. Raises the load's error."""
     caller = handle_principal()
-    return adapter_body((await service.management.store.load_and_wait(load_request(caller, name, path)))[1])
+    return adapter_body((await service.adapter_admin.store.load_and_wait(load_request(caller, name, path)))[1])
 
 
 async def unload(service: IngressService, name: str) -> dict[str, Any]:
     """Unload an adapter; returns once its rows are free. Raises NotFound, AdapterBusy."""
     caller = handle_principal()
-    job, entry = await service.management.unload(name, tenant_id=caller.tenant_id, who=caller.who)
+    job, entry = await service.adapter_admin.unload(name, tenant_id=caller.tenant_id, who=caller.who)
     return unload_body(entry, job)
 
 
@@ -122,7 +122,7 @@ def builtin_error(error: Exception) -> Exception:
     return kind(f"{body['code']}: {body['message']}")
 
 
-async def _job(
+async def _task(
     service: IngressService,
     text: str | list[str],
     sampling_params: dict[str, Any] | None,
@@ -142,4 +142,4 @@ def _count_call(service: IngressService) -> Iterator[_Call]:
         status = error_reply(error).status
         raise
     finally:
-        service.observe("handle", status, call.job)
+        service.observe("handle", status, call.task)

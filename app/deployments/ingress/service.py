@@ -56,7 +56,7 @@ class Parts(NamedTuple):
     `clock` gives Unix time, `steady_clock` seconds that never go back.
     """
 
-    text: TokenizerService
+    tokenizer: TokenizerService
     registry: RegistryView
     accounting: RequestAccounting
     store: StoreService[SharedAdapter]
@@ -85,7 +85,7 @@ class IngressService:
         self._connections = ReplicaConnections(parts.replicas, parts.placer, parts.loads)
         self._request_router = RequestRouter(
             self._connections, parts.placer, parts.policy, parts.steady_clock, random.Random(),
-            config.limits.replica_timeout_s, PrefixHasher(parts.text.spec.digest, config.engine.block_size).of,
+            config.limits.replica_timeout_s, PrefixHasher(parts.tokenizer.spec.digest, config.engine.block_size).of,
         )  # fmt: skip
         self._cold = ColdStartLimiter(parts.placer, config.limits)
         count = parts.accounting.usage_recorder.record_usage
@@ -95,12 +95,12 @@ class IngressService:
             parts.registry, parts.store, config.limits, has_resolvers=bool(config.adapters.resolvers)
         )
         wait_s = config.limits.adapter_load_timeout_s
-        embedder: TextEmbedder = BaseEmbedder(self.base_name, parts.text, dispatcher, wait_s, parts.clock)
+        embedder: TextEmbedder = BaseEmbedder(self.base_name, parts.tokenizer, dispatcher, wait_s, parts.clock)
         if config.semantic_router.embedder is not None:
             embedder = EncoderEmbedder(config.semantic_router.embedder)
         self._router = SemanticRouter(config.semantic_router, parts.registry, embedder, wait_s)
         self.preprocessor = RequestPreprocessor(
-            parts.text,
+            parts.tokenizer,
             self.base_name,
             self._directory,
             AdapterResolver(self.base_name, parts.registry, self._directory, self._lazy_loader),
@@ -112,23 +112,23 @@ class IngressService:
             lambda: parts.placer.view.num_kv_tokens,
         )
         self.embedder = Embedder(self.preprocessor, dispatcher, parts.accounting, parts.clock)
-        self.management = AdapterAdmin(parts.store, parts.replicas, parts.placer)
-        self.activity = AdapterMetrics(parts.accounting.owner)
+        self.adapter_admin = AdapterAdmin(parts.store, parts.replicas, parts.placer)
+        self.adapter_metrics = AdapterMetrics(parts.accounting.tenants_service)
         self.storage, self.storage_config = parts.storage, config.storage
-        self._batches: BatchRunner | None = None
+        self._batch_runner: BatchRunner | None = None
 
     def batch_runner(self, answer: AnswerLine, holder: str, write_s: float = WRITE_S) -> BatchRunner:
         """The runner of batch jobs in this ingress, to be started with `run`; `answer` computes one request. `holder`:
         this process."""
-        self._batches = BatchRunner(
+        self._batch_runner = BatchRunner(
             self.storage, answer, self._caller_of, holder, self._config, self.accounting.clock, write_s
         )
-        return self._batches
+        return self._batch_runner
 
     def wake_batches(self) -> None:
         """Look for a new batch now."""
-        if self._batches is not None:
-            self._batches.wake()
+        if self._batch_runner is not None:
+            self._batch_runner.wake()
 
     def _caller_of(self, batch: Batch) -> Principal | None:
         """The caller of a batch's requests; None once its project is archived."""
@@ -152,19 +152,19 @@ class IngressService:
         """Whether requests are accepted without replicas, because the first one starts a replica."""
         return self._config.http.ready_at_zero_replicas
 
-    def observe(self, route: str, status: int, job: GenerationTask | None) -> None:
-        """Count a finished request; `job` is None if it failed before it had sequences."""
-        if job is not None:
-            self.accounting.end(job, is_cut=status == TABLE[ClientGone].status)
-            self.activity.record(job, status)
-        first = job.requests[0] if job is not None else None
+    def observe(self, route: str, status: int, task: GenerationTask | None) -> None:
+        """Count a finished request; `task` is None if it failed before it had sequences."""
+        if task is not None:
+            self.accounting.end(task, is_cut=status == TABLE[ClientGone].status)
+            self.adapter_metrics.record(task, status)
+        first = task.requests[0] if task is not None else None
         self._metrics.request(
             route,
             status,
             arrival_s=first.arrival_s if first is not None else None,
-            first_s=job.progress.first_s if job is not None else None,
+            first_s=task.progress.first_s if task is not None else None,
             is_adapter=first is not None and first.requested_adapter is not None,
-            usages=job.usages if job is not None else [],
+            usages=task.usages if task is not None else [],
         )
 
     async def replica_stats(self) -> list[dict[str, Any]]:
@@ -178,16 +178,16 @@ class IngressService:
 
         A project does not see numbers of all tenants.
         """
-        about = {"object": "status", "version": version(), "model": self.base_name, "is_ready": self.is_ready()}
+        summary = {"object": "status", "version": version(), "model": self.base_name, "is_ready": self.is_ready()}
         if caller.kind == "project":
-            return about
-        store, tenant_id = self.management.store, caller.tenant_id
+            return summary
+        store, tenant_id = self.adapter_admin.store, caller.tenant_id
         replicas, tiers, events = await asyncio.gather(
             self.replica_stats(),
             store.stats(),
             store.events(None, limit=MAX_EVENTS, before=None, tenant_id=tenant_id),
         )
-        return about | {
+        return summary | {
             "num_adapters": self.registry.num_adapters,
             "num_open_requests": self._connections.num_streams,
             "replicas": [_without_adapter_names(replica) for replica in replicas],
@@ -197,10 +197,10 @@ class IngressService:
 
     async def close(self) -> None:
         """Stop background work; open streams are left to their callers."""
-        if self._batches is not None:
-            await self._batches.close()
-        clients = (self.management, self._router, self._lazy_loader, self._directory)
-        for part in (*clients, self._request_router, self._connections, self.activity, self.accounting):
+        if self._batch_runner is not None:
+            await self._batch_runner.close()
+        clients = (self.adapter_admin, self._router, self._lazy_loader, self._directory)
+        for part in (*clients, self._request_router, self._connections, self.adapter_metrics, self.accounting):
             await part.close()
 
 

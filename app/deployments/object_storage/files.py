@@ -136,8 +136,10 @@ class FileStore:
     def expired_rows(self, connection: Connection) -> list[RowMapping]:
         """Expired files and abandoned uploads, at most 100."""
         now_s = self._database.clock()
-        gone = (files.c.expires_s <= now_s) | (files.c.num_parts.is_(None) & (files.c.created_s <= now_s - ARRIVAL_S))
-        query = select(files).where(files.c.base_digest == self._database.base_digest, gone)
+        has_expired = (files.c.expires_s <= now_s) | (
+            files.c.num_parts.is_(None) & (files.c.created_s <= now_s - ARRIVAL_S)
+        )
+        query = select(files).where(files.c.base_digest == self._database.base_digest, has_expired)
         return list(connection.execute(query.limit(100)).mappings().all())
 
     def row(self, connection: Connection, file_id: str, tenant_id: str) -> RowMapping:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 
 from app.config import AppConfig
-from app.deployments.placement.service import PlacementService, TrafficWeightChanges
+from app.deployments.placement.service import PlacementService, TrafficShareChanges
 from app.deployments.rpc.actor_proxy import actor_proxy
 from app.deployments.rpc.idle_shutdown import IdleShutdown
 from app.deployments.rpc.long_poll_client import Watch
@@ -42,5 +42,5 @@ def placement_service(config: AppConfig, app_name: str) -> PlacementService:
     return actor_proxy(PlacementService, placement_actor(config, app_name))
 
 
-def _watch_shares(store: str) -> Watch[TrafficWeightChanges]:
+def _watch_shares(store: str) -> Watch[TrafficShareChanges]:
     return actor_proxy(StoreService[SharedAdapter], FoundActor(store)).watch_shares

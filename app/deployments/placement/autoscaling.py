@@ -130,13 +130,13 @@ def decide(history: Sequence[tuple[float, float]], num_replicas: int, now_s: flo
     up = math.ceil(forecast(history, now_s, objective.forecast_s) - 1e-9)
     if up > num_replicas:
         return up
-    held = max(
+    lately = max(
         value * max(0.0, 1.0 - (now_s - time_s) / objective.scale_down_window_s)
         if objective.scale_down_window_s > 0
         else history[-1][1]
         for time_s, value in history
     )
-    down = math.ceil(max(held, history[-1][1]) / objective.scale_down_utilization - 1e-9)
+    down = math.ceil(max(lately, history[-1][1]) / objective.scale_down_utilization - 1e-9)
     return min(num_replicas, max(down, up))
 
 
@@ -173,26 +173,26 @@ class AdapterDemand:
             # No replica has reported yet: they are starting, and the requests they were started for have yet to reach
             # them. Count them as desired now, which `scale_down_window_s` remembers.
             return ctx.target_num_replicas, {_HISTORY: [*history, (now_s, float(ctx.target_num_replicas))][-2:]}
-        want = desired_replicas(demands, self._objective)
-        count = decide([*history, (now_s, want.replicas)], ctx.target_num_replicas, now_s, self._objective)
+        desired = desired_replicas(demands, self._objective)
+        count = decide([*history, (now_s, desired.replicas)], ctx.target_num_replicas, now_s, self._objective)
         if len(demands) < min(ctx.current_num_replicas, ctx.target_num_replicas):
             count = max(count, ctx.target_num_replicas)  # the work of replicas without a report is unknown
         if not history or now_s - history[-1][0] >= _HISTORY_STEP_S:
-            history.append((now_s, want.replicas))
-        self._publish(ctx, count, want)
+            history.append((now_s, desired.replicas))
+        self._publish(ctx, count, desired)
         return count, {_HISTORY: history}
 
-    def _publish(self, ctx: AutoscalingContext, count: int, want: DesiredReplicas) -> None:
+    def _publish(self, ctx: AutoscalingContext, count: int, desired: DesiredReplicas) -> None:
         tags = {"application": ctx.app_name or "", "deployment": ctx.deployment_name}
-        if self._last is not None and self._last[1] != want.reason:
+        if self._last is not None and self._last[1] != desired.reason:
             self._gauge.set(0, tags | {"reason": self._last[1]})
-        self._gauge.set(count, tags | {"reason": want.reason})
-        if count != ctx.target_num_replicas and (count, want.reason) != self._last:
+        self._gauge.set(count, tags | {"reason": desired.reason})
+        if count != ctx.target_num_replicas and (count, desired.reason) != self._last:
             logger.info(
                 "%s: scaling %d -> %d replicas: %s need %.2f",
-                ctx.deployment_name, ctx.target_num_replicas, count, want.reason, want.replicas,
+                ctx.deployment_name, ctx.target_num_replicas, count, desired.reason, desired.replicas,
             )  # fmt: skip
-        self._last = (count, want.reason)
+        self._last = (count, desired.reason)
 
 
 def latest_demands(series: Mapping[str, Mapping[Any, Sequence[Any]]]) -> list[Demand]:

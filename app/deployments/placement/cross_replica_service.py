@@ -63,6 +63,6 @@ class CrossReplicaService:
             self._sums.clear()
 
     def _subtract(self, tenant_id: str, growth: float) -> None:
-        left = self._sums.pop(tenant_id, 0.0) - growth
-        if left > 0.0:
-            self._sums[tenant_id] = left
+        remaining = self._sums.pop(tenant_id, 0.0) - growth
+        if remaining > 0.0:
+            self._sums[tenant_id] = remaining

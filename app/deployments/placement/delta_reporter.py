@@ -15,10 +15,10 @@ MAX_REPORTED_TENANTS = 64
 
 
 class DeltaReporter:
-    """One per replica. `origin` goes with every full report."""
+    """One per replica. `identity` goes with every full report."""
 
-    def __init__(self, origin: ReplicaIdentity) -> None:
-        self._origin = origin
+    def __init__(self, identity: ReplicaIdentity) -> None:
+        self._identity = identity
         self._number = 0
         self._last: ReplicaReport | None = None
         self._reported_served: dict[str, float] = {}
@@ -46,7 +46,7 @@ class DeltaReporter:
                 is_whole=True,
                 loaded=state.resident,
                 used_s=used_s,
-                origin=self._origin,
+                identity=self._identity,
                 num_rows=dict(state.num_rows),
                 num_rank_rows=state.num_rank_rows,
                 num_kv_tokens=state.num_kv_tokens,

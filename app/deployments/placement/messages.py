@@ -52,7 +52,7 @@ class ReplicaIdentity:
 class ReplicaDelta:
     """A replica's load, and what has changed since the message with the number before.
 
-    With `is_whole` it is a full report: `loaded` is everything resident, and there is an `origin`. `is_draining`: the
+    With `is_whole` it is a full report: `loaded` is everything resident, and it has the `identity`. `is_draining`: the
     replica takes no new requests, for good. `num_rows` are the rank rows of `loaded`. `cached_prefixes` are the new
     ones, or all of them in a full report; `dropped_prefixes` are no longer cached or were not used lately; 8 bytes
     each. `served`: totals of the tenants that were served since, in the fair queue's prices by weight; not all of them
@@ -68,7 +68,7 @@ class ReplicaDelta:
     unloaded: tuple[str, ...] = ()
     active: Mapping[str, int] = field(default_factory=dict)
     used_s: Mapping[str, float] = field(default_factory=dict)
-    origin: ReplicaIdentity | None = None
+    identity: ReplicaIdentity | None = None
     num_rows: Mapping[str, int] = field(default_factory=dict)
     num_rank_rows: int = 0
     num_kv_tokens: int = 0

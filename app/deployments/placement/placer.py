@@ -24,18 +24,18 @@ class PlacementTableClient(LongPollClient[Changes[Key, Row]]):
 
     def __init__(self, watch: Watch[Changes[Key, Row]], watcher_id: str) -> None:
         super().__init__(watch, watcher_id)
-        self._news = asyncio.Event()
+        self._changed = asyncio.Event()
         self.view = PlacementView()
 
     async def wait_for_change(self, timeout_s: float) -> None:
         """Wait for a change, at most this long."""
-        await wait_for_event(self._news, timeout_s)
+        await wait_for_event(self._changed, timeout_s)
 
-    def _apply(self, version: Version, news: Changes[Key, Row]) -> None:
+    def _apply(self, version: Version, update: Changes[Key, Row]) -> None:
         self._version = version
-        self.view.take(news)
-        self._news.set()
-        self._news = asyncio.Event()
+        self.view.take(update)
+        self._changed.set()
+        self._changed = asyncio.Event()
 
 
 class LoadTableClient(LongPollClient[LoadDelta]):
@@ -50,24 +50,24 @@ class LoadTableClient(LongPollClient[LoadDelta]):
         super().__init__(watch, watcher_id)
         self._take_rows = take
 
-    def _apply(self, version: Version, news: LoadDelta) -> None:
+    def _apply(self, version: Version, update: LoadDelta) -> None:
         self._version = version
-        self._take_rows(dict(news.changes.rows), news.now_s)
+        self._take_rows(dict(update.changes.rows), update.now_s)
 
 
 class Placer:
     """The placement client of one ingress."""
 
-    def __init__(self, placement: PlacementService, watched: PlacementTableClient, ingress_id: str) -> None:
+    def __init__(self, placement: PlacementService, table: PlacementTableClient, ingress_id: str) -> None:
         self._placement = placement
-        self._watched = watched
+        self._table = table
         self._ingress_id = ingress_id
-        self._troubles = LogOnce("asking placement")
+        self._log = LogOnce("asking placement")
 
     @property
     def view(self) -> PlacementView:
         """Where adapters are, as far as this process knows."""
-        return self._watched.view
+        return self._table.view
 
     async def assign(self, digests: Sequence[str]) -> None:
         """Have replicas assigned to these adapters; returns (does not raise) when placement is unavailable."""
@@ -75,20 +75,20 @@ class Placer:
             async with asyncio.timeout(ASSIGN_TIMEOUT_S):
                 self.view.add_pending(await self._placement.assign(digests))
         except Exception as error:  # unavailable, too late or of another version: use the last table
-            self._troubles.on_error(error)
+            self._log.on_error(error)
         else:
-            self._troubles.on_recovery()
+            self._log.on_recovery()
 
     async def wait_for_change(self, timeout_s: float) -> None:
         """Wait for a change of the table, at most this long."""
-        await self._watched.wait_for_change(timeout_s)
+        await self._table.wait_for_change(timeout_s)
 
     async def report_unreachable(self, replica_ids: Sequence[str]) -> None:
         """Report all replicas that this process cannot reach now; returns also when placement is unavailable."""
         try:
             await self._placement.report_unreachable(self._ingress_id, replica_ids)
         except Exception as error:  # it notices dead replicas by their missing reports
-            self._troubles.on_error(error)
+            self._log.on_error(error)
 
     async def residency(self, digest: str) -> list[Residency]:
         """The replicas whose device holds an adapter, and how it is used there. Raises NotReady."""

@@ -193,8 +193,8 @@ def _new_state(policy: PlacementPolicy, num_replicas: int) -> PlacementState:
 
 
 def _join(state: PlacementState, replica_id: str) -> None:
-    news = ReplicaDelta(replica_id, 1, is_whole=True, origin=ReplicaIdentity("store", "{}", 0.0), num_rank_rows=256)
-    assert state.report(news, 0.0)
+    delta = ReplicaDelta(replica_id, 1, is_whole=True, identity=ReplicaIdentity("store", "{}", 0.0), num_rank_rows=256)
+    assert state.report(delta, 0.0)
 
 
 def _fleet(state: PlacementState) -> UsableFleet:

@@ -1,4 +1,4 @@
-"""Placement over time: the state, a clock, and the traffic weights of the adapter store.
+"""Placement over time: the state, a clock, and the traffic shares of the adapter store.
 
 Publishes two tables, of where adapters are and of how loaded replicas are. After a restart it assigns nothing, and
 sends no table to a watcher that has one, until every replica had time to report: the last table is better than one that
@@ -39,20 +39,20 @@ SETTLE_MARGIN_S = 0.5
 #: Shortest time between two updates of an ingress's tables of adapters and of loads.
 TABLE_FLOOR_S, LOADS_FLOOR_S = 0.1, 0.25
 
-#: Changed traffic weights, by digest.
-TrafficWeightChanges = Changes[str, float]
+#: Changed traffic shares, by digest.
+TrafficShareChanges = Changes[str, float]
 
 
 class PlacementService:
     """One event loop. `called` runs whenever a process reports or watches; `clock` gives seconds.
 
-    `watch_shares` gives the long poll of a store's traffic weights, by the store's name.
+    `watch_shares` gives the long poll of a store's traffic shares, by the store's name.
     """
 
     def __init__(
         self,
         config: PlacementConfig,
-        watch_shares: Callable[[str], Watch[TrafficWeightChanges]],
+        watch_shares: Callable[[str], Watch[TrafficShareChanges]],
         called: Callable[[], None],
         clock: Callable[[], float],
     ) -> None:
@@ -66,7 +66,7 @@ class PlacementService:
         self._loads: LongPollTable[str, ReplicaLoad] = LongPollTable(clock, floor_s=LOADS_FLOOR_S)
         self._settled_s = clock() + config.report_interval_s + SETTLE_MARGIN_S
         self._tasks = Tasks()
-        self._origins: dict[str, ReplicaIdentity] = {}
+        self._identities: dict[str, ReplicaIdentity] = {}
         self._followed: tuple[str, asyncio.Task[None]] | None = None
 
     @remote_method
@@ -77,8 +77,8 @@ class PlacementService:
         is_understood = self._state.report(delta, now_s)
         if delta.replica_id in self._state.view.replicas:
             self._served.ingest(delta)
-            if delta.origin is not None:
-                self._origins[delta.replica_id] = delta.origin
+            if delta.identity is not None:
+                self._identities[delta.replica_id] = delta.identity
             if is_understood:
                 self._loads.publish({delta.replica_id: (delta.load, now_s)})
         self._publish()
@@ -113,25 +113,25 @@ class PlacementService:
 
     @remote_method
     async def watch(
-        self, held: Version | None, watcher_id: str, timeout_s: float
+        self, known: Version | None, watcher_id: str, timeout_s: float
     ) -> tuple[Version, Changes[Key, Row]] | None:
-        """Long poll: the next page of rows newer than version `held`; None after `timeout_s`."""
+        """Long poll: the next page of rows newer than version `known`; None after `timeout_s`."""
         self._on_call()
-        if held is not None and held.epoch != self._table.epoch:  # it has the table of an earlier actor
+        if known is not None and known.epoch != self._table.epoch:  # it has the table of an earlier actor
             await asyncio.sleep(self._settled_s - self._now_s())
-        return await self._table.newer(held, watcher_id, timeout_s)
+        return await self._table.newer(known, watcher_id, timeout_s)
 
     @remote_method
     async def watch_loads(
-        self, held: Version | None, watcher_id: str, timeout_s: float
+        self, known: Version | None, watcher_id: str, timeout_s: float
     ) -> tuple[Version, LoadDelta] | None:
-        """Long poll: the loads newer than version `held`; None after `timeout_s`."""
+        """Long poll: the loads newer than version `known`; None after `timeout_s`."""
         self._on_call()
-        news = await self._loads.newer(held, watcher_id, timeout_s)
-        return None if news is None else (news[0], LoadDelta(news[1], self._now_s()))
+        update = await self._loads.newer(known, watcher_id, timeout_s)
+        return None if update is None else (update[0], LoadDelta(update[1], self._now_s()))
 
     async def close(self) -> None:
-        """Stop the clock and the long poll of traffic weights."""
+        """Stop the clock and the long poll of traffic shares."""
         await self._tasks.close()
 
     def _on_call(self) -> None:
@@ -144,7 +144,7 @@ class PlacementService:
         self._table.publish(changes)
         if any(key[0] == "replica" for key in changes):
             present = self._state.view.replicas
-            self._origins = {each: origin for each, origin in self._origins.items() if each in present}
+            self._identities = {each: identity for each, identity in self._identities.items() if each in present}
             self._served.keep(present)
             self._loads.publish({key[1]: None for key, row in changes.items() if key[0] == "replica" and row is None})
             self._follow_newest()
@@ -158,26 +158,26 @@ class PlacementService:
             self._publish()
 
     def _follow_newest(self) -> None:
-        """Use the settings of the newest replica, and watch the weights of a store that replicas use.
+        """Use the settings of the newest replica, and watch the traffic shares of a store that replicas use.
 
         During an upgrade replicas use two stores; the watched one changes once no replica uses it.
         """
-        if not self._origins:
+        if not self._identities:
             return
-        newest = max(self._origins.values(), key=lambda origin: origin.started_s)
+        newest = max(self._identities.values(), key=lambda identity: identity.started_s)
         if newest.settings != self._settings:
             self._settings = newest.settings
             self._configure(newest.settings)
-        stores = {origin.store for origin in self._origins.values()}
+        stores = {identity.store for identity in self._identities.values()}
         if self._followed is not None and self._followed[0] in stores:
             return
         if self._followed is not None:
             self._followed[1].cancel()
-            # the other store's weights count from now on
-            self._state.set_traffic_weights(dict.fromkeys(self._state.traffic_weights))
+            # the other store's shares count from now on
+            self._state.set_traffic_shares(dict.fromkeys(self._state.traffic_shares))
         store = min(stores)
-        follower = _TrafficWeightsClient(self._watch_shares(store), "placement", self._set_traffic_weights)
-        self._followed = store, self._tasks.start(follower.follow())
+        client = _TrafficSharesClient(self._watch_shares(store), "placement", self._set_traffic_shares)
+        self._followed = store, self._tasks.start(client.follow())
 
     def _configure(self, settings: str) -> None:
         try:
@@ -189,8 +189,8 @@ class PlacementService:
         except (ValueError, ConfigError) as error:  # settings of another version of the code
             logger.error("placement keeps its old settings, the new ones are invalid: %s", error)
 
-    def _set_traffic_weights(self, weights: Mapping[str, float | None]) -> None:
-        self._state.set_traffic_weights(weights)
+    def _set_traffic_shares(self, shares: Mapping[str, float | None]) -> None:
+        self._state.set_traffic_shares(shares)
         self._publish()
 
 
@@ -200,22 +200,22 @@ def _new_state(config: PlacementConfig) -> PlacementState:
     )
 
 
-class _TrafficWeightsClient(LongPollClient[TrafficWeightChanges]):
-    """Copies a store's table of traffic weights. Another store, or a restarted one, sends a full copy first."""
+class _TrafficSharesClient(LongPollClient[TrafficShareChanges]):
+    """Copies a store's table of traffic shares. Another store, or a restarted one, sends a full copy first."""
 
     def __init__(
         self,
-        watch: Watch[TrafficWeightChanges],
+        watch: Watch[TrafficShareChanges],
         watcher_id: str,
-        set_weights: Callable[[Mapping[str, float | None]], None],
+        set_shares: Callable[[Mapping[str, float | None]], None],
     ) -> None:
         super().__init__(watch, watcher_id)
-        self._set_traffic_weights = set_weights
+        self._set_traffic_shares = set_shares
         self._present: set[str] = set()
         self._sync: TableSync[str, float] = TableSync()
 
-    def _take(self, version: Version, news: TrafficWeightChanges) -> None:
-        self._held = version
-        changes = self._sync.changes(news, lambda: self._present)
+    def _apply(self, version: Version, update: TrafficShareChanges) -> None:
+        self._version = version
+        changes = self._sync.changes(update, lambda: self._present)
         self._present = {*self._present, *changes} - {digest for digest, share in changes.items() if share is None}
-        self._set_traffic_weights(changes)
+        self._set_traffic_shares(changes)

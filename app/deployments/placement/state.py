@@ -31,11 +31,11 @@ MAX_SCALED_OUT = 32
 #: Idle replicas compared beyond the needed number, to find room in their rank rows.
 NUM_COMPARED = 16
 #: A replica must be overloaded for this long before it scales out to a replica with full rank rows.
-PATIENCE_S = 2.0
-#: Hysteresis: seconds between two changes of one adapter's replicas, unless its requests would fill OUTGROWN times as
-#: many.
+SUSTAINED_OVERLOAD_S = 2.0
+#: Hysteresis: seconds between two changes of one adapter's replicas, unless its requests would fill OUTGROWN_FACTOR
+#: times as many.
 DWELL_S = 10.0
-OUTGROWN = 2
+OUTGROWN_FACTOR = 2
 #: After this many missed reports the vote of a single ingress is enough to remove a replica.
 MISSED_REPORTS = 2.5
 #: Time constant of the exponential mean of a replica's requests.
@@ -78,7 +78,7 @@ class PlacementState:
         self._overloaded_s: dict[str, float] = {}  # overloaded replicas, and since when
         self._excluded_s: dict[str, float] = {}  # replicas removed as unreachable, and when
         self._reachability = ReachabilityVotes()
-        self._traffic_weights: dict[str, float] = {}
+        self._traffic_shares: dict[str, float] = {}
         self._min_replicas_per_adapter = 1
         self.configure(policy, heartbeat_timeout_s, report_interval_s, min_replicas_per_adapter)
 
@@ -98,9 +98,9 @@ class PlacementState:
         self._missed_s = MISSED_REPORTS * report_interval_s
 
     @property
-    def traffic_weights(self) -> Collection[str]:
-        """Adapters with more than the usual part of the expected traffic."""
-        return self._traffic_weights.keys()
+    def traffic_shares(self) -> Collection[str]:
+        """Adapters with a share of the expected traffic; the others have no more than usual."""
+        return self._traffic_shares.keys()
 
     def take_changes(self) -> Mapping[Key, Row | None]:
         """The rows of the table that changed since the last call."""
@@ -168,22 +168,22 @@ class PlacementState:
             self._set_assigned(next(iter(self._used)), ())
         return assigned
 
-    def set_traffic_weights(self, weights: Mapping[str, float | None]) -> None:
-        """Update the expected parts of the traffic (None: no more than usual).
+    def set_traffic_shares(self, shares: Mapping[str, float | None]) -> None:
+        """Update the expected shares of the traffic (None: no more than usual).
 
-        An adapter with a weight is assigned that part of the replicas before the load shows it.
+        An adapter with a share is assigned that part of the replicas before the load shows it.
         """
-        for digest, weight in weights.items():
-            if weight is None:
-                self._traffic_weights.pop(digest, None)
+        for digest, share in shares.items():
+            if share is None:
+                self._traffic_shares.pop(digest, None)
             else:
-                self._traffic_weights[digest] = weight
-        self._add_replicas_to_all(self._traffic_weights)
+                self._traffic_shares[digest] = share
+        self._add_replicas_to_all(self._traffic_shares)
 
     def rebalance(self, now_s: float) -> None:
         """Scale out the busiest adapter of each overloaded replica; scale in where demand is gone."""
         self._changed_s = {digest: at_s for digest, at_s in self._changed_s.items() if now_s - at_s < DWELL_S}
-        self._add_replicas_to_all(self._traffic_weights)
+        self._add_replicas_to_all(self._traffic_shares)
         self._scale_out(now_s)
         self._scale_in(now_s)
 
@@ -194,7 +194,7 @@ class PlacementState:
         return [Residency(each, replica.active.get(digest, 0), replica.used_s.get(digest)) for each, replica in found]
 
     def _add_replica(self, replica_id: str, delta: ReplicaDelta, now_s: float) -> _Replica:
-        started_s = delta.origin.started_s if delta.origin is not None else 0.0
+        started_s = delta.identity.started_s if delta.identity is not None else 0.0
         row = (repr(started_s), str(delta.num_rank_rows), str(delta.num_kv_tokens))
         self._change(("replica", replica_id), row)
         replica = self._replicas[replica_id] = _Replica(delta.number, now_s, started_s, traffic=delta.load)
@@ -231,7 +231,7 @@ class PlacementState:
         return self._replicas[replica_id].traffic
 
     def _num_desired(self, digest: str) -> int:
-        return max(self._min_replicas_per_adapter, round(self._traffic_weights.get(digest, 0.0) * len(self._replicas)))
+        return max(self._min_replicas_per_adapter, round(self._traffic_shares.get(digest, 0.0) * len(self._replicas)))
 
     def _add_replicas_to_all(self, digests: Iterable[str]) -> None:
         for digest in [*digests]:
@@ -239,7 +239,7 @@ class PlacementState:
                 self._add_replicas(digest)
 
     def _add_replicas(self, digest: str) -> None:
-        """Add the replicas that an adapter's weight and `min_replicas_per_adapter` ask for, preferred ones first."""
+        """Add the replicas that an adapter's share and `min_replicas_per_adapter` ask for, preferred ones first."""
         assigned = self.view.assigned_replicas(digest)
         num_missing = self._num_desired(digest) - len(assigned)
         if num_missing > 0:
@@ -260,8 +260,8 @@ class PlacementState:
                 assigned = self.view.assigned_replicas(digest)
                 is_due = digest not in self._changed_s or self._has_outgrown(digest, bound)
                 if replica_id in assigned and len(assigned) < len(self._replicas) and is_due:
-                    is_patient = now_s - self._overloaded_s[replica_id] < PATIENCE_S
-                    if self._assign_more(digest, loads, bound, mean, with_room=is_patient):
+                    is_recent = now_s - self._overloaded_s[replica_id] < SUSTAINED_OVERLOAD_S
+                    if self._assign_more(digest, loads, bound, mean, with_room=is_recent):
                         self._changed_s[digest] = now_s
                     break
 
@@ -297,11 +297,11 @@ class PlacementState:
         return True
 
     def _has_outgrown(self, digest: str, bound: float) -> bool:
-        """Whether an adapter's requests fill OUTGROWN times its replicas, which were chosen before all demand was
-        known.
+        """Whether an adapter's requests fill OUTGROWN_FACTOR times its replicas, which were chosen before all demand
+        was known.
         """
         assigned = self.view.assigned_replicas(digest)
-        return math.ceil(self._num_active(assigned, digest) / bound) >= OUTGROWN * len(assigned)
+        return math.ceil(self._num_active(assigned, digest) / bound) >= OUTGROWN_FACTOR * len(assigned)
 
     def _is_full(self, replica_id: str, digest: str) -> bool:
         """Whether the adapters assigned there leave no rank rows for one more, as far as that is known."""
@@ -318,11 +318,11 @@ class PlacementState:
 
         The maximum decays with time, so that load that comes and goes keeps its replicas.
         """
-        left = math.exp((self._rebalanced_s - now_s) / TRAFFIC_S)
+        decay = math.exp((self._rebalanced_s - now_s) / TRAFFIC_S)
         self._rebalanced_s = now_s
         self._peaks = {
             digest: max(
-                self._num_active(self.view.assigned_replicas(digest), digest), left * self._peaks.get(digest, 0.0)
+                self._num_active(self.view.assigned_replicas(digest), digest), decay * self._peaks.get(digest, 0.0)
             )
             for digest in self._replicated
         }

@@ -121,9 +121,9 @@ class PlacementView:
             self._rendezvous = Rendezvous(self._replicas)
         return self._rendezvous.preference_order(digest)
 
-    def take(self, news: Changes[Key, Row]) -> None:
+    def take(self, page: Changes[Key, Row]) -> None:
         """Apply a page of the table."""
-        self.apply(self._sync.changes(news, self._keys))
+        self.apply(self._sync.changes(page, self._keys))
 
     def add_pending(self, assigned: Mapping[str, Row]) -> None:
         """Use assignments that placement answered until the table's own rows arrive."""

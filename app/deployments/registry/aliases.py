@@ -67,11 +67,12 @@ class Aliases:
             old = connection.execute(select(aliases).where(*key, aliases.c.removed.is_(False))).mappings().first()
             if old is None:
                 raise _absent(name)
-            wanted = old["previous_version"] if version is None else version
-            targets = self._targets(connection, tenant_id, name, wanted) if wanted is not None else ()
+            target_version = old["previous_version"] if version is None else version
+            targets = self._targets(connection, tenant_id, name, target_version) if target_version is not None else ()
             if not targets:
                 raise InvalidRequest(
-                    f"alias {name!r} has no {'earlier version' if wanted is None else f'version {wanted}'}; "
+                    f"alias {name!r} has no "
+                    f"{'earlier version' if target_version is None else f'version {target_version}'}; "
                     f"it is at version {old['version']}",
                     param="version",
                 )
@@ -79,9 +80,11 @@ class Aliases:
             connection.execute(
                 update(aliases)
                 .where(*key)
-                .values(version=wanted, previous_version=old["version"], **self._change(connection))
+                .values(version=target_version, previous_version=old["version"], **self._change(connection))
             )
-            self._record(connection, who, "roll back alias", name, tenant_id, {"from": old["version"], "to": wanted})
+            self._record(
+                connection, who, "roll back alias", name, tenant_id, {"from": old["version"], "to": target_version}
+            )
             return self._entry(connection, tenant_id, name)
 
     def remove(self, name: str, *, tenant_id: str, who: str) -> AliasEntry:

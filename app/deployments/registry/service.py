@@ -81,10 +81,10 @@ class RegistryService:
         self._events = events
         self.reserved_names = frozenset(reserved_names)
         self._moves = MoveWriter(registry.catalog.note_moves)
-        self._use = LastUsed(registry.catalog.note_use)
-        self.published = ChangeFeed(registry, store.pin)
-        self.loads = LoadJobs(registry, store, self.published, clock)
-        self.unloads = UnloadJobs(registry, store, self.published, self.loads, clock)
+        self._last_used = LastUsed(registry.catalog.note_use)
+        self.change_feed = ChangeFeed(registry, store.pin)
+        self.loads = LoadJobs(registry, store, self.change_feed, clock)
+        self.unloads = UnloadJobs(registry, store, self.change_feed, self.loads, clock)
         self._tasks = Tasks()
 
     def start(self) -> None:
@@ -93,15 +93,15 @@ class RegistryService:
             return
         self._events.follow(self.loads.on_progress, self._moves.write_soon)
         self._tasks.run_forever(
-            partial(sync_loop, self._registry, self.published, self.loads),
-            partial(maintenance_loop, self._registry, self._use, self._sweep),
+            partial(sync_loop, self._registry, self.change_feed, self.loads),
+            partial(maintenance_loop, self._registry, self._last_used, self._sweep),
         )
 
     async def close(self) -> None:
         """Stop following, and leave unfinished loads to other processes at once."""
         await self._tasks.close()
         with suppress(NotReady):  # then the loads wait until this store's lease expires
-            await self._use.write()
+            await self._last_used.write()
             await asyncio.to_thread(self._registry.stores.leave)
 
     async def load(self, request: LoadRequest) -> RegistryJob:
@@ -129,14 +129,14 @@ class RegistryService:
         """Change the settings of a name (None: unchanged). Raises NotFound, InvalidRequest for a long description."""
         check_description(description)
         configure = partial(self._registry.catalog.configure, name, tenant_id=tenant_id, who=who)
-        return await self.published.change(
+        return await self.change_feed.change(
             lambda: configure(pinned=pinned, traffic_weight=traffic_weight, description=description)
         )
 
     async def change_alias(self, name: str, change: Callable[[Aliases], AliasEntry]) -> AliasEntry:
         """Change an alias; every ingress has the change when this returns. Raises InvalidRequest for its name."""
         self.check_name(name)
-        return await self.published.change(lambda: change(self._registry.aliases))
+        return await self.change_feed.change(lambda: change(self._registry.aliases))
 
     async def observe(
         self, replica_id: str, loaded: Sequence[str], unloaded: Sequence[str], used_s: Mapping[str, float]
@@ -144,11 +144,11 @@ class RegistryService:
         """Record what a replica's device loaded and unloaded, and when requests last used which digests (Unix time)."""
         if loaded or unloaded:
             await asyncio.to_thread(self._registry.catalog.note_residency, replica_id, loaded, unloaded)
-        self._use.note(used_s)  # last: the replica repeats a failed report
+        self._last_used.note(used_s)  # last: the replica repeats a failed report
 
     async def hot(self, limit: int) -> list[CatalogEntry]:
         """`Catalog.hot`, including uses that are not stored yet."""
-        await self._use.write()
+        await self._last_used.write()
         return await asyncio.to_thread(self._registry.catalog.hot, limit)
 
     async def describe(self, name: str, *, tenant_id: str) -> Description:
@@ -162,7 +162,7 @@ class RegistryService:
         if entry is None and (job is None or job.state is State.REMOVED):
             raise not_registered_error(name)
         if entry is not None:
-            times_s = (entry.last_used_s, self._use.last_s(entry.ref.digest))
+            times_s = (entry.last_used_s, self._last_used.last_s(entry.ref.digest))
             entry = replace(entry, last_used_s=max((time_s for time_s in times_s if time_s is not None), default=None))
         is_on_host = entry is not None and entry.ref.digest in self._store.cached_digests
         return Description(entry, job and (self.loads.running(job.id) or job), is_on_host)
@@ -188,16 +188,16 @@ class RegistryService:
             raise InvalidRequest(f"the name {name!r} is the base model's; choose another", param="name")
 
 
-async def sync_loop(registry: Registry, published: ChangeFeed, loads: LoadJobs) -> None:
+async def sync_loop(registry: Registry, change_feed: ChangeFeed, loads: LoadJobs) -> None:
     """Publish other processes' changes, send heartbeats and adopt the loads of dead processes; until cancelled."""
     settled, beat_s = -1, -BEAT_INTERVAL_S
 
     async def turn() -> None:
         nonlocal settled, beat_s
-        await published.publish_newer()
-        revision = published.revision
+        await change_feed.publish_newer()
+        revision = change_feed.revision
         if revision != settled or time.monotonic() - beat_s >= BEAT_INTERVAL_S:
-            is_settled = await published.table.wait_until_current(_SETTLE_S)
+            is_settled = await change_feed.table.wait_until_current(_SETTLE_S)
             settled, beat_s = revision if is_settled else settled, time.monotonic()
             beat = await _beat_to_completion(registry.stores.beat, max(settled, 0))
             await loads.adopt(beat.adopted)
@@ -205,13 +205,13 @@ async def sync_loop(registry: Registry, published: ChangeFeed, loads: LoadJobs) 
     await repeat(turn, POLL_INTERVAL_S, "following the registry's database")
 
 
-async def maintenance_loop(registry: Registry, use: LastUsed, sweep: Callable[[Collection[str]], object]) -> None:
+async def maintenance_loop(registry: Registry, last_used: LastUsed, sweep: Callable[[Collection[str]], object]) -> None:
     """Store last uses, delete old rows, and call `sweep` with the uploads in use; until cancelled."""
     trimmed_s = time.monotonic()
 
     async def turn() -> None:
         nonlocal trimmed_s
-        await use.write()
+        await last_used.write()
         await asyncio.to_thread(lambda: sweep(uploads_in_use(registry.database)))
         if time.monotonic() - trimmed_s >= TRIM_INTERVAL_S:
             trimmed_s = time.monotonic()

@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 #: Retry interval while the store is down, and when to give up.
 RETRY_S = 1.0
 STORE_WAIT_S = 60.0
-#: Polling intervals while the store loads an adapter. The longest is well below `store.ABANDON_S`.
+#: Polling intervals while the store loads an adapter. The longest is well below `store.reader_pool.ABANDON_S`.
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 5.0
 
 

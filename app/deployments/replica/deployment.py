@@ -37,7 +37,7 @@ from app.deployments.replica.status_reporter import StatusReporter
 from app.deployments.replica.warm_up import WarmUp, wait_for_pins
 from app.deployments.rpc.background_tasks import Tasks
 from app.deployments.rpc.long_poll_client import LongPollValue
-from app.deployments.rpc.ray_private import serve_ends_us
+from app.deployments.rpc.ray_private import is_replica_draining
 from app.deployments.rpc.transport import check_protocol
 from app.deployments.rpc.uds_transport import FrameSocket
 from app.deployments.store.actor import store_actor, store_name, store_service, tenants_service
@@ -68,7 +68,7 @@ class EngineReplica:
         actor = store_actor(config)
         store = store_service(actor)
         self._placement = placement_service(config, context.app_name)
-        origin = ReplicaIdentity(store_name(config), config.placement.model_dump_json(), time.time())
+        identity = ReplicaIdentity(store_name(config), config.placement.model_dump_json(), time.time())
         adapters = AdapterFetcher(store, time.monotonic)
         writer_id = f"{replica_id}-{uuid.uuid4().hex[:8]}"
         owner = tenants_service(actor)
@@ -97,8 +97,8 @@ class EngineReplica:
             self._placement,
             store,
             (EngineMetrics(start_s), DeviceMetrics(TierMetrics(), checkpoint.spec)),
-            delta_reporter=DeltaReporter(origin),
-            is_draining=serve_ends_us,
+            delta_reporter=DeltaReporter(identity),
+            is_draining=is_replica_draining,
             interval_s=config.placement.report_interval_s,
             clock=time.monotonic,
             reports_prefixes=config.placement.prefix_affinity,

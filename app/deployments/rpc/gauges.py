@@ -3,7 +3,7 @@
 Ray drops a gauge's series that is not set again, so gauges that follow changes are `SteadyGauge`s, which
 `repeat_gauges` sets at intervals. Labels have few values each (route, status class, base or adapter, tier, state): of
 adapters, of which there may be millions, only the busiest (`tenancy.usage.adapter_stats`), and of tenants the largest
-(`tenancy.usage.throughput`).
+(`tenancy.usage.tenant_throughput`).
 """
 
 from __future__ import annotations

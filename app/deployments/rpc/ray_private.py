@@ -87,7 +87,7 @@ def redirect_error_messages(take: Callable[[Sequence[str]], None]) -> None:
     worker.print_to_stdstream = redirect
 
 
-def serve_ends_us() -> bool:
+def is_replica_draining() -> bool:
     """Whether Serve is draining the replica that runs in this process. False in any other process."""
     replica = worker.global_worker.actors.get(worker.global_worker.actor_id)
     return replica is not None and bool(replica._replica_impl._shutting_down)

@@ -1,8 +1,8 @@
 """The adapter store as a named actor: the registry, the tenants, the object storage, and the machine's copies of
 adapters.
 
-Every ingress and replica calls it; the registry's table is published to followers, so that no request waits for this
-actor. After a crash it starts empty and refills from its database and the adapters' sources. Without followers it shuts
+Every ingress and replica calls it; the registry's table is published to watchers, so that no request waits for this
+actor. After a crash it starts empty and refills from its database and the adapters' sources. Without watchers it shuts
 down (`rpc.idle_shutdown`).
 """
 
@@ -34,7 +34,7 @@ HEAD_NODE = "node:__internal_head__"
 
 
 class AdapterStoreActor(StoreService[SharedAdapter]):
-    """`StoreService` with Ray's object store as host memory; shuts down when no process follows it any more."""
+    """`StoreService` with Ray's object store as host memory; shuts down when no process watches it any more."""
 
     def __init__(self, config_json: str, logs_json: str) -> None:
         start_log(LogsConfig.model_validate_json(logs_json), "store")

@@ -32,7 +32,7 @@ class BytesBoundedCache:
     def __init__(self, max_bytes: int, policy: EvictionPolicy) -> None:
         self.max_bytes = max_bytes
         self._order = EvictionOrder(policy)
-        self._shares = TenantQuota()
+        self._tenant_quota = TenantQuota()
         self._entries: dict[str, _Entry] = {}
         self._pinned: frozenset[str] = frozenset()
         self._queue: list[tuple[Priority, str]] = []  # may hold outdated priorities
@@ -55,7 +55,7 @@ class BytesBoundedCache:
     def record_hit(self, key: str, tenant_id: str = "") -> None:
         """Record a cache hit for this tenant."""
         entry = self._entries[key]
-        self._shares.record_use(key, entry.size_bytes, tenant_id)
+        self._tenant_quota.record_use(key, entry.size_bytes, tenant_id)
         entry.uses += 1
         self._queue_up(key, entry)
 
@@ -87,7 +87,7 @@ class BytesBoundedCache:
             if self._is_fixed(candidate):
                 skipped.append(queued)
                 continue
-            if not is_last_resort and self._shares.is_protected(candidate, tenant_id, self.max_bytes):
+            if not is_last_resort and self._tenant_quota.is_protected(candidate, tenant_id, self.max_bytes):
                 spared.append(queued)
                 continue
             self._order.on_evict(priority)
@@ -125,7 +125,7 @@ class BytesBoundedCache:
         self._total_bytes -= entry.size_bytes
         self._fixed_bytes -= entry.size_bytes if self._is_fixed(key) else 0
         del self._entries[key]
-        self._shares.remove(key)
+        self._tenant_quota.remove(key)
         return True
 
     def pin(self, keys: Iterable[str]) -> None:

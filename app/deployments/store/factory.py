@@ -83,17 +83,17 @@ class OpenStore(Generic[H]):
             combine=partial(merge_adapters, self._checkpoint.spec, get),
         )
         names = (config.model.name,)
-        self._lifecycle = RegistryService(
+        self._registry_service = RegistryService(
             self._registry, self._store, self._events, reserved_names=names, sweep=self._uploads.sweep
         )
         self._auto_registration = AutoRegistration(
-            self._registry, self._store, self._lifecycle, FailureBackoff(), _resolver_settings(config.adapters)
+            self._registry, self._store, self._registry_service, FailureBackoff(), _resolver_settings(config.adapters)
         )
-        lazy_registrations = LazyRegistrations(self._registry, self._lifecycle, FailureBackoff())
+        lazy_registrations = LazyRegistrations(self._registry, self._registry_service, FailureBackoff())
         self._reconfiguring = asyncio.Lock()
         self.parts = StoreParts(
             self._registry,
-            self._lifecycle,
+            self._registry_service,
             self._store,
             adapters.preload,
             lazy_registrations,
@@ -125,7 +125,7 @@ class OpenStore(Generic[H]):
                 self._auto_registration.reconfigure(resolver_settings)
                 names = frozenset((config.model.name,))
                 self._registry.reconfigure(PinLimits.of(config), names)
-                self._lifecycle.reserved_names = names
+                self._registry_service.reserved_names = names
                 self._settings = settings
                 self.parts = self.parts._replace(preloaded=adapters.preload, roots=_roots(adapters))
                 logger.info("the store has applied new settings")

@@ -60,7 +60,7 @@ class ReadDemand:
         self._abandon = abandon
         self._reading: Counter[str] = Counter()  # source -> reads that run or are queued
         self._waiting: Counter[str] = Counter()  # source -> calls that wait for it
-        self._asked_s: dict[str, float] = {}  # source -> when a caller that polls last asked for it
+        self._last_asked_s: dict[str, float] = {}  # source -> when a caller that polls last asked for it
         self._tasks = Tasks()
         self._watch: asyncio.Task[None] | None = None
 
@@ -71,11 +71,11 @@ class ReadDemand:
 
     def ask(self, source: str) -> None:
         """A caller that polls needs this source."""
-        self._asked_s[source] = self._clock()
+        self._last_asked_s[source] = self._clock()
 
     def forget(self, source: str) -> None:
         """The read has succeeded or failed."""
-        self._asked_s.pop(source, None)
+        self._last_asked_s.pop(source, None)
 
     @contextlib.contextmanager
     def waits_for(self, source: str) -> Iterator[None]:
@@ -88,7 +88,7 @@ class ReadDemand:
             if not self._waiting[source]:
                 del self._waiting[source]
             if source in self._reading:
-                self._asked_s.setdefault(source, self._clock())
+                self._last_asked_s.setdefault(source, self._clock())
 
     @contextlib.contextmanager
     def reads(self, source: str) -> Iterator[None]:
@@ -108,14 +108,16 @@ class ReadDemand:
         self._tasks.cancel()
 
     def _is_wanted(self, source: str) -> bool:
-        asked_s = self._asked_s.get(source, self._clock())
-        return source in self._waiting or self._clock() - asked_s <= ABANDON_S
+        last_asked_s = self._last_asked_s.get(source, self._clock())
+        return source in self._waiting or self._clock() - last_asked_s <= ABANDON_S
 
     async def _abandon_unwanted(self) -> None:
         """Runs while anything is read."""
         while self._reading:
             await asyncio.sleep(_CHECK_INTERVAL_S)
-            self._asked_s = {source: at_s for source, at_s in self._asked_s.items() if source in self._reading}
-            for source in self._asked_s:
+            self._last_asked_s = {
+                source: at_s for source, at_s in self._last_asked_s.items() if source in self._reading
+            }
+            for source in self._last_asked_s:
                 if not self._is_wanted(source):
                     self._abandon(source)

@@ -66,7 +66,7 @@ class StoreParts(NamedTuple, Generic[H]):
     """The parts of the store (`factory.OpenStore`). `apply_settings` applies other settings, given as JSON."""
 
     registry: Registry
-    lifecycle: RegistryService
+    registry_service: RegistryService
     host_cache: HostAdapterCache[H]
     preloaded: Sequence[PreloadedAdapter]
     lazy_registrations: LazyRegistrations
@@ -81,7 +81,11 @@ class StoreService(Generic[H]):
 
     def __init__(self, parts: StoreParts[H], on_call: Callable[[], None]) -> None:
         self._parts = parts
-        self._registry, self._lifecycle, self._host_cache = parts.registry, parts.lifecycle, parts.host_cache
+        self._registry, self._registry_service, self._host_cache = (
+            parts.registry,
+            parts.registry_service,
+            parts.host_cache,
+        )
         self._on_call = on_call
         self._preloading: asyncio.Task[None] | None = None
         self._preloads: tuple[Sequence[PreloadedAdapter], Sequence[Path]] = ((), ())
@@ -97,7 +101,7 @@ class StoreService(Generic[H]):
         from app.deployments.registry.jobs.preload import preload  # needs the database package
 
         self._on_call()
-        self._lifecycle.start()
+        self._registry_service.start()
         if settings is not None and self._parts.apply_settings is not None:
             self._parts = await self._parts.apply_settings(settings)
         is_done = self._preloading is not None and self._preloading.done()
@@ -108,7 +112,7 @@ class StoreService(Generic[H]):
             or (is_done and self._preloading.exception())
         ):
             self._preloads = preloaded, roots
-            work = preload(self._registry, self._lifecycle, preloaded, tenant_id=DEFAULT_TENANT, roots=roots)
+            work = preload(self._registry, self._registry_service, preloaded, tenant_id=DEFAULT_TENANT, roots=roots)
             self._preloading = asyncio.create_task(work)
         await asyncio.shield(self._preloading)
 
@@ -116,13 +120,13 @@ class StoreService(Generic[H]):
     async def load(self, request: LoadRequest) -> RegistryJob:
         """Start to load an adapter. Raises InvalidRequest, UnsafeSource."""
         self._on_call()
-        return await self._lifecycle.load(request)
+        return await self._registry_service.load(request)
 
     @remote_method
     async def load_and_wait(self, request: LoadRequest) -> tuple[RegistryJob, CatalogEntry]:
         """Load an adapter; every ingress serves it when this returns. Raises what made the load fail."""
         self._on_call()
-        return await self._lifecycle.load_and_wait(request)
+        return await self._registry_service.load_and_wait(request)
 
     @remote_method
     async def register(self, registrations: Sequence[Registration], *, tenant_id: str, who: str) -> RegistrationCounts:
@@ -157,28 +161,28 @@ class StoreService(Generic[H]):
         """
         self._on_call()
         assert self._parts.uploads is not None, "only a store with a folder for uploads is called"
-        self._lifecycle.check_name(request.name)  # before the files are written
+        self._registry_service.check_name(request.name)  # before the files are written
         with ExitStack() as stack:
             source = await asyncio.to_thread(stack.enter_context, self._parts.uploads.store(config, weights))
-            return await self._lifecycle.load_and_wait(replace(request, source=source))
+            return await self._registry_service.load_and_wait(replace(request, source=source))
 
     @remote_method
     async def begin_unload(self, name: str, *, tenant_id: str, who: str) -> tuple[UnloadResult, CatalogEntry | None]:
         """Take a name out of service; `end_unload` follows once its rows are free. Raises NotFound, AdapterBusy."""
         self._on_call()
-        return await self._lifecycle.unloads.begin(name, tenant_id=tenant_id, who=who)
+        return await self._registry_service.unloads.begin(name, tenant_id=tenant_id, who=who)
 
     @remote_method
     async def end_unload(self, unload: UnloadResult) -> RegistryJob:
         """No device has rows of it any more: free the host copy and end the job."""
         self._on_call()
-        return await self._lifecycle.unloads.end(unload)
+        return await self._registry_service.unloads.end(unload)
 
     @remote_method
     async def orphaned_unloads(self, own_ids: Collection[str]) -> list[UnloadResult]:
         """Unloads without an ingress, for the caller to end; `own_ids`: jobs that it already works on."""
         self._on_call()
-        return await self._lifecycle.unloads.orphaned_unloads(own_ids)
+        return await self._registry_service.unloads.orphaned_unloads(own_ids)
 
     @remote_method
     async def is_used(self, digest: str) -> bool:
@@ -190,7 +194,7 @@ class StoreService(Generic[H]):
     async def unreferenced_digests(self, digests: Collection[str]) -> list[str]:
         """The digests that names have meant and none means any more."""
         self._on_call()
-        return await self._lifecycle.unloads.unreferenced_digests(digests)
+        return await self._registry_service.unloads.unreferenced_digests(digests)
 
     @remote_method
     async def configure(
@@ -207,7 +211,7 @@ class StoreService(Generic[H]):
         fit.
         """
         self._on_call()
-        return await self._lifecycle.configure(
+        return await self._registry_service.configure(
             name, tenant_id=tenant_id, who=who, pinned=pinned, traffic_weight=traffic_weight, description=description
         )
 
@@ -215,7 +219,7 @@ class StoreService(Generic[H]):
     async def put_alias(self, name: str, targets: Mapping[str, float], *, tenant_id: str, who: str) -> AliasEntry:
         """Set an alias's targets and weights. Raises InvalidRequest, NotFound."""
         self._on_call()
-        return await self._lifecycle.change_alias(
+        return await self._registry_service.change_alias(
             name, lambda aliases: aliases.put(name, targets, tenant_id=tenant_id, who=who)
         )
 
@@ -223,7 +227,7 @@ class StoreService(Generic[H]):
     async def promote_alias(self, name: str, target: str, *, tenant_id: str, who: str) -> AliasEntry:
         """Send all of an alias's requests to one of its targets. Raises InvalidRequest, NotFound."""
         self._on_call()
-        return await self._lifecycle.change_alias(
+        return await self._registry_service.change_alias(
             name, lambda aliases: aliases.promote(name, target, tenant_id=tenant_id, who=who)
         )
 
@@ -231,7 +235,7 @@ class StoreService(Generic[H]):
     async def roll_back_alias(self, name: str, version: int | None, *, tenant_id: str, who: str) -> AliasEntry:
         """Restore a version; None: the one before the last change. Raises InvalidRequest, NotFound."""
         self._on_call()
-        return await self._lifecycle.change_alias(
+        return await self._registry_service.change_alias(
             name, lambda aliases: aliases.rollback(name, version, tenant_id=tenant_id, who=who)
         )
 
@@ -239,7 +243,7 @@ class StoreService(Generic[H]):
     async def remove_alias(self, name: str, *, tenant_id: str, who: str) -> AliasEntry:
         """Remove an alias. Raises NotFound."""
         self._on_call()
-        return await self._lifecycle.change_alias(
+        return await self._registry_service.change_alias(
             name, lambda aliases: aliases.remove(name, tenant_id=tenant_id, who=who)
         )
 
@@ -252,7 +256,7 @@ class StoreService(Generic[H]):
     async def describe(self, name: str, *, tenant_id: str) -> Description:
         """Raises NotFound for a name without an entry or job."""
         self._on_call()
-        description = await self._lifecycle.describe(name, tenant_id=tenant_id)
+        description = await self._registry_service.describe(name, tenant_id=tenant_id)
         entry, job = description.entry, description.job
         if entry is None or not entry.is_read:
             is_failed = entry is not None and job is not None and job.state is State.FAILED
@@ -264,7 +268,7 @@ class StoreService(Generic[H]):
     async def job(self, job_id: str, *, tenant_id: str) -> RegistryJob:
         """A job in its present state. Raises NotFound."""
         self._on_call()
-        return await self._lifecycle.job(job_id, tenant_id=tenant_id)
+        return await self._registry_service.job(job_id, tenant_id=tenant_id)
 
     @remote_method
     async def generations(self, name: str, *, tenant_id: str) -> list[Generation]:
@@ -290,7 +294,7 @@ class StoreService(Generic[H]):
     async def hot(self, limit: int) -> list[CatalogEntry]:
         """Adapters that a new replica should load before it is ready, besides the pinned ones: the hottest first."""
         self._on_call()
-        return await self._lifecycle.hot(limit)
+        return await self._registry_service.hot(limit)
 
     @remote_method
     async def stats(self) -> dict[Tier, dict[str, float]]:
@@ -340,30 +344,30 @@ class StoreService(Generic[H]):
     ) -> None:
         """Record what a replica's device loaded and unloaded, and when requests last used which digests (Unix time)."""
         self._on_call()
-        await self._lifecycle.observe(replica_id, loaded, unloaded, used_s)
+        await self._registry_service.observe(replica_id, loaded, unloaded, used_s)
 
     @remote_method
     async def watch(
-        self, held: Version | None, watcher_id: str, timeout_s: float
+        self, known: Version | None, watcher_id: str, timeout_s: float
     ) -> tuple[Version, Changes[Key, Entry]] | None:
-        """The next page of the registry's table that `held` lacks, as soon as there is one; None after `timeout_s`."""
+        """Long poll: the next page of the registry's table after version `known`; None after `timeout_s`."""
         self._on_call()
-        self._lifecycle.start()
-        self._lifecycle.published.check_version(held)
-        return await self._lifecycle.published.table.newer(held, watcher_id, timeout_s)
+        self._registry_service.start()
+        self._registry_service.change_feed.check_version(known)
+        return await self._registry_service.change_feed.table.newer(known, watcher_id, timeout_s)
 
     @remote_method
-    async def watch_pins(self, held: Version | None, watcher_id: str, timeout_s: float) -> tuple[Version, Pins] | None:
-        """The pinned adapters, as soon as they differ from `held`; None after `timeout_s`."""
+    async def watch_pins(self, known: Version | None, watcher_id: str, timeout_s: float) -> tuple[Version, Pins] | None:
+        """Long poll: the pinned adapters once they differ from version `known`; None after `timeout_s`."""
         self._on_call()
-        self._lifecycle.published.check_version(held)
-        return await self._lifecycle.published.pins.newer(held, watcher_id, timeout_s)
+        self._registry_service.change_feed.check_version(known)
+        return await self._registry_service.change_feed.pins.newer(known, watcher_id, timeout_s)
 
     @remote_method
     async def watch_shares(
-        self, held: Version | None, watcher_id: str, timeout_s: float
+        self, known: Version | None, watcher_id: str, timeout_s: float
     ) -> tuple[Version, Changes[str, float]] | None:
-        """The changes of the traffic shares that `held` lacks, as soon as there are some; None after `timeout_s`."""
+        """Long poll: the changes of the traffic shares after version `known`; None after `timeout_s`."""
         self._on_call()
-        self._lifecycle.published.check_version(held)
-        return await self._lifecycle.published.shares.newer(held, watcher_id, timeout_s)
+        self._registry_service.change_feed.check_version(known)
+        return await self._registry_service.change_feed.shares.newer(known, watcher_id, timeout_s)

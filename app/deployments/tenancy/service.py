@@ -57,7 +57,7 @@ class TenantsService:
         self.throughput = TenantThroughput(self._weight, monotonic)
         self._store = store
         self._clock = monotonic_unix_clock(clock, monotonic)
-        self._limits = QuotaService(self._tenant, store.ledger)
+        self._quota_service = QuotaService(self._tenant, store.ledger)
         self._on_watch = on_watch
         self._changing = asyncio.Lock()  # the database and the table change in the same order
         self._revision = -1
@@ -67,7 +67,7 @@ class TenantsService:
 
     @remote_method
     async def watch(
-        self, held: Version | None, watcher_id: str, timeout_s: float
+        self, known: Version | None, watcher_id: str, timeout_s: float
     ) -> tuple[Version, Changes[TenantKey, TenantRow]] | None:
         self._on_watch()
         if self._revision < 0:
@@ -75,7 +75,7 @@ class TenantsService:
                 await self._sync()
         if not len(self._tasks):
             self._tasks.start(self._sync_loop())
-        return await self.table.newer(held, watcher_id, timeout_s)
+        return await self.table.newer(known, watcher_id, timeout_s)
 
     @remote_method
     async def create_project(self, name: str, *, actor: str) -> Tenant:
@@ -204,17 +204,17 @@ class TenantsService:
     @remote_method
     async def lease(self, holder: str, requests: Sequence[LeaseRequest]) -> list[LeaseGrant]:
         """Report what an ingress holds of limits; returns a grant for each request."""
-        return await self._limits.lease(holder, requests, self._clock())
+        return await self._quota_service.lease(holder, requests, self._clock())
 
     @remote_method
     async def remaining(self, project_id: str) -> list[tuple[LimitKey, int, int]]:
         """Each limit of a project, and how much of it is neither used nor leased to an ingress."""
-        return await self._limits.remaining(project_id, self._clock())
+        return await self._quota_service.remaining(project_id, self._clock())
 
     @remote_method
     async def remaining_spend(self, project_id: str) -> int | None:
         """Nanos that a project may still spend this month; None if no ingress has asked since the service started."""
-        return self._limits.remaining_spend(project_id)
+        return self._quota_service.remaining_spend(project_id)
 
     @remote_method
     async def record(self, writer_id: str, number: int, rows: Sequence[Row]) -> None:
@@ -305,7 +305,7 @@ class TenantsService:
             try:
                 async with self._changing:
                     await self._sync()
-                await self._limits.reconcile(self._clock())
+                await self._quota_service.reconcile(self._clock())
             except NotReady as error:
                 logger.warning("%s; keeping the tenants as they were", error)
 

@@ -66,7 +66,7 @@ def classes(value: object) -> set[type]:
 
 async def test_what_other_jobs_get_is_made_of_python_s_own_types(service: Service) -> None:
     loading, entry = await service.managed.client.load_and_wait(wanted("new", "new"))
-    unloading, _ = await service.management.unload("new", **ADA)
+    unloading, _ = await service.adapter_admin.unload("new", **ADA)
     results = [
         await handle_api.generate(service, ["a", "b"], SAMPLING, ["sql", None]),
         adapter_body(entry) | {"job": job_body(loading)},

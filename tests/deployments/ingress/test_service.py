@@ -122,8 +122,8 @@ async def test_a_chat_is_written_with_its_adapters_own_text(service: Service) ->
     service.managed.store.contents |= {"own": "d1", "plain": "d2"}
     service.managed.store.texts["d1"] = "mine|"
     for name in ("own", "plain"):
-        await service.managed.lifecycle.loads.load_and_wait(wanted(name, name))
-    letters, asked = service.preprocessor.text_model, "user:hi|"
+        await service.managed.registry_service.loads.load_and_wait(wanted(name, name))
+    letters, asked = service.preprocessor.tokenizer, "user:hi|"
     for model, wanted_text in (("own", "mine|" + asked), ("plain", asked), ("base", asked)):
         body = ChatCompletionRequest.model_validate({"model": model, "messages": [{"role": "user", "content": "hi"}]})
         job = await service.preprocessor.chat(body, handle_principal())
@@ -132,5 +132,5 @@ async def test_a_chat_is_written_with_its_adapters_own_text(service: Service) ->
     assert entry is not None
     assert entry.text == "mine|"
     service.managed.store.contents["own"] = "d3"  # contents without a text of their own take the name over
-    await service.managed.lifecycle.loads.load_and_wait(wanted("own", "own"))
+    await service.managed.registry_service.loads.load_and_wait(wanted("own", "own"))
     assert service.registry.text(entry.ref) == ""

@@ -13,7 +13,7 @@ from app.config import PlacementConfig
 from app.deployments.placement.delta_reporter import DeltaReporter
 from app.deployments.placement.messages import ReplicaDelta, ReplicaIdentity, ReplicaLoad, ReplicaReport
 from app.deployments.placement.placer import LoadTableClient, PlacementTableClient
-from app.deployments.placement.service import LOADS_FLOOR_S, TABLE_FLOOR_S, PlacementService, TrafficWeightChanges
+from app.deployments.placement.service import LOADS_FLOOR_S, TABLE_FLOOR_S, PlacementService, TrafficShareChanges
 from app.deployments.rpc.long_poll_client import Watch
 from app.deployments.rpc.long_poll_host import LongPollTable, Version
 from app.engine.errors import NotReady
@@ -35,7 +35,7 @@ class Stores:
             self.published[name] = LongPollTable(now_s)
             self.published[name].publish(value)
 
-    def watch(self, name: str) -> Watch[TrafficWeightChanges]:
+    def watch(self, name: str) -> Watch[TrafficShareChanges]:
         self.followed.append(name)
         return self.published[name].newer
 

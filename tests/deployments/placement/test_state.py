@@ -341,7 +341,7 @@ def test_homes_are_living_replicas_and_copies_by_changes_are_equal(
                 for telling in fleet.tellings.values():
                     telling.reset()
             case "steer":
-                fleet.set_traffic_weights({names[number]: number / 31 or None})
+                fleet.set_traffic_shares({names[number]: number / 31 or None})
             case "rebalance":
                 fleet.rebalance(now_s * 5)
         changes = fleet.take_changes()
@@ -366,7 +366,7 @@ def test_expected_traffic_has_its_part_of_the_replicas_and_gives_it_back() -> No
     fleet = ToldBooks(4)
     heavy, light = digests(2)
     fleet.assign([light])
-    fleet.set_traffic_weights({heavy: 0.6})
+    fleet.set_traffic_shares({heavy: 0.6})
     assert heavy not in fleet.homes, "it has no home yet"
     fleet.assign([heavy])
     homes = fleet.homes[heavy]
@@ -374,7 +374,7 @@ def test_expected_traffic_has_its_part_of_the_replicas_and_gives_it_back() -> No
     assert len(fleet.homes[light]) == 1
     fleet.rebalance(100.0)
     assert fleet.homes[heavy] == homes, "no load is no reason to take them back"
-    fleet.set_traffic_weights({heavy: 0.9, light: 0.3})
+    fleet.set_traffic_shares({heavy: 0.9, light: 0.3})
     assert len(fleet.homes[heavy]) == 4
     assert fleet.homes[heavy][:2] == homes, "homes are added, not moved"
     assert len(fleet.homes[light]) == 1
@@ -382,7 +382,7 @@ def test_expected_traffic_has_its_part_of_the_replicas_and_gives_it_back() -> No
         fleet.hear(ReplicaReport(f"r{index}"), 100.0)
     fleet.rebalance(100.0)
     assert len(fleet.homes[heavy]) == 7
-    fleet.set_traffic_weights({heavy: None, light: None})
+    fleet.set_traffic_shares({heavy: None, light: None})
     for step in range(6):
         fleet.rebalance(100.0 + (step + 1) * DWELL_S)
     assert len(fleet.homes[heavy]) == len(fleet.homes[light]) == 1

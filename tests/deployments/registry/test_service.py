@@ -64,7 +64,7 @@ async def test_a_load_goes_through_its_states(managed: ManagedStore) -> None:
     assert (asked.state, asked.generation) == (State.REQUESTED, 1)
     await until(lambda: bool(managed.store.loads))
     described = await managed.client.describe("sql", **MINE)
-    await until(lambda: managed.lifecycle.loads._jobs[asked.id].state is State.VALIDATING)
+    await until(lambda: managed.registry_service.loads._jobs[asked.id].state is State.VALIDATING)
     assert described.entry is None
     assert managed.view.find("sql", DEFAULT_TENANT) is None
     managed.store.gates["one"].set()
@@ -175,10 +175,10 @@ async def test_a_job_never_goes_back_when_its_source_is_read_again(managed: Mana
     managed.store.gates["two"] = asyncio.Event()
     await managed.client.load(wanted("sql", "two"))
     waiting = await managed.client.load(wanted("sql", "one"))  # read at once, but not registered before the first
-    await until(lambda: managed.lifecycle.loads._jobs[waiting.id].state is State.ON_HOST)
+    await until(lambda: managed.registry_service.loads._jobs[waiting.id].state is State.ON_HOST)
     managed.store.gates["one"] = asyncio.Event()
     other = await managed.client.load(wanted("other", "one"))
-    await until(lambda: managed.lifecycle.loads._jobs[other.id].state is State.VALIDATING)
+    await until(lambda: managed.registry_service.loads._jobs[other.id].state is State.VALIDATING)
     assert (await managed.client.job(waiting.id, **MINE)).state is State.ON_HOST
     for gate in managed.store.gates.values():
         gate.set()
@@ -191,7 +191,7 @@ async def test_a_job_never_goes_back_when_its_source_is_read_again(managed: Mana
 async def test_jobs_that_have_ended_leave_nothing_in_memory(
     managed: ManagedStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    loads, advance = managed.lifecycle.loads, managed.registry.jobs.advance
+    loads, advance = managed.registry_service.loads, managed.registry.jobs.advance
     ending = threading.Event()
 
     def advance_slowly(job: RegistryJob, state: State, **what: Any) -> RegistryJob:
@@ -262,8 +262,8 @@ async def test_an_unload_is_not_overtaken_by_loads_that_were_asked_for_before(
     assert [item.name for item in open_again().jobs.unfinished_jobs("load")] == ["other"]
     gate.set()
     assert (await end_of(managed, other)).state is State.LOADED, "another name's load goes on"
-    await until(lambda: not managed.lifecycle.loads._tasks)
-    assert managed.lifecycle.loads._cancelled == {}
+    await until(lambda: not managed.registry_service.loads._tasks)
+    assert managed.registry_service.loads._cancelled == {}
     assert managed.view.find("sql", DEFAULT_TENANT) is None
     assert isinstance(await fails(managed.client.describe("sql", **MINE)), NotFound)
     assert isinstance(await fails(management.unload("sql", **ADA)), NotFound), "there is nothing left to cancel"
@@ -381,7 +381,7 @@ async def test_an_unload_is_seen_to_while_an_ingress_says_so(
         assert await orphaned(own_ids) == expected
     await managed.client.end_unload(unload)
     assert await orphaned([]) == []
-    assert managed.lifecycle.unloads._seen_s == {}
+    assert managed.registry_service.unloads._seen_s == {}
     await managed.close()
 
 
@@ -519,7 +519,7 @@ async def test_the_next_process_takes_up_everything(managed: ManagedStore, open_
     await managed.kill()
     after = ManagedStore(open_again(), FakeStore())
     after.store.contents = dict(managed.store.contents)
-    after.lifecycle.start()
+    after.registry_service.start()
     job = await end_of(after, cut_short)
     assert (job.state, job.generation) == (State.LOADED, 1)
     assert after.store.loads == ["one"], "what is registered is not read again before it is used"
@@ -566,7 +566,7 @@ async def test_what_was_cut_short_is_taken_up_although_the_database_was_away_at_
 async def test_the_end_of_a_load_is_written_down_when_the_database_is_back(
     managed: ManagedStore, monkeypatch: pytest.MonkeyPatch, source: str, end: State
 ) -> None:
-    lifecycle, advance = managed.lifecycle, managed.registry.jobs.advance
+    registry_service, advance = managed.registry_service, managed.registry.jobs.advance
     away = threading.Event()
     away.set()
 
@@ -590,7 +590,7 @@ async def test_the_end_of_a_load_is_written_down_when_the_database_is_back(
     assert (job.state, job.digest) == (end, "d1" if end is State.LOADED else None)
     events = [event.event for event in managed.registry.event_log.events("sql", **MINE)]
     assert events.count("downloading") == events.count("routable" if end is State.LOADED else "failed") == 1
-    await until(lambda: not lifecycle.loads._writing)
+    await until(lambda: not registry_service.loads._writing)
 
 
 def _away(*_: object, **__: object) -> NoReturn:
@@ -632,8 +632,8 @@ async def test_many_at_once_end_as_the_database_says(managed: ManagedStore) -> N
 
 
 async def test_pins_reach_the_tiers_and_the_replicas_and_leave_them(managed: ManagedStore) -> None:
-    lifecycle, store = managed.lifecycle, managed.store
-    version, pins = lifecycle.published.pins.current
+    registry_service, store = managed.registry_service, managed.store
+    version, pins = registry_service.change_feed.pins.current
     assert pins == Pins()
     await managed.client.load_and_wait(wanted("sql", "one", pinned=True))
     await managed.client.load_and_wait(wanted("plain", "two"))
@@ -642,9 +642,9 @@ async def test_pins_reach_the_tiers_and_the_replicas_and_leave_them(managed: Man
     assert [entry.name for entry in news[1].entries] == ["sql"]
     assert store.pinned == [set(), {"d1"}]
     await managed.client.configure("plain", pinned=True, traffic_weight=3.0, **ADA)
-    _, pins = lifecycle.published.pins.current
+    _, pins = registry_service.change_feed.pins.current
     assert [entry.name for entry in pins.entries] == ["plain", "sql"], "the heavier first"
-    news = await lifecycle.published.shares.newer(None, "placement", 1.0)
+    news = await registry_service.change_feed.shares.newer(None, "placement", 1.0)
     assert news is not None
     assert dict(news[1].rows) == {"d2": 0.75}
     await managed.client.configure("sql", pinned=False, **ADA)
@@ -653,7 +653,7 @@ async def test_pins_reach_the_tiers_and_the_replicas_and_leave_them(managed: Man
     assert store.pinned[-1] == {"d1"}, "the pin is the name's"
     await managed.client.begin_unload("plain", **ADA)
     assert store.pinned[-1] == set()
-    assert lifecycle.published.pins.current[1] == Pins()
+    assert registry_service.change_feed.pins.current[1] == Pins()
 
 
 async def test_a_restart_pins_what_is_pinned_before_anything_is_read(open_again: Callable[[], Registry]) -> None:
@@ -663,7 +663,7 @@ async def test_a_restart_pins_what_is_pinned_before_anything_is_read(open_again:
     await first.close()
     second = ManagedStore(open_again(), FakeStore())
     assert second.store.pinned == [{"d1"}]
-    assert second.lifecycle.published.pins.current[1].digests == {"d1"}
+    assert second.registry_service.change_feed.pins.current[1].digests == {"d1"}
     await second.close()
 
 

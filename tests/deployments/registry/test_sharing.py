@@ -70,7 +70,7 @@ async def stores(open_again: Callable[..., Registry], monkeypatch: pytest.Monkey
         monkeypatch.setattr(module, "POLL_INTERVAL_S", 0.01)
     monkeypatch.setattr(service, "BEAT_INTERVAL_S", 0.01)
     monkeypatch.setattr(load_jobs, "TURN_INTERVAL_S", 0.01)
-    monkeypatch.setattr(change_feed, "FOLLOWERS_COME_S", 0.0)
+    monkeypatch.setattr(change_feed, "INGRESS_GRACE_S", 0.0)
     stores = Stores(open_again)
     yield stores
     await stores.close()
@@ -112,10 +112,10 @@ async def test_what_one_store_changes_every_store_serves(stores: Stores) -> None
         found = managed.view.resolve("gone", "k", DEFAULT_TENANT)
         assert found is not None
         assert found.name == "keep", "an adapter's name that became an alias's"
-        assert managed.lifecycle.published.pins.current[1].digests == {"d1"}
-        assert managed.lifecycle.published.shares.get("d1") == 0.6
+        assert managed.registry_service.change_feed.pins.current[1].digests == {"d1"}
+        assert managed.registry_service.change_feed.shares.get("d1") == 0.6
         assert managed.store.pinned[-1] == {"d1"}
-    assert a.view._held == b.view._held
+    assert a.view._entries == b.view._entries
 
 
 async def test_a_change_waits_for_the_ingresses_of_other_stores(
@@ -124,11 +124,11 @@ async def test_a_change_waits_for_the_ingresses_of_other_stores(
     a, b = stores.open(), stores.open()
     b.followers[0].cancel()  # its ingress asked once, and does not take over what comes
     await asyncio.gather(b.followers[0], return_exceptions=True)
-    await b.lifecycle.published.table.newer(b.lifecycle.published.table._version, "ingress", 0.0)
+    await b.registry_service.change_feed.table.newer(b.registry_service.change_feed.table._version, "ingress", 0.0)
     monkeypatch.setattr(change_feed, "SETTLE_TIMEOUT_S", 60.0)
     loading = asyncio.create_task(a.client.load_and_wait(wanted("sql", "one")))
     await until(lambda: a.view.find("sql", DEFAULT_TENANT) is not None)
-    await until(lambda: b.lifecycle.published.revision == a.lifecycle.published.revision)
+    await until(lambda: b.registry_service.change_feed.revision == a.registry_service.change_feed.revision)
     assert not loading.done(), "published there, and held by nobody"
     b.followers[0] = asyncio.create_task(b._follow())
     await loading
@@ -140,11 +140,11 @@ async def test_a_load_is_one_stores_and_a_dead_ones_is_taken_up_by_one(stores: S
     job = await a.client.load(wanted("sql", "one"))
     b, c = stores.open(), stores.open()
     for managed in (b, c):
-        await managed.lifecycle.published.publish_newer()
+        await managed.registry_service.change_feed.publish_newer()
         beat = await asyncio.to_thread(managed.registry.stores.beat, 0)
         assert beat.adopted == []
         assert a.registry.stores.id in beat.others
-    await a.lifecycle._tasks.close()  # it hangs, or its machine does: it says nothing any more, but works on
+    await a.registry_service._tasks.close()  # it hangs, or its machine does: it says nothing any more, but works on
     for managed in (b, c):
         assert a.registry.stores.id in managed.registry.stores.beat(0).others, "its last beat counts from here"
     await stores.pass_s(LEASE_S + 1, [b, c])
@@ -152,12 +152,12 @@ async def test_a_load_is_one_stores_and_a_dead_ones_is_taken_up_by_one(stores: S
     assert sorted([*b.store.loads, *c.store.loads]) == ["one"], "by one of them"
     await b.client.load_and_wait(wanted("sql", "two"))
     gate.set()
-    await until(lambda: not a.lifecycle.loads._tasks)
+    await until(lambda: not a.registry_service.loads._tasks)
     entry = b.registry.catalog.get("sql", **MINE)
     assert entry is not None
     assert (entry.ref.digest, entry.ref.generation) == ("d2", 2), "what comes back late changes nothing"
     assert (await end_of(b, job)).state is State.LOADED
-    a.lifecycle.start()
+    a.registry_service.start()
 
 
 @pytest.mark.parametrize("step_s", [3600.0, -3600.0, 90_000.0])
@@ -172,14 +172,14 @@ async def test_a_clock_that_is_set_kills_nobody_and_keeps_no_dead_one_alive(stor
     for one, other in ((a, b), (b, a), (a, b)):
         beat = one.registry.stores.beat(0)
         assert (set(beat.others), beat.adopted) == ({other.registry.stores.id}, [])
-    await b.lifecycle._tasks.close()  # its machine is gone
+    await b.registry_service._tasks.close()  # its machine is gone
     assert a.registry.stores.beat(0).others, "its last beat counts from when it was seen"
     await stores.pass_s(LEASE_S + 1, [a])
     assert not a.registry.stores.beat(0).others
     gate.set()
     assert (await end_of(a, job)).state is State.LOADED
     assert (a.store.loads, b.store.loads) == (["one"], [])
-    b.lifecycle.start()
+    b.registry_service.start()
 
 
 @pytest.mark.parametrize("is_away", ["the database", "one store"])
@@ -187,7 +187,7 @@ async def test_nobody_is_dead_for_a_time_in_which_nobody_could_look(stores: Stor
     """As when the database was away for everybody: who comes back first takes nothing from those that come after."""
     a, b = stores.open(), stores.open()
     for managed in (a, b):
-        await managed.lifecycle._tasks.close()  # each beat from here on is this test's
+        await managed.registry_service._tasks.close()  # each beat from here on is this test's
     a.store.gates["one"] = asyncio.Event()
     await a.client.load(wanted("sql", "one"))
     one, other = a.registry.stores, b.registry.stores
@@ -205,19 +205,19 @@ async def test_nobody_is_dead_for_a_time_in_which_nobody_could_look(stores: Stor
     assert num_looks * BEAT_INTERVAL_S <= LEASE_S + BEAT_INTERVAL_S
     assert [job.name for job in other.beat(0).adopted] == ["sql"], "the time in which it looked counts"
     for managed in (a, b):
-        managed.lifecycle.start()
+        managed.registry_service.start()
 
 
 @pytest.mark.parametrize("wrong_by_s", [-7200.0, 0.0, 7200.0])
 async def test_a_store_whose_clock_is_wrong_is_not_dead_to_one_that_comes(stores: Stores, wrong_by_s: float) -> None:
     a = stores.open(wrong_by_s=lambda: wrong_by_s)
-    await a.lifecycle._tasks.close()  # each beat from here on is this test's
+    await a.registry_service._tasks.close()  # each beat from here on is this test's
     a.store.gates["one"] = asyncio.Event()
     await a.client.load(wanted("sql", "one"))
     a.registry.stores.beat(0)
     stores.now_s += BEAT_INTERVAL_S / 2
     b = stores.open()
-    await b.lifecycle._tasks.close()
+    await b.registry_service._tasks.close()
     beat = b.registry.stores.beat(0)
     assert (set(beat.others), beat.adopted) == ({a.registry.stores.id}, [])
     stores.now_s += BEAT_INTERVAL_S
@@ -226,7 +226,7 @@ async def test_a_store_whose_clock_is_wrong_is_not_dead_to_one_that_comes(stores
     while b.registry.stores.beat(0).others:
         stores.now_s += BEAT_INTERVAL_S
     late = stores.open()
-    await late.lifecycle._tasks.close()
+    await late.registry_service._tasks.close()
     num_beats = 0
     while a.registry.stores.id in late.registry.stores.beat(0).others:
         stores.now_s += BEAT_INTERVAL_S
@@ -234,27 +234,27 @@ async def test_a_store_whose_clock_is_wrong_is_not_dead_to_one_that_comes(stores
     lease_s = LEASE_S if wrong_by_s > 0 else FIRST_LEASE_S
     assert num_beats == lease_s / BEAT_INTERVAL_S + 1, "sooner where its row says, too, that it is dead"
     for managed in (a, b, late):
-        managed.lifecycle.start()
+        managed.registry_service.start()
 
 
 async def test_a_store_that_was_restarted_takes_up_its_own_loads_at_once(stores: Stores) -> None:
     a = stores.open(actor="the store")
     a.store.gates["one"] = asyncio.Event()
     job = await a.client.load(wanted("sql", "one"))
-    await a.lifecycle._tasks.close()
-    await a.lifecycle.loads._work.close()
+    await a.registry_service._tasks.close()
+    await a.registry_service.loads._work.close()
     again = stores.open(actor="the store")
     assert (await end_of(again, job)).state is State.LOADED
-    assert again.registry.stores.follows_another
+    assert again.registry.stores.replaces_another
 
 
 async def test_a_store_that_ends_leaves_its_loads_at_once(stores: Stores) -> None:
     a, b = stores.open(), stores.open()
     a.store.gates["one"] = asyncio.Event()
     job = await a.client.load(wanted("sql", "one"))
-    await a.lifecycle.close()
+    await a.registry_service.close()
     assert (await end_of(b, job)).state is State.LOADED
-    await a.lifecycle.loads._work.close()
+    await a.registry_service.loads._work.close()
 
 
 async def test_of_many_loads_that_were_left_a_few_of_each_host_are_begun_at_a_time(
@@ -280,13 +280,13 @@ async def test_of_many_loads_that_were_left_a_few_of_each_host_are_begun_at_a_ti
     for number, job in enumerate(jobs):
         assert (await end_of(b, job)).state is (State.FAILED if number == 5 else State.LOADED)
     assert b.store.loads == [*sources[:3], "two", *sources[3:5], *sources[6:8]], "what was unloaded is not read"
-    await until(lambda: not b.lifecycle.loads._tasks)
-    assert (b.lifecycle.loads._adopted, b.lifecycle.loads._num_adopted_running.total()) == ({}, 0)
+    await until(lambda: not b.registry_service.loads._tasks)
+    assert (b.registry_service.loads._adopted, b.registry_service.loads._num_adopted_running.total()) == ({}, 0)
 
 
 async def test_changes_at_once_share_a_look_at_the_database(stores: Stores, monkeypatch: pytest.MonkeyPatch) -> None:
     a = stores.open()
-    await a.lifecycle._tasks.close()  # nobody else looks
+    await a.registry_service._tasks.close()  # nobody else looks
     since, num_looks = a.registry.change_query.since, [0]
 
     def counted(revision: int) -> Any:
@@ -294,8 +294,8 @@ async def test_changes_at_once_share_a_look_at_the_database(stores: Stores, monk
         return since(revision)
 
     monkeypatch.setattr(a.registry.change_query, "since", counted)
-    async with a.lifecycle.published._publishing:  # as while a look is under way
-        looks = [asyncio.create_task(a.lifecycle.published.publish_newer()) for _ in range(50)]
+    async with a.registry_service.change_feed._publishing:  # as while a look is under way
+        looks = [asyncio.create_task(a.registry_service.change_feed.publish_newer()) for _ in range(50)]
         await asyncio.sleep(0.01)
         assert num_looks[0] == 0
     await asyncio.gather(*looks)
@@ -305,7 +305,7 @@ async def test_changes_at_once_share_a_look_at_the_database(stores: Stores, monk
         ref = a.view.resolve("sql", "", DEFAULT_TENANT)
         assert ref is not None
         assert ref.digest == CONTENTS[source]
-    a.lifecycle.start()
+    a.registry_service.start()
 
 
 async def test_loads_of_one_name_take_effect_in_order_whichever_store_is_asked(stores: Stores) -> None:
@@ -315,7 +315,7 @@ async def test_loads_of_one_name_take_effect_in_order_whichever_store_is_asked(s
     second = await b.client.load(wanted("sql", "two"))
     third = await a.client.load(wanted("sql", "three"))
     await b.client.load_and_wait(wanted("other", "two"))
-    await until(lambda: b.lifecycle.loads._jobs[second.id].state is State.ON_HOST)
+    await until(lambda: b.registry_service.loads._jobs[second.id].state is State.ON_HOST)
     assert b.registry.catalog.get("sql", **MINE) is None
     gate.set()
     generations = [(await end_of(b, job)).generation for job in (first, second, third)]
@@ -345,8 +345,8 @@ async def test_a_registry_that_is_empty_or_older_than_what_is_held_is_no_news(
     news = await a.client.watch(None, "ingress", 0.0)
     assert news is not None
     held = news[0]
-    table = a.lifecycle.published.table
-    assert (held.origin, held.revision) == (table.origin, a.lifecycle.published.revision)
+    table = a.registry_service.change_feed.table
+    assert (held.origin, held.revision) == (table.origin, a.registry_service.change_feed.revision)
     assert await a.client.watch(held, "ingress", 0.0) is None
     for other, words in (
         (held._replace(epoch="x", origin="another"), "not the one that ingresses follow"),
@@ -392,7 +392,7 @@ async def test_a_database_that_falls_back_is_not_ready_until_it_has_caught_up(st
         assert "is older than change" in str(await fails(change))
     assert revision() == newest - 3, "no number is given twice"
     with pytest.raises(NotReady, match=r"is older than change .* restart the service to accept the older"):
-        await a.lifecycle.published.publish_newer()
+        await a.registry_service.change_feed.publish_newer()
     assert [name for name in ("sql", "lost") if a.view.find(name, DEFAULT_TENANT)] == ["sql", "lost"]
     write("UPDATE registries SET revision = revision + 4 WHERE base_digest = :base")
     await until(lambda: a.view.find("lost", DEFAULT_TENANT) is None)

@@ -151,7 +151,7 @@ async def test_placement_hears_where_an_adapter_is_before_its_interval_is_over(
     bench.start(interval_s=1e6)
     await until(lambda: len(bench.listeners.reports) == 1)
     assert bench.listeners.reports[0] == ReplicaDelta(
-        "replica-0", 1, is_whole=True, origin=ORIGIN, num_rank_rows=64, num_kv_tokens=256 * 8
+        "replica-0", 1, is_whole=True, identity=ORIGIN, num_rank_rows=64, num_kv_tokens=256 * 8
     )
     await bench.use("r", adapter)
     await until(lambda: bench.listeners.resident == {adapter.card.digest})

@@ -29,8 +29,8 @@ async def test_gauges_that_follow_changes_are_told_again_and_again(monkeypatch: 
     ingress, tiers = IngressMetrics(lambda: 110.0), TierMetrics()
     ingress.adapters(3)
     ingress.adapters(5)
-    tiers.holds("host", 700, 2)
-    tiers.holds("disk", 900, 4)
+    tiers.set_size("host", 700, 2)
+    tiers.set_size("disk", 900, 4)
     repeating = asyncio.create_task(repeat_gauges((*ingress.gauges, *tiers.gauges)))
     async with asyncio.timeout(120):
         while len(told[("polylora_adapters_cached", "disk")]) < 4:

@@ -26,8 +26,8 @@ from app.deployments.rpc.ray_private import (
     READ_VERSION,
     AsgiIngress,
     ChoosingRouter,
+    is_replica_draining,
     redirect_error_messages,
-    serve_ends_us,
 )
 
 ROOT = Path(__file__).parents[3]
@@ -94,7 +94,7 @@ def test_a_replica_notes_that_it_is_being_ended_before_it_drains() -> None:
     assert "self._replica_impl: Replica = " in inspect.getsource(replica.ReplicaActor)
     ending = inspect.getsource(replica.Replica._perform_graceful_shutdown)
     assert ending.index("self._shutting_down = True") < ending.index("drain")
-    assert serve_ends_us() is False, "this process is no replica"
+    assert is_replica_draining() is False, "this process is no replica"
 
 
 def test_serve_asks_an_ingress_for_its_application() -> None:

@@ -50,7 +50,7 @@ class Process:
         self.service = StoreService(self.opened.parts, lambda: None)
 
     async def close(self) -> None:
-        await self.opened.parts.lifecycle.close()
+        await self.opened.parts.registry_service.close()
         self.opened._store.close()
         self.opened._store._reader.close()
         self.opened._registry.close()

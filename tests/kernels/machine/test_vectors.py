@@ -23,7 +23,7 @@ Floats = NDArray[np.float32]
 #: What `_lanewise` computes, in the order in which it stores it.
 LANEWISE = ("copy", "fma", "exp", "greater", "plus", "constant", "spread")
 #: Lanes of vectors that LLVM splits or pads to what the machine has.
-WIDTHS = (4, 8, 16, 32)
+BUCKET_SIZES = (4, 8, 16, 32)
 SPECIAL = np.array(
     [0.0, -0.0, 1.0, -1.0, np.inf, -np.inf, np.nan, 1e-45, -1e-45, 1.1754944e-38, 3.4e38, -3.4e38, 0.1, 16777217.0],
     np.float32,
@@ -92,7 +92,7 @@ def _emit_widths(typingctx: Any, halves: Any, a: Any, out: Any) -> Any:  # noqa:
         halves, a, out = args
         factor = builder.load(vectors.place(builder, a, WORD(0), FLOAT))
         at = 0
-        for width in WIDTHS:
+        for width in BUCKET_SIZES:
             kind = ir.VectorType(FLOAT, width)
             wide = vectors.load_bf16(builder, halves, kind)
             scaled = vectors.fma(builder, wide, vectors.spread(builder, factor, kind), wide)
@@ -228,13 +228,13 @@ def test_vectors_and_lanes_are_joined_in_one_order() -> None:
 
 
 def test_every_bfloat16_is_widened_to_the_bit_in_every_width() -> None:
-    halves = np.arange(1 << 16, dtype=np.uint16).reshape(-1, max(WIDTHS))
-    halves = halves[:, rng().permutation(max(WIDTHS))].copy()
+    halves = np.arange(1 << 16, dtype=np.uint16).reshape(-1, max(BUCKET_SIZES))
+    halves = halves[:, rng().permutation(max(BUCKET_SIZES))].copy()
     factors = rng().standard_normal((len(halves), 1)).astype(np.float32)
-    out = np.zeros((len(halves), 2 * sum(WIDTHS)), np.float32)
+    out = np.zeros((len(halves), 2 * sum(BUCKET_SIZES)), np.float32)
     _widths(halves, factors, out)
     wide, at = halves.view(ml_dtypes.bfloat16).astype(np.float32), 0
-    for width in WIDTHS:
+    for width in BUCKET_SIZES:
         found, scaled = out[:, at : at + width], out[:, at + width : at + 2 * width]
         np.testing.assert_array_equal(found.view(np.uint32), halves[:, :width].astype(np.uint32) << 16)
         np.testing.assert_array_equal(found, wide[:, :width])

@@ -35,7 +35,7 @@ from tests.pairwise import pairwise
 from tests.seeds import rng
 
 DTYPE = torch.float16
-DEPTH, WIDTHS = 40, (24, 16)
+DEPTH, BUCKET_SIZES = 40, (24, 16)
 LORA_CASE = [(1, 0), (1, 1), (2, 2), (1, 3), (2, 5)]
 
 
@@ -43,11 +43,11 @@ LORA_CASE = [(1, 0), (1, 1), (2, 2), (1, 3), (2, 5)]
 @pytest.mark.parametrize(("operand", "dim"), [("x", 0), ("y", 0), ("memory", 0)])
 def test_lora(form: str, operand: str, dim: int) -> None:
     generator = rng()
-    tables = random_tables(generator, DEPTH, WIDTHS, DTYPE)
+    tables = random_tables(generator, DEPTH, BUCKET_SIZES, DTYPE)
     slots = slots_of(LORA_CASE)
     given = {
         "x": tensor(normal(generator, len(slots), DEPTH), DTYPE),
-        "y": tensor(normal(generator, len(slots), sum(WIDTHS)), DTYPE),
+        "y": tensor(normal(generator, len(slots), sum(BUCKET_SIZES)), DTYPE),
     }
     before, table_rows = given["y"].clone(), tables.rows
     if operand in given:

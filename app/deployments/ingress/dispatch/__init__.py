@@ -1,1 +1,1 @@
-"""Dispatch: placement of requests in token ids on replicas, connections, retries."""
+"""Dispatch: routing of tokenized requests to replicas, connections and retries."""

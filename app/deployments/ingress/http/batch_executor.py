@@ -75,7 +75,7 @@ class BatchExecutor:
             return task, self._completion(completion, task)
         if endpoint == "/v1/embeddings":
             embeddings = parse_body(EmbeddingsRequest, body)
-            task = await self._service.embedder.job(embeddings, caller, request_id)
+            task = await self._service.embedder.task(embeddings, caller, request_id)
             return task, self._embedding(embeddings, task)
         response = parse_body(ResponsesRequest, body)
         for field in ("store", "previous_response_id"):
@@ -89,7 +89,7 @@ class BatchExecutor:
     async def _completion(
         self, body: ChatCompletionRequest | CompletionRequest, task: GenerationTask
     ) -> dict[str, Any]:
-        serializer = chat_serializer(self._service.preprocessor.text_model, body, task)
+        serializer = chat_serializer(self._service.preprocessor.tokenizer, body, task)
         return serializer.body(await task.answers(), task.num_per_prompt)
 
     async def _embedding(self, body: EmbeddingsRequest, task: GenerationTask) -> dict[str, Any]:

@@ -39,7 +39,7 @@ class ComposeBody(Body):
     seed: int | None = Field(default=None, ge=0, lt=2**63)
 
     @model_validator(mode="after")
-    def _method_takes_them(self) -> ComposeBody:
+    def _fields_fit_method(self) -> ComposeBody:
         try:
             _ = self.recipe
         except InvalidRequest as error:

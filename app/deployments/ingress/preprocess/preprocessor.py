@@ -58,7 +58,7 @@ class RequestPreprocessor:
 
     def __init__(
         self,
-        model: TokenizerService,
+        tokenizer: TokenizerService,
         base_name: str,
         directory: AdapterDirectory,
         resolver: AdapterResolver,
@@ -69,14 +69,14 @@ class RequestPreprocessor:
         selector: AdapterSelector,
         num_kv_tokens: Callable[[], int],
     ) -> None:
-        self.text_model = model
+        self.tokenizer = tokenizer
         self._base_name = base_name
         self.directory = directory
         self.resolver = resolver
         self._dispatcher = dispatcher
         self.limits = limits
-        self._requests = SequenceBuilder(
-            model, lambda: self.limits, lambda: self.max_model_len, directory.needs_adapter
+        self._sequence_builder = SequenceBuilder(
+            tokenizer, lambda: self.limits, lambda: self.max_model_len, directory.needs_adapter
         )
         self._accounting = accounting
         self._clock = clock
@@ -86,7 +86,7 @@ class RequestPreprocessor:
     @property
     def max_model_len(self) -> int:
         """The longest prompt plus answer that every engine accepts, as far as engines have reported their capacity."""
-        return min(self.text_model.max_model_len, self._num_kv_tokens() or self.text_model.max_model_len)
+        return min(self.tokenizer.max_model_len, self._num_kv_tokens() or self.tokenizer.max_model_len)
 
     @asynccontextmanager
     async def _resolve_model(
@@ -120,10 +120,10 @@ class RequestPreprocessor:
         question = "" if body.model != AUTO else last_user_text(body.messages)
         async with self._resolve_model(body, caller, question) as resolved:
             token_ids = await self.chat_ids(body, resolved.ref)
-            requested, tools = chat_grammar(body, self.text_model, self.directory.text(resolved.ref))
+            requested, tools = chat_grammar(body, self.tokenizer, self.directory.text(resolved.ref))
             num_logprobs = (body.top_logprobs or 0) if body.logprobs else None
             names = FieldNames("messages", body.limit_field, "top_logprobs")
-            return await self._job(
+            return await self._task(
                 request_ids("chatcmpl", request_id),
                 caller,
                 arrival_s,
@@ -142,8 +142,8 @@ class RequestPreprocessor:
     async def _prediction_ids(self, body: ChatCompletionRequest) -> tuple[int, ...]:
         if body.prediction is None:
             return ()
-        text, max_model_len = body.prediction.text, self.text_model.max_model_len
-        token_ids = await in_worker_if_long(len(text), lambda: self.text_model.encode_answer(text))
+        text, max_model_len = body.prediction.text, self.tokenizer.max_model_len
+        token_ids = await in_worker_if_long(len(text), lambda: self.tokenizer.encode_answer(text))
         if len(token_ids) > max_model_len:
             raise InvalidRequest(
                 f"the prediction has {len(token_ids)} tokens but the context holds {max_model_len}; shorten it",
@@ -157,7 +157,7 @@ class RequestPreprocessor:
         messages, tools = template_messages(body.messages), template_tools(body)
         num_chars = sum(len(message["content"]) + CHARS_PER_MESSAGE for message in messages)
         num_chars += len(json.dumps(tools)) if tools else 0
-        encode = partial(self.text_model.encode_chat, messages, text, tools, body.chat_template_kwargs)
+        encode = partial(self.tokenizer.encode_chat, messages, text, tools, body.chat_template_kwargs)
         if text:  # an adapter's own template may be slow
             return await asyncio.to_thread(encode)
         return await in_worker_if_long(num_chars, encode)
@@ -173,9 +173,9 @@ class RequestPreprocessor:
             raise InvalidRequest(f"model {AUTO!r} needs exactly one prompt, as text", param="prompt")
         async with self._resolve_model(body, caller, str(prompts[0]) if prompts else "") as resolved:
             names = FieldNames("prompt", "max_tokens", "logprobs")
-            self._requests.check_sequences(len(prompts), body.n, names)
+            self._sequence_builder.check_sequences(len(prompts), body.n, names)
             token_ids = await self.prompt_ids(prompts, "prompt")
-            job = await self._job(
+            task = await self._task(
                 request_ids("cmpl", request_id),
                 caller,
                 arrival_s,
@@ -188,7 +188,7 @@ class RequestPreprocessor:
                 echoes=await self._echoes(prompts) if body.echo else (),
                 resolved=resolved,
             )
-        return in_token_ids(job, body)
+        return in_token_ids(task, body)
 
     async def _echoes(self, prompts: Sequence[str | list[int]]) -> list[str]:
         length = sum(map(len, prompts))
@@ -196,7 +196,7 @@ class RequestPreprocessor:
 
     def text_of(self, token_ids: Sequence[int]) -> str:
         """Text of tokens, without special ones."""
-        decoder = self.text_model.decoder()
+        decoder = self.tokenizer.decoder()
         return decoder.push(token_ids) + decoder.flush()
 
     async def generate(self, body: GenerateBody, caller: Principal, request_id: str | None = None) -> GenerationTask:
@@ -207,17 +207,17 @@ class RequestPreprocessor:
             raise InvalidRequest("a request has either adapters or lora_path; remove one", param="adapters")
         params = body.sampling_params
         names = FieldNames("text", params.limit_field, "logprobs", "sampling_params.n")
-        self._requests.check_sequences(len(body.names), params.n, names)
+        self._sequence_builder.check_sequences(len(body.names), params.n, names)
         refs = [
             await self.resolver.resolve(self._base_name, caller, name, adapters=body.adapters) for name in body.names
         ]
         token_ids = await self.prompt_ids(body.texts, "text")
-        return await self._job(
+        return await self._task(
             request_ids("gen", request_id), caller, arrival_s, params, token_ids, refs, params.token_limit, None, names
         )
 
     def _check_generates(self) -> None:
-        if self.text_model.spec.encoder is not None:
+        if self.tokenizer.spec.encoder is not None:
             raise InvalidRequest(
                 f"{self._base_name!r} is an encoder and generates no text; use POST /v1/embeddings",
                 param="model",
@@ -230,16 +230,16 @@ class RequestPreprocessor:
 
     def _ids_of(self, prompt: str | list[int], param: str) -> Sequence[int]:
         if isinstance(prompt, str):
-            return self.text_model.encode(prompt)
+            return self.tokenizer.encode(prompt)
         for token_id in prompt:
-            if token_id >= self.text_model.vocab_size:
+            if token_id >= self.tokenizer.vocab_size:
                 raise InvalidRequest(
-                    f"{param} has token id {token_id} but the vocabulary ends at {self.text_model.vocab_size - 1}",
+                    f"{param} has token id {token_id} but the vocabulary ends at {self.tokenizer.vocab_size - 1}",
                     param=param,
                 )
         return prompt
 
-    async def _job(
+    async def _task(
         self,
         ids: RequestIds,
         caller: Principal,
@@ -259,8 +259,8 @@ class RequestPreprocessor:
     ) -> GenerationTask:
         requested = requested or requested_grammar(fields)
         if requested is not None:
-            await asyncio.to_thread(self.text_model.check_grammar, requested)
-        requests = self._requests.build(
+            await asyncio.to_thread(self.tokenizer.check_grammar, requested)
+        requests = self._sequence_builder.build(
             ids, caller, arrival_s, fields, prompts, refs, max_tokens, num_logprobs, names,
             "" if requested is None else requested.grammar, prediction,
         )  # fmt: skip
@@ -275,7 +275,7 @@ class RequestPreprocessor:
             fields.n,
             deadline_s,
             self._dispatcher,
-            self.text_model.decoder if tools is None else partial(self.text_model.decoder, tools.shown_ids),
+            self.tokenizer.decoder if tools is None else partial(self.tokenizer.decoder, tools.shown_ids),
             self._clock,
             tools=tools,
             echoes=tuple(echo for echo in echoes for _ in range(fields.n)),

@@ -41,13 +41,13 @@ class SequenceBuilder:
 
     def __init__(
         self,
-        model: TokenizerService,
+        tokenizer: TokenizerService,
         limits: Callable[[], LimitsConfig],
         max_model_len: Callable[[], int],
         needs_adapter: Callable[[AdapterRef | None, Sequence[Sequence[int]]], list[bool]],
     ) -> None:
         """needs_adapter: for each prompt whether it needs its adapter."""
-        self._model = model
+        self._tokenizer = tokenizer
         self._needs_adapter = needs_adapter
         self._limits = limits
         self._max_model_len = max_model_len
@@ -140,9 +140,9 @@ class SequenceBuilder:
     ) -> SamplingParams:
         _check_grammar_fields(fields, grammar)
         for token_id, _ in fields.biases:
-            if token_id >= self._model.vocab_size:
+            if token_id >= self._tokenizer.vocab_size:
                 raise InvalidRequest(
-                    f"logit_bias has token id {token_id} but the vocabulary ends at {self._model.vocab_size - 1}",
+                    f"logit_bias has token id {token_id} but the vocabulary ends at {self._tokenizer.vocab_size - 1}",
                     param="logit_bias",
                 )
         if fields.min_tokens > max_tokens:

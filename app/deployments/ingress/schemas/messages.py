@@ -56,7 +56,7 @@ class Message(Body):
     content: str | Items[TextBlock | ToolUseBlock | ToolResultBlock]
 
     @model_validator(mode="after")
-    def _blocks_are_of_their_role(self) -> Self:
+    def _blocks_fit_role(self) -> Self:
         wrong = ToolUseBlock if self.role == "user" else ToolResultBlock
         if not isinstance(self.content, str) and any(isinstance(block, wrong) for block in self.content):
             raise ValueError(f"a message of role {self.role} has no {wrong.model_fields['type'].annotation}")

@@ -48,7 +48,7 @@ class ResponseFormat(Body):
     json_schema: JsonSchemaFormat | None = None
 
     @model_validator(mode="after")
-    def _a_schema_goes_with_its_type(self) -> Self:
+    def _schema_fits_type(self) -> Self:
         if (self.type == "json_schema") != (self.json_schema is not None):
             raise ValueError("json_schema is needed with type json_schema, and with no other")
         return self
@@ -92,7 +92,7 @@ class SamplingFields(Body):
 
     @field_validator("logit_bias")
     @classmethod
-    def _biases_are_of_tokens(cls, biases: dict[str, float] | None) -> dict[str, float] | None:
+    def _check_biases(cls, biases: dict[str, float] | None) -> dict[str, float] | None:
         for token, amount in (biases or {}).items():
             if not (token.isascii() and token.isdigit() and len(token) < 10):
                 raise ValueError(f"{token[:40]!r} is not a token id")
@@ -211,7 +211,7 @@ class ChatMessage(Body):
     tool_call_id: str | None = Field(default=None, max_length=256)
 
     @model_validator(mode="after")
-    def _who_asks_says_something(self) -> Self:
+    def _content_fits_role(self) -> Self:
         if self.content is None and self.role != "assistant":
             raise ValueError(f"content is null; only an assistant's message may be empty, not a {self.role}'s")
         if self.tool_calls and self.role != "assistant":
@@ -292,7 +292,7 @@ class CompletionRequest(_OpenAIFields):
     detokenize: bool = True
 
     @model_validator(mode="after")
-    def _an_echo_is_text_alone(self) -> Self:
+    def _echo_fits_output(self) -> Self:
         if self.echo and self.logprobs is not None:
             raise ValueError("echo returns the prompt without log-probabilities; leave logprobs out")
         if self.echo and self.wants_token_ids:
@@ -352,7 +352,7 @@ class GenerateBody(Body):
 
     @field_validator("stream")
     @classmethod
-    def _answers_are_whole(cls, stream: bool) -> bool:
+    def _no_stream(cls, stream: bool) -> bool:
         if stream:
             raise ValueError("/generate does not stream; POST /v1/completions does")
         return stream

@@ -55,18 +55,18 @@ class BaseEmbedder:
     """The base model on the service's own replicas, pooled over all tokens. `clock` returns Unix time."""
 
     def __init__(
-        self, name: str, model: TokenizerService, source: Dispatcher, wait_s: float, clock: Callable[[], float]
+        self, name: str, tokenizer: TokenizerService, dispatcher: Dispatcher, wait_s: float, clock: Callable[[], float]
     ) -> None:
         self.name = name
-        self._model = model
-        self._source = source
+        self._tokenizer = tokenizer
+        self._dispatcher = dispatcher
         self._wait_s = wait_s
         self._clock = clock
         self._mean: Floats | None = None
 
     async def embed(self, texts: Sequence[str], caller: Principal | None) -> Floats:
         """See `TextEmbedder.embed`."""
-        if self._model.spec.encoder is not None:
+        if self._tokenizer.spec.encoder is not None:
             return await self._vectors(texts, caller)
         if self._mean is None:
             self._mean = (await self._vectors(NEUTRAL, None)).mean(axis=0)
@@ -79,7 +79,7 @@ class BaseEmbedder:
         return len(self._token_ids(text))
 
     def _token_ids(self, text: str) -> tuple[int, ...]:
-        return tuple(self._model.encode(text[:MAX_CHARS]))[: self._model.max_model_len]
+        return tuple(self._tokenizer.encode(text[:MAX_CHARS]))[: self._tokenizer.max_model_len]
 
     async def _vectors(self, texts: Sequence[str], caller: Principal | None) -> Floats:
         slots = asyncio.Semaphore(MAX_OPEN)
@@ -87,7 +87,7 @@ class BaseEmbedder:
         return np.stack([np.frombuffer(vector, "<f4") for vector in vectors])
 
     async def _vector(self, text: str, caller: Principal | None, slots: asyncio.Semaphore) -> bytes:
-        spec = self._model.spec
+        spec = self._tokenizer.spec
         request = GenerateRequest(
             request_id=f"route-{secrets.token_hex(12)}",
             tenant_id=DEFAULT_TENANT if caller is None else caller.tenant_id,
@@ -100,7 +100,7 @@ class BaseEmbedder:
             key_id="" if caller is None else caller.key_id,
         )
         deadline_s = asyncio.get_running_loop().time() + self._wait_s
-        async with slots, aclosing(self._source.stream(request, deadline_s)) as chunks:
+        async with slots, aclosing(self._dispatcher.stream(request, deadline_s)) as chunks:
             async for chunk in chunks:
                 if chunk.error is not None:
                     raise chunk.error

@@ -117,8 +117,8 @@ def tenant_body(
 ) -> dict[str, Any]:
     """`limits_left`: (limit, its amount, remaining); the difference is used or reserved by requests and ingresses."""
     limits = [
-        {"kind": meter.kind, "model": meter.model or None, "limit": limit, "remaining": remaining}
-        for meter, limit, remaining in limits_left
+        {"kind": key.kind, "model": key.model or None, "limit": limit, "remaining": remaining}
+        for key, limit, remaining in limits_left
     ]
     return {
         "object": "polylora.tenant",

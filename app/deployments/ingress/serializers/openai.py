@@ -209,7 +209,7 @@ class ChatSerializer:
 
 
 def chat_serializer(
-    model: TokenizerService, body: ChatCompletionRequest | CompletionRequest, task: GenerationTask
+    tokenizer: TokenizerService, body: ChatCompletionRequest | CompletionRequest, task: GenerationTask
 ) -> ChatSerializer:
     """The serializer of one request's answers."""
     is_chat = isinstance(body, ChatCompletionRequest)
@@ -218,9 +218,9 @@ def chat_serializer(
         request_id=task.request_id,
         created=int(task.requests[0].arrival_s),
         model=body.model,
-        token_text=model.token_text,
-        token_bytes=model.token_bytes,
-        text_bytes=model.text_bytes,
+        token_text=tokenizer.token_text,
+        token_bytes=tokenizer.token_bytes,
+        text_bytes=tokenizer.text_bytes,
         want_logprobs=body.logprobs if isinstance(body, ChatCompletionRequest) else body.logprobs is not None,
         include_usage=body.stream_options is not None and body.stream_options.include_usage,
         tools=task.tools,

@@ -2,7 +2,7 @@
 
 Every row belongs to one base model. Times are Unix seconds. A revoked key keeps its row: audit and usage refer to it,
 and a service that ever had keys never becomes open again. A row's `revision` is the number of the last change that is
-published, so followers read only newer rows.
+published, so watchers read only newer rows.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ ledger = Table(
     Column("minute", Integer, primary_key=True),
     Column("project_id", String(64), primary_key=True),
     Column("key_id", String(64), primary_key=True),
-    Column("model", String(128), primary_key=True),  # `counting.MAX_MODEL_CHARS`
+    Column("model", String(128), primary_key=True),  # `usage.recorder.MAX_MODEL_CHARS`
     Column("digest", String(64), primary_key=True),
     Column("route_kind", String(16), primary_key=True),
     Column("num_requests", BigInteger, nullable=False),

@@ -35,7 +35,7 @@ POLL_INTERVAL_S = 0.5
 #: How often the heartbeats of other stores are read while a change waits for their ingresses.
 _SETTLE_POLL_S = 0.1
 #: How long a store that replaces another waits for that one's ingresses before it counts the present ones as all.
-FOLLOWERS_COME_S = 2.0
+INGRESS_GRACE_S = 2.0
 
 
 class ChangeFeed:
@@ -54,7 +54,7 @@ class ChangeFeed:
         self._was_older = False  # whether the database was older than the published tables at the last poll
         entries = [entry for _, entry in changes.rows if entry is not None]
         adapters = [entry for entry in entries if isinstance(entry, CatalogEntry)]
-        grace_s = FOLLOWERS_COME_S if registry.stores.follows_another else 0.0
+        grace_s = INGRESS_GRACE_S if registry.stores.replaces_another else 0.0
         self.table: LongPollTable[Key, Entry] = LongPollTable(time.monotonic, origin=origin, grace_s=grace_s)
         self._pin_table, self._traffic_shares = PinTable(adapters), TrafficShares(adapters)
         self.pins: LongPollHost[Pins] = LongPollHost(self._pin_table.value, time.monotonic, origin=origin)
@@ -69,19 +69,19 @@ class ChangeFeed:
         """The newest published revision."""
         return self._revision
 
-    def check_version(self, held: Version | None) -> None:
+    def check_version(self, known: Version | None) -> None:
         """Raises NotReady if a watcher has a newer revision than this registry, or another registry: its copy is the
         better one.
         """
-        if held is None or not held.origin:
+        if known is None or not known.origin:
             return
-        if held.origin != self.table.origin:
+        if known.origin != self.table.origin:
             raise NotReady(
                 "the registry's database is not the one that ingresses follow; they keep their copies", retry_after_s=5
             )
-        if held.revision > self._revision:
+        if known.revision > self._revision:
             raise NotReady(
-                f"the registry's database is at change {self._revision} but an ingress is at {held.revision}; "
+                f"the registry's database is at change {self._revision} but an ingress is at {known.revision}; "
                 "ingresses keep their copies", retry_after_s=5,
             )  # fmt: skip
 
@@ -137,7 +137,7 @@ class ChangeFeed:
                 await self.publish_newer()
                 revision = self._revision
                 await self.table.wait_until_current(SETTLE_TIMEOUT_S)
-                while any(held < revision for held in await self._peer_revisions()):
+                while any(known < revision for known in await self._peer_revisions()):
                     await asyncio.sleep(_SETTLE_POLL_S)
         except TimeoutError:
             logger.warning("an ingress did not receive a registry change within %g s", SETTLE_TIMEOUT_S)
@@ -161,5 +161,5 @@ class ChangeFeed:
 
     def _stamp(self, revision: int) -> None:
         self._revision = self._registry.database.known_revision = revision
-        for published in (self.table, self.pins, self.shares):
-            published.revision = revision
+        for host in (self.table, self.pins, self.shares):
+            host.revision = revision

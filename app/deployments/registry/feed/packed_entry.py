@@ -30,14 +30,14 @@ def pack_entry(entry: CatalogEntry) -> bytes:
     flags = (
         _PINNED * entry.pinned | _USED * (entry.last_used_s is not None) | _SAME_SOURCE * is_same | _HEX_DIGEST * is_hex
     )
-    head = _HEAD.pack(
+    header = _HEAD.pack(
         flags, ref.generation, entry.max_rank, entry.size_bytes, entry.extra_bytes, entry.traffic_weight,
         entry.registered_s, entry.last_used_s or 0.0, len(digest), len(uri), len(source), len(owner), len(text),
         len(entry.invocation_tokens), len(metadata),
     )  # fmt: skip
     invocation = Struct(f"<{len(entry.invocation_tokens)}Q").pack(*entry.invocation_tokens)
     description = entry.description.encode(errors=_ERRORS)
-    return b"".join((head, digest, uri, source, owner, text, invocation, metadata, description))
+    return b"".join((header, digest, uri, source, owner, text, invocation, metadata, description))
 
 
 def unpack_ref(packed: bytes, tenant_id: str, name: str) -> AdapterRef:

@@ -44,7 +44,9 @@ class RegistryView:
     """
 
     def __init__(self, entries: Iterable[Entry] = ()) -> None:
-        self._held: dict[str, dict[str, bytes | AliasEntry]] = {}  # tenant -> name -> an adapter, packed, or an alias
+        self._entries: dict[
+            str, dict[str, bytes | AliasEntry]
+        ] = {}  # tenant -> name -> an adapter, packed, or an alias
         self._names: dict[tuple[str, type], list[str]] = {}
         self._followers: list[Callable[[Key, Entry | None], None]] = []
         self._sync: TableSync[Key, Entry] = TableSync()
@@ -59,8 +61,8 @@ class RegistryView:
     def follow(self, note: Callable[[Key, Entry | None], None]) -> None:
         """Call `note` with every present entry, and with each change from now on; None: removed."""
         self._followers.append(note)
-        for tenant_id, held in self._held.items():
-            for name in held:
+        for tenant_id, entries in self._entries.items():
+            for name in entries:
                 note((tenant_id, name), self.find(name, tenant_id))
 
     def take(self, changes: Changes[Key, Entry]) -> None:
@@ -70,12 +72,12 @@ class RegistryView:
     def apply(self, rows: Iterable[tuple[Key, Entry | None]]) -> None:
         added: dict[tuple[str, type], list[str]] = {}
         for (tenant_id, name), entry in dict(rows).items():
-            held = self._held.setdefault(tenant_id, {})
-            old = held.get(name)
+            stored = self._entries.setdefault(tenant_id, {})
+            old = stored.get(name)
             if entry is None:
-                held.pop(name, None)
+                stored.pop(name, None)
             else:  # the present key stays, so that each name is one string object
-                held[name] = entry if isinstance(entry, AliasEntry) else pack_entry(entry)
+                stored[name] = entry if isinstance(entry, AliasEntry) else pack_entry(entry)
             for note in self._followers:
                 note((tenant_id, name), entry)
             was, becomes = _kind(old), _kind(entry)
@@ -86,8 +88,8 @@ class RegistryView:
                 del names[bisect_left(names, name)]
             if becomes is not None:
                 added.setdefault((tenant_id, becomes), []).append(name)
-        for place, new in added.items():
-            names = self._names.setdefault(place, [])
+        for key, new in added.items():
+            names = self._names.setdefault(key, [])
             if len(new) < _FEW:
                 for name in new:
                     insort(names, name)
@@ -97,11 +99,11 @@ class RegistryView:
 
     def names(self, tenant_id: str) -> KeysView[str]:
         """All names of a tenant's adapters and aliases, as a live view."""
-        return self._held.get(tenant_id, {}).keys()
+        return self._entries.get(tenant_id, {}).keys()
 
     def find(self, name: str, tenant_id: str) -> Entry | None:
-        held = self._held.get(tenant_id, {}).get(name)
-        return unpack_entry(held, tenant_id, name) if isinstance(held, bytes) else held
+        stored = self._entries.get(tenant_id, {}).get(name)
+        return unpack_entry(stored, tenant_id, name) if isinstance(stored, bytes) else stored
 
     def adapter(self, name: str, tenant_id: str) -> CatalogEntry | None:
         entry = self.find(name, tenant_id)
@@ -109,19 +111,19 @@ class RegistryView:
 
     def means_base(self, name: str, base_name: str, sticky_key: str, tenant_id: str) -> bool:
         """Whether a request for `name` goes to the base model through an alias."""
-        held = self._held.get(tenant_id, {}).get(name)
-        return isinstance(held, AliasEntry) and choose_target(held, sticky_key) == base_name
+        stored = self._entries.get(tenant_id, {}).get(name)
+        return isinstance(stored, AliasEntry) and choose_target(stored, sticky_key) == base_name
 
     def resolve(self, name: str, sticky_key: str, tenant_id: str) -> AdapterRef | None:
         """The adapter that serves `name`; None for an unknown name. Equal sticky keys choose the same target of an
         alias.
         """
-        names = self._held.get(tenant_id, {})
-        held = names.get(name)
-        if isinstance(held, AliasEntry):
-            name = choose_target(held, sticky_key)
-            held = names.get(name)
-        return unpack_ref(held, tenant_id, name) if isinstance(held, bytes) else None
+        names = self._entries.get(tenant_id, {})
+        stored = names.get(name)
+        if isinstance(stored, AliasEntry):
+            name = choose_target(stored, sticky_key)
+            stored = names.get(name)
+        return unpack_ref(stored, tenant_id, name) if isinstance(stored, bytes) else None
 
     def text(self, ref: AdapterRef) -> str:
         """The adapter's own text settings (`AdapterCard.text`); empty once the name means other contents."""
@@ -134,7 +136,7 @@ class RegistryView:
         return () if entry is None else entry.invocation_tokens
 
     def _keys(self) -> Iterator[Key]:
-        return ((tenant_id, name) for tenant_id, held in self._held.items() for name in held)
+        return ((tenant_id, name) for tenant_id, entries in self._entries.items() for name in entries)
 
     def _entry_of(self, ref: AdapterRef) -> CatalogEntry | None:
         entry = self.adapter(ref.name, ref.tenant_id)
@@ -159,9 +161,9 @@ class RegistryView:
         return Page(tuple(entry for entry in found if entry is not None), len(names) > limit)
 
 
-def _kind(held: bytes | Entry | None) -> type[Entry] | None:
+def _kind(stored: bytes | Entry | None) -> type[Entry] | None:
     """The kind of an entry, packed or not."""
-    return None if held is None else AliasEntry if isinstance(held, AliasEntry) else CatalogEntry
+    return None if stored is None else AliasEntry if isinstance(stored, AliasEntry) else CatalogEntry
 
 
 def choose_target(alias: AliasEntry, sticky_key: str) -> str:

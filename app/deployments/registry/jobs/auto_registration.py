@@ -28,7 +28,7 @@ from app.engine.errors import AdapterQuarantined, NotFound, PolyloraError, Serve
 #: Size of the negative cache; beyond it the oldest name is forgotten.
 MAX_ABSENT = 10_000
 #: Resolver calls at a time, in all and per tenant, so that a tenant whose resolver hangs delays only itself.
-MAX_LOOKERS, MAX_LOOKERS_PER_TENANT = 32, 4
+MAX_LOOKUPS, MAX_LOOKUPS_PER_TENANT = 32, 4
 
 
 class Resolver(Protocol):
@@ -55,20 +55,20 @@ class AutoRegistration:
         self,
         registry: Registry,
         store: Reader,
-        names: RegistryService,
+        registry_service: RegistryService,
         failures: FailureBackoff,
         settings: ResolverSettings,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._registry = registry
         self._store = store
-        self._names = names
+        self._registry_service = registry_service
         self._failures = failures
         self._settings = settings
         self._clock = clock
         self._absent_until_s: OrderedDict[Key, float] = OrderedDict()
-        self._threads = ThreadPoolExecutor(MAX_LOOKERS, thread_name_prefix="name-resolver")
-        self._lookers: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()  # by tenant
+        self._threads = ThreadPoolExecutor(MAX_LOOKUPS, thread_name_prefix="name-resolver")
+        self._lookup_slots: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()  # by tenant
         self._tasks = Tasks()
         self._pending: SingleFlight[Key, bool] = SingleFlight(self._tasks)
 
@@ -82,7 +82,7 @@ class AutoRegistration:
         for a while after a failure.
         """
         key = (tenant_id, name)
-        is_free = is_name(name) and name != AUTO and name not in self._names.reserved_names
+        is_free = is_name(name) and name != AUTO and name not in self._registry_service.reserved_names
         if not self._settings.resolvers or not is_free or self._is_absent(key):
             return False
         if key not in self._pending:
@@ -123,19 +123,21 @@ class AutoRegistration:
                 continue
             if not await asyncio.to_thread(self._is_unclaimed, key):  # the tenant has used the name meanwhile
                 return False
-            await self._names.load_and_wait(LoadRequest(tenant_id, name, source, f"resolver for {who}"), read)
+            await self._registry_service.load_and_wait(
+                LoadRequest(tenant_id, name, source, f"resolver for {who}"), read
+            )
             return True
         return False
 
     async def _source(self, resolver: Resolver, key: Key) -> str | None:
         """The result of one resolver, once the tenant has a free resolver thread."""
         tenant_id, name = key
-        lookers = self._lookers.setdefault(tenant_id, asyncio.Semaphore(MAX_LOOKERS_PER_TENANT))
+        slots = self._lookup_slots.setdefault(tenant_id, asyncio.Semaphore(MAX_LOOKUPS_PER_TENANT))
         try:
             async with asyncio.timeout(self._settings.timeout_s):
-                await lookers.acquire()
+                await slots.acquire()
                 lookup = self._threads.submit(resolver.source, name, tenant_id)
-                lookup.add_done_callback(partial(_release, asyncio.get_running_loop(), lookers))
+                lookup.add_done_callback(partial(_release, asyncio.get_running_loop(), slots))
                 return await asyncio.wrap_future(lookup)
         except TimeoutError:
             limit = f"adapters.source_timeout_s ({self._settings.timeout_s:g} s)"
@@ -152,10 +154,10 @@ class AutoRegistration:
         return last is None or last.state is State.FAILED
 
 
-def _release(loop: asyncio.AbstractEventLoop, lookers: asyncio.Semaphore, _: Future[str | None]) -> None:
+def _release(loop: asyncio.AbstractEventLoop, slots: asyncio.Semaphore, _: Future[str | None]) -> None:
     """A resolver thread has ended, perhaps long after its caller gave up or the loop was closed."""
     with suppress(RuntimeError):  # the loop is closed
-        loop.call_soon_threadsafe(lookers.release)
+        loop.call_soon_threadsafe(slots.release)
 
 
 def failure_key(key: Key) -> str:

@@ -53,9 +53,9 @@ logger = logging.getLogger(__name__)
 class LazyRegistrations:
     """One event loop; the database is called in threads. `failures`: names that could not be loaded a moment ago."""
 
-    def __init__(self, registry: Registry, lifecycle: RegistryService, failures: FailureBackoff) -> None:
+    def __init__(self, registry: Registry, registry_service: RegistryService, failures: FailureBackoff) -> None:
         self._registry = registry
-        self._lifecycle = lifecycle
+        self._registry_service = registry_service
         self._failures = failures
         self._tasks = Tasks()
         self._pending: SingleFlight[Key, tuple[RegistryJob, CatalogEntry]] = SingleFlight(self._tasks)
@@ -68,7 +68,7 @@ class LazyRegistrations:
         """
         check_registrations(registrations)
         for item in registrations:
-            self._lifecycle.check_name(item.name)
+            self._registry_service.check_name(item.name)
             check_source(item.source)
             check_description(item.description)
         database, check_quota = self._registry.database, self._registry.catalog.check_quota
@@ -80,7 +80,7 @@ class LazyRegistrations:
                 check_quota(connection, tenant_id)
             return counts[-1] if counts[-1].num_changed else None
 
-        await self._lifecycle.published.change(write)
+        await self._registry_service.change_feed.change(write)
         for item in registrations:
             self._failures.clear(failure_key((tenant_id, item.name)))
         logger.info(LogEvent("adapters registered unread", number=counts[-1].num_changed, tenant=tenant_id, by=who))
@@ -120,7 +120,7 @@ class LazyRegistrations:
     async def _load(self, entry: CatalogEntry, who: str) -> tuple[RegistryJob, CatalogEntry]:
         request = LoadRequest(entry.tenant_id, entry.name, entry.source, who, description=entry.description or None)
         with recorded_outcome(self._failures, (entry.tenant_id, entry.name)):
-            return await self._lifecycle.load_and_wait(request)
+            return await self._registry_service.load_and_wait(request)
 
 
 def check_registrations(registrations: Sequence[Registration]) -> None:

@@ -74,12 +74,12 @@ class LoadJobs:
         self,
         registry: Registry,
         store: Reader,
-        published: ChangeFeed,
+        change_feed: ChangeFeed,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._registry = registry
         self._store = store
-        self._published = published
+        self._change_feed = change_feed
         self._clock = clock
         self._jobs: dict[str, RegistryJob] = {}  # running jobs by id
         self._ids_by_source: defaultdict[str, set[str]] = defaultdict(set)  # source -> ids of running jobs
@@ -197,8 +197,8 @@ class LoadJobs:
             self.on_progress(job.source, State.ON_HOST, job_id)
             if before is not None:
                 await asyncio.wait([before])
-            shown = replace(card, metadata=_bounded_metadata(job.name, card))
-            register = partial(self._registry.catalog.register, job.request, uri, shown, job)
+            bounded_card = replace(card, metadata=_bounded_metadata(job.name, card))
+            register = partial(self._registry.catalog.register, job.request, uri, bounded_card, job)
             entry = await self._register_in_turn(register)
             generation, digest = entry.ref.generation, entry.ref.digest
             return await self._end(job_id, State.LOADED, generation=generation, digest=digest)
@@ -223,7 +223,7 @@ class LoadJobs:
         """Register after the earlier loads of the name that other processes work on."""
         while True:
             try:
-                return await self._published.change(register)
+                return await self._change_feed.change(register)
             except EarlierLoadsPending:
                 await asyncio.sleep(TURN_INTERVAL_S)
 

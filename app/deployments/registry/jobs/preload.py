@@ -30,7 +30,7 @@ from app.engine.errors import NotFound, UnsafeSource
 logger = logging.getLogger(__name__)
 
 
-class PreloadNews(NamedTuple):
+class PreloadChanges(NamedTuple):
     """What a configuration changes: adapters to load, and adapters with a new description."""
 
     to_load: list[PreloadedAdapter]
@@ -43,12 +43,12 @@ class Preloads:
     def __init__(self, database: Database) -> None:
         self._database = database
 
-    def news(self, preloaded: Sequence[PreloadedAdapter], *, tenant_id: str) -> PreloadNews:
+    def changes(self, preloaded: Sequence[PreloadedAdapter], *, tenant_id: str) -> PreloadChanges:
         """What is new in `preloaded`. For a name that others have registered, the source and description are only
         noted.
         """
         base_digest = self._database.base_digest
-        news = PreloadNews([], [])
+        changes = PreloadChanges([], [])
         with self._database.write() as connection:
             for item in preloaded:
                 key = (base_digest, tenant_id, item.name)
@@ -57,7 +57,7 @@ class Preloads:
                 ).first()
                 if noted is not None and noted.source == item.path:
                     if item.description not in (None, noted.description):
-                        news.redescribed.append(item)
+                        changes.redescribed.append(item)
                     continue
                 if is_alias(connection, *key):
                     logger.warning("%s is not preloaded from %s: it is an alias now", item.name, item.path)
@@ -67,8 +67,8 @@ class Preloads:
                     logger.info("%s is registered already and is not preloaded from %s", item.name, item.path)
                     connection.execute(insert(preloads).values(**_row(key, item)))
                 else:
-                    news.to_load.append(item)
-        return news
+                    changes.to_load.append(item)
+        return changes
 
     def done(self, item: PreloadedAdapter, *, tenant_id: str) -> None:
         """Note that it was loaded from this path and has this description."""
@@ -80,7 +80,7 @@ class Preloads:
 
 async def preload(
     registry: Registry,
-    lifecycle: RegistryService,
+    registry_service: RegistryService,
     preloaded: Sequence[PreloadedAdapter],
     *,
     tenant_id: str,
@@ -92,8 +92,8 @@ async def preload(
     """
     preloads_table = Preloads(registry.database)
 
-    def news() -> PreloadNews:
-        changes = preloads_table.news(preloaded, tenant_id=tenant_id)
+    def find_changes() -> PreloadChanges:
+        changes = preloads_table.changes(preloaded, tenant_id=tenant_id)
         to_load = [
             item for item in preloaded if item in changes.to_load or _has_moved(registry, item, tenant_id, roots)
         ]
@@ -104,13 +104,15 @@ async def preload(
         if item in to_load:  # a moved adapter keeps its description
             description = item.description if present is None else present.description
             request = LoadRequest(tenant_id, item.name, item.path, "config", description=description)
-            _, present = await lifecycle.load_and_wait(request)
+            _, present = await registry_service.load_and_wait(request)
         if item in redescribed and present is not None:
             with suppress(NotFound):  # unloaded meanwhile
-                await lifecycle.configure(item.name, tenant_id=tenant_id, who="config", description=item.description)
+                await registry_service.configure(
+                    item.name, tenant_id=tenant_id, who="config", description=item.description
+                )
         await asyncio.to_thread(preloads_table.done, item, tenant_id=tenant_id)
 
-    to_load, redescribed = await asyncio.to_thread(news)
+    to_load, redescribed = await asyncio.to_thread(find_changes)
     await asyncio.gather(*(serve(item) for item in preloaded if item in to_load or item in redescribed))
 
 

@@ -31,8 +31,8 @@ LEASE_S = 8.0
 STALL_S = LEASE_S / 2
 #: The lease of a row that is first seen with an old time: two heartbeats.
 FIRST_LEASE_S = 2 * BEAT_INTERVAL_S
-#: Ingresses of a store that ended less than this long ago may still run, and will follow the next one.
-FOLLOWING_S = 60.0
+#: Ingresses of a store that ended less than this long ago may still run, and will watch the next store.
+HANDOVER_S = 60.0
 #: How long the row of a dead store stays.
 _ROW_RETENTION_S = 86_400.0
 
@@ -69,7 +69,7 @@ class StoreLeases:
         self._peers_lock = threading.Lock()
         self.id = uuid.uuid4().hex
         self._has_entered = False
-        self.follows_another = False  # whether another store served this registry a moment ago; set by `enter`
+        self.replaces_another = False  # whether another store served this registry a moment ago; set by `enter`
         self.settings: str | None = None  # the last settings of this actor's former life
 
     def enter(self) -> None:
@@ -80,7 +80,7 @@ class StoreLeases:
         now_s = self._database.clock()
         with self._database.write() as connection:
             for row in connection.execute(select(stores).where(self._ours())).mappings().all():
-                self.follows_another |= row["beat_s"] > now_s - FOLLOWING_S
+                self.replaces_another |= row["beat_s"] > now_s - HANDOVER_S
                 if self._actor and row["actor"] == self._actor:
                     self.settings = row["settings"]
                     connection.execute(delete(stores).where(self._ours(), stores.c.id == row["id"]))

@@ -37,13 +37,13 @@ class UnloadJobs:
         self,
         registry: Registry,
         store: Reader,
-        published: ChangeFeed,
+        change_feed: ChangeFeed,
         loads: LoadJobs,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._registry = registry
         self._store = store
-        self._published = published
+        self._change_feed = change_feed
         self._loads = loads
         self._clock = clock
         self._seen_s: dict[str, float] = {}  # unload job id -> when an ingress last claimed it
@@ -60,7 +60,7 @@ class UnloadJobs:
             started.append(self._registry.catalog.begin_unload(name, tenant_id=tenant_id, who=who))
             return started[0].entry
 
-        entry = await self._published.change(take_out)
+        entry = await self._change_feed.change(take_out)
         self._loads.cancel(started[0].cancelled)
         return await asyncio.to_thread(self._unload, started[0].job), entry
 

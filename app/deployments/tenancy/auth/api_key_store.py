@@ -203,7 +203,7 @@ def _issue(
 def _store(
     change: AuditedTransaction,
     value: str,
-    shown: str,
+    redacted: str,
     name: str,
     expires_s: float | None,
     project_id: str | None,
@@ -212,7 +212,7 @@ def _store(
     values: dict[str, Any] = {
         "id": new_id("key"),
         "digest": key_digest(value),
-        "redacted": shown,
+        "redacted": redacted,
         "name": checked_name(name, "key"),
         "created_s": change.now_s,
         "project_id": project_id,

@@ -251,10 +251,10 @@ class AdapterQuota:
         row = connection.execute(query).first()
         if row is None or (row.max_adapters is None and row.max_adapter_bytes is None):
             return
-        held = select(func.count(), func.coalesce(func.sum(adapters.c.size_bytes), 0)).where(
+        usage = select(func.count(), func.coalesce(func.sum(adapters.c.size_bytes), 0)).where(
             adapters.c.base_digest == self._base, adapters.c.tenant_id == tenant_id, adapters.c.state.in_(LIVE_STATES)
         )
-        number, size_bytes = connection.execute(held).one()
+        number, size_bytes = connection.execute(usage).one()
         _check_quota("max_adapters", "adapters", number, row.max_adapters)
         _check_quota("max_adapter_bytes", "bytes of adapters", size_bytes, row.max_adapter_bytes)
 

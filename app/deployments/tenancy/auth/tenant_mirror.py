@@ -36,10 +36,10 @@ class TenantMirror:
     def num_tenants(self) -> int:
         return len(self._tenants)
 
-    def take(self, news: Changes[TenantKey, TenantRow]) -> None:
+    def take(self, page: Changes[TenantKey, TenantRow]) -> None:
         """Apply a page of the table."""
-        for place, row in self._sync.changes(news, self._places).items():
-            self._apply(place, row)
+        for key, row in self._sync.changes(page, self._table_keys).items():
+            self._apply(key, row)
 
     def tenant(self, tenant_id: str) -> Tenant | None:
         return self._tenants.get(tenant_id)
@@ -55,12 +55,12 @@ class TenantMirror:
         tenant = self._tenants.get(key.project_id)
         return None if tenant is None or tenant.archived_s is not None else KnownKey(key, tenant)
 
-    def _places(self) -> Iterator[TenantKey]:
+    def _table_keys(self) -> Iterator[TenantKey]:
         yield from (("tenant", each) for each in self._tenants)
         yield from (("key", each) for each in self._keys)
 
-    def _apply(self, place: TenantKey, row: TenantRow | None) -> None:
-        kind, name = place
+    def _apply(self, key: TenantKey, row: TenantRow | None) -> None:
+        kind, name = key
         if isinstance(row, Tenant):
             self._tenants[name] = row
         elif isinstance(row, ApiKey):

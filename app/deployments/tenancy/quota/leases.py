@@ -171,14 +171,16 @@ class QuotaLessor:
 
         Spend that they may have used up unreported stays counted until the ledger is read (`reconcile`).
         """
-        gone = [holder for holder, heartbeat_s in self._heartbeats_s.items() if now_s - heartbeat_s > HOLDER_TIMEOUT_S]
-        for holder in gone:
+        expired = [
+            holder for holder, heartbeat_s in self._heartbeats_s.items() if now_s - heartbeat_s > HOLDER_TIMEOUT_S
+        ]
+        for holder in expired:
             del self._heartbeats_s[holder]
-        if gone:
+        if expired:
             self.expired_s = now_s
             for counter in self._counters.values():
                 if isinstance(counter, BudgetCounter):
-                    counter.expire(gone)
+                    counter.expire(expired)
 
     def _start_month(self, now_s: float) -> None:
         if self._month != (month := month_of(now_s)):

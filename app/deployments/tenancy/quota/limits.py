@@ -15,12 +15,12 @@ from app.deployments.tenancy.models import Tenant, TenantLimits
 from app.engine.errors import PolyloraError
 from app.engine.wire_format import message
 
-MeterKind = Literal["requests", "tokens", "day", "concurrent", "spend", "adapters"]
+LimitKind = Literal["requests", "tokens", "day", "concurrent", "spend", "adapters"]
 
 #: The period of each rate limit, in seconds.
-PERIOD_S: Mapping[MeterKind, float] = {"requests": 60.0, "tokens": 60.0, "day": 86_400.0}
+PERIOD_S: Mapping[LimitKind, float] = {"requests": 60.0, "tokens": 60.0, "day": 86_400.0}
 #: Names in error messages.
-_NAMES: Mapping[MeterKind, str] = {
+_NAMES: Mapping[LimitKind, str] = {
     "requests": "requests per minute",
     "tokens": "tokens per minute",
     "day": "requests per day",
@@ -39,7 +39,7 @@ class LimitKey(NamedTuple):
     """One limit of one tenant. `model` is empty for limits that cover all models."""
 
     tenant_id: str
-    kind: MeterKind
+    kind: LimitKind
     model: str = ""
 
 
@@ -57,7 +57,7 @@ class Cost(NamedTuple):
 class LimitError(PolyloraError):
     """A tenant's limit is exhausted. `retry_after_s` None: waiting does not help."""
 
-    def __init__(self, message: str, kind: MeterKind, retry_after_s: float | None) -> None:
+    def __init__(self, message: str, kind: LimitKind, retry_after_s: float | None) -> None:
         super().__init__(message)
         self.kind = kind
         self.retry_after_s = retry_after_s
@@ -88,7 +88,7 @@ def limit_of(limits: TenantLimits, key: LimitKey) -> int | None:
 
 def limit_keys(tenant: Tenant) -> list[LimitKey]:
     """All limits of a tenant."""
-    kinds: tuple[MeterKind, ...] = ("requests", "tokens", "day")
+    kinds: tuple[LimitKind, ...] = ("requests", "tokens", "day")
     rates = [LimitKey(tenant.id, kind, model) for model in sorted(tenant.limits.rates) for kind in kinds]
     all_ = [*rates, LimitKey(tenant.id, "concurrent"), LimitKey(tenant.id, "spend")]
     return [key for key in all_ if limit_of(tenant.limits, key) is not None]
@@ -105,7 +105,7 @@ def request_costs(tenant: Tenant, base_name: str, costs: Sequence[Cost]) -> dict
     if limits.rates:
         for model in {base_name, *(model for cost in costs for model in cost.models)} & limits.rates.keys():
             tokens = sum(cost.num_tokens for cost in costs if model == base_name or model in cost.models)
-            amounts: tuple[tuple[MeterKind, int], ...] = (("requests", 1), ("tokens", tokens), ("day", 1))
+            amounts: tuple[tuple[LimitKind, int], ...] = (("requests", 1), ("tokens", tokens), ("day", 1))
             taken |= {LimitKey(tenant.id, kind, model): amount for kind, amount in amounts}
     taken[LimitKey(tenant.id, "concurrent")] = 1
     taken[LimitKey(tenant.id, "spend")] = sum(cost.cost_nanos for cost in costs)

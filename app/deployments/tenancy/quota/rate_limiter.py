@@ -27,7 +27,7 @@ from app.deployments.tenancy.quota.limits import (
     GcraCounter,
     LimitError,
     LimitKey,
-    MeterKind,
+    LimitKind,
     limit_of,
     refusal,
 )
@@ -53,7 +53,7 @@ LeaseCall = Callable[[str, Sequence[LeaseRequest]], Awaitable[Sequence[LeaseGran
 class RejectedRequest(NamedTuple):
     """Why a request was rejected, or would have been if the tenant's limits were enforced."""
 
-    kind: MeterKind
+    kind: LimitKind
     is_enforced: bool
 
 
@@ -96,7 +96,7 @@ class Reservation:
     is_settled: bool = False
     is_over_limit: bool = False
 
-    def split(self, kinds: Collection[MeterKind]) -> tuple[Reservation, Reservation]:
+    def split(self, kinds: Collection[LimitKind]) -> tuple[Reservation, Reservation]:
         """The same in two parts that are settled separately: all but these kinds, and these."""
         rest = {key: amount for key, amount in self.units.items() if key.kind not in kinds}
         part = {key: amount for key, amount in self.units.items() if key.kind in kinds}

@@ -72,10 +72,10 @@ class Activity(NamedTuple):
 
     def first_token_quantile_s(self, part: float) -> float:
         """The quantile `part` of the time to first token, 0 < part <= 1. Raises ValueError without any."""
-        left = math.ceil(part * self.num_first_tokens)
+        num_left = math.ceil(part * self.num_first_tokens)
         for bucket, count in self.first_tokens:
-            left -= count
-            if left <= 0:
+            num_left -= count
+            if num_left <= 0:
                 return SHORTEST_S * 2 ** ((bucket - 0.5) / 2)  # the bucket's middle
         raise ValueError("no time to first token was recorded")
 

@@ -57,7 +57,7 @@ class UsageRecord(NamedTuple):
     kv_block_ms: int = 0
 
     def plus(self, other: UsageRecord) -> UsageRecord:
-        return UsageRecord(*(mine + theirs for mine, theirs in zip(self, other, strict=True)))
+        return UsageRecord(*(first + second for first, second in zip(self, other, strict=True)))
 
 
 Row = tuple[LedgerKey, UsageRecord]
@@ -98,8 +98,8 @@ class UsageFlusher:
                 logger.error(
                     "cannot write the usage log; usage not yet flushed is lost if this process is killed: %s", error
                 )
-        held = self._open.get(key)
-        self._open[key] = usage if held is None else held.plus(usage)
+        earlier = self._open.get(key)
+        self._open[key] = usage if earlier is None else earlier.plus(usage)
 
     async def flush_loop(self) -> None:
         """Flush every second, and adopt orphaned batches now and then, until cancelled."""

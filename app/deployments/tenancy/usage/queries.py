@@ -27,7 +27,7 @@ class BucketSize(NamedTuple):
     max_limit: int
 
 
-WIDTHS: Mapping[str, BucketSize] = {
+BUCKET_SIZES: Mapping[str, BucketSize] = {
     "1m": BucketSize(60, 60, 1440),
     "1h": BucketSize(3600, 24, 168),
     "1d": BucketSize(86_400, 7, 31),
@@ -63,7 +63,7 @@ class UsageQuery:
 def usage_query(
     start_s: int,
     end_s: int,
-    width: BucketSize,
+    bucket_size: BucketSize,
     limit: int | None,
     page: str | None,
     only: Mapping[str, Sequence[str]],
@@ -73,19 +73,19 @@ def usage_query(
     """A query from request parameters. `page` is the `next_page` of the previous page. Raises InvalidRequest."""
     if end_s <= start_s:
         raise InvalidRequest(f"end_time {end_s} is not after start_time {start_s}", param="end_time")
-    limit = width.default_limit if limit is None else limit
-    if not 1 <= limit <= width.max_limit:
-        raise InvalidRequest(f"limit is {limit}; it is from 1 to {width.max_limit}", param="limit")
+    limit = bucket_size.default_limit if limit is None else limit
+    if not 1 <= limit <= bucket_size.max_limit:
+        raise InvalidRequest(f"limit is {limit}; it is from 1 to {bucket_size.max_limit}", param="limit")
     for name in group_by:
         if name not in GROUPS and name not in EMPTY_GROUPS:
             known = ", ".join(sorted([*GROUPS, *EMPTY_GROUPS]))
             raise InvalidRequest(f"group_by has {name[:40]!r}; it may have {known}", param="group_by")
     first = start_s if page is None else _page_start(page)
-    first -= first % width.seconds
-    end = -(-end_s // width.seconds) * width.seconds
-    last = min(end, first + limit * width.seconds)
+    first -= first % bucket_size.seconds
+    end = -(-end_s // bucket_size.seconds) * bucket_size.seconds
+    last = min(end, first + limit * bucket_size.seconds)
     columns = tuple(GROUPS[name] for name in group_by if name in GROUPS)
-    return UsageQuery(first, last, last if last < end else None, width.seconds, route_kind, only, columns)
+    return UsageQuery(first, last, last if last < end else None, bucket_size.seconds, route_kind, only, columns)
 
 
 def next_page(query: UsageQuery) -> str | None:

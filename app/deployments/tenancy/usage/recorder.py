@@ -20,20 +20,20 @@ MAX_MODEL_CHARS = 128
 class UsageRecorder:
     """One per process. `clock` gives Unix time; `base_name` is the base model's."""
 
-    def __init__(self, metering: UsageFlusher, prices: Prices, base_name: str, clock: Callable[[], float]) -> None:
-        self.metering = metering
+    def __init__(self, flusher: UsageFlusher, prices: Prices, base_name: str, clock: Callable[[], float]) -> None:
+        self.flusher = flusher
         self._prices = prices
         self._base_name = base_name
         self._clock = clock
 
     def record_request(self, request: GenerateRequest) -> None:
         """Count a client's admitted request; `request` is the first of its sequences."""
-        self.metering.add(self._key(request), UsageRecord(num_requests=1))
+        self.flusher.add(self._key(request), UsageRecord(num_requests=1))
 
     def record_routing_request(self, tenant_id: str, key_id: str) -> None:
         """Count a request that only asked which adapter matches best."""
         key = LedgerKey(self._minute(), tenant_id, key_id, _shorten(self._base_name), "", "embeddings")
-        self.metering.add(key, UsageRecord(num_requests=1))
+        self.flusher.add(key, UsageRecord(num_requests=1))
 
     def record_usage(self, request: GenerateRequest, request_usage: RequestUsage) -> None:
         """Record a sequence that ended. Skipped for senders that record it themselves (`key_id` None)."""
@@ -43,13 +43,13 @@ class UsageRecorder:
         used = Usage(request_usage.prompt_tokens, request_usage.cached_tokens, request_usage.completion_tokens)
         models = paid_models(request.requested_adapter, self._base_name)
         charge = UsageRecord(**request_usage._asdict(), cost_nanos=self._prices.of(models, used))
-        self.metering.add(key, charge)
+        self.flusher.add(key, charge)
 
     def record_load(self, ref: AdapterRef, size_bytes: int) -> None:
         """Charge an adapter's owner for a load to a device that no request caused."""
         if size_bytes:
             key = LedgerKey(self._minute(), ref.tenant_id, "", _shorten(ref.name), ref.digest, "completions")
-            self.metering.add(key, UsageRecord(num_loads=1, load_bytes=size_bytes))
+            self.flusher.add(key, UsageRecord(num_loads=1, load_bytes=size_bytes))
 
     def _key(self, request: GenerateRequest) -> LedgerKey:
         adapter = request.requested_adapter

@@ -111,6 +111,6 @@ async def test_each_text_is_looked_at_by_itself(service: Service, http: httpx.As
 @pytest.mark.usefixtures("read_ahead")
 async def test_a_caller_without_permission_is_refused_whatever_the_prompt(org: Org) -> None:
     for model in ("activated", "base"):
-        await org.service.accounting.owner.permit_models(org.ids["bob"], "allow_list", ["base"], actor="test")
+        await org.service.accounting.tenants_service.permit_models(org.ids["bob"], "allow_list", ["base"], actor="test")
         answer = await org.ask("bob", "POST", "/v1/completions", json=ASK | {"model": model, "prompt": "og"})
         assert answer.status_code == (404 if model == "activated" else 200), answer.text

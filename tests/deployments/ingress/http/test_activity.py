@@ -73,7 +73,7 @@ async def test_failures_are_errors_and_clients_that_left_are_not(
     assert (found["requests"], found["errors"]) == (2, 1)
     job = service.counted[-1][0]
     assert job is not None
-    service.activity.record(job, 499)
+    service.adapter_metrics.record(job, 499)
     found = await seen(http)
     assert (found["requests"], found["errors"]) == (3, 1)
 
@@ -85,21 +85,21 @@ async def test_what_could_not_be_reported_is_reported_later(
         raise NotReady("the store restarts")
 
     with monkeypatch.context() as patch:
-        patch.setattr(service.accounting.owner, "note_activity", away)
+        patch.setattr(service.accounting.tenants_service, "note_activity", away)
         for _ in range(2):
             assert (await http.post("/v1/completions", json=ASK)).status_code == 200
             assert (await http.get("/v1/loras/sql")).status_code == 503
     assert (await seen(http))["requests"] == 2
-    await service.activity.close()
+    await service.adapter_metrics.close()
     assert (await seen(http))["requests"] == 2, "once"
 
 
 async def test_an_ingress_that_ends_tells_what_it_has_seen(http: httpx.AsyncClient, service: Service) -> None:
     assert (await http.post("/v1/completions", json=ASK)).status_code == 200
-    await service.activity.close()
+    await service.adapter_metrics.close()
     ref = service.registry.resolve("sql", "", "default")
     assert ref is not None
-    assert (await service.accounting.owner.seen(ref, tenant_id=None)).activity.num_requests == 1
+    assert (await service.accounting.tenants_service.adapter_stats(ref, tenant_id=None)).activity.num_requests == 1
 
 
 async def test_new_contents_start_from_zero(http: httpx.AsyncClient, service: Service) -> None:
@@ -111,7 +111,7 @@ async def test_new_contents_start_from_zero(http: httpx.AsyncClient, service: Se
 
 async def test_a_project_sees_its_own_requests_and_no_loads(org: Org) -> None:
     service = org.service
-    owner, ada, bob = service.accounting.owner, org.ids["ada"], org.ids["bob"]
+    owner, ada, bob = service.accounting.tenants_service, org.ids["ada"], org.ids["bob"]
     await owner.share(ada, "secret", [bob], actor="test")
     store = service.managed.store
     store.contents[f"{bob}/twin"] = store.contents["secret"]

@@ -274,8 +274,8 @@ async def test_what_is_long_altogether_is_tokenized_in_a_thread(
         threads.add(threading.get_ident())
         return [1]
 
-    monkeypatch.setattr(service.preprocessor.text_model, "encode", encode)
-    monkeypatch.setattr(service.preprocessor.text_model, "encode_chat", encode)
+    monkeypatch.setattr(service.preprocessor.tokenizer, "encode", encode)
+    monkeypatch.setattr(service.preprocessor.tokenizer, "encode_chat", encode)
     if isinstance(body, ChatCompletionRequest):
         await service.preprocessor.chat(body, handle_principal())
     elif isinstance(body, CompletionRequest):
@@ -439,8 +439,8 @@ async def test_a_request_arrives_before_it_is_tokenized(service: Service, monkey
         time.sleep(0.01)
         return [1]
 
-    monkeypatch.setattr(service.preprocessor.text_model, "encode", encode)
-    monkeypatch.setattr(service.preprocessor.text_model, "encode_chat", encode)
+    monkeypatch.setattr(service.preprocessor.tokenizer, "encode", encode)
+    monkeypatch.setattr(service.preprocessor.tokenizer, "encode_chat", encode)
     for job in (
         await service.preprocessor.completion(CompletionRequest(model="base", prompt="hi"), handle_principal()),
         await service.preprocessor.chat(ChatCompletionRequest.model_validate(CHAT), handle_principal()),

@@ -103,7 +103,7 @@ async def test_what_a_route_computes_is_in_the_ledger_to_the_token(org: Org, pat
 
 @pytest.mark.parametrize("path", sorted(GENERATING))
 async def test_every_route_is_limited(org: Org, path: str) -> None:
-    owner = org.service.accounting.owner
+    owner = org.service.accounting.tenants_service
     await describe(org)
     await owner.limit_rates(org.ids["ada"], "base", {"requests_per_min": 1, "tokens_per_min": 100_000}, actor="test")
     await owner.configure_project(org.ids["ada"], {"max_concurrent": 1}, actor="test")
@@ -116,7 +116,7 @@ async def test_every_route_is_limited(org: Org, path: str) -> None:
 
 @pytest.mark.parametrize("path", sorted(COUNTING))
 async def test_counting_tokens_takes_one_request_and_nothing_else(org: Org, path: str) -> None:
-    owner = org.service.accounting.owner
+    owner = org.service.accounting.tenants_service
     no_tokens = {"requests_per_min": 2, "requests_per_day": 9, "tokens_per_min": 0}
     await owner.limit_rates(org.ids["ada"], "base", no_tokens, actor="test")
     await owner.limit_spend(org.ids["ada"], 0, actor="test")
@@ -138,7 +138,9 @@ async def test_counting_tokens_takes_one_request_and_nothing_else(org: Org, path
 
 @pytest.mark.parametrize("path", sorted(COUNTING))
 async def test_counting_tokens_takes_a_request_of_the_adapter_that_is_named(org: Org, path: str) -> None:
-    await org.service.accounting.owner.limit_rates(org.ids["ada"], "sql", {"requests_per_min": 1}, actor="test")
+    await org.service.accounting.tenants_service.limit_rates(
+        org.ids["ada"], "sql", {"requests_per_min": 1}, actor="test"
+    )
     models = ("sql", "sql", "base")
     answers = [await org.ask("ada", "POST", path, json=COUNTING[path] | {"model": model}) for model in models]
     assert [each.status_code for each in answers] == [200, 429, 200]
@@ -146,7 +148,7 @@ async def test_counting_tokens_takes_a_request_of_the_adapter_that_is_named(org:
 
 @pytest.mark.parametrize("path", sorted(COUNTING))
 async def test_counting_tokens_of_what_is_refused_takes_nothing(org: Org, path: str) -> None:
-    owner = org.service.accounting.owner
+    owner = org.service.accounting.tenants_service
     await owner.limit_rates(org.ids["ada"], "base", {"requests_per_min": 1}, actor="test")
     wrong: list[dict[str, Any]] = [{"model": "nobody"}]
     if path == "/detokenize":
@@ -160,7 +162,7 @@ async def test_counting_tokens_of_what_is_refused_takes_nothing(org: Org, path: 
 async def test_counting_tokens_holds_one_concurrent_request_until_its_client_leaves(
     org: Org, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    await org.service.accounting.owner.configure_project(org.ids["ada"], {"max_concurrent": 1}, actor="test")
+    await org.service.accounting.tenants_service.configure_project(org.ids["ada"], {"max_concurrent": 1}, actor="test")
     counting = asyncio.Event()
 
     async def prompt_ids(*_: Any) -> Any:
@@ -181,7 +183,7 @@ AUTO: dict[str, Any] = {"model": "auto", "prompt": "query", "max_tokens": 3, "ro
 
 
 async def test_a_chosen_adapter_s_request_is_one_and_pays_for_the_choice(org: Org) -> None:
-    owner = org.service.accounting.owner
+    owner = org.service.accounting.tenants_service
     await describe(org)
     assert (await org.ask("bob", "POST", "/v1/route", json={"prompt": "a"})).status_code == 200
     before = await used(org.service)
@@ -203,7 +205,7 @@ async def test_a_chosen_adapter_s_request_is_one_and_pays_for_the_choice(org: Or
 
 @pytest.mark.parametrize("change", [{"max_tokens": 10_000}, {"stop": ["a"] * 99}])
 async def test_what_is_refused_after_the_choice_holds_nothing(org: Org, change: dict[str, Any]) -> None:
-    owner = org.service.accounting.owner
+    owner = org.service.accounting.tenants_service
     await describe(org)
     await owner.configure_project(org.ids["ada"], {"max_concurrent": 1}, actor="test")
     for body in (AUTO | change, AUTO | change, AUTO):
@@ -213,14 +215,16 @@ async def test_what_is_refused_after_the_choice_holds_nothing(org: Org, change: 
 
 async def test_a_choice_whose_tokens_are_not_there_is_not_made(org: Org) -> None:
     await describe(org)
-    await org.service.accounting.owner.limit_rates(org.ids["ada"], "base", {"tokens_per_min": 4}, actor="test")
+    await org.service.accounting.tenants_service.limit_rates(
+        org.ids["ada"], "base", {"tokens_per_min": 4}, actor="test"
+    )
     before = (await engines(org.service)).prompt_tokens
     assert (await org.ask("ada", "POST", "/v1/completions", json=AUTO)).status_code == 429
     assert (await engines(org.service)).prompt_tokens == before
 
 
 async def test_a_choice_of_a_tenant_whose_limits_are_not_enforced_goes_on(org: Org) -> None:
-    owner = org.service.accounting.owner
+    owner = org.service.accounting.tenants_service
     await describe(org)
     await owner.limit_rates(org.ids["ada"], "base", {"tokens_per_min": 6, "requests_per_min": 9}, actor="test")
     await owner.configure_project(org.ids["ada"], {"enforce": False, "max_concurrent": 1}, actor="test")
@@ -237,7 +241,7 @@ async def test_python_callers_are_in_the_ledger_too(service: Service) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_requests_that_fail_and_streams_that_end_are_settled_once(org: Org, stream: bool) -> None:
-    owner = org.service.accounting.owner
+    owner = org.service.accounting.tenants_service
     await owner.limit_rates(org.ids["ada"], "base", {"tokens_per_min": 1000, "requests_per_min": 100}, actor="test")
     await owner.configure_project(org.ids["ada"], {"max_concurrent": 1}, actor="test")
     for _ in range(5):  # one at a time, so that what is not given back would be missed
@@ -254,7 +258,7 @@ async def test_requests_that_fail_and_streams_that_end_are_settled_once(org: Org
 
 
 async def test_a_client_that_leaves_pays_for_what_it_got(org: Org) -> None:
-    owner = org.service.accounting.owner
+    owner = org.service.accounting.tenants_service
     await owner.configure_project(org.ids["ada"], {"max_concurrent": 1}, actor="test")
     replica = org.service.fleet.replicas["replica-0"]
     replica.backend.max_steps = 3
@@ -277,7 +281,7 @@ async def test_a_client_that_leaves_pays_for_what_it_got(org: Org) -> None:
 
 async def test_a_client_that_leaves_before_the_first_token_pays_for_its_prompt(org: Org) -> None:
     """Or prompts would be computed without a limit, for whoever leaves soon enough."""
-    owner, tenant_id = org.service.accounting.owner, org.ids["ada"]
+    owner, tenant_id = org.service.accounting.tenants_service, org.ids["ada"]
     await owner.limit_rates(tenant_id, "base", {"tokens_per_min": 120}, actor="test")
     await owner.limit_spend(tenant_id, 1, actor="test")
     await owner.configure_project(tenant_id, {"max_concurrent": 1}, actor="test")
@@ -299,7 +303,7 @@ async def test_a_client_that_leaves_before_the_first_token_pays_for_its_prompt(o
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_client_that_leaves_while_its_answer_is_stored_holds_nothing(org: Org, stream: bool) -> None:
-    await org.service.accounting.owner.configure_project(org.ids["ada"], {"max_concurrent": 1}, actor="test")
+    await org.service.accounting.tenants_service.configure_project(org.ids["ada"], {"max_concurrent": 1}, actor="test")
     keeping = asyncio.Event()
 
     async def keep(*_: Any, **__: Any) -> None:
@@ -317,7 +321,7 @@ async def test_a_client_that_leaves_while_its_answer_is_stored_holds_nothing(org
 
 
 async def test_headers_and_refusals_of_rates(org: Org) -> None:
-    owner = org.service.accounting.owner
+    owner = org.service.accounting.tenants_service
     plain = await org.ask("ada", "POST", "/v1/chat/completions", json=CHAT)
     assert not [name for name in plain.headers if name.startswith("x-ratelimit")], "no limit, no header"
     await owner.limit_rates(org.ids["ada"], "base", {"requests_per_min": 2, "tokens_per_min": 10_000}, actor="test")
@@ -335,7 +339,7 @@ async def test_headers_and_refusals_of_rates(org: Org) -> None:
 
 
 async def test_operators_see_what_is_left(org: Org) -> None:
-    owner, url = org.service.accounting.owner, f"/v1/tenants/{org.ids['ada']}"
+    owner, url = org.service.accounting.tenants_service, f"/v1/tenants/{org.ids['ada']}"
     assert (await org.ask("admin", "GET", url)).json()["limits"] == []
     await owner.limit_rates(org.ids["ada"], "base", {"requests_per_day": 9}, actor="test")
     await owner.limit_spend(org.ids["ada"], 1, actor="test")
@@ -358,7 +362,9 @@ async def test_operators_see_what_is_left(org: Org) -> None:
 
 
 async def test_a_request_beyond_the_tokens_of_a_minute_is_not_to_be_retried(org: Org) -> None:
-    await org.service.accounting.owner.limit_rates(org.ids["ada"], "base", {"tokens_per_min": 20}, actor="test")
+    await org.service.accounting.tenants_service.limit_rates(
+        org.ids["ada"], "base", {"tokens_per_min": 20}, actor="test"
+    )
     answer = await org.ask("ada", "POST", "/v1/chat/completions", json=CHAT | {"max_tokens": 50})
     assert (answer.status_code, answer.json()["error"]["type"]) == (429, "tokens")
     assert answer.headers["X-Should-Retry"] == "false"
@@ -366,7 +372,9 @@ async def test_a_request_beyond_the_tokens_of_a_minute_is_not_to_be_retried(org:
 
 
 async def test_an_adapter_s_limit_is_its_own(org: Org) -> None:
-    await org.service.accounting.owner.limit_rates(org.ids["ada"], "sql", {"requests_per_min": 1}, actor="test")
+    await org.service.accounting.tenants_service.limit_rates(
+        org.ids["ada"], "sql", {"requests_per_min": 1}, actor="test"
+    )
     statuses = [
         (await org.ask("ada", "POST", "/v1/chat/completions", json=CHAT | {"model": model})).status_code
         for model in ("sql", "sql", "base", "secret")
@@ -375,7 +383,9 @@ async def test_an_adapter_s_limit_is_its_own(org: Org) -> None:
 
 
 async def test_an_adapter_s_limit_holds_for_it_among_others(org: Org) -> None:
-    await org.service.accounting.owner.limit_rates(org.ids["ada"], "sql", {"requests_per_min": 0}, actor="test")
+    await org.service.accounting.tenants_service.limit_rates(
+        org.ids["ada"], "sql", {"requests_per_min": 0}, actor="test"
+    )
     for adapters in ([{"name": "sql", "weight": 0.5}], [{"name": "sql"}, {"name": "secret"}]):
         answer = await org.ask("ada", "POST", "/v1/chat/completions", json=CHAT | {"adapters": adapters})
         assert (answer.status_code, answer.json()["error"]["code"]) == (429, "rate_limit_exceeded")
@@ -383,7 +393,7 @@ async def test_an_adapter_s_limit_holds_for_it_among_others(org: Org) -> None:
 
 
 async def test_the_official_client_does_not_try_again_when_the_money_is_gone(org: Org) -> None:
-    owner = org.service.accounting.owner
+    owner = org.service.accounting.tenants_service
     await owner.limit_spend(org.ids["ada"], 0, actor="test")
     asked = 0
 
@@ -401,7 +411,7 @@ async def test_the_official_client_does_not_try_again_when_the_money_is_gone(org
 
 
 async def test_limits_that_are_not_enforced_refuse_no_request(org: Org) -> None:
-    owner = org.service.accounting.owner
+    owner = org.service.accounting.tenants_service
     await owner.limit_rates(org.ids["ada"], "base", {"requests_per_min": 1}, actor="test")
     await owner.configure_project(org.ids["ada"], {"enforce": False}, actor="test")
     for _ in range(3):

@@ -234,7 +234,7 @@ async def test_a_shared_alias_does_not_say_in_lists_what_it_stands_for(org: Org)
 
 
 async def test_what_is_denied_is_denied_under_every_name(org: Org) -> None:
-    owner, ada = org.service.accounting.owner, org.ids["ada"]
+    owner, ada = org.service.accounting.tenants_service, org.ids["ada"]
     answer = await org.ask("admin", "PUT", "/v1/aliases/sql-prod", json={"targets": {"sql": 1}})
     assert answer.status_code == 200, answer.text
     answer = await org.ask("ada", "PUT", "/v1/aliases/mine", json={"targets": {"base": 1}})
@@ -276,7 +276,7 @@ async def test_a_combination_is_denied_by_its_own_name_and_by_those_of_its_parts
     assert answer.status_code == 201, answer.text
     answer = await org.ask("admin", "PUT", "/v1/aliases/mixed", json={"targets": {"mix": 1}})
     assert answer.status_code == 200, answer.text
-    await service.accounting.owner.permit_models(org.ids["ada"], mode, names, actor="test")
+    await service.accounting.tenants_service.permit_models(org.ids["ada"], mode, names, actor="test")
     asked: list[dict[str, Any]] = [{"model": name} for name in ("sql", "two", "mix", "mixed")]
     asked += [{"model": "base"} | compose, {"model": "base", "adapters": [{"name": "mix"}, {"name": "secret"}]}]
     statuses = []
@@ -289,7 +289,7 @@ async def test_a_combination_is_denied_by_its_own_name_and_by_those_of_its_parts
 async def test_what_actors_raise_holds_no_key(org: Org) -> None:
     """Ray keeps it, and its dashboard shows it."""
     service, key, its = org.service, org.keys["ada"], {"tenant_id": org.ids["ada"]}
-    storage, store, mine = service.storage, service.management.store, its | {"who": "test"}
+    storage, store, mine = service.storage, service.adapter_admin.store, its | {"who": "test"}
     await store.put_alias("prod", {"base": 1.0}, **mine)
     asked: list[Callable[[], Awaitable[object]]] = [
         lambda: storage.file(key, **its),

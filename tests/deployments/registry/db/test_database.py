@@ -234,7 +234,7 @@ def test_a_damaged_file_is_said(tmp_path: Path, contents: bytes | None) -> None:
     with pytest.raises(NotReady, match="the registry's database is damaged; the store's log has the details"):
         registry.catalog.entries()
     with pytest.raises(ConfigError, match=r"registry\.sqlite is damaged \((file is not|database disk image is)"):
-        Registry(sqlite_url(file), "base").revisions.since(0)
+        Registry(sqlite_url(file), "base").change_query.since(0)
 
 
 def test_a_folder_that_cannot_be_made_is_said(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest_asyncio
 
-from app.deployments.registry.jobs.auto_registration import MAX_LOOKERS, MAX_LOOKERS_PER_TENANT, ResolverSettings
+from app.deployments.registry.jobs.auto_registration import MAX_LOOKUPS, MAX_LOOKUPS_PER_TENANT, ResolverSettings
 from app.deployments.registry.models import DEFAULT_TENANT
 from app.deployments.registry.registry import Registry
 from app.engine.errors import AdapterFormatError, AdapterQuarantined, NotReady, SourceError
@@ -158,10 +158,10 @@ async def test_a_tenant_whose_names_hang_takes_its_own_threads_only(service: Ser
 
     place = HangsForOne("hub")
     service.managed.resolution.reconfigure(ResolverSettings([place], timeout_s=60.0))
-    names = [f"n{index}" for index in range(2 * MAX_LOOKERS)]
+    names = [f"n{index}" for index in range(2 * MAX_LOOKUPS)]
     waiting = [asyncio.ensure_future(service.resolve(name, "slow")) for name in names]
     try:
-        for _ in range(MAX_LOOKERS_PER_TENANT):
+        for _ in range(MAX_LOOKUPS_PER_TENANT):
             await asyncio.to_thread(hung.acquire)
         service.store.contents["hub/sql"] = "d1"
         assert await service.resolve("sql")

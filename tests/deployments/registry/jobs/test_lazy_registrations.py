@@ -111,9 +111,9 @@ async def test_another_place_is_tried_at_once(known: Known) -> None:
 
 async def test_a_manifest_may_be_sent_again_and_gives_nothing_up(known: Known) -> None:
     rows = [Registration("sql", "hub/sql"), Registration("old", "hub/old"), Registration("new", "hub/new")]
-    revision = known.lifecycle.published.revision
+    revision = known.registry_service.change_feed.revision
     assert await known.client.register(rows, **ADA) == (1, 2)
-    assert known.lifecycle.published.revision == revision + 1
+    assert known.registry_service.change_feed.revision == revision + 1
     assert known.state("old") is State.LOADED
     assert await known.client.register(rows, **ADA) == (0, 3)
 
@@ -177,7 +177,7 @@ async def test_names_outlive_the_process(known: Known, open_again: Callable[...,
     finally:
         for follower in again.followers:
             follower.cancel()
-        await again.lifecycle._tasks.close()
+        await again.registry_service._tasks.close()
 
 
 def test_an_unread_adapter_has_no_share_of_the_traffic(known: Known) -> None:

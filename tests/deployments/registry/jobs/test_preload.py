@@ -32,7 +32,9 @@ class Service:
         """What was read for it. `about`: what the configuration says of each."""
         before = len(self.managed.store.loads)
         wanted = [PreloadedAdapter(name=name, path=path, description=about) for name, path in names.items()]
-        await preload(self.managed.registry, self.managed.lifecycle, wanted, tenant_id=DEFAULT_TENANT, roots=roots)
+        await preload(
+            self.managed.registry, self.managed.registry_service, wanted, tenant_id=DEFAULT_TENANT, roots=roots
+        )
         return self.managed.store.loads[before:]
 
     def description(self, name: str) -> str:

@@ -29,7 +29,7 @@ OpenLibrary = Callable[..., AdapterReader]
 
 
 class Store(HostAdapterCache[PackedAdapter]):
-    """With names, as the registry's lifecycle gives them."""
+    """With names, as the registry service gives them."""
 
     catalog: Catalog
 

@@ -180,8 +180,8 @@ def test_loads_of_the_store_s_tiers_are_heard_from_its_threads(monkeypatch: pyte
     counts = TierMetrics(book.record_load)
     with ThreadPoolExecutor(4) as pool:
         for tier in ("source", "disk"):
-            list(pool.map(lambda _, tier=tier: counts.loaded(tier, 0.1, 10, SQL.digest), range(50)))
-    counts.loaded("device", 0.1, 10)  # it is not known which
+            list(pool.map(lambda _, tier=tier: counts.record_load(tier, 0.1, 10, SQL.digest), range(50)))
+    counts.record_load("device", 0.1, 10)  # it is not known which
     assert book.stats(SQL, tenant_id=None).num_loads == {"source": 50, "disk": 50}
     assert counts.of("device")["loads"] == 1
 

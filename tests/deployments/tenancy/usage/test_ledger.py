@@ -17,7 +17,7 @@ from app.deployments.rpc.actor_unavailable import ActorUnavailable
 from app.deployments.tenancy.usage.flusher import LedgerKey, Row, UsageFlusher, UsageRecord
 from app.deployments.tenancy.usage.ledger import Ledger
 from app.deployments.tenancy.usage.prices import Prices, paid_models
-from app.deployments.tenancy.usage.queries import WIDTHS, UsageQuery, next_page, usage_query
+from app.deployments.tenancy.usage.queries import BUCKET_SIZES, UsageQuery, next_page, usage_query
 from app.deployments.tenancy.usage.recorder import UsageRecorder
 from app.engine.adapters.card import AdapterRef
 from app.engine.adapters.combining.combination import MAX_PARTS, CombinationPart, make_combination
@@ -43,8 +43,8 @@ def key(minute: int = MINUTE, project: str = "p", key_id: str = "k", model: str 
 
 def query(width: str = "1m", *, start_s: int = NOW_S, num: int = 5, **changes: object) -> UsageQuery:
     options = {"limit": None, "page": None, "only": {}, "group_by": (), "route_kind": "completions"} | changes
-    seconds = WIDTHS[width].seconds
-    return usage_query(start_s, start_s + num * seconds, WIDTHS[width], **options)  # type: ignore[arg-type]
+    seconds = BUCKET_SIZES[width].seconds
+    return usage_query(start_s, start_s + num * seconds, BUCKET_SIZES[width], **options)  # type: ignore[arg-type]
 
 
 def test_a_batch_is_written_once_however_often_it_is_sent(database: Database) -> None:
@@ -74,15 +74,15 @@ async def test_the_name_of_several_adapters_at_once_fits() -> None:
     async def write(_: str, __: int, rows: Sequence[Row]) -> None:
         batches.append(rows)
 
-    metering = UsageFlusher(write, "a")
-    counting = UsageRecorder(metering, Prices({}, "base"), "base", lambda: float(NOW_S))
+    flusher = UsageFlusher(write, "a")
+    counting = UsageRecorder(flusher, Prices({}, "base"), "base", lambda: float(NOW_S))
     parts = [CombinationPart(AdapterRef(f"{index:x}" * 128, f"{index:x}" * 64, "p"), 0.5) for index in range(MAX_PARTS)]
     ref = make_combination(parts).ref("p")
     request = replace(fake_request("r", [1]), adapter=ref, key_id="k")
     counting.record_request(request)
     counting.record_usage(request, RequestUsage(prompt_tokens=3))
     counting.record_load(ref, 10)
-    await metering.flush()
+    await flusher.flush()
     keys = [key for key, _ in batches[0]]
     assert [each.digest for each in keys] == [ref.digest] * 2
     assert max(len(each.model) for each in keys) == vars(ledger_table.c.model.type)["length"]
@@ -94,11 +94,11 @@ async def test_a_ledger_that_is_away_is_told_of_by_who_called_it(caplog: pytest.
     async def write(_: str, __: int, ___: Sequence[Row]) -> None:
         raise errors.pop(0)
 
-    metering = UsageFlusher(write, "a")
-    metering.add(key(), UsageRecord(1, 10))
-    assert not await metering.flush()
+    flusher = UsageFlusher(write, "a")
+    flusher.add(key(), UsageRecord(1, 10))
+    assert not await flusher.flush()
     assert caplog.messages == []
-    assert not await metering.flush()
+    assert not await flusher.flush()
     assert caplog.messages == ["1 rows of usage are still to be recorded: the database is locked"]
 
 
@@ -111,12 +111,12 @@ async def test_what_the_ledger_does_not_acknowledge_is_sent_again_as_it_was() ->
         if failures.pop(0):
             raise NotReady("the ledger restarts")
 
-    metering = UsageFlusher(write, "a")
-    metering.add(key(), UsageRecord(1, 10))
-    assert not await metering.flush()
-    metering.add(key(), UsageRecord(1, 5))
-    assert not await metering.flush()
-    assert await metering.flush()
+    flusher = UsageFlusher(write, "a")
+    flusher.add(key(), UsageRecord(1, 10))
+    assert not await flusher.flush()
+    flusher.add(key(), UsageRecord(1, 5))
+    assert not await flusher.flush()
+    assert await flusher.flush()
     first = ((key(), UsageRecord(1, 10)),)
     assert seen == [(1, first), (1, first), (1, first), (2, ((key(), UsageRecord(1, 5)),))]
 
@@ -144,13 +144,13 @@ def test_crashes_of_the_ledger_and_lost_answers_lose_and_double_nothing(
         nonlocal total
         writers = [UsageFlusher(write, name) for name in ("a", "b")]
         for _ in range(data.draw(st.integers(1, 15))):
-            metering = writers[data.draw(st.integers(0, 1))]
+            flusher = writers[data.draw(st.integers(0, 1))]
             charge = UsageRecord(1, data.draw(st.integers(0, 9)), 0, data.draw(st.integers(0, 9)))
-            metering.add(key(project=data.draw(st.sampled_from("pq"))), charge)
+            flusher.add(key(project=data.draw(st.sampled_from("pq"))), charge)
             total = total.plus(charge)
-            await metering.flush()
-        for metering in writers:
-            while not await metering.flush():
+            await flusher.flush()
+        for flusher in writers:
+            while not await flusher.flush():
                 pass
 
     asyncio.run(run())

@@ -77,18 +77,18 @@ class AuditLogQuery(AdminPageQuery):
 
 def admin_router(service: IngressService) -> APIRouter:
     """The routes under /v1/organization and /v1/tenants."""
-    owner = service.accounting.owner
+    tenants_service = service.accounting.tenants_service
     routes = APIRouter(prefix="/v1/organization", dependencies=[Depends(admin_principal)])
-    _add_project_routes(routes, owner)
-    _add_account_routes(routes, owner)
-    _add_key_routes(routes, owner)
+    _add_project_routes(routes, tenants_service)
+    _add_account_routes(routes, tenants_service)
+    _add_key_routes(routes, tenants_service)
     _add_permission_routes(routes, service)
-    _add_admin_key_routes(routes, owner)
-    _add_audit_routes(routes, owner)
+    _add_admin_key_routes(routes, tenants_service)
+    _add_audit_routes(routes, tenants_service)
     add_usage_routes(routes, service.accounting)
     add_spend_routes(routes, service.accounting)
     tenants = APIRouter(prefix="/v1/tenants", dependencies=[Depends(admin_principal)])
-    _add_tenant_routes(tenants, owner)
+    _add_tenant_routes(tenants, tenants_service)
     all_routes = APIRouter()
     all_routes.include_router(routes)
     all_routes.include_router(tenants)
@@ -109,34 +109,38 @@ async def _page(
     return JSONResponse(page_body([body(item) for item in found[: query.limit]], has_more=len(found) > query.limit))
 
 
-def _add_project_routes(routes: APIRouter, owner: TenantsService) -> None:
+def _add_project_routes(routes: APIRouter, tenants_service: TenantsService) -> None:
     @routes.get("/projects", response_model=PageResponse[schemas.Project])
     async def projects(query: Annotated[ProjectQuery, Query()]) -> Response:
-        read = partial(owner.projects, with_archived=query.include_archived)
+        read = partial(tenants_service.projects, with_archived=query.include_archived)
         return await _page(query, read, serializers.project_body)
 
     @routes.post("/projects", response_model=schemas.Project)
     async def create(request: Request, body: JsonBody[schemas.ProjectBody]) -> Response:
-        return JSONResponse(serializers.project_body(await owner.create_project(body.name, actor=_actor(request))))
+        return JSONResponse(
+            serializers.project_body(await tenants_service.create_project(body.name, actor=_actor(request)))
+        )
 
     @routes.get("/projects/{project_id}", response_model=schemas.Project)
     async def project(project_id: str) -> Response:
-        return JSONResponse(serializers.project_body(await owner.project(project_id)))
+        return JSONResponse(serializers.project_body(await tenants_service.project(project_id)))
 
     @routes.post("/projects/{project_id}", response_model=schemas.Project)
     async def rename(project_id: str, request: Request, body: JsonBody[schemas.ProjectBody]) -> Response:
-        tenant = await owner.rename_project(project_id, body.name, actor=_actor(request))
+        tenant = await tenants_service.rename_project(project_id, body.name, actor=_actor(request))
         return JSONResponse(serializers.project_body(tenant))
 
     @routes.post("/projects/{project_id}/archive", response_model=schemas.Project)
     async def archive(project_id: str, request: Request) -> Response:
-        return JSONResponse(serializers.project_body(await owner.archive_project(project_id, actor=_actor(request))))
+        return JSONResponse(
+            serializers.project_body(await tenants_service.archive_project(project_id, actor=_actor(request)))
+        )
 
 
-def _add_account_routes(routes: APIRouter, owner: TenantsService) -> None:
+def _add_account_routes(routes: APIRouter, tenants_service: TenantsService) -> None:
     @routes.get("/projects/{project_id}/service_accounts", response_model=PageResponse[schemas.ServiceAccountResponse])
     async def accounts(project_id: str, query: Annotated[AdminPageQuery, Query()]) -> Response:
-        return await _page(query, partial(owner.accounts, project_id), serializers.account_body)
+        return await _page(query, partial(tenants_service.accounts, project_id), serializers.account_body)
 
     @routes.post("/projects/{project_id}/service_accounts", response_model=schemas.NewServiceAccount)
     async def create(project_id: str, request: Request, body: JsonBody[schemas.AccountBody]) -> Response:
@@ -144,7 +148,7 @@ def _add_account_routes(routes: APIRouter, owner: TenantsService) -> None:
             raise InvalidRequest(
                 "expires_in_seconds is a key's, and create_service_account_only makes none", param="expires_in_seconds"
             )
-        account, issued = await owner.create_account(
+        account, issued = await tenants_service.create_account(
             project_id,
             body.name,
             with_key=not body.create_service_account_only,
@@ -156,18 +160,18 @@ def _add_account_routes(routes: APIRouter, owner: TenantsService) -> None:
 
     @routes.get("/projects/{project_id}/service_accounts/{account_id}", response_model=schemas.ServiceAccountResponse)
     async def account(project_id: str, account_id: str) -> Response:
-        return JSONResponse(serializers.account_body(await owner.account(project_id, account_id)))
+        return JSONResponse(serializers.account_body(await tenants_service.account(project_id, account_id)))
 
     @routes.post("/projects/{project_id}/service_accounts/{account_id}", response_model=schemas.ServiceAccountResponse)
     async def update(
         project_id: str, account_id: str, request: Request, body: JsonBody[schemas.AccountUpdateBody]
     ) -> Response:
-        changed = await owner.update_account(project_id, account_id, name=body.name, actor=_actor(request))
+        changed = await tenants_service.update_account(project_id, account_id, name=body.name, actor=_actor(request))
         return JSONResponse(serializers.account_body(changed))
 
     @routes.delete("/projects/{project_id}/service_accounts/{account_id}", response_model=DeletedResponse)
     async def delete(project_id: str, account_id: str, request: Request) -> Response:
-        await owner.delete_account(project_id, account_id, actor=_actor(request))
+        await tenants_service.delete_account(project_id, account_id, actor=_actor(request))
         return _deleted_response("organization.project.service_account.deleted", account_id)
 
     @routes.post(
@@ -176,65 +180,65 @@ def _add_account_routes(routes: APIRouter, owner: TenantsService) -> None:
     async def create_key(
         project_id: str, account_id: str, request: Request, body: JsonBody[schemas.KeyBody]
     ) -> Response:
-        issued = await owner.create_key(
+        issued = await tenants_service.create_key(
             project_id, account_id, body.name, body.expires_in_seconds, actor=_actor(request)
         )
         return JSONResponse(serializers.issued_body(issued), headers={"Cache-Control": "no-store"})
 
 
-def _add_key_routes(routes: APIRouter, owner: TenantsService) -> None:
+def _add_key_routes(routes: APIRouter, tenants_service: TenantsService) -> None:
     @routes.get("/projects/{project_id}/api_keys", response_model=PageResponse[schemas.ApiKeyResponse])
     async def keys(project_id: str, query: Annotated[KeyQuery, Query()]) -> Response:
         async def read(limit: int, after: str | None) -> Sequence[dict[str, Any]]:
-            found = await owner.keys(project_id, limit, after)
+            found = await tenants_service.keys(project_id, limit, after)
             if query.owner_project_access == "inactive":
                 return []
-            return [await _key_body(owner, key) for key in found]
+            return [await _key_body(tenants_service, key) for key in found]
 
         return await _page(query, read, dict)
 
     @routes.get("/projects/{project_id}/api_keys/{key_id}", response_model=schemas.ApiKeyResponse)
     async def key(project_id: str, key_id: str) -> Response:
-        return JSONResponse(await _key_body(owner, await owner.key(project_id, key_id)))
+        return JSONResponse(await _key_body(tenants_service, await tenants_service.key(project_id, key_id)))
 
     @routes.post("/projects/{project_id}/api_keys/{key_id}", response_model=schemas.ApiKeyResponse)
     async def update(project_id: str, key_id: str, request: Request, body: JsonBody[schemas.KeyUpdateBody]) -> Response:
-        changed = await owner.expire_key(project_id, key_id, body.expires_in_seconds, actor=_actor(request))
-        return JSONResponse(await _key_body(owner, changed))
+        changed = await tenants_service.expire_key(project_id, key_id, body.expires_in_seconds, actor=_actor(request))
+        return JSONResponse(await _key_body(tenants_service, changed))
 
     @routes.delete("/projects/{project_id}/api_keys/{key_id}", response_model=DeletedResponse)
     async def delete(project_id: str, key_id: str, request: Request) -> Response:
-        await owner.revoke_key(project_id, key_id, actor=_actor(request))
+        await tenants_service.revoke_key(project_id, key_id, actor=_actor(request))
         return _deleted_response("organization.project.api_key.deleted", key_id)
 
 
-async def _key_body(owner: TenantsService, key: ApiKey) -> dict[str, Any]:
+async def _key_body(tenants_service: TenantsService, key: ApiKey) -> dict[str, Any]:
     assert key.project_id is not None, "a project's key"
     assert key.service_account_id is not None, "a project's key belongs to a service account"
-    return serializers.key_body(key, await owner.account(key.project_id, key.service_account_id))
+    return serializers.key_body(key, await tenants_service.account(key.project_id, key.service_account_id))
 
 
 def _add_permission_routes(routes: APIRouter, service: IngressService) -> None:
-    owner = service.accounting.owner
+    tenants_service = service.accounting.tenants_service
 
     @routes.get("/projects/{project_id}/model_permissions", response_model=schemas.ModelPermissions)
     async def models(project_id: str) -> Response:
-        return JSONResponse(serializers.models_body(await owner.project(project_id)))
+        return JSONResponse(serializers.models_body(await tenants_service.project(project_id)))
 
     @routes.post("/projects/{project_id}/model_permissions", response_model=schemas.ModelPermissions)
     async def permit(project_id: str, request: Request, body: JsonBody[schemas.ModelsBody]) -> Response:
-        tenant = await owner.permit_models(project_id, body.mode, body.model_ids, actor=_actor(request))
+        tenant = await tenants_service.permit_models(project_id, body.mode, body.model_ids, actor=_actor(request))
         return JSONResponse(serializers.models_body(tenant))
 
     @routes.delete("/projects/{project_id}/model_permissions", response_model=schemas.DeletedSetting)
     async def permit_all(project_id: str, request: Request) -> Response:
-        await owner.permit_models(project_id, None, (), actor=_actor(request))
+        await tenants_service.permit_models(project_id, None, (), actor=_actor(request))
         return JSONResponse({"object": "project.model_permissions.deleted", "deleted": True})
 
     @routes.get("/projects/{project_id}/rate_limits", response_model=PageResponse[schemas.ProjectRateLimit])
     async def rate_limits(project_id: str, query: Annotated[RateLimitQuery, Query()]) -> Response:
         limit, after = query.limit, query.after
-        rates = {service.base_name: RateLimit(), **(await owner.project(project_id)).limits.rates}
+        rates = {service.base_name: RateLimit(), **(await tenants_service.project(project_id)).limits.rates}
         ordered = sorted(rates, key=lambda model: (model != service.base_name, model))
         if after is not None:
             if after.removeprefix(_RATE_PREFIX) not in ordered:
@@ -256,37 +260,37 @@ def _add_permission_routes(routes: APIRouter, service: IngressService) -> None:
             "requests_per_day": body.max_requests_per_1_day,
         }
         changes = {name: value for name, value in limits.items() if value is not None}
-        tenant = await owner.limit_rates(project_id, model, changes, actor=_actor(request))
+        tenant = await tenants_service.limit_rates(project_id, model, changes, actor=_actor(request))
         return JSONResponse(serializers.rate_limit_body(model, tenant.limits.rates.get(model, RateLimit())))
 
 
-def _add_admin_key_routes(routes: APIRouter, owner: TenantsService) -> None:
+def _add_admin_key_routes(routes: APIRouter, tenants_service: TenantsService) -> None:
     @routes.get("/admin_api_keys", response_model=PageResponse[schemas.AdminKey])
     async def keys(query: Annotated[AdminKeyQuery, Query()]) -> Response:
-        read = partial(owner.keys, None, is_newest_first=query.order == "desc")
+        read = partial(tenants_service.keys, None, is_newest_first=query.order == "desc")
         return await _page(query, read, serializers.admin_key_body)
 
     @routes.post("/admin_api_keys", response_model=schemas.NewAdminKey)
     async def create(request: Request, body: JsonBody[schemas.AdminKeyBody]) -> Response:
-        issued = await owner.create_admin_key(body.name, body.expires_in_seconds, actor=_actor(request))
+        issued = await tenants_service.create_admin_key(body.name, body.expires_in_seconds, actor=_actor(request))
         answer = serializers.admin_key_body(issued.key) | {"value": issued.value}
         return JSONResponse(answer, headers={"Cache-Control": "no-store"})
 
     @routes.get("/admin_api_keys/{key_id}", response_model=schemas.AdminKey)
     async def key(key_id: str) -> Response:
-        return JSONResponse(serializers.admin_key_body(await owner.key(None, key_id)))
+        return JSONResponse(serializers.admin_key_body(await tenants_service.key(None, key_id)))
 
     @routes.delete("/admin_api_keys/{key_id}", response_model=DeletedResponse)
     async def delete(key_id: str, request: Request) -> Response:
-        await owner.revoke_key(None, key_id, actor=_actor(request))
+        await tenants_service.revoke_key(None, key_id, actor=_actor(request))
         return _deleted_response("organization.admin_api_key.deleted", key_id)
 
 
-def _add_audit_routes(routes: APIRouter, owner: TenantsService) -> None:
+def _add_audit_routes(routes: APIRouter, tenants_service: TenantsService) -> None:
     @routes.get("/audit_logs", response_model=PageResponse[schemas.AuditLog])
     async def audit_logs(query: Annotated[AuditLogQuery, Query()]) -> Response:
         async def read(limit: int, _: str | None) -> Sequence[TenantChange]:
-            return await owner.changes(
+            return await tenants_service.changes(
                 limit,
                 before=_audit_number("after", query.after),  # newest first: the next page is older
                 after=_audit_number("before", query.before),
@@ -306,30 +310,32 @@ def _audit_number(name: str, text: str | None) -> int | None:
     return int(number)
 
 
-def _add_tenant_routes(routes: APIRouter, owner: TenantsService) -> None:
+def _add_tenant_routes(routes: APIRouter, tenants_service: TenantsService) -> None:
     async def answer(tenant: Tenant) -> Response:
         return JSONResponse(
-            serializers.tenant_body(tenant, await owner.shares(tenant.id), await owner.remaining(tenant.id))
+            serializers.tenant_body(
+                tenant, await tenants_service.shares(tenant.id), await tenants_service.remaining(tenant.id)
+            )
         )
 
     @routes.get("/{tenant_id}", response_model=schemas.TenantDetails)
     async def tenant(tenant_id: str) -> Response:
-        return await answer(await owner.project(tenant_id))
+        return await answer(await tenants_service.project(tenant_id))
 
     @routes.patch("/{tenant_id}", response_model=schemas.TenantDetails)
     async def configure(tenant_id: str, request: Request, body: JsonBody[schemas.TenantBody]) -> Response:
         given = {name: value for name, value in body.model_dump().items() if value is not None}
         settings = {name: None if name.startswith("max_") and value < 0 else value for name, value in given.items()}
-        return await answer(await owner.configure_project(tenant_id, settings, actor=_actor(request)))
+        return await answer(await tenants_service.configure_project(tenant_id, settings, actor=_actor(request)))
 
     @routes.post("/{tenant_id}/rotate_salt", response_model=schemas.TenantDetails)
     async def rotate_salt(tenant_id: str, request: Request) -> Response:
-        return await answer(await owner.rotate_salt(tenant_id, actor=_actor(request)))
+        return await answer(await tenants_service.rotate_salt(tenant_id, actor=_actor(request)))
 
     @routes.put("/{tenant_id}/shares/{name}", response_model=schemas.TenantDetails)
     async def share(tenant_id: str, name: str, request: Request, body: JsonBody[schemas.ShareBody]) -> Response:
-        await owner.share(tenant_id, name, body.project_ids, actor=_actor(request))
-        return await answer(await owner.project(tenant_id))
+        await tenants_service.share(tenant_id, name, body.project_ids, actor=_actor(request))
+        return await answer(await tenants_service.project(tenant_id))
 
 
 def _deleted_response(kind: str, row_id: str) -> Response:

@@ -36,21 +36,23 @@ def add_alias_routes(routes: APIRouter, service: IngressService) -> None:
     async def versions(name: str, request: Request) -> Response:
         """The versions of an alias, which a rollback can restore."""
         tenant_id = http_principal(request).tenant_id
-        found = await service.management.store.alias_versions(name, tenant_id=tenant_id)
+        found = await service.adapter_admin.store.alias_versions(name, tenant_id=tenant_id)
         return JSONResponse(page_body([alias_version_body(item) for item in found], has_more=False))
 
     @routes.put("/v1/aliases/{name}", response_model=Alias)
     async def put(name: str, request: Request, body: JsonBody[AliasBody]) -> Response:
         """Create or change an alias: its target adapters and their weights."""
         caller = http_principal(request)
-        entry = await service.management.store.put_alias(name, body.targets, tenant_id=caller.tenant_id, who=caller.who)
+        entry = await service.adapter_admin.store.put_alias(
+            name, body.targets, tenant_id=caller.tenant_id, who=caller.who
+        )
         return JSONResponse(alias_body(entry))
 
     @routes.post("/v1/aliases/{name}/promote", response_model=Alias)
     async def promote(name: str, request: Request, body: JsonBody[PromoteBody]) -> Response:
         """Send all of an alias's requests to one target."""
         caller = http_principal(request)
-        entry = await service.management.store.promote_alias(
+        entry = await service.adapter_admin.store.promote_alias(
             name, body.target, tenant_id=caller.tenant_id, who=caller.who
         )
         return JSONResponse(alias_body(entry))
@@ -59,7 +61,7 @@ def add_alias_routes(routes: APIRouter, service: IngressService) -> None:
     async def rollback(name: str, request: Request, body: JsonBody[RollbackBody]) -> Response:
         """Restore an earlier version of an alias."""
         caller = http_principal(request)
-        entry = await service.management.store.roll_back_alias(
+        entry = await service.adapter_admin.store.roll_back_alias(
             name, body.version, tenant_id=caller.tenant_id, who=caller.who
         )
         return JSONResponse(alias_body(entry))
@@ -68,5 +70,5 @@ def add_alias_routes(routes: APIRouter, service: IngressService) -> None:
     async def delete(name: str, request: Request) -> Response:
         """Delete an alias."""
         caller = http_principal(request)
-        entry = await service.management.store.remove_alias(name, tenant_id=caller.tenant_id, who=caller.who)
+        entry = await service.adapter_admin.store.remove_alias(name, tenant_id=caller.tenant_id, who=caller.who)
         return JSONResponse(alias_body(entry))

@@ -45,12 +45,12 @@ def add_audit_routes(routes: APIRouter, service: IngressService) -> None:
     async def job(job_id: str, request: Request) -> Response:
         """The state of a load or an unload."""
         tenant_id = http_principal(request).tenant_id
-        return JSONResponse(job_body(await service.management.store.job(job_id, tenant_id=tenant_id)))
+        return JSONResponse(job_body(await service.adapter_admin.store.job(job_id, tenant_id=tenant_id)))
 
     @routes.get("/v1/events", response_model=PageResponse[schemas.EventResponse])
     async def events(request: Request, query: Annotated[RecordQuery, Query()]) -> Response:
         """Adapter events, newest first."""
-        caller, store = http_principal(request), service.management.store
+        caller, store = http_principal(request), service.adapter_admin.store
         if caller.kind == "project":
             return _record_page(await _own_events(store, query, caller.tenant_id), query.limit)
         records = await store.events(query.name, limit=query.limit + 1, before=query.before, tenant_id=caller.tenant_id)
@@ -60,7 +60,7 @@ def add_audit_routes(routes: APIRouter, service: IngressService) -> None:
     async def audit(request: Request, query: Annotated[RecordQuery, Query()]) -> Response:
         """Management calls and their callers, newest first."""
         caller = http_principal(request)
-        records = await service.management.store.audit(
+        records = await service.adapter_admin.store.audit(
             query.name, limit=query.limit + 1, before=query.before, tenant_id=caller.tenant_id
         )
         return _record_page(records, query.limit)

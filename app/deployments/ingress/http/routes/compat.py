@@ -40,7 +40,7 @@ def add_compat_routes(routes: APIRouter, service: IngressService) -> None:
                 "place, set 'load_inplace' to True.",
                 param="load_inplace",
             )
-        await service.management.store.load_and_wait(load)
+        await service.adapter_admin.store.load_and_wait(load)
         return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
 
     @routes.post("/v1/unload_lora_adapter", response_class=PlainTextResponse, responses=JSON_ERROR)
@@ -58,7 +58,7 @@ def add_compat_routes(routes: APIRouter, service: IngressService) -> None:
         caller = http_principal(request)
         source = _dynamo_source(body, caller)
         load = load_request(caller, body.lora_model, source, body.pin_lora, body.traffic_weight)
-        job, entry = await service.management.store.load_and_wait(load)
+        job, entry = await service.adapter_admin.store.load_and_wait(load)
         done = {"lora_model": body.lora_model, "status": "success"}
         return JSONResponse(adapter_body(entry) | done | {"job": job_body(job)})
 

@@ -65,7 +65,7 @@ async def _register_lazily(
         )
     if body.pinned:
         raise cannot_pin_error(body.name)
-    store = service.management.store
+    store = service.adapter_admin.store
     await store.register([_registration(load)], tenant_id=caller.tenant_id, who=caller.who)
     description = await store.describe(load.name, tenant_id=caller.tenant_id)
     return JSONResponse(description_body(load.name, description, ()), status_code=201)
@@ -93,9 +93,9 @@ def _add_collection_routes(routes: APIRouter, service: IngressService) -> None:
         if body.lazy:
             return await _register_lazily(body, load, caller, service)
         if body.wait if query.wait is None else query.wait:
-            job, entry = await service.management.store.load_and_wait(load)
+            job, entry = await service.adapter_admin.store.load_and_wait(load)
             return JSONResponse(adapter_body(entry) | {"job": job_body(job)}, status_code=201)
-        job = await service.management.store.load(load)
+        job = await service.adapter_admin.store.load(load)
         return JSONResponse(
             {"id": job.name, "object": "lora", "state": job.state, "generation": job.generation, "job": job_body(job)},
             status_code=202,
@@ -108,7 +108,7 @@ def _add_collection_routes(routes: APIRouter, service: IngressService) -> None:
         caller = http_principal(request)
         loads = [load_request(caller, e.name, e.path, None, e.traffic_weight, e.description) for e in body.adapters]
         new = list(map(_registration, loads))
-        done = await service.management.store.register(new, tenant_id=caller.tenant_id, who=caller.who)
+        done = await service.adapter_admin.store.register(new, tenant_id=caller.tenant_id, who=caller.who)
         counts = {"num_registered": done.num_changed, "num_unchanged": done.num_unchanged}
         return JSONResponse({"object": "manifest"} | counts)
 
@@ -118,20 +118,22 @@ def _add_adapter_routes(routes: APIRouter, service: IngressService) -> None:
     async def load(name: str, request: Request) -> Response:
         """Read a lazily registered adapter before a request needs it; answers when it is served."""
         caller = http_principal(request)
-        job, entry = await service.management.store.load_registered(name, tenant_id=caller.tenant_id, who=caller.who)
+        job, entry = await service.adapter_admin.store.load_registered(name, tenant_id=caller.tenant_id, who=caller.who)
         return JSONResponse(adapter_body(entry) | {"job": None if job is None else job_body(job)})
 
     @routes.get("/v1/loras/{name}", response_model=LoraStatus)
     async def adapter(name: str, request: Request) -> Response:
         """An adapter's state, residency, last error and request statistics."""
-        return JSONResponse(await adapter_status(service.management, service.activity, name, http_principal(request)))
+        return JSONResponse(
+            await adapter_status(service.adapter_admin, service.adapter_metrics, name, http_principal(request))
+        )
 
     @routes.patch("/v1/loras/{name}", response_model=Lora)
     async def configure(name: str, request: Request, body: JsonBody[ConfigureAdapterBody]) -> Response:
         """Change an adapter's pin, traffic weight or description."""
         caller = http_principal(request)
         check_settings(caller, body.pinned, body.traffic_weight, body.description)
-        entry = await service.management.store.configure(
+        entry = await service.adapter_admin.store.configure(
             name,
             tenant_id=caller.tenant_id,
             who=caller.who,
@@ -160,7 +162,7 @@ def _add_adapter_routes(routes: APIRouter, service: IngressService) -> None:
                 "created": int(item.registered_s),
                 "registered_by": item.registered_by,
             }
-            for item in await service.management.store.generations(name, tenant_id=tenant_id)
+            for item in await service.adapter_admin.store.generations(name, tenant_id=tenant_id)
         ]
         return JSONResponse(page_body(data, has_more=False))
 
@@ -198,7 +200,7 @@ async def unload_response(
     """Unload one of the caller's adapters. Raises what `AdapterAdmin.unload` raises."""
     wait = query.wait is not False
     caller = http_principal(request)
-    job, entry = await service.management.unload(name, tenant_id=caller.tenant_id, who=caller.who, wait=wait)
+    job, entry = await service.adapter_admin.unload(name, tenant_id=caller.tenant_id, who=caller.who, wait=wait)
     return JSONResponse(unload_body(entry, job) | dict(extra_fields), status_code=200 if wait else 202)
 
 
@@ -232,7 +234,7 @@ def _add_upload_route(routes: APIRouter, service: IngressService) -> None:
             weights = await read_bytes(request, service.preprocessor.limits.max_upload_bytes, "limits.max_upload_bytes")
             caller = http_principal(request)
             load = LoadRequest(caller.tenant_id, name, UPLOADED, caller.who)
-            job, entry = await service.management.store.upload(load, config.encode("latin-1"), weights)
+            job, entry = await service.adapter_admin.store.upload(load, config.encode("latin-1"), weights)
         finally:
             num_running -= 1
         return JSONResponse(adapter_body(entry) | {"job": job_body(job)})

@@ -68,7 +68,7 @@ def _add_tokenize_routes(app: FastAPI, service: IngressService) -> None:
         preprocessor, caller = service.preprocessor, inference_principal(request)
 
         def body_bytes(token_ids: Sequence[int]) -> bytes:
-            text_of = preprocessor.text_model.token_text
+            text_of = preprocessor.tokenizer.token_text
             strings = [text_of(token_id) for token_id in token_ids] if body.return_token_strs else None
             fields = {"count": len(token_ids), "max_model_len": preprocessor.max_model_len, "tokens": list(token_ids)}
             return to_json(fields | {"token_strs": strings})

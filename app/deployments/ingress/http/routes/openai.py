@@ -69,7 +69,7 @@ async def _respond(
     request.state.task = task
     request.state.model = body.model[:160]
     route = "chat" if isinstance(body, ChatCompletionRequest) else "completions"
-    serializer = chat_serializer(service.preprocessor.text_model, body, task)
+    serializer = chat_serializer(service.preprocessor.tokenizer, body, task)
     headers = adapter_header(task) | service.accounting.headers(task.caller)
     if not body.stream:
         with observe_if_cancelled(service, route, task):
@@ -86,7 +86,7 @@ def _add_embeddings_route(app: FastAPI, service: IngressService) -> None:
     @app.post("/v1/embeddings", response_model=EmbeddingList)
     async def embeddings(request: Request, body: JsonBody[EmbeddingsRequest]) -> Response:
         caller, request_id = inference_principal(request), request_id_of(request)
-        task = request.state.task = await service.embedder.job(body, caller, request_id)
+        task = request.state.task = await service.embedder.task(body, caller, request_id)
         with observe_if_cancelled(service, "embeddings", task):
             found = await run_until_disconnect(request, vectors(task))
         service.observe("embeddings", 200, task)

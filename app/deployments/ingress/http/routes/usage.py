@@ -28,7 +28,7 @@ from app.deployments.ingress.schemas.admin import (
 from app.deployments.ingress.serializers import admin as serializers
 from app.deployments.tenancy.quota.limits import NANOS_PER_CENT
 from app.deployments.tenancy.usage.flusher import RouteKind, UsageRecord
-from app.deployments.tenancy.usage.queries import WIDTHS, BucketSize, UsageQuery, next_page, usage_query
+from app.deployments.tenancy.usage.queries import BUCKET_SIZES, BucketSize, UsageQuery, next_page, usage_query
 from app.engine.errors import InvalidRequest, NotFound
 
 #: A group's columns and its sum.
@@ -36,7 +36,7 @@ Sum = tuple[Mapping[str, str], UsageRecord]
 #: Formats the sums of a bucket.
 Results = Callable[[Sequence[Sum]], list[dict[str, Any]]]
 #: Costs are per day: 7 buckets by default, at most 180.
-_COST_WIDTH = BucketSize(86_400, 7, 180)
+_COST_BUCKET_SIZE = BucketSize(86_400, 7, 180)
 #: Up to the year 5138.
 _Time = Annotated[int, WholeNumber(0, 10**11)]
 
@@ -87,7 +87,7 @@ def add_usage_routes(routes: APIRouter, accounting: RequestAccounting) -> None:
     async def costs(query: Annotated[CostQuery, Query()]) -> Response:
         group_by = query.group_by
         others = [name for name in group_by if name not in ("line_item", "model")]
-        usage = _query(query, accounting, _COST_WIDTH, None, [*others, "model"])  # prices are by model
+        usage = _query(query, accounting, _COST_BUCKET_SIZE, None, [*others, "model"])  # prices are by model
         if query.line_items:
             usage = _with_only(usage, "model", query.line_items)
         return await _page(accounting, usage, lambda results: _costs(results, group_by))
@@ -95,13 +95,13 @@ def add_usage_routes(routes: APIRouter, accounting: RequestAccounting) -> None:
 
 def add_spend_routes(routes: APIRouter, accounting: RequestAccounting) -> None:
     """Register `/projects/{id}/spend_limit`."""
-    owner, path = accounting.owner, "/projects/{project_id}/spend_limit"
+    tenants_service, path = accounting.tenants_service, "/projects/{project_id}/spend_limit"
 
     async def answer(project_id: str) -> Response:
-        cents = (await owner.project(project_id)).limits.spend_cents
+        cents = (await tenants_service.project(project_id)).limits.spend_cents
         if cents is None:
             raise NotFound(f"project {project_id[:64]!r} has no spend limit")
-        remaining = await owner.remaining_spend(project_id)
+        remaining = await tenants_service.remaining_spend(project_id)
         is_reached = remaining is not None and remaining < NANOS_PER_CENT
         return JSONResponse(serializers.spend_limit_body(cents, is_reached=is_reached))
 
@@ -111,19 +111,19 @@ def add_spend_routes(routes: APIRouter, accounting: RequestAccounting) -> None:
 
     @routes.post(path, response_model=SpendLimit)
     async def update(project_id: str, request: Request, body: JsonBody[schemas.SpendLimitBody]) -> Response:
-        await owner.limit_spend(project_id, body.threshold_amount, actor=admin_principal(request).key_id)
+        await tenants_service.limit_spend(project_id, body.threshold_amount, actor=admin_principal(request).key_id)
         return await answer(project_id)
 
     @routes.delete(path, response_model=DeletedSetting)
     async def delete(project_id: str, request: Request) -> Response:
-        await owner.limit_spend(project_id, None, actor=admin_principal(request).key_id)
+        await tenants_service.limit_spend(project_id, None, actor=admin_principal(request).key_id)
         return JSONResponse({"object": "project.spend_limit.deleted", "deleted": True})
 
 
 async def _usage(query: ModelUsageQuery, accounting: RequestAccounting, kind: RouteKind, results: Results) -> Response:
     if query.user_ids or (isinstance(query, CompletionsUsageQuery) and query.batch == "true"):
         raise InvalidRequest("usage is not counted by batch or user; ask by project, key or model", param="batch")
-    usage = _query(query, accounting, WIDTHS[query.bucket_width], kind, query.group_by)
+    usage = _query(query, accounting, BUCKET_SIZES[query.bucket_width], kind, query.group_by)
     if query.models:
         usage = _with_only(usage, "model", query.models)
     return await _page(accounting, usage, results)
@@ -138,7 +138,7 @@ async def _page(accounting: RequestAccounting, query: UsageQuery, results: Resul
             "end_time": bucket.end_s,
             "results": results(bucket.results),
         }
-        for bucket in await accounting.owner.usage(query)
+        for bucket in await accounting.tenants_service.usage(query)
     ]
     page = next_page(query)
     return JSONResponse({"object": "page", "data": data, "has_more": page is not None, "next_page": page})
@@ -147,7 +147,7 @@ async def _page(accounting: RequestAccounting, query: UsageQuery, results: Resul
 def _query(
     query: BucketQuery,
     accounting: RequestAccounting,
-    width: BucketSize,
+    bucket_size: BucketSize,
     kind: RouteKind | None,
     group_by: Sequence[str],
 ) -> UsageQuery:
@@ -155,7 +155,7 @@ def _query(
     return usage_query(
         query.start_time,
         int(accounting.clock()) + 1 if query.end_time is None else query.end_time,
-        width,
+        bucket_size,
         query.limit,
         query.page,
         {column: values for column, values in only.items() if values},

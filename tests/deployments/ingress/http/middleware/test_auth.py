@@ -40,7 +40,7 @@ class Org:
         self.admin = ""
 
     async def set_up(self) -> None:
-        owner = self.service.accounting.owner
+        owner = self.service.accounting.tenants_service
         self.admin = (await owner.create_admin_key("first", None, actor="test")).value
         for name in ("ada", "bob"):
             project = await owner.create_project(name, actor="test")
@@ -80,7 +80,7 @@ async def test_without_keys_this_machine_is_let_in_and_no_other(service: Service
 
 
 async def test_with_the_first_key_the_door_closes_for_good(service: Service) -> None:
-    owner = service.accounting.owner
+    owner = service.accounting.tenants_service
     async with client_of(service, HttpPolicy()) as http:
         issued = await owner.create_admin_key("first", None, actor="test")
         assert (await http.post("/v1/chat/completions", json=CHAT)).status_code == 401
@@ -140,7 +140,7 @@ async def test_anthropic_s_routes_take_the_key_as_its_clients_send_it(org: Org) 
 async def test_a_request_is_its_project_s(org: Org) -> None:
     answer = await org.ask("ada", "POST", "/v1/chat/completions", json=CHAT)
     assert answer.status_code == 200, answer.text
-    owner = org.service.accounting.owner
+    owner = org.service.accounting.tenants_service
     await owner.configure_project(org.ids["bob"], {"weight": 3.0}, actor="test")
     await org.ask("bob", "POST", "/v1/chat/completions", json=CHAT)
     submitted = org.service.fleet.replicas["replica-0"].submitted
@@ -183,7 +183,7 @@ async def test_no_request_chooses_its_salt_tenant_weight_or_key(org: Org) -> Non
 
 
 async def test_expiry_revocation_rotation_and_archiving(org: Org) -> None:
-    owner, view = org.service.accounting.owner, org.service.accounting.view
+    owner, view = org.service.accounting.tenants_service, org.service.accounting.view
     project_id = org.ids["ada"]
     account = (await owner.accounts(project_id, 10, None))[0]
     (old,) = await owner.keys(project_id, 10, None)
@@ -301,7 +301,7 @@ async def test_another_project_s_adapter_does_not_exist(org: Org) -> None:
 
 async def test_shared_and_public_adapters_are_used_and_not_managed(org: Org) -> None:
     assert [each["id"] for each in (await org.ask("bob", "GET", "/v1/models")).json()["data"]] == ["base", "sql"]
-    await org.service.accounting.owner.share(org.ids["ada"], "secret", [org.ids["bob"]], actor="test")
+    await org.service.accounting.tenants_service.share(org.ids["ada"], "secret", [org.ids["bob"]], actor="test")
     listed = (await org.ask("bob", "GET", "/v1/models")).json()["data"]
     assert [each["id"] for each in listed] == ["base", "secret", "sql"]
     for model in ("secret", "sql"):
@@ -310,13 +310,13 @@ async def test_shared_and_public_adapters_are_used_and_not_managed(org: Org) -> 
         assert (await org.ask("bob", "DELETE", f"/v1/loras/{model}")).status_code == 404, "it is another's"
     submitted = org.service.fleet.replicas["replica-0"].submitted[-1]
     assert submitted.tenant_id == org.ids["bob"], "who asks pays"
-    await org.service.accounting.owner.share(org.ids["ada"], "secret", [], actor="test")
+    await org.service.accounting.tenants_service.share(org.ids["ada"], "secret", [], actor="test")
     gone = await org.ask("bob", "POST", "/v1/chat/completions", json=CHAT | {"model": "secret"})
     assert gone.status_code == 404
 
 
 async def test_pages_of_models_are_in_order_and_whole(org: Org) -> None:
-    await org.service.accounting.owner.share(org.ids["ada"], "secret", [org.ids["bob"]], actor="test")
+    await org.service.accounting.tenants_service.share(org.ids["ada"], "secret", [org.ids["bob"]], actor="test")
     for name in ("a", "m", "z", "sql"):
         await org.service.managed.client.load_and_wait(LoadRequest(org.ids["bob"], name, "two", "test"))
     whole, after = [], None
@@ -331,7 +331,7 @@ async def test_pages_of_models_are_in_order_and_whole(org: Org) -> None:
 
 
 async def test_models_that_are_not_allowed_do_not_exist(org: Org) -> None:
-    owner = org.service.accounting.owner
+    owner = org.service.accounting.tenants_service
     await owner.permit_models(org.ids["bob"], "allow_list", ["sql"], actor="test")
     assert [each["id"] for each in (await org.ask("bob", "GET", "/v1/models")).json()["data"]] == ["sql"]
     for model, status in (("base", 404), ("sql", 200), ("base:sql", 200)):
@@ -364,7 +364,7 @@ async def test_a_project_manages_its_own_adapters_from_its_own_folders(org: Org)
 async def test_loads_at_the_same_time_do_not_pass_the_quota_together(org: Org) -> None:
     store, project_id = org.service.managed.store, org.ids["bob"]
     store.contents[f"{project_id}/a"] = store.contents["two"]
-    await org.service.accounting.owner.configure_project(project_id, {"max_adapters": 3}, actor="test")
+    await org.service.accounting.tenants_service.configure_project(project_id, {"max_adapters": 3}, actor="test")
     loads = [
         org.ask("bob", "POST", "/v1/load_lora_adapter", json={"lora_name": f"n{i}", "lora_path": f"{project_id}/a"})
         for i in range(8)
@@ -379,17 +379,17 @@ async def test_loads_at_the_same_time_do_not_pass_the_quota_together(org: Org) -
     assert len(listed) == 3
     again = {"lora_name": listed[0]["id"], "lora_path": f"{project_id}/a", "load_inplace": True}
     assert (await org.ask("bob", "POST", "/v1/load_lora_adapter", json=again)).status_code == 200, "it is no more"
-    await org.service.accounting.owner.configure_project(
+    await org.service.accounting.tenants_service.configure_project(
         project_id, {"max_adapters": None, "max_adapter_bytes": 3 * listed[0]["size_bytes"]}, actor="test"
     )
     one_more = {"lora_name": "more", "lora_path": f"{project_id}/a"}
     assert (await org.ask("bob", "POST", "/v1/load_lora_adapter", json=one_more)).status_code == 403
-    await org.service.accounting.owner.configure_project(project_id, {"enforce": False}, actor="test")
+    await org.service.accounting.tenants_service.configure_project(project_id, {"enforce": False}, actor="test")
     assert (await org.ask("bob", "POST", "/v1/load_lora_adapter", json=one_more)).status_code == 200
 
 
 async def test_uses_of_keys_are_recorded_once_a_minute(org: Org) -> None:
-    owner = org.service.accounting.owner
+    owner = org.service.accounting.tenants_service
     for _ in range(3):
         await org.ask("ada", "GET", "/v1/models")
     (before,) = await owner.keys(org.ids["ada"], 10, None)

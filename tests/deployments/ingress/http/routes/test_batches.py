@@ -367,7 +367,7 @@ async def test_what_is_not_answered_in_time_is_reported(gpt: openai.AsyncOpenAI,
     now_s[0] += 31 * 86_400
     with pytest.raises(openai.NotFoundError):
         await gpt.files.retrieve(batch.error_file_id or "")
-    await asyncio.to_thread(writing.storage._actor._callee._books.sweep)  # type: ignore[attr-defined]
+    await asyncio.to_thread(writing.storage._actor._callee._storage.sweep)  # type: ignore[attr-defined]
     assert await asyncio.to_thread(_num_rows, writing, "file_parts") == 0
 
 
@@ -401,7 +401,7 @@ async def test_batches_are_of_the_lowest_class_and_metered(gpt: openai.AsyncOpen
     assert len(replica.submitted) == 3
     assert all(request.is_batch for request in replica.submitted)
     assert writing.observed.count(("chat", 200)) == 3
-    assert all(job is not None and job.reservation.settled for job, _ in writing.counted)
+    assert all(job is not None and job.reservation.is_settled for job, _ in writing.counted)
     await gpt.chat.completions.create(**BODIES[CHAT])
     assert not replica.submitted[-1].is_batch
 
@@ -491,7 +491,7 @@ async def org_ended(org: Org, batch_id: str) -> dict[str, Any]:
 async def test_a_line_is_one_request_however_often_it_is_tried(org: Org, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor does a try that came to nothing take of the day's requests."""
     monkeypatch.setattr(runner_module, "FIRST_PAUSE_S", 0.01)
-    owner, service = org.service.accounting.owner, org.service
+    owner, service = org.service.accounting.tenants_service, org.service
     await owner.limit_rates(org.ids["ada"], "base", {"requests_per_day": 2}, actor="test")
     dispatcher, num_refused = service.preprocessor._dispatcher, 0
     stream = dispatcher.stream
@@ -518,7 +518,7 @@ async def test_a_line_is_one_request_however_often_it_is_tried(org: Org, monkeyp
 
 async def test_a_batch_goes_by_what_its_project_may_now(org: Org) -> None:
     """Rights and limits that change while a batch runs are in force for the lines that follow."""
-    owner, service, ada = org.service.accounting.owner, org.service, org.ids["ada"]
+    owner, service, ada = org.service.accounting.tenants_service, org.service, org.ids["ada"]
     answers, asked = BatchExecutor(service), list[Principal]()
 
     async def answer(endpoint: str, body: Mapping[str, Any], caller: Principal, request_id: str) -> Mapping[str, Any]:

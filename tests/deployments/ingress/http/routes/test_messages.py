@@ -231,7 +231,7 @@ async def test_many_tokens_delay_no_other_request(
 ) -> None:
     """What takes as long as a text or a list of ids is long is done in a thread, and answers what it does inline."""
     threads: set[int] = set()
-    model = writing.preprocessor.text_model
+    model = writing.preprocessor.tokenizer
 
     def watched(name: str) -> None:
         method = getattr(model, name)
@@ -263,7 +263,7 @@ async def test_many_tokens_delay_no_other_request(
 
 async def test_variables_reach_the_chat_template(writing: Service, writer: httpx.AsyncClient) -> None:
     template = "{% for m in messages %}{{ m.content }}{% endfor %}{% if tone is defined %}{{ tone }}{% endif %}"
-    writing.preprocessor.text_model._tokenizer = writing_text(template)._tokenizer
+    writing.preprocessor.tokenizer._tokenizer = writing_text(template)._tokenizer
     body = {"model": "base", "messages": USER}
 
     async def tokens(**variables: Any) -> list[int]:

@@ -104,7 +104,7 @@ async def test_a_project_s_weights_are_its_own_and_within_its_quota(org: Org) ->
     assert (await org.ask("bob", "GET", "/v1/loras/tuned")).status_code == 404
     audit = await org.service.managed.client.audit("tuned", limit=5, before=None, tenant_id=org.ids["ada"])
     assert any(UPLOADED in record.detail for record in audit)
-    await org.service.accounting.owner.configure_project(org.ids["bob"], {"max_adapters": 0}, actor="test")
+    await org.service.accounting.tenants_service.configure_project(org.ids["bob"], {"max_adapters": 0}, actor="test")
     answer = await org.ask("bob", "PUT", "/v1/loras/tuned/weights", **put)
     assert answer.json()["error"]["code"] != "internal_error"
     assert answer.status_code in (403, 429)
