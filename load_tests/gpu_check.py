@@ -41,8 +41,8 @@ class Progress:
         self.done: dict[str, list[dict[str, Any]]] = {}
         self.machine: dict[str, Any] = {}
         if self._path.is_file():
-            kept = json.loads(self._path.read_text())
-            self.done, self.machine = kept["stages"], kept["machine"]
+            saved = json.loads(self._path.read_text())
+            self.done, self.machine = saved["stages"], saved["machine"]
 
     def note(self, stage: Stage, outcomes: list[Outcome]) -> None:
         """A stage has been done, well or not."""
@@ -95,8 +95,8 @@ def machine() -> dict[str, Any]:
         except importlib.metadata.PackageNotFoundError:
             found[name] = "missing"
     code = "import torch; print(torch.cuda.get_device_name() if torch.cuda.is_available() else 'none')"
-    asked = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    found["gpu"] = asked.stdout.strip() or asked.stderr.strip()[-200:]
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    found["gpu"] = result.stdout.strip() or result.stderr.strip()[-200:]
     return found
 
 

@@ -99,8 +99,8 @@ class _Service:
             self.library, _host_copy, events, max_bytes=host_bytes, counts=counts
         )
         self.lifecycle = RegistryService(self.registry, self.store, events)
-        unread = LazyRegistrations(self.registry, self.lifecycle, FailureBackoff())
-        parts = StoreParts(self.registry, self.lifecycle, self.store, (), unread, uploads=uploads)
+        lazy = LazyRegistrations(self.registry, self.lifecycle, FailureBackoff())
+        parts = StoreParts(self.registry, self.lifecycle, self.store, (), lazy, uploads=uploads)
         self._calls = StoreService(parts, lambda: None)
         self.backend = load_backend(checkpoint, config)
         self.engine = Engine(self.backend, config)
@@ -225,9 +225,9 @@ async def _many(settings: Settings, checkpoint: Checkpoint, folder: Path) -> str
     entries = await asyncio.gather(*(service.register(f"a{i}", f"a{i}") for i in range(settings.num_adapters)))
     registered_s = time.perf_counter() - started_s
     weights = [1 / (index + 1) for index in range(settings.num_adapters)]
-    wanted = rng.choices(entries, weights, k=settings.num_requests)
+    requested = rng.choices(entries, weights, k=settings.num_requests)
     before = service.store.counts.of("host")
-    errors = await _serve(service, [entry.ref for entry in wanted], settings, checkpoint.spec.vocab_size, rng)
+    errors = await _serve(service, [entry.ref for entry in requested], settings, checkpoint.spec.vocab_size, rng)
     host = service.store.counts.of("host")
     hits, misses = (host.get(name, 0) - before.get(name, 0) for name in ("hits", "misses"))
     writes = service.engine.stats().num_adapter_writes

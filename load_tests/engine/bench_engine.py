@@ -280,7 +280,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=0, help="for everybody; 0 takes every core")
-    parser.add_argument("--weight-storage", choices=("auto", "float32", "int8"), default="auto")
+    parser.add_argument("--weight-dtype", choices=("auto", "float32", "int8"), default="auto")
     parser.add_argument("--adapter-dtype", choices=("bfloat16", "float32"), default="bfloat16", help="in their files")
     parser.add_argument(
         "--device", choices=("cpu", "cuda"), default="cpu", help="of the engine; cuda needs --no-reference"

@@ -101,9 +101,9 @@ def run(settings: Settings) -> str:
     ]
     for case in cases:
         if case.system == MERGED:
-            mine, grouped, plain = (values[case._replace(system=name)] for name in (MERGED, GROUPED, IN_FLOAT32))
-            cells = [f"{spread(one).median:.1f}" for one in (grouped, plain, mine)]
-            cells += [str(ratios(mine, other)) for other in (grouped, plain)]
+            merged, grouped, plain = (values[case._replace(system=name)] for name in (MERGED, GROUPED, IN_FLOAT32))
+            cells = [f"{spread(one).median:.1f}" for one in (grouped, plain, merged)]
+            cells += [str(ratios(merged, other)) for other in (grouped, plain)]
             lines.append(f"| {case.num_streams} | {case.num_adapters} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
@@ -111,12 +111,12 @@ def run(settings: Settings) -> str:
 def _decoders(settings: Settings, checkpoint: Checkpoint, paths: list[Path]) -> dict[str, EngineDecoder]:
     most = max(settings.streams)
     length = settings.num_prompt_tokens + settings.num_tokens
-    storages: dict[str, WeightDtype] = {GROUPED: "auto", IN_FLOAT32: "float32", MERGED: "auto"}
+    weight_dtypes: dict[str, WeightDtype] = {GROUPED: "auto", IN_FLOAT32: "float32", MERGED: "auto"}
     adapters = [read_peft(path, checkpoint.spec) for path in paths]
     found = {}
-    for name, storage in storages.items():
+    for name, weight_dtype in weight_dtypes.items():
         config = EngineConfig(
-            cpu=CpuConfig(num_threads=settings.num_threads, weight_dtype=storage),
+            cpu=CpuConfig(num_threads=settings.num_threads, weight_dtype=weight_dtype),
             lora_pool_rows=2 * len(paths) * max(8, settings.rank),
             num_kv_blocks=most * (-(-length // 16) + 1),
             max_num_seqs=most,

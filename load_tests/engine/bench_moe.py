@@ -187,8 +187,8 @@ def _bytes_of(spec: ModelSpec, num_experts: float) -> float:
     """Bytes of one step in float32 with `num_experts` experts of each layer, without caches."""
     total: float = spec.vocab_size * spec.hidden_size
     for layer in range(len(spec.layers)):
-        for product in layer_linear_modules(spec, layer):
-            total += product.d_in * product.width() * (1 if product.num_experts is None else num_experts)
+        for module in layer_linear_modules(spec, layer):
+            total += module.d_in * module.width() * (1 if module.num_experts is None else num_experts)
     return 4.0 * total
 
 
@@ -284,7 +284,7 @@ def report(
 ) -> str:
     """Tokens per second and CPU time, and ratios within rounds; then the base's step over its bytes."""
     lines = [
-        "| streams | who | adapters | tokens/s | ratio | CPU ms/token | CPU ratio |",
+        "| streams | system | adapters | tokens/s | ratio | CPU ms/token | CPU ratio |",
         "|---:|---|---:|---:|---|---:|---:|",
     ]
     for case, found in measured.items():
