@@ -2,7 +2,7 @@
 
 The file, the port and the model are checked before anything starts. The service is the one that `serve run` starts with
 the same file, with Ray's environment prepared (`ray_env`) and without Ray's dashboard by default. Independent parts
-start at the same time: the store and placement beside Serve's controller, proxies beside the deployments.
+start at the same time: the store and placement with Serve's controller, proxies with the deployments.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Scheduling, LoRA pool and chunked prefill are the engine's own `FairQueue`, `AdapterPool`, `PrefillBudget` and
 `split_prefill`; a step is not computed but lasts what `Costs` says. Prompt prefixes stay cached where KV memory has
-room beside running requests, least recently used out first; so does the rest of the prompts, which no request uses
+room besides running requests, least recently used out first; so does the rest of the prompts, which no request uses
 again. A request that arrives waits for the end of the current step, as in the engine. Steps that decode the same
 sequences are taken together, so a request costs few events.
 """

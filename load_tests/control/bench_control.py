@@ -76,7 +76,7 @@ def carry(service: PlacementService, costs: Costs) -> None:
 
         return call
 
-    for name in ("report", "assign", "watch", "watch_loads", "unreached"):
+    for name in ("report", "assign", "watch", "watch_loads", "report_unreachable"):
         setattr(service, name, wrap(name, getattr(service, name)))
 
 

@@ -33,7 +33,7 @@ GROUPED, IN_FLOAT32, MERGED = "grouped", "grouped, float32", "merged"
 
 
 class Case(NamedTuple):
-    """Streams that decode at once, over so many adapters."""
+    """A measurement: the system, and the numbers of streams and adapters."""
 
     system: str
     num_adapters: int
@@ -132,7 +132,7 @@ def _decoders(settings: Settings, checkpoint: Checkpoint, paths: list[Path]) -> 
 def main() -> None:
     """Command line."""
     defaults = Settings(Path())
-    parser = argparse.ArgumentParser(description="Merged weights beside adapters.")
+    parser = argparse.ArgumentParser(description="Merged weights compared with adapters.")
     parser.add_argument("--model", default=DEFAULT_MODEL_URI, help="path or source URI of the base")
     parser.add_argument("--streams", type=numbers, default=defaults.streams)
     parser.add_argument("--adapters", type=numbers, default=defaults.adapters)

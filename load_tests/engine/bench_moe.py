@@ -45,7 +45,7 @@ from load_tests.engine.vllm_reference import VllmDecoder
 from load_tests.stats import environment, numbers, ratios, rounds, spread
 
 ENGINE, TRANSFORMERS, PEFT, VLLM = "engine", "transformers", "PEFT, one adapter", "vLLM, eager"
-#: The rate of torch's sum over so many bytes, the median of a few.
+#: The rate of torch's sum over `_READ_BYTES` bytes, the median of a few.
 BANDWIDTH = "bandwidth"
 _READ_BYTES = 256 << 20
 
@@ -169,7 +169,7 @@ class _CountingDecoder(TransformersDecoder):
         self._spec = spec
 
     def step_bytes(self, prompts: Sequence[Sequence[int]], num_tokens: int) -> float:
-        """What a step that decodes these prompts reads, on average: its experts once each, and every other product."""
+        """Bytes that a step decoding these prompts reads on average: its experts once each, and every other module."""
         used: list[int] = []
 
         def count(_module: Any, _inputs: Any, output: Any) -> None:
@@ -193,7 +193,7 @@ def _bytes_of(spec: ModelSpec, num_experts: float) -> float:
 
 
 class _PeftDecoder(TransformersDecoder):
-    """The first adapter for every stream."""
+    """PEFT's decoder, with the first adapter for every stream."""
 
     def __init__(self, model: Any, folder: Path) -> None:
         super().__init__(PeftModel.from_pretrained(model, str(folder)).eval())

@@ -67,7 +67,7 @@ _SCHEMA = {
     "additionalProperties": False,
 }  # fmt: skip
 
-#: What the demo adapter answers.
+#: The schema of the demo adapter's answers.
 _OWN_SCHEMA = {
     "type": "object",
     "properties": {

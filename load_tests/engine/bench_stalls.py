@@ -217,7 +217,7 @@ def _thousand(settings: Settings, checkpoint: Checkpoint, sets: Sequence[LoraAda
 def main() -> None:
     """Command line."""
     defaults = Settings(Path())
-    parser = argparse.ArgumentParser(description="What cold adapters do to everybody else.")
+    parser = argparse.ArgumentParser(description="Effect of cold adapters on other streams.")
     parser.add_argument("--model", default=DEFAULT_MODEL_URI, help="path or source URI of the base model")
     parser.add_argument("--streams", type=int, default=defaults.num_streams)
     parser.add_argument("--steps", type=int, default=defaults.num_steps, help="steps measured per round")

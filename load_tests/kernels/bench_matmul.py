@@ -130,7 +130,9 @@ def run(spec: ModelSpec, row_counts: tuple[int, ...], num_layers: int, num_round
 
 def main() -> None:
     """Command line."""
-    parser = argparse.ArgumentParser(description="Our packed matmul beside torch's linear, with the bits checked.")
+    parser = argparse.ArgumentParser(
+        description="Our packed matmul compared with torch's linear, with the bits checked."
+    )
     parser.add_argument("--model", default=DEFAULT_MODEL_URI, help="path or source URI; only its shapes are used")
     parser.add_argument("--rows", type=numbers, default=(1, 2, 4, 8, 16, 32, 64, 128, 256))
     parser.add_argument("--layers", type=int, default=8, help="weights that take turns")

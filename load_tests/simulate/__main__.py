@@ -43,7 +43,7 @@ SCALINGS = {
         1, 12, QueueLength(8.0, 11.0), upscale_delay_s=2.0, downscale_delay_s=30.0
     ),
 }
-#: Dynamo's workers have 4 slots; of other ranks so many rows as four adapters of rank 64 take.
+#: Four slots, like Dynamo's workers; and the rows of four adapters of rank 64, for traffic with ranks.
 FOUR_SLOTS = ReplicaSize(lora_pool_rows=64, rank_alignment=16, max_loras=5)
 ROWS_256 = ReplicaSize(lora_pool_rows=256, rank_alignment=8, max_loras=33)
 COLUMNS = {
@@ -87,7 +87,7 @@ def compare_policies(names: Sequence[str], num_seeds: int, costs: Costs, picture
 
 
 def compare_alternating(num_seeds: int, costs: Costs) -> str:
-    """Four adapters, eight slots; which two are asked for changes every tick."""
+    """Four adapters, eight slots; the two that get requests change every tick."""
     size = ReplicaSize(lora_pool_rows=32, rank_alignment=16, max_loras=3)
     rows = {}
     for policy in POLICIES:
@@ -132,7 +132,7 @@ def compare_start_times(num_seeds: int, costs: Costs) -> str:
 
 
 def compare_scaling(num_seeds: int, costs: Costs) -> str:
-    """The service's autoscaling beside Ray's: 2 replicas, then 1 to 12. The two busiest adapters are pinned."""
+    """The service's autoscaling compared with Ray's: 2 replicas, then 1 to 12. The two busiest adapters are pinned."""
     columns = {
         "reaction_s": "s to react",
         "scalings": "decisions",

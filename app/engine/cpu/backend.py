@@ -33,7 +33,7 @@ from app.kernels.sgmv.cpu import adapter_runs, shrink_tasks
 
 Floats = NDArray[np.float32]
 
-#: Rows of logits for draft tokens, beside one for each sequence: 6 MB for a vocabulary of 49,152 tokens.
+#: Rows of logits for draft tokens, in addition to one for each sequence: 6 MB for a vocabulary of 49,152 tokens.
 DRAFT_ROWS = 32
 
 

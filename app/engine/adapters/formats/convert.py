@@ -139,7 +139,7 @@ def _wrapped_name(module: RawModule) -> str:
 
 
 def _target_parameters(names: Sequence[str]) -> dict[str, object]:
-    """peft_version tells which layout these tensors have."""
+    """peft_version says which layout these tensors have."""
     return {"target_parameters": list(names), "peft_version": "0.19.0"} if names else {}
 
 
