@@ -158,7 +158,7 @@ async def _costs(settings: Settings, checkpoint: Checkpoint, folder: Path) -> st
     cpu = CpuConfig(num_threads=settings.num_threads)
     config = EngineConfig(cpu=cpu, lora_pool_rows=8 * settings.rank, num_kv_blocks=64)
     service = _Service(checkpoint, folder, config, host_bytes=1 << 30)
-    service.library.from_source(str(folders[0]))  # the reading process is up
+    service.library.from_source(str(folders[0]))  # the reader process is up
     warm_s = [_elapsed_s(lambda path=path: service.library.from_source(str(path))) for path in folders]
     cold_s = []
     for path in folders:
