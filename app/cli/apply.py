@@ -110,7 +110,7 @@ def difference(
     prune: bool,
     reload: bool,
 ) -> list[PlannedChange]:
-    """What must be done, in the order in which it can be done: a name is free before it means the other kind.
+    """The changes in the order in which they can be made: a name is free before it means the other kind.
 
     Raises ConfigError if pruning would remove every adapter and the file does not say that there are to be none.
     """

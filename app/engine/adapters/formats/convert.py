@@ -134,7 +134,7 @@ def _config(raw: RawAdapter, experts: Sequence[FusedExperts], modules: Sequence[
 
 
 def _wrapped_name(module: RawModule) -> str:
-    """What PEFT wraps: the module, or a router's weight, since transformers' routers are not linear modules."""
+    """What PEFT wraps: the module, or a router's weight, since transformers' routers are no `nn.Linear`."""
     return f"{module.path}.weight" if module.path.endswith(_ROUTER_PATHS) else module.path
 
 
