@@ -99,8 +99,8 @@ class _Service:
             self.library, _host_copy, events, max_bytes=host_bytes, counts=counts
         )
         self.lifecycle = RegistryService(self.registry, self.store, events)
-        lazy = LazyRegistrations(self.registry, self.lifecycle, FailureBackoff())
-        parts = StoreParts(self.registry, self.lifecycle, self.store, (), lazy, uploads=uploads)
+        unread = LazyRegistrations(self.registry, self.lifecycle, FailureBackoff())
+        parts = StoreParts(self.registry, self.lifecycle, self.store, (), unread, uploads=uploads)
         self._calls = StoreService(parts, lambda: None)
         self.backend = load_backend(checkpoint, config)
         self.engine = Engine(self.backend, config)

@@ -112,7 +112,7 @@ class _Activities(TenantsService):
         return self._stats.stats(ref, tenant_id=tenant_id)
 
 
-class _NoPlacement:
+class _Nowhere:
     """A placement in which no adapter is on a device."""
 
     def __init__(self) -> None:
@@ -184,9 +184,9 @@ async def measure(url: str, num_adapters: int, num_samples: int) -> list[tuple[s
     view, held, slowest_s = RegistryView(), None, 0.0
     while True:
         page_s = time.perf_counter()
-        update = await lifecycle.published.table.newer(held, "ingress", 60.0)
-        assert update is not None, "there is more"
-        held, changes = update
+        news = await lifecycle.published.table.newer(held, "ingress", 60.0)
+        assert news is not None, "there is more"
+        held, changes = news
         view.take(changes)
         slowest_s = max(slowest_s, time.perf_counter() - page_s)
         if changes.is_last:
@@ -221,9 +221,7 @@ async def measure(url: str, num_adapters: int, num_samples: int) -> list[tuple[s
         registry=view,
         accounting=RequestAccounting(TenantMirror(), activities, rates, "bench", time.time),
         activity=AdapterMetrics(activities),
-        management=AdapterAdmin(
-            cast(StoreService[SharedAdapter], store), cast(Any, _Dropper()), cast(Any, _NoPlacement())
-        ),
+        management=AdapterAdmin(cast(StoreService[SharedAdapter], store), cast(Any, _Dropper()), cast(Any, _Nowhere())),
         preprocessor=SimpleNamespace(limits=SimpleNamespace(max_body_bytes=4 << 20), max_model_len=2048),
         observe=lambda *_: None,
     )
@@ -298,9 +296,9 @@ def _database_calls(registry: Registry, name: Callable[[], str]) -> dict[str, Ca
 async def _follow(lifecycle: RegistryService, view: RegistryView, held: Version, apply_us: list[float]) -> None:
     """Follow the registry like an ingress: request changes, apply them, repeat."""
     while True:
-        update = await lifecycle.published.table.newer(held, "ingress", 60.0)
-        assert update is not None, "something changes all the time"
-        held, changes = update
+        news = await lifecycle.published.table.newer(held, "ingress", 60.0)
+        assert news is not None, "something changes all the time"
+        held, changes = news
         assert len(changes.rows) <= BATCH, "changes are sent, not the table"
         started_s = time.perf_counter()
         view.apply(changes.rows)
