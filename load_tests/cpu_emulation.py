@@ -20,7 +20,7 @@ from typing import NamedTuple
 from load_tests import avx2
 
 _ROOT = Path(__file__).parent.parent
-#: What compares bits and takes minutes, not hours, on one core.
+#: The tests that compare bits and take minutes, not hours, on one core.
 TESTS = (
     "tests/engine/cuda/test_bit_identity.py", "tests/engine/cuda/test_extra_weights.py",
     "tests/engine/cuda/test_graphs.py",
@@ -34,7 +34,7 @@ _NUMPY_FEATURES = ("X86_V3", "X86_V4", "AVX512_ICL", "AVX512_SPR")
 
 
 def _without_numpy(first: str) -> dict[str, str]:
-    """NumPy without `first` and what is richer. It warns of features that a machine lacks, and warnings are errors."""
+    """Disable NumPy's feature `first` and those above it, and its warning about features that are missing."""
     lacking = _NUMPY_FEATURES[_NUMPY_FEATURES.index(first) :]
     return {"NPY_DISABLE_CPU_FEATURES": " ".join(lacking), "PYTHONWARNINGS": "ignore::ImportWarning"}
 

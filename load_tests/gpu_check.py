@@ -25,31 +25,31 @@ from typing import Any
 
 from load_tests.gpu_stages import Outcome, Stage, run_together, stages
 
-#: What such a machine tends to lack, for its Python: with what it needs, and without.
+#: Packages that such a machine tends to lack: without their dependencies, and with them.
 WHEELS = (("--no-deps", "gguf==0.19.0"), ("pydantic>=2.12",))
 _PLATFORM = ("--python-version", "3.12", "--only-binary", ":all:", "--platform", "manylinux2014_x86_64")
 _VERSIONS = ("torch", "triton", "numpy", "numba", "transformers", "peft", "pydantic", "pytest")
-#: Kept at the end of a call, for the table and for what is slow to stop.
+#: Seconds reserved at the end of a call for the table and for processes that stop slowly.
 _SPARE_S = 10
 
 
 class Progress:
-    """What has been done, in a file of the results' folder: written after every stage."""
+    """The finished stages, in a file of the results' folder that is written after every stage."""
 
     def __init__(self, out: Path) -> None:
         self._path = out / "gpu_check.json"
         self.done: dict[str, list[dict[str, Any]]] = {}
         self.machine: dict[str, Any] = {}
         if self._path.is_file():
-            kept = json.loads(self._path.read_text())
-            self.done, self.machine = kept["stages"], kept["machine"]
+            saved = json.loads(self._path.read_text())
+            self.done, self.machine = saved["stages"], saved["machine"]
 
-    def note(self, stage: Stage, outcomes: list[Outcome]) -> None:
-        """A stage has been done, well or not."""
+    def record(self, stage: Stage, outcomes: list[Outcome]) -> None:
+        """Record a finished stage, whether it passed or failed."""
         self.done[stage.name] = [outcome.to_json() for outcome in outcomes]
         new = self._path.with_suffix(".new")
         new.write_text(json.dumps({"machine": self.machine, "stages": self.done}, indent=1))
-        new.replace(self._path)  # a call that is ended while it writes leaves the last state
+        new.replace(self._path)  # atomic: a call killed while it writes leaves the previous state
 
     @property
     def parts(self) -> list[dict[str, Any]]:
@@ -57,7 +57,7 @@ class Progress:
 
 
 def run(planned: list[Stage], out: Path, budget_s: float) -> Progress:
-    """Do the stages that have not been done, in order, each only if its whole limit is left of the budget."""
+    """Run the unfinished stages in order, each only if its whole limit fits into the rest of the budget."""
     started = time.monotonic()
     progress = Progress(out)
     progress.machine = progress.machine or machine()
@@ -67,19 +67,19 @@ def run(planned: list[Stage], out: Path, budget_s: float) -> Progress:
         if stage.limit_s > budget_s - _SPARE_S - (time.monotonic() - started):
             break
         print(f"{stage.name}: at most {stage.limit_s:.0f} s", flush=True)
-        progress.note(stage, run_together(stage, out))
+        progress.record(stage, run_together(stage, out))
     return progress
 
 
 def fetch(folder: Path) -> None:
-    """The wheels, a few MB, from the package index."""
+    """Download the wheels, a few MB, from the package index."""
     for packages in WHEELS:
         command = [sys.executable, "-m", "pip", "download", "--quiet", "--dest", str(folder), *_PLATFORM, *packages]
         subprocess.run(command, check=True)
 
 
 def install(wheels: Path) -> None:
-    """Packages from a folder; nothing is fetched, and what is there already is kept."""
+    """Install missing packages from a folder, without a network."""
     files = [str(path) for path in sorted(wheels.glob("*.whl")) if not _is_installed(path.name)]
     if files:
         command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", *files]
@@ -87,7 +87,7 @@ def install(wheels: Path) -> None:
 
 
 def machine() -> dict[str, Any]:
-    """What it is run on."""
+    """The versions of packages, and the GPU."""
     found: dict[str, Any] = {"python": sys.version.split()[0]}
     for name in _VERSIONS:
         try:
@@ -95,8 +95,8 @@ def machine() -> dict[str, Any]:
         except importlib.metadata.PackageNotFoundError:
             found[name] = "missing"
     code = "import torch; print(torch.cuda.get_device_name() if torch.cuda.is_available() else 'none')"
-    asked = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    found["gpu"] = asked.stdout.strip() or asked.stderr.strip()[-200:]
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    found["gpu"] = result.stdout.strip() or result.stderr.strip()[-200:]
     return found
 
 
@@ -139,7 +139,7 @@ def main() -> None:
     parser.add_argument("--wheels", type=Path, help="folder with wheels of packages that may be missing")
     parser.add_argument("--out", type=Path, default=Path("results/gpu_check"))
     parser.add_argument("--budget-s", type=float, default=540, help="seconds this call may take")
-    parser.add_argument("--again", action="store_true", help="forget what is done")
+    parser.add_argument("--again", action="store_true", help="start over")
     parser.add_argument("--small", action="store_true", help="without a GPU: every part once, tiny, nothing is timed")
     given = parser.parse_args()
     if given.fetch is not None:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import IO, Any
 
 ROOT = Path(__file__).resolve().parents[1]
-#: What the suite's own configuration asks of plug-ins that such a machine may not have is left out.
+#: pytest's configuration without the suite's options for plug-ins that such a machine may lack.
 _PYTEST_INI = "[pytest]\naddopts = -ra --import-mode=importlib -p no:cacheprovider\nmarkers =\n    e2e: not run here\n"
 _KERNELS, _ENGINE = "tests/kernels", "tests/engine/cuda"
 #: The tests that run on a device where there is one.
@@ -27,18 +27,18 @@ _KERNEL_TESTS = (
 )
 _ENGINE_TESTS = (
     "decoder",
-    "extras",
+    "extra_weights",
     "graphs",
     "adapters",
-    "rank_rows",
+    "lora_tables",
     "sampling",
     "memory",
-    "loading",
+    "factory",
     "order",
     "triton",
     "mixtures",
 )
-#: One test of each, for a run without a GPU.
+#: One test of each kind, for a run without a GPU.
 _SMALL_TESTS = {
     "kernel tests": (_KERNELS, f"{_KERNELS}/triton/test_interpreting.py", f"{_KERNELS}/test_norms.py"),
     "engine tests": (_ENGINE, f"{_ENGINE}/test_memory.py", f"{_ENGINE}/test_graphs.py", "-k", "fit or bound"),
@@ -48,7 +48,7 @@ _TINY = ("--shape", "tiny", "--device", "cpu", "--streams", "4", "--prompt", "20
 
 @dataclass(slots=True)
 class Part:
-    """A process: what it is, and where its result file will lie."""
+    """A process: its name and command, and the file of its result."""
 
     name: str
     command: list[str]
@@ -58,7 +58,7 @@ class Part:
 
 @dataclass(slots=True)
 class Stage:
-    """Parts that run side by side, and after how long they are ended."""
+    """Parts that run at the same time, and their time limit."""
 
     name: str
     limit_s: float
@@ -84,14 +84,14 @@ class Outcome:
 
 
 def stages(out: Path, *, small: bool = False) -> list[Stage]:
-    """All of them; `small`: those that need no GPU, with one test each and tiny sizes."""
+    """All stages; `small`: those that need no GPU, with one test each and tiny sizes."""
     ini = out / "pytest.ini"
     ini.write_text(_PYTEST_INI)
     # Threads that wait for each other are slower than one alone on a machine with other work.
     on_cpu = {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
 
     def pytest(name: str, top: str, *arguments: str) -> Part:
-        # The suite's own conftest is above `top`: it needs a database's client, and decides about the interpreter.
+        # Leave out the suite's conftest, above `top`: it needs a database client and sets Triton's interpreter.
         where = ["-c", str(ini), "--rootdir", str(ROOT), "--confcutdir", str(ROOT / top)]
         command = [sys.executable, "-m", "pytest", "-q", *where, *arguments]
         return Part(name, command, environment=on_cpu if small else {"POLYLORA_TEST_CUDA": "1"})
@@ -128,7 +128,7 @@ def stages(out: Path, *, small: bool = False) -> list[Stage]:
 
 
 def run_together(stage: Stage, out: Path) -> list[Outcome]:
-    """Start all parts, wait for all; each is ended at the stage's limit, with what it has started."""
+    """Run all parts at the same time; at the stage's limit a part is killed with its child processes."""
     running: list[tuple[Part, subprocess.Popen[bytes], IO[bytes]]] = []
     started = time.monotonic()
     for part in stage.parts:
@@ -163,7 +163,7 @@ def _log_name(part: Part) -> str:
 
 
 def _result(part: Part) -> Any:
-    """None where there is none, or a part that was stopped left half of one."""
+    """The part's result; None if it has none, or wrote only half of it before it was stopped."""
     if part.result is None or not part.result.is_file():
         return None
     text = part.result.read_text()

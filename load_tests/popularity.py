@@ -58,12 +58,12 @@ def adapter_indices(spec: str, num_adapters: int, arrival_s: NDArray[np.float64]
                 )
             return _draw_weighted(ratio ** -np.arange(num_adapters, dtype=np.float64), count, rng)
         case "punica-uniform", []:
-            wanted = math.ceil(math.sqrt(count))
-            if num_adapters < wanted:
+            num_needed = math.ceil(math.sqrt(count))
+            if num_adapters < num_needed:
                 raise ValueError(
-                    f"punica-uniform needs the root of {count} requests, {wanted} adapters: there are {num_adapters}"
+                    f"punica-uniform needs {num_needed} adapters, the root of {count} requests, not {num_adapters}"
                 )
-            return rng.integers(0, wanted, count)
+            return rng.integers(0, num_needed, count)
     raise ValueError(f"popularity {spec!r} is not one of {KINDS}")
 
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 
-#: Words of a command line, in this order, and the role they mean; `OTHER` for what has none of them.
+#: (text in a command line, role), the first match counts; `OTHER` if none does.
 ROLES: tuple[tuple[str, str], ...] = (
     ("ServeReplica:polylora:EngineReplica", "engine"),
     ("ServeReplica:polylora:Ingress", "ingress"),

@@ -73,7 +73,7 @@ class Service:
         module, _, function = scripts["polylora"].partition(":")
         code = f"import sys; from {module} import {function}; sys.exit({function}())"
         self._started_s = time.perf_counter()
-        #: What its processes have beside this one's environment.
+        #: Environment variables of its processes in addition to this one's.
         self.environment = own_environment(self.folder) | (environment or {})
         self.process = start_session(["-c", code, *arguments], self.folder, self.environment, checkout)
         self._reader = Thread(target=self._read, daemon=True)

@@ -113,8 +113,8 @@ def report(raw: RawAdapter) -> list[str]:
     rows = card_rows(raw)
     tensors = [tensor for row in rows if row.role == LORA for tensor in (row.a, row.b)]
     size = sum(len(tensor.data) + len(tensor.scales) for tensor in tensors)
-    beside = Counter(row.role for row in rows if row.role != LORA)
-    beside_bytes = sum(len(row.a.data) for row in rows if row.role != LORA)
+    extra_counts = Counter(row.role for row in rows if row.role != LORA)
+    extra_bytes = sum(len(row.a.data) for row in rows if row.role != LORA)
     values = sum(math.prod(tensor.shape) for tensor in tensors)
     layers = sorted({module.path.split(".")[2] for module in raw.modules if module.path.count(".") > 2}, key=int)
     span = f" ({layers[0]} to {layers[-1]})" if layers else ""
@@ -127,7 +127,7 @@ def report(raw: RawAdapter) -> list[str]:
         f"scales       {', '.join(f'{scale:g}' for scale in scales[:8])}{' …' if len(scales) > 8 else ''}",
         f"dtypes       {', '.join(sorted({tensor.dtype for tensor in tensors}))}",
         f"size         {size} bytes, {values} values",
-        *(f"beside       {count} {role} ({beside_bytes} bytes in all)" for role, count in beside.items()),
+        *(f"extra        {count} {role} ({extra_bytes} bytes in all)" for role, count in extra_counts.items()),
         f"contents     {content_digest(raw, base_digest='')} (without a base model)",
         "target           modules  mean norm of scale * B A",
     ]
@@ -216,9 +216,9 @@ def _check(arguments: argparse.Namespace) -> int:
 
     _check_there(arguments.source)
     spec = base_spec_of(arguments)
-    room = EngineCapacity() if arguments.base else EngineCapacity.of(read_settings(arguments.config))
+    capacity = EngineCapacity() if arguments.base else EngineCapacity.of(read_settings(arguments.config))
     try:
-        lines = fits(arguments.source, spec, room)
+        lines = fits(arguments.source, spec, capacity)
     except AdapterError as error:
         print(f"no: {error}")
         return 1
@@ -259,20 +259,20 @@ def _sign(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def fits(source: Path, spec: ModelSpec, room: EngineCapacity) -> list[str]:
+def fits(source: Path, spec: ModelSpec, capacity: EngineCapacity) -> list[str]:
     """Lines about an adapter that loads on this base model. Raises an `AdapterError` that says why it does not.
 
-    `room`: what an engine can hold.
+    `capacity`: what an engine can hold.
     """
     adapter = build_adapter(read_raw_adapter(source, spec), spec, supported_features=FEATURES)
     card = adapter.card
-    room.check(source.name, card.max_rank, card.extra_bytes)
+    capacity.check(source.name, card.max_rank, card.extra_bytes)
     lines = [
         f"yes: {len(adapter.weights)} modules of '{spec.name}', rank {card.max_rank}, {card.size_bytes} bytes in memory"
     ]
     num_experts = sum(key.expert is not None for key in adapter.weights)
     if num_experts:
-        lines.append(f"{num_experts} of them are experts'; beside rank rows it holds {card.extra_bytes} bytes")
+        lines.append(f"{num_experts} of them are experts'; besides rank rows it holds {card.extra_bytes} bytes")
     if adapter.features:
         needs = " and ".join(sorted(adapter.features))
         lines.append(f"needs an engine that applies {needs}: {card.extra_bytes} bytes there")

@@ -45,7 +45,7 @@ def make_admin_key(settings: AppConfig, sleep: Callable[[float], None] = time.sl
         registry.close()
 
 
-def check_open_door(settings: AppConfig, host: str, environ: Mapping[str, str]) -> None:
+def check_exposure(settings: AppConfig, host: str, environ: Mapping[str, str]) -> None:
     """Raises ConfigError if a network could reach a service that requires no key."""
     has_key = environ.get(ADMIN_KEY) or environ.get(f"{ADMIN_KEY}{DIGEST}")
     if settings.http.auth != "auto" or has_key or _is_loopback(host) or _has_keys(settings):

@@ -80,11 +80,11 @@ def add_apply(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
 
 
 def _apply(arguments: argparse.Namespace) -> int:
-    wanted = read_desired_state(arguments.file)
+    desired = read_desired_state(arguments.file)
     service = ApiClient(arguments.url)
     adapters = {item["id"]: item for item in service.everything("/v1/loras")}
     aliases = {item["id"]: item for item in service.everything("/v1/aliases")}
-    changes = difference(wanted, adapters, aliases, prune=arguments.prune, reload=arguments.reload)
+    changes = difference(desired, adapters, aliases, prune=arguments.prune, reload=arguments.reload)
     return apply_changes(changes, service.call, dry_run=arguments.dry_run)
 
 
@@ -103,25 +103,25 @@ def read_desired_state(path: Path) -> DesiredState:
 
 
 def difference(
-    wanted: DesiredState,
+    desired: DesiredState,
     adapters: Mapping[str, Mapping[str, Any]],
     aliases: Mapping[str, Mapping[str, Any]],
     *,
     prune: bool,
     reload: bool,
 ) -> list[PlannedChange]:
-    """What must be done, in the order in which it can be done: a name is free before it means the other kind.
+    """The changes in the order in which they can be made: a name is free before it means the other kind.
 
     Raises ConfigError if pruning would remove every adapter and the file does not say that there are to be none.
     """
-    if prune and adapters and "adapters" not in wanted.model_fields_set:
+    if prune and adapters and "adapters" not in desired.model_fields_set:
         raise ConfigError(
             f"the file does not mention adapters, and --prune would remove all {len(adapters)} of the service; "
             "write 'adapters: []' if there are to be none"
         )
-    names, alias_names = ({entry.name for entry in entries} for entries in (wanted.adapters, wanted.aliases))
-    loads = [_adapter_change(entry, adapters.get(entry.name), reload=reload) for entry in wanted.adapters]
-    puts = [_alias_change(entry, aliases.get(entry.name)) for entry in wanted.aliases]
+    names, alias_names = ({entry.name for entry in entries} for entries in (desired.adapters, desired.aliases))
+    loads = [_adapter_change(entry, adapters.get(entry.name), reload=reload) for entry in desired.adapters]
+    puts = [_alias_change(entry, aliases.get(entry.name)) for entry in desired.aliases]
     unalias = [_removal("alias", "/v1/aliases", name, prune=prune) for name in sorted(set(aliases) - alias_names)]
     unload = [_removal("adapter", "/v1/loras", name, prune=prune) for name in sorted(set(adapters) - names)]
     changes = [
@@ -155,40 +155,42 @@ def apply_changes(changes: Sequence[PlannedChange], call: Callable[..., Any], *,
             num_failed += 1
         else:
             num_done += 1
-    num_wanted = sum(change.request is not None for change in changes)
+    num_pending = sum(change.request is not None for change in changes)
     if dry_run:
-        print(f"{num_wanted} changes to make" if num_wanted else "nothing to change")
+        print(f"{num_pending} changes to make" if num_pending else "nothing to change")
     else:
         print(f"{num_done} changes made" + (f", {num_failed} failed" if num_failed else ""))
     return 1 if num_failed else 0
 
 
-def _adapter_change(wanted: DesiredAdapter, present: Mapping[str, Any] | None, *, reload: bool) -> PlannedChange:
-    body = wanted.model_dump()
+def _adapter_change(desired: DesiredAdapter, present: Mapping[str, Any] | None, *, reload: bool) -> PlannedChange:
+    body = desired.model_dump()
     load = ("POST", "/v1/loras?wait=true", body)
     if present is None:
-        return PlannedChange("+", wanted.name, f"load {wanted.path}", load)
-    asked = {"source": wanted.path, "pinned": wanted.pinned, "traffic_weight": wanted.traffic_weight}
+        return PlannedChange("+", desired.name, f"load {desired.path}", load)
+    desired_fields = {"source": desired.path, "pinned": desired.pinned, "traffic_weight": desired.traffic_weight}
     text = ", ".join(
-        f"{field} {present[field]} -> {value}" for field, value in asked.items() if present[field] != value
+        f"{field} {present[field]} -> {value}" for field, value in desired_fields.items() if present[field] != value
     )
-    if present["source"] != wanted.path or reload:
-        return PlannedChange("~", wanted.name, text or "read again", load)
+    if present["source"] != desired.path or reload:
+        return PlannedChange("~", desired.name, text or "read again", load)
     if text:
-        settings = {"pinned": wanted.pinned, "traffic_weight": wanted.traffic_weight}
-        return PlannedChange("~", wanted.name, text, ("PATCH", f"/v1/loras/{wanted.name}", settings))
-    return PlannedChange("=", wanted.name, "", None)
+        settings = {"pinned": desired.pinned, "traffic_weight": desired.traffic_weight}
+        return PlannedChange("~", desired.name, text, ("PATCH", f"/v1/loras/{desired.name}", settings))
+    return PlannedChange("=", desired.name, "", None)
 
 
-def _alias_change(wanted: DesiredAlias, present: Mapping[str, Any] | None) -> PlannedChange:
-    put = ("PUT", f"/v1/aliases/{wanted.name}", {"targets": wanted.targets})
+def _alias_change(desired: DesiredAlias, present: Mapping[str, Any] | None) -> PlannedChange:
+    put = ("PUT", f"/v1/aliases/{desired.name}", {"targets": desired.targets})
     if present is None:
-        return PlannedChange("+", wanted.name, f"alias of {_shares(wanted.targets)}", put)
-    if present["targets"] == wanted.targets:
-        return PlannedChange("=", wanted.name, "", None)
-    return PlannedChange("~", wanted.name, f"alias of {_shares(present['targets'])} -> {_shares(wanted.targets)}", put)
+        return PlannedChange("+", desired.name, f"alias of {_weights(desired.targets)}", put)
+    if present["targets"] == desired.targets:
+        return PlannedChange("=", desired.name, "", None)
+    return PlannedChange(
+        "~", desired.name, f"alias of {_weights(present['targets'])} -> {_weights(desired.targets)}", put
+    )
 
 
-def _shares(targets: Mapping[str, float]) -> str:
+def _weights(targets: Mapping[str, float]) -> str:
     total = sum(targets.values())
     return " + ".join(f"{100 * weight / total:g} % {name}" for name, weight in targets.items())

@@ -1,4 +1,4 @@
-"""`polylora capacity`: how many replicas a recorded traffic needs, and what limits fewer replicas.
+"""`polylora capacity`: how many replicas a recorded traffic needs, and which limit one replica fewer would reach.
 
 Nothing is started: the service's own decisions run on a virtual clock, with a table of what steps and loads take.
 """

@@ -1,4 +1,4 @@
-"""`polylora doctor`: would a service start on this machine, and what could it hold.
+"""`polylora doctor`: checks whether a service would start on this machine, and what it could hold.
 
 Prints one line per check, with a remedy where something is wrong; exits with 0 if nothing is. Starts nothing; downloads
 the base model if it is not here yet.

@@ -88,29 +88,28 @@ def rewritten(text: str, errors: Mapping[int, Path], environ: Mapping[str, str],
     errors: files of complete HTTP answers by status (502, 503, 504). was_up: whether an ingress was announced before.
     Raises UnknownConfiguration, or ValueError for an invalid trusted proxy.
     """
-    sections = _sections(text)
-    kept = []
+    changed = []
     listeners = dict(LISTENERS)
-    for section in sections:
+    for section in _sections(text):
         name = section[0].strip()
         if name in listeners:
             if not environ.get(listeners[name]):
                 continue
-            kept.append([re.sub(r"^(\s*bind )[*]?:", r"\g<1>127.0.0.1:", line) for line in section])
+            changed.append([re.sub(r"^(\s*bind )[*]?:", r"\g<1>127.0.0.1:", line) for line in section])
         else:
-            kept.append(section)
-    has_app = any(re.match(r"\s*use_backend ", line) for section in kept for line in section)
-    _change(kept, "global", lambda lines: [line.replace(" mode 666 ", " mode 600 ") for line in lines])
-    _change(kept, "defaults", lambda lines: _defaults(lines, errors))
-    servers = [f"{section[0].split()[1]}/{name}" for section in kept for name in _ingresses(section)]
+            changed.append(section)
+    has_app = any(re.match(r"\s*use_backend ", line) for section in changed for line in section)
+    _change(changed, "global", lambda lines: [line.replace(" mode 666 ", " mode 600 ") for line in lines])
+    _change(changed, "defaults", lambda lines: _defaults(lines, errors))
+    servers = [f"{section[0].split()[1]}/{name}" for section in changed for name in _ingresses(section)]
     trusted = environ.get(TRUSTED_PROXIES, "")
-    _change(kept, "frontend http_frontend", lambda lines: _frontend(lines, servers, trusted))
+    _change(changed, "frontend http_frontend", lambda lines: _frontend(lines, servers, trusted))
     if not has_app:
-        _change(kept, "backend default_backend", lambda lines: [lines[0], f"    {_not_ready()}"])
+        _change(changed, "backend default_backend", lambda lines: [lines[0], f"    {_not_ready()}"])
     if not was_up:
-        kept = [_without_lone_fallback(section) for section in kept]
-    kept = [_with_fallback_that_says_503(section) for section in kept]
-    return "\n".join(line for section in kept for line in section) + "\n"
+        changed = [_without_lone_fallback(section) for section in changed]
+    changed = [_with_fallback_that_says_503(section) for section in changed]
+    return "\n".join(line for section in changed for line in section) + "\n"
 
 
 def error_answer(status: int) -> str:
@@ -175,16 +174,16 @@ def _change(sections: list[_Section], name: str, change: Callable[[_Section], _S
 
 
 def _defaults(lines: Sequence[str], errors: Mapping[int, Path]) -> _Section:
-    left = [line for line in lines if not re.match(r"\s*errorfile ", line)]
-    spliced, left = left, [line for line in left if not re.match(r"\s*option splice-", line)]
-    if len(left) == len(spliced):
+    remaining = [line for line in lines if not re.match(r"\s*errorfile ", line)]
+    spliced, remaining = remaining, [line for line in remaining if not re.match(r"\s*option splice-", line)]
+    if len(remaining) == len(spliced):
         raise UnknownConfiguration(
             "Ray's HAProxy configuration no longer splices; check whether this change is still needed"
         )
-    if sum(line.strip() == "option httplog" for line in left) != 1:
+    if sum(line.strip() == "option httplog" for line in remaining) != 1:
         raise UnknownConfiguration("Ray's HAProxy configuration no longer logs as HTTP; check whether it logs queries")
-    left = [_LOG_FORMAT if line.strip() == "option httplog" else line for line in left]
-    return [*left, *(f"    errorfile {status} {path}" for status, path in errors.items())]
+    remaining = [_LOG_FORMAT if line.strip() == "option httplog" else line for line in remaining]
+    return [*remaining, *(f"    errorfile {status} {path}" for status, path in errors.items())]
 
 
 def _frontend(lines: Sequence[str], servers: Sequence[str], trusted: str) -> _Section:

@@ -52,7 +52,7 @@ class Supervisor:
         self._again = [binary, *_without_takeover(arguments, config)]
         self._child: asyncio.subprocess.Process | None = None
         self._stop_signal: int | None = None  # the last signal that stops HAProxy
-        self._last_words: deque[str] = deque(maxlen=1)
+        self._last_lines: deque[str] = deque(maxlen=1)
 
     async def run(self) -> int:
         """Run until HAProxy has exited for good; returns its exit status."""
@@ -120,7 +120,7 @@ class Supervisor:
         async for line in child.stderr:
             sys.stderr.buffer.write(line)
             sys.stderr.flush()
-            self._last_words.append(line.decode(errors="replace").strip())
+            self._last_lines.append(line.decode(errors="replace").strip())
 
     async def _is_up(self) -> bool:
         """Whether HAProxy answers; waits until it does or has exited."""
@@ -174,9 +174,9 @@ class Supervisor:
 
     def _note(self, status: int) -> None:
         """Record why HAProxy exited; `polylora serve` prints it when the start fails."""
-        said = self._last_words[-1] if self._last_words else f"its exit status is {status}"
+        reason = self._last_lines[-1] if self._last_lines else f"its exit status is {status}"
         with (self._folder / "failures").open("a", encoding="utf-8") as file:
-            file.write(f"{said}\n")
+            file.write(f"{reason}\n")
 
     def _translate(self, arguments: Sequence[str]) -> list[str]:
         """The command line with HAProxys instead of their supervisors."""
@@ -206,17 +206,17 @@ class Supervisor:
 
 def _without_takeover(arguments: Sequence[str], config: Path) -> list[str]:
     """The command line for a HAProxy with our configuration that replaces no other."""
-    kept: list[str] = []
+    remaining: list[str] = []
     words = iter(arguments)
     for word in words:
         if word == "-x":
             next(words)
         elif word == "-f":
             next(words)
-            kept += ["-f", str(config)]
+            remaining += ["-f", str(config)]
         elif word != "-sf" and not word.isdigit():
-            kept.append(word)
-    return kept
+            remaining.append(word)
+    return remaining
 
 
 def _die_with_parent() -> None:

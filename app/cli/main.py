@@ -79,8 +79,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except Exception as error:  # a bug: print the traceback only with --verbose
-        said = str(error).strip().partition("\n")[0]
-        return _fail(arguments, f"{type(error).__name__}: {said}; --verbose prints the traceback")
+        message = str(error).strip().partition("\n")[0]
+        return _fail(arguments, f"{type(error).__name__}: {message}; --verbose prints the traceback")
 
 
 def _describe_subcommands(parser: argparse.ArgumentParser) -> None:

@@ -2,7 +2,7 @@
 
 The file, the port and the model are checked before anything starts. The service is the one that `serve run` starts with
 the same file, with Ray's environment prepared (`ray_env`) and without Ray's dashboard by default. Independent parts
-start at the same time: the store and placement beside Serve's controller, proxies beside the deployments.
+start at the same time: the store and placement with Serve's controller, proxies with the deployments.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from app.cli.admin_key import OPEN_NOTICE, check_open_door, is_open, keep_digests
+from app.cli.admin_key import OPEN_NOTICE, check_exposure, is_open, keep_digests
 from app.cli.config_file import IMPORT_PATH, address_in, read_document, settings_of
 from app.cli.preflight import check_device, check_folders, check_ha_proxy_ports, check_port, check_preloaded
 from app.cli.ray_env import ha_proxy_folder, set_ray_switches
@@ -61,7 +61,7 @@ def serve_until_stopped(
     url = f"http://{_reachable(host)}:{port}"
     check_port(host, port, "choose another --port")
     check_folders(settings, os.environ)
-    check_open_door(settings, host, os.environ)
+    check_exposure(settings, host, os.environ)
     if not is_joined:
         check_preloaded(settings)
         make_policy(settings.placement)

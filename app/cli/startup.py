@@ -66,8 +66,8 @@ def wait_until_ready(
         states = [applications[name] for name in app_names if name in applications]
         for state in states:
             if state.status in ("DEPLOY_FAILED", "UNHEALTHY"):
-                words = _last_words(state)
-                raise StartError(reason_in(words), words)
+                text = _messages(state)
+                raise StartError(reason_in(text), text)
         is_running = len(states) == len(app_names) and all(state.status == "RUNNING" for state in states)
         if is_running and (health_url is None or answers(health_url)):
             return
@@ -81,12 +81,16 @@ def wait_until_ready(
         time.sleep(0.1)
 
 
-def reason_in(words: str) -> str:
+def reason_in(text: str) -> str:
     """The line of a traceback, or of several, that names the cause: the last exception that is not a wrapper."""
-    found: list[tuple[str, str]] = _RAISED.findall(words)
-    raised = [(kind, said.strip()) for kind, said in found if kind.endswith("Error") or hasattr(errors, kind)]
-    lines = [line.strip() for line in words.splitlines() if line.strip()]
-    reasons = [said for kind, said in raised if kind not in _WRAPPERS] or [said for _, said in raised] or lines[:1]
+    found: list[tuple[str, str]] = _RAISED.findall(text)
+    raised = [(kind, message.strip()) for kind, message in found if kind.endswith("Error") or hasattr(errors, kind)]
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    reasons = (
+        [message for kind, message in raised if kind not in _WRAPPERS]
+        or [message for _, message in raised]
+        or lines[:1]
+    )
     return reasons[-1] if reasons else "Serve gives no reason"
 
 
@@ -143,12 +147,14 @@ def no_room(
         for actor in actors
         if actor.node_id is None
         and (deployment := _deployment(actor.name, app_names)) is not None
-        and not any(_fits(actor.resources, left) for left in free.values())
+        and not any(_fits(actor.resources, available) for available in free.values())
     )
     if not waiting:
         return None
-    wants = [f"{count} of {name} ({_amounts(dict(asked))} each)" for (name, asked), count in sorted(waiting.items())]
-    kinds = sorted({kind for _, asked in waiting for kind, _ in asked})
+    wants = [
+        f"{count} of {name} ({_amounts(dict(request))} each)" for (name, request), count in sorted(waiting.items())
+    ]
+    kinds = sorted({kind for _, request in waiting for kind, _ in request})
     has = [_amounts({kind: node.get(kind, 0.0) for kind in kinds}) for node in machines.values()]
     return (
         f"Ray cannot place {', '.join(wants)}; there is {_list_of(has, 'on a machine')}, used by "
@@ -230,32 +236,32 @@ def _without_room(app_names: Sequence[str]) -> str | None:
     return no_room(machines, actors, app_names)
 
 
-def _last_words(state: Any) -> str:
+def _messages(state: Any) -> str:
     messages = [deployment.message for deployment in state.deployments.values() if deployment.message]
     return "\n".join([state.message, *messages]).strip()
 
 
 def _deployment(actor_name: str, app_names: Sequence[str]) -> str | None:
     """The deployment of a replica's actor name, SERVE_REPLICA::application#deployment#id; None for other actors."""
-    words = actor_name.removeprefix("SERVE_REPLICA::").split("#")
-    return words[1] if len(words) == 3 and words[0] in app_names else None
+    parts = actor_name.removeprefix("SERVE_REPLICA::").split("#")
+    return parts[1] if len(parts) == 3 and parts[0] in app_names else None
 
 
-def _fits(asked: Mapping[str, float], left: Mapping[str, float]) -> bool:
-    return all(left.get(kind, 0.0) + _LEAST / 2 >= amount for kind, amount in asked.items())
+def _fits(request: Mapping[str, float], available: Mapping[str, float]) -> bool:
+    return all(available.get(kind, 0.0) + _LEAST / 2 >= amount for kind, amount in request.items())
 
 
 def _holders(actors: Iterable[Actor], kinds: Sequence[str], app_names: Sequence[str]) -> str:
     """Which actors use how much of these resources."""
-    held: dict[str, Counter[str]] = {}
+    amounts_of: dict[str, Counter[str]] = {}
     counts: Counter[str] = Counter()
     for actor in actors:
         amounts = {kind: actor.resources[kind] for kind in kinds if actor.resources.get(kind)}
         if actor.node_id is not None and amounts:
             name = _deployment(actor.name, app_names) or actor.name
             counts[name] += 1
-            held.setdefault(name, Counter()).update(amounts)
-    return ", ".join(f"{counts[name]} of {name} ({_amounts(held[name])} together)" for name in sorted(held))
+            amounts_of.setdefault(name, Counter()).update(amounts)
+    return ", ".join(f"{counts[name]} of {name} ({_amounts(amounts_of[name])} together)" for name in sorted(amounts_of))
 
 
 def _amounts(amounts: Mapping[str, float]) -> str:

@@ -89,19 +89,21 @@ def _applications() -> Mapping[str, Any]:
         applications: Mapping[str, Any] = serve.status().applications
         return applications
     except Exception as error:  # Ray raises a dozen kinds
-        said = str(error).strip().partition("\n")[0]
-        raise PolyloraError(f"cannot reach a Ray cluster on this machine ({said}); is the service running?") from error
+        message = str(error).strip().partition("\n")[0]
+        raise PolyloraError(
+            f"cannot reach a Ray cluster on this machine ({message}); is the service running?"
+        ) from error
     finally:
         ray.shutdown()
 
 
 def _replica_row(replica: Mapping[str, Any]) -> Sequence[str]:
-    held = replica["num_blocks"] - replica["num_blocks_free"]
+    num_held = replica["num_blocks"] - replica["num_blocks_free"]
     return (
         str(replica["replica_id"]),
         str(replica["num_running"]),
         str(replica["num_waiting"]),
-        f"{held} of {replica['num_blocks']}",
+        f"{num_held} of {replica['num_blocks']}",
         str(replica["num_rank_rows_free"]),
         str(replica["residents"]),
         f"{replica.get('memory_bytes', 0) / _MIB:.0f} MiB",
@@ -110,8 +112,8 @@ def _replica_row(replica: Mapping[str, Any]) -> Sequence[str]:
 
 def _tier_row(name: str, counts: Mapping[str, float]) -> Sequence[str]:
     numbers = [counts.get(key, 0) for key in ("hits", "misses", "evictions")]
-    held = counts.get("held_bytes", 0) / _MIB
-    return (name, f"{counts.get('held_adapters', 0):g}", f"{held:.1f}", *(f"{number:g}" for number in numbers))
+    held_mib = counts.get("held_bytes", 0) / _MIB
+    return (name, f"{counts.get('held_adapters', 0):g}", f"{held_mib:.1f}", *(f"{number:g}" for number in numbers))
 
 
 def _failure_line(event: Mapping[str, Any]) -> str:

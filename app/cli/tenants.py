@@ -146,16 +146,16 @@ def _show(service: ApiClient, arguments: argparse.Namespace) -> Result:
     }
     lines = [f"{name}: {value}" for name, value in answer["tenant"].items() if name != "object"]
     for rate in answer["rate_limits"]:
-        shown = (f"{short} {rate[long]}" for short, long in _RATES.items() if rate[long] < 2**31 - 1)
-        lines.append(f"model {rate['model']}: {', '.join(shown) or 'no limits'}")
+        rates_text = (f"{short} {rate[long]}" for short, long in _RATES.items() if rate[long] < 2**31 - 1)
+        lines.append(f"model {rate['model']}: {', '.join(rates_text) or 'no limits'}")
     lines += [f"{key['id']}  {key['redacted_value']}  {key['name']}" for key in answer["api_keys"]]
     return answer, lines
 
 
 def _limit(service: ApiClient, arguments: argparse.Namespace) -> Result:
-    given, project = vars(arguments), _quote(arguments.project)
+    options, project = vars(arguments), _quote(arguments.project)
     answer: dict[str, Any] = {}
-    rates = {long: given[short] for short, long in _RATES.items() if given[short] is not None}
+    rates = {long: options[short] for short, long in _RATES.items() if options[short] is not None}
     if rates:
         listed = service.call("GET", f"/v1/organization/projects/{project}/rate_limits")["data"]
         model = arguments.model or listed[0]["model"]  # the base's is the first
@@ -163,7 +163,7 @@ def _limit(service: ApiClient, arguments: argparse.Namespace) -> Result:
         answer["rate_limit"] = service.call(
             "POST", f"/v1/organization/projects/{project}/rate_limits/rl-{_quote(model)}", body
         )
-    settings = {name: given[name] for name in _SETTINGS if given[name] is not None}
+    settings = {name: options[name] for name in _SETTINGS if options[name] is not None}
     if arguments.enforce is not None:
         settings["enforce"] = arguments.enforce == "true"
     if settings:

@@ -245,9 +245,9 @@ class LLM:
         last = chunks[-1]
         assert last.finish_reason is not None
         assert last.usage is not None
-        shown = [token_id for chunk in chunks for token_id in _visible_ids(chunk)]
+        visible_ids = [token_id for chunk in chunks for token_id in _visible_ids(chunk)]
         return Generation(
-            text=self.tokenizer.decode(shown),
+            text=self.tokenizer.decode(visible_ids),
             token_ids=tuple(token_id for chunk in chunks for token_id in chunk.token_ids),
             logprobs=tuple(line for chunk in chunks for line in chunk.logprobs),
             finish_reason=last.finish_reason,

@@ -1,7 +1,7 @@
 """A sequence's constraint: the grammar of its answer and the masks of the tokens that may come next.
 
 A mask is a function of the grammar and the sequence's own tokens. If it cannot be computed, only its own sequence ends.
-`app.engine.structured_output` compiles grammars and computes masks beside the engine's steps.
+`app.engine.structured_output` compiles grammars and computes masks in parallel to the engine's steps.
 """
 
 from __future__ import annotations

@@ -66,7 +66,7 @@ class GenerateRequest:
     """One sequence to generate or, with `pooling`, to embed; then `sampling` is not read and nothing is resumed.
 
     `resume_token_ids` are tokens that another engine has already produced for this request: they count as output
-    (against max_tokens and penalties) and are not sent again. `cache_salt` separates cached prefixes, beside the
+    (against max_tokens and penalties) and are not sent again. `cache_salt` separates cached prefixes, besides the
     adapter's digest; the server derives it. `weight` is the tenant's weight in the fair queue. `num_failures`: engines
     that failed in a step with this request. `key_id` is the API key that pays, empty for requests without one; None:
     the sender counts the usage. `num_charged` of the resumed tokens, and with them the prompt, are charged already;

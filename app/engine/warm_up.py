@@ -80,11 +80,11 @@ def _null_adapter(spec: ModelSpec) -> LoraAdapter:
     """An adapter of rank 1 on every module that all tokens use; it changes nothing."""
     weights = {}
     for layer in range(len(spec.layers)):
-        for product in layer_linear_modules(spec, layer):
-            if not product.has_rank_rows:
+        for module in layer_linear_modules(spec, layer):
+            if not module.has_rank_rows:
                 continue
-            for target, d_out in zip(product.targets, product.widths, strict=True):
-                a, b = np.zeros((1, product.d_in), np.float32), np.zeros((1, d_out), np.float32)
+            for target, d_out in zip(module.targets, module.widths, strict=True):
+                a, b = np.zeros((1, module.d_in), np.float32), np.zeros((1, d_out), np.float32)
                 weights[LoraKey(layer, target)] = LoraPair(a, b)
     size = sum(pair.a.nbytes + pair.b.nbytes for pair in weights.values())
     targets = tuple(sorted({key.target for key in weights}))

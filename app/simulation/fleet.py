@@ -66,13 +66,13 @@ class _Fleet:
         self._loads = ReplicaLoadTracker(lambda: self._now_s)
         self._host = BytesBoundedCache(plan.host_bytes, "lru")
         self._on_disk: set[str] = set(traffic.digests()) if plan.is_warm else set()
-        self._coming_s: dict[str, float] = {}  # adapters being loaded, and when they are ready
+        self._ready_s: dict[str, float] = {}  # adapters being loaded, and when they are ready
         self._digests = traffic.digests()
         self._replicas: dict[str, Replica] = {}
         self._leaving: list[Replica] = []
         self._reporters: dict[str, DeltaReporter] = {}
         self._usable_ids: list[str] = []
-        self._homes: dict[str, Row] = {}
+        self._assigned_before: dict[str, Row] = {}
         self._events: list[tuple[float, int, str, object]] = []
         self._num_events = self._num_started = self._num_jobs_open = 0
         self._scaler = None if plan.scaling is None else Scaler(plan.scaling)
@@ -84,11 +84,11 @@ class _Fleet:
     def run(self) -> Result:
         for _ in range(self._plan.num_replicas):
             self._start_replica()
-        self._at(0.0, "tick", None)
+        self._schedule(0.0, "tick", None)
         if self._plan.scaling is not None:
-            self._at(SCALING_INTERVAL_S, "scale", None)
+            self._schedule(SCALING_INTERVAL_S, "scale", None)
         for lost_s in self._plan.lost_s:
-            self._at(lost_s, "lose", None)
+            self._schedule(lost_s, "lose", None)
         traffic = self._traffic
         times, adapters, ranks = traffic.arrival_s.tolist(), traffic.adapter.tolist(), traffic.rank.tolist()
         prompts, outputs = traffic.prompt_tokens.tolist(), traffic.output_tokens.tolist()
@@ -97,7 +97,7 @@ class _Fleet:
         events = self._events
         for index, arrival_s in enumerate(times):
             while events and events[0][0] <= arrival_s:
-                self._happen()
+                self._handle_next_event()
             self._now_s = arrival_s
             adapter = adapters[index]
             is_base = adapter == BASE
@@ -110,13 +110,13 @@ class _Fleet:
             )  # fmt: skip
             self._dispatch(job)
         while self._num_jobs_open:
-            self._happen()
+            self._handle_next_event()
         self.result.end_s = self._now_s
         for replica in [*self._replicas.values(), *self._leaving]:
             self._count(replica)
         return self.result
 
-    def _happen(self) -> None:
+    def _handle_next_event(self) -> None:
         time_s, _, kind, what = heapq.heappop(self._events)
         self._now_s = max(self._now_s, time_s)
         if kind == "replica":
@@ -124,7 +124,7 @@ class _Fleet:
             replica, version = what
             if replica.version == version:
                 self._on_end(replica.run(time_s))
-                self._expect(replica)
+                self._schedule_replica(replica)
         elif kind == "enter":
             assert isinstance(what, tuple)
             job, num_tries = what
@@ -141,7 +141,7 @@ class _Fleet:
             self._to_start -= 1
             self._start_replica()
         else:
-            self._lose()
+            self._kill_busiest()
 
     def _dispatch(self, job: SimulatedRequest) -> None:
         if not self._usable_ids:
@@ -163,20 +163,20 @@ class _Fleet:
         job.num_tries += 1
         wait_s = 0.0 if digest is None or replica.pool.is_resident(digest) else self._fetch_s(digest, job.rank)
         if wait_s:
-            self._at(self._now_s + wait_s, "enter", (job, job.num_tries))
+            self._schedule(self._now_s + wait_s, "enter", (job, job.num_tries))
         else:
             self._enter(job)
 
     def _enter(self, job: SimulatedRequest) -> None:
         assert job.replica is not None
         self._on_end(job.replica.enter(job, self._now_s))
-        self._expect(job.replica)
+        self._schedule_replica(job.replica)
 
     def _fetch_s(self, digest: str, rank: int) -> float:
         """How long until the adapter is at the engine; requests during a load wait for the same copy."""
         costs = self._plan.costs
-        if digest in self._coming_s and self._coming_s[digest] > self._now_s:
-            return self._coming_s[digest] - self._now_s
+        if digest in self._ready_s and self._ready_s[digest] > self._now_s:
+            return self._ready_s[digest] - self._now_s
         if digest in self._host:
             self._host.record_hit(digest)
             self.result.num_host_hits += 1
@@ -185,7 +185,7 @@ class _Fleet:
         self.result.num_disk_reads += 1
         self._on_disk.add(digest)
         self._host.add(digest, round(rank * costs.row_bytes), read_s)
-        self._coming_s[digest] = self._now_s + read_s + costs.host_s
+        self._ready_s[digest] = self._now_s + read_s + costs.host_s
         return read_s + costs.host_s
 
     def _on_end(self, jobs: Sequence[SimulatedRequest]) -> None:
@@ -195,12 +195,12 @@ class _Fleet:
             self._num_jobs_open -= 1
             self.result.add(job)
 
-    def _expect(self, replica: Replica) -> None:
+    def _schedule_replica(self, replica: Replica) -> None:
         next_s = replica.next_s()
         if next_s < math.inf:
-            self._at(next_s, "replica", (replica, replica.version))
+            self._schedule(next_s, "replica", (replica, replica.version))
 
-    def _at(self, time_s: float, kind: str, what: object) -> None:
+    def _schedule(self, time_s: float, kind: str, what: object) -> None:
         self._num_events += 1
         heapq.heappush(self._events, (time_s, self._num_events, kind, what))
 
@@ -212,7 +212,7 @@ class _Fleet:
         self._replicas[replica_id] = replica
         self._reporters[replica_id] = DeltaReporter(ReplicaIdentity("store", "{}", self._now_s))
         self._report(replica)
-        self._at(self._now_s + self._draw.random() * self._plan.placement.report_interval_s, "report", replica)
+        self._schedule(self._now_s + self._draw.random() * self._plan.placement.report_interval_s, "report", replica)
         self._usable_ids = [*self._replicas]
         stranded, self._stranded = self._stranded, []
         for job in stranded:
@@ -223,7 +223,7 @@ class _Fleet:
         del self._replicas[replica.replica_id]
         self._usable_ids = [*self._replicas]
 
-    def _lose(self) -> None:
+    def _kill_busiest(self) -> None:
         """The replica with the most work dies; its requests move, continuing after the tokens that were sent."""
         if not self._replicas:
             return
@@ -233,7 +233,7 @@ class _Fleet:
         self._remove(replica)
         self._count(replica)
         self._to_start += 1
-        self._at(self._now_s + self._plan.costs.start_s, "start", None)
+        self._schedule(self._now_s + self._plan.costs.start_s, "start", None)
         for job in [*replica.jobs.values()]:
             self._loads.add(replica.replica_id, -1)
             job.num_pending, job.num_cached, job.bypassed, job.status = job.num_prompt, 0, 0, Status.WAITING
@@ -254,7 +254,7 @@ class _Fleet:
         self._report(replica)
         self._loads.apply_reports({replica.replica_id: (len(replica.jobs), self._now_s)}, self._now_s)
         if self._is_going_on:
-            self._at(self._now_s + self._plan.placement.report_interval_s, "report", replica)
+            self._schedule(self._now_s + self._plan.placement.report_interval_s, "report", replica)
 
     def _report(self, replica: Replica, *, is_draining: bool = False) -> None:
         if replica.reported_version == replica.version and not replica.jobs and not is_draining:
@@ -281,7 +281,7 @@ class _Fleet:
             self._count(replica)
         self.result.ticks.append(self._state())
         if self._is_going_on:
-            self._at(self._now_s + REBALANCE_INTERVAL_S, "tick", None)
+            self._schedule(self._now_s + REBALANCE_INTERVAL_S, "tick", None)
 
     @property
     def _is_going_on(self) -> bool:
@@ -291,10 +291,10 @@ class _Fleet:
         """Count changed routes: replicas added to or removed from an adapter that had some."""
         for key, row in self._placement.take_changes().items():
             if key[0] == "assigned":
-                before, now = self._homes.get(key[1], ()), row or ()
+                before, now = self._assigned_before.get(key[1], ()), row or ()
                 if before:
                     self.result.num_route_changes += len(set(before) ^ set(now))
-                self._homes[key[1]] = now
+                self._assigned_before[key[1]] = now
 
     def _state(self) -> Tick:
         loads = [len(replica.jobs) for replica in self._replicas.values()]
@@ -322,10 +322,10 @@ class _Fleet:
             self.result.scalings.append((now_s, target, count))
         for _ in range(count - target):
             self._to_start += 1
-            self._at(now_s + self._plan.costs.start_s, "start", None)
+            self._schedule(now_s + self._plan.costs.start_s, "start", None)
         newest_first = sorted(self._replicas.values(), key=lambda each: (-each.started_s, each.replica_id))
         for replica in newest_first[: max(0, target - count)]:
             if len(self._replicas) > scaling.min_replicas:  # Serve stops the newest
                 self._remove(replica)
                 self._leaving.append(replica)
-        self._at(now_s + SCALING_INTERVAL_S, "scale", None)
+        self._schedule(now_s + SCALING_INTERVAL_S, "scale", None)

@@ -40,36 +40,36 @@ def plan_fleet(traffic: Traffic, plan: Plan, slo_ttft_s: float, at_percentile: f
     def result(num_replicas: int) -> Result:
         return simulate(traffic, replace(plan, num_replicas=num_replicas), seed=0)
 
-    def keeps(found: Result) -> bool:
+    def meets(found: Result) -> bool:
         return percentile(found.first_token_s, at_percentile) <= slo_ttft_s
 
-    least, most = 0, 1  # `least` is too few; `most` is being tried
-    found = result(most)
-    while not keeps(found):
-        if most >= max_replicas:
+    too_few, enough = 0, 1  # `too_few` does not meet the objective; `enough` is tried, then meets it
+    found = result(enough)
+    while not meets(found):
+        if enough >= max_replicas:
             ttft_s = percentile(found.first_token_s, at_percentile)
             raise ConfigError(
-                f"{most} replicas have their first tokens after {ttft_s:.3f} s (p{at_percentile:g}), which is "
+                f"{enough} replicas have their first tokens after {ttft_s:.3f} s (p{at_percentile:g}), which is "
                 f"more than {slo_ttft_s:g} s: {_limit(found, plan)}. Raise --max-replicas or the objective"
             )
-        least, most = most, min(2 * most, max_replicas)
-        found = result(most)
-    while most - least > 1:
-        middle = (least + most) // 2
-        tried = result(middle)
-        if keeps(tried):
-            most, found = middle, tried
+        too_few, enough = enough, min(2 * enough, max_replicas)
+        found = result(enough)
+    while enough - too_few > 1:
+        middle = (too_few + enough) // 2
+        attempt = result(middle)
+        if meets(attempt):
+            enough, found = middle, attempt
         else:
-            least = middle
-    wanted = np.unique(traffic.adapter[traffic.adapter != BASE])
-    smaller = result(most - 1) if most > 1 else None
+            too_few = middle
+    requested = np.unique(traffic.adapter[traffic.adapter != BASE])
+    smaller = result(enough - 1) if enough > 1 else None
     summary = found.summary()
     return Need(
-        most,
+        enough,
         percentile(found.first_token_s, at_percentile),
         summary["hit_rate"],
         max((tick.num_rows for tick in found.ticks), default=0),
-        math.ceil(float(traffic.rank[wanted].sum()) * plan.costs.row_bytes),
+        math.ceil(float(traffic.rank[requested].sum()) * plan.costs.row_bytes),
         "nothing: one replica is enough" if smaller is None else _limit(smaller, plan),
     )
 
@@ -87,8 +87,8 @@ def _limit(result: Result, plan: Plan) -> str:
         ],
         f"KV memory ({size.kv_tokens} tokens)": [tick.kv_used > 0.95 for tick in result.ticks],
     }
-    shares = {name: sum(held) / max(len(held), 1) for name, held in parts.items()}
-    name = max(shares, key=shares.__getitem__)
-    if shares[name] < 0.02:
+    fractions = {name: sum(reached) / max(len(reached), 1) for name, reached in parts.items()}
+    name = max(fractions, key=fractions.__getitem__)
+    if fractions[name] < 0.02:
         return "computing: steps and prompts take the time, no limit is reached"
-    return f"{name}: reached by a replica in {100 * shares[name]:.0f} % of the seconds"
+    return f"{name}: reached by a replica in {100 * fractions[name]:.0f} % of the seconds"

@@ -2,7 +2,7 @@
 
 Scheduling, LoRA pool and chunked prefill are the engine's own `FairQueue`, `AdapterPool`, `PrefillBudget` and
 `split_prefill`; a step is not computed but lasts what `Costs` says. Prompt prefixes stay cached where KV memory has
-room beside running requests, least recently used out first; so does the rest of the prompts, which no request uses
+room besides running requests, least recently used out first; so does the rest of the prompts, which no request uses
 again. A request that arrives waits for the end of the current step, as in the engine. Steps that decode the same
 sequences are taken together, so a request costs few events.
 """
@@ -119,7 +119,7 @@ class Replica:
         self._tenant_ids: set[str] = set()
         self._in_batch: Counter[str] = Counter()
         self._residents: dict[str, int] = {}
-        self._residents_at = (0, 0)
+        self._residents_version = (0, 0)
         self._num_rows = self._kv_tokens = 0
         self._cached: OrderedDict[bytes | int, int] = OrderedDict()  # tokens by prefix, or by request for the rest
         self._cached_tokens = 0
@@ -149,8 +149,8 @@ class Replica:
     def residents(self) -> dict[str, int]:
         """Rank rows of each adapter in the pool."""
         changes = (self.num_loads, self.pool.num_evictions)
-        if self._residents_at != changes:
-            self._residents_at = changes
+        if self._residents_version != changes:
+            self._residents_version = changes
             self._residents = {item.digest: item.num_rows for item in self.pool.residents()}
         return self._residents
 
@@ -328,7 +328,7 @@ class Replica:
         Returns the admitted requests, and the rank rows to be loaded for them.
         """
         admitted: list[SimulatedRequest] = []
-        passed: SimulatedRequest | None = None
+        bypassed: SimulatedRequest | None = None
         num_refused = num_tokens = num_written = 0
         room = self.size.max_num_seqs - self.num_running
         self._has_changed = False
@@ -342,7 +342,7 @@ class Replica:
                 break
             num_loads = self.num_loads
             if job.digest is not None and not self._place(job):
-                passed = passed or job
+                bypassed = bypassed or job
                 num_refused += 1
                 if num_refused == MAX_BLOCK_REFUSALS:
                     break
@@ -354,12 +354,12 @@ class Replica:
             num_tokens += job.num_pending
             self._kv_tokens += job.num_kv_tokens
             admitted.append(job)
-            if passed is not None:
-                passed.bypassed += 1
+            if bypassed is not None:
+                bypassed.bypassed += 1
         for job in admitted:
             self._queue.remove(job)
-        if passed is not None and passed.bypassed >= MAX_BYPASSES and self._queue.num_urgent < MAX_URGENT:
-            self._queue.mark_urgent(passed)
+        if bypassed is not None and bypassed.bypassed >= MAX_BYPASSES and self._queue.num_urgent < MAX_URGENT:
+            self._queue.mark_urgent(bypassed)
             self._has_changed = True
         return admitted, num_written
 

@@ -70,12 +70,12 @@ class Scaler:
         self._scaling = scaling
         self._delay = Delay(scaling)
         self._history: list[tuple[float, float]] = []  # (time, desired replicas, or requests at replicas)
-        self._asked_s: dict[str, float] = {}  # last request per adapter
+        self._requested_s: dict[str, float] = {}  # last request per adapter
         self._rates: dict[str, tuple[float, int, float]] = {}  # (time, tokens until then, best rate)
 
     def note_request(self, digest: str, now_s: float) -> None:
         """Note a request for an adapter."""
-        self._asked_s[digest] = now_s
+        self._requested_s[digest] = now_s
 
     def count(self, now_s: float, target: int, replicas: Collection[Replica], view: PlacementView) -> int:
         """The desired number of replicas. target: the current target."""
@@ -85,7 +85,7 @@ class Scaler:
             mean = sum(value for _, value in self._history) / len(self._history)
             desired = math.ceil(mean / objective.target_ongoing_requests) if replicas else target
         else:
-            self._asked_s = {digest: at_s for digest, at_s in self._asked_s.items() if now_s - at_s <= DEMAND_S}
+            self._requested_s = {digest: at_s for digest, at_s in self._requested_s.items() if now_s - at_s <= DEMAND_S}
             want = desired_replicas([self._demand(replica, now_s, view) for replica in replicas], objective)
             self._note(now_s, want.replicas, max(objective.scale_down_window_s, objective.forecast_s))
             desired = decide(self._history, target, now_s, objective)
@@ -108,7 +108,7 @@ class Scaler:
             job.num_prompt + job.output_tokens if math.isnan(job.first_s) else job.output_tokens / 2
             for job in replica.jobs.values()
         )
-        here = [digest for digest in view.assigned_adapters(replica.replica_id) if digest in self._asked_s]
+        here = [digest for digest in view.assigned_adapters(replica.replica_id) if digest in self._requested_s]
         rows = sum(
             (view.num_rows(digest) or view.usual_rows) / max(len(view.assigned_replicas(digest)), 1) for digest in here
         )

@@ -70,12 +70,12 @@ class Traffic:
 
     def classes(self) -> list[str]:
         """Each adapter's class by its number of requests: "hot", "warm" or "tail"."""
-        wanted = self.adapter[self.adapter != BASE]
-        counts = np.bincount(wanted, minlength=self.num_adapters)
+        requested = self.adapter[self.adapter != BASE]
+        counts = np.bincount(requested, minlength=self.num_adapters)
         names = ["tail"] * self.num_adapters
         before = 0
         for index in np.argsort(-counts, kind="stable").tolist():
-            part = before / max(len(wanted), 1)
+            part = before / max(len(requested), 1)
             if part < HOT_PART:
                 names[index] = "hot"
             elif part < HOT_PART + WARM_PART:

@@ -124,7 +124,7 @@ async def run(world: World, url: str, options: argparse.Namespace) -> dict[str, 
         "events": events.happened,
         "requests": dict(traffic.ended),
         "slowest_s": round(traffic.slowest_s, 1),
-        "doors_away_s": round(outages.away_s, 1),
+        "longest_outage_s": round(outages.longest_s, 1),
         "registrations": dict(registrations.ended),
         "before": before.to_json(),
         "after": after.to_json(),
@@ -137,12 +137,12 @@ async def wait_until_settled(url: str, faults: Faults) -> None:
     """Wait until all roles have processes and the service is healthy. Raises TimeoutError."""
     import httpx
 
-    wanted = dict.fromkeys(VICTIMS, 1) | {"engine": 2, "ingress": 2}
+    expected = dict.fromkeys(VICTIMS, 1) | {"engine": 2, "ingress": 2}
     async with asyncio.timeout(SETTLE_S), httpx.AsyncClient(base_url=url, timeout=10) as http:
         while True:
             found: Mapping[str, Sequence[int]] = processes(*faults.session_ids())
             with suppress(httpx.TransportError):
-                is_whole = all(len(found.get(role, ())) >= count for role, count in wanted.items())
+                is_whole = all(len(found.get(role, ())) >= count for role, count in expected.items())
                 if is_whole and (await http.get("/v1/loras/a0")).status_code == 200:
                     return
             await asyncio.sleep(0.5)

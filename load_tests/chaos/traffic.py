@@ -31,7 +31,7 @@ class ProxyOutages:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.clock = clock
         self._killed_s: list[float] = []
-        self.away_s = 0.0  # the longest time after a death in which a client was cut off
+        self.longest_s = 0.0  # the longest time after a death in which a client was cut off
 
     def record_kill(self) -> None:
         self._killed_s.append(self.clock())
@@ -41,7 +41,7 @@ class ProxyOutages:
         now_s = self.clock()
         deaths = [killed_s for killed_s in self._killed_s if began_s - PROXY_OUTAGE_S <= killed_s <= now_s]
         if deaths:
-            self.away_s = max(self.away_s, now_s - deaths[-1])
+            self.longest_s = max(self.longest_s, now_s - deaths[-1])
         return bool(deaths)
 
 
@@ -125,10 +125,10 @@ class Traffic:
             if not alone.startswith(cut.text):
                 self._wrong("wrong tokens", body, f"{cut.text!r} does not begin {alone!r}")
             elif self._outages.excuse(began_s):
-                self.ended["cut off by the death of a door"] += 1
+                self.ended["cut off by the death of an ingress or HAProxy"] += 1
                 await asyncio.sleep(0.2)  # the balancer comes back
             else:
-                self._wrong("cut off", body, f"{cut}, though no door was killed")
+                self._wrong("cut off", body, f"{cut}, though neither an ingress nor HAProxy was killed")
         except RuntimeError as error:
             self._wrong("refused", body, str(error))
             await asyncio.sleep(0.5)

@@ -1,1 +1,1 @@
-"""What adapters and the registry cost beside the streams."""
+"""Costs of adapters, the registry and the control plane, apart from the streams."""

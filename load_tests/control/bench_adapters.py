@@ -158,7 +158,7 @@ async def _costs(settings: Settings, checkpoint: Checkpoint, folder: Path) -> st
     cpu = CpuConfig(num_threads=settings.num_threads)
     config = EngineConfig(cpu=cpu, lora_pool_rows=8 * settings.rank, num_kv_blocks=64)
     service = _Service(checkpoint, folder, config, host_bytes=1 << 30)
-    service.library.from_source(str(folders[0]))  # the reading process is up
+    service.library.from_source(str(folders[0]))  # the reader process is up
     warm_s = [_elapsed_s(lambda path=path: service.library.from_source(str(path))) for path in folders]
     cold_s = []
     for path in folders:
@@ -225,9 +225,9 @@ async def _many(settings: Settings, checkpoint: Checkpoint, folder: Path) -> str
     entries = await asyncio.gather(*(service.register(f"a{i}", f"a{i}") for i in range(settings.num_adapters)))
     registered_s = time.perf_counter() - started_s
     weights = [1 / (index + 1) for index in range(settings.num_adapters)]
-    wanted = rng.choices(entries, weights, k=settings.num_requests)
+    requested = rng.choices(entries, weights, k=settings.num_requests)
     before = service.store.counts.of("host")
-    errors = await _serve(service, [entry.ref for entry in wanted], settings, checkpoint.spec.vocab_size, rng)
+    errors = await _serve(service, [entry.ref for entry in requested], settings, checkpoint.spec.vocab_size, rng)
     host = service.store.counts.of("host")
     hits, misses = (host.get(name, 0) - before.get(name, 0) for name in ("hits", "misses"))
     writes = service.engine.stats().num_adapter_writes

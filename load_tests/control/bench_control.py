@@ -76,7 +76,7 @@ def carry(service: PlacementService, costs: Costs) -> None:
 
         return call
 
-    for name in ("report", "assign", "watch", "watch_loads", "unreached"):
+    for name in ("report", "assign", "watch", "watch_loads", "report_unreachable"):
         setattr(service, name, wrap(name, getattr(service, name)))
 
 
@@ -104,15 +104,15 @@ class Devices:
         self._held = {each: OrderedDict.fromkeys(digests) for each, digests in service.resident.items()}
         self.changed: set[str] = set()
 
-    def use(self, replica_id: str, wanted: GenerateRequest) -> None:
-        if wanted.adapter is None:
+    def use(self, replica_id: str, generate_request: GenerateRequest) -> None:
+        if generate_request.adapter is None:
             return
         held = self._held[replica_id]
-        if wanted.adapter.digest not in held:
+        if generate_request.adapter.digest not in held:
             held.popitem(last=False)
             self.changed.add(replica_id)
-        held[wanted.adapter.digest] = None
-        held.move_to_end(wanted.adapter.digest)
+        held[generate_request.adapter.digest] = None
+        held.move_to_end(generate_request.adapter.digest)
 
     async def report_loop(self) -> None:
         """Each replica reports changes ten times a second at most."""
@@ -149,14 +149,14 @@ async def scale(seconds: float) -> Rows:
 
         ingress.replicas.submit = submit_and_use  # type: ignore[method-assign]
     await service.start()
-    telling = asyncio.create_task(devices.report_loop())
+    reporting = asyncio.create_task(devices.report_loop())
     count = int(RATE * seconds)
-    wanted = adapter_indices("zipf:1.0", NUM_ADAPTERS, np.zeros(count), np.random.default_rng(0))
+    drawn = adapter_indices("zipf:1.0", NUM_ADAPTERS, np.zeros(count), np.random.default_rng(0))
     placed: dict[str, list[float]] = {"base": [], "adapter": []}
 
     async def ask(number: int, kind: str) -> None:
         began_s = time.perf_counter()
-        ref = None if kind == "base" else digest(int(wanted[number]))
+        ref = None if kind == "base" else digest(int(drawn[number]))
         await service.ingresses[number % NUM_INGRESSES].answer(request(f"r{number}", ref))
         placed[kind].append(time.perf_counter() - began_s)
 
@@ -168,7 +168,7 @@ async def scale(seconds: float) -> Rows:
         tasks.append(asyncio.create_task(ask(number, "base" if number % 2 else "adapter")))
     await asyncio.gather(*tasks)
     took_s = loop.time() - began_s
-    telling.cancel()
+    reporting.cancel()
     await service.close()
     calls = {name: (costs.num_calls[name] - before[name]) / took_s for name in costs.num_calls}
     rows = [
@@ -198,7 +198,7 @@ async def thousand() -> Rows:
     began_s = time.perf_counter()
     answers = [await placement.assign([each]) for each in cold]
     assign_s = (time.perf_counter() - began_s) / len(cold)
-    ingress.placer.view.add_pending({each: homes for answer in answers for each, homes in answer.items()})
+    ingress.placer.view.add_pending({each: replica_ids for answer in answers for each, replica_ids in answer.items()})
     held, _ = await placement.watch(None, "new", 1.0) or (None, None)
     while True:
         held, page = await placement.watch(held, "new", 1.0) or (held, None)
@@ -218,7 +218,7 @@ async def thousand() -> Rows:
     await service.close()
     return [
         ("an `assign` of one adapter: time, bytes", f"{1e6 * assign_s:.0f} us, {len(pickle.dumps(answers[0]))}"),
-        ("a residency change as an ingress hears it, bytes", str(len(pickle.dumps(change)))),
+        ("a residency change as an ingress receives it, bytes", str(len(pickle.dumps(change)))),
         ("a request for a cold adapter in the ingress", f"{1e6 * cold_s:.0f} us"),
         ("a replica's whole report; one change, bytes", " ".join(map(str, _report_bytes()))),
     ]
@@ -255,13 +255,13 @@ def names(count: int) -> Rows:
     )
     per_name = (_resident_bytes() - before) / count
     draw = random.Random(0)
-    wanted = [f"adapter-{draw.randrange(count):07d}" for _ in range(2000)]
+    drawn = [f"adapter-{draw.randrange(count):07d}" for _ in range(2000)]
     began_s = time.perf_counter()
-    for name in wanted:
+    for name in drawn:
         assert view.resolve(name, "", "default") is not None
-    lookup_s = (time.perf_counter() - began_s) / len(wanted)
+    lookup_s = (time.perf_counter() - began_s) / len(drawn)
     began_s = time.perf_counter()
-    for name in wanted[:200]:
+    for name in drawn[:200]:
         view.page((CatalogEntry,), limit=1000, after=name, tenant_id="default")
     page_s = (time.perf_counter() - began_s) / 200
     return [(f"{count:,} names: a lookup, a page of 1,000, bytes a name",
@@ -269,10 +269,10 @@ def names(count: int) -> Rows:
 
 
 def _report_bytes() -> tuple[int, int]:
-    telling = DeltaReporter(ReplicaIdentity("store", "{}", 0.0))
+    reporter = DeltaReporter(ReplicaIdentity("store", "{}", 0.0))
     before = tuple(sorted(digest(index) for index in range(255)))
-    whole = telling.next_delta(ReplicaReport("EngineReplica#00000001", resident=before))
-    change = telling.next_delta(
+    whole = reporter.next_delta(ReplicaReport("EngineReplica#00000001", resident=before))
+    change = reporter.next_delta(
         ReplicaReport("EngineReplica#00000001", resident=tuple(sorted([*before[1:], digest(999)])))
     )
     return len(pickle.dumps(whole)), len(pickle.dumps(change))

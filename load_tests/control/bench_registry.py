@@ -61,11 +61,11 @@ from app.engine.adapters.card import AdapterCard, AdapterRef
 #: Rows written by one statement.
 _BATCH = 10_000
 #: Names that are registered lazily.
-MAX_UNREAD = 100_000
+MAX_LAZY = 100_000
 
 
 class _InstantStore:
-    """Adapters are read at once: reading is not what is measured."""
+    """A store that reads adapters at once: reading is not measured."""
 
     cached_digests: frozenset[str] = frozenset()
 
@@ -100,20 +100,20 @@ class _NoBytes(HostAdapterCache[None]):
 
 
 class _Activities(TenantsService):
-    """The owner's part that knows what was seen of adapters."""
+    """A tenants service that only keeps the adapters' statistics."""
 
     def __init__(self) -> None:
-        self._book = AdapterStatsTable(time.time)
+        self._stats = AdapterStatsTable(time.time)
 
     async def note_activity(self, rows: Sequence[tuple[ActivityKey, Activity]]) -> None:
-        self._book.add(rows)
+        self._stats.add(rows)
 
     async def adapter_stats(self, ref: AdapterRef, *, tenant_id: str | None) -> ActivityStats:
-        return self._book.stats(ref, tenant_id=tenant_id)
+        return self._stats.stats(ref, tenant_id=tenant_id)
 
 
 class _Nowhere:
-    """No adapter is on a device."""
+    """A placement in which no adapter is on a device."""
 
     def __init__(self) -> None:
         self.view = PlacementView()
@@ -233,7 +233,7 @@ async def measure(url: str, num_adapters: int, num_samples: int) -> list[tuple[s
         async def get(path: str) -> None:
             (await http.get(path)).raise_for_status()
 
-        asked: dict[str, Callable[[], Awaitable[None]]] = {
+        routes: dict[str, Callable[[], Awaitable[None]]] = {
             "GET /v1/models?limit=20&after=": lambda: get(f"/v1/models?limit=20&after={name()}"),
             "GET /v1/models?limit=100&after=": lambda: get(f"/v1/models?limit=100&after={name()}"),
             "GET /v1/models?limit=1000&after=": lambda: get(f"/v1/models?limit=1000&after={name()}"),
@@ -241,7 +241,7 @@ async def measure(url: str, num_adapters: int, num_samples: int) -> list[tuple[s
             "GET /v1/models/{name}": lambda: get(f"/v1/models/{name()}"),
             "GET /v1/loras/{name}": lambda: get(f"/v1/loras/{name()}"),
         }
-        for what, ask in asked.items():
+        for what, ask in routes.items():
             results.append((what, await _median_time(ask, num_samples)))
         names = [name() for _ in range(10_000)]
         started_s = time.perf_counter()
@@ -260,15 +260,18 @@ async def measure(url: str, num_adapters: int, num_samples: int) -> list[tuple[s
         )
         results.append(("  of that, an ingress takes over the name", f"{sorted(apply_us)[len(apply_us) // 2]:.0f} µs"))
         started_s = time.perf_counter()
-        num_unread = min(num_adapters, MAX_UNREAD)
-        for start in range(0, num_unread, BATCH):
-            numbers = range(start, min(start + BATCH, num_unread))
-            adapters = [{"name": f"unread{number:06d}", "path": f"s3://bucket/{number:06d}"} for number in numbers]
+        num_lazy = min(num_adapters, MAX_LAZY)
+        for start in range(0, num_lazy, BATCH):
+            numbers = range(start, min(start + BATCH, num_lazy))
+            adapters = [{"name": f"lazy{number:06d}", "path": f"s3://bucket/{number:06d}"} for number in numbers]
             (await http.post("/v1/loras/manifest", json={"adapters": adapters})).raise_for_status()
         seconds = time.perf_counter() - started_s
-        assert view.adapter(f"unread{num_unread - 1:06d}", DEFAULT_TENANT) is not None, "every ingress knows them"
+        assert view.adapter(f"lazy{num_lazy - 1:06d}", DEFAULT_TENANT) is not None, "every ingress knows them"
         results.append(
-            (f"POST /v1/loras/manifest: {num_unread:,} more names, unread, {BATCH:,} a call", f"{seconds:.2f} s")
+            (
+                f"POST /v1/loras/manifest: {num_lazy:,} more names, registered lazily, {BATCH:,} a call",
+                f"{seconds:.2f} s",
+            )
         )
         following.cancel()
     registry.close()
@@ -277,18 +280,18 @@ async def measure(url: str, num_adapters: int, num_samples: int) -> list[tuple[s
 
 def _database_calls(registry: Registry, name: Callable[[], str]) -> dict[str, Callable[[], object]]:
     """The registry's database calls behind its routes."""
-    catalog, journal = registry.catalog, registry.event_log
+    catalog, event_log = registry.catalog, registry.event_log
     with registry.database.read() as connection:
         sample = select(events.c.public_id).order_by(func.random()).limit(1000)
         event_ids = connection.scalars(sample).all()
     return {
         "one name": lambda: catalog.get(name(), tenant_id="default"),
-        "the events of one name": lambda: journal.events(name(), tenant_id="default"),
-        "a page of 100 events": lambda: journal.events(before=random.choice(event_ids), tenant_id="default"),
-        "a page of 1,000 events": lambda: journal.events(
+        "the events of one name": lambda: event_log.events(name(), tenant_id="default"),
+        "a page of 100 events": lambda: event_log.events(before=random.choice(event_ids), tenant_id="default"),
+        "a page of 1,000 events": lambda: event_log.events(
             before=random.choice(event_ids), limit=1000, tenant_id="default"
         ),
-        "a page of a tenant without events": lambda: journal.events(tenant_id="quiet"),
+        "a page of a tenant without events": lambda: event_log.events(tenant_id="quiet"),
     }
 
 

@@ -49,9 +49,9 @@ Floats = NDArray[np.float32]
 CALLER = Principal("ada", "key", PUBLIC)
 #: The default service, whose adapters are the demo adapters.
 SERVICE = ROOT / "configs" / "serve.yaml"
-#: Made topics that demo adapters are for, too.
+#: Generated topics that demo adapters are for, too.
 OF_DEMO = ("sql", "support")
-#: What an embedder is called that is the base model itself.
+#: The name of the embedder that is the base model itself.
 BASE = "base"
 
 
@@ -78,9 +78,9 @@ class BaseInProcess:
 
 
 class RoutingResult(NamedTuple):
-    """The choice for a prompt without a threshold: the best name and its score. `wanted` None: the base."""
+    """The choice for a prompt without a threshold: the best name and its score. `expected` None: the base."""
 
-    wanted: str | None
+    expected: str | None
     name: str
     score: float
 
@@ -108,29 +108,29 @@ def router_of(descriptions: dict[str, str], embedder: TextEmbedder) -> SemanticR
 async def ask(
     router: SemanticRouter, prompts: Sequence[tuple[str | None, str]]
 ) -> tuple[list[RoutingResult], list[float]]:
-    """The choices for (wanted, prompt), and seconds of each decision."""
-    asked, seconds = [], []
-    for wanted, prompt in prompts:
+    """The choices for (expected, prompt), and seconds of each decision."""
+    results, seconds = [], []
+    for expected, prompt in prompts:
         started_s = time.perf_counter()
         decision: Decision = await router.decide(prompt, CALLER)
         seconds.append(time.perf_counter() - started_s)
-        asked.append(RoutingResult(wanted, decision.chosen[0].name, decision.chosen[0].score))
-    return asked, seconds
+        results.append(RoutingResult(expected, decision.chosen[0].name, decision.chosen[0].score))
+    return results, seconds
 
 
-def accuracy(asked: Sequence[RoutingResult], threshold: float | None = None) -> Accuracy:
+def accuracy(results: Sequence[RoutingResult], threshold: float | None = None) -> Accuracy:
     """With this threshold, or with the best one; adapters' prompts and the base's count alike, however many."""
-    of_adapters = [one for one in asked if one.wanted is not None]
-    of_base = [one for one in asked if one.wanted is None]
+    of_adapters = [one for one in results if one.expected is not None]
+    of_base = [one for one in results if one.expected is None]
 
     def at(value: float) -> float:
-        right = [sum(one.name == one.wanted and one.score >= value for one in of_adapters) / len(of_adapters)]
+        right = [sum(one.name == one.expected and one.score >= value for one in of_adapters) / len(of_adapters)]
         right += [sum(one.score < value for one in of_base) / len(of_base)] if of_base else []
         return statistics.mean(right)
 
     if threshold is None:
         threshold = max((round(value, 2) for value in np.arange(-0.2, 0.95, 0.01).tolist()), key=at)
-    best = sum(one.name == one.wanted for one in of_adapters) / len(of_adapters)
+    best = sum(one.name == one.expected for one in of_adapters) / len(of_adapters)
     return Accuracy(best, at(threshold), threshold)
 
 
@@ -154,9 +154,9 @@ def search_ms(num_candidates: int, width: int, num_rounds: int = 20) -> float:
 
 
 def demo_prompts(split: Split, count: int, num_topics: int) -> list[tuple[str | None, str]]:
-    """(wanted, prompt): as many of each demo task, and those of half of the made topics, which are for the base.
+    """(expected, prompt): as many of each demo task, and those of half of the generated topics, which are for the base.
 
-    What a function has answered is no message of a user's.
+    Conversations with a function's answer are left out: it is no message of a user's.
     """
     prompts: list[tuple[str | None, str]] = [
         (name, example.prompt)
@@ -178,42 +178,42 @@ def demo_descriptions() -> dict[str, dict[str, str]]:
 
 
 async def measure_demo(embedder: TextEmbedder, descriptions: dict[str, str], count: int, num_topics: int) -> list[str]:
-    """One embedder's cells for the demo adapters, so described."""
+    """One embedder's cells for the demo adapters with these descriptions."""
     router = router_of(descriptions, embedder)
     await router.decide("Hello", CALLER)  # descriptions are embedded
-    seen, _ = await ask(router, demo_prompts("train", count, num_topics))
-    asked, _ = await ask(router, demo_prompts("heldout", count, num_topics))
+    training, _ = await ask(router, demo_prompts("train", count, num_topics))
+    results, _ = await ask(router, demo_prompts("heldout", count, num_topics))
     await router.close()
-    threshold = accuracy(seen).threshold
-    found = accuracy(asked, threshold)
-    of_base = [one for one in asked if one.wanted is None]
+    threshold = accuracy(training).threshold
+    found = accuracy(results, threshold)
+    of_base = [one for one in results if one.expected is None]
     cells = [f"{threshold:.2f}", f"{found.best:.1%}", f"{found.at:.1%}"]
     for name in RECIPES:
-        own = [one for one in asked if one.wanted == name]
+        own = [one for one in results if one.expected == name]
         cells.append(f"{sum(one.name == name and one.score >= threshold for one in own) / len(own):.0%}")
     return [*cells, f"{sum(one.score < threshold for one in of_base) / len(of_base):.1%}"]
 
 
-async def measure_made(embedder: TextEmbedder, num_topics: int, num_candidates: int) -> list[str]:
-    """One embedder's cells for the made descriptions."""
+async def measure_generated(embedder: TextEmbedder, num_topics: int, num_candidates: int) -> list[str]:
+    """One embedder's cells for the generated descriptions."""
     topics = TOPICS[:num_topics]
-    described, unknown = topics[::2], topics[1::2]
-    made = router_of({topic.name: topic.description for topic in described}, embedder)
-    prompts: list[tuple[str | None, str]] = [(one.name, prompt) for one in described for prompt in one.prompts]
+    with_adapter, unknown = topics[::2], topics[1::2]
+    generated = router_of({topic.name: topic.description for topic in with_adapter}, embedder)
+    prompts: list[tuple[str | None, str]] = [(one.name, prompt) for one in with_adapter for prompt in one.prompts]
     prompts += [(None, prompt) for one in unknown for prompt in one.prompts]
-    await made.decide("Hello", CALLER)  # descriptions are embedded
-    asked, seconds = await ask(made, prompts)
-    calibrated = accuracy(asked)
+    await generated.decide("Hello", CALLER)  # descriptions are embedded
+    results, seconds = await ask(generated, prompts)
+    calibrated = accuracy(results)
     every = router_of({topic.name: topic.description for topic in topics}, embedder)
     of_all, _ = await ask(every, [(one.name, prompt) for one in topics for prompt in one.prompts])
     width = (await embedder.embed(["x"], None)).shape[1]
-    for router in (made, every):
+    for router in (generated, every):
         await router.close()
     return [
         f"{calibrated.threshold:.2f}",
         f"{accuracy(of_all).best:.1%}",
         f"{calibrated.at:.1%}",
-        f"{accuracy(asked, 0.6).at:.1%}",
+        f"{accuracy(results, 0.6).at:.1%}",
         f"{statistics.median(seconds) * 1000:.1f}",
         f"{search_ms(num_candidates, width):.1f}",
     ]
@@ -222,7 +222,7 @@ async def measure_made(embedder: TextEmbedder, num_topics: int, num_candidates: 
 def run(embedders: Sequence[TextEmbedder], num_demo_prompts: int, num_topics: int, num_candidates: int) -> str:
     """Measure everything; the Markdown."""
     before = environment()
-    made = [
+    generated = [
         "| embedder | threshold | nearest is right | with the threshold | at 0.6 | ms per decision | "
         f"ms among {num_candidates:,} |",
         "|---|---:|---:|---:|---:|---:|---:|",
@@ -233,16 +233,16 @@ def run(embedders: Sequence[TextEmbedder], num_demo_prompts: int, num_topics: in
         f"|---|---|---:|---:|---:|{'---:|' * len(RECIPES)}---:|",
     ]
     for embedder in embedders:
-        cells = asyncio.run(measure_made(embedder, num_topics, num_candidates))
-        made.append(f"| {embedder.name} | {' | '.join(cells)} |")
-        for whose, descriptions in demo_descriptions().items():
+        cells = asyncio.run(measure_generated(embedder, num_topics, num_candidates))
+        generated.append(f"| {embedder.name} | {' | '.join(cells)} |")
+        for source, descriptions in demo_descriptions().items():
             cells = asyncio.run(measure_demo(embedder, descriptions, num_demo_prompts, num_topics))
-            demo.append(f"| {embedder.name} | {whose} | {' | '.join(cells)} |")
+            demo.append(f"| {embedder.name} | {source} | {' | '.join(cells)} |")
     head = (
         f"{before['cpu']}, {before['num_cpus']} CPUs, commit {before['commit']}, load average before "
         f"{before['load_average']}."
     )
-    return "\n".join([head, "", "Made descriptions:", "", *made, "", "Demo adapters:", "", *demo])
+    return "\n".join([head, "", "Generated descriptions:", "", *generated, "", "Demo adapters:", "", *demo])
 
 
 def main() -> None:

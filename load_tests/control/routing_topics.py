@@ -1,7 +1,7 @@
-"""A made set for `model: "auto"`: fifty descriptions of adapters and ten prompts for each.
+"""A generated data set for `model: "auto"`: fifty descriptions of adapters (`TOPICS`) and ten prompts for each.
 
-In: nothing. Out: `TOPICS`, and prompts by a fixed rule: each topic has five things that its description does not name,
-and every thing is asked for in two of ten ways. Prompts of topics that no adapter describes are for the base.
+Prompts follow a fixed rule: each topic has five things that its description does not name, and two of the ten question
+templates are filled in with each thing. Prompts of topics that no adapter describes are for the base.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ class Topic(NamedTuple):
 
     @property
     def prompts(self) -> list[str]:
-        """Ten."""
+        """Ten prompts: each thing in two of the templates."""
         ways = [_WAYS[2 * index : 2 * index + 2] for index in range(len(self.things))]
         return [way.format(thing) for thing, two in zip(self.things, ways, strict=True) for way in two]
 

@@ -37,7 +37,7 @@ def request(name: str, digest: str | None = None) -> GenerateRequest:
     return GenerateRequest(name, "default", (1,), SamplingParams(), adapter=ref)
 
 
-async def _no_shares(*_: object) -> tuple[Version, Changes[str, float]] | None:
+async def _no_traffic_weights(*_: object) -> tuple[Version, Changes[str, float]] | None:
     await asyncio.Event().wait()
     return None
 
@@ -59,7 +59,7 @@ class SimulatedPlacer(Placer):
         await self._placement.report_unreachable(self._ingress_id, replica_ids)
 
 
-class _AtOnce:
+class _UnbatchedRouter:
     """Assigns every stream on arrival, without batching."""
 
     def __init__(self, router: RequestRouter) -> None:
@@ -85,18 +85,18 @@ class SimulatedIngress(Generic[T]):
         self.placer = SimulatedPlacer(service, self.watched, ingress_id)
         self.connections = ReplicaConnections(replicas, self.placer, self.loads)
         policy = make_policy(PlacementConfig())
-        heads = PrefixHasher("no base", 16)
+        hasher = PrefixHasher("no base", 16)
         self.router = RequestRouter(
-            self.connections, self.placer, policy, clock, random.Random(seed), limits.replica_timeout_s, heads.of
+            self.connections, self.placer, policy, clock, random.Random(seed), limits.replica_timeout_s, hasher.of
         )
         self.cold = ColdStartLimiter(self.placer, limits)
-        self.dispatcher = Dispatcher(_AtOnce(self.router), self.connections, self.cold)
+        self.dispatcher = Dispatcher(_UnbatchedRouter(self.router), self.connections, self.cold)
         watched_loads = LoadTableClient(service.watch_loads, ingress_id, self.loads.apply_reports)
         self.followers = [asyncio.create_task(follow()) for follow in (self.watched.follow, watched_loads.follow)]
 
-    async def answer(self, wanted: GenerateRequest) -> None:
+    async def answer(self, generate_request: GenerateRequest) -> None:
         """Run one request to its end. Raises what the dispatcher raises."""
-        async for chunk in self.dispatcher.stream(wanted):
+        async for chunk in self.dispatcher.stream(generate_request):
             if chunk.error is not None:
                 raise chunk.error
 
@@ -125,12 +125,12 @@ class SimulatedService:
     ) -> None:
         config = PlacementConfig()
         clock = asyncio.get_running_loop().time
-        self.placement = PlacementService(config, lambda _: _no_shares, lambda: None, clock)
+        self.placement = PlacementService(config, lambda _: _no_traffic_weights, lambda: None, clock)
         carry(self.placement)
         self.num_running: Counter[str] = Counter()
         self.resident = {replica_id: tuple(sorted((resident or {}).get(replica_id, ()))) for replica_id in replicas}
         origin = ReplicaIdentity("store", config.model_dump_json(), 0.0)
-        self._tellings = {replica_id: DeltaReporter(origin) for replica_id in replicas}
+        self._reporters = {replica_id: DeltaReporter(origin) for replica_id in replicas}
         self.silent: set[str] = set()
         self.ingresses = [
             SimulatedIngress(
@@ -151,11 +151,11 @@ class SimulatedService:
 
     async def report(self, replica_id: str) -> None:
         """Make a replica report now."""
-        telling = self._tellings[replica_id]
+        reporter = self._reporters[replica_id]
         state = ReplicaReport(replica_id, self.num_running[replica_id], resident=self.resident[replica_id])
-        if not await self.placement.report(telling.next_delta(state)):
-            telling.reset()
-            await self.placement.report(telling.next_delta(state))
+        if not await self.placement.report(reporter.next_delta(state)):
+            reporter.reset()
+            await self.placement.report(reporter.next_delta(state))
 
     async def close(self) -> None:
         for task in self._reporting:

@@ -73,12 +73,12 @@ CASES = (
 
 class Sizes(NamedTuple):
     """Bytes: of as many rows of every module as the largest rank wants, of the run of rank rows, of these that the
-    adapter's modules use, and of what it holds beside them."""
+    adapter's modules use, and of its extra weights."""
 
     every_module: int
     rank_rows: int
     used: int
-    beside: int
+    extra: int
 
 
 def sizes(case: Case, spec: ModelSpec, dtype: Any) -> Sizes:
@@ -98,16 +98,16 @@ def adapter_of(case: Case, spec: ModelSpec, dtype: Any) -> LoraAdapter:
 
 def _pairs(case: Case, spec: ModelSpec, dtype: Any) -> Iterator[tuple[LoraKey, LoraPair]]:
     for layer in range(len(spec.layers)):
-        for product in layer_linear_modules(spec, layer):
-            if product.name == "router":
+        for module in layer_linear_modules(spec, layer):
+            if module.name == "router":
                 continue
-            experts = product.experts if product.num_experts is None else product.experts[: case.experts]
+            experts = module.experts if module.num_experts is None else module.experts[: case.experts]
             for expert in experts:
-                shared = np.empty((case.rank, product.d_in), dtype)  # gate's and up's, as PEFT trains one pair for both
-                for target, width in zip(product.targets, product.widths, strict=True):
+                shared = np.empty((case.rank, module.d_in), dtype)  # gate's and up's, as PEFT trains one pair for both
+                for target, width in zip(module.targets, module.widths, strict=True):
                     if case.targets and target not in case.targets:
                         continue
-                    a = shared if expert is not None else np.empty((case.rank, product.d_in), dtype)
+                    a = shared if expert is not None else np.empty((case.rank, module.d_in), dtype)
                     yield LoraKey(layer, target, expert=expert), LoraPair(a, np.empty((case.rank, width), dtype))
 
 
@@ -124,7 +124,7 @@ def report() -> str:
         lines.append(
             f"| {case.model} | {case.name} | {case.rank} | {found.every_module / 1e6:.1f} MB | "
             f"{found.rank_rows / 1e6:.1f} MB | {found.used / found.rank_rows:.0%} | "
-            f"{found.beside / 1e6:.1f} MB | {(found.rank_rows + found.beside) / 1e6:.1f} MB |"
+            f"{found.extra / 1e6:.1f} MB | {(found.rank_rows + found.extra) / 1e6:.1f} MB |"
         )
     return "\n".join(lines)
 

@@ -110,7 +110,7 @@ def _write_activated(folder: Path, llm: LLM, settings: Settings, invocation: tup
 def main() -> None:
     """Command line."""
     defaults = Settings(Path())
-    parser = argparse.ArgumentParser(description="Time to first token of activated LoRA beside LoRA.")
+    parser = argparse.ArgumentParser(description="Time to first token of activated LoRA compared with LoRA.")
     parser.add_argument("--model", default=DEFAULT_MODEL_URI, help="path or source URI of the base")
     parser.add_argument("--tokens", type=numbers, default=defaults.lengths, help="1000,4000: of the conversation")
     parser.add_argument("--rank", type=int, default=defaults.rank)

@@ -147,7 +147,7 @@ def _best_s(work: Callable[[], object]) -> float:
 
 def main() -> None:
     """Command line."""
-    parser = argparse.ArgumentParser(description="The engine beside the machine's own limits.")
+    parser = argparse.ArgumentParser(description="The engine compared with the machine's own limits.")
     parser.add_argument("--model", default=DEFAULT_MODEL_URI, help="path or source URI of the base model")
     parser.add_argument("--prompt-tokens", type=int, default=1024)
     parser.add_argument("--streams", type=numbers, default=(8, 32), help="each stream with an adapter of its own")

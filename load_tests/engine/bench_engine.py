@@ -269,7 +269,9 @@ def _ratios(settings: Settings, compared: Sequence[tuple[Comparison, Spread]]) -
 
 def main() -> None:
     """Command line."""
-    parser = argparse.ArgumentParser(description="Decoding speed of the engine alone, beside transformers and PEFT.")
+    parser = argparse.ArgumentParser(
+        description="Decoding speed of the engine alone, compared with transformers and PEFT."
+    )
     parser.add_argument("--model", default=DEFAULT_MODEL_URI, help="path or source URI of the base model")
     parser.add_argument("--streams", type=numbers, default=(1, 8, 32))
     parser.add_argument("--adapters", type=numbers, default=(1, 8), help="numbers of adapters; the base always runs")
@@ -279,8 +281,8 @@ def main() -> None:
     parser.add_argument("--reference-tokens", type=int, default=24, help="fewer, because the references are slow")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--threads", type=int, default=0, help="for everybody; 0 takes every core")
-    parser.add_argument("--weight-storage", choices=("auto", "float32", "int8"), default="auto")
+    parser.add_argument("--threads", type=int, default=0, help="for every system; 0 takes every core")
+    parser.add_argument("--weight-dtype", choices=("auto", "float32", "int8"), default="auto")
     parser.add_argument("--adapter-dtype", choices=("bfloat16", "float32"), default="bfloat16", help="in their files")
     parser.add_argument(
         "--device", choices=("cpu", "cuda"), default="cpu", help="of the engine; cuda needs --no-reference"

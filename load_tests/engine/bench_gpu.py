@@ -41,7 +41,7 @@ from load_tests.engine.llama_shapes import (
 )
 from load_tests.stats import Spread, ratios, rounds, spread
 
-#: The modules that many adapters are trained on.
+#: The modules of adapters that are trained on q and v only, as many are.
 QUERY_AND_VALUE = ("q_proj", "v_proj")
 
 
@@ -77,7 +77,7 @@ class Bench:
             backend.write_adapter(index + 1, RANK * index, self._adapters.adapter(index, targets))
 
     def bound(self, num_adapters: int, targets: Sequence[str] = DENSE_TARGETS) -> float:
-        """A decode step's bytes with so many adapters over the base's: weights, keys and values, rank rows."""
+        """A decode step's bytes with `num_adapters` adapters over the base's: weights, keys and values, rank rows."""
         layers = range(len(self.spec.layers))
         shapes = {target: [target_shape(self.spec, layer, target) for layer in layers] for target in DENSE_TARGETS}
         weights = sum(d_in * d_out for of in shapes.values() for d_in, d_out in of)
@@ -168,7 +168,7 @@ class Bench:
         gc.collect()
 
     def prefill(self) -> None:
-        """A step of prompts, each with another adapter, beside the same step of the base."""
+        """A step of prompts, each with another adapter, compared with the same step of the base."""
         base, adapted = self.prefill_batch(0), self.prefill_batch(self.sizes.prefill_adapters)
         calls = {
             "base": partial(self.step_s, self.engine, base),
@@ -269,15 +269,15 @@ def run(
     kernels: Kernels = TRITON,
     save: Callable[[dict[str, Any]], None] = lambda _: None,
 ) -> dict[str, Any]:
-    """Measure everything; a part that fails is noted with its error, and the others go on. `save` is given what there
-    is after each part."""
+    """Measure everything; a part that fails is recorded with its error, and the others go on. `save` gets the results
+    so far after each part."""
     bench = Bench(name, device, sizes, kernels)
     bench.found["device"] = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     for part in (bench.decoding, bench.prefill, bench.loading, bench.batch_invariant):
         started = time.perf_counter()
         try:
             part()
-        except Exception as error:  # the report says so; the other parts are worth their device time
+        except Exception as error:  # recorded; the other parts still run
             bench.found[f"{part.__name__}: failed"] = f"{type(error).__name__}: {error}"
         bench.found[f"{part.__name__}: took s"] = round(time.perf_counter() - started, 1)
         save(bench.found)

@@ -179,7 +179,9 @@ def _agreement(tokens: dict[Case, tuple[tuple[int, ...], ...]]) -> str:
 
 def main() -> None:
     """Command line."""
-    parser = argparse.ArgumentParser(description="Decoding speed of the JAX engine beside the CPU engine and PEFT.")
+    parser = argparse.ArgumentParser(
+        description="Decoding speed of the JAX engine compared with the CPU engine and PEFT."
+    )
     parser.add_argument("--model", default=DEFAULT_MODEL_URI, help="path or source URI of the base model")
     parser.add_argument("--streams", type=numbers, default=(1, 8, 32))
     parser.add_argument("--adapters", type=int, default=8)

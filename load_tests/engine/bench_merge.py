@@ -33,7 +33,7 @@ GROUPED, IN_FLOAT32, MERGED = "grouped", "grouped, float32", "merged"
 
 
 class Case(NamedTuple):
-    """Streams that decode at once, over so many adapters."""
+    """A measurement: the system, and the numbers of streams and adapters."""
 
     system: str
     num_adapters: int
@@ -101,9 +101,9 @@ def run(settings: Settings) -> str:
     ]
     for case in cases:
         if case.system == MERGED:
-            mine, grouped, plain = (values[case._replace(system=name)] for name in (MERGED, GROUPED, IN_FLOAT32))
-            cells = [f"{spread(one).median:.1f}" for one in (grouped, plain, mine)]
-            cells += [str(ratios(mine, other)) for other in (grouped, plain)]
+            merged, grouped, plain = (values[case._replace(system=name)] for name in (MERGED, GROUPED, IN_FLOAT32))
+            cells = [f"{spread(one).median:.1f}" for one in (grouped, plain, merged)]
+            cells += [str(ratios(merged, other)) for other in (grouped, plain)]
             lines.append(f"| {case.num_streams} | {case.num_adapters} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
@@ -111,12 +111,12 @@ def run(settings: Settings) -> str:
 def _decoders(settings: Settings, checkpoint: Checkpoint, paths: list[Path]) -> dict[str, EngineDecoder]:
     most = max(settings.streams)
     length = settings.num_prompt_tokens + settings.num_tokens
-    storages: dict[str, WeightDtype] = {GROUPED: "auto", IN_FLOAT32: "float32", MERGED: "auto"}
+    weight_dtypes: dict[str, WeightDtype] = {GROUPED: "auto", IN_FLOAT32: "float32", MERGED: "auto"}
     adapters = [read_peft(path, checkpoint.spec) for path in paths]
     found = {}
-    for name, storage in storages.items():
+    for name, weight_dtype in weight_dtypes.items():
         config = EngineConfig(
-            cpu=CpuConfig(num_threads=settings.num_threads, weight_dtype=storage),
+            cpu=CpuConfig(num_threads=settings.num_threads, weight_dtype=weight_dtype),
             lora_pool_rows=2 * len(paths) * max(8, settings.rank),
             num_kv_blocks=most * (-(-length // 16) + 1),
             max_num_seqs=most,
@@ -132,7 +132,7 @@ def _decoders(settings: Settings, checkpoint: Checkpoint, paths: list[Path]) -> 
 def main() -> None:
     """Command line."""
     defaults = Settings(Path())
-    parser = argparse.ArgumentParser(description="Merged weights beside adapters.")
+    parser = argparse.ArgumentParser(description="Merged weights compared with adapters.")
     parser.add_argument("--model", default=DEFAULT_MODEL_URI, help="path or source URI of the base")
     parser.add_argument("--streams", type=numbers, default=defaults.streams)
     parser.add_argument("--adapters", type=numbers, default=defaults.adapters)

@@ -45,7 +45,7 @@ from load_tests.engine.vllm_reference import VllmDecoder
 from load_tests.stats import environment, numbers, ratios, rounds, spread
 
 ENGINE, TRANSFORMERS, PEFT, VLLM = "engine", "transformers", "PEFT, one adapter", "vLLM, eager"
-#: The rate of torch's sum over so many bytes, the median of a few.
+#: The rate of torch's sum over `_READ_BYTES` bytes, the median of a few.
 BANDWIDTH = "bandwidth"
 _READ_BYTES = 256 << 20
 
@@ -169,7 +169,7 @@ class _CountingDecoder(TransformersDecoder):
         self._spec = spec
 
     def step_bytes(self, prompts: Sequence[Sequence[int]], num_tokens: int) -> float:
-        """What a step that decodes these prompts reads, on average: its experts once each, and every other product."""
+        """Bytes that a step decoding these prompts reads on average: its experts once each, and every other module."""
         used: list[int] = []
 
         def count(_module: Any, _inputs: Any, output: Any) -> None:
@@ -187,13 +187,13 @@ def _bytes_of(spec: ModelSpec, num_experts: float) -> float:
     """Bytes of one step in float32 with `num_experts` experts of each layer, without caches."""
     total: float = spec.vocab_size * spec.hidden_size
     for layer in range(len(spec.layers)):
-        for product in layer_linear_modules(spec, layer):
-            total += product.d_in * product.width() * (1 if product.num_experts is None else num_experts)
+        for module in layer_linear_modules(spec, layer):
+            total += module.d_in * module.width() * (1 if module.num_experts is None else num_experts)
     return 4.0 * total
 
 
 class _PeftDecoder(TransformersDecoder):
-    """The first adapter for every stream."""
+    """PEFT's decoder, with the first adapter for every stream."""
 
     def __init__(self, model: Any, folder: Path) -> None:
         super().__init__(PeftModel.from_pretrained(model, str(folder)).eval())
@@ -284,7 +284,7 @@ def report(
 ) -> str:
     """Tokens per second and CPU time, and ratios within rounds; then the base's step over its bytes."""
     lines = [
-        "| streams | who | adapters | tokens/s | ratio | CPU ms/token | CPU ratio |",
+        "| streams | system | adapters | tokens/s | ratio | CPU ms/token | CPU ratio |",
         "|---:|---|---:|---:|---|---:|---:|",
     ]
     for case, found in measured.items():

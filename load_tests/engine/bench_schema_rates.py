@@ -39,7 +39,7 @@ PROMPT_TOKENS = 24
 class Case(NamedTuple):
     """A measurement: the system, whether answers have a schema, the number of streams."""
 
-    who: str
+    system: str
     has_schema: bool
     num_streams: int
 
@@ -49,9 +49,9 @@ class Bench:
 
     def __init__(self, model: Path, vllm: Path | None, folder: Path, streams: Sequence[int], num_tokens: int) -> None:
         self.cases = [
-            Case(who, has_schema, count)
+            Case(system, has_schema, count)
             for count in streams
-            for who in (ENGINE, VLLM)[: 2 if vllm else 1]
+            for system in (ENGINE, VLLM)[: 2 if vllm else 1]
             for has_schema in (False, True)
         ]
         self._num_tokens = num_tokens
@@ -69,12 +69,12 @@ class Bench:
         """Tokens per second."""
         prompts, adapters = self._prompts[: case.num_streams], [None] * case.num_streams
         started_s = time.perf_counter()
-        if case.who == ENGINE:
+        if case.system == ENGINE:
             decoded = self._ours[case.has_schema].decode(prompts, adapters, self._num_tokens)
         else:
             assert self._vllm is not None
-            wanted = schema("name") if case.has_schema else None
-            decoded = self._vllm.decode(prompts, adapters, self._num_tokens, wanted)
+            json_schema = schema("name") if case.has_schema else None
+            decoded = self._vllm.decode(prompts, adapters, self._num_tokens, json_schema)
         took_s = time.perf_counter() - started_s
         short = [len(answer) for answer in decoded.token_ids if len(answer) != self._num_tokens]
         if short:
@@ -86,7 +86,7 @@ class Bench:
 
     def num_same(self, has_schema: bool, num_streams: int) -> int:
         """How many streams had the same tokens in both engines in the last round."""
-        pair = (self._last[Case(who, has_schema, num_streams)] for who in (ENGINE, VLLM))
+        pair = (self._last[Case(system, has_schema, num_streams)] for system in (ENGINE, VLLM))
         return sum(one == other for one, other in zip(*pair, strict=True))
 
     def close(self) -> None:
@@ -114,18 +114,18 @@ def _open_vllm(python: Path, model: Path, folder: Path, max_streams: int, num_to
 def table(bench: Bench, values: dict[Case, list[float]]) -> str:
     """What was measured, in Markdown."""
     lines = [
-        "| streams | who | answers | tokens/s | of its free answers | of vLLM | the same tokens |",
+        "| streams | system | answers | tokens/s | of its free answers | of vLLM | the same tokens |",
         "|---:|---|---|---:|---|---|---:|",
     ]
     for case in bench.cases:
-        free, other = case._replace(has_schema=False), case._replace(who=VLLM)
+        free, other = case._replace(has_schema=False), case._replace(system=VLLM)
         of_free = str(ratios(values[case], values[free])) if case.has_schema else ""
-        is_beside = case.who == ENGINE and other in values
-        of_vllm = str(ratios(values[case], values[other])) if is_beside else ""
-        same = str(bench.num_same(case.has_schema, case.num_streams)) if is_beside else ""
+        is_compared = case.system == ENGINE and other in values
+        of_vllm = str(ratios(values[case], values[other])) if is_compared else ""
+        same = str(bench.num_same(case.has_schema, case.num_streams)) if is_compared else ""
         answers = "schema" if case.has_schema else "free"
         rate = f"{spread(values[case]).median:.0f}"
-        lines.append(f"| {case.num_streams} | {case.who} | {answers} | {rate} | {of_free} | {of_vllm} | {same} |")
+        lines.append(f"| {case.num_streams} | {case.system} | {answers} | {rate} | {of_free} | {of_vllm} | {same} |")
     return "\n".join(lines)
 
 

@@ -67,7 +67,7 @@ _SCHEMA = {
     "additionalProperties": False,
 }  # fmt: skip
 
-#: What the demo adapter answers.
+#: The schema of the demo adapter's answers.
 _OWN_SCHEMA = {
     "type": "object",
     "properties": {
@@ -102,7 +102,7 @@ class Case(NamedTuple):
 
 
 def cases(settings: Settings) -> dict[str, Case]:
-    """By what they are called in the table."""
+    """The cases by their names in the table."""
     return {
         "edit, base": Case((_EDIT,)),
         "edit, base, with the program as prediction": Case((_EDIT,), prediction=_CODE),
@@ -200,15 +200,15 @@ def run(settings: Settings) -> str:
         per_cpu = {speculative_decoding: each.tokens_per_cpu_s for speculative_decoding, each in found.items()}
         later = engines[1].stats()
         if found["off"].answers[name] != found["auto"].answers[name]:
-            raise AssertionError(f"{name}: answers differ with guesses")
+            raise AssertionError(f"{name}: answers differ with draft tokens")
         num_draft_tokens = later.num_draft_tokens - earlier.num_draft_tokens
-        num_right = later.num_accepted_tokens - earlier.num_accepted_tokens
+        num_accepted = later.num_accepted_tokens - earlier.num_accepted_tokens
         off, auto = (spread(values[speculative_decoding]).median for speculative_decoding in found)
         num_tokens = later.num_tokens_generated - earlier.num_tokens_generated
         lines.append(
             f"| {name} | {off:.0f} | {auto:.0f} | {ratios(values['auto'], values['off'])} "
             f"| {ratios(per_cpu['auto'], per_cpu['off'])} "
-            f"| {num_draft_tokens / num_tokens:.2f} | {num_right / num_tokens:.2f} |"
+            f"| {num_draft_tokens / num_tokens:.2f} | {num_accepted / num_tokens:.2f} |"
         )
         print(lines[-1], file=sys.stderr, flush=True)  # a run that is broken off has measured something, too
     for engine in engines:
@@ -219,7 +219,7 @@ def run(settings: Settings) -> str:
             f"{before['load_average']}, after {environment()['load_average']}; {settings.num_rounds} interleaved "
             f"rounds, answers of up to {settings.num_tokens} tokens, the same ones with off and auto.",
             "",
-            "| | off, tokens/s | auto, tokens/s | auto / off | per CPU second | guessed per token | of these right |",
+            "| | off, tokens/s | auto, tokens/s | auto / off | per CPU second | drafted per token | accepted |",
             "|---|---:|---:|---:|---:|---:|---:|",
             *lines,
         ]
@@ -229,7 +229,7 @@ def run(settings: Settings) -> str:
 def main() -> None:
     """Command line."""
     defaults = Settings(Path(), Path("examples/adapters/extract"))
-    parser = argparse.ArgumentParser(description="What guessing ahead gains and costs.")
+    parser = argparse.ArgumentParser(description="Gain and cost of speculative decoding.")
     parser.add_argument("--model", default=DEFAULT_MODEL_URI, help="path or source URI of the base model")
     parser.add_argument("--adapter", type=Path, default=defaults.adapter, help="a folder saved by PEFT")
     parser.add_argument("--tokens", type=int, default=defaults.num_tokens)

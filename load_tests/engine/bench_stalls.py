@@ -173,12 +173,14 @@ def _thousand(settings: Settings, checkpoint: Checkpoint, sets: Sequence[LoraAda
     engine = _engine(settings, checkpoint, settings.num_resident, settings.num_streams, length)
     adapters = _Adapters(sets, settings.num_adapters)
     rng = np.random.default_rng(settings.seed)
-    wanted = adapter_indices(settings.popularity, settings.num_adapters, np.zeros(settings.num_requests), rng).tolist()
+    requested = adapter_indices(
+        settings.popularity, settings.num_adapters, np.zeros(settings.num_requests), rng
+    ).tolist()
     counter = iter(range(1 << 40))
     written: list[int] = []
 
     def tokens_per_s(many: bool) -> float:
-        pending, running = list(wanted), 0
+        pending, running = list(requested), 0
         sampling = SamplingParams(max_tokens=settings.num_tokens, temperature=0.0, ignore_eos=True)
         writes = engine.stats().num_adapter_writes
         started = time.perf_counter()
@@ -203,7 +205,7 @@ def _thousand(settings: Settings, checkpoint: Checkpoint, sets: Sequence[LoraAda
         [
             f"{settings.num_adapters} adapters, popularity {settings.popularity}, room for {settings.num_resident}; "
             f"{settings.num_requests} requests of {settings.num_tokens} tokens, {settings.num_streams} at a time; "
-            f"{len(set(wanted))} different adapters asked for, {spread(written).median:.0f} written per round.",
+            f"{len(set(requested))} different adapters asked for, {spread(written).median:.0f} written per round.",
             "",
             "| whole throughput, prefill and writes included | ratio, median (lowest to highest) |",
             "|---|---:|",
@@ -215,7 +217,7 @@ def _thousand(settings: Settings, checkpoint: Checkpoint, sets: Sequence[LoraAda
 def main() -> None:
     """Command line."""
     defaults = Settings(Path())
-    parser = argparse.ArgumentParser(description="What cold adapters do to everybody else.")
+    parser = argparse.ArgumentParser(description="Effect of cold adapters on other streams.")
     parser.add_argument("--model", default=DEFAULT_MODEL_URI, help="path or source URI of the base model")
     parser.add_argument("--streams", type=int, default=defaults.num_streams)
     parser.add_argument("--steps", type=int, default=defaults.num_steps, help="steps measured per round")

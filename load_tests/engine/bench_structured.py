@@ -76,16 +76,16 @@ class Streams:
         settings, left = self._settings, list(attacks)
         live = {self.submit(grammar, settings.num_tokens) for _ in range(settings.num_streams)}
         attackers: set[str] = set()
-        seconds, begun = list[float](), set[str]()
+        seconds, decoding = list[float](), set[str]()
         while live:
             if left and len(seconds) % 3 == 2:
                 attackers.add(self.submit(left.pop(), 8))
             started_s = time.perf_counter()
             chunks = self._engine.step()
             took_s = time.perf_counter() - started_s
-            if live <= begun and chunks:
+            if live <= decoding and chunks:
                 seconds.append(took_s)
-            begun |= {chunk.request_id for chunk in chunks}
+            decoding |= {chunk.request_id for chunk in chunks}
             ended = {chunk.request_id for chunk in chunks if chunk.finish_reason is not None}
             live -= ended
             attackers -= ended

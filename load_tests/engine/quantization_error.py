@@ -37,12 +37,12 @@ class Answer:
 
 
 def answers(
-    model: Path, prompts: Sequence[Sequence[int]], num_tokens: int, storage: Literal["auto", "float32", "int8"]
+    model: Path, prompts: Sequence[Sequence[int]], num_tokens: int, weight_dtype: Literal["auto", "float32", "int8"]
 ) -> list[Answer]:
     """One per prompt; CheckpointError if the model cannot be served."""
     longest = max(map(len, prompts)) + num_tokens
     config = EngineConfig(
-        cpu=CpuConfig(weight_dtype=storage),
+        cpu=CpuConfig(weight_dtype=weight_dtype),
         lora_pool_rows=0,
         num_kv_blocks=16 * (longest // 16 + 2),
         max_num_seqs=16,

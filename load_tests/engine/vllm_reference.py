@@ -43,8 +43,9 @@ class VllmDecoder:
         compiled: bool,
         has_tokenizer: bool = False,
     ) -> None:
-        """`model`: a folder as `write_model` leaves it. Logs stand beside it. `has_tokenizer`: it lies in the folder,
-        and answers may have a schema. Raises RuntimeError."""
+        """`model`: a folder as `write_model` leaves it; logs are written beside it. `has_tokenizer`: the folder has a
+        tokenizer, so answers may have a schema. Raises RuntimeError.
+        """
         self._adapters = adapters
         settings = {
             "model": str(model),
@@ -95,7 +96,7 @@ class _Child:
     def ask(self, document: dict[str, Any]) -> dict[str, Any]:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        with contextlib.suppress(BrokenPipeError):  # then there is no answer, which tells more
+        with contextlib.suppress(BrokenPipeError):  # then there is no answer: the exit status is the better error
             self._process.stdin.write(json.dumps(document) + "\n")
             self._process.stdin.flush()
         line = self._process.stdout.readline()

@@ -33,13 +33,13 @@ from load_tests.service import ROOT, Service, free_port, serve_arguments
 from load_tests.stats import environment, ratios, rounds, spread
 
 ALONE, FAIR, UNFAIR = "alone", "beside a flood of another tenant", "beside the same flood, without fairness"
-#: Of a server without tenants.
+#: The cases of a server without tenants.
 CASES_WITHOUT_KEYS = (ALONE, UNFAIR)
-#: Tokens of each prompt, in words, and of each answer.
+#: Words of each prompt, and tokens of each answer.
 NUM_WORDS, NUM_TOKENS = 32, 32
-#: Seconds that the flood has run before anything counts.
+#: Seconds that the flood runs before the measurement starts.
 LEAD_S = 2.0
-#: Seconds in which what it has left behind ends.
+#: Seconds after the flood in which its last requests end.
 AFTER_S = 1.0
 
 
@@ -49,21 +49,21 @@ class Bench:
     def __init__(
         self, url: str, keys: Mapping[str, str], model: str, num_streams: int, factor: int, num_requests: int
     ) -> None:
-        """keys: of `one` and `flood`; empty for a server without tenants."""
+        """keys: those of the tenants `one` and `flood`; empty for a server without tenants."""
         self._url, self._keys, self._model = url, keys, model
         self._num_streams, self._factor, self._num_requests = num_streams, factor, num_requests
         self._rng = np.random.default_rng(0)
-        #: Of each case, its rounds: (99th percentile of the time to the first token, of the time between tokens).
-        self.seen: dict[str, list[tuple[float, float]]] = {
+        #: Rounds by case: (99th percentile of the time to the first token, of the time between tokens).
+        self.results: dict[str, list[tuple[float, float]]] = {
             case: [] for case in ((ALONE, FAIR, UNFAIR) if keys else CASES_WITHOUT_KEYS)
         }
 
     def measure(self, case: str) -> float:
-        """One case once, into `seen`; its 99th percentile of the time to the first token, in seconds."""
+        """Run one case once and add it to `results`; returns p99 of the time to the first token in seconds."""
         outcomes = asyncio.run(self._measure(case))
         gaps_s = [gap for outcome in outcomes for gap in outcome.gaps_s]
         first_s = float(np.percentile([outcome.ttft_s for outcome in outcomes], 99))
-        self.seen[case].append((first_s, float(np.percentile(gaps_s, 99))))
+        self.results[case].append((first_s, float(np.percentile(gaps_s, 99))))
         return first_s
 
     async def _measure(self, case: str) -> list[Outcome]:
@@ -130,15 +130,15 @@ def keyed_service(config: Path) -> Iterator[tuple[str, Mapping[str, str], str]]:
 
 
 def table(bench: Bench) -> str:
-    """What was seen, in Markdown."""
+    """The results, in Markdown."""
     lines = [
         "| a tenant's requests | p99 first token, ms | / alone | p99 between tokens, ms | / alone |",
         "|---|---:|---:|---:|---:|",
     ]
-    for case, seen in bench.seen.items():
+    for case, results in bench.results.items():
         cells = []
         for index in (0, 1):
-            values, alone = [each[index] for each in seen], [each[index] for each in bench.seen[ALONE]]
+            values, alone = [each[index] for each in results], [each[index] for each in bench.results[ALONE]]
             cells.append(f"{spread(values).median * 1e3:.0f} | {ratios(values, alone)}")
         lines.append(f"| {case} | {' | '.join(cells)} |")
     return "\n".join(lines)
@@ -146,7 +146,7 @@ def table(bench: Bench) -> str:
 
 def main() -> None:
     """Command line."""
-    parser = argparse.ArgumentParser(description="A tenant's times beside another's flood.")
+    parser = argparse.ArgumentParser(description="A tenant's times during another's flood.")
     parser.add_argument("--config", type=Path, default=ROOT / "configs" / "serve.yaml")
     parser.add_argument("--adversary-factor", type=int, default=10, help="the flood's streams, of one of the tenant's")
     parser.add_argument("--streams", type=int, default=4, help="streams of the tenant")
@@ -164,8 +164,8 @@ def main() -> None:
     with service as asked:
         bench = Bench(*asked, given.streams, given.adversary_factor, given.requests)
         bench.measure(ALONE)
-        bench.seen[ALONE].clear()
-        rounds({case: partial(bench.measure, case) for case in bench.seen}, given.rounds)
+        bench.results[ALONE].clear()
+        rounds({case: partial(bench.measure, case) for case in bench.results}, given.rounds)
     print(
         f"{machine['cpu']}, {machine['num_cpus']} CPUs, commit {machine['commit']}; load average before "
         f"{machine['load_average']}, after {environment()['load_average']}. {given.streams} streams of a tenant, "

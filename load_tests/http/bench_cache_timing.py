@@ -61,7 +61,7 @@ class Auc(NamedTuple):
 
 
 def auc(sooner: Sequence[float], others: Sequence[float]) -> float:
-    """The chance that one of the first is smaller than one of the others, ties counted half. Raises ValueError for
+    """The chance that a value of `sooner` is smaller than one of `others`, ties counted half. Raises ValueError for
     none of either."""
     if not sooner or not others:
         raise ValueError("an AUC compares values of two kinds; there are none of one")

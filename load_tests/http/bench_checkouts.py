@@ -39,7 +39,7 @@ class Case(NamedTuple):
 
 
 class Bench:
-    """Two services, by side: where they listen, and their processes' session."""
+    """Two services by side: their address, and the session of their processes."""
 
     def __init__(
         self, config: AppConfig, services: dict[str, tuple[str, int]], num_words: int, num_tokens: int, per_stream: int

@@ -48,7 +48,7 @@ class Case(NamedTuple):
 
 
 class Bench:
-    """Both sides, ready to be asked the same. Raises PolyloraError for a configuration that does not load."""
+    """The service and an engine alone. Raises PolyloraError for a configuration that does not load."""
 
     def __init__(
         self, config: AppConfig, url: str, session_id: int | None, num_prompt_words: int, num_tokens: int, seed: int
@@ -131,7 +131,7 @@ def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description="The same requests over HTTP and into an engine alone.")
     parser.add_argument("--url", help="a service that runs already, ending in /v1; otherwise one is started")
-    parser.add_argument("--config", type=Path, default=Path("configs/serve.yaml"), help="what it is started from")
+    parser.add_argument("--config", type=Path, default=Path("configs/serve.yaml"), help="its settings file")
     parser.add_argument("--streams", type=numbers, default=(1, 8, 32))
     parser.add_argument("--prompt-words", type=int, default=24)
     parser.add_argument("--tokens", type=int, default=64)

@@ -75,23 +75,23 @@ def conversations(talk: Talk, model: str, seed: int) -> list[PlannedRequest]:
 
 @dataclass
 class Bench:
-    """One of the services, asked round by round. `engine_seconds`: CPU time of each engine replica until now."""
+    """One of the services, measured round by round. `engine_seconds`: CPU time of each engine replica until now."""
 
     url: str
     engine_seconds: Callable[[], Mapping[int, float]]
     model: str
     talk: Talk
-    seen: list[RoundResult] = field(default_factory=list)
+    results: list[RoundResult] = field(default_factory=list)
 
     def measure(self) -> float:
         """Run a round; returns the cached fraction of prompt tokens. Raises RuntimeError when a request fails."""
         before = self.engine_seconds()
-        outcomes = self._ask(conversations(self.talk, self.model, seed=1 + len(self.seen)))
+        outcomes = self._ask(conversations(self.talk, self.model, seed=1 + len(self.results)))
         used_s = [seconds - before[pid] for pid, seconds in self.engine_seconds().items()]
         first_s = [outcome.ttft_s for outcome in outcomes]
         cached = sum(outcome.cached_tokens for outcome in outcomes) / sum(o.prompt_tokens for o in outcomes)
         p50_s, p99_s = (float(np.percentile(first_s, which)) for which in (50, 99))
-        self.seen.append(RoundResult(cached, p50_s, p99_s, max(used_s) / float(np.mean(used_s))))
+        self.results.append(RoundResult(cached, p50_s, p99_s, max(used_s) / float(np.mean(used_s))))
         return cached
 
     def warm_up(self) -> None:
@@ -113,7 +113,7 @@ def engine_seconds(session_id: int) -> dict[int, float]:
 
 
 def settings(config: Path, folder: Path, num_kv_blocks: int, *, prefix_affinity: bool) -> Path:
-    """The configuration with two replicas of one thread, no adapters, and placement as said; a file in `folder`."""
+    """The configuration with two replicas of one thread, no adapters, and this placement; a file in `folder`."""
     document = yaml.safe_load(config.read_text(encoding="utf-8"))
     application = next(item for item in document["applications"] if item["import_path"] == IMPORT_PATH)
     arguments = application["args"]
@@ -130,15 +130,17 @@ def settings(config: Path, folder: Path, num_kv_blocks: int, *, prefix_affinity:
     return path
 
 
-def table(seen: Mapping[str, Sequence[RoundResult]]) -> str:
+def table(results_of: Mapping[str, Sequence[RoundResult]]) -> str:
     """What was measured, in Markdown: medians over rounds, and ratios of one round's values."""
     lines = [
         "| `prefix_affinity` | prompt tokens cached | TTFT p50, s | p99, s | imbalance |",
         "|---|---:|---:|---:|---:|",
     ]
     for case in (OFF, ON):
-        lines.append(f"| {case} | {' | '.join(str(spread(values)) for values in zip(*seen[case], strict=True))} |")
-    pairs = zip(zip(*seen[ON], strict=True), zip(*seen[OFF], strict=True), strict=True)
+        lines.append(
+            f"| {case} | {' | '.join(str(spread(values)) for values in zip(*results_of[case], strict=True))} |"
+        )
+    pairs = zip(zip(*results_of[ON], strict=True), zip(*results_of[OFF], strict=True), strict=True)
     lines.append(f"| {ON} / {OFF} | {' | '.join(str(ratios(on, off)) for on, off in pairs)} |")
     return "\n".join(lines)
 
@@ -169,7 +171,7 @@ def main() -> None:
     print(
         f"{machine['cpu']}, {machine['num_cpus']} CPUs, commit {machine['commit']}; load average before "
         f"{machine['load_average']}, after {environment()['load_average']}. {talk}, {given.kv_blocks} KV blocks a "
-        f"replica, {given.rounds} rounds.\n\n{table({case: bench.seen for case, bench in benches.items()})}"
+        f"replica, {given.rounds} rounds.\n\n{table({case: bench.results for case, bench in benches.items()})}"
     )
 
 

@@ -66,7 +66,7 @@ class Fleet:
 
 
 class Phase(NamedTuple):
-    """For so long, so many requests a second for so many of the adapters."""
+    """A period with one rate of requests for the first `num_adapters` adapters."""
 
     seconds: float
     rate: float
@@ -119,7 +119,7 @@ def requests(phases: Sequence[Phase], seed: int) -> list[PlannedRequest]:
 
 
 def reaction_s(phases: Sequence[Phase], counts: Sequence[tuple[float, int]]) -> float:
-    """Seconds from the greatest rise of the rate to the next replica more; infinity if none came."""
+    """Seconds from the greatest rise of the rate to the next additional replica; infinity if there was none."""
     rises = [after.rate - before.rate for before, after in pairwise(phases)]
     rise_s = sum(phase.seconds for phase in phases[: 1 + int(np.argmax(rises))])
     before = max((count for at_s, count in counts if at_s <= rise_s), default=0)
@@ -127,7 +127,7 @@ def reaction_s(phases: Sequence[Phase], counts: Sequence[tuple[float, int]]) -> 
 
 
 def changes(counts: Sequence[tuple[float, int]]) -> list[int]:
-    """The numbers of replicas in order, without repetitions."""
+    """The numbers of replicas in order, each change once."""
     return [count for count, _ in groupby(count for _, count in counts)]
 
 
@@ -194,13 +194,13 @@ def counting(num_replicas: Callable[[], int]) -> Iterator[list[tuple[float, int]
 
 
 def num_writes(url: str, num_adapters: int) -> int:
-    """How often the first so many adapters were written to devices until now."""
+    """How often the first `num_adapters` adapters have been written to devices."""
     bodies = [httpx.get(f"{url}/v1/loras/a{index}", timeout=60).json() for index in range(num_adapters)]
     return sum(body["activity"]["loads"]["device"] for body in bodies)
 
 
 def measure(url: str, session_id: int, fleet: Fleet, phases: Sequence[Phase]) -> TrafficResult:
-    """Ask a service; its replicas are counted by their processes."""
+    """Send the phases' requests to a service; replicas are counted by their processes."""
     pids = set(processes(session_id)["engine"])
     num_before = len(pids)
 

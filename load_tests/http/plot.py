@@ -1,6 +1,6 @@
 """A picture of a run as a PNG file: first tokens over time, the distributions, throughput.
 
-Imports matplotlib, which only `load_tests.simulate.plot` does beside it.
+Imports matplotlib, as only `load_tests.simulate.plot` does otherwise.
 """
 
 from __future__ import annotations

@@ -227,11 +227,11 @@ def parser() -> argparse.ArgumentParser:
         "--extra-body", type=json_object, default={}, help='JSON fields for each request, {"ignore_eos": true}'
     )
     options.add_argument(
-        "--closed-loop", type=streams, metavar="STREAMS", help="instead of arrivals: so many at a time"
+        "--closed-loop", type=streams, metavar="STREAMS", help="this many requests at a time instead of arrivals"
     )
-    options.add_argument("--slo-ttft", type=above_zero, help="objective: first token within so many seconds")
+    options.add_argument("--slo-ttft", type=above_zero, help="objective: seconds to the first token")
     options.add_argument("--slo-tpot", type=above_zero, help="objective: seconds per further token")
-    options.add_argument("--slo-e2e", type=above_zero, help="objective: whole answer within so many seconds")
+    options.add_argument("--slo-e2e", type=above_zero, help="objective: seconds to the end of the answer")
     options.add_argument("--timeout", type=above_zero, default=600.0, help="seconds until a request has failed")
     options.add_argument("--seed", type=int, default=0)
     options.add_argument("--out", type=Path, default=Path("results/load"), help="files are OUT.jsonl, OUT.md, OUT.png")

@@ -56,26 +56,28 @@ def plan(
     fields win over what is drawn, and its length over `num_requests`. ValueError for a bad configuration."""
     _check(config, base_model)
     streams = np.random.SeedSequence(config.seed).spawn(8)
-    arriving, choosing, asking, answering, writing, prefixing, owning, sharing = map(np.random.default_rng, streams)
+    arrival_rng, adapter_rng, prompt_rng, output_rng, text_rng, prefix_rng, tenant_rng, base_rng = map(
+        np.random.default_rng, streams
+    )
     count = len(trace) or config.num_requests
     times = (
         np.array([entry.arrival_s for entry in trace])
         if trace
-        else arrival_times(config.arrivals, config.rate, count, arriving)
+        else arrival_times(config.arrivals, config.rate, count, arrival_rng)
     )
-    chosen = adapter_indices(config.popularity, len(models), times, choosing)
-    is_base = sharing.random(count) < config.base_share
-    prompt_lengths = lengths(config.prompt_lengths, count, asking)
-    output_lengths = lengths(config.output_lengths, count, answering)
+    chosen = adapter_indices(config.popularity, len(models), times, adapter_rng)
+    is_base = base_rng.random(count) < config.base_share
+    prompt_lengths = lengths(config.prompt_lengths, count, prompt_rng)
+    output_lengths = lengths(config.output_lengths, count, output_rng)
     weights = np.ones(config.num_tenants)
     if config.num_tenants > 1:
         weights[-1] = config.adversary_factor
-    tenants = owning.choice(config.num_tenants, size=count, p=weights / weights.sum())
+    tenants = tenant_rng.choice(config.num_tenants, size=count, p=weights / weights.sum())
     prefixes: dict[str, str] = {}
     if config.shared_prefix_words:
         for name in filter(None, (*models, base_model, *(entry.model for entry in trace))):
             if name not in prefixes:
-                prefixes[name] = words(config.shared_prefix_words, prefixing) + " "
+                prefixes[name] = words(config.shared_prefix_words, prefix_rng) + " "
 
     requests = []
     for i, entry in enumerate(trace or [TraceEntry(float(t)) for t in times]):
@@ -87,7 +89,7 @@ def plan(
                 arrival_s=entry.arrival_s,
                 model=model,
                 tenant=entry.tenant or f"tenant-{tenants[i]}",
-                prompt=prefixes.get(model, "") + words(own, writing),
+                prompt=prefixes.get(model, "") + words(own, text_rng),
                 max_tokens=entry.output_tokens or int(output_lengths[i]),
             )
         )

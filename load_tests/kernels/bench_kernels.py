@@ -130,7 +130,7 @@ def time_attention(num_sequences: int, num_queries: int, length: int, rates: Cei
 
 
 def time_linear(num_rows: int, width: int, depth: int) -> Iterator[Line]:
-    """The deterministic base product beside the library's, over weights that do not fit the cache."""
+    """The deterministic base product compared with the library's, over weights that do not fit the cache."""
     layers = max(1, _COLD_BYTES // (2 * width * depth))
     x = torch.randn(num_rows, depth, device=DEVICE).to(BF16)
     weight = torch.randn(layers, width, depth, device=DEVICE).to(BF16)

@@ -44,7 +44,7 @@ class Product(NamedTuple):
 
 def products(spec: ModelSpec, num_layers: int, rng: np.random.Generator) -> list[Product]:
     """qkv, o, gate and up, down of `num_layers` layers, with random weights."""
-    made = []
+    layer_products = []
     for _ in range(num_layers):
         shapes = [target_shape(spec, 0, target) for target in ("q_proj", "k_proj", "v_proj")]
         gate, out, down = (target_shape(spec, 0, target) for target in ("gate_proj", "o_proj", "down_proj"))
@@ -55,8 +55,8 @@ def products(spec: ModelSpec, num_layers: int, rng: np.random.Generator) -> list
             down,
         ):
             w = rng.standard_normal((width, depth), np.float32) * depth**-0.5
-            made.append(Product(torch.from_numpy(w), pack(w)))
-    return made
+            layer_products.append(Product(torch.from_numpy(w), pack(w)))
+    return layer_products
 
 
 def ours(product: Product, x: Floats, team: ThreadTeam) -> Floats:
@@ -89,7 +89,7 @@ def changed_rows(compute: Callable[[Product, Floats], Floats], product: Product,
 def run(spec: ModelSpec, row_counts: tuple[int, ...], num_layers: int, num_rounds: int, num_threads: int) -> str:
     """The Markdown table. Raises RuntimeError if a row of ours depends on its batch."""
     rng = np.random.default_rng(0)
-    made = products(spec, num_layers, rng)
+    layer_products = products(spec, num_layers, rng)
     systems: dict[str, Callable[[Product, Floats], Floats]] = {
         OURS: partial(ours, team=ThreadTeam(num_threads)),
         LINEAR: linear,
@@ -98,12 +98,12 @@ def run(spec: ModelSpec, row_counts: tuple[int, ...], num_layers: int, num_round
     inputs = {
         (m, product.w.shape[1]): rng.standard_normal((m, product.w.shape[1]), np.float32)
         for m in row_counts
-        for product in made[:4]
+        for product in layer_products[:4]
     }
 
     def layer_s(system: str, m: int) -> float:
         started = time.perf_counter()
-        for product in made:
+        for product in layer_products:
             systems[system](product, inputs[m, product.w.shape[1]])
         return (time.perf_counter() - started) / num_layers
 
@@ -115,7 +115,7 @@ def run(spec: ModelSpec, row_counts: tuple[int, ...], num_layers: int, num_round
     with torch.inference_mode():
         for m in row_counts:
             changed = {
-                name: sum(changed_rows(compute, p, inputs[m, p.w.shape[1]]) for p in made[:4])
+                name: sum(changed_rows(compute, p, inputs[m, p.w.shape[1]]) for p in layer_products[:4])
                 for name, compute in systems.items()
             }
             if changed[OURS]:
@@ -130,7 +130,9 @@ def run(spec: ModelSpec, row_counts: tuple[int, ...], num_layers: int, num_round
 
 def main() -> None:
     """Command line."""
-    parser = argparse.ArgumentParser(description="Our packed matmul beside torch's linear, with the bits checked.")
+    parser = argparse.ArgumentParser(
+        description="Our packed matmul compared with torch's linear, with the bits checked."
+    )
     parser.add_argument("--model", default=DEFAULT_MODEL_URI, help="path or source URI; only its shapes are used")
     parser.add_argument("--rows", type=numbers, default=(1, 2, 4, 8, 16, 32, 64, 128, 256))
     parser.add_argument("--layers", type=int, default=8, help="weights that take turns")

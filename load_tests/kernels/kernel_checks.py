@@ -119,7 +119,7 @@ def _lora_bits(dtype: torch.dtype, device: torch.device) -> int:
 
 
 def _attention_bits(dtype: torch.dtype, device: torch.device) -> int:
-    """Queries of a prompt's chunk beside the same ones decoded alone, over three splits of keys."""
+    """Queries of a prompt's chunk compared with the same ones decoded alone, over three splits of keys."""
     q, keys, values, arguments = attention_case(dtype, device, 1, 70, 1500)
     chunk, one, different = torch.empty_like(q), torch.empty_like(q[:1]), 0
     attention.paged_attention(q, keys, values, out=chunk, batch_invariant=True, **arguments)

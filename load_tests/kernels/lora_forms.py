@@ -25,7 +25,7 @@ TOLERANCE = {torch.float32: 1e-6, torch.float16: 1e-2, torch.bfloat16: 1e-2}
 _COLD_BYTES = 256 << 20
 _MAX_LAYERS = 32
 
-#: Up to so many rows a step is taken for decoding, beyond for a prefill.
+#: A step of at most this many rows counts as decoding, a larger one as a prefill.
 MAX_DECODE_ROWS = 256
 
 #: A form adds the deltas of layer `layer` to y [T, d_out] in place.

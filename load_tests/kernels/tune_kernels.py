@@ -44,7 +44,7 @@ def tune(
     for sizes, kernel in product(grid, ("bgmv", "sgmv")):
         if clock.left_s < 40:
             break
-        # What a configuration is kept by does not hold the number of adapters: take the one with the most bytes.
+        # A configuration's key does not contain the number of adapters: measure the case with the most bytes.
         if sizes.num_adapters != sizes.num_rows or (kernel == "bgmv" and sizes.num_rows > lora_forms.MAX_DECODE_ROWS):
             continue
         workload = Workload(sizes, lora_forms.cold_layers(sizes), dtype, device)

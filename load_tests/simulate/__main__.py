@@ -2,7 +2,7 @@
 
 Prints Markdown. `policies` compares placement policies in Dynamo's scenarios, with ranks and with a tenant that floods,
 `--write-factor 30` with loads that cost so many times more, `--plot FILE` as a picture; `alternating` has the load that
-Dynamo's allocator cannot follow; `heads` shows the gain of `placement.prefix_affinity`; `scaling` compares the
+Dynamo's allocator cannot follow; `prefixes` shows the gain of `placement.prefix_affinity`; `scaling` compares the
 service's autoscaling with Ray's, and `starts` shows the effect of a replica's start-up time in a crowd; `scale` runs a
 large fleet and prints how long that took.
 
@@ -43,7 +43,7 @@ SCALINGS = {
         1, 12, QueueLength(8.0, 11.0), upscale_delay_s=2.0, downscale_delay_s=30.0
     ),
 }
-#: Dynamo's workers have 4 slots; of other ranks so many rows as four adapters of rank 64 take.
+#: Four slots, like Dynamo's workers; and the rows of four adapters of rank 64, for traffic with ranks.
 FOUR_SLOTS = ReplicaSize(lora_pool_rows=64, rank_alignment=16, max_loras=5)
 ROWS_256 = ReplicaSize(lora_pool_rows=256, rank_alignment=8, max_loras=33)
 COLUMNS = {
@@ -87,7 +87,7 @@ def compare_policies(names: Sequence[str], num_seeds: int, costs: Costs, picture
 
 
 def compare_alternating(num_seeds: int, costs: Costs) -> str:
-    """Four adapters, eight slots; which two are asked for changes every tick."""
+    """Four adapters, eight slots; the two that get requests change every tick."""
     size = ReplicaSize(lora_pool_rows=32, rank_alignment=16, max_loras=3)
     rows = {}
     for policy in POLICIES:
@@ -110,7 +110,7 @@ def compare_prefixes(num_seeds: int, costs: Costs) -> str:
             plan = Plan(8, costs, placement=PlacementConfig(prefix_affinity=is_on))
             make = partial(shared_prefixes, num_prefixes=num_prefixes, rate=rate)
             found = summaries(make, plan, num_seeds)
-            rows[f"{num_prefixes} heads, {rate:g} requests/s, {'on' if is_on else 'off'}"] = intervals(found)
+            rows[f"{num_prefixes} prefixes, {rate:g} requests/s, {'on' if is_on else 'off'}"] = intervals(found)
     return table(rows, columns, "traffic, prefix_affinity")
 
 
@@ -132,7 +132,7 @@ def compare_start_times(num_seeds: int, costs: Costs) -> str:
 
 
 def compare_scaling(num_seeds: int, costs: Costs) -> str:
-    """The service's autoscaling beside Ray's: 2 replicas, then 1 to 12. The two busiest adapters are pinned."""
+    """The service's autoscaling compared with Ray's: 2 replicas, then 1 to 12. The two busiest adapters are pinned."""
     columns = {
         "reaction_s": "s to react",
         "scalings": "decisions",
@@ -185,7 +185,7 @@ def table(
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="load_tests.simulate", description=__doc__, formatter_class=_Raw)
-    parser.add_argument("what", choices=("policies", "alternating", "heads", "scaling", "starts", "scale"))
+    parser.add_argument("what", choices=("policies", "alternating", "prefixes", "scaling", "starts", "scale"))
     parser.add_argument("--seeds", type=int, default=20)
     parser.add_argument("--scenario", action="append", choices=SCENARIOS, help="of `policies`; else all of them")
     parser.add_argument("--plot", type=Path, help="of `policies`: draw them into this SVG file, too (needs matplotlib)")
@@ -204,7 +204,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             print(compare_policies(arguments.scenario or [*SCENARIOS], arguments.seeds, costs, arguments.plot))
         case "alternating":
             print(compare_alternating(arguments.seeds, costs))
-        case "heads":
+        case "prefixes":
             print(compare_prefixes(arguments.seeds, costs))
         case "scaling":
             print(compare_scaling(arguments.seeds, costs))

@@ -29,14 +29,14 @@ from app.version import version
 from load_tests.simulate.real_fleet import CONFIG, Step, make_adapters, run_real, trace
 from load_tests.stats import environment
 
-#: Steps farther from the line than so many times the median distance are left out of the next fit.
+#: Steps farther from the line than this many times the median distance are left out of the next fit.
 FAR = 6.0
-#: Each fit weighs errors by the line that the one before has found.
+#: Each fit weighs errors by the line of the previous fit.
 NUM_FITS = 10
 
 
 def fit(steps: Sequence[Step], before: Costs) -> Costs:
-    """The line through these steps; `before` has what they do not show. ValueError for fewer steps than unknowns."""
+    """The line through these steps; other costs are those of `before`. ValueError for fewer steps than unknowns."""
     counted = np.array([(1, *step[:-1]) for step in steps], np.float64)
     seconds = np.array([step.seconds for step in steps])
     if len(steps) < 2 * counted.shape[1]:

@@ -220,7 +220,7 @@ class _NoRegistry(StoreService[SharedAdapter]):
         return None
 
 
-async def _no_shares(*_: object) -> tuple[Version, Changes[str, float]] | None:
+async def _no_traffic_weights(*_: object) -> tuple[Version, Changes[str, float]] | None:
     await asyncio.Event().wait()
     return None
 
@@ -286,7 +286,7 @@ async def measure_fleet(
     `seed` is of the ingress's choices between replicas. `spent_s` counts the seconds that backends have computed.
     """
     loop = asyncio.get_running_loop()
-    placement = PlacementService(PlacementConfig(), lambda _: _no_shares, lambda: None, loop.time)
+    placement = PlacementService(PlacementConfig(), lambda _: _no_traffic_weights, lambda: None, loop.time)
     host = _HostMemory({adapter.card.digest: adapter for adapter in adapters})
     replicas = {
         name: _Replica(name, backend, config, host, placement, spent_s)

@@ -103,11 +103,11 @@ def shared_prefixes(rng: Rng, num_prefixes: int, rate: float, num_ticks: int = N
     """
     count = rng.poisson(rate * TICK_S * num_ticks)
     arrival_s = np.sort(rng.random(count) * TICK_S * num_ticks)
-    head = adapter_indices("zipf:1", num_prefixes, arrival_s, rng).astype(np.int64)
+    prefix = adapter_indices("zipf:1", num_prefixes, arrival_s, rng).astype(np.int64)
     prefix_tokens = rng.integers(256, 1024, num_prefixes)
     plain = _traffic(arrival_s, np.full(count, BASE), np.zeros(0, np.int64), rng)
     return replace(
-        plain, prompt_tokens=plain.prompt_tokens + prefix_tokens[head], prefix=head, prefix_tokens=prefix_tokens
+        plain, prompt_tokens=plain.prompt_tokens + prefix_tokens[prefix], prefix=prefix, prefix_tokens=prefix_tokens
     )
 
 

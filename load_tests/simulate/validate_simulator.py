@@ -109,9 +109,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         all_results += results
         rows.append((str(number + 1), of_real([(measured, traffic)]), of_simulated(results)))
         if arguments.out is not None:
-            kept = {"costs": asdict(costs), "steps": measured.steps, "row": rows[-1],
+            record = {"costs": asdict(costs), "steps": measured.steps, "row": rows[-1],
                     "first": measured.first_token_s.tolist()}  # fmt: skip
-            arguments.out.with_suffix(f".{number + 1}.json").write_text(json.dumps(kept))
+            arguments.out.with_suffix(f".{number + 1}.json").write_text(json.dumps(record))
     print(f"{sum(len(measured.steps) for measured, _ in runs)} steps.\n")
     print(table([*rows, ("all", of_real(runs), of_simulated(all_results))]))
 

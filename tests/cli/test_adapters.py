@@ -154,7 +154,7 @@ def test_experts_are_counted(tmp_path: Path) -> None:
     assert "experts.down_proj" in lines
     card = tmp_path / f"experts{CARD_SUFFIX}"
     write_card(card, ArrowCard("experts", stored, {}))
-    assert f"2 of them are experts'; beside rank rows it holds {4 * 2 * (8 * 40 + 2 * 32)} bytes" in commands.fits(
+    assert f"2 of them are experts'; besides rank rows it holds {4 * 2 * (8 * 40 + 2 * 32)} bytes" in commands.fits(
         card, mixture, EngineCapacity()
     )
 

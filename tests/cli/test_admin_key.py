@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import yaml
 
-from app.cli.admin_key import check_open_door, keep_digests, make_admin_key
+from app.cli.admin_key import check_exposure, keep_digests, make_admin_key
 from app.cli.main import main
 from app.config import ADMIN_KEY, DIGEST, MANAGEMENT_TOKEN, AppConfig
 from app.deployments.registry.registry import open_registry
@@ -61,20 +61,20 @@ def test_a_key_is_printed_when_the_service_that_runs_takes_it(settings: AppConfi
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.1.2.3", "models.example"])
 def test_a_network_is_not_let_in_without_keys(settings: AppConfig, host: str) -> None:
     with pytest.raises(ConfigError, match=r"create-admin-key.*http\.auth: open"):
-        check_open_door(settings, host, {})
+        check_exposure(settings, host, {})
     for auth in ("open", "keys"):
         chosen = settings.model_copy(update={"http": settings.http.model_copy(update={"auth": auth})})
-        check_open_door(chosen, host, {})
-    check_open_door(settings, host, {ADMIN_KEY: "some"})
+        check_exposure(chosen, host, {})
+    check_exposure(settings, host, {ADMIN_KEY: "some"})
     registry = open_registry(settings, "d" * 64)
     TenantStore(registry.database).keys.create_admin_key("first", None, actor="test")
     registry.close()
-    check_open_door(settings, host, {})
+    check_exposure(settings, host, {})
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1", "localhost", "127.1.2.3"])
 def test_this_machine_is_let_in_without_keys(host: str) -> None:
-    check_open_door(AppConfig(), host, {})
+    check_exposure(AppConfig(), host, {})
 
 
 def test_what_processes_inherit_are_hashes(settings: AppConfig) -> None:
@@ -85,6 +85,6 @@ def test_what_processes_inherit_are_hashes(settings: AppConfig) -> None:
     assert environ == kept | {"PATH": "/bin"}
     keep_digests(environ)
     assert environ == kept | {"PATH": "/bin"}, "what holds hashes already is left as it is"
-    check_open_door(settings, "0.0.0.0", environ)
+    check_exposure(settings, "0.0.0.0", environ)
     with pytest.raises(ConfigError, match="create-admin-key"):
         keep_digests({ADMIN_KEY: "hunter2"})

@@ -60,7 +60,7 @@ def test_answers_are_those_of_the_adapter_beside_the_base(folder: Path) -> None:
 
 def test_everything_else_is_refused_by_name(folder: Path) -> None:
     with LLM(folder / "base", merged(folder)) as within:
-        with pytest.raises(MergedAdapterOnly, match="the base was asked for"):
+        with pytest.raises(MergedAdapterOnly, match="the request is for the base model"):
             within.generate([[5, 6]], None, GREEDY)
         with pytest.raises(MergedAdapterOnly, match="other"):
             within.generate([[5, 6]], folder / "other", GREEDY)

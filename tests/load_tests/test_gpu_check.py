@@ -29,9 +29,9 @@ def test_a_part_that_fails_or_hangs_is_reported_and_stops_nothing(tmp_path: Path
         part("bad one", f"open({str(half)!r}, 'w').write('[1'); raise SystemExit('broken')", half),
     ]
     progress = Progress(tmp_path)
-    progress.note(Stage("pair", 600, parts), run_together(Stage("pair", 600, parts), tmp_path))
+    progress.record(Stage("pair", 600, parts), run_together(Stage("pair", 600, parts), tmp_path))
     slow = Stage("slow", 1, [part("slow one", "import time; time.sleep(3600)")])
-    progress.note(slow, run_together(slow, tmp_path))
+    progress.record(slow, run_together(slow, tmp_path))
     verdicts = {found["name"]: (found["verdict"], found["result"]) for found in progress.parts}
     assert verdicts == {
         "good one": ("ok", [1]),

@@ -199,7 +199,7 @@ def _replaced_tensors(raw: RawAdapter, spec: ModelSpec) -> dict[str, NDArray[np.
     if spec.has_gemma_arithmetic and any(name.endswith("norm.weight") for name in parameters):
         raise AdapterMismatch(f"trained norms of '{spec.name}', which multiply by 1 + w, are not served; train without")
     replaced = {}
-    made: dict[int, NDArray[np.float32]] = {}  # a matrix that replaces both ends of a tied base is stored once
+    converted: dict[int, NDArray[np.float32]] = {}  # a matrix that replaces both ends of a tied base is stored once
     for name, tensor in parameters.items():
         if tensor.shape != shapes.get(name):
             raise AdapterMismatch(
@@ -208,9 +208,9 @@ def _replaced_tensors(raw: RawAdapter, spec: ModelSpec) -> dict[str, NDArray[np.
             )
         if name.endswith(".sinks"):
             raise AdapterFormatError(f"trained sinks ({short(name)}) are not served; train the adapter without")
-        if id(tensor) not in made:
-            made[id(tensor)] = read_only(_finite(tensor, name))
-        replaced[name] = made[id(tensor)]
+        if id(tensor) not in converted:
+            converted[id(tensor)] = read_only(_finite(tensor, name))
+        replaced[name] = converted[id(tensor)]
     return replaced
 
 

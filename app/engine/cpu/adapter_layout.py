@@ -32,21 +32,22 @@ from app.kernels.sgmv.adapter_copy import Matrices, Packing, matrices, packing
 def row_bytes(spec: ModelSpec) -> int:
     """Bytes of one rank row: in float32, a row of a and one of b of every module that every token uses."""
     return 4 * sum(
-        len(layers) * (len(product.targets) * product.d_in + product.width(PANEL))
-        for product, layers in stacked_modules(spec)
-        if product.has_rank_rows
+        len(layers) * (len(module.targets) * module.d_in + module.width(PANEL))
+        for module, layers in stacked_modules(spec)
+        if module.has_rank_rows
     )
 
 
 class ExpertMatrices(NamedTuple):
     """Matrices of experts and their positions.
 
-    products: [M], an index among the linear modules with experts. places: [M], the index of the layer among its layers.
+    linear_modules: [M], an index among the linear modules with experts. places: [M], the index of the layer among its
+    layers. modules: [M], the index of the target in its linear module.
     """
 
     matrices: Matrices
     packing: Packing
-    products: NDArray[np.int64]
+    linear_modules: NDArray[np.int64]
     places: NDArray[np.int64]
     experts: NDArray[np.int64]
     modules: NDArray[np.int64]
@@ -75,7 +76,7 @@ class PreparedRows:
         self._num_layers, self._row_bytes = len(spec.layers), row_bytes(spec)
         self._numbers = {target: number for number, target in enumerate(targets_of(shared_table_modules(stacked)))}
         self._spec = spec
-        self._expert_products = {
+        self._expert_modules = {
             target: (n, one.module) for n, one in enumerate(paged_modules(spec)) for target in one.module.targets
         }
         self._places = {
@@ -119,8 +120,8 @@ class PreparedRows:
         ]
 
     def _check(self, key: LoraKey) -> None:
-        _, product = self._expert_products.get(key.target, (0, None))
-        experts = (None,) if product is None else product.experts
+        _, module = self._expert_modules.get(key.target, (0, None))
+        experts = (None,) if module is None else module.experts
         if key[:2] not in self._places or key.expert not in experts:
             raise AdapterMismatch(
                 f"this engine has no module {key.target!r} (expert {key.expert}) in layer {key.layer}"
@@ -129,10 +130,10 @@ class PreparedRows:
     def _expert_matrices(self, pairs: list[tuple[LoraKey, LoraPair]]) -> ExpertMatrices:
         lines: list[tuple[int, ...]] = []
         for key, _ in pairs:
-            index, product = self._expert_products[key.target]
+            index, module = self._expert_modules[key.target]
             assert key.expert is not None, "an expert's matrix has an expert"
             place = self._places.get(key[:2], key.layer)  # heads' modules are in every layer
-            lines.append((index, place, key.expert, product.targets.index(key.target)))
+            lines.append((index, place, key.expert, module.targets.index(key.target)))
         columns = np.ascontiguousarray(np.array(lines, np.int64).T)
         own = matrices((0, 0, *pair) for _, pair in pairs)
         return ExpertMatrices(own, packing(own), *columns)

@@ -33,7 +33,7 @@ from app.kernels.sgmv.cpu import adapter_runs, shrink_tasks
 
 Floats = NDArray[np.float32]
 
-#: Rows of logits for draft tokens, beside one for each sequence: 6 MB for a vocabulary of 49,152 tokens.
+#: Rows of logits for draft tokens, in addition to one for each sequence: 6 MB for a vocabulary of 49,152 tokens.
 DRAFT_ROWS = 32
 
 
@@ -158,16 +158,16 @@ class CpuBackend(AdapterBackend):
         spec, sizes = self.spec, self._sizes
         tokens = self._config.max_num_batched_tokens
         samples = self._config.max_num_seqs + self.limits.num_draft_rows
-        products = {product.name: product for product, _ in stacked_modules(spec)}
-        mlp_width = products["down"].d_in if "down" in products else 0
+        modules = {module.name: module for module, _ in stacked_modules(spec)}
+        mlp_width = modules["down"].d_in if "down" in modules else 0
         return cpu_decoder.Workspace(
             hidden=np.zeros((tokens, padded_width(spec.hidden_size)), np.float32),
             normed=np.zeros((tokens, spec.hidden_size), np.float32),
             qkv=np.zeros((tokens, sizes.q_size + 2 * sizes.kv_size), np.float32),
-            attended=np.zeros((tokens, products["o"].d_in), np.float32),
+            attended=np.zeros((tokens, modules["o"].d_in), np.float32),
             gate_up=np.zeros((tokens, 2 * padded_width(mlp_width)), np.float32),
             gated=np.zeros((tokens, mlp_width), np.float32), shrunk=np.zeros((tokens, 3, 64), np.float32),
-            kept=np.zeros((tokens, padded_width(spec.hidden_size)), np.float32),
+            saved=np.zeros((tokens, padded_width(spec.hidden_size)), np.float32),
             projected=np.zeros((tokens, padded_width(spec.hidden_size) if sizes.post_norms else 0), np.float32),
             head_inputs=np.zeros((samples, 0), np.float32), sampled=np.zeros((samples, spec.hidden_size), np.float32),
             logits=np.zeros((samples, padded_width(spec.vocab_size)), np.float32),

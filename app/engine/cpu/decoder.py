@@ -151,8 +151,8 @@ class Workspace(NamedTuple):
     """Scratch for the largest step: T rows each, P rows of sampled states and logits.
 
     hidden, qkv and gate_up are as wide as the panels they are written in (padding included); normed, attended, gated
-    and sampled are exactly as wide as the products that read them. shrunk: [T, 3, W]. kept is as wide as hidden, and so
-    is projected with post_norms; head_inputs: [P, W]; states: [T, H], of the pooled rows.
+    and sampled are exactly as wide as the products that read them. shrunk: [T, 3, W]. saved is as wide as
+    hidden, and so is projected with post_norms; head_inputs: [P, W]; states: [T, H], of the pooled rows.
     """
 
     hidden: Floats
@@ -162,7 +162,7 @@ class Workspace(NamedTuple):
     gate_up: Floats
     gated: Floats
     shrunk: Floats
-    kept: Floats
+    saved: Floats
     projected: Floats
     sampled: Floats
     head_inputs: Floats
@@ -228,7 +228,7 @@ def _attention(team, phase, layer, weights, sizes, tables, extras, k_memory, v_m
     """hidden += o(attention(qkv(norm(hidden)))), every product with its LoRA."""
     num_tokens = step.token_ids.shape[0]
     hidden, normed, qkv = work.hidden[:num_tokens], work.normed[:num_tokens], work.qkv[:num_tokens]
-    attended, shrunk, kept = work.attended[:num_tokens], work.shrunk[:num_tokens], work.kept[:num_tokens]
+    attended, shrunk, saved = work.attended[:num_tokens], work.shrunk[:num_tokens], work.saved[:num_tokens]
     runs, tasks, slots = step.runs, step.shrink_tasks, step.extra_slots
     rows, norms, rope = tables.qkv, extras.norms[layer], weights.layer_rope[layer]
     rows_qkv, rows_o = rows_at(rows, layer), rows_at(tables.o, layer)
@@ -240,7 +240,7 @@ def _attention(team, phase, layer, weights, sizes, tables, extras, k_memory, v_m
         phase = shrink(team, phase, normed, rows_qkv, tasks, step.widest_rank, shrunk)
     phase = project(
         team, phase, normed, layer_panels(weights.qkv, layer), weights.qkv_bias[layer], False, shrunk, rows_qkv, runs,
-        upcoming_of(rows, layer), LinearExtras(extras, layer, rows.first, step.extra_runs, kept), qkv,
+        upcoming_of(rows, layer), LinearExtras(extras, layer, rows.first, step.extra_runs, saved), qkv,
     )  # fmt: skip
     q_norm, k_norm = weights.q_norm[layer], weights.k_norm[layer]
     if sizes.whole_norm:
@@ -265,7 +265,7 @@ def _attention(team, phase, layer, weights, sizes, tables, extras, k_memory, v_m
     phase = project(
         team, phase, attended, layer_panels(weights.o, layer), weights.o_bias[layer], not sizes.post_norms, shrunk,
         rows_o, runs, upcoming_of(tables.o, layer),
-        LinearExtras(extras, layer, tables.o.first, step.extra_runs, kept), own,
+        LinearExtras(extras, layer, tables.o.first, step.extra_runs, saved), own,
     )  # fmt: skip
     if sizes.post_norms:
         phase = normalise_and_add(team, phase, own, weights.post_attention_norm[layer], sizes.eps, hidden)
@@ -305,7 +305,7 @@ def _feed_forward(team, phase, layer, place, weights, sizes, tables, extras, ste
     """
     num_tokens = step.token_ids.shape[0]
     hidden, normed, gate_up = work.hidden[:num_tokens], work.normed[:num_tokens], work.gate_up[:num_tokens]
-    gated, shrunk, kept = work.gated[:num_tokens], work.shrunk[:num_tokens], work.kept[:num_tokens]
+    gated, shrunk, saved = work.gated[:num_tokens], work.shrunk[:num_tokens], work.saved[:num_tokens]
     runs, tasks, norms = step.runs, step.shrink_tasks, extras.norms[layer, :, MLP_NORM]
     rows, rows_down = tables.gate_up, tables.down
     own_rows, own_down = rows_at(rows, place), rows_at(rows_down, place)
@@ -317,7 +317,7 @@ def _feed_forward(team, phase, layer, place, weights, sizes, tables, extras, ste
         phase = shrink(team, phase, normed, own_rows, tasks, step.widest_rank, shrunk)
     phase = gate_and_up(
         team, phase, normed, layer_panels(weights.gate_up, place), weights.gate_up_bias[place], shrunk, own_rows, runs,
-        upcoming_of(rows, place), LinearExtras(extras, layer, rows.first, step.extra_runs, kept), sizes.gelu, gate_up,
+        upcoming_of(rows, place), LinearExtras(extras, layer, rows.first, step.extra_runs, saved), sizes.gelu, gate_up,
         gated,
     )  # fmt: skip
     if runs.shape[0] > 0:
@@ -327,7 +327,7 @@ def _feed_forward(team, phase, layer, place, weights, sizes, tables, extras, ste
     phase = project(
         team, phase, gated, layer_panels(weights.down, place), weights.down_bias[place], not sizes.post_norms, shrunk,
         own_down, runs, upcoming_of(rows_down, later),
-        LinearExtras(extras, layer, rows_down.first, step.extra_runs, kept), own,
+        LinearExtras(extras, layer, rows_down.first, step.extra_runs, saved), own,
     )  # fmt: skip
     if sizes.post_norms:
         phase = normalise_and_add(team, phase, own, weights.post_mlp_norm[layer], sizes.eps, hidden)

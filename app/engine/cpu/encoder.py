@@ -86,7 +86,7 @@ class EncoderWorkspace(NamedTuple):
     """Scratch for the largest step: T rows each.
 
     hidden, qkv and up are as wide as the panels they are written in; states, attended and activated exactly as wide as
-    the products that read them. kept is as wide as hidden; shrunk: [T, 3, W].
+    the products that read them. saved is as wide as hidden; shrunk: [T, 3, W].
     """
 
     hidden: Floats
@@ -96,7 +96,7 @@ class EncoderWorkspace(NamedTuple):
     up: Floats
     activated: Floats
     shrunk: Floats
-    kept: Floats
+    saved: Floats
 
 
 #: Phases of a layer, and of a step outside its layers.
@@ -122,14 +122,14 @@ def _attention(team, phase, layer, weights, sizes, tables, extras, step, work):
     """states = norm(hidden + o(attention(qkv(states)))), every product with its LoRA."""
     num_tokens = step.token_ids.shape[0]
     hidden, states, qkv = work.hidden[:num_tokens], work.states[:num_tokens], work.qkv[:num_tokens]
-    attended, shrunk, kept = work.attended[:num_tokens], work.shrunk[:num_tokens], work.kept[:num_tokens]
+    attended, shrunk, saved = work.attended[:num_tokens], work.shrunk[:num_tokens], work.saved[:num_tokens]
     runs, tasks, rows, rows_o = step.runs, step.shrink_tasks, tables.qkv, tables.o
     own, own_o = rows_at(rows, layer), rows_at(rows_o, layer)
     if runs.shape[0] > 0:
         phase = shrink(team, phase, states, own, tasks, step.widest_rank, shrunk)
     phase = project(
         team, phase, states, layer_panels(weights.qkv, layer), weights.qkv_bias[layer], False, shrunk, own, runs,
-        upcoming_of(rows, layer), LinearExtras(extras, layer, rows.first, step.extra_runs, kept), qkv,
+        upcoming_of(rows, layer), LinearExtras(extras, layer, rows.first, step.extra_runs, saved), qkv,
     )  # fmt: skip
     phase = bidirectional_attention(
         team, phase, qkv, sizes.q_size, sizes.q_size, sizes.head_dim, sizes.scale, step.query_starts, step.longest,
@@ -139,7 +139,7 @@ def _attention(team, phase, layer, weights, sizes, tables, extras, step, work):
         phase = shrink(team, phase, attended, own_o, tasks, step.widest_rank, shrunk)
     phase = project(
         team, phase, attended, layer_panels(weights.o, layer), weights.o_bias[layer], True, shrunk, own_o, runs,
-        upcoming_of(rows_o, layer), LinearExtras(extras, layer, rows_o.first, step.extra_runs, kept), hidden,
+        upcoming_of(rows_o, layer), LinearExtras(extras, layer, rows_o.first, step.extra_runs, saved), hidden,
     )  # fmt: skip
     norm = weights.attention_norm[layer]
     return layer_norm(team, phase, hidden, norm[0], norm[1], sizes.eps, states)
@@ -150,14 +150,14 @@ def _feed_forward(team, phase, layer, weights, sizes, tables, extras, step, work
     """states = norm(hidden + down(gelu(up(states)))), every product with its LoRA."""
     num_tokens = step.token_ids.shape[0]
     hidden, states, up = work.hidden[:num_tokens], work.states[:num_tokens], work.up[:num_tokens]
-    activated, shrunk, kept = work.activated[:num_tokens], work.shrunk[:num_tokens], work.kept[:num_tokens]
+    activated, shrunk, saved = work.activated[:num_tokens], work.shrunk[:num_tokens], work.saved[:num_tokens]
     runs, tasks, rows, rows_down = step.runs, step.shrink_tasks, tables.up, tables.down
     own, own_down = rows_at(rows, layer), rows_at(rows_down, layer)
     if runs.shape[0] > 0:
         phase = shrink(team, phase, states, own, tasks, step.widest_rank, shrunk)
     phase = project(
         team, phase, states, layer_panels(weights.up, layer), weights.up_bias[layer], False, shrunk, own, runs,
-        upcoming_of(rows, layer), LinearExtras(extras, layer, rows.first, step.extra_runs, kept), up,
+        upcoming_of(rows, layer), LinearExtras(extras, layer, rows.first, step.extra_runs, saved), up,
     )  # fmt: skip
     phase = gelu(team, phase, up, activated)
     if runs.shape[0] > 0:
@@ -165,7 +165,7 @@ def _feed_forward(team, phase, layer, weights, sizes, tables, extras, step, work
     phase = project(
         team, phase, activated, layer_panels(weights.down, layer), weights.down_bias[layer], True, shrunk, own_down,
         runs, upcoming_of(rows_down, min(layer + 1, sizes.num_layers - 1)),
-        LinearExtras(extras, layer, rows_down.first, step.extra_runs, kept), hidden,
+        LinearExtras(extras, layer, rows_down.first, step.extra_runs, saved), hidden,
     )  # fmt: skip
     norm = weights.mlp_norm[layer]
     return layer_norm(team, phase, hidden, norm[0], norm[1], sizes.eps, states)

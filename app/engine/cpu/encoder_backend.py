@@ -109,7 +109,7 @@ def _places(token_ids: NDArray[np.int32], query_starts: NDArray[np.int32], first
 
 
 def _pack_weights(
-    spec: ModelSpec, tensors: Iterable[tuple[str, np.ndarray]], storage: WeightDtype, team: ThreadTeam
+    spec: ModelSpec, tensors: Iterable[tuple[str, np.ndarray]], weight_dtype: WeightDtype, team: ThreadTeam
 ) -> encoder.EncoderWeights:
     """Put every tensor in its place; CheckpointError for one that has none or is missing."""
     expected = names.encoder_tensors(spec)
@@ -119,31 +119,31 @@ def _pack_weights(
     input_norm = np.zeros((2, hidden), np.float32)
     whole: dict[str, Floats] = {}
     stacks, biases, places = {}, {}, {}
-    for product in uniform_modules(spec):
-        width = product.width(PANEL)
-        stacks[product.name] = StackWriter((count, width, product.d_in), storage, team)
-        biases[f"{product.name}_bias"] = np.zeros((count, width), np.float32)
-        for target, start in zip(product.targets, product.starts(PANEL), strict=True):
-            places[product.kind.path(target)] = product.name, start
+    for module in uniform_modules(spec):
+        width = module.width(PANEL)
+        stacks[module.name] = StackWriter((count, width, module.d_in), weight_dtype, team)
+        biases[f"{module.name}_bias"] = np.zeros((count, width), np.float32)
+        for target, start in zip(module.targets, module.starts(PANEL), strict=True):
+            places[module.kind.path(target)] = module.name, start
     for name, stored in tensors:
         if expected.pop(name, None) is None:
             raise CheckpointError(f"tensor {name!r} has no place in {spec.name}")
         tensor = np.asarray(stored).astype(np.float32, copy=False)
-        module, part = name.rsplit(".", 1)
-        if module == names.INPUT_NORM:
+        module_name, part = name.rsplit(".", 1)
+        if module_name == names.INPUT_NORM:
             input_norm[int(part == "bias")] = tensor
         elif name in (names.WORDS, names.PLACES, names.SEGMENTS):
             whole[name] = np.ascontiguousarray(tensor)
         else:
-            layer, path = module.removeprefix(f"{names.LAYERS}.").split(".", 1)
+            layer, path = module_name.removeprefix(f"{names.LAYERS}.").split(".", 1)
             if path in norms:
                 norms[path][int(layer), int(part == "bias")] = tensor
                 continue
-            product_name, column = places[path]
+            stack_name, column = places[path]
             if part == "bias":
-                biases[f"{product_name}_bias"][int(layer), column : column + len(tensor)] = tensor
+                biases[f"{stack_name}_bias"][int(layer), column : column + len(tensor)] = tensor
             else:
-                stacks[product_name].store(int(layer), column, tensor)
+                stacks[stack_name].store(int(layer), column, tensor)
     if expected:
         raise CheckpointError(f"{spec.name} lacks {len(expected)} tensors, the first: {min(expected)!r}")
     packed: dict[str, Any] = {name: writer.stack for name, writer in stacks.items()}
@@ -164,5 +164,5 @@ def _workspace(spec: ModelSpec, num_tokens: int) -> encoder.EncoderWorkspace:
     return encoder.EncoderWorkspace(
         hidden=rows(padded_width(hidden)), states=rows(hidden), qkv=rows(3 * padded_width(hidden)),
         attended=rows(hidden), up=rows(padded_width(wide)), activated=rows(wide), shrunk=rows(3, 64),
-        kept=rows(padded_width(hidden)),
+        saved=rows(padded_width(hidden)),
     )  # fmt: skip

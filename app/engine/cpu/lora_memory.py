@@ -39,20 +39,20 @@ from app.kernels.sgmv.prefetch import NextShrink
 
 #: Linear module -> the targets whose shrinks come next, which it prefetches: at most three, side by side in the order
 #: of targets. o is the smallest product and gate's and up's the largest shrinks: gate is prefetched before o.
-_ASKED_FOR = {
+_PREFETCHED = {
     "qkv": ("o_proj", "gate_proj"),
     "o": ("up_proj",),
     "gate_up": ("down_proj",),
     "down": ("q_proj", "k_proj", "v_proj"),
 }
-_ENCODER_ASKED_FOR = {
+_PREFETCHED_ENCODER = {
     "qkv": ("attention.output.dense",),
     "o": ("intermediate.dense",),
     "up": ("output.dense",),
     "down": ("query", "key", "value"),
 }
 #: The same in models with experts: what comes next is in the same layers, or known when experts are chosen.
-_ASKED_FOR_BESIDE_EXPERTS = {"qkv": ("o_proj",), "gate_up": ("down_proj",)}
+_PREFETCHED_MOE = {"qkv": ("o_proj",), "gate_up": ("down_proj",)}
 
 
 class LoraMemory:
@@ -72,10 +72,10 @@ class LoraMemory:
         self._num_panels = np.array([width // PANEL for one in singles for width in one.module.padded_widths(PANEL)])
         mixed = paged_modules(spec)
         self._experts = MoeLoraMemory(mixed, num_slots)
-        requested_adapter = _ASKED_FOR_BESIDE_EXPERTS if mixed else _ASKED_FOR
+        prefetched = _PREFETCHED_MOE if mixed else _PREFETCHED
         if spec.encoder is not None:
-            requested_adapter = _ENCODER_ASKED_FOR
-        rows = {one.module.name: self._product_rows(one.module, requested_adapter) for one in singles}
+            prefetched = _PREFETCHED_ENCODER
+        rows = {one.module.name: self._module_rows(one.module, prefetched) for one in singles}
         #: `AdapterTables`, or an encoder's `EncoderTables`.
         self.tables: Any = self._decoder_tables(rows) if spec.encoder is None else EncoderTables(**rows)
 
@@ -118,15 +118,17 @@ class LoraMemory:
         team.run(write_plan, 2, plan, too_fine)
         return plan, not too_fine[0]
 
-    def _product_rows(self, product: LinearModule, requested_adapter: Mapping[str, tuple[str, ...]]) -> LoraView:
-        own, coming = self._slice(product.targets), self._slice(requested_adapter.get(product.name, ()))
-        return self._view(own, coming)
+    def _module_rows(self, module: LinearModule, prefetched: Mapping[str, tuple[str, ...]]) -> LoraView:
+        own_targets, next_targets = self._slice(module.targets), self._slice(prefetched.get(module.name, ()))
+        return self._view(own_targets, next_targets)
 
-    def _view(self, own: slice, coming: slice) -> LoraView:
+    def _view(self, own_targets: slice, next_targets: slice) -> LoraView:
         """The tables of neighbouring modules, and those whose shrink they prefetch."""
-        upcoming = NextShrink(self._a[:, :, coming], self._ranks[:, :, coming], self._depths[coming], self._in_bf16)
-        a, b, ranks = self._a[:, :, own], self._b[:, :, own], self._ranks[:, :, own]
-        return LoraView(a, b, ranks, self._num_panels[own], self._in_bf16, own.start, upcoming)
+        upcoming = NextShrink(
+            self._a[:, :, next_targets], self._ranks[:, :, next_targets], self._depths[next_targets], self._in_bf16
+        )
+        a, b, ranks = self._a[:, :, own_targets], self._b[:, :, own_targets], self._ranks[:, :, own_targets]
+        return LoraView(a, b, ranks, self._num_panels[own_targets], self._in_bf16, own_targets.start, upcoming)
 
     def _slice(self, targets: tuple[str, ...]) -> slice:
         """The indices of targets that lie side by side."""
@@ -135,18 +137,18 @@ class LoraMemory:
 
     def _decoder_tables(self, rows: Mapping[str, LoraView]) -> AdapterTables:
         return AdapterTables(
-            rows.get("qkv", self._absent(asks=True)),
+            rows.get("qkv", self._absent(prefetches=True)),
             rows["o"],
-            rows.get("gate_up", self._absent(asks=True)),
+            rows.get("gate_up", self._absent(prefetches=True)),
             rows.get("down", self._absent()),
             self._expert_tables(rows) if "router" in rows else None,
             self._latent_tables(rows) if "latent_a" in rows else None,
         )
 
-    def _absent(self, *, asks: bool = False) -> LoraView:
-        """A placeholder for a linear module that no layer has; never read. `asks`: has the type of one that prefetches
-        the next."""
-        return self._view(slice(0, 1), slice(0, int(asks)))
+    def _absent(self, *, prefetches: bool = False) -> LoraView:
+        """A placeholder for a linear module that no layer has; never read. `prefetches`: whether it has the type of
+        one that prefetches the next."""
+        return self._view(slice(0, 1), slice(0, int(prefetches)))
 
     def _expert_tables(self, rows: Mapping[str, LoraView]) -> ExpertTables:
         return ExpertTables(
@@ -173,14 +175,14 @@ class MoeLoraMemory:
     """Rank rows of experts and of MLA heads (`paged_modules`), by layer, slot and expert."""
 
     def __init__(self, stacked: tuple[StackedModule, ...], num_slots: int) -> None:
-        """stacked: the linear modules with experts, in the order of `ExpertMatrices.products`."""
+        """stacked: the linear modules with experts, in the order of `ExpertMatrices.linear_modules`."""
         in_bf16 = np.zeros(num_slots, np.bool_)
         #: By the linear module's name.
         self.tables: dict[str, ExpertRows] = {}
-        for product, layers in stacked:
-            shape = (len(layers), num_slots, len(product.experts), len(product.targets))
+        for module, layers in stacked:
+            shape = (len(layers), num_slots, len(module.experts), len(module.targets))
             at = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
-            self.tables[product.name] = ExpertRows(*at, np.zeros(shape, np.int32), in_bf16)
+            self.tables[module.name] = ExpertRows(*at, np.zeros(shape, np.int32), in_bf16)
         self._in_bf16 = in_bf16
         self._held: dict[int, NDArray[np.uint8]] = {}
         self._widest = np.zeros(num_slots, np.int64)
@@ -210,6 +212,6 @@ class MoeLoraMemory:
         self._in_bf16[adapter_slot] = in_bf16
         self._widest[adapter_slot] = plan[:, RANK].max()
         for index, rows in enumerate(self.tables.values()):
-            mine = source.products == index
+            mine = source.linear_modules == index
             where = (source.places[mine], adapter_slot, source.experts[mine], source.modules[mine])
             rows.a[where], rows.b[where], rows.ranks[where] = plan[mine][:, [TO_A, TO_B, RANK]].T

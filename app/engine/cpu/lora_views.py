@@ -57,12 +57,12 @@ def upcoming_of(rows, place):
 def single_product(team, phase, layer, place, x, stack, bias, rows, extras, step, work, out):
     """out = x @ w with the LoRA of a linear module with one target. One phase, and one more with adapters."""
     num_tokens = x.shape[0]
-    shrunk, kept, own = work.shrunk[:num_tokens], work.kept[:num_tokens], rows_at(rows, place)
+    shrunk, saved, own = work.shrunk[:num_tokens], work.saved[:num_tokens], rows_at(rows, place)
     if step.runs.shape[0] > 0:
         phase = shrink(team, phase, x, own, step.shrink_tasks, step.widest_rank, shrunk)
     return project(
         team, phase, x, layer_panels(stack, place), bias, False, shrunk, own, step.runs, upcoming_of(rows, place),
-        LinearExtras(extras, layer, rows.first, step.extra_runs, kept), out,
+        LinearExtras(extras, layer, rows.first, step.extra_runs, saved), out,
     )  # fmt: skip
 
 

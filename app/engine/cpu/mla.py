@@ -167,12 +167,12 @@ def _by_head(team, phase, layer, x, stack, no_biases, rows, step, scratch, out):
 def _output(team, phase, layer, attended, weights, tables, extras, step, work):
     """hidden += o(attended)."""
     num_tokens, rows, runs, own = attended.shape[0], tables.o, step.runs, rows_at(tables.o, layer)
-    hidden, shrunk, kept = work.hidden[:num_tokens], work.shrunk[:num_tokens], work.kept[:num_tokens]
+    hidden, shrunk, saved = work.hidden[:num_tokens], work.shrunk[:num_tokens], work.saved[:num_tokens]
     if runs.shape[0] > 0:
         phase = shrink(team, phase, attended, own, step.shrink_tasks, step.widest_rank, shrunk)
     return project(
         team, phase, attended, layer_panels(weights.o, layer), weights.o_bias[layer], True, shrunk, own, runs,
-        upcoming_of(rows, layer), LinearExtras(extras, layer, rows.first, step.extra_runs, kept), hidden,
+        upcoming_of(rows, layer), LinearExtras(extras, layer, rows.first, step.extra_runs, saved), hidden,
     )  # fmt: skip
 
 

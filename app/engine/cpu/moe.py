@@ -130,7 +130,7 @@ def _shared_expert(team, phase, layer, place, weights, sizes, tables, extras, st
     """Compute the shared expert of every token, and its gate, into the shared scratch."""
     num_tokens, mixture, scratch = step.token_ids.shape[0], weights.experts, work.experts
     normed, gated = work.normed[:num_tokens], scratch.shared_gated[:num_tokens]
-    shrunk, kept = work.shrunk[:num_tokens], work.kept[:num_tokens]
+    shrunk, saved = work.shrunk[:num_tokens], work.saved[:num_tokens]
     runs, rows = step.runs, tables.experts.shared_gate_up
     own = rows_at(rows, place)
     if scratch.gates.shape[0] > 0:
@@ -142,7 +142,7 @@ def _shared_expert(team, phase, layer, place, weights, sizes, tables, extras, st
         phase = shrink(team, phase, normed, own, step.shrink_tasks, step.widest_rank, shrunk)
     phase = gate_and_up(
         team, phase, normed, layer_panels(mixture.shared_gate_up, place), mixture.no_bias, shrunk, own, runs,
-        upcoming_of(rows, place), LinearExtras(extras, layer, rows.first, step.extra_runs, kept), sizes.gelu,
+        upcoming_of(rows, place), LinearExtras(extras, layer, rows.first, step.extra_runs, saved), sizes.gelu,
         scratch.shared_gate_up[:num_tokens], gated,
     )  # fmt: skip
     return single_product(
@@ -153,13 +153,13 @@ def _shared_expert(team, phase, layer, place, weights, sizes, tables, extras, st
 
 def expert_workspace(spec: ModelSpec, num_tokens: int) -> MoeWorkspace | None:
     """The scratch memory that all layers with experts share; None without experts."""
-    products = {product.name: product for product, _ in stacked_modules(spec)}
+    modules = {module.name: module for module, _ in stacked_modules(spec)}
     mixture = next((layer.experts for layer in spec.layers if layer.experts is not None), None)
     if mixture is None:
         return None
     router = mixture.router
-    num_pairs, expert_size = num_tokens * router.top_k, products["experts_down"].d_in
-    shared_size = products["shared_down"].d_in if "shared_down" in products else 0
+    num_pairs, expert_size = num_tokens * router.top_k, modules["experts_down"].d_in
+    shared_size = modules["shared_down"].d_in if "shared_down" in modules else 0
 
     def rows(count: int, width: int) -> NDArray[np.float32]:
         return np.zeros((count, width), np.float32)
@@ -172,7 +172,7 @@ def expert_workspace(spec: ModelSpec, num_tokens: int) -> MoeWorkspace | None:
         gated=rows(num_pairs, expert_size),
         outputs=rows(num_pairs, padded_width(spec.hidden_size)),
         shrunk=np.zeros((num_pairs, 2, 16), np.float32),
-        gates=rows(num_tokens if "shared_gate" in products else 0, padded_width(1)),
+        gates=rows(num_tokens if "shared_gate" in modules else 0, padded_width(1)),
         shared_gate_up=rows(num_tokens if shared_size else 0, 2 * padded_width(shared_size)),
         shared_gated=rows(num_tokens if shared_size else 0, shared_size),
         shared=rows(num_tokens if shared_size else 0, padded_width(spec.hidden_size)),

@@ -23,9 +23,9 @@ def sample(logits: NDArray[np.float32], sampling: SamplingBatch, team: ThreadTea
     num_rows = logits.shape[0]
     tokens, normalisers = np.zeros(num_rows, np.int32), np.zeros(num_rows, np.float64)
     logprobs = np.zeros(num_rows, np.float32)
-    wanted = sampling.num_logprobs >= 0
+    wants_logprob = sampling.num_logprobs >= 0
     changed = [p for p in range(num_rows) if is_changed(sampling, p)]
-    originals = {p: logits[p].copy() for p in changed if wanted[p]}
+    originals = {p: logits[p].copy() for p in changed if wants_logprob[p]}
     for p in changed:
         adjust(logits[p], sampling, p)
     if num_rows:
@@ -34,10 +34,10 @@ def sample(logits: NDArray[np.float32], sampling: SamplingBatch, team: ThreadTea
         words = np.zeros((0, 0), np.uint32) if masks is None else masks.words()
         team.run(
             sample_rows, 1, logits, sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p,
-            sampling.seeds, sampling.positions, wanted, of_row, words, tokens, normalisers,
+            sampling.seeds, sampling.positions, wants_logprob, of_row, words, tokens, normalisers,
         )  # fmt: skip
     top: list[tuple[NDArray[np.int32], NDArray[np.float32]] | None] = [None] * num_rows
-    for p in np.flatnonzero(wanted).tolist():
+    for p in np.flatnonzero(wants_logprob).tolist():
         row, normaliser = logits[p], float(normalisers[p])
         if p in originals:
             row = originals[p]

@@ -75,28 +75,28 @@ class PackedModules:
 
     def __init__(self, spec: ModelSpec, weights: cpu_decoder.Weights | EncoderWeights) -> None:
         stacked = stacked_modules(spec)
-        self._products, self._weights = shared_table_modules(stacked), weights
-        self._layers = {product.name: layers for product, layers in stacked}
+        self._modules, self._weights = shared_table_modules(stacked), weights
+        self._layers = {module.name: layers for module, layers in stacked}
 
     def panels(self, key: LoraKey) -> Floats:
         """A module's weight as float32 panels [P, d_in, 16]."""
-        product = linear_module_of(self._products, key.target)
-        own = product.columns(key.target, PANEL)
+        module = linear_module_of(self._modules, key.target)
+        own = module.columns(key.target, PANEL)
         columns = slice(own.start // PANEL, -(-own.stop // PANEL))
-        stack: Stack = self._array(product.name)
-        place = self._layers[product.name].index(key.layer)
+        stack: Stack = self._array(module.name)
+        place = self._layers[module.name].index(key.layer)
         if isinstance(stack, Int8Panels):
             return dequantise(Int8Panels._make(part[place, columns] for part in stack))
         return stack[place, columns]
 
     def bias(self, key: LoraKey) -> Floats | None:
         """A module's bias [d_out], if it has one."""
-        product = linear_module_of(self._products, key.target)
-        if not product.has_bias:
+        module = linear_module_of(self._modules, key.target)
+        if not module.has_bias:
             return None
-        biases: Floats = self._array(f"{product.name}_bias")
-        place = self._layers[product.name].index(key.layer)
-        return biases[place, product.columns(key.target, PANEL)]
+        biases: Floats = self._array(f"{module.name}_bias")
+        place = self._layers[module.name].index(key.layer)
+        return biases[place, module.columns(key.target, PANEL)]
 
     def _array(self, name: str) -> Any:
         """The array of a linear module or of its biases, in the model's, its experts' or its MLA weights."""
@@ -108,7 +108,7 @@ class PackedModules:
 class WeightPacker:
     """Fills the stacked arrays tensor by tensor, so that at most one unpacked tensor is in memory."""
 
-    def __init__(self, spec: ModelSpec, max_positions: int, storage: WeightDtype, team: ThreadTeam) -> None:
+    def __init__(self, spec: ModelSpec, max_positions: int, weight_dtype: WeightDtype, team: ThreadTeam) -> None:
         self._spec = spec
         count, hidden = len(spec.layers), spec.hidden_size
         attentions = [layer.attention for layer in spec.layers]
@@ -135,12 +135,12 @@ class WeightPacker:
             "gate_up_bias": zeros(0, 0),  # for a model without such layers
             "down_bias": zeros(0, 0),
         }
-        self._stacks = {"head": StackWriter((1, spec.vocab_size, hidden), storage, team)}
+        self._stacks = {"head": StackWriter((1, spec.vocab_size, hidden), weight_dtype, team)}
         self._places: dict[str, tuple[str, int, int]] = {}  # module -> stack, index in it, first column
         absorbed = [one for one in paged_modules(spec) if one.module not in [other.module for other in stacked]]
         for one in (*stacked, *absorbed):
             if one.module.kind is not LATENT_B:
-                self._make_room(one, storage, team)
+                self._make_room(one, weight_dtype, team)
         self._constants: dict[str, NDArray[Any]] = {
             "cos": cos,
             "sin": sin,
@@ -150,19 +150,19 @@ class WeightPacker:
         }
         self._norms: dict[str, str] = {path: name for name, path in (LAYER_NORMS | LATENT_NORMS | POST_NORMS).items()}
 
-    def _make_room(self, stacked: StackedModule, storage: WeightDtype, team: ThreadTeam) -> None:
+    def _make_room(self, stacked: StackedModule, weight_dtype: WeightDtype, team: ThreadTeam) -> None:
         """Allocate the stack of one linear module, for the layers that have it and each of its experts."""
-        product, layers = stacked
-        width, experts = product.width(PANEL), product.experts
-        self._stacks[product.name] = StackWriter((len(layers) * len(experts), width, product.d_in), storage, team)
-        shape = (len(layers) * len(experts), width) if product.has_bias else (len(layers), 0)
-        if product.num_experts is not None and not product.has_bias:
+        module, layers = stacked
+        width, experts = module.width(PANEL), module.experts
+        self._stacks[module.name] = StackWriter((len(layers) * len(experts), width, module.d_in), weight_dtype, team)
+        shape = (len(layers) * len(experts), width) if module.has_bias else (len(layers), 0)
+        if module.num_experts is not None and not module.has_bias:
             shape = (0, 0)
-        self._arrays[f"{product.name}_bias"] = np.zeros(shape, np.float32)
+        self._arrays[f"{module.name}_bias"] = np.zeros(shape, np.float32)
         for place, (layer, expert) in enumerate(itertools.product(layers, experts)):
-            for target, start in zip(product.targets, product.starts(PANEL), strict=True):
-                path = f"model.layers.{layer}.{product.kind.path(target, expert)}"
-                self._places[path] = product.name, place, start
+            for target, start in zip(module.targets, module.starts(PANEL), strict=True):
+                path = f"model.layers.{layer}.{module.kind.path(target, expert)}"
+                self._places[path] = module.name, place, start
 
     def pack_all(self, tensors: Iterable[tuple[str, np.ndarray]]) -> cpu_decoder.Weights:
         """Pack every tensor; CheckpointError for one that has no place or is missing."""
@@ -202,11 +202,11 @@ class WeightPacker:
             if name.endswith(f".{SINKS}"):
                 self._arrays["sinks"][int(layer)] = tensor
                 return
-            product, place, column = self._places[path]
+            stack_name, place, column = self._places[path]
             if kind == "bias":
-                self._arrays[f"{product}_bias"][place, column : column + len(tensor)] = tensor
+                self._arrays[f"{stack_name}_bias"][place, column : column + len(tensor)] = tensor
             else:
-                self._stacks[product].store(place, column, tensor)
+                self._stacks[stack_name].store(place, column, tensor)
 
     def _place_latent_heads(self, layer: int, tensor: Floats) -> None:
         """Store kv_b_proj's rows head by head: keys transposed, values as they are."""

@@ -150,7 +150,7 @@ class AdapterTables:
         except Exception as error:  # memory, files or the driver may raise anything: it concerns this adapter only
             raise AdapterWriteFailed(
                 f"writing an adapter to {self._device} failed: {type(error).__name__}: {error}; its next request "
-                "tries it again"
+                "writes it again"
             ) from error
 
     def _write(

@@ -128,7 +128,7 @@ class CudaBackend:
         except torch.OutOfMemoryError as error:
             self._extras.release(adapter_slot)
             raise AdapterTooLarge(
-                f"adapter {adapter.card.digest[:12]} holds {adapter.card.extra_bytes} bytes beside its rank rows and "
+                f"adapter {adapter.card.digest[:12]} holds {adapter.card.extra_bytes} bytes besides its rank rows and "
                 f"{self._device} has no room for them ({self.plan}); lower engine.cuda.gpu_memory_utilization or "
                 "engine.num_kv_blocks"
             ) from error

@@ -1,4 +1,4 @@
-"""Adapters' extra weights on a device: everything beside rank rows, applied run by run.
+"""Adapters' extra weights on a device: everything besides rank rows, applied run by run.
 
 The base's operation is done for the whole batch; then `ExtraRows` changes the rows of the step's adapters that have
 extra weights. Other rows are not touched, and steps without such rows skip all of this.

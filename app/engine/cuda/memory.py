@@ -46,7 +46,7 @@ class MemoryPlan:
     def __str__(self) -> str:
         return (
             f"weights {_size(self.weight_bytes)}, {self.lora_pool_rows} rank rows {_size(self.rank_row_bytes)}, "
-            f"adapter extras up to {_size(self.extra_bytes)}, working space {_size(self.working_bytes)}, "
+            f"extra weights up to {_size(self.extra_bytes)}, working space {_size(self.working_bytes)}, "
             f"{self.num_kv_blocks} KV blocks {_size(self.kv_bytes)}: {_size(self.total_bytes)} of "
             f"{_size(self.budget_bytes)}"
         )

@@ -39,19 +39,19 @@ def sample(logits: Tensor, sampling: SamplingBatch, exp: Exp = torch.exp) -> For
     if len(drawn):
         rows = _upload(drawn, logits.device)
         tokens[rows] = _draw(scores[rows], sampling, drawn, exp)
-    wanted = np.flatnonzero(sampling.num_logprobs >= 0)
-    if len(wanted):
-        rows = _upload(wanted, logits.device)
+    logprob_rows = np.flatnonzero(sampling.num_logprobs >= 0)
+    if len(logprob_rows):
+        rows = _upload(logprob_rows, logits.device)
         own = logits[rows]
         normalisers = _log_sum_exp(own, exp)  # [W] float64
         chosen = own.gather(1, tokens[rows, None])[:, 0].cpu().numpy()
-        logprobs[wanted] = (chosen - normalisers).astype(np.float32)
+        logprobs[logprob_rows] = (chosen - normalisers).astype(np.float32)
         most = min(int(sampling.num_logprobs.max()), logits.shape[1])
         if most:
             ids = _largest(own, most)
             values = (own.gather(1, ids).cpu().numpy() - normalisers[:, None]).astype(np.float32)
             host_ids = ids.cpu().numpy().astype(np.int32)
-            for at, p in enumerate(wanted.tolist()):
+            for at, p in enumerate(logprob_rows.tolist()):
                 count = int(sampling.num_logprobs[p])
                 if count:
                     top[p] = host_ids[at, :count], values[at, :count]

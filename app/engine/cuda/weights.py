@@ -1,6 +1,6 @@
 """A checkpoint's tensors on a device: fused linear modules, norms in float32, one object per layer.
 
-At most one tensor is in host memory beside the checkpoint's own; every tensor has exactly one place.
+At most one tensor is in host memory besides the checkpoint's own; every tensor has exactly one place.
 """
 
 from __future__ import annotations

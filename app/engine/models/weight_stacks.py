@@ -23,12 +23,12 @@ _LOGGER = logging.getLogger(__name__)
 class StackWriter:
     """One stack while it is filled."""
 
-    def __init__(self, shape: tuple[int, int, int], storage: WeightDtype, team: ThreadTeam) -> None:
+    def __init__(self, shape: tuple[int, int, int], weight_dtype: WeightDtype, team: ThreadTeam) -> None:
         """shape: layers, columns, depth."""
         self._team = team
-        self._only_exact = storage == "auto"
+        self._only_exact = weight_dtype == "auto"
         self._stored: list[tuple[int, int, int]] = []
-        self.stack: Stack = empty_stack(*shape, quantised=storage != "float32")
+        self.stack: Stack = empty_stack(*shape, quantised=weight_dtype != "float32")
 
     def store(self, layer: int, first_column: int, w: NDArray[np.float32]) -> None:
         """Write w [N, K] to one layer's columns from first_column (a multiple of 16) on."""

@@ -148,7 +148,7 @@ class AdapterPool:
     ) -> AdapterGrant | None:
         """Reference an adapter and evict others if needed; None if it must wait for references to others to end.
 
-        `size_bytes`: bytes to write, for the policy "cost". AdapterTooLarge if it never fits; `check_room` tells
+        `size_bytes`: bytes to write, for the policy "cost". AdapterTooLarge if it never fits; `check_room` says
         whether pinned adapters are in the way. Rows and bytes under another adapter's reservation are not used. A
         tenant above its quota gets no rows that other tenants' quotas protect, unless nothing runs or the rows are
         reserved for it.
@@ -283,7 +283,7 @@ class AdapterPool:
         return supply > (0 if held is None or held.digest == digest else 1)
 
     def _may_hold(self, digest: str, extra_bytes: int) -> bool:
-        """Whether this adapter's extra weights fit beside those that stay and those that are reserved."""
+        """Whether this adapter's extra weights fit in addition to those that stay and those that are reserved."""
         if extra_bytes == 0:
             return True
         held = self._reservation

@@ -40,10 +40,10 @@ class EvictionOrder:
         self._age = 0.0
         self._num_uses = 0
 
-    def on_use(self, uses: int, cost_per_room: float) -> Priority:
+    def on_use(self, uses: int, cost_per_size: float) -> Priority:
         """The priority of an item at its `uses`-th use."""
         self._num_uses += 1
-        worth = {"lru": 0.0, "lfu": 1.0, "cost": cost_per_room}[self.policy]
+        worth = {"lru": 0.0, "lfu": 1.0, "cost": cost_per_size}[self.policy]
         return Priority(self._age + uses * worth, self._num_uses)
 
     def on_release(self, priority: Priority) -> Priority:

@@ -35,5 +35,5 @@ class TableLimits:
             raise AdapterTooLarge(
                 f"adapter {name!r} needs {num_needed} rank rows but this model's pool gives it at most {self.max_rank} "
                 f"({self.num_rows} rank rows, {self.max_loras - 1} adapter slots "
-                "beside the base); raise engine.lora_pool_rows or register an adapter of lower rank"
+                "besides the base); raise engine.lora_pool_rows or register an adapter of lower rank"
             )

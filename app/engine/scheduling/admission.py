@@ -111,14 +111,14 @@ class Admission:
         are tried first. The limit on bytes written protects running streams: if nothing runs, all that have room start
         together.
         """
-        look = _Pass()
+        queue_pass = _Pass()
         if not self._is_open or max_sequences <= 0 or not len(self._queue):
-            return look.result()
+            return queue_pass.result()
         self._is_open = False
         num_tokens = num_block_refusals = num_batches = 0
         tokens_left_of = dict(token_limit_of or {})
         for sequence in _with_first(preferred or [], self._queue.candidates()):
-            if len(look.admitted) == max_sequences or num_tokens >= max_tokens:
+            if len(queue_pass.admitted) == max_sequences or num_tokens >= max_tokens:
                 self._is_open = True
                 break
             is_batch = sequence.request.is_batch
@@ -128,29 +128,29 @@ class Admission:
             if not sequence.has_memory and num_tokens + sequence.num_pending > max_tokens:
                 self._is_open = True  # an encoder's text is computed whole, in the next step
                 break
-            if look.passed_first is None and not is_urgent and not is_batch:
-                look.passed_first = sequence  # reset below if it is admitted
-            if self._is_refused(sequence, look):
+            if queue_pass.passed_first is None and not is_urgent and not is_batch:
+                queue_pass.passed_first = sequence  # reset below if it is admitted
+            if self._is_refused(sequence, queue_pass):
                 continue
             found = self._find_prefix(sequence)
-            if not self._blocks_suffice(sequence, found, num_running + len(look.admitted)):
+            if not self._blocks_suffice(sequence, found, num_running + len(queue_pass.admitted)):
                 num_block_refusals += 1
                 if is_urgent or is_batch or num_block_refusals == MAX_BLOCK_REFUSALS:
                     break
                 continue
-            if not self._place_adapter(sequence, look, is_urgent=is_urgent, is_limited=num_running > 0):
+            if not self._place_adapter(sequence, queue_pass, is_urgent=is_urgent, is_limited=num_running > 0):
                 continue
             self._start(sequence, found)
-            look.admit(sequence)
+            queue_pass.admit(sequence)
             num_batches += is_batch
             count = min(sequence.num_pending, tokens_left_of.get(sequence.tenant_id, max_tokens))
             num_tokens += count
             if sequence.tenant_id in tokens_left_of:
                 tokens_left_of[sequence.tenant_id] -= count
-        for sequence in look.admitted:
+        for sequence in queue_pass.admitted:
             self._queue.remove(sequence)
-        self._mark_bypassed(look.passed_first)
-        return look.result()
+        self._mark_bypassed(queue_pass.passed_first)
+        return queue_pass.result()
 
     def cancel(self, sequence: Sequence) -> None:
         """Remove a waiting sequence that ends; nothing stays reserved for it."""
@@ -159,18 +159,18 @@ class Admission:
         self._queue.remove(sequence)
         self._is_open = True
 
-    def _is_refused(self, sequence: Sequence, look: _Pass) -> bool:
+    def _is_refused(self, sequence: Sequence, queue_pass: _Pass) -> bool:
         """Whether this pass already found that the sequence's adapter has no room."""
         digest = sequence.adapter_digest
         if digest is None:
             return False
-        if (sequence.tenant_id, digest) in look.refused_digests:
+        if (sequence.tenant_id, digest) in queue_pass.refused_digests:
             return True
-        refused_rows = look.refused_rows.get(sequence.tenant_id, _NO_ROWS)
+        refused_rows = queue_pass.refused_rows.get(sequence.tenant_id, _NO_ROWS)
         is_too_large = sequence.num_needed >= refused_rows and digest != self._adapters.reserved_for
         return is_too_large and not self._adapters.is_resident(digest)
 
-    def _place_adapter(self, sequence: Sequence, look: _Pass, *, is_urgent: bool, is_limited: bool) -> bool:
+    def _place_adapter(self, sequence: Sequence, queue_pass: _Pass, *, is_urgent: bool, is_limited: bool) -> bool:
         """Reference the adapter's rows and plan their write if needed; False if the sequence must wait."""
         adapter, digest = sequence.adapter, sequence.adapter_digest
         if adapter is None or digest is None:
@@ -178,27 +178,34 @@ class Admission:
         card, tenant_id = adapter.card, sequence.tenant_id
         is_new = not self._adapters.is_resident(digest)
         size = card.size_bytes if is_new else 0
-        if is_limited and is_new and look.written_bytes and look.written_bytes + size > self._max_write_bytes:
+        if (
+            is_limited
+            and is_new
+            and queue_pass.written_bytes
+            and queue_pass.written_bytes + size > self._max_write_bytes
+        ):
             self._is_open = True  # the next step has a new budget
-            look.refused_digests.add((tenant_id, digest))
+            queue_pass.refused_digests.add((tenant_id, digest))
             return False
         grant = self._adapters.acquire(digest, sequence.num_needed, sequence.extra_bytes, card.size_bytes, tenant_id)
         if grant is None:
-            look.refused_digests.add((tenant_id, digest))
+            queue_pass.refused_digests.add((tenant_id, digest))
             if (refusal := self._refusal(sequence, digest)) is not None:
-                look.refusals.append(refusal)
+                queue_pass.refusals.append(refusal)
                 return False
             if is_urgent:
                 self._adapters.reserve(digest, sequence.num_needed, sequence.extra_bytes)
             if is_new and not sequence.extra_bytes:  # else bytes may be missing, not rows
-                look.refused_rows[tenant_id] = sequence.num_needed
+                queue_pass.refused_rows[tenant_id] = sequence.num_needed
             return False
         self._meter.count_adapter_use(is_hit=not grant.needs_write)
         sequence.adapter_slot = grant.adapter_slot
         sequence.num_rows = grant.num_rows
         if grant.needs_write:
-            look.written_bytes += max(size, 1)
-            look.writes.append(AdapterWrite(grant.adapter_slot, grant.row_start, adapter, sequence.tenant_id, sequence))
+            queue_pass.written_bytes += max(size, 1)
+            queue_pass.writes.append(
+                AdapterWrite(grant.adapter_slot, grant.row_start, adapter, sequence.tenant_id, sequence)
+            )
             self._queue.charge(sequence, RANK_ROW_PRICE * grant.num_rows)
         return True
 

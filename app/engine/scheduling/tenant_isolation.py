@@ -38,20 +38,20 @@ class StepTimes:
     """The time of a step of n tokens: a line through the medians of the measured widths."""
 
     def __init__(self) -> None:
-        self._seen: dict[int, deque[float]] = {}
+        self._step_times: dict[int, deque[float]] = {}
         self._line: tuple[float, float] | None = None
 
     def observe(self, num_tokens: int, time_s: float) -> None:
         """Record the duration of a step of so many tokens, decoded or of prompts."""
         if 0 < num_tokens <= _MAX_WIDTH:
-            self._seen.setdefault(num_tokens, deque(maxlen=_NUM_STEPS)).append(time_s)
+            self._step_times.setdefault(num_tokens, deque(maxlen=_NUM_STEPS)).append(time_s)
             self._line = None
 
     def max_step_tokens(self, num_tokens: int, slowdown: float) -> int:
         """The tokens of a step that takes `slowdown` times as long as one of `num_tokens`; at least as many."""
         start_s, token_s = self._fit()
         if token_s <= 0:
-            return _MAX_WIDTH if self._seen else num_tokens
+            return _MAX_WIDTH if self._step_times else num_tokens
         return max(num_tokens, int(slowdown * num_tokens + (slowdown - 1) * start_s / token_s + 1e-6))
 
     def _fit(self) -> tuple[float, float]:
@@ -60,7 +60,7 @@ class StepTimes:
         With one measured width all of a step's time is attributed to its tokens, which errs to the narrow side.
         """
         if self._line is None:
-            points = [(float(width), statistics.median(times)) for width, times in self._seen.items()]
+            points = [(float(width), statistics.median(times)) for width, times in self._step_times.items()]
             widths, times_s = [width for width, _ in points], [time_s for _, time_s in points]
             if not points:
                 self._line = (0.0, 0.0)
@@ -128,14 +128,14 @@ class TenantIsolation:
             return {}
         num_others = sum(widths[tenant_id] for tenant_id in others)
         equal = max(widths[tenant_id] / weights[tenant_id] for tenant_id in others)
-        room = self._times.max_step_tokens(num_others, self._slowdown) - num_others
-        share = room / sum(weights[tenant_id] for tenant_id in wide_tenants)
+        limit = self._times.max_step_tokens(num_others, self._slowdown) - num_others
+        share = limit / sum(weights[tenant_id] for tenant_id in wide_tenants)
         served = max(counter_of(tenant_id) for tenant_id in others)
-        rooms: dict[str, int] = {}
+        limits: dict[str, int] = {}
         for tenant_id in wide_tenants:
             behind = max(0.0, served - counter_of(tenant_id) - _UNEVEN)
-            rooms[tenant_id] = max(1, round((max(share, equal) + behind / _CATCH_UP) * weights[tenant_id]))
-        return rooms
+            limits[tenant_id] = max(1, round((max(share, equal) + behind / _CATCH_UP) * weights[tenant_id]))
+        return limits
 
     def make_places(
         self,
@@ -171,13 +171,13 @@ class TenantIsolation:
         compute, they keep half of it.
         """
         skipped: set[str] = set()
-        for tenant_id, room in token_limit_of.items():
+        for tenant_id, limit in token_limit_of.items():
             mine = [sequence for sequence in running if sequence.tenant_id == tenant_id]
             decoding = [each for each in mine if each.num_tokens - each.num_computed == 1]
-            number = min(len(decoding), room if len(decoding) == len(mine) else max(room // 2, 1))
+            number = min(len(decoding), limit if len(decoding) == len(mine) else max(limit // 2, 1))
             chosen = self.next_turn(decoding, number)
             skipped |= {each.request_id for each in decoding} - {each.request_id for each in chosen}
-            token_limit_of[tenant_id] = max(room - number, int(number == 0))
+            token_limit_of[tenant_id] = max(limit - number, int(number == 0))
         return skipped
 
     def _add_waiting_and_recent(

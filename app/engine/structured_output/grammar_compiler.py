@@ -1,4 +1,4 @@
-"""Threads that compile grammars and compute masks beside the engine's steps.
+"""Threads that compile grammars and compute masks in parallel to the engine's steps.
 
 Every sequence with a grammar is handed back once, with its constraint or an error, and is queued then, unless it was
 cancelled. No step waits for a compilation. A step's masks are computed while its forward pass runs.

@@ -118,7 +118,7 @@ class XlaAdapters:
             raise AdapterMismatch(f"the xla engine with engine.extra_weights_bytes 0 cannot apply {features}; raise it")
         if all(key.expert is not None for key in adapter.weights):
             raise AdapterMismatch(
-                f"the xla engine applies {features} beside rank rows only, and this adapter has none; use engine.cpu"
+                f"the xla engine applies {features} besides rank rows only, and this adapter has none; use engine.cpu"
             )
         if adapter not in self._plans:
             self._plans[adapter] = plan(adapter, self._sizes.spec, self._base)

@@ -95,7 +95,9 @@ class JaxBackend:
             self._page_writer = self._compile_page_writer()
         self.writers_compile_s = time.perf_counter() - start
         # Programs are compiled for these shapes: the arrays themselves are donated while others compile.
-        self._given = jax.tree.map(_shape_of, (self._weights, self._tables, self._adapters.places(), self._kv))
+        self._argument_shapes = jax.tree.map(
+            _shape_of, (self._weights, self._tables, self._adapters.places(), self._kv)
+        )
         self.programs = Programs(ladder(config, table_width), self._compile, skip_precompile=xla.skip_precompile)
         self._last: StepResult | None = None
 
@@ -162,7 +164,7 @@ class JaxBackend:
 
     def _compile(self, bucket: Bucket) -> Any:
         step = partial(forward, bucket=bucket, sizes=self._sizes, add_deltas=self._add_deltas)
-        weights, tables, places, kv = self._given
+        weights, tables, places, kv = self._argument_shapes
         run = sharding.over_shards(step, self._mesh, weights, self._row_specs, self._sizes)
         replicated = NamedSharding(self._mesh, sharding.REPLICATED)
         flat = jax.ShapeDtypeStruct((bucket.size,), np.int32, sharding=replicated)

@@ -38,8 +38,8 @@ def route(logits: Array, router: RouterSpec) -> tuple[Array, Array]:
     if router.top_groups < router.num_groups:
         groups = probs.reshape(len(probs), router.num_groups, -1)
         _, best = lax.top_k(groups.max(axis=2), router.top_groups)
-        is_left = jax.nn.one_hot(best, router.num_groups).sum(axis=1)  # [T, groups]
-        probs = (groups * is_left[:, :, None]).reshape(probs.shape)
+        is_chosen = jax.nn.one_hot(best, router.num_groups).sum(axis=1)  # [T, groups]
+        probs = (groups * is_chosen[:, :, None]).reshape(probs.shape)
     chosen, experts = lax.top_k(probs, router.top_k)
     if router.normalised:
         chosen = chosen / chosen.sum(axis=1, keepdims=True)

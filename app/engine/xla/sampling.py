@@ -26,8 +26,8 @@ def sample(result: StepResult, sampling: SamplingBatch) -> ForwardOutput:
     masks = sampling.masks
     changed = np.array([is_changed(sampling, p) for p in range(num_rows)], bool)
     drawn = [p for p in np.flatnonzero((sampling.temperature > 0) | changed).tolist() if p not in lost]
-    wanted = [p for p in np.flatnonzero(sampling.num_logprobs >= 0).tolist() if p not in lost]
-    if drawn or wanted:
+    logprob_rows = [p for p in np.flatnonzero(sampling.num_logprobs >= 0).tolist() if p not in lost]
+    if drawn or logprob_rows:
         logits = np.asarray(result.logits)
         for p in drawn:
             row = logits[p]
@@ -40,7 +40,7 @@ def sample(result: StepResult, sampling: SamplingBatch) -> ForwardOutput:
                 row, float(sampling.temperature[p]), int(sampling.top_k[p]), float(sampling.top_p[p]),
                 float(sampling.min_p[p]), int(sampling.seeds[p]), int(sampling.positions[p]),
             )  # fmt: skip
-        for p in wanted:
+        for p in logprob_rows:
             normaliser = log_sum_exp(logits[p])
             logprobs[p] = np.float64(logits[p, tokens[p]]) - normaliser
             if sampling.num_logprobs[p] > 0:

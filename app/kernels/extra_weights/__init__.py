@@ -1,1 +1,1 @@
-"""What an adapter does to rows beside its low-rank deltas."""
+"""What an adapter does to rows besides its low-rank deltas."""

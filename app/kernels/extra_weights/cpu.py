@@ -1,4 +1,4 @@
-"""Adapters' extra weights on the CPU: everything that changes their rows beside low-rank deltas.
+"""Adapters' extra weights on the CPU: everything that changes their rows besides low-rank deltas.
 
 A layer's module becomes `y = scale * (W x + B A x) + shift`, W the base's or the adapter's own; a norm takes the
 adapter's own weight; tokens are looked up in, and logits computed from, the adapter's own matrices or rows. The base's

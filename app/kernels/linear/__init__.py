@@ -1,1 +1,1 @@
-"""A linear module with its bias, its adapters' deltas and their extras."""
+"""A linear module with its bias, its adapters' deltas and their extra weights."""

@@ -157,7 +157,7 @@ def multiply_and_expand_tile(most_rows: int) -> Callable[..., None]:
     """`multiply_bytes_tile` over at most CHUNK steps that also stores the expanded weights for further rows.
 
     The function takes `(rows, x, x_row, levels, scales, offsets, k, out, out_row, accumulate, expanded)`; `expanded` is
-    the address of float32 [k, 16]. Expanding runs beside the sums, in units that these leave idle.
+    the address of float32 [k, 16]. Expanding runs in parallel to the sums, in units that these leave idle.
     """
 
     @intrinsic

@@ -2,7 +2,7 @@
 
 A phase is a number of independent pieces. Every thread runs the whole call: it claims pieces of the phase until none is
 left, waits until all are done, and goes on. Threads synchronise nowhere else: one that was not scheduled in time finds
-its pieces done, and a call is correct with any number of threads that arrive. So a core lent to another program costs
+its pieces done, and a call is correct with any number of threads that arrive. So a core that another program uses costs
 its part of the speed, not a wait at every step.
 
 The compiled functions take `(team, phase)` as first arguments and return the next phase. `team` is an array [phases,

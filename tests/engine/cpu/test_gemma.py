@@ -91,5 +91,5 @@ def test_engines_without_gemmas_arithmetic_refuse_it(tmp_path: Path, monkeypatch
     monkeypatch.setattr(EngineConfig, "check_installed", lambda _: None)
     checkpoint = load_checkpoint(save(tiny_model("gemma2"), tmp_path))
     config = EngineConfig(num_kv_blocks=16).on(CudaConfig())
-    with pytest.raises(CheckpointError, match=r"computed by engine\.cpu alone"):
+    with pytest.raises(CheckpointError, match=r"run with engine\.cpu only"):
         load_backend(checkpoint, config)

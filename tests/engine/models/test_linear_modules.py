@@ -1,4 +1,4 @@
-"""The table of products, against the tensors a checkpoint has and against an addition by hand."""
+"""The table of linear modules, against the tensors a checkpoint has and against an addition by hand."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Shards of products: together they are the whole, and each holds whole heads."""
+"""Shards of linear modules: together they are the whole, and each holds whole heads."""
 
 from __future__ import annotations
 

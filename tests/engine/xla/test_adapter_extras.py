@@ -127,7 +127,7 @@ def test_extras_without_rank_rows_are_refused() -> None:
         random_adapter(spec, 4), weights={}, replaced={"model.layers.0.self_attn.q_proj.bias": np.ones(32, np.float32)}
     )
     backend = tiny_backend(EngineConfig(num_kv_blocks=8, lora_pool_rows=8, xla=XlaConfig(skip_precompile=True)), spec)
-    with pytest.raises(AdapterMismatch, match="trained biases beside rank rows only"):
+    with pytest.raises(AdapterMismatch, match="trained biases besides rank rows only"):
         backend.prepare_adapter(adapter)
     backend.close()
 

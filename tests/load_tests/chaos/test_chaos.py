@@ -74,7 +74,9 @@ async def test_an_answer_is_whole_or_cut_or_refused() -> None:
         await asked(breaks)
 
 
-async def test_only_the_death_of_a_door_excuses_a_closed_connection(serve: Callable[[Handler], None]) -> None:
+async def test_only_the_death_of_an_ingress_or_proxy_excuses_a_closed_connection(
+    serve: Callable[[Handler], None],
+) -> None:
     now_s, answers = 0.0, [stream_of("a", "b")]
     serve(lambda _: answers.pop(0))
     outages = ProxyOutages(lambda: now_s)

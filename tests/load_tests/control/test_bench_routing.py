@@ -53,7 +53,7 @@ def test_demo_prompts_of_a_split_never_meet_those_of_the_other() -> None:
     seen, held_out = (demo_prompts(split, 8, 12) for split in ("train", "heldout"))
     assert not {prompt for _, prompt in seen} & {prompt for _, prompt in held_out}
     for prompts in (seen, held_out):
-        assert {wanted for wanted, _ in prompts} == {"sql", "extract", "support", "tools", None}
+        assert {expected for expected, _ in prompts} == {"sql", "extract", "support", "tools", None}
         assert not [prompt for _, prompt in prompts if "tool_response" in prompt]
 
 

@@ -24,7 +24,7 @@ def test_the_pages_say_what_every_expert_in_every_slot_would_take() -> None:
     dense = f"{2 * layers * config['n_routed_experts'] * 16 * values / 1e6:.1f} MB"
     spec = spec_from_config(config, "lite", "")
     found = [sizes(case, spec, ml_dtypes.bfloat16) for case in CASES if case.model == "DeepSeek-V2-Lite"]
-    every, some = (f"{(one.rank_rows + one.beside) / 1e6:.1f} MB" for one in found)
+    every, some = (f"{(one.rank_rows + one.extra) / 1e6:.1f} MB" for one in found)
     assert f"room for every expert would take {dense}" in (DOCS / "adapters.md").read_text()
     told = f"{every} where it changes all 64 experts of every layer and {some} where it changes 8"
     page = " ".join((DOCS / "performance.md").read_text().split())
@@ -37,7 +37,7 @@ def test_an_adapter_pays_for_its_experts_and_for_the_modules_that_it_changes() -
     every, some = (sizes(case, spec, np.float32) for case in CASES if case.model == "DeepSeek-V2-Lite")
     heads = 4 * 27 * 16 * (2 * 512 + 16 * (128 + 128))  # of kv_b_proj, by head: keys and values have its a once each
     assert every.rank_rows == some.rank_rows
-    assert every.beside - heads == 8 * (some.beside - heads)
+    assert every.extra - heads == 8 * (some.extra - heads)
     few, small, every, large = (
         sizes(case, spec_from_config(MODELS[case.model], "", ""), np.float32) for case in CASES[:4]
     )

@@ -23,19 +23,19 @@ async def test_every_case_is_measured_with_its_keys(monkeypatch: pytest.MonkeyPa
         async with serving() as (url, fake):  # another one for each: a flood's last requests may come late
             one = Bench(url, KEYS, "base", 2, 3, 4)
             await asyncio.to_thread(one.measure, case)
-            seen[case], bench.seen[case] = Counter(fake.keys), one.seen[case]
+            seen[case], bench.results[case] = Counter(fake.keys), one.results[case]
     assert seen[ALONE] == {"Bearer key-one": 4}
     assert set(seen[FAIR]) == {"Bearer key-one", "Bearer key-flood"}
     assert set(seen[UNFAIR]) == {"Bearer key-one"}
     assert seen[UNFAIR]["Bearer key-one"] > 4
     assert table(bench).count("\n| ") == 3 + 0
-    assert all(len(values) == 1 for values in bench.seen.values())
+    assert all(len(values) == 1 for values in bench.results.values())
 
 
 async def test_a_server_without_tenants_is_asked_without_keys() -> None:
     async with serving() as (url, fake):
         bench = Bench(url, {}, "base", 2, 3, 4)
-        assert tuple(bench.seen) == CASES_WITHOUT_KEYS
+        assert tuple(bench.results) == CASES_WITHOUT_KEYS
         await asyncio.to_thread(bench.measure, ALONE)
         assert set(fake.keys) == {"Bearer none"}
 

@@ -45,7 +45,7 @@ async def test_a_round_is_measured() -> None:
         bench = Bench(url, lambda: next(seconds), "base", TALK)
         cached = await asyncio.to_thread(bench.measure)
     assert len(fake.bodies) == 18
-    (seen,) = bench.seen
+    (seen,) = bench.results
     assert seen.cached == cached == 0.5
     assert seen.imbalance == 1.5
     assert 0 < seen.p50_s <= seen.p99_s

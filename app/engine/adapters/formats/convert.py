@@ -134,12 +134,12 @@ def _config(raw: RawAdapter, experts: Sequence[FusedExperts], modules: Sequence[
 
 
 def _wrapped_name(module: RawModule) -> str:
-    """What PEFT wraps: the module, or a router's weight, since transformers' routers are not linear modules."""
+    """What PEFT wraps: the module, or a router's weight, since transformers' routers are no `nn.Linear`."""
     return f"{module.path}.weight" if module.path.endswith(_ROUTER_PATHS) else module.path
 
 
 def _target_parameters(names: Sequence[str]) -> dict[str, object]:
-    """peft_version tells which layout these tensors have."""
+    """peft_version says which layout these tensors have."""
     return {"target_parameters": list(names), "peft_version": "0.19.0"} if names else {}
 
 

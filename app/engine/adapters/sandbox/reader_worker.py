@@ -39,7 +39,7 @@ from app.kernels.machine.prefault import prefault_pages
 _RECEIVE_BYTES = 1 << 16
 #: A fork request: how many bytes the reader should prepare.
 _REQUEST = struct.Struct("<Q")
-#: Readers run at low priority, because the engines beside them have requests waiting on every step.
+#: Readers run at low priority, because the engines on the same machine have requests waiting on every step.
 NICENESS = 10
 #: Delay before pages are prefaulted, so that the processors first use the adapter that was just read.
 _AHEAD_AFTER_S = 0.25
