@@ -167,14 +167,14 @@ class Fleet:
     def dispatcher(self, *, replica_timeout_s: float = 120.0) -> FleetDispatcher:
         return FleetDispatcher(self, replica_timeout_s)
 
-    def ended(self, request: GenerateRequest, request_usage: RequestUsage) -> None:
+    def record_usage(self, request: GenerateRequest, request_usage: RequestUsage) -> None:
         """What replicas count of requests; a replica that was killed counts nothing any more."""
         if not self.replicas[self.where[request.request_id]].dead.is_set():
             self.consumed[request.request_id] = request_usage
             if self.usage_recorder is not None:
                 self.usage_recorder.record_usage(request, request_usage)
 
-    def loaded(self, ref: AdapterRef, size_bytes: int) -> None:
+    def record_load(self, ref: AdapterRef, size_bytes: int) -> None:
         if self.usage_recorder is not None:
             self.usage_recorder.record_load(ref, size_bytes)
 

@@ -52,7 +52,7 @@ async def test_a_caller_that_leaves_a_stream_is_counted(service: Service) -> Non
     ("text", "sampling", "param"), [("a", SAMPLING | {"n": 2}, "sampling_params.n"), (["a", "b"], SAMPLING, "text")]
 )
 async def test_a_stream_has_one_answer(service: Service, text: Any, sampling: dict[str, Any], param: str) -> None:
-    with pytest.raises(InvalidRequest, match="2 answers") as caught:
+    with pytest.raises(InvalidRequest, match="2 are requested") as caught:
         _ = [piece async for piece in handle_api.stream(service, text, sampling, None)]
     assert caught.value.param == param
     assert service.observed == [("handle", 400)]

@@ -101,7 +101,7 @@ class RequestPreprocessor:
             )
             return
         if body.lora_path is not None or body.adapters is not None:
-            raise InvalidRequest(f"model {AUTO!r} chooses the adapter; name none", param="model")
+            raise InvalidRequest(f"model {AUTO!r} chooses the adapter; remove lora_path and adapters", param="model")
         async with self.selector.selection(question, caller, body.routing) as (decision, reservation):
             if not decision.chosen:
                 ref = await self.resolver.resolve(self._base_name, caller)
