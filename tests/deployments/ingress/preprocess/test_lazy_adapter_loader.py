@@ -123,7 +123,7 @@ async def test_one_question_per_name_and_few_per_tenant() -> None:
     waiting = [asyncio.create_task(loader.register([f"n{i}"], tenant("a"))) for i in range(MAX_LOOKUPS_PER_TENANT)]
     waiting += [asyncio.create_task(loader.register(["n0"], tenant("a"))) for _ in range(2)]
     await until(lambda: len(store.asked) == MAX_LOOKUPS_PER_TENANT)
-    with pytest.raises(QueueFull, match=f"{MAX_LOOKUPS_PER_TENANT} names"):
+    with pytest.raises(QueueFull, match=f"{MAX_LOOKUPS_PER_TENANT} unregistered names"):
         await loader.register(["more"], tenant("a"))
     waiting.append(asyncio.create_task(loader.register(["n0"], tenant("a"))))
     await asyncio.sleep(0)

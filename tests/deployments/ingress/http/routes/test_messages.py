@@ -280,7 +280,7 @@ async def test_variables_reach_the_chat_template(writing: Service, writer: httpx
         ({"messages": []}, "has 'messages', which is not a request's to set"),
         ({"eos_token": "x"}, "has 'eos_token'"),
         ({"a b": 1}, "'a b' is not a valid"),
-        ({"tone": "x" * MAX_CHARS}, f"at most {MAX_CHARS}"),
+        ({"tone": "x" * MAX_CHARS}, f"the limit is {MAX_CHARS}"),
         ([], "Input should be an object"),
     ):
         for route in ("/tokenize", "/v1/chat/completions"):
