@@ -72,7 +72,7 @@ async def test_gauges_of_tenants_and_refusals_are_on_the_port_of_metrics(keyed: 
             assert time.monotonic() < deadline_s, f"last seen: {told.lines}"
             await asyncio.sleep(0.2)
     assert all(1 / (MAX_NAMED + len(little)) < index <= 1 for index in told.values("tenant_fairness"))
-    assert min(told.values("service_gap")) >= 0
+    assert min(told.values("fairness_gap_tokens")) >= 0
 
 
 class Project(NamedTuple):
@@ -99,8 +99,8 @@ class Told:
     def is_whole(self, tenants: Set[str]) -> bool:
         """Whether it names these and nobody else, and has two refusals, the fairness index and both engines' gaps."""
         named = self.labels("tenant_tokens_per_second", "tenant")
-        num_refused = sum(self.values("refusals_total", 'reason="day"'))
-        has_gauges = bool(self.values("tenant_fairness")) and len(self.values("service_gap")) == 2
+        num_refused = sum(self.values("rate_limit_rejections_total", 'reason="day"'))
+        has_gauges = bool(self.values("tenant_fairness")) and len(self.values("fairness_gap_tokens")) == 2
         return named == tenants and num_refused >= 2 and has_gauges
 
     def _of(self, name: str) -> list[str]:
