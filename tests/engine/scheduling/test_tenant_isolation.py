@@ -285,5 +285,5 @@ def service_gaps(slowdown: float, tenants: Mapping[str, Arriving], num_places: i
                 num_open[name] += 1
         for chunk in engine.step():
             num_open[chunk.request_id.split("-")[0]] -= chunk.finish_reason is not None
-        gaps.append(engine._scheduler.service_gap())
+        gaps.append(engine._scheduler.queue.gap())
     return gaps

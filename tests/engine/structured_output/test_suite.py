@@ -15,7 +15,7 @@ from app.engine.structured_output import grammar_builder
 from app.engine.structured_output.backend_guidance import Vocabulary
 from tests.engine.structured_output.tokens import tiny_tokenizer, tiny_vocabulary
 
-DOCS = Path(__file__).parents[3] / "docs" / "structured-outputs.md"
+DOCS = Path(__file__).parents[3] / "docs" / "how-to/structured-outputs.md"
 CASES = [json.loads(line) for line in (Path(__file__).parent / "draft_2020_12.jsonl").read_text().splitlines()]
 #: Texts that are valid, and that no answer will be: numbers and keys are written in one way, and `format` is enforced.
 NARROWER = {"additionalProperties": 1, "allOf": 2, "const": 5, "enum": 4, "format": 10, "maxLength": 1, "type": 1}
@@ -63,7 +63,7 @@ def test_the_docs_say_which_keywords_are_enforced(vocabulary: Vocabulary) -> Non
     taken, refused = set[str](), set[str]()
     for case in CASES:
         (refused if refusal(vocabulary, case["schema"]) else taken).add(case["keyword"])
-    kinds = {"enforced": taken - refused, "enforced or refused": taken & refused, "refused": refused - taken}
+    kinds = {"enforced": taken - refused, "enforced or rejected": taken & refused, "rejected": refused - taken}
     lines = [f"- {kind}: {', '.join(f'`{keyword}`' for keyword in sorted(found))}" for kind, found in kinds.items()]
     docs, num_tests = DOCS.read_text(), sum(len(case["tests"]) for case in CASES)
     assert f"{num_tests:,} required tests" in docs

@@ -85,7 +85,7 @@ def test_what_the_engine_compiles_kernels_into_counts_as_they_do(package: Path) 
 
 def test_every_compiled_function_stands_in_a_folder_that_the_cache_knows() -> None:
     app = Path(module.__file__).parents[2]
-    users = [file for file in app.rglob("*.py") if "machine.compiled import compiled" in file.read_text()]
+    users = [file for file in app.rglob("*.py") if "machine.jit import jit" in file.read_text()]
     assert len(users) > 20
     known = [app / name for name in module._COMPILED]
     assert [file for file in users if not any(file.is_relative_to(root) for root in known)] == []

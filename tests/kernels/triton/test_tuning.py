@@ -29,7 +29,9 @@ def test_a_device_uses_its_own_file_and_deterministic_mode_none(
     assert tuning.tuned_config(torch.device("cuda", 7), bgmv.key(4, rows, 80)) is None
     assert tuning.tuned_config(torch.device("cuda", 6), key) is None
     assert tuning.tuned_config(torch.device("cpu"), key) is None
-    monkeypatch.setattr(sgmv, "measured", lambda _device, wanted: tuning.tuned_config(torch.device("cuda", 7), wanted))
+    monkeypatch.setattr(
+        sgmv, "tuned_config", lambda _device, wanted: tuning.tuned_config(torch.device("cuda", 7), wanted)
+    )
     assert sgmv.configuration(3, 16, rows, 80) == measured  # 3 segments are in the bucket of 4
     assert sgmv.configuration(3, 16, rows, 80, batch_invariant=True) != measured
     tuning._of_device.cache_clear()
