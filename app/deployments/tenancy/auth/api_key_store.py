@@ -20,7 +20,7 @@ from app.deployments.tenancy.audited_transaction import (
     new_id,
     not_found_error,
 )
-from app.deployments.tenancy.auth.key_crypto import key_digest, new_key, redact_key
+from app.deployments.tenancy.auth.key_crypto import key_digest, new_key
 from app.deployments.tenancy.models import ApiKey, IssuedKey, ServiceAccount
 from app.engine.errors import InvalidRequest
 
@@ -95,15 +95,6 @@ class ApiKeyStore:
     def create_admin_key(self, name: str, expires_in_s: int | None, *, actor: str) -> IssuedKey:
         with audited_transaction(self._database, actor) as change:
             return _issue(change, name, expires_in_s, None, None)
-
-    def adopt_admin_key(self, value: str, *, actor: str) -> ApiKey:
-        """Take in an admin key that was made elsewhere; once, however often it is offered."""
-        with audited_transaction(self._database, actor) as change:
-            place = and_(api_keys.c.base_digest == self._base, api_keys.c.digest == key_digest(value))
-            row = change.connection.execute(select(api_keys).where(place)).mappings().first()
-            return (
-                _key(row) if row is not None else _store(change, value, redact_key(value), "adopted", None, None, None)
-            )
 
     def expire_key(self, project_id: str, key_id: str, expires_in_s: int, *, actor: str) -> ApiKey:
         """Let a key expire this many seconds from now."""
