@@ -85,7 +85,7 @@ class PreloadedAdapter(_Settings):
 class SigningConfig(_Settings):
     """Which signatures adapters need."""
 
-    required: bool = Field(default=False, description="Refuse adapters that are not signed by a trusted key.")
+    required: bool = Field(default=False, description="Reject adapters that are not signed by a trusted key.")
     trusted_keys: dict[str, tuple[Annotated[str, Field(pattern=PUBLIC_KEY_PATTERN)], ...]] = Field(
         default_factory=dict,
         description="Public keys (`polylora keygen`) by tenant; the tenant is 'default' if there are none.",

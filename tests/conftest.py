@@ -43,13 +43,17 @@ hypothesis.settings.load_profile("any machine")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--engine", choices=("cpu", "xla"), default="cpu", help="engine of tests/e2e/service")
-    parser.addoption("--seed", type=int, help="repeats the random data of a run that printed this seed")
+    parser.addoption("--seed", type=int, help="repeat the random data of a run that printed this seed")
     parser.addoption(
-        "--long", action="store_true", help="the nightly tests too, and property and fuzz tests twenty times as long"
+        "--long", action="store_true", help="run nightly tests too, and property and fuzz tests twenty times as long"
     )
-    parser.addoption("--nightly", action="store_true", help="of --long only what other runs leave out or do shortly")
-    parser.addoption("--share", help="I/N: of the files, only this one of N shares that take about as long")
-    parser.addoption("--stop-after", type=float, metavar="MIN", help="skip and list what would end later than this")
+    parser.addoption(
+        "--nightly",
+        action="store_true",
+        help="run only what --long adds to a usual run",
+    )
+    parser.addoption("--share", help="I/N: run one of N groups of files that take about equally long")
+    parser.addoption("--stop-after", type=float, metavar="MIN", help="skip and list tests that would end later")
     parser.addoption("--write-durations", action="store_true", help="write .ci/durations.json from this run")
 
 

@@ -63,7 +63,8 @@ def _capacity(arguments: argparse.Namespace) -> int:
     print(f"times of {costs.machine}")
     print(f"replicas       {need.num_replicas}")
     print(f"first token    {need.ttft_s:.3f} s at p{arguments.percentile:g}; hit rate {need.hit_rate:.3f}")
-    print(f"rank rows      {need.rank_rows} of {engine.lora_pool_rows} were in use on a replica at most")
-    print(f"host memory    {need.host_bytes} bytes hold every adapter of the trace; {plan.host_bytes} are set")
-    print(f"breaks first   {need.breaks_first}")
+    print(f"rank rows      {need.rank_rows} of {engine.lora_pool_rows} in use on one replica at most")
+    host = f"{need.host_bytes} bytes hold all adapters; adapters.host_cache_bytes: {plan.host_bytes}"
+    print(f"host memory    {host}")
+    print(f"first limit    {need.first_limit}")
     return 0

@@ -103,7 +103,7 @@ def _checks(address: tuple[str, int], settings: AppConfig) -> Mapping[str, Calla
 
     def adapters() -> str:
         check_preloaded(settings)
-        return f"{len(settings.adapters.preload)} to preload are there"
+        return f"{len(settings.adapters.preload)} to preload exist"
 
     def port() -> str:
         host, number = address

@@ -1,7 +1,7 @@
 """The program that Ray starts as HAProxy: HAProxy with some lines of Ray's configuration changed.
 
 Arguments are HAProxy's command line as Ray 2.60 writes it, with `-f FILE`. HAProxy runs with a changed copy of FILE and
-is restarted when it exits (`haproxy_supervisor`). An unknown configuration is refused; it is never used half changed.
+is restarted when it exits (`haproxy_supervisor`). An unknown configuration is rejected; it is never used half changed.
 Ray finds this program by `RAY_SERVE_HAPROXY_BINARY_PATH` (`ray_env`).
 
 What changes, and why:

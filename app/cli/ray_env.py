@@ -122,7 +122,7 @@ def _make_own(folder: Path) -> None:
     try:
         folder.mkdir(mode=0o700, exist_ok=True)
     except OSError as error:
-        raise ConfigError(f"cannot make {folder} ({error.strerror}), where this user's sockets lie") from error
+        raise ConfigError(f"cannot create {folder} for this user's sockets: {error.strerror}") from error
     found = folder.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
         raise ConfigError(

@@ -30,7 +30,7 @@ _READ_LATER: Mapping[str, type[BaseModel]] = {
 
 
 def serve_schema(document: Mapping[str, Any], path: Path) -> ServeDeploySchema:
-    """The validated schema. Raises ConfigError naming each unknown key, or each value that Serve refuses."""
+    """The validated schema. Raises ConfigError naming each unknown key, or each value that Serve rejects."""
     wrong = [*_unknown_keys(document, ServeDeploySchema, ""), *_wrong_deployments(document)]
     if wrong:
         raise ConfigError(f"{path}: " + "; ".join(wrong))

@@ -228,11 +228,11 @@ def _without_room(app_names: Sequence[str]) -> str | None:
     """The shortage of this cluster as a sentence, or None."""
     import ray
 
-    from app.deployments.rpc.ray_private import actor_places
+    from app.deployments.rpc.ray_private import actor_locations
 
     nodes = ray.nodes()  # type: ignore[no-untyped-call]
     machines = {node["NodeID"]: node["Resources"] for node in nodes if node["Alive"]}
-    actors = [Actor(place.name, place.resources, place.node_id or None) for place in actor_places()]
+    actors = [Actor(place.name, place.resources, place.node_id or None) for place in actor_locations()]
     return no_room(machines, actors, app_names)
 
 

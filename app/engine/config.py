@@ -149,7 +149,7 @@ class EngineConfig(BaseModel):
         ge=0,
         description="Memory for resident adapters' extra weights: DoRA scales, biases, norms, token rows, whole "
         "modules, experts' rows; allocated as needed. xla allocates all of it at start for experts' rows and otherwise "
-        "serves DoRA and biases only, in tables whose size follows from lora_pool_rows. 0 refuses such adapters.",
+        "serves DoRA and biases only, in tables whose size follows from lora_pool_rows. 0 rejects such adapters.",
     )
     lora_eviction_policy: EvictionPolicy = Field(
         "lru",
@@ -160,7 +160,7 @@ class EngineConfig(BaseModel):
     merged_adapter: str = Field(
         "",
         description="Path of an adapter (PEFT folder or card) to merge into the weights at start. The engine then "
-        "serves this adapter only and refuses others and the base model. docs/reference/performance.md shows when "
+        "serves this adapter only and rejects others and the base model. docs/reference/performance.md shows when "
         "it is faster.",
     )
     max_num_batched_tokens: int = Field(
@@ -183,7 +183,7 @@ class EngineConfig(BaseModel):
     )
     max_num_seqs: int = Field(64, ge=1, description="Sequences running at once.")
     max_queued_requests: int = Field(
-        512, ge=1, description="Waiting requests beyond which new ones are refused with 429."
+        512, ge=1, description="Waiting requests beyond which new ones are rejected with 429."
     )
     max_model_len: int = Field(0, ge=0, description="Most tokens of prompt plus answer; 0: the model's own limit.")
     lora_load_bytes_per_step: int = Field(
@@ -270,7 +270,7 @@ class EngineConfig(BaseModel):
     def _reject_auto_merge(cls, value: str) -> str:
         if value == "auto":
             raise ValueError(
-                "engine.merged_adapter is 'auto', but merging is not chosen automatically: a merged engine refuses the "
+                "engine.merged_adapter is 'auto', but merging is not chosen automatically: a merged engine rejects the "
                 "base and every other adapter. Name the adapter's path (merging is faster for one adapter and a base "
                 "in float32) or leave it out; docs/reference/performance.md has measurements of both"
             )

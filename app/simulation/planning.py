@@ -20,7 +20,7 @@ from app.simulation.traffic import BASE, Traffic
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """The smallest fleet that meets the objective. `breaks_first`: what a smaller one lacks.
+    """The smallest fleet that meets the objective. `first_limit`: what a smaller one lacks.
 
     ttft_s: at the requested percentile; rank_rows: most rows in use on a replica at a time; host_bytes: of all
     requested adapters.
@@ -31,7 +31,7 @@ class Need:
     hit_rate: float
     rank_rows: int
     host_bytes: int
-    breaks_first: str
+    first_limit: str
 
 
 def plan_fleet(traffic: Traffic, plan: Plan, slo_ttft_s: float, at_percentile: float, max_replicas: int) -> Need:

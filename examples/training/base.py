@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from examples.training.task import Said
+from examples.training.task import ChatTurn
 
 BASE_NAME = "SmolLM2-135M-Instruct"
 
@@ -25,7 +25,7 @@ def load_base(gguf: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
 
 
 def prompt_ids(
-    tokenizer: PreTrainedTokenizerBase, prompt: str, system: str | None = None, before: Sequence[Said] = ()
+    tokenizer: PreTrainedTokenizerBase, prompt: str, system: str | None = None, before: Sequence[ChatTurn] = ()
 ) -> list[int]:
     """Token ids of a conversation that ends in a user message, up to where the answer starts.
 

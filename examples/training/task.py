@@ -13,7 +13,7 @@ from typing import Literal
 
 Split = Literal["train", "heldout"]
 #: A message of a conversation: its role and its text.
-Said = tuple[Literal["user", "assistant"], str]
+ChatTurn = tuple[Literal["user", "assistant"], str]
 
 
 class TaskDataError(ValueError):
@@ -31,7 +31,7 @@ class Example:
     answer: str
     facts: dict[str, str | int | None]
     wording: Literal["known", "new"]
-    before: tuple[Said, ...] = ()
+    before: tuple[ChatTurn, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from typing import Any
 
 from app.engine.models.chat.tool_call_formats import call_text, with_tools
 from examples.training.extract import made_up, plural
-from examples.training.task import Example, Said, Split, Task
+from examples.training.task import ChatTurn, Example, Split, Task
 from examples.training.words import split_list, words
 
 RESULT_SHARE = 0.2
@@ -105,7 +105,7 @@ def make(rng: Random, split: Split) -> Example:
         return Example(prompt, call, {"tool": name, **arguments}, "new" if new else "known")
     result = _result(name, rng, split)
     message = with_tools([{"role": "tool", "content": result}], [])[0]
-    before: tuple[Said, ...] = (("user", prompt), ("assistant", call))
+    before: tuple[ChatTurn, ...] = (("user", prompt), ("assistant", call))
     return Example(
         str(message["content"]), f"Here it is: {result}", {"result": result}, "new" if new else "known", before
     )

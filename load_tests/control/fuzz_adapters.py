@@ -27,7 +27,7 @@ with atheris.instrument_imports(include=["app.engine.adapters"], enable_loader_o
     from app.engine.adapters.limits import ReadLimits
     from app.engine.errors import AdapterError
 
-from tests.engine.adapters.making import peft_beyond, tiny_spec, write_peft
+from tests.engine.adapters.random_adapters import peft_beyond, tiny_spec, write_peft
 
 SPEC = tiny_spec(1)
 LIMITS = ReadLimits(max_weight_bytes=1 << 20, max_config_bytes=1 << 16, max_header_bytes=1 << 16, max_tensors=64)

@@ -17,7 +17,7 @@ from app.engine.adapters.formats.peft import read_peft
 from app.engine.adapters.raw_adapter import RawAdapter, RawModule
 from app.engine.errors import AdapterFormatError
 from app.engine.models.spec import ExpertsSpec, ModelSpec, RouterSpec
-from tests.engine.adapters.making import (
+from tests.engine.adapters.random_adapters import (
     peft_config,
     peft_tensors,
     random_arrays,

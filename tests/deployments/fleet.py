@@ -73,7 +73,7 @@ class FakeReplica:
         self.draining = False
         self.attaches = asyncio.Event()  # cleared: a reader hears nothing for now
         self.attaches.set()
-        self.telling = DeltaReporter(ORIGIN)
+        self.reporter = DeltaReporter(ORIGIN)
         self.submitted: list[GenerateRequest] = []
         self.calls: list[int] = []
         self.aborted: list[str] = []  # attempts that it was told to end
@@ -204,7 +204,7 @@ class Fleet:
                     replica.report(), num_kv_tokens=self.kv_tokens.get(replica.replica_id, 0),
                     cached_prefixes=replica.thread.stats().cached_prefixes,
                 )  # fmt: skip
-                assert self.books.report(replica.telling.next_delta(report, is_draining=failed), 0.0)
+                assert self.books.report(replica.reporter.next_delta(report, is_draining=failed), 0.0)
         return self.books.view
 
     def assigned_replicas(self, digest: str) -> Row:
@@ -213,8 +213,8 @@ class Fleet:
     def drop(self, replica_id: str) -> None:
         """Placement takes a replica off the table."""
         self.off_table.add(replica_id)
-        telling = self.replicas[replica_id].telling
-        self.books.report(telling.next_delta(ReplicaReport(replica_id), is_draining=True), 0.0)
+        reporter = self.replicas[replica_id].reporter
+        self.books.report(reporter.next_delta(ReplicaReport(replica_id), is_draining=True), 0.0)
 
     async def assign(self, digests: Sequence[str]) -> None:
         assert self.view.replicas is not None

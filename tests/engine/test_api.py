@@ -21,7 +21,7 @@ from app.engine.config import CpuConfig, EngineConfig
 from app.engine.errors import AdapterFormatError, ContextOverflow, InvalidRequest, NotFound, SourceError
 from app.engine.models.checkpoint import load_checkpoint
 from app.engine.request import GenerateRequest, SamplingParams
-from tests.engine.adapters.making import peft_config, peft_tensors, random_arrays, write_peft
+from tests.engine.adapters.random_adapters import peft_config, peft_tensors, random_arrays, write_peft
 from tests.engine.checkpoints import save, tiny_model
 
 CONFIG = EngineConfig(

@@ -16,7 +16,7 @@ from app.engine.factory import load_backend
 from app.engine.models.checkpoint import Checkpoint
 from app.kernels.sgmv.cpu import RANK_PANEL
 from app.kernels.sgmv.xla import RANK_CHUNK
-from tests.engine.adapters.making import random_tensors, tiny_spec
+from tests.engine.adapters.random_adapters import random_tensors, tiny_spec
 
 SIZES: dict[str, Any] = {
     "num_kv_blocks": 8,

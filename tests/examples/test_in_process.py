@@ -12,7 +12,7 @@ from tokenizers.pre_tokenizers import WhitespaceSplit
 
 from app.engine.models.checkpoint import load_checkpoint
 from examples.in_process import main
-from tests.engine.adapters.making import peft_config, peft_tensors, random_arrays, write_peft
+from tests.engine.adapters.random_adapters import peft_config, peft_tensors, random_arrays, write_peft
 from tests.engine.checkpoints import save, tiny_model
 
 

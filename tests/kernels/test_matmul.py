@@ -1,4 +1,4 @@
-"""Products of fixed order: equal to the definition in every form, and the same bits for a row in any company.
+"""Products of fixed order: equal to the definition in every form, and the same bits for a row in any batch.
 
 On the CPU weights are packed; on tensors they lie as they came, in any type.
 """
@@ -37,7 +37,7 @@ def test_equals_the_definition(shape: tuple[int, int], num_rows: int, accumulate
 
 
 @pytest.mark.parametrize("shape", [(48, 100), (192, 576), (80, 1536)])
-def test_a_row_has_the_same_bits_in_any_company_and_on_any_number_of_threads(shape: tuple[int, int]) -> None:
+def test_a_row_has_the_same_bits_in_any_batch_and_on_any_number_of_threads(shape: tuple[int, int]) -> None:
     generator = rng()
     num_columns, depth = shape
     packed = cpu.pack(normal(generator, num_columns, depth))

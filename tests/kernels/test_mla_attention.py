@@ -1,4 +1,4 @@
-"""Latent attention: equal to heads whose keys and values are written out; bits independent of chunks and company."""
+"""Latent attention: equal to heads whose keys and values are written out; bits independent of chunks and the batch."""
 
 from __future__ import annotations
 

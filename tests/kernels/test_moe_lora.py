@@ -1,4 +1,4 @@
-"""Experts on the CPU: equal to the mixture's definition for any mix of adapters, bits independent of company."""
+"""Experts on the CPU: equal to the mixture's definition for any mix of adapters, bits independent of the batch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Paged attention: equal to the definition; bits independent of chunking and company; blind to foreign memory."""
+"""Paged attention: equal to the definition; bits independent of chunking and the batch; blind to foreign memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""LoRA deltas: equal to the per-row loop for any mix of ranks; base rows untouched, bits independent of company."""
+"""LoRA deltas: equal to the per-row loop for any mix of ranks; base rows untouched, bits independent of the batch."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ from load_tests.engine.bench_engine import Settings
 from load_tests.kernels import bench_matmul
 from load_tests.random_adapters import write_random_adapters
 from load_tests.stats import ratios, rounds, spread
-from tests.engine.adapters.making import tiny_spec
+from tests.engine.adapters.random_adapters import tiny_spec
 from tests.engine.checkpoints import save, tiny_model
 
 

@@ -30,12 +30,12 @@ def test_one_replica_fewer_does_not_keep_the_objective() -> None:
     assert need.host_bytes == round(24 * 16 * PLAN.costs.row_bytes)
 
 
-def test_what_breaks_first_is_told() -> None:
+def test_what_first_limit_is_told() -> None:
     few_rows = replace(PLAN, size=ReplicaSize(lora_pool_rows=16, rank_alignment=16, max_loras=2))
-    assert plan_fleet(traffic(200, rate=20.0), few_rows, 1.0, 95, 64).breaks_first.startswith("rank rows")
+    assert plan_fleet(traffic(200, rate=20.0), few_rows, 1.0, 95, 64).first_limit.startswith("rank rows")
     few_places = replace(PLAN, size=ReplicaSize(max_num_seqs=1, lora_pool_rows=1024))
-    assert plan_fleet(traffic(200, rate=20.0), few_places, 1.0, 95, 64).breaks_first.startswith("sequences in a batch")
-    assert plan_fleet(traffic(20, rate=0.1), PLAN, 5.0, 99, 64).breaks_first == "nothing: one replica is enough"
+    assert plan_fleet(traffic(200, rate=20.0), few_places, 1.0, 95, 64).first_limit.startswith("sequences in a batch")
+    assert plan_fleet(traffic(20, rate=0.1), PLAN, 5.0, 99, 64).first_limit == "nothing: one replica is enough"
 
 
 def test_an_objective_that_nothing_keeps_is_refused() -> None:
@@ -51,7 +51,7 @@ def test_the_command_reads_a_trace_and_says_what_is_needed(tmp_path: Path, capsy
     assert main([*arguments, "--costs", str(tmp_path / "costs.json")]) == 0
     said = capsys.readouterr().out
     assert "times of a test\nreplicas " in said
-    assert "breaks first " in said
+    assert "first limit " in said
     (tmp_path / "trace.jsonl").write_text("{}")
     assert main(arguments) == 1
     assert "line 1" in capsys.readouterr().err

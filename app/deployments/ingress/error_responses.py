@@ -76,7 +76,7 @@ TABLE: dict[type[Exception], HttpError] = {
     NotAuthenticated: HttpError(401, "authentication_error", "invalid_management_token"),
     InvalidApiKey: HttpError(401, "invalid_request_error", "invalid_api_key"),
     WrongKeyKind: HttpError(403, "insufficient_permissions", "insufficient_permissions"),
-    StorageQuotaExceeded: HttpError(403, "insufficient_quota", "kept_quota_reached"),
+    StorageQuotaExceeded: HttpError(403, "insufficient_quota", "storage_quota_reached"),
     AdapterQuotaError: HttpError(403, "insufficient_quota", "adapter_quota_reached"),
     SpendLimitError: HttpError(429, "insufficient_quota", "insufficient_quota"),
     LimitError: HttpError(429, "requests", "rate_limit_exceeded"),

@@ -90,7 +90,7 @@ def load_request(
     if holds_key(source):  # sources are shown in the audit log and in events
         raise UnsafeSource("the adapter's path contains an API key; remove it")
     if is_combination(source):  # only this module may make one, from adapters that the caller may use
-        raise UnsafeSource(f"{source[:80]!r} is not a path; POST /v1/loras with compose combines adapters")
+        raise UnsafeSource(f"{source[:80]!r} is not a path; POST /v1/loras with combine registers a combination")
     if source.startswith(UPLOADED):  # only the service makes these; it does not name the owner
         raise UnsafeSource(f"{source[:80]!r} is not a path; PUT /v1/loras/{{name}}/weights uploads an adapter")
     if caller.kind == "project" and "://" not in source and not source.startswith(f"{caller.tenant_id}/"):

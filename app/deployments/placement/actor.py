@@ -26,7 +26,7 @@ class PlacementActor(PlacementService):
         self._idle_shutdown = IdleShutdown(exit_actor, time.monotonic)
         config = AppConfig.model_validate_json(config_json)
         start_log(config.logs, "placement")
-        super().__init__(config.placement, _watch_shares, self._idle_shutdown.touch, time.monotonic)
+        super().__init__(config.placement, _watch_traffic_shares, self._idle_shutdown.touch, time.monotonic)
 
 
 def placement_actor(config: AppConfig, app_name: str) -> NamedActor:
@@ -42,5 +42,5 @@ def placement_service(config: AppConfig, app_name: str) -> PlacementService:
     return actor_proxy(PlacementService, placement_actor(config, app_name))
 
 
-def _watch_shares(store: str) -> Watch[TrafficShareChanges]:
-    return actor_proxy(StoreService[SharedAdapter], FoundActor(store)).watch_shares
+def _watch_traffic_shares(store: str) -> Watch[TrafficShareChanges]:
+    return actor_proxy(StoreService[SharedAdapter], FoundActor(store)).watch_traffic_shares

@@ -46,17 +46,17 @@ TrafficShareChanges = Changes[str, float]
 class PlacementService:
     """One event loop. `called` runs whenever a process reports or watches; `clock` gives seconds.
 
-    `watch_shares` gives the long poll of a store's traffic shares, by the store's name.
+    `watch_traffic_shares` gives the long poll of a store's traffic shares, by the store's name.
     """
 
     def __init__(
         self,
         config: PlacementConfig,
-        watch_shares: Callable[[str], Watch[TrafficShareChanges]],
+        watch_traffic_shares: Callable[[str], Watch[TrafficShareChanges]],
         called: Callable[[], None],
         clock: Callable[[], float],
     ) -> None:
-        self._watch_shares = watch_shares
+        self._watch_traffic_shares = watch_traffic_shares
         self._called = called
         self._now_s = clock
         self._settings = config.model_dump_json()
@@ -176,7 +176,7 @@ class PlacementService:
             # the other store's shares count from now on
             self._state.set_traffic_shares(dict.fromkeys(self._state.traffic_shares))
         store = min(stores)
-        client = _TrafficSharesClient(self._watch_shares(store), "placement", self._set_traffic_shares)
+        client = _TrafficSharesClient(self._watch_traffic_shares(store), "placement", self._set_traffic_shares)
         self._followed = store, self._tasks.start(client.follow())
 
     def _configure(self, settings: str) -> None:

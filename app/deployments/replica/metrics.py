@@ -5,6 +5,7 @@ Totals of the engine (`EngineStats`) become counters by their difference from th
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 
 from ray.util.metrics import Counter, Gauge
@@ -87,14 +88,14 @@ class DeviceMetrics:
     def __init__(self, counts: TierCounters, spec: ModelSpec) -> None:
         self._counts = counts
         layers = (layer_linear_modules(spec, layer) for layer in range(len(spec.layers)))
-        products = (product for products in layers for product in products)
+        modules = itertools.chain.from_iterable(layers)
         # Rows of experts are counted among an adapter's extra bytes.
-        self._row_bytes = 4 * sum(product.row_size for product in products if product.has_rank_rows)
+        self._row_bytes = 4 * sum(module.row_size for module in modules if module.has_rank_rows)
         self._last: EngineStats | None = None
 
     def update(self, stats: EngineStats) -> None:
         """Count changes since the last call. Bytes are rows and extra weights as float32; idle adapters count as
-        held."""
+        cached."""
         last = self._last
         self._last = stats
 

@@ -93,7 +93,7 @@ def is_replica_draining() -> bool:
     return replica is not None and bool(replica._replica_impl._shutting_down)
 
 
-class ActorPlace(NamedTuple):
+class ActorLocation(NamedTuple):
     """A live or pending actor; `node_id` is empty until it has a process."""
 
     name: str
@@ -101,12 +101,12 @@ class ActorPlace(NamedTuple):
     node_id: str
 
 
-def actor_places() -> list[ActorPlace]:
+def actor_locations() -> list[ActorLocation]:
     """All actors of this process's cluster, from its GCS. No dashboard is needed."""
     table = state._connect_and_get_accessor().get_actor_table(None, None)
     rows = [gcs_pb2.ActorTableData.FromString(row) for row in table]  # type: ignore[attr-defined]
     return [
-        ActorPlace(
+        ActorLocation(
             row.name or row.class_name,
             dict(row.required_resources),
             row.address.node_id.hex() if row.address.worker_id else "",

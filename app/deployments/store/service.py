@@ -364,7 +364,7 @@ class StoreService(Generic[H]):
         return await self._registry_service.change_feed.pins.newer(known, watcher_id, timeout_s)
 
     @remote_method
-    async def watch_shares(
+    async def watch_traffic_shares(
         self, known: Version | None, watcher_id: str, timeout_s: float
     ) -> tuple[Version, Changes[str, float]] | None:
         """Long poll: the changes of the traffic shares after version `known`; None after `timeout_s`."""

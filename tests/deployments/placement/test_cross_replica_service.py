@@ -30,7 +30,7 @@ class QueueReplica:
 
     def __init__(self, replica_id: str, weights: Mapping[str, float], draw: random.Random) -> None:
         self.replica_id, self.queue, self.weights = replica_id, FairQueue(), weights
-        self.telling, self.listens = DeltaReporter(ORIGIN), False
+        self.reporter, self.listens = DeltaReporter(ORIGIN), False
         self.running: list[tuple[Sequence, list[int]]] = []
         self._draw, self._count = draw, 0
 
@@ -59,7 +59,7 @@ class QueueReplica:
         self.running = [entry for entry in self.running if entry[1][0]]
 
     def report(self) -> ReplicaDelta:
-        return self.telling.next_delta(ReplicaReport(self.replica_id, served=self.queue.service().served))
+        return self.reporter.next_delta(ReplicaReport(self.replica_id, served=self.queue.service().served))
 
     def hear(self, books: CrossReplicaService | None) -> None:
         """Ask what tenants were served elsewhere; without an answer it is as `StatusReporter` does."""
@@ -223,11 +223,11 @@ def test_the_number_of_tenants_of_a_replica_is_bounded(monkeypatch: pytest.Monke
 
 
 def test_a_report_names_the_tenants_that_were_served_most_since() -> None:
-    telling = DeltaReporter(ORIGIN)
+    reporter = DeltaReporter(ORIGIN)
     served = {f"t{index}": float(index) for index in range(MAX_REPORTED_TENANTS + 2)}
-    first = telling.next_delta(ReplicaReport("r0", served=served)).served
+    first = reporter.next_delta(ReplicaReport("r0", served=served)).served
     assert set(first) == set(served) - {"t0", "t1"}
-    telling.reset()
+    reporter.reset()
     served |= {"t5": 6.0}
-    assert telling.next_delta(ReplicaReport("r0", served=served)).served == {"t5": 6.0, "t1": 1.0}
-    assert telling.next_delta(ReplicaReport("r0", served=served)).served == {}
+    assert reporter.next_delta(ReplicaReport("r0", served=served)).served == {"t5": 6.0, "t1": 1.0}
+    assert reporter.next_delta(ReplicaReport("r0", served=served)).served == {}

@@ -14,7 +14,7 @@ from app.deployments.placement.messages import ReplicaReport
 from app.deployments.placement.policy import PlacementFleet, PlacementPolicy
 from app.deployments.placement.policy_conformance import CHECKS, MakePolicy, check_adapters_are_spread
 from app.deployments.placement.replica_choice import make_policy
-from tests.deployments.placement.said import ToldBooks, digests
+from tests.deployments.placement.reporting_fleet import ReportingFleet, digests
 
 NAMES = [module.name for module in pkgutil.iter_modules(policies.__path__)]
 
@@ -43,20 +43,20 @@ def test_a_policy_that_sends_all_to_one_replica_does_not_conform() -> None:
         check_adapters_are_spread(lambda: Favourite(None))
 
 
-def num_homes(books: ToldBooks) -> Counter[str]:
+def num_homes(books: ReportingFleet) -> Counter[str]:
     return Counter(home for homes in books.homes.values() for home in homes)
 
 
 def test_round_robin_deals_out_one_each() -> None:
-    books = ToldBooks(7, policy("round_robin"))
+    books = ReportingFleet(7, policy("round_robin"))
     books.assign(digests(100))
     assert sorted(num_homes(books).values()) == [14] * 5 + [15] * 2
 
 
 def test_rendezvous_gives_the_same_homes_whatever_was_there_before() -> None:
     books, later = (
-        ToldBooks(5, policy("rendezvous", num_replicas=2)),
-        ToldBooks(5, policy("rendezvous", num_replicas=2)),
+        ReportingFleet(5, policy("rendezvous", num_replicas=2)),
+        ReportingFleet(5, policy("rendezvous", num_replicas=2)),
     )
     later.assign(digests(300, seed=1))
     assert books.assign(digests(50)) == later.assign(digests(50))
@@ -64,7 +64,7 @@ def test_rendezvous_gives_the_same_homes_whatever_was_there_before() -> None:
 
 
 def test_new_adapters_keep_away_from_where_the_traffic_is() -> None:
-    books = ToldBooks(4, policy("traffic_weighted"))
+    books = ReportingFleet(4, policy("traffic_weighted"))
     for second in range(60):
         for replica_id in books.replicas:
             books.hear(ReplicaReport(replica_id, num_running=40 if replica_id == "r1" else 2), float(second))
@@ -75,7 +75,7 @@ def test_new_adapters_keep_away_from_where_the_traffic_is() -> None:
 
 
 def test_rows_count_and_not_adapters() -> None:
-    books = ToldBooks(2, policy("rank_aware"))
+    books = ReportingFleet(2, policy("rank_aware"))
     large, *small = digests(17)
     held = {"r0": (large,), "r1": tuple(sorted(small))}
     for replica_id, resident in held.items():
@@ -98,7 +98,7 @@ def test_rows_count_and_not_adapters() -> None:
 
 
 def test_a_replica_with_more_rows_gets_more_adapters() -> None:
-    books = ToldBooks(0, policy("rank_aware"))
+    books = ReportingFleet(0, policy("rank_aware"))
     books.hear(ReplicaReport("small", num_rank_rows=64), 0.0)
     books.hear(ReplicaReport("large", num_rank_rows=192), 0.0)
     books.assign(digests(80))
@@ -107,7 +107,7 @@ def test_a_replica_with_more_rows_gets_more_adapters() -> None:
 
 def test_the_cheapest_places_for_all_are_no_worse_than_one_after_the_other() -> None:
     """How many adapters of a lost replica get the first replica of their own order, placed together and one by one."""
-    flow, sticky = ToldBooks(6, policy("min_cost_flow")), ToldBooks(6, policy("sticky"))
+    flow, sticky = ReportingFleet(6, policy("min_cost_flow")), ReportingFleet(6, policy("sticky"))
     first_choices = []
     for books in (flow, sticky):
         new = digests(300)
@@ -119,7 +119,7 @@ def test_the_cheapest_places_for_all_are_no_worse_than_one_after_the_other() -> 
 
 
 def test_together_placed_adapters_stay_where_their_rows_are() -> None:
-    books = ToldBooks(4, policy("min_cost_flow"))
+    books = ReportingFleet(4, policy("min_cost_flow"))
     new = digests(40)
     books.hear(ReplicaReport("r2", resident=tuple(sorted(new[:5]))), 1.0)
     homes = books.assign(new)

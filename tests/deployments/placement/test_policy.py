@@ -7,7 +7,7 @@ from collections import Counter
 
 from app.deployments.placement.policy import less_loaded
 from app.deployments.placement.view import Rendezvous, UsableFleet
-from tests.deployments.placement.said import LEAST_LOADED, STICKY, ToldBooks, digests
+from tests.deployments.placement.reporting_fleet import LEAST_LOADED, STICKY, ReportingFleet, digests
 
 
 def no_load(_: str) -> int:
@@ -15,7 +15,7 @@ def no_load(_: str) -> int:
 
 
 def test_every_process_chooses_the_same_without_the_actor() -> None:
-    views = [ToldBooks(5).view for _ in range(3)]
+    views = [ReportingFleet(5).view for _ in range(3)]
     for digest in digests(40):
         fleets = [UsableFleet(view, view.replicas, no_load) for view in views]
         chosen = {STICKY.assign(digest, fleet) for fleet in fleets}
@@ -46,7 +46,7 @@ def test_two_are_drawn_and_the_less_loaded_is_taken() -> None:
 
 
 def test_a_home_that_cannot_be_used_is_none() -> None:
-    books = ToldBooks(4)
+    books = ReportingFleet(4)
     (digest,) = digests(1)
     books.assign([digest])
     (home,) = books.homes[digest]

@@ -18,7 +18,7 @@ from app.deployments.rpc.long_poll_client import Watch
 from app.deployments.rpc.long_poll_host import LongPollTable, Version
 from app.engine.errors import NotReady
 from load_tests.virtual_time import run_virtually
-from tests.deployments.placement.said import digests
+from tests.deployments.placement.reporting_fleet import digests
 
 
 def now_s() -> float:
@@ -47,7 +47,7 @@ class Life:
         self.service = PlacementService(
             config or PlacementConfig(), (stores or Stores(store={})).watch, lambda: None, now_s
         )
-        self.tellings: dict[str, DeltaReporter] = {}
+        self.reporters: dict[str, DeltaReporter] = {}
 
     async def report(
         self,
@@ -59,12 +59,12 @@ class Life:
         is_draining: bool = False,
     ) -> bool:
         origin = ReplicaIdentity(store, (settings or PlacementConfig()).model_dump_json(), now_s())
-        telling = self.tellings.setdefault(replica_id, DeltaReporter(origin))
+        reporter = self.reporters.setdefault(replica_id, DeltaReporter(origin))
         state = ReplicaReport(replica_id, load, resident=tuple(sorted(resident)))
-        if await self.service.report(telling.next_delta(state, is_draining=is_draining)):
+        if await self.service.report(reporter.next_delta(state, is_draining=is_draining)):
             return True
-        telling.reset()
-        assert await self.service.report(telling.next_delta(state, is_draining=is_draining))
+        reporter.reset()
+        assert await self.service.report(reporter.next_delta(state, is_draining=is_draining))
         return False
 
     async def settle(self) -> None:
@@ -255,15 +255,15 @@ async def test_shares_come_from_the_store_that_the_replicas_work_with() -> None:
 
 
 def test_messages_of_a_replica_are_as_long_as_what_has_changed() -> None:
-    telling = DeltaReporter(ReplicaIdentity("store", "{}", 0.0))
+    reporter = DeltaReporter(ReplicaIdentity("store", "{}", 0.0))
     names = digests(256)
-    whole = telling.next_delta(ReplicaReport("r0", resident=tuple(sorted(names[:255]))))
+    whole = reporter.next_delta(ReplicaReport("r0", resident=tuple(sorted(names[:255]))))
     assert (whole.is_whole, len(whole.loaded), whole.number) == (True, 255, 1)
     after = tuple(sorted([*names[1:255], names[255]]))
-    change = telling.next_delta(ReplicaReport("r0", 3, 1, resident=after, last_used_s={names[1]: 1.0}))
+    change = reporter.next_delta(ReplicaReport("r0", 3, 1, resident=after, last_used_s={names[1]: 1.0}))
     assert change == ReplicaDelta("r0", 2, 4, loaded=(names[255],), unloaded=(names[0],), used_s={names[1]: 1.0})
     assert len(pickle.dumps(change)) < 800
-    again = telling.next_delta(ReplicaReport("r0", resident=after, last_used_s={names[1]: 1.0}))
+    again = reporter.next_delta(ReplicaReport("r0", resident=after, last_used_s={names[1]: 1.0}))
     assert again == ReplicaDelta("r0", 3)
 
 
@@ -272,8 +272,8 @@ async def test_a_replica_is_told_what_tenants_were_served_on_those_that_are_on_t
     life = Life()
     for total in (0.0, 9.0):
         for replica_id in ("r0", "r1"):
-            telling = life.tellings.setdefault(replica_id, DeltaReporter(ReplicaIdentity("store", "{}", 0.0)))
-            await life.service.report(telling.next_delta(ReplicaReport(replica_id, served={"a": 1.0 + total})))
+            reporter = life.reporters.setdefault(replica_id, DeltaReporter(ReplicaIdentity("store", "{}", 0.0)))
+            await life.service.report(reporter.next_delta(ReplicaReport(replica_id, served={"a": 1.0 + total})))
     assert await life.service.served_elsewhere("r0", ["a", "b"]) == {"a": 9.0, "b": 0.0}
     await life.report("r1", is_draining=True)
     assert await life.service.served_elsewhere("r0", ["a"]) == {"a": 0.0}

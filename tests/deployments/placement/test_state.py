@@ -18,11 +18,11 @@ from app.deployments.placement.state import DWELL_S, TRAFFIC_S
 from app.deployments.placement.view import PlacementView
 from tests.budgets import examples
 from tests.deployments.placed import ORIGIN
-from tests.deployments.placement.said import STICKY, ToldBooks, digests
+from tests.deployments.placement.reporting_fleet import STICKY, ReportingFleet, digests
 
 
 def test_no_replica_is_given_more_than_its_bound() -> None:
-    fleet = ToldBooks(7)
+    fleet = ReportingFleet(7)
     fleet.assign(digests(500))
     counts = Counter(home for homes in fleet.homes.values() for home in homes)
     assert set(counts) == {f"r{i}" for i in range(7)}
@@ -30,15 +30,15 @@ def test_no_replica_is_given_more_than_its_bound() -> None:
 
 
 def test_the_answer_is_the_homes_that_were_asked_for() -> None:
-    fleet = ToldBooks(3)
+    fleet = ReportingFleet(3)
     first, second = digests(2)
     assert fleet.assign([first]) == {first: fleet.homes[first]}
     assert set(fleet.assign([first, second])) == {first, second}
-    assert ToldBooks(0).assign([first]) == {}, "there is nothing to answer"
+    assert ReportingFleet(0).assign([first]) == {}, "there is nothing to answer"
 
 
 def test_assigning_again_and_adding_a_replica_move_nothing() -> None:
-    fleet = ToldBooks(3)
+    fleet = ReportingFleet(3)
     fleet.assign(digests(100))
     before = fleet.homes
     fleet.hear(ReplicaReport("new"), 1.0)
@@ -49,7 +49,7 @@ def test_assigning_again_and_adding_a_replica_move_nothing() -> None:
 
 
 def test_losing_a_replica_moves_its_adapters_only() -> None:
-    fleet = ToldBooks(4)
+    fleet = ReportingFleet(4)
     fleet.assign(digests(200))
     before = fleet.homes
     fleet.leave("r2", 1.0)
@@ -60,16 +60,16 @@ def test_losing_a_replica_moves_its_adapters_only() -> None:
     assert not any("r2" in homes for homes in after.values())
 
 
-def reports(fleet: ToldBooks, now_s: float, *silent: str) -> None:
+def reports(fleet: ReportingFleet, now_s: float, *silent: str) -> None:
     """All replicas but the silent ones report; then the books look at who is there, with eight ingresses."""
-    for replica_id in fleet.tellings:
+    for replica_id in fleet.reporters:
         if replica_id not in silent:
             fleet.hear(ReplicaReport(replica_id), now_s)
     fleet.expire(now_s, 8)
 
 
 def test_one_ingress_that_reaches_nobody_takes_no_replica_off_the_table() -> None:
-    fleet = ToldBooks(32)
+    fleet = ReportingFleet(32)
     fleet.assign(digests(64))
     homes = fleet.homes
     for second in range(60):
@@ -80,7 +80,7 @@ def test_one_ingress_that_reaches_nobody_takes_no_replica_off_the_table() -> Non
 
 
 def test_one_ingress_is_believed_when_reports_fail_to_come() -> None:
-    fleet = ToldBooks(2)
+    fleet = ReportingFleet(2)
     reports(fleet, 1.0)
     fleet.report_unreachable("ingress", ["r0"], 2.0)
     reports(fleet, 2.0, "r0")
@@ -93,7 +93,7 @@ def test_one_ingress_is_believed_when_reports_fail_to_come() -> None:
 
 
 def test_a_replica_that_most_ingresses_cannot_reach_is_left_out_for_the_time_of_silence() -> None:
-    fleet = ToldBooks(2)
+    fleet = ReportingFleet(2)
     for index in range(4):
         fleet.report_unreachable(f"ingress{index}", ["r0"], 1.0)
     reports(fleet, 1.0)
@@ -103,14 +103,14 @@ def test_a_replica_that_most_ingresses_cannot_reach_is_left_out_for_the_time_of_
     assert fleet.replicas == ["r1"]
     back_s = [now_s for now_s in range(2, 30) if reports(fleet, float(now_s)) or "r0" in fleet.replicas]
     assert back_s[0] == 12
-    alone = ToldBooks(1)
+    alone = ReportingFleet(1)
     alone.report_unreachable("the only ingress", ["r0"], 1.0)
     alone.expire(1.0, 1)
     assert alone.replicas == ["r0"], "one is never enough"
 
 
 def test_a_word_is_withdrawn_and_grows_old() -> None:
-    fleet = ToldBooks(1)
+    fleet = ReportingFleet(1)
     fleet.report_unreachable("ingress", ["r0", "unknown"], 0.0)
     fleet.report_unreachable("ingress", [], 1.0)
     fleet.expire(4.0, 1)
@@ -122,14 +122,14 @@ def test_a_word_is_withdrawn_and_grows_old() -> None:
 
 
 def test_silence_takes_a_replica_off_the_table() -> None:
-    fleet = ToldBooks(2)
+    fleet = ReportingFleet(2)
     fleet.hear(ReplicaReport("r1"), 8.0)
     fleet.expire(11.0, 1)
     assert fleet.replicas == ["r1"]
 
 
 def test_a_replica_that_leaves_stays_away_while_it_says_so() -> None:
-    fleet = ToldBooks(2)
+    fleet = ReportingFleet(2)
     for second in range(30):
         fleet.leave("r0", float(second))
         fleet.hear(ReplicaReport("r1"), float(second))
@@ -138,7 +138,7 @@ def test_a_replica_that_leaves_stays_away_while_it_says_so() -> None:
 
 
 def test_replicas_and_adapters_that_came_and_went_leave_nothing_in_the_books() -> None:
-    fleet = ToldBooks(2)
+    fleet = ReportingFleet(2)
     names = digests(50)
     for number, digest in enumerate(names):
         now_s = 20.0 * number
@@ -166,10 +166,10 @@ def test_replicas_and_adapters_that_came_and_went_leave_nothing_in_the_books() -
 
 def test_after_a_restart_adapters_are_found_where_their_rows_are() -> None:
     names = digests(60)
-    old = ToldBooks(4)
+    old = ReportingFleet(4)
     old.assign(names)
     homes = {digest: homes[0] for digest, homes in old.homes.items()}
-    new = ToldBooks()
+    new = ReportingFleet()
     for index in range(4):
         resident = tuple(digest for digest, home in homes.items() if home == f"r{index}")
         new.hear(ReplicaReport(f"r{index}", resident=resident), 0.0)
@@ -180,7 +180,7 @@ def test_after_a_restart_adapters_are_found_where_their_rows_are() -> None:
 
 
 def test_a_hot_adapter_is_shared_once_and_taken_back_when_it_cools() -> None:
-    fleet = ToldBooks(3)
+    fleet = ReportingFleet(3)
     hot, cold = digests(2)
     fleet.assign([hot, cold])
     (home,) = fleet.homes[hot]
@@ -205,7 +205,7 @@ def test_a_hot_adapter_is_shared_once_and_taken_back_when_it_cools() -> None:
 
 
 def test_load_that_comes_and_goes_keeps_its_homes() -> None:
-    fleet = ToldBooks(3)
+    fleet = ReportingFleet(3)
     (hot,) = fleet.assign(digests(1))
     changes = 0
     for second in range(120):
@@ -220,7 +220,7 @@ def test_load_that_comes_and_goes_keeps_its_homes() -> None:
 
 
 def test_a_copy_goes_where_its_rows_have_room() -> None:
-    fleet = ToldBooks(0)
+    fleet = ReportingFleet(0)
     rows = {f"r{index}": 32 if index else 64 for index in range(4)}
     for replica_id, count in rows.items():
         fleet.hear(ReplicaReport(replica_id, num_rank_rows=count), 0.0)
@@ -238,7 +238,7 @@ def test_a_copy_goes_where_its_rows_have_room() -> None:
 
 def test_a_copy_drives_others_out_only_if_too_much_is_carried_for_a_while() -> None:
     """What one report says may be over with the next."""
-    fleet = ToldBooks(0)
+    fleet = ReportingFleet(0)
     hot, *others = digests(3)
 
     def say(now_s: float, load: int) -> None:
@@ -259,7 +259,7 @@ def test_a_copy_drives_others_out_only_if_too_much_is_carried_for_a_while() -> N
 
 def test_an_adapter_that_outgrows_its_homes_gets_more_at_once() -> None:
     """The first report told of a part of the crowd only: the rest does not wait for the homes to have dwelt."""
-    fleet = ToldBooks(40)
+    fleet = ReportingFleet(40)
     hot = digests(1)[0]
     (home,) = fleet.assign([hot])[hot]
     fleet.hear(ReplicaReport(home, num_running=10, active={hot: 10}), 1.0)
@@ -277,7 +277,7 @@ def test_more_adapters_than_are_remembered_do_not_take_the_homes_of_those_in_use
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(placement, "MAX_ASSIGNED", 8)
-    fleet = ToldBooks(3)
+    fleet = ReportingFleet(3)
     hot, *others = digests(30)
     fleet.assign([hot])
     (home,) = fleet.homes[hot]
@@ -294,7 +294,7 @@ def test_more_adapters_than_are_remembered_do_not_take_the_homes_of_those_in_use
 
 
 def test_an_even_load_is_left_alone() -> None:
-    fleet = ToldBooks(3)
+    fleet = ReportingFleet(3)
     fleet.assign(digests(9))
     before = fleet.homes
     for replica_id in fleet.replicas:
@@ -318,7 +318,7 @@ def test_an_even_load_is_left_alone() -> None:
 def test_homes_are_living_replicas_and_copies_by_changes_are_equal(
     num_replicas: int, events: list[tuple[str, int]]
 ) -> None:
-    fleet, copy, rows = ToldBooks(num_replicas), PlacementView(), dict[Key, Row]()
+    fleet, copy, rows = ReportingFleet(num_replicas), PlacementView(), dict[Key, Row]()
     names = digests(31)
     for now, (event, number) in enumerate([("begin", 0), *events]):
         now_s = float(now)
@@ -338,8 +338,8 @@ def test_homes_are_living_replicas_and_copies_by_changes_are_equal(
                 for replica_id in fleet.replicas[:1]:
                     fleet.hear(ReplicaReport(replica_id, number, resident=resident, active=active), now_s)
             case "repeat":
-                for telling in fleet.tellings.values():
-                    telling.reset()
+                for reporter in fleet.reporters.values():
+                    reporter.reset()
             case "steer":
                 fleet.set_traffic_shares({names[number]: number / 31 or None})
             case "rebalance":
@@ -363,7 +363,7 @@ def test_homes_are_living_replicas_and_copies_by_changes_are_equal(
 
 
 def test_expected_traffic_has_its_part_of_the_replicas_and_gives_it_back() -> None:
-    fleet = ToldBooks(4)
+    fleet = ReportingFleet(4)
     heavy, light = digests(2)
     fleet.assign([light])
     fleet.set_traffic_shares({heavy: 0.6})
@@ -389,7 +389,7 @@ def test_expected_traffic_has_its_part_of_the_replicas_and_gives_it_back() -> No
 
 
 def test_it_is_told_where_an_adapter_is_and_how_it_is_used() -> None:
-    fleet = ToldBooks(2)
+    fleet = ReportingFleet(2)
     fleet.hear(ReplicaReport("r1", 1, resident=("a", "b"), active={"a": 1}, last_used_s={"a": 5.0}), 1.0)
     assert fleet.residency("a") == [Residency("r1", 1, 5.0)]
     assert fleet.residency("b") == [Residency("r1", 0, None)]
@@ -400,19 +400,19 @@ def test_it_is_told_where_an_adapter_is_and_how_it_is_used() -> None:
 
 
 def test_a_message_that_was_lost_is_made_good_by_a_whole_one() -> None:
-    fleet = ToldBooks(1)
-    telling = fleet.tellings["r0"]
-    telling.next_delta(ReplicaReport("r0", resident=("a",)))  # lost
+    fleet = ReportingFleet(1)
+    reporter = fleet.reporters["r0"]
+    reporter.next_delta(ReplicaReport("r0", resident=("a",)))  # lost
     assert fleet.hear(ReplicaReport("r0", resident=("a", "b")), 1.0), "placement asks for the whole"
     assert [fleet.view.resident_replicas(digest) for digest in "ab"] == [["r0"], ["r0"]]
-    late = telling.next_delta(ReplicaReport("r0", resident=("a",)))
+    late = reporter.next_delta(ReplicaReport("r0", resident=("a",)))
     fleet.hear(ReplicaReport("r0", resident=()), 2.0)
     assert fleet.report(late, 3.0), "it was overtaken"
     assert [fleet.view.resident_replicas(digest) for digest in "ab"] == [[], []]
 
 
 def test_settings_change_without_a_home_moving() -> None:
-    fleet = ToldBooks(3)
+    fleet = ReportingFleet(3)
     fleet.assign(digests(30))
     before = fleet.homes
     fleet.configure(STICKY, heartbeat_timeout_s=3, report_interval_s=1)
@@ -422,8 +422,8 @@ def test_settings_change_without_a_home_moving() -> None:
     assert set(fleet.homes.items()) <= set(before.items())
 
 
-def two_homes(num_replicas: int) -> ToldBooks:
-    fleet = ToldBooks(num_replicas)
+def two_homes(num_replicas: int) -> ReportingFleet:
+    fleet = ReportingFleet(num_replicas)
     fleet.configure(STICKY, 10, 1, min_replicas_per_adapter=2)
     return fleet
 
@@ -451,9 +451,9 @@ def test_two_homes_come_with_the_second_replica() -> None:
 
 
 def test_a_copy_goes_to_the_replica_that_was_started_last_and_leaves_it_first() -> None:
-    fleet = ToldBooks()
+    fleet = ReportingFleet()
     for index, started_s in enumerate((50.0, 10.0, 90.0, 40.0)):
-        fleet.tellings[f"r{index}"] = DeltaReporter(replace(ORIGIN, started_s=started_s))
+        fleet.reporters[f"r{index}"] = DeltaReporter(replace(ORIGIN, started_s=started_s))
         fleet.hear(ReplicaReport(f"r{index}"), 0.0)
     (digest,) = digests(1)
     fleet.assign([digest])
@@ -470,7 +470,7 @@ def test_a_copy_goes_to_the_replica_that_was_started_last_and_leaves_it_first() 
 
 def test_a_crowd_gets_as_many_homes_as_it_fills_at_once() -> None:
     """One more each ten seconds would take minutes where one adapter has the work of eighty replicas."""
-    fleet = ToldBooks(100)
+    fleet = ReportingFleet(100)
     first, second, third = digests(3)
     homes = fleet.assign([first, second, third])
     assert len({*homes.values()}) == 3

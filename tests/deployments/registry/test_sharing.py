@@ -352,7 +352,7 @@ async def test_a_registry_that_is_empty_or_older_than_what_is_held_is_no_news(
         (held._replace(epoch="x", origin="another"), "not the one that ingresses follow"),
         (held._replace(epoch="x", revision=held.revision + 1), "but an ingress is at .*; ingresses keep"),
     ):
-        for watch in (a.client.watch, a.client.watch_pins, a.client.watch_shares):
+        for watch in (a.client.watch, a.client.watch_pins, a.client.watch_traffic_shares):
             with pytest.raises(NotReady, match=words):
                 await watch(other, "ingress", 0.0)
     assert await a.client.watch(held._replace(epoch="x"), "ingress", 0.0) is not None, "a restart is news"

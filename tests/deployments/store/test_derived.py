@@ -20,7 +20,7 @@ from app.engine.adapters.signing.trusted_keys import TrustedKeys
 from app.engine.errors import AdapterMismatch, CombinationError
 from tests.deployments.store.recorded_events import RecordedEvents
 from tests.deployments.store.test_host_cache import Sources, load
-from tests.engine.adapters.making import random_adapter, tiny_spec
+from tests.engine.adapters.random_adapters import random_adapter, tiny_spec
 
 SPEC = tiny_spec()
 KEY = LoraKey(0, "q_proj")
@@ -64,9 +64,9 @@ def store(sources: Sources) -> Iterator[HostAdapterCache[PackedAdapter]]:
     store.close()
 
 
-async def derived_ref(store: HostAdapterCache[PackedAdapter], recipe: CombinationMethod = SUM) -> AdapterRef:
+async def derived_ref(store: HostAdapterCache[PackedAdapter], method: CombinationMethod = SUM) -> AdapterRef:
     parts = [CombinationPart(await load(store, name), weight) for name, weight in (("sql", 0.5), ("tone", 2.0))]
-    return make_combination(parts, recipe).ref("acme")
+    return make_combination(parts, method).ref("acme")
 
 
 async def test_a_request_s_sum_is_made_once_and_kept(store: HostAdapterCache[PackedAdapter], sources: Sources) -> None:

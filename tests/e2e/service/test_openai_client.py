@@ -267,10 +267,10 @@ async def test_several_adapters_answer_as_one(service: Service) -> None:
         assert await text("tiny", adapters=parts[::-1]) == both, "a sum has no order"
         alone = [{"name": "r8"}, {"name": "r16", "weight": 0.0}]
         assert await text("tiny", adapters=alone) == await text("r8"), "without weight it adds nothing"
-        made = await http.post("/v1/loras", json={"name": "mix", "compose": {"adapters": parts}, "wait": True})
+        made = await http.post("/v1/loras", json={"name": "mix", "combine": {"adapters": parts}, "wait": True})
         assert made.status_code == 201, made.text
         assert await text("mix") == both
-        body = {"name": "no", "compose": {"adapters": parts, "method": "linear"}, "wait": True}
+        body = {"name": "no", "combine": {"adapters": parts, "method": "linear"}, "wait": True}
         with pytest.raises(openai.BadRequestError, match=r"'linear' needs equal ones; use 'cat'"):
             await client.post("/loras", body=body, cast_to=dict[str, Any])
         assert (await http.delete("/v1/loras/mix")).status_code == 200

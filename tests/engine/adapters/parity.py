@@ -20,7 +20,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Phi3Config, Phi3ForCausa
 from app.engine.adapters.adapter import LoraAdapter, LoraKey, LoraPair
 from app.engine.models.spec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec, RopeSpec
 from app.kernels.dora.reference import dora_scale
-from tests.engine.adapters.making import PATHS
+from tests.engine.adapters.random_adapters import PATHS
 
 _SIZES = {
     "vocab_size": 96,

@@ -27,8 +27,15 @@ from app.engine.config import EngineConfig
 from app.engine.errors import AdapterFormatError, AdapterMismatch, CombinationError
 from app.engine.request import SamplingParams
 from tests.engine.adapters.formats.test_peft_parity import PEFT_WARNINGS
-from tests.engine.adapters.making import peft_beyond, peft_config, peft_tensors, random_arrays, tiny_spec, write_peft
 from tests.engine.adapters.parity import save_random_adapter, tiny_model
+from tests.engine.adapters.random_adapters import (
+    peft_beyond,
+    peft_config,
+    peft_tensors,
+    random_arrays,
+    tiny_spec,
+    write_peft,
+)
 from tests.engine.served import write_tokenizer
 
 pytestmark = PEFT_WARNINGS

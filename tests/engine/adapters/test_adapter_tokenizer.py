@@ -26,7 +26,7 @@ from app.engine.models.chat import chat_template_sandbox
 from app.engine.models.chat.chat_template_sandbox import PAUSE_S, ChatTemplateSandbox
 from app.engine.models.checkpoint import load_checkpoint
 from app.engine.models.tokenizers.tokenizer import Tokenizer, load_tokenizer
-from tests.engine.adapters.making import peft_config, peft_tensors, random_arrays, tiny_spec, write_peft
+from tests.engine.adapters.random_adapters import peft_config, peft_tensors, random_arrays, tiny_spec, write_peft
 from tests.engine.checkpoints import save, tiny_model
 
 BASE = "{% for m in messages %}{{ bos_token }}{{ m.role }}: {{ m.content }}{{ eos_token }}{% endfor %}"

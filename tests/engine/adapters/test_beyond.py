@@ -17,7 +17,7 @@ from app.engine.adapters.formats.peft import read_peft, read_raw_peft
 from app.engine.adapters.formats.reading import read_adapter
 from app.engine.adapters.raw_adapter import RawAdapter, RawModule, RawTensor, RawTokenRows, content_digest
 from app.engine.errors import AdapterFormatError, AdapterMismatch
-from tests.engine.adapters.making import peft_beyond, stored_tensor, tiny_spec, write_peft
+from tests.engine.adapters.random_adapters import peft_beyond, stored_tensor, tiny_spec, write_peft
 
 SPEC = tiny_spec()
 _P = "base_model.model."

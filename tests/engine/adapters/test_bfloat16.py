@@ -16,7 +16,7 @@ from app.engine.config import EngineConfig
 from app.engine.engine import Engine
 from app.engine.errors import AdapterFormatError
 from tests.deployments.fleet import LIMITS
-from tests.engine.adapters.making import random_adapter, tiny_spec
+from tests.engine.adapters.random_adapters import random_adapter, tiny_spec
 from tests.fakes import FakeBackend, fake_adapter, fake_request
 
 SPEC = tiny_spec()

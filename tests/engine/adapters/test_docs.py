@@ -26,15 +26,15 @@ def options_table() -> str:
         f"| mixtures of experts: {option} | served by `engine.cpu`, `engine.cuda` and `engine.xla` |"
         for option in FORMATS
     ]
-    lines += [f"| `{key}` | refused unless {_values(key)}: {OFF_VALUES[key][1]} |" for key in sorted(OFF_VALUES)]
+    lines += [f"| `{key}` | rejected unless {_values(key)}: {OFF_VALUES[key][1]} |" for key in sorted(OFF_VALUES)]
     lines += [f"| {', '.join(f'`{key}`' for key in sorted(INERT_KEYS))} | ignored: no effect once trained |"]
-    lines += ["| any other key | refused unless it is `null` |"]
+    lines += ["| any other key | rejected unless it is `null` |"]
     return "\n".join(lines) + "\n"
 
 
 def _by_whom(option: str) -> str:
     refused = BEYOND[option][1] - SERVED
-    return f"; `engine.xla` refuses {' and '.join(sorted(refused))}" if refused else ""
+    return f"; `engine.xla` rejects {' and '.join(sorted(refused))}" if refused else ""
 
 
 def _values(key: str) -> str:

@@ -18,7 +18,13 @@ from app.engine.models.spec import ModelSpec
 from app.engine.models.weight_names import EMBEDDING, LAYER_NORMS, LM_HEAD
 from app.kernels.dora.reference import dora_scale
 from tests import seeds
-from tests.engine.adapters.making import module_path, random_adapter, random_tensors, tiny_spec, with_random_extras
+from tests.engine.adapters.random_adapters import (
+    module_path,
+    random_adapter,
+    random_tensors,
+    tiny_spec,
+    with_random_extras,
+)
 
 Floats = NDArray[np.float32]
 

@@ -32,7 +32,14 @@ from app.engine.adapters.limits import ReadLimits
 from app.engine.errors import AdapterError
 from app.engine.models.linear_modules import target_shape
 from tests.budgets import examples
-from tests.engine.adapters.making import peft_beyond, peft_config, peft_tensors, random_arrays, tiny_spec, write_peft
+from tests.engine.adapters.random_adapters import (
+    peft_beyond,
+    peft_config,
+    peft_tensors,
+    random_arrays,
+    tiny_spec,
+    write_peft,
+)
 from tests.seeds import any_seed
 
 SPEC = tiny_spec(1)

@@ -14,7 +14,7 @@ from app.engine.cpu.adapter_layout import PreparedRows, row_bytes
 from app.engine.errors import AdapterMismatch
 from app.engine.models.linear_modules import DENSE_TARGETS
 from app.engine.pools.adapter_pool import rows_of
-from tests.engine.adapters.making import random_adapter, tiny_spec
+from tests.engine.adapters.random_adapters import random_adapter, tiny_spec
 from tests.engine.driving import make_engine
 from tests.fakes import fake_adapter, fake_request
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.engine.company import dense_spec, mixture_spec
+from tests.engine.batch_invariance import dense_spec, mixture_spec
 from tests.engine.cpu.tile_counting import Counts
 
 ROOT = Path(__file__).parents[3]

@@ -1,7 +1,7 @@
-"""The property: a request's tokens and log-probabilities are the same bits alone and in any company.
+"""The property: a request's tokens and log-probabilities are the same bits alone and in any batch.
 
-`company.py` says what company; zero differing bits are allowed, over at least `MIN_BATCHES` batches in all. Its weights
-are such that `auto` takes 8 bits for all of them, so both ways to store weights are tested.
+`batch_invariance.py` says which batches; zero differing bits are allowed, over at least `MIN_BATCHES` batches in all.
+Its weights are such that `auto` takes 8 bits for all of them, so both ways to store weights are tested.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from app.engine.config import CpuConfig, WeightDtype
 from app.engine.cpu.backend import CpuBackend
 from app.engine.models.spec import ModelSpec
 from tests.budgets import Budget
-from tests.engine.company import disturbed, gemma_spec, latent_spec, mixture_spec, sinks_spec
+from tests.engine.batch_invariance import disturbed, gemma_spec, latent_spec, mixture_spec, sinks_spec
 
 #: Seconds for each storage, and batches in any case.
 BUDGET_S, MIN_BATCHES = 2, 1000
@@ -46,7 +46,7 @@ KINDS = ("batches", "preemptions", "evictions", "hits", "right guesses", "wrong 
         "sinks",
     ],
 )
-def test_a_request_is_answered_with_the_same_bits_alone_and_in_any_company(
+def test_a_request_is_answered_with_the_same_bits_alone_and_in_any_batch(
     weight_dtype: WeightDtype, spec: ModelSpec | None
 ) -> None:
     disturbances = np.zeros(len(KINDS), np.int64)
@@ -57,5 +57,5 @@ def test_a_request_is_answered_with_the_same_bits_alone_and_in_any_company(
         or (not disturbances.all() and disturbances[0] < 10 * MIN_BATCHES)
     ):
         disturbances += disturbed(CpuBackend, CpuConfig(weight_dtype=weight_dtype), spec=spec)
-    # The company was not merely polite: everything that could disturb a request has happened.
+    # Everything that could disturb a request has happened.
     assert disturbances.all(), dict(zip(KINDS, disturbances, strict=True))

@@ -1,4 +1,4 @@
-"""Embeddings of decoders on the CPU: transformers' and PEFT's states, and the same bits in any company."""
+"""Embeddings of decoders on the CPU: transformers' and PEFT's states, and the same bits in any batch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from app.engine.api import LLM
 from app.engine.config import CpuConfig, EngineConfig
 from app.engine.models.checkpoint import load_checkpoint
 from app.engine.request import PoolingParams
-from tests.engine.adapters.making import peft_config, peft_tensors, random_arrays, write_peft
+from tests.engine.adapters.random_adapters import peft_config, peft_tensors, random_arrays, write_peft
 from tests.engine.checkpoints import save, tiny_model
 from tests.engine.served import write_tokenizer
 from tests.seeds import rng

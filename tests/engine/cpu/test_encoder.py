@@ -1,4 +1,4 @@
-"""Encoders on the CPU: transformers' and PEFT's embeddings, and the same bits in any company."""
+"""Encoders on the CPU: transformers' and PEFT's embeddings, and the same bits in any batch."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ ADAPTERS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("kind", MODELS)
-def test_embeddings_equal_transformers_and_peft_and_keep_their_bits_in_company(kind: str, tmp_path: Path) -> None:
+def test_embeddings_equal_transformers_and_peft_and_keep_their_bits_in_a_batch(kind: str, tmp_path: Path) -> None:
     model = tiny_encoder(kind)
     folder = save_encoder(model, tmp_path / "model")
     paths: list[Path | None] = [None]

@@ -94,7 +94,7 @@ def test_every_option_in_one_batch_is_pefts_and_leaves_the_others_alone(tmp_path
     without = served_logits(backend, [*(adapters[name] for name in plain), None], tokens)
     for name, logits in zip([*plain, "base"], without, strict=True):
         np.testing.assert_array_equal(logits, served[name], err_msg=name)
-    # And each is alone what it is in company.
+    # And each is alone what it is in batches.
     for name in names:
         (alone,) = served_logits(backend, [adapters[name]], tokens)
         np.testing.assert_array_equal(alone, served[name], err_msg=name)

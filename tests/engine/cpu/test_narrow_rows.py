@@ -12,7 +12,7 @@ import torch
 from app.engine.adapters.adapter import BFLOAT16, LoraAdapter, LoraKey, LoraPair
 from app.engine.cpu.backend import CpuBackend
 from app.engine.models.linear_modules import target_shape
-from tests.engine.adapters.making import random_adapter, random_tensors, tiny_spec
+from tests.engine.adapters.random_adapters import random_adapter, random_tensors, tiny_spec
 from tests.engine.served import CONFIG, served_logits
 
 

@@ -10,15 +10,15 @@ from app.engine.engine import Engine
 from app.engine.errors import AdapterOverflow
 from app.engine.models.linear_modules import DENSE_TARGETS
 from app.engine.request import GenerateRequest, SamplingParams, TokenChunk
-from tests.engine.adapters.making import random_adapter
-from tests.engine.company import company_tensors, dense_spec
+from tests.engine.adapters.random_adapters import random_adapter
+from tests.engine.batch_invariance import dense_spec, grid_tensors
 
 
 def test_an_adapter_that_overflows_ends_its_own_requests() -> None:
     spec = dense_spec()
     # Few blocks and no shared prefixes: what the adapter left in its blocks is written over by those that follow.
     config = EngineConfig(cpu=CpuConfig(num_threads=1), num_kv_blocks=6, lora_pool_rows=64, enable_prefix_caching=False)
-    engine = Engine(CpuBackend(spec, company_tensors(spec, 1), config), config)
+    engine = Engine(CpuBackend(spec, grid_tensors(spec, 1), config), config)
     good, large = random_adapter(spec, 8, DENSE_TARGETS, 3), random_adapter(spec, 8, DENSE_TARGETS, 3, size=1e12)
     adapters = {"base": None, "good": good, "greedy": large, "drawn": large}
 

@@ -12,7 +12,7 @@ from app.engine.cpu.backend import CpuBackend
 from app.engine.engine import Engine
 from app.engine.errors import AdapterTooLarge
 from app.engine.request import GenerateRequest, SamplingParams
-from tests.engine.adapters.making import random_adapter, random_tensors, tiny_spec
+from tests.engine.adapters.random_adapters import random_adapter, random_tensors, tiny_spec
 from tests.engine.driving import run, tokens_of
 from tests.engine.served import served_logits
 from tests.fakes import fake_request

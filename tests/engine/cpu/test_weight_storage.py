@@ -15,8 +15,8 @@ from app.engine.config import CpuConfig, EngineConfig
 from app.engine.cpu.backend import CpuBackend
 from app.engine.models.checkpoint import load_checkpoint
 from app.kernels.matmul.int8 import Int8Panels
-from tests.engine.adapters.making import random_adapter
 from tests.engine.adapters.parity import random_tokens
+from tests.engine.adapters.random_adapters import random_adapter
 from tests.engine.checkpoints import tiny_model
 from tests.engine.cuda.grids import put_on_grids
 from tests.engine.served import CONFIG, served_logits

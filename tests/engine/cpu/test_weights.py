@@ -15,7 +15,7 @@ from app.kernels.machine.thread_team import ThreadTeam
 from app.kernels.matmul.int8 import Int8Panels
 from app.kernels.matmul.pack_weights import dequantise
 from tests import seeds
-from tests.engine.adapters.making import random_tensors, tiny_spec
+from tests.engine.adapters.random_adapters import random_tensors, tiny_spec
 from tests.engine.cuda.grids import on_grids
 
 STACKS = ("head", "qkv", "o", "gate_up", "down")

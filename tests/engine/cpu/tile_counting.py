@@ -30,8 +30,8 @@ from app.kernels.machine import simd
 from app.kernels.machine.vectors import LANES, WORD
 from app.kernels.matmul.int8 import Int8Panels
 from load_tests.engine.steps import Piece, forward_batch
-from tests.engine.adapters.making import random_adapter, random_mixture_adapter, with_random_extras
-from tests.engine.company import company_tensors, dense_spec, mixture_spec
+from tests.engine.adapters.random_adapters import random_adapter, random_mixture_adapter, with_random_extras
+from tests.engine.batch_invariance import dense_spec, grid_tensors, mixture_spec
 from tests.seeds import any_seed, rng
 
 SPECS = {"dense": dense_spec, "mixture": mixture_spec}
@@ -165,7 +165,7 @@ def counted(log: TileLog, spec: ModelSpec, storage: Any) -> Counts:
     """One step of the base, single adapters, and several adapters at once for the longest prompt."""
     cpu = CpuConfig(num_threads=1, weight_dtype=storage)
     config = EngineConfig(cpu=cpu, num_kv_blocks=64, lora_pool_rows=512, max_num_batched_tokens=64)
-    backend = CpuBackend(spec, company_tensors(spec, any_seed()), config)
+    backend = CpuBackend(spec, grid_tensors(spec, any_seed()), config)
     at = 0
     for slot, adapter in enumerate(adapters_of(spec), 1):
         backend.write_adapter(slot, at, adapter)

@@ -1,4 +1,4 @@
-"""What torch may be asked on floats where a result must have the same bits on every processor and in any company.
+"""What torch may be asked on floats where a result must have the same bits on every processor and in any batch.
 
 In: code that runs inside `ExactOperations()`. Out: an AssertionError at the first operation whose results are the
 library's choice: a product of matrices, a sum of floats, an exponential. What is allowed moves or compares numbers, or

@@ -25,7 +25,7 @@ from app.engine.models.spec import ModelSpec
 from app.engine.request import GenerateRequest, SamplingParams, TokenChunk
 from app.kernels.cast_bf16.cpu import round_rows, tasks_of
 from app.kernels.lora_rows import START_MULTIPLE
-from tests.engine.adapters.making import random_adapter, random_tensors, tiny_spec
+from tests.engine.adapters.random_adapters import random_adapter, random_tensors, tiny_spec
 from tests.engine.cuda.gpu import DEVICE, gpu_backend, gpu_config
 from tests.seeds import rng
 
@@ -116,16 +116,16 @@ def test_a_failed_write_ends_its_own_requests_and_is_tried_again(monkeypatch: py
         send(self, adapter_slot, row_start, layout, *rest)
 
     monkeypatch.setattr(AdapterTables, "_send_all", send_all)
-    config = gpu_config(max_model_len=64, batch_invariant=True)  # the same bits in any company
+    config = gpu_config(max_model_len=64, batch_invariant=True)  # the same bits in any batch
     engine = Engine(gpu_backend(spec, random_tensors(spec), config), config)
     alone = _answers(engine, {"good": good, "base": None})
-    for company in ({"good": good, "base": None}, {}):
-        chunks = _answers(engine, {"bad": bad, **company})
+    for others in ({"good": good, "base": None}, {}):
+        chunks = _answers(engine, {"bad": bad, **others})
         error = chunks["bad"][-1].error
         assert isinstance(error, AdapterWriteFailed)
         assert "OSError: the link is down; its next request writes it again" in str(error)
-        assert [chunk.token_ids for name in company for chunk in chunks[name]] == [
-            chunk.token_ids for name in company for chunk in alone[name]
+        assert [chunk.token_ids for name in others for chunk in chunks[name]] == [
+            chunk.token_ids for name in others for chunk in alone[name]
         ]
         assert engine.failure is None
         assert [resident.digest for resident in engine.stats().residents] == [good.card.digest]

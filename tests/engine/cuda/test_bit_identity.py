@@ -18,7 +18,7 @@ from app.engine.config import CudaConfig, EngineConfig
 from app.engine.cuda.backend import CudaBackend
 from app.engine.models.spec import ModelSpec
 from tests.budgets import Budget
-from tests.engine.company import disturbed, mixture_spec
+from tests.engine.batch_invariance import disturbed, mixture_spec
 from tests.engine.cuda.exact_operations import ExactOperations
 from tests.engine.cuda.gpu import ON_CUDA, gpu_backend
 
@@ -35,7 +35,7 @@ SPECS = {"dense": None, "mixture": mixture_spec()} if ON_CUDA else {"dense": Non
 
 @pytest.mark.parametrize("kind", SPECS)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_request_is_answered_with_the_same_bits_alone_and_in_any_company(dtype: str, kind: str) -> None:
+def test_a_request_is_answered_with_the_same_bits_alone_and_in_any_batch(dtype: str, kind: str) -> None:
     kinds = ("batches", "preemptions", "evictions", "hits")
     disturbances = np.zeros(len(kinds), np.int64)
     budget = Budget(BUDGET_S)

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from app.engine.cuda.backend import CudaBackend
 from app.engine.models.checkpoint import Checkpoint
 from load_tests.engine.steps import Piece, forward_batch
-from tests.engine.adapters.making import random_adapter, random_tensors, tiny_spec
+from tests.engine.adapters.random_adapters import random_adapter, random_tensors, tiny_spec
 from tests.engine.checkpoints import FAMILIES, MIXTURES
 from tests.engine.cuda.gpu import ON_CUDA, gpu_backend, gpu_backend_of_checkpoint, gpu_config
 from tests.engine.logits_check import NUM_BLOCKS, check_family

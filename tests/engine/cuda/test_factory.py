@@ -12,7 +12,7 @@ from app.engine.cuda.backend import cuda_device
 from app.engine.errors import ConfigError
 from app.engine.factory import load_backend
 from app.engine.models.checkpoint import Checkpoint
-from tests.engine.adapters.making import random_tensors, tiny_spec
+from tests.engine.adapters.random_adapters import random_tensors, tiny_spec
 from tests.engine.cuda.gpu import gpu_config
 
 

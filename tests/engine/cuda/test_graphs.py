@@ -10,7 +10,7 @@ import pytest
 from app.engine.cuda.backend import CudaBackend
 from app.engine.cuda.graphs import batch_sizes, rank_bounds
 from load_tests.engine.steps import Piece, forward_batch
-from tests.engine.adapters.making import random_adapter, random_tensors, tiny_spec
+from tests.engine.adapters.random_adapters import random_adapter, random_tensors, tiny_spec
 from tests.engine.cuda.gpu import gpu_backend, gpu_config
 from tests.seeds import rng
 

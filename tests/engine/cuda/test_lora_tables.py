@@ -13,8 +13,8 @@ from app.engine.errors import AdapterMismatch, AdapterTooLarge
 from app.engine.models.spec import ModelSpec
 from app.engine.pools.adapter_pool import rows_of
 from app.kernels.lora_rows import START_MULTIPLE
-from tests.engine.adapters.making import random_adapter, random_mixture_adapter, random_tensors, tiny_spec
-from tests.engine.company import latent_spec, mixture_spec
+from tests.engine.adapters.random_adapters import random_adapter, random_mixture_adapter, random_tensors, tiny_spec
+from tests.engine.batch_invariance import latent_spec, mixture_spec
 from tests.engine.cpu.test_rank_rows import request
 from tests.engine.cuda.gpu import FORM, KernelForm, gpu_backend, gpu_config
 from tests.engine.driving import run, tokens_of

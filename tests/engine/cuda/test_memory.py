@@ -14,8 +14,8 @@ from app.engine.errors import OutOfDeviceMemory
 from app.engine.models.memory_estimate import kv_block_bytes, rank_row_bytes
 from app.engine.models.spec import ModelSpec
 from app.engine.models.weight_names import LATENT_NORMS, LAYER_NORMS
-from tests.engine.adapters.making import random_tensors, tiny_spec
-from tests.engine.company import latent_spec
+from tests.engine.adapters.random_adapters import random_tensors, tiny_spec
+from tests.engine.batch_invariance import latent_spec
 from tests.engine.cuda.gpu import gpu_backend, gpu_config
 
 GIB = 1 << 30

@@ -19,14 +19,14 @@ from app.engine.errors import AdapterMismatch, AdapterTooLarge
 from app.engine.models.checkpoint import load_checkpoint
 from app.engine.models.spec import ModelSpec
 from load_tests.engine.steps import Piece, forward_batch
-from tests.engine.adapters.making import random_mixture_adapter, random_tensors
 from tests.engine.adapters.moe_parity import (
     PEFT_WARNINGS,
     check_every_format,
     check_one_lora_per_expert,
     tiny_mixture,
 )
-from tests.engine.company import latent_spec, mixture_spec, sinks_spec
+from tests.engine.adapters.random_adapters import random_mixture_adapter, random_tensors
+from tests.engine.batch_invariance import latent_spec, mixture_spec, sinks_spec
 from tests.engine.cuda.exact_operations import ExactOperations
 from tests.engine.cuda.gpu import FORM, TORCH, gpu_backend, gpu_backend_of_checkpoint, gpu_config
 from tests.engine.cuda.simulated_cuda import DEVICE, simulated_cuda
@@ -74,7 +74,7 @@ def _answers(backend: CudaBackend, slots: list[int], ends: tuple[int, ...] = (5,
 
 
 @pairwise({"spec": (SPEC, sinks_spec(), latent_spec()), "dtype": ("float32", "bfloat16")}, strength=1)
-def test_a_sequence_has_the_same_bits_alone_and_in_company(spec: ModelSpec, dtype: str) -> None:
+def test_a_sequence_has_the_same_bits_alone_and_in_a_batch(spec: ModelSpec, dtype: str) -> None:
     """Prompts, and captured steps of another size; without a GPU no order of sums is a library's, either."""
     generator = rng()
     config = gpu_config(lora_pool_rows=96, batch_invariant=True, dtype=dtype, max_num_seqs=4)

@@ -17,7 +17,7 @@ from app.engine.cuda import adapters as gpu_adapters
 from app.engine.cuda.backend import CudaBackend
 from app.engine.errors import OutOfDeviceMemory
 from load_tests.engine.steps import Piece, forward_batch
-from tests.engine.adapters.making import random_adapter, random_tensors, tiny_spec
+from tests.engine.adapters.random_adapters import random_adapter, random_tensors, tiny_spec
 from tests.engine.cuda.gpu import TORCH, gpu_backend, gpu_config
 from tests.engine.cuda.simulated_cuda import DEFAULT, DEVICE, Simulated, simulated_cuda
 

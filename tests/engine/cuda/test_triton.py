@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from load_tests.engine.steps import Piece, forward_batch
-from tests.engine.adapters.making import random_adapter, random_tensors, tiny_spec
+from tests.engine.adapters.random_adapters import random_adapter, random_tensors, tiny_spec
 from tests.engine.cuda.gpu import gpu_backend, gpu_config
 from tests.seeds import rng
 

@@ -10,7 +10,7 @@ from app.engine.errors import CheckpointError
 from app.engine.models.linear_modules import layer_linear_modules, linear_module_of, targets_of, uniform_modules
 from app.engine.models.spec import AttentionSpec, MlpSpec, RopeSpec
 from app.engine.models.weight_names import expected_tensors
-from tests.engine.adapters.making import tiny_spec
+from tests.engine.adapters.random_adapters import tiny_spec
 
 SPEC = tiny_spec()  # hidden 24, q 32, k and v 16, feed-forward 40
 

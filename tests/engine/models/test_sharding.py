@@ -13,7 +13,7 @@ from app.engine.errors import ConfigError
 from app.engine.models.linear_modules import LinearModule, layer_linear_modules
 from app.engine.models.sharding import check_shards, shard_columns, shard_module, whole_output
 from app.engine.models.spec import AttentionSpec, LayerSpec, MlpSpec
-from tests.engine.adapters.making import tiny_spec
+from tests.engine.adapters.random_adapters import tiny_spec
 
 
 def products(heads: int, kv_heads: int, head_dim: int, wide: int) -> tuple[LinearModule, ...]:

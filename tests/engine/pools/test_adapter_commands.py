@@ -242,7 +242,7 @@ EVENTS = st.one_of(
     write_bytes=st.sampled_from([1, 10_000]),
     max_sequences=st.integers(1, 4),
 )
-def test_orders_in_any_company_end_and_nothing_is_left(
+def test_orders_in_any_batch_end_and_nothing_is_left(
     events: list[tuple[str, Any]], rows: int, slots: int, write_bytes: int, max_sequences: int
 ) -> None:
     engine, _ = make_engine(

@@ -23,11 +23,11 @@ from app.engine.xla.sharding import make_mesh
 from app.engine.xla.supported_features import SERVED
 from app.kernels.dora.reference import dora_scale
 from tests.engine.adapters.formats.test_peft_parity import BEYOND, OPTIONS, PEFT_WARNINGS, TOLERANCE
-from tests.engine.adapters.making import random_adapter, random_tensors, tiny_spec
 from tests.engine.adapters.parity import peft_logits, random_tokens, save_random_adapter, spec_of, tiny_model
+from tests.engine.adapters.random_adapters import random_adapter, random_tensors, tiny_spec
 from tests.engine.cpu.test_extra_weights import _read
 from tests.engine.served import CONFIG, backend_of, served_logits
-from tests.engine.xla.making import tiny_backend
+from tests.engine.xla.tiny_backends import tiny_backend
 from tests.seeds import rng
 
 pytestmark = PEFT_WARNINGS

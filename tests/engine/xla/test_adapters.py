@@ -21,8 +21,8 @@ from app.engine.xla.sharding import make_mesh
 from app.engine.xla.sizes import XlaSizes, sizes_of
 from app.engine.xla.weights import read_weights
 from load_tests.engine.steps import Piece, forward_batch
-from tests.engine.adapters.making import random_adapter, random_mixture_adapter, random_tensors, tiny_spec
-from tests.engine.company import mixture_spec
+from tests.engine.adapters.random_adapters import random_adapter, random_mixture_adapter, random_tensors, tiny_spec
+from tests.engine.batch_invariance import mixture_spec
 from tests.pairwise import pairwise
 from tests.seeds import rng
 

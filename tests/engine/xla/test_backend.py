@@ -1,4 +1,4 @@
-"""The JAX backend through the engine: no compilation by adapters, the same answers in any company, donated memory."""
+"""The JAX backend through the engine: no compilation by adapters, the same answers in any batch, donated memory."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from app.engine.errors import AdapterMismatch
 from app.engine.models.linear_modules import DENSE_TARGETS
 from app.engine.request import GenerateRequest, SamplingParams, TokenLogprobs
 from app.engine.xla.backend import JaxBackend
-from tests.engine.adapters.making import random_adapter, tiny_spec
-from tests.engine.xla.making import counting_compilations, tiny_backend
+from tests.engine.adapters.random_adapters import random_adapter, tiny_spec
+from tests.engine.xla.tiny_backends import counting_compilations, tiny_backend
 from tests.fakes import fake_request
 from tests.seeds import rng
 
@@ -100,7 +100,7 @@ def test_a_hundred_adapters_of_any_rank_compile_nothing(backend: JaxBackend) -> 
     assert backend.programs.num_compiled == len(backend.programs.buckets)
 
 
-def test_a_request_has_the_same_answer_alone_and_in_any_company(backend: JaxBackend) -> None:
+def test_a_request_has_the_same_answer_alone_and_in_any_batch(backend: JaxBackend) -> None:
     """Up to rounding: sums that XLA adds are no promise about bits."""
     generator = rng()
     kinds = [(1, "BF16"), (8, "F32"), (21, "BF16"), (64, "F32")]

@@ -15,9 +15,9 @@ from app.engine.xla.backend import JaxBackend
 from app.engine.xla.base_weights import XlaBaseWeights
 from app.engine.xla.sharding import make_mesh
 from app.kernels.dora.reference import dora_scale
-from tests.engine.adapters.making import random_tensors
-from tests.engine.xla.making import divisible_mixture
+from tests.engine.adapters.random_adapters import random_tensors
 from tests.engine.xla.test_tensor_parallel import spec as eight_heads
+from tests.engine.xla.tiny_backends import divisible_mixture
 from tests.seeds import rng
 
 Base = tuple[XlaBaseWeights, dict[str, np.ndarray]]

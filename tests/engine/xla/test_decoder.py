@@ -20,10 +20,10 @@ from app.engine.xla.sharding import make_mesh
 from app.engine.xla.sizes import sizes_of
 from app.engine.xla.step import PREFILL_TILE, Bucket
 from app.engine.xla.weights import read_weights
-from tests.engine.adapters.making import tiny_spec
+from tests.engine.adapters.random_adapters import tiny_spec
 from tests.engine.checkpoints import FAMILIES, MIXTURES, save, tiny_model
 from tests.engine.logits_check import NUM_BLOCKS, check_family
-from tests.engine.xla.making import random_tensors
+from tests.engine.xla.tiny_backends import random_tensors
 
 CONFIG = EngineConfig(num_kv_blocks=NUM_BLOCKS, lora_pool_rows=8, max_num_batched_tokens=64, max_num_seqs=8)
 LENGTHS = (1, 20, 41)

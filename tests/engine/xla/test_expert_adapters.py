@@ -22,7 +22,6 @@ from app.engine.xla.backend import JaxBackend
 from app.engine.xla.moe_lora_tables import XlaMoeLoraTables, write_pages
 from app.engine.xla.sharding import make_mesh
 from app.engine.xla.sizes import sizes_of
-from tests.engine.adapters.making import random_mixture_adapter
 from tests.engine.adapters.moe_parity import (
     FORMATS,
     edit,
@@ -33,8 +32,9 @@ from tests.engine.adapters.moe_parity import (
     tiny_mixture,
 )
 from tests.engine.adapters.parity import random_tokens
+from tests.engine.adapters.random_adapters import random_mixture_adapter
 from tests.engine.served import CONFIG, served_logits
-from tests.engine.xla.making import counting_compilations, divisible_mixture
+from tests.engine.xla.tiny_backends import counting_compilations, divisible_mixture
 from tests.seeds import rng
 
 pytestmark = [

@@ -34,7 +34,7 @@ from app.engine.request import SamplingParams
 from app.engine.xla.backend import JaxBackend
 from app.engine.xla.sharding import make_mesh
 from app.engine.xla.sizes import sizes_of
-from tests.engine.adapters.making import random_mixture_adapter, random_tensors, tiny_spec
+from tests.engine.adapters.random_adapters import random_mixture_adapter, random_tensors, tiny_spec
 from tests.engine.xla.test_tensor_parallel import COLLECTIVE, ROOT
 from tests.fakes import fake_request
 from tests.seeds import any_seed

@@ -14,8 +14,8 @@ from app.engine.errors import ConfigError
 from app.engine.models.spec import ModelSpec
 from app.engine.xla.backend import JaxBackend, lora_kernel
 from app.engine.xla.sharding import make_mesh
-from tests.engine.adapters.making import random_adapter, random_mixture_adapter, random_tensors, tiny_spec
-from tests.engine.company import latent_spec, mixture_spec
+from tests.engine.adapters.random_adapters import random_adapter, random_mixture_adapter, random_tensors, tiny_spec
+from tests.engine.batch_invariance import latent_spec, mixture_spec
 from tests.engine.served import served_logits
 from tests.seeds import rng
 

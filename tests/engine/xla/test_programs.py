@@ -112,7 +112,7 @@ def test_a_second_start_compiles_nothing(tmp_path: Path) -> None:
     code = """
 import sys, jax
 from app.engine.config import EngineConfig, XlaConfig
-from tests.engine.xla.making import tiny_backend
+from tests.engine.xla.tiny_backends import tiny_backend
 hits = []
 jax.monitoring.register_event_listener(lambda event, **_: hits.append(event))
 config = EngineConfig(num_kv_blocks=8, lora_pool_rows=8, max_num_batched_tokens=16, max_num_seqs=2,

@@ -19,10 +19,10 @@ from app.engine.xla.arrays import EXPERT_AXIS, TENSOR_AXIS, KvMemory
 from app.engine.xla.sharding import kv_specs, make_mesh, over_shards, weight_specs
 from app.engine.xla.sizes import XlaSizes, sizes_of
 from app.engine.xla.weights import read_weights
-from tests.engine.adapters.making import random_tensors, tiny_spec
-from tests.engine.company import latent_spec, sinks_spec
-from tests.engine.xla.making import divisible_mixture
+from tests.engine.adapters.random_adapters import random_tensors, tiny_spec
+from tests.engine.batch_invariance import latent_spec, sinks_spec
 from tests.engine.xla.test_tensor_parallel import spec as eight_heads
+from tests.engine.xla.tiny_backends import divisible_mixture
 
 #: (model, tensor shards, expert shards)
 DIVIDED = [

@@ -11,10 +11,10 @@ from app.engine.models.linear_modules import LATENT_B, layer_linear_modules
 from app.engine.models.sharding import shard_columns
 from app.engine.models.spec import ModelSpec
 from app.engine.xla.sizes import sizes_of
-from tests.engine.adapters.making import tiny_spec
-from tests.engine.company import latent_spec, mixture_spec, sinks_spec
-from tests.engine.xla.making import divisible_mixture
+from tests.engine.adapters.random_adapters import tiny_spec
+from tests.engine.batch_invariance import latent_spec, mixture_spec, sinks_spec
 from tests.engine.xla.test_tensor_parallel import spec as eight_heads
+from tests.engine.xla.tiny_backends import divisible_mixture
 
 #: (model, tensor shards, expert shards)
 DIVIDED = [

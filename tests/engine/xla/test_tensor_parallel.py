@@ -31,7 +31,7 @@ from app.engine.request import SamplingParams
 from app.engine.xla.backend import JaxBackend
 from app.engine.xla.sharding import make_mesh
 from app.engine.xla.sizes import sizes_of
-from tests.engine.adapters.making import random_adapter, random_tensors
+from tests.engine.adapters.random_adapters import random_adapter, random_tensors
 from tests.fakes import fake_request
 from tests.seeds import any_seed
 

@@ -14,7 +14,7 @@ from app.engine.models.weight_names import EMBEDDING
 from app.engine.xla.arrays import XlaWeights
 from app.engine.xla.sizes import XlaSizes, sizes_of
 from app.engine.xla.weights import read_weights
-from tests.engine.adapters.making import random_tensors, tiny_spec
+from tests.engine.adapters.random_adapters import random_tensors, tiny_spec
 
 BLOCKS = {"qkv": "self_attn", "o": "self_attn", "gate_up": "mlp", "down": "mlp"}
 

@@ -1,4 +1,4 @@
-"""Sums, products and exponentials of plain torch in one order: right, exact operations only, blind to company."""
+"""Sums, products and exponentials of plain torch in one order: right, exact operations only, in any batch."""
 
 from __future__ import annotations
 

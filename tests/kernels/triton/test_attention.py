@@ -1,4 +1,4 @@
-"""Attention on tensors: equal to the definition; blind to foreign memory; bits independent of chunking and company."""
+"""Attention on tensors: equal to the definition; blind to foreign memory; bits independent of chunks and batch."""
 
 from __future__ import annotations
 

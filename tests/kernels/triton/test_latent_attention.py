@@ -1,4 +1,4 @@
-"""Latent attention on tensors: heads whose keys and values are written out, and bits independent of company."""
+"""Latent attention on tensors: heads whose keys and values are written out, and bits independent of the batch."""
 
 from __future__ import annotations
 

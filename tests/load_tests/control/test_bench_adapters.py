@@ -10,7 +10,7 @@ import torch
 from app.engine.adapters.formats.reading import read_adapter
 from load_tests.control.bench_adapters import Settings, _host_bytes, run
 from load_tests.random_adapters import write_random_adapter
-from tests.engine.adapters.making import tiny_spec
+from tests.engine.adapters.random_adapters import tiny_spec
 from tests.engine.checkpoints import save, tiny_model
 
 

@@ -28,8 +28,8 @@ from app.engine.errors import InvalidRequest
 ResolveName = Callable[[str], AdapterRef | None]
 
 
-class ComposeBody(Body):
-    """The recipe of a registered combination; all fields but `adapters` as in PEFT's `add_weighted_adapter`."""
+class CombinationBody(Body):
+    """The method of a registered combination; all fields but `adapters` as in PEFT's `add_weighted_adapter`."""
 
     adapters: Items[WeightedAdapter] = Field(min_length=1, max_length=MAX_PARTS)
     method: Method = "cat"
@@ -39,22 +39,22 @@ class ComposeBody(Body):
     seed: int | None = Field(default=None, ge=0, lt=2**63)
 
     @model_validator(mode="after")
-    def _fields_fit_method(self) -> ComposeBody:
+    def _fields_fit_method(self) -> CombinationBody:
         try:
-            _ = self.recipe
+            _ = self.combination_method
         except InvalidRequest as error:
             raise ValueError(str(error)) from None
         return self
 
     @property
-    def recipe(self) -> CombinationMethod:
+    def combination_method(self) -> CombinationMethod:
         return CombinationMethod(self.method, self.density, self.svd_rank, self.majority_sign_method, self.seed)
 
 
 def combination_of(
-    adapters: Sequence[WeightedAdapter], resolve: ResolveName, recipe: CombinationMethod | None = None
+    adapters: Sequence[WeightedAdapter], resolve: ResolveName, method: CombinationMethod | None = None
 ) -> Combination:
-    """The weighted sum of these adapters, or the recipe's combination. Raises InvalidRequest, NotFound."""
+    """The weighted sum of these adapters, or their combination by `method`. Raises InvalidRequest, NotFound."""
     parts = []
     for one in adapters:
         ref = resolve(one.name)
@@ -63,4 +63,4 @@ def combination_of(
                 f"{one.name[:80]!r} is the base model, which cannot be combined; name adapters", param="adapters"
             )
         parts.append(CombinationPart(ref, one.weight))
-    return make_combination(parts, recipe or CombinationMethod())
+    return make_combination(parts, method or CombinationMethod())

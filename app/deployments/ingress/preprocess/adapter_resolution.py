@@ -74,11 +74,11 @@ class AdapterResolver:
         adapters: Sequence[WeightedAdapter],
         caller: Principal,
         user: str | None = None,
-        recipe: CombinationMethod | None = None,
+        method: CombinationMethod | None = None,
     ) -> Combination:
         """Several registered adapters that the caller may use, as one. Raises InvalidRequest, NotFound."""
         try:
-            return self._combine(adapters, caller, _sticky_key(user), recipe)
+            return self._combine(adapters, caller, _sticky_key(user), method)
         except _NeedsLoad as not_loaded:
             name = not_loaded.ref.name
             raise InvalidRequest(
@@ -90,9 +90,9 @@ class AdapterResolver:
         adapters: Sequence[WeightedAdapter],
         caller: Principal,
         sticky_key: str,
-        recipe: CombinationMethod | None = None,
+        method: CombinationMethod | None = None,
     ) -> Combination:
-        return combination_of(adapters, lambda name: self._resolve_name(name, caller, sticky_key, name), recipe)
+        return combination_of(adapters, lambda name: self._resolve_name(name, caller, sticky_key, name), method)
 
     async def _resolve_loaded(
         self,

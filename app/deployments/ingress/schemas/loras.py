@@ -7,14 +7,14 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field
 
 from app.config import TrafficWeight
-from app.deployments.ingress.preprocess.adapter_combination import ComposeBody
+from app.deployments.ingress.preprocess.adapter_combination import CombinationBody
 from app.deployments.ingress.schemas.request_model import Body, Items
 from app.deployments.ingress.schemas.response_model import Omittable, ResponseModel, Seconds
 from app.deployments.registry.models import MAX_REGISTRATIONS
 
 
 class RegisterAdapterBody(Body):
-    """`path`: the adapter's source; or `compose`: the registered adapters that it combines.
+    """`path`: the adapter's source; or `combine`: the registered adapters that it combines.
 
     `wait`: answer when the adapter is served or has failed, instead of at once. `lazy`: register the name only;
     the first request loads the adapter.
@@ -22,7 +22,7 @@ class RegisterAdapterBody(Body):
 
     name: str
     path: str | None = None
-    compose: ComposeBody | None = None
+    combine: CombinationBody | None = None
     wait: bool = False
     lazy: bool = False
     pinned: bool | None = None

@@ -149,7 +149,7 @@ def _refusal(kind: type[Body], name: str) -> str:
         field = "model" if "model" in kind.model_fields else "lora_path"
         guess = f"; name the adapter in {field!r}"
     if kind.is_inference:
-        return f"unknown field {name[:80]!r}; it could change the answer, so it is refused rather than ignored{guess}"
+        return f"unknown field {name[:80]!r}; it could change the answer, so it is rejected rather than ignored{guess}"
     return f"unknown field {name[:80]!r}; this route takes {', '.join(kind.model_fields)}{guess}"
 
 
@@ -172,7 +172,7 @@ def _invalid(body: type[Body], error: ValidationError) -> InvalidRequest:
     kind = UnsupportedField if first["type"] == "extra_forbidden" else InvalidRequest
     if first["type"] == "extra_forbidden":
         guess = did_you_mean(str(first["loc"][-1]), fields_at(body, first["loc"][:-1]))
-        message = f"unknown field; it could change the answer, so it is refused rather than ignored{guess}"
+        message = f"unknown field; it could change the answer, so it is rejected rather than ignored{guess}"
     return kind(f"{location}: {message}" if location else message, param=location or name)
 
 

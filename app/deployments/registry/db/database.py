@@ -204,7 +204,7 @@ class Database:
             logger.warning("the registry at %s: %s", self.address, getattr(error, "orig", None) or error)
             if type(error) is DatabaseError:  # SQLite raises this for a damaged file
                 raise _CorruptDatabase(str(error.orig)) from error
-            raise NotReady("the registry's database does not answer; ask again", retry_after_s=5) from error
+            raise NotReady("the registry's database does not answer; try again", retry_after_s=5) from error
 
     @contextmanager
     def _count_open(self) -> Iterator[None]:

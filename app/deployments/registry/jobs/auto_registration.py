@@ -141,7 +141,7 @@ class AutoRegistration:
                 return await asyncio.wrap_future(lookup)
         except TimeoutError:
             limit = f"adapters.source_timeout_s ({self._settings.timeout_s:g} s)"
-            raise SourceError(f"a resolver did not answer for {name!r} within {limit}; ask again later") from None
+            raise SourceError(f"a resolver did not answer for {name!r} within {limit}; try again later") from None
 
     def _is_unclaimed(self, key: Key) -> bool:
         """Whether the tenant has never had an adapter of this name, and has no such alias and no load of it."""

@@ -83,7 +83,7 @@ class LazyRegistrations:
         await self._registry_service.change_feed.change(write)
         for item in registrations:
             self._failures.clear(failure_key((tenant_id, item.name)))
-        logger.info(LogEvent("adapters registered unread", number=counts[-1].num_changed, tenant=tenant_id, by=who))
+        logger.info(LogEvent("adapters registered lazily", number=counts[-1].num_changed, tenant=tenant_id, by=who))
         return counts[-1]
 
     async def load_registered(self, name: str, *, tenant_id: str, who: str) -> tuple[RegistryJob | None, CatalogEntry]:
@@ -166,7 +166,7 @@ def _write(
     changed = [(row["name"], display_source(row["uri"])) for row in (*new, *again)]
     if changed:
         notes = place | {"time_s": common["registered_s"]}
-        event = notes | {"event": "registered unread"}
+        event = notes | {"event": "registered lazily"}
         connection.execute(insert(events), [event | {"name": name, "detail": source} for name, source in changed])
         record = notes | {"who": who, "action": "register"}
         details = [(name, json.dumps({"uri": source}, ensure_ascii=False)) for name, source in changed]

@@ -112,7 +112,7 @@ class LoadJobs:
         check_source(request.source)
         check_description(request.description)
         if len(self._jobs) >= MAX_LOADS:
-            raise QueueFull(f"{len(self._jobs)} adapters are being loaded; ask again when some are", retry_after_s=5)
+            raise QueueFull(f"{len(self._jobs)} adapters are being loaded; try again when one is done", retry_after_s=5)
         catalog = self._registry.catalog
         present = await asyncio.to_thread(catalog.generations, request.name, tenant_id=request.tenant_id)
         job = await asyncio.to_thread(self._registry.jobs.create, request)

@@ -34,9 +34,9 @@ METHODS: tuple[Method, ...] = get_args(Method)
 #: Adapters in one combination.
 MAX_PARTS = 16
 #: Prefix of a derived adapter's source; clients may not use it.
-SCHEME = "compose:"
+SCHEME = "combination:"
 
-_DOMAIN = b"polylora/composition/v1"
+_DOMAIN = b"polylora/combination/v1"
 
 
 class CombinationPart(NamedTuple):
@@ -54,7 +54,7 @@ class CombinationMethod:
     (PEFT takes the largest rank in a configuration, even if no module has it). seed: for the values that `dare` drops.
     """
 
-    method: Method = "cat"
+    name: Method = "cat"
     density: float | None = None
     svd_rank: int | None = None
     majority_sign: MajoritySign | None = None
@@ -62,18 +62,18 @@ class CombinationMethod:
 
     def __post_init__(self) -> None:
         """Raises InvalidRequest for a field that is missing, or that the method does not use."""
-        prunes = any(word in self.method for word in ("ties", "dare", "magnitude_prune"))
+        prunes = any(word in self.name for word in ("ties", "dare", "magnitude_prune"))
         if prunes and self.density is None:
-            raise InvalidRequest(f"method {self.method!r} needs a density, from 0 to 1", param="density")
+            raise InvalidRequest(f"method {self.name!r} needs a density, from 0 to 1", param="density")
         uses = {
             "density": prunes,
-            "svd_rank": self.method.endswith("svd"),
-            "majority_sign": "ties" in self.method,
-            "seed": "dare" in self.method,
+            "svd_rank": self.name.endswith("svd"),
+            "majority_sign": "ties" in self.name,
+            "seed": "dare" in self.name,
         }
-        for name, is_used in uses.items():
-            if not is_used and getattr(self, name) is not None:
-                raise InvalidRequest(f"method {self.method!r} has no use for {name}; leave it out", param=name)
+        for field, is_used in uses.items():
+            if not is_used and getattr(self, field) is not None:
+                raise InvalidRequest(f"method {self.name!r} has no use for {field}; leave it out", param=field)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,14 +81,14 @@ class Combination:
     """Parts, ordered by digest."""
 
     parts: tuple[CombinationPart, ...]
-    recipe: CombinationMethod = CombinationMethod()
+    method: CombinationMethod = CombinationMethod()
 
     @property
     def digest(self) -> str:
         """Hex SHA-256 of everything that changes the result."""
         digest = hashlib.sha256(_DOMAIN)
-        recipe = {name: value for name, value in asdict(self.recipe).items() if value is not None}
-        fields = [json.dumps(recipe, sort_keys=True)]
+        method = {name: value for name, value in asdict(self.method).items() if value is not None}
+        fields = [json.dumps(method, sort_keys=True)]
         fields += [text for part in self.parts for text in (part.ref.digest, float(part.weight + 0.0).hex())]
         for field in fields:
             digest.update(len(field).to_bytes(8, "little") + field.encode())
@@ -107,7 +107,7 @@ class Combination:
             | {"uri": ref.uri, "weight": weight}
             for ref, weight in self.parts
         ]
-        return SCHEME + json.dumps({"recipe": asdict(self.recipe), "parts": parts}, separators=(",", ":"))
+        return SCHEME + json.dumps({"method": asdict(self.method), "parts": parts}, separators=(",", ":"))
 
     def ref(self, tenant_id: str) -> AdapterRef:
         """A tenant's reference to the derived adapter; a single part of weight 1 is that part itself."""
@@ -116,22 +116,22 @@ class Combination:
         return AdapterRef(self.name, self.digest, tenant_id, uri=self.source)
 
 
-def make_combination(parts: Sequence[CombinationPart], recipe: CombinationMethod = CombinationMethod()) -> Combination:
+def make_combination(parts: Sequence[CombinationPart], method: CombinationMethod = CombinationMethod()) -> Combination:
     """Raises InvalidRequest for no or too many parts, a repeated part, a non-finite weight, or pruning a single part.
 
     PEFT computes "linear" for a single adapter, whatever the method.
     """
     if not 1 <= len(parts) <= MAX_PARTS:
         raise InvalidRequest(f"{len(parts)} adapters are named; from 1 to {MAX_PARTS} are combined", param="adapters")
-    if len(parts) == 1 and recipe.density is not None:
-        raise InvalidRequest(f"method {recipe.method!r} combines several adapters; name another one", param="method")
+    if len(parts) == 1 and method.density is not None:
+        raise InvalidRequest(f"method {method.name!r} combines several adapters; name another one", param="method")
     names = [part.ref.name for part in parts]
     for part in parts:
         if not math.isfinite(part.weight):
             raise InvalidRequest(f"adapter {part.ref.name!r} has weight {part.weight}; give a number", param="adapters")
         if names.count(part.ref.name) > 1:
             raise InvalidRequest(f"adapter {part.ref.name!r} is named twice; add its weights", param="adapters")
-    return Combination(tuple(sorted(parts, key=lambda part: (part.ref.digest, part.weight))), recipe)
+    return Combination(tuple(sorted(parts, key=lambda part: (part.ref.digest, part.weight))), method)
 
 
 def is_combination(source: str) -> bool:
@@ -148,7 +148,7 @@ def parse_combination(source: str) -> Combination:
         )
         for part in fields["parts"]
     ]
-    return Combination(tuple(parts), CombinationMethod(**fields["recipe"]))
+    return Combination(tuple(parts), CombinationMethod(**fields["method"]))
 
 
 def display_source(source: str) -> str:
@@ -156,4 +156,4 @@ def display_source(source: str) -> str:
     if not is_combination(source):
         return source
     combination = parse_combination(source)
-    return f"{combination.recipe.method}({combination.name})"
+    return f"{combination.method.name}({combination.name})"

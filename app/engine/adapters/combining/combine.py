@@ -47,25 +47,24 @@ class _WeightedPair(NamedTuple):
 
 def combine(combination: Combination, adapters: Sequence[LoraAdapter], spec: ModelSpec) -> LoraAdapter:
     """The derived adapter. Raises CombinationError, with the name of what cannot be combined."""
-    names, recipe = [part.ref.name for part in combination.parts], combination.recipe
+    names, method = [part.ref.name for part in combination.parts], combination.method
     for name, adapter in zip(names, adapters, strict=True):
-        unsupported = sorted(adapter.features - (_SUMMED if recipe.method == "cat" else _WITHOUT_BIAS))
+        unsupported = sorted(adapter.features - (_SUMMED if method.name == "cat" else _WITHOUT_BIAS))
         if unsupported:
             raise CombinationError(
-                f"adapter {name!r} has {' and '.join(unsupported)}, which {recipe.method!r} cannot combine; "
-                "use it alone"
+                f"adapter {name!r} has {' and '.join(unsupported)}, which {method.name!r} cannot combine; use it alone"
             )
-        if recipe.method in _SIGN_ELECTING:
-            _check_votes(name, adapter, recipe.method)
+        if method.name in _SIGN_ELECTING:
+            _check_votes(name, adapter, method.name)
     if len({adapter.card.text for adapter in adapters}) > 1:
         raise CombinationError(
             f"adapters {', '.join(names)} write prompts differently: their chat templates or special tokens are not "
             "the same; combine adapters with the same"
         )
     parts = list(zip(adapters, (part.weight for part in combination.parts), strict=True))
-    rng = np.random.default_rng([recipe.seed or 0, int(combination.digest[:16], 16)])
+    rng = np.random.default_rng([method.seed or 0, int(combination.digest[:16], 16)])
     largest = max(pair.rank for one in adapters for pair in (*one.weights.values(), *one.outer.values()))
-    combine = _Combiner(recipe, recipe.svd_rank or largest, rng)
+    combine = _Combiner(method, method.svd_rank or largest, rng)
     weights = combine.all([(adapter.weights, adapter.scales, weight) for adapter, weight in parts])
     outer = combine.all([(adapter.outer, adapter.outer_scales, weight) for adapter, weight in parts])
     biases: dict[LoraKey, Floats] = {}
@@ -94,8 +93,8 @@ def _check_votes(name: str, adapter: LoraAdapter, method: str) -> None:
 class _Combiner:
     """Applies one method to the modules of all parts."""
 
-    def __init__(self, recipe: CombinationMethod, svd_rank: int, rng: np.random.Generator) -> None:
-        self._recipe = recipe
+    def __init__(self, method: CombinationMethod, svd_rank: int, rng: np.random.Generator) -> None:
+        self._method = method
         self._svd_rank = svd_rank
         self._rng = rng
 
@@ -135,18 +134,18 @@ class _Combiner:
         return found
 
     def _pair(self, parts: Sequence[_WeightedPair], where: str) -> LoraPair:
-        method = self._recipe.method
-        if method == "cat":
+        name = self._method.name
+        if name == "cat":
             return _side_by_side(parts)
         ranks = [part.pair.rank for part in parts]
-        if method == "svd":
+        if name == "svd":
             return _truncate_svd(_side_by_side(parts), self._svd_rank)
-        if method.endswith("_svd"):
+        if name.endswith("_svd"):
             deltas: list[Any] = [part.pair.b.T @ part.pair.a for part in parts]  # [d_out, d_in]
             u, s, vh = np.linalg.svd(self._merge_tensors(deltas, [part.weight for part in parts]), full_matrices=False)
             return LoraPair(vh[: self._svd_rank], (u * s)[:, : self._svd_rank].T)
         if len(set(ranks)) > 1:
-            raise CombinationError(f"module {where}: ranks {ranks} differ, and {method!r} needs equal ones; use 'cat'")
+            raise CombinationError(f"module {where}: ranks {ranks} differ, and {name!r} needs equal ones; use 'cat'")
         return self._halves(parts)
 
     def _halves(self, parts: Sequence[_WeightedPair]) -> LoraPair:
@@ -160,7 +159,7 @@ class _Combiner:
         return LoraPair(self._merge_tensors(a, signed), self._merge_tensors([values.T for values in b], roots).T)
 
     def _merge_tensors(self, tensors: Sequence[Floats], weights: Sequence[float]) -> Floats:
-        return merge_tensors(tensors, weights, self._recipe, self._rng)
+        return merge_tensors(tensors, weights, self._method, self._rng)
 
 
 def _side_by_side(parts: Sequence[_WeightedPair]) -> LoraPair:
@@ -215,18 +214,18 @@ def _module_name(key: object) -> str:
 
 
 def merge_tensors(
-    tensors: Sequence[Floats], weights: Sequence[float], recipe: CombinationMethod, rng: np.random.Generator
+    tensors: Sequence[Floats], weights: Sequence[float], method: CombinationMethod, rng: np.random.Generator
 ) -> Floats:
     """One tensor from N of equal shape, by the method; a "_svd" suffix makes no difference here."""
-    method = recipe.method.removesuffix("_svd")
-    if method.startswith("dare"):
-        tensors = [prune_random(tensor, recipe.density or 0.0, rng) for tensor in tensors]
-    elif method in ("ties", "magnitude_prune"):
-        tensors = [prune_magnitude(tensor, recipe.density or 0.0) for tensor in tensors]
+    name = method.name.removesuffix("_svd")
+    if name.startswith("dare"):
+        tensors = [prune_random(tensor, method.density or 0.0, rng) for tensor in tensors]
+    elif name in ("ties", "magnitude_prune"):
+        tensors = [prune_magnitude(tensor, method.density or 0.0) for tensor in tensors]
     stacked = np.stack(tensors)  # [N, ...]
     factors = np.array(weights, np.float32).reshape(-1, *[1] * (stacked.ndim - 1))
-    if method.endswith("ties"):
-        return _disjoint_merge(stacked, stacked * factors, recipe.majority_sign or "total")
+    if name.endswith("ties"):
+        return _disjoint_merge(stacked, stacked * factors, method.majority_sign or "total")
     summed: Floats = (stacked * factors).sum(axis=0)
     return summed
 

@@ -200,7 +200,7 @@ def _memory_errors() -> Iterator[None]:
         yield
     except OSError as error:
         raise AdapterReadFailed(
-            f"this machine has no memory for reading an adapter: {error}; ask again later"
+            f"this machine has no memory for reading an adapter: {error}; try again later"
         ) from error
 
 

@@ -141,7 +141,7 @@ async def test_inert_fields_are_accepted_and_unknown_ones_named(http: httpx.Asyn
     assert status == 400
     assert re.search(r"messages.0.nam: unknown field.*; did you mean 'name'\?", error["message"])
     status, error = await error_of(http, "/v1/completions", LEGACY | {"max_token": 3})
-    assert error["message"].endswith("refused rather than ignored; did you mean 'max_tokens'?")
+    assert error["message"].endswith("rejected rather than ignored; did you mean 'max_tokens'?")
     for route, body, field in (
         ("/v1/chat/completions", CHAT, "model"),
         ("/v1/completions", LEGACY, "model"),

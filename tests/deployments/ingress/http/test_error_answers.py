@@ -136,7 +136,7 @@ FIELDS = (
     ("/tokenize", {"messages": MESSAGES}), ("/detokenize", {"tokens": [-1]}),
     ("/v1/batches", {"endpoint": "/v1/messages"}), ("/v1/batches", {"completion_window": "1h"}),
     ("/v1/loras", {"path": None}), ("/v1/loras", {"lazy": True, "pinned": True}), ("/v1/loras", {"name": "a b"}),
-    ("/v1/loras", {"compose": {"adapters": [{"name": "sql"}]}}), ("/v1/loras", {"traffic_weight": -1}),
+    ("/v1/loras", {"combine": {"adapters": [{"name": "sql"}]}}), ("/v1/loras", {"traffic_weight": -1}),
     ("/v1/loras", {"wait": True, "name": "gone", "path": "gone"}), ("/v1/loras/manifest", {"adapters": []}),
     (f"{PROJECT}/model_permissions", {"mode": "maybe"}), (f"{PROJECT}/rate_limits/nope", {}),
     (f"{PROJECT}/spend_limit", {"currency": "EUR"}),

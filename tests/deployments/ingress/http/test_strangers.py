@@ -15,7 +15,7 @@ from app.deployments.ingress.http.app import make_app
 from app.deployments.ingress.http.batch_executor import BatchExecutor
 from app.deployments.ingress.http.middleware.origin_check import HttpPolicy
 from app.deployments.ingress.http.openapi import api_routes
-from app.deployments.ingress.preprocess.adapter_combination import ComposeBody
+from app.deployments.ingress.preprocess.adapter_combination import CombinationBody
 from app.deployments.ingress.principal import handle_principal
 from app.deployments.ingress.schemas.request_model import parse_body
 from app.deployments.object_storage.models import NewBatch
@@ -46,7 +46,7 @@ ASKED: list[tuple[str, str, Any]] = [
     ("POST", "/tokenize", {"model": "NAME", "messages": MESSAGES}),
     ("POST", "/detokenize", {"model": "NAME", "tokens": [1]}),
     ("POST", "/v1/route", {"prompt": "NAME: the other's description", "routing": {"threshold": -1}}),
-    ("POST", "/v1/loras", {"name": "mine", "compose": OTHERS, "wait": True}),
+    ("POST", "/v1/loras", {"name": "mine", "combine": OTHERS, "wait": True}),
     ("POST", "/v1/loras/NAME/load", {}),
     ("GET", "/v1/loras/NAME", None),
     ("PATCH", "/v1/loras/NAME", {"description": "x"}),
@@ -269,16 +269,16 @@ async def test_a_combination_is_denied_by_its_own_name_and_by_those_of_its_parts
     """One that is registered is not allowed because all that it is made of is."""
     service, store = org.service, org.service.managed.store
     await service.managed.client.load_and_wait(wanted("two", "two"))
-    compose = {"adapters": [{"name": "sql"}, {"name": "two"}]}
-    made = service.preprocessor.resolver.combine(parse_body(ComposeBody, compose).adapters, handle_principal())
+    combine = {"adapters": [{"name": "sql"}, {"name": "two"}]}
+    made = service.preprocessor.resolver.combine(parse_body(CombinationBody, combine).adapters, handle_principal())
     store.contents[made.source] = made.digest
-    answer = await org.ask("admin", "POST", "/v1/loras", json={"name": "mix", "compose": compose, "wait": True})
+    answer = await org.ask("admin", "POST", "/v1/loras", json={"name": "mix", "combine": combine, "wait": True})
     assert answer.status_code == 201, answer.text
     answer = await org.ask("admin", "PUT", "/v1/aliases/mixed", json={"targets": {"mix": 1}})
     assert answer.status_code == 200, answer.text
     await service.accounting.tenants_service.permit_models(org.ids["ada"], mode, names, actor="test")
     asked: list[dict[str, Any]] = [{"model": name} for name in ("sql", "two", "mix", "mixed")]
-    asked += [{"model": "base"} | compose, {"model": "base", "adapters": [{"name": "mix"}, {"name": "secret"}]}]
+    asked += [{"model": "base"} | combine, {"model": "base", "adapters": [{"name": "mix"}, {"name": "secret"}]}]
     statuses = []
     for body in asked:
         answer = await org.ask("ada", "POST", "/v1/messages/count_tokens", json=body | {"messages": MESSAGES})
@@ -318,11 +318,11 @@ async def test_no_description_holds_a_key(org: Org) -> None:
     received = {"description": f"ask with {org.keys['ada']}"}
     store, ada = org.service.managed.store, org.ids["ada"]
     store.contents[f"{ada}/two"] = store.contents["two"]
-    compose = {"name": "both", "compose": {"adapters": [{"name": "sql"}, {"name": "secret"}]}}
+    combine = {"name": "both", "combine": {"adapters": [{"name": "sql"}, {"name": "secret"}]}}
     asked: list[tuple[str, str, Any]] = [
         ("PATCH", "/v1/loras/secret", received),
         ("POST", "/v1/loras", {"name": "new", "path": f"{ada}/two"} | received),
-        ("POST", "/v1/loras", compose | received),
+        ("POST", "/v1/loras", combine | received),
         ("POST", "/v1/loras/manifest", {"adapters": [{"name": "new", "path": f"{ada}/two"} | received]}),
     ]
     for method, path, body in asked:

@@ -9,7 +9,7 @@ import httpx
 import pytest
 import pytest_asyncio
 
-from app.deployments.ingress.preprocess.adapter_combination import ComposeBody
+from app.deployments.ingress.preprocess.adapter_combination import CombinationBody
 from app.deployments.ingress.principal import Principal, handle_principal
 from app.deployments.ingress.schemas.openai import CompletionRequest, GenerateBody, WeightedAdapter
 from app.deployments.ingress.schemas.request_model import parse_body
@@ -107,12 +107,12 @@ async def test_nobody_combines_what_they_may_not_use(service: Service) -> None:
 
 
 async def test_a_combination_is_registered_under_a_name(service: Service, http: httpx.AsyncClient) -> None:
-    compose = {"adapters": BOTH, "method": "svd", "svd_rank": 4}
-    recipe = parse_body(ComposeBody, compose).recipe
-    adapters = parse_body(ComposeBody, compose).adapters
-    combination = service.preprocessor.resolver.combine(adapters, handle_principal(), recipe=recipe)
+    combine = {"adapters": BOTH, "method": "svd", "svd_rank": 4}
+    method = parse_body(CombinationBody, combine).combination_method
+    adapters = parse_body(CombinationBody, combine).adapters
+    combination = service.preprocessor.resolver.combine(adapters, handle_principal(), method=method)
     service.managed.store.contents[combination.source] = combination.digest
-    answer = await http.post("/v1/loras", json={"name": "mix", "compose": compose, "wait": True})
+    answer = await http.post("/v1/loras", json={"name": "mix", "combine": combine, "wait": True})
     assert answer.status_code == 201, answer.text
     assert answer.json()["digest"] == combination.digest
     assert answer.json()["source"] == "svd(sql*0.7+two*1)"
@@ -121,18 +121,18 @@ async def test_a_combination_is_registered_under_a_name(service: Service, http: 
     assert listed["root"] == "mix"
     events = (await http.get("/v1/events", params={"name": "mix"})).text
     assert "svd(sql*0.7+two*1)" in events
-    assert "compose:" not in events
+    assert "combination:" not in events
 
 
 @pytest.mark.parametrize(
     ("body", "said"),
     [
-        ({}, "give either path, where the adapter is, or compose"),
-        ({"path": "sql", "compose": {"adapters": BOTH}}, "give either path, where the adapter is, or compose"),
-        ({"path": 'compose:{"parts":[]}'}, "is not a path; POST /v1/loras with compose combines adapters"),
-        ({"compose": {"adapters": BOTH, "method": "ties"}}, "method 'ties' needs a density"),
-        ({"compose": {"adapters": BOTH, "density": 0.5}}, "method 'cat' has no use for density"),
-        ({"compose": {"adapters": BOTH, "method": "average"}}, "Input should be 'cat', 'linear'"),
+        ({}, "give either path, where the adapter is, or combine"),
+        ({"path": "sql", "combine": {"adapters": BOTH}}, "give either path, where the adapter is, or combine"),
+        ({"path": 'combination:{"parts":[]}'}, "is not a path; POST /v1/loras with combine registers a combination"),
+        ({"combine": {"adapters": BOTH, "method": "ties"}}, "method 'ties' needs a density"),
+        ({"combine": {"adapters": BOTH, "density": 0.5}}, "method 'cat' has no use for density"),
+        ({"combine": {"adapters": BOTH, "method": "average"}}, "Input should be 'cat', 'linear'"),
     ],
 )
 async def test_what_cannot_be_registered(http: httpx.AsyncClient, body: Any, said: str) -> None:

@@ -217,8 +217,8 @@ async def test_what_cannot_be_read_says_so_to_the_request_and_why_to_who_manages
     ("body", "param"),
     [
         ({"name": "x", "path": "x", "lazy": True, "pinned": True}, "pinned"),
-        ({"name": "x", "compose": {"adapters": [{"name": "sql"}]}, "lazy": True}, "lazy"),
-        ({"name": "x", "compose": {"adapters": [{"name": "two"}, {"name": "sql"}]}}, "adapters"),
+        ({"name": "x", "combine": {"adapters": [{"name": "sql"}]}, "lazy": True}, "lazy"),
+        ({"name": "x", "combine": {"adapters": [{"name": "two"}, {"name": "sql"}]}}, "adapters"),
     ],
 )
 async def test_what_needs_contents_is_refused(

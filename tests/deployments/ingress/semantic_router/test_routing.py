@@ -309,7 +309,7 @@ async def test_mistakes_are_named(http: httpx.AsyncClient, path: str, change: An
 
 
 async def test_the_base_embeds_in_the_default_service(service: Service) -> None:
-    """Over the service's own replicas; its vectors have length 1 and are the same in any company."""
+    """Over the service's own replicas; its vectors have length 1 and are the same in any batch."""
     embedder = service._router._embedder
     assert isinstance(embedder, BaseEmbedder)
     both = await embedder.embed(["knows the law", "sql"], None)

@@ -30,7 +30,7 @@ from tests.postgres import PostgresServer
 
 ROOT = Path(__file__).parents[3]
 #: All that a client is told of a database that is in trouble.
-SENTENCE = "^the registry's database does not answer; ask again$"
+SENTENCE = "^the registry's database does not answer; try again$"
 
 
 #: A schema version, and a digest of its columns, keys and indices.

@@ -22,7 +22,7 @@ from app.engine.adapters.sandbox.packing import PackedAdapter
 from app.engine.adapters.sandbox.validator import Validator
 from tests.deployments.store.recorded_events import RecordedEvents
 from tests.deployments.store.sources.servers import FileServer, HubServer
-from tests.engine.adapters.making import peft_config, peft_tensors, random_arrays, tiny_spec, write_peft
+from tests.engine.adapters.random_adapters import peft_config, peft_tensors, random_arrays, tiny_spec, write_peft
 
 SPEC = tiny_spec()
 OpenLibrary = Callable[..., AdapterReader]

@@ -111,7 +111,7 @@ def test_a_function_of_the_operators_is_held_to_the_tenants_folders(
 
 @pytest.mark.parametrize(
     "answer",
-    [7, b"sql", "hf://ours/x", "x" * 5000, "s3://b/\udcff", "sql\0", "compose:[]", RuntimeError("broken"),
+    [7, b"sql", "hf://ours/x", "x" * 5000, "s3://b/\udcff", "sql\0", "combination:[]", RuntimeError("broken"),
      SystemExit(3), KeyboardInterrupt(), asyncio.CancelledError()],
 )  # fmt: skip
 def test_what_a_function_does_wrong_is_a_source_error(

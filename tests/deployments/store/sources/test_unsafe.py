@@ -25,7 +25,7 @@ from app.engine.errors import (
     UnsafeSource,
 )
 from tests.deployments.store.sources.conftest import SPEC, Store
-from tests.engine.adapters.making import peft_config, peft_tensors, random_arrays, write_peft
+from tests.engine.adapters.random_adapters import peft_config, peft_tensors, random_arrays, write_peft
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 NAME = "base_model.model.model.layers.0.self_attn.q_proj.lora_%s.weight"

@@ -33,7 +33,6 @@ from app.engine.adapters.formats.peft import read_peft
 from app.engine.adapters.sandbox.packing import pack_adapter, unpack_adapter
 from app.engine.errors import CombinationError, InvalidRequest
 from tests.engine.adapters.formats.test_peft_parity import PEFT_WARNINGS
-from tests.engine.adapters.making import random_adapter, tiny_spec
 from tests.engine.adapters.parity import (
     base_logits,
     our_logits,
@@ -42,6 +41,7 @@ from tests.engine.adapters.parity import (
     spec_of,
     tiny_model,
 )
+from tests.engine.adapters.random_adapters import random_adapter, tiny_spec
 from tests.pairwise import pairwise
 
 pytestmark = PEFT_WARNINGS
@@ -68,21 +68,21 @@ def saved(model: Any, folder: Path, options: dict[str, dict[str, Any]]) -> dict[
     return {name: folder / name for name in options}
 
 
-def peft_mix(model: Any, folders: dict[str, Path], tokens: torch.Tensor, **recipe: Any) -> NDArray[np.float32]:
+def peft_mix(model: Any, folders: dict[str, Path], tokens: torch.Tensor, **method: Any) -> NDArray[np.float32]:
     names = list(folders)
     mixed = PeftModel.from_pretrained(copy.deepcopy(model), folders[names[0]], adapter_name=names[0])
     for name in names[1:]:
         mixed.load_adapter(folders[name], name)
-    mixed.add_weighted_adapter(names, [WEIGHTS[name] for name in names], "mix", **recipe)
+    mixed.add_weighted_adapter(names, [WEIGHTS[name] for name in names], "mix", **method)
     mixed.set_adapter("mix")
     return base_logits(mixed.eval(), tokens)
 
 
-def mixed_by_us(adapters: dict[str, LoraAdapter], spec: Any, recipe: CombinationMethod) -> LoraAdapter:
+def mixed_by_us(adapters: dict[str, LoraAdapter], spec: Any, method: CombinationMethod) -> LoraAdapter:
     parts = [
         CombinationPart(AdapterRef(name, one.card.digest, "acme"), WEIGHTS[name]) for name, one in adapters.items()
     ]
-    combination = make_combination(parts, recipe)
+    combination = make_combination(parts, method)
     by_name = [unpack_adapter(*pack_adapter(adapters[part.ref.name])) for part in combination.parts]
     return combine(combination, by_name, spec)
 
@@ -110,13 +110,13 @@ def test_combinations_are_those_of_peft(method: Any, layout: str, tmp_path: Path
     folders = saved(model, tmp_path, options)
     adapters = {name: read_peft(folder, spec) for name, folder in folders.items()}
     asked: dict[str, Any] = {} if method in ("cat", "linear", "svd") else {"density": 0.6}
-    recipe = CombinationMethod(method, **asked)
+    chosen = CombinationMethod(method, **asked)
     if layout == "mixed ranks" and method != "cat" and not method.endswith("svd"):
         with pytest.raises(CombinationError, match=r"ranks \[.*\] differ, and .* needs equal ones; use 'cat'"):
-            mixed_by_us(adapters, spec, recipe)
+            mixed_by_us(adapters, spec, chosen)
         return
     expected = peft_mix(model, folders, tokens, combination_type=method, **asked)
-    derived = mixed_by_us(adapters, spec, recipe)
+    derived = mixed_by_us(adapters, spec, chosen)
     np.testing.assert_allclose(our_logits(model, derived, tokens), expected, atol=TOLERANCE, rtol=TOLERANCE)
     assert np.abs(expected - base_logits(model, tokens)).max() > 100 * TOLERANCE, "the adapters do nothing"
 
@@ -171,14 +171,14 @@ def test_an_alpha_of_zero_adds_nothing_and_is_refused_where_it_would_vote(method
     folders = saved(model, tmp_path, EQUAL_RANKS | {"law": EQUAL_RANKS["law"] | {"lora_alpha": 0}})
     adapters = {name: read_peft(folder, spec) for name, folder in folders.items()}
     asked: dict[str, Any] = {} if method in ("linear", "svd") else {"density": 0.6}
-    recipe = CombinationMethod(method, **asked)
+    chosen = CombinationMethod(method, **asked)
     if method in ("ties", "dare_ties"):
         said = rf"adapter 'law' has lora_alpha 0 for \w+ of layer 0: .* a vote with '{method}'; .* '{method}_svd'"
         with pytest.raises(CombinationError, match=said):
-            mixed_by_us(adapters, spec, recipe)
+            mixed_by_us(adapters, spec, chosen)
         return
     expected = peft_mix(model, folders, tokens, combination_type=method, **asked)
-    derived = mixed_by_us(adapters, spec, recipe)
+    derived = mixed_by_us(adapters, spec, chosen)
     np.testing.assert_allclose(our_logits(model, derived, tokens), expected, atol=TOLERANCE, rtol=TOLERANCE)
 
 

@@ -39,7 +39,7 @@ from app.engine.models.linear_modules import DENSE_TARGETS, target_shape
 from app.engine.models.weight_names import expected_tensors
 from tests import seeds
 from tests.budgets import examples
-from tests.engine.adapters.making import DTYPES, module_path, random_arrays, stored_tensor, tiny_spec
+from tests.engine.adapters.random_adapters import DTYPES, module_path, random_arrays, stored_tensor, tiny_spec
 from tests.pairwise import pairwise
 
 SPEC = tiny_spec()

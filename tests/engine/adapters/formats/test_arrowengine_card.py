@@ -19,7 +19,7 @@ from app.engine.adapters.formats.reading import read_adapter, read_raw_adapter
 from app.engine.adapters.raw_adapter import RawAdapter
 from app.engine.errors import AdapterFormatError, AdapterMismatch
 from tests.engine.adapters.formats.test_arrow import SPEC, random_stored
-from tests.engine.adapters.making import module_path, random_arrays
+from tests.engine.adapters.random_adapters import module_path, random_arrays
 
 Arrays = Mapping[str, tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]]
 TARGETS = ("q_proj", "down_proj")

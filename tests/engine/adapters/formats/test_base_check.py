@@ -13,7 +13,7 @@ from app.engine.adapters.formats.reading import read_raw_adapter
 from app.engine.adapters.sandbox.validator import Validator
 from app.engine.errors import AdapterFormatError, AdapterMismatch
 from app.engine.models.spec import ModelSpec
-from tests.engine.adapters.making import PATHS, peft_config, peft_tensors, random_arrays, tiny_spec, write_peft
+from tests.engine.adapters.random_adapters import PATHS, peft_config, peft_tensors, random_arrays, tiny_spec, write_peft
 
 SPEC = tiny_spec(3)
 

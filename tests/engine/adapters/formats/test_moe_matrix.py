@@ -1,7 +1,7 @@
 """The matrix: every family of mixtures, every format of adapters, the base, one adapter, and eight in one batch.
 
 The eight have different ranks and change different experts. Each gives PEFT's logits (merged weights' where PEFT loads
-none of its kind), and the same bits alone and in any company (`company.py` says what company).
+none of its kind), and the same bits alone and in any batch (`batch_invariance.py` says which batches).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from tests.engine.adapters.moe_parity import (
     with_experts_merged,
 )
 from tests.engine.adapters.parity import random_tokens
-from tests.engine.company import disturbed
+from tests.engine.batch_invariance import disturbed
 from tests.engine.served import CONFIG, served_logits
 
 pytestmark = PEFT_WARNINGS
@@ -114,7 +114,7 @@ def _disturb(mixture: Mixture, at_least: int) -> None:
     assert disturbances.all(), dict(zip(KINDS, disturbances, strict=True))
 
 
-def test_bits_are_the_same_alone_and_in_any_company(mixture: Mixture) -> None:
+def test_bits_are_the_same_alone_and_in_any_batch(mixture: Mixture) -> None:
     _disturb(mixture, MIN_BATCHES)
 
 

@@ -20,7 +20,7 @@ from app.engine.adapters.limits import ReadLimits
 from app.engine.errors import AdapterFormatError, AdapterMismatch, AdapterTooLarge
 from app.engine.models.linear_modules import DENSE_TARGETS, target_shape
 from tests import seeds
-from tests.engine.adapters.making import (
+from tests.engine.adapters.random_adapters import (
     adapter_from_arrays,
     module_path,
     peft_config,

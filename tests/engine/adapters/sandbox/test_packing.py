@@ -14,7 +14,7 @@ from app.engine.adapters.formats.peft import read_peft
 from app.engine.adapters.raw_adapter import RawAdapter, RawModule
 from app.engine.adapters.sandbox.packing import pack_adapter, unpack_adapter
 from tests import seeds
-from tests.engine.adapters.making import peft_beyond, random_adapter, stored_tensor, tiny_spec, write_peft
+from tests.engine.adapters.random_adapters import peft_beyond, random_adapter, stored_tensor, tiny_spec, write_peft
 
 SPEC = tiny_spec()
 

@@ -38,7 +38,7 @@ from app.engine.errors import (
     AdapterTooLarge,
     EngineFailure,
 )
-from tests.engine.adapters.making import (
+from tests.engine.adapters.random_adapters import (
     peft_beyond,
     peft_config,
     peft_tensors,
@@ -295,7 +295,7 @@ COUNTING_FILES = """
 import os, sys, time
 from pathlib import Path
 from app.engine.adapters.sandbox.validator import Validator
-from tests.engine.adapters.making import tiny_spec
+from tests.engine.adapters.random_adapters import tiny_spec
 
 before = set(os.listdir("/proc/self/fd"))
 validator = Validator()

@@ -22,7 +22,7 @@ from app.deployments.store.shared_adapter import SharedAdapter
 
 #: Events that a tenant's own calls cause. Other events may come from another tenant that has the same contents.
 OWN_EVENTS = frozenset({
-    "requested", "routable", "failed", "registered", "registered unread", "draining", "removed",
+    "requested", "routable", "failed", "registered", "registered lazily", "draining", "removed",
     "put alias", "promote alias", "roll back alias", "remove alias",
 })  # fmt: skip
 

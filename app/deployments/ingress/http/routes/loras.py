@@ -43,11 +43,12 @@ from app.redaction import holds_key
 
 def _load_request(body: RegisterAdapterBody, caller: Principal, service: IngressService) -> LoadRequest:
     """Raises InvalidRequest, NotFound, UnsafeSource, ManagementRefused."""
-    if body.compose is None and body.path is not None:
+    if body.combine is None and body.path is not None:
         return load_request(caller, body.name, body.path, body.pinned, body.traffic_weight, body.description)
-    if body.compose is None or body.path is not None:
-        raise InvalidRequest("give either path, where the adapter is, or compose, what it is made of", param="path")
-    combination = service.preprocessor.resolver.combine(body.compose.adapters, caller, recipe=body.compose.recipe)
+    if body.combine is None or body.path is not None:
+        raise InvalidRequest("give either path, where the adapter is, or combine, its parts", param="path")
+    method = body.combine.combination_method
+    combination = service.preprocessor.resolver.combine(body.combine.adapters, caller, method=method)
     return compose_request(caller, body.name, combination, body.pinned, body.traffic_weight, body.description)
 
 
@@ -59,7 +60,7 @@ async def _register_lazily(
     body: RegisterAdapterBody, load: LoadRequest, caller: Principal, service: IngressService
 ) -> Response:
     """Register a name without reading its adapter. Raises InvalidRequest for settings that need its contents."""
-    if body.compose is not None:
+    if body.combine is not None:
         raise InvalidRequest(
             "lazy is true, but a combination is made when it is registered; leave lazy out", param="lazy"
         )

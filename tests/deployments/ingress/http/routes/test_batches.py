@@ -238,7 +238,7 @@ async def test_bytes_and_batches_are_bounded(gpt: openai.AsyncOpenAI, writing: S
     assert caught.value.status_code == 413
     with pytest.raises(openai.PermissionDeniedError) as denied:
         await upload(gpt, bytes(1001))
-    assert denied.value.code == "kept_quota_reached"
+    assert denied.value.code == "storage_quota_reached"
     await upload(gpt, bytes(1000))
     fields: Any = {"endpoint": CHAT, "completion_window": "24h", "input_file_id": file_id}
     batches = [await gpt.batches.create(**fields) for _ in range(2)]

@@ -16,22 +16,22 @@ STICKY = make_policy(PlacementConfig())
 LEAST_LOADED = make_policy(PlacementConfig(policy="least_loaded"))
 
 
-class ToldBooks(PlacementState):
+class ReportingFleet(PlacementState):
     """Books of a fleet whose replicas are called r0, r1, …; each tells of its changes as real ones do."""
 
     def __init__(self, num_replicas: int = 0, policy: PlacementPolicy = STICKY) -> None:
         super().__init__(policy, heartbeat_timeout_s=10, report_interval_s=1)
-        self.tellings: dict[str, DeltaReporter] = {}
+        self.reporters: dict[str, DeltaReporter] = {}
         for index in range(num_replicas):
             self.hear(ReplicaReport(f"r{index}"), 0.0)
 
     def hear(self, report: ReplicaReport, now_s: float, *, is_draining: bool = False) -> bool:
         """A replica says how it is, wholly if it is asked to. Returns whether it had to be asked."""
-        telling = self.tellings.setdefault(report.replica_id, DeltaReporter(ORIGIN))
-        if self.report(telling.next_delta(report, is_draining=is_draining), now_s):
+        reporter = self.reporters.setdefault(report.replica_id, DeltaReporter(ORIGIN))
+        if self.report(reporter.next_delta(report, is_draining=is_draining), now_s):
             return False
-        telling.reset()
-        assert self.report(telling.next_delta(report, is_draining=is_draining), now_s)
+        reporter.reset()
+        assert self.report(reporter.next_delta(report, is_draining=is_draining), now_s)
         return True
 
     def leave(self, replica_id: str, now_s: float = 0.0) -> None:

@@ -12,8 +12,8 @@ from app.engine.config import EngineConfig
 from app.engine.models.spec import AttentionSpec, ModelSpec, RopeSpec
 from app.engine.xla.backend import JaxBackend
 from app.engine.xla.sharding import make_mesh
-from tests.engine.adapters.making import random_tensors, tiny_spec
-from tests.engine.company import mixture_spec
+from tests.engine.adapters.random_adapters import random_tensors, tiny_spec
+from tests.engine.batch_invariance import mixture_spec
 
 
 def tiny_backend(config: EngineConfig, spec: ModelSpec | None = None, tensor_parallel: int = 1) -> JaxBackend:

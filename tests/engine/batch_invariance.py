@@ -1,4 +1,4 @@
-"""One round of the fuzz for bit identity: requests alone, and the same requests in company.
+"""One round of the fuzz for bit identity: requests alone, and the same requests in batches.
 
 Requests of all kinds are first run alone: one at a time, in an engine with room for everything and one thread. Then
 they run together in engines of random shape: blocks, chunks and batches of random sizes, one or two threads, draft
@@ -37,7 +37,7 @@ from app.engine.models.spec import (
 from app.engine.models.weight_names import expected_tensors
 from app.engine.request import GenerateRequest, SamplingParams, TokenLogprobs
 from app.engine.structured_output.grammar_builder import json_grammar
-from tests.engine.adapters.making import random_adapter, random_mixture_adapter, with_random_extras
+from tests.engine.adapters.random_adapters import random_adapter, random_mixture_adapter, with_random_extras
 from tests.engine.cuda.grids import on_grids
 from tests.engine.structured_output.schemas import follows, random_schema
 from tests.engine.structured_output.tokens import text_of, tiny_vocabulary
@@ -112,7 +112,7 @@ def sinks_spec() -> ModelSpec:
     return dataclasses.replace(dense, family="gpt_oss", layers=layers)
 
 
-def company_tensors(spec: ModelSpec, seed: int) -> Iterator[tuple[str, np.ndarray]]:
+def grid_tensors(spec: ModelSpec, seed: int) -> Iterator[tuple[str, np.ndarray]]:
     generator = np.random.default_rng(seed)
 
     def weight(*shape: int, centre: float = 0.0) -> np.ndarray:
@@ -306,7 +306,7 @@ def disturbed(
     seed = any_seed()
     generator = np.random.default_rng(seed)
     spec = spec or dense_spec()
-    weights = tensors or (lambda: company_tensors(spec, seed))
+    weights = tensors or (lambda: grid_tensors(spec, seed))
     cases = _cases(generator, adapters or _adapters(generator, spec), 40, structured)
     one_thread = device.model_copy(update={"num_threads": 1}) if isinstance(device, CpuConfig) else device
     roomy = EngineConfig(

@@ -14,22 +14,22 @@ from app.deployments.placement.replica_choice import PREFIX_LOAD_FACTOR, PREFIX_
 from app.deployments.placement.view import PlacementView
 from app.engine.pools.block_pool import MAX_CACHED_PREFIXES
 from tests.deployments.placed import ORIGIN
-from tests.deployments.placement.said import LEAST_LOADED, STICKY, ToldBooks
+from tests.deployments.placement.reporting_fleet import LEAST_LOADED, STICKY, ReportingFleet
 from tests.fakes import fake_request
 
 ONE, TWO = b"head one", b"head two"
 
 
-def fleet(**heads: tuple[bytes, ...]) -> ToldBooks:
+def fleet(**heads: tuple[bytes, ...]) -> ReportingFleet:
     """Replicas that have these cached."""
-    books = ToldBooks()
+    books = ReportingFleet()
     for replica_id, cached in heads.items():
         books.hear(ReplicaReport(replica_id, cached_prefixes=cached), 0.0)
     return books
 
 
 def chosen(
-    books: ToldBooks,
+    books: ReportingFleet,
     head: bytes | None,
     loads: dict[str, int] | None = None,
     *,
@@ -91,7 +91,7 @@ def test_nothing_is_computed_of_a_prompt_where_it_makes_no_difference() -> None:
     def asked() -> str | None:
         raise AssertionError("the prompt was looked at")
 
-    def place(books: ToldBooks, digest: str | None = None) -> None:
+    def place(books: ReportingFleet, digest: str | None = None) -> None:
         ids = books.replicas
         choose_replica(digest, books.view, STICKY, dict.fromkeys(ids), ids, lambda _: 0, random.Random(0), asked)
 
@@ -114,10 +114,10 @@ def test_a_tenant_is_not_sent_where_another_s_equal_prompt_is_cached() -> None:
 
 
 def test_only_changes_are_told_and_the_table_follows_them() -> None:
-    books, telling = ToldBooks(), DeltaReporter(ORIGIN)
+    books, reporter = ReportingFleet(), DeltaReporter(ORIGIN)
 
     def tell(*heads: bytes) -> ReplicaDelta:
-        news = telling.next_delta(ReplicaReport("r0", cached_prefixes=heads))
+        news = reporter.next_delta(ReplicaReport("r0", cached_prefixes=heads))
         assert books.report(news, 0.0)
         return news
 
@@ -135,19 +135,19 @@ def test_only_changes_are_told_and_the_table_follows_them() -> None:
     news = tell(TWO)
     assert (news.cached_prefixes, news.dropped_prefixes) == ((), (ONE,))
     assert known() == {TWO.hex()}
-    telling.reset()
+    reporter.reset()
     assert tell(ONE).is_whole
     assert known() == {ONE.hex()}, "a whole message stands alone"
 
 
 def test_a_message_is_no_longer_than_the_heads_that_are_told() -> None:
-    telling = DeltaReporter(ORIGIN)
+    reporter = DeltaReporter(ORIGIN)
     one, two = (tuple(bytes([half, index] * 4) for index in range(MAX_CACHED_PREFIXES)) for half in (1, 2))
-    telling.next_delta(ReplicaReport("r0"))
-    none = len(pickle.dumps(telling.next_delta(ReplicaReport("r0"))))
-    telling.next_delta(ReplicaReport("r0", cached_prefixes=one))
+    reporter.next_delta(ReplicaReport("r0"))
+    none = len(pickle.dumps(reporter.next_delta(ReplicaReport("r0"))))
+    reporter.next_delta(ReplicaReport("r0", cached_prefixes=one))
     assert (
-        len(pickle.dumps(telling.next_delta(ReplicaReport("r0", cached_prefixes=two))))
+        len(pickle.dumps(reporter.next_delta(ReplicaReport("r0", cached_prefixes=two))))
         < none + 2 * MAX_CACHED_PREFIXES * 12
     )
 
