@@ -10,13 +10,12 @@ no device.
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 from app.config import LimitsConfig
-from app.deployments.ingress.dispatch.cold_start_limiter import adapter_wait_timeout
+from app.deployments.ingress.dispatch.cold_start_limiter import PendingLimiter, adapter_wait_timeout
 from app.deployments.ingress.principal import Principal, visible
 from app.deployments.registry.feed.view import Key, RegistryView
 from app.deployments.registry.models import AUTO, is_name
@@ -25,8 +24,10 @@ from app.deployments.store.service import StoreService
 from app.deployments.store.shared_adapter import SharedAdapter
 from app.engine.errors import QueueFull
 
-K = TypeVar("K")
 T = TypeVar("T")
+
+#: A waiting request: done, with its error, once it gives way to another tenant's.
+_GaveWay: TypeAlias = "asyncio.Future[QueueFull]"
 
 #: Unregistered names that one ingress looks up at a time for one tenant.
 MAX_LOOKUPS_PER_TENANT = 16
@@ -45,8 +46,7 @@ class LazyAdapterLoader:
         self._tasks = Tasks()
         self._lookups: SingleFlight[Key, bool] = SingleFlight(self._tasks)
         self._reads: SingleFlight[Key, None] = SingleFlight(self._tasks)
-        self._waiting_lookups: Counter[str] = Counter()  # requests by tenant
-        self._waiting_reads: Counter[Key] = Counter()  # requests by name
+        self._waiting_lookups, self._waiting_reads = PendingLimiter[_GaveWay](), PendingLimiter[_GaveWay]()
 
     async def register(self, names: Iterable[str], caller: Principal) -> bool:
         """Look up the unregistered names; True if one of them is usable now.
@@ -59,16 +59,17 @@ class LazyAdapterLoader:
         unknown = [name for name in dict.fromkeys(names) if self._may_look_up(name, caller)]
         if not unknown:
             return False
-        with self._waiting(self._waiting_lookups, caller.tenant_id, "for unregistered names", "with other tenants'"):
-            return any([await self._look_up(name, caller) for name in unknown])
+        with self._waiting(self._waiting_lookups, caller.tenant_id, caller) as gave_way:
+            return any([await self._look_up(name, caller, gave_way) for name in unknown])
 
     async def read(self, name: str, owner_id: str, caller: Principal) -> None:
         """Return once a registered adapter is loaded. Raises AdapterUnreadable, QueueFull, NotReady."""
         key = (owner_id, name)
-        with self._waiting(self._waiting_reads, key, f"for adapter {name!r} to load", "for any"):
+        with self._waiting(self._waiting_reads, key, caller) as gave_way:
             await self._result(
                 self._reads.task(key, lambda: self._store.load_for_request(name, tenant_id=owner_id, who=caller.who)),
                 name,
+                gave_way,
             )
 
     async def close(self) -> None:
@@ -79,7 +80,7 @@ class LazyAdapterLoader:
             return False
         return visible(self._registry, caller, name) is None
 
-    async def _look_up(self, name: str, caller: Principal) -> bool:
+    async def _look_up(self, name: str, caller: Principal, gave_way: _GaveWay) -> bool:
         tenant_id, key = caller.tenant_id, (caller.tenant_id, name)
         num_lookups = sum(owner_id == tenant_id for owner_id, _ in self._lookups)
         if key not in self._lookups and num_lookups >= MAX_LOOKUPS_PER_TENANT:
@@ -88,30 +89,24 @@ class LazyAdapterLoader:
                 retry_after_s=2,
             )
         task = self._lookups.task(key, lambda: self._store.resolve(name, tenant_id=tenant_id, who=caller.who))
-        return await self._result(task, name)
+        return await self._result(task, name, gave_way)
 
     @contextmanager
-    def _waiting(self, counts: Counter[K], key: K, purpose: str, others: str) -> Iterator[None]:
-        """Count a request as waiting. Raises QueueFull above the limits."""
-        num_same, num_all, limits = counts[key], counts.total(), self.limits
-        if num_same >= limits.max_pending_requests_per_adapter or num_all >= limits.max_pending_cold_requests:
-            raise QueueFull(
-                f"{num_same} requests wait {purpose}, {num_all} {others}; "
-                f"limits.max_pending_requests_per_adapter is {limits.max_pending_requests_per_adapter} and "
-                f"limits.max_pending_cold_requests {limits.max_pending_cold_requests}; send it again later",
-                retry_after_s=2,
-            )
-        counts[key] += 1
+    def _waiting(self, limiter: PendingLimiter[_GaveWay], group: Hashable, caller: Principal) -> Iterator[_GaveWay]:
+        """Count a request as waiting; the future has its error if it gives way. Raises QueueFull above the limits."""
+        gave_way: _GaveWay = asyncio.get_running_loop().create_future()
+        for other, refusal in limiter.add(gave_way, group, caller.tenant_id, self.limits):
+            other.set_result(refusal)
         try:
-            yield
+            yield gave_way
         finally:
-            counts[key] -= 1
-            if not counts[key]:
-                del counts[key]
+            limiter.remove(gave_way)
 
-    async def _result(self, task: asyncio.Task[T], name: str) -> T:
-        """The task's result; the task continues for others if this request times out. Raises NotReady."""
-        await asyncio.wait([task], timeout=self.limits.adapter_load_timeout_s)
-        if not task.done():
-            raise adapter_wait_timeout(name, self.limits)
-        return task.result()
+    async def _result(self, task: asyncio.Task[T], name: str, gave_way: _GaveWay) -> T:
+        """The task's result; the task continues for others if this request ends. Raises NotReady, QueueFull."""
+        either: list[asyncio.Future[Any]] = [task, gave_way]
+        timeout_s = self.limits.adapter_load_timeout_s
+        await asyncio.wait(either, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        raise gave_way.result() if gave_way.done() else adapter_wait_timeout(name, self.limits)

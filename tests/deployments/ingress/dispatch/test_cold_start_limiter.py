@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
 from typing import Any
 
 import pytest
@@ -56,14 +55,14 @@ async def test_who_has_most_waiting_makes_room_for_others() -> None:
     others = [enter(cold, "other", f"b{index}") for index in range(5)]
     with pytest.raises(QueueFull):
         enter(cold, "other", "b5")
-    assert Counter(stream.request.tenant_id for stream in cold._waiting) == {"flood": 5, "other": 5}
+    assert {name: cold._pending._total.used_by(name) for name in ("flood", "other")} == {"flood": 5, "other": 5}
     assert await refused(flood) == flood[5:], "those that came last"
     assert await refused(others) == []
     third = enter(cold, "third", "c")
-    assert third in cold._waiting
+    assert third in cold._timers
     for stream in [*flood, *others, third]:
         cold.leave(stream)
-    assert (cold.num_waiting, cold._by_digest) == (0, {})
+    assert (cold.num_waiting, cold._pending._groups, cold._timers) == (0, {}, {})
 
 
 async def test_one_adapter_s_waiters_are_shared_too() -> None:

@@ -164,7 +164,7 @@ async def test_requests_for_cold_adapters_are_bounded_and_nothing_else_is(servic
     late = [task for task in tasks if task not in refused]
     assert all(isinstance(task.exception(), NotReady) for task in late)
     assert "limits.adapter_load_timeout_s" in str(late[0].exception())
-    assert not ingress.cold._by_digest
+    assert not ingress.cold._pending._groups
     assert not any(task.done() for task in warm), "their adapter is there: they wait for their turn"
     for task in warm:
         task.cancel()
@@ -182,7 +182,7 @@ async def test_callers_that_leave_wait_no_longer(service: SimulatedService) -> N
     for task in tasks:
         task.cancel()
     await asyncio.sleep(0)
-    assert (ingress.cold.num_waiting, ingress.cold._by_digest) == (0, {})
+    assert (ingress.cold.num_waiting, ingress.cold._pending._groups) == (0, {})
 
 
 def test_eight_ingresses_do_not_herd() -> None:
