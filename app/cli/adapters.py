@@ -19,6 +19,8 @@ from app.engine.adapters.formats.arrow_rows import LORA, card_rows
 from app.engine.adapters.formats.convert import quantize_adapter, write_peft_folder
 from app.engine.adapters.formats.peft_experts import fuse_gate_up
 from app.engine.adapters.formats.reading import read_adapter, read_raw_adapter
+from app.engine.adapters.limits import link_error
+from app.engine.adapters.paths import named_path
 from app.engine.adapters.quantize import Quantization
 from app.engine.adapters.raw_adapter import RawAdapter, RawModule, content_digest
 from app.engine.adapters.strict_json import short
@@ -64,7 +66,7 @@ def base_spec_of(arguments: argparse.Namespace) -> ModelSpec:
 def add_commands(commands: Any) -> None:
     """Add the commands to `argparse.ArgumentParser.add_subparsers()`."""
     convert = commands.add_parser("convert", help="convert a PEFT folder to an Arrow card, or a card to a folder")
-    convert.add_argument("source", type=Path, help=f"PEFT folder or {CARD_SUFFIX} file")
+    convert.add_argument("source", type=named_path, help=f"PEFT folder or {CARD_SUFFIX} file")
     convert.add_argument("target", type=Path, help=f"{CARD_SUFFIX} file, or a folder for PEFT")
     convert.add_argument("--name", help="name in the card; default: the file's name")
     convert.add_argument(
@@ -83,16 +85,16 @@ def add_commands(commands: Any) -> None:
     convert.set_defaults(run=_convert)
 
     inspect = commands.add_parser("inspect", help="show an adapter's ranks, targets, norms, size and metadata")
-    inspect.add_argument("source", type=Path, help=f"PEFT folder or {CARD_SUFFIX} file")
+    inspect.add_argument("source", type=named_path, help=f"PEFT folder or {CARD_SUFFIX} file")
     inspect.set_defaults(run=_inspect)
 
     check = commands.add_parser("check", help="check whether an adapter loads on a base model, and if not, why")
-    check.add_argument("source", type=Path, help=f"PEFT folder or {CARD_SUFFIX} file")
+    check.add_argument("source", type=named_path, help=f"PEFT folder or {CARD_SUFFIX} file")
     add_base_options(check)
     check.set_defaults(run=_check)
 
     merge = commands.add_parser("merge", help="write the base model with an adapter merged into it")
-    merge.add_argument("adapter", type=Path, help="PEFT folder or card")
+    merge.add_argument("adapter", type=named_path, help="PEFT folder or card")
     merge.add_argument("target", type=Path, help="a new folder")
     add_base_options(merge)
     merge.set_defaults(run=_merge)
@@ -102,7 +104,7 @@ def add_commands(commands: Any) -> None:
     keygen.set_defaults(run=_keygen)
 
     sign = commands.add_parser("sign", help="sign an adapter for a base model")
-    sign.add_argument("source", type=Path, help="PEFT folder or card")
+    sign.add_argument("source", type=named_path, help="PEFT folder or card")
     sign.add_argument("--key", type=Path, required=True, help="a file made by keygen")
     add_base_options(sign)
     sign.set_defaults(run=_sign)
@@ -254,6 +256,8 @@ def _sign(arguments: argparse.Namespace) -> int:
     spec = base_spec_of(arguments)
     digest = read_adapter(arguments.source, spec, supported_features=FEATURES).card.digest
     path = signature_path(arguments.source)
+    if path.is_symlink():
+        raise link_error(path.name)
     path.write_text(sign(digest, key))
     print(f"wrote {path}: {digest[:12]} on '{spec.name}', signed by {public_key(key)}")
     return 0

@@ -8,7 +8,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from app.engine.adapters.adapter import FEATURES
@@ -48,8 +47,9 @@ def new_engine(checkpoint: Checkpoint, config: EngineConfig, clock: Callable[[],
     if config.merged_adapter:
         from app.engine.adapters.formats.reading import read_adapter
         from app.engine.adapters.merge import MERGED, merged_checkpoint
+        from app.engine.adapters.paths import named_path
 
-        adapter = read_adapter(Path(config.merged_adapter), checkpoint.spec, supported_features=MERGED)
+        adapter = read_adapter(named_path(config.merged_adapter), checkpoint.spec, supported_features=MERGED)
         checkpoint, merged = merged_checkpoint(checkpoint, adapter), adapter.card
         config = config.model_copy(update={"lora_pool_rows": 0, "max_loras": 1})
     return Engine(load_backend(checkpoint, config), config, clock, grammars, merged)

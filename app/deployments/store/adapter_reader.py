@@ -197,7 +197,7 @@ def open_adapter_reader(
     the folder of uploaded adapters.
     """
     spec = checkpoint.spec
-    root = Path(config.state_dir) / f"adapters-{spec.digest[:12]}"
+    root = Path(config.state_dir).resolve() / f"adapters-{spec.digest[:12]}"
     disk = DiskTier(root, config.disk_cache_bytes, config.disk_eviction, counts, events, pinned=pinned)
     try:
         sources = open_sources(config, base_name=spec.name, reserve=disk.reserve, uploads=uploads)

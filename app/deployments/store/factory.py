@@ -68,7 +68,7 @@ class OpenStore(Generic[H]):
         config = _saved_config(self._registry.stores.settings) or config
         self._settings = config.for_store.model_dump_json()
         self._registry.reconfigure(PinLimits.of(config), (config.model.name,))
-        uploads = Path(config.adapters.state_dir).expanduser() / "uploads" / config.store_key
+        uploads = Path(config.adapters.state_dir).expanduser().resolve() / "uploads" / config.store_key
         self._uploads = Uploads(uploads, config.adapters.disk_cache_bytes, time.monotonic)
         self._events = TierEvents()  # first: the tiers send to it, the registry follows it
         adapters = config.adapters

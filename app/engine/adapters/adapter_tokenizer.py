@@ -7,11 +7,12 @@ from the base's.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from app.engine.adapters.limits import ReadLimits, read_bounded
+from app.engine.adapters.limits import ReadLimits, open_plain_file, read_bounded, reading
 from app.engine.adapters.strict_json import parse_object, short
 from app.engine.errors import AdapterFormatError, CheckpointError
 
@@ -93,7 +94,9 @@ def write_adapter_tokenizer(folder: Path, text: AdapterTokenizer) -> None:
 
 
 def _object(path: Path, limits: ReadLimits) -> dict[str, Any]:
-    return parse_object(read_bounded(path, limits.max_header_bytes), f"'{path.name}'") if path.is_file() else {}
+    if not os.path.lexists(path):
+        return {}
+    return parse_object(read_bounded(path, limits.max_header_bytes), f"'{path.name}'")
 
 
 def _token_text(value: object) -> str | None:
@@ -114,11 +117,12 @@ def _decoder_entries(table: Mapping[str, Any]) -> list[Any]:
 
 def _leading_added_tokens(path: Path, limits: ReadLimits) -> list[Any]:
     """The added tokens at the start of a tokenizer.json; the vocabulary is not read."""
-    if not path.is_file():
+    if not os.path.lexists(path):
         return []
-    if path.stat().st_size > limits.max_weight_bytes:
-        raise AdapterFormatError(f"'{path.name}' has {path.stat().st_size} bytes; is it a tokenizer?")
-    with path.open("rb") as file:
+    with reading(path), open_plain_file(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size > limits.max_weight_bytes:
+            raise AdapterFormatError(f"'{path.name}' has {size} bytes; is it a tokenizer?")
         head = file.read(_HEAD_BYTES).decode("utf-8", "ignore")
     start = head.find(_ADDED)
     try:
@@ -137,7 +141,7 @@ def _num_blanks(text: str, start: int) -> int:
 def _read_template(folder: Path, config: Mapping[str, Any], limits: ReadLimits) -> str | None:
     file = folder / "chat_template.jinja"
     template: object = config.get("chat_template")
-    if file.is_file():
+    if os.path.lexists(file):
         try:
             template = read_bounded(file, limits.max_header_bytes).decode("utf-8")
         except UnicodeDecodeError as error:

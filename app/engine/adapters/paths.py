@@ -1,18 +1,18 @@
 """Resolves a client's adapter path to an existing path under a root that the operator allows.
 
-Symbolic links are followed first; anything outside the roots is `UnsafeSource`, with the same answer whether it exists
-or not. Whoever can write under a root is trusted not to swap links during the check. Remote sources are handled
-elsewhere.
+A root may be a symbolic link; nothing under it may. So a path lies where its text says, and a project's folder under a
+root is a boundary. Anything outside the roots is `UnsafeSource`, with the same answer whether it exists or not. Links
+that are swapped in after the check are refused when the files are opened (`open_plain_file`).
 """
 
 from __future__ import annotations
 
 import os
 import re
+import stat
 from collections.abc import Sequence
 from pathlib import Path
 
-from app.engine.adapters.formats.peft_config import CONFIG_NAME
 from app.engine.adapters.strict_json import short
 from app.engine.errors import NotFound, UnsafeSource
 
@@ -25,8 +25,8 @@ _WAY_OUT = "put the adapter under one of them: adapters.roots, or LORA_PATH when
 def resolve_adapter_path(path_or_name: str, roots: Sequence[Path]) -> Path:
     """The adapter folder or card at `path_or_name`: absolute, or relative to the first root that has it.
 
-    Raises `UnsafeSource` for anything that leaves the roots (an absolute path elsewhere, "..", a link out), `NotFound`
-    for a path under a root that does not exist.
+    Raises `UnsafeSource` for anything that leaves the roots (an absolute path elsewhere, "..") and for symbolic links,
+    `NotFound` for a path under a root that does not exist.
     """
     if not roots:
         raise UnsafeSource("this server reads no local adapters; set LORA_PATH to the folder that holds them")
@@ -42,16 +42,9 @@ def resolve_adapter_path(path_or_name: str, roots: Sequence[Path]) -> Path:
     for root, real_root in zip(roots, real_roots, strict=True):
         if real_root is None or (requested.is_absolute() and not _is_under(requested, (root.absolute(), real_root))):
             continue
-        found = _real(root / requested)
-        if found is None:
-            continue
-        _check_inside(found, real_roots, path_or_name)
-        if found.is_dir():
-            for name in (CONFIG_NAME, "adapter_model.safetensors"):
-                inner = _real(found / name)
-                if inner is not None:
-                    _check_inside(inner, real_roots, f"{path_or_name}/{name}")
-        return found
+        found = _existing(real_root, _below(requested, root, real_root), path_or_name)
+        if found is not None:
+            return found
     if requested.is_absolute() and not any(
         _is_under(requested, (root.absolute(), real or root)) for root, real in zip(roots, real_roots, strict=True)
     ):
@@ -61,6 +54,15 @@ def resolve_adapter_path(path_or_name: str, roots: Sequence[Path]) -> Path:
     )
     hint = f"; a repository of the hub is written 'hf://{path_or_name}@main'" if may_be_hubs else ""
     raise NotFound(f"there is no adapter at {short(path_or_name)} under the server's adapter roots{hint}")
+
+
+def named_path(text: str) -> Path:
+    """The path of an adapter that the user of a command or library names: links above it are followed, it may be none.
+
+    Absolute, so that `open_plain_file` opens its files.
+    """
+    path = Path(os.path.abspath(text))  # resolve() would follow the last part, too
+    return path.parent.resolve() / path.name
 
 
 def _real(path: Path) -> Path | None:
@@ -75,6 +77,27 @@ def _is_under(path: Path, roots: Sequence[Path]) -> bool:
     return any(root != path and root in path.parents for root in roots)
 
 
-def _check_inside(real: Path, real_roots: Sequence[Path | None], requested: str) -> None:
-    if not _is_under(real, [root for root in real_roots if root is not None]):
-        raise UnsafeSource(f"{short(requested)} leads outside the server's adapter roots; {_WAY_OUT}")
+def _below(requested: Path, root: Path, real_root: Path) -> Path:
+    """The part of `requested` below this root, which it is under."""
+    if not requested.is_absolute():
+        return requested
+    return requested.relative_to(real_root if real_root in requested.parents else root.absolute())
+
+
+def _existing(real_root: Path, relative: Path, requested: str) -> Path | None:
+    """The path below the root if it exists, checked part by part. Raises UnsafeSource for the root itself or a link."""
+    if not relative.parts:
+        raise UnsafeSource(f"{short(requested)} is not a path below the server's adapter roots; {_WAY_OUT}")
+    path = real_root
+    for part in relative.parts:
+        path /= part
+        try:
+            mode = path.lstat().st_mode
+        except (OSError, ValueError):  # ValueError: text that no file system name encodes
+            return None
+        if stat.S_ISLNK(mode):
+            raise UnsafeSource(
+                f"{short(requested)} leads through {short(part)}, a symbolic link; links under the server's adapter "
+                "roots are not followed, so put the folder itself there"
+            )
+    return path

@@ -1,4 +1,4 @@
-"""Nothing outside the roots can be named, by any spelling."""
+"""Nothing outside the roots can be named, by any spelling, and no link under them is followed."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from app.engine.adapters.paths import resolve_adapter_path
-from app.engine.errors import NotFound, UnsafeSource
+from app.engine.adapters.limits import open_plain_file, read_bounded
+from app.engine.adapters.paths import named_path, resolve_adapter_path
+from app.engine.errors import AdapterFormatError, NotFound, UnsafeSource
 from tests.budgets import examples
 
 
@@ -40,9 +41,15 @@ def test_names_and_absolute_paths_under_a_root_are_found(tmp_path: Path, roots: 
         assert resolve_adapter_path(asked, roots) == found
 
 
-def test_a_link_may_point_inside_a_root(tmp_path: Path, roots: list[Path]) -> None:
-    (tmp_path / "one" / "alias").symlink_to(tmp_path / "real_two" / "persona")
-    assert resolve_adapter_path("alias", roots) == tmp_path / "real_two" / "persona"
+@pytest.mark.parametrize("target", ["../sql", "../two_projects/b/secret", "nowhere", "stolen"])
+def test_a_link_below_a_root_is_refused_wherever_it_points(tmp_path: Path, roots: list[Path], target: str) -> None:
+    """A folder of a project is a boundary: a link from it into another project's folder is not followed."""
+    (tmp_path / "one" / "a").mkdir()
+    (tmp_path / "one" / "a" / "stolen").symlink_to(target)
+    (tmp_path / "one" / "c").symlink_to("team")
+    for asked in ("a/stolen", "a/stolen/inner", "c/json", str(tmp_path / "one" / "a" / "stolen")):
+        with pytest.raises(UnsafeSource, match=r"leads through '(stolen|c)', a symbolic link"):
+            resolve_adapter_path(asked, roots)
 
 
 @pytest.mark.parametrize(
@@ -83,15 +90,11 @@ def test_the_roots_themselves_are_not_adapters(roots: list[Path]) -> None:
                 resolve_adapter_path(str(spelling), roots)
 
 
-@pytest.mark.parametrize("linked", ["folder", "file", "chain"])
+@pytest.mark.parametrize("linked", ["folder", "chain"])
 def test_a_link_out_of_the_roots_is_refused(tmp_path: Path, roots: list[Path], linked: str) -> None:
     secret = tmp_path / "outside" / "secret"
     evil = tmp_path / "one" / "evil"
-    if linked == "file":
-        evil.mkdir()
-        (evil / "adapter_config.json").write_text("{}")
-        (evil / "adapter_model.safetensors").symlink_to(secret / "adapter_config.json")
-    elif linked == "folder":
+    if linked == "folder":
         evil.symlink_to(secret)
     else:
         (tmp_path / "one" / "step").symlink_to(Path("..") / "outside")
@@ -101,9 +104,7 @@ def test_a_link_out_of_the_roots_is_refused(tmp_path: Path, roots: list[Path], l
 
 
 def test_what_does_not_exist_under_a_root_is_not_found(tmp_path: Path, roots: list[Path]) -> None:
-    (tmp_path / "one" / "loop").symlink_to("loop")
-    (tmp_path / "one" / "dangling").symlink_to("nowhere")
-    absent = ["absent", "loop", "dangling", "sql/absent", "file:///etc/passwd", "~", "\ud800", "x" * 300]
+    absent = ["absent", "sql/absent", "file:///etc/passwd", "~", "\ud800", "x" * 300]
     for asked in [*absent, str(tmp_path / "one" / "absent")]:
         with pytest.raises(NotFound):
             resolve_adapter_path(asked, roots)
@@ -112,7 +113,7 @@ def test_what_does_not_exist_under_a_root_is_not_found(tmp_path: Path, roots: li
 def test_what_may_be_a_hubs_is_told_how_that_is_written(tmp_path: Path, roots: list[Path]) -> None:
     with pytest.raises(NotFound, match=r"under the server's adapter roots; .* 'hf://acme/sql-lora@main'$"):
         resolve_adapter_path("acme/sql-lora", roots)
-    (tmp_path / "one" / "run").symlink_to(tmp_path / "nowhere")
+    (tmp_path / "one" / "run").mkdir()
     for asked in ("sqll", "team/jsonn", "run/x", "a/b/c", "a b/c"):
         with pytest.raises(NotFound, match=r"under the server's adapter roots$"):
             resolve_adapter_path(asked, roots)
@@ -149,3 +150,47 @@ def test_any_spelling_stays_inside(tmp_path_factory: pytest.TempPathFactory, par
     except (UnsafeSource, NotFound):
         return
     assert os.path.realpath(found).startswith(os.path.realpath(root) + "/")
+
+
+def test_a_link_that_is_swapped_in_after_the_check_is_refused(tmp_path: Path, roots: list[Path]) -> None:
+    """Between the check of a path and the opening of its files, a folder on the way becomes a link."""
+    found = resolve_adapter_path("team/json", roots)
+    assert read_bounded(found / "adapter_config.json", 10) == b"{}"
+    (tmp_path / "one" / "team").rename(tmp_path / "one" / "elsewhere")
+    (tmp_path / "one" / "team").symlink_to(tmp_path / "one" / "elsewhere")
+    with pytest.raises(AdapterFormatError, match="'team' is a symbolic link"):
+        read_bounded(found / "adapter_config.json", 10)
+
+
+@pytest.mark.parametrize("target", ["plain", "/etc/hostname", "/proc/self/fd/0", "nowhere", "link"])
+def test_a_linked_file_is_refused_by_name(tmp_path: Path, target: str) -> None:
+    (tmp_path / "plain").write_text("plain")
+    (tmp_path / "link").symlink_to(target)
+    with pytest.raises(AdapterFormatError, match="'link' is a symbolic link"):
+        open_plain_file(tmp_path / "link")
+    os.mkfifo(tmp_path / "pipe")
+    for strange in ("pipe", ".", "..", "plain/x", "a\0", "\ud800"):
+        with pytest.raises(AdapterFormatError):
+            open_plain_file(tmp_path / strange)
+
+
+def test_opening_a_file_leaves_no_descriptor_open(tmp_path: Path) -> None:
+    (tmp_path / "plain").write_text("plain")
+    (tmp_path / "link").symlink_to("plain")
+    before = len(os.listdir("/proc/self/fd"))
+    with open_plain_file(tmp_path / "plain") as file:
+        assert file.read() == b"plain"
+    for refused in ("link", "link/x", "absent/x", "."):
+        with pytest.raises(AdapterFormatError):
+            open_plain_file(tmp_path / refused)
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_path_that_a_user_names_may_lie_behind_a_link(
+    tmp_path: Path, roots: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert roots
+    assert named_path(str(tmp_path / "two" / "persona")) == tmp_path / "real_two" / "persona"
+    monkeypatch.chdir(tmp_path / "one" / "sql")
+    assert named_path("../team/json") == tmp_path / "one" / "team" / "json"
+    assert named_path(str(tmp_path / "two")) == tmp_path / "two"

@@ -22,6 +22,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import mmap
 import os
 import secrets
 import struct
@@ -42,7 +43,14 @@ from app.engine.adapters.formats.arrowengine_card import (
     read_arrowengine_batch,
     views,
 )
-from app.engine.adapters.limits import DEFAULT_LIMITS, TRANSIENT_ERRNOS, ReadLimits, reading_error, regular_file_size
+from app.engine.adapters.limits import (
+    DEFAULT_LIMITS,
+    TRANSIENT_ERRNOS,
+    ReadLimits,
+    open_plain_file,
+    reading,
+    reading_error,
+)
 from app.engine.adapters.quantize import Quantization, num_groups
 from app.engine.adapters.raw_adapter import DTYPE_BYTES, QUANTIZED_BITS, RawAdapter, RawTensor, raw_size_bytes
 from app.engine.adapters.strict_json import parse_object, short
@@ -158,14 +166,15 @@ def _atomic_replace(path: Path) -> Iterator[Path]:
 def read_card(path: Path, limits: ReadLimits = DEFAULT_LIMITS) -> ArrowCard:
     """The card in `path`, its tensors memory-mapped. Raises an AdapterError."""
     what = f"'{path.name}'"
-    size = regular_file_size(path)
-    if size > limits.max_weight_bytes:
-        raise AdapterTooLarge(f"{what} has {size} bytes but at most {limits.max_weight_bytes} are read")
+    with reading(path), open_plain_file(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size > limits.max_weight_bytes:
+            raise AdapterTooLarge(f"{what} has {size} bytes but at most {limits.max_weight_bytes} are read")
+        if not size:
+            raise AdapterFormatError(f"{what} is empty")
+        mapped = pa.py_buffer(mmap.mmap(file.fileno(), size, prot=mmap.PROT_READ))
     try:
-        source = pa.memory_map(str(path))
-        mapped = source.read_buffer()
-        source.seek(0)
-        reader = pa.ipc.open_file(source)
+        reader = pa.ipc.open_file(pa.BufferReader(mapped))
         schema = reader.schema
         plain = is_arrowengine_schema(schema)
         if not plain and not schema.remove_metadata().equals(_SCHEMA):

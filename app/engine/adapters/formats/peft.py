@@ -1,12 +1,13 @@
 """Reads adapters in PEFT's format: adapter_config.json and adapter_model.safetensors in a folder.
 
-The path is trusted (`resolve_adapter_path`), the contents are not. The result does what PEFT would do, or an error says
-why not: every configuration key and every tensor is used or refused, and a targeted module must be present, though PEFT
-would silently leave it at zero. Pickle files are never opened.
+The folder's path is trusted (`resolve_adapter_path`), the contents are not, and links among them are refused. The
+result does what PEFT would do, or an error says why not: every configuration key and every tensor is used or refused,
+and a targeted module must be present, though PEFT would silently leave it at zero. Pickle files are never opened.
 """
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -90,7 +91,7 @@ def weights_file(folder: Path) -> Path:
     if not folder.is_dir():
         raise AdapterFormatError(f"'{folder.name}' is not a folder; an adapter is a folder as saved by PEFT")
     for name in (CONFIG_NAME, WEIGHTS_NAME):
-        if (folder / name).exists():
+        if os.path.lexists(folder / name):
             continue
         pickles = sorted(path.name for path in folder.glob("adapter_model.*") if path.suffix in _PICKLE_SUFFIXES)
         if name == WEIGHTS_NAME and pickles:

@@ -18,7 +18,7 @@ from app.engine.adapters.adapter_tokenizer import SMALL_TEXT_FILES, TEXT_FILES
 from app.engine.adapters.formats.peft import weights_file
 from app.engine.adapters.formats.peft_config import CONFIG_NAME
 from app.engine.adapters.formats.peft_file import WEIGHTS_NAME
-from app.engine.adapters.limits import DEFAULT_LIMITS, ReadLimits, reading, regular_file_size
+from app.engine.adapters.limits import DEFAULT_LIMITS, ReadLimits, open_plain_file, plain_file_size, reading
 from app.engine.adapters.sandbox.packing import PackedAdapter
 from app.engine.adapters.sandbox.reader_process import ReaderLimits, ReaderProcess
 from app.engine.adapters.sandbox.reader_worker import ReaderTask
@@ -113,7 +113,7 @@ def adapter_files(path: Path) -> list[Path]:
     with reading(path):
         if not path.is_dir():
             return [path]
-        return [path / name for name in (CONFIG_NAME, WEIGHTS_NAME, *TEXT_FILES) if (path / name).exists()]
+        return [path / name for name in (CONFIG_NAME, WEIGHTS_NAME, *TEXT_FILES) if os.path.lexists(path / name)]
 
 
 def files_identity(path: Path) -> tuple[tuple[int, ...], ...]:
@@ -128,13 +128,13 @@ def files_digest(path: Path, spec: ModelSpec, limits: ReadLimits = DEFAULT_LIMIT
         digest.update(file.name.encode(errors="surrogateescape") + b"\0")
         size = _checked_size(file, limits)
         digest.update(size.to_bytes(8, "little"))
-        with reading(file), file.open("rb") as opened:
+        with reading(file), open_plain_file(file) as opened:
             digest.update(hashlib.file_digest(opened, "sha256").digest())
     return digest.hexdigest()
 
 
 def _checked_size(file: Path, limits: ReadLimits) -> int:
-    size = regular_file_size(file)
+    size = plain_file_size(file)
     bound = limits.max_weight_bytes
     if file.name == CONFIG_NAME:
         bound = limits.max_config_bytes
@@ -147,7 +147,7 @@ def _checked_size(file: Path, limits: ReadLimits) -> int:
 
 def _file_identity(file: Path) -> tuple[int, ...]:
     try:
-        status = os.stat(file)
+        status = os.lstat(file)
     except OSError:
         return ()  # deleted: counts as changed
     return (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)

@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from app.engine.adapters.adapter_tokenizer import TEXT_FILES
 from app.engine.adapters.formats.arrow import CARD_SUFFIX
 from app.engine.errors import (
     AdapterError,
@@ -180,16 +181,13 @@ async def test_paths_that_lead_outside(store: Store, tmp_path: Path, tmp_path_fa
     outside = tmp_path_factory.mktemp("outside")
     write_peft(outside, peft_config(2, ["q_proj"]), peft_tensors(random_arrays(SPEC, 2, ["q_proj"])))
     (tmp_path / "link").symlink_to(outside)
-    (tmp_path / "half").mkdir()
-    (tmp_path / "half" / CONFIG).write_bytes((outside / CONFIG).read_bytes())
-    (tmp_path / "half" / WEIGHTS).symlink_to(outside / WEIGHTS)
     (tmp_path / "loop").symlink_to(tmp_path / "loop")
     sources = [
         str(outside),
         f"../{outside.name}",
         f"original/../../{outside.name}",
         "link",
-        "half",
+        "loop",
         "/etc",
         "/",
         "",
@@ -198,13 +196,38 @@ async def test_paths_that_lead_outside(store: Store, tmp_path: Path, tmp_path_fa
     for source in [*sources, "file:///etc", f"file://{outside}", "x" * 5000]:
         with pytest.raises(UnsafeSource):
             await store.register("attack", source)
-    for source in ("loop", "none"):
-        with pytest.raises(NotFound):
-            await store.register("attack", source)
+    with pytest.raises(NotFound):
+        await store.register("attack", "none")
     for name in ("../x", "a/b", "base:../..", "", "x\n", "é"):
         with pytest.raises(PolyloraError):
             await store.register(name, "original")
     assert store.entries() == []
+
+
+@pytest.mark.usefixtures("files")
+@pytest.mark.parametrize("name", [CONFIG, WEIGHTS, *TEXT_FILES])
+async def test_a_linked_file_of_a_local_folder_is_refused_by_name(store: Store, tmp_path: Path, name: str) -> None:
+    """A link would show any file that the service's user can read, as a chat template for example."""
+    linked = tmp_path / "original" / name
+    target = tmp_path / "elsewhere"
+    if linked.exists():
+        linked.rename(target)
+    else:
+        target.write_text('{"secret": "of the service"}')
+    linked.symlink_to(target)
+    with pytest.raises(AdapterFormatError, match=f"'{name}' is a symbolic link"):
+        await store.register("attack", "original")
+    linked.unlink()
+    linked.symlink_to("nowhere")
+    with pytest.raises(AdapterFormatError, match=f"'{name}' is a symbolic link"):
+        await store.register("attack", "original")
+
+
+async def test_a_linked_card_is_refused(store: Store, tmp_path: Path) -> None:
+    (tmp_path / f"real{CARD_SUFFIX}").write_bytes(b"card")
+    (tmp_path / f"link{CARD_SUFFIX}").symlink_to(f"real{CARD_SUFFIX}")
+    with pytest.raises(UnsafeSource, match="symbolic link"):
+        await store.register("attack", f"link{CARD_SUFFIX}")
 
 
 async def test_weights_above_a_limit_name_it(tmp_path: Path, store: Store) -> None:

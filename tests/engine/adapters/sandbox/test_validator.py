@@ -377,7 +377,7 @@ def test_what_the_machine_could_not_read_is_not_the_adapters_fault(
         path = folder.parent / f"adapter{CARD_SUFFIX}"
         write_card(path, ArrowCard("a", read_raw_peft(folder, SPEC), {}))
     with monkeypatch.context() as patch:
-        patch.setattr("pyarrow.memory_map" if is_card else "app.engine.adapters.limits.os.open", fail)
+        patch.setattr("app.engine.adapters.limits.os.open", fail)
         with pytest.raises(AdapterReadFailed, match=os.strerror(number)):
             read_adapter(path, SPEC)
         patch.setattr("app.engine.adapters.limits.Path.stat", fail)
@@ -424,7 +424,7 @@ def test_a_refused_file_that_cannot_be_hashed_is_not_remembered(folder: Path, mo
 
         refusal = AdapterFormatError("cannot open 'adapter_model.safetensors': Permission denied")
         patch.setattr(validator._process, "read", Mock(side_effect=refusal))
-        patch.setattr(Path, "open", may_not)
+        patch.setattr("app.engine.adapters.sandbox.validator.open_plain_file", may_not)
         for _ in range(2):
             with pytest.raises(AdapterFormatError) as caught:
                 validator.read(folder, SPEC)
