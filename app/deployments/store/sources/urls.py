@@ -1,31 +1,47 @@
 """Adapters from object stores and web servers, through fsspec.
 
 A URL must be under one of the operator's prefixes (`s3://bucket/adapters/`, `https://host/path/`), and so must every
-hop of a redirect. Only files of known names are requested: nothing is listed or unpacked, and a download ends at its
-limit of bytes and seconds. Credentials come from the environment, as each fsspec backend documents. Google's are looked
-up in this thread: gcsfs would do it without a timeout in the thread that carries every transfer of this process.
+hop of a redirect. A web server's public name must have a public address. Only files of known names are requested:
+nothing is listed or unpacked, and a download ends at its limit of bytes and seconds. Credentials come from the
+environment, as each fsspec backend documents. Google's are looked up in this thread: gcsfs would do it without a
+timeout in the thread that carries every transfer of this process.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ipaddress
+import re
+import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote, urljoin, urlsplit
 
 from fsspec import AbstractFileSystem, filesystem
 from fsspec.callbacks import Callback
 
-from app.deployments.store.sources.source_resolution import Reserve, adapter_files, signature_name, unbounded
+from app.deployments.store.sources.source_resolution import (
+    Reserve,
+    adapter_files,
+    signature_name,
+    unbounded,
+)
 from app.engine.adapters.adapter_tokenizer import TEXT_FILES
 from app.engine.adapters.signing.trusted_keys import SIGNATURE_SUFFIX
 from app.engine.adapters.strict_json import short
 from app.engine.errors import AdapterTooLarge, NotFound, PolyloraError, SourceError, UnsafeSource
 
+MAX_REDIRECTS = 5
+#: Option of `adapters.url_options` for http and https: whether names may have addresses of a private network.
+ALLOW_PRIVATE = "allow_private_addresses"
+#: Names that only a private network has. A prefix with one of these, or with an address, may be private.
+_PRIVATE_NAME = re.compile(r"[^.]+|.+\.(localhost|local|internal|lan|home\.arpa|svc)", re.IGNORECASE)
+
 
 class UrlFetcher:
-    """A `Fetcher`. `options`: arguments of fsspec's file systems, by scheme."""
+    """A `Fetcher`. `options`: arguments of fsspec's file systems, by scheme; see also `ALLOW_PRIVATE`."""
 
     def __init__(
         self,
@@ -38,7 +54,6 @@ class UrlFetcher:
         reserve: Reserve = unbounded,
     ) -> None:
         self._reserve = reserve
-        self._client: dict[str, Any] = {}  # aiohttp's arguments, once they are made
         self._signatures = signatures
         self._prefixes = tuple(prefixes)
         self._options = options
@@ -87,39 +102,92 @@ class UrlFetcher:
 
     def _copy(self, url: str, file: Path, deadline_s: float) -> None:
         scheme = url.partition("://")[0]
-        options = self._options.get(scheme, {})
-        more: dict[str, Any] = {}
-        if scheme == "gs":
-            files = _google_storage(options, self._timeout_s)
-            more["concurrency"] = 1  # more would list the folder first
-        elif scheme in ("http", "https"):
-            files = filesystem(
-                scheme, **{**options, "client_kwargs": self._web_client() | options.get("client_kwargs", {})}
-            )
-        else:
-            files = filesystem(scheme, **options)
         bound = _Bound(url, self._max_bytes, deadline_s, self._timeout_s)
         bound.reserve = lambda num_bytes: self._reserve(file.parent, num_bytes, 0.0)
-        files.get_file(url, str(file), callback=bound, timeout=bound.left_s(), **more)
+        if scheme in ("http", "https"):
+            self._copy_from_web(url, file, bound)
+        elif scheme == "gs":
+            # a higher concurrency would list the folder first
+            _google_storage(self._options.get(scheme, {}), self._timeout_s).get_file(
+                url, str(file), callback=bound, timeout=bound.left_s(), concurrency=1
+            )
+        else:
+            files = filesystem(scheme, **self._options.get(scheme, {}))
+            files.get_file(url, str(file), callback=bound, timeout=bound.left_s())
         bound.check(file.stat().st_size)
 
-    def _web_client(self) -> dict[str, Any]:
-        """aiohttp's client arguments, which check each redirect before it is followed; made once."""
-        if not self._client:
-            from aiohttp import TraceConfig
-            from yarl import URL
-
-            async def check(_session: Any, _context: Any, hop: Any) -> None:
-                target = hop.response.url.join(URL(hop.response.headers.get("Location", "")))
-                if not str(target).startswith(self._prefixes) or ".." in target.path.split("/"):
+    def _copy_from_web(self, url: str, file: Path, bound: _Bound) -> None:
+        """Follows redirects itself, after a check of each. Raises UnsafeSource."""
+        for _ in range(MAX_REDIRECTS + 1):
+            options = dict(self._options.get(url.partition("://")[0], {}))
+            is_public = not (options.pop(ALLOW_PRIVATE, False) or _is_private(urlsplit(url).hostname or ""))
+            files = filesystem("http", **options, get_client=_public_client if is_public else _web_client)
+            try:
+                files.get_file(url, str(file), callback=bound, timeout=bound.left_s(), allow_redirects=False)
+            except _RedirectError as redirect:
+                target = urljoin(url, redirect.location)
+                if not self.accepts(target) or ".." in unquote(urlsplit(target).path).split("/"):
                     raise UnsafeSource(
-                        f"{hop.url} redirects to {short(str(target))}, which no prefix of adapters.urls allows"
-                    )
+                        f"{url} redirects to {short(target)}, which no prefix of adapters.urls allows"
+                    ) from None
+                url = target
+            else:
+                return
+        raise SourceError(f"{bound.url} redirects more than {MAX_REDIRECTS} times")
 
-            trace = TraceConfig()
-            trace.on_request_redirect.append(check)
-            self._client = {"trace_configs": [trace]}
-        return self._client
+
+class _RedirectError(Exception):
+    """The server redirects to `location`, which may be relative."""
+
+    def __init__(self, location: str) -> None:
+        super().__init__(location)
+        self.location = location
+
+
+async def _raise_redirects(request: Any, send: Any) -> Any:
+    """aiohttp's middleware: a redirect becomes a `_RedirectError`, whatever other headers say where to."""
+    answer = await send(request)
+    if 300 <= answer.status < 400:
+        answer.close()
+        location = answer.headers.get("Location")
+        if not location:
+            raise SourceError(f"{request.url} answered {answer.status} without a Location")
+        raise _RedirectError(location)
+    return answer
+
+
+async def _web_client(**arguments: Any) -> Any:
+    """The session of fsspec's file system for the web."""
+    from aiohttp import ClientSession
+
+    return ClientSession(middlewares=(_raise_redirects,), **arguments)
+
+
+async def _public_client(**arguments: Any) -> Any:
+    """The same, which connects to public addresses only."""
+    from aiohttp import TCPConnector
+
+    return await _web_client(connector=TCPConnector(socket_factory=_public_socket), **arguments)
+
+
+def _public_socket(found: Any) -> socket.socket:
+    """A socket for one result of `getaddrinfo`. Raises SourceError for an address that is not public."""
+    family, kind, protocol, _, place = found
+    address = ipaddress.ip_address(place[0].partition("%")[0])
+    if not (getattr(address, "ipv4_mapped", None) or address).is_global:
+        raise SourceError(
+            f"its address {address} is not public; if that is intended, set adapters.url_options: "
+            f"{{https: {{{ALLOW_PRIVATE}: true}}}}"
+        )
+    return socket.socket(family, kind, protocol)
+
+
+def _is_private(host: str) -> bool:
+    """Whether the name itself says that the host is on a private network: an address, or a name of none other."""
+    with contextlib.suppress(ValueError):
+        ipaddress.ip_address(host)
+        return True
+    return _PRIVATE_NAME.fullmatch(host) is not None
 
 
 def _google_storage(options: Mapping[str, Any], timeout_s: float) -> AbstractFileSystem:
@@ -143,7 +211,7 @@ class _Bound(Callback):  # type: ignore[misc]  # fsspec is not annotated
 
     def __init__(self, url: str, max_bytes: int, deadline_s: float, timeout_s: float) -> None:
         super().__init__()
-        self._url = url
+        self.url = url
         self._max_bytes = max_bytes
         self._deadline_s = deadline_s
         self._timeout_s = timeout_s
@@ -152,13 +220,13 @@ class _Bound(Callback):  # type: ignore[misc]  # fsspec is not annotated
     def left_s(self) -> float:
         left_s = self._deadline_s - time.monotonic()
         if left_s <= 0:
-            raise SourceError(f"{self._url} was not fetched within adapters.source_timeout_s {self._timeout_s:g}")
+            raise SourceError(f"{self.url} was not fetched within adapters.source_timeout_s {self._timeout_s:g}")
         return left_s
 
     def check(self, num_bytes: int) -> None:
         if num_bytes > self._max_bytes:
             raise AdapterTooLarge(
-                f"{self._url} has {num_bytes} bytes but adapters.max_adapter_bytes allows {self._max_bytes}"
+                f"{self.url} has {num_bytes} bytes but adapters.max_adapter_bytes allows {self._max_bytes}"
             )
 
     def set_size(self, size: int | None) -> None:

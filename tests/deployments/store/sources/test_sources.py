@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import socket
 import sys
 import threading
 import types
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,7 +17,7 @@ from app.deployments.store.adapter_reader import open_sources
 from app.deployments.store.sources.hub import HubFetcher
 from app.deployments.store.sources.plugin import PluginFetcher
 from app.deployments.store.sources.source_resolution import RemoteSource, Sources
-from app.deployments.store.sources.urls import UrlFetcher
+from app.deployments.store.sources.urls import UrlFetcher, _is_private, _public_socket
 from app.engine.adapters.adapter_tokenizer import TEXT_FILES
 from app.engine.adapters.card import AdapterCard
 from app.engine.adapters.formats.arrow import CARD_SUFFIX, ArrowCard, write_card
@@ -142,6 +144,66 @@ def test_a_web_server(
     assert sum(server.gets.values()) == len({*files, *TEXT_FILES})
     with pytest.raises(NotFound):
         library.from_source(f"{server.url}/adapters/none")
+
+
+@pytest.mark.parametrize("header", ["Location", "URI"])
+@pytest.mark.parametrize("status", [301, 302, 303, 307, 308, 300, 304])
+def test_a_redirect_leads_to_allowed_places_only(
+    open_library: OpenLibrary, server: FileServer, files: dict[str, bytes], status: int, header: str
+) -> None:
+    """aiohttp would follow `URI`, too. /secret is below no prefix."""
+    serve(server, "/secret", files)
+    serve(server, "/ok/real", files)
+    targets = {"/ok/out": "/secret/", "/ok/dots": "/ok/%2e%2e/secret/", "/ok/in": "/ok/real/", "/ok/loop": "/ok/loop/"}
+    targets |= {"/ok/elsewhere": "http://169.254.169.254/ok/", "/ok/empty": ""}
+
+    def answer(method: str, path: str) -> tuple[int, dict[str, str], bytes]:
+        folder, _, name = path.rpartition("/")
+        if folder not in targets:
+            return server._file(method, path)
+        target = targets[folder]
+        return status, {header: target + name if target else ""}, b"{}" if status != 304 else b""
+
+    server.answer = answer
+    library = open_library(urls(f"{server.url}/ok/"))
+    for folder in ("out", "dots", "elsewhere", "loop", "empty"):
+        with pytest.raises((UnsafeSource, SourceError), match=r"redirects|without a Location"):
+            library.from_source(f"{server.url}/ok/{folder}")
+    if header == "Location":
+        assert library.from_source(f"{server.url}/ok/in").uri == f"{server.url}/ok/in"
+    assert not [path for path in server.gets if path.startswith("/secret")]
+
+
+def test_a_public_name_with_a_private_address_is_refused(
+    open_library: OpenLibrary, server: FileServer, files: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its owner may point it at whatever this machine reaches, at any time."""
+    serve(server, "/a", files)
+    host, port = "adapters.example", server.url.rpartition(":")[2]
+    real = socket.getaddrinfo
+
+    def resolve(name: str, *more: Any, **named: Any) -> Any:
+        return real("127.0.0.1" if name.endswith(host) else name, *more, **named)
+
+    monkeypatch.setattr(socket, "getaddrinfo", resolve)
+    with pytest.raises(SourceError, match=r"127\.0\.0\.1 is not public"):
+        open_library(urls(f"http://{host}:{port}/")).from_source(f"http://{host}:{port}/a")
+    assert not server.gets
+    allowed = urls(f"http://{host}:{port}/", http={"allow_private_addresses": True})
+    assert open_library(allowed).from_source(f"http://{host}:{port}/a").uri == f"http://{host}:{port}/a"
+
+
+def test_addresses_and_names_that_are_private() -> None:
+    for host in ("127.0.0.1", "10.0.0.1", "::1", "169.254.169.254", "minio", "localhost", "minio.models.svc", "a.lan"):
+        assert _is_private(host), host
+    for host in ("example.com", "local.example.com", "localhost.example", "10.0.0.1.example"):
+        assert not _is_private(host), host
+    for address in ("127.0.0.1", "10.1.2.3", "169.254.169.254", "100.64.0.1", "0.0.0.0", "::1", "fe80::1%eth0",
+                    "fd00::1", "::ffff:10.0.0.1", "::ffff:127.0.0.1"):  # fmt: skip
+        with pytest.raises(SourceError, match="not public"):
+            _public_socket((socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, 80)))
+    for address in ("93.184.215.14", "2606:2800:21f:cb07:6820:80da:af6b:8b2c", "::ffff:93.184.215.14"):
+        _public_socket((socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, 80))).close()
 
 
 def test_a_card_by_url(tmp_path: Path, open_library: OpenLibrary, server: FileServer, card: AdapterCard) -> None:
