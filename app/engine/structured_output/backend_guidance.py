@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
+from itertools import takewhile
 from typing import Any
 
 import numpy as np
@@ -31,8 +32,8 @@ _LIMITS = LLParserLimits(
 #: The number of compiled grammars kept; each takes some hundred kilobytes at most.
 _NUM_KEPT = 64
 _MAX_TRIES = 100
-#: The part of a message that quotes the grammar.
-_DRAWING = re.compile(r"\n\s*\d* *\|.*", re.DOTALL)
+#: The beginning of a line that quotes the grammar, and the part of a message that is searched for one.
+_DRAWING, _MAX_MESSAGE_CHARS = re.compile(r"\s*(?:\d+ *)?\|"), 10_000
 
 
 class Vocabulary:
@@ -118,7 +119,9 @@ class GrammarMatcher:
 
 def why(message: str) -> str:
     """llguidance's reason in one line, without the quoted grammar."""
-    return " ".join(_DRAWING.sub("", message).split())[:300]
+    first, *others = message[:_MAX_MESSAGE_CHARS].split("\n")
+    lines = [first, *takewhile(lambda line: not _DRAWING.match(line), others)]
+    return " ".join(" ".join(lines).split())[:300]
 
 
 def place_of(schema: Mapping[str, Any], place: str, vocabulary: Vocabulary) -> tuple[str, str]:

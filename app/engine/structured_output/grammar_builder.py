@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from llguidance import LLMatcher
@@ -35,7 +36,8 @@ _JSON_OPTIONS: JsonCompileOptions = {
     "coerce_one_of": False,
 }
 _DIRECTIVES = frozenset({"ignore", "import", "regex", "llguidance"})
-_RULE = re.compile(r"^\s*[?!]?\w+[^\n:\"/]*:", re.MULTILINE)
+#: The beginning of a line that defines a rule. No two repetitions take the same characters: matching is linear.
+_RULE = re.compile(r"\s*[?!]?\w[^:\"/]*:")
 _DIRECTIVE = re.compile(r"%(\w+)")
 #: Keywords whose value has schemas by name, in a list, or is one schema.
 _BY_NAME = ("properties", "patternProperties", "$defs", "definitions")
@@ -79,16 +81,14 @@ def choice_grammar(choices: Sequence[str], place: str) -> str:
 
 def lark_grammar(text: str, place: str) -> str:
     """A grammar of the texts that these rules derive from `start`. Raises InvalidRequest."""
-    if len(text) > MAX_GRAMMAR_CHARS:
-        raise InvalidRequest(
-            f"{place}: has {len(text)} characters; at most {MAX_GRAMMAR_CHARS} are allowed", param=place
-        )
+    check_length(text, place)
     return _build(lambda: LLMatcher.grammar_from_lark(text), place)
 
 
 def client_lark_grammar(text: str, place: str) -> str:
     """The same for a client's own rules, which are limited further. Raises InvalidRequest."""
-    num_rules = len(_RULE.findall(text))
+    check_length(text, place)
+    num_rules = sum(_RULE.match(line) is not None for line in text.split("\n"))
     if num_rules > MAX_RULES:
         raise InvalidRequest(f"{place}: has {num_rules} rules; at most {MAX_RULES} are allowed", param=place)
     unknown = next((name for name in _DIRECTIVE.findall(text) if name not in _DIRECTIVES), None)
@@ -97,6 +97,14 @@ def client_lark_grammar(text: str, place: str) -> str:
             f"{place}: %{unknown[:40]} is not supported in a grammar; send a schema as json", param=place
         )
     return lark_grammar(text, place)
+
+
+def check_length(text: str, place: str) -> None:
+    """Raise InvalidRequest for a text longer than `MAX_GRAMMAR_CHARS`."""
+    if len(text) > MAX_GRAMMAR_CHARS:
+        raise InvalidRequest(
+            f"{place}: has {len(text)} characters; at most {MAX_GRAMMAR_CHARS} are allowed", param=place
+        )
 
 
 def quote(text: str) -> str:
@@ -172,7 +180,8 @@ def _values(value: object) -> Iterator[tuple[int, str, object]]:
     while stack:
         depth, key, item = stack.pop()
         yield depth, key, item
+        # One value more than is allowed is enough to refuse a schema.
         if isinstance(item, Mapping):
-            stack += [(depth + 1, str(name), inner) for name, inner in item.items()]
+            stack += [(depth + 1, str(name), inner) for name, inner in islice(item.items(), MAX_VALUES + 1)]
         elif isinstance(item, list):
-            stack += [(depth + 1, "", inner) for inner in item]
+            stack += [(depth + 1, "", inner) for inner in item[: MAX_VALUES + 1]]

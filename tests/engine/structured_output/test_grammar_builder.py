@@ -10,7 +10,8 @@ import pytest
 
 from app.engine.errors import InvalidRequest
 from app.engine.structured_output import grammar_builder
-from app.engine.structured_output.backend_guidance import Vocabulary, place_of
+from app.engine.structured_output.backend_guidance import Vocabulary, place_of, why
+from app.engine.structured_output.grammar_builder import MAX_RULES, check_schema, client_lark_grammar
 from tests.engine.structured_output.tokens import EOS, tiny_tokenizer, tiny_vocabulary
 
 
@@ -169,3 +170,28 @@ def test_what_the_library_cannot_hold_is_the_clients_mistake(make: Callable[[], 
     with pytest.raises(InvalidRequest, match=r"^place: has a value that no grammar") as caught:
         make()
     assert caught.value.param == "place"
+
+
+def test_rules_are_counted_by_line_and_the_length_before_all() -> None:
+    rules = "\n".join(f'  ?r{index}: "a"' for index in range(MAX_RULES))
+    with pytest.raises(InvalidRequest, match=f"has {MAX_RULES + 1} rules"):
+        client_lark_grammar(f"start: r0\n\n{rules}", "grammar")
+    for char in ("\n", "a"):
+        with pytest.raises(InvalidRequest, match="4194304 characters"):
+            client_lark_grammar(char * (4 << 20), "grammar")
+
+
+def test_a_schema_of_a_million_values_is_refused_without_a_look_at_all() -> None:
+    began_s = time.thread_time()
+    with pytest.raises(InvalidRequest, match="more than 4000 values"):
+        check_schema({"enum": list(range(1_000_000))}, "schema")
+    refused_s = time.thread_time() - began_s
+    began_s = time.thread_time()
+    with pytest.raises(InvalidRequest, match="more than 4000 values"):
+        check_schema({"enum": list(range(4001))}, "schema")
+    assert refused_s < 20 * (time.thread_time() - began_s)
+
+
+def test_a_reason_is_one_line_without_the_quoted_grammar() -> None:
+    message = "Expected rule\nat line 3\n\n  3 | start: x\n    |        ^ here"
+    assert why(message) == "Expected rule at line 3"

