@@ -99,7 +99,6 @@ class GenerateRequest:
         return self.unactivated if self.adapter is None else self.adapter
 
 
-@message
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
     """Log-probabilities at one output position, from the model's distribution before temperature."""
@@ -109,7 +108,6 @@ class TokenLogprobs:
     top: tuple[tuple[int, float], ...] = ()
 
 
-@message
 @dataclass(frozen=True, slots=True)
 class Usage:
     """Token counts of one request. `cached_tokens` are prompt tokens whose K and V were found in the cache."""
@@ -119,7 +117,6 @@ class Usage:
     completion_tokens: int
 
 
-@message
 class RequestUsage(NamedTuple):
     """The resources that one engine has spent on a request, known when the request has ended there.
 
@@ -137,7 +134,6 @@ class RequestUsage(NamedTuple):
     kv_block_ms: int = 0
 
 
-@message
 @dataclass(frozen=True, slots=True)
 class TokenChunk:
     """The output of one step for one request. The last chunk of a request has `finish_reason` set.

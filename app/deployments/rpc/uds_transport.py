@@ -3,7 +3,7 @@
 Every step yields a frame, and reading it from a Ray stream is most of what a lone stream's token costs its ingress.
 Ray's call stays open without items: it begins the link, and its end says why the link ended.
 
-Sockets lie in a folder that no other user can enter, so frames from there (pickles) are ours. Processes that do not
+Sockets lie in a folder that no other user can enter, so frames from there are ours. Processes that do not
 share the folder (other machines, containers, users) send frames through Ray's call. The folder may lie on storage
 shared by machines: a socket's name ends with its machine's id, and other machines' sockets are ignored.
 """

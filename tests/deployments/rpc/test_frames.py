@@ -7,14 +7,15 @@ import pickle
 import time
 from collections.abc import AsyncGenerator
 
+import msgpack
 import numpy as np
 import pytest
 
 from app.deployments.rpc import frames as module
 from app.deployments.rpc.frames import FrameHub, HeartbeatTimeout, pack_frame, unpack_frame, with_heartbeat
 from app.deployments.rpc.transport import PROTOCOL, ReplicaGone, ReplicaUnreachable, check_protocol
-from app.engine.errors import NotReady
-from app.engine.request import TokenChunk, TokenLogprobs, Usage
+from app.engine.errors import EngineFailure, InvalidRequest, NotReady, QueueFull
+from app.engine.request import RequestUsage, TokenChunk, TokenLogprobs, Usage
 from tests import seeds
 
 
@@ -28,6 +29,10 @@ def random_chunk(rng: np.random.Generator) -> TokenChunk:
         TokenChunk(request_id, token_ids, finish_reason="stop", matched_stop=7, usage=Usage(3, 2, 1)),
         TokenChunk(request_id, finish_reason="abort"),
         TokenChunk(request_id, finish_reason="error", error=NotReady("away", retry_after_s=2)),
+        TokenChunk(request_id, finish_reason="error", error=EngineFailure("it broke", computing=["a/1", request_id])),
+        TokenChunk(request_id, finish_reason="error", error=InvalidRequest("half a pair: \ud83d", param="messages")),
+        TokenChunk(request_id, finish_reason="stop", usage=Usage(3, 0, 0), embedding=rng.bytes(64)),
+        TokenChunk(request_id, token_ids, finish_reason="length", request_usage=RequestUsage(3, 2, 1, 1, 2**40, 5, 6)),
     )
     return kinds[rng.integers(len(kinds))]
 
@@ -39,11 +44,51 @@ def test_a_frame_arrives_as_it_was_sent() -> None:
     assert arrived == chunks
     for chunk, before in zip(arrived, chunks, strict=True):
         assert (type(chunk.error), str(chunk.error)) == (type(before.error), str(before.error))  # not compared by ==
+        assert chunk.error is None or vars(chunk.error) == vars(before.error)
+        assert type(chunk.token_ids) is tuple
+        assert type(chunk.logprobs) is tuple
 
 
-def test_tokens_alone_travel_as_plain_tuples() -> None:
-    assert pickle.loads(pack_frame([TokenChunk("a/1", (5, 6))])) == [("a/1", (5, 6))]
+def test_every_field_of_a_chunk_travels() -> None:
+    """A field that is added to one of these classes needs a place in a frame."""
+    every = TokenChunk(
+        "a/1", (5,), (TokenLogprobs(5, -1.0, ((5, -1.0), (6, -2.0))),), "error", 5, Usage(1, 2, 3), NotReady("away"),
+        b"vector", RequestUsage(1, 2, 3, 4, 5, 6, 7),
+    )  # fmt: skip
+    assert all(getattr(every, name) for name in TokenChunk.__match_args__)
+    (again,) = unpack_frame(pack_frame([every]))
+    assert again == every
+
+
+def test_an_error_of_a_class_that_an_ingress_does_not_know_travels_as_its_nearest_known_one() -> None:
+    class Particular(QueueFull):
+        pass
+
+    chunk = TokenChunk("a/1", finish_reason="error", error=Particular("full", retry_after_s=3))
+    (again,) = unpack_frame(pack_frame([chunk]))
+    assert type(again.error) is QueueFull
+    assert again.error.retry_after_s == 3
+
+
+def test_tokens_alone_travel_as_plain_arrays() -> None:
+    assert msgpack.unpackb(pack_frame([TokenChunk("a/1", (5, 6))])) == [["a/1", [5, 6]]]
     assert unpack_frame(pack_frame([])) == []
+
+
+@pytest.mark.parametrize(
+    "packed",
+    [
+        pickle.dumps([("a/1", (5, 6))]),
+        b"",
+        msgpack.packb([["a/1"]]),
+        msgpack.packb([["a/1", [], [], "error", None, None, '["os", "x", {}]', b"", None]]),
+        pack_frame([TokenChunk("a/1", (5, 6))])[:-1],
+    ],
+    ids=["pickle", "empty", "short", "class", "cut"],
+)
+def test_bytes_that_are_no_frame_are_refused_and_run_nothing(packed: bytes) -> None:
+    with pytest.raises((ValueError, TypeError)):
+        unpack_frame(packed)
 
 
 def test_ray_need_not_read_a_frame() -> None:
