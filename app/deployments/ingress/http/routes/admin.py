@@ -112,26 +112,31 @@ async def _page(
 def _add_project_routes(routes: APIRouter, tenants_service: TenantsService) -> None:
     @routes.get("/projects", response_model=PageResponse[schemas.Project])
     async def projects(query: Annotated[ProjectQuery, Query()]) -> Response:
+        """List projects."""
         read = partial(tenants_service.projects, with_archived=query.include_archived)
         return await _page(query, read, serializers.project_body)
 
     @routes.post("/projects", response_model=schemas.Project)
     async def create(request: Request, body: JsonBody[schemas.ProjectBody]) -> Response:
+        """Create a project, which is a tenant."""
         return JSONResponse(
             serializers.project_body(await tenants_service.create_project(body.name, actor=_actor(request)))
         )
 
     @routes.get("/projects/{project_id}", response_model=schemas.Project)
     async def project(project_id: str) -> Response:
+        """Describe a project."""
         return JSONResponse(serializers.project_body(await tenants_service.project(project_id)))
 
     @routes.post("/projects/{project_id}", response_model=schemas.Project)
     async def rename(project_id: str, request: Request, body: JsonBody[schemas.ProjectBody]) -> Response:
+        """Rename a project."""
         tenant = await tenants_service.rename_project(project_id, body.name, actor=_actor(request))
         return JSONResponse(serializers.project_body(tenant))
 
     @routes.post("/projects/{project_id}/archive", response_model=schemas.Project)
     async def archive(project_id: str, request: Request) -> Response:
+        """Archive a project; its keys stop working."""
         return JSONResponse(
             serializers.project_body(await tenants_service.archive_project(project_id, actor=_actor(request)))
         )
@@ -140,10 +145,12 @@ def _add_project_routes(routes: APIRouter, tenants_service: TenantsService) -> N
 def _add_account_routes(routes: APIRouter, tenants_service: TenantsService) -> None:
     @routes.get("/projects/{project_id}/service_accounts", response_model=PageResponse[schemas.ServiceAccountResponse])
     async def accounts(project_id: str, query: Annotated[AdminPageQuery, Query()]) -> Response:
+        """List a project's service accounts."""
         return await _page(query, partial(tenants_service.accounts, project_id), serializers.account_body)
 
     @routes.post("/projects/{project_id}/service_accounts", response_model=schemas.NewServiceAccount)
     async def create(project_id: str, request: Request, body: JsonBody[schemas.AccountBody]) -> Response:
+        """Create a service account and its first API key, whose value is shown once."""
         if body.create_service_account_only and body.expires_in_seconds is not None:
             raise InvalidRequest(
                 "expires_in_seconds is a key's, and create_service_account_only makes none", param="expires_in_seconds"
@@ -160,17 +167,20 @@ def _add_account_routes(routes: APIRouter, tenants_service: TenantsService) -> N
 
     @routes.get("/projects/{project_id}/service_accounts/{account_id}", response_model=schemas.ServiceAccountResponse)
     async def account(project_id: str, account_id: str) -> Response:
+        """Describe a service account."""
         return JSONResponse(serializers.account_body(await tenants_service.account(project_id, account_id)))
 
     @routes.post("/projects/{project_id}/service_accounts/{account_id}", response_model=schemas.ServiceAccountResponse)
     async def update(
         project_id: str, account_id: str, request: Request, body: JsonBody[schemas.AccountUpdateBody]
     ) -> Response:
+        """Rename a service account."""
         changed = await tenants_service.update_account(project_id, account_id, name=body.name, actor=_actor(request))
         return JSONResponse(serializers.account_body(changed))
 
     @routes.delete("/projects/{project_id}/service_accounts/{account_id}", response_model=DeletedResponse)
     async def delete(project_id: str, account_id: str, request: Request) -> Response:
+        """Delete a service account and its keys."""
         await tenants_service.delete_account(project_id, account_id, actor=_actor(request))
         return _deleted_response("organization.project.service_account.deleted", account_id)
 
@@ -180,6 +190,7 @@ def _add_account_routes(routes: APIRouter, tenants_service: TenantsService) -> N
     async def create_key(
         project_id: str, account_id: str, request: Request, body: JsonBody[schemas.KeyBody]
     ) -> Response:
+        """Create an API key; its value is shown once."""
         issued = await tenants_service.create_key(
             project_id, account_id, body.name, body.expires_in_seconds, actor=_actor(request)
         )
@@ -189,6 +200,8 @@ def _add_account_routes(routes: APIRouter, tenants_service: TenantsService) -> N
 def _add_key_routes(routes: APIRouter, tenants_service: TenantsService) -> None:
     @routes.get("/projects/{project_id}/api_keys", response_model=PageResponse[schemas.ApiKeyResponse])
     async def keys(project_id: str, query: Annotated[KeyQuery, Query()]) -> Response:
+        """List a project's API keys, without their values."""
+
         async def read(limit: int, after: str | None) -> Sequence[dict[str, Any]]:
             found = await tenants_service.keys(project_id, limit, after)
             if query.owner_project_access == "inactive":
@@ -199,15 +212,18 @@ def _add_key_routes(routes: APIRouter, tenants_service: TenantsService) -> None:
 
     @routes.get("/projects/{project_id}/api_keys/{key_id}", response_model=schemas.ApiKeyResponse)
     async def key(project_id: str, key_id: str) -> Response:
+        """Describe an API key."""
         return JSONResponse(await _key_body(tenants_service, await tenants_service.key(project_id, key_id)))
 
     @routes.post("/projects/{project_id}/api_keys/{key_id}", response_model=schemas.ApiKeyResponse)
     async def update(project_id: str, key_id: str, request: Request, body: JsonBody[schemas.KeyUpdateBody]) -> Response:
+        """Change when an API key expires."""
         changed = await tenants_service.expire_key(project_id, key_id, body.expires_in_seconds, actor=_actor(request))
         return JSONResponse(await _key_body(tenants_service, changed))
 
     @routes.delete("/projects/{project_id}/api_keys/{key_id}", response_model=DeletedResponse)
     async def delete(project_id: str, key_id: str, request: Request) -> Response:
+        """Delete an API key."""
         await tenants_service.revoke_key(project_id, key_id, actor=_actor(request))
         return _deleted_response("organization.project.api_key.deleted", key_id)
 
@@ -223,20 +239,24 @@ def _add_permission_routes(routes: APIRouter, service: IngressService) -> None:
 
     @routes.get("/projects/{project_id}/model_permissions", response_model=schemas.ModelPermissions)
     async def models(project_id: str) -> Response:
+        """Show which models and adapters a project may use."""
         return JSONResponse(serializers.models_body(await tenants_service.project(project_id)))
 
     @routes.post("/projects/{project_id}/model_permissions", response_model=schemas.ModelPermissions)
     async def permit(project_id: str, request: Request, body: JsonBody[schemas.ModelsBody]) -> Response:
+        """Allow a project these models and adapters only, or all others."""
         tenant = await tenants_service.permit_models(project_id, body.mode, body.model_ids, actor=_actor(request))
         return JSONResponse(serializers.models_body(tenant))
 
     @routes.delete("/projects/{project_id}/model_permissions", response_model=schemas.DeletedSetting)
     async def permit_all(project_id: str, request: Request) -> Response:
+        """Allow a project all models and adapters."""
         await tenants_service.permit_models(project_id, None, (), actor=_actor(request))
         return JSONResponse({"object": "project.model_permissions.deleted", "deleted": True})
 
     @routes.get("/projects/{project_id}/rate_limits", response_model=PageResponse[schemas.ProjectRateLimit])
     async def rate_limits(project_id: str, query: Annotated[RateLimitQuery, Query()]) -> Response:
+        """List a project's rate limits, one per model."""
         limit, after = query.limit, query.after
         rates = {service.base_name: RateLimit(), **(await tenants_service.project(project_id)).limits.rates}
         ordered = sorted(rates, key=lambda model: (model != service.base_name, model))
@@ -251,6 +271,7 @@ def _add_permission_routes(routes: APIRouter, service: IngressService) -> None:
     async def limit_rate(
         project_id: str, rate_limit_id: str, request: Request, body: JsonBody[schemas.RateLimitBody]
     ) -> Response:
+        """Change a rate limit; its id is the prefix `rl-` and the model's name."""
         if not rate_limit_id.startswith(_RATE_PREFIX):
             raise NotFound(f"there is no rate limit {rate_limit_id[:80]!r}; their ids are {_RATE_PREFIX}<model>")
         model = rate_limit_id.removeprefix(_RATE_PREFIX)
@@ -267,21 +288,25 @@ def _add_permission_routes(routes: APIRouter, service: IngressService) -> None:
 def _add_admin_key_routes(routes: APIRouter, tenants_service: TenantsService) -> None:
     @routes.get("/admin_api_keys", response_model=PageResponse[schemas.AdminKey])
     async def keys(query: Annotated[AdminKeyQuery, Query()]) -> Response:
+        """List admin keys, without their values."""
         read = partial(tenants_service.keys, None, is_newest_first=query.order == "desc")
         return await _page(query, read, serializers.admin_key_body)
 
     @routes.post("/admin_api_keys", response_model=schemas.NewAdminKey)
     async def create(request: Request, body: JsonBody[schemas.AdminKeyBody]) -> Response:
+        """Create an admin key; its value is shown once."""
         issued = await tenants_service.create_admin_key(body.name, body.expires_in_seconds, actor=_actor(request))
         answer = serializers.admin_key_body(issued.key) | {"value": issued.value}
         return JSONResponse(answer, headers={"Cache-Control": "no-store"})
 
     @routes.get("/admin_api_keys/{key_id}", response_model=schemas.AdminKey)
     async def key(key_id: str) -> Response:
+        """Describe an admin key."""
         return JSONResponse(serializers.admin_key_body(await tenants_service.key(None, key_id)))
 
     @routes.delete("/admin_api_keys/{key_id}", response_model=DeletedResponse)
     async def delete(key_id: str, request: Request) -> Response:
+        """Delete an admin key."""
         await tenants_service.revoke_key(None, key_id, actor=_actor(request))
         return _deleted_response("organization.admin_api_key.deleted", key_id)
 
@@ -289,6 +314,8 @@ def _add_admin_key_routes(routes: APIRouter, tenants_service: TenantsService) ->
 def _add_audit_routes(routes: APIRouter, tenants_service: TenantsService) -> None:
     @routes.get("/audit_logs", response_model=PageResponse[schemas.AuditLog])
     async def audit_logs(query: Annotated[AuditLogQuery, Query()]) -> Response:
+        """List changes made through the admin and management API, newest first."""
+
         async def read(limit: int, _: str | None) -> Sequence[TenantChange]:
             return await tenants_service.changes(
                 limit,
@@ -320,20 +347,24 @@ def _add_tenant_routes(routes: APIRouter, tenants_service: TenantsService) -> No
 
     @routes.get("/{tenant_id}", response_model=schemas.TenantDetails)
     async def tenant(tenant_id: str) -> Response:
+        """Describe a tenant: its settings, what remains of its limits, and the adapters that it shares."""
         return await answer(await tenants_service.project(tenant_id))
 
     @routes.patch("/{tenant_id}", response_model=schemas.TenantDetails)
     async def configure(tenant_id: str, request: Request, body: JsonBody[schemas.TenantBody]) -> Response:
+        """Change a tenant's settings; a negative limit removes it."""
         given = {name: value for name, value in body.model_dump().items() if value is not None}
         settings = {name: None if name.startswith("max_") and value < 0 else value for name, value in given.items()}
         return await answer(await tenants_service.configure_project(tenant_id, settings, actor=_actor(request)))
 
     @routes.post("/{tenant_id}/rotate_salt", response_model=schemas.TenantDetails)
     async def rotate_salt(tenant_id: str, request: Request) -> Response:
+        """Replace a tenant's KV salt: its cached prefixes are not used any more."""
         return await answer(await tenants_service.rotate_salt(tenant_id, actor=_actor(request)))
 
     @routes.put("/{tenant_id}/shares/{name}", response_model=schemas.TenantDetails)
     async def share(tenant_id: str, name: str, request: Request, body: JsonBody[schemas.ShareBody]) -> Response:
+        """Share an adapter with these projects, and no others."""
         await tenants_service.share(tenant_id, name, body.project_ids, actor=_actor(request))
         return await answer(await tenants_service.project(tenant_id))
 

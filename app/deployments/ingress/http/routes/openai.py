@@ -85,6 +85,7 @@ async def _respond(
 def _add_embeddings_route(app: FastAPI, service: IngressService) -> None:
     @app.post("/v1/embeddings", response_model=EmbeddingList)
     async def embeddings(request: Request, body: JsonBody[EmbeddingsRequest]) -> Response:
+        """Embed texts."""
         caller, request_id = inference_principal(request), request_id_of(request)
         task = request.state.task = await service.embedder.task(body, caller, request_id)
         with observe_if_cancelled(service, "embeddings", task):

@@ -77,14 +77,17 @@ def add_usage_routes(routes: APIRouter, accounting: RequestAccounting) -> None:
 
     @routes.get("/usage/completions", response_model=BucketPage[CompletionsUsage])
     async def completions(query: Annotated[CompletionsUsageQuery, Query()]) -> Response:
+        """Tokens and requests of inference, in buckets of time."""
         return await _usage(query, accounting, "completions", _completions)
 
     @routes.get("/usage/embeddings", response_model=BucketPage[EmbeddingsUsage])
     async def embeddings(query: Annotated[ModelUsageQuery, Query()]) -> Response:
+        """Tokens and requests of embeddings, in buckets of time."""
         return await _usage(query, accounting, "embeddings", _embeddings)
 
     @routes.get("/costs", response_model=BucketPage[CostsResponse])
     async def costs(query: Annotated[CostQuery, Query()]) -> Response:
+        """Cost by day, from the configured prices."""
         group_by = query.group_by
         others = [name for name in group_by if name not in ("line_item", "model")]
         usage = _query(query, accounting, _COST_BUCKET_SIZE, None, [*others, "model"])  # prices are by model
@@ -107,15 +110,18 @@ def add_spend_routes(routes: APIRouter, accounting: RequestAccounting) -> None:
 
     @routes.get(path, response_model=SpendLimit)
     async def retrieve(project_id: str) -> Response:
+        """Show a project's monthly spend limit."""
         return await answer(project_id)
 
     @routes.post(path, response_model=SpendLimit)
     async def update(project_id: str, request: Request, body: JsonBody[schemas.SpendLimitBody]) -> Response:
+        """Set a project's monthly spend limit."""
         await tenants_service.limit_spend(project_id, body.threshold_amount, actor=admin_principal(request).key_id)
         return await answer(project_id)
 
     @routes.delete(path, response_model=DeletedSetting)
     async def delete(project_id: str, request: Request) -> Response:
+        """Remove a project's spend limit."""
         await tenants_service.limit_spend(project_id, None, actor=admin_principal(request).key_id)
         return JSONResponse({"object": "project.spend_limit.deleted", "deleted": True})
 

@@ -70,6 +70,7 @@ async def test_every_route_is_described(service: Service, http: httpx.AsyncClien
         for operation in item.values():
             in_path = {parameter["name"] for parameter in operation.get("parameters", ()) if parameter["in"] == "path"}
             assert in_path == set(re.findall(r"{(\w+)}", path))
+            assert operation.get("description"), f"{path}: the route's function has no docstring"
 
 
 async def test_every_field_of_every_body_is_described_and_no_other(service: Service, http: httpx.AsyncClient) -> None:
