@@ -1,4 +1,4 @@
-"""Guesses at what was meant: only close ones are said."""
+"""Suggestions for unknown keys: only close ones."""
 
 from __future__ import annotations
 

@@ -7,6 +7,7 @@ A key that Serve would silently ignore is an error here, with a suggestion. The 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +16,14 @@ from ray.serve.config import AutoscalingConfig, RequestRouterConfig
 from ray.serve.schema import ServeDeploySchema
 
 from app.cli.config_file import IMPORT_PATH
+from app.deployments.placement.autoscaling import AdapterDemand, Objective
 from app.engine.errors import ConfigError
 from app.suggestions import did_you_mean, model_in
 
 #: The deployments of our application (`app.main`).
 DEPLOYMENTS = ("EngineReplica", "Ingress")
 #: Serve's own policy counts open calls, of which each ingress keeps one per engine replica.
-_ENGINE_POLICY = "app.deployments.placement.autoscaling:AdapterDemand"
+_ENGINE_POLICY = f"{AdapterDemand.__module__}:{AdapterDemand.__name__}"
 #: Fields that Serve's schema accepts as any mapping and validates as one of these later.
 _READ_LATER: Mapping[str, type[BaseModel]] = {
     "autoscaling_config": AutoscalingConfig,
@@ -75,6 +77,19 @@ def _wrong_deployments(document: Mapping[str, Any]) -> Iterator[str]:
                     "deployments: EngineReplica may have no replicas (min_replicas: 0), and the service would not be "
                     "ready then; set http.ready_at_zero_replicas: true in args, or a min_replicas of at least 1"
                 )
+            else:
+                yield from _unknown_policy_options(deployment)
+
+
+def _unknown_policy_options(deployment: Mapping[str, Any]) -> Iterator[str]:
+    scaling = deployment.get("autoscaling_config")
+    policy = scaling.get("policy") if isinstance(scaling, Mapping) else None
+    if not isinstance(policy, Mapping) or policy.get("policy_function") != _ENGINE_POLICY:
+        return
+    known = [field.name for field in fields(Objective)]
+    for name in policy.get("policy_kwargs") or ():
+        if name not in known:
+            yield f"policy_kwargs.{name} is an unknown key{did_you_mean(name, known)}"
 
 
 def _may_sleep(deployment: Mapping[str, Any]) -> bool:
