@@ -9,6 +9,7 @@ computes, the adapter loader keeps the device's tables up to date, and the backe
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Mapping
@@ -39,6 +40,7 @@ from app.engine.request import GenerateRequest, TokenChunk
 from app.engine.request_validation import RequestValidator
 from app.engine.scheduling.adapter_loader import AdapterLoader
 from app.engine.scheduling.chunked_prefill import PrefillBudget
+from app.engine.scheduling.fair_limiter import FairLimiter
 from app.engine.scheduling.schedule import Schedule
 from app.engine.scheduling.scheduler import Scheduler
 from app.engine.scheduling.tenant_isolation import TenantIsolation
@@ -62,6 +64,11 @@ class _Refuse(NamedTuple):
 
 class _Abort(NamedTuple):
     request_id: str
+
+
+class _GiveWay(NamedTuple):
+    request_id: str
+    error: QueueFull
 
 
 class _Pin(NamedTuple):
@@ -133,7 +140,6 @@ class Engine:
         limits = backend.limits
         _check_speculation(config, backend)
         self.max_model_len = max_model_len_of(config, self.spec)
-        self._max_queued_requests = config.max_queued_requests
         self._meter = EngineMeter()
         self._split = StepProfile()
         self._blocks = BlockPool(limits.num_kv_blocks, limits.block_size, share=config.enable_prefix_caching)
@@ -153,8 +159,13 @@ class Engine:
         self._builder = BatchBuilder(limits.block_size, self._compiler.masks if self._compiler is not None else None)
         #: Called on any thread when there is work that did not come from a call of this class (a compiled grammar).
         self.on_work: Callable[[], None] = lambda: None
-        self._inbox: deque[_Submit | _Refuse | _Abort | _Pin | _RemoteService | UnloadCommand | LoadCommand] = deque()
+        self._inbox: deque[
+            _Submit | _Refuse | _Abort | _GiveWay | _Pin | _RemoteService | UnloadCommand | LoadCommand
+        ] = deque()
         self._live_ids: dict[str, object] = {}  # submitted, not ended; used by atomic single operations only
+        self._waiting = FairLimiter[str]("engine.max_queued_requests", config.max_queued_requests)
+        self._waiting_lock = threading.Lock()  # between threads that submit; a step leaves ids in `_not_waiting`
+        self._not_waiting: deque[str] = deque()  # requests that were admitted or have ended
         self._commands = AdapterCommands(self._adapters, limits.extra_bytes_of, limits.rank_rows_of)
         self._writer = AdapterLoader(backend, self._adapters, self._commands, self._scheduler.live, self._meter, clock)
         self.merged = merged
@@ -166,8 +177,9 @@ class Engine:
 
         Raises InvalidRequest (ContextOverflow), AdapterTooLarge, AdapterMismatch, QueueFull or EngineFailure; then
         nothing was queued. `adapter` holds the weights of `request.adapter`; an activated LoRA that the prompt does not
-        invoke is not used. A resumed request is queued even if the queue is full: its client has already read part of
-        the answer.
+        invoke is not used. If the queue is full, the newest request of the tenant with the most in it ends with
+        QueueFull in favour of a tenant with fewer. A resumed request is queued in any case: its client has already read
+        part of the answer.
         """
         if self._failure is not None:
             raise self._failure
@@ -176,12 +188,6 @@ class Engine:
             adapter = None  # merged into the weights
         elif adapter is not None and not is_activated(request.token_ids, adapter.card.invocation_tokens):
             request, adapter = replace(request, adapter=None, unactivated=request.adapter), None
-        num_waiting = len(self._live_ids) - self._scheduler.num_running
-        if num_waiting >= self._max_queued_requests and not request.resume_token_ids:
-            raise QueueFull(
-                f"{num_waiting} requests are waiting and engine.max_queued_requests is {self._max_queued_requests}; "
-                "try again later"
-            )
         if adapter is not None and not self._adapters.is_resident(adapter.card.digest):
             self._backend.prepare_adapter(adapter)  # if it is evicted before it runs, the write prepares it
         sequence = Sequence(request, adapter, self.spec, self._blocks.block_size)
@@ -190,12 +196,26 @@ class Engine:
             sequence.num_needed, sequence.extra_bytes = limits.rank_rows_of(adapter), limits.extra_bytes_of(adapter)
         if self._live_ids.setdefault(request.request_id, sequence) is not sequence:
             raise InvalidRequest(f"request_id {request.request_id!r} is already in use", param="request_id")
+        try:
+            self._take_place(request)
+        except QueueFull:
+            del self._live_ids[request.request_id]
+            raise
         if request.sampling.grammar and self._compiler is not None:
             self._compiler.submit(sequence)
         else:
             self._inbox.append(_Submit(sequence))
         if self._failure is not None and self._live_ids.pop(request.request_id, None) is not None:
             raise self._failure  # it failed in the meantime, and no step ended this request
+
+    def _take_place(self, request: GenerateRequest) -> None:
+        """Count a request as waiting. Raises QueueFull."""
+        with self._waiting_lock:
+            while self._not_waiting:
+                self._waiting.remove(self._not_waiting.popleft())
+            is_resumed = bool(request.resume_token_ids)
+            for other, error in self._waiting.add(request.request_id, request.tenant_id, is_forced=is_resumed):
+                self._inbox.append(_GiveWay(other, error))
 
     def abort(self, request_id: str) -> None:
         """See `RunningEngine.abort`."""
@@ -281,6 +301,7 @@ class Engine:
         try:
             chunks = self._drain_inbox()
             self._plan = self._scheduler.schedule()
+            self._not_waiting.extend(self._plan.admitted_ids)
             self._plan, refused = self._writer.apply(self._plan)
             output = self._forward(self._plan)
             self._meter.now_s = self._clock()
@@ -289,6 +310,7 @@ class Engine:
             return self._fail(error)
         for chunk in chunks:
             if chunk.finish_reason is not None:
+                self._not_waiting.append(chunk.request_id)
                 self._live_ids.pop(chunk.request_id, None)
         return chunks
 
@@ -321,6 +343,8 @@ class Engine:
                     chunk = TokenChunk(request_id, finish_reason="error", error=error)
                 case _Abort(request_id):
                     chunk = self._abort(request_id)
+                case _GiveWay(request_id, error):
+                    chunk = self._give_way(request_id, error)
                 case _Pin(digests):
                     self._adapters.pin(digests)
                     self._scheduler.live.reopen()
@@ -342,6 +366,12 @@ class Engine:
         if self._compiler is not None and self._compiler.cancel(request_id):
             return TokenChunk(request_id, finish_reason="abort")
         return self._scheduler.live.end(request_id, "abort")
+
+    def _give_way(self, request_id: str, error: QueueFull) -> TokenChunk | None:
+        """End a request in favour of another tenant's; None if it was admitted meanwhile, so that it stays."""
+        if self._compiler is not None and self._compiler.cancel(request_id):
+            return TokenChunk(request_id, finish_reason="error", error=error)
+        return self._scheduler.live.end_new(request_id, error)
 
     def _forward(self, plan: Schedule) -> ForwardOutput | None:
         """Compute the step.

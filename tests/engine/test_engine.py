@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from app.engine.adapters.adapter import LoraAdapter
 from app.engine.backend import BackendLimits
 from app.engine.config import EngineConfig
-from app.engine.engine import Engine
+from app.engine.engine import Engine, _GiveWay
 from app.engine.errors import (
     AdapterFormatError,
     AdapterMismatch,
@@ -419,12 +419,45 @@ def test_refusals_name_value_limit_and_way_out() -> None:
     with pytest.raises(InvalidRequest, match="'r' is already in use"):
         engine.submit(fake_request("r", [1]))
     engine.submit(fake_request("s", [1]))
-    with pytest.raises(QueueFull, match=r"2 requests are waiting and engine.max_queued_requests is 2"):
+    with pytest.raises(
+        QueueFull, match=r"engine.max_queued_requests is 2, which is reached; 2 are in use by this project"
+    ):
         engine.submit(fake_request("t", [1]))
     run(engine)
     engine.submit(fake_request("r", [1]))
     with pytest.raises(ConfigError, match="max_model_len is 513"):
         make_engine(max_model_len=513)
+
+
+def test_a_flood_of_many_sequences_leaves_places_to_others() -> None:
+    engine, _ = make_engine(max_queued_requests=512, max_num_seqs=4)
+    sampling = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True)
+    for number in range(512):  # eight requests with n=64
+        engine.submit(fake_request(f"flood{number}", [1, 2], tenant_id="flood", sampling=sampling))
+    with pytest.raises(QueueFull, match="512 are in use by this project"):
+        engine.submit(fake_request("flood512", [1, 2], tenant_id="flood"))
+    engine.submit(fake_request("victim", [3], tenant_id="victim", sampling=sampling))
+    out = run(engine)
+    refused = [name for name, chunks in out.items() if isinstance(chunks[-1].error, QueueFull)]
+    assert refused == ["flood511"], "the newest of the tenant with the most"
+    assert len(tokens_of(out["victim"])) == 2
+    assert_empty(engine)
+
+
+def test_only_a_request_that_still_waits_gives_way_and_the_others_hold_no_place() -> None:
+    engine, _ = make_engine(max_queued_requests=2, max_num_seqs=1)
+    sampling = SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True)
+    for number in range(2):
+        engine.submit(fake_request(f"a{number}", [1, 2], tenant_id="a", sampling=sampling))
+    chunks = engine.step()
+    engine.submit(fake_request("a2", [1], tenant_id="a", sampling=sampling))
+    assert len(engine._waiting) == 2, "the first is running"
+    for request_id in ("a0", "gone"):
+        engine._inbox.append(_GiveWay(request_id, QueueFull("")))  # chosen before it was admitted, or ended
+    out = run(engine)
+    assert not any(chunk.error for name in out for chunk in out[name]), chunks
+    engine.submit(fake_request("a3", [1], tenant_id="a", sampling=sampling))
+    assert len(engine._waiting) == 1
 
 
 def test_a_stream_that_has_begun_elsewhere_is_not_refused_for_those_waiting() -> None:
@@ -435,7 +468,7 @@ def test_a_stream_that_has_begun_elsewhere_is_not_refused_for_those_waiting() ->
     moved = [fake_request(f"moved {i}", [2], sampling=sampling, resume_token_ids=begun) for i in range(3)]
     for request in moved:
         engine.submit(request)
-    with pytest.raises(QueueFull, match="4 requests are waiting"):
+    with pytest.raises(QueueFull, match="max_queued_requests is 1, which is reached; 4 are in use"):
         engine.submit(fake_request("one more", [1]))
     out = run(engine)
     for request in moved:

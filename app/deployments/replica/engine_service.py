@@ -29,6 +29,7 @@ from app.engine.adapters.card import AdapterRef
 from app.engine.errors import EngineFailure, PolyloraError, QueueFull
 from app.engine.interface import RunningEngine
 from app.engine.request import GenerateRequest, TokenChunk
+from app.engine.scheduling.fair_limiter import FairLimiter
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +47,7 @@ class EngineService:
     """Created and used on one event loop; only `on_step` may be called from the engine's thread.
 
     `clock` gives Unix time, because reports contain when adapters were last used. `max_queued_requests` is the engine's
-    limit; requests that wait for an adapter count as well.
+    limit; as many requests may wait for their adapters before they enter it.
     """
 
     def __init__(
@@ -59,7 +60,6 @@ class EngineService:
         idle_s: float = IDLE_S,
     ) -> None:
         self._adapters = adapters
-        self._max_queued_requests = max_queued_requests
         self._usage_recorder = usage_recorder
         self._unbilled: dict[str, GenerateRequest] = {}  # submitted, usage not recorded yet
         self._clock = clock
@@ -70,6 +70,7 @@ class EngineService:
         self._mapped: OrderedDict[str, LoraAdapter] = OrderedDict()
         self._fetching: dict[tuple[str, str], asyncio.Task[LoraAdapter]] = {}
         self._waiting: dict[str, asyncio.Task[None]] = {}
+        self._waiting_places = FairLimiter[str]("engine.max_queued_requests", max_queued_requests)
         self._suspects = SuspectQueue()
         self._tasks = Tasks()
         self._final_error: ReplicaGone | None = None
@@ -164,7 +165,7 @@ class EngineService:
             self._hub.unregister(request_id)
             self._active.pop(request_id, None)
             self._suspects.remove(request_id)
-            task = self._waiting.pop(request_id, None)
+            task = self._stop_waiting(request_id)
             if task is not None:
                 task.cancel()
             else:
@@ -243,24 +244,31 @@ class EngineService:
 
     def _wait_for_adapter(self, request: GenerateRequest, ref: AdapterRef) -> None:
         """Fetch in the background. A request that resumes is accepted above the limit, as in the engine."""
-        num_waiting = len(self._waiting) + self.engine.stats().num_waiting
-        if num_waiting >= self._max_queued_requests and not request.resume_token_ids:
-            reason = (
-                f"{num_waiting} requests are waiting, {len(self._waiting)} of them for their adapters, and "
-                f"engine.max_queued_requests is {self._max_queued_requests}; try again later"
-            )
-            self._fail(request.request_id, QueueFull(reason))
-        else:
-            self._waiting[request.request_id] = self._tasks.start(self._enter_when_fetched(request, ref))
+        try:
+            is_resumed = bool(request.resume_token_ids)
+            gave_way = self._waiting_places.add(request.request_id, request.tenant_id, is_forced=is_resumed)
+        except QueueFull as error:
+            self._fail(request.request_id, error)
+            return
+        self._waiting[request.request_id] = self._tasks.start(self._enter_when_fetched(request, ref))
+        for other, refusal in gave_way:
+            if (task := self._stop_waiting(other)) is not None:
+                task.cancel()
+            self._fail(other, refusal)
+
+    def _stop_waiting(self, request_id: str) -> asyncio.Task[None] | None:
+        """The request waits for its adapter no more; its task, if it did."""
+        self._waiting_places.remove(request_id)
+        return self._waiting.pop(request_id, None)
 
     async def _enter_when_fetched(self, request: GenerateRequest, ref: AdapterRef) -> None:
         try:
             adapter = await self._adapter(ref)
         except Exception as error:
-            self._waiting.pop(request.request_id, None)
+            self._stop_waiting(request.request_id)
             self._fail(request.request_id, error)
             return
-        self._waiting.pop(request.request_id, None)
+        self._stop_waiting(request.request_id)
         self._enter(request, adapter)
 
     def _enter(self, request: GenerateRequest, adapter: LoraAdapter | None) -> None:

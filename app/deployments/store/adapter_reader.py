@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from app.config import AdaptersConfig
-from app.deployments.registry.models import State
+from app.deployments.registry.models import DEFAULT_TENANT, State
 from app.deployments.registry.tier_events import TierEvents
 from app.deployments.store.disk_tier import DiskTier
 from app.deployments.store.sources.fetch_timeout import FetchTimeout
@@ -114,8 +114,11 @@ class AdapterReader:
         found = self._sources.locate(source)
         return str(files_identity(found.path)) if isinstance(found, LocalSource) else ""
 
-    def from_source(self, source: str) -> LocatedAdapter:
-        """Raises UnsafeSource, NotFound, SourceError, AdapterError (AdapterUntrusted if a signature does not fit)."""
+    def from_source(self, source: str, tenant_id: str = DEFAULT_TENANT) -> LocatedAdapter:
+        """Read for a tenant, whose share of staging space it uses.
+
+        Raises UnsafeSource, NotFound, SourceError, AdapterError (AdapterUntrusted if a signature does not fit).
+        """
         found = self._sources.locate(source)
         started_s = self._clock()
         if isinstance(found, LocalSource):
@@ -127,7 +130,7 @@ class AdapterReader:
                 raise AdapterReadFailed(f"{found.uri} changed while it was read; register it again once it is complete")
             self.counts.record_load("source", self._clock() - started_s, packed.card.size_bytes, packed.card.digest)
             return LocatedAdapter(found.uri, packed, self._signer(found.path, packed))
-        with self._disk.staging() as folder:
+        with self._disk.staging(tenant_id) as folder:
             uri = found.fetch(folder)
             path = clean_download(folder)
             load_s = self._clock() - started_s

@@ -16,6 +16,7 @@ import os
 import secrets
 import shutil
 import threading
+from collections import Counter
 from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -52,6 +53,7 @@ class DiskTier:
         self._lock = threading.Lock()
         self._staging_changed = threading.Condition()
         self._staged_bytes: dict[Path, int] = {}  # staging folder -> bytes that its download has reserved
+        self._staged_by: dict[Path, str] = {}  # staging folder -> tenant
         self._events = events
         self._cache = BytesBoundedCache(max_bytes, policy)
         self._cache.pin(pinned)
@@ -109,33 +111,47 @@ class DiskTier:
                 self._cache.unref(digest)
 
     @contextlib.contextmanager
-    def staging(self) -> Iterator[Path]:
+    def staging(self, tenant_id: str) -> Iterator[Path]:
         """An empty folder to download into; removed after the block unless `keep` took it."""
         folder = self._staging / secrets.token_hex(8)
         folder.mkdir()
+        with self._staging_changed:
+            self._staged_by[folder] = tenant_id
         try:
             yield folder
         finally:
             shutil.rmtree(folder, ignore_errors=True)
             with self._staging_changed:
                 self._staged_bytes.pop(folder, None)
+                del self._staged_by[folder]
                 self._staging_changed.notify_all()
 
     def reserve(self, folder: Path, num_bytes: int, wait_s: float = 0.0) -> None:
         """Reserve bytes for a download into this staging folder; waits until they fit beside the other downloads.
 
-        A download larger than the whole limit is admitted alone. Raises SourceError after `wait_s`.
+        All of a tenant's downloads together may use half of the limit, and a larger one is admitted alone. It counts as
+        half for the other tenants, so it leaves them room. Raises SourceError after `wait_s`.
         """
+        half, tenant_id = self._cache.max_bytes // 2, self._staged_by[folder]
 
         def fits() -> bool:
-            others = sum(num_staged for other, num_staged in self._staged_bytes.items() if other != folder)
-            return not others or others + self._staged_bytes.get(folder, 0) + num_bytes <= self._cache.max_bytes
+            used: Counter[str] = Counter()
+            for other, num_staged in self._staged_bytes.items():
+                used[self._staged_by[other]] += num_staged
+            own = used.pop(tenant_id, 0)
+            has_others = own > self._staged_bytes.get(folder, 0)
+            own += num_bytes
+            if own > half and has_others:
+                return False
+            others = sum(min(each, half) for each in used.values())
+            return not others or others + min(own, half) <= self._cache.max_bytes
 
         with self._staging_changed:
             if not self._staging_changed.wait_for(fits, wait_s):
                 raise SourceError(
-                    f"{sum(self._staged_bytes.values())} bytes are being downloaded and {num_bytes} more would exceed "
-                    f"adapters.disk_cache_bytes {self._cache.max_bytes}; try again later, or raise it"
+                    f"other downloads leave no room for {num_bytes} bytes of adapters.disk_cache_bytes "
+                    f"{self._cache.max_bytes}, of which one project's downloads may use half; try again later, or "
+                    "raise it"
                 )
             self._staged_bytes[folder] = self._staged_bytes.get(folder, 0) + num_bytes
 

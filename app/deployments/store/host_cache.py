@@ -1,10 +1,10 @@
 """The host cache: adapters in host memory, one read per source and one copy per machine.
 
-However many callers ask at once, each source is read once and each digest is put once. Reading runs in threads, a few
-per source, so a slow source delays only its own callers. The cache is bounded in bytes; an evicted adapter is read
-again from disk or its source, and must still have its registered digest. Failures back off (`failure_backoff`), and a
-download that no caller waits for is abandoned. `put` decides where packed bytes go: Ray's object store, or a dictionary
-in tests.
+However many callers of a tenant ask at once, each source is read once, and each digest is put once. Reading runs in
+threads, a few per source and tenant, so a slow source delays only its own callers. The cache is bounded in bytes; an
+evicted adapter is read again from disk or its source, and must still have its registered digest. Failures back off
+(`failure_backoff`), and a download that no caller waits for is abandoned. `put` decides where packed bytes go: Ray's
+object store, or a dictionary in tests.
 """
 
 from __future__ import annotations
@@ -262,7 +262,9 @@ class HostAdapterCache(Generic[T]):
         try:
             packed = None
             if not is_combination(ref.uri):  # combinations are not kept on disk
-                packed = await self._readers.run("disk", lambda: self._reader.from_disk(ref.digest, ref.uri))
+                packed = await self._readers.run(
+                    "disk", lambda: self._reader.from_disk(ref.digest, ref.uri), ref.tenant_id
+                )
             if packed is not None:
                 cached = await self._keep(LocatedAdapter(ref.uri, packed), self._clock() - started_s, ref.tenant_id)
             else:
@@ -290,7 +292,8 @@ class HostAdapterCache(Generic[T]):
         return cached
 
     async def _from_source(self, source: str, tenant_id: str) -> _CachedAdapter[T]:
-        """One read serves all callers with one version of a source; an overwritten local source is another version.
+        """One read serves a tenant's callers with one version of a source; an overwritten local source is another
+        version. Tenants share no read: it would wait behind the other reads of the tenant that asked first.
 
         Without versions, a caller that comes after a read has begun waits for the next one: the present read may be
         older than the request.
@@ -301,8 +304,8 @@ class HostAdapterCache(Generic[T]):
             )
         requested_s = self._clock()
         lane = self._reader.lane(source)
-        version = await self._readers.run(lane, lambda: self._reader.version(source))
-        key = f"source:{version}:{source}"
+        version = await self._readers.run(lane, lambda: self._reader.version(source), tenant_id)
+        key = f"source:{version}:{tenant_id}:{source}"
         while not version and key in self._pending and self._read_began_s.get(key, math.inf) <= requested_s:
             await asyncio.wait([self._pending[key]])
         return await asyncio.shield(self._single_flight(key, lambda: self._read_and_keep(key, lane, source, tenant_id)))
@@ -311,7 +314,7 @@ class HostAdapterCache(Generic[T]):
         """Combine parts that are fetched like any other adapter. Raises what fetching raises."""
         started_s, combination = self._clock(), parse_combination(source)
         parts = await asyncio.gather(*(self.fetch(part.ref) for part in combination.parts))
-        packed = await self._readers.run("combine", lambda: self._combine(combination, parts))
+        packed = await self._readers.run("combine", lambda: self._combine(combination, parts), tenant_id)
         return await self._keep(LocatedAdapter(source, packed), self._clock() - started_s, tenant_id)
 
     async def _read_and_keep(self, key: str, lane: str, source: str, tenant_id: str) -> _CachedAdapter[T]:
@@ -319,11 +322,11 @@ class HostAdapterCache(Generic[T]):
 
         def read() -> LocatedAdapter:
             self._read_began_s[key] = self._clock()
-            return reader.from_source(source)
+            return reader.from_source(source, tenant_id)
 
         started_s = self._clock()
         with self._demand.reads(source):
-            located = await self._readers.run(lane, read, self._reader.host(source))
+            located = await self._readers.run(lane, read, tenant_id, self._reader.host(source))
         return await self._keep(located, self._clock() - started_s, tenant_id)
 
     async def _keep(self, located: LocatedAdapter, load_s: float, tenant_id: str) -> _CachedAdapter[T]:
@@ -335,7 +338,7 @@ class HostAdapterCache(Generic[T]):
                     f"the adapter at {located.uri} has {card.size_bytes} bytes but adapters.host_cache_bytes is "
                     f"{self._cache.max_bytes}; raise it"
                 )
-            handle = await self._readers.run("put", lambda: self._put(located.packed))
+            handle = await self._readers.run("put", lambda: self._put(located.packed), tenant_id)
             if card.digest not in self._handles:
                 evicted = self._cache.add(card.digest, card.size_bytes, load_s, tenant_id)
                 if evicted is None:

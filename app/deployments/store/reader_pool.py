@@ -14,13 +14,19 @@ from typing import TypeVar
 from weakref import WeakValueDictionary
 
 from app.deployments.rpc.background_tasks import Tasks
+from app.engine.scheduling.fair_limiter import FairSemaphore
 
 R = TypeVar("R")
 
-#: Reads at a time: of one lane (`AdapterReader.lane`), of one host with all its lanes, of all hosts.
+#: Reads at a time: of one lane (`AdapterReader.lane`), of one host with all its lanes, of all hosts. One tenant has at
+#: most three quarters of each, and the waiting read of the tenant with the fewest goes first.
 MAX_READERS_PER_LANE = 4
 MAX_READERS_PER_HOST = 16
 MAX_READERS = 128
+#: Reads that wait for one lane, host, or thread; the newest of the tenant with most of them gives way.
+MAX_WAITING_READS = 20_000
+#: Combinations that one tenant has made at a time.
+MAX_COMBINING_PER_TENANT = 1
 #: A read that no caller has asked for during this time is abandoned.
 ABANDON_S = 20.0
 _CHECK_INTERVAL_S = 1.0
@@ -34,20 +40,30 @@ class ReaderPool:
     def __init__(self) -> None:
         self._remote = ThreadPoolExecutor(MAX_READERS, thread_name_prefix="adapter-fetcher")
         self._local = ThreadPoolExecutor(len(_LOCAL_LANES) * MAX_READERS_PER_LANE, thread_name_prefix="adapter-reader")
-        self._lanes: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
-        self._hosts: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
+        self._lanes: WeakValueDictionary[str, FairSemaphore] = WeakValueDictionary()
+        self._hosts: WeakValueDictionary[str, FairSemaphore] = WeakValueDictionary()
+        self._all = _semaphore(MAX_READERS)
 
-    async def run(self, lane: str, work: Callable[[], R], host: str = "") -> R:
-        """Run blocking work in a thread, with a limit per lane and per host."""
-        limit = self._lanes.setdefault(lane, asyncio.Semaphore(MAX_READERS_PER_LANE))
-        share = self._hosts.setdefault(host or lane, asyncio.Semaphore(MAX_READERS_PER_HOST))
-        threads = self._local if lane in _LOCAL_LANES else self._remote
-        async with limit, share:
-            return await asyncio.get_running_loop().run_in_executor(threads, work)
+    async def run(self, lane: str, work: Callable[[], R], tenant_id: str, host: str = "") -> R:
+        """Run blocking work in a thread, with a limit per lane and per host. Raises QueueFull if too many reads
+        wait."""
+        most = MAX_COMBINING_PER_TENANT if lane == "combine" else None
+        limit = self._lanes.setdefault(lane, _semaphore(MAX_READERS_PER_LANE, most))
+        share = self._hosts.setdefault(host or lane, _semaphore(MAX_READERS_PER_HOST))
+        async with limit.hold(tenant_id), share.hold(tenant_id):
+            if lane in _LOCAL_LANES:
+                return await asyncio.get_running_loop().run_in_executor(self._local, work)
+            async with self._all.hold(tenant_id):
+                return await asyncio.get_running_loop().run_in_executor(self._remote, work)
 
     def close(self) -> None:
         for threads in (self._remote, self._local):
             threads.shutdown(wait=False, cancel_futures=True)
+
+
+def _semaphore(max_total: int, max_per_tenant: int | None = None) -> FairSemaphore:
+    most = 3 * max_total // 4 if max_per_tenant is None else max_per_tenant
+    return FairSemaphore("an adapter's turn to be read", max_total, max_per_tenant=most, max_waiting=MAX_WAITING_READS)
 
 
 class ReadDemand:

@@ -50,14 +50,14 @@ class FairLimiter(Generic[K]):
     def add(self, key: K, tenant_id: str, size: int = 1, *, is_forced: bool = False) -> list[tuple[K, QueueFull]]:
         """Admit an entry; returns those that gave way, which are removed, each with the error for it.
 
-        An entry above `max_total` is admitted while there is no other. `is_forced` admits above the limit. Raises
-        QueueFull, and changes nothing, if there is no room and the tenant would hold as much as each other.
+        `is_forced` admits above the limit. Raises QueueFull, and changes nothing, if there is no room and the tenant
+        would hold as much as each other.
         """
         assert size > 0, "an entry has a size"
         assert key not in self._tenant_of, "an entry is added once"
         removed: list[tuple[K, str, int]] = []
         own = self.used_by(tenant_id) + size
-        while not is_forced and self.num_used and self.num_used + size > self.max_total:
+        while not is_forced and self.num_used + size > self.max_total:
             most = self._most.first()
             if most is None or own >= self._used[most]:
                 for old, owner, old_size in reversed(removed):

@@ -64,6 +64,11 @@ class LiveSequences:
         self._forget(sequence)
         return self.last_chunk(sequence, reason, error=error)
 
+    def end_new(self, request_id: str, error: Exception) -> TokenChunk | None:
+        """End a sequence that was never admitted; None if it was, or is unknown."""
+        sequence = self._by_id.get(request_id)
+        return self.end(request_id, "error", error) if sequence is not None and sequence.order is None else None
+
     def end_adapter(self, digest: str, error: Exception) -> list[TokenChunk]:
         """End an adapter's live sequences with this error; returns their last chunks."""
         live = [request_id for request_id, sequence in self._by_id.items() if sequence.adapter_digest == digest]

@@ -37,9 +37,10 @@ class Refusal(NamedTuple):
 class Schedule:
     """One step: the tokens to compute per sequence (equal adapters are neighbours), after the adapter writes.
 
-    `refusals`: adapters whose waiting sequences end with an error.
+    `refusals`: adapters whose waiting sequences end with an error. `admitted_ids`: requests that wait no more.
     """
 
     items: list[tuple[Sequence, int]]
     adapter_writes: list[AdapterWrite]
     refusals: list[Refusal]
+    admitted_ids: list[str]

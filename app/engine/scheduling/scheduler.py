@@ -114,6 +114,7 @@ class Scheduler:
         budget -= sum(counts)
         writes: list[AdapterWrite] = []
         refusals: list[Refusal] = []
+        admitted: list[Sequence] = []
         if budget > 0 and not preempted:
             room = self._max_sequences - len(running)
             num_batches = sum(sequence.request.is_batch for sequence in running)
@@ -138,7 +139,7 @@ class Scheduler:
         )
         items = self._spec_decoder.plan(items, len(running))
         items.sort(key=_adapter_slot)
-        return Schedule(items, writes, refusals)
+        return Schedule(items, writes, refusals, [sequence.request_id for sequence in admitted])
 
     def observe(self, plan: Schedule, took_s: float) -> None:
         """Update the time estimates with the duration of a computed step."""

@@ -82,7 +82,7 @@ async def test_calls_that_fail_are_counted(service: Service) -> None:
     with pytest.raises(InvalidRequest):
         await handle_api.generate(service, "a", {"temperature": -1}, None)
     (replica,) = service.fleet.replicas.values()
-    replica.engine._max_queued_requests = 0
+    replica.engine._waiting.max_total = 0
     with pytest.raises(QueueFull):
         _ = [piece async for piece in handle_api.stream(service, "a", SAMPLING, "sql")]
     assert service.observed == [("handle", 404), ("handle", 400), ("handle", 429)]

@@ -7,6 +7,7 @@ import contextlib
 import threading
 import time
 from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 from typing import Any, NoReturn
 
 import pytest
@@ -32,6 +33,7 @@ from app.engine.errors import (
     InvalidRequest,
     NotFound,
     NotReady,
+    QueueFull,
 )
 from tests.deployments.managed import ADA, MINE, FakeStore, ManagedStore, fails, wanted
 from tests.deployments.placed import Placed
@@ -270,6 +272,28 @@ async def test_an_unload_is_not_overtaken_by_loads_that_were_asked_for_before(
     _, entry = await managed.client.load_and_wait(wanted("sql", "two"))
     assert entry.ref.generation == 1 + is_registered, "what never took effect is no generation"
     assert managed.view.find("sql", DEFAULT_TENANT) == entry
+
+
+async def test_the_newest_load_of_the_tenant_with_most_fails_for_one_of_a_tenant_with_fewer(
+    managed: ManagedStore,
+) -> None:
+    loads = managed.registry_service.loads
+    loads._places.max_total = 3
+    gate = managed.store.gates["one"] = asyncio.Event()
+    flood = [await managed.client.load(wanted(f"flood{number}", "one")) for number in range(3)]
+    refused = await fails(managed.client.load(wanted("flood3", "one")))
+    assert isinstance(refused, QueueFull)
+    assert "the number of loads at a time is 3" in str(refused)
+    assert isinstance(await fails(managed.client.describe("flood3", **MINE)), NotFound), "it has left no job"
+    await managed.client.load(replace(wanted("mine", "one"), tenant_id="victim"))
+    ended = await end_of(managed, flood[2])
+    assert ended.state is State.FAILED
+    assert "the number of loads at a time is 3" in str(ended.reason)
+    gate.set()
+    assert [(await end_of(managed, job)).state for job in flood[:2]] == [State.LOADED] * 2
+    await until(lambda: not loads._jobs)
+    assert managed.view.find("mine", "victim") is not None
+    assert len(loads._places) == 0
 
 
 async def test_a_load_that_was_read_before_the_unload_and_waits_its_turn_does_not_come_after_it(

@@ -36,7 +36,7 @@ def open_tier(tmp_path: Path) -> Iterator[Open]:
 
 def add(tier: DiskTier, digest: str, size: int = 100) -> bytes:
     contents = secrets.token_bytes(size)
-    with tier.staging() as folder:
+    with tier.staging("a") as folder:
         (folder / "file").write_bytes(contents)
         assert tier.keep(digest, folder, 0.5)
     return contents
@@ -85,10 +85,10 @@ def test_an_object_that_is_read_stays(open_tier: Open) -> None:
         add(tier, "c")
         assert (folder / "file").exists()
         assert tier.digests == set("ac")
-        with tier.staging() as staged:
+        with tier.staging("a") as staged:
             (staged / "file").write_bytes(bytes(150))
             assert not tier.keep("d", staged, 1.0), "no room beside what is being read"
-    with tier.staging() as staged:
+    with tier.staging("a") as staged:
         (staged / "file").write_bytes(bytes(150))
         assert tier.keep("d", staged, 1.0)
     assert tier.digests == set("d")
@@ -114,7 +114,7 @@ def _die_at(root: str, where: str) -> None:
     disk_tier._flush = counted(disk_tier._flush)  # type: ignore[assignment]
     disk_tier.shutil.rmtree = counted(disk_tier.shutil.rmtree)  # type: ignore[assignment]
     for digest in ("x", "y", "z"):  # the third has no room beside the others
-        with tier.staging() as folder:
+        with tier.staging("a") as folder:
             (folder / "file").write_bytes(digest.encode() * 100)
             tier.keep(digest, folder, 1.0)
     os._exit(7)
@@ -143,7 +143,7 @@ def test_a_crash_at_any_step_leaves_whole_objects_and_no_litter(tmp_path: Path) 
 
 def test_another_processes_download_is_left_alone(open_tier: Open) -> None:
     first = open_tier()
-    with first.staging() as folder:
+    with first.staging("a") as folder:
         (folder / "file").write_bytes(bytes(10))
         open_tier()
         assert (folder / "file").exists()
@@ -230,7 +230,7 @@ def test_a_full_disk_changes_nothing(open_tier: Open, monkeypatch: pytest.Monkey
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(disk_tier, "_flush", full)
-    with tier.staging() as folder:
+    with tier.staging("a") as folder:
         (folder / "file").write_bytes(bytes(50))
         with pytest.raises(OSError, match="No space"):
             tier.keep("b", folder, 1.0)
@@ -268,7 +268,7 @@ def test_what_is_pinned_is_not_given_up_and_what_goes_is_told(tmp_path: Path) ->
     tier.pin(["c"])
     add(tier, "e")
     assert tier.digests == set("cde")
-    with tier.staging() as folder:
+    with tier.staging("a") as folder:
         (folder / "file").write_bytes(bytes(250))
         assert not tier.keep("large", folder, 0.5), "no room beside what is pinned"
     tier.remove("c")

@@ -58,7 +58,7 @@ class Sources:
     def pin(self, digests: Collection[str]) -> None:
         self.pinned = set(digests)
 
-    def from_source(self, source: str) -> LocatedAdapter:
+    def from_source(self, source: str, tenant_id: str) -> LocatedAdapter:  # noqa: ARG002
         self.reads.append(source)
         adapter = self.contents.get(source)  # what is there when reading begins
         if gate := self.gates.get(source):
@@ -90,6 +90,11 @@ def store(sources: Sources, told: RecordedEvents) -> Iterator[HostAdapterCache[s
     store = HostAdapterCache(sources, sources.put, told, max_bytes=100)
     yield store
     store.close()
+
+
+def of_one_tenant(num_reads: int) -> int:
+    """How many of a lane's, host's or all reads one tenant may have at a time."""
+    return 3 * num_reads // 4
 
 
 async def load(store: HostAdapterCache[str], name: str) -> AdapterRef:
@@ -130,13 +135,13 @@ async def test_slow_sources_delay_only_their_own_lane(store: HostAdapterCache[st
         sources.gates[f"slow{index}"] = gate
     add(sources, "fast", size=10)
     slow = [asyncio.create_task(load(store, f"slow{index}")) for index in range(9)]
-    while len(sources.reads) < MAX_READERS_PER_LANE:
+    while len(sources.reads) < of_one_tenant(MAX_READERS_PER_LANE):
         await asyncio.sleep(0.001)
     entry = await load(store, "fast")
     store.invalidate(entry.digest)
     await store.fetch(entry)
     assert not any(task.done() for task in slow)
-    assert len(sources.reads) == MAX_READERS_PER_LANE + 2
+    assert len(sources.reads) == of_one_tenant(MAX_READERS_PER_LANE) + 2
     gate.set()
     await asyncio.gather(*slow)
 
@@ -153,7 +158,7 @@ async def test_what_is_near_never_waits_for_what_is_far(
         sources.gates[name] = gate
     add(sources, "near", size=10)
     far = [asyncio.create_task(load(store, name)) for name in names]
-    while len(sources.reads) < MAX_READERS:
+    while len(sources.reads) < of_one_tenant(MAX_READERS):
         await asyncio.sleep(0.001)
     ref = await load(store, "near")
     store.invalidate(ref.digest)
@@ -418,13 +423,40 @@ async def test_one_hanging_host_leaves_threads_for_others(
     for name in names:
         sources.gates[name] = gate
     hanging = [asyncio.create_task(load(store, name)) for name in names]
-    while len(sources.reads) < MAX_READERS_PER_HOST:
+    while len(sources.reads) < of_one_tenant(MAX_READERS_PER_HOST):
         await asyncio.sleep(0.001)
     await load(store, "bucket/a")
-    assert len(sources.reads) == MAX_READERS_PER_HOST + 1
+    assert len(sources.reads) == of_one_tenant(MAX_READERS_PER_HOST) + 1
     assert not any(task.done() for task in hanging)
     gate.set()
     await asyncio.gather(*hanging)
+
+
+async def test_a_flood_of_reads_leaves_readers_to_other_tenants(
+    store: HostAdapterCache[str], sources: Sources, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """400 hanging reads of one host, each with its own lane; other tenants' reads begin at once."""
+    monkeypatch.setattr(sources, "lane", lambda source: source)
+    monkeypatch.setattr(sources, "host", lambda source: source.partition("/")[0])
+    gate = threading.Event()
+    names = [f"hub/{index}" for index in range(400)]
+    for name in (*names, "hub/victim", "hub/other"):
+        add(sources, name, size=1)
+    for name in names:
+        sources.gates[name] = gate
+    flood = [asyncio.create_task(store.load(name, "flood")) for name in names]
+    while len(sources.reads) < of_one_tenant(MAX_READERS_PER_HOST):
+        await asyncio.sleep(0.001)
+    await store.load("hub/victim", "victim")
+    await store.load("hub/other", "other")
+    assert len(sources.reads) == of_one_tenant(MAX_READERS_PER_HOST) + 2
+    assert not any(task.done() for task in flood)
+    shared = asyncio.create_task(store.load(names[-1], "victim"))
+    while names[-1] not in sources.reads:
+        await asyncio.sleep(0.001)
+    assert not shared.done(), "it reads by itself what the flood has queued"
+    gate.set()
+    await asyncio.gather(*flood, shared)
 
 
 async def test_a_read_that_nobody_asks_about_is_given_up(sources: Sources, monkeypatch: pytest.MonkeyPatch) -> None:

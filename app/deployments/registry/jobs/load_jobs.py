@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import logging
 import time
+import uuid
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
@@ -36,7 +37,8 @@ from app.deployments.registry.registry import Registry
 from app.deployments.rpc.background_tasks import Tasks
 from app.engine.adapters.card import AdapterCard
 from app.engine.adapters.combining.combination import display_source
-from app.engine.errors import NotFound, NotReady, PolyloraError, QueueFull
+from app.engine.errors import NotFound, NotReady, PolyloraError
+from app.engine.scheduling.fair_limiter import FairLimiter
 from app.logging import LogEvent
 
 logger = logging.getLogger(__name__)
@@ -45,7 +47,8 @@ logger = logging.getLogger(__name__)
 RETRY_S = 5.0
 #: How often a load checks whether earlier loads of its name in other processes have ended.
 TURN_INTERVAL_S = 0.5
-#: Loads that one process works on at a time; more are refused, but adopted ones never are.
+#: Loads that one process works on at a time. Beyond it a load of the tenant with most fails for a tenant with fewer:
+#: the newest, unless its adapter has been read. Adopted loads are never refused.
 MAX_LOADS = 10_000
 #: Adopted loads of one host that run at a time: a running load is a dozen objects, and the garbage collection of
 #: thousands of them stops the event loop for 0.1 s and more.
@@ -88,10 +91,11 @@ class LoadJobs:
         ] = {}  # job id -> states passed, stored with the last one
         self._read_digests: dict[str, str] = {}  # job id -> digest, once it was read
         self._tasks: dict[str, asyncio.Task[RegistryJob]] = {}
-        self._cancelled: dict[str, asyncio.Future[None]] = {}  # job id -> done when an unload cancels it
+        self._cancelled: dict[str, asyncio.Future[PolyloraError]] = {}  # job id -> done, with why, when it is cancelled
         self._adopted: dict[str, dict[str, RegistryJob]] = {}  # host -> adopted loads by id that have not begun
         self._num_adopted_running: Counter[str] = Counter()  # host -> how many adopted loads are running
         self._last_by_name: dict[Key, asyncio.Task[RegistryJob]] = {}  # per name, the last requested load
+        self._places = FairLimiter[str]("the number of loads at a time", MAX_LOADS, retry_after_s=5)
         self._work, self._writing = Tasks(), Tasks()
 
     async def adopt(self, jobs: Sequence[RegistryJob]) -> None:
@@ -111,11 +115,14 @@ class LoadJobs:
         """
         check_source(request.source)
         check_description(request.description)
-        if len(self._jobs) >= MAX_LOADS:
-            raise QueueFull(f"{len(self._jobs)} adapters are being loaded; try again when one is done", retry_after_s=5)
-        catalog = self._registry.catalog
-        present = await asyncio.to_thread(catalog.generations, request.name, tenant_id=request.tenant_id)
-        job = await asyncio.to_thread(self._registry.jobs.create, request)
+        place = uuid.uuid4().hex  # until the job has an id
+        self._take_place(place, request.tenant_id)
+        try:
+            catalog = self._registry.catalog
+            present = await asyncio.to_thread(catalog.generations, request.name, tenant_id=request.tenant_id)
+            job = await asyncio.to_thread(self._registry.jobs.create, request)
+        finally:
+            self._places.remove(place)
         self._begin(job, read)
         return replace(job, generation=1 + (present[0].ref.generation if present else 0))
 
@@ -134,7 +141,7 @@ class LoadJobs:
         """End these loads with AdapterUnloaded: their name was unloaded."""
         for job_id in job_ids:
             if (cancelled := self._cancelled.get(job_id)) is not None and not cancelled.done():
-                cancelled.set_result(None)
+                cancelled.set_result(unloaded_error(self._jobs[job_id].name))
             for adopted in self._adopted.values():
                 adopted.pop(job_id, None)
 
@@ -153,6 +160,12 @@ class LoadJobs:
                 self._jobs[id_] = replace(self._jobs[id_], state=state, updated_s=now_s)
                 self._state_times[id_].append((state, now_s))
 
+    def _take_place(self, place: str, tenant_id: str) -> None:
+        """Count a load that is about to begin. Raises QueueFull."""
+        for other, refusal in self._places.add(place, tenant_id):
+            if (cancelled := self._cancelled.get(other)) is not None and not cancelled.done():
+                cancelled.set_result(refusal)
+
     def _begin_adopted(self, host: str) -> None:
         """Start a host's next adopted loads, up to the limit."""
         adopted = self._adopted.get(host, {})
@@ -168,6 +181,7 @@ class LoadJobs:
 
     def _begin(self, job: RegistryJob, read: ReadAdapter | None = None) -> asyncio.Task[RegistryJob]:
         key = (job.tenant_id, job.name)
+        self._places.add(job.id, job.tenant_id, is_forced=True)
         self._jobs[job.id], self._state_times[job.id] = job, []
         self._ids_by_source[job.source].add(job.id)
         self._cancelled[job.id] = asyncio.get_running_loop().create_future()
@@ -176,6 +190,7 @@ class LoadJobs:
 
         def end(task: asyncio.Task[RegistryJob]) -> None:
             del self._jobs[job.id], self._state_times[job.id], self._tasks[job.id], self._cancelled[job.id]
+            self._places.remove(job.id)
             self._read_digests.pop(job.id, None)
             self._ids_by_source[job.source].discard(job.id)
             if not self._ids_by_source[job.source]:
@@ -235,7 +250,7 @@ class LoadJobs:
         if reading.done():
             return reading.result()
         reading.cancel()
-        raise unloaded_error(job.name)
+        raise self._cancelled[job.id].result()
 
     async def _end(self, job_id: str, state: State, **what: Any) -> RegistryJob:
         """Store a job's last state, later if the database does not accept it now: no caller waits for that."""

@@ -24,13 +24,13 @@ _NAMES: Mapping[LimitKind, str] = {
     "requests": "requests per minute",
     "tokens": "tokens per minute",
     "day": "requests per day",
-    "concurrent": "concurrent requests",
+    "concurrent": "concurrent sequences",
     "spend": "spend of this month",
     "adapters": "adapters",
 }
 #: Spend is counted in billionths of a dollar, so a token's price is a whole number.
 NANOS_PER_CENT = 10_000_000
-#: When concurrent requests end is unknown: suggest a retry after this long.
+#: When concurrent sequences end is unknown: suggest a retry after this long.
 CONCURRENT_RETRY_S = 0.5
 
 
@@ -98,7 +98,7 @@ def request_costs(tenant: Tenant, base_name: str, costs: Sequence[Cost]) -> dict
     """What a request costs of each of its tenant's limits; empty without limits.
 
     It counts as one request of the base model, whose limits cover everything, and as one of each adapter that it uses,
-    alone or in a combination.
+    alone or in a combination. Each of its sequences (`n`, or texts to embed) counts as concurrent.
     """
     limits = tenant.limits
     taken: dict[LimitKey, int] = {}
@@ -107,7 +107,7 @@ def request_costs(tenant: Tenant, base_name: str, costs: Sequence[Cost]) -> dict
             tokens = sum(cost.num_tokens for cost in costs if model == base_name or model in cost.models)
             amounts: tuple[tuple[LimitKind, int], ...] = (("requests", 1), ("tokens", tokens), ("day", 1))
             taken |= {LimitKey(tenant.id, kind, model): amount for kind, amount in amounts}
-    taken[LimitKey(tenant.id, "concurrent")] = 1
+    taken[LimitKey(tenant.id, "concurrent")] = max(1, len(costs))
     taken[LimitKey(tenant.id, "spend")] = sum(cost.cost_nanos for cost in costs)
     return {key: amount for key, amount in taken.items() if limit_of(limits, key) is not None}
 
@@ -123,9 +123,10 @@ def refusal(key: LimitKey, amount: int, limit: int, wait_s: float) -> LimitError
             None,
         )
     if amount > limit:
+        way_out = "lower n or send fewer texts" if key.kind == "concurrent" else "shorten the prompt, lower max_tokens"
         return LimitError(
-            f"the request needs {amount} of the project's {_NAMES[key.kind]}{of}, and the limit is {limit}; shorten "
-            "the prompt, lower max_tokens, or raise the limit",
+            f"the request needs {amount} of the project's {_NAMES[key.kind]}{of}, and the limit is {limit}; {way_out}, "
+            "or raise the limit",
             key.kind,
             None,
         )

@@ -354,7 +354,7 @@ async def test_those_that_wait_for_an_adapter_count_as_waiting(make_fleet: MakeF
     await until(lambda: sum(task.done() for task in cold) == 20)
     refused = [task.exception() for task in cold if task.done()]
     assert all(isinstance(error, QueueFull) for error in refused)
-    assert "10 requests are waiting, 10 of them for their adapters" in str(refused[0])
+    assert "engine.max_queued_requests is 10, which is reached; 10 are in use by this project" in str(refused[0])
     assert replica.service.num_waiting_for_adapters == 10
     base = make_request("base", [1], max_tokens=30, ignore_eos=True)
     assert (await collect(dispatcher, base))[0] == expected(base), "they do not keep out who needs no adapter"
@@ -397,7 +397,7 @@ async def test_what_a_full_replica_refuses_goes_where_there_is_room(make_fleet: 
     fleet.adapters[adapter.card.digest] = adapter
     await fleet.assign([adapter.card.digest])
     (home,) = fleet.assigned_replicas(adapter.card.digest)
-    fleet.replicas[home].engine._max_queued_requests = 0
+    fleet.replicas[home].engine._waiting.max_total = 0
     requests = [make_request(f"r{i}", [i], adapter, max_tokens=4, ignore_eos=True) for i in range(12)]
     for request, (tokens, last) in zip(
         requests, await asyncio.gather(*(collect(dispatcher, request) for request in requests)), strict=True
@@ -422,7 +422,7 @@ async def test_a_request_is_refused_when_every_replica_has_refused_it_once(make_
     adapter = fake_adapter("a", 8)
     fleet.adapters[adapter.card.digest] = adapter
     for replica in fleet.replicas.values():
-        replica.engine._max_queued_requests = 0
+        replica.engine._waiting.max_total = 0
     for request in (make_request("r", [1], adapter), make_request("base", [1])):
         with pytest.raises(QueueFull, match=r"engine\.max_queued_requests is 0"):
             await collect(dispatcher, request)

@@ -374,7 +374,7 @@ async def test_without_a_replica_nothing_is_ready(http: httpx.AsyncClient, servi
 async def test_a_full_queue_is_429_also_for_a_stream(http: httpx.AsyncClient, service: Service) -> None:
     replica = service.fleet.add()
     service.fleet.drop("replica-0")
-    replica.engine._max_queued_requests = 0
+    replica.engine._waiting.max_total = 0
     for stream in (False, True):
         answer = await http.post("/v1/completions", json=LEGACY | {"stream": stream})
         assert answer.status_code == 429

@@ -105,7 +105,7 @@ def test_what_is_fetched_too_late_is_removed(tmp_path: Path, why: str) -> None:
     fetcher = FetchTimeout(late, 0.02 if why == "time" else 60.0)
 
     def fetch() -> None:
-        with tier.staging() as folder:
+        with tier.staging("a") as folder:
             fetcher.fetch("x://host/a", folder)
 
     with ThreadPoolExecutor(1) as thread:
@@ -127,18 +127,22 @@ def test_what_is_fetched_too_late_is_removed(tmp_path: Path, why: str) -> None:
 def test_downloads_wait_until_their_bytes_fit_beside_the_others(tmp_path: Path) -> None:
     tier = DiskTier(tmp_path, 100, "lru", TierCounters(), RecordedEvents())
     with ThreadPoolExecutor(1) as thread:
-        with tier.staging() as one, tier.staging() as two:
-            tier.reserve(one, 500)  # larger than all may be: it comes alone
-            with pytest.raises(SourceError, match="500 bytes are being downloaded and 10 more would exceed"):
+        with tier.staging("a") as one, tier.staging("a") as two, tier.staging("b") as three, tier.staging("c") as four:
+            tier.reserve(one, 500)  # larger than all may be: the tenant's only one
+            with pytest.raises(SourceError, match=r"no room for 10 bytes of adapters\.disk_cache_bytes 100"):
                 tier.reserve(two, 10)
+            tier.reserve(three, 40)  # another tenant's: half is left to it
+            with pytest.raises(SourceError):
+                tier.reserve(four, 20)
+            tier.reserve(four, 10)
             waiting = thread.submit(tier.reserve, two, 10, 60.0)
             assert not waiting.done()
-            tier._staged_bytes[one] = 60
+            tier._staged_bytes[one] = 30
             with tier._staging_changed:
                 tier._staging_changed.notify_all()
             waiting.result()
-            tier.reserve(two, 30)
+            tier.reserve(two, 10)
             with pytest.raises(SourceError):
                 tier.reserve(two, 1)
-        assert tier._staged_bytes == {}
+        assert (tier._staged_bytes, tier._staged_by) == ({}, {})
     tier.close()

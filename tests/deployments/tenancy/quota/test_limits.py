@@ -106,7 +106,7 @@ def test_a_request_takes_of_the_base_s_limits_and_of_its_adapters() -> None:
         LimitKey("t", "tokens", "base"): 100,
         LimitKey("t", "tokens", "sql"): 70,
         LimitKey("t", "day", "sql"): 1,
-        LimitKey("t", "concurrent"): 1,
+        LimitKey("t", "concurrent"): 3,
         LimitKey("t", "spend"): 5,
     }
     assert request_costs(Tenant("t", "t", 0.0), "base", [Cost(("base",), 30, 1)]) == {}
@@ -119,6 +119,8 @@ def test_who_is_refused_hears_the_value_the_limit_and_the_way_out() -> None:
     never = refusal(LimitKey("t", "tokens", "base"), 5000, 1000, math.inf)
     assert never.retry_after_s is None
     assert "5000" in str(never)
+    wide = refusal(LimitKey("t", "concurrent"), 64, 10, math.inf)
+    assert "needs 64 of the project's concurrent sequences, and the limit is 10; lower n" in str(wide)
     money = refusal(LimitKey("t", "spend"), 5, 1_500_000_000, math.inf)
     assert isinstance(money, SpendLimitError)
     assert "1.50 USD" in str(money)
