@@ -18,7 +18,7 @@ from typing import NamedTuple
 from sqlalchemy import ColumnElement, Connection, case, delete, func, insert, or_, select, update
 from sqlalchemy.engine import RowMapping
 
-from app.deployments.object_storage.files import PART_LINES, FileStore, beyond
+from app.deployments.object_storage.files import FileStore, beyond
 from app.deployments.object_storage.models import (
     OPEN,
     Batch,
@@ -28,7 +28,6 @@ from app.deployments.object_storage.models import (
     LineResult,
     NewBatch,
     StorageQuotaExceeded,
-    StoredFile,
     not_found_error,
     unsupported_purpose_error,
 )
@@ -59,7 +58,8 @@ class BatchStore:
         self._seen: dict[str, _LeaseSighting] = {}  # batch id -> its lease when `claim` last looked
 
     def create(self, new_batch: NewBatch) -> Batch:
-        """Raises StorageQuotaExceeded if the tenant has `max_open` batches that have not ended."""
+        """Raises StorageQuotaExceeded if the tenant has `max_open` batches that have not ended, or stores as much as it
+        may."""
         now_s = self._database.clock()
         with self._database.write() as connection:
             row = self._files.row(connection, new_batch.input_file_id, new_batch.tenant_id)
@@ -72,6 +72,9 @@ class BatchStore:
                     f"{num_open} batches have not ended, as many as storage.max_open_batches allows; wait for one, or "
                     "cancel one"
                 )
+            self._files.check_room(
+                connection, new_batch.tenant_id, 1, new_batch.max_bytes, "a batch's output has at least"
+            )
             batch_id = f"batch_{secrets.token_hex(12)}"
             connection.execute(
                 insert(batches).values(
@@ -157,8 +160,9 @@ class BatchStore:
         with self._database.read() as connection:
             return list(connection.scalars(select(batch_lines.c.number).where(*self._lines(batch_id))))
 
-    def answer(self, batch_id: str, holder: str, lines: Sequence[LineResult]) -> Batch:
-        """Store answers and renew the lease; `lines` may be empty."""
+    def answer(self, batch_id: str, holder: str, lines: Sequence[LineResult], max_bytes: int) -> Batch:
+        """Store answers and renew the lease; `lines` may be empty. Raises StorageQuotaExceeded, and stores nothing, if
+        the tenant would store more than `max_bytes`."""
         with self._database.write() as connection:
             row = self._leased_row(connection, batch_id, holder)
             numbers = [line.number for line in lines]
@@ -166,9 +170,17 @@ class BatchStore:
             known = set(connection.scalars(there)) if lines else set()
             new = [line for line in lines if line.number not in known]
             if new:
+                sizes = {is_error: _num_bytes(new, is_error=is_error) for is_error in (False, True)}
+                answers_bytes = sum(sizes.values())
+                self._files.check_room(
+                    connection, row["tenant_id"], answers_bytes, max_bytes, "the batch's answers have"
+                )
                 values = [line._asdict() | {"batch_id": batch_id} for line in new]
                 place = {"base_digest": self._database.base_digest}
                 connection.execute(insert(batch_lines), [place | value for value in values])
+                for is_error, size_bytes in sizes.items():
+                    if size_bytes:
+                        self._files.extend_output(connection, row, size_bytes, is_error=is_error)
             num_failed = sum(line.is_error for line in new)
             self._set(
                 connection,
@@ -186,17 +198,8 @@ class BatchStore:
             row = self._leased_row(connection, batch_id, holder)
             file_ids: dict[str, str] = {}
             for is_error, column in ((False, "output_file_id"), (True, "error_file_id")):
-                lines = (*self._lines(batch_id), batch_lines.c.is_error == is_error)
-                size = select(func.count(), func.sum(func.length(batch_lines.c.line) + 1)).where(*lines)
-                num_lines, size_bytes = connection.execute(size).one()
-                if num_lines:
-                    name = f"{batch_id}_{'error' if is_error else 'output'}.jsonl"
-                    id_ = f"file-{secrets.token_hex(12)}"
-                    life_s = now_s + row["output_life_s"]
-                    file = StoredFile(id_, name, "batch_output", size_bytes, now_s, life_s, batch_id, is_error)
-                    num_parts = -(-row["num_lines"] // PART_LINES)
-                    self._files.insert(connection, row["tenant_id"], file, num_parts=num_parts)
-                    file_ids[column] = id_
+                if (file_id := self._files.end_output(connection, row, is_error=is_error)) is not None:
+                    file_ids[column] = file_id
             self._set(
                 connection, batch_id, status=status, ended_s=now_s, errors=errors, lease_s=0.0, owner="", **file_ids
             )
@@ -264,6 +267,11 @@ class BatchStore:
 
     def _lines(self, batch_id: str) -> tuple[ColumnElement[bool], ...]:
         return (batch_lines.c.base_digest == self._database.base_digest, batch_lines.c.batch_id == batch_id)
+
+
+def _num_bytes(lines: Sequence[LineResult], *, is_error: bool) -> int:
+    """Bytes of these lines, which are ASCII, in their file."""
+    return sum(len(line.line) + 1 for line in lines if line.is_error == is_error)
 
 
 def _batch(row: RowMapping) -> Batch:

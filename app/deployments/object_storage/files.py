@@ -1,7 +1,8 @@
 """Files in the database, in parts: what clients upload for batches, and the output of batches.
 
 A file exists once all its parts do; before that, it only counts towards the tenant's bytes. A batch's output has no
-parts: its contents are the lines in `batch_lines`. Every call is one transaction; an expired file is NotFound.
+parts: its contents are the lines in `batch_lines`, and it exists once the batch has ended. Every call is one
+transaction; an expired file is NotFound.
 """
 
 from __future__ import annotations
@@ -35,17 +36,41 @@ class FileStore:
         """Reserve space for an upload. Raises StorageQuotaExceeded if the tenant would store more than `max_bytes`."""
         now_s = self._database.clock()
         with self._database.write() as connection:
-            used_bytes = (
-                connection.scalar(select(func.sum(files.c.size_bytes)).where(*self._present(tenant_id, now_s))) or 0
-            )
-            if used_bytes + size_bytes > max_bytes:
-                raise StorageQuotaExceeded(
-                    f"the file has {size_bytes} bytes but {max(0, max_bytes - used_bytes)} are left of "
-                    f"storage.max_tenant_bytes {max_bytes}; delete files, or have them expire sooner"
-                )
+            self.check_room(connection, tenant_id, size_bytes, max_bytes, "the file has")
             file = StoredFile(f"file-{secrets.token_hex(12)}", filename, purpose, size_bytes, now_s, now_s + life_s)
             self.insert(connection, tenant_id, file, num_parts=None)
         return file
+
+    def check_room(self, connection: Connection, tenant_id: str, size_bytes: int, max_bytes: int, what: str) -> None:
+        """Raises StorageQuotaExceeded, with a message that begins with `what`, if the tenant would store more than
+        `max_bytes`. Part of the caller's transaction."""
+        present = self._present(tenant_id, self._database.clock())
+        used_bytes = connection.scalar(select(func.sum(files.c.size_bytes)).where(*present)) or 0
+        if used_bytes + size_bytes > max_bytes:
+            raise StorageQuotaExceeded(
+                f"{what} {size_bytes} bytes but {max(0, max_bytes - used_bytes)} are left of storage.max_tenant_bytes "
+                f"{max_bytes}; delete files, or have them expire sooner"
+            )
+
+    def extend_output(self, connection: Connection, batch: RowMapping, size_bytes: int, *, is_error: bool) -> None:
+        """Count lines that are written to a batch's output or error file; part of the caller's transaction."""
+        size = files.c.size_bytes + size_bytes
+        where = (files.c.base_digest == self._database.base_digest, *_output(batch["id"], is_error=is_error))
+        if not connection.execute(update(files).where(*where).values(size_bytes=size)).rowcount:
+            name, id_ = f"{batch['id']}_{'error' if is_error else 'output'}.jsonl", f"file-{secrets.token_hex(12)}"
+            now_s, expires_s = self._database.clock(), batch["expires_s"] + batch["output_life_s"]
+            file = StoredFile(id_, name, "batch_output", size_bytes, now_s, expires_s, batch["id"], is_error)
+            self.insert(connection, batch["tenant_id"], file, num_parts=None)
+
+    def end_output(self, connection: Connection, batch: RowMapping, *, is_error: bool) -> str | None:
+        """Have a batch's output or error file exist from now on; its id, or None if it has no lines. Part of the
+        caller's transaction."""
+        where = (files.c.base_digest == self._database.base_digest, *_output(batch["id"], is_error=is_error))
+        file_id: str | None = connection.scalar(select(files.c.id).where(*where))
+        now_s, num_parts = self._database.clock(), -(-batch["num_lines"] // PART_LINES)
+        values = {"num_parts": num_parts, "created_s": now_s, "expires_s": now_s + batch["output_life_s"]}
+        connection.execute(update(files).where(*where).values(**values))
+        return file_id
 
     def insert(self, connection: Connection, tenant_id: str, file: StoredFile, num_parts: int | None) -> None:
         """Part of the caller's transaction."""
@@ -137,7 +162,7 @@ class FileStore:
         """Expired files and abandoned uploads, at most 100."""
         now_s = self._database.clock()
         has_expired = (files.c.expires_s <= now_s) | (
-            files.c.num_parts.is_(None) & (files.c.created_s <= now_s - ARRIVAL_S)
+            files.c.num_parts.is_(None) & files.c.batch_id.is_(None) & (files.c.created_s <= now_s - ARRIVAL_S)
         )
         query = select(files).where(files.c.base_digest == self._database.base_digest, has_expired)
         return list(connection.execute(query.limit(100)).mappings().all())
@@ -161,6 +186,10 @@ class FileStore:
             batch_lines.c.batch_id == row["batch_id"],
             batch_lines.c.is_error == row["is_error"],
         )
+
+
+def _output(batch_id: str, *, is_error: bool) -> tuple[ColumnElement[bool], ...]:
+    return (files.c.batch_id == batch_id, files.c.is_error == is_error)
 
 
 def _file(row: RowMapping) -> StoredFile:

@@ -46,7 +46,8 @@ class StoredFile:
 @dataclass(frozen=True, slots=True)
 class NewBatch:
     """`window_s`: how long the batch may run; `output_life_s`: how long its output files are stored; `max_open`: how
-    many unfinished batches the tenant may have. `key_id` pays; `note` is the client's metadata as JSON.
+    many unfinished batches the tenant may have; `max_bytes`: how many bytes it may store. `key_id` pays; `note` is the
+    client's metadata as JSON.
     """
 
     tenant_id: str
@@ -56,6 +57,7 @@ class NewBatch:
     window_s: float
     output_life_s: float
     max_open: int
+    max_bytes: int
     note: str = "{}"
 
 

@@ -125,9 +125,10 @@ class StorageService:
         return await asyncio.to_thread(self._storage.batches.answered_lines, batch_id)
 
     @remote_method
-    async def answer(self, batch_id: str, holder: str, lines: Sequence[LineResult]) -> Batch:
-        """Store answers and renew the lease. Raises LeaseLost."""
-        return await asyncio.to_thread(self._storage.batches.answer, batch_id, holder, lines)
+    async def answer(self, batch_id: str, holder: str, lines: Sequence[LineResult], max_bytes: int) -> Batch:
+        """Store answers and renew the lease. Raises LeaseLost, and StorageQuotaExceeded beyond the tenant's
+        `max_bytes`."""
+        return await asyncio.to_thread(self._storage.batches.answer, batch_id, holder, lines, max_bytes)
 
     @remote_method
     async def finish(self, batch_id: str, holder: str, status: BatchStatus, errors: str = "[]") -> Batch:

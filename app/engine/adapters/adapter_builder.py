@@ -58,7 +58,7 @@ def build_adapter(
         raise AdapterMismatch(f"the adapter changes no module of '{spec.name}'; was it trained on another model?")
     parts = _Parts()
     table = layer_modules(spec)
-    _check_invocation(raw, table, spec)
+    _check_invocation(raw, table, spec, limits)
     for module in raw.modules:
         place = table.get(module.path)
         if place is None:
@@ -152,10 +152,17 @@ def _make_card(raw: RawAdapter, spec: ModelSpec, parts: _Parts, whole: tuple[NDA
     )
 
 
-def _check_invocation(raw: RawAdapter, table: Mapping[str, Module], spec: ModelSpec) -> None:
-    """An activated LoRA changes linear modules only, and its invocation tokens are in the base's vocabulary."""
+def _check_invocation(raw: RawAdapter, table: Mapping[str, Module], spec: ModelSpec, limits: ReadLimits) -> None:
+    """An activated LoRA changes linear modules only. Its invocation tokens are in the base's vocabulary, and few: every
+    prompt is searched for them.
+    """
     if not raw.invocation_tokens:
         return
+    if len(raw.invocation_tokens) > limits.max_invocation_tokens:
+        raise AdapterTooLarge(
+            f"the adapter has {len(raw.invocation_tokens)} invocation tokens; at most {limits.max_invocation_tokens} "
+            "are served"
+        )
     largest = max(raw.invocation_tokens)
     if largest >= spec.vocab_size:
         raise AdapterMismatch(f"invocation token {largest}, but '{spec.name}' has {spec.vocab_size} tokens")

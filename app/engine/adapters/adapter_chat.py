@@ -12,9 +12,10 @@ from typing import Any
 
 from app.engine.adapters.adapter_tokenizer import AdapterTokenizer
 from app.engine.adapters.card import AdapterCard
+from app.engine.adapters.limits import DEFAULT_LIMITS
 from app.engine.adapters.sandbox.packing import PackedAdapter
 from app.engine.adapters.strict_json import short
-from app.engine.errors import AdapterMismatch, InvalidRequest
+from app.engine.errors import AdapterMismatch, AdapterTooLarge, InvalidRequest
 from app.engine.models.chat.chat_template import check_variables
 from app.engine.models.chat.chat_template_sandbox import ChatTemplateSandbox
 from app.engine.models.chat.tool_call_formats import supports_tools, with_tools
@@ -64,12 +65,19 @@ class AdapterTokenizerCache:
         self._base: Tokenizer | None = None
 
     def strip_base(self, card: AdapterCard) -> AdapterCard:
-        """The card with only what is the adapter's own. Raises AdapterMismatch (see `own_tokenizer`)."""
+        """The card with only what is the adapter's own. Raises AdapterMismatch (see `own_tokenizer`) and
+        AdapterTooLarge."""
         if not card.text:
             return card
         with self._lock:
             self._base = self._base or self._load()
-        return replace(card, text=own_tokenizer(AdapterTokenizer.from_json(card.text), self._base).to_json())
+        text = own_tokenizer(AdapterTokenizer.from_json(card.text), self._base).to_json()
+        if len(text.encode()) > DEFAULT_LIMITS.max_text_bytes:
+            raise AdapterTooLarge(
+                f"the adapter's chat template and tokens have {len(text.encode())} bytes that the base model does not "
+                f"have; every ingress holds them, so at most {DEFAULT_LIMITS.max_text_bytes} are served"
+            )
+        return replace(card, text=text)
 
     def strip_base_packed(self, packed: PackedAdapter) -> PackedAdapter:
         """The same for a packed adapter."""

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from app.engine.adapters.limits import ReadLimits, open_plain_file, read_bounded, reading
 from app.engine.adapters.strict_json import parse_object, short
-from app.engine.errors import AdapterFormatError, CheckpointError
+from app.engine.errors import AdapterFormatError, AdapterTooLarge, CheckpointError
 
 #: Tokenizer files that trainers save beside an adapter; other files in the folder are ignored.
 SMALL_TEXT_FILES = ("chat_template.jinja", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
@@ -143,7 +143,7 @@ def _read_template(folder: Path, config: Mapping[str, Any], limits: ReadLimits) 
     template: object = config.get("chat_template")
     if os.path.lexists(file):
         try:
-            template = read_bounded(file, limits.max_header_bytes).decode("utf-8")
+            template = read_bounded(file, limits.max_text_bytes).decode("utf-8")
         except UnicodeDecodeError as error:
             raise AdapterFormatError(f"'{file.name}' is not UTF-8") from error
     if isinstance(template, list):
@@ -153,6 +153,8 @@ def _read_template(folder: Path, config: Mapping[str, Any], limits: ReadLimits) 
         return None
     if not isinstance(template, str):
         raise AdapterFormatError(f"the adapter's chat_template is {short(template)}, not text")
+    if len(template.encode(errors="replace")) > limits.max_text_bytes:
+        raise AdapterTooLarge(f"the adapter's chat template has more than {limits.max_text_bytes} bytes; shorten it")
     from app.engine.models.chat.chat_template import ChatTemplate  # jinja2, which few adapters need
 
     try:

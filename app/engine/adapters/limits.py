@@ -30,10 +30,16 @@ _FOLDER = os.O_DIRECTORY | getattr(os, "O_PATH", os.O_RDONLY)
 
 @dataclass(frozen=True, slots=True)
 class ReadLimits:
-    """Bounds on one adapter. The defaults admit rank 512 on every module of a 70B model."""
+    """Bounds on one adapter. The defaults admit rank 512 on every module of a 70B model.
+
+    `max_text_bytes`: of a chat template, and of everything that the adapter's prompts need and the base does not have,
+    because each ingress holds it.
+    """
 
     max_config_bytes: int = MIB
     max_header_bytes: int = 16 * MIB
+    max_text_bytes: int = 256 << 10
+    max_invocation_tokens: int = 64
     max_weight_bytes: int = 8192 * MIB
     max_tensors: int = 100_000
     max_rank: int = 4096

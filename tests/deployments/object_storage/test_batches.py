@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from app.deployments.object_storage.batches import LEASE_S
-from app.deployments.object_storage.models import Batch, LeaseLost, NewBatch
+from app.deployments.object_storage.files import ARRIVAL_S
+from app.deployments.object_storage.models import Batch, LeaseLost, LineResult, NewBatch, StorageQuotaExceeded
 from app.deployments.object_storage.storage import Storage
 from app.deployments.registry.db.database import Database, sqlite_url
 
@@ -45,7 +46,9 @@ def new_batch(books: Storage) -> Batch:
     file = books.files.begin("t", "in.jsonl", "batch", 3, 30 * DAY_S, 1 << 20)
     books.files.add_part(file.id, 0, b"{}\n")
     books.files.end(file.id, 1, tenant_id="t")
-    return books.batches.create(NewBatch("t", "", "/v1/completions", file.id, DAY_S, 30 * DAY_S, max_open=9))
+    return books.batches.create(
+        NewBatch("t", "", "/v1/completions", file.id, DAY_S, 30 * DAY_S, max_open=9, max_bytes=1 << 20)
+    )
 
 
 @pytest.mark.parametrize("step_s", [3600.0, -3600.0, 90_000.0])
@@ -64,7 +67,7 @@ def test_a_clock_that_is_set_takes_no_batch_from_the_living_and_leaves_the_dead_
     for _ in range(int(3 * LEASE_S / POLL_S)):
         assert [books.claim("other") for books in (other, late, working)] == [None] * 3
         machines.now_s += POLL_S
-        working.answer(batch.id, "worker", [])
+        working.answer(batch.id, "worker", [], 1 << 20)
     assert [books.claim("other") for books in (late, other)] == [None] * 2, "its last word counts from here"
     machines.now_s += LEASE_S - 1.0
     assert [books.claim("other") for books in (late, other)] == [None] * 2
@@ -72,7 +75,37 @@ def test_a_clock_that_is_set_takes_no_batch_from_the_living_and_leaves_the_dead_
     assert other.claim("other") == batch
     assert [books.claim("late") for books in (late, working)] == [None] * 2, "it is one's only"
     with pytest.raises(LeaseLost):
-        working.answer(batch.id, "worker", [])
+        working.answer(batch.id, "worker", [], 1 << 20)
+
+
+def test_a_batch_s_answers_count_against_its_tenant_as_they_are_written(machines: Machines) -> None:
+    storage = machines.open(lambda: 0.0)
+    batch = new_batch(storage)
+    batches, claimed = storage.batches, storage.batches.claim("worker")
+    assert claimed == batch
+    batches.begin(batch.id, "worker", 300)
+    batches.answer(batch.id, "worker", [LineResult(0, False, "x" * 99), LineResult(1, True, "y" * 49)], 1000)
+    batches.answer(batch.id, "worker", [LineResult(299, False, "z" * 799)], 1000)
+    with pytest.raises(StorageQuotaExceeded, match="the batch's answers have 100 bytes but 47 are left"):
+        batches.answer(batch.id, "worker", [LineResult(2, False, "x" * 99)], 1000)
+    with pytest.raises(StorageQuotaExceeded, match="47 are left"):
+        storage.files.begin("t", "more.jsonl", "batch", 48, DAY_S, 1000)
+    storage.files.begin("other", "theirs.jsonl", "batch", 48, DAY_S, 1000)
+    machines.now_s += 2 * ARRIVAL_S
+    storage.sweep()
+    assert storage.files.page(tenant_id="t", limit=9, after=None, purpose="batch_output", newest=True).files == ()
+    ended = batches.finish(batch.id, "worker", "failed")
+    assert ended.output_file_id is not None
+    output = storage.files.get(ended.output_file_id, tenant_id="t")
+    assert (output.size_bytes, output.filename) == (900, f"{batch.id}_output.jsonl")
+    parts = [storage.files.part(output.id, number, tenant_id="t") for number in range(3)]
+    assert parts == [b"x" * 99 + b"\n", b"z" * 799 + b"\n", None]
+    full = NewBatch("t", "", "/v1/completions", batch.input_file_id, DAY_S, DAY_S, max_open=9, max_bytes=953)
+    with pytest.raises(StorageQuotaExceeded, match="a batch's output has at least"):
+        batches.create(full)
+    for file_id in (output.id, str(ended.error_file_id)):
+        storage.files.delete(file_id, tenant_id="t")
+    assert batches.answered_lines(batch.id) == []
 
 
 def test_what_is_left_by_its_process_is_free_at_once(machines: Machines) -> None:

@@ -24,7 +24,7 @@ from app.engine.adapters.merge import MERGED
 from app.engine.adapters.sandbox.packing import pack_adapter, unpack_adapter
 from app.engine.api import LLM, Generation
 from app.engine.config import EngineConfig
-from app.engine.errors import AdapterFormatError, AdapterMismatch, CombinationError
+from app.engine.errors import AdapterFormatError, AdapterMismatch, AdapterTooLarge, CombinationError
 from app.engine.request import SamplingParams
 from tests.engine.adapters.formats.test_peft_parity import PEFT_WARNINGS
 from tests.engine.adapters.parity import save_random_adapter, tiny_model
@@ -242,3 +242,16 @@ def test_an_invocation_that_the_base_cannot_be_told_is_refused(tmp_path: Path) -
     folder = write_peft(tmp_path, config, peft_tensors(random_arrays(spec, 2, ["q_proj"])))
     with pytest.raises(AdapterMismatch, match="invocation token 64"):
         read_adapter(folder, spec, supported_features=FEATURES)
+
+
+def test_an_invocation_of_many_tokens_is_refused(tmp_path: Path) -> None:
+    spec = tiny_spec()
+    tensors = peft_tensors(random_arrays(spec, 2, ["q_proj"]))
+    for number in (64, 65):
+        config = peft_config(2, ["q_proj"], alora_invocation_tokens=[1] * number)
+        folder = write_peft(tmp_path / str(number), config, tensors)
+        if number == 64:
+            assert len(read_adapter(folder, spec, supported_features=FEATURES).card.invocation_tokens) == 64
+        else:
+            with pytest.raises(AdapterTooLarge, match="65 invocation tokens; at most 64"):
+                read_adapter(folder, spec, supported_features=FEATURES)

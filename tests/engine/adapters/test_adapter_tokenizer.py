@@ -21,7 +21,7 @@ from app.engine.adapters.sandbox.packing import pack_adapter
 from app.engine.adapters.sandbox.validator import Validator
 from app.engine.api import LLM
 from app.engine.config import CpuConfig, EngineConfig
-from app.engine.errors import AdapterFormatError, AdapterMismatch, InvalidRequest, NotReady
+from app.engine.errors import AdapterFormatError, AdapterMismatch, AdapterTooLarge, InvalidRequest, NotReady
 from app.engine.models.chat import chat_template_sandbox
 from app.engine.models.chat.chat_template_sandbox import PAUSE_S, ChatTemplateSandbox
 from app.engine.models.checkpoint import load_checkpoint
@@ -256,6 +256,27 @@ def test_what_a_template_refuses_is_the_requests_error(process: ChatTemplateSand
     with pytest.raises(InvalidRequest, match="roles must alternate"):
         process.render("{{ raise_exception('roles must alternate') }}", {}, CHAT)
     assert process.render("{{ messages[0].content * 100000 }}", {}, CHAT) == "ab a" * 100000
+
+
+@pytest.mark.parametrize("place", ["chat_template", "tokenizer_config"])
+def test_a_template_is_bounded(tmp_path: Path, place: str) -> None:
+    limit = 256 << 10
+    for size in (limit, limit + 1):
+        template = "x" * size
+        text = template if place == "chat_template" else json.dumps({"chat_template": template})
+        folder = adapter(tmp_path, **{place: text})
+        if size == limit:
+            assert text_of(folder).chat_template == template
+        else:
+            with pytest.raises(AdapterTooLarge, match="262144"):
+                read_adapter(folder, SPEC)
+
+
+def test_what_every_ingress_would_hold_is_bounded(tmp_path: Path, base: Tokenizer) -> None:
+    config = json.dumps({"eos_token": "x" * (256 << 10)})
+    folder = adapter(tmp_path, chat_template="{{ eos_token }}", tokenizer_config=config)
+    with pytest.raises(AdapterTooLarge, match="at most 262144 are served"):
+        AdapterTokenizerCache(lambda: base).strip_base(read_adapter(folder, SPEC).card)
 
 
 def test_the_python_api_writes_an_adapters_prompt_with_its_template(tmp_path: Path) -> None:

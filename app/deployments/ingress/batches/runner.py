@@ -28,7 +28,7 @@ from app.deployments.ingress.batches.batch_file import (
     unfinished_line,
 )
 from app.deployments.ingress.principal import Principal
-from app.deployments.object_storage.models import Batch, BatchStatus, LeaseLost, LineResult
+from app.deployments.object_storage.models import Batch, BatchStatus, LeaseLost, LineResult, StorageQuotaExceeded
 from app.deployments.object_storage.service import StorageService
 from app.deployments.rpc.background_tasks import Tasks, backoff_s, wait_for_event
 from app.deployments.tenancy.quota.limits import LimitError
@@ -79,6 +79,7 @@ class BatchRunner:
         self.slots = asyncio.Semaphore(config.storage.batch_concurrency)
         self.num_streams = config.storage.batch_concurrency
         self.max_line_bytes = config.limits.max_body_bytes
+        self.max_tenant_bytes = config.storage.max_tenant_bytes
         self._config = config
         self.caller_of = caller_of
         self._tasks = Tasks()
@@ -128,6 +129,8 @@ class BatchRunner:
             await _BatchRun(self, batch, known, min(self.num_streams, check.num_lines)).run()
         except NotFound:
             await self._refuse(batch, [FileError("input_file_gone", "the input file has expired or was deleted")])
+        except StorageQuotaExceeded as error:  # what was written before stays, as the batch's output
+            await self._refuse(batch, [FileError("storage_quota_reached", str(error))])
 
     async def file_lines(self, batch: Batch) -> AsyncGenerator[list[NumberedBatchLine]]:
         """The lines of a batch's file, part by part. Raises NotFound."""
@@ -235,7 +238,9 @@ class _BatchRun:
         """Write up to `_LINES_AT_ONCE` answers and renew the lease; keeps them while the database is unavailable."""
         lines = self._answers[:_LINES_AT_ONCE]
         try:
-            self._batch = await self._runner.storage.answer(self._batch.id, self._runner.holder, lines)
+            self._batch = await self._runner.storage.answer(
+                self._batch.id, self._runner.holder, lines, self._runner.max_tenant_bytes
+            )
         except NotReady as error:
             logger.info("writing the answers of batch %s is retried: %s", self._batch.id, error)
             await asyncio.sleep(self._runner.write_s)

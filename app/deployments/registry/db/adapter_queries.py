@@ -54,7 +54,7 @@ def card_values(card: AdapterCard) -> dict[str, Any]:
     return {
         "digest": card.digest,
         "max_rank": card.max_rank,
-        "size_bytes": card.size_bytes,
+        "size_bytes": card.size_bytes + len(card.text.encode()),  # both are stored for the tenant
         "extra_bytes": card.extra_bytes,
         "text": card.text,
         "description": card.description,

@@ -1,19 +1,20 @@
 """Retention: which rows a registry deletes, so that it stays bounded, and which uploads it still needs.
 
 `trim` deletes events, audit records, and jobs of names that were never registered. Limits hold per name, so that a busy
-adapter does not erase another's history, and by age and total count. Rows are searched in a read transaction and
-deleted a few thousand at a time, so that no writer waits long.
+adapter does not erase another's history, per tenant, by age and in total. Beyond the total the tenants with the most
+rows lose their oldest. The default tenant's rows, which record what admin keys do, have a total of their own. Rows are
+searched in a read transaction and deleted a few thousand at a time, so that no writer waits long.
 """
 
 from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from sqlalchemy import ColumnElement, Select, Table, delete, func, or_, select, union
+from sqlalchemy import ColumnElement, Select, Table, and_, delete, func, or_, select, union
 
 from app.deployments.registry.db.database import Database
 from app.deployments.registry.db.tables import adapters, audit, events, jobs
-from app.deployments.registry.models import FINAL_STATES, UPLOADED, State
+from app.deployments.registry.models import DEFAULT_TENANT, FINAL_STATES, UPLOADED, State
 
 _DAY_S = 86_400.0
 #: Most rows that one transaction deletes, and that one call of `trim` deletes from a table.
@@ -21,17 +22,18 @@ _DELETE_BATCH, _MAX_ROWS = 2_000, 100_000
 
 
 class Limits(NamedTuple):
-    """How many rows a table has per name and in total, and their greatest age."""
+    """How many rows a table has per name, in total and per tenant but the default one, and their greatest age."""
 
     per_name: int
     total: int
     age_s: float
+    per_tenant: int = 200_000
 
 
 EVENTS = Limits(1_000, 1_000_000, 90 * _DAY_S)
 AUDIT = Limits(10_000, 1_000_000, 400 * _DAY_S)
 #: Only for names that were never registered; `job_table.MAX_JOBS_PER_NAME` bounds the others.
-UNKNOWN_JOBS = Limits(20, 10_000, 7 * _DAY_S)
+UNKNOWN_JOBS = Limits(20, 10_000, 7 * _DAY_S, per_tenant=2_000)
 
 
 def trim(database: Database) -> int:
@@ -92,16 +94,23 @@ def _beyond(
     limits: Limits,
     where: tuple[ColumnElement[bool], ...],
 ) -> Select[Any]:
-    """Ids of rows that are too old, or too far from the newest of their name or of all."""
-    of_name = func.row_number().over(partition_by=(table.c.tenant_id, table.c.name), order_by=order.desc())
-    of_all = func.row_number().over(order_by=order.desc())
-    places = (
-        select(table.c.id, time_s.label("at_s"), of_name.label("of_name"), of_all.label("of_all"))
+    """Ids of rows that are too old, or too far from the newest of their name, of their tenant or of all."""
+    newest = order.desc()
+    of_name = func.row_number().over(partition_by=(table.c.tenant_id, table.c.name), order_by=newest)
+    of_tenant = func.row_number().over(partition_by=table.c.tenant_id, order_by=newest)
+    ranked = (
+        select(
+            table.c.id, table.c.tenant_id, time_s.label("at_s"), of_name.label("of_name"), of_tenant.label("of_tenant")
+        )
         .where(table.c.base_digest == database.base_digest, *where)
         .subquery()
     )
+    is_default = ranked.c.tenant_id == DEFAULT_TENANT
+    of_all = func.row_number().over(partition_by=is_default, order_by=(ranked.c.of_tenant, ranked.c.id.desc()))
+    places = select(ranked, is_default.label("is_default"), of_all.label("of_all")).subquery()
     is_beyond = or_(
         places.c.of_name > limits.per_name,
+        and_(~places.c.is_default, places.c.of_tenant > limits.per_tenant),
         places.c.of_all > limits.total,
         places.c.at_s < database.clock() - limits.age_s,
     )

@@ -296,7 +296,9 @@ async def test_what_actors_raise_holds_no_key(org: Org) -> None:
         lambda: storage.batch(key, **its),
         lambda: storage.response(key, **its),
         lambda: storage.file_page(limit=1, after=key, purpose=None, newest=True, **its),
-        lambda: storage.create_batch(NewBatch(its["tenant_id"], "", "/v1/completions", key, 1.0, 1.0, 1, "{}")),
+        lambda: storage.create_batch(
+            NewBatch(its["tenant_id"], "", "/v1/completions", key, 1.0, 1.0, 1, 1 << 20, "{}")
+        ),
         lambda: store.put_alias("prod", {key: 1.0}, **mine),
         lambda: store.put_alias(key, {"base": 1.0}, **mine),
         lambda: store.promote_alias("prod", key, **mine),

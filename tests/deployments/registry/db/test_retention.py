@@ -63,6 +63,37 @@ def test_what_is_old_goes_and_so_does_what_is_too_much(
     assert [item.name for item in registry.event_log.audit(**MINE)] == ["new"]
 
 
+def add_audit(registry: Registry, tenant_id: str, number: int) -> None:
+    with registry.database.write() as connection:
+        for index in range(number):
+            record_audit(connection, registry.database, tenant_id, "register", f"n{index}", tenant_id, {})
+
+
+def num_audit(registry: Registry) -> dict[str, int]:
+    tenants = (DEFAULT_TENANT, "quiet", "one", "two")
+    return {name: len(registry.event_log.audit(limit=1000, before=None, tenant_id=name)) for name in tenants}
+
+
+def test_a_tenant_s_flood_displaces_neither_others_history_nor_the_operator_s(
+    registry: Registry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(retention, "AUDIT", Limits(per_name=10, total=100, age_s=DAY_S, per_tenant=80))
+    add_audit(registry, DEFAULT_TENANT, 90)
+    add_audit(registry, "quiet", 5)
+    add_audit(registry, "one", 300)
+    trim(registry.database)
+    assert num_audit(registry) == {DEFAULT_TENANT: 90, "quiet": 5, "one": 80, "two": 0}
+    add_audit(registry, "two", 300)
+    trim(registry.database)
+    left = num_audit(registry)
+    assert (left[DEFAULT_TENANT], left["quiet"]) == (90, 5)
+    assert left["one"] + left["two"] == 95, "those with the most rows lose the oldest"
+    assert abs(left["one"] - left["two"]) <= 1
+    add_audit(registry, DEFAULT_TENANT, 30)
+    trim(registry.database)
+    assert num_audit(registry) == left | {DEFAULT_TENANT: 100}
+
+
 def test_jobs_of_names_that_never_were_go_and_no_others(
     registry: Registry, monkeypatch: pytest.MonkeyPatch, now_s: list[float]
 ) -> None:

@@ -39,6 +39,7 @@ def add_batch_routes(app: FastAPI, service: IngressService) -> None:
             window_s=DAY_S,
             output_life_s=life_s,
             max_open=config.max_open_batches,
+            max_bytes=config.max_tenant_bytes,
             note=json.dumps(body.metadata or {}),
         )
         batch = await service.storage.create_batch(new_batch)

@@ -24,13 +24,14 @@ from app.deployments.ingress.schemas.batches import MAX_LIFE_S, MIN_LIFE_S, File
 from app.deployments.ingress.schemas.response_model import DeletedResponse, PageResponse
 from app.deployments.ingress.service import IngressService
 from app.deployments.object_storage.models import StoredFile, unsupported_purpose_error
-from app.engine.errors import InvalidRequest, QueueFull
+from app.engine.errors import InvalidRequest
+from app.engine.scheduling.fair_limiter import FairSemaphore
 from app.redaction import holds_key
 
 #: Bytes per call to the database.
 PART_BYTES = 1 << 20
-#: Concurrent uploads of one ingress, and the bytes that a form may have in addition to its file.
-MAX_UPLOADS = 8
+#: Concurrent uploads of one ingress and of one project there, and the bytes that a form may have beside its file.
+MAX_UPLOADS, MAX_UPLOADS_PER_PROJECT = 8, 4
 FORM_BYTES = 64 << 10
 
 
@@ -53,24 +54,18 @@ class FileQuery(PageQuery):
 
 
 def add_file_routes(app: FastAPI, service: IngressService) -> None:
-    num_running = 0
+    uploads = FairSemaphore("uploads of files", MAX_UPLOADS, max_per_tenant=MAX_UPLOADS_PER_PROJECT, max_waiting=0)
 
     @app.post("/v1/files", response_model=FileObject, openapi_extra=takes_content("multipart/form-data", _FORM))
     async def create(request: Request) -> Response:
         """Upload a batch's input file: one JSON object per line."""
-        nonlocal num_running
         caller = inference_principal(request)
-        if num_running >= MAX_UPLOADS:
-            raise QueueFull(f"{num_running} files are being uploaded here, the limit; retry later", retry_after_s=1)
-        num_running += 1
-        try:
+        async with uploads.hold(caller.tenant_id):
             form = await _form(request, service.storage_config.max_file_bytes)
             try:
                 file = await _store_upload(form, service, caller.tenant_id)
             finally:
                 await form.close()
-        finally:
-            num_running -= 1
         return JSONResponse(file_body(file))
 
     @app.get("/v1/files", response_model=PageResponse[FileObject])

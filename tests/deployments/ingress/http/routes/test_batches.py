@@ -239,7 +239,7 @@ async def test_bytes_and_batches_are_bounded(gpt: openai.AsyncOpenAI, writing: S
     with pytest.raises(openai.PermissionDeniedError) as denied:
         await upload(gpt, bytes(1001))
     assert denied.value.code == "storage_quota_reached"
-    await upload(gpt, bytes(1000))
+    await upload(gpt, bytes(900))
     fields: Any = {"endpoint": CHAT, "completion_window": "24h", "input_file_id": file_id}
     batches = [await gpt.batches.create(**fields) for _ in range(2)]
     with pytest.raises(openai.PermissionDeniedError):
@@ -280,6 +280,27 @@ async def counted(gpt: openai.AsyncOpenAI, batch_id: str, num_completed: int) ->
         await asyncio.sleep(0.005)
 
 
+async def test_a_batch_beyond_its_project_s_storage_fails_and_keeps_what_was_written(
+    gpt: openai.AsyncOpenAI, writing: Service
+) -> None:
+    held, now_s = Held(writing), [1000.0]
+    runner = runner_of(writing, held, "only", now_s)
+    content = jsonl([BODIES[CHAT]] * 10)
+    fields: Any = {"endpoint": CHAT, "completion_window": "24h"}
+    batch = await gpt.batches.create(input_file_id=await upload(gpt, content), **fields)
+    runner.max_tenant_bytes = len(content) + 1500
+    task = asyncio.create_task(runner.run())
+    held.num_open = 1
+    await counted(gpt, batch.id, 1)
+    held.num_open = 100
+    batch = await ended(gpt, batch.id)
+    task.cancel()
+    await runner.close()
+    assert batch.status == "failed"
+    assert [error.code for error in batch.errors.data or []] == ["storage_quota_reached"]
+    assert len(await lines_of(gpt, batch.output_file_id)) == batch.request_counts.completed >= 1
+
+
 async def test_another_goes_on_with_what_a_dead_ingress_left(gpt: openai.AsyncOpenAI, writing: Service) -> None:
     held, now_s = Held(writing), [1000.0]
     first = runner_of(writing, held, "first", now_s)
@@ -318,9 +339,9 @@ async def test_what_two_write_is_kept_once(gpt: openai.AsyncOpenAI, writing: Ser
     now_s[0] += LEASE_S
     assert await storage.claim("fast") is not None
     with pytest.raises(LeaseLost):
-        await storage.answer(batch.id, "slow", [LineResult(0, False, "slow")])
+        await storage.answer(batch.id, "slow", [LineResult(0, False, "slow")], 1 << 20)
     for text in ("first", "second"):
-        received = await storage.answer(batch.id, "fast", [LineResult(0, False, text)])
+        received = await storage.answer(batch.id, "fast", [LineResult(0, False, text)], 1 << 20)
         assert received.num_completed == 1
     done = await storage.finish(batch.id, "fast", "completed")
     assert done.output_file_id is not None
