@@ -110,7 +110,10 @@ class _Service:
 
     async def upload(self, name: str, config: bytes, weights: bytes) -> CatalogEntry:
         """Like PUT /v1/loras/{name}/weights once the body has arrived."""
-        return (await self._calls.upload(LoadRequest(DEFAULT_TENANT, name, UPLOADED, "bench"), config, weights))[1]
+        request = LoadRequest(DEFAULT_TENANT, name, UPLOADED, "bench")
+        upload_id = await self._calls.begin_upload(request, config)
+        await self._calls.write_upload(upload_id, 0, weights)
+        return (await self._calls.end_upload(request, upload_id))[1]
 
     async def adapter(self, ref: AdapterRef) -> LoraAdapter:
         return unpack_adapter(*await self.store.fetch(ref))

@@ -58,6 +58,27 @@ def wanted(name: str, source: str, pinned: bool | None = None, traffic_weight: f
     return LoadRequest(DEFAULT_TENANT, name, source, "ada", pinned, traffic_weight)
 
 
+def complete_upload(uploads: Uploads, config: bytes, weights: bytes, tenant_id: str = DEFAULT_TENANT) -> Any:
+    """The context of an upload's source, all of which has arrived."""
+    upload_id = uploads.begin(config, tenant_id)
+    try:
+        for offset in range(0, len(weights), 7):
+            uploads.write(upload_id, offset, weights[offset : offset + 7])
+    except PolyloraError:
+        uploads.discard(upload_id)
+        raise
+    return uploads.end(upload_id)
+
+
+async def upload(
+    service: StoreService[Any], request: LoadRequest, config: bytes, weights: bytes
+) -> tuple[RegistryJob, CatalogEntry]:
+    """Like PUT /v1/loras/{name}/weights."""
+    upload_id = await service.begin_upload(request, config)
+    await service.write_upload(upload_id, 0, weights)
+    return await service.end_upload(request, upload_id)
+
+
 def register(
     catalog: Catalog,
     name: str,

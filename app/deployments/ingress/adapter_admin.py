@@ -49,6 +49,10 @@ class AdapterAdmin:
         unload, entry = await asyncio.shield(begin)
         return await asyncio.shield(drain) if wait else unload.job, entry
 
+    def discard_upload(self, upload_id: str) -> None:
+        """Remove an upload that will not be completed, after this call."""
+        self._tasks.start(self.store.discard_upload(upload_id))
+
     async def keep_resuming_unloads(self) -> None:
         """Run `resume_unloads` at intervals until cancelled."""
         await asyncio.sleep(RESUME_INTERVAL_S)  # a new ingress does not know the replicas yet

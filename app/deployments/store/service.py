@@ -154,17 +154,42 @@ class StoreService(Generic[H]):
         return auto_registration is not None and await auto_registration.resolve(name, tenant_id=tenant_id, who=who)
 
     @remote_method
-    async def upload(self, request: LoadRequest, config: bytes, weights: bytes) -> tuple[RegistryJob, CatalogEntry]:
-        """`load_and_wait` of an adapter's two files; the request's source is ignored.
+    async def begin_upload(self, request: LoadRequest, config: bytes) -> str:
+        """Start to upload an adapter, with its adapter_config.json; the upload's id.
 
-        Raises what `load_and_wait` raises, and AdapterTooLarge or QueueFull if the files do not fit.
+        Raises InvalidRequest for the name, AdapterTooLarge or QueueFull if the files do not fit.
         """
         self._on_call()
-        assert self._parts.uploads is not None, "only a store with a folder for uploads is called"
         self._registry_service.check_name(request.name)  # before the files are written
+        return await asyncio.to_thread(self._uploads.begin, config, request.tenant_id)
+
+    @remote_method
+    async def write_upload(self, upload_id: str, offset: int, part: bytes) -> None:
+        """Add a part of its weights. Raises AdapterTooLarge, QueueFull, and NotReady if it was interrupted."""
+        self._on_call()
+        await asyncio.to_thread(self._uploads.write, upload_id, offset, part)
+
+    @remote_method
+    async def end_upload(self, request: LoadRequest, upload_id: str) -> tuple[RegistryJob, CatalogEntry]:
+        """`load_and_wait` of an upload that is complete; the request's source is ignored.
+
+        Raises what `load_and_wait` raises, QueueFull, and NotReady if the upload was interrupted.
+        """
+        self._on_call()
         with ExitStack() as stack:
-            source = await asyncio.to_thread(stack.enter_context, self._parts.uploads.store(config, weights))
+            source = await asyncio.to_thread(stack.enter_context, self._uploads.end(upload_id))
             return await self._registry_service.load_and_wait(replace(request, source=source))
+
+    @remote_method
+    async def discard_upload(self, upload_id: str) -> None:
+        """Remove an upload that will not be completed."""
+        self._on_call()
+        await asyncio.to_thread(self._uploads.discard, upload_id)
+
+    @property
+    def _uploads(self) -> Uploads:
+        assert self._parts.uploads is not None, "only a store with a folder for uploads is called"
+        return self._parts.uploads
 
     @remote_method
     async def begin_unload(self, name: str, *, tenant_id: str, who: str) -> tuple[UnloadResult, CatalogEntry | None]:

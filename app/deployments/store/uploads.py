@@ -1,9 +1,9 @@
 """Uploaded adapters, stored in the state folder under the digest of their files.
 
-Their source is `upload://<digest>`, which is read like a folder under the roots. An upload is written to a temporary
-folder, flushed and renamed, so what has a digest for a name is complete. An upload without references for `GRACE_S` is
-removed, unless it is being loaded; the grace is for requests that began with an older generation. Called from any
-thread.
+Their source is `upload://<digest>`, which is read like a folder under the roots. An upload arrives in parts in a
+temporary folder, which is flushed and renamed, so what has a digest for a name is complete. An upload without
+references for `GRACE_S` is removed, unless it is being loaded; the grace is for requests that began with an older
+generation. One without a new part for `ARRIVAL_S` is discarded. Called from any thread.
 """
 
 from __future__ import annotations
@@ -22,13 +22,24 @@ from pathlib import Path
 from app.deployments.registry.models import UPLOADED
 from app.engine.adapters.formats.peft_config import CONFIG_NAME
 from app.engine.adapters.formats.peft_file import WEIGHTS_NAME
-from app.engine.errors import AdapterTooLarge, QueueFull
+from app.engine.errors import AdapterTooLarge, NotReady, QueueFull
 
 logger = logging.getLogger(__name__)
 
 #: How long an unreferenced upload stays.
 GRACE_S = 900.0
+#: How long an upload may wait for its next part.
+ARRIVAL_S = 300.0
 _PART = ".part"
+
+
+class _Arriving:
+    """An upload whose parts arrive in `folder`."""
+
+    def __init__(self, folder: Path, tenant_id: str, size_bytes: int, now_s: float) -> None:
+        self.folder, self.tenant_id = folder, tenant_id
+        self.size_bytes = size_bytes
+        self.used_s = now_s
 
 
 class Uploads:
@@ -39,6 +50,7 @@ class Uploads:
         self._max_bytes = max_bytes
         self._clock = clock
         self._lock = threading.Lock()
+        self._arriving: dict[str, _Arriving] = {}  # by upload id
         self._loading: Counter[str] = Counter()  # digests that are being loaded, with their number of loads
         self._unreferenced_s: dict[str, float] = {}  # digest -> when it was first seen unreferenced
         root.mkdir(parents=True, exist_ok=True)
@@ -46,21 +58,53 @@ class Uploads:
             shutil.rmtree(partial)
         self._size_bytes = {folder.name: _size_bytes(folder) for folder in root.iterdir()}
 
-    @contextlib.contextmanager
-    def store(self, config: bytes, weights: bytes) -> Iterator[str]:
-        """The source of these files, which stay while the block runs.
+    def begin(self, config: bytes, tenant_id: str) -> str:
+        """Start an upload with its adapter_config.json; its id. Raises AdapterTooLarge, QueueFull."""
+        upload_id = secrets.token_hex(16)
+        upload = _Arriving(self.root / f"{upload_id}{_PART}", tenant_id, 0, self._clock())
+        with self._lock:
+            self._reserve(upload, len(config))
+            self._arriving[upload_id] = upload
+        with self._disk_errors(upload_id):
+            upload.folder.mkdir()
+            (upload.folder / CONFIG_NAME).write_bytes(config)
+            (upload.folder / WEIGHTS_NAME).touch()
+        return upload_id
 
-        Raises AdapterTooLarge for files that can never fit, QueueFull while other uploads leave no room.
+    def write(self, upload_id: str, offset: int, part: bytes) -> None:
+        """Write a part of the weights; writing it twice changes nothing.
+
+        Raises AdapterTooLarge for what can never fit, QueueFull while other uploads leave no room, and NotReady if the
+        upload was discarded.
         """
-        digest = hashlib.sha256(b"%d\n%b" % (len(config), config) + hashlib.sha256(weights).digest()).hexdigest()
-        size_bytes = len(config) + len(weights)
+        with self._lock:
+            upload = self._upload(upload_id)
+            upload.used_s = self._clock()
+            config_bytes = (upload.folder / CONFIG_NAME).stat().st_size
+            self._reserve(upload, max(0, config_bytes + offset + len(part) - upload.size_bytes))
+        with self._disk_errors(upload_id), (upload.folder / WEIGHTS_NAME).open("r+b") as file:
+            file.seek(offset)
+            file.write(part)
+
+    @contextlib.contextmanager
+    def end(self, upload_id: str) -> Iterator[str]:
+        """The source of a complete upload, whose files stay while the block runs. Raises NotReady, QueueFull."""
+        with self._lock:
+            upload = self._upload(upload_id)
+        with self._disk_errors(upload_id):
+            digest = _digest(upload.folder)
         with self._lock:
             self._loading[digest] += 1
         try:
-            with self._lock:
-                self._reserve(digest, size_bytes)
-            if not (self.root / digest).is_dir():
-                self._write(digest, config, weights)
+            with self._disk_errors(upload_id):
+                for name in (CONFIG_NAME, WEIGHTS_NAME):
+                    with (upload.folder / name).open("rb") as file:
+                        os.fsync(file.fileno())
+                with self._lock:
+                    if digest not in self._size_bytes:
+                        upload.folder.rename(self.root / digest)
+                        self._size_bytes[digest] = upload.size_bytes
+            self.discard(upload_id)
             yield UPLOADED + digest
         finally:
             with self._lock:
@@ -68,9 +112,20 @@ class Uploads:
                 if not self._loading[digest]:
                     del self._loading[digest]
 
+    def discard(self, upload_id: str) -> None:
+        """Remove an upload that has not ended; no effect on others."""
+        with self._lock:
+            upload = self._arriving.pop(upload_id, None)
+        if upload is not None:
+            shutil.rmtree(upload.folder, ignore_errors=True)
+
     def sweep(self, referenced: Collection[str]) -> int:
         """Remove uploads that were unreferenced for `GRACE_S`; returns their number. `referenced`: sources in use."""
         now_s = self._clock()
+        with self._lock:
+            late = [upload_id for upload_id, each in self._arriving.items() if now_s - each.used_s >= ARRIVAL_S]
+        for upload_id in late:
+            self.discard(upload_id)
         with self._lock:
             unreferenced = [digest for digest in self._size_bytes if UPLOADED + digest not in referenced]
             unreferenced = [digest for digest in unreferenced if digest not in self._loading]
@@ -80,54 +135,67 @@ class Uploads:
                 self._remove(digest)
         return len(expired)
 
-    def _reserve(self, digest: str, size_bytes: int) -> None:
-        """Make room for an upload, removing the longest unreferenced ones first."""
-        if digest in self._size_bytes:
-            return
-        if size_bytes > self._max_bytes:
+    def _upload(self, upload_id: str) -> _Arriving:
+        """Raises NotReady. The caller holds the lock."""
+        upload = self._arriving.get(upload_id)
+        if upload is None:
+            raise NotReady("the upload was interrupted; send the adapter again")
+        return upload
+
+    def _reserve(self, upload: _Arriving, num_bytes: int) -> None:
+        """Make room for more bytes of an upload, removing the longest unreferenced ones first. The caller holds the
+        lock.
+
+        Uploads of one tenant that arrive at a time may take half of the room.
+        """
+        if upload.size_bytes + num_bytes > self._max_bytes:
             raise AdapterTooLarge(
-                f"the adapter has {size_bytes} bytes but all uploads together may have {self._max_bytes}"
+                f"the adapter has {upload.size_bytes + num_bytes} bytes or more but all uploads together may have "
+                f"{self._max_bytes}"
             )
+        own = sum(each.size_bytes for each in self._arriving.values() if each.tenant_id == upload.tenant_id)
+        is_alone = own == upload.size_bytes
         for unreferenced in sorted(self._unreferenced_s, key=self._unreferenced_s.__getitem__):
-            if sum(self._size_bytes.values()) + size_bytes <= self._max_bytes:
+            if self._used_bytes + num_bytes <= self._max_bytes:
                 break
             if unreferenced not in self._loading:
                 self._remove(unreferenced)
-        if sum(self._size_bytes.values()) + size_bytes > self._max_bytes:
+        if self._used_bytes + num_bytes > self._max_bytes or (not is_alone and 2 * (own + num_bytes) > self._max_bytes):
             raise QueueFull(
-                f"uploaded adapters leave no room for {size_bytes} bytes more of adapters.disk_cache_bytes "
+                f"uploaded adapters leave no room for {num_bytes} bytes more of adapters.disk_cache_bytes "
                 f"{self._max_bytes}; unload some, or raise it",
                 retry_after_s=30,
             )
-        self._size_bytes[digest] = size_bytes
+        upload.size_bytes += num_bytes
 
-    def _write(self, digest: str, config: bytes, weights: bytes) -> None:
-        part = self.root / f"{digest}-{secrets.token_hex(6)}{_PART}"
+    @property
+    def _used_bytes(self) -> int:
+        return sum(self._size_bytes.values()) + sum(each.size_bytes for each in self._arriving.values())
+
+    @contextlib.contextmanager
+    def _disk_errors(self, upload_id: str) -> Iterator[None]:
+        """Discard the upload if the disk is full. Raises QueueFull."""
         try:
-            part.mkdir()
-            for name, content in ((CONFIG_NAME, config), (WEIGHTS_NAME, weights)):
-                with (part / name).open("wb") as file:
-                    file.write(content)
-                    file.flush()
-                    os.fsync(file.fileno())
-            with contextlib.suppress(OSError):  # another call has written the same files
-                part.rename(self.root / digest)
-        except OSError as error:  # a full disk
+            yield
+        except OSError as error:
             logger.error("an uploaded adapter cannot be written: %s", error)
-        finally:
-            shutil.rmtree(part, ignore_errors=True)
-        if not (self.root / digest).is_dir():
-            with self._lock:
-                if self._loading[digest] == 1:  # no other call writes the same files
-                    self._size_bytes.pop(digest, None)
+            self.discard(upload_id)
             raise QueueFull(
                 "the adapter could not be written to adapters.state_dir; free disk space and try again", retry_after_s=5
-            )
+            ) from error
 
     def _remove(self, digest: str) -> None:
         shutil.rmtree(self.root / digest, ignore_errors=True)
         del self._size_bytes[digest]
         self._unreferenced_s.pop(digest, None)
+
+
+def _digest(folder: Path) -> str:
+    """Hex SHA-256 of an upload's two files; where the first one ends is part of it."""
+    config = (folder / CONFIG_NAME).read_bytes()
+    with (folder / WEIGHTS_NAME).open("rb") as file:
+        weights = hashlib.file_digest(file, "sha256").digest()
+    return hashlib.sha256(b"%d\n%b" % (len(config), config) + weights).hexdigest()
 
 
 def _size_bytes(folder: Path) -> int:

@@ -18,7 +18,7 @@ from app.deployments.store.tier_counters import TierCounters
 from app.engine.adapters.card import AdapterRef
 from app.engine.adapters.sandbox.packing import PackedAdapter
 from app.engine.errors import AdapterError, AdapterFormatError, AdapterTooLarge, ConfigError, NotFound
-from tests.deployments.managed import ADA, MINE, fails, wanted
+from tests.deployments.managed import ADA, MINE, fails, upload, wanted
 from tests.e2e.tiny import save_adapter, save_tiny_model
 
 
@@ -126,18 +126,18 @@ PUT = LoadRequest(DEFAULT_TENANT, "tuned", UPLOADED, "ada")
 async def test_bytes_are_the_adapter_that_their_files_are(process: Process, folder: Path) -> None:
     service = process.service
     _, registered = await service.load_and_wait(wanted("by-path", "old"))
-    _, first = await service.upload(PUT, *files_of(folder, "old"))
+    _, first = await upload(service, PUT, *files_of(folder, "old"))
     assert first.ref.digest == registered.ref.digest, "the contents are what counts, not the way"
-    job, second = await service.upload(PUT, *files_of(folder, "new"))
+    job, second = await upload(service, PUT, *files_of(folder, "new"))
     assert (second.ref.generation, job.generation) == (first.ref.generation + 1, second.ref.generation)
     assert second.ref.digest != first.ref.digest
     await fetched(service, second.ref)
-    _, again = await service.upload(PUT, *files_of(folder, "new"))
+    _, again = await upload(service, PUT, *files_of(folder, "new"))
     assert again.ref == second.ref, "equal contents are no new generation"
 
 
 async def test_an_upload_is_there_in_the_next_life(process: Process, folder: Path) -> None:
-    _, entry = await process.service.upload(PUT, *files_of(folder, "old"))
+    _, entry = await upload(process.service, PUT, *files_of(folder, "old"))
     await process.close()
     process.open(process.config("new"))
     await fetched(process.service, entry.ref)
@@ -146,12 +146,12 @@ async def test_an_upload_is_there_in_the_next_life(process: Process, folder: Pat
 async def test_wrong_files_are_refused_and_the_name_means_what_it_meant(process: Process, folder: Path) -> None:
     service = process.service
     config, weights = files_of(folder, "old")
-    _, before = await service.upload(PUT, config, weights)
+    _, before = await upload(service, PUT, config, weights)
     cut, pickled = weights[:-1], b"\x80\x04]q\x00."
     for wrong in (cut, pickled, b"", weights[8:]):
-        assert isinstance(await fails(service.upload(PUT, config, wrong)), (AdapterFormatError, AdapterTooLarge))
+        assert isinstance(await fails(upload(service, PUT, config, wrong)), (AdapterFormatError, AdapterTooLarge))
     for wrong in (b"{}", b"[", b"\xff", config.replace(b"LORA", b"IA3")):
-        assert isinstance(await fails(service.upload(PUT, wrong, weights)), AdapterError), wrong
+        assert isinstance(await fails(upload(service, PUT, wrong, weights)), AdapterError), wrong
     present = process.opened.parts.registry.catalog.get("tuned", **MINE)
     assert present is not None
     assert present.ref == before.ref

@@ -10,8 +10,9 @@ import pytest
 
 from app.deployments.registry.models import UPLOADED
 from app.deployments.store.sources.source_resolution import LocalSource, Sources
-from app.deployments.store.uploads import GRACE_S, Uploads
-from app.engine.errors import AdapterTooLarge, NotFound, QueueFull, UnsafeSource
+from app.deployments.store.uploads import ARRIVAL_S, GRACE_S, Uploads
+from app.engine.errors import AdapterTooLarge, NotFound, NotReady, QueueFull, UnsafeSource
+from tests.deployments.managed import complete_upload
 
 
 class Clock:
@@ -33,7 +34,7 @@ def uploads(tmp_path: Path, clock: Clock) -> Uploads:
 
 def test_an_upload_is_a_source_by_its_contents(uploads: Uploads) -> None:
     sources = Sources([], uploads=uploads.root)
-    with uploads.store(b"{}", b"weights") as source, uploads.store(b"{}", b"weights") as again:
+    with complete_upload(uploads, b"{}", b"weights") as source, complete_upload(uploads, b"{}", b"weights") as again:
         assert source == again
         place = sources.locate(source)
         assert isinstance(place, LocalSource)
@@ -42,7 +43,7 @@ def test_an_upload_is_a_source_by_its_contents(uploads: Uploads) -> None:
             "adapter_model.safetensors",
         ]
         assert (place.path / "adapter_model.safetensors").read_bytes() == b"weights"
-    with uploads.store(b"{}w", b"eights") as other:
+    with complete_upload(uploads, b"{}w", b"eights") as other:
         assert other != source, "where one file ends is part of it"
     assert len(list(uploads.root.iterdir())) == 2
     assert sources.lane(source) == "local"
@@ -57,10 +58,10 @@ def test_nothing_else_is_one(uploads: Uploads, name: str) -> None:
 
 
 def test_what_nothing_names_goes_after_a_while(uploads: Uploads, clock: Clock) -> None:
-    with uploads.store(b"{}", b"one") as one:
+    with complete_upload(uploads, b"{}", b"one") as one:
         clock.now_s = 10 * GRACE_S
         assert uploads.sweep(()) == 0, "it is being loaded"
-    with uploads.store(b"{}", b"two") as two:
+    with complete_upload(uploads, b"{}", b"two") as two:
         pass
     assert uploads.sweep({one}) == 0
     clock.now_s += GRACE_S - 1
@@ -74,27 +75,27 @@ def test_what_nothing_names_goes_after_a_while(uploads: Uploads, clock: Clock) -
 
 
 def test_uploads_are_bounded_together(uploads: Uploads) -> None:
-    with pytest.raises(AdapterTooLarge), uploads.store(b"{}", bytes(99)):
+    with pytest.raises(AdapterTooLarge), complete_upload(uploads, b"{}", bytes(99)):
         pass
-    with uploads.store(b"{}", bytes(60)) as first:
+    with complete_upload(uploads, b"{}", bytes(60)) as first:
         uploads.sweep({first})
-        with pytest.raises(QueueFull), uploads.store(b"{}", b"x" * 60):
+        with pytest.raises(QueueFull), complete_upload(uploads, b"{}", b"x" * 60):
             pass
-    with pytest.raises(QueueFull), uploads.store(b"{}", b"x" * 60):
+    with pytest.raises(QueueFull), complete_upload(uploads, b"{}", b"x" * 60):
         pass
     uploads.sweep(())
-    with uploads.store(b"{}", b"x" * 60):
+    with complete_upload(uploads, b"{}", b"x" * 60):
         assert len(list(uploads.root.iterdir())) == 1, "what nothing names makes room at once"
 
 
 def test_a_restart_finds_what_was_whole(uploads: Uploads, clock: Clock) -> None:
-    with uploads.store(b"{}", bytes(60)) as source:
+    with complete_upload(uploads, b"{}", bytes(60)) as source:
         pass
     (uploads.root / "abc.part").mkdir()
     again = Uploads(uploads.root, 100, clock)
     assert [UPLOADED + folder.name for folder in uploads.root.iterdir()] == [source]
     again.sweep({source})
-    with pytest.raises(QueueFull), again.store(b"{}", b"x" * 60):
+    with pytest.raises(QueueFull), complete_upload(again, b"{}", b"x" * 60):
         pass
 
 
@@ -106,8 +107,36 @@ def test_a_full_disk_refuses_an_upload_and_holds_no_room_for_it(
 
     with monkeypatch.context() as disk:
         disk.setattr(os, "fsync", full)
-        with pytest.raises(QueueFull, match="state_dir"), uploads.store(b"{}", b"w" * 90):
+        with pytest.raises(QueueFull, match="state_dir"), complete_upload(uploads, b"{}", b"w" * 90):
             pass
     assert list(uploads.root.iterdir()) == []
-    with uploads.store(b"{}", b"v" * 90) as source:
+    with complete_upload(uploads, b"{}", b"v" * 90) as source:
         assert source.startswith(UPLOADED)
+
+
+def test_parts_may_come_twice_and_an_upload_without_new_ones_is_discarded(uploads: Uploads, clock: Clock) -> None:
+    upload_id, late = uploads.begin(b"{}", "a"), uploads.begin(b"{}", "a")
+    for offset, part in ((0, b"wei"), (0, b"wei"), (3, b"ghts")):
+        uploads.write(upload_id, offset, part)
+    clock.now_s += ARRIVAL_S - 1
+    uploads.write(upload_id, 3, b"ghts")
+    clock.now_s += 1
+    uploads.sweep(())
+    with pytest.raises(NotReady, match="send the adapter again"):
+        uploads.write(late, 0, b"x")
+    with uploads.end(upload_id) as source, complete_upload(uploads, b"{}", b"weights") as same:
+        assert source == same
+        assert len(list(uploads.root.iterdir())) == 1
+    with pytest.raises(NotReady):
+        uploads.end(upload_id).__enter__()
+    assert uploads._arriving == {}
+
+
+def test_one_tenant_s_arriving_uploads_leave_half_of_the_room(uploads: Uploads) -> None:
+    first, second, other = (uploads.begin(b"{}", tenant) for tenant in ("flood", "flood", "victim"))
+    uploads.write(first, 0, bytes(40))
+    with pytest.raises(QueueFull, match="leave no room for 10 bytes"):
+        uploads.write(second, 0, bytes(10))
+    uploads.write(other, 0, bytes(48))
+    uploads.discard(first)
+    uploads.write(second, 0, bytes(40))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
 
 from fastapi import Depends, Request
@@ -68,20 +68,24 @@ def body_model(route: APIRoute) -> type[Body] | None:
     return next((reader.model for reader in readers if isinstance(reader, _BodyReader)), None)
 
 
-async def read_bytes(request: Request, max_bytes: int, limit: str = "limits.max_body_bytes") -> bytes:
-    """The body. Raises UnknownEncoding, BodyTooLarge as soon as the limit is exceeded, or ClientGone."""
-    encoding = request.headers.get("content-encoding", "identity")
+async def body_parts(request: Request, max_bytes: int, limit: str = "limits.max_body_bytes") -> AsyncGenerator[bytes]:
+    """The body as it arrives. Raises UnknownEncoding, BodyTooLarge as soon as the limit is exceeded, or ClientGone."""
+    encoding, num_bytes = request.headers.get("content-encoding", "identity"), 0
     if encoding.lower() not in ("", "identity"):
         raise UnknownEncoding(f"the body's Content-Encoding is {encoding[:40]!r}; send it without")
-    body = bytearray()
     try:
         async for part in request.stream():
-            body += part
-            if len(body) > max_bytes:
+            num_bytes += len(part)
+            if num_bytes > max_bytes:
                 raise BodyTooLarge(f"the body is longer than {limit} {max_bytes}")
+            yield part
     except ClientDisconnect:
-        raise ClientGone(f"the client disconnected after {len(body)} bytes of its request") from None
-    return bytes(body)
+        raise ClientGone(f"the client disconnected after {num_bytes} bytes of its request") from None
+
+
+async def read_bytes(request: Request, max_bytes: int, limit: str = "limits.max_body_bytes") -> bytes:
+    """The whole body. Raises what `body_parts` raises."""
+    return b"".join([part async for part in body_parts(request, max_bytes, limit)])
 
 
 async def read_json(request: Request, max_bytes: int) -> object:

@@ -14,7 +14,7 @@ from starlette.responses import JSONResponse, Response
 
 from app.deployments.ingress.adapter_metrics import adapter_status
 from app.deployments.ingress.http.openapi import takes_content
-from app.deployments.ingress.http.request_parsing import Flag, JsonBody, PageQuery, QueryParams, page_body, read_bytes
+from app.deployments.ingress.http.request_parsing import Flag, JsonBody, PageQuery, QueryParams, body_parts, page_body
 from app.deployments.ingress.principal import Principal, check_settings, compose_request, http_principal, load_request
 from app.deployments.ingress.schemas.loras import (
     ConfigureAdapterBody,
@@ -34,10 +34,12 @@ from app.deployments.registry.models import (
     CatalogEntry,
     LoadRequest,
     Registration,
+    RegistryJob,
     cannot_pin_error,
 )
 from app.engine.adapters.combining.combination import display_source
-from app.engine.errors import InvalidRequest, QueueFull
+from app.engine.errors import InvalidRequest
+from app.engine.scheduling.fair_limiter import FairSemaphore
 from app.redaction import holds_key
 
 
@@ -206,12 +208,13 @@ async def unload_response(
 
 
 CONFIG_HEADER = "X-Adapter-Config"
-#: Concurrent uploads of one ingress: each is held in its memory.
-MAX_UPLOADS = 4
+#: Concurrent uploads of one ingress and of one project there, and the bytes of a part that it sends to the store.
+MAX_UPLOADS, MAX_UPLOADS_PER_PROJECT = 4, 2
+PART_BYTES = 4 << 20
 
 
 def _add_upload_route(routes: APIRouter, service: IngressService) -> None:
-    num_running = 0
+    uploads = FairSemaphore("uploads of adapters", MAX_UPLOADS, max_per_tenant=MAX_UPLOADS_PER_PROJECT, max_waiting=0)
     content = takes_content("application/octet-stream", {"type": "string", "format": "binary"})
 
     @routes.put("/v1/loras/{name}/weights", response_model=Lora, openapi_extra=content)
@@ -220,7 +223,6 @@ def _add_upload_route(routes: APIRouter, service: IngressService) -> None:
 
         The store's reader process validates the bytes.
         """
-        nonlocal num_running
         config = request.headers.get(CONFIG_HEADER, "")
         if not config:
             raise InvalidRequest(
@@ -228,14 +230,29 @@ def _add_upload_route(routes: APIRouter, service: IngressService) -> None:
             )
         if holds_key(config):
             raise InvalidRequest(f"the header {CONFIG_HEADER} contains an API key; leave it out")
-        if num_running >= MAX_UPLOADS:
-            raise QueueFull(f"{num_running} adapters are being uploaded here, the limit; retry later", retry_after_s=1)
-        num_running += 1
-        try:
-            weights = await read_bytes(request, service.preprocessor.limits.max_upload_bytes, "limits.max_upload_bytes")
-            caller = http_principal(request)
-            load = LoadRequest(caller.tenant_id, name, UPLOADED, caller.who)
-            job, entry = await service.adapter_admin.store.upload(load, config.encode("latin-1"), weights)
-        finally:
-            num_running -= 1
+        caller = http_principal(request)
+        load = LoadRequest(caller.tenant_id, name, UPLOADED, caller.who)
+        async with uploads.hold(caller.tenant_id):
+            job, entry = await _upload(request, load, config.encode("latin-1"), service)
         return JSONResponse(adapter_body(entry) | {"job": job_body(job)})
+
+
+async def _upload(
+    request: Request, load: LoadRequest, config: bytes, service: IngressService
+) -> tuple[RegistryJob, CatalogEntry]:
+    """Send the body to the store part by part, and load it. Raises what the store and reading the body raise."""
+    store, offset = service.adapter_admin.store, 0
+    upload_id = await store.begin_upload(load, config)
+    part = bytearray()
+    try:
+        async for piece in body_parts(request, service.preprocessor.limits.max_upload_bytes, "limits.max_upload_bytes"):
+            part += piece
+            if len(part) >= PART_BYTES:
+                await store.write_upload(upload_id, offset, bytes(part))
+                offset += len(part)
+                part.clear()
+        await store.write_upload(upload_id, offset, bytes(part))
+        return await store.end_upload(load, upload_id)
+    except BaseException:  # also a client that leaves
+        service.adapter_admin.discard_upload(upload_id)
+        raise

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
 
 import httpx
 import pytest
+from starlette.requests import ClientDisconnect
 
+from app.deployments.ingress.http.routes import loras as loras_module
 from app.deployments.registry.db.retention import uploads_in_use
 from app.deployments.registry.models import UPLOADED
 from tests.deployments.http_service import Service
 from tests.deployments.ingress.http.middleware.test_auth import Org, org
+from tests.deployments.managed import complete_upload
 
 __all__ = ["org"]
 
@@ -21,7 +25,7 @@ HEADERS = {"X-Adapter-Config": CONFIG, "Content-Type": "application/octet-stream
 def known(service: Service, weights: bytes, like: str) -> str:
     """The source of these weights, which are the contents of another adapter of the tests."""
     assert service.managed.uploads is not None
-    with service.managed.uploads.store(CONFIG.encode(), weights) as source:
+    with complete_upload(service.managed.uploads, CONFIG.encode(), weights) as source:
         service.managed.store.contents[source] = service.managed.store.contents[like]
     return source
 
@@ -108,3 +112,59 @@ async def test_a_project_s_weights_are_its_own_and_within_its_quota(org: Org) ->
     answer = await org.ask("bob", "PUT", "/v1/loras/tuned/weights", **put)
     assert answer.json()["error"]["code"] != "internal_error"
     assert answer.status_code in (403, 429)
+
+
+async def test_weights_go_to_the_store_in_parts_and_a_client_that_leaves_leaves_nothing(
+    http: httpx.AsyncClient, service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loras_module, "PART_BYTES", 3)
+    uploads = service.managed.uploads
+    assert uploads is not None
+    sizes: list[int] = []
+    write = uploads.write
+
+    def write_part(upload_id: str, offset: int, part: bytes) -> None:
+        sizes.append(len(part))
+        write(upload_id, offset, part)
+
+    monkeypatch.setattr(uploads, "write", write_part)
+
+    async def pieces(*, stops: bool = False) -> AsyncIterator[bytes]:
+        for piece in (b"we", b"igh", b"t", b"s"):
+            yield piece
+        if stops:
+            raise ClientDisconnect
+
+    known(service, WEIGHTS, "new")
+    sizes.clear()
+    assert (await http.put("/v1/loras/tuned/weights", content=pieces(), headers=HEADERS)).status_code == 200
+    assert sizes == [5, 2], "whole pieces, and the rest"
+    assert (await http.put("/v1/loras/other/weights", content=pieces(stops=True), headers=HEADERS)).status_code == 499
+    while uploads._arriving:
+        await asyncio.sleep(0.001)
+    assert len(list(uploads.root.iterdir())) == 1
+
+
+async def test_a_project_s_uploads_leave_places_to_others(org: Org) -> None:
+    known(org.service, WEIGHTS, "new")
+    gate = asyncio.Event()
+
+    async def slow() -> AsyncIterator[bytes]:
+        yield WEIGHTS[:3]
+        await gate.wait()
+        yield WEIGHTS[3:]
+
+    uploads = org.service.managed.uploads
+    assert uploads is not None
+    put = {"headers": HEADERS}
+    tasks = [
+        asyncio.create_task(org.ask("ada", "PUT", f"/v1/loras/slow{number}/weights", content=slow(), **put))
+        for number in range(2)
+    ]
+    while len(uploads._arriving) < 2:
+        await asyncio.sleep(0.001)
+    refused = await org.ask("ada", "PUT", "/v1/loras/third/weights", content=WEIGHTS, **put)
+    assert (refused.status_code, refused.json()["error"]["code"]) == (429, "queue_full")
+    assert (await org.ask("bob", "PUT", "/v1/loras/mine/weights", content=WEIGHTS, **put)).status_code == 200
+    gate.set()
+    assert [answer.status_code for answer in await asyncio.gather(*tasks)] == [200, 200]
