@@ -336,8 +336,27 @@ class PriceConfig(_Settings):
     output: float = Field(default=0.0, ge=0, le=1e6, allow_inf_nan=False, description="Price of generated tokens.")
 
 
+class DefaultLimitsConfig(_Settings):
+    """Limits of a new project until an administrator changes them. `None`: no limit."""
+
+    requests_per_min: int | None = Field(default=None, ge=0, description="Inference requests per minute.")
+    tokens_per_min: int | None = Field(default=None, ge=0, description="Tokens per minute.")
+    max_concurrent: int | None = Field(default=None, ge=0, lt=2**31, description="Concurrent sequences.")
+    max_adapters: int | None = Field(default=None, ge=0, lt=2**31, description="Registered adapters.")
+    calls_per_min: int | None = Field(
+        default=1200,
+        ge=0,
+        lt=2**31,
+        description="Requests per minute that are not inference (management, files, lists). The bytes of bodies count "
+        "as further calls. It also limits an address that sends requests without a valid key.",
+    )
+
+
 class TenantsConfig(_Settings):
-    """Prices. Tenants, their keys and limits are in the database (`polylora tenants`)."""
+    """Prices, and the limits of new projects. Tenants, their keys and limits are in the database
+    (`polylora tenants`)."""
+
+    default_limits: DefaultLimitsConfig = Field(default_factory=DefaultLimitsConfig)
 
     prices: dict[str, PriceConfig] = Field(
         default_factory=dict, description="Prices by name of the base model, or of an adapter with its own price."

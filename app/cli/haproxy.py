@@ -15,6 +15,9 @@ What changes, and why:
   networks, separated by commas). With Ray's template a client could forge the address in the audit log.
 - Its log has no queries, and no API keys in paths or in `X-Request-ID`, which Serve echoes and logs.
 - Its control socket is accessible to its own user only, not to every user of the machine.
+- A client may not hold connections for long without a request (`_CLIENT_TIMEOUTS`), and an address may not hold most
+  of them (`_connection_rules`). Ray's file lets anyone keep all of them silently for an hour. The beginning of a body,
+  up to HAProxy's buffer, is waited for here and not in an ingress. Bodies where no route reads one are refused.
 - HAProxy's own metrics and statistics do not listen unless their ports are requested
   (`RAY_SERVE_HAPROXY_METRICS_PORT`, `RAY_SERVE_HAPROXY_STATS_PORT`), and then on loopback.
 """
@@ -39,6 +42,16 @@ LISTENERS = (
     ("listen stats", "RAY_SERVE_HAPROXY_STATS_PORT"),
 )
 RETRY_AFTER_S = 2
+#: A request's head and the beginning of its body arrive within the first. The second is for the rest of a body and for
+#: a client that reads its answer; it does not run while an ingress computes.
+_CLIENT_TIMEOUTS = ("timeout http-request 10s", "timeout client 60s")
+#: The parts of all connections that one address may hold, and after which only addresses with a few connections get
+#: more: probes and clients that are not part of a flood.
+_MAX_PART_OF_ADDRESS, _FULL_PART, _FEW = 1 / 4, 7 / 8, 16
+#: New connections of one address in ten seconds.
+_MAX_NEW = 4000
+#: Methods whose routes read no body, and the longest body that is passed on nevertheless.
+_BODILESS, _MAX_UNUSED_BYTES = "GET HEAD DELETE OPTIONS", 64 << 10
 
 #: An API key, as a regular expression of HAProxy.
 _KEY = "sk-[a-z-]*poly-[A-Za-z0-9_-]+"
@@ -49,6 +62,15 @@ _LOG_FORMAT = (
 )
 
 _Section = list[str]
+
+#: Answers of HAProxy itself: (reason, code, message) by status.
+_ERRORS = {
+    400: ("Bad Request", "invalid_http", "the request is no HTTP, or has not arrived as a whole"),
+    408: ("Request Timeout", "request_timeout", "the request did not arrive in time"),
+    502: ("Bad Gateway", "ingress_lost", "the process that answered this request ended; try again"),
+    503: ("Service Unavailable", "not_ready", "no ingress is ready; try again"),
+    504: ("Gateway Timeout", "ingress_silent", "the ingress did not answer in time"),
+}
 
 
 class UnknownConfiguration(Exception):
@@ -85,7 +107,7 @@ def haproxy_binary() -> str:
 def rewritten(text: str, errors: Mapping[int, Path], environ: Mapping[str, str], *, was_up: bool = False) -> str:
     """Ray's configuration with the changes of the module's docstring.
 
-    errors: files of complete HTTP answers by status (502, 503, 504). was_up: whether an ingress was announced before.
+    errors: files of complete HTTP answers by status (`_ERRORS`). was_up: whether an ingress was announced before.
     Raises UnknownConfiguration, or ValueError for an invalid trusted proxy.
     """
     changed = []
@@ -103,7 +125,8 @@ def rewritten(text: str, errors: Mapping[int, Path], environ: Mapping[str, str],
     _change(changed, "defaults", lambda lines: _defaults(lines, errors))
     servers = [f"{section[0].split()[1]}/{name}" for section in changed for name in _ingresses(section)]
     trusted = environ.get(TRUSTED_PROXIES, "")
-    _change(changed, "frontend http_frontend", lambda lines: _frontend(lines, servers, trusted))
+    max_connections = _max_connections(changed)
+    _change(changed, "frontend http_frontend", lambda lines: _frontend(lines, servers, trusted, max_connections))
     if not has_app:
         _change(changed, "backend default_backend", lambda lines: [lines[0], f"    {_not_ready()}"])
     if not was_up:
@@ -114,12 +137,8 @@ def rewritten(text: str, errors: Mapping[int, Path], environ: Mapping[str, str],
 
 def error_answer(status: int) -> str:
     """A complete HTTP answer for an error of HAProxy itself."""
-    reason, code, message = {
-        502: ("Bad Gateway", "ingress_lost", "the process that answered this request ended; try again"),
-        503: ("Service Unavailable", "not_ready", "no ingress is ready; try again"),
-        504: ("Gateway Timeout", "ingress_silent", "the ingress did not answer in time"),
-    }[status]
-    body = _error_body(code, message)
+    reason, code, message = _ERRORS[status]
+    body = _error_body(code, message, "invalid_request_error" if status < 500 else "server_error")
     return (
         f"HTTP/1.1 {status} {reason}\r\ncontent-type: application/json\r\nretry-after: {RETRY_AFTER_S}\r\n"
         f"cache-control: no-cache\r\nconnection: close\r\ncontent-length: {len(body)}\r\n\r\n{body}"
@@ -136,7 +155,7 @@ class _ChangedFile(NamedTuple):
 def _write_changed(path: Path, environ: Mapping[str, str]) -> _ChangedFile:
     """Write the changed copy beside Ray's file. Raises UnknownConfiguration, OSError, ValueError."""
     text = path.read_text()
-    errors = {status: path.with_name(f"{status}.http") for status in (502, 503, 504)}
+    errors = {status: path.with_name(f"{status}.http") for status in _ERRORS}
     for status, file in errors.items():
         file.write_text(error_answer(status))
     was_up = path.with_name("was_up")  # in this Ray node's own folder, so it is gone at the next start
@@ -182,18 +201,50 @@ def _defaults(lines: Sequence[str], errors: Mapping[int, Path]) -> _Section:
         )
     if sum(line.strip() == "option httplog" for line in remaining) != 1:
         raise UnknownConfiguration("Ray's HAProxy configuration no longer logs as HTTP; check whether it logs queries")
+    if not any(line.strip().startswith("timeout client ") for line in remaining):
+        raise UnknownConfiguration("Ray's HAProxy configuration has no client timeout")
+    remaining = [line for line in remaining if not re.match(r"\s*timeout (client|http-request) ", line)]
+    remaining += [f"    {timeout}" for timeout in _CLIENT_TIMEOUTS]
     remaining = [_LOG_FORMAT if line.strip() == "option httplog" else line for line in remaining]
     return [*remaining, *(f"    errorfile {status} {path}" for status, path in errors.items())]
 
 
-def _frontend(lines: Sequence[str], servers: Sequence[str], trusted: str) -> _Section:
+def _max_connections(sections: Sequence[_Section]) -> int:
+    found = [re.match(r"\s*maxconn (\d+)$", line) for section in sections if section[0] == "global" for line in section]
+    numbers = [int(match[1]) for match in found if match]
+    if len(numbers) != 1:
+        raise UnknownConfiguration("Ray's HAProxy configuration does not limit its connections")
+    return numbers[0]
+
+
+def _connection_rules(max_connections: int, unless: str) -> list[str]:
+    """Limits of one address's connections. `unless`: the condition for proxies, which speak for many clients."""
+    reject = "tcp-request connection reject if"
+    return [
+        "    stick-table type ipv6 size 100k expire 30s store conn_cur,conn_rate(10s)",
+        f"    tcp-request connection track-sc0 src,ipmask(32,64){unless}",
+        f"    {reject} {{ sc0_conn_cur gt {int(max_connections * _MAX_PART_OF_ADDRESS)} }}",
+        f"    {reject} {{ sc0_conn_rate gt {_MAX_NEW} }}",
+        f"    {reject} {{ fe_conn gt {int(max_connections * _FULL_PART)} }} {{ sc0_conn_cur gt {_FEW} }}",
+    ]
+
+
+def _frontend(lines: Sequence[str], servers: Sequence[str], trusted: str, max_connections: int) -> _Section:
     """servers: ingresses, as backend/name."""
     binds = [index for index, line in enumerate(lines) if line.strip().startswith("bind ")]
     if not binds:
         raise UnknownConfiguration("Ray's HAProxy configuration binds no port for HTTP")
     networks = [str(ipaddress.ip_network(part.strip(), strict=False)) for part in trusted.split(",") if part.strip()]
     unless = f" unless {{ src {' '.join(networks)} }}" if networks else ""
+    body = _error_body("body_too_large", "this method takes no body", "invalid_request_error")
+    no_body = (
+        f"http-request return status 413 content-type application/json string '{body}' if {{ method {_BODILESS} }}"
+    )
     rules = [
+        "    option http-buffer-request",
+        *_connection_rules(max_connections, unless),
+        f"    {no_body} {{ req.fhdr(transfer-encoding) -m found }}",
+        f"    {no_body} {{ req.hdr_val(content-length) gt {_MAX_UNUSED_BYTES} }}",
         f"    http-request set-header X-Forwarded-For %[src]{unless}",
         f"    http-request del-header X-Request-ID if {{ req.hdr(X-Request-ID) -m reg {_KEY} }}",
         f"    http-request set-var(txn.path) path,regsub({_KEY},sk-...,g)",
@@ -213,8 +264,8 @@ def _not_ready(when: str = "request") -> str:
     )
 
 
-def _error_body(code: str, message: str) -> str:
-    return f'{{"error": {{"message": "{message}", "type": "server_error", "param": null, "code": "{code}"}}}}'
+def _error_body(code: str, message: str, kind: str = "server_error") -> str:
+    return f'{{"error": {{"message": "{message}", "type": "{kind}", "param": null, "code": "{code}"}}}}'
 
 
 def _ingresses(section: Sequence[str]) -> list[str]:

@@ -28,7 +28,7 @@ _RATES = {
     "tokens_per_min": "max_tokens_per_1_minute",
     "requests_per_day": "max_requests_per_1_day",
 }
-_SETTINGS = ("weight", "max_concurrent", "max_adapters", "max_adapter_bytes")
+_SETTINGS = ("weight", "max_concurrent", "max_adapters", "max_adapter_bytes", "calls_per_min")
 
 
 def add_tenants(commands: Any) -> None:

@@ -18,8 +18,9 @@ from pathlib import Path
 
 import httpx
 import pytest
+import pytest_asyncio
 
-from app.cli.haproxy import UnknownConfiguration, error_answer, rewritten
+from app.cli.haproxy import UnknownConfiguration, error_answer, haproxy_binary, rewritten
 from app.cli.haproxy_supervisor import Supervisor
 from app.cli.ray_env import ha_proxy_places, has_ha_proxy
 from load_tests.service import free_port
@@ -244,6 +245,153 @@ async def test_the_client_s_address_is_what_haproxy_sees(write: Write, trusted: 
     assert seen == [expected]
 
 
+@contextlib.asynccontextmanager
+async def quick_haproxy(write: Write, *ingress_ports: int) -> AsyncIterator[int]:
+    """A HAProxy of 400 connections whose clients have one second for everything; its port."""
+    port = free_port()
+    path = write(port, *ingress_ports)
+    text = rewritten(path.read_text().replace("maxconn 4096", "maxconn 400"), {}, {})
+    text, count = re.subn(r"timeout (http-request|client) \d+s", r"timeout \1 1s", text)
+    assert count == 2
+    path.write_text(text.replace("admin.sock", "own.sock"))
+    process = await asyncio.create_subprocess_exec(haproxy_binary(), "-db", "-f", str(path))
+    try:
+        async with asyncio.timeout(60), httpx.AsyncClient() as http:
+            while process.returncode is None:
+                with contextlib.suppress(httpx.TransportError):
+                    await http.get(f"http://127.0.0.1:{port}/livez")
+                    break
+                await asyncio.sleep(0.05)
+        yield port
+    finally:
+        process.kill()
+        await process.wait()
+
+
+class Clients:
+    """Connections from loopback addresses that send something and then nothing."""
+
+    def __init__(self) -> None:
+        self.writers: list[asyncio.StreamWriter] = []
+
+    async def open(self, address: str, port: int, sent: bytes = b"") -> asyncio.StreamReader | None:
+        """None if it is closed at once."""
+        with contextlib.suppress(ConnectionError):
+            reader, writer = await asyncio.open_connection("127.0.0.1", port, local_addr=(address, 0))
+            self.writers.append(writer)
+            writer.write(sent)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(0.2):
+                    return None if await reader.read(1) == b"" else reader
+            return reader
+        return None
+
+    async def close(self) -> None:
+        for writer in self.writers:
+            writer.close()
+        await asyncio.gather(*(writer.wait_closed() for writer in self.writers), return_exceptions=True)
+
+
+@pytest_asyncio.fixture
+async def clients() -> AsyncIterator[Clients]:
+    found = Clients()
+    yield found
+    await found.close()
+
+
+async def answer_from(address: str, port: int, path: str) -> int:
+    transport = httpx.AsyncHTTPTransport(local_address=address)
+    async with httpx.AsyncClient(transport=transport, base_url=f"http://127.0.0.1:{port}", timeout=60) as http:
+        return (await http.get(path)).status_code
+
+
+async def ok(_: asyncio.StreamReader, writer: asyncio.StreamWriter, __: bytes) -> None:
+    writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\nconnection: close\r\n\r\n{}")
+
+
+HALF = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n{"
+
+
+@pytest.mark.parametrize("sent", [b"", HALF[:20], HALF])
+async def test_silent_clients_keep_nobody_else_out(write: Write, clients: Clients, sent: bytes) -> None:
+    heads: list[bytes] = []
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, head: bytes) -> None:
+        heads.append(head)
+        await ok(reader, writer, head)
+
+    async with ingress(answer) as port, quick_haproxy(write, port) as door:
+        held = await asyncio.gather(*(clients.open("127.0.0.2", door, sent) for _ in range(150)))
+        assert sum(each is not None for each in held) == 100, "a quarter of all connections"
+        assert await answer_from("127.0.0.3", door, "/v1/models") == 200
+        async with asyncio.timeout(30):  # a silent client has one second, and then its address may connect again
+            for reader in filter(None, held):
+                rest = await reader.read()
+                assert rest == b"" or b"408" in rest
+        assert await answer_from("127.0.0.2", door, "/v1/models") == 200
+        assert not any(b"POST" in head for head in heads), "no ingress has seen a request that is not complete"
+
+
+async def test_the_last_connections_are_for_addresses_that_have_few(write: Write, clients: Clients) -> None:
+    async with ingress(ok) as port, quick_haproxy(write, port) as door:
+        tasks = [clients.open(f"127.0.1.{n}", door) for n in range(1, 5) for _ in range(100)]
+        held = await asyncio.gather(*tasks)
+        assert 340 <= sum(each is not None for each in held) <= 360
+        for path in ("/livez", "/health", "/v1/models"):
+            assert await answer_from("127.0.0.9", door, path) == 200
+
+
+async def test_an_answer_may_take_longer_than_a_client(write: Write) -> None:
+    async def answer(_: asyncio.StreamReader, writer: asyncio.StreamWriter, __: bytes) -> None:
+        await asyncio.sleep(2.5)
+        writer.write(b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\nconnection: close\r\n\r\n")
+        for _ in range(2):
+            writer.write(b"1\r\nx\r\n")
+            await writer.drain()
+            await asyncio.sleep(2)
+        writer.write(b"0\r\n\r\n")
+
+    async with ingress(answer) as port, quick_haproxy(write, port) as door, httpx.AsyncClient(timeout=60) as http:
+        sent = await http.post(f"http://127.0.0.1:{door}/v1/completions", json={})
+        assert (sent.status_code, sent.text) == (200, "xx")
+
+
+async def test_a_long_body_that_stops_arriving_is_cut(write: Write, clients: Clients) -> None:
+    cut = asyncio.Event()
+
+    async def answer(reader: asyncio.StreamReader, _: asyncio.StreamWriter, __: bytes) -> None:
+        with contextlib.suppress(ConnectionError):
+            await reader.read()
+        cut.set()
+
+    async with ingress(answer) as port, quick_haproxy(write, port) as door:
+        head = b"POST /v1/files HTTP/1.1\r\nhost: x\r\ncontent-length: 1000000\r\n\r\n"
+        reader = await clients.open("127.0.0.2", door, head + bytes(100_000))
+        assert reader is not None
+        async with asyncio.timeout(30):
+            await cut.wait()
+            assert (await reader.read()).startswith(b"HTTP/1.1 400 "), "and closed"
+
+
+async def test_a_method_without_a_body_has_none_or_a_short_one(write: Write) -> None:
+    async def long() -> AsyncIterator[bytes]:
+        yield b"{}"
+
+    async with ingress(ok) as port, quick_haproxy(write, port) as door, httpx.AsyncClient(timeout=60) as http:
+        url = f"http://127.0.0.1:{door}/v1/loras/x"
+        for method in ("GET", "DELETE"):
+            refused = await http.request(method, url, content=long())
+            assert (refused.status_code, refused.json()["error"]["code"]) == (413, "body_too_large")
+            assert (await http.request(method, url, content=bytes(100_000))).status_code == 413
+            assert (await http.request(method, url, content=b"{}")).status_code == 200
+        assert (await http.post(url, content=long())).status_code == 200
+
+
+async def test_proxies_that_are_trusted_may_hold_all_connections(write: Write) -> None:
+    text = rewritten(write(8000, 30_000).read_text(), {}, {"POLYLORA_TRUSTED_PROXIES": "10.0.0.0/8"})
+    assert "tcp-request connection track-sc0 src,ipmask(32,64) unless { src 10.0.0.0/8 }" in text
+
+
 async def test_the_ingress_hears_that_a_client_left_whose_body_came_after_its_head(write: Write) -> None:
     """As httpx, and so every Python client, sends it. Who does not hear it computes the answer to its end."""
     num_heard = 0
@@ -289,9 +437,12 @@ def test_nothing_else_changes(write: Write, tmp_path: Path) -> None:
     before, after = text.splitlines(), rewritten(text, {503: tmp_path / "503.http"}, {}).splitlines()
     gone = {line.strip() for line in before} - {line.strip() for line in after}
     added = {line.strip() for line in after} - {line.strip() for line in before}
-    left_out = r"option (splice|httplog)|errorfile|bind |stats|http-request use-serv|frontend prom|listen stats|no log"
+    left_out = r"option (splice|httplog)|errorfile|bind |stats|http-request use-serv|frontend prom|listen stats|no log|"
+    left_out += "timeout client 3600s"
     put_in = r"errorfile 503|log-format |http-re\w+ (set-header X-For|return|del-header X-Req|set-var\(txn.path)|"
-    put_in += "acl an_ingress|stats socket"
+    put_in += (
+        "acl an_ingress|stats socket|timeout (client|http-request) |stick-table|tcp-request connection|option http-b"
+    )
     assert all(re.match(left_out, line) for line in gone), gone
     assert all(re.match(put_in, line) for line in added), added
 

@@ -19,7 +19,7 @@ from app.deployments.ingress.principal import Principal
 from app.deployments.rpc.long_poll_client import LongPollClient
 from app.deployments.rpc.long_poll_host import Changes, Version
 from app.deployments.tenancy.auth.tenant_mirror import TenantMirror
-from app.deployments.tenancy.models import TenantKey, TenantLimits, TenantRow
+from app.deployments.tenancy.models import NO_LIMITS, Tenant, TenantKey, TenantRow
 from app.deployments.tenancy.quota.limits import Cost, LimitKey, LimitKind, request_costs
 from app.deployments.tenancy.quota.rate_limiter import RateLimiter, Reservation
 from app.deployments.tenancy.service import TenantsService
@@ -28,14 +28,13 @@ from app.deployments.tenancy.usage.prices import Prices, paid_models
 from app.deployments.tenancy.usage.recorder import UsageRecorder
 from app.deployments.tenancy.usage.wal import UsageWal
 from app.engine.adapters.card import AdapterRef
-from app.engine.errors import InvalidRequest, NotFound, NotReady
+from app.engine.errors import NotReady
 from app.engine.request import GenerateRequest, Usage
 
 logger = logging.getLogger(__name__)
 
 #: How often the last uses of keys are reported.
 KEY_USE_INTERVAL_S = 60.0
-_NO_LIMITS = TenantLimits()
 
 
 class TenantTableClient(LongPollClient[Changes[TenantKey, TenantRow]]):
@@ -90,19 +89,39 @@ class RequestAccounting:
         self._pricing = pricing
         self._key_used_s: dict[str, float] = {}
 
+    async def charge_arrival(self, caller: Principal, *, is_inference: bool) -> Reservation:
+        """Reserve what an HTTP request costs before its body is read. Raises LimitError.
+
+        For inference that is one request and a place among the concurrent ones, otherwise one call. `admit` and its
+        like take it over. Whoever reserved it settles what nobody took over: a refused request is charged, too.
+        """
+        tenant = caller.tenant
+        if tenant.limits == NO_LIMITS:
+            return Reservation({}, is_settled=True)
+        if is_inference:
+            return await self.limiter.reserve(tenant, self._one_request(tenant, (self._pricing.base_name,)))
+        await self.charge_calls(caller, 1)
+        return Reservation({}, is_settled=True)
+
+    async def charge_calls(self, caller: Principal, number: int) -> None:
+        """Count calls of a project. Raises LimitError."""
+        if caller.tenant.limits.calls_per_min is not None:
+            costs = {LimitKey(caller.tenant_id, "calls"): number}
+            self.limiter.settle(await self.limiter.reserve(caller.tenant, costs), {})
+
     async def admit(
         self, caller: Principal, requests: Sequence[GenerateRequest], existing: Reservation | None = None
     ) -> Reservation:
         """Reserve the most that these sequences may cost, and count the request. Raises LimitError.
 
-        A line of a batch is counted when it is answered, because it may be tried again. `existing` is the routing's
-        reservation, which the new one replaces.
+        A line of a batch is counted when it is answered, because it may be tried again. The new reservation takes over
+        `existing`, the routing's, or the one of the request's arrival.
         """
         reservation = Reservation({}, is_settled=True)
-        if caller.tenant.limits != _NO_LIMITS:
+        if caller.tenant.limits != NO_LIMITS:
             needs = [self._need(request) for request in requests]
             costs = request_costs(caller.tenant, self._pricing.base_name, needs)
-            reservation = await self.limiter.reserve(caller.tenant, costs, existing)
+            reservation = await self.limiter.reserve(caller.tenant, costs, existing or caller.reservation)
         if not caller.is_batch:
             self.usage_recorder.record_request(requests[0])
         return reservation
@@ -110,10 +129,11 @@ class RequestAccounting:
     async def admit_routing(self, caller: Principal, num_tokens: int) -> ReservedQuota:
         """Reserve one request and the tokens of choosing its adapter. Raises LimitError."""
         reservation = Reservation({}, is_settled=True)
-        if caller.tenant.limits != _NO_LIMITS:
+        if caller.tenant.limits != NO_LIMITS:
             base_name = self._pricing.base_name
             need = Cost((base_name,), num_tokens, self._pricing.prices.at_most((base_name,), num_tokens, 0))
-            reservation = await self.limiter.reserve(caller.tenant, request_costs(caller.tenant, base_name, [need]))
+            costs = request_costs(caller.tenant, base_name, [need])
+            reservation = await self.limiter.reserve(caller.tenant, costs, caller.reservation)
         return ReservedQuota(*reservation.split(("tokens", "spend")))
 
     @asynccontextmanager
@@ -121,20 +141,14 @@ class RequestAccounting:
         """Reserve one request that needs no engine (counting tokens, for instance) while the block runs. Raises
         LimitError.
 
-        It has no tokens and no cost, so only limits on requests apply. A request that the block rejects as malformed is
-        given back.
+        It has no tokens and no cost, so only limits on requests apply.
         """
         reservation = Reservation({}, is_settled=True)
-        if caller.tenant.limits != _NO_LIMITS:
-            base_name = self._pricing.base_name
-            needs = request_costs(caller.tenant, base_name, [Cost(paid_models(ref, base_name), 0, 0)])
-            counted = {key: amount for key, amount in needs.items() if amount}
-            reservation = await self.limiter.reserve(caller.tenant, counted)
+        if caller.tenant.limits != NO_LIMITS:
+            costs = self._one_request(caller.tenant, paid_models(ref, self._pricing.base_name))
+            reservation = await self.limiter.reserve(caller.tenant, costs, caller.reservation)
         try:
             yield
-        except (InvalidRequest, NotFound):
-            self.limiter.settle(reservation, dict.fromkeys(reservation.units, 0))
-            raise
         finally:
             self.limiter.settle(reservation, {})
 
@@ -194,6 +208,11 @@ class RequestAccounting:
         """Write unreported usage, then stop."""
         await self.usage_flusher.close()
         await self.limiter.close()
+
+    def _one_request(self, tenant: Tenant, models: tuple[str, ...]) -> dict[LimitKey, int]:
+        """The costs of a request without tokens."""
+        costs = request_costs(tenant, self._pricing.base_name, [Cost(models, 0, 0)])
+        return {key: amount for key, amount in costs.items() if amount}
 
     def _need(self, request: GenerateRequest) -> Cost:
         models, num_prompt = self._models(request), len(request.token_ids)

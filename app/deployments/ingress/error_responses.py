@@ -30,6 +30,10 @@ class BodyTooLarge(errors.InvalidRequest):
     """The request body is longer than `limits.max_body_bytes`."""
 
 
+class BodyTimeout(errors.InvalidRequest):
+    """The client sent the request body too slowly."""
+
+
 class InvalidJson(errors.InvalidRequest):
     """The request body is not JSON."""
 
@@ -69,6 +73,7 @@ class ClientGone(errors.PolyloraError):
 #: The most specific class wins.
 TABLE: dict[type[Exception], HttpError] = {
     BodyTooLarge: HttpError(413, "invalid_request_error", "body_too_large"),
+    BodyTimeout: HttpError(408, "invalid_request_error", "body_timeout"),
     UnknownEncoding: HttpError(415, "invalid_request_error", "unsupported_encoding"),
     UnknownContentType: HttpError(415, "invalid_request_error", "unsupported_content_type"),
     CrossSite: HttpError(403, "permission_error", "cross_site_request"),
@@ -149,6 +154,8 @@ def error_reply(error: BaseException) -> ErrorReply:
         headers["retry-after-ms"] = str(max(1, math.ceil(error.retry_after_s * 1000)))
     elif isinstance(error, LimitError):  # retrying is useless
         headers["X-Should-Retry"] = "false"
+    elif isinstance(error, BodyTimeout):  # the rest of the body may never come
+        headers["Connection"] = "close"
     elif isinstance(error, NotAuthenticated):
         headers["WWW-Authenticate"] = "Bearer"
     elif isinstance(error, FINAL):

@@ -16,6 +16,7 @@ from app.deployments.ingress.error_responses import ManagementRefused, WrongKeyK
 from app.deployments.registry.feed.view import Entry, Page, RegistryView
 from app.deployments.registry.models import DEFAULT_TENANT, UPLOADED, AliasEntry, CatalogEntry, LoadRequest
 from app.deployments.tenancy.models import PUBLIC, Tenant
+from app.deployments.tenancy.quota.rate_limiter import Reservation
 from app.engine.adapters.combining.combination import Combination, is_combination
 from app.engine.errors import InvalidRequest, UnsafeSource
 from app.redaction import holds_key
@@ -29,7 +30,7 @@ class Principal(NamedTuple):
 
     `kind`: "open" without a key, "project" with a project's key, "operator" with the management token (manages
     adapters), "admin" with an admin key (also manages adapters, those of `tenant_id`). `is_batch`: a line of a batch
-    job.
+    job. `reservation`: what the arrival of its HTTP request reserved.
     """
 
     tenant_id: str
@@ -38,6 +39,7 @@ class Principal(NamedTuple):
     key_id: str = ""
     kind: Literal["open", "project", "operator", "admin"] = "open"
     is_batch: bool = False
+    reservation: Reservation | None = None
 
     def owners(self, name: str) -> Iterator[str]:
         """The tenants whose names are searched for this one, in order: the caller, tenants that share it, the

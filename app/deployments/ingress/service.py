@@ -43,7 +43,7 @@ from app.deployments.registry.models import DEFAULT_TENANT
 from app.deployments.rpc.transport import ReplicaClient
 from app.deployments.store.service import StoreService
 from app.deployments.store.shared_adapter import SharedAdapter
-from app.deployments.tenancy.models import PUBLIC
+from app.deployments.tenancy.models import PUBLIC, RateLimit, TenantLimits
 from app.version import version
 
 #: `status` looks for failures among the newest `MAX_EVENTS` events and lists `MAX_FAILURES`.
@@ -80,6 +80,7 @@ class IngressService:
         self._replicas = parts.replicas
         self._metrics = parts.metrics
         self.base_name = config.model.name
+        self.new_project_limits = _new_project_limits(config)
         self.registry = parts.registry
         self.accounting = parts.accounting
         self._connections = ReplicaConnections(parts.replicas, parts.placer, parts.loads)
@@ -202,6 +203,17 @@ class IngressService:
         clients = (self.adapter_admin, self._router, self._lazy_loader, self._directory)
         for part in (*clients, self._request_router, self._connections, self.adapter_metrics, self.accounting):
             await part.close()
+
+
+def _new_project_limits(config: AppConfig) -> TenantLimits:
+    given = config.tenants.default_limits
+    rate = RateLimit(given.requests_per_min, given.tokens_per_min)
+    return TenantLimits(
+        rates={config.model.name: rate} if rate != RateLimit() else {},
+        max_concurrent=given.max_concurrent,
+        max_adapters=given.max_adapters,
+        calls_per_min=given.calls_per_min,
+    )
 
 
 def _without_adapter_names(replica: dict[str, Any]) -> dict[str, Any]:

@@ -6,6 +6,7 @@ No other module uses an underscored name of Ray. Ray's version is pinned, and
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -17,17 +18,21 @@ from ray.core.generated import gcs_pb2
 from ray.exceptions import GetTimeoutError, RayActorError
 from ray.serve._private import api
 from ray.serve._private.client import ServeControllerClient
+from ray.serve._private.direct_ingress_http_util import ASGIDIReceiveProxy
 from ray.serve.config import gRPCOptions
 from ray.serve.context import _check_cached_client_alive, _set_global_client
 from ray.serve.handle import DeploymentHandle
 from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
 from ray.serve.schema import ServeDeploySchema
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 #: The version this module was written for.
 READ_VERSION = "2.60.0"
 #: How long Serve's controller may take to stop everything.
 SHUTDOWN_TIMEOUT_S = 30.0
+#: Parts of a request's body (64 KiB and more each) that Serve reads ahead of the application, and how often it looks
+#: whether the application has read one.
+MAX_UNREAD_PARTS, UNREAD_PAUSE_S = 4, 0.005
 
 
 def start_serve(schema: ServeDeploySchema, *, wait_for_proxies: bool) -> ServeControllerClient:
@@ -124,6 +129,7 @@ class AsgiIngress:
         raise NotImplementedError
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
+        _bound_received_bodies()
         app = self.make_asgi_app()
 
         async def asgi(scope: Scope, receive: Receive, send: Send) -> None:
@@ -131,6 +137,32 @@ class AsgiIngress:
             await app(scope, receive, send)
 
         return asgi
+
+
+def _bound_received_bodies() -> None:
+    """In this process, keep Serve from reading a whole body ahead of the application, into memory without bound.
+
+    Serve reads on to notice that a client has disconnected. It notices it later while parts wait for the application.
+    """
+    make, take = ASGIDIReceiveProxy.__init__, ASGIDIReceiveProxy.__call__
+
+    def init(self: Any, scope: Scope, receive: Receive, user_event_loop: asyncio.AbstractEventLoop) -> None:
+        async def receive_when_read() -> Message:
+            while self.num_unread >= MAX_UNREAD_PARTS:
+                await asyncio.sleep(UNREAD_PAUSE_S)
+            message = await receive()
+            self.num_unread += 1
+            return message
+
+        self.num_unread = 0
+        make(self, scope, receive_when_read, user_event_loop)
+
+    async def call(self: Any) -> Message:
+        message: Message = await take(self)
+        self.num_unread -= 1
+        return message
+
+    ASGIDIReceiveProxy.__init__, ASGIDIReceiveProxy.__call__ = init, call  # type: ignore[method-assign]
 
 
 class ChoosingRouter(RequestRouter):

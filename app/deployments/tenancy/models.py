@@ -30,13 +30,20 @@ class RateLimit:
 @message
 @dataclass(frozen=True, slots=True)
 class TenantLimits:
-    """`rates` by model: the base model's row covers everything, an adapter's row that adapter, in addition."""
+    """`rates` by model: the base model's row covers everything, an adapter's row that adapter, in addition.
+
+    `calls_per_min` covers what is not inference, and the bodies of all requests.
+    """
 
     rates: Mapping[str, RateLimit] = field(default_factory=dict)
     max_concurrent: int | None = None
     max_adapters: int | None = None
     max_adapter_bytes: int | None = None
     spend_cents: int | None = None
+    calls_per_min: int | None = None
+
+
+NO_LIMITS = TenantLimits()
 
 
 @message
@@ -57,7 +64,7 @@ class Tenant:
     enforce: bool = True
     model_mode: Literal["allow_list", "deny_list"] | None = None
     model_ids: frozenset[str] = frozenset()
-    limits: TenantLimits = TenantLimits()
+    limits: TenantLimits = NO_LIMITS
     shared: frozenset[tuple[str, str]] = frozenset()
 
     def may_use(self, model: str) -> bool:

@@ -16,7 +16,17 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from app.deployments.rpc.actor_proxy import remote_method
 from app.deployments.rpc.background_tasks import Tasks
 from app.deployments.rpc.long_poll_host import Changes, LongPollTable, Version
-from app.deployments.tenancy.models import ApiKey, IssuedKey, ServiceAccount, Tenant, TenantChange, TenantKey, TenantRow
+from app.deployments.tenancy.models import (
+    NO_LIMITS,
+    ApiKey,
+    IssuedKey,
+    ServiceAccount,
+    Tenant,
+    TenantChange,
+    TenantKey,
+    TenantLimits,
+    TenantRow,
+)
 from app.deployments.tenancy.quota.leases import LeaseGrant, LeaseRequest, QuotaService
 from app.deployments.tenancy.quota.limits import LimitKey, monotonic_unix_clock
 from app.deployments.tenancy.usage.adapter_stats import Activity, ActivityKey, ActivityStats, AdapterStatsTable
@@ -78,8 +88,8 @@ class TenantsService:
         return await self.table.newer(known, watcher_id, timeout_s)
 
     @remote_method
-    async def create_project(self, name: str, *, actor: str) -> Tenant:
-        return await self._change(lambda: self._store.projects.create(name, actor=actor))
+    async def create_project(self, name: str, *, actor: str, limits: TenantLimits = NO_LIMITS) -> Tenant:
+        return await self._change(lambda: self._store.projects.create(name, actor=actor, limits=limits))
 
     @remote_method
     async def rename_project(self, project_id: str, name: str, *, actor: str) -> Tenant:

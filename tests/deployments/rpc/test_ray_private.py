@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ast
+import asyncio
 import inspect
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,11 +20,15 @@ from ray.serve import context
 from ray.serve._private import api, replica, router
 from ray.serve._private.client import ServeControllerClient
 from ray.serve._private.controller import ServeController
+from ray.serve._private.direct_ingress_http_util import ASGIDIReceiveProxy
 from ray.serve._private.handle_options import InitHandleOptions
 from ray.serve.handle import DeploymentHandle
 from ray.serve.request_router import RequestRouter
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message
 
 from app.deployments.rpc.ray_private import (
+    MAX_UNREAD_PARTS,
     READ_VERSION,
     AsgiIngress,
     ChoosingRouter,
@@ -46,6 +52,8 @@ def test_this_is_the_version_that_was_read() -> None:
         (api._create_controller_and_proxy_refs, [*START, "proxy_location", "kwargs"]),
         (api._coerce_controller_options, ["controller_options"]),
         (ServeControllerClient, ["controller"]),
+        (ASGIDIReceiveProxy.__init__, ["self", "scope", "receive", "user_event_loop"]),
+        (ASGIDIReceiveProxy.__call__, ["self"]),
         (ServeControllerClient.deploy_apps, ["self", "config", "_blocking"]),
         (context._set_global_client, ["client"]),
         (context._check_cached_client_alive, []),
@@ -100,6 +108,53 @@ def test_a_replica_notes_that_it_is_being_ended_before_it_drains() -> None:
 def test_serve_asks_an_ingress_for_its_application() -> None:
     assert "__serve_build_asgi_app__" in inspect.getsource(serve.ingress)
     assert "__serve_build_asgi_app__" in vars(AsgiIngress)
+
+
+@pytest.mark.parametrize("is_same_loop", [True, False], ids=["one loop", "a loop of its own"])
+async def test_serve_reads_a_little_of_a_body_that_nobody_reads(
+    monkeypatch: pytest.MonkeyPatch, is_same_loop: bool
+) -> None:
+    for name in ("__init__", "__call__"):
+        monkeypatch.setattr(ASGIDIReceiveProxy, name, getattr(ASGIDIReceiveProxy, name))
+    Ingress().__serve_build_asgi_app__()
+    num_sent = 0
+
+    async def receive() -> Message:
+        nonlocal num_sent
+        await asyncio.sleep(0)
+        num_sent += 1
+        return {"type": "http.request" if num_sent <= 40 else "http.disconnect", "body": bytes(1 << 16)}
+
+    other = asyncio.new_event_loop()
+    thread = threading.Thread(target=other.run_forever)
+    thread.start()
+    proxy = ASGIDIReceiveProxy({"type": "http"}, receive, asyncio.get_running_loop() if is_same_loop else other)
+    reading = proxy.fetch_until_disconnect_task()
+    await asyncio.sleep(0.2)
+    assert num_sent <= MAX_UNREAD_PARTS + 2
+
+    async def all_parts() -> int:
+        number = 0
+        while (await proxy())["type"] == "http.request":
+            number += 1
+        return number
+
+    try:
+        work = all_parts()
+        if is_same_loop:
+            assert await work == 40
+        else:
+            assert await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, other)) == 40
+        await asyncio.wait_for(reading, 30)
+    finally:
+        other.call_soon_threadsafe(other.stop)
+        thread.join()
+        other.close()
+
+
+class Ingress(AsgiIngress):
+    def make_asgi_app(self) -> ASGIApp:
+        return Response()
 
 
 def test_no_other_module_uses_what_ray_keeps_to_itself() -> None:

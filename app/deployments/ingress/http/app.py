@@ -6,6 +6,7 @@ disconnects cancels its work, streaming or not.
 
 from __future__ import annotations
 
+import time
 from functools import cache, partial
 
 from fastapi import APIRouter, Depends, FastAPI, Request
@@ -17,10 +18,11 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from app.deployments.ingress.error_responses import ErrorReply, error_reply
 from app.deployments.ingress.http.middleware.auth import Authenticator, AuthMiddleware
+from app.deployments.ingress.http.middleware.metering import MeteringMiddleware
 from app.deployments.ingress.http.middleware.origin_check import HttpPolicy, OriginCheckMiddleware
 from app.deployments.ingress.http.middleware.request_log import RequestLogMiddleware, note_failure
 from app.deployments.ingress.http.openapi import flat_routes, openapi, operation_id
-from app.deployments.ingress.http.request_parsing import check_query, invalid_query
+from app.deployments.ingress.http.request_parsing import check_query, invalid_query, read_unused_body
 from app.deployments.ingress.http.routes.admin import admin_router
 from app.deployments.ingress.http.routes.aliases import add_alias_routes
 from app.deployments.ingress.http.routes.audit import add_audit_routes
@@ -37,6 +39,7 @@ from app.deployments.ingress.principal import http_principal
 from app.deployments.ingress.schemas.response_model import ErrorResponse
 from app.deployments.ingress.serializers.messages import error_body_for
 from app.deployments.ingress.service import IngressService
+from app.deployments.tenancy.quota.address_limiter import AddressLimiter
 from app.deployments.tenancy.quota.limits import LimitError
 from app.engine.errors import PolyloraError
 from app.redaction import without_keys
@@ -50,12 +53,14 @@ def make_app(service: IngressService, policy: HttpPolicy, *, log_requests: bool 
         redoc_url=None,
         openapi_url="/openapi.json",
         redirect_slashes=False,
-        dependencies=[Depends(check_query)],
+        dependencies=[Depends(check_query), Depends(read_unused_body)],
         responses={"default": {"model": ErrorResponse}},
         generate_unique_id_function=operation_id,
     )
+    addresses = AddressLimiter(service.new_project_limits.calls_per_min, time.monotonic)
     # Starlette runs the middleware that was added last first.
-    app.add_middleware(AuthMiddleware, authenticator=Authenticator(service.accounting, policy))
+    app.add_middleware(MeteringMiddleware, service=service, policy=policy, addresses=addresses)
+    app.add_middleware(AuthMiddleware, authenticator=Authenticator(service.accounting, policy), addresses=addresses)
     app.add_middleware(StripTrailingSlash)
     app.add_middleware(HeadAsGet)
     if policy.allowed_origins:

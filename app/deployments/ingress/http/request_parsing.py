@@ -19,6 +19,7 @@ from pydantic_core import CoreSchema, core_schema
 from starlette.requests import ClientDisconnect
 
 from app.deployments.ingress.error_responses import BodyTooLarge, ClientGone, InvalidJson, UnknownEncoding
+from app.deployments.ingress.http.middleware.metering import INFERENCE_PATHS
 from app.deployments.ingress.schemas.request_model import Body, BodyT, parse_body
 from app.deployments.ingress.service import IngressService
 from app.engine.errors import InvalidRequest
@@ -26,11 +27,8 @@ from app.suggestions import did_you_mean
 
 #: Default and maximum number of entries of a page.
 MAX_PAGE = 1000
-#: Inference routes ignore their query: they have no parameters, and gateways add their own.
-INFERENCE_PATHS = frozenset({
-    "/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses", "/v1/responses/input_tokens",
-    "/v1/messages", "/v1/messages/count_tokens", "/v1/route",
-})  # fmt: skip
+#: Bytes of a body that a route does not use.
+MAX_UNUSED_BYTES = 64 << 10
 _MAX_CHARS = 40
 
 
@@ -86,6 +84,16 @@ async def body_parts(request: Request, max_bytes: int, limit: str = "limits.max_
 async def read_bytes(request: Request, max_bytes: int, limit: str = "limits.max_body_bytes") -> bytes:
     """The whole body. Raises what `body_parts` raises."""
     return b"".join([part async for part in body_parts(request, max_bytes, limit)])
+
+
+async def read_unused_body(request: Request) -> None:
+    """Read the body of a route that uses none, because Serve would buffer it. Raises what `read_bytes` raises."""
+    if _is_empty(request):
+        return
+    route = request.scope.get("route")
+    uses_body = isinstance(route, APIRoute) and (body_model(route) or "requestBody" in (route.openapi_extra or {}))
+    if not uses_body:
+        await read_bytes(request, MAX_UNUSED_BYTES, "what this route reads,")
 
 
 async def read_json(request: Request, max_bytes: int) -> object:
@@ -187,7 +195,7 @@ async def check_query(request: Request) -> None:
         return
     if not route.path.startswith("/v1/") or (request.method == "POST" and route.path in INFERENCE_PATHS):
         return
-    known = query_names(route)
+    known = query_names(route)  # inference routes ignore theirs: they have no parameters, and gateways add their own
     for name in request.query_params:
         if name.partition("[")[0] not in known:
             short_name = name[:_MAX_CHARS]

@@ -80,6 +80,7 @@ class TenantBody(Body):
     max_concurrent: int | None = Field(default=None, ge=-1, lt=2**31)
     max_adapters: int | None = Field(default=None, ge=-1, lt=2**31)
     max_adapter_bytes: int | None = Field(default=None, ge=-1, lt=2**53)
+    calls_per_min: int | None = Field(default=None, ge=-1, lt=2**31)
 
 
 class ShareBody(Body):
@@ -213,6 +214,7 @@ class TenantDetails(ResponseModel):
     max_concurrent: int | None
     max_adapters: int | None
     max_adapter_bytes: int | None
+    calls_per_min: int | None
     shares: dict[str, list[str]]
     limits: list[TenantLimit]
 

@@ -129,6 +129,7 @@ def tenant_body(
         "max_concurrent": tenant.limits.max_concurrent,
         "max_adapters": tenant.limits.max_adapters,
         "max_adapter_bytes": tenant.limits.max_adapter_bytes,
+        "calls_per_min": tenant.limits.calls_per_min,
         "shares": shares,
         "limits": limits,
     }

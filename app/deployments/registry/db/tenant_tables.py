@@ -34,6 +34,7 @@ projects = Table(
     Column("max_adapters", Integer),
     Column("max_adapter_bytes", BigInteger),
     Column("spend_cents", BigInteger),
+    Column("calls_per_min", Integer),
     Column("revision", BigInteger, nullable=False),
     Index("projects_by_time", "base_digest", "created_s", "id"),
     Index("projects_by_revision", "base_digest", "revision"),

@@ -22,7 +22,7 @@ from app.deployments.registry.db.tenant_tables import adapter_shares, projects, 
 from app.deployments.registry.models import LIVE_STATES, check_name
 from app.deployments.tenancy.audited_transaction import audited_transaction, checked_name, new_id, not_found_error
 from app.deployments.tenancy.auth.key_crypto import derived_salt
-from app.deployments.tenancy.models import RateLimit, Tenant, TenantLimits
+from app.deployments.tenancy.models import NO_LIMITS, RateLimit, Tenant, TenantLimits
 from app.deployments.tenancy.quota.limits import AdapterQuotaError
 from app.engine.errors import InvalidRequest
 
@@ -35,7 +35,7 @@ MAX_MODEL_IDS = 10_000
 MAX_NAMED_ROWS = 1000
 
 #: Settings that `configure` may change.
-_SETTINGS = ("weight", "enforce", "max_concurrent", "max_adapters", "max_adapter_bytes")
+_SETTINGS = ("weight", "enforce", "max_concurrent", "max_adapters", "max_adapter_bytes", "calls_per_min")
 
 
 class ProjectStore:
@@ -45,7 +45,7 @@ class ProjectStore:
         self._database = database
         self._base = database.base_digest
 
-    def create(self, name: str, *, actor: str) -> Tenant:
+    def create(self, name: str, *, actor: str, limits: TenantLimits = NO_LIMITS) -> Tenant:
         with audited_transaction(self._database, actor) as change:
             project_id = new_id("proj")
             change.insert(
@@ -58,7 +58,14 @@ class ProjectStore:
                 salt_secret=secrets.token_hex(32),
                 salt_version=1,
                 model_ids="[]",
+                max_concurrent=limits.max_concurrent,
+                max_adapters=limits.max_adapters,
+                max_adapter_bytes=limits.max_adapter_bytes,
+                spend_cents=limits.spend_cents,
+                calls_per_min=limits.calls_per_min,
             )
+            for model, rate in limits.rates.items():
+                change.insert(rate_limits, project_id=project_id, model=model, **asdict(rate))
             change.audit("project.created", project_id, project_id, name=name)
             return self._tenant(change.connection, project_id)
 
@@ -84,7 +91,7 @@ class ProjectStore:
         weight = settings.get("weight", 1.0)
         if not (math.isfinite(weight) and MIN_WEIGHT <= weight <= MAX_WEIGHT):
             raise InvalidRequest(f"weight is {weight:g}; it is from {MIN_WEIGHT:g} to {MAX_WEIGHT:g}", param="weight")
-        for name in ("max_concurrent", "max_adapters", "max_adapter_bytes"):
+        for name in _SETTINGS[2:]:
             _check_limit(name, settings.get(name))
         with audited_transaction(self._database, actor) as change:
             change.active_project(project_id)
@@ -264,9 +271,8 @@ def _rate(row: Mapping[Any, Any]) -> RateLimit:
 
 
 def _tenant(row: Mapping[Any, Any], rates: Mapping[str, RateLimit], shared: frozenset[tuple[str, str]]) -> Tenant:
-    limits = TenantLimits(
-        rates, row["max_concurrent"], row["max_adapters"], row["max_adapter_bytes"], row["spend_cents"]
-    )
+    names = ("max_concurrent", "max_adapters", "max_adapter_bytes", "spend_cents", "calls_per_min")
+    limits = TenantLimits(rates, *(row[name] for name in names))
     return Tenant(
         row["id"],
         row["name"],

@@ -15,15 +15,16 @@ from app.deployments.tenancy.models import Tenant, TenantLimits
 from app.engine.errors import PolyloraError
 from app.engine.wire_format import message
 
-LimitKind = Literal["requests", "tokens", "day", "concurrent", "spend", "adapters"]
+LimitKind = Literal["requests", "tokens", "day", "calls", "concurrent", "spend", "adapters"]
 
 #: The period of each rate limit, in seconds.
-PERIOD_S: Mapping[LimitKind, float] = {"requests": 60.0, "tokens": 60.0, "day": 86_400.0}
+PERIOD_S: Mapping[LimitKind, float] = {"requests": 60.0, "tokens": 60.0, "day": 86_400.0, "calls": 60.0}
 #: Names in error messages.
 _NAMES: Mapping[LimitKind, str] = {
     "requests": "requests per minute",
     "tokens": "tokens per minute",
     "day": "requests per day",
+    "calls": "calls per minute",
     "concurrent": "concurrent sequences",
     "spend": "spend of this month",
     "adapters": "adapters",
@@ -78,6 +79,8 @@ def limit_of(limits: TenantLimits, key: LimitKey) -> int | None:
     """The limit of a key; None if there is none (any more)."""
     if key.kind == "concurrent":
         return limits.max_concurrent
+    if key.kind == "calls":
+        return limits.calls_per_min
     if key.kind == "spend":
         return None if limits.spend_cents is None else limits.spend_cents * NANOS_PER_CENT
     rate = limits.rates.get(key.model)
@@ -90,7 +93,8 @@ def limit_keys(tenant: Tenant) -> list[LimitKey]:
     """All limits of a tenant."""
     kinds: tuple[LimitKind, ...] = ("requests", "tokens", "day")
     rates = [LimitKey(tenant.id, kind, model) for model in sorted(tenant.limits.rates) for kind in kinds]
-    all_ = [*rates, LimitKey(tenant.id, "concurrent"), LimitKey(tenant.id, "spend")]
+    of_project: tuple[LimitKind, ...] = ("calls", "concurrent", "spend")
+    all_ = [*rates, *(LimitKey(tenant.id, kind) for kind in of_project)]
     return [key for key in all_ if limit_of(tenant.limits, key) is not None]
 
 

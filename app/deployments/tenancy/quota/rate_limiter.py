@@ -140,7 +140,7 @@ class RateLimiter:
                 self.settle(reserved, {})
                 return reservation
             reserved.is_settled = True
-            return Reservation(costs)
+            return Reservation({**reserved.units, **costs})
         if not costs:
             return Reservation({}, is_settled=True)
         try:

@@ -147,16 +147,17 @@ async def test_counting_tokens_takes_a_request_of_the_adapter_that_is_named(org:
 
 
 @pytest.mark.parametrize("path", sorted(COUNTING))
-async def test_counting_tokens_of_what_is_refused_takes_nothing(org: Org, path: str) -> None:
+async def test_a_refused_request_that_counts_tokens_takes_one_request_as_well(org: Org, path: str) -> None:
     owner = org.service.accounting.tenants_service
-    await owner.limit_rates(org.ids["ada"], "base", {"requests_per_min": 1}, actor="test")
     wrong: list[dict[str, Any]] = [{"model": "nobody"}]
     if path == "/detokenize":
         wrong.append({"tokens": [99]})  # is found out when the request is already held
+    await owner.limit_rates(org.ids["ada"], "base", {"requests_per_min": len(wrong)}, actor="test")
+    await owner.configure_project(org.ids["ada"], {"max_concurrent": 1}, actor="test")
     for change in wrong:
         refused = await org.ask("ada", "POST", path, json=COUNTING[path] | change)
         assert refused.status_code in (400, 404), refused.text
-    assert (await org.ask("ada", "POST", path, json=COUNTING[path])).status_code == 200
+    assert (await org.ask("ada", "POST", path, json=COUNTING[path])).status_code == 429
 
 
 async def test_counting_tokens_holds_one_concurrent_request_until_its_client_leaves(

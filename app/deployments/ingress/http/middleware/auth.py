@@ -20,6 +20,8 @@ from app.deployments.registry.models import DEFAULT_TENANT
 from app.deployments.tenancy.auth.key_crypto import is_key, key_digest
 from app.deployments.tenancy.auth.tenant_mirror import KnownKey
 from app.deployments.tenancy.models import PUBLIC
+from app.deployments.tenancy.quota.address_limiter import AddressLimiter
+from app.deployments.tenancy.quota.limits import LimitError
 from app.engine.errors import InvalidRequest, PolyloraError
 from app.redaction import holds_key
 
@@ -122,9 +124,11 @@ def _operator(request: HTTPConnection) -> Principal:
 class AuthMiddleware:
     """ASGI middleware that stores the caller in the request's state, or answers with an error."""
 
-    def __init__(self, app: ASGIApp, authenticator: Authenticator) -> None:
+    def __init__(self, app: ASGIApp, authenticator: Authenticator, addresses: AddressLimiter) -> None:
+        """`addresses`: calls of callers without a project, refused requests among them."""
         self._app = app
         self._authenticator = authenticator
+        self._addresses = addresses
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["path"] not in PUBLIC_PATHS:
@@ -132,7 +136,16 @@ class AuthMiddleware:
                 caller = self._authenticator.caller(HTTPConnection(scope))
                 _check_url(scope)
             except PolyloraError as error:
-                await error_response(error, scope["path"])(scope, receive, send)
+                await error_response(self._refusal(scope, error), scope["path"])(scope, receive, send)
                 return
             scope.setdefault("state", {})[STATE] = caller
         await self._app(scope, receive, send)
+
+    def _refusal(self, scope: Scope, error: PolyloraError) -> PolyloraError:
+        """The error, or a LimitError once its address has had too many."""
+        client = scope.get("client")
+        try:
+            self._addresses.take(str(client[0]) if client else "")
+        except LimitError as over_limit:
+            return over_limit
+        return error

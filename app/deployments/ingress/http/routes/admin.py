@@ -27,6 +27,7 @@ from app.deployments.tenancy.models import (
     RateLimit,
     Tenant,
     TenantChange,
+    TenantLimits,
 )
 from app.deployments.tenancy.service import TenantsService
 from app.engine.errors import InvalidRequest, NotFound
@@ -79,7 +80,7 @@ def admin_router(service: IngressService) -> APIRouter:
     """The routes under /v1/organization and /v1/tenants."""
     tenants_service = service.accounting.tenants_service
     routes = APIRouter(prefix="/v1/organization", dependencies=[Depends(admin_principal)])
-    _add_project_routes(routes, tenants_service)
+    _add_project_routes(routes, tenants_service, service.new_project_limits)
     _add_account_routes(routes, tenants_service)
     _add_key_routes(routes, tenants_service)
     _add_permission_routes(routes, service)
@@ -109,7 +110,9 @@ async def _page(
     return JSONResponse(page_body([body(item) for item in found[: query.limit]], has_more=len(found) > query.limit))
 
 
-def _add_project_routes(routes: APIRouter, tenants_service: TenantsService) -> None:
+def _add_project_routes(routes: APIRouter, tenants_service: TenantsService, new: TenantLimits) -> None:
+    """`new`: the limits of a new project."""
+
     @routes.get("/projects", response_model=PageResponse[schemas.Project])
     async def projects(query: Annotated[ProjectQuery, Query()]) -> Response:
         """List projects."""
@@ -119,9 +122,8 @@ def _add_project_routes(routes: APIRouter, tenants_service: TenantsService) -> N
     @routes.post("/projects", response_model=schemas.Project)
     async def create(request: Request, body: JsonBody[schemas.ProjectBody]) -> Response:
         """Create a project, which is a tenant."""
-        return JSONResponse(
-            serializers.project_body(await tenants_service.create_project(body.name, actor=_actor(request)))
-        )
+        made = await tenants_service.create_project(body.name, actor=_actor(request), limits=new)
+        return JSONResponse(serializers.project_body(made))
 
     @routes.get("/projects/{project_id}", response_model=schemas.Project)
     async def project(project_id: str) -> Response:
