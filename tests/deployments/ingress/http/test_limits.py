@@ -106,7 +106,7 @@ async def test_every_route_is_limited(org: Org, path: str) -> None:
     owner = org.service.accounting.tenants_service
     await describe(org)
     await owner.limit_rates(org.ids["ada"], "base", {"requests_per_min": 1, "tokens_per_min": 100_000}, actor="test")
-    await owner.configure_project(org.ids["ada"], {"max_concurrent": 1}, actor="test")
+    await owner.configure_project(org.ids["ada"], {"max_concurrent": 4}, actor="test")
     first, second = [await org.ask("ada", "POST", path, json=GENERATING[path]) for _ in range(2)]
     assert (first.status_code, second.status_code) == (200, 429), second.text
     assert first.headers["x-ratelimit-remaining-requests"] == "0"
