@@ -93,7 +93,7 @@ class RequestAccounting:
         """Reserve what an HTTP request costs before its body is read. Raises LimitError.
 
         For inference that is one request and a place among the concurrent ones, otherwise one call. `admit` and its
-        like take it over. Whoever reserved it settles what nobody took over: a refused request is charged, too.
+        like take it over. The reserver settles what was not taken over: a refused request is charged, too.
         """
         tenant = caller.tenant
         if tenant.limits == NO_LIMITS:
