@@ -109,7 +109,7 @@ class MeteringMiddleware:
 
 
 class _Payer(NamedTuple):
-    """Who pays for a body. `limit`: its calls per minute, None if bytes cost nothing."""
+    """The payer of a body. `limit`: its calls per minute, None if bytes cost nothing."""
 
     key: str
     limit: int | None = None
