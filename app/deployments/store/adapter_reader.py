@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -33,6 +33,7 @@ from app.deployments.store.sources.urls import UrlFetcher
 from app.deployments.store.tier_counters import TierCounters
 from app.engine.adapters.adapter_chat import AdapterTokenizerCache
 from app.engine.adapters.base_weight_dedup import BaseWeightDedup
+from app.engine.adapters.combining.combination import Combination
 from app.engine.adapters.limits import ReadLimits
 from app.engine.adapters.sandbox.packing import PackedAdapter
 from app.engine.adapters.sandbox.reader_process import ReaderLimits
@@ -166,6 +167,10 @@ class AdapterReader:
             return None
         self.counts.record_load("disk", self._clock() - started_s, packed.card.size_bytes, digest)
         return packed
+
+    def combine(self, combination: Combination, parts: Sequence[PackedAdapter]) -> PackedAdapter:
+        """See `Validator.combine`."""
+        return self._validator.combine(combination, parts, self._spec)
 
     def _signer(self, path: Path, packed: PackedAdapter) -> str | None:
         return signer_of(path, packed.card.digest) if self._signatures else None

@@ -9,7 +9,6 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Generic, TypeVar
 
@@ -30,12 +29,9 @@ from app.deployments.store.sources.resolvers import open_resolvers
 from app.deployments.store.tier_counters import TierCounters
 from app.deployments.store.uploads import Uploads
 from app.deployments.tenancy.auth.project_store import AdapterQuota
-from app.engine.adapters.combining.combination import Combination
-from app.engine.adapters.combining.combine import combine
-from app.engine.adapters.sandbox.packing import PackedAdapter, pack_adapter, unpack_adapter
+from app.engine.adapters.sandbox.packing import PackedAdapter
 from app.engine.factory import served_features
 from app.engine.models.checkpoint import open_model
-from app.engine.models.spec import ModelSpec
 
 logger = logging.getLogger(__name__)
 
@@ -80,7 +76,7 @@ class OpenStore(Generic[H]):
             policy=adapters.host_eviction,
             counts=counts,
             trusted=adapters.signing.trust,
-            combine=partial(merge_adapters, self._checkpoint.spec, get),
+            get=get,
         )
         names = (config.model.name,)
         self._registry_service = RegistryService(
@@ -161,15 +157,3 @@ def _saved_config(settings: str | None) -> AppConfig | None:
     except ValidationError as error:  # of another version of the code
         logger.warning("the saved settings of this store are invalid and are ignored: %s", error)
         return None
-
-
-def merge_adapters(
-    spec: ModelSpec, get: Callable[[H], PackedAdapter], combination: Combination, parts: Sequence[H]
-) -> PackedAdapter:
-    """The parts' combination for this base; with its first two arguments bound it is a `host_cache.Combine`.
-
-    The parts are not changed. Raises CombinationError.
-    """
-    packed = [get(part) for part in parts]
-    adapters = [unpack_adapter(one.header, one.arrays) for one in packed]
-    return pack_adapter(combine(combination, adapters, spec))

@@ -26,7 +26,7 @@ from app.deployments.store.bytes_bounded_cache import BytesBoundedCache
 from app.deployments.store.reader_pool import ReadDemand, ReaderPool
 from app.deployments.store.tier_counters import TierCounters
 from app.engine.adapters.card import AdapterCard, AdapterRef
-from app.engine.adapters.combining.combination import Combination, is_combination, parse_combination
+from app.engine.adapters.combining.combination import is_combination, parse_combination
 from app.engine.adapters.sandbox.packing import PackedAdapter
 from app.engine.adapters.signing.trusted_keys import TrustedKeys
 from app.engine.config import EvictionPolicy
@@ -53,17 +53,13 @@ class _CachedAdapter(NamedTuple, Generic[T]):
     is_new: bool = False  # whether it was added by this read
 
 
-#: Combines the parts of a `Combination`, given by their handles in order; it blocks. Raises CombinationError.
-Combine = Callable[[Combination, Sequence[T]], PackedAdapter]
-
-
-def refuse_combinations(combination: Combination, parts: Sequence[object]) -> PackedAdapter:  # noqa: ARG001
-    """The `Combine` of a store that supports no combinations."""
-    raise CombinationError(f"this store cannot combine adapters: {combination.name!r} is refused")
+def refuse_combinations(handle: object) -> PackedAdapter:  # noqa: ARG001
+    """The `get` of a store that supports no combinations."""
+    raise CombinationError("this store cannot combine adapters")
 
 
 class HostAdapterCache(Generic[T]):
-    """All methods run on one event loop; only the reader, `put` and `combine` run in threads."""
+    """All methods run on one event loop; only the reader, `put` and `get` run in threads."""
 
     def __init__(
         self,
@@ -76,14 +72,14 @@ class HostAdapterCache(Generic[T]):
         counts: TierCounters | None = None,
         backoff: FailureBackoff | None = None,
         trusted: TrustedKeys = TrustedKeys(),  # noqa: B008  (frozen)
-        combine: Combine[T] = refuse_combinations,
+        get: Callable[[T], PackedAdapter] = refuse_combinations,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`clock` gives seconds."""
+        """`get` gives a handle's adapter, to be combined; it blocks. `clock` gives seconds."""
         self._clock = clock
         self._reader = reader
         self._put = put
-        self._combine = combine
+        self._get = get
         self._readers = ReaderPool()
         self._demand = ReadDemand(clock, self._abandon)
         self._cache = BytesBoundedCache(max_bytes, policy)
@@ -314,7 +310,10 @@ class HostAdapterCache(Generic[T]):
         """Combine parts that are fetched like any other adapter. Raises what fetching raises."""
         started_s, combination = self._clock(), parse_combination(source)
         parts = await asyncio.gather(*(self.fetch(part.ref) for part in combination.parts))
-        packed = await self._readers.run("combine", lambda: self._combine(combination, parts), tenant_id)
+        reader = self._reader
+        packed = await self._readers.run(
+            "combine", lambda: reader.combine(combination, [self._get(part) for part in parts]), tenant_id
+        )
         return await self._keep(LocatedAdapter(source, packed), self._clock() - started_s, tenant_id)
 
     async def _read_and_keep(self, key: str, lane: str, source: str, tenant_id: str) -> _CachedAdapter[T]:

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from functools import partial
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from app.deployments.store.factory import merge_adapters
 from app.deployments.store.host_cache import HostAdapterCache
 from app.engine.adapters.adapter import LoraAdapter, LoraKey
 from app.engine.adapters.card import AdapterRef
-from app.engine.adapters.combining.combination import CombinationMethod, CombinationPart, make_combination
-from app.engine.adapters.sandbox.packing import PackedAdapter, unpack_adapter
+from app.engine.adapters.combining.combination import Combination, CombinationMethod, CombinationPart, make_combination
+from app.engine.adapters.combining.combine import combine
+from app.engine.adapters.sandbox.packing import PackedAdapter, pack_adapter, unpack_adapter
 from app.engine.adapters.signing.trusted_keys import TrustedKeys
 from app.engine.errors import AdapterMismatch, CombinationError
 from tests.deployments.store.recorded_events import RecordedEvents
@@ -27,9 +26,16 @@ KEY = LoraKey(0, "q_proj")
 SUM = CombinationMethod()
 
 
+class CombiningSources(Sources):
+    """A reader that combines in this process."""
+
+    def combine(self, combination: Combination, parts: Sequence[PackedAdapter]) -> PackedAdapter:
+        return pack_adapter(combine(combination, [unpack_adapter(part.header, part.arrays) for part in parts], SPEC))
+
+
 @pytest.fixture
 def sources() -> Sources:
-    sources = Sources()
+    sources = CombiningSources()
     for seed, name in enumerate(("sql", "tone"), 1):
         put(sources, name, random_adapter(SPEC, 4 * seed, seed=seed))
     return sources
@@ -52,7 +58,7 @@ def opened(sources: Sources, **options: Any) -> HostAdapterCache[PackedAdapter]:
         sources,
         keep,
         RecordedEvents(),
-        combine=partial(merge_adapters, SPEC, _same),
+        get=_same,
         **({"max_bytes": 1 << 20} | options),
     )
 

@@ -37,6 +37,11 @@ _WITHOUT_BIAS = _SUMMED - {"lora_bias"}
 _SIGN_ELECTING = frozenset({"ties", "dare_ties"})
 
 
+#: Products of a combination by SVD: width times the square of the rank, summed over its modules. For whole deltas the
+#: rank is the smaller side. This many take about three minutes of one core.
+MAX_SVD_PRODUCTS = 2e11
+
+
 class _WeightedPair(NamedTuple):
     """One part's pair of a module, with its scale (already folded into b) and its weight."""
 
@@ -78,6 +83,37 @@ def combine(combination: Combination, adapters: Sequence[LoraAdapter], spec: Mod
         outer=MappingProxyType(outer),
     )
     return replace(derived, card=replace(derived.card, extra_bytes=extra_bytes(derived, spec)))
+
+
+def check_cost(combination: Combination, adapters: Sequence[LoraAdapter], *, max_bytes: int, max_rank: int) -> None:
+    """Raise CombinationError for a combination that takes too much memory or time, before anything is computed."""
+    method, num_bytes = combination.method.name, sum(adapter.card.size_bytes for adapter in adapters)
+    if num_bytes > max_bytes:
+        raise CombinationError(
+            f"the adapters have {num_bytes} bytes together but adapters.max_adapter_bytes is {max_bytes}; combine fewer"
+        )
+    shapes: dict[Hashable, tuple[int, int]] = {}
+    ranks: dict[Hashable, int] = {}
+    for adapter in adapters:
+        for key, pair in (*adapter.weights.items(), *adapter.outer.items()):
+            shapes[key] = (pair.a.shape[1], pair.b.shape[1])
+            ranks[key] = ranks.get(key, 0) + pair.rank
+    rank = max(ranks.values(), default=0)
+    if method == "cat" and rank > max_rank:
+        raise CombinationError(
+            f"the ranks add up to {rank} but adapters.max_rank is {max_rank}; combine fewer, or use method 'svd'"
+        )
+    if not method.endswith("svd"):
+        return
+    num_products = sum(
+        (d_in + d_out) * min(ranks[key] if method == "svd" else d_out, d_in, d_out) ** 2
+        for key, (d_in, d_out) in shapes.items()
+    )
+    if num_products > MAX_SVD_PRODUCTS:
+        raise CombinationError(
+            f"method {method!r} takes {num_products:.2g} products for these adapters and at most "
+            f"{MAX_SVD_PRODUCTS:.2g} are computed here; use 'cat', 'linear', or 'svd' of smaller ranks"
+        )
 
 
 def _check_votes(name: str, adapter: LoraAdapter, method: str) -> None:

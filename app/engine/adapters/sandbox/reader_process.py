@@ -20,7 +20,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,7 +32,7 @@ from numpy.typing import NDArray
 from app.engine import errors
 from app.engine.adapters.limits import MIB
 from app.engine.adapters.sandbox.packing import PackedAdapter
-from app.engine.adapters.sandbox.reader_worker import ReaderTask, pack_request
+from app.engine.adapters.sandbox.reader_worker import CombineTask, ReaderTask, pack_request
 from app.engine.errors import AdapterError, AdapterFormatError, AdapterReadFailed, EngineFailure
 
 logger = logging.getLogger(__name__)
@@ -88,12 +88,13 @@ class ReaderProcess:
     def pid(self) -> int:
         return self._process.pid
 
-    def read(self, task: ReaderTask) -> PackedAdapter:
-        """Raises the AdapterError that reading met; EngineFailure if no process stays alive."""
+    def read(self, task: ReaderTask | CombineTask, parts: Sequence[NDArray[np.uint8]] = ()) -> PackedAdapter:
+        """The adapter that was read, or combined from `parts`. Raises the AdapterError met; EngineFailure if no process
+        stays alive."""
         for _ in range(3):  # the preforked reader may be dead, then the warm process
             control = self._control
             reader = self._take_preforked() or _fork_reader(control, 0)
-            found = None if reader is None else self._read(task, reader, control)
+            found = None if reader is None else self._read(task, parts, reader, control)
             if found is not None:
                 return found
             with self._lock:
@@ -106,11 +107,21 @@ class ReaderProcess:
         with self._lock:
             self._stop()
 
-    def _read(self, task: ReaderTask, reader: _Reader, control: socket.socket) -> PackedAdapter | None:
+    def _read(
+        self,
+        task: ReaderTask | CombineTask,
+        parts: Sequence[NDArray[np.uint8]],
+        reader: _Reader,
+        control: socket.socket,
+    ) -> PackedAdapter | None:
         """None if the reader died before it had the task, or its warm process died: try again."""
         deadline_s = time.monotonic() + task.seconds
         try:
-            _fix_size(reader.shared, task.memory_bytes)
+            if isinstance(task, CombineTask):
+                _fix_size(reader.shared, task.inputs_start + sum(task.nums_bytes))
+                _write(reader.shared, task.inputs_start, parts)
+            else:
+                _fix_size(reader.shared, task.memory_bytes)
             text = _exchange(reader.stream, pickle.dumps(task), deadline_s, task)
             if text is None or (not text and _has_hung_up(control)):
                 return None
@@ -193,6 +204,15 @@ def _fix_size(shared: int, size_bytes: int) -> None:
         fcntl.fcntl(shared, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
 
 
+def _write(shared: int, start: int, arrays: Sequence[NDArray[np.uint8]]) -> None:
+    """Copy arrays into the memory, one after another. Raises AdapterReadFailed."""
+    with _memory_errors():
+        memory = np.frombuffer(mmap.mmap(shared, sum(array.nbytes for array in arrays), offset=start), np.uint8)
+    for array in arrays:
+        memory[: array.nbytes] = array
+        memory = memory[array.nbytes :]
+
+
 @contextmanager
 def _memory_errors() -> Iterator[None]:
     """Running out of memory or descriptors says nothing about the adapter: raise AdapterReadFailed."""
@@ -204,7 +224,9 @@ def _memory_errors() -> Iterator[None]:
         ) from error
 
 
-def _exchange(stream: socket.socket, question: bytes, deadline_s: float, task: ReaderTask) -> bytes | None:
+def _exchange(
+    stream: socket.socket, question: bytes, deadline_s: float, task: ReaderTask | CombineTask
+) -> bytes | None:
     """Send the question and return the whole answer; None if the reader is dead.
 
     Raises AdapterReadFailed on timeout.
@@ -228,7 +250,7 @@ def _exchange(stream: socket.socket, question: bytes, deadline_s: float, task: R
     except TimeoutError:
         # The reader's own alarm ends it a second later.
         raise AdapterReadFailed(
-            f"'{task.path.name}' was not read within {task.seconds:.3g} s; reading was stopped"
+            f"'{task.name}' was not read within {task.seconds:.3g} s; reading was stopped"
         ) from None
     except OSError:  # the reader died during the exchange
         return b""
@@ -242,12 +264,14 @@ def _remaining_s(deadline_s: float) -> float:
     return remaining_s
 
 
-def _parse_verdict(text: bytes, shared: int, task: ReaderTask) -> tuple[dict[str, Any], list[NDArray[np.uint8]]]:
+def _parse_verdict(
+    text: bytes, shared: int, task: ReaderTask | CombineTask
+) -> tuple[dict[str, Any], list[NDArray[np.uint8]]]:
     try:
         verdict = json.loads(text)
     except ValueError:
         raise AdapterReadFailed(
-            f"reading '{task.path.name}' ended its process without a result: a crash, or no memory left"
+            f"reading '{task.name}' ended its process without a result: a crash, or no memory left"
         ) from None
     if "trace" in verdict:
         logger.error("bug in an adapter reader; please report it\n%s", verdict["trace"])
@@ -257,9 +281,7 @@ def _parse_verdict(text: bytes, shared: int, task: ReaderTask) -> tuple[dict[str
         raise kind(verdict["message"])
     size = int(verdict["num_bytes"])
     if not 0 <= size <= task.memory_bytes:
-        raise AdapterReadFailed(
-            f"reading '{task.path.name}' gave {size} bytes; at most {task.memory_bytes} are possible"
-        )
+        raise AdapterReadFailed(f"reading '{task.name}' gave {size} bytes; at most {task.memory_bytes} are possible")
     if not size:
         return verdict["header"], [np.empty(0, np.uint8)]
     mapped = mmap.mmap(shared, size, prot=mmap.PROT_READ)

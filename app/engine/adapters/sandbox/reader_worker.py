@@ -21,6 +21,7 @@ import socket
 import struct
 import sys
 import traceback
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,9 +30,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from app.engine.adapters.adapter import LoraAdapter
+from app.engine.adapters.combining.combination import Combination
+from app.engine.adapters.combining.combine import combine
 from app.engine.adapters.formats.reading import read_adapter
 from app.engine.adapters.limits import TRANSIENT_ERRNOS, ReadLimits, reading_error
-from app.engine.adapters.sandbox.packing import PackedAdapter, pack_adapter
+from app.engine.adapters.sandbox.packing import PackedAdapter, pack_adapter, unpack_adapter
 from app.engine.errors import AdapterError, AdapterFormatError, AdapterTooLarge
 from app.engine.models.spec import ModelSpec
 from app.kernels.machine.prefault import prefault_pages
@@ -55,6 +58,44 @@ class ReaderTask:
     supported_features: frozenset[str]
     memory_bytes: int
     seconds: float
+
+    @property
+    def name(self) -> str:
+        """For messages."""
+        return self.path.name
+
+
+@dataclass(frozen=True, slots=True)
+class CombineTask:
+    """A combination to make. `headers` and `nums_bytes`: of its packed parts, which are in the memory that the server
+    shares, one after another, from `inputs_start` on.
+    """
+
+    combination: Combination
+    spec: ModelSpec
+    headers: Sequence[Mapping[str, Any]]
+    nums_bytes: Sequence[int]
+    memory_bytes: int
+    seconds: float
+
+    @property
+    def name(self) -> str:
+        """For messages."""
+        return self.combination.name
+
+    @property
+    def inputs_start(self) -> int:
+        """Where the parts begin: after the result's memory, on a page of its own."""
+        return -(-self.memory_bytes // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY
+
+    def combine(self, shared: int) -> LoraAdapter:
+        """Raises CombinationError."""
+        parts = memoryview(mmap.mmap(shared, sum(self.nums_bytes), offset=self.inputs_start))
+        adapters, start = [], 0
+        for header, num_bytes in zip(self.headers, self.nums_bytes, strict=True):
+            adapters.append(unpack_adapter(header, [np.frombuffer(parts[start : start + num_bytes], np.uint8)]))
+            start += num_bytes
+        return combine(self.combination, adapters, self.spec)
 
 
 def pack_request(ahead_bytes: int) -> bytes:
@@ -88,7 +129,7 @@ def _read_one(stream_descriptor: int, shared: int, ahead_bytes: int) -> None:
             question += received
         if not question:  # the server ended, or does not need this reader
             return
-        task: ReaderTask = pickle.loads(question)  # written by our own server
+        task: ReaderTask | CombineTask = pickle.loads(question)  # written by our own server
         _limit_this_process(task.memory_bytes, task.seconds)
         verdict, _memory = _read_and_pack(task, shared)  # referenced until exit: freeing it would delay the answer
         with contextlib.suppress(BrokenPipeError):  # the server timed out
@@ -101,7 +142,9 @@ def _map(shared: int, num_bytes: int) -> NDArray[np.uint8]:
     return np.frombuffer(mmap.mmap(shared, num_bytes), np.uint8)
 
 
-def _read_and_pack(task: ReaderTask, shared: int) -> tuple[dict[str, Any], tuple[LoraAdapter, PackedAdapter] | None]:
+def _read_and_pack(
+    task: ReaderTask | CombineTask, shared: int
+) -> tuple[dict[str, Any], tuple[LoraAdapter, PackedAdapter] | None]:
     """The answer, and the objects it was made of."""
 
     def allocate(num_bytes: int) -> NDArray[np.uint8]:
@@ -114,19 +157,22 @@ def _read_and_pack(task: ReaderTask, shared: int) -> tuple[dict[str, Any], tuple
         return memory
 
     try:
-        adapter = read_adapter(task.path, task.spec, task.limits, task.supported_features)
+        if isinstance(task, CombineTask):
+            adapter = task.combine(shared)
+        else:
+            adapter = read_adapter(task.path, task.spec, task.limits, task.supported_features)
         packed = pack_adapter(adapter, allocate)
     except AdapterError as error:
         return {"error": type(error).__name__, "message": str(error)}, None
     except MemoryError:
-        message = f"reading '{task.path.name}' needs more than {task.memory_bytes} bytes of memory"
+        message = f"reading '{task.name}' needs more than {task.memory_bytes} bytes of memory"
         return {"error": AdapterTooLarge.__name__, "message": message}, None
     except Exception as error:
         if isinstance(error, OSError) and error.errno in TRANSIENT_ERRNOS:
-            found = reading_error(task.path, error)
+            found = reading_error(Path(task.name), error)
             return {"error": type(found).__name__, "message": str(found)}, None
         # A bug in a reader fails this adapter only. The reader may not write, so the server logs the trace.
-        message = f"reading '{task.path.name}' failed: {type(error).__name__}: {str(error)[:200]}"
+        message = f"reading '{task.name}' failed: {type(error).__name__}: {str(error)[:200]}"
         return {"error": AdapterFormatError.__name__, "message": message, "trace": traceback.format_exc()}, None
     return {"header": packed.header, "num_bytes": packed.arrays[0].nbytes}, (adapter, packed)
 

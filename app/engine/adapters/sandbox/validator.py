@@ -11,19 +11,25 @@ import hashlib
 import os
 import threading
 from collections import OrderedDict
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from app.engine.adapters.adapter_tokenizer import SMALL_TEXT_FILES, TEXT_FILES
+from app.engine.adapters.combining.combination import Combination
+from app.engine.adapters.combining.combine import check_cost
 from app.engine.adapters.formats.peft import weights_file
 from app.engine.adapters.formats.peft_config import CONFIG_NAME
 from app.engine.adapters.formats.peft_file import WEIGHTS_NAME
 from app.engine.adapters.limits import DEFAULT_LIMITS, ReadLimits, open_plain_file, plain_file_size, reading
-from app.engine.adapters.sandbox.packing import PackedAdapter
+from app.engine.adapters.sandbox.packing import PackedAdapter, unpack_adapter
 from app.engine.adapters.sandbox.reader_process import ReaderLimits, ReaderProcess
-from app.engine.adapters.sandbox.reader_worker import ReaderTask
+from app.engine.adapters.sandbox.reader_worker import CombineTask, ReaderTask
 from app.engine.errors import AdapterError, AdapterReadFailed, AdapterTooLarge
 from app.engine.models.spec import ModelSpec
+
+#: More time for a combination by SVD than for reading as many bytes.
+MAX_COMBINE_S = 300.0
 
 
 class _Refusal(NamedTuple):
@@ -84,6 +90,24 @@ class Validator:
             if before == files_identity(path):  # else the verdict is about other bytes than were hashed
                 self._remember(digest, _Refusal(sizes, error))
             raise
+
+    def combine(self, combination: Combination, parts: Sequence[PackedAdapter], spec: ModelSpec) -> PackedAdapter:
+        """The parts' combination, made in a reader process. The parts are not changed. Raises CombinationError."""
+        adapters = [unpack_adapter(part.header, part.arrays) for part in parts]
+        bounds = self.limits.max_weight_bytes, self.limits.max_rank
+        check_cost(combination, adapters, max_bytes=bounds[0], max_rank=bounds[1])
+        arrays = [part.arrays[0] for part in parts]
+        size = sum(array.nbytes for array in arrays)
+        seconds = self.reader_limits.seconds(size) + (MAX_COMBINE_S if combination.method.name.endswith("svd") else 0)
+        task = CombineTask(
+            combination,
+            spec,
+            [part.header for part in parts],
+            [array.nbytes for array in arrays],
+            self.reader_limits.memory_bytes(size),
+            seconds,
+        )
+        return self._process.read(task, arrays)
 
     def close(self) -> None:
         self._process.close()
