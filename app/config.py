@@ -30,6 +30,8 @@ from app.suggestions import did_you_mean, settings_at
 NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$"
 #: Longest description of an adapter.
 MAX_DESCRIPTION_CHARS = 1000
+#: org/name of the hub, with * and {tenant}.
+HUB_PATTERN = r"^([A-Za-z0-9_.*-]|\{tenant\})+/([A-Za-z0-9_.*-]|\{tenant\})+$"
 #: A path or URI with {name} in it, or module:function.
 RESOLVER_PATTERN = r"^(.*\{name\}.*|[A-Za-z_][\w.]*:[A-Za-z_]\w*)$"
 
@@ -103,12 +105,18 @@ class AdaptersConfig(_Settings):
         default=(), description="Folders that adapters may be loaded from; LORA_PATH is added."
     )
     preload: tuple[PreloadedAdapter, ...] = Field(default=(), description="Adapters registered at start.")
-    allow_hub: bool = Field(default=True, description="Whether hf://org/name@revision may be loaded.")
+    hub: tuple[Annotated[str, Field(pattern=HUB_PATTERN)], ...] | None = Field(
+        default=None,
+        description="Repositories that may be loaded as hf://org/name@revision: org/name, with * and {tenant} (a "
+        "project's id). Default: all, but none by projects; [] disables the hub.",
+    )
     hub_endpoint: str | None = Field(
         default=None, description="The hub's URL, instead of HF_ENDPOINT or the public hub."
     )
     urls: tuple[str, ...] = Field(
-        default=(), description="URL prefixes that may be loaded from: s3://bucket/folder/, gs://..., https://host/..."
+        default=(),
+        description="URL prefixes that may be loaded from: s3://bucket/folder/, gs://..., https://host/...; {tenant} "
+        "in one is a project's id.",
     )
     url_options: dict[str, dict[str, Any]] = Field(
         default_factory=dict,
@@ -178,7 +186,9 @@ class AdaptersConfig(_Settings):
     @classmethod
     def _urls_are_prefixes(cls, urls: tuple[str, ...]) -> tuple[str, ...]:
         for url in urls:
-            is_plain = re.fullmatch(r"(s3|gs|https?)://[\w.:-]+/([\w.@+=~-]+/)*", url, re.ASCII)
+            is_plain = re.fullmatch(
+                r"(s3|gs|https?)://[\w.:-]+/([\w.@+=~-]+/)*", url.replace("{tenant}", "t"), re.ASCII
+            )
             if not is_plain or "/../" in url or "/./" in url:
                 raise ValueError(
                     f"{url!r} is not s3://, gs://, http:// or https:// with a host and a path ending in '/'"

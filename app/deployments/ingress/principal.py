@@ -12,9 +12,11 @@ from typing import Literal, NamedTuple
 
 from starlette.requests import HTTPConnection
 
+from app.config import AdaptersConfig
 from app.deployments.ingress.error_responses import ManagementRefused, WrongKeyKind
 from app.deployments.registry.feed.view import Entry, Page, RegistryView
 from app.deployments.registry.models import DEFAULT_TENANT, UPLOADED, AliasEntry, CatalogEntry, LoadRequest
+from app.deployments.store.sources.source_patterns import check_project_source
 from app.deployments.tenancy.models import PUBLIC, Tenant
 from app.deployments.tenancy.quota.rate_limiter import Reservation
 from app.engine.adapters.combining.combination import Combination, is_combination
@@ -83,10 +85,13 @@ def load_request(
     pinned: bool | None = None,
     traffic_weight: float | None = None,
     description: str | None = None,
+    *,
+    adapters: AdaptersConfig,
 ) -> LoadRequest:
     """The store's request for loading an adapter. Raises UnsafeSource, ManagementRefused, InvalidRequest.
 
-    A project may use only folders below `<root>/<project id>/`; the others are the operator's or another project's.
+    A project may use only folders below `<root>/<project id>/`, and what `adapters.urls` and `adapters.hub` have for
+    it; others are the operator's or another project's.
     """
     check_settings(caller, pinned, traffic_weight, description)
     if holds_key(source):  # sources are shown in the audit log and in events
@@ -100,6 +105,8 @@ def load_request(
             f"{source[:80]!r} is outside this project's folder {caller.tenant_id}/; use a path below it or "
             "a URI that the operator allows"
         )
+    if caller.kind == "project" and "://" in source:
+        check_project_source(adapters, caller.tenant_id, source)
     return LoadRequest(caller.tenant_id, name, source, caller.who, pinned, traffic_weight, description)
 
 

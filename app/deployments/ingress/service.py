@@ -81,6 +81,7 @@ class IngressService:
         self._metrics = parts.metrics
         self.base_name = config.model.name
         self.new_project_limits = _new_project_limits(config)
+        self.adapters_config = config.adapters
         self.registry = parts.registry
         self.accounting = parts.accounting
         self._connections = ReplicaConnections(parts.replicas, parts.placer, parts.loads)

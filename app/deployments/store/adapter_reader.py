@@ -116,7 +116,7 @@ class AdapterReader:
         return str(files_identity(found.path)) if isinstance(found, LocalSource) else ""
 
     def from_source(self, source: str, tenant_id: str = DEFAULT_TENANT) -> LocatedAdapter:
-        """Read for a tenant, whose share of staging space it uses.
+        """Read for a tenant: with its rights, in its share of staging space.
 
         Raises UnsafeSource, NotFound, SourceError, AdapterError (AdapterUntrusted if a signature does not fit).
         """
@@ -132,7 +132,7 @@ class AdapterReader:
             self.counts.record_load("source", self._clock() - started_s, packed.card.size_bytes, packed.card.digest)
             return LocatedAdapter(found.uri, packed, self._signer(found.path, packed))
         with self._disk.staging(tenant_id) as folder:
-            uri = found.fetch(folder)
+            uri = found.fetch(folder, tenant_id)
             path = clean_download(folder)
             load_s = self._clock() - started_s
             self._events.on_progress(source, State.VALIDATING)
@@ -262,10 +262,18 @@ def open_sources(
     custom_fetcher = config.custom_fetcher or environ.get("LORA_DOWNLOADER_PLUGIN")
     if custom_fetcher:
         fetchers.append(PluginFetcher(custom_fetcher, base_name))
-    elif config.allow_hub:
-        token = environ.get("LORA_HF_TOKEN")
+    elif config.hub != ():
+        resolvers = [text for text in config.resolvers or () if text.startswith("hf://")]
         fetchers.append(
-            HubFetcher(config.hub_endpoint, token, max_bytes=max_bytes, timeout_s=timeout_s, reserve=reserve)
+            HubFetcher(
+                config.hub_endpoint,
+                environ.get("LORA_HF_TOKEN"),
+                max_bytes=max_bytes,
+                timeout_s=timeout_s,
+                reserve=reserve,
+                patterns=config.hub,
+                resolved=[text[len("hf://") :].partition("@")[0].replace("{name}", "*") for text in resolvers],
+            )
         )
     timed = [FetchTimeout(fetcher, timeout_s) for fetcher in fetchers]
 

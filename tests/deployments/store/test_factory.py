@@ -99,7 +99,7 @@ async def test_the_next_life_begins_with_what_was_told_last(process: Process) ->
 async def test_settings_that_cannot_be_are_refused_and_change_nothing(process: Process) -> None:
     before = process.opened._store._reader
     bad = json.loads(process.config("old").for_store.model_dump_json())
-    bad["adapters"] |= {"custom_fetcher": "no.such:function", "allow_hub": False}
+    bad["adapters"] |= {"custom_fetcher": "no.such:function", "hub": []}
     error = await fails(process.service.preload(json.dumps(bad)))
     assert isinstance(error, ConfigError)
     assert "no.such:function" in str(error)

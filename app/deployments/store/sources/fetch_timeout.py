@@ -35,7 +35,7 @@ class FetchTimeout:
     def accepts(self, uri: str) -> bool:
         return self._fetcher.accepts(uri)
 
-    def fetch(self, uri: str, folder: Path) -> str:
+    def fetch(self, uri: str, folder: Path, tenant_id: str) -> str:
         """Raises SourceError, and whatever the fetcher raises."""
         lane = lane_of(uri)
         with self._lock:
@@ -45,7 +45,7 @@ class FetchTimeout:
                 )
             self._unwanted.setdefault(uri, []).append(unwanted := Future[None]())
         answer: Future[str] = Future()
-        threading.Thread(target=self._run, args=(answer, uri, folder), name="adapter-source", daemon=True).start()
+        threading.Thread(target=self._run, args=(answer, uri, folder, tenant_id), daemon=True).start()
         either: list[Future[Any]] = [answer, unwanted]
         done = wait(either, self._timeout_s, return_when=FIRST_COMPLETED).done
         with self._lock:
@@ -68,9 +68,9 @@ class FetchTimeout:
                 if not unwanted.done():
                     unwanted.set_result(None)
 
-    def _run(self, answer: Future[str], uri: str, folder: Path) -> None:
+    def _run(self, answer: Future[str], uri: str, folder: Path, tenant_id: str) -> None:
         try:
-            answer.set_result(self._fetcher.fetch(uri, folder))
+            answer.set_result(self._fetcher.fetch(uri, folder, tenant_id))
         except BaseException as error:  # raised by the caller if it still waits
             answer.set_exception(error)
 

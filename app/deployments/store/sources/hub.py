@@ -6,8 +6,11 @@ commit: a branch may move, what was registered does not.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
+from app.deployments.registry.models import DEFAULT_TENANT
+from app.deployments.store.sources.source_patterns import TENANT, matches_repository
 from app.deployments.store.sources.source_resolution import Reserve, signature_name, unbounded
 from app.engine.adapters.adapter_tokenizer import TEXT_FILES
 from app.engine.adapters.formats.arrow import CARD_SUFFIX
@@ -17,7 +20,11 @@ from app.engine.models.download.hub import download_hub_files, list_hub_files
 
 
 class HubFetcher:
-    """A `Fetcher`. `endpoint` None: HF_ENDPOINT, else the public hub."""
+    """A `Fetcher`. `endpoint` None: HF_ENDPOINT, else the public hub.
+
+    `token` is the operator's: a project's adapters are read with it only from repositories that match `patterns` with
+    `{tenant}` in it, or `resolved`, which are those of the operator's resolvers. `patterns` None: any repository.
+    """
 
     def __init__(
         self,
@@ -27,7 +34,11 @@ class HubFetcher:
         max_bytes: int,
         timeout_s: float,
         reserve: Reserve = unbounded,
+        patterns: Sequence[str] | None = None,
+        resolved: Sequence[str] = (),
     ) -> None:
+        self._patterns = None if patterns is None else (*patterns, *resolved)
+        self._trusted = (*(pattern for pattern in patterns or () if TENANT in pattern), *resolved)
         self._reserve = reserve
         self._endpoint = endpoint
         self._token = token
@@ -35,11 +46,14 @@ class HubFetcher:
         self._timeout_s = timeout_s
 
     def accepts(self, uri: str) -> bool:
-        return uri.startswith("hf://")
+        is_open = self._patterns is None or matches_repository(self._patterns, uri, None)
+        return uri.startswith("hf://") and is_open
 
-    def fetch(self, uri: str, folder: Path) -> str:
+    def fetch(self, uri: str, folder: Path, tenant_id: str) -> str:
         """Raises SourceError, NotFound, AdapterTooLarge."""
-        listing = list_hub_files(uri, endpoint=self._endpoint, token=self._token, timeout_s=self._timeout_s)
+        is_operators = tenant_id == DEFAULT_TENANT or matches_repository(self._trusted, uri, tenant_id)
+        token = self._token if is_operators else None
+        listing = list_hub_files(uri, endpoint=self._endpoint, token=token, timeout_s=self._timeout_s)
         cards = [name for name in listing.sizes if "/" not in name and name.endswith(CARD_SUFFIX)]
         is_card = len(cards) == 1 and CONFIG_NAME not in listing.sizes
         names = cards if is_card else [CONFIG_NAME, WEIGHTS_NAME]
@@ -55,6 +69,6 @@ class HubFetcher:
             folder,
             max_bytes=self._max_bytes,
             endpoint=self._endpoint,
-            token=self._token,
+            token=token,
         )
         return str(listing.uri)

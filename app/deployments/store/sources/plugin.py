@@ -30,7 +30,7 @@ class PluginFetcher:
     def accepts(self, uri: str) -> bool:  # noqa: ARG002  (any URI)
         return True
 
-    def fetch(self, uri: str, folder: Path) -> str:
+    def fetch(self, uri: str, folder: Path, tenant_id: str) -> str:  # noqa: ARG002
         """Raises SourceError, and any PolyloraError of the plug-in's."""
         try:
             exact = self._download(uri, folder)

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
-from app.deployments.registry.models import UPLOADED
+from app.deployments.registry.models import DEFAULT_TENANT, UPLOADED
 from app.engine.adapters.adapter_tokenizer import TEXT_FILES
 from app.engine.adapters.formats.arrow import CARD_SUFFIX
 from app.engine.adapters.formats.peft_config import CONFIG_NAME
@@ -39,8 +39,9 @@ class Fetcher(Protocol):
     def accepts(self, uri: str) -> bool:
         """Whether this fetcher is for `uri`, by its text alone."""
 
-    def fetch(self, uri: str, folder: Path) -> str:
-        """Put an adapter's files into the empty `folder`; returns the URI that gives the same contents again.
+    def fetch(self, uri: str, folder: Path, tenant_id: str) -> str:
+        """Put an adapter's files into the empty `folder`, with the rights of this tenant; returns the URI that gives
+        the same contents again.
 
         Raises SourceError, NotFound, AdapterTooLarge.
         """
@@ -67,8 +68,8 @@ class RemoteSource(NamedTuple):
     uri: str
     fetcher: Fetcher
 
-    def fetch(self, folder: Path) -> str:
-        return self.fetcher.fetch(self.uri, folder)
+    def fetch(self, folder: Path, tenant_id: str = DEFAULT_TENANT) -> str:
+        return self.fetcher.fetch(self.uri, folder, tenant_id)
 
 
 class Sources:
@@ -121,7 +122,7 @@ class Sources:
                 return RemoteSource(source, fetcher)
         raise UnsafeSource(
             f"{short(source)} is not a source this server reads; name a folder under its roots, "
-            "or have it allowed (adapters.allow_hub, adapters.urls, adapters.custom_fetcher)"
+            "or have it allowed (adapters.hub, adapters.urls, adapters.custom_fetcher)"
         )
 
 

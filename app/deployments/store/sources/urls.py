@@ -1,10 +1,10 @@
 """Adapters from object stores and web servers, through fsspec.
 
-A URL must be under one of the operator's prefixes (`s3://bucket/adapters/`, `https://host/path/`), and so must every
-hop of a redirect. A web server's public name must have a public address. Only files of known names are requested:
-nothing is listed or unpacked, and a download ends at its limit of bytes and seconds. Credentials come from the
-environment, as each fsspec backend documents. Google's are looked up in this thread: gcsfs would do it without a
-timeout in the thread that carries every transfer of this process.
+A URL must be under one of the operator's prefixes (`s3://bucket/{tenant}/`, `https://host/path/`), and so must every
+hop of a redirect, with the same tenant. A web server's public name must have a public address. Only files of known
+names are requested: nothing is listed or unpacked, and a download ends at its limit of bytes and seconds. Credentials
+come from the environment, as each fsspec backend documents. Google's are looked up in this thread: gcsfs would do it
+without a timeout in the thread that carries every transfer of this process.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from urllib.parse import unquote, urljoin, urlsplit
 from fsspec import AbstractFileSystem, filesystem
 from fsspec.callbacks import Callback
 
+from app.deployments.store.sources.source_patterns import prefixes_for
 from app.deployments.store.sources.source_resolution import (
     Reserve,
     adapter_files,
@@ -61,9 +62,9 @@ class UrlFetcher:
         self._timeout_s = timeout_s
 
     def accepts(self, uri: str) -> bool:
-        return uri.startswith(self._prefixes)
+        return bool(prefixes_for(self._prefixes, uri))
 
-    def fetch(self, uri: str, folder: Path) -> str:
+    def fetch(self, uri: str, folder: Path, tenant_id: str) -> str:  # noqa: ARG002
         """Raises SourceError, NotFound, AdapterTooLarge."""
         deadline_s = time.monotonic() + self._timeout_s
         names = adapter_files(uri)
@@ -118,6 +119,7 @@ class UrlFetcher:
 
     def _copy_from_web(self, url: str, file: Path, bound: _Bound) -> None:
         """Follows redirects itself, after a check of each. Raises UnsafeSource."""
+        allowed = prefixes_for(self._prefixes, url)
         for _ in range(MAX_REDIRECTS + 1):
             options = dict(self._options.get(url.partition("://")[0], {}))
             is_public = not (options.pop(ALLOW_PRIVATE, False) or _is_private(urlsplit(url).hostname or ""))
@@ -126,7 +128,7 @@ class UrlFetcher:
                 files.get_file(url, str(file), callback=bound, timeout=bound.left_s(), allow_redirects=False)
             except _RedirectError as redirect:
                 target = urljoin(url, redirect.location)
-                if not self.accepts(target) or ".." in unquote(urlsplit(target).path).split("/"):
+                if not target.startswith(allowed) or ".." in unquote(urlsplit(target).path).split("/"):
                     raise UnsafeSource(
                         f"{url} redirects to {short(target)}, which no prefix of adapters.urls allows"
                     ) from None

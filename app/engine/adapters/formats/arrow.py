@@ -171,7 +171,7 @@ def read_card(path: Path, limits: ReadLimits = DEFAULT_LIMITS) -> ArrowCard:
         if size > limits.max_weight_bytes:
             raise AdapterTooLarge(f"{what} has {size} bytes but at most {limits.max_weight_bytes} are read")
         if not size:
-            raise AdapterFormatError(f"{what} is empty")
+            raise AdapterFormatError(f"{what} is empty, not a readable Arrow file")
         mapped = pa.py_buffer(mmap.mmap(file.fileno(), size, prot=mmap.PROT_READ))
     try:
         reader = pa.ipc.open_file(pa.BufferReader(mapped))

@@ -137,7 +137,7 @@ class Stuck:
     def accepts(self, uri: str) -> bool:
         return uri.startswith("models://")
 
-    def fetch(self, uri: str, folder: Path) -> str:  # noqa: ARG002
+    def fetch(self, uri: str, folder: Path, tenant_id: str) -> str:  # noqa: ARG002
         self.asked.append(uri)
         assert self.gate.wait(600)
         return uri

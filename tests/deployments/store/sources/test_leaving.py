@@ -89,7 +89,7 @@ class Late:
     def accepts(self, _: str) -> bool:
         return True
 
-    def fetch(self, uri: str, folder: Path) -> str:
+    def fetch(self, uri: str, folder: Path, tenant_id: str) -> str:  # noqa: ARG002
         self.begun.set()
         self.gate.wait(60)
         folder.mkdir(parents=True, exist_ok=True)
@@ -106,7 +106,7 @@ def test_what_is_fetched_too_late_is_removed(tmp_path: Path, why: str) -> None:
 
     def fetch() -> None:
         with tier.staging("a") as folder:
-            fetcher.fetch("x://host/a", folder)
+            fetcher.fetch("x://host/a", folder, "default")
 
     with ThreadPoolExecutor(1) as thread:
         fetching = thread.submit(fetch)

@@ -70,7 +70,7 @@ def test_a_configuration_opens_only_what_it_names(tmp_path: Path, monkeypatch: p
     with pytest.raises(UnsafeSource):
         open_sources(config, {}, base_name="base").locate("https://host/a")
     with pytest.raises(UnsafeSource):
-        open_sources(config.model_copy(update={"allow_hub": False}), {}, base_name="base").locate("hf://o/n@main")
+        open_sources(config.model_copy(update={"hub": ()}), {}, base_name="base").locate("hf://o/n@main")
     for bad in ("https://host", "file:///", "s3://bucket/../", "https://host/a?", "https://u@h/"):
         with pytest.raises(ConfigError, match="urls"):
             load_config({"adapters": {"urls": [bad]}})

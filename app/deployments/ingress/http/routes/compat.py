@@ -33,7 +33,7 @@ def add_compat_routes(routes: APIRouter, service: IngressService) -> None:
     async def load_adapter(request: Request, body: JsonBody[LoadAdapterBody]) -> Response:
         """Load an adapter (vLLM's format)."""
         caller = http_principal(request)
-        load = load_request(caller, body.lora_name, body.lora_path)
+        load = load_request(caller, body.lora_name, body.lora_path, adapters=service.adapters_config)
         if not body.load_inplace and _is_loaded(service, body.lora_name, caller):
             raise InvalidRequest(
                 f"The lora adapter {body.lora_name[:80]!r} has already been loaded. If you want to load the adapter in "
@@ -57,7 +57,9 @@ def add_compat_routes(routes: APIRouter, service: IngressService) -> None:
         _check_base(service, body.base_model)
         caller = http_principal(request)
         source = _dynamo_source(body, caller)
-        load = load_request(caller, body.lora_model, source, body.pin_lora, body.traffic_weight)
+        load = load_request(
+            caller, body.lora_model, source, body.pin_lora, body.traffic_weight, adapters=service.adapters_config
+        )
         job, entry = await service.adapter_admin.store.load_and_wait(load)
         done = {"lora_model": body.lora_model, "status": "success"}
         return JSONResponse(adapter_body(entry) | done | {"job": job_body(job)})

@@ -46,7 +46,15 @@ from app.redaction import holds_key
 def _load_request(body: RegisterAdapterBody, caller: Principal, service: IngressService) -> LoadRequest:
     """Raises InvalidRequest, NotFound, UnsafeSource, ManagementRefused."""
     if body.combine is None and body.path is not None:
-        return load_request(caller, body.name, body.path, body.pinned, body.traffic_weight, body.description)
+        return load_request(
+            caller,
+            body.name,
+            body.path,
+            body.pinned,
+            body.traffic_weight,
+            body.description,
+            adapters=service.adapters_config,
+        )
     if body.combine is None or body.path is not None:
         raise InvalidRequest("give either path, where the adapter is, or combine, its parts", param="path")
     method = body.combine.combination_method
@@ -109,7 +117,12 @@ def _add_collection_routes(routes: APIRouter, service: IngressService) -> None:
     async def manifest(request: Request, body: JsonBody[ManifestBody]) -> Response:
         """Register many adapters without reading them; all of them or none."""
         caller = http_principal(request)
-        loads = [load_request(caller, e.name, e.path, None, e.traffic_weight, e.description) for e in body.adapters]
+        loads = [
+            load_request(
+                caller, e.name, e.path, None, e.traffic_weight, e.description, adapters=service.adapters_config
+            )
+            for e in body.adapters
+        ]
         new = list(map(_registration, loads))
         done = await service.adapter_admin.store.register(new, tenant_id=caller.tenant_id, who=caller.who)
         counts = {"num_registered": done.num_changed, "num_unchanged": done.num_unchanged}
