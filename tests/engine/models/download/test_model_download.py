@@ -140,6 +140,39 @@ def test_parts_that_make_another_file_are_refused(
     assert not [file for file in (tmp_path / "cache").rglob("*") if "weights" in file.name]
 
 
+def test_a_stated_checksum_is_checked(parts: bytes, index: Callable[..., bytes], tmp_path: Path) -> None:
+    for uri, content in ((URI, index()), (SPLIT_URI, parts)):
+        with pytest.raises(SourceError, match="checksum says 0000"):
+            resolve_model(f"{uri}#sha256={'0' * 64}", tmp_path / "cache")
+        stated = f"{uri}#sha256={hashlib.sha256(content).hexdigest()}"
+        assert resolve_model(stated, tmp_path / "cache").read_bytes() == content
+    for bad in ("#", "#sha256=0", f"#sha256={'A' * 64}", "#md5=0"):
+        with pytest.raises(SourceError, match="is no checksum of a file"):
+            resolve_model(URI + bad, tmp_path / "cache")
+
+
+@pytest.mark.parametrize("damaged", ["config.json", "model.safetensors"])
+def test_a_file_of_the_hub_must_have_the_hubs_checksum(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damaged: str
+) -> None:
+    """As the hub's cache has them: links to files that are called by their checksums, git's or a SHA-256."""
+    contents = {"config.json": b"{}", "model.safetensors": b"weights"}
+    names = {
+        "config.json": hashlib.sha1(b"blob 2\0{}").hexdigest(),
+        "model.safetensors": hashlib.sha256(b"weights").hexdigest(),
+    }
+    (tmp_path / "blobs").mkdir()
+    (tmp_path / "snapshot").mkdir()
+    for name, content in contents.items():
+        (tmp_path / "blobs" / names[name]).write_bytes(content)
+        (tmp_path / "snapshot" / name).symlink_to(tmp_path / "blobs" / names[name])
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **__: str(tmp_path / "snapshot"))
+    assert resolve_model("hf://org/model@main", tmp_path / "cache") == tmp_path / "snapshot"
+    (tmp_path / "blobs" / names[damaged]).write_bytes(contents[damaged][:-1] + b"?")
+    with pytest.raises(SourceError, match=f"{damaged} of hf://org/model@main has checksum"):
+        resolve_model("hf://org/model@main", tmp_path / "cache")
+
+
 @pytest.mark.usefixtures("parts")
 def test_a_part_that_the_index_lacks_leaves_no_file(tmp_path: Path) -> None:
     with pytest.raises(SourceError, match=r"could not download tiny-model-part4==1\.0"):
