@@ -7,8 +7,9 @@ every project.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
+from fnmatch import fnmatchcase
+from string import ascii_letters, digits
 
 from app.config import AdaptersConfig
 from app.engine.adapters.strict_json import short
@@ -16,6 +17,7 @@ from app.engine.errors import UnsafeSource
 
 TENANT = "{tenant}"
 _HUB = "hf://"
+_ID_CHARS = ascii_letters + digits + "_-"
 
 
 def prefixes_for(prefixes: Sequence[str], url: str) -> tuple[str, ...]:
@@ -32,11 +34,17 @@ def prefixes_for(prefixes: Sequence[str], url: str) -> tuple[str, ...]:
 def _tenant(prefix: str, url: str) -> str | None:
     """The project's id with which this prefix begins the URL, "" without `{tenant}`; None if it does not."""
     first, is_for_one, rest = prefix.partition(TENANT)
-    if not is_for_one:
-        return "" if url.startswith(prefix) else None
-    same = re.escape(rest).replace(re.escape(TENANT), r"\1")
-    match = re.match(rf"{re.escape(first)}([\w-]+){same}", url, re.ASCII)
-    return None if match is None else match[1]
+    tenant = ""
+    if is_for_one:
+        tenant = _leading_id(url[len(first) :]).removesuffix(_leading_id(rest))
+        if not tenant:
+            return None
+    return tenant if url.startswith(prefix.replace(TENANT, tenant)) else None
+
+
+def _leading_id(text: str) -> str:
+    """The characters of an id with which a text begins."""
+    return text[: len(text) - len(text.lstrip(_ID_CHARS))]
 
 
 def matches_repository(patterns: Sequence[str], uri: str, tenant_id: str | None) -> bool:
@@ -44,14 +52,9 @@ def matches_repository(patterns: Sequence[str], uri: str, tenant_id: str | None)
 
     `tenant_id` None: `{tenant}` may be any project's id.
     """
-    repository = uri.removeprefix(_HUB).partition("@")[0]
-    tenant = r"[\w-]+" if tenant_id is None else re.escape(tenant_id)
-    return any(
-        re.fullmatch(
-            re.escape(pattern).replace(re.escape(TENANT), tenant).replace(r"\*", "[^/]*"), repository, re.ASCII
-        )
-        for pattern in patterns
-    )
+    repository = uri.removeprefix(_HUB).partition("@")[0].split("/")
+    wanted = [pattern.replace(TENANT, "*" if tenant_id is None else tenant_id).split("/") for pattern in patterns]
+    return len(repository) == 2 and any(all(map(fnmatchcase, repository, pattern)) for pattern in wanted)
 
 
 def check_project_source(config: AdaptersConfig, tenant_id: str, source: str) -> None:
