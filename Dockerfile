@@ -5,21 +5,28 @@
 #
 # Settings, adapters and state come from outside (docs/how-to/operate.md): -v ./my.yaml:/srv/polylora/configs/serve.yaml,
 # -v ./loras:/loras -e LORA_PATH=/loras, -v state:/var/lib/polylora, -v cache:/var/cache/polylora.
-FROM debian:bookworm-slim
+#
+# The base image is named by its tag: its digest changes with Debian's security updates, and was not known where this file was
+# written. To pin the one that you have checked: docker build --build-arg BASE=debian:bookworm-slim@sha256:...
+ARG BASE=debian:bookworm-slim
+FROM $BASE
 
 RUN apt-get update \
  && apt-get install --yes --no-install-recommends ca-certificates procps python3 python3-venv \
  && rm -rf /var/lib/apt/lists/*
 
 WORKDIR /srv/polylora
-COPY pyproject.toml README.md LICENSE ./
+COPY pyproject.toml requirements.lock README.md LICENSE ./
 COPY app app
 COPY configs configs
 COPY examples/adapters examples/adapters
 
-# EXTRAS=[cuda], [jax], [s3], [gs], [postgres]: what the settings need beside the CPU engine.
+# Packages must have the hashes of requirements.lock. EXTRAS=[cuda], [jax], [s3], [gs], [postgres]: what the settings need
+# beside the CPU engine; these are not locked.
 ARG EXTRAS=
-RUN python3 -m venv /opt/polylora && /opt/polylora/bin/pip install --no-cache-dir ".$EXTRAS"
+RUN python3 -m venv /opt/polylora \
+ && /opt/polylora/bin/pip install --no-cache-dir --require-hashes --requirement requirements.lock \
+ && /opt/polylora/bin/pip install --no-cache-dir --no-build-isolation ".$EXTRAS"
 
 RUN useradd --create-home --uid 10001 polylora \
  && install --directory --owner=polylora /var/lib/polylora /var/cache/polylora
