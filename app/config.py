@@ -45,6 +45,8 @@ MANAGEMENT_TOKEN = "POLYLORA_MANAGEMENT_TOKEN"
 
 #: The environment variable with an admin key, in addition to those in the database.
 ADMIN_KEY = "POLYLORA_ADMIN_KEY"
+#: The address that HAProxy listens on; `polylora serve` sets it, for HAProxy and ingresses.
+HTTP_HOST = "POLYLORA_HTTP_HOST"
 
 #: Suffix of either name where the environment holds the secret's SHA-256 in hexadecimal digits instead.
 DIGEST = "_SHA256"
@@ -317,6 +319,10 @@ class HttpConfig(_Settings):
     )
     allowed_hosts: tuple[str, ...] = Field(
         default=(), description="Host names that a service on loopback accepts, in addition to localhost."
+    )
+    require_ray_token: bool = Field(
+        default=True,
+        description="Whether the service refuses to start in a Ray cluster that other machines reach without a token.",
     )
     ready_at_zero_replicas: bool = Field(
         default=False,

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import sys
 from datetime import UTC, datetime
 from logging.handlers import WatchedFileHandler
@@ -17,7 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from app.config import LogsConfig
-from app.redaction import without_keys
+from app.private_folder import UMASK
+from app.redaction import escape_control_chars, without_keys
 
 FILE = "polylora.log"
 #: Longer lines could be written in two pieces.
@@ -38,8 +40,11 @@ class LogEvent:
 def start_log(config: LogsConfig, process: str) -> Path:
     """Make this process write to the log, as `process`; returns the log's path. A later call replaces an earlier one.
 
+    Each process of the service calls it first, so it also sets the process's umask: in a cluster that `ray start`
+    started, Ray's umask would be inherited.
     If the folder cannot be written, this is reported on stderr, which is in Ray's own logs then, and nothing is logged.
     """
+    os.umask(UMASK)
     path = Path(config.folder) / FILE
     logger = logging.getLogger("app")
     for old in [handler for handler in logger.handlers if isinstance(handler, _LogFile)]:
@@ -68,7 +73,8 @@ class _Text(logging.Formatter):
         self._process = process
 
     def format(self, record: logging.LogRecord) -> str:
-        line = f"{_time(record)} {record.levelname:<7} {self._process}[{record.process}] {record.getMessage()}"
+        line = f"{_time(record)} {record.levelname:<7} {self._process}[{record.process}] "
+        line += escape_control_chars(record.getMessage())
         lines = [line, self.formatException(record.exc_info)] if record.exc_info else [line]
         return "\n".join(lines)[:MAX_LINE_CHARS]
 

@@ -16,6 +16,7 @@ from app.config import load_config
 from app.deployments.ingress.deployment import Ingress
 from app.deployments.placement.replica_choice import make_policy
 from app.deployments.replica.deployment import EngineReplica
+from app.deployments.rpc.ray_private import check_ray_token
 
 #: Open calls per replica: readers and short admissions. The engine's queue is the real limit.
 MAX_ENGINE_CALLS = 1000
@@ -34,6 +35,8 @@ INGRESS_DRAIN_MARGIN_S = 30.0
 def build(args: dict[str, Any]) -> Application:
     """Check the settings and describe the application. Raises ConfigError."""
     config = load_config(args)
+    if config.http.require_ray_token:
+        check_ray_token()
     make_policy(config.placement)
     config_json = config.model_dump_json()
     engine = serve.deployment(

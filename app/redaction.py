@@ -1,4 +1,4 @@
-"""Removal of API keys from text: paths, model names, sources, log lines.
+"""What others wrote, made safe for logs and terminals: API keys removed, control characters escaped.
 
 A truncated key is removed too, as long as enough of it remains to guess the rest more easily than a whole key.
 """
@@ -19,3 +19,13 @@ def holds_key(text: str) -> bool:
 def without_keys(text: str) -> str:
     """The text with dots after the prefix of every key."""
     return _KEY.sub(r"\1...", text) if "sk-" in text else text
+
+
+def escape_control_chars(text: str, keep: str = "") -> str:
+    """The text with escapes in place of control characters: line breaks, terminals' sequences, directions of text.
+
+    keep: characters that stay.
+    """
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() or c in keep else c.encode("unicode_escape").decode() for c in text)

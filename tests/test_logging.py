@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -22,8 +23,9 @@ logger = logging.getLogger("app.somewhere")
 @pytest.fixture(autouse=True)
 def _leave_the_logger_as_it_was() -> Iterator[None]:
     app = logging.getLogger("app")
-    before, level = list(app.handlers), app.level
+    before, level, umask = list(app.handlers), app.level, os.umask(0o022)
     yield
+    os.umask(umask)
     for handler in [handler for handler in app.handlers if handler not in before]:
         app.removeHandler(handler)
         handler.close()
@@ -54,6 +56,20 @@ def test_a_line_for_programs(tmp_path: Path) -> None:
     assert (first["message"], first["name"], first["bytes"]) == ("adapter loaded", "sql", 12)
     assert first["process"] == "engine 7"
     assert second["message"] == "words only"
+
+
+@pytest.mark.parametrize("kind", ["text", "json"])
+def test_what_others_wrote_makes_no_line_of_its_own(tmp_path: Path, kind: Literal["text", "json"]) -> None:
+    forged = "no adapter 'x'\n2026-11-23T09:12:44.120Z INFO    store[812] adapter loaded\x1b[2J\u202e"
+    (line,) = written(tmp_path, kind, forged)
+    assert r"'x'\n2026" in line
+    assert line.isprintable()
+
+
+def test_the_log_and_what_else_its_process_writes_is_for_its_own_user(tmp_path: Path) -> None:
+    path = start_log(LogsConfig(folder=str(tmp_path / "logs")), "engine 7")
+    (tmp_path / "another").touch()
+    assert [each.stat().st_mode & 0o777 for each in (path, path.parent, tmp_path / "another")] == [0o600, 0o700, 0o600]
 
 
 @pytest.mark.parametrize("kind", ["text", "json"])

@@ -26,6 +26,7 @@ from app.engine.adapters.raw_adapter import RawAdapter, RawModule, content_diges
 from app.engine.adapters.strict_json import short
 from app.engine.errors import AdapterError, AdapterFormatError
 from app.engine.models.spec import ModelSpec
+from app.redaction import escape_control_chars
 
 if TYPE_CHECKING:  # with the registry's tables, for `check` alone
     from app.deployments.registry.pins import EngineCapacity
@@ -205,7 +206,7 @@ def _inspect(arguments: argparse.Namespace) -> int:
     raw, name, metadata, quantization = _load(arguments.source)
     print(f"name         {name}")
     for key, text in sorted(metadata.items()):
-        print(f"{key:<12} {text}")
+        print(f"{escape_control_chars(key):<12} {escape_control_chars(text)}")  # a line each, whatever a stranger wrote
     if quantization is not None:
         print(f"rounding     {quantization.dtype}, {_rounding(quantization)}")
     print("\n".join(report(raw)))

@@ -11,9 +11,14 @@ What changes, and why:
 - While no ingress is up, HAProxy answers at once: 503, JSON, Retry-After. Ray would answer 404, or hold the
   connection in a second proxy (port 8500) until an ingress is up. That proxy is kept for the moment in which ingresses
   replace each other, but `/health` and `/readyz` do not wait for it. `/livez` says that HAProxy itself is up.
+- It listens on the address in `POLYLORA_HTTP_HOST`, where `polylora serve` writes the service's; Ray's configuration
+  then has 127.0.0.1, so that the ingresses and Serve's second proxy are reached through HAProxy only.
+- A request that another proxy passed on gets a header `Via`, so that the ingress does not take its client for one of
+  this machine: HTTP/1.0, or one of the headers that proxies add.
 - `X-Forwarded-For` is the address that HAProxy sees, unless it comes from `POLYLORA_TRUSTED_PROXIES` (addresses or
   networks, separated by commas). With Ray's template a client could forge the address in the audit log.
-- Its log has no queries, and no API keys in paths or in `X-Request-ID`, which Serve echoes and logs.
+- Its log has no queries, and no API keys, percent-encoded or not, in paths or in `X-Request-ID`, which Serve echoes
+  and logs.
 - Its control socket is accessible to its own user only, not to every user of the machine.
 - A client may not hold connections for long without a request (`_CLIENT_TIMEOUTS`), and an address may not hold most
   of them (`_connection_rules`). Ray's file lets anyone keep all of them silently for an hour. The beginning of a body,
@@ -34,6 +39,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from app.cli.haproxy_supervisor import Supervisor, socket_of
+from app.config import HTTP_HOST
 
 TRUSTED_PROXIES = "POLYLORA_TRUSTED_PROXIES"
 #: Sections that are left out unless their port is requested: (section, environment variable).
@@ -52,6 +58,8 @@ _MAX_PART_OF_ADDRESS, _FULL_PART, _FEW = 1 / 4, 7 / 8, 16
 _MAX_NEW = 4000
 #: Methods whose routes read no body, and the longest body that is passed on nevertheless.
 _BODILESS, _MAX_UNUSED_BYTES = "GET HEAD DELETE OPTIONS", 64 << 10
+#: Headers that proxies add and clients do not.
+PROXY_HEADERS = ("Forwarded", "X-Forwarded-For", "X-Forwarded-Host", "X-Forwarded-Proto", "X-Real-IP")
 
 #: An API key, as a regular expression of HAProxy.
 _KEY = "sk-[a-z-]*poly-[A-Za-z0-9_-]+"
@@ -125,8 +133,10 @@ def rewritten(text: str, errors: Mapping[int, Path], environ: Mapping[str, str],
     _change(changed, "defaults", lambda lines: _defaults(lines, errors))
     servers = [f"{section[0].split()[1]}/{name}" for section in changed for name in _ingresses(section)]
     trusted = environ.get(TRUSTED_PROXIES, "")
-    max_connections = _max_connections(changed)
-    _change(changed, "frontend http_frontend", lambda lines: _frontend(lines, servers, trusted, max_connections))
+    host, max_connections = environ.get(HTTP_HOST), _max_connections(changed)
+    _change(
+        changed, "frontend http_frontend", lambda lines: _frontend(lines, servers, trusted, max_connections, host)
+    )
     if not has_app:
         _change(changed, "backend default_backend", lambda lines: [lines[0], f"    {_not_ready()}"])
     if not was_up:
@@ -229,11 +239,15 @@ def _connection_rules(max_connections: int, unless: str) -> list[str]:
     ]
 
 
-def _frontend(lines: Sequence[str], servers: Sequence[str], trusted: str, max_connections: int) -> _Section:
-    """servers: ingresses, as backend/name."""
+def _frontend(
+    lines: Sequence[str], servers: Sequence[str], trusted: str, max_connections: int, host: str | None
+) -> _Section:
+    """servers: ingresses, as backend/name. host: the address to listen on instead of Ray's."""
     binds = [index for index, line in enumerate(lines) if line.strip().startswith("bind ")]
     if not binds:
         raise UnknownConfiguration("Ray's HAProxy configuration binds no port for HTTP")
+    if host is not None:
+        lines = [re.sub(r"^(\s*bind )\S*:(\d+)", rf"\g<1>{host}:\g<2>", line) for line in lines]
     networks = [str(ipaddress.ip_network(part.strip(), strict=False)) for part in trusted.split(",") if part.strip()]
     unless = f" unless {{ src {' '.join(networks)} }}" if networks else ""
     body = _error_body("body_too_large", "this method takes no body", "invalid_request_error")
@@ -245,9 +259,12 @@ def _frontend(lines: Sequence[str], servers: Sequence[str], trusted: str, max_co
         *_connection_rules(max_connections, unless),
         f"    {no_body} {{ req.fhdr(transfer-encoding) -m found }}",
         f"    {no_body} {{ req.hdr_val(content-length) gt {_MAX_UNUSED_BYTES} }}",
+        "    acl is_passed_on req.ver 1.0",
+        *(f"    acl is_passed_on req.hdr({name}) -m found" for name in PROXY_HEADERS),
+        '    http-request set-header Via "1.1 proxy" if is_passed_on !{ req.hdr(Via) -m found }',
         f"    http-request set-header X-Forwarded-For %[src]{unless}",
-        f"    http-request del-header X-Request-ID if {{ req.hdr(X-Request-ID) -m reg {_KEY} }}",
-        f"    http-request set-var(txn.path) path,regsub({_KEY},sk-...,g)",
+        f"    http-request del-header X-Request-ID if {{ req.hdr(X-Request-ID),url_dec -m reg {_KEY} }}",
+        f"    http-request set-var(txn.path) path,url_dec,regsub({_KEY},sk-...,g)",
         '    http-request return status 200 content-type application/json string \'{"status": "alive"}\''
         " if { path /livez }",
         *(f"    acl an_ingress_is_up srv_is_up({server})" for server in servers),

@@ -23,6 +23,8 @@ they run, so `download` starts without torch or Ray.
 from __future__ import annotations
 
 import argparse
+import contextlib
+import io
 import os
 import sys
 import time
@@ -38,6 +40,7 @@ from app.cli.register import add_register
 from app.cli.status import add_status
 from app.cli.tenants import add_create_admin_key, add_tenants
 from app.engine.errors import PolyloraError
+from app.redaction import escape_control_chars
 from app.version import version
 
 
@@ -70,7 +73,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.print_help()
         return 0
     try:
-        return int(arguments.run(arguments))
+        with contextlib.redirect_stdout(_EscapedStream(sys.stdout)):
+            return int(arguments.run(arguments))
     except PolyloraError as error:
         return _fail(arguments, str(error), getattr(error, "details", ""))
     except KeyboardInterrupt:
@@ -98,7 +102,7 @@ def _fail(arguments: argparse.Namespace, message: str, details: str = "") -> int
     if arguments.verbose:
         traceback.print_exc()
         print(details, file=sys.stderr)
-    print(f"polylora {arguments.command}: {message}", file=sys.stderr)
+    print(escape_control_chars(f"polylora {arguments.command}: {message}", keep="\n"), file=sys.stderr)
     return 1
 
 
@@ -151,6 +155,26 @@ def _download(arguments: argparse.Namespace) -> int:
         f"({time.monotonic() - started_s:.1f} s)\n{path}"
     )
     return 0
+
+
+class _EscapedStream(io.TextIOBase):
+    """A text stream for what commands print: names, descriptions and errors of others cannot control the terminal."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        self._stream.write(escape_control_chars(text, keep="\n\t"))
+        return len(text)
+
+    def flush(self) -> None:
+        self._stream.flush()
+
+    def fileno(self) -> int:
+        return self._stream.fileno()
+
+    def isatty(self) -> bool:
+        return self._stream.isatty()
 
 
 class ProgressLine:

@@ -17,6 +17,7 @@ from app.config import AppConfig
 from app.engine.config import EngineConfig
 from app.engine.errors import ConfigError, PolyloraError
 from app.engine.models.download.model_download import default_cache_dir
+from app.private_folder import make_private
 
 if TYPE_CHECKING:
     from app.engine.models.spec import ModelSpec
@@ -26,17 +27,25 @@ _TOKEN_VARIABLES = ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
 
 
 def check_folders(settings: AppConfig, environ: Mapping[str, str]) -> None:
-    """Raises ConfigError for a folder that the service could not write to."""
+    """Raises ConfigError for a folder that the service could not write to or could not have for itself."""
     check_cache()
     state = Path(settings.adapters.state_dir)
     _check_folder(state, "the registry", "set POLYLORA_STATE_DIR (or adapters.state_dir) to another folder")
+    make_private(state)
     _check_folder(Path(settings.logs.folder), "the log", "set logs.folder to another one")
     has_token = any(environ.get(name) for name in _TOKEN_VARIABLES)
     if environ.get("RAY_ADDRESS") or environ.get("RAY_AUTH_MODE", "token") != "token" or has_token:
         return
-    token = _home(lambda: Path.home() / ".ray")
-    if not (token / "auth_token").is_file():
-        _check_folder(token, "Ray's token", "set RAY_AUTH_TOKEN to a secret of your own, or HOME to another folder")
+    folder = _home(lambda: Path.home() / ".ray")
+    way_out = "set RAY_AUTH_TOKEN to a secret of your own, or HOME to another folder"
+    token = folder / "auth_token"
+    if not token.is_file():
+        _check_folder(folder, "Ray's token", way_out)
+        return
+    try:
+        token.chmod(0o600)  # Ray creates it with the umask of the moment; whoever has it runs code as this user
+    except OSError as error:
+        raise ConfigError(f"{token} cannot be made private ({error.strerror}); {way_out}") from error
 
 
 def check_device(engine: EngineConfig) -> None:

@@ -11,14 +11,13 @@ import importlib.util
 import os
 import shutil
 import socket
-import stat
 import sys
 import sysconfig
 import time
 from collections.abc import MutableMapping
 from pathlib import Path
 
-from app.engine.errors import ConfigError
+from app.private_folder import make_private
 
 HA_PROXY = "RAY_SERVE_ENABLE_HA_PROXY"
 
@@ -41,6 +40,13 @@ RAY_SWITCHES: tuple[tuple[str, str, str], ...] = (
     ("RAY_SERVE_REPLICA_AUTOSCALING_METRIC_PUSH_INTERVAL_S", "1", "the autoscaler gets demand this late, not 10 s"),
     ("RAY_SERVE_AUTOSCALING_METRIC_RECORD_INTERVAL_FACTOR", "0.1", "how often replicas are asked per look-back period"),
     ("RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S", "60", "Ray ends a proxy that is not ready after three times 5 s"),
+)
+
+#: Only where `polylora serve` starts Ray: nothing of Ray listens on other addresses than 127.0.0.1. `ray.init` would
+#: replace a `_node_ip_address` of 127.0.0.1 by the machine's address; with this variable the machine's address is
+#: 127.0.0.1 for Ray, as on macOS and Windows.
+ONE_MACHINE_SWITCHES: tuple[tuple[str, str, str], ...] = (
+    ("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0", "Ray's ports and metrics are for this machine only"),
 )
 
 #: Only with HAProxy.
@@ -78,6 +84,10 @@ def has_ha_proxy() -> bool:
 def set_ray_switches(environ: MutableMapping[str, str] = os.environ) -> bool:
     """Set the missing variables. Returns whether HAProxy is used."""
     switches = RAY_SWITCHES
+    if not environ.get("RAY_ADDRESS"):
+        switches += ONE_MACHINE_SWITCHES
+        make_private(user_folder())
+        make_private(Path(environ.setdefault("RAY_TMPDIR", str(user_folder()))), is_ours=False)
     if HA_PROXY not in environ and has_ha_proxy():
         switches += HA_PROXY_SWITCHES
     for name, value, _ in switches:
@@ -85,20 +95,23 @@ def set_ray_switches(environ: MutableMapping[str, str] = os.environ) -> bool:
     if environ.get(HA_PROXY) != "1":
         return False
     # Ray would make it accessible to all users, but frame sockets (`rpc/uds_transport`) need a private folder.
-    _make_own(_user_folder())
+    make_private(user_folder())
     _remove_abandoned(ha_proxy_folder())
     for name, value in ha_proxy_places().items():
         environ.setdefault(name, value)
     return True
 
 
-def _user_folder() -> Path:
+def user_folder() -> Path:
+    """The folder of this user's sockets, HAProxy's files and Ray's sessions. Its path is short: Ray makes Unix sockets
+    some 60 characters below it, and their paths have at most 107.
+    """
     return Path(f"/tmp/polylora-{os.getuid()}")
 
 
 def ha_proxy_folder() -> Path:
     """The folder of HAProxy's files, with one inside for each Ray node."""
-    return _user_folder() / "ha"
+    return user_folder() / "ha"
 
 
 def ha_proxy_places() -> dict[str, str]:
@@ -115,19 +128,6 @@ def ha_proxy_places() -> dict[str, str]:
         "RAY_SERVE_HAPROXY_BINARY_PATH": str(script),
         "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": str(port),
     }
-
-
-def _make_own(folder: Path) -> None:
-    """Raises ConfigError if another user owns the folder or has access to it."""
-    try:
-        folder.mkdir(mode=0o700, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"cannot create {folder} for this user's sockets: {error.strerror}") from error
-    found = folder.lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
-        raise ConfigError(
-            f"{folder} is not private to this user; remove it or fix its owner and mode (chown, chmod 700)"
-        )
 
 
 def _remove_abandoned(folder: Path) -> None:

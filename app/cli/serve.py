@@ -32,9 +32,10 @@ from app.cli.startup import (
     reason_in,
     wait_until_ready,
 )
-from app.config import AppConfig
+from app.config import HTTP_HOST, AppConfig
 from app.deployments.placement.replica_choice import make_policy
 from app.logging import LogEvent, start_log
+from app.private_folder import UMASK
 
 if TYPE_CHECKING:  # Ray is imported when its switches are set
     from ray.serve.schema import ServeDeploySchema
@@ -52,6 +53,7 @@ def serve_until_stopped(
     """Run the service in the foreground. Raises PolyloraError if it cannot. is_encoder: print the greeting of an
     embedder.
     """
+    os.umask(UMASK)
     document = read_document(config_path)
     settings = settings_of(document, config_path)
     is_joined = bool(os.environ.get("RAY_ADDRESS"))
@@ -71,6 +73,8 @@ def serve_until_stopped(
         _say("HAProxy is not available; Serve's own proxy takes more CPU per token")
     elif not is_joined:
         check_ha_proxy_ports(os.environ)
+        os.environ[HTTP_HOST] = host
+        document["http_options"]["host"] = "127.0.0.1"  # Serve's own; HAProxy alone listens on `host`
     schema = _schema(document, config_path)
     started_s = time.monotonic()
     _say(f"the log is {start_log(settings.logs, 'serve')}")

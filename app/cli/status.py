@@ -15,8 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from app.cli.api_client import DEFAULT_URL, ApiClient, ApiError
+from app.cli.ray_env import user_folder
 from app.cli.startup import replica_counts
 from app.engine.errors import PolyloraError
+from app.redaction import escape_control_chars
 
 _MIB = 1 << 20
 
@@ -81,6 +83,7 @@ def _applications() -> Mapping[str, Any]:
     """The applications of the Ray cluster on this machine. Raises PolyloraError if there is none."""
     if (Path.home() / ".ray" / "auth_token").is_file():
         os.environ.setdefault("RAY_AUTH_MODE", "token")
+    os.environ.setdefault("RAY_TMPDIR", str(user_folder()))  # where `polylora serve` has its cluster's address
     import ray
     from ray import serve
 
@@ -118,7 +121,8 @@ def _tier_row(name: str, counts: Mapping[str, float]) -> Sequence[str]:
 
 def _failure_line(event: Mapping[str, Any]) -> str:
     when = datetime.fromtimestamp(event["created"], UTC).isoformat(timespec="seconds").replace("+00:00", "Z")
-    return f"  {when}  {event['event']}  {event.get('name') or ''}  {event.get('detail') or ''}".rstrip()
+    detail = escape_control_chars(event.get("detail") or "")
+    return f"  {when}  {event['event']}  {event.get('name') or ''}  {detail}".rstrip()
 
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:

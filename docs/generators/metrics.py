@@ -30,9 +30,9 @@ _LABELS = {
     "tier": "`source`, `disk`, `host` or `device`",
 }  # fmt: skip
 _METRICS_INTRO = """Ray exports metrics to Prometheus on every node, with `ray_` before each name and `_total` after a
-counter. With `polylora serve` Ray chooses the port and writes it into a file:
+counter. With `polylora serve` Ray chooses the port, on 127.0.0.1, and writes it into a file:
 
-    curl http://127.0.0.1:$(cat /tmp/ray/session_latest/metrics_export_port_*)/metrics
+    curl http://127.0.0.1:$(cat /tmp/polylora-$(id -u)/ray/session_latest/metrics_export_port_*)/metrics
 
 In a cluster of your own (`RAY_ADDRESS`) the port is `ray start --metrics-export-port`. `configs/grafana/` has four
 dashboards (service, engines, adapters, tenants): import each file in Grafana and choose the Prometheus that scrapes

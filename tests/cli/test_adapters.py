@@ -65,6 +65,20 @@ def test_there_and_back_again(folder: Path, tmp_path: Path, capsys: pytest.Captu
     assert f"q_proj               2  {np.mean(norms):.4g}" in text
 
 
+def test_a_stranger_s_text_does_not_control_the_terminal(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    card = tmp_path / f"sql{CARD_SUFFIX}"
+    assert _run("convert", folder, card, "--set", "description=x\x1b[2J\nranks        64\u202e") == 0
+    capsys.readouterr()
+    assert _run("inspect", card) == 0
+    out = capsys.readouterr().out
+    assert r"x\x1b[2J\nranks        64\u202e" in out
+    assert all(line.isprintable() for line in out.splitlines())
+    assert _run("check", tmp_path / "no\x1b]0;title\x07") == 1
+    assert r"no\x1b]0;title\x07" in capsys.readouterr().err
+
+
 def test_an_activated_adapter_says_by_which_tokens(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

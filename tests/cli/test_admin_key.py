@@ -78,10 +78,10 @@ def test_this_machine_is_let_in_without_keys(host: str) -> None:
 
 
 def test_what_processes_inherit_are_hashes(settings: AppConfig) -> None:
-    key = new_key(is_admin=True).value
-    environ = {ADMIN_KEY: key, MANAGEMENT_TOKEN: "s3cret", "PATH": "/bin"}
+    key, token = new_key(is_admin=True).value, "0f1e2d3c4b5a69788796a5b4c3d2e1f0"
+    environ = {ADMIN_KEY: key, MANAGEMENT_TOKEN: token, "PATH": "/bin"}
     keep_digests(environ)
-    kept = {f"{ADMIN_KEY}{DIGEST}": key_digest(key), f"{MANAGEMENT_TOKEN}{DIGEST}": key_digest("s3cret")}
+    kept = {f"{ADMIN_KEY}{DIGEST}": key_digest(key), f"{MANAGEMENT_TOKEN}{DIGEST}": key_digest(token)}
     assert environ == kept | {"PATH": "/bin"}
     keep_digests(environ)
     assert environ == kept | {"PATH": "/bin"}, "what holds hashes already is left as it is"

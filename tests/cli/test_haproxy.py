@@ -392,6 +392,64 @@ async def test_proxies_that_are_trusted_may_hold_all_connections(write: Write) -
     assert "tcp-request connection track-sc0 src,ipmask(32,64) unless { src 10.0.0.0/8 }" in text
 
 
+@pytest.mark.parametrize(
+    ("version", "header", "is_passed_on"),
+    [
+        (b"1.1", b"", False),
+        (b"1.0", b"", True),
+        (b"1.1", b"X-Forwarded-For: 127.0.0.1\r\n", True),
+        (b"1.1", b"Forwarded: for=10.0.0.9\r\n", True),
+        (b"1.1", b"X-Forwarded-Host: h\r\n", True),
+        (b"1.1", b"X-Forwarded-Proto: https\r\n", True),
+        (b"1.1", b"X-Real-IP: 10.0.0.9\r\n", True),
+        (b"1.1", b"Via: 1.1 another\r\n", True),
+    ],
+)
+async def test_the_ingress_hears_of_another_proxy(
+    write: Write, version: bytes, header: bytes, is_passed_on: bool
+) -> None:
+    seen: list[bytes] = []
+
+    async def answer(_: asyncio.StreamReader, writer: asyncio.StreamWriter, head: bytes) -> None:
+        seen.append(head)
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\nconnection: close\r\n\r\n")
+
+    async with ingress(answer) as port, haproxy(write, port) as door:
+        reader, writer = await asyncio.open_connection("127.0.0.1", door.port)
+        writer.write(b"GET /v1/models HTTP/%b\r\nhost: 127.0.0.1\r\n%bconnection: close\r\n\r\n" % (version, header))
+        assert b" 200 " in await reader.readline()
+        writer.close()
+    (head,) = seen
+    assert len(re.findall(rb"^via: ", head, re.MULTILINE | re.IGNORECASE)) == int(is_passed_on)
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.0.2.7"])
+def test_it_listens_where_the_service_does_and_ray_stays_on_loopback(write: Write, host: str) -> None:
+    text = write(8000, 30_000).read_text()
+    changed = rewritten(text, {}, {"POLYLORA_HTTP_HOST": host})
+    assert re.findall(r"^\s*bind (.*)$", changed, re.MULTILINE) == [f"{host}:8000"]
+    assert re.findall(r"server s30000 (\S+)", changed) == ["127.0.0.1:30000"]
+
+
+@pytest.mark.parametrize("prefix", ["sk-poly-", "sk%2Dpoly%2D", "%73k-admin-poly-"])
+async def test_the_log_has_no_key_of_a_path(templates: dict[int, str], tmp_path: Path, prefix: str) -> None:
+    secret = "abcDEF123_-abcDEF123_-abcDEF123_-abcDEF1234"
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as log:
+        log.bind(("127.0.0.1", 0))
+        log.settimeout(60)
+        address = f"127.0.0.1:{log.getsockname()[1]}"
+        write = Write({number: text.replace("127.0.0.1:514", address) for number, text in templates.items()}, tmp_path)
+        async with haproxy(write) as door:
+            reader, writer = await asyncio.open_connection("127.0.0.1", door.port)
+            writer.write(f"GET /v1/models/{prefix}{secret} HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n".encode())
+            await reader.read()
+            writer.close()
+            while b"/v1/models/" not in (line := await asyncio.to_thread(log.recv, 1 << 16)):
+                pass
+    assert b'"/v1/models/sk-..."' in line
+    assert secret[:8].encode() not in line
+
+
 async def test_the_ingress_hears_that_a_client_left_whose_body_came_after_its_head(write: Write) -> None:
     """As httpx, and so every Python client, sends it. Who does not hear it computes the answer to its end."""
     num_heard = 0
@@ -441,7 +499,8 @@ def test_nothing_else_changes(write: Write, tmp_path: Path) -> None:
     left_out += "timeout client 3600s"
     put_in = r"errorfile 503|log-format |http-re\w+ (set-header X-For|return|del-header X-Req|set-var\(txn.path)|"
     put_in += (
-        "acl an_ingress|stats socket|timeout (client|http-request) |stick-table|tcp-request connection|option http-b"
+        "acl an_ingress|acl is_passed_on|http-request set-header Via|stats socket|timeout (client|http-request) |"
+        "stick-table|tcp-request connection|option http-b"
     )
     assert all(re.match(left_out, line) for line in gone), gone
     assert all(re.match(put_in, line) for line in added), added

@@ -43,6 +43,23 @@ def test_a_folder_that_cannot_be_written_is_named(settings: AppConfig, tmp_path:
         check_folders(settings, {})
 
 
+def test_what_earlier_versions_left_open_is_closed(settings: AppConfig, tmp_path: Path) -> None:
+    state, token = tmp_path / "state", tmp_path / "home" / ".ray" / "auth_token"
+    state.mkdir(mode=0o755)
+    token.parent.mkdir(parents=True, mode=0o755)
+    token.write_text("a token")
+    token.chmod(0o644)
+    check_folders(settings, {})
+    assert [path.stat().st_mode & 0o777 for path in (state, token)] == [0o700, 0o600]
+
+
+def test_a_state_folder_that_anybody_could_fill_is_refused(settings: AppConfig, tmp_path: Path) -> None:
+    (tmp_path / "state").mkdir()
+    (tmp_path / "state").chmod(0o777)
+    with pytest.raises(ConfigError, match="/state can be written by every user"):
+        check_folders(settings, {})
+
+
 @pytest.mark.parametrize(
     "environ", [{"RAY_AUTH_TOKEN": "x"}, {"RAY_AUTH_MODE": "disabled"}, {"RAY_ADDRESS": "10.0.0.1:6379"}]
 )

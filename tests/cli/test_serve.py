@@ -26,6 +26,7 @@ from app.cli.ray_env import (
     HA_PROXY,
     HA_PROXY_PORTS,
     HA_PROXY_SWITCHES,
+    ONE_MACHINE_SWITCHES,
     RAY_SWITCHES,
     ha_proxy_places,
     has_ha_proxy,
@@ -38,14 +39,16 @@ from tests.e2e.tiny import save_tiny_model
 ROOT = Path(__file__).parents[2]
 
 
-def test_switches_are_added_and_never_overruled() -> None:
+def test_switches_are_added_and_never_overruled(tmp_path: Path) -> None:
     environ: dict[str, str] = {}
+    tmp_path.chmod(0o700)
     assert set_ray_switches(environ) is has_ha_proxy()
-    expected = RAY_SWITCHES + (HA_PROXY_SWITCHES if has_ha_proxy() else ())
+    expected = RAY_SWITCHES + ONE_MACHINE_SWITCHES + (HA_PROXY_SWITCHES if has_ha_proxy() else ())
     places = set(ha_proxy_places()) if has_ha_proxy() else set()
-    assert environ.keys() == {name for name, _, _ in expected} | places
+    assert environ.keys() == {name for name, _, _ in expected} | places | {"RAY_TMPDIR"}
     assert {name: environ[name] for name, _, _ in expected} == {name: value for name, value, _ in expected}
-    own = {name: "own" for name, _, _ in RAY_SWITCHES + HA_PROXY_SWITCHES} | {HA_PROXY: "0"}
+    own = {name: "own" for name, _, _ in RAY_SWITCHES + ONE_MACHINE_SWITCHES + HA_PROXY_SWITCHES} | {HA_PROXY: "0"}
+    own["RAY_TMPDIR"] = str(tmp_path)
     before = dict(own)
     assert set_ray_switches(own) is False
     assert own == before
@@ -55,14 +58,35 @@ def test_switches_are_added_and_never_overruled() -> None:
 def test_the_folder_that_ha_proxy_shares_with_frames_is_made_for_its_user_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ray_env, "_user_folder", lambda: tmp_path / "own")
+    monkeypatch.setattr(ray_env, "user_folder", lambda: tmp_path / "own")
     environ = {HA_PROXY: "1"}
     assert set_ray_switches(environ) is True
     assert (tmp_path / "own").stat().st_mode & 0o077 == 0
     assert environ["RAY_SERVE_HAPROXY_SOCKET_PATH"] == str(tmp_path / "own" / "ha" / "admin.sock")
+    assert environ["RAY_TMPDIR"] == str(tmp_path / "own")
 
 
-@pytest.mark.parametrize("name", [*(name for name, _, _ in RAY_SWITCHES + HA_PROXY_SWITCHES), *ha_proxy_places()])
+def test_a_folder_for_ray_that_others_may_enter_is_refused(tmp_path: Path) -> None:
+    """Ray gives everybody every right to its own folders below it."""
+    tmp_path.chmod(0o755)
+    with pytest.raises(ConfigError, match=r"can be entered by other users; .*chmod 700"):
+        set_ray_switches({"RAY_TMPDIR": str(tmp_path), HA_PROXY: "0"})
+    assert tmp_path.stat().st_mode & 0o777 == 0o755, "it may be for other things as well"
+    joined = {"RAY_TMPDIR": str(tmp_path), HA_PROXY: "0", "RAY_ADDRESS": "10.0.0.1:6379"}
+    set_ray_switches(joined)
+    assert joined.keys().isdisjoint(name for name, _, _ in ONE_MACHINE_SWITCHES)
+
+
+def test_the_paths_of_ray_s_sockets_are_short_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray_env.os, "getuid", lambda: 2**32 - 2)
+    session = "ray/session_2026-11-26_05-30-27_738223_4194304/sockets/plasma_store.12"
+    assert len(str(ray_env.user_folder() / session)) <= 107
+
+
+SWITCHES = RAY_SWITCHES + ONE_MACHINE_SWITCHES + HA_PROXY_SWITCHES
+
+
+@pytest.mark.parametrize("name", [*(name for name, _, _ in SWITCHES), *ha_proxy_places()])
 def test_this_version_of_ray_knows_the_switch(name: str) -> None:
     """A switch that is renamed is ignored in silence."""
     ray = importlib.util.find_spec("ray")

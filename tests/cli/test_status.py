@@ -66,6 +66,13 @@ def test_a_status_has_a_line_a_replica_a_tier_and_a_failure() -> None:
     assert "not ready" in quiet[0]
 
 
+def test_a_failure_is_one_line_whatever_it_is_about() -> None:
+    failure = {"created": 0, "event": "failed to read", "name": "sql", "detail": "no\nno recent failures\x1b[2J"}
+    assert status_lines(STATUS | {"failures": [failure]}, "http://x")[-1].endswith(
+        r"sql  no\nno recent failures\x1b[2J"
+    )
+
+
 @pytest.fixture
 def server() -> Iterator[tuple[str, list[str]]]:
     """A service that answers one status; its URL, and the paths that were asked."""

@@ -40,8 +40,11 @@ KEY_USE_INTERVAL_S = 60.0
 class TenantTableClient(LongPollClient[Changes[TenantKey, TenantRow]]):
     """Copies the tenants' table into `view`. `complete` is set once the copy has caught up."""
 
-    def __init__(self, tenants_service: TenantsService, watcher_id: str) -> None:
+    def __init__(
+        self, tenants_service: TenantsService, watcher_id: str, clock: Callable[[], float] = time.time
+    ) -> None:
         super().__init__(tenants_service.watch, watcher_id)
+        self._clock = clock
         self.view = TenantMirror()
         self.complete = asyncio.Event()
 
@@ -50,6 +53,9 @@ class TenantTableClient(LongPollClient[Changes[TenantKey, TenantRow]]):
         self.view.take(update)
         if update.is_last:
             self.complete.set()
+
+    def _on_answer(self) -> None:
+        self.view.confirmed_s = self._clock()
 
 
 class ReservedQuota(NamedTuple):

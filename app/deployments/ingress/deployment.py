@@ -18,7 +18,7 @@ from ray import serve
 from ray.serve.handle import DeploymentHandle
 from starlette.types import ASGIApp
 
-from app.config import AppConfig, usage_folder
+from app.config import HTTP_HOST, AppConfig, usage_folder
 from app.deployments.ingress import handle_api
 from app.deployments.ingress.accounting import PricingContext, RequestAccounting, TenantTableClient
 from app.deployments.ingress.dispatch.replica_load import ReplicaLoadTracker
@@ -39,7 +39,7 @@ from app.deployments.rpc.background_tasks import Tasks
 from app.deployments.rpc.gauges import repeat_gauges
 from app.deployments.rpc.long_poll_client import LongPollClient, Watch
 from app.deployments.rpc.long_poll_host import Changes, Version
-from app.deployments.rpc.ray_private import AsgiIngress, route_in_this_loop
+from app.deployments.rpc.ray_private import AsgiIngress, http_host, listen_on_loopback, route_in_this_loop
 from app.deployments.rpc.serve_transport import ServeTransport
 from app.deployments.store.actor import (
     storage_service,
@@ -63,6 +63,7 @@ class Ingress(AsgiIngress):
 
     async def __init__(self, config_json: str, engines: DeploymentHandle[Any]) -> None:  # type: ignore[misc]
         config = AppConfig.model_validate_json(config_json)
+        listen_on_loopback()
         context = serve.get_replica_context()
         start_log(config.logs, f"ingress {context.replica_id.unique_id}")
         self._log_requests = config.logs.requests
@@ -98,7 +99,10 @@ class Ingress(AsgiIngress):
             steady_clock=time.monotonic,
         )
         self._service = IngressService(config, parts)
-        self._rules = HttpPolicy.of(config.http, os.environ)
+        host = os.environ.get(HTTP_HOST)
+        if host is None:
+            host = await asyncio.to_thread(http_host)
+        self._rules = HttpPolicy.of(config.http, os.environ, host)
         self._tasks = Tasks()
         self._tasks.run_forever(
             registry.follow,

@@ -18,6 +18,7 @@ from app.deployments.registry.feed.change_query import ChangeQuery
 from app.deployments.registry.jobs.job_table import Jobs
 from app.deployments.registry.jobs.store_leases import StoreLeases
 from app.deployments.registry.pins import PinLimits
+from app.private_folder import make_private
 
 
 class Registry:
@@ -67,6 +68,7 @@ def open_registry(
     environ: Mapping[str, str] | None = None,
 ) -> Registry:
     """The configured database, or a SQLite file per base model. Raises ConfigError, NotReady."""
+    make_private(Path(config.adapters.state_dir))
     url = database_url(config.adapters, base_digest, os.environ if environ is None else environ)
     return Registry(
         url,

@@ -37,7 +37,7 @@ from app.deployments.replica.status_reporter import StatusReporter
 from app.deployments.replica.warm_up import WarmUp, wait_for_pins
 from app.deployments.rpc.background_tasks import Tasks
 from app.deployments.rpc.long_poll_client import LongPollValue
-from app.deployments.rpc.ray_private import is_replica_draining
+from app.deployments.rpc.ray_private import is_replica_draining, listen_on_loopback
 from app.deployments.rpc.transport import check_protocol
 from app.deployments.rpc.uds_transport import FrameSocket
 from app.deployments.store.actor import store_actor, store_name, store_service, tenants_service
@@ -60,6 +60,7 @@ class EngineReplica:
     """One base model in memory, its adapters and its requests."""
 
     async def __init__(self, config_json: str) -> None:  # type: ignore[misc]  # Serve awaits it
+        listen_on_loopback()
         config = AppConfig.model_validate_json(config_json)
         context = serve.get_replica_context()
         replica_id = self._replica_id = context.replica_id.unique_id

@@ -44,11 +44,15 @@ class LongPollClient(Generic[T]):
                 update = await self._watch(self._version, self._watcher_id, self._timeout_s)
                 if update is not None:
                     self._apply_or_reset(*update)
+                self._on_answer()
             except Exception as error:  # a failing owner must not end its clients
                 self._log.on_error(error)
                 await asyncio.sleep(RETRY_S)
             else:
                 self._log.on_recovery()
+
+    def _on_answer(self) -> None:
+        """Called when the owner has answered and the answer, if it had changes, was applied."""
 
     def _apply_or_reset(self, version: Version, update: T) -> None:
         try:

@@ -8,23 +8,28 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ipaddress
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import ray
+from ray._common.tls_utils import add_port_to_grpc_server
 from ray._private import worker
+from ray._private.authentication.authentication_utils import is_token_auth_enabled
 from ray._private.state import state
 from ray.core.generated import gcs_pb2
 from ray.exceptions import GetTimeoutError, RayActorError
-from ray.serve._private import api
+from ray.serve._private import api, replica
 from ray.serve._private.client import ServeControllerClient
 from ray.serve._private.direct_ingress_http_util import ASGIDIReceiveProxy
 from ray.serve.config import gRPCOptions
-from ray.serve.context import _check_cached_client_alive, _set_global_client
+from ray.serve.context import _check_cached_client_alive, _get_global_client, _set_global_client
 from ray.serve.handle import DeploymentHandle
 from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
 from ray.serve.schema import ServeDeploySchema
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from app.engine.errors import ConfigError
 
 #: The version this module was written for.
 READ_VERSION = "2.60.0"
@@ -90,6 +95,44 @@ def redirect_error_messages(take: Callable[[Sequence[str]], None]) -> None:
         take([str(line) for line in data["lines"]])
 
     worker.print_to_stdstream = redirect
+
+
+def http_host() -> str:
+    """The address that Serve's proxies listen on."""
+    client = _get_global_client()
+    assert client is not None, "called in a replica"
+    return str(client.http_config.host)
+
+
+def listen_on_loopback() -> None:
+    """Make this replica's gRPC server listen on 127.0.0.1, as the whole cluster does, and not on all addresses.
+
+    It changes nothing in a cluster that other machines reach.
+
+    Call it in the deployment's constructor; the server starts afterwards.
+    """
+    if not is_open_to_network():
+
+        def listen(server: Any, _: str) -> int:
+            return int(add_port_to_grpc_server(server, "127.0.0.1:0"))  # type: ignore[no-untyped-call]
+
+        replica.add_port_to_grpc_server = listen  # type: ignore[attr-defined]
+
+
+def check_ray_token() -> None:
+    """Raises ConfigError in a cluster that other machines may reach and that runs whatever they send it."""
+    if ray.is_initialized() and is_open_to_network() and not is_token_auth_enabled():
+        raise ConfigError(
+            "this Ray cluster has no token authentication: whoever reaches its ports runs code here. Set "
+            "RAY_AUTH_MODE=token and the same RAY_AUTH_TOKEN on every node before `ray start`, or "
+            "http.require_ray_token: false if a firewall keeps everyone else out"
+        )
+
+
+def is_open_to_network() -> bool:
+    """Whether Ray's ports of this machine are on an address that other machines may reach."""
+    address: str = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
+    return not ipaddress.ip_address(address).is_loopback
 
 
 def is_replica_draining() -> bool:

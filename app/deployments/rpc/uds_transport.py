@@ -16,7 +16,6 @@ import logging
 import os
 import platform
 import socket
-import stat
 import struct
 import tempfile
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
@@ -26,6 +25,8 @@ from typing import Any
 
 from app.deployments.rpc.frames import HeartbeatTimeout, heartbeat_lost, pack_frame
 from app.deployments.rpc.transport import Frame, ReplicaUnreachable
+from app.engine.errors import ConfigError
+from app.private_folder import make_private
 
 logger = logging.getLogger(__name__)
 
@@ -196,14 +197,13 @@ def _suffix() -> str:
 
 
 def _folder() -> Path:
-    """The sockets' folder, created if missing. Raises PermissionError if others can enter it."""
+    """The sockets' folder, created if missing. Raises PermissionError if it belongs to another user."""
     default = Path(tempfile.gettempdir(), f"polylora-{os.getuid()}")
     folder = Path(os.environ.get(FOLDER_VARIABLE) or default)
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    status = folder.lstat()
-    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
-        raise PermissionError(errno.EACCES, "not a folder of this user alone (chmod 700)", str(folder))
-    return folder
+    try:
+        return make_private(folder)
+    except ConfigError as error:
+        raise PermissionError(errno.EACCES, str(error)) from error
 
 
 def _listen(path: Path) -> socket.socket:

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import ray
 from ray import serve
+from ray._common import tls_utils
 from ray._private import worker
 from ray._private.state import GlobalState
 from ray.core.generated import gcs_pb2
@@ -27,14 +28,18 @@ from ray.serve.request_router import RequestRouter
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message
 
+from app.deployments.rpc import ray_private
 from app.deployments.rpc.ray_private import (
     MAX_UNREAD_PARTS,
     READ_VERSION,
     AsgiIngress,
     ChoosingRouter,
     is_replica_draining,
+    listen_on_loopback,
     redirect_error_messages,
 )
+from app.engine.errors import ConfigError
+from app.main import build
 
 ROOT = Path(__file__).parents[3]
 START = ["http_options", "grpc_options", "global_logging_config", "global_tracing_config", "controller_options"]
@@ -57,6 +62,8 @@ def test_this_is_the_version_that_was_read() -> None:
         (ServeControllerClient.deploy_apps, ["self", "config", "_blocking"]),
         (context._set_global_client, ["client"]),
         (context._check_cached_client_alive, []),
+        (context._get_global_client, ["raise_if_no_controller_running"]),
+        (tls_utils.add_port_to_grpc_server, ["server", "address"]),
         (ServeController.graceful_shutdown, ["self", "wait"]),
         (DeploymentHandle._init, ["self", "kwargs"]),
         (GlobalState._connect_and_get_accessor, ["self"]),
@@ -164,3 +171,44 @@ def test_no_other_module_uses_what_ray_keeps_to_itself() -> None:
                 names = [*(node.module or "").split("."), *(alias.name for alias in node.names)]
                 inner = [name for name in names if name.startswith("_")]
                 assert not inner or path.name == "ray_private.py", f"{path} imports {inner} of Ray"
+
+
+@pytest.mark.parametrize(
+    ("is_running", "address", "has_token", "is_accepted"),
+    [
+        (True, "10.0.0.7", False, False),
+        (True, "10.0.0.7", True, True),
+        (True, "127.0.0.1", False, True),
+        (False, "10.0.0.7", False, True),
+    ],
+)
+def test_a_cluster_that_runs_anybody_s_code_is_refused(
+    monkeypatch: pytest.MonkeyPatch, is_running: bool, address: str, has_token: bool, is_accepted: bool
+) -> None:
+    monkeypatch.setattr(ray, "is_initialized", lambda: is_running)
+    monkeypatch.setattr(ray.util, "get_node_ip_address", lambda: address)
+    monkeypatch.setattr(ray_private, "is_token_auth_enabled", lambda: has_token)
+    if is_accepted:
+        build({})
+    else:
+        with pytest.raises(ConfigError, match=r"RAY_AUTH_MODE=token .* http\.require_ray_token: false"):
+            build({})
+        build({"http": {"require_ray_token": False}})
+
+
+@pytest.mark.parametrize(("address", "expected"), [("127.0.0.1", "127.0.0.1:0"), ("10.0.0.7", "[::]:0")])
+def test_a_replica_listens_where_its_cluster_does(monkeypatch: pytest.MonkeyPatch, address: str, expected: str) -> None:
+    """Serve's server is made by the name that is replaced."""
+    listened: list[str] = []
+
+    def add_port(_: object, where: str) -> int:
+        listened.append(where)
+        return 1
+
+    for module in (ray_private, replica):
+        monkeypatch.setattr(module, "add_port_to_grpc_server", add_port)
+    monkeypatch.setattr(ray.util, "get_node_ip_address", lambda: address)
+    listen_on_loopback()
+    assert 'add_port_to_grpc_server(self._server, "[::]:0")' in inspect.getsource(replica.Replica)
+    replica.add_port_to_grpc_server(None, "[::]:0")
+    assert listened == [expected]

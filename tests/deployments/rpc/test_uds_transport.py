@@ -314,7 +314,7 @@ async def test_a_folder_that_others_may_enter_is_not_used(
 ) -> None:
     if kind == "open to others":
         folder.mkdir()
-        folder.chmod(0o755)
+        folder.chmod(0o777)
     elif kind == "a link":
         (folder.parent / "elsewhere").mkdir(mode=0o700)
         folder.symlink_to(folder.parent / "elsewhere")

@@ -72,7 +72,7 @@ def keyed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Keyed]:
         document = service_document(folder, port, {**ENGINES["cpu"], "max_num_seqs": PLACES}, 2)
         document["logging_config"] = {"log_level": "DEBUG", "enable_access_log": True, "encoding": "JSON"}
         document["applications"][0]["args"]["logs"] = {"level": "DEBUG", "format": "json", "requests": True}
-        process = polylora_serve(document, port, environment, ["--dashboard"])
+        process = polylora_serve(document, port, environment, ["--dashboard", "--host", "0.0.0.0"])
         running.callback(process.stop)
         process.wait_until_said("Ready after", 600)
         state = Path(process.environment["POLYLORA_STATE_DIR"])

@@ -73,7 +73,7 @@ class Database:
         self._is_sqlite = parsed.get_backend_name() == "sqlite"
         options: dict[str, Any]
         if self._is_sqlite:
-            _make_parent(Path(parsed.database or ""))
+            _make_file(Path(parsed.database or ""))
             # Connections stay open: opening one takes ten times as long as most transactions, and closing the last
             # makes SQLite write its log back into the file. Their number is not limited, so no call waits for one.
             # AUTOCOMMIT: `_transaction` begins transactions itself; pysqlite would begin them too late.
@@ -305,11 +305,15 @@ def _unstorable_text_error() -> InvalidRequest:
     return InvalidRequest("a text has characters that cannot be stored (NUL, half a surrogate), or too many")
 
 
-def _make_parent(file: Path) -> None:
+def _make_file(file: Path) -> None:
+    """Create the folder, and the file itself for this user only: SQLite gives its log the file's mode."""
+    if file.name in ("", ":memory:"):
+        return
     try:
-        file.parent.mkdir(parents=True, exist_ok=True)
+        file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        file.touch(0o600)
     except OSError as error:
-        raise ConfigError(f"the registry's folder {file.parent} cannot be made: {error.strerror}") from error
+        raise ConfigError(f"the registry {file} cannot be made: {error.strerror}") from error
 
 
 def _check_same_file(file: Path) -> Callable[[sqlite3.Connection, ConnectionPoolEntry, object], None]:

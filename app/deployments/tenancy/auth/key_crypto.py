@@ -8,17 +8,21 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import math
 import re
 import secrets
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from app.config import ADMIN_KEY, DIGEST
+from app.config import DIGEST
 from app.engine.errors import ConfigError
 
 #: Prefixes of our keys.
 PROJECT_PREFIX = "sk-poly-"
 ADMIN_PREFIX = "sk-admin-poly-"
+
+#: Of an admin key or management token that the operator chose.
+MIN_SECRET_BITS = 128
 
 _KEY_BYTES = 32
 _SECRET = re.compile(r"sk-(admin-)?poly-[A-Za-z0-9_-]{43}")
@@ -56,14 +60,31 @@ def is_key(value: str) -> bool:
     return _SECRET.fullmatch(value) is not None
 
 
+def is_unguessable(secret: str) -> bool:
+    """Whether a random secret of this length and alphabet has 128 bits, and this one looks random.
+
+    Only letters and digits count: 4 bits each if all are hexadecimal digits of one case, 5.17 if there is one case of
+    letters, else 5.95.
+    """
+    if not (secret.isascii() and secret.isprintable()) or " " in secret:
+        return False  # no header could carry it
+    letters = re.sub("[^A-Za-z0-9]", "", secret)
+    has_one_case = letters in (letters.lower(), letters.upper())
+    alphabet = 16 if has_one_case and re.fullmatch("[0-9A-Fa-f]*", letters) else 36 if has_one_case else 62
+    is_repeated = letters in (letters + letters)[1:-1]
+    return len(letters) * math.log2(alphabet) >= MIN_SECRET_BITS and len(set(letters)) >= 8 and not is_repeated
+
+
 def environment_digest(environ: Mapping[str, str], name: str) -> str | None:
     """The SHA-256 of an admin key or management token in the environment, given as the secret or as its SHA-256.
 
-    Raises ConfigError for a malformed key or SHA-256.
+    Raises ConfigError for a secret that could be guessed, and for a malformed SHA-256.
     """
     if secret := environ.get(name):
-        if name == ADMIN_KEY and not is_key(secret):
-            raise ConfigError(f"{ADMIN_KEY} does not have the form of a key; polylora create-admin-key makes one")
+        if not is_unguessable(secret):
+            raise ConfigError(
+                f"{name} could be guessed; take 32 random bytes: openssl rand -hex 32, or polylora create-admin-key"
+            )
         return key_digest(secret)
     digest = environ.get(f"{name}{DIGEST}", "")
     if digest and not re.fullmatch("[0-9a-f]{64}", digest):

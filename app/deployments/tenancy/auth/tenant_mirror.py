@@ -7,6 +7,7 @@ constant time.
 from __future__ import annotations
 
 import hmac
+import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -14,6 +15,11 @@ from app.deployments.rpc.long_poll_client import TableSync
 from app.deployments.rpc.long_poll_host import Changes
 from app.deployments.tenancy.auth.key_crypto import key_digest
 from app.deployments.tenancy.models import ApiKey, Tenant, TenantKey, TenantRow
+from app.engine.errors import NotReady
+
+#: How long keys are honoured by an ingress that cannot reach the table's owner. A store that is restarted, or moves to
+#: another node, is back within a minute.
+MAX_TABLE_AGE_S = 300.0
 
 
 class KnownKey(NamedTuple):
@@ -30,6 +36,8 @@ class TenantMirror:
         self._tenants: dict[str, Tenant] = {}
         self._keys: dict[str, ApiKey] = {}
         self._sync: TableSync[TenantKey, TenantRow] = TableSync()
+        #: When the table's owner last answered, in Unix time; a client of the table sets it.
+        self.confirmed_s = math.inf
         self.has_keys = False  # never reset: losing the table must not disable authentication
 
     @property
@@ -45,11 +53,21 @@ class TenantMirror:
         return self._tenants.get(tenant_id)
 
     def find(self, value: str, now_s: float) -> KnownKey | None:
-        """The key with this value and its tenant, if it is valid now."""
+        """The key with this value and its tenant, if it is valid now.
+
+        Raises NotReady for a key that may have been revoked meanwhile, because the table is older than
+        `MAX_TABLE_AGE_S`.
+        """
         digest = key_digest(value)
         key = self._keys.get(digest)
         if key is None or not hmac.compare_digest(key.digest, digest) or not key.is_valid(now_s):
             return None
+        if now_s - self.confirmed_s > MAX_TABLE_AGE_S:
+            raise NotReady(
+                f"this ingress has not reached the store for {MAX_TABLE_AGE_S:g} s and does not know which API keys "
+                "were revoked; try again",
+                retry_after_s=5,
+            )
         if key.project_id is None:
             return KnownKey(key, None)
         tenant = self._tenants.get(key.project_id)

@@ -48,7 +48,7 @@ class Authenticator:
     def caller(self, request: HTTPConnection) -> Principal:
         """Raises InvalidApiKey."""
         value = _request_key(request)
-        if self.needs_keys or is_key(value):
+        if self.needs_keys or is_key(value) or self._is_environment_key(value):
             return self._authenticate_key(request, value)
         if self._policy.auth == "auto" and not self._policy.is_local(request.scope):
             if self._policy.is_management_token(value):
@@ -66,8 +66,7 @@ class Authenticator:
             self._accounting.note_key_use(found.key.id, now_s)
             return self._key_principal(request, found)
         address = address_of(request)
-        digest = self._policy.admin_digest
-        if digest is not None and hmac.compare_digest(key_digest(value), digest):
+        if self._is_environment_key(value):
             return self._admin_principal(request, f"{ENVIRONMENT_KEY}, {address}", ENVIRONMENT_KEY)
         if self._policy.is_management_token(value):
             return _operator(request)
@@ -76,6 +75,10 @@ class Authenticator:
             if value
             else "a key is needed: send the header Authorization: Bearer <API key>"
         )
+
+    def _is_environment_key(self, value: str) -> bool:
+        digest = self._policy.admin_digest
+        return digest is not None and hmac.compare_digest(key_digest(value), digest)
 
     def _key_principal(self, request: HTTPConnection, known: KnownKey) -> Principal:
         who = f"{known.key.id}, {address_of(request)}"

@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.responses import JSONResponse
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from app.config import ADMIN_KEY, MANAGEMENT_TOKEN, AuthMode, HttpConfig, ManagementAccess
 from app.deployments.ingress.error_responses import (
@@ -36,7 +36,11 @@ from app.engine.errors import ConfigError, PolyloraError
 _FORM_TYPES = ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data")
 #: Paths that accept form uploads; these change nothing that is served, and browsers send Origin with them.
 _UPLOAD_PATHS = ("/v1/files",)
+#: Of every response: no guessing of its type, and no use by pages of other origins (CORS lets listed ones read it).
+_RESPONSE_HEADERS = ((b"x-content-type-options", b"nosniff"), (b"cross-origin-resource-policy", b"same-origin"))
 _SAFE_METHODS = ("GET", "HEAD", "OPTIONS")
+#: Headers that proxies add; `polylora-haproxy` adds Via where it finds another sign of one.
+_PROXY_HEADERS = frozenset({b"forwarded", b"via", b"x-forwarded-host", b"x-forwarded-proto", b"x-real-ip"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,21 +48,29 @@ class HttpPolicy:
     """The `http:` settings. `allowed_origins`, `allowed_hosts`: in addition to the service's own.
 
     `token_digest`, `admin_digest`: SHA-256 of the management token and of the environment's admin key.
+    `has_ha_proxy`: whether requests come through HAProxy, which adds X-Forwarded-For itself.
     `sees_clients`: whether client addresses are real. Behind a HAProxy that was started without `polylora-haproxy`
     every request appears to come from this machine.
+    `is_on_loopback`: whether only this machine reaches the service. The address at which a request arrived does not
+    say so: HAProxy passes the requests of a network on at 127.0.0.1.
     """
 
     management: ManagementAccess = "loopback"
     allowed_origins: Sequence[str] = ()
     allowed_hosts: Sequence[str] = ()
     token_digest: str | None = None
+    has_ha_proxy: bool = False
     sees_clients: bool = True
+    is_on_loopback: bool = False
     auth: AuthMode = "auto"
     admin_digest: str | None = None
 
     @classmethod
-    def of(cls, config: HttpConfig, environ: Mapping[str, str]) -> HttpPolicy:
-        """Raises ConfigError if a token is required and not set, or for a malformed admin key."""
+    def of(cls, config: HttpConfig, environ: Mapping[str, str], host: str) -> HttpPolicy:
+        """host: the address that the service listens on.
+
+        Raises ConfigError if a token is required and not set, or for a secret that could be guessed.
+        """
         token_digest = environment_digest(environ, MANAGEMENT_TOKEN)
         if config.management == "token" and token_digest is None:
             raise ConfigError(f"http.management is 'token' but {MANAGEMENT_TOKEN} is not set where an ingress runs")
@@ -70,7 +82,9 @@ class HttpPolicy:
             config.allowed_origins,
             hosts,
             token_digest,
+            has_ha_proxy,
             is_ours or not has_ha_proxy,
+            _is_loopback((host, 0)),
             config.auth,
             environment_digest(environ, ADMIN_KEY),
         )
@@ -81,7 +95,7 @@ class HttpPolicy:
         host = headers.get("host", "").lower()
         # Browsers always send a Host.
         is_known = not host or _is_own_name(host) or _without_port(host) in self.allowed_hosts
-        if not is_known and _is_loopback(scope.get("server")):
+        if not is_known and self.is_on_loopback:
             raise CrossSite(
                 f"this service listens on this machine only and is not called {host[:80]!r}; use 127.0.0.1 or "
                 "localhost, or add the name to http.allowed_hosts"
@@ -89,10 +103,10 @@ class HttpPolicy:
         origin = headers.get("origin")
         if origin is not None and origin not in self.allowed_origins and urlsplit(origin).netloc.lower() != host:
             raise CrossSite(f"requests from pages of {origin[:80]!r} are refused; http.allowed_origins may list it")
-        if scope["method"] in _SAFE_METHODS:
-            return
         if origin is None and headers.get("sec-fetch-site") in ("cross-site", "same-site"):
             raise CrossSite("requests from other sites' pages are refused")
+        if scope["method"] in _SAFE_METHODS:
+            return
         kind = headers.get("content-type", "").partition(";")[0].strip().lower()
         is_upload = kind == "multipart/form-data" and scope["path"].rstrip("/") in _UPLOAD_PATHS
         if kind in _FORM_TYPES and not is_upload:
@@ -125,25 +139,39 @@ class HttpPolicy:
         return hmac.compare_digest(key_digest(value), self.token_digest)
 
     def is_local(self, scope: Scope) -> bool:
-        """Whether a request comes from the service's own machine."""
-        return _is_loopback(scope.get("client")) and (self.sees_clients or _is_loopback(scope.get("server")))
+        """Whether a request comes from the service's own machine, and not through a proxy that runs there."""
+        if not _is_loopback(scope.get("client")) or scope.get("http_version") == "1.0":
+            return False
+        names = {name for name, _ in scope["headers"]}
+        is_passed_on = not names.isdisjoint(_PROXY_HEADERS) or (b"x-forwarded-for" in names and not self.has_ha_proxy)
+        return not is_passed_on and (self.sees_clients or self.is_on_loopback)
 
 
 class OriginCheckMiddleware:
-    """ASGI middleware that answers with the errors of `HttpPolicy.check_site`."""
+    """ASGI middleware that answers with the errors of `HttpPolicy.check_site`, and adds to every response the headers
+    that keep browsers from using it in other sites' pages.
+    """
 
     def __init__(self, app: ASGIApp, policy: HttpPolicy) -> None:
         self._app = app
         self._policy = policy
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http":
-            try:
-                self._policy.check_site(scope)
-            except PolyloraError as error:
-                await error_response(error, scope["path"])(scope, receive, send)
-                return
-        await self._app(scope, receive, send)
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+
+        async def send_with_headers(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] = [*message.get("headers", ()), *_RESPONSE_HEADERS]
+            await send(message)
+
+        try:
+            self._policy.check_site(scope)
+        except PolyloraError as error:
+            await error_response(error, scope["path"])(scope, receive, send_with_headers)
+            return
+        await self._app(scope, receive, send_with_headers)
 
 
 def error_response(error: PolyloraError, path: str) -> JSONResponse:

@@ -11,13 +11,15 @@ import httpx
 import pytest
 import pytest_asyncio
 
-from app.config import ADMIN_KEY, DIGEST, MANAGEMENT_TOKEN, HttpConfig
+from app.config import ADMIN_KEY, DIGEST, MANAGEMENT_TOKEN, AuthMode, HttpConfig
+from app.deployments.ingress.accounting import TenantTableClient
 from app.deployments.ingress.http.app import make_app
 from app.deployments.ingress.http.middleware.auth import PUBLIC_PATHS
 from app.deployments.ingress.http.middleware.origin_check import HttpPolicy
 from app.deployments.ingress.http.openapi import api_routes
 from app.deployments.registry.models import LoadRequest
-from app.deployments.tenancy.auth.key_crypto import key_digest, new_key
+from app.deployments.tenancy.auth.key_crypto import environment_digest, key_digest, new_key
+from app.deployments.tenancy.auth.tenant_mirror import MAX_TABLE_AGE_S
 from app.engine.errors import ConfigError
 from tests.deployments.http_service import Service
 from tests.deployments.ingress.http.middleware.test_origin_check import client_of
@@ -207,27 +209,94 @@ async def test_a_project_s_header_must_be_its_own(org: Org) -> None:
     assert (same.status_code, other.status_code) == (200, 401)
 
 
+@pytest.mark.parametrize("auth", ["auto", "keys", "open"])
+async def test_an_operator_chooses_an_admin_key_of_any_form(service: Service, auth: AuthMode) -> None:
+    key = "8a4b1c0d9e2f37465a6b7c8d9e0f1a2b3c4d5e6f708192a3b4c5d6e7f8091a2b"  # openssl rand -hex 32
+    rules = HttpPolicy.of(HttpConfig(auth=auth), {ADMIN_KEY: key}, "127.0.0.1")
+    async with client_of(service, rules) as http:
+        assert (await http.get("/v1/organization/projects", headers=bearer(key))).status_code == 200
+        assert (await http.get("/v1/organization/projects", headers=bearer(key[:-1]))).status_code in (401, 403)
+
+
+@pytest.mark.parametrize("name", [ADMIN_KEY, MANAGEMENT_TOKEN])
+@pytest.mark.parametrize(
+    ("secret", "is_accepted"),
+    [
+        ("0f1e2d3c4b5a69788796a5b4c3d2e1f0", True),  # 32 hexadecimal digits: 128 bits
+        ("0f1e2d3c4b5a69788796a5b4c3d2e1f", False),
+        ("q8Zt2LmXv0RbN5wYc7KdHs", True),  # 22 letters and digits of both cases
+        ("q8Zt2LmXv0RbN5wYc7KdH", False),
+        ("x", False),
+        ("hunter2hunter2hunter2hunter2hunter2", False),
+        ("a" * 64, False),
+        ("0f1e2d3c 4b5a6978 8796a5b4 c3d2e1f0", False),
+        ("0f1e2d3c4b5a69788796a5b4c3d2e1f\u00e9", False),
+    ],
+)
+def test_a_secret_that_could_be_guessed_is_refused(name: str, secret: str, is_accepted: bool) -> None:
+    if is_accepted:
+        assert environment_digest({name: secret}, name) == key_digest(secret)
+    else:
+        with pytest.raises(ConfigError, match=f"^{name} could be guessed; .*openssl rand -hex 32") as caught:
+            environment_digest({name: secret}, name)
+        assert secret not in str(caught.value) or len(secret) == 1
+
+
+async def test_keys_are_not_honoured_for_ever_without_the_table_s_owner(org: Org) -> None:
+    """A key could have been revoked, and this ingress would not know."""
+    view, clock = org.service.accounting.view, org.service.accounting.clock
+    view.confirmed_s = clock() - MAX_TABLE_AGE_S + 60
+    assert (await org.ask("ada", "GET", "/v1/models")).status_code == 200
+    view.confirmed_s = clock() - MAX_TABLE_AGE_S - 1
+    for who in ("ada", "admin"):
+        answer = await org.ask(who, "GET", "/v1/organization/projects")
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "not_ready")
+        assert answer.headers["retry-after"]
+    wrong = await org.http.get("/v1/models", headers=bearer(new_key(is_admin=False).value))
+    assert wrong.status_code == 401
+    view.confirmed_s = clock()
+    assert (await org.ask("ada", "GET", "/v1/models")).status_code == 200
+
+
+async def test_each_answer_of_the_table_s_owner_confirms_the_keys(service: Service) -> None:
+    now_s, answers = 1000.0, iter([None, ConnectionError(), None])
+
+    async def watch(*_: object) -> None:
+        nonlocal now_s
+        now_s += 10
+        if error := next(answers, asyncio.CancelledError()):
+            raise error
+
+    table = TenantTableClient(service.accounting.tenants_service, "watcher", clock=lambda: now_s)
+    table._watch = watch
+    follow = asyncio.create_task(table.follow())
+    with pytest.raises(asyncio.CancelledError):
+        await follow
+    assert table.view.confirmed_s == 1030, "the second poll failed, the third answered"
+
+
 async def test_the_key_of_the_environment_administers(service: Service) -> None:
     key = new_key(is_admin=True).value
-    rules = HttpPolicy.of(HttpConfig(), {ADMIN_KEY: key})
+    rules = HttpPolicy.of(HttpConfig(), {ADMIN_KEY: key}, "127.0.0.1")
     assert rules.admin_digest == key_digest(key)
     async with client_of(service, rules) as http:
         assert (await http.get("/v1/models")).status_code == 401, "there is a key now"
         assert (await http.get("/v1/organization/projects", headers=bearer(key))).status_code == 200
     with pytest.raises(ConfigError, match="create-admin-key") as caught:
-        HttpPolicy.of(HttpConfig(), {ADMIN_KEY: "hunter2"})
+        HttpPolicy.of(HttpConfig(), {ADMIN_KEY: "hunter2"}, "127.0.0.1")
     assert "hunter2" not in str(caught.value)
 
 
 def test_the_environment_may_hold_a_hash_instead() -> None:
-    key = new_key(is_admin=True).value
-    environ = {f"{ADMIN_KEY}{DIGEST}": key_digest(key), f"{MANAGEMENT_TOKEN}{DIGEST}": key_digest("s3cret")}
-    rules = HttpPolicy.of(HttpConfig(management="token"), environ)
-    assert rules == HttpPolicy.of(HttpConfig(management="token"), {ADMIN_KEY: key, MANAGEMENT_TOKEN: "s3cret"})
-    assert rules.is_management_token("s3cret")
-    assert not rules.is_management_token(key_digest("s3cret")), "whoever reads the environment has not the token"
+    key, token = new_key(is_admin=True).value, "0f1e2d3c4b5a69788796a5b4c3d2e1f0"
+    environ = {f"{ADMIN_KEY}{DIGEST}": key_digest(key), f"{MANAGEMENT_TOKEN}{DIGEST}": key_digest(token)}
+    rules = HttpPolicy.of(HttpConfig(management="token"), environ, "0.0.0.0")
+    given = {ADMIN_KEY: key, MANAGEMENT_TOKEN: token}
+    assert rules == HttpPolicy.of(HttpConfig(management="token"), given, "0.0.0.0")
+    assert rules.is_management_token(token)
+    assert not rules.is_management_token(key_digest(token)), "whoever reads the environment has not the token"
     with pytest.raises(ConfigError, match="64 hexadecimal digits"):
-        HttpPolicy.of(HttpConfig(), {f"{ADMIN_KEY}{DIGEST}": "hunter2"})
+        HttpPolicy.of(HttpConfig(), {f"{ADMIN_KEY}{DIGEST}": "hunter2"}, "0.0.0.0")
 
 
 async def test_admin_keys_infer_nothing_and_inference_keys_administer_nothing(org: Org) -> None:
