@@ -29,7 +29,7 @@ RUN python3 -m venv /opt/polylora \
  && /opt/polylora/bin/pip install --no-cache-dir --no-build-isolation ".$EXTRAS"
 
 RUN useradd --create-home --uid 10001 polylora \
- && install --directory --owner=polylora /var/lib/polylora /var/cache/polylora
+ && install --directory --owner=polylora --mode=700 /var/lib/polylora /var/cache/polylora
 USER polylora
 ENV PATH=/opt/polylora/bin:$PATH POLYLORA_STATE_DIR=/var/lib/polylora POLYLORA_CACHE=/var/cache/polylora
 VOLUME ["/var/lib/polylora", "/var/cache/polylora"]

@@ -14,6 +14,8 @@ from app.cli.ray_env import HA_PROXY_SCRIPT, HA_PROXY_SWITCHES, RAY_SWITCHES
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # Ray's own, while it is imported: pydantic's deprecations
+    import ray.serve as serve_module
+    from ray._private.ray_constants import DEFAULT_DASHBOARD_AGENT_LISTEN_PORT
     from ray.serve.schema import ServeDeploySchema
 
     from app.deployments.rpc.ray_private import READ_VERSION
@@ -24,7 +26,8 @@ PATH = Path(__file__).parents[1] / "configs" / "kuberay.yaml"
 
 @pytest.fixture(scope="module")
 def service() -> dict[str, Any]:
-    document: dict[str, Any] = yaml.safe_load(PATH.read_text())
+    document, _ = yaml.safe_load_all(PATH.read_text())
+    assert isinstance(document, dict)
     return document
 
 
@@ -63,7 +66,7 @@ def test_every_pod_has_the_switches_and_the_secrets(service: dict[str, Any]) -> 
         (container,) = pod["containers"]
         entries = {entry["name"]: entry for entry in container["env"]}
         assert switches == {name: entries[name].get("value") for name in switches}
-        for secret in ("POLYLORA_REGISTRY_URL", "POLYLORA_MANAGEMENT_TOKEN"):
+        for secret in ("POLYLORA_REGISTRY_URL", "POLYLORA_MANAGEMENT_TOKEN", "POLYLORA_ADMIN_KEY_SHA256"):
             assert "secretKeyRef" in entries[secret]["valueFrom"], f"{secret} is no plain text"
 
 
@@ -76,3 +79,35 @@ def test_a_pod_lives_for_as_long_as_its_requests_may(service: dict[str, Any], se
         (hook,) = [" ".join(container["lifecycle"]["preStop"]["exec"]["command"])]
         assert f"--deadline-remaining-seconds {drain_s:.0f}" in hook
         assert container["readinessProbe"]["httpGet"]["port"] == serve_config["http_options"]["port"]
+
+
+def test_ray_asks_for_its_token(service: dict[str, Any]) -> None:
+    assert service["spec"]["rayClusterConfig"]["authOptions"] == {"mode": "token"}
+
+
+def test_probes_need_no_program_in_the_image(service: dict[str, Any]) -> None:
+    for pod in pods(service):
+        (container,) = pod["containers"]
+        assert {"httpGet"} == {kind for probe in probes(container) for kind in probe if kind in ("httpGet", "exec")}
+    head, worker = pods(service)
+    assert [probe["httpGet"]["path"] for probe in probes(head["containers"][0])] == ["/api/gcs_healthz"] * 2
+    ray = Path(serve_module.__file__).parents[1]
+    for path in ("/api/gcs_healthz", "/api/local_raylet_healthz"):  # answered without the token
+        assert f'"{path}"' in (ray / "dashboard" / "http_server_head.py").read_text(), path
+    assert '"/api/local_raylet_healthz"' in (ray / "dashboard" / "http_server_agent.py").read_text()
+    assert worker["containers"][0]["livenessProbe"]["httpGet"]["port"] == DEFAULT_DASHBOARD_AGENT_LISTEN_PORT
+
+
+def probes(container: dict[str, Any]) -> list[dict[str, Any]]:
+    return [container["readinessProbe"], container["livenessProbe"]]
+
+
+def test_only_the_service_s_own_port_is_open_to_everyone(service: dict[str, Any], serve_config: dict[str, Any]) -> None:
+    _, policy = yaml.safe_load_all(PATH.read_text())
+    assert policy["kind"] == "NetworkPolicy"
+    label = policy["spec"]["podSelector"]["matchLabels"]
+    cluster = service["spec"]["rayClusterConfig"]
+    for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"]):
+        assert group["template"]["metadata"]["labels"] == label, "the policy is for every pod"
+    to_everyone = [rule["ports"] for rule in policy["spec"]["ingress"] if "from" not in rule]
+    assert to_everyone == [[{"port": serve_config["http_options"]["port"]}]]
