@@ -134,9 +134,7 @@ def rewritten(text: str, errors: Mapping[int, Path], environ: Mapping[str, str],
     servers = [f"{section[0].split()[1]}/{name}" for section in changed for name in _ingresses(section)]
     trusted = environ.get(TRUSTED_PROXIES, "")
     host, max_connections = environ.get(HTTP_HOST), _max_connections(changed)
-    _change(
-        changed, "frontend http_frontend", lambda lines: _frontend(lines, servers, trusted, max_connections, host)
-    )
+    _change(changed, "frontend http_frontend", lambda lines: _frontend(lines, servers, trusted, max_connections, host))
     if not has_app:
         _change(changed, "backend default_backend", lambda lines: [lines[0], f"    {_not_ready()}"])
     if not was_up:
