@@ -22,7 +22,7 @@ from app.deployments.ingress.http.middleware.metering import MeteringMiddleware
 from app.deployments.ingress.http.middleware.origin_check import HttpPolicy, OriginCheckMiddleware
 from app.deployments.ingress.http.middleware.request_log import RequestLogMiddleware, note_failure
 from app.deployments.ingress.http.openapi import flat_routes, openapi, operation_id
-from app.deployments.ingress.http.request_parsing import check_query, invalid_query, read_unused_body
+from app.deployments.ingress.http.request_parsing import DirectRoute, check_query, invalid_query, read_unused_body
 from app.deployments.ingress.http.routes.admin import admin_router
 from app.deployments.ingress.http.routes.aliases import add_alias_routes
 from app.deployments.ingress.http.routes.audit import add_audit_routes
@@ -58,6 +58,7 @@ def make_app(service: IngressService, policy: HttpPolicy, *, log_requests: bool 
         generate_unique_id_function=operation_id,
     )
     addresses = AddressLimiter(service.new_project_limits.calls_per_min, time.monotonic)
+    app.router.route_class = DirectRoute
     # Starlette runs the middleware that was added last first.
     app.add_middleware(MeteringMiddleware, service=service, policy=policy, addresses=addresses)
     app.add_middleware(AuthMiddleware, authenticator=Authenticator(service.accounting, policy), addresses=addresses)

@@ -8,15 +8,18 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
+from inspect import iscoroutinefunction
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
 
 from fastapi import Depends, Request
+from fastapi.dependencies.models import Dependant
 from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
 from pydantic import BaseModel, BeforeValidator, GetCoreSchemaHandler, model_validator
 from pydantic_core import CoreSchema, core_schema
 from starlette.requests import ClientDisconnect
+from starlette.responses import Response
 
 from app.deployments.ingress.error_responses import BodyTooLarge, ClientGone, InvalidJson, UnknownEncoding
 from app.deployments.ingress.http.middleware.metering import INFERENCE_PATHS
@@ -64,6 +67,41 @@ def body_model(route: APIRoute) -> type[Body] | None:
     """The model of a route's JSON body, or None."""
     readers = (getattr(each.call, "__self__", None) for each in route.dependant.dependencies)
     return next((reader.model for reader in readers if isinstance(reader, _BodyReader)), None)
+
+
+class DirectRoute(APIRoute):
+    """A route called without FastAPI's resolution of dependencies if it takes the request and a `JsonBody` only.
+
+    This saves 60 µs of 190 µs for `POST /detokenize`. The function must return a response. Included routers keep
+    FastAPI's routes, because their own dependencies (access checks) are not known here.
+    """
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        own, endpoint = self.dependant, self.endpoint
+        if not all(map(_takes_request_only, (own, *own.dependencies))) or any(d.dependencies for d in own.dependencies):
+            return super().get_route_handler()
+        calls: list[tuple[str | None, Any]] = [(each.name, each.call) for each in own.dependencies]
+
+        async def handle(request: Request) -> Response:
+            values = {} if own.request_param_name is None else {own.request_param_name: request}
+            for name, call in calls:
+                value = await call(request)
+                if name is not None:
+                    values[name] = value
+            response: Response = await endpoint(**values)
+            return response
+
+        return handle
+
+
+def _takes_request_only(dependant: Dependant) -> bool:
+    """Whether a coroutine function has no parameters but the request and results of dependencies."""
+    others = (
+        dependant.path_params, dependant.query_params, dependant.header_params, dependant.cookie_params,
+        dependant.body_params, dependant.websocket_param_name, dependant.http_connection_param_name,
+        dependant.response_param_name, dependant.background_tasks_param_name, dependant.security_scopes_param_name,
+    )  # fmt: skip
+    return not any(others) and iscoroutinefunction(dependant.call)
 
 
 async def body_parts(request: Request, max_bytes: int, limit: str = "limits.max_body_bytes") -> AsyncGenerator[bytes]:

@@ -44,6 +44,24 @@ async def test_a_misspelt_name_is_refused_with_the_one_that_was_meant(http: http
     assert (await http.post("/v1/loras", params={"wit": "true"}, json={"name": "a"})).json()["error"]["param"] == "wit"
 
 
+async def test_a_route_with_only_a_body_needs_no_resolution_of_dependencies(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def resolve(*_: object, **__: object) -> None:
+        raise AssertionError("FastAPI resolves dependencies")
+
+    monkeypatch.setattr("fastapi.routing.solve_dependencies", resolve)
+    app = make_app(service, HttpPolicy())
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client:
+        for path in ("/v1/completions", "/generate"):
+            body = BODY if path != "/generate" else {"text": "hi", "sampling_params": {"max_new_tokens": 1}}
+            assert (await client.post(path, json=body)).status_code == 200
+        assert (await client.post("/tokenize", json={"model": "base", "prompt": "hi"})).status_code == 200
+        assert (await client.post("/v1/files?x=1")).json()["error"]["param"] == "x", "queries are checked as elsewhere"
+        with pytest.raises(AssertionError, match="FastAPI resolves"):  # their routers check access in a dependency
+            await client.get("/v1/events")
+
+
 async def test_the_name_of_a_list_or_an_object_is_what_stands_before_its_bracket(transport: httpx.AsyncClient) -> None:
     headers = {"Authorization": f"Bearer {ADMIN_KEY}"}
     url = "http://test/v1/organization/audit_logs"
