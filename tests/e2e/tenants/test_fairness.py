@@ -17,8 +17,8 @@ import pytest
 from tests.e2e.tenants.conftest import PLACES, Keyed
 from tests.e2e.tenants.test_tenants import client, new_project
 
-#: Requests that have begun before the tenants wait for each other are not counted.
-SETTLING_S, COUNTING_S = 8.0, 20.0
+#: Answers of the first seconds, before the tenants wait for each other, are not counted; then at least so many are.
+SETTLING_S, COUNTING_S, MIN_ANSWERS = 8.0, 20.0, 150
 #: Long answers, or the client of so many streams keeps the replicas waiting, and nobody waits for a place.
 NUM_TOKENS = 800
 
@@ -46,5 +46,7 @@ async def test_who_is_served_more_elsewhere_is_served_less_where_both_wait(keyed
                 for project, model in floods:
                     group.create_task(ask(administering.with_options(api_key=project.key), project.id, model))
             await asyncio.sleep(SETTLING_S + COUNTING_S)
+            while answered.total() < MIN_ANSWERS:  # a busy machine needs longer
+                await asyncio.sleep(1.0)
             over.set()
     assert answered[one.id, "r1"] > 1.5 * answered[both.id, "r1"] > 0, answered
