@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import secrets
 import shutil
 import signal
 import subprocess
@@ -69,7 +70,8 @@ class NodesOfOneMachine:
 
     def __init__(self, document: dict[str, Any], environment: dict[str, str]) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="pln", dir="/tmp"))
-        self.environment = os.environ | own_environment(self.folder) | environment
+        token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}  # as for any cluster of machines
+        self.environment = os.environ | own_environment(self.folder) | token | environment
         self.environment.pop("RAY_ADDRESS", None)
         path = self.folder / "serve.yaml"
         path.write_text(yaml.safe_dump(document))
