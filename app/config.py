@@ -375,7 +375,8 @@ class TenantsConfig(_Settings):
     default_limits: DefaultLimitsConfig = Field(default_factory=DefaultLimitsConfig)
 
     prices: dict[str, PriceConfig] = Field(
-        default_factory=dict, description="Prices by name of the base model, or of an adapter with its own price."
+        default_factory=dict,
+        description="Prices by name of the base model or of a public adapter, or `proj_…:name` for a project's own.",
     )
 
 

@@ -28,6 +28,8 @@ _RATES = {
     "tokens_per_min": "max_tokens_per_1_minute",
     "requests_per_day": "max_requests_per_1_day",
 }
+_ROLES = ("member", "inference", "management")
+_ROLE_HELP = "what the key may do: infer and manage the project's adapters (member), or one of both"
 _SETTINGS = ("weight", "max_concurrent", "max_adapters", "max_adapter_bytes", "calls_per_min")
 
 
@@ -40,6 +42,7 @@ def add_tenants(commands: Any) -> None:
     actions.add_parser("list", help="all projects")
     create = actions.add_parser("create", help="a project and its first key")
     create.add_argument("name")
+    create.add_argument("--role", choices=_ROLES, default="member", help=_ROLE_HELP)
     for action, text in (
         ("show", "a project's settings, limits and keys"),
         ("archive", "archive a project; its keys become invalid"),
@@ -64,6 +67,7 @@ def add_tenants(commands: Any) -> None:
     key = actions.add_parser("key", help="another key for a project; prints it once")
     key.add_argument("project", help="its id")
     key.add_argument("--expires-in-s", type=int)
+    key.add_argument("--role", choices=_ROLES, help=f"of a new service account; {_ROLE_HELP}")
     revoke = actions.add_parser("revoke", help="revoke a key")
     revoke.add_argument("project", help="its id")
     revoke.add_argument("key", help="its id")
@@ -124,7 +128,7 @@ def _list(service: ApiClient, _: argparse.Namespace) -> Result:
 def _create(service: ApiClient, arguments: argparse.Namespace) -> Result:
     project = service.call("POST", "/v1/organization/projects", {"name": arguments.name})
     path = f"/v1/organization/projects/{project['id']}/service_accounts"
-    account = service.call("POST", path, {"name": arguments.name})
+    account = service.call("POST", path, {"name": arguments.name, "role": arguments.role})
     return {"project": project, "service_account": account}, _new_key_lines(
         project=project["id"], key=account["api_key"]["value"]
     )
@@ -182,10 +186,13 @@ def _limit(service: ApiClient, arguments: argparse.Namespace) -> Result:
 
 def _key(service: ApiClient, arguments: argparse.Namespace) -> Result:
     accounts = f"/v1/organization/projects/{_quote(arguments.project)}/service_accounts"
+    body: dict[str, Any] = {} if arguments.expires_in_s is None else {"expires_in_seconds": arguments.expires_in_s}
+    if arguments.role is not None:
+        account = service.call("POST", accounts, {"name": arguments.role, "role": arguments.role} | body)
+        return account, _new_key_lines(id=account["api_key"]["id"], key=account["api_key"]["value"])
     found = service.call("GET", f"{accounts}?limit=1")["data"]
     if not found:
         raise ApiError("the project has no service account; create one with OpenAI's admin client")
-    body = {} if arguments.expires_in_s is None else {"expires_in_seconds": arguments.expires_in_s}
     answer = service.call("POST", f"{accounts}/{found[0]['id']}/api_keys", body)
     return answer, _new_key_lines(id=answer["id"], key=answer["value"])
 
@@ -219,6 +226,12 @@ def _one(method: str, path: str, words: str, body: Mapping[str, Any] | None = No
     return act
 
 
+def _revoke(service: ApiClient, arguments: argparse.Namespace) -> Result:
+    path = f"/v1/organization/projects/{_quote(arguments.project)}/api_keys/{_quote(arguments.key)}"
+    answer = service.call("DELETE", path)
+    return answer, [f"revoked {arguments.key}", *(f"ended {batch_id}" for batch_id in answer["ended_batches"])]
+
+
 def _share(service: ApiClient, arguments: argparse.Namespace) -> Result:
     path = f"/v1/tenants/{_quote(arguments.project)}/shares/{_quote(arguments.adapter)}"
     answer = service.call("PUT", path, {"project_ids": arguments.with_projects})
@@ -233,7 +246,7 @@ _ACTIONS: Mapping[str, Any] = {
     "rotate-salt": _one("POST", "/v1/tenants/{project}/rotate_salt", "{project} starts with an empty cache", {}),
     "limit": _limit,
     "key": _key,
-    "revoke": _one("DELETE", "/v1/organization/projects/{project}/api_keys/{key}", "revoked {key}"),
+    "revoke": _revoke,
     "usage": _usage,
     "share": _share,
 }

@@ -15,9 +15,9 @@ from starlette.requests import HTTPConnection
 from app.config import AdaptersConfig
 from app.deployments.ingress.error_responses import ManagementRefused, WrongKeyKind
 from app.deployments.registry.feed.view import Entry, Page, RegistryView
-from app.deployments.registry.models import DEFAULT_TENANT, UPLOADED, AliasEntry, CatalogEntry, LoadRequest
+from app.deployments.registry.models import DEFAULT_TENANT, UPLOADED, AliasEntry, CatalogEntry, LoadRequest, model_id
 from app.deployments.store.sources.source_patterns import check_project_source
-from app.deployments.tenancy.models import PUBLIC, Tenant
+from app.deployments.tenancy.models import PUBLIC, Role, Tenant
 from app.deployments.tenancy.quota.rate_limiter import Reservation
 from app.engine.adapters.combining.combination import Combination, is_combination
 from app.engine.errors import InvalidRequest, UnsafeSource
@@ -32,7 +32,7 @@ class Principal(NamedTuple):
 
     `kind`: "open" without a key, "project" with a project's key, "operator" with the management token (manages
     adapters), "admin" with an admin key (also manages adapters, those of `tenant_id`). `is_batch`: a line of a batch
-    job. `reservation`: what the arrival of its HTTP request reserved.
+    job. `role`: of a project's key. `reservation`: what the arrival of its HTTP request reserved.
     """
 
     tenant_id: str
@@ -42,18 +42,16 @@ class Principal(NamedTuple):
     kind: Literal["open", "project", "operator", "admin"] = "open"
     is_batch: bool = False
     reservation: Reservation | None = None
+    role: Role = "member"
 
     def owners(self, name: str) -> Iterator[str]:
         """The tenants whose names are searched for this one, in order: the caller, tenants that share it, the
         public."""
-        if not self.tenant.may_use(name):
-            return
-        yield self.tenant_id
-        for owner_id, shared_name in sorted(self.tenant.shared) if self.tenant.shared else ():
-            if shared_name == name:
+        shared = self.tenant.shared
+        sharing = [owner_id for owner_id, each in sorted(shared) if each == name] if shared else []
+        for owner_id in dict.fromkeys((self.tenant_id, *sharing, DEFAULT_TENANT)):
+            if self.tenant.may_use(model_id(owner_id, name)):
                 yield owner_id
-        if self.tenant_id != DEFAULT_TENANT:
-            yield DEFAULT_TENANT
 
 
 def http_principal(request: HTTPConnection) -> Principal:
@@ -65,8 +63,10 @@ def http_principal(request: HTTPConnection) -> Principal:
 def inference_principal(request: HTTPConnection) -> Principal:
     """The caller of an inference route. Raises WrongKeyKind for management keys."""
     caller = http_principal(request)
-    if caller.kind in ("operator", "admin"):
-        raise WrongKeyKind("this key is for management, not for inference; use a project's key")
+    if caller.kind in ("operator", "admin") or caller.role == "management":
+        raise WrongKeyKind(
+            "this key is for management, not for inference; use a project's key with the role member or inference"
+        )
     return caller
 
 

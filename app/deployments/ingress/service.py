@@ -15,6 +15,7 @@ from app.config import AppConfig, LimitsConfig
 from app.deployments.ingress.accounting import RequestAccounting
 from app.deployments.ingress.adapter_admin import AdapterAdmin
 from app.deployments.ingress.adapter_metrics import AdapterMetrics
+from app.deployments.ingress.batches.batch_file import ARCHIVED, KEY_REVOKED
 from app.deployments.ingress.batches.runner import WRITE_S, AnswerLine, BatchRunner
 from app.deployments.ingress.dispatch.cold_start_limiter import ColdStartLimiter
 from app.deployments.ingress.dispatch.dispatcher import Batcher, Dispatcher
@@ -43,7 +44,7 @@ from app.deployments.registry.models import DEFAULT_TENANT
 from app.deployments.rpc.transport import ReplicaClient
 from app.deployments.store.service import StoreService
 from app.deployments.store.shared_adapter import SharedAdapter
-from app.deployments.tenancy.models import PUBLIC, RateLimit, TenantLimits
+from app.deployments.tenancy.models import PUBLIC, RateLimit, Tenant, TenantLimits
 from app.version import version
 
 #: `status` looks for failures among the newest `MAX_EVENTS` events and lists `MAX_FAILURES`.
@@ -105,7 +106,7 @@ class IngressService:
             parts.tokenizer,
             self.base_name,
             self._directory,
-            AdapterResolver(self.base_name, parts.registry, self._directory, self._lazy_loader),
+            AdapterResolver(self.base_name, parts.registry, self._directory, self._lazy_loader, self._tenant),
             dispatcher,
             config.limits,
             parts.accounting,
@@ -132,11 +133,17 @@ class IngressService:
         if self._batch_runner is not None:
             self._batch_runner.wake()
 
-    def _caller_of(self, batch: Batch) -> Principal | None:
-        """The caller of a batch's requests; None once its project is archived."""
-        tenant = PUBLIC if batch.tenant_id == DEFAULT_TENANT else self.accounting.view.tenant(batch.tenant_id)
+    def _tenant(self, tenant_id: str) -> Tenant | None:
+        return PUBLIC if tenant_id == DEFAULT_TENANT else self.accounting.view.tenant(tenant_id)
+
+    def _caller_of(self, batch: Batch) -> Principal | tuple[str, str]:
+        """The caller of a batch's requests, or why it may send no more."""
+        tenant = self._tenant(batch.tenant_id)
         if tenant is None or tenant.archived_s is not None:
-            return None
+            return ARCHIVED
+        key = self.accounting.view.key(batch.key_id)
+        if batch.key_id and (key is None or key.role == "management" or not key.is_valid(self.accounting.clock())):
+            return KEY_REVOKED
         return batch_principal(tenant, batch.key_id, batch.id)
 
     def reconfigure(self, changes: dict[str, Any]) -> None:

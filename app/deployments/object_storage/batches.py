@@ -118,6 +118,14 @@ class BatchStore:
                 self._set(connection, batch_id, status="cancelling", cancelling_s=self._database.clock())
             return _batch(self._row(connection, batch_id, tenant_id))
 
+    def open_ids(self, key_ids: Collection[str], *, tenant_id: str) -> list[str]:
+        """The batches of these keys that have not ended, oldest first."""
+        mine = (*self._open(), batches.c.tenant_id == tenant_id, batches.c.key_id.in_(key_ids))
+        with self._database.read() as connection:
+            return list(
+                connection.scalars(select(batches.c.id).where(*mine).order_by(batches.c.created_s, batches.c.id))
+            )
+
     # What follows is called by processes that work on batches.
 
     def claim(self, holder: str) -> Batch | None:

@@ -107,6 +107,11 @@ class StorageService:
         return await asyncio.to_thread(self._storage.batches.cancel, batch_id, tenant_id=tenant_id)
 
     @remote_method
+    async def open_batches(self, key_ids: Sequence[str], *, tenant_id: str) -> list[str]:
+        """Ids of the batches of these keys that have not ended."""
+        return await asyncio.to_thread(self._storage.batches.open_ids, key_ids, tenant_id=tenant_id)
+
+    @remote_method
     async def claim(self, holder: str) -> Batch | None:
         """A batch to work on, or None; also deletes expired objects now and then."""
         if self._clock() - self._swept_s >= SWEEP_INTERVAL_S:

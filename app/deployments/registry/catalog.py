@@ -35,7 +35,7 @@ from app.deployments.registry.models import (
 from app.deployments.registry.pins import PinLimits
 from app.deployments.registry.tier_events import Move
 from app.engine.adapters.card import AdapterCard
-from app.engine.adapters.combining.combination import display_source
+from app.engine.adapters.combining.combination import common_text, display_source, parse_combination
 from app.engine.errors import AdapterBusy, InvalidRequest, NotFound
 from app.redaction import without_keys
 
@@ -217,6 +217,18 @@ class Catalog:
         with self._database.read() as connection:
             row = connection.execute(query).mappings().first()
         return None if row is None else entry_of(row)
+
+    def common_text(self, source: str) -> str:
+        """The text settings of a combination's parts, as they are registered.
+
+        Raises CombinationError if they differ, NotFound if a part's name means other contents now.
+        """
+        parts = [part.ref for part in parse_combination(source).parts]
+        entries = [self.get(part.name, tenant_id=part.tenant_id) for part in parts]
+        for part, entry in zip(parts, entries, strict=True):
+            if entry is None or entry.ref.digest != part.digest:
+                raise NotFound(f"adapter {part.name!r} was unloaded or replaced meanwhile; combine what is registered")
+        return common_text([part.name for part in parts], [entry.text for entry in entries if entry is not None])
 
     def entries(self, *, tenant_id: str | None = None) -> list[CatalogEntry]:
         """All loaded names in order, of one tenant or of all."""

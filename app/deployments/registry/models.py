@@ -66,7 +66,7 @@ class CatalogEntry:
     An adapter that has not been read (REGISTERED) has no digest, and its rank and sizes are 0. `size_bytes` is its size
     in host memory, `extra_bytes` its device memory beside rank rows. `last_used_s` is set only by a query for one name,
     not in lists and published tables. `description` comes from the load request, or else from the card. `text`,
-    `invocation_tokens` and `metadata` are the `AdapterCard`'s.
+    `invocation_tokens`, `metadata` and `is_zero` are the `AdapterCard`'s.
     """
 
     ref: AdapterRef
@@ -83,6 +83,7 @@ class CatalogEntry:
     description: str = ""
     invocation_tokens: tuple[int, ...] = ()
     metadata: str = ""
+    is_zero: bool = False
 
     @property
     def name(self) -> str:
@@ -283,6 +284,21 @@ def is_name(text: str) -> bool:
     return re.fullmatch(NAME_PATTERN, text) is not None and not holds_key(
         text
     )  # names appear in lists, metrics and logs
+
+
+def model_id(tenant_id: str, name: str) -> str:
+    """An adapter's or alias's name in prices, limits and permissions: bare if it is public, otherwise after its
+    project's id and a colon, which no name contains.
+    """
+    return name if tenant_id == DEFAULT_TENANT else f"{tenant_id}:{name}"
+
+
+def check_model_id(text: str) -> None:
+    """Raises InvalidRequest for what no `model_id` can be."""
+    owner_id, colon, name = text.partition(":")
+    check_name(name if colon else text)
+    if colon and not (is_name(owner_id) and owner_id.startswith("proj_")):
+        raise InvalidRequest(f"{text[:80]!r} does not begin with a project's id before its colon", param="model")
 
 
 def check_name(name: str) -> None:

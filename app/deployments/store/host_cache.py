@@ -2,7 +2,9 @@
 
 However many callers of a tenant ask at once, each source is read once, and each digest is put once. Reading runs in
 threads, a few per source and tenant, so a slow source delays only its own callers. The cache is bounded in bytes; an
-evicted adapter is read again from disk or its source, and must still have its registered digest. Failures back off
+evicted adapter is read again from disk or its source, and must still have its registered digest. Tenants with
+equal contents share a copy, so it has no text settings, description or metadata: those are in each tenant's
+registration. Failures back off
 (`failure_backoff`), and a download that no caller waits for is abandoned. `put` decides where packed bytes go: Ray's
 object store, or a dictionary in tests.
 """
@@ -337,7 +339,7 @@ class HostAdapterCache(Generic[T]):
                     f"the adapter at {located.uri} has {card.size_bytes} bytes but adapters.host_cache_bytes is "
                     f"{self._cache.max_bytes}; raise it"
                 )
-            handle = await self._readers.run("put", lambda: self._put(located.packed), tenant_id)
+            handle = await self._readers.run("put", lambda: self._put(located.packed.contents), tenant_id)
             if card.digest not in self._handles:
                 evicted = self._cache.add(card.digest, card.size_bytes, load_s, tenant_id)
                 if evicted is None:

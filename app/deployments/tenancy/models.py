@@ -10,9 +10,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-from app.deployments.registry.models import DEFAULT_TENANT
+from app.deployments.registry.models import DEFAULT_TENANT, model_id
 from app.engine.wire_format import message
 
+#: Rights of a service account's keys: a "member" infers and manages its project's adapters, the others do one of both.
+Role = Literal["member", "inference", "management"]
 #: Default and largest page of lists of projects, keys and accounts.
 DEFAULT_PAGE, LARGEST_PAGE = 20, 100
 
@@ -30,7 +32,7 @@ class RateLimit:
 @message
 @dataclass(frozen=True, slots=True)
 class TenantLimits:
-    """`rates` by model: the base model's row covers everything, an adapter's row that adapter, in addition.
+    """`rates` by `model_id`: the base model's row covers everything, an adapter's row that adapter, in addition.
 
     `calls_per_min` covers what is not inference, and the bodies of all requests.
     """
@@ -68,10 +70,23 @@ class Tenant:
     shared: frozenset[tuple[str, str]] = frozenset()
 
     def may_use(self, model: str) -> bool:
-        """Whether its model permissions allow this model, adapter or alias."""
+        """Whether its model permissions allow this model, adapter or alias, by `model_id`.
+
+        A bare name in an allow list is the base model's or a public one's; in a deny list it is denied whoever owns it.
+        """
         if self.model_mode is None:
             return True
-        return (model in self.model_ids) == (self.model_mode == "allow_list")
+        if self.model_mode == "allow_list":
+            return model in self.model_ids
+        return self.model_ids.isdisjoint((model, model.rpartition(":")[2]))
+
+    def listed_names(self, owner_id: str) -> set[str]:
+        """The names of an owner's adapters and aliases that are in its list of permissions."""
+        prefix = model_id(owner_id, "")
+        names = {each.removeprefix(prefix) for each in self.model_ids if each.startswith(prefix)}
+        if self.model_mode == "deny_list":
+            names |= self.model_ids
+        return {name for name in names if ":" not in name}
 
 
 #: The tenant of all requests while there are no keys. What it owns stays available to all tenants afterwards.
@@ -81,7 +96,8 @@ PUBLIC = Tenant(DEFAULT_TENANT, "default", 0.0)
 @message
 @dataclass(frozen=True, slots=True)
 class ApiKey:
-    """A key as stored and published. `project_id` None: an admin key, which cannot run inference."""
+    """A key as stored and published. `project_id` None: an admin key, which cannot run inference. `role` is its service
+    account's."""
 
     id: str
     digest: str
@@ -93,6 +109,7 @@ class ApiKey:
     expires_s: float | None = None
     revoked_s: float | None = None
     last_used_s: float | None = None
+    role: Role = "member"
 
     @property
     def is_admin(self) -> bool:

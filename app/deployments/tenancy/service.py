@@ -20,6 +20,7 @@ from app.deployments.tenancy.models import (
     NO_LIMITS,
     ApiKey,
     IssuedKey,
+    Role,
     ServiceAccount,
     Tenant,
     TenantChange,
@@ -137,22 +138,31 @@ class TenantsService:
 
     @remote_method
     async def create_account(
-        self, project_id: str, name: str, *, with_key: bool, expires_in_s: int | None, actor: str
+        self,
+        project_id: str,
+        name: str,
+        *,
+        with_key: bool,
+        expires_in_s: int | None,
+        role: Role = "member",
+        actor: str,
     ) -> tuple[ServiceAccount, IssuedKey | None]:
         create = self._store.keys.create_account
         return await self._change(
-            lambda: create(project_id, name, with_key=with_key, expires_in_s=expires_in_s, actor=actor)
+            lambda: create(project_id, name, with_key=with_key, expires_in_s=expires_in_s, role=role, actor=actor)
         )
 
     @remote_method
-    async def update_account(self, project_id: str, account_id: str, *, name: str, actor: str) -> ServiceAccount:
-        return await self._change(
-            lambda: self._store.keys.update_account(project_id, account_id, name=name, actor=actor)
-        )
+    async def update_account(
+        self, project_id: str, account_id: str, *, name: str | None, role: Role | None, actor: str
+    ) -> ServiceAccount:
+        update = self._store.keys.update_account
+        account, _ = await self._change(lambda: update(project_id, account_id, name=name, role=role, actor=actor))
+        return account
 
     @remote_method
-    async def delete_account(self, project_id: str, account_id: str, *, actor: str) -> None:
-        await self._change(lambda: self._store.keys.delete_account(project_id, account_id, actor=actor))
+    async def delete_account(self, project_id: str, account_id: str, *, actor: str) -> list[ApiKey]:
+        return await self._change(lambda: self._store.keys.delete_account(project_id, account_id, actor=actor))
 
     @remote_method
     async def account(self, project_id: str, account_id: str) -> ServiceAccount:

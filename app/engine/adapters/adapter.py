@@ -130,6 +130,17 @@ class LoraAdapter:
         return replace(self, weights=MappingProxyType(pairs))
 
     @property
+    def is_zero(self) -> bool:
+        """Whether it changes nothing at all: every product of a pair has a factor of zeros, and there is nothing else.
+
+        Reads no further than the first pair with values in both matrices.
+        """
+        has_whole = bool(self.magnitudes or self.replaced or self.token_rows)
+        pairs = (*self.weights.values(), *self.outer.values())
+        has_values = has_whole or any(pair.a.any() and pair.b.any() for pair in pairs)
+        return not has_values and not any(bias.any() for bias in self.delta_biases.values())
+
+    @property
     def features(self) -> frozenset[str]:
         """The `FEATURES` that an engine must apply for this adapter's output to be right."""
         found = {f"{'embedding' if name == 'embed_tokens' else name} LoRA" for name in self.outer}

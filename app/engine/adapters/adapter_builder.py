@@ -89,7 +89,7 @@ def build_adapter(
     check_features(
         adapter, supported_features | MAY_BE_COPIES if spec.encoder is None else supported_features & ENCODER_FEATURES
     )
-    return replace(adapter, card=replace(adapter.card, extra_bytes=extra_bytes(adapter, spec)))
+    return replace(adapter, card=replace(adapter.card, extra_bytes=extra_bytes(adapter, spec), is_zero=adapter.is_zero))
 
 
 def _has_deltas_only(place: Module) -> bool:

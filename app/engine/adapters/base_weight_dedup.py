@@ -43,10 +43,13 @@ class BaseWeightDedup:
         check_features(deduplicated, self._supported_features)
         dropped_bytes = {id(adapter.replaced[name]): adapter.replaced[name].nbytes for name in copies}
         size_bytes = adapter.card.size_bytes - sum(dropped_bytes.values())
-        spec = self._checkpoint.spec
-        return replace(
-            deduplicated, card=replace(adapter.card, size_bytes=size_bytes, extra_bytes=extra_bytes(deduplicated, spec))
+        card = replace(
+            adapter.card,
+            size_bytes=size_bytes,
+            extra_bytes=extra_bytes(deduplicated, self._checkpoint.spec),
+            is_zero=deduplicated.is_zero,
         )
+        return replace(deduplicated, card=card)
 
     def without_copies_packed(self, packed: PackedAdapter) -> PackedAdapter:
         """The same for a packed adapter, which is repacked if something is dropped."""

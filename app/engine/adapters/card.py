@@ -36,7 +36,8 @@ class AdapterCard:
     memory besides its rank rows (`app.engine.adapters.extra_weights.extra_bytes`). `text`: its `AdapterTokenizer` as
     JSON, "" if prompts are written as for the base. `invocation_tokens`: the adapter applies from their last occurrence
     in a prompt (activated LoRA, `invocation_start`); () for an ordinary adapter. `metadata`: a card file's free
-    metadata (version, author, …) as a JSON object of strings, "" for none.
+    metadata (version, author, …) as a JSON object of strings, "" for none. `is_zero`: it changes nothing, so it is
+    the base model under another name.
     """
 
     digest: str
@@ -50,6 +51,7 @@ class AdapterCard:
     text: str = ""
     invocation_tokens: tuple[int, ...] = ()
     metadata: str = ""
+    is_zero: bool = False
 
 
 def invocation_start(prompt: NDArray[np.int32], invocation: Sequence[int]) -> int | None:

@@ -18,9 +18,10 @@ from app.redaction import holds_key, without_keys
 #: Reported errors per file.
 MAX_ERRORS = 100
 _FIELDS = frozenset(("custom_id", "method", "url", "body"))
-#: Error codes and messages of lines that expired, and of an archived project's lines.
+#: Error codes and messages of lines that expired, of an archived project's lines, and of those without a valid key.
 EXPIRED = ("batch_expired", "the batch expired before this request was answered")
 ARCHIVED = ("project_archived", "the batch's project is archived")
+KEY_REVOKED = ("key_revoked", "the batch's API key was revoked, has expired, or may no longer run inference")
 
 
 class NumberedBatchLine(NamedTuple):

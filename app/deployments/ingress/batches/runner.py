@@ -15,7 +15,6 @@ from typing import Any
 
 from app.config import AppConfig
 from app.deployments.ingress.batches.batch_file import (
-    ARCHIVED,
     EXPIRED,
     BatchLine,
     FileCheck,
@@ -62,13 +61,15 @@ AnswerLine = Callable[[str, Mapping[str, Any], Principal, str], Awaitable[Mappin
 
 
 class BatchRunner:
-    """One per ingress. `caller_of`: a batch's principal, or None if its project is archived; `clock`: Unix time."""
+    """One per ingress. `caller_of`: a batch's principal now, or the error code and message of all its open lines;
+    `clock`: Unix time.
+    """
 
     def __init__(
         self,
         storage: StorageService,
         answer: AnswerLine,
-        caller_of: Callable[[Batch], Principal | None],
+        caller_of: Callable[[Batch], Principal | tuple[str, str]],
         holder: str,
         config: AppConfig,
         clock: Callable[[], float],
@@ -114,8 +115,9 @@ class BatchRunner:
             logger.warning("batch %s is suspended until its lease expires: %s", batch.id, error)
 
     async def _run(self, batch: Batch) -> None:
-        if self.caller_of(batch) is None:
-            await self._refuse(batch, [FileError(*ARCHIVED)])
+        caller = self.caller_of(batch)
+        if batch.status == "validating" and not isinstance(caller, Principal):
+            await self._refuse(batch, [FileError(*caller)])
             return
         try:
             check = FileCheck(batch.endpoint, self._config.storage.max_batch_lines, self.max_line_bytes)
@@ -223,8 +225,8 @@ class _BatchRun:
             try:
                 async with self._runner.slots:
                     caller = self._runner.caller_of(self._batch)  # with its present limits and permissions
-                    if caller is None:
-                        return unfinished_line(line, ARCHIVED)
+                    if not isinstance(caller, Principal):
+                        return unfinished_line(line, caller)
                     body = await self._runner.answer(self._batch.endpoint, line.body, caller, request_id)
                 return result_line(line, request_id, body)
             except Exception as error:  # any error becomes this line's answer, unless it is transient

@@ -17,7 +17,7 @@ from app.deployments.rpc.background_tasks import Tasks
 from app.deployments.store.service import StoreService
 from app.deployments.store.shared_adapter import SharedAdapter
 from app.engine.adapters.card import AdapterRef, is_activated
-from app.engine.adapters.combining.combination import is_combination, parse_combination
+from app.engine.adapters.combining.combination import common_text, is_combination, parse_combination
 from app.engine.errors import NotReady
 
 logger = logging.getLogger(__name__)
@@ -67,13 +67,15 @@ class AdapterDirectory:
     def text(self, ref: AdapterRef | None) -> str:
         """The adapter's own chat template and special tokens (`AdapterCard.text`); "" for the base model.
 
-        At most one part of a combination has its own; the store refuses others.
+        A combination that a request names has its parts'. Raises CombinationError if they differ.
         """
         if ref is None:
             return ""
-        if not is_combination(ref.uri):
-            return self._registry.text(ref)
-        return next(filter(None, (self.text(part.ref) for part in parse_combination(ref.uri).parts)), "")
+        entry = self._registry.entry_of(ref)
+        if entry is not None or not is_combination(ref.uri):
+            return "" if entry is None else entry.text
+        parts = [part.ref for part in parse_combination(ref.uri).parts]
+        return common_text([part.name for part in parts], list(map(self.text, parts)))
 
     async def close(self) -> None:
         await self._tasks.close()

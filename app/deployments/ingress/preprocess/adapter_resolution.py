@@ -8,7 +8,8 @@ first (`LazyAdapterLoader`).
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from itertools import chain
 
 from app.deployments.ingress.preprocess.adapter_combination import combination_of
 from app.deployments.ingress.preprocess.adapter_directory import AdapterDirectory
@@ -16,9 +17,16 @@ from app.deployments.ingress.preprocess.lazy_adapter_loader import LazyAdapterLo
 from app.deployments.ingress.principal import Principal
 from app.deployments.ingress.schemas.openai import WeightedAdapter
 from app.deployments.registry.feed.view import RegistryView
+from app.deployments.registry.models import DEFAULT_TENANT, model_id
+from app.deployments.tenancy.models import Tenant
 from app.deployments.tenancy.usage.prices import paid_models
 from app.engine.adapters.card import AdapterRef
-from app.engine.adapters.combining.combination import Combination, CombinationMethod
+from app.engine.adapters.combining.combination import (
+    Combination,
+    CombinationMethod,
+    is_combination,
+    parse_combination,
+)
 from app.engine.errors import InvalidRequest, NotFound, NotReady
 
 
@@ -34,12 +42,18 @@ class AdapterResolver:
     """One per ingress."""
 
     def __init__(
-        self, base_name: str, registry: RegistryView, directory: AdapterDirectory, lazy_loader: LazyAdapterLoader
+        self,
+        base_name: str,
+        registry: RegistryView,
+        directory: AdapterDirectory,
+        lazy_loader: LazyAdapterLoader,
+        find_tenant: Callable[[str], Tenant | None],
     ) -> None:
         self._base_name = base_name
         self._registry = registry
         self._directory = directory
         self._lazy_loader = lazy_loader
+        self._find_tenant = find_tenant
 
     async def resolve(
         self,
@@ -92,7 +106,9 @@ class AdapterResolver:
         sticky_key: str,
         method: CombinationMethod | None = None,
     ) -> Combination:
-        return combination_of(adapters, lambda name: self._resolve_name(name, caller, sticky_key, name), method)
+        combination = combination_of(adapters, lambda name: self._resolve_name(name, caller, sticky_key, name), method)
+        self._directory.text(combination.ref(caller.tenant_id))  # raises if the parts' differ
+        return combination
 
     async def _resolve_loaded(
         self,
@@ -169,15 +185,43 @@ class AdapterResolver:
     def _is_permitted(self, ref: AdapterRef | None, owner_id: str, caller: Principal) -> bool:
         """Whether a name that the caller may use may refer to this adapter; None is the base model.
 
-        A deny list applies under every name and in every combination. With an allow list, an alias stands for whatever
-        its owner chose, but a tenant cannot grant itself the base model through its own alias.
+        A combination needs, now, that its owner may use each part. A deny list applies under every name and in every
+        combination. With an allow list, an alias stands for whatever its owner chose, but a tenant cannot grant itself
+        the base model, through its own alias or through an adapter of zeros.
         """
         tenant = caller.tenant
+        if ref is not None and not self._has_parts(ref, caller):
+            return False
         if tenant.model_mode is None:
             return True
+        if ref is not None and not tenant.may_use(self._base_name):
+            entry = self._registry.entry_of(ref)
+            if entry is not None and entry.is_zero:
+                return False
         if tenant.model_mode == "deny_list":
             return all(tenant.may_use(each) for each in paid_models(ref, self._base_name))
         return ref is not None or owner_id != caller.tenant_id or tenant.may_use(self._base_name)
+
+    def _has_parts(self, ref: AdapterRef, caller: Principal) -> bool:
+        """Whether the owner of a combination may still use all of its parts; True for any other adapter."""
+        if not is_combination(ref.uri):
+            return True
+        owner = caller.tenant if ref.tenant_id == caller.tenant_id else self._find_tenant(ref.tenant_id)
+        parts = [part.ref for part in parse_combination(ref.uri).parts]
+        return owner is not None and all(
+            self._may_use_part(owner, part) and self._has_parts(part, caller) for part in parts
+        )
+
+    def _may_use_part(self, owner: Tenant, part: AdapterRef) -> bool:
+        """Whether a combination's owner may use an adapter by its name, or by a shared alias of it."""
+        owner_id, is_own = part.tenant_id, part.tenant_id == owner.id
+        if not is_own and part.name not in self._registry.names(owner_id):
+            return False
+        is_open = is_own or owner_id == DEFAULT_TENANT
+        return any(
+            (is_open or (owner_id, name) in owner.shared) and owner.may_use(model_id(owner_id, name))
+            for name in chain((part.name,), self._registry.aliases_to(owner_id, part.name))
+        )
 
 
 def _sticky_key(user: str | None) -> str:

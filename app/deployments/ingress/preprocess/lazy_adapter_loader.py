@@ -18,7 +18,7 @@ from app.config import LimitsConfig
 from app.deployments.ingress.dispatch.cold_start_limiter import PendingLimiter, adapter_wait_timeout
 from app.deployments.ingress.principal import Principal, visible
 from app.deployments.registry.feed.view import Key, RegistryView
-from app.deployments.registry.models import AUTO, is_name
+from app.deployments.registry.models import AUTO, is_name, model_id
 from app.deployments.rpc.background_tasks import SingleFlight, Tasks
 from app.deployments.store.service import StoreService
 from app.deployments.store.shared_adapter import SharedAdapter
@@ -76,7 +76,7 @@ class LazyAdapterLoader:
         await self._tasks.close()
 
     def _may_look_up(self, name: str, caller: Principal) -> bool:
-        if not is_name(name) or name == AUTO or not caller.tenant.may_use(name):
+        if not is_name(name) or name == AUTO or not caller.tenant.may_use(model_id(caller.tenant_id, name)):
             return False
         return visible(self._registry, caller, name) is None
 

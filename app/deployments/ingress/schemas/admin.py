@@ -8,7 +8,8 @@ from pydantic import ConfigDict, Field
 
 from app.deployments.ingress.schemas.openai import Count
 from app.deployments.ingress.schemas.request_model import Body
-from app.deployments.ingress.schemas.response_model import ResponseModel, Seconds
+from app.deployments.ingress.schemas.response_model import DeletedResponse, ResponseModel, Seconds
+from app.deployments.tenancy.models import Role
 
 
 class ProjectBody(Body):
@@ -18,15 +19,21 @@ class ProjectBody(Body):
 
 
 class AccountBody(Body):
-    """A new service account, with a first key unless `create_service_account_only`."""
+    """A new service account, with a first key unless `create_service_account_only`. `role`, which OpenAI's client does
+    not have here, says what its keys may do: infer and manage the project's adapters (member), or one of both.
+    """
 
     name: str
     create_service_account_only: bool = False
     expires_in_seconds: Count | None = None
+    role: Role = "member"
 
 
 class AccountUpdateBody(Body):
-    name: str
+    """Omitted fields stay unchanged; a role applies to all keys of the account at once."""
+
+    name: str | None = None
+    role: Role | None = None
 
 
 class KeyBody(Body):
@@ -123,6 +130,12 @@ class IssuedKeyResponse(ResponseModel):
 
 class NewServiceAccount(ServiceAccountResponse):
     api_key: IssuedKeyResponse | None
+
+
+class DeletedKeys(DeletedResponse):
+    """`ended_batches`: the batches of the revoked keys that had not ended; their remaining lines are refused."""
+
+    ended_batches: list[str]
 
 
 class KeyOwner(ResponseModel):

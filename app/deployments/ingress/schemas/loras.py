@@ -151,6 +151,13 @@ class ActivityResponse(ResponseModel):
     loads: Omittable[dict[str, int]] = None
 
 
+class Dependent(ResponseModel):
+    """A registered combination, of any project, that has the adapter as a part."""
+
+    project_id: str
+    name: str
+
+
 class LoraStatus(ResponseModel):
     """The status of a name that is registered or still loading."""
 
@@ -176,6 +183,7 @@ class LoraStatus(ResponseModel):
     last_used: Seconds | None = None
     residency: Omittable[ResidencyResponse] = None
     activity: Omittable[ActivityResponse] = None
+    dependents: Omittable[list[Dependent]] = None
 
 
 class LoraGeneration(ResponseModel):

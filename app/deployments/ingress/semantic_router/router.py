@@ -22,7 +22,7 @@ from app.deployments.ingress.schemas.openai import RoutingFields
 from app.deployments.ingress.semantic_router.candidates import Candidates, Visible
 from app.deployments.ingress.semantic_router.decision import Decision, ScoredAdapter
 from app.deployments.registry.feed.view import RegistryView
-from app.deployments.registry.models import DEFAULT_TENANT
+from app.deployments.registry.models import DEFAULT_TENANT, model_id
 from app.deployments.rpc.background_tasks import SingleFlight, Tasks
 from app.deployments.tenancy.models import Tenant
 from app.deployments.tenancy.quota.rate_limiter import Reservation
@@ -86,20 +86,25 @@ class SemanticRouter:
     def _num_usable(self, visible: Visible, tenant: Tenant) -> int:
         """The number of candidates that the tenant sees, may use, and reaches by name."""
         number = 0
-        before: list[Set[str]] = []  # names of the owners with precedence, which hide the same name here
+        before: list[tuple[str, Set[str]]] = []  # names of the owners with precedence, which hide the same name here
         for owner_id, names in visible.items():
-            hidden = {name for others in before for name in self._candidates.subset(owner_id, others)}
+            hidden = {
+                name
+                for other_id, others in before
+                for name in self._candidates.subset(owner_id, others)
+                if tenant.may_use(model_id(other_id, name))
+            }
             number += self._num_allowed(owner_id, names, tenant)
-            number -= sum(map(tenant.may_use, hidden if names is None else hidden & names))
+            number -= _num_permitted(tenant, owner_id, hidden if names is None else hidden & names)
             registered = self._registry.names(owner_id)
-            before.append(registered if names is None else registered & names)
+            before.append((owner_id, registered if names is None else registered & names))
         return number
 
     def _num_allowed(self, owner_id: str, names: frozenset[str] | None, tenant: Tenant) -> int:
         """The number of an owner's candidates of these names (None: all) that the tenant may use."""
         if names is not None:
-            return sum(map(tenant.may_use, self._candidates.subset(owner_id, names)))
-        listed = self._candidates.subset(owner_id, tenant.model_ids) if tenant.model_mode else set()
+            return _num_permitted(tenant, owner_id, self._candidates.subset(owner_id, names))
+        listed = self._candidates.subset(owner_id, tenant.listed_names(owner_id)) if tenant.model_mode else set()
         return len(listed) if tenant.model_mode == "allow_list" else self._candidates.count(owner_id) - len(listed)
 
     def _is_accessible(self, caller: Principal, owner_id: str, name: str) -> bool:
@@ -127,6 +132,10 @@ class SemanticRouter:
             (owner_id, names),
             lambda: self._candidates.embed_pending(owner_id, names, lambda texts: self._embedder.embed(texts, None)),
         )
+
+
+def _num_permitted(tenant: Tenant, owner_id: str, names: Set[str]) -> int:
+    return sum(tenant.may_use(model_id(owner_id, name)) for name in names)
 
 
 def _visible(caller: Principal) -> Visible:

@@ -33,6 +33,7 @@ def entry_of(row: Mapping[Any, Any]) -> CatalogEntry:
         last_used_s=row.get("last_used_s"),
         source=row["source"],
         extra_bytes=row["extra_bytes"],
+        is_zero=row["is_zero"],
         text=row["text"],
         description=row["description"],
         invocation_tokens=tuple(map(int, row["invocation_tokens"].split())),
@@ -56,6 +57,7 @@ def card_values(card: AdapterCard) -> dict[str, Any]:
         "max_rank": card.max_rank,
         "size_bytes": card.size_bytes + len(card.text.encode()),  # both are stored for the tenant
         "extra_bytes": card.extra_bytes,
+        "is_zero": card.is_zero,
         "text": card.text,
         "description": card.description,
         "invocation_tokens": " ".join(map(str, card.invocation_tokens)),

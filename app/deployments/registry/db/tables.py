@@ -25,7 +25,7 @@ from sqlalchemy import (
 metadata = MetaData()
 
 #: The version of all tables in `metadata`. Raise it with every change: there are no migrations before 0.1.0.
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 
 #: The type of autoincrement ids: 64 bits in every database. SQLite autoincrements only INTEGER columns.
 COUNTER = BigInteger().with_variant(Integer, "sqlite")
@@ -90,6 +90,7 @@ adapters = Table(
     Column("registered_s", Double, nullable=False),
     Column("source", Text, nullable=False),
     Column("extra_bytes", BigInteger, nullable=False),
+    Column("is_zero", Boolean, nullable=False),
     Column("text", Text, nullable=False),
     Column("description", Text, nullable=False),
     Column("invocation_tokens", Text, nullable=False),

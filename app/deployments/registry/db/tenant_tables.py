@@ -52,7 +52,7 @@ service_accounts = Table(
     Index("service_accounts_by_project", "base_digest", "project_id", "created_s", "id"),
 )
 
-#: API keys; `digest` is the key's SHA-256. An admin key has no project and no service account.
+#: API keys; `digest` is the key's SHA-256, `role` its service account's. An admin key has neither project nor account.
 api_keys = Table(
     "api_keys",
     metadata,
@@ -61,6 +61,7 @@ api_keys = Table(
     Column("is_admin", Boolean, nullable=False),
     Column("project_id", String(64)),
     Column("service_account_id", String(64)),
+    Column("role", String(16), nullable=False),
     Column("name", String(256), nullable=False),
     Column("redacted", String(64), nullable=False),
     Column("created_s", Double, nullable=False),
@@ -74,13 +75,13 @@ api_keys = Table(
 )
 
 #: A project's rate limits; null: no limit. The base model's row limits the whole project; a row of an adapter or
-#: alias limits that name in addition.
+#: alias (by `model_id`) limits that one in addition.
 rate_limits = Table(
     "rate_limits",
     metadata,
     Column("base_digest", String(64), primary_key=True),
     Column("project_id", String(64), primary_key=True),
-    Column("model", String(128), primary_key=True),
+    Column("model", String(256), primary_key=True),
     Column("requests_per_min", BigInteger),
     Column("tokens_per_min", BigInteger),
     Column("requests_per_day", BigInteger),
@@ -105,7 +106,7 @@ tenant_audit = Table(
     Column("event", String(64), nullable=False),
     Column("actor", String(64), nullable=False),
     Column("project_id", String(64)),
-    Column("target", String(128), nullable=False),
+    Column("target", String(256), nullable=False),
     Column("detail", Text, nullable=False),
     Column("time_s", Double, nullable=False),
     Index("tenant_audit_by_base", "base_digest", "id"),

@@ -14,7 +14,7 @@ from app.engine.adapters.card import AdapterRef
 #: Flags, generation, rank, size, extra bytes, weight, registered, last used; lengths: digest, URI, source, owner, text,
 #: invocation tokens, metadata.
 _HEAD = Struct("<BqqqqdddHIIIIIH")
-_PINNED, _USED, _SAME_SOURCE, _HEX_DIGEST = 1, 2, 4, 8
+_PINNED, _USED, _SAME_SOURCE, _HEX_DIGEST, _ZERO = 1, 2, 4, 8, 16
 #: Texts that are not valid UTF-8 survive packing too.
 _ERRORS = "surrogatepass"
 
@@ -28,8 +28,9 @@ def pack_entry(entry: CatalogEntry) -> bytes:
     source = b"" if is_same else entry.source.encode(errors=_ERRORS)
     text, metadata = entry.text.encode(errors=_ERRORS), entry.metadata.encode(errors=_ERRORS)
     flags = (
-        _PINNED * entry.pinned | _USED * (entry.last_used_s is not None) | _SAME_SOURCE * is_same | _HEX_DIGEST * is_hex
-    )
+        _PINNED * entry.pinned | _USED * (entry.last_used_s is not None) | _SAME_SOURCE * is_same
+        | _HEX_DIGEST * is_hex | _ZERO * entry.is_zero
+    )  # fmt: skip
     header = _HEAD.pack(
         flags, ref.generation, entry.max_rank, entry.size_bytes, entry.extra_bytes, entry.traffic_weight,
         entry.registered_s, entry.last_used_s or 0.0, len(digest), len(uri), len(source), len(owner), len(text),
@@ -75,6 +76,7 @@ def unpack_entry(packed: bytes, tenant_id: str, name: str) -> CatalogEntry:
         description=packed[description_at:].decode(errors=_ERRORS),
         invocation_tokens=invocation.unpack_from(packed, invocation_at),
         metadata=packed[metadata_at:description_at].decode(errors=_ERRORS),
+        is_zero=bool(flags & _ZERO),
     )
 
 

@@ -19,6 +19,7 @@ from app.deployments.registry.models import AliasEntry, CatalogEntry
 from app.deployments.rpc.long_poll_client import TableSync
 from app.deployments.rpc.long_poll_host import Changes
 from app.engine.adapters.card import AdapterRef
+from app.engine.adapters.combining.combination import SCHEME, is_combination, parse_combination
 
 #: (tenant, name): adapters and aliases share one namespace.
 Key = tuple[str, str]
@@ -28,6 +29,7 @@ Entry = CatalogEntry | AliasEntry
 _FEW = 64
 #: Entries that the constructor applies at a time.
 _MANY = 5_000
+_SCHEME = SCHEME.encode()
 
 
 class Page(NamedTuple):
@@ -48,6 +50,7 @@ class RegistryView:
             str, dict[str, bytes | AliasEntry]
         ] = {}  # tenant -> name -> an adapter, packed, or an alias
         self._names: dict[tuple[str, type], list[str]] = {}
+        self._dependents: dict[Key, set[Key]] = {}  # a part -> the combinations that have it
         self._followers: list[Callable[[Key, Entry | None], None]] = []
         self._sync: TableSync[Key, Entry] = TableSync()
         coming = iter(entries)
@@ -74,6 +77,7 @@ class RegistryView:
         for (tenant_id, name), entry in dict(rows).items():
             stored = self._entries.setdefault(tenant_id, {})
             old = stored.get(name)
+            self._note_parts((tenant_id, name), old, entry)
             if entry is None:
                 stored.pop(name, None)
             else:  # the present key stays, so that each name is one string object
@@ -125,20 +129,37 @@ class RegistryView:
             stored = names.get(name)
         return unpack_ref(stored, tenant_id, name) if isinstance(stored, bytes) else None
 
-    def text(self, ref: AdapterRef) -> str:
-        """The adapter's own text settings (`AdapterCard.text`); empty once the name means other contents."""
-        entry = self._entry_of(ref)
-        return "" if entry is None else entry.text
+    def aliases_to(self, tenant_id: str, name: str) -> Iterator[str]:
+        """The tenant's aliases that may stand for this adapter."""
+        for alias in self._names.get((tenant_id, AliasEntry), ()):
+            entry = self._entries[tenant_id][alias]
+            if isinstance(entry, AliasEntry) and any(target.name == name for target in entry.targets):
+                yield alias
+
+    def dependents(self, tenant_id: str, name: str) -> list[Key]:
+        """The registered combinations, of any tenant, that have this adapter as a part."""
+        return sorted(self._dependents.get((tenant_id, name), ()))
 
     def invocation(self, ref: AdapterRef) -> tuple[int, ...]:
         """The tokens that activate the adapter; empty once the name means other contents."""
-        entry = self._entry_of(ref)
+        entry = self.entry_of(ref)
         return () if entry is None else entry.invocation_tokens
+
+    def _note_parts(self, key: Key, old: bytes | AliasEntry | None, new: Entry | None) -> None:
+        if isinstance(old, bytes) and _SCHEME in old:
+            for part in _parts(unpack_ref(old, *key)):
+                combinations = self._dependents[part]
+                combinations.discard(key)
+                if not combinations:
+                    del self._dependents[part]
+        for part in _parts(new.ref) if isinstance(new, CatalogEntry) else ():
+            self._dependents.setdefault(part, set()).add(key)
 
     def _keys(self) -> Iterator[Key]:
         return ((tenant_id, name) for tenant_id, entries in self._entries.items() for name in entries)
 
-    def _entry_of(self, ref: AdapterRef) -> CatalogEntry | None:
+    def entry_of(self, ref: AdapterRef) -> CatalogEntry | None:
+        """The entry of a reference; None once the name means other contents."""
         entry = self.adapter(ref.name, ref.tenant_id)
         return entry if entry is not None and entry.ref.digest == ref.digest else None
 
@@ -159,6 +180,13 @@ class RegistryView:
         names = list(merge(*parts))
         found = (self.find(name, tenant_id) for name in names[:limit])
         return Page(tuple(entry for entry in found if entry is not None), len(names) > limit)
+
+
+def _parts(ref: AdapterRef) -> set[Key]:
+    """The parts of a combination; none of any other adapter."""
+    if not is_combination(ref.uri):
+        return set()
+    return {(part.ref.tenant_id, part.ref.name) for part in parse_combination(ref.uri).parts}
 
 
 def _kind(stored: bytes | Entry | None) -> type[Entry] | None:

@@ -36,7 +36,7 @@ from app.deployments.registry.models import (
 from app.deployments.registry.registry import Registry
 from app.deployments.rpc.background_tasks import Tasks
 from app.engine.adapters.card import AdapterCard
-from app.engine.adapters.combining.combination import display_source
+from app.engine.adapters.combining.combination import display_source, is_combination
 from app.engine.errors import NotFound, NotReady, PolyloraError
 from app.engine.scheduling.fair_limiter import FairLimiter
 from app.logging import LogEvent
@@ -212,6 +212,8 @@ class LoadJobs:
             self.on_progress(job.source, State.ON_HOST, job_id)
             if before is not None:
                 await asyncio.wait([before])
+            if is_combination(job.source):
+                card = replace(card, text=await asyncio.to_thread(self._registry.catalog.common_text, job.source))
             bounded_card = replace(card, metadata=_bounded_metadata(job.name, card))
             register = partial(self._registry.catalog.register, job.request, uri, bounded_card, job)
             entry = await self._register_in_turn(register)

@@ -20,8 +20,8 @@ from app.deployments.tenancy.audited_transaction import (
     new_id,
     not_found_error,
 )
-from app.deployments.tenancy.auth.key_crypto import key_digest, new_key
-from app.deployments.tenancy.models import ApiKey, IssuedKey, ServiceAccount
+from app.deployments.tenancy.auth.key_crypto import new_key
+from app.deployments.tenancy.models import ApiKey, IssuedKey, Role, ServiceAccount
 from app.engine.errors import InvalidRequest
 
 #: The longest life of a key, counted from its creation or from a change of its expiry: ten years.
@@ -36,27 +36,43 @@ class ApiKeyStore:
         self._base = database.base_digest
 
     def create_account(
-        self, project_id: str, name: str, *, with_key: bool, expires_in_s: int | None, actor: str
+        self,
+        project_id: str,
+        name: str,
+        *,
+        with_key: bool,
+        expires_in_s: int | None,
+        role: Role = "member",
+        actor: str,
     ) -> tuple[ServiceAccount, IssuedKey | None]:
-        """A service account and, with `with_key`, its first key."""
+        """A service account and, with `with_key`, its first key; `role` says what its keys may do."""
         with audited_transaction(self._database, actor) as change:
             change.active_project(project_id)
             account_id = new_id("svc_acct")
             name = checked_name(name, "service account")
-            role = "member" if with_key else "none"
+            shown_role = role if with_key or role != "member" else "none"  # OpenAI's word until it has a key
             change.insert(
-                service_accounts, id=account_id, project_id=project_id, name=name, role=role, created_s=change.now_s
-            )
+                service_accounts, id=account_id, project_id=project_id, name=name, role=shown_role,
+                created_s=change.now_s,
+            )  # fmt: skip
             change.audit("service_account.created", account_id, project_id, name=name)
-            issued = _issue(change, "Secret Key", expires_in_s, project_id, account_id) if with_key else None
-            return ServiceAccount(account_id, project_id, name, role, change.now_s), issued
+            issued = _issue(change, "Secret Key", expires_in_s, project_id, account_id, role) if with_key else None
+            return ServiceAccount(account_id, project_id, name, shown_role, change.now_s), issued
 
-    def update_account(self, project_id: str, account_id: str, *, name: str, actor: str) -> ServiceAccount:
+    def update_account(
+        self, project_id: str, account_id: str, *, name: str | None = None, role: Role | None = None, actor: str
+    ) -> tuple[ServiceAccount, list[ApiKey]]:
+        """Change the name, or the role with all keys' rights; None keeps a value. Returns the account and its keys."""
+        new = {"name": None if name is None else checked_name(name, "service account"), "role": role}
+        changes = {field: value for field, value in new.items() if value is not None}
         with audited_transaction(self._database, actor) as change:
             row = change.row(service_accounts, account_id, "service account", project_id=project_id, deleted_s=None)
-            change.update(service_accounts, account_id, name=checked_name(name, "service account"))
-            change.audit("service_account.updated", account_id, project_id, name=name)
-            return _account({**row, "name": name.strip()})
+            if changes:
+                change.update(service_accounts, account_id, **changes)
+            if role is not None:
+                change.update_all(api_keys, (api_keys.c.service_account_id == account_id,), role=role)
+            change.audit("service_account.updated", account_id, project_id, **changes)
+            return _account({**row, **changes}), self._keys_of(change.connection, account_id)
 
     def delete_account(self, project_id: str, account_id: str, *, actor: str) -> list[ApiKey]:
         """Delete the account and revoke its keys; returns them."""
@@ -66,8 +82,7 @@ class ApiKeyStore:
             change.audit("service_account.deleted", account_id, project_id)
             of_account = api_keys.c.service_account_id == account_id
             change.update_all(api_keys, (of_account, api_keys.c.revoked_s.is_(None)), revoked_s=change.now_s)
-            mine = and_(api_keys.c.base_digest == self._base, of_account)
-            return [_key(row) for row in change.connection.execute(select(api_keys).where(mine)).mappings()]
+            return self._keys_of(change.connection, account_id)
 
     def account(self, project_id: str, account_id: str) -> ServiceAccount:
         place = (service_accounts.c.project_id == project_id, service_accounts.c.deleted_s.is_(None))
@@ -89,12 +104,13 @@ class ApiKeyStore:
         """Another key of a service account."""
         with audited_transaction(self._database, actor) as change:
             change.active_project(project_id)
-            change.row(service_accounts, account_id, "service account", project_id=project_id, deleted_s=None)
-            return _issue(change, name, expires_in_s, project_id, account_id)
+            row = change.row(service_accounts, account_id, "service account", project_id=project_id, deleted_s=None)
+            role = "member" if row["role"] == "none" else row["role"]
+            return _issue(change, name, expires_in_s, project_id, account_id, role)
 
     def create_admin_key(self, name: str, expires_in_s: int | None, *, actor: str) -> IssuedKey:
         with audited_transaction(self._database, actor) as change:
-            return _issue(change, name, expires_in_s, None, None)
+            return _issue(change, name, expires_in_s, None, None, "member")
 
     def expire_key(self, project_id: str, key_id: str, expires_in_s: int, *, actor: str) -> ApiKey:
         """Let a key expire this many seconds from now."""
@@ -146,6 +162,10 @@ class ApiKeyStore:
         query = select(api_keys).where(api_keys.c.base_digest == self._base, api_keys.c.revision > revision)
         return [_key(row) for row in connection.execute(query).mappings()]
 
+    def _keys_of(self, connection: Connection, account_id: str) -> list[ApiKey]:
+        mine = and_(api_keys.c.base_digest == self._base, api_keys.c.service_account_id == account_id)
+        return [_key(row) for row in connection.execute(select(api_keys).where(mine)).mappings()]
+
     def _check_project(self, connection: Connection, project_id: str) -> None:
         if self._row(connection, projects, project_id) is None:
             raise not_found_error("project", project_id)
@@ -184,35 +204,28 @@ class ApiKeyStore:
 
 
 def _issue(
-    change: AuditedTransaction, name: str, expires_in_s: int | None, project_id: str | None, account_id: str | None
-) -> IssuedKey:
-    made = new_key(is_admin=project_id is None)
-    expires_s = None if expires_in_s is None else change.now_s + _checked_life(expires_in_s)
-    return IssuedKey(_store(change, made.value, made.redacted, name, expires_s, project_id, account_id), made.value)
-
-
-def _store(
     change: AuditedTransaction,
-    value: str,
-    redacted: str,
     name: str,
-    expires_s: float | None,
+    expires_in_s: int | None,
     project_id: str | None,
     account_id: str | None,
-) -> ApiKey:
+    role: Role,
+) -> IssuedKey:
+    made = new_key(is_admin=project_id is None)
     values: dict[str, Any] = {
         "id": new_id("key"),
-        "digest": key_digest(value),
-        "redacted": redacted,
+        "digest": made.digest,
+        "redacted": made.redacted,
         "name": checked_name(name, "key"),
         "created_s": change.now_s,
         "project_id": project_id,
         "service_account_id": account_id,
-        "expires_s": expires_s,
+        "expires_s": None if expires_in_s is None else change.now_s + _checked_life(expires_in_s),
+        "role": role,
     }
     change.insert(api_keys, is_admin=project_id is None, **values)
     change.audit("api_key.created", values["id"], project_id, name=name)
-    return ApiKey(**values)
+    return IssuedKey(ApiKey(**values), made.value)
 
 
 def _checked_life(seconds: int) -> int:

@@ -19,7 +19,7 @@ from sqlalchemy import Connection, and_, delete, func, insert, or_, select
 from app.deployments.registry.db.database import Database
 from app.deployments.registry.db.tables import adapters
 from app.deployments.registry.db.tenant_tables import adapter_shares, projects, rate_limits
-from app.deployments.registry.models import LIVE_STATES, check_name
+from app.deployments.registry.models import LIVE_STATES, check_model_id, check_name
 from app.deployments.tenancy.audited_transaction import audited_transaction, checked_name, new_id, not_found_error
 from app.deployments.tenancy.auth.key_crypto import derived_salt
 from app.deployments.tenancy.models import NO_LIMITS, RateLimit, Tenant, TenantLimits
@@ -113,8 +113,8 @@ class ProjectStore:
             raise InvalidRequest(f"mode is {mode[:80]!r}; it is allow_list or deny_list", param="mode")
         if len(model_ids) > MAX_MODEL_IDS:
             raise InvalidRequest(f"{len(model_ids)} models exceed {MAX_MODEL_IDS}", param="model_ids")
-        for model_id in model_ids:
-            check_name(model_id)
+        for each in model_ids:
+            check_model_id(each)
         with audited_transaction(self._database, actor) as change:
             change.active_project(project_id)
             change.update(projects, project_id, model_mode=mode, model_ids=json.dumps(sorted(set(model_ids))))
@@ -123,7 +123,7 @@ class ProjectStore:
 
     def limit_rates(self, project_id: str, model: str, changes: Mapping[str, int], *, actor: str) -> Tenant:
         """Change a model's rate limits; `NO_LIMIT` and above means unlimited."""
-        check_name(model)
+        check_model_id(model)
         for name, value in changes.items():
             _check_limit(name, value)
         with audited_transaction(self._database, actor) as change:

@@ -35,6 +35,7 @@ class TenantMirror:
     def __init__(self) -> None:
         self._tenants: dict[str, Tenant] = {}
         self._keys: dict[str, ApiKey] = {}
+        self._digests: dict[str, str] = {}  # a key's id -> its digest
         self._sync: TableSync[TenantKey, TenantRow] = TableSync()
         #: When the table's owner last answered, in Unix time; a client of the table sets it.
         self.confirmed_s = math.inf
@@ -73,6 +74,10 @@ class TenantMirror:
         tenant = self._tenants.get(key.project_id)
         return None if tenant is None or tenant.archived_s is not None else KnownKey(key, tenant)
 
+    def key(self, key_id: str) -> ApiKey | None:
+        """The key with this id, valid or not."""
+        return self._keys.get(self._digests.get(key_id, ""))
+
     def _table_keys(self) -> Iterator[TenantKey]:
         yield from (("tenant", each) for each in self._tenants)
         yield from (("key", each) for each in self._keys)
@@ -83,8 +88,11 @@ class TenantMirror:
             self._tenants[name] = row
         elif isinstance(row, ApiKey):
             self._keys[name] = row
+            self._digests[row.id] = name
             self.has_keys = True
         elif kind == "tenant":
             self._tenants.pop(name, None)
         else:
-            self._keys.pop(name, None)
+            old = self._keys.pop(name, None)
+            if old is not None:
+                del self._digests[old.id]

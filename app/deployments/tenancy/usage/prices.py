@@ -1,8 +1,8 @@
 """Token prices from the configuration.
 
 Dollars per million tokens become whole billionths of a dollar, so sums are exact. An adapter without its own price
-costs what the base model does; a model without any price is free. A combination costs as much as its most expensive
-part.
+costs what the base model does; a model without any price is free. A combination costs the maximum of its own price and
+its parts'. Prices go by `model_id`, so no project gets another's price by choosing its name.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from app.config import PriceConfig
+from app.deployments.registry.models import model_id
 from app.engine.adapters.card import AdapterRef
 from app.engine.adapters.combining.combination import is_combination, parse_combination
 from app.engine.request import Usage
@@ -19,7 +20,7 @@ _NANOS = 1000
 
 
 class Prices:
-    """Prices by model and adapter name; `base_name` is the base model's."""
+    """Prices by `model_id`; `base_name` is the base model's."""
 
     def __init__(self, prices: Mapping[str, PriceConfig], base_name: str) -> None:
         self._prices = prices
@@ -31,9 +32,7 @@ class Prices:
 
     def of(self, models: tuple[str, ...], usage: Usage) -> int:
         """Cost of a sequence in nanos. models: as returned by `paid_models`."""
-        if len(models) == 1 or models[0] in self._prices:
-            return self._of(models[0], usage)
-        return max(self._of(model, usage) for model in models[1:])
+        return max(self._of(model, usage) for model in models)
 
     def _of(self, model: str, usage: Usage) -> int:
         price = self._prices.get(model, self._base)
@@ -46,9 +45,10 @@ class Prices:
 
 
 def paid_models(ref: AdapterRef | None, base_name: str) -> tuple[str, ...]:
-    """The names that a request with this adapter is limited and billed by: its own, and those of its parts."""
+    """The model ids that a request with this adapter is limited and billed by: its own, and those of its parts."""
     if ref is None:
         return (base_name,)
+    own = model_id(ref.tenant_id, ref.name)
     if not is_combination(ref.uri):
-        return (ref.name,)
-    return (ref.name, *(name for part in parse_combination(ref.uri).parts for name in paid_models(part.ref, base_name)))
+        return (own,)
+    return (own, *(name for part in parse_combination(ref.uri).parts for name in paid_models(part.ref, base_name)))

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal, NamedTuple, get_args
 
 from app.engine.adapters.card import AdapterRef
-from app.engine.errors import InvalidRequest
+from app.engine.errors import CombinationError, InvalidRequest
 
 #: PEFT's combination types (`add_weighted_adapter`).
 Method = Literal[
@@ -117,7 +117,8 @@ class Combination:
 
 
 def make_combination(parts: Sequence[CombinationPart], method: CombinationMethod = CombinationMethod()) -> Combination:
-    """Raises InvalidRequest for no or too many parts, a repeated part, a non-finite weight, or pruning a single part.
+    """Raises InvalidRequest for no or too many parts, a repeated part, a non-finite weight, only weights of 0, or
+    pruning a single part.
 
     PEFT computes "linear" for a single adapter, whatever the method.
     """
@@ -125,6 +126,8 @@ def make_combination(parts: Sequence[CombinationPart], method: CombinationMethod
         raise InvalidRequest(f"{len(parts)} adapters are named; from 1 to {MAX_PARTS} are combined", param="adapters")
     if len(parts) == 1 and method.density is not None:
         raise InvalidRequest(f"method {method.name!r} combines several adapters; name another one", param="method")
+    if not any(part.weight for part in parts):
+        raise InvalidRequest("all weights are 0, which leaves the base model; name it instead", param="adapters")
     names = [part.ref.name for part in parts]
     for part in parts:
         if not math.isfinite(part.weight):
@@ -132,6 +135,16 @@ def make_combination(parts: Sequence[CombinationPart], method: CombinationMethod
         if names.count(part.ref.name) > 1:
             raise InvalidRequest(f"adapter {part.ref.name!r} is named twice; add its weights", param="adapters")
     return Combination(tuple(sorted(parts, key=lambda part: (part.ref.digest, part.weight))), method)
+
+
+def common_text(names: Sequence[str], texts: Sequence[str]) -> str:
+    """The text settings (`AdapterCard.text`) of all these adapters. Raises CombinationError if they differ."""
+    if len(set(texts)) > 1:
+        raise CombinationError(
+            f"adapters {', '.join(names)} write prompts differently: their chat templates or special tokens are not "
+            "the same; combine adapters with the same"
+        )
+    return texts[0]
 
 
 def is_combination(source: str) -> bool:

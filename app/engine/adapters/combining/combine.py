@@ -4,7 +4,7 @@
 rank. The other methods combine A with A and B with B, or whole deltas ("_svd"), as PEFT defines them
 (`peft.utils.merge_utils`): TIES (Yadav et al. 2023), DARE (Yu et al. 2024), task arithmetic (Ilharco et al. 2023).
 Features that have no weighted sum are refused by name. DARE's random drops are seeded by the combination's digest, so
-the result is the same on every machine.
+the result is the same on every machine. Text settings belong to registrations, not to contents: the result has none.
 """
 
 from __future__ import annotations
@@ -61,11 +61,6 @@ def combine(combination: Combination, adapters: Sequence[LoraAdapter], spec: Mod
             )
         if method.name in _SIGN_ELECTING:
             _check_votes(name, adapter, method.name)
-    if len({adapter.card.text for adapter in adapters}) > 1:
-        raise CombinationError(
-            f"adapters {', '.join(names)} write prompts differently: their chat templates or special tokens are not "
-            "the same; combine adapters with the same"
-        )
     parts = list(zip(adapters, (part.weight for part in combination.parts), strict=True))
     rng = np.random.default_rng([method.seed or 0, int(combination.digest[:16], 16)])
     largest = max(pair.rank for one in adapters for pair in (*one.weights.values(), *one.outer.values()))
@@ -82,6 +77,8 @@ def combine(combination: Combination, adapters: Sequence[LoraAdapter], spec: Mod
         delta_biases=MappingProxyType(biases),
         outer=MappingProxyType(outer),
     )
+    if derived.is_zero:
+        raise CombinationError(f"{' and '.join(names)} change nothing with these weights; name the base model instead")
     return replace(derived, card=replace(derived.card, extra_bytes=extra_bytes(derived, spec)))
 
 
@@ -235,7 +232,6 @@ def _make_card(
         targets=tuple(sorted({key.target for key in weights} | set(outer))),
         dtype=",".join(sorted({adapter.card.dtype for adapter in adapters})),
         size_bytes=sum({id(array): array.nbytes for array in arrays}.values()),
-        text=adapters[0].card.text,
     )
 
 

@@ -36,6 +36,12 @@ class PackedAdapter(NamedTuple):
         tuples = {name: tuple(card[name]) for name in ("targets", "invocation_tokens")}
         return AdapterCard(**card | tuples)
 
+    @property
+    def contents(self) -> PackedAdapter:
+        """Without what `AdapterCard.digest` does not cover and each registration has for itself."""
+        texts = {"text": "", "description": "", "metadata": ""}
+        return PackedAdapter(self.header | {"card": self.header["card"] | texts}, self.arrays)
+
 
 def _zeros(num_bytes: int) -> NDArray[np.uint8]:
     return np.zeros(num_bytes, np.uint8)

@@ -247,7 +247,7 @@ async def test_what_is_denied_is_denied_under_every_name(org: Org) -> None:
     assert await statuses() == [200] * 5
     await owner.permit_models(ada, "deny_list", ["base", "sql"], actor="test")
     assert await statuses() == [404, 404, 404, 404, 200]
-    await owner.permit_models(ada, "allow_list", ["sql-prod", "mine"], actor="test")
+    await owner.permit_models(ada, "allow_list", ["sql-prod", f"{ada}:mine"], actor="test")
     assert await statuses() == [404, 404, 200, 404, 404], "an allowed alias of the operator's allows what it stands for"
 
 
@@ -258,9 +258,9 @@ async def test_what_is_denied_is_denied_under_every_name(org: Org) -> None:
         ("deny_list", ["mix"], [200, 200, 404, 404, 200, 404]),
         ("deny_list", ["two"], [200, 404, 404, 404, 404, 404]),
         ("deny_list", ["base"], [200, 200, 200, 200, 200, 200]),
-        ("allow_list", ["sql", "two", "secret"], [200, 200, 404, 404, 200, 404]),
+        ("allow_list", ["sql", "two", "ada:secret"], [200, 200, 404, 404, 200, 404]),
         ("allow_list", ["mix"], [404, 404, 200, 404, 404, 404]),
-        ("allow_list", ["mixed", "secret"], [404, 404, 404, 200, 404, 404]),
+        ("allow_list", ["mixed", "ada:secret"], [404, 404, 404, 200, 404, 404]),
     ],
 )
 async def test_a_combination_is_denied_by_its_own_name_and_by_those_of_its_parts(
@@ -276,7 +276,8 @@ async def test_a_combination_is_denied_by_its_own_name_and_by_those_of_its_parts
     assert answer.status_code == 201, answer.text
     answer = await org.ask("admin", "PUT", "/v1/aliases/mixed", json={"targets": {"mix": 1}})
     assert answer.status_code == 200, answer.text
-    await service.accounting.tenants_service.permit_models(org.ids["ada"], mode, names, actor="test")
+    ids = [name.replace("ada:", f"{org.ids['ada']}:") for name in names]
+    await service.accounting.tenants_service.permit_models(org.ids["ada"], mode, ids, actor="test")
     asked: list[dict[str, Any]] = [{"model": name} for name in ("sql", "two", "mix", "mixed")]
     asked += [{"model": "base"} | combine, {"model": "base", "adapters": [{"name": "mix"}, {"name": "secret"}]}]
     statuses = []

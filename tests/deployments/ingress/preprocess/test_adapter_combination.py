@@ -79,6 +79,7 @@ async def test_one_derived_adapter_answers_on_every_route(served: Service, http:
         ({"adapters": [{"name": "sql"}] * 2}, 400, "adapter 'sql' is named twice"),
         ({"adapters": [{"name": "nobody's"}]}, 404, 'there is no model or adapter "nobody\'s"'),
         ({"adapters": [{"name": "sql", "weight": 1e999}]}, 400, "finite"),
+        ({"adapters": [{"name": "sql", "weight": 0}]}, 400, "all weights are 0, which leaves the base model"),
         ({"adapters": [{"name": "sql", "scale": 1}]}, 400, "unknown field"),
     ],
 )
@@ -122,6 +123,37 @@ async def test_a_combination_is_registered_under_a_name(service: Service, http: 
     events = (await http.get("/v1/events", params={"name": "mix"})).text
     assert "svd(sql*0.7+two*1)" in events
     assert "combination:" not in events
+
+
+async def test_a_combination_writes_prompts_as_its_parts_are_registered(
+    service: Service, http: httpx.AsyncClient
+) -> None:
+    """Each part's text comes from the registration that the caller named, and stays with the registered combination."""
+    contents, texts = service.managed.store.contents, service.managed.store.texts
+    contents["zed/sql"], texts["digest of zed"] = "digest of zed", "zed's template"
+    ref = service.registry.resolve("sql", "", "default")
+    assert ref is not None
+    texts[ref.digest] = "sql's template"
+    await service.managed.client.load_and_wait(wanted("sql", "sql"))
+    texts[ref.digest] = "of another tenant with equal contents, read later"
+    await service.managed.client.load_and_wait(replace(wanted("copy", "sql"), tenant_id="mallory"))
+    one = [WeightedAdapter(name="sql", weight=0.9)]
+    combination = service.preprocessor.resolver.combine(one, handle_principal())
+    contents[combination.source] = combination.digest
+    texts[combination.digest] = "whoever was read first"
+    body = {"name": "mix", "wait": True, "compose": {"adapters": [{"name": "sql", "weight": 0.9}]}}
+    assert (await http.post("/v1/loras", json=body)).status_code == 201
+    directory = service.preprocessor.directory
+    assert directory.text(combination.ref("default")) == "sql's template"
+    mix = service.registry.resolve("mix", "", "default")
+    assert directory.text(mix) == "sql's template"
+    contents["sql"] = "digest of zed"
+    await service.managed.client.load_and_wait(wanted("sql", "sql"))
+    assert directory.text(mix) == "sql's template", "also after a part has other contents"
+    body = {"model": "base", "prompt": "hi", "adapters": BOTH}
+    refused = await http.post("/v1/completions", json=body)
+    assert refused.status_code == 400, refused.text
+    assert "write prompts differently" in refused.json()["error"]["message"]
 
 
 @pytest.mark.parametrize(

@@ -119,7 +119,10 @@ async def test_those_that_the_caller_does_not_get_under_their_names_are_not_coun
     assert (await router.decide("sql", ADA)).num_candidates == 3  # its own "one"; everybody's "three" and "four"
     view.apply([(("ada", "shared"), None)])
     assert (await router.decide("sql", ADA)).num_candidates == 4  # and the one that zed shares
-    for mode, ids, number in (("allow_list", ("one", "shared", "two"), 2), ("deny_list", ("one", "four"), 2)):
+    for mode, ids, number in (
+        ("allow_list", ("ada:one", "zed:shared", "ada:two"), 2),
+        ("deny_list", ("one", "four"), 2),
+    ):
         tenant = replace(ADA.tenant, model_mode=mode, model_ids=frozenset(ids))
         assert (await router.decide("sql", ADA._replace(tenant=tenant))).num_candidates == number
     assert (await router.decide("sql", Principal("stranger", "key", PUBLIC))).num_candidates == 5
@@ -137,7 +140,7 @@ async def test_what_the_caller_may_not_use_is_neither_counted_nor_waited_for() -
     assert decision.num_candidates == 3
     assert "hidden: sql" not in [text for texts in bags.asked for text in texts]
     for mode, number in (("allow_list", 1), ("deny_list", 2)):
-        tenant = replace(ADA.tenant, model_mode=mode, model_ids=frozenset({"base", "shared", "hidden"}))
+        tenant = replace(ADA.tenant, model_mode=mode, model_ids=frozenset({"base", "zed:shared", "zed:hidden"}))
         assert (await router.decide("sql", ADA._replace(tenant=tenant))).num_candidates == number
 
 

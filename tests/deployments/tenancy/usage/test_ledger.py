@@ -14,6 +14,8 @@ from app.config import PriceConfig
 from app.deployments.registry.db.database import Database, sqlite_url
 from app.deployments.registry.db.tenant_tables import ledger as ledger_table
 from app.deployments.rpc.actor_unavailable import ActorUnavailable
+from app.deployments.tenancy.models import RateLimit, Tenant, TenantLimits
+from app.deployments.tenancy.quota.limits import Cost, request_costs
 from app.deployments.tenancy.usage.flusher import LedgerKey, Row, UsageFlusher, UsageRecord
 from app.deployments.tenancy.usage.ledger import Ledger
 from app.deployments.tenancy.usage.prices import Prices, paid_models
@@ -224,25 +226,60 @@ def test_several_adapters_cost_what_the_dearest_does() -> None:
             "base": PriceConfig(input=1),
             "dear": PriceConfig(input=9),
             "free": PriceConfig(),
-            "own": PriceConfig(input=2),
+            "proj_t:own": PriceConfig(input=2),
         },
         "base",
     )
-    dear, unpriced, free = (AdapterRef(name, name, "t") for name in ("dear", "unpriced", "free"))
+    dear, unpriced, free = (AdapterRef(name, name, "default") for name in ("dear", "unpriced", "free"))
 
-    def cost(*parts: AdapterRef) -> int:
-        ref = make_combination([CombinationPart(each, 0.5) for each in parts]).ref("t")
+    def cost(*parts: AdapterRef, weight: float = 0.5) -> int:
+        ref = make_combination([CombinationPart(each, weight) for each in parts]).ref("proj_t")
         return prices.of(paid_models(ref, "base"), Usage(1, 0, 0))
 
-    assert [cost(dear), cost(dear, free), cost(free, unpriced), cost(free)] == [9000, 9000, 1000, 0]
+    assert [cost(dear), cost(dear, free), cost(free, unpriced)] == [9000, 9000, 1000]
+    assert (cost(free, weight=1.0), cost(free)) == (0, 1000), "with a small weight it is the base"
     registered = AdapterRef(
-        "mine", "d", "t", 1, make_combination([CombinationPart(dear, 1.0), CombinationPart(free, 1.0)]).source
+        "mine", "d", "proj_t", 1, make_combination([CombinationPart(dear, 1.0), CombinationPart(free, 1.0)]).source
     )
     assert prices.of(paid_models(registered, "base"), Usage(1, 0, 0)) == 9000
     assert cost(registered, free) == 9000
-    priced = AdapterRef("own", "d", "t", 1, registered.uri)
-    assert prices.of(paid_models(priced, "base"), Usage(1, 0, 0)) == 2000
+    priced = AdapterRef("own", "d", "proj_t", 1, registered.uri)
+    assert prices.of(paid_models(priced, "base"), Usage(1, 0, 0)) == 9000, "a price of its own is no discount"
     assert paid_models(None, "base") == ("base",)
+
+
+def test_a_name_that_a_project_chooses_has_no_price() -> None:
+    """The operator's prices are of the base, of public adapters, and of one project's adapter."""
+    prices = Prices(
+        {"base": PriceConfig(input=5), "promo": PriceConfig(), "proj_a:tuned": PriceConfig(input=1)}, "base"
+    )
+    used = Usage(1000, 0, 0)
+    for owner_id, name, expected in (
+        ("default", "promo", 0),
+        ("proj_a", "promo", 5_000_000),
+        ("proj_a", "tuned", 1_000_000),
+        ("proj_b", "tuned", 5_000_000),
+        ("default", "tuned", 5_000_000),
+    ):
+        assert prices.of(paid_models(AdapterRef(name, "d", owner_id), "base"), used) == expected, (owner_id, name)
+
+
+def test_a_limit_is_one_owner_s_adapter_s() -> None:
+    """Also as a part; whoever else has an adapter of this name is not limited by it."""
+    limits = TenantLimits({"legal": RateLimit(requests_per_min=1), "proj_a:own": RateLimit(requests_per_min=2)})
+    tenant = Tenant("proj_a", "a", 0.0, limits=limits)
+
+    def limited(ref: AdapterRef) -> list[str]:
+        return [key.model for key in request_costs(tenant, "base", [Cost(paid_models(ref, "base"), 1, 0)])]
+
+    public, own = AdapterRef("legal", "a", "default"), AdapterRef("own", "b", "proj_a")
+    both = make_combination([CombinationPart(public, 0.5), CombinationPart(own, 0.5)]).ref("proj_a")
+    assert [limited(public), limited(own), sorted(limited(both))] == [
+        ["legal"],
+        ["proj_a:own"],
+        ["legal", "proj_a:own"],
+    ]
+    assert limited(AdapterRef("legal", "c", "proj_a")) == limited(AdapterRef("own", "c", "proj_b")) == []
 
 
 def test_what_is_spent_is_this_month_s(database: Database) -> None:

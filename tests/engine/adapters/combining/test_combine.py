@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from peft import LoraConfig, PeftModel
 
-from app.engine.adapters.adapter import BFLOAT16, FEATURES, LoraAdapter, LoraKey
+from app.engine.adapters.adapter import BFLOAT16, FEATURES, LoraAdapter, LoraKey, LoraPair
 from app.engine.adapters.card import AdapterRef
 from app.engine.adapters.combining import combine as composing
 from app.engine.adapters.combining.combination import (
@@ -250,12 +250,20 @@ def test_lora_bias_is_summed_with_its_delta(tmp_path: Path) -> None:
     np.testing.assert_allclose(derived.delta_biases[key], expected, atol=1e-7)
 
 
-def test_adapters_that_write_prompts_differently_are_not_combined() -> None:
+def test_a_sum_that_is_the_base_is_none() -> None:
     spec = tiny_spec()
     first, second = (random_adapter(spec, 4, seed=seed) for seed in (1, 2))
-    second = replace(second, card=replace(second.card, text="another template"))
-    with pytest.raises(CombinationError, match=r"adapters .* write prompts differently"):
-        mixed_by_us({"sql": first, "tone": second}, spec, CombinationMethod())
+    zeros = {key: LoraPair(pair.a, np.zeros_like(pair.b)) for key, pair in first.weights.items()}
+    nothing = replace(first, weights=zeros)
+    assert (first.is_zero, nothing.is_zero) == (False, True)
+    with pytest.raises(CombinationError, match="change nothing"):
+        mixed_by_us({"sql": nothing, "tone": nothing}, spec, CombinationMethod())
+    with pytest.raises(CombinationError, match="change nothing"):
+        mixed_by_us({"sql": first, "tone": second}, spec, CombinationMethod("magnitude_prune", density=0.0))
+    assert not mixed_by_us({"sql": nothing, "tone": second}, spec, CombinationMethod()).is_zero
+    refs = [CombinationPart(AdapterRef(name, name, "t"), 0.0) for name in ("sql", "tone")]
+    with pytest.raises(InvalidRequest, match="all weights are 0"):
+        make_combination(refs)
 
 
 def test_identity_is_contents_weights_and_method() -> None:

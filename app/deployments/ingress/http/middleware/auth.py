@@ -88,7 +88,7 @@ class Authenticator:
         project_id = request.headers.get("openai-project")
         if project_id is not None and project_id != tenant.id:
             raise InvalidApiKey("the header OpenAI-Project names another project than the API key's; leave it out")
-        return Principal(tenant.id, who, tenant, known.key.id, "project")
+        return Principal(tenant.id, who, tenant, known.key.id, "project", role=known.key.role)
 
     def _admin_principal(self, request: HTTPConnection, who: str, key_id: str) -> Principal:
         """An administrator: of the public adapters, or of the project that the header OpenAI-Project names."""

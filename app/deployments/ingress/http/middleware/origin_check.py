@@ -25,6 +25,7 @@ from app.deployments.ingress.error_responses import (
     ManagementRefused,
     NotAuthenticated,
     UnknownContentType,
+    WrongKeyKind,
     error_reply,
 )
 from app.deployments.ingress.principal import http_principal
@@ -116,11 +117,15 @@ class HttpPolicy:
             )
 
     def check_management(self, request: Request) -> None:
-        """Raises ManagementRefused or NotAuthenticated if a client without an API key may not manage adapters.
-
-        A client with a key manages its own adapters.
+        """Raises WrongKeyKind for a key that only infers, and ManagementRefused or NotAuthenticated if a client without
+        an API key may not manage adapters.
         """
-        if http_principal(request).kind != "open":
+        caller = http_principal(request)
+        if caller.role == "inference":
+            raise WrongKeyKind(
+                "this key is for inference, not for management; use one with the role member or management"
+            )
+        if caller.kind != "open":
             return
         if self.management == "loopback" and not self.is_local(request.scope):
             raise ManagementRefused(

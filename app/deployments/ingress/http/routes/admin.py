@@ -81,8 +81,8 @@ def admin_router(service: IngressService) -> APIRouter:
     tenants_service = service.accounting.tenants_service
     routes = APIRouter(prefix="/v1/organization", dependencies=[Depends(admin_principal)])
     _add_project_routes(routes, tenants_service, service.new_project_limits)
-    _add_account_routes(routes, tenants_service)
-    _add_key_routes(routes, tenants_service)
+    _add_account_routes(routes, service)
+    _add_key_routes(routes, service)
     _add_permission_routes(routes, service)
     _add_admin_key_routes(routes, tenants_service)
     _add_audit_routes(routes, tenants_service)
@@ -144,7 +144,9 @@ def _add_project_routes(routes: APIRouter, tenants_service: TenantsService, new:
         )
 
 
-def _add_account_routes(routes: APIRouter, tenants_service: TenantsService) -> None:
+def _add_account_routes(routes: APIRouter, service: IngressService) -> None:
+    tenants_service = service.accounting.tenants_service
+
     @routes.get("/projects/{project_id}/service_accounts", response_model=PageResponse[schemas.ServiceAccountResponse])
     async def accounts(project_id: str, query: Annotated[AdminPageQuery, Query()]) -> Response:
         """List a project's service accounts."""
@@ -162,6 +164,7 @@ def _add_account_routes(routes: APIRouter, tenants_service: TenantsService) -> N
             body.name,
             with_key=not body.create_service_account_only,
             expires_in_s=body.expires_in_seconds,
+            role=body.role,
             actor=_actor(request),
         )
         key = None if issued is None else serializers.issued_body(issued)
@@ -176,15 +179,18 @@ def _add_account_routes(routes: APIRouter, tenants_service: TenantsService) -> N
     async def update(
         project_id: str, account_id: str, request: Request, body: JsonBody[schemas.AccountUpdateBody]
     ) -> Response:
-        """Rename a service account."""
-        changed = await tenants_service.update_account(project_id, account_id, name=body.name, actor=_actor(request))
+        """Rename a service account, or change its role."""
+        changed = await tenants_service.update_account(
+            project_id, account_id, name=body.name, role=body.role, actor=_actor(request)
+        )
         return JSONResponse(serializers.account_body(changed))
 
-    @routes.delete("/projects/{project_id}/service_accounts/{account_id}", response_model=DeletedResponse)
+    @routes.delete("/projects/{project_id}/service_accounts/{account_id}", response_model=schemas.DeletedKeys)
     async def delete(project_id: str, account_id: str, request: Request) -> Response:
-        """Delete a service account and its keys."""
-        await tenants_service.delete_account(project_id, account_id, actor=_actor(request))
-        return _deleted_response("organization.project.service_account.deleted", account_id)
+        """Delete a service account and its keys, which ends their batches."""
+        keys = await tenants_service.delete_account(project_id, account_id, actor=_actor(request))
+        ended = await _end_batches(service, project_id, keys)
+        return _deleted_response("organization.project.service_account.deleted", account_id, ended_batches=ended)
 
     @routes.post(
         "/projects/{project_id}/service_accounts/{account_id}/api_keys", response_model=schemas.IssuedKeyResponse
@@ -199,7 +205,9 @@ def _add_account_routes(routes: APIRouter, tenants_service: TenantsService) -> N
         return JSONResponse(serializers.issued_body(issued), headers={"Cache-Control": "no-store"})
 
 
-def _add_key_routes(routes: APIRouter, tenants_service: TenantsService) -> None:
+def _add_key_routes(routes: APIRouter, service: IngressService) -> None:
+    tenants_service = service.accounting.tenants_service
+
     @routes.get("/projects/{project_id}/api_keys", response_model=PageResponse[schemas.ApiKeyResponse])
     async def keys(project_id: str, query: Annotated[KeyQuery, Query()]) -> Response:
         """List a project's API keys, without their values."""
@@ -223,11 +231,19 @@ def _add_key_routes(routes: APIRouter, tenants_service: TenantsService) -> None:
         changed = await tenants_service.expire_key(project_id, key_id, body.expires_in_seconds, actor=_actor(request))
         return JSONResponse(await _key_body(tenants_service, changed))
 
-    @routes.delete("/projects/{project_id}/api_keys/{key_id}", response_model=DeletedResponse)
+    @routes.delete("/projects/{project_id}/api_keys/{key_id}", response_model=schemas.DeletedKeys)
     async def delete(project_id: str, key_id: str, request: Request) -> Response:
-        """Delete an API key."""
-        await tenants_service.revoke_key(project_id, key_id, actor=_actor(request))
-        return _deleted_response("organization.project.api_key.deleted", key_id)
+        """Delete an API key, which ends its batches."""
+        revoked = await tenants_service.revoke_key(project_id, key_id, actor=_actor(request))
+        ended = await _end_batches(service, project_id, [revoked])
+        return _deleted_response("organization.project.api_key.deleted", key_id, ended_batches=ended)
+
+
+async def _end_batches(service: IngressService, project_id: str, keys: Sequence[ApiKey]) -> list[str]:
+    """Ids of the open batches of revoked keys: whichever process works on them refuses their remaining lines."""
+    ended = await service.storage.open_batches([key.id for key in keys], tenant_id=project_id)
+    service.wake_batches()
+    return ended
 
 
 async def _key_body(tenants_service: TenantsService, key: ApiKey) -> dict[str, Any]:
@@ -371,5 +387,5 @@ def _add_tenant_routes(routes: APIRouter, tenants_service: TenantsService) -> No
         return await answer(await tenants_service.project(tenant_id))
 
 
-def _deleted_response(kind: str, row_id: str) -> Response:
-    return JSONResponse({"object": kind, "id": row_id, "deleted": True})
+def _deleted_response(kind: str, row_id: str, **more: object) -> Response:
+    return JSONResponse({"object": kind, "id": row_id, "deleted": True} | more)

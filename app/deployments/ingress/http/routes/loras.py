@@ -139,10 +139,12 @@ def _add_adapter_routes(routes: APIRouter, service: IngressService) -> None:
 
     @routes.get("/v1/loras/{name}", response_model=LoraStatus)
     async def adapter(name: str, request: Request) -> Response:
-        """An adapter's state, residency, last error and request statistics."""
-        return JSONResponse(
-            await adapter_status(service.adapter_admin, service.adapter_metrics, name, http_principal(request))
-        )
+        """An adapter's state, residency, last error, request statistics, and the combinations that use it."""
+        caller = http_principal(request)
+        status = await adapter_status(service.adapter_admin, service.adapter_metrics, name, caller)
+        found = service.registry.dependents(caller.tenant_id, name)
+        dependents = [{"project_id": tenant_id, "name": each} for tenant_id, each in found]
+        return JSONResponse({**status, "dependents": dependents})
 
     @routes.patch("/v1/loras/{name}", response_model=Lora)
     async def configure(name: str, request: Request, body: JsonBody[ConfigureAdapterBody]) -> Response:

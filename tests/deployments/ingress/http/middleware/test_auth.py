@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -16,7 +17,7 @@ from app.deployments.ingress.accounting import TenantTableClient
 from app.deployments.ingress.http.app import make_app
 from app.deployments.ingress.http.middleware.auth import PUBLIC_PATHS
 from app.deployments.ingress.http.middleware.origin_check import HttpPolicy
-from app.deployments.ingress.http.openapi import api_routes
+from app.deployments.ingress.http.openapi import api_routes, flat_routes
 from app.deployments.registry.models import LoadRequest
 from app.deployments.tenancy.auth.key_crypto import environment_digest, key_digest, new_key
 from app.deployments.tenancy.auth.tenant_mirror import MAX_TABLE_AGE_S
@@ -505,3 +506,64 @@ async def test_no_key_is_written_anywhere(org: Org, caplog: pytest.LogCaptureFix
     ]
     received = caplog.text + "".join(answer.text + str(answer.headers) for answer in answers)
     assert not [key for key in (*org.keys.values(), org.admin) if key[12:-6] in received]
+
+
+async def test_a_key_s_role_is_what_it_may_do(org: Org) -> None:
+    """A member infers and manages, the other roles do one of both; a change of role is in force at once."""
+    project = f"/v1/organization/projects/{org.ids['ada']}/service_accounts"
+    keys, accounts = {"member": org.keys["ada"]}, {}
+    for role in ("inference", "management"):
+        made = (await org.ask("admin", "POST", project, json={"name": role, "role": role})).json()
+        assert made["role"] == role
+        keys[role], accounts[role] = made["api_key"]["value"], made["id"]
+    chat = CHAT | {"model": "base"}
+
+    async def may(role: str) -> tuple[int, int, int]:
+        headers = bearer(keys[role])
+        infers = await org.http.post("/v1/chat/completions", json=chat, headers=headers)
+        manages = await org.http.patch("/v1/loras/secret", json={"description": role}, headers=headers)
+        lists = await org.http.get("/v1/loras", headers=headers)
+        for refused in (infers, manages, lists):
+            assert refused.status_code == 200 or refused.json()["error"]["code"] == "insufficient_permissions"
+        return infers.status_code, manages.status_code, lists.status_code
+
+    assert await may("member") == (200, 200, 200)
+    assert await may("inference") == (200, 403, 403)
+    assert await may("management") == (403, 200, 200)
+    for path in ("/v1/files", "/v1/batches", "/v1/responses/resp_x"):
+        assert (await org.http.get(path, headers=bearer(keys["management"]))).status_code == 403
+    for value in keys.values():
+        assert (await org.http.get("/v1/models", headers=bearer(value))).status_code == 200
+        assert (await org.http.get("/v1/organization/projects", headers=bearer(value))).status_code == 403
+    more = (await org.ask("admin", "POST", f"{project}/{accounts['inference']}/api_keys", json={})).json()
+    keys["more"] = more["value"]
+    assert await may("more") == (200, 403, 403), "a key has the role of its account"
+    changed = await org.ask("admin", "POST", f"{project}/{accounts['inference']}", json={"role": "management"})
+    assert (changed.json()["role"], changed.json()["name"]) == ("management", "inference")
+    assert await may("more") == await may("inference") == (403, 200, 200)
+    wrong = await org.ask("admin", "POST", project, json={"name": "x", "role": "owner"})
+    assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "role")
+
+
+async def test_every_management_route_refuses_a_key_that_only_infers(org: Org) -> None:
+    """Whatever route is added: all of them, with any method."""
+    owner = org.service.accounting.tenants_service
+    _, issued = await owner.create_account(
+        org.ids["ada"], "app", with_key=True, expires_in_s=None, role="inference", actor="test"
+    )
+    assert issued is not None
+    app = make_app(org.service, HttpPolicy())
+    inference = re.compile(
+        r"/health|/livez|/readyz|/openapi.json|/generate|/tokenize|/detokenize|/v1/(models|chat|completions|embeddings|"
+        r"messages|responses|files|batches|route)\b"
+    )
+    num_refused = 0
+    for route in flat_routes(app.routes):
+        if inference.match(route.path):
+            continue
+        path = re.sub(r"\{[^}]*\}", "x", route.path)
+        for method in route.methods or ():
+            answer = await org.http.request(method, path, headers=bearer(issued.value), json={})
+            assert answer.status_code == 403, (method, path, answer.text)
+            num_refused += 1
+    assert num_refused > 40

@@ -6,6 +6,7 @@ import asyncio
 import io
 import itertools
 import json
+import time
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from typing import Any
 
@@ -565,5 +566,69 @@ async def test_a_batch_goes_by_what_its_project_may_now(org: Org) -> None:
     lines = [json.loads(line) for line in received.splitlines()]
     assert lines[0]["response"]["status_code"] == 404
     assert [line["error"]["code"] for line in lines[1:]] == ["project_archived"] * 2
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+
+
+@pytest.mark.parametrize("how", ["revoked", "expired", "account deleted", "management only"])
+async def test_a_batch_ends_with_its_key(org: Org, how: str) -> None:
+    """Its remaining lines go to the error file, and the answer to the revocation names it."""
+    owner, service, ada = org.service.accounting.tenants_service, org.service, org.ids["ada"]
+    (key,) = await owner.keys(ada, 10, None)
+    project, account = f"/v1/organization/projects/{ada}", f"service_accounts/{key.service_account_id}"
+    answers, num_asked, said = BatchExecutor(service), 0, list[Any]()
+
+    async def answer(endpoint: str, body: Mapping[str, Any], caller: Principal, request_id: str) -> Mapping[str, Any]:
+        nonlocal num_asked
+        num_asked += 1
+        found = await answers.answer(endpoint, body, caller, request_id)
+        if num_asked == 2:
+            if how == "revoked":
+                said.append((await org.ask("admin", "DELETE", f"{project}/api_keys/{key.id}")).json())
+            elif how == "account deleted":
+                said.append((await org.ask("admin", "DELETE", f"{project}/{account}")).json())
+            elif how == "management only":
+                await org.ask("admin", "POST", f"{project}/{account}", json={"role": "management"})
+            else:
+                await owner.expire_key(ada, key.id, 1, actor="test")
+                service.accounting.clock = lambda: time.time() + 2
+        return found
+
+    runner = service.batch_runner(answer, "here", write_s=0.01)
+    runner.num_streams = 1
+    batch_id, waiting = (await org_batch(org, 5))["id"], (await org_batch(org, 1))["id"]
+    service.accounting.view.tenant(ada)
+    task = asyncio.create_task(runner.run())
+    statuses = {}
+    for each in (batch_id, waiting):
+        while (batch := await service.storage.batch(each, tenant_id=ada)).status in ("validating", "in_progress"):
+            await asyncio.sleep(0.01)
+        statuses[each] = batch
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    batch = statuses[batch_id]
+    assert batch.status == "completed"
+    assert batch.num_completed + batch.num_failed == 5
+    assert batch.num_failed >= 2
+    assert batch.error_file_id is not None
+    received = await service.storage.file_part(batch.error_file_id, 0, tenant_id=ada)
+    assert received is not None
+    assert {json.loads(line)["error"]["code"] for line in received.splitlines()} == {"key_revoked"}
+    if said:
+        assert batch_id in said[0]["ended_batches"]
+        assert said[0]["deleted"]
+
+
+async def test_a_batch_of_a_revoked_key_does_not_begin(org: Org) -> None:
+    service, ada = org.service, org.ids["ada"]
+    (key,) = await service.accounting.tenants_service.keys(ada, 10, None)
+    batch_id = (await org_batch(org, 2))["id"]
+    path = f"/v1/organization/projects/{ada}/api_keys/{key.id}"
+    assert (await org.ask("admin", "DELETE", path)).json()["ended_batches"] == [batch_id]
+    runner = service.batch_runner(BatchExecutor(service).answer, "here", write_s=0.01)
+    task = asyncio.create_task(runner.run())
+    while (batch := await service.storage.batch(batch_id, tenant_id=ada)).status != "failed":
+        await asyncio.sleep(0.01)
+    assert json.loads(batch.errors)[0]["code"] == "key_revoked"
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
