@@ -270,3 +270,19 @@ def test_the_readme_is_short() -> None:
     readme = (ROOT / "README.md").read_text()
     assert len(readme.splitlines()) <= 100
     assert re.findall(r"^    make (\w+)", readme, re.MULTILINE) == ["serve", "test"]
+
+
+def test_every_control_names_tests_that_exist() -> None:
+    """reference/security.md: each row of its tables of requirements ends with path::name of one test or several."""
+    page = (ROOT / "docs/reference/security.md").read_text()
+    rows = [line for line in page.partition("## OWASP API")[2].splitlines() if re.match(r"\| (API)?\d", line)]
+    assert len(rows) > 25
+    functions: dict[str, set[str]] = {}
+    for row in rows:
+        named = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", row.rsplit("|", 2)[1])
+        assert named, row
+        for path, name in named:
+            if path not in functions:
+                tree = ast.walk(ast.parse((ROOT / path).read_text()))
+                functions[path] = {n.name for n in tree if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)}
+            assert name in functions[path], f"{path} has no {name}"

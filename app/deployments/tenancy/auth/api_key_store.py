@@ -105,7 +105,7 @@ class ApiKeyStore:
         with audited_transaction(self._database, actor) as change:
             change.active_project(project_id)
             row = change.row(service_accounts, account_id, "service account", project_id=project_id, deleted_s=None)
-            role = "member" if row["role"] == "none" else row["role"]
+            role: Role = "member" if row["role"] == "none" else row["role"]
             return _issue(change, name, expires_in_s, project_id, account_id, role)
 
     def create_admin_key(self, name: str, expires_in_s: int | None, *, actor: str) -> IssuedKey:
