@@ -141,8 +141,9 @@ async def test_a_combination_writes_prompts_as_its_parts_are_registered(
     combination = service.preprocessor.resolver.combine(one, handle_principal())
     contents[combination.source] = combination.digest
     texts[combination.digest] = "whoever was read first"
-    body = {"name": "mix", "wait": True, "compose": {"adapters": [{"name": "sql", "weight": 0.9}]}}
-    assert (await http.post("/v1/loras", json=body)).status_code == 201
+    body = {"name": "mix", "wait": True, "combine": {"adapters": [{"name": "sql", "weight": 0.9}]}}
+    answer = await http.post("/v1/loras", json=body)
+    assert answer.status_code == 201, answer.text
     directory = service.preprocessor.directory
     assert directory.text(combination.ref("default")) == "sql's template"
     mix = service.registry.resolve("mix", "", "default")
