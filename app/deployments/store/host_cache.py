@@ -2,11 +2,10 @@
 
 However many callers of a tenant ask at once, each source is read once, and each digest is put once. Reading runs in
 threads, a few per source and tenant, so a slow source delays only its own callers. The cache is bounded in bytes; an
-evicted adapter is read again from disk or its source, and must still have its registered digest. Tenants with
-equal contents share a copy, so it has no text settings, description or metadata: those are in each tenant's
-registration. Failures back off
-(`failure_backoff`), and a download that no caller waits for is abandoned. `put` decides where packed bytes go: Ray's
-object store, or a dictionary in tests.
+evicted adapter is read again from disk or its source, and must still have its registered digest. Tenants with equal
+contents share a copy, so it has no text settings, description or metadata: those are in each tenant's registration.
+Failures back off (`failure_backoff`), and a download that no caller waits for is abandoned. `put` decides where packed
+bytes go: Ray's object store, or a dictionary in tests.
 """
 
 from __future__ import annotations
