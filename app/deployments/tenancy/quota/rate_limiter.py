@@ -134,14 +134,8 @@ class RateLimiter:
         """
         if reserved is not None and reserved.is_over_limit:
             return reserved
-        if reserved is not None and not reserved.is_settled:
-            reservation = await self.reserve(tenant, _without(costs, reserved.units))
-            if reservation.is_over_limit:
-                self.settle(reserved, {})
-                return reservation
-            reserved.is_settled = True
-            return Reservation({**reserved.units, **costs})
-        if not costs:
+        held = reserved.units if reserved is not None and not reserved.is_settled else {}
+        if not costs and not held:
             return Reservation({}, is_settled=True)
         try:
             for key, amount in costs.items():
@@ -149,14 +143,19 @@ class RateLimiter:
                 self._lease_of(key).limit = limit
                 if amount > limit:
                     raise refusal(key, amount, limit, math.inf)
-            if not self._take(costs):
-                await self._wait(costs)
+            missing = _without(costs, held)
+            if missing and not self._take(missing):
+                await self._wait(missing)
         except LimitError as error:
             self.rejected[RejectedRequest(error.kind, tenant.enforce)] += 1
             if tenant.enforce:
                 raise
+            if reserved is not None:
+                self.settle(reserved, {})
             return Reservation({}, is_settled=True, is_over_limit=True)
-        return Reservation(costs)
+        if reserved is not None:
+            reserved.is_settled = True
+        return Reservation({**held, **costs})
 
     def settle(self, reservation: Reservation, actual: Mapping[LimitKey, int]) -> None:
         """Settle a request that ended, once, with its actual cost; limits missing in `actual` cost all that was

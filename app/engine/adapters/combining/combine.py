@@ -38,7 +38,7 @@ _SIGN_ELECTING = frozenset({"ties", "dare_ties"})
 
 
 #: Products of a combination by SVD: width times the square of the rank, summed over its modules. For whole deltas the
-#: rank is the smaller side. This many take about three minutes of one core.
+#: rank is the smaller side. This many take about a minute of one core.
 MAX_SVD_PRODUCTS = 2e11
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from typing import Any
 
 import httpx
@@ -508,3 +509,35 @@ def test_durations_are_written_as_openai_does() -> None:
         "6m1s",
         "2h2m2s",
     ]
+
+
+async def test_a_project_s_flood_of_sequences_leaves_places_to_others(org: Org) -> None:
+    org.service.reconfigure({"max_sequences": 64})
+    (replica,) = org.service.fleet.replicas.values()
+    replica.engine._waiting.max_total = 128
+    replica.backend.max_steps = replica.backend.num_steps
+    many = {"model": "base", "prompt": [1, 2], "max_tokens": 1, "n": 64, "temperature": 1.0}
+    flood = [asyncio.create_task(org.ask("ada", "POST", "/v1/completions", json=many)) for _ in range(8)]
+    await until(lambda: any(task.done() for task in flood))
+    victims = [
+        asyncio.create_task(org.ask("bob", "POST", "/v1/completions", json=many | {"n": number})) for number in (1, 16)
+    ]
+    await until(lambda: replica.engine._waiting.used_by(org.ids["bob"]) == 17)
+    replica.backend.max_steps = None
+    replica.backend.resumed.set()
+    assert [(await victim).status_code for victim in victims] == [200, 200]
+    answers = await asyncio.gather(*flood)
+    codes = Counter(answer.status_code for answer in answers)
+    assert codes.keys() == {200, 429}
+    message = next(answer for answer in answers if answer.status_code == 429).json()["error"]["message"]
+    assert "engine.max_queued_requests is 128" in message
+
+
+async def test_each_sequence_counts_as_concurrent(org: Org) -> None:
+    owner = org.service.accounting.tenants_service
+    await owner.configure_project(org.ids["ada"], {"max_concurrent": 3}, actor="test")
+    body = {"model": "base", "prompt": [1, 2], "max_tokens": 1, "temperature": 1.0}
+    assert (await org.ask("ada", "POST", "/v1/completions", json=body | {"n": 3})).status_code == 200
+    refused = await org.ask("ada", "POST", "/v1/completions", json=body | {"n": 4})
+    assert refused.status_code == 429
+    assert "needs 4 of the project's concurrent sequences, and the limit is 3; lower n" in refused.text
