@@ -6,6 +6,8 @@ sequence's own tokens alone; a grammar that exceeds a limit ends its own sequenc
 
 from __future__ import annotations
 
+import copy
+import json
 import re
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
@@ -34,6 +36,10 @@ _NUM_KEPT = 64
 _MAX_TRIES = 100
 #: The beginning of a line that quotes the grammar, and the part of a message that is searched for one.
 _DRAWING, _MAX_MESSAGE_CHARS = re.compile(r"\s*(?:\d+ *)?\|"), 10_000
+#: Parts of a schema that are left out at most, before it is reported as invalid.
+_MAX_REMOVED = 20
+#: llguidance's warnings about a lenient schema.
+_UNIMPLEMENTED = re.compile(r"Unimplemented keys: (\[.*\])|Unknown format: (.+)")
 
 
 class Vocabulary:
@@ -72,6 +78,12 @@ class Vocabulary:
         """Why this grammar cannot be used; empty if it can."""
         is_error, messages = LLMatcher.validate_grammar_with_warnings(grammar, self._tokenizer, limits=_LIMITS)
         return why(messages[0]) if is_error else ""
+
+    def unimplemented(self, grammar: str) -> frozenset[str]:
+        """The keywords, and the values of `format`, of a lenient JSON grammar that are not enforced."""
+        _, messages = LLMatcher.validate_grammar_with_warnings(grammar, self._tokenizer, limits=_LIMITS)
+        found = [match for message in messages for match in _UNIMPLEMENTED.findall(message)]
+        return frozenset(name for keys, form in found for name in (json.loads(keys) if keys else [form]))
 
 
 class GrammarMatcher:
@@ -124,7 +136,43 @@ def why(message: str) -> str:
     return " ".join(" ".join(lines).split())[:300]
 
 
-def place_of(schema: Mapping[str, Any], place: str, vocabulary: Vocabulary) -> tuple[str, str]:
+def enforceable(
+    schema: Mapping[str, Any], place: str, vocabulary: Vocabulary
+) -> tuple[Mapping[str, Any], tuple[str, ...]]:
+    """The part of a schema that a lenient grammar can enforce, and the JSON pointers of the rest.
+
+    The rest are keywords that llguidance does not know, and those that make the grammar invalid, such as a pattern with
+    look-around. If the schema is invalid for another reason it is returned with that part: the caller reports it.
+    """
+    kept = copy.deepcopy(dict(schema))
+    removed: list[str] = []
+    while len(removed) < _MAX_REMOVED and vocabulary.complaint(json_grammar(kept, place, lenient=True)):
+        pointer, _ = place_of(kept, place, vocabulary, lenient=True)
+        parent, keyword = _parent_of(kept, pointer)
+        if parent is None:
+            return kept, ()
+        del parent[keyword]
+        removed.append(pointer)
+    unknown = vocabulary.unimplemented(json_grammar(kept, place, lenient=True))
+    below_it: list[tuple[str, Mapping[str, Any]]] = [("#", kept)]
+    for pointer, one in below_it if unknown else ():
+        removed += [below(pointer, key) for key in one if key in unknown or (key == "format" and str(one[key]) in unknown)]
+        below_it += subschemas(one, pointer)
+    return kept, tuple(removed)
+
+
+def _parent_of(schema: dict[str, Any], pointer: str) -> tuple[dict[str, Any] | None, str]:
+    """The object that contains a pointer's value, and its key there; None for the schema itself or a list's item."""
+    *path, last = [part.replace("~1", "/").replace("~0", "~") for part in pointer.split("/")[1:]] or [""]
+    value: Any = schema
+    for part in path:
+        value = value[int(part)] if isinstance(value, list) else value[part]
+    return (value, last) if isinstance(value, dict) and last in value else (None, last)
+
+
+def place_of(
+    schema: Mapping[str, Any], place: str, vocabulary: Vocabulary, *, lenient: bool = False
+) -> tuple[str, str]:
     """The JSON pointer of the part of a schema that cannot be enforced, and the reason.
 
     It is the innermost schema that cannot be enforced by itself, and in it the keyword without which it could be.
@@ -136,9 +184,10 @@ def place_of(schema: Mapping[str, Any], place: str, vocabulary: Vocabulary) -> t
     def complaint(candidate: Mapping[str, Any]) -> str:
         nonlocal tries_left
         tries_left -= 1
-        return vocabulary.complaint(json_grammar({**definitions, **candidate}, place)) if tries_left >= 0 else ""
+        grammar = json_grammar({**definitions, **candidate}, place, lenient=lenient)
+        return vocabulary.complaint(grammar) if tries_left >= 0 else ""
 
-    pointer, innermost, reason = "#", schema, vocabulary.complaint(json_grammar(schema, place))
+    pointer, innermost, reason = "#", schema, vocabulary.complaint(json_grammar(schema, place, lenient=lenient))
     while True:
         for inner, candidate in subschemas(innermost, pointer):
             if found := complaint(candidate):

@@ -64,7 +64,8 @@ class GenerationTask:
 
     `deadline_s` is on the event loop's clock; `clock` gives Unix time. `reservation` holds quota of the caller.
     `tools`: how answers call tools, if they may. `echoes`: the text that each answer repeats first, or (). `decision`:
-    the routing decision of `model: "auto"`. `keeps_end`: answers keep their stop token.
+    the routing decision of `model: "auto"`. `keeps_end`: answers keep their stop token. `unenforced`: parts of
+    schemas that answers need not follow.
     """
 
     request_id: str
@@ -82,6 +83,7 @@ class GenerationTask:
     echoes: tuple[str, ...] = ()
     decision: Decision | None = None
     keeps_end: bool = False
+    unenforced: tuple[str, ...] = ()
 
     @property
     def usages(self) -> list[Usage | None]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import AsyncGenerator, Awaitable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -25,14 +26,19 @@ T = TypeVar("T")
 
 #: The adapter that answered as "name@generation" (an alias may have chosen it), and its digest.
 ADAPTER_HEADER, DIGEST_HEADER = "X-Polylora-Adapter", "X-Polylora-Adapter-Digest"
+#: The parts of JSON schemas without `strict: true` that the answer need not follow.
+UNENFORCED_HEADER = "X-Polylora-Unenforced"
+_MAX_HEADER = 1000
 
 
 def adapter_header(task: GenerationTask) -> dict[str, str]:
-    """Headers that name the adapter and, if the semantic router chose it, the decision."""
+    """Headers that name the adapter, the semantic router's decision, and parts of schemas that are not enforced."""
     adapter = task.requests[0].requested_adapter
     headers: dict[str, str] = {}
     if adapter is not None:
         headers = {ADAPTER_HEADER: f"{adapter.name}@{adapter.generation}", DIGEST_HEADER: adapter.digest}
+    if task.unenforced:
+        headers[UNENFORCED_HEADER] = re.sub(r"[^ -~]", "?", ", ".join(task.unenforced))[:_MAX_HEADER]
     return headers if task.decision is None else headers | {ROUTE_HEADER: task.decision.header}
 
 

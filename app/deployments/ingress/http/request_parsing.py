@@ -49,7 +49,9 @@ class _BodyReader:
         if self.model.may_be_empty and _is_empty(request):
             return self.model()
         service: IngressService = request.app.state.service
-        return parse_body(self.model, await read_json(request, service.preprocessor.limits.max_body_bytes))
+        value = await read_json(request, service.preprocessor.limits.max_body_bytes)
+        request.state.ignored = ignored = set[str]()
+        return parse_body(self.model, value, ignored)
 
 
 if TYPE_CHECKING:

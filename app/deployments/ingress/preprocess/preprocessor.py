@@ -120,7 +120,10 @@ class RequestPreprocessor:
         question = "" if body.model != AUTO else last_user_text(body.messages)
         async with self._resolve_model(body, caller, question) as resolved:
             token_ids = await self.chat_ids(body, resolved.ref)
-            requested, tools = chat_grammar(body, self.tokenizer, self.directory.text(resolved.ref))
+            text = self.directory.text(resolved.ref)
+            make = partial(chat_grammar, body, self.tokenizer, text)
+            has_schemas = body.tools or body.response_format is not None
+            requested, tools = await asyncio.to_thread(make) if has_schemas else make()
             num_logprobs = (body.top_logprobs or 0) if body.logprobs else None
             names = FieldNames("messages", body.limit_field, "top_logprobs")
             return await self._task(
@@ -257,7 +260,7 @@ class RequestPreprocessor:
         resolved: _ResolvedModel | None = None,
         prediction: tuple[int, ...] = (),
     ) -> GenerationTask:
-        requested = requested or requested_grammar(fields)
+        requested = requested or requested_grammar(fields, self.tokenizer.enforceable)
         if requested is not None:
             await asyncio.to_thread(self.tokenizer.check_grammar, requested)
         requests = self._sequence_builder.build(
@@ -280,6 +283,7 @@ class RequestPreprocessor:
             tools=tools,
             echoes=tuple(echo for echo in echoes for _ in range(fields.n)),
             decision=None if resolved is None else resolved.decision,
+            unenforced=() if requested is None else requested.unenforced,
         )
 
 

@@ -6,7 +6,7 @@ A request may use one of these fields. What cannot be enforced is an error that 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from app.deployments.ingress.schemas.openai import SamplingFields
@@ -24,25 +24,37 @@ ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
 
 
 class RequestedGrammar(NamedTuple):
-    """`place` is the field it comes from; `schemas` lists its JSON schemas, each with its place."""
+    """`place` is the field it comes from; `schemas` lists its JSON schemas, each with its place.
+
+    `is_lenient`: the schemas were reduced to what can be enforced; `unenforced` names the rest.
+    """
 
     grammar: str
     place: str
     schemas: tuple[tuple[str, Mapping[str, Any]], ...] = ()
+    is_lenient: bool = False
+    unenforced: tuple[str, ...] = ()
 
     @property
     def rule(self) -> str:
         """The right side of a grammar rule. Raises InvalidRequest if it is not JSON."""
         if not self.schemas:
             raise InvalidRequest(f"{self.place}: cannot be combined with tools; use response_format", param=self.place)
-        return schema_rule(self.schemas[0][1], self.place, lenient=False)
+        return schema_rule(self.schemas[0][1], self.place, lenient=self.is_lenient)
 
 
-def requested_grammar(fields: SamplingFields) -> RequestedGrammar | None:
-    """The grammar of an answer; None if it is free. Raises InvalidRequest."""
+#: The part of a schema that can be enforced and the places of the rest, given the schema and its place.
+Reduce = Callable[[Mapping[str, Any], str], tuple[Mapping[str, Any], tuple[str, ...]]]
+
+
+def requested_grammar(fields: SamplingFields, reduce: Reduce) -> RequestedGrammar | None:
+    """The grammar of an answer; None if it is free. Raises InvalidRequest.
+
+    A `json_schema` without `strict: true` is enforced as far as possible, every other grammar completely.
+    """
     grammars = [
         item
-        for item in (_response_format(fields), *_structured_outputs(fields), *_guided_fields(fields))
+        for item in (_response_format(fields, reduce), *_structured_outputs(fields), *_guided_fields(fields))
         if item is not None
     ]
     if len(grammars) > 1:
@@ -51,7 +63,7 @@ def requested_grammar(fields: SamplingFields) -> RequestedGrammar | None:
     return grammars[0] if grammars else None
 
 
-def _response_format(fields: SamplingFields) -> RequestedGrammar | None:
+def _response_format(fields: SamplingFields, reduce: Reduce) -> RequestedGrammar | None:
     form = fields.response_format
     if form is None or form.type == "text":
         return None
@@ -59,7 +71,11 @@ def _response_format(fields: SamplingFields) -> RequestedGrammar | None:
         return _json(ANY_OBJECT, "response_format")
     assert form.json_schema is not None, "the body was checked"
     schema = ANY_OBJECT if form.json_schema.schema_ is None else form.json_schema.schema_
-    return _json(schema, "response_format.json_schema.schema")
+    place = "response_format.json_schema.schema"
+    if form.json_schema.strict:
+        return _json(schema, place)
+    schema, unenforced = reduce(schema, place)
+    return RequestedGrammar(json_grammar(schema, place, lenient=True), place, ((place, schema),), True, unenforced)
 
 
 def _structured_outputs(fields: SamplingFields) -> list[RequestedGrammar | None]:

@@ -7,6 +7,7 @@ on the event loop they would delay every stream of the process.
 from __future__ import annotations
 
 import asyncio
+import json
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
@@ -22,8 +23,8 @@ from app.engine.models.chat.tool_call_formats import ToolCallFormat, fixed_texts
 from app.engine.models.checkpoint import open_model
 from app.engine.models.spec import ModelSpec
 from app.engine.models.tokenizers.tokenizer import Tokenizer, load_tokenizer
-from app.engine.structured_output.backend_guidance import Vocabulary, place_of
-from app.engine.structured_output.grammar_builder import json_grammar
+from app.engine.structured_output.backend_guidance import Vocabulary, enforceable, place_of
+from app.engine.structured_output.grammar_builder import check_schema, json_grammar
 
 T = TypeVar("T")
 
@@ -52,6 +53,7 @@ class TokenizerService:
         self._lock = threading.Lock()
         self._vocabulary: Vocabulary | None = None
         self._checked: dict[str, None] = {}  # valid grammars, oldest first
+        self._enforceable: dict[str, tuple[Mapping[str, Any], tuple[str, ...]]] = {}  # by schema, oldest first
         self.spec = spec
         self.vocab_size = spec.vocab_size
         self.max_model_len = max_model_len
@@ -90,15 +92,13 @@ class TokenizerService:
         """Raises InvalidRequest, with the place, for a grammar that no engine can follow. Takes milliseconds;
         thread-safe."""
         with self._lock:
-            if self._vocabulary is None:
-                spec = self.spec
-                self._vocabulary = Vocabulary(self._tokenizer.to_json(), spec.vocab_size, spec.eos_token_ids)
+            vocabulary = self._open_vocabulary()
             if requested.grammar in self._checked:
                 return
-            complaint, place = self._vocabulary.complaint(requested.grammar), requested.place
+            complaint, place = vocabulary.complaint(requested.grammar), requested.place
             for path, schema in requested.schemas if complaint else ():
-                if self._vocabulary.complaint(json_grammar(schema, path)):
-                    pointer, reason = place_of(schema, path, self._vocabulary)
+                if vocabulary.complaint(json_grammar(schema, path, lenient=requested.is_lenient)):
+                    pointer, reason = place_of(schema, path, vocabulary, lenient=requested.is_lenient)
                     place, complaint = path, f"at {pointer}: {reason}"
                     break
             if complaint:
@@ -106,6 +106,24 @@ class TokenizerService:
             self._checked[requested.grammar] = None
             if len(self._checked) > _NUM_CHECKED:
                 del self._checked[next(iter(self._checked))]
+
+    def enforceable(self, schema: Mapping[str, Any], place: str) -> tuple[Mapping[str, Any], tuple[str, ...]]:
+        """The part of a schema that can be enforced, and the rest as "place#/pointer". Thread-safe."""
+        check_schema(schema, place)
+        key = json.dumps(schema)
+        with self._lock:
+            found = self._enforceable.get(key)
+            if found is None:
+                found = self._enforceable[key] = enforceable(schema, place, self._open_vocabulary())
+                if len(self._enforceable) > _NUM_CHECKED:
+                    del self._enforceable[next(iter(self._enforceable))]
+        return found[0], tuple(f"{place}{pointer}" for pointer in found[1])
+
+    def _open_vocabulary(self) -> Vocabulary:
+        if self._vocabulary is None:
+            spec = self.spec
+            self._vocabulary = Vocabulary(self._tokenizer.to_json(), spec.vocab_size, spec.eos_token_ids)
+        return self._vocabulary
 
     def decoder(self, shown: frozenset[int] = frozenset()) -> Decoder:
         return self._tokenizer.incremental_decoder(shown=shown)

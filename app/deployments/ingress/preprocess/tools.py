@@ -46,13 +46,10 @@ class ChatFields(Protocol):
 
 
 def template_messages(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
-    """Messages for the chat template: arguments become objects, and a tool's answer gets its function's name.
-
-    Raises InvalidRequest for arguments that are not a JSON object.
-    """
+    """Messages for the chat template: arguments become objects, and a tool's answer gets its function's name."""
     called: dict[str, str] = {}
     converted = []
-    for index, message in enumerate(messages):
+    for message in messages:
         one: dict[str, Any] = {"role": "system" if message.role == "developer" else message.role}
         one["content"] = message.text
         if message.name is not None:
@@ -64,12 +61,10 @@ def template_messages(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
                     "type": "function",
                     "function": {
                         "name": call.function.name,
-                        "arguments": _arguments(
-                            call.function.arguments, f"messages.{index}.tool_calls.{number}.function.arguments"
-                        ),
+                        "arguments": arguments_object(call.function.arguments),
                     },
                 }
-                for number, call in enumerate(message.tool_calls)
+                for call in message.tool_calls
             ]
             called |= {call.id: call.function.name for call in message.tool_calls}
         if message.tool_call_id is not None:
@@ -91,21 +86,22 @@ def chat_grammar(
     body: ChatCompletionRequest, tokenizer: TokenizerService, text: str
 ) -> tuple[RequestedGrammar | None, ToolConfig | None]:
     """The answer's grammar, and how it may call tools. `text` is the adapter's own chat text. Raises InvalidRequest."""
-    requested, choice = requested_grammar(body), body.tool_choice
+    requested, choice = requested_grammar(body, tokenizer.enforceable), body.tool_choice
     if not body.tools or choice == "none":
         return requested, None
     form = tokenizer.tool_format(text)
     specials = tokenizer.specials(form)
-    tools = [
-        Tool(
-            tool.function.name,
-            tool.function.parameters or {},
-            tool.function.strict,
-            f"tools.{index}.function.parameters",
-        )
-        for index, tool in enumerate(body.tools)
-        if not isinstance(choice, NamedTool) or tool.function.name == choice.function.name
-    ]
+    unenforced = [] if requested is None else list(requested.unenforced)
+    tools = []
+    for index, tool in enumerate(body.tools):
+        if isinstance(choice, NamedTool) and tool.function.name != choice.function.name:
+            continue
+        place = f"tools.{index}.function.parameters"
+        parameters: Mapping[str, Any] = tool.function.parameters or {}
+        if not tool.function.strict:
+            parameters, left_out = tokenizer.enforceable({"type": "object", **parameters}, place)
+            unenforced += left_out
+        tools.append(Tool(tool.function.name, parameters, tool.function.strict, place))
     is_forced = choice != "auto"
     if requested is not None and not is_forced and not form.marker:
         raise InvalidRequest(
@@ -121,7 +117,9 @@ def chat_grammar(
         answer=None if requested is None or is_forced else requested.rule,
     )
     schemas = [(tool.place, {"type": "object", **tool.parameters}) for tool in tools if tool.is_strict]
-    return RequestedGrammar(grammar, "tools", tuple(schemas)), ToolConfig(form, frozenset(specials.values()))
+    return RequestedGrammar(grammar, "tools", tuple(schemas), unenforced=tuple(unenforced)), ToolConfig(
+        form, frozenset(specials.values())
+    )
 
 
 def tool_grammar(
@@ -190,11 +188,12 @@ def _function_dict(tool: ToolBody) -> dict[str, Any]:
     }
 
 
-def _arguments(text: str, place: str) -> dict[str, Any]:
+def arguments_object(text: str) -> dict[str, Any]:
+    """A call's arguments as an object. If the text is not one, because `max_tokens` ended the call or a model wrote it
+    badly, it becomes the value `INVALID_JSON`, which is how Anthropic's clients send such arguments back.
+    """
     try:
         arguments = json.loads(text or "{}")
     except (ValueError, RecursionError):
         arguments = None
-    if not isinstance(arguments, dict):
-        raise InvalidRequest(f"{place}: {text[:80]!r} is not a JSON object", param=place)
-    return arguments
+    return arguments if isinstance(arguments, dict) else {"INVALID_JSON": text}

@@ -7,7 +7,9 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, model_validator
 
 from app.deployments.ingress.preprocess.chat_template_kwargs import TemplateVariables
+from app.deployments.ingress.schemas import ignored_fields
 from app.deployments.ingress.schemas.openai import (
+    MAX_TOOLS,
     ChatMessage,
     Count,
     Texts,
@@ -178,6 +180,9 @@ class GenerateResult(ResponseModel):
 class EmbeddingsRequest(Body):
     """OpenAI's body plus `pooling` (default: the model's own), `lora_path` and `adapters`."""
 
+    location = ""
+    ignored = ignored_fields.EMBEDDINGS_REQUEST
+
     model: str
     input: Texts
     encoding_format: Literal["float", "base64"] = "float"
@@ -196,10 +201,13 @@ class EmbeddingsRequest(Body):
 class TokenizeRequest(Body):
     """vLLM's format: a text or a conversation."""
 
+    location = ""
+    ignored = ignored_fields.TOKENIZE_REQUEST
+
     model: str
     prompt: str | None = None
     messages: Items[ChatMessage] = Field(default_factory=list)
-    tools: Items[ToolBody] | None = Field(default=None, max_length=128)
+    tools: Items[ToolBody] | None = Field(default=None, max_length=MAX_TOOLS)
     chat_template_kwargs: TemplateVariables = Field(default_factory=dict)
     return_token_strs: bool = False
     lora_path: str | None = None

@@ -1,88 +1,109 @@
 """Anthropic's Messages API: request bodies, which convert to a `ChatCompletionRequest`, and responses.
 
-Fields that would change the answer and are not implemented (images, thinking, Anthropic's own tools) are rejected.
-Cache marks are accepted and ignored, because prefixes are always cached.
+Fields that would change the answer and are not implemented (images, documents, Anthropic's own tools) are rejected.
 """
 
 from __future__ import annotations
 
 import json
-from typing import Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeAlias
 
 from pydantic import Field, model_validator
 
+from app.deployments.ingress.schemas import ignored_fields
 from app.deployments.ingress.schemas.openai import (
+    MAX_TOOLS,
     ChatCompletionRequest,
     Count,
     FunctionName,
     WeightedAdapters,
     as_fields,
 )
-from app.deployments.ingress.schemas.request_model import Body, Items, parse_body
+from app.deployments.ingress.schemas.request_model import Body, Items, parse_body, union_by_type
 from app.deployments.ingress.schemas.response_model import ResponseModel
 
 
-class CacheMark(Body):
-    type: Literal["ephemeral"]
-    ttl: str | None = None
-
-
 class TextBlock(Body):
+    location = "messages.content"
+    ignored = ignored_fields.PART
+
     type: Literal["text"]
     text: str
-    cache_control: CacheMark | None = None
-    citations: list[Any] = Field(default_factory=list, max_length=0)
+
+
+class ThinkingBlock(Body):
+    """Reasoning of an earlier answer; the prompt does not contain it."""
+
+    location = "messages.content"
+    ignored = ignored_fields.REASONING_ITEM
+
+    type: Literal["thinking", "redacted_thinking"]
 
 
 class ToolUseBlock(Body):
+    location = "messages.content"
+    ignored = ignored_fields.TOOL_USE
+
     type: Literal["tool_use"]
     id: str = Field(max_length=256)
     name: FunctionName
     input: dict[str, Any]
-    cache_control: CacheMark | None = None
-    caller: Any = None
 
 
 class ToolResultBlock(Body):
+    location = "messages.content"
+    ignored = ignored_fields.TOOL_RESULT
+
     type: Literal["tool_result"]
     tool_use_id: str = Field(max_length=256)
     content: str | Items[TextBlock] = ""
     is_error: bool = False
-    cache_control: CacheMark | None = None
+
+
+if TYPE_CHECKING:
+    Block: TypeAlias = TextBlock | ThinkingBlock | ToolUseBlock | ToolResultBlock
+else:
+    Block = union_by_type(TextBlock, ThinkingBlock, ToolUseBlock, ToolResultBlock)
 
 
 class Message(Body):
-    role: Literal["user", "assistant"]
-    content: str | Items[TextBlock | ToolUseBlock | ToolResultBlock]
+    location = "messages"
+    ignored = ignored_fields.MESSAGE
+
+    role: Literal["user", "assistant", "system"]
+    content: str | Items[Block]
 
     @model_validator(mode="after")
     def _blocks_fit_role(self) -> Self:
-        wrong = ToolUseBlock if self.role == "user" else ToolResultBlock
-        if not isinstance(self.content, str) and any(isinstance(block, wrong) for block in self.content):
-            raise ValueError(f"a message of role {self.role} has no {wrong.model_fields['type'].annotation}")
+        allowed = {"user": ("text", "tool_result"), "assistant": ("text", "thinking", "redacted_thinking", "tool_use")}
+        for block in () if isinstance(self.content, str) else self.content:
+            if block.type not in allowed.get(self.role, ("text",)):
+                raise ValueError(f"a message of role {self.role} has no block of type {block.type}")
         return self
 
 
 class MessagesTool(Body):
+    location = "tools"
+    ignored = ignored_fields.TOOL
+
     name: FunctionName
     input_schema: dict[str, Any]
     description: str | None = None
     type: Literal["custom"] = "custom"
     strict: bool = False
-    cache_control: CacheMark | None = None
 
 
 class ToolChoice(Body):
+    location = "tool_choice"
+
     type: Literal["auto", "any", "tool", "none"]
     name: FunctionName | None = None
     disable_parallel_tool_use: bool = False
 
 
-class NoThinking(Body):
-    type: Literal["disabled"]
-
-
 class OutputSchema(Body):
+    location = "output_config.format"
+
     type: Literal["json_schema"]
     schema_: dict[str, Any] = Field(alias="schema")
 
@@ -90,18 +111,23 @@ class OutputSchema(Body):
 class OutputConfig(Body):
     """`format`: the schema that the answer follows."""
 
+    location = "output_config"
+    ignored = ignored_fields.OUTPUT_CONFIG
+
     format: OutputSchema | None = None
 
 
 class CountTokensRequest(Body):
     """The fields that determine the prompt."""
 
+    location = ""
+    ignored = ignored_fields.MESSAGES_REQUEST
+
     model: str
     messages: Items[Message] = Field(min_length=1)
     system: str | Items[TextBlock] | None = None
-    tools: Items[MessagesTool] | None = Field(default=None, max_length=128)
+    tools: Items[MessagesTool] | None = Field(default=None, max_length=MAX_TOOLS)
     tool_choice: ToolChoice | None = None
-    thinking: NoThinking | None = None
     output_config: OutputConfig | None = None
     adapters: WeightedAdapters = None
 
@@ -135,8 +161,6 @@ class MessagesRequest(CountTokensRequest):
     top_k: int = Field(default=0, ge=-1, lt=2**31)
     stop_sequences: Items[str] | None = None
     stream: bool = False
-    metadata: dict[str, Any] | None = None  # inert
-    service_tier: str | None = None  # inert
 
     def chat(self) -> ChatCompletionRequest:
         """The request as a chat completion. Raises InvalidRequest."""
@@ -204,6 +228,8 @@ def _chat_messages(message: Message) -> list[dict[str, Any]]:
         for block in message.content
         if isinstance(block, ToolUseBlock)
     ]
+    if message.role == "system":
+        return [{"role": "system", "content": text}]
     if message.role == "assistant":
         return [{"role": "assistant", "content": text} | ({"tool_calls": calls} if calls else {})]
     return [*results, {"role": "user", "content": text}] if text or not results else list(results)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, Self, cast
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeAlias, cast
 
 from pydantic import Field, field_validator, model_validator
 
 from app.deployments.ingress.preprocess.chat_template_kwargs import TemplateVariables
-from app.deployments.ingress.schemas.request_model import Body, Items
+from app.deployments.ingress.schemas import ignored_fields
+from app.deployments.ingress.schemas.request_model import Body, Items, union_by_type
 from app.engine.adapters.combining.combination import MAX_PARTS
 
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
@@ -16,6 +17,8 @@ Count = Annotated[int, Field(ge=1, lt=2**31)]
 
 #: Messages per conversation: checking 100,000 would block this process's streams for half a second.
 MAX_MESSAGES = 16_384
+#: Tools per request. Agents with several tool servers send hundreds.
+MAX_TOOLS = 1024
 #: One or more texts, as characters or token ids.
 Texts = str | Items[str] | Items[TokenId] | Items[Items[TokenId]]
 
@@ -30,20 +33,26 @@ def entries(texts: Texts) -> list[str | list[int]]:
 
 
 class StreamOptions(Body):
+    location = "stream_options"
+    ignored = ignored_fields.STREAM_OPTIONS
+
     include_usage: bool = False
-    include_obfuscation: bool = False  # inert; OpenAI's padding against traffic analysis
 
 
 class JsonSchemaFormat(Body):
-    """The schema is enforced even if `strict` is false."""
+    """Without `strict: true` a keyword that cannot be enforced is left out and named in a response header."""
+
+    location = "response_format.json_schema"
+    ignored = ignored_fields.JSON_SCHEMA
 
     name: str = Field(min_length=1, max_length=64)
-    description: str | None = None
     schema_: dict[str, Any] | None = Field(default=None, alias="schema")
-    strict: bool = True
+    strict: bool = False
 
 
 class ResponseFormat(Body):
+    location = "response_format"
+
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchemaFormat | None = None
 
@@ -67,7 +76,8 @@ class StructuredOutputs(Body):
 class SamplingFields(Body):
     """Fields of every generating route. Beyond OpenAI's: top_k, min_p, repetition_penalty, ignore_eos."""
 
-    is_inference = True
+    location = ""
+    ignored = ignored_fields.REQUEST
 
     temperature: float = Field(default=1.0, ge=0, le=2)
     top_p: float = Field(default=1.0, ge=0, le=1)
@@ -157,29 +167,59 @@ class _OpenAIFields(SamplingFields):
 
 
 class TextPart(Body):
+    location = "messages.content"
+    ignored = ignored_fields.PART
+
     type: Literal["text"]
     text: str
 
+
+class RefusalPart(Body):
+    """A refusal of an earlier answer; the prompt contains it as text."""
+
+    location = "messages.content"
+    ignored = ignored_fields.PART
+
+    type: Literal["refusal"]
+    refusal: str
+
+    @property
+    def text(self) -> str:
+        return self.refusal
+
+
+if TYPE_CHECKING:
+    ContentPart: TypeAlias = TextPart | RefusalPart
+else:
+    ContentPart = union_by_type(TextPart, RefusalPart)
 
 #: OpenAI's rule for function names.
 FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
 
 
 class FunctionCall(Body):
+    location = "messages.tool_calls.function"
+    ignored = ignored_fields.FUNCTION_CALL
+
     name: FunctionName
     arguments: str
 
 
 class ToolCallBody(Body):
-    """A call made by the assistant. `index` is present if the client assembled it from a stream."""
+    """A call made by the assistant."""
+
+    location = "messages.tool_calls"
+    ignored = ignored_fields.TOOL_CALL
 
     id: str = Field(max_length=256)
     type: Literal["function"] = "function"
     function: FunctionCall
-    index: int | None = None
 
 
 class Function(Body):
+    location = "tools.function"
+    ignored = ignored_fields.TOOL
+
     name: FunctionName
     description: str | None = None
     parameters: dict[str, Any] | None = None
@@ -187,6 +227,9 @@ class Function(Body):
 
 
 class ToolBody(Body):
+    location = "tools"
+    ignored = ignored_fields.TOOL
+
     type: Literal["function"]
     function: Function
 
@@ -201,12 +244,15 @@ class NamedTool(Body):
 
 
 class ChatMessage(Body):
-    """`developer` is treated as `system`. `annotations` is ignored; `name` is passed to the chat template."""
+    """`developer` is treated as `system`, a `refusal` as content; `name` is passed to the chat template."""
+
+    location = "messages"
+    ignored = ignored_fields.MESSAGE
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | Items[TextPart] | None = None
+    content: str | Items[ContentPart] | None = None
+    refusal: str | None = None
     name: str | None = Field(default=None, max_length=256)
-    annotations: list[Any] = Field(default_factory=list)
     tool_calls: Items[ToolCallBody] = Field(default_factory=list, max_length=128)
     tool_call_id: str | None = Field(default=None, max_length=256)
 
@@ -216,14 +262,16 @@ class ChatMessage(Body):
             raise ValueError(f"content is null; only an assistant's message may be empty, not a {self.role}'s")
         if self.tool_calls and self.role != "assistant":
             raise ValueError(f"tool_calls are an assistant's, not a {self.role}'s")
+        if self.refusal is not None and self.role != "assistant":
+            raise ValueError(f"a refusal is an assistant's, not a {self.role}'s")
         if (self.tool_call_id is not None) != (self.role == "tool"):
             raise ValueError("tool_call_id is needed in a message of role tool, and in no other")
         return self
 
     @property
     def text(self) -> str:
-        if self.content is None:
-            return ""
+        if not self.content:
+            return self.refusal or ""
         return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
 
 
@@ -239,12 +287,14 @@ class Prediction(Body):
 
 
 class ChatCompletionRequest(_OpenAIFields):
+    ignored = ignored_fields.CHAT_REQUEST
+
     messages: Items[ChatMessage] = Field(min_length=1, max_length=MAX_MESSAGES)
     max_tokens: Count | None = None
     max_completion_tokens: Count | None = None
     logprobs: bool = False
     top_logprobs: int | None = Field(default=None, ge=0, lt=2**31)
-    tools: Items[ToolBody] | None = Field(default=None, max_length=128)
+    tools: Items[ToolBody] | None = Field(default=None, max_length=MAX_TOOLS)
     tool_choice: Literal["none", "auto", "required"] | NamedTool = "auto"
     parallel_tool_calls: bool = True
     chat_template_kwargs: TemplateVariables = Field(default_factory=dict)
@@ -342,7 +392,7 @@ class GenerateSampling(SamplingFields):
 class GenerateBody(Body):
     """`lora_path` is one name for all texts or one per text; `adapters` replaces it for all texts."""
 
-    is_inference = True
+    location = ""
 
     text: str | Items[str]
     sampling_params: GenerateSampling = Field(default_factory=GenerateSampling)

@@ -1,58 +1,34 @@
 """Base class and validation of request bodies.
 
-A field that could change the result and is not implemented is rejected unless it has its neutral value (`NEUTRAL`).
-Fields that cannot change the result are accepted and ignored (`INERT`). Like with OpenAI, null means absent for every
-optional field at any depth.
+One rule holds at every level of a request: a field that could change the result is implemented or rejected by its name,
+and one that cannot (`ignored_fields`, null, an empty list or object) is accepted and reported in the response header
+`X-Polylora-Ignored`. Like with OpenAI, null means absent for every optional field at any depth.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable
 from functools import cache
-from typing import Annotated, Any, ClassVar, TypeVar
+from typing import Annotated, Any, ClassVar, TypeVar, Union, get_args
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+    ValidationError,
+    ValidationInfo,
+    model_validator,
+)
 
+from app.deployments.ingress.schemas.ignored_fields import REASONS, Ignored
 from app.engine.errors import InvalidRequest, UnsupportedField
 from app.redaction import holds_key
 from app.suggestions import did_you_mean, fields_at
-
-#: Accepted and ignored: these cannot change the answer's tokens.
-INERT = frozenset({
-    "metadata", "store", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
-    "service_tier",
-})  # fmt: skip
-
-
-#: Not implemented; accepted at these values, which clients send by default.
-NEUTRAL: Mapping[str, tuple[Any, ...]] = {
-    "add_generation_prompt": (True,),
-    "best_of": (1,),
-    "chat_template_kwargs": ({},),
-    "continue_final_message": (False,),
-    "echo": (False,),
-    "function_call": ("none", "auto"),
-    "functions": ([],),
-    "include_stop_str_in_output": (False,),
-    "modalities": (["text"],),
-    "skip_special_tokens": (True,),
-    "suffix": ("",),
-    "tool_choice": ("none", "auto"),
-    "tools": ([],),
-    "use_beam_search": (False,),
-}
-
-
-#: Explanations for rejecting some of them.
-REASONS: Mapping[str, str] = {
-    "chat_template_kwargs": "use it with /v1/chat/completions or /tokenize",
-    "suffix": "these models were not trained to fill in the middle",
-    "functions": "use tools",
-    "function_call": "use tool_choice",
-    "tools": "use /v1/chat/completions, /v1/responses or /v1/messages",
-}
-
 
 #: Names of the adapter field in other servers.
 ADAPTER_WORDS = frozenset(
@@ -81,21 +57,73 @@ class Body(BaseModel):
     """A JSON object. Null means the default, and is ignored for an unknown field."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
-    #: Whether it is an inference request, which accepts `INERT` and `NEUTRAL`.
-    is_inference: ClassVar[bool] = False
+    #: Fields that are accepted and ignored (`ignored_fields`).
+    ignored: ClassVar[Ignored] = {}
+    #: Where these objects are in an inference request, for the header of ignored fields ("messages"). None: not in an
+    #: inference request; only those ignore fields.
+    location: ClassVar[str | None] = None
     #: Whether a request without a body counts as `{}`.
     may_be_empty: ClassVar[bool] = False
 
     @model_validator(mode="before")
     @classmethod
-    def _null_is_absent(cls, value: object) -> object:
+    def _drop_ignored(cls, value: object, info: ValidationInfo) -> object:
         fields, required = _field_names(cls)
         if not isinstance(value, dict) or (value.keys() <= fields and None not in value.values()):
             return value
-        # One unknown field is enough to reject the body: reporting 300,000 takes seconds.
-        unknown = next((name for name, item in value.items() if name not in fields and item is not None), None)
-        kept = fields | {unknown}
-        return {name: item for name, item in value.items() if name in required or (item is not None and name in kept)}
+        left: dict[str, Any] = {}
+        has_unknown = False
+        for name, item in value.items():
+            if name in fields:
+                if item is not None or name in required:
+                    left[name] = item
+            elif _is_ignored(cls, name, item):
+                if isinstance(info.context, set) and len(info.context) < _MAX_REPORTED:
+                    info.context.add(f"{cls.location}.{name}" if cls.location else name)
+            elif not has_unknown:  # one is enough to reject the body: reporting 300,000 takes seconds
+                left[name] = item
+                has_unknown = True
+        return left
+
+
+def union_by_type(*kinds: type[Body], default: type[Body] | None = None) -> Any:
+    """The annotation of an object that is one of these bodies, by its `type`; `default` if it has none.
+
+    Only the chosen body checks the object, so that errors and ignored fields are those of its own type.
+    """
+    names = {value: kind.__name__ for kind in kinds for value in get_args(kind.model_fields["type"].annotation)}
+
+    def name_of(value: object) -> str | None:
+        if isinstance(value, Body):
+            return type(value).__name__
+        given = value.get("type") if isinstance(value, dict) else value
+        if given is None:
+            return None if default is None else default.__name__
+        return names.get(given) if isinstance(given, str) else None
+
+    message = f"its type must be one of {', '.join(names)}; no other is implemented here"
+    tagged: Any = Union[tuple(Annotated[kind, Tag(kind.__name__)] for kind in kinds)]  # noqa: UP007
+    return Annotated[tagged, Discriminator(name_of, custom_error_type="unknown_type", custom_error_message=message)]
+
+
+def _is_ignored(kind: type[Body], name: str, value: object) -> bool:
+    if value is None:
+        return True
+    if kind.location is None:
+        return False
+    accepted = kind.ignored.get(name, ())
+    return accepted is None or any(_same(value, item) for item in accepted) or value in ([], {})
+
+
+#: Most names of ignored fields that a request's header lists.
+_MAX_REPORTED = 50
+_PLAIN_NAME = re.compile(r"[A-Za-z0-9_.-]{1,80}")
+IGNORED_HEADER = "X-Polylora-Ignored"
+
+
+def ignored_header(names: Iterable[str]) -> str:
+    """The value of `X-Polylora-Ignored`: the names in order, without those that a header cannot contain."""
+    return ", ".join(sorted(name for name in names if _PLAIN_NAME.fullmatch(name)))
 
 
 @cache
@@ -110,45 +138,44 @@ BodyT = TypeVar("BodyT", bound=Body)
 
 def ignored_fields_schema(kind: type[Body]) -> dict[str, Any]:
     """JSON schemas of the fields that a body accepts and ignores."""
-    if not kind.is_inference:
-        return {}
-    inert, neutral = INERT - kind.model_fields.keys(), NEUTRAL.keys() - kind.model_fields.keys()
-    schemas: dict[str, Any] = {name: {"description": "Accepted and ignored."} for name in sorted(inert)}
-    for name, values in sorted((name, NEUTRAL[name]) for name in neutral):
-        schemas[name] = {"enum": list(values), "description": "Not implemented; accepted at these values."}
-    return schemas
+    return {
+        name: {"description": "Accepted and ignored."}
+        if values is None
+        else {"enum": list(values), "description": "Not implemented; accepted at these values."}
+        for name, values in sorted(kind.ignored.items())
+        if name not in _field_names(kind)[0]
+    }
 
 
-def parse_body(kind: type[BodyT], value: object) -> BodyT:
-    """Check a decoded JSON value against `kind`. Raises UnsupportedField or InvalidRequest naming the field."""
+def parse_body(kind: type[BodyT], value: object, ignored: set[str] | None = None) -> BodyT:
+    """Check a decoded JSON value against `kind`. Raises UnsupportedField or InvalidRequest naming the field.
+
+    `ignored` collects the names of the fields that were accepted and ignored.
+    """
     if not isinstance(value, dict):
         raise InvalidRequest(f"the body must be a JSON object, not {_json_type(value)}")
-    fields = dict(value)
-    for name in value:
-        if name in kind.model_fields or fields[name] is None:
-            continue
-        if kind.is_inference and (
-            name in INERT or any(_same(fields[name], neutral) for neutral in NEUTRAL.get(name, ()))
-        ):
-            del fields[name]
-        else:
+    for name, item in value.items():
+        if name not in kind.model_fields and not _is_ignored(kind, name, item):
             raise UnsupportedField(_refusal(kind, name), param=_quotable(name))
     try:
-        return kind.model_validate(fields)
+        return kind.model_validate(value, context=ignored)
     except ValidationError as error:
         raise _invalid(kind, error) from error
 
 
 def _refusal(kind: type[Body], name: str) -> str:
-    if kind.is_inference and name in NEUTRAL:
-        allowed = " or ".join(json.dumps(value) for value in NEUTRAL[name])
-        reason = f": {REASONS[name]}" if name in REASONS else ""
-        return f"{name!r} is not implemented here{reason}; leave it out or send {allowed}"
+    reason = f": {REASONS[name]}" if name in REASONS else ""
+    is_inference = kind.location is not None
+    if is_inference and (allowed := kind.ignored.get(name)):
+        values = " or ".join(json.dumps(value) for value in allowed)
+        return f"{name!r} is not implemented here{reason}; leave it out or send {values}"
+    if is_inference and reason:
+        return f"{name!r} is not implemented here{reason}"
     guess = did_you_mean(name, kind.model_fields)
-    if kind.is_inference and name in ADAPTER_WORDS:
+    if is_inference and name in ADAPTER_WORDS:
         field = "model" if "model" in kind.model_fields else "lora_path"
         guess = f"; name the adapter in {field!r}"
-    if kind.is_inference:
+    if is_inference:
         return f"unknown field {name[:80]!r}; it could change the answer, so it is rejected rather than ignored{guess}"
     return f"unknown field {name[:80]!r}; this route takes {', '.join(kind.model_fields)}{guess}"
 

@@ -6,58 +6,105 @@ The route resolves `previous_response_id` by putting the stored conversation bef
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeAlias
 
 from pydantic import ConfigDict, Field
 
+from app.deployments.ingress.schemas import ignored_fields
 from app.deployments.ingress.schemas.openai import (
+    MAX_TOOLS,
     ChatCompletionRequest,
     Count,
     FunctionName,
     WeightedAdapters,
     as_fields,
 )
-from app.deployments.ingress.schemas.request_model import Body, Items, Metadata, parse_body
+from app.deployments.ingress.schemas.request_model import Body, Items, Metadata, parse_body, union_by_type
 from app.deployments.ingress.schemas.response_model import ResponseModel, Seconds
+
+#: Values of `include`: what an answer with these tools would contain in addition, and answers here never have.
+INCLUDABLE = (
+    "reasoning.encrypted_content", "file_search_call.results", "web_search_call.results",
+    "web_search_call.action.sources", "code_interpreter_call.outputs", "computer_call_output.output.image_url",
+    "message.input_image.image_url",
+)  # fmt: skip
 
 
 class MessagePart(Body):
-    """A part of a message; `annotations` and `logprobs` of earlier answers are ignored."""
+    location = "input.content"
+    ignored = ignored_fields.PART
 
     type: Literal["input_text", "output_text"]
     text: str
-    annotations: list[Any] = Field(default_factory=list)
-    logprobs: list[Any] = Field(default_factory=list)
+
+
+class RefusedPart(Body):
+    """A refusal of an earlier answer; the prompt contains it as text."""
+
+    location = "input.content"
+    ignored = ignored_fields.PART
+
+    type: Literal["refusal"]
+    refusal: str
+
+    @property
+    def text(self) -> str:
+        return self.refusal
+
+
+if TYPE_CHECKING:
+    ContentPart: TypeAlias = MessagePart | RefusedPart
+else:
+    ContentPart = union_by_type(MessagePart, RefusedPart)
 
 
 class InputMessage(Body):
+    location = "input"
+    ignored = ignored_fields.ITEM
+
     role: Literal["user", "assistant", "system", "developer"]
-    content: str | Items[MessagePart]
+    content: str | Items[ContentPart]
     type: Literal["message"] = "message"
-    id: str | None = None
-    status: str | None = None
-    phase: str | None = None
 
 
 class FunctionCallItem(Body):
+    location = "input"
+    ignored = ignored_fields.ITEM
+
     type: Literal["function_call"]
     call_id: str = Field(max_length=256)
     name: FunctionName
     arguments: str
-    id: str | None = None
-    status: str | None = None
-    namespace: None = None
 
 
 class FunctionOutputItem(Body):
+    location = "input"
+    ignored = ignored_fields.ITEM
+
     type: Literal["function_call_output"]
     call_id: str = Field(max_length=256)
-    output: str
-    id: str | None = None
-    status: str | None = None
+    output: str | Items[MessagePart]
+
+
+class ReasoningItem(Body):
+    """Reasoning of an earlier answer; the prompt does not contain it."""
+
+    location = "input"
+    ignored = ignored_fields.REASONING_ITEM
+
+    type: Literal["reasoning"]
+
+
+if TYPE_CHECKING:
+    InputItem: TypeAlias = InputMessage | FunctionCallItem | FunctionOutputItem | ReasoningItem
+else:
+    InputItem = union_by_type(InputMessage, FunctionCallItem, FunctionOutputItem, ReasoningItem, default=InputMessage)
 
 
 class ResponsesTool(Body):
+    location = "tools"
+    ignored = ignored_fields.TOOL
+
     type: Literal["function"]
     name: FunctionName
     description: str | None = None
@@ -66,33 +113,44 @@ class ResponsesTool(Body):
 
 
 class ChosenTool(Body):
+    location = "tool_choice"
+
     type: Literal["function"]
     name: FunctionName
 
 
 class TextFormat(Body):
+    location = "text.format"
+    ignored = ignored_fields.JSON_SCHEMA
+
     type: Literal["text", "json_object", "json_schema"]
     name: str = "answer"
-    description: str | None = None
     schema_: dict[str, Any] | None = Field(default=None, alias="schema")
     strict: bool = True
 
 
 class TextField(Body):
+    location = "text"
+    ignored = ignored_fields.TEXT_FIELD
+
     format: TextFormat | None = None
 
 
 class InputTokensRequest(Body):
     """The fields that determine the prompt."""
 
+    location = ""
+    ignored = ignored_fields.RESPONSES_REQUEST
+
     model: str
-    input: str | Items[InputMessage | FunctionCallItem | FunctionOutputItem]
+    input: str | Items[InputItem]
     instructions: str | None = None
     text: TextField | None = None
-    tools: Items[ResponsesTool] | None = Field(default=None, max_length=128)
+    tools: Items[ResponsesTool] | None = Field(default=None, max_length=MAX_TOOLS)
     tool_choice: Literal["none", "auto", "required"] | ChosenTool = "auto"
     parallel_tool_calls: bool = True
-    truncation: Literal["disabled"] = "disabled"
+    truncation: Literal["disabled", "auto"] = "disabled"  # a conversation that is too long is an error either way
+    include: Items[Literal[INCLUDABLE]] = Field(default_factory=list)  # type: ignore[valid-type]
     lora_path: str | None = None
     adapters: WeightedAdapters = None
 
@@ -130,12 +188,10 @@ class InputTokensRequest(Body):
         messages: list[dict[str, Any]] = []
         for item in self.input:
             if isinstance(item, InputMessage):
-                parts = item.content
-                text = parts if isinstance(parts, str) else "".join(part.text for part in parts)
-                messages.append({"role": item.role, "content": text})
+                messages.append({"role": item.role, "content": _text(item.content)})
             elif isinstance(item, FunctionOutputItem):
-                messages.append({"role": "tool", "tool_call_id": item.call_id, "content": item.output})
-            else:
+                messages.append({"role": "tool", "tool_call_id": item.call_id, "content": _text(item.output)})
+            elif isinstance(item, FunctionCallItem):
                 function = {"name": item.name, "arguments": item.arguments}
                 call = {"id": item.call_id, "type": "function", "function": function}
                 if messages and messages[-1]["role"] == "assistant":  # text and calls of a turn are one message
@@ -155,9 +211,6 @@ class ResponsesRequest(InputTokensRequest):
     store: bool | None = None  # None: as configured
     previous_response_id: str | None = Field(default=None, max_length=128)
     metadata: Metadata | None = None  # inert, and returned
-    service_tier: str | None = None  # inert
-    prompt_cache_key: str | None = None  # inert
-    safety_identifier: str | None = None  # inert
 
     def chat(self) -> ChatCompletionRequest:
         """The request as a chat completion. Raises InvalidRequest."""
@@ -257,7 +310,7 @@ class Response(ResponseModel):
     usage: ResponseUsage | None
 
 
-class InputItem(ResponseModel):
+class StoredItem(ResponseModel):
     """An item of a stored conversation, with more fields that depend on its type."""
 
     model_config = ConfigDict(extra="allow")
@@ -269,6 +322,10 @@ class InputItem(ResponseModel):
 class InputTokens(ResponseModel):
     object: Literal["response.input_tokens"]
     input_tokens: int
+
+
+def _text(content: str | Sequence[MessagePart | RefusedPart]) -> str:
+    return content if isinstance(content, str) else "".join(part.text for part in content)
 
 
 def _tool(tool: ResponsesTool) -> dict[str, Any]:

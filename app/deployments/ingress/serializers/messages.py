@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from typing import Any
@@ -11,6 +10,7 @@ from pydantic_core import to_json
 
 from app.deployments.ingress.dispatch.generation_task import GenerationTask
 from app.deployments.ingress.error_responses import ErrorReply
+from app.deployments.ingress.preprocess.tools import arguments_object
 from app.deployments.ingress.serializers.content_blocks import Block, BlockEvent, BlocksDone, block_events
 from app.engine.request import Usage
 
@@ -106,11 +106,7 @@ def _block(block: Block) -> dict[str, Any]:
 
 
 def _input(block: Block) -> dict[str, Any]:
-    """A call's arguments; empty if the call is incomplete."""
-    try:
-        return {"input": json.loads(block.text)}
-    except ValueError:
-        return {"input": {}}
+    return {"input": arguments_object(block.text)}
 
 
 def _stop_reason(end: BlocksDone, has_calls: bool) -> str:

@@ -1,4 +1,4 @@
-"""The request log: failures of the service always, every request if configured.
+"""The request log: failures of the service always, every request if configured; and the header of ignored fields.
 
 A line never contains a prompt, a key or a query.
 """
@@ -13,6 +13,7 @@ from collections.abc import Callable
 from starlette.requests import HTTPConnection, Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from app.deployments.ingress.schemas.request_model import IGNORED_HEADER, ignored_header
 from app.logging import LogEvent
 from app.redaction import holds_key
 
@@ -55,6 +56,8 @@ class RequestLogMiddleware:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
+                if names := ignored_header(state.get("ignored", ())):
+                    message["headers"] = [*message["headers"], (IGNORED_HEADER.lower().encode(), names.encode())]
             await send(message)
 
         try:

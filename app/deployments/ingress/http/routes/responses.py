@@ -28,7 +28,7 @@ from app.deployments.ingress.http.routes.batches import DAY_S
 from app.deployments.ingress.principal import inference_principal
 from app.deployments.ingress.schemas import responses as schemas
 from app.deployments.ingress.schemas.response_model import DeletedResponse, PageResponse
-from app.deployments.ingress.schemas.responses import InputItem, InputTokens, InputTokensRequest, ResponsesRequest
+from app.deployments.ingress.schemas.responses import InputTokens, InputTokensRequest, ResponsesRequest, StoredItem
 from app.deployments.ingress.serializers.content_blocks import collect_blocks
 from app.deployments.ingress.serializers.responses import StoreResponse, response_body, response_events
 from app.deployments.ingress.service import IngressService
@@ -101,7 +101,7 @@ def add_response_routes(app: FastAPI, service: IngressService) -> None:
         await service.storage.delete_response(response_id, tenant_id=inference_principal(request).tenant_id)
         return JSONResponse({"id": response_id, "object": "response", "deleted": True})
 
-    @app.get("/v1/responses/{response_id}/input_items", response_model=PageResponse[InputItem])
+    @app.get("/v1/responses/{response_id}/input_items", response_model=PageResponse[StoredItem])
     async def input_items(request: Request, response_id: str, query: Annotated[ItemQuery, Query()]) -> Response:
         """The conversation of a stored response, newest item first unless `order` is asc."""
         found = await service.storage.response(response_id, tenant_id=inference_principal(request).tenant_id)

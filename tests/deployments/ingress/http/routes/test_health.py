@@ -16,7 +16,7 @@ from app.deployments.ingress.http.app import make_app
 from app.deployments.ingress.http.middleware.origin_check import HttpPolicy
 from app.deployments.ingress.http.openapi import api_routes
 from app.deployments.ingress.http.request_parsing import body_model
-from app.deployments.ingress.schemas.request_model import INERT, NEUTRAL
+from app.deployments.ingress.schemas.ignored_fields import CHAT_REQUEST
 from app.deployments.registry.jobs.failure_backoff import Failure
 from app.version import version
 from tests.cli.test_status import STATUS
@@ -83,7 +83,7 @@ async def test_every_field_of_every_body_is_described_and_no_other(service: Serv
         if kind is None:
             continue
         schema = schemas[kind.__name__]
-        in_vain = set(INERT) | set(NEUTRAL) if kind.is_inference else set()
+        in_vain = set(kind.ignored)
         assert set(schema["properties"]) == set(kind.model_fields) | in_vain
         assert schema["additionalProperties"] is False
 
@@ -92,7 +92,7 @@ async def test_what_is_described_is_accepted(http: httpx.AsyncClient) -> None:
     schemas = (await http.get("/openapi.json")).json()["components"]["schemas"]
     base: dict[str, Any] = {"model": "base", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 1}
     for name, field in schemas["ChatCompletionRequest"]["properties"].items():
-        for value in field.get("enum", ["x"] if name in INERT else []):
+        for value in field.get("enum", ["x"] if name in CHAT_REQUEST else []):
             answer = await http.post("/v1/chat/completions", json=base | {name: value})
             assert answer.status_code == 200, (name, value, answer.text)
 

@@ -1,0 +1,362 @@
+"""Requests as common clients send them: each is answered, and the fields that change nothing are named in a header."""
+
+from __future__ import annotations
+
+import json
+from typing import Any, get_args, get_type_hints
+
+import anthropic.types
+import anthropic.types.beta
+import httpx
+import openai.types.chat
+import openai.types.responses
+import pytest
+from openai.types.chat import completion_create_params as chat_params
+from openai.types.responses import response_create_params as responses_params
+from pydantic import BaseModel
+
+from app.deployments.ingress.schemas import messages, responses
+from app.deployments.ingress.schemas import openai as schema
+from app.deployments.ingress.schemas.request_model import IGNORED_HEADER, Body, ignored_header
+
+HELLO = [{"role": "user", "content": "hello"}]
+LOOK = {"type": "object", "properties": {"path": {"type": "string"}}, "required": ["path"]}
+MARK = {"type": "ephemeral", "ttl": "1h"}
+
+#: (client, route, body without `model`, ignored fields)
+REQUESTS: list[tuple[str, str, dict[str, Any], str]] = [
+    (
+        "Claude Code", "/v1/messages",
+        {
+            "max_tokens": 8, "stream": False, "temperature": 1, "thinking": {"type": "adaptive"},
+            "system": [{"type": "text", "text": "Be brief.", "cache_control": MARK | {"scope": "global"}}],
+            "metadata": {"user_id": "user_1_account__session_2"}, "output_config": {"effort": "medium"},
+            "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
+            "tools": [{"name": "Look", "description": "Looks.", "input_schema": LOOK, "eager_input_streaming": True,
+                       "cache_control": {"type": "ephemeral"}}],
+            "messages": [
+                {"role": "user", "content": [{"type": "text", "text": "hi", "cache_control": MARK}]},
+                {"role": "assistant", "content": [
+                    {"type": "thinking", "thinking": "", "signature": ""},
+                    {"type": "text", "text": "I look."},
+                    {"type": "tool_use", "id": "toolu_1", "name": "Look", "input": {"path": "a"},
+                     "caller": {"type": "direct"}},
+                ]},
+                {"role": "user", "content": [
+                    {"type": "tool_result", "tool_use_id": "toolu_1", "content": [{"type": "text", "text": "empty"}],
+                     "is_error": False, "cache_control": {"type": "ephemeral"}},
+                ]},
+                {"role": "system", "content": "The plan has changed."},
+                {"role": "user", "content": "go on"},
+            ],
+        },
+        "context_management, messages.content.cache_control, messages.content.caller, messages.content.signature, "
+        "messages.content.thinking, metadata, output_config.effort, thinking, tools.cache_control, "
+        "tools.eager_input_streaming",
+    ),
+    (
+        "Codex", "/v1/responses",
+        {
+            "instructions": "You are a coding agent.", "stream": False, "store": False, "tool_choice": "auto",
+            "parallel_tool_calls": False, "reasoning": {"effort": "medium", "summary": "auto"},
+            "include": ["reasoning.encrypted_content"], "prompt_cache_key": "3f", "text": {"verbosity": "low"},
+            "client_metadata": {"x-codex-installation-id": "1"}, "max_output_tokens": 8,
+            "tools": [{"type": "function", "name": "shell", "description": "Runs.", "strict": False,
+                       "parameters": LOOK}],
+            "input": [
+                {"type": "message", "role": "developer", "content": [{"type": "input_text", "text": "rules"}]},
+                {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "list"}]},
+                {"type": "reasoning", "id": "rs_1", "summary": [], "content": None, "encrypted_content": "gAAA"},
+                {"type": "function_call", "id": "fc_1", "call_id": "call_1", "name": "shell",
+                 "arguments": "{\"path\": \"a\"}", "status": "completed"},
+                {"type": "function_call_output", "call_id": "call_1",
+                 "output": [{"type": "input_text", "text": "a b"}]},
+                {"type": "message", "role": "assistant", "id": "msg_1", "status": "completed", "phase": "commentary",
+                 "content": [{"type": "output_text", "text": "two", "annotations": [], "logprobs": []}]},
+                {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "go on"}]},
+            ],
+        },
+        "client_metadata, input.content, input.content.annotations, input.content.logprobs, "
+        "input.encrypted_content, input.id, input.phase, input.status, input.summary, prompt_cache_key, reasoning, "
+        "text.verbosity",
+    ),
+    (
+        "Cline", "/v1/chat/completions",
+        {
+            "messages": [
+                {"role": "system", "content": "Plan."},
+                {"role": "user", "content": [{"type": "text", "text": "a", "cache_control": {"type": "ephemeral"}}]},
+                {"role": "assistant", "content": "b", "reasoning_content": "hm", "reasoning_details": [{"text": "x"}]},
+                {"role": "user", "content": "c"},
+            ],
+            "temperature": 0, "stream_options": None, "reasoning_effort": "low", "max_tokens": 4,
+        },
+        "messages.content.cache_control, messages.reasoning_content, messages.reasoning_details, reasoning_effort",
+    ),
+    (
+        "Continue and CodeCompanion", "/v1/chat/completions",
+        {
+            "messages": [{"role": "user", "content": "a", "id": 1, "opts": {"visible": True}, "cycle": 1}],
+            "max_tokens": 4, "prediction": {"type": "content", "content": "b"}, "store": False,
+        },
+        "messages.cycle, messages.id, messages.opts, store",
+    ),
+    (
+        "Open WebUI", "/v1/chat/completions",
+        {"messages": HELLO, "max_tokens": 4, "metadata": {"chat": "1"}, "session_id": "s", "logit_bias": {},
+         "functions": [], "tools": None},
+        "functions, metadata, session_id",
+    ),
+    (
+        "LiteLLM", "/v1/chat/completions",
+        {
+            "messages": [
+                *HELLO,
+                {"role": "assistant", "content": None, "function_call": None, "provider_specific_fields": {"a": None},
+                 "thinking_blocks": [{"type": "thinking", "thinking": "x", "signature": "y"}],
+                 "tool_calls": [{"id": "1", "type": "function", "index": 0, "provider_specific_fields": {"b": 1},
+                                 "function": {"name": "look", "arguments": "{}"}}]},
+                {"role": "tool", "tool_call_id": "1", "content": "ok", "cache_control": {"type": "ephemeral"}},
+            ],
+            "max_tokens": 4, "litellm_metadata": {}, "user": "u", "verbosity": "low",
+        },
+        "litellm_metadata, messages.cache_control, messages.function_call, messages.provider_specific_fields, "
+        "messages.thinking_blocks, messages.tool_calls.index, messages.tool_calls.provider_specific_fields, verbosity",
+    ),
+    (
+        "LangChain and LlamaIndex", "/v1/chat/completions",
+        {
+            "messages": [
+                {"role": "user", "content": [{"type": "text", "text": "a", "id": "lc_1", "index": 0}], "name": "ada"},
+                {"role": "assistant", "content": "b", "refusal": None, "audio": None, "annotations": []},
+                {"role": "user", "content": "c"},
+            ],
+            "n": 1, "max_completion_tokens": 4, "parallel_tool_calls": True,
+        },
+        "messages.annotations, messages.audio, messages.content.id, messages.content.index",
+    ),
+    (
+        "lm-eval (chat)", "/v1/chat/completions",
+        {"messages": [{"role": "user", "content": "a", "type": "text"}], "max_tokens": 4, "temperature": 0,
+         "stop": ["\n"], "seed": 1234},
+        "messages.type",
+    ),
+    (
+        "lighteval", "/v1/chat/completions",
+        {"messages": HELLO, "max_completion_tokens": 4, "logprobs": False, "n": 1, "caching": True, "stop": []},
+        "caching",
+    ),
+    (
+        "guidellm", "/v1/completions",
+        {"prompt": "a", "max_tokens": 2, "max_completion_tokens": None, "stop": None, "ignore_eos": True,
+         "stream": False, "stream_options": None},
+        "max_completion_tokens",
+    ),
+    (
+        "inspect_ai", "/v1/chat/completions",
+        {"messages": HELLO, "max_tokens": 4, "seed": 1, "logprobs": True, "top_logprobs": 1,
+         "reasoning_effort": "none"},
+        "reasoning_effort",
+    ),
+    (
+        "vLLM's benchmark", "/v1/completions",
+        {"prompt": "a", "temperature": 0.0, "best_of": 1, "repetition_penalty": 1.0, "max_tokens": 2, "logprobs": None,
+         "stream": False, "ignore_eos": True, "add_special_tokens": True, "priority": 0},
+        "add_special_tokens, best_of, priority",
+    ),
+    (
+        "SillyTavern", "/v1/completions",
+        {"prompt": "a", "max_tokens": 2, "typical_p": 1, "tfs_z": 1, "top_a": 0, "mirostat": 0, "repeat_penalty": 1,
+         "skip_special_tokens": True, "dry_multiplier": 0},
+        "dry_multiplier, mirostat, repeat_penalty, skip_special_tokens, tfs_z, top_a, typical_p",
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("route", "body", "ignored"), [each[1:] for each in REQUESTS], ids=[e[0] for e in REQUESTS])
+async def test_a_clients_request_is_answered(
+    writer: httpx.AsyncClient, route: str, body: dict[str, Any], ignored: str
+) -> None:
+    answer = await writer.post(route, json={"model": "base"} | body)
+    assert answer.status_code == 200, answer.text
+    assert answer.headers.get(IGNORED_HEADER) == ignored
+
+
+async def test_streams_and_errors_name_ignored_fields_too(writer: httpx.AsyncClient) -> None:
+    body = {"model": "base", "messages": HELLO, "max_tokens": 1, "store": True}
+    stream = await writer.post("/v1/chat/completions", json=body | {"stream": True})
+    assert stream.headers[IGNORED_HEADER] == "store"
+    unknown = await writer.post("/v1/chat/completions", json=body | {"model": "nope"})
+    assert (unknown.status_code, unknown.headers[IGNORED_HEADER]) == (404, "store")
+    plain = await writer.post("/v1/chat/completions", json={"model": "base", "messages": HELLO, "max_tokens": 1})
+    assert IGNORED_HEADER not in plain.headers
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"reasonning_effort": "low"}, "reasonning_effort"),
+        ({"messages": [{"role": "user", "content": "a", "reasoning_contents": "b"}]}, "messages.0.reasoning_contents"),
+        ({"messages": [{"role": "user", "content": [{"type": "text", "text": "a", "bold": True}]}]},
+         "messages.0.content.0.bold"),
+        ({"messages": [{"role": "user", "content": "a", "type": "image"}]}, "messages.0.type"),
+        ({"tools": [{"type": "function", "function": {"name": "f", "enforce": True}}]}, "tools.0.function.enforce"),
+        ({"stream": True, "stream_options": {"include_cost": True}}, "stream_options.include_cost"),
+        ({"web_search_options": {"search_context_size": "low"}}, "web_search_options"),
+        ({"length_penalty": 2.0}, "length_penalty"),
+        ({"enable_thinking": False}, "enable_thinking"),
+        ({"documents": [{"text": "a"}]}, "documents"),
+    ],
+)  # fmt: skip
+async def test_a_field_that_could_change_the_answer_is_refused_by_name(
+    http: httpx.AsyncClient, fields: dict[str, Any], param: str
+) -> None:
+    answer = await http.post("/v1/chat/completions", json={"model": "base", "messages": HELLO} | fields)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), answer.text
+
+
+async def test_nulls_and_empty_values_of_unknown_fields_are_accepted(writer: httpx.AsyncClient) -> None:
+    body = {"model": "base", "max_tokens": 1, "documents": [], "guided_options": {}, "moderation": None,
+            "messages": [{"role": "user", "content": "a", "files": [], "audio": None}]}  # fmt: skip
+    answer = await writer.post("/v1/chat/completions", json=body)
+    assert answer.status_code == 200, answer.text
+    assert answer.headers[IGNORED_HEADER] == "documents, guided_options, messages.audio, messages.files, moderation"
+
+
+def test_a_header_contains_no_strangers_text() -> None:
+    assert ignored_header({"b", "a\r\nSet-Cookie: x", "é", "a.b-c", "x" * 200}) == "a.b-c, b"
+
+
+async def test_a_truncated_tool_call_can_be_sent_back(writer: httpx.AsyncClient) -> None:
+    call = {"id": "call_1", "type": "function", "function": {"name": "look", "arguments": '{"path": "a'}}
+    history = [*HELLO, {"role": "assistant", "content": None, "tool_calls": [call]},
+               {"role": "tool", "tool_call_id": "call_1", "content": "not run"}, *HELLO]  # fmt: skip
+    body = {"model": "base", "max_tokens": 4}
+    answer = await writer.post("/v1/chat/completions", json=body | {"messages": history})
+    assert answer.status_code == 200, answer.text
+    items = [{"role": "user", "content": "a"},
+             {"type": "function_call", "call_id": "call_1", "name": "look", "arguments": "{\"path\": "},
+             {"type": "function_call_output", "call_id": "call_1", "output": "not run"}]  # fmt: skip
+    answer = await writer.post("/v1/responses", json={"model": "base", "max_output_tokens": 4, "input": items})
+    assert answer.status_code == 200, answer.text
+
+
+async def test_refusals_can_be_sent_back(writer: httpx.AsyncClient) -> None:
+    async def num_tokens(message: dict[str, Any]) -> int:
+        body = {"model": "base", "messages": [*HELLO, {"role": "assistant"} | message, *HELLO]}
+        answer = await writer.post("/tokenize", json=body)
+        assert answer.status_code == 200, answer.text
+        return int(answer.json()["count"])
+
+    as_text = await num_tokens({"content": "I cannot."})
+    assert await num_tokens({"content": None, "refusal": "I cannot."}) == as_text
+    assert await num_tokens({"content": [{"type": "refusal", "refusal": "I cannot."}]}) == as_text
+    item = {"type": "message", "role": "assistant", "content": [{"type": "refusal", "refusal": "I cannot."}]}
+    body = {"model": "base", "max_output_tokens": 2, "input": [item, {"role": "user", "content": "why?"}]}
+    assert (await writer.post("/v1/responses", json=body)).status_code == 200
+
+
+LOOK_AROUND = {
+    "type": "object",
+    "properties": {
+        "amount": {"anyOf": [{"type": "number"}, {"type": "string", "pattern": r"^(?!^[-+.]*$)[+-]?0*\d*\.?\d*$"}]},
+        "tags": {"type": "array", "items": {"enum": ["x"]}, "uniqueItems": True, "maxItems": 2},
+    },
+    "required": ["amount", "tags"],
+}
+
+
+async def test_a_schema_without_strict_is_enforced_as_far_as_possible(writer: httpx.AsyncClient) -> None:
+    form = {"name": "payment", "schema": LOOK_AROUND}
+    body = {"model": "base", "messages": HELLO, "max_tokens": 300, "seed": 1}
+    for strict in ({}, {"strict": False}):
+        wanted = {"type": "json_schema", "json_schema": form | strict}
+        answer = await writer.post("/v1/chat/completions", json=body | {"response_format": wanted})
+        assert answer.status_code == 200, answer.text
+        unenforced = answer.headers["X-Polylora-Unenforced"]
+        at = "response_format.json_schema.schema#/properties"
+        assert unenforced == f"{at}/amount/anyOf/1/pattern, {at}/tags/uniqueItems"
+        if answer.json()["choices"][0]["finish_reason"] == "stop":
+            made = json.loads(answer.json()["choices"][0]["message"]["content"])
+            assert isinstance(made["amount"], int | float | str)
+            assert set(made["tags"]) <= {"x"}
+    wanted = {"type": "json_schema", "json_schema": form | {"strict": True}}
+    refused = await writer.post("/v1/chat/completions", json=body | {"response_format": wanted})
+    assert refused.status_code == 400
+    assert "pattern" in refused.text
+    tool = {"type": "function", "function": {"name": "pay", "parameters": LOOK_AROUND}}
+    answer = await writer.post("/v1/chat/completions", json=body | {"tools": [tool], "tool_choice": "required"})
+    assert answer.status_code == 200, answer.text
+    assert "tools.0.function.parameters#/properties/amount/anyOf/1/pattern" in answer.headers["X-Polylora-Unenforced"]
+
+
+async def test_hundreds_of_tools_are_accepted(writer: httpx.AsyncClient) -> None:
+    tools = [{"type": "function", "function": {"name": f"tool_{index}", "parameters": {}}} for index in range(140)]
+    body = {"model": "base", "messages": HELLO, "max_tokens": 1, "tools": tools, "tool_choice": "none"}
+    answer = await writer.post("/tokenize", json={"model": "base", "messages": HELLO, "tools": tools})
+    assert answer.status_code == 200, answer.text
+    parsed = schema.ChatCompletionRequest.model_validate(body)
+    assert len(parsed.tools or ()) == 140
+
+
+def fields_of(kind: type) -> set[str]:
+    """The fields of a client library's request type."""
+    return set(get_type_hints(kind))
+
+
+#: Fields of the client libraries' types that this service refuses by name, because they would change the answer.
+REFUSED = {
+    "ChatCompletionRequest": "audio functions moderation web_search_options",
+    "ChatMessage": "audio function_call",
+    "MessagesRequest": "container compaction fallbacks mcp_servers thread",
+    "ToolUseBlock": "toolset_name",
+    "ToolResultBlock": "toolset_name",
+    "ResponsesRequest": "conversation moderation prompt",
+    "FunctionCallItem": "namespace",
+    "FunctionOutputItem": "name namespace",
+}
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [
+        (schema.ChatCompletionRequest, [chat_params.CompletionCreateParamsNonStreaming]),
+        (schema.StreamOptions, [openai.types.chat.ChatCompletionStreamOptionsParam]),
+        (schema.TextPart, [openai.types.chat.ChatCompletionContentPartTextParam]),
+        (schema.ChatMessage, list(get_args(openai.types.chat.ChatCompletionMessageParam))[:5]),
+        (schema.ToolCallBody, [openai.types.chat.ChatCompletionMessageFunctionToolCallParam]),
+        (schema.ToolBody, [openai.types.chat.ChatCompletionFunctionToolParam]),
+        (messages.MessagesRequest, [
+            anthropic.types.message_create_params.MessageCreateParamsNonStreaming,
+            anthropic.types.beta.message_create_params.MessageCreateParamsNonStreaming,
+        ]),
+        (messages.TextBlock, [anthropic.types.TextBlockParam, anthropic.types.beta.BetaTextBlockParam]),
+        (messages.ThinkingBlock, [
+            anthropic.types.ThinkingBlockParam, anthropic.types.RedactedThinkingBlockParam,
+        ]),
+        (messages.ToolUseBlock, [anthropic.types.ToolUseBlockParam]),
+        (messages.ToolResultBlock, [anthropic.types.ToolResultBlockParam]),
+        (messages.MessagesTool, [anthropic.types.ToolParam]),
+        (messages.OutputConfig, [anthropic.types.OutputConfigParam]),
+        (responses.ResponsesRequest, [responses_params.ResponseCreateParamsNonStreaming]),
+        (responses.InputMessage, [
+            openai.types.responses.EasyInputMessageParam, openai.types.responses.ResponseOutputMessageParam,
+        ]),
+        (responses.MessagePart, [
+            openai.types.responses.ResponseInputTextParam, openai.types.responses.ResponseOutputTextParam,
+        ]),
+        (responses.FunctionCallItem, [openai.types.responses.ResponseFunctionToolCallParam]),
+        (responses.FunctionOutputItem, [openai.types.responses.response_input_item_param.FunctionCallOutput]),
+        (responses.ReasoningItem, [openai.types.responses.ResponseReasoningItemParam]),
+        (responses.ResponsesTool, [openai.types.responses.FunctionToolParam]),
+        (responses.TextField, [openai.types.responses.ResponseTextConfigParam]),
+    ],
+    ids=lambda value: value.__name__ if isinstance(value, type) else "",
+)  # fmt: skip
+def test_every_field_of_the_official_clients_is_decided(ours: type[Body], theirs: list[type]) -> None:
+    known = {field.alias or name for name, field in ours.model_fields.items()} | set(ours.ignored)
+    refused = set(REFUSED.get(ours.__name__, "").split())
+    assert issubclass(ours, BaseModel)
+    assert not known & refused
+    undecided = set().union(*map(fields_of, theirs)) - known - refused
+    assert not undecided, f"{ours.__name__}: decide about {sorted(undecided)}"
