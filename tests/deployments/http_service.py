@@ -63,6 +63,9 @@ class Letters:
     def specials(self, form: ToolCallFormat) -> Mapping[str, int]:  # noqa: ARG002
         return {}
 
+    def enforceable(self, schema: Mapping[str, Any], place: str) -> tuple[Mapping[str, Any], tuple[str, ...]]:  # noqa: ARG002
+        return schema, ()
+
     def check_grammar(self, wanted: RequestedGrammar) -> None:
         """These letters write no JSON; `WritingModel` does."""
         raise NotImplementedError(wanted.place)

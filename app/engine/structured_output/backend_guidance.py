@@ -156,7 +156,9 @@ def enforceable(
     unknown = vocabulary.unimplemented(json_grammar(kept, place, lenient=True))
     below_it: list[tuple[str, Mapping[str, Any]]] = [("#", kept)]
     for pointer, one in below_it if unknown else ():
-        removed += [below(pointer, key) for key in one if key in unknown or (key == "format" and str(one[key]) in unknown)]
+        removed += [
+            below(pointer, key) for key in one if key in unknown or (key == "format" and str(one[key]) in unknown)
+        ]
         below_it += subschemas(one, pointer)
     return kept, tuple(removed)
 

@@ -192,6 +192,8 @@ def _invalid(body: type[Body], error: ValidationError) -> InvalidRequest:
     deepest = [item for item in same_field if len(item["loc"]) > len(field) + 1] or items[:1]
     first = next((item for item in deepest if not item["type"].endswith("_type")), deepest[0])
     path = [part for part in first["loc"] if isinstance(part, int) or _is_field(part)]
+    if first["type"] == "unknown_type":  # of `union_by_type`
+        path.append("type")
     location = ".".join(_quotable(str(part)) for part in path)
     name = str(first["loc"][0]) if first["loc"] else None
     is_object = first["type"] in ("model_type", "dict_type")
