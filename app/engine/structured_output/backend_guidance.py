@@ -79,7 +79,7 @@ class Vocabulary:
         is_error, messages = LLMatcher.validate_grammar_with_warnings(grammar, self._tokenizer, limits=_LIMITS)
         return why(messages[0]) if is_error else ""
 
-    def unimplemented(self, grammar: str) -> frozenset[str]:
+    def unknown_keywords(self, grammar: str) -> frozenset[str]:
         """The keywords, and the values of `format`, of a lenient JSON grammar that are not enforced."""
         _, messages = LLMatcher.validate_grammar_with_warnings(grammar, self._tokenizer, limits=_LIMITS)
         found = [match for message in messages for match in _UNIMPLEMENTED.findall(message)]
@@ -153,7 +153,7 @@ def enforceable(
             return kept, ()
         del parent[keyword]
         removed.append(pointer)
-    unknown = vocabulary.unimplemented(json_grammar(kept, place, lenient=True))
+    unknown = vocabulary.unknown_keywords(json_grammar(kept, place, lenient=True))
     below_it: list[tuple[str, Mapping[str, Any]]] = [("#", kept)]
     for pointer, one in below_it if unknown else ():
         removed += [
