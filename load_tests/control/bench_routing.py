@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 
 from app.cli.config_file import read_settings
 from app.config import SemanticRouterConfig
+from app.deployments.ingress.accounting import RequestAccounting
 from app.deployments.ingress.principal import Principal
 from app.deployments.ingress.semantic_router.candidates import Candidates
 from app.deployments.ingress.semantic_router.decision import Decision
@@ -102,7 +103,18 @@ def router_of(descriptions: dict[str, str], embedder: TextEmbedder) -> SemanticR
         CatalogEntry(AdapterRef(name, f"{index:064x}", "ada"), 8, 64, 0.0, "ada", description=description)
         for index, (name, description) in enumerate(descriptions.items())
     ]
-    return SemanticRouter(SemanticRouterConfig(threshold=-1.0), RegistryView(entries), embedder, wait_s=600.0)
+    return SemanticRouter(SemanticRouterConfig(threshold=-1.0), RegistryView(entries), embedder, 600.0, Free())
+
+
+class Free(RequestAccounting):
+    """Charges nobody for descriptions."""
+
+    def __init__(self) -> None: ...
+
+    def owner(self, tenant_id: str) -> Principal:
+        return Principal(tenant_id, "bench")
+
+    async def charge_tokens(self, caller: Principal, num_tokens: int) -> None: ...
 
 
 async def ask(

@@ -7,6 +7,7 @@ take turns, and ratios are within a round. Usage is recorded for both. A tick of
 of microseconds need thousands of requests.
 
     python -m load_tests.http.bench_keys --keys 100000 --rounds 5
+    python -m load_tests.http.bench_keys --metering     # only what metering adds to a request, in this process
 """
 
 from __future__ import annotations
@@ -15,17 +16,29 @@ import argparse
 import asyncio
 import tempfile
 import time
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 from sqlalchemy import create_engine, insert, select
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from app.cli.config_file import read_settings
 from app.config import ADMIN_KEY
+from app.deployments.ingress.accounting import PricingContext, RequestAccounting
+from app.deployments.ingress.http.middleware.metering import MeteringMiddleware
+from app.deployments.ingress.http.middleware.origin_check import HttpPolicy
+from app.deployments.ingress.principal import STATE, Principal
 from app.deployments.registry.db.tenant_tables import api_keys
 from app.deployments.tenancy.auth.key_crypto import new_key
+from app.deployments.tenancy.auth.tenant_mirror import TenantMirror
+from app.deployments.tenancy.models import RateLimit, Tenant, TenantLimits
+from app.deployments.tenancy.quota.address_limiter import AddressLimiter
+from app.deployments.tenancy.quota.leases import LeaseGrant, LeaseRequest
+from app.deployments.tenancy.usage.prices import Prices
 from load_tests.http.bench_adversary import project_key, projects_of
 from load_tests.http.client import Endpoint, closed_loop
 from load_tests.http.lengths import words
@@ -110,6 +123,44 @@ class Bench:
         return self._num_requests / took_s
 
 
+async def metering_us(num_requests: int = 5000, num_rounds: int = 9) -> dict[str, float]:
+    """Microseconds that metering adds to a request of a project with limits, by kind: the median of rounds."""
+
+    async def read_body(scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG001
+        await receive()
+
+    async def receive() -> Message:
+        return {"type": "http.request", "body": bytes(2000), "more_body": False}
+
+    async def send(message: Message) -> None: ...
+
+    async def lease(holder: str, requests: Sequence[LeaseRequest]) -> list[LeaseGrant]:  # noqa: ARG001
+        return [LeaseGrant(max(request.need, UNREACHED), UNREACHED) for request in requests]
+
+    owner: Any = SimpleNamespace(lease=lease, record=None)
+    pricing = PricingContext(Prices({}, "base"), "base")
+    accounting = RequestAccounting(TenantMirror(), owner, pricing, "bench", time.time)
+    rates = {"base": RateLimit(UNREACHED, UNREACHED, UNREACHED)}
+    limits = TenantLimits(rates, max_concurrent=UNREACHED, calls_per_min=UNREACHED)
+    caller = Principal("bench", "bench", Tenant("bench", "bench", 0.0, limits=limits), "key", "project")
+    service: Any = SimpleNamespace(accounting=accounting)
+    metered = MeteringMiddleware(read_body, service, HttpPolicy(), AddressLimiter(UNREACHED, time.monotonic))
+
+    async def cpu_us(app: ASGIApp, method: str, path: str) -> float:
+        started_s = time.process_time()
+        for _ in range(num_requests):
+            scope = {"type": "http", "method": method, "path": path, "state": {STATE: caller}}
+            await app(scope, receive, send)
+        return (time.process_time() - started_s) / num_requests * 1e6
+
+    found: dict[str, float] = {}
+    for method, path in (("POST", "/v1/chat/completions"), ("GET", "/v1/models")):
+        added = [await cpu_us(metered, method, path) - await cpu_us(read_body, method, path) for _ in range(num_rounds)]
+        found[f"{method} {path}"] = float(np.median(added))
+    await accounting.limiter.close()
+    return found
+
+
 def table(bench: Bench, values: dict[str, list[float]]) -> str:
     """What was measured, in Markdown."""
     lines = [
@@ -129,10 +180,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", type=Path, default=ROOT / "configs" / "serve.yaml")
     parser.add_argument("--keys", type=int, default=100_000, help="keys in the database")
+    parser.add_argument("--metering", action="store_true", help="measure only metering, without a service")
     parser.add_argument("--streams", type=int, default=8)
     parser.add_argument("--requests", type=int, default=400, help="in each round, of each case")
     parser.add_argument("--rounds", type=int, default=5)
     given = parser.parse_args()
+    if given.metering:
+        for request, added_us in asyncio.run(metering_us()).items():
+            print(f"{request}: metering adds {added_us:.1f} us of CPU")
+        return
     machine: Any = environment()
     model = read_settings(given.config).model.name
     with tempfile.TemporaryDirectory() as temporary:

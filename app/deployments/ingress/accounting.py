@@ -16,10 +16,11 @@ from typing import NamedTuple
 
 from app.deployments.ingress.dispatch.generation_task import GenerationTask
 from app.deployments.ingress.principal import Principal
+from app.deployments.registry.models import DEFAULT_TENANT
 from app.deployments.rpc.long_poll_client import LongPollClient
 from app.deployments.rpc.long_poll_host import Changes, Version
 from app.deployments.tenancy.auth.tenant_mirror import TenantMirror
-from app.deployments.tenancy.models import NO_LIMITS, Tenant, TenantKey, TenantRow
+from app.deployments.tenancy.models import NO_LIMITS, PUBLIC, Tenant, TenantKey, TenantRow
 from app.deployments.tenancy.quota.limits import Cost, LimitKey, LimitKind, request_costs
 from app.deployments.tenancy.quota.rate_limiter import RateLimiter, Reservation
 from app.deployments.tenancy.service import TenantsService
@@ -157,6 +158,19 @@ class RequestAccounting:
             yield
         finally:
             self.limiter.settle(reservation, {})
+
+    def owner(self, tenant_id: str) -> Principal:
+        """The caller of work that a tenant's adapters need and no request asked for."""
+        tenant = None if tenant_id == DEFAULT_TENANT else self.view.tenant(tenant_id)
+        return Principal(tenant_id, "adapter descriptions", tenant or PUBLIC)
+
+    async def charge_tokens(self, caller: Principal, num_tokens: int) -> None:
+        """Count computed tokens that belong to no request. Raises LimitError."""
+        base_name = self._pricing.base_name
+        cost = Cost((base_name,), num_tokens, self._pricing.prices.at_most((base_name,), num_tokens, 0))
+        costs = request_costs(caller.tenant, base_name, [cost])
+        taken = {key: amount for key, amount in costs.items() if key.kind in ("tokens", "spend")}
+        self.limiter.settle(await self.limiter.reserve(caller.tenant, taken), {})
 
     def finish_routing(self, quota: ReservedQuota) -> None:
         """Charge all tokens of the routing decision."""

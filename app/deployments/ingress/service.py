@@ -101,7 +101,7 @@ class IngressService:
         embedder: TextEmbedder = BaseEmbedder(self.base_name, parts.tokenizer, dispatcher, wait_s, parts.clock)
         if config.semantic_router.embedder is not None:
             embedder = EncoderEmbedder(config.semantic_router.embedder)
-        self._router = SemanticRouter(config.semantic_router, parts.registry, embedder, wait_s)
+        self._router = SemanticRouter(config.semantic_router, parts.registry, embedder, wait_s, parts.accounting)
         self.preprocessor = RequestPreprocessor(
             parts.tokenizer,
             self.base_name,

@@ -29,12 +29,13 @@ def encode_chat(
     process: ChatTemplateSandbox,
     tools: Sequence[Mapping[str, Any]] | None = None,
     extra: Mapping[str, Any] | None = None,
+    max_tokens: int | None = None,
 ) -> list[int]:
     """Token ids of the prompt, up to where the assistant's answer begins.
 
     tools: None for a conversation without tools, [] if only earlier turns called some. extra: further template
-    variables. Raises InvalidRequest if there is no template, it refuses the messages, or a variable may not be set by a
-    client.
+    variables. max_tokens: see `Tokenizer.encode`. Raises what that does, and InvalidRequest if there is no template, it
+    refuses the messages, or a variable may not be set by a client.
     """
     special = {name: token for name, token in (tokenizer.special_tokens | dict(own.special_tokens)).items() if token}
     check_variables(extra or (), special)
@@ -47,7 +48,7 @@ def encode_chat(
         if source is None:
             raise InvalidRequest("neither model nor adapter has a chat template; use /v1/completions", param="messages")
         prompt = process.render(source, special, messages, tools, extra)
-    return tokenizer.encode(prompt, add_special_tokens=False)
+    return tokenizer.encode(prompt, add_special_tokens=False, max_tokens=max_tokens)
 
 
 def tool_template(tokenizer: Tokenizer, own: AdapterTokenizer) -> str | None:

@@ -38,7 +38,7 @@ from app.deployments.ingress.serializers.tool_parser import ToolConfig
 from app.deployments.registry.models import AUTO
 from app.deployments.tenancy.quota.rate_limiter import Reservation
 from app.engine.adapters.card import AdapterRef
-from app.engine.errors import InvalidRequest
+from app.engine.errors import ContextOverflow, InvalidRequest
 
 #: Work per message besides its text, in characters: the template writes its role, which is tokenized too.
 CHARS_PER_MESSAGE = 32
@@ -233,7 +233,11 @@ class RequestPreprocessor:
 
     def _ids_of(self, prompt: str | list[int], param: str) -> Sequence[int]:
         if isinstance(prompt, str):
-            return self.tokenizer.encode(prompt)
+            try:
+                return self.tokenizer.encode(prompt)
+            except ContextOverflow as error:
+                error.param = param
+                raise
         for token_id in prompt:
             if token_id >= self.tokenizer.vocab_size:
                 raise InvalidRequest(

@@ -59,11 +59,13 @@ class TokenizerService:
         self.max_model_len = max_model_len
 
     def encode(self, text: str) -> Sequence[int]:
-        return self._tokenizer.encode(text)
+        return self._tokenizer.encode(text, max_tokens=self.max_model_len)
 
     def encode_answer(self, text: str) -> Sequence[int]:
         """Token ids of a text as it occurs in an answer: no BOS, no special tokens."""
-        return self._tokenizer.encode(text, add_special_tokens=False, allow_special=False)
+        return self._tokenizer.encode(
+            text, add_special_tokens=False, allow_special=False, max_tokens=self.max_model_len
+        )
 
     def encode_chat(
         self,
@@ -77,7 +79,8 @@ class TokenizerService:
         text: the adapter's own chat text (`AdapterCard.text`); its template may take up to `ChatTemplateSandbox`'s time
         limit. extra: more template variables.
         """
-        return encode_chat(self._tokenizer, messages, AdapterTokenizer.from_json(text), self._templates, tools, extra)
+        own = AdapterTokenizer.from_json(text)
+        return encode_chat(self._tokenizer, messages, own, self._templates, tools, extra, self.max_model_len)
 
     def tool_format(self, text: str = "") -> ToolCallFormat:
         """The format of tool calls, recognized by the model's template or the adapter's own. Raises InvalidRequest."""

@@ -106,10 +106,12 @@ class Candidates:
         """Whether any of these is not embedded yet."""
         return bool(self._of(owner_id).pending_of(names))
 
-    async def embed_pending(self, owner_id: str, names: Collection[str] | None, embed: Embed) -> None:
+    async def embed_pending(
+        self, owner_id: str, names: Collection[str] | None, embed: Embed, max_together: int = MAX_TOGETHER
+    ) -> None:
         """Embed an owner's pending descriptions of these names, including changes that arrive meanwhile."""
         owned = self._of(owner_id)
-        while items := [(name, owned.pending[name]) for name in owned.pending_of(names)]:
+        while items := [(name, owned.pending[name]) for name in owned.pending_of(names)[:max_together]]:
             vectors = await embed([text for _, text in items])
             for (name, text), vector in zip(items, vectors, strict=True):
                 if owned.pending.get(name) == text:  # otherwise it has changed again or was removed

@@ -19,12 +19,13 @@ from app.config import SemanticRouterConfig
 from app.deployments.ingress.accounting import RequestAccounting
 from app.deployments.ingress.principal import Principal
 from app.deployments.ingress.schemas.openai import RoutingFields
-from app.deployments.ingress.semantic_router.candidates import Candidates, Visible
+from app.deployments.ingress.semantic_router.candidates import MAX_TOGETHER, Candidates, Visible
 from app.deployments.ingress.semantic_router.decision import Decision, ScoredAdapter
 from app.deployments.registry.feed.view import RegistryView
 from app.deployments.registry.models import DEFAULT_TENANT, model_id
 from app.deployments.rpc.background_tasks import SingleFlight, Tasks
-from app.deployments.tenancy.models import Tenant
+from app.deployments.tenancy.models import NO_LIMITS, Tenant
+from app.deployments.tenancy.quota.limits import LimitError
 from app.deployments.tenancy.quota.rate_limiter import Reservation
 from app.engine.errors import NotReady
 
@@ -50,9 +51,15 @@ class SemanticRouter:
     """Chooses adapters; one per ingress, on its event loop."""
 
     def __init__(
-        self, config: SemanticRouterConfig, registry: RegistryView, embedder: TextEmbedder, wait_s: float
+        self,
+        config: SemanticRouterConfig,
+        registry: RegistryView,
+        embedder: TextEmbedder,
+        wait_s: float,
+        accounting: RequestAccounting,
     ) -> None:
         """`wait_s`: how long a request waits until new descriptions are embedded."""
+        self._accounting = accounting
         self._config = config
         self._registry = registry
         self._embedder = embedder
@@ -63,7 +70,11 @@ class SemanticRouter:
         registry.follow(self._candidates.note)
 
     async def decide(self, text: str, caller: Principal, options: RoutingFields | None = None) -> Decision:
-        """Choose adapters for a text. Raises NotReady while descriptions are embedded, and the embedder's errors."""
+        """Choose adapters for a text.
+
+        Raises NotReady while descriptions are embedded, LimitError if the caller's limits do not suffice to embed its
+        own, and the embedder's errors.
+        """
         options = options or RoutingFields()
         threshold = self._config.threshold if options.threshold is None else options.threshold
         top_k = options.top_k or self._config.top_k
@@ -71,7 +82,7 @@ class SemanticRouter:
         num_candidates = self._num_usable(visible, caller.tenant)
         chosen: list[ScoredAdapter] = []
         if num_candidates:
-            await self._ready(visible)
+            await self._ready(visible, caller.tenant_id)
             vector = (await self._embedder.embed([text], caller))[0]
             chosen = self._candidates.nearest(vector, visible, partial(self._is_accessible, caller), threshold, top_k)
         return Decision(tuple(chosen), num_candidates, self._embedder.name, threshold, top_k)
@@ -112,26 +123,39 @@ class SemanticRouter:
         owners = (owner for owner in caller.owners(name) if self._registry.find(name, owner) is not None)
         return next(owners, None) == owner_id
 
-    async def _ready(self, visible: Visible) -> None:
-        """Wait until the visible descriptions are embedded. Callers share the work, which outlives their wait."""
-        tasks = [self._embed(*each) for each in visible.items() if self._candidates.is_pending(*each)]
-        if not tasks:
+    async def _ready(self, visible: Visible, tenant_id: str) -> None:
+        """Wait until the visible descriptions are embedded. Callers share the work, which outlives their wait.
+
+        A tenant with exhausted limits keeps its own requests waiting. Others do not choose its new adapters until then.
+        """
+        pending = [each for each in visible.items() if self._candidates.is_pending(*each)]
+        if not pending:
             return
-        _, late = await asyncio.wait(tasks, timeout=self._wait_s)
+        tasks = {owner_id: self._embed(owner_id, names) for owner_id, names in pending}
+        _, late = await asyncio.wait(tasks.values(), timeout=self._wait_s)
         if late:
             raise NotReady(
                 f"the descriptions of adapters are being embedded, which takes longer than {self._wait_s:g} s; "
                 "send the request again later, or name an adapter",
                 retry_after_s=5,
             )
-        for task in tasks:
-            task.result()
+        for owner_id, task in tasks.items():
+            if not isinstance(task.exception(), LimitError) or owner_id == tenant_id:
+                task.result()
 
     def _embed(self, owner_id: str, names: frozenset[str] | None) -> asyncio.Task[None]:
+        embed = partial(self._embed_for, owner_id)
+        is_limited = self._accounting.owner(owner_id).tenant.limits != NO_LIMITS  # then as many as its limits allow
+        together = 1 if is_limited else MAX_TOGETHER
         return self._embedding.task(
-            (owner_id, names),
-            lambda: self._candidates.embed_pending(owner_id, names, lambda texts: self._embedder.embed(texts, None)),
+            (owner_id, names), lambda: self._candidates.embed_pending(owner_id, names, embed, together)
         )
+
+    async def _embed_for(self, owner_id: str, texts: Sequence[str]) -> NDArray[np.float32]:
+        """Embed descriptions at their owner's cost. Raises LimitError."""
+        owner = self._accounting.owner(owner_id)
+        await self._accounting.charge_tokens(owner, sum(map(self._embedder.num_tokens, texts)))
+        return await self._embedder.embed(texts, owner)
 
 
 def _num_permitted(tenant: Tenant, owner_id: str, names: Set[str]) -> int:

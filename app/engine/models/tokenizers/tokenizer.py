@@ -14,7 +14,7 @@ from typing import Any
 import tokenizers
 from tokenizers import decoders
 
-from app.engine.errors import CheckpointError, InvalidRequest
+from app.engine.errors import CheckpointError, ContextOverflow, InvalidRequest
 from app.engine.models.chat.chat_template import ChatTemplate
 from app.engine.models.gguf.gguf_file import read_gguf
 from app.engine.models.tokenizers.gguf_tokenizer import byte_of_char, gguf_token_id, tokenizer_from_gguf
@@ -46,12 +46,27 @@ class Tokenizer:
         self.vocab_size = 1 + max(backend.get_vocab(with_added_tokens=True).values())
         self._token_bytes = _token_bytes(backend) if isinstance(backend.decoder, decoders.ByteLevel) else None
         self._byte_ids = _byte_ids(backend)
+        #: The most characters that one token stands for.
+        self.max_token_chars = max(map(len, self._token_bytes or backend.get_vocab(with_added_tokens=True)))
 
-    def encode(self, text: str, *, add_special_tokens: bool = True, allow_special: bool = True) -> list[int]:
+    def encode(
+        self,
+        text: str,
+        *,
+        add_special_tokens: bool = True,
+        allow_special: bool = True,
+        max_tokens: int | None = None,
+    ) -> list[int]:
         """Token ids. `add_special_tokens` adds what the model's post-processor adds (such as a bos).
 
-        With `allow_special` False, "<|im_end|>" and the like are read as plain characters.
+        With `allow_special` False, "<|im_end|>" and the like are read as plain characters. Raises InvalidRequest, and
+        ContextOverflow, without tokenizing, for a text of more than `max_tokens` of the longest token.
         """
+        if max_tokens is not None and len(text) > max_tokens * self.max_token_chars:
+            raise ContextOverflow(
+                f"the text has {len(text)} characters, and the context holds {max_tokens} tokens of at most "
+                f"{self.max_token_chars} characters; shorten it"
+            )
         try:
             text.encode()
         except UnicodeEncodeError as error:

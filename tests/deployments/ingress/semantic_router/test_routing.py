@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from app.config import SemanticRouterConfig
+from app.deployments.ingress.accounting import RequestAccounting
 from app.deployments.ingress.principal import Principal
 from app.deployments.ingress.schemas.openai import RoutingFields
 from app.deployments.ingress.semantic_router.candidates import Candidates
@@ -29,9 +30,12 @@ from app.engine.adapters.card import AdapterRef
 from app.engine.adapters.combining.combination import CombinationPart, make_combination
 from app.engine.errors import NotReady
 from tests.deployments.http_service import Service
+from tests.deployments.ingress.http.middleware.test_auth import Org, org
 from tests.deployments.ingress.http.test_limits import engines, used
 from tests.deployments.managed import wanted
 from tests.fakes import fake_adapter
+
+__all__ = ["org"]
 
 ADA = Principal("ada", "key", replace(PUBLIC, shared=frozenset({("zed", "shared")})))
 WORDS = ("sql", "law", "tone", "shared")
@@ -63,9 +67,22 @@ def entry(name: str, description: str, tenant_id: str = "ada") -> CatalogEntry:
     return CatalogEntry(AdapterRef(name, digest, tenant_id), 8, 64, 0.0, "ada", description=description)
 
 
+class Unlimited(RequestAccounting):
+    """Charges nobody."""
+
+    def __init__(self) -> None:
+        self.charged: list[tuple[str, int]] = []
+
+    def owner(self, tenant_id: str) -> Principal:
+        return Principal(tenant_id, "test", PUBLIC)
+
+    async def charge_tokens(self, caller: Principal, num_tokens: int) -> None:
+        self.charged.append((caller.tenant_id, num_tokens))
+
+
 def router_of(*entries: Any, **config: Any) -> tuple[SemanticRouter, RegistryView, Bags]:
     view, bags = RegistryView(entries), Bags()
-    return SemanticRouter(SemanticRouterConfig(**config), view, bags, wait_s=0.05), view, bags
+    return SemanticRouter(SemanticRouterConfig(**config), view, bags, 0.05, Unlimited()), view, bags
 
 
 async def names(router: SemanticRouter, text: str, caller: Principal = ADA, **wishes: Any) -> list[str]:
@@ -335,3 +352,33 @@ async def test_what_choosing_computes_is_in_the_ledger(service: Service, http: h
     assert explained.json()["embedder"] == "base"
     counted, computed = await used(service), await engines(service)
     assert counted.prompt_tokens == computed.prompt_tokens > len("which adapter is this for?")
+
+
+async def embedded_tokens(org: Org, who: str) -> int:
+    assert await org.service.accounting.usage_flusher.flush()
+    query = f"start_time={int(org.service.accounting.clock()) - 60}&project_ids[]={org.ids[who]}"
+    answer = await org.ask("admin", "GET", f"/v1/organization/usage/embeddings?{query}")
+    return sum(result["input_tokens"] for bucket in answer.json()["data"] for result in bucket["results"])
+
+
+async def test_the_owner_of_a_description_pays_for_it(org: Org) -> None:
+    assert (await org.ask("ada", "PATCH", "/v1/loras/secret", json={"description": "x" * 40})).status_code == 200
+    assert (await org.ask("ada", "POST", "/v1/route", json={"prompt": "ab"})).status_code == 200
+    num_tokens = len("secret: ") + 40 + len("ab")
+    assert await embedded_tokens(org, "ada") == num_tokens
+    assert (await org.ask("ada", "POST", "/v1/route", json={"prompt": "ab"})).status_code == 200
+    assert await embedded_tokens(org, "ada") == num_tokens + len("ab"), "once"
+
+
+async def test_descriptions_wait_for_the_tokens_of_their_owner(org: Org) -> None:
+    owner = org.service.accounting.tenants_service
+    await owner.limit_rates(org.ids["ada"], "base", {"tokens_per_min": 40}, actor="test")
+    await owner.share(org.ids["ada"], "secret", [org.ids["bob"]], actor="test")
+    await org.ask("ada", "PATCH", "/v1/loras/secret", json={"description": "x" * 40})
+    refused = await org.ask("ada", "POST", "/v1/route", json={"prompt": "ab"})
+    assert refused.status_code == 429, refused.text
+    assert "tokens per minute" in refused.json()["error"]["message"]
+    assert await embedded_tokens(org, "ada") == 0
+    answer = await org.ask("bob", "POST", "/v1/route", json={"prompt": "ab", "routing": {"threshold": -1}})
+    assert answer.status_code == 200, "others do without"
+    assert answer.json()["adapters"] == []
