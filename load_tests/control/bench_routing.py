@@ -107,7 +107,7 @@ def router_of(descriptions: dict[str, str], embedder: TextEmbedder) -> SemanticR
 
 
 class Free(RequestAccounting):
-    """Charges nobody for descriptions."""
+    """Embeds descriptions without charge."""
 
     def __init__(self) -> None: ...
 
