@@ -215,7 +215,7 @@ def unknown(value: Any, place: str = "") -> list[str]:
     ]
 
 
-async def test_every_answer_is_of_openai_s_types_and_no_more(transport: httpx.AsyncClient) -> None:
+async def test_every_answer_is_of_openai_s_types_and_names_ended_batches(transport: httpx.AsyncClient) -> None:
     admin = client_with(transport).admin.organization
     projects, usage = admin.projects, admin.usage
     project = await projects.create(name="Acme")
@@ -252,5 +252,6 @@ async def test_every_answer_is_of_openai_s_types_and_no_more(transport: httpx.As
         answers.append(await usage.embeddings(start_time=NOW, bucket_width=width, group_by=groups))
     answers.append(await usage.costs(start_time=NOW, group_by=["project_id", "line_item", "api_key_id"]))
     received = [each for answer in answers for each in unknown(answer, type(answer).__name__)]
-    assert received == []
+    ended = ["APIKeyDeleteResponse.ended_batches", "ServiceAccountDeleteResponse.ended_batches"]
+    assert received == ended, "batches end with their key, and OpenAI has no field for that"
     assert (await admin.audit_logs.list()).data, "which says what was changed in words of its own, and is not compared"
