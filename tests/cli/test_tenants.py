@@ -117,6 +117,17 @@ async def test_a_project_s_life_from_the_shell(run: Run, capsys: pytest.CaptureF
         assert (listed["id"], listed["status"]) == (project_id, "archived")
 
 
+async def test_keys_have_roles(run: Run, capsys: pytest.CaptureFixture[str], service: Service) -> None:
+    assert await run("create", "acme", "--role", "management") == 0
+    project_id, first = capsys.readouterr().out.split()
+    assert await run("key", project_id, "--role", "inference", "--expires-in-s", "60") == 0
+    key_id, second = capsys.readouterr().out.split()
+    found = [service.accounting.view.find(value, 0.0) for value in (first, second)]
+    assert [each is not None and each.key.role for each in found] == ["management", "inference"]
+    assert await run("revoke", project_id, key_id) == 0
+    assert capsys.readouterr().out == f"revoked {key_id}\n"
+
+
 async def test_on_a_terminal_what_is_made_has_names(
     run: Run, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
