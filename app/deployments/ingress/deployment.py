@@ -6,6 +6,7 @@ A thin shell over `IngressService`: it connects to the other processes and follo
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import time
 import uuid
@@ -112,6 +113,7 @@ class Ingress(AsgiIngress):
             parts.accounting.usage_flusher.flush_loop,
             placement_table.follow,
             LoadTableClient(placement.watch_loads, ingress_id, loads.apply_reports).follow,
+            metrics.measure_loop_lag,
             partial(repeat_gauges, (*metrics.gauges, RejectionCounters(parts.accounting.limiter))),
             self._service.adapter_admin.keep_resuming_unloads,
             self._service.adapter_metrics.keep_flushing,
@@ -120,6 +122,7 @@ class Ingress(AsgiIngress):
         await store.preload(store_settings(config))
         await registry.complete.wait()  # otherwise the first requests would find no adapter
         await tenants.complete.wait()  # otherwise requests would pass without a key
+        gc.freeze()  # what lives as long as the process is not looked through again, which would hold the loop
 
     def make_asgi_app(self) -> ASGIApp:
         return make_app(self._service, self._rules, log_requests=self._log_requests)

@@ -11,7 +11,6 @@ import base64
 import secrets
 from collections.abc import Callable, Sequence
 from contextlib import aclosing
-from typing import Any
 
 import numpy as np
 from pydantic_core import to_json
@@ -20,6 +19,7 @@ from app.deployments.ingress.accounting import RequestAccounting
 from app.deployments.ingress.dispatch.dispatcher import Dispatcher
 from app.deployments.ingress.dispatch.generation_task import GenerationTask
 from app.deployments.ingress.preprocess.preprocessor import RequestPreprocessor
+from app.deployments.ingress.preprocess.tokenizer_service import in_worker_if_long
 from app.deployments.ingress.principal import Principal
 from app.deployments.ingress.schemas.completions import EmbeddingsRequest
 from app.deployments.ingress.serializers.generate import usage_body
@@ -108,18 +108,25 @@ class Embedder:
 
 async def vectors(task: GenerationTask) -> list[bytes]:
     """The task's vectors as little-endian float32, in the order of its texts. Raises the first sequence's error."""
-    semaphore = asyncio.Semaphore(MAX_OPEN)
-    vector_tasks = [asyncio.create_task(_vector(task, index, semaphore)) for index in range(len(task.requests))]
+    found = [b""] * len(task.requests)
+    indices = iter(range(len(task.requests)))
+
+    async def work() -> None:
+        for index in indices:
+            found[index] = await _vector(task, index)
+
+    workers = [asyncio.create_task(work()) for _ in range(min(MAX_OPEN, len(task.requests)))]
     try:
-        return await asyncio.gather(*vector_tasks)
+        await asyncio.gather(*workers)
+        return found
     finally:
-        for each in vector_tasks:
+        for each in workers:
             each.cancel()
-        await asyncio.gather(*vector_tasks, return_exceptions=True)
+        await asyncio.gather(*workers, return_exceptions=True)
 
 
-async def _vector(task: GenerationTask, index: int, semaphore: asyncio.Semaphore) -> bytes:
-    async with semaphore, aclosing(task.dispatcher.stream(task.requests[index], task.deadline_s)) as chunks:
+async def _vector(task: GenerationTask, index: int) -> bytes:
+    async with aclosing(task.dispatcher.stream(task.requests[index], task.deadline_s)) as chunks:
         async for chunk in chunks:
             if chunk.error is not None:
                 raise chunk.error
@@ -135,15 +142,23 @@ def as_floats(vector: bytes) -> list[float]:
     return numbers
 
 
-def answer(task: GenerationTask, body: EmbeddingsRequest, embeddings: Sequence[bytes]) -> bytes:
-    """The response body in OpenAI's format; "base64" encodes the little-endian float32 bytes."""
+async def answer(task: GenerationTask, body: EmbeddingsRequest, embeddings: Sequence[bytes]) -> bytes:
+    """The response body in OpenAI's format; "base64" encodes the little-endian float32 bytes. Many vectors are
+    written in a thread, one after the other.
+    """
     encode = _as_base64 if body.encoding_format == "base64" else as_floats
-    data: list[dict[str, Any]] = [
-        {"object": "embedding", "index": index, "embedding": encode(vector)} for index, vector in enumerate(embeddings)
-    ]
     usage = usage_body(task.usages)
     counts = {"prompt_tokens": usage["prompt_tokens"], "total_tokens": usage["total_tokens"]}
-    return to_json({"object": "list", "data": data, "model": body.model, "usage": counts})
+    end = to_json({"model": body.model, "usage": counts})[1:]
+
+    def to_bytes() -> bytes:
+        data = b",".join(
+            to_json({"object": "embedding", "index": index, "embedding": encode(vector)})
+            for index, vector in enumerate(embeddings)
+        )
+        return b'{"object":"list","data":[%b],%b' % (data, end)
+
+    return await in_worker_if_long(sum(map(len, embeddings)), to_bytes)
 
 
 def _as_base64(vector: bytes) -> str:

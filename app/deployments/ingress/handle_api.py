@@ -15,6 +15,7 @@ from typing import Any
 from app.deployments.ingress.dispatch.generation_task import GenerationTask
 from app.deployments.ingress.embeddings import as_floats, vectors
 from app.deployments.ingress.error_responses import TABLE, ClientGone, error_reply
+from app.deployments.ingress.preprocess.tokenizer_service import in_worker_if_long
 from app.deployments.ingress.principal import handle_principal, load_request
 from app.deployments.ingress.schemas.completions import EmbeddingsRequest
 from app.deployments.ingress.schemas.openai import GenerateBody
@@ -82,7 +83,9 @@ async def embed(
     }  # fmt: skip
     with _count_call(service) as call:
         task = call.task = await service.embedder.task(parse_body(EmbeddingsRequest, fields), handle_principal())
-        result = [as_floats(vector) for vector in await vectors(task)]
+        found = await vectors(task)
+        num_bytes = sum(map(len, found))
+        result = await in_worker_if_long(num_bytes, lambda: [as_floats(vector) for vector in found])
     return result[0] if isinstance(text, str) else result
 
 

@@ -5,6 +5,7 @@ Labels have few values each; `rpc.gauges` explains why.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Sequence
 
 from ray.util.metrics import Counter, Histogram
@@ -13,6 +14,8 @@ from app.deployments.ingress.error_responses import TABLE, ClientGone
 from app.deployments.rpc.gauges import SECONDS, SteadyGauge
 from app.engine.request import Usage
 
+#: The interval of the timer whose lateness is measured.
+LAG_INTERVAL_S = 0.05
 _TOKEN_SECONDS = [0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.5]
 
 
@@ -39,6 +42,12 @@ class IngressMetrics:
             "Between tokens of an answer, on average.",
             boundaries=_TOKEN_SECONDS,
             tag_keys=("route",),
+        )
+        self._loop_lag_s = Histogram(
+            "polylora_ingress_event_loop_lag_seconds",
+            "How late a timer of the ingress's event loop is, twenty times a second. Nothing should hold the loop for "
+            "more than 0.05 s: all streams of the process wait meanwhile.",
+            boundaries=[0.001, *SECONDS],
         )
         self._adapters = SteadyGauge("polylora_registered_adapters", "Adapters in the registry.")
         self.gauges = (self._adapters,)
@@ -77,6 +86,14 @@ class IngressMetrics:
         longest = max((usage.completion_tokens for usage in known), default=0)
         if first_s is not None and status == 200 and longest > 1:
             self._per_token_s.observe((now_s - first_s) / (longest - 1), tags=tags)
+
+    async def measure_loop_lag(self) -> None:
+        """Measure how late a timer of this event loop is, until cancelled."""
+        loop = asyncio.get_running_loop()
+        while True:
+            due_s = loop.time() + LAG_INTERVAL_S
+            await asyncio.sleep(LAG_INTERVAL_S)
+            self._loop_lag_s.observe(max(loop.time() - due_s, 0.0))
 
     def adapters(self, number: int) -> None:
         """Set the number of registered adapters."""

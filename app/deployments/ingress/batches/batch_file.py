@@ -7,16 +7,20 @@ their route.
 from __future__ import annotations
 
 import json
+import re
 import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from app.deployments.ingress.error_responses import error_reply
+from app.deployments.ingress.error_responses import InvalidJson, error_reply
+from app.deployments.ingress.json_parser import parse_json
 from app.deployments.object_storage.models import LineResult
+from app.engine.errors import InvalidRequest
 from app.redaction import holds_key, without_keys
 
 #: Reported errors per file.
 MAX_ERRORS = 100
+_NOT_ASCII = re.compile(r"[^\x00-\x7f]")
 _FIELDS = frozenset(("custom_id", "method", "url", "body"))
 #: Error codes and messages of lines that expired, of an archived project's lines, and of those without a valid key.
 EXPIRED = ("batch_expired", "the batch expired before this request was answered")
@@ -48,30 +52,46 @@ class FileError(NamedTuple):
     param: str | None = None
 
 
-class LineSplitter:
-    """Splits a file that arrives in parts into lines. Lines longer than `max_bytes` are cut to `max_bytes + 1`."""
+class TooManyLines(InvalidRequest):
+    """A file has more than twice as many lines as a batch may have requests."""
 
-    def __init__(self, max_bytes: int) -> None:
-        self._max_stored = max_bytes + 1
+
+class LineSplitter:
+    """Splits a file that arrives in parts into lines. Lines longer than `max_bytes` are cut to `max_bytes + 1`, and
+    empty ones are counted and left out.
+    """
+
+    def __init__(self, max_bytes: int, max_lines: int) -> None:
+        """max_lines: of requests; with empty lines a file may have twice as many."""
+        self._max_stored, self._max_lines = max_bytes + 1, max_lines
         self._partial = b""
         self._number = 0
 
     def push(self, part: bytes) -> list[NumberedBatchLine]:
-        """The lines that this part completes."""
+        """The lines that this part completes. Takes milliseconds for a part of a mebibyte. Raises TooManyLines."""
+        if self._number + part.count(b"\n") > 2 * self._max_lines:
+            raise TooManyLines(
+                f"the file has more than {2 * self._max_lines} lines; storage.max_batch_lines is {self._max_lines}"
+            )
         first, *others = part.split(b"\n")
         self._partial += first[: self._max_stored - len(self._partial)]
         if not others:
             return []
         *whole, partial = others
         lines = [self._partial, *(text[: self._max_stored] for text in whole)]
-        numbered = [NumberedBatchLine(self._number + index, text) for index, text in enumerate(lines)]
+        numbered = _not_empty(self._number, lines)
         self._number += len(lines)
         self._partial = partial[: self._max_stored]
         return numbered
 
     def end(self) -> list[NumberedBatchLine]:
         """The last line, which has no newline."""
-        return [NumberedBatchLine(self._number, self._partial)]
+        return _not_empty(self._number, [self._partial])
+
+
+def _not_empty(number: int, lines: Sequence[bytes]) -> list[NumberedBatchLine]:
+    """The lines with more than white space, numbered from `number`."""
+    return [NumberedBatchLine(number + index, text) for index, text in enumerate(lines) if text and not text.isspace()]
 
 
 class FileCheck:
@@ -84,10 +104,8 @@ class FileCheck:
         self.num_lines = 0
 
     def add(self, lines: Sequence[NumberedBatchLine]) -> None:
-        """Check more lines; empty ones are skipped."""
+        """Check more lines."""
         for number, text in lines:
-            if not text.strip():
-                continue
             found = parse_line(number, text, self._endpoint, self._max_line_bytes)
             if isinstance(found, BatchLine) and found.custom_id in self._known:
                 message = f"custom_id {found.custom_id[:80]!r} is used twice"
@@ -117,9 +135,9 @@ def parse_line(number: int, text: bytes, endpoint: str, max_bytes: int) -> Batch
     if len(text) > max_bytes:
         return wrong("line_too_long", f"the line is longer than limits.max_body_bytes {max_bytes}")
     try:
-        line = json.loads(text)
-    except (ValueError, RecursionError):
-        return wrong("invalid_json_line", "the line is not JSON")
+        line = parse_json(text, "the line")
+    except InvalidJson as error:
+        return wrong("invalid_json_line", str(error))
     if not isinstance(line, dict):
         return wrong("invalid_request", 'the line is not an object: {"custom_id", "method", "url", "body"}')
     if unknown := sorted(line.keys() - _FIELDS):
@@ -141,9 +159,12 @@ def parse_line(number: int, text: bytes, endpoint: str, max_bytes: int) -> Batch
     return BatchLine(number, custom_id, body)
 
 
-def result_line(line: BatchLine, request_id: str, body: Mapping[str, Any]) -> LineResult:
-    """A line of the output file."""
-    return _line_result(line, {"status_code": 200, "request_id": request_id, "body": body}, None)
+def result_line(line: BatchLine, request_id: str, body: bytes) -> LineResult:
+    """A line of the output file; `body` is the response's JSON."""
+    envelope = _line_result(line, {"status_code": 200, "request_id": request_id, "body": None}, None)
+    before, _, after = envelope.line.rpartition('"body": null')
+    text = _NOT_ASCII.sub(lambda found: json.dumps(found[0])[1:-1], body.decode())  # such characters are in strings
+    return envelope._replace(line=f'{before}"body": {text}{after}')
 
 
 def error_line(line: BatchLine, request_id: str, error: Exception) -> LineResult:

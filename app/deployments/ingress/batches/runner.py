@@ -11,6 +11,8 @@ import asyncio
 import json
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from functools import partial
+from itertools import accumulate
 from typing import Any
 
 from app.config import AppConfig
@@ -21,11 +23,13 @@ from app.deployments.ingress.batches.batch_file import (
     FileError,
     LineSplitter,
     NumberedBatchLine,
+    TooManyLines,
     error_line,
     parse_line,
     result_line,
     unfinished_line,
 )
+from app.deployments.ingress.preprocess.tokenizer_service import in_worker_if_long
 from app.deployments.ingress.principal import Principal
 from app.deployments.object_storage.models import Batch, BatchStatus, LeaseLost, LineResult, StorageQuotaExceeded
 from app.deployments.object_storage.service import StorageService
@@ -52,12 +56,12 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0
 #: Attempts for a request whose adapter cannot be read.
 MAX_TRIES = 6
 ADAPTER_ERRORS = (AdapterQuarantined, AdapterUnreadable, AdapterReadFailed)
-_LINES_AT_ONCE = 256
-#: Longer lines are decoded in a thread, because they would block this process's streams.
-MAX_INLINE_BYTES = 20_000
+#: Answers per call to the database, and their bytes unless one alone has more.
+_LINES_AT_ONCE, _BYTES_AT_ONCE = 256, 8 << 20
 
-#: Executes one request: endpoint, body, caller and request id. Raises the endpoint's errors.
-AnswerLine = Callable[[str, Mapping[str, Any], Principal, str], Awaitable[Mapping[str, Any]]]
+#: Executes one request: endpoint, body, caller and request id. Returns the response's JSON. Raises the endpoint's
+#: errors.
+AnswerLine = Callable[[str, Mapping[str, Any], Principal, str], Awaitable[bytes]]
 
 
 class BatchRunner:
@@ -129,16 +133,18 @@ class BatchRunner:
             batch = await self.storage.begin_batch(batch.id, self.holder, check.num_lines)
             known = set(await self.storage.answered_lines(batch.id))
             await _BatchRun(self, batch, known, min(self.num_streams, check.num_lines)).run()
+        except TooManyLines as error:
+            await self._refuse(batch, [FileError("too_many_tasks", str(error))])
         except NotFound:
             await self._refuse(batch, [FileError("input_file_gone", "the input file has expired or was deleted")])
         except StorageQuotaExceeded as error:  # what was written before stays, as the batch's output
             await self._refuse(batch, [FileError("storage_quota_reached", str(error))])
 
     async def file_lines(self, batch: Batch) -> AsyncGenerator[list[NumberedBatchLine]]:
-        """The lines of a batch's file, part by part. Raises NotFound."""
-        splitter, number = LineSplitter(self.max_line_bytes), 0
+        """The lines of a batch's file, part by part, without empty ones. Raises NotFound, TooManyLines."""
+        splitter, number = LineSplitter(self.max_line_bytes, self._config.storage.max_batch_lines), 0
         while (part := await self._part(batch, number)) is not None:
-            yield splitter.push(part)
+            yield await asyncio.to_thread(splitter.push, part)
             number += 1
         yield splitter.end()
 
@@ -188,11 +194,9 @@ class _BatchRun:
         """The lines that have no answer when their part of the file is read."""
         batch, max_bytes = self._batch, self._runner.max_line_bytes
         async for lines in self._runner.file_lines(batch):
-            for number, text in [line for line in lines if line.text.strip() and line.number not in self._written]:
-                if len(text) > MAX_INLINE_BYTES:
-                    found = await asyncio.to_thread(parse_line, number, text, batch.endpoint, max_bytes)
-                else:
-                    found = parse_line(number, text, batch.endpoint, max_bytes)
+            for number, text in [line for line in lines if line.number not in self._written]:
+                parse = partial(parse_line, number, text, batch.endpoint, max_bytes)
+                found = await in_worker_if_long(len(text), parse)
                 assert isinstance(found, BatchLine), "the file was validated, and files are immutable"
                 yield found
 
@@ -228,7 +232,7 @@ class _BatchRun:
                     if not isinstance(caller, Principal):
                         return unfinished_line(line, caller)
                     body = await self._runner.answer(self._batch.endpoint, line.body, caller, request_id)
-                return result_line(line, request_id, body)
+                return await in_worker_if_long(len(body), partial(result_line, line, request_id, body))
             except Exception as error:  # any error becomes this line's answer, unless it is transient
                 num_tries += 1
                 if not is_transient(error) or (isinstance(error, ADAPTER_ERRORS) and num_tries >= MAX_TRIES):
@@ -237,8 +241,10 @@ class _BatchRun:
                 await asyncio.sleep(min(max(next(pauses_s), retry_after_s), LONGEST_PAUSE_S))
 
     async def _write(self) -> None:
-        """Write up to `_LINES_AT_ONCE` answers and renew the lease; keeps them while the database is unavailable."""
-        lines = self._answers[:_LINES_AT_ONCE]
+        """Write some answers and renew the lease; keeps them while the database is unavailable."""
+        sizes = accumulate(len(line.line) for line in self._answers[:_LINES_AT_ONCE])
+        num_fitting = sum(size <= _BYTES_AT_ONCE for size in sizes)
+        lines = self._answers[: max(num_fitting, 1)]
         try:
             self._batch = await self._runner.storage.answer(
                 self._batch.id, self._runner.holder, lines, self._runner.max_tenant_bytes

@@ -5,9 +5,11 @@ The request goes through the same preprocessor, limits and accounting as one tha
 
 from __future__ import annotations
 
-import json
+import asyncio
 from collections.abc import Coroutine, Mapping
 from typing import Any, TypeAlias
+
+from pydantic_core import to_json
 
 from app.deployments.ingress.batches.runner import is_transient
 from app.deployments.ingress.dispatch.generation_task import GenerationTask
@@ -26,7 +28,7 @@ from app.deployments.ingress.service import IngressService
 from app.engine.errors import InvalidRequest
 
 #: A running request, and the coroutine of its response body.
-_StartedRequest: TypeAlias = tuple[GenerationTask, Coroutine[Any, Any, dict[str, Any]]]
+_StartedRequest: TypeAlias = tuple[GenerationTask, Coroutine[Any, Any, bytes]]
 
 
 class BatchExecutor:
@@ -35,10 +37,8 @@ class BatchExecutor:
     def __init__(self, service: IngressService) -> None:
         self._service = service
 
-    async def answer(
-        self, endpoint: str, body: Mapping[str, Any], caller: Principal, request_id: str
-    ) -> Mapping[str, Any]:
-        """The response body. Raises whatever the route would turn into an error response."""
+    async def answer(self, endpoint: str, body: Mapping[str, Any], caller: Principal, request_id: str) -> bytes:
+        """The response body as JSON. Raises whatever the route would turn into an error response."""
         route = endpoint.removeprefix("/v1/").split("/")[0]
         task: GenerationTask | None = None
         try:
@@ -66,35 +66,32 @@ class BatchExecutor:
     ) -> _StartedRequest:
         preprocessor = self._service.preprocessor
         if endpoint == "/v1/chat/completions":
-            chat = parse_body(ChatCompletionRequest, body)
+            chat = await asyncio.to_thread(parse_body, ChatCompletionRequest, body)
             task = await preprocessor.chat(chat, caller, request_id)
             return task, self._completion(chat, task)
         if endpoint == "/v1/completions":
-            completion = parse_body(CompletionRequest, body)
+            completion = await asyncio.to_thread(parse_body, CompletionRequest, body)
             task = await preprocessor.completion(completion, caller, request_id)
             return task, self._completion(completion, task)
         if endpoint == "/v1/embeddings":
-            embeddings = parse_body(EmbeddingsRequest, body)
+            embeddings = await asyncio.to_thread(parse_body, EmbeddingsRequest, body)
             task = await self._service.embedder.task(embeddings, caller, request_id)
             return task, self._embedding(embeddings, task)
-        response = parse_body(ResponsesRequest, body)
+        response = await asyncio.to_thread(parse_body, ResponsesRequest, body)
         for field in ("store", "previous_response_id"):
             if getattr(response, field):
                 raise InvalidRequest(
                     f"{field} is not allowed in a batch, whose output file holds the answers; leave it out", param=field
                 )
-        task = await preprocessor.chat(response.chat(), caller, request_id)
+        task = await preprocessor.chat(await asyncio.to_thread(response.chat), caller, request_id)
         return task, self._response(response, task)
 
-    async def _completion(
-        self, body: ChatCompletionRequest | CompletionRequest, task: GenerationTask
-    ) -> dict[str, Any]:
+    async def _completion(self, body: ChatCompletionRequest | CompletionRequest, task: GenerationTask) -> bytes:
         serializer = chat_serializer(self._service.preprocessor.tokenizer, body, task)
-        return serializer.body(await task.answers(), task.num_per_prompt)
+        return await serializer.content(await task.answers(), task.num_per_prompt)
 
-    async def _embedding(self, body: EmbeddingsRequest, task: GenerationTask) -> dict[str, Any]:
-        content: dict[str, Any] = json.loads(answer(task, body, await vectors(task)))
-        return content
+    async def _embedding(self, body: EmbeddingsRequest, task: GenerationTask) -> bytes:
+        return await answer(task, body, await vectors(task))
 
-    async def _response(self, body: ResponsesRequest, task: GenerationTask) -> dict[str, Any]:
-        return response_body(task, body, *await collect_blocks(task))
+    async def _response(self, body: ResponsesRequest, task: GenerationTask) -> bytes:
+        return to_json(response_body(task, body, *await collect_blocks(task)))

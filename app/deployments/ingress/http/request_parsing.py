@@ -6,8 +6,6 @@ size limit, accept duplicate keys, and do not suggest the right spelling of a fi
 
 from __future__ import annotations
 
-import json
-from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
 from inspect import iscoroutinefunction
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
@@ -23,6 +21,8 @@ from starlette.responses import Response
 
 from app.deployments.ingress.error_responses import BodyTooLarge, ClientGone, InvalidJson, UnknownEncoding
 from app.deployments.ingress.http.middleware.metering import INFERENCE_PATHS
+from app.deployments.ingress.json_parser import parse_json
+from app.deployments.ingress.preprocess.tokenizer_service import in_worker_if_long
 from app.deployments.ingress.schemas.request_model import Body, BodyT, parse_body
 from app.deployments.ingress.service import IngressService
 from app.engine.errors import InvalidRequest
@@ -45,13 +45,16 @@ class _BodyReader:
         self.model = model
 
     async def read(self, request: Request) -> Body:
-        """Raises what `read_json` and `parse_body` raise."""
+        """Raises what `read_bytes`, `parse_json` and `parse_body` raise. A long body is parsed in a thread."""
         if self.model.may_be_empty and _is_empty(request):
             return self.model()
         service: IngressService = request.app.state.service
-        value = await read_json(request, service.preprocessor.limits.max_body_bytes)
+        content = await read_bytes(request, service.preprocessor.limits.max_body_bytes)
+        if not content:
+            raise InvalidJson("the body is empty; send a JSON object")
+        request.state.num_body_bytes = len(content)
         request.state.ignored = ignored = set[str]()
-        return parse_body(self.model, value, ignored)
+        return await in_worker_if_long(len(content), lambda: parse_body(self.model, parse_json(content), ignored))
 
 
 if TYPE_CHECKING:
@@ -136,31 +139,8 @@ async def read_unused_body(request: Request) -> None:
         await read_bytes(request, MAX_UNUSED_BYTES, "what this route reads,")
 
 
-async def read_json(request: Request, max_bytes: int) -> object:
-    """The decoded body. Raises what `read_bytes` raises, and InvalidJson."""
-    body = await read_bytes(request, max_bytes)
-    if not body:
-        raise InvalidJson("the body is empty; send a JSON object")
-    try:
-        return json.loads(body.decode("utf-8"), parse_constant=_refuse_constant, object_pairs_hook=_unique)
-    except (ValueError, RecursionError) as error:  # JSONDecodeError and UnicodeDecodeError are ValueErrors
-        raise InvalidJson(f"the body is not JSON: {str(error)[:200] or type(error).__name__}") from error
-
-
 def _is_empty(request: Request) -> bool:
     return request.headers.get("content-length", "0") == "0" and "transfer-encoding" not in request.headers
-
-
-def _refuse_constant(name: str) -> None:
-    raise ValueError(f"{name} is not JSON")
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> Mapping[str, Any]:
-    values = dict(pairs)
-    if len(values) != len(pairs):
-        twice = next(name for name, number in Counter(name for name, _ in pairs).items() if number > 1)
-        raise ValueError(f"the key {twice[:80]!r} is given twice")
-    return values
 
 
 # -- queries --

@@ -7,7 +7,6 @@ Names become adapter references and text becomes token ids here; nothing behind 
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
@@ -21,8 +20,18 @@ from app.deployments.ingress.preprocess.adapter_directory import AdapterDirector
 from app.deployments.ingress.preprocess.adapter_resolution import AdapterResolver
 from app.deployments.ingress.preprocess.sequence_builder import FieldNames, RequestIds, SequenceBuilder, request_ids
 from app.deployments.ingress.preprocess.structured_output import RequestedGrammar, requested_grammar
-from app.deployments.ingress.preprocess.tokenizer_service import TokenizerService, in_worker_if_long
-from app.deployments.ingress.preprocess.tools import ChatFields, chat_grammar, template_messages, template_tools
+from app.deployments.ingress.preprocess.tokenizer_service import (
+    MAX_INLINE_CHARS,
+    TokenizerService,
+    in_worker_if_long,
+)
+from app.deployments.ingress.preprocess.tools import (
+    ChatFields,
+    chat_grammar,
+    num_chars_until,
+    template_messages,
+    template_tools,
+)
 from app.deployments.ingress.principal import Principal
 from app.deployments.ingress.schemas.openai import (
     ChatCompletionRequest,
@@ -39,9 +48,6 @@ from app.deployments.registry.models import AUTO
 from app.deployments.tenancy.quota.rate_limiter import Reservation
 from app.engine.adapters.card import AdapterRef
 from app.engine.errors import ContextOverflow, InvalidRequest
-
-#: Work per message besides its text, in characters: the template writes its role, which is tokenized too.
-CHARS_PER_MESSAGE = 32
 
 
 class _ResolvedModel(NamedTuple):
@@ -122,8 +128,8 @@ class RequestPreprocessor:
             token_ids = await self.chat_ids(body, resolved.ref)
             text = self.directory.text(resolved.ref)
             make = partial(chat_grammar, body, self.tokenizer, text)
-            has_schemas = body.tools or body.response_format is not None
-            requested, tools = await asyncio.to_thread(make) if has_schemas else make()
+            takes_long = body.tools or body.has_grammar
+            requested, tools = await asyncio.to_thread(make) if takes_long else make()
             num_logprobs = (body.top_logprobs or 0) if body.logprobs else None
             names = FieldNames("messages", body.limit_field, "top_logprobs")
             return await self._task(
@@ -140,6 +146,7 @@ class RequestPreprocessor:
                 tools=tools,
                 resolved=resolved,
                 prediction=await self._prediction_ids(body),
+                is_stream=body.stream,
             )
 
     async def _prediction_ids(self, body: ChatCompletionRequest) -> tuple[int, ...]:
@@ -157,13 +164,14 @@ class RequestPreprocessor:
     async def chat_ids(self, body: ChatFields, ref: AdapterRef | None) -> Sequence[int]:
         """Token ids of a conversation with this adapter, up to the assistant's turn. Raises InvalidRequest."""
         text = self.directory.text(ref)
-        messages, tools = template_messages(body.messages), template_tools(body)
-        num_chars = sum(len(message["content"]) + CHARS_PER_MESSAGE for message in messages)
-        num_chars += len(json.dumps(tools)) if tools else 0
-        encode = partial(self.tokenizer.encode_chat, messages, text, tools, body.chat_template_kwargs)
+
+        def encode() -> Sequence[int]:
+            messages, tools = template_messages(body.messages), template_tools(body)
+            return self.tokenizer.encode_chat(messages, text, tools, body.chat_template_kwargs)
+
         if text:  # an adapter's own template may be slow
             return await asyncio.to_thread(encode)
-        return await in_worker_if_long(num_chars, encode)
+        return await in_worker_if_long(num_chars_until(body, MAX_INLINE_CHARS + 1), encode)
 
     async def completion(
         self, body: CompletionRequest, caller: Principal, request_id: str | None = None
@@ -190,6 +198,7 @@ class RequestPreprocessor:
                 names,
                 echoes=await self._echoes(prompts) if body.echo else (),
                 resolved=resolved,
+                is_stream=body.stream,
             )
         return in_token_ids(task, body)
 
@@ -263,13 +272,15 @@ class RequestPreprocessor:
         echoes: Sequence[str] = (),
         resolved: _ResolvedModel | None = None,
         prediction: tuple[int, ...] = (),
+        is_stream: bool = False,
     ) -> GenerationTask:
-        requested = requested or requested_grammar(fields, self.tokenizer.enforceable)
+        if requested is None and fields.has_grammar:
+            requested = await asyncio.to_thread(requested_grammar, fields, self.tokenizer.enforceable)
         if requested is not None:
             await asyncio.to_thread(self.tokenizer.check_grammar, requested)
         requests = self._sequence_builder.build(
             ids, caller, arrival_s, fields, prompts, refs, max_tokens, num_logprobs, names,
-            "" if requested is None else requested.grammar, prediction,
+            "" if requested is None else requested.grammar, prediction, is_stream=is_stream,
         )  # fmt: skip
         deadline_s = asyncio.get_running_loop().time() + self.limits.request_timeout_s
         reservation = await self._accounting.admit(caller, requests, None if resolved is None else resolved.reservation)

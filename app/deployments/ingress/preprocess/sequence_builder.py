@@ -18,6 +18,9 @@ from app.engine.adapters.card import AdapterRef
 from app.engine.errors import ContextOverflow, InvalidRequest
 from app.engine.request import GenerateRequest, SamplingParams
 
+#: Log-probabilities of one answer that is not a stream: 80 bytes of JSON each, and more in memory.
+MAX_LOGPROBS = 524_288
+
 
 class FieldNames(NamedTuple):
     """The client's names for fields, used in errors."""
@@ -65,6 +68,8 @@ class SequenceBuilder:
         names: FieldNames,
         grammar: str,
         prediction: tuple[int, ...],
+        *,
+        is_stream: bool,
     ) -> tuple[GenerateRequest, ...]:
         """`fields.n` sequences for each prompt, with its adapter of `refs`. Raises InvalidRequest, ContextOverflow."""
         self._check_sizes(len(prompts), fields, num_logprobs, names)
@@ -74,13 +79,16 @@ class SequenceBuilder:
         requests = []
         for prompt_index, (token_ids, ref) in enumerate(zip(prompts, refs, strict=True)):
             max_new = self._room(token_ids, max_tokens, names)
+            if num_logprobs is not None and not is_stream:
+                _check_num_logprobs(len(prompts) * fields.n * max_new * (1 + num_logprobs), names)
             (is_needed,) = self._needs_adapter(ref, [token_ids])
+            prompt = tuple(token_ids)
             for copy in range(fields.n):
                 of_answer = derived_seed(seed, prompt_index * seeds_per_prompt + copy)
                 request = GenerateRequest(
                     request_id=f"{ids.unique}-{prompt_index * fields.n + copy}",
                     tenant_id=caller.tenant_id,
-                    token_ids=tuple(token_ids),
+                    token_ids=prompt,
                     sampling=self._sampling(fields, max_new, of_answer, num_logprobs, grammar),
                     adapter=ref if is_needed else None,
                     unactivated=None if is_needed else ref,
@@ -166,6 +174,17 @@ class SequenceBuilder:
             logit_bias=fields.biases,
             min_tokens=fields.min_tokens,
             grammar=grammar,
+        )
+
+
+def _check_num_logprobs(number: int, names: FieldNames) -> None:
+    """Raises InvalidRequest for more than `MAX_LOGPROBS`."""
+    if number > MAX_LOGPROBS:
+        raise InvalidRequest(
+            f"answers times tokens times (1 + {names.logprobs}) is up to {number}; at most {MAX_LOGPROBS} "
+            f"log-probabilities are returned at once: lower {names.limit}, {names.num_answers} or {names.logprobs}, "
+            "or set stream",
+            param=names.logprobs,
         )
 
 

@@ -5,13 +5,15 @@ A request may use one of these fields. What cannot be enforced is an error that 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+from app.deployments.ingress.error_responses import InvalidJson
+from app.deployments.ingress.json_parser import parse_json
 from app.deployments.ingress.schemas.openai import SamplingFields
 from app.engine.errors import InvalidRequest
 from app.engine.structured_output.grammar_builder import (
+    check_length,
     choice_grammar,
     client_lark_grammar,
     json_grammar,
@@ -114,10 +116,11 @@ def _json(schema: Mapping[str, Any], place: str) -> RequestedGrammar:
 def _parse_schema(schema: Mapping[str, Any] | str, place: str) -> Mapping[str, Any]:
     if not isinstance(schema, str):
         return schema
+    check_length(schema, place)
     try:
-        parsed = json.loads(schema)
-    except (ValueError, RecursionError) as error:
-        raise InvalidRequest(f"{place}: is not JSON: {str(error)[:100]}", param=place) from None
+        parsed = parse_json(schema.encode(), place)
+    except InvalidJson as error:
+        raise InvalidRequest(str(error), param=place) from None
     if not isinstance(parsed, dict):
         raise InvalidRequest(f"{place}: a JSON schema must be an object", param=place)
     return parsed

@@ -6,11 +6,12 @@ far as it can be enforced.
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
+from app.deployments.ingress.error_responses import InvalidJson
+from app.deployments.ingress.json_parser import parse_json
 from app.deployments.ingress.preprocess.structured_output import RequestedGrammar, requested_grammar
 from app.deployments.ingress.preprocess.tokenizer_service import TokenizerService
 from app.deployments.ingress.schemas.openai import ChatCompletionRequest, ChatMessage, NamedTool, ToolBody
@@ -19,6 +20,8 @@ from app.engine.errors import InvalidRequest
 from app.engine.models.chat.tool_call_formats import ToolCallFormat
 from app.engine.structured_output.grammar_builder import lark_grammar, quote, schema_rule
 
+#: Work per message, part, call, tool or value besides its text, in characters.
+CHARS_PER_ITEM = 32
 #: Any text. Where calls begin with a marker that is plain text, the first marker ends it.
 _TEXT = r"TEXT: /(.|\n)*/"
 
@@ -73,6 +76,33 @@ def template_messages(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
                 one.setdefault("name", called[message.tool_call_id])
         converted.append(one)
     return converted
+
+
+def num_chars_until(body: ChatFields, enough: int) -> int:
+    """Characters of a conversation with its tools, as a measure of the work on it; not counted beyond `enough`."""
+    num_chars = 0
+    for size in _sizes(body):
+        num_chars += size + CHARS_PER_ITEM
+        if num_chars >= enough:
+            break
+    return num_chars
+
+
+def _sizes(body: ChatFields) -> Iterator[int]:
+    """Characters of every message, part, call, tool and value of a tool's parameters."""
+    for message in body.messages:
+        yield len(message.content) if isinstance(message.content, str) else 0
+        for part in message.content if isinstance(message.content, list) else ():
+            yield len(part.text)
+        for call in message.tool_calls:
+            yield len(call.function.arguments)
+    for tool in body.tools or ():
+        yield len(tool.function.description or "")
+        stack: list[object] = [tool.function.parameters]
+        while stack:
+            value = stack.pop()
+            yield len(value) if isinstance(value, str) else 0
+            stack += value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
 
 
 def template_tools(body: ChatFields) -> list[dict[str, Any]] | None:
@@ -193,7 +223,7 @@ def arguments_object(text: str) -> dict[str, Any]:
     badly, it becomes the value `INVALID_JSON`, which is how Anthropic's clients send such arguments back.
     """
     try:
-        arguments = json.loads(text or "{}")
-    except (ValueError, RecursionError):
-        arguments = None
+        arguments = parse_json(text.encode() or b"{}", "the call's arguments")
+    except InvalidJson:
+        return {"INVALID_JSON": text}
     return arguments if isinstance(arguments, dict) else {"INVALID_JSON": text}

@@ -118,6 +118,12 @@ class SamplingFields(Body):
         return stop
 
     @property
+    def has_grammar(self) -> bool:
+        """Whether a field asks for an answer that follows a grammar."""
+        fields = (self.response_format, self.structured_outputs, self.guided_json, self.guided_regex)
+        return any(field is not None for field in (*fields, self.guided_choice, self.guided_grammar))
+
+    @property
     def biases(self) -> tuple[tuple[int, float], ...]:
         """(token id, amount) pairs."""
         return tuple((int(token), amount) for token, amount in (self.logit_bias or {}).items())

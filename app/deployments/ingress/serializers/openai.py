@@ -9,12 +9,13 @@ from __future__ import annotations
 import codecs
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 from pydantic_core import to_json
 
 from app.deployments.ingress.dispatch.generation_task import GenerationTask, PredictionUsage, SequenceOutput
-from app.deployments.ingress.preprocess.tokenizer_service import TokenizerService
+from app.deployments.ingress.preprocess.tokenizer_service import TokenizerService, in_worker_if_long
 from app.deployments.ingress.schemas.openai import ChatCompletionRequest, CompletionRequest
 from app.deployments.ingress.serializers.detokenizer import TextDelta
 from app.deployments.ingress.serializers.generate import usage_body
@@ -27,6 +28,11 @@ from app.deployments.ingress.serializers.tool_parser import (
     ToolOutput,
 )
 from app.engine.request import TokenLogprobs, Usage
+
+#: Tokens whose log-probabilities are written as JSON at once.
+TOKENS_AT_ONCE = 256
+#: Work on one log-probability besides its text, in characters.
+_CHARS_PER_LOGPROB = 20
 
 #: The text of a single token id; an incomplete character is U+FFFD.
 TokenText = Callable[[int], str]
@@ -76,12 +82,20 @@ class ChatSerializer:
         """Whether most events of a stream differ only in their text."""
         return not self.want_logprobs and self.ids is None
 
-    def body(self, answers: Sequence[SequenceOutput], num_per_prompt: int) -> dict[str, Any]:
-        """The response to a request that does not stream."""
+    async def content(self, answers: Sequence[SequenceOutput], num_per_prompt: int) -> bytes:
+        """The JSON of the response to a request that does not stream; a long one is written in threads, choice by
+        choice."""
         kind = "chat.completion" if self.is_chat else "text_completion"
-        choices = [self._choice(index, answer) for index, answer in enumerate(answers)]
         usage = usage_body([answer.usage for answer in answers], num_per_prompt, self.predictions)
-        return self._envelope(kind) | {"choices": choices, "usage": usage} | self._routing()
+        envelope = to_json(self._envelope(kind) | {"usage": usage} | self._routing())
+        length = sum(map(_num_chars, answers))
+        choices = [
+            await in_worker_if_long(length, partial(self._choice, index, answer))
+            for index, answer in enumerate(answers)
+        ]
+        return await in_worker_if_long(
+            sum(map(len, choices)), lambda: b'%b,"choices":[%b]}' % (envelope[:-1], b",".join(choices))
+        )
 
     def role_event(self, index: int) -> dict[str, Any]:
         """A chat stream's first event for a choice."""
@@ -133,12 +147,29 @@ class ChatSerializer:
         kind = "chat.completion.chunk" if self.is_chat else "text_completion"
         return self._envelope(kind) | {"choices": [], "usage": usage_body(usages, num_per_prompt, self.predictions)}
 
-    def _choice(self, index: int, answer: SequenceOutput) -> dict[str, Any]:
-        choice: dict[str, Any] = {
-            "index": index,
-            "finish_reason": answer.finish_reason,
-            "logprobs": self._logprobs(answer.logprobs, TokenOffsets(self.text_bytes)),
-        }
+    def _choice(self, index: int, answer: SequenceOutput) -> bytes:
+        """The JSON of a complete answer. Log-probabilities are written some at a time, because writing JSON keeps other
+        threads waiting."""
+        fields = to_json(self._choice_fields(index, answer))
+        return b'%b,"logprobs":%b}' % (fields[:-1], self._all_logprobs(answer.logprobs))
+
+    def _all_logprobs(self, logprobs: Sequence[TokenLogprobs]) -> bytes:
+        offsets, lists, others = TokenOffsets(self.text_bytes), dict[str, list[bytes]](), dict[str, Any]()
+        for start in range(0, max(len(logprobs), 1), TOKENS_AT_ONCE):
+            part = self._logprobs(logprobs[start : start + TOKENS_AT_ONCE], offsets)
+            if part is None:
+                return b"null"
+            for name, value in part.items():
+                if isinstance(value, list):
+                    lists.setdefault(name, []).extend([to_json(value)[1:-1]] if value else [])
+                else:
+                    others[name] = value
+        fields = [b'"%b":[%b]' % (name.encode(), b",".join(items)) for name, items in lists.items()]
+        return b"{%b}" % b",".join(fields + [b'"%b":%b' % (name.encode(), to_json(others[name])) for name in others])
+
+    def _choice_fields(self, index: int, answer: SequenceOutput) -> dict[str, Any]:
+        """A choice without its log-probabilities."""
+        choice: dict[str, Any] = {"index": index, "finish_reason": answer.finish_reason}
         reader = self.reader(index)
         if reader is not None:
             output = ToolOutput()
@@ -228,6 +259,12 @@ def chat_serializer(
         routing=None if task.decision is None else task.decision.body(),
         ids=TokenIdOutput(task, not isinstance(body, CompletionRequest) or body.detokenize) if task.keeps_end else None,
     )
+
+
+def _num_chars(answer: SequenceOutput) -> int:
+    """Characters of an answer, as a measure of the work on it."""
+    num_top = len(answer.logprobs[0].top) if answer.logprobs else 0
+    return len(answer.text) + len(answer.token_ids) + len(answer.logprobs) * (1 + num_top) * _CHARS_PER_LOGPROB
 
 
 def reason_of(finish_reason: str | None, num_calls: int) -> str | None:

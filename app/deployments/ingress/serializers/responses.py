@@ -27,8 +27,8 @@ def response_body(
     """A response; in progress if `end` is None. `stored_id`: its id in the store, if it is stored."""
     is_cut = end is not None and end.reason == "length"
     status = "in_progress" if end is None else "incomplete" if is_cut else "completed"
-    fields = body.model_dump(mode="json", by_alias=True)
     same = ("model", "instructions", "max_output_tokens", "temperature", "top_p", "parallel_tool_calls", "tool_choice")
+    fields = body.model_dump(mode="json", by_alias=True, include={*same, "text", "tools"})
     return {name: fields[name] for name in same} | {
         "id": stored_id or task.request_id,
         "object": "response",

@@ -24,6 +24,8 @@ from app.engine.models.tokenizers.incremental_detokenizer import ByteDecoder, In
 _GGUF_SPECIAL = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
 #: A few milliseconds of work; below this, threads cost more than they save.
 _LONG_CHARS = 4096
+#: A longer text is counted in pieces first: reading it as a whole takes up to 400 bytes of memory per character.
+_MAX_UNCOUNTED_CHARS, _PIECE_CHARS = 131_072, 32_768
 
 
 class Tokenizer:
@@ -60,7 +62,8 @@ class Tokenizer:
         """Token ids. `add_special_tokens` adds what the model's post-processor adds (such as a bos).
 
         With `allow_special` False, "<|im_end|>" and the like are read as plain characters. Raises InvalidRequest, and
-        ContextOverflow, without tokenizing, for a text of more than `max_tokens` of the longest token.
+        ContextOverflow for a text of more than `max_tokens` of the longest token, without tokenizing it, and for one of
+        clearly more tokens than `max_tokens` and 131,072, after as much of it as shows that.
         """
         if max_tokens is not None and len(text) > max_tokens * self.max_token_chars:
             raise ContextOverflow(
@@ -72,6 +75,8 @@ class Tokenizer:
         except UnicodeEncodeError as error:
             raise InvalidRequest(f"the text has a lone surrogate at index {error.start}; send valid Unicode") from None
         backend = self._backend if allow_special else self._literal
+        if max_tokens is not None and len(text) > _MAX_UNCOUNTED_CHARS:
+            _check_num_tokens(backend, text, max(max_tokens, _MAX_UNCOUNTED_CHARS))
         if len(text) <= _LONG_CHARS:
             return list(backend.encode(text, add_special_tokens=add_special_tokens).ids)
         # A batch runs on the library's threads and releases the GIL; `encode` does not.
@@ -144,6 +149,22 @@ class Tokenizer:
         if token_id is None:
             raise CheckpointError(f"{name} {token!r} is not in the tokenizer's vocabulary")
         return int(token_id)
+
+
+def _check_num_tokens(backend: tokenizers.Tokenizer, text: str, max_tokens: int) -> None:
+    """Raises ContextOverflow once the pieces of a text have more tokens than allowed.
+
+    A text has fewer tokens than its pieces together, by a few for each cut, which the margin covers.
+    """
+    num_tokens = 0
+    for start in range(0, len(text), _PIECE_CHARS):
+        (encoding,) = backend.encode_batch_fast([text[start : start + _PIECE_CHARS]], add_special_tokens=False)
+        num_tokens += len(encoding)
+        if num_tokens > max_tokens + max_tokens // 16:
+            raise ContextOverflow(
+                f"the text has more than {max_tokens} tokens in its first {start + _PIECE_CHARS} of {len(text)} "
+                "characters; shorten it"
+            )
 
 
 def load_tokenizer(source: Path | str) -> Tokenizer:

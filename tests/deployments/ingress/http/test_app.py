@@ -156,8 +156,7 @@ async def test_inert_fields_are_accepted_and_unknown_ones_named(http: httpx.Asyn
     status, error = await error_of(http, "/generate", {"text": "x", "sampling_params": {"beam_width": 4}})
     assert status == 400
     assert "beam_width" in error["message"]
-    for fields, param in (  # JSON spells half characters, and UTF-8 cannot
-        ({"\ud800x": 1}, "\\ud800x"),
+    for fields, param in (
         ({"y" * 5000: 1}, "y" * 80),
         ({"stream": True, "stream_options": {"z" * 5000: 1}}, "stream_options." + "z" * 80),
     ):

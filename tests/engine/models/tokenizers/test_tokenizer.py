@@ -19,7 +19,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from transformers.integrations.gguf import convert_gguf_tokenizer, get_gguf_tokenizer
 
-from app.engine.errors import CheckpointError, InvalidRequest
+from app.engine.errors import CheckpointError, ContextOverflow, InvalidRequest
 from app.engine.models.gguf.gguf_file import read_gguf
 from app.engine.models.tokenizers.gguf_tokenizer import tokenizer_from_gguf
 from app.engine.models.tokenizers.tokenizer import Tokenizer, load_tokenizer
@@ -377,3 +377,28 @@ def test_what_a_folder_lacks_is_named(tmp_path: Path) -> None:
     tokenizer = load_tokenizer(tmp_path)
     with pytest.raises(InvalidRequest, match="no chat template"):
         tokenizer.render_chat([{"role": "user", "content": "x"}])
+
+
+def test_a_text_of_far_too_many_tokens_is_refused_by_its_first_pieces(
+    demo: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each combining character is two tokens or more, so the longest token says nothing about such a text."""
+    text, max_tokens = "\u0301" * 2_000_000, 200_000
+    lengths: list[int] = []
+    encode = tokenizers.Tokenizer.encode_batch_fast
+
+    class Backend:
+        def encode_batch_fast(self, texts: list[str], **options: bool) -> list[tokenizers.Encoding]:
+            lengths.extend(map(len, texts))
+            return encode(backend, texts, **options)
+
+    backend = demo._backend
+    monkeypatch.setattr(demo, "_backend", Backend())
+    with pytest.raises(ContextOverflow, match="has more than 200000 tokens in its first"):
+        demo.encode(text, max_tokens=max_tokens)
+    assert sum(lengths) <= max_tokens + max_tokens // 16 + 32_768
+
+
+def test_a_long_text_that_fits_is_read_as_a_whole(demo: Tokenizer) -> None:
+    text = "The quick brown fox jumps over the lazy dog. " * 4000
+    assert demo.encode(text, max_tokens=60_000) == demo.encode(text)

@@ -44,7 +44,8 @@ def _add_message_routes(app: FastAPI, service: IngressService) -> None:
     @app.post("/v1/messages", response_model=MessageResponse, responses=EVENT_STREAM | MESSAGES_ERROR)
     async def messages(request: Request, body: JsonBody[MessagesRequest]) -> Response:
         """Answer a conversation, complete or as a stream."""
-        task = await start_task(request, service, body.chat())
+        chat = await in_worker_if_long(request.state.num_body_bytes, body.chat)
+        task = await start_task(request, service, chat)
         if body.stream:
             return await stream_response(request, service, task, "messages", message_events(task, body.model))
         with observe_if_cancelled(service, "messages", task):
@@ -54,7 +55,8 @@ def _add_message_routes(app: FastAPI, service: IngressService) -> None:
     @app.post("/v1/messages/count_tokens", response_model=TokenCount, responses=MESSAGES_ERROR)
     async def count_tokens(request: Request, body: JsonBody[CountTokensRequest]) -> Response:
         """Count the tokens of a conversation's prompt."""
-        chat, caller = body.chat(), inference_principal(request)
+        caller = inference_principal(request)
+        chat = await in_worker_if_long(request.state.num_body_bytes, body.chat)
         ref = await service.preprocessor.resolver.resolve(chat.model, caller, adapters=chat.adapters)
         async with service.accounting.charge_request(caller, ref):
             token_ids = await service.preprocessor.chat_ids(chat, ref)

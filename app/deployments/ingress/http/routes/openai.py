@@ -72,10 +72,14 @@ async def _respond(
     serializer = chat_serializer(service.preprocessor.tokenizer, body, task)
     headers = adapter_header(task) | service.accounting.headers(task.caller)
     if not body.stream:
+
+        async def content() -> bytes:
+            return await serializer.content(await task.answers(), task.num_per_prompt)
+
         with observe_if_cancelled(service, route, task):
-            answers = await run_until_disconnect(request, task.answers())
+            found = await run_until_disconnect(request, content())
         service.observe(route, 200, task)
-        return JSONResponse(serializer.body(answers, task.num_per_prompt), headers=headers)
+        return Response(found, media_type="application/json", headers=headers)
     events = _events(task, serializer)
     with observe_if_cancelled(service, route, task):
         first = await first_event(request, events)
@@ -88,11 +92,15 @@ def _add_embeddings_route(app: FastAPI, service: IngressService) -> None:
         """Embed texts."""
         caller, request_id = inference_principal(request), request_id_of(request)
         task = request.state.task = await service.embedder.task(body, caller, request_id)
+
+        async def content() -> bytes:
+            return await answer(task, body, await vectors(task))
+
         with observe_if_cancelled(service, "embeddings", task):
-            found = await run_until_disconnect(request, vectors(task))
+            found = await run_until_disconnect(request, content())
         service.observe("embeddings", 200, task)
         headers = adapter_header(task) | service.accounting.headers(caller)
-        return Response(answer(task, body, found), media_type="application/json", headers=headers)
+        return Response(found, media_type="application/json", headers=headers)
 
 
 def _add_selection_route(app: FastAPI, service: IngressService) -> None:

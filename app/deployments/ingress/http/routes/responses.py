@@ -6,9 +6,11 @@ earlier one. It belongs to the tenant of the key; other tenants get a 404. `inst
 
 from __future__ import annotations
 
+import asyncio
 import json
 import secrets
 from collections.abc import Mapping
+from functools import partial
 from typing import Annotated, Any
 
 from fastapi import FastAPI, Query, Request
@@ -25,6 +27,7 @@ from app.deployments.ingress.http.request_lifecycle import (
 )
 from app.deployments.ingress.http.request_parsing import JsonBody, Order, PageQuery, QueryParams, page_body
 from app.deployments.ingress.http.routes.batches import DAY_S
+from app.deployments.ingress.preprocess.tokenizer_service import in_worker_if_long
 from app.deployments.ingress.principal import inference_principal
 from app.deployments.ingress.schemas import responses as schemas
 from app.deployments.ingress.schemas.response_model import DeletedResponse, PageResponse
@@ -57,13 +60,15 @@ def add_response_routes(app: FastAPI, service: IngressService) -> None:
         """Answer a conversation, complete or as a stream."""
         caller = inference_principal(request)
         if body.previous_response_id is not None:
-            body = body.after(
-                _items(await service.storage.response(body.previous_response_id, tenant_id=caller.tenant_id))
-            )
+            stored = await service.storage.response(body.previous_response_id, tenant_id=caller.tenant_id)
+            num_chars = len(stored.items) + len(stored.body)
+            body = await in_worker_if_long(num_chars, partial(_with_conversation, body, stored))
+            request.state.num_body_bytes += num_chars
         is_stored = service.storage_config.store_responses if body.store is None else body.store
         stored_id = f"resp_{secrets.token_hex(16)}" if is_stored else None
         store = None if stored_id is None else _store_later(service, caller.tenant_id, body, stored_id)
-        task = await start_task(request, service, body.chat())
+        chat = await in_worker_if_long(request.state.num_body_bytes, body.chat)
+        task = await start_task(request, service, chat)
         if body.stream:
             return await stream_response(
                 request, service, task, "responses", response_events(task, body, stored_id, store)
@@ -78,7 +83,8 @@ def add_response_routes(app: FastAPI, service: IngressService) -> None:
     @app.post("/v1/responses/input_tokens", response_model=InputTokens)
     async def input_tokens(request: Request, body: JsonBody[InputTokensRequest]) -> Response:
         """Count the tokens of a response's prompt."""
-        chat, caller = body.chat(), inference_principal(request)
+        caller = inference_principal(request)
+        chat = await in_worker_if_long(request.state.num_body_bytes, body.chat)
         ref = await service.preprocessor.resolver.resolve(chat.model, caller, chat.lora_path, adapters=chat.adapters)
         async with service.accounting.charge_request(caller, ref):
             token_ids = await service.preprocessor.chat_ids(chat, ref)
@@ -114,20 +120,23 @@ def add_response_routes(app: FastAPI, service: IngressService) -> None:
         return JSONResponse(page_body(items[: query.limit], has_more=len(items) > query.limit))
 
 
-def _items(stored: StoredResponse) -> list[dict[str, Any]]:
-    """The conversation, answer included."""
+def _with_conversation(body: ResponsesRequest, stored: StoredResponse) -> ResponsesRequest:
+    """The request after a stored conversation, answer included. Raises InvalidRequest."""
     items: list[dict[str, Any]] = json.loads(stored.items)
     output: list[dict[str, Any]] = json.loads(stored.body)["output"]
-    return items + output
+    return body.after(items + output)
 
 
 def _store_later(service: IngressService, tenant_id: str, body: ResponsesRequest, stored_id: str) -> StoreResponse:
     config = service.storage_config
-    items = [{"id": f"item_{stored_id}_{number}"} | item for number, item in enumerate(body.items())]
+
+    def stored_response(content: Mapping[str, Any]) -> StoredResponse:
+        items = [{"id": f"item_{stored_id}_{number}"} | item for number, item in enumerate(body.items())]
+        return StoredResponse(stored_id, json.dumps(items), json.dumps(content))
 
     async def store(content: Mapping[str, Any]) -> None:
         await service.storage.keep_response(
-            StoredResponse(stored_id, json.dumps(items), json.dumps(content)),
+            await asyncio.to_thread(stored_response, content),
             tenant_id=tenant_id,
             life_s=config.retention_days * DAY_S,
             max_count=config.max_responses,

@@ -17,10 +17,17 @@ import pytest
 import pytest_asyncio
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic_core import to_json
 
 from app.config import AppConfig
 from app.deployments.ingress.batches import runner as runner_module
-from app.deployments.ingress.batches.batch_file import LineSplitter, NumberedBatchLine
+from app.deployments.ingress.batches.batch_file import (
+    BatchLine,
+    LineSplitter,
+    NumberedBatchLine,
+    TooManyLines,
+    result_line,
+)
 from app.deployments.ingress.batches.runner import BatchRunner
 from app.deployments.ingress.http.app import make_app
 from app.deployments.ingress.http.batch_executor import BatchExecutor
@@ -89,11 +96,40 @@ async def lines_of(gpt: openai.AsyncOpenAI, file_id: str | None) -> list[dict[st
 @given(content=st.lists(st.sampled_from([b"\n", b"a", b"bc", b"  "]), max_size=40).map(b"".join), data=st.data())
 def test_lines_are_the_same_whatever_parts_a_file_comes_in(content: bytes, data: st.DataObject) -> None:
     places = sorted(data.draw(st.lists(st.integers(0, len(content)), max_size=6)))
-    splitter, found = LineSplitter(4), list[NumberedBatchLine]()
+    splitter, found = LineSplitter(4, 50), list[NumberedBatchLine]()
     for begin, end in itertools.pairwise([0, *places, len(content)]):
         found += splitter.push(content[begin:end])
-    whole = [NumberedBatchLine(number, text[:5]) for number, text in enumerate(content.split(b"\n"))]
+    lines = enumerate(content.split(b"\n"))
+    whole = [NumberedBatchLine(number, text[:5]) for number, text in lines if text[:5].strip()]
     assert found + splitter.end() == whole
+
+
+def test_line_breaks_are_counted_before_they_are_split() -> None:
+    splitter = LineSplitter(4, 10)
+    assert splitter.push(b"\n" * 20 + b"ab") == []
+    assert splitter.end() == [NumberedBatchLine(20, b"ab")]
+    with pytest.raises(TooManyLines, match="more than 20 lines"):
+        splitter.push(b"\n")
+
+
+async def test_a_file_of_line_breaks_is_refused(writing: Service, gpt: openai.AsyncOpenAI) -> None:
+    content = b"\n" * (2 * writing.storage_config.max_batch_lines + 1) + jsonl([BODIES[CHAT]])
+    runner = writing.batch_runner(BatchExecutor(writing).answer, "here", write_s=0.01)
+    task = asyncio.create_task(runner.run())
+    fields: Any = {"endpoint": CHAT, "input_file_id": await upload(gpt, content), "completion_window": "24h"}
+    batch = await ended(gpt, (await gpt.batches.create(**fields)).id)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    assert batch.status == "failed"
+    assert [error["code"] for error in batch.to_dict()["errors"]["data"]] == ["too_many_tasks"]  # type: ignore[index]
+
+
+def test_an_answer_becomes_ascii_without_being_parsed() -> None:
+    body = {"text": 'é漢😀\n"body": null', "none": None}
+    line = result_line(BatchLine(3, '"body": null', {}), "r", to_json(body)).line
+    assert line.isascii()
+    found = json.loads(line)
+    assert (found["response"]["body"], found["custom_id"], found["error"]) == (body, '"body": null', None)
 
 
 async def test_a_file_is_read_as_its_lines_are_wanted(
@@ -110,10 +146,10 @@ async def test_a_file_is_read_as_its_lines_are_wanted(
         reads.append(number)
         return await file_part(file_id, number, tenant_id=tenant_id)
 
-    async def answer(*given: Any) -> Mapping[str, Any]:
+    async def answer(*given: Any) -> bytes:
         wanted = int(given[3].rpartition("-")[2]) + runner.num_streams
         ahead.append(reads[num_parts + 1 :][-1] * 300 - (wanted + 1) * (line_bytes + 8))
-        return {}
+        return b"{}"
 
     ahead: list[int] = []
     fields: Any = {"endpoint": CHAT, "input_file_id": await upload(gpt, content), "completion_window": "24h"}
@@ -258,7 +294,7 @@ class Held:
         self.num_open = 0  # lines that may be answered
         self.errors: list[Exception] = []  # raised first
 
-    async def answer(self, endpoint: str, body: Mapping[str, Any], caller: Any, request_id: str) -> Mapping[str, Any]:
+    async def answer(self, endpoint: str, body: Mapping[str, Any], caller: Any, request_id: str) -> bytes:
         assert caller.is_batch
         while self.num_open == 0:
             await asyncio.sleep(0.001)
@@ -543,7 +579,7 @@ async def test_a_batch_goes_by_what_its_project_may_now(org: Org) -> None:
     owner, service, ada = org.service.accounting.tenants_service, org.service, org.ids["ada"]
     answers, asked = BatchExecutor(service), list[Principal]()
 
-    async def answer(endpoint: str, body: Mapping[str, Any], caller: Principal, request_id: str) -> Mapping[str, Any]:
+    async def answer(endpoint: str, body: Mapping[str, Any], caller: Principal, request_id: str) -> bytes:
         asked.append(caller)
         if len(asked) == 2:
             await owner.permit_models(ada, "deny_list", ["base"], actor="test")
