@@ -155,6 +155,8 @@ def _read_template(folder: Path, config: Mapping[str, Any], limits: ReadLimits) 
         raise AdapterFormatError(f"the adapter's chat_template is {short(template)}, not text")
     if len(template.encode(errors="replace")) > limits.max_text_bytes:
         raise AdapterTooLarge(f"the adapter's chat template has more than {limits.max_text_bytes} bytes; shorten it")
+    if any("\ud800" <= char <= "\udfff" for char in template):
+        raise AdapterFormatError("the adapter's chat template has half of a surrogate pair; write it as UTF-8")
     from app.engine.models.chat.chat_template import ChatTemplate  # jinja2, which few adapters need
 
     try:

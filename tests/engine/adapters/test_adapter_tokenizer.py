@@ -169,6 +169,7 @@ def test_a_token_under_another_id_is_refused_by_name(tmp_path: Path, base: Token
         ({"added_tokens": json.dumps({"<tool>": "7"})}, "'<tool>' as '7'"),
         ({"tokenizer": "{}"}, "does not begin with its added tokens"),
         ({"tokenizer": json.dumps({"added_tokens": 7})}, "does not begin with its added tokens"),
+        ({"tokenizer_config": '{"chat_template": "x\\ud800"}'}, "half of a surrogate pair"),
     ],
 )
 def test_files_that_are_not_understood_are_refused(tmp_path: Path, files: dict[str, str], message: str) -> None:

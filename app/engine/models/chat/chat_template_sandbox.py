@@ -57,7 +57,7 @@ class ChatTemplateSandbox:
 
         Raises InvalidRequest, and NotReady if the process does not start.
         """
-        key = hashlib.sha256(source.encode()).hexdigest()
+        key = hashlib.sha256(source.encode(errors="surrogatepass")).hexdigest()
         task = {"source": source, "special": dict(special_tokens), "messages": list(messages)}
         question = json.dumps(task | {"tools": tools, "extra": dict(extra or {})})
         with self._lock:
