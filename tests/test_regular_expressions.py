@@ -104,7 +104,7 @@ def sample(items: Any) -> str:
 
 
 def one_of(members: Any) -> str:
-    alphabet = ["a", "0", " ", "\n", "_", "-", ".", "A", '"', "\\", "/", ":", "~"]
+    alphabet = ["a", "0", " ", "\n", "_", "-", ".", "A", '"', "\\", "/", ":", "~", "é"]
     source = "".join(chr(value) for kind, value in members if kind is _constants.LITERAL)
     negated = any(kind is _constants.NEGATE for kind, _ in members)
     ranges = [value for kind, value in members if kind is _constants.RANGE]

@@ -38,8 +38,8 @@ _MAX_TRIES = 100
 _DRAWING, _MAX_MESSAGE_CHARS = re.compile(r"\s*(?:\d+ *)?\|"), 10_000
 #: Parts of a schema that are left out at most, before it is reported as invalid.
 _MAX_REMOVED = 20
-#: llguidance's warnings about a lenient schema.
-_UNIMPLEMENTED = re.compile(r"Unimplemented keys: (\[.*\])|Unknown format: (.+)")
+#: How llguidance's warnings about a lenient schema begin; a list in JSON follows, or the schema's own text.
+_UNIMPLEMENTED, _UNKNOWN_FORMAT = "Unimplemented keys: ", "Unknown format: "
 
 
 class Vocabulary:
@@ -82,8 +82,13 @@ class Vocabulary:
     def unknown_keywords(self, grammar: str) -> frozenset[str]:
         """The keywords, and the values of `format`, of a lenient JSON grammar that are not enforced."""
         _, messages = LLMatcher.validate_grammar_with_warnings(grammar, self._tokenizer, limits=_LIMITS)
-        found = [match for message in messages for match in _UNIMPLEMENTED.findall(message)]
-        return frozenset(name for keys, form in found for name in (json.loads(keys) if keys else [form]))
+        found: set[str] = set()
+        for message in messages:
+            if message.startswith(_UNIMPLEMENTED):
+                found.update(json.loads(message.removeprefix(_UNIMPLEMENTED)))
+            elif message.startswith(_UNKNOWN_FORMAT):
+                found.add(message.removeprefix(_UNKNOWN_FORMAT))
+        return frozenset(found)
 
 
 class GrammarMatcher:

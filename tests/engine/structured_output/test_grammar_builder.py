@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -182,16 +182,21 @@ def test_rules_are_counted_by_line_and_the_length_before_all() -> None:
 
 
 def test_a_schema_of_a_million_values_is_refused_without_a_look_at_all() -> None:
-    began_s = time.thread_time()
+    class Long(list[int]):
+        def __iter__(self) -> Iterator[int]:
+            raise AssertionError("all values are looked at")
+
     with pytest.raises(InvalidRequest, match="more than 4000 values"):
-        check_schema({"enum": list(range(1_000_000))}, "schema")
-    refused_s = time.thread_time() - began_s
-    began_s = time.thread_time()
-    with pytest.raises(InvalidRequest, match="more than 4000 values"):
-        check_schema({"enum": list(range(4001))}, "schema")
-    assert refused_s < 20 * (time.thread_time() - began_s)
+        check_schema({"enum": Long(range(1_000_000))}, "schema")
 
 
 def test_a_reason_is_one_line_without_the_quoted_grammar() -> None:
     message = "Expected rule\nat line 3\n\n  3 | start: x\n    |        ^ here"
     assert why(message) == "Expected rule at line 3"
+
+
+@pytest.mark.parametrize("form", ["we\nUnimplemented keys: [x]", "Unimplemented keys: [", "]"])
+def test_a_format_may_have_any_text(vocabulary: Vocabulary, form: str) -> None:
+    schema = {"type": "array", "items": {"type": "string", "format": form}, "contains": True}
+    grammar = grammar_builder.json_grammar(schema, "place", lenient=True)
+    assert vocabulary.unknown_keywords(grammar) == {form, "contains"}
