@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from app.deployments.ingress.error_responses import InvalidJson
-from app.deployments.ingress.json_parser import MAX_CONTAINERS, MAX_DEPTH, MAX_VALUES, parse_json
+from app.deployments.ingress.json_parser import MAX_CONTAINERS, MAX_DEPTH, MAX_MEMBERS, MAX_VALUES, parse_json
 from tests.budgets import examples
 
 
@@ -77,6 +77,7 @@ def test_a_text_is_refused_if_the_definition_refuses_it(text: str) -> None:
         (b'{"a":' * 5000 + b"1" + b"}" * 5000, "is not JSON"),
         (b"[" + b"[]," * MAX_CONTAINERS + b"[]]", f"at most {MAX_CONTAINERS} are allowed"),
         (b"[" + b"1," * MAX_VALUES + b"1]", f"at most {MAX_VALUES} are allowed"),
+        (b"{" + b'":":1,' * MAX_MEMBERS + b'"a":1}', f"{MAX_MEMBERS + 1} members of objects; at most"),
     ],
 )
 def test_what_is_refused_says_why(text: bytes, words: str) -> None:
@@ -85,14 +86,14 @@ def test_what_is_refused_says_why(text: bytes, words: str) -> None:
 
 
 def test_brackets_and_commas_in_strings_are_no_values() -> None:
-    inside = '[{,"' * (MAX_VALUES // 2)
+    inside = '[{:,"' * (MAX_VALUES // 2)
     for value in (inside, {"a": [inside, "\\", 1.5]}, [['\\"'] * 3 + [inside]]):
         assert parse_json(json.dumps(value).encode()) == value
 
 
 def test_the_deepest_and_largest_that_are_allowed_are_read() -> None:
     assert parse_json(b"[" * MAX_DEPTH + b"]" * MAX_DEPTH) is not None
-    assert len(parse_json(b"[" + b"1," * (MAX_VALUES - 2) + b"1]")) == MAX_VALUES - 1  # type: ignore[arg-type]
+    assert len(parse_json(b"[" + b"1," * (MAX_VALUES - 1) + b"1]")) == MAX_VALUES  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("unit", [b"[],", b'"",', b'"\\"', b"\\", b'"', b"{", b'"\\ud83d\\ude00",', b'{"a":1},'])

@@ -22,8 +22,9 @@ from app.deployments.ingress.dispatch.generation_task import SequenceOutput
 from app.deployments.ingress.embeddings import answer
 from app.deployments.ingress.http.app import make_app
 from app.deployments.ingress.http.middleware.origin_check import HttpPolicy
-from app.deployments.ingress.json_parser import MAX_CONTAINERS, MAX_VALUES
+from app.deployments.ingress.json_parser import MAX_CONTAINERS, MAX_MEMBERS, MAX_VALUES
 from app.deployments.ingress.metrics import IngressMetrics
+from app.deployments.ingress.preprocess import sequence_builder
 from app.deployments.ingress.schemas.completions import EmbeddingsRequest
 from app.deployments.ingress.serializers.openai import ChatSerializer
 from app.engine.request import TokenLogprobs, Usage
@@ -77,6 +78,7 @@ def filled(begin: str, unit: str, end: str, num_units: int = MAX_BODY) -> bytes:
         num_units,
         (MAX_BODY - len(begin) - len(end)) // len(unit),
         (MAX_VALUES - 100) // max(sum(map(unit.count, "[{,")), 1),
+        (MAX_MEMBERS - 100) // max(unit.count(":"), 1),
         (MAX_CONTAINERS - 100) // max(sum(map(unit.count, "[{")), 1),
     )
     return (begin + unit * most).rstrip(",").encode() + end.encode()
@@ -130,7 +132,7 @@ ALL = {
     "choices": ("/v1/completions", filled('{"model":"base","prompt":"a","guided_choice":[', '"a",', "]}")),
     "biases": (
         "/v1/completions",
-        ('{"model":"base","prompt":"a","logit_bias":{' + ",".join(f'"{n}":1' for n in range(200_000)) + "}}").encode(),
+        ('{"model":"base","prompt":"a","logit_bias":{' + ",".join(f'"{n}":1' for n in range(98_000)) + "}}").encode(),
     ),
     "texts": ("/v1/embeddings", filled('{"model":"base","input":[', '"a",', "]}", 2048)),
     "texts of ids": ("/v1/embeddings", filled('{"model":"base","input":[', "[" + "1," * 200 + "1],", "]}", 2048)),
@@ -145,7 +147,7 @@ ALL = {
     ),
     "metadata": (
         "/v1/responses",
-        ('{"model":"base","input":"a","metadata":{' + ",".join(f'"{n}":"1"' for n in range(200_000)) + "}}").encode(),
+        ('{"model":"base","input":"a","metadata":{' + ",".join(f'"{n}":"1"' for n in range(98_000)) + "}}").encode(),
     ),
     "input tokens": (
         "/v1/responses/input_tokens",
@@ -167,7 +169,7 @@ ALL = {
     ),
     "alias": (
         "/v1/aliases/a",
-        ('{"targets":{' + ",".join(f'"a{n}":1' for n in range(200_000)) + "}}").encode(),
+        ('{"targets":{' + ",".join(f'"a{n}":1' for n in range(98_000)) + "}}").encode(),
     ),
 }
 
@@ -213,6 +215,22 @@ async def test_log_probabilities_of_many_answers_do_not_hold_the_loop(is_chat: b
     assert [choice["index"] for choice in choices] == list(range(64))
     if is_chat:
         assert len(choices[63]["logprobs"]["content"][255]["top_logprobs"]) == 20
+
+
+async def test_log_probabilities_are_bounded_unless_they_are_streamed(
+    client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sequence_builder, "MAX_LOGPROBS", 2 * 3 * 21)
+    chat = {"model": "base", "messages": [{"role": "user", "content": "a"}], "n": 2, "logprobs": True}
+    for max_tokens, stream, status in ((3, False, 200), (4, False, 400), (None, False, 400), (4, True, 200)):
+        body = chat | {"top_logprobs": 20, "max_tokens": max_tokens, "stream": stream}
+        response = await client.post("/v1/chat/completions", json=body)
+        assert response.status_code == status, response.text
+        if status == 400:
+            assert response.json()["error"]["param"] == "top_logprobs"
+            assert "at most 126 log-probabilities are returned at once" in response.text
+    legacy = {"model": "base", "prompt": ["a", "b"], "max_tokens": 4, "logprobs": 20}
+    assert (await client.post("/v1/completions", json=legacy)).json()["error"]["param"] == "logprobs"
 
 
 class Embedded:
