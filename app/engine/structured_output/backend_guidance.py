@@ -38,6 +38,8 @@ _MAX_TRIES = 100
 _DRAWING, _MAX_MESSAGE_CHARS = re.compile(r"\s*(?:\d+ *)?\|"), 10_000
 #: Parts of a schema that are left out at most, before it is reported as invalid.
 _MAX_REMOVED = 20
+#: Keywords that are wrong, not unknown, if a grammar is invalid because of them.
+_ESSENTIAL = frozenset({"type", "properties", "required", "items", "enum", "const", "$ref"})
 #: How llguidance's warnings about a lenient schema begin; a list in JSON follows, or the schema's own text.
 _UNIMPLEMENTED, _UNKNOWN_FORMAT = "Unimplemented keys: ", "Unknown format: "
 
@@ -154,7 +156,7 @@ def enforceable(
     while len(removed) < _MAX_REMOVED and vocabulary.complaint(json_grammar(kept, place, lenient=True)):
         pointer, _ = place_of(kept, place, vocabulary, lenient=True)
         parent, keyword = _parent_of(kept, pointer)
-        if parent is None:
+        if parent is None or keyword in _ESSENTIAL:
             return kept, ()
         del parent[keyword]
         removed.append(pointer)

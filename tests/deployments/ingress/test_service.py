@@ -133,4 +133,4 @@ async def test_a_chat_is_written_with_its_adapters_own_text(service: Service) ->
     assert entry.text == "mine|"
     service.managed.store.contents["own"] = "d3"  # contents without a text of their own take the name over
     await service.managed.registry_service.loads.load_and_wait(wanted("own", "own"))
-    assert service.registry.text(entry.ref) == ""
+    assert service.preprocessor.directory.text(entry.ref) == ""

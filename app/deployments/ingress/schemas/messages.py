@@ -143,7 +143,7 @@ class CountTokensRequest(Body):
         if self.tools:
             fields["tools"] = [_tool(tool) for tool in self.tools]
         if self.output_config is not None and self.output_config.format is not None:
-            schema = {"name": "answer", "schema": self.output_config.format.schema_}
+            schema = {"name": "answer", "schema": self.output_config.format.schema_, "strict": True}
             fields["response_format"] = {"type": "json_schema", "json_schema": schema}
         choice = self.tool_choice
         if choice is not None:

@@ -126,18 +126,6 @@ async def test_a_conversation_with_calls_and_their_answers(writing: Service, wri
         ),
         ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools.0.function.name", "pattern"),
         ({"guided_regex": "a"}, "guided_regex", "cannot be combined with tools"),
-        (
-            {
-                "messages": [
-                    {
-                        "role": "assistant",
-                        "tool_calls": [{"id": "c", "type": "function", "function": {"name": "x", "arguments": "[1"}}],
-                    }
-                ]
-            },
-            "messages.0.tool_calls.0.function.arguments",
-            "not a JSON object",
-        ),
     ],
 )
 async def test_what_is_refused_says_where(
