@@ -212,7 +212,7 @@ def _defaults(lines: Sequence[str], errors: Mapping[int, Path]) -> _Section:
     if not any(line.strip().startswith("timeout client ") for line in remaining):
         raise UnknownConfiguration("Ray's HAProxy configuration has no client timeout")
     remaining = [line for line in remaining if not re.match(r"\s*timeout (client|http-request) ", line)]
-    remaining += [f"    {timeout}" for timeout in _CLIENT_TIMEOUTS]
+    remaining += [f"    {line}" for line in (*_CLIENT_TIMEOUTS, "option http-ignore-probes")]
     remaining = [_LOG_FORMAT if line.strip() == "option httplog" else line for line in remaining]
     return [*remaining, *(f"    errorfile {status} {path}" for status, path in errors.items())]
 
