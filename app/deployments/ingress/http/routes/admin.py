@@ -372,7 +372,7 @@ def _add_tenant_routes(routes: APIRouter, tenants_service: TenantsService) -> No
     async def configure(tenant_id: str, request: Request, body: JsonBody[schemas.TenantBody]) -> Response:
         """Change a tenant's settings; a negative limit removes it."""
         given = {name: value for name, value in body.model_dump().items() if value is not None}
-        settings = {name: None if name.startswith("max_") and value < 0 else value for name, value in given.items()}
+        settings = {name: None if name != "weight" and value < 0 else value for name, value in given.items()}
         return await answer(await tenants_service.configure_project(tenant_id, settings, actor=_actor(request)))
 
     @routes.post("/{tenant_id}/rotate_salt", response_model=schemas.TenantDetails)

@@ -190,7 +190,9 @@ async def test_what_openai_s_objects_cannot_say(transport: httpx.AsyncClient) ->
     changes = {"weight": 2.5, "max_adapters": 3, "enforce": False}
     tenant = (await transport.patch(url, headers=headers, json=changes)).json()
     assert (tenant["weight"], tenant["max_adapters"], tenant["enforce"]) == (2.5, 3, False)
-    tenant = (await transport.patch(url, headers=headers, json={"max_adapters": -1})).json()
+    assert (await transport.patch(url, headers=headers, json={"calls_per_min": 5})).json()["calls_per_min"] == 5
+    tenant = (await transport.patch(url, headers=headers, json={"max_adapters": -1, "calls_per_min": -1})).json()
+    assert tenant["calls_per_min"] is None
     assert (tenant["weight"], tenant["max_adapters"]) == (2.5, None)
     for wrong in ({"weight": 0}, {"weight": -1}, {"weight": 1e9}, {"salt": "x"}):
         assert (await transport.patch(url, headers=headers, json=wrong)).status_code == 400
