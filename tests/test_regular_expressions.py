@@ -55,7 +55,10 @@ def uses() -> Iterator[Use]:
             elif isinstance(owner, ast.Name) and method in METHODS:
                 methods.setdefault(owner.id, set()).add(method)
         module = importlib.import_module(name.removesuffix(".py").replace("/", "."))
-        compiled = {id(found): attribute for attribute, found in vars(module).items() if isinstance(found, re.Pattern)}
+        compiled: dict[re.Pattern[Any], set[str]] = {}  # equal patterns share what is called on them
+        for attribute, value in vars(module).items():
+            if isinstance(value, re.Pattern):
+                compiled.setdefault(value, set()).update(methods.get(attribute, ()))
         for call in direct:
             assert isinstance(call.func, ast.Attribute)
             place = f"{name}:{call.lineno}"
@@ -73,8 +76,7 @@ def uses() -> Iterator[Use]:
             if call.func.attr != "compile":
                 yield Use(place, found, call.func.attr)
                 continue
-            attribute = compiled.get(id(found))  # `re` keeps compiled patterns, so equal ones are the same object
-            called = methods.get(attribute or "", {"search"})  # one in a table: the slowest
+            called = compiled.get(found) or {"search"}  # one in a table: the slowest
             yield from (Use(place, found, method) for method in sorted(called))
 
 

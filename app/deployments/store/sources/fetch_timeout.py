@@ -45,7 +45,8 @@ class FetchTimeout:
                 )
             self._unwanted.setdefault(uri, []).append(unwanted := Future[None]())
         answer: Future[str] = Future()
-        threading.Thread(target=self._run, args=(answer, uri, folder, tenant_id), daemon=True).start()
+        run = (answer, uri, folder, tenant_id)
+        threading.Thread(target=self._run, args=run, name="adapter-source", daemon=True).start()
         either: list[Future[Any]] = [answer, unwanted]
         done = wait(either, self._timeout_s, return_when=FIRST_COMPLETED).done
         with self._lock:
