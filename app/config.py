@@ -48,6 +48,9 @@ ADMIN_KEY = "POLYLORA_ADMIN_KEY"
 #: The address that HAProxy listens on; `polylora serve` sets it, for HAProxy and ingresses.
 HTTP_HOST = "POLYLORA_HTTP_HOST"
 
+#: Headers that proxies add and clients do not, besides Via and X-Forwarded-For, which HAProxy adds itself.
+PROXY_HEADERS = ("Forwarded", "X-Forwarded-Host", "X-Forwarded-Proto", "X-Real-IP")
+
 #: Suffix of either name where the environment holds the secret's SHA-256 in hexadecimal digits instead.
 DIGEST = "_SHA256"
 

@@ -39,7 +39,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from app.cli.haproxy_supervisor import Supervisor, socket_of
-from app.config import HTTP_HOST
+from app.config import HTTP_HOST, PROXY_HEADERS
 
 TRUSTED_PROXIES = "POLYLORA_TRUSTED_PROXIES"
 #: Sections that are left out unless their port is requested: (section, environment variable).
@@ -58,8 +58,6 @@ _MAX_PART_OF_ADDRESS, _FULL_PART, _FEW = 1 / 4, 7 / 8, 16
 _MAX_NEW = 4000
 #: Methods whose routes read no body, and the longest body that is passed on nevertheless.
 _BODILESS, _MAX_UNUSED_BYTES = "GET HEAD DELETE OPTIONS", 64 << 10
-#: Headers that proxies add and clients do not.
-PROXY_HEADERS = ("Forwarded", "X-Forwarded-For", "X-Forwarded-Host", "X-Forwarded-Proto", "X-Real-IP")
 
 #: An API key, as a regular expression of HAProxy.
 _KEY = "sk-[a-z-]*poly-[A-Za-z0-9_-]+"
@@ -258,7 +256,7 @@ def _frontend(
         f"    {no_body} {{ req.fhdr(transfer-encoding) -m found }}",
         f"    {no_body} {{ req.hdr_val(content-length) gt {_MAX_UNUSED_BYTES} }}",
         "    acl is_passed_on req.ver 1.0",
-        *(f"    acl is_passed_on req.hdr({name}) -m found" for name in PROXY_HEADERS),
+        *(f"    acl is_passed_on req.hdr({name}) -m found" for name in (*PROXY_HEADERS, "X-Forwarded-For")),
         '    http-request set-header Via "1.1 proxy" if is_passed_on !{ req.hdr(Via) -m found }',
         f"    http-request set-header X-Forwarded-For %[src]{unless}",
         f"    http-request del-header X-Request-ID if {{ req.hdr(X-Request-ID),url_dec -m reg {_KEY} }}",

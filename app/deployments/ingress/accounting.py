@@ -161,8 +161,11 @@ class RequestAccounting:
 
     def owner(self, tenant_id: str) -> Principal:
         """The caller of work that a tenant's adapters need and no request asked for."""
-        tenant = None if tenant_id == DEFAULT_TENANT else self.view.tenant(tenant_id)
-        return Principal(tenant_id, "adapter descriptions", tenant or PUBLIC)
+        return Principal(tenant_id, "adapter descriptions", self.tenant(tenant_id) or PUBLIC)
+
+    def tenant(self, tenant_id: str) -> Tenant | None:
+        """A tenant with its present limits and permissions, also the default one; None if it is unknown."""
+        return PUBLIC if tenant_id == DEFAULT_TENANT else self.view.tenant(tenant_id)
 
     async def charge_tokens(self, caller: Principal, num_tokens: int) -> None:
         """Count computed tokens that belong to no request. Raises LimitError."""

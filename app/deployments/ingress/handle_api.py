@@ -98,14 +98,9 @@ def list_adapters(service: IngressService) -> list[dict[str, Any]]:
 
 async def load(service: IngressService, name: str, path: str) -> dict[str, Any]:
     """Load an adapter; returns once every ingress serves it. Raises the load's error."""
-    caller = handle_principal()
-    return adapter_body(
-        (
-            await service.adapter_admin.store.load_and_wait(
-                load_request(caller, name, path, adapters=service.adapters_config)
-            )
-        )[1]
-    )
+    request = load_request(handle_principal(), name, path, adapters=service.adapters_config)
+    _, entry = await service.adapter_admin.store.load_and_wait(request)
+    return adapter_body(entry)
 
 
 async def unload(service: IngressService, name: str) -> dict[str, Any]:

@@ -40,11 +40,10 @@ from app.deployments.object_storage.service import StorageService
 from app.deployments.placement.placer import Placer
 from app.deployments.placement.policy import PlacementPolicy
 from app.deployments.registry.feed.view import RegistryView
-from app.deployments.registry.models import DEFAULT_TENANT
 from app.deployments.rpc.transport import ReplicaClient
 from app.deployments.store.service import StoreService
 from app.deployments.store.shared_adapter import SharedAdapter
-from app.deployments.tenancy.models import PUBLIC, RateLimit, Tenant, TenantLimits
+from app.deployments.tenancy.models import RateLimit, TenantLimits
 from app.version import version
 
 #: `status` looks for failures among the newest `MAX_EVENTS` events and lists `MAX_FAILURES`.
@@ -106,7 +105,9 @@ class IngressService:
             parts.tokenizer,
             self.base_name,
             self._directory,
-            AdapterResolver(self.base_name, parts.registry, self._directory, self._lazy_loader, self._tenant),
+            AdapterResolver(
+                self.base_name, parts.registry, self._directory, self._lazy_loader, parts.accounting.tenant
+            ),
             dispatcher,
             config.limits,
             parts.accounting,
@@ -133,12 +134,9 @@ class IngressService:
         if self._batch_runner is not None:
             self._batch_runner.wake()
 
-    def _tenant(self, tenant_id: str) -> Tenant | None:
-        return PUBLIC if tenant_id == DEFAULT_TENANT else self.accounting.view.tenant(tenant_id)
-
     def _caller_of(self, batch: Batch) -> Principal | tuple[str, str]:
         """The caller of a batch's requests, or why it may send no more."""
-        tenant = self._tenant(batch.tenant_id)
+        tenant = self.accounting.tenant(batch.tenant_id)
         if tenant is None or tenant.archived_s is not None:
             return ARCHIVED
         key = self.accounting.view.key(batch.key_id)

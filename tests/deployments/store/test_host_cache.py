@@ -410,18 +410,23 @@ async def test_whoever_asks_again_meets_what_failed_and_others_that_it_did(
     assert len(sources.reads) == 1
 
 
+def hanging_hub(sources: Sources, monkeypatch: pytest.MonkeyPatch, number: int) -> tuple[list[str], threading.Event]:
+    """Sources of one host, each with a lane of its own, whose reads hang until the event is set."""
+    monkeypatch.setattr(sources, "lane", lambda source: source)
+    monkeypatch.setattr(sources, "host", lambda source: source.partition("/")[0])
+    names, gate = [f"hub/{index}" for index in range(number)], threading.Event()
+    for name in names:
+        add(sources, name, size=1)
+        sources.gates[name] = gate
+    return names, gate
+
+
 async def test_one_hanging_host_leaves_threads_for_others(
     store: HostAdapterCache[str], sources: Sources, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A hub with more organisations than there are threads for it; each organisation is a lane."""
-    monkeypatch.setattr(sources, "lane", lambda source: source)
-    monkeypatch.setattr(sources, "host", lambda source: source.partition("/")[0])
-    gate = threading.Event()
-    names = [f"hub/{index}" for index in range(MAX_READERS + 3)]
-    for name in (*names, "bucket/a"):
-        add(sources, name, size=1)
-    for name in names:
-        sources.gates[name] = gate
+    names, gate = hanging_hub(sources, monkeypatch, MAX_READERS + 3)
+    add(sources, "bucket/a", size=1)
     hanging = [asyncio.create_task(load(store, name)) for name in names]
     while len(sources.reads) < of_one_tenant(MAX_READERS_PER_HOST):
         await asyncio.sleep(0.001)
@@ -436,14 +441,9 @@ async def test_a_flood_of_reads_leaves_readers_to_other_tenants(
     store: HostAdapterCache[str], sources: Sources, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """400 hanging reads of one host, each with its own lane; other tenants' reads begin at once."""
-    monkeypatch.setattr(sources, "lane", lambda source: source)
-    monkeypatch.setattr(sources, "host", lambda source: source.partition("/")[0])
-    gate = threading.Event()
-    names = [f"hub/{index}" for index in range(400)]
-    for name in (*names, "hub/victim", "hub/other"):
+    names, gate = hanging_hub(sources, monkeypatch, 400)
+    for name in ("hub/victim", "hub/other"):
         add(sources, name, size=1)
-    for name in names:
-        sources.gates[name] = gate
     flood = [asyncio.create_task(store.load(name, "flood")) for name in names]
     while len(sources.reads) < of_one_tenant(MAX_READERS_PER_HOST):
         await asyncio.sleep(0.001)

@@ -28,7 +28,7 @@ from app.engine.structured_output.grammar_builder import check_schema, json_gram
 
 T = TypeVar("T")
 
-#: Size of the cache of checked grammars.
+#: Size of the caches of checked grammars and schemas.
 _NUM_CHECKED = 256
 #: Requests with more characters or token ids are processed in a thread.
 MAX_INLINE_CHARS = 20_000
@@ -106,9 +106,7 @@ class TokenizerService:
                     break
             if complaint:
                 raise InvalidRequest(f"{place}: {complaint}", param=place)
-            self._checked[requested.grammar] = None
-            if len(self._checked) > _NUM_CHECKED:
-                del self._checked[next(iter(self._checked))]
+            _remember(self._checked, requested.grammar, None)
 
     def enforceable(self, schema: Mapping[str, Any], place: str) -> tuple[Mapping[str, Any], tuple[str, ...]]:
         """The part of a schema that can be enforced, and the rest as "place#/pointer". Thread-safe."""
@@ -117,9 +115,8 @@ class TokenizerService:
         with self._lock:
             found = self._enforceable.get(key)
             if found is None:
-                found = self._enforceable[key] = enforceable(schema, place, self._open_vocabulary())
-                if len(self._enforceable) > _NUM_CHECKED:
-                    del self._enforceable[next(iter(self._enforceable))]
+                found = enforceable(schema, place, self._open_vocabulary())
+                _remember(self._enforceable, key, found)
         return found[0], tuple(f"{place}{pointer}" for pointer in found[1])
 
     def _open_vocabulary(self) -> Vocabulary:
@@ -140,6 +137,13 @@ class TokenizerService:
     def text_bytes(self, token_id: int) -> bytes:
         """The bytes that a token adds to an answer; none for a special token."""
         return b"" if token_id in self._tokenizer.special_ids else self._tokenizer.token_bytes(token_id)
+
+
+def _remember(cache: dict[str, T], key: str, value: T) -> None:
+    """Add to a cache of `_NUM_CHECKED` entries, the oldest first."""
+    cache[key] = value
+    if len(cache) > _NUM_CHECKED:
+        del cache[next(iter(cache))]
 
 
 async def in_worker_if_long(length: int, work: Callable[[], T]) -> T:

@@ -18,6 +18,7 @@ from app.deployments.ingress.schemas.openai import (
     FunctionName,
     WeightedAdapters,
     as_fields,
+    joined_text,
 )
 from app.deployments.ingress.schemas.request_model import Body, Items, parse_body, union_by_type
 from app.deployments.ingress.schemas.response_model import ResponseModel
@@ -136,7 +137,7 @@ class CountTokensRequest(Body):
         return parse_body(ChatCompletionRequest, {"model": self.model, **self._conversation()})
 
     def _conversation(self) -> dict[str, Any]:
-        messages = [] if self.system is None else [{"role": "system", "content": _text(self.system)}]
+        messages = [] if self.system is None else [{"role": "system", "content": joined_text(self.system)}]
         for message in self.messages:
             messages += _chat_messages(message)
         fields: dict[str, Any] = {"messages": messages, "adapters": as_fields(self.adapters)}
@@ -218,7 +219,7 @@ def _chat_messages(message: Message) -> list[dict[str, Any]]:
     if isinstance(message.content, str):
         return [{"role": message.role, "content": message.content}]
     results = [
-        {"role": "tool", "tool_call_id": block.tool_use_id, "content": _text(block.content)}
+        {"role": "tool", "tool_call_id": block.tool_use_id, "content": joined_text(block.content)}
         for block in message.content
         if isinstance(block, ToolResultBlock)
     ]
@@ -233,10 +234,6 @@ def _chat_messages(message: Message) -> list[dict[str, Any]]:
     if message.role == "assistant":
         return [{"role": "assistant", "content": text} | ({"tool_calls": calls} if calls else {})]
     return [*results, {"role": "user", "content": text}] if text or not results else list(results)
-
-
-def _text(content: str | list[TextBlock]) -> str:
-    return content if isinstance(content, str) else "".join(block.text for block in content)
 
 
 def _tool(tool: MessagesTool) -> dict[str, Any]:

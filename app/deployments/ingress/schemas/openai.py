@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeAlias, cast
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol, Self, TypeAlias, cast
 
 from pydantic import Field, field_validator, model_validator
 
@@ -172,6 +173,16 @@ class _OpenAIFields(SamplingFields):
         return self
 
 
+class _HasText(Protocol):
+    @property
+    def text(self) -> str: ...
+
+
+def joined_text(content: str | Sequence[_HasText]) -> str:
+    """The text of a content, which is a string or a list of parts."""
+    return content if isinstance(content, str) else "".join(part.text for part in content)
+
+
 class TextPart(Body):
     location = "messages.content"
     ignored = ignored_fields.PART
@@ -278,7 +289,7 @@ class ChatMessage(Body):
     def text(self) -> str:
         if not self.content:
             return self.refusal or ""
-        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+        return joined_text(self.content)
 
 
 class Prediction(Body):
@@ -289,7 +300,7 @@ class Prediction(Body):
 
     @property
     def text(self) -> str:
-        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+        return joined_text(self.content)
 
 
 class ChatCompletionRequest(_OpenAIFields):

@@ -16,8 +16,10 @@ from app.deployments.ingress.schemas.openai import (
     ChatCompletionRequest,
     Count,
     FunctionName,
+    RefusalPart,
     WeightedAdapters,
     as_fields,
+    joined_text,
 )
 from app.deployments.ingress.schemas.request_model import Body, Items, Metadata, parse_body, union_by_type
 from app.deployments.ingress.schemas.response_model import ResponseModel, Seconds
@@ -38,18 +40,8 @@ class MessagePart(Body):
     text: str
 
 
-class RefusedPart(Body):
-    """A refusal of an earlier answer; the prompt contains it as text."""
-
+class RefusedPart(RefusalPart):
     location = "input.content"
-    ignored = ignored_fields.PART
-
-    type: Literal["refusal"]
-    refusal: str
-
-    @property
-    def text(self) -> str:
-        return self.refusal
 
 
 if TYPE_CHECKING:
@@ -188,9 +180,9 @@ class InputTokensRequest(Body):
         messages: list[dict[str, Any]] = []
         for item in self.input:
             if isinstance(item, InputMessage):
-                messages.append({"role": item.role, "content": _text(item.content)})
+                messages.append({"role": item.role, "content": joined_text(item.content)})
             elif isinstance(item, FunctionOutputItem):
-                messages.append({"role": "tool", "tool_call_id": item.call_id, "content": _text(item.output)})
+                messages.append({"role": "tool", "tool_call_id": item.call_id, "content": joined_text(item.output)})
             elif isinstance(item, FunctionCallItem):
                 function = {"name": item.name, "arguments": item.arguments}
                 call = {"id": item.call_id, "type": "function", "function": function}
@@ -322,10 +314,6 @@ class StoredItem(ResponseModel):
 class InputTokens(ResponseModel):
     object: Literal["response.input_tokens"]
     input_tokens: int
-
-
-def _text(content: str | Sequence[MessagePart | RefusedPart]) -> str:
-    return content if isinstance(content, str) else "".join(part.text for part in content)
 
 
 def _tool(tool: ResponsesTool) -> dict[str, Any]:

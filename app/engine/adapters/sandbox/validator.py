@@ -94,8 +94,8 @@ class Validator:
     def combine(self, combination: Combination, parts: Sequence[PackedAdapter], spec: ModelSpec) -> PackedAdapter:
         """The parts' combination, made in a reader process. The parts are not changed. Raises CombinationError."""
         adapters = [unpack_adapter(part.header, part.arrays) for part in parts]
-        bounds = self.limits.max_weight_bytes, self.limits.max_rank
-        check_cost(combination, adapters, max_bytes=bounds[0], max_rank=bounds[1])
+        limits = self.limits
+        check_cost(combination, adapters, max_bytes=limits.max_weight_bytes, max_rank=limits.max_rank)
         arrays = [part.arrays[0] for part in parts]
         size = sum(array.nbytes for array in arrays)
         seconds = self.reader_limits.seconds(size) + (MAX_COMBINE_S if combination.method.name.endswith("svd") else 0)

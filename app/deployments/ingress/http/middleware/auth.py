@@ -13,7 +13,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from app.deployments.ingress.accounting import RequestAccounting
 from app.deployments.ingress.error_responses import InvalidApiKey
-from app.deployments.ingress.http.middleware.origin_check import HttpPolicy, error_response
+from app.deployments.ingress.http.middleware.origin_check import HttpPolicy, client_address, error_response
 from app.deployments.ingress.principal import STATE, Principal, address_of
 from app.deployments.ingress.serializers.messages import is_messages
 from app.deployments.registry.models import DEFAULT_TENANT
@@ -146,9 +146,8 @@ class AuthMiddleware:
 
     def _refusal(self, scope: Scope, error: PolyloraError) -> PolyloraError:
         """The error, or a LimitError once its address has had too many."""
-        client = scope.get("client")
         try:
-            self._addresses.take(str(client[0]) if client else "")
+            self._addresses.take(client_address(scope))
         except LimitError as over_limit:
             return over_limit
         return error

@@ -17,7 +17,7 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from app.deployments.ingress.error_responses import BodyTimeout
-from app.deployments.ingress.http.middleware.origin_check import HttpPolicy, error_response
+from app.deployments.ingress.http.middleware.origin_check import HttpPolicy, client_address, error_response
 from app.deployments.ingress.principal import STATE, Principal
 from app.deployments.ingress.service import IngressService
 from app.deployments.tenancy.quota.address_limiter import AddressLimiter
@@ -79,7 +79,7 @@ class MeteringMiddleware:
         if caller.kind == "project":
             return await self._service.accounting.charge_arrival(caller, is_inference=is_inference)
         if not is_inference and self._is_limited(scope, caller):
-            self._addresses.take(address_of(scope))
+            self._addresses.take(client_address(scope))
         return None
 
     def _is_limited(self, scope: Scope, caller: Principal) -> bool:
@@ -90,7 +90,7 @@ class MeteringMiddleware:
         if caller is not None and caller.kind == "project":
             calls = caller.tenant.limits.calls_per_min
             return _Payer(caller.key_id, calls, partial(self._service.accounting.charge_calls, caller))
-        address = address_of(scope)
+        address = client_address(scope)
         if caller is None or not self._is_limited(scope, caller):
             return _Payer(address)
 
@@ -190,12 +190,6 @@ class _Body:
             raise QueueFull(f"{MAX_SLOW_BODIES} bodies of this key are still arriving here, the limit; retry later")
         self._slow_bodies[self._payer.key] += 1
         self._is_slow = True
-
-
-def address_of(scope: Scope) -> str:
-    """The client's address, "" if it is unknown."""
-    client = scope.get("client")
-    return str(client[0]) if client else ""
 
 
 def _bytes_per_call(scope: Scope) -> int:

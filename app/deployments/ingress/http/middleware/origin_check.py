@@ -19,7 +19,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from app.config import ADMIN_KEY, MANAGEMENT_TOKEN, AuthMode, HttpConfig, ManagementAccess
+from app.config import ADMIN_KEY, MANAGEMENT_TOKEN, PROXY_HEADERS, AuthMode, HttpConfig, ManagementAccess
 from app.deployments.ingress.error_responses import (
     CrossSite,
     ManagementRefused,
@@ -40,8 +40,8 @@ _UPLOAD_PATHS = ("/v1/files",)
 #: Of every response: no guessing of its type, and no use by pages of other origins (CORS lets listed ones read it).
 _RESPONSE_HEADERS = ((b"x-content-type-options", b"nosniff"), (b"cross-origin-resource-policy", b"same-origin"))
 _SAFE_METHODS = ("GET", "HEAD", "OPTIONS")
-#: Headers that proxies add; `polylora-haproxy` adds Via where it finds another sign of one.
-_PROXY_HEADERS = frozenset({b"forwarded", b"via", b"x-forwarded-host", b"x-forwarded-proto", b"x-real-ip"})
+#: Signs of a proxy; `polylora-haproxy` adds Via where it finds another one.
+_PROXY_HEADERS = frozenset(name.lower().encode() for name in (*PROXY_HEADERS, "Via"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,6 +177,12 @@ class OriginCheckMiddleware:
             await error_response(error, scope["path"])(scope, receive, send_with_headers)
             return
         await self._app(scope, receive, send_with_headers)
+
+
+def client_address(scope: Scope) -> str:
+    """The client's address, "" if it is unknown."""
+    client = scope.get("client")
+    return str(client[0]) if client else ""
 
 
 def error_response(error: PolyloraError, path: str) -> JSONResponse:

@@ -28,14 +28,14 @@ from app.deployments.ingress.batches.batch_file import (
     TooManyLines,
     result_line,
 )
-from app.deployments.ingress.batches.runner import BatchRunner
+from app.deployments.ingress.batches.runner import AnswerLine, BatchRunner
 from app.deployments.ingress.http.app import make_app
 from app.deployments.ingress.http.batch_executor import BatchExecutor
 from app.deployments.ingress.http.middleware.origin_check import HttpPolicy
 from app.deployments.ingress.http.routes import files as file_routes
 from app.deployments.ingress.principal import Principal
 from app.deployments.object_storage.batches import LEASE_S
-from app.deployments.object_storage.models import LeaseLost, LineResult
+from app.deployments.object_storage.models import Batch, LeaseLost, LineResult
 from app.deployments.tenancy.auth.key_crypto import new_key
 from app.engine.errors import QueueFull
 from app.engine.request import GenerateRequest, TokenChunk
@@ -56,6 +56,10 @@ BODIES: dict[str, dict[str, Any]] = {
 def jsonl(bodies: Sequence[Mapping[str, Any]], url: str = CHAT) -> bytes:
     lines = [{"custom_id": f"c{i}", "method": "POST", "url": url, "body": body} for i, body in enumerate(bodies)]
     return "\n".join(map(json.dumps, lines)).encode()
+
+
+#: States of a batch that has not ended.
+RUNNING = ("validating", "in_progress")
 
 
 @pytest_asyncio.fixture
@@ -537,6 +541,19 @@ async def org_batch(org: Org, num_lines: int) -> dict[str, Any]:
     return made
 
 
+async def run_line_by_line(org: Org, answer: AnswerLine) -> Batch:
+    """A batch of ada's with five lines, run to its end by a runner that answers one line at a time."""
+    runner = org.service.batch_runner(answer, "here", write_s=0.01)
+    runner.num_streams = 1
+    batch_id = (await org_batch(org, 5))["id"]
+    task = asyncio.create_task(runner.run())
+    while (batch := await org.service.storage.batch(batch_id, tenant_id=org.ids["ada"])).status in RUNNING:
+        await asyncio.sleep(0.01)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    return batch
+
+
 async def org_ended(org: Org, batch_id: str) -> dict[str, Any]:
     async with asyncio.timeout(60):
         while True:
@@ -589,12 +606,7 @@ async def test_a_batch_goes_by_what_its_project_may_now(org: Org) -> None:
             await asyncio.sleep(0.001)
         return await answers.answer(endpoint, body, caller, request_id)
 
-    runner = service.batch_runner(answer, "here", write_s=0.01)
-    runner.num_streams = 1
-    batch_id = (await org_batch(org, 5))["id"]
-    task = asyncio.create_task(runner.run())
-    while (batch := await service.storage.batch(batch_id, tenant_id=ada)).status in ("validating", "in_progress"):
-        await asyncio.sleep(0.01)
+    batch = await run_line_by_line(org, answer)
     assert (batch.num_completed, batch.num_failed, len(asked)) == (2, 3, 3)
     assert batch.error_file_id is not None
     received = await service.storage.file_part(batch.error_file_id, 0, tenant_id=ada)
@@ -602,8 +614,6 @@ async def test_a_batch_goes_by_what_its_project_may_now(org: Org) -> None:
     lines = [json.loads(line) for line in received.splitlines()]
     assert lines[0]["response"]["status_code"] == 404
     assert [line["error"]["code"] for line in lines[1:]] == ["project_archived"] * 2
-    task.cancel()
-    await asyncio.gather(task, return_exceptions=True)
 
 
 @pytest.mark.parametrize("how", ["revoked", "expired", "account deleted", "management only"])
@@ -633,21 +643,14 @@ async def test_a_batch_ends_with_its_key(org: Org, how: str) -> None:
                 await asyncio.sleep(0.001)
         return found
 
-    runner = service.batch_runner(answer, "here", write_s=0.01)
-    runner.num_streams = 1
-    batch_id = (await org_batch(org, 5))["id"]
-    task = asyncio.create_task(runner.run())
-    while (batch := await service.storage.batch(batch_id, tenant_id=ada)).status in ("validating", "in_progress"):
-        await asyncio.sleep(0.01)
-    task.cancel()
-    await asyncio.gather(task, return_exceptions=True)
+    batch = await run_line_by_line(org, answer)
     assert (batch.status, batch.num_completed, batch.num_failed) == ("completed", 2, 3)
     assert batch.error_file_id is not None
     received = await service.storage.file_part(batch.error_file_id, 0, tenant_id=ada)
     assert received is not None
     assert {json.loads(line)["error"]["code"] for line in received.splitlines()} == {"key_revoked"}
     if said:
-        assert said[0]["ended_batches"] == [batch_id]
+        assert said[0]["ended_batches"] == [batch.id]
         assert said[0]["deleted"]
 
 
