@@ -134,7 +134,8 @@ class Scheduler:
                 self.live.run(admitted)
         fill_prefill(prefills, counts, budget, token_limit_of)
         items += [(sequence, count) for sequence, count in zip(prefills, counts, strict=True) if count]
-        assert items or refusals or not queue or self._adapters.num_referenced, (
+        # A tenant's only stream in turn may have been preempted: the others of the tenant go on in the next step.
+        assert items or refusals or preempted or not queue or self._adapters.num_referenced, (
             "with nothing running, and no adapter being loaded, the first in the queue always fits"
         )
         items = self._spec_decoder.plan(items, len(running))

@@ -287,3 +287,23 @@ def service_gaps(slowdown: float, tenants: Mapping[str, Arriving], num_places: i
             num_open[chunk.request_id.split("-")[0]] -= chunk.finish_reason is not None
         gaps.append(engine._scheduler.queue.gap())
     return gaps
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_tenant_whose_only_stream_in_turn_is_preempted_goes_on(seed: int) -> None:
+    """Memory for one or two sequences, and a limit of one token: the step after such a preemption computes others."""
+    rng, backend = random.Random(seed), SteppingBackend(BackendLimits(4, 8, 0, 8, 1))
+    config = EngineConfig(max_tenant_slowdown=1.0, enable_prefix_caching=False, max_model_len=32)
+    engine = Engine(backend, config, clock=lambda: backend.now_s)
+    ended: dict[str, Exception | None] = {}
+    for index in range(12):
+        num_prompt = rng.randint(1, 16)
+        sampling = SamplingParams(max_tokens=rng.randint(1, 32 - num_prompt), temperature=0.0, ignore_eos=True)
+        tenant_id = rng.choice(["a", "a", "b"])
+        engine.submit(fake_request(f"r{index}", [3] * num_prompt, tenant_id=tenant_id, sampling=sampling))
+        for _ in range(rng.randint(0, 1)):
+            ended |= {chunk.request_id: chunk.error for chunk in engine.step() if chunk.finish_reason is not None}
+    for _ in range(1000):
+        ended |= {chunk.request_id: chunk.error for chunk in engine.step() if chunk.finish_reason is not None}
+    assert ended == {f"r{index}": None for index in range(12)}
+    engine.check()
