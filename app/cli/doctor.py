@@ -19,6 +19,7 @@ from app.cli.config_file import address_in, read_document, settings_of
 from app.cli.preflight import check_cache, check_device, check_folders, check_model, check_port, check_preloaded
 from app.cli.ray_env import has_ha_proxy
 from app.config import AppConfig
+from app.engine.adapters.sandbox.confinement import confinement_gaps
 from app.engine.config import CpuConfig
 from app.engine.errors import ConfigError, PolyloraError
 from app.engine.models.memory_estimate import kv_block_bytes, num_weights, rank_row_bytes
@@ -70,6 +71,14 @@ def memory_lines(spec: ModelSpec, settings: AppConfig, available_bytes: int) -> 
     return lines
 
 
+def sandbox_lines() -> list[str]:
+    """What the processes that read adapters and render their chat templates can do here besides that."""
+    gaps = confinement_gaps()
+    if not gaps:
+        return ["adapters are read, and their chat templates rendered, without network and other files"]
+    return [f"a process that reads adapters or renders their chat templates {gap}" for gap in gaps]
+
+
 def _doctor(arguments: argparse.Namespace) -> int:
     print(f"polylora {version()}, Python {sys.version.split()[0]}, {os.cpu_count()} CPUs")
     found: list[tuple[tuple[str, int], AppConfig]] = []
@@ -87,6 +96,7 @@ def _doctor(arguments: argparse.Namespace) -> int:
     _run_check(
         "HAProxy", lambda: "comes with Ray" if has_ha_proxy() else "not available; Serve's own proxy takes more CPU"
     )
+    _run_check("sandbox", lambda: _INDENT.join(sandbox_lines()))
     return 0 if all(well) else 1
 
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from app.cli import doctor
 from app.cli import status as status_command
 from app.cli.doctor import memory_lines
 from app.cli.main import main
@@ -159,6 +160,17 @@ def test_the_doctor_names_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFi
     said = capsys.readouterr().out
     assert "FAIL  settings: invalid service configuration; modle is an unknown key; did you mean 'model'?" in said
     assert "ok    disk: " in said
+    assert "ok    sandbox: " in said
+
+
+def test_the_doctor_says_what_the_kernel_cannot_deny_adapters_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "confinement_gaps", list)
+    assert doctor.sandbox_lines() == [
+        "adapters are read, and their chat templates rendered, without network and other files"
+    ]
+    monkeypatch.setattr(doctor, "confinement_gaps", lambda: ["can read all", "can connect"])
+    whose = "a process that reads adapters or renders their chat templates"
+    assert doctor.sandbox_lines() == [f"{whose} can read all", f"{whose} can connect"]
 
 
 def test_the_doctor_asks_about_the_address_of_the_command(
@@ -178,6 +190,7 @@ def test_the_doctor_asks_about_the_address_of_the_command(
     assert f"FAIL  port: cannot listen on 127.0.0.1:{port}" in said
     assert f"FAIL  model: cannot write to {tmp_path / 'cache'}" in said, "one that is in the way ends no other check"
     assert "ok    disk: " in said
+    assert "ok    sandbox: " in said
     assert main(["doctor", "--config", str(config), "--port", "99999"]) == 1
     assert "FAIL  settings: port 99999 (--port, or http_options.port) is not" in capsys.readouterr().out
 

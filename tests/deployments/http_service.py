@@ -53,6 +53,7 @@ class Letters:
         text: str = "",
         tools: Sequence[Mapping[str, Any]] | None = None,  # noqa: ARG002
         extra: Mapping[str, Any] | None = None,
+        tenant_id: str = "",  # noqa: ARG002
     ) -> list[int]:
         written = json.dumps(extra) if extra else ""
         return self.encode(written + text + "".join(f"{message['role']}:{message['content']}|" for message in messages))

@@ -1,6 +1,6 @@
 """Token ids of a conversation, written with the base's chat template or with an adapter's own.
 
-An adapter's template runs in a separate process (`ChatTemplateSandbox`), the base's in this one.
+An adapter's template runs in another process (`ChatTemplateSandbox`), the base's in this one.
 """
 
 from __future__ import annotations
@@ -30,12 +30,14 @@ def encode_chat(
     tools: Sequence[Mapping[str, Any]] | None = None,
     extra: Mapping[str, Any] | None = None,
     max_tokens: int | None = None,
+    tenant_id: str = "",
 ) -> list[int]:
     """Token ids of the prompt, up to where the assistant's answer begins.
 
     tools: None for a conversation without tools, [] if only earlier turns called some. extra: further template
-    variables. max_tokens: see `Tokenizer.encode`. Raises what that does, and InvalidRequest if there is no template, it
-    refuses the messages, or a variable may not be set by a client.
+    variables. max_tokens: see `Tokenizer.encode`. tenant_id: who is refused a template that takes too long. Raises what
+    `Tokenizer.encode` does, and InvalidRequest if there is no template, it refuses the messages, or a variable may not
+    be set by a client.
     """
     special = {name: token for name, token in (tokenizer.special_tokens | dict(own.special_tokens)).items() if token}
     check_variables(extra or (), special)
@@ -47,7 +49,7 @@ def encode_chat(
         source = own.chat_template or (tokenizer.chat_template if tools is None else tokenizer.tool_template)
         if source is None:
             raise InvalidRequest("neither model nor adapter has a chat template; use /v1/completions", param="messages")
-        prompt = process.render(source, special, messages, tools, extra)
+        prompt = process.render(source, special, messages, tools, extra, tenant_id)
     return tokenizer.encode(prompt, add_special_tokens=False, max_tokens=max_tokens)
 
 

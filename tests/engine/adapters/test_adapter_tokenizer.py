@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -21,9 +20,8 @@ from app.engine.adapters.sandbox.packing import pack_adapter
 from app.engine.adapters.sandbox.validator import Validator
 from app.engine.api import LLM
 from app.engine.config import CpuConfig, EngineConfig
-from app.engine.errors import AdapterFormatError, AdapterMismatch, AdapterTooLarge, InvalidRequest, NotReady
-from app.engine.models.chat import chat_template_sandbox
-from app.engine.models.chat.chat_template_sandbox import PAUSE_S, ChatTemplateSandbox
+from app.engine.errors import AdapterFormatError, AdapterMismatch, AdapterTooLarge, InvalidRequest
+from app.engine.models.chat.chat_template_sandbox import ChatTemplateSandbox
 from app.engine.models.checkpoint import load_checkpoint
 from app.engine.models.tokenizers.tokenizer import Tokenizer, load_tokenizer
 from tests.engine.adapters.random_adapters import peft_config, peft_tensors, random_arrays, tiny_spec, write_peft
@@ -211,52 +209,6 @@ def test_what_is_packed_is_settled_too(tmp_path: Path, base: Tokenizer) -> None:
     folder = adapter(tmp_path, fast(), chat_template=OWN)
     packed = AdapterTokenizerCache(lambda: base).strip_base_packed(pack_adapter(read_adapter(folder, SPEC)))
     assert AdapterTokenizer.from_json(packed.card.text) == AdapterTokenizer(OWN, {}, {})
-
-
-@pytest.mark.parametrize(
-    "template",
-    [
-        "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
-        "{% set ns = namespace(x='aa') %}{% for i in range(60) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}{{ ns.x }}",
-    ],
-    ids=["hours", "memory"],
-)
-def test_a_template_that_takes_too_much_is_ended_and_refused_for_a_while(template: str) -> None:
-    now_s = 0.0
-    process = ChatTemplateSandbox(timeout_s=1.0, clock=lambda: now_s)
-    try:
-        with pytest.raises(InvalidRequest, match=r"takes more than 1 s|refuses these messages: MemoryError"):
-            process.render(template, {}, CHAT)
-        assert process.render(OWN, {"eos_token": "."}, CHAT) == "[user] ab a.>", "others go on"
-        if "namespace" not in template:
-            with pytest.raises(InvalidRequest, match="is refused for 60 s"):
-                process.render(template, {}, CHAT)
-            now_s = PAUSE_S
-            with pytest.raises(InvalidRequest, match="takes more than 1 s"):
-                process.render(template, {}, CHAT)
-    finally:
-        process.close()
-
-
-def test_the_time_that_the_process_takes_to_start_is_not_the_templates(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    python = tmp_path / "python"
-    python.write_text(f'#!/bin/sh\nsleep 1.2\nexec {sys.executable} "$@"\n')
-    python.chmod(0o700)
-    monkeypatch.setattr(chat_template_sandbox.sys, "executable", str(python))
-    process = ChatTemplateSandbox(timeout_s=1.0)
-    assert process.render(OWN, {"eos_token": "."}, CHAT) == "[user] ab a.>"
-    process.close()
-    monkeypatch.setattr(chat_template_sandbox.sys, "executable", "/bin/false")
-    with pytest.raises(NotReady, match="has not started"):
-        process.render(OWN, {"eos_token": "."}, CHAT)
-
-
-def test_what_a_template_refuses_is_the_requests_error(process: ChatTemplateSandbox) -> None:
-    with pytest.raises(InvalidRequest, match="roles must alternate"):
-        process.render("{{ raise_exception('roles must alternate') }}", {}, CHAT)
-    assert process.render("{{ messages[0].content * 100000 }}", {}, CHAT) == "ab a" * 100000
 
 
 @pytest.mark.parametrize("place", ["chat_template", "tokenizer_config"])

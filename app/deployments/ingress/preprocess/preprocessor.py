@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from app.config import LimitsConfig
 from app.deployments.ingress.accounting import RequestAccounting
@@ -48,6 +49,12 @@ from app.deployments.registry.models import AUTO
 from app.deployments.tenancy.quota.rate_limiter import Reservation
 from app.engine.adapters.card import AdapterRef
 from app.engine.errors import ContextOverflow, InvalidRequest
+from app.engine.scheduling.fair_limiter import FairSemaphore
+
+T = TypeVar("T")
+
+#: Adapters' chat templates that one ingress renders at a time, each in a process and with a thread that waits for it.
+MAX_RENDERS = 4
 
 
 class _ResolvedModel(NamedTuple):
@@ -88,6 +95,8 @@ class RequestPreprocessor:
         self._clock = clock
         self.selector = selector
         self._num_kv_tokens = num_kv_tokens
+        self._rendering = FairSemaphore("adapters' chat templates", MAX_RENDERS, max_per_tenant=1)
+        self._render_threads = ThreadPoolExecutor(MAX_RENDERS, "chat-template")
 
     @property
     def max_model_len(self) -> int:
@@ -125,7 +134,7 @@ class RequestPreprocessor:
         arrival_s = self._clock()
         question = "" if body.model != AUTO else last_user_text(body.messages)
         async with self._resolve_model(body, caller, question) as resolved:
-            token_ids = await self.chat_ids(body, resolved.ref)
+            token_ids = await self.chat_ids(body, resolved.ref, caller)
             text = self.directory.text(resolved.ref)
             make = partial(chat_grammar, body, self.tokenizer, text)
             takes_long = body.tools or body.has_grammar
@@ -161,16 +170,21 @@ class RequestPreprocessor:
             )
         return tuple(token_ids)
 
-    async def chat_ids(self, body: ChatFields, ref: AdapterRef | None) -> Sequence[int]:
-        """Token ids of a conversation with this adapter, up to the assistant's turn. Raises InvalidRequest."""
+    async def chat_ids(self, body: ChatFields, ref: AdapterRef | None, caller: Principal) -> Sequence[int]:
+        """Token ids of a conversation with this adapter, up to the assistant's turn.
+
+        An adapter's own template may be slow: a tenant renders one at a time, and those that wait are served in turn
+        between tenants. Raises InvalidRequest, QueueFull, NotReady.
+        """
         text = self.directory.text(ref)
 
         def encode() -> Sequence[int]:
             messages, tools = template_messages(body.messages), template_tools(body)
-            return self.tokenizer.encode_chat(messages, text, tools, body.chat_template_kwargs)
+            return self.tokenizer.encode_chat(messages, text, tools, body.chat_template_kwargs, caller.tenant_id)
 
-        if text:  # an adapter's own template may be slow
-            return await asyncio.to_thread(encode)
+        if text:
+            async with self._rendering.hold(caller.tenant_id):
+                return await _run_to_end(asyncio.get_running_loop().run_in_executor(self._render_threads, encode))
         return await in_worker_if_long(num_chars_until(body, MAX_INLINE_CHARS + 1), encode)
 
     async def completion(
@@ -305,3 +319,12 @@ class RequestPreprocessor:
 def last_user_text(messages: Sequence[ChatMessage]) -> str:
     """The last user message of a conversation, which the semantic router embeds."""
     return next((message.text for message in reversed(messages) if message.role == "user"), messages[-1].text)
+
+
+async def _run_to_end(work: asyncio.Future[T]) -> T:
+    """The result of work in a thread. When cancelled, wait for its end first, so that its place is not free before."""
+    try:
+        return await asyncio.shield(work)
+    except asyncio.CancelledError:
+        await asyncio.wait([work])
+        raise

@@ -73,14 +73,15 @@ class TokenizerService:
         text: str = "",
         tools: Sequence[Mapping[str, Any]] | None = None,
         extra: Mapping[str, Any] | None = None,
+        tenant_id: str = "",
     ) -> Sequence[int]:
         """Token ids of a conversation up to the assistant's turn, by the model's template or the adapter's own.
 
         text: the adapter's own chat text (`AdapterCard.text`); its template may take up to `ChatTemplateSandbox`'s time
-        limit. extra: more template variables.
+        limit. extra: more template variables. tenant_id: whose request it is.
         """
         own = AdapterTokenizer.from_json(text)
-        return encode_chat(self._tokenizer, messages, own, self._templates, tools, extra, self.max_model_len)
+        return encode_chat(self._tokenizer, messages, own, self._templates, tools, extra, self.max_model_len, tenant_id)
 
     def tool_format(self, text: str = "") -> ToolCallFormat:
         """The format of tool calls, recognized by the model's template or the adapter's own. Raises InvalidRequest."""

@@ -1,9 +1,10 @@
 """Reads adapters in sandboxed child processes.
 
-One warm process (no torch, no Ray, one thread) forks once per adapter, so each adapter is read by a fresh process with
-bounded memory and time and no right to write, in milliseconds instead of a Python start. One reader is forked ahead,
-with as much memory as the last adapter needed. Results come back as JSON and as numbers in memory whose size this
-process sets: it never parses an adapter's bytes. A warm process that died is replaced.
+One warm process (no torch, no Ray, one thread) forks once per adapter, in milliseconds instead of a Python start. So
+each adapter is read by a fresh process with bounded memory and time, which can open no other file, no connection and no
+program (`confinement`). One reader is forked ahead, with as much memory as the last adapter needed. Results come back
+as JSON and as numbers in memory whose size this process sets: it never parses an adapter's bytes. A warm process that
+died is replaced.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ import json
 import logging
 import mmap
 import os
-import pickle
 import socket
 import subprocess
 import sys
@@ -31,8 +31,9 @@ from numpy.typing import NDArray
 
 from app.engine import errors
 from app.engine.adapters.limits import MIB
+from app.engine.adapters.sandbox.confinement import confinement_gaps
 from app.engine.adapters.sandbox.packing import PackedAdapter
-from app.engine.adapters.sandbox.reader_worker import CombineTask, ReaderTask, pack_request
+from app.engine.adapters.sandbox.reader_worker import CombineTask, ReaderTask, pack_request, pack_task
 from app.engine.errors import AdapterError, AdapterFormatError, AdapterReadFailed, EngineFailure
 
 logger = logging.getLogger(__name__)
@@ -82,6 +83,8 @@ class ReaderProcess:
         self._lock = threading.Lock()
         self.num_starts = 0
         self._preforked: _Reader | None = None
+        for gap in confinement_gaps():
+            logger.warning("a process that reads adapters %s", gap)
         self._control, self._process = self._start()
 
     @property
@@ -122,7 +125,7 @@ class ReaderProcess:
                 _write(reader.shared, task.inputs_start, parts)
             else:
                 _fix_size(reader.shared, task.memory_bytes)
-            text = _exchange(reader.stream, pickle.dumps(task), deadline_s, task)
+            text = _exchange(reader.stream, pack_task(task), deadline_s, task)
             if text is None or (not text and _has_hung_up(control)):
                 return None
             packed = PackedAdapter(*_parse_verdict(text, reader.shared, task))

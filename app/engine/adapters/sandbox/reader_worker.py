@@ -1,7 +1,8 @@
 """The child side of `reader_process`: the warm process that forks readers, and a reader, which lives for one adapter.
 
-A reader answers with JSON on its socket and with values in memory that the server sized. Code before a task is trusted;
-what runs after it may be under a file's influence, so the limits are set in between.
+A reader gets its task as JSON on its socket, and answers there with JSON and with values in memory that the server
+sized. Code before a task is trusted; what runs after it may be under a file's influence, so the limits are set in
+between: then it can open the adapter's files only, so all modules must be loaded before.
 
 `python -m app.engine.adapters.sandbox.reader_worker FD` is the warm process.
 """
@@ -10,10 +11,10 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import importlib
 import json
 import mmap
 import os
-import pickle
 import resource
 import select
 import signal
@@ -34,9 +35,12 @@ from app.engine.adapters.combining.combination import Combination
 from app.engine.adapters.combining.combine import combine
 from app.engine.adapters.formats.reading import read_adapter
 from app.engine.adapters.limits import TRANSIENT_ERRNOS, ReadLimits, reading_error
+from app.engine.adapters.sandbox.confinement import confine_process
 from app.engine.adapters.sandbox.packing import PackedAdapter, pack_adapter, unpack_adapter
 from app.engine.errors import AdapterError, AdapterFormatError, AdapterTooLarge
+from app.engine.models.chat.chat_template import load_lazy_modules
 from app.engine.models.spec import ModelSpec
+from app.engine.wire_format import from_plain, to_plain
 from app.kernels.machine.prefault import prefault_pages
 
 _RECEIVE_BYTES = 1 << 16
@@ -103,8 +107,24 @@ def pack_request(ahead_bytes: int) -> bytes:
     return _REQUEST.pack(ahead_bytes)
 
 
+def pack_task(task: ReaderTask | CombineTask) -> bytes:
+    """What a reader gets on its socket."""
+    return json.dumps([isinstance(task, CombineTask), to_plain(task)]).encode()
+
+
+def parse_task(question: bytes | bytearray) -> ReaderTask | CombineTask:
+    """The opposite of `pack_task`."""
+    is_combination, fields = json.loads(question)
+    task: ReaderTask | CombineTask = from_plain(CombineTask if is_combination else ReaderTask)(fields)
+    return task
+
+
 def serve(control: socket.socket) -> None:
     """Fork once per message until the server hangs up."""
+    load_lazy_modules()
+    importlib.import_module("numpy.random")  # for combinations; NumPy would load it at first use
+    for kind in (ReaderTask, CombineTask):
+        from_plain(kind)  # cached for every fork
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # no zombies: the readers' exit status is not collected
     gc.freeze()  # loaded objects stay shared with every fork
     os.nice(NICENESS)
@@ -129,8 +149,9 @@ def _read_one(stream_descriptor: int, shared: int, ahead_bytes: int) -> None:
             question += received
         if not question:  # the server ended, or does not need this reader
             return
-        task: ReaderTask | CombineTask = pickle.loads(question)  # written by our own server
+        task = parse_task(question)
         _limit_this_process(task.memory_bytes, task.seconds)
+        confine_process([] if isinstance(task, CombineTask) else [task.path])
         verdict, _memory = _read_and_pack(task, shared)  # referenced until exit: freeing it would delay the answer
         with contextlib.suppress(BrokenPipeError):  # the server timed out
             stream.sendall(json.dumps(verdict).encode())
@@ -193,8 +214,5 @@ def _limit_this_process(memory_bytes: int, seconds: float) -> None:
 
 
 if __name__ == "__main__":
-    # Pickled tasks refer to the module by its own name; without this import every reader would import it again.
-    from app.engine.adapters.sandbox.reader_worker import serve
-
     with socket.socket(fileno=int(sys.argv[1])) as control:
         serve(control)

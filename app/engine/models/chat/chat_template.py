@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from datetime import datetime
 from typing import Any, NoReturn
 
 import jinja2
 import jinja2.defaults
 import jinja2.ext
+import jinja2.filters
 import jinja2.nodes
 import jinja2.parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -77,6 +79,21 @@ class ChatTemplate:
             raise InvalidRequest(
                 f"the model's chat template refuses these messages: {error}", param="messages"
             ) from error
+
+
+def load_lazy_modules() -> None:
+    """Render what makes Python and Jinja import modules and read the time zone, before this process is confined."""
+    filters = [f"{{{{ messages[0].role|{name} }}}}" for name in jinja2.filters.FILTERS]
+    others = (
+        "{{ strftime_now('%x') }}",
+        "{{ lipsum(n=1) }}",
+        "{% for a in",
+        "{{ raise_exception('a') }}",
+        r"{{ '\u1' }}",
+    )
+    for source in (*filters, *others):
+        with suppress(InvalidRequest, CheckpointError):
+            ChatTemplate(source, {}).render([{"role": "user", "content": "a"}])
 
 
 class _Generation(jinja2.ext.Extension):

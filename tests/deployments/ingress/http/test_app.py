@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import gzip
 import json
 import re
 import threading
 import time
+from collections import Counter
 from typing import Any, Never
 
 import httpx
@@ -282,6 +284,39 @@ async def test_what_is_long_altogether_is_tokenized_in_a_thread(
         await service.preprocessor.generate(body, handle_principal())
     assert len(threads) == 1
     assert (threads == {threading.get_ident()}) is is_inline
+
+
+async def test_a_tenant_renders_one_adapters_template_at_a_time_and_others_do_not_wait_for_it(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A flood of slow templates, whose clients leave, takes one place of the tenant's own."""
+    free, running, most = threading.Event(), Counter[str](), Counter[str]()
+
+    def encode(*fields: Any) -> list[int]:
+        tenant_id = fields[-1]
+        running[tenant_id] += 1
+        most[tenant_id] = max(most[tenant_id], running[tenant_id])
+        if tenant_id == "mallory":
+            free.wait(60)
+        running[tenant_id] -= 1
+        return [1]
+
+    preprocessor = service.preprocessor
+    monkeypatch.setattr(preprocessor.tokenizer, "encode_chat", encode)
+    monkeypatch.setattr(preprocessor.directory, "text", lambda _: "a text of its own")
+    body = ChatCompletionRequest.model_validate(CHAT)
+    mallory, alice = (handle_principal()._replace(tenant_id=name) for name in ("mallory", "alice"))
+    flood = [asyncio.ensure_future(preprocessor.chat_ids(body, None, mallory)) for _ in range(32)]
+    await until(lambda: running["mallory"] == 1)
+    flood[0].cancel()
+    for _ in range(8):
+        assert await preprocessor.chat_ids(body, None, alice) == [1]
+    assert not any(render.done() for render in flood), "a cancelled rendering holds its place until it ends"
+    free.set()
+    results = await asyncio.gather(*flood, return_exceptions=True)
+    assert isinstance(results[0], asyncio.CancelledError)
+    assert results[1:] == [[1]] * 31
+    assert most == {"mallory": 1, "alice": 1}
 
 
 async def test_a_compressed_body_is_named(http: httpx.AsyncClient) -> None:

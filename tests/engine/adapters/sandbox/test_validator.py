@@ -19,16 +19,18 @@ import numpy as np
 import pytest
 
 from app.engine.adapters.adapter import FEATURES
-from app.engine.adapters.card import AdapterCard
+from app.engine.adapters.card import AdapterCard, AdapterRef
+from app.engine.adapters.combining.combination import Combination, CombinationMethod, CombinationPart
 from app.engine.adapters.formats.arrow import CARD_SUFFIX, ArrowCard, write_card
 from app.engine.adapters.formats.peft import read_peft, read_raw_peft
 from app.engine.adapters.formats.reading import read_adapter
 from app.engine.adapters.limits import ReadLimits
 from app.engine.adapters.sandbox import reader_process as reading_process
 from app.engine.adapters.sandbox import reader_worker as reading_fork
+from app.engine.adapters.sandbox.confinement import confinement_gaps
 from app.engine.adapters.sandbox.packing import unpack_adapter
 from app.engine.adapters.sandbox.reader_process import ReaderLimits
-from app.engine.adapters.sandbox.reader_worker import NICENESS, ReaderTask
+from app.engine.adapters.sandbox.reader_worker import NICENESS, CombineTask, ReaderTask, pack_task, parse_task
 from app.engine.adapters.sandbox.validator import Validator, adapter_files, files_digest
 from app.engine.errors import (
     AdapterError,
@@ -82,6 +84,53 @@ def folder(tmp_path: Path) -> Path:
     return write_peft(
         tmp_path / "adapter", peft_config(2, ["q_proj"]), peft_tensors(random_arrays(SPEC, 2, ["q_proj"]))
     )
+
+
+@pytest.mark.skipif(bool(confinement_gaps()), reason=f"a process here {confinement_gaps()}")
+@pytest.mark.parametrize(
+    "attempt",
+    [
+        "open('/etc/passwd')",
+        "os.listdir('/')",
+        "socket.socket()",
+        "os.unlink(VICTIM)",
+        "os.truncate(VICTIM, 0)",
+        "os.execv('/bin/true', ['true'])",
+        "os.fork()",
+        "os.kill(os.getppid(), 0)",
+        "open(VICTIM, 'wb')",
+    ],
+)
+def test_a_reader_opens_nothing_but_its_adapter(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, attempt: str
+) -> None:
+    (victim := tmp_path / "victim").write_text("whole")
+    crashing(monkeypatch, tmp_path, f"VICTIM = {str(victim)!r}\nr.read_adapter = lambda *_: {attempt}")
+    validator = Validator()
+    with pytest.raises(AdapterFormatError, match="PermissionError"):
+        validator.read(folder, SPEC)
+    validator.close()
+    assert victim.read_text() == "whole"
+
+
+def test_what_the_kernel_cannot_deny_readers_is_logged_at_the_start(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(reading_process, "confinement_gaps", lambda: ["can read every file"])
+    with caplog.at_level("WARNING"):
+        reading_process.ReaderProcess().close()
+    assert [record.message for record in caplog.records] == ["a process that reads adapters can read every file"]
+
+
+def test_a_task_travels_as_json() -> None:
+    task = ReaderTask(Path("/a/\udcffb"), SPEC, ReadLimits(), frozenset({"dora", "rows"}), 1 << 40, 20.5)
+    assert parse_task(pack_task(task)) == task
+    part = CombinationPart(AdapterRef("a", "d" * 64, "acme", 8, "file:///a"), 0.5)
+    method = CombinationMethod("dare_ties", density=0.5, majority_sign="total", seed=2**63)
+    combined = CombineTask(
+        Combination((part, part._replace(weight=-1.0), part), method), SPEC, [{}], [64], 1 << 20, 2.5
+    )
+    assert parse_task(pack_task(combined)) == combined
 
 
 def test_a_good_adapter_arrives_whole(folder: Path, validator: Validator) -> None:
@@ -216,14 +265,14 @@ def crashing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, code: str) -> None
 @pytest.mark.parametrize(
     ("code", "error", "says"),
     [
-        ("r.read_adapter = lambda *_: os.kill(os.getpid(), signal.SIGSEGV)", AdapterReadFailed, "without a result"),
+        ("r.read_adapter = lambda *_: __import__('ctypes').string_at(0)", AdapterReadFailed, "without a result"),
         ("r.read_adapter = lambda *_: os._exit(0)", AdapterReadFailed, "without a result"),
         ("r.read_adapter = lambda *_: 1 / 0", AdapterFormatError, "ZeroDivisionError"),
         ("r.read_adapter = lambda *_: bytes(1 << 40)", AdapterTooLarge, "memory"),
         (
             "r.read_adapter = lambda *_: open(__file__ + '.out', 'wb', buffering=0).write(b'x')",
             AdapterFormatError,
-            "OSError",
+            "OSError|PermissionError",
         ),
     ],
 )

@@ -59,7 +59,7 @@ def _add_message_routes(app: FastAPI, service: IngressService) -> None:
         chat = await in_worker_if_long(request.state.num_body_bytes, body.chat)
         ref = await service.preprocessor.resolver.resolve(chat.model, caller, adapters=chat.adapters)
         async with service.accounting.charge_request(caller, ref):
-            token_ids = await service.preprocessor.chat_ids(chat, ref)
+            token_ids = await service.preprocessor.chat_ids(chat, ref, caller)
         return JSONResponse({"input_tokens": len(token_ids)}, headers=service.accounting.headers(caller))
 
 
@@ -78,7 +78,7 @@ def _add_tokenize_routes(app: FastAPI, service: IngressService) -> None:
         ref = await preprocessor.resolver.resolve(body.model, caller, body.lora_path)
         async with service.accounting.charge_request(caller, ref):
             if body.prompt is None:
-                token_ids = await preprocessor.chat_ids(body, ref)
+                token_ids = await preprocessor.chat_ids(body, ref, caller)
             else:
                 (token_ids,) = await preprocessor.prompt_ids([body.prompt], "prompt")
             content = await in_worker_if_long(len(token_ids), lambda: body_bytes(token_ids))

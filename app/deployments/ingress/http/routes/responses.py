@@ -87,7 +87,7 @@ def add_response_routes(app: FastAPI, service: IngressService) -> None:
         chat = await in_worker_if_long(request.state.num_body_bytes, body.chat)
         ref = await service.preprocessor.resolver.resolve(chat.model, caller, chat.lora_path, adapters=chat.adapters)
         async with service.accounting.charge_request(caller, ref):
-            token_ids = await service.preprocessor.chat_ids(chat, ref)
+            token_ids = await service.preprocessor.chat_ids(chat, ref, caller)
         content = {"object": "response.input_tokens", "input_tokens": len(token_ids)}
         return JSONResponse(content, headers=service.accounting.headers(caller))
 
