@@ -7,6 +7,7 @@ and a targeted module must be present, though PEFT would silently leave it at ze
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from collections.abc import Mapping
@@ -27,6 +28,7 @@ from app.engine.adapters.formats.target_modules import (
     token_row_paths,
     whole_matrices,
 )
+from app.engine.adapters.formats.weight_tying import tie_ends
 from app.engine.adapters.limits import DEFAULT_LIMITS, ReadLimits, read_bounded
 from app.engine.adapters.modules import OUTER_MODULES, UNREAD_MODULE, Module, assumed_modules, layer_modules
 from app.engine.adapters.raw_adapter import RawAdapter, RawModule, RawTensor, RawTokenRows
@@ -70,6 +72,7 @@ def read_raw_peft(folder: Path, spec: ModelSpec | None, limits: ReadLimits = DEF
         is_every_layer = is_plain and is_alike and config.layers_to_transform is None
         _check_base(found.modules, spec, trained_on=config.trained_on, is_every_layer=is_every_layer)
     check_options(config)
+    config = tie_ends(config, found, is_tied=None if spec is None else spec.tie_embeddings)
     experts = expert_modules(config, found.modules, spec)
     for path in [path for path in found.modules if is_fused(path)]:
         del found.modules[path]
@@ -159,6 +162,10 @@ def _modules(config: PeftConfig, found: PeftTensors) -> list[RawModule]:
         a, b = parts["lora_A"], parts["lora_B"]
         rank = config.rank_pattern[rank_keys[name]] if name in rank_keys else config.rank
         alpha = config.alpha_pattern[alpha_keys[name]] if name in alpha_keys else config.alpha
+        if path == "lm_head" and config.tied_modules and a.shape and a.shape[0] != rank:
+            # PEFT gives it the embedding's matrices, but scales by the rank that the patterns give itself.
+            alpha *= math.sqrt(a.shape[0] / rank) if config.use_rslora else a.shape[0] / rank
+            rank = a.shape[0]
         if len(a.shape) != 2 or len(b.shape) != 2 or a.shape[0] != rank or b.shape[1] != rank:
             raise AdapterFormatError(
                 f"{path}: the configuration gives rank {rank} but lora_A is {list(a.shape)} and "

@@ -17,14 +17,14 @@ from app.engine.errors import AdapterFormatError
 CONFIG_NAME = "adapter_config.json"
 
 _INERT = """
-    auto_mapping base_model_name_or_path eva_config inference_mode lora_dropout megatron_core
-    qalora_group_size revision runtime_config
+    auto_mapping base_model_name_or_path eva_config inference_mode lora_dropout megatron_core monteclora_config
+    qalora_group_size revision runtime_config velora_config
 """
 #: Keys that are irrelevant at inference: provenance, training and memory settings.
 INERT_KEYS = frozenset(_INERT.split())
 
 #: Initialisations that leave the base weights unchanged, so that A and B are the whole change.
-PLAIN_INITS = (True, False, "gaussian", "eva", "orthogonal")
+PLAIN_INITS = (True, False, "gaussian", "eva", "orthogonal", "mica")
 
 _CONVERT = "it changes the base weights; save with path_initial_model_for_weight_conversion"
 
@@ -32,7 +32,6 @@ _CONVERT = "it changes the base weights; save with path_initial_model_for_weight
 OFF_VALUES: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "arrow_config": ((None,), "Arrow routing is not served"),
     "corda_config": ((None, {}), _CONVERT),
-    "ensure_weight_tying": ((False, None), "tied adapters are not served"),
     "enable_lora": ((None,), "merged projections are not served"),
     "init_lora_weights": ((*PLAIN_INITS, None), _CONVERT),
     "kasa_config": ((None,), "KaSA is not served"),
@@ -41,22 +40,20 @@ OFF_VALUES: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "lora_ga_config": ((None, {}), _CONVERT),
     "merge_weights": ((None, False), "adapters are served unmerged"),
     "megatron_config": ((None,), "Megatron layers are not served"),
-    "monteclora_config": ((None,), "MonteCLoRA is not served"),
     "task_type": (
         (None, "CAUSAL_LM", "FEATURE_EXTRACTION"),
         "only causal language models and embeddings (FEATURE_EXTRACTION) are served",
     ),
     "use_bdlora": ((None, False), "BD-LoRA is not served"),
     "use_qalora": ((None, False), "QALoRA is not served"),
-    "velora_config": ((None,), "VeLoRA is not served"),
 }
 
 _USED = """
-    alora_invocation_tokens alpha_pattern bias exclude_modules fan_in_fan_out layers_pattern
-    layers_to_transform lora_alpha lora_bias modules_to_save peft_type r peft_version rank_pattern
+    alora_invocation_tokens alpha_pattern bias ensure_weight_tying exclude_modules fan_in_fan_out
+    layers_pattern layers_to_transform lora_alpha lora_bias modules_to_save peft_type r peft_version rank_pattern
     target_modules target_parameters trainable_token_indices use_dora use_rslora
 """
-_USED_KEYS = frozenset(_USED.split())
+USED_KEYS = frozenset(_USED.split())
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +61,8 @@ class PeftConfig:
     """The settings that decide which modules change and how. A `str` is a pattern, a tuple a list of names.
 
     `fan_in_fan_out` has no effect: PEFT switches it off for linear layers and refuses it with `target_parameters`.
-    `peft_version` only distinguishes two layouts of experts (`peft_experts`); "" if absent.
+    `peft_version` only distinguishes two layouts of experts (`peft_experts`); "" if absent. `tied_modules` are selected
+    whatever the names say (`weight_tying`).
     """
 
     rank: int
@@ -86,6 +84,8 @@ class PeftConfig:
     fan_in_fan_out: bool = False
     peft_version: str = ""
     invocation_tokens: tuple[int, ...] = ()
+    ensure_weight_tying: bool = False
+    tied_modules: tuple[str, ...] = ()
 
 
 def parse_config(contents: bytes) -> PeftConfig:
@@ -96,9 +96,10 @@ def parse_config(contents: bytes) -> PeftConfig:
     for key, value in config.items():
         if key in OFF_VALUES:
             allowed, reason = OFF_VALUES[key]
-            if not any(type(value) is type(one) and value == one for one in allowed):
+            plain = value.lower() if isinstance(value, str) and key == "init_lora_weights" else value
+            if not any(type(plain) is type(one) and plain == one for one in allowed):
                 raise _config_error(key, value, reason)
-        elif value is not None and key not in INERT_KEYS and key not in _USED_KEYS:
+        elif value is not None and key not in INERT_KEYS and key not in USED_KEYS:
             raise _config_error(
                 key, value, "this key is not known, so its effect is not; update the server or remove it"
             )
@@ -117,9 +118,6 @@ def parse_config(contents: bytes) -> PeftConfig:
         )
     if layers_pattern and config.get("layers_to_transform") is None:
         raise _config_error("layers_pattern", list(layers_pattern), "means nothing without layers_to_transform")
-    for name in layers_pattern:
-        if not name.replace(".", "_").isidentifier():
-            raise _config_error("layers_pattern", name, "only a plain name such as 'layers' is understood")
     bias = config.get("bias", "none")
     if bias not in ("none", "all", "lora_only"):
         raise _config_error("bias", bias, "must be none, all or lora_only")
@@ -145,6 +143,7 @@ def parse_config(contents: bytes) -> PeftConfig:
         token_indices=_token_indices(config),
         target_parameters=target_parameters,
         fan_in_fan_out=_boolean(config, "fan_in_fan_out"),
+        ensure_weight_tying=_boolean(config, "ensure_weight_tying"),
         invocation_tokens=invocation_tokens,
         peft_version=config["peft_version"] if isinstance(config.get("peft_version"), str) else "",
         alpha_pattern={key: _alpha(f"alpha_pattern[{short(key)}]", v) for key, v in _table(config, "alpha_pattern")},

@@ -33,6 +33,8 @@ _OTHER_SPELLINGS = (
 )
 #: Tensors saved with a module of modules_to_save that PEFT does not load.
 _UNUSED = re.compile(r"(?P<path>.+)\.(?P<part>modules_to_save|original_module)\.(?P<kind>weight|bias)")
+#: State of training methods (VeLoRA, MonteCLoRA) that PEFT saves along and does not use in an evaluation.
+_TRAINING_STATE = re.compile(r".+\.lora_(velora_embed|monteclora_sampler(\.\w+)+)")
 _MAX_REPORTED = 10
 
 
@@ -62,6 +64,8 @@ def sort_tensors(tensors: Mapping[str, RawTensor]) -> PeftTensors:
             raise _unknown_tensor(full_name)
         for spelling, plain in _OTHER_SPELLINGS:
             name = spelling.sub(plain, name)
+        if _TRAINING_STATE.fullmatch(name):
+            continue
         suffix = next((suffix for suffix in _PARTS if name.endswith(suffix)), None)
         if suffix is None:
             _sort_whole(found, name, full_name, tensor)

@@ -1,19 +1,13 @@
 """Checks a PEFT file against its configuration: which modules and parameters should be there, and are they?
 
 An error names the first tensor that PEFT would silently drop, or silently leave at its initial value.
-
-Patterns come from untrusted files, so they run in RE2 (through pyarrow) and never in Python's `re`, where a pattern of
-thirty characters can take years. RE2 has no lookaround and no back references; a pattern that needs them is refused.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping, Sequence
 
-import pyarrow as pa
-import pyarrow.compute as pc
-
+from app.engine.adapters.formats.patterns import NAME_END, PATTERN, first_matches, full_matches
 from app.engine.adapters.formats.peft_config import CONFIG_NAME, PeftConfig
 from app.engine.adapters.formats.peft_file import WEIGHTS_NAME, PeftTensors
 from app.engine.adapters.modules import OUTER_MODULES, Module
@@ -21,11 +15,9 @@ from app.engine.adapters.raw_adapter import RawTensor
 from app.engine.adapters.strict_json import short
 from app.engine.errors import AdapterFormatError, AdapterMismatch
 
-_MAX_PATTERN_CHARS = 4096
-#: Escaped letters that mean the same in Python's `re` and in RE2.
-_SHARED_ESCAPES = frozenset("dDwWsSbB")
-#: Syntax that the two read differently: a repetition without a minimum, a named class within a class.
-_UNLIKE = ("{,", "[:")
+#: PEFT's `layers_pattern`, and what stands for it.
+_LAYERS = rf"(?:^|.*?\.){PATTERN}\.(?P<idx>\d+)\."
+_ANY_LAYERS = r".*?\.[^.]*\.(?P<idx>\d+)\."
 _OUTER_WEIGHTS = frozenset(f"{path}.weight" for path in OUTER_MODULES)
 
 
@@ -41,6 +33,7 @@ def check_modules(
     candidates = [path for path, module in table.items() if module.is_fused == bool(fused.intersection(module.targets))]
     selected = set(_select_modules(config, [*candidates, *OUTER_MODULES]))
     selected |= {path for path in candidates if matches_entry(f"{path}.weight", config.target_parameters)}
+    selected |= set(config.tied_modules)
     surplus = sorted(set(pairs) - selected)
     if surplus:
         raise AdapterFormatError(
@@ -199,43 +192,21 @@ def _select_modules(config: PeftConfig, names: Sequence[str]) -> list[str]:
             return [name for name in names if name not in OUTER_MODULES]
         matches = full_matches(targets, names, "target_modules")
         return [name for name, matched in zip(names, matches, strict=True) if matched]
-    # A fully named module is selected whatever layers_to_transform says, as in PEFT.
-    return [name for name in names if name in targets or (matches_entry(name, targets) and _in_layers(config, name))]
-
-
-def _in_layers(config: PeftConfig, name: str) -> bool:
-    """Names are "model.layers.<i>.…" or "encoder.layer.<i>.…"; another layers_pattern matches no index."""
+    matched = [name for name in names if name in targets or matches_entry(name, targets)]
     if config.layers_to_transform is None:
-        return True
-    parts = name.split(".")
-    if len(parts) < 4 or (config.layers_pattern and not matches_entry(".".join(parts[:2]), config.layers_pattern)):
-        return False
-    return int(parts[2]) in config.layers_to_transform
+        return matched
+    # A fully named module is selected whatever layers_to_transform says, as in PEFT.
+    indices = zip(matched, _layer_indices(config, matched), strict=True)
+    return [name for name, index in indices if name in targets or index in config.layers_to_transform]
 
 
-def full_matches(pattern: str, names: Sequence[str], key: str) -> list[bool]:
-    """Per name, whether the whole of it matches (`re.fullmatch`). `key` names the setting in errors."""
-    if len(pattern) > _MAX_PATTERN_CHARS:
-        raise AdapterFormatError(
-            f"{key}: a pattern of {len(pattern)} characters; at most {_MAX_PATTERN_CHARS}, or list the modules"
-        )
-    for escaped in re.findall(r"\\(.)", pattern):
-        if escaped.isalnum() and escaped not in _SHARED_ESCAPES:
-            raise AdapterFormatError(f"{key}: pattern {short(pattern)} uses \\{escaped}; list the module names instead")
-    for unlike in _UNLIKE:
-        if unlike in pattern:
-            raise AdapterFormatError(f"{key}: pattern {short(pattern)} uses {unlike}; list the module names instead")
-    try:
-        pc.match_substring_regex(
-            pa.array([""]), pattern=pattern
-        )  # compile it alone first: "a)|(b" must not close our group
-        found = pc.match_substring_regex(pa.array(names, pa.string()), pattern=rf"\A(?:{pattern})\z")
-    except (pa.ArrowException, UnicodeEncodeError) as error:
-        raise AdapterFormatError(
-            f"{key}: pattern {short(pattern)} is not understood ({str(error)[:200]}); list the module names instead"
-        ) from error
-    matches: list[bool] = found.to_pylist()
-    return matches
+def _layer_indices(config: PeftConfig, names: Sequence[str]) -> list[int | None]:
+    """Per name, the layer that `layers_to_transform` looks at."""
+    if config.layers_pattern:
+        found = first_matches(config.layers_pattern, names, "layers_pattern", template=_LAYERS)
+    else:
+        found = first_matches([_ANY_LAYERS], names, "layers_to_transform")
+    return [None if match is None or match[1] is None else int(match[1]) for match in found]
 
 
 def first_matching(patterns: Sequence[str], names: Sequence[str], key: str) -> dict[str, str]:
@@ -243,16 +214,9 @@ def first_matching(patterns: Sequence[str], names: Sequence[str], key: str) -> d
 
     PEFT's `get_pattern_key`: `re.match(rf"(.*\\.)?({pattern})$", name)`.
     """
-    chosen: dict[str, str] = {}
-    for pattern in patterns:
-        open_names = [name for name in names if name not in chosen]
-        for name, matched in zip(open_names, full_matches(rf"(?:.*\.)?(?:{pattern})", open_names, key), strict=True):
-            if matched:
-                chosen[name] = pattern
-    for name in names:
-        if name not in chosen and name in patterns:
-            chosen[name] = name
-    return chosen
+    found = first_matches(patterns, names, key, template=NAME_END)
+    chosen = {name: patterns[match[0]] for name, match in zip(names, found, strict=True) if match is not None}
+    return {name: name for name in names if name in patterns} | chosen
 
 
 def matches_entry(name: str, entries: Sequence[str]) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from peft import LoraConfig
+from peft.tuners.lora.config import MontecloraConfig, VeloraConfig
 from safetensors.torch import load_file, save_file
 
 from app.engine.adapters.adapter import FEATURES, MAY_BE_COPIES, LoraKey
@@ -44,6 +46,9 @@ PEFT_WARNINGS = [
     pytest.mark.filterwarnings("ignore:Adapter 'default'. [0-9]* LoRA tensor"),  # lora_bias is a vector
     pytest.mark.filterwarnings("ignore:Setting `save_embedding_layers` to `True`:UserWarning"),
     pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True` and a tied layer:UserWarning"),
+    pytest.mark.filterwarnings("ignore:You have requested `ensure_weight_tying`:UserWarning"),
+    pytest.mark.filterwarnings("ignore:ensure_weight_tying=True but the model:UserWarning"),
+    pytest.mark.filterwarnings("ignore:The following rank_pattern keys did not match"),  # of a base that is not tied
 ]
 pytestmark = PEFT_WARNINGS
 
@@ -86,7 +91,24 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "init gaussian": {"target_modules": ["q_proj"], "init_lora_weights": "gaussian"},
     "init orthogonal": {"target_modules": ["q_proj"], "init_lora_weights": "orthogonal"},
     "init false": {"target_modules": ["q_proj"], "init_lora_weights": False},
+    "init MiCA": {"target_modules": ["q_proj"], "init_lora_weights": "MiCA"},
     "dropout": {"target_modules": ["q_proj"], "lora_dropout": 0.5},
+    "VeLoRA": {"target_modules": ["q_proj", "up_proj"], "velora_config": VeloraConfig()},
+    "MonteCLoRA": {"target_modules": ["q_proj"], "monteclora_config": MontecloraConfig(num_samples=2)},
+    "look-ahead in target_modules": {"target_modules": r"^(?!.*layers\.1\.)(?=.*self_attn).*(?<!o)_proj$"},
+    "flags and groups in target_modules": {"target_modules": r"(?ix) MODEL\.layers\.(?P<n>\d{,2})\. .* (\w)_proj \Z"},
+    "look-around in exclude_modules": {"target_modules": ALL, "exclude_modules": r".*(?<=self_attn\.)(?!q_proj).+"},
+    "look-around in rank_pattern and alpha_pattern": {
+        "target_modules": ALL,
+        "rank_pattern": {r"^(?!.*\.1\.).*up_proj": 2, r"mlp\.(?!up|down)\w+": 5},
+        "alpha_pattern": {r"self_attn\.(?=[qk])\w_proj": 9, r"(?:.(?!\.2\.))*down_proj": 3},
+    },
+    "regex layers_pattern": {
+        "target_modules": ALL,
+        "layers_to_transform": [0, 2],
+        "layers_pattern": ["h", r"(?!h)[a-z]+s"],
+    },
+    "ensure_weight_tying without an embedding": {"target_modules": ["q_proj"], "ensure_weight_tying": True},
 }
 
 #: Options beyond plain LoRA: what is asked of PEFT, and the features the adapter then needs.
@@ -126,6 +148,22 @@ BEYOND: dict[str, tuple[dict[str, Any], set[str]]] = {
     ),
     "trainable_token_indices": (
         {"target_modules": ["q_proj"], "trainable_token_indices": [9, 5, 60]},
+        {"trained token rows"},
+    ),
+    "embedding LoRA with ensure_weight_tying": (
+        {"target_modules": ["q_proj", "embed_tokens"], "ensure_weight_tying": True},
+        {"embedding LoRA", "trained embedding"},
+    ),
+    "lm_head LoRA with ensure_weight_tying and a pattern": (
+        {"target_modules": ".*(q_proj|lm_head)", "ensure_weight_tying": True, "rank_pattern": {"embed_tokens": 2}},
+        {"lm_head LoRA", "trained lm_head"},
+    ),
+    "modules_to_save with ensure_weight_tying": (
+        {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"], "ensure_weight_tying": True},
+        {"trained lm_head"},
+    ),
+    "trainable_token_indices with ensure_weight_tying": (
+        {"target_modules": ["q_proj"], "trainable_token_indices": [9, 5], "ensure_weight_tying": True},
         {"trained token rows"},
     ),
     "trainable_token_indices by module": (
@@ -213,7 +251,9 @@ def _check_round_trip(model: Any, folder: Path) -> None:
 
 
 def _config(options: dict[str, Any]) -> LoraConfig:
-    return LoraConfig(**({"task_type": "CAUSAL_LM", "r": 4, "lora_alpha": 2} | options))
+    return LoraConfig(
+        **({"task_type": "CAUSAL_LM", "r": 4, "lora_alpha": 2} | deepcopy(options))
+    )  # PEFT writes into it
 
 
 @pairwise({"family": ["llama", "qwen2"], "option": OPTIONS}, strength=1)
