@@ -5,7 +5,7 @@ are Ray Serve's own configuration (`deployments:` in the same file). Environment
 `LORA_PATH` adds a folder that adapters may be loaded from, `POLYLORA_STATE_DIR` moves the registry and
 `POLYLORA_REGISTRY_URL` puts it into another database; a password in it reaches only the registry's process.
 `POLYLORA_MANAGEMENT_TOKEN` and `POLYLORA_ADMIN_KEY`, or their SHA-256 under the same names with `_SHA256`, are read
-where an ingress runs and nowhere else.
+where an ingress runs and nowhere else; `POLYLORA_SECRETS_KEY` is read where the store runs.
 """
 
 from __future__ import annotations
@@ -45,6 +45,8 @@ MANAGEMENT_TOKEN = "POLYLORA_MANAGEMENT_TOKEN"
 
 #: The environment variable with an admin key, in addition to those in the database.
 ADMIN_KEY = "POLYLORA_ADMIN_KEY"
+#: The environment variable with the secret that projects' hub tokens are encrypted by, where the store runs.
+SECRETS_KEY = "POLYLORA_SECRETS_KEY"
 #: The address that HAProxy listens on; `polylora serve` sets it, for HAProxy and ingresses.
 HTTP_HOST = "POLYLORA_HTTP_HOST"
 

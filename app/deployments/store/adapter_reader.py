@@ -18,7 +18,7 @@ from app.deployments.registry.models import DEFAULT_TENANT, State
 from app.deployments.registry.tier_events import TierEvents
 from app.deployments.store.disk_tier import DiskTier
 from app.deployments.store.sources.fetch_timeout import FetchTimeout
-from app.deployments.store.sources.hub import HubFetcher
+from app.deployments.store.sources.hub import HubFetcher, OwnToken, no_token
 from app.deployments.store.sources.plugin import PluginFetcher
 from app.deployments.store.sources.source_resolution import (
     Fetcher,
@@ -198,17 +198,18 @@ def open_adapter_reader(
     *,
     pinned: Collection[str] = (),
     uploads: Path | None = None,
+    own_token: OwnToken = no_token,
 ) -> AdapterReader:
     """The configured sources, the disk tier in `state_dir`, and a reader process. Raises ConfigError.
 
     `events` receives the progress of reading and what leaves the disk. `pinned`: digests that stay on disk. `uploads`:
-    the folder of uploaded adapters.
+    the folder of uploaded adapters. `own_token`: a project's own token for the hub.
     """
     spec = checkpoint.spec
     root = Path(config.state_dir).resolve() / f"adapters-{spec.digest[:12]}"
     disk = DiskTier(root, config.disk_cache_bytes, config.disk_eviction, counts, events, pinned=pinned)
     try:
-        sources = open_sources(config, base_name=spec.name, reserve=disk.reserve, uploads=uploads)
+        sources = open_sources(config, base_name=spec.name, reserve=disk.reserve, uploads=uploads, own_token=own_token)
     except ConfigError:
         disk.close()
         raise
@@ -237,6 +238,7 @@ def open_sources(
     base_name: str,
     reserve: Reserve = unbounded,
     uploads: Path | None = None,
+    own_token: OwnToken = no_token,
 ) -> Sources:
     """URLs first, then the custom fetcher or the hub, each with a timeout. Raises ConfigError if the fetcher cannot be
     imported.
@@ -272,6 +274,7 @@ def open_sources(
                 timeout_s=timeout_s,
                 reserve=reserve,
                 patterns=config.hub,
+                own_token=own_token,
                 resolved=[text[len("hf://") :].partition("@")[0].replace("{name}", "*") for text in resolvers],
             )
         )

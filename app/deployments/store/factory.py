@@ -28,7 +28,7 @@ from app.deployments.store.service import StoreParts
 from app.deployments.store.sources.resolvers import open_resolvers
 from app.deployments.store.tier_counters import TierCounters
 from app.deployments.store.uploads import Uploads
-from app.deployments.tenancy.auth.project_store import AdapterQuota
+from app.deployments.tenancy.auth.project_store import AdapterQuota, ProjectStore
 from app.engine.adapters.sandbox.packing import PackedAdapter
 from app.engine.factory import served_features
 from app.engine.models.checkpoint import open_model
@@ -138,6 +138,7 @@ class OpenStore(Generic[H]):
             self._events,
             pinned=pinned,
             uploads=self._uploads.root,
+            own_token=ProjectStore(self._registry.database).hub_token,
         )
 
 

@@ -68,6 +68,7 @@ class Tenant:
     model_ids: frozenset[str] = frozenset()
     limits: TenantLimits = NO_LIMITS
     shared: frozenset[tuple[str, str]] = frozenset()
+    has_hub_token: bool = False
 
     def may_use(self, model: str) -> bool:
         """Whether its model permissions allow this model, adapter or alias, by `model_id`.

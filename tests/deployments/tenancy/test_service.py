@@ -7,16 +7,17 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from sqlalchemy import insert, select, text
+from sqlalchemy import insert, select, text, update
 
+from app.config import SECRETS_KEY
 from app.deployments.ingress.accounting import RequestAccounting
 from app.deployments.registry.db.database import Database, sqlite_url
-from app.deployments.registry.db.tenant_tables import api_keys
+from app.deployments.registry.db.tenant_tables import api_keys, projects
 from app.deployments.rpc.actor_proxy import actor_proxy
 from app.deployments.rpc.long_poll_host import Changes, Version
 from app.deployments.tenancy.auth import api_key_store, project_store
 from app.deployments.tenancy.auth.key_crypto import derived_salt, is_key, key_digest, new_key
-from app.deployments.tenancy.auth.project_store import NO_LIMIT
+from app.deployments.tenancy.auth.project_store import NO_LIMIT, ProjectStore
 from app.deployments.tenancy.auth.tenant_mirror import TenantMirror
 from app.deployments.tenancy.models import ApiKey, Tenant, TenantKey, TenantRow
 from app.deployments.tenancy.quota.leases import LeaseRequest
@@ -25,7 +26,7 @@ from app.deployments.tenancy.quota.rate_limiter import IDLE_RETURN_S
 from app.deployments.tenancy.service import TenantsService
 from app.deployments.tenancy.tenant_store import TenantChanges, TenantStore
 from app.deployments.tenancy.usage.flusher import LedgerKey, Row, UsageRecord
-from app.engine.errors import InvalidRequest
+from app.engine.errors import ConfigError, InvalidRequest, NotReady
 from tests.deployments.http_service import RATES
 from tests.deployments.managed import Here
 
@@ -71,6 +72,30 @@ async def test_what_a_call_changes_is_published(database: Database) -> None:
     await caught_up(service, view, held)
     assert view.find(issued.value, 0.0) is None
     assert view.has_keys
+
+
+def test_a_hub_token_is_encrypted_for_its_project_by_a_key_that_may_change(database: Database) -> None:
+    key = {SECRETS_KEY: "0123456789abcdef" * 3 + "9f"}
+    store = ProjectStore(database, key)
+    ada, bob = (store.create(name, actor="test").id for name in ("ada", "bob"))
+    store.configure(ada, {"hub_token": "hf_adas"}, actor="test")
+    store.configure(bob, {"hub_token": "hf_bobs"}, actor="test")
+    assert (store.hub_token(ada), store.hub_token(bob), store.hub_token("default")) == ("hf_adas", "hf_bobs", None)
+    with database.read() as connection:
+        stored = dict(connection.execute(select(projects.c.id, projects.c.hub_token)).all())
+        written = "".join(map(str, connection.execute(text("SELECT * FROM tenant_audit")).all()))
+    assert "hf_" not in written + "".join(map(str, stored.values()))
+    for environ in ({}, {SECRETS_KEY: "fedcba9876543210" * 3 + "9f"}):
+        with pytest.raises(NotReady, match=SECRETS_KEY):
+            ProjectStore(database, environ).hub_token(ada)
+    with pytest.raises(ConfigError, match="could be guessed"):
+        ProjectStore(database, {SECRETS_KEY: "a" * 64})
+    with database.write() as connection:  # whoever writes to the database gives a project no other's token
+        connection.execute(update(projects).where(projects.c.id == bob).values(hub_token=stored[ada]))
+    with pytest.raises(NotReady):
+        store.hub_token(bob)
+    store.configure(ada, {"hub_token": None}, actor="test")
+    assert store.hub_token(ada) is None
 
 
 async def test_what_another_process_changes_is_seen(database: Database) -> None:

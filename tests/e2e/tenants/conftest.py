@@ -16,7 +16,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from app.config import ADMIN_KEY
+from app.config import ADMIN_KEY, SECRETS_KEY
 from app.deployments.tenancy.auth.key_crypto import new_key
 from load_tests.service import free_port
 from tests.e2e.process import polylora_serve
@@ -62,6 +62,7 @@ def keyed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Keyed]:
         syslog.setblocking(False)
         environment = {
             ADMIN_KEY: KEY,
+            SECRETS_KEY: secrets.token_hex(32),
             "RAY_AUTH_MODE": "token",
             "RAY_AUTH_TOKEN": RAY_TOKEN,
             "RAY_SERVE_HAPROXY_LOG_TARGET": f"127.0.0.1:{syslog.getsockname()[1]}",

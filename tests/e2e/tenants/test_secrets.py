@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import json
 import re
+import secrets
 import socket
 import subprocess
 from collections.abc import Iterator, Mapping
@@ -27,6 +28,7 @@ from load_tests.service import ROOT
 from tests.e2e.process import POLYLORA
 from tests.e2e.tenants.conftest import DATABASE_PASSWORD, KEY, RAY_TOKEN, Keyed, metric_lines
 
+HUB_TOKEN = f"hf_{secrets.token_hex(16)}"
 #: What an operator may ask Ray's dashboard.
 DASHBOARD_PATHS = (
     "/api/serve/applications/",
@@ -89,6 +91,7 @@ def _make(keyed: Keyed) -> Made:
     assert keygen_key not in done.stderr
     with httpx.Client(base_url=f"{keyed.url}/v1", headers=_bearer(keygen_key), timeout=600) as admin:
         project = admin.post("/organization/projects", json={"name": "secretive"}).json()["id"]
+        admin.patch(f"/tenants/{project}", json={"hub_token": HUB_TOKEN}).raise_for_status()
         account = admin.post(f"/organization/projects/{project}/service_accounts", json={"name": "app"}).json()
         return Made(project, account["api_key"]["value"], keygen_key)
 
@@ -108,6 +111,7 @@ def _secrets(keyed: Keyed, made: Made) -> Mapping[str, str | bytes]:
     return {
         **{name: _middle(key) for name, key in keys.items()},
         "the database's password": DATABASE_PASSWORD,
+        "a project's hub token": HUB_TOKEN,
         "a salt's secret": bytes.fromhex(salt_secret),
         "a salt": derived_salt(bytes.fromhex(salt_secret), version),
         "a salt before": derived_salt(bytes.fromhex(salt_secret), version - 1),

@@ -80,7 +80,11 @@ class SpendLimitBody(Body):
 
 
 class TenantBody(Body):
-    """Settings of a project that OpenAI's objects do not have; omitted ones stay unchanged, -1 removes a limit."""
+    """Settings of a project that OpenAI's objects do not have; omitted ones stay unchanged, -1 removes a limit.
+
+    hub_token: reads this project's adapters from the hub in place of the service's token; stored encrypted and never
+    returned. "" removes it.
+    """
 
     weight: float | None = None
     enforce: bool | None = None
@@ -88,6 +92,7 @@ class TenantBody(Body):
     max_adapters: int | None = Field(default=None, ge=-1, lt=2**31)
     max_adapter_bytes: int | None = Field(default=None, ge=-1, lt=2**53)
     calls_per_min: int | None = Field(default=None, ge=-1, lt=2**31)
+    hub_token: str | None = Field(default=None, repr=False)
 
 
 class ShareBody(Body):
@@ -228,6 +233,7 @@ class TenantDetails(ResponseModel):
     max_adapters: int | None
     max_adapter_bytes: int | None
     calls_per_min: int | None
+    has_hub_token: bool
     shares: dict[str, list[str]]
     limits: list[TenantLimit]
 

@@ -130,6 +130,7 @@ def tenant_body(
         "max_adapters": tenant.limits.max_adapters,
         "max_adapter_bytes": tenant.limits.max_adapter_bytes,
         "calls_per_min": tenant.limits.calls_per_min,
+        "has_hub_token": tenant.has_hub_token,
         "shares": shares,
         "limits": limits,
     }

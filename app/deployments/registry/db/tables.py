@@ -25,7 +25,7 @@ from sqlalchemy import (
 metadata = MetaData()
 
 #: The version of all tables in `metadata`. Raise it with every change: there are no migrations before 0.1.0.
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 
 #: The type of autoincrement ids: 64 bits in every database. SQLite autoincrements only INTEGER columns.
 COUNTER = BigInteger().with_variant(Integer, "sqlite")

@@ -16,7 +16,8 @@ def _id() -> tuple[Column[str], Column[str]]:
     return (Column("base_digest", String(64), primary_key=True), Column("id", String(64), primary_key=True))
 
 
-#: A tenant. `model_mode` says whether `model_ids` (JSON) are allowed or denied; `salt_secret` is 64 hex digits.
+#: A tenant. `model_mode` says whether `model_ids` (JSON) are allowed or denied; `salt_secret` is 64 hex digits;
+#: `hub_token` is encrypted (`SecretCipher`).
 projects = Table(
     "projects",
     metadata,
@@ -35,6 +36,7 @@ projects = Table(
     Column("max_adapter_bytes", BigInteger),
     Column("spend_cents", BigInteger),
     Column("calls_per_min", Integer),
+    Column("hub_token", Text),
     Column("revision", BigInteger, nullable=False),
     Index("projects_by_time", "base_digest", "created_s", "id"),
     Index("projects_by_revision", "base_digest", "revision"),

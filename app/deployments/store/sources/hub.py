@@ -6,7 +6,7 @@ commit: a branch may move, what was registered does not.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from app.deployments.registry.models import DEFAULT_TENANT
@@ -18,12 +18,20 @@ from app.engine.adapters.formats.peft_config import CONFIG_NAME
 from app.engine.adapters.formats.peft_file import WEIGHTS_NAME
 from app.engine.models.download.hub import download_hub_files, list_hub_files
 
+#: (project id) -> its own token for the hub, if it has one.
+OwnToken = Callable[[str], str | None]
+
+
+def no_token(_: str) -> None:
+    """Without projects."""
+
 
 class HubFetcher:
     """A `Fetcher`. `endpoint` None: HF_ENDPOINT, else the public hub.
 
     `token` is the operator's: a project's adapters are read with it only from repositories that match `patterns` with
     `{tenant}` in it, or `resolved`, which are those of the operator's resolvers. `patterns` None: any repository.
+    `own_token` gives a project's own token, which is used in place of the operator's.
     """
 
     def __init__(
@@ -36,7 +44,9 @@ class HubFetcher:
         reserve: Reserve = unbounded,
         patterns: Sequence[str] | None = None,
         resolved: Sequence[str] = (),
+        own_token: OwnToken = no_token,
     ) -> None:
+        self._own_token = own_token
         self._patterns = None if patterns is None else (*patterns, *resolved)
         self._trusted = (*(pattern for pattern in patterns or () if TENANT in pattern), *resolved)
         self._reserve = reserve
@@ -50,9 +60,9 @@ class HubFetcher:
         return uri.startswith("hf://") and is_open
 
     def fetch(self, uri: str, folder: Path, tenant_id: str) -> str:
-        """Raises SourceError, NotFound, AdapterTooLarge."""
+        """Raises SourceError, NotFound, AdapterTooLarge, and NotReady if the project's own token cannot be read."""
         is_operators = tenant_id == DEFAULT_TENANT or matches_repository(self._trusted, uri, tenant_id)
-        token = self._token if is_operators else None
+        token = self._own_token(tenant_id) or (self._token if is_operators else None)
         listing = list_hub_files(uri, endpoint=self._endpoint, token=token, timeout_s=self._timeout_s)
         cards = [name for name in listing.sizes if "/" not in name and name.endswith(CARD_SUFFIX)]
         is_card = len(cards) == 1 and CONFIG_NAME not in listing.sizes

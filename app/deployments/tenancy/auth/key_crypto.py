@@ -1,4 +1,4 @@
-"""API keys, and the salts that separate tenants' KV blocks.
+"""API keys, the salts that separate tenants' KV blocks, and the encryption of tenants' own secrets.
 
 A key is shown once, to its creator; elsewhere only its SHA-256 and a few letters exist. 32 random bytes cannot be
 guessed, so a plain hash is enough; a slow password hash would cost every request.
@@ -6,6 +6,7 @@ guessed, so a plain hash is enough; a slow password hash would cost every reques
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import hmac
 import math
@@ -14,8 +15,11 @@ import secrets
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from app.config import DIGEST
-from app.engine.errors import ConfigError
+from cryptography.exceptions import InvalidTag
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+
+from app.config import DIGEST, SECRETS_KEY
+from app.engine.errors import ConfigError, InvalidRequest, NotReady
 
 #: Prefixes of our keys.
 PROJECT_PREFIX = "sk-poly-"
@@ -28,6 +32,7 @@ _KEY_BYTES = 32
 _SECRET = re.compile(r"sk-(admin-)?poly-[A-Za-z0-9_-]{43}")
 #: As many bytes as a block hash needs.
 _SALT_BYTES = 16
+_NONCE_BYTES = 12
 
 
 class NewKey(NamedTuple):
@@ -100,3 +105,37 @@ def derived_salt(secret: bytes, version: int) -> bytes:
     KV blocks of different salts are never shared. A tenant does not know its salt, and no request can name one.
     """
     return hmac.digest(secret, b"polylora kv salt %d" % version, "sha256")[:_SALT_BYTES]
+
+
+class SecretCipher:
+    """Encrypts secrets that are stored: AES-256-GCM by a key derived from `POLYLORA_SECRETS_KEY`.
+
+    `context` says whose secret it is, so that no row can take another row's.
+    """
+
+    def __init__(self, environ: Mapping[str, str]) -> None:
+        """Raises ConfigError for a key that could be guessed."""
+        secret = environ.get(SECRETS_KEY)
+        if secret and not is_unguessable(secret):
+            raise ConfigError(f"{SECRETS_KEY} could be guessed; take 32 random bytes: openssl rand -hex 32")
+        self._cipher = AESGCM(hmac.digest(secret.encode(), b"polylora secrets", "sha256")) if secret else None
+
+    def encrypt(self, value: str, context: str) -> str:
+        """Raises InvalidRequest if there is no key."""
+        if self._cipher is None:
+            raise InvalidRequest(f"this service stores no secrets of projects: {SECRETS_KEY} is not set for its store")
+        nonce = secrets.token_bytes(_NONCE_BYTES)
+        return base64.b64encode(nonce + self._cipher.encrypt(nonce, value.encode(), context.encode())).decode()
+
+    def decrypt(self, text: str, context: str) -> str:
+        """Raises NotReady if this key is not the one that it was encrypted by."""
+        sealed = base64.b64decode(text)
+        try:
+            if self._cipher is None:
+                raise InvalidTag
+            return self._cipher.decrypt(sealed[:_NONCE_BYTES], sealed[_NONCE_BYTES:], context.encode()).decode()
+        except InvalidTag as error:
+            raise NotReady(
+                f"a stored secret of {context} cannot be decrypted: {SECRETS_KEY} is missing or has changed; "
+                "restore it, or set the secret again"
+            ) from error

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import re
 import secrets
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
@@ -21,7 +23,7 @@ from app.deployments.registry.db.tables import adapters
 from app.deployments.registry.db.tenant_tables import adapter_shares, projects, rate_limits
 from app.deployments.registry.models import LIVE_STATES, check_model_id, check_name
 from app.deployments.tenancy.audited_transaction import audited_transaction, checked_name, new_id, not_found_error
-from app.deployments.tenancy.auth.key_crypto import derived_salt
+from app.deployments.tenancy.auth.key_crypto import SecretCipher, derived_salt
 from app.deployments.tenancy.models import NO_LIMITS, RateLimit, Tenant, TenantLimits
 from app.deployments.tenancy.quota.limits import AdapterQuotaError
 from app.engine.errors import InvalidRequest
@@ -35,15 +37,19 @@ MAX_MODEL_IDS = 10_000
 MAX_NAMED_ROWS = 1000
 
 #: Settings that `configure` may change.
-_SETTINGS = ("weight", "enforce", "max_concurrent", "max_adapters", "max_adapter_bytes", "calls_per_min")
+_SETTINGS = ("weight", "enforce", "max_concurrent", "max_adapters", "max_adapter_bytes", "calls_per_min", "hub_token")
+#: A bearer token of the hub.
+_HUB_TOKEN = re.compile(r"[!-~]{1,1024}")
 
 
 class ProjectStore:
     """Raises NotFound for unknown projects, InvalidRequest for invalid values."""
 
-    def __init__(self, database: Database) -> None:
+    def __init__(self, database: Database, environ: Mapping[str, str] | None = None) -> None:
+        """`environ` may have the key that hub tokens are encrypted by. Raises ConfigError."""
         self._database = database
         self._base = database.base_digest
+        self._cipher = SecretCipher(os.environ if environ is None else environ)
 
     def create(self, name: str, *, actor: str, limits: TenantLimits = NO_LIMITS) -> Tenant:
         with audited_transaction(self._database, actor) as change:
@@ -85,19 +91,35 @@ class ProjectStore:
             return self._tenant(change.connection, project_id)
 
     def configure(self, project_id: str, settings: Mapping[str, Any], *, actor: str) -> Tenant:
-        """Change the settings that OpenAI's objects lack (`_SETTINGS`)."""
+        """Change the settings that OpenAI's objects lack (`_SETTINGS`). A hub token is stored encrypted, and no record
+        has it."""
         if unknown := settings.keys() - set(_SETTINGS):
             raise InvalidRequest(f"a tenant has no setting {min(unknown)[:80]!r}")
         weight = settings.get("weight", 1.0)
         if not (math.isfinite(weight) and MIN_WEIGHT <= weight <= MAX_WEIGHT):
             raise InvalidRequest(f"weight is {weight:g}; it is from {MIN_WEIGHT:g} to {MAX_WEIGHT:g}", param="weight")
-        for name in _SETTINGS[2:]:
+        for name in _SETTINGS[2:-1]:
             _check_limit(name, settings.get(name))
+        stored, shown = dict(settings), dict(settings)
+        if token := settings.get("hub_token"):
+            if not _HUB_TOKEN.fullmatch(token):
+                raise InvalidRequest("hub_token is no token: 1 to 1024 printable ASCII characters", param="hub_token")
+            stored["hub_token"], shown["hub_token"] = self._cipher.encrypt(token, self._context(project_id)), "set"
         with audited_transaction(self._database, actor) as change:
             change.active_project(project_id)
-            change.update(projects, project_id, **settings)
-            change.audit("project.updated", project_id, project_id, **settings)
+            change.update(projects, project_id, **stored)
+            change.audit("project.updated", project_id, project_id, **shown)
             return self._tenant(change.connection, project_id)
+
+    def hub_token(self, project_id: str) -> str | None:
+        """The hub token of a project; None if it has none, or there is no such project. Raises NotReady."""
+        query = select(projects.c.hub_token).where(projects.c.base_digest == self._base, projects.c.id == project_id)
+        with self._database.read() as connection:
+            encrypted = connection.scalar(query)
+        return None if encrypted is None else self._cipher.decrypt(encrypted, self._context(project_id))
+
+    def _context(self, project_id: str) -> str:
+        return f"project {project_id} (base model {self._base[:12]})"
 
     def rotate_salt(self, project_id: str, *, actor: str) -> Tenant:
         """Change the salt, so that nothing cached of the project is found again."""
@@ -285,6 +307,7 @@ def _tenant(row: Mapping[Any, Any], rates: Mapping[str, RateLimit], shared: froz
         frozenset(json.loads(row["model_ids"])),
         limits,
         shared,
+        row["hub_token"] is not None,
     )
 
 

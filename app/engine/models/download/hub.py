@@ -131,7 +131,9 @@ def _hub_errors(uri: str, endpoint: str | None = None) -> Iterator[None]:
     try:
         yield
     except (RepositoryNotFoundError, RevisionNotFoundError) as error:
-        raise NotFound(f"the hub has no {uri}, or this server's token (LORA_HF_TOKEN) may not see it") from error
+        raise NotFound(
+            f"the hub has no {uri}, or the token (LORA_HF_TOKEN, or a project's own) may not see it"
+        ) from error
     except Exception as error:
         # The hub's own errors and those of its HTTP library, which changes between versions.
         raise SourceError(f"cannot fetch {uri} from {endpoint or ENDPOINT}: {error}") from error

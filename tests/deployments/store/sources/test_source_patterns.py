@@ -92,6 +92,36 @@ def test_the_operators_token_is_for_what_the_operator_named(tmp_path: Path, hub:
     assert {sent for sent in uses.values() if sent != token} == {None}
 
 
+def test_a_projects_own_token_is_used_for_it_and_for_no_other(tmp_path: Path, hub: HubServer) -> None:
+    fetcher = HubFetcher(
+        hub.url,
+        "hf_operators",
+        max_bytes=1 << 20,
+        timeout_s=120,
+        patterns=("org/{tenant}-*", "open/*"),
+        own_token={"proj_a": "hf_own"}.get,
+    )
+    files, _ = new_adapter(tmp_path / "one")
+    sent = {}
+    for repo, tenant_id in (
+        ("org/proj_a-x", "proj_a"), ("open/x", "proj_a"), ("org/proj_b-x", "proj_b"), ("open/x", "proj_b"),
+        ("open/x", "default"),
+    ):  # fmt: skip
+        hub.commit(repo, "main", files)
+        hub.authorizations.clear()
+        folder = tmp_path / f"{repo.replace('/', '-')}-{tenant_id}"
+        folder.mkdir()
+        fetcher.fetch(f"hf://{repo}@main", folder, tenant_id)
+        (sent[repo, tenant_id],) = set(hub.authorizations.values())
+    assert sent == {
+        ("org/proj_a-x", "proj_a"): "Bearer hf_own",
+        ("open/x", "proj_a"): "Bearer hf_own",
+        ("org/proj_b-x", "proj_b"): "Bearer hf_operators",
+        ("open/x", "proj_b"): None,
+        ("open/x", "default"): "Bearer hf_operators",
+    }
+
+
 def test_a_redirect_stays_with_its_project(open_library: OpenLibrary, server: FileServer, tmp_path: Path) -> None:
     files, card = new_adapter(tmp_path / "one")
     for name, contents in files.items():

@@ -370,9 +370,10 @@ def _add_tenant_routes(routes: APIRouter, tenants_service: TenantsService) -> No
 
     @routes.patch("/{tenant_id}", response_model=schemas.TenantDetails)
     async def configure(tenant_id: str, request: Request, body: JsonBody[schemas.TenantBody]) -> Response:
-        """Change a tenant's settings; a negative limit removes it."""
+        """Change a tenant's settings; -1 removes a limit, and "" the hub token."""
         given = {name: value for name, value in body.model_dump().items() if value is not None}
-        settings = {name: None if name != "weight" and value < 0 else value for name, value in given.items()}
+        removed = {name for name, value in given.items() if name != "weight" and value in (-1, "")}
+        settings = given | dict.fromkeys(removed)
         return await answer(await tenants_service.configure_project(tenant_id, settings, actor=_actor(request)))
 
     @routes.post("/{tenant_id}/rotate_salt", response_model=schemas.TenantDetails)

@@ -12,7 +12,7 @@ import httpx
 import pytest
 import pytest_asyncio
 
-from app.config import ADMIN_KEY, DIGEST, MANAGEMENT_TOKEN, AuthMode, HttpConfig
+from app.config import ADMIN_KEY, DIGEST, MANAGEMENT_TOKEN, SECRETS_KEY, AuthMode, HttpConfig
 from app.deployments.ingress.accounting import TenantTableClient
 from app.deployments.ingress.http.app import make_app
 from app.deployments.ingress.http.middleware.auth import PUBLIC_PATHS
@@ -67,6 +67,42 @@ async def org(service: Service) -> AsyncIterator[Org]:
         found = Org(service, http)
         await found.set_up()
         yield found
+
+
+@pytest.fixture
+def secrets_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(SECRETS_KEY, "0123456789abcdef" * 3 + "9f")
+
+
+@pytest.mark.usefixtures("secrets_key")
+async def test_a_projects_hub_token_is_set_and_removed_and_never_shown(
+    org: Org, caplog: pytest.LogCaptureFixture
+) -> None:
+    path, token = f"/v1/tenants/{org.ids['ada']}", "hf_aVeryPrivateToken"
+    with caplog.at_level("DEBUG"):
+        answers = [await org.ask("admin", "PATCH", path, json={"hub_token": token})]
+        assert answers[0].json()["has_hub_token"] is True
+        for bad in (f"{token} {token}", token * 100, [token], {token: 1}):
+            answers.append(await org.ask("admin", "PATCH", path, json={"hub_token": bad}))
+            assert answers[-1].status_code == 400
+            assert answers[-1].json()["error"]["param"] == "hub_token"
+        answers.append(await org.ask("ada", "PATCH", path, json={"hub_token": token}))
+        assert answers[-1].status_code == 403
+        answers += [await org.ask("admin", "GET", each) for each in (path, "/v1/organization/audit_logs")]
+        answers.append(await org.ask("admin", "PATCH", path, json={"weight": 2.0}))
+        assert answers[-1].json()["has_hub_token"] is True
+        answers.append(await org.ask("admin", "PATCH", path, json={"hub_token": ""}))
+        assert answers[-1].json()["has_hub_token"] is False
+    assert not [answer.text for answer in answers if token in answer.text]
+    assert token not in caplog.text
+
+
+async def test_without_a_key_to_encrypt_it_a_hub_token_is_refused(org: Org) -> None:
+    path = f"/v1/tenants/{org.ids['ada']}"
+    answer = await org.ask("admin", "PATCH", path, json={"hub_token": "hf_x"})
+    assert answer.status_code == 400
+    assert SECRETS_KEY in answer.json()["error"]["message"]
+    assert (await org.ask("admin", "PATCH", path, json={"hub_token": ""})).status_code == 200, "there is none to remove"
 
 
 async def test_without_keys_this_machine_is_let_in_and_no_other(service: Service) -> None:
