@@ -33,7 +33,8 @@ _LIMITS = LLParserLimits(
 )
 #: The number of compiled grammars kept; each takes some hundred kilobytes at most.
 _NUM_KEPT = 64
-_MAX_TRIES = 100
+#: Schemas that are compiled to find what cannot be enforced in one: at each place, altogether, and their characters.
+_MAX_TRIES, _MAX_TOTAL_TRIES, _MAX_TRIED_CHARS = 100, 400, 2 << 20
 #: The beginning of a line that quotes the grammar, and the part of a message that is searched for one.
 _DRAWING, _MAX_MESSAGE_CHARS = re.compile(r"\s*(?:\d+ *)?\|"), 10_000
 #: Parts of a schema that are left out at most, before it is reported as invalid.
@@ -45,7 +46,8 @@ _UNIMPLEMENTED, _UNKNOWN_FORMAT = "Unimplemented keys: ", "Unknown format: "
 
 
 class Vocabulary:
-    """The tokens that a model may draw. One thread at a time compiles with it; any thread computes masks."""
+    """The tokens that a model may draw. One thread at a time calls `matcher`; any thread computes masks and checks
+    grammars."""
 
     def __init__(self, tokenizer_json: str, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
         """Takes about a fifth of a second for 50,000 tokens."""
@@ -149,12 +151,14 @@ def enforceable(
     """The part of a schema that a lenient grammar can enforce, and the JSON pointers of the rest.
 
     The rest are keywords that llguidance does not know, and those that make the grammar invalid, such as a pattern with
-    look-around. If the schema is invalid for another reason it is returned with that part: the caller reports it.
+    look-around. If the schema is invalid for another reason it is returned with that part: the caller reports it. The
+    same holds for one that takes more than `_MAX_TOTAL_TRIES` or `_MAX_TRIED_CHARS`.
     """
     kept = copy.deepcopy(dict(schema))
     removed: list[str] = []
-    while len(removed) < _MAX_REMOVED and vocabulary.complaint(json_grammar(kept, place, lenient=True)):
-        pointer, _ = place_of(kept, place, vocabulary, lenient=True)
+    checks = _Checks(vocabulary, place, lenient=True)
+    while len(removed) < _MAX_REMOVED and checks.complaint(kept):
+        pointer, _ = _place_of(kept, checks)
         parent, keyword = _parent_of(kept, pointer)
         if parent is None or keyword in _ESSENTIAL:
             return kept, ()
@@ -187,16 +191,36 @@ def place_of(
     It is the innermost schema that cannot be enforced by itself, and in it the keyword without which it could be.
     Checks at most `_MAX_TRIES` schemas.
     """
+    return _place_of(schema, _Checks(vocabulary, place, lenient=lenient))
+
+
+class _Checks:
+    """Compiles schemas to learn whether they can be enforced, until that has taken too much."""
+
+    def __init__(self, vocabulary: Vocabulary, place: str, *, lenient: bool) -> None:
+        self._vocabulary, self._place, self._lenient = vocabulary, place, lenient
+        self._tries_left, self._chars_left = _MAX_TOTAL_TRIES, _MAX_TRIED_CHARS
+
+    def complaint(self, schema: Mapping[str, Any]) -> str:
+        """Why this schema cannot be enforced; empty if it can, or if this has taken too much before."""
+        if self._tries_left <= 0 or self._chars_left <= 0:
+            return ""
+        grammar = json_grammar(schema, self._place, lenient=self._lenient)
+        self._tries_left -= 1
+        self._chars_left -= len(grammar)
+        return self._vocabulary.complaint(grammar)
+
+
+def _place_of(schema: Mapping[str, Any], checks: _Checks) -> tuple[str, str]:
     definitions = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
     tries_left = _MAX_TRIES
 
     def complaint(candidate: Mapping[str, Any]) -> str:
         nonlocal tries_left
         tries_left -= 1
-        grammar = json_grammar({**definitions, **candidate}, place, lenient=lenient)
-        return vocabulary.complaint(grammar) if tries_left >= 0 else ""
+        return checks.complaint({**definitions, **candidate}) if tries_left >= 0 else ""
 
-    pointer, innermost, reason = "#", schema, vocabulary.complaint(json_grammar(schema, place, lenient=lenient))
+    pointer, innermost, reason = "#", schema, checks.complaint(schema)
     while True:
         for inner, candidate in subschemas(innermost, pointer):
             if found := complaint(candidate):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -10,7 +11,14 @@ import pytest
 
 from app.engine.errors import InvalidRequest
 from app.engine.structured_output import grammar_builder
-from app.engine.structured_output.backend_guidance import Vocabulary, place_of, why
+from app.engine.structured_output.backend_guidance import (
+    _MAX_TOTAL_TRIES,
+    _MAX_TRIED_CHARS,
+    Vocabulary,
+    enforceable,
+    place_of,
+    why,
+)
 from app.engine.structured_output.grammar_builder import MAX_RULES, check_schema, client_lark_grammar
 from tests.engine.structured_output.tokens import EOS, tiny_tokenizer, tiny_vocabulary
 
@@ -97,6 +105,32 @@ def test_what_cannot_be_enforced_is_refused_with_its_place(vocabulary: Vocabular
     assert place_of(two, "s", vocabulary)[0] == "#/items", "neither is the only one; the reason names both"
     many = {"anyOf": [{"type": "null"}] * 200 + [{"not": {}}]}
     assert place_of(many, "s", vocabulary)[0] == "#", "as far as it is looked for"
+
+
+def test_the_search_for_what_cannot_be_enforced_is_bounded(
+    vocabulary: Vocabulary, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each of 20 removals would compile up to 100 schemas, and each of those all of the definitions."""
+    bad = {"type": "string", "pattern": "(?=a)b"}
+    fine = {f"q{number}": {"type": "string", "pattern": "[a-z]{1,9}"} for number in range(40)}
+    properties = {f"p{number}": {"type": "object", "properties": fine | {"z": bad}} for number in range(30)}
+    few: Any = {"type": "object", "properties": {"a": bad, "b": bad, "c": {"type": "string"}}}
+    compiled: list[str] = []
+    complaint = vocabulary.complaint
+
+    def counted(grammar: str) -> str:
+        compiled.append(grammar)
+        return complaint(grammar)
+
+    monkeypatch.setattr(vocabulary, "complaint", counted)
+    few = json.loads(json.dumps(few))  # without values that are one object
+    assert enforceable(few, "s", vocabulary)[1] == ("#/properties/a/pattern", "#/properties/b/pattern")
+    compiled.clear()
+    for many in (properties, {f"p{number}": bad | {"description": str(number)} for number in range(100)}):
+        enforceable({"type": "object", "properties": many}, "s", vocabulary)
+        assert len(compiled) <= _MAX_TOTAL_TRIES
+        assert sum(map(len, compiled[:-1])) <= _MAX_TRIED_CHARS
+        compiled.clear()
 
 
 def test_a_schema_does_not_change_how_it_is_read(vocabulary: Vocabulary) -> None:

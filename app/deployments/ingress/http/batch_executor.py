@@ -15,7 +15,7 @@ from app.deployments.ingress.batches.runner import is_transient
 from app.deployments.ingress.dispatch.generation_task import GenerationTask
 from app.deployments.ingress.embeddings import answer, vectors
 from app.deployments.ingress.error_responses import error_reply
-from app.deployments.ingress.http.request_lifecycle import observe_if_cancelled
+from app.deployments.ingress.http.request_lifecycle import observe_if_cancelled, responses_field_names
 from app.deployments.ingress.principal import Principal
 from app.deployments.ingress.schemas.completions import EmbeddingsRequest
 from app.deployments.ingress.schemas.openai import ChatCompletionRequest, CompletionRequest
@@ -83,7 +83,8 @@ class BatchExecutor:
                 raise InvalidRequest(
                     f"{field} is not allowed in a batch, whose output file holds the answers; leave it out", param=field
                 )
-        task = await preprocessor.chat(await asyncio.to_thread(response.chat), caller, request_id)
+        with responses_field_names():
+            task = await preprocessor.chat(await asyncio.to_thread(response.chat), caller, request_id)
         return task, self._response(response, task)
 
     async def _completion(self, body: ChatCompletionRequest | CompletionRequest, task: GenerationTask) -> bytes:

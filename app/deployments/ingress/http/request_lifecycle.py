@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import AsyncGenerator, Awaitable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, TypeVar
 
 from fastapi import Request
@@ -84,12 +84,8 @@ async def _wait_for_disconnect(request: Request) -> None:
 
 async def start_task(request: Request, service: IngressService, chat: ChatCompletionRequest) -> GenerationTask:
     """Start a chat. Raises what `RequestPreprocessor.chat` does, with the field names of this route's clients."""
-    try:
+    with responses_field_names() if request.url.path.endswith("/responses") else nullcontext():
         task = await service.preprocessor.chat(chat, inference_principal(request), request_id_of(request))
-    except InvalidRequest as error:
-        if request.url.path.endswith("/responses") and error.param is not None:
-            error.param = _RESPONSES_NAMES.get(error.param, error.param)
-        raise
     request.state.task, request.state.model = task, chat.model[:160]
     return task
 
@@ -100,6 +96,17 @@ _RESPONSES_NAMES = {
     "max_tokens": "max_output_tokens",
     "response_format.json_schema.schema": "text.format.schema",
 }
+
+
+@contextmanager
+def responses_field_names() -> Iterator[None]:
+    """Errors of a chat completion name the fields of /v1/responses."""
+    try:
+        yield
+    except InvalidRequest as error:
+        if error.param is not None:
+            error.param = _RESPONSES_NAMES.get(error.param, error.param)
+        raise
 
 
 def json_response(service: IngressService, task: GenerationTask, route: str, body: dict[str, Any]) -> Response:

@@ -50,7 +50,7 @@ class TokenizerService:
     def __init__(self, tokenizer: Tokenizer, spec: ModelSpec, max_model_len: int) -> None:
         self._tokenizer = tokenizer
         self._templates = ChatTemplateSandbox()
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # never held while a grammar is compiled, which may take a second
         self._vocabulary: Vocabulary | None = None
         self._checked: dict[str, None] = {}  # valid grammars, oldest first
         self._enforceable: dict[str, tuple[Mapping[str, Any], tuple[str, ...]]] = {}  # by schema, oldest first
@@ -99,14 +99,15 @@ class TokenizerService:
             vocabulary = self._open_vocabulary()
             if requested.grammar in self._checked:
                 return
-            complaint, place = vocabulary.complaint(requested.grammar), requested.place
-            for path, schema in requested.schemas if complaint else ():
-                if vocabulary.complaint(json_grammar(schema, path, lenient=requested.is_lenient)):
-                    pointer, reason = place_of(schema, path, vocabulary, lenient=requested.is_lenient)
-                    place, complaint = path, f"at {pointer}: {reason}"
-                    break
-            if complaint:
-                raise InvalidRequest(f"{place}: {complaint}", param=place)
+        complaint, place = vocabulary.complaint(requested.grammar), requested.place
+        for path, schema in requested.schemas if complaint else ():
+            if vocabulary.complaint(json_grammar(schema, path, lenient=requested.is_lenient)):
+                pointer, reason = place_of(schema, path, vocabulary, lenient=requested.is_lenient)
+                place, complaint = path, f"at {pointer}: {reason}"
+                break
+        if complaint:
+            raise InvalidRequest(f"{place}: {complaint}", param=place)
+        with self._lock:
             _remember(self._checked, requested.grammar, None)
 
     def enforceable(self, schema: Mapping[str, Any], place: str) -> tuple[Mapping[str, Any], tuple[str, ...]]:
@@ -114,9 +115,10 @@ class TokenizerService:
         check_schema(schema, place)
         key = json.dumps(schema)
         with self._lock:
-            found = self._enforceable.get(key)
-            if found is None:
-                found = enforceable(schema, place, self._open_vocabulary())
+            found, vocabulary = self._enforceable.get(key), self._open_vocabulary()
+        if found is None:
+            found = enforceable(schema, place, vocabulary)
+            with self._lock:
                 _remember(self._enforceable, key, found)
         return found[0], tuple(f"{place}{pointer}" for pointer in found[1])
 

@@ -200,6 +200,46 @@ async def test_a_batch_answers_as_its_route_does(gpt: openai.AsyncOpenAI, endpoi
     assert sorted(names) == [f"{batch.id}_error.jsonl", f"{batch.id}_output.jsonl"]
 
 
+@pytest.mark.usefixtures("works")
+@pytest.mark.parametrize(
+    ("endpoint", "changes"),
+    [
+        (CHAT, {"n": 10_000}),
+        (CHAT, {"n": 64, "logprobs": True, "top_logprobs": 20, "max_tokens": 900}),
+        (CHAT, {"stop": ["a"] * 1000}),
+        (CHAT, {"structured_outputs": {"regex": "(a"}}),
+        (CHAT, {"max_tokens": 1 << 30}),
+        ("/v1/completions", {"prompt": [[5]] * 3000}),
+        ("/v1/completions", {"n": 0}),
+        ("/v1/embeddings", {"input": [[5]] * 3000}),
+        ("/v1/embeddings", {"encoding_format": "hex"}),
+        ("/v1/responses", {"max_output_tokens": 1 << 30}),
+    ],
+)
+async def test_a_line_has_the_bounds_of_its_route(
+    gpt: openai.AsyncOpenAI, endpoint: Any, changes: dict[str, Any]
+) -> None:
+    body = BODIES[endpoint] | changes
+    with pytest.raises(openai.BadRequestError) as refused:
+        await gpt.post(endpoint.removeprefix("/v1"), body=body, cast_to=object)
+    file_id = await upload(gpt, jsonl([body], endpoint))
+    batch = await gpt.batches.create(input_file_id=file_id, endpoint=endpoint, completion_window="24h")
+    batch = await ended(gpt, batch.id)
+    assert batch.output_file_id is None
+    (line,) = await lines_of(gpt, batch.error_file_id)
+    assert line["response"]["status_code"] == 400
+    assert line["response"]["body"]["error"] == refused.value.body
+
+
+@pytest.mark.usefixtures("works")
+async def test_a_line_s_embedding_has_the_format_that_it_asks_for(gpt: openai.AsyncOpenAI) -> None:
+    bodies = [BODIES["/v1/embeddings"] | {"encoding_format": form} for form in ("float", "base64")]
+    file_id = await upload(gpt, jsonl(bodies, "/v1/embeddings"))
+    batch = await gpt.batches.create(input_file_id=file_id, endpoint="/v1/embeddings", completion_window="24h")
+    lines = await lines_of(gpt, (await ended(gpt, batch.id)).output_file_id)
+    assert [type(line["response"]["body"]["data"][0]["embedding"]) for line in lines] == [list, str]
+
+
 async def test_files_are_listed_read_and_deleted(gpt: openai.AsyncOpenAI) -> None:
     content = jsonl([BODIES[CHAT]] * 3)
     expires: Any = {"anchor": "created_at", "seconds": 3600}
