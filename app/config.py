@@ -24,10 +24,9 @@ from app.engine.adapters.signing.trusted_keys import PUBLIC_KEY_PATTERN, Trusted
 from app.engine.config import EngineConfig, EvictionPolicy
 from app.engine.errors import ConfigError
 from app.engine.models.download import model_download
+from app.model_names import ModelId, Name
 from app.suggestions import did_you_mean, settings_at
 
-#: One line of letters, digits, dot, dash and underscore: no path, no colon, nothing to escape with.
-NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$"
 #: Longest description of an adapter.
 MAX_DESCRIPTION_CHARS = 1000
 #: org/name of the hub, with * and {tenant}.
@@ -74,15 +73,13 @@ class ModelConfig(_Settings):
         default=DEFAULT_MODEL_URI,
         description="The base model: a folder, a GGUF file, hf://org/name@revision or pypi://...",
     )
-    name: str = Field(
-        default="smollm2-135m-instruct", pattern=NAME_PATTERN, description="The base model's name in requests."
-    )
+    name: Name = Field(default="smollm2-135m-instruct", description="The base model's name in requests.")
 
 
 class PreloadedAdapter(_Settings):
     """An adapter registered when the service starts."""
 
-    name: str = Field(pattern=NAME_PATTERN, description="The name clients use.")
+    name: Name = Field(description="The name clients use.")
     path: str = Field(description="A folder under one of the roots, or a source URI.")
     description: str | None = Field(
         default=None,
@@ -379,7 +376,7 @@ class TenantsConfig(_Settings):
 
     default_limits: DefaultLimitsConfig = Field(default_factory=DefaultLimitsConfig)
 
-    prices: dict[str, PriceConfig] = Field(
+    prices: dict[ModelId, PriceConfig] = Field(
         default_factory=dict,
         description="Prices by name of the base model or of a public adapter, or `proj_…:name` for a project's own.",
     )

@@ -25,6 +25,8 @@ from app.engine.request import GenerateRequest, PoolingParams, SamplingParams, T
 
 VOCAB = 61
 EOS = 7
+#: The base's digest.
+FAKE_BASE = "fa4eba5e" * 8
 _MASK = (1 << 64) - 1
 
 
@@ -34,7 +36,7 @@ def fake_spec(*, max_positions: int = 512) -> ModelSpec:
     return ModelSpec(
         name="fake",
         family="llama",
-        digest="fake-base",
+        digest=FAKE_BASE,
         vocab_size=VOCAB,
         hidden_size=4,
         max_positions=max_positions,
@@ -51,7 +53,7 @@ def fake_adapter(
     rank: int,
     *,
     size_bytes: int | None = None,
-    base_digest: str = "fake-base",
+    base_digest: str = FAKE_BASE,
     invocation: tuple[int, ...] = (),
 ) -> LoraAdapter:
     """An adapter whose rows hold numbers of their own."""

@@ -17,12 +17,11 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from app.cli.api_client import DEFAULT_URL, ApiClient, ApiError
 from app.cli.config_file import yaml_problem
-from app.config import NAME_PATTERN, TrafficWeight
+from app.config import TrafficWeight
 from app.engine.errors import ConfigError
+from app.model_names import Name, NameReference
 
 DEFAULT_FILE = "configs/adapters.yaml"
-
-Name = Annotated[str, Field(pattern=NAME_PATTERN)]
 
 
 class _FileModel(BaseModel):
@@ -40,7 +39,7 @@ class DesiredAdapter(_FileModel):
 
 class DesiredAlias(_FileModel):
     name: Name
-    targets: dict[Name, Annotated[float, Field(gt=0, allow_inf_nan=False)]] = Field(min_length=1)
+    targets: dict[NameReference, Annotated[float, Field(gt=0, allow_inf_nan=False)]] = Field(min_length=1)
 
 
 class DesiredState(_FileModel):

@@ -79,7 +79,8 @@ async def embed(
 ) -> list[float] | list[list[float]]:
     """One normalized vector for one text, a list for a list. Raises the errors of `Embedder.task` and of the engine."""
     fields = {
-        "model": service.base_name, "input": text, "lora_path": adapter, "pooling": pooling, "dimensions": dimensions
+        "model": service.exact_base_name, "input": text, "lora_path": adapter, "pooling": pooling,
+        "dimensions": dimensions,
     }  # fmt: skip
     with _count_call(service) as call:
         task = call.task = await service.embedder.task(parse_body(EmbeddingsRequest, fields), handle_principal())

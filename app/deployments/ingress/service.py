@@ -106,7 +106,12 @@ class IngressService:
             self.base_name,
             self._directory,
             AdapterResolver(
-                self.base_name, parts.registry, self._directory, self._lazy_loader, parts.accounting.tenant
+                self.base_name,
+                parts.tokenizer.spec.digest,
+                parts.registry,
+                self._directory,
+                self._lazy_loader,
+                parts.accounting.tenant,
             ),
             dispatcher,
             config.limits,
@@ -120,6 +125,11 @@ class IngressService:
         self.adapter_metrics = AdapterMetrics(parts.accounting.tenants_service)
         self.storage, self.storage_config = parts.storage, config.storage
         self._batch_runner: BatchRunner | None = None
+
+    @property
+    def exact_base_name(self) -> str:
+        """The base's name with its version: it means the base also while an alias has the base's name."""
+        return f"{self.base_name}@{self.preprocessor.tokenizer.spec.digest[:12]}"
 
     def batch_runner(self, answer: AnswerLine, holder: str, write_s: float = WRITE_S) -> BatchRunner:
         """The runner of batch jobs in this ingress, to be started with `run`; `answer` computes one request. `holder`:

@@ -1,7 +1,9 @@
 """Aliases: names that stand for adapters by weight, for canaries, promotion and rollback.
 
 Every change is a new version. Versions are stored, so a rollback is one write and restores exactly what was in force.
-An alias points only to registered adapters and the base. `view.choose_target` picks the target of a request.
+An alias points only to registered adapters and the base; a target may have a version, and then the alias serves no
+other contents. `view.choose_target` picks the target of a request. A public alias may have the base's name: requests
+for that name go to its targets, among which that name still means the base.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from sqlalchemy import Connection, Select, and_, insert, select, update
+from sqlalchemy import Connection, Select, and_, insert, or_, select, update
 
 from app.deployments.registry.db.database import Database
 from app.deployments.registry.db.tables import adapters, alias_targets, aliases, name_condition
@@ -19,6 +21,7 @@ from app.deployments.registry.event_log import NewEvent, record_audit, record_ev
 from app.deployments.registry.feed.view import Entry, Key
 from app.deployments.registry.models import LIVE_STATES, AliasEntry, AliasTarget, AliasVersion
 from app.engine.errors import InvalidRequest, NotFound
+from app.model_names import split_version
 from app.redaction import without_keys
 
 MAX_TARGETS = 16
@@ -133,7 +136,7 @@ class Aliases:
     ) -> AliasEntry:
         key = name_condition(aliases, self._base, tenant_id, name)
         place = {"base_digest": self._base, "tenant_id": tenant_id, "name": name}
-        if _living(connection, self._base, tenant_id, [name]):
+        if _is_adapter(connection, self._base, tenant_id, name):
             raise InvalidRequest(f"{name!r} is an adapter; choose another name for the alias", param="name")
         self._check_targets(connection, tenant_id, targets)
         old = connection.execute(select(aliases).where(*key)).mappings().first()
@@ -176,12 +179,20 @@ class Aliases:
     def _check_targets(
         self, connection: Connection, tenant_id: str, targets: Mapping[str, float] | Sequence[str]
     ) -> None:
-        absent = set(targets) - self.base_names - _living(connection, self._base, tenant_id, list(targets))
+        absent = {
+            target
+            for target in targets
+            if not self._is_base(target) and not _is_adapter(connection, self._base, tenant_id, target)
+        }
         if absent:
             raise NotFound(
                 f"no adapter is registered as {without_keys(min(absent))[:80]!r}; register it before an alias points "
                 "to it"
             )
+
+    def _is_base(self, target: str) -> bool:
+        name, version = split_version(target)
+        return name in self.base_names and (version is None or version.is_of(self._base))
 
     def _record(
         self, connection: Connection, who: str, action: str, name: str, tenant_id: str, detail: Mapping[str, Any]
@@ -216,7 +227,7 @@ def aliases_to(connection: Connection, base_digest: str, tenant_id: str, target:
             aliases.c.base_digest == base_digest,
             aliases.c.tenant_id == tenant_id,
             aliases.c.removed.is_(False),
-            alias_targets.c.target == target,
+            or_(alias_targets.c.target == target, alias_targets.c.target.startswith(f"{target}@", autoescape=True)),
         )
         .order_by(aliases.c.name)
     )
@@ -243,14 +254,10 @@ def _read(connection: Connection, query: Select[Any]) -> list[tuple[Mapping[Any,
     return [(row, _alias(row, tuple(targets[key]))) for key, row in alias_rows.items()]
 
 
-def _living(connection: Connection, base_digest: str, tenant_id: str, names: Sequence[str]) -> set[str]:
-    query = select(adapters.c.name).where(
-        adapters.c.base_digest == base_digest,
-        adapters.c.tenant_id == tenant_id,
-        adapters.c.name.in_(names),
-        adapters.c.state.in_(LIVE_STATES),
-    )
-    return set(connection.scalars(query))
+def _is_adapter(connection: Connection, base_digest: str, tenant_id: str, name: str) -> bool:
+    """Whether an adapter of this name, and version if it has one, is registered."""
+    is_present = (*name_condition(adapters, base_digest, tenant_id, name), adapters.c.state.in_(LIVE_STATES))
+    return connection.scalar(select(adapters.c.name).where(*is_present)) is not None
 
 
 def _check_weights(targets: Mapping[str, float]) -> None:

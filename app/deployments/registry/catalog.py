@@ -37,6 +37,7 @@ from app.deployments.registry.tier_events import Move
 from app.engine.adapters.card import AdapterCard
 from app.engine.adapters.combining.combination import common_text, display_source, parse_combination
 from app.engine.errors import AdapterBusy, InvalidRequest, NotFound
+from app.model_names import split_version
 from app.redaction import without_keys
 
 #: How many of the most recently used contents a new replica may be offered.
@@ -117,19 +118,21 @@ class Catalog:
         return entry
 
     def begin_unload(self, name: str, *, tenant_id: str, who: str) -> UnloadStarted:
-        """Take a name out of service and cancel its unfinished loads; its generation is remembered.
+        """Take a name out of service and cancel its unfinished loads; its generation is remembered. A name with a
+        version is taken out only while it means that version.
 
         The job is unfinished until `finish_unload`, unless there were only loads to cancel. Raises NotFound, and
         AdapterBusy while an alias points to the adapter.
         """
         key = self._name_condition(adapters, tenant_id, name)
+        asked, (name, version) = name, split_version(name)
         now_s = self._database.clock()
         with self._database.write() as connection:
             cancelled = cancel_loads(connection, self._database, tenant_id, name)
             query = select(adapters).where(*key, adapters.c.state.in_(LIVE_STATES))
             row = connection.execute(query).mappings().first()
-            if row is None and not cancelled:
-                raise not_registered_error(name)
+            if row is None and (version is not None or not cancelled):
+                raise not_registered_error(asked)
             users = aliases_to(connection, self._base, tenant_id, name)
             if row is not None and users:
                 raise AdapterBusy(
@@ -194,6 +197,7 @@ class Catalog:
         key = self._name_condition(adapters, tenant_id, name)
         with self._database.write() as connection:
             old = self._living(connection, tenant_id, name)
+            name = old["name"]
             if pinned and old["state"] == State.REGISTERED:
                 raise cannot_pin_error(name)
             if changes:

@@ -5,18 +5,16 @@ Also the rules for names and sources. Times are Unix seconds.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Literal, NamedTuple
 
-from app.config import MAX_DESCRIPTION_CHARS, NAME_PATTERN
+from app.config import MAX_DESCRIPTION_CHARS
 from app.engine.adapters.card import AdapterCard, AdapterRef
 from app.engine.adapters.combining.combination import is_combination
 from app.engine.errors import InvalidRequest, UnsafeSource
 from app.engine.wire_format import message
-from app.redaction import holds_key
 
 DEFAULT_TENANT = "default"
 #: The model name for which the semantic router chooses an adapter.
@@ -279,38 +277,11 @@ class Description(NamedTuple):
     last_error: str | None = None  # why the last read for a request failed, if it did
 
 
-def is_name(text: str) -> bool:
-    """Whether an adapter or alias may have this name."""
-    return re.fullmatch(NAME_PATTERN, text) is not None and not holds_key(
-        text
-    )  # names appear in lists, metrics and logs
-
-
 def model_id(tenant_id: str, name: str) -> str:
     """An adapter's or alias's name in prices, limits and permissions: bare if it is public, otherwise after its
     project's id and a colon, which no name contains.
     """
     return name if tenant_id == DEFAULT_TENANT else f"{tenant_id}:{name}"
-
-
-def check_model_id(text: str) -> None:
-    """Raises InvalidRequest for what no `model_id` can be."""
-    owner_id, colon, name = text.partition(":")
-    check_name(name if colon else text)
-    if colon and not (is_name(owner_id) and owner_id.startswith("proj_")):
-        raise InvalidRequest(f"{text[:80]!r} does not begin with a project's id before its colon", param="model")
-
-
-def check_name(name: str) -> None:
-    """Raises InvalidRequest for an invalid name of an adapter or alias."""
-    if holds_key(name):
-        raise InvalidRequest("an API key is given for a name; is it in the wrong place?", param="name")
-    if not is_name(name):
-        raise InvalidRequest(
-            f"adapter name {name[:80]!r} must be 1 to 128 letters, digits, '.', '_' or '-', "
-            "beginning with a letter or digit",
-            param="name",
-        )
 
 
 def cannot_pin_error(name: str) -> InvalidRequest:

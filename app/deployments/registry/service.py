@@ -25,6 +25,7 @@ from app.deployments.registry.jobs.unload_jobs import UnloadJobs
 from app.deployments.registry.last_used import WRITE_INTERVAL_S, LastUsed
 from app.deployments.registry.models import (
     AUTO,
+    DEFAULT_TENANT,
     AliasEntry,
     CatalogEntry,
     Description,
@@ -33,13 +34,12 @@ from app.deployments.registry.models import (
     RegistryJob,
     State,
     check_description,
-    check_name,
-    is_name,
 )
 from app.deployments.registry.registry import Registry
 from app.deployments.registry.tier_events import TierEvents
 from app.deployments.rpc.background_tasks import Tasks, repeat
 from app.engine.errors import InvalidRequest, NotFound, NotReady
+from app.model_names import check_name, is_name, split_version
 from app.redaction import without_keys
 
 #: How long the heartbeat waits for ingresses to receive new changes before it reports an older revision.
@@ -133,9 +133,13 @@ class RegistryService:
             lambda: configure(pinned=pinned, traffic_weight=traffic_weight, description=description)
         )
 
-    async def change_alias(self, name: str, change: Callable[[Aliases], AliasEntry]) -> AliasEntry:
-        """Change an alias; every ingress has the change when this returns. Raises InvalidRequest for its name."""
-        self.check_name(name)
+    async def change_alias(self, name: str, tenant_id: str, change: Callable[[Aliases], AliasEntry]) -> AliasEntry:
+        """Change an alias; every ingress has the change when this returns. Raises InvalidRequest for its name.
+
+        A public alias may have the base model's name.
+        """
+        if tenant_id != DEFAULT_TENANT or name not in self.reserved_names:
+            self.check_name(name)
         return await self.change_feed.change(lambda: change(self._registry.aliases))
 
     async def observe(
@@ -153,13 +157,14 @@ class RegistryService:
 
     async def describe(self, name: str, *, tenant_id: str) -> Description:
         """Raises NotFound for a name without an entry or job."""
-        if not is_name(name):
+        plain, version = split_version(name)
+        if not is_name(plain):
             raise not_registered_error(name)
         entry, job = await asyncio.gather(
             asyncio.to_thread(self._registry.catalog.get, name, tenant_id=tenant_id),
-            asyncio.to_thread(self._registry.jobs.latest, name, tenant_id=tenant_id),
+            asyncio.to_thread(self._registry.jobs.latest, plain, tenant_id=tenant_id),
         )
-        if entry is None and (job is None or job.state is State.REMOVED):
+        if entry is None and (version is not None or job is None or job.state is State.REMOVED):
             raise not_registered_error(name)
         if entry is not None:
             times_s = (entry.last_used_s, self._last_used.last_s(entry.ref.digest))

@@ -245,7 +245,7 @@ class StoreService(Generic[H]):
         """Set an alias's targets and weights. Raises InvalidRequest, NotFound."""
         self._on_call()
         return await self._registry_service.change_alias(
-            name, lambda aliases: aliases.put(name, targets, tenant_id=tenant_id, who=who)
+            name, tenant_id, lambda aliases: aliases.put(name, targets, tenant_id=tenant_id, who=who)
         )
 
     @remote_method
@@ -253,7 +253,7 @@ class StoreService(Generic[H]):
         """Send all of an alias's requests to one of its targets. Raises InvalidRequest, NotFound."""
         self._on_call()
         return await self._registry_service.change_alias(
-            name, lambda aliases: aliases.promote(name, target, tenant_id=tenant_id, who=who)
+            name, tenant_id, lambda aliases: aliases.promote(name, target, tenant_id=tenant_id, who=who)
         )
 
     @remote_method
@@ -261,7 +261,7 @@ class StoreService(Generic[H]):
         """Restore a version; None: the one before the last change. Raises InvalidRequest, NotFound."""
         self._on_call()
         return await self._registry_service.change_alias(
-            name, lambda aliases: aliases.rollback(name, version, tenant_id=tenant_id, who=who)
+            name, tenant_id, lambda aliases: aliases.rollback(name, version, tenant_id=tenant_id, who=who)
         )
 
     @remote_method
@@ -269,7 +269,7 @@ class StoreService(Generic[H]):
         """Remove an alias. Raises NotFound."""
         self._on_call()
         return await self._registry_service.change_alias(
-            name, lambda aliases: aliases.remove(name, tenant_id=tenant_id, who=who)
+            name, tenant_id, lambda aliases: aliases.remove(name, tenant_id=tenant_id, who=who)
         )
 
     @remote_method

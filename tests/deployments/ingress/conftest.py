@@ -82,7 +82,7 @@ def as_described(app: FastAPI) -> Callable[[Any], Awaitable[None]]:
         found = next((item for item in routes if item.path_regex.match(path) and method in item.methods), None)
         if found is None:
             return
-        told = document["paths"][found.path][method.lower()]["responses"]
+        told = document["paths"][found.path_format][method.lower()]["responses"]
         content = told[str(response.status_code) if response.is_success else "default"]["content"]
         media_type = response.headers.get("content-type", "").partition(";")[0]
         assert media_type in content, f"{method} {path}: {media_type} is not in /openapi.json"

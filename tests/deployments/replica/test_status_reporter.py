@@ -20,7 +20,7 @@ from app.engine.errors import ConfigError, NotReady
 from app.engine.stats import EngineStats, TenantService
 from tests.deployments.fleet import LIMITS, FakeReplica, Fleet
 from tests.deployments.placed import ORIGIN
-from tests.fakes import fake_adapter, fake_request
+from tests.fakes import FAKE_BASE, fake_adapter, fake_request
 
 
 class Listeners:
@@ -140,7 +140,7 @@ async def test_placement_hears_what_prompts_began_with_if_it_wants_to(bench: Ben
     count = len(heard)
     await until(lambda: len(heard) > count + 1)  # the last of them was begun after the answer's end
     told = {head.hex() for news in heard for head in news.cached_prefixes}
-    assert told == ({PrefixHasher("fake-base", LIMITS.block_size).of(request)} if reports_prefixes else set())
+    assert told == ({PrefixHasher(FAKE_BASE, LIMITS.block_size).of(request)} if reports_prefixes else set())
 
 
 async def test_placement_hears_where_an_adapter_is_before_its_interval_is_over(

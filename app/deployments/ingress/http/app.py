@@ -11,6 +11,7 @@ from functools import cache, partial
 
 from fastapi import APIRouter, Depends, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
+from starlette.convertors import register_url_convertor
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import JSONResponse, Response
@@ -22,7 +23,13 @@ from app.deployments.ingress.http.middleware.metering import MeteringMiddleware
 from app.deployments.ingress.http.middleware.origin_check import HttpPolicy, OriginCheckMiddleware
 from app.deployments.ingress.http.middleware.request_log import RequestLogMiddleware, note_failure
 from app.deployments.ingress.http.openapi import flat_routes, openapi, operation_id
-from app.deployments.ingress.http.request_parsing import DirectRoute, check_query, invalid_query, read_unused_body
+from app.deployments.ingress.http.request_parsing import (
+    DirectRoute,
+    NameConvertor,
+    check_query,
+    invalid_query,
+    read_unused_body,
+)
 from app.deployments.ingress.http.routes.admin import admin_router
 from app.deployments.ingress.http.routes.aliases import add_alias_routes
 from app.deployments.ingress.http.routes.audit import add_audit_routes
@@ -47,6 +54,7 @@ from app.redaction import without_keys
 
 def make_app(service: IngressService, policy: HttpPolicy, *, log_requests: bool = False) -> FastAPI:
     """The application over one service. `log_requests`: log every request, not only failures."""
+    register_url_convertor("model", NameConvertor())
     app = FastAPI(
         title="polylora",
         docs_url=None,

@@ -48,7 +48,7 @@ def openapi(app: FastAPI) -> dict[str, Any]:
         separate_input_output_schemas=False,
     )  # fmt: skip
     components = document["components"]
-    bodies = {(route.path, method): model for route in api_routes(app.routes) if (model := body_model(route))
+    bodies = {(route.path_format, method): model for route in api_routes(app.routes) if (model := body_model(route))
               for method in route.methods or ()}  # fmt: skip
     for (path, method), model in bodies.items():
         schema = {"$ref": _SCHEMAS.format(model=model.__name__)}
@@ -67,7 +67,7 @@ def operation_id(route: APIRoute) -> str:
     """An operation id made of method and path."""
     assert route.methods is not None, "an APIRoute has methods"
     (method,) = route.methods
-    return f"{method.lower()}{re.sub(r'[^A-Za-z0-9]+', '_', route.path).rstrip('_')}"
+    return f"{method.lower()}{re.sub(r'[^A-Za-z0-9]+', '_', route.path_format).rstrip('_')}"
 
 
 def flat_routes(routes: Iterable[BaseRoute]) -> Iterator[Route]:

@@ -16,6 +16,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
 from pydantic import BaseModel, BeforeValidator, GetCoreSchemaHandler, model_validator
 from pydantic_core import CoreSchema, core_schema
+from starlette.convertors import PathConvertor
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
@@ -26,6 +27,7 @@ from app.deployments.ingress.preprocess.tokenizer_service import in_worker_if_lo
 from app.deployments.ingress.schemas.request_model import Body, BodyT, parse_body
 from app.deployments.ingress.service import IngressService
 from app.engine.errors import InvalidRequest
+from app.model_names import ROUTE_SUFFIXES
 from app.suggestions import did_you_mean
 
 #: Default and maximum number of entries of a page.
@@ -72,6 +74,15 @@ def body_model(route: APIRoute) -> type[Body] | None:
     """The model of a route's JSON body, or None."""
     readers = (getattr(each.call, "__self__", None) for each in route.dependant.dependencies)
     return next((reader.model for reader in readers if isinstance(reader, _BodyReader)), None)
+
+
+class NameConvertor(PathConvertor):
+    """`{name:model}` in a route's path: a name of one or more parts, so that no suffix of a route is taken for a part.
+
+    A `/` of a name may be written as %2F: servers decode paths before they are matched.
+    """
+
+    regex = rf"[^/]+(?:/(?!(?:{'|'.join(ROUTE_SUFFIXES)})$)[^/]+)*"
 
 
 class DirectRoute(APIRoute):
@@ -221,7 +232,7 @@ async def check_query(request: Request) -> None:
             short_name = name[:_MAX_CHARS]
             its_own = f"it takes {', '.join(known)}" if known else "it takes none"
             raise InvalidRequest(
-                f"the query has {short_name!r}, which {request.method} {route.path} does not know; "
+                f"the query has {short_name!r}, which {request.method} {route.path_format} does not know; "
                 f"{its_own}{did_you_mean(name, known)}",
                 param=short_name,
             )

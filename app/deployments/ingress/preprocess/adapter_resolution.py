@@ -16,8 +16,8 @@ from app.deployments.ingress.preprocess.adapter_directory import AdapterDirector
 from app.deployments.ingress.preprocess.lazy_adapter_loader import LazyAdapterLoader
 from app.deployments.ingress.principal import Principal
 from app.deployments.ingress.schemas.openai import WeightedAdapter
-from app.deployments.registry.feed.view import RegistryView
-from app.deployments.registry.models import DEFAULT_TENANT, model_id
+from app.deployments.registry.feed.view import RegistryView, choose_target
+from app.deployments.registry.models import DEFAULT_TENANT, AliasEntry, model_id
 from app.deployments.tenancy.models import Tenant
 from app.deployments.tenancy.usage.prices import paid_models
 from app.engine.adapters.card import AdapterRef
@@ -28,6 +28,7 @@ from app.engine.adapters.combining.combination import (
     parse_combination,
 )
 from app.engine.errors import InvalidRequest, NotFound, NotReady
+from app.model_names import Version, split_version
 
 
 class _NeedsLoad(Exception):
@@ -44,12 +45,14 @@ class AdapterResolver:
     def __init__(
         self,
         base_name: str,
+        base_digest: str,
         registry: RegistryView,
         directory: AdapterDirectory,
         lazy_loader: LazyAdapterLoader,
         find_tenant: Callable[[str], Tenant | None],
     ) -> None:
         self._base_name = base_name
+        self._base_digest = base_digest
         self._registry = registry
         self._directory = directory
         self._lazy_loader = lazy_loader
@@ -57,7 +60,7 @@ class AdapterResolver:
 
     async def resolve(
         self,
-        model: str,
+        model: str | None,
         caller: Principal,
         lora_path: str | None = None,
         user: str | None = None,
@@ -66,9 +69,11 @@ class AdapterResolver:
         """The adapter meant by `model` ("<base>", "<adapter>", "<base>:<adapter>"), `lora_path` and `adapters`; None is
         the base model.
 
-        `lora_path` is a registered name or alias, never a path. An alias of several adapters sends equal users to the
-        same one, and a request without a user to any. `adapters` are combined, on the base model. Raises
-        InvalidRequest, NotFound, and for names that are not registered or not loaded the errors of `LazyAdapterLoader`.
+        Each name may have a version (`app.model_names`). A public alias of the base's name takes requests that name the
+        base; `model` None, for requests that name no model, is the base itself. `lora_path` is a registered name or
+        alias, never a path. An alias of several adapters sends equal users to the same one, and a request without a
+        user to any. `adapters` are combined, on the base model. Raises InvalidRequest, NotFound, and for names that are
+        not registered or not loaded the errors of `LazyAdapterLoader`.
         """
         sticky_key = _sticky_key(user)
         try:
@@ -112,7 +117,7 @@ class AdapterResolver:
 
     async def _resolve_loaded(
         self,
-        model: str,
+        model: str | None,
         caller: Principal,
         lora_path: str | None,
         sticky_key: str,
@@ -132,20 +137,20 @@ class AdapterResolver:
 
     def _resolve(
         self,
-        model: str,
+        model: str | None,
         caller: Principal,
         lora_path: str | None,
         sticky_key: str,
         adapters: Sequence[WeightedAdapter] | None,
     ) -> AdapterRef | None:
         if adapters is not None:
-            if model != self._base_name or lora_path is not None:
+            if not (model is None or self.is_base(model)) or lora_path is not None:
                 raise InvalidRequest(
                     f"a request with adapters must have model {self._base_name!r} and no lora_path",
                     param="adapters",
                 )
             return self._combine(adapters, caller, sticky_key).ref(caller.tenant_id)
-        shown_name = model if lora_path is None else lora_path
+        shown_name = lora_path or model or self._base_name
         chosen = self._chosen_name(model, lora_path)
         if chosen is not None:
             return self._resolve_name(chosen, caller, sticky_key, shown_name)
@@ -153,12 +158,18 @@ class AdapterResolver:
             return None
         raise _not_found(shown_name)
 
-    def _chosen_name(self, model: str, lora_path: str | None) -> str | None:
+    def is_base(self, name: str) -> bool:
+        """Whether this is the base's name, perhaps with its version."""
+        plain, version = split_version(name)
+        return plain == self._base_name and (version is None or version.is_of(self._base_digest))
+
+    def _chosen_name(self, model: str | None, lora_path: str | None) -> str | None:
         """The name of an adapter or alias; None means the base model. Raises InvalidRequest for two different names."""
-        if model == self._base_name:
-            return lora_path
+        if model is None or self.is_base(model):
+            is_alias = model == self._base_name and self._registry.alias(model, DEFAULT_TENANT) is not None
+            return model if is_alias and lora_path is None else lora_path
         base, colon, adapter_name = model.partition(":")
-        chosen = adapter_name if colon and base == self._base_name else model
+        chosen = adapter_name if colon and self.is_base(base) else model
         if lora_path is not None and lora_path != chosen:
             raise InvalidRequest(
                 f"model names adapter {chosen[:80]!r} but lora_path names {lora_path[:80]!r}; use one of them",
@@ -169,18 +180,39 @@ class AdapterResolver:
     def _resolve_name(self, name: str, caller: Principal, sticky_key: str, shown_name: str) -> AdapterRef | None:
         """An adapter or alias; None is the base model. `shown_name` is the client's spelling. Raises NotFound,
         _NeedsLoad."""
-        for owner_id in caller.owners(name):
-            if self._registry.means_base(name, self._base_name, sticky_key, owner_id):
+        plain, version = split_version(name)
+        for owner_id in caller.owners(plain):
+            alias = self._registry.alias(plain, owner_id)
+            target = plain if alias is None else self._target(alias, sticky_key, version)
+            if alias is not None and self.is_base(target):
                 if not self._is_permitted(None, owner_id, caller):
                     break
+                if version is not None and not version.is_of(self._base_digest):
+                    raise _other_version(shown_name, self._base_digest, None)
                 return None
-            if (ref := self._registry.resolve(name, sticky_key, owner_id)) is not None:
+            target_name, target_version = split_version(target)
+            if (ref := self._registry.resolve(target_name, sticky_key, owner_id)) is not None:
                 if not self._is_permitted(ref, owner_id, caller):
                     break
                 if not ref.digest:
                     raise _NeedsLoad(ref)
+                for each in (version, target_version):
+                    if each is not None and not each.is_of(ref.digest, ref.generation):
+                        raise _other_version(shown_name, ref.digest, ref.generation)
                 return ref
         raise _not_found(shown_name)
+
+    def _target(self, alias: AliasEntry, sticky_key: str, version: Version | None) -> str:
+        """An alias's target for a request; one of this version, if the request names a version and there is one."""
+        if version is not None:
+            for target in sorted(alias.targets, key=lambda target: -target.weight):
+                plain, _ = split_version(target.name)
+                ref = self._registry.resolve(plain, sticky_key, alias.tenant_id)
+                if self.is_base(target.name) and version.is_of(self._base_digest):
+                    return target.name
+                if ref is not None and version.is_of(ref.digest, ref.generation):
+                    return target.name
+        return choose_target(alias, sticky_key)
 
     def _is_permitted(self, ref: AdapterRef | None, owner_id: str, caller: Principal) -> bool:
         """Whether a name that the caller may use may refer to this adapter; None is the base model.
@@ -227,6 +259,14 @@ class AdapterResolver:
 def _sticky_key(user: str | None) -> str:
     """Equal users get the same adapter of an alias; without a user any."""
     return secrets.token_hex(8) if user is None else f"user {user}"
+
+
+def _other_version(name: str, digest: str, generation: int | None) -> NotFound:
+    present = f"generation {generation}, {digest[:12]}" if generation is not None else digest[:12]
+    return NotFound(
+        f"{name[:160]!r} names a version that is not served: the present contents are {present}. Only present contents "
+        "are served under a name; register others under a name of their own"
+    )
 
 
 def _not_found(name: str) -> NotFound:

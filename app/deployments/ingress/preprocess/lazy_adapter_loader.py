@@ -18,11 +18,12 @@ from app.config import LimitsConfig
 from app.deployments.ingress.dispatch.cold_start_limiter import PendingLimiter, adapter_wait_timeout
 from app.deployments.ingress.principal import Principal, visible
 from app.deployments.registry.feed.view import Key, RegistryView
-from app.deployments.registry.models import AUTO, is_name, model_id
+from app.deployments.registry.models import AUTO, model_id
 from app.deployments.rpc.background_tasks import SingleFlight, Tasks
 from app.deployments.store.service import StoreService
 from app.deployments.store.shared_adapter import SharedAdapter
 from app.engine.errors import QueueFull
+from app.model_names import is_name, split_version
 
 T = TypeVar("T")
 
@@ -56,7 +57,8 @@ class LazyAdapterLoader:
         """
         if not self._has_resolvers:
             return False
-        unknown = [name for name in dict.fromkeys(names) if self._may_look_up(name, caller)]
+        plain = dict.fromkeys(split_version(name)[0] for name in names)
+        unknown = [name for name in plain if self._may_look_up(name, caller)]
         if not unknown:
             return False
         with self._waiting(self._waiting_lookups, caller.tenant_id, caller) as gave_way:

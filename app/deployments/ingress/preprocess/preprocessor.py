@@ -119,11 +119,11 @@ class RequestPreprocessor:
             raise InvalidRequest(f"model {AUTO!r} chooses the adapter; remove lora_path and adapters", param="model")
         async with self.selector.selection(question, caller, body.routing) as (decision, reservation):
             if not decision.chosen:
-                ref = await self.resolver.resolve(self._base_name, caller)
+                ref = await self.resolver.resolve(None, caller)
             elif len(decision.chosen) == 1:
                 ref = await self.resolver.resolve(decision.chosen[0].name, caller, user=body.user)
             else:
-                ref = await self.resolver.resolve(self._base_name, caller, user=body.user, adapters=decision.adapters)
+                ref = await self.resolver.resolve(None, caller, user=body.user, adapters=decision.adapters)
             yield _ResolvedModel(ref, decision, reservation)
 
     async def chat(
@@ -234,9 +234,7 @@ class RequestPreprocessor:
         params = body.sampling_params
         names = FieldNames("text", params.limit_field, "logprobs", "sampling_params.n")
         self._sequence_builder.check_sequences(len(body.names), params.n, names)
-        refs = [
-            await self.resolver.resolve(self._base_name, caller, name, adapters=body.adapters) for name in body.names
-        ]
+        refs = [await self.resolver.resolve(None, caller, name, adapters=body.adapters) for name in body.names]
         token_ids = await self.prompt_ids(body.texts, "text")
         return await self._task(
             request_ids("gen", request_id), caller, arrival_s, params, token_ids, refs, params.token_limit, None, names

@@ -22,6 +22,8 @@ from sqlalchemy import (
     Text,
 )
 
+from app.model_names import split_version
+
 metadata = MetaData()
 
 #: The version of all tables in `metadata`. Raise it with every change: there are no migrations before 0.1.0.
@@ -222,5 +224,11 @@ uses = Table(
 
 
 def name_condition(table: Table, base_digest: str, tenant_id: str, name: str) -> tuple[ColumnElement[bool], ...]:
-    """The condition for one name's rows."""
-    return (table.c.base_digest == base_digest, table.c.tenant_id == tenant_id, table.c.name == name)
+    """The condition for one name's rows; of adapters and generations, a name with a version has only that version's."""
+    plain, version = split_version(name) if table in (adapters, generations) else (name, None)
+    place = (table.c.base_digest == base_digest, table.c.tenant_id == tenant_id, table.c.name == plain)
+    if version is None:
+        return place
+    if version.generation is not None:
+        return (*place, table.c.generation == version.generation)
+    return (*place, table.c.digest.startswith(version.digest_prefix))

@@ -20,6 +20,7 @@ from app.deployments.rpc.long_poll_client import TableSync
 from app.deployments.rpc.long_poll_host import Changes
 from app.engine.adapters.card import AdapterRef
 from app.engine.adapters.combining.combination import SCHEME, is_combination, parse_combination
+from app.model_names import split_version
 
 #: (tenant, name): adapters and aliases share one namespace.
 Key = tuple[str, str]
@@ -113,19 +114,18 @@ class RegistryView:
         entry = self.find(name, tenant_id)
         return entry if isinstance(entry, CatalogEntry) else None
 
-    def means_base(self, name: str, base_name: str, sticky_key: str, tenant_id: str) -> bool:
-        """Whether a request for `name` goes to the base model through an alias."""
+    def alias(self, name: str, tenant_id: str) -> AliasEntry | None:
         stored = self._entries.get(tenant_id, {}).get(name)
-        return isinstance(stored, AliasEntry) and choose_target(stored, sticky_key) == base_name
+        return stored if isinstance(stored, AliasEntry) else None
 
     def resolve(self, name: str, sticky_key: str, tenant_id: str) -> AdapterRef | None:
         """The adapter that serves `name`; None for an unknown name. Equal sticky keys choose the same target of an
-        alias.
+        alias. A target's version is left to the caller.
         """
         names = self._entries.get(tenant_id, {})
         stored = names.get(name)
         if isinstance(stored, AliasEntry):
-            name = choose_target(stored, sticky_key)
+            name, _ = split_version(choose_target(stored, sticky_key))
             stored = names.get(name)
         return unpack_ref(stored, tenant_id, name) if isinstance(stored, bytes) else None
 
@@ -133,7 +133,7 @@ class RegistryView:
         """The tenant's aliases that may stand for this adapter."""
         for alias in self._names.get((tenant_id, AliasEntry), ()):
             entry = self._entries[tenant_id][alias]
-            if isinstance(entry, AliasEntry) and any(target.name == name for target in entry.targets):
+            if isinstance(entry, AliasEntry) and any(split_version(target.name)[0] == name for target in entry.targets):
                 yield alias
 
     def dependents(self, tenant_id: str, name: str) -> list[Key]:

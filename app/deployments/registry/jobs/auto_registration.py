@@ -19,11 +19,12 @@ from weakref import WeakValueDictionary
 from app.deployments.registry.feed.view import Key
 from app.deployments.registry.jobs.failure_backoff import FailureBackoff
 from app.deployments.registry.jobs.load_jobs import Reader
-from app.deployments.registry.models import AUTO, LoadRequest, State, is_name
+from app.deployments.registry.models import AUTO, LoadRequest, State
 from app.deployments.registry.registry import Registry
 from app.deployments.registry.service import RegistryService
 from app.deployments.rpc.background_tasks import SingleFlight, Tasks
 from app.engine.errors import AdapterQuarantined, NotFound, PolyloraError, ServerOverloaded, SourceError
+from app.model_names import is_name
 
 #: Size of the negative cache; beyond it the oldest name is forgotten.
 MAX_ABSENT = 10_000

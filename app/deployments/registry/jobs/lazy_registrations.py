@@ -90,12 +90,12 @@ class LazyRegistrations:
         """Load a registered name so that every ingress serves it; no job if it is loaded already. Raises NotFound, and
         what loading raises.
         """
-        key = (tenant_id, name)
         entry = await asyncio.to_thread(self._registry.catalog.get, name, tenant_id=tenant_id)
         if entry is None:
             raise not_registered_error(name)
         if entry.is_read:
             return None, entry
+        key = (tenant_id, entry.ref.name)
         return await asyncio.shield(self._pending.task(key, lambda: self._load(entry, who)))
 
     async def load_for_request(self, name: str, *, tenant_id: str, who: str) -> None:

@@ -13,13 +13,14 @@ from pathlib import Path
 
 from app.config import AdaptersConfig
 from app.deployments.registry.jobs.auto_registration import Resolver
-from app.deployments.registry.models import DEFAULT_TENANT, check_source, is_name
+from app.deployments.registry.models import DEFAULT_TENANT, check_source
 from app.engine.adapters.combining.combination import is_combination
 from app.engine.adapters.formats.arrow import CARD_SUFFIX
 from app.engine.adapters.formats.peft_config import CONFIG_NAME
 from app.engine.adapters.paths import resolve_adapter_path
 from app.engine.errors import ConfigError, InvalidRequest, NotFound, PolyloraError, SourceError, UnsafeSource
 from app.import_path import import_dotted
+from app.model_names import is_name
 
 logger = logging.getLogger(__name__)
 

@@ -21,12 +21,13 @@ from sqlalchemy import Connection, and_, delete, func, insert, or_, select
 from app.deployments.registry.db.database import Database
 from app.deployments.registry.db.tables import adapters
 from app.deployments.registry.db.tenant_tables import adapter_shares, projects, rate_limits
-from app.deployments.registry.models import LIVE_STATES, check_model_id, check_name
+from app.deployments.registry.models import LIVE_STATES
 from app.deployments.tenancy.audited_transaction import audited_transaction, checked_name, new_id, not_found_error
 from app.deployments.tenancy.auth.key_crypto import SecretCipher, derived_salt
 from app.deployments.tenancy.models import NO_LIMITS, RateLimit, Tenant, TenantLimits
 from app.deployments.tenancy.quota.limits import AdapterQuotaError
 from app.engine.errors import InvalidRequest
+from app.model_names import check_model_id, check_name
 
 #: Weights outside this range are mistakes that would starve a tenant.
 MIN_WEIGHT, MAX_WEIGHT = 0.001, 1000.0

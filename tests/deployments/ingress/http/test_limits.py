@@ -86,7 +86,7 @@ def test_every_route_that_takes_a_body_is_known(service_routes: set[str]) -> Non
 @pytest_asyncio.fixture
 async def service_routes(service: Service) -> set[str]:
     app: Any = make_app(service, HttpPolicy())
-    return {route.path for route in app.routes if {"POST", "PUT"} & getattr(route, "methods", set())}
+    return {route.path_format for route in app.routes if {"POST", "PUT"} & getattr(route, "methods", set())}
 
 
 @pytest.mark.parametrize("path", sorted(GENERATING))

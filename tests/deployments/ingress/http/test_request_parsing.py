@@ -86,7 +86,7 @@ async def test_both_spellings_of_a_list_choose_the_same(transport: httpx.AsyncCl
 async def test_every_route_of_ours_refuses_what_it_does_not_know(service: Service, http: httpx.AsyncClient) -> None:
     for route in routes_of(service):
         for method in route.methods:
-            path = re.sub(r"{\w+}", "x", route.path)
+            path = re.sub(r"{\w+}", "x", route.path_format)
             answer = await http.request(method, path, params={"qzx": "1"}, json={})
             is_free = not path.startswith("/v1/") or (method == "POST" and path in INFERENCE_PATHS)
             is_refused = answer.status_code == 400 and answer.json()["error"].get("param") == "qzx"
@@ -94,7 +94,7 @@ async def test_every_route_of_ours_refuses_what_it_does_not_know(service: Servic
 
 
 def test_the_free_paths_are_routes(service: Service) -> None:
-    assert {route.path for route in routes_of(service)} >= INFERENCE_PATHS
+    assert {route.path_format for route in routes_of(service)} >= INFERENCE_PATHS
 
 
 async def test_a_query_of_a_request_for_an_answer_changes_nothing(http: httpx.AsyncClient) -> None:
@@ -105,7 +105,7 @@ async def test_a_query_of_a_request_for_an_answer_changes_nothing(http: httpx.As
 
 
 def test_everything_that_the_official_client_can_send_is_known(service: Service) -> None:
-    routes = {route.path: route for route in routes_of(service) if "GET" in route.methods}
+    routes = {route.path_format: route for route in routes_of(service) if "GET" in route.methods}
     sent = {(path, name) for path, names in _queries() for name in names}
     served = {(path, name) for path, name in sent if path in routes}
     assert {path for path, _ in served} >= {"/v1/files", "/v1/batches", "/v1/organization/costs"}

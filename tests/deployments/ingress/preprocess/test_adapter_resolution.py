@@ -44,7 +44,7 @@ class World:
     def __init__(self, *entries: CatalogEntry | AliasEntry) -> None:
         self.view = RegistryView(entries)
         self.tenants = {"default": PUBLIC} | {each: Tenant(each, each, 0.0) for each in ("owner", "user")}
-        self.resolver = AdapterResolver("base", self.view, Directory(), NotLoading(), self.tenants.get)  # type: ignore[arg-type]
+        self.resolver = AdapterResolver("base", "ba5e" * 16, self.view, Directory(), NotLoading(), self.tenants.get)  # type: ignore[arg-type]
 
     def rights(self, tenant_id: str, **rights: Any) -> None:
         self.tenants[tenant_id] = Tenant(tenant_id, tenant_id, 0.0, **rights)

@@ -10,7 +10,7 @@ import pytest_asyncio
 
 from app.deployments.registry.catalog import Catalog
 from app.deployments.registry.db.database import Database, sqlite_url
-from app.deployments.registry.models import DEFAULT_TENANT, CatalogEntry, LoadRequest, check_name
+from app.deployments.registry.models import DEFAULT_TENANT, CatalogEntry, LoadRequest
 from app.deployments.store.adapter_reader import AdapterReader
 from app.deployments.store.disk_tier import DiskTier
 from app.deployments.store.host_cache import HostAdapterCache
@@ -20,6 +20,7 @@ from app.engine.adapters.card import AdapterCard
 from app.engine.adapters.formats.peft import read_peft
 from app.engine.adapters.sandbox.packing import PackedAdapter
 from app.engine.adapters.sandbox.validator import Validator
+from app.model_names import check_name
 from tests.deployments.store.recorded_events import RecordedEvents
 from tests.deployments.store.sources.servers import FileServer, HubServer
 from tests.engine.adapters.random_adapters import peft_config, peft_tensors, random_arrays, tiny_spec, write_peft

@@ -21,6 +21,7 @@ from tests.deployments.fleet import Fleet
 from tests.deployments.ingress.dispatch.test_dispatcher import collect, make_request
 from tests.deployments.store.sources.conftest import OpenLibrary, Store
 from tests.deployments.store.sources.servers import FileServer
+from tests.fakes import FAKE_BASE
 
 WEIGHTS = "adapter_model.safetensors"
 
@@ -47,7 +48,7 @@ async def test_two_hundred_first_requests_over_two_ingresses_are_one_fetch(
 
     async def fetch(asked: AdapterRef) -> LoraAdapter:
         adapter = unpack_adapter(*await store.fetch(asked))
-        served.append(replace(adapter, card=replace(adapter.card, base_digest="fake-base")))
+        served.append(replace(adapter, card=replace(adapter.card, base_digest=FAKE_BASE)))
         return served[-1]
 
     for replica in fleet.replicas.values():

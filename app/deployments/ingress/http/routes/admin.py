@@ -285,7 +285,7 @@ def _add_permission_routes(routes: APIRouter, service: IngressService) -> None:
         data = [serializers.rate_limit_body(model, rates[model]) for model in ordered[:limit]]
         return JSONResponse(page_body(data, has_more=len(ordered) > limit))
 
-    @routes.post("/projects/{project_id}/rate_limits/{rate_limit_id}", response_model=schemas.ProjectRateLimit)
+    @routes.post("/projects/{project_id}/rate_limits/{rate_limit_id:model}", response_model=schemas.ProjectRateLimit)
     async def limit_rate(
         project_id: str, rate_limit_id: str, request: Request, body: JsonBody[schemas.RateLimitBody]
     ) -> Response:
@@ -381,7 +381,7 @@ def _add_tenant_routes(routes: APIRouter, tenants_service: TenantsService) -> No
         """Replace a tenant's KV salt: its cached prefixes are not used any more."""
         return await answer(await tenants_service.rotate_salt(tenant_id, actor=_actor(request)))
 
-    @routes.put("/{tenant_id}/shares/{name}", response_model=schemas.TenantDetails)
+    @routes.put("/{tenant_id}/shares/{name:model}", response_model=schemas.TenantDetails)
     async def share(tenant_id: str, name: str, request: Request, body: JsonBody[schemas.ShareBody]) -> Response:
         """Share an adapter with these projects, and no others."""
         await tenants_service.share(tenant_id, name, body.project_ids, actor=_actor(request))

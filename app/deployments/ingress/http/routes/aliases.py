@@ -24,22 +24,22 @@ def add_alias_routes(routes: APIRouter, service: IngressService) -> None:
         """List aliases."""
         return registry_page(request, service, query, AliasEntry, alias_body)
 
-    @routes.get("/v1/aliases/{name}", response_model=Alias)
+    @routes.get("/v1/aliases/{name:model}", response_model=Alias)
     async def alias(name: str, request: Request) -> Response:
         """One alias."""
-        entry = service.registry.find(name, http_principal(request).tenant_id)
-        if not isinstance(entry, AliasEntry):
+        entry = service.registry.alias(name, http_principal(request).tenant_id)
+        if entry is None:
             raise NotFound(f"there is no alias {name[:80]!r}; GET /v1/aliases lists them")
         return JSONResponse(alias_body(entry))
 
-    @routes.get("/v1/aliases/{name}/versions", response_model=PageResponse[AliasVersionResponse])
+    @routes.get("/v1/aliases/{name:model}/versions", response_model=PageResponse[AliasVersionResponse])
     async def versions(name: str, request: Request) -> Response:
         """The versions of an alias, which a rollback can restore."""
         tenant_id = http_principal(request).tenant_id
         found = await service.adapter_admin.store.alias_versions(name, tenant_id=tenant_id)
         return JSONResponse(page_body([alias_version_body(item) for item in found], has_more=False))
 
-    @routes.put("/v1/aliases/{name}", response_model=Alias)
+    @routes.put("/v1/aliases/{name:model}", response_model=Alias)
     async def put(name: str, request: Request, body: JsonBody[AliasBody]) -> Response:
         """Create or change an alias: its target adapters and their weights."""
         caller = http_principal(request)
@@ -48,7 +48,7 @@ def add_alias_routes(routes: APIRouter, service: IngressService) -> None:
         )
         return JSONResponse(alias_body(entry))
 
-    @routes.post("/v1/aliases/{name}/promote", response_model=Alias)
+    @routes.post("/v1/aliases/{name:model}/promote", response_model=Alias)
     async def promote(name: str, request: Request, body: JsonBody[PromoteBody]) -> Response:
         """Send all of an alias's requests to one target."""
         caller = http_principal(request)
@@ -57,7 +57,7 @@ def add_alias_routes(routes: APIRouter, service: IngressService) -> None:
         )
         return JSONResponse(alias_body(entry))
 
-    @routes.post("/v1/aliases/{name}/rollback", response_model=Alias)
+    @routes.post("/v1/aliases/{name:model}/rollback", response_model=Alias)
     async def rollback(name: str, request: Request, body: JsonBody[RollbackBody]) -> Response:
         """Restore an earlier version of an alias."""
         caller = http_principal(request)
@@ -66,7 +66,7 @@ def add_alias_routes(routes: APIRouter, service: IngressService) -> None:
         )
         return JSONResponse(alias_body(entry))
 
-    @routes.delete("/v1/aliases/{name}", response_model=Alias)
+    @routes.delete("/v1/aliases/{name:model}", response_model=Alias)
     async def delete(name: str, request: Request) -> Response:
         """Delete an alias."""
         caller = http_principal(request)

@@ -87,5 +87,5 @@ def _dynamo_source(body: LoadLoraBody, caller: Principal) -> str:
 
 
 def _check_base(service: IngressService, base_model: str | None) -> None:
-    if base_model not in (None, service.base_name):
+    if base_model is not None and not service.preprocessor.resolver.is_base(base_model):
         raise NotFound(f"there is no base model {base_model[:80]!r} here; this server's is {service.base_name!r}")

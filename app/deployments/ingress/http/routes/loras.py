@@ -40,6 +40,7 @@ from app.deployments.registry.models import (
 from app.engine.adapters.combining.combination import display_source
 from app.engine.errors import InvalidRequest
 from app.engine.scheduling.fair_limiter import FairSemaphore
+from app.model_names import split_version
 from app.redaction import holds_key
 
 
@@ -130,23 +131,23 @@ def _add_collection_routes(routes: APIRouter, service: IngressService) -> None:
 
 
 def _add_adapter_routes(routes: APIRouter, service: IngressService) -> None:
-    @routes.post("/v1/loras/{name}/load", response_model=Lora)
+    @routes.post("/v1/loras/{name:model}/load", response_model=Lora)
     async def load(name: str, request: Request) -> Response:
         """Read a lazily registered adapter before a request needs it; answers when it is served."""
         caller = http_principal(request)
         job, entry = await service.adapter_admin.store.load_registered(name, tenant_id=caller.tenant_id, who=caller.who)
         return JSONResponse(adapter_body(entry) | {"job": None if job is None else job_body(job)})
 
-    @routes.get("/v1/loras/{name}", response_model=LoraStatus)
+    @routes.get("/v1/loras/{name:model}", response_model=LoraStatus)
     async def adapter(name: str, request: Request) -> Response:
         """An adapter's state, residency, last error, request statistics, and the combinations that use it."""
         caller = http_principal(request)
         status = await adapter_status(service.adapter_admin, service.adapter_metrics, name, caller)
-        found = service.registry.dependents(caller.tenant_id, name)
+        found = service.registry.dependents(caller.tenant_id, split_version(name)[0])
         dependents = [{"project_id": tenant_id, "name": each} for tenant_id, each in found]
         return JSONResponse({**status, "dependents": dependents})
 
-    @routes.patch("/v1/loras/{name}", response_model=Lora)
+    @routes.patch("/v1/loras/{name:model}", response_model=Lora)
     async def configure(name: str, request: Request, body: JsonBody[ConfigureAdapterBody]) -> Response:
         """Change an adapter's pin, traffic weight or description."""
         caller = http_principal(request)
@@ -161,12 +162,12 @@ def _add_adapter_routes(routes: APIRouter, service: IngressService) -> None:
         )
         return JSONResponse(adapter_body(entry))
 
-    @routes.delete("/v1/loras/{name}", response_model=LoraStatus, responses={202: {"model": LoraStatus}})
+    @routes.delete("/v1/loras/{name:model}", response_model=LoraStatus, responses={202: {"model": LoraStatus}})
     async def delete(name: str, request: Request, query: Annotated[WaitQuery, Query()]) -> Response:
         """Unload an adapter; answers when its running requests have ended."""
         return await unload_response(request, service, query, name)
 
-    @routes.get("/v1/loras/{name}/generations", response_model=PageResponse[LoraGeneration])
+    @routes.get("/v1/loras/{name:model}/generations", response_model=PageResponse[LoraGeneration])
     async def generations(name: str, request: Request) -> Response:
         """The generations of a name: the contents that it has had."""
         tenant_id = http_principal(request).tenant_id
@@ -232,7 +233,7 @@ def _add_upload_route(routes: APIRouter, service: IngressService) -> None:
     uploads = FairSemaphore("uploads of adapters", MAX_UPLOADS, max_per_tenant=MAX_UPLOADS_PER_PROJECT, max_waiting=0)
     content = takes_content("application/octet-stream", {"type": "string", "format": "binary"})
 
-    @routes.put("/v1/loras/{name}/weights", response_model=Lora, openapi_extra=content)
+    @routes.put("/v1/loras/{name:model}/weights", response_model=Lora, openapi_extra=content)
     async def put_weights(name: str, request: Request) -> Response:
         """Load an adapter from a safetensors file and a header with its adapter_config.json; answers when served.
 

@@ -15,10 +15,11 @@ from app.deployments.ingress.principal import Principal, http_principal, visible
 from app.deployments.ingress.schemas.completions import Model
 from app.deployments.ingress.schemas.response_model import PageResponse
 from app.deployments.ingress.service import IngressService
-from app.deployments.registry.feed.view import Entry
+from app.deployments.registry.feed.view import Entry, RegistryView
 from app.deployments.registry.models import DEFAULT_TENANT, AliasEntry
 from app.engine.adapters.combining.combination import is_combination
 from app.engine.errors import NotFound
+from app.model_names import Version, split_version
 
 
 class ModelQuery(QueryParams):
@@ -38,21 +39,25 @@ def add_model_routes(app: FastAPI, service: IngressService) -> None:
         pages = all_models(service, query.after, caller)
         return StreamingResponse(pages, media_type="application/json")
 
-    @app.get("/v1/models/{name}", response_model=Model)
+    @app.get("/v1/models/{name:model}", response_model=Model)
     async def model(request: Request, name: str) -> Response:
         """Retrieve a model."""
-        entry = visible(service.registry, http_principal(request), name.removeprefix(f"{service.base_name}:"))
-        if entry is not None:
-            return JSONResponse(model_of(service, entry, http_principal(request)))
-        if name == service.base_name and http_principal(request).tenant.may_use(name):
+        caller, is_base = http_principal(request), service.preprocessor.resolver.is_base
+        base, colon, adapter_name = name.partition(":")
+        plain, version = split_version(adapter_name if colon and is_base(base) else name)
+        entry = visible(service.registry, caller, plain)
+        if entry is not None and (version is None or _means(service.registry, entry, version)):
+            return JSONResponse(model_of(service, entry, caller))
+        if is_base(name) and caller.tenant.may_use(service.base_name):
             return JSONResponse(base_model(service))
         raise NotFound(f"there is no model or adapter {name[:80]!r}; GET /v1/models lists what there is")
 
 
 def model_page(service: IngressService, page: PageQuery, caller: Principal) -> dict[str, Any]:
     """The models that the caller may use: the base, then adapters and aliases by name."""
-    data = [base_model(service)] if page.after is None and caller.tenant.may_use(service.base_name) else []
-    after = None if page.after == service.base_name else page.after
+    base = base_model(service)
+    data = [base] if page.after is None and caller.tenant.may_use(service.base_name) else []
+    after = None if page.after == base["id"] else page.after
     found = visible_page(service.registry, caller, limit=page.limit - len(data), after=after)
     data += [model_of(service, entry, caller) for entry in found.entries]
     return page_body(data, has_more=found.has_more)
@@ -77,9 +82,18 @@ async def all_models(service: IngressService, after: str | None, caller: Princip
     )
 
 
+def _means(registry: RegistryView, entry: Entry, version: Version) -> bool:
+    """Whether an adapter's contents, or those of one of an alias's targets, are this version."""
+    names = [target.name for target in entry.targets] if isinstance(entry, AliasEntry) else [entry.name]
+    refs = (registry.resolve(split_version(name)[0], "", entry.tenant_id) for name in names)
+    return any(ref is not None and version.is_of(ref.digest, ref.generation) for ref in refs)
+
+
 def base_model(service: IngressService) -> dict[str, Any]:
+    """The base in vLLM's format; its id has its version while an alias has its name."""
+    is_alias = service.registry.alias(service.base_name, DEFAULT_TENANT) is not None
     return {
-        "id": service.base_name,
+        "id": service.exact_base_name if is_alias else service.base_name,
         "object": "model",
         "created": 0,
         "owned_by": "polylora",
@@ -112,5 +126,6 @@ def model_of(service: IngressService, entry: Entry, caller: Principal) -> dict[s
         "owned_by": "polylora",
         "root": root,
         "parent": service.base_name,
+        "max_model_len": service.preprocessor.max_model_len,
         **activation,
     }

@@ -344,7 +344,7 @@ async def test_admin_keys_infer_nothing_and_inference_keys_administer_nothing(or
         "/v1/completions": {"model": "base", "prompt": "a"},
         "/generate": {"text": "a"},
     }
-    paths = {(method, route.path) for route in _routes(org) for method in route.methods - {"HEAD"}}
+    paths = {(method, route.path_format) for route in _routes(org) for method in route.methods - {"HEAD"}}
     assert {path for _, path in paths} >= generating
     for method, path in sorted(paths):
         filled = path.replace("{", "").replace("}", "")
@@ -595,9 +595,9 @@ async def test_every_management_route_refuses_a_key_that_only_infers(org: Org) -
     )
     num_refused, admitted = 0, list[str]()
     for route in flat_routes(app.routes):
-        if inference.match(route.path):
+        if inference.match(route.path_format):
             continue
-        path = re.sub(r"\{[^}]*\}", "x", route.path)
+        path = re.sub(r"\{[^}]*\}", "x", route.path_format)
         for method in route.methods or ():
             answer = await org.http.request(method, path, headers=bearer(issued.value), json={})
             if answer.status_code == 403:

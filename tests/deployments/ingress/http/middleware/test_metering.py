@@ -64,7 +64,7 @@ async def test_every_route_is_counted_before_its_body_is_read(org: Org) -> None:
 
 
 def _routes(app: Any) -> list[tuple[str, set[str]]]:
-    return [(route.path, set(route.methods)) for route in api_routes(app.routes)]
+    return [(route.path_format, set(route.methods)) for route in api_routes(app.routes)]
 
 
 async def test_bytes_of_bodies_cost_calls(org: Org) -> None:

@@ -59,7 +59,7 @@ def routes_of(service: Service) -> list[APIRoute]:
 async def test_every_route_is_described(service: Service, http: httpx.AsyncClient) -> None:
     described = (await http.get("/openapi.json")).json()
     routes = routes_of(service)
-    there = {(route.path, method.lower()) for route in routes for method in route.methods}
+    there = {(route.path_format, method.lower()) for route in routes for method in route.methods}
     assert {(path, method) for path, item in described["paths"].items() for method in item} == there
     for path in ("/v1/loras/{name}", "/v1/aliases", "/v1/organization/projects", "/v1/chat/completions", "/health"):
         assert path in described["paths"], "of a router, of an included one, and of the application itself"
@@ -78,7 +78,7 @@ async def test_every_field_of_every_body_is_described_and_no_other(service: Serv
     for route in routes_of(service):
         kind = body_model(route)
         if not route.methods & {"POST", "PUT", "PATCH"}:
-            assert kind is None, route.path
+            assert kind is None, route.path_format
         if kind is None:
             continue
         schema = schemas[kind.__name__]
